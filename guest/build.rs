@@ -123,7 +123,7 @@ impl Build {
         let mut cc = Command::new(&self.cc);
         cc.arg(format!("@{flags}/arch/{ARCH}/cflags"));
         let folders = ["include", "kernel", "workloads"].map(Path::new);
-        let arch = ["kernel", "user"].map(|part| format!("{part}/arch/{ARCH}"));
+        let arch = ["kernel", "user", "workloads"].map(|part| format!("{part}/arch/{ARCH}"));
         for folder in folders.iter().copied().chain(arch.iter().map(Path::new)) {
             cc.arg("-I").arg(folder);
         }
@@ -139,7 +139,8 @@ impl Build {
             .extension()
             .and_then(|e| e.to_str())
             .unwrap_or_default();
-        let folder = source.iter().next().unwrap_or_default().display();
+        let folder = source.parent().unwrap_or(source).display().to_string();
+        let folder = folder.replace('/', "-");
         let object = self
             .out
             .join(format!("{flags}-{folder}-{}-{ext}.o", stem(source)));

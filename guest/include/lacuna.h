@@ -74,9 +74,9 @@ static inline bool lacuna_paused(uint32_t kind) {
 static inline uint32_t lacuna_setting(void) { return lacuna_status_page()->setting; }
 
 /* ---- privileged services, for tests of the host ---- */
-int lacuna_rdmsr(uint32_t index, uint64_t *value); /* 0, or -1 if it raised #GP */
+int lacuna_rdmsr(uint32_t index, uint64_t *value); /* 0, or -1 if the processor refused */
 int lacuna_wrmsr(uint32_t index, uint64_t value);
-void lacuna_kernel_call(void (*fn)(void)); /* run fn at CPL0, interrupts off */
+void lacuna_kernel_call(void (*fn)(void)); /* run fn in the kernel, interrupts off */
 int lacuna_apf_enable(void);   /* async page faults on this processor: 0, or -1 if there are none */
 void lacuna_apf_disable(void); /* threads that wait for a page here try again */
 int lacuna_cpu_offline(void);  /* moves all threads here, the caller too, to CPU 0; -1 on CPU 0 */

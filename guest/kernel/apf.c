@@ -1,5 +1,6 @@
 /*
- * Async page faults, the guest's side. The host's side is in apf_host.h.
+ * Async page faults, the part of every architecture: the table of threads that wait for pages. How
+ * the host tells of its events is in arch/ARCH/apf.c.
  *
  * If a thread's page is not present, the thread sleeps in its processor's table, under the token,
  * until that token is ready. The host sends both events to the processor that faulted, so only that
@@ -12,11 +13,7 @@
  * Two threads may have the same token, because the host's counter wraps. Page-ready wakes both. A
  * thread that is woken too early only faults once more. A thread that is not woken waits for ever.
  */
-#include "apf_host.h"
 #include "kernel.h"
-#include "lacuna/format.h"
-
-static u32 control; /* for apf_host_enable; 0: no async page faults */
 
 /* Adds the counts of processor c to the status page. No event is added twice, whichever processor
  * calls. At the end of the run another processor calls. Then an event that c counts at that moment
@@ -28,35 +25,10 @@ void apf_publish(struct cpu *c) {
     __atomic_fetch_add(&status->apf_ready, ready, __ATOMIC_RELAXED);
 }
 
-/* Chooses the ABI: the one in apf=off|int|pf, else the first one that the host offers. */
-void apf_init(void) {
-    u32 features = apf_host_features();
-    bool by_interrupt = features >> FEATURE_APF_INT & 1;
-    const char *how = lacuna_find_param(info->cmdline, "apf");
-    char delivery = how ? how[0] : by_interrupt ? 'i' : 'p';
-    if (!(features >> FEATURE_APF & 1))
-        return;
-    if (delivery == 'i' && by_interrupt)
-        control = EN_ENABLED | EN_BY_INTERRUPT;
-    else if (delivery == 'p')
-        control = EN_ENABLED;
-    if (control && boot_param("apf_always", 0))
-        control |= EN_SEND_ALWAYS;
-}
-
-bool apf_enable(struct cpu *c) {
-    if (!control)
-        return false;
-    if (control & EN_BY_INTERRUPT && apf_host_set_vector(VEC_APF_READY))
-        return false;
-    return !apf_host_enable(&c->apf.area, control);
-}
-
 static void count(u32 *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
-/* KVM numbers its tokens upwards; the low twelve bits are the number of the processor. */
 static struct apf_node **bucket(struct cpu *c, u32 token) {
-    return &c->apf.bucket[token >> 12 & (APF_BUCKETS - 1)];
+    return &c->apf.bucket[token >> APF_TOKEN_SHIFT & (APF_BUCKETS - 1)];
 }
 
 static void insert(struct cpu *c, struct apf_node *n, u32 token, enum apf_kind kind) {
@@ -94,7 +66,7 @@ static void release(struct cpu *c, struct apf_node **at) {
 
 /* Wakes all sleeping threads, which then try their accesses again. Frees the dummies too, because
  * no event with an earlier token can follow. */
-static void wake_all(struct cpu *c) {
+void apf_wake_all(struct cpu *c) {
     for (u32 i = 0; i < APF_BUCKETS; i++) {
         while (c->apf.bucket[i])
             release(c, &c->apf.bucket[i]);
@@ -111,7 +83,7 @@ static bool ready_came_first(struct cpu *c, u32 token) {
     return false;
 }
 
-static void not_present(struct cpu *c, u32 token) {
+void apf_not_present(struct cpu *c, u32 token) {
     struct thread *t = c->current;
     c->apf.not_present++;
     if (ready_came_first(c, token))
@@ -125,11 +97,11 @@ static void not_present(struct cpu *c, u32 token) {
     }
 }
 
-static void ready(struct cpu *c, u32 token) {
+void apf_page_ready(struct cpu *c, u32 token) {
     bool found = false;
     if (token == TOKEN_EVERYBODY) {
         count(&status->apf_wake_all);
-        wake_all(c);
+        apf_wake_all(c);
         return;
     }
     c->apf.ready++;
@@ -145,62 +117,24 @@ static void ready(struct cpu *c, u32 token) {
         count(&status->apf_dummy);
 }
 
-bool apf_sleep(struct cpu *c, struct thread *t) {
-    u32 token = apf_host_token();
+/* The fast form of apf_not_present, for the current thread: the caller ends it as current. */
+bool apf_try_sleep(struct cpu *c, struct thread *t, u32 token) {
     struct apf_node **at = bucket(c, token);
-    if (c->apf.area.reason != REASON_NOT_PRESENT || *at)
+    if (*at)
         return false;
-    c->apf.area.reason = 0;
     c->apf.not_present++;
     t->page_wait.token = token;
     *at = &t->page_wait;
     return true;
 }
 
-/* Returns a thread only if it is alone in its bucket, and no other woken thread waits on this
- * processor. */
-struct thread *apf_sleeper(struct cpu *c) {
-    u32 token = c->apf.area.token;
+/* The fast form of apf_page_ready. Returns a thread only if it is alone in its bucket, and no other
+ * woken thread waits on this processor. */
+struct thread *apf_try_wake(struct cpu *c, u32 token) {
     struct apf_node **at = bucket(c, token), *n = *at;
     if (!n || n->token != token || n->next || n->kind != APF_THREAD || c->woken.head)
         return NULL;
     *at = NULL;
     c->apf.ready++;
-    c->apf.area.token = 0;
-    apf_host_acknowledge_token();
-    interrupt_end();
     return thread_of(n);
-}
-
-bool apf_page_fault(struct cpu *c) {
-    u32 reason = c->apf.area.reason;
-    if (!reason)
-        return false;
-    c->apf.area.reason = 0;
-    u32 token = apf_host_token();
-    if (reason & REASON_NOT_PRESENT)
-        not_present(c, token);
-    else
-        ready(c, token);
-    return true;
-}
-
-/* If there is no token, this interrupt was already on its way when apf_disable cleared the area. */
-void apf_interrupt(struct cpu *c) {
-    u32 token = c->apf.area.token;
-    if (!token)
-        return;
-    ready(c, token);
-    c->apf.area.token = 0;
-    apf_host_acknowledge();
-}
-
-/* Once disabled, the host has forgotten the faults of this processor, and does not write to
- * the area any more. */
-void apf_disable(struct cpu *c) {
-    if (!control)
-        return;
-    apf_host_disable();
-    c->apf.area.reason = c->apf.area.token = 0;
-    wake_all(c);
 }

@@ -19,6 +19,9 @@ static inline void lock(spinlock *l) {
 static inline void unlock(spinlock *l) { __atomic_store_n(&l->held, 0, __ATOMIC_RELEASE); }
 
 /* ---- mm.c: memory ---- */
+static inline u64 page_up(u64 v) { return (v + PAGE - 1) & ~(PAGE - 1); }
+static inline u64 page_down(u64 v) { return v & ~(PAGE - 1); }
+
 struct space {
     u64 *root;
     u64 tables; /* for load_tables: the root, and the tag of the space */
@@ -31,8 +34,22 @@ struct space {
 extern struct lacuna_status *status;
 extern struct lacuna_info *info;
 
-struct hvm_start_info;
-void mm_init(const struct hvm_start_info *start);
+#define MAX_RAM 32
+
+/* What the loader says of the machine. */
+struct ram {
+    u64 start, end; /* whole pages */
+};
+
+struct boot {
+    struct ram ram[MAX_RAM];
+    u32 nram;
+    u32 ncpus; /* if smp= is not given */
+    const char *cmdline; /* NULL: none */
+};
+
+void boot_read(const void *start, struct boot *boot); /* the processor's */
+void mm_init(struct boot *boot);
 void *page_alloc(void); /* zeroed; NULL if there is none */
 void page_free(void *page);
 bool map_page(struct space *s, u64 va, u64 pa, u64 flags); /* false: no memory, or already mapped */
@@ -47,14 +64,8 @@ void space_cpu_init(void);
 bool space_add_stack(struct space *s, u32 slot, u64 *stack_top);
 void space_release(struct space *s); /* one thread less; the last one frees the space */
 
-/* ---- apf.c: async page faults ---- */
-
-/* The area that the host writes, one for each processor: KVM's struct kvm_vcpu_pv_apf_data. */
-struct apf_area {
-    u32 reason; /* of a page fault: 0 a real one, 1 not present, 2 ready (original ABI) */
-    u32 token;  /* the page that is ready, 0 if none (today's ABI) */
-    u8 reserved[56];
-} __attribute__((aligned(64)));
+/* ---- apf.c: async page faults; arch/ARCH/apf.c: how the host tells of them ---- */
+#define TOKEN_EVERYBODY (~0u)
 
 enum apf_kind { APF_FREE, APF_THREAD, APF_IDLE, APF_DUMMY };
 
@@ -77,16 +88,16 @@ struct apf {
 };
 
 struct thread;
+void apf_not_present(struct cpu *c, u32 token); /* the current thread, or idle, waits for it */
+void apf_page_ready(struct cpu *c, u32 token);
+void apf_wake_all(struct cpu *c);
+void apf_publish(struct cpu *c); /* its counters, to the status page */
+bool apf_try_sleep(struct cpu *c, struct thread *t, u32 token);
+struct thread *apf_try_wake(struct cpu *c, u32 token);
+
 void apf_init(void);
 bool apf_enable(struct cpu *c);
 void apf_disable(struct cpu *c);
-bool apf_page_fault(struct cpu *c); /* false: it is a real page fault */
-void apf_interrupt(struct cpu *c);
-void apf_publish(struct cpu *c); /* its counters, to the status page */
-
-/* The fast paths. If one returns false or NULL, it has changed nothing; call the full form then. */
-bool apf_sleep(struct cpu *c, struct thread *t); /* t's page is not present: it sleeps now */
-struct thread *apf_sleeper(struct cpu *c); /* the thread that slept for the page that is ready */
 
 /* ---- sched.c: the scheduler ---- */
 enum thread_state { FREE, ALIVE, WAITING }; /* WAITING: for its children */

@@ -10,7 +10,13 @@
  * Woken threads run first, in the order of their wake-ups. A thread that one of them preempted runs
  * next, with the rest of its slice; then the threads that wait for a new slice. A slice is a number
  * of ticks. A tick is charged to the thread that runs when it comes, so that a switch reads no
- * clock.
+ * clock. Two rules share the processor fairly between a thread that waits often and one that never
+ * does:
+ *
+ * - A woken thread has the rest of its slice. If each wake-up gave it a new one, a thread that
+ *   computes for nearly a slice between two waits would never let the others run.
+ * - A tick is charged only while another thread waits for the processor. So a thread that runs
+ *   because all others wait for something does not pay for that time with its next turn.
  *
  * Only a thread's own processor changes its state. Another processor may only put the thread into
  * the inbox, under the inbox's lock. It may do so while the thread's processor is still leaving
@@ -123,6 +129,7 @@ static struct thread *switch_thread(struct cpu *c) {
 
 /* The end of every path through the kernel except the fast ones. */
 void sched_resume(struct cpu *c) {
+    apf_before_user(c);
     struct thread *t = c->current;
     if (!t || c->resched)
         t = switch_thread(c);
@@ -152,7 +159,6 @@ void sched_next(struct cpu *c) {
 /* Runs a thread that has waited, before the current one. No other thread runs before it. */
 void sched_preempt(struct cpu *c, struct thread *running, struct thread *woken) {
     prepend(&c->queue, running);
-    woken->ticks = slice_ticks;
     make_current(c, woken);
     resume_any(woken);
 }
@@ -172,7 +178,7 @@ void sched_tick(struct cpu *c) {
     struct thread *t = c->current;
     if (t && now >= c->tick_at) {
         c->tick_at = now + tick_cycles;
-        if (!--t->ticks)
+        if ((c->queue.head || c->woken.head) && !--t->ticks)
             c->resched = true;
     }
     if (t && t->kill_at && now >= t->kill_at)
@@ -191,7 +197,7 @@ static void post(struct thread *t, bool woken) {
         lock(&to->lock);
     }
     t->woken = woken;
-    append_for_slice(&to->inbox, t);
+    append(&to->inbox, t);
     bool is_urgent = woken || !to->current; /* idle: it may be about to read the inbox, after us */
     unlock(&to->lock);
     if (is_urgent)
@@ -201,7 +207,7 @@ static void post(struct thread *t, bool woken) {
 /* In this and the following functions, c is the calling processor. */
 void sched_wake(struct cpu *c, struct thread *t) {
     if (t->cpu == c && !c->offline) {
-        append_for_slice(&c->woken, t);
+        append(&c->woken, t);
         c->resched = true;
     } else {
         post(t, true);
@@ -217,8 +223,9 @@ void sched_woken(struct cpu *c) {
 
 /* A new thread waits for its turn. Only an idle processor gets an interrupt for it. */
 void sched_start(struct cpu *c, struct thread *t) {
+    t->ticks = slice_ticks;
     if (t->cpu == c && !c->offline)
-        append_for_slice(&c->queue, t);
+        append(&c->queue, t);
     else
         post(t, false);
 }

@@ -35,14 +35,14 @@ void space_enter(struct cpu *c, struct space *s) {
 
 void space_leave(struct cpu *c) {
     c->space = NULL;
-    load_tables((u64)kernel_root);
+    load_tables(tables_of(kernel_root, 0));
 }
 
 static struct space *claim(void) {
     struct space *found = NULL;
     lock(&spaces_lock);
     for (u32 i = 0; i < LACUNA_MAX_THREADS && !found; i++) {
-        if (!spaces[i].used)
+        if (!__atomic_load_n(&spaces[i].used, __ATOMIC_ACQUIRE))
             found = &spaces[i];
     }
     if (found) {
@@ -61,8 +61,7 @@ static bool map_new(struct space *s, u64 va, const u8 *from, u64 bytes) {
         return false;
     if (from)
         __builtin_memcpy(page, from, bytes < PAGE ? bytes : PAGE);
-    u64 flags = PTE_P | PTE_W | PTE_U | PTE_NX | PTE_OWNED;
-    if (map_page(s, va, (u64)page, flags))
+    if (map_page(s, va, to_phys(page), MAP_DATA | PTE_OWNED))
         return true;
     page_free(page);
     return false;
@@ -78,8 +77,8 @@ static bool load_segment(struct space *s, const Elf64_Phdr *ph) {
             if (!map_new(s, va + at, from, file_bytes - at))
                 return false;
         } else {
-            u64 nx = ph->p_flags & PF_X ? 0 : PTE_NX;
-            if (!from || !map_page(s, va + at, (u64)from, PTE_P | PTE_U | nx))
+            u64 flags = ph->p_flags & PF_X ? MAP_CODE : MAP_CONST;
+            if (!from || !map_page(s, va + at, to_phys(from), flags))
                 return false;
         }
     }
@@ -102,12 +101,12 @@ struct space *space_create(u64 *entry) {
         return NULL;
     s->root = page_alloc();
     if (s->root) {
-        s->tables = (u64)s->root | (keep ? s->index + 1 : 0);
-        s->root[0] = kernel_root[0];
+        s->tables = tables_of(s->root, keep ? s->index + 1 : 0);
+        s->root[0] = kernel_root[0]; /* the kernel, if it is in the programs' tables at all */
         s->root[LACUNA_ARENA_BASE >> 39] = kernel_root[LACUNA_ARENA_BASE >> 39];
         if (load_program(s) &&
-            map_page(s, LACUNA_STATUS_VA, (u64)status, PTE_P | PTE_W | PTE_U | PTE_NX) &&
-            map_page(s, LACUNA_INFO_VA, (u64)info, PTE_P | PTE_U | PTE_NX)) {
+            map_page(s, LACUNA_STATUS_VA, to_phys(status), MAP_DATA) &&
+            map_page(s, LACUNA_INFO_VA, to_phys(info), MAP_CONST)) {
             *entry = ((const Elf64_Ehdr *)program)->e_entry;
             return s;
         }
@@ -131,7 +130,7 @@ static void free_table(u64 *table, int level) {
     for (u32 i = 0; i < 512; i++) {
         if (!(table[i] & PTE_OWNED))
             continue;
-        u64 *below = (u64 *)(table[i] & PTE_ADDR);
+        u64 *below = from_phys(table[i] & PTE_ADDR);
         if (level == 1)
             page_free(below);
         else

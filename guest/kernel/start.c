@@ -1,11 +1,9 @@
 /* From the boot information to the first program. */
 #include "kernel.h"
 #include "lacuna/format.h"
-#include "pvh.h"
 
 u32 ncpus = 1;
 struct cpu *cpus;
-volatile u32 cpus_released;
 
 u64 boot_param(const char *name, u64 otherwise) {
     const char *v = lacuna_find_param(info->cmdline, name);
@@ -26,8 +24,8 @@ void secondary_main(u32 i) {
     sched_resume(cpu_at(i));
 }
 
-static void start_cpus(void) {
-    u64 wanted = boot_param("smp", 1);
+static void start_cpus(u32 all) {
+    u64 wanted = boot_param("smp", all);
     if (wanted > LACUNA_MAX_CPUS)
         panic("smp=%lu: this kernel supports 1 to %u processors", wanted, LACUNA_MAX_CPUS);
     ncpus = wanted < 1 ? 1 : (u32)wanted;
@@ -35,7 +33,7 @@ static void start_cpus(void) {
     apf_init();
     /* The heap has not yet had any page freed into it, so pages come in sequence. */
     cpus = page_alloc();
-    if ((u64)cpus & (CPU_SIZE - 1))
+    if (to_phys(cpus) & (CPU_SIZE - 1))
         cpus = page_alloc();
     for (u32 i = 1; i < ncpus * (CPU_SIZE / PAGE); i++) {
         if (page_alloc() != (u8 *)cpus + i * PAGE)
@@ -47,22 +45,19 @@ static void start_cpus(void) {
     cpu_init(0);
     time_init();
     info->tsc_khz = clock_khz;
-    const char *how = lacuna_find_param(info->cmdline, "syscall");
-    info->syscall_by_ud2 = how && how[0] == 'u';
     sched_init(boot_param("tick_us", 1000), boot_param("slice_us", 4000));
-    __atomic_store_n(&cpus_released, 1, __ATOMIC_SEQ_CST);
-    const char *ap = lacuna_find_param(info->cmdline, "ap");
-    if (ncpus > 1 && !(ap && ap[0] == 'd')) /* ap=direct: they run already */
-        start_other_cpus();
+    start_other_cpus();
 }
 
-_Noreturn void kernel_main(const struct hvm_start_info *start) {
-    if (start->magic != HVM_START_MAGIC)
-        panic("start_info magic is %x: boot this image by PVH", start->magic);
-    mm_init(start);
-    announce_status((u64)status / PAGE);
+/* start: what the loader passes. */
+_Noreturn void kernel_main(const void *start) {
+    static struct boot boot;
+    boot_read(start, &boot);
+    mm_init(&boot);
+    announce_status(to_phys(status) / PAGE);
+    info->processor = processor_init();
     trap_init();
-    start_cpus();
+    start_cpus(boot.ncpus);
 
     u64 entry;
     struct space *space = space_create(&entry);

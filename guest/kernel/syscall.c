@@ -20,31 +20,28 @@ static u64 sys_write(struct thread *t, u64 va, u64 bytes) {
             return FAIL;
         n = n > bytes - done ? bytes - done : n;
         n = n > sizeof chunk ? sizeof chunk : n;
-        __builtin_memcpy(chunk, (const void *)pa, n);
+        __builtin_memcpy(chunk, from_phys(pa), n);
         console_write(chunk, n);
         done += n;
     }
     return done;
 }
 
-static u64 sys_thread(struct thread *t, u64 cpu) {
-    const u64 args[3] = {frame_argument(&t->frame, 0), frame_argument(&t->frame, 1),
-                         frame_argument(&t->frame, 2)};
+/* args: the entry point and its two arguments, and the processor. */
+static u64 sys_thread(struct thread *t, const u64 args[4]) {
     __atomic_fetch_add(&t->space->threads, 1, __ATOMIC_RELAXED);
-    int slot = thread_create(t, t->space, args, cpu);
+    int slot = thread_create(t, t->space, args, args[3]);
     if (slot < 0)
         space_release(t->space);
     return (u64)slot;
 }
 
-static u64 sys_spawn(struct thread *t, u64 cpu) {
-    const u64 args[3] = {frame_argument(&t->frame, 0), frame_argument(&t->frame, 1),
-                         frame_argument(&t->frame, 2)};
+static u64 sys_spawn(struct thread *t, const u64 args[4]) {
     u64 entry;
     struct space *space = space_create(&entry);
     if (!space)
         return FAIL;
-    int slot = thread_create(t, space, args, cpu);
+    int slot = thread_create(t, space, args, args[3]);
     if (slot < 0)
         space_release(space);
     return (u64)slot;
@@ -57,26 +54,26 @@ static u64 sys_alias(struct thread *t, u64 va, u64 arena_va) {
     va &= ~(PAGE - 1);
     u64 pa = translate(t->space, arena_va) & ~(PAGE - 1);
     /* Only new mappings are made, so no TLB has to be flushed. */
-    return map_page(t->space, va, pa, PTE_P | PTE_W | PTE_U) ? 0 : FAIL;
+    return map_page(t->space, va, pa, MAP_ARENA) ? 0 : FAIL;
 }
 
 static u64 sys_rdmsr(struct thread *t, u64 index, u64 va) {
     u64 value, pa = translate(t->space, va);
     if (pa == NEVER || va % 8 || msr_read((u32)index, &value))
         return FAIL;
-    *(u64 *)pa = value;
+    *(u64 *)from_phys(pa) = value;
     return 0;
 }
 
-static u64 privileged(struct thread *t, u64 a, u64 b) {
+static u64 privileged(struct thread *t, u64 number, const u64 args[4]) {
     if (t->kill_at)
         return FAIL;
-    switch (frame_call(&t->frame)) {
-    case LACUNA_SYS_RDMSR: return sys_rdmsr(t, a, b);
-    case LACUNA_SYS_WRMSR: return msr_write((u32)a, b) ? FAIL : 0;
+    switch (number) {
+    case LACUNA_SYS_RDMSR: return sys_rdmsr(t, args[0], args[1]);
+    case LACUNA_SYS_WRMSR: return msr_write((u32)args[0], args[1]) ? FAIL : 0;
     case LACUNA_SYS_APF_ENABLE: return apf_enable(t->cpu) ? 0 : FAIL;
     case LACUNA_SYS_APF_DISABLE: apf_disable(t->cpu); return 0;
-    default: ((void (*)(void))a)(); return 0;
+    default: call_program(args[0], translate(t->space, args[0])); return 0;
     }
 }
 
@@ -103,32 +100,31 @@ static void sys_cpu_offline(struct cpu *c, struct thread *t) {
     sched_offline(c);
 }
 
+/* The result may be in the register of the first argument, so all arguments are read first. */
 void syscall(struct cpu *c, struct thread *t) {
     struct frame *f = &t->frame;
-    u64 a = frame_argument(f, 0), b = frame_argument(f, 1), number = frame_call(f);
+    const u64 number = frame_call(f), args[4] = {frame_argument(f, 0), frame_argument(f, 1),
+                                                 frame_argument(f, 2), frame_argument(f, 3)};
     frame_set_result(f, 0);
     switch (number) {
-    case LACUNA_SYS_EXIT: thread_exit(t, (u32)a); break;
-    case LACUNA_SYS_WRITE: frame_set_result(f, sys_write(t, a, b)); break;
+    case LACUNA_SYS_EXIT: thread_exit(t, (u32)args[0]); break;
+    case LACUNA_SYS_WRITE: frame_set_result(f, sys_write(t, args[0], args[1])); break;
     case LACUNA_SYS_YIELD: sched_yield(c); break;
-    case LACUNA_SYS_SLEEP: sys_sleep(c, t, a); break;
+    case LACUNA_SYS_SLEEP: sys_sleep(c, t, args[0]); break;
     case LACUNA_SYS_NOW: frame_set_result(f, muldiv(clock_read(), 1000000, clock_khz)); break;
-    case LACUNA_SYS_THREAD: frame_set_result(f, sys_thread(t, frame_argument(f, 3))); break;
-    case LACUNA_SYS_SPAWN: frame_set_result(f, sys_spawn(t, frame_argument(f, 3))); break;
+    case LACUNA_SYS_THREAD: frame_set_result(f, sys_thread(t, args)); break;
+    case LACUNA_SYS_SPAWN: frame_set_result(f, sys_spawn(t, args)); break;
     case LACUNA_SYS_WAIT: thread_wait(c); break;
     case LACUNA_SYS_SELF: frame_set_result(f, t->slot); break;
-    case LACUNA_SYS_GPA: frame_set_result(f, translate(t->space, a)); break;
-    case LACUNA_SYS_ALIAS: frame_set_result(f, sys_alias(t, a, b)); break;
-    case LACUNA_SYS_CONFINE: sys_confine(t, a); break;
+    case LACUNA_SYS_GPA: frame_set_result(f, translate(t->space, args[0])); break;
+    case LACUNA_SYS_ALIAS: frame_set_result(f, sys_alias(t, args[0], args[1])); break;
+    case LACUNA_SYS_CONFINE: sys_confine(t, args[0]); break;
     case LACUNA_SYS_RDMSR:
     case LACUNA_SYS_WRMSR:
     case LACUNA_SYS_KCALL:
     case LACUNA_SYS_APF_ENABLE:
-    case LACUNA_SYS_APF_DISABLE:
-        frame_set_call(f, number);
-        frame_set_result(f, privileged(t, a, b));
-        break;
+    case LACUNA_SYS_APF_DISABLE: frame_set_result(f, privileged(t, number, args)); break;
     case LACUNA_SYS_CPU_OFFLINE: sys_cpu_offline(c, t); break;
-    default: frame_set_result(f, FAIL); break;
+    default: frame_set_result(f, processor_call(t, number, args[0])); break;
     }
 }

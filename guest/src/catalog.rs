@@ -1,5 +1,7 @@
 //! The list of images, and the parameters that each takes.
 
+use crate::arm64;
+
 /// A word `name=value` that a kernel or workload reads from its command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Param {
@@ -11,20 +13,64 @@ pub struct Param {
     pub about: &'static str,
 }
 
+/// The processor that a guest is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Arch {
+    /// x86-64. Images are ELF64 files, built with the crate.
+    X86_64,
+    /// AArch64. Images are in the form of Linux's `Image`, and committed beside their sources.
+    Arm64,
+}
+
+impl Arch {
+    /// All images, most useful first; none where [`Arch::unavailable`] has a reason.
+    pub fn images(self) -> &'static [Image] {
+        match (self, self.unavailable()) {
+            (_, Some(_)) => &[],
+            (Arch::X86_64, None) => IMAGES,
+            (Arch::Arm64, None) => arm64::IMAGES,
+        }
+    }
+
+    /// The image of that name.
+    pub fn image(self, name: &str) -> Option<&'static Image> {
+        self.images().iter().find(|image| image.name == name)
+    }
+
+    /// Parameters that the kernel reads, for every workload.
+    pub fn kernel_params(self) -> &'static [Param] {
+        match self {
+            Arch::X86_64 => KERNEL_PARAMS,
+            Arch::Arm64 => arm64::KERNEL_PARAMS,
+        }
+    }
+
+    /// The reason why there are no images of this architecture; `None` if there are images.
+    pub fn unavailable(self) -> Option<&'static str> {
+        match self {
+            Arch::X86_64 => {
+                let reason = include_str!(concat!(env!("OUT_DIR"), "/unavailable"));
+                (!reason.is_empty()).then_some(reason)
+            }
+            Arch::Arm64 => None,
+        }
+    }
+}
+
 /// A bootable guest: the kernel with one workload inside.
 #[derive(Debug, Clone, Copy)]
 pub struct Image {
     /// The workload's name.
     pub name: &'static str,
-    /// The image, an ELF64 file.
-    pub elf: &'static [u8],
+    /// The image, in the form that [`Arch`] says.
+    pub file: &'static [u8],
     /// What it does, in one line.
     pub about: &'static str,
     /// Its parameters.
     pub params: &'static [Param],
 }
 
-const fn param(name: &'static str, default: &'static str, about: &'static str) -> Param {
+pub(crate) const fn param(name: &'static str, default: &'static str, about: &'static str) -> Param {
     Param {
         name,
         default,
@@ -32,7 +78,7 @@ const fn param(name: &'static str, default: &'static str, about: &'static str) -
     }
 }
 
-/// Parameters that the kernel reads, for every workload.
+/// Parameters that the x86-64 kernel reads, for every workload.
 pub const KERNEL_PARAMS: &[Param] = &[
     param("smp", "1", "vCPUs, at most 64, APIC ids 0 to smp - 1"),
     param(
@@ -73,14 +119,14 @@ macro_rules! image {
     ($name:literal, $about:literal, $params:expr) => {
         Image {
             name: $name,
-            elf: include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf")),
+            file: include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".elf")),
             about: $about,
             params: $params,
         }
     };
 }
 
-static IMAGES: &[Image] = &[
+pub(crate) const IMAGES: &[Image] = &[
     image!(
         "bm",
         "faulting processes beside counting ones (the 2010 talk's benchmark)",
@@ -130,6 +176,11 @@ static IMAGES: &[Image] = &[
             ),
             param("seed", "1", "of patterns, page classes and order"),
             param(
+                "gate",
+                "0",
+                "1: waits before the last check until the host sets the setting"
+            ),
+            param(
                 "clear",
                 "0",
                 "1: zero all pages first, because the VMM's firmware writes to them"
@@ -141,8 +192,17 @@ static IMAGES: &[Image] = &[
         "allocates all memory, touches every page, frees all; again",
         &[
             param("rounds", "3", "how often"),
-            param("work", "0", "steps of computing after each page"),
-            param("nop", "0", "1: a counting process runs beside it"),
+            param(
+                "threads",
+                "1",
+                "memory-bound threads, each with its own part"
+            ),
+            param(
+                "work",
+                "0",
+                "steps of computing after each page; the host's setting replaces it"
+            ),
+            param("nop", "0", "1: a counting process runs beside each"),
             param("bytes", "all", "how much of the arena, bytes"),
         ]
     ),
@@ -195,6 +255,16 @@ static IMAGES: &[Image] = &[
             ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of the places"),
+            param(
+                "gate",
+                "0",
+                "1: waits when prepared until the host sets the setting, the seed from then on"
+            ),
+            param(
+                "set",
+                "all",
+                "how many pages each process uses behind the gate"
+            ),
         ]
     ),
     image!(
@@ -240,6 +310,25 @@ static IMAGES: &[Image] = &[
             ),
             param("bytes", "all", "how much of the arena, bytes"),
             param("seed", "1", "of objects and transactions"),
+        ]
+    ),
+    image!(
+        "paced",
+        "writes pages at a given pace, checks them, and prints a line at short intervals",
+        &[
+            param(
+                "processes",
+                "smp, at most 59",
+                "threads, each with its own part"
+            ),
+            param("rate", "10000", "pages that all write in a second"),
+            param("hot", "1/8", "what they write to again and again, bytes"),
+            param("bytes", "all", "how much of the arena is filled, bytes"),
+            param("period_us", "2000", "how often each writes, microseconds"),
+            param("beat_us", "2000", "how often each prints, microseconds"),
+            param("seconds", "10", "how long, seconds"),
+            param("writes", "0", "above 0: each ends after so many pages"),
+            param("seed", "1", "of the words that fill the memory"),
         ]
     ),
     image!(
@@ -387,27 +476,23 @@ static IMAGES: &[Image] = &[
     image!("hello", "prints a line and ends", &[]),
 ];
 
-/// All images, most useful first; none where [`unavailable`] has a reason.
+/// All x86-64 images, most useful first; none where [`unavailable`] has a reason.
 pub fn images() -> &'static [Image] {
-    match unavailable() {
-        None => IMAGES,
-        Some(_) => &[],
-    }
+    Arch::X86_64.images()
 }
 
-/// The image of that name.
+/// The x86-64 image of that name.
 pub fn image(name: &str) -> Option<&'static Image> {
-    images().iter().find(|i| i.name == name)
+    Arch::X86_64.image(name)
 }
 
-/// The reason why no images are built in; `None` if there are images. The reason is that the
+/// The reason why no x86-64 images are built in; `None` if there are images. The reason is that the
 /// compiler that built the crate makes no x86-64 programs. Guests of a file run all the same.
 pub fn unavailable() -> Option<&'static str> {
-    let reason = include_str!(concat!(env!("OUT_DIR"), "/unavailable"));
-    (!reason.is_empty()).then_some(reason)
+    Arch::X86_64.unavailable()
 }
 
-/// Whether the catalog has an image of that name, built in or not.
+/// Whether the catalog has an x86-64 image of that name, built in or not.
 pub fn is_known(name: &str) -> bool {
     IMAGES.iter().any(|i| i.name == name)
 }

@@ -1,25 +1,36 @@
-//! The guest: a small kernel and its workloads, as images that any VMM with PVH can boot.
+//! The guest: a small kernel and its workloads, as images that other machines can boot too.
 //!
-//! The build script compiles the C sources of this crate with the host's compiler. [`images`] has
-//! the results; if there are none, [`unavailable`] has the reason. Every image is an ELF64 file
-//! with two entry points:
+//! [`Arch::images`] has them, by architecture. The build script compiles those for x86-64 with the
+//! host's compiler; if it cannot, [`unavailable`] has the reason. Those for AArch64 are committed
+//! beside their sources, because few machines have the cross compiler.
 //! ```text
-//! PVH note   32-bit, paging off, EBX = hvm_start_info      QEMU, Cloud Hypervisor, ...
-//! e_entry    64-bit long mode, CPL0, IF = 0, identity map, RBX = hvm_start_info    Lacuna
+//! x86-64    ELF64     PVH note   32-bit, paging off, EBX = hvm_start_info      QEMU, ...
+//!                     e_entry    64-bit long mode, CPL0, IF = 0, identity map,
+//!                                RBX = hvm_start_info                          Lacuna
+//! AArch64   `Image`   EL1, MMU off, x0 = device tree (Linux's boot protocol)   QEMU, Lacuna
 //! ```
-//! Segments are loaded at their physical addresses (1 MiB and up). What the loader itself needs in
-//! memory (start info, memory map, command line, its page tables) must lie below 1 MiB; the kernel
-//! does not use that memory. Parameters are words `name=value` of the command line. [`Image`] lists
-//! those of a workload, [`KERNEL_PARAMS`] those of the kernel.
+//! The segments of an ELF file are loaded at their physical addresses (1 MiB and up), an `Image` at
+//! any multiple of 2 MiB. What the loader itself needs in memory (boot information, command line,
+//! its page tables) lies below the kernel, which does not use that memory. Parameters are words
+//! `name=value` of the command line. [`Image`] lists those of a workload, [`Arch::kernel_params`]
+//! those of the kernel.
 //!
 //! While it runs, the kernel keeps a *status page* that the host may read at any time: [`status`].
 #![forbid(unsafe_code)]
 
+mod arm64;
 mod catalog;
 pub mod status;
 
-pub use catalog::{Image, KERNEL_PARAMS, Param, image, images, is_known, unavailable};
+pub use catalog::{Arch, Image, KERNEL_PARAMS, Param, image, images, is_known, unavailable};
 
+/// The `compatible` of the device-tree node that has the host's two registers, on AArch64.
+pub const HOST_COMPATIBLE: &str = "lacuna,host";
+/// Offset of the register for the exit code: a 32-bit write ends the machine. AArch64.
+pub const HOST_EXIT: u64 = 0;
+/// Offset of the register for the status page: a 32-bit write announces its page frame number.
+/// AArch64.
+pub const HOST_STATUS: u64 = 4;
 /// Port of the console (COM1). Each byte written to it is output.
 pub const PORT_CONSOLE: u16 = 0x3f8;
 /// Port for the exit code: a 32-bit write ends the machine. QEMU's `isa-debug-exit`.
@@ -32,7 +43,8 @@ pub const MAX_CPUS: u32 = 64;
 pub const MAX_MEMORY: u64 = 511 << 30;
 /// Exit code when the guest kernel panicked; the console has the reason.
 pub const EXIT_PANIC: u32 = 125;
-/// Exit code if an exception killed the first process: this number plus the vector.
+/// Exit code if an exception killed the first process: this number plus the vector on x86-64, plus
+/// the exception class of ESR_EL1 on AArch64.
 pub const EXIT_FAULT: u32 = 128;
 
 /// The `cpubench` workload as an executable for the host, to run it without any hypervisor.

@@ -39,7 +39,8 @@ pub const APF_AT: usize = 24;
 pub const PAUSED_AT: usize = 48;
 /// Offset of the workload's setting, u32. Only the host writes it; 0 means not set. The workload
 /// `churn` uses it: 1 + the transactions, of 65536, that go to the cold rest of its heap. At the
-/// highest value, `u32::MAX`, each transaction writes to all pages of its process.
+/// highest value, `u32::MAX`, each transaction writes to all pages of its process. With `gate=1`,
+/// `touch`, `verify` and `zipf` wait until it is set. For `zipf` it is then the accesses' seed.
 pub const SETTING_AT: usize = 52;
 /// Offset of the first entry.
 pub const ENTRIES_AT: usize = 64;

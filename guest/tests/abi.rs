@@ -1,7 +1,8 @@
 //! The C headers and their Rust mirror agree; patterns compress and draws follow Zipf's law.
 
 use lacuna_guest::{
-    EXIT_FAULT, EXIT_PANIC, MAX_CPUS, MAX_MEMORY, PORT_CONSOLE, PORT_EXIT, PORT_STATUS, status as s,
+    EXIT_FAULT, EXIT_PANIC, HOST_EXIT, HOST_STATUS, MAX_CPUS, MAX_MEMORY, PORT_CONSOLE, PORT_EXIT,
+    PORT_STATUS, status as s,
 };
 use lz4_flex::block::compress_into;
 use std::path::{Path, PathBuf};
@@ -44,6 +45,7 @@ fn rust_mirrors_the_c_headers() {
         // The hole below 4 GiB, where devices are, is 1 GiB.
         format!("memory_end_gib {}", (MAX_MEMORY >> 30) + 1),
         format!("ports {PORT_CONSOLE} {PORT_EXIT} {PORT_STATUS}"),
+        format!("host {HOST_EXIT} {HOST_STATUS}"),
         format!("exits {EXIT_PANIC} {EXIT_FAULT}"),
         format!("entry_bytes {}", s::ENTRY_BYTES),
         format!("name_bytes {}", s::NAME_BYTES),

@@ -1,6 +1,7 @@
 /*
- * Tests kernel/apf.c on the building machine; this file plays the host. It sends every order of
- * events that the interface allows, and some that it does not. tests/apf.rs builds and runs it.
+ * Tests kernel/apf.c and its x86 part on the building machine; this file plays the host. It sends
+ * every order of events that the interface allows, and some that it does not. tests/apf.rs builds
+ * and runs it.
  */
 #include "x86.h"
 
@@ -21,6 +22,7 @@ static u64 en, vector, acks;
 #define kvm_leaves() (has_kvm ? 0x40000001u : 0)
 #define cpuid(leaf) ((struct cpuid){(leaf) == 0x40000001 ? host_features : 0, 0, 0, 0})
 #include "../kernel/apf.c"
+#include "../kernel/arch/x86/apf.c"
 
 static struct lacuna_status page;
 static struct lacuna_info boot;

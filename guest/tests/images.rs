@@ -1,5 +1,6 @@
 //! Every image is what a loader expects, and the native benchmark runs.
 
+use lacuna_guest::Arch;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -41,7 +42,7 @@ fn images_are_elf64_with_a_pvh_note() {
     }
     assert!(!lacuna_guest::images().is_empty());
     for image in lacuna_guest::images() {
-        let elf = image.elf;
+        let elf = image.file;
         assert_eq!(
             &elf[..6],
             b"\x7fELF\x02\x01",
@@ -88,20 +89,39 @@ fn images_are_elf64_with_a_pvh_note() {
     }
 }
 
+/// Linux's arm64 boot protocol: Documentation/arch/arm64/booting.rst.
 #[test]
-fn every_workload_has_its_entry_in_the_catalog() {
-    if let Some(reason) = lacuna_guest::unavailable() {
+fn arm64_images_have_the_header_of_linux() {
+    assert!(!Arch::Arm64.images().is_empty());
+    for image in Arch::Arm64.images() {
+        let (file, name) = (image.file, image.name);
+        assert_eq!(&file[56..60], b"ARMd", "{name}: magic");
+        assert_eq!(number(file, 8, 8), 0, "{name}: text_offset");
+        let size = number(file, 16, 8);
+        assert!(size > file.len() as u64, "{name}: image_size has .bss, too");
+        assert_eq!(size % 4096, 0, "{name}: whole pages");
+        // Little-endian, 4 KiB pages, anywhere in memory.
+        assert_eq!(number(file, 24, 8), 0xa, "{name}: flags");
+        assert_eq!(number(file, 3, 1) >> 2, 5, "{name}: begins with a branch");
+    }
+}
+
+fn in_the_catalog(arch: Arch, folder: &str) {
+    if let Some(reason) = arch.unavailable() {
         lacuna_skip::skip(reason);
         return;
     }
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("workloads");
-    let crowd = fs::read_to_string(folder.join("crowd.h")).unwrap();
-    let arch = fs::read_dir(folder.join("arch/x86")).unwrap();
-    for entry in fs::read_dir(folder).unwrap().chain(arch) {
+    let all = Path::new(env!("CARGO_MANIFEST_DIR")).join("workloads");
+    let crowd = fs::read_to_string(all.join("crowd.h")).unwrap();
+    let own = fs::read_dir(all.join("arch").join(folder)).unwrap();
+    let mut count = 0;
+    for entry in fs::read_dir(all).unwrap().chain(own) {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "c") {
             let name = path.file_stem().unwrap().to_str().unwrap();
-            let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("{name} is missing"));
+            let image = arch
+                .image(name)
+                .unwrap_or_else(|| panic!("{name} is missing"));
             let mut source = fs::read_to_string(&path).unwrap();
             if source.contains("#include \"crowd.h\"") {
                 source.push_str(&crowd);
@@ -114,9 +134,21 @@ fn every_workload_has_its_entry_in_the_catalog() {
                     param.name
                 );
             }
+            count += 1;
         }
     }
-    assert!(lacuna_guest::image("no such").is_none());
+    assert_eq!(arch.images().len(), count);
+    assert!(arch.image("no such").is_none());
+}
+
+#[test]
+fn every_workload_has_its_entry_in_the_catalog() {
+    in_the_catalog(Arch::X86_64, "x86");
+}
+
+#[test]
+fn every_arm64_workload_has_its_entry_in_the_catalog() {
+    in_the_catalog(Arch::Arm64, "arm64");
 }
 
 #[test]

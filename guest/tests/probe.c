@@ -40,6 +40,7 @@ int main(int argc, char **argv) {
     printf("cpus %d\n", LACUNA_MAX_CPUS);
     printf("memory_end_gib %d\n", LACUNA_MEMORY_END_GIB);
     printf("ports %d %d %d\n", LACUNA_PORT_COM1, LACUNA_PORT_EXIT, LACUNA_PORT_STATUS);
+    printf("host %d %d\n", LACUNA_HOST_EXIT, LACUNA_HOST_STATUS);
     printf("exits %d %d\n", LACUNA_EXIT_PANIC, LACUNA_EXIT_FAULT);
     printf("entry_bytes %zu\n", sizeof(struct lacuna_status_entry));
     printf("name_bytes %zu\n", sizeof(((struct lacuna_status_entry *)0)->name));

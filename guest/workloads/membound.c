@@ -1,55 +1,62 @@
 /*
- * A memory-bound program: allocates all pages, writes to each, reads all back, frees all, and
- * repeats. With work=N it computes between two pages. With nop=1 a process that only counts runs
- * beside it.
+ * Memory-bound threads: each allocates all pages of its part of the arena, writes to each, reads
+ * all back, frees all, and repeats. With work=N it computes between two pages. With nop=1 a process
+ * that only counts runs beside each of them, on the same vCPU. The host may pause those.
  */
+#include "crowd.h"
 #include "permute.h"
 
-#define PAGE 4096ull
-
 /*
- * The arena begins with a page for the stop flag and then a bit a page: set = allocated. These
- * first pages, `reserved` of them, are never free.
+ * A thread's part of the arena. It begins with a page for `struct crowd`, which only the first part
+ * uses, and then a bit a page: set = allocated. These first pages, `reserved` of them, are never
+ * free.
  */
-static uint64_t *bitmap;
-static uint64_t pages, reserved, hand;
+struct part {
+    char *base;
+    uint64_t *bitmap;
+    uint64_t pages, reserved, hand;
+};
 
-static void allocator_init(void) {
-    bitmap = (uint64_t *)(lacuna_arena() + PAGE);
-    pages = lacuna_param("bytes", lacuna_arena_bytes()) / PAGE;
-    if (pages > lacuna_arena_bytes() / PAGE)
-        pages = lacuna_arena_bytes() / PAGE;
-    reserved = 2 + pages / 8 / PAGE;
-    for (uint64_t i = 0; i < reserved; i++)
-        bitmap[i / 64] |= 1ull << i % 64;
+static uint64_t threads, rounds;
+static volatile uint64_t failed;
+
+static struct part part_new(uint64_t index) {
+    struct part p = {0};
+    p.pages = crowd_bytes() / PAGE / threads;
+    p.base = lacuna_arena() + index * p.pages * PAGE;
+    p.bitmap = (uint64_t *)(p.base + PAGE);
+    p.reserved = 2 + p.pages / 8 / PAGE;
+    for (uint64_t i = 0; i < p.reserved; i++)
+        p.bitmap[i / 64] |= 1ull << i % 64;
+    return p;
 }
 
-static volatile uint64_t *stop_flag(void) { return (volatile uint64_t *)lacuna_arena(); }
-
 /* Next fit. Returns 0, which is never free, when all is allocated. */
-static uint64_t allocate(void) {
-    for (uint64_t i = 0; i < pages; i++) {
-        hand = hand + 1 < pages ? hand + 1 : 0;
-        if (!(bitmap[hand / 64] >> hand % 64 & 1)) {
-            bitmap[hand / 64] |= 1ull << hand % 64;
-            return hand;
+static uint64_t allocate(struct part *p) {
+    for (uint64_t i = 0; i < p->pages; i++) {
+        p->hand = p->hand + 1 < p->pages ? p->hand + 1 : 0;
+        if (!(p->bitmap[p->hand / 64] >> p->hand % 64 & 1)) {
+            p->bitmap[p->hand / 64] |= 1ull << p->hand % 64;
+            return p->hand;
         }
     }
     return 0;
 }
 
-static void release(uint64_t page) { bitmap[page / 64] &= ~(1ull << page % 64); }
-
-static volatile uint64_t *word(uint64_t page) {
-    return (volatile uint64_t *)(lacuna_arena() + page * PAGE + page % 512 * 8);
+static void release(struct part *p, uint64_t page) {
+    p->bitmap[page / 64] &= ~(1ull << page % 64);
 }
 
-static int nop(uint64_t unused) {
-    (void)unused;
-    struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_WORKER, "nop", 0);
-    while (!*stop_flag()) {
+static volatile uint64_t *word(const struct part *p, uint64_t page) {
+    return (volatile uint64_t *)(p->base + page * PAGE + page % 512 * 8);
+}
+
+static int nop(uint64_t index) {
+    struct lacuna_status_entry *me = crowd_member(LACUNA_KIND_WORKER, "nop", index, 0);
+    while (!crowd()->stop) {
         for (int i = 0; i < 1024; i++)
             me->counter++;
+        crowd_while_paused(LACUNA_KIND_WORKER);
     }
     return 0;
 }
@@ -61,49 +68,85 @@ static uint64_t compute(uint64_t iterations, uint64_t v) {
     return v;
 }
 
-static int round_once(uint64_t round, struct lacuna_status_entry *me) {
+/* The steps of computing after each page: the host may change them while the guest runs. */
+static uint64_t work(void) {
+    uint64_t set = lacuna_setting();
+    return set ? set : lacuna_param("work", 0);
+}
+
+static int round_once(struct part *p, uint64_t round, struct lacuna_status_entry *me, bool prints) {
     uint64_t page, count = 0, wrong = 0, start = lacuna_now_ns();
-    uint64_t work = lacuna_param("work", 0);
     volatile uint64_t computed;
-    for (; (page = allocate()); count++, me->counter++) {
-        *word(page) = lacuna_mix(page + round);
-        computed = compute(work, page);
+    for (; (page = allocate(p)); count++, me->counter++) {
+        *word(p, page) = lacuna_mix(page + round);
+        computed = compute(work(), page);
     }
     uint64_t touched = lacuna_now_ns();
-    struct permute order = permute_new(pages, round);
-    for (uint64_t i = 0; i < pages; i++) {
+    struct permute order = permute_new(p->pages, round);
+    for (uint64_t i = 0; i < p->pages; i++) {
         page = permute_at(&order, i);
-        if (page < reserved)
+        if (page < p->reserved)
             continue;
-        wrong += *word(page) != lacuna_mix(page + round);
-        release(page);
-        computed = compute(work, page);
+        wrong += *word(p, page) != lacuna_mix(page + round);
+        release(p, page);
+        computed = compute(work(), page);
         me->counter++;
     }
     uint64_t end = lacuna_now_ns();
     (void)computed;
-    lacuna_printf("RESULT round=%lu pages=%lu touch_ns_per_page=%lu free_ns_per_page=%lu\n",
-                  round, count, (touched - start) / (count + 1), (end - touched) / (count + 1));
+    if (prints)
+        lacuna_printf("RESULT round=%lu pages=%lu touch_ns_per_page=%lu free_ns_per_page=%lu\n",
+                      round, count, (touched - start) / (count + 1),
+                      (end - touched) / (count + 1));
     if (wrong)
         lacuna_printf("membound: %lu pages lost what was written\n", wrong);
     return wrong != 0;
 }
 
+/* The first thread to find something wrong ends all; the last to end stops the counting ones. */
+static int memory_bound(uint64_t index) {
+    struct part p = part_new(index);
+    uint64_t goal = 2 * rounds * (p.pages - p.reserved);
+    struct lacuna_status_entry *me = crowd_member(LACUNA_KIND_FAULTER, "membound", index, goal);
+    int wrong = 0;
+    for (uint64_t r = 0; r < rounds && !failed; r++) {
+        wrong = round_once(&p, r, me, index == 0);
+        if (wrong)
+            failed = 1;
+    }
+    if (!__atomic_sub_fetch(&crowd()->left, 1, __ATOMIC_SEQ_CST))
+        crowd()->stop = 1;
+    return wrong;
+}
+
 int main(void) {
-    uint64_t rounds = lacuna_param("rounds", 3), nops = lacuna_param("nop", 0);
-    int slot = -1, failed = 0;
-    allocator_init();
-    struct lacuna_status_entry *me =
-        lacuna_status(LACUNA_KIND_FAULTER, "membound", 2 * rounds * (pages - reserved));
-    if (nops)
-        slot = lacuna_spawn(nop, 0, 0);
-    uint64_t start = lacuna_now_ns();
-    for (uint64_t r = 0; r < rounds && !failed; r++)
-        failed = round_once(r, me);
+    uint64_t nops = lacuna_param("nop", 0), counted = 0;
+    int slots[LACUNA_MAX_THREADS];
+    threads = lacuna_param("threads", 1);
+    rounds = lacuna_param("rounds", 3);
+    if (!threads || 2 * threads >= LACUNA_MAX_THREADS || crowd_bytes() / PAGE / threads < 8) {
+        lacuna_printf("membound: cannot run with threads=%lu bytes=%lu: give each thread 32K or "
+                      "more, and at most %u threads\n",
+                      threads, crowd_bytes(), (LACUNA_MAX_THREADS - 1) / 2);
+        return 2;
+    }
+    crowd()->stop = 0;
+    crowd()->left = threads;
+    bool started = true;
+    for (uint64_t i = 1; i < threads; i++)
+        started &= lacuna_thread(memory_bound, i, i % lacuna_cpus()) >= 0;
+    for (uint64_t i = 0; nops && i < threads; i++)
+        started &= (slots[i] = lacuna_spawn(nop, i, i % lacuna_cpus())) >= 0;
+    if (!started) {
+        lacuna_printf("membound: no memory for %lu threads: give more memory or fewer\n", threads);
+        return 2;
+    }
+    uint64_t start = lacuna_now_ns(), pages = crowd_bytes() / PAGE;
+    int worst = memory_bound(0), others = lacuna_wait();
     uint64_t ns = lacuna_now_ns() - start;
-    *stop_flag() = 1;
-    lacuna_wait();
-    lacuna_printf("RESULT rounds=%lu pages=%lu ns=%lu nop=%lu\n", rounds, pages, ns,
-                  slot < 0 ? 0 : lacuna_status_of(slot)->counter);
-    return failed;
+    for (uint64_t i = 0; nops && i < threads; i++)
+        counted += lacuna_status_of(slots[i])->counter;
+    lacuna_printf("RESULT rounds=%lu pages=%lu ns=%lu nop=%lu\n", rounds, pages,
+                  ns, counted);
+    return worst > others ? worst : others;
 }

@@ -8,6 +8,9 @@
  *   1/8  read:    only read, must stay zero
  *   1/8  left:    not touched before the end, must be zero
  *
+ * With gate=1 each thread waits before its last check until the host sets the setting. So a guest
+ * can be saved between two passes over its memory.
+ *
  * With pattern=keyed a compressor can pack the pages, with pattern=random it cannot (pattern.h).
  * The host must give zeroed memory. Where firmware leaves data in it, as under QEMU, clear=1 zeroes
  * all pages first.
@@ -64,6 +67,15 @@ static void write(uint64_t page, uint64_t round) {
         w[i] = expected(page, round, i);
 }
 
+/* Waits at the gate, if there is one. */
+static void pass_gate(uint64_t index) {
+    if (!lacuna_param("gate", 0))
+        return;
+    while (!lacuna_setting())
+        lacuna_pause();
+    lacuna_printf("verify: thread %lu makes its last check\n", index);
+}
+
 static int verifier(uint64_t index) {
     uint64_t first = index * share;
     struct lacuna_status_entry *me =
@@ -72,6 +84,8 @@ static int verifier(uint64_t index) {
         memset(lacuna_arena() + first * PAGE, 0, share * PAGE);
     for (uint64_t round = 1; round <= rounds + 1; round++) {
         bool last = round == rounds + 1;
+        if (last)
+            pass_gate(index);
         struct permute order = permute_new(share, seed + index * 1000 + round);
         for (uint64_t i = 0; i < share && failures < 16; i++, me->counter++) {
             uint64_t page = first + permute_at(&order, i);

@@ -4,6 +4,11 @@
  * allocators that place by age; with scatter=1 they are anywhere. Parts are whole 2 MiB blocks
  * after the first block, which all processes share.
  *
+ * With gate=1 each process waits, when all are prepared, until the host sets the setting. From then
+ * on the setting is the seed of the accesses. The pages stay where they are, and each process uses
+ * the first `set` pages of its law. So a guest that is saved at its gate can go on several times,
+ * with the same working set and other accesses.
+ *
  * Each page has a version, and a word computed from the version and the page's number. By these a
  * reader finds a page that is lost, torn, or in another page's place. It cannot tell an old version
  * from a new one; `verify` can. A process that finds a wrong page ends all of them.
@@ -98,6 +103,18 @@ static uint64_t grow(struct use *u, const struct zipf *law) {
     return wrong;
 }
 
+/* Waits at the gate, if there is one. */
+static void pass_gate(struct use *u, struct zipf *law, uint64_t index) {
+    if (!lacuna_param("gate", 0))
+        return;
+    while (!lacuna_setting() && !crowd()->stop)
+        lacuna_pause();
+    uint64_t set = lacuna_param("set", u->part.pages);
+    zipf_init(law, set < u->part.pages ? set : u->part.pages, lacuna_param("skew", 99));
+    u->random = lacuna_mix(lacuna_setting() + index) | 1;
+    lacuna_printf("zipf: process %lu goes on with seed %u\n", index, lacuna_setting());
+}
+
 static int process(uint64_t index) {
     static struct zipf law;
     struct part part = part_of(index);
@@ -113,6 +130,7 @@ static int process(uint64_t index) {
     zipf_init(&law, part.pages, lacuna_param("skew", 99));
     uint64_t wrong = grow(&use, &law);
     crowd_prepared();
+    pass_gate(&use, &law, index);
     while (crowd_goes_on(me) && !wrong) {
         crowd_while_paused(LACUNA_KIND_FAULTER);
         wrong += use_one(&use, &law, part.pages);

@@ -50,5 +50,5 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn built_in(name: &str) -> Result<Vec<u8>, Box<dyn Error>> {
     let image = lacuna_guest::image(name);
     let image = image.ok_or("no guests are built in: name an image")?;
-    Ok(image.elf.to_vec())
+    Ok(image.file.to_vec())
 }

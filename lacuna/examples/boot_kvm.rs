@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let image = lacuna_guest::image("hello");
             image
                 .ok_or("no guests are built in: name an image")?
-                .elf
+                .file
                 .to_vec()
         }
     };

@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         None => 5,
     };
     let guest = lacuna_guest::image("churn").ok_or("no guests are built in")?;
-    let image = Image::parse(guest.elf)?;
+    let image = Image::parse(guest.file)?;
 
     let mut builder = soft::VmBuilder::new(
         PageCount::from_bytes(128 << 20),

@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let size = 64 << 20;
     let theirs = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), size)])?;
     let guest = lacuna_guest::image("hello").ok_or("no guests are built in")?;
-    let image = Image::parse(guest.elf)?;
+    let image = Image::parse(guest.file)?;
     let layout = Layout::new(PageCount::from_bytes(size as u64))?;
     let boot = Boot::load(&image, &layout, "", &Foreign(&theirs))?;
     println!("loaded; their vCPU begins with {boot:x?}");

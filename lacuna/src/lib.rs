@@ -40,10 +40,10 @@
 //! | start a guest whose memory is elsewhere | [`PageSource`], [`MissingMemory`] |
 //! | make vCPUs leave the guest and return to the VMM | [`Kick`] |
 //! | end the run | [`PlatformDevices::end`] |
-//! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`] |
+//! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`Vm::save_shared`] |
 //!
-//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `missing`, `vmm`,
-//! `vm_memory`.
+//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `missing`, `snapshot`,
+//! `vmm`, `vm_memory`.
 //!
 //! # Guest memory by `vm-memory`'s traits
 //! The default feature `vm-memory` adds two adapters. [`vm_memory::View`] gives code for rust-vmm's
@@ -56,6 +56,7 @@
 #![forbid(unsafe_code)]
 
 pub mod kvm;
+pub mod migrate;
 pub mod soft;
 #[cfg(feature = "vm-memory")]
 pub mod vm_memory;

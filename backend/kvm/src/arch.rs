@@ -6,6 +6,8 @@
 //! | [`make_controllers`] | interrupt controllers of a VM | |
 //! | [`Features`] | CPUID, and a vCPU's first state | has no values |
 //! | [`program_counter`] | RIP, for messages | |
+//! | [`tsc_khz`] | the frequency of a vCPU's TSC | `None` |
+//! | [`apf`] | registers and events of async page faults | refuses |
 //! | [`save`], [`accept`], [`restore`] | the state of an x86-64 vCPU | refuse |
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -14,6 +16,10 @@ mod other;
 mod x86;
 
 #[cfg(not(target_arch = "x86_64"))]
-pub use other::{Features, Fresh, accept, check, make_controllers, program_counter, restore, save};
+pub use other::{
+    Features, Fresh, accept, apf, check, make_controllers, program_counter, restore, save, tsc_khz,
+};
 #[cfg(target_arch = "x86_64")]
-pub use x86::{Features, Fresh, accept, check, make_controllers, program_counter, restore, save};
+pub use x86::{
+    Features, Fresh, accept, apf, check, make_controllers, program_counter, restore, save, tsc_khz,
+};

@@ -13,6 +13,14 @@ pub fn available() -> Result<(), Unavailable> {
     open().map(drop)
 }
 
+/// The frequency of the TSC of this host's guests in kHz: that of
+/// [`CpuModel::Common`](lacuna_machine::CpuModel::Common) for a guest that shall move here. `None`
+/// where no guest runs.
+pub fn tsc_khz() -> Option<u32> {
+    let vm = open().ok()?.create_vm().ok()?;
+    arch::tsc_khz(&vm.create_vcpu(0).ok()?)
+}
+
 /// Opens `/dev/kvm`, if everything else is there too.
 pub(crate) fn open() -> Result<Kvm, Unavailable> {
     arch::check()?;

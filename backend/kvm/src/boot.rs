@@ -1,4 +1,6 @@
 //! Makes a VM's vCPUs, for an image or for a restored state.
+//!
+//! UNSAFETY: KVM's statistics of a vCPU are opened by the vCPU's descriptor.
 
 use crate::error::KvmError;
 use crate::ring::Ring;
@@ -7,6 +9,8 @@ use crate::vm::Vm;
 use kvm_ioctls::VcpuFd;
 use lacuna_machine::{Boot, CpuModel, Image};
 use lacuna_slots::Delivery;
+use lacuna_sys::VcpuStatistic;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -54,9 +58,24 @@ fn make_vcpus(vm: &Arc<Vm>, boot: Option<&Boot>) -> Result<Vec<Vcpu>, KvmError> 
             .start(&fd, index, boot)
             .map_err(KvmError::step("set up a vCPU"))?;
         map_ring(vm, &fd)?;
+        if vm.own_apf.is_some() && vm.config.vcpus > 1 {
+            watch(vm, &fd, index);
+        }
         Ok(Vcpu::new(Arc::clone(vm), fd, index))
     };
     (0..vm.config.vcpus).map(vcpu).collect()
+}
+
+/// Where KVM does not say which vCPUs it has halted, any vCPU is asked whether it needs a page.
+fn watch(vm: &Vm, vcpu: &VcpuFd, index: usize) {
+    // SAFETY: 1. the descriptor is that of a vCPU, open as long as `vcpu` lives.
+    let blocked = unsafe {
+        let vcpu = BorrowedFd::borrow_raw(vcpu.as_raw_fd());
+        VcpuStatistic::find(vcpu, "blocking")
+    };
+    if let Ok(blocked) = blocked {
+        vm.kicks.watch(index, blocked);
+    }
 }
 
 fn map_ring(vm: &Vm, vcpu: &VcpuFd) -> Result<(), KvmError> {

@@ -7,7 +7,7 @@ use crate::tracker::Tracker;
 use crate::vm::Vm;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Apf, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PageSource,
+    Apf, Arch, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PageSource,
     PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, LatencySetting};
@@ -72,6 +72,7 @@ impl Builder for VmBuilder {
 
     fn build(&self) -> Result<Arc<Vm>, KvmError> {
         let config = VmConfig {
+            arch: Arch::X86_64,
             memory: self.memory,
             vcpus: self.vcpus,
             apf: self.apf,

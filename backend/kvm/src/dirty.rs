@@ -21,6 +21,7 @@ use lacuna_slots::{Delivery, DirtyError, Initially, Logging, SlotId};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Pagemap, Written, clear_dirty_log, reset_dirty_rings};
 use rustix::fd::{AsRawFd, BorrowedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 /// For `map_err`: the kernel refused to `step`.
 fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
@@ -166,6 +167,24 @@ impl Log<'_> {
         guest.inspect_err(|_| host.put_back(0, out))
     }
 
+    /// Marks again pages that were taken from a slot and could not be used.
+    pub fn put_back_dirty(&self, id: SlotId, dirty: &[u64]) -> Result<(), DirtyError> {
+        let _state = self.dirty.state();
+        let slot = self.logging(id, dirty.len())?;
+        if !self.dirty.delivery.has_bitmaps() {
+            return Err(DirtyError::NoBitmap);
+        }
+        slot.attach.host_writes.put_back(0, dirty);
+        Ok(())
+    }
+
+    /// Whether a slot logs.
+    pub fn is_logging(&self, id: SlotId) -> bool {
+        self.slots
+            .get(id)
+            .is_ok_and(|slot| slot.attach.is_logging())
+    }
+
     /// Copies a slot's dirty bits into `out`, and clears none.
     pub fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
         let _state = self.dirty.state();
@@ -204,12 +223,19 @@ impl Log<'_> {
     pub fn reap(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
         self.kicks.kick_all_and_wait();
-        let mut all = 0;
-        for (vcpu, ring) in state.rings.iter_mut().enumerate() {
-            let reaped = ring.reap(&mut *each);
-            all += reaped.map_err(|_| DirtyError::Overflow { vcpu })?;
-        }
-        Ok(all)
+        let reap = || -> Result<usize, DirtyError> {
+            let mut all = 0;
+            for (vcpu, ring) in state.rings.iter_mut().enumerate() {
+                let reaped = ring.reap(&mut *each);
+                all += reaped.map_err(|_| DirtyError::Overflow { vcpu })?;
+            }
+            Ok(all)
+        };
+        let reaped = catch_unwind(AssertUnwindSafe(reap));
+        // A panic of the VMM's code goes on after the lock is released, so that it does not poison
+        // the lock.
+        drop(state);
+        reaped.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     /// Frees the entries that were reaped, re-arms their pages, and returns their number.

@@ -9,8 +9,8 @@ use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
-    MemorySlot, MemorySlotError, MemorySlots, MissingMemory, TwoStepLog, VcpuStats, VmConfig,
-    VmStats,
+    MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedState, StateError, TwoStepLog,
+    VcpuStats, VmConfig, VmStats,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
@@ -45,6 +45,17 @@ impl lacuna_machine::Vm for Vm {
 
     fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, KvmError> {
         boot::bare(self)
+    }
+
+    fn save_shared(&self) -> Result<SharedState, StateError> {
+        Ok(SharedState::X86)
+    }
+
+    fn restore_shared(&self, state: &SharedState) -> Result<(), StateError> {
+        match state {
+            SharedState::X86 => Ok(()),
+            _ => Err(StateError::Architecture),
+        }
     }
 
     fn stats(&self) -> VmStats {
@@ -91,6 +102,14 @@ impl DirtyTracking for Vm {
 
     fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError> {
         self.log().get_dirty(id, out)
+    }
+
+    fn put_back_dirty(&self, id: SlotId, dirty: &[u64]) -> Result<(), DirtyError> {
+        self.log().put_back_dirty(id, dirty)
+    }
+
+    fn is_logging(&self, id: SlotId) -> bool {
+        self.log().is_logging(id)
     }
 
     fn dirty_rings(&self) -> Option<&dyn DirtyRings> {

@@ -21,14 +21,15 @@
 
 mod missing;
 
-pub use missing::{MissingPage, Reported};
+pub use missing::{Comes, MissingPage, Reported};
 
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
+use lacuna_sys::VcpuStatistic;
 use missing::Missing;
 use std::os::raw::c_int;
 use std::ptr::NonNull;
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::{Once, OnceLock};
 
 /// A vCPU that is in `KVM_RUN`, or about to enter it.
 struct Entered {
@@ -60,6 +61,8 @@ struct State {
     waiting: usize,
     /// The vCPU's next return to the VMM is `Interrupted`.
     requested: bool,
+    /// The vCPU's next entry ends at once, without a return to the VMM.
+    woken: bool,
     missing: Missing,
 }
 
@@ -72,6 +75,8 @@ struct VcpuKick {
     state: Mutex<State, lock_order::KvmKick>,
     /// The vCPU has left, or vCPUs may enter again.
     changed: Condvar,
+    /// Whether KVM has halted the vCPU at present, if it says that.
+    blocked: OnceLock<VcpuStatistic>,
 }
 
 impl VcpuKick {
@@ -146,6 +151,16 @@ impl VcpuKicks {
         }
     }
 
+    /// Makes vCPU `index` leave the guest, from its present entry or else from its next. Its thread
+    /// then looks for something to do, and enters it again.
+    pub fn wake(&self, index: usize) {
+        let mut state = self.vcpus[index].state();
+        match &state.entered {
+            Some(entered) => entered.kick(),
+            None => state.woken = true,
+        }
+    }
+
     /// As [`VcpuKicks::request`], for every vCPU.
     pub fn request_all(&self) {
         (0..self.vcpus.len()).for_each(|index| self.request(index));
@@ -206,7 +221,8 @@ impl VcpuKicks {
         let paused = |_: &mut State| self.paused.load(Ordering::SeqCst);
         let state = vcpu.changed.wait_while(vcpu.state(), paused);
         let mut state = state.expect("no panic under this lock");
-        let leaves = state.requested || state.missing.is_found();
+        let woken = std::mem::take(&mut state.woken);
+        let leaves = state.requested || woken || state.missing.is_found();
         // SAFETY: 1. valid by the contract. 2. The vCPU is not in `KVM_RUN`, and all code that
         // writes the byte holds the lock.
         unsafe { AtomicU8::from_ptr(immediate_exit.as_ptr()) }
@@ -244,13 +260,13 @@ fn thread_number() -> u32 {
 
 /// The fifth real-time signal that the C library leaves to programs: other code in this process may
 /// use the first ones.
-fn signal() -> c_int {
+pub(crate) fn signal() -> c_int {
     libc::SIGRTMIN() + 4
 }
 
 extern "C" fn nothing(_: c_int) {}
 
-fn install_handler() {
+pub(crate) fn install_handler() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: 1. all zeros is a valid `sigaction`: an empty mask, and no flags, so that the

@@ -1,9 +1,10 @@
 //! The kvm backend: x86-64 guests on `/dev/kvm`, with memory by userfaultfd.
 //!
-//! A [`VmBuilder`] makes a [`Vm`] or runs an image. KVM runs the vCPUs and is the host side of
-//! asynchronous page faults. Linux manages the memory. Lacuna's [page source](SourceConfig) answers
-//! the page faults, with a chosen latency and a budget of resident pages. So an image that runs on
-//! the soft backend runs here with KVM's own ABI.
+//! A [`VmBuilder`] makes a [`Vm`] or runs an image. KVM runs the vCPUs. Linux manages the memory.
+//! Lacuna's [page source](SourceConfig) answers the page faults, with a chosen latency and a budget
+//! of resident pages. KVM is the host side of asynchronous page faults, so an image that runs on
+//! the soft backend runs here with KVM's own ABI. In a VM whose pages come from a source of its
+//! own, this crate is the host side.
 //!
 //! | file | job |
 //! |---|---|
@@ -17,8 +18,10 @@
 //! | `source/provision` | pages that the VM's own source, or its VMM, provides |
 //! | `source/missing` | faults of pages that were never provided |
 //! | `arch` | what depends on the host's architecture, for x86-64 and for others |
+//! | `arch/x86/apf` | registers and events of async page faults |
 //! | `arch/x86/msrs` | model-specific registers, one by one |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
+//! | `apf` | the host side of async page faults, for VMs with a page source |
 //! | `vcpu` | `KVM_RUN` and its exits |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
 //! | `kick/missing` | which vCPU exits for a missing page |
@@ -39,6 +42,7 @@
 //! shared page), `ring` (its dirty ring), `vm`, `dirty` and `source` (registration of ranges). The
 //! header of each of these files has its reason.
 
+mod apf;
 mod arch;
 mod available;
 mod boot;
@@ -58,7 +62,7 @@ mod tracker;
 mod vcpu;
 mod vm;
 
-pub use available::available;
+pub use available::{available, tsc_khz};
 pub use builder::VmBuilder;
 pub use error::{KvmError, Unavailable};
 pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};

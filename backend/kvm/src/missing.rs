@@ -1,31 +1,34 @@
 //! Missing memory: exits to the VMM, and pages that the VMM provides.
-//!
-//! A guest is never told of a missing page by its VMM here, because KVM's kernel owns its async
-//! page faults: [`accept`](lacuna_machine::Vcpu::accept) is always refused. If the guest has
-//! enabled async page faults, KVM tells it by itself, beside the exit.
 
-use crate::kick::MissingPage;
+use crate::apf::{Outside, VcpuApf};
+use crate::kick::{Comes, MissingPage};
 use crate::memory;
 use crate::slots::KvmSlot;
 use crate::source::{Provider, State};
-use crate::vcpu::{Faulted, Vcpu};
+use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
 use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE};
+use lacuna_apf::Completion;
 use lacuna_machine::{
     Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
     VcpuError,
 };
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 /// How many pages `populate` asks for at a time.
 const BATCH: u64 = 512;
+/// The time between two looks for the page of the area that guest and host share.
+const AREA_LOOK: Duration = Duration::from_micros(200);
 
 impl Vcpu {
     fn provider(&self) -> Option<&Provider> {
         self.vm.source.provider()
     }
 
-    /// The vCPU is entered: its last exit needs no answer any more.
+    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not tell
+    /// the guest: then the vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
         let answered = self.faulted.is_some_and(|faulted| !faulted.waits);
         if let (true, Some(provider)) = (answered, self.provider()) {
@@ -36,48 +39,137 @@ impl Vcpu {
     /// The exit of this vCPU for a missing page, if there is one.
     pub(crate) fn missing_exit(&mut self) -> Option<Exit> {
         self.provider()?;
+        if let Some(exit) = self.exit_again() {
+            return Some(exit);
+        }
         while let Some(missing) = self.vm.kicks.take_missing(self.index) {
             if let Some(exit) = self.exit_for(missing) {
                 return Some(exit);
             }
         }
-        // A worker of KVM waits for this page, and its fault is reported once. So the exit repeats
-        // until the page is provided.
+        None
+    }
+
+    /// The exit for the page of the last exit, if the VMM has not provided it. A worker of KVM
+    /// waits for this page, and its fault is reported once, so the exit repeats until the page is
+    /// provided.
+    ///
+    /// The caller looks for other pages afterwards, because only the last exit's page is kept.
+    /// Suppose that an interrupt has switched processes while KVM had halted the vCPU for page P,
+    /// and that the next process needs page Q. The vCPU exits for P. Meanwhile Q is noted, and the
+    /// VMM says ready for P without the page. If the vCPU exited for Q now, P would be forgotten,
+    /// and its process would repeat its access for ever.
+    fn exit_again(&mut self) -> Option<Exit> {
         let last = self.faulted.take_if(|faulted| !faulted.waits)?;
         let held = self.provider()?.provision.state(last.missing.page) == State::Held;
         held.then(|| self.exit_for(last.missing)).flatten()
     }
 
-    /// `None`: the page has come, or the slot exits no longer.
+    /// The exit for a missing page. `None`: the vCPU needs no exit. Either another vCPU gets it, or
+    /// the page comes without the VMM or has come, or the VMM knows that this vCPU waits for it, or
+    /// the slot exits no longer.
     fn exit_for(&mut self, missing: MissingPage) -> Option<Exit> {
-        let provision = &self.provider()?.provision;
-        let gpa = provision.exits(missing.page)?;
-        let token = provision.tokens.exit(self.index);
+        if self.is_idle() && self.vm.kicks.pass_on(self.index, missing) {
+            return None;
+        }
+        if let Comes::ByItself { arrivals } = missing.comes {
+            self.tell_of(missing, arrivals);
+            return None;
+        }
+        let gpa = self.provider()?.provision.exits(missing.page)?;
+        // Another process of the guest needs a page that the guest was told of, or a worker acts
+        // for another vCPU. KVM has halted the vCPU that needs the page.
+        let awaits = self.with_apf(|apf, _| apf.awaits(gpa.gfn()));
+        let waits = |last: Faulted| last.waits && last.missing.page == missing.page;
+        if awaits == Some(true) || self.faulted.is_some_and(waits) {
+            return None;
+        }
+        // A userfaultfd does not tell a fetch from a read.
+        let mut flags = match missing.access {
+            Access::Read | Access::Fetch => MemoryFaultFlags::READ,
+            Access::Write => MemoryFaultFlags::WRITE,
+        };
+        if self.with_apf(|apf, outside| apf.can_tell(gpa.gfn(), outside)) == Some(true) {
+            flags |= MemoryFaultFlags::CAN_TELL;
+        }
+        let token = self.provider()?.provision.tokens.exit(self.index);
         self.vm.kicks.set_waits(self.index, None);
         let waits = false;
         self.faulted = Some(Faulted { missing, waits });
         Some(Exit::MemoryFault {
             gpa,
             size: PAGE_SIZE as u64,
-            flags: match missing.access {
-                Access::Read | Access::Fetch => MemoryFaultFlags::READ,
-                Access::Write => MemoryFaultFlags::WRITE,
-            },
+            flags,
             token,
         })
     }
 
-    pub(crate) fn refuse_fault(&mut self, token: FaultToken) -> TokenError {
-        let Some(provider) = self.provider() else {
-            return TokenError::Unknown;
+    /// Waits for the page that an access to a register of async page faults makes this process
+    /// access. A kick ends the wait; it would not end one in the access of that page.
+    pub(crate) fn wait_for_area(&mut self) -> Option<Exit> {
+        let Some(Register::Write(index, value)) = self.msr else {
+            return None;
         };
-        let refused = provider.provision.tokens.refuse(self.index, token);
-        if let (TokenError::CannotTell, Some(faulted)) = (refused, &mut self.faulted) {
-            faulted.waits = true;
-            let page = faulted.missing.page;
-            self.vm.kicks.set_waits(self.index, Some(page));
+        let accessed = |apf: &mut VcpuApf, _: &Outside<'_>| apf.page_accessed_by(index, value);
+        let gfn = self.with_apf(accessed)??;
+        let slot = self.vm.slot_at(gfn.gpa()).ok()?;
+        let provider = self.vm.provider_of(&slot)?;
+        let page = self.vm.page_at(slot.backing_of(gfn));
+        provider.ask(page);
+        while provider.provision.state(page).is_missing() {
+            let kicks = &self.vm.kicks;
+            if kicks.take_request(self.index) || kicks.is_stopping() {
+                return Some(Exit::Interrupted);
+            }
+            thread::sleep(AREA_LOOK);
         }
-        refused
+        None
+    }
+
+    /// Whether the guest has halted this vCPU, which then needs no page. A page that is missing is
+    /// needed by the only vCPU of a VM.
+    fn is_idle(&mut self) -> bool {
+        let several = self.vm.config.vcpus > 1;
+        several && self.with_apf(VcpuApf::is_idle) == Some(true)
+    }
+
+    /// Tells the guest of a page that comes without the VMM, if it can be told now.
+    fn tell_of(&mut self, missing: MissingPage, arrivals: u8) -> Option<()> {
+        let completion = self.not_present(missing)?;
+        let provision = &self.provider()?.provision;
+        provision.complete_later(missing.page, arrivals, completion);
+        Some(())
+    }
+
+    /// Tells the guest that a page is not present. `None`: the guest cannot be told now.
+    fn not_present(&mut self, missing: MissingPage) -> Option<Completion> {
+        let hva = self.vm.memory.guest.page(missing.page);
+        let (_, gpa) = self.vm.slots.at(hva)?;
+        let told = |apf: &mut VcpuApf, outside: &Outside<'_>| {
+            apf.not_present(gpa.gfn(), missing.access, outside)
+        };
+        self.with_apf(told).flatten()
+    }
+
+    pub(crate) fn accept_fault(&mut self, token: FaultToken) -> Result<(), TokenError> {
+        let provider = self.provider().ok_or(TokenError::Unknown)?;
+        provider.provision.tokens.check(self.index, token)?;
+        let faulted = self.faulted.ok_or(TokenError::Unknown)?;
+        let completion = self.not_present(faulted.missing);
+        let tokens = &self.provider().ok_or(TokenError::Unknown)?.provision.tokens;
+        let page = faulted.missing.page;
+        if let Some(completion) = completion {
+            // After an early ready the exit is kept: if the page is not provided, the vCPU exits
+            // for it again.
+            tokens.accepted(self.index, token, page, completion)?;
+            self.faulted = None;
+            return Ok(());
+        }
+        tokens.enter(self.index);
+        self.vm.kicks.set_waits(self.index, Some(page));
+        let waits = true;
+        self.faulted = Some(Faulted { waits, ..faulted });
+        Err(TokenError::CannotTell)
     }
 
     /// The vCPU has another state. Its exits belonged to the old one. A worker of KVM may still
@@ -95,7 +187,7 @@ impl Vcpu {
             }
         }
         kicks.set_waits(self.index, None);
-        provider.provision.tokens.enter(self.index);
+        provider.provision.tokens.reset(self.index);
     }
 
     /// The source has failed, so the vCPU cannot go on.
@@ -225,6 +317,22 @@ impl MissingMemory for Vm {
 
     fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
         let provider = self.source.provider().ok_or(TokenError::Unknown)?;
-        provider.provision.tokens.ready(token)
+        let (told, page) = provider.provision.tokens.ready(token)?;
+        // A worker of KVM still waits for the page, and KVM reports its fault once. So the vCPU
+        // exits again for it.
+        let missing = page.filter(|page| provider.provision.state(*page) == State::Held);
+        if let Some(page) = missing {
+            let missing = MissingPage {
+                page,
+                access: Access::Write,
+                comes: Comes::FromVmm,
+                search: None,
+            };
+            self.kicks.report_again(token.vcpu(), missing);
+        }
+        Ok(told)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -92,10 +92,11 @@ impl Ring {
             // The upper half is the address space, and this VM has only number 0.
             let id = SlotId(slot.load(Ordering::Relaxed) as u16);
             let page = page.load(Ordering::Relaxed) as usize;
+            // First: if it panics, the next reap gives the page again.
+            each(id, page);
             flags.store(RESET, Ordering::Release);
             self.fetch += 1;
             self.reaped += 1;
-            each(id, page);
         }
     }
 

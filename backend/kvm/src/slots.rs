@@ -151,11 +151,17 @@ impl SlotTable {
     /// Replaces a slot's flags. KVM cannot change READONLY of a slot, so the slot is deleted and
     /// added again. The caller keeps all vCPUs out of the guest meanwhile, and has preserved the
     /// slot's log, which KVM deletes.
+    ///
+    /// If KVM does not take the slot with its new flags, it gets the old slot back. If it does not
+    /// take that either, the slot is removed, so that this table has what KVM has.
     pub fn set_flags(&self, fd: &VmFd, id: SlotId, new: SlotFlags) -> Result<(), Refusal> {
         let old = self.get(id)?;
         let slot = self.replace_flags(&old, new)?;
         delete(fd, &old).inspect_err(|_| self.put_back(&old))?;
-        set(fd, &slot, flags(&slot))
+        set(fd, &slot, flags(&slot)).inspect_err(|_| match set(fd, &old, flags(&old)) {
+            Ok(()) => self.put_back(&old),
+            Err(_) => drop(self.0.remove(id)),
+        })
     }
 
     fn put_back(&self, old: &KvmSlot) {
@@ -240,5 +246,54 @@ fn region(slot: &KvmSlot, flags: u32) -> kvm_userspace_memory_region {
         guest_phys_addr: slot.gfns.start().gpa().get(),
         memory_size: slot.backing.pages() * PAGE_SIZE as u64,
         userspace_addr: slot.backing.start().get(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Another slot lies where KVM is to add this one with its new flags, so KVM refuses the new
+    /// slot and the old one. This process's table has what KVM has: no such slot.
+    #[lacuna_skip::test]
+    fn a_slot_that_kvm_refuses_is_gone_from_both_tables() {
+        let made = crate::available::open().map(|kvm| kvm.create_vm());
+        let fd = match made {
+            Ok(Ok(fd)) => fd,
+            other => lacuna_skip::skip_test(format!("no VM: {:?}", other.map(drop))),
+        };
+        let (id, other) = (SlotId(3), SlotId(4));
+        let own = Mapping::new(PageCount::new(16)).unwrap();
+        let spec = SlotSpec {
+            id,
+            guest: 0,
+            backing: own.range().start(),
+            bytes: 16 * PAGE_SIZE as u64,
+            flags: SlotFlags::empty(),
+        };
+        let slots = SlotTable::new();
+        assert!(slots.add(&fd, spec, Some(own)).is_ok());
+        let slot = slots.get(id).unwrap();
+        for (id, gpa) in [(id, 1 << 20), (other, 0)] {
+            let mut region = region(&slot, 0);
+            (region.slot, region.guest_phys_addr) = (id.0.into(), gpa);
+            // SAFETY: 1. no vCPU runs, so KVM accesses no memory.
+            unsafe { fd.set_user_memory_region(region) }.unwrap();
+        }
+        let refused = slots.set_flags(&fd, id, SlotFlags::READONLY);
+        assert!(matches!(refused, Err(Refusal::Kvm(Errno::EXIST))));
+        assert!(slots.get(id).is_err());
+        assert!(
+            slots
+                .add(
+                    &fd,
+                    SlotSpec {
+                        guest: 2 << 20,
+                        ..spec
+                    },
+                    None
+                )
+                .is_ok()
+        );
     }
 }

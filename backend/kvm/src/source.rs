@@ -21,6 +21,7 @@
 mod missing;
 mod provision;
 mod shared;
+mod untouched;
 
 pub use provision::{Provider, Provision, State};
 pub use shared::{Failure, SourceConfig, SourceStats};
@@ -31,7 +32,7 @@ use crate::pages::{FirstTouch, Need, Page, Pages};
 use crate::slots::SlotTable;
 use crate::tracker::Tracker;
 use lacuna_addr::{HvaRange, PAGE_SIZE};
-use lacuna_sys::{Errno, Fault, Userfaultfd};
+use lacuna_sys::{Errno, Fault, Pagemap, Userfaultfd};
 use missing::Handled;
 use provision::Budget;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -52,6 +53,10 @@ pub struct Source {
     uffd: Weak<Userfaultfd>,
     /// What provides pages at their first touch, if it is not this source with zeros.
     provider: Option<Arc<Provider>>,
+    /// The guest's memory.
+    guest: HvaRange,
+    /// The page table, if a page that was never touched has zeros and no page is evicted.
+    pagemap: Option<Pagemap>,
 }
 
 impl Source {
@@ -109,13 +114,15 @@ impl Source {
             Some(_) => FirstTouch::Immediate,
             None => config.first_touch,
         };
+        let all_fit = resident >= count && config.first_touch == FirstTouch::Immediate;
+        let pagemap = (all_fit && provider.is_none()).then(Pagemap::open);
+        let guest = memory.guest.range();
         let mut worker = Worker {
             pages: Pages::new(count, resident, first_touch),
             shared: Arc::clone(&shared),
             in_flight: BinaryHeap::new(),
             short_since: None,
             over_since: None,
-            closed: false,
             uffd,
             memory,
             provider: provider.clone(),
@@ -130,6 +137,9 @@ impl Source {
             thread: Some(thread),
             uffd: lent,
             provider,
+            guest,
+            // Without it, each page that the VMM accesses is touched.
+            pagemap: pagemap.and_then(Result::ok),
         })
     }
 
@@ -150,9 +160,17 @@ impl Source {
         }
     }
 
-    /// From now on missing pages are zeros: the VM is being dropped, and no guest reads them.
+    /// Ends the supply. Missing pages are zeros from now on, and threads that wait for one go on:
+    /// the VM is being dropped, and no guest reads them. Nothing here waits for the page source's
+    /// thread, because that thread may be the caller: a page source may drop the VM while it is
+    /// asked.
     pub fn close(&self) {
-        self.shared.notify(&self.shared.closing);
+        self.shared.notify(&self.shared.quit);
+        // A closed descriptor has let go of these threads.
+        if let Some(uffd) = self.uffd.upgrade() {
+            let unregistered = uffd.unregister(self.guest);
+            debug_assert!(unregistered.is_ok(), "{unregistered:?}");
+        }
     }
 
     /// Lets the pages of `range` be written without a record. If the descriptor is closed there is
@@ -180,7 +198,9 @@ impl Source {
 impl Drop for Source {
     fn drop(&mut self) {
         self.shared.notify(&self.shared.quit);
-        if let Some(thread) = self.thread.take() {
+        let own = thread::current().id();
+        // If a page source drops the VM while it is asked, this is the thread itself.
+        if let Some(thread) = self.thread.take_if(|thread| thread.thread().id() != own) {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the source does not panic");
         }
@@ -242,8 +262,6 @@ struct Worker {
     short_since: Option<Instant>,
     /// Since when the run has ended.
     over_since: Option<Instant>,
-    /// Missing pages for which threads waited have become zeros, because the VM is being dropped.
-    closed: bool,
 }
 
 impl Worker {
@@ -339,6 +357,12 @@ impl Worker {
                     received: now,
                     why: Delay::Latency,
                 }));
+                if latency > 0
+                    && let Some(provider) = &self.provider
+                {
+                    let arrivals = provider.provision.arrivals(page);
+                    self.comes_by_itself(page, arrivals, fault);
+                }
             }
             Need::InFlight => {}
             Need::Wake => drop(self.uffd.wake(fault.page)),
@@ -367,6 +391,9 @@ impl Worker {
             Ok(()) => {
                 self.short_since = None;
                 self.pages.arrived(page);
+                if let Some(provider) = &self.provider {
+                    provider.provision.arrived(page);
+                }
                 return Supply::Done;
             }
             Err(errno) => errno,

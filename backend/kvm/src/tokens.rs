@@ -1,27 +1,18 @@
 //! Tokens of exits on missing memory.
-//!
-//! KVM's kernel owns the guest's async page faults, so this backend cannot tell a guest of a
-//! missing page: no token is accepted. One vCPU has at most one pending token, that of its last
-//! exit.
 
-use lacuna_machine::{FaultToken, TokenError, Told};
+use crate::pages::Page;
+use lacuna_apf::Completion;
+use lacuna_machine::{FaultToken, Ready, TokenError, TokenLife, Told};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 
-#[derive(Default)]
-struct State {
-    /// Exits so far.
-    exits: u64,
-    pending: Option<Pending>,
-}
-
-#[derive(Clone, Copy)]
-struct Pending {
-    token: FaultToken,
-    is_ready: bool,
+struct Accepted {
+    page: Page,
+    /// Tells the guest that the page is ready. `None`: its vCPU has another state.
+    completion: Option<Completion>,
 }
 
 /// The tokens of a VM's vCPUs.
-pub struct Tokens(Box<[Mutex<State, lock_order::KvmTokens>]>);
+pub struct Tokens(Box<[Mutex<TokenLife<Accepted>, lock_order::KvmTokens>]>);
 
 impl Tokens {
     /// For `vcpus` vCPUs.
@@ -29,51 +20,80 @@ impl Tokens {
         Self((0..vcpus).map(|_| Mutex::default()).collect())
     }
 
-    fn of(&self, vcpu: usize) -> Option<MutexGuard<'_, State>> {
-        let state = self.0.get(vcpu)?;
-        Some(state.lock().expect("no panic under this lock"))
+    fn of(&self, vcpu: usize) -> Option<MutexGuard<'_, TokenLife<Accepted>>> {
+        let life = self.0.get(vcpu)?;
+        Some(life.lock().expect("no panic under this lock"))
     }
 
     /// The token of a new exit of `vcpu`.
     pub fn exit(&self, vcpu: usize) -> FaultToken {
-        let mut state = self.of(vcpu).expect("a vCPU of this VM");
-        state.exits += 1;
-        let token = FaultToken::new(vcpu, state.exits);
-        let is_ready = false;
-        state.pending = Some(Pending { token, is_ready });
-        token
+        self.of(vcpu).expect("a vCPU of this VM").exit(vcpu)
     }
 
-    /// `vcpu` is entered: its exit needs no answer any more.
+    /// As [`TokenLife::enter`].
     pub fn enter(&self, vcpu: usize) {
-        if let Some(mut state) = self.of(vcpu) {
-            state.pending = None;
+        if let Some(mut life) = self.of(vcpu) {
+            life.enter();
         }
     }
 
-    /// Refuses to accept a token.
-    pub fn refuse(&self, vcpu: usize, token: FaultToken) -> TokenError {
-        let Some(mut state) = self.of(vcpu) else {
-            return TokenError::Unknown;
+    /// `vcpu` has another state now. Accepted tokens stay until ready is said for them. They count
+    /// no longer among the faults that its queue may have in flight. So a VMM need not say ready
+    /// for the tokens of a guest that is gone.
+    pub fn reset(&self, vcpu: usize) {
+        let Some(mut life) = self.of(vcpu) else {
+            return;
         };
-        match state.pending {
-            Some(pending) if pending.token != token => TokenError::Unknown,
-            Some(pending) if pending.is_ready => TokenError::Ready,
-            Some(_) => {
-                state.pending = None;
-                TokenError::CannotTell
-            }
-            None => TokenError::Unknown,
-        }
+        life.enter();
+        let accepted = life.accepted_mut();
+        let cancelled: Vec<_> = accepted
+            .map(|accepted| accepted.completion.take())
+            .collect();
+        // A completion that is dropped takes a lock.
+        drop(life);
+        drop(cancelled);
     }
 
-    /// The page of `token` is ready.
-    pub fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
-        let mut state = self.of(token.vcpu()).ok_or(TokenError::Unknown)?;
-        let pending = state.pending.as_mut().filter(|p| p.token == token);
-        match std::mem::replace(&mut pending.ok_or(TokenError::Unknown)?.is_ready, true) {
-            false => Ok(Told::Early),
-            true => Err(TokenError::Ready),
-        }
+    /// As [`TokenLife::check`].
+    pub fn check(&self, vcpu: usize, token: FaultToken) -> Result<(), TokenError> {
+        self.of(vcpu).ok_or(TokenError::Unknown)?.check(token)
+    }
+
+    /// As [`TokenLife::accept`], for the page that the guest was told of.
+    pub fn accepted(
+        &self,
+        vcpu: usize,
+        token: FaultToken,
+        page: Page,
+        completion: Completion,
+    ) -> Result<(), TokenError> {
+        let completion = Some(completion);
+        let mut life = self.of(vcpu).expect("a vCPU of this VM");
+        let accepted = life.accept(token, Accepted { page, completion });
+        drop(life);
+        // The completion is dropped after the lock, which tells the guest.
+        accepted.map_err(|_accepted| TokenError::Ready)
+    }
+
+    /// As [`TokenLife::is_open`].
+    pub fn is_open(&self, token: FaultToken) -> bool {
+        self.of(token.vcpu())
+            .is_some_and(|life| life.is_open(token))
+    }
+
+    /// The page of `token` is ready. Returns the page if the guest was told of it.
+    pub fn ready(&self, token: FaultToken) -> Result<(Told, Option<Page>), TokenError> {
+        let ready = self
+            .of(token.vcpu())
+            .ok_or(TokenError::Unknown)?
+            .ready(token)?;
+        let Ready::Accepted(Accepted { page, completion }) = ready else {
+            return Ok((Told::Early, None));
+        };
+        // The completion takes a lock and wakes the vCPU.
+        let completion = completion.filter(|completion| !completion.is_cancelled());
+        let told = completion.as_ref().map_or(Told::Cancelled, |_| Told::Guest);
+        drop(completion);
+        Ok((told, Some(page)))
     }
 }

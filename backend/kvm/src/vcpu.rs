@@ -5,6 +5,7 @@
 //! as long as the vCPU exists. KVM reads and writes them only inside `KVM_RUN`, and this file
 //! enters `KVM_RUN` only after all accesses are answered.
 
+use crate::apf::{self, Outside, VcpuApf};
 use crate::arch::{self, Fresh};
 use crate::kick::MissingPage;
 use crate::vm::Vm;
@@ -29,6 +30,9 @@ pub struct Vcpu {
     pub(crate) vm: Arc<Vm>,
     pub(crate) index: usize,
     io: Option<Io>,
+    pub(crate) msr: Option<Register>,
+    /// Its guest's async page faults, if their host side is in this process.
+    apf: Option<VcpuApf>,
     /// The missing page of its last exit for one.
     pub(crate) faulted: Option<Faulted>,
     /// The values of registers when KVM made the vCPU.
@@ -46,6 +50,15 @@ pub(crate) struct Faulted {
 // SAFETY: 1. the pointer in `io` is the only field that is not `Send`. It points into the mapping
 // that `fd` owns, and that mapping belongs to no thread.
 unsafe impl Send for Vcpu {}
+
+/// An access to a register that this process has. It is answered before the next entry, which
+/// completes its instruction.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Register {
+    Read(u32),
+    Write(u32, u64),
+    Answered,
+}
 
 /// The accesses that one exit of KVM reports: several for a string instruction such as `REP OUTS`,
 /// and for an instruction that accesses, for example, 3 bytes of a device before the end of a page.
@@ -82,12 +95,15 @@ enum Answer {
 
 impl Vcpu {
     pub(crate) fn new(vm: Arc<Vm>, fd: VcpuFd, index: usize) -> Self {
+        let apf = |features| VcpuApf::new(index, features, &vm.kicks);
         Self {
+            apf: vm.own_apf.map(apf),
             fresh: vm.features.fresh(&fd),
             fd,
             vm,
             index,
             io: None,
+            msr: None,
             faulted: None,
         }
     }
@@ -135,7 +151,7 @@ impl Vcpu {
         if vm.kicks.is_stopping() {
             return Ok(Some(Exit::Interrupted));
         }
-        self.io = None;
+        (self.io, self.msr) = (None, None);
         let (direction, data): (Direction, NonNull<[u8]>) = match self.fd.run() {
             Ok(VcpuExit::IoOut(port, data)) => {
                 let data = data.into();
@@ -150,6 +166,14 @@ impl Vcpu {
                 (Direction::In(memory(at), Answer::NotAsked), data.into())
             }
             Ok(VcpuExit::MmioWrite(at, data)) => (Direction::Out(memory(at)), data.into()),
+            Ok(VcpuExit::X86Rdmsr(access)) => {
+                self.msr = Some(Register::Read(access.index));
+                return Ok(None);
+            }
+            Ok(VcpuExit::X86Wrmsr(access)) => {
+                self.msr = Some(Register::Write(access.index, access.data));
+                return Ok(None);
+            }
             Ok(VcpuExit::Intr) => return Ok(self.requested()),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
                 return Ok(Some(Exit::DirtyRingFull));
@@ -184,6 +208,45 @@ impl Vcpu {
     fn requested(&self) -> Option<Exit> {
         let taken = self.vm.kicks.take_request(self.index);
         taken.then_some(Exit::Interrupted)
+    }
+
+    /// Calls the host side of the guest's async page faults, if it is in this process.
+    pub(crate) fn with_apf<T>(
+        &mut self,
+        call: impl FnOnce(&mut VcpuApf, &Outside<'_>) -> T,
+    ) -> Option<T> {
+        let outside = Outside {
+            fd: &self.fd,
+            vm: &self.vm,
+            index: self.index,
+            midway: self.io.is_some() || self.msr.is_some(),
+        };
+        self.apf.as_mut().map(|apf| call(apf, &outside))
+    }
+
+    /// Answers an access of the guest to a register of async page faults, and tells the guest of
+    /// pages that have come.
+    fn tell_guest(&mut self) -> Result<(), VcpuError> {
+        let answer = match self.msr {
+            Some(Register::Read(index)) => self.with_apf(|apf, at| apf.read_msr(index, at)),
+            Some(Register::Write(index, value)) => {
+                self.with_apf(|apf, at| apf.write_msr(index, value, at).map(|()| value))
+            }
+            Some(Register::Answered) | None => None,
+        };
+        if let Some(answer) = answer {
+            let run = &mut self.fd.get_kvm_run().__bindgen_anon_1;
+            run.msr.error = u8::from(answer.is_none());
+            run.msr.data = answer.unwrap_or(0);
+            self.msr = Some(Register::Answered);
+        }
+        if self.apf.as_ref().is_some_and(VcpuApf::has_arrivals) {
+            self.with_apf(VcpuApf::poll);
+        }
+        match self.apf.as_ref().and_then(VcpuApf::failure) {
+            None => Ok(()),
+            Some(why) => Err(self.failed(&why)),
+        }
     }
 
     /// The place of an exit for `port`.
@@ -257,10 +320,18 @@ impl lacuna_machine::Vcpu for Vcpu {
         self.end_exit();
         let exit = loop {
             self.check_source()?;
+            if let Some(exit) = self.wait_for_area() {
+                break exit;
+            }
+            self.tell_guest()?;
             if let Some(exit) = self.next_access() {
                 break exit;
             }
-            if let Some(exit) = self.missing_exit() {
+            // The next entry completes an instruction that was answered, and ends at once if a
+            // missing page is noted.
+            if self.msr.is_none()
+                && let Some(exit) = self.missing_exit()
+            {
                 break exit;
             }
             if let Some(exit) = self.enter()? {
@@ -288,9 +359,8 @@ impl lacuna_machine::Vcpu for Vcpu {
         lacuna_machine::Vm::missing_memory(&*self.vm)
     }
 
-    /// Refuses every token: the next run waits for the page.
     fn accept(&mut self, token: FaultToken) -> Result<(), TokenError> {
-        Err(self.refuse_fault(token))
+        self.accept_fault(token)
     }
 }
 
@@ -298,20 +368,39 @@ impl SaveRestore for Vcpu {
     /// Refuses while accesses of an instruction are left: KVM completes the instruction when the
     /// vCPU enters the guest again.
     fn save(&mut self) -> Result<VcpuState, StateError> {
-        if self.io.is_some() {
-            let vcpu = self.index;
-            return Err(StateError::MidInstruction { vcpu });
-        }
-        arch::save(&self.fd, &self.vm.features, &self.fresh)
+        self.check_between_instructions()?;
+        let state = arch::save(&self.fd, &self.vm.features, &self.fresh)?;
+        Ok(match self.with_apf(VcpuApf::save) {
+            None => state,
+            Some(own) => apf::join(state, own),
+        })
     }
 
     /// Refuses while accesses of an instruction are left: KVM would complete the instruction over
     /// the restored state.
     fn restore(&mut self, state: &VcpuState) -> Result<(), StateError> {
-        if self.io.is_some() {
-            let vcpu = self.index;
-            return Err(StateError::MidInstruction { vcpu });
+        self.check_between_instructions()?;
+        let Some((rest, own)) = self.apf.as_ref().and_then(|_| apf::split(state)) else {
+            return self.restore_by_kvm(state);
+        };
+        let checked = self.with_apf(|apf, outside| apf.check(&own, outside));
+        checked.unwrap_or(Ok(()))?;
+        self.restore_by_kvm(&rest)?;
+        let restored = self.with_apf(|apf, outside| apf.restore(&own, outside));
+        restored.unwrap_or(Ok(()))
+    }
+}
+
+impl Vcpu {
+    fn check_between_instructions(&self) -> Result<(), StateError> {
+        let vcpu = self.index;
+        match self.io.is_some() || self.msr.is_some() {
+            true => Err(StateError::MidInstruction { vcpu }),
+            false => Ok(()),
         }
+    }
+
+    fn restore_by_kvm(&mut self, state: &VcpuState) -> Result<(), StateError> {
         let (fd, features, fresh) = (&self.fd, &self.vm.features, &self.fresh);
         let before = arch::save(fd, features, fresh);
         let accepted = arch::accept(fd, self.index, features, fresh, state)?;

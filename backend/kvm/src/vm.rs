@@ -17,7 +17,7 @@ use crate::source::{Source, SourceConfig, SourceStats};
 use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
-use lacuna_addr::{Gpa, Hva, PAGE_SIZE};
+use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
 use lacuna_machine::{Apf, GuestMemory, Kick, MemoryError, VmConfig};
 use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
@@ -28,8 +28,9 @@ pub struct Vm {
     /// Dropped first, because it maps the vCPUs' dirty rings: such a mapping keeps KVM's VM alive
     /// after all descriptors are closed.
     pub(crate) dirty: Dirty,
-    /// Dropped before `slots`, `source` and `memory`: until the descriptor is closed, KVM's async
-    /// page fault workers may wait for pages, and the source supplies them.
+    /// Dropped before `slots`, `source` and `memory`: until the descriptor is closed, KVM uses the
+    /// memory. The close waits for KVM's async page fault workers, so [`Vm::drop`] ends their waits
+    /// for pages.
     pub(crate) fd: VmFd,
     /// The memory slots. A slot that was added after boot has its own mapping here.
     pub(crate) slots: Arc<SlotTable>,
@@ -41,6 +42,9 @@ pub struct Vm {
     /// For each vCPU, the number of exits that it has returned to its VMM.
     pub(crate) exits: Box<[AtomicU64]>,
     pub(crate) booted: AtomicBool,
+    /// The features of KVM's leaf of CPUID, if the host side of the guest's async page faults is in
+    /// this process. Otherwise it is KVM.
+    pub(crate) own_apf: Option<u32>,
 }
 
 /// The largest number of vCPUs: `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
@@ -65,6 +69,7 @@ impl Vm {
         if let Some(feature) = features.missing() {
             return Err(KvmError::NoFeature(feature));
         }
+        let own_apf = has_own_apf(&config, &source).then(|| features.kvm_features());
         let memory = Arc::new(Memory::new(config.memory)?);
         let kicks = Arc::new(VcpuKicks::new(config.vcpus));
         let dirty = Dirty::new(config.delivery, tracker)?;
@@ -79,6 +84,10 @@ impl Vm {
         if let Delivery::Ring { size, .. } = config.delivery {
             use_rings(&fd, size)?;
         }
+        if let (Some(_), Some(provider)) = (own_apf, source.provider()) {
+            arch::apf::take(&fd)?;
+            provider.provision.tell_guest();
+        }
         add_boot_slots(&fd, &slots, &memory)?;
         Ok(Arc::new(Self {
             dirty,
@@ -90,12 +99,13 @@ impl Vm {
             kicks,
             exits: (0..config.vcpus).map(|_| AtomicU64::new(0)).collect(),
             booted: AtomicBool::new(false),
+            own_apf,
             config,
         }))
     }
 
     /// Ends the run: no vCPU enters the guest again, and pages arrive without latency.
-    pub(crate) fn end_latency(&self) {
+    pub fn end_latency(&self) {
         self.kicks.stop();
         self.source.wake();
     }
@@ -144,9 +154,27 @@ fn check(
     Ok(())
 }
 
+/// Whether the host side of the guest's async page faults is in this process: a VMM that provides
+/// pages can then tell the guest of them.
+///
+/// It writes to two words of the guest's memory. KVM records such writes in a vCPU's dirty ring,
+/// and this process cannot.
+fn has_own_apf(config: &VmConfig, source: &SourceConfig) -> bool {
+    config.apf == Apf::On && source.from.is_some() && config.delivery.has_bitmaps()
+}
+
 /// Makes KVM's VM, with interrupt controllers.
+///
+/// Linux registers an MMU notifier for the VM, and that gives up with `EINTR` when a signal is
+/// pending for the calling thread. The signal's handler has run when the call returns, so the
+/// request is made again.
 fn create(kvm: &Kvm) -> Result<VmFd, KvmError> {
-    let fd = kvm.create_vm().map_err(KvmError::step("make a VM"))?;
+    let fd = loop {
+        match kvm.create_vm() {
+            Err(interrupted) if interrupted.errno() == libc::EINTR => {}
+            made => break made.map_err(KvmError::step("make a VM"))?,
+        }
+    };
     arch::make_controllers(&fd)?;
     Ok(fd)
 }
@@ -205,11 +233,10 @@ impl Kick for Vm {
 }
 
 impl Drop for Vm {
-    /// Makes the source supply all pages in flight at once, and zeros for pages that its own source
-    /// has not provided. The close of the VM's descriptor waits for KVM's workers, and the workers
-    /// wait for pages.
+    /// Ends the waits of KVM's workers for pages, because the close of the VM's descriptor waits
+    /// for the workers.
     fn drop(&mut self) {
-        self.end_latency();
+        self.kicks.stop();
         self.source.close();
     }
 }
@@ -248,6 +275,59 @@ impl Vm {
     }
 }
 
+/// A copy of fewer pages does not look which of them were touched.
+const MANY: usize = 4;
+
+impl Vm {
+    /// Writes `bytes` to `piece`. Whole pages that were never touched are put in place.
+    fn copy_in(&self, piece: &Piece, bytes: &[u8]) {
+        let mut done = 0;
+        while done < bytes.len() {
+            let rest = &bytes[done..];
+            let hva = Hva::new(piece.hva.get() + done as u64);
+            let offset = hva.get() as usize % PAGE_SIZE;
+            let (pages, _) = rest.as_chunks();
+            if offset == 0 {
+                done += self.source.place(hva, pages) * PAGE_SIZE;
+            }
+            // The page at which that has stopped, or an unaligned part.
+            let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) else {
+                break;
+            };
+            let now = rest.len().min(PAGE_SIZE - offset);
+            let hva = Hva::new(piece.hva.get() + done as u64);
+            // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
+            unsafe { memory::copy_in(hva, &rest[..now]) };
+            done += now;
+        }
+    }
+
+    /// Reads `piece`. Pages that were never touched stay so.
+    fn copy_out(&self, piece: &Piece, into: &mut [u8]) {
+        let is_aligned = piece.hva.get().is_multiple_of(PAGE_SIZE as u64);
+        let range = HvaRange::new(piece.hva, (into.len() / PAGE_SIZE) as u64);
+        let touched = range.filter(|range| is_aligned && range.pages() >= MANY as u64);
+        let touched = touched.and_then(|range| self.source.touched(range));
+        let mut done = 0;
+        for run in touched
+            .unwrap_or_default()
+            .chunk_by(|one, next| one == next)
+        {
+            let part = &mut into[done..done + run.len() * PAGE_SIZE];
+            let hva = Hva::new(piece.hva.get() + done as u64);
+            match run[0] {
+                // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
+                true => unsafe { memory::copy_out(hva, part) },
+                false => part.fill(0),
+            }
+            done += run.len() * PAGE_SIZE;
+        }
+        let hva = Hva::new(piece.hva.get() + done as u64);
+        // SAFETY: as above.
+        unsafe { memory::copy_out(hva, &mut into[done..]) };
+    }
+}
+
 impl GuestMemory for Vm {
     fn write(&self, gpa: Gpa, bytes: &[u8]) -> Result<(), MemoryError> {
         let pieces = self.pieces(gpa, bytes.len())?;
@@ -260,8 +340,7 @@ impl GuestMemory for Vm {
             });
         }
         for piece in &pieces {
-            // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
-            unsafe { memory::copy_in(piece.hva, &bytes[piece.done..piece.done + piece.len]) };
+            self.copy_in(piece, &bytes[piece.done..piece.done + piece.len]);
             let first = piece.slot.page(piece.at.gfn());
             let last = (piece.at.offset() + piece.len - 1) / PAGE_SIZE;
             for page in first..=first + last {
@@ -273,9 +352,7 @@ impl GuestMemory for Vm {
 
     fn read(&self, gpa: Gpa, into: &mut [u8]) -> Result<(), MemoryError> {
         for piece in self.pieces(gpa, into.len())? {
-            let part = &mut into[piece.done..piece.done + piece.len];
-            // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
-            unsafe { memory::copy_out(piece.hva, part) };
+            self.copy_out(&piece, &mut into[piece.done..piece.done + piece.len]);
         }
         // A source that has failed lets go of threads that wait for pages: they find zeros.
         self.check_source(gpa)
@@ -289,5 +366,48 @@ impl GuestMemory for Vm {
             .iter()
             .all(|piece| memory::is_mapped(piece.hva, piece.len))
             && self.read(gpa, into).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kick::{install_handler, signal};
+    use crate::memory::Mapping;
+    use lacuna_addr::PageCount;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::thread;
+    use std::time::Duration;
+
+    /// The thread that makes VMs gets signals meanwhile, as from a profiler. With many mappings,
+    /// Linux looks for signals often while it makes one.
+    #[lacuna_skip::test]
+    fn a_vm_is_made_while_signals_come() {
+        let kvm = match open() {
+            Ok(kvm) => kvm,
+            Err(why) => lacuna_skip::skip_test(format!("no VM: {why}")),
+        };
+        let one = || Mapping::new(PageCount::new(1)).expect("one page");
+        let _mappings: Vec<_> = (0..2000).map(|_| one()).collect();
+        install_handler();
+        let made = AtomicUsize::new(0);
+        // SAFETY: 1. the call has no preconditions.
+        let maker = unsafe { libc::pthread_self() };
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..1000 {
+                    // SAFETY: 1. the thread waits for this one at the end of the scope.
+                    unsafe { libc::pthread_kill(maker, signal()) };
+                    thread::sleep(Duration::from_micros(100));
+                    if made.load(Ordering::Relaxed) == 10 {
+                        break;
+                    }
+                }
+            });
+            for _ in 0..10 {
+                create(&kvm).expect("a signal is no reason to fail");
+                made.fetch_add(1, Ordering::Relaxed);
+            }
+        });
     }
 }

@@ -118,3 +118,37 @@ fn a_kick_waits_for_the_run_that_takes_it() {
     drop(vcpus);
     vm.kick_all();
 }
+
+/// The VMM's whole pages go to and from memory that no thread has touched without a fault each.
+#[test]
+fn untouched_pages_are_written_and_read_without_faults() {
+    if !can_run() {
+        return;
+    }
+    let vm = builder(16, 16, 1, "").build().unwrap();
+    let from = Gpa::new(8 << 20).unwrap();
+    let mut all = vec![1; 512 << 12];
+    let before = vm.source_stats();
+    vm.read(from, &mut all).unwrap();
+    assert!(all.iter().all(|byte| *byte == 0));
+    assert_eq!(vm.source_stats(), before, "nothing was touched");
+    // Page 3 is touched; pages 1 to 5 are written; then parts of pages 5 and 6.
+    let page = |n: u64| Gpa::new(from.get() + n * 4096).unwrap();
+    vm.write(page(3), &[7; 8]).unwrap();
+    let faults = vm.source_stats().faults;
+    let content: Vec<u8> = (0..5 * 4096).map(|at| (at / 64) as u8 | 1).collect();
+    vm.write(page(1), &content).unwrap();
+    assert_eq!(vm.source_stats().faults, faults);
+    let across = Gpa::new(page(6).get() - 100).unwrap();
+    vm.write(across, &[9; 200]).unwrap();
+    vm.read(from, &mut all).unwrap();
+    let mut expected = vec![0; 512 << 12];
+    expected[4096..6 * 4096].copy_from_slice(&content);
+    expected[6 * 4096 - 100..6 * 4096 + 100].fill(9);
+    assert!(all == expected);
+    // Unaligned reads find the same.
+    let mut part = vec![1; 7 * 4096];
+    vm.read(Gpa::new(page(0).get() + 5).unwrap(), &mut part)
+        .unwrap();
+    assert!(part == expected[5..5 + 7 * 4096]);
+}

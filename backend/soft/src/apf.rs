@@ -1,24 +1,29 @@
 //! The guest of the async-fault queue: registers, events, and two words of its memory.
 
 use crate::entry::{Absent, Entry};
+use crate::platform::Platform;
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_apf::x86::{self, CpuState, Unwritable};
-use lacuna_apf::{Guest, Prefault};
-use lacuna_cpu::{HostPage, Processor};
+use lacuna_apf::arm64::{self, Context, Effect, ExceptionLevel};
+use lacuna_apf::x86::{self, CpuState};
+use lacuna_apf::{Guest, Prefault, SharedWords, Unwritable};
+use lacuna_arm64::gic::Line;
+use lacuna_cpu::{HostPage, Privilege, Processor as _};
 use lacuna_machine::{GuestMemory as _, MemoryError, VcpuError};
 use lacuna_x86::Cpu;
 
-impl<P: Processor> Guest for Entry<P> {
+impl<P: Platform> Guest for Entry<P> {
     fn is_interruptible(&self) -> bool {
         self.cpu.is_interruptible()
     }
 
     fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
-        match self.with_page(gfn, access, |_| ()) {
+        match self.provided_page(gfn, access, |_| ()) {
             Ok(()) => return Prefault::Mapped,
             // A ticket that no thread starts would keep its frame for ever.
-            Err(Absent::Pending(ticket)) => self.vm.host.start(&ticket),
-            Err(Absent::NoMemory | Absent::Busy) => {}
+            Err(Some(Absent::Pending(ticket))) => self.vm.host.start(&ticket),
+            // `None`: the VMM has said ready and has not provided the page. The guest's access
+            // exits again.
+            Err(Some(Absent::NoMemory | Absent::Busy) | None) => {}
         }
         Prefault::NotMapped
     }
@@ -28,15 +33,7 @@ impl<P: Processor> Guest for Entry<P> {
     }
 }
 
-impl x86::Guest for Entry<Cpu> {
-    fn state(&self) -> CpuState {
-        CpuState {
-            user: self.cpu.cpl() != 0,
-            paging: self.cpu.paging(),
-            lapic: self.cpu.apic_enabled(),
-        }
-    }
-
+impl<P: Platform> SharedWords for Entry<P> {
     fn read_u32(&mut self, at: Gpa) -> Option<u32> {
         let load = |page: HostPage| page.load_u32(at.offset());
         match self.with_page(at.gfn(), Access::Read, load) {
@@ -72,6 +69,16 @@ impl x86::Guest for Entry<Cpu> {
             }
         }
     }
+}
+
+impl x86::Guest for Entry<Cpu> {
+    fn state(&self) -> CpuState {
+        CpuState {
+            user: self.cpu.cpl() != 0,
+            paging: self.cpu.paging(),
+            lapic: self.cpu.apic_enabled(),
+        }
+    }
 
     fn inject_page_fault(&mut self, address: u64) {
         self.cpu.inject_page_fault(address);
@@ -82,7 +89,49 @@ impl x86::Guest for Entry<Cpu> {
     }
 }
 
-impl<P: Processor> Entry<P> {
+impl arm64::Guest for Entry<lacuna_arm64::Cpu> {
+    fn state(&self) -> arm64::CpuState {
+        arm64::CpuState {
+            level: match self.cpu.privilege() {
+                Privilege::User => ExceptionLevel::El0,
+                Privilege::Supervisor => ExceptionLevel::El1,
+            },
+            pc: self.cpu.pc(),
+            vbar: self.cpu.system().vbar,
+        }
+    }
+
+    fn context(&self) -> Context {
+        let regs = self.cpu.regs();
+        let mut context = Context {
+            pc: regs.pc,
+            pstate: regs.pstate,
+            ..Context::default()
+        };
+        let number = context.x.len();
+        context.x.copy_from_slice(&regs.x[..number]);
+        context
+    }
+
+    fn apply(&mut self, effect: Effect) {
+        let cpu = &mut self.cpu;
+        match effect {
+            // The processor makes the other fields of the syndrome: class, length of instruction.
+            Effect::DataAbort { esr, far } => cpu.inject_abort((esr & 0x3f) as u32, far),
+            Effect::Interrupt { number, line } => {
+                let line = match line {
+                    arm64::Line::Low => Line::Low,
+                    arm64::Line::High => Line::High,
+                };
+                cpu.set_ppi(number, line);
+            }
+            Effect::Context(Context { x, pc, pstate }) => cpu.return_from_firmware(&x, pc, pstate),
+            Effect::ExceptionReturn { elr, spsr } => cpu.set_exception_return(elr, spsr),
+        }
+    }
+}
+
+impl<P: Platform> Entry<P> {
     /// Missing guest memory is the guest's fault; a page that cannot be brought in ends the run.
     fn note(&mut self, result: Result<(), MemoryError>) -> Result<(), Unwritable> {
         if let Err(MemoryError::Backing { gpa, cause } | MemoryError::Refused { gpa, cause }) =

@@ -5,9 +5,7 @@ use crate::platform::Platform;
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::room_for_threads;
-use lacuna_cpu::Wake;
-use lacuna_machine::Image;
-use lacuna_x86::Cpu;
+use lacuna_machine::{Arch, Image};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -55,7 +53,10 @@ impl Vm {
     /// # Errors
     /// The reason why the image cannot be loaded.
     pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
-        Cpu::load(self, image, command_line)?;
+        match self.config.arch {
+            Arch::Arm64 => _ = lacuna_arm64::Cpu::load(self, image, command_line)?,
+            _ => _ = lacuna_x86::Cpu::load(self, image, command_line)?,
+        }
         Ok(())
     }
 
@@ -67,8 +68,9 @@ impl Vm {
         // threads of the vCPUs. The tables of a vCPU need no check of their own: they fit into
         // the rest of the mapping that a thread's malloc arena reserves.
         room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
-        let wake: Arc<dyn Wake> = Arc::clone(&self.kicks) as Arc<dyn Wake>;
-        let fabric = Arc::new(P::fabric(self.config.vcpus, wake));
+        self.has_shared_state
+            .fetch_or(boot.is_some(), Ordering::AcqRel);
+        let fabric = P::fabric_of(self);
         (0..self.config.vcpus)
             .map(|index| VcpuOf::new(Arc::clone(self), index, Arc::clone(&fabric), boot))
             .collect()

@@ -1,9 +1,9 @@
 //! From the description of a run to its end: used by `lacuna run`, the lab and the tests.
 
+use crate::either::Vcpu;
 use crate::error::SoftError;
 use crate::seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 use crate::stall::Stalls;
-use crate::vcpu::Vcpu;
 use crate::vm::{BootMemory, MemoryKind, Vm, check_vcpus};
 use lacuna_addr::{Level, PageCount};
 use lacuna_apf::Stats as ApfStats;
@@ -12,11 +12,10 @@ use lacuna_host::{
     MemoryStore, PageSource, SwapStore,
 };
 use lacuna_machine::{
-    Apf, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed, PlatformDevices,
-    RunEnd, VmConfig, run_watched, status_page,
+    Apf, Arch, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed,
+    PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
-use lacuna_x86::Cpu;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -33,6 +32,9 @@ pub enum Swap {
 /// The description of a run.
 #[derive(Clone, Debug)]
 pub struct VmBuilder {
+    /// The architecture of its processors, for [`Builder::build`](lacuna_machine::Builder::build).
+    /// A run has the architecture of its image.
+    pub arch: Arch,
     /// The memory that the guest sees.
     pub memory: PageCount,
     /// The frames of the host that the guest gets.
@@ -48,7 +50,7 @@ pub struct VmBuilder {
     /// Provides the pages of the guest's memory when they are first needed, numbered from 0 in the
     /// order of the memory slots; `None`: they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
-    /// The delay that is added to every swap transfer.
+    /// The delay that is added to every swap transfer; reads may have a sequence of delays.
     pub latency: LatencySetting,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
@@ -59,7 +61,7 @@ pub struct VmBuilder {
     /// stands still: a vCPU that waits for time to pass fails with
     /// [`VcpuError::TimeStandsStill`](lacuna_machine::VcpuError::TimeStandsStill).
     pub seed: Option<u64>,
-    /// The command line of the guest kernel, to which the run adds `smp=` and `ap=`.
+    /// The command line of the guest kernel, to which the run adds `smp=`, and `ap=` for x86-64.
     pub command_line: String,
 }
 
@@ -92,6 +94,7 @@ impl VmBuilder {
     /// are no huge pages. Every field may be changed before the VM is built.
     pub fn new(memory: PageCount, resident: PageCount) -> Self {
         Self {
+            arch: Arch::default(),
             memory,
             resident,
             vcpus: 1,
@@ -134,8 +137,8 @@ impl VmBuilder {
 
     /// The Linux memory that the host reserves addresses for.
     fn linux_memory(&self) -> PageCount {
-        match (self.memory_kind, Layout::new(self.memory)) {
-            (MemoryKind::Linux, Ok(layout)) => {
+        match (self.memory_kind, Layout::of(self.arch, self.memory)) {
+            (MemoryKind::Linux | MemoryKind::Shared | MemoryKind::Hugetlbfs, Ok(layout)) => {
                 let slots = layout.ranges().iter();
                 // Each slot has a region of whole blocks.
                 let pages = slots.map(|slot| slot.pages().next_multiple_of(Level::L2M.pages()));
@@ -152,9 +155,12 @@ impl VmBuilder {
 
     /// The guest kernel's whole command line.
     pub fn full_command_line(&self) -> String {
-        format!("smp={} ap=direct {}", self.vcpus, self.command_line)
-            .trim_end()
-            .to_owned()
+        let all_start = match self.arch {
+            Arch::Arm64 => "",
+            _ => " ap=direct",
+        };
+        let line = format!("smp={}{all_start} {}", self.vcpus, self.command_line);
+        line.trim_end().to_owned()
     }
 
     /// As [`Builder::run_with_console`](lacuna_machine::Builder::run_with_console); the result has
@@ -168,7 +174,7 @@ impl VmBuilder {
         console: impl Console + 'static,
         mut watch: impl FnMut(&Observed<'_, Vm>),
     ) -> Result<RunSummary, SoftError> {
-        let devices = Arc::new(PlatformDevices::new(console));
+        let devices = Arc::new(PlatformDevices::of(image.arch, console));
         let (end, trace) = self.run_with(image, devices, &mut watch)?;
         Ok(RunSummary::of(end, trace))
     }
@@ -180,10 +186,15 @@ impl VmBuilder {
         devices: Arc<PlatformDevices>,
         watch: &mut dyn FnMut(&Observed<'_, Vm>),
     ) -> Result<(RunEnd<Vm>, Option<Trace>), SoftError> {
-        let (vm, time) = self.vm()?;
+        let this = Self {
+            arch: image.arch,
+            ..self.clone()
+        };
+        let (vm, time) = this.vm()?;
         let vm = Arc::new(vm);
+        devices.check_arch(image.arch)?;
         devices.check_memory(&vm.memory_slots())?;
-        let vcpus = vm.boot_on::<Cpu>(image, &self.full_command_line())?;
+        let vcpus = vm.boot_any(image, &this.full_command_line())?;
         let trace = match time {
             Time::Real(clock) => {
                 let background = vm.host().spawn_background()?;
@@ -234,6 +245,7 @@ impl VmBuilder {
         let memory = BootMemory {
             kind: self.memory_kind,
             source: self.source.clone(),
+            shared: None,
         };
         let vm = Vm::make(host, clock, self.config(), memory)?;
         Ok((vm, time))
@@ -244,7 +256,7 @@ impl VmBuilder {
     /// host would find out too late.
     fn check(&self) -> Result<(), SoftError> {
         check_vcpus(self.vcpus)?;
-        Layout::new(self.memory)?;
+        Layout::of(self.arch, self.memory)?;
         let minimum = Host::minimum_budget(self.vcpus);
         if self.resident < minimum {
             return Err(SoftError::Host(HostError::BudgetTooSmall {
@@ -258,6 +270,7 @@ impl VmBuilder {
 
     fn config(&self) -> VmConfig {
         VmConfig {
+            arch: self.arch,
             memory: self.memory,
             vcpus: self.vcpus,
             apf: self.apf,

@@ -1,10 +1,12 @@
 //! A vCPU's access to memory: the stage-2 walk, and the fault path if the walk fails.
 
+use crate::error::SoftError;
+use crate::mmu::Format;
 use crate::vm::Vm;
-use lacuna_addr::{Access, Gfn, Gpa, Level};
+use lacuna_addr::{Access, Gfn, Level};
 use lacuna_cpu::{Bus, HostPage, Stop, Stores};
-use lacuna_host::{HostError, Ticket};
-use lacuna_mmu::{Outcome, Page, Room, VcpuMmu};
+use lacuna_host::Ticket;
+use lacuna_mmu::{Mmu, MmuFormat, Outcome, Page, Room, VcpuMmu};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
 
@@ -13,6 +15,16 @@ pub(crate) struct PageFault {
     pub(crate) gfn: Gfn,
     pub(crate) access: Access,
     pub(crate) ticket: Ticket,
+    pub(crate) origin: Origin,
+}
+
+/// Where a page comes from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// Swap.
+    Swap,
+    /// The page source: the page was never provided.
+    Source,
 }
 
 /// Why an instruction has stopped, and what it waits for.
@@ -28,39 +40,55 @@ pub(crate) enum Blocked {
     /// The vCPU's dirty ring has reached its soft limit. The vCPU waits until entries are reset.
     RingFull,
     /// The content of this page is lost, for this reason. Waiting does not help.
-    Lost(Gpa, String),
-    /// No table page is free, for this reason. Waiting does not help.
-    NoTables(String),
+    Lost(Gfn, Access, String),
+    /// No table page is free for this page, for this reason. Waiting does not help.
+    NoTables(Gfn, Access, String),
 }
 
-/// One vCPU's bus.
-pub(crate) struct SoftBus {
+/// One vCPU's bus, to memory that tables in the format `F` map.
+pub(crate) struct SoftBus<F> {
     vm: Arc<Vm>,
+    mmu: Arc<Mmu<F>>,
     index: usize,
     vcpu_mmu: VcpuMmu,
     pub(crate) blocked: Option<Blocked>,
 }
 
-impl SoftBus {
-    pub(crate) fn new(vm: Arc<Vm>, index: usize) -> Result<Self, HostError> {
-        let vcpu_mmu = vm.mmu.vcpu_mmu()?;
+impl<F: Format> SoftBus<F> {
+    pub(crate) fn new(vm: Arc<Vm>, index: usize) -> Result<Self, SoftError> {
+        let mmu = F::of(&vm.mmu).ok_or(SoftError::Processor(vm.config.arch))?;
+        let mmu = Arc::clone(mmu);
+        let vcpu_mmu = mmu.vcpu_mmu()?;
         Ok(Self {
             vm,
+            mmu,
             index,
             vcpu_mmu,
             blocked: None,
         })
     }
+}
 
+impl<F: MmuFormat> SoftBus<F> {
     pub(crate) fn vcpu_mmu(&mut self) -> &mut VcpuMmu {
         &mut self.vcpu_mmu
+    }
+
+    /// Its tables.
+    pub(crate) fn mmu(&self) -> &Mmu<F> {
+        &self.mmu
+    }
+
+    /// As [`Mmu::wait_for_page`].
+    pub(crate) fn wait_for_page(&mut self, gfn: Gfn, access: Access) -> Option<Outcome> {
+        self.mmu.wait_for_page(&mut self.vcpu_mmu, gfn, access)
     }
 
     /// Marks the pages that the vCPU has logged. The vCPU calls this when it leaves guest code,
     /// before it goes offline: a harvesting thread waits only until the vCPU is offline.
     #[inline]
     pub(crate) fn leave(&mut self) {
-        self.vm.mmu.flush_log(&mut self.vcpu_mmu);
+        self.mmu.flush_log(&mut self.vcpu_mmu);
     }
 
     /// As [`Bus::page`], but ignores the soft limit of the dirty ring. It is for the few pages that
@@ -71,7 +99,7 @@ impl SoftBus {
         // This note comes before the walk. So a thread that unmaps the leaf after the walk sees
         // that this vCPU's TLB may hold it, and requests a flush from this vCPU.
         vm.qsbr().vcpu(self.index).note(gfn.block().get());
-        if let Walk::Hit(hit) = vm.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
+        if let Walk::Hit(hit) = self.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {
                 pfn: hit.pfn,
                 level: hit.level,
@@ -86,7 +114,7 @@ impl SoftBus {
     /// also for those that find the page.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
-        match self.vm.mmu.fault(&mut self.vcpu_mmu, gfn, access) {
+        match self.mmu.fault(&mut self.vcpu_mmu, gfn, access) {
             Outcome::Mapped(page) => Ok(self.host_page(gfn, page)),
             other => Err(self.stop(gfn, access, other)),
         }
@@ -136,21 +164,23 @@ impl SoftBus {
 
     #[cold]
     pub(crate) fn stop(&mut self, gfn: Gfn, access: Access, outcome: Outcome) -> Stop {
+        let page = |ticket, origin| {
+            Blocked::Page(PageFault {
+                gfn,
+                access,
+                ticket,
+                origin,
+            })
+        };
         let (blocked, stop) = match outcome {
             Outcome::Busy => (Blocked::Busy, Stop::Wait),
-            Outcome::Pending(ticket) | Outcome::Missing(ticket) => {
-                let fault = PageFault {
-                    gfn,
-                    access,
-                    ticket,
-                };
-                (Blocked::Page(fault), Stop::Wait)
-            }
+            Outcome::Pending(ticket) => (page(ticket, Origin::Swap), Stop::Wait),
+            Outcome::Missing(ticket) => (page(ticket, Origin::Source), Stop::Wait),
             Outcome::NotProvided => (Blocked::NotProvided(gfn, access), Stop::Wait),
             Outcome::NoMemory => (Blocked::Memory, Stop::Wait),
             Outcome::Mmio => return Stop::Mmio(gfn.gpa()),
-            Outcome::Lost(page) => (Blocked::Lost(gfn.gpa(), page.to_string()), Stop::Lost),
-            Outcome::NoTables(e) => (Blocked::NoTables(e.to_string()), Stop::Lost),
+            Outcome::Lost(page) => (Blocked::Lost(gfn, access, page.to_string()), Stop::Lost),
+            Outcome::NoTables(e) => (Blocked::NoTables(gfn, access, e.to_string()), Stop::Lost),
             Outcome::Mapped(_) => unreachable!("a mapped page stops nothing"),
         };
         self.blocked = Some(blocked);
@@ -163,7 +193,7 @@ impl SoftBus {
 // processor. If a grace period for this vCPU has begun since the last flush, `Entry` flushes the
 // processor's TLB before it enters the processor again.
 #[allow(unsafe_code, reason = "the vCPU's guest-memory fast path")]
-unsafe impl Bus for SoftBus {
+unsafe impl<F: MmuFormat> Bus for SoftBus<F> {
     #[inline]
     fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         match self.vcpu_mmu.room() {
@@ -178,7 +208,7 @@ unsafe impl Bus for SoftBus {
             return Ok(());
         }
         vm.code.track(gfn);
-        vm.mmu.flush_log(&mut self.vcpu_mmu);
+        self.mmu.flush_log(&mut self.vcpu_mmu);
         // Any vCPU, this one included, may hold a writable TLB entry for the page: shoot down all
         // TLBs. This vCPU waits offline. If it waited online, two vCPUs that track pages at the
         // same time would wait for each other for ever.

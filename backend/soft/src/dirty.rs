@@ -45,6 +45,14 @@ impl DirtyTracking for Vm {
         self.mmu.get_dirty(id, out)
     }
 
+    fn put_back_dirty(&self, id: SlotId, dirty: &[u64]) -> Result<(), DirtyError> {
+        self.mmu.put_back_dirty(id, dirty)
+    }
+
+    fn is_logging(&self, id: SlotId) -> bool {
+        self.mmu.is_logging(id)
+    }
+
     fn dirty_rings(&self) -> Option<&dyn DirtyRings> {
         matches!(self.mmu.delivery(), Delivery::Ring { .. }).then_some(self)
     }

@@ -1,27 +1,37 @@
 //! Enters a processor between two quiescent points, with a TLB that has no stale entry.
 
+mod losses;
+
 use crate::bus::{Blocked, SoftBus};
 use crate::code::Stale;
 use crate::error::SoftError;
 use crate::meter::Meter;
+use crate::platform::Platform;
+use crate::step::{Step, Wait};
 use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn};
 use lacuna_cpu::{Exit, HostPage, Processor, Stop};
-use lacuna_host::Ticket;
+use lacuna_host::{SeenLosses, Ticket};
 use lacuna_machine::VcpuError;
 use lacuna_mmu::Outcome;
 use lacuna_sync::{GracePeriod, Qsbr, VcpuSlot};
 use std::sync::Arc;
 
 /// A processor with its bus.
-pub struct Entry<P> {
+pub struct Entry<P: Platform> {
     pub(crate) vm: Arc<Vm>,
     pub(crate) index: usize,
     pub(crate) cpu: P,
-    pub(crate) bus: SoftBus,
+    pub(crate) bus: SoftBus<P::Format>,
     /// The error of an access to the words that the guest shares with the host, if there is memory
     /// but its page cannot be had.
     pub(crate) failed: Option<VcpuError>,
+    /// The error of a vCPU whose memory the kernel has taken away: see `losses`.
+    pub(crate) lost: Option<VcpuError>,
+    /// An exit of the processor that the next step handles again, because a page has to come first.
+    pub(crate) again: Option<P::Own>,
+    /// Losses of Linux memory that this vCPU knows of.
+    pub(crate) seen: SeenLosses,
     /// The grace period at which the TLB was last known to have no stale entry.
     flushed: GracePeriod,
 }
@@ -49,13 +59,17 @@ pub(crate) enum Absent {
     Busy,
 }
 
-impl<P: Processor> Entry<P> {
+impl<P: Platform> Entry<P> {
     pub(crate) fn new(
         vm: Arc<Vm>,
         index: usize,
         fabric: Arc<P::Fabric>,
     ) -> Result<Self, SoftError> {
+        let seen = vm.host.seen_losses();
         Ok(Self {
+            lost: None,
+            again: None,
+            seen,
             cpu: P::new(index, fabric, Arc::clone(&vm.clock)),
             bus: SoftBus::new(Arc::clone(&vm), index)?,
             vm,
@@ -114,14 +128,35 @@ impl<P: Processor> Entry<P> {
         access: Access,
         touch: impl FnOnce(HostPage) -> R,
     ) -> Result<R, Absent> {
+        let touched = self.provided_page(gfn, access, touch);
+        touched.map_err(|absent| absent.unwrap_or_else(|| self.absent(gfn, access)))
+    }
+
+    /// As [`Entry::with_page`]. `Err(None)`: the page was never provided, in a slot that exits. Its
+    /// source is not asked then.
+    pub(crate) fn provided_page<R>(
+        &mut self,
+        gfn: Gfn,
+        access: Access,
+        touch: impl FnOnce(HostPage) -> R,
+    ) -> Result<R, Option<Absent>> {
         match self.online(|_, bus, _| bus.page_now(gfn, access).map(touch)) {
             Ok(touched) => Ok(touched),
-            Err(Stop::Mmio(_)) => Err(Absent::NoMemory),
-            Err(_) => match self.bus.blocked.take() {
-                Some(Blocked::Page(fault)) => Err(Absent::Pending(fault.ticket)),
-                Some(Blocked::NotProvided(..)) => Err(self.absent(gfn, access)),
-                _ => Err(Absent::Busy),
-            },
+            Err(Stop::Mmio(_)) => Err(Some(Absent::NoMemory)),
+            Err(_) => Err(match self.bus.blocked.take() {
+                Some(Blocked::Page(fault)) => Some(Absent::Pending(fault.ticket)),
+                Some(Blocked::NotProvided(..)) => None,
+                _ => Some(Absent::Busy),
+            }),
+        }
+    }
+
+    /// The wait for the page `gfn`, if it is not resident.
+    pub(crate) fn wait_for(&mut self, gfn: Gfn, access: Access) -> Option<Step> {
+        match self.with_page(gfn, access, |_| ()) {
+            Err(Absent::Pending(ticket)) => Some(Step::Wait(Wait::Page(ticket))),
+            // The access itself waits for a page that comes or goes at this moment.
+            Ok(()) | Err(Absent::NoMemory | Absent::Busy) => None,
         }
     }
 
@@ -129,15 +164,17 @@ impl<P: Processor> Entry<P> {
     /// exit; this one waits for the page source.
     #[cold]
     fn absent(&mut self, gfn: Gfn, access: Access) -> Absent {
-        let mmu = &self.vm.mmu;
-        match mmu.wait_for_page(self.bus.vcpu_mmu(), gfn, access) {
+        match self.bus.wait_for_page(gfn, access) {
             Some(Outcome::Missing(ticket) | Outcome::Pending(ticket)) => Absent::Pending(ticket),
             _ => Absent::Busy,
         }
     }
 
     /// Runs `body` between two quiescent points.
-    fn online<R>(&mut self, body: impl FnOnce(&mut P, &mut SoftBus, &VcpuSlot) -> R) -> R {
+    fn online<R>(
+        &mut self,
+        body: impl FnOnce(&mut P, &mut SoftBus<P::Format>, &VcpuSlot) -> R,
+    ) -> R {
         let qsbr = self.vm.qsbr();
         let grace = self.vm.exclusive.online(qsbr, self.index);
         let _online = Online {

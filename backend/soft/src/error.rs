@@ -2,7 +2,7 @@
 
 use lacuna_addr::NoRoom;
 use lacuna_host::HostError;
-use lacuna_machine::{BootError, DeviceError, DirtyError};
+use lacuna_machine::{Arch, BootError, DeviceError, DirtyError, HandlerError};
 use lacuna_mmu::MmuError;
 use lacuna_slots::SlotError;
 
@@ -15,9 +15,27 @@ pub enum SoftError {
     /// No TSC has that frequency.
     #[error("a TSC of 0 kHz: give a frequency, or none for 1 GHz")]
     TscFrequency,
+    /// An AArch64 processor has no TSC.
+    #[error("a TSC frequency for AArch64 processors, which have none: leave it out")]
+    NoTsc,
+    /// The VM's stage-2 tables are not in the format of that processor.
+    #[error(
+        "the VM was made for {0} processors, which read other stage-2 tables: make a VM of the \
+         architecture of this processor"
+    )]
+    Processor(Arch),
     /// The host's memory manager refuses.
     #[error(transparent)]
     Host(#[from] HostError),
+    /// There is no handler that fills the memory.
+    #[error(transparent)]
+    Handler(#[from] HandlerError),
+    /// The resident budget cannot be filled from outside.
+    #[error(
+        "a page-fault handler cannot fill memory of the resident budget: give the VM Linux memory \
+         (MemoryKind::Linux)"
+    )]
+    HandlerMemory,
     /// There is no memory for tables.
     #[error(transparent)]
     Mmu(#[from] MmuError),

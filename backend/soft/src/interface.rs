@@ -1,16 +1,16 @@
 //! This backend's implementation of the backend interface of `lacuna_machine`.
 
 use crate::builder::VmBuilder;
+use crate::either::Vcpu;
 use crate::error::SoftError;
 use crate::meter::Meter;
-use crate::vcpu::Vcpu;
 use crate::vm::{MemoryKind, Vm};
 use lacuna_addr::{GfnRange, PageCount};
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
-    MissingMemory, Observed, PlatformDevices, RunEnd, VcpuStats, VmConfig, VmStats,
+    MissingMemory, Observed, PlatformDevices, RunEnd, SharedState, StateError, VcpuStats, VmConfig,
+    VmStats,
 };
-use lacuna_x86::Cpu;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -47,11 +47,19 @@ impl lacuna_machine::Vm for Vm {
         image: &Image<'_>,
         command_line: &str,
     ) -> Result<Vec<Vcpu>, SoftError> {
-        self.boot_on::<Cpu>(image, command_line)
+        self.boot_any(image, command_line)
     }
 
     fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
-        self.make_once(|| self.make_vcpus::<Cpu>(None))
+        self.bare()
+    }
+
+    fn save_shared(&self) -> Result<SharedState, StateError> {
+        Ok(self.save_any())
+    }
+
+    fn restore_shared(&self, state: &SharedState) -> Result<(), StateError> {
+        self.restore_any(state)
     }
 
     fn stats(&self) -> VmStats {
@@ -81,7 +89,7 @@ impl lacuna_machine::Vm for Vm {
     }
 
     fn balloon(&self) -> Option<&dyn Balloon> {
-        (self.memory_kind == MemoryKind::Linux).then_some(self)
+        (self.memory_kind != MemoryKind::Budget).then_some(self)
     }
 
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {

@@ -15,9 +15,14 @@ impl SoftError {
     /// Where the cause lies.
     pub const fn kind(&self) -> ErrorKind {
         match self {
-            Self::Vcpus(_) | Self::TscFrequency | Self::Booted | Self::Dirty(_) => {
-                ErrorKind::Request
-            }
+            Self::Vcpus(_)
+            | Self::TscFrequency
+            | Self::NoTsc
+            | Self::Processor(_)
+            | Self::Booted
+            | Self::Dirty(_)
+            | Self::HandlerMemory => ErrorKind::Request,
+            Self::Handler(_) => ErrorKind::Host,
             // The only one that is due to the host. The type is open to new ones.
             Self::Slot(SlotError::NoRoom { .. }) | Self::Tables(_) => ErrorKind::Host,
             Self::Slot(_) => ErrorKind::Request,
@@ -38,6 +43,8 @@ const fn host(error: &HostError) -> ErrorKind {
         | HostError::BudgetTooLarge { .. }
         | HostError::BadRegion(_)
         | HostError::LinuxRoom { .. }
+        | HostError::SharedMemory { .. }
+        | HostError::PartOfHugePage { .. }
         | HostError::NoSuchRegion(_) => ErrorKind::Request,
         HostError::Map { .. }
         | HostError::Tables(_)

@@ -4,7 +4,7 @@
 //! Backing may be in two slots at once, for data. If code is written through one alias and executed
 //! through the other, the change is not detected.
 
-use crate::vm::{MemoryKind, Vm};
+use crate::vm::Vm;
 use lacuna_addr::{BackingRange, Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots};
 use lacuna_mmu::SlotSpec;
@@ -55,7 +55,7 @@ impl MemorySlots for Vm {
         gfns: GfnRange,
         flags: SlotFlags,
     ) -> Result<(), MemorySlotError> {
-        let backing = self.add_backing(MemoryKind::Budget, PageCount::new(gfns.pages()), None);
+        let backing = self.add_backing(None, PageCount::new(gfns.pages()), None);
         let backing = backing.map_err(|error| MemorySlotError::Host {
             id,
             cause: error.to_string(),

@@ -1,26 +1,21 @@
 //! The soft backend: a hypervisor in user space, without `/dev/kvm`.
 //!
-//! It connects crates that do not import each other. A software processor (`lacuna-x86`) accesses
-//! memory through a [`Bus`](lacuna_cpu::Bus). Here the bus is stage 2 and the fault path
-//! (`lacuna-mmu`). Outside, a vCPU implements the traits of `lacuna-machine`.
+//! It connects crates that do not import each other. A software processor (`lacuna-x86` or
+//! `lacuna-arm64`) accesses memory through a [`Bus`](lacuna_cpu::Bus). Here the bus is stage 2 and
+//! the fault path (`lacuna-mmu`). Outside, a vCPU implements the traits of `lacuna-machine`.
 //!
 //! | file | job |
 //! |---|---|
-//! | `vm`, `boot` | one VM: what its vCPUs share; from a VM to its vCPUs |
-//! | `meter`, `stall` | counters of a vCPU that other threads read |
-//! | `bus` | a vCPU's view of memory: stage-2 walk, faults |
-//! | `entry` | a processor and its bus, between two quiescent points |
+//! | `vm`, `boot`, `meter`, `stall` | one VM: what its vCPUs share; its vCPUs; their counters |
+//! | `bus`, `entry` | a vCPU's memory: stage-2 walk, faults; a processor between quiescent points |
 //! | `vcpu`, `step` | one step of a vCPU, and the thread-mode loop around it |
-//! | `code`, `frame_set` | write tracking of pages that hold decoded instructions |
-//! | `exclusive` | stops all vCPUs for split locks |
+//! | `code`, `frame_set`, `exclusive` | writes to decoded pages; all vCPUs stopped at once |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
-//! | `interface` | the backend interface of `lacuna_machine` |
-//! | `error`, `kind`, `builder` | from a description of a run to its end, or why not |
-//! | `layout`, `balloon` | memory slots of a running VM, and pages that are taken back |
-//! | `platform`, `x86` | what an architecture adds to its processor |
+//! | `interface`, `builder`, `error`, `kind` | the backend interface; a run, or why not |
+//! | `memory`, `dirty`, `layout`, `balloon` | guest memory as bytes, pages written, slots |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
-//! | `memory`, `dirty` | guest memory for loaders, devices and viewers; dirty tracking |
-//! | `state` | a vCPU's whole state, saved and restored |
+//! | `platform`, `x86`, `arm64`, `state` | what an architecture adds to its processor |
+//! | `either`, `mmu` | a vCPU and an MMU of any architecture |
 //!
 //! # Unsafe
 //! One `unsafe impl` (in `bus`): a page given to a processor stays valid until the vCPU's next
@@ -28,12 +23,14 @@
 #![deny(unsafe_code)]
 
 mod apf;
+mod arm64;
 mod balloon;
 mod boot;
 mod builder;
 mod bus;
 mod code;
 mod dirty;
+mod either;
 mod entry;
 mod error;
 mod exclusive;
@@ -44,6 +41,7 @@ mod layout;
 mod memory;
 mod meter;
 mod missing;
+mod mmu;
 mod park;
 mod platform;
 mod seeded;
@@ -56,25 +54,27 @@ mod vm;
 mod x86;
 
 pub use builder::{RunSummary, Swap, VmBuilder};
+pub use either::Vcpu;
 pub use entry::Entry;
 pub use error::SoftError;
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
-    Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuNotifier,
+    Background, Host, HostError, HostStats, HugePages, LatencySetting, LogNormal, MmuNotifier,
+    SharedFill, SharedMemory,
 };
 pub use lacuna_machine::{Apf, CpuModel, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, RingSize,
-    Room,
+    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Mmu,
+    MmuError, Outcome as Fault, RingSize, Room, SlotSpec, VcpuMmu,
 };
-pub use lacuna_mmu::{Mmu, MmuError, Outcome as Fault, SlotSpec, VcpuMmu};
 #[cfg(feature = "comparisons")]
 pub use lacuna_mmu::{Recovery, RmapWalk, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId};
-pub use lacuna_stage2::Walk;
-pub use platform::Platform;
+pub use lacuna_stage2::{Arm64, Ept, Walk};
+pub use mmu::{Format, VmMmu};
+pub use platform::{Platform, Power};
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Timed, Trace};
 pub use stall::Stalls;
 pub use step::{Step, Wait};
-pub use vcpu::{Vcpu, VcpuOf};
+pub use vcpu::VcpuOf;
 pub use vm::{BootMemory, MemoryKind, Vm};

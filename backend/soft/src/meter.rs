@@ -2,7 +2,9 @@
 
 use crate::stall::Stalls;
 use lacuna_apf::Stats as ApfStats;
+use lacuna_host::Toucher;
 use lacuna_sync::{Mutex, lock_order};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// The counters that a vCPU publishes while it runs, and its pending kick. Each vCPU's are on cache
@@ -14,6 +16,8 @@ pub(crate) struct Meter {
     pub(crate) exits: AtomicU64,
     /// A kick that no run has taken yet.
     pub(crate) kicked: AtomicBool,
+    /// Ends its wait for a page that is filled from outside.
+    pub(crate) toucher: Arc<Toucher>,
     pub(crate) stalls: Mutex<Stalls, lock_order::SoftStalls>,
     pub(crate) apf: Mutex<ApfStats, lock_order::SoftApfStats>,
 }

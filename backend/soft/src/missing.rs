@@ -1,5 +1,7 @@
-//! Missing memory: a vCPU's exits to the VMM, and pages that the VMM provides.
+//! Missing memory: what a vCPU does about a page that is not there, its exits to the VMM, and pages
+//! that the VMM provides.
 
+use crate::bus::{Origin, PageFault};
 use crate::platform::Platform;
 use crate::step::{Step, Wait};
 use crate::tokens::{Faulted, Tokens};
@@ -7,7 +9,7 @@ use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
 use lacuna_apf::NotPresent;
-use lacuna_host::HostError;
+use lacuna_host::{HostError, SharedMemory, Ticket};
 use lacuna_machine::{
     Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
 };
@@ -15,7 +17,8 @@ use lacuna_mmu::Outcome;
 use std::sync::Arc;
 
 impl<P: Platform> VcpuOf<P> {
-    /// The vCPU is entered.
+    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not tell
+    /// the guest: then the vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
         match self.faulted {
             Some(faulted) if !faulted.waits => {
@@ -26,19 +29,31 @@ impl<P: Platform> VcpuOf<P> {
         }
     }
 
+    /// The vCPU is reset, or gets another state: its exits belonged to the old one.
+    pub(crate) fn forget_exits(&mut self) {
+        self.faulted = None;
+        self.tokens().reset();
+    }
+
     fn tokens(&self) -> &Tokens {
         &self.vm.tokens[self.index]
     }
 
-    /// The vCPU needs a page that was never provided, in a slot that exits.
+    /// The vCPU needs a page that was never provided, in a slot that exits. It exits, or waits for
+    /// a page that the VMM knows of.
     pub(crate) fn missing(&mut self, gfn: Gfn, access: Access) -> Step {
-        let last = self.faulted;
-        let waits = last.is_some_and(|last| last.waits && last.gfn == gfn);
-        if waits {
+        // If the slot has gone meanwhile, the access is repeated.
+        let Ok(page) = self.vm.backing_addr(gfn.gpa()) else {
+            return Step::Ran;
+        };
+        if self
+            .faulted
+            .is_some_and(|last| last.waits && last.page == page)
+        {
             return self.wait_for_page(gfn, access);
         }
-        // A VMM that said ready and provided nothing gets another exit: it would not provide the
-        // page for a wait of which it does not know.
+        // The VMM has accepted a token for this page and has not said ready. After a ready without
+        // the page this is false, and the vCPU exits: the VMM does not know that a vCPU waits.
         if self.apf.awaits(gfn) {
             return self.missing_again(gfn, access);
         }
@@ -52,20 +67,36 @@ impl<P: Platform> VcpuOf<P> {
         }
         self.faulted = Some(Faulted {
             gfn,
+            page,
             access,
             waits: false,
         });
+        let missing = self.provided_with(gfn);
         Step::Exit(Exit::MemoryFault {
-            gpa: gfn.gpa(),
-            size: PAGE_SIZE as u64,
+            gpa: missing.start().gpa(),
+            size: missing.pages() * PAGE_SIZE as u64,
             flags,
             token: self.tokens().exit(self.index),
         })
     }
 
+    /// The pages that the VMM provides together with `gfn`.
+    fn provided_with(&self, gfn: Gfn) -> GfnRange {
+        let alone = GfnRange::page(gfn);
+        if !self.vm.shared_memory().is_some_and(SharedMemory::is_huge) {
+            return alone;
+        }
+        let slots = self.vm.mmu.read_slots();
+        let together = slots.find(gfn).and_then(|slot| {
+            let unit = self.vm.host.provided_with(slot.backing_of(gfn));
+            slot.gfns_of(unit)
+        });
+        together.unwrap_or(alone)
+    }
+
     /// Another process of the guest, or the same one after an interrupt, needs a page that the
-    /// guest was told of. The VMM has that exit already. The vCPU halts until the page has come,
-    /// and an interrupt ends the halt; or it waits, if it cannot take one.
+    /// guest was told of. The VMM knows that from the first exit. The vCPU halts until the page has
+    /// come, and an interrupt ends the halt; or it waits, if it cannot take one.
     fn missing_again(&mut self, gfn: Gfn, access: Access) -> Step {
         let now = self.vm.clock.now();
         match self.apf.not_present(gfn, access, now, &mut self.entry) {
@@ -79,15 +110,55 @@ impl<P: Platform> VcpuOf<P> {
         }
     }
 
+    /// Whether the guest could be told now that the page at `gfn` is not present.
     fn can_tell(&mut self, gfn: Gfn) -> bool {
         self.vm.apf() == Apf::On && self.apf.can_tell(gfn, &mut self.entry)
     }
 
-    /// Waits for a page that the VMM provides. The page source is not asked: the VMM has exited for
-    /// the page.
+    /// A page is on its way. Returns the ticket if the vCPU has to wait for it.
+    pub(crate) fn page_not_present(&mut self, fault: PageFault) -> Option<Ticket> {
+        let PageFault {
+            gfn,
+            access,
+            ticket,
+            origin,
+        } = fault;
+        if self.vm.apf() == Apf::Off {
+            return Some(ticket);
+        }
+        // If the page comes before the guest could be told, there is nothing to gain.
+        match origin {
+            Origin::Swap if self.vm.host.reads_at_once() => return Some(ticket),
+            Origin::Swap => {}
+            // A source may answer at once, on this thread.
+            Origin::Source => {
+                self.vm.host.start(&ticket);
+                if ticket.is_done() {
+                    return None;
+                }
+            }
+        }
+        let now = self.vm.clock.now();
+        let answer = self.apf.not_present(gfn, access, now, &mut self.entry);
+        self.publish();
+        match answer {
+            NotPresent::Wait => return Some(ticket),
+            NotPresent::Halt(None) => {}
+            NotPresent::Injected(completion) | NotPresent::Halt(Some(completion)) => {
+                ticket.on_done(move || completion.complete());
+            }
+        }
+        // A read starts in every case, because a ticket that no thread starts keeps its frame for
+        // ever.
+        self.vm.host.start(&ticket);
+        None
+    }
+
+    /// Waits for a page that the VMM provides. The page source is not asked, because the vCPU has
+    /// exited for the page.
     fn wait_for_page(&mut self, gfn: Gfn, access: Access) -> Step {
         let vm = &self.vm;
-        let outcome = vm.mmu.wait_for_page(self.entry.bus.vcpu_mmu(), gfn, access);
+        let outcome = self.entry.bus.wait_for_page(gfn, access);
         match outcome {
             None => Step::Ran,
             Some(Outcome::Missing(ticket)) => {
@@ -110,8 +181,8 @@ impl<P: Platform> VcpuOf<P> {
             match self.apf.not_present(gfn, access, now, &mut self.entry) {
                 NotPresent::Injected(completion) => {
                     self.publish();
+                    self.tokens().accepted(token, completion)?;
                     self.faulted = None;
-                    self.tokens().accepted(token, completion);
                     return Ok(());
                 }
                 // A completion that is dropped ends the artificial halt: the vCPU tries its access
@@ -130,12 +201,15 @@ impl<P: Platform> VcpuOf<P> {
 
 fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
     let cause = error.to_string();
-    MemoryError::Backing { gpa, cause }
+    match error {
+        HostError::PartOfHugePage { .. } => MemoryError::Refused { gpa, cause },
+        _ => MemoryError::Backing { gpa, cause },
+    }
 }
 
 impl Vm {
     fn backing_addr(&self, at: Gpa) -> Result<BackingAddr, MemoryError> {
-        let slots = self.mmu.slots();
+        let slots = self.mmu.read_slots();
         let slot = slots.find(at.gfn()).ok_or(MemoryError::NoSlot(at))?;
         Ok(slot.backing_of(at.gfn()))
     }
@@ -153,7 +227,7 @@ impl MissingMemory for Vm {
                 ),
             });
         }
-        let slots = self.mmu.slots();
+        let slots = self.mmu.read_slots();
         let mut provided = Provided::default();
         let mut rest = chunks;
         let mut next = Some(gpa);
@@ -173,18 +247,21 @@ impl MissingMemory for Vm {
     }
 
     fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError> {
-        let coming = self.host.fetch(self.backing_addr(gpa)?);
+        let page = self.backing_addr(gpa)?;
+        let coming = self.host.fetch(page);
         let coming = coming.map_err(|error| backing(gpa, &error))?;
         let tokens = token.and_then(|token| self.tokens.get(token.vcpu()).zip(Some(token)));
         let Some((tokens, token)) = tokens else {
             return Ok(());
         };
-        let tokens = Arc::clone(tokens);
-        // A token that is completed meanwhile needs nothing.
-        let ready = move || _ = tokens.ready(token);
         match coming {
-            Some(ticket) => ticket.on_done(ready),
-            None => ready(),
+            Some(ticket) if tokens.ready_when(page, token) => {
+                let tokens = Arc::clone(tokens);
+                ticket.on_done(move || tokens.has_come(page));
+            }
+            Some(_) => {}
+            // A token that is completed meanwhile needs nothing.
+            None => _ = tokens.ready(token),
         }
         Ok(())
     }

@@ -2,15 +2,33 @@
 //! contract of asynchronous page faults, and the handling of the architecture's own exits.
 
 use crate::entry::Entry;
+use crate::mmu::Format;
 use crate::step::Step;
 use crate::vm::Vm;
+use lacuna_addr::{Access, Gfn};
 use lacuna_apf::{Queue, Tell};
-use lacuna_cpu::Processor;
+use lacuna_cpu::{Processor, Wake};
 use lacuna_machine::{Apf, BootError, Image, VmConfig};
+use std::sync::Arc;
+
+/// Whether a vCPU may run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Power {
+    /// It runs.
+    On,
+    /// It was off, and runs from now on, from its initial state.
+    Started,
+    /// It waits for a wake-up, as a halted one does. Nothing is in flight for its guest.
+    Off,
+}
 
 /// An architecture that VMs of this backend can have. A vCPU is generic over it, so all calls are
-/// resolved at compile time. The memory below the vCPU does not depend on the architecture.
+/// resolved at compile time. Of the memory below the vCPU, only the format of the stage-2 tables
+/// depends on the architecture.
 pub trait Platform: Processor + 'static {
+    /// The format of its stage-2 tables.
+    type Format: Format;
+
     /// The state in which a fresh vCPU starts.
     type Boot: Copy + Send;
 
@@ -23,12 +41,40 @@ pub trait Platform: Processor + 'static {
     /// The image does not fit, or is for another architecture.
     fn load(vm: &Vm, image: &Image<'_>, command_line: &str) -> Result<Self::Boot, BootError>;
 
+    /// What the processors of `vm` share.
+    fn fabric_of(vm: &Vm) -> Arc<Self::Fabric> {
+        let wake = Arc::clone(&vm.kicks) as Arc<dyn Wake>;
+        Arc::new(Self::fabric(vm.config.vcpus, wake))
+    }
+
     /// The contract of a vCPU, in a VM that offers asynchronous page faults as `offered` says.
     fn contract(offered: Apf) -> Self::Apf;
 
     /// Puts processor `index` of a VM, which has just been reset, into the state `boot`. `None` for
     /// a vCPU that gets its state by a restore.
     fn start(&mut self, config: &VmConfig, index: usize, boot: Option<&Self::Boot>);
+
+    /// Whether the vCPU may run. If another vCPU has switched it on, this puts its processor into
+    /// its initial state.
+    #[inline(always)]
+    fn power(_entry: &mut Entry<Self>) -> Power {
+        Power::On
+    }
+
+    /// The processor is about to execute its next instruction, so it takes the event that its guest
+    /// was signalled, if the contract has such events.
+    #[inline(always)]
+    fn enter(_entry: &mut Entry<Self>, _apf: &mut Queue<Self::Apf>) {}
+
+    /// Calls `note` with the registers that a trace records: the program counter, the flags and the
+    /// general registers.
+    fn note_registers(&self, note: impl FnMut(u64));
+
+    /// How the architecture reports to a hypervisor that stage 2 has refused `access` at `gfn`: the
+    /// end of an error's text. The vCPU has stopped there.
+    fn syndrome(_entry: &Entry<Self>, _gfn: Gfn, _access: Access) -> String {
+        String::new()
+    }
 
     /// Handles an exit that only this architecture has. `entry` is the vCPU's processor, and `apf`
     /// has its asynchronous page faults.

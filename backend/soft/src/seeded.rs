@@ -13,8 +13,8 @@
 //! here. The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs
 //! with the same seed have different hashes, there is a bug.
 
+use crate::either::Vcpu;
 use crate::step::{Step, Wait};
-use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 use fastrand::Rng;
 use lacuna_host::{Host, Ticket};
@@ -270,18 +270,12 @@ impl Simulator {
 
     fn note(&mut self, index: usize, fuel: u64) {
         let vcpu = &self.runners[index].vcpu;
-        let regs = vcpu.regs();
-        let head = [
-            index as u64,
-            fuel,
-            vcpu.retired(),
-            self.clock.now().0,
-            regs.rip,
-            regs.rflags,
-        ];
-        for word in head.into_iter().chain(regs.gpr) {
-            self.trace.hash = (self.trace.hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
-        }
+        let head = [index as u64, fuel, vcpu.retired(), self.clock.now().0];
+        let mut hash = self.trace.hash;
+        let mut note = |word: u64| hash = (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
+        head.into_iter().for_each(&mut note);
+        vcpu.note_registers(note);
+        self.trace.hash = hash;
         self.trace.slices += 1;
     }
 

@@ -1,7 +1,9 @@
 //! A vCPU's whole state, saved and restored: the processor's own form (`lacuna_x86::State`) from
-//! and to the neutral one of `lacuna_machine`, and the async-fault MSRs.
+//! and to the neutral one of `lacuna_machine`, and the async-fault MSRs. AArch64: `arm64`.
 
-use crate::vcpu::Vcpu;
+mod arm64;
+
+use crate::vcpu::VcpuOf;
 use lacuna_apf::x86::Msr;
 use lacuna_cpu::Processor as _;
 use lacuna_machine::x86::cpuid::Features;
@@ -11,7 +13,7 @@ use lacuna_machine::x86::{
 };
 use lacuna_machine::{SaveRestore, StateError, VcpuState};
 use lacuna_sync::Nanos;
-use lacuna_x86::{ApicRegisters, Refused, TscRate};
+use lacuna_x86::{ApicRegisters, Cpu, Refused, TscRate};
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
@@ -48,8 +50,14 @@ fn unsupported<T>(field: &'static str, value: u64) -> Result<T, StateError> {
     Err(StateError::Unsupported { field, value })
 }
 
-impl SaveRestore for Vcpu {
+impl SaveRestore for VcpuOf<Cpu> {
     fn save(&mut self) -> Result<VcpuState, StateError> {
+        if let Some(lost) = self.entry.lost() {
+            return Err(StateError::Host {
+                step: "save a vCPU that has lost a page",
+                cause: lost.to_string(),
+            });
+        }
         let Some(state) = self.entry.cpu.save() else {
             let vcpu = self.index;
             return Err(StateError::MidInstruction { vcpu });
@@ -92,7 +100,12 @@ fn apf_msrs(apf: &AsyncFaults) -> impl Iterator<Item = (&'static str, Msr, u64)>
     fields.into_iter().filter(|(_, _, value)| *value != 0)
 }
 
-impl Vcpu {
+impl VcpuOf<Cpu> {
+    /// Its registers, for tests and debuggers.
+    pub fn regs(&self) -> lacuna_x86::Regs {
+        self.entry.cpu.regs()
+    }
+
     fn features(&self) -> Features {
         Features::of(|function, index| self.entry.cpu.cpuid(function, index))
     }

@@ -1,11 +1,8 @@
 //! The tokens of a vCPU's exits on missing memory.
-//!
-//! One vCPU has at most one pending token, that of its last exit, and as many accepted ones as its
-//! queue has faults in flight. The vCPU's thread makes both kinds; any thread may say ready.
 
-use lacuna_addr::{Access, Gfn};
+use lacuna_addr::{Access, BackingAddr, Gfn};
 use lacuna_apf::Completion;
-use lacuna_machine::{FaultToken, TokenError, Told};
+use lacuna_machine::{FaultToken, Ready, TokenError, TokenLife, Told};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::collections::HashMap;
 
@@ -15,17 +12,10 @@ pub(crate) struct Tokens(Mutex<State, lock_order::SoftTokens>);
 
 #[derive(Default)]
 struct State {
-    /// Exits so far.
-    exits: u64,
-    pending: Option<Pending>,
-    /// What tells the guest that the page of an accepted token is ready.
-    accepted: HashMap<FaultToken, Completion>,
-}
-
-#[derive(Clone, Copy)]
-struct Pending {
-    token: FaultToken,
-    is_ready: bool,
+    /// Accepted tokens have what tells the guest that their page is ready; `None` after a reset.
+    life: TokenLife<Option<Completion>>,
+    /// Tokens for which ready is said when a page has come, by page.
+    coming: HashMap<BackingAddr, Vec<FaultToken>>,
 }
 
 impl Tokens {
@@ -35,58 +25,75 @@ impl Tokens {
 
     /// The token of a new exit of `vcpu`.
     pub fn exit(&self, vcpu: usize) -> FaultToken {
-        let mut state = self.lock();
-        state.exits += 1;
-        let token = FaultToken::new(vcpu, state.exits);
-        let is_ready = false;
-        state.pending = Some(Pending { token, is_ready });
-        token
+        self.lock().life.exit(vcpu)
     }
 
-    /// The vCPU is entered: its exit needs no answer any more.
+    /// As [`TokenLife::enter`].
     pub fn enter(&self) {
-        self.lock().pending = None;
+        self.lock().life.enter();
     }
 
-    /// Whether `token` may be accepted.
-    pub fn check(&self, token: FaultToken) -> Result<(), TokenError> {
-        let state = self.lock();
-        match state.pending {
-            Some(pending) if pending.token == token && pending.is_ready => Err(TokenError::Ready),
-            Some(pending) if pending.token == token => Ok(()),
-            _ if state.accepted.contains_key(&token) => Err(TokenError::Accepted),
-            _ => Err(TokenError::Unknown),
-        }
-    }
-
-    /// The guest was told. If another thread has said ready meanwhile, the page is ready at once.
-    pub fn accepted(&self, token: FaultToken, completion: Completion) {
+    /// The vCPU was reset, or has got another state. Accepted tokens stay until ready is said for
+    /// them, and count no longer among the faults that its queue may have in flight: a VMM need not
+    /// say ready for the tokens of a guest that is gone.
+    pub fn reset(&self) {
         let mut state = self.lock();
-        let pending = state.pending.take();
-        if pending.is_some_and(|pending| pending.is_ready) {
-            drop(state);
-            completion.complete();
-        } else {
-            state.accepted.insert(token, completion);
-        }
-    }
-
-    pub fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
-        let mut state = self.lock();
-        if let Some(pending) = state.pending.as_mut().filter(|p| p.token == token) {
-            return match std::mem::replace(&mut pending.is_ready, true) {
-                false => Ok(Told::Early),
-                true => Err(TokenError::Ready),
-            };
-        }
-        let completion = state.accepted.remove(&token).ok_or(TokenError::Unknown)?;
-        // The completion takes a lock and kicks the vCPU.
+        state.life.enter();
+        let cancelled: Vec<_> = state.life.accepted_mut().map(Option::take).collect();
+        // A completion that is dropped takes a lock.
         drop(state);
-        let told = match completion.is_cancelled() {
-            true => Told::Cancelled,
-            false => Told::Guest,
+        drop(cancelled);
+    }
+
+    /// As [`TokenLife::check`].
+    pub fn check(&self, token: FaultToken) -> Result<(), TokenError> {
+        self.lock().life.check(token)
+    }
+
+    /// As [`TokenLife::accept`].
+    pub fn accepted(&self, token: FaultToken, completion: Completion) -> Result<(), TokenError> {
+        let accepted = self.lock().life.accept(token, Some(completion));
+        // The completion is dropped after the lock, which tells the guest.
+        accepted.map_err(|_completion| TokenError::Ready)
+    }
+
+    /// Notes that ready is to be said for `token` when `page` has come. Returns whether the caller
+    /// has to arrange a call of [`Tokens::has_come`]: an earlier caller may have done that. A page
+    /// keeps each token once, and none that is completed, so calls without end use no memory
+    /// without end.
+    pub fn ready_when(&self, page: BackingAddr, token: FaultToken) -> bool {
+        let mut state = self.lock();
+        if !state.life.is_open(token) {
+            return false;
+        }
+        let earlier = state.coming.remove(&page);
+        let is_first = earlier.is_none();
+        let mut tokens = earlier.unwrap_or_default();
+        tokens.retain(|other| *other != token && state.life.is_open(*other));
+        tokens.push(token);
+        state.coming.insert(page, tokens);
+        is_first
+    }
+
+    /// Says ready for the tokens that wait for `page`.
+    pub fn has_come(&self, page: BackingAddr) {
+        let tokens = self.lock().coming.remove(&page);
+        for token in tokens.into_iter().flatten() {
+            // A token that is completed meanwhile needs nothing.
+            let _ = self.ready(token);
+        }
+    }
+
+    /// The page of `token` is ready: an accepted one's guest is told, a pending one notes it.
+    pub fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
+        let ready = self.lock().life.ready(token)?;
+        let Ready::Accepted(completion) = ready else {
+            return Ok(Told::Early);
         };
-        completion.complete();
+        // The completion takes a lock and kicks the vCPU.
+        let completion = completion.filter(|completion| !completion.is_cancelled());
+        let told = completion.as_ref().map_or(Told::Cancelled, |_| Told::Guest);
+        drop(completion);
         Ok(told)
     }
 }
@@ -95,7 +102,39 @@ impl Tokens {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Faulted {
     pub gfn: Gfn,
+    /// What was behind `gfn`: after a change of the slots it is another page.
+    pub page: BackingAddr,
     pub access: Access,
     /// The VMM could not tell the guest: the next run waits for the page instead of exiting again.
     pub waits: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_addr::PAGE_SIZE;
+
+    /// A page keeps one entry for each token that is not completed, however often it is fetched.
+    #[test]
+    fn tokens_that_wait_for_a_page_are_bounded() {
+        let tokens = Tokens::default();
+        let page = BackingAddr::new(5 * PAGE_SIZE as u64);
+        let mut token = tokens.exit(0);
+        assert!(tokens.ready_when(page, token));
+        for _ in 0..100 {
+            assert!(
+                !tokens.ready_when(page, token),
+                "the caller has arranged a call"
+            );
+            token = tokens.exit(0);
+        }
+        assert!(!tokens.ready_when(page, token));
+        assert_eq!(tokens.lock().coming[&page], [token]);
+        tokens.has_come(page);
+        assert_eq!(tokens.ready(token), Err(TokenError::Ready));
+        assert!(
+            tokens.ready_when(page, token),
+            "the next time that it comes"
+        );
+    }
 }

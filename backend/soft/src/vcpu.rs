@@ -8,22 +8,21 @@
 //! Simulator: step; record what it names; step another          (one thread: `seeded`)
 //! ```
 
-use crate::bus::{Blocked, PageFault};
-use crate::entry::{Absent, Entry};
+use crate::bus::Blocked;
+use crate::entry::Entry;
 use crate::error::SoftError;
 use crate::meter::Meter;
-use crate::platform::Platform;
+use crate::platform::{Platform, Power};
 use crate::step::{Step, Wait, width};
 use crate::tokens::Faulted;
 use crate::vm::Vm;
 use lacuna_addr::{Access, Gpa};
-use lacuna_apf::{NotPresent, Queue};
+use lacuna_apf::Queue;
 use lacuna_cpu::{Exit as Left, Stop, Wake};
-use lacuna_host::{Ticket, fine_sleeps};
-use lacuna_machine::{Apf, Exit, FaultToken, MissingMemory, TokenError, VcpuError};
+use lacuna_host::fine_sleeps;
+use lacuna_machine::{Exit, FaultToken, MissingMemory, TokenError, VcpuError};
 use lacuna_mmu::Room;
 use lacuna_sync::Nanos;
-use lacuna_x86::{Cpu, Regs};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
@@ -54,9 +53,6 @@ pub struct VcpuOf<P: Platform> {
     /// Its last exit on missing memory, until it is entered or the token is accepted.
     pub(crate) faulted: Option<Faulted>,
 }
-
-/// A virtual x86-64 processor.
-pub type Vcpu = VcpuOf<Cpu>;
 
 impl<P: Platform> VcpuOf<P> {
     pub(crate) fn new(
@@ -91,11 +87,18 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Forgets why it has stopped: nothing is in flight, and no failure waits to be told.
     pub(crate) fn forget_stop(&mut self) {
-        self.end_exit();
-        self.faulted = None;
-        self.apf.reset();
+        self.forget_faults();
         (self.entry.failed, self.entry.bus.blocked) = (None, None);
+        self.entry.again = None;
+        self.entry.forget_losses();
         self.stalled_since = None;
+    }
+
+    /// Forgets all pages on their way, and the contract with the guest.
+    fn forget_faults(&mut self) {
+        self.apf.reset();
+        self.forget_exits();
+        self.publish();
     }
 
     fn start(&mut self) {
@@ -123,6 +126,7 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Runs about `fuel` instructions at most. Never sleeps.
     pub fn step(&mut self, fuel: u64) -> Step {
+        self.vm.host.unblock_sigbus();
         if self.entry.cpu.retired() != self.held_at {
             self.held_at = self.entry.cpu.retired();
             self.entry.bus.vcpu_mmu().retired();
@@ -135,12 +139,25 @@ impl<P: Platform> VcpuOf<P> {
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
         }
+        // It comes before anything is told: a guest is not told what a vCPU's former life waited
+        // for.
+        match P::power(&mut self.entry) {
+            Power::On => {}
+            Power::Started => self.forget_faults(),
+            Power::Off => {
+                self.forget_faults();
+                return Step::Wait(Wait::Halt(None));
+            }
+        }
         if self.apf.has_arrivals()
             && let Some(wait) = self.shared_page()
         {
             return wait;
         }
         self.tell_of_pages();
+        if let Some(error) = self.entry.lost() {
+            return Step::Failed(error);
+        }
         if let Some(error) = self.entry.failed.take() {
             return Step::Failed(error);
         }
@@ -148,11 +165,18 @@ impl<P: Platform> VcpuOf<P> {
             return halt;
         }
         self.end_stall();
-        let exit = self.entry.run(fuel);
+        P::enter(&mut self.entry, &mut self.apf);
+        let exit = match self.entry.again.take() {
+            Some(own) => Left::Own(own),
+            None => self.entry.run(fuel),
+        };
         self.meter()
             .retired
             .store(self.entry.cpu.retired(), Ordering::Relaxed);
-        self.finish(exit)
+        match self.entry.lost() {
+            None => self.finish(exit),
+            Some(error) => Step::Failed(error),
+        }
     }
 
     /// The vCPU continues; its wait is over.
@@ -176,11 +200,7 @@ impl<P: Platform> VcpuOf<P> {
     /// ends this wait, unlike one inside of telling the guest.
     pub(crate) fn shared_page(&mut self) -> Option<Step> {
         let gfn = self.apf.shared_page()?;
-        match self.entry.with_page(gfn, Access::Write, |_| ()) {
-            Err(Absent::Pending(ticket)) => Some(Step::Wait(Wait::Page(ticket))),
-            // A page that comes or goes at this moment is waited for inside.
-            Ok(()) | Err(Absent::NoMemory | Absent::Busy) => None,
-        }
+        self.entry.wait_for(gfn, Access::Write)
     }
 
     /// Tells the guest of pages that have arrived. Returns their number.
@@ -210,7 +230,7 @@ impl<P: Platform> VcpuOf<P> {
         Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
     }
 
-    /// Handles HLT. Tells the guest first of pages that have arrived: the guest could not be told
+    /// Handles HLT and WFI. Tells the guest first of pages that have arrived: it could not be told
     /// before if interrupts were off or the last event was unread.
     fn halt(&mut self) -> Step {
         if self.is_ring_full() {
@@ -220,34 +240,6 @@ impl<P: Platform> VcpuOf<P> {
             0 => Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())),
             _ => Step::Ran,
         }
-    }
-
-    /// A page is on its way. Returns the ticket if the vCPU has to wait for it.
-    fn page_not_present(&mut self, fault: PageFault) -> Option<Ticket> {
-        let PageFault {
-            gfn,
-            access,
-            ticket,
-        } = fault;
-        // If reading takes less time than telling the guest, there is nothing to gain.
-        if self.vm.apf() == Apf::Off || self.vm.host.reads_at_once() {
-            return Some(ticket);
-        }
-        let now = self.vm.clock.now();
-        let answer = self.apf.not_present(gfn, access, now, &mut self.entry);
-        self.publish();
-        match answer {
-            NotPresent::Wait => return Some(ticket),
-            NotPresent::Halt(None) => {}
-            NotPresent::Injected(completion) | NotPresent::Halt(Some(completion)) => {
-                ticket.on_done(move || completion.complete());
-            }
-        }
-        // The read starts only after the guest was told; otherwise ready might overtake
-        // not-present. It starts in every case, because a ticket that no thread starts keeps its
-        // frame for ever.
-        self.vm.host.start(&ticket);
-        None
     }
 
     /// Publishes its counters for other threads.
@@ -295,7 +287,8 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Leaves because of a kick. If an instruction holds a device's answer, it is completed first,
-    /// so that the VMM can save the vCPU. It is not completed if that takes waiting.
+    /// so that the VMM can save the vCPU. It is not completed if that takes waiting: for a page, or
+    /// for a thread that resets the dirty ring.
     fn leave(&mut self) -> Step {
         while self.entry.cpu.save().is_none() {
             match self.step(1) {
@@ -304,7 +297,7 @@ impl<P: Platform> VcpuOf<P> {
                     self.vm.host.start(&ticket);
                     break;
                 }
-                Step::Wait(_) => break,
+                Step::Wait(_) | Step::Exit(Exit::DirtyRingFull) => break,
                 other => return other,
             }
         }
@@ -354,7 +347,10 @@ impl<P: Platform> VcpuOf<P> {
             }),
             Left::Exclusive => {
                 let exit = self.entry.run_alone();
-                self.finish(exit)
+                match self.entry.lost() {
+                    None => self.finish(exit),
+                    Some(error) => Step::Failed(error),
+                }
             }
             Left::Own(exit) => P::finish(&mut self.entry, &mut self.apf, exit),
         }
@@ -363,9 +359,14 @@ impl<P: Platform> VcpuOf<P> {
     pub(crate) fn blocked(&mut self) -> Step {
         let vcpu = self.index;
         let wait = match self.entry.bus.blocked.take() {
-            Some(Blocked::Page(_) | Blocked::NotProvided(..))
+            Some(blocked @ (Blocked::Page(_) | Blocked::NotProvided(..)))
                 if let Some(wait) = self.shared_page() =>
             {
+                // The guest may never try its access again. A ticket that no thread starts would
+                // keep its frame for ever.
+                if let Blocked::Page(fault) = blocked {
+                    self.vm.host.start(&fault.ticket);
+                }
                 return wait;
             }
             Some(Blocked::Page(fault)) => match self.page_not_present(fault) {
@@ -376,10 +377,13 @@ impl<P: Platform> VcpuOf<P> {
             Some(Blocked::Memory) => Wait::Memory,
             Some(Blocked::RingFull) => return Step::Exit(Exit::DirtyRingFull),
             Some(Blocked::Busy) | None => return Step::Wait(Wait::Busy),
-            Some(Blocked::Lost(gpa, cause)) => {
+            Some(Blocked::Lost(gfn, access, cause)) => {
+                let cause = cause + &P::syndrome(&self.entry, gfn, access);
+                let gpa = gfn.gpa();
                 return Step::Failed(VcpuError::PageLost { vcpu, gpa, cause });
             }
-            Some(Blocked::NoTables(cause)) => {
+            Some(Blocked::NoTables(gfn, access, cause)) => {
+                let cause = cause + &P::syndrome(&self.entry, gfn, access);
                 return Step::Failed(VcpuError::NoMemory { vcpu, cause });
             }
         };
@@ -392,7 +396,7 @@ impl<P: Platform> VcpuOf<P> {
     fn unbacked(&self, gpa: Gpa) -> Step {
         let text = format!(
             "vCPU {}: code, page table or system structure at {gpa}, where there is no memory \
-             (rip {:#x})",
+             (pc {:#x})",
             self.index,
             self.entry.cpu.pc()
         );
@@ -424,13 +428,6 @@ impl<P: Platform> VcpuOf<P> {
     }
 }
 
-impl Vcpu {
-    /// Its registers, for traces and debuggers.
-    pub fn regs(&self) -> Regs {
-        self.entry.cpu.regs()
-    }
-}
-
 impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
     fn index(&self) -> usize {
         self.index
@@ -457,7 +454,8 @@ impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
                 }
                 // A failed read is found when the page is resolved again: it is lost then.
                 Step::Wait(Wait::Page(ticket)) => {
-                    let _ = self.vm.host.wait_until(&ticket, &self.meter().kicked);
+                    let (host, meter) = (&self.vm.host, self.meter());
+                    let _ = host.wait_touching(&ticket, &meter.kicked, &meter.toucher);
                 }
                 Step::Wait(Wait::Provided(ticket)) => {
                     let stop = &self.meter().kicked;

@@ -4,19 +4,22 @@ use crate::code::CodeMap;
 use crate::error::SoftError;
 use crate::exclusive::Exclusive;
 use crate::meter::Meter;
+use crate::mmu::VmMmu;
 use crate::park::Parker;
 use crate::stall::Stalls;
 use crate::tokens::Tokens;
-use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_cpu::Wake;
-use lacuna_host::{Background, Host, HostError, PageSource, SourcePage};
-use lacuna_machine::{Apf, CpuModel, Delivery, Kick, Layout, VmConfig};
-use lacuna_mmu::{Mmu, SlotSpec};
+use lacuna_host::{
+    Background, Host, HostError, LinuxBacking, PageSource, SharedFill, SharedMemory, SourcePage,
+};
+use lacuna_machine::{Apf, Arch, CpuModel, Delivery, HandlerRegion, Kick, Layout, VmConfig};
+use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_sync::{Clock, Mutex, Qsbr, VcpuSlot, lock_order};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Gets the attention of vCPUs: sets a flag for a vCPU that runs, unparks the thread of one that
 /// sleeps.
@@ -48,6 +51,11 @@ pub enum MemoryKind {
     /// never evicts them; Linux may swap them. A VM with a page source needs userfaultfd, for which
     /// no privilege is needed.
     Linux,
+    /// As `Linux`, in a shared memory file ([`BootMemory::shared`]).
+    Shared,
+    /// As `Shared`, in huge pages of 2 MiB of hugetlbfs, which the machine has reserved
+    /// ([`SharedMemory::huge`]). The memory is a multiple of 2 MiB.
+    Hugetlbfs,
 }
 
 /// The memory of a VM's boot layout.
@@ -57,6 +65,9 @@ pub struct BootMemory {
     pub kind: MemoryKind,
     /// Provides its pages; without it they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
+    /// The file for [`MemoryKind::Shared`] and [`MemoryKind::Hugetlbfs`]. It has the slots' pages
+    /// one after the other. `None`: the VM makes one.
+    pub shared: Option<SharedMemory>,
 }
 
 /// One virtual machine.
@@ -64,7 +75,7 @@ pub struct Vm {
     pub(crate) config: VmConfig,
     pub(crate) layout: Layout,
     pub(crate) host: Arc<Host>,
-    pub(crate) mmu: Arc<Mmu>,
+    pub(crate) mmu: VmMmu,
     pub(crate) kicks: Arc<VcpuKicks>,
     pub(crate) code: CodeMap,
     pub(crate) exclusive: Exclusive,
@@ -75,10 +86,16 @@ pub struct Vm {
     pub(crate) apf_paused: AtomicBool,
     /// Its time stands still, because it was built with a seed for a run loop of the VMM's own.
     pub(crate) stands_still: bool,
+    /// Whether it has the state that its vCPUs share: by a boot, or by a restore.
+    pub(crate) has_shared_state: AtomicBool,
+    /// What the processors of an AArch64 VM share, once anything asks for it.
+    arm64: OnceLock<Arc<lacuna_arm64::Fabric>>,
     /// Each vCPU's exits on missing memory.
     pub(crate) tokens: Box<[Arc<Tokens>]>,
     /// Where the pages of the boot layout are.
     pub(crate) memory_kind: MemoryKind,
+    /// The file that its boot memory is in.
+    shared: Option<SharedMemory>,
     /// Provides the pages of the boot layout; without it they are zeros.
     pub(crate) source: Option<Arc<dyn PageSource>>,
     /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
@@ -135,12 +152,21 @@ impl Vm {
             memory, vcpus, apf, ..
         } = config;
         check_vcpus(vcpus)?;
-        if config.cpu == (CpuModel::Common { tsc_khz: Some(0) }) {
-            return Err(SoftError::TscFrequency);
+        match (config.arch, config.cpu) {
+            (Arch::X86_64, CpuModel::Common { tsc_khz: Some(0) }) => {
+                return Err(SoftError::TscFrequency);
+            }
+            (Arch::Arm64, CpuModel::Common { tsc_khz: Some(_) }) => return Err(SoftError::NoTsc),
+            _ => {}
         }
-        let layout = Layout::new(memory)?;
+        let layout = Layout::of(config.arch, memory)?;
         let qsbr = Arc::new(Qsbr::new(vcpus));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), TABLES_MAX)?;
+        let mmu = VmMmu::new(
+            config.arch,
+            Arc::clone(&host),
+            Arc::clone(&qsbr),
+            TABLES_MAX,
+        )?;
         if config.delivery != Delivery::Bitmap {
             mmu.set_delivery(config.delivery)?;
         }
@@ -153,11 +179,20 @@ impl Vm {
             .max()
             .unwrap_or(0);
         CodeMap::check_room(end)?;
+        let shared = match (boot.kind, boot.shared) {
+            (MemoryKind::Budget | MemoryKind::Linux, _) => None,
+            (_, Some(shared)) => Some(shared),
+            (MemoryKind::Shared, None) => Some(SharedMemory::new(memory, SharedFill::CopiedIn)?),
+            (MemoryKind::Hugetlbfs, None) => Some(SharedMemory::huge(memory)?),
+        };
         let vm = Self {
+            shared,
             code: CodeMap::new(end, vcpus),
             exclusive: Exclusive::default(),
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
             booted: AtomicBool::new(false),
+            has_shared_state: AtomicBool::new(false),
+            arm64: OnceLock::new(),
             apf_paused: AtomicBool::new(apf == Apf::Off),
             stands_still: false,
             backing: Mutex::new(Vec::new()),
@@ -172,15 +207,21 @@ impl Vm {
             kicks,
             clock,
         };
-        vm.add_boot_memory(boot.kind)?;
+        vm.add_boot_memory()?;
+        vm.begin_external()?;
         Ok(vm)
     }
 
-    fn add_boot_memory(&self, kind: MemoryKind) -> Result<(), SoftError> {
+    fn add_boot_memory(&self) -> Result<(), SoftError> {
         let mut first = SourcePage(0);
         for (id, range) in (0..).map(SlotId).zip(self.layout.ranges()) {
             let origin = self.source.clone().map(|source| (source, first));
-            let backing = self.add_backing(kind, PageCount::new(range.pages()), origin)?;
+            let linux = match (self.memory_kind, &self.shared) {
+                (MemoryKind::Budget, _) => None,
+                (_, None) => Some(LinuxBacking::Anonymous),
+                (_, Some(shared)) => Some(LinuxBacking::Shared(shared.part(first.0))),
+            };
+            let backing = self.add_backing(linux, PageCount::new(range.pages()), origin)?;
             first.0 += range.pages();
             self.keep_backing(None, backing);
             self.mmu.add_slot(SlotSpec {
@@ -194,19 +235,50 @@ impl Vm {
         Ok(())
     }
 
+    /// Tells the handler that fills the boot memory from outside, if there is one, where it is.
+    fn begin_external(&self) -> Result<(), SoftError> {
+        let Some(external) = self.source.as_ref().and_then(|source| source.external()) else {
+            return Ok(());
+        };
+        let backing = self
+            .backing
+            .lock()
+            .expect("no panic under this lock")
+            .clone();
+        let page = match self.shared.as_ref().is_some_and(SharedMemory::is_huge) {
+            true => Level::L2M,
+            false => Level::L4K,
+        };
+        let mut regions = Vec::with_capacity(backing.len());
+        let mut first = SourcePage(0);
+        for (_, range) in backing {
+            let memory = self.host.addresses(range);
+            let memory = memory.ok_or(SoftError::HandlerMemory)?;
+            regions.push(HandlerRegion {
+                memory,
+                first,
+                page,
+            });
+            first.0 += range.pages();
+        }
+        Ok(external.begin(&regions)?)
+    }
+
     /// Adds a region of new memory, and advises the host to use huge pages for it, as VMMs do for
     /// guest memory. `origin` provides its pages, from that page on; without it they are zeros.
+    /// `linux` says which Linux memory it is; otherwise it is in the resident budget.
     pub(crate) fn add_backing(
         &self,
-        kind: MemoryKind,
+        linux: Option<LinuxBacking>,
         pages: PageCount,
         origin: Option<(Arc<dyn PageSource>, SourcePage)>,
     ) -> Result<BackingRange, HostError> {
-        let notifier = Arc::clone(&self.mmu) as Arc<dyn lacuna_host::MmuNotifier>;
-        let backing = match (kind, origin) {
-            (MemoryKind::Linux, origin) => self.host.add_linux_region(origin, pages, notifier)?,
-            (MemoryKind::Budget, None) => self.host.add_region(pages, notifier)?,
-            (MemoryKind::Budget, Some((source, first))) => {
+        let notifier = self.mmu.notifier();
+        let host = &self.host;
+        let backing = match (linux, origin) {
+            (Some(linux), origin) => host.add_linux_region_in(linux, origin, pages, notifier)?,
+            (None, None) => host.add_region(pages, notifier)?,
+            (None, Some((source, first))) => {
                 self.host.add_region_from(source, first, pages, notifier)?
             }
         };
@@ -219,8 +291,14 @@ impl Vm {
         all.push((slot, backing));
     }
 
+    /// The file that its boot memory is in, for [`MemoryKind::Shared`] and
+    /// [`MemoryKind::Hugetlbfs`].
+    pub fn shared_memory(&self) -> Option<&SharedMemory> {
+        self.shared.as_ref()
+    }
+
     /// Its memory-management unit.
-    pub fn mmu(&self) -> &Arc<Mmu> {
+    pub fn mmu(&self) -> &VmMmu {
         &self.mmu
     }
 
@@ -263,6 +341,15 @@ impl Vm {
             .collect()
     }
 
+    /// What the processors of an AArch64 VM share. There is one for each VM, also if making its
+    /// vCPUs fails and is tried again.
+    pub(crate) fn arm64_fabric(&self) -> &Arc<lacuna_arm64::Fabric> {
+        self.arm64.get_or_init(|| {
+            let wake = Arc::clone(&self.kicks) as Arc<dyn Wake>;
+            Arc::new(lacuna_arm64::Fabric::new(self.config.vcpus, wake))
+        })
+    }
+
     pub(crate) fn qsbr(&self) -> &Qsbr {
         &self.kicks.qsbr
     }
@@ -293,6 +380,7 @@ impl Kick for Vm {
         if let Some(meter) = self.meters.get(index) {
             meter.kicked.store(true, Ordering::Release);
             self.kicks.wake(index);
+            meter.toucher.interrupt();
         }
     }
 
@@ -311,6 +399,9 @@ impl Drop for Vm {
         {
             let removed = self.host.remove_region(range);
             debug_assert!(removed.is_ok(), "this VM added it");
+        }
+        if let Some(external) = self.source.as_ref().and_then(|source| source.external()) {
+            external.finish();
         }
     }
 }

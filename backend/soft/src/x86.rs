@@ -8,10 +8,12 @@ use lacuna_apf::Queue;
 use lacuna_apf::x86::{Control, Features, Msr};
 use lacuna_machine::x86::cpuid::{Common, Leaf};
 use lacuna_machine::{Apf, Boot, BootError, CpuModel, Exit, Image, VmConfig};
+use lacuna_stage2::Ept;
 use lacuna_x86::{Cpu, CpuidLeaf, Own, Regs, Shutdown, System, Table, TscRate};
 use std::num::NonZeroU32;
 
 impl Platform for Cpu {
+    type Format = Ept;
     type Boot = Boot;
     type Apf = Control;
 
@@ -35,6 +37,12 @@ impl Platform for Cpu {
             self.set_system(boot_system(boot));
             self.set_regs(&boot_regs(boot));
         }
+    }
+
+    fn note_registers(&self, note: impl FnMut(u64)) {
+        let regs = self.regs();
+        let head = [regs.rip, regs.rflags];
+        head.into_iter().chain(regs.gpr).for_each(note);
     }
 
     fn finish(entry: &mut Entry<Self>, apf: &mut Queue<Control>, exit: Own) -> Step {
@@ -65,8 +73,16 @@ fn read_msr(entry: &mut Entry<Cpu>, apf: &Queue<Control>, index: u32) -> Step {
 }
 
 fn write_msr(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, (index, value): (u32, u64)) -> Step {
+    let msr = Msr::of(index);
+    // A kick ends a wait here, and does not end one inside of the write.
+    if let Some((gfn, access)) = msr.and_then(|msr| apf.page_accessed_by(msr, value))
+        && let Some(wait) = entry.wait_for(gfn, access)
+    {
+        entry.again = Some(Own::MsrWrite { index, value });
+        return wait;
+    }
     let now = entry.vm.clock.now();
-    let written = Msr::of(index).is_some_and(|msr| apf.write_msr(msr, value, now, entry).is_ok());
+    let written = msr.is_some_and(|msr| apf.write_msr(msr, value, now, entry).is_ok());
     entry.cpu.complete_msr(written.then_some(0));
     entry.meter().publish(apf.stats());
     Step::Ran

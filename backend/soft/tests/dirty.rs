@@ -4,16 +4,16 @@
 mod common;
 
 use common::shadow::{DETECTIONS, Shadow, ring};
-use common::{boot_with, builder};
+use common::{boot_with, builder_for, on_both};
 use lacuna_machine::{
-    Apf, DirtyRings as _, DirtyTracking as _, Ending, Exit, GuestMemory as _, MemoryError,
+    Apf, Arch, DirtyRings as _, DirtyTracking as _, Ending, Exit, GuestMemory as _, MemoryError,
     MemorySlot, MemorySlots as _, PlatformDevices, Vcpu as _,
 };
-use lacuna_skip::test;
 use lacuna_soft::{
     Backup, Delivery, Detection, HugePages, Logging, SlotFlags, SlotId, Vm, VmBuilder,
 };
 use lacuna_sync::HostClock;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::thread::{panicking, scope, sleep};
 use std::time::Duration;
@@ -59,6 +59,14 @@ fn follow(
     harvested
 }
 
+on_both!(
+    every_detection_with_every_delivery,
+    one_two_and_four_vcpus_change_their_heaps,
+    modified_code_and_memory_order_are_as_without_a_log,
+    huge_pages_asynchronous_faults_and_switches_on_the_way,
+    a_full_ring_stops_the_vcpu_until_it_is_reset,
+);
+
 /// Ends the VM if the monitor panics: otherwise the test would wait for vCPUs with full rings for
 /// ever.
 struct EndOnPanic<'a>(&'a PlatformDevices, &'a Vm);
@@ -71,12 +79,11 @@ impl Drop for EndOnPanic<'_> {
     }
 }
 
-#[test]
-fn every_detection_with_every_delivery() {
+fn every_detection_with_every_delivery(arch: Arch) {
     for vcpus in [1, 2] {
         for detection in DETECTIONS {
             for delivery in [Delivery::Bitmap, ring(Backup::None)] {
-                let builder = builder(8, 6, vcpus, "rounds=2");
+                let builder = builder_for(arch, (8, 6), vcpus, "rounds=2");
                 let harvested = follow(&builder, "verify", (detection, delivery), |_, _| ());
                 assert!(
                     harvested > 1000,
@@ -87,12 +94,11 @@ fn every_detection_with_every_delivery() {
     }
 }
 
-#[test]
-fn one_two_and_four_vcpus_change_their_heaps() {
+fn one_two_and_four_vcpus_change_their_heaps(arch: Arch) {
     for vcpus in [1, 2, 4] {
         for detection in DETECTIONS {
             for delivery in [Delivery::Bitmap, ring(Backup::None)] {
-                let builder = builder(16, 16, vcpus, "transactions=1500 cold=5000");
+                let builder = builder_for(arch, (16, 16), vcpus, "transactions=1500 cold=5000");
                 let harvested = follow(&builder, "churn", (detection, delivery), |_, _| ());
                 assert!(
                     harvested > 1000,
@@ -105,19 +111,17 @@ fn one_two_and_four_vcpus_change_their_heaps() {
 
 /// Harvests stop vCPUs in guest code and clear W of pages with code in them. The guest must not
 /// notice.
-#[test]
-fn modified_code_and_memory_order_are_as_without_a_log() {
+fn modified_code_and_memory_order_are_as_without_a_log(arch: Arch) {
     for (name, arguments) in [("smc", "iters=50"), ("litmus", "iters=300 adds=300")] {
         for delivery in [Delivery::Bitmap, ring(Backup::None)] {
             let switch = |vm: &Vm, round: usize| vm.set_detection(DETECTIONS[round / 3 % 2]);
-            let builder = builder(16, 16, 2, arguments);
+            let builder = builder_for(arch, (16, 16), 2, arguments);
             follow(&builder, name, (Detection::Pml, delivery), switch);
         }
     }
 }
 
-#[test]
-fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
+fn huge_pages_asynchronous_faults_and_switches_on_the_way(arch: Arch) {
     let deliveries = [Delivery::Bitmap, ring(Backup::None), ring(Backup::Bitmap)];
     for (delivery, huge) in
         deliveries
@@ -127,7 +131,7 @@ fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
         let builder = VmBuilder {
             huge,
             apf: Apf::On,
-            ..builder(24, 15, 3, "rounds=1")
+            ..builder_for(arch, (24, 15), 3, "rounds=1")
         };
         let switch = |vm: &Vm, round: usize| {
             vm.set_detection(DETECTIONS[round / 3 % 2]);
@@ -142,9 +146,8 @@ fn huge_pages_asynchronous_faults_and_switches_on_the_way() {
     }
 }
 
-#[test]
-fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
-    let builder = builder(32, 32, 1, "rounds=1");
+fn a_full_ring_stops_the_vcpu_until_it_is_reset(arch: Arch) {
+    let builder = builder_for(arch, (32, 32), 1, "rounds=1");
     let clock = Arc::new(HostClock::default());
     let host = builder.host(Arc::clone(&clock) as _).unwrap();
     let before_boot = |vm: &Vm| vm.set_delivery(ring(Backup::None)).unwrap();
@@ -159,11 +162,15 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
         let retired = vm.retired()[0];
         assert_eq!(vcpu.run().unwrap(), Exit::DirtyRingFull, "again");
         assert_eq!(vm.retired()[0], retired, "nothing ran meanwhile");
+        // A panic of the VMM's code ends no other call.
+        let panics = || vm.reap_rings(&mut |_, _| panic!("the VMM's own"));
+        assert!(panic::catch_unwind(AssertUnwindSafe(panics)).is_err());
         assert!(vm.reap_rings(&mut |_, _| ()).unwrap() >= 1024 - 576);
         assert!(vm.reset_rings().unwrap() > 0);
         assert_ne!(vm.set_logging(SlotId(99), Logging::LAZY), Ok(()));
     }
-    let refused = vm.write(lacuna_addr::Gpa::new(0x20_0000).unwrap(), &[1]);
+    let last = vm.memory_slots().last().unwrap().gfns.last();
+    let refused = vm.write(last.gpa(), &[1]);
     let Err(MemoryError::Refused { cause, .. }) = refused else {
         panic!("{refused:?}")
     };

@@ -7,11 +7,9 @@
 mod common;
 
 use common::shadow::{DETECTIONS, Shadow, end_logging, ring};
-use common::{boot_with, builder, from_env};
+use common::{boot_with, builder_for, from_env, on_both, second_quarter};
 use fastrand::Rng;
-use lacuna_addr::{Gfn, GfnRange};
-use lacuna_machine::{Apf, DirtyRings as _, Ending, MemorySlot, MemorySlots as _, Vm as _};
-use lacuna_skip::test;
+use lacuna_machine::{Apf, Arch, DirtyRings as _, Ending, MemorySlot, MemorySlots as _};
 use lacuna_soft::{Backup, Delivery, Host, HugePages, SlotFlags, Vm, VmBuilder};
 use lacuna_sync::HostClock;
 use std::io::Write as _;
@@ -19,6 +17,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{scope, sleep, spawn};
 use std::time::{Duration, Instant};
+
+on_both!(many_vcpus_end_under_all_switches_at_once);
 
 /// A step that takes longer than this is a hang: a step normally takes milliseconds.
 const HANG: Duration = Duration::from_secs(300);
@@ -95,8 +95,7 @@ impl Monitor<'_> {
     }
 
     fn limit_huge(&mut self) -> &'static str {
-        let pages = self.vm.config().memory.get() / 4;
-        let part = GfnRange::new(Gfn::new(pages).unwrap(), pages).unwrap();
+        let part = second_quarter(self.vm);
         self.is_limited = !self.is_limited;
         match self.is_limited {
             false => self.vm.mmu().allow_huge(part),
@@ -177,8 +176,7 @@ fn storm(builder: &VmBuilder, guest: &str, delivery: Delivery, steps: u64, told:
     tell(steps, &format!("over, {harvested} pages, {took:?}"), began);
 }
 
-#[test]
-fn many_vcpus_end_under_all_switches_at_once() {
+fn many_vcpus_end_under_all_switches_at_once(arch: Arch) {
     let steps = from_env("LACUNA_ROUNDS", 30);
     let (told, steps_told) = channel();
     let watchdog = spawn(move || watch(&steps_told));
@@ -201,7 +199,7 @@ fn many_vcpus_end_under_all_switches_at_once() {
         let builder = VmBuilder {
             huge: HugePages::Always,
             apf: Apf::On,
-            ..builder(20, 12, vcpus, arguments)
+            ..builder_for(arch, (20, 12), vcpus, arguments)
         };
         storm(&builder, guest, delivery, steps, &told);
     }

@@ -17,8 +17,8 @@ use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
 use lacuna_machine::{
-    DirtyRings as _, DirtyTracking as _, Exit, GuestMemory as _, MemorySlot, MemorySlots as _,
-    Vm as _,
+    DirtyRings as _, DirtyTracking as _, Exit, GuestMemory as _, Kick as _, MemorySlot,
+    MemorySlots as _, SaveRestore as _, StateError, Vcpu as _, Vm as _,
 };
 use lacuna_soft::{
     Apf, ApfStats, Backup, Delivery, Detection, Host, Logging, RingSize, Step, Vcpu, Vm, VmBuilder,
@@ -157,6 +157,12 @@ struct Bench {
 
 impl Bench {
     fn new(halts: Halts, pages: u64, detection: Detection) -> Self {
+        let bench = Self::of(&guest(halts, pages), detection);
+        bench.send_away();
+        bench
+    }
+
+    fn of(pieces: &[Piece], detection: Detection) -> Self {
         let builder = VmBuilder {
             seed: Some(1),
             apf: Apf::On,
@@ -167,21 +173,18 @@ impl Bench {
         let host = builder.host(time()).unwrap();
         let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
         let backup = Backup::None;
-        let pieces = guest(halts, pages);
         let (vm, mut vcpus, ..) =
-            boot_image(&builder, &host, time(), &program::image(&pieces), |vm| {
+            boot_image(&builder, &host, time(), &program::image(pieces), |vm| {
                 vm.set_delivery(Delivery::Ring { size, backup }).unwrap();
             });
         vm.set_detection(detection);
         let vcpu = vcpus.pop().unwrap();
-        let bench = Self {
+        Self {
             vm,
             vcpu,
             host,
             clock,
-        };
-        bench.send_away();
-        bench
+        }
     }
 
     fn pages_come(&self) {
@@ -280,7 +283,7 @@ fn pages_to_fill(detection: Detection) -> u64 {
     bench.start_log();
     assert_eq!(bench.run_until_idle(), FULL);
     const RBX: usize = 3;
-    bench.vcpu.regs().gpr[RBX]
+    bench.vcpu.as_x86().unwrap().regs().gpr[RBX]
 }
 
 fn is_told_after_the_reset(halts: Halts, pages: u64, detection: Detection) {
@@ -321,7 +324,7 @@ fn is_told_after_the_reset(halts: Halts, pages: u64, detection: Detection) {
     bench.run_until(DONE);
     assert_eq!(bench.told().swap_in.number, before.swap_in.number + 1);
     const R10: usize = 10;
-    assert_eq!(bench.vcpu.regs().gpr[R10], CONTENT);
+    assert_eq!(bench.vcpu.as_x86().unwrap().regs().gpr[R10], CONTENT);
 }
 
 #[test]
@@ -339,4 +342,45 @@ fn an_artificial_halt_leaves_with_a_full_ring_and_is_told_after_the_reset() {
         .unwrap()
         .soft_limit() as u64;
     is_told_after_the_reset(Halts::Artificially, limit + 20, Detection::Pml);
+}
+
+/// An instruction holds a device's answer, and the flush of the page-modification log has filled
+/// the ring. A VMM that never resets the ring has its vCPU back after a kick.
+#[test]
+fn a_kick_ends_the_run_of_a_vcpu_with_a_full_ring_in_the_middle_of_an_instruction() {
+    let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();
+    let program = assemble(CODE, |a| {
+        a.mov(rsp, STACK)?;
+        store_to_pages(a, HEAP_PAGES)?;
+        tell(a, PREPARED)?;
+        store_to_pages(a, size.soft_limit() as u64 + 20)?;
+        a.in_(eax, 0x80)?;
+        a.mov(r10, rax)?;
+        tell(a, DONE)
+    });
+    let mut bench = Bench::of(&[program], Detection::Pml);
+    bench.run_until(PREPARED);
+    bench.start_log();
+    let asked = bench.vcpu.run().unwrap();
+    assert!(matches!(asked, Exit::IoIn { port: 0x80, .. }), "{asked:?}");
+    bench.vcpu.complete_read(1234);
+    for _ in 0..3 {
+        assert_eq!(bench.vcpu.run(), Ok(Exit::DirtyRingFull));
+        bench.vm.kick(0);
+        assert_eq!(bench.vcpu.run(), Ok(Exit::Interrupted));
+        let refused = bench.vcpu.save().unwrap_err();
+        assert!(
+            matches!(refused, StateError::MidInstruction { .. }),
+            "{refused}"
+        );
+    }
+    assert!(bench.vm.reap_rings(&mut |_, _| ()).unwrap() > 0);
+    assert!(bench.vm.reset_rings().unwrap() > 0);
+    bench.vm.kick(0);
+    assert_eq!(bench.vcpu.run(), Ok(Exit::Interrupted));
+    assert!(bench.vcpu.save().is_ok(), "the instruction is complete");
+    bench.run_until(DONE);
+    const R10: usize = 10;
+    assert_eq!(bench.vcpu.as_x86().unwrap().regs().gpr[R10], 1234);
+    bench.vm.mmu().verify();
 }

@@ -3,10 +3,8 @@
 
 mod common;
 
-use common::{boot, builder, pass};
-use lacuna_addr::{Gfn, GfnRange};
-use lacuna_machine::{Ending, Vm as _};
-use lacuna_skip::test;
+use common::{boot, builder_for, on_both, pass, second_quarter};
+use lacuna_machine::{Arch, Ending};
 use lacuna_soft::{
     HostStats, HugePages, LatencySetting, SimulatedVm, Simulator, SimulatorConfig, Swap, Trace, Vm,
     VmBuilder,
@@ -15,10 +13,21 @@ use lacuna_sync::{Clock, HostClock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
 
+on_both!(
+    verify_on_a_file,
+    verify_in_compressed_memory,
+    verify_with_added_latency,
+    incompressible_pages_on_a_file,
+    two_vms_in_one_budget,
+    a_seed_gives_one_trace,
+    two_seeded_vms_in_one_budget,
+    a_seeded_vm_whose_huge_pages_come_and_go,
+);
+
 const ARGUMENTS: &str = "rounds=2";
 
-fn four_times(vcpus: usize) -> VmBuilder {
-    builder(48, 12, vcpus, ARGUMENTS)
+fn four_times(arch: Arch, vcpus: usize) -> VmBuilder {
+    builder_for(arch, (48, 12), vcpus, ARGUMENTS)
 }
 
 fn assert_swapped(outcome: &lacuna_soft::RunSummary) {
@@ -29,45 +38,46 @@ fn assert_swapped(outcome: &lacuna_soft::RunSummary) {
     );
 }
 
-#[test]
-fn verify_on_a_file() {
+fn verify_on_a_file(arch: Arch) {
     for vcpus in [1, 2, 4] {
-        assert_swapped(&pass(&four_times(vcpus), "verify").0);
+        assert_swapped(&pass(&four_times(arch, vcpus), "verify").0);
     }
 }
 
-#[test]
-fn verify_in_compressed_memory() {
+fn verify_in_compressed_memory(arch: Arch) {
     for vcpus in [1, 2, 4] {
         let builder = VmBuilder {
             swap: Swap::Memory,
-            ..four_times(vcpus)
+            ..four_times(arch, vcpus)
         };
         assert_swapped(&pass(&builder, "verify").0);
     }
 }
 
-#[test]
-fn verify_with_added_latency() {
+fn verify_with_added_latency(arch: Arch) {
     for vcpus in [1, 2, 4] {
         let latency = Duration::from_micros(200);
         let builder = VmBuilder {
             latency: LatencySetting::new(latency),
-            ..builder(24, 6, vcpus, ARGUMENTS)
+            ..builder_for(arch, (24, 6), vcpus, ARGUMENTS)
         };
         assert_swapped(&pass(&builder, "verify").0);
     }
 }
 
-#[test]
-fn incompressible_pages_on_a_file() {
-    assert_swapped(&pass(&builder(32, 8, 2, "rounds=2 pattern=random"), "verify").0);
+fn incompressible_pages_on_a_file(arch: Arch) {
+    assert_swapped(
+        &pass(
+            &builder_for(arch, (32, 8), 2, "rounds=2 pattern=random"),
+            "verify",
+        )
+        .0,
+    );
 }
 
-#[test]
-fn two_vms_in_one_budget() {
-    common::image("verify"); // only this thread can end the test as skipped
-    let builder = builder(32, 16, 2, ARGUMENTS);
+fn two_vms_in_one_budget(arch: Arch) {
+    common::image_for(arch, "verify"); // only this thread can end the test as skipped
+    let builder = builder_for(arch, (32, 16), 2, ARGUMENTS);
     let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
     let host = builder.host(Arc::clone(&clock)).unwrap();
     let background = host.spawn_background().unwrap();
@@ -91,8 +101,8 @@ fn two_vms_in_one_budget() {
     host.verify();
 }
 
-fn seeded(seed: u64, vms: usize) -> Trace {
-    let builder = builder(16, 4 * vms as u64, 2, ARGUMENTS);
+fn seeded(arch: Arch, seed: u64, vms: usize) -> Trace {
+    let builder = builder_for(arch, (16, 4 * vms as u64), 2, ARGUMENTS);
     let (trace, stats) = seeded_in(seed, vms, builder, "verify");
     assert!(stats.swapped_in > 200, "{stats:?}");
     trace
@@ -100,8 +110,7 @@ fn seeded(seed: u64, vms: usize) -> Trace {
 
 /// Forbids huge leaves in a part of the memory for a while; existing ones are split.
 fn disturb(vm: &Vm, looks: u32) {
-    let pages = vm.config().memory.get() / 4;
-    let part = GfnRange::new(Gfn::new(pages).unwrap(), pages).unwrap();
+    let part = second_quarter(vm);
     match looks % 32 {
         8 => vm.mmu().disallow_huge(part).expect("tables enough"),
         24 => vm.mmu().allow_huge(part),
@@ -149,24 +158,21 @@ fn seeded_in(seed: u64, vms: usize, builder: VmBuilder, image: &str) -> (Trace, 
     (trace, host.stats())
 }
 
-#[test]
-fn a_seed_gives_one_trace() {
-    let first = seeded(1, 1);
-    assert_eq!(first, seeded(1, 1));
-    assert_ne!(first.hash, seeded(2, 1).hash);
+fn a_seed_gives_one_trace(arch: Arch) {
+    let first = seeded(arch, 1, 1);
+    assert_eq!(first, seeded(arch, 1, 1));
+    assert_ne!(first.hash, seeded(arch, 2, 1).hash);
 }
 
-#[test]
-fn two_seeded_vms_in_one_budget() {
-    assert_eq!(seeded(3, 2), seeded(3, 2));
+fn two_seeded_vms_in_one_budget(arch: Arch) {
+    assert_eq!(seeded(arch, 3, 2), seeded(arch, 3, 2));
 }
 
-#[test]
-fn a_seeded_vm_whose_huge_pages_come_and_go() {
+fn a_seeded_vm_whose_huge_pages_come_and_go(arch: Arch) {
     for vcpus in [1, 2, 4] {
         let builder = || VmBuilder {
             huge: HugePages::Always,
-            ..builder(32, 20, vcpus, "huge=1 accesses=60000 writes=30")
+            ..builder_for(arch, (32, 16), vcpus, "huge=1 accesses=60000 writes=30")
         };
         let (trace, stats) = seeded_in(5, 1, builder(), "zipf");
         assert!(stats.huge_faults > 0 && stats.splits > 0, "{stats:?}");

@@ -6,14 +6,12 @@
 mod common;
 
 use common::shadow::{DETECTIONS, Name, Shadow, end_logging, has_bitmaps, named, pages_of, ring};
-use common::{Lines, boot_with, builder, from_env};
+use common::{Lines, apf_ways, boot_with, builder_for, from_env, on_both, second_quarter};
 use fastrand::Rng;
-use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{
-    DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemorySlot, MemorySlots as _,
-    PlatformDevices, TwoStepLog as _, Vm as _,
+    Arch, DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemorySlot,
+    MemorySlots as _, PlatformDevices, TwoStepLog as _, Vm as _,
 };
-use lacuna_skip::test;
 use lacuna_soft::{
     Apf, Backup, Delivery, Host, HugePages, LatencySetting, SimulatedVm, Simulator,
     SimulatorConfig, SlotFlags, SlotId, Swap, Trace, Vm, VmBuilder,
@@ -21,6 +19,11 @@ use lacuna_soft::{
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 use std::time::Duration;
+
+on_both!(
+    a_copy_by_harvests_is_the_guests_memory,
+    a_seed_gives_one_trace,
+);
 
 /// What a monitor has done and found; a part of the trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -84,8 +87,7 @@ impl Monitor {
 
     /// Forbids huge leaves in a part of the memory, or allows them again.
     fn limit_huge(&mut self) {
-        let pages = self.vm.config().memory.get() / 4;
-        let part = GfnRange::new(Gfn::new(pages).unwrap(), pages).unwrap();
+        let part = second_quarter(&self.vm);
         self.is_limited = !self.is_limited;
         match self.is_limited {
             false => self.vm.mmu().allow_huge(part),
@@ -93,11 +95,18 @@ impl Monitor {
         }
     }
 
-    /// Writes to the first page, which only the monitor uses: no write of the guest hides it.
+    /// Writes to a page that only the monitor uses, so no write of the guest hides it. Memory of an
+    /// AArch64 guest begins with its device tree, which is far shorter than its 2 MiB.
     fn write(&mut self) {
+        let page = match self.vm.config().arch {
+            Arch::Arm64 => 511,
+            _ => 0,
+        };
+        let page = self.vm.memory_slots()[0].gfns.start().checked_add(page);
         let (at, value) = (self.rng.u64(..4096), self.rng.u8(1..));
         if self.shadow.is_none() || has_bitmaps(&self.vm) {
-            self.vm.write(Gpa::truncate(at), &[value]).unwrap();
+            let gpa = page.unwrap().gpa().checked_add(at).unwrap();
+            self.vm.write(gpa, &[value]).unwrap();
         }
     }
 
@@ -186,7 +195,7 @@ impl Monitor {
             }
             1 => {
                 vm.get_dirty(id, &mut words).unwrap();
-                vm.mmu().put_back_dirty(id, 0, &words).unwrap();
+                vm.mmu().put_back_dirty(id, &words).unwrap();
             }
             _ => {
                 vm.get_dirty(id, &mut words).unwrap();
@@ -207,7 +216,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn draw(seed: u64) -> Self {
+    fn draw(arch: Arch, seed: u64) -> Self {
         let mut rng = Rng::with_seed(seed);
         let vcpus = rng.usize(1..=3);
         // These sizes are in MiB.
@@ -222,7 +231,8 @@ impl Plan {
             1 => ring(Backup::None),
             _ => ring(Backup::Bitmap),
         };
-        let ways = ["", "apf=int", "apf=pf"];
+        let [first, second] = apf_ways(arch);
+        let ways = ["", first, second];
         let way = rng.usize(..ways.len());
         let builder = VmBuilder {
             seed: Some(seed),
@@ -233,9 +243,9 @@ impl Plan {
                 0 => Swap::Memory,
                 _ => Swap::File(std::env::temp_dir()),
             },
-            ..builder(
-                memory,
-                resident,
+            ..builder_for(
+                arch,
+                (memory, resident),
                 vcpus,
                 &format!("{arguments} {}", ways[way]),
             )
@@ -290,12 +300,11 @@ impl Plan {
     }
 }
 
-#[test]
-fn a_copy_by_harvests_is_the_guests_memory() {
+fn a_copy_by_harvests_is_the_guests_memory(arch: Arch) {
     let (first, rounds) = (from_env("LACUNA_SEED", 3), from_env("LACUNA_ROUNDS", 3));
     let (mut harvests, mut pages, mut ended) = (0, 0, 0);
     for seed in first..first + rounds {
-        let plan = Plan::draw(seed);
+        let plan = Plan::draw(arch, seed);
         println!("{plan:?}");
         let (_, done) = plan.run();
         harvests += done.harvests;
@@ -307,9 +316,12 @@ fn a_copy_by_harvests_is_the_guests_memory() {
     assert!(rounds < 3 || harvests > 100 && pages > 1000 && ended > 5);
 }
 
-#[test]
-fn a_seed_gives_one_trace() {
+fn a_seed_gives_one_trace(arch: Arch) {
     for seed in [3, 11] {
-        assert_eq!(Plan::draw(seed).run(), Plan::draw(seed).run(), "{seed}");
+        assert_eq!(
+            Plan::draw(arch, seed).run(),
+            Plan::draw(arch, seed).run(),
+            "{seed}"
+        );
     }
 }

@@ -10,8 +10,8 @@ use iced_x86::code_asm::*;
 use lacuna_addr::{BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, GuestMemory as _, MemorySlots as _, VcpuError, Vm as _};
 use lacuna_soft::{
-    Host, HugePages, MmuNotifier, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu,
-    Vm, VmBuilder, VmConfig, Wait,
+    Host, HugePages, SlotError, SlotFlags, SlotId, SlotSpec, SoftError, Step, Vcpu, Vm, VmBuilder,
+    VmConfig, Wait,
 };
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl Bench {
 
     /// Adds a slot of 4 MiB at `guest`.
     fn add_slot(&self, guest: u64, flags: SlotFlags) -> BackingRange {
-        let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
+        let notifier = self.vm.mmu().notifier();
         let pages = PageCount::from_bytes(4 * MIB);
         let backing = self.host.add_region(pages, notifier).unwrap();
         self.host.advise_huge(backing).unwrap();

@@ -6,11 +6,11 @@ mod common;
 use common::builder;
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_apf::{Abi, Queue, Tell, Token, TokenFormat, Untold};
-use lacuna_cpu::{Bus, Event, Exit, Privilege, Processor, Refused, SecondStage, Stop, Wake};
+use lacuna_cpu::{Bus, Event, Exit, Privilege, Processor, Refused, Stop, Wake};
 use lacuna_machine::{Apf, Arch, BootError, Exit as Left, GuestMemory as _, Image, Segment, Width};
 use lacuna_machine::{Vcpu as _, VmConfig};
 use lacuna_skip::test;
-use lacuna_soft::{Entry, Platform, Step, VcpuOf, Vm};
+use lacuna_soft::{Entry, Ept, Platform, Step, VcpuOf, Vm};
 use lacuna_sync::{Clock, HostClock, Nanos, VcpuSlot};
 use std::sync::Arc;
 
@@ -113,17 +113,10 @@ impl Toy {
     }
 }
 
-struct FlatTables;
-
-impl SecondStage for FlatTables {
-    const NAME: &'static str = "the backend's";
-}
-
 impl Processor for Toy {
     type Fabric = ();
     type Own = u64;
     type State = State;
-    type Stage2 = FlatTables;
 
     fn fabric(_vcpus: usize, _wake: Arc<dyn Wake>) {}
 
@@ -218,10 +211,12 @@ impl Processor for Toy {
 struct Silence;
 
 impl Abi for Silence {
-    const TOKENS: TokenFormat = TokenFormat {
-        vcpu_bits: 6,
-        id_bits: 16,
-    };
+    fn tokens(&self) -> TokenFormat {
+        TokenFormat {
+            vcpu_bits: 6,
+            id_bits: 16,
+        }
+    }
 
     fn is_enabled(&self) -> bool {
         false
@@ -253,6 +248,7 @@ impl Tell<Entry<Toy>> for Silence {
 }
 
 impl Platform for Toy {
+    type Format = Ept;
     type Boot = u64;
     type Apf = Silence;
 
@@ -269,6 +265,10 @@ impl Platform for Toy {
 
     fn start(&mut self, _config: &VmConfig, _index: usize, boot: Option<&u64>) {
         self.state.pc = boot.copied().unwrap_or(0);
+    }
+
+    fn note_registers(&self, mut note: impl FnMut(u64)) {
+        note(self.state.pc);
     }
 
     fn finish(_entry: &mut Entry<Toy>, _apf: &mut Queue<Silence>, reported: u64) -> Step {

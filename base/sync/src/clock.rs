@@ -45,9 +45,9 @@ impl Clock for HostClock {
 pub struct VirtualClock(AtomicU64);
 
 impl VirtualClock {
-    /// Moves time forward by `ns`.
+    /// Moves time forward by `ns`, at most to the last time that there is. One thread moves it.
     pub fn advance(&self, ns: u64) {
-        self.0.fetch_add(ns, Ordering::Relaxed);
+        self.advance_to(self.now().after(ns));
     }
 
     /// Moves time forward to `at`; a time already past changes nothing.
@@ -59,5 +59,21 @@ impl VirtualClock {
 impl Clock for VirtualClock {
     fn now(&self) -> Nanos {
         Nanos(self.0.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn virtual_time_never_goes_back() {
+        let clock = VirtualClock::default();
+        clock.advance(7);
+        clock.advance_to(Nanos(5));
+        assert_eq!(clock.now(), Nanos(7));
+        clock.advance_to(Nanos(u64::MAX - 1));
+        clock.advance(50);
+        assert_eq!(clock.now(), Nanos(u64::MAX));
     }
 }

@@ -1,13 +1,30 @@
 //! A latency that can be changed while a device works.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// The latency that is added to each operation of a device. Clones share one value. It may change
 /// while the device works: an operation in flight keeps its deadline.
+///
+/// Reads may take a sequence of latencies instead ([`LatencySetting::sequence`]). The sequence is
+/// given, so that two measurements can have the same latencies in the same order.
 #[derive(Clone, Debug, Default)]
-pub struct LatencySetting(Arc<AtomicU64>);
+pub struct LatencySetting(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    ns: AtomicU64,
+    /// Whether reads take their latencies from `sequence`.
+    in_sequence: AtomicBool,
+    /// The reads that have taken a latency from `sequence`, plus the place where it was begun.
+    place: AtomicU64,
+    sequence: Box<[u64]>,
+}
+
+fn to_ns(latency: Duration) -> u64 {
+    u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX)
+}
 
 impl LatencySetting {
     /// A new setting of `latency`, shared with its clones only.
@@ -17,14 +34,81 @@ impl LatencySetting {
         setting
     }
 
-    /// Each operation submitted from now on takes at least `latency`.
-    pub fn set(&self, latency: Duration) {
-        let ns = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX);
-        self.0.store(ns, Ordering::Relaxed);
+    /// A new setting of no latency, which [`LatencySetting::begin`] changes to `latencies`.
+    ///
+    /// # Panics
+    /// If `latencies` is empty.
+    pub fn sequence(latencies: &[Duration]) -> Self {
+        assert!(!latencies.is_empty(), "a sequence of no latencies");
+        Self(Arc::new(Shared {
+            sequence: latencies.iter().copied().map(to_ns).collect(),
+            ..Shared::default()
+        }))
     }
 
-    /// The latency in nanoseconds.
+    /// Each operation submitted from now on takes at least `latency`.
+    pub fn set(&self, latency: Duration) {
+        self.0.ns.store(to_ns(latency), Ordering::Relaxed);
+        self.0.in_sequence.store(false, Ordering::Relaxed);
+    }
+
+    /// From now on the n-th read takes the latency at `place` + n of the sequence. After its last
+    /// latency the sequence begins again. Writes take the mean.
+    ///
+    /// # Panics
+    /// If the setting has no sequence.
+    pub fn begin(&self, place: u64) {
+        let Shared { sequence, .. } = &*self.0;
+        assert!(!sequence.is_empty(), "the setting has no sequence");
+        let sum: u128 = sequence.iter().map(|&ns| u128::from(ns)).sum();
+        let mean = (sum / sequence.len() as u128) as u64;
+        self.0.ns.store(mean, Ordering::Relaxed);
+        self.0.place.store(place, Ordering::Relaxed);
+        self.0.in_sequence.store(true, Ordering::Relaxed);
+    }
+
+    /// The latency in nanoseconds; of a sequence, the mean.
     pub fn ns(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+        self.0.ns.load(Ordering::Relaxed)
+    }
+
+    /// The latency in nanoseconds of a read that is submitted now. A sequence goes on to the next.
+    pub fn read_ns(&self) -> u64 {
+        let Shared {
+            in_sequence, place, ..
+        } = &*self.0;
+        if !in_sequence.load(Ordering::Relaxed) {
+            return self.ns();
+        }
+        let place = place.fetch_add(1, Ordering::Relaxed);
+        self.0.sequence[(place % self.0.sequence.len() as u64) as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const US: Duration = Duration::from_micros(1);
+
+    #[test]
+    fn reads_take_a_sequence_from_the_place_where_it_begins() {
+        let setting = LatencySetting::sequence(&[US, 2 * US, 6 * US]);
+        let clone = setting.clone();
+        assert_eq!((setting.ns(), setting.read_ns()), (0, 0));
+        for _ in 0..2 {
+            setting.begin(1);
+            let reads: Vec<_> = (0..4).map(|_| clone.read_ns()).collect();
+            assert_eq!(reads, [2000, 6000, 1000, 2000]);
+            assert_eq!(clone.ns(), 3000, "the mean, for writes");
+        }
+        setting.set(5 * US);
+        assert_eq!((clone.ns(), clone.read_ns()), (5000, 5000));
+    }
+
+    #[test]
+    #[should_panic(expected = "no sequence")]
+    fn a_sequence_that_does_not_exist_cannot_begin() {
+        LatencySetting::new(US).begin(0);
     }
 }

@@ -66,7 +66,8 @@ classes! {
         ExclusiveTurn "Exclusive::turn (soft)";
     Vcpus:
         DirtyRings "Tracking::rings (mmu)",
-        KvmPause "VcpuKicks::turn (kvm)";
+        KvmPause "VcpuKicks::turn (kvm)",
+        RemoteWants "RemotePages::wants (migrate)";
     Slots:
         SlotsWriter "Slots::writer";
     Blocks:
@@ -80,6 +81,9 @@ classes! {
         FreeFrames "Frames::free (host)",
         RegionTable "Regions::list (host)",
         LinuxRoom "Room (host, Linux memory)",
+        LinuxTouchers "Touchers::threads (host)",
+        LinuxTouches "Pool of touching threads (host)",
+        LostLinuxPages "Losses (host, Linux memory)",
         SwapEntries "Core::entries (host)",
         Tickets "Core::tickets (host)",
         LostPages "Core::lost (host)",
@@ -110,15 +114,29 @@ classes! {
         SourceServed "Connection::asked (source)",
         SourceConnections "Server::connections (source)",
         SourceDelays "Injected::queue (source)",
+        ObjectChunks "Chunks::state (objects)",
+        SourceHandler "External::handler (source)",
+        SourceListeners "External::listeners (source)",
         ApfArrivals "Arrivals::list (apf)",
         DirtyCounts "Tracking::counts (mmu)",
         PlatformEnding "PlatformDevices::ending",
+        RunPause "Pause::state (machine)",
+        RemotePages "RemotePages::pages (migrate)",
+        PagesLeft "Left::pages (migrate)",
+        TimeOfRun "Left::ran (migrate)",
+        RunsToCopy "Work::runs (migrate)",
+        PagesThere "There::pages (migrate)",
+        HashesThere "There::hashes (migrate)",
+        CauseOfEnd "Streams::cause (migrate)",
+        Gic "Gic::shared (arm64)",
+        TlbInbox "Vcpu::inbox (arm64)",
         SoftParker "Parker::state (soft)",
         SoftInbox "CodeMap::inboxes (soft)",
         SoftStalls "Meter::stalls (soft)",
         SoftApfStats "Meter::apf (soft)",
         SoftBacking "Vm::backing (soft)",
         SoftTokens "Vm::tokens (soft)",
+        Touches "Recorder::asked (migrate)",
         KvmKick "VcpuKick::state (kvm)",
         KvmSourceFailure "Shared::failure (kvm)",
         KvmArrived "Shared::arrived (kvm)",

@@ -3,9 +3,12 @@
 //! * [`Userfaultfd`]: a thread receives the faults of missing pages and supplies the pages, and the
 //!   kernel records writes. `rustix` makes the descriptor; its ioctls and events are here.
 //! * [`MissingArea`]: memory with missing pages, for programs without `unsafe`.
+//! * [`Toucher`]: a thread waits for a missing page, and another thread can end the wait.
+//! * [`TakenPages`]: pages that the kernel takes away, and the signal that says so.
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
 //! * [`PageReads`]: reads of pages of a file by io_uring.
 //! * [`clear_dirty_log`], [`reset_dirty_rings`]: two calls of KVM's dirty logging.
+//! * [`VcpuStatistic`]: a statistic that KVM keeps of a vCPU.
 //!
 //! An *unsafe room*: these calls change the process's own memory, or are given its addresses.
 
@@ -14,10 +17,17 @@ mod counted;
 mod dirty_log;
 mod page_reads;
 mod pagemap;
+mod sigbus;
+mod signals;
+mod statistic;
+mod touch;
 mod userfaultfd;
 
 pub use area::MissingArea;
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
-pub use userfaultfd::{Errno, Fault, Partial, Userfaultfd, Waiters};
+pub use sigbus::TakenPages;
+pub use statistic::VcpuStatistic;
+pub use touch::{Touched, Toucher};
+pub use userfaultfd::{Errno, Event, Fault, Minor, Partial, Userfaultfd, Waiters};

@@ -1,3 +1,5 @@
+//! The page table of this process, by `/proc/self/pagemap`.
+//!
 //! `PAGEMAP_SCAN` (`linux/fs.h`, since Linux 6.7): finds the pages of this process that were
 //! written since they were last protected, by its page table, and protects them again in the same
 //! step.
@@ -14,6 +16,7 @@ use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use rustix::io::{self, Errno};
 use rustix::ioctl::{Opcode, ioctl, opcode};
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 
 const SCAN: Opcode = opcode::read_write::<PmScanArg>(b'f', 16);
 /// `PAGE_IS_WRITTEN`: the entry has no write-protect mark. Absent pages count as written too.
@@ -119,6 +122,25 @@ impl Pagemap {
             scan.start = scan.walk_end;
         }
         Ok(())
+    }
+
+    /// Says of each page of `range` whether it has been touched: it is in memory, or Linux has
+    /// swapped it out. That takes about 10 ns a page.
+    ///
+    /// # Errors
+    /// Those of `read(2)`.
+    pub fn touched(&self, range: HvaRange) -> io::Result<Vec<bool>> {
+        /// Bits 63 and 62 of an entry (`Documentation/admin-guide/mm/pagemap.rst`).
+        const PRESENT_OR_SWAPPED: u64 = 3 << 62;
+        let mut entries = vec![0; range.pages() as usize * size_of::<u64>()];
+        let first = range.start().get() / PAGE_SIZE as u64;
+        let read = self
+            .0
+            .read_exact_at(&mut entries, first * size_of::<u64>() as u64);
+        read.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        let (entries, _) = entries.as_chunks();
+        let touched = |entry: &[u8; 8]| u64::from_ne_bytes(*entry) & PRESENT_OR_SWAPPED != 0;
+        Ok(entries.iter().map(touched).collect())
     }
 }
 

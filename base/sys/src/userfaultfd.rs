@@ -1,21 +1,26 @@
-//! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory: missing
-//! pages, and writes that the kernel records by itself.
+//! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory and memory
+//! files: missing pages, and writes that the kernel records by itself.
 //!
 //! UNSAFETY: the ioctls fill pages, and `MOVE` also empties them. [`Userfaultfd::register`] is
 //! unsafe: its caller promises that the bytes of the range may change at any time. The other calls
-//! act on ranges for which the kernel checks that they were registered. Two arguments are not
-//! checked so: the source of a move and the page to copy from. Their own contracts have the same
-//! promise.
+//! act on ranges for which the kernel checks that they were registered. It does not check that they
+//! were registered with the *same* descriptor: each descriptor of a process fills all of them. The
+//! kernel does not check the source of a move and the page to copy from; their own contracts have
+//! the same promise.
 
+mod events;
 mod place;
+mod shared;
 
+pub use events::Event;
 pub use place::{Partial, Waiters};
+pub use shared::Minor;
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
-use rustix::mm::{UserfaultfdFlags, userfaultfd};
+use rustix::mm::UserfaultfdFlags;
 
 /// The kernel's reason for a refusal.
 pub type Errno = io::Errno;
@@ -152,9 +157,8 @@ impl Userfaultfd {
     }
 
     fn with(features: u64, modes: u64) -> io::Result<Self> {
-        // SAFETY: 1. it acts on no memory before `register`, whose caller makes the promise.
-        let fd = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
-        Self::enable(fd, features, modes)
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+        Self::enable(place::descriptor(flags)?, features, modes)
     }
 
     fn enable(fd: OwnedFd, features: u64, modes: u64) -> io::Result<Self> {
@@ -172,7 +176,8 @@ impl Userfaultfd {
     /// From now on a thread that touches a missing page of `range` waits for it here.
     ///
     /// # Safety
-    /// `range` is private anonymous memory of the caller's and stays mapped while it is registered.
+    /// `range` is private anonymous memory of the caller's, or a shared mapping of a memory file,
+    /// and stays mapped while it is registered.
     /// All code accesses its bytes only through atomics, because pages come and go.
     ///
     /// # Errors
@@ -261,13 +266,16 @@ impl Userfaultfd {
     /// Those of `read(2)`. No fault to read is not an error.
     pub fn faults(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
-        let read = match io::read(&self.fd, &mut bytes) {
-            Ok(read) => read,
-            Err(Errno::AGAIN | Errno::INTR) => 0,
-            Err(errno) => return Err(errno),
-        };
+        let read = self.read(&mut bytes)?;
         faults.extend(bytes[..read].chunks_exact(MESSAGE).filter_map(fault));
         Ok(())
+    }
+
+    fn read(&self, bytes: &mut [u8; 64 * MESSAGE]) -> io::Result<usize> {
+        match io::read(&self.fd, bytes) {
+            Err(Errno::AGAIN | Errno::INTR) => Ok(0),
+            read => read,
+        }
     }
 
     /// # Safety
@@ -275,6 +283,14 @@ impl Userfaultfd {
     unsafe fn update<const OPCODE: Opcode, T>(&self, arg: &mut T) -> io::Result<()> {
         // SAFETY: 1. and 2. by this function's contract.
         unsafe { ioctl(&self.fd, Updater::<OPCODE, T>::new(arg)) }
+    }
+}
+
+/// A descriptor that another process has sent, for a handler of that process's memory.
+impl From<OwnedFd> for Userfaultfd {
+    fn from(fd: OwnedFd) -> Self {
+        let modes = MODE_MISSING;
+        Self { fd, modes }
     }
 }
 

@@ -270,3 +270,18 @@ fn a_system_call_fails_on_a_missing_page() {
     let read = rustix::io::read(&zeros, bytes);
     assert_eq!(read, Err(Errno::FAULT));
 }
+
+/// A descriptor fills memory that is registered with another one of the same process. So code that
+/// has a descriptor must not use it any more when the memory belongs to another VM.
+#[test]
+fn a_descriptor_fills_the_memory_of_another_one() {
+    let Some(other) = or_skip(Userfaultfd::open_user()) else {
+        return;
+    };
+    let Some(area) = or_skip(MissingArea::new(1)) else {
+        return;
+    };
+    assert_eq!(other.copy(&[7; PAGE_SIZE], area.page(0)), Ok(()));
+    let again = area.userfaultfd().copy(&[8; PAGE_SIZE], area.page(0));
+    assert_eq!(again, Err(Errno::EXIST));
+}

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lacuna_machine::{
-    Apf, CpuModel, Image, Logging, PageSource, SlotFlags, SlotId, Vm, set_logging_everywhere,
+    Apf, Arch, CpuModel, Image, Logging, PageSource, SlotFlags, SlotId, Vm, set_logging_everywhere,
 };
 
 /// Why a backend cannot do what a body needs, on this machine or at all.
@@ -65,6 +65,16 @@ pub enum Missing {
     Exits,
 }
 
+/// The size in which pages are provided and discarded, as a body needs it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Unit {
+    /// Any: the body leaves that to the backend and the source.
+    #[default]
+    Any,
+    /// 4 KiB: the body provides or discards single pages, or counts them.
+    Page,
+}
+
 /// A VM to make.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -84,6 +94,8 @@ pub struct Request {
     pub cpu: CpuModel,
     /// Where its pages come from; `None`: they are zeros.
     pub origin: Option<Origin>,
+    /// The size in which pages are provided and discarded.
+    pub unit: Unit,
     /// The guest kernel's parameters.
     pub command_line: String,
 }
@@ -100,6 +112,7 @@ impl Request {
             tracking: Tracking::default(),
             cpu: CpuModel::default(),
             origin: None,
+            unit: Unit::default(),
             command_line: command_line.to_owned(),
         }
     }
@@ -133,14 +146,22 @@ pub trait Backend: Clone + Send + 'static {
     /// Its VM.
     type Vm: Vm + 'static;
 
+    /// The architecture of its guests.
+    fn arch(&self) -> Arch;
+
     /// Makes a VM.
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks>;
 
+    /// The guests are x86-64 ones. `why` says what AArch64 has not.
+    fn x86_only(&self, why: &str) -> Result<(), Lacks> {
+        match self.arch() {
+            Arch::X86_64 => Ok(()),
+            other => Err(Lacks::because(format!("{other}: {why}"))),
+        }
+    }
+
     /// Whether its processors have INS and OUTS.
     fn has_string_ports(&self) -> Result<(), Lacks>;
-
-    /// Whether its VMM can tell a guest of a missing page.
-    fn accepts_tokens(&self) -> Result<(), Lacks>;
 
     /// Makes a VM and boots `image` in it.
     fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {

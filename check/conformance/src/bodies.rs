@@ -13,7 +13,9 @@ pub mod misuse;
 pub mod odd_slots;
 pub mod powers;
 pub mod slots;
+pub mod sources;
 pub mod state;
+pub mod tokens;
 
 /// What a body returns.
 pub type Outcome = Result<(), crate::backend::Lacks>;

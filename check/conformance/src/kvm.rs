@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use lacuna_addr::PageCount;
 use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Tracker, Vm, VmBuilder, available};
-use lacuna_machine::{Backup, Builder as _, Delivery, RingSize};
+use lacuna_machine::{Arch, Backup, Builder as _, Delivery, RingSize};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 
@@ -35,6 +35,10 @@ fn mode(tracking: Tracking) -> Result<(Delivery, Tracker), Lacks> {
 
 impl Backend for Kvm {
     type Vm = Vm;
+
+    fn arch(&self) -> Arch {
+        Arch::X86_64
+    }
 
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {
         available().map_err(Lacks::because)?;
@@ -76,11 +80,5 @@ impl Backend for Kvm {
 
     fn has_string_ports(&self) -> Result<(), Lacks> {
         Ok(())
-    }
-
-    fn accepts_tokens(&self) -> Result<(), Lacks> {
-        let why =
-            "kvm: the guest's async page faults are KVM's, so a VMM's token is never accepted";
-        Err(Lacks::because(why))
     }
 }

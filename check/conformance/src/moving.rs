@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{
     Exit, GuestMemory, Kick as _, MemorySlot, MemorySlots, Next, PlatformDevices, SaveRestore,
-    StateError, Vcpu as _, VcpuState, dispatch,
+    StateError, Vcpu as _, VcpuState, Vm as _, dispatch,
 };
 
 use crate::backend::{Backend, Lacks, Made, Request, VcpuOf};
@@ -98,8 +98,11 @@ pub fn move_to<A: Backend, B: Backend>(
 ) -> Result<Made<B>, Lacks> {
     let mut to = backend.make_bare(request)?;
     let states = save(&mut from, devices);
+    let shared = from.vm.save_shared().expect("no vCPU runs");
     copy_memory(&*from.vm, &*to.vm);
     drop(from);
+    let restored = to.vm.restore_shared(&shared);
+    restored.unwrap_or_else(|refused| panic!("{refused}"));
     for (vcpu, state) in to.vcpus.iter_mut().zip(&states) {
         let restored = vcpu.restore(state);
         restored.unwrap_or_else(|refused| panic!("vCPU {}: {refused}", vcpu.index()));

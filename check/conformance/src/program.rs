@@ -1,39 +1,297 @@
 //! Guests of a few instructions, for what no whole guest does on purpose.
 //!
-//! They start as every image does: long mode, CPL 0, interrupts off, the identity map.
+//! A body writes such a program once, for every architecture, with an [`Assembler`]. `x86` encodes
+//! it with iced-x86. `arm64` encodes it with a table of its own, because a program needs only two
+//! dozen A64 instructions, each a constant and its operands: an assembler crate would be longer.
+//!
+//! Programs start as every image does. An x86-64 processor is in long mode at CPL 0 with the
+//! identity map and interrupts off. An AArch64 processor is at EL1 with stage 1 off and interrupts
+//! masked, so its accesses must be aligned.
+//!
+//! A program tells its VMM a value, or asks it for one, by leaving: through a port on x86-64, and
+//! through an address without memory on AArch64. [`told`] and [`is_question`] recognise both.
 
-use iced_x86::IcedError;
-use iced_x86::code_asm::CodeAssembler;
+mod arm64;
+mod x86;
+
 use lacuna_addr::Gpa;
-use lacuna_machine::{Arch, Image, Segment};
+use lacuna_machine::{Arch, Exit, Image, Segment, VcpuState, Width};
 
-/// Where a program lies, and its first instruction.
-pub const CODE: u64 = 0x20_0000;
-/// One past its stack.
+pub use x86::{assemble as assemble_x86, msr};
+
+/// The offset of a program in its VM's memory.
+const CODE: u64 = 0x20_0000;
+/// The offset of one past a stack that a program may use.
 pub const STACK: u64 = 0x21_0000;
-/// Where there is no memory in a small VM, and the identity map still reaches.
+/// The address of a place where there is no memory in a small VM, and that every program reaches.
 pub const DEVICE: u64 = 0xd000_0000;
+/// Another such place, for slots that come later.
+pub const LATER: u64 = 0x5000_0000;
 
-/// The machine code of `program` at [`CODE`].
-pub fn assemble(program: impl FnOnce(&mut CodeAssembler) -> Result<(), IcedError>) -> Vec<u8> {
-    let mut assembler = CodeAssembler::new(64).expect("64 bits");
-    program(&mut assembler).expect("instructions of this mode");
-    assembler.assemble(CODE).expect("labels within reach")
+/// The address of byte `offset` of the memory that a VM has when it starts.
+pub const fn ram(arch: Arch, offset: u64) -> u64 {
+    match arch {
+        Arch::Arm64 => (1 << 30) + offset,
+        _ => offset,
+    }
 }
 
-/// Where a program for CPL 3 has its tables and, downward from the last, its stack: in the page of
-/// its code, so the program needs no page that the image does not have.
-const GDT: u64 = CODE + 0x800;
-const GDT_POINTER: u64 = CODE + 0x880;
-const TSS: u64 = CODE + 0x900;
-const FRAME: u64 = CODE + 0xff0;
-/// The selectors of that GDT.
-const USER_DATA: u32 = 0x20 | 3;
-const USER_CODE: u32 = 0x28 | 3;
-const TASK: u32 = 0x30;
-/// A TSS of 64-bit mode, and the I/O bitmap behind it: ports up to 0x80.
-const TSS_BYTES: u64 = 0x68;
-const BITMAP_BYTES: u64 = 0x80 / 8 + 2;
+/// The same as a type.
+pub const fn gpa(arch: Arch, offset: u64) -> Gpa {
+    Gpa::truncate(ram(arch, offset))
+}
+
+/// Where the first instruction of a program lies.
+pub const fn code(arch: Arch) -> Gpa {
+    gpa(arch, CODE)
+}
+
+/// The value that enables asynchronous page faults with the area at `gpa`, which is 64-byte
+/// aligned. On x86-64 that is the value of an MSR: today's contract, at any privilege. On AArch64
+/// it is the argument of a call: the first contract of 2020.
+pub const fn async_faults_at(arch: Arch, gpa: u64) -> u64 {
+    match arch {
+        Arch::Arm64 => 1 << 63 | gpa | 1,
+        _ => gpa | 0xb,
+    }
+}
+
+/// The port that a program writes to tell a value.
+pub const TELL_PORT: u16 = 0x81;
+/// The address for that.
+const TELL_AT: u64 = 0x0a00_0000;
+/// The port that a program reads to ask for one.
+pub const ASK_PORT: u16 = 0x80;
+/// The address for that.
+const ASK_AT: u64 = 0x0a00_0008;
+
+/// The value that a program tells by this exit.
+pub fn told(exit: &Exit) -> Option<u32> {
+    match *exit {
+        Exit::IoOut {
+            port: TELL_PORT,
+            value,
+            ..
+        } => Some(value),
+        Exit::MmioWrite { gpa, value, .. } if gpa.get() == TELL_AT => Some(value as u32),
+        _ => None,
+    }
+}
+
+/// Whether a program asks for a value by this exit: answer it with `Vcpu::complete_read`.
+pub fn is_question(exit: &Exit) -> bool {
+    match exit {
+        Exit::IoIn { port, .. } => *port == ASK_PORT,
+        Exit::MmioRead { gpa, .. } => gpa.get() == ASK_AT,
+        _ => false,
+    }
+}
+
+/// A general register of 64 bits. No instruction of an [`Assembler`] changes another one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[allow(missing_docs, reason = "they differ in nothing but their names")]
+pub enum Reg {
+    A,
+    B,
+    C,
+    D,
+    E,
+    F,
+    G,
+    H,
+}
+
+/// When a branch is taken. Numbers are without sign.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Condition {
+    /// The registers are equal.
+    Equal,
+    /// They differ.
+    NotEqual,
+    /// The first is less.
+    Less,
+}
+
+/// A place in a program.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Label(usize);
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Set(Reg, u64),
+    Load(Width, Reg, Reg, u32),
+    Store(Width, Reg, u32, Reg),
+    Increment(Reg, u32),
+    Add(Reg, Reg),
+    AddImmediate(Reg, u32),
+    Not(Reg),
+    ShiftRight(Reg, u8),
+    Label(Label),
+    Jump(Label),
+    Branch(Condition, Reg, Reg, Label),
+    Tell(Reg),
+    Ask(Reg),
+    Print(Reg),
+    Exit(Reg),
+    EnableAsyncFaults(u64),
+    AllowUnaligned,
+    Halt,
+    Crash,
+}
+
+/// The register `reg` in a saved state.
+///
+/// # Panics
+/// The state is of an architecture without programs.
+pub fn saved(state: &mut VcpuState, reg: Reg) -> &mut u64 {
+    match state {
+        VcpuState::X86(state) => &mut state.regs.gpr[x86::number(reg)],
+        VcpuState::Arm64(state) => &mut state.regs.x[arm64::number(reg) as usize],
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Collects the instructions of a program. Offsets are in bytes, and multiples of the width.
+#[derive(Debug, Default)]
+pub struct Assembler {
+    ops: Vec<Op>,
+    labels: usize,
+}
+
+impl Assembler {
+    fn push(&mut self, op: Op) {
+        self.ops.push(op);
+    }
+
+    /// `to = value`.
+    pub fn set(&mut self, to: Reg, value: u64) {
+        self.push(Op::Set(to, value));
+    }
+
+    /// `to = [base + offset]`, with zeros above `width`.
+    pub fn load(&mut self, width: Width, to: Reg, base: Reg, offset: u32) {
+        self.push(Op::Load(width, to, base, offset));
+    }
+
+    /// `[base + offset] = from`.
+    pub fn store(&mut self, width: Width, base: Reg, offset: u32, from: Reg) {
+        self.push(Op::Store(width, base, offset, from));
+    }
+
+    /// Adds 1 to the 32-bit word at `base + offset`: on x86-64 in one instruction.
+    pub fn increment(&mut self, base: Reg, offset: u32) {
+        self.push(Op::Increment(base, offset));
+    }
+
+    /// `to = to + from`.
+    pub fn add(&mut self, to: Reg, from: Reg) {
+        self.push(Op::Add(to, from));
+    }
+
+    /// `to = to + value`; `value` is less than 4096, or 4096.
+    pub fn add_immediate(&mut self, to: Reg, value: u32) {
+        self.push(Op::AddImmediate(to, value));
+    }
+
+    /// `to = !to`.
+    pub fn not(&mut self, to: Reg) {
+        self.push(Op::Not(to));
+    }
+
+    /// `to = to >> bits`.
+    pub fn shift_right(&mut self, to: Reg, bits: u8) {
+        self.push(Op::ShiftRight(to, bits));
+    }
+
+    /// A label without a place: [`Assembler::place`] gives it one.
+    pub fn label(&mut self) -> Label {
+        self.labels += 1;
+        Label(self.labels - 1)
+    }
+
+    /// `label` is here.
+    pub fn place(&mut self, label: Label) {
+        self.push(Op::Label(label));
+    }
+
+    /// A label that is here.
+    pub fn here(&mut self) -> Label {
+        let label = self.label();
+        self.place(label);
+        label
+    }
+
+    /// Goes on at `label`.
+    pub fn jump(&mut self, label: Label) {
+        self.push(Op::Jump(label));
+    }
+
+    /// Goes on at `label` if `a` and `b` compare so.
+    pub fn branch(&mut self, condition: Condition, a: Reg, b: Reg, label: Label) {
+        self.push(Op::Branch(condition, a, b, label));
+    }
+
+    /// Tells the VMM the lower 32 bits of `value`.
+    pub fn tell(&mut self, value: Reg) {
+        self.push(Op::Tell(value));
+    }
+
+    /// Asks the VMM for 32 bits.
+    pub fn ask(&mut self, to: Reg) {
+        self.push(Op::Ask(to));
+    }
+
+    /// Prints the lowest byte of `byte` on the serial line.
+    pub fn print(&mut self, byte: Reg) {
+        self.push(Op::Print(byte));
+    }
+
+    /// Ends the run; the lower 32 bits of `code` are the exit code.
+    pub fn exit(&mut self, code: Reg) {
+        self.push(Op::Exit(code));
+        self.push(Op::Halt);
+    }
+
+    /// Gives `value` to the host as the first step of asynchronous page faults: see
+    /// [`async_faults_at`].
+    pub fn enable_async_faults(&mut self, value: u64) {
+        self.push(Op::EnableAsyncFaults(value));
+    }
+
+    /// From here on, accesses need not be aligned. On AArch64 that takes tables of stage 1, which
+    /// map everything to itself; they are in the first page behind [`STACK`].
+    pub fn allow_unaligned(&mut self) {
+        self.push(Op::AllowUnaligned);
+    }
+
+    /// Waits for an interrupt.
+    pub fn halt(&mut self) {
+        self.push(Op::Halt);
+    }
+
+    /// Raises an exception. Its handler cannot be reached.
+    pub fn crash(&mut self) {
+        self.push(Op::Crash);
+    }
+}
+
+/// A program in machine code.
+#[derive(Clone, Debug)]
+pub struct Code {
+    arch: Arch,
+    bytes: Vec<u8>,
+}
+
+/// The program that `write` writes.
+pub fn assemble(arch: Arch, write: impl FnOnce(&mut Assembler)) -> Code {
+    let mut program = Assembler::default();
+    write(&mut program);
+    let bytes = match arch {
+        Arch::Arm64 => arm64::encode(&program, Vec::new()),
+        _ => x86::assemble(|a| x86::emit(&program, a)).bytes,
+    };
+    Code { arch, bytes }
+}
 
 /// Whether a program may be interrupted. None is: it has no timer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -44,82 +302,38 @@ pub enum Interrupts {
     On,
 }
 
-/// The machine code at [`CODE`] of a program that runs at CPL 3. It may use the memory from 2 to
-/// 4 MiB, and ports up to 0x80. Where KVM emulates CPL 0, only at CPL 3 the program's accesses are
-/// a processor's. If several vCPUs run it, one begins after the other has reached CPL 3.
+/// A program. A processor makes its accesses on every host. Where KVM emulates CPL 0, that is so
+/// only at CPL 3, so the program runs there on x86-64. It stays at EL1 on AArch64. It may use the
+/// bytes 2 to 4 MiB of its VM's memory.
+///
+/// Two vCPUs may run it. The second begins after the first has left for the first time: on AArch64
+/// the first switches it on, and on x86-64 a task register cannot be loaded by both at once.
 ///
 /// # Panics
 /// The program is too long.
 pub fn assemble_user(
+    arch: Arch,
     interrupts: Interrupts,
-    program: impl FnOnce(&mut CodeAssembler) -> Result<(), IcedError>,
-) -> Vec<u8> {
-    use iced_x86::code_asm::*;
-    let mut code = assemble(|a| {
-        let mut user = a.create_label();
-        // The user bit of the boot tables on the way to the memory from 2 to 4 MiB.
-        for entry in [0x4000, 0x5000, 0x6008] {
-            a.mov(rax, entry as u64)?;
-            a.or(qword_ptr(rax), 4)?;
-        }
-        a.mov(rax, cr3)?;
-        a.mov(cr3, rax)?;
-        a.mov(rax, GDT_POINTER)?;
-        a.lgdt(ptr(rax))?;
-        // Another vCPU may have made the task busy, and LTR refuses a busy one.
-        a.mov(rax, GDT + u64::from(TASK) + 5)?;
-        a.and(byte_ptr(rax), 0xfd)?;
-        a.mov(eax, TASK)?;
-        a.ltr(ax)?;
-        a.mov(rsp, FRAME)?;
-        a.push(USER_DATA as i32)?;
-        a.push(0)?;
-        a.push(match interrupts {
-            Interrupts::Off => 2,
-            Interrupts::On => 0x202,
-        })?;
-        a.push(USER_CODE as i32)?;
-        a.lea(rax, ptr(user))?;
-        a.push(rax)?;
-        a.iretq()?;
-        a.set_label(&mut user)?;
-        program(a)
-    });
-    assert!(code.len() <= (GDT - CODE) as usize, "too long");
-    let limit = TSS_BYTES + BITMAP_BYTES - 1;
-    let task = 0x89 << 40 | (TSS & 0xff_ffff) << 16 | (TSS >> 24) << 56 | limit;
-    let gdt = [
-        0,
-        0,
-        0x00af_9b00_0000_ffff,
-        0x00cf_9300_0000_ffff,
-        0x00cf_f300_0000_ffff,
-        0x00af_fb00_0000_ffff,
-        task,
-        TSS >> 32,
-    ];
-    let mut put = |at: u64, bytes: &[u8]| {
-        code.resize((at - CODE) as usize, 0);
-        code.extend(bytes);
+    write: impl FnOnce(&mut Assembler),
+) -> Code {
+    let mut program = Assembler::default();
+    write(&mut program);
+    let bytes = match arch {
+        Arch::Arm64 => arm64::encode(&program, arm64::prologue(interrupts)),
+        _ => x86::user(interrupts, |a| x86::emit(&program, a)),
     };
-    put(GDT, &gdt.map(u64::to_le_bytes).concat());
-    put(GDT_POINTER, &(size_of_val(&gdt) as u16 - 1).to_le_bytes());
-    put(GDT_POINTER + 2, &GDT.to_le_bytes());
-    // The offset of the I/O bitmap. A bit that is clear permits a port.
-    put(TSS + 0x66, &(TSS_BYTES as u16).to_le_bytes());
-    put(FRAME, &[]);
-    code
+    Code { arch, bytes }
 }
 
 /// The image of such code.
-pub fn image(code: &[u8]) -> Image<'_> {
-    let entry = Gpa::truncate(CODE);
+pub fn image(code: &Code) -> Image<'_> {
+    let entry = gpa(code.arch, CODE);
     Image {
-        arch: Arch::X86_64,
+        arch: code.arch,
         segments: vec![Segment {
             gpa: entry,
-            bytes: code,
-            size: code.len() as u64,
+            bytes: &code.bytes,
+            size: code.bytes.len() as u64,
         }],
         entry,
     }

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use lacuna_addr::PAGE_SIZE;
 use lacuna_guest::status::{Kind, PAUSED_AT, Status};
-use lacuna_machine::{Ending, GuestMemory, Image, Kick, Next, PlatformDevices, Vcpu, dispatch};
+use lacuna_machine::{
+    Arch, Ending, GuestMemory, Image, Kick, Next, PlatformDevices, Vcpu, dispatch,
+};
 
 use crate::backend::{Backend, Lacks, Made, Request};
 
@@ -37,16 +39,22 @@ pub fn within<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> T
     }
 }
 
-/// A built-in guest. In a build without guests, the calling test ends as skipped.
+/// A built-in guest for `arch`. In a build without guests, the calling test ends as skipped.
 ///
 /// # Panics
 /// If there is none of this name.
-pub fn guest(name: &str) -> Image<'static> {
-    if let Some(reason) = lacuna_guest::unavailable() {
-        lacuna_skip::skip_test(reason);
-    }
-    let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
-    Image::parse(image.elf).expect("the image of a built-in guest")
+pub fn guest(arch: Arch, name: &str) -> Image<'static> {
+    let image = match arch {
+        Arch::Arm64 => lacuna_guest::Arch::Arm64.image(name),
+        _ => {
+            if let Some(reason) = lacuna_guest::unavailable() {
+                lacuna_skip::skip_test(reason);
+            }
+            lacuna_guest::image(name)
+        }
+    };
+    let image = image.unwrap_or_else(|| panic!("no image {name} for {arch}"));
+    Image::parse(image.file).expect("the image of a built-in guest")
 }
 
 /// How a run went.
@@ -133,7 +141,7 @@ pub fn beside<B: Backend, T>(
     let Made { vm, vcpus, beside } = backend.make(request, image)?;
     let lines = Arc::new(Mutex::new(Vec::new()));
     let sink = Arc::clone(&lines);
-    let devices = PlatformDevices::new(move |line: &str| {
+    let devices = PlatformDevices::of(backend.arch(), move |line: &str| {
         sink.lock()
             .expect("no panic under this lock")
             .push(line.to_owned());

@@ -3,28 +3,56 @@
 use std::sync::Arc;
 
 use lacuna_addr::PageCount;
-use lacuna_machine::{Backup, Delivery, Detection, RingSize, VmConfig};
+use lacuna_machine::{Arch, Backup, Delivery, Detection, RingSize, VmConfig};
 use lacuna_soft::{
     BootMemory, HostError, HugePages, LatencySetting, MemoryKind, SoftError, Swap, Vm, VmBuilder,
 };
 use lacuna_sync::{Clock, HostClock};
 
-use crate::backend::{Backend, Built, Lacks, Request, Tracking};
+use crate::backend::{Backend, Built, Lacks, Request, Tracking, Unit};
+use crate::outside;
+
+/// What gives this machine huge pages: enough for the bodies that a few threads run.
+const RESERVE: &str = "as root: echo 200 > /proc/sys/vm/nr_hugepages";
 
 /// VMs of the soft backend.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Soft {
+    /// The architecture of their guests.
+    pub arch: Arch,
     /// Where their pages are 2 MiB.
     pub huge: HugePages,
     /// Where their pages are.
     pub memory_kind: MemoryKind,
+    /// What fills the memory of a VM without a page source.
+    pub filled: Filled,
+}
+
+/// What fills the memory of a VM that is not given a page source.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Filled {
+    /// The backend, with zeros.
+    #[default]
+    ByBackend,
+    /// A handler thread, with zeros, through a userfaultfd.
+    FromOutside,
+}
+
+impl Soft {
+    /// The same with guests of another architecture.
+    #[must_use]
+    pub fn on(self, arch: Arch) -> Self {
+        Self { arch, ..self }
+    }
 }
 
 impl Default for Soft {
     fn default() -> Self {
         Self {
+            arch: Arch::X86_64,
             huge: HugePages::Never,
             memory_kind: MemoryKind::Budget,
+            filled: Filled::default(),
         }
     }
 }
@@ -55,14 +83,30 @@ fn modes(tracking: Tracking) -> Result<(Option<Detection>, Delivery), Lacks> {
 impl Backend for Soft {
     type Vm = Vm;
 
+    fn arch(&self) -> Arch {
+        self.arch
+    }
+
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {
         let (detection, delivery) = modes(request.tracking)?;
+        if self.memory_kind == MemoryKind::Hugetlbfs && request.unit == Unit::Page {
+            let why = "soft: pages of hugetlbfs are provided and discarded 2 MiB at a time";
+            return Err(Lacks::because(why));
+        }
         let evicts = self.memory_kind == MemoryKind::Budget;
-        if !evicts && request.origin.is_none() && request.resident < request.memory {
+        // A request with a source, and with a latency of evicted pages, wants both.
+        let wants_eviction = request.origin.is_none() || !request.latency.is_zero();
+        if !evicts && wants_eviction && request.resident < request.memory {
             let why = "soft: only Linux evicts pages of Linux memory";
             return Err(Lacks::because(why));
         }
+        let source = match (&request.origin, self.filled) {
+            (Some(origin), _) => Some(Arc::clone(&origin.source)),
+            (None, Filled::FromOutside) => Some(outside::zeros()?),
+            (None, Filled::ByBackend) => None,
+        };
         let builder = VmBuilder {
+            arch: self.arch,
             memory: PageCount::from_bytes(request.memory << 20),
             resident: PageCount::from_bytes(request.resident << 20),
             vcpus: request.vcpus,
@@ -72,10 +116,7 @@ impl Backend for Soft {
             latency: LatencySetting::default(),
             apf: request.apf,
             cpu: request.cpu,
-            source: request
-                .origin
-                .as_ref()
-                .map(|origin| Arc::clone(&origin.source)),
+            source,
             seed: None,
             command_line: request.command_line.clone(),
         };
@@ -83,6 +124,7 @@ impl Backend for Soft {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = builder.host(Arc::clone(&clock)).expect("a host");
         let config = VmConfig {
+            arch: builder.arch,
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
@@ -92,10 +134,16 @@ impl Backend for Soft {
         let memory = BootMemory {
             kind: self.memory_kind,
             source: builder.source.clone(),
+            ..BootMemory::default()
         };
         let vm = match Vm::with_memory(Arc::clone(&host), clock, config, memory) {
             Err(refused @ SoftError::Host(HostError::Userfaultfd(_))) => {
                 return Err(Lacks::because(refused));
+            }
+            Err(SoftError::Host(HostError::SharedMemory { reason }))
+                if reason.contains("reserve more") =>
+            {
+                return Err(Lacks::because(format!("soft: {reason}; {RESERVE}")));
             }
             made => made.expect("a VM"),
         };
@@ -111,11 +159,8 @@ impl Backend for Soft {
     }
 
     fn has_string_ports(&self) -> Result<(), Lacks> {
+        self.x86_only("its processors have no ports")?;
         let why = "soft: its processors have no INS and OUTS, which raise #UD";
         Err(Lacks::because(why))
-    }
-
-    fn accepts_tokens(&self) -> Result<(), Lacks> {
-        Ok(())
     }
 }

@@ -1,14 +1,69 @@
 //! A `#[test]` for each body.
 
-/// Makes the tests of a backend: one for each body, named after it.
+/// Makes the tests of a backend whose guests may have any architecture: those of
+/// [`suite!`](crate::suite), once for each architecture.
+#[macro_export]
+macro_rules! suites {
+    ($backend:expr) => {
+        $crate::suite!(x86_64: $backend.on(::lacuna_machine::Arch::X86_64));
+        $crate::suite!(arm64: $backend.on(::lacuna_machine::Arch::Arm64));
+    };
+}
+
+/// As [`suites!`](crate::suites), for a backend that differs from another one by its memory alone.
+/// Left out are bodies about vCPUs that take long: guests that go to the other backend, those that
+/// order memory while they move, and those that see the host's processor. The other backend's suite
+/// has them.
+#[macro_export]
+macro_rules! memory_suites {
+    ($backend:expr) => {
+        $crate::suite!(memory x86_64: $backend.on(::lacuna_machine::Arch::X86_64));
+        $crate::suite!(memory arm64: $backend.on(::lacuna_machine::Arch::Arm64));
+    };
+}
+
+/// Makes the tests of a backend: one for each body, named after it, in a module that is named after
+/// the architecture.
 #[macro_export]
 macro_rules! suite {
-    ($backend:expr) => {
+    ($arch:ident: $backend:expr) => {
+        mod $arch {
+            use super::*;
+            $crate::suite!(@common $backend);
+            $crate::suite!(@ $backend;
+                between:
+                    verify_goes_to_the_other_backend_and_back,
+                    bm_goes_to_the_other_backend_and_back,
+                    interrupts_and_registers_go_to_the_other_backend_and_back,
+                    the_common_model_has_its_cpuid;
+                state:
+                    a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
+                    a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
+                    a_guest_with_the_hosts_processor_moves,
+                    verify_moves_through_fresh_vms, litmus_moves_through_fresh_vms,
+                    bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
+            );
+        }
+    };
+    (memory $arch:ident: $backend:expr) => {
+        mod $arch {
+            use super::*;
+            $crate::suite!(@common $backend);
+            $crate::suite!(@ $backend;
+                state:
+                    a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
+                    a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
+                    verify_moves_through_fresh_vms,
+                    bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
+            );
+        }
+    };
+    (@common $backend:expr) => {
         $crate::suite!(@ $backend;
             exits:
                 ports_have_every_width, string_ports_device_memory_and_the_exit_port,
                 an_unfinished_line_is_passed_on, device_memory_has_every_width,
-                a_triple_fault_says_where, a_kick_interrupts_a_halted_vcpu;
+                a_crash_says_where, a_kick_interrupts_a_halted_vcpu;
             guests:
                 hello_prints_its_line, modified_code_is_seen, memory_order_and_split_locks,
                 a_kick_ends_an_endless_guest, the_watcher_reads_and_writes_guest_memory;
@@ -20,12 +75,21 @@ macro_rules! suite {
                 the_source_is_asked_for_what_a_vcpu_needs, a_vcpu_exits_once_for_a_missing_page,
                 devices_wait_where_vcpus_exit, a_guest_that_cannot_be_told_waits,
                 tokens_are_accepted_once, nothing_is_lost_with_exits,
-                nothing_is_lost_with_exits_and_tokens, a_guest_is_told_and_goes_on,
+                nothing_is_lost_with_exits_and_tokens,
                 a_vcpu_with_interrupts_exits_once;
+            tokens:
+                a_guest_is_told_and_goes_on, nothing_is_lost_with_a_source_and_async_faults,
+                a_restored_vcpu_forgets_accepted_tokens, the_vcpu_that_needs_a_page_exits,
+                a_guest_that_disables_with_tokens_out_goes_on, a_vm_ends_with_tokens_out,
+                a_page_that_is_ready_and_not_provided_is_the_vmms,
+                a_ready_beside_an_accept_has_one_outcome;
             missing_races:
                 two_vcpus_need_one_page, the_flag_is_cleared_while_a_vcpu_waits,
                 the_flag_is_set_while_a_vcpu_waits, a_silent_source_delays_no_end,
-                a_lost_page_is_reported, a_restored_vcpu_has_no_exit;
+                a_lost_page_is_reported, a_restored_vcpu_has_no_exit,
+                a_kick_ends_the_wait_for_the_area_of_async_faults;
+            sources:
+                verify_from_zeros, verify_from_a_memory_file, verify_from_a_peer;
             async_faults:
                 every_token_comes_back_once, a_guest_is_told_nothing_unless_offered,
                 nothing_is_lost_with_async_faults;
@@ -55,16 +119,6 @@ macro_rules! suite {
                 slots_with_one_number_are_added_and_removed_by_all,
                 logs_are_switched_while_slots_come_and_go, odd_ranges_of_a_log,
                 huge_pages_are_allowed_more_often_than_disallowed;
-            between:
-                verify_goes_to_the_other_backend_and_back, bm_goes_to_the_other_backend_and_back,
-                interrupts_and_registers_go_to_the_other_backend_and_back,
-                the_common_model_has_its_cpuid;
-            state:
-                a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
-                a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
-                a_guest_with_the_hosts_processor_moves,
-                verify_moves_through_fresh_vms, litmus_moves_through_fresh_vms,
-                bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
         );
     };
     (@ $backend:expr; $($module:ident: $($body:ident),+;)+) => {

@@ -1,3 +1,3 @@
 //! Every behaviour on `/dev/kvm`.
 
-lacuna_conformance::suite!(lacuna_conformance::Kvm);
+lacuna_conformance::suite!(x86_64: lacuna_conformance::Kvm);

@@ -1,3 +1,3 @@
 //! Every behaviour on the soft backend.
 
-lacuna_conformance::suite!(lacuna_conformance::Soft::default());
+lacuna_conformance::suites!(lacuna_conformance::Soft::default());

@@ -1,9 +1,9 @@
-//! Every behaviour on the soft backend with 2 MiB pages wherever there is one.
+//! Every behaviour of memory on the soft backend with 2 MiB pages wherever there is one.
 
 use lacuna_conformance::Soft;
 use lacuna_soft::HugePages;
 
-lacuna_conformance::suite!(Soft {
+lacuna_conformance::memory_suites!(Soft {
     huge: HugePages::Always,
     ..Soft::default()
 });

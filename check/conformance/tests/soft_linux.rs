@@ -1,9 +1,9 @@
-//! Every behaviour on the soft backend with memory from Linux, filled by userfaultfd.
+//! Every behaviour of memory on the soft backend with memory from Linux, filled by userfaultfd.
 
 use lacuna_conformance::Soft;
 use lacuna_soft::MemoryKind;
 
-lacuna_conformance::suite!(Soft {
+lacuna_conformance::memory_suites!(Soft {
     memory_kind: MemoryKind::Linux,
     ..Soft::default()
 });

@@ -217,6 +217,14 @@ fn size(rng: &mut Rng) -> String {
 }
 
 /// A guest that ends soon, in little memory, with options that may be wrong.
+fn arch(rng: &mut Rng) -> Vec<String> {
+    const NAMES: [&str; 7] = ["arm64", "arm64", "x86_64", "aarch64", "ARM64", "", "riscv"];
+    match rng.u8(..3) {
+        0 => vec!["--arch".into(), pick(rng, &NAMES).into()],
+        _ => Vec::new(),
+    }
+}
+
 fn run_line(rng: &mut Rng, folder: &Path) -> Vec<String> {
     let image = match rng.u8(..12) {
         0 => odd(rng),
@@ -229,13 +237,11 @@ fn run_line(rng: &mut Rng, folder: &Path) -> Vec<String> {
         0 => size(rng),
         _ => format!("{}M", rng.u32(4..48)),
     };
-    let resident = match rng.u8(..5) {
-        0 => size(rng),
-        _ => format!("{}M", rng.u32(2..48)),
-    };
-    let mut line: Vec<String> = ["run", &image, "--memory", &memory, "--resident", &resident]
+    let mut line: Vec<String> = ["run", &image, "--memory", &memory]
         .map(String::from)
         .into();
+    line.extend(kind(rng));
+    line.extend(arch(rng));
     let mut option = |name: &str, value: String| line.extend([name.to_owned(), value]);
     if rng.bool() {
         option(
@@ -286,6 +292,23 @@ fn run_line(rng: &mut Rng, folder: &Path) -> Vec<String> {
         line.push("--quiet".into());
     }
     line
+}
+
+/// Where the memory is, and how much of it is resident: mostly one of the two, which exclude each
+/// other except in the pool.
+fn kind(rng: &mut Rng) -> Vec<String> {
+    let kinds = ["pool", "anonymous", "memfd", "hugetlbfs", "tape"];
+    let resident = match rng.u8(..5) {
+        0 => size(rng),
+        _ => format!("{}M", rng.u32(2..48)),
+    };
+    let kind = ["--memory-kind".to_owned(), pick(rng, &kinds).into()];
+    let resident = ["--resident".to_owned(), resident];
+    match rng.u8(..12) {
+        0 => [kind, resident].concat(),
+        1..4 => kind.into(),
+        _ => resident.into(),
+    }
 }
 
 fn swap(rng: &mut Rng, folder: &Path) -> String {

@@ -1,10 +1,11 @@
-//! Mutated images: the loader must return a clear error, or the guest must run for a while.
+//! Mutated images, ELF files and arm64 `Image`s: the loader must return a clear error, or the guest
+//! must run for a while.
 
 use crate::run::Run;
 use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
-use lacuna_machine::{Exit, Image, Kick, PlatformDevices, Vcpu as _, Vm as _};
+use lacuna_machine::{Arch, Exit, Image, Kick, PlatformDevices, Vcpu as _, Vm as _};
 use lacuna_soft::{
     Apf, CpuModel, Host, HugePages, LatencySetting, MemoryKind, Step, Swap, Vcpu, Vm, VmBuilder,
     VmConfig, Wait,
@@ -21,15 +22,14 @@ const SLICE: u64 = 2000;
 /// Guest memory, in pages.
 const MEMORY: u64 = 8 << 8;
 
-/// Runs one seed: a host, and images for it. Does nothing in a build without guests.
+/// Runs one seed: a host, and images for it. A build without guests has those of AArch64.
 pub fn run(run: &mut Run<'_>) {
-    let guests: Vec<_> = lacuna_guest::images().iter().collect();
-    if guests.is_empty() {
-        return;
-    }
+    let x86: Vec<_> = lacuna_guest::images().iter().collect();
+    let arm64: Vec<_> = lacuna_guest::Arch::Arm64.images().iter().collect();
     let mut rng = Rng::with_seed(run.seed);
     let clock = Arc::new(VirtualClock::default());
     let builder = VmBuilder {
+        arch: Arch::X86_64,
         memory: PageCount::new(MEMORY),
         resident: PageCount::new(1024),
         vcpus: 1,
@@ -46,10 +46,14 @@ pub fn run(run: &mut Run<'_>) {
     let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>);
     let host = host.expect("a host");
     for _ in 0..IMAGES {
-        let image = values::pick(&mut rng, &guests);
-        let mut file = image.elf.to_vec();
+        let (format, guests) = match x86.is_empty() || rng.u8(..3) == 0 {
+            true => (&ARM64_IMAGE, &arm64),
+            false => (&ELF, &x86),
+        };
+        let image = values::pick(&mut rng, guests);
+        let mut file = image.file.to_vec();
         for _ in 0..rng.u8(..6) {
-            mutate(&mut file, &mut rng);
+            mutate(&mut file, format, &mut rng);
         }
         run.pulse.beat();
         run.tally.operations += 1;
@@ -88,11 +92,40 @@ const SEGMENT_FIELDS: &[(usize, usize)] = &[
     (40, 8),
     (48, 8),
 ];
+/// The fields of the header of an arm64 `Image`.
+const IMAGE_FIELDS: &[(usize, usize)] = &[
+    (0, 4),
+    (4, 4),
+    (8, 8),
+    (16, 8),
+    (24, 8),
+    (32, 8),
+    (40, 8),
+    (48, 8),
+    (56, 4),
+    (60, 4),
+];
+
+/// Where a file format has what.
+struct Format {
+    fields: &'static [(usize, usize)],
+    segment_fields: &'static [(usize, usize)],
+}
+
+const ELF: Format = Format {
+    fields: FIELDS,
+    segment_fields: SEGMENT_FIELDS,
+};
+const ARM64_IMAGE: Format = Format {
+    fields: IMAGE_FIELDS,
+    segment_fields: &[],
+};
+
 /// Bytes of the file header, and of a program header.
 const HEADER: usize = 64;
 const SEGMENT: usize = 56;
 
-fn mutate(file: &mut Vec<u8>, rng: &mut Rng) {
+fn mutate(file: &mut Vec<u8>, format: &Format, rng: &mut Rng) {
     match rng.u8(..10) {
         0 => file.truncate(rng.usize(..=file.len())),
         1 if !file.is_empty() => {
@@ -115,11 +148,15 @@ fn mutate(file: &mut Vec<u8>, rng: &mut Rng) {
             file.copy_within(from..from + rng.usize(..128), to);
         }
         5 | 6 => {
-            let (at, size) = values::pick(rng, FIELDS);
+            let (at, size) = values::pick(rng, format.fields);
+            set(file, at, size, rng);
+        }
+        _ if format.segment_fields.is_empty() => {
+            let (at, size) = values::pick(rng, format.fields);
             set(file, at, size, rng);
         }
         _ => {
-            let (at, size) = values::pick(rng, SEGMENT_FIELDS);
+            let (at, size) = values::pick(rng, format.segment_fields);
             let index = rng.usize(..6);
             set(file, HEADER + index * SEGMENT + at, size, rng);
         }
@@ -166,7 +203,13 @@ fn try_image(
         Ok(image) => image,
         Err(error) => return refused(&error, run),
     };
+    // Now and then the VM is for another architecture than the image.
+    let arch = match rng.u8(..16) {
+        0 => values::pick(rng, &[Arch::X86_64, Arch::Arm64]),
+        _ => image.arch,
+    };
     let config = VmConfig {
+        arch,
         memory: PageCount::new(MEMORY),
         vcpus: 1,
         apf: Apf::On,
@@ -176,7 +219,7 @@ fn try_image(
     let vm = Vm::new(Arc::clone(host), time, config).expect("a VM");
     let words: String = (0..rng.usize(..40)).map(|_| rng.char(' '..='~')).collect();
     match vm.boot(&image, &words) {
-        Ok(mut vcpus) => drive(&mut vcpus[0], host, clock, run),
+        Ok(mut vcpus) => drive(&mut vcpus[0], arch, host, clock, run),
         Err(error) => refused(&error, run),
     }
     vm.mmu().verify();
@@ -196,9 +239,9 @@ fn refused(error: &dyn std::error::Error, run: &mut Run<'_>) {
 }
 
 /// Runs the guest until it ends or its slices are used up.
-fn drive(vcpu: &mut Vcpu, host: &Host, clock: &VirtualClock, run: &mut Run<'_>) {
-    run.tally.note("images", "started");
-    let devices = PlatformDevices::new(|_: &str| ());
+fn drive(vcpu: &mut Vcpu, arch: Arch, host: &Host, clock: &VirtualClock, run: &mut Run<'_>) {
+    run.tally.note("images", format!("started, {arch}"));
+    let devices = PlatformDevices::of(arch, |_: &str| ());
     for _ in 0..SLICES {
         let before = vcpu.retired();
         let step = vcpu.step(SLICE);
@@ -213,13 +256,20 @@ fn drive(vcpu: &mut Vcpu, host: &Host, clock: &VirtualClock, run: &mut Run<'_>) 
                 host.wait(&ticket).expect("memory does not fail")
             }
             Step::Wait(Wait::Memory) => vcpu.reclaim().expect("budget enough"),
-            Step::Exit(Exit::Shutdown(_)) => return run.tally.note("images", "shut down"),
+            Step::Exit(Exit::Shutdown(_) | Exit::PoweredOff | Exit::Reset) => {
+                return run.tally.note("images", "shut down");
+            }
             Step::Exit(exit) => {
                 run.note_exit(&exit);
                 match exit {
                     Exit::IoOut { port, width, value } => devices.write(port, width, value, &Deaf),
                     Exit::IoIn { port, width } => vcpu.complete_read(devices.read(port, width)),
-                    Exit::MmioRead { width, .. } => vcpu.complete_read(width.ones()),
+                    Exit::MmioRead { gpa, width } => {
+                        vcpu.complete_read(devices.mmio_read(gpa, width));
+                    }
+                    Exit::MmioWrite { gpa, width, value } => {
+                        devices.mmio_write(gpa, width, value, &Deaf);
+                    }
                     _ => {}
                 }
                 if devices.ending().is_some() {

@@ -1,5 +1,6 @@
-//! Fuzzes whole machines, the image loader and the command. Every input follows from a seed. It
-//! runs under plain `cargo run` and `cargo test`, without a coverage-guided fuzzer.
+//! Fuzzes whole machines, the image loader, migrations, snapshots and the command. Every input
+//! follows from a seed. It runs under plain `cargo run` and `cargo test`, without a coverage-guided
+//! fuzzer.
 //!
 //! ```no_run
 //! use lacuna_fuzz::{Campaign, Kind};
@@ -18,23 +19,30 @@
 //! | `threads` | whole machines, one thread for each vCPU, verified while all vCPUs are stopped |
 //! | `images` | mutated ELF files for the loader |
 //! | `command` | command lines for `lacuna` |
+//! | `control` | clients of a control socket |
+//! | `migrated` | hostile peers of a migration, and forged snapshots |
 //! | `plan` | draws the host's and the VMs' configuration from the seed |
 //! | `subject` | a VM, and the guard pages around its slots |
 //! | `monitor` | random operations of the host and the VMM while the VM runs |
 //! | `shadow` | oracles of dirty tracking, and of data that leaks between VMs |
 //! | `place`, `runtime` | the guest's memory map, and its handler of every exception |
 //! | `program`, `values`, `asm` | sequences of random instructions |
+//! | `arm64` | memory map, runtime and sequences of AArch64 guests |
 //! | `pulse`, `tally` | detects hangs and collects panics; counts what was reached |
 //!
 //! An oracle panics when it fails. [`Campaign`] catches the panic and records a [`Finding`].
 //!
-//! Neighbours: imports `soft`, `machine` and `guest`, and calls `verify` of `mmu` and `host`.
+//! Neighbours: imports `soft`, `machine`, `migrate` and `guest`, and calls `verify` of `mmu` and
+//! `host`.
 #![forbid(unsafe_code)]
 
+mod arm64;
 mod asm;
 mod command;
+mod control;
 mod images;
 mod machine;
+mod migrated;
 mod monitor;
 mod place;
 mod plan;

@@ -11,7 +11,7 @@ use crate::monitor::Monitor;
 use crate::plan::{Mode, Plan};
 use crate::run::Run;
 use crate::shadow::read_all;
-use crate::subject::{Subject, assert_own};
+use crate::subject::Subject;
 use fastrand::Rng;
 use lacuna_host::Ticket;
 use lacuna_machine::{Exit, Vcpu as _};
@@ -41,6 +41,28 @@ enum State {
     Halted,
     Page(Ticket),
     Memory(Nanos),
+}
+
+/// Whether the vCPU that has left so must be reset.
+pub fn ends_vcpu(exit: &Exit) -> bool {
+    matches!(exit, Exit::Shutdown(_) | Exit::PoweredOff | Exit::Reset)
+}
+
+/// The program counter, the flags and the general registers.
+fn registers(vcpu: &Vcpu) -> Vec<u64> {
+    let mut all = Vec::new();
+    vcpu.note_registers(|value| all.push(value));
+    all
+}
+
+/// Whether an AArch64 vCPU is at its own vectors, where an instruction that raises an exception
+/// raises it for ever. (On x86-64 that is a triple fault.)
+fn is_at_its_vectors(vcpu: &Vcpu) -> bool {
+    let Some(vcpu) = vcpu.as_arm64() else {
+        return false;
+    };
+    let (pc, vectors) = (vcpu.regs().pc, vcpu.vectors());
+    pc.wrapping_sub(vectors) < 0x800
 }
 
 struct Runner {
@@ -206,7 +228,7 @@ impl Simulator {
             }
             Step::Wait(wait) => self.wait(index, wait, &before, run),
             Step::Exit(exit) => {
-                goes_on = !matches!(exit, Exit::Shutdown(_) | Exit::DirtyRingFull);
+                goes_on = !ends_vcpu(&exit) && exit != Exit::DirtyRingFull;
                 self.exit(index, exit, run);
             }
             Step::Failed(error) => panic!("{error}"),
@@ -259,7 +281,8 @@ impl Simulator {
                 runner.vcpu.complete_read(value);
             }
             Exit::MmioRead { .. } => runner.vcpu.complete_read(self.rng.u64(..)),
-            Exit::MmioWrite { .. } | Exit::Interrupted => {}
+            Exit::MmioWrite { gpa, width, value } => subject.write_device(gpa, width, value),
+            Exit::Interrupted => {}
             Exit::DirtyRingFull => {
                 // A monitor harvests, sooner or later.
                 if self.rng.u8(..8) == 0 {
@@ -270,7 +293,7 @@ impl Simulator {
                 }
                 runner.stuck = 0;
             }
-            Exit::Shutdown(_) => self.revive(index),
+            exit if ends_vcpu(&exit) => self.revive(index),
             other => panic!("no such exit in this VM: {other:?}"),
         }
     }
@@ -298,8 +321,9 @@ impl Simulator {
     fn unstick(&mut self, index: usize, run: &mut Run<'_>) {
         let runner = &self.runners[index];
         let is_halted = matches!(runner.state, State::Halted);
-        let regs = runner.vcpu.regs();
-        assert!(is_halted, "a vCPU makes no progress at rip {:#x}", regs.rip);
+        let pc = registers(&runner.vcpu)[0];
+        let is_lost = is_halted || is_at_its_vectors(&runner.vcpu);
+        assert!(is_lost, "a vCPU makes no progress at {pc:#x}");
         run.tally.note("steps", "halted for good");
         self.revive(index);
     }
@@ -347,25 +371,15 @@ impl Simulator {
         }
         for runner in &self.runners {
             runner.vcpu.verify();
-            for value in runner.vcpu.regs().gpr {
-                assert_own(runner.vm, value, &"a register");
-            }
+            Subject::assert_own_registers(runner.vm, &runner.vcpu);
         }
     }
 
     fn note(&mut self, index: usize, fuel: u64) {
         let vcpu = &self.runners[index].vcpu;
-        let regs = vcpu.regs();
         let now = self.clock.now().0;
-        let head = [
-            index as u64,
-            fuel,
-            vcpu.retired(),
-            now,
-            regs.rip,
-            regs.rflags,
-        ];
-        for word in head.into_iter().chain(regs.gpr) {
+        let head = [index as u64, fuel, vcpu.retired(), now];
+        for word in head.into_iter().chain(registers(vcpu)) {
             self.hash = (self.hash ^ word).wrapping_mul(0x0000_0100_0000_01b3);
         }
     }

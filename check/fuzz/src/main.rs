@@ -9,11 +9,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime};
 
-/// Fuzzes whole machines, images and the command. Exit code 1: an oracle failed.
+/// Fuzzes machines, images, migrations, snapshots and the command. Exit code 1: an oracle failed.
 #[derive(Parser)]
 #[command(name = "lacuna-fuzz")]
 struct Arguments {
-    /// machine, threads, images, command, or all
+    /// machine, threads, images, stream, snapshot, command, control, or all
     kind: String,
     /// Run seeds for so long; `all` divides it among the kinds
     #[arg(long, value_name = "N", default_value_t = 60, conflicts_with_all = ["seeds"])]

@@ -5,11 +5,10 @@
 
 use crate::place::*;
 use crate::shadow::{Shadow, has_bitmaps, is_refusal, named, pages_of};
-use crate::subject::{Extra, Subject};
+use crate::subject::{Extra, Subject, address};
 use crate::values;
 use fastrand::Rng;
 use lacuna_addr::{BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
-use lacuna_host::MmuNotifier as _;
 use lacuna_machine::{
     ApfSwitch as _, DirtyRings as _, DirtyTracking as _, GuestMemory as _, MemorySlot,
     MemorySlots as _, TwoStepLog as _,
@@ -73,7 +72,7 @@ const OPERATIONS: &[Operation] = &[
 impl Monitor {
     /// The monitor of a VM in `host`. `latency` is the setting of the host's swap device.
     pub fn new(host: &Arc<Host>, subject: &Subject, latency: LatencySetting, rng: Rng) -> Self {
-        let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
+        let notifier = subject.vm.mmu().notifier();
         let region = host.add_region(PageCount::new(BALLAST), notifier);
         Self {
             rng,
@@ -350,21 +349,22 @@ impl Monitor {
         if let Some(range) = self.backing(subject) {
             let mmu = subject.vm.mmu();
             mmu.test_young(range);
-            mmu.age(&[range], &mut [false]);
-            mmu.end_of_aging();
+            mmu.notifier().age(&[range], &mut [false]);
+            mmu.notifier().end_of_aging();
         }
     }
 
     fn split_huge(&mut self, subject: &Subject) {
         if let Some(range) = self.backing(subject) {
-            subject.vm.mmu().split_huge(range);
+            subject.vm.mmu().notifier().split_huge(range);
         }
     }
 
     /// Forbids huge leaves in a part of the main memory, or allows them again.
     fn limit_huge(&mut self, subject: &Subject) {
         let quarter = subject.memory / PAGE / 4;
-        let part = GfnRange::new(Gfn::new(quarter).expect("low"), quarter).expect("low");
+        let first = Gfn::new(subject.base / PAGE + quarter).expect("low");
+        let part = GfnRange::new(first, quarter).expect("low");
         self.is_limited = !self.is_limited;
         match self.is_limited {
             false => subject.vm.mmu().allow_huge(part),
@@ -378,10 +378,11 @@ impl Monitor {
     /// Writes to data of the guest, perhaps where it has no memory.
     fn write(&mut self, subject: &Subject) {
         let at = match self.rng.u8(..4) {
-            0 => values::address(&mut self.rng, subject.memory) & ((1 << 48) - 1),
-            _ => values::data(&mut self.rng, subject.memory),
+            0 => address(&mut self.rng, subject) & ((1 << 48) - 1),
+            _ => subject.base + values::data(&mut self.rng, subject.memory),
         };
-        if at < DATA {
+        // The runtime and what is before it stay as they are.
+        if (subject.main.guest..subject.base + DATA).contains(&at) {
             return;
         }
         let bytes: Vec<u8> = (0..self.rng.usize(1..64))
@@ -392,7 +393,7 @@ impl Monitor {
     }
 
     fn read(&mut self, subject: &Subject) {
-        let at = values::address(&mut self.rng, subject.memory) & ((1 << 48) - 1);
+        let at = address(&mut self.rng, subject) & ((1 << 48) - 1);
         let mut bytes = [0; 64];
         subject.vm.peek(Gpa::truncate(at), &mut bytes);
         let read = subject.vm.read(Gpa::truncate(at), &mut bytes);
@@ -427,7 +428,7 @@ impl Monitor {
 
     /// Creates a region that no slot uses, writes to it, and removes it.
     fn region(&mut self, subject: &Subject) {
-        let notifier = Arc::clone(subject.vm.mmu()) as Arc<dyn lacuna_soft::MmuNotifier>;
+        let notifier = subject.vm.mmu().notifier();
         let pages = self.rng.u64(1..700);
         let region = self.host.add_region(PageCount::new(pages), notifier);
         let region = region.expect("room for a region");
@@ -469,7 +470,7 @@ fn part_of_bitmap(
     let mut words = vec![0; pages.div_ceil(64)];
     if rng.bool() {
         vm.get_dirty(id, &mut words)?;
-        return vm.mmu().put_back_dirty(id, 0, &words);
+        return vm.mmu().put_back_dirty(id, &words);
     }
     vm.peek_dirty(id, &mut words)?;
     let from = rng.usize(..words.len());

@@ -1,11 +1,13 @@
 //! The configuration that a seed draws before anything runs: the host, the number of VMs, and what
 //! all VMs have in common.
 
+use crate::arm64::BOOT_DATA;
 use crate::monitor::BALLAST;
 use crate::place::{EXTRAS, PER_CPU};
 use crate::runtime::{ApicMode, Manners};
 use fastrand::Rng;
-use lacuna_addr::PageCount;
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_machine::Arch;
 use lacuna_soft::{
     Apf, Backup, CpuModel, Delivery, Host, HugePages, LatencySetting, RingSize, Swap, VmBuilder,
 };
@@ -48,6 +50,25 @@ fn swap_folder() -> PathBuf {
 /// 2 MiB, in pages.
 const BLOCK: u64 = 512;
 
+fn arch(rng: &mut Rng) -> Arch {
+    match rng.u8(..3) {
+        0 => Arch::Arm64,
+        _ => Arch::X86_64,
+    }
+}
+
+/// Pages of the main memory of each VM.
+fn memory(rng: &mut Rng, arch: Arch) -> u64 {
+    let memory = match rng.bool() {
+        true => BLOCK * rng.u64(1..=5),
+        false => rng.u64(300..1800),
+    };
+    match arch {
+        Arch::Arm64 => memory + BOOT_DATA / PAGE_SIZE as u64,
+        _ => memory,
+    }
+}
+
 impl Plan {
     /// Creates the host that all VMs share. Its swap has room for every page: main memory, slots
     /// that are added later, and ballast.
@@ -66,10 +87,8 @@ impl Plan {
         let vms = 1 + usize::from(rng.u8(..3) == 0);
         // The per-vCPU pages end below `place::VECTORS`.
         debug_assert!(PER_CPU + ((vcpus as u64) << 12) < 0x3_0000);
-        let memory = match rng.bool() {
-            true => BLOCK * rng.u64(1..=5),
-            false => rng.u64(300..1800),
-        };
+        let arch = arch(rng);
+        let memory = memory(rng, arch);
         let least = Host::minimum_budget(vcpus * vms + 1).get();
         let in_memory = rng.u8(..3) == 0;
         let budget = match rng.u8(..4) {
@@ -98,6 +117,7 @@ impl Plan {
             ring(Backup::Bitmap),
         ][pick];
         let builder = VmBuilder {
+            arch,
             memory: PageCount::new(memory),
             resident: PageCount::new(budget),
             vcpus,

@@ -27,7 +27,7 @@ pub struct Labels(Vec<String>);
 
 impl Labels {
     /// The number of `name`; `None` if there are too many names.
-    fn number(&mut self, name: &str) -> Option<usize> {
+    pub fn number(&mut self, name: &str) -> Option<usize> {
         if let Some(at) = self.0.iter().position(|known| known == name) {
             return Some(at);
         }
@@ -57,7 +57,7 @@ pub struct Author<'a> {
 pub struct Sequence {
     /// Its instructions.
     pub code: Vec<u8>,
-    /// RIP, CS, RFLAGS, RSP, SS.
+    /// On x86-64 RIP, CS, RFLAGS, RSP, SS; on AArch64 PC, PSTATE, SP_EL0, SCTLR_EL1.
     pub state: Vec<u8>,
 }
 

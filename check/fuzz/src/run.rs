@@ -1,8 +1,9 @@
 //! Runs the seeds of a kind one after the other, until there is a finding or no time is left.
 
+use crate::migrated::{snapshot, stream};
 use crate::pulse::Pulse;
 use crate::tally::Tally;
-use crate::{command, images, machine, threads};
+use crate::{command, control, images, machine, threads};
 use lacuna_machine::Exit;
 use std::fmt;
 use std::ops::Range;
@@ -20,13 +21,27 @@ pub enum Kind {
     Threads,
     /// Mutated images, given to the loader.
     Images,
+    /// Both sides of a migration, each with a hostile peer.
+    Stream,
+    /// Damaged and forged snapshots.
+    Snapshot,
     /// Command lines of `lacuna`.
     Command,
+    /// Clients of a control socket.
+    Control,
 }
 
 impl Kind {
     /// All kinds, in the order in which `all` runs them.
-    pub const ALL: [Self; 4] = [Self::Machine, Self::Threads, Self::Images, Self::Command];
+    pub const ALL: [Self; 7] = [
+        Self::Machine,
+        Self::Threads,
+        Self::Images,
+        Self::Stream,
+        Self::Snapshot,
+        Self::Command,
+        Self::Control,
+    ];
 
     /// Its name on the command line.
     pub const fn name(self) -> &'static str {
@@ -34,7 +49,10 @@ impl Kind {
             Self::Machine => "machine",
             Self::Threads => "threads",
             Self::Images => "images",
+            Self::Stream => "stream",
+            Self::Snapshot => "snapshot",
             Self::Command => "command",
+            Self::Control => "control",
         }
     }
 }
@@ -50,7 +68,8 @@ impl FromStr for Kind {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|kind| kind.name() == text);
-        found.ok_or_else(|| format!("{text:?} is no kind: machine, threads, images or command"))
+        let names = || Self::ALL.map(Self::name).join(", ");
+        found.ok_or_else(|| format!("{text:?} is no kind: give one of {}", names()))
     }
 }
 
@@ -94,6 +113,8 @@ pub const fn name_of(exit: &Exit) -> &'static str {
         Exit::Shutdown(_) => "shutdown",
         Exit::DirtyRingFull => "ring full",
         Exit::Interrupted => "interrupted",
+        Exit::PoweredOff => "powered off",
+        Exit::Reset => "reset",
         _ => "other",
     }
 }
@@ -131,7 +152,7 @@ pub struct Campaign {
 }
 
 impl Campaign {
-    /// A campaign without seeds so far. `binary` is the `lacuna` that [`Kind::Command`] runs. From
+    /// A campaign without seeds so far. `binary` is the `lacuna` that is run as a process. From
     /// now on a watchdog ends the process if it hangs.
     pub fn new(binary: PathBuf) -> Self {
         Self {
@@ -198,6 +219,9 @@ fn body(kind: Kind, run: &mut Run<'_>) {
         }
         Kind::Threads => threads::run(run),
         Kind::Images => images::run(run),
+        Kind::Stream => stream::run(run),
+        Kind::Snapshot => snapshot::run(run),
         Kind::Command => command::run(run),
+        Kind::Control => control::run(run),
     }
 }

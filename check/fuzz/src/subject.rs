@@ -6,17 +6,20 @@
 //! Every page of data begins with words that have the VM's own key, every guard page with words
 //! that have the host's. A key in a wrong place has leaked.
 
+use crate::arm64;
 use crate::place::*;
 use crate::plan::Plan;
 use crate::program::{Author, Labels};
 use crate::runtime::{self, Piece};
 use crate::tally::Tally;
+use crate::values;
 use fastrand::Rng;
 use lacuna_addr::{BackingAddr, BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{
-    GuestMemory as _, Image, Kick, MemoryError, MemorySlots as _, PlatformDevices, Segment, Vm as _,
+    Arch, BootError, GuestMemory as _, Image, Kick, MemoryError, MemorySlots as _, PlatformDevices,
+    Segment, Vm as _,
 };
-use lacuna_soft::{Host, MmuNotifier, SlotFlags, SlotId, SlotSpec, Vcpu, Vm, VmConfig};
+use lacuna_soft::{Host, SlotFlags, SlotId, SlotSpec, SoftError, Vcpu, Vm, VmConfig};
 use lacuna_sync::Clock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,6 +31,14 @@ const BLOCK: u64 = 512;
 const KEYS: [u64; 3] = [0xa11c_e5ec_0001, 0xb0b5_5ec2_0002, 0xca4a_21e5_0003];
 /// The host's own key.
 const HOST: usize = 2;
+
+/// A guest's address of any kind, for the architecture of `subject`.
+pub fn address(rng: &mut Rng, subject: &Subject) -> u64 {
+    match subject.arch {
+        Arch::Arm64 => arm64::sequence::address(rng, subject.memory),
+        _ => values::address(rng, subject.memory),
+    }
+}
 
 fn word(owner: usize, low: u64) -> u64 {
     KEYS[owner] << 16 | low & 0xffff
@@ -111,7 +122,11 @@ pub struct Subject {
     pub owner: usize,
     /// The VM.
     pub vm: Arc<Vm>,
-    /// Bytes of its main memory.
+    /// The architecture of its guest.
+    pub arch: Arch,
+    /// Where the memory map of [`place`](crate::place) begins.
+    pub base: u64,
+    /// Bytes of its main memory from there on.
     pub memory: u64,
     /// Its other slots.
     pub extras: Vec<Extra>,
@@ -133,7 +148,9 @@ impl Subject {
         rng: &mut Rng,
     ) -> (Self, Vec<Vcpu>) {
         let builder = &plan.builder;
+        let arch = builder.arch;
         let config = VmConfig {
+            arch,
             memory: builder.memory,
             vcpus: builder.vcpus,
             apf: builder.apf,
@@ -143,26 +160,37 @@ impl Subject {
         vm.set_delivery(plan.delivery).expect("before its vCPUs");
         let console = Arc::new(AtomicU64::new(0));
         let heard = Arc::clone(&console);
-        let devices = PlatformDevices::new(move |line: &str| {
+        let devices = PlatformDevices::of(arch, move |line: &str| {
             heard.fetch_add(line.len() as u64, Ordering::Relaxed);
         });
-        let memory = builder.memory.bytes();
+        let (start, base) = match arch {
+            Arch::Arm64 => (arm64::START, arm64::BASE),
+            _ => (0, 0),
+        };
+        let bytes = builder.memory.bytes();
+        let memory = bytes - (base - start);
+        let vcpus = builder.vcpus as u64;
         let slots = vm.mmu().slots();
         let backing = slots.get(SlotId(0)).expect("its main memory").backing;
         let mut subject = Self {
             owner,
+            arch,
+            base,
             memory,
             extras: Vec::new(),
             main: SlotSpec {
                 id: SlotId(0),
-                guest: 0,
+                guest: start,
                 backing: backing.start(),
-                bytes: memory,
+                bytes,
                 flags: SlotFlags::empty(),
             },
             devices,
             console,
-            pieces: runtime::pieces(memory, builder.vcpus as u64, plan.manners),
+            pieces: match arch {
+                Arch::Arm64 => arm64::pieces(vcpus, plan.manners),
+                _ => runtime::pieces(memory, vcpus, plan.manners),
+            },
             labels: Mutex::default(),
             vm,
         };
@@ -191,11 +219,15 @@ impl Subject {
             })
             .collect();
         let image = Image {
-            arch: lacuna_machine::Arch::X86_64,
+            arch: self.arch,
             segments,
-            entry: Gpa::new(RUNTIME).expect("low"),
+            entry: self.entry(),
         };
         self.vm.boot(&image, "").expect("the guest fits")
+    }
+
+    fn entry(&self) -> Gpa {
+        Gpa::truncate(self.base + RUNTIME)
     }
 
     /// Fills data pages with words that have the VM's key. Of each block it fills no page, some, or
@@ -207,7 +239,8 @@ impl Subject {
                 share = rng.u8(..5);
             }
             if rng.u8(..4) < share {
-                let written = self.write(index * PAGE, &page(self.owner, index));
+                let at = self.base + index * PAGE;
+                let written = self.write(at, &page(self.owner, index));
                 written.expect("nothing logs yet");
             }
         }
@@ -222,7 +255,7 @@ impl Subject {
                 false => (before, pages),
             };
             let host = self.vm.host();
-            let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
+            let notifier = self.vm.mmu().notifier();
             let region = host.add_region(PageCount::new(before + pages + 1), notifier);
             let extra = Extra {
                 id: SlotId(FIRST_EXTRA + index),
@@ -245,15 +278,24 @@ impl Subject {
     }
 
     fn sequence(&self, index: u64, rng: &mut Rng) -> [Piece; 2] {
-        let mut author = Author {
-            rng,
-            memory: self.memory,
-            labels: &mut self.labels(),
+        let (memory, labels) = (self.memory, &mut *self.labels());
+        let sequence = match self.arch {
+            Arch::Arm64 => arm64::sequence::Author {
+                rng,
+                memory,
+                labels,
+            }
+            .sequence(index),
+            _ => Author {
+                rng,
+                memory,
+                labels,
+            }
+            .sequence(index),
         };
-        let sequence = author.sequence(index);
         [
-            (SEQUENCES + index * SEQUENCE_SIZE, sequence.code),
-            (STATES + index * STATE_SIZE, sequence.state),
+            (self.base + SEQUENCES + index * SEQUENCE_SIZE, sequence.code),
+            (self.base + STATES + index * STATE_SIZE, sequence.state),
         ]
     }
 
@@ -289,16 +331,14 @@ impl Subject {
     /// # Errors
     /// As [`Subject::write`].
     pub fn reload(&self, rng: &mut Rng) -> Result<(), MemoryError> {
-        let boot = lacuna_machine::Image {
-            arch: lacuna_machine::Arch::X86_64,
+        let boot = Image {
+            arch: self.arch,
             segments: Vec::new(),
-            entry: Gpa::new(RUNTIME).expect("low"),
+            entry: self.entry(),
         };
-        let layout = lacuna_machine::Layout::new(PageCount::from_bytes(self.memory));
-        let layout = layout.expect("as it was booted with");
-        match lacuna_machine::Boot::load(&boot, &layout, "", &*self.vm) {
-            Ok(_) => {}
-            Err(lacuna_machine::BootError::Memory(error)) => return Err(error),
+        match self.vm.reload(&boot, "") {
+            Ok(()) => {}
+            Err(SoftError::Boot(BootError::Memory(error))) => return Err(error),
             Err(error) => panic!("the guest fits: {error}"),
         }
         for (gpa, bytes) in &self.pieces {
@@ -307,7 +347,7 @@ impl Subject {
         // The vCPUs begin in other sequences than last time, with new code.
         for vcpu in 0..self.vm.config().vcpus as u64 {
             let next = rng.u64(..SEQUENCE_COUNT);
-            self.write(PER_CPU + vcpu * PAGE, &next.to_le_bytes())?;
+            self.write(self.base + PER_CPU + vcpu * PAGE, &next.to_le_bytes())?;
         }
         for _ in 0..4 {
             self.rewrite_sequence(rng.u64(..SEQUENCE_COUNT), rng)?;
@@ -323,6 +363,16 @@ impl Subject {
     /// A port read.
     pub fn read_port(&self, port: u16, width: lacuna_machine::Width) -> u64 {
         self.devices.read(port, width)
+    }
+
+    /// A write where there is no memory. The register for the exit code is like any other.
+    pub fn write_device(&self, gpa: Gpa, width: lacuna_machine::Width, value: u64) {
+        self.devices.mmio_write(gpa, width, value, &Deaf);
+    }
+
+    /// Panics if the registers of `vcpu` hold data of another VM or of the host.
+    pub fn assert_own_registers(owner: usize, vcpu: &Vcpu) {
+        vcpu.note_registers(|value| assert_own(owner, value, &"a register"));
     }
 
     /// Panics if a page beside a slot's backing has changed.
@@ -344,21 +394,25 @@ impl Subject {
     /// Adds the guest's counters.
     pub fn count(&self, tally: &mut Tally) {
         let mut bytes = [0; 2 * PAGE_SIZE];
-        if self.vm.read(Gpa::truncate(VECTORS), &mut bytes).is_err() {
+        let counters = Gpa::truncate(self.base + VECTORS);
+        if self.vm.read(counters, &mut bytes).is_err() {
             return;
         }
         // If a guest has overwritten its counters, they are not counted.
         let limit: u64 = self.vm.retired().iter().sum();
         let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("8"));
         let sound = |at| Some(word(at)).filter(|count| *count <= limit).unwrap_or(0);
-        for vector in 0..256 {
-            if vector < 22 || sound(vector) > 0 {
-                tally.add(
-                    "exceptions and interrupts",
-                    format!("{vector:#04x}"),
-                    sound(vector),
-                );
-            }
+        let group = "exceptions and interrupts";
+        match self.arch {
+            Arch::Arm64 => (0..17).for_each(|vector| {
+                let name = format!("arm64 vector {:#05x}", vector * 0x80);
+                tally.add(group, name, sound(vector));
+            }),
+            _ => (0..256).for_each(|vector| {
+                if vector < 22 || sound(vector) > 0 {
+                    tally.add(group, format!("{vector:#04x}"), sound(vector));
+                }
+            }),
         }
         for (number, name) in self.labels().names().iter().enumerate() {
             tally.add("acts", name, sound(512 + number));

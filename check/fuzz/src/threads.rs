@@ -8,11 +8,12 @@
 //! The threads interleave in another way in each run of a seed, so it may take several runs to
 //! reproduce a finding.
 
+use crate::machine::ends_vcpu;
 use crate::monitor::Monitor;
 use crate::plan::{Mode, Plan};
 use crate::run::{Run, name_of};
 use crate::shadow::read_all;
-use crate::subject::{Subject, assert_own};
+use crate::subject::Subject;
 use crate::tally::Tally;
 use fastrand::Rng;
 use lacuna_machine::{Exit, Kick as _, Vcpu as _};
@@ -175,10 +176,10 @@ impl Runner {
                     self.vcpu.complete_read(subject.read_port(port, width));
                 }
                 Exit::MmioRead { .. } => self.vcpu.complete_read(self.rng.u64(..)),
-                Exit::MmioWrite { .. } => {}
+                Exit::MmioWrite { gpa, width, value } => subject.write_device(gpa, width, value),
                 Exit::DirtyRingFull => thread::sleep(NAP),
                 Exit::Interrupted => return,
-                Exit::Shutdown(_) => {
+                exit if ends_vcpu(&exit) => {
                     self.must_revive = true;
                     return;
                 }
@@ -203,9 +204,7 @@ fn quiet(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
         subject.assert_guards();
         for runner in runners.iter_mut() {
             runner.vcpu.verify();
-            for value in runner.vcpu.regs().gpr {
-                assert_own(subject.owner, value, &"a register");
-            }
+            Subject::assert_own_registers(subject.owner, &runner.vcpu);
             run.tally.absorb(std::mem::take(&mut runner.exits));
             // A vCPU that has halted for good, or is in an endless loop, is restarted some time.
             if std::mem::take(&mut runner.must_revive) || rng.u8(..6) == 0 {

@@ -2,6 +2,7 @@
 //! it should: exceptions, interrupts, split locks, started images.
 
 use lacuna_fuzz::{Campaign, Kind, Tally};
+use lacuna_machine::Arch;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -39,6 +40,12 @@ fn some_seeds_of_each_kind() {
         let count = machine.count("exceptions and interrupts", vector);
         assert!(count > 50, "vector {vector}: {count}");
     }
+    // SVC and aborts of both exception levels, and interrupts.
+    for vector in ["0x200", "0x280", "0x400"] {
+        let name = format!("arm64 vector {vector}");
+        let count = machine.count("exceptions and interrupts", &name);
+        assert!(count > 20, "{name}: {count}");
+    }
     assert!(machine.count("guest", "traces compared") == 2);
     assert!(machine.count("acts", "split lock") > 0);
     let threads = run(Kind::Threads, 1..4);
@@ -46,12 +53,24 @@ fn some_seeds_of_each_kind() {
         threads.instructions > 100_000 && threads.verified > 30,
         "{threads}"
     );
+    let images = run(Kind::Images, 1..4);
+    let started = |arch| images.count("images", &format!("started, {arch}"));
+    assert!(started(Arch::Arm64) > 10, "{images}");
     match lacuna_guest::unavailable() {
         Some(reason) => lacuna_skip::skip(reason),
-        None => {
-            let images = run(Kind::Images, 1..4);
-            assert!(images.count("images", "started") > 20, "{images}");
-        }
+        None => assert!(started(Arch::X86_64) > 20, "{images}"),
+    }
+    let stream = run(Kind::Stream, 1..9);
+    assert!(stream.count("streams", "the guest arrived") > 3, "{stream}");
+    assert!(stream.count("answers", "moved") > 3, "{stream}");
+    let snapshot = run(Kind::Snapshot, 1..9);
+    assert!(snapshot.count("snapshots", "opened") > 20, "{snapshot}");
+    for way in ["restored", "restored lazily"] {
+        assert!(snapshot.count("snapshots", way) > 3, "{way}: {snapshot}");
+    }
+    let control = run(Kind::Control, 1..3);
+    if control.operations == 0 {
+        lacuna_skip::skip("the control socket: the lacuna binary is not built");
     }
     let command = run(Kind::Command, 1..3);
     if command.operations == 0 {

@@ -13,6 +13,8 @@
 //! ```text
 //! target/debug/skipped/PARENT/PID      PARENT: the `cargo test` that started the test program PID
 //! ```
+//! [`HugePages`] reserves huge pages for a test, or ends it as skipped.
+//!
 //! A function deep inside of a test may end it: [`skip_test`], for tests that have the attribute
 //! [`test`] of this crate.
 //!
@@ -21,6 +23,7 @@
 //! files. Records of an earlier run have another parent, so they are not listed.
 #![forbid(unsafe_code)]
 
+mod huge;
 mod record;
 mod skip;
 #[cfg(test)]
@@ -29,6 +32,7 @@ mod tests;
 use record::{List, folder, remove_left_behind};
 use std::fs;
 
+pub use huge::HugePages;
 pub use lacuna_skip_attribute::test;
 pub use skip::{run, skip, skip_test};
 

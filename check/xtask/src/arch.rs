@@ -34,6 +34,10 @@ const FILES: &[Listed] = &[
     here("memory/tables/src/backing.rs"),
     // Prefetches, and zeros past the caches.
     here("memory/host/src/pool.rs"),
+    // A load that a signal handler can leave.
+    here("base/sys/src/touch/arch.rs"),
+    // Compare-and-swap of 16 bytes.
+    here("cpu/core/src/pair.rs"),
     // KVM's guests have the host's architecture.
     here("backend/kvm/src/arch.rs"),
     // The native benchmark runs on the processor that the guests are made for.

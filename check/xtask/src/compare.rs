@@ -145,17 +145,17 @@ fn count(
     comparison: &mut Comparison,
     progress: &mut Progress,
 ) -> Result<(), Failure> {
-    for probe in count::PROBES {
-        progress.say(&format!("callgrind: {}", probe.name));
-        let mut counted = |built: &Built| match count::per_unit(&built.binary, probe, folder) {
-            Ok(counts) => Some(counts),
-            Err(why) => {
-                comparison.failed(&built.commit, probe.name, &why.to_string());
-                None
-            }
+    for (arch, probe) in count::probes() {
+        let name = probe.id(arch);
+        progress.say(&format!("callgrind: {name}"));
+        let mut counted = |built: &Built| {
+            let counts = count::per_unit(&built.binary, (arch, probe), folder);
+            counts
+                .map_err(|why| comparison.failed(&built.commit, &name, &why.to_string()))
+                .ok()
         };
         if let (Some(old), Some(new)) = (counted(old), counted(new)) {
-            comparison.counts.push(count::Counted::new(probe, old, new));
+            comparison.counts.push(count::Counted { name, old, new });
         }
     }
     Ok(())

@@ -16,6 +16,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &["lacuna-addr", "lacuna-sync", "lacuna-sys"],
     ),
     (
+        "lacuna-objects",
+        &["lacuna-addr", "lacuna-sync", "lacuna-source"],
+    ),
+    (
         "lacuna-host",
         // sys: Linux memory is filled by userfaultfd.
         &["lacuna-addr", "lacuna-sync", "lacuna-source", "lacuna-sys"],
@@ -47,6 +51,20 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-cpu", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-x86", &["lacuna-addr", "lacuna-sync", "lacuna-cpu"]),
     (
+        "lacuna-arm64",
+        &["lacuna-addr", "lacuna-sync", "lacuna-cpu"],
+    ),
+    (
+        "lacuna-migrate",
+        // source: a snapshot whose pages are read on demand is a page source.
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-source",
+            "lacuna-machine",
+        ],
+    ),
+    (
         "lacuna-soft",
         &[
             "lacuna-addr",
@@ -59,6 +77,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-machine",
             "lacuna-cpu",
             "lacuna-x86",
+            "lacuna-arm64",
         ],
     ),
     (
@@ -69,18 +88,22 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-sys",
             "lacuna-slots",
             "lacuna-source",
+            "lacuna-apf",
             "lacuna-machine",
         ],
     ),
     ("lacuna-guest", &[]),
-    // The lab measures threads on a bare userfaultfd (`sys`), to compare VMs with them.
+    // The lab measures threads on a bare userfaultfd (`sys`), to compare VMs with them. It plays
+    // the peer that has a guest's pages (`source`), and restores guests (`migrate`).
     (
         "lacuna-lab",
         &[
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-sys",
+            "lacuna-source",
             "lacuna-machine",
+            "lacuna-migrate",
             "lacuna-soft",
             "lacuna-kvm",
             "lacuna-guest",
@@ -94,16 +117,20 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-kvm",
+            "lacuna-migrate",
         ],
     ),
     (
         "lacuna-cli",
         &[
             "lacuna-addr",
+            "lacuna-sync",
             "lacuna-machine",
+            "lacuna-migrate",
             "lacuna-soft",
             "lacuna-kvm",
             "lacuna-source",
+            "lacuna-objects",
             "lacuna-guest",
             "lacuna-lab",
         ],
@@ -116,6 +143,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-host",
             "lacuna-mmu",
             "lacuna-machine",
+            "lacuna-migrate",
             "lacuna-soft",
             "lacuna-guest",
         ],
@@ -124,6 +152,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "lacuna-conformance",
         &[
             "lacuna-addr",
+            "lacuna-source",
             "lacuna-sync",
             "lacuna-machine",
             "lacuna-soft",

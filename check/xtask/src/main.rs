@@ -1,8 +1,9 @@
-//! The workspace's own commands: `cargo xtask tidy` and `cargo xtask compare`.
+//! The workspace's own commands: `cargo xtask tidy`, `cargo xtask compare` and `cargo xtask guest`.
 //!
 //! [`tidy`] checks the rules of the workspace. Each of its modules is one group of rules: a
 //! function from text to [`finding::Finding`]s, with tests on small fixtures. [`compare`] measures
-//! two commits in turns on one machine.
+//! two commits in turns on one machine. [`guest`] builds the images that
+//! are committed.
 //!
 //! | module | contents |
 //! |---|---|
@@ -13,6 +14,7 @@
 //! | [`ratchet`] | the exceptions in length, which may only shrink |
 //! | [`phrases`] | phrases that pages and comments do not use |
 //! | [`pages`] | Markdown: columns; files, links and items that are named exist |
+//! | [`guest`] | builds the committed AArch64 guest images, or compares them with their sources |
 //! | [`compare`] | two commits, measured in turns: what became slower or faster |
 #![forbid(unsafe_code)]
 
@@ -20,6 +22,7 @@ mod arch;
 mod comments;
 mod compare;
 mod finding;
+mod guest;
 mod imports;
 mod locks;
 mod pages;
@@ -34,12 +37,14 @@ use std::process::ExitCode;
 
 const USAGE: &str = "\
 usage: cargo xtask tidy                         check the rules of the house
-       cargo xtask compare OLD [NEW] [OPTIONS]  measure two commits; --help lists the options";
+       cargo xtask compare OLD [NEW] [OPTIONS]  measure two commits; --help lists the options
+       cargo xtask guest [--check]              build the AArch64 guest images, or compare them";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["tidy"] => tidy::run(),
+        ["guest", ..] => guest::run(&arguments[1..]),
         ["compare", ..] => compare::run(&arguments[1..]),
         _ => {
             eprintln!("{USAGE}");

@@ -9,8 +9,10 @@
 //! |---|---|
 //! | `processor` | what a hypervisor needs of a processor |
 //! | `bus` | what a processor needs of the machine around it |
-//! | `page`, `word` | one page of guest memory, and the accesses to it |
+//! | `page`, `word`, `pair` | one page of guest memory, and the accesses to it |
+//! | `replay` | accesses of devices, and the answers of an instruction |
 //! | `tlb` | translations for one privilege |
+//! | `translations` | TLBs by privilege and address space |
 //! | `code` | basic blocks, their links, and the epochs that invalidate them |
 //!
 //! # Unsafe
@@ -23,14 +25,21 @@
 mod bus;
 pub mod code;
 mod page;
+mod pair;
 mod processor;
+mod replay;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod tlb;
+mod translations;
 mod word;
 
 pub use bus::{Bus, Stop, Wake};
 pub use page::{HostPage, Span, Stores};
-pub use processor::{Event, Exit, Privilege, Processor, Refused, SecondStage};
+pub use processor::{Event, Exit, Privilege, Processor, Refused};
+pub use replay::{Replay, after, device_pieces, low_bytes};
 pub use tlb::{Rights, Tlb};
+pub use translations::{
+    Learned, Mapping, PARKED, Retain, Space, Switched, Translations, WalkCache,
+};
 pub use word::Word;

@@ -1,6 +1,6 @@
 //! One page of guest memory, as a processor accesses it.
 
-use crate::Word;
+use crate::{Word, pair};
 use lacuna_addr::PAGE_SIZE;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -176,6 +176,24 @@ impl HostPage {
         debug_assert!(self.is_writable());
         // SAFETY: as for the loads and stores above.
         unsafe { T::update_locked(self.base.as_ptr().add(offset), new) }
+    }
+
+    /// Replaces the two aligned words at `offset`, a multiple of 16, by `new` if they are `old`, as
+    /// one atomic access, sequentially consistent. Returns the words that were there; `None` if the
+    /// host has no such access. The page must be writable.
+    pub fn compare_exchange_pair(
+        self,
+        offset: usize,
+        old: [u64; 2],
+        new: [u64; 2],
+    ) -> Option<[u64; 2]> {
+        assert!(
+            offset & !(PAGE_SIZE - 16) == 0,
+            "misaligned or outside the page"
+        );
+        debug_assert!(self.is_writable());
+        // SAFETY: as for the loads and stores above.
+        unsafe { pair::compare_exchange(self.base.as_ptr().add(offset), old, new) }
     }
 
     /// `bytes` (1 to 8) little-endian bytes from `offset` on, all inside the page.

@@ -71,13 +71,6 @@ pub enum Privilege {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Refused;
 
-/// The format of the tables by which a hypervisor maps a processor's guest-physical memory. The
-/// processor names it; the crate of tables knows its bits.
-pub trait SecondStage {
-    /// Its name, for messages.
-    const NAME: &'static str;
-}
-
 /// One vCPU's processor.
 ///
 /// It knows a [`Bus`], not a hypervisor. Its owner may call any function of this trait between two
@@ -86,11 +79,9 @@ pub trait Processor: Send + Sized {
     /// The state that the processors of one VM share: the paths of their interrupts.
     type Fabric: Send + Sync;
     /// The exits that this architecture alone has.
-    type Own: Debug;
+    type Own: Debug + Send;
     /// The whole architectural state, between two instructions.
     type State: Clone + PartialEq + Debug + Send;
-    /// The second stage of translation that belongs to this architecture.
-    type Stage2: SecondStage;
 
     /// The fabric of a VM. `wake` makes a vCPU look at its pending interrupts.
     fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> Self::Fabric;
@@ -126,7 +117,8 @@ pub trait Processor: Send + Sized {
     /// due by now counts.
     fn has_interrupt(&mut self) -> bool;
 
-    /// When the processor's own timer raises its next interrupt.
+    /// When the processor's own timer raises its next interrupt. It is no later than now if the
+    /// timer has come to be due since the last run: the processor has to run to find out.
     fn next_deadline(&self) -> Option<Nanos>;
 
     /// Ends the wait for an interrupt. Execution goes on behind the instruction that waited.

@@ -1,17 +1,38 @@
 //! Guest memory without a hypervisor, for the tests of the processor crates (feature `testing`).
 
-use crate::{Bus, HostPage, Span, Stop, Stores};
+use crate::{Bus, HostPage, Span, Stop, Stores, Wake};
 use lacuna_addr::{Access, Gfn, Level, PAGE_SIZE};
+use lacuna_sync::shim::Mutex;
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
+
+/// Wakes no vCPU, and notes which ones it was asked to wake.
+#[derive(Default)]
+pub struct Wakes(Mutex<Vec<usize>>);
+
+impl Wake for Wakes {
+    fn wake(&self, index: usize) {
+        self.0.lock().expect("no panic under this lock").push(index);
+    }
+}
+
+impl Wakes {
+    /// The vCPUs that were woken since the last call, in order.
+    ///
+    /// # Panics
+    /// If a thread has panicked in a call of this type.
+    pub fn take(&self) -> Vec<usize> {
+        std::mem::take(&mut self.0.lock().expect("no panic under this lock"))
+    }
+}
 
 /// Frames of a block.
 const BLOCK: u64 = Level::L2M.pages();
 
 /// A guest memory of plain pages in the lowest 64 GiB. An access to a missing page is a device
-/// access.
-#[derive(Default)]
+/// access. A clone has the same pages, for a second processor.
+#[derive(Clone, Default)]
 pub struct Ram {
     /// The pages by frame number, up to the highest page added.
     pages: Vec<Option<&'static Page>>,

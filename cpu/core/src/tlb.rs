@@ -223,6 +223,22 @@ impl Tlb {
         true
     }
 
+    /// Stores two aligned words that follow each other, each atomically; false, and nothing is
+    /// stored, on a miss or when `va` is not aligned to a word.
+    #[inline(always)]
+    pub fn store_pair<T: Word>(&self, va: u64, [first, second]: [T; 2]) -> bool {
+        let next = va.wrapping_add(T::BYTES as u64);
+        let (Some(at), Some(after)) = (self.writable::<T>(va), self.writable::<T>(next)) else {
+            return false;
+        };
+        // SAFETY: `writable` returned valid, aligned, writable pointers.
+        unsafe {
+            T::store(at, first);
+            T::store(after, second);
+        }
+        true
+    }
+
     /// Replaces an aligned word by `new(old)` without atomicity, as an unlocked read-modify-write
     /// does. Returns the old value.
     #[inline(always)]
@@ -277,6 +293,17 @@ impl Tlb {
             Gfn::new(entry.frame >> 1)?,
             Self::page(entry, va, entry.stores()),
         ))
+    }
+
+    /// The page that holds `va` and its frame, if `access` may use it.
+    #[inline]
+    pub fn cached_page(&self, va: u64, access: Access) -> Option<(Gfn, HostPage)> {
+        let entry = self.pages.entry(va);
+        if !entry.allows(access, va & PAGE_MASK) {
+            return None;
+        }
+        let page = Self::page(entry, va, entry.stores());
+        Some((Gfn::new(entry.frame >> 1)?, page))
     }
 
     fn page(entry: &Entry, va: u64, stores: Stores) -> HostPage {

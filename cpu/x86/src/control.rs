@@ -5,11 +5,11 @@
 
 use crate::apic::Lapic;
 use crate::state::bits::*;
-use crate::state::{Exception, Pcid, System, Trap, is_canonical};
-use crate::translations::Retain;
+use crate::state::{Exception, System, Trap, is_canonical};
+use lacuna_cpu::{Retain, Space};
 use lacuna_sync::Nanos;
 
-/// What the executor must do with its [`Translations`](crate::translations::Translations) after the
+/// What the executor must do with its [`Translations`](lacuna_cpu::Translations) after the
 /// instruction.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -19,7 +19,7 @@ pub(crate) enum Flush {
     /// INVLPG of this address (SDM vol 3 4.10.4.1).
     Address(u64),
     /// CR3 was written: this address space is current. Global pages stay.
-    Space(Pcid, Retain),
+    Space(Space, Retain),
     /// Forget every translation.
     All,
 }

@@ -11,9 +11,7 @@
 //! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
 //! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  between two runs
 //! system.rs   instructions that end a basic block                         msr.rs cpuid.rs apic.rs
-//! translations.rs  TLBs by privilege and PCID
 //! walk.rs     stage-1 paging               deliver.rs  events through the IDT
-//! replay.rs   accesses of devices, and the answers of an instruction
 //! ```
 #![forbid(unsafe_code)]
 
@@ -40,7 +38,6 @@ mod msr;
 mod op;
 mod processor;
 mod quiet;
-mod replay;
 mod returns;
 mod saved;
 mod seam;
@@ -49,7 +46,8 @@ mod stack;
 mod state;
 mod string;
 mod system;
-mod translations;
+#[cfg(test)]
+mod translations_tests;
 mod tsc;
 mod walk;
 
@@ -58,6 +56,6 @@ pub use cpu::{Cpu, Regs};
 pub use cpuid::CpuidLeaf;
 pub use exit::{Exit, Shutdown};
 pub use saved::Refused;
-pub use seam::{Ept, Own, State};
+pub use seam::{Own, State};
 pub use state::{Exception, System, Table, Trap};
 pub use tsc::{Tsc, TscRate};

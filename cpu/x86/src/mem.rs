@@ -12,11 +12,10 @@
 
 use crate::linear::{Linear, Width};
 use crate::processor::{Core, Why};
-use crate::replay::{after, device_pieces, low_bytes};
 use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::{User, walk};
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
-use lacuna_cpu::{Bus, HostPage, Stop, Word};
+use lacuna_cpu::{Bus, HostPage, Stop, Word, after, device_pieces, low_bytes};
 
 /// The access was not made; [`Core::why`] has the reason. This type is empty, so that the hot paths
 /// return in registers.

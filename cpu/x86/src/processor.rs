@@ -5,12 +5,10 @@ use crate::cpuid::Announced;
 use crate::deliver::Flow;
 use crate::dispatch::RSP;
 use crate::flags::{ALWAYS, Flags, IF};
-use crate::replay::Replay;
 use crate::state::{Exception, System, Trap};
-use crate::translations::Translations;
-use crate::walk::User;
+use crate::walk::{User, WalkCache};
 use lacuna_addr::{Gfn, Gpa};
-use lacuna_cpu::Stop;
+use lacuna_cpu::{Replay, Stop, Translations};
 use lacuna_sync::Clock;
 use std::sync::Arc;
 
@@ -65,7 +63,7 @@ pub(crate) struct Core {
     /// Instructions left before `dispatch` leaves; a basic block may overdraw it.
     pub(crate) budget: i64,
     pub(crate) user: User,
-    pub(crate) translations: Translations,
+    pub(crate) translations: Translations<WalkCache>,
     pub(crate) sys: System,
     /// Why the last access was [`crate::mem::Blocked`].
     pub(crate) why: Why,

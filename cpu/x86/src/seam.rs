@@ -7,7 +7,7 @@ use crate::exit::{Exit, Shutdown};
 use crate::state::{Exception, System};
 use crate::walk::at_cpl;
 use lacuna_addr::Gfn;
-use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, SecondStage, Wake};
+use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
 use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
 
@@ -80,19 +80,10 @@ pub struct State {
     pub exception: Option<Exception>,
 }
 
-/// Extended page tables: Intel's second stage (SDM vol 3 30.3).
-#[derive(Clone, Copy, Debug)]
-pub struct Ept;
-
-impl SecondStage for Ept {
-    const NAME: &'static str = "EPT";
-}
-
 impl Processor for Cpu {
     type Fabric = ApicBus;
     type Own = Own;
     type State = State;
-    type Stage2 = Ept;
 
     fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> ApicBus {
         ApicBus::new(vcpus, wake)

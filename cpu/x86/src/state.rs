@@ -1,7 +1,7 @@
 //! Architectural state, and the two ways an instruction can fail to complete.
 
 use crate::tsc::{Tsc, TscRate};
-use lacuna_cpu::Stop;
+use lacuna_cpu::{Space, Stop};
 
 /// Why an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -151,11 +151,6 @@ pub(crate) const fn is_canonical(va: u64) -> bool {
     ((va << 16) as i64 >> 16) as u64 == va
 }
 
-/// Process-context identifier: the number of an address space (SDM vol 3 4.10.1). 0 without
-/// CR4.PCIDE.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Pcid(pub(crate) u16);
-
 /// System registers: everything but general registers, RIP and the arithmetic flags, which the
 /// executor keeps in its own (lazy) form.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -262,11 +257,11 @@ impl System {
     }
 
     /// The current address space's number.
-    pub(crate) const fn pcid(&self) -> Pcid {
+    pub(crate) const fn pcid(&self) -> Space {
         if self.cr4 & bits::CR4_PCIDE == 0 {
-            Pcid(0)
+            Space(0)
         } else {
-            Pcid((self.cr3 & bits::CR3_PCID) as u16)
+            Space((self.cr3 & bits::CR3_PCID) as u16)
         }
     }
 

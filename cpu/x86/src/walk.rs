@@ -19,7 +19,7 @@
 use crate::state::bits::{CR0_WP, CR4_PGE, CR4_SMEP, EFER_NXE};
 use crate::state::{Exception, System, Trap, is_canonical};
 use lacuna_addr::{Access, Gfn, Gpa, Level};
-use lacuna_cpu::{Bus, HostPage, Stop};
+use lacuna_cpu::{Bus, HostPage, Mapping, Stop};
 use std::sync::atomic::Ordering;
 
 const PRESENT: u64 = 1 << 0;
@@ -55,23 +55,6 @@ pub(crate) const fn at_cpl(cpl: u8) -> User {
     }
 }
 
-/// A translation and what it permits, for the privilege that was asked for.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Mapping {
-    /// The 4 KiB frame, inside a larger leaf too.
-    pub gfn: Gfn,
-    /// Writes are allowed and D is set already: a TLB may let writes through.
-    pub writable: bool,
-    /// A user page.
-    pub user: bool,
-    /// Instruction fetches are allowed.
-    pub exec: bool,
-    /// The translation survives a switch of the address space: G in the leaf, with CR4.PGE.
-    pub global: bool,
-    /// Size of the leaf.
-    pub level: Level,
-}
-
 /// The paging-structure cache of one vCPU.
 pub(crate) struct WalkCache {
     slots: Box<[Slot; Self::SLOTS]>,
@@ -97,13 +80,8 @@ impl Default for WalkCache {
     }
 }
 
-impl WalkCache {
-    /// One slot for each PT page: 2 GiB of address space.
-    const SLOTS: usize = 1024;
-    const TAG_BITS: u32 = 27;
-
-    /// Forgets everything.
-    pub(crate) fn flush(&mut self) {
+impl lacuna_cpu::WalkCache for WalkCache {
+    fn flush(&mut self) {
         self.generation += 1;
         if self.generation >> (u64::BITS - Self::TAG_BITS) != 0 {
             let wrote_code = self.wrote_code;
@@ -113,6 +91,12 @@ impl WalkCache {
             };
         }
     }
+}
+
+impl WalkCache {
+    /// One slot for each PT page: 2 GiB of address space.
+    const SLOTS: usize = 1024;
+    const TAG_BITS: u32 = 27;
 
     /// Whether a walk since the last [`Self::take_wrote_code`] has set an A or D bit in a page that
     /// holds decoded instructions.

@@ -2,7 +2,7 @@
 //! its guests.
 
 use crate::token::{Token, TokenFormat};
-use lacuna_addr::{Access, Gfn};
+use lacuna_addr::{Access, Gfn, Gpa};
 
 /// The result of an attempt to map a page before the guest retries its access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,15 +28,38 @@ pub trait Guest {
     fn resume(&mut self);
 }
 
+/// The words that guest and host share, in guest memory. The vCPU's thread makes all calls, and
+/// holds no lock.
+pub trait SharedWords {
+    /// Guest memory at `at`, which is a multiple of 4. `None`: there is no memory there.
+    fn read_u32(&mut self, at: Gpa) -> Option<u32>;
+
+    /// Writes guest memory at `at`, which is a multiple of 4.
+    ///
+    /// # Errors
+    /// There is no writable memory; nothing was written.
+    fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable>;
+}
+
 /// The guest could not be told: the event is disabled, or its words in guest memory are in use or
 /// not writable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Untold;
 
+/// A word of guest memory cannot be written: there is no memory, or read-only memory, or a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Unwritable;
+
+impl From<Unwritable> for Untold {
+    fn from(_: Unwritable) -> Self {
+        Self
+    }
+}
+
 /// One architecture's contract with its guests, as the guest has configured it on one vCPU.
 pub trait Abi {
-    /// The format of its tokens.
-    const TOKENS: TokenFormat;
+    /// The format of the tokens that the guest is told now.
+    fn tokens(&self) -> TokenFormat;
 
     /// Whether the guest has asked to be told of pages.
     fn is_enabled(&self) -> bool;
@@ -44,6 +67,12 @@ pub trait Abi {
     /// The page with the words that guest and host share, while the contract is enabled. The host
     /// reads and writes them when it tells the guest.
     fn shared_page(&self) -> Option<Gfn>;
+
+    /// The token of a page-not-present that was signalled to the guest, and that the vCPU has not
+    /// taken yet. An architecture whose events are taken at once has none.
+    fn untaken(&self) -> Option<Token> {
+        None
+    }
 
     /// vCPU reset: the configuration becomes that at power-on.
     fn reset(&mut self);
@@ -65,6 +94,13 @@ pub trait Tell<G>: Abi {
     /// # Errors
     /// The guest was not told; nothing that it can see has changed.
     fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold>;
+
+    /// The page of `token` has come. If that token is [`Abi::untaken`], takes the event back, so
+    /// that the guest never sees it. Returns whether it did.
+    fn withdraw(&mut self, token: Token, guest: &mut G) -> bool {
+        let _ = (token, guest);
+        false
+    }
 
     /// Whether the guest may be told of a ready page now; false while the contract is disabled.
     fn takes_ready(&mut self, guest: &mut G) -> bool;

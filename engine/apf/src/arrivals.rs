@@ -141,6 +141,11 @@ impl Arrivals {
         page
     }
 
+    /// The page that came first.
+    pub fn first(&self) -> Option<Gfn> {
+        self.shared.lock().pages.front().copied()
+    }
+
     pub fn contains(&self, gfn: Gfn) -> bool {
         self.any() && self.shared.lock().pages.contains(&gfn)
     }

@@ -18,9 +18,10 @@
 //! ```
 //!
 //! A backend has one [`Queue`] for each vCPU, and implements the guest traits for that vCPU:
-//! [`Guest`], and that of its architecture, for example [`x86::Guest`]. Other threads touch only
-//! the completion queue. The rest of a [`Queue`] is a state machine on the vCPU's thread. It has no
-//! clock, no thread and no guest memory of its own: its caller passes the time and the guest.
+//! [`Guest`], [`SharedWords`], and that of its architecture, for example [`x86::Guest`]. Other
+//! threads touch only the completion queue. The rest of a [`Queue`] is a state machine on the
+//! vCPU's thread. It has no clock, no thread and no guest memory of its own: its caller passes the
+//! time and the guest.
 //!
 //! The crate has two halves. The neutral half handles tokens, the order of arrivals, forward
 //! progress, cancellation and statistics. An [`Abi`] implements one architecture's contract with
@@ -38,9 +39,11 @@
 //! | `stats` | counters |
 //! | `verify` | checks the invariants that hold between two calls |
 //! | `x86` | Linux's guest ABI for x86: delivery by exceptions (2010) and by interrupt (today) |
+//! | `arm64` | the two published forms for arm64: data aborts (RFCv2); SDEI and interrupt (v4) |
 #![forbid(unsafe_code)]
 
 mod abi;
+pub mod arm64;
 mod arrivals;
 mod queue;
 mod recent;
@@ -49,7 +52,7 @@ mod token;
 mod verify;
 pub mod x86;
 
-pub use abi::{Abi, Guest, Prefault, Tell, Untold};
+pub use abi::{Abi, Guest, Prefault, SharedWords, Tell, Untold, Unwritable};
 pub use arrivals::Completion;
 pub use queue::{NotPresent, QUEUED_MAX, Queue};
 pub use stats::{Stats, SwapIn};

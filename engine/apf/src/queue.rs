@@ -59,11 +59,11 @@ impl<A: Abi> Queue<A> {
     /// wakes its thread. Completing threads call it and hold no lock then. It must not panic.
     ///
     /// # Panics
-    /// If `vcpu` does not fit in a token ([`Abi::TOKENS`]).
+    /// If `vcpu` does not fit in a token ([`Abi::tokens`]).
     pub fn new(vcpu: u32, abi: A, kick: impl Fn() + Send + Sync + 'static) -> Self {
         Self {
+            tokens: Tokens::new(abi.tokens(), vcpu),
             abi,
-            tokens: Tokens::new(A::TOKENS, vcpu),
             flights: HashMap::with_capacity(QUEUED_MAX),
             arrivals: Arrivals::new(QUEUED_MAX, kick),
             wake_all: false,
@@ -165,7 +165,7 @@ impl<A: Abi> Queue<A> {
             self.stats.waited_full += 1;
             return NotPresent::Wait;
         }
-        let token = self.tokens.next();
+        let token = self.next_token();
         let told = self.abi.not_present(token, guest).is_ok();
         let token = told.then_some(token);
         let flight = Flight {
@@ -183,6 +183,18 @@ impl<A: Abi> Queue<A> {
             self.stats.halted += 1;
             self.halted = Some(gfn);
             NotPresent::Halt(Some(completion))
+        }
+    }
+
+    fn next_token(&mut self) -> Token {
+        let format = self.abi.tokens();
+        loop {
+            let token = self.tokens.next(format);
+            // A page may be on its way for longer than the counter needs to come round.
+            let in_use = |flight: &Flight| flight.token == Some(token);
+            if !self.tokens.have_wrapped() || !self.flights.values().any(in_use) {
+                return token;
+            }
         }
     }
 
@@ -211,7 +223,7 @@ impl<A: Abi> Queue<A> {
             return 0;
         }
         let mut dequeued = 0;
-        while self.has_arrivals() && self.abi.takes_ready(guest) {
+        while self.has_arrivals() && (self.abi.takes_ready(guest) || self.next_is_untaken()) {
             if self.wake_all {
                 self.wake_all(guest);
             } else if let Some(gfn) = self.arrivals.pop() {
@@ -227,6 +239,16 @@ impl<A: Abi> Queue<A> {
             self.halted = None;
         }
         dequeued
+    }
+
+    /// Whether the first arrival is the page of an event that the vCPU has not taken yet. The guest
+    /// need not hear of it at all.
+    fn next_is_untaken(&self) -> bool {
+        let Some(untaken) = self.abi.untaken().filter(|_| !self.wake_all) else {
+            return false;
+        };
+        let flight = self.arrivals.first().and_then(|gfn| self.flights.get(&gfn));
+        flight.is_some_and(|flight| flight.token == Some(untaken))
     }
 
     fn wake_all<G: Guest>(&mut self, guest: &mut G)
@@ -252,7 +274,9 @@ impl<A: Abi> Queue<A> {
         if guest.prefault(gfn, flight.access) == Prefault::Mapped {
             self.stats.prefaulted += 1;
         }
-        match flight.token.map(|token| self.abi.ready(token, guest)) {
+        let told = flight.token;
+        let seen = told.filter(|&token| !self.abi.withdraw(token, guest));
+        match seen.map(|token| self.abi.ready(token, guest)) {
             Some(Ok(())) => self.stats.ready += 1,
             Some(Err(_)) | None => self.stats.spurious += 1,
         }

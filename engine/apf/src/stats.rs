@@ -18,8 +18,9 @@ pub struct Stats {
     pub waited_recent: u64,
     /// Pages that the guest was told to be ready.
     pub ready: u64,
-    /// Arrivals that the guest was not told of: it had no token for the page, or the word in its
-    /// memory could not be written. The vCPU was only made runnable.
+    /// Arrivals that the guest was not told of: it had no token for the page, or had not taken the
+    /// event with the token yet, or the word in its memory could not be written. The vCPU was only
+    /// made runnable.
     pub spurious: u64,
     /// Arrivals that could be mapped before the retry.
     pub prefaulted: u64,

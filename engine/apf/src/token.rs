@@ -9,6 +9,14 @@ impl Token {
     /// Says "ready" to every task that sleeps on this vCPU.
     pub const WAKE_ALL: Self = Self(u32::MAX);
 
+    /// The token that a guest was told before its state was saved; `None` for 0.
+    pub(crate) const fn from_guest(number: u32) -> Option<Self> {
+        match number {
+            0 => None,
+            number => Some(Self(number)),
+        }
+    }
+
     /// The number that the guest sees.
     pub const fn get(self) -> u32 {
         self.0
@@ -33,9 +41,9 @@ pub struct TokenFormat {
 
 /// Makes the tokens of one vCPU.
 pub(crate) struct Tokens {
-    format: TokenFormat,
     vcpu: u32,
     id: u32,
+    wrapped: bool,
 }
 
 impl Tokens {
@@ -49,17 +57,23 @@ impl Tokens {
             "a token has {vcpu_bits} bits for the vCPU"
         );
         Self {
-            format,
             vcpu,
             id: 0,
+            wrapped: false,
         }
     }
 
+    /// Whether the counter has wrapped around, so that a token may be one of those in use.
+    pub const fn have_wrapped(&self) -> bool {
+        self.wrapped
+    }
+
     /// The next token. It is never 0 and never the wake-all.
-    pub fn next(&mut self) -> Token {
-        let TokenFormat { vcpu_bits, id_bits } = self.format;
+    pub fn next(&mut self, format: TokenFormat) -> Token {
+        let TokenFormat { vcpu_bits, id_bits } = format;
         loop {
             self.id = (self.id + 1) & (u32::MAX >> (u32::BITS - id_bits));
+            self.wrapped |= self.id == 0;
             let token = Token(self.id << vcpu_bits | self.vcpu);
             if self.id != 0 && token != Token::WAKE_ALL {
                 return token;
@@ -83,7 +97,7 @@ mod tests {
         for vcpu in [0, 5, 0xfff] {
             let mut tokens = Tokens::new(FORMAT, vcpu);
             for _ in 0..2 << 20 {
-                let token = tokens.next();
+                let token = tokens.next(FORMAT);
                 assert_eq!(token.get() & 0xfff, vcpu);
                 assert!(token.get() >> 12 != 0 && token != Token::WAKE_ALL);
             }
@@ -93,8 +107,8 @@ mod tests {
     #[test]
     fn tokens_repeat_only_after_all_ids() {
         let mut tokens = Tokens::new(FORMAT, 1);
-        let first = tokens.next();
-        let again = (1..).find(|_| tokens.next() == first);
+        let first = tokens.next(FORMAT);
+        let again = (1..).find(|_| tokens.next(FORMAT) == first);
         assert_eq!(again, Some((1 << 20) - 1));
     }
 
@@ -106,7 +120,7 @@ mod tests {
             id_bits: 16,
         };
         let mut tokens = Tokens::new(format, 3);
-        let seen: Vec<u32> = (0..0x1_0000).map(|_| tokens.next().get()).collect();
+        let seen: Vec<u32> = (0..0x1_0000).map(|_| tokens.next(format).get()).collect();
         assert!(
             seen.iter()
                 .all(|token| token >> 28 == 0 && token & 0xfff == 3)

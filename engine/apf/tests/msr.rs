@@ -5,6 +5,7 @@ mod common;
 use common::{
     AREA, AS_INT, Answer, ENABLED, Event, Fixture, Memory, SEND_ALWAYS, WAKE_ALL, answer,
 };
+use lacuna_addr::{Access, Gpa};
 use lacuna_apf::x86::{Features, Msr};
 
 #[test]
@@ -46,6 +47,30 @@ fn a_write_of_en_raises_gp_when_it_asks_for_what_is_not_there() {
             .then_some(if accepted { value } else { 0 });
         assert_eq!(fixture.queue.read_msr(Msr::Enable), kept, "{value:#x}");
     }
+}
+
+#[test]
+fn the_page_that_a_write_accesses_is_known_before() {
+    let area = Gpa::new(AREA).unwrap().gfn();
+    let mut fixture = Fixture::disabled(Features::all());
+    let page = |fixture: &Fixture, msr, value| fixture.queue.page_accessed_by(msr, value);
+    let read = Some((area, Access::Read));
+    assert_eq!(page(&fixture, Msr::Enable, AREA | ENABLED), read);
+    assert_eq!(page(&fixture, Msr::Enable, AREA), None, "it disables");
+    assert_eq!(
+        page(&fixture, Msr::Enable, !0x3f | ENABLED),
+        None,
+        "no address"
+    );
+    assert_eq!(
+        page(&fixture, Msr::Acknowledge, 1),
+        None,
+        "nothing to deliver"
+    );
+    assert!(fixture.write(Msr::Enable, AREA | ENABLED | AS_INT));
+    let written = Some((area, Access::Write));
+    assert_eq!(page(&fixture, Msr::Acknowledge, 1), written);
+    assert_eq!(page(&fixture, Msr::Vector, 1), None);
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! The switch of asynchronous page faults.
 
+use serde::{Deserialize, Serialize};
 /// Whether a VM offers asynchronous page faults to its guest.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum Apf {
     /// Not offered: a vCPU waits for each page that is not resident.
     #[default]

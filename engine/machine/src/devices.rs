@@ -1,15 +1,23 @@
 //! The devices that a guest sees: those of every guest, and those that an embedder adds.
 
-use crate::{ErrorKind, Kick, MemorySlot, VcpuError, Width};
+mod lines;
+pub mod mmio;
+mod pl011;
+mod state;
+mod uart;
+
+use crate::{Arch, ErrorKind, Kick, MemorySlot, VcpuError, Width};
 use lacuna_addr::{Gfn, Gpa, PAGE_SIZE};
-use lacuna_sync::{Mutex, lock_order};
-use std::convert::Infallible;
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use lines::Lines;
 use std::fmt;
 use std::ops::RangeInclusive;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vm_superio::serial::NoEvents;
-use vm_superio::{Serial, Trigger};
+use std::sync::{Arc, PoisonError};
+use uart::Uart;
+
+pub use lines::Console;
+pub use state::{DevicesState, SerialRegisters};
 
 /// Port numbers.
 pub mod port {
@@ -30,20 +38,6 @@ const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1]
 /// the kernel, and of the local APIC.
 const APICS: [RangeInclusive<u64>; 2] = [0xfec0_0000..=0xfec0_00ff, 0xfee0_0000..=0xfee0_0fff];
 
-/// Receives what the guest prints, in whole lines or at the end of the run. A vCPU's thread calls
-/// it while it holds the lock of the serial line. It may end the run ([`PlatformDevices::end`]),
-/// but it must not access guest memory, change the VM or wait for another thread.
-pub trait Console: Send {
-    /// One line without its newline; invalid UTF-8 replaced.
-    fn line(&mut self, text: &str);
-}
-
-impl<F: FnMut(&str) + Send> Console for F {
-    fn line(&mut self, text: &str) {
-        self(text)
-    }
-}
-
 /// How a run ended. Its `Display` is one line for the user of the VMM.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Ending {
@@ -51,6 +45,10 @@ pub enum Ending {
     Exited(u32),
     /// A vCPU shut down; the text says where.
     Shutdown(String),
+    /// The guest has switched its machine off.
+    PoweredOff,
+    /// The guest has asked for a reset of its machine, which ends the run.
+    Reset,
     /// A vCPU could not go on.
     Failed(VcpuError),
     /// The VMM stopped the run.
@@ -62,6 +60,8 @@ impl fmt::Display for Ending {
         match self {
             Self::Exited(code) => write!(f, "the guest exited with code {code}"),
             Self::Shutdown(text) => f.write_str(text),
+            Self::PoweredOff => f.write_str("the guest switched its machine off"),
+            Self::Reset => f.write_str("the guest asked for a reset of its machine"),
             Self::Failed(error) => error.fmt(f),
             Self::Stopped => f.write_str("the VMM stopped the run"),
         }
@@ -101,10 +101,22 @@ pub enum DeviceError {
         /// Last port or address.
         to: u64,
     },
+    /// The devices are for guests of another architecture.
+    #[error(
+        "the devices are for {devices} guests, and the image is for {image}: make them with \
+             `PlatformDevices::of` for {image}"
+    )]
+    Arch {
+        /// The architecture of the devices.
+        devices: Arch,
+        /// The architecture of the image.
+        image: Arch,
+    },
     /// A memory slot of the VM has a part of the range.
     #[error(
         "the device at {from:#x}..={to:#x} overlaps the guest's memory, which gets the accesses: \
-         put the device where the VM has no memory slot, such as 0xc000_0000 to 0xfebf_ffff"
+         put the device where the VM has no memory slot, such as 0xc000_0000 to 0xfebf_ffff for \
+         x86-64, and 0x0a00_0000 to 0x3fff_ffff for AArch64"
     )]
     Memory {
         /// First address.
@@ -128,6 +140,7 @@ impl DeviceError {
         match self {
             Self::Overlap { .. }
             | Self::InterruptController { .. }
+            | Self::Arch { .. }
             | Self::Memory { .. }
             | Self::Range { .. } => ErrorKind::Request,
         }
@@ -136,6 +149,13 @@ impl DeviceError {
 
 fn overlap<T: PartialOrd>(a: &RangeInclusive<T>, b: &RangeInclusive<T>) -> bool {
     a.start() <= b.end() && b.start() <= a.end()
+}
+
+/// The offset of `gpa` in a device's range.
+fn offset_in(range: &RangeInclusive<u64>, gpa: Gpa) -> Option<u64> {
+    range
+        .contains(&gpa.get())
+        .then(|| gpa.get() - range.start())
 }
 
 /// The devices of one address space. Their ranges do not overlap.
@@ -165,58 +185,25 @@ impl Space {
     }
 }
 
-struct NoInterrupt;
+/// The interrupt controller of AArch64 guests, with redistributors for 64 vCPUs.
+const GIC: [RangeInclusive<u64>; 2] = [
+    device(mmio::DISTRIBUTOR, mmio::DISTRIBUTOR_BYTES),
+    device(mmio::REDISTRIBUTORS, 64 * mmio::REDISTRIBUTOR_BYTES),
+];
 
-impl Trigger for NoInterrupt {
-    type E = Infallible;
+/// The devices of every AArch64 guest.
+const OWN: [RangeInclusive<u64>; 2] = [
+    device(mmio::UART, mmio::DEVICE_BYTES),
+    device(mmio::HOST, mmio::DEVICE_BYTES),
+];
 
-    fn trigger(&self) -> Result<(), Infallible> {
-        Ok(())
-    }
-}
-
-/// The longest line. Longer ones are passed on in pieces, so that a guest that never ends its line
-/// does not make the VMM grow.
-const LINE_MAX: usize = 4096;
-
-struct Lines {
-    console: Box<dyn Console>,
-    partial: Vec<u8>,
-}
-
-impl Lines {
-    fn flush(&mut self) {
-        if !self.partial.is_empty() {
-            self.console.line(&String::from_utf8_lossy(&self.partial));
-            self.partial.clear();
-        }
-    }
-}
-
-impl std::io::Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        for &byte in bytes {
-            match byte {
-                b'\n' if self.partial.is_empty() => self.console.line(""),
-                b'\n' => self.flush(),
-                b'\r' => {}
-                _ => self.partial.push(byte),
-            }
-            if self.partial.len() >= LINE_MAX {
-                self.flush();
-            }
-        }
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
+const fn device(start: Gpa, bytes: u64) -> RangeInclusive<u64> {
+    start.get()..=start.get() + (bytes - 1)
 }
 
 const NO_STATUS: u64 = u64::MAX;
 
-/// The guest's devices, shared by its vCPU threads. Every guest has these:
+/// The guest's devices, shared by its vCPU threads. Every x86-64 guest has these:
 ///
 /// | port | width | meaning |
 /// |---|---|---|
@@ -224,11 +211,20 @@ const NO_STATUS: u64 = u64::MAX;
 /// | 0xf4 | any | end of the run; the value is the exit code (QEMU's `isa-debug-exit`) |
 /// | 0x5c0 | long | frame number of the guest's status page, if the guest has one |
 ///
+/// Every AArch64 guest has these, at the addresses of [`mmio`]:
+///
+/// | address | width | meaning |
+/// |---|---|---|
+/// | `UART` | any | PL011, output only; its interrupt is never raised |
+/// | `HOST` + 0 | long | end of the run; the value is the exit code |
+/// | `HOST` + 4 | long | frame number of the guest's status page, if the guest has one |
+///
 /// A VMM adds [`Device`]s of its own, at ports and at guest-physical addresses, before the guest
 /// starts. Every other port and address reads as ones and ignores writes, as an empty bus does.
 /// A device cannot interrupt the guest yet.
 pub struct PlatformDevices {
-    serial: Mutex<Serial<NoInterrupt, NoEvents, Lines>, lock_order::Serial>,
+    arch: Arch,
+    serial: Mutex<Uart, lock_order::Serial>,
     status: AtomicU64,
     ending: Mutex<Option<Ending>, lock_order::PlatformEnding>,
     ports: Space,
@@ -244,19 +240,26 @@ impl fmt::Debug for PlatformDevices {
 }
 
 impl PlatformDevices {
-    /// The devices of the guest; `console` gets what it prints on the serial line.
+    /// The devices of an x86-64 guest; `console` gets what it prints on the serial line.
     pub fn new(console: impl Console + 'static) -> Self {
-        let lines = Lines {
-            console: Box::new(console),
-            partial: Vec::new(),
-        };
+        Self::of(Arch::X86_64, console)
+    }
+
+    /// The devices of a guest for `arch`; `console` gets what it prints on the serial line.
+    pub fn of(arch: Arch, console: impl Console + 'static) -> Self {
         Self {
-            serial: Mutex::new(Serial::new(NoInterrupt, lines)),
+            arch,
+            serial: Mutex::new(Uart::new(arch, Lines::new(console))),
             status: AtomicU64::new(NO_STATUS),
             ending: Mutex::new(None),
             ports: Space::default(),
             mmio: Space::default(),
         }
+    }
+
+    /// The architecture of the guests that they are for.
+    pub fn arch(&self) -> Arch {
+        self.arch
     }
 
     /// Adds `device` at `ports`. The ports of [`port`] and of the PICs are taken.
@@ -286,8 +289,10 @@ impl PlatformDevices {
         self.ports.add(from..=to, device)
     }
 
-    /// Adds `device` at `bytes` guest-physical addresses from `start` on. The addresses of the I/O
-    /// APIC (0xfec0_0000) and of the local APIC (0xfee0_0000) are taken.
+    /// Adds `device` at `bytes` guest-physical addresses from `start` on. The addresses of
+    /// interrupt controllers are taken: for x86-64 those of the I/O APIC (0xfec0_0000) and of the
+    /// local APIC (0xfee0_0000), for AArch64 those of the GIC. For AArch64, the addresses of the
+    /// devices of every guest are taken too.
     ///
     /// Where there is a memory slot as well, the guest accesses the memory. The VM is not known
     /// here, so [`PlatformDevices::check_memory`] checks that before the run.
@@ -307,11 +312,30 @@ impl PlatformDevices {
             .and_then(|last| start.checked_add(last));
         let last = last.ok_or(DeviceError::Range { from, bytes })?;
         let range = from..=last.get();
-        if APICS.iter().any(|apic| overlap(apic, &range)) {
-            let to = last.get();
+        let (controllers, own): (_, &[_]) = match self.arch {
+            Arch::X86_64 => (APICS, &[]),
+            Arch::Arm64 => (GIC, &OWN),
+        };
+        let to = last.get();
+        if controllers.iter().any(|taken| overlap(taken, &range)) {
             return Err(DeviceError::InterruptController { from, to });
         }
+        if own.iter().any(|taken| overlap(taken, &range)) {
+            return Err(DeviceError::Overlap { from, to });
+        }
         self.mmio.add(range, device)
+    }
+
+    /// Checks that the devices are for guests of the architecture of an image.
+    ///
+    /// # Errors
+    /// [`DeviceError::Arch`].
+    pub fn check_arch(&self, image: Arch) -> Result<(), DeviceError> {
+        let devices = self.arch;
+        match devices == image {
+            true => Ok(()),
+            false => Err(DeviceError::Arch { devices, image }),
+        }
     }
 
     /// Checks that no device lies over a memory slot. [`Builder::run`](crate::Builder::run) and
@@ -338,6 +362,9 @@ impl PlatformDevices {
 
     /// A write to an address without memory.
     pub fn mmio_write(&self, gpa: Gpa, width: Width, value: u64, kick: &impl Kick) {
+        if self.arch == Arch::Arm64 && self.own_write(gpa, width, value, kick) {
+            return;
+        }
         let found = self.mmio.find(gpa.get(), width);
         let ending = found.and_then(|(device, offset)| device.write(offset, width, value));
         if let Some(ending) = ending {
@@ -345,8 +372,30 @@ impl PlatformDevices {
         }
     }
 
+    /// A write to a device of every AArch64 guest. Returns `false` if it is not to one.
+    fn own_write(&self, gpa: Gpa, width: Width, value: u64, kick: &impl Kick) -> bool {
+        if let Some(offset) = offset_in(&OWN[0], gpa) {
+            if let Uart::Pl011(line) = &mut *self.serial() {
+                line.write(offset, value);
+            }
+            return true;
+        }
+        match offset_in(&OWN[1], gpa).filter(|_| width == Width::Long) {
+            Some(mmio::HOST_EXIT) => self.end(Ending::Exited(value as u32), kick),
+            Some(mmio::HOST_STATUS) => self.status.store(value, Ordering::Release),
+            _ => return false,
+        }
+        true
+    }
+
     /// A read from an address without memory.
     pub fn mmio_read(&self, gpa: Gpa, width: Width) -> u64 {
+        if self.arch == Arch::Arm64
+            && let Some(offset) = offset_in(&OWN[0], gpa)
+            && let Uart::Pl011(line) = &*self.serial()
+        {
+            return line.read(offset, width);
+        }
         let found = self.mmio.find(gpa.get(), width);
         found.map_or(width.ones(), |(device, offset)| {
             device.read(offset, width) & width.ones()
@@ -357,9 +406,11 @@ impl PlatformDevices {
     pub fn write(&self, port: u16, width: Width, value: u32, kick: &impl Kick) {
         match port {
             port::SERIAL..=port::SERIAL_LAST if width == Width::Byte => {
-                let mut serial = self.serial.lock().expect("no panic under this lock");
-                // No error is possible: `Lines` never fails, and there is no interrupt to trigger.
-                let _ = serial.write((port - port::SERIAL) as u8, value as u8);
+                if let Uart::Com1(serial) = &mut *self.serial() {
+                    // No error is possible: `Lines` never fails, and there is no interrupt to
+                    // trigger.
+                    let _ = serial.write((port - port::SERIAL) as u8, value as u8);
+                }
             }
             port::EXIT => self.end(Ending::Exited(value), kick),
             port::STATUS if width == Width::Long => {
@@ -380,10 +431,10 @@ impl PlatformDevices {
     /// A port read.
     pub fn read(&self, port: u16, width: Width) -> u64 {
         match port {
-            port::SERIAL..=port::SERIAL_LAST if width == Width::Byte => {
-                let mut serial = self.serial.lock().expect("no panic under this lock");
-                u64::from(serial.read((port - port::SERIAL) as u8))
-            }
+            port::SERIAL..=port::SERIAL_LAST if width == Width::Byte => match &mut *self.serial() {
+                Uart::Com1(serial) => u64::from(serial.read((port - port::SERIAL) as u8)),
+                Uart::Pl011(_) => width.ones(),
+            },
             _ => match self.ports.find(u64::from(port), width) {
                 Some((device, offset)) => device.read(offset, width) & width.ones(),
                 None => width.ones(),
@@ -418,10 +469,11 @@ impl PlatformDevices {
 
     /// Gives the console the last line, if the guest has not ended it.
     pub fn flush(&self) {
-        self.serial
-            .lock()
-            .expect("no panic under this lock")
-            .writer_mut()
-            .flush();
+        self.serial().lines().flush();
+    }
+
+    /// The serial line. A console that has panicked leaves it whole.
+    fn serial(&self) -> MutexGuard<'_, Uart> {
+        self.serial.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -32,6 +32,15 @@ pub trait DirtyTracking {
     /// [`DirtyError`]; no dirty bit is lost then.
     fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
 
+    /// Marks again pages that [`DirtyTracking::get_dirty`] has taken, and that could not be used.
+    ///
+    /// # Errors
+    /// As [`DirtyTracking::get_dirty`]; no page is marked then.
+    fn put_back_dirty(&self, id: SlotId, dirty: &[u64]) -> Result<(), DirtyError>;
+
+    /// Whether a slot logs.
+    fn is_logging(&self, id: SlotId) -> bool;
+
     /// The vCPUs' rings, if the VM delivers by rings.
     fn dirty_rings(&self) -> Option<&dyn DirtyRings>;
 

@@ -88,7 +88,7 @@ pub enum Exit {
     MemoryFault {
         /// The first guest-physical address of the missing memory.
         gpa: Gpa,
-        /// Its size in bytes.
+        /// Its size in bytes: a page, or all pages that have to be provided together.
         size: u64,
         /// How the guest accessed it.
         flags: MemoryFaultFlags,
@@ -97,8 +97,13 @@ pub enum Exit {
     },
     /// The vCPU shut down (triple fault); the text says where.
     Shutdown(String),
-    /// The vCPU's dirty ring is full. Every entry ends with this exit until a thread of the VMM has
-    /// reaped and reset the ring.
+    /// The guest has switched its machine off, by the firmware's interface (PSCI `SYSTEM_OFF`).
+    PoweredOff,
+    /// The guest asks for a reset of its machine, by the firmware's interface (PSCI
+    /// `SYSTEM_RESET`).
+    Reset,
+    /// The vCPU's dirty ring is full. Every entry ends with this exit, or for a kick with
+    /// [`Exit::Interrupted`], until a thread of the VMM has reaped and reset the ring.
     DirtyRingFull,
     /// [`Kick`](crate::Kick) interrupted the run.
     Interrupted,
@@ -110,7 +115,7 @@ pub enum VcpuError {
     /// The content of a page is gone.
     #[error(
         "vCPU {vcpu}: guest page {gpa} is lost: {cause}; \
-         the guest was stopped before it could read anything wrong"
+         the guest was stopped, and nothing wrong that it may have read has left its VM"
     )]
     PageLost {
         /// Which vCPU needed it.

@@ -1,4 +1,6 @@
-//! A guest kernel image: an ELF64 file. Its `e_machine` names the processor.
+//! A guest kernel image: an ELF64 file for x86-64, or Linux's `Image` for AArch64.
+
+mod arm64;
 
 use crate::Arch;
 use elf::{ElfBytes, abi, endian::AnyEndian, file::Class, note::Note};
@@ -11,10 +13,15 @@ const PVH_NOTE: u64 = 18;
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum ImageError {
     /// Bad magic, or the headers are cut off.
-    #[error("not an ELF file ({0}); a guest is an ELF64 kernel with the PVH note")]
+    #[error(
+        "not an ELF file ({0}); a guest is an ELF64 kernel with the PVH note, or an arm64 `Image`"
+    )]
     NotElf(String),
     /// The file is for a 32-bit processor, or for one that Lacuna does not have.
-    #[error("ELF file for {0}; this backend runs 64-bit x86-64 kernels")]
+    #[error(
+        "ELF file for {0}; give a 64-bit x86-64 kernel, or an AArch64 kernel in the form of \
+         Linux's `Image` (objcopy -O binary)"
+    )]
     WrongMachine(String),
     /// The file is a program, not a kernel.
     #[error(
@@ -46,6 +53,15 @@ pub enum ImageError {
     /// The file has nothing to load.
     #[error("ELF file has no loadable segment")]
     Empty,
+    /// An arm64 `Image` of a big-endian kernel.
+    #[error("arm64 `Image` of a big-endian kernel; the processors are little-endian")]
+    BigEndian,
+    /// An arm64 `Image` of a kernel with larger pages.
+    #[error("arm64 `Image` of a kernel with {0} KiB pages; build it with 4 KiB pages")]
+    Granule(u32),
+    /// The text offset of an arm64 `Image` is not less than 2 MiB.
+    #[error("arm64 `Image` with the text offset {0:#x}, which must be less than 2 MiB")]
+    TextOffset(u64),
     /// The entry point lies in no segment.
     #[error("entry point {0:#x} lies in no loadable segment")]
     BadEntry(u64),
@@ -72,24 +88,33 @@ impl Segment<'_> {
 
 /// A parsed guest kernel; nothing has been loaded.
 ///
-/// [`Image::parse`] takes an ELF64 file whose segments are at their physical addresses, at or above
-/// 64 KiB. An image for x86-64 must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot
-/// ABI): the note tells a kernel from any other program, and other VMMs start the image by it.
-/// Lacuna itself enters at the ELF entry point, in 64-bit mode; [`Boot`](crate::Boot) describes the
-/// state. A VMM whose guest is not a file fills in the fields.
+/// [`Image::parse`] takes two forms.
+///
+/// * x86-64: an ELF64 file whose segments are at their physical addresses, at or above 64 KiB. It
+///   must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI): the note tells a
+///   kernel from any other program, and other VMMs start the image by it. Lacuna itself enters at
+///   the ELF entry point, in 64-bit mode; [`Boot`](crate::Boot) describes the state.
+/// * AArch64: the `Image` of Linux's arm64 boot protocol, not compressed. It is loaded at 2 MiB
+///   above the beginning of memory, plus its text offset. The vCPUs start as
+///   [`arm64::Boot`](crate::boot::arm64::Boot) describes.
+///
+/// A VMM whose guest is not a file fills in the fields.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Image<'a> {
     /// The processor that it is for.
     pub arch: Arch,
     /// Loadable segments in file order.
     pub segments: Vec<Segment<'a>>,
-    /// Physical entry point, long mode.
+    /// Physical entry point.
     pub entry: Gpa,
 }
 
 impl<'a> Image<'a> {
     /// Parses and checks `file`.
     pub fn parse(file: &'a [u8]) -> Result<Self, ImageError> {
+        if arm64::is_image(file) {
+            return arm64::parse(file);
+        }
         let not_elf = |e: elf::ParseError| ImageError::NotElf(e.to_string());
         let elf = ElfBytes::<AnyEndian>::minimal_parse(file).map_err(not_elf)?;
         let arch = arch(elf.ehdr.class, elf.ehdr.e_machine)?;
@@ -108,7 +133,7 @@ impl<'a> Image<'a> {
         }
         match arch {
             Arch::X86_64 if !pvh => return Err(ImageError::NoPvhNote),
-            Arch::X86_64 => {}
+            Arch::X86_64 | Arch::Arm64 => {}
         }
         if segments.is_empty() {
             return Err(ImageError::Empty);

@@ -7,9 +7,9 @@
 /// kick after the last run has no effect.
 pub trait Kick: Sync {
     /// [`Vcpu::run`](crate::Vcpu::run) of vCPU `index` returns
-    /// [`Exit::Interrupted`](crate::Exit::Interrupted) soon, also when the vCPU is halted or waits
-    /// for a page. A vCPU that is about to return for another reason returns `Interrupted` from its
-    /// next run. An index without a vCPU does nothing.
+    /// [`Exit::Interrupted`](crate::Exit::Interrupted) soon, also when the vCPU is halted, waits
+    /// for a page or has a full dirty ring. A vCPU that is about to return for another reason
+    /// returns `Interrupted` from its next run. An index without a vCPU does nothing.
     fn kick(&self, index: usize);
 
     /// [`Kick::kick`] for every vCPU.

@@ -2,13 +2,13 @@
 //!
 //! * [`Vm`], [`Builder`]: the interface that every backend implements, and its optional powers.
 //! * [`Vcpu`], [`Exit`]: one processor and why it returns to its VMM; [`SaveRestore`]: its whole
-//!   state as one value ([`VcpuState`]).
+//!   state as one value ([`VcpuState`]). [`SharedState`] is what the vCPUs of a VM share.
 //! * [`GuestMemory`], [`MemorySlots`], [`DirtyTracking`]: memory as bytes, as slots, as pages that
 //!   were written.
 //! * [`MissingMemory`]: pages that the VMM provides while the guest runs.
-//! * [`Image`], [`Boot`]: an ELF64 kernel with the PVH note becomes a plan of writes and an entry
-//!   state.
-//! * [`PlatformDevices`]: what a guest sees (serial line, exit port, status-page port), and the
+//! * [`Image`], [`Boot`], [`boot::arm64::Boot`]: an ELF64 kernel with the PVH note, or Linux's
+//!   arm64 `Image`, becomes a plan of writes and an entry state.
+//! * [`PlatformDevices`]: what a guest sees (serial line, exit code, status page), and the
 //!   [`Device`]s that an embedder adds.
 //! * [`run`]: one thread for each vCPU until the guest ends; [`run_watched`] with a watcher beside.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
@@ -28,16 +28,21 @@ mod kick;
 mod kind;
 mod memory;
 mod missing;
+mod pause;
 mod run;
 mod slots;
 mod state;
+mod token_life;
 mod vm;
 
 pub use apf::Apf;
 pub use arch::Arch;
 pub use boot::x86::Boot;
 pub use boot::{BootError, Layout};
-pub use devices::{Console, Device, DeviceError, Ending, PlatformDevices, port};
+pub use devices::{
+    Console, Device, DeviceError, DevicesState, Ending, PlatformDevices, SerialRegisters, mmio,
+    port,
+};
 pub use dirty::{
     DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog, harvest, set_logging_everywhere,
 };
@@ -49,12 +54,17 @@ pub use lacuna_slots::{
     Backup, ClearError, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially,
     Logging, RingSize, RingSizeError, SlotError, SlotFlags, SlotId,
 };
-pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
+pub use lacuna_source::{
+    Answer, External, HandlerError, HandlerRegion, PageRequest, PageSource, Policy, SourcePage,
+    WhenGone,
+};
 pub use memory::{Balloon, GuestMemory, MemoryError};
 pub use missing::{FaultToken, MissingMemory, Provided, TokenError, Told};
-pub use run::{Next, dispatch, run, run_watched, status_page};
+pub use pause::{Pause, Paused};
+pub use run::{Next, dispatch, run, run_pausable, run_watched, run_watched_pausable, status_page};
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
-pub use state::{SaveRestore, StateError, VcpuState, x86};
+pub use state::{SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
+pub use token_life::{Ready, TokenLife};
 pub use vm::{
     ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, Observed, RunEnd,
     VcpuStats, Vm, VmConfig, VmStats,

@@ -7,20 +7,24 @@
 //!        or      accept(token), run again ─────────────────────────────► page-not-present
 //!                provide(gpa, bytes), then ready(token), any thread ───► page-ready
 //! ```
+//! Flag and exit are those of `KVM_MEM_EXIT_ON_MISSING` and `KVM_EXIT_MEMORY_FAULT` in the series
+//! on the kvm list in 2023; tokens are not in it.
+//!
 //! The exits come from slots with [`SlotFlags::EXIT_ON_MISSING`](crate::SlotFlags::EXIT_ON_MISSING)
 //! and for a vCPU's own accesses only, stage-1 walks included. Other accesses to missing memory,
 //! such as those of devices and of [`GuestMemory`](crate::GuestMemory), wait, and the VM's page
 //! source is asked for the page. A page that was provided and then evicted is brought back by the
 //! backend; it causes no exit.
 //!
-//! A token goes from *pending*, with the exit, to *accepted*, to *completed*:
+//! An exit makes its token *pending*. Then the token is *accepted*, or not, and *completed*:
 //!
 //! | | pending | accepted | completed, unknown |
 //! |---|---|---|---|
 //! | accept | accepted, or `CannotTell` | `Accepted` | `Unknown` |
 //! | ready | `Told::Early`; accept is then refused with `Ready` | `Told::Guest` | `Unknown` |
 //! | run | completed | stays | |
-//! | disable, reset | stays | stays; ready is `Told::Cancelled` | |
+//! | reset, restore | completed | stays; ready is `Told::Cancelled` | |
+//! | disable | | stays; ready is `Told::Cancelled` | |
 //!
 //! *accept* is [`Vcpu::accept`](crate::Vcpu::accept), and *ready* is [`MissingMemory::ready`].
 //! *disable* is the guest's: it turns async page faults off. The names of refusals are those of
@@ -80,7 +84,7 @@ impl TokenError {
     }
 }
 
-/// What [`MissingMemory::ready`] has come to.
+/// The outcome of [`MissingMemory::ready`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Told {
     /// The guest is told, or will be as soon as it can be.
@@ -104,9 +108,10 @@ pub struct Provided {
 /// Memory that a VMM provides page by page. A VM has it if it was made with a page source, which is
 /// asked for pages that something other than a vCPU needs.
 pub trait MissingMemory: Send + Sync {
-    /// Provides whole pages from `gpa` on, both multiples of 4 KiB. A page that was provided before
-    /// keeps its content. A vCPU that has exited needs no wake-up. Threads that wait for one of the
-    /// pages are woken. Any thread may call this; it may wait for free memory.
+    /// Provides whole pages from `gpa` on. Address and length are multiples of 4 KiB, or of 2 MiB
+    /// for memory in huge pages, whose exits have that size. A page that was provided before keeps
+    /// its content. A vCPU that has exited needs no wake-up. Threads that wait for one of the pages
+    /// are woken. Any thread may call this; it may wait for free memory.
     ///
     /// # Errors
     /// [`MemoryError::NoSlot`], [`MemoryError::Refused`] for addresses or sizes that are not whole
@@ -114,7 +119,7 @@ pub trait MissingMemory: Send + Sync {
     fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError>;
 
     /// Asks the VM's page source for the page at `gpa`, unless the source was asked before or the
-    /// page is there. When the page has come, `token` is said to be ready, if one is given.
+    /// page is there. If `token` is given, the VM says ready for it when the page has come.
     /// Returns at once, except that it may wait for free memory.
     ///
     /// # Errors
@@ -128,9 +133,9 @@ pub trait MissingMemory: Send + Sync {
     /// [`MemoryError::NoSlot`], [`MemoryError::Backing`].
     fn populate(&self, gfns: GfnRange) -> Result<(), MemoryError>;
 
-    /// The page of `token` is provided: the guest, which was told that it is not present, is told
-    /// that it is ready. Any thread may call this. If the page is not provided, the guest's next
-    /// access exits again; a vCPU that waits for the page goes on waiting.
+    /// Says that the page of `token` is provided. A guest that was told that the page is not
+    /// present is told that it is ready. Any thread may call this. If the page is not provided, the
+    /// guest's next access exits again; a vCPU that waits for the page goes on waiting.
     ///
     /// # Errors
     /// [`TokenError::Unknown`], and [`TokenError::Ready`] if this was said before.

@@ -1,7 +1,8 @@
 //! The run loop: one thread per vCPU until the guest ends.
 
 use crate::{
-    Ending, Exit, FaultToken, GuestMemory, Kick, Observed, PlatformDevices, Vcpu, VcpuError, Vm,
+    Ending, Exit, FaultToken, GuestMemory, Kick, Observed, Pause, PlatformDevices, Vcpu, VcpuError,
+    Vm,
 };
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_sync::Clock;
@@ -47,6 +48,8 @@ pub fn dispatch(
             }
         }
         Ok(Exit::Shutdown(text)) => devices.end(Ending::Shutdown(text), kick),
+        Ok(Exit::PoweredOff) => devices.end(Ending::PoweredOff, kick),
+        Ok(Exit::Reset) => devices.end(Ending::Reset, kick),
         Err(error) => devices.end(Ending::Failed(error), kick),
     }
     if devices.ending().is_some() {
@@ -86,20 +89,45 @@ impl<K: Kick> Drop for EndOnPanic<'_, K> {
     }
 }
 
+/// Says that a vCPU's thread has ended, also after a panic.
+struct Left<'a, V: Vcpu>(&'a Pause<V>);
+
+impl<V: Vcpu> Drop for Left<'_, V> {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
 /// Runs every vCPU on a thread of its own until the run has an ending, and returns the vCPUs.
 ///
 /// If a thread cannot be started, the run ends, because the guest would wait for that vCPU. It is
 /// missing in what is returned.
 pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) -> Vec<V> {
+    run_pausable(vcpus, devices, kick, &Pause::default())
+}
+
+/// As [`run`], and another thread can pause the vCPUs by `pause`.
+pub fn run_pausable<V: Vcpu>(
+    vcpus: Vec<V>,
+    devices: &PlatformDevices,
+    kick: &impl Kick,
+    pause: &Pause<V>,
+) -> Vec<V> {
+    pause.enter(vcpus.len());
     thread::scope(|scope| {
         let start = |mut vcpu: V| {
             let index = vcpu.index();
             let body = move || {
                 let _guard = EndOnPanic { devices, kick };
+                let _left = Left(pause);
                 while devices.ending().is_none() {
                     let exit = vcpu.run();
+                    let is_wanted = pause.wants(&exit);
                     if dispatch(&mut vcpu, exit, devices, kick) == Next::Stop {
                         break;
+                    }
+                    if is_wanted {
+                        vcpu = pause.hand_over(vcpu);
                     }
                 }
                 vcpu
@@ -113,9 +141,11 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) 
                      limit on processes (ulimit -u)"
                 ),
             };
-            spawned
-                .map_err(|error| devices.end(Ending::Failed(refused(error)), kick))
-                .ok()
+            let failed = |error| {
+                pause.leave();
+                devices.end(Ending::Failed(refused(error)), kick);
+            };
+            spawned.map_err(failed).ok()
         };
         let threads: Vec<_> = vcpus.into_iter().filter_map(start).collect();
         let join = |t: thread::ScopedJoinHandle<'_, V>| {
@@ -142,22 +172,36 @@ pub fn run_watched<V: Vm>(
     clock: &dyn Clock,
     watch: &mut dyn FnMut(&Observed<'_, V>),
 ) -> io::Result<()> {
+    run_watched_pausable(&**vm, vcpus, devices, clock, &Pause::default(), watch)
+}
+
+/// As [`run_watched`], and another thread can pause the vCPUs by `pause`. A pause delays the end of
+/// the run: the thread that has paused a guest looks for [`PlatformDevices::ending`], and lets it
+/// go on then.
+///
+/// # Errors
+/// As [`run_watched`].
+pub fn run_watched_pausable<V: Vm>(
+    vm: &V,
+    vcpus: Vec<V::Vcpu>,
+    devices: &PlatformDevices,
+    clock: &dyn Clock,
+    pause: &Pause<V::Vcpu>,
+    watch: &mut dyn FnMut(&Observed<'_, V>),
+) -> io::Result<()> {
     let over = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
     devices.check_memory(&vm.memory_slots()).map_err(over)?;
     let watcher = thread::current();
     thread::scope(|scope| {
         let named = thread::Builder::new().name("lacuna-run".into());
         let runner = named.spawn_scoped(scope, || {
-            drop(run(vcpus, devices, &**vm));
+            drop(run_pausable(vcpus, devices, vm, pause));
             watcher.unpark();
         })?;
-        let _guard = EndOnPanic {
-            devices,
-            kick: &**vm,
-        };
+        let _guard = EndOnPanic { devices, kick: vm };
         while !runner.is_finished() && devices.ending().is_none() {
             watch(&Observed {
-                vm: &**vm,
+                vm,
                 devices,
                 now: clock.now(),
             });

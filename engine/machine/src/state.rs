@@ -1,20 +1,42 @@
 //! The whole state of a vCPU as one value: saved by one backend, restored by the same or another.
+//! What the vCPUs of a VM share is a second value, of the VM.
+//!
+//! ```text
+//! save      stop all vCPUs ─► Vm::save_shared ─► SaveRestore::save of each vCPU; memory
+//! restore   Vm::bare_vcpus ─► memory ─► Vm::restore_shared ─► SaveRestore::restore of each vCPU
+//! ```
 //!
 //! A state is data. It may come from a file or a peer, damaged or hostile. A backend that restores
 //! it checks every field. If a field is wrong, the error names it, and the vCPU keeps the state
 //! that it had. Only the hypervisor below can refuse half-way ([`StateError::Host`]); the vCPU must
 //! then be restored again or dropped.
 
+pub mod arm64;
+mod words;
 pub mod x86;
 
 use crate::Vcpu;
+use serde::{Deserialize, Serialize};
 
 /// The state of a vCPU, tagged by its architecture.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum VcpuState {
     /// An x86-64 processor.
     X86(Box<x86::State>),
+    /// An AArch64 processor.
+    Arm64(Box<arm64::State>),
+}
+
+/// The state that belongs to a VM and to none of its vCPUs, tagged by the architecture. The VMM's
+/// devices and the memory are not part of it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum SharedState {
+    /// An x86-64 VM: its vCPUs share nothing.
+    X86,
+    /// An AArch64 VM.
+    Arm64(Box<arm64::Shared>),
 }
 
 /// Why a state is not saved or not restored.
@@ -23,16 +45,25 @@ pub enum VcpuState {
 pub enum StateError {
     /// The vCPU waits for a device's answer in the middle of an instruction.
     #[error(
-        "vCPU {vcpu} has left for a device, and its instruction is not complete: answer it, kick \
-         the vCPU, and enter it until it returns `Interrupted`"
+        "vCPU {vcpu} has left for a device, and its instruction is not complete: answer it, reset \
+         a full dirty ring, kick the vCPU, and enter it until it returns `Interrupted`"
     )]
     MidInstruction {
         /// Which vCPU.
         vcpu: usize,
     },
     /// The state is of another architecture.
-    #[error("this state is of another architecture than the vCPU")]
+    #[error("this state is of another architecture than the vCPU or VM that restores it")]
     Architecture,
+    /// The VM was made without an image, and does not have the state that its vCPUs share.
+    #[error(
+        "vCPU {vcpu}: give the VM its own state first (`Vm::restore_shared`), then those of its \
+         vCPUs"
+    )]
+    SharedFirst {
+        /// Which vCPU.
+        vcpu: usize,
+    },
     /// No processor of this kind can have that value.
     #[error("{field}: {value:#x} is no valid value")]
     Invalid {
@@ -54,6 +85,14 @@ pub enum StateError {
     Msr {
         /// Which register.
         index: u32,
+        /// Its value.
+        value: u64,
+    },
+    /// A system register of AArch64 that this backend does not have, or not with that value.
+    #[error("system register {register}: this backend cannot take over {value:#x}")]
+    SystemRegister {
+        /// Which register.
+        register: arm64::SysReg,
         /// Its value.
         value: u64,
     },
@@ -79,7 +118,7 @@ pub trait SaveRestore: Vcpu {
     /// [`StateError::MidInstruction`], or the hypervisor below refuses.
     fn save(&mut self) -> Result<VcpuState, StateError>;
 
-    /// Puts the vCPU into `state`. Restore the guest's memory first.
+    /// Puts the vCPU into `state`. Restore the guest's memory and the VM's own state first.
     ///
     /// # Errors
     /// [`StateError`], with the name of the field; the vCPU keeps the state that it had. A

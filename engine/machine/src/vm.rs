@@ -5,12 +5,13 @@
 //! returns as an `Option`.
 
 use crate::{
-    Apf, Balloon, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick, MemorySlots,
-    MissingMemory, PlatformDevices, SaveRestore,
+    Apf, Arch, Balloon, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick,
+    MemorySlots, MissingMemory, PlatformDevices, SaveRestore, SharedState, StateError,
 };
 use lacuna_addr::PageCount;
 use lacuna_slots::Delivery;
 use lacuna_sync::Nanos;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
@@ -34,7 +35,7 @@ impl Backend {
 }
 
 /// Which processor the guest sees.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum CpuModel {
     /// The processor with all features that the backend has.
     #[default]
@@ -50,6 +51,8 @@ pub enum CpuModel {
 /// The configuration that VMs of every backend have.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmConfig {
+    /// The architecture of its processors.
+    pub arch: Arch,
     /// The memory that the guest believes it has.
     pub memory: PageCount,
     /// The number of its processors, 1 to 64.
@@ -125,6 +128,19 @@ pub trait Vm:
     /// # Errors
     /// The VM has its vCPUs already.
     fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Self::Vcpu>, Self::Error>;
+
+    /// What its vCPUs share, and no state of one vCPU has. No vCPU runs meanwhile.
+    ///
+    /// # Errors
+    /// The hypervisor below refuses.
+    fn save_shared(&self) -> Result<SharedState, StateError>;
+
+    /// Takes over what the vCPUs of another VM have shared. No vCPU runs meanwhile, and the vCPUs
+    /// get their own states afterwards.
+    ///
+    /// # Errors
+    /// [`StateError`], with the name of the field; the VM keeps the state that it had.
+    fn restore_shared(&self, state: &SharedState) -> Result<(), StateError>;
 
     /// Its counters.
     fn stats(&self) -> VmStats;
@@ -228,8 +244,8 @@ pub trait Builder {
         watch: &mut dyn FnMut(&Observed<'_, Self::Vm>),
     ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error>;
 
-    /// As [`Builder::run`], with the devices of [`PlatformDevices::new`]; `console` gets the lines
-    /// that the guest prints.
+    /// As [`Builder::run`], with the devices of [`PlatformDevices::of`] for the image; `console`
+    /// gets the lines that the guest prints.
     ///
     /// # Errors
     /// As [`Builder::run`].
@@ -239,6 +255,10 @@ pub trait Builder {
         console: impl Console + 'static,
         watch: &mut dyn FnMut(&Observed<'_, Self::Vm>),
     ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error> {
-        self.run(image, Arc::new(PlatformDevices::new(console)), watch)
+        self.run(
+            image,
+            Arc::new(PlatformDevices::of(image.arch, console)),
+            watch,
+        )
     }
 }

@@ -136,7 +136,8 @@ fn what_is_no_guest_image_is_refused_with_what_to_do() {
     assert!(text(b"#!/bin/sh\n").starts_with("not an ELF file"));
     let mut arm = elf(&[(0x10_0000, 4, b"code")], 0x10_0000);
     arm[18] = 183;
-    let wanted = "ELF file for AArch64; this backend runs 64-bit x86-64 kernels";
+    let wanted = "ELF file for AArch64; give a 64-bit x86-64 kernel, or an AArch64 kernel in the \
+                  form of Linux's `Image` (objcopy -O binary)";
     assert_eq!(text(&arm), wanted);
     for (machine, name) in [
         (3, "32-bit x86"),

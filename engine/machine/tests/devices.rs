@@ -1,9 +1,11 @@
 //! Devices that an embedder adds.
 
-use lacuna_addr::{Gfn, GfnRange, Gpa};
+use lacuna_addr::{Gfn, GfnRange, Gpa, PageCount};
 use lacuna_machine::{
-    Device, DeviceError, Ending, Kick, MemorySlot, PlatformDevices, SlotFlags, SlotId, Width, port,
+    Arch, Device, DeviceError, Ending, Kick, Layout, MemorySlot, PlatformDevices, SlotFlags,
+    SlotId, Width, port,
 };
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -146,4 +148,56 @@ fn a_device_over_memory_is_found() {
         let found = devices.check_memory(&[slot(0, 1), over]);
         assert_eq!(found, Err(DeviceError::Memory { from, to }), "{over:?}");
     }
+}
+
+/// The addresses that the error names are free, whatever the size of the memory.
+#[test]
+fn a_device_fits_where_the_error_says() {
+    let text = DeviceError::Memory { from: 0, to: 0 }.to_string();
+    for (arch, named, start, end) in [
+        (
+            Arch::X86_64,
+            "0xc000_0000 to 0xfebf_ffff",
+            0xc000_0000,
+            0xfec0_0000,
+        ),
+        (
+            Arch::Arm64,
+            "0x0a00_0000 to 0x3fff_ffff",
+            0x0a00_0000,
+            0x4000_0000,
+        ),
+    ] {
+        assert!(text.contains(named), "{text}");
+        let mut devices = PlatformDevices::of(arch, |_: &str| ());
+        let latch = Arc::<Latch>::default();
+        let added = devices.add_mmio(Gpa::truncate(start), end - start, latch);
+        assert_eq!(added, Ok(()), "{arch:?}");
+        let layout = Layout::of(arch, PageCount::from_bytes(64 << 40)).unwrap();
+        let slot = |&gfns: &GfnRange| MemorySlot { gfns, ..slot(0, 1) };
+        let slots: Vec<_> = layout.ranges().iter().map(slot).collect();
+        assert_eq!(devices.check_memory(&slots), Ok(()), "{arch:?}");
+    }
+}
+
+/// A console that panics takes its line with it, and the serial line goes on.
+#[test]
+fn a_console_may_panic() {
+    let lines = Arc::<Mutex<Vec<String>>>::default();
+    let sink = Arc::clone(&lines);
+    let devices = PlatformDevices::new(move |line: &str| match line {
+        "bad" => panic!("the console's own"),
+        line => sink.lock().unwrap().push(line.to_owned()),
+    });
+    let print = |text: &str| {
+        for byte in text.bytes() {
+            devices.write(port::SERIAL, Width::Byte, byte.into(), &Kicks::default());
+        }
+    };
+    let bad = catch_unwind(AssertUnwindSafe(|| print("bad\n")));
+    assert!(bad.is_err());
+    print("good\nunfinished");
+    assert_eq!(devices.read(port::SERIAL + 5, Width::Byte) & 0x20, 0x20);
+    devices.flush();
+    assert_eq!(*lines.lock().unwrap(), ["good", "unfinished"]);
 }

@@ -10,7 +10,7 @@
 
 use crate::dirty::Count;
 use crate::vcpu_mmu::Marker;
-use crate::{Mmu, Rmap, VcpuMmu};
+use crate::{Mmu, MmuFormat, Rmap, VcpuMmu};
 use lacuna_addr::{Access, Gfn, Level, Pfn};
 use lacuna_host::{Frame, Host, LostPage, PerCpuPages, Resolution, Ticket};
 use lacuna_slots::{Reader, Slot, SlotFlags};
@@ -94,13 +94,13 @@ pub(crate) struct ResolvedPage {
     pub(crate) level: Level,
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Handles the violation of `access` at `gfn`. The calling vCPU may be online.
     #[inline]
     pub fn fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
         match self.attempt(vcpu, gfn, access) {
             Some(outcome) => outcome,
-            None => self.fault_again(vcpu, gfn, access),
+            None => F::fault_again(self, vcpu, gfn, access),
         }
     }
 
@@ -109,6 +109,16 @@ impl Mmu {
     /// tried again.
     #[cold]
     pub fn wait_for_page(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
+        F::wait_for_page(self, vcpu, gfn, access)
+    }
+
+    #[inline(always)]
+    pub(crate) fn resolve_page(
+        &self,
+        vcpu: &mut VcpuMmu,
+        gfn: Gfn,
+        access: Access,
+    ) -> Option<Outcome> {
         let seq = self.stage2.invalidate_seq(gfn);
         let fault = Fault { gfn, access, seq };
         let found = fault.find_slot(&mut vcpu.reader)?;
@@ -117,9 +127,8 @@ impl Mmu {
 
     /// The attempts after the first. They are out of line: in a loop around all attempts, the
     /// compiler computes and spills in advance what a second attempt would use again.
-    #[cold]
-    #[inline(never)]
-    fn fault_again(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
+    #[inline(always)]
+    pub(crate) fn attempt_again(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
         (1..ATTEMPTS)
             .find_map(|_| self.attempt(vcpu, gfn, access))
             .unwrap_or(Outcome::Busy)
@@ -251,7 +260,7 @@ impl<'v> SlotFault<'v> {
 impl PageFault<'_> {
     /// `None`: begin again.
     #[inline(always)]
-    fn map(self, mmu: &Mmu, marker: &mut Marker) -> Option<Outcome> {
+    fn map<F: MmuFormat>(self, mmu: &Mmu<F>, marker: &mut Marker) -> Option<Outcome> {
         let Self { found, page } = self;
         let mut cursor = mmu.stage2.fault_cursor(page.gfn);
         if cursor.invalidate_retry(found.fault.seq) {
@@ -302,7 +311,7 @@ enum Tables {
 mod tests {
     use super::*;
     use crate::SlotSpec;
-    use crate::tests::mmu;
+    use crate::tests::ept::common::mmu;
     use lacuna_addr::{PAGE_SIZE, PageCount};
     use lacuna_host::MmuNotifier;
     use lacuna_slots::SlotId;

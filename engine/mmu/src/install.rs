@@ -14,17 +14,17 @@
 
 use crate::fault::ResolvedPage;
 use crate::rmap::{BLOCK, Rmap};
-use crate::{InBlock, Mmu};
+use crate::{InBlock, Mmu, MmuFormat};
 use lacuna_addr::{Gfn, Level, Pfn};
 use lacuna_stage2::{Cursor, Exhausted, Leaf, MapError, Mapped};
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Maps the page by its small leaf, or the whole block with the same rights, if the host has
     /// the block whole. Returns the level of the leaf that is there then.
     #[inline(always)]
     pub(crate) fn install(
         &self,
-        cursor: &mut Cursor<'_>,
+        cursor: &mut Cursor<'_, F>,
         rmap: &Rmap,
         page: ResolvedPage,
     ) -> Result<Level, Exhausted> {
@@ -35,16 +35,17 @@ impl Mmu {
             true => Level::L4K,
             false => rmap.max_level(gfn),
         };
-        if level.min(max_level) >= Level::L2M && self.install_huge(cursor, rmap, gfn, leaf)? {
+        if level.min(max_level) >= Level::L2M && F::install_huge(self, cursor, rmap, gfn, leaf)? {
             return Ok(Level::L2M);
         }
         install_small(cursor, rmap, gfn, leaf)
     }
 
     /// Maps the block around `gfn` by one leaf. Returns whether one leaf maps it now.
-    fn install_huge(
+    #[inline(always)]
+    pub(crate) fn map_block(
         &self,
-        cursor: &mut Cursor<'_>,
+        cursor: &mut Cursor<'_, F>,
         rmap: &Rmap,
         gfn: Gfn,
         leaf: Leaf,
@@ -76,7 +77,7 @@ impl Mmu {
     /// Splits the huge leaf around `gfn`, if there is one.
     pub(crate) fn split(
         &self,
-        cursor: &mut Cursor<'_>,
+        cursor: &mut Cursor<'_, F>,
         rmap: &Rmap,
         gfn: Gfn,
     ) -> Result<(), Exhausted> {
@@ -90,8 +91,8 @@ impl Mmu {
 }
 
 #[inline]
-fn install_small(
-    cursor: &mut Cursor<'_>,
+fn install_small<F: MmuFormat>(
+    cursor: &mut Cursor<'_, F>,
     rmap: &Rmap,
     gfn: Gfn,
     leaf: Leaf,

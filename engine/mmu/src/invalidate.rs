@@ -16,10 +16,10 @@
 //! no table is free for the split, the whole leaf is unmapped.
 
 use crate::rmap::{BLOCK, Rmap, parts};
-use crate::{InBlock, Mmu};
+use crate::{InBlock, Mmu, MmuFormat};
 use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_slots::{Overlap, Slot, Snapshot};
-use lacuna_stage2::{Cursor, EntryRef, Flush, Removed};
+use lacuna_stage2::{Cursor, EntryRef, Ept, Flush, Removed};
 use std::sync::Arc;
 
 /// Counts the steps of an invalidation. The product counts nothing: its counter is `()`, and calls
@@ -40,8 +40,8 @@ impl Counter for () {}
 /// An invalidation that has unmapped its ranges and keeps faults out of them. Until it is finished,
 /// some vCPU may still use the pages, and faults near them wait.
 #[must_use = "faults near the ranges wait until it is finished"]
-pub struct Invalidation<'m, C = ()> {
-    mmu: &'m Mmu,
+pub struct Invalidation<'m, F = Ept, C = ()> {
+    mmu: &'m Mmu<F>,
     /// The frames near which faults must retry until this invalidation ends.
     begun: Begun,
     /// What was unmapped, and what other invalidations may have unmapped there without having
@@ -60,9 +60,9 @@ struct Begun {
 }
 
 /// A visit to a part of one block: its lock, and the results of the invalidation so far.
-pub(crate) struct Visit<'v, 's, C> {
+pub(crate) struct Visit<'v, 's, F, C> {
     /// Holds the block's range lock.
-    pub(crate) cursor: &'v mut Cursor<'s>,
+    pub(crate) cursor: &'v mut Cursor<'s, F>,
     /// The reverse map of the slot that the part is in.
     pub(crate) rmap: &'v Rmap,
     /// Gets what the visit unmaps.
@@ -71,9 +71,9 @@ pub(crate) struct Visit<'v, 's, C> {
     pub(crate) counter: &'v mut C,
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Unmaps `ranges` and excludes faults there. [`Invalidation::finish`] does the rest.
-    pub fn begin_invalidation(&self, ranges: &[BackingRange]) -> Invalidation<'_> {
+    pub fn begin_invalidation(&self, ranges: &[BackingRange]) -> Invalidation<'_, F> {
         self.begin_with(ranges, |_, _, part, visit| self.unmap_part(part, visit))
     }
 
@@ -83,8 +83,8 @@ impl Mmu {
     pub(crate) fn begin_with<C: Counter>(
         &self,
         ranges: &[BackingRange],
-        unmap: impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, C>),
-    ) -> Invalidation<'_, C> {
+        unmap: impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, F, C>),
+    ) -> Invalidation<'_, F, C> {
         let slots = self.slots.read();
         let mut done = Invalidation {
             mmu: self,
@@ -100,13 +100,13 @@ impl Mmu {
     }
 }
 
-impl<C: Counter> Invalidation<'_, C> {
+impl<F: MmuFormat, C: Counter> Invalidation<'_, F, C> {
     #[inline]
     fn begin(
         &mut self,
         slots: &Snapshot<Rmap>,
         overlap: Overlap<'_, Rmap>,
-        unmap: &impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, C>),
+        unmap: &impl Fn(&Snapshot<Rmap>, &Arc<Slot<Rmap>>, GfnRange, &mut Visit<'_, '_, F, C>),
     ) {
         let Overlap { slot, gfns } = overlap;
         self.begun.push(gfns);
@@ -125,7 +125,7 @@ impl<C: Counter> Invalidation<'_, C> {
     }
 }
 
-impl<C> Invalidation<'_, C> {
+impl<F: MmuFormat, C> Invalidation<'_, F, C> {
     /// Whether some vCPU may hold a translation of what was unmapped.
     pub fn must_flush(&self) -> bool {
         !self.flush.is_empty()
@@ -148,14 +148,14 @@ impl<C> Invalidation<'_, C> {
 /// by one: emptying 512 entries costs about as much as removing so many leaves.
 const MANY: u32 = 64;
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Unmaps `part`, which is inside the visit's block. Visits each level once.
     ///
     /// If the part is a whole block that many small leaves map, their table is unlinked as one.
     /// That is done by descending the tables, because the reverse map costs more than twice as much
     /// page by page.
     #[inline]
-    pub(crate) fn unmap_part<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, C>) {
+    pub(crate) fn unmap_part<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, F, C>) {
         let rmap = visit.rmap;
         if part.pages() == BLOCK
             && let InBlock::Small(MANY..) = rmap.block(part.start())
@@ -172,7 +172,7 @@ impl Mmu {
     }
 
     /// Unmaps `part` by descending the tables, without the reverse map.
-    pub(crate) fn unmap_walk<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, C>) {
+    pub(crate) fn unmap_walk<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, F, C>) {
         let Visit {
             cursor,
             rmap,
@@ -189,7 +189,7 @@ impl Mmu {
 
     /// If `part` is not its whole block, splits the block's huge leaf.
     #[inline]
-    pub(crate) fn cut(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) {
+    pub(crate) fn cut(&self, cursor: &mut Cursor<'_, F>, rmap: &Rmap, part: GfnRange) {
         if part.pages() < BLOCK {
             // If no table is free for the split, the leaf stays huge and is removed as a whole.
             let _ = self.split(cursor, rmap, part.start());
@@ -202,7 +202,7 @@ impl Mmu {
         &self,
         at: EntryRef,
         gfn: Gfn,
-        visit: &mut Visit<'_, '_, C>,
+        visit: &mut Visit<'_, '_, F, C>,
     ) {
         let (removed, flush) = visit
             .cursor

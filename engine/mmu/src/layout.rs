@@ -13,7 +13,7 @@
 //! old guest frames. The disallow counts start again too. The dirty log is kept, because it names
 //! pages by the slot.
 
-use crate::{Mmu, Rmap, SlotSpec};
+use crate::{Mmu, MmuFormat, Rmap, SlotSpec};
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE};
 use lacuna_slots::{Slot, SlotError, SlotFlags, SlotId};
 use lacuna_sync::MutexGuard;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// The flags that a slot may have.
 const SUPPORTED: SlotFlags = SlotFlags::READONLY.union(SlotFlags::EXIT_ON_MISSING);
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Adds a slot.
     ///
     /// # Errors

@@ -1,12 +1,12 @@
 //! Where huge leaves are forbidden for a while, and when they are allowed again.
 
 use crate::rmap::parts;
-use crate::{InBlock, Mmu, Rmap};
+use crate::{InBlock, Mmu, MmuFormat, Rmap};
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};
 use lacuna_slots::Slot;
 use lacuna_stage2::{Cursor, Exhausted};
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// The largest leaf that the slots allow around `gfn`; `None` if there is no slot.
     pub fn max_level(&self, gfn: Gfn) -> Option<Level> {
         let slots = self.slots.read();
@@ -83,7 +83,11 @@ impl Mmu {
 
     /// Calls `visit` with each slot that has frames in `gfns`, and with a frame of each of its
     /// blocks that `gfns` overlaps, under the block's range lock.
-    fn each_block(&self, gfns: GfnRange, mut visit: impl FnMut(&mut Cursor<'_>, &Slot<Rmap>, Gfn)) {
+    fn each_block(
+        &self,
+        gfns: GfnRange,
+        mut visit: impl FnMut(&mut Cursor<'_, F>, &Slot<Rmap>, Gfn),
+    ) {
         for slot in self.slots.read().iter() {
             for part in slot.gfns.intersect(gfns).into_iter().flat_map(parts) {
                 let mut cursor = self.stage2.fault_cursor(part.start());

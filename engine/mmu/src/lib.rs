@@ -6,6 +6,7 @@
 //! | `fault` | from a stage-2 violation to an installed leaf, or to something to wait for |
 //! | `vcpu_mmu` | the MMU context of one vCPU, and how it marks the pages that it writes |
 //! | `install` | at which level a page is mapped, and what happens to existing leaves |
+//! | `slow` | the rare ends of the fault path, compiled here for each table format |
 //! | `rmap` | from a page or block of a slot to its leaf |
 //! | `notifier` | the requests of the host's memory manager |
 //! | `invalidate` | unmaps pages that the host takes back |
@@ -34,6 +35,7 @@ mod notifier;
 mod rmap;
 #[cfg(any(test, feature = "comparisons"))]
 mod rmap_walk;
+mod slow;
 mod vcpu_mmu;
 mod verify;
 
@@ -51,6 +53,7 @@ pub use mmu::{Mmu, MmuError};
 pub use rmap::Rmap;
 #[cfg(any(test, feature = "comparisons"))]
 pub use rmap_walk::{RmapWalk, StepCounter, Steps};
+pub use slow::MmuFormat;
 pub use vcpu_mmu::VcpuMmu;
 
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};

@@ -1,11 +1,12 @@
 //! One VM's slots, tables and host memory, together.
 
+use crate::MmuFormat;
 use crate::dirty::Tracking;
 use crate::rmap::Rmap;
-use lacuna_addr::Gfn;
+use lacuna_addr::{Access, Gfn};
 use lacuna_host::Host;
-use lacuna_slots::{Limits, Slots, Snapshot};
-use lacuna_stage2::{Arena, ArenaError, Counts, Exhausted, Stage2};
+use lacuna_slots::{CurrentSlots, Limits, Slots, Snapshot};
+use lacuna_stage2::{Arena, ArenaError, Counts, Ept, Exhausted, LookupLevel, Stage2, Violation};
 use lacuna_sync::{Mutex, Qsbr, lock_order};
 use std::sync::Arc;
 
@@ -20,12 +21,12 @@ pub enum MmuError {
     Exhausted(#[from] Exhausted),
 }
 
-/// One VM's memory-management unit.
-pub struct Mmu {
+/// One VM's memory-management unit, over tables in the format `F`.
+pub struct Mmu<F = Ept> {
     /// The layout of guest memory. Each slot has its reverse map.
     pub(crate) slots: Slots<Rmap>,
     /// The VM's tables.
-    pub(crate) stage2: Stage2,
+    pub(crate) stage2: Stage2<F>,
     /// Supplies the pages.
     pub(crate) host: Arc<Host>,
     /// Every vCPU that translates through this MMU: which of them are online, and which must flush.
@@ -36,11 +37,11 @@ pub struct Mmu {
     pub(crate) dirty: Tracking,
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// An MMU without slots. `tables` is the number of table pages that it may use. `qsbr` has
     /// every vCPU that will translate through it.
     pub fn new(host: Arc<Host>, qsbr: Arc<Qsbr>, tables: u32) -> Result<Arc<Self>, MmuError> {
-        let stage2 = Stage2::new(Arena::new(tables)?)?;
+        let stage2 = Stage2::with_format(Arena::new(tables)?)?;
         let slots = Slots::new(Limits::default());
         Ok(Arc::new(Self {
             slots,
@@ -62,10 +63,21 @@ impl Mmu {
         self.stage2.find(gfn).is_some()
     }
 
+    /// As [`Stage2::violation`].
+    pub fn violation(&self, gfn: Gfn, access: Access) -> Option<(Violation, LookupLevel)> {
+        self.stage2.violation(gfn, access)
+    }
+
     /// The current slots. Only methods such as [`Mmu::add_slot`] change them, because these ensure
     /// that no page of the old layout stays mapped.
     pub fn slots(&self) -> Arc<Snapshot<Rmap>> {
         self.slots.snapshot()
+    }
+
+    /// The current slots, for a moment, without a change of a count that threads share: for an
+    /// operation on each page. See [`lacuna_slots::Slots::read`].
+    pub fn read_slots(&self) -> CurrentSlots<Rmap> {
+        self.slots.read()
     }
 
     /// The host, which supplies the pages.

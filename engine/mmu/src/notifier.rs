@@ -2,13 +2,13 @@
 //! split them. Changes of protection are here too, because they visit the same leaves.
 
 use crate::rmap::{BLOCK, parts};
-use crate::{InBlock, Mmu, Rmap};
+use crate::{InBlock, Mmu, MmuFormat, Rmap};
 use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_host::MmuNotifier;
 use lacuna_slots::Overlap;
 use lacuna_stage2::{Age, Cursor, EntryRef, Flush};
 
-impl MmuNotifier for Mmu {
+impl<F: MmuFormat> MmuNotifier for Mmu<F> {
     fn invalidate(&self, ranges: &[BackingRange]) {
         self.begin_invalidation(ranges).finish();
     }
@@ -37,11 +37,11 @@ impl MmuNotifier for Mmu {
     }
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Whether a page of `part` was accessed. The A bit of a huge leaf stands for all of its pages,
     /// so clearing it for one page would lose it for the others. So the leaf is split if only a
     /// part of it is asked for; if no table is free for that, the bit stays.
-    fn age_part(&self, cursor: &mut Cursor<'_>, rmap: &Rmap, part: GfnRange) -> bool {
+    fn age_part(&self, cursor: &mut Cursor<'_, F>, rmap: &Rmap, part: GfnRange) -> bool {
         self.cut(cursor, rmap, part);
         let spare = part.pages() < BLOCK && matches!(rmap.block(part.start()), InBlock::Huge(_));
         let mut young = false;
@@ -91,7 +91,7 @@ impl Mmu {
     fn any_leaf(
         &self,
         range: BackingRange,
-        mut look: impl FnMut(&mut Cursor<'_>, EntryRef, Gfn) -> Age,
+        mut look: impl FnMut(&mut Cursor<'_, F>, EntryRef, Gfn) -> Age,
     ) -> bool {
         let mut young = false;
         self.each_part(range, |cursor, rmap, part| {
@@ -106,7 +106,7 @@ impl Mmu {
     fn each_part<'s>(
         &'s self,
         range: BackingRange,
-        mut visit: impl FnMut(&mut Cursor<'s>, &Rmap, GfnRange),
+        mut visit: impl FnMut(&mut Cursor<'s, F>, &Rmap, GfnRange),
     ) {
         self.slots
             .read()

@@ -28,7 +28,7 @@ use lacuna_addr::{
     BackingAddr, BackingRange, BlockNumber, Gfn, GfnRange, Level, NoRoom, PAGE_SIZE, room_for,
 };
 use lacuna_slots::SlotData;
-use lacuna_stage2::{EntryRef, Removed, Stage2};
+use lacuna_stage2::{EntryRef, Removed, Stage2, TableFormat};
 use lacuna_sync::shim::{AtomicU32, Ordering};
 use std::sync::Arc;
 
@@ -237,9 +237,9 @@ impl Rmap {
     /// frame of `part` that it maps. `leaf` may remove the leaf. `part` is inside one block.
     /// Returns the number of table entries read.
     #[inline]
-    pub(crate) fn leaves(
+    pub(crate) fn leaves<F: TableFormat>(
         &self,
-        stage2: &Stage2,
+        stage2: &Stage2<F>,
         part: GfnRange,
         mut leaf: impl FnMut(EntryRef, Gfn),
     ) -> u64 {

@@ -17,7 +17,7 @@
 //! `RangeThenPages` do not count that search as steps, because they find the slots in another way.
 
 use crate::invalidate::{Counter, Invalidation, Visit};
-use crate::{InBlock, Mmu, Rmap};
+use crate::{InBlock, Mmu, MmuFormat, Rmap};
 use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_slots::{Slot, Snapshot};
 use std::sync::Arc;
@@ -61,7 +61,7 @@ impl Counter for StepCounter {
     }
 }
 
-impl Invalidation<'_, StepCounter> {
+impl<F> Invalidation<'_, F, StepCounter> {
     /// The steps so far.
     pub fn steps(&self) -> Steps {
         self.counter.steps
@@ -112,13 +112,13 @@ impl RmapWalk {
 
     /// Unmaps `part` of `slot`, inside the visit's block.
     #[inline]
-    fn unmap(
+    fn unmap<F: MmuFormat>(
         self,
-        mmu: &Mmu,
+        mmu: &Mmu<F>,
         slots: &Snapshot<Rmap>,
         slot: &Arc<Slot<Rmap>>,
         part: GfnRange,
-        visit: &mut Visit<'_, '_, StepCounter>,
+        visit: &mut Visit<'_, '_, F, StepCounter>,
     ) {
         match self {
             Self::PerLevel => mmu.unmap_part(part, visit),
@@ -129,7 +129,7 @@ impl RmapWalk {
     }
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// [`Mmu::begin_invalidation`] with `walk` as the way to find what is mapped, counted. The
     /// times of this call can be compared: each strategy pays for one search of the index, which
     /// finds the range locks, and for its own work.
@@ -137,7 +137,7 @@ impl Mmu {
         &self,
         walk: RmapWalk,
         ranges: &[BackingRange],
-    ) -> Invalidation<'_, StepCounter> {
+    ) -> Invalidation<'_, F, StepCounter> {
         let mut begun = self.begin_with(ranges, |slots, slot, part, visit| {
             walk.unmap(self, slots, slot, part, visit);
         });
@@ -161,7 +161,7 @@ impl Mmu {
         slots: &Snapshot<Rmap>,
         slot: &Arc<Slot<Rmap>>,
         part: GfnRange,
-        visit: &mut Visit<'_, '_, StepCounter>,
+        visit: &mut Visit<'_, '_, F, StepCounter>,
     ) {
         for gfn in part.iter() {
             let addr = slot.backing_of(gfn);
@@ -176,7 +176,7 @@ impl Mmu {
     }
 
     /// One page of `part`: the word at every level.
-    fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_, StepCounter>) {
+    fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_, F, StepCounter>) {
         visit.counter.steps.words += 2;
         self.cut(visit.cursor, visit.rmap, part);
         if let InBlock::Huge(at) = visit.rmap.block(gfn) {

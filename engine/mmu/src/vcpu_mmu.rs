@@ -2,7 +2,7 @@
 //! how it marks the pages that it writes.
 
 use crate::dirty::{Count, Counts, Delivery};
-use crate::{Mmu, Rmap};
+use crate::{Mmu, MmuFormat, Rmap};
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_host::{HostError, PerCpuPages};
 use lacuna_slots::{Reader, RingProducer, Room, Slot, dirty_ring};
@@ -71,7 +71,7 @@ impl Marker {
     }
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// The MMU context of a new vCPU.
     ///
     /// # Errors

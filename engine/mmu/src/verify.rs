@@ -1,14 +1,15 @@
-//! Checks that slots, reverse maps and tables agree. For tests, the simulator and fuzzers; call it
-//! while no cursor is in use.
+//! Checks that slots, reverse maps and tables agree. For tests, the simulator and fuzzers.
 
 use crate::rmap::parts;
-use crate::{InBlock, Mmu, Rmap};
+use crate::{InBlock, Mmu, MmuFormat, Rmap};
 use lacuna_addr::{GfnRange, Level};
 use lacuna_slots::{Slot, assert_invariants};
 use lacuna_sync::shim::Ordering;
 
-impl Mmu {
-    /// Walks everything.
+impl<F: MmuFormat> Mmu<F> {
+    /// Walks everything. Other threads may fault, age and invalidate meanwhile: the host's
+    /// background thread may still reclaim when all vCPUs have stopped. No other thread may change
+    /// slots or dirty tracking.
     ///
     /// # Panics
     /// If an invariant is broken. Every rmap word leads to leaves of its level, in the table that a
@@ -20,7 +21,10 @@ impl Mmu {
         let slots = self.slots.snapshot();
         assert_invariants(&slots);
         let vcpus_log = self.dirty.vcpus_log.load(Ordering::Relaxed);
-        let counts = self.stage2.verify_leaves(|gfn, leaf| {
+        // The cursor is held to the end, because of this race: this thread counts a leaf in the
+        // tables; reclaim unmaps the leaf; this thread does not find it in the reverse maps.
+        let all = self.stage2.cursor_of_all();
+        let leaves = all.verify(|gfn, leaf| {
             let unseen = leaf.is_writable() && !leaf.dirty;
             let logs = |slot: &Slot<Rmap>| vcpus_log && slot.attach.log().is_on();
             let may_be = slots.find(gfn).is_some_and(|slot| logs(slot));
@@ -44,8 +48,8 @@ impl Mmu {
                 }
             }
         }
-        assert_eq!(small, counts.of(Level::L4K), "small leaves in rmaps");
-        assert_eq!(huge, counts.of(Level::L2M), "huge leaves in rmaps");
+        assert_eq!(small, leaves.of(Level::L4K), "small leaves in rmaps");
+        assert_eq!(huge, leaves.of(Level::L2M), "huge leaves in rmaps");
     }
 
     /// Asserts that the slot's share of `part`, in one block, is mapped as its reverse map says. It

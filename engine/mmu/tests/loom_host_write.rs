@@ -26,11 +26,16 @@ use lacuna_slots::{
 };
 use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
 use state::{Count, SlotLog, Tracking};
+use std::marker::PhantomData;
 
-/// The parts of the MMU that these modules use.
-struct Mmu {
+/// The parts of the MMU that these modules use. No format matters to them.
+struct Mmu<F> {
     dirty: Tracking,
+    format: PhantomData<F>,
 }
+
+trait MmuFormat {}
+impl MmuFormat for () {}
 
 /// The parts of the reverse map.
 struct Rmap {
@@ -63,7 +68,7 @@ impl Marker {
 const PAGES: usize = 2;
 
 struct Fixture {
-    mmu: Mmu,
+    mmu: Mmu<()>,
     slot: std::sync::Arc<Slot<Rmap>>,
     /// The pages.
     data: [AtomicU64; PAGES],
@@ -95,6 +100,7 @@ impl Fixture {
         Self {
             mmu: Mmu {
                 dirty: Tracking::default(),
+                format: PhantomData,
             },
             slot,
             data: [AtomicU64::new(0), AtomicU64::new(0)],

@@ -12,21 +12,28 @@
 #include <stdint.h>
 #endif
 
-/* ---- user address map: one PML4 entry (512 GiB) for private memory, one for the arena ---- */
-#define LACUNA_IMAGE_BASE 0x8000000000 /* PML4[1]: the program; text shared, data private */
+/* ---- user address map: a top-level entry (512 GiB) for private memory, one for the arena ---- */
+#define LACUNA_IMAGE_BASE 0x8000000000 /* entry 1: the program; text shared, data private */
 #define LACUNA_STACK_BASE 0x8080000000 /* a window for each thread, the stack at its upper end */
 #define LACUNA_STACK_WINDOW 0x20000
 #define LACUNA_STACK_BYTES 0x10000
 #define LACUNA_STATUS_VA 0x80c0000000 /* status page, user-writable */
 #define LACUNA_INFO_VA 0x80c0001000   /* info page, read-only */
-#define LACUNA_ARENA_BASE 0x10000000000 /* PML4[2]: nearly all guest memory, shared by all */
-#define LACUNA_ALIAS_BASE 0x18000000000 /* PML4[3] and up: lacuna_alias() may map here */
+#define LACUNA_ARENA_BASE 0x10000000000 /* entry 2: nearly all guest memory, shared by all */
+#define LACUNA_ALIAS_BASE 0x18000000000 /* entry 3 and up: lacuna_alias() may map here */
 #define LACUNA_USER_END 0x7ffffffff000
 
-/* ---- ports (all the devices there are, beside the local APIC) ---- */
+/* ---- x86's ports (all the devices there are, beside the local APIC) ---- */
 #define LACUNA_PORT_COM1 0x3f8
 #define LACUNA_PORT_EXIT 0xf4     /* long out: exit code; the port of QEMU's isa-debug-exit */
 #define LACUNA_PORT_STATUS 0x5c0  /* long out: page frame number of the status page */
+
+/*
+ * ---- arm64: the host's two registers, 32 bits each. The device tree has their place, in the node
+ * that is compatible with "lacuna,host"; a machine without that node has no such registers. ----
+ */
+#define LACUNA_HOST_EXIT 0   /* write: exit code; the machine ends */
+#define LACUNA_HOST_STATUS 4 /* write: page frame number of the status page */
 
 /* ---- status page: progress that the host reads while the guest runs ---- */
 #define LACUNA_STATUS_MAGIC 0x5453414e5543414c /* "LACUNAST" in memory order */
@@ -35,7 +42,7 @@
 
 /* ---- the kernel's limits ---- */
 #define LACUNA_MAX_CPUS 64
-/* The end of memory. The kernel has one PDPT for it, and the arena ends where aliases begin. */
+/* The end of memory. The kernel has one table for it, and the arena ends where aliases begin. */
 #define LACUNA_MEMORY_END_GIB 512
 
 #define LACUNA_STATE_BOOTING 0
@@ -48,12 +55,15 @@
 
 /* ---- system calls: a number, up to four arguments, one result. The processor's instruction and
  * registers are in user/arch/ARCH/library.h. ---- */
+#define LACUNA_SYSCALL_BY_UD2 1 /* x86: lacuna_info.processor */
 #define LACUNA_UD2_MARK 0x4c414355ull
+#define LACUNA_HAS_LSE 1  /* arm64: lacuna_info.processor; atomics by one instruction */
+#define LACUNA_HAS_RCPC 2 /* arm64: ldapr */
 #define LACUNA_SYS_EXIT 0    /* (status) */
 #define LACUNA_SYS_WRITE 1   /* (buffer, bytes) -> bytes or -1 */
 #define LACUNA_SYS_YIELD 2   /* () */
 #define LACUNA_SYS_SLEEP 3   /* (nanoseconds) */
-#define LACUNA_SYS_NOW 4     /* () -> nanoseconds since the TSC was zero */
+#define LACUNA_SYS_NOW 4     /* () -> nanoseconds since the clock was zero */
 #define LACUNA_SYS_THREAD 5  /* (entry, a0, a1, cpu or -1) -> slot or -1; same address space */
 #define LACUNA_SYS_SPAWN 6   /* the same in a new address space, data as the image has them */
 #define LACUNA_SYS_WAIT 7    /* () -> worst status of all children since the last wait */
@@ -61,17 +71,18 @@
 #define LACUNA_SYS_GPA 9     /* (address) -> its guest-physical address, or -1 */
 #define LACUNA_SYS_ALIAS 10  /* (address >= ALIAS_BASE, arena address): map the page again */
 #define LACUNA_SYS_CONFINE 11 /* (nanoseconds): killed after that; no privileged calls; inherited */
-#define LACUNA_SYS_RDMSR 12  /* (index, u64 *value) -> 0, or -1 on #GP */
-#define LACUNA_SYS_WRMSR 13  /* (index, value) -> 0, or -1 on #GP */
-#define LACUNA_SYS_KCALL 14  /* (function): call it at CPL0, interrupts off. Anything may follow */
+#define LACUNA_SYS_RDMSR 12  /* (index, u64 *value) -> 0, or -1: refused */
+#define LACUNA_SYS_WRMSR 13  /* (index, value) -> 0, or -1: refused */
+#define LACUNA_SYS_KCALL 14  /* (function): call it in the kernel. Anything may follow */
 #define LACUNA_SYS_APF_ENABLE 15  /* () -> 0: async page faults on here; -1: the host has none */
 #define LACUNA_SYS_APF_DISABLE 16 /* () -> 0; threads that wait for a page here try again */
 #define LACUNA_SYS_CPU_OFFLINE 17 /* () -> 0: its threads go to CPU 0; -1 on CPU 0 itself */
+#define LACUNA_SYS_HYPERCALL 18 /* arm64: (u64 x[4]): SMCCC by HVC; results in x -> 0 or -1 */
 
 /* Exit statuses that the kernel itself gives. */
 #define LACUNA_EXIT_TIMEOUT 124 /* a confined thread outlived its time */
 #define LACUNA_EXIT_PANIC 125   /* kernel panic; the reason is on the console */
-#define LACUNA_EXIT_FAULT 128   /* + exception vector: killed by that exception */
+#define LACUNA_EXIT_FAULT 128   /* + exception vector or class: killed by that */
 
 #ifndef __ASSEMBLER__
 /* The progress of one thread, in one cache line. The thread itself writes it. */
@@ -112,7 +123,7 @@ struct lacuna_info {
     uint64_t arena_bytes;
     uint64_t tsc_khz;
     uint32_t ncpus;
-    uint32_t syscall_by_ud2;
+    uint32_t processor; /* what the library must know of it, for each architecture its own */
     char cmdline[2048];
 };
 #endif

@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include "lacuna/arch/x86.h"
+#elif defined(__aarch64__)
+#include "lacuna/arch/arm64.h"
 #else
 #error "the guest library has no header for this processor: see include/lacuna/arch"
 #endif

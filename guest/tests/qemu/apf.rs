@@ -48,7 +48,7 @@ fn breaking_the_rules_without_async_faults_does_nothing() {
 fn boot_on_kvm(name: &str, smp: u32, params: &str) -> Outcome {
     let path = temp(&format!("kvm-{name}.elf"));
     let image = lacuna_guest::image(name).expect("in the catalog");
-    fs::write(&path, image.elf).unwrap();
+    fs::write(&path, image.file).unwrap();
     let cpu = "host,-arch-capabilities,+kvm-asyncpf,+kvm-asyncpf-int";
     let extra = ["-accel", "kvm", "-cpu", cpu, "-bios", "qboot.rom"];
     boot_with(&path, smp, &format!("{params} syscall=ud2"), &extra)

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 pub struct Outcome {
     /// What the guest wrote to its serial line.
     pub console: String,
-    /// The low seven bits of the guest's exit code; `None` if QEMU ended in another way.
+    /// The guest's exit code, of x86-64 its low seven bits; `None` if QEMU ended in another way.
     pub code: Option<i32>,
 }
 
@@ -22,12 +22,16 @@ pub fn qemu_missing() -> bool {
         lacuna_skip::skip(reason);
         return true;
     }
-    let found = Command::new("qemu-system-x86_64")
-        .arg("--version")
-        .output()
-        .is_ok();
+    program_missing("qemu-system-x86_64", "qemu-system-x86")
+}
+
+/// Whether a program does not run here; then the test is skipped, and told the Debian package.
+pub fn program_missing(program: &str, package: &str) -> bool {
+    let found = Command::new(program).arg("--version").output().is_ok();
     if !found {
-        lacuna_skip::skip("qemu-system-x86_64 is not installed (apt install qemu-system-x86)");
+        lacuna_skip::skip(format!(
+            "{program} is not installed (apt install {package})"
+        ));
     }
     !found
 }
@@ -42,20 +46,30 @@ pub fn boot_file(image: &Path, smp: u32, params: &str) -> Outcome {
 
 pub fn boot_with(image: &Path, smp: u32, params: &str, extra: &[&str]) -> Outcome {
     let cpus = smp.to_string();
-    let mut child = Command::new("qemu-system-x86_64")
-        .args([
-            "-M", "q35", "-m", "64M", "-smp", &cpus, "-display", "none", "-serial", "stdio",
-        ])
-        .args([
-            "-monitor",
-            "none",
-            "-no-reboot",
-            "-device",
-            "isa-debug-exit,iobase=0xf4,iosize=4",
-        ])
-        .args(["-append", &format!("smp={smp} {params}"), "-kernel"])
-        .arg(image)
-        .args(extra)
+    let mut qemu = Command::new("qemu-system-x86_64");
+    qemu.args([
+        "-M", "q35", "-m", "64M", "-smp", &cpus, "-display", "none", "-serial", "stdio",
+    ])
+    .args([
+        "-monitor",
+        "none",
+        "-no-reboot",
+        "-device",
+        "isa-debug-exit,iobase=0xf4,iosize=4",
+    ])
+    .args(["-append", &format!("smp={smp} {params}"), "-kernel"])
+    .arg(image)
+    .args(extra);
+    let (console, status) = run(&mut qemu);
+    Outcome {
+        console,
+        code: status.code().filter(|c| c & 1 == 1).map(|c| c >> 1),
+    }
+}
+
+/// Runs QEMU until it ends: what it wrote to standard output, and how it ended.
+pub fn run(qemu: &mut Command) -> (String, ExitStatus) {
+    let mut child = qemu
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
@@ -80,10 +94,7 @@ pub fn boot_with(image: &Path, smp: u32, params: &str, extra: &[&str]) -> Outcom
     };
     let console = reader.join().expect("the reader ends");
     let status = status.unwrap_or_else(|| panic!("no end within {TIMEOUT:?}:\n{console}"));
-    Outcome {
-        console,
-        code: status.code().filter(|c| c & 1 == 1).map(|c| c >> 1),
-    }
+    (console, status)
 }
 
 /// Boots an embedded image. The file is named after the test, because tests run side by side.
@@ -91,16 +102,21 @@ pub fn boot(test: &str, name: &str, smp: u32, params: &str) -> Outcome {
     let path = temp(&format!("{test}.elf"));
     fs::write(
         &path,
-        lacuna_guest::image(name).expect("in the catalog").elf,
+        lacuna_guest::image(name).expect("in the catalog").file,
     )
     .unwrap();
     boot_file(&path, smp, params)
 }
 
 pub fn build(source: &Path, image: &Path) {
+    build_for("x86_64", source, image);
+}
+
+pub fn build_for(arch: &str, source: &Path, image: &Path) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("build-guest.sh");
     let built = Command::new("sh")
         .arg(script)
+        .args(["--arch", arch])
         .arg(source)
         .arg("-o")
         .arg(image)

@@ -1,6 +1,7 @@
 //! The images boot and work on another machine than Lacuna's: QEMU.
 
 mod apf;
+mod arm64;
 mod churn;
 mod machine;
 mod pause;
@@ -132,7 +133,7 @@ fn the_status_page_says_what_happened() {
     let (image, memory) = (temp("status.elf"), temp("status.memory"));
     fs::write(
         &image,
-        lacuna_guest::image("bm").expect("in the catalog").elf,
+        lacuna_guest::image("bm").expect("in the catalog").file,
     )
     .unwrap();
     let file = memory.display();
@@ -208,6 +209,11 @@ fn the_other_workloads_pass() {
         &boot("gaps", "gaps", 1, "seconds=1 bytes=16M"),
         0,
         "RESULT threads=1 steps=",
+    );
+    assert_ended(
+        &boot("paced", "paced", 2, "writes=9000 hot=4M bytes=16M"),
+        0,
+        "verdict=ok",
     );
     assert_ended(
         &boot("maxpage", "maxpage", 1, ""),

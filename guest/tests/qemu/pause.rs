@@ -74,7 +74,7 @@ fn the_host_pauses_threads_by_kind() {
     }
     let (image, path) = (temp("pause.elf"), temp("pause.memory"));
     let bm = lacuna_guest::image("bm").expect("in the catalog");
-    fs::write(&image, bm.elf).unwrap();
+    fs::write(&image, bm.file).unwrap();
     let _ = fs::remove_file(&path); // left by an earlier run that was interrupted
     let file = path.display();
     let backend = format!("memory-backend-file,id=ram,size=64M,share=on,mem-path={file}");

@@ -8,6 +8,7 @@ use crate::balance::TICK;
 use crate::block_word::BlockNo;
 use crate::error::HostError;
 use crate::host::{Core, Host};
+use crate::linux::LinuxMemory;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::pool::FramePtr;
 use crate::region::Place;
@@ -91,15 +92,14 @@ impl Host {
         addr: BackingAddr,
         access: Access,
         cache: &mut PerCpuPages,
-        copy: impl FnOnce(FramePtr<'_>),
+        mut copy: impl FnMut(FramePtr<'_>),
     ) -> Result<(), HostError> {
-        let mut copy = Some(copy);
         loop {
             let seen = self.core.settled.generation();
             match self.resolve(addr, access, Level::L4K, cache) {
                 Resolution::Ready(frame) => {
                     let copied = self.core.while_isolated(frame, PageNo::of(addr), |page| {
-                        copy.take().into_iter().for_each(|copy| copy(page));
+                        copy(page);
                         if access.is_write() {
                             self.mark_dirty(frame.pfn, Level::L4K);
                         }
@@ -107,6 +107,10 @@ impl Host {
                     if copied.is_some() {
                         cache.unpin_all();
                         return Ok(());
+                    }
+                    if !self.core.losses_are_settled() {
+                        self.core.settle_losses();
+                        continue;
                     }
                     // Isolated: taken back while its write was in flight, or about to be taken.
                     self.io.help(&self.core, seen, TICK);
@@ -132,7 +136,10 @@ impl Core {
             return false;
         };
         match region.place(page) {
-            Some(Place::Page(PageState::Empty)) => region.origin.is_none(),
+            Some(Place::Page(PageState::Empty)) => {
+                let shared = region.linux.as_ref().is_some_and(LinuxMemory::is_shared);
+                region.origin.is_none() && !shared
+            }
             place => place == Some(Place::Page(PageState::Zero)),
         }
     }

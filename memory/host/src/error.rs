@@ -84,19 +84,41 @@ pub enum HostError {
         /// Frames there are.
         budget: usize,
     },
+    /// A shared memory file cannot be guest memory, or does not have a page.
+    #[error("shared memory: {reason}")]
+    SharedMemory {
+        /// Why.
+        reason: String,
+    },
+    /// Pages that only come together were to be provided in parts.
+    #[error(
+        "{pages} pages from {from} on cannot be provided: the memory is in huge pages, each of \
+         which comes at once; provide whole and aligned runs of {unit} pages"
+    )]
+    PartOfHugePage {
+        /// The first page.
+        from: BackingAddr,
+        /// How many were given.
+        pages: PageCount,
+        /// Pages of a huge page.
+        unit: u64,
+    },
     /// The page's content is gone.
     #[error(transparent)]
     Lost(#[from] LostPage),
     /// More Linux memory than the host has addresses for.
     #[error(
         "no room for {pages} pages of Linux memory: the host has addresses for {room} pages, some \
-         of them in use; let it reserve more when it is made"
+         of them in use; let it reserve more when it is made, or end the handlers that may still \
+         fill the memory of {late} regions that were removed"
     )]
     LinuxRoom {
         /// Pages that were asked for.
         pages: PageCount,
         /// Pages that the host has addresses for, or that it could have.
         room: PageCount,
+        /// Removed regions whose handlers are not gone.
+        late: usize,
     },
     /// The kernel refused a userfaultfd.
     #[error(

@@ -6,7 +6,7 @@ use crate::desc::Desc;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
 use crate::io::{Executor, Io};
-use crate::linux::Room;
+use crate::linux::{Losses, Room};
 use crate::per_cpu_pages::{MAX_PINNED, PerCpuPages, Shared};
 use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
 use crate::region::{MmuNotifier, Regions};
@@ -74,6 +74,8 @@ pub(crate) struct Core {
     pub frames: Arc<Frames>,
     /// Which parts of the addresses for Linux memory are in use.
     pub linux: Room,
+    /// Pages of Linux memory that the kernel has taken away.
+    pub losses: Losses,
     pub regions: Regions,
     pub huge: HugePages,
     pub store: Box<dyn SwapStore>,
@@ -149,7 +151,11 @@ impl Host {
             .saturating_sub(budget.get() + 2 * BLOCK as u64);
         let room = PageCount::new(room);
         if linux > room {
-            return Err(HostError::LinuxRoom { pages: linux, room });
+            return Err(HostError::LinuxRoom {
+                pages: linux,
+                room,
+                late: 0,
+            });
         }
         let pool = Pool::new(budget.get() as usize, linux.get() as usize)?;
         let frames = Arc::new(Frames::new(pool));
@@ -159,6 +165,7 @@ impl Host {
         let core = Core {
             frames,
             linux: Room::default(),
+            losses: Losses::default(),
             regions: Regions::default(),
             huge,
             device: store.describe(),
@@ -350,6 +357,12 @@ impl Drop for Polling<'_> {
 
 impl Drop for Host {
     fn drop(&mut self) {
+        for region in self.core.regions.snapshot().iter() {
+            region
+                .outside()
+                .into_iter()
+                .for_each(|outside| outside.end());
+        }
         self.io.shut_down();
     }
 }
@@ -407,6 +420,7 @@ impl Core {
 
     pub fn lost_page(&self, page: PageNo) -> LostPage {
         let reason = lock(&self.lost).get(&page).cloned();
+        let reason = reason.or_else(|| self.reason_of_loss(page).map(Into::into));
         let reason = reason.unwrap_or_else(|| "no region holds it".into());
         LostPage {
             page: page.addr(),

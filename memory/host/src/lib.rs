@@ -1,5 +1,4 @@
-//! The host memory manager: a guest's pages in real frames within a resident budget, with swap
-//! behind them.
+//! The host memory manager: a guest's pages in frames within a resident budget, and in swap.
 //!
 //! ```text
 //!            resolve (never sleeps)       Ready(frame) | Pending(ticket) | Missing(ticket)
@@ -13,20 +12,16 @@
 //! where the page is (`residency`). One descriptor a frame says which thread may take the frame
 //! from its page (`desc`). 512 pages may be one compound page in an aligned block of frames: one
 //! word a block says so (`block_word`), and a descriptor says which thread may split it (`block`).
-//! Reclaim decides which compound pages are split (`sampled_split`); a background thread collapses
-//! pages into compound pages (`collapse`).
+//! Reclaim splits compound pages (`sampled_split`), a background thread makes them (`collapse`).
 //!
 //! * **No thread waits under a lock.** [`Host::resolve`] never sleeps. A waiting thread has none.
 //! * **Dirty marks are exact about writes.** A page is marked before a write to it goes on, and
 //!   when a leaf with D is removed. A page without the mark is dropped; it keeps its swap entry.
-//! * **Forward progress.** A page that an instruction has faulted on stays pinned until the
-//!   instruction retires. A budget of [`Host::minimum_budget`] suffices. Reclaim takes no region
-//!   below its floor for another.
-//! * **No page is silently wrong.** A page with another checksum when it is read back is lost, with
-//!   a reason. A page that cannot be written out keeps its frame.
+//! * **Forward progress.** A faulted page stays pinned until its instruction retires. A budget of
+//!   [`Host::minimum_budget`] suffices. Reclaim takes no region below its floor for another.
+//! * **No page is silently wrong.** A page whose checksum differs when it is read back is lost.
 //! * **No guest reads another's bytes.** A frame is zeroed or overwritten before it changes hands.
 //!
-//! # Unsafe
 //! `unsafe` is for the frame pool. Each block outside of `pool` says why its thread owns the frame.
 
 mod balance;
@@ -56,6 +51,7 @@ mod settled;
 mod source;
 mod spare_caches;
 mod stats;
+mod striped;
 mod swap;
 mod swapin;
 mod ticket;
@@ -71,10 +67,14 @@ pub use host::{Host, HostConfig, HugePages, Polling};
 pub use io::{Io, fine_sleeps};
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_sync::LatencySetting;
+pub use lacuna_sys::Toucher;
+pub use linux::{LinuxBacking, SeenLosses, SharedFill, SharedMemory};
 pub use per_cpu_pages::{MAX_PINNED, PerCpuPages};
 pub use pool::{FramePtr, Page};
 pub use region::MmuNotifier;
 pub use resolve::{Frame, Resolution};
 pub use stats::HostStats;
-pub use swap::{Fault, FaultyStore, FileStore, Latency, MemoryStore, Reads, SwapEntry, SwapStore};
+pub use swap::{
+    Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Reads, SwapEntry, SwapStore,
+};
 pub use ticket::Ticket;

@@ -19,10 +19,12 @@
 //! page word, block word or table names yet is written with plain stores ([`Pool::zero`],
 //! [`Pool::zero_block`], [`Pool::exclusive`]).
 
+mod linux;
+
 use crate::block_word::{BLOCK, BlockNo};
 use crate::error::HostError;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn, aligned_piece};
-use rustix::io::Errno;
+use lacuna_sys::TakenPages;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -116,6 +118,8 @@ pub(crate) struct Pool {
     frames: usize,
     /// One past the last frame number, Linux memory included.
     end: usize,
+    /// Pages of Linux memory that the kernel takes away; `None`: there is no Linux memory.
+    taken: Option<TakenPages>,
 }
 
 // SAFETY: the mapping belongs to the pool until drop; its bytes are accessed only through
@@ -148,12 +152,13 @@ impl Pool {
             .cast::<u8>();
         let base = map.wrapping_add(map.align_offset(HUGE));
         let base = NonNull::new(base).expect("a mapping does not begin at zero");
-        let pool = Self {
+        let mut pool = Self {
             map,
             map_len,
             base,
             frames,
             end,
+            taken: None,
         };
         // A host without transparent huge pages refuses the advice; then the pool has 4 KiB pages.
         // SAFETY: the range lies inside the mapping. The contents of the mapping are not used yet.
@@ -161,6 +166,13 @@ impl Pool {
         // SAFETY: as above.
         unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) }
             .map_err(failed)?;
+        let linux = pool.linux();
+        if !linux.is_empty() {
+            let range = pool.range(Pfn::new(linux.start as u32), linux.len());
+            // SAFETY: the range is the pool's, readable and writable, and mapped until drop. All
+            // code accesses it through `FramePtr`, because no frame of it is ever free.
+            pool.taken = Some(unsafe { TakenPages::watch(range) }.map_err(failed)?);
+        }
         Ok(pool)
     }
 
@@ -179,44 +191,6 @@ impl Pool {
         assert!(pages <= self.end - first.index(), "frames outside the pool");
         let start = self.at(first).as_ptr().expose_provenance();
         HvaRange::new(Hva::new(start as u64), pages as u64).expect("frames are aligned")
-    }
-
-    /// Advises the kernel about Linux memory: its pages come and go one by one, and no child of
-    /// this process shares them.
-    pub fn advise_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
-        let range = self.range(first, pages);
-        assert!(self.linux().contains(&first.index()), "not Linux memory");
-        for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
-            // SAFETY: the range lies inside the mapping; both keep the bytes as they are.
-            match unsafe { madvise(self.at(first).as_ptr().cast(), bytes_of(range), advice) } {
-                // A kernel without transparent huge pages makes none.
-                Ok(()) | Err(Errno::INVAL) => {}
-                Err(errno) => return Err(errno),
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes the bytes of Linux memory away: they read as zeros, or are missing if a userfaultfd is
-    /// registered for them.
-    pub fn drop_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
-        let range = self.range(first, pages);
-        assert!(self.linux().contains(&first.index()), "not Linux memory");
-        let at = self.at(first).as_ptr().cast();
-        // SAFETY: the range lies inside the mapping, and its bytes may change at any time: all code
-        // accesses them through `FramePtr`, because no frame of it is ever free.
-        unsafe { madvise(at, bytes_of(range), Advice::LinuxDontNeed) }
-    }
-
-    /// Replaces Linux memory by new memory of zeros, without advice and without a userfaultfd.
-    pub fn renew_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
-        let range = self.range(first, pages);
-        assert!(self.linux().contains(&first.index()), "not Linux memory");
-        let at = self.at(first).as_ptr().cast();
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
-        // SAFETY: the range lies inside the mapping, and its bytes may change at any time: as in
-        // `drop_linux`. It stays readable and writable at each moment.
-        unsafe { mmap_anonymous(at, bytes_of(range), READ_WRITE, flags) }.map(|_| ())
     }
 
     /// Frame `pfn`'s bytes.
@@ -329,6 +303,7 @@ unsafe fn zero_past_caches(at: NonNull<u8>, len: usize) {
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        drop(self.taken.take());
         // SAFETY: this is the mapping made by `new`; no FramePtr outlives the pool.
         let unmapped = unsafe { munmap(self.map.cast(), self.map_len) };
         debug_assert!(unmapped.is_ok());

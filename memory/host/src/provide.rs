@@ -29,7 +29,8 @@ impl Host {
 
     /// Provides the page at `addr`. If a thread waits for the page, or the source was asked for it,
     /// this counts as the source's answer. [`Answer::Late`]: the page was provided before, or its
-    /// region has no source; nothing has changed.
+    /// region has no source; nothing has changed. A page of memory in huge pages comes with others:
+    /// see [`Host::provide_pages`].
     ///
     /// The call may reclaim, and wait for it. The caller holds no lock.
     ///
@@ -40,38 +41,60 @@ impl Host {
         addr: BackingAddr,
         content: &[u8; PAGE_SIZE],
     ) -> Result<Answer, HostError> {
-        let page = PageNo::of(addr);
         let mut cache = self.borrow_cache();
-        let answer = loop {
-            match self.core.provide(page, content, &mut cache) {
-                Some(answer) => break answer,
-                None => drop(self.reclaim_direct(&mut cache)?),
-            }
-        };
+        let answer = self.provide_with(PageNo::of(addr), content, &mut cache);
         self.spare_caches.put(cache);
         answer
     }
 
+    fn provide_with(
+        &self,
+        page: PageNo,
+        content: &[u8; PAGE_SIZE],
+        cache: &mut PerCpuPages,
+    ) -> Result<Answer, HostError> {
+        loop {
+            match self.core.provide(page, content, cache) {
+                Some(answer) => return answer,
+                None => drop(self.reclaim_direct(cache)?),
+            }
+        }
+    }
+
     /// Provides the pages from `addr` on, which lie in one region, and returns how many of them
     /// were [`Answer::Taken`]. In Linux memory, pages that are missing are put in place by one
-    /// system call for each run of them. As [`Host::provide`] otherwise.
+    /// system call for each run of them. Memory in huge pages
+    /// ([`SharedMemory::huge`](crate::SharedMemory::huge)) is provided in whole huge pages. As
+    /// [`Host::provide`] otherwise.
     ///
     /// # Errors
     /// As [`Host::provide`]; pages before the one with the error are provided.
+    /// [`HostError::PartOfHugePage`]: no page is provided.
     pub fn provide_pages(
         &self,
         addr: BackingAddr,
         pages: &[[u8; PAGE_SIZE]],
     ) -> Result<usize, HostError> {
+        let mut cache = self.borrow_cache();
+        let taken = self.provide_all(PageNo::of(addr), pages, &mut cache);
+        self.spare_caches.put(cache);
+        taken
+    }
+
+    fn provide_all(
+        &self,
+        first: PageNo,
+        pages: &[[u8; PAGE_SIZE]],
+        cache: &mut PerCpuPages,
+    ) -> Result<usize, HostError> {
         let (mut at, mut taken) = (0, 0);
         while at < pages.len() {
-            let here = PageNo::of(addr).plus(at);
-            let run = self.core.provide_run(here, &pages[at..])?;
+            let run = self.core.provide_run(first.plus(at), &pages[at..], cache)?;
             (at, taken) = (at + run.len, taken + run.taken);
             // The next page is not part of a run.
             if let Some(page) = pages.get(at) {
-                let here = PageNo::of(addr).plus(at).addr();
-                taken += usize::from(self.provide(here, page)? == Answer::Taken);
+                let answer = self.provide_with(first.plus(at), page, cache)?;
+                taken += usize::from(answer == Answer::Taken);
                 at += 1;
             }
         }

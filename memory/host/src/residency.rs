@@ -329,6 +329,23 @@ impl PageState {
         }
     }
 
+    /// The kernel has taken the page's memory away.
+    pub const fn taken(self) -> Option<Self> {
+        match self {
+            InPlace => Some(Lost),
+            _ => None,
+        }
+    }
+
+    /// As [`PageState::taken`], for a page that comes and goes with others: also one that is about
+    /// to follow them into place.
+    pub const fn taken_with_others(self) -> Option<Self> {
+        match self {
+            InPlace | Empty | Zero => Some(Lost),
+            _ => None,
+        }
+    }
+
     /// The read failed, or the source cannot provide the page.
     pub const fn arrival_failed(self) -> Option<Self> {
         match self {
@@ -378,7 +395,8 @@ impl PageWord {
 
     /// Changes the word from `from` to `to`. If another thread has changed it, returns the state
     /// that it found. All changes pass here.
-    #[inline]
+    // Always inlined, for the fault paths: see `Host::resolve`.
+    #[inline(always)]
     pub fn change(&self, from: PageState, to: PageState) -> Result<(), PageState> {
         self.0
             .compare_exchange(

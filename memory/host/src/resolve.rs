@@ -58,7 +58,9 @@ impl Host {
     ///
     /// # Panics
     /// If `cache` is another host's: its frames are not in this host's pool.
-    #[inline]
+    // Always inlined, as is what it calls: the fault paths of the table formats are compiled in one
+    // crate. The compiler inlines a function of this size into one caller, and into none of two.
+    #[inline(always)]
     pub fn resolve(
         &self,
         addr: BackingAddr,
@@ -76,7 +78,7 @@ impl Host {
 }
 
 impl Core {
-    #[inline]
+    #[inline(always)]
     fn resolve(
         &self,
         page: PageNo,
@@ -401,7 +403,7 @@ impl Core {
 
     /// The ticket that another fault has made; `None` if the page has come since.
     #[cold]
-    fn join(&self, page: PageNo, cache: &PerCpuPages) -> Option<Ticket> {
+    pub fn join(&self, page: PageNo, cache: &PerCpuPages) -> Option<Ticket> {
         let ticket = lock(&self.tickets).get(&page).cloned()?;
         FaultCounters::bump(&cache.shared.count.shared_ticket);
         Some(ticket)

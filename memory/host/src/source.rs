@@ -23,11 +23,13 @@
 
 use crate::error::LostPage;
 use crate::host::{Core, lock};
+use crate::linux::UnitContent;
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_source::{Answer, Asker, PageRequest, PageSource, SourcePage};
+use std::slice::from_ref;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
@@ -77,10 +79,20 @@ impl Asker for Answers {
 impl Core {
     /// Asks the region's source for the page of a ticket that the caller has started.
     pub fn ask_source(&self, ticket: &Ticket) {
+        if self.ask_outside(ticket) {
+            return;
+        }
         let (region, page) = (ticket.region(), ticket.number());
         let origin = region.origin.as_ref();
         let origin = origin.expect("only a region with a source has a page in Fetching");
-        origin.fetch(region.index_of(page), page);
+        // The ticket of a unit is that of its first page. A page of it that is lost, or the VMM,
+        // may complete the ticket before all are asked for.
+        for at in 0..region.unit() {
+            if at != 0 && ticket.is_done() {
+                break;
+            }
+            origin.fetch(region.index_of(page) + at, page.plus(at as usize));
+        }
     }
 
     /// Whether `ticket` is for a page that its source has not provided yet.
@@ -90,9 +102,12 @@ impl Core {
     }
 
     pub fn answer(&self, page: PageNo, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
-        let ticket = lock(&self.tickets).get(&page).cloned();
         // A page that was provided and swapped out may be in flight again, from swap.
+        let ticket = self.ticket_with(page);
         let ticket = ticket.filter(|ticket| self.is_missing(ticket));
+        if let Some(ticket) = ticket.as_ref().filter(|t| t.region().has_units()) {
+            return self.answer_in_unit(ticket, page, content);
+        }
         let Some(ticket) = ticket.filter(Ticket::answer) else {
             return Answer::Late;
         };
@@ -107,7 +122,7 @@ impl Core {
                 Counters::add(&self.stats.provided, 1);
                 (Answer::Taken, Ok(()))
             }
-            (Ok(content), Some(linux)) => self.fill_in_place(&ticket, linux, content),
+            (Ok(content), Some(linux)) => self.fill_in_place(&ticket, linux, from_ref(content)),
             (Err(reason), _) => (Answer::Taken, Err(self.lost_by_source(&ticket, reason))),
         };
         self.settle(&ticket, result);
@@ -115,12 +130,27 @@ impl Core {
         answer
     }
 
-    /// Fails the fetch of a page whose region is being removed, unless an answer is in progress.
-    pub fn cancel_fetch(&self, page: PageNo) {
-        let _ = self.answer(page, Err("its region was removed"));
+    /// The ticket with which `page` comes: its own, or that of its unit.
+    pub fn ticket_with(&self, page: PageNo) -> Option<Ticket> {
+        let tickets = lock(&self.tickets);
+        let of_unit = || {
+            let ticket = tickets.get(&page.block_start());
+            ticket.filter(|ticket| ticket.region().has_units())
+        };
+        tickets.get(&page).or_else(of_unit).cloned()
     }
 
-    fn lost_by_source(&self, ticket: &Ticket, reason: &str) -> LostPage {
+    /// Fails the fetch of a page whose region is being removed, unless an answer is in progress.
+    pub fn cancel_fetch(&self, page: PageNo) {
+        let reason = "its region was removed";
+        let ticket = self.ticket_with(page);
+        let _ = match ticket.filter(|ticket| ticket.region().has_units()) {
+            None => self.answer(page, Err(reason)),
+            Some(ticket) => self.complete_unit(&ticket, UnitContent::Fails(reason)),
+        };
+    }
+
+    pub fn lost_by_source(&self, ticket: &Ticket, reason: &str) -> LostPage {
         let origin = ticket.region().origin.as_ref();
         let source = origin.map_or_else(String::new, Origin::describe);
         let reason: Arc<str> = format!("{source} does not provide it: {reason}").into();

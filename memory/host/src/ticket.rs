@@ -4,12 +4,16 @@
 //! same one. A ticket says which page comes into which frame, and which threads wait for it. It
 //! does not say what completes it: the page word does (`Reading`: swap; `Fetching`: the region's
 //! page source). `flight` has the states.
+//!
+//! Where pages come together, the ticket of the first one is that of all, and gathers their
+//! content.
 
 use crate::error::LostPage;
 use crate::flight::Flight;
+use crate::linux::{Gathered, Gathering};
 use crate::region::Region;
 use crate::residency::PageNo;
-use lacuna_addr::{BackingAddr, Pfn};
+use lacuna_addr::{BackingAddr, PAGE_SIZE, Pfn};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -33,6 +37,8 @@ struct Inner {
 struct Outcome {
     result: Option<Result<(), LostPage>>,
     callbacks: Vec<Callback>,
+    /// Pages of a unit that have come.
+    unit: Gathering,
 }
 
 impl Ticket {
@@ -47,7 +53,7 @@ impl Ticket {
         }))
     }
 
-    /// The address of its page.
+    /// The address of its page, or of the first of the pages that come together.
     pub fn page(&self) -> BackingAddr {
         self.0.page.addr()
     }
@@ -103,12 +109,24 @@ impl Ticket {
         self.0.flight.answer()
     }
 
+    /// Keeps the content of page number `at` of the ticket's unit, until all have come.
+    pub(crate) fn gather(&self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
+        self.lock().unit.add(at, content)
+    }
+
+    /// Whether page number `at` of the ticket's unit has come.
+    pub(crate) fn has_gathered(&self, at: usize) -> bool {
+        self.lock().unit.has(at)
+    }
+
     pub(crate) fn complete(&self, result: Result<(), LostPage>) {
         let mut done = self.lock();
         done.result = Some(result);
+        let unit = std::mem::replace(&mut done.unit, Gathering::Over);
         self.0.flight.finish();
         let callbacks = std::mem::take(&mut done.callbacks);
         drop(done);
+        drop(unit);
         self.0.wake.notify_all();
         for callback in callbacks {
             callback();

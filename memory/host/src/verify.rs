@@ -173,7 +173,17 @@ impl Core {
 
     fn verify_linux(&self, region: &Region, linux: &LinuxMemory, found: &mut Found) {
         let mut in_place = 0;
+        let comes_in_units = region.has_units() && region.origin.is_some();
         for (page, word) in region.tail() {
+            if let Some(first) = region.word(page.block_start()).filter(|_| comes_in_units) {
+                let first = first.load();
+                let is_coming = matches!(first, PageState::Empty | PageState::Fetching { .. });
+                let is_empty = word.load() == PageState::Empty;
+                assert!(
+                    is_empty == is_coming || page == page.block_start(),
+                    "{page:?} is empty {is_empty}, but the first page of its unit is {first:?}"
+                );
+            }
             match word.load() {
                 PageState::Empty | PageState::Zero | PageState::Lost => {}
                 PageState::InPlace => in_place += 1,

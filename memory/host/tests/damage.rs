@@ -34,8 +34,7 @@ impl Guest {
             clock: Arc::new(HostClock::default()),
         })
         .unwrap();
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(&host);
+        let mmu = FakeMmu::of(&host);
         let range = host.add_region(PageCount::new(PAGES), mmu).unwrap();
         let words = vec![0; PAGES as usize];
         let mut guest = Self { host, range, words };

@@ -3,56 +3,18 @@
 
 mod common;
 
+use common::linux::{BLOCK, host, read};
 use common::source::{TestSource, page_of, page_with, word_of};
 use common::{FakeMmu, Use, Vm};
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
-use lacuna_host::{
-    Answer, FaultyStore, Host, HostConfig, HostError, HugePages, Io, PageSource, Resolution,
-    SourcePage,
-};
-use lacuna_sync::{HostClock, VirtualClock};
+use lacuna_host::{Answer, Host, HostError, LinuxBacking, Resolution};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-const BLOCK: u64 = 512;
-
-/// A host with a small budget, and addresses for `linux` pages.
-fn host(linux: u64) -> Arc<Host> {
-    let config = HostConfig {
-        budget: PageCount::new(Host::minimum_budget(8).get()),
-        huge: HugePages::Always,
-        swap: Box::new(FaultyStore::new(PageCount::new(4000))),
-        io: Io::Threads { readers: 1 },
-        clock: Arc::new(HostClock::default()),
-    };
-    Host::with_linux_memory(config, PageCount::new(linux)).unwrap()
-}
-
-fn mmu(host: &Arc<Host>) -> Arc<FakeMmu> {
-    let mmu = Arc::new(FakeMmu::default());
-    mmu.belongs_to(host);
-    mmu
-}
-
-/// A vCPU of a VM whose pages `source` provides. Ends the test if this process gets no userfaultfd.
+/// A VM whose pages `source` provides.
 fn vm(host: &Arc<Host>, source: Option<&Arc<TestSource>>, pages: u64) -> Vm {
-    let mmu = mmu(host);
-    let origin = source.map(|source| {
-        let source = Arc::clone(source) as Arc<dyn PageSource>;
-        (source, SourcePage(0))
-    });
-    let range = match host.add_linux_region(origin, PageCount::new(pages), mmu.clone()) {
-        Ok(range) => range,
-        Err(refused @ HostError::Userfaultfd(_)) => lacuna_skip::skip_test(refused),
-        Err(error) => panic!("{error}"),
-    };
-    let mut vm = Vm::of(host, &Arc::new(VirtualClock::default()), mmu, range);
-    if let Some(source) = source {
-        source.provides(range);
-        vm.source = Some(Arc::clone(source));
-    }
-    vm
+    common::linux::vm(host, LinuxBacking::Anonymous, pages, source)
 }
 
 fn region(host: &Arc<Host>, source: &Arc<TestSource>, pages: u64) -> BackingRange {
@@ -64,9 +26,7 @@ fn at(range: BackingRange, page: u64) -> BackingAddr {
 }
 
 fn word(host: &Host, addr: BackingAddr) -> u64 {
-    let mut word = [0; 8];
-    host.copy_out(addr, &mut word).unwrap();
-    u64::from_le_bytes(word)
+    read(host, addr).unwrap()
 }
 
 /// A vCPU writes and reads a region many times the budget; nothing of it is evicted or in a frame.
@@ -152,7 +112,7 @@ fn a_region_without_a_source_is_zeros() {
 #[test]
 fn requests_beyond_the_room_are_refused() {
     let host = host(2 * BLOCK);
-    let add = |pages| host.add_linux_region(None, PageCount::new(pages), mmu(&host));
+    let add = |pages| host.add_linux_region(None, PageCount::new(pages), FakeMmu::of(&host));
     assert!(matches!(add(0), Err(HostError::BadRegion(_))));
     let refused = add(2 * BLOCK + 1).unwrap_err().to_string();
     assert!(refused.contains("1025 pages"), "{refused}");
@@ -165,7 +125,9 @@ fn requests_beyond_the_room_are_refused() {
         let refused = host.discard(range);
         assert!(matches!(refused, Err(HostError::NoSuchRegion(_))));
     }
-    let budget = host.add_region(PageCount::new(8), mmu(&host)).unwrap();
+    let budget = host
+        .add_region(PageCount::new(8), FakeMmu::of(&host))
+        .unwrap();
     let refused = host.discard(budget).unwrap_err().to_string();
     assert!(refused.contains("the resident budget"), "{refused}");
     host.remove_region(second).unwrap();
@@ -395,4 +357,23 @@ fn writes_beside_discards() {
     });
     assert_eq!(source.asked(), 0);
     host.verify();
+}
+
+/// A region of more than 32 MiB has several userfaultfds. Runs of pages end at none of them.
+#[lacuna_skip::test]
+fn runs_of_pages_cross_the_parts_of_a_large_region() {
+    const PAGES: u64 = 3 * 8192;
+    let host = host(PAGES);
+    let source = TestSource::new();
+    let range = region(&host, &source, PAGES);
+    let first = 8192 - 100;
+    let content: Vec<_> = (0..200).map(|page| page_with(first + page).0).collect();
+    assert_eq!(host.provide_pages(at(range, first), &content), Ok(200));
+    for page in [0, 99, 100, 199] {
+        assert_eq!(word(&host, at(range, first + page)), first + page);
+    }
+    let stats = host.stats();
+    assert_eq!((stats.provided, source.asked()), (200, 0));
+    host.remove_region(range).unwrap();
+    assert_eq!(host.linux_pages(), PageCount::new(0));
 }

@@ -32,8 +32,7 @@ fn threads_read_if_the_kernel_refuses_a_ring() {
     let host = host.unwrap();
     let name = host.describe_io();
     assert!(name.starts_with("reader threads (io_uring: "), "{name}");
-    let mmu = Arc::new(FakeMmu::default());
-    mmu.belongs_to(&host);
+    let mmu = FakeMmu::of(&host);
     let range = host.add_region(PageCount::new(600), mmu).unwrap();
     let mut cache = host.per_cpu_pages().unwrap();
     let at = |page: u64| range.start().checked_add_pages(page).unwrap();

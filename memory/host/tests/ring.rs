@@ -35,12 +35,10 @@ impl Guest {
             clock: Arc::new(HostClock::default()),
         })
         .unwrap();
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(&host);
+        let mmu = FakeMmu::of(&host);
         let range = host.add_region(PageCount::new(PAGES), mmu).unwrap();
         // Another region, whose pages evict the guest's.
-        let other = Arc::new(FakeMmu::default());
-        other.belongs_to(&host);
+        let other = FakeMmu::of(&host);
         let crowd = host.add_region(PageCount::new(2048), other).unwrap();
         for page in 0..PAGES {
             let bytes = (page + 1).to_le_bytes().repeat(PAGE_SIZE / 8);

@@ -36,8 +36,7 @@ impl Fixture {
             clock: Arc::new(HostClock::default()),
         })
         .unwrap();
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(&host);
+        let mmu = FakeMmu::of(&host);
         let range = host
             .add_region(PageCount::new(WRITERS * PAGES), mmu)
             .unwrap();
@@ -69,8 +68,7 @@ impl Fixture {
 
     /// Frees some frames, by removing their region.
     fn make_room(&self) {
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(&self.host);
+        let mmu = FakeMmu::of(&self.host);
         let room = self.host.add_region(PageCount::new(200), mmu).unwrap();
         for page in 0..200 {
             let addr = room.start().checked_add_pages(page).unwrap();
@@ -81,8 +79,7 @@ impl Fixture {
 
     /// A region whose pages stay resident, because an instruction pins them.
     fn hold_room(&self) -> (BackingRange, PerCpuPages) {
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(&self.host);
+        let mmu = FakeMmu::of(&self.host);
         let room = self.host.add_region(PageCount::new(64), mmu).unwrap();
         let mut holder = self.host.per_cpu_pages().unwrap();
         for page in 0..64 {

@@ -432,8 +432,7 @@ fn real_host(budget: u64, io: Io) -> Arc<Host> {
 }
 
 fn region(host: &Arc<Host>, source: &Arc<TestSource>, pages: u64) -> BackingRange {
-    let mmu = Arc::new(FakeMmu::default());
-    mmu.belongs_to(host);
+    let mmu = FakeMmu::of(host);
     let mmu: Arc<dyn MmuNotifier> = mmu;
     let pages = PageCount::new(pages);
     let range = host.add_region_from(source.clone(), SourcePage(0), pages, mmu);
@@ -469,8 +468,7 @@ fn many_threads_fault_and_answer() {
         let (sender, requests) = std::sync::mpsc::channel();
         let requests = std::sync::Mutex::new(requests);
         let taken = AtomicUsize::new(0);
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(&host);
+        let mmu = FakeMmu::of(&host);
         let source = Arc::new(Threads(sender));
         let pages = PageCount::new(1500);
         let range = host

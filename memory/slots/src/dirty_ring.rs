@@ -224,9 +224,10 @@ impl RingConsumer {
                 return (self.fetch - first) as usize;
             }
             let (slot, page) = entry.read();
+            // First: if it panics, the next harvest gives the page again.
+            each(slot, page);
             entry.flags.store(RESET, Ordering::Relaxed);
             self.fetch += 1;
-            each(slot, page);
         }
     }
 

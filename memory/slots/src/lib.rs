@@ -47,5 +47,5 @@ pub use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSizeError, Room, 
 pub use error::SlotError;
 pub use reader::Reader;
 pub use slot::{Slot, SlotData, SlotFlags, SlotId, SlotSpec};
-pub use slots::{Limits, Slots};
+pub use slots::{CurrentSlots, Limits, Slots};
 pub use snapshot::{Generation, Overlap, Snapshot, assert_invariants};

@@ -1,7 +1,7 @@
 //! The slots of one VM, and how they change.
 
 use crate::{Generation, Reader, Slot, SlotData, SlotError, SlotId, SlotSpec, Snapshot};
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 use lacuna_addr::{GPA_BITS, GfnRange, PAGE_SIZE, SlotAddressRange};
 use lacuna_sync::{Mutex, lock_order};
 use std::ops::Deref;
@@ -22,6 +22,18 @@ impl Default for Limits {
             slots: 512,
             address_bits: GPA_BITS,
         }
+    }
+}
+
+/// The slots that are current for a moment: [`Slots::read`].
+pub struct CurrentSlots<X: SlotData>(Guard<Arc<Snapshot<X>>>);
+
+impl<X: SlotData> Deref for CurrentSlots<X> {
+    type Target = Arc<Snapshot<X>>;
+
+    #[inline]
+    fn deref(&self) -> &Self::Target {
+        &self.0
     }
 }
 
@@ -59,8 +71,8 @@ impl<X: SlotData> Slots<X> {
     /// The current slots, for a moment, without a change of a shared count. A thread may hold a few
     /// of these at a time; any further one costs as much as [`Slots::snapshot`].
     #[inline]
-    pub fn read(&self) -> impl Deref<Target = Arc<Snapshot<X>>> + use<'_, X> {
-        self.current.load()
+    pub fn read(&self) -> CurrentSlots<X> {
+        CurrentSlots(self.current.load())
     }
 
     /// A reader, which one vCPU owns.

@@ -3,6 +3,7 @@
 use lacuna_slots::{RingConsumer, RingProducer, RingSize, Room, SlotId, dirty_ring};
 use proptest::prelude::*;
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// The smallest ring: 1024 entries, 576 of them the reserve.
 fn smallest() -> (RingProducer, RingConsumer) {
@@ -266,4 +267,24 @@ fn two_threads_pass_every_page_on_in_order() {
             round += 1;
         }
     });
+}
+
+/// A page whose harvest panics is harvested again.
+#[test]
+fn a_harvest_that_panics_loses_no_page() {
+    let (mut producer, mut consumer) = smallest();
+    let pages = [3, 4, 5];
+    for page in pages {
+        assert_eq!(producer.push(SlotId(1), page), Room::Yes);
+    }
+    let mut seen = Vec::new();
+    let harvest = catch_unwind(AssertUnwindSafe(|| {
+        consumer.harvest(|_, page| match page {
+            4 => panic!("the user's own"),
+            page => seen.push(page),
+        })
+    }));
+    assert!(harvest.is_err());
+    assert_eq!(consumer.harvest(|_, page| seen.push(page)), 2);
+    assert_eq!(seen, pages);
 }

@@ -15,7 +15,7 @@
 use crate::holes::Holes;
 use crate::policy::{Asked, Outage, Policy};
 use crate::readers::{ReadError, ReadPages, Readers, join};
-use crate::{PageRequest, PageSource};
+use crate::{MemoryId, PageRequest, PageSource};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{PageReads, Waker};
@@ -100,7 +100,8 @@ struct Inbox {
 enum Sleep {
     #[default]
     Awake,
-    /// No read is in flight. To wake a parked thread takes less than to wake one in the ring.
+    /// No read is in flight. Waking a parked thread takes less time than waking one that waits in
+    /// the ring.
     Parked,
     InRing,
 }
@@ -111,6 +112,7 @@ struct Opened {
     path: PathBuf,
     pages: PageCount,
     state: State,
+    memory: MemoryId,
     outage: Outage,
 }
 
@@ -128,6 +130,13 @@ impl State {
             modified: (found.mtime(), found.mtime_nsec()),
         }
     }
+}
+
+/// The identity of the memory in a file. A file with other content has another one.
+fn memory_of(found: &Metadata) -> MemoryId {
+    let numbers = [found.dev(), found.ino(), found.len()].map(u64::to_le_bytes);
+    let times = [found.mtime(), found.mtime_nsec()].map(i64::to_le_bytes);
+    MemoryId::of(&[b"file", numbers.as_flattened(), times.as_flattened()])
 }
 
 impl MemoryFile {
@@ -185,6 +194,11 @@ impl MemoryFile {
 impl PageSource for MemoryFile {
     fn describe(&self) -> String {
         format!("the memory file {}", self.shared.file.path.display())
+    }
+
+    /// That of the file as it was when it was opened, under any name.
+    fn memory_id(&self) -> MemoryId {
+        self.shared.file.memory
     }
 
     fn fetch(&self, request: PageRequest) {
@@ -290,12 +304,14 @@ impl Opened {
             return Err(FileError::NotAFile(path));
         }
         let file = File::open(&path).map_err(failed)?;
-        let state = State::of(&file.metadata().map_err(failed)?);
+        let found = file.metadata().map_err(failed)?;
+        let state = State::of(&found);
         let (has, needs) = (state.length / PAGE_SIZE as u64, pages.get());
         if has < needs {
             return Err(FileError::TooShort { path, has, needs });
         }
         Ok(Self {
+            memory: memory_of(&found),
             file,
             path,
             pages,

@@ -15,12 +15,11 @@ use crate::SourcePage;
 use crate::readers::join;
 use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::net::{
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg, sockopt::socket_peercred,
-};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 use std::fmt::Write;
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -53,6 +52,18 @@ pub enum HandlerError {
         /// The system's words.
         source: io::Error,
     },
+    /// The socket's path does not fit in a socket address.
+    #[error(
+        "the path of the page-fault handler's socket has {0} bytes and may have 107: use a shorter \
+         one, or one that begins in the current folder"
+    )]
+    Path(usize),
+    /// It fills the memory of another VM.
+    #[error(
+        "the page-fault handler at {} fills the memory of another VM: make a source for each VM",
+        .0.display()
+    )]
+    InUse(PathBuf),
     /// There is no descriptor or thread left.
     #[error("cannot watch the page-fault handler: {0}; raise the limits (ulimit -n, -u)")]
     Watch(io::Error),
@@ -80,9 +91,12 @@ impl Handler {
         uffd: BorrowedFd<'_>,
         on_death: impl FnOnce(&str) + Send + 'static,
     ) -> Result<Self, HandlerError> {
-        let failed = |source| HandlerError::Connect {
-            path: path.to_owned(),
-            source,
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::InvalidInput => HandlerError::Path(path.as_os_str().len()),
+            _ => HandlerError::Connect {
+                path: path.to_owned(),
+                source,
+            },
         };
         let socket = Arc::new(UnixStream::connect(path).map_err(failed)?);
         send_regions(&socket, regions, uffd).map_err(failed)?;
@@ -95,9 +109,8 @@ impl Handler {
         let watch = move || {
             if hangs_up(&watched, &ends) {
                 let path = path.display();
-                let pid = pid(&watched).map_or_else(String::new, |pid| format!(" (process {pid})"));
                 on_death(&format!(
-                    "the page-fault handler at {path}{pid} has closed its connection or died"
+                    "the page-fault handler at {path} has closed its connection or died"
                 ));
             }
         };
@@ -109,9 +122,10 @@ impl Handler {
         })
     }
 
-    /// The handler's process, as it was when it began to listen.
-    pub fn pid(&self) -> Option<i32> {
-        pid(&self.socket)
+    /// The memory is not used any more: the handler finds the end of the connection.
+    pub fn finish(&self) {
+        // It fails if the handler was first.
+        let _ = self.socket.shutdown(Shutdown::Write);
     }
 }
 
@@ -121,11 +135,6 @@ impl Drop for Handler {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         self.thread.take().into_iter().for_each(join);
     }
-}
-
-fn pid(socket: &UnixStream) -> Option<i32> {
-    let peer = socket_peercred(socket).ok()?;
-    Some(peer.pid.as_raw_nonzero().get())
 }
 
 /// Waits for the end of the connection; false if `bell` was first. Bytes from the handler are not

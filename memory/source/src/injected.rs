@@ -1,7 +1,7 @@
 //! Faults of a link, from a seed: latency, loss and reordering.
 
 use crate::readers::join;
-use crate::{PageRequest, PageSource};
+use crate::{MemoryId, PageRequest, PageSource};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -54,14 +54,14 @@ impl Faults {
         let mut delay = draw();
         let extra = draw();
         if rng.f64() < self.reordering {
-            delay += extra;
+            delay = delay.saturating_add(extra);
         }
         let mut losses = 0;
         while losses < MOST_LOSSES && rng.f64() < self.loss {
             losses += 1;
         }
         Fate {
-            delay: delay + self.resend * losses,
+            delay: delay.saturating_add(self.resend.saturating_mul(losses)),
             losses,
         }
     }
@@ -69,6 +69,8 @@ impl Faults {
 
 /// A request is lost at most so often.
 const MOST_LOSSES: u32 = 20;
+/// The delay of a request whose own is longer than an [`Instant`] holds.
+const CENTURY: Duration = Duration::from_secs(100 * 365 * 86_400);
 
 /// What happens to one request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -136,10 +138,15 @@ impl<S: PageSource> PageSource for Injected<S> {
         self.shared.source.describe()
     }
 
+    fn memory_id(&self) -> MemoryId {
+        self.shared.source.memory_id()
+    }
+
     fn fetch(&self, request: PageRequest) {
         let fate = self.faults.of(request.page().0);
         self.losses.fetch_add(fate.losses.into(), Ordering::Relaxed);
-        let due = Instant::now() + fate.delay;
+        let now = Instant::now();
+        let due = now.checked_add(fate.delay).unwrap_or(now + CENTURY);
         let mut queue = self.shared.queue();
         queue.number += 1;
         let key = (due, queue.number);

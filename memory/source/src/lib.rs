@@ -27,41 +27,50 @@
 //! | [`MemoryFile`] | a raw memory file, sparse or not, read by io_uring |
 //! | [`Peer`] | another process, which calls [`serve`] |
 //! | [`Injected`] | another source, behind a link with latency, loss and reordering |
+//! | [`External`] | a handler that fills the memory by userfaultfd |
 //!
 //! [`Measured`] counts what a source does. A [`Policy`] says how long a source tries, and what
 //! becomes of its pages when it is gone.
 //!
 //! | file | job |
 //! |---|---|
-//! | `request` | what a source is asked, and what its answer comes to |
+//! | `request` | requests to a source, and the outcome of its answers |
 //! | `policy` | how long a source tries, and what happens then |
-//! | `measured` | counters and fetch times |
+//! | `measured`, `memory_id` | counters and fetch times; which memory a source provides |
 //! | `zeros`, `file` | sources |
-//! | `holes`, `readers` | parts of `file`: pages that need no read, threads that wait for a read |
+//! | `folder` | [`Folder`]: files that pages come from |
+//! | `holes`, `readers` | parts of `file`: pages that need no read, threads that wait |
 //! | `peer` | the protocol between processes, and its two sides |
 //! | `injected` | faults of a link, from a seed |
-//! | `handler` | [`Handler`]: another process fills the memory, by Firecracker's handshake |
+//! | `external` | [`External`]: memory that a handler fills by userfaultfd |
+//! | `handler` | [`Handler`]: Firecracker's handshake with another process |
 //!
 //! It imports `base` alone, and has no `unsafe`.
 #![forbid(unsafe_code)]
 
+mod external;
 mod file;
+mod folder;
 mod handler;
 mod holes;
 mod injected;
 mod measured;
+mod memory_id;
 mod peer;
 mod policy;
 mod readers;
 mod request;
 mod zeros;
 
+pub use external::{AskedOutside, External};
 pub use file::{FileError, MemoryFile};
+pub use folder::{Folder, LocalFolder, StoredFile};
 pub use handler::{Handler, HandlerError, HandlerRegion, send_regions};
 pub use injected::{Fate, Faults, Injected};
 pub use measured::{Measured, SourceStats};
+pub use memory_id::MemoryId;
 pub use peer::{Peer, PeerError, Server, serve};
-pub use policy::{Policy, WhenGone};
+pub use policy::{Outage, Policy, WhenGone};
 pub use request::{Answer, Asker, PageRequest, PageSource, SourcePage};
 pub use zeros::Zeros;
 

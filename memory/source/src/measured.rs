@@ -1,6 +1,6 @@
 //! Counts what a source is asked, and how long it takes.
 
-use crate::{Answer, Asker, PageRequest, PageSource};
+use crate::{Answer, Asker, External, MemoryId, PageRequest, PageSource};
 use hdrhistogram::Histogram;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
@@ -31,8 +31,9 @@ pub struct Measured<S> {
     counts: Arc<Counts>,
 }
 
+/// Counters and times of one source.
 #[derive(Default)]
-struct Counts {
+pub(crate) struct Counts {
     asked: AtomicU64,
     provided: AtomicU64,
     failed: AtomicU64,
@@ -62,8 +63,21 @@ impl<S> Measured<S> {
     }
 
     /// Its counters now.
+    pub fn stats(&self) -> SourceStats
+    where
+        S: PageSource,
+    {
+        match self.source.external() {
+            Some(external) => external.stats(),
+            None => self.counts.stats(),
+        }
+    }
+}
+
+impl Counts {
+    /// The counters now.
     pub fn stats(&self) -> SourceStats {
-        let counts = &*self.counts;
+        let counts = self;
         // Answers are read before requests, so that no page counts as answered and not asked.
         let [provided, failed, late] = [&counts.provided, &counts.failed, &counts.late]
             .map(|count| count.load(Ordering::Acquire));
@@ -86,8 +100,12 @@ impl<S: PageSource> PageSource for Measured<S> {
         self.source.describe()
     }
 
+    fn memory_id(&self) -> MemoryId {
+        self.source.memory_id()
+    }
+
     fn fetch(&self, request: PageRequest) {
-        self.counts.asked.fetch_add(1, Ordering::Relaxed);
+        self.counts.asked();
         let page = request.page();
         let timed = Timed {
             request,
@@ -97,6 +115,10 @@ impl<S: PageSource> PageSource for Measured<S> {
         };
         self.source
             .fetch(PageRequest::new(Arc::new(timed), page.0, page));
+    }
+
+    fn external(&self) -> Option<&External> {
+        self.source.external()
     }
 }
 
@@ -118,7 +140,7 @@ impl Asker for Timed {
             self.taken.store(true, Ordering::Relaxed);
             match content {
                 Ok(_) => self.counts.provided(self.asked.elapsed()),
-                Err(_) => _ = self.counts.failed.fetch_add(1, Ordering::Release),
+                Err(_) => self.counts.failed(),
             }
         }
         answer
@@ -128,17 +150,33 @@ impl Asker for Timed {
 impl Drop for Timed {
     fn drop(&mut self) {
         if !self.taken.load(Ordering::Relaxed) {
-            self.counts.late.fetch_add(1, Ordering::Release);
+            self.counts.late();
         }
     }
 }
 
 impl Counts {
+    /// A page was asked for.
+    pub fn asked(&self) {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A page that was asked for has come in another way.
+    pub fn late(&self) {
+        self.late.fetch_add(1, Ordering::Release);
+    }
+
     fn times(&self) -> MutexGuard<'_, Times> {
         self.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn provided(&self, time: Duration) {
+    /// A page is lost.
+    pub fn failed(&self) {
+        self.failed.fetch_add(1, Ordering::Release);
+    }
+
+    /// A page has come, after `time`.
+    pub fn provided(&self, time: Duration) {
         let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.times().0.saturating_record(time);
         self.provided.fetch_add(1, Ordering::Release);

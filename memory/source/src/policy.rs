@@ -64,14 +64,16 @@ impl Asked {
     }
 }
 
-/// A source's policy, and whether the source is gone at present.
-pub(crate) struct Outage {
+/// A source's policy, and whether the source is gone at present. A source keeps one for all of its
+/// requests.
+pub struct Outage {
     policy: Policy,
     gone: AtomicBool,
     killed: Once,
 }
 
 impl Outage {
+    /// That of a source that is not gone.
     pub fn new(policy: Policy) -> Self {
         Self {
             policy,
@@ -80,15 +82,16 @@ impl Outage {
         }
     }
 
+    /// The policy.
     pub fn policy(&self) -> &Policy {
         &self.policy
     }
 
-    /// When a request of the time `at` is given up. `None`: it is held.
+    /// When a request of the time `at` is given up. `None`: never.
     pub fn deadline(&self, at: Instant) -> Option<Instant> {
         match self.policy.when_gone {
             WhenGone::Hold => None,
-            WhenGone::Kill(_) | WhenGone::Poison => Some(at + self.policy.patience),
+            WhenGone::Kill(_) | WhenGone::Poison => at.checked_add(self.policy.patience),
         }
     }
 

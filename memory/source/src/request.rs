@@ -1,5 +1,6 @@
-//! What a source is asked, and what its answer comes to.
+//! Requests to a source, and the outcome of its answers.
 
+use crate::{External, MemoryId};
 use lacuna_addr::PAGE_SIZE;
 use std::fmt;
 use std::sync::Arc;
@@ -23,6 +24,17 @@ pub trait PageSource: Send + Sync {
     /// Asks for a page, at most once for each page. The source answers `request` now or later, on
     /// any thread. It does not wait here: the caller may be a vCPU that goes on.
     fn fetch(&self, request: PageRequest);
+
+    /// Which memory it provides. By default its name says that.
+    fn memory_id(&self) -> MemoryId {
+        MemoryId::of(&[self.describe().as_bytes()])
+    }
+
+    /// Its handler, if it fills memory from outside. Linux memory is then registered with the
+    /// handler's userfaultfds, and [`PageSource::fetch`] is not called.
+    fn external(&self) -> Option<&External> {
+        None
+    }
 }
 
 impl<S: PageSource + ?Sized> PageSource for Box<S> {
@@ -33,6 +45,14 @@ impl<S: PageSource + ?Sized> PageSource for Box<S> {
     fn fetch(&self, request: PageRequest) {
         (**self).fetch(request);
     }
+
+    fn memory_id(&self) -> MemoryId {
+        (**self).memory_id()
+    }
+
+    fn external(&self) -> Option<&External> {
+        (**self).external()
+    }
 }
 
 impl<S: PageSource + ?Sized> PageSource for Arc<S> {
@@ -42,6 +62,14 @@ impl<S: PageSource + ?Sized> PageSource for Arc<S> {
 
     fn fetch(&self, request: PageRequest) {
         (**self).fetch(request);
+    }
+
+    fn memory_id(&self) -> MemoryId {
+        (**self).memory_id()
+    }
+
+    fn external(&self) -> Option<&External> {
+        (**self).external()
     }
 }
 
@@ -69,7 +97,7 @@ struct Asked {
     page: SourcePage,
 }
 
-/// What an answer has come to.
+/// The outcome of an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Answer {

@@ -6,8 +6,8 @@ use common::{Answers, Bytes, PAGE, bytes_of, page};
 use lacuna_addr::PageCount;
 use lacuna_source::wire::{Decoder, HELLO, Hello, Message, encode};
 use lacuna_source::{
-    Faults, Injected, PageRequest, PageSource, Peer, PeerError, Policy, Server, SourcePage,
-    WhenGone, serve,
+    Faults, Injected, MemoryId, PageRequest, PageSource, Peer, PeerError, Policy, Server,
+    SourcePage, WhenGone, serve,
 };
 use proptest::prelude::*;
 use std::io::{Read, Write};
@@ -22,6 +22,11 @@ use tempfile::TempDir;
 
 const PAGES: u64 = 4096;
 const LONG: Duration = Duration::from_secs(600);
+
+fn hello(pages: u64) -> [u8; HELLO] {
+    let memory = MemoryId::default();
+    Hello { pages, memory }.bytes()
+}
 
 /// Page 10 is zeros, page 11 cannot be provided; the others say which they are.
 struct Numbers;
@@ -133,13 +138,58 @@ fn a_peer_that_comes_back_within_the_deadline_loses_nothing() {
     (0..200).for_each(|number| assert_eq!(answers.of(number), expected(number)));
 }
 
-/// Keeps every request.
+/// Servers of two memories swap their sockets. No page of the other memory is taken, and those in
+/// flight come when the first server is back.
+#[test]
+fn pages_of_another_memory_are_not_taken() {
+    let (_folder, path) = socket();
+    let policy = policy(Duration::from_millis(20), WhenGone::Hold);
+    let first = serves(&path, Silent::default());
+    let peer = Peer::connect(&path, PageCount::new(PAGES), policy).unwrap();
+    assert_eq!(peer.memory_id(), Numbers.memory_id());
+    let answers = Answers::new();
+    (3..5).for_each(|number| answers.ask(&peer, number));
+    drop(first);
+    std::fs::remove_file(&path).unwrap();
+    let other = serves(&path, Other);
+    let is_told = |peer: &Peer| {
+        peer.trouble()
+            .is_some_and(|t| t.contains("another guest's memory"))
+    };
+    while !is_told(&peer) || other.accepted() < 3 {
+        thread::yield_now();
+    }
+    assert_eq!(answers.count(), 0);
+    drop(other);
+    std::fs::remove_file(&path).unwrap();
+    let _server = serves(&path, Numbers);
+    (3..5).for_each(|number| assert_eq!(answers.of(number), expected(number)));
+}
+
+/// Another guest's memory.
+struct Other;
+
+impl PageSource for Other {
+    fn describe(&self) -> String {
+        "other".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let _ = request.provide(&page(request.page().0 + 1));
+    }
+}
+
+/// Keeps every request for pages of [`Numbers`].
 #[derive(Default)]
 struct Silent(Mutex<Vec<PageRequest>>);
 
 impl PageSource for Silent {
     fn describe(&self) -> String {
         "silent".into()
+    }
+
+    fn memory_id(&self) -> MemoryId {
+        Numbers.memory_id()
     }
 
     fn fetch(&self, request: PageRequest) {
@@ -265,9 +315,9 @@ impl Hostile {
 }
 
 fn answer(socket: &mut UnixStream, wrong: Option<Wrong>) -> std::io::Result<()> {
-    let mut hello = [0; HELLO];
-    socket.read_exact(&mut hello)?;
-    socket.write_all(&Hello { pages: PAGES }.bytes())?;
+    let mut theirs = [0; HELLO];
+    socket.read_exact(&mut theirs)?;
+    socket.write_all(&hello(PAGES))?;
     let (mut decoder, mut buffer, mut first) = (Decoder::default(), [0; 4096], true);
     loop {
         match socket.read(&mut buffer)? {
@@ -413,7 +463,7 @@ fn clients_that_do_wrong_are_hung_up_on() {
     let greedy: Vec<u8> = (0..1500)
         .flat_map(|n| bytes(&Message::Request(SourcePage(n))))
         .collect();
-    let hello = Hello { pages: 1 }.bytes().to_vec();
+    let hello = hello(1).to_vec();
     for wrong in [
         vec![0; HELLO],
         [hello.clone(), vec![0xff; 64]].concat(),
@@ -435,7 +485,7 @@ fn a_client_that_does_not_read_delays_no_other() {
     let (_folder, path) = socket();
     let _server = serves(&path, Numbers);
     let mut deaf = UnixStream::connect(&path).unwrap();
-    deaf.write_all(&Hello { pages: 1 }.bytes()).unwrap();
+    deaf.write_all(&hello(1)).unwrap();
     for number in 0..1000 {
         deaf.write_all(&bytes(&Message::Request(SourcePage(number))))
             .unwrap();

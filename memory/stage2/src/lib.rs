@@ -2,7 +2,7 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `format/` | [`TableFormat`], and [`Ept`]: bits, shifts and masks, nowhere else |
+//! | `format/` | [`TableFormat`], [`Ept`] and [`Arm64`]: bits, shifts and masks, nowhere else |
 //! | `entry` | the same entries, decoded |
 //! | `walk` | what the hardware does: translates, sets A and D, without a lock |
 //! | `cursor` | the lock: the only way to change a mapping |
@@ -45,7 +45,7 @@ pub use collapse::{Collapsed, NotUniform};
 pub use cursor::Cursor;
 pub use entry::{Entry, EntryRef, Leaf, Write};
 pub use flush::{Flush, Shootdown, Waiting};
-pub use format::{Ept, TableFormat};
+pub use format::{AbortedAccess, Arm64, Ept, LookupLevel, Stage2Abort, TableFormat};
 pub use lacuna_sync::{Blocks, InvalidateSeq};
 pub use lacuna_tables::{Arena, ArenaError, Exhausted, TableId, Usage};
 pub use map::{MapError, Mapped, Place};

@@ -2,7 +2,7 @@
 //! each step.
 
 use crate::format::Height;
-use crate::{Counts, Entry, EntryRef, Leaf, Stage2, TableFormat};
+use crate::{Counts, Cursor, Entry, EntryRef, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_tables::TableId;
 use std::collections::HashSet;
@@ -15,42 +15,50 @@ struct Census<'a, F, Each> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Asserts, with every range lock held, that
+    /// Takes every range lock: until the cursor is dropped, no other thread maps or unmaps.
+    pub fn cursor_of_all(&self) -> Cursor<'_, F> {
+        self.cursor(everything())
+    }
+
+    /// [`Cursor::verify`], with every range lock held.
+    ///
+    /// # Panics
+    /// As [`Cursor::verify`].
+    pub fn verify(&self) -> Counts {
+        self.cursor_of_all().verify(|_, _| {})
+    }
+}
+
+impl<F: TableFormat> Cursor<'_, F> {
+    /// Asserts that
     /// * every leaf is valid, and has the level of its table's height;
     /// * no entry is frozen;
     /// * every table is reachable exactly once, or unlinked and waiting for a shoot-down;
     /// * the running counts are right.
     ///
-    /// Returns the counts. Walks may continue meanwhile.
+    /// Calls `each` with each leaf and its first frame, and returns the counts. They stay right
+    /// until the cursor is dropped. Walks may continue meanwhile.
     ///
     /// # Panics
-    /// If one of these does not hold.
-    pub fn verify(&self) -> Counts {
-        self.verify_leaves(|_, _| {})
-    }
-
-    /// The same, and calls `each` with each leaf and its first frame.
-    ///
-    /// # Panics
-    /// As [`Stage2::verify`].
-    pub fn verify_leaves(&self, each: impl FnMut(Gfn, Leaf)) -> Counts {
+    /// If one of these does not hold, or if the cursor is not one of [`Stage2::cursor_of_all`].
+    pub fn verify(&self, each: impl FnMut(Gfn, Leaf)) -> Counts {
         let everything = everything();
-        let _locked = self.cursor(everything);
+        self.assert_holds_all(everything);
         let mut census = Census {
-            stage2: self,
+            stage2: self.stage2,
             seen: HashSet::new(),
             counts: Counts::default(),
             each,
         };
-        census.visit(self.root, Height::ROOT, everything);
+        census.visit(self.stage2.root, Height::ROOT, everything);
         assert_eq!(
             census.counts,
-            self.counts(),
+            self.stage2.counts(),
             "the entries found and the running counts differ"
         );
         assert_eq!(
             census.seen.len(),
-            self.arena.usage().in_use as usize,
+            self.stage2.arena.usage().in_use as usize,
             "tables that are in use and tables that can be reached differ"
         );
         census.counts

@@ -6,7 +6,7 @@
 //! hold the cursor over the gfn: this keeps the tables, and the frame in the answer, from being
 //! reused.
 
-use crate::format::Height;
+use crate::format::{Height, LookupLevel};
 use crate::pml::{Log, LogFull, PmlLog, Unlogged};
 use crate::{Entry, Leaf, Stage2, TableFormat};
 use lacuna_addr::{Access, Gfn, Level, Pfn};
@@ -18,7 +18,8 @@ use lacuna_sync::shim::Ordering;
 pub enum Walk {
     /// The tables allow the access.
     Hit(Translation),
-    /// The tables do not allow the access: an Intel processor would exit with reason 48.
+    /// The tables do not allow the access: an Intel processor would exit with reason 48, and an
+    /// arm64 processor would take a stage-2 abort.
     Violation(Violation),
 }
 
@@ -90,6 +91,32 @@ impl<F: TableFormat> Stage2<F> {
                 Step::Full => return Err(LogFull),
             }
         }
+    }
+
+    /// The level at which a walk of `gfn` ends now: at a leaf, or where there is nothing. A walk
+    /// does not report it, because only a syndrome has it.
+    pub fn lookup_level(&self, gfn: Gfn) -> LookupLevel {
+        let mut table = self.root;
+        let mut ends = |height: &Height| match self.read_table(table, height.index(gfn)) {
+            Some(below) => {
+                table = below;
+                false
+            }
+            None => true,
+        };
+        let last = Height::DOWN.into_iter().find(|height| ends(height));
+        last.expect("no table below 4 KiB leaves").lookup_level()
+    }
+
+    /// Why a walk for `access` at `gfn` would end now, and at which level. It sets neither A nor D.
+    /// `None`: the access is granted.
+    pub fn violation(&self, gfn: Gfn, access: Access) -> Option<(Violation, LookupLevel)> {
+        let cause = match self.find(gfn).map(|at| self.read(at)) {
+            Some(Entry::Leaf(leaf)) if grants(leaf, access) => return None,
+            Some(Entry::Leaf(leaf)) => Cause::Denied(leaf),
+            _ => Cause::Absent,
+        };
+        Some((Violation { access, cause }, self.lookup_level(gfn)))
     }
 
     #[inline(always)]

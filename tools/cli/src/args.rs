@@ -3,18 +3,37 @@
 //! ```text
 //! lacuna                          the first look: each mechanism, without it and with it
 //! lacuna run IMAGE [...]          one guest, live
+//! lacuna serve SOURCE SOCKET      a guest's memory, for run --pages-from peer:SOCKET
+//! lacuna snapshot save FOLDER     a guest that runs, saved; restore FOLDER runs it on
+//! lacuna migrate ADDRESS          a guest that runs, moved to lacuna run --incoming ADDRESS
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
 //! lacuna doctor                   what this host can do
 //! ```
 
+mod address;
 mod lab;
+mod machine;
+mod memory;
+mod migrate;
 mod pages;
 mod run;
+mod serve;
+mod snapshot;
+mod tls;
 
-pub use lab::{Chosen, Experiment, LabArgs, Name, Parts};
+pub use address::{Address, HostPort};
+pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
+pub(crate) use machine::RunOn;
+pub use memory::{MemoryKind, WrongMemory};
+pub use migrate::{Compress, MigrateArgs, MoveMode};
 pub use pages::{PagesFrom, Patience};
-pub use run::{Apf, Backend, RunArgs, SwapMedium, SwapSpec, Thp};
+pub use run::{Apf, Arch, Backend, Cpu, RunArgs, SwapMedium, SwapSpec, Thp};
+pub use serve::ServeArgs;
+pub use snapshot::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
+
+pub(crate) use tls::check as check_tls;
+pub use tls::{TlsArgs, TlsFiles};
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -22,10 +41,11 @@ use std::str::FromStr;
 use clap::{Args, Parser, Subcommand};
 
 use crate::exit::EXIT_CODES;
+use lacuna_lab::paging::processes::COMMAND;
 
 /// A guest-memory engine: runs virtual machines in a fraction of the memory that they believe they
 /// have, and measures what each of its mechanisms gains and costs
-#[derive(Clone, PartialEq, Eq, Debug, Parser)]
+#[derive(Clone, PartialEq, Debug, Parser)]
 #[command(name = "lacuna", version, after_help = EXIT_CODES)]
 pub struct Cli {
     /// What to do; without it, a first look at each mechanism, in less than a minute
@@ -34,14 +54,37 @@ pub struct Cli {
 }
 
 /// The subcommands.
-#[derive(Clone, PartialEq, Eq, Debug, Subcommand)]
+#[derive(Clone, PartialEq, Debug, Subcommand)]
 pub enum Command {
     /// Run a guest image and show its progress
     Run(RunArgs),
+    /// Provide a guest's memory to another process, page by page
+    Serve(ServeArgs),
+    /// Save a guest that runs, or run a saved one on
+    Snapshot(SnapshotArgs),
+    /// Move a guest that runs to another process, here or on another host
+    Migrate(MigrateArgs),
     /// Measure each mechanism, without it and with it: a first look, or the named experiments
     Lab(LabArgs),
+    /// A VM of the lab in a process of its own; the lab starts it
+    #[command(name = COMMAND, hide = true)]
+    LabVm(LabVmArgs),
     /// Report what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),
+}
+
+/// A child of the lab, see [`lacuna_lab::paging::processes`].
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct LabVmArgs {
+    /// vCPUs of each of its guests
+    pub vcpus: usize,
+    /// Pages that its guests touch
+    pub pages: u64,
+    /// The core of the first vCPU's thread
+    pub core: usize,
+    /// Whether the guests' memory is the pool, or else Linux memory
+    #[arg(long)]
+    pub pool: bool,
 }
 
 /// `lacuna doctor`.
@@ -122,6 +165,10 @@ mod tests {
             (
                 "lacuna run bm --thp maybe",
                 "[possible values: never, madvise, always]",
+            ),
+            (
+                "lacuna run bm --memory-kind ram",
+                "[possible values: pool, anonymous, memfd, hugetlbfs]",
             ),
             ("lacuna walk", "unrecognized subcommand"),
         ] {

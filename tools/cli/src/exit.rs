@@ -10,11 +10,12 @@ use crate::signals::Signal;
 /// What `--help` says of exit codes; docs/commands.md has the same words.
 pub const EXIT_CODES: &str = "\
 Exit codes:
-  0 done;
+  0 done, or the guest has moved elsewhere;
   1 the guest failed;
   2 wrong arguments or image;
   3 this host could not do it (memory, disk, a page that swap lost),
     or the result could not be written;
+  4 the guest was stopped through its control socket;
   130 interrupted by Ctrl-C (SIGINT);
   143 by SIGTERM.";
 
@@ -22,10 +23,11 @@ Exit codes:
 ///
 /// | code | meaning | for example |
 /// |---|---|---|
-/// | 0 | done, and the guest said so | |
+/// | 0 | done, and the guest said so; or the guest has moved | `lacuna migrate` |
 /// | 1 | the guest failed | a failed check, a triple fault, a hang |
 /// | 2 | wrong arguments or image | not an ELF, too little memory for it |
 /// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
+/// | 4 | stopped through the control socket before the guest was done | |
 /// | 130, 143 | interrupted by SIGINT, SIGTERM | Ctrl-C |
 ///
 /// A page that the swap device lost is the host's failure, not the guest's. The guest was stopped
@@ -41,6 +43,8 @@ pub enum Exit {
     Usage,
     /// The host could not do it.
     Host,
+    /// A client of the control socket asked for the end.
+    Stopped,
     /// A signal asked for the end; what was measured until then has been printed.
     Interrupted(Signal),
 }
@@ -53,6 +57,7 @@ impl Exit {
             Self::GuestFailed => 1,
             Self::Usage => 2,
             Self::Host => 3,
+            Self::Stopped => 4,
             Self::Interrupted(signal) => signal.exit_code(),
         }
     }

@@ -4,9 +4,10 @@ use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io::{self, Read};
 
+use lacuna_guest::Arch;
 use lacuna_soft::ErrorKind;
 
-use crate::args::RunArgs;
+use crate::args::{self, RunArgs};
 use crate::size::Size;
 
 /// The largest file that is accepted as an image, because the whole file is read. A kernel with all
@@ -19,18 +20,20 @@ pub enum LoadError {
     /// No such guest, and no file that could be opened.
     #[error(
         "{name}: neither a built-in guest ({}) nor a file to read: {source}",
-        built_in()
+        built_in(*arch)
     )]
     Unknown {
         /// What was asked for.
         name: String,
+        /// For which processor.
+        arch: Arch,
         /// The system's words.
         source: io::Error,
     },
     /// The name of a built-in guest, in a build without guests.
     #[error(
         "{name}: no guest images are built in: {reason}; or give the path of a guest kernel, as in \
-         `lacuna run path/to/guest.elf`"
+         `lacuna run path/to/guest.file`"
     )]
     NotBuiltIn {
         /// What was asked for.
@@ -84,15 +87,23 @@ pub struct TooMuchMemory {
 /// When the guest has no tables for so much memory.
 pub fn check_limits(args: &RunArgs) -> Result<(), TooMuchMemory> {
     let (memory, limit) = (args.memory, Size(lacuna_guest::MAX_MEMORY));
-    if lacuna_guest::image(&args.image).is_some() && memory > limit {
+    if guests(args).image(&args.image).is_some() && memory > limit {
         return Err(TooMuchMemory { memory, limit });
     }
     Ok(())
 }
 
-fn built_in() -> String {
-    let names: Vec<_> = lacuna_guest::images().iter().map(|i| i.name).collect();
-    match lacuna_guest::unavailable() {
+/// The processor of the built-in guest that `args` name.
+fn guests(args: &RunArgs) -> Arch {
+    match args.arch {
+        None | Some(args::Arch::X86_64) => Arch::X86_64,
+        Some(args::Arch::Arm64) => Arch::Arm64,
+    }
+}
+
+fn built_in(arch: Arch) -> String {
+    let names: Vec<_> = arch.images().iter().map(|i| i.name).collect();
+    match arch.unavailable() {
         None => names.join(", "),
         Some(_) => "none is built in".into(),
     }
@@ -102,19 +113,20 @@ fn built_in() -> String {
 ///
 /// # Errors
 /// When there is neither.
-pub fn load(name: &str) -> Result<Cow<'static, [u8]>, LoadError> {
-    match lacuna_guest::image(name) {
-        Some(image) => Ok(Cow::Borrowed(image.elf)),
-        None => read(name)
+pub fn load(args: &RunArgs) -> Result<Cow<'static, [u8]>, LoadError> {
+    let (name, arch) = (&args.image, guests(args));
+    match arch.image(name) {
+        Some(image) => Ok(Cow::Borrowed(image.file)),
+        None => read(name, arch)
             .map(Cow::Owned)
-            .map_err(|error| not_built_in(name, error)),
+            .map_err(|error| not_built_in(name, arch, error)),
     }
 }
 
 /// If the name is that of a guest which this build lacks, the error says so instead of "no such
 /// file".
-fn not_built_in(name: &str, error: LoadError) -> LoadError {
-    match (error, lacuna_guest::unavailable()) {
+fn not_built_in(name: &str, arch: Arch, error: LoadError) -> LoadError {
+    match (error, arch.unavailable()) {
         (LoadError::Unknown { .. }, Some(reason)) if lacuna_guest::is_known(name) => {
             LoadError::NotBuiltIn {
                 name: name.to_owned(),
@@ -125,9 +137,10 @@ fn not_built_in(name: &str, error: LoadError) -> LoadError {
     }
 }
 
-fn read(name: &str) -> Result<Vec<u8>, LoadError> {
+fn read(name: &str, arch: Arch) -> Result<Vec<u8>, LoadError> {
     let unknown = |source| LoadError::Unknown {
         name: name.to_owned(),
+        arch,
         source,
     };
     let failed = |source| LoadError::Read {

@@ -1,14 +1,18 @@
 //! `lacuna lab`: the first look, or chosen experiments; a table and JSON.
 
-use crate::args::{Chosen, Experiment, LabArgs, Parts};
+use crate::args::{Chosen, Experiment, LabArgs, LabVmArgs, Parts, arch_of};
 use crate::exit::Exit;
 use crate::output::{check_target, complain, tell};
 use crate::signals::Signals;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
+use lacuna_lab::paging::processes::serve;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
-use lacuna_lab::{apf, base, interrupt, paging, pml, thp};
+use lacuna_lab::{apf, apf_arm64, base, interrupt, migrate, paging, pml, postcopy, restore, thp};
+use lacuna_machine::Arch;
+use lacuna_soft::MemoryKind;
+use std::io;
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -56,20 +60,44 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
              command without --quick.",
         );
     }
+    let archs = parts
+        .iter()
+        .map(|parts| arch_of(parts, args.arch).map(Arch::from));
+    let archs: Vec<Arch> = match archs.collect::<Result<_, _>>() {
+        Ok(archs) => archs,
+        Err(why) => {
+            complain(&why);
+            report.ended_early = Some(why);
+            return (Exit::Usage, table(&report), report.to_json());
+        }
+    };
     let done = options(args).and_then(|options| {
-        parts.iter().try_for_each(|(experiment, parts)| {
-            let options = Options {
-                parts: parts.clone(),
-                ..options.clone()
-            };
-            match experiment {
-                Experiment::Apf => apf::run(&options, &mut report),
-                Experiment::Thp => thp::run(&options, &mut report),
-                Experiment::Pml => pml::run(&options, &mut report),
-                Experiment::Paging => paging::run(&options, &mut report),
-                Experiment::Base => base::run(&options, &mut report),
-            }
-        })
+        archs
+            .iter()
+            .zip(parts)
+            .try_for_each(|(&arch, (experiment, parts))| {
+                let options = Options {
+                    arch,
+                    parts: parts.clone(),
+                    ..options.clone()
+                };
+                // The ids of this experiment's results name the contract of its guests.
+                report.begin(match experiment {
+                    Experiment::ApfArm64 => Arch::X86_64,
+                    _ => options.arch,
+                });
+                match experiment {
+                    Experiment::ApfArm64 => apf_arm64::run(&options, &mut report),
+                    Experiment::Apf => apf::run(&options, &mut report),
+                    Experiment::Thp => thp::run(&options, &mut report),
+                    Experiment::Pml => pml::run(&options, &mut report),
+                    Experiment::Paging => paging::run(&options, &mut report),
+                    Experiment::Postcopy => postcopy::run(&options, &mut report),
+                    Experiment::Restore => restore::run(&options, &mut report),
+                    Experiment::Migrate => migrate::run(&options, &mut report),
+                    Experiment::Base => base::run(&options, &mut report),
+                }
+            })
     });
     let (exit, why) = settled(done, signals);
     report.ended_early = why;
@@ -93,6 +121,22 @@ fn settled(done: Result<(), LabError>, signals: &Signals) -> (Exit, Option<Strin
     (exit, Some(why))
 }
 
+/// The work of a child of the lab.
+pub fn lab_vm(args: &LabVmArgs) -> Exit {
+    let kind = match args.pool {
+        true => MemoryKind::Budget,
+        false => MemoryKind::Linux,
+    };
+    let (words, answers) = (io::stdin().lock(), io::stdout().lock());
+    match serve(kind, (args.vcpus, args.pages), args.core, words, answers) {
+        Ok(()) => Exit::Done,
+        Err(error) => {
+            complain(&error.to_string());
+            Exit::from(&error)
+        }
+    }
+}
+
 fn options(args: &LabArgs) -> Result<Options, LabError> {
     let lacuna = std::env::current_exe().map_err(|source| LabError::Io {
         what: "find this program".into(),
@@ -100,6 +144,7 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
     })?;
     Ok(Options {
         quick: args.quick,
+        arch: Arch::X86_64,
         lacuna,
         swap_dir: std::env::temp_dir(),
         verbosity: if args.output.quiet {

@@ -10,24 +10,35 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
+//! * [`snapshot`], [`migrate`], [`control`]: `lacuna snapshot`, `lacuna migrate`, and the control
+//!   socket of a guest that runs.
+//! * [`transport`]: connections between the two sides of a migration.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
+//! * [`serve`], [`socket`]: `lacuna serve`.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //!
-//! May import `lab`, `machine`, `soft`, `kvm`, `source`, `guest` and `addr`. No `unsafe`.
+//! May import `lab`, `machine`, `migrate`, `soft`, `kvm`, `source`, `guest`, `sync` and `addr`. No
+//! `unsafe`.
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod control;
 pub mod doctor;
 pub mod exit;
 pub mod image;
 pub mod lab;
 pub mod live;
+pub mod migrate;
 pub mod observe;
 pub mod output;
 pub mod pages;
 pub mod run;
 pub mod sample;
+pub mod serve;
 pub mod signals;
 pub mod size;
+pub mod snapshot;
+pub mod socket;
+pub mod transport;

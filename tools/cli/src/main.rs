@@ -7,9 +7,12 @@ use std::process::ExitCode;
 use clap::Parser;
 use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs};
 use lacuna_cli::exit::Exit;
-use lacuna_cli::lab::lab;
+use lacuna_cli::lab::{lab, lab_vm};
+use lacuna_cli::migrate::migrate;
 use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::run::run;
+use lacuna_cli::serve::serve;
+use lacuna_cli::snapshot::snapshot;
 use lacuna_cli::{doctor, signals};
 
 fn main() -> ExitCode {
@@ -28,7 +31,11 @@ fn command(command: Option<Command>) -> Exit {
     match command {
         Some(Command::Doctor(args)) => doctor(&args),
         Some(Command::Run(args)) => run(&args),
+        Some(Command::Serve(args)) => serve(&args),
+        Some(Command::Snapshot(args)) => snapshot(&args),
+        Some(Command::Migrate(args)) => migrate(&args),
         Some(Command::Lab(args)) => lab(&args),
+        Some(Command::LabVm(args)) => lab_vm(&args),
         None => lab(&LabArgs::default()),
     }
 }

@@ -1,23 +1,30 @@
 //! From a running VM to a [`RunSample`].
 
-use crate::pages::{self, Source};
+use crate::pages::{self, Beside, Source};
 use crate::sample::{Apf, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use lacuna_machine::{Observed, RunEnd};
 use lacuna_soft::{ApfStats, HostStats};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Takes samples of a run.
 pub struct Observer {
     last: RunSample,
     source: Option<Source>,
+    beside: Arc<Beside>,
 }
 
 impl Observer {
     /// Before the run. `last` has the optional parts that this run will have.
-    pub fn new(last: RunSample, source: Option<Source>) -> Self {
-        Self { last, source }
+    /// `beside` counts pages that come without a request to the source.
+    pub fn new(last: RunSample, source: Option<Source>, beside: Beside) -> Self {
+        Self {
+            last,
+            source,
+            beside: Arc::new(beside),
+        }
     }
 
     /// Takes a sample now.
@@ -37,6 +44,7 @@ impl Observer {
         let mut last = Self {
             last: self.last.clone(),
             source: self.source.clone(),
+            beside: Arc::clone(&self.beside),
         };
         let elapsed = Duration::from_nanos(end.end.0);
         let status = end.status.as_ref();
@@ -54,7 +62,7 @@ impl Observer {
 
     fn count_pages(&mut self, elapsed: Duration) {
         if let (Some(pages), Some(source)) = (&mut self.last.pages, &self.source) {
-            *pages = pages::count(source, pages, elapsed);
+            *pages = pages::count(source, &self.beside, pages, elapsed);
         }
     }
 
@@ -76,12 +84,20 @@ impl Observer {
 pub trait Watched: lacuna_machine::Vm {
     /// Puts its counters into `last`.
     fn count(&self, last: &mut RunSample);
+
+    /// Its run is over: pages come without simulated latency from now on.
+    fn end_latency(&self);
 }
 
 impl Watched for lacuna_soft::Vm {
     fn count(&self, last: &mut RunSample) {
         count_host(last, &self.host().stats(), &self.stalls());
+        last.resident_bytes += self.host().linux_pages().bytes();
         count_apf(last, &self.apf_stats());
+    }
+
+    fn end_latency(&self) {
+        self.host().end_latency();
     }
 }
 
@@ -96,6 +112,10 @@ impl Watched for lacuna_kvm::Vm {
             fault("zero-fill", stats.first_touches),
             fault("swap-in", stats.pages_in),
         ];
+    }
+
+    fn end_latency(&self) {
+        Self::end_latency(self);
     }
 }
 

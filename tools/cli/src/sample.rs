@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
+use crate::control::migration::{Migrated, Range};
 use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::result::SCHEMA;
+use lacuna_migrate::stream::Mode;
 use serde::Serialize;
 
 /// The counters of a run at one moment. All counts are since its start.
@@ -165,8 +167,97 @@ pub struct RunReport {
     pub exit_code: u8,
     /// Digest of the whole run, if it was seeded.
     pub trace_hash: Option<String>,
+    /// The snapshot from which it went on; `None` for a guest that began with its image.
+    pub restored: Option<Restored>,
+    /// The guest that came from another process; `None` without `--incoming`.
+    pub received: Option<Received>,
+    /// How the guest went to another process; `None` if it stayed.
+    pub migrated: Option<Migrated>,
     /// The run at its end.
     pub last: RunSample,
+}
+
+/// What was read before a run that goes on from a snapshot.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Restored {
+    /// The snapshot.
+    pub from: String,
+    /// Pages with content that were read; 0 for a lazy restore.
+    pub pages: u64,
+    /// The time until the guest could run.
+    pub seconds: f64,
+    /// What came while the guest ran; `None` for an eager restore.
+    pub lazy: Option<LazyPages>,
+}
+
+impl Restored {
+    /// Why the record of first touches is not written.
+    pub fn record_error(&self) -> Option<&str> {
+        self.lazy.as_ref()?.record_error.as_deref()
+    }
+}
+
+/// The pages of a lazy restore, by the reason why they came.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct LazyPages {
+    /// Pages that the guest needed before they had come.
+    pub demand_faults: u64,
+    /// Pages of a record of first touches that came before the guest needed them; `None` without
+    /// `--replay`.
+    pub replayed: Option<u64>,
+    /// Other pages that were read in the background.
+    pub prefetched: u64,
+    /// First touches that were written to the record; `None` without `--record`.
+    pub recorded: Option<u64>,
+    /// Why the record is not written.
+    pub record_error: Option<String>,
+}
+
+impl LazyPages {
+    /// A line of the summary.
+    pub fn text(&self) -> String {
+        let mut text = format!("pages     {} on demand, ", self.demand_faults);
+        if let Some(replayed) = self.replayed {
+            text.push_str(&format!("{replayed} replayed, "));
+        }
+        text.push_str(&format!("{} in the background", self.prefetched));
+        if let Some(recorded) = self.recorded {
+            text.push_str(&format!("; {recorded} first touches recorded"));
+        }
+        text + "\n"
+    }
+}
+
+/// A guest that came from another process before its run.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct Received {
+    /// The address at which it came.
+    pub at: String,
+    /// When it came.
+    pub mode: Mode,
+    /// Pages with content that came before it, some of them several times.
+    pub pages: u64,
+    /// Pages that were missing when it came.
+    pub late: u64,
+    /// Pages of them that have never come.
+    pub missing: u64,
+    /// Where those are: the first thousand ranges.
+    pub ranges: Vec<Range>,
+    /// How often the connection was cut after the guest had been prepared.
+    pub cuts: u32,
+    /// Bytes that went over the connections.
+    pub bytes: u64,
+    /// The time from its announcement until it could run.
+    pub seconds: f64,
+}
+
+/// What was done before a run, if it does not begin with an image.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Before {
+    /// A snapshot was read.
+    pub restored: Option<Restored>,
+    /// A guest has come.
+    pub received: Option<Received>,
 }
 
 /// What a run was started with.
@@ -178,7 +269,9 @@ pub struct RunOptions {
     pub backend: String,
     /// Guest memory, in bytes.
     pub memory_bytes: u64,
-    /// Host memory, in bytes.
+    /// Where the guest's memory is, as `--memory-kind` takes it.
+    pub memory_kind: String,
+    /// How much of it may be resident, in bytes.
     pub resident_bytes: u64,
     /// Virtual processors.
     pub vcpus: u32,
@@ -209,6 +302,9 @@ impl RunReport {
             outcome: "done".into(),
             exit_code: 0,
             trace_hash: None,
+            restored: None,
+            received: None,
+            migrated: None,
             last,
         }
     }

@@ -109,6 +109,33 @@ fn without_asynchronous_faults_none_are_told() {
     assert!(json["last"]["apf"].is_null(), "{json}");
 }
 
+/// The guest's memory is where the user wants it, and all of it may be resident there.
+#[test]
+fn memory_of_each_kind() {
+    let run = |kind: &str| {
+        let line = "run verify --memory 32M --append rounds=1 --quiet --json -";
+        let json = json_of(&lacuna(&format!("{line} --memory-kind {kind}")).success());
+        let kind = kind.split(' ').next();
+        assert_eq!(json["options"]["memory_kind"].as_str(), kind, "{json}");
+        let [budget, resident] = ["budget_bytes", "resident_bytes"];
+        let bytes = |name: &str| json["last"][name].as_u64().unwrap();
+        (bytes(budget), bytes(resident))
+    };
+    let (all, most) = (32 << 20, 16 << 20);
+    let (budget, resident) = run("pool --resident 8M");
+    assert!(budget == 8 << 20 && resident <= budget, "{resident}");
+    let check = |kind| {
+        let (budget, resident) = run(kind);
+        assert_eq!(budget, all, "{kind}");
+        assert!(resident > most && resident <= all, "{kind}: {resident}");
+    };
+    for kind in ["anonymous", "memfd", "anonymous --seed 7"] {
+        check(kind);
+    }
+    let _reserved = lacuna_skip::HugePages::reserve(16);
+    check("hugetlbfs");
+}
+
 #[test]
 fn huge_pages_are_made_where_wanted() {
     let run = |thp: &str| {
@@ -140,6 +167,7 @@ fn the_first_look_is_a_row_a_system_in_forty_lines() {
         "x86 async page faults: ",
         "huge-page range invalidation: ",
         "page-modification logging: ",
+        "missing memory: ",
         "resident fault: ",
         "vCPU: ",
         "not measured: apf.kvm",
@@ -147,7 +175,7 @@ fn the_first_look_is_a_row_a_system_in_forty_lines() {
     ] {
         assert!(text.contains(words), "{words} is missing in {text}");
     }
-    assert_eq!(text.matches(" undecided ").count(), 5, "{text}");
+    assert_eq!(text.matches(" undecided ").count(), 6, "{text}");
     let json: serde_json::Value =
         serde_json::from_slice(&std::fs::read(file).expect("written")).expect("JSON");
     let ids: Vec<_> = json["results"]
@@ -161,6 +189,7 @@ fn the_first_look_is_a_row_a_system_in_forty_lines() {
         "apf.faulter_ratio.latency_1ms",
         "thp.range_vs_page.1slot",
         "pml.cost_ratio.raw",
+        "postcopy.worker_ratio.1ms",
         "fault.soft_vs_host",
         "cpu.x86.minstr_per_s.alu",
     ];
@@ -169,13 +198,37 @@ fn the_first_look_is_a_row_a_system_in_forty_lines() {
 
 #[test]
 fn a_seed_is_a_run() {
-    let hash = |seed: u32| {
-        let line = format!("run hello --memory 16M --resident 16M --quiet --json - --seed {seed}");
-        json_of(&lacuna(&line).success())["trace_hash"]
-            .as_str()
-            .expect("seeded")
-            .to_owned()
-    };
-    assert_eq!(hash(1), hash(1));
-    assert_ne!(hash(1), hash(2));
+    for arch in ["x86_64", "arm64"] {
+        let hash = |seed: u32| {
+            let line = format!(
+                "run hello --arch {arch} --memory 16M --resident 16M --quiet --json - --seed {seed}"
+            );
+            json_of(&lacuna(&line).success())["trace_hash"]
+                .as_str()
+                .expect("seeded")
+                .to_owned()
+        };
+        assert_eq!(hash(1), hash(1), "{arch}");
+        assert_ne!(hash(1), hash(2), "{arch}");
+    }
+}
+
+/// The status page, by which the live view and the summary show the guest's threads.
+#[test]
+fn the_guests_threads_are_shown() {
+    let [x86, arm64] = ["x86_64", "arm64"].map(|arch| {
+        let line = format!(
+            "run bm --arch {arch} --memory 16M --resident 8M --vcpus 2 --seed 5 --apf on --quiet \
+             --append accesses=500 --json -"
+        );
+        let last = json_of(&lacuna(&line).success())["last"].clone();
+        let guest = &last["apf"]["guest"];
+        assert!(guest["wake_all"].as_u64() > Some(0), "{arch}: {guest}");
+        let threads = last["threads"].as_array().expect("a status page").iter();
+        threads
+            .map(|thread| thread["name"].to_string())
+            .collect::<Vec<_>>()
+    });
+    assert!(x86.len() > 2, "{x86:?}");
+    assert_eq!(x86, arm64);
 }

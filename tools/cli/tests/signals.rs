@@ -117,6 +117,31 @@ fn the_first_signal_ends_the_lab_and_what_was_measured_is_told() {
     assert!(json["results"].is_array(), "{json}");
 }
 
+/// A guest runs from the pages that another process serves over a bad link.
+#[test]
+fn a_process_serves_pages_to_another_until_a_signal() {
+    let dir = tempfile::tempdir().unwrap();
+    let (socket, out) = (dir.path().join("pages"), dir.path().join("out.json"));
+    let (at, to) = (socket.display(), out.display());
+    let mut serves = Running::start(
+        &format!("serve zeros {at} --memory 16M --latency 1us --loss 0.05 --json {to} --quiet"),
+        Stdio::null(),
+    );
+    serves.wait_until(|| socket.exists());
+    let mut runs = Running::start(
+        &format!("run verify --memory 16M --append rounds=1 --pages-from peer:{at} --quiet"),
+        Stdio::null(),
+    );
+    assert_eq!(runs.wait().code(), Some(0));
+    serves.send(Signal::TERM);
+    assert_eq!(serves.wait().code(), Some(143));
+    assert!(!socket.exists(), "the socket is removed");
+    let json = json(&out);
+    assert_eq!(json["connections"], 1, "{json}");
+    assert!(json["provided"].as_u64().unwrap() > 1000, "{json}");
+    assert_eq!(json["failed"], 0, "{json}");
+}
+
 #[test]
 fn a_result_that_is_lost_outweighs_the_signal() {
     for line in [ENDLESS, "lab apf --quick --quiet"] {

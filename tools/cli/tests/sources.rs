@@ -78,6 +78,41 @@ fn a_guest_runs_from_each_source() {
     }
 }
 
+/// The run loop accepts tokens for the guest, and the guest sees each event in its form.
+#[test]
+fn an_aarch64_guest_is_told_of_missing_pages() {
+    let folder = TempDir::new().unwrap();
+    let peer = folder.path().join("peer");
+    let slow = Faults::latency(Duration::from_micros(200));
+    let _server = serves(&peer, 32 << 20, Injected::new(Zeros, slow).unwrap());
+    for form in ["abort", "sdei"] {
+        for exits in ["", "--exit-on-missing"] {
+            let mut command = Command::cargo_bin("lacuna").expect("cargo builds it for this test");
+            let line = "run verify --arch arm64 --memory 32M --resident 8M --json - --pages-from";
+            let words = format!("rounds=1 apf={form}");
+            let output = command
+                .args(line.split_whitespace())
+                .arg(format!("peer:{}", peer.display()))
+                .args(exits.split_whitespace())
+                .args(["--append", &words])
+                .output()
+                .unwrap();
+            let errors = String::from_utf8_lossy(&output.stderr);
+            let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!(json["outcome"], "done", "{words} {exits}: {errors}");
+            let apf = &json["last"]["apf"];
+            let counts = [
+                &apf["taken"],
+                &apf["guest"]["not_present"],
+                &apf["guest"]["ready"],
+            ];
+            let counts = counts.map(|count| count.as_u64().unwrap());
+            assert!(counts.iter().all(|count| *count > 1000), "{words}: {apf}");
+            assert_eq!(apf["guest"]["lost"], 0, "{words}: {apf}");
+        }
+    }
+}
+
 #[test]
 fn sources_that_cannot_be_used_are_refused() {
     let folder = TempDir::new().unwrap();
@@ -105,9 +140,18 @@ fn sources_that_cannot_be_used_are_refused() {
         (
             format!("file:{short} --seed 3"),
             2,
-            "--seed repeats a run only with --pages-from zeros",
+            "--seed repeats a run only with zeros",
         ),
-        ("tape:/x".into(), 2, "use zeros, file:PATH or peer:PATH"),
+        (
+            format!("peer:/{}", "long".repeat(50)),
+            2,
+            "the socket's path has 201 bytes and may have 107",
+        ),
+        (
+            "tape:/x".into(),
+            2,
+            "use zeros, file:PATH, peer:PATH or handler:PATH",
+        ),
         (
             "zeros --backend kvm --thp always".into(),
             2,
@@ -116,6 +160,36 @@ fn sources_that_cannot_be_used_are_refused() {
     ] {
         let (found, _, errors) = run(&options);
         assert_eq!(found, code, "{options}: {errors}");
+        assert!(errors.contains(told), "{options}: {errors}");
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_served_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let (at, long) = (folder.path().display(), "long".repeat(50));
+    for (options, told) in [
+        (
+            format!("zeros /{long}"),
+            "a socket's path has at most 107 bytes",
+        ),
+        (
+            format!("zeros {at}/s --memory 1000"),
+            "give whole pages of 4 KiB",
+        ),
+        (
+            format!("zeros {at}/s --memory 0"),
+            "give whole pages of 4 KiB",
+        ),
+        (format!("file:/dev/zero {at}/s"), "is not a regular file"),
+        (format!("file:{at} {at}/s"), "is not a regular file"),
+        (format!("peer:{at}/none/{long} {at}/s"), "may have 107"),
+    ] {
+        let mut command = Command::cargo_bin("lacuna").expect("cargo builds it for this test");
+        let line = format!("serve {options}");
+        let output = command.args(line.split_whitespace()).output().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{options}: {errors}");
         assert!(errors.contains(told), "{options}: {errors}");
     }
 }

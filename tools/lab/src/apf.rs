@@ -10,6 +10,7 @@
 //! | `apf.break_even_us` | the page latency from which no process does worse with them |
 //! | `apf.memory_alone_time_ratio` | the time of a memory-bound program alone, on / off |
 //! | `apf.kvm.task_share_percent.LATENCY` | the worker's share under `/dev/kvm` |
+//! | `apf.kvm.source_share_percent.1ms` | the same, pages from a source: exits that are accepted |
 //! | `apf.kvm.faults` | asynchronous faults that KVM completed, if every token came back |
 //!
 //! *On* and *off* are one guest in one VM at different times. Between slices of a fraction of a
@@ -25,10 +26,11 @@
 
 pub use device::first_look;
 
-mod alone;
-mod device;
+pub(crate) mod alone;
+pub(crate) mod device;
 mod kvm;
-mod slices;
+mod kvm_source;
+pub(crate) mod slices;
 mod sweep;
 
 use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
@@ -36,6 +38,7 @@ use crate::fixture::builder;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use lacuna_addr::PageCount;
+use lacuna_machine::Arch;
 use lacuna_soft::{Apf, Swap, VmBuilder};
 use slices::Pace;
 use std::time::Duration;
@@ -58,7 +61,10 @@ const OUTSTANDING: u64 = 64;
 /// meet are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let steps = device::DEVICES.len() + sweep::steps(options) + 1;
-    let progress = Progress::new(steps as u64 + kvm::STEPS, options.verbosity);
+    let progress = Progress::new(
+        steps as u64 + kvm::STEPS + kvm_source::STEPS,
+        options.verbosity,
+    );
     report.say(format!(
         "apf: when a page must be read from swap, the guest is told and runs another process. It \
          is told again when the page is there. The guest has {vcpus} vCPUs and {MEMORY_MIB} MiB, \
@@ -71,7 +77,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     if options.wants("device") {
         for device in &device::DEVICES {
             progress.step(format!("on and off: {}", device.about))?;
-            let done = device::measure(device, options, report);
+            let done = device::measure(device, device::Guests::default(), options, report);
             skip_if_busy(report, device.ids(), done)?;
         }
     }
@@ -83,21 +89,26 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         progress.step("a memory-bound program alone")?;
         alone::measure(options, report)?;
     }
-    if options.wants("kvm") {
+    if options.wants_x86("kvm", kvm::ids(), report) {
         let done = kvm::measure(options, report, &progress);
         skip_if_busy(report, kvm::ids(), done)?;
+    }
+    if options.wants_x86("source", kvm_source::ids(), report) {
+        let done = kvm_source::measure(options, report, &progress);
+        skip_if_busy(report, kvm_source::ids(), done)?;
     }
     Ok(())
 }
 
 /// The parts that can be measured alone.
-pub const PARTS: &[&str] = &["device", "sweep", "alone", "kvm"];
+pub const PARTS: &[&str] = &["device", "sweep", "alone", "kvm", "source"];
 
 /// A VM for `bm`, with a worker and a faulter for each vCPU. The guest runs until it is ended.
-fn bm(swap: Swap) -> VmBuilder {
+fn bm(arch: Arch, swap: Swap) -> VmBuilder {
     let vcpus = vcpus();
     let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
     VmBuilder {
+        arch,
         swap,
         apf: Apf::On,
         command_line: bm_words(vcpus),
@@ -129,6 +140,6 @@ fn with_params(result: Measurement, pace: Pace) -> Measurement {
         .param("settle_ms", ms(pace.settle))
 }
 
-fn ms(time: Duration) -> u64 {
+pub(crate) fn ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

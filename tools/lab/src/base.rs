@@ -37,13 +37,13 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         progress.step("memory overhead: bm, 2 GiB in 512 MiB")?;
         memory::overhead(options, report)?;
     }
-    if options.wants("fault") {
+    if options.wants_x86("fault", fault::IDS, report) {
         progress.step("fault, warm caches")?;
         fault::hot(options, report)?;
         progress.step("fault, cold caches")?;
         fault::cold(options, report)?;
     }
-    if options.wants("scaling") {
+    if options.wants_x86("scaling", [fault::SCALING], report) {
         progress.step("fault, 1 and 2 vCPUs")?;
         fault::scaling(options, report)?;
     }

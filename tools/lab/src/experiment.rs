@@ -2,6 +2,7 @@
 
 use crate::report::Verbosity;
 use crate::result::Report;
+use lacuna_machine::Arch;
 use lacuna_soft::ErrorKind;
 use std::path::PathBuf;
 
@@ -32,6 +33,9 @@ pub enum LabError {
     /// A guest's memory could not be read or written.
     #[error(transparent)]
     Memory(#[from] lacuna_machine::MemoryError),
+    /// A guest could not be saved or restored.
+    #[error(transparent)]
+    Migrate(#[from] lacuna_migrate::MigrateError),
     /// Another program failed.
     #[error(transparent)]
     External(#[from] crate::external::ExternalError),
@@ -70,6 +74,7 @@ impl LabError {
             | Self::Slot(_)
             | Self::MemorySlot(_)
             | Self::Memory(_)
+            | Self::Migrate(_)
             | Self::External(_)
             | Self::Io { .. }
             | Self::Interrupted => ErrorKind::Host,
@@ -82,6 +87,8 @@ impl LabError {
 pub struct Options {
     /// Fewer and shorter rounds: for CI, not for figures to quote.
     pub quick: bool,
+    /// The architecture of the guests.
+    pub arch: Arch,
     /// The path of the `lacuna` program, for measurements that need a process of their own.
     pub lacuna: PathBuf,
     /// The folder for swap files.
@@ -96,6 +103,22 @@ impl Options {
     /// Whether `part` is to be measured.
     pub(crate) fn wants(&self, part: &str) -> bool {
         self.parts.is_empty() || self.parts.contains(&part)
+    }
+
+    /// Whether `part`, which has x86-64 guests only, is to be measured. If it is wanted with other
+    /// guests, its results `ids` are skipped.
+    pub(crate) fn wants_x86<I: Into<String>>(
+        &self,
+        part: &str,
+        ids: impl IntoIterator<Item = I>,
+        report: &mut Report,
+    ) -> bool {
+        if !self.wants(part) || self.arch == Arch::X86_64 {
+            return self.wants(part);
+        }
+        let why = format!("part {part} is measured with x86-64 guests only: leave --arch out");
+        ids.into_iter().for_each(|id| report.skip(id, &why));
+        false
     }
 }
 
@@ -122,6 +145,70 @@ pub(crate) fn vcpus() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn options(arch: Arch, parts: Vec<&'static str>) -> Options {
+        Options {
+            quick: true,
+            arch,
+            lacuna: PathBuf::new(),
+            swap_dir: PathBuf::new(),
+            verbosity: Verbosity::Quiet,
+            parts,
+        }
+    }
+
+    /// No experiment leaves a part of its own out without a word.
+    #[test]
+    fn parts_for_x86_guests_are_skipped_with_other_guests() {
+        for (arch, parts, wanted, skips) in [
+            (Arch::X86_64, vec![], true, 0),
+            (Arch::X86_64, vec!["cpu"], false, 0),
+            (Arch::Arm64, vec![], false, 2),
+            (Arch::Arm64, vec!["fault", "cpu"], false, 2),
+            (Arch::Arm64, vec!["cpu"], false, 0),
+        ] {
+            let mut report = Report::new("lacuna lab");
+            report.begin(arch);
+            let options = options(arch, parts);
+            let ids = ["fault.soft_vs_host", "fault.soft_vs_host.cold"];
+            assert_eq!(options.wants_x86("fault", ids, &mut report), wanted);
+            let skipped: Vec<_> = report.skipped.iter().map(|s| s.id.as_str()).collect();
+            assert_eq!(skipped, ids.map(|id| format!("arm64.{id}"))[..skips]);
+        }
+    }
+
+    #[test]
+    fn whole_experiments_with_arm64_guests_say_what_they_leave_out() {
+        let none = |run: fn(&Options, &mut Report) -> Result<(), LabError>,
+                    x86: &[&'static str]| {
+            let mut report = Report::new("lacuna lab");
+            run(&options(Arch::Arm64, x86.to_vec()), &mut report).unwrap();
+            assert!(report.results.is_empty());
+            report
+                .skipped
+                .into_iter()
+                .map(|s| s.id)
+                .collect::<Vec<_>>()
+                .join(" ")
+        };
+        let base = none(crate::base::run, &["fault", "scaling"]);
+        assert_eq!(
+            base,
+            "fault.soft_vs_host fault.soft_vs_host.cold fault.scaling_2vcpu"
+        );
+        let paging = none(crate::paging::run, &["crowd", "curve"]);
+        for id in [
+            "paging.pool.scaling_2vcpu",
+            "paging.pool.crowd_loss_points.16vcpu",
+            "paging.sim.*",
+        ] {
+            assert!(paging.contains(id), "{paging}");
+        }
+        let apf = none(crate::apf::run, &["kvm", "source"]);
+        assert!(apf.contains("apf.kvm.faults"), "{apf}");
+        assert!(apf.contains("apf.kvm.source_share_percent.1ms"), "{apf}");
+        assert_eq!(none(crate::apf::run, &["kvm"]).matches("source").count(), 0);
+    }
 
     #[test]
     fn a_busy_machine_skips_and_other_errors_stay() {

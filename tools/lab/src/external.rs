@@ -268,7 +268,8 @@ fn run(command: Command, limit: Duration) -> Result<Run, ExternalError> {
     }
 }
 
-fn spawn(mut command: Command) -> io::Result<(Reaped, Receiver<(Instant, String)>)> {
+/// Starts `command`, and passes the lines on that it prints, with their times.
+pub(crate) fn spawn(mut command: Command) -> io::Result<(Reaped, Receiver<(Instant, String)>)> {
     let (reader, writer) = io::pipe()?;
     command
         .stdin(Stdio::null())
@@ -301,7 +302,7 @@ fn last_lines(output: &str) -> String {
 }
 
 /// A child process that is killed when this is dropped.
-struct Reaped(Child);
+pub(crate) struct Reaped(Child);
 
 impl Reaped {
     /// How it ended, or `None` if it still runs at `deadline`.

@@ -8,8 +8,9 @@
 //! figures    without, with, ratio, its 95 % interval, the null's interval, the published figure
 //! ```
 //! The rows are measurements of the experiments ([`crate::apf`], [`crate::thp`], [`crate::pml`],
-//! [`crate::base`]), with the same ids and fewer rounds. Each row has a time. The rounds that begin
-//! within it are counted, but at least six, because with fewer an interval does not cover 95 %.
+//! [`crate::postcopy`], [`crate::base`]), with the same ids and fewer rounds. Each row has a time.
+//! The rounds that begin within it are counted, but at least six, because with fewer an interval
+//! does not cover 95 %.
 //!
 //! A row whose interval includes 1.0 is *undecided*, and so is one with fewer than six rounds.
 
@@ -17,7 +18,7 @@ use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure, wrap};
 use crate::result::{Measurement, Report};
 use crate::stats::{Rounds, Summary};
-use crate::{apf, base, pml, thp};
+use crate::{apf, base, pml, postcopy, thp};
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -88,10 +89,11 @@ type Part = (
     fn(&Options, Rounds) -> Result<Found, LabError>,
 );
 
-const PARTS: [Part; 5] = [
+const PARTS: [Part; 6] = [
     ("x86 async page faults", 12, apf::first_look),
     ("huge-page range invalidation", 4, thp::first_look),
     ("page-modification logging", 8, pml::first_look),
+    ("missing memory", 6, postcopy::first_look),
     ("resident fault", 4, base::fault_first_look),
     ("vCPU", 6, base::vcpu_first_look),
 ];
@@ -187,7 +189,7 @@ const ABOUT: &str = "A first look at Lacuna: each mechanism without it and with 
 /// Below the rows.
 const READ_ON: &str = "\
 figures to quote    lacuna lab --full (an hour), lacuna lab apf, or a part: lacuna lab pml.score
-how it is measured  docs/speed-apf.md, speed-thp.md, speed-pml.md, speed-fault.md, speed-x86.md
+how it is measured  docs/speed-*.md: apf, thp, pml, postcopy, fault, x86
 what to run next    lacuna run bm (2 GiB of guest memory in 512 MiB), lacuna doctor, lacuna --help";
 
 #[cfg(test)]

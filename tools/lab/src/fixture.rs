@@ -9,7 +9,7 @@
 
 use crate::experiment::LabError;
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Arch, Image, Segment, Vm as _};
+use lacuna_machine::{Arch, Image, Layout, Segment, Vm as _};
 use lacuna_soft::{
     Apf, CpuModel, Delivery, Host, HugePages, LatencySetting, MemoryKind, Mmu, MmuNotifier,
     SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmBuilder, VmConfig,
@@ -21,6 +21,7 @@ use std::sync::Arc;
 /// async page faults.
 pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilder {
     VmBuilder {
+        arch: Arch::X86_64,
         memory,
         resident,
         vcpus,
@@ -44,6 +45,17 @@ pub fn resident(mib: u64, vcpus: usize) -> VmBuilder {
     builder(memory, frames, vcpus)
 }
 
+/// The address of page number `page` of a source, in guests of `arch` with one slot.
+///
+/// # Panics
+/// If there is no such address.
+pub fn gpa_of(arch: Arch, page: u64) -> Gpa {
+    let layout = Layout::of(arch, PageCount::from_bytes(1 << 20)).expect("a small guest");
+    let start = layout.ranges()[0].start();
+    let at = start.gpa().checked_add(page * PAGE_SIZE as u64);
+    at.expect("a page of a guest")
+}
+
 /// The VM of `builder`, with vCPUs at the start of `image`. They do not run yet.
 ///
 /// # Errors
@@ -58,6 +70,7 @@ pub fn boot(
     let config = VmConfig {
         memory: builder.memory,
         vcpus: builder.vcpus,
+        arch: builder.arch,
         apf: builder.apf,
         delivery,
         ..VmConfig::default()

@@ -14,13 +14,14 @@
 //! * [`host_info`]: the machine a figure was measured on.
 //! * [`native`]: the cost of the host kernel's own page fault, which ours is compared with.
 //! * [`interrupt`]: ends an experiment early.
-//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`thp`], [`pml`],
-//!   [`paging`]: the experiments.
+//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`apf_arm64`],
+//!   [`thp`], [`pml`], [`paging`], [`postcopy`], [`restore`], [`migrate`]: the experiments.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
 //! * [`external`]: the same guest program natively and in other machines (QEMU).
 #![forbid(unsafe_code)]
 
 pub mod apf;
+pub mod apf_arm64;
 pub mod base;
 pub mod experiment;
 pub mod external;
@@ -28,13 +29,17 @@ pub mod first_look;
 mod fixture;
 pub mod host_info;
 pub mod interrupt;
+pub mod migrate;
 pub mod native;
 pub mod paging;
 mod players;
 pub mod pml;
+pub mod postcopy;
 pub mod report;
+pub mod restore;
 pub mod result;
 mod session;
+mod stalls;
 pub mod stats;
 pub mod thp;
 mod turns;

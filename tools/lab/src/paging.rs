@@ -9,28 +9,36 @@
 //! exits            vCPU exits, its own thread provides the page, and enters it again
 //! exits_apf        vCPU exits, the guest is told and goes on; another thread provides the page
 //! ```
-//! All provide the same page by the same call, [`MissingMemory::provide`].
+//! All copy the same page. In Linux memory that is UFFDIO_COPY in each arm: the queue is the
+//! kernel's, of a userfaultfd with N readers or of one for each vCPU (`kernel_queue`), and exits
+//! provide by [`MissingMemory::provide`]. In the pool, the queue is a list of the lab's own
+//! (`queue`), and all arms provide by that call.
 //!
 //! | id | what is compared |
 //! |---|---|
 //! | `paging.exit_vs_queue.Nvcpu` | pages a second, exits / one queue with one reader |
 //! | `paging.exit_vs_best_queue.Nvcpu` | the same against the best number of readers |
 //! | `paging.exit_vs_queue.Nvcpu_same` | all vCPUs touch the same pages |
-//! | `paging.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs |
+//! | `paging.exit_vs_queue.Nvcpu_batch` | 512 pages are provided for each fault |
+//! | `paging.hugetlb.exit_vs_queue.Nvcpu` | the same for huge pages, which one copy fills |
+//! | `paging.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs in two processes |
 //! | `paging.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less that of threads |
 //! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
 //! | `paging.sim.queue_error_percent` | the simulation against 1 to 16 host threads here |
 //! | `paging.sim.exits_error_percent` | the same for threads that fill their own pages |
 //!
-//! All but the last three are measured twice: for Linux memory, which a userfaultfd fills, and for
-//! the soft backend's own pool of frames, with ids that begin with `paging.pool`.
+//! All but `paging.hugetlb` and the last three are measured twice: for Linux memory, which a
+//! userfaultfd fills, and for the soft backend's own pool of frames, with ids that begin with
+//! `paging.pool`.
 
 mod arms;
 mod costs;
 mod crowd;
 mod curve;
 mod fixture;
+mod kernel_queue;
 mod machine;
+pub mod processes;
 mod queue;
 mod sim;
 mod threads;
@@ -38,13 +46,15 @@ mod threads;
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::Report;
-use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_addr::PAGE_SIZE;
 #[cfg(doc)]
 use lacuna_machine::MissingMemory;
 use lacuna_soft::MemoryKind;
 
-/// What every page contains: the guest expects zeros.
-static PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+/// What every page contains: the guest expects zeros. All arms copy from here.
+static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];
+/// The most pages that are provided at once: 2 MiB.
+const MOST_AT_ONCE: usize = 512;
 
 /// vCPUs, and thousand pages a second in the 2023 series: through one userfaultfd, and by exits.
 const SERIES: [(usize, f64, f64); 9] = [
@@ -60,11 +70,6 @@ const SERIES: [(usize, f64, f64); 9] = [
 ];
 /// Where [`SERIES`] is from.
 const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 cores";
-
-/// The address of a page of a source in guests whose memory is one slot from 0 on.
-fn gpa_of(page: u64) -> Gpa {
-    Gpa::new(page * PAGE_SIZE as u64).expect("a page of a guest")
-}
 
 /// Measures everything, in the order of the table above.
 ///
@@ -87,11 +92,14 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         if options.wants("arms") {
             arms::measure(kind, options, report, &progress)?;
         }
-        if options.wants("crowd") {
+        if options.wants_x86("crowd", crowd::ids(kind), report) {
             crowd::measure(kind, options, report, &progress)?;
         }
     }
-    if options.wants("curve") {
+    if options.wants("arms") {
+        arms::measure_huge(options, report, &progress)?;
+    }
+    if options.wants_x86("curve", [curve::IDS], report) {
         curve::measure(options, report, &progress)?;
     }
     Ok(())

@@ -55,6 +55,7 @@ fn row(result: &Measurement) -> [String; 7] {
         bound.map_or(String::new(), |bound| format!("{sign} {}", figure(bound)))
     };
     let verdict = match (result.met, result.runs) {
+        (None, _) if result.bar.is_some() => "undecided",
         // So few runs have no 95 % interval.
         (Some(_), 2..=4) => "undecided",
         (Some(true), _) if result.simulated => "ok, simulated",

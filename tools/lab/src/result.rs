@@ -14,6 +14,7 @@
 
 use std::collections::BTreeMap;
 
+use lacuna_machine::Arch;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -47,6 +48,9 @@ pub struct Report {
     /// Tables for people. JSON has the same figures in the arms.
     #[serde(skip)]
     pub details: Vec<String>,
+    /// Begins the ids of the results that follow; see [`Report::begin`].
+    #[serde(skip)]
+    prefix: &'static str,
 }
 
 impl Report {
@@ -61,7 +65,17 @@ impl Report {
             skipped: Vec::new(),
             ended_early: None,
             details: Vec::new(),
+            prefix: "",
         }
+    }
+
+    /// The results that follow are of an experiment that runs on any processor, here on `arch`.
+    /// Those of arm64 guests have ids that begin with `arm64`.
+    pub fn begin(&mut self, arch: Arch) {
+        self.prefix = match arch {
+            Arch::Arm64 => "arm64.",
+            _ => "",
+        };
     }
 
     /// Adds a paragraph.
@@ -78,7 +92,8 @@ impl Report {
     ///
     /// # Panics
     /// If there is a result of this id.
-    pub fn push(&mut self, measurement: Measurement) {
+    pub fn push(&mut self, mut measurement: Measurement) {
+        measurement.id.insert_str(0, self.prefix);
         let id = &measurement.id;
         assert!(
             self.results.iter().all(|known| known.id != *id),
@@ -90,7 +105,7 @@ impl Report {
     /// Notes that `id` was not measured.
     pub fn skip(&mut self, id: impl Into<String>, why: impl ToString) {
         self.skipped.push(Skipped {
-            id: id.into(),
+            id: format!("{}{}", self.prefix, id.into()),
             why: why.to_string(),
         });
     }
@@ -155,7 +170,8 @@ pub struct Measurement {
     /// A better value that the project aims for.
     #[serde(default)]
     pub wanted: Option<f64>,
-    /// Whether the *worse* end of the interval meets the bar; `None` without a bar.
+    /// Whether the *worse* end of the interval meets the bar; `None` without a bar, and where the
+    /// noise of the measurement is wider than what the bar asks.
     #[serde(default)]
     pub met: Option<bool>,
     /// A published figure to compare with.
@@ -205,6 +221,13 @@ impl Measurement {
             Better::Higher => self.min >= bar,
             Better::Lower => self.max <= bar,
         });
+        self
+    }
+
+    /// With the value that the project promises, which this measurement cannot decide.
+    #[must_use]
+    pub fn undecided(mut self, bar: f64) -> Self {
+        self.bar = Some(bar);
         self
     }
 
@@ -336,6 +359,25 @@ mod tests {
         let one = Measurement::new("a.b", "x", Better::Lower, summary(1.0, 1.0, 1.0));
         report.push(one.clone());
         report.push(one);
+    }
+
+    #[test]
+    fn results_of_arm64_guests_have_ids_of_their_own() {
+        let mut report = Report::new("lacuna lab");
+        for arch in [Arch::X86_64, Arch::Arm64, Arch::X86_64] {
+            report.begin(arch);
+            report.skip("a.b", "no guest");
+        }
+        let ids: Vec<_> = report.skipped.iter().map(|s| s.id.as_str()).collect();
+        assert_eq!(ids, ["a.b", "arm64.a.b", "a.b"]);
+        report.begin(Arch::Arm64);
+        report.push(Measurement::new(
+            "a.b",
+            "x",
+            Better::Lower,
+            summary(1.0, 1.0, 1.0),
+        ));
+        assert_eq!(report.results[0].id, "arm64.a.b");
     }
 
     /// The form that other programs parse. If this test must change, [`SCHEMA`] must change, too,

@@ -9,7 +9,7 @@ use crate::experiment::LabError;
 use crate::interrupt;
 use lacuna_addr::Gpa;
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, SETTING_AT, Status};
-use lacuna_machine::{Apf, Builder, Ending, GuestMemory, Image, PlatformDevices, Vm};
+use lacuna_machine::{Apf, Arch, Builder, Ending, GuestMemory, Image, PlatformDevices, Vm};
 use lacuna_soft::Stalls;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -130,6 +130,16 @@ impl<'a> Guest<'a> {
         }
     }
 
+    /// The bytes of its arena, which ends where its memory ends. The guest's kernel makes the page
+    /// that says so directly after the status page.
+    pub fn arena_bytes(&self) -> Result<u64, LabError> {
+        let info = self.page.checked_add(PAGE_BYTES as u64);
+        let mut bytes = [0; 8];
+        self.memory
+            .read(info.expect("inside its memory"), &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
     /// Waits until its first process has counted to 1, which says that the guest is prepared.
     pub fn prepared(&self) -> Result<(), LabError> {
         self.run_until(PREPARE, |status| {
@@ -209,27 +219,36 @@ impl LastWords {
     }
 }
 
-/// A built-in image.
-pub fn image(name: &str) -> Result<Image<'static>, LabError> {
-    let found = lacuna_guest::image(name).map(|image| Image::parse(image.elf));
+/// A built-in image of `arch`.
+pub fn image(arch: Arch, name: &str) -> Result<Image<'static>, LabError> {
+    let guests = guests(arch);
+    let found = guests.image(name).map(|image| Image::parse(image.file));
     match found {
         Some(Ok(image)) => Ok(image),
         Some(Err(error)) => Err(LabError::Guest(format!("{name}: {error}"))),
-        None => Err(LabError::Guest(match lacuna_guest::unavailable() {
-            Some(reason) => format!("no guest images are built in: {reason}"),
-            None => format!("there is no guest {name}"),
+        None => Err(LabError::Guest(match guests.unavailable() {
+            Some(reason) => format!("no guest images of {arch} are built in: {reason}"),
+            None => format!("{arch} has no guest {name}"),
         })),
     }
 }
 
-/// Starts a VM of `builder` with the guest `name`, carries out `experiment` while it runs, and ends
-/// it. The experiment is the same code for every backend.
+/// The images of `arch`.
+pub const fn guests(arch: Arch) -> lacuna_guest::Arch {
+    match arch {
+        Arch::Arm64 => lacuna_guest::Arch::Arm64,
+        _ => lacuna_guest::Arch::X86_64,
+    }
+}
+
+/// Starts a VM of `builder` with the guest `image`, carries out `experiment` while it runs, and
+/// ends it. The experiment is the same code for every backend.
 ///
 /// # Errors
 /// Those of the experiment and of the builder; and a guest that ends before the experiment does.
 pub fn on<B: Builder, T>(
     builder: &B,
-    name: &str,
+    image: &Image<'_>,
     experiment: impl FnOnce(&Session<'_, B::Vm>) -> Result<T, LabError>,
 ) -> Result<T, LabError>
 where
@@ -237,7 +256,7 @@ where
 {
     let words = LastWords::default();
     let (mut experiment, mut result) = (Some(experiment), None);
-    let end = builder.run_with_console(&image(name)?, words.console(), &mut |now| {
+    let end = builder.run_with_console(image, words.console(), &mut |now| {
         let Some(guest) = Guest::attach(now.vm, now.devices) else {
             return;
         };
@@ -290,7 +309,7 @@ mod tests {
     #[test]
     fn kinds_pause_and_go_on_and_faults_are_taken_as_told() {
         needs_guests();
-        let told = on(&small(BM), "bm", |session| {
+        let told = on(&small(BM), &image(Arch::X86_64, "bm").unwrap(), |session| {
             let guest = &session.guest;
             guest.prepared()?;
             guest.pause(&[Kind::Faulter])?;
@@ -319,7 +338,8 @@ mod tests {
     #[test]
     fn a_guest_that_ends_too_early_is_an_error_with_its_last_line() {
         needs_guests();
-        let found = on(&small(""), "hello", |session| {
+        let hello = image(Arch::X86_64, "hello").unwrap();
+        let found = on(&small(""), &hello, |session| {
             session.guest.run_until(PREPARE, |_| None::<()>)
         });
         let text = found.unwrap_err().to_string();

@@ -21,6 +21,11 @@ pub fn program_counter(_: &VcpuFd) -> Result<String, Error> {
     Err(Error::new(libc::EOPNOTSUPP))
 }
 
+/// Knows no TSC.
+pub fn tsc_khz(_: &VcpuFd) -> Option<u32> {
+    None
+}
+
 /// What the processors of a guest have. There is no value of this type.
 pub struct Features(Infallible);
 
@@ -41,6 +46,10 @@ impl Features {
     }
 
     pub fn has_apf(&self) -> bool {
+        match self.0 {}
+    }
+
+    pub fn kvm_features(&self) -> u32 {
         match self.0 {}
     }
 
@@ -75,4 +84,57 @@ pub fn accept(
 /// Restores nothing.
 pub fn restore(_: &VcpuFd, _: &Fresh, state: Accepted) -> Result<(), StateError> {
     match state.0 {}
+}
+
+/// No guest is told of a page.
+pub mod apf {
+    use crate::error::{KvmError, Unavailable};
+    use kvm_ioctls::{Error, VcpuFd, VmFd};
+    use lacuna_apf::x86::CpuState;
+    use lacuna_machine::StateError;
+
+    fn refused<T>() -> Result<T, Error> {
+        Err(Error::new(libc::EOPNOTSUPP))
+    }
+
+    pub fn take(_: &VmFd) -> Result<(), KvmError> {
+        Err(Unavailable::Architecture.into())
+    }
+
+    pub fn is_interruptible(_: &VcpuFd) -> Result<bool, Error> {
+        refused()
+    }
+
+    pub fn state(_: &VcpuFd) -> Result<CpuState, Error> {
+        refused()
+    }
+
+    pub fn inject_page_fault(_: &VcpuFd, _: u64) -> Result<(), Error> {
+        refused()
+    }
+
+    pub fn interrupt(_: &VmFd, _: usize, _: u8) -> Result<(), Error> {
+        refused()
+    }
+
+    pub fn is_halted(_: &VcpuFd) -> Result<bool, Error> {
+        refused()
+    }
+
+    pub fn unhalt(_: &VcpuFd) -> Result<(), Error> {
+        refused()
+    }
+
+    pub fn remember(_: &VcpuFd) -> Result<(), StateError> {
+        Err(StateError::Architecture)
+    }
+
+    pub fn has_forgotten(_: &VcpuFd) -> bool {
+        false
+    }
+
+    #[cfg(test)]
+    pub fn latch_init(_: &VcpuFd) -> Result<(), Error> {
+        refused()
+    }
 }

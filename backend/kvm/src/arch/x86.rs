@@ -1,5 +1,6 @@
 //! The parts of the backend for x86-64.
 
+pub mod apf;
 mod msrs;
 mod setup;
 mod state;
@@ -33,4 +34,9 @@ pub fn make_controllers(vm: &VmFd) -> Result<(), KvmError> {
 pub fn program_counter(vcpu: &VcpuFd) -> Result<String, Error> {
     let regs = vcpu.get_regs()?;
     Ok(format!("rip {:#x}", regs.rip))
+}
+
+/// The frequency of a vCPU's TSC, in kHz.
+pub fn tsc_khz(vcpu: &VcpuFd) -> Option<u32> {
+    vcpu.get_tsc_khz().ok()
 }

@@ -1,5 +1,4 @@
-//! Accesses to pages that were never provided: which vCPU makes one, and how it leaves the guest
-//! for its VMM.
+//! Accesses to missing pages: which vCPU makes one, and how it leaves the guest.
 //!
 //! ```text
 //! vCPU's thread, in KVM_RUN        page source's thread               vCPU's thread, outside
@@ -15,16 +14,50 @@
 use super::{VcpuKick, VcpuKicks};
 use crate::pages::Page;
 use lacuna_addr::Access;
+use lacuna_sys::VcpuStatistic;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A vCPU's access to a page that was never provided.
+/// A vCPU's access to a page that is not in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MissingPage {
     pub page: Page,
     pub access: Access,
+    pub comes: Comes,
+    /// The search for the vCPU, if a worker of KVM waits for the page.
+    pub search: Option<Search>,
+}
+
+/// A search for the vCPU that a worker of KVM acts for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Search {
+    /// A bit for each vCPU that has left the guest and does not need the page.
+    ruled_out: u64,
+}
+
+impl Search {
+    fn without(self, index: usize) -> Self {
+        let ruled_out = self.ruled_out | 1 << index;
+        Self { ruled_out }
+    }
+
+    fn has(self, index: usize) -> bool {
+        self.ruled_out >> index & 1 == 0
+    }
+}
+
+/// Whether a page comes without the VMM.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Comes {
+    /// The VMM has to provide it: the vCPU exits.
+    FromVmm,
+    /// The source was asked, or the page was swapped out. The vCPU tells its guest, if it can.
+    ByItself {
+        /// The page's arrivals before: see `Provision::arrivals`.
+        arrivals: u8,
+    },
 }
 
 /// What a vCPU does that waits for a missing page.
@@ -33,7 +66,7 @@ pub struct MissingPage {
 pub enum Reported {
     /// It leaves the guest, and takes the page.
     Leaves,
-    /// It waits: it has exited for this page, and its VMM has entered it again in order to wait.
+    /// It waits, because it has exited for this page before and its VMM has entered it again.
     Waits,
     /// It cannot leave without the page, because KVM itself makes the access.
     Stays,
@@ -44,12 +77,14 @@ pub enum Reported {
 /// What one vCPU knows of missing pages.
 #[derive(Default)]
 pub(super) struct Missing {
-    /// The pages for which the vCPU will exit.
+    /// The pages for which the vCPU leaves.
     found: VecDeque<MissingPage>,
     /// The page that the vCPU was last kicked for, and the number of that entry.
     kicked: Option<(u64, Page)>,
     /// The page for which the vCPU waits without another exit.
     waits: Option<Page>,
+    /// The number of an entry that began while the guest had halted the vCPU.
+    idle: Option<u64>,
 }
 
 impl Missing {
@@ -87,27 +122,73 @@ impl VcpuKicks {
         Reported::Leaves
     }
 
+    /// From now on `blocked` says whether KVM has halted vCPU `index`. It is called once a vCPU.
+    pub fn watch(&self, index: usize, blocked: VcpuStatistic) {
+        let set = self.vcpus[index].blocked.set(blocked);
+        debug_assert!(set.is_ok(), "a vCPU is made once");
+    }
+
     /// A worker of KVM waits for a missing page. It acts for a vCPU, and does not say for which, so
-    /// one that is in the guest exits.
+    /// one that is in the guest leaves.
     pub fn report_for_any(&self, missing: MissingPage) {
-        let (count, first) = (
-            self.vcpus.len(),
-            self.any.fetch_add(1, Ordering::Relaxed) as usize,
-        );
-        for index in (first..first + count).map(|index| index % count) {
+        let search = Some(Search::default());
+        let missing = MissingPage { search, ..missing };
+        let first = self.any.fetch_add(1, Ordering::Relaxed) as usize;
+        if !self.report_for_one(first, missing) {
+            self.report_again(first % self.vcpus.len(), missing);
+        }
+    }
+
+    /// vCPU `index` does not need a page for which it has left, because its guest has halted it.
+    /// Returns whether another vCPU leaves for the page instead.
+    pub fn pass_on(&self, index: usize, missing: MissingPage) -> bool {
+        let mut state = self.vcpus[index].state();
+        state.missing.idle = Some(state.entries + 1);
+        drop(state);
+        missing.search.is_some_and(|search| {
+            let search = Some(search.without(index));
+            self.report_for_one(index + 1, MissingPage { search, ..missing })
+        })
+    }
+
+    /// Makes one of the vCPUs that may need the page leave. The search begins with vCPU `first`. It
+    /// prefers vCPUs that KVM has halted, because KVM has halted the one that needs the page. Those
+    /// that the guest had halted come later: an interrupt may have ended that halt, but rarely has.
+    fn report_for_one(&self, first: usize, missing: MissingPage) -> bool {
+        let count = self.vcpus.len();
+        let search = missing.search.unwrap_or_default();
+        let all = || {
+            let all = (first..first + count).map(|index| index % count);
+            all.filter(|index| search.has(*index))
+        };
+        let is_blocked = |index: &usize| {
+            let blocked = self.vcpus[*index].blocked.get();
+            blocked.is_some_and(|blocked| blocked.read() == Ok(1))
+        };
+        let is_busy = |index: &usize| {
+            let state = self.vcpus[*index].state();
+            state.missing.idle != Some(state.entries)
+        };
+        let likely = all().filter(is_busy).filter(is_blocked);
+        for index in likely.chain(all().filter(is_blocked)).chain(all()) {
             let mut state = self.vcpus[index].state();
             if let (Some(entered), false) = (&state.entered, state.missing.is_found()) {
                 entered.kick();
                 state.missing.found.push_back(missing);
-                return;
+                return true;
             }
         }
-        let mut state = self.vcpus[first % count].state();
+        false
+    }
+
+    /// vCPU `index` leaves for a page, now or at its next entry.
+    pub fn report_again(&self, index: usize, missing: MissingPage) {
+        let mut state = self.vcpus[index].state();
         state.entered.as_ref().inspect(|entered| entered.kick());
         state.missing.found.push_back(missing);
     }
 
-    /// The next page for which vCPU `index` exits.
+    /// The next page for which vCPU `index` leaves the guest.
     pub fn take_missing(&self, index: usize) -> Option<MissingPage> {
         self.vcpus[index].state().missing.found.pop_front()
     }

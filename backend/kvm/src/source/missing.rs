@@ -10,8 +10,9 @@
 use super::Page;
 use super::Worker;
 use super::provision::{Provider, State};
-use crate::kick::{MissingPage, Reported};
+use crate::kick::{Comes, MissingPage, Reported};
 use lacuna_sys::Fault;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Whether a fault was that of a page which was never provided.
@@ -28,6 +29,8 @@ impl Worker {
         let Some(provider) = &self.provider else {
             return Handled::No;
         };
+        // Before the state: a page that is missing afterwards has not come since.
+        let arrivals = provider.provision.arrivals(page);
         match provider.provision.state(page) {
             State::Provided => {
                 // The notice of its arrival may be on its way.
@@ -39,12 +42,11 @@ impl Worker {
             // The run has ended.
             State::Lost => {}
             State::Missing | State::Held | State::Asked => {
-                if self.shared.closing.load(Ordering::Acquire) {
-                    provider.release(page);
-                } else if provider.provision.exits(page).is_some() {
+                if provider.provision.exits(page).is_some() {
                     self.exit(provider, page, fault);
                 } else {
                     provider.ask(page);
+                    self.comes_by_itself(page, arrivals, fault);
                 }
             }
         }
@@ -56,6 +58,8 @@ impl Worker {
         let missing = MissingPage {
             page,
             access: fault.access,
+            comes: Comes::FromVmm,
+            search: None,
         };
         let kicks = &self.shared.kicks;
         match kicks.vcpu_of(fault.thread) {
@@ -65,17 +69,35 @@ impl Worker {
                 Reported::Stays => provider.ask(page),
             },
             None if is_of_this_process(fault.thread) => provider.ask(page),
-            // If the page is held, the VMM was told of it.
+            // If the page is held, the VMM was told of it. This worker may act for another vCPU,
+            // whose guest may be told too.
             None => {
-                if provider.provision.hold(page) {
+                if provider.provision.hold(page) || provider.provision.tells_guest() {
                     kicks.report_for_any(missing);
                 }
             }
         }
     }
 
-    /// Takes notices: pages that other threads have put in place, slots that have changed, and that
-    /// the VM is being dropped.
+    /// A thread waits for a page that comes without the VMM. If the thread is a worker of KVM, a
+    /// vCPU tells its guest. `arrivals` is a reading from before the page could come.
+    pub fn comes_by_itself(&self, page: Page, arrivals: u8, fault: Fault) {
+        let tells = |provider: &Arc<Provider>| provider.provision.tells_guest();
+        let kicks = &self.shared.kicks;
+        if self.provider.as_ref().is_some_and(tells)
+            && kicks.vcpu_of(fault.thread).is_none()
+            && !is_of_this_process(fault.thread)
+        {
+            kicks.report_for_any(MissingPage {
+                page,
+                access: fault.access,
+                comes: Comes::ByItself { arrivals },
+                search: None,
+            });
+        }
+    }
+
+    /// Takes notices: pages that other threads have put in place, and slots that have changed.
     pub fn take_notices(&mut self) {
         let Some(provider) = &self.provider else {
             return;
@@ -88,14 +110,6 @@ impl Worker {
             let held = provider.provision.in_state(State::Held);
             held.filter(|page| provider.provision.exits(*page).is_none())
                 .for_each(|page| provider.ask(page));
-        }
-        if self.shared.closing.load(Ordering::Acquire) && !std::mem::replace(&mut self.closed, true)
-        {
-            for state in [State::Held, State::Asked] {
-                for page in provider.provision.in_state(state) {
-                    provider.release(page);
-                }
-            }
         }
         self.make_room();
     }

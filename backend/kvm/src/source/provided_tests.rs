@@ -4,13 +4,14 @@
 use super::*;
 use crate::memory::copy_out;
 use crate::slots::SlotSpec;
-use lacuna_addr::{Gpa, PageCount};
-use lacuna_machine::{Answer, PageSource, Provided};
+use lacuna_addr::{Access, Gfn, Gpa, PageCount};
+use lacuna_apf::{Abi, Guest, NotPresent, Prefault, Queue, Tell, Token, TokenFormat, Untold};
+use lacuna_machine::{Answer, PageSource, Provided, TokenError};
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_source::{PageRequest, SourcePage};
-use lacuna_sync::LatencySetting;
+use lacuna_sync::{LatencySetting, Mutex, Nanos, lock_order};
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU8;
+use std::sync::atomic::{AtomicBool, AtomicU8};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 const PAGES: u64 = 4096;
@@ -38,6 +39,11 @@ struct Bench {
 
 /// `None` if this host has no userfaultfd; the skip is recorded then.
 fn bench(flags: SlotFlags) -> Option<(Bench, Receiver<PageRequest>)> {
+    let (sender, requests) = channel();
+    Some((bench_from(flags, Arc::new(Keeps(sender)))?, requests))
+}
+
+fn bench_from(flags: SlotFlags, from: Arc<dyn PageSource>) -> Option<Bench> {
     let uffd = match Source::open(Tracker::Kvm) {
         Ok(uffd) => uffd,
         Err((what, errno)) => {
@@ -56,12 +62,11 @@ fn bench(flags: SlotFlags) -> Option<(Bench, Receiver<PageRequest>)> {
         flags,
     };
     slots.insert(spec, None).unwrap();
-    let (sender, requests) = channel();
     let config = SourceConfig {
         resident: PageCount::new(Pages::BUDGET_MIN as u64),
         latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
-        from: Some(Arc::new(Keeps(sender))),
+        from: Some(from),
     };
     let source = Source::start(
         uffd,
@@ -70,13 +75,12 @@ fn bench(flags: SlotFlags) -> Option<(Bench, Receiver<PageRequest>)> {
         config,
         Arc::clone(&kicks),
     );
-    let bench = Bench {
+    Some(Bench {
         source: source.unwrap(),
         memory,
         slots,
         kicks,
-    };
-    Some((bench, requests))
+    })
 }
 
 impl Bench {
@@ -263,4 +267,213 @@ fn a_dropped_request_ends_the_run() {
         "{failure:?}"
     );
     assert!(bench.kicks.is_stopping());
+}
+
+/// A page source that is asked may end the VM: the thread that asks does not wait for itself.
+#[test]
+fn a_source_may_end_the_vm_while_it_is_asked() {
+    #[derive(Default)]
+    struct Ends {
+        vm: Mutex<Option<Source>, lock_order::KvmToldLater>,
+        is_ready: AtomicBool,
+        has_ended: AtomicBool,
+    }
+    impl PageSource for Ends {
+        fn describe(&self) -> String {
+            "ends".into()
+        }
+
+        fn fetch(&self, _: PageRequest) {
+            while !self.is_ready.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+            let vm = self.vm.lock().unwrap().take();
+            drop(vm);
+            self.has_ended.store(true, Ordering::SeqCst);
+        }
+    }
+    let ends = Arc::new(Ends::default());
+    let Some(bench) = bench_from(SlotFlags::empty(), Arc::clone(&ends) as Arc<dyn PageSource>)
+    else {
+        return;
+    };
+    let Bench { source, memory, .. } = bench;
+    *ends.vm.lock().unwrap() = Some(source);
+    ends.is_ready.store(true, Ordering::SeqCst);
+    // The thread waits until the descriptor is closed.
+    let mut word = [0; 8];
+    // SAFETY: 1. the page is in the guest's mapping.
+    unsafe { copy_out(memory.guest.page(5), &mut word) };
+    assert_eq!(word, [0; 8]);
+    assert!(ends.has_ended.load(Ordering::SeqCst));
+}
+
+/// A page source that is asked ends the VM. Threads that wait for pages do not wait for the thread
+/// that asks: as the last one drops the VM, it waits for them.
+#[test]
+fn a_source_ends_the_vm_before_threads_that_wait_for_pages() {
+    #[derive(Default)]
+    struct Ends {
+        vm: Mutex<Option<Arc<Source>>, lock_order::KvmToldLater>,
+        kept: Mutex<Vec<PageRequest>, lock_order::KvmToldLater>,
+        has_ended: AtomicBool,
+    }
+    impl PageSource for Ends {
+        fn describe(&self) -> String {
+            "ends".into()
+        }
+
+        fn fetch(&self, request: PageRequest) {
+            if request.page() == SourcePage(6) {
+                self.vm.lock().unwrap().take().unwrap().close();
+                // As the close of KVM's descriptor waits for KVM's workers.
+                while !self.has_ended.load(Ordering::SeqCst) {
+                    thread::yield_now();
+                }
+            }
+            self.kept.lock().unwrap().push(request);
+        }
+    }
+    let ends = Arc::new(Ends::default());
+    let Some(bench) = bench_from(SlotFlags::empty(), Arc::clone(&ends) as Arc<dyn PageSource>)
+    else {
+        return;
+    };
+    let Bench { source, memory, .. } = bench;
+    let source = Arc::new(source);
+    *ends.vm.lock().unwrap() = Some(Arc::clone(&source));
+    let read = |page| {
+        let mut word = [0; 8];
+        // SAFETY: 1. the page is in the guest's mapping.
+        unsafe { copy_out(memory.guest.page(page), &mut word) };
+        word
+    };
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| read(5));
+        while ends.kept.lock().unwrap().is_empty() {
+            thread::yield_now();
+        }
+        let last = scope.spawn(|| read(6));
+        assert_eq!([waits, last].map(|read| read.join().unwrap()), [[0; 8]; 2]);
+        ends.has_ended.store(true, Ordering::SeqCst);
+    });
+}
+
+/// A page that is lost is not late: the VMM is told why it is lost.
+#[test]
+fn a_lost_page_is_not_provided_late() {
+    let Some((bench, requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    bench.source.provider().unwrap().ask(5);
+    let _ = requests.recv().unwrap().fail("no such disk");
+    let refused = bench.provision().fill(4, &[content(2); 3]).unwrap_err();
+    assert!(refused.contains("no such disk"), "{refused}");
+}
+
+/// A page keeps one entry for each token that is not completed, however often it is fetched.
+#[test]
+fn tokens_that_wait_for_a_page_are_bounded() {
+    let Some((bench, _requests)) = bench(SlotFlags::EXIT_ON_MISSING) else {
+        return;
+    };
+    let provision = bench.provision();
+    let mut token = provision.tokens.exit(0);
+    for _ in 0..100 {
+        provision.tell_later(5, token);
+        provision.tell_later(5, token);
+        token = provision.tokens.exit(0);
+    }
+    provision.tell_later(5, token);
+    assert_eq!(provision.waiting_for(5), 1);
+    provision.fill(5, &[content(1)]).unwrap();
+    assert_eq!(provision.waiting_for(5), 0);
+    assert_eq!(provision.tokens.ready(token), Err(TokenError::Ready));
+}
+
+/// A guest that can always be told, with nothing but a queue.
+struct Always;
+
+impl Guest for Always {
+    fn is_interruptible(&self) -> bool {
+        true
+    }
+
+    fn prefault(&mut self, _: Gfn, _: Access) -> Prefault {
+        Prefault::NotMapped
+    }
+
+    fn resume(&mut self) {}
+}
+
+impl Abi for Always {
+    fn tokens(&self) -> TokenFormat {
+        TokenFormat {
+            vcpu_bits: 4,
+            id_bits: 8,
+        }
+    }
+
+    fn is_enabled(&self) -> bool {
+        true
+    }
+
+    fn shared_page(&self) -> Option<Gfn> {
+        None
+    }
+
+    fn reset(&mut self) {}
+}
+
+impl Tell<Self> for Always {
+    fn takes_not_present(&mut self, _: &mut Self) -> bool {
+        true
+    }
+
+    fn not_present(&mut self, _: Token, _: &mut Self) -> Result<(), Untold> {
+        Ok(())
+    }
+
+    fn takes_ready(&mut self, _: &mut Self) -> bool {
+        true
+    }
+
+    fn ready(&mut self, _: Token, _: &mut Self) -> Result<(), Untold> {
+        Ok(())
+    }
+}
+
+/// A page comes, and is evicted, before the guest was told that it is not present. No thread brings
+/// it again, so the guest is told at once that it is ready.
+#[test]
+fn a_page_that_has_come_and_gone_is_ready() {
+    let Some((bench, _requests)) = bench(SlotFlags::empty()) else {
+        return;
+    };
+    let provision = bench.provision();
+    let page = 5;
+    let (before, hva) = (provision.arrivals(page), bench.memory.guest.page(page));
+    for page in [page].into_iter().chain(100..PAGES as Page) {
+        provision.fill(page, &[content(1)]).unwrap();
+    }
+    while crate::memory::is_mapped(hva, PAGE_SIZE) {
+        thread::yield_now();
+    }
+    let mut queue = Queue::new(0, Always, || ());
+    let mut not_present = |page: Page| {
+        let gfn = Gfn::new(page.into()).unwrap();
+        match queue.not_present(gfn, Access::Read, Nanos(0), &mut Always) {
+            NotPresent::Injected(completion) => completion,
+            _ => panic!("it can be told"),
+        }
+    };
+    let [gone, missing] = [page, 6].map(&mut not_present);
+    // A page that has not come is waited for.
+    provision.complete_later(6, provision.arrivals(6), missing);
+    assert!(!queue.has_arrivals());
+    provision.complete_later(page, before, gone);
+    assert!(queue.has_arrivals());
+    assert_eq!(queue.poll(Nanos(0), &mut Always), 1);
+    provision.fill(6, &[content(1)]).unwrap();
+    assert_eq!(queue.poll(Nanos(0), &mut Always), 1);
 }

@@ -19,21 +19,22 @@
 //! | the descriptor is closed | the VM has failed or ended |
 
 use super::shared::{Failure, Shared, count};
-use super::{Page, RETRY, SHORTAGE_MAX, ZEROS};
+use super::{Page, RETRY, SHORTAGE_MAX};
 use crate::memory::{self, Memory};
 use crate::slots::SlotTable;
 use crate::tokens::Tokens;
 use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_apf::Completion;
 use lacuna_machine::{Answer, FaultToken, PageSource, Provided};
 use lacuna_slots::SlotFlags;
 use lacuna_source::{Asker, PageRequest, SourcePage};
-use lacuna_sync::{Mutex, lock_order};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Userfaultfd, Waiters};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::slice;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Instant;
@@ -84,6 +85,7 @@ pub enum Budget {
 /// The pages of a VM's boot layout.
 pub struct Provision {
     states: Box<[AtomicU8]>,
+    arrivals: Box<[AtomicU8]>,
     memory: Arc<Memory>,
     slots: Arc<SlotTable>,
     /// Closed when the page source's thread ends.
@@ -93,8 +95,18 @@ pub struct Provision {
     /// The source's name.
     source: String,
     pub tokens: Tokens,
-    /// Tokens that are said to be ready when a page has come.
-    told_later: Mutex<HashMap<Page, Vec<FaultToken>>, lock_order::KvmToldLater>,
+    /// What becomes ready when a page has come, by page.
+    told_later: Mutex<HashMap<Page, Vec<Later>>, lock_order::KvmToldLater>,
+    /// The host side of the guest's async page faults is in this process.
+    tells_guest: AtomicBool,
+}
+
+/// What becomes ready when a page has come.
+enum Later {
+    /// An accepted exit.
+    Token(FaultToken),
+    /// A page that came without the VMM.
+    Completion(Completion),
 }
 
 /// A page cannot be put in place, for this reason.
@@ -113,6 +125,7 @@ impl Provision {
         let vcpus = shared.kicks.count();
         Self {
             states: (0..pages).map(|_| AtomicU8::new(0)).collect(),
+            arrivals: (0..pages).map(|_| AtomicU8::new(0)).collect(),
             memory,
             slots,
             uffd,
@@ -121,7 +134,18 @@ impl Provision {
             source,
             tokens: Tokens::new(vcpus),
             told_later: Mutex::default(),
+            tells_guest: AtomicBool::new(false),
         }
+    }
+
+    /// From now on vCPUs leave the guest in order to tell it of missing pages.
+    pub fn tell_guest(&self) {
+        self.tells_guest.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Provision::tell_guest`] was called.
+    pub fn tells_guest(&self) -> bool {
+        self.tells_guest.load(Ordering::Acquire)
     }
 
     pub fn state(&self, page: Page) -> State {
@@ -170,6 +194,7 @@ impl Provision {
         while at < content.len() {
             let page = first + at as Page;
             match self.claim(page, content.len() - at) {
+                0 if self.state(page) == State::Lost => return Err(self.why_lost()),
                 0 => {
                     provided.late += 1;
                     at += 1;
@@ -194,12 +219,17 @@ impl Provision {
         (first..).take(max).take_while(claimed).count()
     }
 
+    /// Why no page can be provided any more: a page is lost only with its VM.
+    fn why_lost(&self) -> Unfilled {
+        let failure = self.shared.failure();
+        failure.map_or("the VM has ended".into(), |failure| failure.cause)
+    }
+
     fn fill_claimed(&self, first: Page, content: &[[u8; PAGE_SIZE]]) -> Result<Provided, Unfilled> {
         let end = first + content.len() as Page;
         let Some(uffd) = self.uffd.upgrade() else {
             (first..end).for_each(|page| self.set(page, State::Lost));
-            let failure = self.shared.failure();
-            return Err(failure.map_or("the VM has ended".into(), |failure| failure.cause));
+            return Err(self.why_lost());
         };
         let (mut provided, mut page, since) = (Provided::default(), first, Instant::now());
         while page < end {
@@ -246,28 +276,84 @@ impl Provision {
         if self.budget == Budget::Some {
             self.shared.arrived(pages.clone());
         }
-        pages.for_each(|page| self.tell(page));
+        pages.for_each(|page| self.arrived(page));
+    }
+
+    /// How often `page` has come, modulo 256.
+    pub fn arrivals(&self, page: Page) -> u8 {
+        self.arrivals[page as usize].load(Ordering::SeqCst)
+    }
+
+    /// `page` has come.
+    pub fn arrived(&self, page: Page) {
+        self.arrivals[page as usize].fetch_add(1, Ordering::SeqCst);
+        self.tell(page);
     }
 
     fn tell(&self, page: Page) {
-        let mut later = self.told_later.lock().expect("no panic under this lock");
-        let tokens = later.remove(&page);
+        let mut later = self.told_later();
+        let told = later.remove(&page);
         drop(later);
-        for token in tokens.into_iter().flatten() {
-            // A token that is completed meanwhile needs nothing.
-            let _ = self.tokens.ready(token);
+        for told in told.into_iter().flatten() {
+            match told {
+                // A token that is completed meanwhile needs nothing.
+                Later::Token(token) => _ = self.tokens.ready(token),
+                Later::Completion(completion) => completion.complete(),
+            }
         }
     }
 
-    /// Says that `token` is ready when `page` has come.
+    fn told_later(&self) -> MutexGuard<'_, HashMap<Page, Vec<Later>>> {
+        self.told_later.lock().expect("no panic under this lock")
+    }
+
+    /// Says that `token` is ready when `page` has come. A page keeps each token once, and none that
+    /// is completed, so calls without end use no memory without end.
     pub fn tell_later(&self, page: Page, token: FaultToken) {
-        let mut later = self.told_later.lock().expect("no panic under this lock");
-        later.entry(page).or_default().push(token);
-        drop(later);
+        if !self.tokens.is_open(token) {
+            return;
+        }
+        let waiting = |later: &Later| match later {
+            Later::Token(token) => Some(*token),
+            Later::Completion(_) => None,
+        };
+        let told = self.told_later();
+        let kept = told.get(&page).into_iter().flatten();
+        let mut gone: Vec<_> = kept.filter_map(waiting).collect();
+        // Tokens have a lock of their own.
+        drop(told);
+        gone.retain(|other| *other == token || !self.tokens.is_open(*other));
+        let mut told = self.told_later();
+        let kept = told.entry(page).or_default();
+        kept.retain(|later| waiting(later).is_none_or(|token| !gone.contains(&token)));
+        kept.push(Later::Token(token));
+        drop(told);
         // The page may have come before the entry was there.
         if self.state(page) == State::Provided {
             self.tell(page);
         }
+    }
+
+    /// Completes `completion` when `page`, which comes without the VMM, has come once more than
+    /// `arrivals`.
+    pub fn complete_later(&self, page: Page, arrivals: u8, completion: Completion) {
+        let completion = Later::Completion(completion);
+        self.told_later().entry(page).or_default().push(completion);
+        // The page may have come before the entry was there. It may have been evicted since: then
+        // no thread waits for it, and it does not come again.
+        if self.arrivals(page) != arrivals {
+            self.tell(page);
+        }
+    }
+
+    /// How many tokens and completions wait for `page`.
+    #[cfg(test)]
+    pub fn waiting_for(&self, page: Page) -> usize {
+        self.told_later
+            .lock()
+            .unwrap()
+            .get(&page)
+            .map_or(0, Vec::len)
     }
 
     fn lose(&self, page: Page, reason: &str) -> Answer {
@@ -336,12 +422,5 @@ impl Provider {
         let request = PageRequest::new(Arc::clone(&self.answers), u64::from(page), number);
         // A source that panics drops the request, so the page is lost and the VM ends with that.
         let _ = catch_unwind(AssertUnwindSafe(|| self.source.fetch(request)));
-    }
-
-    /// Puts zeros where threads wait for missing pages. The VM is being dropped: KVM's workers end
-    /// when they have their pages, and no guest reads them.
-    pub fn release(&self, page: Page) {
-        // The descriptor is open, because the page source's thread calls this.
-        let _ = self.provision.fill(page, &[ZEROS]);
     }
 }

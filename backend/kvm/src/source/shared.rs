@@ -88,8 +88,6 @@ pub struct Shared {
     pub counters: Counters,
     pub kicks: Arc<VcpuKicks>,
     pub quit: AtomicBool,
-    /// The VM is being dropped: no thread reads its memory any more, and missing pages are zeros.
-    pub closing: AtomicBool,
     /// Slots have changed.
     pub slots_changed: AtomicBool,
     failure: Mutex<Option<Failure>, lock_order::KvmSourceFailure>,
@@ -104,7 +102,6 @@ impl Shared {
             counters: Counters::default(),
             kicks,
             quit: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
             slots_changed: AtomicBool::new(false),
             failure: Mutex::default(),
             arrived: Mutex::default(),

@@ -45,7 +45,7 @@ pub fn image(name: &str) -> Image<'static> {
         lacuna_skip::skip_test(reason);
     }
     let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
-    Image::parse(image.elf).unwrap()
+    Image::parse(image.file).unwrap()
 }
 
 /// `memory` and `resident` are in MiB; no latency, no asynchronous page faults.

@@ -1,11 +1,13 @@
 //! Functions that the tests of whole guests share.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod apf;
+pub mod arm64;
 pub mod program;
 pub mod shadow;
 
-use lacuna_addr::PageCount;
-use lacuna_machine::{Ending, Image, PlatformDevices, Vm as _};
+use lacuna_addr::{GfnRange, PageCount};
+use lacuna_machine::{Arch, Ending, Image, MemorySlots as _, PlatformDevices, Vm as _};
 use lacuna_soft::{
     Apf, CpuModel, HugePages, LatencySetting, MemoryKind, RunSummary, Swap, Vcpu, Vm, VmBuilder,
     VmConfig,
@@ -35,18 +37,74 @@ impl Lines {
     }
 }
 
+/// Tests of both architectures: for each named function, which takes the architecture, a test in a
+/// module `x86_64` and one in a module `arm64`.
+#[allow(unused_macros, reason = "each test file uses its part")]
+macro_rules! on_both {
+    ($($name:ident),* $(,)?) => {
+        mod x86_64 {
+            $(#[lacuna_skip::test]
+            fn $name() {
+                super::$name(lacuna_machine::Arch::X86_64);
+            })*
+        }
+
+        mod arm64 {
+            $(#[lacuna_skip::test]
+            fn $name() {
+                super::$name(lacuna_machine::Arch::Arm64);
+            })*
+        }
+    };
+}
+
+#[allow(unused_imports, reason = "each test file uses its part")]
+pub(crate) use on_both;
+
 /// A built-in guest. In a build without guests, the calling test ends as skipped.
 pub fn image(name: &str) -> Image<'static> {
     if let Some(reason) = lacuna_guest::unavailable() {
         lacuna_skip::skip_test(reason);
     }
     let image = lacuna_guest::image(name).unwrap_or_else(|| panic!("no image {name}"));
-    Image::parse(image.elf).unwrap()
+    Image::parse(image.file).unwrap()
 }
 
-/// `memory` and `resident` are in MiB; swap is a file in the temporary folder.
+/// A built-in guest of the architecture `arch`.
+pub fn image_for(arch: Arch, name: &str) -> Image<'static> {
+    match arch {
+        Arch::Arm64 => {
+            let image = lacuna_guest::Arch::Arm64.image(name);
+            let image = image.unwrap_or_else(|| panic!("no AArch64 image {name}"));
+            Image::parse(image.file).unwrap()
+        }
+        _ => image(name),
+    }
+}
+
+/// The two ways of asynchronous page faults that a guest may choose, by its command line.
+pub fn apf_ways(arch: Arch) -> [&'static str; 2] {
+    match arch {
+        Arch::Arm64 => ["apf=abort", "apf=sdei"],
+        _ => ["apf=int", "apf=pf"],
+    }
+}
+
+/// An x86-64 VM, by [`builder_for`].
 pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> VmBuilder {
+    builder_for(Arch::X86_64, (memory, resident), vcpus, command_line)
+}
+
+/// The sizes of the memory and of its resident part are in MiB; swap is a file in the temporary
+/// folder.
+pub fn builder_for(
+    arch: Arch,
+    (memory, resident): (u64, u64),
+    vcpus: usize,
+    command_line: &str,
+) -> VmBuilder {
     VmBuilder {
+        arch,
         memory: PageCount::from_bytes(memory * MIB),
         resident: PageCount::from_bytes(resident * MIB),
         vcpus,
@@ -65,7 +123,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
 pub fn run(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     let lines = Lines::default();
     let outcome = builder
-        .run_to_summary(&image(name), lines.sink(), |_| ())
+        .run_to_summary(&image_for(builder.arch, name), lines.sink(), |_| ())
         .unwrap();
     (outcome, lines.text())
 }
@@ -79,6 +137,13 @@ pub fn pass(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
         "{builder:?}: {ending:?}\n{text}"
     );
     (outcome, text)
+}
+
+/// The second quarter of a VM's memory.
+pub fn second_quarter(vm: &Vm) -> GfnRange {
+    let pages = vm.config().memory.get() / 4;
+    let start = vm.memory_slots()[0].gfns.start().checked_add(pages);
+    GfnRange::new(start.unwrap(), pages).unwrap()
 }
 
 /// A VM in `host`, booted with `name`, for tests that share or damage a host.
@@ -99,7 +164,8 @@ pub fn boot_with(
     name: &str,
     before_vcpus: impl FnOnce(&Vm),
 ) -> (Arc<Vm>, Vec<Vcpu>, Arc<PlatformDevices>, Lines) {
-    boot_image(builder, host, clock, &image(name), before_vcpus)
+    let image = image_for(builder.arch, name);
+    boot_image(builder, host, clock, &image, before_vcpus)
 }
 
 /// As [`boot_with`], with an image that the test made.
@@ -111,6 +177,7 @@ pub fn boot_image(
     before_vcpus: impl FnOnce(&Vm),
 ) -> (Arc<Vm>, Vec<Vcpu>, Arc<PlatformDevices>, Lines) {
     let config = VmConfig {
+        arch: builder.arch,
         memory: builder.memory,
         vcpus: builder.vcpus,
         apf: builder.apf,
@@ -124,6 +191,6 @@ pub fn boot_image(
     before_vcpus(&vm);
     let vcpus = vm.boot(image, &builder.full_command_line()).unwrap();
     let lines = Lines::default();
-    let devices = Arc::new(PlatformDevices::new(lines.sink()));
+    let devices = Arc::new(PlatformDevices::of(builder.arch, lines.sink()));
     (vm, vcpus, devices, lines)
 }

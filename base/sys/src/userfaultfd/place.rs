@@ -14,9 +14,27 @@ use std::ptr::without_provenance_mut;
 const USER_MODE_ONLY: u32 = 1;
 /// `UFFDIO_COPY_MODE_DONTWAKE`.
 const DONTWAKE: u64 = 1;
+/// `UFFD_FEATURE_MISSING_HUGETLBFS`, since Linux 4.11.
+const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
+/// `UFFD_FEATURE_MISSING_SHMEM`, since Linux 4.11.
+const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+/// `UFFD_FEATURE_SIGBUS`, since Linux 4.14.
+const FEATURE_SIGBUS: u64 = 1 << 7;
+const POISON: Opcode = opcode::read_write::<Poison>(super::TYPE, 0x08);
 const UNREGISTER: Opcode = opcode::read::<Range>(super::TYPE, 0x01);
 /// Where the device is that makes descriptors for processes that may not make the system call.
 const DEVICE: &str = "/dev/userfaultfd";
+
+/// `struct uffdio_poison`.
+#[repr(C)]
+struct Poison {
+    range: Range,
+    mode: u64,
+    updated: i64,
+}
+
+// The size is part of the ioctl's number (linux/userfaultfd.h).
+const _: () = assert!(size_of::<Poison>() == 32);
 
 /// Whether threads that wait for a page are woken when it is put in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -45,14 +63,24 @@ impl Userfaultfd {
     /// The system call's: `NOSYS` where the kernel was built without userfaultfd, `PERM` where a
     /// filter of system calls forbids it; and the device cannot be opened.
     pub fn open_user() -> io::Result<Self> {
+        Self::user_with(FEATURE_THREAD_ID, MODE_MISSING)
+    }
+
+    /// As [`open_user`](Self::open_user), for private memory and memory files of any page size, and
+    /// no thread ever sleeps: a thread that touches a missing page gets `SIGBUS`. There is no event
+    /// to read. For huge pages, each call is given whole ones.
+    ///
+    /// # Errors
+    /// As [`open_user`](Self::open_user).
+    pub fn open_without_events() -> io::Result<Self> {
+        let memory = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS;
+        Self::user_with(FEATURE_SIGBUS | memory, MODE_MISSING)
+    }
+
+    pub(super) fn user_with(features: u64, modes: u64) -> io::Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
         let flags = flags | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY);
-        // SAFETY: 1. it acts on no memory before `register`, whose caller makes the promise.
-        let fd = match unsafe { userfaultfd(flags) } {
-            Ok(fd) => fd,
-            Err(errno) => by_device(flags).map_err(|_| errno)?,
-        };
-        Self::enable(fd, FEATURE_THREAD_ID, MODE_MISSING)
+        Self::enable(descriptor(flags)?, features, modes)
     }
 
     /// Ends [`register`](Self::register) of `range`, and wakes the threads that wait there: they
@@ -64,6 +92,23 @@ impl Userfaultfd {
         let mut range = all(range);
         // SAFETY: 1. UFFDIO_UNREGISTER takes a `struct uffdio_range`. 2. It changes no byte.
         unsafe { self.update::<{ UNREGISTER }, _>(&mut range) }
+    }
+
+    /// Marks the missing pages of `range` as poisoned, since Linux 6.6: each access gets `SIGBUS`,
+    /// until the page is taken away. Wakes the threads that wait there.
+    ///
+    /// # Errors
+    /// Why the first page that is not poisoned is not: as [`copy`](Self::copy). `INVAL`: the kernel
+    /// has no such call.
+    pub fn poison(&self, range: HvaRange) -> io::Result<()> {
+        let mut poison = Poison {
+            range: all(range),
+            mode: 0,
+            updated: 0,
+        };
+        // SAFETY: 1. UFFDIO_POISON takes a `struct uffdio_poison`. 2. It changes only missing pages
+        // of registered ranges, which may change by the contract of `register`.
+        unsafe { self.update::<{ POISON }, _>(&mut poison) }
     }
 
     /// Puts `pages` in place from the missing page `to` on.
@@ -106,6 +151,15 @@ impl Userfaultfd {
     }
 }
 
+/// A descriptor, by the system call, or by the device if the call is refused.
+pub(super) fn descriptor(flags: UserfaultfdFlags) -> io::Result<OwnedFd> {
+    // SAFETY: 1. it acts on no memory before `register`, whose caller makes the promise.
+    match unsafe { userfaultfd(flags) } {
+        Ok(fd) => Ok(fd),
+        Err(errno) => by_device(flags).map_err(|_| errno),
+    }
+}
+
 fn by_device(flags: UserfaultfdFlags) -> io::Result<OwnedFd> {
     let device = open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     // SAFETY: 1. `New` describes USERFAULTFD_IOC_NEW, which changes no memory.
@@ -132,5 +186,27 @@ unsafe impl Ioctl for New {
     unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> io::Result<OwnedFd> {
         // SAFETY: 1. by the trait's contract the call did not fail; see the second point above.
         Ok(unsafe { OwnedFd::from_raw_fd(out) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The device gives descriptors as good as the system call's.
+    #[test]
+    fn the_device_makes_a_descriptor() {
+        let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+        let fd = match by_device(flags) {
+            Ok(fd) => fd,
+            Err(errno @ (Errno::NOENT | Errno::ACCESS | Errno::PERM | Errno::NXIO)) => {
+                return lacuna_skip::skip(format!("{DEVICE}: {errno}"));
+            }
+            Err(errno) => panic!("{errno}"),
+        };
+        let uffd = Userfaultfd::enable(fd, FEATURE_THREAD_ID, MODE_MISSING).unwrap();
+        let mut faults = Vec::new();
+        uffd.faults(&mut faults).unwrap();
+        assert_eq!(faults, []);
     }
 }

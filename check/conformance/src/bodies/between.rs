@@ -8,15 +8,15 @@ use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
 use lacuna_machine::x86::cpuid::Common;
 use lacuna_machine::{
-    Apf, CpuModel, Ending, GuestMemory as _, PlatformDevices, SaveRestore as _, Vm as _,
+    Apf, Arch, CpuModel, Ending, GuestMemory as _, PlatformDevices, SaveRestore as _, Vm as _,
 };
 
 use super::Outcome;
-use super::state::{registers, small, told};
+use super::state::{next_told, registers, small};
 use crate::backend::{Backend, Lacks, Made, Request};
 use crate::kvm::Kvm;
 use crate::moving::{move_to, run_for};
-use crate::program::{STACK, assemble, image};
+use crate::program::{Code, STACK, TELL_PORT, assemble_x86, image, msr};
 use crate::running::{guest, within};
 use crate::soft::Soft;
 
@@ -36,6 +36,7 @@ fn common() -> Result<CpuModel, Lacks> {
 /// Runs `body` with this backend and the other one.
 macro_rules! with_other {
     ($backend:expr, $body:expr) => {{
+        $backend.x86_only("the guests of the other backend are x86-64 ones")?;
         let backend = $backend.clone();
         within(move || match B::Vm::BACKEND {
             lacuna_machine::Backend::Soft => $body(&backend, &Kvm),
@@ -82,8 +83,8 @@ fn round_trips<A: Backend, B: Backend>(
     for seed in 1..=SEEDS {
         let (mut rng, mut trips) = (Rng::with_seed(seed), 0);
         let mut time = || Duration::from_micros(rng.u64(2_000..30_000));
-        let devices = PlatformDevices::new(|_: &str| ());
-        let mut here = first.make(&request, &guest(name))?;
+        let devices = PlatformDevices::of(Arch::X86_64, |_: &str| ());
+        let mut here = first.make(&request, &guest(Arch::X86_64, name))?;
         while trips < ROUND_TRIPS {
             run_for(&mut here, &devices, time());
             if devices.ending().is_some() {
@@ -124,8 +125,8 @@ const SOON: i32 = 40_000_000;
 
 /// Requests an interrupt and arms the timer with interrupts off, tells its round, and is moved
 /// there. Then both interrupts must come, and every register must be as it was.
-fn waiting() -> Vec<u8> {
-    assemble(|a| {
+fn waiting() -> Code {
+    assemble_x86(|a| {
         let (mut ipi, mut timer) = (a.create_label(), a.create_label());
         let (mut round, mut wait, mut wrong) =
             (a.create_label(), a.create_label(), a.create_label());
@@ -159,7 +160,7 @@ fn waiting() -> Vec<u8> {
         }
         a.inc(ebx)?;
         a.mov(eax, ebx)?;
-        a.out(0x80, eax)?;
+        a.out(i32::from(TELL_PORT), eax)?;
         a.sti()?;
         a.set_label(&mut wait)?;
         a.pause()?;
@@ -180,18 +181,11 @@ fn waiting() -> Vec<u8> {
         a.je(round)?;
         a.set_label(&mut wrong)?;
         a.mov(eax, WRONG)?;
-        a.out(0x80, eax)?;
+        a.out(i32::from(TELL_PORT), eax)?;
         a.hlt()?;
         handler(a, &mut ipi, 0)?;
         handler(a, &mut timer, 4)
     })
-}
-
-fn msr(a: &mut CodeAssembler, index: u32, value: u32) -> Result<(), IcedError> {
-    a.mov(ecx, index)?;
-    a.mov(eax, value)?;
-    a.xor(edx, edx)?;
-    a.wrmsr()
 }
 
 /// An interrupt gate for code below 4G.
@@ -232,12 +226,12 @@ fn wait_in_turns<A: Backend, B: Backend>(first: &A, second: &B) -> Outcome {
         ..small()
     };
     let code = waiting();
-    let devices = PlatformDevices::new(|_: &str| ());
+    let devices = PlatformDevices::of(Arch::X86_64, |_: &str| ());
     let mut here = first.make(&request, &image(&code))?;
     for trip in 0..ROUND_TRIPS as u32 {
-        assert_eq!(told::<A>(&here.vm, &mut here.vcpus[0]), 2 * trip + 1);
+        assert_eq!(next_told::<A>(&here.vm, &mut here.vcpus[0]), 2 * trip + 1);
         let mut there = move_to(second, &request, here, &devices)?;
-        assert_eq!(told::<B>(&there.vm, &mut there.vcpus[0]), 2 * trip + 2);
+        assert_eq!(next_told::<B>(&there.vm, &mut there.vcpus[0]), 2 * trip + 2);
         here = move_to(first, &request, there, &devices)?;
     }
     Ok(())
@@ -246,6 +240,7 @@ fn wait_in_turns<A: Backend, B: Backend>(first: &A, second: &B) -> Outcome {
 /// CPUID of the common model is its table, at CPL 0.
 pub fn the_common_model_has_its_cpuid<B: Backend>(backend: &B) -> Outcome {
     const ANSWERS: u64 = 0x30_0000;
+    backend.x86_only("its processors have ID registers in place of CPUID")?;
     let backend = backend.clone();
     within(move || {
         let request = Request {
@@ -262,7 +257,7 @@ pub fn the_common_model_has_its_cpuid<B: Backend>(backend: &B) -> Outcome {
             apf: request.apf,
         };
         let leaves = model.leaves();
-        let code = assemble(|a| {
+        let code = assemble_x86(|a| {
             let mut end = a.create_label();
             a.mov(rdi, ANSWERS)?;
             for leaf in &leaves {
@@ -276,11 +271,11 @@ pub fn the_common_model_has_its_cpuid<B: Backend>(backend: &B) -> Outcome {
             }
             a.set_label(&mut end)?;
             a.mov(eax, 1)?;
-            a.out(0x80, eax)?;
+            a.out(i32::from(TELL_PORT), eax)?;
             a.jmp(end)
         });
         let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
-        assert_eq!(told::<B>(&vm, &mut vcpus[0]), 1);
+        assert_eq!(next_told::<B>(&vm, &mut vcpus[0]), 1);
         for (n, leaf) in (0..).zip(&leaves) {
             let mut bytes = [0; 16];
             let at = Gpa::truncate(ANSWERS + n * 16);

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::thread;
 use std::time::Duration;
 
-use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
+use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_guest::status::Kind;
 use lacuna_machine::{
     DirtyError, DirtyTracking as _, GuestMemory as _, HugeLeaves, Initially, Logging, MemorySlot,
@@ -16,6 +16,7 @@ use super::Outcome;
 use crate::backend::{
     Backend, Lacks, Made, Request, Tracking, harvest, start_tracking, stop_tracking,
 };
+use crate::program::gpa;
 use crate::running::{Running, Start, beside, guest, within};
 
 /// A heap that processes change all the time.
@@ -92,8 +93,12 @@ fn follow<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
                 tracking,
                 ..Request::new(16, 16, vcpus, CHURN)
             };
-            let (finished, (mut copy, mut harvested)) =
-                beside(&backend, &request, &guest("churn"), HELD, |running| {
+            let (finished, (mut copy, mut harvested)) = beside(
+                &backend,
+                &request,
+                &guest(backend.arch(), "churn"),
+                HELD,
+                |running| {
                     prepared(running);
                     let mut copy = Copy::begin::<B>(running.vm);
                     if !running.is_over() {
@@ -105,7 +110,8 @@ fn follow<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
                         harvested += copy.harvest::<B>(running.vm);
                     }
                     (copy, harvested)
-                })?;
+                },
+            )?;
             let finished = finished.passed();
             harvested += copy.harvest::<B>(&finished.vm);
             copy.compare::<B>(&finished.vm);
@@ -162,12 +168,13 @@ pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
             tracking,
             ..Request::new(16, 16, 1, "")
         };
-        let made = backend.make(&request, &guest("hello"));
+        let made = backend.make(&request, &guest(backend.arch(), "hello"));
         let Ok(Made { vm, .. }) = made else {
             found = found.or(made.map(drop));
             continue;
         };
-        let write = |at| vm.write(Gpa::truncate(at), &[1; 2]).expect("guest memory");
+        let arch = backend.arch();
+        let write = |at| vm.write(gpa(arch, at), &[1; 2]).expect("guest memory");
         write(0x3000);
         // Every page is there: one that comes counts as written in the page map.
         for MemorySlot { gfns, .. } in vm.memory_slots() {
@@ -194,7 +201,7 @@ pub fn tracking_begins_and_ends_while_the_guest_runs<B: Backend>(backend: &B) ->
         let (finished, ()) = beside(
             &backend,
             &request,
-            &guest("verify"),
+            &guest(backend.arch(), "verify"),
             Start::Free,
             |running| {
                 for _ in 0..100 {
@@ -212,7 +219,10 @@ pub fn tracking_begins_and_ends_while_the_guest_runs<B: Backend>(backend: &B) ->
 
 /// A log may begin with every page set; a backend without that refuses by name, and does not log.
 pub fn a_log_begins_with_all_pages_set<B: Backend>(backend: &B) -> Outcome {
-    let Made { vm, .. } = backend.make(&Request::new(16, 16, 1, ""), &guest("hello"))?;
+    let Made { vm, .. } = backend.make(
+        &Request::new(16, 16, 1, ""),
+        &guest(backend.arch(), "hello"),
+    )?;
     let id = vm.memory_slots()[0].id;
     let all_set = Logging::On {
         initially: Initially::AllSet,

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use iced_x86::code_asm::*;
-use lacuna_machine::{Ending, Exit, Vcpu as _, Width};
+use lacuna_machine::{Arch, Ending, Exit, Vcpu as _, Width};
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request};
-use crate::program::{DEVICE, STACK, assemble, image};
-use crate::running::{guest, run, within};
+use crate::program::{Code, DEVICE, Reg, STACK, assemble, assemble_x86, image};
+use crate::running::{run, within};
 
 const TEXT: &[u8] = b"one, two\n";
 
@@ -20,7 +20,7 @@ fn small() -> Request {
 /// as ones and ignores writes; the exit port takes the code.
 pub fn string_ports_device_memory_and_the_exit_port<B: Backend>(backend: &B) -> Outcome {
     backend.has_string_ports()?;
-    let code = assemble(|a| {
+    let code = assemble_x86(|a| {
         let mut text = a.create_label();
         a.mov(dx, 0x3f8)?;
         a.lea(rsi, ptr(text))?;
@@ -54,7 +54,8 @@ pub fn string_ports_device_memory_and_the_exit_port<B: Backend>(backend: &B) -> 
 /// Ports of each width: the serial line's registers answer bytes only, and an absent device reads
 /// as ones.
 pub fn ports_have_every_width<B: Backend>(backend: &B) -> Outcome {
-    let code = assemble(|a| {
+    backend.x86_only("its processors have no ports")?;
+    let code = assemble_x86(|a| {
         // 0x60, the line status.
         a.mov(dx, 0x3fd)?;
         a.xor(eax, eax)?;
@@ -84,13 +85,10 @@ pub fn ports_have_every_width<B: Backend>(backend: &B) -> Outcome {
 
 /// What the guest printed before the end is not lost, though its line is not finished.
 pub fn an_unfinished_line_is_passed_on<B: Backend>(backend: &B) -> Outcome {
-    let code = assemble(|a| {
-        a.mov(dx, 0x3f8)?;
-        a.mov(al, i32::from(b'x'))?;
-        a.out(dx, al)?;
-        a.mov(dx, 0xf4)?;
-        a.out(dx, eax)?;
-        a.hlt()
+    let code = assemble(backend.arch(), |a| {
+        a.set(Reg::A, u64::from(b'x'));
+        a.print(Reg::A);
+        a.exit(Reg::A);
     });
     let backend = backend.clone();
     within(move || {
@@ -104,29 +102,27 @@ pub fn an_unfinished_line_is_passed_on<B: Backend>(backend: &B) -> Outcome {
 /// Reads and writes of 1 to 8 bytes leave with their address, width and value, and a read gets the
 /// answer of the VMM.
 pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
-    let code = assemble(|a| {
-        a.mov(rdi, DEVICE)?;
-        a.mov(al, byte_ptr(rdi))?;
-        a.mov(byte_ptr(rdi + 1), al)?;
-        a.mov(ax, word_ptr(rdi + 2))?;
-        a.mov(word_ptr(rdi + 4), ax)?;
-        a.mov(eax, dword_ptr(rdi + 8))?;
-        a.mov(dword_ptr(rdi + 12), eax)?;
-        a.mov(rax, qword_ptr(rdi + 16))?;
-        a.mov(qword_ptr(rdi + 24), rax)?;
-        a.hlt()
+    // Each width, and the offsets that are read and written.
+    const WIDTHS: [(Width, u32, u32); 4] = [
+        (Width::Byte, 0, 1),
+        (Width::Word, 2, 4),
+        (Width::Long, 8, 12),
+        (Width::Quad, 16, 24),
+    ];
+    let code = assemble(backend.arch(), |a| {
+        a.set(Reg::A, DEVICE);
+        for (width, from, to) in WIDTHS {
+            a.load(width, Reg::B, Reg::A, from);
+            a.store(width, Reg::A, to, Reg::B);
+        }
+        a.halt();
     });
     let backend = backend.clone();
     within(move || {
         let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
-        let widths = [
-            (Width::Byte, 0, 1),
-            (Width::Word, 2, 4),
-            (Width::Long, 8, 12),
-            (Width::Quad, 16, 24),
-        ];
-        for (width, from, to) in widths {
+        for (width, from, to) in WIDTHS {
+            let (from, to) = (u64::from(from), u64::from(to));
             let value = 0x8877_6655_4433_2211 & width.ones();
             match vcpu.run().expect("a vCPU that can go on") {
                 Exit::MmioRead { gpa, width: read } => {
@@ -151,19 +147,33 @@ pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A triple fault ends the run, and the text has the instruction's address.
-pub fn a_triple_fault_says_where<B: Backend>(backend: &B) -> Outcome {
+/// The code of a guest that crashes: the handler of its exception raises others for ever. On x86-64
+/// that is a triple fault.
+fn crashes(arch: Arch) -> Code {
+    assemble(arch, |a| a.crash())
+}
+
+/// A crash of the processor ends the run, and the text has the instruction's address.
+pub fn a_crash_says_where<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let request = Request::new(16, 16, 1, "");
-        let ending = format!("{:?}", run(&backend, &request, &guest("triple"))?.ending);
+        let arch = backend.arch();
+        let code = crashes(arch);
+        let ending = format!("{:?}", run(&backend, &small(), &image(&code))?.ending);
         // A KVM that runs guest kernels in its instruction emulator cannot emulate this fault.
-        let expected = ["triple fault", "KVM cannot go on"];
+        let expected = match arch {
+            Arch::Arm64 => ["handler cannot be fetched"; 2],
+            _ => ["triple fault", "KVM cannot go on"],
+        };
         assert!(
             expected.iter().any(|what| ending.contains(what)),
             "{ending}"
         );
-        assert!(ending.contains("rip 0x"), "{ending}");
+        let place = match arch {
+            Arch::Arm64 => "pc 0x",
+            _ => "rip 0x",
+        };
+        assert!(ending.contains(place), "{ending}");
         Ok(())
     })
 }
@@ -171,11 +181,10 @@ pub fn a_triple_fault_says_where<B: Backend>(backend: &B) -> Outcome {
 /// A vCPU that has halted with interrupts off comes back when it is kicked, and again.
 pub fn a_kick_interrupts_a_halted_vcpu<B: Backend>(backend: &B) -> Outcome {
     use lacuna_machine::Kick as _;
-    let code = assemble(|a| {
-        let mut again = a.create_label();
-        a.set_label(&mut again)?;
-        a.hlt()?;
-        a.jmp(again)
+    let code = assemble(backend.arch(), |a| {
+        let again = a.here();
+        a.halt();
+        a.jump(again);
     });
     let backend = backend.clone();
     within(move || {

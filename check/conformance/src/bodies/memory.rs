@@ -2,36 +2,35 @@
 
 use std::time::Duration;
 
-use iced_x86::code_asm::*;
-use lacuna_addr::{Gpa, PAGE_SIZE};
-use lacuna_machine::{Ending, GuestMemory as _, MemoryError, Vm as _};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{Arch, Ending, GuestMemory as _, MemoryError, Vm as _, Width};
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request};
-use crate::program::{assemble, image};
+use crate::program::{Assembler, Code, Condition, Label, Reg, assemble, gpa, image, ram};
 use crate::running::{Running, Start, beside, guest, run, within};
 
 /// MiB of the VM in the tests of this file that have a program of their own.
 const MIB: u64 = 16;
-/// Where the program's data begin: behind its code and stack.
+/// The offset at which the program's data begin: behind its code and stack.
 const DATA: u64 = 4 << 20;
 
 /// The VMM writes a word into each page, the guest doubles it, and the VMM reads it: at a quarter
 /// of the memory resident, all of which is taken away and brought back on the way.
 pub fn every_word_is_where_it_was_written<B: Backend>(backend: &B) -> Outcome {
     let end = MIB << 20;
-    let code = assemble(|a| {
-        let mut next = a.create_label();
-        a.mov(rdi, DATA)?;
-        a.set_label(&mut next)?;
-        a.shl(qword_ptr(rdi + 8), 1)?;
-        a.add(rdi, PAGE_SIZE as i32)?;
-        a.cmp(rdi, end as i32)?;
-        a.jne(next)?;
-        a.xor(eax, eax)?;
-        a.mov(dx, 0xf4)?;
-        a.out(dx, eax)?;
-        a.hlt()
+    let arch = backend.arch();
+    let code = assemble(arch, |a| {
+        a.set(Reg::A, ram(arch, DATA));
+        a.set(Reg::B, ram(arch, end));
+        let next = a.here();
+        a.load(Width::Quad, Reg::C, Reg::A, 8);
+        a.add(Reg::C, Reg::C);
+        a.store(Width::Quad, Reg::A, 8, Reg::C);
+        a.add_immediate(Reg::A, PAGE_SIZE as u32);
+        a.branch(Condition::NotEqual, Reg::A, Reg::B, next);
+        a.set(Reg::C, 0);
+        a.exit(Reg::C);
     });
     let backend = backend.clone();
     within(move || {
@@ -41,17 +40,16 @@ pub fn every_word_is_where_it_was_written<B: Backend>(backend: &B) -> Outcome {
         } = backend.make(&request, &image(&code))?;
         let words = || (DATA..end).step_by(PAGE_SIZE).map(|at| at + 8);
         for at in words() {
-            vm.write(Gpa::truncate(at), &at.to_le_bytes())
+            vm.write(gpa(arch, at), &at.to_le_bytes())
                 .expect("guest memory");
         }
-        let devices = lacuna_machine::PlatformDevices::new(|_: &str| ());
+        let devices = lacuna_machine::PlatformDevices::of(arch, |_: &str| ());
         drop(lacuna_machine::run(vcpus, &devices, &*vm));
         let ending = devices.ending();
         assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
         for at in words() {
             let mut word = [0; 24];
-            vm.read(Gpa::truncate(at - 8), &mut word)
-                .expect("guest memory");
+            vm.read(gpa(arch, at - 8), &mut word).expect("guest memory");
             let doubled = u64::from_le_bytes(word[8..16].try_into().expect("eight bytes"));
             assert_eq!(doubled, 2 * at);
             assert_eq!(
@@ -77,62 +75,73 @@ const COPIES: usize = 50_000;
 /// An aligned copy of 2, 4 or 8 bytes is one access. The VMM and the guest store zeros and ones in
 /// turns, and neither ever reads a word of some zeros and some ones.
 pub fn aligned_copies_do_not_tear<B: Backend>(backend: &B) -> Outcome {
-    let code = assemble(|a| {
-        let (mut again, mut torn) = (a.create_label(), a.create_label());
-        a.mov(rdi, DATA)?;
-        // The exit code, until a word is torn.
-        a.xor(ecx, ecx)?;
-        a.xor(eax, eax)?;
-        a.set_label(&mut again)?;
-        a.not(rax)?;
-        a.mov(qword_ptr(rdi), rax)?;
-        a.mov(dword_ptr(rdi + 8), eax)?;
-        a.mov(word_ptr(rdi + 16), ax)?;
-        // The successor of a word that is not torn is 0 or 1.
-        a.mov(rbx, qword_ptr(rdi + 64))?;
-        a.inc(rbx)?;
-        a.cmp(rbx, 1)?;
-        a.ja(torn)?;
-        a.mov(ebx, dword_ptr(rdi + 72))?;
-        a.inc(ebx)?;
-        a.cmp(ebx, 1)?;
-        a.ja(torn)?;
-        a.mov(bx, word_ptr(rdi + 80))?;
-        a.inc(bx)?;
-        a.cmp(bx, 1)?;
-        a.ja(torn)?;
-        a.cmp(dword_ptr(rdi + (STOP - DATA) as i32), 0)?;
-        a.je(again)?;
-        a.dec(ecx)?;
-        a.set_label(&mut torn)?;
-        a.inc(ecx)?;
-        a.mov(eax, ecx)?;
-        a.mov(dx, 0xf4)?;
-        a.out(dx, eax)?;
-        a.hlt()
-    });
+    let arch = backend.arch();
+    let code = torn_words(arch);
     let backend = backend.clone();
     within(move || {
         let request = Request::new(MIB, MIB, 1, "");
-        let host = |running: &Running<'_, B>| copy_both_ways::<B>(running);
+        let host = |running: &Running<'_, B>| copy_both_ways::<B>(arch, running);
         let (finished, ()) = beside(&backend, &request, &image(&code), Start::Free, host)?;
         let _ = finished.passed();
         Ok(())
     })
 }
 
+/// Stores words of zeros and of ones, and ends with code 1 when it loads a word of both.
+fn torn_words(arch: Arch) -> Code {
+    let offset = |at: u64| (at - DATA) as u32;
+    assemble(arch, |a| {
+        let torn = a.label();
+        a.set(Reg::A, ram(arch, DATA));
+        a.set(Reg::B, 0);
+        a.set(Reg::C, 0);
+        let again = a.here();
+        a.not(Reg::B);
+        for (at, size) in BY_GUEST {
+            a.store(width(size), Reg::A, offset(at), Reg::B);
+        }
+        for (at, size) in BY_HOST {
+            a.load(width(size), Reg::D, Reg::A, offset(at));
+            leave_if_torn(a, width(size), torn);
+        }
+        a.load(Width::Long, Reg::D, Reg::A, offset(STOP));
+        a.branch(Condition::Equal, Reg::D, Reg::C, again);
+        a.exit(Reg::C);
+        a.place(torn);
+        a.set(Reg::C, 1);
+        a.exit(Reg::C);
+    })
+}
+
+const fn width(bytes: usize) -> Width {
+    match bytes {
+        2 => Width::Word,
+        4 => Width::Long,
+        _ => Width::Quad,
+    }
+}
+
+/// Goes to `torn` unless D is C, which is zero, or all ones.
+fn leave_if_torn(a: &mut Assembler, width: Width, torn: Label) {
+    let whole = a.label();
+    a.branch(Condition::Equal, Reg::D, Reg::C, whole);
+    a.set(Reg::E, width.ones());
+    a.branch(Condition::NotEqual, Reg::D, Reg::E, torn);
+    a.place(whole);
+}
+
 /// Copies each word, once the guest has begun to store, and then has the guest end.
-fn copy_both_ways<B: Backend>(running: &Running<'_, B>) {
+fn copy_both_ways<B: Backend>(arch: Arch, running: &Running<'_, B>) {
     let vm = running.vm;
     let read = |at, size: usize| {
         let mut word = [0; 8];
-        vm.read(Gpa::truncate(at), &mut word[..size])
+        vm.read(gpa(arch, at), &mut word[..size])
             .expect("guest memory");
         let whole = word[..size] == [word[0]; 8][..size];
         assert!(whole, "torn: {:02x?}", &word[..size]);
         word[0]
     };
-    let write = |at, bytes: &[u8]| vm.write(Gpa::truncate(at), bytes).expect("guest memory");
+    let write = |at, bytes: &[u8]| vm.write(gpa(arch, at), bytes).expect("guest memory");
     while read(DATA, 8) == 0 && !running.is_over() {
         std::thread::yield_now();
     }
@@ -166,7 +175,7 @@ fn verify<B: Backend>(backend: &B, vcpus: usize, latency: Duration) -> Outcome {
             latency,
             ..Request::new(16, 4, vcpus, "rounds=1")
         };
-        let finished = run(&backend, &request, &guest("verify"))?.passed();
+        let finished = run(&backend, &request, &guest(backend.arch(), "verify"))?.passed();
         let brought_back = finished.vm.stats().pages_in;
         assert!(brought_back > 1000, "{brought_back} pages");
         Ok(())
@@ -175,15 +184,18 @@ fn verify<B: Backend>(backend: &B, vcpus: usize, latency: Duration) -> Outcome {
 
 /// The VMM's own accesses are refused where there is no slot, with the address.
 pub fn memory_outside_of_slots_is_refused<B: Backend>(backend: &B) -> Outcome {
-    let Made { vm, .. } = backend.make(&Request::new(MIB, MIB, 1, ""), &guest("hello"))?;
-    let end = Gpa::truncate(MIB << 20);
+    let Made { vm, .. } = backend.make(
+        &Request::new(MIB, MIB, 1, ""),
+        &guest(backend.arch(), "hello"),
+    )?;
+    let end = gpa(backend.arch(), MIB << 20);
     let refused = |result: Result<(), MemoryError>| {
         assert!(matches!(result, Err(MemoryError::NoSlot(_))), "{result:?}");
     };
     refused(vm.write(end, &[1]));
     refused(vm.read(end, &mut [0]));
     // Half inside.
-    let last = Gpa::truncate((MIB << 20) - 4);
+    let last = gpa(backend.arch(), (MIB << 20) - 4);
     refused(vm.read(last, &mut [0; 8]));
     assert_eq!(vm.read(last, &mut [0; 4]), Ok(()));
     Ok(())

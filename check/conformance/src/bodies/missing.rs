@@ -1,26 +1,25 @@
 //! Pages that are elsewhere when the guest starts: waits, exits to the VMM, and tokens.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use iced_x86::code_asm::*;
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Ending, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryFaultFlags, PageRequest,
-    PageSource, PlatformDevices, Provided, SlotFlags, SourcePage, TokenError, Told, Vcpu as _,
-    Vm as _, dispatch,
+    Apf, Arch, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryFaultFlags, PageRequest,
+    PageSource, Provided, SlotFlags, SourcePage, TokenError, Told, Vcpu as _, Vm as _, Width,
 };
 
 use super::Outcome;
-use crate::backend::{Backend, Made, Missing, Origin, Request, VcpuOf, exit_on_missing};
-use crate::program::{Interrupts, assemble_user, image};
-use crate::running::{guest, run, status, within};
+use crate::backend::{
+    Backend, Lacks, Made, Missing, Origin, Request, Unit, VcpuOf, exit_on_missing,
+};
+use crate::program::{Code, Interrupts, Reg, assemble_user, gpa, image, ram, told};
+use crate::running::{guest, run, within};
 
-/// Two pages that the program below accesses.
+/// The offsets of two pages that the program below accesses.
 pub(super) const READ: u64 = 0x30_0000;
 pub(super) const WRITTEN: u64 = 0x30_5000;
 
@@ -111,42 +110,53 @@ pub(super) fn request(source: &Arc<Words>, missing: Missing) -> Request {
     let source = Arc::clone(source) as Arc<dyn PageSource>;
     Request {
         origin: Some(Origin { source, missing }),
+        unit: Unit::Page,
         ..Request::new(16, 16, 1, "")
     }
 }
 
 /// Reads the word at `READ`, writes it to `WRITTEN`, and puts it out, again and again.
-pub(super) fn program(interrupts: Interrupts) -> Vec<u8> {
-    assemble_user(interrupts, |a| {
-        let mut again = a.create_label();
-        a.mov(rsi, READ)?;
-        a.mov(rdi, WRITTEN)?;
-        a.set_label(&mut again)?;
-        a.mov(rax, qword_ptr(rsi))?;
-        a.mov(qword_ptr(rdi), rax)?;
-        a.mov(dx, 0x80)?;
-        a.out(dx, eax)?;
-        a.jmp(again)
+pub(super) fn program(arch: Arch, interrupts: Interrupts) -> Code {
+    assemble_user(arch, interrupts, |a| {
+        a.set(Reg::A, ram(arch, READ));
+        a.set(Reg::B, ram(arch, WRITTEN));
+        let again = a.here();
+        a.load(Width::Quad, Reg::C, Reg::A, 0);
+        a.store(Width::Quad, Reg::B, 0, Reg::C);
+        a.tell(Reg::C);
+        a.jump(again);
     })
 }
 
-pub(super) fn source_page(gpa: u64) -> SourcePage {
-    SourcePage(gpa / PAGE_SIZE as u64)
+/// A VM of one vCPU that is about to run [`program`], and the source of its pages.
+pub(super) fn made<B: Backend>(
+    backend: &B,
+    missing: Missing,
+    interrupts: Interrupts,
+) -> Result<(Arc<Words>, Made<B>), Lacks> {
+    let source = Words::at_once();
+    let code = program(backend.arch(), interrupts);
+    let made = backend.make(&request(&source, missing), &image(&code))?;
+    Ok((source, made))
 }
 
-pub(super) fn at(gpa: u64) -> Gpa {
-    Gpa::new(gpa).unwrap()
+pub(super) fn source_page(offset: u64) -> SourcePage {
+    SourcePage(offset / PAGE_SIZE as u64)
+}
+
+/// Addresses by their offset in the VM's memory.
+pub(super) fn places<B: Backend>(backend: &B) -> impl Fn(u64) -> Gpa + Copy + use<B> {
+    let arch = backend.arch();
+    move |offset| gpa(arch, offset)
 }
 
 /// Runs until the program puts out a value.
 pub(super) fn value<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
     loop {
-        match vcpu.run() {
-            Ok(Exit::IoOut {
-                port: 0x80, value, ..
-            }) => return value,
-            Ok(Exit::Interrupted) => {}
-            other => panic!("{other:?}"),
+        let exit = vcpu.run().expect("a vCPU that can go on");
+        match told(&exit) {
+            Some(value) => return value,
+            None => assert_eq!(exit, Exit::Interrupted),
         }
     }
 }
@@ -163,9 +173,9 @@ pub(super) fn fault<B: Backend>(vcpu: &mut VcpuOf<B>) -> (Gpa, MemoryFaultFlags,
     }
 }
 
-fn read<B: Backend>(vm: &B::Vm, gpa: u64) -> u64 {
+fn read<B: Backend>(vm: &B::Vm, gpa: Gpa) -> u64 {
     let mut bytes = [0; 8];
-    vm.read(at(gpa), &mut bytes).unwrap();
+    vm.read(gpa, &mut bytes).unwrap();
     u64::from_le_bytes(bytes)
 }
 
@@ -174,18 +184,16 @@ fn read<B: Backend>(vm: &B::Vm, gpa: u64) -> u64 {
 pub fn the_source_is_asked_for_what_a_vcpu_needs<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let source = Words::at_once();
-        let code = program(Interrupts::Off);
-        let Made { vm, mut vcpus, .. } =
-            backend.make(&request(&source, Missing::Waits), &image(&code))?;
+        let at = places(&backend);
+        let (source, Made { vm, mut vcpus, .. }) = made(&backend, Missing::Waits, Interrupts::Off)?;
         let before = source.asked();
         assert!(!before.contains(&source_page(READ)));
         assert_eq!(value::<B>(&mut vcpus[0]), word(source_page(READ)) as u32);
         assert_eq!(value::<B>(&mut vcpus[0]), word(source_page(READ)) as u32);
         let after: Vec<_> = source.asked().difference(&before).copied().collect();
         assert_eq!(after, [READ, WRITTEN].map(source_page));
-        assert_eq!(read::<B>(&vm, WRITTEN), word(source_page(READ)));
-        assert_eq!(read::<B>(&vm, WRITTEN + 8), word(source_page(WRITTEN)));
+        assert_eq!(read::<B>(&vm, at(WRITTEN)), word(source_page(READ)));
+        assert_eq!(read::<B>(&vm, at(WRITTEN + 8)), word(source_page(WRITTEN)));
         Ok(())
     })
 }
@@ -205,10 +213,8 @@ pub fn a_vcpu_with_interrupts_exits_once<B: Backend>(backend: &B) -> Outcome {
 fn exits_once<B: Backend>(backend: &B, interrupts: Interrupts) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let source = Words::at_once();
-        let code = program(interrupts);
-        let Made { vm, mut vcpus, .. } =
-            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let at = places(&backend);
+        let (source, Made { vm, mut vcpus, .. }) = made(&backend, Missing::Exits, interrupts)?;
         let before = source.asked();
         let vcpu = &mut vcpus[0];
         let memory = vm.missing_memory().expect("it has a source");
@@ -232,7 +238,7 @@ fn exits_once<B: Backend>(backend: &B, interrupts: Interrupts) -> Outcome {
         assert_eq!(value::<B>(vcpu), 77);
         assert_eq!(value::<B>(vcpu), 77);
         assert_eq!(
-            (read::<B>(&vm, WRITTEN), read::<B>(&vm, WRITTEN + 8)),
+            (read::<B>(&vm, at(WRITTEN)), read::<B>(&vm, at(WRITTEN + 8))),
             (77, 9)
         );
         assert_eq!(source.asked(), before, "the VMM has provided all");
@@ -240,7 +246,7 @@ fn exits_once<B: Backend>(backend: &B, interrupts: Interrupts) -> Outcome {
         assert!(refused.is_err(), "{refused:?}");
         let refused = memory.provide(at(READ), &[0; 100]);
         assert!(refused.is_err(), "{refused:?}");
-        let refused = memory.provide(at(1 << 40), &page_of(1));
+        let refused = memory.provide(Gpa::truncate(1 << 40), &page_of(1));
         assert!(refused.is_err(), "{refused:?}");
         exit_on_missing(&*vm, SlotFlags::empty());
         assert_eq!(value::<B>(vcpu), 77);
@@ -253,11 +259,9 @@ fn exits_once<B: Backend>(backend: &B, interrupts: Interrupts) -> Outcome {
 pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let source = Words::at_once();
-        let code = program(Interrupts::Off);
-        let Made { vm, mut vcpus, .. } =
-            backend.make(&request(&source, Missing::Exits), &image(&code))?;
-        assert_eq!(read::<B>(&vm, READ), word(source_page(READ)));
+        let at = places(&backend);
+        let (source, Made { vm, mut vcpus, .. }) = made(&backend, Missing::Exits, Interrupts::Off)?;
+        assert_eq!(read::<B>(&vm, at(READ)), word(source_page(READ)));
         let (gpa, ..) = fault::<B>(&mut vcpus[0]);
         assert_eq!(gpa, at(WRITTEN));
         let memory = vm.missing_memory().expect("it has a source");
@@ -265,9 +269,12 @@ pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
         memory.populate(range).unwrap();
         assert_eq!(value::<B>(&mut vcpus[0]), word(source_page(READ)) as u32);
         let asked = source.asked();
-        assert!((0..100).all(|page| asked.contains(&SourcePage(range.start().get() + page))));
+        assert!(
+            (0..100)
+                .all(|page| asked.contains(&SourcePage(source_page(WRITTEN - 0x3000).0 + page)))
+        );
         assert_eq!(
-            read::<B>(&vm, WRITTEN + 0x8000),
+            read::<B>(&vm, at(WRITTEN + 0x8000)),
             word(source_page(WRITTEN + 0x8000))
         );
         let beyond = GfnRange::new(at(15 << 20).gfn(), 1000).unwrap();
@@ -281,10 +288,8 @@ pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
 pub fn a_guest_that_cannot_be_told_waits<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let source = Words::at_once();
-        let code = program(Interrupts::Off);
-        let Made { vm, mut vcpus, .. } =
-            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let at = places(&backend);
+        let (source, Made { vm, mut vcpus, .. }) = made(&backend, Missing::Exits, Interrupts::Off)?;
         let before = source.asked();
         let vcpu = &mut vcpus[0];
         let memory = vm.missing_memory().expect("it has a source");
@@ -320,10 +325,8 @@ pub fn a_guest_that_cannot_be_told_waits<B: Backend>(backend: &B) -> Outcome {
 pub fn tokens_are_accepted_once<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let source = Words::at_once();
-        let code = program(Interrupts::Off);
-        let Made { vm, mut vcpus, .. } =
-            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let at = places(&backend);
+        let (_, Made { vm, mut vcpus, .. }) = made(&backend, Missing::Exits, Interrupts::Off)?;
         let vcpu = &mut vcpus[0];
         let memory = vm.missing_memory().expect("it has a source");
         let unknown = Err(TokenError::Unknown);
@@ -369,9 +372,13 @@ fn with_exits<B: Backend>(backend: &B, apf: Apf) -> Outcome {
                 source: zeros,
                 missing: Missing::Exits,
             }),
+            unit: match apf {
+                Apf::Off => Unit::Any,
+                Apf::On => Unit::Page,
+            },
             ..Request::new(16, 4, 2, "rounds=1 threads=6")
         };
-        let finished = run(&backend, &request, &guest("verify"))?.passed();
+        let finished = run(&backend, &request, &guest(backend.arch(), "verify"))?.passed();
         assert!(
             source.asked().len() > 1000,
             "{} pages",
@@ -385,75 +392,6 @@ fn with_exits<B: Backend>(backend: &B, apf: Apf) -> Outcome {
                 assert_eq!((told.not_present, told.lost), (told.ready, 0), "{told:?}");
             }
         }
-        Ok(())
-    })
-}
-
-/// A VMM that says ready for accepted tokens late, and for some of them before their page is there.
-/// The guest's processes get every page all the same, and each accepted token is told twice: not
-/// present and ready.
-pub fn a_guest_is_told_and_goes_on<B: Backend>(backend: &B) -> Outcome {
-    backend.accepts_tokens()?;
-    let backend = backend.clone();
-    within(move || {
-        let request = Request {
-            apf: Apf::On,
-            command_line: "faulters=6 workers=1 accesses=300".into(),
-            ..request(&Words::late(Duration::ZERO), Missing::Exits)
-        };
-        let Made { vm, mut vcpus, .. } = backend.make(&request, &guest("bm"))?;
-        let vcpu = &mut vcpus[0];
-        let memory = vm.missing_memory().expect("it has a source");
-        let devices = PlatformDevices::new(|_: &str| ());
-        let (accepted, early) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let (sender, tokens) = channel::<(Gpa, FaultToken)>();
-        thread::scope(|scope| {
-            let early = &early;
-            scope.spawn(move || {
-                for (count, (gpa, token)) in tokens.iter().enumerate() {
-                    thread::sleep(Duration::from_micros(200));
-                    match count % 10 {
-                        9 => _ = early.fetch_add(1, Ordering::Relaxed),
-                        _ => _ = memory.provide(gpa, &[0; PAGE_SIZE]).unwrap(),
-                    }
-                    assert_eq!(memory.ready(token), Ok(Told::Guest));
-                    assert_eq!(memory.ready(token), Err(TokenError::Unknown));
-                }
-            });
-            let mut known = BTreeSet::new();
-            while devices.ending().is_none() {
-                match vcpu.run() {
-                    Ok(Exit::MemoryFault {
-                        gpa, flags, token, ..
-                    }) => {
-                        assert!(known.insert(token), "{token:?} comes twice");
-                        if flags.contains(MemoryFaultFlags::CAN_TELL) {
-                            assert_eq!(vcpu.accept(token), Ok(()));
-                            accepted.fetch_add(1, Ordering::Relaxed);
-                            sender.send((gpa, token)).unwrap();
-                        } else {
-                            memory.provide(gpa, &[0; PAGE_SIZE]).unwrap();
-                        }
-                    }
-                    exit => _ = dispatch(vcpu, exit, &devices, &*vm),
-                }
-            }
-            drop(sender);
-        });
-        let ending = devices.ending();
-        assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
-        let accepted = accepted.into_inner();
-        assert!(
-            accepted > 100 && early.into_inner() > 5,
-            "{accepted} accepted"
-        );
-        let status = status(&*vm, &devices).expect("it announces its status page");
-        let told = status.apf;
-        assert_eq!(
-            (told.not_present, told.lost),
-            (accepted as u32, 0),
-            "{told:?}"
-        );
         Ok(())
     })
 }

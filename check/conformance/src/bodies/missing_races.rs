@@ -7,17 +7,20 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Answer, Exit, GuestMemory as _, Kick as _, MemoryError, PageRequest, PageSource, Provided,
+    Answer, Apf, Exit, GuestMemory as _, Kick as _, MemoryError, PageRequest, PageSource, Provided,
     SaveRestore as _, SlotFlags, TokenError, Vcpu as _, VcpuError, Vm as _,
 };
 
 use super::Outcome;
 use super::missing::{
-    READ, WRITTEN, Words, at, fault, page_of, program, request, source_page, value, word,
+    READ, WRITTEN, Words, fault, made, page_of, places, program, request, source_page, value, word,
 };
-use crate::backend::{Backend, Made, Missing, Origin, Request, VcpuOf, exit_on_missing};
-use crate::program::{Interrupts, image};
+use crate::backend::{
+    Backend, Lacks, Made, Missing, Origin, Request, Unit, VcpuOf, exit_on_missing,
+};
+use crate::program::{Interrupts, Reg, assemble, async_faults_at, image, ram};
 use crate::running::within;
 
 /// A source that answers at once until it is silenced. From then on it only keeps what it is asked.
@@ -60,14 +63,29 @@ fn silent_request(source: &Arc<Silent>, missing: Missing) -> Request {
     let source = Arc::clone(source) as Arc<dyn PageSource>;
     Request {
         origin: Some(Origin { source, missing }),
+        unit: Unit::Page,
         ..Request::new(16, 16, 1, "")
     }
 }
 
+/// A VM of one vCPU that is about to run [`program`], and the requests to its source, which is
+/// silent from here on.
+fn silenced<B: Backend>(
+    backend: &B,
+    interrupts: Interrupts,
+) -> Result<(Receiver<PageRequest>, Made<B>), Lacks> {
+    let (source, requests) = Silent::new();
+    let code = program(backend.arch(), interrupts);
+    let request = silent_request(&source, Missing::Waits);
+    let made = backend.make(&request, &image(&code))?;
+    source.silence();
+    Ok((requests, made))
+}
+
 /// Exits for the page at `READ`, and refuses to be told of it: the next run waits.
-fn wait_for_read<B: Backend>(vcpu: &mut VcpuOf<B>) {
+fn wait_for_read<B: Backend>(read: Gpa, vcpu: &mut VcpuOf<B>) {
     let (gpa, _, token) = fault::<B>(vcpu);
-    assert_eq!(gpa, at(READ));
+    assert_eq!(gpa, read);
     assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
 }
 
@@ -75,8 +93,9 @@ fn wait_for_read<B: Backend>(vcpu: &mut VcpuOf<B>) {
 pub fn two_vcpus_need_one_page<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
+        let at = places(&backend);
         let source = Words::at_once();
-        let code = program(Interrupts::Off);
+        let code = program(backend.arch(), Interrupts::Off);
         let two = Request {
             vcpus: 2,
             ..request(&source, Missing::Exits)
@@ -84,7 +103,8 @@ pub fn two_vcpus_need_one_page<B: Backend>(backend: &B) -> Outcome {
         let Made { vm, mut vcpus, .. } = backend.make(&two, &image(&code))?;
         let memory = vm.missing_memory().expect("it has a source");
         let before = source.asked();
-        vcpus.iter_mut().for_each(wait_for_read::<B>);
+        let wait = |vcpu| wait_for_read::<B>(at(READ), vcpu);
+        vcpus.iter_mut().for_each(wait);
         let provide = |gpa| memory.provide(at(gpa), &page_of(6)).unwrap();
         let new = Provided { taken: 1, late: 0 };
         let late = Provided { taken: 0, late: 1 };
@@ -112,13 +132,11 @@ pub fn the_flag_is_cleared_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcom
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();
         within(move || {
-            let source = Words::at_once();
-            let code = program(interrupts);
-            let Made { vm, mut vcpus, .. } =
-                backend.make(&request(&source, Missing::Exits), &image(&code))?;
+            let at = places(&backend);
+            let (source, Made { vm, mut vcpus, .. }) = made(&backend, Missing::Exits, interrupts)?;
             let before = source.asked();
             let vcpu = &mut vcpus[0];
-            wait_for_read::<B>(vcpu);
+            wait_for_read::<B>(at(READ), vcpu);
             let read = source_page(READ);
             thread::scope(|scope| {
                 let runs = scope.spawn(|| value::<B>(vcpu));
@@ -142,11 +160,8 @@ pub fn the_flag_is_set_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcome {
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();
         within(move || {
-            let (source, requests) = Silent::new();
-            let code = program(interrupts);
-            let Made { vm, mut vcpus, .. } =
-                backend.make(&silent_request(&source, Missing::Waits), &image(&code))?;
-            source.silence();
+            let at = places(&backend);
+            let (requests, Made { vm, mut vcpus, .. }) = silenced(&backend, interrupts)?;
             let vcpu = &mut vcpus[0];
             thread::scope(|scope| {
                 let runs = scope.spawn(|| fault::<B>(vcpu).0);
@@ -171,14 +186,12 @@ pub fn a_silent_source_delays_no_end<B: Backend>(backend: &B) -> Outcome {
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();
         within(move || {
-            let (source, requests) = Silent::new();
-            let code = program(interrupts);
+            let (requests, made) = silenced(&backend, interrupts)?;
             let Made {
                 vm,
                 mut vcpus,
                 beside,
-            } = backend.make(&silent_request(&source, Missing::Waits), &image(&code))?;
-            source.silence();
+            } = made;
             let asked = thread::scope(|scope| {
                 let runs = scope.spawn(|| vcpus[0].run());
                 let asked = requests.recv().unwrap();
@@ -199,11 +212,8 @@ pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();
         within(move || {
-            let (source, requests) = Silent::new();
-            let code = program(interrupts);
-            let request = silent_request(&source, Missing::Waits);
-            let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
-            source.silence();
+            let at = places(&backend);
+            let (requests, Made { vm, mut vcpus, .. }) = silenced(&backend, interrupts)?;
             let run = thread::scope(|scope| {
                 let runs = scope.spawn(|| vcpus[0].run());
                 let asked = requests.recv().unwrap();
@@ -232,10 +242,8 @@ pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
 pub fn a_restored_vcpu_has_no_exit<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let source = Words::at_once();
-        let code = program(Interrupts::Off);
-        let Made { vm, mut vcpus, .. } =
-            backend.make(&request(&source, Missing::Exits), &image(&code))?;
+        let at = places(&backend);
+        let (_, Made { vm, mut vcpus, .. }) = made(&backend, Missing::Exits, Interrupts::Off)?;
         let memory = vm.missing_memory().expect("it has a source");
         let vcpu = &mut vcpus[0];
         let (_, _, token) = fault::<B>(vcpu);
@@ -243,7 +251,7 @@ pub fn a_restored_vcpu_has_no_exit<B: Backend>(backend: &B) -> Outcome {
         vcpu.restore(&state).unwrap();
         assert_eq!(vcpu.accept(token), Err(TokenError::Unknown));
         assert_eq!(memory.ready(token), Err(TokenError::Unknown));
-        wait_for_read::<B>(vcpu);
+        wait_for_read::<B>(at(READ), vcpu);
         vcpu.restore(&state).unwrap();
         let (gpa, _, later) = fault::<B>(vcpu);
         assert_eq!(gpa, at(READ), "it waits no longer");
@@ -252,4 +260,41 @@ pub fn a_restored_vcpu_has_no_exit<B: Backend>(backend: &B) -> Outcome {
         assert_eq!(fault::<B>(vcpu).0, at(WRITTEN));
         Ok(())
     })
+}
+
+/// A guest enables async page faults in a page that its source does not provide. A kick ends the
+/// vCPU's run, and the guest's instruction is completed when the page has come.
+pub fn a_kick_ends_the_wait_for_the_area_of_async_faults<B: Backend>(backend: &B) -> Outcome {
+    const TOLD: u64 = 77;
+    for missing in [Missing::Waits, Missing::Exits] {
+        let backend = backend.clone();
+        within(move || {
+            let (source, requests) = Silent::new();
+            let arch = backend.arch();
+            let code = assemble(arch, |a| {
+                a.enable_async_faults(async_faults_at(arch, ram(arch, READ)));
+                a.set(Reg::A, TOLD);
+                a.tell(Reg::A);
+                a.halt();
+            });
+            let request = Request {
+                apf: Apf::On,
+                ..silent_request(&source, missing)
+            };
+            let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
+            source.silence();
+            let vcpu = &mut vcpus[0];
+            thread::scope(|scope| {
+                let runs = scope.spawn(|| vcpu.run());
+                let asked = requests.recv().unwrap();
+                assert_eq!(asked.page(), source_page(READ));
+                vm.kick(0);
+                assert_eq!(runs.join().unwrap(), Ok(Exit::Interrupted));
+                assert_eq!(asked.provide(&[0; PAGE_SIZE]), Answer::Taken);
+            });
+            assert_eq!(value::<B>(vcpu), TOLD as u32);
+            Ok(())
+        })?;
+    }
+    Ok(())
 }

@@ -5,50 +5,51 @@ use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
 use lacuna_machine::{
     Apf, BackendError as _, ErrorKind, Exit, GuestMemory as _, Image, Kick as _, MemorySlots as _,
-    SaveRestore as _, Segment, StateError, Vcpu as _, VcpuState, Vm as _, x86,
+    SaveRestore as _, Segment, StateError, Vcpu as _, VcpuState, Vm as _, Width, arm64, x86,
 };
 
 use super::Outcome;
-use super::state::{registers, small};
-use crate::backend::{Backend, Built, Made, Request, VcpuOf, harvest, start_tracking};
-use crate::program::{CODE, DEVICE, STACK, assemble, image};
+use super::missing::Words;
+use super::state::{Damage, assert_same, counter, damaged, small};
+use crate::backend::{
+    Backend, Built, Made, Missing, Origin, Request, VcpuOf, harvest, start_tracking,
+};
+use crate::program::{
+    ASK_PORT, DEVICE, Reg, STACK, TELL_PORT, assemble, assemble_x86, async_faults_at, code, image,
+    is_question, ram, saved, told,
+};
 use crate::running::within;
 
-/// Where the guest asks, and where it tells.
-const ASKED: u32 = 0x80;
-const TOLD: u32 = 0x81;
 fn next<B: Backend>(vcpu: &mut VcpuOf<B>) -> Exit {
     vcpu.run().expect("a vCPU that can go on")
 }
 
-fn told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
-    match next::<B>(vcpu) {
-        Exit::IoOut { value, .. } => value,
-        exit => panic!("{exit:?}"),
-    }
+fn next_told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
+    let exit = next::<B>(vcpu);
+    told(&exit).unwrap_or_else(|| panic!("{exit:?}"))
 }
 
 /// An answer without a question is no answer to a later question, and takes no write from a device.
 pub fn an_answer_without_a_question_is_ignored<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
-            a.mov(rdi, DEVICE)?;
-            a.in_(eax, ASKED as i32)?;
-            a.out(TOLD as i32, eax)?;
-            a.mov(dword_ptr(rdi), eax)?;
-            a.mov(eax, dword_ptr(rdi))?;
-            a.out(TOLD as i32, eax)?;
-            a.hlt()
+        let code = assemble(backend.arch(), |a| {
+            a.set(Reg::A, DEVICE);
+            a.ask(Reg::B);
+            a.tell(Reg::B);
+            a.store(Width::Long, Reg::A, 0, Reg::B);
+            a.load(Width::Long, Reg::B, Reg::A, 0);
+            a.tell(Reg::B);
+            a.halt();
         });
         let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
         vcpu.complete_read(1);
         let exit = next::<B>(vcpu);
-        assert!(matches!(exit, Exit::IoIn { .. }), "{exit:?}");
+        assert!(is_question(&exit), "{exit:?}");
         vcpu.complete_read(42);
         vcpu.complete_read(43);
-        assert_eq!(told::<B>(vcpu), 42);
+        assert_eq!(next_told::<B>(vcpu), 42);
         vcpu.complete_read(44);
         let exit = next::<B>(vcpu);
         let is_write = matches!(exit, Exit::MmioWrite { value, .. } if value as u32 == 42);
@@ -59,7 +60,7 @@ pub fn an_answer_without_a_question_is_ignored<B: Backend>(backend: &B) -> Outco
             assert!(matches!(exit, Exit::MmioRead { .. }), "{exit:?}");
         }
         vcpu.complete_read(46);
-        assert_eq!(told::<B>(vcpu), 46);
+        assert_eq!(next_told::<B>(vcpu), 46);
         Ok(())
     })
 }
@@ -70,18 +71,18 @@ pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
     backend.has_string_ports()?;
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
+        let code = assemble_x86(|a| {
             let mut text = a.create_label();
-            a.mov(dx, TOLD as i32)?;
+            a.mov(dx, i32::from(TELL_PORT))?;
             a.lea(rsi, ptr(text))?;
             a.mov(ecx, 5)?;
             a.rep().outsb()?;
-            a.mov(dx, ASKED as i32)?;
+            a.mov(dx, i32::from(ASK_PORT))?;
             a.mov(rdi, STACK)?;
             a.mov(ecx, 4)?;
             a.rep().insb()?;
             a.mov(eax, dword_ptr(rdi - 4))?;
-            a.out(TOLD as i32, eax)?;
+            a.out(i32::from(TELL_PORT), eax)?;
             a.hlt()?;
             a.set_label(&mut text)?;
             a.db(b"abcde")
@@ -89,7 +90,7 @@ pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
         let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
         for letter in *b"abcde" {
-            assert_eq!(told::<B>(vcpu), u32::from(letter));
+            assert_eq!(next_told::<B>(vcpu), u32::from(letter));
             vcpu.complete_read(7);
         }
         for value in 1..=4 {
@@ -98,7 +99,7 @@ pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
             vcpu.complete_read(value);
             vcpu.complete_read(9);
         }
-        assert_eq!(told::<B>(vcpu), 0x0403_0201);
+        assert_eq!(next_told::<B>(vcpu), 0x0403_0201);
         Ok(())
     })
 }
@@ -110,22 +111,27 @@ pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) 
     within(move || {
         for before in 1..8 {
             let at = DEVICE + 0x1000 - before;
-            let code = assemble(|a| {
-                a.mov(rdi, at)?;
-                a.mov(rax, VALUE)?;
-                a.mov(qword_ptr(rdi), rax)?;
-                a.mov(rax, qword_ptr(rdi))?;
-                a.out(TOLD as i32, eax)?;
-                a.shr(rax, 32)?;
-                a.out(TOLD as i32, eax)?;
-                a.hlt()
+            let code = assemble(backend.arch(), |a| {
+                a.allow_unaligned();
+                a.set(Reg::A, at);
+                a.set(Reg::B, VALUE);
+                a.store(Width::Quad, Reg::A, 0, Reg::B);
+                a.load(Width::Quad, Reg::B, Reg::A, 0);
+                a.tell(Reg::B);
+                a.shift_right(Reg::B, 32);
+                a.tell(Reg::B);
+                a.halt();
             });
             let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
             let vcpu = &mut vcpus[0];
             let mut written = Vec::new();
             let mut read = Vec::new();
             let low = loop {
-                match next::<B>(vcpu) {
+                let exit = next::<B>(vcpu);
+                if let Some(value) = told(&exit) {
+                    break value;
+                }
+                match exit {
                     Exit::MmioWrite { gpa, width, value } => {
                         let bytes = &value.to_le_bytes()[..width as usize];
                         written.extend((gpa.get()..).zip(bytes.iter().copied()));
@@ -137,14 +143,13 @@ pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) 
                         read.extend(bytes);
                         vcpu.complete_read(value);
                     }
-                    Exit::IoOut { value, .. } => break value,
                     exit => panic!("{exit:?}"),
                 }
             };
             let bytes: Vec<_> = (at..).zip(VALUE.to_le_bytes()).collect();
             assert_eq!(written, bytes, "{before} bytes before the end of a page");
             assert_eq!(read, (at..at + 8).collect::<Vec<_>>(), "{before}");
-            let value = u64::from(told::<B>(vcpu)) << 32 | u64::from(low);
+            let value = u64::from(next_told::<B>(vcpu)) << 32 | u64::from(low);
             let answers = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| (at + i) as u8);
             assert_eq!(value.to_le_bytes(), answers, "{before}");
         }
@@ -157,20 +162,20 @@ pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) 
 pub fn a_restore_over_half_an_instruction_is_whole<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
-            a.mov(rdi, DEVICE)?;
-            a.mov(ebx, 5)?;
-            a.out(TOLD as i32, eax)?;
-            a.add(ebx, dword_ptr(rdi))?;
-            a.mov(eax, ebx)?;
-            a.out(TOLD as i32, eax)?;
-            a.in_(eax, ASKED as i32)?;
-            a.hlt()
+        let code = assemble(backend.arch(), |a| {
+            a.set(Reg::A, DEVICE);
+            a.set(Reg::B, 5);
+            a.tell(Reg::B);
+            a.load(Width::Long, Reg::C, Reg::A, 0);
+            a.add(Reg::B, Reg::C);
+            a.tell(Reg::B);
+            a.ask(Reg::B);
+            a.halt();
         });
         for leaves in 1..=3 {
             let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
             let vcpu = &mut vcpus[0];
-            told::<B>(vcpu);
+            next_told::<B>(vcpu);
             vm.kick(0);
             assert_eq!(next::<B>(vcpu), Exit::Interrupted);
             let state = vcpu.save().expect("between two instructions");
@@ -191,7 +196,7 @@ pub fn a_restore_over_half_an_instruction_is_whole<B: Backend>(backend: &B) -> O
             let exit = next::<B>(vcpu);
             assert!(matches!(exit, Exit::MmioRead { .. }), "{leaves}: {exit:?}");
             vcpu.complete_read(1);
-            assert_eq!(told::<B>(vcpu), 6, "{leaves}");
+            assert_eq!(next_told::<B>(vcpu), 6, "{leaves}");
         }
         Ok(())
     })
@@ -204,35 +209,36 @@ pub fn an_image_that_is_refused_may_be_followed_by_another<B: Backend>(backend: 
     within(move || {
         let Built { vm, .. } = backend.build(&small())?;
         let bytes = [0; 5000];
-        let segment = |gpa, size| Segment {
-            gpa: Gpa::truncate(gpa),
+        let arch = backend.arch();
+        let halts = assemble(arch, |a| a.halt());
+        let segment = |at, size| Segment {
+            gpa: Gpa::truncate(at),
             bytes: &bytes,
             size,
         };
         for bad in [
-            segment(0x20_0000, u64::MAX),
-            segment(0x20_0000, u64::MAX - 0x1f_ffff),
+            segment(ram(arch, 0x20_0000), u64::MAX),
+            segment(ram(arch, 0x20_0000), u64::MAX - 0x1f_ffff),
             segment(u64::MAX, 8),
-            segment((16 << 20) - 4096, 10),
-            segment(0, 8),
+            segment(ram(arch, (16 << 20) - 4096), 10),
+            segment(ram(arch, 0), 8),
         ] {
-            let code = image(&[0xf4]);
+            let good = image(&halts);
             let bad = Image {
-                segments: [code.segments, vec![bad]].concat(),
-                ..code
+                segments: [good.segments, vec![bad]].concat(),
+                ..good
             };
             let refused = vm.boot(&bad, "").err().expect("it does not fit");
             assert_eq!(refused.kind(), ErrorKind::Request, "{refused}");
         }
         let long = "x".repeat(4096);
-        let refused = vm.boot(&image(&[0xf4]), &long).err();
+        let refused = vm.boot(&image(&halts), &long).err();
         assert!(refused.is_some(), "a command line that is too long");
         let mut byte = [1];
-        vm.read(Gpa::truncate(CODE), &mut byte)
-            .expect("guest memory");
+        vm.read(code(arch), &mut byte).expect("guest memory");
         assert_eq!(byte, [0], "nothing was written");
-        assert_eq!(vm.boot(&image(&[0xf4]), "").expect("it fits").len(), 1);
-        let again = vm.boot(&image(&[0xf4]), "").err().expect("once");
+        assert_eq!(vm.boot(&image(&halts), "").expect("it fits").len(), 1);
+        let again = vm.boot(&image(&halts), "").err().expect("once");
         assert_eq!(again.kind(), ErrorKind::Request, "{again}");
         assert!(vm.bare_vcpus().is_err());
         Ok(())
@@ -263,61 +269,83 @@ pub fn kicks_at_any_time<B: Backend>(backend: &B) -> Outcome {
 pub fn a_vm_lives_as_long_as_its_vcpus<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
-            a.mov(rdi, STACK)?;
-            a.mov(qword_ptr(rdi - 8), rdi)?;
-            a.in_(eax, ASKED as i32)?;
-            a.out(TOLD as i32, eax)?;
-            a.hlt()
+        let arch = backend.arch();
+        let code = assemble(arch, |a| {
+            a.set(Reg::A, ram(arch, STACK - 8));
+            a.store(Width::Quad, Reg::A, 0, Reg::A);
+            a.ask(Reg::B);
+            a.tell(Reg::B);
+            a.halt();
         });
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         drop(vm);
         let exit = next::<B>(&mut vcpus[0]);
-        assert!(matches!(exit, Exit::IoIn { .. }), "{exit:?}");
+        assert!(is_question(&exit), "{exit:?}");
         vcpus[0].complete_read(3);
-        assert_eq!(told::<B>(&mut vcpus[0]), 3);
+        assert_eq!(next_told::<B>(&mut vcpus[0]), 3);
         Ok(())
     })
 }
 
+/// Places of areas of async page faults: offsets in memory, then addresses.
+const AREAS: [u64; 6] = [
+    0,
+    (16 << 20) - 64,
+    16 << 20,
+    DEVICE,
+    0xfee0_0000,
+    0x0800_0000,
+];
+/// Values that no guest should give.
+const VALUES: [u64; 8] = [
+    1,
+    (1 << 47) + 0xb,
+    (1 << 48) + 0xb,
+    u64::MAX,
+    !0x34,
+    1 << 63 | 0xb,
+    3 << 62,
+    0x3b,
+];
+
 /// Asynchronous page faults are enabled at addresses of every kind. What the guest may not write
 /// raises an exception in the guest, and ends nothing but the guest.
 pub fn async_faults_are_enabled_anywhere<B: Backend>(backend: &B) -> Outcome {
-    const ENABLE: u32 = 0x4b56_4d02;
     let backend = backend.clone();
     within(move || {
         let request = Request {
             apf: Apf::On,
             ..small()
         };
-        for value in [
-            1,
-            0xb,
-            (16 << 20) - 64 + 0xb,
-            (16 << 20) + 0xb,
-            DEVICE + 0xb,
-            0xfee0_0000 + 0xb,
-            (1 << 47) + 0xb,
-            (1 << 48) + 0xb,
-            u64::MAX,
-            !0x34,
-            1 << 63 | 0xb,
-            0x3b,
-        ] {
-            let code = assemble(|a| {
-                a.mov(ecx, ENABLE)?;
-                a.mov(eax, value as u32)?;
-                a.mov(edx, (value >> 32) as u32)?;
-                a.wrmsr()?;
-                a.out(TOLD as i32, eax)?;
-                a.hlt()
+        // With a source of pages, a backend may have another host side for them.
+        fn words() -> Option<Origin> {
+            let (source, missing) = (Words::at_once(), Missing::Waits);
+            Some(Origin { source, missing })
+        }
+        let origins: [fn() -> Option<Origin>; 2] = [|| None, words];
+        let arch = backend.arch();
+        let areas = AREAS.map(|area| match area < 1 << 25 {
+            true => async_faults_at(arch, ram(arch, area)),
+            false => async_faults_at(arch, area),
+        });
+        let values = || areas.iter().chain(&VALUES).copied();
+        for (origin, value) in origins.iter().flat_map(|o| values().map(move |v| (o, v))) {
+            let request = Request {
+                origin: origin(),
+                ..request.clone()
+            };
+            let code = assemble(arch, |a| {
+                a.enable_async_faults(value);
+                a.tell(Reg::A);
+                a.halt();
             });
             let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
             // A KVM that emulates guest kernels cannot emulate a triple fault.
             let Ok(exit) = vcpus[0].run() else { continue };
-            let known = matches!(exit, Exit::IoOut { .. } | Exit::Shutdown(_));
+            let is_told = told(&exit).is_some();
+            let known = is_told || matches!(exit, Exit::Shutdown(_));
             assert!(known, "{value:#x}: {exit:?}");
-            if let Exit::IoOut { .. } = exit {
+            if is_told {
                 vm.kick(0);
                 assert_eq!(next::<B>(&mut vcpus[0]), Exit::Interrupted);
                 let state = vcpus[0].save().expect("between two instructions");
@@ -336,54 +364,63 @@ pub fn async_faults_are_enabled_anywhere<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
+/// Values of x86-64 states that some hypervisors refuse when they get them.
+const X86_LATE: [Damage<x86::State>; 4] = [
+    (&["xsave"], |s| s.xsave = Some(vec![0; 3])),
+    (&["lstar"], |s| _ = s.msrs.insert(0xc000_0082, 1 << 62)),
+    (&["pat"], |s| _ = s.msrs.insert(0x277, 2)),
+    (&["apf"], |s| s.apf.enable = u64::MAX),
+];
+
+const VBAR: arm64::SysReg = arm64::SysReg::new([3, 0, 12, 0, 0]);
+const TTBR0: arm64::SysReg = arm64::SysReg::new([3, 0, 2, 0, 0]);
+
+/// The same of AArch64 states.
+const ARM64_LATE: [Damage<arm64::State>; 5] = [
+    (&["vbar"], |s| _ = s.system.insert(VBAR, 1)),
+    (&["ttbr0"], |s| _ = s.system.insert(TTBR0, u64::MAX)),
+    (&["pmr"], |s| s.gic.cpu.pmr = 0xff),
+    (&["apf"], |s| {
+        s.apf.enabled = Some((arm64::Form::Sdei, u64::MAX))
+    }),
+    (&["sdei"], |s| {
+        s.apf.sdei.handler = Some(arm64::Handler {
+            entry: 1,
+            argument: u64::MAX,
+            enabled: true,
+        })
+    }),
+];
+
 /// A state with a value that only the hypervisor below can judge is refused by name, and the vCPU
 /// goes on as it was.
 pub fn a_state_that_is_refused_late_changes_nothing<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
-            let mut again = a.create_label();
-            a.xor(ebx, ebx)?;
-            a.set_label(&mut again)?;
-            a.inc(ebx)?;
-            a.mov(eax, ebx)?;
-            a.out(TOLD as i32, eax)?;
-            a.jmp(again)
-        });
+        let code = counter(backend.arch());
         let request = Request::new(16, 16, 1, "");
         let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
         let vcpu = &mut vcpus[0];
-        assert_eq!(told::<B>(vcpu), 1);
+        assert_eq!(next_told::<B>(vcpu), 1);
         vm.kick(0);
         assert_eq!(next::<B>(vcpu), Exit::Interrupted);
         let state = vcpu.save().expect("between two instructions");
-        type Damage = fn(&mut x86::State);
-        let damages: [(&str, Damage); 4] = [
-            ("xsave", |s| s.xsave = Some(vec![0; 3])),
-            ("lstar", |s| _ = s.msrs.insert(0xc000_0082, 1 << 62)),
-            ("pat", |s| _ = s.msrs.insert(0x277, 2)),
-            ("apf", |s| s.apf.enable = u64::MAX),
-        ];
-        for (what, damage) in damages {
-            let mut damaged = state.clone();
-            let VcpuState::X86(changed) = &mut damaged else {
-                panic!("an x86 processor");
-            };
-            damage(changed);
-            changed.regs.gpr[3] = 1000;
+        let late = match &state {
+            VcpuState::X86(state) => damaged(&**state, &X86_LATE, VcpuState::X86),
+            VcpuState::Arm64(state) => damaged(&**state, &ARM64_LATE, VcpuState::Arm64),
+            other => panic!("{other:?}"),
+        };
+        for (what, mut damaged) in late {
+            *saved(&mut damaged, Reg::A) = 1000;
             let Err(refused) = vcpu.restore(&damaged) else {
                 // This hypervisor has no rule for the value.
                 vcpu.restore(&state).expect("its own state");
                 continue;
             };
             let now = vcpu.save().expect("between two instructions");
-            let (now, before) = (registers(&now), registers(&state));
-            assert_eq!(now.regs, before.regs, "{what}: {refused}");
-            assert_eq!(now.system, before.system, "{what}: {refused}");
-            assert_eq!(now.msrs, before.msrs, "{what}: {refused}");
-            assert_eq!(now.xsave, before.xsave, "{what}: {refused}");
+            assert_same(&now, &state, &format!("{what:?}: {refused}"));
         }
-        assert_eq!(told::<B>(vcpu), 2);
+        assert_eq!(next_told::<B>(vcpu), 2);
         Ok(())
     })
 }

@@ -4,7 +4,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use iced_x86::code_asm::*;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{
     DirtyError, DirtyTracking as _, ErrorKind, Exit, GuestMemory as _, Kick as _, Logging,
@@ -14,11 +13,8 @@ use lacuna_machine::{
 use super::Outcome;
 use super::state::small;
 use crate::backend::{Backend, Built, Lacks, Made, harvest, start_tracking};
-use crate::program::{assemble, image};
+use crate::program::{Condition, LATER, Reg, assemble, gpa, image};
 use crate::running::{guest, within};
-
-/// Beyond the memory that the VM is made with; the boot's identity map reaches it.
-const LATER: u64 = 1 << 30;
 
 /// Ends the loops of other threads, also after a failed assertion.
 struct Done<'a>(&'a AtomicBool);
@@ -45,7 +41,7 @@ pub fn slots_of_any_size_and_place<B: Backend>(backend: &B) -> Outcome {
     const FRAMES: u64 = 1 << 36;
     let backend = backend.clone();
     within(move || {
-        let Made { vm, .. } = backend.make(&small(), &guest("hello"))?;
+        let Made { vm, .. } = backend.make(&small(), &guest(backend.arch(), "hello"))?;
         let before = vm.memory_slots();
         for (first, pages) in [
             (0, FRAMES),
@@ -87,18 +83,16 @@ pub fn slots_of_any_size_and_place<B: Backend>(backend: &B) -> Outcome {
 pub fn a_slot_goes_while_it_is_used<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
-            let mut again = a.create_label();
-            let mut page = a.create_label();
-            a.set_label(&mut again)?;
-            a.mov(edi, LATER as u32)?;
-            a.set_label(&mut page)?;
-            a.inc(dword_ptr(rdi))?;
-            a.add(edi, 4096)?;
-            a.cmp(edi, (LATER + (64 << 12)) as u32)?;
-            a.jb(page)?;
-            a.out(0x81, eax)?;
-            a.jmp(again)
+        let code = assemble(backend.arch(), |a| {
+            a.set(Reg::B, LATER + (64 << 12));
+            let again = a.here();
+            a.set(Reg::A, LATER);
+            let page = a.here();
+            a.increment(Reg::A, 0);
+            a.add_immediate(Reg::A, 4096);
+            a.branch(Condition::Less, Reg::A, Reg::B, page);
+            a.tell(Reg::A);
+            a.jump(again);
         });
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
@@ -126,7 +120,7 @@ pub fn a_slot_goes_while_it_is_used<B: Backend>(backend: &B) -> Outcome {
                     }
                 }
             });
-            for round in 0..600 {
+            for round in 0..200 {
                 let id = SlotId(7);
                 vm.add_memory(id, gfns(LATER >> 12, 64), SlotFlags::empty())
                     .expect("room");
@@ -210,7 +204,8 @@ pub fn odd_ranges_of_a_log<B: Backend>(backend: &B) -> Outcome {
     let log = vm.two_step_log();
     let log = log.ok_or_else(|| Lacks::because("no log that is read first"))?;
     start_tracking(&*vm);
-    vm.write(Gpa::truncate(0), &[1]).expect("guest memory");
+    vm.write(gpa(backend.arch(), 0), &[1])
+        .expect("guest memory");
     for (first, pages, mask) in [
         (usize::MAX, usize::MAX, 0),
         (usize::MAX & !63, 64, 1),
@@ -251,7 +246,8 @@ pub fn huge_pages_are_allowed_more_often_than_disallowed<B: Backend>(backend: &B
     policy.disallow_huge(slot.gfns).expect("no slot is there");
     vm.move_slot(slot.id, slot.gfns.start()).expect("room");
     policy.allow_huge(slot.gfns);
-    vm.write(Gpa::truncate(0), &[1]).expect("guest memory");
+    vm.write(gpa(backend.arch(), 0), &[1])
+        .expect("guest memory");
     assert_eq!(vm.memory_slots(), [slot]);
     Ok(())
 }

@@ -3,16 +3,15 @@
 use std::thread;
 use std::time::Duration;
 
-use iced_x86::code_asm::*;
-use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
+use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Detection, DirtyError, DirtyTracking as _, Exit, GuestMemory as _, MemorySlots as _,
-    SlotId, Vcpu as _, Vm as _,
+    Apf, Detection, DirtyError, DirtyTracking as _, GuestMemory as _, MemorySlots as _, SlotId,
+    Vcpu as _, Vm as _, Width,
 };
 
 use super::Outcome;
-use crate::backend::{Backend, Lacks, Made, Request, VcpuOf, harvest, start_tracking};
-use crate::program::{assemble, image};
+use crate::backend::{Backend, Lacks, Made, Request, Unit, VcpuOf, harvest, start_tracking};
+use crate::program::{Reg, assemble, gpa, image, ram, told};
 use crate::running::{Running, Start, beside, guest, within};
 
 fn lacks<T>(power: Option<T>, why: &str) -> Result<T, Lacks> {
@@ -33,7 +32,7 @@ fn beside_verify<B: Backend>(
     let (finished, found) = beside(
         backend,
         &request,
-        &guest("verify"),
+        &guest(backend.arch(), "verify"),
         Start::Free,
         |running| {
             let mut rounds = (0..).take_while(|_| !running.is_over());
@@ -94,7 +93,10 @@ pub fn detection_is_switched<B: Backend>(backend: &B) -> Outcome {
 
 /// Dirty bits are read without being taken, and cleared by whole words.
 pub fn a_bitmap_is_read_and_cleared_in_two_steps<B: Backend>(backend: &B) -> Outcome {
-    let Made { vm, .. } = backend.make(&Request::new(16, 16, 1, ""), &guest("hello"))?;
+    let Made { vm, .. } = backend.make(
+        &Request::new(16, 16, 1, ""),
+        &guest(backend.arch(), "hello"),
+    )?;
     let (id, mut words) = (vm.memory_slots()[0].id, vec![0; 64]);
     let log = lacks(
         vm.two_step_log(),
@@ -104,7 +106,7 @@ pub fn a_bitmap_is_read_and_cleared_in_two_steps<B: Backend>(backend: &B) -> Out
     assert_eq!(not_logging, Err(DirtyError::NotLogging(id)));
     start_tracking(&*vm);
     for page in [0, 70, 4095] {
-        let at = Gpa::truncate(page * PAGE_SIZE as u64);
+        let at = gpa(backend.arch(), page * PAGE_SIZE as u64);
         vm.write(at, &[1]).expect("guest memory");
     }
     for _ in 0..2 {
@@ -129,53 +131,53 @@ pub fn a_bitmap_is_read_and_cleared_in_two_steps<B: Backend>(backend: &B) -> Out
     Ok(())
 }
 
-/// The page that the program below reads.
+/// The offset of the page that the program below reads.
 const TAKEN_BACK: u64 = 4 << 20;
 
-fn put_out<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
+fn next_told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
     match vcpu.run() {
-        Ok(Exit::IoOut {
-            port: 0x80, value, ..
-        }) => value,
+        Ok(exit) => told(&exit).unwrap_or_else(|| panic!("{exit:?}")),
         other => panic!("{other:?}"),
     }
 }
 
 /// A page that is discarded reads as zeros, also by a vCPU that has it in its TLB, and is dirty.
 pub fn discarded_pages_are_zeros<B: Backend>(backend: &B) -> Outcome {
-    let code = assemble(|a| {
-        let mut again = a.create_label();
-        a.mov(rsi, TAKEN_BACK)?;
-        a.set_label(&mut again)?;
-        a.mov(eax, dword_ptr(rsi))?;
-        a.inc(dword_ptr(rsi))?;
-        a.mov(dx, 0x80)?;
-        a.out(dx, eax)?;
-        a.jmp(again)
+    let arch = backend.arch();
+    let code = assemble(arch, |a| {
+        a.set(Reg::A, ram(arch, TAKEN_BACK));
+        let again = a.here();
+        a.load(Width::Long, Reg::B, Reg::A, 0);
+        a.increment(Reg::A, 0);
+        a.tell(Reg::B);
+        a.jump(again);
     });
     let backend = backend.clone();
     within(move || {
-        let Made { vm, mut vcpus, .. } =
-            backend.make(&Request::new(16, 16, 1, ""), &image(&code))?;
+        let request = Request {
+            unit: Unit::Page,
+            ..Request::new(16, 16, 1, "")
+        };
+        let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
         let balloon = lacks(vm.balloon(), "this VM's pages cannot be discarded")?;
-        let at = Gpa::truncate(TAKEN_BACK);
+        let at = gpa(arch, TAKEN_BACK);
         let vcpu = &mut vcpus[0];
         vm.write(at, &77u32.to_le_bytes()).expect("guest memory");
-        assert_eq!([0; 2].map(|_| put_out::<B>(vcpu)), [77, 78]);
+        assert_eq!([0; 2].map(|_| next_told::<B>(vcpu)), [77, 78]);
         let pages = GfnRange::new(at.gfn(), 700).expect("two pages");
         balloon.discard(pages).expect("pages of a slot");
-        assert_eq!([0; 2].map(|_| put_out::<B>(vcpu)), [0, 1]);
+        assert_eq!([0; 2].map(|_| next_told::<B>(vcpu)), [0, 1]);
         vm.write(at, &5u32.to_le_bytes()).expect("guest memory");
-        assert_eq!(put_out::<B>(vcpu), 5);
+        assert_eq!(next_told::<B>(vcpu), 5);
         start_tracking(&*vm);
         drop(harvest(&*vm));
         let one = GfnRange::new(at.gfn(), 1).expect("a page");
         balloon.discard(one).expect("a page of a slot");
-        let index = at.gfn().get() as usize;
+        let index = TAKEN_BACK as usize / PAGE_SIZE;
         let dirty = harvest(&*vm);
         assert!(dirty.iter().any(|&(_, page)| page == index), "{dirty:?}");
-        assert_eq!(put_out::<B>(vcpu), 0);
-        let beyond = GfnRange::new(Gpa::truncate(15 << 20).gfn(), 600).expect("pages");
+        assert_eq!(next_told::<B>(vcpu), 0);
+        let beyond = GfnRange::new(gpa(arch, 15 << 20).gfn(), 600).expect("pages");
         assert!(balloon.discard(beyond).is_err());
         Ok(())
     })

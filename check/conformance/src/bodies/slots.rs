@@ -3,27 +3,22 @@
 use std::thread;
 use std::time::Duration;
 
-use iced_x86::code_asm::*;
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_machine::{
-    Exit, GuestMemory as _, MemoryError, MemorySlotError, MemorySlots, SlotError, SlotFlags,
+    Arch, Exit, GuestMemory as _, MemoryError, MemorySlotError, MemorySlots, SlotError, SlotFlags,
     SlotId, Vcpu, Vm as _, Width,
 };
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request};
-use crate::program::{assemble, image};
+use crate::program::{Assembler, Code, LATER, Reg, assemble, image, ram, told};
 use crate::running::{Start, beside, guest, within};
 
-/// Beyond the memory that the VM is made with; the boot's identity map reaches it.
-const LATER: u64 = 1 << 30;
-/// Another such place.
+/// Another place beyond the memory that the VM is made with.
 const ELSEWHERE: u64 = 0x6000_0000;
 const SLOT: SlotId = SlotId(7);
 /// 4 MiB.
 const PAGES: u64 = 1024;
-/// Where the guest tells a value.
-const PORT: u16 = 0x80;
 
 fn gfns(at: u64) -> GfnRange {
     let start = Gfn::new(at >> 12).expect("a frame number");
@@ -35,25 +30,30 @@ fn gpa(at: u64) -> Gpa {
 }
 
 /// Tells the word at [`LATER`], then adds one to it, again and again.
-fn counter() -> Vec<u8> {
-    assemble(|a| {
-        let mut again = a.create_label();
-        a.mov(rdi, LATER)?;
-        a.set_label(&mut again)?;
-        a.mov(eax, dword_ptr(rdi))?;
-        a.out(i32::from(PORT), eax)?;
-        a.inc(dword_ptr(rdi))?;
-        a.jmp(again)
+fn counter(arch: Arch) -> Code {
+    tells_later(arch, |a| a.increment(Reg::A, 0))
+}
+
+/// Tells the word at [`LATER`], then does `what` with it, again and again. A has its address.
+fn tells_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
+    assemble(arch, |a| {
+        a.set(Reg::A, LATER);
+        let again = a.here();
+        a.load(Width::Long, Reg::B, Reg::A, 0);
+        a.tell(Reg::B);
+        what(a);
+        a.jump(again);
     })
 }
 
 /// What a vCPU tells next; a read without memory gets `device`, and a write there is ignored.
-fn told(vcpu: &mut impl Vcpu, device: u64) -> u32 {
+fn next_told(vcpu: &mut impl Vcpu, device: u64) -> u32 {
     loop {
-        match vcpu.run().expect("a vCPU that can go on") {
-            Exit::IoOut {
-                port: PORT, value, ..
-            } => return value,
+        let exit = vcpu.run().expect("a vCPU that can go on");
+        if let Some(value) = told(&exit) {
+            return value;
+        }
+        match exit {
             Exit::MmioRead { width, .. } => vcpu.complete_read(device & width.ones()),
             Exit::MmioWrite { .. } | Exit::Interrupted => {}
             exit => panic!("{exit:?}"),
@@ -76,27 +76,34 @@ fn small() -> Request {
 pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = counter();
+        let code = counter(backend.arch());
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
-        assert_eq!([told(vcpu, 7), told(vcpu, 8)], [7, 8], "no memory");
+        assert_eq!(
+            [next_told(vcpu, 7), next_told(vcpu, 8)],
+            [7, 8],
+            "no memory"
+        );
 
         vm.add_memory(SLOT, gfns(LATER), SlotFlags::empty())
             .expect("room");
         // The device has answered the first read of the increment, or not yet.
-        let first = told(vcpu, 9);
+        let first = next_told(vcpu, 9);
         assert!([0, 1, 9].contains(&first), "{first}");
-        let first = told(vcpu, 9);
-        assert_eq!([told(vcpu, 9), told(vcpu, 9)], [first + 1, first + 2]);
+        let first = next_told(vcpu, 9);
+        assert_eq!(
+            [next_told(vcpu, 9), next_told(vcpu, 9)],
+            [first + 1, first + 2]
+        );
         vm.write(gpa(LATER), &100_u32.to_le_bytes())
             .expect("guest memory");
-        assert_eq!(told(vcpu, 9), 101);
+        assert_eq!(next_told(vcpu, 9), 101);
 
         vm.move_slot(SLOT, gfns(ELSEWHERE).start()).expect("room");
         let moved = word(&*vm, ELSEWHERE);
         assert!((101..=102).contains(&moved), "{moved}");
-        told(vcpu, 11);
-        assert_eq!(told(vcpu, 12), 12, "it has left");
+        next_told(vcpu, 11);
+        assert_eq!(next_told(vcpu, 12), 12, "it has left");
         let refused = vm.read(gpa(LATER), &mut [0]);
         assert!(
             matches!(refused, Err(MemoryError::NoSlot(_))),
@@ -112,8 +119,8 @@ pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome {
         vm.add_memory(SLOT, gfns(LATER), SlotFlags::empty())
             .expect("room");
         assert_eq!(word(&*vm, LATER), 0, "nothing of the old memory");
-        told(vcpu, 13);
-        assert!(told(vcpu, 13) <= 2);
+        next_told(vcpu, 13);
+        assert!(next_told(vcpu, 13) <= 2);
         Ok(())
     })
 }
@@ -123,14 +130,9 @@ pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome {
 pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
-            let mut again = a.create_label();
-            a.mov(rdi, LATER)?;
-            a.set_label(&mut again)?;
-            a.mov(eax, dword_ptr(rdi))?;
-            a.out(i32::from(PORT), eax)?;
-            a.mov(dword_ptr(rdi), 5)?;
-            a.jmp(again)
+        let code = tells_later(backend.arch(), |a| {
+            a.set(Reg::C, 5);
+            a.store(Width::Long, Reg::A, 0, Reg::C);
         });
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
@@ -139,7 +141,7 @@ pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
         vm.write(gpa(LATER), &77_u32.to_le_bytes())
             .expect("the VMM may write");
         for _ in 0..2 {
-            assert_eq!(told(vcpu, 0), 77);
+            assert_eq!(next_told(vcpu, 0), 77);
             match vcpu.run().expect("a vCPU that can go on") {
                 Exit::MmioWrite { gpa, width, value } => {
                     let expected = (LATER, Width::Long, 5);
@@ -152,9 +154,9 @@ pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
         vm.set_slot_flags(SLOT, SlotFlags::empty())
             .expect("it is there");
         // A backend may execute an instruction again after its write has left as an exit.
-        let first = told(vcpu, 0);
+        let first = next_told(vcpu, 0);
         assert!([77, 5].contains(&first), "{first}");
-        assert_eq!(told(vcpu, 0), 5, "the guest may write now");
+        assert_eq!(next_told(vcpu, 0), 5, "the guest may write now");
         Ok(())
     })
 }
@@ -163,10 +165,10 @@ pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
 pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let Made { vm, .. } = backend.make(&small(), &guest("hello"))?;
+        let Made { vm, .. } = backend.make(&small(), &guest(backend.arch(), "hello"))?;
         let before = vm.memory_slots();
         let add = |id, at| vm.add_memory(id, gfns(at), SlotFlags::empty());
-        let overlap = add(SLOT, 0);
+        let overlap = add(SLOT, ram(backend.arch(), 0));
         let overlaps = matches!(
             overlap,
             Err(MemorySlotError::Slot(SlotError::Overlap { .. }))
@@ -198,7 +200,7 @@ pub fn slots_change_beside_a_guest<B: Backend>(backend: &B) -> Outcome {
         let (finished, ()) = beside(
             &backend,
             &request,
-            &guest("verify"),
+            &guest(backend.arch(), "verify"),
             Start::Free,
             |running| {
                 let vm = running.vm;

@@ -1,19 +1,19 @@
 //! The state of vCPUs, saved and restored: in place, in a fresh VM, on another backend.
 
+use std::fmt;
 use std::time::Duration;
 
 use fastrand::Rng;
-use iced_x86::code_asm::*;
 use lacuna_machine::x86::cpuid::Features;
 use lacuna_machine::{
-    Apf, CpuModel, Ending, Exit, Kick as _, PlatformDevices, SaveRestore as _, StateError,
-    Vcpu as _, VcpuState, x86,
+    Apf, Arch, CpuModel, Ending, Exit, Kick as _, PlatformDevices, SaveRestore as _, StateError,
+    Vcpu as _, VcpuState, Vm as _, arm64, x86,
 };
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request, VcpuOf};
 use crate::moving::{move_to, run_for};
-use crate::program::{assemble, image};
+use crate::program::{Code, Reg, assemble, image, is_question, saved, told};
 use crate::running::{guest, within};
 
 /// How often a guest moves.
@@ -31,26 +31,27 @@ pub(super) fn small() -> Request {
 }
 
 /// Counts in a register, and tells each number.
-fn counter() -> Vec<u8> {
-    assemble(|a| {
-        let mut again = a.create_label();
-        a.mov(r15, 0x1234_5678_9abc_def0_u64)?;
-        a.xor(ebx, ebx)?;
-        a.set_label(&mut again)?;
-        a.inc(ebx)?;
-        a.mov(eax, ebx)?;
-        a.out(0x80, eax)?;
-        a.jmp(again)
+pub(super) fn counter(arch: Arch) -> Code {
+    assemble(arch, |a| {
+        a.set(Reg::H, UNTOUCHED);
+        a.set(Reg::A, 0);
+        let again = a.here();
+        a.add_immediate(Reg::A, 1);
+        a.tell(Reg::A);
+        a.jump(again);
     })
 }
 
+/// What the counter leaves in register H.
+const UNTOUCHED: u64 = 0x1234_5678_9abc_def0;
+
 /// The next number, and the instruction that tells it is complete.
-pub(super) fn told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
+pub(super) fn next_told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
     let number = loop {
-        match vcpu.run().expect("a vCPU that can go on") {
-            Exit::IoOut { value, .. } => break value,
-            Exit::Interrupted => {}
-            exit => panic!("{exit:?}"),
+        let exit = vcpu.run().expect("a vCPU that can go on");
+        match told(&exit) {
+            Some(value) => break value,
+            None => assert_eq!(exit, Exit::Interrupted),
         }
     };
     vm.kick(vcpu.index());
@@ -66,28 +67,51 @@ pub(super) fn registers(state: &VcpuState) -> &x86::State {
     }
 }
 
+/// Asserts that two states are the same but for what time changes, and what the host has.
+#[track_caller]
+pub(super) fn assert_same(a: &VcpuState, b: &VcpuState, context: &dyn fmt::Display) {
+    match (a, b) {
+        (VcpuState::X86(a), VcpuState::X86(b)) => {
+            assert_eq!(a.regs, b.regs, "{context}");
+            assert_eq!(a.system, b.system, "{context}");
+            assert_eq!(a.debug, b.debug, "{context}");
+            assert_eq!(a.msrs, b.msrs, "{context}");
+            assert_eq!(a.events, b.events, "{context}");
+            assert_eq!(a.apf, b.apf, "{context}");
+            assert_eq!(a.xsave, b.xsave, "{context}");
+            assert_eq!(
+                (a.xcr0, a.run, a.tsc.khz),
+                (b.xcr0, b.run, b.tsc.khz),
+                "{context}"
+            );
+        }
+        // Its timers compare with the counter, which no vCPU has.
+        (VcpuState::Arm64(a), VcpuState::Arm64(b)) => assert_eq!(a, b, "{context}"),
+        (a, b) => panic!("{context}: {a:?}, {b:?}"),
+    }
+}
+
 /// A state is what the vCPU goes on from, however far it has come since.
 pub fn a_vcpu_goes_back_to_a_saved_state<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = counter();
+        let code = counter(backend.arch());
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
-        let numbers = [(); 3].map(|()| told::<B>(&vm, vcpu));
+        let numbers = [(); 3].map(|()| next_told::<B>(&vm, vcpu));
         assert_eq!(numbers, [1, 2, 3]);
-        let state = vcpu.save().expect("between two instructions");
-        assert_eq!(registers(&state).regs.gpr[3], 3, "RBX");
-        assert_eq!(registers(&state).regs.gpr[15], 0x1234_5678_9abc_def0);
+        let mut state = vcpu.save().expect("between two instructions");
+        assert_eq!(*saved(&mut state, Reg::A), 3);
+        assert_eq!(*saved(&mut state, Reg::H), UNTOUCHED);
         let again = vcpu.save().expect("between two instructions");
-        assert_eq!(registers(&again).regs, registers(&state).regs);
-        assert_eq!(registers(&again).system, registers(&state).system);
+        assert_same(&again, &state, &"a save changes nothing");
         for _ in 0..3 {
             assert_eq!(
-                told::<B>(&vm, vcpu),
+                next_told::<B>(&vm, vcpu),
                 4,
                 "a save changes nothing, a restore all"
             );
-            assert_eq!(told::<B>(&vm, vcpu), 5);
+            assert_eq!(next_told::<B>(&vm, vcpu), 5);
             vcpu.restore(&state).expect("its own state");
         }
         Ok(())
@@ -98,92 +122,124 @@ pub fn a_vcpu_goes_back_to_a_saved_state<B: Backend>(backend: &B) -> Outcome {
 pub fn half_an_instruction_is_not_saved<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = assemble(|a| {
-            let mut again = a.create_label();
-            a.set_label(&mut again)?;
-            a.in_(eax, 0x80)?;
-            a.mov(ebx, eax)?;
-            a.jmp(again)
+        let code = assemble(backend.arch(), |a| {
+            let again = a.here();
+            a.ask(Reg::A);
+            a.jump(again);
         });
         let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
         let exit = vcpu.run().expect("a vCPU that can go on");
-        assert!(matches!(exit, Exit::IoIn { .. }), "{exit:?}");
+        assert!(is_question(&exit), "{exit:?}");
         let refused = vcpu.save();
         let is_refused = matches!(refused, Err(StateError::MidInstruction { vcpu: 0 }));
         assert!(is_refused, "{refused:?}");
         vcpu.complete_read(42);
         let exit = vcpu.run().expect("a vCPU that can go on");
-        assert!(matches!(exit, Exit::IoIn { .. }), "{exit:?}");
+        assert!(is_question(&exit), "{exit:?}");
         Ok(())
     })
 }
 
+/// Names of which a refusal has one, and what is done to the state.
+pub(super) type Damage<S> = (&'static [&'static str], fn(&mut S));
+
+/// KVM refuses the system registers as a whole.
+const X86_DAMAGES: [Damage<x86::State>; 7] = [
+    (&["system.cr4", "system registers"], |s| {
+        s.system.cr4 |= 1 << 40
+    }),
+    (&["system.efer", "system registers"], |s| s.system.efer = 0),
+    (&["tsc.khz"], |s| s.tsc.khz = 1),
+    (&["features.fpu"], |s| {
+        s.features = Features::of(|_, _| [0, 0, 0, 1])
+    }),
+    (&["features."], |s| {
+        s.features = Features::of(|_, _| [!0; 4])
+    }),
+    (&["xsave"], |s| s.xsave = Some(Vec::new())),
+    (&["MSR 0xdead:"], |s| _ = s.msrs.insert(0xdead, 1)),
+];
+
+const ID_AA64ISAR0: arm64::SysReg = arm64::SysReg::new([3, 0, 0, 6, 0]);
+const NO_REGISTER: arm64::SysReg = arm64::SysReg::new([3, 7, 15, 15, 7]);
+
+const ARM64_DAMAGES: [Damage<arm64::State>; 8] = [
+    (&["pstate"], |s| s.regs.pstate = 0b1001),
+    (&["S3_7_C15_C15_7"], |s| _ = s.system.insert(NO_REGISTER, 1)),
+    (&["ID_AA64ISAR0_EL1"], |s| {
+        _ = s.id.insert(ID_AA64ISAR0, 0xf << 4)
+    }),
+    (&["MPIDR_EL1"], |s| {
+        _ = s.id.insert(arm64::SysReg::MPIDR, 1 << 31 | 77)
+    }),
+    (&["timers"], |s| s.timers.virt.ctl = !0),
+    (&["gic"], |s| s.gic.cpu.bpr = [9, 9]),
+    (&["abort"], |s| {
+        s.abort = Some(arm64::Abort {
+            iss: !0,
+            address: 0,
+        })
+    }),
+    (&["apf"], |s| s.apf.enabled = Some((arm64::Form::Abort, 1))),
+];
+
 /// A damaged state is refused with the name of what is wrong, and the vCPU goes on as it was.
 pub fn a_damaged_state_is_refused_by_name<B: Backend>(backend: &B) -> Outcome {
-    type Damage = fn(&mut x86::State);
-    // KVM refuses the system registers as a whole.
-    let damages: [(&[&str], Damage); 7] = [
-        (&["system.cr4", "system registers"], |s| {
-            s.system.cr4 |= 1 << 40
-        }),
-        (&["system.efer", "system registers"], |s| s.system.efer = 0),
-        (&["tsc.khz"], |s| s.tsc.khz = 1),
-        (&["features.fpu"], |s| {
-            s.features = Features::of(|_, _| [0, 0, 0, 1])
-        }),
-        (&["features."], |s| {
-            s.features = Features::of(|_, _| [!0; 4])
-        }),
-        (&["xsave"], |s| s.xsave = Some(Vec::new())),
-        (&["MSR 0xdead:"], |s| _ = s.msrs.insert(0xdead, 1)),
-    ];
     let backend = backend.clone();
     within(move || {
-        let code = counter();
+        let code = counter(backend.arch());
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
-        assert_eq!(told::<B>(&vm, vcpu), 1);
+        assert_eq!(next_told::<B>(&vm, vcpu), 1);
         let state = vcpu.save().expect("between two instructions");
-        for (names, damage) in damages {
-            let mut damaged = state.clone();
-            match &mut damaged {
-                VcpuState::X86(state) => damage(state),
-                other => panic!("{other:?}"),
-            }
+        let damaged: Vec<(_, VcpuState)> = match &state {
+            VcpuState::X86(state) => damaged(&**state, &X86_DAMAGES, VcpuState::X86),
+            VcpuState::Arm64(state) => damaged(&**state, &ARM64_DAMAGES, VcpuState::Arm64),
+            other => panic!("{other:?}"),
+        };
+        for (names, damaged) in damaged {
             let refused = vcpu.restore(&damaged).expect_err(names[0]).to_string();
             let is_named = names.iter().any(|name| refused.contains(name));
             assert!(is_named, "{names:?}: {refused}");
             let now = vcpu.save().expect("between two instructions");
-            let (now, before) = (registers(&now), registers(&state));
-            assert_eq!((&now.regs, &now.system), (&before.regs, &before.system));
-            assert_eq!((&now.msrs, now.tsc.khz), (&before.msrs, before.tsc.khz));
+            assert_same(&now, &state, &refused);
         }
         vcpu.restore(&state).expect("its own state");
-        assert_eq!(told::<B>(&vm, vcpu), 2);
+        assert_eq!(next_told::<B>(&vm, vcpu), 2);
         Ok(())
     })
+}
+
+/// A copy of `state` with each of the damages.
+pub(super) fn damaged<S: Clone>(
+    state: &S,
+    damages: &[Damage<S>],
+    tag: fn(Box<S>) -> VcpuState,
+) -> Vec<(&'static [&'static str], VcpuState)> {
+    let damage = |(names, damage): &Damage<S>| {
+        let mut damaged = state.clone();
+        damage(&mut damaged);
+        (*names, tag(Box::new(damaged)))
+    };
+    damages.iter().map(damage).collect()
 }
 
 /// A fresh VM has the state that was restored there.
 pub fn a_restored_state_is_saved_again<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = counter();
+        let code = counter(backend.arch());
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
-        assert_eq!(told::<B>(&vm, &mut vcpus[0]), 1);
+        assert_eq!(next_told::<B>(&vm, &mut vcpus[0]), 1);
         let state = vcpus[0].save().expect("between two instructions");
-        let Made { mut vcpus, .. } = backend.make_bare(&small())?;
+        let shared = vm.save_shared().expect("no vCPU runs");
+        let Made { vm, mut vcpus, .. } = backend.make_bare(&small())?;
+        let restored = vm.restore_shared(&shared);
+        restored.expect("a state of this backend");
         vcpus[0].restore(&state).expect("a state of this backend");
         let again = vcpus[0].save().expect("between two instructions");
-        let (state, again) = (registers(&state), registers(&again));
-        assert_eq!(again.regs, state.regs);
-        assert_eq!(again.system, state.system);
-        assert_eq!(again.debug, state.debug);
-        assert_eq!(again.msrs, state.msrs);
-        assert_eq!(again.events, state.events);
-        assert_eq!(again.apf, state.apf);
-        assert_eq!((again.xcr0, again.run), (state.xcr0, state.run));
+        assert_same(&again, &state, &"restored");
         Ok(())
     })
 }
@@ -202,7 +258,7 @@ pub fn a_guest_with_the_hosts_processor_moves<B: Backend>(backend: &B) -> Outcom
 
 /// `litmus` moves from VM to VM. Its vCPUs check the order of each other's accesses.
 pub fn litmus_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
-    let request = Request::new(16, 16, 2, "iters=3000 adds=3000");
+    let request = Request::new(16, 16, 2, "iters=8000 adds=8000");
     moves(backend, request, COMMON, "litmus")
 }
 
@@ -231,8 +287,8 @@ fn moves<B: Backend>(backend: &B, request: Request, cpu: CpuModel, name: &'stati
     within(move || {
         let request = Request { cpu, ..request };
         let (mut rng, mut moves) = (Rng::with_seed(1), 0);
-        let devices = PlatformDevices::new(|_: &str| ());
-        let mut made = backend.make(&request, &guest(name))?;
+        let devices = PlatformDevices::of(backend.arch(), |_: &str| ());
+        let mut made = backend.make(&request, &guest(backend.arch(), name))?;
         while moves < MOVES {
             let time = Duration::from_micros(rng.u64(2_000..40_000));
             run_for(&mut made, &devices, time);

@@ -14,7 +14,8 @@ working tree, which must then be clean.
                    (default: base.fault,thp.range,thp.touch,pml.page)
   --rounds N       paired rounds of each part (default 7; 0 measures no time)
   --quick          the lab's short rounds: for a first look, not for figures to quote
-  --instructions   also count instructions per fault and per access (needs valgrind)
+  --instructions   also count instructions per fault and per access, with x86-64 and with AArch64
+                   guests (needs valgrind)
   --json FILE      write everything as JSON, too
 
 Exit codes: 0 nothing became slower, 1 something did, or it failed in one commit; 2 wrong

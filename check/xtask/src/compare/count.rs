@@ -70,8 +70,23 @@ const SWAPPING: Probe = Probe {
     ..RESIDENT
 };
 
-/// All probes. Each has one vCPU.
-pub const PROBES: &[Probe] = &[
+/// The processor of a probe's guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arch {
+    /// x86-64.
+    X86,
+    /// AArch64. A commit that has no such guests fails these probes.
+    Arm64,
+}
+
+/// All probes, once for each processor.
+pub fn probes() -> impl Iterator<Item = (Arch, &'static Probe)> {
+    let archs = [Arch::X86, Arch::Arm64].into_iter();
+    archs.flat_map(|arch| PROBES.iter().map(move |probe| (arch, probe)))
+}
+
+/// Each has one vCPU.
+const PROBES: &[Probe] = &[
     Probe {
         name: "fault.first_touch",
         guest: "touch",
@@ -112,10 +127,23 @@ pub const PROBES: &[Probe] = &[
 ];
 
 impl Probe {
+    /// The name of the result.
+    pub fn id(&self, arch: Arch) -> String {
+        match arch {
+            Arch::X86 => self.name.to_owned(),
+            Arch::Arm64 => format!("arm64.{}", self.name),
+        }
+    }
+
     /// The arguments of `lacuna run`, in the run with little work and in the run with much.
-    fn arguments(&self) -> [[&'static str; 11]; 2] {
+    fn arguments(&self, arch: Arch) -> [Vec<&'static str>; 2] {
+        // Older commits do not know the option.
+        let chosen: &[_] = match arch {
+            Arch::X86 => &[],
+            Arch::Arm64 => &["--arch", "arm64"],
+        };
         [0, 1].map(|run| {
-            [
+            let words = [
                 self.guest,
                 "--memory",
                 self.memory[run],
@@ -127,7 +155,8 @@ impl Probe {
                 self.apf,
                 "--append",
                 self.words[run],
-            ]
+            ];
+            [&words[..], chosen].concat()
         })
     }
 }
@@ -165,8 +194,8 @@ impl PerUnit {
 
 /// A probe of both commits.
 pub struct Counted {
-    /// The probe's name.
-    pub name: &'static str,
+    /// The name of the result.
+    pub name: String,
     /// The old commit.
     pub old: PerUnit,
     /// The new commit.
@@ -174,12 +203,6 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// Both commits' counts of `probe`.
-    pub fn new(probe: &Probe, old: PerUnit, new: PerUnit) -> Self {
-        let name = probe.name;
-        Self { name, old, new }
-    }
-
     /// New over old.
     pub fn ratio(&self) -> f64 {
         self.new.instructions / self.old.instructions
@@ -198,8 +221,12 @@ impl Counted {
 }
 
 /// Runs both runs of `probe` under callgrind with the program `lacuna`; `folder` takes their files.
-pub fn per_unit(lacuna: &Path, probe: &Probe, folder: &Path) -> Result<PerUnit, Failure> {
-    let [little, much] = probe.arguments();
+pub fn per_unit(
+    lacuna: &Path,
+    (arch, probe): (Arch, &Probe),
+    folder: &Path,
+) -> Result<PerUnit, Failure> {
+    let [little, much] = probe.arguments(arch);
     PerUnit::between(
         run(lacuna, &little, probe.unit, folder)?,
         run(lacuna, &much, probe.unit, folder)?,
@@ -307,7 +334,11 @@ mod tests {
             instructions,
             guest_ns: 20.0,
         };
-        Counted::new(&PROBES[0], per_unit(old), per_unit(new))
+        Counted {
+            name: PROBES[0].id(Arch::X86),
+            old: per_unit(old),
+            new: per_unit(new),
+        }
     }
 
     #[test]
@@ -339,10 +370,27 @@ mod tests {
 
     #[test]
     fn probes_have_names_of_their_own() {
-        for (i, probe) in PROBES.iter().enumerate() {
-            assert!(PROBES[..i].iter().all(|other| other.name != probe.name));
-            let [little, much] = probe.arguments();
-            assert_ne!(little, much, "{}", probe.name);
+        let mut names: Vec<_> = probes().map(|(arch, probe)| probe.id(arch)).collect();
+        names.sort_unstable();
+        let number = names.len();
+        names.dedup();
+        assert_eq!(names.len(), number);
+        for (arch, probe) in probes() {
+            let [little, much] = probe.arguments(arch);
+            assert_ne!(little, much, "{}", probe.id(arch));
         }
+    }
+
+    #[test]
+    fn each_probe_has_a_guest_of_either_processor() {
+        let of = |wanted| probes().filter(move |&(arch, _)| arch == wanted);
+        assert_eq!(of(Arch::X86).count(), of(Arch::Arm64).count());
+        for (arch, probe) in of(Arch::Arm64) {
+            assert!(probe.id(arch).starts_with("arm64."));
+            let [little, _] = probe.arguments(arch);
+            assert!(little.ends_with(&["--arch", "arm64"]), "{little:?}");
+        }
+        let words = of(Arch::X86).flat_map(|(arch, probe)| probe.arguments(arch).concat());
+        assert!(words.into_iter().all(|word| word != "--arch"));
     }
 }

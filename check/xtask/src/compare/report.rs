@@ -202,7 +202,7 @@ fn counts(text: &mut String, counts: &[Counted]) {
             (false, false) => "ok (the guest's own work differs)",
         };
         [
-            counted.name.to_owned(),
+            counted.name.clone(),
             figure(counted.old.instructions),
             figure(counted.new.instructions),
             format!("{:+.2} %", (counted.ratio() - 1.0) * 100.0),

@@ -44,7 +44,7 @@ fn cr3() {
         let mut sys = System::long_mode(0);
         sys.cr4 |= paging;
         let flush = write_cr(&mut sys, &mut one(), 3, 0xffff_ffff_f018);
-        let wanted = Flush::Space(Pcid(0), Retain::Forget);
+        let wanted = Flush::Space(Space(0), Retain::Forget);
         assert_eq!((flush, sys.cr3), (Ok(wanted), 0xffff_ffff_f018));
     }
 }
@@ -56,37 +56,37 @@ fn cr3_with_pcids() {
         let flush = write_cr(&mut sys, &mut apic, number, value);
         (flush, sys.cr3, sys.pcid())
     };
-    let space = |pcid, retain| Ok(Flush::Space(Pcid(pcid), retain));
+    let space = |pcid, retain| Ok(Flush::Space(Space(pcid), retain));
     let (forget, keep) = (Retain::Forget, Retain::Keep);
     // Without PCIDE the low bits are PWT and PCD, and bit 63 is reserved.
-    assert_eq!(write(3, 0x1ff8), (space(0, forget), 0x1ff8, Pcid(0)));
-    assert_eq!(write(3, CR3_NO_FLUSH | 0x1000), (Err(GP), 0x1ff8, Pcid(0)));
+    assert_eq!(write(3, 0x1ff8), (space(0, forget), 0x1ff8, Space(0)));
+    assert_eq!(write(3, CR3_NO_FLUSH | 0x1000), (Err(GP), 0x1ff8, Space(0)));
     // PCIDE only while CR3 names PCID 0.
-    assert_eq!(write(4, CR4_PAE | CR4_PCIDE), (Err(GP), 0x1ff8, Pcid(0)));
-    assert_eq!(write(3, 0x1000), (space(0, forget), 0x1000, Pcid(0)));
+    assert_eq!(write(4, CR4_PAE | CR4_PCIDE), (Err(GP), 0x1ff8, Space(0)));
+    assert_eq!(write(3, 0x1000), (space(0, forget), 0x1000, Space(0)));
     assert_eq!(
         write(4, CR4_PAE | CR4_PCIDE),
-        (Ok(Flush::All), 0x1000, Pcid(0))
+        (Ok(Flush::All), 0x1000, Space(0))
     );
     assert_eq!(
         write(3, 0x2fff),
-        (space(0xfff, forget), 0x2fff, Pcid(0xfff))
+        (space(0xfff, forget), 0x2fff, Space(0xfff))
     );
     assert_eq!(
         write(3, CR3_NO_FLUSH | 0x3001),
-        (space(1, keep), 0x3001, Pcid(1))
+        (space(1, keep), 0x3001, Space(1))
     );
     for reserved in [1 << 48, 1 << 62, CR3_NO_FLUSH | 1 << 48] {
         assert_eq!(
             write(3, reserved),
-            (Err(GP), 0x3001, Pcid(1)),
+            (Err(GP), 0x3001, Space(1)),
             "{reserved:#x}"
         );
     }
     // With PCIDE set already CR4 takes any CR3; without it all is PCID 0 again.
-    let wanted = (Ok(Flush::Keep), 0x3001, Pcid(1));
+    let wanted = (Ok(Flush::Keep), 0x3001, Space(1));
     assert_eq!(write(4, CR4_PAE | CR4_PCIDE | CR4_TSD), wanted);
-    assert_eq!(write(4, CR4_PAE), (Ok(Flush::All), 0x3001, Pcid(0)));
+    assert_eq!(write(4, CR4_PAE), (Ok(Flush::All), 0x3001, Space(0)));
 }
 
 #[test]

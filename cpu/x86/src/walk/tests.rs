@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::state::bits::CR4_PAE;
+use lacuna_cpu::WalkCache as _;
 use lacuna_cpu::testing::Ram;
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicU64};

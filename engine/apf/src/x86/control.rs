@@ -7,7 +7,7 @@ use super::delivery::{Enabled, ReadyBy};
 use super::{Features, Guest, Msr};
 use crate::abi::{Abi, Request, Tell, Untold};
 use crate::token::{Token, TokenFormat};
-use lacuna_addr::{Gfn, Gpa};
+use lacuna_addr::{Access, Gfn, Gpa};
 
 /// The access raises #GP(0) and changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -42,6 +42,19 @@ impl Control {
             enable: 0,
             vector: 0,
             enabled: None,
+        }
+    }
+
+    /// The page that a write of `value` to `msr` accesses: an area that it enables, or the area of
+    /// the events that it makes the host deliver.
+    pub(super) fn page_accessed_by(&self, msr: Msr, value: u64) -> Option<(Gfn, Access)> {
+        match msr {
+            Msr::Enable if value & Flags::ENABLED.bits() != 0 => {
+                let area = Gpa::new(value & !Flags::all().bits())?;
+                Some((area.gfn(), Access::Read))
+            }
+            Msr::Acknowledge => self.shared_page().map(|area| (area, Access::Write)),
+            Msr::Enable | Msr::Vector => None,
         }
     }
 
@@ -147,10 +160,13 @@ impl Control {
 
 impl Abi for Control {
     /// KVM's format.
-    const TOKENS: TokenFormat = TokenFormat {
-        vcpu_bits: 12,
-        id_bits: 20,
-    };
+    #[inline]
+    fn tokens(&self) -> TokenFormat {
+        TokenFormat {
+            vcpu_bits: 12,
+            id_bits: 20,
+        }
+    }
 
     fn is_enabled(&self) -> bool {
         self.enabled.is_some()

@@ -16,16 +16,10 @@
 //! So at most one page-ready is unread. While word 0 is in use, the guest cannot be told that a
 //! page is not present.
 
-use super::{CpuState, Guest, Unwritable};
+use super::{CpuState, Guest};
 use crate::abi::Untold;
 use crate::token::Token;
 use lacuna_addr::Gpa;
-
-impl From<Unwritable> for Untold {
-    fn from(_: Unwritable) -> Self {
-        Self
-    }
-}
 
 /// How page-ready is delivered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

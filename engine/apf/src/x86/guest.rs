@@ -1,6 +1,4 @@
-//! What the x86 ABI needs of a vCPU and its memory.
-
-use lacuna_addr::Gpa;
+//! What the x86 ABI needs of a vCPU, besides the words in its memory.
 
 /// The part of an x86 vCPU's state that decides whether the guest may be told, besides
 /// [`crate::Guest::is_interruptible`]. It is the state between two instructions, or at a fault.
@@ -18,23 +16,10 @@ pub struct CpuState {
     pub lapic: bool,
 }
 
-/// The word cannot be written: there is no memory, or read-only memory, or a device.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Unwritable;
-
 /// An x86 guest on one vCPU. The vCPU's thread makes all calls, and holds no lock.
-pub trait Guest: crate::Guest {
+pub trait Guest: crate::Guest + crate::SharedWords {
     /// The vCPU's present state.
     fn state(&self) -> CpuState;
-
-    /// Guest memory at `at`, which is a multiple of 4. `None`: there is no memory there.
-    fn read_u32(&mut self, at: Gpa) -> Option<u32>;
-
-    /// Writes guest memory at `at`, which is a multiple of 4.
-    ///
-    /// # Errors
-    /// There is no writable memory; nothing was written.
-    fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable>;
 
     /// Makes a #PF pending, with error code 0 and `address` for CR2. It is called only while the
     /// vCPU is interruptible; after the call the vCPU is not.

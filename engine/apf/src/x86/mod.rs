@@ -15,10 +15,11 @@ mod delivery;
 mod guest;
 mod numbers;
 
+use lacuna_addr::{Access, Gfn};
 use lacuna_sync::Nanos;
 
 pub use control::{Control, GeneralProtection};
-pub use guest::{CpuState, Guest, Unwritable};
+pub use guest::{CpuState, Guest};
 pub use numbers::{Features, Msr};
 
 /// The asynchronous page faults of one x86 vCPU.
@@ -41,6 +42,12 @@ impl Queue {
         guest: &mut G,
     ) -> Result<(), GeneralProtection> {
         self.abi().check(msr, value, guest)
+    }
+
+    /// The page that [`Queue::write_msr`] accesses, and how. A backend that must not wait inside of
+    /// the write brings the page in before.
+    pub fn page_accessed_by(&self, msr: Msr, value: u64) -> Option<(Gfn, Access)> {
+        self.abi().page_accessed_by(msr, value)
     }
 
     /// WRMSR.

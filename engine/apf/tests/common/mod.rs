@@ -2,8 +2,8 @@
 #![allow(dead_code, reason = "every test file uses its part")]
 
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_apf::x86::{self, Control, Features, Msr, Queue, Unwritable};
-use lacuna_apf::{Completion, Guest, NotPresent, Prefault};
+use lacuna_apf::x86::{self, Control, Features, Msr, Queue};
+use lacuna_apf::{Completion, Guest, NotPresent, Prefault, SharedWords, Unwritable};
 use lacuna_sync::Nanos;
 
 pub const AREA: u64 = 0x7_0040;
@@ -118,21 +118,7 @@ impl Guest for Mock {
     }
 }
 
-impl x86::Guest for Mock {
-    fn state(&self) -> x86::CpuState {
-        let CpuState {
-            user,
-            paging,
-            lapic,
-            ..
-        } = self.state;
-        x86::CpuState {
-            user,
-            paging,
-            lapic,
-        }
-    }
-
+impl SharedWords for Mock {
     fn read_u32(&mut self, at: Gpa) -> Option<u32> {
         let memory = self.memory;
         let word = self.word(at)?;
@@ -148,6 +134,22 @@ impl x86::Guest for Mock {
                 Ok(())
             }
             _ => Err(Unwritable),
+        }
+    }
+}
+
+impl x86::Guest for Mock {
+    fn state(&self) -> x86::CpuState {
+        let CpuState {
+            user,
+            paging,
+            lapic,
+            ..
+        } = self.state;
+        x86::CpuState {
+            user,
+            paging,
+            lapic,
         }
     }
 

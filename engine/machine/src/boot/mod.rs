@@ -1,9 +1,10 @@
 //! Loads an image: what is written to guest memory, and the state in which a vCPU starts.
 //!
 //! This file has what all architectures share: the layout of guest memory, the checks of an image
-//! against it, and the writes of segments and command line. `x86` has the boot data and the state
-//! at entry.
+//! against it, and the writes of segments. `x86` and `arm64` have the boot data and the state at
+//! entry.
 
+pub mod arm64;
 pub mod x86;
 
 use crate::{Arch, ErrorKind, GuestMemory, Image, MemoryError};
@@ -29,7 +30,7 @@ pub enum BootError {
     },
     /// A segment begins below the end of the boot data.
     #[error(
-        "segment {index} at {gpa} lies in the first 64 KiB, which hold the boot data; \
+        "segment {index} at {gpa} lies below {first:#x}, where the boot data is; \
          link the image higher"
     )]
     SegmentTooLow {
@@ -37,6 +38,8 @@ pub enum BootError {
         index: usize,
         /// Where it starts.
         gpa: Gpa,
+        /// The first address behind the boot data.
+        first: u64,
     },
     /// The command line is too long.
     #[error("the guest's command line has {0} bytes; at most 4095 fit")]
@@ -52,6 +55,12 @@ pub enum BootError {
         /// The VM's architecture.
         vm: Arch,
     },
+    /// The device tree cannot be made.
+    #[error(
+        "cannot describe the machine to the guest: {0}; the guest's command line must not have a \
+         zero byte"
+    )]
+    DeviceTree(String),
     /// The image could not be written to the guest's memory.
     #[error("cannot load the image: {0}")]
     Memory(#[from] MemoryError),
@@ -65,7 +74,8 @@ impl BootError {
             | Self::SegmentTooLow { .. }
             | Self::CommandLine(_)
             | Self::BadSize(_)
-            | Self::WrongArch { .. } => ErrorKind::Request,
+            | Self::WrongArch { .. }
+            | Self::DeviceTree(_) => ErrorKind::Request,
             Self::Memory(error) => error.kind(),
         }
     }
@@ -76,6 +86,9 @@ impl BootError {
 /// An x86-64 guest has memory from 0 to 3 GiB. What does not fit there continues at 4 GiB. From
 /// 0xc000_0000 to 0xffff_ffff there is no memory, so a VMM can put devices there, except at
 /// 0xfee0_0000, where the local APIC is.
+///
+/// An AArch64 guest has memory from 1 GiB on, as on QEMU's `virt` machine. The devices of every
+/// guest are below ([`mmio`](crate::mmio)). A VMM can put its own at 0x0a00_0000 to 0x3fff_ffff.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Layout {
     ranges: Vec<GfnRange>,
@@ -99,23 +112,28 @@ impl Layout {
         if !(1 << 20..=64 << 40).contains(&bytes) {
             return Err(BootError::BadSize(bytes));
         }
-        let (low_end, high_start) = match arch {
-            Arch::X86_64 => (x86::LOW_END, x86::HIGH_START),
-        };
         let page = PAGE_SIZE as u64;
-        let low = bytes.min(low_end) / page;
-        let high = bytes.saturating_sub(low_end) / page;
-        let range = |start: u64, pages| GfnRange::new(Gfn::new(start / page)?, pages);
-        let ranges = [range(0, low), range(high_start, high)]
-            .into_iter()
-            .flatten()
-            .collect();
+        let range = |start: u64, bytes: u64| GfnRange::new(Gfn::new(start / page)?, bytes / page);
+        let ranges = match arch {
+            Arch::X86_64 => [
+                range(0, bytes.min(x86::LOW_END)),
+                range(x86::HIGH_START, bytes.saturating_sub(x86::LOW_END)),
+            ],
+            Arch::Arm64 => [range(arm64::MEMORY_START, bytes), None],
+        };
+        let ranges = ranges.into_iter().flatten().collect();
         Ok(Self { ranges })
     }
 
     /// The guest frames that have memory, in ascending order: one range for each memory slot.
     pub fn ranges(&self) -> &[GfnRange] {
         &self.ranges
+    }
+
+    /// The first address that has memory.
+    fn start(&self) -> u64 {
+        let first = self.ranges.first();
+        first.map_or(0, |range| range.start().gpa().get())
     }
 
     fn holds(&self, gpa: Gpa, size: u64) -> bool {
@@ -133,12 +151,10 @@ struct Placement {
     arch: Arch,
     /// The end of the boot data. Every segment of an image begins here or above.
     boot_end: u64,
-    /// The address at which the command line is written; one page is free for it.
-    command_line: u64,
 }
 
 impl Placement {
-    /// Checks everything, then writes the segments and the command line.
+    /// Checks everything, then writes the segments.
     fn load(
         &self,
         image: &Image<'_>,
@@ -153,15 +169,17 @@ impl Placement {
             });
         }
         for (index, s) in image.segments.iter().enumerate() {
-            if s.gpa.get() < self.boot_end {
-                return Err(BootError::SegmentTooLow { index, gpa: s.gpa });
+            let gpa = s.gpa;
+            if gpa.get() < self.boot_end {
+                let first = self.boot_end;
+                return Err(BootError::SegmentTooLow { index, gpa, first });
             }
             let size = s.extent();
-            if !layout.holds(s.gpa, size) {
-                let needed = image.end().div_ceil(1 << 20);
+            if !layout.holds(gpa, size) {
+                let needed = (image.end() - layout.start()).div_ceil(1 << 20);
                 return Err(BootError::SegmentOutside {
                     index,
-                    gpa: s.gpa,
+                    gpa,
                     size,
                     needed,
                 });
@@ -175,7 +193,6 @@ impl Placement {
         for s in &image.segments {
             memory.write(s.gpa, s.bytes)?;
         }
-        memory.write(Gpa::truncate(self.command_line), command_line.as_bytes())?;
         Ok(())
     }
 }

@@ -31,7 +31,6 @@ const GDT_ENTRIES: [u64; 4] = [0, 0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_fff
 const PLACEMENT: Placement = Placement {
     arch: Arch::X86_64,
     boot_end: 0x1_0000,
-    command_line: COMMAND_LINE,
 };
 
 /// The state in which every vCPU starts: 64-bit long mode, CPL0, interrupts off, the first 4 GiB
@@ -70,6 +69,7 @@ impl Boot {
     ) -> Result<Self, BootError> {
         PLACEMENT.load(image, layout, command_line, memory)?;
         let at = Gpa::truncate;
+        memory.write(at(COMMAND_LINE), command_line.as_bytes())?;
         memory.write(at(GDT), &bytes_of(&GDT_ENTRIES))?;
         memory.write(at(START_INFO), &start_info(layout))?;
         for (index, table) in identity_map().iter().enumerate() {

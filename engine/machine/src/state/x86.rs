@@ -6,10 +6,11 @@
 pub mod cpuid;
 
 use cpuid::Features;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The whole state of a vCPU.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct State {
     /// General registers.
     pub regs: Regs,
@@ -52,7 +53,7 @@ pub const COMMON_MSRS: [u32; 7] = [
 ];
 
 /// General registers, RIP and RFLAGS.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Regs {
     /// RAX RCX RDX RBX RSP RBP RSI RDI R8 to R15, in encoding order.
     pub gpr: [u64; 16],
@@ -63,7 +64,7 @@ pub struct Regs {
 }
 
 /// A segment register with its hidden part.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Segment {
     /// The visible part.
     pub selector: u16,
@@ -91,7 +92,7 @@ impl Segment {
 }
 
 /// GDTR or IDTR.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Table {
     /// Linear base address.
     pub base: u64,
@@ -100,7 +101,7 @@ pub struct Table {
 }
 
 /// System registers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct System {
     /// ES CS SS DS FS GS, in encoding order.
     pub segments: [Segment; 6],
@@ -137,7 +138,7 @@ pub mod segment {
 }
 
 /// Debug registers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Debug {
     /// DR0 to DR3.
     pub dr: [u64; 4],
@@ -148,7 +149,7 @@ pub struct Debug {
 }
 
 /// The time-stamp counter.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Tsc {
     /// What RDTSC would read at the moment of the save.
     pub value: u64,
@@ -157,12 +158,13 @@ pub struct Tsc {
 }
 
 /// The local APIC.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Apic {
     /// `IA32_APIC_BASE`.
     pub base: u64,
     /// The register page, one entry for each 16 bytes of it, in xAPIC form: the ID is in bits 31:24
     /// in x2APIC mode too, and ICR is in two halves. The current count is that of the save.
+    #[serde(with = "super::words")]
     pub regs: [u32; 64],
     /// `IA32_TSC_DEADLINE`; 0 when disarmed.
     pub tsc_deadline: u64,
@@ -179,7 +181,7 @@ impl Default for Apic {
 }
 
 /// An exception. The next run begins by delivering it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Exception {
     /// IDT vector, below 32.
     pub vector: u8,
@@ -190,7 +192,7 @@ pub struct Exception {
 }
 
 /// The events that are to be delivered before the next instruction, and what delays them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Events {
     /// An exception.
     pub exception: Option<Exception>,
@@ -205,7 +207,7 @@ pub struct Events {
 }
 
 /// `MSR_KVM_ASYNC_PF_EN` and `_INT`; `_ACK` has no state.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct AsyncFaults {
     /// EN.
     pub enable: u64,
@@ -214,7 +216,7 @@ pub struct AsyncFaults {
 }
 
 /// Whether a vCPU executes instructions.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum RunState {
     /// It executes instructions.
     #[default]

@@ -8,12 +8,13 @@
 use super::rearm::Found;
 use super::{DirtyError, bitmap_of};
 use crate::rmap::Rmap;
-use crate::{Detection, Mmu};
+use crate::{Detection, Mmu, MmuFormat};
 use lacuna_slots::{Slot, SlotId};
 use lacuna_stage2::Flush;
 use lacuna_sync::shim::Ordering;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Moves the slot's dirty bits into `out` and re-arms those pages: KVM's GET without manual
     /// protect. Copy the pages afterwards. A vCPU's own thread must not call this: it waits for all
     /// vCPUs.
@@ -65,34 +66,36 @@ impl Mmu {
         Ok(())
     }
 
-    /// Marks again, from word `first_word` on, pages that were taken from the slot and could not be
-    /// used.
+    /// Marks again pages that were taken from the slot and could not be used.
     ///
     /// # Errors
-    /// There is no such slot, it does not log, or it has no bitmap.
-    ///
-    /// # Panics
-    /// If the slot does not have those pages.
-    pub fn put_back_dirty(
-        &self,
-        id: SlotId,
-        first_word: usize,
-        words: &[u64],
-    ) -> Result<(), DirtyError> {
+    /// As [`Mmu::get_dirty`].
+    pub fn put_back_dirty(&self, id: SlotId, words: &[u64]) -> Result<(), DirtyError> {
         let slot = self.slot(id)?;
-        bitmap_of(&slot)?.put_back(first_word, words);
+        let bitmap = bitmap_of(&slot)?;
+        check_words(&slot, bitmap.words(), words.len())?;
+        bitmap.put_back(0, words);
         Ok(())
+    }
+
+    /// Whether the slot logs.
+    pub fn is_logging(&self, id: SlotId) -> bool {
+        self.slot(id).is_ok_and(|slot| slot.attach.log().is_on())
     }
 
     /// Passes the pages in all vCPUs' rings to `each`, as (slot, page of it), and returns their
     /// number. They stay in the rings until [`Mmu::reset_rings`]; copy the pages only after that. A
     /// slot may have been removed since, or be smaller. `each` must not call dirty tracking of this
-    /// MMU.
+    /// MMU. If it panics, the page that it was given is not reaped, and this MMU can be used on.
     pub fn reap_rings(&self, mut each: impl FnMut(SlotId, usize)) -> usize {
-        let _no_change = self.lock_layout();
+        let no_change = self.lock_layout();
         self.sync();
         let mut rings = self.dirty.rings.lock().expect("no panic under this lock");
-        rings.iter_mut().map(|ring| ring.harvest(&mut each)).sum()
+        let reap = || rings.iter_mut().map(|ring| ring.harvest(&mut each)).sum();
+        let reaped = catch_unwind(AssertUnwindSafe(reap));
+        // A panic goes on after the locks are released, so that it does not poison them.
+        drop((rings, no_change));
+        reaped.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     /// The pages reaped since the last reset could not be used: the next [`Mmu::reap_rings`] reaps

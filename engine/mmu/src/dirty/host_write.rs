@@ -13,7 +13,7 @@
 //! write is in progress while it does that.
 
 use super::{Count, DirtyError};
-use crate::{Mmu, Rmap, VcpuMmu};
+use crate::{Mmu, MmuFormat, Rmap, VcpuMmu};
 use lacuna_addr::Gfn;
 use lacuna_slots::Slot;
 use lacuna_sync::shim::{Ordering, fence};
@@ -30,7 +30,7 @@ pub struct Writing {
     logs: bool,
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// The host is about to write to the page at `gfn`, in `slot`. Ends with [`Writing::done`].
     ///
     /// # Errors

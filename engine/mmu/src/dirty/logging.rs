@@ -14,7 +14,7 @@
 
 use super::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
-use crate::{InBlock, Mmu};
+use crate::{InBlock, Mmu, MmuFormat};
 use lacuna_addr::GfnRange;
 use lacuna_host::Host;
 use lacuna_slots::{Slot, SlotId};
@@ -23,7 +23,7 @@ use lacuna_sync::assert_may_wait;
 use lacuna_sync::shim::Ordering;
 use std::thread::yield_now;
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Sets where marks go, for the VM's whole life. Call it before the first vCPU
     /// ([`Mmu::vcpu_mmu`]) and the first log. The default is bitmaps.
     ///

@@ -5,8 +5,8 @@
 //! vCPU's core. An atomic exchange on it waits for the line: some 100 ns a page where pages are far
 //! apart. So the entries of the next [`AHEAD`] blocks are prefetched while a block is re-armed.
 
-use crate::Mmu;
 use crate::rmap::{BLOCK, Rmap, parts};
+use crate::{Mmu, MmuFormat};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_slots::{Slot, SlotId};
 use lacuna_stage2::{Flush, Stage2};
@@ -22,7 +22,7 @@ const BLOCK_WORDS: usize = BLOCK as usize / WORD;
 /// blocks instead of 16, a page of a full ring takes a fifth longer.
 const AHEAD: usize = 16;
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Re-arms the pages of `slot` that `words` names, and waits for the TLB flush. Bit 0 of
     /// `words` is page `first_page` of the slot.
     pub(crate) fn rearm_words(&self, slot: &Slot<Rmap>, first_page: usize, words: &[u64]) {

@@ -1,6 +1,6 @@
 //! The older way in which huge leaves come back when logging ends, for comparison.
 
-use crate::{DirtyError, Logging, Mmu, Rmap};
+use crate::{DirtyError, Logging, Mmu, MmuFormat, Rmap};
 use lacuna_addr::{BackingRange, Level};
 use lacuna_slots::{Slot, SlotId};
 
@@ -13,7 +13,7 @@ pub enum Recovery {
     Refault,
 }
 
-impl Mmu {
+impl<F: MmuFormat> Mmu<F> {
     /// Ends the logging of slot `id`, with a given way for huge leaves to come back.
     /// [`Recovery::InPlace`] is [`Mmu::set_logging`].
     ///

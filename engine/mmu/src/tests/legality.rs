@@ -1,6 +1,6 @@
 //! Where a huge leaf may be.
 
-use super::*;
+use super::common::*;
 use std::collections::BTreeSet;
 
 /// The blocks of a slot that may be huge, by their first frames.

@@ -1,6 +1,6 @@
 //! Operations in any order, compared with a map of leaves.
 
-use super::*;
+use super::common::*;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 

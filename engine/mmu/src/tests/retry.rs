@@ -1,6 +1,6 @@
 //! Which faults an invalidation refuses, and which vCPUs it waits for.
 
-use super::*;
+use super::common::*;
 use crate::Invalidation;
 
 fn one_slot() -> Arc<Mmu> {

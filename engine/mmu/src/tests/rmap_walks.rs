@@ -1,6 +1,6 @@
 //! All rmap walk strategies find the same leaves; the steps of each are counted exactly.
 
-use super::*;
+use super::common::*;
 use crate::Steps;
 use proptest::prelude::*;
 

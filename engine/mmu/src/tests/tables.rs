@@ -1,6 +1,6 @@
 //! Behaviour when tables are exhausted.
 
-use super::*;
+use super::common::*;
 use proptest::prelude::*;
 
 /// A root, two upper tables, and the leaf table of block 1; no table is left to split block 0.

@@ -13,10 +13,11 @@
 //! A round that fails prints its seed. With that seed each thread draws the same random numbers
 //! again, but the threads interleave in another way.
 
-use crate::fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
-use crate::monitor::{Begun, Monitor};
-use crate::threads::Done;
-use crate::{DETECTIONS, bare_ring, ring};
+use super::fixture::ring;
+use super::fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
+use super::monitor::{Begun, Monitor};
+use super::steps::{DETECTIONS, bare_ring};
+use super::threads::Done;
 use lacuna_addr::{BackingRange, GfnRange};
 use lacuna_host::{HugePages, MmuNotifier};
 use lacuna_mmu::{Backup, Delivery, DirtyError, HugeLeaves, Initially, Logging};

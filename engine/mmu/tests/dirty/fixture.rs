@@ -1,8 +1,9 @@
 //! A VM of model vCPUs with TLBs.
 
+use super::Mmu;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_mmu::{Backup, Delivery, DirtyError, Mmu, Outcome, RingSize, Room, SlotSpec, VcpuMmu};
+use lacuna_mmu::{Backup, Delivery, DirtyError, Outcome, RingSize, Room, SlotSpec, VcpuMmu};
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_stage2::Walk;
 use lacuna_sync::{GracePeriod, HostClock, Qsbr};

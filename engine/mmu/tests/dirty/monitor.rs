@@ -1,6 +1,6 @@
 //! Monitors ask which pages were written, and keep copies of them.
 
-use crate::fixture::{Fixture, PAGES, SLOT, Words};
+use super::fixture::{Fixture, PAGES, SLOT, Words};
 use lacuna_mmu::{Delivery, DirtyError, HugeLeaves, Initially, Logging};
 
 const WORDS: usize = PAGES.div_ceil(64) as usize;
@@ -104,7 +104,7 @@ impl Monitor {
         }
         let mut words = vec![0; WORDS];
         let lost = fixture.mmu.get_dirty(SLOT, &mut words);
-        if let Err(error) = lost.and_then(|()| fixture.mmu.put_back_dirty(SLOT, 0, &words)) {
+        if let Err(error) = lost.and_then(|()| fixture.mmu.put_back_dirty(SLOT, &words)) {
             assert_is_no_log(fixture, error);
         }
     }
@@ -133,7 +133,7 @@ fn merge(copy: &mut Words, other: &Words) {
 fn assert_is_no_log(fixture: &Fixture, error: DirtyError) {
     match error {
         DirtyError::NotLogging(SLOT) => {}
-        DirtyError::NoBitmap => assert_eq!(fixture.mmu.delivery(), crate::bare_ring()),
+        DirtyError::NoBitmap => assert_eq!(fixture.mmu.delivery(), super::steps::bare_ring()),
         error => panic!("{error}"),
     }
 }

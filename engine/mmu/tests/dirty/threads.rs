@@ -1,8 +1,8 @@
 //! vCPUs on threads: which vCPUs an operation must wait for.
 
-use crate::fixture::{Fixture, PLACES, SLOT, Vcpu};
-use crate::monitor::Monitor;
-use crate::{DETECTIONS, deliveries};
+use super::fixture::{Fixture, PLACES, SLOT, Vcpu};
+use super::monitor::Monitor;
+use super::steps::{DETECTIONS, deliveries};
 use lacuna_addr::BackingRange;
 use lacuna_host::{HugePages, MmuNotifier};
 use lacuna_mmu::{Delivery, Detection, Logging};

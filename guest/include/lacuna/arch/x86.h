@@ -12,4 +12,8 @@ static inline uint64_t lacuna_tsc(void) {
 
 static inline void lacuna_pause(void) { __asm__ volatile("pause" : : : "memory"); }
 
+/* The exception vectors that end a program: its exit status is LACUNA_EXIT_FAULT plus one. */
+#define LACUNA_FAULT_TRAP 6 /* __builtin_trap */
+#define LACUNA_FAULT_PAGE 14
+
 #endif

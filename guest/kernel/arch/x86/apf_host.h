@@ -22,7 +22,6 @@
 #define FEATURE_APF_INT 14
 
 #define REASON_NOT_PRESENT 1u
-#define TOKEN_EVERYBODY (~0u)
 
 static inline u32 apf_host_features(void) { return kvm_leaves() ? cpuid(0x40000001).eax : 0; }
 

@@ -1,5 +1,6 @@
 /* The local APIC: x2APIC by MSR where CPUID has it, memory-mapped otherwise (same registers). */
 #include "kernel.h"
+#include "lacuna/format.h"
 
 #define APIC_MMIO 0xfee00000ull
 
@@ -86,9 +87,16 @@ static void delay_us(u64 us) {
         pause();
 }
 
-/* INIT, then SIPI to each by id. Processors count from 0 without gaps. */
+volatile u32 cpus_released; /* boot.S waits for it */
+
+/* INIT, then SIPI to each by id. Processors count from 0 without gaps. With ap=direct they run
+ * already. */
 void start_other_cpus(void) {
     extern u8 trampoline[], trampoline_end[];
+    const char *how = lacuna_find_param(info->cmdline, "ap");
+    __atomic_store_n(&cpus_released, 1, __ATOMIC_SEQ_CST);
+    if (how && how[0] == 'd')
+        return;
     __builtin_memcpy((void *)TRAMPOLINE, trampoline, (size_t)(trampoline_end - trampoline));
     for (u32 i = 1; i < ncpus; i++) {
         send(i, ICR_INIT);

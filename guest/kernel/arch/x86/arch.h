@@ -27,7 +27,6 @@ static inline u64 frame_argument(const struct frame *f, int i) {
 
 /* The number of a system call is where its result will be. */
 static inline u64 frame_call(const struct frame *f) { return f->rax; }
-static inline void frame_set_call(struct frame *f, u64 number) { f->rax = number; }
 static inline void frame_set_result(struct frame *f, u64 result) { f->rax = result; }
 
 /* The first frame of a thread: args are its entry point and the two arguments of that. */
@@ -48,6 +47,15 @@ struct tss {
     u16 reserved3, io_map;
 } __attribute__((packed));
 
+/* The area of async page faults that the host writes: KVM's struct kvm_vcpu_pv_apf_data. */
+struct apf_area {
+    u32 reason; /* of a page fault: 0 a real one, 1 not present, 2 ready (original ABI) */
+    u32 token;  /* the page that is ready, 0 if none (today's ABI) */
+    u8 reserved[56];
+} __attribute__((aligned(64)));
+
+#define APF_TOKEN_SHIFT 12 /* KVM counts its tokens in the bits from here */
+
 struct arch_cpu {
     u64 scratch;
     u32 pad;
@@ -66,11 +74,32 @@ static inline void set_trap_frame(struct arch_cpu *c, struct frame *f) {
 /* ---- time: a clock that never stops, in cycles ---- */
 static inline u64 clock_read(void) { return rdtsc(); }
 
-/* ---- memory ---- */
+/* ---- memory: physical = virtual in the kernel ---- */
+static inline u64 to_phys(const void *p) { return (u64)p; }
+static inline void *from_phys(u64 pa) { return (void *)pa; }
+void map_memory(u64 top); /* the kernel's own mapping of all memory below `top` */
+
 static inline void zero_page(void *page) {
     u64 words = PAGE / 8;
     asm volatile("rep stosq" : "+D"(page), "+c"(words) : "a"(0) : "memory");
 }
+
+/*
+ * Entries of page tables: an address, one of these, and PTE_OWNED if the page or table below is
+ * freed with its address space. Programs may execute the arena.
+ */
+#define PTE_PRESENT PTE_P
+#define PTE_TABLE (PTE_P | PTE_W | PTE_U)
+#define MAP_CODE (PTE_P | PTE_U)
+#define MAP_CONST (PTE_P | PTE_U | PTE_NX)
+#define MAP_DATA (PTE_P | PTE_W | PTE_U | PTE_NX)
+#define MAP_ARENA (PTE_P | PTE_W | PTE_U)
+static inline u64 block_of(u64 flags) { return flags | PTE_PS; } /* in place of a table */
+static inline bool entry_is_block(u64 entry) { return entry & PTE_PS; }
+static inline bool entry_is_user(u64 entry) {
+    return (entry & (PTE_P | PTE_U)) == (PTE_P | PTE_U);
+}
+static inline void tables_changed(void) {} /* new entries are valid as soon as they are written */
 
 /*
  * Tags: the TLB marks each entry with the tag of its address space (PCID). The tag is in the low
@@ -80,6 +109,7 @@ static inline void zero_page(void *page) {
 static inline bool has_tags(void) { return cpuid(1).ecx >> 17 & 1; }
 /* The tables in use must have tag 0. */
 static inline void enable_tags(void) { write_cr4(read_cr4() | CR4_PCIDE); }
+static inline u64 tables_of(const u64 *root, u32 tag) { return (u64)root | tag; }
 static inline void load_tables(u64 value) { write_cr3(value); }
 
 /* ---- the host's devices ---- */
@@ -100,11 +130,35 @@ void resume_any(struct thread *t); /* not _Noreturn: gcc then jumps instead of c
 void load_segments(void);
 int msr_read(u32 index, u64 *value);
 int msr_write(u32 index, u64 value);
+u32 processor_init(void); /* the word of the info page for programs */
 void trap_init(void);
 void trap_cpu_init(struct cpu *c);
 
+/* A system call that only this processor has: none. */
+static inline u64 processor_call(struct thread *t, u64 number, u64 arg) {
+    (void)t;
+    (void)number;
+    (void)arg;
+    return ~0ull;
+}
+
+/* Calls a function of a program in the kernel. Anything may follow. */
+static inline void call_program(u64 va, u64 pa) {
+    (void)pa;
+    ((void (*)(void))va)();
+}
+
 static inline void interrupts_off(void) { asm volatile("cli"); }
 static inline void halt(void) { asm volatile("cli; hlt"); }
+
+/* ---- apf.c ---- */
+bool apf_page_fault(struct cpu *c); /* false: it is a real page fault */
+void apf_interrupt(struct cpu *c);
+static inline void apf_before_user(struct cpu *c) { (void)c; } /* no event interrupts the kernel */
+
+/* The fast paths. If one returns false or NULL, it has changed nothing; call the full form then. */
+bool apf_sleep(struct cpu *c, struct thread *t); /* t's page is not present: it sleeps now */
+struct thread *apf_sleeper(struct cpu *c); /* the thread that slept for the page that is ready */
 
 /* ---- apic.c: interrupts, timer, other processors; time.c: clock frequencies ---- */
 void interrupts_init(void);

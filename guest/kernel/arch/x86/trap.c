@@ -1,5 +1,6 @@
 /* Exceptions and interrupts: the tables, and the handler of each event. */
 #include "kernel.h"
+#include "lacuna/format.h"
 
 struct gate {
     u16 offset0, selector;
@@ -89,9 +90,15 @@ static void kill(struct thread *t) {
     thread_exit(t, LACUNA_EXIT_FAULT + (u32)v);
 }
 
+u32 processor_init(void) {
+    const char *how = lacuna_find_param(info->cmdline, "syscall");
+    return how && how[0] == 'u' ? LACUNA_SYSCALL_BY_UD2 : 0;
+}
+
 /* ud2 in place of syscall: undo the mark, step over the instruction. */
 static bool is_ud2_call(struct frame *f) {
-    if (f->vector != VEC_UD || !info->syscall_by_ud2 || f->rax >> 32 != LACUNA_UD2_MARK)
+    bool by_ud2 = info->processor == LACUNA_SYSCALL_BY_UD2;
+    if (f->vector != VEC_UD || !by_ud2 || f->rax >> 32 != LACUNA_UD2_MARK)
         return false;
     f->rax = (u32)f->rax;
     f->rip += 2;

@@ -15,7 +15,7 @@
 static inline uint64_t system_call(const struct lacuna_info *info, uint64_t number, uint64_t a,
                                    uint64_t b, uint64_t c, uint64_t d) {
     register uint64_t r10 __asm__("r10") = d;
-    if (info->syscall_by_ud2) {
+    if (info->processor == LACUNA_SYSCALL_BY_UD2) {
         number |= LACUNA_UD2_MARK << 32;
         __asm__ volatile("ud2"
                          : "+a"(number)

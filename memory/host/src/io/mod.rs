@@ -76,7 +76,7 @@ pub(crate) enum Executor {
 
 /// Waits for the end of a thread of the executor. If that thread itself drops the last reference to
 /// the host, it runs this, and must not wait for itself. A thread that panicked has reported it.
-fn join(thread: JoinHandle<()>) {
+pub(crate) fn join(thread: JoinHandle<()>) {
     if thread.thread().id() != std::thread::current().id() {
         let _ = thread.join();
     }
@@ -145,7 +145,12 @@ impl Executor {
                     continue;
                 }
                 // A page source has threads of its own; a read is always in flight here.
-                assert!(core.is_missing(ticket), "{ticket:?} is in no queue");
+                if !core.is_missing(ticket) {
+                    // Such a thread has completed it since the first look.
+                    return ticket
+                        .result()
+                        .unwrap_or_else(|| panic!("{ticket:?} is in no queue"));
+                }
                 if let Some(result) = ticket.sleep(TICK) {
                     return result;
                 }
@@ -158,7 +163,7 @@ impl Executor {
 
     /// Carries out a write on the caller's thread. It completes when the device's latency is over.
     pub fn write(&self, core: &Core, batch: WriteBatch) {
-        let due = core.deadline();
+        let due = core.write_deadline();
         let result = core.write(&batch);
         let completion = Completion::Write(batch, result);
         match self {
@@ -239,11 +244,20 @@ impl Executor {
 }
 
 impl Core {
-    /// When an operation submitted now may complete at the earliest.
-    fn deadline(&self) -> Nanos {
+    /// When a read that is submitted now may complete at the earliest.
+    fn read_deadline(&self) -> Nanos {
+        self.after(|| self.store.read_latency_ns())
+    }
+
+    /// When a write that is submitted now may complete at the earliest.
+    fn write_deadline(&self) -> Nanos {
+        self.after(|| self.store.latency_ns())
+    }
+
+    fn after(&self, latency_ns: impl FnOnce() -> u64) -> Nanos {
         let latency = match self.at_once.load(Ordering::Relaxed) {
             true => 0,
-            false => self.store.latency_ns(),
+            false => latency_ns(),
         };
         self.clock.now().after(latency)
     }

@@ -109,7 +109,7 @@ impl Real {
     pub fn read(&self, ticket: Ticket) {
         let core = &self.core;
         Counters::add(&core.stats.reads_started, 1);
-        let due = core.deadline();
+        let due = core.read_deadline();
         let refused = match (core.store.reads(), self.own_ring()) {
             (Reads::Immediate, _) => {
                 let result = core.read(&ticket);
@@ -128,7 +128,7 @@ impl Real {
     /// Carries out a claimed read on the caller's thread. If the caller must stop before the read
     /// is due, it leaves the completion to another thread.
     pub fn read_here(&self, ticket: &Ticket, stop: &AtomicBool) {
-        let due = self.core.deadline();
+        let due = self.core.read_deadline();
         let result = self.core.read(ticket);
         let completion = Completion::Read(ticket.clone(), result);
         // The removal of a region waits for its reads.

@@ -40,7 +40,11 @@ impl Virtual {
         } else {
             queue.rng.u64(range)
         };
-        let due = core.deadline().after(extra);
+        let due = match completion {
+            Completion::Read(..) => core.read_deadline(),
+            Completion::Write(..) => core.write_deadline(),
+        };
+        let due = due.after(extra);
         queue.submitted += 1;
         let number = queue.submitted;
         queue.due.insert((due, number), completion);

@@ -4,17 +4,21 @@
 //! page words -> Discarding   a fault from here on is Busy: its vCPU goes offline and tries again
 //! invalidate                 no vCPU has a page any more
 //! wait for users             nor has another thread
+//! filled from outside?       then the pages leave the userfaultfd: see `outside`
 //! MADV_DONTNEED
 //! page words -> Zero         the next fault puts zeros in place
 //! ```
 //! Without the state in between, a vCPU might put zeros in place and write to them before
 //! `MADV_DONTNEED`, and the write would be lost.
 
+use super::LinuxMemory;
+use super::units::UnitContent;
 use crate::error::HostError;
 use crate::host::{Core, Host};
 use crate::region::Region;
 use crate::residency::{PageNo, PageState};
 use lacuna_addr::{BackingRange, PAGE_SIZE};
+use lacuna_sys::Errno;
 use std::sync::atomic::Ordering;
 
 /// Pages that are discarded at once. Their vCPUs are asked to flush once.
@@ -37,6 +41,14 @@ impl Host {
             return Err(HostError::Discard {
                 from: range.start(),
                 reason: "they belong to the resident budget, which reclaim frees".into(),
+            });
+        }
+        let index = region.index_of(PageNo::of(range.start()));
+        let whole = |linux: &LinuxMemory| linux.is_whole(index, range.pages());
+        if !region.linux.as_ref().is_some_and(whole) {
+            return Err(HostError::Discard {
+                from: range.start(),
+                reason: "they are parts of huge pages".into(),
             });
         }
         let mut from = 0;
@@ -62,27 +74,35 @@ impl Core {
         for page in pages() {
             taken.extend(self.begin_discard(region, page).map(|was| (page, was)));
         }
+        // The region is removed, or all pages are lost. Its addresses may be another region's.
+        if taken.is_empty() {
+            return Ok(());
+        }
         region.notifier.invalidate(&[range]);
         linux.wait_for_users();
         let index = region.index_of(first);
-        let dropped = match taken.len() as u64 == range.pages() {
-            true => self
-                .frames
-                .pool
-                .drop_linux(linux.pfn(index), range.pages() as usize),
-            // Other pages of the range are lost, or their region is being removed.
-            false => taken.iter().try_for_each(|(page, _)| {
-                self.frames
-                    .pool
-                    .drop_linux(linux.pfn(region.index_of(*page)), 1)
-            }),
+        let left = match &linux.outside {
+            Some(_) => linux.unregister(index..index + range.pages()),
+            None => Ok(()),
         };
-        let mut in_place = 0;
+        let dropped = match taken.len() as u64 == range.pages() {
+            _ if left.is_err() => left,
+            true => self.drop_bytes(linux, index, range.pages()),
+            // Other pages of the range are lost, or their region is being removed.
+            false => self.drop_some(region, linux, &taken),
+        };
+        let mut in_place = 0_i64;
         for (page, was) in taken {
-            in_place += u64::from(was == PageState::InPlace);
+            in_place += i64::from(was == PageState::InPlace);
             // Pages whose bytes could not be taken away keep them.
             let now = match dropped {
                 Ok(()) => PageState::Zero,
+                Err(_) if self.reason_of_loss(page).is_some() => {
+                    if was == PageState::InPlace {
+                        linux.note_lost();
+                    }
+                    PageState::Lost
+                }
                 Err(_) => was,
             };
             let word = region
@@ -95,8 +115,36 @@ impl Core {
             from: range.start(),
             reason: errno.to_string(),
         })?;
-        linux.in_place.fetch_sub(in_place, Ordering::Relaxed);
+        linux
+            .users
+            .own()
+            .in_place
+            .fetch_sub(in_place, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Takes the bytes of these pages away, ascending. A unit of which not all pages are among them
+    /// is lost, or its region is being removed: zeros are in its place, or will be.
+    fn drop_some(
+        &self,
+        region: &Region,
+        linux: &LinuxMemory,
+        pages: &[(PageNo, PageState)],
+    ) -> Result<(), Errno> {
+        let unit = linux.unit();
+        let unit_of = |page: &(PageNo, PageState)| region.index_of(page.0) / unit;
+        let units = pages.chunk_by(|a, b| unit_of(a) == unit_of(b));
+        units
+            .filter(|pages| pages.len() as u64 == unit)
+            .try_for_each(|pages| self.drop_bytes(linux, unit_of(&pages[0]) * unit, unit))
+    }
+
+    fn drop_bytes(&self, linux: &LinuxMemory, index: u64, pages: u64) -> Result<(), Errno> {
+        let (pool, first, pages) = (&self.frames.pool, linux.pfn(index), pages as usize);
+        match linux.is_shared() {
+            true => pool.punch_linux(first, pages),
+            false => pool.drop_linux(first, pages),
+        }
     }
 
     /// Returns the state before, or `None` if the page has no bytes that anything could read.
@@ -106,7 +154,10 @@ impl Core {
             match word.load() {
                 PageState::Fetching { .. } => {
                     // The source need not answer any more. If it is answering, that ends soon.
-                    let _ = self.answer(page, Ok(&[0; PAGE_SIZE]));
+                    match self.ticket_with(page).filter(|_| region.has_units()) {
+                        None => _ = self.answer(page, Ok(&[0; PAGE_SIZE])),
+                        Some(ticket) => _ = self.complete_unit(&ticket, UnitContent::Zeros),
+                    }
                     std::thread::yield_now();
                 }
                 // Another thread discards the page: this thread waits for its end.

@@ -5,6 +5,7 @@
 //! gets [`Answer::Taken`].
 
 use super::LinuxMemory;
+use super::units::part_of_huge_page;
 use crate::error::{HostError, LostPage};
 use crate::host::{Core, lock};
 use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
@@ -13,9 +14,10 @@ use crate::residency::{PageNo, PageState, PageWord};
 use crate::resolve::{Resolution, small};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
-use lacuna_addr::PAGE_SIZE;
+use lacuna_addr::{HvaRange, PAGE_SIZE};
 use lacuna_source::Answer;
 use lacuna_sys::{Errno, Waiters};
+use std::slice::from_ref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -34,7 +36,7 @@ pub(crate) struct Run {
 
 /// The result of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Filled {
+pub(super) enum Filled {
     /// This thread's content is in place.
     Here,
     /// Another thread was first.
@@ -42,19 +44,37 @@ enum Filled {
 }
 
 impl LinuxMemory {
-    /// Puts `content` in place at `index` of the region, unless a page is there.
-    fn fill(&self, index: u64, content: &[u8; PAGE_SIZE]) -> Result<Filled, Errno> {
-        let Some(uffd) = &self.uffd else {
+    /// Puts `content`, a page or a unit, in place at `index` of the region, unless it is there.
+    pub(super) fn fill(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Filled, Errno> {
+        let filled = self.fill_silently(index, content);
+        // Also after EEXIST: a fill of another thread may not have woken those that sleep.
+        self.wake_touching(index..index + content.len() as u64);
+        filled
+    }
+
+    /// Puts a page of zeros in place, if the page is not there.
+    fn fill_with_zeros(&self, index: u64) -> Result<Filled, Errno> {
+        match self.fill(index, from_ref(&ZEROS)) {
+            // A page that was discarded has left the userfaultfd: Linux fills it with zeros.
+            Err(Errno::NOENT) if self.outside.is_some() => Ok(Filled::Before),
+            filled => filled,
+        }
+    }
+
+    fn fill_silently(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Filled, Errno> {
+        let Some(uffd) = self.uffd_of(index) else {
             // Only a region with a userfaultfd has pages that are missing.
             return Ok(Filled::Before);
         };
         let page = self.hva(index);
         for _ in 0..ATTEMPTS {
-            // No thread touches a missing page, so none waits in the kernel.
-            match uffd.place(std::slice::from_ref(content), page, Waiters::LeaveAsleep) {
+            match uffd.place(content, page, Waiters::LeaveAsleep) {
                 Ok(()) => return Ok(Filled::Here),
                 Err(partial) => match partial.errno {
-                    Errno::EXIST => return Ok(Filled::Before),
+                    Errno::EXIST => {
+                        self.map_from_file(index)?;
+                        return Ok(Filled::Before);
+                    }
                     // The address space of this process is changing.
                     Errno::AGAIN => std::thread::yield_now(),
                     errno => return Err(errno),
@@ -64,8 +84,30 @@ impl LinuxMemory {
         Err(Errno::AGAIN)
     }
 
-    fn note_in_place(&self) {
-        self.in_place.fetch_add(1, Ordering::Relaxed);
+    /// Poisons the missing page or unit at `index` of the region, where the kernel can do that.
+    fn poison(&self, index: u64) {
+        let page = HvaRange::new(self.hva(index), self.unit());
+        if let (Some(parts), Some(page)) = (&self.parts, page) {
+            let _ = parts.of(index).poison(page);
+        }
+    }
+
+    pub(super) fn not_filled(&self, page: PageNo, errno: Errno) -> LostPage {
+        let help = match errno {
+            Errno::NOMEM | Errno::NOSPC if self.unit() > 1 => {
+                "; no huge page is free: reserve more of them (/proc/sys/vm/nr_hugepages)"
+            }
+            _ => "",
+        };
+        LostPage {
+            page: page.addr(),
+            reason: format!("Linux cannot put it in place: {errno}{help}").into(),
+        }
+    }
+
+    pub(super) fn note_in_place(&self, pages: i64) {
+        let own = self.users.own();
+        own.in_place.fetch_add(pages, Ordering::Relaxed);
     }
 }
 
@@ -86,6 +128,10 @@ impl Core {
                 FaultCounters::bump(&cache.shared.count.resident);
                 Some(Resolution::Ready(small(frame)))
             }
+            PageState::Empty if region.origin.is_some() && region.has_units() => {
+                self.resolve_in_unit(page, cache)
+            }
+            PageState::Zero if region.has_units() => self.zeros_for_unit(page, cache),
             PageState::Empty if region.origin.is_some() => {
                 let fetching = PageState::Fetching { frame };
                 let ticket = self.put_in_flight(page, PageState::Empty, fetching, cache)?;
@@ -98,11 +144,11 @@ impl Core {
                 if word.load() != state {
                     return None;
                 }
-                if let Err(errno) = linux.fill(region.index_of(page), &ZEROS) {
-                    return Some(Resolution::Lost(not_filled(page, errno)));
+                if let Err(errno) = linux.fill_with_zeros(region.index_of(page)) {
+                    return Some(Resolution::Lost(linux.not_filled(page, errno)));
                 }
                 if word.change(state, PageState::InPlace).is_ok() {
-                    linux.note_in_place();
+                    linux.note_in_place(1);
                     FaultCounters::bump(&cache.shared.count.zero_fill);
                 }
                 None
@@ -122,6 +168,9 @@ impl Core {
         let (Some(linux), Some(word)) = (&region.linux, region.word(page)) else {
             return Ok(Answer::Late);
         };
+        if linux.unit() > 1 {
+            return Err(part_of_huge_page(page, 1, linux));
+        }
         let user = linux.enter();
         match word.load() {
             PageState::Empty => {}
@@ -133,14 +182,18 @@ impl Core {
             PageState::Gone => return Err(self.lost_page(page).into()),
             _ => return Ok(Answer::Late),
         }
-        let filled = linux.fill(region.index_of(page), content);
-        let filled = filled.map_err(|errno| not_filled(page, errno))?;
-        Ok(self.note_filled(page, word, filled, linux))
+        let filled = linux.fill(region.index_of(page), from_ref(content));
+        let filled = filled.map_err(|errno| linux.not_filled(page, errno))?;
+        let answer = self.note_filled(page, word, filled, linux);
+        if answer == Answer::Taken {
+            FaultCounters::bump(&cache.shared.count.provided);
+        }
+        Ok(answer)
     }
 
     /// After a fill of `page`, whose word said Empty: the page is in place, unless it is not wanted
-    /// any more. The caller is a user of the region.
-    fn note_filled(
+    /// any more. The caller is a user of the region, and counts the page if it is taken.
+    pub(super) fn note_filled(
         &self,
         page: PageNo,
         word: &PageWord,
@@ -148,7 +201,7 @@ impl Core {
         linux: &LinuxMemory,
     ) -> Answer {
         match word.change(PageState::Empty, PageState::InPlace) {
-            Ok(()) => linux.note_in_place(),
+            Ok(()) => linux.note_in_place(1),
             // A fault has made a ticket meanwhile. Its page is there.
             Err(PageState::Fetching { .. }) => self.arrived_without_answer(page),
             Err(PageState::InPlace) => {}
@@ -156,48 +209,60 @@ impl Core {
             Err(_) => return Answer::Late,
         }
         match filled {
-            Filled::Here => {
-                Counters::add(&self.stats.provided, 1);
-                Answer::Taken
-            }
+            Filled::Here => Answer::Taken,
             Filled::Before => Answer::Late,
         }
     }
 
     /// Puts the empty pages at `first`, up to the first page that is not, in place by one system
-    /// call. The run has no page where that is not possible.
-    pub fn provide_run(&self, first: PageNo, pages: &[[u8; PAGE_SIZE]]) -> Result<Run, HostError> {
-        let region = self.regions.find(first);
+    /// call. The run has no page where that is not possible. In memory in units the run has all of
+    /// `pages`, and there is a call for each unit.
+    pub fn provide_run(
+        &self,
+        first: PageNo,
+        pages: &[[u8; PAGE_SIZE]],
+        cache: &mut PerCpuPages,
+    ) -> Result<Run, HostError> {
         let mut run = Run::default();
-        let Some((region, uffd)) = region.as_ref().and_then(|region| {
-            let linux = region.linux.as_ref()?;
-            Some((region, linux.uffd.as_ref()?))
-        }) else {
+        if cache.find(first).is_none() {
+            return Ok(run);
+        }
+        let region = cache.region();
+        if region.has_units() && region.origin.is_some() {
+            return self.provide_units(first, pages, cache);
+        }
+        let Some(linux) = &region.linux else {
             return Ok(run);
         };
-        let linux = region.linux.as_ref().expect("it has a userfaultfd");
-        let words = || (0..pages.len()).map_while(|i| region.word(first.plus(i)));
-        let user = linux.enter();
+        let index = region.index_of(first);
+        // The next part of the region is another run.
+        let Some((part, uffd)) = linux.uffds(index..index + pages.len() as u64).next() else {
+            return Ok(run);
+        };
+        let len = (part.end - part.start) as usize;
+        let words = || (0..len).map_while(|i| region.word(first.plus(i)));
+        let _user = linux.enter();
         let empty = words()
             .take_while(|word| word.load() == PageState::Empty)
             .count();
-        let to = linux.hva(region.index_of(first));
+        let to = linux.hva(index);
         run.len = match uffd.place(&pages[..empty], to, Waiters::LeaveAsleep) {
             Ok(()) => empty,
             // The caller tries the next page by itself.
             Err(partial) => partial.done,
         };
+        linux.wake_touching(index..index + run.len as u64);
         for (i, word) in words().take(run.len).enumerate() {
             let answer = self.note_filled(first.plus(i), word, Filled::Here, linux);
             run.taken += usize::from(answer == Answer::Taken);
         }
-        drop(user);
+        FaultCounters::add(&cache.shared.count.provided, run.taken as u64);
         Ok(run)
     }
 
     /// Completes a fetch whose page another thread has put in place, unless a thread is answering:
     /// that one finds the page in place, and completes the fetch.
-    fn arrived_without_answer(&self, page: PageNo) {
+    pub(super) fn arrived_without_answer(&self, page: PageNo) {
         let ticket = lock(&self.tickets).get(&page).cloned();
         let ticket = ticket.filter(|ticket| self.is_missing(ticket));
         if let Some(ticket) = ticket.filter(Ticket::answer) {
@@ -207,23 +272,23 @@ impl Core {
         }
     }
 
-    /// Fills the page of `ticket`, for which the caller has won [`Ticket::answer`].
+    /// Fills the page or unit of `ticket`, for which the caller has won [`Ticket::answer`].
     pub fn fill_in_place(
         &self,
         ticket: &Ticket,
         linux: &LinuxMemory,
-        content: &[u8; PAGE_SIZE],
+        content: &[[u8; PAGE_SIZE]],
     ) -> (Answer, Result<(), LostPage>) {
         let page = ticket.number();
         // The page word says Fetching, so no thread takes the page away before it is settled.
         match linux.fill(ticket.region().index_of(page), content) {
             Ok(Filled::Here) => {
-                Counters::add(&self.stats.provided, 1);
+                Counters::add(&self.stats.provided, content.len() as u64);
                 (Answer::Taken, Ok(()))
             }
             Ok(Filled::Before) => (Answer::Late, Ok(())),
             Err(errno) => {
-                let lost = not_filled(page, errno);
+                let lost = linux.not_filled(page, errno);
                 self.note_lost(page, Arc::clone(&lost.reason));
                 (Answer::Taken, Err(lost))
             }
@@ -241,28 +306,38 @@ impl Core {
             Err(_) => word.advance(PageState::arrival_failed),
         };
         debug_assert!(moved.is_ok(), "only the caller completes this ticket");
-        if result.is_ok() {
-            linux.note_in_place();
+        let is_lost = result.is_err();
+        match is_lost {
+            false => linux.note_in_place(1),
+            // No access is made by a page word that says Lost. If the page is accessed past the
+            // words, it must not read as zeros.
+            true => linux.poison(ticket.region().index_of(page)),
+        }
+        if linux.unit() > 1 {
+            self.follow(ticket.region(), page, &result);
         }
         lock(&self.tickets).remove(&page);
         ticket.complete(result);
+        if let (true, Some(outside)) = (is_lost, &linux.outside) {
+            outside.interrupt();
+        }
         self.settled.bump();
     }
 
     /// Runs `copy` on a page of Linux memory while no other thread can take the page away. `None`
-    /// if it is not in place.
+    /// if it is not in place, or if the kernel may have taken it away: then what was copied does
+    /// not count, and the caller calls [`Core::settle_losses`] before it tries again.
     pub fn while_in_place(&self, page: PageNo, copy: impl FnOnce(FramePtr<'_>)) -> Option<()> {
         let region = self.regions.find(page)?;
         let linux = region.linux.as_ref()?;
+        let word = region.word(page)?;
         let _user = linux.enter();
-        let in_place = region.word(page).map(PageWord::load) == Some(PageState::InPlace);
-        in_place.then(|| copy(self.frames.pool.frame(linux.pfn(region.index_of(page)))))
-    }
-}
-
-fn not_filled(page: PageNo, errno: Errno) -> LostPage {
-    LostPage {
-        page: page.addr(),
-        reason: format!("Linux cannot put it in place: {errno}").into(),
+        if word.load() != PageState::InPlace {
+            return None;
+        }
+        copy(self.frames.pool.frame(linux.pfn(region.index_of(page))));
+        // In this order: the words of settled losses say Lost.
+        let whole = self.losses_are_settled() && word.load() == PageState::InPlace;
+        whole.then_some(())
     }
 }

@@ -16,23 +16,35 @@
 //! fault is answered without a system call: the frame number of a page follows from its number.
 //! There are no descriptors, so reclaim, aging and compound pages never see Linux memory.
 //!
-//! A region with a page source is registered with a userfaultfd: a page that was never provided is
-//! missing, and no access reads it as zeros. No thread touches a missing page, because every access
-//! is preceded by a look at the page word.
+//! A region with a page source is registered with userfaultfds (see `parts`): a page that was never
+//! provided is missing, and no access reads it as zeros. No thread touches a missing page, because
+//! every access is preceded by a look at the page word.
+//!
+//! A region may also be filled from outside, by another process: see `outside`. Pages of huge pages
+//! come together: see `units`.
 //!
 //! # Users
 //! A vCPU's use of a page ends with the invalidation of its leaf. A thread that is no vCPU is a
 //! *user* of the region while it copies or fills ([`LinuxMemory::enter`]). It reads the page word
-//! after it has entered. A thread that takes pages away changes their words first and waits for the
-//! users then. So either that thread sees the user and waits, or the user sees the changed word.
-//! Otherwise a late copy would land in the memory of the next region at these addresses.
+//! after it has entered. A thread that takes pages away first changes their words, and then waits
+//! for the users. So either that thread sees the user and waits, or the user sees the changed word.
+//! Without this order a user's late copy could land in the next region at these addresses.
 
 mod discard;
 mod fill;
+mod losses;
+mod outside;
+mod parts;
 mod remove;
 mod room;
+mod shared;
+mod units;
 
+pub(crate) use losses::Losses;
+pub use losses::SeenLosses;
 pub(crate) use room::Room;
+pub use shared::{LinuxBacking, SharedFill, SharedMemory};
+pub(crate) use units::{Gathered, Gathering, UnitContent};
 
 use crate::error::HostError;
 use crate::host::{Core, Host};
@@ -40,55 +52,109 @@ use crate::pool::Pool;
 use crate::region::{MmuNotifier, Region};
 use crate::residency::PageNo;
 use crate::source::Origin;
+use crate::striped::Striped;
 use lacuna_addr::{BackingRange, Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
 use lacuna_source::{PageSource, SourcePage};
-use lacuna_sync::CachePadded;
-use lacuna_sys::Userfaultfd;
+use lacuna_sys::{Errno, TakenPages, Userfaultfd};
+use outside::Outside;
+use parts::Parts;
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering, fence};
 
 /// The Linux memory of one region.
 pub(crate) struct LinuxMemory {
     /// The frame number of the region's first page.
     first: Pfn,
     addresses: HvaRange,
-    /// Where missing pages are filled; `None`: Linux fills them with zeros when they are touched.
-    uffd: Option<Userfaultfd>,
-    /// Pages in place, for statistics.
-    in_place: AtomicU64,
+    /// Where missing pages are filled; `None`: Linux fills them with zeros when they are touched,
+    /// or a handler does.
+    parts: Option<Parts>,
+    /// A handler fills it, with userfaultfds of its own.
+    outside: Option<Arc<Outside>>,
+    /// The file that it maps; `None`: it is anonymous.
+    shared: Option<SharedMemory>,
+    users: Striped<Users>,
+}
+
+/// What threads of one group count. vCPUs that fill their own pages write here several times a
+/// page.
+#[derive(Default)]
+struct Users {
     /// Threads that copy or fill.
-    users: CachePadded<AtomicUsize>,
+    inside: AtomicUsize,
+    /// Pages put in place, less pages discarded, for statistics.
+    in_place: AtomicI64,
 }
 
 /// A thread uses pages of the region, see the module's documentation.
 #[must_use]
-pub(crate) struct User<'a>(&'a LinuxMemory);
+pub(crate) struct User<'a>(&'a Users);
 
 impl Drop for User<'_> {
     fn drop(&mut self) {
-        self.0.users.fetch_sub(1, Ordering::Release);
+        self.0.inside.fetch_sub(1, Ordering::Release);
     }
 }
 
 impl LinuxMemory {
-    /// Takes memory for `pages` pages. If `filled` says that they come from a source, they are
-    /// missing until they are filled.
-    fn new(pool: &Pool, room: &Room, pages: PageCount, filled: Filled) -> Result<Self, HostError> {
+    /// Takes memory for `pages` pages. Unless `filled` says that Linux fills them, they are missing
+    /// until they are filled.
+    fn new(
+        pool: &Pool,
+        room: &Room,
+        pages: PageCount,
+        (filled, backing): (Filled, LinuxBacking),
+    ) -> Result<Self, HostError> {
         if pages.get() == 0 {
             return Err(HostError::BadRegion(pages));
         }
+        let shared = match backing {
+            LinuxBacking::Anonymous => None,
+            LinuxBacking::Shared(shared)
+                if matches!(filled, Filled::FromOutside(_)) && !shared.is_huge() =>
+            {
+                return Err(HostError::SharedMemory {
+                    reason: "a handler outside of this process fills private memory, or huge pages"
+                        .into(),
+                });
+            }
+            LinuxBacking::Shared(shared) => {
+                let offset = shared.offset(pages)?;
+                match filled {
+                    Filled::ByLinux => shared.take_huge_pages(offset, pages)?,
+                    Filled::BySource | Filled::FromOutside(_) => shared.check_source()?,
+                }
+                Some((offset, shared))
+            }
+        };
         let first = room.take(pool, pages)?;
         let count = pages.get() as usize;
-        match Self::register(pool, first, count, filled) {
-            Ok(uffd) => Ok(Self {
+        let registered = shared.as_ref().map_or(Ok(()), |(offset, shared)| {
+            let mapped = pool.map_linux(first, count, shared.file(), *offset);
+            mapped.map_err(|errno| shared.refused(pages, errno))
+        });
+        let shared = shared.map(|(_, shared)| shared);
+        let registered = registered
+            .and_then(|()| Self::register(pool, first, count, (&filled, shared.as_ref())));
+        match registered {
+            Ok(parts) => Ok(Self {
                 first,
                 addresses: pool.range(first, count),
-                uffd,
-                in_place: AtomicU64::new(0),
-                users: CachePadded::new(AtomicUsize::new(0)),
+                parts,
+                outside: match filled {
+                    Filled::FromOutside(outside) => Some(outside),
+                    Filled::BySource | Filled::ByLinux => None,
+                },
+                shared,
+                users: Striped::default(),
             }),
             Err(error) => {
-                room.give(first);
+                // A part of the memory may be registered. If the kernel refuses, no region gets the
+                // addresses again.
+                if pool.renew_linux(first, count).is_ok() {
+                    room.give(first);
+                }
                 Err(error)
             }
         }
@@ -98,24 +164,59 @@ impl LinuxMemory {
         pool: &Pool,
         first: Pfn,
         pages: usize,
-        filled: Filled,
-    ) -> Result<Option<Userfaultfd>, HostError> {
+        (filled, shared): (&Filled, Option<&SharedMemory>),
+    ) -> Result<Option<Parts>, HostError> {
         let refused = |errno: rustix::io::Errno| HostError::Userfaultfd(errno.to_string());
         pool.advise_linux(first, pages).map_err(refused)?;
-        if filled == Filled::ByLinux {
-            return Ok(None);
+        let register = |(part, uffd): (Range<u64>, &Userfaultfd)| {
+            let from = Pfn::new(first.index() as u32 + part.start as u32);
+            let part = pool.range(from, (part.end - part.start) as usize);
+            // SAFETY: the range is memory of the pool, anonymous or a shared memory file. It stays
+            // mapped while it is registered: `remove` unregisters it before it replaces the
+            // mapping, and the pool is unmapped when no region is left. All accesses go through
+            // `FramePtr`, which uses atomics, except the load of a touch.
+            unsafe { uffd.register(part) }.map_err(refused)
+        };
+        match shared {
+            _ if matches!(filled, Filled::ByLinux) => {}
+            // Where this process locks its memory, the mapping has come with all of its pages.
+            None => pool.drop_linux(first, pages).map_err(refused)?,
+            Some(_) if Pool::locks_new_mappings().map_err(refused)? => {
+                return Err(shared::locked());
+            }
+            Some(_) => {}
         }
-        let uffd = Userfaultfd::open_user().map_err(refused)?;
-        // SAFETY: the range is private anonymous memory of the pool. It stays mapped while it is
-        // registered: `remove` unregisters it before it replaces the mapping, and the pool is
-        // unmapped when no region is left. All accesses go through `FramePtr`, which uses atomics.
-        unsafe { uffd.register(pool.range(first, pages)) }.map_err(refused)?;
-        Ok(Some(uffd))
+        match filled {
+            Filled::ByLinux => Ok(None),
+            Filled::BySource => {
+                // An access past the page words, or to a page that other code has taken out of a
+                // memory file, gets SIGBUS: the page is lost. If there were events, the thread
+                // would sleep for ever, because no thread reads them.
+                let parts = Parts::open(pages as u64).map_err(|errno| match errno {
+                    Errno::MFILE => HostError::Userfaultfd(format!(
+                        "{errno}: a region takes up to {} descriptors, raise `ulimit -n`",
+                        Parts::MOST
+                    )),
+                    errno => refused(errno),
+                })?;
+                parts.cut(0..pages as u64).try_for_each(register)?;
+                Ok(Some(parts))
+            }
+            Filled::FromOutside(outside) => {
+                outside.parts(0..pages as u64).try_for_each(register)?;
+                Ok(None)
+            }
+        }
     }
 
     /// Pages in place.
     pub fn pages_in_place(&self) -> u64 {
-        self.in_place.load(Ordering::Relaxed)
+        let counts = self.users.iter();
+        let sum: i64 = counts
+            .map(|users| users.in_place.load(Ordering::Relaxed))
+            .sum();
+        // A thread that counts at this moment may make it less than nothing.
+        sum.try_into().unwrap_or(0)
     }
 
     /// The frame number of the page at `index` of the region.
@@ -129,32 +230,67 @@ impl LinuxMemory {
         Hva::new(self.addresses.start().get() + index * PAGE_SIZE as u64)
     }
 
+    /// Where the page at `index` of the region is filled; `None`: Linux fills it with zeros.
+    fn uffd_of(&self, index: u64) -> Option<&Userfaultfd> {
+        match &self.outside {
+            Some(outside) => Some(outside.userfaultfd(index)),
+            None => self.parts.as_ref().map(|parts| parts.of(index)),
+        }
+    }
+
+    /// Where the pages with the indices `pages` are filled, cut where another userfaultfd begins.
+    /// Empty: Linux fills them with zeros.
+    fn uffds(&self, pages: Range<u64>) -> impl Iterator<Item = (Range<u64>, &Userfaultfd)> {
+        let own = self.parts.iter();
+        let own = own.flat_map({
+            let pages = pages.clone();
+            move |parts| parts.cut(pages.clone())
+        });
+        let outside = self.outside.iter();
+        own.chain(outside.flat_map(move |outside| outside.parts(pages.clone())))
+    }
+
+    /// Ends the registration of the pages with the indices `pages`. Threads that sleep for one of
+    /// them find zeros.
+    fn unregister(&self, pages: Range<u64>) -> Result<(), Errno> {
+        self.uffds(pages).try_for_each(|(part, uffd)| {
+            let pages = part.end - part.start;
+            let part = HvaRange::new(self.hva(part.start), pages).expect("in the region");
+            uffd.unregister(part)
+        })
+    }
+
     /// Makes the calling thread a user. It reads the page word afterwards. A user finishes soon: it
     /// waits for no other thread.
     fn enter(&self) -> User<'_> {
-        self.users.fetch_add(1, Ordering::Relaxed);
-        // With the fence of `wait_for_users`: that thread sees this user, or this thread sees the
-        // words that that one has changed before.
+        TakenPages::unblock_signal();
+        let own = self.users.own();
+        own.inside.fetch_add(1, Ordering::Relaxed);
+        // With the fence of `wait_for_users`: the thread that takes pages away sees this user, or
+        // this thread sees the words that it has changed.
         fence(Ordering::SeqCst);
-        User(self)
+        User(own)
     }
 
     /// Waits until no thread uses the pages whose words the caller has changed.
     fn wait_for_users(&self) {
         fence(Ordering::SeqCst);
-        while self.users.load(Ordering::Acquire) != 0 {
-            std::thread::yield_now();
+        for users in self.users.iter() {
+            while users.inside.load(Ordering::Acquire) != 0 {
+                std::thread::yield_now();
+            }
         }
     }
 }
 
 /// What fills a page that is touched first.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Filled {
     /// The region's page source, or the VMM.
     BySource,
     /// Linux, with zeros.
     ByLinux,
+    /// A handler outside of this host, or the VMM.
+    FromOutside(Arc<Outside>),
 }
 
 impl Region {
@@ -179,19 +315,49 @@ impl Host {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<BackingRange, HostError> {
-        let filled = match origin {
-            Some(_) => Filled::BySource,
+        self.add_linux_region_in(LinuxBacking::Anonymous, origin, pages, notifier)
+    }
+
+    /// As [`Host::add_linux_region`], with memory of that kind.
+    ///
+    /// # Errors
+    /// As there. The file has fewer pages, or cannot be mapped for reads and writes.
+    pub fn add_linux_region_in(
+        &self,
+        backing: LinuxBacking,
+        origin: Option<(Arc<dyn PageSource>, SourcePage)>,
+        pages: PageCount,
+        notifier: Arc<dyn MmuNotifier>,
+    ) -> Result<BackingRange, HostError> {
+        let core = &self.core;
+        let refused = |errno: Errno| HostError::Userfaultfd(errno.to_string());
+        let filled = match &origin {
+            Some((source, first)) => match Outside::of(core, source, *first).map_err(refused)? {
+                Some(outside) => Filled::FromOutside(outside),
+                None => Filled::BySource,
+            },
             None => Filled::ByLinux,
         };
-        let core = &self.core;
-        let linux = LinuxMemory::new(&core.frames.pool, &core.linux, pages, filled)?;
+        let linux = LinuxMemory::new(&core.frames.pool, &core.linux, pages, (filled, backing))?;
         let first = linux.first;
         let origin = origin.map(|(source, first)| Origin::new(core, source, first));
         let added = core.regions.add(pages, notifier, origin, Some(linux));
-        if added.is_err() {
-            self.core.give_linux(first, pages.get() as usize);
+        match &added {
+            Ok(range) => {
+                let region = core.regions.find(PageNo::of(range.start()));
+                region
+                    .into_iter()
+                    .for_each(|region| core.losses.add(region));
+            }
+            Err(_) => core.give_linux(first, pages.get() as usize, None),
         }
         added
+    }
+
+    /// Where `region`, a whole region of Linux memory, is mapped in this process.
+    pub fn addresses(&self, region: BackingRange) -> Option<HvaRange> {
+        let found = self.core.regions.find(PageNo::of(region.start()))?;
+        Some(found.linux.as_ref()?.addresses)
     }
 
     /// Pages of Linux memory that are in place, of all regions.
@@ -203,11 +369,16 @@ impl Host {
 }
 
 impl Core {
-    /// Gives Linux memory back that no region, leaf or thread uses.
-    fn give_linux(&self, first: Pfn, pages: usize) {
+    /// Gives Linux memory back that no region, leaf or thread uses. A handler of `outside` may fill
+    /// it still.
+    fn give_linux(&self, first: Pfn, pages: usize, outside: Option<&Outside>) {
         // If the kernel refuses, the addresses keep their bytes, and no region gets them again.
-        if self.frames.pool.renew_linux(first, pages).is_ok() {
-            self.linux.give(first);
+        if self.frames.pool.renew_linux(first, pages).is_err() {
+            return;
+        }
+        match outside {
+            Some(outside) => self.linux.give_later(first, outside.source()),
+            None => self.linux.give(first),
         }
     }
 }

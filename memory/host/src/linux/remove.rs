@@ -3,9 +3,10 @@
 //! ```text
 //! page words -> Gone        a fault from here on resolves to Lost
 //! invalidate                no vCPU has a page any more
-//! wait for users            nor has another thread
+//! wait for users            nor has another thread; no thread touches a page
+//! settle losses             pages of it that the kernel has taken away are recorded
 //! unregister, new mapping   threads that sleep on the userfaultfd go on, the bytes are gone
-//! the addresses are free
+//! the addresses are free; later, if a handler outside of the host may still fill them (`room`)
 //! ```
 
 use crate::balance::TICK;
@@ -41,11 +42,12 @@ impl Core {
     fn release_linux(&self, region: &Region) {
         let Some(linux) = &region.linux else { return };
         linux.wait_for_users();
-        if let Some(uffd) = &linux.uffd {
-            // The new mapping ends the registration in any case.
-            let unregistered = uffd.unregister(linux.addresses);
-            debug_assert!(unregistered.is_ok(), "{unregistered:?}");
-        }
-        self.give_linux(linux.first, region.range().pages() as usize);
+        linux.outside.iter().for_each(|outside| outside.end());
+        self.forget_linux(region);
+        // The new mapping ends the registration in any case.
+        let unregistered = linux.unregister(0..region.range().pages());
+        debug_assert!(unregistered.is_ok(), "{unregistered:?}");
+        let pages = region.range().pages() as usize;
+        self.give_linux(linux.first, pages, linux.outside.as_deref());
     }
 }

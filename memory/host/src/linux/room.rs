@@ -5,36 +5,95 @@ use crate::error::HostError;
 use crate::host::lock;
 use crate::pool::Pool;
 use lacuna_addr::{PageCount, Pfn};
+use lacuna_source::PageSource;
 use lacuna_sync::{Mutex, lock_order};
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// The parts in use: the first frame number of each, and the one past its last.
+/// The parts in use.
 #[derive(Default)]
-pub(crate) struct Room(Mutex<BTreeMap<usize, usize>, lock_order::LinuxRoom>);
+pub(crate) struct Room(Mutex<Parts, lock_order::LinuxRoom>);
+
+#[derive(Default)]
+struct Parts {
+    /// The first frame number of each, and the one past its last.
+    used: BTreeMap<usize, usize>,
+    /// Parts of removed regions that a handler may still fill.
+    late: Vec<Late>,
+}
+
+/// What the handler of one source may still fill.
+struct Late {
+    source: Arc<dyn PageSource>,
+    /// The first frame number of each part.
+    parts: Vec<usize>,
+}
 
 impl Room {
     /// Takes the first gap that is large enough. Each region begins with a block.
     pub fn take(&self, pool: &Pool, pages: PageCount) -> Result<Pfn, HostError> {
         let all = pool.linux();
-        let mut used = lock(&self.0);
+        let mut parts = lock(&self.0);
+        let over = parts.give_late();
         let wanted = usize::try_from(pages.get()).unwrap_or(usize::MAX);
-        match first_gap(&used, all.clone(), wanted) {
+        let found = match first_gap(&parts.used, all.clone(), wanted) {
             Some(first) => {
-                used.insert(first, (first + wanted).next_multiple_of(BLOCK));
+                let end = (first + wanted).next_multiple_of(BLOCK);
+                parts.used.insert(first, end);
                 Ok(Pfn::new(first as u32))
             }
             None => Err(HostError::LinuxRoom {
                 pages,
                 room: PageCount::new(all.len() as u64),
+                late: parts.late.iter().map(|late| late.parts.len()).sum(),
             }),
-        }
+        };
+        drop(parts);
+        // The end of a source waits for its threads, so not under the lock.
+        drop(over);
+        found
     }
 
     /// Gives back what begins at `first`.
     pub fn give(&self, first: Pfn) {
-        let given = lock(&self.0).remove(&first.index());
+        let given = lock(&self.0).used.remove(&first.index());
         debug_assert!(given.is_some(), "{first:?} was taken");
+    }
+
+    /// As [`Room::give`], as soon as no handler of `source` can put a page there. The kernel lets
+    /// a userfaultfd fill all memory of the process that is registered with *any* userfaultfd. So a
+    /// handler that is late would fill the next region at these addresses.
+    pub fn give_later(&self, first: Pfn, source: Arc<dyn PageSource>) {
+        let (mut parts, first) = (lock(&self.0), first.index());
+        let late = &mut parts.late;
+        let same = late
+            .iter_mut()
+            .find(|late| Arc::ptr_eq(&late.source, &source));
+        match same {
+            Some(same) => same.parts.push(first),
+            None => late.push(Late {
+                source,
+                parts: vec![first],
+            }),
+        }
+    }
+}
+
+impl Parts {
+    /// Gives back the parts that no handler can fill any more, and returns what was kept of them.
+    fn give_late(&mut self) -> Vec<Late> {
+        let over = self.late.extract_if(.., |late| {
+            // If no other code has the source, no thread of this process has its descriptors.
+            let is_last = Arc::get_mut(&mut late.source).is_some();
+            let external = late.source.external();
+            is_last && external.is_none_or(|external| !external.is_connected())
+        });
+        let over: Vec<_> = over.collect();
+        for first in over.iter().flat_map(|late| &late.parts) {
+            self.used.remove(first);
+        }
+        over
     }
 }
 

@@ -7,9 +7,10 @@ use crate::pool::Page;
 use lacuna_addr::PageCount;
 use lacuna_sync::LatencySetting;
 
-/// Adds a latency to every operation of another device. The latency counts from submission, so any
-/// number of operations wait in parallel. This type only states the latency; the executor delays
-/// the completions, and no thread waits for a single operation.
+/// Adds a latency to every operation of another device: the same to all, or to each read the next
+/// of a sequence ([`LogNormal`](super::LogNormal) makes one). The latency counts from submission,
+/// so any number of operations wait in parallel. This type only states the latency; the executor
+/// delays the completions, and no thread waits for a single operation.
 pub struct Latency<S> {
     inner: S,
     latency: LatencySetting,
@@ -61,5 +62,10 @@ impl<S: SwapStore> SwapStore for Latency<S> {
 
     fn latency_ns(&self) -> u64 {
         self.inner.latency_ns().saturating_add(self.latency.ns())
+    }
+
+    fn read_latency_ns(&self) -> u64 {
+        let inner = self.inner.read_latency_ns();
+        inner.saturating_add(self.latency.read_ns())
     }
 }

@@ -6,12 +6,14 @@
 mod faulty;
 mod file;
 mod latency;
+mod log_normal;
 mod map;
 mod memory;
 
 pub use faulty::{Fault, FaultyStore};
 pub use file::FileStore;
 pub use latency::Latency;
+pub use log_normal::LogNormal;
 pub(crate) use map::{Room, Run, SwapMap};
 pub use memory::MemoryStore;
 
@@ -93,9 +95,15 @@ pub trait SwapStore: Send + Sync {
         false
     }
 
-    /// Nanoseconds from submission before which an operation does not complete.
+    /// Nanoseconds from submission before which an operation does not complete; the mean, if the
+    /// latencies of reads differ.
     fn latency_ns(&self) -> u64 {
         0
+    }
+
+    /// The latency of a read that is submitted now. Called once for each read.
+    fn read_latency_ns(&self) -> u64 {
+        self.latency_ns()
     }
 }
 
@@ -134,5 +142,9 @@ impl<S: SwapStore + ?Sized> SwapStore for Box<S> {
 
     fn latency_ns(&self) -> u64 {
         (**self).latency_ns()
+    }
+
+    fn read_latency_ns(&self) -> u64 {
+        (**self).read_latency_ns()
     }
 }

@@ -2,6 +2,7 @@
 //! and one vCPU that faults on it.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod linux;
 pub mod shared_file;
 pub mod source;
 
@@ -102,6 +103,13 @@ pub struct FakeMmu {
 }
 
 impl FakeMmu {
+    /// One that reports dirty pages to `host`.
+    pub fn of(host: &Arc<Host>) -> Arc<Self> {
+        let mmu = Arc::<Self>::default();
+        mmu.belongs_to(host);
+        mmu
+    }
+
     /// Sets the host to which it reports dirty pages.
     pub fn belongs_to(&self, host: &Arc<Host>) {
         self.host.set(Arc::downgrade(host)).unwrap();
@@ -235,8 +243,7 @@ fn host(
 
 impl Vm {
     pub fn new(host: &Arc<Host>, clock: &Arc<VirtualClock>, pages: u64) -> Self {
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(host);
+        let mmu = FakeMmu::of(host);
         let range = host.add_region(PageCount::new(pages), mmu.clone()).unwrap();
         Self::of(host, clock, mmu, range)
     }
@@ -248,8 +255,7 @@ impl Vm {
         pages: u64,
         source: &Arc<TestSource>,
     ) -> Self {
-        let mmu = Arc::new(FakeMmu::default());
-        mmu.belongs_to(host);
+        let mmu = FakeMmu::of(host);
         let pages = PageCount::new(pages);
         let range = host.add_region_from(source.clone(), SourcePage(0), pages, mmu.clone());
         let range = range.unwrap();

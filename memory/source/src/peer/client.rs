@@ -12,10 +12,10 @@
 //! for one of a later.
 
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
-use super::{IN_FLIGHT, PeerError};
+use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
 use crate::policy::{Asked, Outage, Policy, WhenGone};
 use crate::readers::join;
-use crate::{PageRequest, PageSource, SourcePage};
+use crate::{MemoryId, PageRequest, PageSource, SourcePage};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -29,14 +29,12 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The time between two tries to connect.
 const PAUSE: Duration = Duration::from_millis(20);
-/// The longest wait for a hello.
-const HELLO_WAIT: Duration = Duration::from_secs(2);
 const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
 /// Pages from another process.
@@ -49,6 +47,8 @@ struct Shared {
     path: PathBuf,
     pages: PageCount,
     outage: Outage,
+    /// The peer's memory, from the first connection on.
+    memory: OnceLock<MemoryId>,
     link: Mutex<Link, lock_order::SourceLink>,
     /// Wakes the thread: there are bytes that the socket did not take, or the source ends.
     bell: OwnedFd,
@@ -80,16 +80,19 @@ impl Peer {
             path: path.to_owned(),
             pages,
             outage: Outage::new(policy),
+            memory: OnceLock::new(),
             link: Mutex::default(),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(io::Error::from)?,
             stop: AtomicBool::new(false),
         });
-        let end = Instant::now() + shared.outage.policy().patience;
+        let end = Instant::now().checked_add(shared.outage.policy().patience);
         let socket = loop {
             match shared.connect() {
                 Ok(socket) => break socket,
-                Err(error) if error.is_final() || Instant::now() >= end => return Err(error),
+                Err(error) if error.is_final() || end.is_some_and(|end| Instant::now() >= end) => {
+                    return Err(error);
+                }
                 Err(_) => std::thread::sleep(PAUSE),
             }
         };
@@ -104,6 +107,9 @@ impl Peer {
 }
 
 impl Peer {
+    /// The most requests without an answer. Others wait for room.
+    pub const IN_FLIGHT: usize = IN_FLIGHT;
+
     /// What was wrong with the last connection that ended, or the last try to connect; `None` while
     /// the first connection is in use.
     pub fn trouble(&self) -> Option<String> {
@@ -114,6 +120,11 @@ impl Peer {
 impl PageSource for Peer {
     fn describe(&self) -> String {
         format!("the peer at {}", self.shared.path.display())
+    }
+
+    fn memory_id(&self) -> MemoryId {
+        let memory = self.shared.memory.get();
+        *memory.expect("`connect` has had a connection")
     }
 
     fn fetch(&self, request: PageRequest) {
@@ -338,7 +349,7 @@ impl Shared {
                     return error;
                 }
             }
-            // Also while other pages come all the time.
+            // Answers may arrive all the time, so this does not wait for a pause between them.
             if look <= Instant::now() {
                 if let Some(error) = self.overdue() {
                     return error;
@@ -384,11 +395,15 @@ impl Shared {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let made = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
         let socket = made.map_err(io::Error::from)?;
-        let address = SocketAddrUnix::new(&self.path).map_err(io::Error::from)?;
+        let address = SocketAddrUnix::new(&self.path).map_err(|errno| match errno {
+            Errno::NAMETOOLONG => PeerError::Path(self.path.as_os_str().len()),
+            errno => io::Error::from(errno).into(),
+        })?;
         // A full backlog is EAGAIN, because the socket does not wait.
         connect(&socket, &address).map_err(io::Error::from)?;
         let mine = Hello {
             pages: self.pages.get(),
+            memory: MemoryId::default(),
         };
         // An empty socket has room for a hello.
         send(&socket, &mine.bytes(), SendFlags::NOSIGNAL).map_err(io::Error::from)?;
@@ -397,7 +412,11 @@ impl Shared {
         if has < needs {
             return Err(PeerError::TooFewPages { has, needs });
         }
-        Ok(socket)
+        let theirs = theirs.memory;
+        match *self.memory.get_or_init(|| theirs) {
+            ours if ours == theirs => Ok(socket),
+            ours => Err(PeerError::OtherMemory { theirs, ours }),
+        }
     }
 
     fn hello(&self, socket: BorrowedFd<'_>) -> Result<Hello, PeerError> {
@@ -417,6 +436,7 @@ impl Shared {
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(errno) => return Err(PeerError::Io(errno.into())),
             }
+            Hello::check(&bytes[..have])?;
         }
         Hello::parse(&bytes)
     }

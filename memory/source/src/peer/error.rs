@@ -1,6 +1,6 @@
 //! What can be wrong with the other side of a connection. There is one error for each.
 
-use crate::SourcePage;
+use crate::{MemoryId, SourcePage};
 use std::io;
 use std::time::Duration;
 
@@ -15,6 +15,12 @@ pub enum PeerError {
     /// The peer has closed the connection.
     #[error("the peer has closed the connection: start it again, at the same socket")]
     Closed,
+    /// The socket's path does not fit in a socket address.
+    #[error(
+        "the socket's path has {0} bytes and may have 107: use a shorter one, or one that begins \
+         in the current folder"
+    )]
+    Path(usize),
     /// The hello does not begin as it has to.
     #[error("the other side does not speak this protocol: is it the right socket?")]
     NotAPeer,
@@ -36,6 +42,17 @@ pub enum PeerError {
         has: u64,
         /// Pages of the guest.
         needs: u64,
+    },
+    /// Another memory than at the first connection: servers have swapped sockets, for example.
+    #[error(
+        "the peer has another guest's memory ({theirs}) than before ({ours}): start the peer with \
+         this guest's memory again, at the same socket"
+    )]
+    OtherMemory {
+        /// The memory of this connection's peer.
+        theirs: MemoryId,
+        /// That of the first connection.
+        ours: MemoryId,
     },
     /// A message of no known kind, or of a kind that only the other side sends.
     #[error("the peer sent a message of kind {0}, which is none that it may send")]
@@ -71,7 +88,11 @@ impl PeerError {
     pub(crate) const fn is_final(&self) -> bool {
         matches!(
             self,
-            Self::NotAPeer | Self::Version { .. } | Self::PageSize(_) | Self::TooFewPages { .. }
+            Self::Path(_)
+                | Self::NotAPeer
+                | Self::Version { .. }
+                | Self::PageSize(_)
+                | Self::TooFewPages { .. }
         )
     }
 }

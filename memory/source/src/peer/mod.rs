@@ -2,17 +2,21 @@
 //!
 //! ```text
 //! client                                        server
-//! Hello { version, page size, pages } ────────►
-//!          ◄──────────────────────────────────── Hello { version, page size, pages }
+//! Hello { version, page size, pages needed } ─►
+//!          ◄──────────────────────────────────── Hello { version, page size, pages, memory }
 //! Request { page } ───────────────────────────► at most IN_FLIGHT without an answer,
 //!          ◄──────────────────────────────────── each answered once, in any order, by one of
 //!                                                Content { page, 4096 bytes }
 //!                                                Zeros   { page }
 //!                                                Failure { page, why, at most 512 bytes }
 //! ```
-//! All numbers are little-endian. A hello has 24 bytes: `LACPAGES`, version (4), page size (4),
-//! pages (8). Every other message has a head of 16 bytes: kind (2), zero (2), length of what
-//! follows (4), page (8). Each kind has its lengths, so a message is never longer than 4112 bytes.
+//! All numbers are little-endian. A hello has 40 bytes: `LACPAGES`, version (4), page size (4),
+//! pages (8), memory (16). The memory is the server's [`MemoryId`](crate::MemoryId). Every later
+//! connection of a client has to have that of its first one. A client sends 0 there. Each side
+//! sends its hello at once, and waits for the whole of the other one for 2 s.
+//!
+//! Every other message has a head of 16 bytes: kind (2), zero (2), length of what follows (4),
+//! page (8). Each kind has its lengths, so a message is never longer than 4112 bytes.
 //!
 //! | file | job |
 //! |---|---|
@@ -25,6 +29,8 @@ mod error;
 mod server;
 mod wire;
 
+use std::time::Duration;
+
 pub use client::Peer;
 pub use error::PeerError;
 pub use server::{Server, serve};
@@ -33,6 +39,9 @@ pub use wire::{Decoder, HELLO, Hello, Message, encode};
 
 /// Most requests without an answer on one connection.
 pub(crate) const IN_FLIGHT: usize = 1024;
+
+/// The longest wait of each side for the whole of a hello.
+pub(crate) const HELLO_WAIT: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests;

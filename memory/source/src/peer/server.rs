@@ -3,11 +3,14 @@
 //! Each connection has two threads. One reads requests and asks the source; answers come on the
 //! source's threads, which only queue them; the other thread writes them. So a client that does not
 //! read delays no other client, and holds at most [`IN_FLIGHT`] answers.
+//!
+//! Both threads end with the connection. Its requests stay with the source, which may take any time
+//! for them, so a connection counts as one of the [`CLIENTS`] until its last request has ended.
 
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
-use super::{IN_FLIGHT, PeerError};
+use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
 use crate::readers::join;
-use crate::{Answer, Asker, PageRequest, PageSource, SourcePage};
+use crate::{Answer, Asker, MemoryId, PageRequest, PageSource, SourcePage};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -20,10 +23,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes from which on a write is not made longer.
 const WRITE: usize = 64 << 10;
+/// Most connections at a time. Others are closed at once, and may try again.
+const CLIENTS: usize = 128;
 
 /// Serves pages until it is dropped.
 pub struct Server {
@@ -34,11 +39,14 @@ pub struct Server {
 struct Shared {
     listener: UnixListener,
     pages: PageCount,
+    memory: MemoryId,
     source: Arc<dyn PageSource>,
     /// Wakes the thread that accepts, for the end.
     bell: OwnedFd,
     stop: AtomicBool,
     accepted: AtomicU64,
+    /// Connections, and those that have ended with requests at the source.
+    clients: Arc<AtomicUsize>,
     /// The connections that are open, to be closed at the end.
     connections: Mutex<BTreeMap<u64, Open>, lock_order::SourceConnections>,
 }
@@ -61,10 +69,12 @@ pub fn serve(
     let shared = Arc::new(Shared {
         listener,
         pages,
+        memory: source.memory_id(),
         source,
         bell: eventfd(0, EventfdFlags::CLOEXEC)?,
         stop: AtomicBool::new(false),
         accepted: AtomicU64::new(0),
+        clients: Arc::default(),
         connections: Mutex::default(),
     });
     let accepts = Arc::clone(&shared);
@@ -135,6 +145,9 @@ impl Shared {
     }
 
     fn open(self: &Arc<Self>, socket: UnixStream) -> io::Result<()> {
+        let Some(place) = Place::take(&self.clients) else {
+            return Ok(());
+        };
         socket.set_nonblocking(false)?;
         let number = self.accepted.fetch_add(1, Ordering::Relaxed);
         let (shared, reads) = (Arc::clone(self), socket.try_clone()?);
@@ -142,7 +155,7 @@ impl Shared {
         let mut connections = self.connections();
         let thread = named.spawn(move || {
             // Which error it was concerns the client alone, which is told by the end.
-            let _ = Connection::serve(&shared, &reads);
+            let _ = Connection::serve(&shared, &reads, place);
             let _ = reads.shutdown(Shutdown::Both);
             // The server may wait for this thread at the same time: it has taken the entry then.
             let _ = shared.connections().remove(&number);
@@ -152,39 +165,64 @@ impl Shared {
     }
 }
 
+/// One of the [`CLIENTS`].
+struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    fn take(all: &Arc<AtomicUsize>) -> Option<Self> {
+        let place = Self(Arc::clone(all));
+        (all.fetch_add(1, Ordering::Relaxed) < CLIENTS).then_some(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Takes the source's answers for one client.
 struct Connection {
+    _place: Place,
     /// Requests without an answer, by number. Numbers are not used twice, so a second answer to a
     /// request is never taken for the answer to a later one.
     asked: Mutex<BTreeMap<u64, SourcePage>, lock_order::SourceServed>,
     /// Requests whose answers are not written.
     unwritten: Arc<AtomicUsize>,
+    /// Messages; an empty one ends the thread that writes.
     answers: Sender<Vec<u8>>,
 }
 
 impl Connection {
     /// Serves a client until it has closed the connection, or is not to be served.
-    fn serve(shared: &Shared, mut socket: &UnixStream) -> Result<(), PeerError> {
-        let mut theirs = [0; HELLO];
-        socket.read_exact(&mut theirs)?;
-        Hello::parse(&theirs)?;
-        let pages = shared.pages.get();
-        socket.write_all(&Hello { pages }.bytes())?;
+    fn serve(shared: &Shared, mut socket: &UnixStream, place: Place) -> Result<(), PeerError> {
+        let end = Instant::now() + HELLO_WAIT;
+        let mine = Hello {
+            pages: shared.pages.get(),
+            memory: shared.memory,
+        };
+        // First, so that a client of another version learns which one this is. An empty socket has
+        // room for a hello.
+        socket.write_all(&mine.bytes())?;
+        receive_hello(socket, end)?;
         let (answers, written) = channel();
         let unwritten = Arc::new(AtomicUsize::new(0));
         let (writes, count) = (socket.try_clone()?, Arc::clone(&unwritten));
         let named = std::thread::Builder::new().name("lacuna-serve".into());
-        // It ends when no request is left whose answer it could be sent.
         named.spawn(move || write(&writes, &written, &count))?;
-        let connection = Self {
+        let connection = Arc::new(Self {
+            _place: place,
             asked: Mutex::default(),
             unwritten,
             answers,
-        };
-        Arc::new(connection).read(shared, socket)
+        });
+        let end = connection.read(shared, socket);
+        // An error: the thread has ended before.
+        let _ = connection.answers.send(Vec::new());
+        end
     }
 
-    fn read(self: Arc<Self>, shared: &Shared, mut socket: &UnixStream) -> Result<(), PeerError> {
+    fn read(self: &Arc<Self>, shared: &Shared, mut socket: &UnixStream) -> Result<(), PeerError> {
         let mut decoder = Decoder::default();
         let mut buffer = vec![0; PAGE_SIZE];
         let mut number = 0;
@@ -202,7 +240,7 @@ impl Connection {
                 }
                 number += 1;
                 self.asked().insert(number, page);
-                let asker = Arc::clone(&self) as Arc<dyn Asker>;
+                let asker = Arc::clone(self) as Arc<dyn Asker>;
                 let request = PageRequest::new(asker, number, page);
                 match page.0 < shared.pages.get() {
                     true => shared.source.fetch(request),
@@ -215,6 +253,27 @@ impl Connection {
     fn asked(&self) -> MutexGuard<'_, BTreeMap<u64, SourcePage>> {
         self.asked.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Receives a client's hello, all of which has to come before `end`.
+fn receive_hello(mut socket: &UnixStream, end: Instant) -> Result<Hello, PeerError> {
+    let (mut bytes, mut have) = ([0; HELLO], 0);
+    while have < HELLO {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::Error::from(io::ErrorKind::TimedOut).into());
+        }
+        socket.set_read_timeout(Some(left))?;
+        match socket.read(&mut bytes[have..]) {
+            Ok(0) => return Err(PeerError::Closed),
+            Ok(length) => have += length,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error.into()),
+        }
+        Hello::check(&bytes[..have])?;
+    }
+    socket.set_read_timeout(None)?;
+    Hello::parse(&bytes)
 }
 
 impl Asker for Connection {
@@ -240,17 +299,18 @@ impl Asker for Connection {
 /// The thread that writes to a client.
 fn write(mut socket: &UnixStream, answers: &Receiver<Vec<u8>>, unwritten: &AtomicUsize) {
     for mut bytes in answers {
-        let mut count = 1;
+        let (mut count, mut is_over) = (1, bytes.is_empty());
         // One call for all answers that are there.
         while bytes.len() < WRITE
             && let Ok(more) = answers.try_recv()
         {
+            is_over |= more.is_empty();
             bytes.extend(more);
             count += 1;
         }
         // Before the client can see an answer, and ask for more.
         unwritten.fetch_sub(count, Ordering::Relaxed);
-        if socket.write_all(&bytes).is_err() {
+        if socket.write_all(&bytes).is_err() || is_over {
             return;
         }
     }

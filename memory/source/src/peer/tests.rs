@@ -3,7 +3,7 @@
 
 use super::wire::REASON;
 use super::*;
-use crate::SourcePage;
+use crate::{MemoryId, SourcePage};
 use lacuna_addr::PAGE_SIZE;
 use proptest::prelude::*;
 
@@ -86,14 +86,43 @@ proptest! {
 
 #[test]
 fn a_hello_of_another_kind_is_refused_for_its_reason() {
-    let good = Hello { pages: 7 }.bytes();
-    assert_eq!(Hello::parse(&good).unwrap(), Hello { pages: 7 });
+    let hello = Hello {
+        pages: 7,
+        memory: MemoryId::of(&[b"a", b"b"]),
+    };
+    let good = hello.bytes();
+    assert_eq!(Hello::parse(&good).unwrap(), hello);
     let bad = |at: usize| {
         let mut bytes = good;
         bytes[at] ^= 1;
         Hello::parse(&bytes).unwrap_err()
     };
     assert!(matches!(bad(0), PeerError::NotAPeer));
-    assert!(matches!(bad(8), PeerError::Version { theirs: 0, ours: 1 }));
+    assert!(matches!(bad(8), PeerError::Version { theirs: 3, ours: 2 }));
     assert!(matches!(bad(12), PeerError::PageSize(4097)));
+    // The hello of version 1 had 24 bytes.
+    let old = [&good[..8], &1u32.to_le_bytes(), &good[12..24]].concat();
+    assert!(matches!(
+        Hello::check(&old),
+        Err(PeerError::Version { theirs: 1, ours: 2 })
+    ));
+    assert!(matches!(Hello::check(&old[..11]), Ok(())));
+    assert!(matches!(
+        Hello::check(b"GET / HT"),
+        Err(PeerError::NotAPeer)
+    ));
+}
+
+#[test]
+fn memories_have_identities() {
+    let named: [&[&[u8]]; 4] = [&[b"ab", b"c"], &[b"a", b"bc"], &[b"abc"], &[]];
+    let ids = named.map(MemoryId::of);
+    for (index, id) in ids.iter().enumerate() {
+        assert!(!ids[..index].contains(id), "{ids:?}");
+    }
+    // A constant of the protocol: both sides may be of different releases.
+    assert_eq!(
+        MemoryId::of(&[]).to_string(),
+        "6c62272e07bb014262b821756295c58d"
+    );
 }

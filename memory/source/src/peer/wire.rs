@@ -2,14 +2,14 @@
 //! side sends makes it keep more.
 
 use super::PeerError;
-use crate::SourcePage;
+use crate::{MemoryId, SourcePage};
 use lacuna_addr::PAGE_SIZE;
 
 const MAGIC: [u8; 8] = *b"LACPAGES";
 /// The version of the protocol.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of a hello.
-pub const HELLO: usize = 24;
+pub const HELLO: usize = 40;
 /// Bytes of the head of every other message.
 const HEAD: usize = 16;
 /// Most bytes of the reason of a failure.
@@ -25,6 +25,8 @@ const FAILURE: u16 = 4;
 pub struct Hello {
     /// The server's pages, or those that the client needs.
     pub pages: u64,
+    /// The server's memory; 0 from a client.
+    pub memory: MemoryId,
 }
 
 impl Hello {
@@ -34,19 +36,25 @@ impl Hello {
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
         bytes[12..16].copy_from_slice(&(PAGE_SIZE as u32).to_le_bytes());
-        bytes[16..].copy_from_slice(&self.pages.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.pages.to_le_bytes());
+        bytes[24..].copy_from_slice(&self.memory.0.to_le_bytes());
         bytes
     }
 
-    /// Reads one.
+    /// Refuses the beginning of a hello of another kind as soon as that is known: the hello of
+    /// another version may be shorter.
     ///
     /// # Errors
     /// It is not of this protocol, version and page size.
-    pub fn parse(bytes: &[u8; HELLO]) -> Result<Self, PeerError> {
-        if bytes[..8] != MAGIC {
+    pub fn check(begin: &[u8]) -> Result<(), PeerError> {
+        let magic = begin.len().min(MAGIC.len());
+        if begin[..magic] != MAGIC[..magic] {
             return Err(PeerError::NotAPeer);
         }
-        let [theirs, page_size] = [8, 12].map(|at| u32_at(bytes, at));
+        if begin.len() < 16 {
+            return Ok(());
+        }
+        let [theirs, page_size] = [8, 12].map(|at| u32_at(begin, at));
         if theirs != VERSION {
             let ours = VERSION;
             return Err(PeerError::Version { theirs, ours });
@@ -54,8 +62,20 @@ impl Hello {
         if page_size != PAGE_SIZE as u32 {
             return Err(PeerError::PageSize(page_size));
         }
-        let pages = u64_at(bytes, 16);
-        Ok(Self { pages })
+        Ok(())
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// As [`Hello::check`].
+    pub fn parse(bytes: &[u8; HELLO]) -> Result<Self, PeerError> {
+        Self::check(bytes)?;
+        let memory = bytes[24..].try_into().expect("sixteen bytes");
+        Ok(Self {
+            pages: u64_at(bytes, 16),
+            memory: MemoryId(u128::from_le_bytes(memory)),
+        })
     }
 }
 

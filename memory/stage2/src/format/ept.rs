@@ -209,72 +209,13 @@ const fn flag(on: bool, bit: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::{any_entry, promises};
     use super::*;
     use proptest::prelude::*;
 
-    fn any_leaf() -> impl Strategy<Value = Leaf> {
-        let level = prop::sample::select(Level::ALL.to_vec());
-        let write = prop::sample::select(vec![Write::Never, Write::OnFault, Write::Allowed]);
-        let flags = (any::<bool>(), any::<bool>(), any::<bool>());
-        (any::<u32>(), level, write, flags).prop_map(|(pfn, level, write, flags)| {
-            let (exec, accessed, dirty) = flags;
-            Leaf {
-                pfn: Pfn::new(pfn),
-                level,
-                write,
-                exec,
-                accessed,
-                dirty,
-            }
-        })
-    }
-
-    fn any_entry() -> impl Strategy<Value = Entry> {
-        let table = (1u32..1 << TableId::BITS)
-            .prop_map(|raw| Entry::Table(TableId::new(raw).expect("in range")));
-        prop_oneof![
-            Just(Entry::Absent),
-            Just(Entry::Frozen),
-            table,
-            any_leaf().prop_map(Entry::Leaf),
-        ]
-    }
+    promises!(Ept);
 
     proptest! {
-        #[test]
-        fn decoding_undoes_encoding(entry in any_entry()) {
-            prop_assert_eq!(Ept::decode(Ept::encode(entry)), entry);
-        }
-
-        #[test]
-        fn leaves_and_those_with_w_are_told_from_all_others(entry in any_entry()) {
-            let raw = Ept::encode(entry);
-            let writable = matches!(entry, Entry::Leaf(leaf) if leaf.is_writable());
-            prop_assert_eq!(Ept::is_leaf(raw), matches!(entry, Entry::Leaf(_)));
-            prop_assert_eq!(Ept::is_writable_leaf(raw), writable);
-        }
-
-        #[test]
-        fn an_access_sets_a_and_a_write_d(leaf in any_leaf()) {
-            for access in [Access::Read, Access::Write, Access::Fetch] {
-                let dirty = leaf.dirty || access.is_write();
-                let wanted = Leaf { accessed: true, dirty, ..leaf };
-                let found = Ept::accessed(Ept::encode(Entry::Leaf(leaf)), access);
-                prop_assert_eq!(Ept::decode(found), Entry::Leaf(wanted));
-            }
-        }
-
-        #[test]
-        fn a_protected_or_cleared_leaf_keeps_all_but_w_and_d(leaf in any_leaf()) {
-            let leaf = Leaf { write: Write::Allowed, ..leaf };
-            let raw = Ept::encode(Entry::Leaf(leaf));
-            let no_w = Leaf { write: Write::OnFault, dirty: false, ..leaf };
-            let no_d = Leaf { dirty: false, ..leaf };
-            let logged = if leaf.level == Level::L4K { no_d } else { no_w };
-            prop_assert_eq!(Ept::decode(Ept::write_protected(raw)), Entry::Leaf(no_w));
-            prop_assert_eq!(Ept::decode(Ept::dirty_cleared(raw)), Entry::Leaf(logged));
-        }
-
         /// What an Intel processor would make of it (SDM 29.3.3.1): present entries are no
         /// misconfiguration, others are not present.
         #[test]
@@ -296,13 +237,39 @@ mod tests {
     }
 
     #[test]
-    fn zeroed_memory_is_absent() {
-        assert_eq!(Ept::decode(0), Entry::Absent);
-    }
-
-    #[test]
     #[should_panic(expected = "corrupt stage-2 table pointer")]
     fn a_pointer_to_table_zero_is_corruption() {
         Ept::decode(RIGHTS);
+    }
+
+    #[test]
+    fn the_qualification_is_the_processors() {
+        let absent = |access| {
+            Ept::exit_qualification(Violation {
+                access,
+                cause: Cause::Absent,
+            })
+        };
+        assert_eq!(
+            [Access::Read, Access::Write, Access::Fetch].map(absent),
+            [1, 2, 4]
+        );
+        let leaf = Leaf {
+            exec: false,
+            write: Write::OnFault,
+            ..Leaf::clean(Pfn::new(1))
+        };
+        let denied = |access| {
+            Ept::exit_qualification(Violation {
+                access,
+                cause: Cause::Denied(leaf),
+            })
+        };
+        assert_eq!(
+            denied(Access::Write),
+            0b001_010,
+            "readable, not writable, not executable"
+        );
+        assert_eq!(denied(Access::Fetch), 0b001_100);
     }
 }

@@ -8,6 +8,21 @@ use std::ops::Range;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Height(u8);
 
+/// A step of a walk, numbered as in the Arm architecture: the root is at level 0, and the tables of
+/// 4 KiB leaves are at level 3.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct LookupLevel(u8);
+
+impl LookupLevel {
+    /// All levels, in the order of a walk.
+    pub const ALL: [Self; 4] = [Self(0), Self(1), Self(2), Self(3)];
+
+    /// Its number.
+    pub const fn get(self) -> u8 {
+        self.0
+    }
+}
+
 const INDEX_BITS: u32 = ENTRIES.trailing_zeros();
 
 const _: () = assert!(
@@ -37,6 +52,12 @@ impl Height {
             3 => Some(Level::L1G),
             _ => None,
         }
+    }
+
+    /// The step of a walk that reads tables of this height.
+    #[inline]
+    pub(crate) const fn lookup_level(self) -> LookupLevel {
+        LookupLevel(4 - self.0)
     }
 
     /// The height of the tables that entries of this height point to.

@@ -3,22 +3,31 @@
 //! | file | what it knows |
 //! |---|---|
 //! | `mod` | what a format must say: [`TableFormat`] |
-//! | `ept` | one format: Intel's extended page tables |
+//! | `ept` | Intel's extended page tables |
+//! | `arm64` | the stage-2 descriptors of VMSAv8-64 |
+//! | `syndrome` | the registers in which an arm64 processor reports a stage-2 abort |
 //! | `height` | the geometry that all formats share |
 //!
 //! All formats share one geometry: four levels, nine bits of the guest frame number a level, tables
 //! of 512 entries of 64 bits. That is EPT with a page-walk length of four, and arm64 stage 2 with a
 //! granule of 4 KiB that starts at level 0 (docs/decisions/0010-table-format.md).
 
+mod arm64;
 mod ept;
 mod height;
+mod syndrome;
+#[cfg(test)]
+mod tests;
 
 use crate::Entry;
 use lacuna_addr::Access;
 use lacuna_tables::TableId;
 
+pub use arm64::Arm64;
 pub use ept::Ept;
+pub use height::LookupLevel;
 pub(crate) use height::{Height, block_numbers, frame_of, leaf_span};
+pub use syndrome::{AbortedAccess, Stage2Abort};
 
 /// How a table entry is written in 64 bits, and what the walker does to those bits.
 ///

@@ -4,12 +4,12 @@ use crate::Op;
 use crate::plain::{Model, gfn, leaf, range};
 use lacuna_addr::{Access, GfnRange, Level};
 use lacuna_stage2::{
-    Age, Arena, Cause, Counts, Entry, Ept, Leaf, MapError, Mapped, Removed, Stage2, TableFormat,
-    Walk, Write,
+    Age, Arena, Cause, Counts, Entry, Leaf, LookupLevel, MapError, Mapped, Removed, Stage2,
+    TableFormat, Walk, Write,
 };
 use lacuna_sync::Qsbr;
 
-pub(crate) struct Fixture<F = Ept> {
+pub(crate) struct Fixture<F> {
     pub(crate) stage2: Stage2<F>,
     pub(crate) model: Model,
     pub(crate) nobody: Qsbr,
@@ -292,7 +292,11 @@ impl<F: TableFormat> Fixture<F> {
             let Walk::Violation(violation) = outcome else {
                 panic!("{outcome:?}")
             };
-            assert_eq!((violation.access, violation.cause), (access, Cause::Absent));
+            assert_eq!(violation.access, access);
+            assert_eq!(violation.cause, Cause::Absent);
+            let level = self.stage2.lookup_level(gfn(raw));
+            let has_leaf_table = self.model.tables.contains(&(raw / 512));
+            assert_eq!(level == LookupLevel::ALL[3], has_leaf_table, "{level:?}");
             return;
         };
         let leaf = self.model.leaves.get_mut(&start).expect("a leaf");
@@ -306,6 +310,8 @@ impl<F: TableFormat> Fixture<F> {
             );
             return;
         }
+        let level = self.stage2.lookup_level(gfn(raw));
+        assert_eq!(level.get(), 4 - leaf.level as u8);
         leaf.accessed = true;
         leaf.dirty |= access.is_write();
         let Walk::Hit(hit) = outcome else {

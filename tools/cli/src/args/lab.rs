@@ -1,6 +1,6 @@
 //! The options of `lacuna lab`.
 
-use super::Output;
+use super::{Arch, Output};
 use crate::exit::EXIT_CODES;
 use clap::{Args, ValueEnum};
 use std::str::FromStr;
@@ -9,15 +9,20 @@ use std::str::FromStr;
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
-    /// Experiments (apf, thp, pml, paging, base), or parts of them (pml.score, base.scaling).
-    /// Without a name: a first look at each mechanism, in less than a minute
+    /// Experiments (apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, base), or parts
+    /// (pml.score). Without a name: a first look at each mechanism, in less than a minute
     pub experiments: Vec<Name>,
-    /// All experiments that compare a mechanism with its absence: apf, thp, pml, paging (an hour)
+    /// All experiments that compare a mechanism with its absence: all but base (an hour)
     #[arg(long, conflicts_with = "experiments")]
     pub full: bool,
     /// Fewer and shorter rounds: for CI, not for figures to quote
     #[arg(long)]
     pub quick: bool,
+    /// The guests' processor: arm64 for apf, apf-arm64, paging, postcopy, restore, migrate and
+    /// base. Without
+    /// it arm64 for apf-arm64, and x86_64 for all others
+    #[arg(long, value_enum, requires = "experiments")]
+    pub arch: Option<Arch>,
     /// Where the result goes
     #[command(flatten)]
     pub output: Output,
@@ -60,6 +65,33 @@ impl LabArgs {
     }
 }
 
+/// The processor of the guests of `experiment`, if `asked` is the one that the user names.
+///
+/// # Errors
+/// The experiment, or one of the chosen parts, is not for guests of that processor.
+pub fn arch_of((experiment, parts): &Parts, asked: Option<Arch>) -> Result<Arch, String> {
+    let arch = asked.unwrap_or(match experiment {
+        Experiment::ApfArm64 => Arch::Arm64,
+        _ => Arch::X86_64,
+    });
+    let only_x86 = match experiment {
+        Experiment::Thp | Experiment::Pml => Some("all".to_owned()),
+        _ => {
+            let only_x86 = parts
+                .iter()
+                .find(|part| experiment.only_x86().contains(part));
+            only_x86.map(|part| format!("part {part}"))
+        }
+    };
+    match (arch, only_x86) {
+        (Arch::Arm64, Some(what)) => Err(format!(
+            "--arch arm64: {what} of {experiment:?} is measured with x86-64 guests only: leave \
+             --arch out, or choose apf, apf-arm64, paging, postcopy, restore, migrate or base"
+        )),
+        _ => Ok(arch),
+    }
+}
+
 /// The name of an experiment, or of a part of one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Name {
@@ -77,8 +109,11 @@ impl FromStr for Name {
             Some((name, part)) => (name, Some(part)),
             None => (text, None),
         };
-        let experiment = Experiment::from_str(name, false)
-            .map_err(|_| "no such experiment: choose apf, thp, pml, paging or base".to_owned())?;
+        let experiment = Experiment::from_str(name, false).map_err(|_| {
+            "no such experiment: choose apf, apf-arm64, thp, pml, paging, postcopy, restore, \
+             migrate or base"
+                .to_owned()
+        })?;
         let known = |part: &str| {
             let parts = experiment.parts();
             let found = parts.iter().find(|known| **known == part);
@@ -99,26 +134,59 @@ impl FromStr for Name {
 pub enum Experiment {
     /// Asynchronous page faults, on and off: threads that compute and threads that fault
     Apf,
+    /// The experiment of the arm64 series of 2020, on arm64 guests: a memory-bound thread beside a
+    /// CPU-bound one
+    ApfArm64,
     /// Huge pages: invalidation of a range, first touch, random reads, memory pressure
     Thp,
     /// Dirty tracking: what it costs to know which pages a running guest writes
     Pml,
     /// Memory that was never provided: one queue for all vCPUs, and exits to the VMM
     Paging,
+    /// Memory that is still with a peer: exits and asynchronous page faults, and both together
+    Postcopy,
+    /// A guest that goes on from a snapshot, whose pages come before it runs or while it runs
+    Restore,
+    /// A running guest that moves to another VM: before, after and beside its memory
+    Migrate,
     /// The engine itself: memory overhead, a fault's time, instructions a second. Only by name
     Base,
 }
 
 impl Experiment {
     /// Those that compare a mechanism with its absence.
-    const SYSTEMS: [Self; 4] = [Self::Apf, Self::Thp, Self::Pml, Self::Paging];
+    const SYSTEMS: [Self; 8] = [
+        Self::Apf,
+        Self::ApfArm64,
+        Self::Thp,
+        Self::Pml,
+        Self::Paging,
+        Self::Postcopy,
+        Self::Restore,
+        Self::Migrate,
+    ];
+
+    /// The parts that have no arm64 form.
+    const fn only_x86(self) -> &'static [&'static str] {
+        match self {
+            Self::Apf => &["kvm", "source"],
+            Self::Paging => &["crowd", "curve"],
+            Self::Base => &["fault", "scaling"],
+            Self::Migrate => &["qemu"],
+            _ => &[],
+        }
+    }
 
     const fn parts(self) -> &'static [&'static str] {
         match self {
             Self::Apf => lacuna_lab::apf::PARTS,
+            Self::ApfArm64 => lacuna_lab::apf_arm64::PARTS,
             Self::Thp => lacuna_lab::thp::PARTS,
             Self::Pml => lacuna_lab::pml::PARTS,
             Self::Paging => lacuna_lab::paging::PARTS,
+            Self::Postcopy => lacuna_lab::postcopy::PARTS,
+            Self::Restore => lacuna_lab::restore::PARTS,
+            Self::Migrate => lacuna_lab::migrate::PARTS,
             Self::Base => lacuna_lab::base::PARTS,
         }
     }
@@ -143,7 +211,10 @@ mod tests {
         }
         let systems = Experiment::SYSTEMS.map(whole);
         assert_eq!(chosen("lacuna lab --full"), parts(&systems));
-        assert_eq!(chosen("lacuna lab apf thp pml paging"), parts(&systems));
+        assert_eq!(
+            chosen("lacuna lab apf apf-arm64 thp pml paging postcopy restore migrate"),
+            parts(&systems)
+        );
         let both = [Experiment::Apf, Experiment::Base].map(whole);
         assert_eq!(chosen("lacuna lab base apf"), parts(&both));
         let base = [whole(Experiment::Base)];
@@ -165,8 +236,38 @@ mod tests {
         assert!(text.contains(parts), "{text}");
         let text = refused("lacuna lab pmk.page");
         assert!(
-            text.contains("choose apf, thp, pml, paging or base"),
+            text.contains(
+                "choose apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate or base"
+            ),
             "{text}"
         );
+    }
+
+    #[test]
+    fn the_guests_have_the_processor_that_is_asked_for_where_they_can() {
+        let arch = |line: &str| match parse(line).unwrap().command {
+            Some(Command::Lab(args)) => match args.chosen() {
+                Chosen::Parts(parts) => arch_of(&parts[0], args.arch),
+                Chosen::FirstLook => panic!("{line}"),
+            },
+            other => panic!("{other:?}"),
+        };
+        for (line, expected) in [
+            ("lacuna lab apf", Arch::X86_64),
+            ("lacuna lab apf-arm64", Arch::Arm64),
+            ("lacuna lab apf-arm64.pair --arch x86_64", Arch::X86_64),
+            ("lacuna lab postcopy --arch arm64", Arch::Arm64),
+            ("lacuna lab paging.arms --arch arm64", Arch::Arm64),
+            ("lacuna lab apf --arch arm64", Arch::Arm64),
+            ("lacuna lab thp --arch x86_64", Arch::X86_64),
+        ] {
+            assert_eq!(arch(line), Ok(expected), "{line}");
+        }
+        for line in ["thp", "pml.score", "apf.kvm", "base.fault"] {
+            let line = format!("lacuna lab {line} --arch arm64");
+            let text = arch(&line).unwrap_err();
+            assert!(text.contains("x86-64 guests only"), "{text}");
+        }
+        parse("lacuna lab --arch arm64").unwrap_err();
     }
 }

@@ -15,6 +15,8 @@ pub enum PagesFrom {
     File(PathBuf),
     /// A process that serves pages at this socket.
     Peer(PathBuf),
+    /// A process that fills the memory itself, with Firecracker's handshake at this socket.
+    Handler(PathBuf),
 }
 
 impl FromStr for PagesFrom {
@@ -25,8 +27,9 @@ impl FromStr for PagesFrom {
             None if text == "zeros" => Ok(Self::Zeros),
             Some(("file", path)) if !path.is_empty() => Ok(Self::File(path.into())),
             Some(("peer", path)) if !path.is_empty() => Ok(Self::Peer(path.into())),
+            Some(("handler", path)) if !path.is_empty() => Ok(Self::Handler(path.into())),
             _ => Err(format!(
-                "{text:?} is no page source; use zeros, file:PATH or peer:PATH"
+                "{text:?} is no page source; use zeros, file:PATH, peer:PATH or handler:PATH"
             )),
         }
     }
@@ -39,6 +42,7 @@ impl fmt::Display for PagesFrom {
             Self::Zeros => f.write_str("zeros"),
             Self::File(path) => write!(f, "file:{}", path.display()),
             Self::Peer(path) => write!(f, "peer:{}", path.display()),
+            Self::Handler(path) => write!(f, "handler:{}", path.display()),
         }
     }
 }
@@ -75,14 +79,17 @@ mod tests {
             ("zeros", PagesFrom::Zeros),
             ("file:/var/a:b", PagesFrom::File("/var/a:b".into())),
             ("peer:run/socket", PagesFrom::Peer("run/socket".into())),
+            ("handler:/h", PagesFrom::Handler("/h".into())),
         ] {
             assert_eq!(text.parse(), Ok(source.clone()));
             assert_eq!(source.to_string(), text);
         }
-        for text in ["", "file", "file:", "peer:", "tape:/x", "zeros:1"] {
+        for text in [
+            "", "file", "file:", "peer:", "handler:", "tape:/x", "zeros:1",
+        ] {
             let error = text.parse::<PagesFrom>().unwrap_err();
             assert!(
-                error.ends_with("use zeros, file:PATH or peer:PATH"),
+                error.ends_with("use zeros, file:PATH, peer:PATH or handler:PATH"),
                 "{error}"
             );
         }

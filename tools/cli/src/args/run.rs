@@ -1,9 +1,11 @@
 //! The options of `lacuna run`.
 
-use super::{Output, PagesFrom, Patience};
+use super::{Address, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
+use clap::builder::ArgPredicate;
 use clap::{Args, ValueEnum};
+use lacuna_machine::CpuModel;
 use lacuna_soft::HugePages;
 use std::fmt;
 use std::path::PathBuf;
@@ -14,19 +16,43 @@ use std::time::Duration;
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct RunArgs {
-    /// A built-in guest, or the path of an ELF64 kernel. Built in: bm, verify, membound, touch,
-    /// zipf, reads, churn, gaps, cpubench, litmus, maxpage, smc, random, msr, apfstorm, apfhostile,
-    /// triple, hello
+    /// A built-in guest, or the path of a kernel (x86-64: ELF64; AArch64: Linux's `Image`). Built
+    /// in: bm, verify, membound, touch, zipf, reads, churn, gaps, paced, cpubench, litmus, maxpage,
+    /// smc, random, msr, apfstorm, apfhostile, hello; for x86-64 triple; for AArch64 traps, reset
+    #[arg(
+        required = false,
+        required_unless_present = "incoming",
+        default_value_if("incoming", ArgPredicate::IsPresent, "")
+    )]
     pub image: String,
+    /// Wait for a guest at this address, unix:PATH, tcp:HOST:PORT or tls:HOST:PORT, and run it on:
+    /// lacuna migrate sends one. Its processors and its memory are those that it has
+    #[arg(long, value_name = "ADDRESS", conflicts_with_all = [
+        "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append"
+    ])]
+    pub incoming: Option<Address>,
+    /// Certificates for --incoming tls:HOST:PORT
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    /// The processor of a built-in guest; a file says by itself which it is for [default: x86_64]
+    #[arg(long, value_enum, value_name = "x86_64|arm64")]
+    pub arch: Option<Arch>,
     /// The hypervisor
     #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
     pub backend: Backend,
     /// Guest memory: what the guest sees
     #[arg(long, value_name = "SIZE", default_value = "2G")]
     pub memory: Size,
-    /// Host memory for it: how much of the guest's memory is resident at a time
-    #[arg(long, value_name = "SIZE", default_value = "512M")]
-    pub resident: Size,
+    /// Where the guest's memory is: pool (frames of a budget of this process, soft only), anonymous
+    /// (private memory of Linux), memfd (a shared memory file, soft only) or hugetlbfs (one in
+    /// reserved huge pages of 2 MiB, soft only) [default: pool on soft; anonymous on kvm, and for a
+    /// handler]
+    #[arg(long, value_enum, value_name = "KIND", hide_possible_values = true)]
+    pub memory_kind: Option<MemoryKind>,
+    /// How much of the guest's memory is resident at a time; for the pool, and on kvm [default: all
+    /// of it, and at most 512M]
+    #[arg(long, value_name = "SIZE")]
+    pub resident: Option<Size>,
     /// Virtual processors
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -38,12 +64,17 @@ pub struct RunArgs {
     /// Whether the guest is offered asynchronous page faults
     #[arg(long, value_enum, value_name = "on|off", default_value_t = Apf::On)]
     pub apf: Apf,
+    /// Which processor the guest sees: host (all that the backend has) or common (what every
+    /// backend has, so that a snapshot can be restored on the other one)
+    #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host)]
+    pub cpu: Cpu,
     /// Where host memory is allocated in 2 MiB pages; soft only [default: never]
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
-    /// raw memory file) or peer:PATH (the socket of a process that serves pages) [default: zeros,
-    /// without a source]
+    /// raw memory file), peer:PATH (the socket of a process that serves pages) or handler:PATH (of
+    /// one that fills memory itself, with Firecracker's handshake) [default: zeros, without a
+    /// source]
     #[arg(long, value_name = "SOURCE")]
     pub pages_from: Option<PagesFrom>,
     /// How long the source may take for a page, until the page is lost and the run ends; or forever
@@ -58,6 +89,10 @@ pub struct RunArgs {
     /// only
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
+    /// A socket to make, through which the guest is paused, saved and stopped while it runs:
+    /// docs/control.md, lacuna snapshot save
+    #[arg(long, value_name = "SOCKET", conflicts_with = "seed")]
+    pub control: Option<PathBuf>,
     /// Words that are appended to the guest's command line
     #[arg(
         long,
@@ -89,8 +124,31 @@ impl RunArgs {
         match () {
             () if self.seed.is_some() => Some("--seed"),
             () if self.thp.is_some() => Some("--thp"),
+            () if self.memory_kind.is_some_and(MemoryKind::needs_soft) => Some("--memory-kind"),
+            () if matches!(self.pages_from, Some(PagesFrom::Handler(_))) => {
+                Some("--pages-from handler")
+            }
             () if self.swap.as_ref().is_some_and(file) => Some("--swap file"),
             () => None,
+        }
+    }
+}
+
+/// `--arch`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Arch {
+    /// 64-bit x86
+    #[value(name = "x86_64")]
+    X86_64,
+    /// 64-bit Arm: AArch64
+    Arm64,
+}
+
+impl From<Arch> for lacuna_machine::Arch {
+    fn from(arch: Arch) -> Self {
+        match arch {
+            Arch::X86_64 => Self::X86_64,
+            Arch::Arm64 => Self::Arm64,
         }
     }
 }
@@ -102,6 +160,30 @@ pub enum Apf {
     On,
     /// The vCPU waits for its page
     Off,
+}
+
+/// `--cpu`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Cpu {
+    /// All features that the backend has
+    Host,
+    /// The features that every backend has
+    Common,
+}
+
+impl Cpu {
+    /// The machine's word for it. The TSC of the common processor has the frequency of this host's
+    /// KVM, if there is one, because KVM may be unable to change it.
+    pub fn model(self, arch: lacuna_machine::Arch) -> CpuModel {
+        let tsc_khz = || match arch {
+            lacuna_machine::Arch::X86_64 => lacuna_kvm::tsc_khz(),
+            _ => None,
+        };
+        match self {
+            Self::Host => CpuModel::Host,
+            Self::Common => CpuModel::Common { tsc_khz: tsc_khz() },
+        }
+    }
 }
 
 /// `--thp`.
@@ -238,8 +320,14 @@ mod tests {
     fn run_has_the_documented_defaults() {
         let args = run("lacuna run bm");
         assert_eq!(
-            (args.memory, args.resident, args.vcpus),
+            (args.memory, args.budget(), args.vcpus),
             (Size(2 << 30), Size(512 << 20), 2)
+        );
+        let little = run("lacuna run bm --memory 16M");
+        assert_eq!(
+            little.budget(),
+            Size(16 << 20),
+            "no more than the guest has"
         );
         assert_eq!((args.seed, args.append.as_str()), (None, ""));
         assert_eq!((args.apf, args.thp), (Apf::On, None));
@@ -276,6 +364,26 @@ mod tests {
                 quiet: true
             }
         );
+    }
+
+    #[test]
+    fn a_guest_that_comes_brings_its_machine() {
+        let args = run("lacuna run --incoming unix:/s --backend kvm --resident 16M");
+        assert_eq!(args.incoming, Some("unix:/s".parse().unwrap()));
+        for option in [
+            "bm",
+            "--memory 1G",
+            "--vcpus 2",
+            "--arch arm64",
+            "--cpu host",
+            "--apf on",
+            "--seed 1",
+            "--append x",
+            "--pages-from zeros",
+        ] {
+            let error = parse(&format!("lacuna run --incoming unix:/s {option}")).unwrap_err();
+            assert!(error.to_string().contains("cannot be used with"), "{error}");
+        }
     }
 
     #[test]

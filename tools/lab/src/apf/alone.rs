@@ -8,22 +8,33 @@
 //! The swap latency is not given but searched for: without asynchronous faults the program shall
 //! wait for 30 % of its time.
 
-use super::slices::{add_stalls, stalls_json, stalls_text};
 use crate::experiment::{LabError, Options};
 use crate::fixture::builder;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on};
+use crate::session::{Session, image, on};
+use crate::stalls::{add_stalls, stalls_json, stalls_text};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, Status};
+use lacuna_machine::Arch;
 use lacuna_soft::{Apf, LatencySetting, Stalls, Vm, VmBuilder};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
 const ID: &str = "apf.memory_alone_time_ratio";
-/// Small, so that a round takes about a second and the experiment has many.
+/// Of x86-64 guests. Small, so that a round takes about a second and the experiment has many.
 const MEMORY_MIB: u64 = 4;
 const RESIDENT_MIB: u64 = 2;
+
+/// Guests of both architectures have as much memory for their programs. The memory below a kernel
+/// is never used again after the boot: 1 MiB on x86-64, and the 2 MiB of the device tree on
+/// AArch64.
+const fn memory_mib(arch: Arch) -> u64 {
+    match arch {
+        Arch::Arm64 => MEMORY_MIB + 1,
+        _ => MEMORY_MIB,
+    }
+}
 /// The wanted share of the time that the program waits for pages, and the largest deviation.
 const SHARE: f64 = 0.30;
 const TOLERANCE: f64 = 0.03;
@@ -44,16 +55,24 @@ const fn work(options: &Options) -> u64 {
     if options.quick { 15_000 } else { 40_000 }
 }
 
+/// A VM for `membound`.
+fn membound(arch: Arch, command_line: String) -> VmBuilder {
+    let sizes = [memory_mib(arch), RESIDENT_MIB];
+    let [memory, resident] = sizes.map(|mib| PageCount::from_bytes(mib << 20));
+    VmBuilder {
+        arch,
+        apf: Apf::On,
+        command_line,
+        ..builder(memory, resident, 1)
+    }
+}
+
 /// `apf.memory_alone_time_ratio`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
-    let builder = VmBuilder {
-        apf: Apf::On,
-        command_line: format!("work={} rounds={ROUNDS}", work(options)),
-        ..builder(memory, resident, 1)
-    };
+    let words = format!("work={} rounds={ROUNDS}", work(options));
+    let builder = membound(options.arch, words);
     let runs = if options.quick { 2 } else { 12 };
-    let found = on(&builder, "membound", |session| {
+    let found = on(&builder, &image(options.arch, "membound")?, |session| {
         let mut rounds = Rounds::start(session)?;
         calibrate(&mut rounds, &builder.latency)?;
         let mut stalls = vec![Vec::new(); ARMS.len()];
@@ -69,7 +88,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// More rounds than any experiment waits for.
-const ROUNDS: u64 = 1_000_000;
+pub(crate) const ROUNDS: u64 = 1_000_000;
 
 struct Found {
     /// Each arm's rounds: their times and the stalls in them, in seconds.
@@ -112,7 +131,7 @@ fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
     report.push(
         Measurement::new(ID, "x", Better::Lower, ratio)
             .bar(1.012)
-            .param("memory_mib", MEMORY_MIB)
+            .param("memory_mib", memory_mib(builder.arch))
             .param("resident_mib", RESIDENT_MIB)
             .param("vcpus", 1)
             .param("work", work)
@@ -145,7 +164,7 @@ fn calibrate(rounds: &mut Rounds<'_>, latency: &LatencySetting) -> Result<(), La
 }
 
 /// Follows `membound` from one round to the next.
-struct Rounds<'a> {
+pub(crate) struct Rounds<'a> {
     session: &'a Session<'a, Vm>,
     /// Steps of a round.
     steps: u64,
@@ -156,29 +175,33 @@ struct Rounds<'a> {
 }
 
 /// A finished round.
-struct Round {
+pub(crate) struct Round {
     time: Duration,
-    stalls_before: Vec<Stalls>,
-    stalls_after: Vec<Stalls>,
+    pub(crate) stalls_before: Vec<Stalls>,
+    pub(crate) stalls_after: Vec<Stalls>,
 }
 
 impl<'a> Rounds<'a> {
-    /// Waits for the beginning of the program.
-    fn start(session: &'a Session<'a, Vm>) -> Result<Self, LabError> {
-        let goal = |status: &Status| status.threads.iter().find_map(program)?.1;
-        let goal = session.guest.run_until(ROUND_LIMIT, goal)?;
+    /// Waits for the beginning of the program. The first round that [`Rounds::next`] returns began
+    /// before.
+    pub(crate) fn start(session: &'a Session<'a, Vm>) -> Result<Self, LabError> {
+        let begun = |status: &Status| {
+            let (counter, goal) = status.threads.iter().find_map(program)?;
+            Some((counter, goal?))
+        };
+        let (counter, goal) = session.guest.run_until(ROUND_LIMIT, begun)?;
         let steps = goal / ROUNDS;
         Ok(Self {
             session,
             steps,
-            next: steps,
+            next: (counter / steps + 1) * steps,
             began: Instant::now(),
             stalls: session.vm.stalls(),
         })
     }
 
     /// Waits for the end of the round, whose faults are taken as `apf` says.
-    fn next(&mut self, apf: Apf) -> Result<Round, LabError> {
+    pub(crate) fn next(&mut self, apf: Apf) -> Result<Round, LabError> {
         self.session.set_apf(apf);
         let next = self.next;
         let over = |status: &Status| {
@@ -205,18 +228,46 @@ fn program(thread: &lacuna_guest::status::Thread) -> Option<(u64, Option<u64>)> 
 }
 
 impl Round {
-    fn seconds(&self) -> f64 {
+    pub(crate) fn seconds(&self) -> f64 {
         self.time.as_secs_f64()
     }
 
     /// The seconds that the vCPU was stalled.
-    fn stalled(&self) -> f64 {
+    pub(crate) fn stalled(&self) -> f64 {
         let total = |stalls: &[Stalls]| stalls.iter().map(Stalls::total_ns).sum::<u64>();
         (total(&self.stalls_after) - total(&self.stalls_before)) as f64 / 1e9
     }
 
-    fn stall_count(&self) -> u64 {
+    pub(crate) fn stall_count(&self) -> u64 {
         let count = |stalls: &[Stalls]| stalls.iter().map(Stalls::count).sum::<u64>();
         count(&self.stalls_after) - count(&self.stalls_before)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_skip::test;
+
+    /// If all pages of a guest are resident, it waits for none, and there is nothing to measure.
+    #[test]
+    fn each_round_of_either_guest_waits_for_pages() {
+        if let Some(reason) = lacuna_guest::unavailable() {
+            lacuna_skip::skip_test(reason);
+        }
+        let swapped_in = |arch, rounds: u64| {
+            let builder = VmBuilder {
+                seed: Some(1),
+                ..membound(arch, format!("rounds={rounds}"))
+            };
+            let image = image(arch, "membound").unwrap();
+            let run = builder.run_to_summary(&image, |_: &str| (), |_| ());
+            run.unwrap().host.swapped_in
+        };
+        let a_round =
+            [Arch::X86_64, Arch::Arm64].map(|arch| (swapped_in(arch, 4) - swapped_in(arch, 2)) / 2);
+        let [x86, arm64] = a_round;
+        assert!(x86 > 100, "{a_round:?}");
+        assert!(2 * arm64 > x86 && arm64 < 2 * x86, "{a_round:?}");
     }
 }

@@ -7,7 +7,7 @@ use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
 use crate::report::short;
 use crate::result::{Better, Measurement, Report};
-use crate::session::on;
+use crate::session::{image, on};
 use crate::stats::{Rounds, Summary};
 use lacuna_soft::Swap;
 use std::time::Duration;
@@ -94,13 +94,45 @@ fn pace(device: &Device, options: &Options) -> Pace {
 }
 
 impl Device {
-    /// The ids of its results.
+    /// The ids of its results, for the guests that this host's users would have.
     pub fn ids(&self) -> [String; 4] {
-        [SHARE, WORKERS, FAULTERS, ALONE].map(|(name, _)| self.id_of(name))
+        Guests::default().ids(self)
+    }
+}
+
+/// The guests with which a device is measured, and the words of their result ids.
+#[derive(Clone, Copy, Debug)]
+pub struct Guests {
+    /// The first word.
+    pub experiment: &'static str,
+    /// The last word; none if empty.
+    pub form: &'static str,
+    /// Words of the kernel's command line.
+    pub words: &'static str,
+}
+
+impl Default for Guests {
+    fn default() -> Self {
+        Self {
+            experiment: "apf",
+            form: "",
+            words: "",
+        }
+    }
+}
+
+impl Guests {
+    /// The ids of the results of `device`.
+    pub fn ids(&self, device: &Device) -> [String; 4] {
+        [SHARE, WORKERS, FAULTERS, ALONE].map(|(name, _)| self.id_of(device, name))
     }
 
-    fn id_of(&self, name: &str) -> String {
-        format!("apf.{name}.{}", self.id)
+    fn id_of(&self, device: &Device, name: &str) -> String {
+        let id = format!("{}.{name}.{}", self.experiment, device.id);
+        match self.form {
+            "" => id,
+            form => format!("{id}.{form}"),
+        }
     }
 }
 
@@ -111,20 +143,35 @@ const FAULTERS: Measure = ("faulter_ratio", "x");
 const ALONE: Measure = ("faulter_alone_ratio", "x");
 type Measure = (&'static str, &'static str);
 
-/// The four results of `device`.
-pub fn measure(device: &Device, options: &Options, report: &mut Report) -> Result<(), LabError> {
+/// The four results of `device` with `guests`.
+pub fn measure(
+    device: &Device,
+    guests: Guests,
+    options: &Options,
+    report: &mut Report,
+) -> Result<(), LabError> {
     let pace = pace(device, options);
-    let runs = run(device, options, &ARMS, pace)?;
-    report.detail(runs.table(device.about));
-    tell(device, pace, &runs, report)
+    let runs = run((device, guests), options, &ARMS, pace)?;
+    report.detail(runs.table(&format!("{} {}", device.about, guests.form)));
+    tell((device, guests), pace, &runs, report)
 }
 
-fn run(device: &Device, options: &Options, arms: &[Arm], pace: Pace) -> Result<Runs, LabError> {
-    let builder = bm(match device.medium {
+/// A device with the guests on it.
+type Scene<'a> = (&'a Device, Guests);
+
+fn run(
+    (device, guests): Scene<'_>,
+    options: &Options,
+    arms: &[Arm],
+    pace: Pace,
+) -> Result<Runs, LabError> {
+    let swap = match device.medium {
         Medium::File => Swap::File(options.swap_dir.clone()),
         Medium::Memory => Swap::Memory,
-    });
-    on(&builder, "bm", |session| {
+    };
+    let mut builder = bm(options.arch, swap);
+    builder.command_line = format!("{} {}", builder.command_line, guests.words);
+    on(&builder, &image(options.arch, "bm")?, |session| {
         session.guest.prepared()?;
         builder.latency.set(device.latency);
         take_turns(session, arms, pace)
@@ -139,7 +186,8 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
         slice: Duration::from_millis(120),
         settle: Duration::from_millis(30),
     };
-    let runs = run(device, options, &[Arm::Off, Arm::OffAgain, Arm::On], pace)?;
+    let scene = (device, Guests::default());
+    let runs = run(scene, options, &[Arm::Off, Arm::OffAgain, Arm::On], pace)?;
     let rate = |arm| format!("{}/s", short(runs.rate(arm, Role::Workers).median));
     let row = Row {
         system: "x86 async page faults",
@@ -151,28 +199,28 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
         published: "1.995x (KVM Forum 2010)",
     };
     let results = vec![
-        worker_ratio(device, pace, &runs)?,
-        faulter_ratio(device, pace, &runs)?,
+        worker_ratio(scene, pace, &runs)?,
+        faulter_ratio(scene, pace, &runs)?,
     ];
     Ok(Found { row, results })
 }
 
 /// A result of `device`, with the bar if there is one.
 fn measured(
-    device: &Device,
+    (device, guests): Scene<'_>,
     pace: Pace,
     (name, unit): Measure,
     summary: Summary,
     bar: Option<f64>,
 ) -> Measurement {
-    let result = Measurement::new(device.id_of(name), unit, Better::Higher, summary);
+    let result = Measurement::new(guests.id_of(device, name), unit, Better::Higher, summary);
     let result = with_params(result, pace).param("swap", device.about);
     bar.into_iter().fold(result, Measurement::bar)
 }
 
-fn worker_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
+fn worker_ratio(scene: Scene<'_>, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
     let ratio = runs.ratio(Arm::Off, Arm::On, Role::Workers)?;
-    let result = measured(device, pace, WORKERS, ratio, device.worker_ratio)
+    let result = measured(scene, pace, WORKERS, ratio, scene.0.worker_ratio)
         .reference(1.995, "KVM Forum 2010")
         .arm("off", runs.arm(Arm::Off, Role::Workers))
         .arm("on", runs.arm(Arm::On, Role::Workers))
@@ -180,46 +228,46 @@ fn worker_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement,
     Ok(result)
 }
 
-fn faulter_ratio(device: &Device, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
+fn faulter_ratio(scene: Scene<'_>, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
     let ratio = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
-    let result = measured(device, pace, FAULTERS, ratio, device.faulter_ratio)
+    let result = measured(scene, pace, FAULTERS, ratio, scene.0.faulter_ratio)
         .arm("off", runs.arm(Arm::Off, Role::Faulters))
         .arm("on", runs.arm(Arm::On, Role::Faulters))
         .arm("null", null(runs, Role::Faulters)?);
     Ok(result)
 }
 
-fn tell(device: &Device, pace: Pace, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
+fn tell(scene: Scene<'_>, pace: Pace, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
+    let (device, guests) = scene;
     let share = runs.ratio(Arm::Alone, Arm::On, Role::Workers)?;
     let kept = runs.ratio(Arm::Alone, Arm::Off, Role::Workers)?;
     let faulters = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
     let alone = runs.ratio(Arm::FaultersOff, Arm::FaultersOn, Role::Faulters)?;
     // All ratios before the first result: on a busy machine all are skipped.
-    let worker_ratio = worker_ratio(device, pace, runs)?;
-    let faulter_ratio = faulter_ratio(device, pace, runs)?;
+    let worker_ratio = worker_ratio(scene, pace, runs)?;
+    let faulter_ratio = faulter_ratio(scene, pace, runs)?;
     report.say(format!(
-        "{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, and \
+        "{}{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, and \
          {:.0} % without. Faulters are {:.2} times as fast with them as without.",
         device.about,
+        if guests.form.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", guests.form)
+        },
         100.0 * share.median,
         100.0 * kept.median,
         faulters.median,
     ));
     report.push(
-        measured(
-            device,
-            pace,
-            SHARE,
-            share.scaled(100.0),
-            device.worker_share,
-        )
-        .arm("alone", runs.arm(Arm::Alone, Role::Workers))
-        .arm("on", runs.arm(Arm::On, Role::Workers)),
+        measured(scene, pace, SHARE, share.scaled(100.0), device.worker_share)
+            .arm("alone", runs.arm(Arm::Alone, Role::Workers))
+            .arm("on", runs.arm(Arm::On, Role::Workers)),
     );
     report.push(worker_ratio);
     report.push(faulter_ratio);
     report.push(
-        measured(device, pace, ALONE, alone, None)
+        measured(scene, pace, ALONE, alone, None)
             .arm("off", runs.arm(Arm::FaultersOff, Role::Faulters))
             .arm("on", runs.arm(Arm::FaultersOn, Role::Faulters)),
     );

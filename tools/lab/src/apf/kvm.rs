@@ -25,12 +25,12 @@ use super::slices::{Arm, Pace, Role, Runs, take_turns};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Measured, on};
+use crate::session::{Measured, image, on};
 use crate::stats::{Rounds, Summary};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
 use lacuna_kvm::{FirstTouch, LatencySetting, VmBuilder};
-use lacuna_machine::{Apf, Builder, Vm};
+use lacuna_machine::{Apf, Arch, Builder, Vm};
 use serde_json::json;
 use std::time::Duration;
 
@@ -59,7 +59,7 @@ fn id(word: &str) -> String {
     format!("apf.kvm.task_share_percent.{word}")
 }
 
-fn pace(options: &Options, apf: Apf) -> Pace {
+pub(super) fn pace(options: &Options, apf: Apf) -> Pace {
     let rounds = match (options.quick, apf) {
         (true, _) => 2,
         (false, Apf::On) => 24,
@@ -142,10 +142,10 @@ fn faults(counters: Counters) -> Measurement {
     )
 }
 
-/// The command line of `bm`.
-fn words() -> String {
+/// The command line of `bm`, with `more`.
+pub(super) fn words(more: &str) -> String {
     format!(
-        "workers=1 faulters=1 processes=0 look_ms={LOOK_MS} populate=1 seconds=1000000 \
+        "workers=1 faulters=1 processes=0 look_ms={LOOK_MS} {more} seconds=1000000 \
          slice_us={SLICE_US} tick_us={TICK_US}"
     )
 }
@@ -162,7 +162,7 @@ fn shares_on_kvm(options: &Options, apf: Apf) -> Result<Shares, LabError> {
     let builder = VmBuilder {
         first_touch: FirstTouch::Immediate,
         apf,
-        command_line: words(),
+        command_line: words("populate=1"),
         ..VmBuilder::new(memory, resident)
     };
     shares(&builder, &builder.latency, apf, pace(options, apf))
@@ -183,7 +183,7 @@ where
         Apf::On => Arm::On,
         Apf::Off => Arm::Off,
     };
-    on(builder, "bm", |session| {
+    on(builder, &image(Arch::X86_64, "bm")?, |session| {
         session.guest.prepared()?;
         let run = |(ms, _, _)| {
             latency.set(Duration::from_millis(ms));
@@ -230,7 +230,7 @@ mod tests {
             let [memory, resident] = [32, 8].map(|mib| PageCount::from_bytes(mib << 20));
             let builder = lacuna_soft::VmBuilder {
                 apf,
-                command_line: words(),
+                command_line: words("populate=1"),
                 ..builder(memory, resident, 1)
             };
             let shares = shares(&builder, &builder.latency, apf, pace).unwrap();

@@ -2,12 +2,13 @@
 //! guest.
 
 use crate::experiment::LabError;
-use crate::report::{align, short, time};
+use crate::report::{align, short};
 use crate::session::{Measured, Session};
+use crate::stalls::{STALLS, add_stalls, stalls_json, stalls_text};
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna_guest::status::Kind;
 use lacuna_soft::{Apf, Stalls};
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::time::Duration;
 
 /// Which processes run, and how faults are taken.
@@ -101,8 +102,22 @@ pub fn take_turns<V: Measured>(
     arms: &[Arm],
     pace: Pace,
 ) -> Result<Runs, LabError> {
+    take_turns_with(session, arms, pace, || ())
+}
+
+/// As [`take_turns`]. `begin` is called before each slice.
+///
+/// # Errors
+/// As [`take_turns`].
+pub fn take_turns_with<V: Measured>(
+    session: &Session<'_, V>,
+    arms: &[Arm],
+    pace: Pace,
+    mut begin: impl FnMut(),
+) -> Result<Runs, LabError> {
     let mut stalls = vec![Vec::new(); arms.len()];
     let rates = measures(arms.len(), pace.rounds, |index| {
+        begin();
         slice(session, arms[index], pace, &mut stalls[index])
     })?;
     let arms = arms.iter().zip(rates).zip(stalls);
@@ -127,14 +142,6 @@ fn slice<V: Measured>(
     let (after, stalls_after) = (guest.count()?, session.vm.stalls());
     add_stalls(stalls, &stalls_before, &stalls_after);
     Ok(after.rates_since(&before))
-}
-
-/// Adds to `sum` the stalls between two readings, vCPU by vCPU.
-pub fn add_stalls(sum: &mut Vec<Stalls>, before: &[Stalls], after: &[Stalls]) {
-    sum.resize_with(after.len(), Stalls::default);
-    for (sum, (before, after)) in sum.iter_mut().zip(before.iter().zip(after)) {
-        sum.add(&after.since(before));
-    }
 }
 
 impl Runs {
@@ -195,31 +202,4 @@ impl Runs {
         }));
         align(&rows)
     }
-}
-
-/// The header of a column of [`stalls_text`].
-pub const STALLS: &str = "stalls of each vCPU: p50 / p99 / p99.9";
-
-/// Each vCPU's stalls, for people.
-pub fn stalls_text(stalls: &[Stalls]) -> String {
-    let one = |stalls: &Stalls| match stalls.count() {
-        0 => "none".to_owned(),
-        _ => [0.5, 0.99, 0.999]
-            .map(|q| time(stalls.quantile_ns(q)))
-            .join(" / "),
-    };
-    if stalls.is_empty() {
-        return "not measured".into();
-    }
-    stalls.iter().map(one).collect::<Vec<_>>().join(", ")
-}
-
-/// Each vCPU's stalls for results, in nanoseconds.
-pub fn stalls_json(stalls: &[Stalls]) -> Value {
-    let one = |(vcpu, stalls): (usize, &Stalls)| {
-        let [p50, p99, p999] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
-        json!({"vcpu": vcpu, "count": stalls.count(),
-               "p50_ns": p50, "p99_ns": p99, "p999_ns": p999})
-    };
-    stalls.iter().enumerate().map(one).collect()
 }

@@ -17,12 +17,13 @@
 //! upper end from the lower ends of both ratios, and its lower end from the upper ends. The bar is
 //! for the upper end. The break-even is infinite if not even the longest latency qualifies.
 
-use super::slices::{Arm, Pace, Role, Runs, STALLS, stalls_text, take_turns};
+use super::slices::{Arm, Pace, Role, Runs, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on};
+use crate::session::{Session, image, on};
+use crate::stalls::{STALLS, stalls_text};
 use crate::stats::{Rounds, Summary};
 use lacuna_soft::{LatencySetting, Swap, Vm};
 use serde_json::{Value, json};
@@ -73,8 +74,8 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    let builder = bm(Swap::Memory);
-    let points = on(&builder, "bm", |session| {
+    let builder = bm(options.arch, Swap::Memory);
+    let points = on(&builder, &image(options.arch, "bm")?, |session| {
         session.guest.prepared()?;
         latencies(options)
             .map(|us| {

@@ -6,9 +6,10 @@ use crate::first_look::{Found, Row};
 use crate::fixture::resident;
 use crate::report::{Progress, short};
 use crate::result::{Better, Measurement, Report};
+use crate::session::guests;
 use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna_guest::{Image as GuestImage, image, native_cpubench};
-use lacuna_machine::{Ending, Image};
+use lacuna_machine::{Arch, Ending, Image};
 use lacuna_soft::VmBuilder;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -58,8 +59,12 @@ const OURS: usize = 0;
 const NATIVE: usize = 1;
 const QEMU: usize = 2;
 
-/// `cpu.x86.*`.
+/// `cpu.x86.*`, beside native and QEMU; of arm64 guests `cpu.minstr_per_s.*` alone, because this
+/// machine runs none natively.
 pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
+    if options.arch == Arch::Arm64 {
+        return arm64_rates(options, report, progress);
+    }
     let guest = image("cpubench").expect("built in");
     let elf = write_image(guest)?;
     let machines = match run_qemu(&elf, &TESTS[0], 1000) {
@@ -83,6 +88,28 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
             }
         })?;
         tell(report, test, &arms);
+    }
+    Ok(())
+}
+
+fn arm64_rates(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    let guest = guests(Arch::Arm64).image("cpubench").expect("committed");
+    for test in &TESTS {
+        progress.step(format!("instructions a second: {}", test.name))?;
+        let divisor = if options.quick { 10 } else { 1 };
+        let iterations = test.iterations[OURS] / divisor;
+        let arms = rounds(1, super::rounds(options), |_| {
+            run_ours(guest, test, iterations)
+        })?;
+        let id = format!("cpu.minstr_per_s.{}", test.name);
+        let ours = Summary::of(&arms[0]);
+        report.push(
+            Measurement::new(id, "M/s", Better::Higher, ours).param("iterations", iterations),
+        );
     }
     Ok(())
 }
@@ -141,7 +168,7 @@ fn tell(report: &mut Report, test: &Test, arms: &[Vec<f64>]) {
 fn write_image(guest: &GuestImage) -> Result<tempfile::TempPath, LabError> {
     let write = || {
         let mut file = tempfile::NamedTempFile::new()?;
-        file.write_all(guest.elf)?;
+        file.write_all(guest.file)?;
         Ok(file.into_temp_path())
     };
     write().map_err(|source| LabError::Io {
@@ -170,7 +197,7 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
                 .line(Instant::now(), line)
         }
     };
-    let image = Image::parse(guest.elf).map_err(|e| LabError::Guest(e.to_string()))?;
+    let image = Image::parse(guest.file).map_err(|e| LabError::Guest(e.to_string()))?;
     let outcome = builder.run_to_summary(&image, console, |_| ())?;
     if !matches!(outcome.ending, Ending::Exited(0)) {
         return Err(LabError::Guest(format!(

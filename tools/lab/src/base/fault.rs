@@ -22,6 +22,11 @@ const SCALING_TOUCHES: u64 = 8;
 /// of its host.
 const SCALING_ROUNDS: usize = 40;
 
+/// The results of a fault's cost, with warm caches and with cold ones.
+pub const IDS: [&str; 2] = ["fault.soft_vs_host", "fault.soft_vs_host.cold"];
+/// The result of two vCPUs beside one.
+pub const SCALING: &str = "fault.scaling_2vcpu";
+
 fn host_error(source: std::io::Error) -> LabError {
     LabError::Io {
         what: "map anonymous memory".into(),
@@ -76,7 +81,7 @@ fn compare_hot(rounds: Rounds) -> Result<Comparison, LabError> {
 }
 
 fn told_hot(found: &Comparison) -> Measurement {
-    Measurement::new("fault.soft_vs_host", "x", Better::Lower, found.ratio)
+    Measurement::new(IDS[0], "x", Better::Lower, found.ratio)
         .bar(0.5)
         .wanted(0.4)
         .param("pages_per_touch", HOT)
@@ -93,7 +98,7 @@ pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let host = || cold_fault_ns((touches * COLD_PAGES) as usize, &flush).map_err(host_error);
     let soft = || soft_ns(&mut fixture, touches, || flush.run());
     let found = compare(super::rounds(options), host, soft)?;
-    let result = Measurement::new("fault.soft_vs_host.cold", "x", Better::Lower, found.ratio);
+    let result = Measurement::new(IDS[1], "x", Better::Lower, found.ratio);
     report.push(
         result
             .param("pages_per_touch", COLD_PAGES)
@@ -107,7 +112,7 @@ pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
 /// `fault.scaling_2vcpu`, and beside it the same with two VMs that share nothing but the machine.
 /// What two VMs lose, too, is not a cost of the engine.
 pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let id = "fault.scaling_2vcpu";
+    let id = SCALING;
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
         report.skip(id, "this machine has one core");
         return Ok(());

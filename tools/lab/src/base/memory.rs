@@ -3,6 +3,7 @@
 use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::Summary;
+use lacuna_machine::Arch;
 use serde_json::Value;
 use std::process::{Command, Stdio};
 
@@ -42,6 +43,11 @@ fn one(options: &Options, seed: u32) -> Result<f64, LabError> {
             RESIDENT,
             "--vcpus",
             "2",
+            "--arch",
+            match options.arch {
+                Arch::Arm64 => "arm64",
+                _ => "x86_64",
+            },
         ])
         .args([
             "--swap",

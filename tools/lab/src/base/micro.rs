@@ -12,7 +12,7 @@ use crate::fixture::{boot_code, builder, slot};
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Exit, MemorySlots as _, Vcpu as _};
-use lacuna_soft::{Delivery, MmuNotifier, SlotId, Vcpu, Vm};
+use lacuna_soft::{Delivery, SlotId, Vcpu, Vm};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -67,7 +67,7 @@ impl Fixture {
 
     fn add_area(&self) -> Result<BackingRange, LabError> {
         let pages = self.pages * self.vcpus.len() as u64;
-        let notifier = Arc::clone(self.vm.mmu()) as Arc<dyn MmuNotifier>;
+        let notifier = self.vm.mmu().notifier();
         let region = self.vm.host().add_region(PageCount::new(pages), notifier)?;
         self.vm.add_slot(slot(SLOT, AREA, region))?;
         Ok(region)

@@ -1,7 +1,7 @@
 //! Pages a second: queues, exits, and exits with async faults.
 
-use super::fixture::{Arm, Fixture, Share, Work, prefix};
-use super::{SERIES, SOURCE};
+use super::fixture::{Arm, Fixture, Share, Work, prefix, unavailable_for};
+use super::{MOST_AT_ONCE, SERIES, SOURCE};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
@@ -12,7 +12,21 @@ use lacuna_soft::MemoryKind;
 const COUNTS: usize = 5;
 
 /// The number of steps that [`measure`] reports as progress.
-pub const STEPS: u64 = 2 * COUNTS as u64 - 1;
+pub const STEPS: u64 = 2 * COUNTS as u64 - 1 + BATCHED.len() as u64;
+
+/// Numbers of vCPUs for which runs of pages are measured.
+const BATCHED: [usize; 2] = [1, 2];
+
+/// The columns of the table.
+const HEADS: [&str; 7] = [
+    "vCPUs",
+    "1 reader",
+    "2 readers",
+    "a reader each",
+    "a queue each",
+    "exits",
+    "with apf",
+];
 
 const EXITS: usize = 0;
 const NULL: usize = 1;
@@ -40,26 +54,17 @@ pub fn measure(
         true => (2048, &SERIES[..2]),
         false => (8192, &SERIES[..COUNTS]),
     };
-    let mut table = vec![
-        [
-            "vCPUs",
-            "1 reader",
-            "2 readers",
-            "a reader each",
-            "a queue each",
-            "exits",
-            "with apf",
-        ]
-        .map(str::to_owned),
-    ];
+    let plain = |vcpus| Work {
+        arch: options.arch,
+        vcpus,
+        pages,
+        share: Share::Own,
+        batch: 1,
+    };
+    let mut table = vec![HEADS.map(str::to_owned)];
     for &(vcpus, without, with) in counts {
         progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
-        let work = Work {
-            vcpus,
-            pages,
-            share: Share::Own,
-        };
-        let arms = arms(vcpus);
+        let (work, arms) = (plain(vcpus), arms(vcpus));
         let rates = measure_arms(kind, work, &arms, options)?;
         let found = told(kind, work, &arms, &rates);
         for mut result in found {
@@ -70,25 +75,66 @@ pub fn measure(
         }
         table.push(row(vcpus, &arms, &rates));
     }
-    for &(vcpus, ..) in &counts[1..] {
-        progress.step(format!("missing pages, {vcpus} vCPUs, the same share"))?;
-        let share = Share::Same;
-        let work = Work {
-            vcpus,
-            pages,
-            share,
-        };
+    let mut against_one_reader = |words: &str, work: Work| {
+        progress.step(format!("missing pages, {} vCPUs, {words}", work.vcpus))?;
         let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
         let rates = measure_arms(kind, work, &arms, options)?;
-        told(kind, work, &arms, &rates)
-            .into_iter()
-            .for_each(|result| report.push(result));
+        let found = told(kind, work, &arms, &rates);
+        found.into_iter().for_each(|result| report.push(result));
+        Ok::<_, LabError>(())
+    };
+    for &(vcpus, ..) in &counts[1..] {
+        let share = Share::Same;
+        against_one_reader(
+            "the same share",
+            Work {
+                share,
+                ..plain(vcpus)
+            },
+        )?;
+    }
+    // The pool's queue asks for single pages.
+    for &vcpus in BATCHED.iter().filter(|_| kind == MemoryKind::Linux) {
+        let work = Work {
+            pages: if options.quick { 8192 } else { 65536 },
+            batch: MOST_AT_ONCE,
+            ..plain(vcpus)
+        };
+        against_one_reader("512 at once", work)?;
     }
     report.detail(format!(
         "{}: pages a second, each vCPU its own share\n{}",
         prefix(kind),
         align(&table)
     ));
+    Ok(())
+}
+
+/// Measures `paging.hugetlb.exit_vs_queue.*`: memory in huge pages, each of which comes as a whole.
+pub fn measure_huge(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    let kind = MemoryKind::Hugetlbfs;
+    for vcpus in BATCHED {
+        progress.step(format!("missing huge pages, {vcpus} vCPUs"))?;
+        let work = Work {
+            arch: options.arch,
+            vcpus,
+            pages: if options.quick { 8192 } else { 65536 },
+            share: Share::Own,
+            batch: MOST_AT_ONCE,
+        };
+        if let Some(why) = unavailable_for(kind, work) {
+            report.skip(format!("{}.exit_vs_queue.{vcpus}vcpu", prefix(kind)), why);
+            continue;
+        }
+        let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
+        let rates = measure_arms(kind, work, &arms, options)?;
+        let found = told(kind, work, &arms, &rates);
+        found.into_iter().for_each(|result| report.push(result));
+    }
     Ok(())
 }
 
@@ -106,28 +152,33 @@ fn measure_arms(
 /// The results of one number of vCPUs.
 fn told(kind: MemoryKind, work: Work, arms: &[Arm], rates: &[Vec<f64>]) -> Vec<Measurement> {
     let id = |measure: &str| {
-        let same = match work.share {
-            Share::Own => "",
-            Share::Same => "_same",
+        let kind_of = match (work.share, work.batch) {
+            (Share::Same, _) => "_same",
+            (Share::Own, 1) => "",
+            // The id says it.
+            (Share::Own, _) if kind == MemoryKind::Hugetlbfs => "",
+            (Share::Own, _) => "_batch",
         };
-        format!("{}.{measure}.{}vcpu{same}", prefix(kind), work.vcpus)
+        format!("{}.{measure}.{}vcpu{kind_of}", prefix(kind), work.vcpus)
     };
     let against = |name: &str, queue: usize| {
         let ratio = paired(&rates[queue], &rates[EXITS]);
         let result = Measurement::new(id(name), "x", Better::Higher, ratio);
         let result = result
             .param("pages", work.pages)
+            .param("at_once", work.batch)
             .param("queue", arms[queue].name());
         result.arm("null", paired(&rates[EXITS], &rates[NULL]))
     };
     let mut one = against("exit_vs_queue", ONE_READER);
-    if kind == MemoryKind::Linux && work.share == Share::Own && work.vcpus <= 2 {
+    let single = work.share == Share::Own && work.batch == 1;
+    if kind == MemoryKind::Linux && single && work.vcpus <= 2 {
         one = one.bar(5.0);
     }
     for (arm, rates) in arms.iter().zip(rates).skip(NULL) {
         one = one.arm(&arm.name(), Summary::of(rates));
     }
-    if work.share == Share::Same {
+    if !single {
         return vec![one];
     }
     vec![one, against("exit_vs_best_queue", best_queue(arms, rates))]
@@ -160,6 +211,7 @@ fn row(vcpus: usize, arms: &[Arm], rates: &[Vec<f64>]) -> [String; 7] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lacuna_machine::Arch;
 
     #[test]
     fn each_number_of_readers_is_one_arm() {
@@ -180,9 +232,11 @@ mod tests {
     #[test]
     fn exits_are_compared_with_one_reader_and_with_the_best() {
         let work = Work {
+            arch: Arch::X86_64,
             vcpus: 4,
             pages: 64,
             share: Share::Own,
+            batch: 1,
         };
         let arms = arms(4);
         let rates: Vec<_> = [100.0, 100.0, 10.0, 25.0, 20.0, 90.0, 50.0]

@@ -1,14 +1,16 @@
 //! Whether vCPUs that exit delay each other: two vCPUs against two VMs, and more vCPUs than cores
 //! against as many plain threads.
 
-use super::fixture::{Arm, Fixture, Place, Share, Work, prefix, together};
-use super::{PAGE, gpa_of, queue::Queues};
+use super::fixture::{Arm, Fixture, Share, Work, prefix};
+use super::processes::{self, Process};
+use super::{PAGES, queue::Queues};
 use crate::experiment::{LabError, Options};
+use crate::fixture::gpa_of;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::PageCount;
-use lacuna_machine::{Apf, MissingMemory, PageSource, Vm as _};
+use lacuna_machine::{Apf, Arch, MissingMemory, PageSource, Vm as _};
 use lacuna_soft::MemoryKind;
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -20,6 +22,20 @@ pub const STEPS: u64 = 1 + CROWDS.len() as u64;
 /// Numbers of vCPUs on fewer cores.
 const CROWDS: [usize; 3] = [4, 8, 16];
 
+/// The ids of its results.
+pub fn ids(kind: MemoryKind) -> impl Iterator<Item = String> {
+    let crowds = CROWDS.into_iter().map(move |vcpus| crowd_id(kind, vcpus));
+    std::iter::once(scaling_id(kind)).chain(crowds)
+}
+
+fn scaling_id(kind: MemoryKind) -> String {
+    format!("{}.scaling_2vcpu", prefix(kind))
+}
+
+fn crowd_id(kind: MemoryKind, vcpus: usize) -> String {
+    format!("{}.crowd_loss_points.{vcpus}vcpu", prefix(kind))
+}
+
 /// Measures `scaling_2vcpu` and `crowd_loss_points.*`.
 pub fn measure(
     kind: MemoryKind,
@@ -28,7 +44,7 @@ pub fn measure(
     progress: &Progress,
 ) -> Result<(), LabError> {
     progress.step("missing pages, two vCPUs and two VMs")?;
-    let id = format!("{}.scaling_2vcpu", prefix(kind));
+    let id = scaling_id(kind);
     if thread::available_parallelism().map_or(1, usize::from) < 2 {
         report.skip(id, "this machine has one core");
     } else {
@@ -42,11 +58,11 @@ pub fn measure(
 }
 
 const fn pages(options: &Options) -> u64 {
-    if options.quick { 4096 } else { 32768 }
+    if options.quick { 4096 } else { 65536 }
 }
 
 const fn times(options: &Options) -> usize {
-    if options.quick { 2 } else { 25 }
+    if options.quick { 2 } else { 75 }
 }
 
 fn fixture(kind: MemoryKind, vcpus: usize, pages: u64) -> Result<Fixture, LabError> {
@@ -54,22 +70,28 @@ fn fixture(kind: MemoryKind, vcpus: usize, pages: u64) -> Result<Fixture, LabErr
     Fixture::new(
         kind,
         Work {
+            arch: Arch::X86_64,
             vcpus,
             pages,
             share,
+            batch: 1,
         },
     )
 }
 
-/// Two vCPUs of one VM against two VMs with one each, which share nothing but the process.
+/// Two vCPUs of one VM against two VMs with one each, in two processes.
 fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> Result<Measurement, LabError> {
     let pages = pages(options);
-    let two = fixture(kind, 2, pages)?;
-    let each = [fixture(kind, 1, pages / 2)?, fixture(kind, 1, pages / 2)?];
+    let process = |vcpus: u64, core| {
+        let pages = vcpus * pages / 2;
+        Process::start(&options.lacuna, kind, (vcpus as usize, pages), core)
+    };
+    let mut each = [process(1, 0)?, process(1, 1)?];
+    let mut two = [process(2, 0)?];
     let rates = rounds(4, times(options), |arm| match arm {
-        0 => together(&[&each[0]], Arm::Exits, Place::Pinned),
-        1 => together(&[&each[0], &each[1]], Arm::Exits, Place::Pinned),
-        _ => together(&[&two], Arm::Exits, Place::Pinned),
+        0 => processes::together(&mut each[..1]),
+        1 => processes::together(&mut each),
+        _ => processes::together(&mut two),
     })?;
     let ratio = paired(&rates[1], &rates[2]);
     Ok(Measurement::new(id, "x", Better::Higher, ratio)
@@ -100,7 +122,7 @@ fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measuremen
         };
         Summary::of(&(0..rates[0].len()).map(round).collect::<Vec<_>>())
     };
-    let id = format!("{}.crowd_loss_points.{vcpus}vcpu", prefix(kind));
+    let id = crowd_id(kind, vcpus);
     Ok(
         Measurement::new(id, "points", Better::Lower, points(0, 1, [2, 3]))
             .bar(5.0)
@@ -155,7 +177,7 @@ fn threads(fixture: &Fixture, count: usize, pages: u64) -> Result<f64, LabError>
 
 fn provide(memory: &dyn MissingMemory, first: u64, pages: u64) -> Result<(), LabError> {
     for page in first..first + pages {
-        memory.provide(gpa_of(page), &PAGE)?;
+        memory.provide(gpa_of(Arch::X86_64, page), &PAGES[0])?;
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! The curve to 256 vCPUs, simulated with service times that are measured in the same run, and the
 //! check of the simulation against threads of this machine.
 
-use super::costs::Measured;
-use super::sim::{Costs, Setting, exits, queue};
+use super::costs::{Measured, Sample};
+use super::sim::{Costs, Setting, Tenths, exits, queue};
 use super::threads::{Cores, MOST_AT_ONCE, area, in_place, through_queue};
 use super::{SERIES, SOURCE};
 use crate::experiment::{LabError, Options};
@@ -25,7 +25,9 @@ const BAR: f64 = 15.0;
 const SIMULATED: u64 = 20_000;
 
 /// The number of steps that [`measure`] reports as progress.
-pub const STEPS: u64 = 3;
+pub const STEPS: u64 = 2;
+/// Its results.
+pub const IDS: &str = "paging.sim.*";
 
 /// Measures `paging.sim.*`.
 pub fn measure(
@@ -37,46 +39,48 @@ pub fn measure(
         format!("{error}; run it as root, or set vm.unprivileged_userfaultfd to 1")
     };
     if let Err(error) = area(1) {
-        report.skip("paging.sim", refused(&error));
+        report.skip(IDS, refused(&error));
         return Ok(());
     }
-    progress.step("service times of a userfaultfd")?;
-    let (pages, runs) = if options.quick { (1024, 2) } else { (8192, 9) };
-    let measured = Measured::take(runs, pages)?;
-    progress.step("threads on a userfaultfd, 1 to 16")?;
-    check(&measured, pages, runs, report)?;
+    progress.step("threads on a userfaultfd, 1 to 16, and the times of their steps")?;
+    let (pages, runs) = if options.quick { (1024, 2) } else { (32768, 5) };
+    let measured = check(pages, runs, report)?;
     progress.step("the curve to 256 vCPUs")?;
     curve(&measured, report);
     report.detail(service_times(&measured));
     Ok(())
 }
 
-/// Measures threads on this machine's cores, and simulates them.
-fn check(
-    measured: &Measured,
-    pages: u64,
-    runs: usize,
-    report: &mut Report,
-) -> Result<(), LabError> {
+/// Measures threads on this machine's cores, and simulates them. The service times are measured in
+/// the same rounds, because a machine does not stay as fast as it is.
+fn check(pages: u64, runs: usize, report: &mut Report) -> Result<Measured, LabError> {
     let memory = area(pages)?;
     let count = CHECKED.len();
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let rates = rounds(2 * count, runs, |arm| {
+    let mut samples = Vec::new();
+    let rates = rounds(2 * count + 1, runs, |arm| {
+        // One more turn of each round measures the service times. It has no rate.
+        if arm == 2 * count {
+            samples.push(Sample::take(pages)?);
+            return Ok(0.0);
+        }
         let threads = CHECKED[arm % count];
         // In place no thread sleeps. So the threads' CPU time has the rate, and other programs on
         // the machine count little.
         Ok::<_, LabError>(if arm < count {
-            through_queue(&memory, pages, threads, Cores::Any)?.rate()
+            through_queue(&memory, pages, threads, Cores::Across)?.rate()
         } else {
             in_place(&memory, pages, threads)?.rate_on(threads.min(cores))
         })
     })?;
+    let measured = Measured::of(&samples);
     let simulated = |arm: usize| {
         let threads = CHECKED[arm % count];
+        let line = if threads > 1 { measured.line } else { 0.0 };
         if arm < count {
-            queue(&measured.costs, &here(threads, cores), SIMULATED)
+            queue(&measured.costs, &here(threads), SIMULATED)
         } else {
-            exits(measured.fill, 0.0, threads, cores, SIMULATED)
+            exits(measured.fill, line, threads, cores, SIMULATED)
         }
     };
     let summaries: Vec<Summary> = rates.iter().map(|rates| Summary::of(rates)).collect();
@@ -111,14 +115,16 @@ fn check(
         "userfaultfd: pages a second of host threads on {cores} cores, one reader\n{}",
         align(&table)
     ));
-    Ok(())
+    Ok(measured)
 }
 
-const fn here(threads: usize, cores: usize) -> Setting {
+/// The threads on one core, and their reader on another: there are no preemptions, as on a machine
+/// with a core for each thread.
+const fn here(threads: usize) -> Setting {
     Setting {
         threads,
         readers: 1,
-        cores,
+        cores: 1,
         batch: MOST_AT_ONCE,
     }
 }
@@ -154,7 +160,7 @@ impl Band {
             let setting = Setting {
                 threads: vcpus,
                 readers,
-                cores: vcpus + readers,
+                cores: vcpus,
                 batch: 1,
             };
             queue(&costs, &setting, SIMULATED)
@@ -243,12 +249,25 @@ fn service_times(measured: &Measured) -> String {
         ("scan_each", costs.scan_each),
         ("wake", costs.wake),
         ("wake_idle", costs.wake_idle),
-        ("idle", costs.idle),
         ("switch", costs.switch),
         ("fill in place", measured.fill),
+        ("line", measured.line),
     ];
     let mut rows = vec![["service time", "ns"].map(str::to_owned)];
     rows.extend(times.map(|(name, ns)| [name.to_owned(), figure(ns)]));
+    let ends = |Tenths(tenths): Tenths, unit: f64| {
+        let [low, high] = [tenths[0], tenths[9]].map(|value| figure(value * unit));
+        format!("{low} .. {high}")
+    };
+    rows.push([
+        "a step takes, percent of it".into(),
+        ends(costs.varies, 100.0),
+    ]);
+    let idle = costs.idle.0.iter();
+    rows.extend(idle.map(|(gap, takes)| {
+        let gap = figure(gap / 1e3);
+        [format!("wakes after {gap} us"), ends(*takes, 1.0)]
+    }));
     let scans = measured.scans.iter();
     rows.extend(scans.map(|(sleepers, ns)| [format!("a call, {sleepers} asleep"), figure(*ns)]));
     align(&rows)
@@ -256,11 +275,13 @@ fn service_times(measured: &Measured) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::sim::{GAPS, Idle};
     use super::*;
 
     fn measured() -> Measured {
         Measured {
             costs: Costs {
+                varies: Tenths::always(1.0),
                 fault: 1500.0,
                 enqueue: 100.0,
                 read: 400.0,
@@ -270,12 +291,13 @@ mod tests {
                 scan_each: 5.0,
                 wake: 500.0,
                 wake_idle: 1500.0,
-                idle: 3000.0,
+                idle: Idle([(0.0, Tenths::always(3000.0)); GAPS]),
                 switch: 500.0,
                 line: 0.0,
             },
             fill: 2900.0,
             scans: vec![(1, 100.0)],
+            line: 100.0,
         }
     }
 

@@ -9,11 +9,12 @@ use super::machine::Machine;
 use super::queue::Queues;
 use crate::experiment::LabError;
 use crate::fixture::resident;
+use crate::session::Guest;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::{Apf, CpuModel, PageSource, VmConfig};
+use lacuna_machine::{Apf, Arch, CpuModel, PageSource, SourcePage, VmConfig};
 use lacuna_soft::{BootMemory, Host, MemoryKind, Vm, VmBuilder};
 use lacuna_sync::{Clock, HostClock};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread;
 
 /// MiB of a guest beside the pages that it touches: its kernel, and the page tables of its arena.
@@ -23,17 +24,25 @@ const BESIDE_MIB: u64 = 32;
 pub const fn prefix(kind: MemoryKind) -> &'static str {
     match kind {
         MemoryKind::Budget => "paging.pool",
-        MemoryKind::Linux => "paging",
+        MemoryKind::Linux | MemoryKind::Shared => "paging",
+        MemoryKind::Hugetlbfs => "paging.hugetlb",
     }
 }
 
 /// Why this host has no memory of this kind whose pages can be missing.
 pub fn unavailable(kind: MemoryKind) -> Option<LabError> {
     let work = Work {
+        arch: Arch::X86_64,
         vcpus: 1,
         pages: 512,
         share: Share::Own,
+        batch: 1,
     };
+    unavailable_for(kind, work)
+}
+
+/// As [`unavailable`], for guests that do this.
+pub fn unavailable_for(kind: MemoryKind, work: Work) -> Option<LabError> {
     let source = Arc::new(Queues::new(1));
     let vm = Fixture::new(kind, work).and_then(|fixture| fixture.vm(Apf::Off, source));
     vm.err()
@@ -78,19 +87,23 @@ pub enum Share {
 pub enum Place {
     /// Where the kernel's scheduler puts them.
     Anywhere,
-    /// Each on a core of its own, as long as there are cores.
-    Pinned,
+    /// Each on a core of its own from this one on, as long as there are cores.
+    From(usize),
 }
 
 /// What the guest does.
 #[derive(Clone, Copy, Debug)]
 pub struct Work {
+    /// The processor of the guest.
+    pub arch: Arch,
     /// The number of vCPUs, with a thread of the guest each.
     pub vcpus: usize,
     /// Pages that are touched, of all vCPUs together.
     pub pages: u64,
     /// How the vCPUs share them.
     pub share: Share,
+    /// Pages that are provided for each fault: the aligned run that has the page. A power of two.
+    pub batch: usize,
 }
 
 /// A host, and what the guests in it do.
@@ -98,6 +111,9 @@ pub struct Fixture {
     pub(super) builder: VmBuilder,
     host: Arc<Host>,
     clock: Arc<dyn Clock>,
+    work: Work,
+    /// The first page that the guest touches, once a guest has booted.
+    arena: OnceLock<u64>,
 }
 
 impl Fixture {
@@ -110,6 +126,7 @@ impl Fixture {
         let overlap = u8::from(work.share == Share::Same);
         let vcpus = work.vcpus;
         let mut builder = resident((bytes >> 20) + BESIDE_MIB, vcpus);
+        builder.arch = work.arch;
         builder.memory_kind = kind;
         builder.command_line = format!("gate=1 threads={vcpus} bytes={bytes} overlap={overlap}");
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
@@ -118,7 +135,44 @@ impl Fixture {
             builder,
             host,
             clock,
+            work,
+            arena: OnceLock::new(),
         })
+    }
+
+    /// What its guests do.
+    pub const fn work(&self) -> Work {
+        self.work
+    }
+
+    /// The first pages of the vCPUs' shares, without that of the first vCPU. Boots a guest if none
+    /// has booted yet, because the guest's kernel decides where its arena begins.
+    ///
+    /// # Errors
+    /// As [`together`].
+    pub fn shares(&self) -> Result<Vec<SourcePage>, LabError> {
+        if self.arena.get().is_none() {
+            self.rate(Arm::Exits)?;
+        }
+        let first = *self.arena.get().expect("a guest has booted");
+        let share = self.work.pages / self.work.vcpus as u64;
+        let shares = 1..self.work.vcpus as u64;
+        Ok(shares
+            .map(|vcpu| SourcePage(first + vcpu * share))
+            .collect())
+    }
+
+    fn booted(&self, guest: &Guest<'_>) -> Result<(), LabError> {
+        let (arena, memory) = (guest.arena_bytes()?, self.builder.memory);
+        let first = memory.get().checked_sub(arena / PAGE_SIZE as u64);
+        let first = first.filter(|first| first + self.work.pages <= memory.get());
+        let first = first.ok_or_else(|| {
+            LabError::Guest(format!(
+                "its arena has {arena} bytes, its memory {memory} pages"
+            ))
+        })?;
+        let _ = self.arena.set(first);
+        Ok(())
     }
 
     /// A VM whose pages `source` provides.
@@ -127,6 +181,7 @@ impl Fixture {
     /// The VM could not be made.
     pub fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Vm>, LabError> {
         let config = VmConfig {
+            arch: self.builder.arch,
             memory: self.builder.memory,
             vcpus: self.builder.vcpus,
             apf,
@@ -137,6 +192,7 @@ impl Fixture {
         let memory = BootMemory {
             kind: self.builder.memory_kind,
             source: Some(source),
+            shared: None,
         };
         Ok(Vm::with_memory(host, clock, config, memory)?)
     }
@@ -159,27 +215,52 @@ pub fn together(fixtures: &[&Fixture], arm: Arm, place: Place) -> Result<f64, La
         .iter()
         .map(|fixture| Machine::new(fixture, arm))
         .collect::<Result<Vec<_>, _>>()?;
-    thread::scope(|scope| {
-        let _ends: Vec<_> = machines.iter().map(Machine::end_when_dropped).collect();
-        let mut core = 0;
-        for (machine, fixture) in machines.iter().zip(fixtures) {
-            let first = (place == Place::Pinned).then_some(core);
-            machine.start(scope, &fixture.builder.full_command_line(), first)?;
-            core += fixture.builder.vcpus;
-        }
-        let guests = machines
-            .iter()
-            .map(Machine::prepared)
-            .collect::<Result<Vec<_>, _>>()?;
-        guests.iter().try_for_each(|guest| guest.set(1))?;
-        machines.iter().try_for_each(Machine::wait)
-    })?;
+    run(&machines, fixtures, place)?;
     let touched = machines.iter().map(Machine::touched);
     let touched = touched.collect::<Result<Vec<_>, _>>()?;
     let pages: f64 = touched.iter().map(|touched| touched.0).sum();
     // Until the last page of the last VM: vCPUs of one VM are timed in the same way.
     let ns = touched.iter().map(|touched| touched.1).fold(0.0, f64::max);
     Ok(pages * 1e9 / ns)
+}
+
+/// Runs the VMs until all of their guests have touched their pages.
+fn run(machines: &[Machine], fixtures: &[&Fixture], place: Place) -> Result<(), LabError> {
+    run_gated(machines, fixtures, place, || Ok(()))
+}
+
+/// As [`together`], without the rates. `gate` is called when all guests are ready to touch, and
+/// they touch when it returns.
+///
+/// # Errors
+/// As [`together`], and those of `gate`.
+pub fn run_gated(
+    machines: &[Machine],
+    fixtures: &[&Fixture],
+    place: Place,
+    gate: impl FnOnce() -> Result<(), LabError>,
+) -> Result<(), LabError> {
+    thread::scope(|scope| {
+        let _ends: Vec<_> = machines.iter().map(Machine::end_when_dropped).collect();
+        let mut core = match place {
+            Place::Anywhere => None,
+            Place::From(core) => Some(core),
+        };
+        for (machine, fixture) in machines.iter().zip(fixtures) {
+            machine.start(scope, &fixture.builder.full_command_line(), core)?;
+            core = core.map(|core| core + fixture.builder.vcpus);
+        }
+        let guests = machines
+            .iter()
+            .map(Machine::prepared)
+            .collect::<Result<Vec<_>, _>>()?;
+        for (guest, fixture) in guests.iter().zip(fixtures) {
+            fixture.booted(guest)?;
+        }
+        gate()?;
+        guests.iter().try_for_each(|guest| guest.set(1))?;
+        machines.iter().try_for_each(Machine::wait)
+    })
 }
 
 #[cfg(test)]
@@ -198,18 +279,65 @@ mod tests {
 
     fn work(share: Share) -> Work {
         Work {
+            arch: Arch::X86_64,
             vcpus: 2,
             pages: 512,
             share,
+            batch: 1,
         }
+    }
+
+    fn needs_linux_memory() {
+        if let Some(why) = unavailable(MemoryKind::Linux) {
+            lacuna_skip::skip_test(why.to_string());
+        }
+    }
+
+    /// Two vCPUs, and 512 pages for each fault.
+    fn batches() -> Work {
+        Work {
+            pages: 2048,
+            batch: 512,
+            ..work(Share::Own)
+        }
+    }
+
+    /// Brings in all pages by exits and by a reader. Returns how many faults the reader answered.
+    fn faults(kind: MemoryKind) -> u64 {
+        let fixture = Fixture::new(kind, batches()).unwrap();
+        assert!(fixture.rate(Arm::Exits).unwrap() > 0.0);
+        let machines = [Machine::new(&fixture, Arm::Queue(1)).unwrap()];
+        run(&machines, &[&fixture], Place::Anywhere).unwrap();
+        machines[0].filled().unwrap()[0]
+    }
+
+    /// Runs of pages come at once, also where the guest's kernel has brought in some of them.
+    #[test]
+    fn a_fault_brings_in_a_run_of_pages() {
+        needs_guests();
+        needs_linux_memory();
+        let faults = faults(MemoryKind::Linux);
+        assert!(faults < 2048, "{faults} for 2048 pages and the kernel's");
     }
 
     /// Every arm brings in all pages, in a host that is used again and again.
     #[test]
     fn every_arm_touches_all_pages() {
         needs_guests();
+        every_arm_touches(MemoryKind::Budget);
+    }
+
+    /// The same VMs with Linux memory, one after the other in the same addresses.
+    #[test]
+    fn every_arm_touches_linux_memory() {
+        needs_guests();
+        needs_linux_memory();
+        every_arm_touches(MemoryKind::Linux);
+    }
+
+    fn every_arm_touches(kind: MemoryKind) {
         for share in [Share::Own, Share::Same] {
-            let fixture = Fixture::new(MemoryKind::Budget, work(share)).unwrap();
+            let fixture = Fixture::new(kind, work(share)).unwrap();
             for arm in ARMS {
                 let before = fixture.host.stats().provided;
                 assert!(fixture.rate(arm).unwrap() > 0.0, "{arm:?}");
@@ -219,17 +347,35 @@ mod tests {
         }
     }
 
-    /// The same VMs with Linux memory, one after the other in the same addresses.
+    /// In the arms with a queue, all pages come through the userfaultfd; with one for each vCPU,
+    /// each vCPU's share through its own.
     #[test]
-    fn every_arm_touches_linux_memory() {
+    fn pages_of_linux_memory_come_through_the_kernels_queues() {
         needs_guests();
-        if let Some(why) = unavailable(MemoryKind::Linux) {
+        needs_linux_memory();
+        let fixture = Fixture::new(MemoryKind::Linux, work(Share::Own)).unwrap();
+        for (arm, queues) in [(Arm::Queue(1), 1), (Arm::Queue(3), 1), (Arm::QueueEach, 2)] {
+            let machines = [Machine::new(&fixture, arm).unwrap()];
+            run(&machines, &[&fixture], Place::Anywhere).unwrap();
+            let filled = machines[0].filled().unwrap();
+            assert_eq!(filled.len(), queues, "{arm:?}");
+            assert!(filled.iter().sum::<u64>() >= 512, "{arm:?}: {filled:?}");
+            // The second vCPU's share, and nothing of the kernel's.
+            assert!(queues == 1 || filled[1] == 256, "{filled:?}");
+        }
+    }
+
+    /// Huge pages come as a whole, by exits and through the kernel's queue.
+    #[test]
+    fn huge_pages_come_as_a_whole() {
+        needs_guests();
+        // 8 MiB, and what the guest has beside them.
+        let _reserved = lacuna_skip::HugePages::reserve(4 + BESIDE_MIB / 2);
+        if let Some(why) = unavailable_for(MemoryKind::Hugetlbfs, batches()) {
             lacuna_skip::skip_test(why.to_string());
         }
-        let fixture = Fixture::new(MemoryKind::Linux, work(Share::Own)).unwrap();
-        for arm in ARMS {
-            assert!(fixture.rate(arm).unwrap() > 0.0, "{arm:?}");
-        }
+        let faults = faults(MemoryKind::Hugetlbfs);
+        assert!(faults <= 512, "{faults} faults for 2048 pages");
     }
 
     #[test]
@@ -237,7 +383,7 @@ mod tests {
         needs_guests();
         let [a, b] = [Share::Own; 2].map(|share| Fixture::new(MemoryKind::Budget, work(share)));
         let (a, b) = (a.unwrap(), b.unwrap());
-        let rate = together(&[&a, &b], Arm::Exits, Place::Pinned).unwrap();
+        let rate = together(&[&a, &b], Arm::Exits, Place::From(0)).unwrap();
         assert!(rate > 0.0);
     }
 

@@ -1,19 +1,20 @@
 //! One VM of one slice: its vCPUs' threads, the threads that provide its pages, and what its guest
 //! says at the end.
 
-use super::PAGE;
+use super::PAGES;
 use super::fixture::{Arm, Fixture};
+use super::kernel_queue::{Fill, KernelQueues};
 use super::queue::{Queues, use_queue};
 use crate::base::pin;
 use crate::experiment::LabError;
 use crate::interrupt;
 use crate::session::{Guest, image};
-use lacuna_addr::Gpa;
+use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Ending, Exit, FaultToken, MemoryError, MemorySlots as _, MissingMemory, Next, PageSource,
-    PlatformDevices, SlotFlags, Vcpu as _, VcpuError, Vm as _, dispatch,
+    Apf, Arch, Ending, Exit, FaultToken, MemoryError, MemorySlots as _, MissingMemory, Next,
+    PageSource, PlatformDevices, SlotFlags, Vcpu as _, VcpuError, Vm as _, dispatch,
 };
-use lacuna_soft::{Vcpu, Vm};
+use lacuna_soft::{MemoryKind, Vcpu, Vm};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, Scope};
@@ -28,10 +29,60 @@ const RESULT: &str = "RESULT threads=";
 
 pub struct Machine {
     vm: Arc<Vm>,
-    queues: Arc<Queues>,
+    queues: Waiting,
     devices: PlatformDevices,
     lines: Arc<Mutex<Vec<String>>>,
     arm: Arm,
+    arch: Arch,
+    /// Pages that a vCPU's thread provides for each exit.
+    batch: usize,
+}
+
+/// Where vCPUs that need a page wait for a reader.
+enum Waiting {
+    /// The lab's own lists of requests.
+    Listed(Arc<Queues>),
+    /// The kernel's queue of a userfaultfd.
+    Kernel(KernelQueues),
+}
+
+impl Waiting {
+    /// For Linux memory that is read through queues, the kernel's.
+    fn of(fixture: &Fixture, arm: Arm) -> Result<Self, LabError> {
+        let kernel = |parts: &[_], fill| KernelQueues::new(parts, fill).map(Self::Kernel);
+        let pages = fixture.work().batch;
+        match (fixture.builder.memory_kind, arm) {
+            (MemoryKind::Hugetlbfs, Arm::Queue(_)) => kernel(&[], Fill::Huge),
+            (MemoryKind::Linux, Arm::Queue(_)) => kernel(&[], Fill::of(pages)),
+            (MemoryKind::Linux, Arm::QueueEach) => kernel(&fixture.shares()?, Fill::of(pages)),
+            (MemoryKind::Budget, Arm::QueueEach) => {
+                let queues = Queues::new(fixture.builder.vcpus);
+                Ok(Self::Listed(Arc::new(queues)))
+            }
+            _ => Ok(Self::Listed(Arc::new(Queues::new(1)))),
+        }
+    }
+
+    fn source(&self) -> Arc<dyn PageSource> {
+        match self {
+            Self::Listed(queues) => Arc::clone(queues) as Arc<dyn PageSource>,
+            Self::Kernel(queues) => queues.source(),
+        }
+    }
+
+    fn count(&self) -> usize {
+        match self {
+            Self::Listed(queues) => queues.count(),
+            Self::Kernel(queues) => queues.count(),
+        }
+    }
+
+    fn end(&self) {
+        match self {
+            Self::Listed(queues) => queues.end(),
+            Self::Kernel(queues) => queues.end(),
+        }
+    }
 }
 
 /// An accepted exit.
@@ -39,11 +90,7 @@ type Accepted = (Gpa, FaultToken);
 
 impl Machine {
     pub fn new(fixture: &Fixture, arm: Arm) -> Result<Self, LabError> {
-        let queues = match arm {
-            Arm::QueueEach => fixture.builder.vcpus,
-            _ => 1,
-        };
-        let queues = Arc::new(Queues::new(queues));
+        let queues = Waiting::of(fixture, arm)?;
         let apf = match arm {
             Arm::ExitsTold => Apf::On,
             _ => Apf::Off,
@@ -55,11 +102,13 @@ impl Machine {
             lines.push(line.to_owned());
         };
         Ok(Self {
-            vm: fixture.vm(apf, Arc::clone(&queues) as Arc<dyn PageSource>)?,
+            vm: fixture.vm(apf, queues.source())?,
             queues,
-            devices: PlatformDevices::new(keep),
+            devices: PlatformDevices::of(fixture.builder.arch, keep),
             lines,
             arm,
+            arch: fixture.builder.arch,
+            batch: fixture.work().batch,
         })
     }
 
@@ -71,7 +120,11 @@ impl Machine {
         command_line: &str,
         first_core: Option<usize>,
     ) -> Result<(), LabError> {
-        let vcpus = self.vm.boot(&image("touch")?, command_line)?;
+        // Before the boot, which loads the guest into memory that is missing.
+        if matches!(self.arm, Arm::Queue(_) | Arm::QueueEach) {
+            self.start_readers(scope);
+        }
+        let vcpus = self.vm.boot(&image(self.arch, "touch")?, command_line)?;
         let (accepted, told) = channel();
         match self.arm {
             Arm::Exits => self.exit_on_missing()?,
@@ -79,7 +132,7 @@ impl Machine {
                 self.exit_on_missing()?;
                 scope.spawn(move || self.provide_accepted(&told));
             }
-            Arm::Queue(_) | Arm::QueueEach => self.start_readers(scope),
+            Arm::Queue(_) | Arm::QueueEach => self.open(),
         }
         for (index, vcpu) in vcpus.into_iter().enumerate() {
             let accepted = accepted.clone();
@@ -103,18 +156,36 @@ impl Machine {
     }
 
     fn start_readers<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
-        let (queues, readers) = match self.arm {
-            Arm::Queue(readers) => (1, readers),
-            _ => (self.vm.config().vcpus, 1),
+        let readers = match self.arm {
+            Arm::Queue(readers) => readers,
+            _ => 1,
         };
-        for queue in (0..queues).flat_map(|queue| (0..readers).map(move |_| queue)) {
+        let queues = 0..self.queues.count();
+        for queue in queues.flat_map(|queue| (0..readers).map(move |_| queue)) {
             scope.spawn(move || {
-                if let Err(error) = self.queues.read(queue, self.memory()) {
+                let read = match &self.queues {
+                    Waiting::Listed(queues) => queues.read(queue, self.arch, self.memory()),
+                    Waiting::Kernel(queues) => queues.read(queue),
+                };
+                if let Err(error) = read {
                     self.fail(0, &error.to_string());
                 }
             });
         }
-        self.queues.open();
+    }
+
+    fn open(&self) {
+        if let Waiting::Listed(queues) = &self.queues {
+            queues.open();
+        }
+    }
+
+    /// Faults that were answered through each descriptor of the kernel's queue.
+    pub fn filled(&self) -> Option<Vec<u64>> {
+        match &self.queues {
+            Waiting::Listed(_) => None,
+            Waiting::Kernel(queues) => Some(queues.filled()),
+        }
     }
 
     fn memory(&self) -> &dyn MissingMemory {
@@ -150,13 +221,16 @@ impl Machine {
             let _ = accepted.send((gpa, token));
             return Ok(());
         }
-        self.memory().provide(gpa, &PAGE).map(|_| ())
+        let bytes = (self.batch * PAGE_SIZE) as u64;
+        let first = Gpa::truncate(gpa.get() / bytes * bytes);
+        let pages = PAGES[..self.batch].as_flattened();
+        self.memory().provide(first, pages).map(|_| ())
     }
 
     /// The work of the thread that provides the pages of which the guest was told.
     fn provide_accepted(&self, accepted: &Receiver<Accepted>) {
         for (gpa, token) in accepted {
-            if let Err(error) = self.memory().provide(gpa, &PAGE) {
+            if let Err(error) = self.memory().provide(gpa, &PAGES[0]) {
                 self.fail(token.vcpu(), &error.to_string());
             }
             // Unknown, if the VM has ended.
@@ -192,7 +266,12 @@ impl Machine {
         let deadline = Instant::now() + LIMIT;
         while self.devices.ending().is_none() {
             interrupt::check()?;
-            self.check(deadline)?;
+            // The guest may have ended by now.
+            if let Err(error) = self.check(deadline)
+                && self.devices.ending().is_none()
+            {
+                return Err(error);
+            }
             thread::sleep(LOOK);
         }
         Ok(())
@@ -220,7 +299,18 @@ impl Machine {
         let touched = found.and_then(|line| field(line, "pages=").zip(field(line, "ns=")));
         let is_done = self.devices.ending() == Some(Ending::Exited(0));
         drop(lines);
-        touched.filter(|_| is_done).ok_or_else(|| self.ended())
+        let touched = touched.filter(|_| is_done).ok_or_else(|| self.ended())?;
+        let batch = self.batch as u64;
+        let came = self
+            .filled()
+            .map(|filled| filled.iter().sum::<u64>() * batch);
+        match came {
+            Some(came) if (came as f64) < touched.0 => Err(LabError::Guest(format!(
+                "at most {came} of {} pages came through the userfaultfd",
+                touched.0
+            ))),
+            _ => Ok(touched),
+        }
     }
 
     fn ended(&self) -> LabError {

@@ -1,9 +1,10 @@
-//! A page source that puts its requests into queues, and the threads that answer them: what a
-//! userfaultfd and its readers are for Linux memory.
+//! A page source that puts its requests into queues, and the threads that answer them: for the pool
+//! of frames what a userfaultfd and its readers (`kernel_queue`) are for Linux memory.
 
-use super::PAGE;
+use super::PAGES;
 use crate::experiment::LabError;
-use lacuna_machine::{MissingMemory, PageRequest, PageSource, SourcePage};
+use crate::fixture::gpa_of;
+use lacuna_machine::{Arch, MissingMemory, PageRequest, PageSource, SourcePage};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,6 +55,11 @@ impl Queues {
         self.is_open.store(true, Ordering::Release);
     }
 
+    /// The number of queues.
+    pub fn count(&self) -> usize {
+        self.queues.len()
+    }
+
     /// Ends all readers.
     pub fn end(&self) {
         for queue in &self.queues {
@@ -62,15 +68,20 @@ impl Queues {
         }
     }
 
-    /// The work of one reader of queue number `queue`: it provides each page by the call that a
-    /// VMM uses after an exit, so that arms differ in nothing else.
+    /// The work of one reader of queue number `queue`, for a guest of `arch`: it provides each page
+    /// by the call that a VMM uses after an exit, so that arms differ in nothing else.
     ///
     /// # Errors
     /// A page could not be provided.
-    pub fn read(&self, queue: usize, memory: &dyn MissingMemory) -> Result<(), LabError> {
+    pub fn read(
+        &self,
+        queue: usize,
+        arch: Arch,
+        memory: &dyn MissingMemory,
+    ) -> Result<(), LabError> {
         while let Some(request) = self.queues[queue].next() {
             let SourcePage(page) = request.page();
-            memory.provide(super::gpa_of(page), &PAGE)?;
+            memory.provide(gpa_of(arch, page), &PAGES[0])?;
         }
         Ok(())
     }
@@ -97,7 +108,7 @@ impl PageSource for Queues {
     fn fetch(&self, request: PageRequest) {
         if !self.is_open.load(Ordering::Acquire) {
             // Late: another thread has provided the page.
-            let _ = request.provide(&PAGE);
+            let _ = request.provide(&PAGES[0]);
             return;
         }
         let queue = &self.queues[QUEUE.get() % self.queues.len()];

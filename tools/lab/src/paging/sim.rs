@@ -7,13 +7,21 @@
 //! ```
 //! The lock is that of the descriptor's two wait queues. A fill scans them for threads that wait
 //! for its page, and all threads that sleep are in them, so the lock is held the longer the more
-//! threads sleep. A thread needs a core while it works, also while it spins for the lock. Ready
-//! threads take cores in the order in which they became ready; none is preempted.
+//! threads sleep. A thread needs a core while it works, also while it spins for the lock. Readers
+//! and the threads that fault have cores of their own. Ready threads take them in the order in
+//! which they became ready; none is preempted.
+//!
+//! A thread's own work and the wake-up of an idle core vary as they were measured to vary. This
+//! matters: some threads on one core and their reader either run in step, where both cores sleep
+//! once for each batch, or beside each other, where neither sleeps. Variation is what takes them
+//! from one to the other.
 //!
 //! Costs are nanoseconds. `line` is the transfer of a cache line between two cores. It counts once
 //! for each sleeping thread that a scan passes, twice for a change of a wait queue (the lock, and
 //! the neighbour in the list), and twice for a wake-up.
 
+use fastrand::Rng;
+use std::array::from_fn;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -27,6 +35,8 @@ fn ps(ns: f64) -> Ps {
 /// What each step costs, in nanoseconds.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Costs {
+    /// How a thread's own work varies: multiples of its mean, which are the times below.
+    pub varies: Tenths,
     /// A thread's work from one fault to the next, without the lock.
     pub fault: f64,
     /// The lock, while a fault is put into the queue.
@@ -46,11 +56,73 @@ pub struct Costs {
     /// The same in addition, if a core is idle.
     pub wake_idle: f64,
     /// From then on until the thread runs on a core that was idle.
-    pub idle: f64,
+    pub idle: Idle,
     /// A core's change from a thread that sleeps to one that is ready.
     pub switch: f64,
     /// The transfer of a cache line between two cores.
     pub line: f64,
+}
+
+/// A figure that varies: ten values that are equally likely.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Tenths(pub [f64; 10]);
+
+impl Tenths {
+    /// The mean of each tenth of `samples`, from the lowest to the highest.
+    ///
+    /// # Panics
+    /// If there are fewer than ten.
+    pub fn of(mut samples: Vec<f64>) -> Self {
+        assert!(samples.len() >= 10, "ten samples");
+        samples.sort_by(f64::total_cmp);
+        let len = samples.len();
+        Self(from_fn(|i| {
+            let tenth = &samples[i * len / 10..(i + 1) * len / 10];
+            tenth.iter().sum::<f64>() / tenth.len() as f64
+        }))
+    }
+
+    /// A figure that does not vary.
+    #[cfg(test)]
+    pub const fn always(value: f64) -> Self {
+        Self([value; 10])
+    }
+
+    /// Its mean.
+    pub fn mean(self) -> f64 {
+        self.0.iter().sum::<f64>() / 10.0
+    }
+
+    /// Each value changed by `change`.
+    pub fn map(self, change: impl FnMut(f64) -> f64) -> Self {
+        Self(self.0.map(change))
+    }
+}
+
+/// How long it takes until a thread runs on an idle core. The longer a core was idle, the deeper it
+/// sleeps.
+#[derive(Clone, Copy, PartialEq, Debug, Default)]
+pub struct Idle(
+    /// Nanoseconds that the core was idle, rising, and nanoseconds until a thread runs there.
+    pub [(f64, Tenths); GAPS],
+);
+
+/// Points of an [`Idle`].
+pub const GAPS: usize = 5;
+
+impl Idle {
+    /// The value number `tenth`: on straight lines between the points, and that of the nearest
+    /// point beyond them.
+    fn after(&self, gap: f64, tenth: usize) -> f64 {
+        let points = &self.0;
+        let next = points.partition_point(|point| point.0 <= gap);
+        if next == 0 || next == GAPS {
+            return points[next.min(GAPS - 1)].1.0[tenth];
+        }
+        let ((x0, y0), (x1, y1)) = (points[next - 1], points[next]);
+        let (y0, y1) = (y0.0[tenth], y1.0[tenth]);
+        y0 + (y1 - y0) * (gap - x0) / (x1 - x0)
+    }
 }
 
 /// The threads and cores that take part.
@@ -60,7 +132,7 @@ pub struct Setting {
     pub threads: usize,
     /// Threads that provide pages.
     pub readers: usize,
-    /// Cores for all of them.
+    /// Cores for the threads that fault. Each reader has one more.
     pub cores: usize,
     /// The most faults that a reader takes at once.
     pub batch: usize,
@@ -111,8 +183,11 @@ struct World<'a> {
     /// Numbers events, so that equal times have one order.
     number: u64,
     lock: Server,
-    idle_cores: usize,
-    ready: VecDeque<(usize, Step)>,
+    /// Of the threads that fault, and of the readers: since when each idle core is idle.
+    idle_cores: [Vec<Ps>; 2],
+    ready: [VecDeque<(usize, Step)>; 2],
+    /// Threads from this number on are readers.
+    readers_from: usize,
     threads: Vec<Thread>,
     /// Faults that no reader has read.
     pending: VecDeque<usize>,
@@ -120,6 +195,7 @@ struct World<'a> {
     waiting: usize,
     idle_readers: Vec<usize>,
     done: u64,
+    rng: Rng,
 }
 
 /// Pages a second through one queue, over `pages` pages after a tenth as many.
@@ -140,13 +216,15 @@ pub fn queue(costs: &Costs, setting: &Setting, pages: u64) -> f64 {
         events: BinaryHeap::new(),
         number: 0,
         lock: Server::default(),
-        idle_cores: cores,
-        ready: VecDeque::new(),
+        idle_cores: [vec![0; cores], vec![0; readers]],
+        ready: Default::default(),
+        readers_from: threads,
         threads: (0..threads + readers).map(|_| Thread::default()).collect(),
         pending: VecDeque::new(),
         waiting: 0,
         idle_readers: (threads..threads + readers).collect(),
         done: 0,
+        rng: Rng::with_seed(1),
     };
     for thread in &mut world.threads {
         thread.sleeps = true;
@@ -171,15 +249,26 @@ impl World<'_> {
         now
     }
 
+    /// Whose cores the thread has: 0 of those that fault, 1 of the readers.
+    fn side(&self, thread: usize) -> usize {
+        usize::from(thread >= self.readers_from)
+    }
+
     fn at(&mut self, time: Ps, thread: usize, step: Step) {
         self.number += 1;
         self.events.push(Reverse((time, self.number, thread, step)));
     }
 
+    /// After work of its own that takes `mean`.
+    fn after_work(&mut self, now: Ps, mean: f64, (thread, step): (usize, Step)) {
+        let factor = self.costs.varies.0[self.rng.usize(..10)];
+        self.at(now + ps(mean * factor), thread, step);
+    }
+
     fn step(&mut self, now: Ps, thread: usize, step: Step) {
         let costs = self.costs;
         match step {
-            Step::Runs => self.at(now + ps(costs.fault), thread, Step::Faulted),
+            Step::Runs => self.after_work(now, costs.fault, (thread, Step::Faulted)),
             Step::Faulted => {
                 let hold = ps(costs.enqueue + 2.0 * costs.line);
                 let end = self.lock.serve(now, hold);
@@ -207,7 +296,7 @@ impl World<'_> {
                 let count = self.pending.len().min(self.batch);
                 let batch = self.pending.drain(..count).collect();
                 self.threads[thread].batch = batch;
-                self.at(now + ps(costs.read), thread, Step::Reads);
+                self.after_work(now, costs.read, (thread, Step::Reads));
             }
             Step::Reads => {
                 let count = self.threads[thread].batch.len() as f64;
@@ -218,7 +307,7 @@ impl World<'_> {
             Step::Fills if self.threads[thread].batch.is_empty() => {
                 self.at(now, thread, Step::Looks);
             }
-            Step::Fills => self.at(now + ps(costs.copy), thread, Step::Filled),
+            Step::Fills => self.after_work(now, costs.copy, (thread, Step::Filled)),
             Step::Filled => {
                 let each = (costs.scan_each + costs.line) * self.waiting as f64;
                 let end = self.lock.serve(now, ps(costs.scan + costs.line + each));
@@ -238,7 +327,7 @@ impl World<'_> {
     /// Makes `thread` ready; returns when the waking thread goes on.
     fn wake(&mut self, now: Ps, thread: usize, step: Step) -> Ps {
         let costs = self.costs;
-        let idle = if self.idle_cores > 0 {
+        let idle = if !self.idle_cores[self.side(thread)].is_empty() {
             costs.wake_idle
         } else {
             0.0
@@ -254,19 +343,23 @@ impl World<'_> {
 
     fn make_ready(&mut self, now: Ps, thread: usize, step: Step) {
         self.threads[thread].sleeps = false;
-        if self.idle_cores > 0 {
-            self.idle_cores -= 1;
-            self.at(now + ps(self.costs.idle), thread, step);
+        let side = self.side(thread);
+        // The core that has gone idle last.
+        if let Some(since) = self.idle_cores[side].pop() {
+            let gap = now.saturating_sub(since) as f64 / 1e3;
+            let idle = self.costs.idle.after(gap, self.rng.usize(..10));
+            self.at(now + ps(idle), thread, step);
         } else {
-            self.ready.push_back((thread, step));
+            self.ready[side].push_back((thread, step));
         }
     }
 
     fn sleep(&mut self, now: Ps, thread: usize) {
         self.threads[thread].sleeps = true;
-        match self.ready.pop_front() {
+        let side = self.side(thread);
+        match self.ready[side].pop_front() {
             Some((next, step)) => self.at(now + ps(self.costs.switch), next, step),
-            None => self.idle_cores += 1,
+            None => self.idle_cores[side].push(now),
         }
     }
 }
@@ -296,160 +389,4 @@ pub fn exits(fill: f64, line: f64, threads: usize, cores: usize, pages: u64) -> 
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const PAGES: u64 = 20_000;
-
-    const COSTS: Costs = Costs {
-        fault: 1000.0,
-        enqueue: 100.0,
-        read: 300.0,
-        read_each: 50.0,
-        copy: 2000.0,
-        scan: 150.0,
-        scan_each: 7.0,
-        wake: 400.0,
-        wake_idle: 600.0,
-        idle: 20_000.0,
-        switch: 900.0,
-        line: 0.0,
-    };
-
-    const fn setting(threads: usize, readers: usize, cores: usize) -> Setting {
-        Setting {
-            threads,
-            readers,
-            cores,
-            batch: 1,
-        }
-    }
-
-    #[track_caller]
-    fn near(found: f64, wanted: f64, percent: f64) {
-        let error = 100.0 * (found / wanted - 1.0).abs();
-        assert!(error < percent, "{found} is not {wanted}: {error} %");
-    }
-
-    /// The mean wait in M/D/1 is `load / (2 (1 - load))` services.
-    #[test]
-    fn a_server_with_random_arrivals_is_an_m_d_1_queue() {
-        for load in [0.3, 0.6, 0.8] {
-            let (mut server, mut state) = (Server::default(), 0x9e37_79b9_7f4a_7c15_u64);
-            let (service, customers) = (1_000_000, 400_000);
-            let (mut now, mut waited) = (0.0, 0.0);
-            for _ in 0..customers {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                let uniform = ((state >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
-                now += -uniform.ln() * service as f64 / load;
-                let end = server.serve(now as Ps, service);
-                waited += (end - service - now as Ps) as f64;
-            }
-            let mean = waited / f64::from(customers) / service as f64;
-            near(mean, load / (2.0 * (1.0 - load)), 3.0);
-        }
-    }
-
-    /// One thread and one reader: a cycle is the sum of its steps, with two wake-ups of a core.
-    #[test]
-    fn one_thread_takes_the_sum_of_all_steps() {
-        let c = Costs {
-            line: 10.0,
-            ..COSTS
-        };
-        let wake = c.wake + c.wake_idle + c.idle + 2.0 * c.line;
-        let queue_changes = c.enqueue + c.read_each + 4.0 * c.line;
-        let scan = c.scan + c.scan_each + 2.0 * c.line;
-        let cycle = c.fault + c.read + queue_changes + c.copy + scan + 2.0 * wake;
-        near(queue(&c, &setting(1, 1, 2), PAGES), 1e9 / cycle, 0.1);
-    }
-
-    /// One reader that never sleeps serves a page in the sum of its own steps.
-    #[test]
-    fn one_reader_that_is_saturated_sets_the_rate() {
-        let c = Costs {
-            scan_each: 0.0,
-            enqueue: 0.0,
-            wake_idle: 0.0,
-            ..COSTS
-        };
-        let service = c.read + c.read_each + c.copy + c.scan + c.wake;
-        near(queue(&c, &setting(64, 1, 128), PAGES), 1e9 / service, 0.5);
-    }
-
-    /// The scan passes every thread that sleeps: nearly all, if there are many.
-    #[test]
-    fn the_rate_falls_with_the_length_of_the_queue() {
-        let c = Costs {
-            enqueue: 0.0,
-            wake_idle: 0.0,
-            idle: 0.0,
-            fault: 0.0,
-            line: 100.0,
-            ..COSTS
-        };
-        for threads in [64, 128, 256] {
-            let each = (c.scan_each + c.line) * threads as f64;
-            let lines = 5.0 * c.line;
-            let service = c.read + c.read_each + c.copy + c.scan + c.wake + each + lines;
-            let rate = queue(&c, &setting(threads, 1, 512), PAGES);
-            near(rate, 1e9 / service, 5.0);
-        }
-    }
-
-    /// On one core, every step takes its time from all others.
-    #[test]
-    fn one_core_does_all_steps() {
-        let c = Costs {
-            switch: 0.0,
-            scan_each: 0.0,
-            wake: 0.0,
-            ..COSTS
-        };
-        let work = c.fault + c.enqueue + c.read + c.read_each + c.copy + c.scan;
-        near(queue(&c, &setting(16, 1, 1), PAGES), 1e9 / work, 0.5);
-    }
-
-    /// A batch shares the reader's calls.
-    #[test]
-    fn a_batch_is_read_by_one_call() {
-        let c = Costs {
-            read: 50_000.0,
-            ..COSTS
-        };
-        let batches = Setting {
-            batch: 64,
-            ..setting(64, 1, 128)
-        };
-        let (one, many) = (
-            queue(&c, &setting(64, 1, 128), PAGES),
-            queue(&c, &batches, PAGES),
-        );
-        assert!(many > 5.0 * one, "{many} against {one}");
-    }
-
-    /// With a reader for each thread and costless locks, the threads do not delay each other.
-    #[test]
-    fn what_shares_nothing_scales() {
-        let c = Costs {
-            enqueue: 0.0,
-            read_each: 0.0,
-            scan: 0.0,
-            scan_each: 0.0,
-            ..COSTS
-        };
-        let one = queue(&c, &setting(1, 1, 2), PAGES);
-        near(queue(&c, &setting(32, 32, 64), PAGES), 32.0 * one, 1.0);
-        near(exits(5000.0, 0.0, 32, 32, PAGES), 32.0 * 1e9 / 5000.0, 0.5);
-        near(exits(5000.0, 0.0, 32, 2, PAGES), 2.0 * 1e9 / 5000.0, 0.5);
-    }
-
-    /// The line of the address space's lock bounds what all cores together do.
-    #[test]
-    fn exits_end_at_the_lock_of_the_address_space() {
-        near(exits(5000.0, 100.0, 8, 8, PAGES), 8.0 * 1e9 / 5200.0, 1.0);
-        near(exits(5000.0, 100.0, 256, 256, PAGES), 1e9 / 200.0, 0.5);
-    }
-}
+mod tests;

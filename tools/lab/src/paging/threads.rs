@@ -1,12 +1,13 @@
 //! Host threads on a real userfaultfd: what vCPU threads do, without a guest.
 
-use super::PAGE;
+use super::PAGES;
+use super::sim::Tenths;
 use crate::base::pin;
 use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::Hva;
 use lacuna_sys::{Errno, MissingArea, Userfaultfd};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, Builder, ScopedJoinHandle};
@@ -33,14 +34,103 @@ pub enum Cores {
     Any,
     /// All on one core.
     Same,
+    /// The reader on the first core, and the threads that touch on the second.
+    Across,
 }
 
 impl Cores {
-    fn pin(self) {
-        if self == Self::Same {
+    fn pin_reader(self) {
+        if self != Self::Any {
             pin(0);
         }
     }
+
+    fn pin_toucher(self) {
+        match self {
+            Self::Any => {}
+            Self::Same => pin(0),
+            Self::Across => pin(1),
+        }
+    }
+}
+
+/// Nanoseconds for the transfer of a cache line between two cores: two threads write to it in
+/// turns.
+pub fn line_ns() -> f64 {
+    const TURNS: u64 = 20_000;
+    let turn = AtomicU64::new(0);
+    let play = |mine: u64, core: usize| {
+        pin(core);
+        let began = Instant::now();
+        for at in (mine..TURNS).step_by(2) {
+            while turn.load(Ordering::Acquire) != at {
+                std::hint::spin_loop();
+            }
+            turn.store(at + 1, Ordering::Release);
+        }
+        began.elapsed().as_nanos() as f64 / TURNS as f64
+    };
+    thread::scope(|scope| {
+        let other = scope.spawn(|| play(1, 1));
+        let this = scope.spawn(|| play(0, 0));
+        let _ = joined(other);
+        joined(this)
+    })
+}
+
+/// What it costs to wake a thread on a core that has been idle for some time, in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+pub struct IdleWake {
+    /// CPU time of the call that wakes.
+    pub call: f64,
+    /// From the beginning of the call until the thread runs.
+    pub until_it_runs: Tenths,
+}
+
+/// Wakes a thread on another core, each time `gap` after it has gone to sleep.
+pub fn idle_wake(gap: Duration) -> Result<IdleWake, LabError> {
+    const WAKES: u32 = 300;
+    let failed = refused("eventfd");
+    let bell = eventfd(0, EventfdFlags::CLOEXEC).map_err(&failed)?;
+    let ring = || rustix::io::write(&bell, &1_u64.to_ne_bytes()).map_err(&failed);
+    let (epoch, woken_at, is_over) = (Instant::now(), AtomicU64::new(0), AtomicBool::new(false));
+    let now = || epoch.elapsed().as_nanos() as u64;
+    let wake = || {
+        pin(0);
+        let (mut call, mut until_it_runs) = (0, Vec::new());
+        for _ in 0..WAKES {
+            let (before, pause) = (woken_at.load(Ordering::Acquire), Instant::now());
+            while pause.elapsed() < gap {
+                std::hint::spin_loop();
+            }
+            let (began, began_cpu) = (now(), thread_cpu_ns());
+            ring()?;
+            call += thread_cpu_ns() - began_cpu;
+            while woken_at.load(Ordering::Acquire) == before {
+                std::hint::spin_loop();
+            }
+            let took = woken_at.load(Ordering::Acquire).saturating_sub(began);
+            until_it_runs.push(took as f64);
+        }
+        Ok::<_, LabError>(IdleWake {
+            call: call as f64 / f64::from(WAKES),
+            until_it_runs: Tenths::of(until_it_runs),
+        })
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            pin(1);
+            while !is_over.load(Ordering::Acquire) {
+                // After an error there is nothing to wait for.
+                let _ = rustix::io::read(&bell, &mut [0; 8]);
+                woken_at.store(now(), Ordering::Release);
+            }
+        });
+        let cost = joined(scope.spawn(wake));
+        is_over.store(true, Ordering::Release);
+        ring()?;
+        cost
+    })
 }
 
 /// The times of one run, in nanoseconds for each page.
@@ -90,7 +180,7 @@ pub fn through_queue(
     let (is_over, reader_ns) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
-            cores.pin();
+            cores.pin_reader();
             let before = thread_cpu_ns();
             let done = read(area, &is_over);
             reader_ns.store(thread_cpu_ns() - before, Ordering::Relaxed);
@@ -103,7 +193,7 @@ pub fn through_queue(
                 area.touch(page);
                 Ok(())
             },
-            || cores.pin(),
+            || cores.pin_toucher(),
         );
         is_over.store(true, Ordering::Relaxed);
         joined(reader)?;
@@ -133,7 +223,7 @@ pub fn copy(area: &MissingArea, page: u64) -> Result<(), LabError> {
 
 fn fill(uffd: &Userfaultfd, page: Hva) -> Result<(), LabError> {
     loop {
-        match uffd.copy(&PAGE, page) {
+        match uffd.copy(&PAGES[0], page) {
             // The address space is changing.
             Err(Errno::AGAIN) => thread::yield_now(),
             done => return done.map_err(refused("UFFDIO_COPY")),

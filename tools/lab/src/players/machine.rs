@@ -28,7 +28,12 @@ pub(super) struct Machine {
 impl Machine {
     pub(super) fn new(builder: &VmBuilder, cast: Cast) -> Result<(Self, Vec<Vcpu>), LabError> {
         let command_line = builder.full_command_line();
-        let (vm, vcpus) = boot(builder, cast.delivery, &image(cast.guest)?, &command_line)?;
+        let (vm, vcpus) = boot(
+            builder,
+            cast.delivery,
+            &image(builder.arch, cast.guest)?,
+            &command_line,
+        )?;
         let words = LastWords::default();
         let machine = Self {
             devices: PlatformDevices::new(words.console()),

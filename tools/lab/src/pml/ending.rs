@@ -19,7 +19,7 @@ use crate::experiment::{LabError, Options, vcpus};
 use crate::fixture::resident;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on};
+use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures};
 use lacuna_addr::Level;
 use lacuna_machine::{DirtyTracking as _, MemorySlot, MemorySlots as _};
@@ -94,7 +94,7 @@ pub fn measure(
         command_line: "huge=1 tick_us=20000 seconds=1000000".into(),
         ..resident(size.mib, vcpus_beside_one())
     };
-    let runs = on(&builder, "gaps", |session| {
+    let runs = on(&builder, &image(builder.arch, "gaps")?, |session| {
         session.guest.prepared()?;
         session.guest.run_for(size.window)?;
         measures(ARMS.len(), size.rounds, |arm| {

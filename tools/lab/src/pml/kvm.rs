@@ -25,13 +25,13 @@
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, on};
+use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
 use lacuna_kvm::{FirstTouch, KvmError, Tracker, VmBuilder};
 use lacuna_machine::{
-    Apf, Backup, Builder, Delivery, DirtyError, Logging, MemorySlot, RingSize, SlotId, Vm, harvest,
-    set_logging_everywhere,
+    Apf, Arch, Backup, Builder, Delivery, DirtyError, Logging, MemorySlot, RingSize, SlotId, Vm,
+    harvest, set_logging_everywhere,
 };
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -216,7 +216,7 @@ fn run<B: Builder>(builder: &B, pace: Pace) -> Result<Runs, LabError>
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {
-    on(builder, "churn", |session| {
+    on(builder, &image(Arch::X86_64, "churn")?, |session| {
         Monitor::new(session).take_turns(pace)
     })
 }

@@ -73,6 +73,12 @@ impl Features {
         features.fold(0, |all, eax| all | eax) & APF_BITS == APF_BITS
     }
 
+    /// The features that CPUID announces in KVM's own leaf.
+    pub fn kvm_features(&self) -> u32 {
+        let [eax, ..] = answer(&self.entries(0, 0), FEATURES, 0);
+        eax
+    }
+
     /// The values that KVM gives to the model-specific registers of a new vCPU.
     pub fn fresh(&self, vcpu: &VcpuFd) -> Fresh {
         msrs::fresh(vcpu, &self.msrs)

@@ -412,7 +412,10 @@ fn events(fd: &VcpuFd, cr2: u64) -> Result<Events, StateError> {
     let exception = (e.injected != 0 || e.pending != 0).then(|| Exception {
         vector: e.nr,
         error: (e.has_error_code != 0).then_some(e.error_code),
-        cr2: (e.nr == PAGE_FAULT).then_some(cr2),
+        cr2: (e.nr == PAGE_FAULT).then_some(match events.exception_has_payload {
+            0 => cr2,
+            _ => events.exception_payload,
+        }),
     });
     Ok(Events {
         exception,

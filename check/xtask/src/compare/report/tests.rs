@@ -1,6 +1,6 @@
 use super::*;
 use crate::compare::arguments::{Request, parse};
-use crate::compare::count::{PROBES, PerUnit};
+use crate::compare::count::PerUnit;
 use crate::compare::lab::Figure;
 use crate::compare::pair::{Arm, ROUND, Samples};
 
@@ -80,7 +80,11 @@ fn slower_is_a_result_a_count_or_a_failure() {
         instructions,
         guest_ns: 1.0,
     };
-    let add = |new| Counted::new(&PROBES[0], per_unit(100.0), per_unit(new));
+    let add = |new| Counted {
+        name: "fault.first_touch".into(),
+        old: per_unit(100.0),
+        new: per_unit(new),
+    };
     counted.counts.push(add(101.0));
     assert!(!counted.anything_slower());
     counted.counts.push(add(102.0));

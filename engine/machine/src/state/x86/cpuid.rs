@@ -1,6 +1,7 @@
 //! CPUID: what the common processor model answers, and the features that a guest has been told.
 
 use crate::Apf;
+use serde::{Deserialize, Serialize};
 
 /// EAX, EBX, ECX and EDX.
 pub type Answer = [u32; 4];
@@ -100,7 +101,7 @@ const COMMON: usize = 22;
 const COMMON_APF: usize = 2;
 
 /// The features that a processor announces.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Features([u32; WORDS.len()]);
 
 impl Features {

@@ -1,0 +1,314 @@
+//! Async page faults whose host side is in this process: those of a VM with a page source.
+//!
+//! ```text
+//! vCPU: touches a missing page ─► KVM starts a worker, halts the vCPU; the worker waits
+//! page source's thread: the event; note the page, kick the vCPU
+//! vCPU's thread, outside:
+//!     slot exits:  Exit::MemoryFault; the VMM accepts ─► not_present ─► #PF pending
+//!     slot waits, or the page is swapped out ─► not_present ─► #PF pending
+//! KVM_RUN: the pending #PF ends KVM's halt; the guest runs another process
+//!     ... the page comes, on any thread: the completion ─► wake the vCPU
+//! vCPU's thread, outside: poll ─► token := token, interrupt
+//! ```
+//! The state machine is that of `lacuna_apf`, as in the soft backend. Here a vCPU can be told only
+//! when it has left the guest, because KVM has its registers otherwise. The guest's accesses to the
+//! registers of async page faults exit, and are answered here. KVM's own async page faults stay
+//! disabled: it still starts its workers and halts vCPUs, and tells no guest.
+
+use crate::arch;
+use crate::kick::VcpuKicks;
+use crate::vm::Vm;
+use kvm_ioctls::{Error, VcpuFd};
+use lacuna_addr::{Access, Gfn, Gpa};
+use lacuna_apf::x86::{Control, CpuState, Features, Msr, Queue};
+use lacuna_apf::{Completion, Guest, NotPresent, Prefault, SharedWords, Unwritable};
+use lacuna_machine::x86::AsyncFaults;
+use lacuna_machine::{GuestMemory as _, StateError, VcpuState};
+use lacuna_sync::{Clock as _, HostClock, Nanos};
+use std::cell::OnceCell;
+use std::sync::Arc;
+
+/// The async page faults of one vCPU.
+pub struct VcpuApf {
+    queue: Queue,
+    clock: HostClock,
+    /// Why the guest cannot be told any more.
+    failed: Option<String>,
+}
+
+/// A vCPU whose thread is outside of `KVM_RUN`. Only then this process may read and change the
+/// vCPU's registers.
+pub struct Outside<'a> {
+    pub fd: &'a VcpuFd,
+    pub vm: &'a Vm,
+    pub index: usize,
+    /// An instruction of the guest is half done. KVM completes it at the next `KVM_RUN`, and no
+    /// event may be delivered before.
+    pub midway: bool,
+}
+
+/// The vCPU during one call of the queue: what was asked of KVM is kept, and KVM's first error.
+struct Call<'a> {
+    outside: &'a Outside<'a>,
+    interruptible: OnceCell<bool>,
+    state: OnceCell<CpuState>,
+    /// An event was raised, so the guest runs.
+    raised: bool,
+    failed: Option<Error>,
+}
+
+impl<'a> Call<'a> {
+    fn new(outside: &'a Outside<'a>) -> Self {
+        Self {
+            outside,
+            interruptible: OnceCell::new(),
+            state: OnceCell::new(),
+            raised: false,
+            failed: None,
+        }
+    }
+
+    fn note(&mut self, done: Result<(), Error>) {
+        if let Err(error) = done {
+            self.failed.get_or_insert(error);
+        }
+    }
+}
+
+impl Guest for Call<'_> {
+    fn is_interruptible(&self) -> bool {
+        let Outside { fd, midway, .. } = self.outside;
+        let now = || !midway && arch::apf::is_interruptible(fd).unwrap_or(false);
+        *self.interruptible.get_or_init(now)
+    }
+
+    /// KVM's worker maps the page.
+    fn prefault(&mut self, _: Gfn, _: Access) -> Prefault {
+        Prefault::NotMapped
+    }
+
+    fn resume(&mut self) {
+        if !self.raised {
+            let done = arch::apf::unhalt(self.outside.fd);
+            self.note(done);
+        }
+    }
+}
+
+impl SharedWords for Call<'_> {
+    fn read_u32(&mut self, at: Gpa) -> Option<u32> {
+        let mut word = [0; 4];
+        self.outside.vm.read(at, &mut word).ok()?;
+        Some(u32::from_le_bytes(word))
+    }
+
+    fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
+        let written = self.outside.vm.write(at, &value.to_le_bytes());
+        written.map_err(|_| Unwritable)
+    }
+}
+
+impl lacuna_apf::x86::Guest for Call<'_> {
+    fn state(&self) -> CpuState {
+        let unknown = CpuState {
+            user: false,
+            paging: false,
+            lapic: false,
+        };
+        let now = || arch::apf::state(self.outside.fd).unwrap_or(unknown);
+        *self.state.get_or_init(now)
+    }
+
+    fn inject_page_fault(&mut self, address: u64) {
+        let done = arch::apf::inject_page_fault(self.outside.fd, address);
+        self.note(done);
+        self.raised = true;
+        self.interruptible = OnceCell::from(false);
+    }
+
+    fn interrupt(&mut self, vector: u8) {
+        let Outside { vm, index, .. } = self.outside;
+        let done = arch::apf::interrupt(&vm.fd, *index, vector);
+        self.note(done);
+        self.raised = true;
+    }
+}
+
+impl VcpuApf {
+    /// Those of vCPU `index`, as at power-on. `features` are those of KVM's leaf of CPUID.
+    pub fn new(index: usize, features: u32, kicks: &Arc<VcpuKicks>) -> Self {
+        let control = Control::new(Features::from_bits_truncate(features));
+        let kicks = Arc::clone(kicks);
+        Self {
+            queue: Queue::new(index as u32, control, move || kicks.wake(index)),
+            clock: HostClock::default(),
+            failed: None,
+        }
+    }
+
+    fn with<T>(
+        &mut self,
+        outside: &Outside<'_>,
+        on_queue: impl FnOnce(&mut Queue, Nanos, &mut Call<'_>) -> T,
+    ) -> T {
+        if arch::apf::has_forgotten(outside.fd) && self.is_enabled() {
+            self.queue.reset();
+        }
+        let mut call = Call::new(outside);
+        let result = on_queue(&mut self.queue, self.clock.now(), &mut call);
+        if let Some(error) = call.failed {
+            let why = format!("cannot tell the guest of a page: {error}");
+            self.failed.get_or_insert(why);
+        }
+        #[cfg(debug_assertions)]
+        self.queue.verify();
+        result
+    }
+
+    fn is_enabled(&self) -> bool {
+        self.queue.shared_page().is_some()
+    }
+
+    /// Why the guest cannot go on, if KVM has refused an event.
+    pub fn failure(&self) -> Option<String> {
+        self.failed.clone()
+    }
+
+    /// Whether [`VcpuApf::poll`] may find something. Costs one load of an atomic.
+    pub fn has_arrivals(&self) -> bool {
+        self.queue.has_arrivals()
+    }
+
+    /// Tells the guest of the pages that have come, as long as it may be told.
+    pub fn poll(&mut self, outside: &Outside<'_>) {
+        let poll = |queue: &mut Queue, now, call: &mut Call<'_>| queue.poll(now, call);
+        self.with(outside, poll);
+    }
+
+    /// Whether the guest has halted the vCPU.
+    pub fn is_idle(&mut self, outside: &Outside<'_>) -> bool {
+        arch::apf::is_halted(outside.fd).unwrap_or(false)
+    }
+
+    /// Whether the guest was told of the page at `gfn`, and it has not come yet.
+    pub fn awaits(&self, gfn: Gfn) -> bool {
+        self.queue.awaits(gfn)
+    }
+
+    /// Whether [`VcpuApf::not_present`] would tell the guest now.
+    pub fn can_tell(&mut self, gfn: Gfn, outside: &Outside<'_>) -> bool {
+        self.is_enabled() && self.with(outside, |queue, _, call| queue.can_tell(gfn, call))
+    }
+
+    /// Tells the guest that the page at `gfn` is not present. `None`: it cannot be told now.
+    pub fn not_present(
+        &mut self,
+        gfn: Gfn,
+        access: Access,
+        outside: &Outside<'_>,
+    ) -> Option<Completion> {
+        if !self.is_enabled() {
+            return None;
+        }
+        let answer = self.with(outside, |queue, now, call| {
+            queue.not_present(gfn, access, now, call)
+        });
+        match answer {
+            NotPresent::Injected(completion) => Some(completion),
+            // KVM has halted the vCPU, and ends that halt. The completion is dropped, so the queue
+            // forgets the fault.
+            NotPresent::Halt(_) | NotPresent::Wait => None,
+        }
+    }
+
+    /// RDMSR. `None` raises #GP.
+    pub fn read_msr(&mut self, index: u32, outside: &Outside<'_>) -> Option<u64> {
+        let msr = Msr::of(index)?;
+        self.with(outside, |queue, _, _| queue.read_msr(msr))
+    }
+
+    /// The page that [`VcpuApf::write_msr`] accesses.
+    pub fn page_accessed_by(&self, index: u32, value: u64) -> Option<Gfn> {
+        let (gfn, _) = self.queue.page_accessed_by(Msr::of(index)?, value)?;
+        Some(gfn)
+    }
+
+    /// WRMSR. `None` raises #GP.
+    pub fn write_msr(&mut self, index: u32, value: u64, outside: &Outside<'_>) -> Option<()> {
+        let msr = Msr::of(index)?;
+        self.set(msr, value, outside)
+    }
+
+    fn set(&mut self, msr: Msr, value: u64, outside: &Outside<'_>) -> Option<()> {
+        let written = self.with(outside, |queue, now, call| {
+            queue.write_msr(msr, value, now, call)
+        });
+        written.ok()?;
+        arch::apf::remember(outside.fd).ok()
+    }
+
+    /// The registers, for a saved state.
+    pub fn save(&mut self, outside: &Outside<'_>) -> AsyncFaults {
+        let mut read = |msr| {
+            let read = self.with(outside, |queue, _, _| queue.read_msr(msr));
+            read.unwrap_or(0)
+        };
+        AsyncFaults {
+            enable: read(Msr::Enable),
+            vector: read(Msr::Vector),
+        }
+    }
+
+    /// Whether [`VcpuApf::restore`] would take these registers.
+    pub fn check(&mut self, apf: &AsyncFaults, outside: &Outside<'_>) -> Result<(), StateError> {
+        for (msr, value) in registers(apf) {
+            let checked = self.with(outside, |queue, _, call| queue.check_msr(msr, value, call));
+            checked.map_err(|_| refused(msr, value))?;
+        }
+        Ok(())
+    }
+
+    /// Nothing is in flight, and the registers have these values.
+    pub fn restore(&mut self, apf: &AsyncFaults, outside: &Outside<'_>) -> Result<(), StateError> {
+        self.queue.reset();
+        self.failed = None;
+        for (msr, value) in registers(apf) {
+            let set = self.set(msr, value, outside);
+            set.ok_or_else(|| refused(msr, value))?;
+        }
+        Ok(())
+    }
+}
+
+/// The vector first: the wake-all that EN causes comes with it.
+fn registers(apf: &AsyncFaults) -> impl Iterator<Item = (Msr, u64)> {
+    let registers = [(Msr::Vector, apf.vector), (Msr::Enable, apf.enable)];
+    registers.into_iter().filter(|(_, value)| *value != 0)
+}
+
+fn refused(msr: Msr, value: u64) -> StateError {
+    let index = msr.index();
+    StateError::Msr { index, value }
+}
+
+/// Splits `state` into the part for KVM and the registers of async page faults, which this process
+/// has.
+pub fn split(state: &VcpuState) -> Option<(VcpuState, AsyncFaults)> {
+    let VcpuState::X86(state) = state else {
+        return None;
+    };
+    let mut rest = state.clone();
+    let apf = std::mem::take(&mut rest.apf);
+    Some((VcpuState::X86(rest), apf))
+}
+
+/// Puts the registers of async page faults into `state`, which KVM has saved without them.
+pub fn join(mut state: VcpuState, apf: AsyncFaults) -> VcpuState {
+    if let VcpuState::X86(state) = &mut state {
+        state.apf = apf;
+    }
+    state
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,67 @@
+//! A vCPU whose guest memory the kernel has taken away.
+//!
+//! ```text
+//! guest code: an access gets SIGBUS, and finds zeros     this vCPU, or another thread
+//! the vCPU leaves guest code: has the count of losses moved?
+//!   no:  none of its accesses has found such zeros, its exit is valid
+//!   yes: was a page of this VM lost? then the exit is dropped, and each step fails
+//! ```
+//! The test comes before the exit is looked at. So no port, device or VMM gets a value that was
+//! made of the zeros. All vCPUs of the VM fail at their next exit from guest code, because each may
+//! have read the zeros, or what the others have written since. A reset or a restore of the vCPU
+//! ends the failure; the page stays lost.
+//!
+//! The guest's memory may keep what its vCPUs have written between the loss and their exits: each
+//! runs for at most as many instructions as one step has.
+
+use super::Entry;
+use crate::platform::Platform;
+use lacuna_addr::PAGE_SIZE;
+use lacuna_host::LostPage;
+use lacuna_machine::VcpuError;
+
+impl<P: Platform> Entry<P> {
+    /// After each stay in guest code: the error of each step since the vCPU may have read a page
+    /// that was lost. The vCPU is offline.
+    #[inline]
+    pub(crate) fn lost(&mut self) -> Option<VcpuError> {
+        if !self.seen.is_all(self.vm.host.losses()) {
+            self.note_losses();
+        }
+        self.lost.clone()
+    }
+
+    #[cold]
+    fn note_losses(&mut self) {
+        let vm = &self.vm;
+        if let Some(page) = vm.host.lost_since(&mut self.seen, &*vm.mmu.notifier()) {
+            let error = self.error_of(&page);
+            self.lost.get_or_insert(error);
+        }
+    }
+
+    fn error_of(&self, lost: &LostPage) -> VcpuError {
+        let vcpu = self.index;
+        let cause = lost.to_string();
+        let slots = self.vm.mmu.slots();
+        let gpa = slots.iter().find_map(|slot| {
+            let offset = lost
+                .page
+                .get()
+                .checked_sub(slot.backing_of(slot.gfns.start()).get())?;
+            let gfn = slot.gfns.start().checked_add(offset / PAGE_SIZE as u64)?;
+            slot.gfns.contains(gfn).then(|| gfn.gpa())
+        });
+        match gpa {
+            Some(gpa) => VcpuError::PageLost { vcpu, gpa, cause },
+            // Its slot was deleted since.
+            None => VcpuError::Host { vcpu, cause },
+        }
+    }
+
+    /// The vCPU gets a new state, in which nothing of the old one is left.
+    pub(crate) fn forget_losses(&mut self) {
+        self.seen = self.vm.host.seen_losses();
+        self.lost = None;
+    }
+}

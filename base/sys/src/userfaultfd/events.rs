@@ -1,0 +1,104 @@
+//! Descriptors that report more than missing pages: pages that are taken away, and writes.
+
+use super::{
+    EVENT_PAGEFAULT, FEATURE_THREAD_ID, Fault, MESSAGE, MODE_MISSING, MODE_WP, Userfaultfd,
+    WRITEPROTECT, WriteProtect, all, fault,
+};
+use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
+use rustix::fd::OwnedFd;
+use rustix::io;
+
+/// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, since Linux 5.7.
+const FEATURE_FLAG_WP: u64 = 1;
+/// `UFFD_FEATURE_EVENT_REMOVE`, since Linux 4.11.
+const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+/// `UFFD_EVENT_REMOVE`.
+const EVENT_REMOVE: u8 = 0x15;
+/// `UFFDIO_WRITEPROTECT_MODE_WP`.
+const PROTECT: u64 = 1;
+/// Offsets in a message about a removal: of the start and the end, both u64.
+const START_AT: usize = 8;
+const END_AT: usize = 16;
+
+/// What a descriptor reports.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Event {
+    /// A thread waits for a page.
+    Fault(Fault),
+    /// A thread takes these pages away (`MADV_DONTNEED`, `MADV_REMOVE`), and waits until this event
+    /// is read. Until then every fill fails with `AGAIN`. A later fault there is to be answered
+    /// with zeros; it may be read before this event.
+    Removed(HvaRange),
+    /// The kernel's number of an event that no descriptor of this crate asks for.
+    Other(u8),
+}
+
+impl Userfaultfd {
+    /// As [`open_user`](Self::open_user), and it reports pages that are taken away. A thread that
+    /// takes pages away waits until the event is read, so the descriptor needs a reader.
+    ///
+    /// # Errors
+    /// As [`open_user`](Self::open_user).
+    pub fn open_user_with_removals() -> io::Result<Self> {
+        Self::user_with(FEATURE_THREAD_ID | FEATURE_EVENT_REMOVE, MODE_MISSING)
+    }
+
+    /// As [`open_user`](Self::open_user), and a write to a page that is
+    /// [protected](Self::protect) waits as for a missing page.
+    ///
+    /// # Errors
+    /// As [`open_user`](Self::open_user); `INVAL` before Linux 5.7.
+    pub fn open_protecting() -> io::Result<Self> {
+        let modes = MODE_MISSING | MODE_WP;
+        Self::user_with(FEATURE_THREAD_ID | FEATURE_FLAG_WP, modes)
+    }
+
+    /// A descriptor that another process has made and sent.
+    pub fn of_other_process(fd: OwnedFd) -> Self {
+        let modes = MODE_MISSING;
+        Self { fd, modes }
+    }
+
+    /// A write to a page of `range` waits from now on, until [`unprotect`](Self::unprotect). Pages
+    /// that are missing are not protected.
+    ///
+    /// # Errors
+    /// As [`unprotect`](Self::unprotect), for descriptors of
+    /// [`open_protecting`](Self::open_protecting).
+    pub fn protect(&self, range: HvaRange) -> io::Result<()> {
+        let mut protect = WriteProtect {
+            range: all(range),
+            mode: PROTECT,
+        };
+        // SAFETY: 1. UFFDIO_WRITEPROTECT takes a `struct uffdio_writeprotect`. 2. It changes no
+        // byte.
+        unsafe { self.update::<{ WRITEPROTECT }, _>(&mut protect) }
+    }
+
+    /// Appends to `events` the events that were not read yet, at most 64, in the kernel's order.
+    ///
+    /// # Errors
+    /// Those of `read(2)`. No event to read is not an error.
+    pub fn events(&self, events: &mut Vec<Event>) -> io::Result<()> {
+        let mut bytes = [0; 64 * MESSAGE];
+        let read = self.read(&mut bytes)?;
+        events.extend(bytes[..read].chunks_exact(MESSAGE).filter_map(event));
+        Ok(())
+    }
+}
+
+fn event(message: &[u8]) -> Option<Event> {
+    let word = |at: usize| {
+        let bytes = message.get(at..at + 8)?.try_into().ok()?;
+        Some(u64::from_ne_bytes(bytes))
+    };
+    match *message.first()? {
+        EVENT_PAGEFAULT => fault(message).map(Event::Fault),
+        EVENT_REMOVE => {
+            let (start, end) = (word(START_AT)?, word(END_AT)?);
+            let pages = end.checked_sub(start)? / PAGE_SIZE as u64;
+            HvaRange::new(Hva::new(start), pages).map(Event::Removed)
+        }
+        other => Some(Event::Other(other)),
+    }
+}

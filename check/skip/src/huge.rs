@@ -1,0 +1,58 @@
+//! Huge pages of hugetlbfs for a test, which only root can reserve.
+
+use crate::skip_test;
+use std::fs::{File, read_to_string, write};
+use std::io;
+
+const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
+
+/// Huge pages of 2 MiB that a test has reserved. They are given back at the end. Tests that reserve
+/// some take turns, because each changes the number for the whole machine.
+#[derive(Debug)]
+pub struct HugePages {
+    before: u64,
+    _turn: File,
+}
+
+impl HugePages {
+    /// Reserves `wanted` more huge pages. Ends the test if that is not possible.
+    ///
+    /// The test has the attribute [`test`](crate::test).
+    #[track_caller]
+    pub fn reserve(wanted: u64) -> Self {
+        let turn = File::create(std::env::temp_dir().join("lacuna-huge-pages"));
+        let turn = turn.and_then(|file| file.lock().map(|()| file));
+        let reserved = match turn.and_then(|turn| Ok((reserved()?, turn))) {
+            Ok((before, _turn)) => Self { before, _turn },
+            Err(error) => skip_test(format!("huge pages cannot be reserved: {error}")),
+        };
+        if let Err(error) = reserved.change(wanted) {
+            drop(reserved);
+            skip_test(format!("huge pages cannot be reserved: {error}"));
+        }
+        reserved
+    }
+
+    /// Changes the number of huge pages that this test has reserved, as far as they are free.
+    ///
+    /// # Errors
+    /// The kernel's; it has no memory for as many.
+    pub fn change(&self, wanted: u64) -> io::Result<()> {
+        write(RESERVED, (self.before + wanted).to_string())?;
+        match reserved()? {
+            now if now < self.before + wanted => Err(io::Error::other("no free memory for them")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = write(RESERVED, self.before.to_string());
+    }
+}
+
+fn reserved() -> io::Result<u64> {
+    let count = read_to_string(RESERVED)?;
+    count.trim().parse().map_err(io::Error::other)
+}

@@ -1,0 +1,451 @@
+//! The processor: its run loop.
+//!
+//! ```text
+//!        +------------------------------ turn -----------------------------------+
+//! run -> | request? -> interrupt? -> halted? -> basic_block_at(pc) -> dispatch     | -> Exit
+//!        |    ^                               or, for one instruction, step        |
+//!        |    +--- branch: link, go on        system op: system.rs                 |
+//!        |    +--- blocked: deliver the exception, or leave with an Exit           |
+//!        +-------------------------------------------------------------------------+
+//! ```
+//! *Stepping* executes one instruction alone, decoded afresh. It is used if the instruction writes
+//! decoded code or repeats a device access, and while SP is misaligned.
+//!
+//! outside.rs has the calls that the machine makes between two runs.
+
+mod outside;
+
+pub use outside::is_legal_pstate;
+
+use crate::decode;
+use crate::dispatch::{Decoded, Leave, dispatch};
+use crate::exception;
+use crate::fabric::Fabric;
+use crate::general::SP_ALIGNMENT;
+use crate::mem::{Touch, View};
+use crate::op::{Op, SP};
+use crate::processor::{Core, Why};
+use crate::seam::Exit;
+use crate::state::{Exception, Trap, pstate};
+use crate::system::{self, Done, Flush};
+use crate::walk::untagged;
+use lacuna_addr::Access;
+use lacuna_cpu::code::{CodeCache, Key, NEVER};
+use lacuna_cpu::{Bus, HostPage, Privilege};
+use lacuna_sync::{Clock, VcpuSlot};
+use std::sync::Arc;
+
+/// The number of instructions between two reads of the clock, for the timer: some 50 us.
+const SLICE: u64 = 1 << 14;
+/// The most instructions of a load-exclusive and its store-exclusive that run while every other
+/// vCPU is stopped (monitor.rs).
+const ALONE: usize = 64;
+
+/// One vCPU.
+pub struct Cpu {
+    pub(crate) core: Core,
+    code: CodeCache<Op>,
+    /// The basic block being decoded.
+    fresh: Vec<Op>,
+    /// The exit of a basic block that led to PC and is not linked yet.
+    unlinked: Option<Unlinked>,
+    /// The instruction being stepped is complete.
+    completed: bool,
+    retired: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Unlinked {
+    branch: u16,
+    condition: bool,
+    target: u64,
+    user: Privilege,
+    epoch: u32,
+}
+
+impl Cpu {
+    /// Processor `index` in the state after a reset: EL1h, interrupts masked, stage 1 off, PC zero.
+    pub fn new(index: usize, fabric: Arc<Fabric>, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            core: Core::new(index, fabric, clock),
+            code: CodeCache::new(),
+            fresh: Vec::new(),
+            unlinked: None,
+            completed: false,
+            retired: 0,
+        }
+    }
+
+    /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
+    /// basic block in which `fuel` instructions are done. The request word is read between basic
+    /// blocks.
+    pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
+        let end = self.retired.saturating_add(fuel);
+        self.enter();
+        let exit = self.run_until(bus, slot, end);
+        self.leave();
+        exit
+    }
+
+    fn run_until<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, end: u64) -> Exit {
+        self.core.replay.enter();
+        loop {
+            let left = end.saturating_sub(self.retired);
+            if left == 0 {
+                self.core.monitor.leave();
+                return Exit::Fuel;
+            }
+            self.grant(left.min(SLICE));
+            let exit = self.slice(bus, slot);
+            self.retired = self.core.retired_before();
+            if let Some(exit) = exit {
+                self.core.monitor.leave();
+                return exit;
+            }
+        }
+    }
+
+    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`]; after a
+    /// load-exclusive, the instructions up to its store-exclusive.
+    pub fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
+        self.enter();
+        self.core.exclusive = true;
+        let mut exit = None;
+        for _ in 0..ALONE {
+            self.grant(1);
+            exit = self.step(bus, slot);
+            self.retired = self.core.retired_before();
+            if exit.is_some() || !self.core.monitor.is_alone() {
+                break;
+            }
+        }
+        if self.core.monitor.is_alone() {
+            self.core.monitor.clear();
+        }
+        self.core.exclusive = false;
+        self.leave();
+        exit.unwrap_or(Exit::Fuel)
+    }
+
+    /// Begins to execute guest code: first drops the translations that other vCPUs have
+    /// invalidated.
+    fn enter(&mut self) {
+        let index = self.core.interface.index();
+        for what in self.core.fabric.clone().shootdown.enter(index) {
+            self.flush(what.into());
+        }
+    }
+
+    /// Ends to execute guest code.
+    fn leave(&mut self) {
+        self.core
+            .fabric
+            .shootdown
+            .leave(self.core.interface.index());
+    }
+
+    fn grant(&mut self, instructions: u64) {
+        self.core.budget = instructions as i64;
+        self.core.granted = self.retired.wrapping_add(instructions);
+    }
+
+    /// Executes until the budget is used up or there is an exit.
+    fn slice<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        self.core.tick();
+        while self.core.budget > 0 {
+            if slot.has_request() {
+                return Some(Exit::Requested);
+            }
+            if let Some(exit) = self.turn(bus, slot) {
+                return Some(exit);
+            }
+        }
+        None
+    }
+
+    /// Runs from one exit of `dispatch` to the next.
+    fn turn<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        if self.core.replay.is_active() {
+            return self.step(bus, slot);
+        }
+        if let Some(interrupt) = exception::pending(&self.core) {
+            self.core.monitor.clear();
+            self.core.budget -= 1;
+            return exception::interrupt(&mut self.core, interrupt);
+        }
+        if self.core.halted {
+            if self.core.interface.signalled().is_none() {
+                return Some(Exit::Halt);
+            }
+            // A masked interrupt ends WFI too, and is not taken (D1.16.2).
+            self.core.halted = false;
+        }
+        if self.core.r[SP as usize] & SP_ALIGNMENT != 0 {
+            return self.step(bus, slot);
+        }
+        let start = match self.basic_block_at(bus) {
+            Ok(start) => start,
+            Err(_) => return self.blocked(bus, slot),
+        };
+        self.core.stepping = false;
+        let epoch = self.code.epoch(self.core.user);
+        let leave = self.dispatch(bus, slot, start, epoch);
+        let exit = self.left(bus, slot, leave, 0);
+        if let Leave::Branch(branch, condition) = leave {
+            self.unlinked = Some(Unlinked {
+                branch,
+                condition,
+                target: self.core.pc,
+                user: self.core.user,
+                epoch,
+            });
+        }
+        exit
+    }
+
+    fn dispatch<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, at: u16, epoch: u32) -> Leave {
+        let code = Decoded {
+            ops: &self.code.ops,
+            jumps: &self.code.jumps,
+            epoch,
+        };
+        dispatch(&mut self.core, code, at, bus, slot)
+    }
+
+    /// Brings the architectural state to the op at which `dispatch` ended, and acts on the reason.
+    /// `scratch` is the address of the scratch place.
+    fn left<B: Bus>(
+        &mut self,
+        bus: &mut B,
+        slot: &VcpuSlot,
+        leave: Leave,
+        scratch: u64,
+    ) -> Option<Exit> {
+        let at = match leave {
+            Leave::Indirect => {
+                // A branch drops the tag of its target (D8.9). The jump cache has no address with
+                // a tag, so such a branch always ends here.
+                self.core.pc = untagged(&self.core.sys, self.core.pc);
+                self.completed = true;
+                return None;
+            }
+            Leave::Blocked(at) | Leave::System(at) | Leave::Branch(at, _) => at,
+        };
+        let (op, origin) = (self.code.ops[at as usize], self.code.origin(at, scratch));
+        if let Leave::Branch(_, condition) = leave {
+            self.core.pc = op.branch_target(origin.pc, condition);
+            self.completed = true;
+            return None;
+        }
+        self.core.pc = origin.pc;
+        self.core.budget -= origin.before as i64;
+        match leave {
+            Leave::Blocked(_) => self.blocked(bus, slot),
+            _ => self.system_op(bus, slot, op),
+        }
+    }
+
+    /// The basic block at PC, decoded if it is not cached. Links the exit that led here.
+    fn basic_block_at<B: Bus>(&mut self, bus: &mut B) -> Touch<u16> {
+        let (pc, user) = (self.core.pc, self.core.user);
+        let start = match self.code.jumps.find(pc, user, self.code.epoch(user)) {
+            Some(start) => start,
+            None => {
+                self.check_fetch()?;
+                let (gfn, page) = self.core.fetch_page(bus, pc)?;
+                let key = Key { pc, gfn, user };
+                let start = match self.code.find(key) {
+                    Some(start) => start,
+                    None => self.decode(bus, key, page)?,
+                };
+                self.code.remember_jump(pc, user, start);
+                start
+            }
+        };
+        if let Some(way) = self.unlinked.take()
+            && (way.target, way.user, way.epoch) == (pc, user, self.code.epoch(user))
+        {
+            self.code.link(way.branch, way.condition, start, way.epoch);
+        }
+        Ok(start)
+    }
+
+    /// What is checked before an instruction is fetched. A basic block that has been found was
+    /// checked when it was decoded. PSTATE.IL changes only with an epoch.
+    fn check_fetch(&mut self) -> Touch<()> {
+        if !self.core.pc.is_multiple_of(4) {
+            return self.core.raise(Exception::pc_alignment(self.core.pc));
+        }
+        if self.core.pstate() & pstate::IL != 0 {
+            return self.core.raise(Exception::ILLEGAL_STATE);
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn decode<B: Bus>(&mut self, bus: &mut B, key: Key, page: HostPage) -> Touch<u16> {
+        self.code.reserve();
+        if !self.code.knows_page(key.gfn) {
+            if let Err(stop) = bus.track_code(key.gfn) {
+                return self.core.block(Why::Trap(stop.into()));
+            }
+            self.core.translations.protect(key.gfn);
+        }
+        self.fresh.clear();
+        decode::basic_block(page, key.pc, &mut self.fresh);
+        Ok(self.code.insert(key, &self.fresh))
+    }
+
+    /// Executes the instruction at PC alone.
+    fn step<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        self.core.replay.rewind();
+        self.completed = false;
+        let exit = match self.decode_one(bus) {
+            Ok(()) => self.step_decoded(bus, slot),
+            Err(_) => self.blocked(bus, slot),
+        };
+        if exit.is_none() || self.completed {
+            self.core.replay.clear();
+        }
+        exit
+    }
+
+    fn decode_one<B: Bus>(&mut self, bus: &mut B) -> Touch<()> {
+        self.check_fetch()?;
+        let pc = self.core.pc;
+        let (_, page) = self.core.fetch_page(bus, pc)?;
+        self.fresh.clear();
+        decode::one(page, pc, &mut self.fresh);
+        Ok(())
+    }
+
+    fn step_decoded<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        self.core.stepping = true;
+        let pc = self.core.pc;
+        let start = self.code.set_scratch(&self.fresh);
+        let leave = self.dispatch(bus, slot, start, NEVER);
+        self.drop_written(bus);
+        self.left(bus, slot, leave, pc)
+    }
+
+    /// Drops decoded pages that this processor has written, and lets the bus tell the other
+    /// processors. There are seldom any, so only the check is inlined.
+    #[inline(always)]
+    fn drop_written<B: Bus>(&mut self, bus: &mut B) {
+        if !self.core.code_written.is_empty() || self.core.translations.walk.wrote_code() {
+            self.drop_written_pages(bus);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn drop_written_pages<B: Bus>(&mut self, bus: &mut B) {
+        while let Some(gfn) = self.core.code_written.pop() {
+            self.code.drop_page(gfn);
+            bus.code_written(gfn);
+        }
+        if self.core.translations.walk.take_wrote_code() {
+            self.code.clear();
+        }
+    }
+
+    /// After [`Exit::Stop`]: the access whose stage-1 walk has stopped. `None` if the access itself
+    /// has stopped.
+    pub fn stopped_walk(&self) -> Option<Access> {
+        match self.core.why {
+            Why::StoppedWalk(_, access) => Some(access),
+            _ => None,
+        }
+    }
+
+    /// Handles an instruction at PC that did not complete; [`Core::why`] has the reason.
+    fn blocked<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
+        self.drop_written(bus);
+        match self.core.why {
+            Why::Trap(Trap::Exception(exception)) => self.raise(exception),
+            Why::Trap(Trap::Stop(stop)) | Why::StoppedWalk(stop, _) => Some(Exit::Stop(stop)),
+            Why::Trap(Trap::Exclusive) => Some(Exit::Exclusive),
+            Why::DeviceRead(gpa, size) => Some(Exit::MmioRead { gpa, size }),
+            Why::DeviceWrite(gpa, size, value) => {
+                self.core.replay.push(0);
+                Some(Exit::MmioWrite { gpa, size, value })
+            }
+            Why::Step => self.step(bus, slot),
+        }
+    }
+
+    /// Takes an exception at PC.
+    fn raise(&mut self, exception: Exception) -> Option<Exit> {
+        self.core.replay.clear();
+        self.core.monitor.clear();
+        // A handler that faults at once must not keep the run loop busy for ever.
+        self.core.budget -= 1;
+        exception::enter(&mut self.core, exception)
+    }
+
+    /// Executes a system op at PC.
+    fn system_op<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, op: Op) -> Option<Exit> {
+        // The reason of an earlier exit must not be taken for that of this instruction.
+        self.core.why = Why::Step;
+        let done = system::execute(&mut View::new(&mut self.core, bus), op.imm as u32);
+        self.drop_written(bus);
+        let done = match done {
+            Ok(done) => done,
+            Err(trap) => {
+                // If the operand is in a device, the access exits, and the instruction is executed
+                // again.
+                if !self.core.why.is_device() {
+                    self.core.why = Why::Trap(trap);
+                }
+                return self.blocked(bus, slot);
+            }
+        };
+        match done {
+            // An exception return.
+            Done::Jumped | Done::Illegal => self.core.monitor.clear(),
+            _ => self.core.pc = self.core.pc.wrapping_add(4),
+        }
+        self.core.budget -= 1;
+        self.completed = true;
+        match done {
+            Done::Next | Done::Jumped => None,
+            Done::Illegal => {
+                self.code.new_epoch();
+                None
+            }
+            Done::Flush(flush) => {
+                self.flush(flush);
+                None
+            }
+            Done::Exit(exit) => Some(exit),
+            Done::Raise(exception) => self.raise(exception),
+        }
+    }
+
+    /// Drops the translations that an instruction has invalidated.
+    fn flush(&mut self, flush: Flush) {
+        match flush {
+            Flush::All => self.flush_tlb(),
+            // A translation of an address with a tag is not found by the address.
+            Flush::Address(_) if self.core.tagged => self.flush_tlb(),
+            Flush::Address(va) => {
+                self.core.translations.invalidate_everywhere(va);
+                self.code.begin_epoch(Privilege::Supervisor);
+                self.code.begin_epoch(Privilege::User);
+            }
+            Flush::Forget(space) => {
+                if self.core.translations.forget_space(space) {
+                    self.code.begin_epoch(Privilege::Supervisor);
+                    self.code.begin_epoch(Privilege::User);
+                }
+            }
+            Flush::Space(space, retain) => {
+                let (running, code) = (self.core.user, self.code.user_code());
+                let translations = &mut self.core.translations;
+                let switched = translations.switch(space, retain, running, code);
+                self.code.follow(Privilege::Supervisor, switched.supervisor);
+                self.code.follow(Privilege::User, switched.user);
+            }
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! The calls that the machine makes between two runs of a processor.
+
+use super::Cpu;
+use crate::exception;
+use crate::fabric::Fabric;
+use crate::gic::Line;
+use crate::processor::Core;
+use crate::psci::Start;
+use crate::seam::{Invalid, State};
+use crate::smccc;
+use crate::state::{Exception, Regs, pstate};
+use crate::sysreg::System;
+use crate::system::Done;
+use lacuna_addr::{Access, Gfn};
+use lacuna_cpu::Privilege;
+use lacuna_sync::Nanos;
+use std::sync::Arc;
+
+/// The class of a data abort from a lower exception level.
+const DATA_ABORT: u8 = 0x24;
+
+/// Whether a processor can have this PSTATE, in the format of SPSR_EL1.
+pub fn is_legal_pstate(pstate: u64) -> bool {
+    pstate & !exception::SPSR_VALID == 0 && exception::is_legal_return(pstate)
+}
+
+impl Cpu {
+    /// General registers, stack pointers, PC and PSTATE.
+    pub fn regs(&self) -> Regs {
+        let mut x = [0; 31];
+        x.copy_from_slice(&self.core.r[..31]);
+        let [sp_el0, sp_el1] = self.core.stack_pointers();
+        Regs {
+            x,
+            sp_el0,
+            sp_el1,
+            pc: self.core.pc,
+            pstate: self.core.pstate(),
+        }
+    }
+
+    /// Sets general registers, stack pointers, PC and PSTATE. The exclusive monitor is cleared.
+    pub fn set_regs(&mut self, regs: &Regs) {
+        self.core.set_pstate(regs.pstate);
+        self.core.r[..31].copy_from_slice(&regs.x);
+        self.core.set_stack_pointers([regs.sp_el0, regs.sp_el1]);
+        self.core.pc = regs.pc;
+        self.core.monitor.clear();
+        self.unlinked = None;
+    }
+
+    /// System registers.
+    pub fn system(&self) -> &System {
+        &self.core.sys
+    }
+
+    /// Gives the value for the last [`Exit::MmioRead`](lacuna_cpu::Exit::MmioRead). Ignored if the
+    /// last exit was another, or has been answered.
+    pub fn complete_read(&mut self, value: u64) {
+        self.core.replay.answer(value);
+    }
+
+    /// Forgets every translation, those of parked address spaces too.
+    pub fn flush_tlb(&mut self) {
+        self.core.translations.flush(self.core.sys.space());
+        self.code.new_epoch();
+    }
+
+    /// Drops the decoded instructions of a page that another processor wrote.
+    pub fn drop_code(&mut self, gfn: Gfn) {
+        self.code.drop_page(gfn);
+    }
+
+    /// Drops all decoded instructions.
+    pub fn drop_all_code(&mut self) {
+        self.code.clear();
+    }
+
+    /// Instructions executed so far.
+    pub fn retired(&self) -> u64 {
+        self.retired
+    }
+
+    /// The privilege of the code that runs.
+    pub fn privilege(&self) -> Privilege {
+        self.core.user
+    }
+
+    /// Ends WFI without an interrupt: execution continues behind it.
+    pub fn unhalt(&mut self) {
+        self.core.halted = false;
+    }
+
+    /// Puts the processor back into the state that [`Cpu::new`] makes. [`Cpu::retired`] goes on
+    /// counting. Decoded code stays, because it still matches memory.
+    pub fn reset(&mut self) {
+        let index = self.core.interface.index();
+        self.core.interface.reset();
+        let (fabric, clock) = (Arc::clone(&self.core.fabric), Arc::clone(&self.core.clock));
+        self.core = Core::new(index, fabric, clock);
+        self.code.new_epoch();
+        self.unlinked = None;
+    }
+
+    /// Puts a processor that has just been reset at the entry point of an image, or of a PSCI
+    /// `CPU_ON`: EL1h, interrupts masked, stage 1 off, `context` in X0 (DEN 0022, 6.4).
+    pub fn start(&mut self, start: Start) {
+        self.core.pc = start.entry.get();
+        self.core.r[0] = start.context;
+    }
+
+    /// Gives the results of the last [`Own::Hypercall`](crate::Own::Hypercall): X0 to X3.
+    pub fn complete_hypercall(&mut self, results: [u64; 4]) {
+        self.core.r[..4].copy_from_slice(&results);
+    }
+
+    /// Gives the result of a hypercall that has only one: X0.
+    pub fn complete_hypercall_in_x0(&mut self, result: u64) {
+        self.core.r[0] = result;
+    }
+
+    /// Lets the processor execute the instruction of the last
+    /// [`Own::Hypercall`](crate::Own::Hypercall) again, instead of giving results: the hypervisor
+    /// has done nothing, because something has to come first. Until then no instruction is half
+    /// done, so the processor may take an interrupt, or be saved.
+    pub fn repeat_hypercall(&mut self) {
+        self.core.pc = self.core.pc.wrapping_sub(4);
+    }
+
+    /// As a return from firmware: the first general registers become `x`, and execution continues
+    /// at `pc` with `pstate`, which is in the format of SPSR_EL1. An illegal one is treated as by
+    /// ERET (D1.11.4). It ends a wait for an interrupt.
+    pub fn return_from_firmware(&mut self, x: &[u64], pc: u64, pstate: u64) {
+        self.core.r[..x.len()].copy_from_slice(x);
+        self.core.monitor.clear();
+        self.core.halted = false;
+        self.unlinked = None;
+        if exception::return_to(&mut self.core, pc, pstate) == Done::Illegal {
+            self.code.new_epoch();
+        }
+    }
+
+    /// Sets ELR_EL1 and SPSR_EL1.
+    pub fn set_exception_return(&mut self, elr: u64, spsr: u64) {
+        (self.core.sys.elr, self.core.sys.spsr) = (elr, spsr);
+    }
+
+    /// Sets the level of an input of the processor's own interrupts, 16 to 31. The vCPU's thread
+    /// calls this between two runs, so nothing has to wake it. Other threads call
+    /// [`Gic::set_ppi`](crate::gic::Gic::set_ppi).
+    pub fn set_ppi(&mut self, intid: u32, line: Line) {
+        let interface = &self.core.interface;
+        interface.gic().set_own_ppi(interface.index(), intid, line);
+    }
+
+    /// PSCI `CPU_SUSPEND`: the processor waits for an interrupt, as by WFI, and X0 says success.
+    pub fn suspend(&mut self) {
+        self.core.r[0] = smccc::SUCCESS;
+        self.core.halted = true;
+    }
+
+    /// Injects a data abort with fault status code `dfsc` and `address` in FAR_EL1. The processor
+    /// must be [`Cpu::interruptible`]. The next run begins with it, before any interrupt; PSTATE
+    /// does not mask it. It ends a wait for an interrupt.
+    pub fn inject_abort(&mut self, dfsc: u32, address: u64) {
+        let abort = Exception::data_abort(address, dfsc & 0x3f, Access::Read);
+        self.core.injected = Some(abort);
+    }
+
+    /// Whether an abort may be injected now: none is pending, and no instruction waits for a
+    /// device's answer.
+    pub fn interruptible(&self) -> bool {
+        self.core.injected.is_none() && self.core.replay.is_idle()
+    }
+
+    /// Whether PSTATE masks IRQs.
+    pub fn masks_interrupts(&self) -> bool {
+        self.core.pstate() & pstate::I != 0
+    }
+
+    /// Whether the next run would take an interrupt or an injected abort before its first
+    /// instruction, or go on behind a WFI. A timer that is due by now counts.
+    pub fn has_interrupt(&mut self) -> bool {
+        self.core.tick();
+        let masked = self.core.halted && self.core.interface.signalled().is_some();
+        self.core.replay.is_idle() && (masked || exception::pending(&self.core).is_some())
+    }
+
+    /// When a timer raises its next interrupt. A processor that waits need not run before. It is no
+    /// later than now if a timer has come to be due since the processor ran.
+    pub fn next_deadline(&self) -> Option<Nanos> {
+        self.core.next_deadline()
+    }
+
+    /// Whether the processor waits for an interrupt.
+    pub fn is_halted(&self) -> bool {
+        self.core.halted
+    }
+
+    /// What the processors of the machine share.
+    pub fn fabric(&self) -> &Arc<Fabric> {
+        &self.core.fabric
+    }
+
+    /// Whether this processor can be in `state`.
+    ///
+    /// # Errors
+    /// The first field that it cannot have.
+    pub fn check(&self, state: &State) -> Result<(), Invalid> {
+        let refused = |field, value| Err(Invalid { field, value });
+        if !is_legal_pstate(state.regs.pstate) {
+            return refused("regs.pstate", state.regs.pstate);
+        }
+        if let Some(abort) = state.injected {
+            if abort.class != DATA_ABORT || abort.far.is_none() {
+                return refused("abort.class", abort.class.into());
+            }
+            if abort.iss >> 25 != 0 {
+                return refused("abort.iss", abort.iss.into());
+            }
+        }
+        state.system.check()?;
+        state.gic.check()
+    }
+
+    /// The whole architectural state; `None` in the middle of an instruction that a device has to
+    /// answer.
+    pub fn state(&mut self) -> Option<State> {
+        if !self.core.replay.is_idle() {
+            return None;
+        }
+        self.core.tick();
+        let mut system = self.core.sys.clone();
+        system.timers = system.timers.with_offset(0);
+        Some(State {
+            regs: self.regs(),
+            system,
+            gic: self.core.interface.save(),
+            injected: self.core.injected,
+            halted: self.core.halted,
+        })
+    }
+
+    /// Puts the processor into `state`, which [`Cpu::check`] has passed; forgets every translation.
+    /// The processor keeps its own number, and compares its timers with the machine's counter.
+    pub fn set_state(&mut self, state: &State) {
+        let offset = self.core.fabric.counter.offset();
+        let mpidr = self.core.sys.mpidr;
+        self.core.replay.clear();
+        self.core.sys = System {
+            timers: state.system.timers.with_offset(offset),
+            mpidr,
+            ..state.system.clone()
+        };
+        self.core.forget_lines();
+        self.core.interface.restore(&state.gic);
+        self.core.injected = state.injected;
+        self.core.halted = state.halted;
+        self.set_regs(&state.regs);
+        self.flush_tlb();
+    }
+}

@@ -1,0 +1,167 @@
+//! Which words are instructions: random ones, and encodings of instructions with some bits changed.
+//!
+//! The program executes each word once, with registers that are no addresses. Its handler of
+//! signals notes SIGILL, and goes on behind the word.
+
+use super::kinds::{KINDS, random_word};
+use super::{BASE, HEADER, Program, bytes_of, elf_header, is_defined, is_installed, run};
+use fastrand::Rng;
+
+const WORDS: usize = 1 << 15;
+const SIGILL: u64 = 4;
+/// With SIGTRAP, SIGBUS and SIGSEGV.
+const SIGNALS: [u64; 4] = [SIGILL, 5, 7, 11];
+/// An address at which nothing is mapped.
+const NOWHERE: u64 = 0x10;
+/// Four words: the next stub, the next place of output, the stubs left, the last stub's signal.
+const STATE: u64 = BASE + 0x4000;
+/// A `struct sigaction` and a `stack_t`.
+const ACTION: u64 = STATE + 0x40;
+const STACK: u64 = STATE + 0x80;
+const STACK_BYTES: u64 = 0x1_0000;
+const OUTPUT: u64 = BASE + 0x2_0000;
+const STUBS: u64 = OUTPUT + 8 * WORDS as u64;
+/// PC in the `ucontext_t` of Linux on arm64.
+const FRAME_PC: u32 = 176 + 8 + 31 * 8 + 8;
+
+/// A word of a group that this processor has instructions of. Branches and system instructions are
+/// left out: executing them says nothing, or ends the program.
+fn word(rng: &mut Rng) -> u32 {
+    loop {
+        let word = match rng.u32(..4) {
+            0 => rng.u32(..),
+            _ => {
+                let pattern = KINDS[rng.usize(..KINDS.len())].1;
+                let word = random_word(pattern.split('|').next().unwrap(), rng);
+                (0..rng.u32(..3)).fold(word, |word, _| word ^ 1 << rng.u32(..32))
+            }
+        };
+        let group = word >> 25 & 15;
+        let covered = matches!(group, 0b0101 | 0b1101 | 0b1000 | 0b1001 | 0b0100 | 0b1100);
+        if covered && !is_limited_ordering(word) && !uses_stub_address(word) {
+            return word;
+        }
+    }
+}
+
+/// A load or store with x30 in its address: x30 is that of the stub.
+fn uses_stub_address(word: u32) -> bool {
+    let [base, index] = [5, 16].map(|low| word >> low & 31);
+    word >> 27 & 1 != 0 && word >> 25 & 1 == 0 && (base == 30 || index == 30)
+}
+
+/// LDLAR and STLLR, which Neoverse N1 has and this processor does not.
+fn is_limited_ordering(word: u32) -> bool {
+    word & 0x3fa0_8000 == 0x0880_0000
+}
+
+fn system_call(p: &mut Program, number: u64, arguments: &[u64]) {
+    for (register, &value) in arguments.iter().enumerate() {
+        p.constant(register as u32, value);
+    }
+    p.constant(8, number);
+    p.put(0xd400_0001);
+}
+
+/// The program, the address of its handler, and that to which each stub returns.
+fn program() -> (Program, u64, u64) {
+    let mut p = Program::default();
+    // sigaltstack, rt_sigaction
+    system_call(&mut p, 132, &[STACK, 0]);
+    for signal in SIGNALS {
+        system_call(&mut p, 134, &[signal, ACTION, 0, 8]);
+    }
+    // The handler and the loop come first in memory, so that their addresses are known.
+    let start = p.words.len();
+    p.put(0);
+    // handler: x0 is the signal, x2 the frame.
+    let handler = p.here();
+    let back = handler + 4 * 11;
+    p.constant(3, STATE);
+    p.put(0xf900_0c60); // str x0, [x3, #24]
+    p.constant(3, back);
+    p.put(0xf900_0043 | (FRAME_PC / 8) << 10); // str x3, [x2, #FRAME_PC]
+    p.put(0xd65f_03c0); // ret
+    assert_eq!(p.here(), back);
+    p.constant(1, STATE);
+    p.put(0xa940_0c22); // ldp x2, x3, [x1]
+    p.put(0xa941_1424); // ldp x4, x5, [x1, #16]
+    p.put(0xf800_8465); // str x5, [x3], #8
+    p.put(0x9100_2042); // add x2, x2, #8
+    p.put(0xd100_0484); // sub x4, x4, #1
+    p.put(0xa900_0c22); // stp x2, x3, [x1]
+    p.put(0xa901_7c24); // stp x4, xzr, [x1, #16]
+    let end = p.words.len();
+    p.put(0);
+    let next = p.words.len();
+    p.constant(30, STATE);
+    p.put(0xf940_03de); // ldr x30, [x30]
+    p.constant(0, NOWHERE);
+    p.put(0x9100_001f); // mov sp, x0
+    for register in 1..30 {
+        p.put(0xaa00_03e0 | register); // mov register, x0
+    }
+    p.put(0xd61f_03c0); // br x30
+    let finish = p.words.len();
+    system_call(&mut p, 64, &[1, OUTPUT, 8 * WORDS as u64]);
+    system_call(&mut p, 93, &[0]);
+    p.words[start] = 0x1400_0000 | (next - start) as u32;
+    p.words[end] = 0xb400_0004 | ((finish - end) as u32) << 5; // cbz x4, finish
+    (p, handler, back)
+}
+
+fn image(words: &[u32]) -> Vec<u8> {
+    let length = STUBS + 8 * words.len() as u64 - BASE;
+    let mut image = vec![0; length as usize];
+    let mut put = |at: u64, bytes: &[u8]| {
+        let at = (at - BASE) as usize;
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+    };
+    let (p, handler, back) = program();
+    put(BASE, &elf_header(length));
+    put(BASE + HEADER as u64, &bytes_of(&p.words));
+    let mut put_words = |at: u64, words: &[u64]| {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        put(at, &bytes);
+    };
+    put_words(STATE, &[STUBS, OUTPUT, words.len() as u64, 0]);
+    // SA_SIGINFO and SA_ONSTACK.
+    put_words(ACTION, &[handler, 0x0800_0004, 0, 0]);
+    put_words(STACK, &[BASE + 0x8000, 0, STACK_BYTES]);
+    let stubs: Vec<u32> = (STUBS + 4..)
+        .step_by(8)
+        .zip(words)
+        .flat_map(|(at, &word)| {
+            let displacement = back.wrapping_sub(at) as i64 / 4;
+            [word, 0x1400_0000 | displacement as u32 & 0x3ff_ffff]
+        })
+        .collect();
+    put(STUBS, &bytes_of(&stubs));
+    image
+}
+
+#[test]
+fn the_same_words_are_instructions() {
+    if !is_installed() {
+        return;
+    }
+    let mut rng = Rng::with_seed(1);
+    let words: Vec<u32> = (0..WORDS).map(|_| word(&mut rng)).collect();
+    let signals = run(&image(&words), "defined");
+    assert_eq!(signals.len(), WORDS, "qemu-aarch64 wrote less");
+    let undefined = signals.iter().filter(|&&signal| signal == SIGILL).count();
+    assert!(
+        (WORDS / 10..WORDS / 2).contains(&undefined),
+        "{undefined} words are undefined"
+    );
+    let differ = |&(&word, signal): &(&u32, u64)| is_defined(word) == (signal == SIGILL);
+    let wrong: Vec<_> = words
+        .iter()
+        .zip(signals.iter().copied())
+        .filter(differ)
+        .collect();
+    for (word, signal) in wrong.iter().take(40) {
+        println!("{word:08x}: signal {signal} in QEMU");
+    }
+    assert!(wrong.is_empty(), "{} words differ", wrong.len());
+}

@@ -1,0 +1,302 @@
+//! Instruction semantics.
+//!
+//! One program executes every case. `qemu-aarch64` runs it as a Linux program, the processor here
+//! with stage 1 off. For each instruction and each set of operands the program loads the registers
+//! and the scratch memory, executes the instruction, and mixes the registers, the flags and the
+//! scratch memory into a hash for the instruction.
+//!
+//! ```text
+//! stub of an instruction   ccmp xzr, xzr, #nzcv, ne     the flags: Z is set before
+//!                          the instruction
+//!                          a second one: a NOP, or STXR behind LDXR
+//!                          add x9, x9, #1               a branch jumps over it
+//!                          br x29
+//! registers at the stub    x0-x6 data, x7 a small number under random high bits, x8 and SP an
+//!                          address in the scratch memory, SP an aligned one, x9 a small signed
+//!                          number
+//! ```
+
+use super::kinds::{KINDS, random_word};
+use super::{BASE, HEADER, NOP, Program};
+use super::{add_immediate, bytes_of, elf_header, is_defined, is_installed, run, words_of};
+use crate::state::{Regs, pstate};
+use crate::{Cpu, Fabric};
+use fastrand::Rng;
+use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_cpu::testing::{Ram, Wakes};
+use lacuna_sync::{Qsbr, VirtualClock};
+use std::sync::Arc;
+
+/// Words of scratch memory, and the offset in it at which base addresses are.
+const SCRATCH: usize = 48;
+const MIDDLE: u64 = 160;
+/// Words of a set of operands: x0 to x9, SP, one unused, scratch memory.
+const SET: usize = 12 + SCRATCH;
+const SETS: usize = 64;
+/// Words of a stub.
+const STUB: usize = 5;
+
+/// One instruction, with what is around it.
+#[derive(Clone, Copy)]
+struct Case {
+    kind: &'static str,
+    nzcv: u32,
+    words: [u32; 2],
+}
+
+impl Case {
+    fn random(rng: &mut Rng) -> Self {
+        loop {
+            let (kind, pattern) = KINDS[rng.usize(..KINDS.len())];
+            let mut words = pattern.split('|').map(|fields| random_word(fields, rng));
+            let words = [words.next().unwrap(), words.next().unwrap_or(NOP)];
+            if words
+                .iter()
+                .all(|&word| is_defined(word) && is_predictable(word))
+            {
+                let nzcv = rng.u32(..16);
+                return Self { kind, nzcv, words };
+            }
+        }
+    }
+
+    fn stub(&self) -> [u32; STUB] {
+        let [first, second] = self.words;
+        let ccmp = 0xfa40_13e0 | 31 << 16 | self.nzcv;
+        [
+            ccmp,
+            first,
+            second,
+            add_immediate(9, 9, 1),
+            0xd61f_0000 | 29 << 5,
+        ]
+    }
+}
+
+/// Loads of a pair into one register are constrained unpredictable.
+fn is_predictable(word: u32) -> bool {
+    let pair = word >> 25 & 0x1f == 0b10100 && word >> 22 & 1 != 0;
+    !(pair && word & 31 == word >> 10 & 31)
+}
+
+/// Where the parts of the program are.
+struct Layout {
+    sets: u64,
+    scratch: u64,
+    stubs: u64,
+    output: u64,
+    end: u64,
+}
+
+impl Layout {
+    fn new(cases: usize) -> Self {
+        let sets = BASE + 0x3000;
+        let scratch = (sets + 8 * (SET * SETS) as u64).next_multiple_of(64);
+        let stubs = scratch + 8 * SCRATCH as u64;
+        let output = (stubs + 4 * (cases * STUB) as u64).next_multiple_of(4096) + 4096;
+        let end = output + 8 * cases as u64;
+        Self {
+            sets,
+            scratch,
+            stubs,
+            output,
+            end,
+        }
+    }
+}
+
+/// x26 = (x26 ^ register) * x19
+fn mix(p: &mut Program, register: u32) {
+    p.put(0xca00_0000 | register << 16 | 26 << 5 | 26);
+    p.put(0x9b00_7c00 | 19 << 16 | 26 << 5 | 26);
+}
+
+/// The instructions around the stubs.
+fn harness(layout: &Layout, cases: usize) -> Program {
+    let mut p = Program::default();
+    let constants = [
+        (20, layout.stubs),
+        (21, layout.output),
+        (22, cases as u64),
+        (25, layout.scratch),
+        (28, layout.sets),
+        (27, layout.sets + 8 * (SET * SETS) as u64),
+        (19, 0x9e37_79b9_7f4a_7c15),
+    ];
+    for (register, value) in constants {
+        p.constant(register, value);
+    }
+    let back = p.words.len();
+    p.constant(29, 0);
+    let outer = p.here();
+    p.put(0xd280_0000 | 26);
+    p.put(0xaa00_03e0 | 28 << 16 | 23);
+    let inner = p.here();
+    for at in (0..SCRATCH).step_by(2) {
+        p.load_pair(10, 23, 8 * (12 + at));
+        p.store_pair(10, 25, 8 * at);
+    }
+    p.load_pair(10, 23, 80);
+    p.put(add_immediate(31, 10, 0));
+    for register in (0..10).step_by(2) {
+        p.load_pair(register, 23, 8 * register as usize);
+    }
+    // cmp xzr, xzr; mov x30, #0; br x20
+    p.put(0xeb1f_03ff);
+    p.put(0xd280_0000 | 30);
+    p.put(0xd61f_0000 | 20 << 5);
+    let mut returned = Program::default();
+    returned.constant(29, p.here());
+    p.words[back..back + 4].copy_from_slice(&returned.words);
+    // cset x10 to x13: mi, eq, cs, vs
+    for (register, condition) in [(10, 4), (11, 0), (12, 2), (13, 6)] {
+        p.put(0x9a9f_07e0 | (condition ^ 1) << 12 | register);
+    }
+    p.put(add_immediate(14, 31, 0));
+    for register in (0..15).chain([30]) {
+        mix(&mut p, register);
+    }
+    for at in (0..SCRATCH).step_by(2) {
+        p.load_pair(10, 25, 8 * at);
+        mix(&mut p, 10);
+        mix(&mut p, 11);
+    }
+    p.put(add_immediate(23, 23, 8 * SET as u32));
+    // cmp x23, x27; b.ne inner; str x26, [x21], #8
+    p.put(0xeb00_001f | 27 << 16 | 23 << 5);
+    p.branch(0x5400_0001, inner);
+    p.put(0xf800_8400 | 21 << 5 | 26);
+    p.put(add_immediate(20, 20, 4 * STUB as u32));
+    // subs x22, x22, #1; b.ne outer
+    p.put(0xf100_0400 | 22 << 5 | 22);
+    p.branch(0x5400_0001, outer);
+    // write(1, output, length), exit(0)
+    for (register, value) in [(0, 1), (1, layout.output), (2, 8 * cases as u64), (8, 64)] {
+        p.constant(register, value);
+    }
+    p.put(0xd400_0001);
+    p.constant(0, 0);
+    p.constant(8, 93);
+    p.put(0xd400_0001);
+    p
+}
+
+/// Operands: random, or numbers at which something changes.
+fn operand(rng: &mut Rng) -> u64 {
+    let special = [
+        0,
+        1,
+        u64::MAX,
+        1 << 63,
+        i64::MAX as u64,
+        1 << 31,
+        0x7fff_ffff,
+        0xffff_ffff,
+    ];
+    match rng.u32(..4) {
+        0 => special[rng.usize(..special.len())],
+        1 => rng.u64(..64),
+        2 => rng.u32(..).into(),
+        _ => rng.u64(..),
+    }
+}
+
+fn operands(layout: &Layout, rng: &mut Rng) -> Vec<u64> {
+    let mut set: Vec<u64> = (0..SET).map(|_| operand(rng)).collect();
+    set[7] = rng.u64(..) << 32 | rng.u64(..15);
+    set[8] = layout.scratch + MIDDLE + rng.u64(..16);
+    set[9] = rng.u64(..31).wrapping_sub(15);
+    set[10] = layout.scratch + MIDDLE + 16 * rng.u64(..2);
+    // Exclusive and compare-and-swap accesses find what they compare with.
+    if rng.bool() {
+        let at = 12 + (set[10] - layout.scratch) as usize / 8;
+        set[0] = set[at];
+        set[1] = set[at + 1];
+    }
+    set
+}
+
+/// The file that `qemu-aarch64` runs, which is also the memory image from [`BASE`] on.
+fn image(layout: &Layout, cases: &[Case], rng: &mut Rng) -> Vec<u8> {
+    let length = (layout.end - BASE) as usize;
+    let mut image = vec![0; length.next_multiple_of(PAGE_SIZE)];
+    let mut put = |at: u64, bytes: &[u8]| {
+        let at = (at - BASE) as usize;
+        image[at..at + bytes.len()].copy_from_slice(bytes);
+    };
+    put(BASE, &elf_header(length as u64));
+    let code = harness(layout, cases.len()).words;
+    put(BASE + HEADER as u64, &bytes_of(&code));
+    for set in 0..SETS as u64 {
+        let set_at = layout.sets + 8 * SET as u64 * set;
+        let set = operands(layout, rng);
+        put(
+            set_at,
+            &set.iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<_>>(),
+        );
+    }
+    let stubs: Vec<u32> = cases.iter().flat_map(Case::stub).collect();
+    put(layout.stubs, &bytes_of(&stubs));
+    image
+}
+
+/// What the processor here computes.
+fn executed(layout: &Layout, image: &[u8]) -> Vec<u64> {
+    let mut ram = Ram::default();
+    let gfn = |at: u64| Gpa::new(at).unwrap().gfn();
+    for (n, bytes) in image.chunks(PAGE_SIZE).enumerate() {
+        let page = ram.add(gfn(BASE + (n * PAGE_SIZE) as u64));
+        for (at, word) in words_of(bytes).into_iter().enumerate() {
+            page.store_u64(8 * at, word);
+        }
+    }
+    let fabric = Arc::new(Fabric::new(1, Arc::new(Wakes::default())));
+    let mut cpu = Cpu::new(0, fabric, Arc::new(VirtualClock::default()));
+    cpu.set_regs(&Regs {
+        pc: BASE + HEADER as u64,
+        pstate: pstate::RESET,
+        ..Regs::default()
+    });
+    let qsbr = Qsbr::new(1);
+    let read = |ram: &mut Ram, at: u64| ram.add(gfn(at)).load_u64(at as usize % PAGE_SIZE);
+    let mut exit = crate::Exit::Fuel;
+    while read(&mut ram, layout.end - 8) == 0 {
+        assert_eq!(exit, crate::Exit::Fuel, "at {:#x}", cpu.regs().pc);
+        exit = cpu.run(&mut ram, qsbr.vcpu(0), 1 << 20);
+    }
+    let output = layout.output..layout.end;
+    output.step_by(8).map(|at| read(&mut ram, at)).collect()
+}
+
+fn compare(seed: u64, count: usize) {
+    let mut rng = Rng::with_seed(seed);
+    let cases: Vec<Case> = (0..count).map(|_| Case::random(&mut rng)).collect();
+    let layout = Layout::new(count);
+    let image = image(&layout, &cases, &mut rng);
+    let expected = run(&image, &seed.to_string());
+    assert_eq!(expected.len(), count, "qemu-aarch64 wrote less");
+    let found = executed(&layout, &image);
+    let differ = |n: &usize| found[*n] != expected[*n];
+    let wrong: Vec<_> = (0..count).filter(differ).map(|n| cases[n]).collect();
+    for case in wrong.iter().take(20) {
+        let [first, second] = case.words;
+        let kind = case.kind;
+        println!("{kind}: {first:08x} {second:08x}, flags {:04b}", case.nzcv);
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {count} instructions differ",
+        wrong.len()
+    );
+}
+
+/// 2^20 cases: 4 times 4096 instructions, each with 64 sets of operands.
+#[test]
+fn instructions_agree_with_qemu() {
+    if !is_installed() {
+        return;
+    }
+    for seed in 0..4 {
+        compare(seed, 4096);
+    }
+}

@@ -1,0 +1,227 @@
+//! The software-delegated exception interface (Arm DEN 0054), with one private event.
+//!
+//! ```text
+//! registered, enabled, not masked, no handler at work:
+//!   save X0..X17, PC, PSTATE ─► X0 event, X1 argument, X2 PC, X3 PSTATE; PC handler; EL1h, masked
+//! COMPLETE             ─► all saved registers come back
+//! COMPLETE_AND_RESUME  ─► X0..X17 come back; ELR_EL1, SPSR_EL1 get the saved PC and PSTATE; PC is
+//!                         the argument: as if an interrupt had been taken there
+//! ```
+//! The interface is of one vCPU. There are no shared events and no interrupts bound to events, and
+//! no event 0 that guests signal to each other: nothing here uses them.
+
+use super::guest::{Context, Effect, Guest};
+
+/// A vCPU's state of the interface.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sdei {
+    /// The handler that the guest has registered.
+    pub handler: Option<Handler>,
+    /// The vCPU takes no events (PE_MASK). It is so after a reset.
+    pub masked: bool,
+    /// The handler is at work: the registers that it has interrupted.
+    pub interrupted: Option<Context>,
+}
+
+/// A registered handler.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Handler {
+    /// Its address.
+    pub entry: u64,
+    /// The guest's own value, which it gets in X1.
+    pub argument: u64,
+    /// Whether the event is enabled.
+    pub enabled: bool,
+}
+
+/// The result of a call that is no success.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Error {
+    NotSupported = -1,
+    InvalidParameters = -2,
+    Denied = -3,
+    Pending = -5,
+}
+
+/// The result of a call.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Done {
+    /// X0.
+    Value(u64),
+    /// The handler has ended: the registers were replaced.
+    Resumed,
+}
+
+const SUCCESS: Result<Done, Error> = Ok(Done::Value(0));
+/// Version 1.0 of the interface; the vendor's part is 0.
+const VERSION: u64 = 1 << 48;
+/// PSTATE of a handler: EL1 with its own stack pointer; D, A, I and F masked.
+const EL1H_MASKED: u64 = 0x3c5;
+/// GET_INFO: priority "critical".
+const CRITICAL: u64 = 1;
+/// Of the flags of REGISTER: the routing mode, which private events have not.
+const ROUTING: u64 = 1;
+
+impl Default for Sdei {
+    fn default() -> Self {
+        Self {
+            handler: None,
+            masked: true,
+            interrupted: None,
+        }
+    }
+}
+
+impl Sdei {
+    /// Whether the vCPU would take the event now.
+    pub(super) fn takes_event(&self) -> bool {
+        let enabled = self.handler.is_some_and(|handler| handler.enabled);
+        enabled && !self.masked && self.interrupted.is_none()
+    }
+
+    /// The vCPU takes `event`, if it would.
+    pub(super) fn take(&mut self, event: u32, guest: &mut impl Guest) {
+        if let Some(handler) = self.handler.filter(|_| self.takes_event()) {
+            let interrupted = guest.context();
+            let mut context = Context {
+                pc: handler.entry,
+                pstate: EL1H_MASKED,
+                ..interrupted
+            };
+            context.x[..4].copy_from_slice(&[
+                u64::from(event),
+                handler.argument,
+                interrupted.pc,
+                interrupted.pstate,
+            ]);
+            self.interrupted = Some(interrupted);
+            guest.apply(Effect::Context(context));
+        }
+    }
+
+    /// The guest's call `number`, with X1 to X5. `event` is the number of the only event.
+    pub(super) fn call(
+        &mut self,
+        number: u32,
+        args: &[u64; 5],
+        event: u32,
+        guest: &mut impl Guest,
+    ) -> Result<Done, Error> {
+        let known = || match args[0] == u64::from(event) {
+            true => Ok(()),
+            false => Err(Error::InvalidParameters),
+        };
+        match number {
+            0x0 => Ok(Done::Value(VERSION)),
+            0x1 => known().and_then(|()| self.register(args)),
+            0x2 => {
+                known()?;
+                self.registered()?.enabled = true;
+                SUCCESS
+            }
+            0x3 => {
+                known()?;
+                self.registered()?.enabled = false;
+                SUCCESS
+            }
+            0x4 => self.context(args[0]),
+            0x5 => self.complete(None, guest),
+            0x6 => self.complete(Some(args[0]), guest),
+            0x7 => known().and_then(|()| self.unregister()),
+            0x8 => known().map(|()| Done::Value(self.status())),
+            0x9 => known().and_then(|()| info(args[1])),
+            // Only shared events are routed.
+            0xa => Err(Error::InvalidParameters),
+            0xb => Ok(Done::Value(u64::from(!std::mem::replace(
+                &mut self.masked,
+                true,
+            )))),
+            0xc => {
+                self.masked = false;
+                SUCCESS
+            }
+            0x11 => match self.unregister() {
+                Err(Error::Pending) => Err(Error::Denied),
+                _ => SUCCESS,
+            },
+            0x12 => SUCCESS,
+            _ => Err(Error::NotSupported),
+        }
+    }
+
+    fn register(&mut self, args: &[u64; 5]) -> Result<Done, Error> {
+        let &[_, entry, argument, flags, _] = args;
+        if flags & !ROUTING != 0 || !entry.is_multiple_of(4) {
+            return Err(Error::InvalidParameters);
+        }
+        if self.handler.is_some() || self.interrupted.is_some() {
+            return Err(Error::Denied);
+        }
+        self.handler = Some(Handler {
+            entry,
+            argument,
+            enabled: false,
+        });
+        SUCCESS
+    }
+
+    fn registered(&mut self) -> Result<&mut Handler, Error> {
+        self.handler.as_mut().ok_or(Error::Denied)
+    }
+
+    /// A handler at work completes first: its registration is gone at once, its context stays.
+    fn unregister(&mut self) -> Result<Done, Error> {
+        match (self.handler.take(), self.interrupted) {
+            (_, Some(_)) => Err(Error::Pending),
+            (Some(_), None) => SUCCESS,
+            (None, None) => Err(Error::Denied),
+        }
+    }
+
+    /// Bit 0 registered, bit 1 enabled, bit 2 running.
+    fn status(&self) -> u64 {
+        let enabled = self.handler.is_some_and(|handler| handler.enabled);
+        u64::from(self.handler.is_some())
+            | u64::from(enabled) << 1
+            | u64::from(self.interrupted.is_some()) << 2
+    }
+
+    fn context(&self, register: u64) -> Result<Done, Error> {
+        let interrupted = self.interrupted.ok_or(Error::Denied)?;
+        let x = usize::try_from(register).ok();
+        let value = x.and_then(|x| interrupted.x.get(x));
+        value
+            .map(|&value| Done::Value(value))
+            .ok_or(Error::InvalidParameters)
+    }
+
+    fn complete(&mut self, resume: Option<u64>, guest: &mut impl Guest) -> Result<Done, Error> {
+        let interrupted = self.interrupted.take().ok_or(Error::Denied)?;
+        let context = match resume {
+            None => interrupted,
+            Some(pc) => {
+                guest.apply(Effect::ExceptionReturn {
+                    elr: interrupted.pc,
+                    spsr: interrupted.pstate,
+                });
+                Context {
+                    pc,
+                    pstate: EL1H_MASKED,
+                    ..interrupted
+                }
+            }
+        };
+        guest.apply(Effect::Context(context));
+        Ok(Done::Resumed)
+    }
+}
+
+/// What is told of the event: it is private, signalled by the host, critical.
+fn info(what: u64) -> Result<Done, Error> {
+    match what {
+        0 | 1 => SUCCESS,
+        2 => Ok(Done::Value(CRITICAL)),
+        // Routing mode and affinity of a private event, and numbers that do not exist.
+        _ => Err(Error::InvalidParameters),
+    }
+}

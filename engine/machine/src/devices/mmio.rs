@@ -1,0 +1,34 @@
+//! Where the devices of AArch64 guests are: where QEMU's `virt` machine has them.
+//!
+//! ```text
+//! 0x0800_0000  GICv3 distributor, 64 KiB
+//! 0x080a_0000  GICv3 redistributors, 128 KiB for each vCPU
+//! 0x0900_0000  PL011, one page
+//! 0x090f_0000  the host's device, one page
+//! 0x4000_0000  memory
+//! ```
+
+use lacuna_addr::Gpa;
+
+/// The distributor of the interrupt controller.
+pub const DISTRIBUTOR: Gpa = Gpa::truncate(0x0800_0000);
+/// The size of the distributor's page, in bytes.
+pub const DISTRIBUTOR_BYTES: u64 = 0x1_0000;
+/// The redistributors of the interrupt controller, one after the other.
+pub const REDISTRIBUTORS: Gpa = Gpa::truncate(0x080a_0000);
+/// The size of one redistributor, in bytes.
+pub const REDISTRIBUTOR_BYTES: u64 = 0x2_0000;
+/// The PPI of the virtual timer; 16 less than its INTID.
+pub const VIRTUAL_TIMER_PPI: u32 = 11;
+/// The PPI of the physical timer; 16 less than its INTID.
+pub const PHYSICAL_TIMER_PPI: u32 = 14;
+/// The serial line: a PL011.
+pub const UART: Gpa = Gpa::truncate(0x0900_0000);
+/// The host's own device: the exit code and the status page.
+pub const HOST: Gpa = Gpa::truncate(0x090f_0000);
+/// The size of each of these two devices, in bytes.
+pub const DEVICE_BYTES: u64 = 0x1000;
+/// Offset of the host's register for the exit code. A 32-bit write ends the run.
+pub const HOST_EXIT: u64 = 0;
+/// Offset of the host's register for the status page. A 32-bit write announces its frame number.
+pub const HOST_STATUS: u64 = 4;

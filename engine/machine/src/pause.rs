@@ -1,0 +1,169 @@
+//! Pauses the vCPUs of a run between two of their runs, so that their state can be saved.
+//!
+//! ```text
+//! controller                        vCPU's thread
+//! Pause::begin: wanted, kick all ─► run returns Interrupted ─► hands its vCPU over, and waits
+//!   all vCPUs are here: Paused
+//!   save, restore
+//! drop(Paused) ───────────────────► takes its vCPU back, and goes on
+//! ```
+
+use crate::{Exit, Kick, Vcpu, VcpuError};
+use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Pauses of one run. [`run_pausable`](crate::run_pausable) takes it.
+pub struct Pause<V> {
+    /// A controller waits for the vCPUs, or has them.
+    wanted: AtomicBool,
+    state: Mutex<State<V>, lock_order::RunPause>,
+    changed: Condvar,
+}
+
+/// Where the vCPUs are.
+struct State<V> {
+    /// Whether a run has begun.
+    has_begun: bool,
+    /// vCPUs whose threads run.
+    running: usize,
+    /// vCPUs whose threads wait.
+    waiting: Vec<V>,
+    /// Whether a controller has begun, and not ended.
+    is_paused: bool,
+    /// Counts the pauses that have ended: a thread waits for the end of its own.
+    ended: u64,
+}
+
+/// The vCPUs of a run, none of which executes guest code. They go on when this is dropped.
+pub struct Paused<'a, V> {
+    pause: &'a Pause<V>,
+    vcpus: Vec<V>,
+}
+
+impl<V> Default for Pause<V> {
+    fn default() -> Self {
+        let state = State {
+            has_begun: false,
+            running: 0,
+            waiting: Vec::new(),
+            is_paused: false,
+            ended: 0,
+        };
+        Self {
+            wanted: AtomicBool::new(false),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        }
+    }
+}
+
+impl<V: Vcpu> Pause<V> {
+    /// Waits until every vCPU of the run has left the guest, and returns them. While another thread
+    /// has them, this waits for it. `None`: the run is over, or has not begun.
+    ///
+    /// A vCPU that waits for a page or a device leaves too. If such a vCPU is in the middle of an
+    /// instruction, its save is refused with
+    /// [`StateError::MidInstruction`](crate::StateError::MidInstruction): end the pause, and begin
+    /// another one.
+    ///
+    /// The thread of a vCPU must not call this.
+    pub fn begin(&self, kick: &impl Kick) -> Option<Paused<'_, V>> {
+        let mut state = self.lock();
+        while state.is_paused {
+            state = self.changed.wait(state).expect("no panic under this lock");
+        }
+        state.is_paused = true;
+        self.wanted.store(true, Ordering::SeqCst);
+        drop(state);
+        kick.kick_all();
+        let mut state = self.lock();
+        while state.running > 0 {
+            state = self.changed.wait(state).expect("no panic under this lock");
+        }
+        let mut vcpus = std::mem::take(&mut state.waiting);
+        drop(state);
+        vcpus.sort_by_key(Vcpu::index);
+        let paused = Paused { pause: self, vcpus };
+        // Dropped here, it ends the pause.
+        (!paused.vcpus.is_empty()).then_some(paused)
+    }
+
+    /// Whether a run with it has begun. It may be over since.
+    pub fn has_begun(&self) -> bool {
+        self.lock().has_begun
+    }
+
+    /// A run with that many vCPUs is about to start their threads.
+    pub(crate) fn enter(&self, vcpus: usize) {
+        let mut state = self.lock();
+        state.has_begun = true;
+        state.running += vcpus;
+    }
+
+    /// A vCPU's thread has ended.
+    pub(crate) fn leave(&self) {
+        self.lock().running -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Whether a controller wants a vCPU that has left with `exit`.
+    ///
+    /// A vCPU with another exit may be in the middle of an instruction. It runs again, and comes
+    /// back with `Interrupted`, because a kick stays until a run takes it. A vCPU with a full dirty
+    /// ring never does: the controller's harvest lets it go on.
+    pub(crate) fn wants(&self, exit: &Result<Exit, VcpuError>) -> bool {
+        matches!(exit, Ok(Exit::Interrupted | Exit::DirtyRingFull))
+            && self.wanted.load(Ordering::SeqCst)
+    }
+
+    /// Hands the vCPU over to the controller, and returns it afterwards.
+    #[cold]
+    pub(crate) fn hand_over(&self, vcpu: V) -> V {
+        let index = vcpu.index();
+        let mut state = self.lock();
+        if !state.is_paused {
+            return vcpu;
+        }
+        let pause = state.ended;
+        state.waiting.push(vcpu);
+        state.running -= 1;
+        self.changed.notify_all();
+        while state.ended == pause {
+            state = self.changed.wait(state).expect("no panic under this lock");
+        }
+        let place = state.waiting.iter().position(|v| v.index() == index);
+        state
+            .waiting
+            .swap_remove(place.expect("the controller has given it back"))
+    }
+}
+
+impl<V> Pause<V> {
+    fn lock(&self) -> MutexGuard<'_, State<V>> {
+        self.state.lock().expect("no panic under this lock")
+    }
+}
+
+impl<V> Paused<'_, V> {
+    /// The vCPUs, in the order of their numbers. Those whose threads have ended are missing.
+    pub fn vcpus(&mut self) -> &mut [V] {
+        &mut self.vcpus
+    }
+}
+
+impl<V> Drop for Paused<'_, V> {
+    fn drop(&mut self) {
+        let mut state = self.pause.lock();
+        // Before their threads wake: the next controller must count them as running.
+        state.running += self.vcpus.len();
+        state.waiting.append(&mut self.vcpus);
+        state.is_paused = false;
+        state.ended += 1;
+        self.pause.wanted.store(false, Ordering::SeqCst);
+        drop(state);
+        self.pause.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests;

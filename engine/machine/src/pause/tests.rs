@@ -1,0 +1,144 @@
+use super::*;
+use crate::{Ending, FaultToken, MissingMemory, PlatformDevices, TokenError, run_pausable};
+use lacuna_addr::Gpa;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::thread;
+
+/// What the test sees of its vCPUs.
+#[derive(Default)]
+struct Seen {
+    kicked: [AtomicBool; VCPUS],
+    /// vCPUs that execute guest code.
+    inside: AtomicUsize,
+    runs: AtomicU64,
+}
+
+const VCPUS: usize = 3;
+
+impl Kick for Seen {
+    fn kick(&self, index: usize) {
+        self.kicked[index].store(true, Ordering::SeqCst);
+    }
+
+    fn kick_all(&self) {
+        (0..VCPUS).for_each(|index| self.kick(index));
+    }
+}
+
+/// Writes to a device, again and again, until it is kicked.
+struct Busy {
+    index: usize,
+    seen: Arc<Seen>,
+}
+
+impl Vcpu for Busy {
+    fn index(&self) -> usize {
+        self.index
+    }
+
+    fn run(&mut self) -> Result<Exit, VcpuError> {
+        self.seen.inside.fetch_add(1, Ordering::SeqCst);
+        self.seen.runs.fetch_add(1, Ordering::SeqCst);
+        thread::yield_now();
+        self.seen.inside.fetch_sub(1, Ordering::SeqCst);
+        Ok(
+            match self.seen.kicked[self.index].swap(false, Ordering::SeqCst) {
+                true => Exit::Interrupted,
+                false => Exit::MmioWrite {
+                    gpa: Gpa::truncate(0xd000_0000),
+                    width: crate::Width::Long,
+                    value: 0,
+                },
+            },
+        )
+    }
+
+    fn complete_read(&mut self, _value: u64) {}
+
+    fn missing_memory(&self) -> Option<&dyn MissingMemory> {
+        None
+    }
+
+    fn accept(&mut self, _token: FaultToken) -> Result<(), TokenError> {
+        Err(TokenError::Unknown)
+    }
+}
+
+fn runs<R: Send>(body: impl FnOnce(&Pause<Busy>, &Seen, &PlatformDevices) -> R + Send) -> R {
+    let seen = Arc::new(Seen::default());
+    let devices = PlatformDevices::new(|_: &str| {});
+    let pause = Pause::default();
+    let busy = |index| Busy {
+        index,
+        seen: Arc::clone(&seen),
+    };
+    let vcpus = (0..VCPUS).map(busy).collect();
+    thread::scope(|scope| {
+        let runner = scope.spawn(|| run_pausable(vcpus, &devices, &*seen, &pause));
+        while seen.runs.load(Ordering::SeqCst) == 0 {
+            thread::yield_now();
+        }
+        let result = body(&pause, &seen, &devices);
+        devices.end(Ending::Stopped, &*seen);
+        let back = runner.join().expect("no panic");
+        assert_eq!(back.len(), VCPUS, "every vCPU comes back");
+        result
+    })
+}
+
+#[test]
+fn no_vcpu_runs_in_a_pause_and_all_run_after_it() {
+    runs(|pause, seen, _| {
+        for _ in 0..200 {
+            let mut paused = pause.begin(seen).expect("it runs");
+            let numbers: Vec<_> = paused.vcpus().iter().map(Vcpu::index).collect();
+            assert_eq!(numbers, [0, 1, 2]);
+            let before = seen.runs.load(Ordering::SeqCst);
+            thread::yield_now();
+            assert_eq!(seen.inside.load(Ordering::SeqCst), 0);
+            assert_eq!(seen.runs.load(Ordering::SeqCst), before);
+            drop(paused);
+            while seen.runs.load(Ordering::SeqCst) == before {
+                thread::yield_now();
+            }
+        }
+    });
+}
+
+#[test]
+fn two_controllers_take_turns() {
+    runs(|pause, seen, _| {
+        let holders = AtomicUsize::new(0);
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..100 {
+                        let paused = pause.begin(seen).expect("it runs");
+                        assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0);
+                        thread::yield_now();
+                        holders.fetch_sub(1, Ordering::SeqCst);
+                        drop(paused);
+                    }
+                });
+            }
+        });
+    });
+}
+
+/// The run may end in a pause. Then the vCPUs leave after it, and another pause finds none.
+#[test]
+fn a_run_that_ends_in_a_pause() {
+    runs(|pause, seen, devices| {
+        let paused = pause.begin(seen).expect("it runs");
+        devices.end(Ending::Stopped, seen);
+        drop(paused);
+        while let Some(paused) = pause.begin(seen) {
+            drop(paused);
+        }
+    });
+    assert!(
+        Pause::<Busy>::default().begin(&Seen::default()).is_none(),
+        "not begun"
+    );
+}

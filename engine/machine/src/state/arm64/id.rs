@@ -1,0 +1,106 @@
+//! Whether a processor has the features of which a guest has been told.
+
+use super::SysReg;
+use std::collections::BTreeMap;
+
+/// Fields of 4 bits in which 0xf means "none" and 0 "the least", by the lowest bit: FP and AdvSIMD.
+const SIGNED_PFR0: u64 = 1 << 16 | 1 << 20;
+/// PMUVer.
+const SIGNED_DFR0: u64 = 1 << 8;
+/// TGran64 and TGran4.
+const SIGNED_MMFR0: u64 = 1 << 24 | 1 << 28;
+
+/// The first register, and its value in `told`, by which a guest was told more than a processor
+/// with the ID registers `have` has: a feature register (`ID_AA64*_EL1`) with a field that is
+/// greater, or another register that differs. A register that the processor does not list reads as
+/// zero there.
+///
+/// A field of a feature register counts upwards: each value includes the features of the ones below
+/// (Arm ARM D17.1.3).
+pub fn missing_in(
+    told: &BTreeMap<SysReg, u64>,
+    have: &BTreeMap<SysReg, u64>,
+) -> Option<(SysReg, u64)> {
+    let mut told = told.iter().map(|(register, value)| (*register, *value));
+    told.find(|(register, told)| {
+        let have = have.get(register).copied().unwrap_or(0);
+        match is_feature(*register) {
+            true => is_more(*told, have, signed_fields(*register)),
+            false => *told != have,
+        }
+    })
+}
+
+/// ID_AA64PFR0_EL1 to ID_AA64MMFR7_EL1: CRm 4 to 7.
+fn is_feature(register: SysReg) -> bool {
+    matches!(register.numbers(), [3, 0, 0, 4..=7, _])
+}
+
+fn signed_fields(register: SysReg) -> u64 {
+    match register.numbers() {
+        [3, 0, 0, 4, 0] => SIGNED_PFR0,
+        [3, 0, 0, 5, 0] => SIGNED_DFR0,
+        [3, 0, 0, 7, 0] => SIGNED_MMFR0,
+        _ => 0,
+    }
+}
+
+/// Whether a field of 4 bits is greater in `told` than in `have`. `signed` has the lowest bit of
+/// the fields that begin with "none".
+fn is_more(told: u64, have: u64, signed: u64) -> bool {
+    (0..64).step_by(4).any(|low| {
+        // A signed field is compared as one that counts from 8 on.
+        let bias = if signed >> low & 1 == 1 { 8 } else { 0 };
+        let value = |register: u64| (register >> low & 0xf) ^ bias;
+        value(told) > value(have)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PFR0: SysReg = SysReg::new([3, 0, 0, 4, 0]);
+    const ISAR0: SysReg = SysReg::new([3, 0, 0, 6, 0]);
+    const MMFR0: SysReg = SysReg::new([3, 0, 0, 7, 0]);
+
+    fn is_missing(register: SysReg, told: u64, have: u64) -> bool {
+        let of = |value| BTreeMap::from([(register, value)]);
+        let missing = missing_in(&of(told), &of(have));
+        assert!(missing.is_none_or(|found| found == (register, told)));
+        missing.is_some()
+    }
+
+    #[test]
+    fn less_than_the_processor_has_is_taken() {
+        assert!(!is_missing(ISAR0, 0x0021_0000, 0x0021_0000));
+        assert!(!is_missing(ISAR0, 0x0010_0000, 0x0021_0000));
+        assert!(is_missing(ISAR0, 0x0021_0010, 0x0021_0000));
+        assert!(is_missing(ISAR0, 0x0031_0000, 0x0021_0000));
+    }
+
+    /// 0xf in FP and AdvSIMD means that there are none; so does TGran4 for its granule.
+    #[test]
+    fn a_field_may_count_from_none() {
+        assert!(!is_missing(PFR0, 0xff_0011, 0x00_0011));
+        assert!(is_missing(PFR0, 0x00_0011, 0xff_0011));
+        assert!(!is_missing(MMFR0, 0xf000_0005, 0x5));
+        assert!(is_missing(MMFR0, 0x5, 0xf000_0005));
+    }
+
+    #[test]
+    fn other_registers_must_be_equal() {
+        assert!(!is_missing(SysReg::MPIDR, 1 << 31, 1 << 31));
+        assert!(is_missing(SysReg::MPIDR, 1 << 31 | 1, 1 << 31));
+        assert!(is_missing(SysReg::MPIDR, 1 << 31, 1 << 31 | 1));
+    }
+
+    #[test]
+    fn a_register_that_is_not_listed_reads_as_zero() {
+        let (none, register) = (BTreeMap::new(), SysReg::new([3, 0, 0, 4, 7]));
+        let told = |value| BTreeMap::from([(register, value)]);
+        assert_eq!(missing_in(&told(0), &none), None);
+        assert_eq!(missing_in(&told(1), &none), Some((register, 1)));
+        assert_eq!(missing_in(&none, &told(1)), None);
+    }
+}

@@ -1,0 +1,178 @@
+//! The cost of a fault in each table format, in nanoseconds a page: `cargo bench -p lacuna-mmu
+//! --bench fault`.
+//!
+//! The model vCPU walks, faults, and waits for a page from swap itself. It has no TLB and no guest.
+//! The formats take turns, so that other load on the machine meets both. It is a tool to compare
+//! two commits, or the formats, on one machine; not a test.
+
+use lacuna_addr::{Access, BackingRange, Gfn, PAGE_SIZE, PageCount};
+use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
+use lacuna_mmu::{Mmu, MmuFormat, Outcome, SlotSpec, VcpuMmu};
+use lacuna_slots::{SlotFlags, SlotId};
+use lacuna_stage2::{Arm64, Ept, Walk};
+use lacuna_sync::{HostClock, Qsbr};
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Pages of the slot: 64 MiB.
+const PAGES: u64 = 1 << 14;
+/// Frames that no page of the slot can have: the watermarks and the per-CPU page cache.
+const SPARE: u64 = 1 << 10;
+const ROUNDS: usize = 41;
+const SLOT: SlotId = SlotId(1);
+
+fn main() {
+    println!("ns a page                 EPT    arm64   arm64 / EPT: median, quartiles");
+    compare("first touch", |bench| bench.touch_afresh(), PAGES);
+    compare("fault on a resident page", |bench| bench.map_again(), PAGES);
+    compare("swap in", |bench| bench.swap_in(), PAGES / 2);
+}
+
+/// Runs `round` with `resident` frames for the slot's pages, in turns.
+fn compare(what: &str, round: impl Fn(&mut dyn Bench) -> f64, resident: u64) {
+    let mut benches = (World::<Ept>::new(resident), World::<Arm64>::new(resident));
+    let mut ratios = Vec::new();
+    let mut best = [f64::INFINITY; 2];
+    for _ in 0..ROUNDS {
+        // A B B A: a drift of the machine meets both alike.
+        let (ept, arm64) = (&mut benches.0, &mut benches.1);
+        let times = [round(ept), round(arm64), round(arm64), round(ept)];
+        ratios.push((times[1] + times[2]) / (times[0] + times[3]));
+        best[0] = best[0].min(times[0]).min(times[3]);
+        best[1] = best[1].min(times[1]).min(times[2]);
+    }
+    ratios.sort_unstable_by(f64::total_cmp);
+    let at = |part: usize| ratios[ROUNDS * part / 4];
+    println!(
+        "{what:24} {:6.1} {:7.1}   {:.3} [{:.3} .. {:.3}]",
+        best[0],
+        best[1],
+        at(2),
+        at(1),
+        at(3)
+    );
+}
+
+trait Bench {
+    /// Reads every page once, in order. No more than half of them are resident at a time.
+    fn swap_in(&mut self) -> f64;
+    /// Writes to every page of a new region in a new slot.
+    fn touch_afresh(&mut self) -> f64;
+    /// Reads every page after all leaves were removed. All pages are resident.
+    fn map_again(&mut self) -> f64;
+}
+
+struct World<F> {
+    host: Arc<Host>,
+    mmu: Arc<Mmu<F>>,
+    vcpu: VcpuMmu,
+    region: BackingRange,
+}
+
+impl<F: MmuFormat> World<F> {
+    /// A slot with pages that have been written, and one vCPU, which is never online.
+    fn new(resident: u64) -> Self {
+        let host = Host::new(HostConfig {
+            budget: PageCount::new(resident + SPARE),
+            huge: HugePages::Never,
+            swap: Box::new(MemoryStore::new()),
+            io: Io::Threads { readers: 1 },
+            clock: Arc::new(HostClock::default()),
+        })
+        .expect("a small host");
+        let mmu = Mmu::new(Arc::clone(&host), Arc::new(Qsbr::new(1)), 4096).expect("an MMU");
+        let vcpu = mmu.vcpu_mmu().expect("a large budget");
+        let region = add_slot(&host, &mmu);
+        let mut world = Self {
+            host,
+            mmu,
+            vcpu,
+            region,
+        };
+        world.touch(Access::Write);
+        // Reclaim would drop pages of zeros, and not write them to swap.
+        for page in 0..PAGES {
+            let at = world.region.start().checked_add_pages(page);
+            let written = world.host.copy_in(at.expect("inside the region"), &[1; 64]);
+            written.expect("a good device");
+        }
+        world
+    }
+
+    /// Accesses every page once, in order.
+    fn touch(&mut self, access: Access) -> f64 {
+        let start = Instant::now();
+        for page in 0..PAGES {
+            self.access(Gfn::new(page).expect("a small address"), access);
+        }
+        start.elapsed().as_nanos() as f64 / PAGES as f64
+    }
+
+    #[inline(never)]
+    fn access(&mut self, gfn: Gfn, access: Access) {
+        loop {
+            if let Walk::Hit(hit) = self.mmu.walk(&mut self.vcpu, gfn, access) {
+                black_box(hit);
+                break;
+            }
+            match self.mmu.fault(&mut self.vcpu, gfn, access) {
+                Outcome::Mapped(page) => {
+                    black_box(page);
+                    break;
+                }
+                Outcome::Pending(ticket) => self.host.wait(&ticket).expect("a good device"),
+                Outcome::NoMemory => {
+                    let progress = self.host.reclaim_direct(self.vcpu.frames());
+                    let _ = progress.expect("swap has room");
+                }
+                _ => panic!("no page for {gfn}"),
+            }
+        }
+        self.vcpu.retired();
+    }
+}
+
+impl<F: MmuFormat> Bench for World<F> {
+    fn swap_in(&mut self) -> f64 {
+        let before = self.host.stats().swapped_in;
+        let time = self.touch(Access::Read);
+        let read = self.host.stats().swapped_in - before;
+        assert!(read > PAGES * 9 / 10, "{read} pages were read");
+        time
+    }
+
+    fn touch_afresh(&mut self) -> f64 {
+        self.mmu.delete_slot(SLOT).expect("it is there");
+        self.host.remove_region(self.region).expect("it is there");
+        self.region = add_slot(&self.host, &self.mmu);
+        self.touch(Access::Write)
+    }
+
+    fn map_again(&mut self) -> f64 {
+        self.mmu.invalidate(&[self.region]);
+        self.touch(Access::Read)
+    }
+}
+
+impl<F> Drop for World<F> {
+    /// The host's region holds the MMU, which holds the host.
+    fn drop(&mut self) {
+        self.host.remove_region(self.region).expect("it is there");
+    }
+}
+
+fn add_slot<F: MmuFormat>(host: &Host, mmu: &Arc<Mmu<F>>) -> BackingRange {
+    let notifier = Arc::clone(mmu) as Arc<dyn MmuNotifier>;
+    let region = host.add_region(PageCount::new(PAGES), notifier);
+    let region = region.expect("a region");
+    mmu.add_slot(SlotSpec {
+        id: SLOT,
+        guest: 0,
+        backing: region.start(),
+        bytes: PAGES * PAGE_SIZE as u64,
+        flags: SlotFlags::empty(),
+    })
+    .expect("room");
+    region
+}

@@ -1,0 +1,344 @@
+//! Pages of Linux memory that the kernel has taken away: poisoned, or not to be had.
+//!
+//! ```text
+//! access: SIGBUS -> recorded, then zeros in its place (`lacuna_sys::TakenPages`)
+//!   a copy, a vCPU's stay in guest code ... any loss since?    Host::losses
+//!                       | yes
+//! settle: page words InPlace -> Lost     a fault from here on resolves to Lost
+//!         the list of losses             which VMs have read zeros, or what was made of them
+//! invalidate                             no vCPU has the page any more
+//! ```
+//! Only the first thread that accesses the page gets the signal. Another thread may read the zeros
+//! without one. So each use of Linux memory ends with a look at the count, and what was read counts
+//! only if no loss is unsettled. The count moves before the zeros are mapped, so no thread that has
+//! read them finds the old count.
+
+use super::LinuxMemory;
+use crate::error::{HostError, LostPage};
+use crate::host::{Core, Host, lock};
+use crate::region::{MmuNotifier, Region};
+use crate::residency::{PageNo, PageState, PageWord};
+use lacuna_addr::{BackingRange, Pfn};
+use lacuna_sync::{Mutex, lock_order};
+use lacuna_sys::TakenPages;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+/// Why a page that the kernel has taken away is lost.
+const REASON: &str = "Linux has taken its memory away: a memory error, a memory file that became \
+                      shorter, or no huge page left";
+
+/// What the host knows of pages that the kernel has taken away.
+#[derive(Default)]
+pub(crate) struct Losses {
+    list: Mutex<List, lock_order::LostLinuxPages>,
+    /// The count of taken pages up to which their words say Lost.
+    settled: AtomicU64,
+}
+
+#[derive(Default)]
+struct List {
+    /// All regions of Linux memory.
+    regions: Vec<Arc<Region>>,
+    /// The losses of VMs that are still there, in the order in which they were settled.
+    lost: Vec<Loss>,
+    /// How many losses there have been.
+    count: usize,
+}
+
+struct Loss {
+    /// How many losses there were before.
+    number: usize,
+    page: PageNo,
+    /// Whether a vCPU may have read it: it was not on its way in.
+    read: bool,
+    owner: Weak<dyn MmuNotifier>,
+}
+
+/// How many of the losses a reader has looked at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct SeenLosses {
+    count: u64,
+    listed: usize,
+}
+
+impl SeenLosses {
+    /// Whether the reader has looked at all of `count` losses ([`Host::losses`]).
+    #[inline]
+    pub const fn is_all(self, count: u64) -> bool {
+        self.count == count
+    }
+}
+
+impl Losses {
+    pub fn add(&self, region: Arc<Region>) {
+        lock(&self.list).regions.push(region);
+    }
+
+    fn remove(&self, region: &Region) {
+        let mut list = lock(&self.list);
+        list.regions.retain(|other| !std::ptr::eq(&**other, region));
+        // The vCPUs of those VMs are gone, and nothing asks for the losses.
+        list.lost.retain(|loss| loss.owner.strong_count() > 0);
+    }
+}
+
+impl Host {
+    /// The calling thread is going to access frames of Linux memory. From now on it takes `SIGBUS`,
+    /// whatever its creator has blocked: otherwise a page that the kernel has taken away would end
+    /// the process.
+    #[inline]
+    pub fn unblock_sigbus(&self) {
+        if !self.core.frames.pool.linux().is_empty() {
+            TakenPages::unblock_signal();
+        }
+    }
+
+    /// How often the kernel has taken pages of Linux memory away so far. What a thread has read
+    /// from Linux memory counts only if this number has not moved when it looks afterwards.
+    #[inline]
+    pub fn losses(&self) -> u64 {
+        self.core.losses_counted()
+    }
+
+    /// The losses up to now, for a reader that does not ask about them.
+    pub fn seen_losses(&self) -> SeenLosses {
+        self.losses_since(SeenLosses::default(), |_| ()).0
+    }
+
+    /// The first page that the kernel has taken away since `seen`, and a vCPU may have read, of
+    /// those whose mappings `notifier` looks after. On return no leaf maps these pages.
+    ///
+    /// Waits for vCPUs as [`MmuNotifier::invalidate`] does. The caller holds no lock.
+    pub fn lost_since(
+        &self,
+        seen: &mut SeenLosses,
+        notifier: &dyn MmuNotifier,
+    ) -> Option<LostPage> {
+        let mut lost = Vec::new();
+        (*seen, ()) = self.losses_since(*seen, |loss| {
+            if loss.read && std::ptr::addr_eq(loss.owner.as_ptr(), notifier) {
+                lost.push(loss.page);
+            }
+        });
+        unmap(notifier, &mut lost);
+        Some(self.core.lost_page(*lost.first()?))
+    }
+
+    fn losses_since(&self, seen: SeenLosses, each: impl FnMut(&Loss)) -> (SeenLosses, ()) {
+        let count = self.losses();
+        self.core.settle_losses();
+        let list = lock(&self.core.losses.list);
+        let new = list.lost.partition_point(|loss| loss.number < seen.listed);
+        list.lost[new..].iter().for_each(each);
+        let listed = list.count;
+        (SeenLosses { count, listed }, ())
+    }
+
+    /// Has the kernel take the pages of `range` away, which lies in one region of Linux memory: an
+    /// access gets `SIGBUS`, as at an uncorrectable memory error. For tests, and for a VMM that
+    /// injects such errors.
+    ///
+    /// # Errors
+    /// The range is not inside such a region, or Linux refuses.
+    pub fn take_away(&self, range: BackingRange) -> Result<(), HostError> {
+        let first = PageNo::of(range.start());
+        let region = self.core.regions.find(first);
+        let region = region.filter(|region| region.range().intersect(range) == Some(range));
+        let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
+        let refused = |reason: String| HostError::Discard {
+            from: range.start(),
+            reason,
+        };
+        let linux = region.linux.as_ref();
+        let linux = linux.ok_or_else(|| refused("they are not Linux memory".into()))?;
+        let _user = linux.enter();
+        // A removal changes all words before it waits for users. After it the addresses may be
+        // another region's.
+        if region.word(first).map(PageWord::load) == Some(PageState::Gone) {
+            return Err(HostError::NoSuchRegion(range.start()));
+        }
+        let pfn = linux.pfn(region.index_of(first));
+        let taken = self
+            .core
+            .frames
+            .pool
+            .break_linux(pfn, range.pages() as usize);
+        taken.map_err(|errno| refused(errno.to_string()))
+    }
+}
+
+/// Unmaps `pages`.
+fn unmap(notifier: &dyn MmuNotifier, pages: &mut Vec<PageNo>) {
+    if pages.is_empty() {
+        return;
+    }
+    pages.sort_unstable();
+    pages.dedup();
+    let ranges: Vec<_> = pages.iter().map(|page| page.range()).collect();
+    notifier.invalidate(&ranges);
+}
+
+impl Core {
+    #[inline]
+    pub fn losses_counted(&self) -> u64 {
+        self.frames.pool.taken_count()
+    }
+
+    /// Whether each page that the kernel has taken away so far has a page word that says Lost.
+    #[inline]
+    pub fn losses_are_settled(&self) -> bool {
+        self.losses_counted() == self.losses.settled.load(Ordering::Acquire)
+    }
+
+    /// Makes the page words of taken pages say Lost, and unmaps those pages. The caller holds no
+    /// lock.
+    #[cold]
+    pub fn settle_losses(&self) {
+        let mut list = lock(&self.losses.list);
+        let count = self.losses_counted();
+        let List {
+            regions,
+            lost,
+            count: number,
+        } = &mut *list;
+        let before = lost.len();
+        let mut unmapped: Vec<(Arc<dyn MmuNotifier>, Vec<PageNo>)> = Vec::new();
+        self.frames.pool.take_taken(|pfn| {
+            let Some((region, page)) = find(regions, pfn) else {
+                return;
+            };
+            let read = region.lose(page);
+            let owner = Arc::downgrade(&region.notifier);
+            lost.push(Loss {
+                number: *number,
+                page,
+                read,
+                owner,
+            });
+            *number += 1;
+        });
+        for loss in &lost[before..] {
+            let Some(owner) = loss.owner.upgrade() else {
+                continue;
+            };
+            match unmapped.last_mut() {
+                Some((last, pages)) if Arc::ptr_eq(last, &owner) => pages.push(loss.page),
+                _ => unmapped.push((owner, vec![loss.page])),
+            }
+        }
+        // Under the lock, so that no thread sees it before all words are changed.
+        self.losses.settled.store(count, Ordering::Release);
+        drop(list);
+        for (owner, mut pages) in unmapped {
+            unmap(&*owner, &mut pages);
+        }
+    }
+
+    /// As [`Core::settle_losses`], for a region that no thread uses any more. It is forgotten.
+    pub fn forget_linux(&self, region: &Region) {
+        self.settle_losses();
+        self.losses.remove(region);
+    }
+
+    /// As [`Core::reason_of_loss`], also of a loss that is not settled. The caller holds no lock.
+    pub fn reason_of_new_loss(&self, page: PageNo) -> Option<&'static str> {
+        if self.losses_counted() == 0 {
+            return None;
+        }
+        if !self.losses_are_settled() {
+            self.settle_losses();
+        }
+        self.reason_of_loss(page)
+    }
+
+    /// Why `page` is lost, if the kernel has taken it away.
+    pub fn reason_of_loss(&self, page: PageNo) -> Option<&'static str> {
+        let list = lock(&self.losses.list);
+        let taken = list.lost.iter().any(|loss| loss.page == page);
+        taken.then_some(REASON)
+    }
+}
+
+/// The region that has frame `pfn`, and its page there.
+fn find(regions: &[Arc<Region>], pfn: Pfn) -> Option<(&Region, PageNo)> {
+    regions.iter().find_map(|region| {
+        let linux = region.linux.as_ref()?;
+        let index = pfn.get().checked_sub(linux.first.get())?;
+        (index < region.range().pages()).then(|| {
+            let first = PageNo::of(region.range().start());
+            (&**region, first.plus(index as usize))
+        })
+    })
+}
+
+impl Region {
+    /// The kernel has taken `page` away. Returns whether a vCPU may have read zeros there. A page
+    /// that is being discarded stays so: it reads as zeros afterwards, which is what is there. A
+    /// page on its way in was touched by a thread that waits for it.
+    fn lose(&self, page: PageNo) -> bool {
+        let Some(word) = self.word(page) else {
+            return false;
+        };
+        // A huge page is lost as a whole. A thread that puts one in place may not have come to all
+        // of its words yet.
+        let lost = match self.has_units() {
+            false => word.advance(PageState::taken),
+            true => word.advance(PageState::taken_with_others),
+        };
+        if let (Ok(PageState::InPlace), Some(linux)) = (lost, &self.linux) {
+            linux.note_lost();
+        }
+        !matches!(lost, Err(PageState::Fetching { .. }))
+    }
+}
+
+impl LinuxMemory {
+    pub fn note_lost(&self) {
+        self.users.own().in_place.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{FaultyStore, HostConfig, HugePages, Io};
+    use lacuna_addr::PageCount;
+    use lacuna_sync::HostClock;
+
+    struct NoMmu;
+
+    impl MmuNotifier for NoMmu {
+        fn invalidate(&self, _: &[BackingRange]) {}
+        fn age(&self, _: &[BackingRange], _: &mut [bool]) {}
+        fn split_huge(&self, _: BackingRange) {}
+        fn end_of_aging(&self) {}
+    }
+
+    /// VMs come, lose a page, and go. Their losses go with them, and later ones are still found.
+    #[test]
+    fn losses_go_with_their_vms() {
+        let config = HostConfig {
+            budget: PageCount::new(Host::minimum_budget(2).get()),
+            huge: HugePages::Never,
+            swap: Box::new(FaultyStore::new(PageCount::new(100))),
+            io: Io::Threads { readers: 1 },
+            clock: Arc::new(HostClock::default()),
+        };
+        let host = Host::with_linux_memory(config, PageCount::new(512)).unwrap();
+        let mut seen = host.seen_losses();
+        for _ in 0..20 {
+            let vm: Arc<dyn MmuNotifier> = Arc::new(NoMmu);
+            let range = host.add_linux_region(None, PageCount::new(4), Arc::clone(&vm));
+            let range = range.unwrap();
+            host.copy_in(range.start(), &[1; 8]).unwrap();
+            host.take_away(range).unwrap();
+            assert!(host.copy_out(range.start(), &mut [0; 8]).is_err());
+            host.remove_region(range).unwrap();
+            let lost = host.lost_since(&mut seen, &*vm).unwrap();
+            assert_eq!(lost.page, range.start());
+            assert!(lock(&host.core.losses.list).lost.len() <= 2);
+        }
+        host.verify();
+    }
+}

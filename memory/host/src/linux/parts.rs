@@ -1,0 +1,103 @@
+//! The userfaultfds of a region that this process fills.
+//!
+//! A fill writes to counts and locks of its userfaultfd and of its mapping, so fills of one mapping
+//! delay each other. A large region therefore has several userfaultfds, one for each part of it.
+//! Linux makes each part a mapping of its own, because the userfaultfds differ.
+
+use lacuna_addr::Level;
+use lacuna_sys::{Errno, Userfaultfd};
+use std::ops::Range;
+
+/// Pages of the smallest part, 32 MiB: a small region takes one descriptor.
+const LEAST: u64 = 8192;
+
+/// Parts of equal length, of whole huge pages. The last one may be shorter.
+pub(super) struct Parts {
+    /// Pages of each part.
+    each: u64,
+    uffds: Box<[Userfaultfd]>,
+}
+
+impl Parts {
+    /// The most descriptors and mappings that a region takes.
+    pub const MOST: u64 = 16;
+
+    /// Descriptors for a region of `pages` pages. They have no events.
+    ///
+    /// # Errors
+    /// This process gets no userfaultfd.
+    pub fn open(pages: u64) -> Result<Self, Errno> {
+        let each = pages.div_ceil(Self::MOST).max(LEAST);
+        let each = each.next_multiple_of(Level::L2M.pages());
+        let uffds = (0..pages.div_ceil(each)).map(|_| Userfaultfd::open_without_events());
+        Ok(Self {
+            each,
+            uffds: uffds.collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// The userfaultfd of the page at `index` of the region.
+    pub fn of(&self, index: u64) -> &Userfaultfd {
+        &self.uffds[(index / self.each) as usize]
+    }
+
+    /// The pages with the indices `pages`, cut where parts begin.
+    pub fn cut(&self, pages: Range<u64>) -> impl Iterator<Item = (Range<u64>, &Userfaultfd)> {
+        let part = move |(part, uffd)| {
+            let start = part as u64 * self.each;
+            let cut = start.max(pages.start)..(start + self.each).min(pages.end);
+            (cut, uffd)
+        };
+        let parts = self.uffds.iter().enumerate().map(part);
+        parts.filter(|(pages, _)| !pages.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts(pages: u64) -> Option<Parts> {
+        let parts = Parts::open(pages).ok();
+        if parts.is_none() {
+            lacuna_skip::skip("no userfaultfd");
+        }
+        parts
+    }
+
+    fn cut(parts: &Parts, pages: Range<u64>) -> Vec<(u64, u64)> {
+        let cut = parts.cut(pages);
+        cut.map(|(part, _)| (part.start, part.end)).collect()
+    }
+
+    #[test]
+    fn a_small_region_is_one_part() {
+        let Some(parts) = parts(LEAST) else { return };
+        assert_eq!(parts.uffds.len(), 1);
+        assert_eq!(cut(&parts, 3..LEAST), [(3, LEAST)]);
+    }
+
+    /// The parts cover the region, and each page has the descriptor of its part.
+    #[test]
+    fn a_range_is_cut_where_parts_begin() {
+        for pages in [LEAST + 1, 5 * LEAST, Parts::MOST * LEAST + 1, 1 << 28] {
+            let Some(parts) = parts(pages) else { return };
+            assert!(parts.uffds.len() as u64 <= Parts::MOST, "{pages} pages");
+            let mut next = 0;
+            for (part, uffd) in parts.cut(0..pages) {
+                assert_eq!(part.start, next, "{pages} pages");
+                assert!(part.start.is_multiple_of(512), "{pages} pages");
+                for index in [part.start, part.end - 1] {
+                    assert!(std::ptr::eq(parts.of(index), uffd), "page {index}");
+                }
+                next = part.end;
+            }
+            assert_eq!(next, pages);
+            let each = parts.each;
+            assert_eq!(
+                cut(&parts, each - 1..each + 1),
+                [(each - 1, each), (each, each + 1)]
+            );
+        }
+    }
+}

@@ -1,0 +1,375 @@
+//! Linux memory in a shared memory file, which other processes may map too.
+//!
+//! The file may have pages that this host has not put there. Without a page source its content is
+//! the guest's memory. With one, a page that is not yet provided may be in the file already:
+//!
+//! ```text
+//! CopiedIn    the source is asked; the copy finds the page (EEXIST), and the file's content counts
+//! InFile      the same, and Host::provide_from_file says that the file has the page
+//! ```
+//! `InFile` is for a source that writes to the file itself. UFFDIO_CONTINUE maps a page that is in
+//! the file, and fails where the file has none. The memory is not registered for minor faults:
+//! Linux may unmap a page of the file at any time, and an access has to map it again by itself.
+//!
+//! Other code may take a page out of the file: by a hole, by a shorter file that grows again, or by
+//! a discard in another region of the same file. If a source fills the region, the next access to
+//! that page gets `SIGBUS`, and the page is lost.
+
+use super::LinuxMemory;
+use crate::error::HostError;
+use crate::host::{Core, Host};
+use crate::region::Region;
+use crate::residency::{PageNo, PageState, PageWord};
+use lacuna_addr::{BackingRange, HvaRange, Level, PAGE_SIZE, PageCount};
+use lacuna_source::Answer;
+use lacuna_sys::Errno;
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, fstatfs, ftruncate, memfd_create};
+use rustix::io::retry_on_intr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// What the memory of a region of Linux memory is.
+#[derive(Clone, Debug, Default)]
+pub enum LinuxBacking {
+    /// Private memory of this process.
+    #[default]
+    Anonymous,
+    /// A shared memory file.
+    Shared(SharedMemory),
+}
+
+/// How a page source fills a shared memory file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum SharedFill {
+    /// Its answers are copied in.
+    #[default]
+    CopiedIn,
+    /// It may write to the file, and then calls [`Host::provide_from_file`].
+    InFile,
+}
+
+/// A shared memory file, or a part of one. If another process makes the file shorter, the pages
+/// that it had are lost.
+#[derive(Clone, Debug)]
+pub struct SharedMemory {
+    file: Arc<OwnedFd>,
+    first: u64,
+    fill: SharedFill,
+    /// Pages that come at once: more than one in huge pages of hugetlbfs.
+    unit: u64,
+    /// Other code that writes to a page of the file may bring its neighbours in, as zeros: the file
+    /// is in a tmpfs with transparent huge pages.
+    has_neighbours: bool,
+}
+
+/// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
+const TMPFS: u32 = 0x0102_1994;
+const HUGETLBFS: u32 = 0x9584_58f6;
+
+impl SharedMemory {
+    /// A new file of `pages` pages of zeros.
+    ///
+    /// # Errors
+    /// Linux makes no such file.
+    pub fn new(pages: PageCount, fill: SharedFill) -> Result<Self, HostError> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let made = memfd_create("lacuna-memory", flags);
+        let made = made.and_then(|file| ftruncate(&file, pages.bytes()).map(|()| file));
+        let file = made.map_err(|errno| HostError::SharedMemory {
+            reason: errno.to_string(),
+        })?;
+        Ok(Self {
+            file: Arc::new(file),
+            first: 0,
+            fill,
+            unit: 1,
+            has_neighbours: false,
+        })
+    }
+
+    /// A new file of `pages` pages of zeros, in huge pages of 2 MiB that the machine has reserved.
+    /// A region of it takes its huge pages from that reserve when it is added: none is missing
+    /// later. With a page source, the 512 pages of a huge page are provided together.
+    ///
+    /// # Errors
+    /// The pages do not fill huge pages, or this machine has no such pages.
+    pub fn huge(pages: PageCount) -> Result<Self, HostError> {
+        let unit = Level::L2M.pages();
+        let refused = |errno| no_huge_pages(pages, errno);
+        if !pages.get().is_multiple_of(unit) {
+            return Err(HostError::SharedMemory {
+                reason: format!("{pages} pages do not fill huge pages of {unit}"),
+            });
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let file = memfd_create("lacuna-huge", flags).map_err(refused)?;
+        ftruncate(&file, pages.bytes()).map_err(refused)?;
+        Ok(Self {
+            file: Arc::new(file),
+            first: 0,
+            fill: SharedFill::CopiedIn,
+            unit,
+            has_neighbours: false,
+        })
+    }
+
+    /// The file `file` from its page `first` on, which another process may have as well.
+    ///
+    /// # Errors
+    /// It is no memory file of small pages.
+    pub fn of_file(file: OwnedFd, first: u64, fill: SharedFill) -> Result<Self, HostError> {
+        let refused = |reason: &str| HostError::SharedMemory {
+            reason: reason.into(),
+        };
+        let system = fstatfs(&file).map_err(|errno| refused(&errno.to_string()))?;
+        // The type of the number differs from architecture to architecture.
+        match u32::try_from(system.f_type) {
+            Ok(TMPFS) => {}
+            Ok(HUGETLBFS) => {
+                return Err(refused(
+                    "the file is in hugetlbfs; SharedMemory::huge makes memory in huge pages",
+                ));
+            }
+            // Only missing pages of memory files can be waited for.
+            _ => {
+                return Err(refused(
+                    "it is no memory file (memfd_create, or a file of tmpfs)",
+                ));
+            }
+        }
+        // tmpfs reports the size of the pages that it prefers as the block size.
+        let block = fstat(&file).map_or(0, |stat| stat.st_blksize);
+        Ok(Self {
+            file: Arc::new(file),
+            first,
+            fill,
+            unit: 1,
+            has_neighbours: usize::try_from(block) != Ok(PAGE_SIZE),
+        })
+    }
+
+    /// Refuses a file whose pages do not come one by one, if a page source is to fill it.
+    pub(super) fn check_source(&self) -> Result<(), HostError> {
+        match self.has_neighbours {
+            false => Ok(()),
+            true => Err(HostError::SharedMemory {
+                reason: "its tmpfs makes huge pages: a write to one page puts zeros in the place \
+                         of others, which the source has not provided; mount it with huge=never, \
+                         or give the memory no source"
+                    .into(),
+            }),
+        }
+    }
+
+    /// The same file, from its page `pages` on.
+    #[must_use]
+    pub fn part(&self, pages: u64) -> Self {
+        let first = self.first.saturating_add(pages);
+        Self {
+            first,
+            ..self.clone()
+        }
+    }
+
+    /// The file, to be sent to another process.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Where its pages begin in the file, in bytes, if it has as many as `pages`.
+    pub(super) fn offset(&self, pages: PageCount) -> Result<u64, HostError> {
+        let refused = |reason: String| HostError::SharedMemory { reason };
+        if !(self.first | pages.get()).is_multiple_of(self.unit) {
+            let unit = self.unit;
+            return Err(refused(format!(
+                "{pages} pages do not fill huge pages of {unit}"
+            )));
+        }
+        let size = fstat(&self.file).map_err(|errno| refused(errno.to_string()))?;
+        let has = u64::try_from(size.st_size).unwrap_or(0) / PAGE_SIZE as u64;
+        match self.first.checked_add(pages.get()) {
+            Some(end) if end <= has => Ok(self.first * PAGE_SIZE as u64),
+            _ => Err(refused(format!(
+                "the file has {has} pages, and the region has {pages} from its page {} on; make \
+                 the file longer",
+                self.first
+            ))),
+        }
+    }
+
+    /// Whether its pages are huge pages of hugetlbfs ([`SharedMemory::huge`]).
+    pub const fn is_huge(&self) -> bool {
+        self.unit > 1
+    }
+
+    /// Why `pages` pages cannot be had.
+    pub(super) fn refused(&self, pages: PageCount, errno: Errno) -> HostError {
+        match self.is_huge() {
+            true => no_huge_pages(pages, errno),
+            false => HostError::SharedMemory {
+                reason: errno.to_string(),
+            },
+        }
+    }
+
+    /// Takes huge pages of zeros for `pages` pages from byte `offset` of the file on, where the
+    /// file has none. Small pages come when they are touched.
+    pub(super) fn take_huge_pages(&self, offset: u64, pages: PageCount) -> Result<(), HostError> {
+        let taken = self.allocate(offset, pages.bytes());
+        taken.map_err(|errno| self.refused(pages, errno))
+    }
+
+    fn allocate(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
+        if !self.is_huge() {
+            return Ok(());
+        }
+        // A file that another process has made shorter stays so. A pending signal ends the call
+        // between two huge pages; the next call goes on there.
+        retry_on_intr(|| fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset, bytes))
+    }
+}
+
+/// The process has locked a memory file that a page source is to fill.
+pub(super) fn locked() -> HostError {
+    HostError::SharedMemory {
+        reason: "this process locks its memory (mlockall, MCL_FUTURE): the file gets all of its \
+                 pages at once, and none is missing; do not lock memory that a source fills"
+            .into(),
+    }
+}
+
+fn no_huge_pages(pages: PageCount, errno: Errno) -> HostError {
+    let help = match errno {
+        Errno::NOMEM | Errno::NOSPC => "; reserve more of them (/proc/sys/vm/nr_hugepages)",
+        _ => "",
+    };
+    let count = pages.get() / Level::L2M.pages();
+    HostError::SharedMemory {
+        reason: format!("no {count} huge pages of 2 MiB: {errno}{help}"),
+    }
+}
+
+impl LinuxMemory {
+    /// Whether its file may have content that no page word knows of.
+    pub fn is_shared(&self) -> bool {
+        self.shared.is_some()
+    }
+
+    /// Pages that come together: those of a huge page, or one.
+    pub fn unit(&self) -> u64 {
+        self.shared.as_ref().map_or(1, |shared| shared.unit)
+    }
+
+    /// Whether `pages` pages from `index` on are whole huge pages, if its pages are huge.
+    pub fn is_whole(&self, index: u64, pages: u64) -> bool {
+        (index | pages).is_multiple_of(self.unit())
+    }
+
+    /// Takes a huge page of zeros for the unit at `index`, where the file has none. An access maps
+    /// it, because only pages that the file does not have are missing.
+    pub(super) fn allocate_unit(&self, index: u64) -> Result<(), Errno> {
+        let Some(shared) = &self.shared else {
+            return Ok(());
+        };
+        let page = PAGE_SIZE as u64;
+        shared.allocate((shared.first + index) * page, shared.unit * page)
+    }
+
+    /// After a fill that found a page: maps it, where the kernel does not do that by itself.
+    pub(super) fn map_from_file(&self, index: u64) -> Result<(), Errno> {
+        let Some((parts, shared)) = self.parts.as_ref().zip(self.shared.as_ref()) else {
+            return Ok(());
+        };
+        if shared.fill == SharedFill::CopiedIn {
+            return Ok(());
+        }
+        let page = HvaRange::new(self.hva(index), 1).expect("in the region");
+        loop {
+            match parts.of(index).resume(page) {
+                Ok(_) | Err(Errno::EXIST) => return Ok(()),
+                Err(Errno::AGAIN) => std::thread::yield_now(),
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+impl Host {
+    /// Provides the pages of `range`, which lies in one region of shared memory with a page source:
+    /// their content is in the file. Returns how many of them were [`Answer::Taken`]: the others
+    /// were provided before.
+    ///
+    /// # Errors
+    /// The region is not of that kind; the file does not have a page. Pages before that one are
+    /// provided.
+    pub fn provide_from_file(&self, range: BackingRange) -> Result<usize, HostError> {
+        let first = PageNo::of(range.start());
+        let region = self.core.regions.find(first);
+        let region = region.filter(|region| region.range().intersect(range) == Some(range));
+        let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
+        let linux = region.linux.as_ref();
+        let is_filled_there = |linux: &&LinuxMemory| {
+            let fill = linux.shared.as_ref().map(|shared| shared.fill);
+            linux.parts.is_some() && fill == Some(SharedFill::InFile)
+        };
+        let linux = linux
+            .filter(is_filled_there)
+            .ok_or_else(|| HostError::SharedMemory {
+                reason: "the region is not one that its source fills in the file".into(),
+            })?;
+        let mut taken = 0;
+        for page in 0..range.pages() as usize {
+            let answer = self
+                .core
+                .provide_in_file(&region, linux, first.plus(page))?;
+            taken += usize::from(answer == Answer::Taken);
+        }
+        Ok(taken)
+    }
+}
+
+impl Core {
+    fn provide_in_file(
+        &self,
+        region: &Region,
+        linux: &LinuxMemory,
+        page: PageNo,
+    ) -> Result<Answer, HostError> {
+        let lost = || HostError::from(self.lost_page(page));
+        let word = region.word(page).ok_or_else(lost)?;
+        let _user = linux.enter();
+        match word.load() {
+            PageState::Empty | PageState::Fetching { .. } => {}
+            PageState::Gone => return Err(lost()),
+            _ => return Ok(Answer::Late),
+        }
+        let mapped = linux.map_from_file(region.index_of(page));
+        mapped.map_err(|errno| HostError::SharedMemory {
+            reason: match errno {
+                Errno::FAULT => format!("the file does not have page {}: write it", page.addr()),
+                errno => format!("page {} cannot be mapped: {errno}", page.addr()),
+            },
+        })?;
+        Ok(self.note_mapped(page, word, linux))
+    }
+
+    /// The page of `word` is mapped.
+    fn note_mapped(&self, page: PageNo, word: &PageWord, linux: &LinuxMemory) -> Answer {
+        loop {
+            match word.change(PageState::Empty, PageState::InPlace) {
+                Ok(()) => {
+                    linux.note_in_place(1);
+                    return Answer::Taken;
+                }
+                // A fault has asked the source: this is its answer. If another thread is answering,
+                // its fill finds the page in place.
+                Err(PageState::Fetching { .. }) => {
+                    self.arrived_without_answer(page);
+                    return Answer::Taken;
+                }
+                Err(PageState::Empty) => {}
+                Err(_) => return Answer::Late,
+            }
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! Huge pages of hugetlbfs: their 512 pages come together, as one *unit*.
+//!
+//! ```text
+//! fault on any page of the unit, never provided
+//!   word of the first page: Empty -> Fetching; one ticket     Missing(ticket), for each page of it
+//!   Host::start: the source is asked for the 512 pages
+//!     511 answers: gathered in the ticket
+//!     the last one: UFFDIO_COPY of 2 MiB
+//!     or one fails: the unit is lost
+//!   word of the first page: InPlace, or Lost
+//!   words of the others follow: Empty -> InPlace, or Lost     then the ticket is done
+//! ```
+//! The first page's word decides which thread puts the unit in place. The other words follow it,
+//! and never change before it. A thread that takes a unit away changes the first word first, too,
+//! and finds each other word either moved or still Empty: it takes both.
+//!
+//! A fault that finds the first word InPlace, and its own still Empty, moves its own.
+
+use super::LinuxMemory;
+use super::fill::Run;
+use crate::block_word::BLOCK;
+use crate::error::{HostError, LostPage};
+use crate::host::{Core, Host, lock};
+use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
+use crate::region::Region;
+use crate::residency::{PageNo, PageState};
+use crate::resolve::Resolution;
+use crate::ticket::Ticket;
+use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE, PageCount};
+use lacuna_source::Answer;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// What completes the fetch of a unit.
+pub(crate) enum UnitContent<'a> {
+    Pages(&'a [[u8; PAGE_SIZE]]),
+    Zeros,
+    /// Why the pages do not come.
+    Fails(&'a str),
+}
+
+/// The pages of a unit that have come so far.
+#[derive(Default)]
+pub(crate) enum Gathering {
+    #[default]
+    Nothing,
+    Some(Box<Pages>),
+    /// All have come, or the unit was provided in another way.
+    Over,
+}
+
+pub(crate) struct Pages {
+    bytes: Vec<u8>,
+    came: [bool; BLOCK],
+    left: usize,
+}
+
+/// What has become of a page that has come.
+pub(crate) enum Gathered {
+    /// It came before, or is not wanted any more.
+    Late,
+    /// Others are missing.
+    Partly,
+    /// It was the last one. These are all.
+    Wholly(Box<Pages>),
+}
+
+impl Pages {
+    fn new() -> Box<Self> {
+        Box::new(Self {
+            bytes: vec![0; BLOCK * PAGE_SIZE],
+            came: [false; BLOCK],
+            left: BLOCK,
+        })
+    }
+
+    fn all(&self) -> &[[u8; PAGE_SIZE]] {
+        self.bytes.as_chunks().0
+    }
+}
+
+impl Gathering {
+    pub fn add(&mut self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
+        if let Self::Nothing = self {
+            *self = Self::Some(Pages::new());
+        }
+        let Self::Some(pages) = self else {
+            return Gathered::Late;
+        };
+        if std::mem::replace(&mut pages.came[at], true) {
+            return Gathered::Late;
+        }
+        pages.bytes.as_chunks_mut::<PAGE_SIZE>().0[at] = *content;
+        pages.left -= 1;
+        match pages.left {
+            0 => match std::mem::replace(self, Self::Over) {
+                Self::Some(pages) => Gathered::Wholly(pages),
+                Self::Nothing | Self::Over => Gathered::Late,
+            },
+            _ => Gathered::Partly,
+        }
+    }
+
+    pub fn has(&self, at: usize) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::Some(pages) => pages.came[at],
+            Self::Over => true,
+        }
+    }
+}
+
+impl Region {
+    /// Pages that come together: those of a huge page of hugetlbfs, or one.
+    pub fn unit(&self) -> u64 {
+        self.linux.as_ref().map_or(1, LinuxMemory::unit)
+    }
+
+    /// Whether pages come together.
+    pub fn has_units(&self) -> bool {
+        self.unit() > 1
+    }
+}
+
+impl Host {
+    /// The pages that are provided together with the page at `addr`: those of its huge page
+    /// ([`SharedMemory::huge`](crate::SharedMemory::huge)), or that page alone.
+    pub fn provided_with(&self, addr: BackingAddr) -> BackingRange {
+        let page = PageNo::of(addr);
+        let region = self.core.regions.find(page);
+        match region.is_some_and(|region| region.has_units()) {
+            true => page.block_start().block_range(),
+            false => page.range(),
+        }
+    }
+}
+
+impl Core {
+    /// A fault on an empty page of a region with a source, which `cache` has found. `None`: look
+    /// again.
+    pub fn resolve_in_unit(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
+        let region = cache.region();
+        let linux = region.linux.as_ref()?;
+        let first = page.block_start();
+        match region.word(first)?.load() {
+            PageState::Empty => {
+                let frame = region.linux_frame(first)?;
+                let fetching = PageState::Fetching { frame };
+                let ticket = self.put_in_flight(first, PageState::Empty, fetching, cache)?;
+                FaultCounters::bump(&cache.shared.count.missing);
+                Some(Resolution::Missing(ticket))
+            }
+            PageState::Fetching { .. } => self.join(first, cache).map(Resolution::Missing),
+            PageState::InPlace => {
+                let word = region.word(page)?;
+                if word.change(PageState::Empty, PageState::InPlace).is_ok() {
+                    linux.note_in_place(1);
+                }
+                None
+            }
+            // Another thread takes the unit away, and comes to this word in a moment.
+            _ => Some(Resolution::Busy),
+        }
+    }
+
+    /// A fault on a page whose unit was discarded.
+    pub fn zeros_for_unit(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
+        let region = cache.region();
+        let linux = region.linux.as_ref()?;
+        let _user = linux.enter();
+        if region.word(page)?.load() != PageState::Zero {
+            return None;
+        }
+        let first = page.block_start();
+        if let Err(errno) = linux.allocate_unit(region.index_of(first)) {
+            return Some(Resolution::Lost(linux.not_filled(page, errno)));
+        }
+        let words = (0..BLOCK).filter_map(|at| region.word(first.plus(at)));
+        let moved = words.filter(|word| word.change(PageState::Zero, PageState::InPlace).is_ok());
+        let moved = moved.count();
+        linux.note_in_place(moved as i64);
+        FaultCounters::add(&cache.shared.count.zero_fill, moved as u64);
+        None
+    }
+
+    /// Provides whole units from `first` on, whose region `cache` has found.
+    pub fn provide_units(
+        &self,
+        first: PageNo,
+        pages: &[[u8; PAGE_SIZE]],
+        cache: &PerCpuPages,
+    ) -> Result<Run, HostError> {
+        let region = cache.region();
+        let lost = |page| HostError::from(self.lost_page(page));
+        let linux = region.linux.as_ref().ok_or_else(|| lost(first))?;
+        if !linux.is_whole(region.index_of(first), pages.len() as u64) {
+            return Err(part_of_huge_page(first, pages.len(), linux));
+        }
+        let mut run = Run::default();
+        for (unit, content) in pages.chunks_exact(BLOCK).enumerate() {
+            let first = first.plus(unit * BLOCK);
+            let answer = self.provide_unit(first, content, (region, linux))?;
+            run.len += BLOCK;
+            run.taken += match answer {
+                Answer::Taken => BLOCK,
+                Answer::Late => 0,
+            };
+        }
+        FaultCounters::add(&cache.shared.count.provided, run.taken as u64);
+        Ok(run)
+    }
+
+    fn provide_unit(
+        &self,
+        first: PageNo,
+        content: &[[u8; PAGE_SIZE]],
+        (region, linux): (&Region, &LinuxMemory),
+    ) -> Result<Answer, HostError> {
+        let lost = || HostError::from(self.lost_page(first));
+        let word = region.word(first).ok_or_else(lost)?;
+        let _user = linux.enter();
+        match word.load() {
+            PageState::Empty | PageState::Fetching { .. } => {}
+            PageState::Gone => return Err(lost()),
+            _ => return Ok(Answer::Late),
+        }
+        let filled = linux.fill(region.index_of(first), content);
+        let filled = filled.map_err(|errno| linux.not_filled(first, errno))?;
+        let answer = self.note_filled(first, word, filled, linux);
+        // Otherwise another thread is answering, finds the unit in place, and moves the words.
+        if word.load() == PageState::InPlace {
+            self.follow(region, first, &Ok(()));
+        }
+        Ok(answer)
+    }
+
+    /// The source's answer for `page`, which comes with the others of `ticket`.
+    pub fn answer_in_unit(
+        &self,
+        ticket: &Ticket,
+        page: PageNo,
+        content: Result<&[u8; PAGE_SIZE], &str>,
+    ) -> Answer {
+        match content {
+            Ok(content) => match ticket.gather(page.in_block(), content) {
+                Gathered::Late => Answer::Late,
+                Gathered::Partly => Answer::Taken,
+                Gathered::Wholly(pages) => {
+                    self.complete_unit(ticket, UnitContent::Pages(pages.all()))
+                }
+            },
+            // A request that was answered, and is then dropped, does not fail.
+            Err(_) if ticket.has_gathered(page.in_block()) => Answer::Late,
+            Err(reason) => {
+                let reason = format!("{reason} (page {} of its 2 MiB)", page.addr());
+                self.complete_unit(ticket, UnitContent::Fails(&reason))
+            }
+        }
+    }
+
+    /// Ends the fetch of a unit, unless another thread does.
+    pub fn complete_unit(&self, ticket: &Ticket, content: UnitContent<'_>) -> Answer {
+        let Some(linux) = &ticket.region().linux else {
+            return Answer::Late;
+        };
+        if !ticket.answer() {
+            return Answer::Late;
+        }
+        // Counted before the ticket is gone: see `in_flight`.
+        self.completing.fetch_add(1, Ordering::Relaxed);
+        let (answer, result) = match content {
+            UnitContent::Pages(pages) => self.fill_in_place(ticket, linux, pages),
+            UnitContent::Zeros => {
+                let first = ticket.number();
+                let filled = linux.allocate_unit(ticket.region().index_of(first));
+                let filled = filled.map_err(|errno| linux.not_filled(first, errno));
+                if let Err(lost) = &filled {
+                    self.note_lost(first, Arc::clone(&lost.reason));
+                }
+                (Answer::Taken, filled)
+            }
+            UnitContent::Fails(reason) => (Answer::Taken, Err(self.lost_by_source(ticket, reason))),
+        };
+        self.settle(ticket, result);
+        self.completing.fetch_sub(1, Ordering::Release);
+        answer
+    }
+
+    /// The word of the unit's first page has moved. Moves those of the others that are still empty.
+    pub fn follow(&self, region: &Region, first: PageNo, result: &Result<(), LostPage>) {
+        let mut in_place = 0;
+        for page in (1..BLOCK).map(|at| first.plus(at)) {
+            let Some(word) = region.word(page) else {
+                continue;
+            };
+            match result {
+                Ok(()) => {
+                    let moved = word.change(PageState::Empty, PageState::InPlace);
+                    in_place += i64::from(moved.is_ok());
+                }
+                Err(lost) => {
+                    // Before the word says so, for the thread that asks for the reason.
+                    self.note_lost(page, Arc::clone(&lost.reason));
+                    if word.change(PageState::Empty, PageState::Lost).is_err() {
+                        lock(&self.lost).remove(&page);
+                    }
+                }
+            }
+        }
+        if let Some(linux) = &region.linux {
+            linux.note_in_place(in_place);
+        }
+    }
+}
+
+/// The error for pages that come only with others.
+pub(super) fn part_of_huge_page(from: PageNo, pages: usize, linux: &LinuxMemory) -> HostError {
+    HostError::PartOfHugePage {
+        from: from.addr(),
+        pages: PageCount::new(pages as u64),
+        unit: linux.unit(),
+    }
+}

@@ -1,0 +1,71 @@
+//! Hosts with Linux memory, and VMs of tests there.
+
+use super::source::TestSource;
+use super::{FakeMmu, Vm};
+use lacuna_addr::{BackingAddr, PageCount};
+use lacuna_host::{
+    FaultyStore, Host, HostConfig, HostError, HugePages, Io, LinuxBacking, PageSource, SourcePage,
+};
+use lacuna_sync::{HostClock, VirtualClock};
+use std::sync::Arc;
+
+/// The pages of 2 MiB.
+pub const BLOCK: u64 = 512;
+
+/// A host with a small budget, and addresses for `linux` pages.
+pub fn host(linux: u64) -> Arc<Host> {
+    let config = HostConfig {
+        budget: PageCount::new(Host::minimum_budget(8).get()),
+        huge: HugePages::Always,
+        swap: Box::new(FaultyStore::new(PageCount::new(4000))),
+        io: Io::Threads { readers: 1 },
+        clock: Arc::new(HostClock::default()),
+    };
+    Host::with_linux_memory(config, PageCount::new(linux)).unwrap()
+}
+
+/// The origin of a region whose first page is page 0 of `source`.
+pub fn origin<S: PageSource + 'static>(
+    source: &Arc<S>,
+) -> Option<(Arc<dyn PageSource>, SourcePage)> {
+    Some((Arc::clone(source) as Arc<dyn PageSource>, SourcePage(0)))
+}
+
+/// A VM with a region of `pages` pages in `backing`, which `source` provides if there is one.
+pub fn add(
+    host: &Arc<Host>,
+    backing: LinuxBacking,
+    pages: u64,
+    source: Option<&Arc<TestSource>>,
+) -> Result<Vm, HostError> {
+    let mmu = FakeMmu::of(host);
+    let pages = PageCount::new(pages);
+    let range = host.add_linux_region_in(backing, source.and_then(origin), pages, mmu.clone())?;
+    let mut vm = Vm::of(host, &Arc::new(VirtualClock::default()), mmu, range);
+    if let Some(source) = source {
+        source.provides(range);
+        vm.source = Some(Arc::clone(source));
+    }
+    Ok(vm)
+}
+
+/// As [`add`]. Ends the test if this process gets no userfaultfd.
+pub fn vm(
+    host: &Arc<Host>,
+    backing: LinuxBacking,
+    pages: u64,
+    source: Option<&Arc<TestSource>>,
+) -> Vm {
+    match add(host, backing, pages, source) {
+        Ok(vm) => vm,
+        Err(refused @ HostError::Userfaultfd(_)) => lacuna_skip::skip_test(refused),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// The first word of the page at `addr`.
+pub fn read(host: &Host, addr: BackingAddr) -> Result<u64, HostError> {
+    let mut word = [0; 8];
+    host.copy_out(addr, &mut word)?;
+    Ok(u64::from_le_bytes(word))
+}

@@ -1,0 +1,328 @@
+//! Objects as a folder.
+
+use crate::chunks::Chunks;
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_source::{
+    FileError, Folder, MemoryId, Outage, PageRequest, PageSource, Policy, StoredFile,
+};
+use object_store::path::Path as ObjectPath;
+use object_store::{Error, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme};
+use std::future::Future;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{Semaphore, SemaphorePermit};
+use url::Url;
+
+/// How objects are read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Options {
+    /// Bytes that one request reads, a multiple of 4 KiB.
+    pub chunk: usize,
+    /// Bytes of each object that are kept in memory.
+    pub cache: usize,
+    /// Requests at a time.
+    pub parallel: usize,
+    /// How long a thread waits for a store that does not answer. The requests of a page source have
+    /// a [`Policy`] of their own.
+    pub patience: Duration,
+}
+
+impl Default for Options {
+    /// Chunks of 1 MiB, 64 of them in memory, 16 requests at a time, ten seconds.
+    fn default() -> Self {
+        Self {
+            chunk: 1 << 20,
+            cache: 64 << 20,
+            parallel: 16,
+            patience: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Why objects cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ObjectsError {
+    /// The text names no place.
+    #[error("{url}: {wrong}: give a URL such as file:///folder or s3://bucket/prefix")]
+    Url {
+        /// The text.
+        url: String,
+        /// What is wrong.
+        wrong: String,
+    },
+    /// The build has no such store.
+    #[error(
+        "{0}: this build has no store for such URLs: build it with the feature s3, or give a \
+         file:/// URL"
+    )]
+    NoSuchStore(String),
+    /// Options that do not go together.
+    #[error("chunks of {0} bytes: give a multiple of 4096 that is not 0")]
+    Chunk(usize),
+    /// No thread can be started.
+    #[error("cannot start the threads of the object store: {0}; raise the limit (ulimit -u)")]
+    Threads(io::Error),
+}
+
+/// The objects whose names begin with one prefix, as a [`Folder`].
+pub struct Objects {
+    place: Place,
+    prefix: ObjectPath,
+    path: PathBuf,
+}
+
+/// A store, and the threads that read it.
+#[derive(Clone)]
+pub(crate) struct Place(Arc<Shared>);
+
+struct Shared {
+    store: Arc<dyn ObjectStore>,
+    /// What comes before the names of objects in messages.
+    name: String,
+    options: Options,
+    permits: Semaphore,
+    /// `None` while this is dropped.
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            // Without a wait, because one of its own threads may be the one that drops it.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Place {
+    pub fn options(&self) -> &Options {
+        &self.0.options
+    }
+
+    pub fn store(&self) -> &dyn ObjectStore {
+        &*self.0.store
+    }
+
+    /// An object, for people.
+    pub fn name_of(&self, location: &ObjectPath) -> String {
+        format!("{}{location}", self.0.name)
+    }
+
+    pub async fn permit(&self) -> Option<SemaphorePermit<'_>> {
+        // The semaphore is never closed.
+        self.0.permits.acquire().await.ok()
+    }
+
+    fn runtime(&self) -> &tokio::runtime::Runtime {
+        let runtime = self.0.runtime.as_ref();
+        runtime.expect("it is taken when nothing refers to this")
+    }
+
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        drop(self.runtime().spawn(task));
+    }
+}
+
+impl Objects {
+    /// The objects of `store` whose names begin with `prefix` and a slash.
+    ///
+    /// # Errors
+    /// The options do not go together, or no thread can be started.
+    pub fn new(
+        store: Arc<dyn ObjectStore>,
+        prefix: &str,
+        options: Options,
+    ) -> Result<Self, ObjectsError> {
+        let name = format!("{store}/");
+        Self::of(store, &name, ObjectPath::from(prefix), options)
+    }
+
+    /// The objects below `url`: `file:///folder`, or with the feature `s3` that of a store that
+    /// speaks S3, `s3://bucket/prefix`, whose settings are in the environment.
+    ///
+    /// # Errors
+    /// [`ObjectsError`].
+    pub fn open(url: &str, options: Options) -> Result<Self, ObjectsError> {
+        let wrong = |error: &dyn ToString| ObjectsError::Url {
+            url: url.to_owned(),
+            wrong: error.to_string(),
+        };
+        let parsed = Url::parse(url).map_err(|error| wrong(&error))?;
+        let scheme = ObjectStoreScheme::parse(&parsed).map_err(|error| wrong(&error))?;
+        let store: Arc<dyn ObjectStore> = match &scheme.0 {
+            ObjectStoreScheme::Local => Arc::new(object_store::local::LocalFileSystem::new()),
+            #[cfg(feature = "s3")]
+            ObjectStoreScheme::AmazonS3 => Arc::new(s3(url, options).map_err(|e| wrong(&e))?),
+            _ => return Err(ObjectsError::NoSuchStore(url.to_owned())),
+        };
+        let root = url.trim_end_matches('/');
+        let root = root.strip_suffix(scheme.1.as_ref()).unwrap_or(root);
+        Self::of(store, root, scheme.1, options)
+    }
+
+    fn of(
+        store: Arc<dyn ObjectStore>,
+        name: &str,
+        prefix: ObjectPath,
+        options: Options,
+    ) -> Result<Self, ObjectsError> {
+        if options.chunk == 0 || !options.chunk.is_multiple_of(PAGE_SIZE) {
+            return Err(ObjectsError::Chunk(options.chunk));
+        }
+        let mut threads = tokio::runtime::Builder::new_multi_thread();
+        threads
+            .worker_threads(2)
+            .max_blocking_threads(options.parallel.max(1));
+        let runtime = threads.thread_name("lacuna-objects").enable_all().build();
+        let place = Place(Arc::new(Shared {
+            store,
+            name: name.to_owned(),
+            permits: Semaphore::new(options.parallel.max(1)),
+            options,
+            runtime: Some(runtime.map_err(ObjectsError::Threads)?),
+        }));
+        Ok(Self::at(place, prefix))
+    }
+
+    fn at(place: Place, prefix: ObjectPath) -> Self {
+        let path = PathBuf::from(place.name_of(&prefix));
+        Self {
+            place,
+            prefix,
+            path,
+        }
+    }
+}
+
+/// The store of a bucket. It is tried again here, so it does not try for long by itself.
+#[cfg(feature = "s3")]
+fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, Error> {
+    let retries = object_store::RetryConfig {
+        max_retries: 2,
+        retry_timeout: options.patience,
+        ..Default::default()
+    };
+    let builder = object_store::aws::AmazonS3Builder::from_env();
+    builder.with_url(url).with_retry(retries).build()
+}
+
+impl Folder for Objects {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn open(&self, name: &str) -> io::Result<Box<dyn StoredFile>> {
+        let location = self.prefix.clone().join(name);
+        let patience = self.place.options().patience;
+        let head = async {
+            let head = self.place.store().head(&location);
+            tokio::time::timeout(patience, head).await
+        };
+        let meta = self.place.runtime().handle().block_on(head);
+        let meta = meta.map_err(|_| {
+            let text = format!("the store does not answer within {patience:?}");
+            io::Error::new(io::ErrorKind::TimedOut, text)
+        })?;
+        let meta = meta.map_err(|error| match error {
+            Error::NotFound { .. } => io::Error::new(io::ErrorKind::NotFound, error),
+            Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
+                io::Error::new(io::ErrorKind::PermissionDenied, error)
+            }
+            error => io::Error::other(error),
+        })?;
+        let chunks = Chunks::new(self.place.clone(), meta);
+        Ok(Box::new(Object {
+            chunks: Arc::new(chunks),
+            path: self.path.join(name),
+        }))
+    }
+
+    fn beside(&self, name: &str) -> io::Result<Arc<dyn Folder>> {
+        let mut parts: Vec<_> = self.prefix.parts().collect();
+        if parts.pop().is_none() {
+            let text = "the whole store has nothing beside it";
+            return Err(io::Error::new(io::ErrorKind::NotFound, text));
+        }
+        let prefix = ObjectPath::from_iter(parts).join(name);
+        Ok(Arc::new(Self::at(self.place.clone(), prefix)))
+    }
+}
+
+/// An open object.
+struct Object {
+    chunks: Arc<Chunks>,
+    path: PathBuf,
+}
+
+impl StoredFile for Object {
+    fn length(&self) -> u64 {
+        self.chunks.meta().size
+    }
+
+    fn read_exact_at(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
+        match offset.checked_add(into.len() as u64) {
+            Some(end) if end <= self.length() => self.chunks.read(into, offset),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+
+    fn page_source(
+        &self,
+        pages: PageCount,
+        policy: Policy,
+    ) -> Result<Box<dyn PageSource>, FileError> {
+        let (has, needs) = (self.length() / PAGE_SIZE as u64, pages.get());
+        if has < needs {
+            let path = self.path.clone();
+            return Err(FileError::TooShort { path, has, needs });
+        }
+        Ok(Box::new(ObjectPages {
+            chunks: Arc::clone(&self.chunks),
+            path: self.path.clone(),
+            pages: needs,
+            outage: Arc::new(Outage::new(policy)),
+        }))
+    }
+}
+
+/// The pages of an object.
+struct ObjectPages {
+    chunks: Arc<Chunks>,
+    path: PathBuf,
+    pages: u64,
+    outage: Arc<Outage>,
+}
+
+impl PageSource for ObjectPages {
+    fn describe(&self) -> String {
+        format!("the object {}", self.path.display())
+    }
+
+    fn memory_id(&self) -> MemoryId {
+        let meta = self.chunks.meta();
+        let version = meta.e_tag.as_deref().unwrap_or_default();
+        let size = meta.size.to_le_bytes();
+        MemoryId::of(&[
+            b"object",
+            self.describe().as_bytes(),
+            version.as_bytes(),
+            &size,
+        ])
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let page = request.page();
+        if page.0 >= self.pages {
+            // Late: the page's memory is gone.
+            let _ = request.fail(&format!(
+                "{page} is beyond the guest's {} pages",
+                self.pages
+            ));
+            return;
+        }
+        self.chunks.page(request, &self.outage);
+    }
+}

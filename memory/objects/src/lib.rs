@@ -1,0 +1,57 @@
+//! Pages from an object store: a folder of a file system, memory, or a store that speaks S3.
+//!
+//! [`Objects`] is a [`Folder`](lacuna_source::Folder), so everything that reads pages from files
+//! reads them from objects too, snapshots among them:
+//!
+//! ```
+//! use lacuna_objects::{Objects, Options, object_store::memory::InMemory};
+//! use lacuna_source::Folder as _;
+//! use std::sync::Arc;
+//!
+//! let store = Arc::new(InMemory::new());
+//! let folder = Objects::new(store, "snapshots/web", Options::default())?;
+//! // There is no such object yet.
+//! assert!(folder.open("memory").is_err());
+//! # Ok::<(), lacuna_objects::ObjectsError>(())
+//! ```
+//! A URL names a store: [`Objects::open`] takes `file:///folder`, and `s3://bucket/prefix` with the
+//! feature `s3`. The store's settings come from the environment (`AWS_ENDPOINT`,
+//! `AWS_ACCESS_KEY_ID` and so on).
+//!
+//! ```text
+//! a page is asked for ─┬─ its chunk is in the cache ──────────────────────────► provided
+//!                      └─ wait for the chunk ─► GET of a range, 16 at a time ─► provided
+//! read of a range ─────── wait for its chunks, and ask for those that follow
+//! ```
+//! **A store that fails or does not answer** is tried again. A try ends after
+//! [`Options::patience`].
+//! The pause before the next one is 10 ms, then 20, 40 and so on up to a second, for as long as
+//! something waits:
+//!
+//! | what waits | until |
+//! |---|---|
+//! | a vCPU's request for a page | its source's [`Policy`](lacuna_source::Policy) gives it up |
+//! | a thread, such as prefetch | [`Options::patience`] is over: it gets an error |
+//! | nothing: the chunk was read ahead | the first try has failed |
+//!
+//! With [`WhenGone::Hold`](lacuna_source::WhenGone::Hold) a vCPU's request is never given up: the
+//! guest sees a slow page, and no error.
+//!
+//! What no other try can mend fails at once: an object that is gone, was replaced or became
+//! shorter, and an access that is refused. Each error names the object and its bytes.
+//!
+//! | file | job |
+//! |---|---|
+//! | `folder` | [`Objects`]: the store, its objects, its threads |
+//! | `chunks` | the chunks of one object: cache, requests, retries |
+//! | `cache` | chunks by their number, and which one was used last |
+//!
+//! The crate has threads of its own, in a tokio runtime that no caller sees. It has no `unsafe`.
+#![forbid(unsafe_code)]
+
+mod cache;
+mod chunks;
+mod folder;
+
+pub use folder::{Objects, ObjectsError, Options};
+pub use object_store;

@@ -1,0 +1,351 @@
+//! Memory that is filled from outside: by another process with Firecracker's handshake, or by
+//! threads of the VMM that read the userfaultfd.
+//!
+//! ```text
+//! the memory manager registers its region with the descriptor of each part
+//! a thread needs a missing page: it touches the page, and sleeps in the kernel's queue
+//! handler: reads the fault, UFFDIO_COPY ─► the thread wakes up
+//! ```
+//! The memory manager sends no request: the fault tells the handler which page is needed. This side
+//! keeps a descriptor, so that the handler's death does not close the userfaultfd. If the last
+//! descriptor were closed, missing pages would become zeros.
+
+use crate::handler::{Handler, HandlerError, HandlerRegion};
+use crate::measured::Counts;
+use crate::policy::{Policy, WhenGone};
+use crate::{PageRequest, PageSource, SourcePage, SourceStats};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use lacuna_sys::{Errno, Userfaultfd};
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Fills the memory of one VM from outside. It is a [`PageSource`] for Linux memory alone.
+pub struct External {
+    parts: Vec<Part>,
+    shared: Arc<Shared>,
+    counts: Counts,
+    socket: Option<PathBuf>,
+    /// The connection to another process, once it has begun.
+    handler: Mutex<Option<Handler>, lock_order::SourceHandler>,
+}
+
+/// A run of pages with a userfaultfd of its own: up to the next part, or to the end.
+struct Part {
+    first: SourcePage,
+    uffd: Userfaultfd,
+}
+
+type Listener = Arc<dyn Fn() + Send + Sync>;
+
+struct Shared {
+    policy: Policy,
+    killed: Once,
+    gone: OnceLock<Arc<str>>,
+    /// Another process has the descriptor, and keeps its connection open.
+    connected: AtomicBool,
+    /// The memory is not used any more, so the end of the connection is no loss.
+    finished: AtomicBool,
+    listeners: Mutex<Vec<Listener>, lock_order::SourceListeners>,
+}
+
+impl External {
+    /// Memory that another process fills, which listens at `path` and speaks Firecracker's
+    /// handshake. `policy` says what becomes of missing pages when it dies.
+    ///
+    /// # Errors
+    /// This process gets no userfaultfd.
+    pub fn process(path: &Path, policy: Policy) -> Result<Self, Errno> {
+        let mut external = Self::threads(&[], policy)?;
+        external.socket = Some(path.to_owned());
+        Ok(external)
+    }
+
+    /// Memory that threads of this process fill, which read [`External::userfaultfds`]. A part
+    /// begins at page 0, and one at each of `parts`, which ascend.
+    ///
+    /// # Errors
+    /// This process gets no userfaultfd.
+    pub fn threads(parts: &[SourcePage], policy: Policy) -> Result<Self, Errno> {
+        let firsts = std::iter::once(SourcePage(0)).chain(parts.iter().copied());
+        let part = |first| {
+            let uffd = Userfaultfd::open_user()?;
+            Ok(Part { first, uffd })
+        };
+        Ok(Self {
+            parts: firsts.map(part).collect::<Result<_, Errno>>()?,
+            shared: Arc::new(Shared {
+                policy,
+                killed: Once::new(),
+                gone: OnceLock::new(),
+                connected: AtomicBool::new(false),
+                finished: AtomicBool::new(false),
+                listeners: Mutex::default(),
+            }),
+            counts: Counts::default(),
+            socket: None,
+            handler: Mutex::default(),
+        })
+    }
+
+    /// The descriptors, in the order of the parts.
+    pub fn userfaultfds(&self) -> impl Iterator<Item = &Userfaultfd> {
+        self.parts.iter().map(|part| &part.uffd)
+    }
+
+    /// The descriptor of `page`.
+    pub fn userfaultfd_of(&self, page: SourcePage) -> &Userfaultfd {
+        let after = self.parts.partition_point(|part| part.first <= page);
+        &self.parts[after.saturating_sub(1)].uffd
+    }
+
+    /// The pages `pages`, cut where parts begin.
+    pub fn parts_of(&self, pages: Range<u64>) -> impl Iterator<Item = (Range<u64>, &Userfaultfd)> {
+        let ends = self.parts.iter().skip(1).map(|part| part.first.0);
+        let ends = ends.chain([u64::MAX]);
+        let cut =
+            move |(part, end): (&Part, u64)| part.first.0.max(pages.start)..end.min(pages.end);
+        let all = self.parts.iter().zip(ends);
+        all.map(move |(part, end)| (cut((part, end)), &part.uffd))
+            .filter(|(pages, _)| !pages.is_empty())
+    }
+
+    /// Its counters. A page counts as asked for when a thread touches it, and pages that the
+    /// handler puts in place unasked do not count.
+    pub fn stats(&self) -> SourceStats {
+        self.counts.stats()
+    }
+
+    /// A thread is about to touch a page that may be missing, for the counters.
+    pub fn asked(&self) -> AskedOutside<'_> {
+        self.counts.asked();
+        AskedOutside {
+            counts: &self.counts,
+            since: Instant::now(),
+            is_counted: false,
+        }
+    }
+
+    /// Why no page comes any more; `None` while pages may come.
+    pub fn gone(&self) -> Option<Arc<str>> {
+        self.shared.gone.get().cloned()
+    }
+
+    /// How long a thread waits for a page until the handler is gone; `None`: without a limit.
+    pub fn patience(&self) -> Option<Duration> {
+        let policy = &self.shared.policy;
+        match policy.when_gone {
+            WhenGone::Hold => None,
+            WhenGone::Kill(_) | WhenGone::Poison => Some(policy.patience),
+        }
+    }
+
+    /// The handler fills no page any more, for this reason: the policy decides.
+    pub fn end(&self, reason: &str) {
+        self.shared.end(reason);
+    }
+
+    /// Calls `listener` when the source is gone. It holds no lock and does not wait.
+    pub fn on_gone(&self, listener: impl Fn() + Send + Sync + 'static) {
+        self.shared.listeners().push(Arc::new(listener));
+        if self.gone().is_some() {
+            self.shared.tell();
+        }
+    }
+
+    /// The memory is registered at these addresses: another process that fills it is told of them.
+    ///
+    /// # Errors
+    /// The process does not take the message, or it fills the memory of another VM.
+    pub fn begin(&self, regions: &[HandlerRegion]) -> Result<(), HandlerError> {
+        let Some(path) = &self.socket else {
+            return Ok(());
+        };
+        let shared = Arc::downgrade(&self.shared);
+        let on_death = move |reason: &str| {
+            if let Some(shared) = shared.upgrade() {
+                shared.connected.store(false, Ordering::Release);
+                if !shared.finished.load(Ordering::Acquire) {
+                    shared.end(reason);
+                }
+            }
+        };
+        let uffd = self.parts[0].uffd.as_fd();
+        if self.shared.connected.swap(true, Ordering::AcqRel) {
+            return Err(HandlerError::InUse(path.clone()));
+        }
+        self.shared.finished.store(false, Ordering::Release);
+        let handler = Handler::connect(path, regions, uffd, on_death).inspect_err(|_| {
+            self.shared.connected.store(false, Ordering::Release);
+        })?;
+        let before = self.handler().replace(handler);
+        // It waits for its thread, so not under the lock.
+        drop(before);
+        Ok(())
+    }
+
+    /// The memory is not used any more: the process that fills it finds the end of the connection.
+    pub fn finish(&self) {
+        self.shared.finished.store(true, Ordering::Release);
+        self.handler().iter().for_each(Handler::finish);
+    }
+
+    /// Whether another process may still fill the memory. It no longer does when it has closed the
+    /// connection, or has died.
+    pub fn is_connected(&self) -> bool {
+        self.shared.connected.load(Ordering::Acquire)
+    }
+
+    fn handler(&self) -> MutexGuard<'_, Option<Handler>> {
+        self.handler.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A page that a thread waits for. If it is dropped, the page has come in another way.
+pub struct AskedOutside<'a> {
+    counts: &'a Counts,
+    since: Instant,
+    is_counted: bool,
+}
+
+impl AskedOutside<'_> {
+    /// The handler has put the page in place.
+    pub fn provided(mut self) {
+        self.is_counted = true;
+        self.counts.provided(self.since.elapsed());
+    }
+
+    /// The page is lost.
+    pub fn failed(mut self) {
+        self.is_counted = true;
+        self.counts.failed();
+    }
+}
+
+impl Drop for AskedOutside<'_> {
+    fn drop(&mut self) {
+        if !self.is_counted {
+            self.counts.late();
+        }
+    }
+}
+
+impl Shared {
+    fn listeners(&self) -> MutexGuard<'_, Vec<Listener>> {
+        self.listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, reason: &str) {
+        match &self.policy.when_gone {
+            // The pages stay missing, and a kick ends each wait.
+            WhenGone::Hold => return,
+            // Other threads wait until the function has returned.
+            WhenGone::Kill(end) => self.killed.call_once(|| end(reason)),
+            WhenGone::Poison => {}
+        }
+        // The first reason counts.
+        let _ = self.gone.set(reason.into());
+        self.tell();
+    }
+
+    fn tell(&self) {
+        let listeners = self.listeners().clone();
+        for listener in listeners {
+            listener();
+        }
+    }
+}
+
+impl PageSource for External {
+    fn describe(&self) -> String {
+        match &self.socket {
+            Some(path) => format!("the page-fault handler at {}", path.display()),
+            None => "the VMM's page-fault handler".into(),
+        }
+    }
+
+    /// Only for memory that is not Linux memory, which no handler can fill.
+    fn fetch(&self, request: PageRequest) {
+        // Late: the page was provided in another way.
+        let _ = request.fail("it fills Linux memory only");
+    }
+
+    fn external(&self) -> Option<&External> {
+        Some(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The parts of a range, as pairs of numbers.
+    fn cut(external: &External, pages: Range<u64>) -> Vec<(u64, u64)> {
+        let parts = external.parts_of(pages);
+        parts.map(|(part, _)| (part.start, part.end)).collect()
+    }
+
+    #[test]
+    fn a_range_is_cut_where_parts_begin() {
+        let parts = [SourcePage(10), SourcePage(20)];
+        let Ok(external) = External::threads(&parts, Policy::default()) else {
+            return lacuna_skip::skip("no userfaultfd");
+        };
+        assert_eq!(cut(&external, 0..30), [(0, 10), (10, 20), (20, 30)]);
+        assert_eq!(cut(&external, 12..20), [(12, 20)]);
+        assert_eq!(cut(&external, 5..11), [(5, 10), (10, 11)]);
+        assert_eq!(cut(&external, 25..26), [(25, 26)]);
+        let all: Vec<_> = external.userfaultfds().collect();
+        for (page, part) in [(0, 0), (9, 0), (10, 1), (19, 1), (20, 2), (99, 2)] {
+            let of = external.userfaultfd_of(SourcePage(page));
+            assert!(std::ptr::eq(of, all[part]), "page {page}");
+        }
+    }
+
+    /// The first reason counts, and a listener that comes later is called at once.
+    #[test]
+    fn the_policy_decides_whether_a_source_is_gone() {
+        use std::sync::atomic::{AtomicUsize, Ordering};
+        let with = |when_gone| {
+            let policy = Policy {
+                when_gone,
+                ..Policy::default()
+            };
+            External::threads(&[], policy)
+        };
+        let Ok(poison) = with(WhenGone::Poison) else {
+            return lacuna_skip::skip("no userfaultfd");
+        };
+        let called = Arc::new(AtomicUsize::new(0));
+        let count = || {
+            let called = Arc::clone(&called);
+            move || _ = called.fetch_add(1, Ordering::Relaxed)
+        };
+        poison.on_gone(count());
+        assert_eq!((poison.gone(), called.load(Ordering::Relaxed)), (None, 0));
+        poison.end("first");
+        poison.end("second");
+        assert_eq!(poison.gone().as_deref(), Some("first"));
+        let before = called.load(Ordering::Relaxed);
+        poison.on_gone(count());
+        assert!(called.load(Ordering::Relaxed) > before);
+        let hold = with(WhenGone::Hold).unwrap();
+        hold.end("dead");
+        assert_eq!(hold.gone(), None);
+        let killed = Arc::new(AtomicUsize::new(0));
+        let told = Arc::clone(&killed);
+        let kill = with(WhenGone::Kill(Arc::new(move |_| {
+            told.fetch_add(1, Ordering::Relaxed);
+        })));
+        let kill = kill.unwrap();
+        kill.end("dead");
+        kill.end("late");
+        assert_eq!(kill.gone().as_deref(), Some("dead"));
+        assert_eq!(killed.load(Ordering::Relaxed), 1);
+    }
+}

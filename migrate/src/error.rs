@@ -1,0 +1,282 @@
+//! Why a VM is not moved.
+
+use crate::stream::STREAMS_MAX;
+use lacuna_addr::{Gpa, NoRoom};
+use lacuna_machine::{DirtyError, ErrorKind, MemoryError, MemorySlotError, StateError};
+use lacuna_source::FileError;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why a VM is not saved or not restored. A VM that was being saved goes on as if nothing had
+/// happened. A VM that was being restored is of no use: drop it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MigrateError {
+    /// A file or folder cannot be used.
+    #[error("{}: cannot {what}: {error}", shown(path))]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What was tried.
+        what: &'static str,
+        /// What the system says.
+        error: io::Error,
+    },
+    /// There is something at the place of the new snapshot.
+    #[error("{} exists already: name another path, or remove it first", shown(.0))]
+    Exists(PathBuf),
+    /// A file is not what a snapshot has there.
+    #[error(
+        "{}: {wrong}: the snapshot is damaged, or another program has written it",
+        shown(path)
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        wrong: String,
+    },
+    /// A snapshot of another version of the format.
+    #[error(
+        "{}: format {found}, and this release reads format {known}: use the release that wrote it",
+        shown(path)
+    )]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// Its format.
+        found: u32,
+        /// The format of this release.
+        known: u32,
+    },
+    /// The VM is not one that the state was saved from.
+    #[error("the VM's {what} is {is}, and the saved machine's is {saved}: make the VM with that")]
+    OtherMachine {
+        /// What differs.
+        what: &'static str,
+        /// The VM's.
+        is: String,
+        /// The saved machine's.
+        saved: String,
+    },
+    /// The run of the guest is over, or has not begun.
+    #[error("the guest does not run: there is nothing to save")]
+    NotRunning,
+    /// Memory slots changed meanwhile.
+    #[error("the memory slots of the VM have changed meanwhile: try again when they stay")]
+    SlotsChanged,
+    /// A vCPU does not leave the middle of an instruction.
+    #[error("{0}; it was tried again and again: answer the vCPU's exits, and try again")]
+    Busy(StateError),
+    /// A vCPU's state or the devices' state.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// A page of the VM cannot be read or written.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// The VM does not log writes.
+    #[error(transparent)]
+    Dirty(#[from] DirtyError),
+    /// The VM does not take a memory slot.
+    #[error(transparent)]
+    Slot(#[from] MemorySlotError),
+    /// The VM does not make its vCPUs.
+    #[error("{0}")]
+    Vcpus(String),
+    /// The VMM of the destination makes no VM for the guest that comes.
+    #[error("{0}")]
+    NoVm(String),
+    /// The caller's progress function has said `Break`.
+    #[error("cancelled; the guest goes on where it ran")]
+    Cancelled,
+    /// The host has no memory for what a file has.
+    #[error("{}: {error}", shown(path))]
+    NoRoom {
+        /// The file.
+        path: PathBuf,
+        /// How much it needs.
+        error: NoRoom,
+    },
+    /// A diff and its base are in two folders.
+    #[error(
+        "the new snapshot has to be in the folder of {}, which has its unchanged pages: give a \
+         path there", shown(.0)
+    )]
+    Apart(PathBuf),
+    /// The memory file cannot be read on demand.
+    #[error(transparent)]
+    Source(#[from] FileError),
+    /// A log of writes was turned off while it was needed.
+    #[error(
+        "the VMM has turned the log of a memory slot off meanwhile, so it is not known which pages \
+         were written: leave it on"
+    )]
+    LogEnded,
+    /// The host gives no thread.
+    #[error(
+        "cannot start a thread: {0}; raise the limit on processes (`ulimit -u`), and try again"
+    )]
+    Thread(io::Error),
+    /// More than one message of a stream carries.
+    #[error(
+        "the machine's state takes {bytes} bytes, and a stream carries {most}: move a machine of \
+         fewer vCPUs"
+    )]
+    TooLong {
+        /// Its size.
+        bytes: usize,
+        /// The most.
+        most: usize,
+    },
+    /// A plan for another number of connections than there can be.
+    #[error("a migration has 1 to {max} streams, and the plan says {0}", max = STREAMS_MAX)]
+    Streams(u32),
+    /// The connection to the other side of a migration has ended.
+    #[error("the connection was cut: {0}")]
+    Cut(io::Error),
+    /// The file in memory for pages that come before the guest.
+    #[error("the pages that have come cannot be kept in memory: {0}; free memory, and try again")]
+    Staging(io::Error),
+    /// The other side of a migration sends what no release of Lacuna sends.
+    #[error("the stream is damaged: {0}; use one release on both sides, and TLS on a bad network")]
+    Stream(String),
+    /// The other side of a migration has given up.
+    #[error("the other side refused: {0}")]
+    Refused(String),
+    /// The other side of a migration speaks another version.
+    #[error(
+        "the other side speaks version {found}, and this release {known}: use one release on both \
+         sides"
+    )]
+    PeerVersion {
+        /// Its version.
+        found: u32,
+        /// That of this release.
+        known: u32,
+    },
+    /// A VM without missing memory cannot be restored lazily.
+    #[error("the VM has no page source: make it with that of the snapshot or migration")]
+    NoSource,
+    /// A lazy restore into other memory slots.
+    #[error("the saved guest's memory slots are not those of a new VM: restore all pages at once")]
+    OtherSlots,
+    /// A file is no whole record of first touches.
+    #[error("{}: {wrong}: record the first touches anew", shown(path))]
+    NoRecord {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        wrong: String,
+    },
+    /// First touches of another snapshot.
+    #[error("the first touches were recorded with another snapshot: give those of this one")]
+    OtherSnapshot,
+    /// A record of first touches was made with another snapshot.
+    #[error(
+        "{}: the record is of another snapshot: give the snapshot that it was made with, or record \
+         anew", shown(.0)
+    )]
+    OtherRecord(PathBuf),
+    /// A saved page has no place in the saved memory slots.
+    #[error("the memory slot at {0} is not one that a machine can have")]
+    Layout(Gpa),
+}
+
+/// The longest text of another process that is shown.
+const SHOWN_MAX: usize = 4096;
+
+/// Another process's text for a terminal: without control characters, and not too long.
+pub(crate) fn printable(text: &str) -> String {
+    let plain = |c: char| if c.is_control() { ' ' } else { c };
+    let mut shown: String = text.chars().take(SHOWN_MAX).map(plain).collect();
+    if text.chars().nth(SHOWN_MAX).is_some() {
+        shown.push_str("...");
+    }
+    shown
+}
+
+/// A path, which a snapshot may have named.
+fn shown(path: &Path) -> String {
+    printable(&path.to_string_lossy())
+}
+
+impl MigrateError {
+    /// Where the cause lies.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Io { error, .. } => match error.kind() {
+                io::ErrorKind::NotFound
+                | io::ErrorKind::NotADirectory
+                | io::ErrorKind::PermissionDenied
+                | io::ErrorKind::ReadOnlyFilesystem
+                | io::ErrorKind::InvalidFilename => ErrorKind::Request,
+                _ => ErrorKind::Host,
+            },
+            Self::Exists(_)
+            | Self::Damaged { .. }
+            | Self::Version { .. }
+            | Self::OtherMachine { .. }
+            | Self::NotRunning
+            | Self::SlotsChanged
+            | Self::LogEnded
+            | Self::Layout(_)
+            | Self::State(_)
+            | Self::NoSource
+            | Self::Apart(_)
+            | Self::OtherSlots
+            | Self::NoRecord { .. }
+            | Self::OtherRecord(_)
+            | Self::OtherSnapshot
+            | Self::Cancelled => ErrorKind::Request,
+            Self::Streams(_) | Self::TooLong { .. } => ErrorKind::Request,
+            Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Request,
+            Self::Cut(_) | Self::Staging(_) | Self::Thread(_) => ErrorKind::Host,
+            Self::Source(FileError::Thread(_)) => ErrorKind::Host,
+            Self::Source(_) => ErrorKind::Request,
+            Self::Busy(_) => ErrorKind::Guest,
+            Self::Memory(error) => error.kind(),
+            Self::Slot(error) => error.kind(),
+            Self::Dirty(_) | Self::Vcpus(_) | Self::NoVm(_) | Self::NoRoom { .. } => {
+                ErrorKind::Host
+            }
+        }
+    }
+
+    pub(crate) fn stream(wrong: impl Into<String>) -> Self {
+        Self::Stream(printable(&wrong.into()))
+    }
+
+    pub(crate) fn io(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |error| Self::Io { path, what, error }
+    }
+
+    pub(crate) fn damaged(path: &Path, wrong: impl Into<String>) -> Self {
+        Self::Damaged {
+            path: path.to_owned(),
+            wrong: printable(&wrong.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What another process has written reaches a terminal.
+    #[test]
+    fn texts_have_no_control_characters_and_an_end() {
+        let hostile = format!("\u{1b}[2J\0\r{}", "x".repeat(70_000));
+        let path = Path::new(&hostile);
+        let io = |path| MigrateError::io(path, "read the file")(io::ErrorKind::NotFound.into());
+        for error in [
+            MigrateError::stream(&*hostile),
+            MigrateError::damaged(path, &*hostile),
+            io(path),
+        ] {
+            let text = error.to_string();
+            assert!(!text.contains(char::is_control), "{text:?}");
+            assert!(text.len() < 3 * SHOWN_MAX, "{}", text.len());
+        }
+    }
+}

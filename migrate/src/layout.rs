@@ -1,0 +1,146 @@
+//! The memory slots of a VM, and the numbers of their pages.
+
+use crate::MigrateError;
+use lacuna_addr::{Gfn, GfnRange, Gpa};
+use lacuna_machine::{MemorySlots, SlotFlags, SlotId, SourcePage};
+use serde::{Deserialize, Serialize};
+
+/// The memory slots of a VM. Their pages have numbers from 0, slot after slot, in ascending order
+/// of their addresses: a memory file has its bytes in this order.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryLayout {
+    slots: Vec<SlotLayout>,
+}
+
+/// One memory slot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SlotLayout {
+    /// Its number.
+    pub id: u16,
+    /// Guest frame number of its first page.
+    pub gfn: u64,
+    /// Its size in pages of 4 KiB.
+    pub pages: u64,
+    /// [`SlotFlags`] as a number, without those of dirty logging and of missing memory: they are
+    /// the VMM's, and not the guest's.
+    pub flags: u32,
+}
+
+/// The flags that a guest can notice.
+const KEPT: SlotFlags = SlotFlags::READONLY;
+
+impl SlotLayout {
+    fn range(&self) -> Option<GfnRange> {
+        GfnRange::new(Gfn::new(self.gfn)?, self.pages)
+    }
+
+    /// Guest-physical address of its first byte. [`MemoryLayout::check`] has seen the slot.
+    fn gpa(&self, page: u64) -> Gpa {
+        Gfn::new(self.gfn + page)
+            .expect("a page of a checked slot")
+            .gpa()
+    }
+}
+
+impl MemoryLayout {
+    /// The layout of `vm` at present.
+    pub fn of(vm: &(impl MemorySlots + ?Sized)) -> Self {
+        let slots = vm.memory_slots().into_iter().map(|slot| SlotLayout {
+            id: slot.id.0,
+            gfn: slot.gfns.start().get(),
+            pages: slot.gfns.pages(),
+            flags: (slot.flags & KEPT).bits(),
+        });
+        Self {
+            slots: slots.collect(),
+        }
+    }
+
+    /// The slots, in ascending order of their addresses.
+    pub fn slots(&self) -> &[SlotLayout] {
+        &self.slots
+    }
+
+    /// All pages of all slots.
+    pub fn pages(&self) -> u64 {
+        self.slots.iter().map(|slot| slot.pages).sum()
+    }
+
+    /// Checks a layout that comes from outside: slots that a machine can have, in order, no two
+    /// with one number or one page.
+    ///
+    /// # Errors
+    /// [`MigrateError::Layout`].
+    pub fn check(&self) -> Result<(), MigrateError> {
+        let mut end = 0;
+        for (index, slot) in self.slots.iter().enumerate() {
+            let wrong = || MigrateError::Layout(Gpa::truncate(slot.gfn << 12));
+            let range = slot.range().ok_or_else(wrong)?;
+            let flags = SlotFlags::from_bits(slot.flags).ok_or_else(wrong)?;
+            let is_new = self.slots[..index].iter().all(|other| other.id != slot.id);
+            if slot.gfn < end || !KEPT.contains(flags) || !is_new {
+                return Err(wrong());
+            }
+            end = range.end_raw();
+        }
+        Ok(())
+    }
+
+    /// The number of the page `index` of slot `id`, as [`lacuna_machine::harvest`] names it.
+    pub fn number(&self, id: SlotId, index: usize) -> Option<SourcePage> {
+        let mut first = 0;
+        for slot in &self.slots {
+            if slot.id == id.0 {
+                let index = index as u64;
+                return (index < slot.pages).then_some(SourcePage(first + index));
+            }
+            first += slot.pages;
+        }
+        None
+    }
+
+    /// Where the pages from `first` on are: the address of the first, and how many of the `pages`
+    /// follow it in its slot. `None` beyond the end.
+    pub fn place(&self, first: SourcePage, pages: u64) -> Option<(Gpa, u64)> {
+        let mut at = first.0;
+        for slot in &self.slots {
+            if at < slot.pages {
+                return Some((slot.gpa(at), pages.min(slot.pages - at)));
+            }
+            at -= slot.pages;
+        }
+        None
+    }
+
+    /// Changes the slots of `vm`, which does not run, to this layout. Its memory becomes zeros
+    /// where slots are new.
+    ///
+    /// # Errors
+    /// The VM refuses a slot.
+    pub fn apply(&self, vm: &(impl MemorySlots + ?Sized)) -> Result<(), MigrateError> {
+        let same = |slot: &SlotLayout, id: SlotId, gfns: GfnRange| {
+            slot.id == id.0 && slot.range() == Some(gfns)
+        };
+        for have in vm.memory_slots() {
+            if !self.slots.iter().any(|slot| same(slot, have.id, have.gfns)) {
+                vm.remove_slot(have.id)?;
+            }
+        }
+        for slot in &self.slots {
+            let id = SlotId(slot.id);
+            let flags = SlotFlags::from_bits_truncate(slot.flags);
+            let have = vm.memory_slots().into_iter().find(|have| have.id == id);
+            match have {
+                Some(have) if have.flags & KEPT == flags => {}
+                Some(have) => vm.set_slot_flags(id, (have.flags - KEPT) | flags)?,
+                None => {
+                    let wrong = || MigrateError::Layout(Gpa::truncate(slot.gfn << 12));
+                    vm.add_memory(id, slot.range().ok_or_else(wrong)?, flags)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

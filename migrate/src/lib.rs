@@ -1,0 +1,46 @@
+//! Moves a VM to a file and back, or to another process, over the interface that every backend has.
+//!
+//! ```text
+//!              pages (rounds: all, then those written meanwhile)
+//! running VM ──────────────────────────────────────────────────► snapshot ──► another VM
+//!              pause ─► the last pages, the machine's state
+//! ```
+//! [`save`] writes a snapshot while the guest runs, and pauses it for the last pages only;
+//! [`save_paused`] writes one of a guest that [`Guest::pause`] has paused.
+//! [`Snapshot::open`] checks one, and [`Snapshot::restore`] puts it into a VM that was made for it.
+//! [`Snapshot::restore_lazily`] reads pages when the guest needs them. [`stream`] moves the guest
+//! to another process instead, while it runs.
+//!
+//! | file | job |
+//! |---|---|
+//! | `layout` | the memory slots of a VM, and the numbers of their pages |
+//! | `page_set` | a set of pages |
+//! | `copy` | reads pages of a VM for a sink: runs of data, runs of zeros |
+//! | `rounds` | copies a VM that runs, until few pages are left |
+//! | `state` | a machine: what it is, and its state without memory |
+//! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |
+//! | `stream` | a live migration over sockets (docs/formats.md) |
+//!
+//! It sees `machine` and page sources, and no backend, so it is the same code for all of them.
+#![forbid(unsafe_code)]
+
+mod changes;
+mod copy;
+mod error;
+mod layout;
+mod page_set;
+mod rounds;
+mod snapshot;
+mod state;
+pub mod stream;
+
+pub use copy::PageSink;
+pub use error::MigrateError;
+pub use lacuna_source::{Folder, LocalFolder, StoredFile};
+pub use layout::{MemoryLayout, SlotLayout};
+pub use page_set::PageSet;
+pub use rounds::{Budget, Guest, OnPages, OnProgress, Progress, Round, Still};
+pub use snapshot::{
+    Recorder, Saved, Snapshot, SnapshotPages, Touches, Tracked, When, save, save_paused,
+};
+pub use state::{Machine, MachineState};

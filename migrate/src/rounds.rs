@@ -1,0 +1,417 @@
+//! Copies the memory of a guest that runs, until few pages are left, and pauses it for those.
+//!
+//! ```text
+//! log writes ─► round 1: all pages ─► harvest ─► round 2: the written pages ─► ... ─► pause
+//!                                                                  harvest, the last pages, state
+//! ```
+//! A guest that stands still already is copied in one round.
+
+use crate::changes::Changes;
+use crate::copy::{PageSink, copy};
+use crate::state::{MachineState, save_state};
+use crate::{MemoryLayout, MigrateError, PageSet};
+use lacuna_machine::{Pause, Paused, PlatformDevices, StateError, Vm};
+use std::ops::ControlFlow;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A guest that runs: its VM, its devices, and the pauses of its run
+/// ([`lacuna_machine::run_pausable`]).
+pub struct Guest<'a, V: Vm> {
+    /// The VM.
+    pub vm: &'a V,
+    /// Its devices.
+    pub devices: &'a PlatformDevices,
+    /// Pauses its vCPUs.
+    pub pause: &'a Pause<V::Vcpu>,
+}
+
+impl<V: Vm> Clone for Guest<'_, V> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<V: Vm> Copy for Guest<'_, V> {}
+
+/// A guest that stands still, with no vCPU in the middle of an instruction, and its state. It goes
+/// on when this is dropped.
+pub struct Still<'a, V: Vm> {
+    state: MachineState,
+    since: Instant,
+    /// Holds the vCPUs.
+    _paused: Paused<'a, V::Vcpu>,
+}
+
+impl<V: Vm> Still<'_, V> {
+    /// Its state without memory.
+    pub fn state(&self) -> &MachineState {
+        &self.state
+    }
+
+    /// When its pause began.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+}
+
+/// How long a guest may stand still for the last pages.
+#[derive(Clone, Copy, Debug)]
+pub struct Budget {
+    /// The guest is paused when the pages that are left take no longer than this, as the pages
+    /// before did, and a further round would not halve that.
+    pub downtime: Duration,
+    /// After that many rounds it is paused, whatever is left.
+    pub rounds: u32,
+}
+
+impl Default for Budget {
+    /// 50 ms, 30 rounds.
+    fn default() -> Self {
+        Self {
+            downtime: Duration::from_millis(50),
+            rounds: 30,
+        }
+    }
+}
+
+/// One round, as it was.
+#[derive(Clone, Copy, Debug)]
+pub struct Round {
+    /// Pages that it copied.
+    pub pages: u64,
+    /// The time that it took.
+    pub time: Duration,
+}
+
+/// How far a copy is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Which round, from 1; the last one is after the pause.
+    pub round: u32,
+    /// Pages of this round that are copied.
+    pub done: u64,
+    /// Pages of this round.
+    pub pages: u64,
+}
+
+/// Whether another round would leave less than this one has.
+pub(crate) enum Next {
+    /// Copy `left` while the guest runs.
+    Round,
+    /// Pause the guest, and copy the rest.
+    Pause,
+}
+
+/// How much a guest is slowed down that writes as fast as its pages are copied.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Throttle {
+    /// Not at all: it is paused then, whatever is left.
+    Never,
+    /// Its vCPUs are held for that many percent of the time, and for more if that does not help.
+    Held(u32),
+}
+
+impl Throttle {
+    /// Not yet, and step by step when other rounds do not help.
+    pub const LAST_RESORT: Self = Self::Held(0);
+
+    /// The next step. `None`: there is none.
+    const fn next(self) -> Option<Self> {
+        match self {
+            Self::Held(0) => Some(Self::Held(50)),
+            Self::Held(50) => Some(Self::Held(75)),
+            Self::Held(75) => Some(Self::Held(90)),
+            Self::Held(_) | Self::Never => None,
+        }
+    }
+
+    /// Does `work` while the guest is slowed down.
+    fn during<V: Vm, T>(self, guest: &Guest<'_, V>, work: impl FnOnce() -> T) -> T {
+        let Self::Held(percent @ 1..) = self else {
+            return work();
+        };
+        let held = HELD_EACH * percent / 100;
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    // The guest may have ended.
+                    let paused = guest.pause.begin(guest.vm);
+                    thread::sleep(held);
+                    drop(paused);
+                    thread::sleep(HELD_EACH - held);
+                }
+            });
+            let _over = Over(&is_over);
+            work()
+        })
+    }
+}
+
+/// The time in which a slowed guest is held once. It is shorter than a time slice of most guests'
+/// schedulers, so that no process has all of the pause.
+const HELD_EACH: Duration = Duration::from_millis(10);
+
+/// Says that some work is over, also after a panic.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The part of the budget that a pause may take without a further round that would make it shorter.
+const SHORT: u32 = 16;
+
+/// What to do after `done` rounds, with `left` pages. Slows the guest down if that may help.
+pub(crate) fn next(budget: &Budget, throttle: &mut Throttle, done: &[Round], left: u64) -> Next {
+    let Some(last) = done.last() else {
+        return Next::Round;
+    };
+    let rest = rest_takes(done, left);
+    let fits = rest <= budget.downtime;
+    // The guest writes few pages while as many are copied: another round makes its pause shorter.
+    let is_worth_it = 2 * left < last.pages && rest > budget.downtime / SHORT;
+    if fits && !is_worth_it || done.len() as u32 >= budget.rounds {
+        return Next::Pause;
+    }
+    // A guest that writes as fast as pages are copied leaves as many each time.
+    if done.len() > 1 && left >= last.pages {
+        let Some(more) = throttle.next() else {
+            return Next::Pause;
+        };
+        *throttle = more;
+    }
+    Next::Round
+}
+
+/// The time that `left` pages take, at the rate of the rounds before.
+fn rest_takes(done: &[Round], left: u64) -> Duration {
+    let pages: u64 = done.iter().map(|round| round.pages).sum();
+    let time: Duration = done.iter().map(|round| round.time).sum();
+    time.mul_f64(left as f64 / pages.max(1) as f64)
+}
+
+/// A guest that was copied while it ran, and stands still now.
+pub(crate) struct Copied<'a, V: Vm> {
+    pub still: Still<'a, V>,
+    pub rounds: Vec<Round>,
+    /// Pages that were not copied, or were written since.
+    pub left: PageSet,
+}
+
+impl<V: Vm> Copied<'_, V> {
+    /// Whether the pages that are left fit into the budget, at the rate of the rounds before.
+    pub fn fits(&self, budget: &Budget) -> bool {
+        rest_takes(&self.rounds, self.left.len()) <= budget.downtime
+    }
+
+    /// Copies the pages that are left.
+    pub fn copy_rest(
+        &mut self,
+        vm: &V,
+        layout: &MemoryLayout,
+        sinks: &mut [impl PageSink + Send],
+        progress: OnProgress<'_>,
+    ) -> Result<(), MigrateError> {
+        let before = self.rounds.len();
+        let round = one_round(vm, layout, &self.left, before, sinks, progress)?;
+        self.rounds.push(round);
+        self.left = PageSet::empty(layout.pages());
+        Ok(())
+    }
+}
+
+/// Gets the number of pages since the last call, and cancels the work by `Break`.
+pub type OnPages<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
+
+/// Gets the progress of a copy, and cancels it by `Break`.
+pub type OnProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
+
+/// Copies changed pages of `guest` while it runs, and pauses it when the pages that are left fit
+/// into the budget, or another round would not help.
+pub(crate) fn copy_live<'a, V: Vm>(
+    guest: &Guest<'a, V>,
+    changes: &mut Changes<'_, V>,
+    (budget, mut throttle): (&Budget, Throttle),
+    sinks: &mut [impl PageSink + Send],
+    progress: OnProgress<'_>,
+) -> Result<Copied<'a, V>, MigrateError> {
+    let layout = changes.layout().clone();
+    changes.harvest()?;
+    let mut left = changes.changed().clone();
+    let mut rounds = Vec::new();
+    while let Next::Round = next(budget, &mut throttle, &rounds, left.len()) {
+        let before = rounds.len();
+        let round = throttle.during(guest, || {
+            one_round(guest.vm, &layout, &left, before, sinks, progress)
+        });
+        rounds.push(round?);
+        left = changes.harvest()?;
+    }
+    let still = guest.pause()?;
+    left.add(&changes.harvest()?);
+    changes.check_slots()?;
+    Ok(Copied {
+        still,
+        rounds,
+        left,
+    })
+}
+
+/// Copies the changed pages of a guest that stands still.
+pub(crate) fn copy_still<V: Vm>(
+    vm: &V,
+    changes: &mut Changes<'_, V>,
+    sinks: &mut [impl PageSink + Send],
+    progress: OnProgress<'_>,
+) -> Result<Round, MigrateError> {
+    changes.harvest()?;
+    changes.check_slots()?;
+    one_round(vm, changes.layout(), changes.changed(), 0, sinks, progress)
+}
+
+/// Copies all pages of a guest that stands still.
+pub(crate) fn copy_all(
+    vm: &impl Vm,
+    layout: &MemoryLayout,
+    sinks: &mut [impl PageSink + Send],
+    progress: OnProgress<'_>,
+) -> Result<Round, MigrateError> {
+    one_round(
+        vm,
+        layout,
+        &PageSet::full(layout.pages()),
+        0,
+        sinks,
+        progress,
+    )
+}
+
+fn one_round<V: Vm>(
+    vm: &V,
+    layout: &MemoryLayout,
+    set: &PageSet,
+    before: usize,
+    sinks: &mut [impl PageSink + Send],
+    progress: OnProgress<'_>,
+) -> Result<Round, MigrateError> {
+    let start = Instant::now();
+    let pages = set.len();
+    let mut now = Progress {
+        round: before as u32 + 1,
+        done: 0,
+        pages,
+    };
+    if progress(now).is_break() {
+        return Err(MigrateError::Cancelled);
+    }
+    copy(vm, layout, set, sinks, &mut |more| {
+        now.done += more;
+        progress(now)
+    })?;
+    let time = start.elapsed();
+    Ok(Round { pages, time })
+}
+
+/// How often a pause is tried again.
+const TRIES: usize = 100;
+/// The time between two tries.
+const PAUSE: Duration = Duration::from_millis(1);
+
+impl<'a, V: Vm> Guest<'a, V> {
+    /// Makes the guest stand still. Another thread that has paused it is waited for.
+    ///
+    /// # Errors
+    /// [`MigrateError::NotRunning`], [`MigrateError::Busy`], [`MigrateError::State`].
+    pub fn pause(&self) -> Result<Still<'a, V>, MigrateError> {
+        let mut tries = 0;
+        loop {
+            let since = Instant::now();
+            let paused = self.pause.begin(self.vm);
+            let mut paused = paused.ok_or(MigrateError::NotRunning)?;
+            match save_state(self.vm, paused.vcpus(), self.devices) {
+                Ok(state) => {
+                    return Ok(Still {
+                        state,
+                        since,
+                        _paused: paused,
+                    });
+                }
+                Err(error @ StateError::MidInstruction { .. }) if tries == TRIES => {
+                    return Err(MigrateError::Busy(error));
+                }
+                Err(StateError::MidInstruction { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+            // It goes on, and completes its instruction.
+            drop(paused);
+            thread::sleep(PAUSE);
+            tries += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn round(pages: u64, ms: u64) -> Round {
+        let time = Duration::from_millis(ms);
+        Round { pages, time }
+    }
+
+    fn pauses(done: &[Round], left: u64) -> bool {
+        let budget = Budget {
+            downtime: Duration::from_millis(10),
+            rounds: 3,
+        };
+        matches!(next(&budget, &mut Throttle::Never, done, left), Next::Pause)
+    }
+
+    #[test]
+    fn a_guest_that_writes_as_fast_is_slowed_down_before_it_is_paused() {
+        let budget = Budget {
+            downtime: Duration::from_millis(10),
+            rounds: 30,
+        };
+        let mut throttle = Throttle::LAST_RESORT;
+        let mut done = vec![round(1000, 100)];
+        let mut steps = Vec::new();
+        while let Next::Round = next(&budget, &mut throttle, &done, 900) {
+            done.push(round(900, 90));
+            steps.push(throttle);
+        }
+        let expected = [0, 0, 50, 75, 90].map(Throttle::Held);
+        assert_eq!(steps, expected[1..]);
+        // It is not slowed down where rounds help.
+        let mut throttle = Throttle::LAST_RESORT;
+        let rounds = [round(1000, 100), round(900, 90)];
+        assert!(matches!(
+            next(&budget, &mut throttle, &rounds, 800),
+            Next::Round
+        ));
+        assert_eq!(throttle, Throttle::LAST_RESORT);
+    }
+
+    #[test]
+    fn the_guest_is_paused_when_the_rest_fits_or_more_rounds_do_not_help() {
+        // 10 pages a millisecond.
+        let first = round(1000, 100);
+        assert!(!pauses(&[], 1000), "before the first round");
+        assert!(!pauses(&[first], 101), "too long");
+        assert!(!pauses(&[first], 100), "another round makes it shorter");
+        assert!(pauses(&[first], 6), "short enough");
+        assert!(!pauses(&[first, round(100, 10)], 49));
+        assert!(pauses(&[first, round(100, 10)], 50), "as long again");
+        assert!(!pauses(&[first, round(500, 50)], 499));
+        assert!(pauses(&[first, round(500, 50)], 500), "it writes as fast");
+        assert!(
+            pauses(&[first, round(500, 50), round(400, 40)], 300),
+            "3 rounds"
+        );
+    }
+}

@@ -1,0 +1,240 @@
+//! A snapshot whose pages are read when the guest needs them, and in the background.
+//!
+//! ```text
+//! vCPU needs a page ─► the VM asks SnapshotPages ─┬─ zeros ─────────────────────────► provided
+//!                                                 └─ its folder reads it ─► check ─► provided
+//! replay, prefetch: a thread of the VMM ─┬─ the pages of a record of first touches, in its order
+//!                                        └─ the other pages with content, in the order of the file
+//! ```
+//! The page that comes first counts. Both ways check a page's checksum before the guest gets it.
+
+use super::files::{ZEROS, entry_of};
+use super::reader::{Buffer, Layer, Places, Snapshot};
+use super::touches::{Recorder, Touches};
+use crate::rounds::OnPages;
+use crate::state::restore_state;
+use crate::{MemoryLayout, MigrateError, PageSet};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_machine::{
+    Answer, MissingMemory, PageRequest, PageSource, PlatformDevices, Policy, SourcePage, Vm,
+};
+use lacuna_source::{Asker, MemoryId};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+const ZERO_PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// Pages of a record that are put in the order of the file: first a few, because the guest needs
+/// those at once, and then more, because larger parts of the file are read faster.
+const WINDOW_FIRST: usize = 64;
+/// 16 MiB.
+const WINDOW_LAST: usize = 4096;
+
+/// The pages of a snapshot, each read when it is asked for.
+pub struct SnapshotPages {
+    /// One for each layer.
+    files: Vec<Box<dyn PageSource>>,
+    places: Arc<Places>,
+    path: PathBuf,
+    recorder: Option<Recorder>,
+}
+
+impl SnapshotPages {
+    /// Records from now on which pages are asked for, in their order.
+    ///
+    /// A page that [`Snapshot::prefetch`] brings first is not asked for, so it is not in the
+    /// record. To record all first touches of a time, begin to prefetch after that time.
+    #[must_use]
+    pub fn recorded(mut self, by: &Recorder) -> Self {
+        self.recorder = Some(by.clone());
+        self
+    }
+}
+
+impl Snapshot {
+    /// A recorder of first touches, which has none yet.
+    pub fn recorder(&self) -> Recorder {
+        Recorder::new(self.id())
+    }
+
+    /// A source of this snapshot's pages: make the VM for [`Snapshot::restore_lazily`] with it.
+    ///
+    /// # Errors
+    /// [`MigrateError::Source`].
+    pub fn pages_on_demand(&self, policy: Policy) -> Result<SnapshotPages, MigrateError> {
+        let pages = PageCount::new(self.places().pages());
+        let open = |layer: &Layer| layer.file.page_source(pages, policy.clone());
+        let files: Result<Vec<_>, _> = self.layers().iter().map(open).collect();
+        Ok(SnapshotPages {
+            files: files?,
+            places: Arc::clone(self.places()),
+            path: self.layers()[0].path.clone(),
+            recorder: None,
+        })
+    }
+
+    /// As [`Snapshot::restore`], and reads no page: they come when the guest needs them. `vm` was
+    /// made with [`Snapshot::pages_on_demand`] as its page source. The files must stay as they are
+    /// until [`Snapshot::prefetch`] has ended; a page of a file that has changed is lost.
+    ///
+    /// # Errors
+    /// The VM is another machine, has no page source or other memory slots, or a value of the state
+    /// is refused.
+    pub fn restore_lazily<V: Vm>(
+        &self,
+        vm: &Arc<V>,
+        devices: &PlatformDevices,
+    ) -> Result<Vec<V::Vcpu>, MigrateError> {
+        self.machine().check(&**vm)?;
+        // A VM asks its page source for the slots that it was made with, by their order.
+        if MemoryLayout::of(&**vm) != self.machine().layout {
+            return Err(MigrateError::OtherSlots);
+        }
+        missing_memory(&**vm)?;
+        let bare = vm.bare_vcpus();
+        let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
+        restore_state(&**vm, &mut vcpus, devices, self.state())?;
+        Ok(vcpus)
+    }
+
+    /// Provides all pages with content that are still missing, in the order of the file, while the
+    /// guest runs. Calls `each` with the number of pages that the guest lacked, since the last
+    /// call. Afterwards the guest needs no file of the snapshot.
+    ///
+    /// # Errors
+    /// A page is damaged, or `each` says `Break`. The guest runs on; it loses the damaged pages
+    /// when it needs them.
+    pub fn prefetch<V: Vm>(&self, vm: &V, each: OnPages<'_>) -> Result<(), MigrateError> {
+        let missing = missing_memory(vm)?;
+        self.read_pages(each, &mut |gpa, bytes| {
+            Ok(missing.provide(gpa, bytes)?.taken)
+        })
+    }
+
+    /// Provides the pages of `touches` that are still missing, zeros included, while the guest
+    /// runs: about in the order of the record, and pages side by side at once. Calls `each` as
+    /// [`Snapshot::prefetch`] does. [`Snapshot::prefetch_rest`] brings the other pages.
+    ///
+    /// # Errors
+    /// As [`Snapshot::prefetch`]; [`MigrateError::OtherSnapshot`].
+    pub fn replay<V: Vm>(
+        &self,
+        vm: &V,
+        touches: &Touches,
+        each: OnPages<'_>,
+    ) -> Result<(), MigrateError> {
+        let missing = missing_memory(vm)?;
+        if !touches.is_of(self.id()) {
+            return Err(MigrateError::OtherSnapshot);
+        }
+        let mut provide = |gpa, bytes: &[u8]| Ok(missing.provide(gpa, bytes)?.taken);
+        let mut buffer = Buffer::default();
+        for run in runs(touches.pages()) {
+            self.read_range(run.clone(), &mut buffer, each, &mut provide)?;
+            let is_zeros = |page: &u64| matches!(self.places().get(*page), Some((ZEROS, _)));
+            for page in run.filter(is_zeros) {
+                let taken = self.put(page, &ZERO_PAGE, &mut provide)?;
+                if each(taken).is_break() {
+                    return Err(MigrateError::Cancelled);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Snapshot::prefetch`], without the pages of `touches`, which [`Snapshot::replay`] has
+    /// brought.
+    ///
+    /// # Errors
+    /// As [`Snapshot::prefetch`].
+    pub fn prefetch_rest<V: Vm>(
+        &self,
+        vm: &V,
+        touches: &Touches,
+        each: OnPages<'_>,
+    ) -> Result<(), MigrateError> {
+        let missing = missing_memory(vm)?;
+        let mut rest = PageSet::full(self.places().pages());
+        touches
+            .pages()
+            .iter()
+            .for_each(|page| _ = rest.remove(*page));
+        let mut provide = |gpa, bytes: &[u8]| Ok(missing.provide(gpa, bytes)?.taken);
+        let mut buffer = Buffer::default();
+        rest.runs()
+            .try_for_each(|run| self.read_range(run, &mut buffer, each, &mut provide))
+    }
+}
+
+/// The pages of a record as ranges: windows of the record one after the other, and in each window
+/// the pages in the order of the file.
+fn runs(pages: &[SourcePage]) -> impl Iterator<Item = Range<u64>> {
+    let (mut rest, mut window) = (pages, WINDOW_FIRST);
+    let windows = std::iter::from_fn(move || {
+        let (now, later) = rest.split_at(window.min(rest.len()));
+        rest = later;
+        window = (window * 2).min(WINDOW_LAST);
+        (!now.is_empty()).then_some(now)
+    });
+    windows.flat_map(|window| {
+        let mut pages: Vec<u64> = window.iter().map(|page| page.0).collect();
+        pages.sort_unstable();
+        pages.dedup();
+        let side_by_side = |a: &u64, b: &u64| *b == *a + 1;
+        let runs = pages.chunk_by(side_by_side);
+        let runs: Vec<_> = runs.map(|run| run[0]..run[run.len() - 1] + 1).collect();
+        runs
+    })
+}
+
+fn missing_memory(vm: &impl Vm) -> Result<&dyn MissingMemory, MigrateError> {
+    vm.missing_memory().ok_or(MigrateError::NoSource)
+}
+
+impl PageSource for SnapshotPages {
+    fn describe(&self) -> String {
+        format!("the snapshot's memory {}", self.path.display())
+    }
+
+    fn memory_id(&self) -> MemoryId {
+        // The first has the newest pages; no other snapshot has its file.
+        self.files[0].memory_id()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let page = request.page();
+        if let Some(recorder) = &self.recorder {
+            recorder.note(page);
+        }
+        // Late: the page was prefetched, or its memory is gone.
+        let _ = match self.places.get(page.0) {
+            None => request.fail(&format!("{page} is beyond the snapshot's memory")),
+            Some((ZEROS, _)) => request.provide(&ZERO_PAGE),
+            Some((entry, layer)) => {
+                let checked = Arc::new(Checked { request, entry });
+                return self.files[layer].fetch(PageRequest::new(checked, page.0, page));
+            }
+        };
+    }
+}
+
+/// Checks an answer before it is passed on.
+struct Checked {
+    request: PageRequest,
+    entry: u32,
+}
+
+impl Asker for Checked {
+    fn answer(&self, page: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+        match content {
+            Ok(bytes) if entry_of(bytes) == self.entry => self.request.provide(bytes),
+            Ok(_) => {
+                let page = SourcePage(page);
+                let reason = format!("the checksum of {page} differs: the snapshot is damaged");
+                self.request.fail(&reason)
+            }
+            Err(reason) => self.request.fail(reason),
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! The files of a snapshot, in a folder. docs/formats.md describes them.
+//!
+//! ```text
+//! NAME/snapshot.json   version, machine, state
+//!      memory          the pages, one after the other; sparse
+//!      pages           four bytes for each page: what it is, or its checksum
+//!      checksums       of snapshot.json and pages
+//! ```
+//! A snapshot is written beside its place, made durable, and renamed: a folder with the name of a
+//! snapshot is a whole one.
+
+mod files;
+mod lazy;
+mod reader;
+mod touches;
+mod writer;
+
+pub use lazy::SnapshotPages;
+pub use reader::Snapshot;
+pub use touches::{Recorder, Touches};
+pub use writer::{Saved, Tracked, When, save, save_paused};

@@ -1,0 +1,382 @@
+//! Reads a snapshot.
+
+use super::files::{
+    CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, Version, WHOLE, ZEROS, entry_of,
+};
+use super::touches::SnapshotId;
+use crate::rounds::OnPages;
+use crate::state::restore_state;
+use crate::{Machine, MachineState, MigrateError};
+use lacuna_addr::{Gpa, PAGE_SIZE, room_for};
+use lacuna_machine::{PlatformDevices, SourcePage, Vm};
+use lacuna_source::{Folder, LocalFolder, StoredFile};
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A snapshot on disk, with the snapshots that have its unchanged pages.
+pub struct Snapshot {
+    document: Document,
+    places: Arc<Places>,
+    /// The memory file of this snapshot, of its base, and so on.
+    layers: Vec<Layer>,
+    id: SnapshotId,
+}
+
+/// Where each page is.
+pub(super) struct Places {
+    /// As [`PAGES`] has them; none is [`UNCHANGED`].
+    entries: Vec<u32>,
+    /// In which layer; empty if there is one layer.
+    layers: Vec<u8>,
+}
+
+/// A memory file.
+pub(super) struct Layer {
+    pub file: Box<dyn StoredFile>,
+    pub path: PathBuf,
+}
+
+/// Takes whole pages at an address, and says how many it had a use for.
+pub(super) type Put<'a> = &'a mut dyn FnMut(Gpa, &[u8]) -> Result<u64, MigrateError>;
+
+/// Pages that are read at once.
+const CHUNK: usize = 256;
+/// The most snapshots that one is made of.
+const LAYERS_MAX: usize = 32;
+
+/// Room for [`CHUNK`] pages.
+pub(super) struct Buffer(Vec<u8>);
+
+impl Default for Buffer {
+    fn default() -> Self {
+        Self(vec![0; CHUNK * PAGE_SIZE])
+    }
+}
+
+impl Places {
+    /// The entry of a page, and its layer.
+    pub fn get(&self, page: u64) -> Option<(u32, usize)> {
+        let page = usize::try_from(page).ok()?;
+        let layer = self.layers.get(page).copied().unwrap_or(0);
+        Some((*self.entries.get(page)?, layer.into()))
+    }
+
+    pub fn pages(&self) -> u64 {
+        self.entries.len() as u64
+    }
+
+    /// Pages with content from `page` on that are in one layer, at most `max`.
+    pub fn run(&self, page: u64, max: usize) -> usize {
+        let layer = self.get(page).map(|(_, layer)| layer);
+        let places = (page..).map_while(|page| self.get(page));
+        let data = places.take_while(|place| place.0 != ZEROS && Some(place.1) == layer);
+        data.take(max).count()
+    }
+}
+
+/// The files of one folder.
+struct Opened {
+    document: Document,
+    entries: Vec<u32>,
+    memory: Layer,
+    checksums: u32,
+}
+
+impl Snapshot {
+    /// Opens the snapshot at `path`, and checks everything but the pages, which are checked when
+    /// they are read.
+    ///
+    /// # Errors
+    /// A file is missing or damaged, or has another format.
+    pub fn open(path: &Path) -> Result<Self, MigrateError> {
+        Self::open_in(Arc::new(LocalFolder::new(path)))
+    }
+
+    /// As [`Snapshot::open`], in any folder.
+    ///
+    /// # Errors
+    /// As [`Snapshot::open`].
+    pub fn open_in(mut at: Arc<dyn Folder>) -> Result<Self, MigrateError> {
+        let path = &at.path().to_owned();
+        let top = Opened::open(&*at)?;
+        let mut entries = top.entries;
+        let (mut layers, mut layer_of) = (vec![top.memory], Vec::new());
+        let mut next = top.document.base.clone();
+        while let Some(base) = next {
+            at = beside(&*at, &base.name)?;
+            let below = Opened::open(&*at)?;
+            let is_it = below.checksums == base.checksums;
+            if !is_it || below.document.machine.layout != top.document.machine.layout {
+                let wrong = format!("it is not the one that {} has changed", path.display());
+                return Err(MigrateError::damaged(at.path(), wrong));
+            }
+            if layers.len() == LAYERS_MAX {
+                let wrong = format!("it has more than {LAYERS_MAX} snapshots below it");
+                return Err(MigrateError::damaged(path, wrong));
+            }
+            layer_of.resize(entries.len(), 0);
+            let pages = entries.iter_mut().zip(&mut layer_of).zip(&below.entries);
+            for ((entry, layer), below) in pages {
+                if *entry == UNCHANGED {
+                    (*entry, *layer) = (*below, layers.len() as u8);
+                }
+            }
+            layers.push(below.memory);
+            next = below.document.base;
+        }
+        if entries.contains(&UNCHANGED) {
+            let wrong = "a page has neither content nor a base";
+            return Err(MigrateError::damaged(&at.path().join(PAGES), wrong));
+        }
+        let places = Places {
+            entries,
+            layers: layer_of,
+        };
+        Ok(Self {
+            id: SnapshotId {
+                checksums: top.checksums,
+                pages: places.pages(),
+            },
+            document: top.document,
+            places: Arc::new(places),
+            layers,
+        })
+    }
+
+    /// The machine that was saved: make a VM of this configuration for [`Snapshot::restore`].
+    pub fn machine(&self) -> &Machine {
+        &self.document.machine
+    }
+
+    /// Pages with content.
+    pub fn pages(&self) -> u64 {
+        let entries = self.places.entries.iter();
+        entries.filter(|entry| **entry != ZEROS).count() as u64
+    }
+
+    /// Puts memory and state into `vm`, a new VM without an image, and `devices`, new ones. Returns
+    /// the vCPUs, which go on where the saved ones were. Calls `each` with the number of pages
+    /// since the last call.
+    ///
+    /// # Errors
+    /// The VM is another machine, a page is damaged, a value of the state is refused, or `each`
+    /// says `Break`.
+    pub fn restore<V: Vm>(
+        &self,
+        vm: &Arc<V>,
+        devices: &PlatformDevices,
+        each: OnPages<'_>,
+    ) -> Result<Vec<V::Vcpu>, MigrateError> {
+        self.document.machine.check(&**vm)?;
+        self.document.machine.layout.apply(&**vm)?;
+        self.read_pages(each, &mut |gpa, bytes| {
+            vm.write(gpa, bytes)?;
+            Ok((bytes.len() / PAGE_SIZE) as u64)
+        })?;
+        let bare = vm.bare_vcpus();
+        let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
+        restore_state(&**vm, &mut vcpus, devices, &self.document.state)?;
+        Ok(vcpus)
+    }
+
+    pub(super) fn id(&self) -> SnapshotId {
+        self.id
+    }
+
+    pub(super) fn places(&self) -> &Arc<Places> {
+        &self.places
+    }
+
+    pub(super) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
+    pub(super) fn state(&self) -> &MachineState {
+        &self.document.state
+    }
+
+    /// Reads all pages with content, and gives them to `put`, which says how many it has taken.
+    pub(super) fn read_pages(&self, each: OnPages<'_>, put: Put<'_>) -> Result<(), MigrateError> {
+        self.read_range(0..self.places.pages(), &mut Buffer::default(), each, put)
+    }
+
+    /// As [`Snapshot::read_pages`], of the pages of `range`.
+    pub(super) fn read_range(
+        &self,
+        range: Range<u64>,
+        buffer: &mut Buffer,
+        each: OnPages<'_>,
+        put: Put<'_>,
+    ) -> Result<(), MigrateError> {
+        let mut at = range.start;
+        while at < range.end {
+            let max = CHUNK.min((range.end - at) as usize);
+            let pages = self.places.run(at, max);
+            if pages == 0 {
+                // A page of zeros.
+                at += 1;
+                continue;
+            }
+            let bytes = &mut buffer.0[..pages * PAGE_SIZE];
+            self.read(SourcePage(at), bytes)?;
+            let taken = self.put(at, bytes, put)?;
+            at += pages as u64;
+            if each(taken).is_break() {
+                return Err(MigrateError::Cancelled);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads pages with content that are in one layer, and checks them.
+    fn read(&self, first: SourcePage, bytes: &mut [u8]) -> Result<(), MigrateError> {
+        let layer = self.places.get(first.0).map_or(0, |(_, layer)| layer);
+        let Layer { file, path } = &self.layers[layer];
+        let read = file.read_exact_at(bytes, first.0 * PAGE_SIZE as u64);
+        read.map_err(MigrateError::io(path, "read the file"))?;
+        let entries = &self.places.entries[first.0 as usize..];
+        for (index, (page, entry)) in bytes.chunks_exact(PAGE_SIZE).zip(entries).enumerate() {
+            if entry_of(page) != *entry {
+                let wrong = format!("the checksum of page {} differs", first.0 + index as u64);
+                return Err(MigrateError::damaged(path, wrong));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives whole pages to `put`, slot by slot.
+    pub(super) fn put(
+        &self,
+        first: u64,
+        mut bytes: &[u8],
+        put: Put<'_>,
+    ) -> Result<u64, MigrateError> {
+        let (mut at, mut taken) = (first, 0);
+        while !bytes.is_empty() {
+            let pages = (bytes.len() / PAGE_SIZE) as u64;
+            let place = self.document.machine.layout.place(SourcePage(at), pages);
+            let (gpa, pages) = place.expect("there is an entry for each page of the layout");
+            let (now, rest) = bytes.split_at(pages as usize * PAGE_SIZE);
+            taken += put(gpa, now)?;
+            (at, bytes) = (at + pages, rest);
+        }
+        Ok(taken)
+    }
+}
+
+impl Opened {
+    fn open(folder: &dyn Folder) -> Result<Self, MigrateError> {
+        let (sums_path, sums) = read(folder, CHECKSUMS, CHECKSUMS_MAX)?;
+        let checksums = crc32fast::hash(&sums);
+        let sums = String::from_utf8(sums)
+            .map_err(|_| MigrateError::damaged(&sums_path, "it is no text"))?;
+        let (state_path, state) = read(folder, STATE, STATE_MAX)?;
+        check(&sums, STATE, &state_path, &state)?;
+        let document = parse(&state_path, &state)?;
+        let pages = document.machine.layout.pages();
+        let memory = open_sized(folder, MEMORY, pages * PAGE_SIZE as u64)?;
+        // Its size is checked before room is made for it.
+        let entry = size_of::<u32>() as u64;
+        drop(open_sized(folder, PAGES, pages * entry)?);
+        let (pages_path, entries) = read(folder, PAGES, pages * entry)?;
+        check(&sums, PAGES, &pages_path, &entries)?;
+        let entries = entries
+            .chunks_exact(size_of::<u32>())
+            .map(|entry| u32::from_le_bytes(entry.try_into().expect("four bytes")));
+        Ok(Self {
+            document,
+            entries: entries.collect(),
+            memory,
+            checksums,
+        })
+    }
+}
+
+/// The snapshot `name` beside that in `folder`.
+fn beside(folder: &dyn Folder, name: &str) -> Result<Arc<dyn Folder>, MigrateError> {
+    if Path::new(name).file_name() != Some(name.as_ref()) {
+        let wrong = format!("{name:?} is no name of a snapshot beside it");
+        return Err(MigrateError::damaged(&folder.path().join(STATE), wrong));
+    }
+    let found = folder.beside(name);
+    found.map_err(MigrateError::io(folder.path(), "find the folder"))
+}
+
+/// The longest files that are read whole, where no other file says how long they are. A vCPU's
+/// state has up to 30 KiB.
+const CHECKSUMS_MAX: u64 = 4 << 10;
+const STATE_MAX: u64 = 16 << 20;
+
+/// Opens a regular file.
+fn open(folder: &dyn Folder, name: &str) -> Result<Layer, MigrateError> {
+    let path = folder.path().join(name);
+    match folder.open(name) {
+        Ok(file) => Ok(Layer { file, path }),
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            Err(MigrateError::damaged(&path, error.to_string()))
+        }
+        Err(error) => Err(MigrateError::io(&path, "open the file")(error)),
+    }
+}
+
+/// Opens a file that has that many bytes.
+fn open_sized(folder: &dyn Folder, name: &str, bytes: u64) -> Result<Layer, MigrateError> {
+    let opened = open(folder, name)?;
+    match opened.file.length() {
+        found if found == bytes => Ok(opened),
+        found => {
+            let wrong = format!("it has {found} bytes, and the saved machine needs {bytes}");
+            Err(MigrateError::damaged(&opened.path, wrong))
+        }
+    }
+}
+
+/// Reads a whole file of at most `max` bytes.
+fn read(folder: &dyn Folder, name: &str, max: u64) -> Result<(PathBuf, Vec<u8>), MigrateError> {
+    let Layer { file, path } = open(folder, name)?;
+    let found = file.length();
+    if found > max {
+        let wrong = format!("it has {found} bytes, and at most {max} are possible");
+        return Err(MigrateError::damaged(&path, wrong));
+    }
+    let no_room = |error| MigrateError::NoRoom {
+        path: path.clone(),
+        error,
+    };
+    room_for::<u8>(found).map_err(no_room)?;
+    let mut bytes = vec![0; found as usize];
+    let done = file.read_exact_at(&mut bytes, 0);
+    done.map_err(MigrateError::io(&path, "read the file"))?;
+    Ok((path, bytes))
+}
+
+/// Compares a file with its line of [`CHECKSUMS`].
+fn check(sums: &str, name: &str, path: &Path, bytes: &[u8]) -> Result<(), MigrateError> {
+    let line = format!("{:08x}  {name}", crc32fast::hash(bytes));
+    match sums.lines().any(|sum| sum == line) {
+        true => Ok(()),
+        false => Err(MigrateError::damaged(path, "its checksum differs")),
+    }
+}
+
+fn parse(path: &Path, bytes: &[u8]) -> Result<Document, MigrateError> {
+    let wrong = |error: serde_json::Error| MigrateError::damaged(path, error.to_string());
+    let Version { format } = serde_json::from_slice(bytes).map_err(wrong)?;
+    if ![WHOLE, DIFF].contains(&format) {
+        return Err(MigrateError::Version {
+            path: path.to_owned(),
+            found: format,
+            known: DIFF,
+        });
+    }
+    let document: Document = serde_json::from_slice(bytes).map_err(wrong)?;
+    if document.base.is_some() != (format == DIFF) {
+        let wrong = format!("format {format}, and its base do not fit");
+        return Err(MigrateError::damaged(path, wrong));
+    }
+    let checked = document.machine.layout.check();
+    checked.map_err(|wrong| MigrateError::damaged(path, wrong.to_string()))?;
+    Ok(document)
+}

@@ -1,0 +1,330 @@
+//! Writes a snapshot.
+
+use super::files::{
+    Base, CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, WHOLE, ZEROS, entry_of,
+};
+use crate::changes::Changes;
+use crate::copy::PageSink;
+use crate::rounds::{
+    Budget, Guest, OnProgress, Round, Still, Throttle, copy_all, copy_live, copy_still,
+};
+use crate::{Machine, MachineState, MemoryLayout, MigrateError};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{SourcePage, Vm};
+use rustix::fs::{FallocateFlags, fallocate};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::slice;
+use std::time::Duration;
+
+/// How a snapshot was made.
+#[derive(Clone, Debug)]
+pub struct Saved {
+    /// The rounds; the guest was paused during the last one.
+    pub rounds: Vec<Round>,
+    /// How long the guest was paused for it: not at all if it was paused before.
+    pub downtime: Duration,
+    /// Pages with content.
+    pub pages: u64,
+}
+
+/// Saves `guest` as a new snapshot at `path`. The guest runs meanwhile, except for `downtime` of
+/// the result at the end, and goes on afterwards. If it fails, nothing is left at `path`.
+///
+/// Writes are logged meanwhile ([`lacuna_machine::DirtyTracking`]). A VMM that uses the log itself
+/// leaves it on and does not harvest it meanwhile; afterwards it finds there all pages that were
+/// written, unless its VM delivers by rings alone.
+///
+/// # Errors
+/// [`MigrateError`].
+pub fn save<V: Vm>(
+    guest: &Guest<'_, V>,
+    path: &Path,
+    budget: &Budget,
+    progress: OnProgress<'_>,
+) -> Result<Saved, MigrateError> {
+    let mut changes = Changes::log(guest.vm)?;
+    let saved = save_changes(
+        guest,
+        &mut changes,
+        When::Runs(budget),
+        (path, None),
+        progress,
+    )?;
+    Ok(saved.0)
+}
+
+/// Saves `guest`, which stands still as `still` says, as a new snapshot at `path`. If it fails,
+/// nothing is left at `path`.
+///
+/// # Errors
+/// [`MigrateError`].
+pub fn save_paused<V: Vm>(
+    guest: &Guest<'_, V>,
+    still: &Still<'_, V>,
+    path: &Path,
+    progress: OnProgress<'_>,
+) -> Result<Saved, MigrateError> {
+    let layout = MemoryLayout::of(guest.vm);
+    let mut writer = Writer::create(path, layout.pages(), None)?;
+    let round = copy_all(guest.vm, &layout, slice::from_mut(&mut writer), progress)?;
+    let machine = Machine::saved(guest.vm, layout, still.state());
+    let (pages, _) = writer.finish(machine, still.state().clone())?;
+    Ok(Saved {
+        rounds: vec![round],
+        downtime: Duration::ZERO,
+        pages,
+    })
+}
+
+/// Whether a guest runs when it is saved.
+pub enum When<'b, 'a, V: Vm> {
+    /// It runs, and is paused for the last pages, as the budget says.
+    Runs(&'b Budget),
+    /// It stands still.
+    Paused(&'b Still<'a, V>),
+}
+
+/// A guest whose writes are logged since its last snapshot, so that the next one has the changed
+/// pages only. Dropped, it ends the log.
+pub struct Tracked<'a, V: Vm> {
+    changes: Changes<'a, V>,
+    last: PathBuf,
+    checksums: u32,
+}
+
+impl<'a, V: Vm> Tracked<'a, V> {
+    /// Saves `guest` whole at `path`, as [`save`] and [`save_paused`] do, and goes on logging.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn save_first(
+        guest: &Guest<'a, V>,
+        when: When<'_, '_, V>,
+        path: &Path,
+        progress: OnProgress<'_>,
+    ) -> Result<(Saved, Self), MigrateError> {
+        let mut changes = Changes::log(guest.vm)?;
+        let (saved, checksums) = save_changes(guest, &mut changes, when, (path, None), progress)?;
+        let last = path.to_owned();
+        let tracked = Self {
+            changes,
+            last,
+            checksums,
+        };
+        Ok((saved, tracked))
+    }
+
+    /// The last snapshot.
+    pub fn last(&self) -> &Path {
+        &self.last
+    }
+
+    /// Saves what has changed since the last snapshot at `path`, which is in the same folder.
+    /// After an error the last snapshot is still the one to compare with.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn save_changes(
+        &mut self,
+        guest: &Guest<'_, V>,
+        when: When<'_, '_, V>,
+        path: &Path,
+        progress: OnProgress<'_>,
+    ) -> Result<Saved, MigrateError> {
+        let name = self.last.file_name().and_then(|name| name.to_str());
+        let name = name.filter(|_| path.parent() == self.last.parent());
+        let base = Base {
+            name: name
+                .ok_or_else(|| MigrateError::Apart(self.last.clone()))?
+                .to_owned(),
+            checksums: self.checksums,
+        };
+        let to = (path, Some(base));
+        let (saved, checksums) = save_changes(guest, &mut self.changes, when, to, progress)?;
+        (self.last, self.checksums) = (path.to_owned(), checksums);
+        Ok(saved)
+    }
+}
+
+/// Saves the changed pages and the state. Returns the CRC-32 of the new [`CHECKSUMS`] too.
+fn save_changes<V: Vm>(
+    guest: &Guest<'_, V>,
+    changes: &mut Changes<'_, V>,
+    when: When<'_, '_, V>,
+    (path, base): (&Path, Option<Base>),
+    progress: OnProgress<'_>,
+) -> Result<(Saved, u32), MigrateError> {
+    let mut writer = Writer::create(path, changes.layout().pages(), base)?;
+    let (rounds, downtime, machine, state) = match when {
+        When::Runs(budget) => {
+            let mut copied = copy_live(
+                guest,
+                changes,
+                (budget, Throttle::Never),
+                slice::from_mut(&mut writer),
+                progress,
+            )?;
+            copied.copy_rest(
+                guest.vm,
+                changes.layout(),
+                slice::from_mut(&mut writer),
+                progress,
+            )?;
+            let state = copied.still.state().clone();
+            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state);
+            let downtime = copied.still.since().elapsed();
+            (copied.rounds, downtime, machine, state)
+        }
+        When::Paused(still) => {
+            let round = copy_still(guest.vm, changes, slice::from_mut(&mut writer), progress)?;
+            let state = still.state().clone();
+            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state);
+            (vec![round], Duration::ZERO, machine, state)
+        }
+    };
+    let (pages, checksums) = writer.finish(machine, state)?;
+    changes.copied();
+    let saved = Saved {
+        rounds,
+        downtime,
+        pages,
+    };
+    Ok((saved, checksums))
+}
+
+/// A snapshot that is being written. Dropped before [`Writer::finish`], it removes its files.
+struct Writer {
+    /// Its place when it is whole.
+    path: PathBuf,
+    /// Its place until then.
+    partial: PathBuf,
+    memory: File,
+    /// [`PAGES`].
+    entries: Vec<u32>,
+    /// The snapshot that has the other pages.
+    base: Option<Base>,
+}
+
+impl Writer {
+    fn create(path: &Path, pages: u64, base: Option<Base>) -> Result<Self, MigrateError> {
+        if path.symlink_metadata().is_ok() {
+            return Err(MigrateError::Exists(path.to_owned()));
+        }
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(format!(".partial.{}", std::process::id()));
+        let partial = path.with_file_name(name);
+        fs::create_dir(&partial).map_err(MigrateError::io(&partial, "make the folder"))?;
+        let memory = partial.join(MEMORY);
+        let file = File::create_new(&memory).and_then(|file| {
+            file.set_len(pages * PAGE_SIZE as u64)?;
+            Ok(file)
+        });
+        let file = file.map_err(MigrateError::io(&memory, "make the file"));
+        let file = file.inspect_err(|_| drop(fs::remove_dir_all(&partial)))?;
+        Ok(Self {
+            path: path.to_owned(),
+            partial,
+            memory: file,
+            entries: vec![if base.is_some() { UNCHANGED } else { ZEROS }; pages as usize],
+            base,
+        })
+    }
+
+    fn entries_from(&mut self, first: SourcePage, pages: usize) -> &mut [u32] {
+        let first = first.0 as usize;
+        &mut self.entries[first..first + pages]
+    }
+
+    /// Writes the other files, makes all durable, and gives the snapshot its name. Returns the
+    /// number of its own pages with content, and the CRC-32 of [`CHECKSUMS`].
+    fn finish(mut self, machine: Machine, state: MachineState) -> Result<(u64, u32), MigrateError> {
+        let base = self.base.take();
+        let document = Document {
+            format: if base.is_some() { DIFF } else { WHOLE },
+            base,
+            machine,
+            state,
+        };
+        let state = serde_json::to_vec_pretty(&document).expect("plain data has a JSON form");
+        let entries = self.entries.iter().flat_map(|entry| entry.to_le_bytes());
+        let entries: Vec<u8> = entries.collect();
+        let line = |name, bytes: &[u8]| format!("{:08x}  {name}\n", crc32fast::hash(bytes));
+        let checksums = line(STATE, &state) + &line(PAGES, &entries);
+        for (name, bytes) in [
+            (STATE, &*state),
+            (PAGES, &*entries),
+            (CHECKSUMS, checksums.as_bytes()),
+        ] {
+            let path = self.partial.join(name);
+            let written = File::create_new(&path).and_then(|file| {
+                file.write_all_at(bytes, 0)?;
+                file.sync_all()
+            });
+            written.map_err(MigrateError::io(&path, "write the file"))?;
+        }
+        let synced = self.memory.sync_all();
+        synced.map_err(MigrateError::io(
+            &self.partial.join(MEMORY),
+            "write the file",
+        ))?;
+        let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all());
+        sync(&self.partial).map_err(MigrateError::io(&self.partial, "write the folder"))?;
+        let renamed = fs::rename(&self.partial, &self.path);
+        renamed.map_err(MigrateError::io(&self.path, "rename the finished snapshot"))?;
+        let parent = self
+            .path
+            .parent()
+            .filter(|parent| !parent.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        sync(parent).map_err(MigrateError::io(parent, "write the folder"))?;
+        let own = |entry: &&u32| ![ZEROS, UNCHANGED].contains(entry);
+        let pages = self.entries.iter().filter(own).count() as u64;
+        Ok((pages, crc32fast::hash(checksums.as_bytes())))
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        // After `finish` there is no such folder.
+        let _ = fs::remove_dir_all(&self.partial);
+    }
+}
+
+impl PageSink for Writer {
+    fn data(&mut self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
+        let pages = bytes.chunks_exact(PAGE_SIZE);
+        let entries = self.entries_from(first, pages.len());
+        for (entry, page) in entries.iter_mut().zip(pages) {
+            *entry = entry_of(page);
+        }
+        let written = self.memory.write_all_at(bytes, first.0 * PAGE_SIZE as u64);
+        written.map_err(MigrateError::io(
+            &self.partial.join(MEMORY),
+            "write the file",
+        ))
+    }
+
+    fn zeros(&mut self, first: SourcePage, pages: u64) -> Result<(), MigrateError> {
+        let entries = self.entries_from(first, pages as usize);
+        // Holes at first.
+        let is_hole = |entry: &u32| [ZEROS, UNCHANGED].contains(entry);
+        let are_holes = entries.iter().all(is_hole);
+        entries.fill(ZEROS);
+        if are_holes {
+            return Ok(());
+        }
+        let (offset, bytes) = (first.0 * PAGE_SIZE as u64, pages * PAGE_SIZE as u64);
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let punched = fallocate(&self.memory, flags, offset, bytes).map_err(io::Error::from);
+        // A file system without holes.
+        let zeroed =
+            punched.or_else(|_| self.memory.write_all_at(&vec![0; bytes as usize], offset));
+        zeroed.map_err(MigrateError::io(
+            &self.partial.join(MEMORY),
+            "write the file",
+        ))
+    }
+}

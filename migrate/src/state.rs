@@ -1,0 +1,145 @@
+//! A machine: what it is, and its state without memory.
+
+use crate::{MemoryLayout, MigrateError};
+use lacuna_machine::{
+    Apf, Arch, CpuModel, DevicesState, PlatformDevices, SaveRestore, SharedState, StateError,
+    VcpuState, Vm,
+};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What a VM has to be so that it can take a state: the part of its configuration that the guest
+/// notices.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Machine {
+    /// The architecture.
+    pub arch: Arch,
+    /// The number of vCPUs.
+    pub vcpus: usize,
+    /// Memory of the boot layout in bytes ([`lacuna_machine::VmConfig::memory`]).
+    pub memory: u64,
+    /// Whether the guest was offered asynchronous page faults.
+    pub apf: Apf,
+    /// Which processor the guest sees, with the frequency of its TSC if it is the common one.
+    pub cpu: CpuModel,
+    /// The memory slots.
+    pub layout: MemoryLayout,
+}
+
+/// The state of a machine, without its memory.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MachineState {
+    /// The vCPUs, in the order of their numbers.
+    pub vcpus: Vec<VcpuState>,
+    /// What they share.
+    pub shared: SharedState,
+    /// The devices of every guest.
+    pub devices: DevicesState,
+}
+
+impl Machine {
+    /// That of `vm` in `state`.
+    pub(crate) fn saved(vm: &impl Vm, layout: MemoryLayout, state: &MachineState) -> Self {
+        let mut machine = Self::of(vm, layout);
+        if let (CpuModel::Common { tsc_khz }, Some(VcpuState::X86(vcpu))) =
+            (&mut machine.cpu, state.vcpus.first())
+        {
+            *tsc_khz = Some(vcpu.tsc.khz);
+        }
+        machine
+    }
+
+    fn of(vm: &impl Vm, layout: MemoryLayout) -> Self {
+        let config = vm.config();
+        Self {
+            arch: config.arch,
+            vcpus: config.vcpus,
+            memory: config.memory.bytes(),
+            apf: config.apf,
+            cpu: config.cpu,
+            layout,
+        }
+    }
+
+    /// Checks that `vm` is such a machine. Its slots may differ: they are changed at the restore.
+    ///
+    /// # Errors
+    /// [`MigrateError::OtherMachine`].
+    pub fn check(&self, vm: &impl Vm) -> Result<(), MigrateError> {
+        let is = Self::of(vm, MemoryLayout::of(vm));
+        same("architecture", &is.arch, &self.arch)?;
+        same("number of vCPUs", &is.vcpus, &self.vcpus)?;
+        same("memory in bytes", &is.memory, &self.memory)?;
+        same(
+            "setting of async page faults",
+            &Shown(is.apf),
+            &Shown(self.apf),
+        )?;
+        // Each vCPU checks the frequency of its TSC itself: some take over any.
+        let any = |cpu| match cpu {
+            CpuModel::Common { .. } => CpuModel::Common { tsc_khz: None },
+            CpuModel::Host => CpuModel::Host,
+        };
+        same("processor", &Shown(any(is.cpu)), &Shown(any(self.cpu)))
+    }
+}
+
+/// A value as its debug form.
+#[derive(PartialEq)]
+struct Shown<T>(T);
+
+impl<T: fmt::Debug> fmt::Display for Shown<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+fn same<T: PartialEq + fmt::Display>(
+    what: &'static str,
+    is: &T,
+    saved: &T,
+) -> Result<(), MigrateError> {
+    match is == saved {
+        true => Ok(()),
+        false => Err(MigrateError::OtherMachine {
+            what,
+            is: is.to_string(),
+            saved: saved.to_string(),
+        }),
+    }
+}
+
+/// The state of a machine whose vCPUs are paused.
+pub(crate) fn save_state<V: Vm>(
+    vm: &V,
+    vcpus: &mut [V::Vcpu],
+    devices: &PlatformDevices,
+) -> Result<MachineState, StateError> {
+    let shared = vm.save_shared()?;
+    let vcpus = vcpus
+        .iter_mut()
+        .map(SaveRestore::save)
+        .collect::<Result<_, _>>()?;
+    Ok(MachineState {
+        vcpus,
+        shared,
+        devices: devices.save(),
+    })
+}
+
+/// Puts a VM that has its memory into a state.
+pub(crate) fn restore_state<V: Vm>(
+    vm: &V,
+    vcpus: &mut [V::Vcpu],
+    devices: &PlatformDevices,
+    state: &MachineState,
+) -> Result<(), MigrateError> {
+    same("number of vCPUs", &vcpus.len(), &state.vcpus.len())?;
+    devices.restore(&state.devices)?;
+    vm.restore_shared(&state.shared)?;
+    let mut pairs = vcpus.iter_mut().zip(&state.vcpus);
+    pairs.try_for_each(|(vcpu, state)| vcpu.restore(state))?;
+    Ok(())
+}

@@ -1,0 +1,444 @@
+//! The destination of a migration, after it may run the guest: the pages that are left come.
+//!
+//! ```text
+//! this thread     ◄── pages that are left ─── source: put in place
+//! "lacuna-answers" ◄── pages that were asked for ─── the requests are answered
+//! another thread: staged pages are put in place
+//! ```
+
+use super::connection::{Connections, HangUp};
+use super::frame::Kind;
+use super::frames::{Frames, unexpected};
+use super::remote::RemotePages;
+use super::take::{in_slots, pages_of, zeros_of};
+use super::{MigrationId, Role, Stage};
+use crate::copy::CHUNK;
+use crate::rounds::OnPages;
+use crate::{MemoryLayout, MigrateError, PageSet};
+use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
+use lacuna_machine::{Answer, MemoryError, MissingMemory, SourcePage, Vm};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+/// A guest that the source has given to this side.
+#[must_use = "run the vCPUs, and take the pages that are left"]
+pub struct Arrived<V: Vm> {
+    /// Run them: they are in the state in which they were at the source.
+    pub vcpus: Vec<V::Vcpu>,
+    /// The pages that are left, and the end of the migration.
+    pub arriving: Arriving,
+}
+
+/// The pages of a guest that runs here, and that the source has not sent yet. Dropped, it leaves
+/// them to be lost.
+pub struct Arriving {
+    /// `None`: it was cut.
+    main: Option<Frames>,
+    id: MigrationId,
+    layout: MemoryLayout,
+    /// Unless all memory has come before the guest.
+    late: Option<Late>,
+    is_running: bool,
+}
+
+/// The pages that come after the guest, and the connections beside the first one.
+pub(super) struct Late {
+    pages: Arc<RemotePages>,
+    answers: Option<Answers>,
+}
+
+/// The thread that takes answers.
+struct Answers {
+    end: HangUp,
+    thread: JoinHandle<()>,
+}
+
+impl Late {
+    pub fn new(pages: Arc<RemotePages>) -> Self {
+        let answers = None;
+        Self { pages, answers }
+    }
+
+    pub fn pages(&self) -> &Arc<RemotePages> {
+        &self.pages
+    }
+
+    /// Takes the connections beside `main`, if pages are awaited. If `main` is cut meanwhile, the
+    /// source connects it again: then returns the new one, for which this is to be repeated.
+    pub fn connect(
+        &mut self,
+        connections: &dyn Connections,
+        id: &MigrationId,
+        main: &Frames,
+    ) -> Result<Option<Frames>, MigrateError> {
+        if self.pages.awaited().is_empty() {
+            return Ok(None);
+        }
+        let beside = |role| -> Result<_, MigrateError> {
+            let (mut frames, joined) = Frames::accept(connections, id, &[role, Role::Main])?;
+            if joined == role {
+                frames.welcome(None)?;
+            }
+            Ok((frames, joined == Role::Main))
+        };
+        let (wants, is_main) = beside(Role::Wants)?;
+        if is_main {
+            return Ok(Some(wants));
+        }
+        let (answers, is_main) = beside(Role::Answers)?;
+        if is_main {
+            return Ok(Some(answers));
+        }
+        self.begin(wants, answers, main)?;
+        Ok(None)
+    }
+
+    fn begin(&mut self, wants: Frames, answers: Frames, main: &Frames) -> Result<(), MigrateError> {
+        let (end, end_main) = (answers.hang_up()?, main.hang_up()?);
+        self.pages.begin_answers();
+        let pages = Arc::clone(&self.pages);
+        let named = thread::Builder::new().name("lacuna-answers".into());
+        let thread = named.spawn(move || {
+            let _ended = AnswersEnd {
+                pages: &pages,
+                end_main,
+            };
+            // However it ends: an answer may have been lost, so a new connection is needed.
+            let _ = take_answers(&pages, answers);
+        });
+        let thread = thread.map_err(MigrateError::Thread)?;
+        self.answers = Some(Answers { end, thread });
+        // Answers are taken already. The source stops reading Wants while its answers are not read,
+        // so without the thread more Wants than the sockets hold would wait for ever.
+        self.pages.connect(wants)
+    }
+
+    /// As [`RemotePages::outlive_cuts`].
+    pub fn outlive_cuts(&self) -> Result<(), MigrateError> {
+        self.pages.outlive_cuts()
+    }
+
+    fn disconnect(&mut self) {
+        self.pages.disconnect();
+        if let Some(Answers { end, thread }) = self.answers.take() {
+            end();
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
+}
+
+impl Drop for Late {
+    /// No page comes any more.
+    fn drop(&mut self) {
+        self.disconnect();
+        self.pages
+            .abandon("the migration has ended before this page came");
+    }
+}
+
+/// Ends what depends on answers, also after a panic.
+struct AnswersEnd<'a> {
+    pages: &'a RemotePages,
+    end_main: HangUp,
+}
+
+impl Drop for AnswersEnd<'_> {
+    fn drop(&mut self) {
+        self.pages.end_answers();
+        (self.end_main)();
+    }
+}
+
+/// Takes answers until the connection ends.
+fn take_answers(pages: &RemotePages, mut answers: Frames) -> Result<(), MigrateError> {
+    loop {
+        match answers.read_or_idle()? {
+            None => {}
+            Some(Kind::Data) => {
+                let (first, bytes) = answers.numbered()?;
+                let (whole, rest) = bytes.as_chunks::<PAGE_SIZE>();
+                if !rest.is_empty() || !pages.has(first, whole.len() as u64) {
+                    return Err(MigrateError::stream("an answer that is no page"));
+                }
+                for (page, content) in (first.0..).zip(whole) {
+                    pages.answered(SourcePage(page), content)?;
+                }
+            }
+            Some(Kind::Zeros) => {
+                let (first, count) = answers.numbered()?;
+                let count = count.first_chunk().map_or(0, |c| u64::from_le_bytes(*c));
+                if !pages.has(first, count) {
+                    return Err(MigrateError::stream("an answer that is no page"));
+                }
+                pages.arrived_zeros(first, count);
+            }
+            Some(other) => return Err(unexpected(other, Kind::Data)),
+        }
+    }
+}
+
+impl Arriving {
+    pub(super) fn new(
+        main: Frames,
+        id: MigrationId,
+        layout: MemoryLayout,
+        late: Option<Late>,
+    ) -> Self {
+        Self {
+            main: Some(main),
+            id,
+            layout,
+            late,
+            is_running: false,
+        }
+    }
+
+    fn main(&mut self) -> Result<&mut Frames, MigrateError> {
+        let cut = || MigrateError::Cut(io::ErrorKind::NotConnected.into());
+        self.main.as_mut().ok_or_else(cut)
+    }
+
+    /// Waits for the source's word to run the guest.
+    pub(super) fn until_go(&mut self) -> Result<(), MigrateError> {
+        let main = self.main()?;
+        main.signal(Kind::Prepared)?;
+        main.expect(Kind::Go)
+    }
+
+    /// The guest runs from now on.
+    pub(super) fn run(&mut self) {
+        self.is_running = true;
+        // If this does not reach the source, the guest runs here all the same: the source has given
+        // it away.
+        if let Some(main) = &mut self.main {
+            let _ = main.signal(Kind::Running);
+        }
+    }
+
+    /// Pages that are still at the source.
+    pub fn awaited(&self) -> PageSet {
+        match &self.late {
+            Some(late) => late.pages.awaited(),
+            None => PageSet::empty(self.layout.pages()),
+        }
+    }
+
+    /// As [`Arriving::awaited`], for other threads, and while [`Arriving::finish`] runs.
+    pub fn awaited_now(&self) -> impl Fn() -> PageSet + Send + Sync + use<> {
+        let pages = self.late.as_ref().map(|late| Arc::clone(&late.pages));
+        let none = PageSet::empty(self.layout.pages());
+        move || match &pages {
+            Some(pages) => pages.awaited(),
+            None => none.clone(),
+        }
+    }
+
+    /// Takes the pages that are left, until all have come, while the guest runs. Calls `each` with
+    /// the number of pages since the last call. Afterwards the guest needs no page of the source,
+    /// and the source may end.
+    ///
+    /// # Errors
+    /// [`MigrateError::Cut`]: if pages are [awaited](Arriving::awaited), [`Arriving::resume`] takes
+    /// another connection, and vCPUs that need such a page wait until then. If none is, the guest
+    /// lacks nothing, and the source need not come back. [`MigrateError::Cancelled`] if `each` says
+    /// `Break`: call this again, or drop this value.
+    pub fn finish<V: Vm>(&mut self, vm: &V, each: OnPages<'_>) -> Result<(), MigrateError> {
+        let layout = self.layout.clone();
+        let Some(late) = &self.late else {
+            return self.until_end(&mut |frames, kind| {
+                let _: &Frames = frames;
+                Err(unexpected(kind, Kind::End))
+            });
+        };
+        let pages = Arc::clone(&late.pages);
+        let missing = vm.missing_memory().ok_or(MigrateError::NoSource)?;
+        let place = Place {
+            missing,
+            layout: &layout,
+            pages: &pages,
+        };
+        let come = thread::scope(|scope| {
+            let named = thread::Builder::new().name("lacuna-staged".into());
+            let installing = named.spawn_scoped(scope, || place.install(Parts::Leave));
+            let installing = installing.map_err(MigrateError::Thread)?;
+            let come = self.until_end(&mut |frames, kind| place.take(frames, kind, each));
+            let installed = installing.join().unwrap_or_else(|panic| {
+                std::panic::resume_unwind(panic);
+            });
+            come.and(installed)
+        });
+        // Answers that came before they were asked for, and parts of huge pages.
+        come.and_then(|()| place.install(Parts::Complete))
+            .inspect_err(|_| {
+                self.disconnect();
+            })
+    }
+
+    /// Takes frames until the source has sent all, and tells it that all have come.
+    fn until_end(
+        &mut self,
+        take: &mut dyn FnMut(&Frames, Kind) -> Result<(), MigrateError>,
+    ) -> Result<(), MigrateError> {
+        let pages = self.late.as_ref().map(|late| Arc::clone(&late.pages));
+        let main = self.main()?;
+        loop {
+            match main.read()? {
+                Kind::End => break,
+                kind => take(main, kind)?,
+            }
+        }
+        if !pages.is_none_or(|pages| pages.wait_for_all()) {
+            return Err(MigrateError::Cut(io::ErrorKind::ConnectionAborted.into()));
+        }
+        main.signal(Kind::Complete)
+    }
+
+    /// Takes a new connection of the source after a cut. Then [`Arriving::finish`] goes on.
+    ///
+    /// # Errors
+    /// There is none, or it was cut.
+    pub fn resume(&mut self, connections: &dyn Connections) -> Result<(), MigrateError> {
+        let connected = self.reconnect(connections, Stage::Running);
+        connected.inspect_err(|_| self.disconnect())
+    }
+
+    pub(super) fn reconnect(
+        &mut self,
+        connections: &dyn Connections,
+        stage: Stage,
+    ) -> Result<(), MigrateError> {
+        self.disconnect();
+        let (mut main, _) = Frames::accept(connections, &self.id, &[Role::Main])?;
+        loop {
+            main.welcome(Some(stage))?;
+            main.write_set(&self.awaited())?;
+            main.signal(Kind::Synced)?;
+            let newer = match &mut self.late {
+                Some(late) => late.connect(connections, &self.id, &main)?,
+                None => None,
+            };
+            match newer {
+                Some(newer) => main = newer,
+                None => break,
+            }
+        }
+        self.main = Some(main);
+        Ok(())
+    }
+
+    /// Ends all connections. The source sees a cut.
+    pub(super) fn disconnect(&mut self) {
+        self.main = None;
+        if let Some(late) = &mut self.late {
+            late.disconnect();
+        }
+    }
+}
+
+/// What to do with a staged part of a huge page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Parts {
+    /// Leave it staged. Other parts may be awaited: a thread that waited for them would outlive a
+    /// cut of the connection, and keep [`Arriving::finish`] from its end.
+    Leave,
+    /// No page is awaited: the VM asks for the other parts, and gets each at once.
+    Complete,
+}
+
+/// Where pages are put in place.
+struct Place<'a> {
+    missing: &'a dyn MissingMemory,
+    layout: &'a MemoryLayout,
+    pages: &'a RemotePages,
+}
+
+impl Place<'_> {
+    /// Takes a frame of pages.
+    fn take(&self, frames: &Frames, kind: Kind, each: OnPages<'_>) -> Result<(), MigrateError> {
+        let count = match kind {
+            Kind::Data => {
+                let (first, bytes) = pages_of(frames, self.layout)?;
+                self.put(first, bytes)?;
+                let (whole, _) = bytes.as_chunks::<PAGE_SIZE>();
+                let count = whole.len() as u64;
+                for request in self.pages.arrived(first, count) {
+                    // Late, unless the page was staged.
+                    let _: Answer = request.provide(&whole[(request.page().0 - first.0) as usize]);
+                }
+                count
+            }
+            Kind::Zeros => {
+                let (first, count) = zeros_of(frames, self.layout)?;
+                self.pages.arrived_zeros(first, count);
+                count
+            }
+            other => return Err(unexpected(other, Kind::End)),
+        };
+        match each(count).is_break() {
+            true => Err(MigrateError::Cancelled),
+            false => Ok(()),
+        }
+    }
+
+    /// Puts pages in place, or stages them where pages are parts of huge pages.
+    fn put(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
+        let count = (bytes.len() / PAGE_SIZE) as u64;
+        in_slots(self.layout, first, count, &mut |gpa, pages| {
+            let part = &bytes[bytes_of(&pages)];
+            match self.missing.provide(gpa, part) {
+                Ok(_) => Ok(()),
+                Err(MemoryError::Refused { .. }) => {
+                    self.pages.stage(SourcePage(first.0 + pages.start), part)
+                }
+                Err(error) => Err(error.into()),
+            }
+        })
+    }
+
+    /// Puts the staged pages in place.
+    fn install(&self, parts: Parts) -> Result<(), MigrateError> {
+        let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
+        for run in self.pages.staged().runs() {
+            let mut at = run.start;
+            while at < run.end {
+                let now = CHUNK.min(run.end - at);
+                let (first, bytes) = (SourcePage(at), &mut buffer[..now as usize * PAGE_SIZE]);
+                self.pages.read_staged(first, bytes)?;
+                in_slots(self.layout, first, now, &mut |gpa, pages| {
+                    let is_in_place = self.install_part(gpa, &bytes[bytes_of(&pages)], parts)?;
+                    if is_in_place {
+                        let (start, count) = (first.0 + pages.start, pages.end - pages.start);
+                        self.pages.installed(SourcePage(start), count);
+                    }
+                    Ok(())
+                })?;
+                at += now;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns whether the pages are in place.
+    fn install_part(&self, gpa: Gpa, bytes: &[u8], parts: Parts) -> Result<bool, MigrateError> {
+        match self.missing.provide(gpa, bytes) {
+            Ok(_) => Ok(true),
+            Err(MemoryError::Refused { .. }) if parts == Parts::Leave => Ok(false),
+            Err(MemoryError::Refused { .. }) => {
+                // Huge pages: the VM asks for the other parts of each.
+                let gfns = GfnRange::new(gpa.gfn(), (bytes.len() / PAGE_SIZE) as u64);
+                let gfns = gfns.ok_or(MigrateError::SlotsChanged)?;
+                self.missing.populate(gfns)?;
+                Ok(true)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+fn bytes_of(pages: &Range<u64>) -> Range<usize> {
+    pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE
+}

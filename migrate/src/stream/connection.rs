@@ -1,0 +1,47 @@
+//! Connections between the two sides of a migration.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::net::UnixStream;
+
+/// Ends a connection from another thread.
+pub type HangUp = Box<dyn Fn() + Send + Sync>;
+
+/// One connection: a UNIX or TCP socket, or TLS above one.
+///
+/// A read or write that fails is a cut, a timeout included. Only a connection that is silent while
+/// the guest needs nothing may let a read time out, any number of times. So timeouts of some
+/// seconds find a peer that hangs, and TCP's keep-alive finds a host that is gone.
+pub trait Connection: Read + Write + Send {
+    /// A function that ends the connection, so that reads and writes that wait return.
+    ///
+    /// # Errors
+    /// No file descriptor is left.
+    fn hang_up(&self) -> io::Result<HangUp>;
+}
+
+/// Where connections come from: the source makes them, and the destination accepts them. A
+/// migration takes one, or three, and new ones after a cut.
+pub trait Connections: Sync {
+    /// The next connection. May wait, but not without end: while the destination waits here for the
+    /// second or third connection, it does not notice that the first one is cut.
+    ///
+    /// # Errors
+    /// There is none: the other side does not answer, or has not come in time.
+    fn open(&self) -> io::Result<Box<dyn Connection>>;
+}
+
+impl Connection for UnixStream {
+    fn hang_up(&self) -> io::Result<HangUp> {
+        let stream = self.try_clone()?;
+        // It fails only if the other side has ended the connection.
+        Ok(Box::new(move || _ = stream.shutdown(Shutdown::Both)))
+    }
+}
+
+impl Connection for TcpStream {
+    fn hang_up(&self) -> io::Result<HangUp> {
+        let stream = self.try_clone()?;
+        Ok(Box::new(move || _ = stream.shutdown(Shutdown::Both)))
+    }
+}

@@ -1,0 +1,134 @@
+//! Live migration over connections: the guest runs on while its memory is copied, and then on the
+//! other side.
+//!
+//! ```text
+//! source                                     destination
+//! send:  Hello { machine } ────────────────► Incoming::accept; its caller makes such a VM
+//!                          ◄──────────────── Welcome
+//!        rounds: Data, Zeros, Sync ────────► Incoming::receive: takes them
+//!                          ◄──────────────── Synced
+//!        pause; last round, State ─────────► restores
+//!                          ◄──────────────── Prepared
+//!        Go ───────────────────────────────► Prepared::start: from here on its guest runs
+//!                          ◄──────────────── Running
+//!        pages that are left, End ─────────► Arriving::finish
+//!                          ◄──────────────── Complete
+//! ```
+//! | [`Mode`] | memory that moves before the guest | after it |
+//! |---|---|---|
+//! | `PreCopy` | all | none |
+//! | `PostCopy` | none | all |
+//! | `Hybrid` | what the guest does not write again | the rest, unless it fits into the budget |
+//!
+//! Pages that come after the guest are *awaited*. The destination's VM has a page source
+//! ([`Incoming::page_source`]), which asks for an awaited page that the guest needs (`Want`) on a
+//! connection of its own; the answer comes on a third one, ahead of the pages that come by
+//! themselves.
+//!
+//! *Before `Go`* every failure leaves the guest to the source, where it goes on. The destination
+//! has never run it then. *After `Go`* the source never runs it by itself:
+//!
+//! | the connection is cut | source | destination |
+//! |---|---|---|
+//! | before `Go` | the error; the guest goes on | [`Waiting`]: it does not run |
+//! | between `Go` and `Running` | [`Sent::Unknown`]: it stays paused | runs, or is [`Waiting`] |
+//! | before `Complete` | [`Sent::Cut`]: it stays paused | runs, and waits for pages it lacks |
+//!
+//! In the last two cases [`Given::resume`] connects again, and the destination's
+//! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination tells what it has, so
+//! nothing is sent twice that has arrived. If the other side never comes back, a person decides:
+//! the two never run at once by themselves.
+//!
+//! Timeouts are the caller's: see [`Connection`].
+
+mod arrive;
+mod connection;
+mod frame;
+mod frames;
+mod give;
+mod lanes;
+mod packing;
+mod receive;
+mod remote;
+mod send;
+mod take;
+
+pub use arrive::{Arrived, Arriving};
+pub use connection::{Connection, Connections, HangUp};
+pub use give::{Given, Sent};
+pub use packing::Compression;
+pub use receive::{Incoming, Prepared, Waiting};
+pub use send::{Mode, Plan, send};
+
+use crate::Machine;
+use serde::{Deserialize, Serialize};
+
+/// The version of the stream. The sides refuse each other if theirs differ.
+const VERSION: u32 = 3;
+
+/// The most connections that take pages before the guest goes.
+pub const STREAMS_MAX: u32 = 64;
+
+/// Names one migration, so that a connection of another one is refused. It comes from the system's
+/// random numbers, but it is no secret.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+struct MigrationId(String);
+
+/// The first message of the source.
+#[derive(Serialize, Deserialize)]
+struct Hello {
+    version: u32,
+    id: MigrationId,
+    mode: Mode,
+    /// How many connections take pages before the guest goes: this one, and others with
+    /// [`Role::Pages`].
+    streams: u32,
+    machine: Machine,
+}
+
+/// The first message of the source on every further connection.
+#[derive(Serialize, Deserialize)]
+struct Join {
+    version: u32,
+    id: MigrationId,
+    role: Role,
+}
+
+/// What a further connection is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Role {
+    /// It replaces the first connection, which was cut after the pause.
+    Main,
+    /// It takes pages before the guest goes.
+    Pages,
+    /// The destination's `Want`s.
+    Wants,
+    /// The source's answers to them.
+    Answers,
+}
+
+/// What a reader looks at before it knows the version.
+#[derive(Deserialize)]
+struct Version {
+    version: u32,
+}
+
+/// The first message of the destination on a connection.
+#[derive(Serialize, Deserialize)]
+struct Welcome {
+    version: u32,
+    /// In answer to [`Role::Main`]: how far the destination is.
+    #[serde(default)]
+    stage: Option<Stage>,
+}
+
+/// How far the destination is when the first connection is replaced.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Stage {
+    /// It waits for `Go`.
+    Prepared,
+    /// It runs the guest. Frames `Awaited`, and then `Synced`, say which pages it lacks.
+    Running,
+}

@@ -1,0 +1,250 @@
+//! The destination of a migration, until it runs the guest.
+
+use super::arrive::{Arrived, Arriving, Late};
+use super::connection::Connections;
+use super::frame::Kind;
+use super::frames::Frames;
+use super::remote::RemotePages;
+use super::take::Early;
+use super::{Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage, VERSION, Welcome};
+use crate::rounds::OnPages;
+use crate::state::{MachineState, restore_state};
+use crate::{Machine, MemoryLayout, MigrateError};
+use lacuna_machine::{PageSource, PlatformDevices, Vm};
+use std::sync::Arc;
+
+/// A guest that wants to come here.
+pub struct Incoming {
+    main: Frames,
+    id: MigrationId,
+    mode: Mode,
+    /// Connections that take pages before the guest comes.
+    streams: u32,
+    machine: Machine,
+    /// Unless all memory comes before the guest. Dropped, it fails requests of the VM.
+    late: Option<Late>,
+}
+
+/// A guest that is restored, and does not run yet.
+#[must_use = "the source waits: start it, or drop it to leave the guest to the source"]
+pub struct Prepared<V: Vm> {
+    vcpus: Vec<V::Vcpu>,
+    arriving: Arriving,
+}
+
+/// A guest that is restored, and must not run here: the connection was cut before the source could
+/// say so. The guest goes on there, or stays paused there.
+#[must_use = "the source may come back: resume it, or drop it to leave the guest to the source"]
+pub struct Waiting<V: Vm> {
+    prepared: Prepared<V>,
+    why: MigrateError,
+}
+
+impl Incoming {
+    /// Takes a connection, and waits for the source's first message on it.
+    ///
+    /// # Errors
+    /// There is no connection, it is cut, or its other end is no source of this version.
+    pub fn accept(connections: &dyn Connections) -> Result<Self, MigrateError> {
+        let mut main = Frames::open(connections)?;
+        let first = main.expect(Kind::Hello).and_then(|()| {
+            main.check_version()?;
+            let hello: Hello = main.json()?;
+            hello.machine.layout.check()?;
+            if !(1..=STREAMS_MAX).contains(&hello.streams) {
+                return Err(MigrateError::Streams(hello.streams));
+            }
+            let late = match hello.mode {
+                Mode::PreCopy => None,
+                Mode::PostCopy | Mode::Hybrid => Some(Late::new(RemotePages::new()?)),
+            };
+            Ok((hello, late))
+        });
+        match first {
+            Ok((hello, late)) => Ok(Self {
+                main,
+                id: hello.id,
+                mode: hello.mode,
+                streams: hello.streams,
+                machine: hello.machine,
+                late,
+            }),
+            Err(why) => {
+                main.refuse(&why);
+                Err(why)
+            }
+        }
+    }
+
+    /// The machine that comes: make a VM of this configuration for [`Incoming::receive`].
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// When the guest comes.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// The page source with which the VM has to be made; `None` if all memory comes before the
+    /// guest.
+    pub fn page_source(&self) -> Option<Arc<dyn PageSource>> {
+        let late = self.late.as_ref()?;
+        Some(Arc::<RemotePages>::clone(late.pages()))
+    }
+
+    /// Tells the source that the guest cannot come, and why. The source's guest goes on.
+    pub fn refuse(mut self, why: &MigrateError) {
+        self.main.refuse(why);
+    }
+
+    /// Takes memory and state into `vm`, a new VM without an image, and `devices`, new ones. Calls
+    /// `each` with the number of pages since the last call. `connections` is where this migration
+    /// came from.
+    ///
+    /// # Errors
+    /// [`MigrateError`]. The source is told, and its guest goes on there. The VM is of no use.
+    pub fn receive<V: Vm>(
+        mut self,
+        connections: &dyn Connections,
+        vm: &Arc<V>,
+        devices: &PlatformDevices,
+        each: OnPages<'_>,
+    ) -> Result<Prepared<V>, MigrateError> {
+        match self.take(connections, vm, devices, each) {
+            Ok(vcpus) => Ok(Prepared {
+                vcpus,
+                arriving: Arriving::new(self.main, self.id, self.machine.layout, self.late),
+            }),
+            Err(why) => {
+                self.main.refuse(&why);
+                Err(why)
+            }
+        }
+    }
+
+    fn take<V: Vm>(
+        &mut self,
+        connections: &dyn Connections,
+        vm: &Arc<V>,
+        devices: &PlatformDevices,
+        each: OnPages<'_>,
+    ) -> Result<Vec<V::Vcpu>, MigrateError> {
+        self.prepare(&**vm)?;
+        let welcome = Welcome {
+            version: VERSION,
+            stage: None,
+        };
+        self.main.write_json(Kind::Welcome, &welcome)?;
+        let lanes = self.accept_lanes(connections)?;
+        let place = Early {
+            vm: &**vm,
+            layout: &self.machine.layout,
+            staging: self.late.as_ref().map(|late| &**late.pages()),
+        };
+        let awaited = place.take_all(&mut self.main, lanes, each)?;
+        let (machine, state): (Machine, MachineState) = self.main.json()?;
+        if machine.layout != self.machine.layout {
+            return Err(MigrateError::SlotsChanged);
+        }
+        machine.check(&**vm)?;
+        match &mut self.late {
+            None if !awaited.is_empty() => {
+                return Err(MigrateError::stream("pages are left after a pre-copy"));
+            }
+            None => {}
+            Some(late) => {
+                late.pages().set_awaited(awaited);
+                let newer = late.connect(connections, &self.id, &self.main)?;
+                if newer.is_some() {
+                    return Err(MigrateError::stream("a new first connection before Go"));
+                }
+            }
+        }
+        let bare = vm.bare_vcpus();
+        let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
+        restore_state(&**vm, &mut vcpus, devices, &state)?;
+        self.late.iter().try_for_each(Late::outlive_cuts)?;
+        Ok(vcpus)
+    }
+
+    /// Takes the connections for pages beside the first one.
+    fn accept_lanes(&self, connections: &dyn Connections) -> Result<Vec<Frames>, MigrateError> {
+        let accept = |_| {
+            let (mut frames, _) = Frames::accept(connections, &self.id, &[Role::Pages])?;
+            frames.welcome(None)?;
+            Ok(frames)
+        };
+        (1..self.streams).map(accept).collect()
+    }
+
+    /// Makes the memory of `vm` ready for pages.
+    fn prepare(&self, vm: &impl Vm) -> Result<(), MigrateError> {
+        self.machine.check(vm)?;
+        match &self.late {
+            None => self.machine.layout.apply(vm),
+            // A VM asks its page source for the slots that it was made with, by their order.
+            Some(_) if MemoryLayout::of(vm) != self.machine.layout => Err(MigrateError::OtherSlots),
+            Some(_) if vm.missing_memory().is_none() => Err(MigrateError::NoSource),
+            Some(late) => {
+                late.pages().set_size(self.machine.layout.pages());
+                Ok(())
+            }
+        }
+    }
+}
+
+impl<V: Vm> Prepared<V> {
+    /// Tells the source that all has come, and waits for its word to run the guest.
+    ///
+    /// # Errors
+    /// [`Waiting`]: the connection was cut before the source could say so. The guest must not run
+    /// here.
+    pub fn start(mut self) -> Result<Arrived<V>, Box<Waiting<V>>> {
+        match self.arriving.until_go() {
+            Ok(()) => Ok(self.run()),
+            Err(why) => {
+                self.arriving.disconnect();
+                let prepared = self;
+                Err(Box::new(Waiting { prepared, why }))
+            }
+        }
+    }
+
+    fn run(mut self) -> Arrived<V> {
+        self.arriving.run();
+        Arrived {
+            vcpus: self.vcpus,
+            arriving: self.arriving,
+        }
+    }
+}
+
+impl<V: Vm> Waiting<V> {
+    /// How the connection has ended.
+    pub fn why(&self) -> &MigrateError {
+        &self.why
+    }
+
+    /// Takes a new connection of the source, and waits for its word to run the guest.
+    ///
+    /// # Errors
+    /// [`Waiting`] again.
+    pub fn resume(mut self, connections: &dyn Connections) -> Result<Arrived<V>, Box<Self>> {
+        let arriving = &mut self.prepared.arriving;
+        match arriving.reconnect(connections, Stage::Prepared) {
+            Ok(()) => self.prepared.start(),
+            Err(why) => {
+                arriving.disconnect();
+                self.why = why;
+                Err(Box::new(self))
+            }
+        }
+    }
+
+    /// Runs the guest here without the source's word: a person has seen that it does not run there,
+    /// and never will.
+    pub fn decide_to_run(self) -> Arrived<V> {
+        self.prepared.run()
+    }
+}

@@ -1,0 +1,341 @@
+//! The pages of a guest that arrives before its memory.
+//!
+//! ```text
+//! vCPU needs a page ─► the VM asks RemotePages ─┬─ awaited: `Want` ─► source ─► its answer
+//!                                               ├─ staged: read from the staging file
+//!                                               └─ neither: zeros
+//! ```
+//! Before the guest arrives, its pages are *staged*: they lie in a file in memory, so that a page
+//! that comes again replaces the older one, and no page of the VM is in place. `Awaited` frames
+//! then say which pages are still at the source: a staged copy of such a page is void.
+//!
+//! A page leaves the set of awaited pages after its content is in place, or staged. In the other
+//! order, a vCPU in between would get zeros.
+
+use super::frame::Kind;
+use super::frames::Frames;
+use crate::{MigrateError, PageSet};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{Answer, PageRequest, PageSource, SourcePage};
+use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::ErrorKind;
+
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, PoisonError};
+
+const ZERO_PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// The page source of a guest that arrives.
+pub(super) struct RemotePages {
+    /// Page `n` is at byte `4096 n`; the other pages are holes.
+    staging: File,
+    pages: Mutex<Pages, lock_order::RemotePages>,
+    /// `awaited` or `answers_come` has changed.
+    changed: Condvar,
+    /// Where `Want`s go.
+    wants: Mutex<Option<Frames>, lock_order::RemoteWants>,
+}
+
+struct Pages {
+    /// `awaited` is known. Before, every page counts as awaited.
+    has_arrived: bool,
+    /// Pages at the source.
+    awaited: PageSet,
+    /// Pages with content in the staging file.
+    staged: PageSet,
+    /// Requests for awaited pages.
+    asked: BTreeMap<u64, Vec<PageRequest>>,
+    /// Why awaited pages never come.
+    abandoned: Option<Arc<str>>,
+    /// The connection for answers is in use.
+    answers_come: bool,
+    /// A cut ends the migration: the guest is not prepared yet.
+    needs_connection: bool,
+}
+
+type PagesGuard<'a> = MutexGuard<'a, Pages>;
+
+/// Where a page is.
+enum Place {
+    Awaited,
+    Staged,
+    Zeros,
+    Lost(Arc<str>),
+}
+
+impl RemotePages {
+    /// All pages are at the source. Nothing here depends on their number: it comes from a peer, and
+    /// the VMM has not agreed to it yet.
+    pub fn new() -> Result<Arc<Self>, MigrateError> {
+        let staging = memfd_create("lacuna-staging", MemfdFlags::CLOEXEC).map(File::from);
+        let staging = staging.map_err(|errno| MigrateError::Staging(errno.into()))?;
+        let pages = Pages {
+            has_arrived: false,
+            awaited: PageSet::empty(0),
+            staged: PageSet::empty(0),
+            asked: BTreeMap::new(),
+            abandoned: None,
+            answers_come: false,
+            needs_connection: true,
+        };
+        Ok(Arc::new(Self {
+            staging,
+            pages: Mutex::new(pages),
+            changed: Condvar::new(),
+            wants: Mutex::new(None),
+        }))
+    }
+
+    /// The VM has that many pages.
+    pub fn set_size(&self, pages: u64) {
+        self.lock().staged = PageSet::empty(pages);
+    }
+
+    /// Keeps pages until the guest arrives.
+    pub fn stage(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
+        let written = self.staging.write_all_at(bytes, first.0 * PAGE_SIZE as u64);
+        written.map_err(MigrateError::Staging)?;
+        let mut pages = self.lock();
+        (first.0..first.0 + (bytes.len() / PAGE_SIZE) as u64)
+            .for_each(|page| pages.staged.insert(SourcePage(page)));
+        Ok(())
+    }
+
+    /// These staged pages are zeros now.
+    pub fn stage_zeros(&self, first: SourcePage, count: u64) {
+        let mut pages = self.lock();
+        (first.0..first.0 + count).for_each(|page| _ = pages.staged.remove(SourcePage(page)));
+    }
+
+    /// The guest arrives, and only these pages are at the source.
+    pub fn set_awaited(&self, awaited: PageSet) {
+        let mut pages = self.lock();
+        pages.staged.subtract(&awaited);
+        pages.awaited = awaited;
+        pages.has_arrived = true;
+        // The VMM has asked for some before.
+        let asked = std::mem::take(&mut pages.asked);
+        drop(pages);
+        asked.into_values().flatten().for_each(|r| self.fetch(r));
+    }
+
+    /// Whether the guest has these pages.
+    pub fn has(&self, first: SourcePage, count: u64) -> bool {
+        let end = first.0.checked_add(count);
+        end.is_some_and(|end| end <= self.lock().awaited.pages())
+    }
+
+    /// Pages at the source.
+    pub fn awaited(&self) -> PageSet {
+        self.lock().awaited.clone()
+    }
+
+    /// Pages in the staging file.
+    pub fn staged(&self) -> PageSet {
+        self.lock().staged.clone()
+    }
+
+    /// These pages have come, and are in place or zeros. Returns the requests for them.
+    pub fn arrived(&self, first: SourcePage, count: u64) -> Vec<PageRequest> {
+        let mut pages = self.lock();
+        (first.0..first.0 + count).for_each(|page| _ = pages.awaited.remove(SourcePage(page)));
+        let mut rest = pages.asked.split_off(&first.0);
+        let mut after = rest.split_off(&(first.0 + count));
+        pages.asked.append(&mut after);
+        self.changed.notify_all();
+        rest.into_values().flatten().collect()
+    }
+
+    /// These pages have come, and are zeros.
+    pub fn arrived_zeros(&self, first: SourcePage, count: u64) {
+        for request in self.arrived(first, count) {
+            let _: Answer = request.provide(&ZERO_PAGE);
+        }
+    }
+
+    /// The source's answer to a `Want`.
+    pub fn answered(
+        &self,
+        page: SourcePage,
+        content: &[u8; PAGE_SIZE],
+    ) -> Result<(), MigrateError> {
+        // While a request waits for its answer, the VM makes no other one for this page.
+        let mut requests = self.take_asked(page);
+        if requests.is_empty() {
+            self.stage(page, content)?;
+            requests = self.arrived(page, 1);
+        }
+        for request in requests {
+            let _: Answer = request.provide(content);
+        }
+        Ok(())
+    }
+
+    /// The requests for an awaited page, which is awaited no more if there are any.
+    fn take_asked(&self, page: SourcePage) -> Vec<PageRequest> {
+        let mut pages = self.lock();
+        let requests = pages.asked.remove(&page.0).unwrap_or_default();
+        if !requests.is_empty() {
+            pages.awaited.remove(page);
+            self.changed.notify_all();
+        }
+        requests
+    }
+
+    /// Waits until no page is awaited, or the answers have ended. Returns whether all have come.
+    pub fn wait_for_all(&self) -> bool {
+        let mut pages = self.lock();
+        while !pages.awaited.is_empty() && pages.answers_come {
+            pages = self.changed.wait(pages).expect("no panic under this lock");
+        }
+        pages.awaited.is_empty()
+    }
+
+    /// Answers of the source come from now on.
+    pub fn begin_answers(&self) {
+        self.lock().answers_come = true;
+    }
+
+    /// No answers come until the next connection. If the guest is not prepared, there will be none:
+    /// a thread that restores its state must not wait for a page.
+    pub fn end_answers(&self) {
+        let mut pages = self.lock();
+        pages.answers_come = false;
+        self.changed.notify_all();
+        // Under the same lock: `outlive_cuts` sees the end of the connection, or comes before it.
+        if pages.needs_connection {
+            self.abandon_locked(
+                pages,
+                "the connection was cut before the guest was prepared",
+            );
+        }
+    }
+
+    /// The guest is prepared: it outlives a cut from now on.
+    ///
+    /// # Errors
+    /// A cut came first, and pages are lost.
+    pub fn outlive_cuts(&self) -> Result<(), MigrateError> {
+        let mut pages = self.lock();
+        pages.needs_connection = false;
+        match pages.abandoned {
+            None => Ok(()),
+            Some(_) => Err(MigrateError::Cut(ErrorKind::ConnectionAborted.into())),
+        }
+    }
+
+    /// Reads staged pages, all of which were staged before.
+    pub fn read_staged(&self, first: SourcePage, bytes: &mut [u8]) -> Result<(), MigrateError> {
+        let read = self
+            .staging
+            .read_exact_at(bytes, first.0 * PAGE_SIZE as u64);
+        read.map_err(MigrateError::Staging)
+    }
+
+    /// These staged pages are in place: their copies are freed.
+    pub fn installed(&self, first: SourcePage, count: u64) {
+        let mut pages = self.lock();
+        (first.0..first.0 + count).for_each(|page| _ = pages.staged.remove(SourcePage(page)));
+        drop(pages);
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let (at, length) = (first.0 * PAGE_SIZE as u64, count * PAGE_SIZE as u64);
+        // Only memory is lost if it fails, until the file is closed.
+        let _ = fallocate(&self.staging, flags, at, length);
+    }
+
+    /// Sends `Want`s there from now on, first for all pages that are asked for.
+    pub fn connect(&self, wants: Frames) -> Result<(), MigrateError> {
+        let mut link = self.wants.lock().unwrap_or_else(PoisonError::into_inner);
+        let wants = link.insert(wants);
+        // A request that comes now waits for this lock, and asks again: the source answers once.
+        let asked: Vec<u64> = self.lock().asked.keys().copied().collect();
+        asked.iter().try_for_each(|page| want(wants, *page))
+    }
+
+    /// The connection for `Want`s is of no use any more.
+    pub fn disconnect(&self) {
+        let wants = self.wants.lock();
+        *wants.unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Pages that are at the source never come: they are lost.
+    pub fn abandon(&self, reason: &str) {
+        self.abandon_locked(self.lock(), reason);
+    }
+
+    fn abandon_locked(&self, mut pages: PagesGuard<'_>, reason: &str) {
+        pages.abandoned = Some(reason.into());
+        let asked = std::mem::take(&mut pages.asked);
+        drop(pages);
+        for request in asked.into_values().flatten() {
+            // Late: the VM has ended.
+            let _: Answer = request.fail(reason);
+        }
+    }
+
+    fn lock(&self) -> PagesGuard<'_> {
+        self.pages.lock().expect("no panic under this lock")
+    }
+
+    /// Where the page of `request` is. If it is awaited, keeps the request.
+    fn place(&self, request: &PageRequest) -> Place {
+        let mut pages = self.lock();
+        let page = request.page();
+        match &pages.abandoned {
+            _ if pages.has_arrived && !pages.awaited.contains(page) => {
+                match pages.staged.contains(page) {
+                    true => Place::Staged,
+                    false => Place::Zeros,
+                }
+            }
+            Some(reason) => Place::Lost(Arc::clone(reason)),
+            None => {
+                let asked = pages.asked.entry(page.0).or_default();
+                asked.push(request.clone());
+                Place::Awaited
+            }
+        }
+    }
+
+    fn ask(&self, page: SourcePage) {
+        let mut wants = self.wants.lock().unwrap_or_else(PoisonError::into_inner);
+        // Without a connection, the next one begins with all requests.
+        if let Some(frames) = &mut *wants
+            && want(frames, page.0).is_err()
+        {
+            *wants = None;
+        }
+    }
+}
+
+fn want(wants: &mut Frames, page: u64) -> Result<(), MigrateError> {
+    wants.write(Kind::Want, &page.to_le_bytes(), &[])?;
+    wants.flush()
+}
+
+impl PageSource for RemotePages {
+    fn describe(&self) -> String {
+        "the source of the migration".into()
+    }
+
+    /// Writes 16 bytes to the connection if the page is at the source. That waits only if the
+    /// source has not read thousands of `Want`s before.
+    fn fetch(&self, request: PageRequest) {
+        let page = request.page();
+        let _: Answer = match self.place(&request) {
+            Place::Awaited => return self.ask(page),
+            Place::Staged => {
+                let mut content = [0; PAGE_SIZE];
+                match self.read_staged(page, &mut content) {
+                    Ok(()) => request.provide(&content),
+                    Err(error) => request.fail(&error.to_string()),
+                }
+            }
+            Place::Zeros => request.provide(&ZERO_PAGE),
+            Place::Lost(reason) => request.fail(&reason),
+        };
+    }
+}

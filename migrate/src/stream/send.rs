@@ -1,0 +1,263 @@
+//! The source of a migration, until the destination may run the guest.
+
+use super::connection::Connections;
+use super::frame::Kind;
+use super::frames::Frames;
+use super::give::{Given, Left, Links, Reached, Sent};
+use super::lanes::{Lane, There};
+use super::{Compression, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
+use crate::changes::Changes;
+use crate::rounds::{Budget, Copied, Guest, OnProgress, Still, Throttle, copy_live};
+use crate::{Machine, MemoryLayout, MigrateError, PageSet};
+use lacuna_machine::Vm;
+use rustix::rand::{GetRandomFlags, getrandom};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// When the guest goes to the destination.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// After its memory. A guest that writes as fast as its pages are sent is slowed down, step by
+    /// step; if that does not help, it is paused for longer than the budget.
+    #[default]
+    PreCopy,
+    /// Before its memory.
+    PostCopy,
+    /// After the memory that it does not write again. If the rest takes longer than the budget, the
+    /// guest goes before the rest.
+    Hybrid,
+}
+
+/// How a guest is moved.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// When the guest goes.
+    pub mode: Mode,
+    /// How long it may stand still, and how many rounds come before.
+    pub budget: Budget,
+    /// Connections that take pages before the guest goes, at the same time and each with a thread
+    /// on both sides: 1 to [`STREAMS_MAX`]. A network that is faster than one processor needs
+    /// several.
+    pub streams: u32,
+    /// How pages are compressed, except those that the destination has asked for.
+    pub compression: Compression,
+}
+
+impl Default for Plan {
+    /// A pre-copy over one connection, without compression.
+    fn default() -> Self {
+        Self {
+            mode: Mode::default(),
+            budget: Budget::default(),
+            streams: 1,
+            compression: Compression::default(),
+        }
+    }
+}
+
+/// Moves `guest` to the other side of `connections`. It runs meanwhile, except for the end.
+///
+/// Writes are logged meanwhile ([`lacuna_machine::DirtyTracking`]), except in
+/// [`Mode::PostCopy`]. A VMM that uses the log itself leaves it on and does not harvest it
+/// meanwhile; if the guest goes on here, the VMM finds there all pages that were written, unless
+/// its VM delivers by rings alone.
+///
+/// `progress` cancels the migration before the destination may run the guest. Afterwards its
+/// `Break` ends the call with [`Sent::Cut`].
+///
+/// # Errors
+/// [`MigrateError`]. The guest goes on here, and the destination does not run it.
+pub fn send<'a, V: Vm>(
+    guest: &Guest<'a, V>,
+    connections: &dyn Connections,
+    plan: &Plan,
+    progress: OnProgress<'_>,
+) -> Result<Sent<'a, V>, MigrateError> {
+    if !(1..=STREAMS_MAX).contains(&plan.streams) {
+        return Err(MigrateError::Streams(plan.streams));
+    }
+    let mut sender = Sender::new(guest, connections, plan)?;
+    let begun = sender.until_state(guest, connections, progress);
+    begun
+        .and_then(|(given, left)| sender.hand_over(connections, given, left, progress))
+        .map_err(|why| sender.give_up(why))
+}
+
+impl MigrationId {
+    fn new() -> Result<Self, MigrateError> {
+        Ok(Self(format!("{:032x}", u128::from_ne_bytes(random()?))))
+    }
+}
+
+/// Bytes that no guest and no peer knows before.
+fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
+    let mut bytes = [0; N];
+    let got = getrandom(&mut bytes, GetRandomFlags::empty());
+    got.map_err(|errno| MigrateError::Cut(errno.into()))?;
+    Ok(bytes)
+}
+
+struct Sender<'p> {
+    plan: &'p Plan,
+    id: MigrationId,
+    /// The first one also carries everything that is not pages.
+    lanes: Vec<Lane>,
+    there: Arc<There>,
+}
+
+impl<'p> Sender<'p> {
+    fn new<V: Vm>(
+        guest: &Guest<'_, V>,
+        connections: &dyn Connections,
+        plan: &'p Plan,
+    ) -> Result<Self, MigrateError> {
+        let mut main = Frames::open(connections)?;
+        main.pack(plan.compression)?;
+        let there = There::new(
+            MemoryLayout::of(guest.vm).pages(),
+            u64::from_ne_bytes(random()?),
+        );
+        Ok(Self {
+            plan,
+            id: MigrationId::new()?,
+            lanes: vec![Lane::new(main, Arc::clone(&there))],
+            there,
+        })
+    }
+
+    fn main(&mut self) -> &mut Frames {
+        &mut self.lanes[0].frames
+    }
+
+    /// Tells the destination, if it is there. Returns its reason, if it has one.
+    fn give_up(&mut self, why: MigrateError) -> MigrateError {
+        match why {
+            MigrateError::Refused(_) => why,
+            MigrateError::Cut(_) => self.main().reason(why),
+            why => {
+                self.main().refuse(&why);
+                why
+            }
+        }
+    }
+
+    /// Up to the state of the paused guest, and the pages that the destination lacks then.
+    fn until_state<'a, V: Vm>(
+        &mut self,
+        guest: &Guest<'a, V>,
+        connections: &dyn Connections,
+        progress: OnProgress<'_>,
+    ) -> Result<(Given<'a, V>, Left<'a, V>), MigrateError> {
+        let layout = MemoryLayout::of(guest.vm);
+        let plan = self.plan;
+        self.introduce(guest, &layout)?;
+        self.open_lanes(connections)?;
+        let lanes = &mut self.lanes[..];
+        let copied = match plan.mode {
+            Mode::PostCopy => Copied {
+                still: guest.pause()?,
+                rounds: Vec::new(),
+                left: PageSet::full(layout.pages()),
+            },
+            mode => {
+                let mut changes = Changes::log(guest.vm)?;
+                let budget = &plan.budget;
+                // A hybrid sends the guest instead.
+                let throttle = match mode {
+                    Mode::PreCopy => Throttle::LAST_RESORT,
+                    Mode::PostCopy | Mode::Hybrid => Throttle::Never,
+                };
+                let pace = (budget, throttle);
+                let mut copied = copy_live(guest, &mut changes, pace, lanes, progress)?;
+                if mode == Mode::PreCopy || copied.fits(budget) {
+                    copied.copy_rest(guest.vm, &layout, lanes, progress)?;
+                }
+                copied
+            }
+        };
+        let Copied {
+            still,
+            rounds,
+            left,
+        } = copied;
+        // Slots that were added or removed since the first message.
+        if MemoryLayout::of(guest.vm) != layout {
+            return Err(MigrateError::SlotsChanged);
+        }
+        for mut lane in self.lanes.drain(1..) {
+            lane.frames.signal(Kind::End)?;
+        }
+        self.main().write_set(&left)?;
+        let machine = Machine::saved(guest.vm, layout.clone(), still.state());
+        self.main()
+            .write_json(Kind::State, &(machine, still.state()))?;
+        let left = Left::new(guest.vm, layout, left, plan.compression);
+        let id = self.id.clone();
+        Ok((Given::new(still, id, rounds, &self.there), left))
+    }
+
+    /// The first messages.
+    fn introduce<V: Vm>(
+        &mut self,
+        guest: &Guest<'_, V>,
+        layout: &MemoryLayout,
+    ) -> Result<(), MigrateError> {
+        // The destination's VM needs the frequency of the vCPUs' TSC, which is in their state.
+        let machine = {
+            let still: Still<'_, V> = guest.pause()?;
+            Machine::saved(guest.vm, layout.clone(), still.state())
+        };
+        let (version, id) = (VERSION, self.id.clone());
+        let hello = Hello {
+            version,
+            id,
+            mode: self.plan.mode,
+            streams: self.streams(),
+            machine,
+        };
+        let main = self.main();
+        main.write_json(Kind::Hello, &hello)?;
+        main.expect(Kind::Welcome)?;
+        main.check_version()
+    }
+
+    /// A post-copy has no pages for them.
+    fn streams(&self) -> u32 {
+        match self.plan.mode {
+            Mode::PostCopy => 1,
+            Mode::PreCopy | Mode::Hybrid => self.plan.streams,
+        }
+    }
+
+    fn open_lanes(&mut self, connections: &dyn Connections) -> Result<(), MigrateError> {
+        for _ in 1..self.streams() {
+            let (mut frames, _) = Frames::join(connections, &self.id, Role::Pages)?;
+            frames.pack(self.plan.compression)?;
+            self.lanes.push(Lane::new(frames, Arc::clone(&self.there)));
+        }
+        Ok(())
+    }
+
+    /// Gives the guest away, and sends the pages that are left.
+    fn hand_over<'a, V: Vm>(
+        &mut self,
+        connections: &dyn Connections,
+        mut given: Given<'a, V>,
+        left: Left<'a, V>,
+        progress: OnProgress<'_>,
+    ) -> Result<Sent<'a, V>, MigrateError> {
+        let mut aside = match left.is_empty() {
+            true => None,
+            false => Some(Links::join(connections, &self.id)?),
+        };
+        let talked = left.talk(self.main(), aside.as_mut(), Reached::State, progress);
+        given.pages += left.sent();
+        given.ran = left.ran();
+        match talked {
+            Ok(()) => Ok(Sent::Moved(given)),
+            Err((Reached::State, why)) => Err(why),
+            Err((reached, why)) => Ok(given.interrupted(left, reached, why)),
+        }
+    }
+}

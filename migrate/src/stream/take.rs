@@ -1,0 +1,234 @@
+//! The pages that come before the guest.
+//!
+//! They come on one connection or on several at the same time. The first one is read by the thread
+//! that takes the guest in, each other one by a thread of its own. Every round ends on each of
+//! them, so a page that is sent again comes after it came before, on whichever connection.
+
+use super::frame::Kind;
+use super::frames::{Frames, unexpected};
+use super::remote::RemotePages;
+use crate::rounds::OnPages;
+use crate::{MemoryLayout, MigrateError, PageSet};
+use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_machine::{SourcePage, Vm};
+use lacuna_sync::{Mutex, lock_order};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+/// Where pages go that come before the guest.
+pub(super) struct Early<'a, V> {
+    pub vm: &'a V,
+    pub layout: &'a MemoryLayout,
+    /// In place of the VM's memory, if pages also come after the guest.
+    pub staging: Option<&'a RemotePages>,
+}
+
+/// The connections beside the first one.
+struct Streams {
+    /// Pages that came on them since the last look.
+    pages: AtomicU64,
+    /// The first connection has no more pages: the state has come, or it has failed.
+    is_over: AtomicBool,
+    /// Why the first of them has failed.
+    cause: Mutex<Option<MigrateError>, lock_order::CauseOfEnd>,
+}
+
+impl Streams {
+    fn fail(&self, why: MigrateError) {
+        let mut cause = self.cause.lock().expect("no panic under this lock");
+        cause.get_or_insert(why);
+    }
+}
+
+impl<V: Vm> Early<'_, V> {
+    /// Takes pages until the state comes on `main`. Returns the pages that the source keeps.
+    pub fn take_all(
+        &self,
+        main: &mut Frames,
+        lanes: Vec<Frames>,
+        each: OnPages<'_>,
+    ) -> Result<PageSet, MigrateError> {
+        let ends: Vec<_> = lanes
+            .iter()
+            .map(Frames::hang_up)
+            .collect::<Result<_, _>>()?;
+        let end_main = main.hang_up()?;
+        let streams = Streams {
+            pages: AtomicU64::new(0),
+            is_over: AtomicBool::new(false),
+            cause: Mutex::new(None),
+        };
+        let taken = thread::scope(|scope| {
+            let mut taken = Ok(());
+            for lane in lanes {
+                let named = thread::Builder::new().name("lacuna-pages".into());
+                let started = named.spawn_scoped(scope, || {
+                    let lane = lane;
+                    if let Err(why) = self.take_lane(lane, &streams) {
+                        streams.fail(why);
+                        // Otherwise the first connection has ended this one, and is needed yet.
+                        if !streams.is_over.load(Ordering::SeqCst) {
+                            end_main();
+                        }
+                    }
+                });
+                if let Err(error) = started {
+                    taken = Err(MigrateError::Thread(error));
+                }
+            }
+            let taken = taken.and_then(|()| self.take_main(main, &streams, each));
+            streams.is_over.store(true, Ordering::SeqCst);
+            if taken.is_err() {
+                ends.iter().for_each(|end| end());
+            }
+            taken
+        });
+        let cause = streams
+            .cause
+            .lock()
+            .expect("no panic under this lock")
+            .take();
+        match (taken, cause) {
+            // The first connection was ended because of that.
+            (Ok(_) | Err(MigrateError::Cut(_)), Some(cause)) => Err(cause),
+            (taken, _) => taken,
+        }
+    }
+
+    fn take_main(
+        &self,
+        main: &mut Frames,
+        streams: &Streams,
+        each: OnPages<'_>,
+    ) -> Result<PageSet, MigrateError> {
+        let mut awaited = PageSet::empty(self.layout.pages());
+        loop {
+            match main.read()? {
+                Kind::Awaited => main.read_set(&mut awaited)?,
+                Kind::State => return Ok(awaited),
+                kind => {
+                    let pages = self.take(main, kind)?;
+                    let others = streams.pages.swap(0, Ordering::Relaxed);
+                    if each(pages + others).is_break() {
+                        return Err(MigrateError::Cancelled);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes pages until the source has no more for this connection.
+    fn take_lane(&self, mut lane: Frames, streams: &Streams) -> Result<(), MigrateError> {
+        loop {
+            match lane.read_or_idle()? {
+                // It may be silent while others have pages.
+                None if !streams.is_over.load(Ordering::SeqCst) => {}
+                None => return Err(MigrateError::stream("a connection for pages does not end")),
+                Some(Kind::End) => return Ok(()),
+                Some(kind) => {
+                    let pages = self.take(&mut lane, kind)?;
+                    streams.pages.fetch_add(pages, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    /// Takes a frame. Returns how many pages with content it has.
+    fn take(&self, frames: &mut Frames, kind: Kind) -> Result<u64, MigrateError> {
+        match kind {
+            Kind::Data => {
+                let (first, bytes) = pages_of(frames, self.layout)?;
+                match self.staging {
+                    Some(pages) => pages.stage(first, bytes)?,
+                    None => self.write(first, bytes)?,
+                }
+                Ok((bytes.len() / PAGE_SIZE) as u64)
+            }
+            Kind::Zeros => {
+                let (first, count) = zeros_of(frames, self.layout)?;
+                match self.staging {
+                    Some(pages) => pages.stage_zeros(first, count),
+                    None => self.write_zeros(first, count)?,
+                }
+                Ok(0)
+            }
+            Kind::Sync => frames.signal(Kind::Synced).map(|()| 0),
+            other => Err(unexpected(other, Kind::State)),
+        }
+    }
+
+    fn write(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
+        let count = (bytes.len() / PAGE_SIZE) as u64;
+        in_slots(self.layout, first, count, &mut |gpa, pages| {
+            let bytes = &bytes[pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE];
+            Ok(self.vm.write(gpa, bytes)?)
+        })
+    }
+
+    fn write_zeros(&self, first: SourcePage, count: u64) -> Result<(), MigrateError> {
+        static ZEROS: [u8; 16 * PAGE_SIZE] = [0; 16 * PAGE_SIZE];
+        let mut at = first.0;
+        while at < first.0 + count {
+            let now = (first.0 + count - at).min(16);
+            self.write(SourcePage(at), &ZEROS[..now as usize * PAGE_SIZE])?;
+            at += now;
+        }
+        Ok(())
+    }
+}
+
+/// The pages of a `Data` frame.
+pub(super) fn pages_of<'f>(
+    frames: &'f Frames,
+    layout: &MemoryLayout,
+) -> Result<(SourcePage, &'f [u8]), MigrateError> {
+    let (first, bytes) = frames.numbered()?;
+    if bytes.is_empty() || !bytes.len().is_multiple_of(PAGE_SIZE) {
+        return Err(MigrateError::stream("a Data frame without whole pages"));
+    }
+    check_range(first, (bytes.len() / PAGE_SIZE) as u64, layout)?;
+    Ok((first, bytes))
+}
+
+/// The pages of a `Zeros` frame: the first, and their number.
+pub(super) fn zeros_of(
+    frames: &Frames,
+    layout: &MemoryLayout,
+) -> Result<(SourcePage, u64), MigrateError> {
+    let (first, rest) = frames.numbered()?;
+    let count: [u8; 8] = rest
+        .try_into()
+        .map_err(|_| MigrateError::stream("a Zeros frame of another length"))?;
+    let count = u64::from_le_bytes(count);
+    check_range(first, count, layout)?;
+    Ok((first, count))
+}
+
+fn check_range(first: SourcePage, count: u64, layout: &MemoryLayout) -> Result<(), MigrateError> {
+    let end = first.0.checked_add(count);
+    match end.is_some_and(|end| end <= layout.pages()) {
+        true => Ok(()),
+        false => Err(MigrateError::stream(format!(
+            "{first} and the {count} pages from there on are beyond the machine's memory"
+        ))),
+    }
+}
+
+/// Calls `each` with the parts of a run of pages that each lie in one slot: the address, and the
+/// pages.
+pub(super) fn in_slots(
+    layout: &MemoryLayout,
+    first: SourcePage,
+    count: u64,
+    each: &mut dyn FnMut(Gpa, Range<u64>) -> Result<(), MigrateError>,
+) -> Result<(), MigrateError> {
+    let (mut at, end) = (first.0, first.0 + count);
+    while at < end {
+        let place = layout.place(SourcePage(at), end - at);
+        let (gpa, now) = place.ok_or(MigrateError::SlotsChanged)?;
+        each(gpa, at - first.0..at - first.0 + now)?;
+        at += now;
+    }
+    Ok(())
+}

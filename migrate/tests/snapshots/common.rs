@@ -1,0 +1,350 @@
+//! A guest that is saved while it runs, and goes on elsewhere.
+
+use lacuna_addr::PageCount;
+use lacuna_machine::{
+    Arch, Builder, CpuModel, Ending, Image, PageSource, Pause, PlatformDevices, Policy, Vm,
+    run_pausable,
+};
+use lacuna_migrate::{
+    Budget, Guest, MigrateError, Progress, Recorder, Saved, Snapshot, Touches, Tracked, When, save,
+    save_paused,
+};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+
+/// Little, because each test runs some guests to their ends.
+pub const MEMORY: u64 = 6 << 20;
+const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
+
+/// A VM of the soft backend that has a third of its memory.
+pub fn soft(arch: Arch, vcpus: usize) -> lacuna_soft::VmBuilder {
+    let pages = PageCount::from_bytes;
+    lacuna_soft::VmBuilder {
+        arch,
+        vcpus,
+        cpu: CpuModel::Common { tsc_khz: None },
+        apf: lacuna_machine::Apf::Off,
+        ..lacuna_soft::VmBuilder::new(pages(MEMORY), pages(MEMORY / 3))
+    }
+}
+
+/// A VM of the kvm backend. Ends the test as skipped where there is none.
+pub fn kvm(vcpus: usize) -> lacuna_kvm::VmBuilder {
+    if let Err(error) = lacuna_kvm::available() {
+        lacuna_skip::skip_test(error);
+    }
+    let pages = PageCount::from_bytes;
+    let mut builder = lacuna_kvm::VmBuilder::new(pages(MEMORY), pages(MEMORY));
+    builder.vcpus = vcpus;
+    builder.cpu = CpuModel::Common { tsc_khz: None };
+    builder.apf = lacuna_machine::Apf::Off;
+    builder
+}
+
+/// The frequency of the TSC on this host's KVM, which a guest on soft must have to move there.
+pub fn kvm_tsc() -> CpuModel {
+    let tsc_khz = lacuna_kvm::tsc_khz();
+    CpuModel::Common { tsc_khz }
+}
+
+/// The image of a built-in guest.
+fn guest(name: &str, arch: Arch) -> Vec<u8> {
+    if let Some(why) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(why);
+    }
+    let arch = match arch {
+        Arch::Arm64 => lacuna_guest::Arch::Arm64,
+        _ => lacuna_guest::Arch::X86_64,
+    };
+    let mut images = arch.images().iter();
+    let image = images.find(|image| image.name == name);
+    image
+        .unwrap_or_else(|| panic!("no guest {name}"))
+        .file
+        .to_vec()
+}
+
+/// A builder whose VMs get their pages from a source.
+pub trait WithSource: Builder + Clone {
+    fn with_source(&self, source: Arc<dyn PageSource>) -> Self;
+}
+
+impl WithSource for lacuna_soft::VmBuilder {
+    fn with_source(&self, source: Arc<dyn PageSource>) -> Self {
+        let source = Some(source);
+        Self {
+            source,
+            ..self.clone()
+        }
+    }
+}
+
+impl WithSource for lacuna_kvm::VmBuilder {
+    fn with_source(&self, source: Arc<dyn PageSource>) -> Self {
+        let source = Some(source);
+        Self {
+            source,
+            ..self.clone()
+        }
+    }
+}
+
+/// What happens beside a guest whose pages come while it runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Beside<'a> {
+    /// The guest alone asks for pages.
+    Nothing,
+    /// The other pages are prefetched.
+    Prefetch,
+    /// It is saved again.
+    Save(&'a Path),
+}
+
+/// A guest, and VMs for it.
+pub struct Moved<B> {
+    builder: B,
+    name: &'static str,
+    words: &'static str,
+}
+
+impl<B: Builder> Moved<B> {
+    pub fn new(builder: B, name: &'static str, words: &'static str) -> Self {
+        Self {
+            builder,
+            name,
+            words,
+        }
+    }
+
+    fn run<R>(&self, body: impl FnOnce(&Guest<'_, B::Vm>) -> R + Send) -> (Ending, R)
+    where
+        R: Send,
+    {
+        let vm = self.builder.build().expect("a VM");
+        let arch = vm.config().arch;
+        let file = guest(self.name, arch);
+        let image = Image::parse(&file).expect("an image");
+        let line = format!("{} {}", self.builder.full_command_line(), self.words);
+        let vcpus = vm.boot(&image, &line).expect("it boots");
+        let devices = PlatformDevices::of(arch, |line: &str| println!("saved: {line}"));
+        let pause = Pause::default();
+        let result = thread::scope(|scope| {
+            let runner = scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
+            // The guest has announced its status page: its program runs.
+            while devices.status_page().is_none() && !runner.is_finished() {
+                thread::yield_now();
+            }
+            body(&Guest {
+                vm: &vm,
+                devices: &devices,
+                pause: &pause,
+            })
+        });
+        (devices.ending().expect("an ending"), result)
+    }
+
+    pub fn save_while_it_runs(&self, path: &Path) -> (Ending, Result<Saved, MigrateError>) {
+        self.run(|guest| save(guest, path, &Budget::default(), &mut |_| CONTINUE))
+    }
+
+    /// Saves the guest while it stands still, and cancels another save of the running guest.
+    pub fn save_paused(&self, path: &Path, cancelled: &Path) -> (Ending, Saved) {
+        let (ending, saved) = self.run(|guest| {
+            let still = guest.pause().expect("it runs");
+            let saved = save_paused(guest, &still, path, &mut |_| CONTINUE);
+            drop(still);
+            let stop = &mut |_| ControlFlow::Break(());
+            let error = save(guest, cancelled, &Budget::default(), stop).expect_err("cancelled");
+            assert!(matches!(error, MigrateError::Cancelled), "{error}");
+            saved
+        });
+        (ending, saved.expect("a snapshot"))
+    }
+
+    /// Saves the guest whole, and then twice what has changed. One between them is cancelled.
+    pub fn save_diffs(&self, [first, second, third]: &[PathBuf; 3], cancelled: &Path) -> Ending {
+        let (ending, ()) = self.run(|guest| {
+            let (budget, go_on) = (&Budget::default(), &mut |_: Progress| CONTINUE);
+            let saved = Tracked::save_first(guest, When::Runs(budget), first, go_on);
+            let (_, mut tracked) = saved.expect("a snapshot");
+            let stop = &mut |_: Progress| ControlFlow::Break(());
+            let error = tracked.save_changes(guest, When::Runs(budget), cancelled, stop);
+            assert!(matches!(error, Err(MigrateError::Cancelled)), "{error:?}");
+            let still = guest.pause().expect("it runs");
+            let saved = tracked.save_changes(guest, When::Paused(&still), second, go_on);
+            assert_eq!(saved.expect("a diff").rounds.len(), 1);
+            drop(still);
+            let saved = tracked.save_changes(guest, When::Runs(budget), third, go_on);
+            assert!(!saved.expect("a diff").rounds.is_empty());
+            assert_eq!(tracked.last(), third);
+        });
+        ending
+    }
+
+    pub fn save_after_the_end(&self, path: &Path) -> Result<Saved, MigrateError> {
+        let (_, result) = self.run(|guest| {
+            while guest.devices.ending().is_none() {
+                thread::yield_now();
+            }
+            save(guest, path, &Budget::default(), &mut |_| CONTINUE)
+        });
+        result
+    }
+
+    pub fn restore(&self, path: &Path) -> Result<Ending, MigrateError> {
+        let vm = self.builder.build().expect("a VM");
+        let arch = vm.config().arch;
+        let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
+        let vcpus = Snapshot::open(path)?.restore(&vm, &devices, &mut |_| CONTINUE)?;
+        drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
+        Ok(devices.ending().expect("an ending"))
+    }
+}
+
+impl<B: Builder> Moved<B> {
+    /// A lazy restore into a VM without a page source.
+    pub fn restore_state_alone(&self, path: &Path) -> Result<(), MigrateError> {
+        let vm = self.builder.build().expect("a VM");
+        let devices = PlatformDevices::of(vm.config().arch, |_: &str| {});
+        let restored = Snapshot::open(path)?.restore_lazily(&vm, &devices);
+        restored.map(drop)
+    }
+}
+
+/// What a restored guest asks for.
+pub struct Replayed {
+    pub ending: Ending,
+    /// What it has asked for.
+    pub asked: Touches,
+    /// Pages that came before it ran.
+    pub replayed: u64,
+}
+
+impl<B: WithSource> Moved<B> {
+    /// Restores lazily and saves again at once: the guest begins to run when the save has, so all
+    /// of its pages are missing then. Returns how the guest has ended, and how many pages the
+    /// source was asked for.
+    pub fn save_while_all_is_missing(&self, path: &Path, again: &Path) -> (Ending, usize) {
+        let snapshot = Snapshot::open(path).expect("a snapshot");
+        let recorder = snapshot.recorder();
+        let pages = snapshot.pages_on_demand(Policy::default()).expect("pages");
+        let source = Arc::new(pages.recorded(&recorder));
+        let vm = self.builder.with_source(source).build().expect("a VM");
+        let arch = vm.config().arch;
+        let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
+        let vcpus = snapshot.restore_lazily(&vm, &devices).expect("a restore");
+        let (pause, mut vcpus) = (Pause::default(), Some(vcpus));
+        thread::scope(|scope| {
+            let guest = Guest {
+                vm: &*vm,
+                devices: &devices,
+                pause: &pause,
+            };
+            let saved = save(&guest, again, &Budget::default(), &mut |_| {
+                if let Some(vcpus) = vcpus.take() {
+                    scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
+                    // Until its run has begun.
+                    while matches!(guest.pause(), Err(MigrateError::NotRunning)) {
+                        thread::yield_now();
+                    }
+                }
+                CONTINUE
+            });
+            saved.expect("it is saved");
+        });
+        let ending = devices.ending().expect("an ending");
+        (ending, recorder.touches().pages().len())
+    }
+
+    /// Restores lazily, brings the pages of `touches`, and runs the guest, which then asks for the
+    /// others.
+    pub fn replay(
+        &self,
+        snapshot: &Snapshot,
+        touches: Option<&Touches>,
+    ) -> Result<Replayed, MigrateError> {
+        let recorder = snapshot.recorder();
+        let pages = snapshot.pages_on_demand(Policy::default())?;
+        let source = Arc::new(pages.recorded(&recorder));
+        let vm = self.builder.with_source(source).build().expect("a VM");
+        let arch = vm.config().arch;
+        let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
+        let vcpus = snapshot.restore_lazily(&vm, &devices)?;
+        let mut replayed = 0;
+        if let Some(touches) = touches {
+            snapshot.replay(&*vm, touches, &mut |pages| {
+                replayed += pages;
+                CONTINUE
+            })?;
+        }
+        drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
+        let asked = recorder.touches();
+        if let Some(touches) = touches {
+            snapshot.prefetch_rest(&*vm, touches, &mut |_| CONTINUE)?;
+        }
+        let ending = devices.ending().expect("an ending");
+        Ok(Replayed {
+            ending,
+            asked,
+            replayed,
+        })
+    }
+
+    /// Restores lazily, calls `beside` while the guest runs, and returns how it ends.
+    pub fn restore_beside(
+        &self,
+        snapshot: &Snapshot,
+        policy: Policy,
+        beside: impl FnOnce(&Recorder),
+    ) -> Result<Ending, MigrateError> {
+        let recorder = snapshot.recorder();
+        let pages = snapshot.pages_on_demand(policy)?;
+        let source = Arc::new(pages.recorded(&recorder));
+        let vm = self.builder.with_source(source).build().expect("a VM");
+        let arch = vm.config().arch;
+        let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
+        let vcpus = snapshot.restore_lazily(&vm, &devices)?;
+        thread::scope(|scope| {
+            scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &Pause::default())));
+            beside(&recorder);
+        });
+        Ok(devices.ending().expect("an ending"))
+    }
+
+    /// Restores lazily, and does something else meanwhile, whose result is the second value.
+    pub fn restore_lazily(
+        &self,
+        path: &Path,
+        beside: Beside<'_>,
+    ) -> Result<(Ending, Result<(), MigrateError>), MigrateError> {
+        let snapshot = Snapshot::open(path)?;
+        let pages = snapshot.pages_on_demand(Policy::default())?;
+        let vm = self
+            .builder
+            .with_source(Arc::new(pages))
+            .build()
+            .expect("a VM");
+        let arch = vm.config().arch;
+        let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
+        let vcpus = snapshot.restore_lazily(&vm, &devices)?;
+        let pause = Pause::default();
+        let done = thread::scope(|scope| {
+            scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
+            match beside {
+                Beside::Nothing => Ok(()),
+                Beside::Prefetch => snapshot.prefetch(&*vm, &mut |_| CONTINUE),
+                Beside::Save(path) => {
+                    let guest = Guest {
+                        vm: &*vm,
+                        devices: &devices,
+                        pause: &pause,
+                    };
+                    save(&guest, path, &Budget::default(), &mut |_| CONTINUE).map(drop)
+                }
+            }
+        });
+        Ok((devices.ending().expect("an ending"), done))
+    }
+}

@@ -1,0 +1,9 @@
+//! Snapshots of guests that run, on every backend and architecture.
+
+mod common;
+mod diff;
+mod hostile;
+mod lazy;
+mod objects;
+mod touches;
+mod whole;

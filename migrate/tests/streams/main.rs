@@ -1,0 +1,226 @@
+//! Guests that move over a stream while they run, on every backend and architecture, and streams
+//! that are cut.
+
+mod cuts;
+mod ends;
+mod link;
+mod puppet;
+mod seeded;
+
+use ends::{End, Machines, Move};
+use lacuna_addr::PageCount;
+use lacuna_machine::{Apf, Arch, CpuModel, Ending};
+use lacuna_migrate::MigrateError;
+use lacuna_migrate::stream::{Compression, Incoming, Mode, Plan};
+use puppet::Ready;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+
+/// Little, because each test runs some guests to their ends.
+const MEMORY: PageCount = PageCount::from_bytes(6 << 20);
+
+fn soft(arch: Arch, vcpus: usize) -> lacuna_soft::VmBuilder {
+    lacuna_soft::VmBuilder {
+        arch,
+        vcpus,
+        cpu: CpuModel::Common { tsc_khz: None },
+        apf: Apf::On,
+        ..lacuna_soft::VmBuilder::new(MEMORY, PageCount::new(MEMORY.get() / 3))
+    }
+}
+
+/// A VM of the kvm backend. Ends the test as skipped where there is none.
+fn kvm(vcpus: usize) -> lacuna_kvm::VmBuilder {
+    if let Err(error) = lacuna_kvm::available() {
+        lacuna_skip::skip_test(error);
+    }
+    let mut builder = lacuna_kvm::VmBuilder::new(MEMORY, MEMORY);
+    builder.vcpus = vcpus;
+    builder.cpu = CpuModel::Common { tsc_khz: None };
+    builder.apf = Apf::Off;
+    builder
+}
+
+fn by(mode: Mode) -> Plan {
+    Plan {
+        mode,
+        ..Plan::default()
+    }
+}
+
+/// The guest checks all of its memory, here and there.
+fn moves(from: impl Machines, to: impl Machines, words: &'static str, mode: Mode) {
+    let migration = Move {
+        from,
+        to,
+        words,
+        plan: by(mode),
+        patience: 0,
+        victim: None,
+        breaks: false,
+    };
+    let moved = migration.carry_out(&[]);
+    assert_eq!(moved.source, End::Gone, "{mode:?}: {moved:?}");
+    let ending = Some(Ending::Exited(0));
+    assert_eq!(moved.destination, ending, "{mode:?}: {moved:?}");
+    assert_eq!(moved.rounds > 0, mode != Mode::PostCopy, "{moved:?}");
+    assert!(moved.pages > 0, "{moved:?}");
+}
+
+const MODES: [Mode; 3] = [Mode::PreCopy, Mode::PostCopy, Mode::Hybrid];
+
+#[test]
+fn between_soft_machines() {
+    for arch in [Arch::X86_64, Arch::Arm64] {
+        for mode in MODES {
+            moves(soft(arch, 2), soft(arch, 2), "rounds=6", mode);
+        }
+    }
+}
+
+/// Several connections and each compression bring the same pages. A guest whose memory is not all
+/// random goes in fewer bytes.
+#[test]
+fn over_several_streams_and_compressed() {
+    let mut written = Vec::new();
+    for (streams, compression) in [
+        (1, Compression::None),
+        (3, Compression::None),
+        (3, Compression::Lz4),
+        (1, Compression::Zstd),
+    ] {
+        for mode in MODES {
+            let migration = Move {
+                from: soft(Arch::X86_64, 2),
+                to: soft(Arch::X86_64, 2),
+                words: "rounds=6",
+                plan: Plan {
+                    streams,
+                    compression,
+                    ..by(mode)
+                },
+                patience: 0,
+                victim: None,
+                breaks: false,
+            };
+            let moved = migration.carry_out(&[]);
+            assert_eq!(
+                moved.source,
+                End::Gone,
+                "{streams} {compression:?}: {moved:?}"
+            );
+            let ending = Some(Ending::Exited(0));
+            assert_eq!(
+                moved.destination, ending,
+                "{streams} {compression:?}: {moved:?}"
+            );
+            if mode == Mode::PostCopy {
+                let [source, _] = moved.written;
+                written.push(source / moved.pages);
+            }
+        }
+    }
+    let [one, several, lz4, zstd] = &written[..] else {
+        panic!("{written:?}");
+    };
+    assert!(
+        several > &(one / 2) && lz4 < &(one / 2) && zstd < lz4,
+        "bytes a page: {written:?}"
+    );
+}
+
+#[lacuna_skip::test]
+fn between_kvm_machines() {
+    for mode in MODES {
+        moves(kvm(2), kvm(2), "rounds=60", mode);
+    }
+}
+
+#[lacuna_skip::test]
+fn from_soft_to_kvm_and_back() {
+    let on_kvm = kvm(2);
+    let on_soft = || lacuna_soft::VmBuilder {
+        apf: Apf::Off,
+        cpu: CpuModel::Common {
+            tsc_khz: lacuna_kvm::tsc_khz(),
+        },
+        ..soft(Arch::X86_64, 2)
+    };
+    for mode in [Mode::PreCopy, Mode::PostCopy] {
+        moves(on_soft(), on_kvm.clone(), "rounds=6 syscall=ud2", mode);
+        // soft takes long for what KVM leaves.
+        moves(on_kvm.clone(), on_soft(), "rounds=30", mode);
+    }
+}
+
+/// A machine of another size is refused, with words for both sides, and the source goes on.
+#[test]
+fn another_machine_is_refused() {
+    for mode in MODES {
+        let moved = Move {
+            from: soft(Arch::Arm64, 2),
+            to: soft(Arch::Arm64, 1),
+            words: "rounds=2",
+            plan: by(mode),
+            patience: 3,
+            victim: None,
+            breaks: false,
+        };
+        let end = moved.carry_out(&[]);
+        assert_eq!(end.source, End::Ran(Ending::Exited(0)));
+        assert_eq!(end.destination, None);
+        let [source, destination] = end.errors;
+        let why = "the VM's number of vCPUs is 1, and the saved machine's is 2";
+        assert!(destination.contains(why), "{destination}");
+        assert!(
+            source.contains("refused") && source.contains(why),
+            "{source}"
+        );
+    }
+}
+
+/// A destination that gives up in the middle of a round has told why, and the source goes on.
+#[test]
+fn a_destination_that_gives_up_tells_why() {
+    for streams in [1, 3] {
+        let moved = Move {
+            from: soft(Arch::X86_64, 2),
+            to: soft(Arch::X86_64, 2),
+            words: "rounds=2",
+            plan: Plan {
+                streams,
+                ..Plan::default()
+            },
+            patience: 0,
+            victim: None,
+            breaks: true,
+        };
+        let end = moved.carry_out(&[]);
+        assert_eq!(end.source, End::Ran(Ending::Exited(0)));
+        assert_eq!(end.destination, None);
+        let [source, destination] = end.errors;
+        assert!(destination.contains("cancelled"), "{destination}");
+        assert!(source.contains("refused: cancelled"), "{source}");
+    }
+}
+
+/// Bytes that are no migration are refused, whatever they are.
+#[test]
+fn a_stranger_is_refused() {
+    for bytes in [
+        &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
+        &[0; 64],
+        &[1; 4],
+        &[],
+    ] {
+        let (mut stranger, here) = UnixStream::pair().expect("a pair");
+        stranger.write_all(bytes).expect("room for it");
+        stranger.shutdown(std::net::Shutdown::Write).expect("open");
+        let here = Ready::new([here]);
+        let error = Incoming::accept(&here).map(drop).expect_err("a stranger");
+        let is_known = matches!(error, MigrateError::Stream(_) | MigrateError::Cut(_));
+        assert!(is_known, "{error}");
+        let mut answer = Vec::new();
+        let _ = stranger.read_to_end(&mut answer);
+    }
+}

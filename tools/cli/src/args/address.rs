@@ -1,0 +1,129 @@
+//! The address of the other side of a migration.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Where a guest goes to, or comes from.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Address {
+    /// A UNIX socket of this host.
+    Unix(PathBuf),
+    /// A TCP port, without authentication.
+    Tcp(HostPort),
+    /// A TCP port with TLS, at which each side checks the other's certificate.
+    Tls(HostPort),
+}
+
+/// A host and a TCP port of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct HostPort {
+    /// A name, an IPv4 address, or an IPv6 address without brackets.
+    pub host: String,
+    /// The port.
+    pub port: u16,
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
+            Some(("tcp", place)) => place.parse().map(Self::Tcp),
+            Some(("tls", place)) => place.parse().map(Self::Tls),
+            _ => Err(format!(
+                "{text:?} is no address; use unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
+            )),
+        }
+    }
+}
+
+impl FromStr for HostPort {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |what: &str| {
+            format!("{text:?} {what}; write for example host.example:7000 or [::1]:7000")
+        };
+        let (host, port) = text.rsplit_once(':').ok_or_else(|| wrong("has no port"))?;
+        let port = port.parse();
+        let port = port.map_err(|_| wrong("does not end with a port from 0 to 65535"))?;
+        let bare = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
+        let host = match bare {
+            Some(host) => host,
+            None if host.contains(':') => {
+                return Err(wrong("has an IPv6 address without brackets"));
+            }
+            None => host,
+        };
+        match host {
+            "" => Err(wrong("has no host")),
+            host => Ok(Self {
+                host: host.to_owned(),
+                port,
+            }),
+        }
+    }
+}
+
+/// As it is parsed.
+impl fmt::Display for HostPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, port } = self;
+        match host.contains(':') {
+            true => write!(f, "[{host}]:{port}"),
+            false => write!(f, "{host}:{port}"),
+        }
+    }
+}
+
+/// As the command line takes it.
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp(place) => write!(f, "tcp:{place}"),
+            Self::Tls(place) => write!(f, "tls:{place}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses() {
+        let place = |host: &str, port| HostPort {
+            host: host.into(),
+            port,
+        };
+        for (text, address) in [
+            ("unix:/run/a:b", Address::Unix("/run/a:b".into())),
+            ("unix:here", Address::Unix("here".into())),
+            ("tcp:0.0.0.0:7000", Address::Tcp(place("0.0.0.0", 7000))),
+            ("tls:host:7000", Address::Tls(place("host", 7000))),
+            ("tcp:[::1]:0", Address::Tcp(place("::1", 0))),
+            ("tcp:host.example:1", Address::Tcp(place("host.example", 1))),
+        ] {
+            assert_eq!(text.parse(), Ok(address.clone()));
+            assert_eq!(address.to_string(), text);
+        }
+        for (text, told) in [
+            ("", "is no address"),
+            ("host:7000", "is no address; use unix:PATH"),
+            ("unix:", "is no address"),
+            ("tcp:", "has no port"),
+            ("tcp:host", "has no port"),
+            ("tcp::7000", "has no host"),
+            ("tcp:[]:7000", "has no host"),
+            ("tcp:host:70000", "a port from 0 to 65535"),
+            ("tcp:host:", "a port from 0 to 65535"),
+            ("tcp:::1:7000", "without brackets"),
+        ] {
+            let error = text.parse::<Address>().unwrap_err();
+            assert!(error.contains(told), "{text}: {error}");
+        }
+    }
+}

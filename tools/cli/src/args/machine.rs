@@ -1,0 +1,71 @@
+//! A run whose machine is given: by a snapshot, or by the source of a migration.
+
+use super::{Apf, Arch, Backend, Cpu, MemoryKind, Output, RunArgs, SwapSpec, Thp, TlsArgs};
+use crate::size::Size;
+use lacuna_machine::CpuModel;
+use lacuna_migrate::Machine;
+use std::path::PathBuf;
+
+/// What is left to choose for such a run.
+pub(crate) struct RunOn {
+    pub backend: Backend,
+    pub memory_kind: Option<MemoryKind>,
+    pub resident: Option<Size>,
+    pub swap: Option<SwapSpec>,
+    pub thp: Option<Thp>,
+    pub control: Option<PathBuf>,
+    pub output: Output,
+}
+
+impl RunOn {
+    /// The run of `machine`, which comes from `from`.
+    pub fn machine(self, from: String, machine: &Machine) -> RunArgs {
+        RunArgs {
+            image: from,
+            incoming: None,
+            tls: TlsArgs::default(),
+            arch: Some(match machine.arch {
+                lacuna_machine::Arch::Arm64 => Arch::Arm64,
+                _ => Arch::X86_64,
+            }),
+            backend: self.backend,
+            memory: Size(machine.memory),
+            memory_kind: self.memory_kind,
+            resident: self.resident,
+            vcpus: u32::try_from(machine.vcpus).unwrap_or(u32::MAX),
+            swap: self.swap,
+            apf: match machine.apf {
+                lacuna_machine::Apf::On => Apf::On,
+                lacuna_machine::Apf::Off => Apf::Off,
+            },
+            cpu: match machine.cpu {
+                CpuModel::Host => Cpu::Host,
+                CpuModel::Common { .. } => Cpu::Common,
+            },
+            thp: self.thp,
+            pages_from: None,
+            patience: None,
+            exit_on_missing: false,
+            seed: None,
+            append: String::new(),
+            control: self.control,
+            output: self.output,
+        }
+    }
+}
+
+impl RunArgs {
+    /// As these options, but for `machine`, which comes from `from`.
+    pub fn on(&self, from: String, machine: &Machine) -> Self {
+        let options = RunOn {
+            backend: self.backend,
+            memory_kind: self.memory_kind,
+            resident: self.resident,
+            swap: self.swap.clone(),
+            thp: self.thp,
+            control: self.control.clone(),
+            output: self.output.clone(),
+        };
+        options.machine(from, machine)
+    }
+}

@@ -1,0 +1,172 @@
+//! `--memory-kind`: where the guest's memory is.
+
+use super::{PagesFrom, RunArgs};
+use crate::size::Size;
+use clap::ValueEnum;
+use std::fmt;
+
+/// What is resident of a guest with more memory than that, unless `--resident` says otherwise.
+const RESIDENT: Size = Size(512 << 20);
+/// A huge page of hugetlbfs.
+const HUGE: Size = Size(2 << 20);
+
+/// `--memory-kind`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum MemoryKind {
+    /// Frames of a budget of this process, which swaps pages out; soft only
+    Pool,
+    /// Private memory of Linux, which alone may swap it out
+    Anonymous,
+    /// A shared memory file (memfd_create); soft only
+    Memfd,
+    /// A shared memory file in reserved huge pages of 2 MiB; soft only
+    Hugetlbfs,
+}
+
+impl MemoryKind {
+    /// Whether only the soft backend has it.
+    pub const fn needs_soft(self) -> bool {
+        !matches!(self, Self::Anonymous)
+    }
+
+    /// The soft backend's word for it.
+    pub const fn on_soft(self) -> lacuna_soft::MemoryKind {
+        match self {
+            Self::Pool => lacuna_soft::MemoryKind::Budget,
+            Self::Anonymous => lacuna_soft::MemoryKind::Linux,
+            Self::Memfd => lacuna_soft::MemoryKind::Shared,
+            Self::Hugetlbfs => lacuna_soft::MemoryKind::Hugetlbfs,
+        }
+    }
+}
+
+/// As `--memory-kind` takes it.
+impl fmt::Display for MemoryKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = self.to_possible_value().expect("no value is hidden");
+        f.write_str(value.get_name())
+    }
+}
+
+/// Options that contradict each other.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum WrongMemory {
+    /// What a handler gets is private memory, or huge pages.
+    #[error(
+        "--pages-from handler: a page-fault handler fills anonymous or hugetlbfs memory, and not \
+         {0}; leave --memory-kind out, or give one of the two"
+    )]
+    Handler(MemoryKind),
+    /// The backend evicts nothing but its pool.
+    #[error(
+        "{option} is for --memory-kind pool, and the guest's memory is {kind}: Linux alone evicts \
+         its pages; leave {option} out"
+    )]
+    NeedsPool {
+        /// The option.
+        option: &'static str,
+        /// Where the guest's memory is.
+        kind: MemoryKind,
+    },
+    /// A part of a huge page.
+    #[error("--memory {0}: memory in huge pages is a multiple of {HUGE}; give such a size")]
+    PartOfHugePage(Size),
+}
+
+impl RunArgs {
+    /// Where a guest on the soft backend has its memory.
+    pub fn kind_on_soft(&self) -> MemoryKind {
+        self.memory_kind.unwrap_or(match self.pages_from {
+            // A handler fills memory of Linux only.
+            Some(PagesFrom::Handler(_)) => MemoryKind::Anonymous,
+            _ => MemoryKind::Pool,
+        })
+    }
+
+    /// How much of the guest's memory may be in frames or pages that the backend evicts.
+    pub fn budget(&self) -> Size {
+        let most = RESIDENT.0.min(self.memory.0);
+        self.resident.unwrap_or(Size(most))
+    }
+
+    /// Refuses options that the soft backend does not have for this kind of memory.
+    ///
+    /// # Errors
+    /// The first of them.
+    pub fn check_on_soft(&self) -> Result<(), WrongMemory> {
+        let kind = self.kind_on_soft();
+        let option = match () {
+            () if kind == MemoryKind::Pool => None,
+            () if self.resident.is_some() => Some("--resident"),
+            () if self.swap.is_some() => Some("--swap"),
+            () if self.thp.is_some() => Some("--thp"),
+            () => None,
+        };
+        match (kind, option, &self.pages_from) {
+            (_, Some(option), _) => Err(WrongMemory::NeedsPool { option, kind }),
+            (MemoryKind::Pool | MemoryKind::Memfd, _, Some(PagesFrom::Handler(_))) => {
+                Err(WrongMemory::Handler(kind))
+            }
+            (MemoryKind::Hugetlbfs, ..) if !self.memory.0.is_multiple_of(HUGE.0) => {
+                Err(WrongMemory::PartOfHugePage(self.memory))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Command;
+    use crate::args::tests::parse;
+
+    fn check(options: &str) -> Result<MemoryKind, String> {
+        let line = format!("lacuna run hello {options}");
+        let Some(Command::Run(args)) = parse(&line).unwrap().command else {
+            panic!("{line}");
+        };
+        let checked = args.check_on_soft().map_err(|wrong| wrong.to_string());
+        checked.map(|()| args.kind_on_soft())
+    }
+
+    #[test]
+    fn kinds_of_memory() {
+        for (options, kind) in [
+            ("", MemoryKind::Pool),
+            ("--resident 1G --thp always --swap mem", MemoryKind::Pool),
+            ("--pages-from handler:/h", MemoryKind::Anonymous),
+            ("--pages-from zeros", MemoryKind::Pool),
+            ("--pages-from zeros --memory-kind memfd", MemoryKind::Memfd),
+            (
+                "--pages-from handler:/h --memory-kind hugetlbfs",
+                MemoryKind::Hugetlbfs,
+            ),
+            ("--memory 6M --memory-kind hugetlbfs", MemoryKind::Hugetlbfs),
+        ] {
+            assert_eq!(check(options), Ok(kind), "{options}");
+        }
+        for (options, told) in [
+            (
+                "--memory-kind memfd --swap mem",
+                "--swap is for --memory-kind pool",
+            ),
+            ("--memory-kind hugetlbfs --thp never", "leave --thp out"),
+            (
+                "--pages-from handler:/h --resident 1G",
+                "memory is anonymous",
+            ),
+            (
+                "--pages-from handler:/h --memory-kind memfd",
+                "and not memfd; leave --memory-kind out",
+            ),
+            (
+                "--memory 7M --memory-kind hugetlbfs",
+                "--memory 7M: memory in huge pages is a",
+            ),
+        ] {
+            let refused = check(options).unwrap_err();
+            assert!(refused.contains(told), "{options}: {refused}");
+        }
+    }
+}

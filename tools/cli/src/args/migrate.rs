@@ -1,0 +1,152 @@
+//! The options of `lacuna migrate`.
+
+use super::{Address, Output, TlsArgs};
+use crate::exit::EXIT_CODES;
+use crate::size::parse_duration;
+use clap::{Args, ValueEnum};
+use lacuna_migrate::stream::{Compression, Mode};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// `lacuna migrate`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub struct MigrateArgs {
+    /// Where a lacuna run --incoming waits for the guest: unix:PATH, tcp:HOST:PORT or
+    /// tls:HOST:PORT
+    #[arg(value_name = "ADDRESS", required_unless_present_any = ["keep", "cancel"])]
+    pub to: Option<Address>,
+    /// The control socket of the guest: that of lacuna run --control SOCKET. With --keep and
+    /// --cancel, that of either side
+    #[arg(long, value_name = "SOCKET")]
+    pub control: PathBuf,
+    /// Certificates for tls:HOST:PORT
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    /// When the guest goes: precopy (after its memory), postcopy (before its memory) or hybrid
+    /// (after the memory that it does not write again). After the guest, this process has to live
+    /// until the rest of its memory is there: if it ends before, the guest is lost [default:
+    /// precopy]
+    #[arg(long, value_enum, value_name = "MODE", hide_possible_values = true)]
+    pub mode: Option<MoveMode>,
+    /// How long the guest may stand still for its last pages; in a precopy it is longer if the
+    /// guest writes faster than pages are sent [default: 50ms]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pub downtime: Option<Duration>,
+    /// Connections for the memory that moves before the guest, each with a thread on both sides:
+    /// more than 1 for a network that is faster than one processor [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub streams: Option<u32>,
+    /// How pages are compressed on their way: none, lz4 (for networks of a few hundred megabytes a
+    /// second) or zstd (for slower ones) [default: none]
+    #[arg(long, value_enum, value_name = "METHOD", hide_possible_values = true)]
+    pub compress: Option<Compress>,
+    /// The connection was cut while the guest was given away: let it go on at this side. First end
+    /// the other side, or make sure that it has ended
+    #[arg(long, conflicts_with_all = ["to", "downtime", "mode", "streams", "compress", "cancel"])]
+    pub keep: bool,
+    /// At the source: end the migration, or the attempts to connect again. At the destination, when
+    /// the source has ended: wait no longer for the pages that only it had
+    #[arg(long, conflicts_with_all = ["to", "downtime", "mode", "streams", "compress"])]
+    pub cancel: bool,
+    /// Where the result goes
+    #[command(flatten)]
+    pub output: Output,
+}
+
+/// `--mode`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum MoveMode {
+    /// After its memory
+    Precopy,
+    /// Before its memory
+    Postcopy,
+    /// After the memory that it does not write again
+    Hybrid,
+}
+
+impl From<MoveMode> for Mode {
+    fn from(mode: MoveMode) -> Self {
+        match mode {
+            MoveMode::Precopy => Self::PreCopy,
+            MoveMode::Postcopy => Self::PostCopy,
+            MoveMode::Hybrid => Self::Hybrid,
+        }
+    }
+}
+
+/// `--compress`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compress {
+    /// Not at all
+    None,
+    /// LZ4
+    Lz4,
+    /// Zstandard, level 1
+    Zstd,
+}
+
+impl From<Compress> for Compression {
+    fn from(compress: Compress) -> Self {
+        match compress {
+            Compress::None => Self::None,
+            Compress::Lz4 => Self::Lz4,
+            Compress::Zstd => Self::Zstd,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Command;
+    use crate::args::tests::parse;
+
+    #[test]
+    fn migrate_goes_to_an_address_or_keeps() {
+        let migrate = |line: &str| match parse(line).unwrap().command {
+            Some(Command::Migrate(args)) => args,
+            other => panic!("{line}: {other:?}"),
+        };
+        let args = migrate("lacuna migrate --control c tcp:h:7000 --downtime 5ms");
+        assert_eq!(args.to, Some("tcp:h:7000".parse().unwrap()));
+        assert_eq!(args.downtime, Some(Duration::from_millis(5)));
+        assert_eq!((args.mode, args.cancel), (None, false));
+        let args = "--mode hybrid --streams 4 --compress zstd";
+        let args = migrate(&format!("lacuna migrate --control c unix:/s {args}"));
+        assert_eq!(args.mode, Some(MoveMode::Hybrid));
+        assert_eq!(
+            (args.streams, args.compress),
+            (Some(4), Some(Compress::Zstd))
+        );
+        assert!(migrate("lacuna migrate --control c --cancel").cancel);
+        let args = migrate("lacuna migrate --control c --keep");
+        assert_eq!((args.to, args.keep), (None, true));
+        for (line, reason) in [
+            ("lacuna migrate --control c", "<ADDRESS>"),
+            ("lacuna migrate tcp:h:1", "--control <SOCKET>"),
+            ("lacuna migrate --control c h:1", "is no address"),
+            (
+                "lacuna migrate --control c tcp:h:1 --mode fast",
+                "[possible values: precopy, postcopy, hybrid]",
+            ),
+            (
+                "lacuna migrate --control c tcp:h:1 --streams 65",
+                "65 is not in 1..=64",
+            ),
+            (
+                "lacuna migrate --control c --keep --cancel",
+                "cannot be used with",
+            ),
+            (
+                "lacuna migrate --control c tcp:h:1 --keep",
+                "cannot be used with",
+            ),
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            assert!(error.contains(reason), "{line}: {error}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! The options of `lacuna snapshot`.
+
+use super::{Backend, MemoryKind, Output, RunArgs, RunOn, SwapSpec, Thp};
+use crate::exit::EXIT_CODES;
+use crate::size::{Size, parse_duration};
+use clap::{Args, Subcommand};
+use lacuna_migrate::Machine;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// `lacuna snapshot`.
+#[derive(Clone, PartialEq, Debug, Args)]
+pub struct SnapshotArgs {
+    /// Save or restore
+    #[command(subcommand)]
+    pub what: SnapshotCommand,
+}
+
+/// The subcommands of `lacuna snapshot`.
+#[derive(Clone, PartialEq, Debug, Subcommand)]
+pub enum SnapshotCommand {
+    /// Save a guest that runs, or that was paused, to a folder; it goes on afterwards
+    Save(SaveArgs),
+    /// Run a saved guest on from where it was saved
+    Restore(RestoreArgs),
+}
+
+/// `lacuna snapshot save`.
+#[derive(Clone, PartialEq, Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub struct SaveArgs {
+    /// The folder to make; it must not exist
+    pub folder: PathBuf,
+    /// The control socket of the guest: that of lacuna run --control SOCKET
+    #[arg(long, value_name = "SOCKET")]
+    pub control: PathBuf,
+    /// Log what the guest writes from now on, so that the next snapshot can have this one as its
+    /// base
+    #[arg(long, conflicts_with = "base")]
+    pub track: bool,
+    /// Save only what has changed since this snapshot: the last one, which was saved with --track
+    /// or --base, in the same folder as the new one
+    #[arg(long, value_name = "FOLDER")]
+    pub base: Option<PathBuf>,
+    /// How long a guest that runs may stand still for its last pages; it is longer if the guest
+    /// writes faster than pages are saved [default: 50ms]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pub downtime: Option<Duration>,
+    /// Where the result goes
+    #[command(flatten)]
+    pub output: Output,
+}
+
+/// `lacuna snapshot restore`. Processors and memory are those of the saved machine.
+#[derive(Clone, PartialEq, Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub struct RestoreArgs {
+    /// The snapshot: a folder of lacuna snapshot save, or the URL of one in an object store, such
+    /// as file:///folder or (in builds with the feature s3) s3://bucket/folder
+    pub folder: PathBuf,
+    /// Start the guest at once: pages are read when it needs them, and in the background. The
+    /// snapshot must stay until all are read
+    #[arg(long)]
+    pub lazy: bool,
+    /// Record which pages the guest needs first, in their order, and write them to this file.
+    /// Pages are read in the background only afterwards
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "lazy",
+        conflicts_with = "replay"
+    )]
+    pub record: Option<PathBuf>,
+    /// How long to record; the end of the run ends it too [default: 10s]
+    #[arg(long, value_name = "TIME", requires = "record", value_parser = parse_duration)]
+    pub record_for: Option<Duration>,
+    /// Read the pages of this record of an earlier restore first, in their order
+    #[arg(long, value_name = "FILE", requires = "lazy")]
+    pub replay: Option<PathBuf>,
+    /// The hypervisor; a guest moves from one to the other if it was started with --cpu common
+    #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
+    pub backend: Backend,
+    /// As lacuna run --memory-kind
+    #[arg(long, value_enum, value_name = "KIND")]
+    pub memory_kind: Option<MemoryKind>,
+    /// As lacuna run --resident
+    #[arg(long, value_name = "SIZE")]
+    pub resident: Option<Size>,
+    /// As lacuna run --swap
+    #[arg(long, value_name = "DEVICE")]
+    pub swap: Option<SwapSpec>,
+    /// As lacuna run --thp
+    #[arg(long, value_enum, value_name = "never|madvise|always")]
+    pub thp: Option<Thp>,
+    /// As lacuna run --control
+    #[arg(long, value_name = "SOCKET")]
+    pub control: Option<PathBuf>,
+    /// Where the result goes
+    #[command(flatten)]
+    pub output: Output,
+}
+
+impl RestoreArgs {
+    /// The run of the saved machine.
+    pub fn run(&self, machine: &Machine) -> RunArgs {
+        let options = RunOn {
+            backend: self.backend,
+            memory_kind: self.memory_kind,
+            resident: self.resident,
+            swap: self.swap.clone(),
+            thp: self.thp,
+            control: self.control.clone(),
+            output: self.output.clone(),
+        };
+        options.machine(self.folder.display().to_string(), machine)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Command;
+    use crate::args::tests::parse;
+
+    #[test]
+    fn save_and_restore() {
+        let line = "lacuna snapshot save /s --control c --downtime 5ms --json -";
+        let Some(Command::Snapshot(SnapshotArgs {
+            what: SnapshotCommand::Save(args),
+        })) = parse(line).unwrap().command
+        else {
+            panic!("{line}");
+        };
+        assert_eq!(args.downtime, Some(Duration::from_millis(5)));
+        for (line, reason) in [
+            ("lacuna snapshot", "save"),
+            ("lacuna snapshot save /s", "--control <SOCKET>"),
+            (
+                "lacuna snapshot save /s --control c --track --base b",
+                "cannot be used with",
+            ),
+            ("lacuna snapshot restore", "<FOLDER>"),
+            ("lacuna snapshot restore /s --record r", "--lazy"),
+            ("lacuna snapshot restore /s --replay r", "--lazy"),
+            (
+                "lacuna snapshot restore /s --lazy --record-for 1s",
+                "--record",
+            ),
+            (
+                "lacuna snapshot restore /s --lazy --record r --replay r",
+                "cannot be used with",
+            ),
+            ("lacuna snapshot restore /s --vcpus 2", "--vcpus"),
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            assert!(error.contains(reason), "{line}: {error}");
+        }
+    }
+}

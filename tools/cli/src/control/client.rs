@@ -1,0 +1,118 @@
+//! The client's side of a control socket.
+
+use super::message::{Answer, Progress, Refused, Request};
+use crate::exit::Exit;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// A connection to the control socket of a guest that runs.
+pub struct Client {
+    path: PathBuf,
+    stream: BufReader<UnixStream>,
+}
+
+/// Why a request has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum AskError {
+    /// Nothing answers there.
+    #[error(
+        "{}: cannot connect to this control socket: {error}; {}",
+        path.display(),
+        advice(error)
+    )]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// The system's words.
+        error: io::Error,
+    },
+    /// The VM has gone meanwhile.
+    #[error(
+        "{}: the VM has closed its control socket before it answered: {cause}; its own output says \
+         why it ended",
+        path.display()
+    )]
+    Gone {
+        /// The socket.
+        path: PathBuf,
+        /// What was found instead of an answer.
+        cause: String,
+    },
+    /// The VM has refused.
+    #[error("{}", .0.text)]
+    Refused(Refused),
+}
+
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotFound => "name the one that was given to lacuna run --control",
+        io::ErrorKind::ConnectionRefused => "its VM has ended: remove the file",
+        _ => "use it as the user that runs the VM",
+    }
+}
+
+impl AskError {
+    /// How the command ends.
+    pub const fn exit(&self) -> Exit {
+        match self {
+            Self::Connect { .. } => Exit::Usage,
+            Self::Gone { .. } => Exit::Host,
+            Self::Refused(refused) => refused.exit(),
+        }
+    }
+}
+
+impl Client {
+    /// Connects to the socket at `path`.
+    ///
+    /// # Errors
+    /// [`AskError::Connect`].
+    pub fn connect(path: &Path) -> Result<Self, AskError> {
+        let failed = |error| AskError::Connect {
+            path: path.to_owned(),
+            error,
+        };
+        let stream = UnixStream::connect(path).map_err(failed)?;
+        Ok(Self {
+            path: path.to_owned(),
+            stream: BufReader::new(stream),
+        })
+    }
+
+    /// Asks, and waits for the last answer. `each` gets the progress until then.
+    ///
+    /// # Errors
+    /// [`AskError`].
+    pub fn ask(
+        &mut self,
+        request: &Request,
+        each: &mut dyn FnMut(Progress),
+    ) -> Result<Answer, AskError> {
+        let mut line = serde_json::to_vec(request).expect("a path is checked to be text");
+        line.push(b'\n');
+        // A VM that has no room for another client says so and closes the connection, perhaps
+        // before this write.
+        let _ = self.stream.get_mut().write_all(&line);
+        loop {
+            match self.read()? {
+                Answer::Progress(progress) => each(progress),
+                Answer::Error(refused) => return Err(AskError::Refused(refused)),
+                answer => return Ok(answer),
+            }
+        }
+    }
+
+    fn read(&mut self) -> Result<Answer, AskError> {
+        let gone = |cause: &dyn ToString| AskError::Gone {
+            path: self.path.clone(),
+            cause: cause.to_string(),
+        };
+        let mut line = Vec::new();
+        let read = self.stream.read_until(b'\n', &mut line);
+        match read.map_err(|error| gone(&error))? {
+            0 => Err(gone(&"no more answers")),
+            _ => serde_json::from_slice(&line).map_err(|error| gone(&error)),
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! A guest that comes here, or has come: how far it is, and what clients want of it.
+//!
+//! ```text
+//! Memory ──► Rest ──────────► Whole
+//!   │        ▲ │ ▲ connected again
+//!   ▼        │ ▼ │
+//! Unknown ───┘ Cut ──► Lost
+//! ```
+
+use super::message::Refused;
+use super::migration::{Arriving, ArrivingStage, RANGES_SHOWN, Range, missing_in_words};
+use crate::output::{complain, visible};
+use crate::transport::Link;
+use lacuna_migrate::stream::Incoming;
+use lacuna_migrate::{MemoryLayout, MigrateError, PageSet};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The time between two attempts to accept a connection, if the first one failed.
+const PAUSE: Duration = Duration::from_millis(100);
+/// How long a source is waited for after its guest has ended here, if its connection was cut.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// A guest that comes here, or has come. Any thread may call its methods.
+pub struct Coming {
+    layout: MemoryLayout,
+    link: Arc<Link>,
+    since: Instant,
+    told: Mutex<Told>,
+    changed: Condvar,
+}
+
+/// Pages that are still at the source.
+type Missing = Box<dyn Fn() -> PageSet + Send + Sync>;
+
+struct Told {
+    now: Arriving,
+    /// `None`: the guest has not come.
+    missing: Option<Missing>,
+    decision: Option<Decision>,
+    /// The source has been told that all pages have come, or a client has decided without it.
+    is_settled: bool,
+    /// The guest has ended.
+    is_over: bool,
+}
+
+/// What a client or the end of the run has decided.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Decision {
+    /// The guest runs here, although its source has not said so.
+    Keep,
+    /// The source is not waited for: pages that are missing are lost.
+    Cancel,
+    /// The run ends.
+    End,
+}
+
+impl Coming {
+    /// A guest that has been announced at `at`.
+    pub fn new(at: String, incoming: &Incoming, link: &Arc<Link>) -> Self {
+        let now = Arriving {
+            at,
+            mode: incoming.mode(),
+            ..Arriving::default()
+        };
+        Self {
+            layout: incoming.machine().layout.clone(),
+            link: Arc::clone(link),
+            since: Instant::now(),
+            told: Mutex::new(Told {
+                now,
+                missing: None,
+                decision: None,
+                is_settled: false,
+                is_over: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// How far it is. Of the missing pages, the first `ranges` ranges are named.
+    pub fn progress(&self, ranges: usize) -> Arriving {
+        let told = self.told();
+        let missing = told.missing.as_ref().map(|missing| missing());
+        let shown = match told.now.stage {
+            ArrivingStage::Cut | ArrivingStage::Lost => missing.as_ref(),
+            _ => None,
+        };
+        Arriving {
+            ranges: shown.map_or_else(Vec::new, |shown| Range::of(&self.layout, shown, ranges)),
+            missing: missing.map(|missing| missing.len()),
+            seconds: match told.missing {
+                Some(_) => told.now.seconds,
+                None => self.since.elapsed().as_secs_f64(),
+            },
+            bytes: self.link.bytes(),
+            rate: self.link.rate(),
+            ..told.now.clone()
+        }
+    }
+
+    /// Pages of the guest that are here.
+    pub fn present(&self) -> u64 {
+        let missing = self.told().missing.as_ref().map(|missing| missing().len());
+        self.layout.pages().saturating_sub(missing.unwrap_or(0))
+    }
+
+    /// Whether the guest does not run here yet.
+    pub fn is_awaited(&self) -> bool {
+        matches!(
+            self.told().now.stage,
+            ArrivingStage::Memory | ArrivingStage::Unknown
+        )
+    }
+
+    /// Whether pages may still come.
+    pub fn is_incomplete(&self) -> bool {
+        !matches!(
+            self.told().now.stage,
+            ArrivingStage::Whole | ArrivingStage::Lost
+        )
+    }
+
+    /// What is not settled, and what to do.
+    pub fn undecided(&self) -> Option<String> {
+        let now = self.progress(RANGES_SHOWN);
+        let cut = now.cut.unwrap_or_default();
+        match now.stage {
+            ArrivingStage::Unknown => Some(format!(
+                "the guest is prepared here, and then {cut}: it is not known whether its source \
+                 has given it away. It stands still here, and the source may connect again at {}. \
+                 If it runs there, or shall run there, end it here: {{\"command\":\"stop\"}}. If \
+                 not, end it there first, and then let it go on here: {{\"command\":\"keep\"}}, \
+                 which is lacuna migrate --keep",
+                now.at
+            )),
+            ArrivingStage::Cut => Some(format!(
+                "the guest runs here, and then {cut}: it lacks {}. A vCPU that needs one of them \
+                 waits, and the source may connect again at {}. If the source has ended, say so: \
+                 {{\"command\":\"cancel\"}}, which is lacuna migrate --cancel; the pages are lost \
+                 then, and the guest goes on until it needs one",
+                missing_in_words(now.missing.unwrap_or(0), &now.ranges),
+                now.at
+            )),
+            _ => None,
+        }
+    }
+
+    /// Pages with content have come before the guest.
+    pub fn came(&self, pages: u64) -> u64 {
+        let mut told = self.told();
+        told.now.came += pages;
+        told.now.came
+    }
+
+    /// The guest is prepared, and the connection was cut. Returns what is decided; `None`: take the
+    /// next connection.
+    pub fn waits(&self, why: &MigrateError) -> Option<Decision> {
+        self.link.renew();
+        self.was_cut(ArrivingStage::Unknown, why);
+        let decision = self.decision();
+        self.told().is_settled = decision == Some(Decision::Keep);
+        decision
+    }
+
+    /// The guest runs, and these pages are missing.
+    pub fn runs(&self, missing: Missing) {
+        let mut told = self.told();
+        told.now.late = missing().len();
+        told.now.seconds = self.since.elapsed().as_secs_f64();
+        told.missing = Some(missing);
+        // A `keep` that came when the source had given the guest away.
+        told.decision = None;
+        self.enter(told, ArrivingStage::Rest);
+    }
+
+    /// The connection was cut, or a page cannot be put in place.
+    pub fn lacks(&self, why: &MigrateError) {
+        let lacks = self.present() < self.layout.pages();
+        let stage = match lacks {
+            true => ArrivingStage::Cut,
+            // Only its source does not know that yet.
+            false => ArrivingStage::Whole,
+        };
+        self.was_cut(stage, why);
+    }
+
+    /// The source has connected again.
+    pub fn comes_again(&self) {
+        let mut told = self.told();
+        if told.decision == Some(Decision::Cancel) {
+            // It came when the source did.
+            told.decision = None;
+        }
+        if told.now.stage == ArrivingStage::Cut {
+            complain("the source of the guest has connected again");
+            self.enter(told, ArrivingStage::Rest);
+        }
+    }
+
+    /// All pages have come, and the source has been told.
+    pub fn is_whole(&self) {
+        let mut told = self.told();
+        told.is_settled = true;
+        self.enter(told, ArrivingStage::Whole);
+    }
+
+    /// The pages that are missing never come.
+    pub fn is_lost(&self) {
+        let told = self.told();
+        if told.now.stage != ArrivingStage::Whole {
+            self.enter(told, ArrivingStage::Lost);
+        }
+    }
+
+    fn was_cut(&self, stage: ArrivingStage, why: &MigrateError) {
+        let why = visible(&why.to_string()).into_owned();
+        let is_first = {
+            let mut told = self.told();
+            told.now.cut = Some(why);
+            let is_first = told.now.stage != stage;
+            told.now.cuts += u32::from(is_first);
+            self.enter(told, stage);
+            is_first
+        };
+        // Otherwise the run ends anyway.
+        let is_news = is_first && self.link.is_open();
+        if let Some(text) = self.undecided().filter(|_| is_news) {
+            complain(&text);
+        }
+    }
+
+    fn enter(&self, mut told: MutexGuard<'_, Told>, stage: ArrivingStage) {
+        told.now.stage = stage;
+        drop(told);
+        self.changed.notify_all();
+    }
+
+    /// What is decided of the next connection; `None`: take it. Waits a little after one that
+    /// `failed`.
+    pub fn next(&self, failed: bool) -> Option<Decision> {
+        if failed {
+            let told = self.told();
+            if told.decision.is_none() {
+                drop(self.changed.wait_timeout(told, PAUSE));
+            }
+        }
+        self.link.renew();
+        self.decision()
+    }
+
+    fn decision(&self) -> Option<Decision> {
+        let mut told = self.told();
+        let is_done = told.is_over && told.is_settled;
+        match is_done || !self.link.is_open() {
+            true => Some(Decision::End),
+            false => told.decision.take(),
+        }
+    }
+
+    /// The guest shall run here, although its source has not said so. Waits until it does.
+    pub fn keep(&self) -> Result<(), Refused> {
+        let mut told = self.told();
+        match told.now.stage {
+            ArrivingStage::Unknown => {}
+            ArrivingStage::Memory => {
+                return Err(Refused::request(
+                    "the guest has not come: it is with its source",
+                ));
+            }
+            _ => {
+                return Err(Refused::request(
+                    "no migration waits for a decision: ask for the status",
+                ));
+            }
+        }
+        self.decide(&mut told, Decision::Keep);
+        while told.now.stage == ArrivingStage::Unknown && !told.is_over {
+            let waited = self.changed.wait(told);
+            told = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(())
+    }
+
+    /// The source is not waited for any more: the pages that are missing are lost.
+    pub fn cancel(&self) -> Result<(), Refused> {
+        let mut told = self.told();
+        Err(Refused::request(match told.now.stage {
+            ArrivingStage::Cut => {
+                self.decide(&mut told, Decision::Cancel);
+                return Ok(());
+            }
+            ArrivingStage::Memory => {
+                "the guest has not come: cancel its migration at its source, or stop this run"
+            }
+            ArrivingStage::Unknown => {
+                "it is not known whether the guest was given away: keep it here, or stop this run"
+            }
+            ArrivingStage::Rest => "the rest of the guest's memory comes: wait for its end",
+            ArrivingStage::Lost | ArrivingStage::Whole => {
+                "no migration goes on: ask for the status"
+            }
+        }))
+    }
+
+    /// The guest has ended by itself, or `now` by a decision.
+    pub fn end(&self, now: bool) {
+        let mut told = self.told();
+        told.is_over = true;
+        if now || told.is_settled {
+            self.decide(&mut told, Decision::End);
+            self.link.wait_until(Instant::now());
+            return;
+        }
+        self.changed.notify_all();
+        // Its source ends when it has heard that all has come.
+        self.link.wait_until(Instant::now() + LINGER);
+        if told.now.stage != ArrivingStage::Lost {
+            complain(&format!(
+                "the guest has ended; this side ends when its source knows that, and waits \
+                 {LINGER:?} for another connection if there is none"
+            ));
+        }
+    }
+
+    fn decide(&self, told: &mut Told, decision: Decision) {
+        told.decision = Some(decision);
+        self.link.cut();
+        self.changed.notify_all();
+    }
+
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,329 @@
+//! What a request does to the guest.
+
+use super::message::{Answer, PROTOCOL, Refused, Request, Saving, State, Status};
+use super::migration::RANGES_SHOWN;
+use super::moving::{Fields, Order, Undecided};
+use super::saving::Plan;
+use super::under_way::UnderWay;
+use super::{Coming, Ends};
+use lacuna_machine::{Arch, Ending, Vm};
+use lacuna_migrate::{Budget, Guest, MigrateError, Still, Tracked};
+use std::ops::ControlFlow;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The time between two messages of progress.
+pub(super) const PROGRESS: Duration = Duration::from_millis(100);
+/// The time between two looks whether the run has begun.
+const BEGIN: Duration = Duration::from_millis(1);
+/// The longest pause that a request may ask for: a day.
+const DOWNTIME_MAX_MS: u64 = 86_400_000;
+
+/// A guest that runs, and is controlled. Any thread may call its methods.
+pub struct Controlled<'a, V: Vm> {
+    pub(super) guest: Guest<'a, V>,
+    since: OnceLock<Instant>,
+    phase: Mutex<Phase<'a, V>>,
+    /// The migration by which it comes here.
+    coming: Option<Arc<Coming>>,
+    /// The log of writes since the last snapshot, if the next one shall have it as its base.
+    pub(super) tracked: Mutex<Option<Tracked<'a, V>>>,
+    /// How requests have ended the run.
+    pub(super) ends: &'a Ends,
+}
+
+/// Where the guest's vCPUs are.
+pub(super) enum Phase<'a, V: Vm> {
+    /// Their threads.
+    Runs,
+    /// A thread waits for them.
+    Pausing,
+    /// This value.
+    Paused(Still<'a, V>),
+    /// A thread saves the guest, which was paused before, or was not.
+    Saves(Saving, State),
+    /// A thread sends the guest elsewhere.
+    Moves(UnderWay),
+    /// This value, because the guest was given away, and the attempts to connect again were
+    /// cancelled.
+    Undecided(Box<Undecided<'a, V>>),
+}
+
+impl<'a, V: Vm> Controlled<'a, V> {
+    /// Controls `guest`, which may be `coming` from another process. A request that ends the run is
+    /// noted in `ends`.
+    pub fn new(guest: Guest<'a, V>, ends: &'a Ends, coming: Option<Arc<Coming>>) -> Self {
+        Self {
+            guest,
+            since: OnceLock::new(),
+            phase: Mutex::new(Phase::Runs),
+            coming,
+            tracked: Mutex::new(None),
+            ends,
+        }
+    }
+
+    /// The guest begins to run, or to run on.
+    pub fn begins(&self) {
+        self.since.get_or_init(Instant::now);
+    }
+
+    /// Does what `request` says. Meanwhile `tell` gets messages of progress; it returns `Break`
+    /// when the client has gone, which cancels the snapshot or the migration.
+    pub fn answer(
+        &self,
+        request: Request,
+        tell: &mut dyn FnMut(Answer) -> ControlFlow<()>,
+    ) -> Answer {
+        let status =
+            |done: Result<(), Refused>| done.map(|()| Answer::Status(Box::new(self.status())));
+        let done = match request {
+            Request::Status {} => status(Ok(())),
+            Request::Pause {} => status(self.pause()),
+            Request::Resume {} => status(self.resume()),
+            Request::Stop {} => status(self.stop()),
+            Request::Cancel {} => status(self.cancel()),
+            Request::Keep {} => status(self.keep()),
+            Request::Snapshot {
+                path,
+                downtime_ms,
+                track,
+                base,
+            } => Plan::of(path, downtime_ms, track, base)
+                .and_then(|plan| self.snapshot(&plan, tell))
+                .map(Answer::Snapshot),
+            Request::Migrate {
+                to,
+                mode,
+                downtime_ms,
+                streams,
+                compress,
+                tls,
+            } => Order::of(Fields {
+                to,
+                mode,
+                tls,
+                downtime_ms,
+                streams,
+                compress,
+            })
+            .and_then(|order| self.migrate(&order, tell))
+            .map(Answer::Migrated),
+        };
+        done.unwrap_or_else(Answer::Error)
+    }
+
+    /// Lets a paused guest go on whose run has ended, so that its threads end.
+    pub fn release_at_the_end(&self) {
+        if self.guest.devices.ending().is_some() {
+            let mut phase = self.phase();
+            if let Phase::Paused(_) | Phase::Undecided(_) = &*phase {
+                *phase = Phase::Runs;
+            }
+        }
+    }
+
+    pub(super) fn phase(&self) -> MutexGuard<'_, Phase<'a, V>> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn status(&self) -> Status {
+        let ending = self
+            .guest
+            .devices
+            .ending()
+            .map(|ending| match self.ends.moved() {
+                Some(moved) => format!("moved to {}", moved.to),
+                None => ending.to_string(),
+            });
+        let (mut saving, mut migrating, mut undecided) = (None, None, None);
+        let state = match &*self.phase() {
+            Phase::Runs => State::Running,
+            Phase::Pausing => State::Pausing,
+            Phase::Paused(_) => State::Paused,
+            Phase::Saves(progress, state) => {
+                saving = Some(progress.clone());
+                *state
+            }
+            Phase::Moves(way) => {
+                migrating = Some(way.progress());
+                undecided = way.undecided();
+                way.state()
+            }
+            Phase::Undecided(guest) => {
+                undecided = Some(guest.text());
+                State::Paused
+            }
+        };
+        let coming = self.coming.as_ref();
+        let state = match coming.filter(|coming| coming.is_awaited()) {
+            _ if ending.is_some() => State::Ended,
+            Some(_) => State::Arriving,
+            None => state,
+        };
+        let config = self.guest.vm.config();
+        Status {
+            protocol: PROTOCOL,
+            state,
+            backend: V::BACKEND.name().into(),
+            arch: arch_name(config.arch).into(),
+            vcpus: config.vcpus,
+            memory_bytes: config.memory.bytes(),
+            seconds: self.since.get().map_or(0.0, |t| t.elapsed().as_secs_f64()),
+            saving,
+            migrating,
+            arriving: coming.map(|coming| coming.progress(RANGES_SHOWN)),
+            undecided: undecided.or_else(|| coming?.undecided()),
+            ending,
+        }
+    }
+
+    /// Refuses a request that comes while another thread has the vCPUs.
+    pub(super) fn refused(&self, phase: &Phase<'a, V>) -> Refused {
+        match phase {
+            Phase::Saves(progress, _) => Refused::request(format!(
+                "the guest is being saved to {}: wait for its end, or close the connection that \
+                 asked for it, which cancels it",
+                progress.path.display()
+            )),
+            Phase::Moves(way) => Refused::request(way.undecided().unwrap_or_else(|| {
+                let to = way.to();
+                format!("the guest is being moved to {to}: wait for its end, or cancel it")
+            })),
+            Phase::Undecided(guest) => Refused::request(guest.text()),
+            _ => Refused::request("another client pauses the guest: ask for the status, and again"),
+        }
+    }
+
+    /// Waits until the run has begun, and refuses one that is over, or that waits for another
+    /// process.
+    pub(super) fn check_runs(&self) -> Result<(), Refused> {
+        let devices = self.guest.devices;
+        if self.is_awaited() {
+            return Err(Refused::request(
+                "the guest does not run here yet: ask for the status",
+            ));
+        }
+        while devices.ending().is_none() && !self.guest.pause.has_begun() {
+            thread::sleep(BEGIN);
+        }
+        match devices.ending() {
+            None => Ok(()),
+            Some(ending) => Err(Refused::request(format!("the run is over: {ending}"))),
+        }
+    }
+
+    /// Whether the guest has not come yet.
+    fn is_awaited(&self) -> bool {
+        let is_over = self.guest.devices.ending().is_some();
+        !is_over
+            && self
+                .coming
+                .as_ref()
+                .is_some_and(|coming| coming.is_awaited())
+    }
+
+    /// Refuses to copy a guest whose memory is not here.
+    pub(super) fn check_whole(&self) -> Result<(), Refused> {
+        match self.coming.as_ref().filter(|coming| coming.is_incomplete()) {
+            None => Ok(()),
+            Some(_) => Err(Refused::request(
+                "the rest of the guest's memory has not come here: wait until the status says \
+                 that it is whole",
+            )),
+        }
+    }
+
+    /// Lets a guest go on here of which it is not known whether it belongs here.
+    fn keep(&self) -> Result<(), Refused> {
+        match self.coming.as_ref().filter(|_| self.is_awaited()) {
+            None => self.keep_at_source(),
+            Some(coming) => {
+                coming.keep()?;
+                self.check_runs()
+            }
+        }
+    }
+
+    /// Ends a migration, or the waiting for its other side.
+    fn cancel(&self) -> Result<(), Refused> {
+        let is_moving = matches!(&*self.phase(), Phase::Moves(_));
+        match self.coming.as_ref().filter(|_| !is_moving) {
+            None => self.cancel_at_source(),
+            Some(coming) => coming.cancel(),
+        }
+    }
+
+    fn pause(&self) -> Result<(), Refused> {
+        self.check_runs()?;
+        let mut phase = self.phase();
+        match &*phase {
+            Phase::Paused(_) | Phase::Undecided(_) => return Ok(()),
+            Phase::Runs => *phase = Phase::Pausing,
+            other => return Err(self.refused(other)),
+        }
+        drop(phase);
+        let still = self.guest.pause();
+        let mut phase = self.phase();
+        match still {
+            Ok(still) => *phase = Phase::Paused(still),
+            Err(error) => {
+                *phase = Phase::Runs;
+                return Err(refusal(&error));
+            }
+        }
+        Ok(())
+    }
+
+    fn resume(&self) -> Result<(), Refused> {
+        self.check_runs()?;
+        let mut phase = self.phase();
+        match &*phase {
+            Phase::Runs => {}
+            Phase::Paused(_) => *phase = Phase::Runs,
+            other => return Err(self.refused(other)),
+        }
+        Ok(())
+    }
+
+    /// Ends the run. A snapshot and a migration are cancelled.
+    fn stop(&self) -> Result<(), Refused> {
+        if !self.is_awaited() {
+            self.check_runs()?;
+        }
+        self.ends.stop();
+        self.guest.devices.end(Ending::Stopped, self.guest.vm);
+        if let Some(coming) = &self.coming {
+            coming.end(true);
+        }
+        self.release_at_the_end();
+        Ok(())
+    }
+}
+
+/// The budget of a request.
+pub(super) fn budget(downtime_ms: Option<u64>) -> Result<Budget, Refused> {
+    let mut budget = Budget::default();
+    match downtime_ms {
+        None => {}
+        Some(ms) if ms <= DOWNTIME_MAX_MS => budget.downtime = Duration::from_millis(ms),
+        Some(ms) => {
+            let text = format!("downtime_ms {ms}: give at most {DOWNTIME_MAX_MS}, a day");
+            return Err(Refused::request(text));
+        }
+    }
+    Ok(budget)
+}
+
+pub(super) fn refusal(error: &MigrateError) -> Refused {
+    Refused::of(error.kind(), error)
+}
+
+/// As `--arch` takes it.
+fn arch_name(arch: Arch) -> &'static str {
+    match arch {
+        Arch::Arm64 => "arm64",
+        _ => "x86_64",
+    }
+}

@@ -1,0 +1,280 @@
+//! Requests and answers of a control socket: each is a JSON object on a line of its own.
+
+use super::migration::{Arriving, Migrated, Moving};
+use crate::args::{Compress, TlsFiles};
+use crate::exit::Exit;
+use lacuna_machine::ErrorKind;
+use lacuna_migrate::stream::Mode;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// The version of these messages. Fields and commands may be added to it.
+pub const PROTOCOL: u32 = 1;
+
+/// The longest request in bytes, the end of the line included. A path has at most 4096 bytes, each
+/// of which is at most 6 in JSON.
+pub const LINE_MAX: usize = 32 << 10;
+
+/// What a client asks for. An unknown field is an error: it could be one that matters.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "lowercase", deny_unknown_fields)]
+pub enum Request {
+    /// Nothing changes.
+    Status {},
+    /// The guest stands still until `resume`.
+    Pause {},
+    /// The guest goes on.
+    Resume {},
+    /// The run ends.
+    Stop {},
+    /// The guest is saved.
+    Snapshot {
+        /// The folder to make; absolute.
+        path: PathBuf,
+        /// How long the guest may stand still for it, in milliseconds.
+        #[serde(default)]
+        downtime_ms: Option<u64>,
+        /// Whether a later snapshot may have this one as its base.
+        #[serde(default)]
+        track: bool,
+        /// Save only what has changed since this snapshot, the last one.
+        #[serde(default)]
+        base: Option<PathBuf>,
+    },
+    /// The guest moves.
+    Migrate {
+        /// Where to, as the command line takes it. A path is absolute.
+        to: String,
+        /// When the guest goes.
+        #[serde(default)]
+        mode: Option<Mode>,
+        /// How long the guest may stand still for it, in milliseconds.
+        #[serde(default)]
+        downtime_ms: Option<u64>,
+        /// Connections for the memory that moves before the guest.
+        #[serde(default)]
+        streams: Option<u32>,
+        /// How pages are compressed.
+        #[serde(default)]
+        compress: Option<Compress>,
+        /// Files with certificates; absolute.
+        #[serde(default)]
+        tls: Option<TlsFiles>,
+    },
+    /// The migration that another client has asked for is not wanted any more; or the other side is
+    /// not waited for any more.
+    Cancel {},
+    /// The guest goes on here: the other side of a migration does not run it, and never will.
+    Keep {},
+}
+
+/// What the VM answers: an object with one field, the answer's name.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Answer {
+    /// The last answer to each command except `snapshot` and `migrate`.
+    Status(Box<Status>),
+    /// Any number of them before the last answer to `snapshot` or `migrate`.
+    Progress(Progress),
+    /// The last answer to `snapshot`.
+    Snapshot(Saved),
+    /// The last answer to `migrate`.
+    Migrated(Migrated),
+    /// The last answer to a request that was refused or has failed.
+    Error(Refused),
+}
+
+/// The state of a run.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Status {
+    /// [`PROTOCOL`].
+    pub protocol: u32,
+    /// What the guest does.
+    pub state: State,
+    /// The hypervisor: soft or kvm.
+    pub backend: String,
+    /// The processors, as `--arch` takes them.
+    pub arch: String,
+    /// How many.
+    pub vcpus: usize,
+    /// Guest memory in bytes.
+    pub memory_bytes: u64,
+    /// Time since the guest has started.
+    pub seconds: f64,
+    /// The snapshot that is being saved.
+    pub saving: Option<Saving>,
+    /// The migration that is going on.
+    pub migrating: Option<Moving>,
+    /// The guest that comes here, or has come.
+    #[serde(default)]
+    pub arriving: Option<Arriving>,
+    /// Why it is not known where the guest runs, or why it lacks memory there, and what to do. It
+    /// stays paused here meanwhile.
+    pub undecided: Option<String>,
+    /// How the run has ended.
+    pub ending: Option<String>,
+}
+
+/// What a guest does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// It has not come yet.
+    Arriving,
+    /// It runs.
+    Running,
+    /// Its vCPUs are about to leave it.
+    Pausing,
+    /// It stands still.
+    Paused,
+    /// The run is over.
+    Ended,
+}
+
+/// How far a request is.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Progress {
+    /// A snapshot.
+    Saving(Saving),
+    /// A migration.
+    Moving(Moving),
+}
+
+/// How far a snapshot is.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Saving {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Which round, from 1; 0 before the first.
+    pub round: u32,
+    /// Pages of this round that are copied.
+    pub done: u64,
+    /// Pages of this round.
+    pub pages: u64,
+}
+
+/// A snapshot that is whole.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Saved {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Pages with content.
+    pub pages: u64,
+    /// Pages that each round has copied.
+    pub rounds: Vec<u64>,
+    /// How long the guest stood still for it, in microseconds; 0 if it was paused before.
+    pub downtime_us: u64,
+}
+
+/// Why a request was not fulfilled.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Refused {
+    /// Where the cause lies.
+    pub kind: Kind,
+    /// What happened, and what to do.
+    pub text: String,
+}
+
+/// Where the cause of a refusal lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// The request.
+    Request,
+    /// The guest.
+    Guest,
+    /// The host.
+    Host,
+}
+
+impl Refused {
+    /// A request that is wrong, or comes at a wrong time.
+    pub fn request(text: impl Into<String>) -> Self {
+        let (kind, text) = (Kind::Request, text.into());
+        Self { kind, text }
+    }
+
+    /// The error `text` of that kind.
+    pub fn of(kind: ErrorKind, text: &dyn ToString) -> Self {
+        let kind = match kind {
+            ErrorKind::Request => Kind::Request,
+            ErrorKind::Guest => Kind::Guest,
+            ErrorKind::Host => Kind::Host,
+        };
+        let text = text.to_string();
+        Self { kind, text }
+    }
+
+    /// How a command ends that has asked.
+    pub const fn exit(&self) -> Exit {
+        match self.kind {
+            Kind::Request => Exit::Usage,
+            Kind::Guest => Exit::GuestFailed,
+            Kind::Host => Exit::Host,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_what_the_documentation_says() {
+        let parse = |line: &str| serde_json::from_str::<Request>(line);
+        for (line, request) in [
+            (r#"{"command":"status"}"#, Request::Status {}),
+            (r#"{ "command" : "pause" }"#, Request::Pause {}),
+            (r#"{"command":"keep"}"#, Request::Keep {}),
+            (
+                r#"{"command":"migrate","to":"tcp:h:1"}"#,
+                Request::Migrate {
+                    to: "tcp:h:1".into(),
+                    mode: None,
+                    streams: None,
+                    compress: None,
+                    downtime_ms: None,
+                    tls: None,
+                },
+            ),
+            (
+                r#"{"path":"/a b","command":"snapshot","downtime_ms":5}"#,
+                Request::Snapshot {
+                    path: "/a b".into(),
+                    downtime_ms: Some(5),
+                    track: false,
+                    base: None,
+                },
+            ),
+        ] {
+            assert_eq!(parse(line).unwrap(), request);
+        }
+        for (line, reason) in [
+            ("", "EOF"),
+            ("{", "EOF"),
+            ("[]", "missing field `command`"),
+            (
+                r#"{"command":"fly"}"#,
+                "unknown variant `fly`, expected one of `status`",
+            ),
+            (r#"{"command":"stop","now":true}"#, "unknown field `now`"),
+            (
+                r#"{"command":"migrate","to":"tcp:h:1","mode":"fast"}"#,
+                "unknown variant `fast`, expected one of `precopy`",
+            ),
+            (r#"{"command":"snapshot"}"#, "missing field `path`"),
+            (r#"{"command":"status"} {"command":"stop"}"#, "trailing"),
+        ] {
+            let error = parse(line).unwrap_err().to_string();
+            assert!(error.contains(reason), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn an_answer_is_an_object_with_its_name() {
+        let answer = Answer::Error(Refused::request("no"));
+        let line = serde_json::to_string(&answer).unwrap();
+        assert_eq!(line, r#"{"error":{"kind":"request","text":"no"}}"#);
+    }
+}

@@ -1,0 +1,214 @@
+//! What is told of a migration: by its source, and by its destination.
+
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::SourcePage;
+use lacuna_migrate::stream::Mode;
+use lacuna_migrate::{MemoryLayout, PageSet};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// How far a migration is.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Moving {
+    /// Where to.
+    pub to: String,
+    /// When the guest goes.
+    pub mode: Mode,
+    /// Where the guest is.
+    pub stage: MovingStage,
+    /// Which round, from 1; 0 before the first, and after the guest has gone.
+    pub round: u32,
+    /// Pages of this round that were sent.
+    pub done: u64,
+    /// Pages of this round.
+    pub pages: u64,
+    /// Pages of this round that are left.
+    pub remaining: u64,
+    /// Bytes that went over the connections so far.
+    pub bytes: u64,
+    /// Bytes a second, lately.
+    pub rate: f64,
+    /// How often the connection was cut after the guest was given away, attempts to connect again
+    /// included.
+    pub cuts: u32,
+    /// How the last one was cut; null before.
+    pub cut: Option<String>,
+}
+
+/// Where a guest is that moves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MovingStage {
+    /// It runs here, until it stands still for the last pages.
+    #[default]
+    Here,
+    /// It runs there, and the rest of its memory is sent.
+    There,
+    /// It runs there, and the connection was cut while the rest of its memory was sent.
+    Cut,
+    /// The connection was cut while it was given away.
+    Unknown,
+}
+
+/// A guest that comes from another process, or has come.
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Arriving {
+    /// The address at which it comes.
+    pub at: String,
+    /// When it goes.
+    pub mode: Mode,
+    /// How far it is.
+    pub stage: ArrivingStage,
+    /// Pages with content that came before the guest, some of them several times.
+    pub came: u64,
+    /// Pages that were missing when the guest came; 0 before.
+    pub late: u64,
+    /// Seconds from its announcement until it ran here, or until now.
+    pub seconds: f64,
+    /// Pages that are still at the source; null before that is known.
+    pub missing: Option<u64>,
+    /// Where they are in the guest's memory, while the connection is cut: the first
+    /// [`RANGES_SHOWN`] ranges.
+    pub ranges: Vec<Range>,
+    /// Bytes that went over the connections so far.
+    pub bytes: u64,
+    /// Bytes a second, lately.
+    pub rate: f64,
+    /// How often the connection was cut after the guest had been prepared.
+    pub cuts: u32,
+    /// How the last one was cut; null before.
+    pub cut: Option<String>,
+}
+
+/// How many ranges of missing pages are told.
+pub const RANGES_SHOWN: usize = 16;
+
+/// Consecutive pages of a guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Range {
+    /// Guest-physical address of the first one.
+    pub address: u64,
+    /// How many.
+    pub pages: u64,
+}
+
+/// How far a guest is that comes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ArrivingStage {
+    /// Its memory comes, and it runs at its source.
+    #[default]
+    Memory,
+    /// It is prepared, and the connection was cut before the source could give it away.
+    Unknown,
+    /// It runs here, and the rest of its memory comes.
+    Rest,
+    /// It runs here, and the connection was cut before all of its memory had come.
+    Cut,
+    /// It runs here, and what is missing is lost: a client has said that the source is not waited
+    /// for.
+    Lost,
+    /// It has all of its memory.
+    Whole,
+}
+
+/// A guest that has moved.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Migrated {
+    /// Where to.
+    pub to: String,
+    /// When it has gone.
+    pub mode: Mode,
+    /// Pages that each round has sent. Those of zeros count, though they take no bytes.
+    pub rounds: Vec<u64>,
+    /// Pages that were sent after the guest had gone.
+    pub late: u64,
+    /// Pages with content that were sent, some of them several times.
+    pub pages: u64,
+    /// Pages that were sent again: those of all rounds but the first, and the late ones if there
+    /// was a round.
+    pub again: u64,
+    /// How often the connection was cut after the guest was given away, attempts to connect again
+    /// included.
+    pub cuts: u32,
+    /// Bytes that went over the connections.
+    pub bytes: u64,
+    /// How long the guest stood still, in microseconds.
+    pub downtime_us: u64,
+    /// How long it took in all.
+    pub seconds: f64,
+}
+
+impl Range {
+    /// The first `most` ranges of `pages`.
+    pub fn of(layout: &MemoryLayout, pages: &PageSet, most: usize) -> Vec<Self> {
+        let mut ranges = Vec::new();
+        for run in pages.runs() {
+            let mut at = run.start;
+            while at < run.end {
+                let Some((gpa, now)) = layout.place(SourcePage(at), run.end - at) else {
+                    return ranges;
+                };
+                if ranges.len() == most {
+                    return ranges;
+                }
+                ranges.push(Self {
+                    address: gpa.get(),
+                    pages: now,
+                });
+                at += now;
+            }
+        }
+        ranges
+    }
+}
+
+/// Missing pages in words: how many, and where.
+pub fn missing_in_words(missing: u64, ranges: &[Range]) -> String {
+    let shown: Vec<String> = ranges.iter().map(ToString::to_string).collect();
+    let told: u64 = ranges.iter().map(|range| range.pages).sum();
+    let more = match missing.saturating_sub(told) {
+        0 => String::new(),
+        more => format!(" and {more} pages behind them"),
+    };
+    match ranges.is_empty() {
+        true => format!("{missing} pages"),
+        false => format!("{missing} pages, at {}{more}", shown.join(", ")),
+    }
+}
+
+/// The addresses of its first and its last byte.
+impl fmt::Display for Range {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { address, pages } = self;
+        write!(f, "{address:#x}-{:#x}", address + pages * PAGE - 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_pages_in_words() {
+        let ranges =
+            [(0x1000, 1), (0x10_0000, 256)].map(|(address, pages)| Range { address, pages });
+        for (missing, ranges, told) in [
+            (0, &[][..], "0 pages"),
+            (
+                257,
+                &ranges,
+                "257 pages, at 0x1000-0x1fff, 0x100000-0x1fffff",
+            ),
+            (
+                300,
+                &ranges,
+                "300 pages, at 0x1000-0x1fff, 0x100000-0x1fffff and 43 pages behind them",
+            ),
+        ] {
+            assert_eq!(missing_in_words(missing, ranges), told);
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! The control socket of a guest that runs: `lacuna run --control SOCKET`, docs/control.md.
+//!
+//! ```text
+//! client ─ connection's thread ─ request ─► Controlled: pause, resume, stop, keep, cancel
+//!                 ▲                             └ snapshot, migrate ─► a thread ─► lacuna-migrate
+//!                 └─ progress, ten times a second ◄──────────────────────┘
+//! ```
+//! No thread that pauses a guest or copies its memory writes to a socket, so a client that does
+//! not read delays nothing but its own connection.
+//!
+//! | file | job |
+//! |---|---|
+//! | `message` | requests and answers |
+//! | `migration` | what is told of a migration |
+//! | `controlled` | what a request does to the guest |
+//! | `saving` | a snapshot |
+//! | `moving` | a migration, until it has an end |
+//! | `under_way` | a migration that goes on: how far it is, and what clients want of it |
+//! | `coming` | a guest that comes here: the same |
+//! | `ends` | how clients have ended the run |
+//! | `server` | the socket, its connections, their lines |
+//! | `client` | the other side |
+
+pub mod client;
+mod coming;
+mod controlled;
+mod ends;
+pub mod message;
+pub mod migration;
+mod moving;
+mod saving;
+mod server;
+mod under_way;
+
+pub use coming::{Coming, Decision};
+pub use controlled::Controlled;
+pub use ends::Ends;
+pub use server::ControlSocket;

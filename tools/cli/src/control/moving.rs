@@ -1,0 +1,334 @@
+//! Moves the guest elsewhere, and connects again when the connection is cut.
+
+use super::controlled::{Controlled, PROGRESS, Phase, budget};
+use super::message::{Answer, Progress, Refused};
+use super::migration::Migrated;
+use super::under_way::{UnderWay, Wanted};
+use crate::args::{Address, Compress, TlsFiles, check_tls};
+use crate::transport::{Connector, Link};
+use lacuna_machine::{Ending, ErrorKind, Vm};
+use lacuna_migrate::MigrateError;
+use lacuna_migrate::stream::{Given, Mode, Plan, STREAMS_MAX, Sent, send};
+use std::ops::ControlFlow;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+/// The migration that a request asks for.
+pub(super) struct Order {
+    connector: Connector,
+    plan: Plan,
+}
+
+/// The fields of a request.
+pub(super) struct Fields {
+    pub to: String,
+    pub mode: Option<Mode>,
+    pub tls: Option<TlsFiles>,
+    pub downtime_ms: Option<u64>,
+    pub streams: Option<u32>,
+    pub compress: Option<Compress>,
+}
+
+impl Order {
+    /// What a request asks for.
+    pub fn of(fields: Fields) -> Result<Self, Refused> {
+        let to = address(&fields.to)?;
+        let tls = fields.tls;
+        let paths = tls.iter().flat_map(|tls| [&tls.ca, &tls.cert, &tls.key]);
+        if let Some(path) = paths.into_iter().find(|path| !path.is_absolute()) {
+            return Err(relative(&path.display()));
+        }
+        let tls = check_tls(&to, tls).map_err(Refused::request)?;
+        let plan = Plan {
+            mode: fields.mode.unwrap_or_default(),
+            budget: budget(fields.downtime_ms)?,
+            streams: fields.streams.unwrap_or(1),
+            compression: fields.compress.map(Into::into).unwrap_or_default(),
+        };
+        if !(1..=STREAMS_MAX).contains(&plan.streams) {
+            let text = format!("streams {}: give 1 to {STREAMS_MAX}", plan.streams);
+            return Err(Refused::request(text));
+        }
+        let link = Arc::new(Link::of_source());
+        let connector = Connector::new(to, tls.as_ref(), link);
+        let connector = connector.map_err(|error| Refused::of(error.kind(), &error))?;
+        Ok(Self { connector, plan })
+    }
+}
+
+/// A guest that was given away, and of which it is not settled where it runs, or with which memory.
+/// Dropped, it goes on here.
+pub(super) struct Undecided<'a, V: Vm> {
+    given: Given<'a, V>,
+    way: UnderWay,
+}
+
+impl<V: Vm> Undecided<'_, V> {
+    /// Why, and what to do.
+    pub fn text(&self) -> String {
+        let (text, to) = (self.way.undecided().unwrap_or_default(), self.way.to());
+        format!(
+            "{text}. This side connects no more; if it shall, ask it again to move the guest to \
+             {to}"
+        )
+    }
+}
+
+/// What the mover's thread begins with.
+type Begin<'a, V> = (UnderWay, Option<Undecided<'a, V>>);
+
+impl<'a, V: Vm> Controlled<'a, V> {
+    /// Moves the guest, with progress for the client.
+    pub(super) fn migrate(
+        &self,
+        order: &Order,
+        tell: &mut dyn FnMut(Answer) -> ControlFlow<()>,
+    ) -> Result<Migrated, Refused> {
+        self.check_runs()?;
+        self.check_whole()?;
+        let (way, undecided) = self.begin_moving(order)?;
+        // The guest must not go on here if the mover's thread cannot start.
+        let undecided = Mutex::new(undecided);
+        let take = || {
+            let mut undecided = undecided.lock().unwrap_or_else(PoisonError::into_inner);
+            undecided.take()
+        };
+        let client = thread::current();
+        thread::scope(|scope| {
+            let named = thread::Builder::new().name("lacuna-migrate".into());
+            let mover = named.spawn_scoped(scope, || {
+                let moved = match take() {
+                    None => self.send(&way, order),
+                    Some(Undecided { given, .. }) => self.go_on(&way, order, given),
+                };
+                way.settle();
+                client.unpark();
+                moved
+            });
+            let mover = mover.map_err(|error| {
+                *self.phase() = take().map_or(Phase::Runs, |undecided| {
+                    Phase::Undecided(Box::new(undecided))
+                });
+                Refused::of(ErrorKind::Host, &format!("cannot start a thread: {error}"))
+            })?;
+            while !mover.is_finished() {
+                thread::park_timeout(PROGRESS);
+                if self.guest.devices.ending().is_some() {
+                    way.end();
+                }
+                if let Some(now) = self.status().migrating
+                    && tell(Answer::Progress(Progress::Moving(now))).is_break()
+                {
+                    way.leave();
+                }
+            }
+            mover
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    fn begin_moving(&self, order: &Order) -> Result<Begin<'a, V>, Refused> {
+        let (to, link) = (order.connector.to(), Arc::clone(order.connector.link()));
+        let mut phase = self.phase();
+        let way = match &*phase {
+            Phase::Runs => UnderWay::new(to, order.plan.mode, link),
+            Phase::Undecided(undecided) => undecided.way.again(to, link),
+            Phase::Paused(_) => {
+                return Err(Refused::request(
+                    "the guest is paused, and only a guest that runs moves: resume it first",
+                ));
+            }
+            other => return Err(self.refused(other)),
+        };
+        match std::mem::replace(&mut *phase, Phase::Moves(way.clone())) {
+            Phase::Undecided(undecided) => Ok((way, Some(*undecided))),
+            _ => Ok((way, None)),
+        }
+    }
+
+    /// Sends the guest. Afterwards it runs there, or here, or stands still here.
+    fn send(&self, way: &UnderWay, order: &Order) -> Result<Migrated, Refused> {
+        if !self.guest.vm.delivery().has_bitmaps() {
+            // This log would lack the pages that the migration harvests.
+            *self.tracked.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+        let (began, note) = (Instant::now(), &mut |now| self.note(way, &now));
+        let sent = order
+            .connector
+            .connect_first()
+            .map_err(|error| Refused::of(error.kind(), &error))
+            .and_then(|()| {
+                let sent = send(&self.guest, &order.connector, &order.plan, note);
+                sent.map_err(|error| self.stayed(way, &error))
+            });
+        match sent {
+            Ok(sent) => self.until_settled(way, order, (sent, began)),
+            Err(refused) => {
+                *self.phase() = Phase::Runs;
+                Err(refused)
+            }
+        }
+    }
+
+    /// Goes on with a guest that was given away by an earlier request.
+    fn go_on(
+        &self,
+        way: &UnderWay,
+        order: &Order,
+        given: Given<'a, V>,
+    ) -> Result<Migrated, Refused> {
+        let began = given.still().since();
+        let sent = given.resume(&order.connector, &mut |now| self.note(way, &now));
+        self.until_settled(way, order, (sent, began))
+    }
+
+    /// Connects again until the guest is on one side with all of its memory, or a client decides.
+    fn until_settled(
+        &self,
+        way: &UnderWay,
+        order: &Order,
+        (mut sent, began): (Sent<'a, V>, Instant),
+    ) -> Result<Migrated, Refused> {
+        loop {
+            let (given, why, runs_there) = match sent {
+                Sent::Moved(given) => return Ok(self.has_moved(way, given, began)),
+                Sent::Cut { given, why } => (given, why, true),
+                Sent::Unknown { given, why } => (given, why, false),
+            };
+            way.was_cut(runs_there, &why, given.pages_left());
+            self.ends.needs(way.is_needed());
+            let text = way.undecided().unwrap_or_default();
+            match way.wait(&|| self.guest.devices.ending().is_some()) {
+                Wanted::GoOn => {
+                    let note = &mut |now| self.note(way, &now);
+                    sent = given.resume(&order.connector, note);
+                }
+                Wanted::End => {
+                    *self.phase() = Phase::Runs;
+                    drop(given);
+                    return Err(Refused::request(format!("the run has ended: {text}")));
+                }
+                Wanted::Keep => {
+                    *self.phase() = Phase::Runs;
+                    drop(given);
+                    let text = "the guest has not moved: a client has decided to keep it here";
+                    return Err(Refused::request(text));
+                }
+                Wanted::Cancel => {
+                    self.ends.needs(false);
+                    let way = way.clone();
+                    let undecided = Undecided { given, way };
+                    let text = undecided.text();
+                    *self.phase() = Phase::Undecided(Box::new(undecided));
+                    return Err(Refused::of(ErrorKind::Host, &text));
+                }
+            }
+        }
+    }
+
+    /// The guest runs there, and has all of its memory.
+    fn has_moved(&self, way: &UnderWay, given: Given<'a, V>, began: Instant) -> Migrated {
+        let rounds: Vec<u64> = given.rounds().iter().map(|round| round.pages).collect();
+        let ran = given.ran().unwrap_or_else(Instant::now);
+        let now = way.progress();
+        let again: u64 = rounds.iter().skip(1).sum();
+        let late_again = match rounds.is_empty() {
+            true => 0,
+            false => way.late(),
+        };
+        let migrated = Migrated {
+            to: now.to,
+            mode: now.mode,
+            again: again + late_again,
+            rounds,
+            late: way.late(),
+            pages: given.pages(),
+            cuts: now.cuts,
+            bytes: now.bytes,
+            downtime_us: (ran - given.still().since()).as_micros() as u64,
+            seconds: began.elapsed().as_secs_f64(),
+        };
+        self.ends.has_moved_by(migrated.clone());
+        // Before the vCPUs' threads get their vCPUs back: they execute nothing more.
+        self.guest.devices.end(Ending::Stopped, self.guest.vm);
+        *self.phase() = Phase::Runs;
+        drop(given);
+        migrated
+    }
+
+    fn note(&self, way: &UnderWay, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
+        let noted = way.note(now);
+        self.ends.needs(way.is_needed());
+        match self.guest.devices.ending() {
+            None => noted,
+            Some(_) => ControlFlow::Break(()),
+        }
+    }
+
+    /// The guest has not moved.
+    fn stayed(&self, way: &UnderWay, why: &MigrateError) -> Refused {
+        if let Some(ending) = self.guest.devices.ending() {
+            return Refused::request(format!(
+                "the run has ended before the guest moved: {ending}"
+            ));
+        }
+        if way.is_cancelled() {
+            // A peer that was silent meanwhile has been cut off.
+            return Refused::request("the migration was cancelled: the guest goes on here");
+        }
+        let text = format!("the guest has not moved, and goes on here: {why}");
+        Refused::of(why.kind(), &text)
+    }
+
+    /// Cancels the migration. The client that has asked for it gets the answer when it has ended.
+    pub(super) fn cancel_at_source(&self) -> Result<(), Refused> {
+        let way = match &*self.phase() {
+            Phase::Moves(way) => way.clone(),
+            _ => {
+                return Err(Refused::request(
+                    "no migration goes on; a snapshot is cancelled by its client, which closes its \
+                     connection",
+                ));
+            }
+        };
+        way.cancel()
+    }
+
+    /// Lets a guest go on of which it was not known whether it has moved.
+    pub(super) fn keep_at_source(&self) -> Result<(), Refused> {
+        self.check_runs()?;
+        let mut phase = self.phase();
+        match &*phase {
+            Phase::Undecided(undecided) => {
+                undecided.way.check_keep()?;
+                *phase = Phase::Runs;
+                Ok(())
+            }
+            Phase::Moves(way) => {
+                let way = way.clone();
+                drop(phase);
+                way.keep()
+            }
+            _ => Err(Refused::request(
+                "no migration waits for a decision: ask for the status",
+            )),
+        }
+    }
+}
+
+/// The address of a request.
+fn address(text: &str) -> Result<Address, Refused> {
+    let address: Address = text.parse().map_err(Refused::request)?;
+    match &address {
+        Address::Unix(path) if !path.is_absolute() => Err(relative(&address)),
+        _ => Ok(address),
+    }
+}
+
+fn relative(path: &dyn std::fmt::Display) -> Refused {
+    Refused::request(format!(
+        "{path} is relative, and the VM has a current folder of its own: give the path from / on"
+    ))
+}

@@ -1,0 +1,182 @@
+//! Saves the guest.
+
+use super::controlled::{Controlled, PROGRESS, Phase, budget, refusal};
+use super::message::{Answer, Progress, Refused, Saved, Saving, State};
+use lacuna_machine::{ErrorKind, Vm};
+use lacuna_migrate::{Budget, Still, Tracked, When, save, save_paused};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+impl<'a, V: Vm> Controlled<'a, V> {
+    pub(super) fn snapshot(
+        &self,
+        plan: &Plan,
+        tell: &mut dyn FnMut(Answer) -> ControlFlow<()>,
+    ) -> Result<Saved, Refused> {
+        self.check_runs()?;
+        self.check_whole()?;
+        // The saver's thread alone locks it: vCPUs are sent to a thread, and not shared.
+        let still = Mutex::new(self.begin_saving(&plan.path)?);
+        let (gone, client) = (AtomicBool::new(false), thread::current());
+        let saved = thread::scope(|scope| {
+            let named = thread::Builder::new().name("lacuna-save".into());
+            let saver = named.spawn_scoped(scope, || {
+                let still = still.lock().unwrap_or_else(PoisonError::into_inner);
+                let saved = self.save(plan, still.as_ref(), &gone);
+                client.unpark();
+                saved
+            });
+            let saver = saver.map_err(|error| {
+                Refused::of(ErrorKind::Host, &format!("cannot start a thread: {error}"))
+            })?;
+            while !saver.is_finished() {
+                thread::park_timeout(PROGRESS);
+                if let Some(progress) = self.status().saving
+                    && tell(Answer::Progress(Progress::Saving(progress))).is_break()
+                {
+                    gone.store(true, Ordering::Relaxed);
+                }
+            }
+            saver
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        let still = still.into_inner().unwrap_or_else(PoisonError::into_inner);
+        *self.phase() = still.map_or(Phase::Runs, Phase::Paused);
+        saved
+    }
+
+    /// Notes that the guest is being saved. Returns the guest's vCPUs if it is paused.
+    fn begin_saving(&self, path: &Path) -> Result<Option<Still<'a, V>>, Refused> {
+        let mut phase = self.phase();
+        let state = match &*phase {
+            Phase::Runs => State::Running,
+            Phase::Paused(_) => State::Paused,
+            other => return Err(self.refused(other)),
+        };
+        let progress = Saving {
+            path: path.to_owned(),
+            round: 0,
+            done: 0,
+            pages: 0,
+        };
+        match std::mem::replace(&mut *phase, Phase::Saves(progress, state)) {
+            Phase::Paused(still) => Ok(Some(still)),
+            _ => Ok(None),
+        }
+    }
+
+    fn save(
+        &self,
+        plan: &Plan,
+        still: Option<&Still<'a, V>>,
+        gone: &AtomicBool,
+    ) -> Result<Saved, Refused> {
+        let mut progress = |now: lacuna_migrate::Progress| {
+            if let Phase::Saves(progress, _) = &mut *self.phase() {
+                progress.round = now.round;
+                progress.done = now.done;
+                progress.pages = now.pages;
+            }
+            let over = gone.load(Ordering::Relaxed) || self.guest.devices.ending().is_some();
+            match over {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        };
+        let (guest, path, progress) = (&self.guest, &*plan.path, &mut progress);
+        let when = still.map_or(When::Runs(&plan.budget), When::Paused);
+        // One snapshot is saved at a time.
+        let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
+        let saved = match (&plan.kind, tracked.as_mut()) {
+            (Kind::Since(base), Some(tracked)) if tracked.last() == base => {
+                tracked.save_changes(guest, when, path, progress)
+            }
+            (Kind::Since(base), tracked) => return Err(not_the_last(base, tracked)),
+            (Kind::First, _) => {
+                *tracked = None;
+                let saved = Tracked::save_first(guest, when, path, progress);
+                saved.map(|(saved, first)| {
+                    *tracked = Some(first);
+                    saved
+                })
+            }
+            (Kind::Alone, _) => {
+                *tracked = None;
+                match when {
+                    When::Paused(still) => save_paused(guest, still, path, progress),
+                    When::Runs(budget) => save(guest, path, budget, progress),
+                }
+            }
+        };
+        let saved = saved.map_err(|error| refusal(&error))?;
+        Ok(Saved {
+            path: path.to_owned(),
+            pages: saved.pages,
+            rounds: saved.rounds.iter().map(|round| round.pages).collect(),
+            downtime_us: saved.downtime.as_micros() as u64,
+        })
+    }
+}
+
+/// The snapshot that a request asks for.
+pub(super) struct Plan {
+    path: PathBuf,
+    budget: Budget,
+    kind: Kind,
+}
+
+impl Plan {
+    /// What the fields of a request ask for.
+    pub fn of(
+        path: PathBuf,
+        downtime_ms: Option<u64>,
+        track: bool,
+        base: Option<PathBuf>,
+    ) -> Result<Self, Refused> {
+        if !path.is_absolute() {
+            let text = format!(
+                "path {:?} is relative, and the VM has a current folder of its own: give the path \
+                 from / on",
+                path.display()
+            );
+            return Err(Refused::request(text));
+        }
+        let kind = match (base, track) {
+            (Some(base), _) => Kind::Since(base),
+            (None, true) => Kind::First,
+            (None, false) => Kind::Alone,
+        };
+        Ok(Self {
+            path,
+            budget: budget(downtime_ms)?,
+            kind,
+        })
+    }
+}
+
+enum Kind {
+    /// Whole; no later one has it as its base.
+    Alone,
+    /// Whole; later ones may have it as their base.
+    First,
+    /// What has changed since this one.
+    Since(PathBuf),
+}
+
+fn not_the_last<V: Vm>(base: &Path, tracked: Option<&mut Tracked<'_, V>>) -> Refused {
+    let base = base.display();
+    Refused::request(match tracked {
+        Some(tracked) => format!(
+            "base {base}: the last snapshot of this guest is {}: give that",
+            tracked.last().display()
+        ),
+        None => format!(
+            "base {base}: it is not known what has changed since then: save a whole snapshot with \
+             track first, which later ones can have as their base"
+        ),
+    })
+}

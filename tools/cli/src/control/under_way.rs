@@ -1,0 +1,389 @@
+//! A migration that goes on: how far it is, and what clients want of it.
+//!
+//! ```text
+//! Here ── the guest is given away ──► There ──► moved
+//!   │                                  │ ▲
+//!   └─► Unknown ── connected again ────┼─┤
+//!                                      ▼ │ connected again
+//!                                      Cut
+//! ```
+
+use super::message::{Refused, State};
+use super::migration::{Moving, MovingStage};
+use crate::args::Address;
+use crate::transport::Link;
+use lacuna_migrate::MigrateError;
+use lacuna_migrate::stream::Mode;
+use std::ops::ControlFlow;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The time between the end of an attempt to connect again and the next one.
+const RETRY: Duration = Duration::from_secs(1);
+/// How often a wait looks whether the run has ended.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A migration that goes on. Any thread may call its methods.
+#[derive(Clone)]
+pub(super) struct UnderWay(Arc<Shared>);
+
+struct Shared {
+    link: Arc<Link>,
+    /// Bytes that went over connections of an earlier request.
+    before: u64,
+    told: Mutex<Told>,
+    changed: Condvar,
+}
+
+struct Told {
+    /// What the library has told last.
+    now: Moving,
+    /// Pages that were left when the guest had gone.
+    late: u64,
+    /// Pages that the destination lacks, as far as is known here.
+    lacks: u64,
+    wanted: Wanted,
+    is_over: bool,
+}
+
+/// What clients want of a migration.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Wanted {
+    /// That it goes on.
+    GoOn,
+    /// That the guest stays here; once it was given away: that this side connects no more.
+    Cancel,
+    /// That the guest goes on here, although it was given away.
+    Keep,
+    /// The end of the run.
+    End,
+}
+
+impl UnderWay {
+    pub fn new(to: &Address, mode: Mode, link: Arc<Link>) -> Self {
+        let told = Told {
+            now: Moving {
+                to: to.to_string(),
+                mode,
+                ..Moving::default()
+            },
+            late: 0,
+            lacks: 0,
+            wanted: Wanted::GoOn,
+            is_over: false,
+        };
+        Self::told_of(told, link, 0)
+    }
+
+    /// The same, after a client has cancelled the attempts to connect again, and another one wants
+    /// them again.
+    pub fn again(&self, to: &Address, link: Arc<Link>) -> Self {
+        let before = self.bytes();
+        let told = self.told();
+        let told = Told {
+            now: Moving {
+                to: to.to_string(),
+                ..told.now.clone()
+            },
+            wanted: Wanted::GoOn,
+            is_over: false,
+            ..*told
+        };
+        Self::told_of(told, link, before)
+    }
+
+    fn told_of(told: Told, link: Arc<Link>, before: u64) -> Self {
+        Self(Arc::new(Shared {
+            link,
+            before,
+            told: Mutex::new(told),
+            changed: Condvar::new(),
+        }))
+    }
+
+    /// Bytes that went over its connections.
+    pub fn bytes(&self) -> u64 {
+        self.0.before + self.0.link.bytes()
+    }
+
+    /// Where to.
+    pub fn to(&self) -> String {
+        self.told().now.to.clone()
+    }
+
+    /// How far it is.
+    pub fn progress(&self) -> Moving {
+        Moving {
+            bytes: self.bytes(),
+            rate: self.0.link.rate(),
+            ..self.told().now.clone()
+        }
+    }
+
+    /// What the guest does here.
+    pub fn state(&self) -> State {
+        match self.told().now.stage {
+            MovingStage::Here => State::Running,
+            MovingStage::There | MovingStage::Cut | MovingStage::Unknown => State::Paused,
+        }
+    }
+
+    /// Pages that were sent after the guest had gone.
+    pub fn late(&self) -> u64 {
+        self.told().late
+    }
+
+    /// Whether the guest runs there, and needs pages of this process.
+    pub fn is_needed(&self) -> bool {
+        matches!(self.told().now.stage, MovingStage::There | MovingStage::Cut)
+    }
+
+    /// Why it is not settled where the guest runs, or with which memory, and what to do.
+    pub fn undecided(&self) -> Option<String> {
+        let told = self.told();
+        let cut = told.now.cut.as_deref().unwrap_or_default();
+        let (to, lacks) = (&told.now.to, told.lacks);
+        match told.now.stage {
+            MovingStage::Here | MovingStage::There => None,
+            MovingStage::Unknown => Some(format!(
+                "the guest was given away, and then {cut}: it is not known whether it runs at \
+                 {to}. It stands still here. If it runs there, or shall run there, end it here: \
+                 {{\"command\":\"stop\"}}. If not, end it there first, and then let it go on \
+                 here: {{\"command\":\"keep\"}}, which is lacuna migrate --keep"
+            )),
+            MovingStage::Cut => Some(format!(
+                "the guest runs at {to}, and then {cut}: it lacks up to {lacks} pages there, \
+                 which only this process has. If it has ended there, end it here: \
+                 {{\"command\":\"stop\"}}; the pages are lost then"
+            )),
+        }
+    }
+
+    /// Notes what the library tells. `Break`: the migration shall end.
+    pub fn note(&self, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
+        let mut told = self.told();
+        told.now.round = now.round;
+        told.now.done = now.done;
+        told.now.pages = now.pages;
+        told.now.remaining = now.pages.saturating_sub(now.done);
+        if now.round == 0 {
+            told.late = told.late.max(now.pages);
+            told.lacks = told.now.remaining;
+            self.enter(&mut told, MovingStage::There);
+        }
+        let is_over = match told.now.stage {
+            MovingStage::Here => told.wanted != Wanted::GoOn,
+            _ => told.wanted == Wanted::End,
+        };
+        match is_over {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    }
+
+    /// The connection was cut after the guest was given away. `runs_there`: the destination has
+    /// said so.
+    pub fn was_cut(&self, runs_there: bool, why: &MigrateError, lacks: u64) {
+        let mut told = self.told();
+        told.now.cuts += 1;
+        told.now.cut = Some(why.to_string());
+        told.lacks = lacks;
+        let stage = match runs_there {
+            true => MovingStage::Cut,
+            false => MovingStage::Unknown,
+        };
+        self.enter(&mut told, stage);
+    }
+
+    fn enter(&self, told: &mut Told, stage: MovingStage) {
+        let before = std::mem::replace(&mut told.now.stage, stage);
+        if before == stage {
+            return;
+        }
+        // What was wanted of an earlier stage is too late. Above all, a guest that runs there is
+        // not kept here. The attempts to connect again may be cancelled in both of their stages.
+        let is_cancelled_attempt = told.wanted == Wanted::Cancel && before != MovingStage::Here;
+        let holds = match stage {
+            MovingStage::Here | MovingStage::There => false,
+            MovingStage::Cut | MovingStage::Unknown => is_cancelled_attempt,
+        };
+        if told.wanted != Wanted::End && !holds {
+            told.wanted = Wanted::GoOn;
+            self.0.link.renew();
+        }
+        self.0.changed.notify_all();
+    }
+
+    /// Waits until it is time to connect again, or a client wants something else, or the run `is
+    /// over`.
+    pub fn wait(&self, is_over: &dyn Fn() -> bool) -> Wanted {
+        let until = Instant::now() + RETRY;
+        let mut told = self.told();
+        loop {
+            if is_over() {
+                return Wanted::End;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if told.wanted != Wanted::GoOn || left.is_zero() {
+                self.0.link.renew();
+                return std::mem::replace(&mut told.wanted, Wanted::GoOn);
+            }
+            let waited = self.0.changed.wait_timeout(told, left.min(LOOK));
+            told = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// The guest shall stay here. Once it was given away: this side shall not connect again.
+    pub fn cancel(&self) -> Result<(), Refused> {
+        let mut told = self.told();
+        match told.now.stage {
+            MovingStage::There => Err(Refused::request(format!(
+                "the guest runs at {} already, and the rest of its memory is on its way: wait for \
+                 its end",
+                told.now.to
+            ))),
+            MovingStage::Here => {
+                // A peer that is silent is not waited for.
+                self.0.link.hurry();
+                told.wanted = Wanted::Cancel;
+                Ok(())
+            }
+            MovingStage::Cut | MovingStage::Unknown => {
+                self.want(&mut told, Wanted::Cancel);
+                Ok(())
+            }
+        }
+    }
+
+    /// The client that has asked for it has gone. A guest that was given away moves nevertheless.
+    pub fn leave(&self) {
+        let is_here = self.told().now.stage == MovingStage::Here;
+        if is_here {
+            // Given away meanwhile: it stays so.
+            let _ = self.cancel();
+        }
+    }
+
+    /// The run has ended.
+    pub fn end(&self) {
+        self.want(&mut self.told(), Wanted::End);
+    }
+
+    /// Whether the guest was cancelled before it was given away.
+    pub fn is_cancelled(&self) -> bool {
+        self.told().wanted == Wanted::Cancel
+    }
+
+    /// Refuses to run a guest here that is known to run there, or to be here.
+    pub fn check_keep(&self) -> Result<(), Refused> {
+        let told = self.told();
+        match told.now.stage {
+            MovingStage::Unknown => Ok(()),
+            _ => Err(no_decision(&told)),
+        }
+    }
+
+    /// The guest shall go on here. Waits until that is settled.
+    pub fn keep(&self) -> Result<(), Refused> {
+        self.check_keep()?;
+        let mut told = self.told();
+        self.want(&mut told, Wanted::Keep);
+        while told.now.stage == MovingStage::Unknown && !told.is_over {
+            told = self
+                .0
+                .changed
+                .wait(told)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        match told.now.stage {
+            MovingStage::Unknown => Ok(()),
+            _ => Err(no_decision(&told)),
+        }
+    }
+
+    fn want(&self, told: &mut Told, wanted: Wanted) {
+        told.wanted = wanted;
+        self.0.link.cut();
+        self.0.changed.notify_all();
+    }
+
+    /// It has ended.
+    pub fn settle(&self) {
+        self.told().is_over = true;
+        self.0.changed.notify_all();
+    }
+
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.0.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why a guest must not go on here by a decision.
+fn no_decision(told: &Told) -> Refused {
+    let to = &told.now.to;
+    Refused::request(match told.now.stage {
+        MovingStage::Here => {
+            format!("the guest is being moved to {to}: wait for its end, or cancel it")
+        }
+        _ => format!(
+            "the guest runs at {to}: what is here is an older state of it, which must not run"
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+
+    fn way() -> UnderWay {
+        let to = "unix:/there".parse().unwrap();
+        UnderWay::new(&to, Mode::PostCopy, Arc::new(Link::of_source()))
+    }
+
+    fn cut() -> MigrateError {
+        MigrateError::Cut(io::ErrorKind::ConnectionReset.into())
+    }
+
+    /// The attempt that is under way when a client decides to keep the guest finds that the other
+    /// side runs it.
+    #[test]
+    fn a_guest_that_runs_there_is_not_kept() {
+        let way = way();
+        way.was_cut(false, &cut(), 9);
+        way.check_keep().unwrap();
+        way.want(&mut way.told(), Wanted::Keep);
+        way.was_cut(true, &cut(), 9);
+        assert_eq!(way.told().wanted, Wanted::GoOn);
+        let text = way.keep().unwrap_err().text;
+        assert!(text.contains("an older state of it"), "{text}");
+        assert!(way.is_needed());
+    }
+
+    /// A cancel that comes too late does not end the attempts to connect again; a later one does,
+    /// and so does the end of the run.
+    #[test]
+    fn what_is_wanted_depends_on_the_stage() {
+        let way = way();
+        way.cancel().unwrap();
+        assert!(way.is_cancelled());
+        way.was_cut(false, &cut(), 9);
+        assert!(!way.is_cancelled());
+        way.cancel().unwrap();
+        way.was_cut(true, &cut(), 9);
+        assert_eq!(way.wait(&|| false), Wanted::Cancel);
+        assert_eq!(way.wait(&|| true), Wanted::End);
+        way.end();
+        way.was_cut(true, &cut(), 9);
+        assert_eq!(way.wait(&|| false), Wanted::End);
+        let now = lacuna_migrate::Progress {
+            round: 0,
+            done: 1,
+            pages: 5,
+        };
+        assert!(way.note(&now).is_continue());
+        let text = way.cancel().unwrap_err().text;
+        assert!(text.contains("wait for its end"), "{text}");
+        assert_eq!((way.late(), way.progress().remaining), (5, 4));
+    }
+}

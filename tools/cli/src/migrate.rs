@@ -1,0 +1,246 @@
+//! `lacuna migrate`: moves a guest that runs to another process.
+
+use crate::args::{Address, MigrateArgs, TlsFiles};
+use crate::control::client::Client;
+use crate::control::message::{Answer, Progress, Request};
+use crate::control::migration::{Migrated, Moving, MovingStage};
+use crate::exit::Exit;
+use crate::output::{check_target, tell, visible};
+use crate::run::{Refusal, told};
+use crate::size::Size;
+use crate::snapshot::absolute;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lacuna_lab::report::{short, time};
+use lacuna_lab::result::SCHEMA;
+use lacuna_migrate::stream::Mode;
+use serde::Serialize;
+
+/// Does what `args` say; prints the result and returns the exit code.
+pub fn migrate(args: &MigrateArgs) -> Exit {
+    told(match &args.to {
+        Some(to) => move_to(args, to),
+        None if args.cancel => decide(args, &Request::Cancel {}, "cancelled"),
+        None => decide(args, &Request::Keep {}, "the guest goes on here"),
+    })
+}
+
+/// The result of `lacuna migrate`, as JSON.
+#[derive(Serialize)]
+struct MigrateReport {
+    schema: u32,
+    command: String,
+    outcome: String,
+    exit_code: u8,
+    /// `None` after `--keep` and `--cancel`.
+    migrated: Option<Migrated>,
+}
+
+fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
+    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    let to = match to {
+        Address::Unix(path) => Address::Unix(absolute(path)?),
+        other => other.clone(),
+    };
+    let files = args.tls.files(&to).map_err(|text| (Exit::Usage, text))?;
+    let files = files.map(|files| {
+        Ok::<_, Refusal>(TlsFiles {
+            ca: absolute(&files.ca)?,
+            cert: absolute(&files.cert)?,
+            key: absolute(&files.key)?,
+        })
+    });
+    let request = Request::Migrate {
+        tls: files.transpose()?,
+        to: to.to_string(),
+        mode: args.mode.map(Into::into),
+        streams: args.streams,
+        compress: args.compress,
+        downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
+    };
+    let live = line(args.output.quiet);
+    let mut show = |now: Progress| {
+        if let Progress::Moving(now) = now {
+            live.set_message(progress(&now));
+            live.tick();
+        }
+    };
+    let client = Client::connect(&args.control);
+    let answer = client.and_then(|mut client| client.ask(&request, &mut show));
+    live.finish_and_clear();
+    let answer = answer.map_err(|error| (error.exit(), error.to_string()))?;
+    let Answer::Migrated(migrated) = answer else {
+        return Err(no_answer(args));
+    };
+    let text = summary(&migrated);
+    let outcome = format!("moved to {}", migrated.to);
+    report(args, text, outcome, Some(migrated))
+}
+
+fn decide(args: &MigrateArgs, request: &Request, outcome: &str) -> Result<Exit, Refusal> {
+    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    let client = Client::connect(&args.control);
+    let answer = client.and_then(|mut client| client.ask(request, &mut |_| {}));
+    match answer.map_err(|error| (error.exit(), error.to_string()))? {
+        Answer::Status(_) => report(args, format!("{outcome}\n"), outcome.into(), None),
+        _ => Err(no_answer(args)),
+    }
+}
+
+fn no_answer(args: &MigrateArgs) -> Refusal {
+    let text = format!("{}: no answer to this request", args.control.display());
+    (Exit::Host, text)
+}
+
+fn report(
+    args: &MigrateArgs,
+    text: String,
+    outcome: String,
+    migrated: Option<Migrated>,
+) -> Result<Exit, Refusal> {
+    let report = MigrateReport {
+        schema: SCHEMA,
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        outcome,
+        exit_code: 0,
+        migrated,
+    };
+    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
+    let told = tell(&args.output, &text, &(json + "\n"));
+    told.map_err(|error| (Exit::Host, error.to_string()))?;
+    Ok(Exit::Done)
+}
+
+/// As `--mode` takes it.
+pub(crate) const fn words(mode: Mode) -> &'static str {
+    match mode {
+        Mode::PreCopy => "precopy",
+        Mode::PostCopy => "postcopy",
+        Mode::Hybrid => "hybrid",
+    }
+}
+
+/// A migration in one line.
+pub(crate) fn summary(migrated: &Migrated) -> String {
+    let Migrated {
+        to,
+        mode,
+        rounds,
+        late,
+        pages,
+        again,
+        cuts,
+        bytes,
+        downtime_us,
+        seconds,
+    } = migrated;
+    let cuts = match cuts {
+        0 => String::new(),
+        cuts => format!("; the connection was cut {cuts} times"),
+    };
+    format!(
+        "moved     to {to} in {seconds:.1} s ({}): {} over the connections, {pages} pages with \
+         content in {} rounds, {late} pages after the guest, {again} pages again; the guest stood \
+         still for {}{cuts}\n",
+        words(*mode),
+        Size(*bytes),
+        rounds.len(),
+        time(downtime_us * 1000),
+    )
+}
+
+fn progress(now: &Moving) -> String {
+    let Moving { to, remaining, .. } = now;
+    let remaining = short(*remaining as f64);
+    let mode = words(now.mode);
+    let rate = format!("{} sent, {}/s", Size(now.bytes), Size(now.rate as u64));
+    let percent = (now.done * 100).checked_div(now.pages).unwrap_or(0);
+    match now.stage {
+        MovingStage::Here => format!(
+            "moving to {to} ({mode}): round {} {percent} %, {remaining} pages left; {rate}",
+            now.round
+        ),
+        MovingStage::There => {
+            format!("the guest runs at {to} ({mode}): {remaining} pages left; {rate}")
+        }
+        MovingStage::Cut | MovingStage::Unknown => format!(
+            "connecting to {to} again ({} cuts and attempts): {}",
+            now.cuts,
+            visible(now.cut.as_deref().unwrap_or_default())
+        ),
+    }
+}
+
+/// A line on stderr, if stderr is a terminal and progress is wanted.
+pub(crate) fn line(quiet: bool) -> ProgressBar {
+    let target = match quiet {
+        true => ProgressDrawTarget::hidden(),
+        false => ProgressDrawTarget::stderr_with_hz(5),
+    };
+    let style = ProgressStyle::with_template("{msg}").expect("the template is well formed");
+    ProgressBar::with_draw_target(None, target).with_style(style)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_migration_in_words() {
+        let now = Moving {
+            to: "tcp:h:1".into(),
+            round: 2,
+            done: 250,
+            pages: 1000,
+            remaining: 750,
+            bytes: 5 << 20,
+            rate: 1024.0 * 1024.0,
+            ..Moving::default()
+        };
+        let at = |stage| Moving {
+            stage,
+            mode: Mode::Hybrid,
+            cuts: 3,
+            cut: Some("refused".into()),
+            ..now.clone()
+        };
+        for (now, line) in [
+            (
+                now.clone(),
+                "moving to tcp:h:1 (precopy): round 2 25 %, 750 pages left; 5M sent, 1M/s",
+            ),
+            (
+                at(MovingStage::There),
+                "the guest runs at tcp:h:1 (hybrid): 750 pages left; 5M sent, 1M/s",
+            ),
+            (
+                at(MovingStage::Unknown),
+                "connecting to tcp:h:1 again (3 cuts and attempts): refused",
+            ),
+        ] {
+            assert_eq!(progress(&now), line);
+        }
+        let first = progress(&Moving::default());
+        assert!(first.contains("round 0 0 %"), "{first}");
+    }
+
+    #[test]
+    fn a_summary_in_words() {
+        let migrated = Migrated {
+            to: "tcp:h:1".into(),
+            mode: Mode::Hybrid,
+            rounds: vec![4096, 30, 7],
+            late: 11,
+            pages: 900,
+            again: 48,
+            cuts: 2,
+            bytes: 4 << 20,
+            downtime_us: 1500,
+            seconds: 0.25,
+        };
+        let text = summary(&migrated);
+        let told = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with content \
+                    in 3 rounds, 11 pages after the guest, 48 pages again; the guest stood still \
+                    for 1.5 ms; the connection was cut 2 times\n";
+        assert!(text.ends_with(told), "{text}");
+    }
+}

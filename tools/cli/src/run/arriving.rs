@@ -1,0 +1,61 @@
+//! The end of a migration, at its destination: the source gives the guest away, and the pages that
+//! are left come. After a cut, the source may connect again.
+
+use super::incoming::{Arrival, has_not_come};
+use super::{Job, Refusal};
+use crate::control::Decision;
+use lacuna_machine::Vm;
+use lacuna_migrate::MigrateError;
+use lacuna_migrate::stream::{Arrived, Arriving, Prepared};
+use std::ops::ControlFlow;
+
+/// Waits until the guest may run here: its source says so, or a client.
+pub(super) fn start<V: Vm>(
+    job: &Job<'_>,
+    arrival: &Arrival<'_>,
+    prepared: Prepared<V>,
+) -> Result<Arrived<V>, Refusal> {
+    let mut started = prepared.start();
+    loop {
+        let waiting = match started {
+            Ok(arrived) => return Ok(arrived),
+            Err(waiting) => waiting,
+        };
+        // A source that refuses has not given the guest away.
+        if let MigrateError::Refused(_) = waiting.why() {
+            return Err(has_not_come(job, waiting.why()));
+        }
+        match arrival.coming().waits(waiting.why()) {
+            None => started = waiting.resume(arrival.connections()),
+            Some(Decision::Keep) => return Ok(waiting.decide_to_run()),
+            Some(Decision::Cancel | Decision::End) => {
+                return Err(has_not_come(job, waiting.why()));
+            }
+        }
+    }
+}
+
+/// Takes the pages that are left, as often as the source connects, until the run has ended.
+pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, vm: &V, mut arriving: Arriving) {
+    let coming = arrival.coming();
+    coming.runs(Box::new(arriving.awaited_now()));
+    loop {
+        match arriving.finish(vm, &mut |_| ControlFlow::Continue(())) {
+            Ok(()) => coming.is_whole(),
+            Err(why) => coming.lacks(&why),
+        }
+        let mut failed = false;
+        loop {
+            if coming.next(failed).is_some() {
+                // Pages that are missing are lost from here on.
+                drop(arriving);
+                return coming.is_lost();
+            }
+            failed = arriving.resume(arrival.connections()).is_err();
+            if !failed {
+                break;
+            }
+        }
+        coming.comes_again();
+    }
+}

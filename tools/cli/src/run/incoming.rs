@@ -1,0 +1,230 @@
+//! `lacuna run --incoming`: waits for a guest, takes it, and runs it on.
+//!
+//! ```text
+//! listen ─► a connection ─► its first message ─► VM of that machine ─► memory, state ─► run
+//!   ▲                           │ is none
+//!   └────── refused, told ◄─────┘
+//! ```
+//! A stranger does not end the waiting, and nothing is made for one. From a connection that has
+//! announced a machine the guest is taken. Whatever goes wrong from then on ends the command, and
+//! the source is told.
+
+use super::{Job, Refusal, Start, run_controlled};
+use crate::args::{Address, RunArgs};
+use crate::control::{Coming, ControlSocket, Ends};
+use crate::exit::Exit;
+use crate::migrate::{line, words};
+use crate::output::{check_target, complain, visible};
+use crate::sample::Received;
+use crate::signals::Signals;
+use crate::size::Size;
+use crate::transport::{Accepted, Listener};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{PageSource, PlatformDevices, Vm};
+use lacuna_migrate::stream::{Incoming, Prepared};
+use lacuna_migrate::{Machine, MigrateError};
+use std::ops::ControlFlow;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How many ranges of missing pages a report has.
+const RANGES_REPORTED: usize = 1000;
+/// The most vCPUs of a guest, as `--vcpus` has it.
+const VCPUS_MAX: usize = 64;
+
+/// A guest that has been announced.
+pub struct Arrival<'a> {
+    at: Address,
+    machine: Machine,
+    connections: Accepted<'a>,
+    coming: Arc<Coming>,
+    /// `None`: it has been taken.
+    incoming: Mutex<Option<Incoming>>,
+}
+
+impl<'a> Arrival<'a> {
+    /// The machine that comes.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// How far it is.
+    pub(crate) fn coming(&self) -> &Arc<Coming> {
+        &self.coming
+    }
+
+    pub(super) fn connections(&self) -> &Accepted<'a> {
+        &self.connections
+    }
+
+    /// What its VM asks for pages; `None` if all of them come before it.
+    pub(super) fn page_source(&self) -> Option<Arc<dyn PageSource>> {
+        let incoming = self.incoming.lock();
+        let incoming = incoming.unwrap_or_else(PoisonError::into_inner);
+        incoming.as_ref()?.page_source()
+    }
+
+    /// How it has come, at the end of its run.
+    pub(super) fn received(&self) -> Received {
+        let now = self.coming.progress(RANGES_REPORTED);
+        Received {
+            at: now.at,
+            mode: now.mode,
+            pages: now.came,
+            missing: now.missing.unwrap_or(0),
+            ranges: now.ranges,
+            cuts: now.cuts,
+            late: now.late,
+            bytes: now.bytes,
+            seconds: now.seconds,
+        }
+    }
+
+    /// Refuses a machine that no command line could ask for.
+    fn check(&self) -> Result<(), Refusal> {
+        match self.machine.vcpus {
+            1..=VCPUS_MAX => Ok(()),
+            vcpus => {
+                let text = format!("a guest with {vcpus} vCPUs: this release has 1 to {VCPUS_MAX}");
+                Err((Exit::Usage, text))
+            }
+        }
+    }
+
+    fn take(&self) -> Option<Incoming> {
+        let mut incoming = self.incoming.lock();
+        let incoming = incoming.as_mut().unwrap_or_else(|error| error.get_mut());
+        incoming.take()
+    }
+}
+
+/// Waits for a guest at `at`, and runs it as `args` say.
+pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal> {
+    let cut: Arc<AtomicBool> = Arc::default();
+    let signals = Signals::catch(&cut);
+    let signals =
+        signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))?;
+    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    let control = args.control.as_deref().map(ControlSocket::open);
+    let control = control.transpose()?;
+    let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
+    let listener = Listener::open(at, files.as_ref());
+    let listener = listener.map_err(|error| (error.kind().into(), error.to_string()))?;
+    complain(&format!("waiting for a guest at {}", listener.address()));
+    let arrival = wait(&listener, &cut, &signals)?;
+    let run = args.on(arrival.at.to_string(), &arrival.machine);
+    let done = arrival
+        .check()
+        .and_then(|()| run_controlled(&run, Start::Incoming(&arrival), &signals, control));
+    // If it has not been taken, no VM could be made for it.
+    if let (Err((_, why)), Some(incoming)) = (&done, arrival.take()) {
+        incoming.refuse(&MigrateError::NoVm(why.clone()));
+    }
+    done
+}
+
+/// Waits until a connection has announced a guest. Others are refused.
+fn wait<'a>(
+    listener: &'a Listener<'a>,
+    cut: &Arc<AtomicBool>,
+    signals: &Signals,
+) -> Result<Arrival<'a>, Refusal> {
+    loop {
+        let accepted = listener.accept(cut).map_err(|error| {
+            let text = format!(
+                "{}: no connection can be accepted: {error}",
+                listener.address()
+            );
+            (Exit::Host, text)
+        })?;
+        let Some((stream, from)) = accepted else {
+            return Err(interrupted(signals, "before a guest came"));
+        };
+        let announced = Accepted::new(listener, stream)
+            .map_err(MigrateError::Cut)
+            .and_then(|connections| Ok((Incoming::accept(&connections)?, connections)));
+        match announced {
+            Ok((incoming, connections)) => {
+                let (at, link) = (listener.address().clone(), connections.link());
+                link.greeted();
+                return Ok(Arrival {
+                    coming: Arc::new(Coming::new(at.to_string(), &incoming, link)),
+                    at,
+                    machine: incoming.machine().clone(),
+                    connections,
+                    incoming: Mutex::new(Some(incoming)),
+                });
+            }
+            Err(why) => complain(&format!(
+                "refused {from}, and still waiting: {}",
+                visible(&why.to_string())
+            )),
+        }
+    }
+}
+
+fn interrupted(signals: &Signals, when: &str) -> Refusal {
+    match signals.caught() {
+        Some(signal) => (
+            Exit::Interrupted(signal),
+            format!("interrupted by {signal} {when}"),
+        ),
+        None => (Exit::Host, format!("ended {when}")),
+    }
+}
+
+/// Takes memory and state of the guest into `vm` and `devices`, with progress on a terminal. Pages
+/// may be left.
+pub(super) fn receive<V: Vm>(
+    job: &Job<'_>,
+    arrival: &Arrival<'_>,
+    vm: &Arc<V>,
+    devices: &PlatformDevices,
+) -> Result<Prepared<V>, Refusal> {
+    let incoming = arrival.take().expect("a guest is taken once");
+    let live = line(job.args.output.quiet);
+    let link = arrival.connections.link();
+    let mode = words(incoming.mode());
+    let taken = incoming.receive(&arrival.connections, vm, devices, &mut |more| {
+        let pages = arrival.coming.came(more);
+        live.set_message(format!(
+            "receiving a guest of {} ({mode}): {} of pages came, {}/s",
+            Size(arrival.machine.memory),
+            Size(pages * PAGE_SIZE as u64),
+            Size(link.rate() as u64),
+        ));
+        match job.signals.caught() {
+            None => ControlFlow::Continue(()),
+            Some(_) => ControlFlow::Break(()),
+        }
+    });
+    live.finish_and_clear();
+    let prepared = taken.map_err(|why| has_not_come(job, &why))?;
+    // A run that cannot begin must not be given the guest.
+    if let Err(error) = devices.check_memory(&vm.memory_slots()) {
+        return Err((Exit::Host, format!("the run cannot start: {error}")));
+    }
+    Ok(prepared)
+}
+
+/// The guest is not here.
+pub(super) fn has_not_come(job: &Job<'_>, why: &MigrateError) -> Refusal {
+    let is_stopped = job.ends().is_some_and(Ends::has_stopped);
+    match (why, job.signals.caught()) {
+        (MigrateError::Cancelled | MigrateError::Cut(_), Some(_)) => {
+            interrupted(job.signals, "before the guest had come")
+        }
+        (MigrateError::Cut(_), None) if is_stopped => {
+            let text = "stopped through its control socket before the guest had come";
+            (Exit::Stopped, text.into())
+        }
+        _ => {
+            let why = why.to_string();
+            let text = format!(
+                "the guest has not come: {}; it is with its source",
+                visible(&why)
+            );
+            (Exit::Host, text)
+        }
+    }
+}

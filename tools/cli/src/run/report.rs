@@ -1,0 +1,271 @@
+//! What is told of a run: the sample before it, and its result.
+
+use super::{Refusal, Start};
+use crate::args::{self, MemoryKind, RunArgs};
+use crate::control::migration::{Migrated, RANGES_SHOWN, missing_in_words};
+use crate::exit::Exit;
+use crate::live::summary;
+use crate::output::tell;
+use crate::pages::Source;
+use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
+use crate::signals::Signal;
+use crate::size::Size;
+use lacuna_addr::PageCount;
+use lacuna_machine::{Builder, Ending, RunEnd, Vm as _};
+use lacuna_soft::HugePages;
+
+/// The sample before a run has begun, with the parts that this backend and these options have.
+pub(super) fn at_first<B: Builder>(args: &RunArgs, source: &Option<Source>) -> RunSample {
+    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
+    let huge = args.thp.unwrap_or_default().pages() != HugePages::Never;
+    RunSample {
+        memory_bytes: args.memory.0,
+        budget_bytes: limit::<B>(args).0,
+        huge: (soft && huge).then(Default::default),
+        apf: (soft && args.apf == args::Apf::On).then(Default::default),
+        pages: source.is_some().then(|| {
+            let total = PageCount::from_bytes(args.memory.0).get();
+            Pages {
+                total,
+                missing: total,
+                ..Pages::default()
+            }
+        }),
+        ..RunSample::default()
+    }
+}
+
+/// Where the guest's memory is on this backend.
+fn kind<B: Builder>(args: &RunArgs) -> MemoryKind {
+    match B::Vm::BACKEND {
+        lacuna_machine::Backend::Soft => args.kind_on_soft(),
+        lacuna_machine::Backend::Kvm => MemoryKind::Anonymous,
+    }
+}
+
+/// How much of the guest's memory may be resident: all, where this process evicts nothing.
+fn limit<B: Builder>(args: &RunArgs) -> Size {
+    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
+    match soft && args.kind_on_soft() != MemoryKind::Pool {
+        true => args.memory,
+        false => args.budget(),
+    }
+}
+
+/// A run that is over.
+pub(super) struct Finished<'a, V> {
+    pub end: &'a RunEnd<V>,
+    /// The counters at its end.
+    pub last: RunSample,
+    /// What was done before it.
+    pub before: Before,
+    /// How the guest has moved elsewhere.
+    pub migrated: Option<Migrated>,
+    /// The exit code and its reason.
+    pub verdict: (Exit, String),
+}
+
+/// Prints the result.
+pub(super) fn finish<B: Builder>(
+    args: &RunArgs,
+    builder: &B,
+    start: Start<'_>,
+    run: Finished<'_, B::Vm>,
+) -> Result<Exit, Refusal> {
+    let (exit, text) = run.verdict;
+    let mut report = RunReport::new(options(args, builder, start), run.last);
+    report.exit_code = exit.code();
+    report.trace_hash = run.end.trace_hash.map(|hash| format!("{hash:016x}"));
+    let mut words = summary(&report.last);
+    if let Some(hash) = &report.trace_hash {
+        words.push_str(&format!("trace     {hash}\n"));
+    }
+    let Before { restored, received } = run.before;
+    if let Some(restored) = &restored {
+        words.push_str(&format!(
+            "restored  {} pages from {} in {:.1} s\n",
+            restored.pages, restored.from, restored.seconds
+        ));
+        if let Some(lazy) = &restored.lazy {
+            words.push_str(&lazy.text());
+        }
+    }
+    if let Some(received) = &received {
+        words.push_str(&received_in_words(received));
+    }
+    if let Some(migrated) = &run.migrated {
+        words.push_str(&crate::migrate::summary(migrated));
+    }
+    words.push_str(&format!("outcome   {text}\n"));
+    (report.restored, report.received) = (restored, received);
+    report.migrated = run.migrated;
+    report.outcome = text;
+    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
+    let told = tell(&args.output, &words, &(json + "\n"));
+    told.map(|()| exit)
+        .map_err(|error| (Exit::Host, error.to_string()))
+}
+
+fn received_in_words(received: &Received) -> String {
+    let Received {
+        at,
+        mode,
+        pages,
+        late,
+        missing,
+        ranges,
+        cuts,
+        bytes,
+        seconds,
+    } = received;
+    let mut text = format!(
+        "received  {pages} pages at {at} in {seconds:.1} s, and {late} after the guest ({}); {} \
+         over the connections",
+        crate::migrate::words(*mode),
+        Size(*bytes),
+    );
+    if *cuts > 0 {
+        text.push_str(&format!("; {cuts} cuts"));
+    }
+    if *missing > 0 {
+        let missing = missing_in_words(*missing, &ranges[..ranges.len().min(RANGES_SHOWN)]);
+        text.push_str(&format!("; these have never come: {missing}"));
+    }
+    text + "\n"
+}
+
+/// What has asked for the end of a run.
+#[derive(Clone, Default)]
+pub struct Asked {
+    /// The signal that came during the run.
+    pub signal: Option<Signal>,
+    /// Whether a client of the control socket has stopped it.
+    pub stopped: bool,
+    /// Where the guest has moved to.
+    pub moved: Option<String>,
+}
+
+/// The exit code and the words for an ending.
+pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
+    match (ending, asked.signal) {
+        (Ending::Exited(0), _) => (Exit::Done, "done".into()),
+        (Ending::Exited(code), _) => (
+            Exit::GuestFailed,
+            format!("the guest failed with code {code}"),
+        ),
+        (Ending::PoweredOff, _) => (Exit::Done, ending.to_string()),
+        (Ending::Reset, _) => (Exit::GuestFailed, ending.to_string()),
+        (Ending::Shutdown(text), _) => (Exit::GuestFailed, text.clone()),
+        (Ending::Failed(error), _) => (error.kind().into(), error.to_string()),
+        (Ending::Stopped, _) if let Some(to) = &asked.moved => {
+            (Exit::Done, format!("moved to {to}"))
+        }
+        (Ending::Stopped, Some(signal)) => (
+            Exit::Interrupted(signal),
+            format!("interrupted by {signal} before the guest was done"),
+        ),
+        (Ending::Stopped, None) if asked.stopped => (
+            Exit::Stopped,
+            "stopped through its control socket before the guest was done".into(),
+        ),
+        (Ending::Stopped, None) => (
+            Exit::GuestFailed,
+            "stopped before the guest was done".into(),
+        ),
+    }
+}
+
+fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOptions {
+    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
+    let swap = args.swap.as_ref().map(ToString::to_string);
+    let thp = args.thp.unwrap_or_default().to_string();
+    RunOptions {
+        image: args.image.clone(),
+        backend: B::Vm::BACKEND.name().into(),
+        memory_bytes: args.memory.0,
+        memory_kind: kind::<B>(args).to_string(),
+        resident_bytes: limit::<B>(args).0,
+        vcpus: args.vcpus,
+        swap: swap.unwrap_or_else(|| match soft {
+            true => crate::args::SwapSpec::default().to_string(),
+            false => "mem".into(),
+        }),
+        apf: args.apf == args::Apf::On,
+        thp: if soft { thp } else { "never".into() },
+        pages_from: args.pages_from.as_ref().map(ToString::to_string),
+        exit_on_missing: args.exit_on_missing,
+        seed: args.seed,
+        append: match start {
+            Start::Image(_) => builder.full_command_line(),
+            // The guest has the one with which it was started.
+            _ => String::new(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_addr::Gpa;
+    use lacuna_machine::VcpuError;
+
+    #[test]
+    fn an_ending_has_the_code_of_its_cause() {
+        let (vcpu, cause) = (0, String::from("the device says so"));
+        let lost = VcpuError::PageLost {
+            vcpu,
+            gpa: Gpa::truncate(0x1000),
+            cause: cause.clone(),
+        };
+        let no_memory = VcpuError::NoMemory {
+            vcpu,
+            cause: cause.clone(),
+        };
+        let signal = Some(Signal::Interrupt);
+        for (ending, signal, code, word) in [
+            (Ending::Exited(0), None, 0, "done"),
+            (Ending::Exited(0), signal, 0, "done"),
+            (Ending::Exited(7), None, 1, "code 7"),
+            (Ending::Shutdown("triple fault".into()), None, 1, "triple"),
+            (Ending::PoweredOff, None, 0, "machine off"),
+            (Ending::Reset, None, 1, "reset"),
+            (Ending::Failed(VcpuError::Hang), None, 1, "hangs"),
+            (Ending::Failed(lost), None, 3, "page 0x1000 is lost"),
+            (Ending::Failed(no_memory), None, 3, "no memory"),
+            (
+                Ending::Failed(VcpuError::Host { vcpu, cause }),
+                None,
+                3,
+                "says so",
+            ),
+            (Ending::Stopped, signal, 130, "interrupted by SIGINT"),
+            (Ending::Stopped, Some(Signal::Terminate), 143, "by SIGTERM"),
+        ] {
+            let stopped = false;
+            let moved = None;
+            let asked = Asked {
+                signal,
+                stopped,
+                moved,
+            };
+            let (exit, text) = verdict(&ending, &asked);
+            assert_eq!(exit.code(), code, "{ending:?}");
+            assert!(text.contains(word), "{text}");
+        }
+        for (ending, code) in [(Ending::Stopped, 4), (Ending::Exited(0), 0)] {
+            let asked = Asked {
+                stopped: true,
+                ..Asked::default()
+            };
+            assert_eq!(verdict(&ending, &asked).0.code(), code);
+        }
+        // A signal that came when the guest had been given away.
+        let asked = Asked {
+            signal,
+            moved: Some("tcp:h:1".into()),
+            ..Asked::default()
+        };
+        let (exit, text) = verdict(&Ending::Stopped, &asked);
+        assert_eq!((exit.code(), text.as_str()), (0, "moved to tcp:h:1"));
+    }
+}

@@ -1,0 +1,164 @@
+//! Puts a snapshot into a VM: whole, or its state first and its pages while the guest runs.
+
+use super::{Job, Refusal};
+use crate::exit::Exit;
+use crate::output::complain;
+use crate::sample::{LazyPages, Restored};
+use crate::snapshot::{bar, refusal};
+use lacuna_machine::{PlatformDevices, Vm};
+use lacuna_migrate::{MigrateError, Recorder, Snapshot, Touches};
+use std::ops::ControlFlow;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Reads all of `snapshot` into `vm` and `devices`, with progress on a terminal. A signal ends it.
+pub(super) fn restore<V: Vm>(
+    job: &Job<'_>,
+    snapshot: &Snapshot,
+    vm: &Arc<V>,
+    devices: &PlatformDevices,
+) -> Result<(Vec<V::Vcpu>, Restored), Refusal> {
+    let (began, live) = (Instant::now(), bar(job.args.output.quiet));
+    live.set_length(snapshot.pages());
+    live.set_message("restoring");
+    let restored = snapshot.restore(vm, devices, &mut |pages| {
+        live.inc(pages);
+        match job.signals.caught() {
+            None => ControlFlow::Continue(()),
+            Some(_) => ControlFlow::Break(()),
+        }
+    });
+    live.finish_and_clear();
+    let vcpus = restored.map_err(|error| match (error, job.signals.caught()) {
+        (MigrateError::Cancelled, Some(signal)) => {
+            let text = format!("interrupted by {signal} before the guest was restored");
+            (Exit::Interrupted(signal), text)
+        }
+        (error, _) => refusal(&error),
+    })?;
+    Ok((vcpus, done(job, snapshot.pages(), began)))
+}
+
+/// Puts the state of `snapshot` into `vm` and `devices`. Its pages come later.
+pub(super) fn restore_lazily<V: Vm>(
+    job: &Job<'_>,
+    snapshot: &Snapshot,
+    vm: &Arc<V>,
+    devices: &PlatformDevices,
+) -> Result<(Vec<V::Vcpu>, Restored), Refusal> {
+    let began = Instant::now();
+    let restored = snapshot.restore_lazily(vm, devices);
+    let vcpus = restored.map_err(|error| refusal(&error))?;
+    Ok((vcpus, done(job, 0, began)))
+}
+
+fn done(job: &Job<'_>, pages: u64, began: Instant) -> Restored {
+    Restored {
+        from: job.args.image.clone(),
+        pages,
+        seconds: began.elapsed().as_secs_f64(),
+        lazy: None,
+    }
+}
+
+/// A snapshot whose pages come while its guest runs.
+pub struct Lazy<'a> {
+    /// The snapshot.
+    pub snapshot: &'a Snapshot,
+    /// First touches to record.
+    pub record: Option<Record<'a>>,
+    /// First touches to replay.
+    pub replay: Option<Touches>,
+}
+
+/// A record of first touches that is being made.
+pub struct Record<'a> {
+    /// Its file.
+    pub path: &'a Path,
+    /// How long it takes, unless the run ends before.
+    pub time: Duration,
+    /// What the guest has asked for.
+    pub recorder: Recorder,
+}
+
+/// The time between two looks whether a run has ended.
+const LOOK: Duration = Duration::from_millis(100);
+
+impl Record<'_> {
+    /// Waits until the record is complete, and writes it. Returns the number of first touches.
+    fn make(&self, devices: &PlatformDevices) -> Result<u64, MigrateError> {
+        let began = Instant::now();
+        while devices.ending().is_none() && began.elapsed() < self.time {
+            thread::park_timeout(LOOK.min(self.time.saturating_sub(began.elapsed())));
+        }
+        let touches = self.recorder.touches();
+        touches.save(self.path)?;
+        Ok(touches.pages().len() as u64)
+    }
+}
+
+/// Provides the pages that the guest has not needed yet, until the run ends.
+pub(super) fn prefetch<V: Vm>(
+    job: &Job<'_>,
+    lazy: &Lazy<'_>,
+    vm: &V,
+    devices: &PlatformDevices,
+) -> LazyPages {
+    let mut came = LazyPages::default();
+    if let Some(record) = &lazy.record {
+        match record.make(devices) {
+            Ok(touches) => came.recorded = Some(touches),
+            Err(error) => {
+                let error = format!("{error}; the first touches are not recorded");
+                complain(&error);
+                came.record_error = Some(error);
+            }
+        }
+    }
+    if devices.ending().is_some() {
+        return came;
+    }
+    let go_on = |pages, of: &mut u64| {
+        *of += pages;
+        job.prefetched.fetch_add(pages, Ordering::Relaxed);
+        match devices.ending() {
+            None => ControlFlow::Continue(()),
+            Some(_) => ControlFlow::Break(()),
+        }
+    };
+    let done = match &lazy.replay {
+        None => lazy
+            .snapshot
+            .prefetch(vm, &mut |pages| go_on(pages, &mut came.prefetched)),
+        Some(touches) => {
+            let replayed = came.replayed.insert(0);
+            let done = lazy
+                .snapshot
+                .replay(vm, touches, &mut |pages| go_on(pages, replayed));
+            done.and_then(|()| {
+                let each = &mut |pages| go_on(pages, &mut came.prefetched);
+                lazy.snapshot.prefetch_rest(vm, touches, each)
+            })
+        }
+    };
+    match done {
+        Ok(()) | Err(MigrateError::Cancelled) => {}
+        Err(error) => complain(&format!(
+            "{error}; the guest goes on until it needs such a page"
+        )),
+    }
+    came
+}
+
+/// Counts what came on demand in a run that is over.
+pub(super) fn count_demands(job: &Job<'_>, restored: &mut Option<Restored>) {
+    let lazy = restored
+        .as_mut()
+        .and_then(|restored| restored.lazy.as_mut());
+    if let (Some(lazy), Some(source)) = (lazy, &job.source) {
+        lazy.demand_faults = source.stats().asked;
+    }
+}

@@ -1,0 +1,145 @@
+//! `lacuna serve`: provides a guest's memory to other processes, page by page.
+
+use crate::args::{PagesFrom, ServeArgs};
+use crate::exit::Exit;
+use crate::output::{check_target, complain, tell};
+use crate::pages;
+use crate::signals::Signals;
+use crate::size::Size;
+use crate::socket::Socket;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_lab::report::{short, time};
+use lacuna_source::{Injected, Measured, PageSource, Policy, Server, SourceStats, serve as start};
+use serde::Serialize;
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often the live line is renewed, and a signal is looked for.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// The result of `lacuna serve`, as JSON.
+#[derive(Serialize)]
+struct ServeReport {
+    command: String,
+    source: String,
+    memory_bytes: u64,
+    outcome: String,
+    exit_code: u8,
+    seconds: f64,
+    connections: u64,
+    asked: u64,
+    provided: u64,
+    failed: u64,
+    p50_ns: u128,
+    p99_ns: u128,
+}
+
+/// Serves pages as `args` say, until a signal comes; prints what was served and returns the exit
+/// code.
+pub fn serve(args: &ServeArgs) -> Exit {
+    match serve_until_signal(args) {
+        Ok(exit) => exit,
+        Err((exit, text)) => {
+            complain(&text);
+            exit
+        }
+    }
+}
+
+type Refusal = (Exit, String);
+
+fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
+    let host = |error: &dyn ToString| (Exit::Host, error.to_string());
+    let signals = Signals::catch(&Arc::default());
+    let signals = signals.map_err(|error| host(&format!("cannot catch signals: {error}")))?;
+    check_target(&args.output).map_err(|error| host(&error))?;
+    let bytes = args.memory.0;
+    if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) {
+        let text = format!("--memory of {bytes} bytes: give whole pages of 4 KiB, at least one");
+        return Err((Exit::Usage, text));
+    }
+    let pages = PageCount::from_bytes(bytes);
+    if let PagesFrom::Handler(_) = args.source {
+        let text = "a handler fills memory itself and gives no pages to others: serve zeros, \
+                    file:PATH or peer:PATH";
+        return Err((Exit::Usage, text.into()));
+    }
+    let source = pages::source(&args.source, pages, Policy::default());
+    let mut source = source.map_err(|error| (error.exit(), error.to_string()))?;
+    if let Some(faults) = args.faults() {
+        let link = Injected::new(source, faults);
+        source = Box::new(link.map_err(|error| host(&no_thread(&error)))?);
+    }
+    let source = Arc::new(Measured::new(source));
+    let socket = Socket::bind(&args.socket)?;
+    let asked = Arc::clone(&source) as Arc<dyn PageSource>;
+    let listener = socket.listener().try_clone();
+    let listener = listener.map_err(|error| host(&format!("no descriptor is left: {error}")))?;
+    let server = start(listener, pages, asked);
+    let server = server.map_err(|error| host(&no_thread(&error)))?;
+    let live = (!args.output.quiet).then(live_line);
+    let began = Instant::now();
+    let signal = loop {
+        if let Some(signal) = signals.caught() {
+            break signal;
+        }
+        if let Some(live) = &live {
+            live.set_message(line(args, &server, &source.stats(), began.elapsed()));
+            live.tick();
+        }
+        thread::sleep(LOOK);
+    };
+    live.iter().for_each(ProgressBar::finish_and_clear);
+    let (stats, exit) = (source.stats(), Exit::Interrupted(signal));
+    let text = line(args, &server, &stats, began.elapsed());
+    let report = ServeReport {
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        source: args.source.to_string(),
+        memory_bytes: args.memory.0,
+        outcome: format!("ended by {signal}"),
+        exit_code: exit.code(),
+        seconds: began.elapsed().as_secs_f64(),
+        connections: server.accepted(),
+        asked: stats.asked,
+        provided: stats.provided,
+        failed: stats.failed,
+        p50_ns: stats.p50.as_nanos(),
+        p99_ns: stats.p99.as_nanos(),
+    };
+    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
+    tell(&args.output, &(text + "\n"), &(json + "\n")).map_err(|error| host(&error))?;
+    Ok(exit)
+}
+
+fn no_thread(error: &io::Error) -> String {
+    format!("cannot start a thread that serves pages: {error}")
+}
+
+/// A line on stderr that is renewed, if stderr is a terminal.
+fn live_line() -> ProgressBar {
+    let target = ProgressDrawTarget::stderr_with_hz(5);
+    let style = ProgressStyle::with_template("{msg}").expect("the template is well formed");
+    ProgressBar::with_draw_target(None, target).with_style(style)
+}
+
+fn line(args: &ServeArgs, server: &Server, stats: &SourceStats, elapsed: Duration) -> String {
+    let seconds = elapsed.as_secs_f64().max(1e-3);
+    let [p50, p99] = [stats.p50, stats.p99].map(|t| time(t.as_nanos() as u64));
+    let failed = match stats.failed {
+        0 => String::new(),
+        failed => format!(", {failed} failed"),
+    };
+    format!(
+        "serving   {} from {} at {}: {} clients so far, {} pages{failed}; {}/s, p50 {p50}, p99 \
+         {p99}",
+        Size(args.memory.0),
+        args.source,
+        args.socket.display(),
+        server.accepted(),
+        stats.provided,
+        short(stats.provided as f64 / seconds),
+    )
+}

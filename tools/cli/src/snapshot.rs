@@ -1,0 +1,172 @@
+//! `lacuna snapshot`: saves a guest that runs, and runs a saved one on.
+
+use crate::args::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
+use crate::control::client::Client;
+use crate::control::message::{Answer, Progress, Request, Saved};
+use crate::exit::Exit;
+use crate::output::{check_target, tell};
+use crate::run::{Lazy, Record, Refusal, Start, catch_signals, run_from, told};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lacuna_lab::report::time;
+use lacuna_lab::result::SCHEMA;
+use lacuna_migrate::{MigrateError, Snapshot, Touches};
+use lacuna_objects::{Objects, ObjectsError, Options};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Does what `args` say; prints the result and returns the exit code.
+pub fn snapshot(args: &SnapshotArgs) -> Exit {
+    told(match &args.what {
+        SnapshotCommand::Save(args) => save(args),
+        SnapshotCommand::Restore(args) => restore(args),
+    })
+}
+
+/// The result of `lacuna snapshot save`, as JSON.
+#[derive(Serialize)]
+struct SaveReport {
+    schema: u32,
+    command: String,
+    outcome: &'static str,
+    exit_code: u8,
+    seconds: f64,
+    saved: Saved,
+}
+
+fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
+    let host = |error: &dyn ToString| (Exit::Host, error.to_string());
+    check_target(&args.output).map_err(|error| host(&error))?;
+    let request = Request::Snapshot {
+        path: absolute(&args.folder)?,
+        downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
+        track: args.track,
+        base: args.base.as_deref().map(absolute).transpose()?,
+    };
+    let (began, live) = (Instant::now(), bar(args.output.quiet));
+    let mut show = |now: Progress| {
+        if let Progress::Saving(now) = now {
+            live.set_length(now.pages);
+            live.set_position(now.done);
+            live.set_message(format!("saving, round {}", now.round));
+        }
+    };
+    let client = Client::connect(&args.control);
+    let answer = client.and_then(|mut client| client.ask(&request, &mut show));
+    live.finish_and_clear();
+    let answer = answer.map_err(|error| (error.exit(), error.to_string()))?;
+    let Answer::Snapshot(saved) = answer else {
+        let text = format!("{}: no answer to this request", args.control.display());
+        return Err((Exit::Host, text));
+    };
+    let seconds = began.elapsed().as_secs_f64();
+    let text = format!(
+        "saved     {} pages to {} in {seconds:.1} s and {} rounds; the guest stood still for {}\n",
+        saved.pages,
+        saved.path.display(),
+        saved.rounds.len(),
+        time(saved.downtime_us * 1000),
+    );
+    let report = SaveReport {
+        schema: SCHEMA,
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        outcome: "done",
+        exit_code: 0,
+        seconds,
+        saved,
+    };
+    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
+    tell(&args.output, &text, &(json + "\n")).map_err(|error| host(&error))?;
+    Ok(Exit::Done)
+}
+
+/// A path as the VM, which has a current folder of its own, takes it.
+pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
+    let path = std::path::absolute(folder);
+    let path = path.map_err(|error| (Exit::Usage, format!("{}: {error}", folder.display())))?;
+    match path.to_str() {
+        Some(_) => Ok(path),
+        None => {
+            let text = format!(
+                "{}: the control socket takes no path that is not UTF-8: give another name",
+                folder.display()
+            );
+            Err((Exit::Usage, text))
+        }
+    }
+}
+
+fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
+    let signals = catch_signals()?;
+    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    let snapshot = open(&args.folder)?;
+    let run = args.run(snapshot.machine());
+    if !args.lazy {
+        return run_from(&run, Start::Snapshot(&snapshot), &signals);
+    }
+    let lazy = lazy(args, &snapshot).map_err(|error| refusal(&error))?;
+    run_from(&run, Start::Lazily(&lazy), &signals)
+}
+
+/// The snapshot in a folder, or at a URL.
+fn open(folder: &Path) -> Result<Snapshot, Refusal> {
+    let opened = match folder.to_str().filter(|text| text.contains("://")) {
+        None => Snapshot::open(folder),
+        Some(url) => {
+            let objects = Objects::open(url, Options::default());
+            Snapshot::open_in(Arc::new(
+                objects.map_err(|error| (exit(&error), error.to_string()))?,
+            ))
+        }
+    };
+    opened.map_err(|error| refusal(&error))
+}
+
+/// How the command ends without an object store.
+fn exit(error: &ObjectsError) -> Exit {
+    match error {
+        ObjectsError::Threads(_) => Exit::Host,
+        _ => Exit::Usage,
+    }
+}
+
+/// How long first touches are recorded.
+const RECORD_FOR: Duration = Duration::from_secs(10);
+
+/// What `args` say of the pages that come while the guest runs.
+fn lazy<'a>(args: &'a RestoreArgs, snapshot: &'a Snapshot) -> Result<Lazy<'a>, MigrateError> {
+    let replay = args.replay.as_deref();
+    let replay = replay
+        .map(|path| Touches::load(path, snapshot))
+        .transpose()?;
+    let record = args.record.as_deref().map(|path| {
+        // A record that cannot be written is refused before the guest runs.
+        Touches::check_target(path).map(|()| Record {
+            path,
+            time: args.record_for.unwrap_or(RECORD_FOR),
+            recorder: snapshot.recorder(),
+        })
+    });
+    Ok(Lazy {
+        snapshot,
+        record: record.transpose()?,
+        replay,
+    })
+}
+
+/// The exit code and the text for the user.
+pub(crate) fn refusal(error: &MigrateError) -> Refusal {
+    (error.kind().into(), error.to_string())
+}
+
+/// A bar on stderr, if stderr is a terminal and progress is wanted.
+pub(crate) fn bar(quiet: bool) -> ProgressBar {
+    let target = match quiet {
+        true => ProgressDrawTarget::hidden(),
+        false => ProgressDrawTarget::stderr_with_hz(5),
+    };
+    let style = ProgressStyle::with_template("{msg} {bar:24} {percent:>3} %  {pos} pages");
+    let style = style.expect("the template is well formed");
+    ProgressBar::with_draw_target(Some(0), target).with_style(style.progress_chars("█░"))
+}

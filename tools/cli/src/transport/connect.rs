@@ -1,0 +1,118 @@
+//! The source's side: makes connections.
+
+use super::stream::Socket;
+use super::{Link, Stream, Tls, TransportError};
+use crate::args::{Address, HostPort, TlsFiles};
+use lacuna_migrate::stream::{Connection, Connections};
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs as _};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long a host may take to accept a connection.
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// Makes connections to one destination.
+pub struct Connector {
+    to: Address,
+    tls: Option<Tls>,
+    link: Arc<Link>,
+    /// The first connection, until the migration takes it.
+    first: Mutex<Option<Box<dyn Connection>>>,
+}
+
+impl Connector {
+    /// Connections to `to`. `tls` has the files for it, if the address needs some.
+    ///
+    /// # Errors
+    /// [`TransportError::Tls`].
+    pub fn new(
+        to: Address,
+        tls: Option<&TlsFiles>,
+        link: Arc<Link>,
+    ) -> Result<Self, TransportError> {
+        Ok(Self {
+            to,
+            tls: tls.map(Tls::load).transpose()?,
+            link,
+            first: Mutex::new(None),
+        })
+    }
+
+    /// Makes the first connection, so that its error is known before the migration begins.
+    ///
+    /// # Errors
+    /// [`TransportError::Connect`].
+    pub fn connect_first(&self) -> Result<(), TransportError> {
+        let connected = self.connect()?;
+        *self.first.lock().unwrap_or_else(PoisonError::into_inner) = Some(connected);
+        Ok(())
+    }
+
+    /// Where to.
+    pub fn to(&self) -> &Address {
+        &self.to
+    }
+
+    /// What its connections share.
+    pub fn link(&self) -> &Arc<Link> {
+        &self.link
+    }
+
+    fn connect(&self) -> Result<Box<dyn Connection>, TransportError> {
+        let socket = match &self.to {
+            Address::Unix(path) => UnixStream::connect(path).map(Socket::Unix),
+            Address::Tcp(place) | Address::Tls(place) => connect(place).map(Socket::Tcp),
+        };
+        let stream = socket.and_then(|socket| Stream::new(socket, Arc::clone(&self.link)));
+        let secured = stream.and_then(|stream| match (&self.tls, &self.to) {
+            (Some(tls), Address::Tls(place)) => tls.connect(stream, &place.host),
+            _ => Ok(Box::new(stream) as Box<dyn Connection>),
+        });
+        secured.map_err(|error| TransportError::Connect {
+            to: self.to.clone(),
+            advice: advice(&error),
+            error,
+        })
+    }
+}
+
+impl Connections for Connector {
+    fn open(&self) -> io::Result<Box<dyn Connection>> {
+        let first = self
+            .first
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        match first {
+            Some(stream) => Ok(stream),
+            None => self.connect().map_err(io::Error::other),
+        }
+    }
+}
+
+/// Tries each address of the host.
+fn connect(place: &HostPort) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+    for address in (place.host.as_str(), place.port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, CONNECT) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
+            "start lacuna run --incoming there first, and give the address that it names"
+        }
+        io::ErrorKind::PermissionDenied => "use the user that runs lacuna run --incoming there",
+        io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable => {
+            "see whether the host runs, and whether a firewall lets this port through"
+        }
+        _ => "see what lacuna run --incoming says there",
+    }
+}

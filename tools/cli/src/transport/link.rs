@@ -1,0 +1,196 @@
+//! What the connections of one migration share: the patience with a silent peer, and counters.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a peer may be silent. After that the connection counts as cut.
+const SILENCE: Duration = Duration::from_secs(30);
+/// How long it may be silent after the migration was cancelled.
+const HURRIED: Duration = Duration::from_secs(1);
+/// How long a peer that has connected may take to say which machine comes, or to begin to speak.
+pub(super) const GREETING: Duration = Duration::from_secs(10);
+/// How often a socket that waits looks at its [`Link`].
+pub(super) const LOOK: Duration = Duration::from_millis(100);
+/// The shortest time over which a rate is taken.
+const WINDOW: Duration = Duration::from_millis(500);
+
+/// What the connections of one migration share. Any thread may call its methods.
+pub struct Link {
+    /// When the peer has connected, if it has to introduce itself.
+    greeting: Option<Instant>,
+    has_greeted: AtomicBool,
+    hurried: AtomicBool,
+    /// A thread of this process has ended all waiting.
+    cut: AtomicBool,
+    /// A signal has.
+    interrupted: Arc<AtomicBool>,
+    /// When waiting for a peer to connect ends.
+    deadline: Mutex<Option<Instant>>,
+    sent: AtomicU64,
+    received: AtomicU64,
+    meter: Mutex<Meter>,
+}
+
+/// Bytes at two moments of the past.
+struct Meter {
+    before: (Instant, u64),
+    last: (Instant, u64),
+}
+
+impl Link {
+    /// That of a source.
+    pub fn of_source() -> Self {
+        Self::new(None, Arc::default())
+    }
+
+    /// That of a peer that has just connected to a destination. Every wait ends when a signal sets
+    /// `interrupted`.
+    pub fn of_destination(interrupted: Arc<AtomicBool>) -> Self {
+        Self::new(Some(Instant::now()), interrupted)
+    }
+
+    fn new(greeting: Option<Instant>, interrupted: Arc<AtomicBool>) -> Self {
+        let now = (Instant::now(), 0);
+        Self {
+            greeting,
+            has_greeted: AtomicBool::new(false),
+            hurried: AtomicBool::new(false),
+            cut: AtomicBool::new(false),
+            interrupted,
+            deadline: Mutex::new(None),
+            sent: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+            meter: Mutex::new(Meter {
+                before: now,
+                last: now,
+            }),
+        }
+    }
+
+    /// The peer has said which machine comes. From now on it only must not be silent for long.
+    pub fn greeted(&self) {
+        self.has_greeted.store(true, Ordering::Relaxed);
+    }
+
+    /// The migration is no longer wanted: a peer that is silent now is waited for a second only.
+    pub fn hurry(&self) {
+        self.hurried.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends all waiting on these connections and for others, with an error.
+    pub fn cut(&self) {
+        self.cut.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes [`Link::cut`] and [`Link::hurry`] back, for new connections.
+    pub fn renew(&self) {
+        self.cut.store(false, Ordering::Relaxed);
+        self.hurried.store(false, Ordering::Relaxed);
+    }
+
+    /// A peer that has not connected until then is not waited for. One that is connected is.
+    pub fn wait_until(&self, deadline: Instant) {
+        *self.deadline() = Some(deadline);
+    }
+
+    /// Whether a peer may still connect.
+    pub fn is_open(&self) -> bool {
+        !self.is_cut() && self.deadline().is_none_or(|end| Instant::now() < end)
+    }
+
+    fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::Relaxed) || self.interrupted.load(Ordering::Relaxed)
+    }
+
+    fn deadline(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes that were sent and received, with everything that the transport adds.
+    pub fn bytes(&self) -> u64 {
+        self.sent.load(Ordering::Relaxed) + self.received.load(Ordering::Relaxed)
+    }
+
+    /// Bytes a second, lately.
+    pub fn rate(&self) -> f64 {
+        let now = (Instant::now(), self.bytes());
+        let mut meter = self.meter.lock().unwrap_or_else(PoisonError::into_inner);
+        if now.0 - meter.last.0 >= WINDOW {
+            (meter.before, meter.last) = (meter.last, now);
+        }
+        let time = (now.0 - meter.before.0).as_secs_f64();
+        (now.1 - meter.before.1) as f64 / time.max(WINDOW.as_secs_f64())
+    }
+
+    pub(super) fn has_sent(&self, bytes: usize) {
+        self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn has_received(&self, bytes: usize) {
+        self.received.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Whether a call that has waited for `silent` may wait on.
+    pub(super) fn check(&self, silent: Duration) -> io::Result<()> {
+        let too_long = |what: String| Err(io::Error::new(io::ErrorKind::TimedOut, what));
+        if self.is_cut() {
+            return Err(io::Error::new(
+                io::ErrorKind::ConnectionAborted,
+                "it is no longer wanted here",
+            ));
+        }
+        let stranger = self
+            .greeting
+            .filter(|_| !self.has_greeted.load(Ordering::Relaxed));
+        if stranger.is_some_and(|since| since.elapsed() > GREETING) {
+            return too_long(format!("no guest was announced within {GREETING:?}"));
+        }
+        let most = match self.hurried.load(Ordering::Relaxed) {
+            true => HURRIED,
+            false => SILENCE,
+        };
+        match silent > most {
+            true => too_long(format!("the other side was silent for {most:?}")),
+            false => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_waited_for_as_long_as_it_is_wanted() {
+        let link = Link::of_source();
+        link.check(SILENCE).unwrap();
+        let error = link.check(SILENCE * 2).unwrap_err().to_string();
+        assert!(error.contains("silent for 30s"), "{error}");
+        link.hurry();
+        link.check(HURRIED).unwrap();
+        link.check(HURRIED * 2).unwrap_err();
+        link.cut();
+        link.check(Duration::ZERO).unwrap_err();
+        assert!(!link.is_open());
+        link.renew();
+        link.check(HURRIED * 2).unwrap();
+        assert!(link.is_open());
+        link.wait_until(Instant::now());
+        assert!(!link.is_open(), "no new connection");
+        link.check(Duration::ZERO).unwrap();
+    }
+
+    #[test]
+    fn a_stranger_has_little_time() {
+        let mut link = Link::of_destination(Arc::default());
+        link.check(Duration::ZERO).unwrap();
+        link.greeting = Instant::now().checked_sub(GREETING * 2);
+        assert!(link.greeting.is_some());
+        let error = link.check(Duration::ZERO).unwrap_err().to_string();
+        assert!(error.contains("no guest was announced"), "{error}");
+        link.greeted();
+        link.check(Duration::ZERO).unwrap();
+    }
+}

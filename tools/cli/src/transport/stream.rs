@@ -1,0 +1,165 @@
+//! One connection, which waits for a silent peer in short steps.
+
+use super::link::{LOOK, Link};
+use lacuna_migrate::stream::{Connection, HangUp};
+use rustix::net::sockopt;
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A connection that is idle for so long is probed.
+const IDLE: Duration = Duration::from_secs(5);
+/// The time between two probes.
+const PROBES: Duration = Duration::from_secs(5);
+/// After so many probes without an answer the host of the peer is gone.
+const PROBES_MAX: u32 = 3;
+
+/// A socket whose calls end when its [`Link`] says so.
+pub struct Stream {
+    socket: Socket,
+    link: Arc<Link>,
+}
+
+pub(super) enum Socket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Stream {
+    /// A connection that is open.
+    pub(super) fn new(socket: Socket, link: Arc<Link>) -> io::Result<Self> {
+        match &socket {
+            Socket::Unix(stream) => {
+                stream.set_read_timeout(Some(LOOK))?;
+                stream.set_write_timeout(Some(LOOK))?;
+            }
+            Socket::Tcp(stream) => {
+                stream.set_read_timeout(Some(LOOK))?;
+                stream.set_write_timeout(Some(LOOK))?;
+                // An answer is 12 bytes long, and the other side waits for it.
+                stream.set_nodelay(true)?;
+                sockopt::set_socket_keepalive(stream, true)?;
+                sockopt::set_tcp_keepidle(stream, IDLE)?;
+                sockopt::set_tcp_keepintvl(stream, PROBES)?;
+                sockopt::set_tcp_keepcnt(stream, PROBES_MAX)?;
+            }
+        }
+        Ok(Self { socket, link })
+    }
+
+    /// The other side reads the end after what was written.
+    pub(super) fn end_writing(&self) {
+        // It fails only if the other side has ended the connection.
+        let _ = match &self.socket {
+            Socket::Unix(stream) => stream.shutdown(Shutdown::Write),
+            Socket::Tcp(stream) => stream.shutdown(Shutdown::Write),
+        };
+    }
+
+    /// What the connections of this migration share.
+    pub fn link(&self) -> &Arc<Link> {
+        &self.link
+    }
+}
+
+impl Connection for Stream {
+    fn hang_up(&self) -> io::Result<HangUp> {
+        // It fails only if the other side has ended the connection.
+        Ok(match &self.socket {
+            Socket::Unix(stream) => {
+                let stream = stream.try_clone()?;
+                Box::new(move || _ = stream.shutdown(Shutdown::Both))
+            }
+            Socket::Tcp(stream) => {
+                let stream = stream.try_clone()?;
+                Box::new(move || _ = stream.shutdown(Shutdown::Both))
+            }
+        })
+    }
+}
+
+/// Makes `call` until it ends, or `link` does not wait any longer.
+fn patiently<T>(link: &Link, mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let began = Instant::now();
+    loop {
+        link.check(began.elapsed())?;
+        match call() {
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock
+                | io::ErrorKind::TimedOut
+                | io::ErrorKind::Interrupted => {}
+                _ => return Err(error),
+            },
+            done => return done,
+        }
+    }
+}
+
+/// The end of the stream is an error: neither side closes it before it has all answers.
+impl Read for Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let Self { socket, link } = self;
+        let read = patiently(link, || match socket {
+            Socket::Unix(stream) => stream.read(buffer),
+            Socket::Tcp(stream) => stream.read(buffer),
+        })?;
+        if read == 0 && !buffer.is_empty() {
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the other side has closed it",
+            ));
+        }
+        link.has_received(read);
+        Ok(read)
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        let Self { socket, link } = self;
+        let written = patiently(link, || match socket {
+            Socket::Unix(stream) => stream.write_vectored(slices),
+            Socket::Tcp(stream) => stream.write_vectored(slices),
+        })?;
+        link.has_sent(written);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A peer that neither reads nor writes is given up in both directions.
+    #[test]
+    fn a_silent_peer_is_given_up() {
+        let (here, _there) = UnixStream::pair().unwrap();
+        let link = Arc::new(Link::of_source());
+        link.hurry();
+        let mut stream = Stream::new(Socket::Unix(here), Arc::clone(&link)).unwrap();
+        let error = stream.read(&mut [0]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+        let error = stream.write_all(&vec![0; 64 << 20]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+        assert!(link.bytes() > 0);
+    }
+
+    #[test]
+    fn a_closed_connection_is_told_in_words() {
+        let (here, there) = UnixStream::pair().unwrap();
+        drop(there);
+        let mut stream = Stream::new(Socket::Unix(here), Arc::new(Link::of_source())).unwrap();
+        let error = stream.read_exact(&mut [0; 4]).unwrap_err().to_string();
+        assert_eq!(error, "the other side has closed it");
+    }
+}

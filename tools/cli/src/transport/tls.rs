@@ -1,0 +1,176 @@
+//! TLS 1.3 above a connection. Each side has a certificate, and checks that of the other side.
+
+use super::Stream;
+use crate::args::TlsFiles;
+use lacuna_migrate::stream::{Connection, HangUp};
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::version::TLS13;
+use rustls::{
+    ClientConfig, ClientConnection, Error, RootCertStore, ServerConfig, ServerConnection,
+    StreamOwned,
+};
+use std::io::{self, IoSlice, Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The longest time for which a refused peer's bytes are read is that of [`super::Link::hurry`].
+const DRAIN: usize = 4096;
+
+/// What both sides of a connection need.
+pub struct Tls {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+}
+
+/// Files that are of no use for TLS: what is wrong, and what to do.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct TlsError(String);
+
+impl TlsError {
+    fn of(path: &Path, error: &dyn std::fmt::Display, advice: &str) -> Self {
+        Self(format!("{}: {error}; {advice}", path.display()))
+    }
+}
+
+impl Tls {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// A file cannot be read, or has something else.
+    pub fn load(files: &TlsFiles) -> Result<Self, TlsError> {
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let mut roots = RootCertStore::empty();
+        for root in certificates(&files.ca)? {
+            let added = roots.add(root);
+            added.map_err(|error| TlsError::of(&files.ca, &error, "give another authority"))?;
+        }
+        let chain = certificates(&files.cert)?;
+        let advice = "give the private key of the certificate as a PEM file";
+        let key = PrivateKeyDer::from_pem_file(&files.key)
+            .map_err(|error| TlsError::of(&files.key, &error, advice))?;
+        let of_key = |error: Error| TlsError::of(&files.key, &error, advice);
+        let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
+            .with_protocol_versions(&[&TLS13])
+            .map_err(of_key)?
+            .with_root_certificates(roots.clone())
+            .with_client_auth_cert(chain.clone(), key.clone_key())
+            .map_err(of_key)?;
+        let verifier =
+            WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider))
+                .build()
+                .map_err(|error| TlsError::of(&files.ca, &error, "give another authority"))?;
+        let server = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&TLS13])
+            .map_err(of_key)?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(chain, key)
+            .map_err(of_key)?;
+        Ok(Self {
+            client: Arc::new(client),
+            server: Arc::new(server),
+        })
+    }
+
+    /// The source's end of `stream`, to `host`.
+    pub(super) fn connect(
+        &self,
+        mut stream: Stream,
+        host: &str,
+    ) -> io::Result<Box<dyn Connection>> {
+        let name = ServerName::try_from(host.to_owned()).map_err(io::Error::other)?;
+        let connection = ClientConnection::new(Arc::clone(&self.client), name);
+        let mut connection = connection.map_err(io::Error::other)?;
+        while connection.is_handshaking() {
+            connection.complete_io(&mut stream).map_err(in_words)?;
+        }
+        Ok(Box::new(Secured(StreamOwned::new(connection, stream))))
+    }
+
+    /// The destination's end of `stream`.
+    pub(super) fn accept(&self, mut stream: Stream) -> io::Result<Box<dyn Connection>> {
+        let connection = ServerConnection::new(Arc::clone(&self.server));
+        let mut connection = connection.map_err(io::Error::other)?;
+        while connection.is_handshaking() {
+            if let Err(error) = connection.complete_io(&mut stream) {
+                // The other side has been told. Bytes that it has sent and that are not read would
+                // make the system throw that away.
+                stream.link().hurry();
+                stream.end_writing();
+                while stream.read(&mut [0; DRAIN]).is_ok() {}
+                return Err(in_words(error));
+            }
+        }
+        Ok(Box::new(Secured(StreamOwned::new(connection, stream))))
+    }
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let advice = "give certificates as a PEM file";
+    let found = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
+    let found: Vec<_> = found.map_err(|error| TlsError::of(path, &error, advice))?;
+    match found.is_empty() {
+        true => Err(TlsError::of(path, &"no certificate in it", advice)),
+        false => Ok(found),
+    }
+}
+
+/// An error of TLS as people read it.
+fn in_words(error: io::Error) -> io::Error {
+    let inner = error
+        .get_ref()
+        .and_then(|inner| inner.downcast_ref::<Error>());
+    let Some(inner) = inner else {
+        return error;
+    };
+    let text = match inner {
+        Error::AlertReceived(alert) => format!(
+            "the other side refuses this side's certificate (TLS alert {alert:?}): give one of the \
+             authority that the other side has as --tls-ca"
+        ),
+        Error::InvalidCertificate(why) => format!(
+            "the other side's certificate is refused ({why}): it has to be of the authority of \
+             --tls-ca, and for the name or address of that host"
+        ),
+        Error::NoCertificatesPresented => "the other side has no certificate".into(),
+        other => format!("this is no TLS of a migration: {other}"),
+    };
+    io::Error::new(error.kind(), text)
+}
+
+/// A connection with TLS.
+struct Secured<C>(StreamOwned<C, Stream>);
+
+macro_rules! connection {
+    ($($side:ty),*) => {$(
+        impl Read for Secured<$side> {
+            fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+                self.0.read(buffer).map_err(in_words)
+            }
+        }
+
+        impl Write for Secured<$side> {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0.write(bytes).map_err(in_words)
+            }
+
+            fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+                self.0.write_vectored(slices).map_err(in_words)
+            }
+
+            fn flush(&mut self) -> io::Result<()> {
+                self.0.flush().map_err(in_words)
+            }
+        }
+
+        impl Connection for Secured<$side> {
+            fn hang_up(&self) -> io::Result<HangUp> {
+                self.0.sock.hang_up()
+            }
+        }
+    )*};
+}
+
+connection!(ClientConnection, ServerConnection);

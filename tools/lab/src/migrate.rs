@@ -1,0 +1,173 @@
+//! `lacuna lab migrate`: a running guest moves to another VM over a TCP connection of this host.
+//!
+//! ```text
+//! source                 its last instruction            all pages sent
+//! ──────── rounds ───────┤                               │
+//! destination            │ state ─► a process on each    │
+//!                        │          vCPU has gone on     │
+//!                        ├─ blackout ─┤                  │
+//! ├────────────────────── total ─────────────────────────┤
+//! ```
+//! | id | what is measured |
+//! |---|---|
+//! | `migrate.blackout.precopy`, `.postcopy`, `.hybrid` | the blackout above |
+//! | `migrate.total.precopy`, `.postcopy`, `.hybrid` | the total above |
+//! | `migrate.blackout.postcopy_2g` | that of a guest of 2 GiB, and p99 of its vCPUs |
+//! | `migrate.rate` | bytes a second, of the rate of plain copies |
+//! | `migrate.worker_kept_percent.1ms` | speed of a process, pages missing / present |
+//! | `migrate.vs_qemu.*` | the same moves by QEMU ([`against`]) |
+//!
+//! A blackout ends when the counter of a user process has moved on every vCPU of the destination.
+//! The guest of `migrate.rate` is full of incompressible pages. A plain copy goes into untouched
+//! memory over such a connection.
+//!
+//! The same on `/dev/kvm` has ids that begin with `migrate.kvm`. Guests have two vCPUs, but one in
+//! the last row ([`worker`]). Blackout and total are those of the guest `churn`, which goes on with
+//! its transactions. Both ends are in this process, on threads of their own.
+
+mod against;
+mod beats;
+mod ends;
+mod link;
+mod modes;
+mod plain;
+mod qemu;
+mod route;
+mod worker;
+
+use crate::experiment::{LabError, Options};
+use crate::fixture::resident;
+use crate::report::Progress;
+use crate::restore::WithSource;
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Rounds, Summary, measures, paired};
+use ends::{Way, beside, move_guest};
+use lacuna_addr::PageCount;
+use lacuna_machine::{Apf, Arch, Vm};
+use lacuna_migrate::stream::Mode;
+use lacuna_soft::VmBuilder;
+use route::Route;
+
+/// The parts that can be measured alone.
+pub const PARTS: &[&str] = &["modes", "large", "rate", "worker", "qemu"];
+
+/// Memory of the guests in MiB.
+const MEMORY: u64 = 512;
+/// That of a quick run.
+const QUICK: u64 = 64;
+const VCPUS: usize = 2;
+/// The part of the plain rate at which a guest has to move.
+const RATE: f64 = 0.8;
+
+/// Measures everything, in the order of the table above.
+///
+/// # Errors
+/// The first experiment that could not be carried out.
+pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let progress = Progress::new(2 * PARTS.len() as u64 - 1, options.verbosity);
+    report.say(
+        "migrate: a running guest moves to another VM over a TCP connection of this host. \
+         Pre-copy: its memory goes first; post-copy: the guest goes first; hybrid: the guest goes \
+         before what it has written again.",
+    );
+    let soft = |memory, vcpus| VmBuilder {
+        arch: options.arch,
+        ..resident(memory, vcpus)
+    };
+    measure("migrate", &soft, options, report, &progress)?;
+    if options.wants("worker") {
+        progress.step("a process that computes, beside pages 1 ms away")?;
+        worker::measure(&soft, options, report)?;
+    }
+    let unavailable = match options.arch {
+        Arch::X86_64 => lacuna_kvm::available().err().map(|why| why.to_string()),
+        arch => Some(format!("the kvm backend has no guests of {arch}")),
+    };
+    if let Some(why) = unavailable {
+        report.skip("migrate.kvm.*", why);
+        return Ok(());
+    }
+    let kvm = |memory: u64, vcpus| {
+        let pages = PageCount::from_bytes(memory << 20);
+        let mut kvm = lacuna_kvm::VmBuilder::new(pages, pages);
+        (kvm.vcpus, kvm.apf) = (vcpus, Apf::Off);
+        kvm
+    };
+    measure("migrate.kvm", &kvm, options, report, &progress)
+}
+
+/// Measures all results of one backend. `builder` makes a VM with so many MiB and vCPUs.
+fn measure<B: WithSource + Sync>(
+    prefix: &str,
+    builder: &impl Fn(u64, usize) -> B,
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let memory = if options.quick { QUICK } else { MEMORY };
+    let guests = builder(memory, VCPUS);
+    let rounds = Rounds::Count(if options.quick { 2 } else { Rounds::LEAST });
+    if options.wants("modes") {
+        progress.step(format!("{prefix}: pre-copy, post-copy and hybrid"))?;
+        modes::measure(prefix, &guests, memory, rounds, report)?;
+    }
+    if options.wants("large") {
+        let memory = if options.quick { QUICK } else { modes::LARGE };
+        progress.step(format!("{prefix}: post-copy of {memory} MiB"))?;
+        modes::large(prefix, &builder(memory, VCPUS), memory, options, report)?;
+    }
+    if options.wants("rate") {
+        progress.step(format!(
+            "{prefix}: the rate of a guest, and of plain copies"
+        ))?;
+        rate(prefix, &guests, memory, rounds, report)?;
+    }
+    let ids = against::ids(prefix);
+    if options.wants_x86("qemu", ids, report) {
+        progress.step(format!("{prefix}: the same moves by QEMU"))?;
+        against::measure(prefix, &guests, options, report)?;
+    }
+    Ok(())
+}
+
+/// Of a guest that fills its memory with words that no compressor packs, and then sleeps.
+const FULL: &str = "rate=0 hot=1M period_us=1000000 beat_us=1000000 seconds=1000000";
+
+fn rate<B: WithSource + Sync>(
+    prefix: &str,
+    builder: &B,
+    memory: u64,
+    rounds: Rounds,
+    report: &mut Report,
+) -> Result<(), LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let bytes = (memory << 20) as f64;
+    let runs = beside(builder, "paced", FULL, |guest| {
+        measures(3, rounds, |arm| match arm {
+            0 | 1 => Ok([bytes / plain::copy(memory << 20)?, 0.0]),
+            _ => {
+                let way = Way::new(Mode::PreCopy, Route::tcp()?);
+                let (moved, ()) = move_guest(builder, guest, way, |_| Ok(()))?;
+                let rate = moved.pages as f64 * 4096.0 / moved.total;
+                Ok([rate, moved.made / moved.total])
+            }
+        })
+    })?;
+    let [plain, null, guest] = [0, 1, 2].map(|arm| &runs[arm][0]);
+    let id = format!("{prefix}.rate");
+    let found = Measurement::new(id, "x", Better::Higher, paired(plain, guest))
+        .bar(RATE)
+        .param("memory_mib", memory)
+        .param("guest", format!("paced {FULL}"))
+        .arm("plain_bytes_per_s", Summary::of(plain))
+        .arm("guest_bytes_per_s", Summary::of(guest))
+        .arm("time_to_make_the_vm", Summary::of(&runs[2][1]))
+        .arm("null", paired(plain, null));
+    report.push(found);
+    Ok(())
+}

@@ -1,0 +1,314 @@
+//! The same guest, moved here and by QEMU.
+//!
+//! ```text
+//! here    two VMs in this process        ─┐ a UNIX socket; the guest `paced` boots anew for each
+//! QEMU    two processes, driven by QMP   ─┘ move, and writes as many pages a second in all arms
+//! ```
+//! | id | ours / QEMU's |
+//! |---|---|
+//! | `migrate.vs_qemu.downtime.MODE` | from the last instruction to the first, as each says |
+//! | `migrate.vs_qemu.total.MODE` | the time until the source is not needed, as each says |
+//! | `migrate.vs_qemu.resume.MODE` | from the last instruction until each thread has printed |
+//!
+//! Lacuna's downtime begins with the pause of the source's vCPUs, and ends when the source has
+//! heard that the destination runs the guest. QEMU's is the time between its events `STOP` and
+//! `RESUME`. What `query-migrate` says is noted beside it: it leaves out what the destination does.
+//!
+//! Modes are `precopy` and `postcopy`. Soft is compared with QEMU's translator (TCG), kvm with
+//! QEMU on `/dev/kvm`. QEMU moves a guest in two ways by each mode: with multifd or without, and
+//! with preempt or without. Each row has the way whose figure is better.
+//!
+//! A row is met if its whole interval is at most 1, missed if none of it is, and undecided
+//! otherwise.
+
+use super::beats::{Beats, Seen};
+use super::ends::{Here, Way, beside, move_guest};
+use super::qemu::{self, Accelerator, Scene};
+use super::route::Route;
+use super::{MEMORY, QUICK, VCPUS};
+use crate::experiment::{LabError, Options};
+use crate::restore::WithSource;
+use crate::result::{Better, Measurement, Report};
+use crate::session::guests;
+use crate::stats::{Rounds, Summary, measures, paired};
+use lacuna_machine::{Arch, Vm};
+use lacuna_migrate::Budget;
+use lacuna_migrate::stream::Mode;
+use serde_json::json;
+use std::cell::Cell;
+use std::fs;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Pages a second that the guest writes.
+const RATE: u64 = 10_000;
+const PACED: &str = "rate=10000 hot=64M seconds=1000000";
+const QUICK_PACED: &str = "rate=10000 hot=8M seconds=1000000";
+/// The longest time that a guest may be silent.
+const LIMIT: Duration = Duration::from_secs(60);
+/// How often QEMU moves a guest again that did not survive.
+const TRIES: usize = 4;
+
+/// The figures of a move that are compared. In seconds.
+const FIGURES: [&str; 3] = ["downtime", "total", "resume"];
+/// The place of one more: the downtime that QEMU says.
+const SAID: usize = 3;
+
+/// What moves the guest.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Arm {
+    Ours(Mode),
+    Qemu(qemu::Way),
+}
+
+impl Arm {
+    /// Its name in results.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Ours(_) => "ours",
+            Self::Qemu(qemu::Way::PreCopy { multifd: true }) => "qemu_multifd",
+            Self::Qemu(qemu::Way::PostCopy { preempt: true }) => "qemu_preempt",
+            Self::Qemu(_) => "qemu",
+        }
+    }
+}
+
+/// The modes of a row, and the arms of each: ours twice, so that the second is the null.
+const MODES: [(&str, [Arm; 4]); 2] = [
+    (
+        "precopy",
+        [
+            Arm::Ours(Mode::PreCopy),
+            Arm::Ours(Mode::PreCopy),
+            Arm::Qemu(qemu::Way::PreCopy { multifd: false }),
+            Arm::Qemu(qemu::Way::PreCopy { multifd: true }),
+        ],
+    ),
+    (
+        "postcopy",
+        [
+            Arm::Ours(Mode::PostCopy),
+            Arm::Ours(Mode::PostCopy),
+            Arm::Qemu(qemu::Way::PostCopy { preempt: false }),
+            Arm::Qemu(qemu::Way::PostCopy { preempt: true }),
+        ],
+    ),
+];
+/// The places of the arms in a row.
+const OURS: usize = 0;
+const NULL: usize = 1;
+
+/// The ids of all rows.
+pub fn ids(prefix: &str) -> Vec<String> {
+    let modes = MODES.iter().map(|(mode, _)| mode);
+    let all = modes.flat_map(|mode| FIGURES.map(|figure| id(prefix, figure, mode)));
+    all.collect()
+}
+
+fn id(prefix: &str, figure: &str, mode: &str) -> String {
+    format!("{prefix}.vs_qemu.{figure}.{mode}")
+}
+
+/// Compares one backend with QEMU.
+pub fn measure<B: WithSource + Sync>(
+    prefix: &str,
+    builder: &B,
+    options: &Options,
+    report: &mut Report,
+) -> Result<(), LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    if let Err(why) = qemu::installed() {
+        ids(prefix).into_iter().for_each(|id| report.skip(id, &why));
+        return Ok(());
+    }
+    let (memory, words) = match options.quick {
+        true => (QUICK, QUICK_PACED),
+        false => (MEMORY, PACED),
+    };
+    let folder = tempfile::tempdir().map_err(|source| LabError::Io {
+        what: "make a folder".into(),
+        source,
+    })?;
+    let image = folder.path().join("paced.elf");
+    let Some(paced) = guests(Arch::X86_64).image("paced") else {
+        let why = lacuna_guest::unavailable().unwrap_or("there is no guest paced");
+        ids(prefix).into_iter().for_each(|id| report.skip(id, why));
+        return Ok(());
+    };
+    fs::write(&image, paced.file).map_err(|source| LabError::Io {
+        what: format!("write {}", image.display()),
+        source,
+    })?;
+    // QEMU starts the second vCPU only when the guest asks for it.
+    let line = builder.with(None, words).full_command_line();
+    let line: Vec<&str> = line
+        .split(' ')
+        .filter(|word| *word != "ap=direct")
+        .collect();
+    let scene = Scene {
+        accelerator: match prefix {
+            "migrate.kvm" => Accelerator::Kvm,
+            _ => Accelerator::Tcg,
+        },
+        image,
+        words: line.join(" "),
+        memory_mib: memory,
+        vcpus: VCPUS,
+        downtime: Budget::default().downtime,
+        settle: Duration::from_millis(if options.quick { 100 } else { 300 }),
+    };
+    for (mode, arms) in &MODES {
+        compare(prefix, builder, &scene, (mode, arms), options, report)?;
+    }
+    Ok(())
+}
+
+fn compare<B: WithSource + Sync>(
+    prefix: &str,
+    builder: &B,
+    scene: &Scene,
+    (mode, arms): (&str, &[Arm; 4]),
+    options: &Options,
+    report: &mut Report,
+) -> Result<(), LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let rounds = Rounds::Count(if options.quick { 1 } else { Rounds::LEAST });
+    let damaged = arms.map(|_| Damaged::default());
+    let runs = measures(arms.len(), rounds, |arm| match arms[arm] {
+        Arm::Ours(mode) => ours(builder, scene, mode),
+        Arm::Qemu(way) => of_qemu(scene, way, &damaged[arm]),
+    })?;
+    for (figure, name) in FIGURES.into_iter().enumerate() {
+        let id = id(prefix, name, mode);
+        let Some(found) = row(id.clone(), &runs, figure, arms) else {
+            report.skip(id, "no guest that QEMU moved has survived");
+            continue;
+        };
+        let mut found = found
+            .param("memory_mib", scene.memory_mib)
+            .param("vcpus", VCPUS)
+            .param("guest", format!("paced {}", scene.words))
+            .param("pages_written_per_s", RATE)
+            .param("downtime_limit_ms", scene.downtime.as_millis() as u64);
+        for (arm, damaged) in arms.iter().zip(&damaged).skip(2) {
+            let (moves, of) = (damaged.moves.get(), damaged.damaged.get());
+            let value = json!({"moves": moves, "damaged": of});
+            found = found.arm(&format!("{}_moves", arm.name()), value);
+        }
+        report.push(found);
+    }
+    for (arm, damaged) in arms.iter().zip(&damaged) {
+        let (moves, of) = (damaged.moves.get(), damaged.damaged.get());
+        if of > 0 {
+            report.say(format!(
+                "{prefix}: QEMU has damaged the guest in {of} of {moves} moves by {mode} ({}): \
+                 pages were lost, or it crashed.",
+                arm.name()
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Moves, and those after which the guest was damaged.
+#[derive(Default)]
+struct Damaged {
+    moves: Cell<usize>,
+    damaged: Cell<usize>,
+}
+
+/// One row. `None`: there is no round in which both have the figure.
+fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Option<Measurement> {
+    // A round without a figure is left out of the pairs.
+    let both = |a: usize, b: usize| {
+        let pairs = runs[a][figure].iter().zip(&runs[b][figure]);
+        let pairs = pairs.filter(|(a, b)| a.is_finite() && b.is_finite());
+        let (a, b): (Vec<f64>, Vec<f64>) = pairs.unzip();
+        (!a.is_empty()).then(|| (Summary::of(&a), paired(&a, &b)))
+    };
+    let ways = (NULL + 1..arms.len()).filter_map(|way| both(way, OURS));
+    let best = ways.min_by(|(a, _), (b, _)| a.median.total_cmp(&b.median));
+    let (_, ratio) = best?;
+    let found = Measurement::new(id, "x", Better::Lower, ratio);
+    let mut found = match (ratio.high <= 1.0, ratio.low > 1.0) {
+        (false, false) => found.undecided(1.0),
+        _ => found.bar(1.0),
+    };
+    for (index, arm) in arms.iter().enumerate() {
+        let all = runs[index][figure].iter().copied();
+        let all: Vec<f64> = all.filter(|value| value.is_finite()).collect();
+        if index != NULL && !all.is_empty() {
+            found = found.arm(&format!("{}_s", arm.name()), Summary::of(&all));
+        }
+        if index > NULL && figure == 0 {
+            let said = Summary::of(&runs[index][SAID]);
+            found = found.arm(&format!("{}_says_s", arm.name()), said);
+        }
+    }
+    Some(found.arm("null", both(OURS, NULL)?.1))
+}
+
+/// Moves a guest that boots now.
+fn ours<B: WithSource + Sync>(builder: &B, scene: &Scene, mode: Mode) -> Result<[f64; 4], LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let folder = tempfile::tempdir().map_err(|source| LabError::Io {
+        what: "make a folder".into(),
+        source,
+    })?;
+    // The machine's words are the builder's.
+    let words = scene.words.split(' ').filter(|word| !is_of_machine(word));
+    let words: Vec<&str> = words.collect();
+    beside(builder, "paced", &words.join(" "), |guest| {
+        thread::sleep(scene.settle);
+        let way = Way::new(mode, Route::unix(&folder.path().join("moves"))?);
+        let (moved, resumed) = move_guest(builder, guest, way, until_all_print)?;
+        let since = |at: Instant| (at - moved.still).as_secs_f64();
+        Ok([since(moved.ran), moved.total, since(resumed), f64::NAN])
+    })
+}
+
+fn is_of_machine(word: &str) -> bool {
+    ["smp=", "syscall="]
+        .iter()
+        .any(|name| word.starts_with(name))
+}
+
+/// When each thread has printed a line where it has come.
+fn until_all_print<V: Vm>(here: &Here<'_, V>) -> Result<Instant, LabError> {
+    let mut heard = Beats::new(VCPUS);
+    let seen = heard.listen(&here.lines, LIMIT);
+    match heard.last_first() {
+        Some(at) if seen == Seen::All && !heard.is_damaged_later(&here.lines) => Ok(at),
+        _ => Err(LabError::Guest(format!(
+            "the guest does not go on where it has come: {seen:?}"
+        ))),
+    }
+}
+
+/// As [`ours`], by QEMU. A figure that there is not is no number.
+fn of_qemu(scene: &Scene, way: qemu::Way, damaged: &Damaged) -> Result<[f64; 4], LabError> {
+    let mut tries = 0;
+    loop {
+        let folder = tempfile::tempdir().map_err(|source| LabError::Io {
+            what: "make a folder".into(),
+            source,
+        })?;
+        let found = qemu::move_once(scene, way, folder.path())?;
+        damaged.moves.set(damaged.moves.get() + 1);
+        damaged
+            .damaged
+            .set(damaged.damaged.get() + usize::from(found.is_damaged));
+        tries += 1;
+        if !found.is_damaged || tries == TRIES {
+            let resume = found.blackout.filter(|_| !found.is_damaged);
+            let resume = resume.unwrap_or(f64::NAN);
+            return Ok([found.downtime, found.total, resume, found.said]);
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Pre-copy, post-copy and hybrid: blackout and total. And the blackout of a large guest.
+
+use super::VCPUS;
+use super::ends::{Moved, Way, beside, counted, move_guest};
+use super::route::Route;
+use crate::experiment::{LabError, Options};
+use crate::restore::WithSource;
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Rounds, Summary, measures, paired};
+use lacuna_machine::Vm;
+use lacuna_migrate::Guest;
+use lacuna_migrate::stream::Mode;
+use std::time::Instant;
+
+/// Memory of the large guest in MiB.
+pub const LARGE: u64 = 2048;
+/// The longest blackout of a post-copy in milliseconds.
+const BLACKOUT: f64 = 50.0;
+/// The heaps of `churn`: the hot one is written again and again, the cold one rarely.
+const CHURN: &str = "hot=4M writes=100 frees=0 seconds=1000000";
+
+/// Milliseconds from the last instruction on the source until a process had counted on, of each
+/// vCPU.
+fn blackouts(moved: &Moved, counted: &[Instant]) -> Vec<f64> {
+    let since = |at: &Instant| (*at - moved.still).as_secs_f64() * 1e3;
+    counted.iter().map(since).collect()
+}
+
+fn longest(blackouts: &[f64]) -> f64 {
+    blackouts.iter().copied().fold(0.0, f64::max)
+}
+
+/// One move over TCP, with the blackouts of its vCPUs.
+fn move_once<B: WithSource + Sync>(
+    builder: &B,
+    guest: &Guest<'_, B::Vm>,
+    mode: Mode,
+) -> Result<(Moved, Vec<f64>), LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let way = Way::new(mode, Route::tcp()?);
+    let (moved, at) = move_guest(builder, guest, way, counted)?;
+    let blackouts = blackouts(&moved, &at);
+    Ok((moved, blackouts))
+}
+
+/// `migrate.blackout.*` and `migrate.total.*`.
+pub fn measure<B: WithSource + Sync>(
+    prefix: &str,
+    builder: &B,
+    memory: u64,
+    rounds: Rounds,
+    report: &mut Report,
+) -> Result<(), LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    const ARMS: [(&str, Mode); 4] = [
+        ("precopy", Mode::PreCopy),
+        ("null", Mode::PreCopy),
+        ("postcopy", Mode::PostCopy),
+        ("hybrid", Mode::Hybrid),
+    ];
+    let runs = beside(builder, "churn", CHURN, |guest| {
+        measures(ARMS.len(), rounds, |arm| {
+            let (moved, blackouts) = move_once(builder, guest, ARMS[arm].1)?;
+            Ok([longest(&blackouts), moved.total, moved.pages as f64])
+        })
+    })?;
+    for (index, (name, mode)) in ARMS
+        .into_iter()
+        .enumerate()
+        .filter(|(_, arm)| arm.0 != "null")
+    {
+        let [blackout, total, pages] = [0, 1, 2].map(|figure| Summary::of(&runs[index][figure]));
+        let found = |what, unit, figure| {
+            let id = format!("{prefix}.{what}.{name}");
+            let found = of_churn(id, unit, figure, memory).arm("pages_sent", pages);
+            match mode {
+                Mode::PreCopy => {
+                    let [first, second] = [0, 1].map(|arm| &runs[arm]);
+                    let column = usize::from(what == "total");
+                    found.arm("null", paired(&first[column], &second[column]))
+                }
+                _ => found,
+            }
+        };
+        let blackout = found("blackout", "ms", blackout);
+        report.push(match mode {
+            Mode::PostCopy => blackout.bar(BLACKOUT),
+            Mode::PreCopy | Mode::Hybrid => blackout,
+        });
+        report.push(found("total", "s", total));
+    }
+    Ok(())
+}
+
+fn of_churn(id: String, unit: &str, figure: Summary, memory: u64) -> Measurement {
+    Measurement::new(id, unit, Better::Lower, figure)
+        .param("memory_mib", memory)
+        .param("vcpus", VCPUS)
+        .param("guest", format!("churn {CHURN}"))
+}
+
+/// `migrate.blackout.postcopy_2g`.
+pub fn large<B: WithSource + Sync>(
+    prefix: &str,
+    builder: &B,
+    memory: u64,
+    options: &Options,
+    report: &mut Report,
+) -> Result<(), LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let moves = if options.quick { 3 } else { 25 };
+    let (mut each, mut of_all, mut totals) = (Vec::new(), Vec::new(), Vec::new());
+    beside(builder, "churn", CHURN, |guest| {
+        // The first is not counted.
+        move_once(builder, guest, Mode::PostCopy)?;
+        for _ in 0..moves {
+            let (moved, blackouts) = move_once(builder, guest, Mode::PostCopy)?;
+            each.push(longest(&blackouts));
+            of_all.extend(blackouts);
+            totals.push(moved.total);
+        }
+        Ok(())
+    })?;
+    of_all.sort_by(f64::total_cmp);
+    let quantile = |part: f64| of_all[((of_all.len() - 1) as f64 * part).ceil() as usize];
+    let [p50, p99] = [0.5, 0.99].map(quantile);
+    report.say(format!(
+        "{prefix}: post-copy of {memory} MiB, {moves} moves: of the blackouts of all vCPUs, half \
+         are at most {p50:.1} ms, and 99 of 100 at most {p99:.1} ms."
+    ));
+    let id = format!("{prefix}.blackout.postcopy_2g");
+    let found = of_churn(id, "ms", Summary::of(&each), memory)
+        .bar(BLACKOUT)
+        .arm("total_seconds", Summary::of(&totals))
+        .arm(
+            "vcpus",
+            serde_json::json!({"count": of_all.len(), "p50_ms": p50, "p99_ms": p99}),
+        );
+    report.push(found);
+    Ok(())
+}

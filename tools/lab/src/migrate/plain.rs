@@ -1,0 +1,48 @@
+//! Plain copies over a TCP connection of this host: what a guest's move is compared with.
+
+use crate::experiment::LabError;
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::thread;
+use std::time::Instant;
+
+/// Bytes of one write: as many as of a frame of pages.
+const AT_ONCE: usize = 1 << 20;
+
+/// Sends that many bytes out of memory, into memory that no thread has touched before. Returns the
+/// seconds.
+///
+/// # Errors
+/// The system refuses a connection.
+pub fn copy(bytes: u64) -> Result<f64, LabError> {
+    let failed = |source| LabError::Io {
+        what: "copy over a connection of this host".into(),
+        source,
+    };
+    carry_out(bytes as usize).map_err(failed)
+}
+
+fn carry_out(bytes: usize) -> io::Result<f64> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let address = listener.local_addr()?;
+    let from: Vec<u8> = (0..bytes).map(|at| (at / 64) as u8 | 1).collect();
+    thread::scope(|scope| {
+        let reading = scope.spawn(move || {
+            let (mut stream, _) = listener.accept()?;
+            // The allocator maps it, and Linux gives its pages at the first touch.
+            let mut to = vec![0; bytes];
+            to.chunks_mut(AT_ONCE)
+                .try_for_each(|part| stream.read_exact(part))?;
+            let last = *to.last().unwrap_or(&0);
+            stream.write_all(&[last])
+        });
+        let began = Instant::now();
+        let mut stream = TcpStream::connect(address)?;
+        from.chunks(AT_ONCE)
+            .try_for_each(|part| stream.write_all(part))?;
+        stream.read_exact(&mut [0])?;
+        let took = began.elapsed().as_secs_f64();
+        reading.join().expect("the thread does not panic")?;
+        Ok(took)
+    })
+}

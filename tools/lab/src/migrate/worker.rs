@@ -1,0 +1,222 @@
+//! What a process that computes keeps of its speed while the pages of its guest come.
+//!
+//! The guest `bm` has one vCPU, a process that computes (the worker) and one that touches random
+//! pages (the faulter). It has moved by post-copy over a link that is 0.5 ms long in each direction
+//! and carries 128 MiB a second. Arms:
+//!
+//! ```text
+//! alone     all pages are here, the faulter rests ─┐ the same pages come over the same link for
+//! present   all pages are here                    ─┘ another VM, which does not run
+//! missing   the pages come; the guest is told of a missing page, and runs the worker
+//! waiting   the pages come; the vCPU waits for a missing page
+//! ```
+//! `migrate.worker_kept_percent.1ms` is the worker's speed in *missing*, of that in *alone*. It is
+//! counted from the first step on the destination until three quarters of the pages have come.
+
+use super::QUICK;
+use super::ends::{Here, Moved, Way, beside, counted, move_and, move_guest};
+use super::link::Speed;
+use super::route::Route;
+use crate::experiment::{LabError, Options};
+use crate::interrupt;
+use crate::result::{Better, Measurement, Report};
+use crate::session;
+use crate::stats::{Rounds, Summary, measures, paired};
+use lacuna_guest::status::Kind;
+use lacuna_machine::{Apf, Vm as _};
+use lacuna_migrate::stream::Mode;
+use lacuna_soft::{Vm, VmBuilder};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const MEMORY: u64 = 256;
+/// The part of the speed that the worker has to keep, in percent.
+const KEPT: f64 = 90.0;
+const SPEED: Speed = Speed {
+    latency: Duration::from_micros(500),
+    bytes_per_second: (128 << 20) as f64,
+};
+const BM: &str = "workers=1 faulters=1 populate=1 seconds=1000000 slice_us=4000 tick_us=1000";
+/// How often the pages that have come are counted.
+const LOOK: Duration = Duration::from_micros(500);
+/// The longest time that pages may take, and the pause of a paused process.
+const LIMIT: Duration = Duration::from_secs(60);
+
+type Guest<'a> = lacuna_migrate::Guest<'a, Vm>;
+
+/// What differs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Arm {
+    Alone,
+    Null,
+    Present,
+    Missing,
+    Waiting,
+}
+
+const ARMS: [Arm; 5] = [
+    Arm::Alone,
+    Arm::Null,
+    Arm::Present,
+    Arm::Missing,
+    Arm::Waiting,
+];
+
+/// The worker's steps a second, the faulter's, and bytes a second that came.
+type Rates = [f64; 3];
+
+/// `migrate.worker_kept_percent.1ms`.
+pub fn measure(
+    builder: &impl Fn(u64, usize) -> VmBuilder,
+    options: &Options,
+    report: &mut Report,
+) -> Result<(), LabError> {
+    let memory = if options.quick { QUICK } else { MEMORY };
+    let builder = VmBuilder {
+        apf: Apf::On,
+        ..builder(memory, 1)
+    };
+    let rounds = Rounds::Count(if options.quick { 1 } else { Rounds::LEAST });
+    let runs = beside(&builder, "bm", BM, |guest| {
+        measures(ARMS.len(), rounds, |arm| one(&builder, guest, ARMS[arm]))
+    })?;
+    let of = |arm: Arm| &runs[ARMS.iter().position(|a| *a == arm).expect("it took part")];
+    let kept = |arm| paired(&of(Arm::Alone)[0], &of(arm)[0]).scaled(100.0);
+    let id = "migrate.worker_kept_percent.1ms";
+    let mut found = Measurement::new(id, "%", Better::Higher, kept(Arm::Missing))
+        .bar(KEPT)
+        .param("memory_mib", memory)
+        .param("vcpus", 1)
+        .param("guest", format!("bm {BM}"))
+        .param("round_trip_us", 2 * SPEED.latency.as_micros() as u64)
+        .param("link_bytes_per_s", SPEED.bytes_per_second)
+        .arm("null", kept(Arm::Null));
+    for (arm, name) in [
+        (Arm::Alone, "alone"),
+        (Arm::Present, "present"),
+        (Arm::Missing, "missing"),
+        (Arm::Waiting, "waiting"),
+    ] {
+        let [worker, faulter, came] = of(arm).each_ref().map(|rates| Summary::of(rates));
+        let mut value = serde_json::Value::from(worker);
+        value["kept_percent"] = kept(arm).into();
+        value["faulter_per_s"] = faulter.into();
+        value["bytes_per_s"] = came.into();
+        found = found.arm(name, value);
+    }
+    report.push(found);
+    Ok(())
+}
+
+fn one(builder: &VmBuilder, guest: &Guest<'_>, arm: Arm) -> Result<Rates, LabError> {
+    let way = |speed| Way::new(Mode::PostCopy, Route::link(speed));
+    let pages = builder.memory.get();
+    match arm {
+        Arm::Missing | Arm::Waiting => {
+            let (_, rates): (Moved, _) = move_guest(builder, guest, way(SPEED), |here| {
+                if arm == Arm::Waiting {
+                    let switch = here.vm.apf_switch();
+                    switch.expect("soft has one").set_apf(Apf::Off);
+                }
+                counted(here)?;
+                let counting = Counting::begin(here, here.come.load(Ordering::Relaxed))?;
+                let come = wait_for(here, pages * 3 / 4)?;
+                counting.end(come)
+            })?;
+            Ok(rates)
+        }
+        Arm::Alone | Arm::Null | Arm::Present => {
+            let (sender, receiver) = channel();
+            let near = Speed {
+                latency: Duration::ZERO,
+                bytes_per_second: 1e12,
+            };
+            let watch = move |here: &Here<'_, Vm>| count_beside(here, arm, &receiver);
+            let meanwhile = || {
+                // The same pages for a VM that does not run.
+                let way = Way {
+                    runs: false,
+                    ..way(SPEED)
+                };
+                let (..) = move_guest(builder, guest, way, |here| {
+                    let tell = |come| _ = sender.send(come);
+                    tell(here.come.load(Ordering::Relaxed));
+                    tell(wait_for(here, pages * 3 / 4)?);
+                    Ok(())
+                })?;
+                Ok(())
+            };
+            let (_, rates) = move_and(builder, guest, way(near), watch, meanwhile)?;
+            Ok(rates)
+        }
+    }
+}
+
+/// Counts in a guest that has all of its pages, while pages come for another VM. `receiver` gets
+/// how many, when the first ones come and when counting ends.
+fn count_beside(
+    here: &Here<'_, Vm>,
+    arm: Arm,
+    receiver: &Receiver<u64>,
+) -> Result<Rates, LabError> {
+    counted(here)?;
+    if arm != Arm::Present {
+        let guest = session::Guest::attach(here.vm, here.devices);
+        guest.expect("it has counted").pause(&[Kind::Faulter])?;
+    }
+    let counting = Counting::begin(here, next(receiver)?)?;
+    counting.end(next(receiver)?)
+}
+
+fn next(receiver: &Receiver<u64>) -> Result<u64, LabError> {
+    let found = receiver.recv_timeout(LIMIT);
+    found.map_err(|error| {
+        LabError::Guest(match error {
+            RecvTimeoutError::Timeout => format!("the pages did not come within {LIMIT:?}"),
+            RecvTimeoutError::Disconnected => "the pages did not come".into(),
+        })
+    })
+}
+
+/// Waits until that many pages have come, and returns how many have.
+fn wait_for(here: &Here<'_, Vm>, pages: u64) -> Result<u64, LabError> {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let come = here.come.load(Ordering::Relaxed);
+        if come >= pages {
+            return Ok(come);
+        }
+        if Instant::now() > deadline || here.devices.ending().is_some() {
+            return Err(LabError::Guest(format!(
+                "{come} pages came, and {pages} were due"
+            )));
+        }
+        interrupt::check()?;
+        thread::sleep(LOOK);
+    }
+}
+
+/// A span of time in which steps and pages are counted.
+struct Counting<'a> {
+    guest: session::Guest<'a>,
+    began: session::Count,
+    come: u64,
+}
+
+impl<'a> Counting<'a> {
+    fn begin(here: &'a Here<'_, Vm>, come: u64) -> Result<Self, LabError> {
+        let guest = session::Guest::attach(here.vm, here.devices).expect("it has counted");
+        let began = guest.count()?;
+        Ok(Self { guest, began, come })
+    }
+
+    fn end(self, come: u64) -> Result<Rates, LabError> {
+        let now = self.guest.count()?;
+        let seconds = (now.at - self.began.at).as_secs_f64();
+        let [worker, faulter] = now.rates_since(&self.began);
+        let bytes = (come - self.come) as f64 * 4096.0 / seconds;
+        Ok([worker, faulter, bytes])
+    }
+}

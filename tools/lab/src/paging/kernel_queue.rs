@@ -1,0 +1,185 @@
+//! The kernel's queue: memory that threads fill through userfaultfds, as other VMMs do. The thread
+//! of a vCPU that needs a missing page sleeps in the kernel, and a reader copies the page there.
+
+use super::PAGES;
+use super::threads::refused;
+use crate::experiment::LabError;
+use lacuna_addr::{Hva, PAGE_SIZE};
+use lacuna_machine::{External, PageSource, Policy, SourcePage};
+use lacuna_sys::{Errno, Userfaultfd, Waiters};
+use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+/// How long a reader sleeps before it asks whether it is to end.
+const LOOK: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 5_000_000,
+};
+
+/// One userfaultfd for all vCPUs, or one for each.
+pub struct KernelQueues {
+    external: Arc<External>,
+    /// Faults that the readers of each descriptor have answered.
+    filled: Vec<AtomicU64>,
+    fill: Fill,
+    is_over: AtomicBool,
+}
+
+/// What a reader puts in place for a fault.
+pub enum Fill {
+    /// The page.
+    Page,
+    /// The aligned run of pages that the page is in.
+    Run {
+        /// The length of a run, a power of two.
+        pages: usize,
+        /// The first pages of the runs that were put in place.
+        filled: Mutex<HashSet<Hva>>,
+    },
+    /// The huge page of 2 MiB that the page is in.
+    Huge,
+}
+
+impl Fill {
+    /// Of memory in 4 KiB pages, `pages` for a fault.
+    pub fn of(pages: usize) -> Self {
+        match pages {
+            1 => Self::Page,
+            _ => Self::Run {
+                pages,
+                filled: Mutex::default(),
+            },
+        }
+    }
+}
+
+impl KernelQueues {
+    /// A descriptor for the pages from 0 on, and one from each of `parts` on.
+    ///
+    /// # Errors
+    /// This process gets no userfaultfd.
+    pub fn new(parts: &[SourcePage], fill: Fill) -> Result<Self, LabError> {
+        let external = External::threads(parts, Policy::default());
+        let external = external.map_err(refused("userfaultfd"))?;
+        Ok(Self {
+            filled: external.userfaultfds().map(|_| AtomicU64::new(0)).collect(),
+            external: Arc::new(external),
+            fill,
+            is_over: AtomicBool::new(false),
+        })
+    }
+
+    /// The memory's source, for one VM.
+    pub fn source(&self) -> Arc<dyn PageSource> {
+        Arc::clone(&self.external) as Arc<dyn PageSource>
+    }
+
+    /// The number of descriptors.
+    pub fn count(&self) -> usize {
+        self.filled.len()
+    }
+
+    /// Faults that were answered through each descriptor so far.
+    pub fn filled(&self) -> Vec<u64> {
+        let filled = self.filled.iter();
+        filled.map(|count| count.load(Ordering::Relaxed)).collect()
+    }
+
+    /// Ends all readers.
+    pub fn end(&self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+
+    /// The work of one reader of descriptor number `queue`. A fault wakes one of its readers
+    /// (`EPOLLEXCLUSIVE`), as in the kernel's own test.
+    ///
+    /// # Errors
+    /// The kernel refused something.
+    pub fn read(&self, queue: usize) -> Result<(), LabError> {
+        let uffd = self.external.userfaultfds().nth(queue);
+        let uffd = uffd.expect("a reader for a descriptor");
+        let waiting = epoll::create(CreateFlags::CLOEXEC).map_err(refused("epoll_create"))?;
+        let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
+        let added = epoll::add(&waiting, uffd, EventData::new_u64(0), flags);
+        added.map_err(refused("epoll_ctl"))?;
+        let (mut faults, mut events) = (Vec::new(), Vec::with_capacity(1));
+        while !self.is_over.load(Ordering::Relaxed) {
+            events.clear();
+            // After an error the thread reads, and finds no fault.
+            let _ = epoll::wait(
+                &waiting,
+                rustix::buffer::spare_capacity(&mut events),
+                Some(&LOOK),
+            );
+            uffd.faults(&mut faults)
+                .map_err(refused("read a userfaultfd"))?;
+            for fault in faults.drain(..) {
+                self.answer(uffd, fault.page)?;
+                self.filled[queue].fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl KernelQueues {
+    fn answer(&self, uffd: &Userfaultfd, page: Hva) -> Result<(), LabError> {
+        match &self.fill {
+            Fill::Huge => fill(uffd, aligned(page, PAGES.len()), &PAGES),
+            Fill::Run { pages, filled } => {
+                let first = aligned(page, *pages);
+                let is_new = filled
+                    .lock()
+                    .expect("no panic under this lock")
+                    .insert(first);
+                match is_new {
+                    true => fill_run(uffd, first, &PAGES[..*pages]),
+                    false => fill(uffd, page, &PAGES[..1]),
+                }
+            }
+            Fill::Page => fill(uffd, page, &PAGES[..1]),
+        }
+    }
+}
+
+/// The first page of the aligned run of `pages` pages that `page` is in.
+fn aligned(page: Hva, pages: usize) -> Hva {
+    let bytes = (pages * PAGE_SIZE) as u64;
+    Hva::new(page.get() / bytes * bytes)
+}
+
+/// Puts one page or one huge page in place, and wakes the threads that sleep for it: the kernel
+/// lists them with the address of its first byte.
+fn fill(uffd: &Userfaultfd, page: Hva, content: &[[u8; PAGE_SIZE]]) -> Result<(), LabError> {
+    loop {
+        match uffd.place(content, page, Waiters::Wake) {
+            // The address space is changing.
+            Err(partial) if partial.errno == Errno::AGAIN => thread::yield_now(),
+            // Two threads have faulted on the page, and the second fault was read later.
+            Err(partial) if partial.errno == Errno::EXIST => {
+                return uffd.wake(page).map_err(refused("UFFDIO_WAKE"));
+            }
+            done => return done.map_err(|partial| refused("UFFDIO_COPY")(partial.errno)),
+        }
+    }
+}
+
+/// Puts the pages from `first` on in place, and wakes the threads that sleep for one of them. Pages
+/// that are there stay as they are.
+fn fill_run(uffd: &Userfaultfd, first: Hva, content: &[[u8; PAGE_SIZE]]) -> Result<(), LabError> {
+    let mut at = 0;
+    while at < content.len() {
+        let to = Hva::new(first.get() + (at * PAGE_SIZE) as u64);
+        match uffd.place(&content[at..], to, Waiters::Wake) {
+            Ok(()) => break,
+            Err(partial) if partial.errno == Errno::AGAIN => at += partial.done,
+            Err(partial) if partial.errno == Errno::EXIST => at += partial.done + 1,
+            Err(partial) => return Err(refused("UFFDIO_COPY")(partial.errno)),
+        }
+    }
+    Ok(())
+}

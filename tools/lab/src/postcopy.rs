@@ -1,0 +1,134 @@
+//! `lacuna lab postcopy`: a guest whose memory is still with a peer, with exits, asynchronous page
+//! faults, or both.
+//!
+//! A process that computes (a worker) shares the vCPU with one that touches random pages, each of
+//! which the peer has (a faulter). Four arms differ in what a missing page does to the vCPU:
+//!
+//! ```text
+//! neither  vCPU sleeps until the page has come; the engine asks the peer
+//! exits    vCPU exits; the VMM asks the peer, and the vCPU sleeps until the page has come
+//! async    vCPU tells the guest, which runs the other process; the engine asks the peer
+//! both     vCPU exits; the VMM accepts, so the guest is told; the VMM asks, and says ready
+//! ```
+//! | id | what is compared |
+//! |---|---|
+//! | `postcopy.worker_ratio.LATENCY` | speed of the worker, both / exits |
+//! | `postcopy.memory_ratio.LATENCY` | accesses of the faulter, both / exits |
+//! | `postcopy.pages_kept_percent.LATENCY` | pages a second on demand, both / exits |
+//! | `postcopy.worker_kept_percent.LATENCY` | speed of the worker, both / async |
+//! | `postcopy.crowd_ratio.1ms` | accesses of four faulters, both / exits |
+//! | `postcopy.demand_p99_ratio.1ms` | p99 of a demand, beside a fill / without |
+//! | `postcopy.fill_kept_percent.1ms` | pages a second of the fill, beside demands / alone |
+//! | `postcopy.*.1ms_window256` | the last two, with 256 pushed pages in flight instead of 64 |
+//!
+//! Each is measured for Linux memory, which a userfaultfd fills, and for the soft backend's own
+//! pool of frames, with ids that begin with `postcopy.pool`. The guest has one vCPU, so that a core
+//! is left for the peer, which would be another machine.
+
+pub use worker::first_look;
+
+mod arms;
+mod fill;
+mod peer;
+mod push;
+mod worker;
+
+use crate::experiment::{LabError, Options};
+use crate::fixture::resident;
+use crate::report::Progress;
+use crate::result::{Measurement, Report};
+use arms::Scene;
+use lacuna_machine::Builder as _;
+use lacuna_soft::{MemoryKind, VmBuilder};
+use lacuna_source::Zeros;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The guest's time slice in microseconds: that of the kernel in the 2010 benchmark.
+const SLICE_US: u64 = 4000;
+/// The guest's timer tick, in microseconds.
+const TICK_US: u64 = 1000;
+
+/// Measures everything, in the order of the table above.
+///
+/// # Errors
+/// The first experiment that could not be carried out. Results whose needs this machine does not
+/// meet are skipped.
+pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let progress = Progress::new(2 * (worker::STEPS + fill::STEPS), options.verbosity);
+    report.say(
+        "postcopy: memory that is still with a peer. The guest has one vCPU. A process that \
+         computes (a worker) shares it with processes that touch random pages (faulters). A vCPU \
+         that needs a page waits for it or exits, and the guest is told or not. All arms ask the \
+         same peer, and pages are pushed at the same rate.",
+    );
+    for kind in [MemoryKind::Linux, MemoryKind::Budget] {
+        if let Some(why) = unavailable(kind) {
+            report.skip(format!("{}.*", prefix(kind)), why);
+            continue;
+        }
+        if options.wants("worker") {
+            worker::measure(kind, options, report, &progress)?;
+        }
+        if options.wants("push") {
+            fill::measure(kind, options, report, &progress)?;
+        }
+    }
+    Ok(())
+}
+
+/// The parts that can be measured alone.
+pub const PARTS: &[&str] = &["worker", "push"];
+
+/// The beginning of the result ids for this kind of memory.
+const fn prefix(kind: MemoryKind) -> &'static str {
+    match kind {
+        MemoryKind::Budget => "postcopy.pool",
+        MemoryKind::Linux | MemoryKind::Shared | MemoryKind::Hugetlbfs => "postcopy",
+    }
+}
+
+/// A kind of memory, for people.
+const fn about(kind: MemoryKind) -> &'static str {
+    match kind {
+        MemoryKind::Budget => "the pool",
+        MemoryKind::Linux | MemoryKind::Shared | MemoryKind::Hugetlbfs => "Linux memory",
+    }
+}
+
+/// Why this host has no memory of this kind whose pages can be missing.
+fn unavailable(kind: MemoryKind) -> Option<LabError> {
+    let builder = VmBuilder {
+        memory_kind: kind,
+        source: Some(Arc::new(Zeros)),
+        ..resident(4, 1)
+    };
+    builder.build().err().map(LabError::from)
+}
+
+/// `result` with the parameters of `scene`.
+fn with_params(result: Measurement, scene: &Scene) -> Measurement {
+    let [workers, faulters] = scene.processes;
+    let push = match scene.push {
+        push::Pace::Rate(rate) => format!("{rate} pages a second"),
+        push::Pace::Full => "as fast as pages come".into(),
+    };
+    result
+        .param("memory_mib", scene.memory_mib)
+        .param("vcpus", 1)
+        .param("workers", workers)
+        .param("faulters", faulters)
+        .param("write_percent", 50)
+        .param("latency_us", us(scene.latency))
+        .param("push", push)
+        .param("pushed_in_flight", scene.window)
+        .param("demanded_in_flight", lacuna_source::Peer::IN_FLIGHT)
+        .param("guest_slice_us", SLICE_US)
+        .param("guest_tick_us", TICK_US)
+        .param("slice_ms", us(scene.slice) / 1000)
+        .param("settle_ms", us(scene.settle) / 1000)
+}
+
+fn us(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,321 @@
+//! The arms, and the slices of time in which they take turns in one guest.
+//!
+//! Two arms differ in the flag of the memory slot, in the switch of async page faults, in which
+//! processes pause, and in whether pages are pushed. All are switched while the guest runs. Memory
+//! is missing only once, so each round has a VM of its own, whose guest boots with a near peer.
+
+use super::peer::{Pages, Remote};
+use super::push::{Pace, Push};
+use crate::experiment::LabError;
+use crate::fixture::resident;
+use crate::report::{align, short};
+use crate::session::{Session, image, on};
+use crate::stalls::{STALLS, add_stalls, stalls_json, stalls_text};
+use crate::stats::{Rounds, Summary, paired};
+use crate::turns;
+use lacuna_guest::status::Kind;
+use lacuna_machine::{Arch, MemorySlots as _, PageSource, SlotFlags, Vm as _};
+use lacuna_soft::{Apf, MemoryKind, Stalls, Vm, VmBuilder};
+use serde_json::Value;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What is switched for a slice.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Arm {
+    /// Its name in results.
+    pub name: &'static str,
+    /// What the vCPU does about a missing page.
+    pub on_missing: OnMissing,
+    /// Whether the guest may be told of a missing page.
+    pub apf: Apf,
+    /// The processes that do not run.
+    pub paused: &'static [Kind],
+    /// Whether pages are pushed.
+    pub pushes: Pushes,
+}
+
+/// What a vCPU does about a missing page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OnMissing {
+    /// It waits, or tells the guest. The engine asks for the page.
+    Wait,
+    /// It exits. The VMM tells the guest if it can, and asks for the page.
+    Exit,
+}
+
+/// Whether pages are pushed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pushes {
+    /// They are.
+    Yes,
+    /// They are not.
+    No,
+}
+
+impl Arm {
+    /// An arm in which all processes run and pages are pushed.
+    pub const fn new(name: &'static str, on_missing: OnMissing, apf: Apf) -> Self {
+        Self {
+            name,
+            on_missing,
+            apf,
+            paused: &[],
+            pushes: Pushes::Yes,
+        }
+    }
+}
+
+/// What all arms of an experiment have in common.
+#[derive(Clone, Debug)]
+pub struct Scene {
+    /// The processor of the guest.
+    pub arch: Arch,
+    /// The memory of the guest.
+    pub kind: MemoryKind,
+    /// Its size in MiB.
+    pub memory_mib: u64,
+    /// The guest's processes that compute, and those that need pages.
+    pub processes: [usize; 2],
+    /// The peer's distance.
+    pub latency: Duration,
+    /// How fast pages are pushed.
+    pub push: Pace,
+    /// The most pushed pages in flight.
+    pub window: u64,
+    /// The counted part of a slice.
+    pub slice: Duration,
+    /// The time before it: pages of the slice before are still on their way, and a paused process
+    /// looks every 20 ms whether its pause is over.
+    pub settle: Duration,
+}
+
+/// What is counted in a slice.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Rate {
+    /// Steps a second of the processes that compute.
+    Workers,
+    /// Accesses a second of the processes that need pages.
+    Faulters,
+    /// Pages a second that came because a vCPU needed them.
+    Demanded,
+    /// Pages a second that were pushed.
+    Pushed,
+}
+
+const RATES: usize = 4;
+
+/// The counts of all arms.
+pub struct Runs {
+    arms: Vec<ArmRuns>,
+}
+
+struct ArmRuns {
+    arm: Arm,
+    /// One figure for each round, for each [`Rate`].
+    rates: [Vec<f64>; RATES],
+    /// One for each round: 99 of 100 stalls of the round were not longer, in nanoseconds.
+    p99: Vec<f64>,
+    stalls: Vec<Stalls>,
+}
+
+impl Scene {
+    /// Lets `arms` take turns. The first round is not counted.
+    ///
+    /// # Errors
+    /// A VM could not be made, or its guest failed.
+    pub fn measure(&self, arms: &[Arm], rounds: impl Into<Rounds>) -> Result<Runs, LabError> {
+        let remote = Remote::start(self.latency)?;
+        let mut runs: Vec<_> = arms.iter().map(|arm| ArmRuns::new(*arm)).collect();
+        self.round(&remote, arms)?;
+        rounds.into().repeat(|| {
+            let round = self.round(&remote, arms)?;
+            runs.iter_mut()
+                .zip(&round)
+                .for_each(|(runs, took)| runs.add(took));
+            Ok(())
+        })?;
+        Ok(Runs { arms: runs })
+    }
+
+    /// The VM of a round.
+    fn builder(&self, source: Arc<dyn PageSource>) -> VmBuilder {
+        let [workers, faulters] = self.processes;
+        VmBuilder {
+            arch: self.arch,
+            memory_kind: self.kind,
+            source: Some(source),
+            apf: Apf::On,
+            command_line: format!(
+                "workers={workers} faulters={faulters} seconds=1000000 slice_us={} tick_us={}",
+                super::SLICE_US,
+                super::TICK_US
+            ),
+            ..resident(self.memory_mib, 1)
+        }
+    }
+
+    /// One turn of all arms, there and back, in a fresh VM.
+    fn round(&self, remote: &Remote, arms: &[Arm]) -> Result<Vec<Took>, LabError> {
+        remote.set_far(false);
+        let memory = resident(self.memory_mib, 1).memory;
+        let pages = remote.connect(memory, self.window)?;
+        let builder = self.builder(Arc::clone(&pages) as Arc<dyn PageSource>);
+        on(&builder, &image(builder.arch, "bm")?, |session| {
+            session.guest.prepared()?;
+            remote.set_far(true);
+            let memory = session.vm.missing_memory().expect("it has a source");
+            let push = Push::new((memory, self.arch), &pages, self.push);
+            push.during(|| {
+                let mut took = vec![Took::default(); arms.len()];
+                turns::round(arms.len(), 1, |arm, _| {
+                    self.slice(session, &pages, &push, &arms[arm], &mut took[arm])
+                })?;
+                Ok(took)
+            })
+        })
+    }
+
+    fn slice(
+        &self,
+        session: &Session<'_, Vm>,
+        pages: &Pages,
+        push: &Push<'_>,
+        arm: &Arm,
+        took: &mut Took,
+    ) -> Result<(), LabError> {
+        let guest = &session.guest;
+        arm.switch(session.vm, |apf| session.set_apf(apf))?;
+        guest.pause(arm.paused)?;
+        push.set_on(arm.pushes == Pushes::Yes);
+        guest.run_for(self.settle)?;
+        let (before, stalls, provided) = (guest.count()?, session.vm.stalls(), pages.provided());
+        guest.run_for(self.slice)?;
+        let (after, now, came) = (guest.count()?, session.vm.stalls(), pages.provided());
+        add_stalls(&mut took.stalls, &stalls, &now);
+        let seconds = (after.at - before.at).as_secs_f64();
+        let [workers, faulters] = after.rates_since(&before);
+        let [demanded, pushed] = [0, 1].map(|of| (came[of] - provided[of]) as f64 / seconds);
+        let rates = [workers, faulters, demanded, pushed];
+        took.rates
+            .iter_mut()
+            .zip(rates)
+            .for_each(|(sum, rate)| *sum += rate);
+        Ok(())
+    }
+}
+
+impl Arm {
+    fn switch(&self, vm: &Vm, set_apf: impl Fn(Apf)) -> Result<(), LabError> {
+        let flags = match self.on_missing {
+            OnMissing::Wait => SlotFlags::empty(),
+            OnMissing::Exit => SlotFlags::EXIT_ON_MISSING,
+        };
+        for slot in vm.memory_slots() {
+            vm.set_slot_flags(slot.id, flags)?;
+        }
+        set_apf(self.apf);
+        Ok(())
+    }
+}
+
+/// Two slices of one arm.
+#[derive(Clone, Default)]
+struct Took {
+    rates: [f64; RATES],
+    stalls: Vec<Stalls>,
+}
+
+impl ArmRuns {
+    fn new(arm: Arm) -> Self {
+        Self {
+            arm,
+            rates: Default::default(),
+            p99: Vec::new(),
+            stalls: Vec::new(),
+        }
+    }
+
+    fn add(&mut self, took: &Took) {
+        for (rates, sum) in self.rates.iter_mut().zip(took.rates) {
+            rates.push(sum / 2.0);
+        }
+        let none = vec![Stalls::default(); took.stalls.len()];
+        add_stalls(&mut self.stalls, &none, &took.stalls);
+        let p99 = took.stalls.iter().map(|stalls| stalls.quantile_ns(0.99));
+        self.p99.push(p99.max().unwrap_or(0) as f64);
+    }
+}
+
+impl Runs {
+    fn of(&self, arm: &Arm) -> &ArmRuns {
+        let found = self.arms.iter().find(|runs| runs.arm.name == arm.name);
+        found.expect("asked for an arm that took part")
+    }
+
+    /// `rate` in `arm`.
+    pub fn rate(&self, arm: &Arm, rate: Rate) -> Summary {
+        Summary::of(&self.of(arm).rates[rate as usize])
+    }
+
+    /// `rate` in `arm` over that in `base`, paired by round.
+    ///
+    /// # Errors
+    /// [`LabError::Busy`]: nothing was counted in a round of `base`.
+    pub fn ratio(&self, base: &Arm, arm: &Arm, rate: Rate) -> Result<Summary, LabError> {
+        let figures = |arm: &Arm| &self.of(arm).rates[rate as usize];
+        compared(base, figures(base), figures(arm))
+    }
+
+    /// The longest of 99 in 100 stalls in `arm` over that in `base`, paired by round.
+    ///
+    /// # Errors
+    /// [`LabError::Busy`]: no vCPU waited in a round of `base`.
+    pub fn p99_ratio(&self, base: &Arm, arm: &Arm) -> Result<Summary, LabError> {
+        compared(base, &self.of(base).p99, &self.of(arm).p99)
+    }
+
+    /// An arm for a result: `rate`, and each vCPU's stalls.
+    pub fn arm(&self, arm: &Arm, rate: Rate) -> Value {
+        let mut value = Value::from(self.rate(arm, rate));
+        value["stalls"] = stalls_json(&self.of(arm).stalls);
+        value
+    }
+
+    /// The arms as a table for people.
+    pub fn table(&self, title: &str) -> String {
+        let header = [
+            title,
+            "workers/s",
+            "faulters/s",
+            "demanded/s",
+            "pushed/s",
+            STALLS,
+        ];
+        let mut rows = vec![header.map(str::to_owned)];
+        rows.extend(self.arms.iter().map(|runs| {
+            let rates = runs.rates.each_ref();
+            let [workers, faulters, demanded, pushed] =
+                rates.map(|rates| short(Summary::of(rates).median));
+            [
+                format!("  {}", runs.arm.name),
+                workers,
+                faulters,
+                demanded,
+                pushed,
+                stalls_text(&runs.stalls),
+            ]
+        }));
+        align(&rows)
+    }
+}
+
+fn compared(base: &Arm, of_base: &[f64], of_arm: &[f64]) -> Result<Summary, LabError> {
+    if of_base.contains(&0.0) {
+        let name = base.name;
+        return Err(LabError::Busy(format!(
+            "nothing was counted in a whole round of arm `{name}`"
+        )));
+    }
+    Ok(paired(of_base, of_arm))
+}

@@ -1,0 +1,321 @@
+//! The peer that has a guest's pages, and the source by which a VM asks it.
+//!
+//! ```text
+//! vCPU, or its VMM ─► Pages ─► demand connection ─► server ─► delay ─► content ─┐
+//! push thread      ─►       ─► push connection   ─► server ─► delay ─► content ─┤
+//!                  page in place ◄── the connection's reader thread ◄───────────┘
+//! ```
+//! Demands and pushed pages have a connection each, so that a demand waits in no socket behind
+//! pushed pages. A page that was asked for by one of them is not asked for by the other. A delay is
+//! a queue by time ([`Injected`]), so any number of requests overlap: the link has latency and no
+//! limit of its bandwidth. The peer lives in this process, on threads of its own.
+
+use crate::experiment::LabError;
+use lacuna_addr::{PAGE_SIZE, PageCount};
+#[cfg(test)]
+use lacuna_machine::SourcePage;
+use lacuna_machine::{Answer, PageRequest, PageSource};
+use lacuna_source::{Asker, Faults, Injected, Measured, Peer, Policy, Server, serve};
+use std::cell::Cell;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// The content of pages that a guest loads while it boots.
+static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+/// The content of all pages after that. The protocol sends a page of zeros without its bytes.
+static CONTENT: [u8; PAGE_SIZE] = [0xa5; PAGE_SIZE];
+
+thread_local! {
+    /// What this thread asks pages for.
+    static PURPOSE: Cell<Purpose> = const { Cell::new(Purpose::Demand) };
+}
+
+/// What a page is asked for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Purpose {
+    /// A vCPU needs it.
+    Demand,
+    /// It is the next one.
+    Push,
+}
+
+/// From now on this thread asks pages for `purpose`.
+pub fn ask_for(purpose: Purpose) {
+    PURPOSE.set(purpose);
+}
+
+/// A peer that has all pages of any guest.
+pub struct Remote {
+    is_far: Arc<AtomicBool>,
+    demand: Endpoint,
+    push: Endpoint,
+    _folder: TempDir,
+}
+
+struct Endpoint {
+    path: PathBuf,
+    _server: Server,
+}
+
+impl Remote {
+    /// Starts a peer that answers `latency` after each request, once it is [`Remote::set_far`].
+    ///
+    /// # Errors
+    /// There is no place for a socket, or there are no threads left.
+    pub fn start(latency: Duration) -> Result<Self, LabError> {
+        let is_far = Arc::new(AtomicBool::new(false));
+        let folder = tempfile::tempdir().map_err(refused("make a folder for a socket"))?;
+        let endpoint = |name: &str| {
+            let path = folder.path().join(name);
+            let listener = UnixListener::bind(&path)?;
+            let far = Far {
+                delayed: Injected::new(Content, Faults::latency(latency))?,
+                is_far: Arc::clone(&is_far),
+            };
+            // No guest is larger.
+            let pages = PageCount::from_bytes(1 << 40);
+            let server = serve(listener, pages, Arc::new(far))?;
+            Ok(Endpoint {
+                path,
+                _server: server,
+            })
+        };
+        let started = endpoint("demand").and_then(|demand| Ok((demand, endpoint("push")?)));
+        let (demand, push) = started.map_err(refused("start a peer"))?;
+        Ok(Self {
+            is_far,
+            demand,
+            push,
+            _folder: folder,
+        })
+    }
+
+    /// Near: it answers at once, with zeros, for a guest that boots. Far: it answers after the
+    /// latency, with content.
+    pub fn set_far(&self, is_far: bool) {
+        self.is_far.store(is_far, Ordering::Relaxed);
+    }
+
+    /// Connects a guest of `pages` pages, of which at most `window` are pushed at a time.
+    ///
+    /// # Errors
+    /// The peer cannot be reached.
+    pub fn connect(&self, pages: PageCount, window: u64) -> Result<Arc<Pages>, LabError> {
+        let connect = |endpoint: &Endpoint| {
+            let peer = Peer::connect(&endpoint.path, pages, Policy::default());
+            let peer = peer.map_err(|error| std::io::Error::other(error.to_string()));
+            peer.map_err(refused("connect to the lab's peer"))
+        };
+        Ok(Arc::new(Pages {
+            pages,
+            demand: Measured::new(connect(&self.demand)?),
+            push: Measured::new(connect(&self.push)?),
+            window: Arc::new(Window {
+                size: window,
+                inside: Mutex::default(),
+                changed: Condvar::new(),
+            }),
+        }))
+    }
+}
+
+fn refused(what: &str) -> impl Fn(std::io::Error) -> LabError {
+    move |source| LabError::Io {
+        what: what.to_owned(),
+        source,
+    }
+}
+
+/// The server's source.
+struct Far {
+    delayed: Injected<Content>,
+    is_far: Arc<AtomicBool>,
+}
+
+impl PageSource for Far {
+    fn describe(&self) -> String {
+        "the lab's far pages".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        match self.is_far.load(Ordering::Relaxed) {
+            true => self.delayed.fetch(request),
+            // Late: the client has closed the connection.
+            false => _ = request.provide(&ZEROS),
+        }
+    }
+}
+
+/// Answers at once.
+struct Content;
+
+impl PageSource for Content {
+    fn describe(&self) -> String {
+        "the lab's pages".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        // Late: the client has closed the connection.
+        let _ = request.provide(&CONTENT);
+    }
+}
+
+/// The pages of one guest, from a [`Remote`].
+pub struct Pages {
+    pages: PageCount,
+    demand: Measured<Peer>,
+    push: Measured<Peer>,
+    window: Arc<Window>,
+}
+
+impl Pages {
+    /// The number of its pages.
+    pub fn count(&self) -> u64 {
+        self.pages.get()
+    }
+
+    /// The pages that came because a vCPU needed them, and those that were pushed.
+    pub fn provided(&self) -> [u64; 2] {
+        [&self.demand, &self.push].map(|peer| peer.stats().provided)
+    }
+
+    /// Waits until at most half of the window is in flight; returns how many more pages may be
+    /// pushed.
+    pub fn room(&self) -> u64 {
+        let full = |inside: &mut Inside| inside.in_flight > self.window.size / 2;
+        let inside = self.window.changed.wait_while(self.window.lock(), full);
+        self.window.size - inside.expect("no panic under this lock").in_flight
+    }
+
+    /// The pages that the peer was asked to push so far.
+    pub fn asked_to_push(&self) -> u64 {
+        self.window.lock().asked
+    }
+}
+
+impl PageSource for Pages {
+    fn describe(&self) -> String {
+        "the lab's peer".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        match PURPOSE.get() {
+            Purpose::Demand => self.demand.fetch(request),
+            Purpose::Push => {
+                let page = request.page();
+                let mut inside = self.window.lock();
+                inside.in_flight += 1;
+                inside.asked += 1;
+                drop(inside);
+                let window = Arc::clone(&self.window);
+                let pushed = Arc::new(Pushed { request, window });
+                self.push.fetch(PageRequest::new(pushed, page.0, page));
+            }
+        }
+    }
+}
+
+/// Pushed pages in flight.
+struct Window {
+    /// The most of them.
+    size: u64,
+    inside: Mutex<Inside>,
+    changed: Condvar,
+}
+
+/// The data under the lock of a [`Window`].
+#[derive(Default)]
+struct Inside {
+    in_flight: u64,
+    asked: u64,
+}
+
+impl Window {
+    fn lock(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().expect("no panic under this lock")
+    }
+}
+
+/// A request for a pushed page. It is dropped when the page is in place.
+struct Pushed {
+    request: PageRequest,
+    window: Arc<Window>,
+}
+
+impl Asker for Pushed {
+    fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+        match content {
+            Ok(content) => self.request.provide(content),
+            Err(reason) => self.request.fail(reason),
+        }
+    }
+}
+
+impl Drop for Pushed {
+    fn drop(&mut self) {
+        let mut inside = self.window.lock();
+        inside.in_flight -= 1;
+        // A wake-up for each page would cost as much as the page.
+        if inside.in_flight == self.window.size / 2 {
+            self.window.changed.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{Sender, channel};
+    use std::time::Instant;
+
+    struct Keep(Mutex<Sender<(u64, u8, Instant)>>);
+
+    impl Asker for Keep {
+        fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+            let sender = self.0.lock().unwrap();
+            // The request's end is an answer too, which comes late.
+            content.map_or(Answer::Late, |content| {
+                sender.send((key, content[0], Instant::now())).unwrap();
+                Answer::Taken
+            })
+        }
+    }
+
+    /// A near peer answers with zeros. A far one answers after the latency, to both purposes.
+    #[test]
+    fn a_far_peer_answers_after_its_latency() {
+        let latency = Duration::from_millis(50);
+        let remote = Remote::start(latency).unwrap();
+        let pages = remote.connect(PageCount::new(100), 64).unwrap();
+        let (sender, answers) = channel();
+        let keep = Arc::new(Keep(Mutex::new(sender)));
+        let ask = |page: u64, purpose| {
+            ask_for(purpose);
+            let asker = Arc::clone(&keep) as Arc<dyn Asker>;
+            pages.fetch(PageRequest::new(asker, page, SourcePage(page)));
+            ask_for(Purpose::Demand);
+        };
+        ask(1, Purpose::Demand);
+        let (page, first, _) = answers.recv().unwrap();
+        assert_eq!((page, first), (1, 0));
+        remote.set_far(true);
+        let began = Instant::now();
+        (10..20).for_each(|page| ask(page, Purpose::Demand));
+        (20..30).for_each(|page| ask(page, Purpose::Push));
+        let got: Vec<_> = (0..20).map(|_| answers.recv().unwrap()).collect();
+        for (page, first, at) in &got {
+            assert!((10..30).contains(page) && *first == CONTENT[0]);
+            assert!(*at - began >= latency, "page {page} came too early");
+        }
+        // An answer is counted after it has come, and before its request is dropped.
+        while Arc::strong_count(&keep) > 1 {
+            std::thread::yield_now();
+        }
+        assert_eq!((pages.provided(), pages.room()), ([11, 10], 64));
+        assert_eq!(pages.asked_to_push(), 10);
+    }
+}

@@ -1,0 +1,123 @@
+//! The thread that brings in all pages in order while the guest runs.
+
+use super::peer::{Pages, Purpose, ask_for};
+use crate::experiment::LabError;
+use crate::fixture::gpa_of;
+use lacuna_machine::{Arch, MemoryError, MissingMemory};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+/// How fast pages are pushed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pace {
+    /// Pages a second.
+    Rate(u64),
+    /// As fast as they come.
+    Full,
+}
+
+/// The pause between two groups of pages of a [`Pace::Rate`].
+const PAUSE: Duration = Duration::from_millis(4);
+
+/// Pushes the pages of one guest.
+pub struct Push<'a> {
+    memory: &'a dyn MissingMemory,
+    arch: Arch,
+    pages: &'a Pages,
+    pace: Pace,
+    is_on: AtomicBool,
+    is_over: AtomicBool,
+    /// All pages are pushed.
+    is_done: AtomicBool,
+}
+
+impl<'a> Push<'a> {
+    /// A push to a guest of `arch` that is off.
+    pub fn new(
+        (memory, arch): (&'a dyn MissingMemory, Arch),
+        pages: &'a Pages,
+        pace: Pace,
+    ) -> Self {
+        Self {
+            memory,
+            arch,
+            pages,
+            pace,
+            is_on: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
+            is_done: AtomicBool::new(false),
+        }
+    }
+
+    /// Carries out `experiment` while a thread pushes, as far as it is switched on.
+    ///
+    /// # Errors
+    /// Those of the experiment; and a push that failed or ran out of pages before the end.
+    pub fn during<T>(
+        &self,
+        experiment: impl FnOnce() -> Result<T, LabError>,
+    ) -> Result<T, LabError> {
+        thread::scope(|scope| {
+            let thread = scope.spawn(|| self.run());
+            let end = End(self);
+            let done = experiment();
+            drop(end);
+            let pushed = thread.join().expect("the push thread does not panic");
+            let done = done?;
+            pushed?;
+            match self.is_done.load(Ordering::Relaxed) {
+                true => Err(LabError::Guest(
+                    "all pages were pushed before the end of a round: give the guest more memory"
+                        .into(),
+                )),
+                false => Ok(done),
+            }
+        })
+    }
+
+    /// Switches it.
+    pub fn set_on(&self, is_on: bool) {
+        self.is_on.store(is_on, Ordering::Relaxed);
+    }
+
+    fn run(&self) -> Result<(), MemoryError> {
+        ask_for(Purpose::Push);
+        let mut next = 0;
+        while !self.is_over.load(Ordering::Relaxed) {
+            if !self.is_on.load(Ordering::Relaxed) {
+                thread::sleep(PAUSE);
+                continue;
+            }
+            let room = self.pages.room();
+            let count = match self.pace {
+                Pace::Rate(rate) => {
+                    thread::sleep(PAUSE);
+                    room.min(rate * PAUSE.as_millis() as u64 / 1000)
+                }
+                Pace::Full => room,
+            };
+            // A page that is there is not asked for, and does not count.
+            let end = self.pages.asked_to_push() + count;
+            while self.pages.asked_to_push() < end {
+                if next == self.pages.count() {
+                    self.is_done.store(true, Ordering::Relaxed);
+                    return Ok(());
+                }
+                let at = gpa_of(self.arch, next);
+                self.memory.fetch(at, None)?;
+                next += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Ends the thread, also after an error or a panic.
+struct End<'a>(&'a Push<'a>);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.is_over.store(true, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,246 @@
+//! A guest that is saved at its gate, and goes on from there in several ways.
+
+use crate::experiment::LabError;
+use crate::interrupt;
+use crate::session::{Guest, LastWords, image};
+use lacuna_machine::{
+    Builder, Console, Ending, PageSource, Pause, PlatformDevices, Policy, Vm, run_pausable,
+};
+use lacuna_migrate::{MigrateError, Recorder, Snapshot, Touches, save_paused};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How the pages of a guest come.
+pub enum Arm<'a> {
+    /// All before it runs.
+    Eager,
+    /// When it needs them, and in the background in the order of the file.
+    Lazy,
+    /// As [`Arm::Lazy`], these first.
+    Replay(&'a Touches),
+    /// When it needs them.
+    Demand,
+}
+
+/// What a restored guest did. Times are in seconds, from before the snapshot was opened.
+pub struct Took {
+    /// Until its first line.
+    pub first_output: f64,
+    /// Until its end.
+    pub end: f64,
+    /// The pages that it had to ask for.
+    pub touches: Touches,
+}
+
+/// A builder whose VMs may have a page source.
+pub trait WithSource: Builder + Clone {
+    /// The same, with `source` and the words of the guest's command line.
+    fn with(&self, source: Option<Arc<dyn PageSource>>, words: &str) -> Self;
+}
+
+impl WithSource for lacuna_soft::VmBuilder {
+    fn with(&self, source: Option<Arc<dyn PageSource>>, words: &str) -> Self {
+        Self {
+            source,
+            command_line: words.into(),
+            ..self.clone()
+        }
+    }
+}
+
+impl WithSource for lacuna_kvm::VmBuilder {
+    fn with(&self, source: Option<Arc<dyn PageSource>>, words: &str) -> Self {
+        let mut builder = self.clone();
+        builder.source = source;
+        builder.command_line = words.into();
+        builder
+    }
+}
+
+/// A guest that is saved at its gate.
+pub struct Scene<'a, B> {
+    builder: &'a B,
+    path: PathBuf,
+}
+
+/// The longest time that a guest may take to its gate.
+const PREPARE: Duration = Duration::from_secs(300);
+
+/// Ends the run of a guest, also after an error or a panic.
+struct End<'a, V: Vm>(&'a PlatformDevices, &'a V);
+
+impl<V: Vm> Drop for End<'_, V> {
+    fn drop(&mut self) {
+        self.0.end(Ending::Stopped, self.1);
+    }
+}
+
+impl<'a, B: WithSource> Scene<'a, B>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    /// Runs `guest` with `words` until it waits at its gate, and saves it in `folder`.
+    ///
+    /// # Errors
+    /// The guest could not be run or saved.
+    pub fn save(builder: &'a B, guest: &str, words: &str, folder: &Path) -> Result<Self, LabError> {
+        let path = folder.join(guest);
+        let starts = builder.with(None, words);
+        let vm = starts.build()?;
+        let arch = vm.config().arch;
+        let last = LastWords::default();
+        let devices = PlatformDevices::of(arch, last.console());
+        let vcpus = vm.boot(&image(arch, guest)?, &starts.full_command_line())?;
+        let pause = Pause::default();
+        let saved = thread::scope(|scope| {
+            scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
+            let _end = End(&devices, &*vm);
+            wait_at_gate(&*vm, &devices)?;
+            let guest = lacuna_migrate::Guest {
+                vm: &*vm,
+                devices: &devices,
+                pause: &pause,
+            };
+            let still = guest.pause()?;
+            save_paused(&guest, &still, &path, &mut |_| ControlFlow::Continue(()))?;
+            Ok::<_, LabError>(())
+        });
+        let ending = devices.ending().unwrap_or(Ending::Stopped);
+        last.settle(Some(saved), &ending)?;
+        Ok(Self { builder, path })
+    }
+
+    /// Memory of the guest.
+    pub fn memory_mib(&self) -> u64 {
+        let snapshot = Snapshot::open(&self.path);
+        snapshot.map_or(0, |snapshot| snapshot.machine().memory >> 20)
+    }
+
+    /// Lets the guest go on to its end, with `seed` as its setting.
+    ///
+    /// # Errors
+    /// It could not be restored, or has failed.
+    pub fn restore(&self, arm: &Arm<'_>, seed: u32) -> Result<Took, LabError> {
+        let began = Instant::now();
+        let snapshot = Snapshot::open(&self.path)?;
+        let recorder = snapshot.recorder();
+        let source = match arm {
+            Arm::Eager => None,
+            _ => {
+                let pages = snapshot.pages_on_demand(Policy::default())?;
+                Some(Arc::new(pages.recorded(&recorder)) as Arc<dyn PageSource>)
+            }
+        };
+        let vm = self.builder.with(source, "").build()?;
+        let first = FirstLine::default();
+        let devices = PlatformDevices::of(vm.config().arch, first.console());
+        let go_on = &mut |_| ControlFlow::Continue(());
+        let vcpus = match arm {
+            Arm::Eager => snapshot.restore(&vm, &devices, go_on)?,
+            _ => snapshot.restore_lazily(&vm, &devices)?,
+        };
+        let guest = Guest::attach(&*vm, &devices);
+        let guest = guest.ok_or_else(|| LabError::Guest("it has no status page".into()))?;
+        guest.set(seed)?;
+        let prefetched = thread::scope(|scope| {
+            let background = scope.spawn(|| background(arm, &snapshot, &*vm, &devices));
+            drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
+            background.join().expect("the thread does not panic")
+        });
+        let end = began.elapsed().as_secs_f64();
+        prefetched?;
+        interrupt::check()?;
+        first.took(began, end, &recorder, devices.ending())
+    }
+}
+
+/// Brings pages while the guest runs.
+fn background<V: Vm>(
+    arm: &Arm<'_>,
+    snapshot: &Snapshot,
+    vm: &V,
+    devices: &PlatformDevices,
+) -> Result<(), MigrateError> {
+    let each = &mut |_| match devices.ending() {
+        None => ControlFlow::Continue(()),
+        Some(_) => ControlFlow::Break(()),
+    };
+    let done = match arm {
+        Arm::Eager | Arm::Demand => Ok(()),
+        Arm::Lazy => snapshot.prefetch(vm, each),
+        Arm::Replay(touches) => {
+            let replayed = snapshot.replay(vm, touches, each);
+            replayed.and_then(|()| snapshot.prefetch_rest(vm, touches, each))
+        }
+    };
+    match done {
+        Err(MigrateError::Cancelled) => Ok(()),
+        done => done,
+    }
+}
+
+/// Waits until all processes of the guest wait at its gate.
+pub fn wait_at_gate(vm: &impl Vm, devices: &PlatformDevices) -> Result<(), LabError> {
+    let deadline = Instant::now() + PREPARE;
+    let guest = loop {
+        if let Some(guest) = Guest::attach(vm, devices) {
+            break guest;
+        }
+        if Instant::now() > deadline || devices.ending().is_some() {
+            return Err(LabError::Guest("the guest does not start".into()));
+        }
+        thread::yield_now();
+    };
+    guest.run_until(PREPARE, |status| {
+        let [main, members @ ..] = &*status.threads else {
+            return None;
+        };
+        // `verify`: each thread has made one of its two passes. `zipf`: the first entry says so.
+        let half = |thread: &lacuna_guest::status::Thread| {
+            thread.goal.is_some_and(|goal| 2 * thread.counter >= goal)
+        };
+        let all = members.len() == vm.config().vcpus && members.iter().all(half);
+        let is_there = main.counter > 0 || all;
+        is_there.then_some(())
+    })
+}
+
+/// When a guest has printed its first line, and its last line.
+#[derive(Clone, Default)]
+struct FirstLine(Arc<Mutex<(Option<Instant>, String)>>);
+
+impl FirstLine {
+    fn console(&self) -> impl Console + 'static {
+        let kept = Arc::clone(&self.0);
+        move |line: &str| {
+            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            kept.0.get_or_insert_with(Instant::now);
+            line.clone_into(&mut kept.1);
+        }
+    }
+
+    /// The result of a guest that has ended.
+    fn took(
+        &self,
+        began: Instant,
+        end: f64,
+        recorder: &Recorder,
+        ending: Option<Ending>,
+    ) -> Result<Took, LabError> {
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match (kept.0, ending) {
+            (Some(first), Some(Ending::Exited(0))) => Ok(Took {
+                first_output: (first - began).as_secs_f64(),
+                end,
+                touches: recorder.touches(),
+            }),
+            (_, ending) => Err(LabError::Guest(format!(
+                "the guest ended with {ending:?}; its last line: {:?}",
+                kept.1
+            ))),
+        }
+    }
+}
