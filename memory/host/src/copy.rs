@@ -22,13 +22,24 @@ const PEEKS: usize = 64;
 impl Host {
     /// Copies `bytes` to the pages from `addr` on, and waits for pages that are swapped out. A
     /// vCPU's thread must not call it.
-    pub fn copy_in(&self, mut addr: BackingAddr, mut bytes: &[u8]) -> Result<(), HostError> {
-        let mut cache = PerCpuPages::new(self.core.clone());
+    pub fn copy_in(&self, addr: BackingAddr, bytes: &[u8]) -> Result<(), HostError> {
+        let mut cache = self.borrow_cache();
+        let copied = self.copy_in_with(addr, bytes, &mut cache);
+        self.spare_caches.put(cache);
+        copied
+    }
+
+    fn copy_in_with(
+        &self,
+        mut addr: BackingAddr,
+        mut bytes: &[u8],
+        cache: &mut PerCpuPages,
+    ) -> Result<(), HostError> {
         while !bytes.is_empty() {
             let (offset, len) = within_page(addr, bytes.len());
             let (now, rest) = bytes.split_at(len);
             let copy = |frame: FramePtr<'_>| frame.write(offset, now);
-            self.with_page(addr, Access::Write, &mut cache, copy)?;
+            self.with_page(addr, Access::Write, cache, copy)?;
             (addr, bytes) = (BackingAddr::new(addr.get().wrapping_add(len as u64)), rest);
         }
         Ok(())
@@ -36,8 +47,19 @@ impl Host {
 
     /// Copies from the pages at `addr` on, and waits for pages that are swapped out. Empty pages
     /// stay empty and read as zeros.
-    pub fn copy_out(&self, mut addr: BackingAddr, mut out: &mut [u8]) -> Result<(), HostError> {
-        let mut cache = PerCpuPages::new(self.core.clone());
+    pub fn copy_out(&self, addr: BackingAddr, out: &mut [u8]) -> Result<(), HostError> {
+        let mut cache = self.borrow_cache();
+        let copied = self.copy_out_with(addr, out, &mut cache);
+        self.spare_caches.put(cache);
+        copied
+    }
+
+    fn copy_out_with(
+        &self,
+        mut addr: BackingAddr,
+        mut out: &mut [u8],
+        cache: &mut PerCpuPages,
+    ) -> Result<(), HostError> {
         while !out.is_empty() {
             let (offset, len) = within_page(addr, out.len());
             let (now, rest) = out.split_at_mut(len);
@@ -45,7 +67,7 @@ impl Host {
                 now.fill(0);
             } else {
                 let copy = |frame: FramePtr<'_>| frame.read(offset, now);
-                self.with_page(addr, Access::Read, &mut cache, copy)?;
+                self.with_page(addr, Access::Read, cache, copy)?;
             }
             (addr, out) = (BackingAddr::new(addr.get().wrapping_add(len as u64)), rest);
         }

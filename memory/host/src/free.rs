@@ -37,7 +37,9 @@ impl FreeMap {
             free: BlockSet::new(blocks),
             len: 0,
         };
-        (0..frames).for_each(|frame| map.give(frame as u32));
+        let whole = frames / BLOCK;
+        (0..whole).for_each(|block| map.give_block(BlockNo::new(block as u32)));
+        (whole * BLOCK..frames).for_each(|frame| map.give(frame as u32));
         map
     }
 

@@ -122,7 +122,8 @@ pub(crate) fn lock<T, C: LockClass>(mutex: &Mutex<T, C>) -> MutexGuard<'_, T> {
 }
 
 impl Host {
-    /// Makes a host without regions. Gets the budget's memory from the kernel and touches it.
+    /// Makes a host without regions. Gets the budget's memory from the kernel. If it is more than
+    /// 32 MiB, a thread touches it while it is used already ([`Host::wait_until_touched`]).
     pub fn new(config: HostConfig) -> Result<Arc<Self>, HostError> {
         Self::with_linux_memory(config, PageCount::new(0))
     }
@@ -195,6 +196,12 @@ impl Host {
             core,
             spare_caches: SpareCaches::default(),
         }))
+    }
+
+    /// Returns when all memory of the budget was touched: before then, a fault may include that the
+    /// kernel finds memory.
+    pub fn wait_until_touched(&self) {
+        self.core.frames.pool.wait_until_touched();
     }
 
     /// The smallest budget in which `vcpus` vCPUs make progress, whatever their guests do.

@@ -1,4 +1,4 @@
-//! The memory of the budget: one private anonymous mapping, prefaulted, and the only raw pointers
+//! The memory of the budget: one private anonymous mapping, and the only raw pointers
 //! to it.
 //!
 //! ```text
@@ -6,8 +6,6 @@
 //!            | frame 0 | frame 1 | ...    the budget | Linux memory, if any is wanted |
 //! ```
 //! The mapping is made 2 MiB longer than needed, so that frame 0 can begin on a huge page.
-//! Prefaulting matters: the first touch of host memory can cost many times the average, because the
-//! machine under us backs it then.
 //!
 //! Linux memory has the frame numbers after the budget's, in the same range of addresses (`linux`).
 //! So any frame number becomes an address with one comparison. Every address of the range is always
@@ -20,6 +18,7 @@
 //! [`Pool::zero_block`], [`Pool::exclusive`]).
 
 mod linux;
+mod touching;
 
 use crate::block_word::{BLOCK, BlockNo};
 use crate::error::HostError;
@@ -30,6 +29,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+use touching::Touching;
 
 const HUGE: usize = BLOCK * PAGE_SIZE;
 const WORDS: usize = PAGE_SIZE / 8;
@@ -120,6 +120,8 @@ pub(crate) struct Pool {
     end: usize,
     /// Pages of Linux memory that the kernel takes away; `None`: there is no Linux memory.
     taken: Option<TakenPages>,
+    /// `None` until the mapping is made.
+    touching: Option<Touching>,
 }
 
 // SAFETY: the mapping belongs to the pool until drop; its bytes are accessed only through
@@ -159,13 +161,13 @@ impl Pool {
             frames,
             end,
             taken: None,
+            touching: None,
         };
         // A host without transparent huge pages refuses the advice; then the pool has 4 KiB pages.
         // SAFETY: the range lies inside the mapping. The contents of the mapping are not used yet.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
-        // SAFETY: as above.
-        unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxPopulateWrite) }
-            .map_err(failed)?;
+        // SAFETY: the range lies inside the mapping, which `drop` removes after it.
+        pool.touching = Some(unsafe { Touching::begin(base, frames) }.map_err(failed)?);
         let linux = pool.linux();
         if !linux.is_empty() {
             let range = pool.range(Pfn::new(linux.start as u32), linux.len());
@@ -174,6 +176,11 @@ impl Pool {
             pool.taken = Some(unsafe { TakenPages::watch(range) }.map_err(failed)?);
         }
         Ok(pool)
+    }
+
+    /// Returns when all memory of the budget was touched.
+    pub fn wait_until_touched(&self) {
+        self.touching.iter().for_each(Touching::wait);
     }
 
     /// How many frames the budget has.
@@ -303,7 +310,7 @@ unsafe fn zero_past_caches(at: NonNull<u8>, len: usize) {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        drop(self.taken.take());
+        drop((self.taken.take(), self.touching.take()));
         // SAFETY: this is the mapping made by `new`; no FramePtr outlives the pool.
         let unmapped = unsafe { munmap(self.map.cast(), self.map_len) };
         debug_assert!(unmapped.is_ok());
@@ -342,6 +349,11 @@ impl FramePtr<'_> {
     /// Copies bytes from `offset` on out of the frame. An aligned access of 2, 4 or 8 bytes is one
     /// atomic load. Panics outside the page.
     pub fn read(self, mut offset: usize, mut out: &mut [u8]) {
+        if offset == 0
+            && let Ok(page) = (&mut *out).try_into()
+        {
+            return self.load(page);
+        }
         while !out.is_empty() {
             let size = aligned_piece(offset, out.len());
             let (now, rest) = out.split_at_mut(size);
@@ -358,6 +370,11 @@ impl FramePtr<'_> {
     /// Copies bytes into the frame from `offset` on. An aligned access of 2, 4 or 8 bytes is one
     /// atomic store. Panics outside the page.
     pub fn write(self, mut offset: usize, mut bytes: &[u8]) {
+        if offset == 0
+            && let Ok(page) = bytes.try_into()
+        {
+            return self.store(page);
+        }
         while !bytes.is_empty() {
             let size = aligned_piece(offset, bytes.len());
             let (now, rest) = bytes.split_at(size);
@@ -377,11 +394,25 @@ impl FramePtr<'_> {
         if first.is_none() {
             return Content::Zero;
         }
-        let (chunks, _) = page.0.as_chunks_mut::<8>();
-        for (i, chunk) in chunks.iter_mut().enumerate() {
-            *chunk = self.word(i).load(Ordering::Relaxed).to_ne_bytes();
-        }
+        self.load(&mut page.0);
         Content::Data
+    }
+
+    /// Copies the whole page out of the frame: several times as fast as the loop in `read`.
+    fn load(self, page: &mut [u8; PAGE_SIZE]) {
+        let (words, _) = page.as_chunks_mut::<8>();
+        for (i, word) in words.iter_mut().enumerate() {
+            *word = self.word(i).load(Ordering::Relaxed).to_ne_bytes();
+        }
+    }
+
+    /// Copies a whole page into the frame.
+    fn store(self, page: &[u8; PAGE_SIZE]) {
+        let (words, _) = page.as_chunks::<8>();
+        for (i, word) in words.iter().enumerate() {
+            self.word(i)
+                .store(u64::from_ne_bytes(*word), Ordering::Relaxed);
+        }
     }
 }
 

@@ -171,7 +171,7 @@ impl Host {
     }
 
     /// A page cache for one operation of a thread that is no vCPU.
-    fn borrow_cache(&self) -> PerCpuPages {
+    pub(crate) fn borrow_cache(&self) -> PerCpuPages {
         let spare = self.spare_caches.take();
         spare.unwrap_or_else(|| PerCpuPages::new(self.core.clone()))
     }

@@ -92,7 +92,12 @@ impl<V: Vm> Early<'_, V> {
         match (taken, cause) {
             // The first connection was ended because of that.
             (Ok(_) | Err(MigrateError::Cut(_)), Some(cause)) => Err(cause),
-            (taken, _) => taken,
+            // Pages that came on the others after the last look.
+            (Ok(awaited), None) => match each(streams.pages.into_inner()).is_break() {
+                true => Err(MigrateError::Cancelled),
+                false => Ok(awaited),
+            },
+            (taken, None) => taken,
         }
     }
 

@@ -104,7 +104,7 @@ fn a_cut_is_resumed() {
                 _ => panic!("{mode:?} {cut:?} of {:?}: {end:?}", whole.written),
             }
         }
-        assert!(stayed > 2 && resumed > 1, "{mode:?}: {stayed} {resumed}");
+        assert!(stayed > 0 && resumed > 0, "{mode:?}: {stayed} {resumed}");
     }
 }
 

@@ -56,6 +56,14 @@ pub fn gpa_of(arch: Arch, page: u64) -> Gpa {
     at.expect("a page of a guest")
 }
 
+/// The host of `builder`, with memory that the kernel has given already: no measured fault waits for
+/// that.
+pub fn touched(builder: &VmBuilder, clock: &Arc<dyn Clock>) -> Result<Arc<Host>, LabError> {
+    let host = builder.host(Arc::clone(clock))?;
+    host.wait_until_touched();
+    Ok(host)
+}
+
 /// The VM of `builder`, with vCPUs at the start of `image`. They do not run yet.
 ///
 /// # Errors
@@ -75,7 +83,7 @@ pub fn boot(
         delivery,
         ..VmConfig::default()
     };
-    let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
+    let vm = Vm::new(touched(builder, &clock)?, clock, config)?;
     let vcpus = vm.boot(image, command_line)?;
     Ok((vm, vcpus))
 }
@@ -124,7 +132,7 @@ impl Tables {
     /// The host or the MMU could not be made.
     pub fn new(builder: &VmBuilder, tables: u32) -> Result<Self, LabError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = builder.host(clock)?;
+        let host = touched(builder, &clock)?;
         let qsbr = Arc::new(Qsbr::new(1));
         let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), tables)?;
         Ok(Self { host, qsbr, mmu })

@@ -24,6 +24,8 @@ const ENDLESS: &str = "bm --memory 16M --resident 8M --append=seconds=1000000";
 /// A guest that checks its memory and ends, and that runs longer than it takes to ask for its
 /// migration.
 const VERIFY: &str = "verify --memory 6M --resident 6M";
+/// Bytes of a migration that has begun: it sends more, even if its guest has only booted.
+const SOME: u64 = 60_000;
 /// A frame of the destination: it has memory and state.
 const PREPARED: u8 = 8;
 
@@ -36,7 +38,7 @@ fn migrate(to: &str) -> Value {
 fn has_moved(guest: Guest, to: Destination, answer: &Value) {
     let moved = &answer["migrated"];
     let sent = moved["pages"].as_u64().unwrap();
-    assert!(sent > 20, "{answer}");
+    assert!(sent > 0, "{answer}");
     let address = to.address.clone();
     let (code, json, errors) = to.end();
     assert_eq!(
@@ -263,7 +265,7 @@ fn the_destination_is_killed() {
     let address = format!("unix:{}/in", folder.path().display());
     let to = Destination::start(folder.path(), &address, "--resident 16M");
     let pid = Pid::from_child(&to.child);
-    let (middle, relay) = relay(folder.path(), &address, Until::Bytes(100_000), move || {
+    let (middle, relay) = relay(folder.path(), &address, Until::Bytes(SOME), move || {
         kill_process(pid, Signal::KILL).unwrap();
     });
     let guest = Guest::start(folder.path(), ENDLESS);
@@ -285,7 +287,7 @@ fn the_source_is_killed() {
     let to = Destination::start(folder.path(), &address, "--resident 16M");
     let guest = Guest::start(folder.path(), ENDLESS);
     let pid = Pid::from_child(&guest.child);
-    let (middle, relay) = relay(folder.path(), &address, Until::Bytes(100_000), move || {
+    let (middle, relay) = relay(folder.path(), &address, Until::Bytes(SOME), move || {
         kill_process(pid, Signal::KILL).unwrap();
     });
     let answer = guest.client().ask(migrate(&middle));

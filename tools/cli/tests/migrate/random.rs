@@ -313,8 +313,8 @@ fn number(variable: &str, otherwise: u64) -> u64 {
 #[test]
 fn known_accidents() {
     let [prepared, go, running, end, complete] = [8, 9, 10, 15, 16].map(Moment::Frame);
-    // The state, and some pages of many.
-    let some = Moment::Bytes(100_000);
+    // The state, and some pages of those that the kernel alone has.
+    let some = Moment::Bytes(60_000);
     for (mode, accident, moment, fates) in [
         ("precopy", Accident::Cut, go, &[Fate::Moved][..]),
         ("hybrid", Accident::Cut, running, &[Fate::Moved]),

@@ -297,8 +297,22 @@ impl Qemu {
             let event = self.read()?;
             self.note(event);
         }
-        let moved = self.execute("query-migrate", &json!({}))?;
-        Ok((self.time("STOP")?, moved))
+        Ok((self.time("STOP")?, self.times()?))
+    }
+
+    /// What QEMU says of the migration's times. It sets them after its event `completed`.
+    fn times(&mut self) -> Result<Value, ExternalError> {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let moved = self.execute("query-migrate", &json!({}))?;
+            if moved["total-time"].as_u64() > Some(0) && moved["downtime"].is_u64() {
+                return Ok(moved);
+            }
+            if Instant::now() > deadline {
+                return Err(failed(format!("query-migrate says no times: {moved}")));
+            }
+            thread::sleep(AGAIN);
+        }
     }
 
     /// When an event was that has come.
