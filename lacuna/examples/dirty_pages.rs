@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         PageCount::from_bytes(128 << 20),
         PageCount::from_bytes(160 << 20),
     );
-    builder.command_line = "secs=600".into();
+    builder.command_line = "seconds=600".into();
     let vm = builder.build()?;
     let vcpus = vm.boot(&image, &builder.full_command_line())?;
     let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));

@@ -41,6 +41,7 @@
 //! | make vCPUs leave the guest and return to the VMM | [`Kick`] |
 //! | end the run | [`PlatformDevices::end`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`Vm::save_shared`] |
+//! | save a whole guest, or move it to another process | [`migrate`] |
 //!
 //! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `missing`, `snapshot`,
 //! `vmm`, `vm_memory`.

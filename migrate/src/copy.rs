@@ -81,7 +81,8 @@ pub(crate) fn copy(
     })
 }
 
-/// If some threads have failed, the error of the one that has failed first: it has cut off others.
+/// If threads have failed, the first error that is not a cut, or else the first cut. A failure on
+/// one connection cuts the others, so a cut is seldom the cause.
 fn first_cause(ends: Vec<Result<(), MigrateError>>) -> Result<(), MigrateError> {
     let mut errors: Vec<_> = ends.into_iter().filter_map(Result::err).collect();
     let cause = errors
@@ -132,7 +133,7 @@ impl<V: Vm, R: Iterator<Item = Range<u64>>> Work<'_, V, R> {
         Ok(())
     }
 
-    /// The next run, of at most so many pages as are read at once.
+    /// The next run: at most [`CHUNK`] pages.
     fn next(&self) -> Option<Range<u64>> {
         self.runs.lock().expect("no panic under this lock").next()
     }
@@ -155,7 +156,7 @@ impl<R: Iterator<Item = Range<u64>>> Runs<R> {
     }
 }
 
-/// Reads one run of pages for `sink`. `buffer` has whole pages, as many as are read at once.
+/// Reads one run of pages for `sink`, at most as many at once as `buffer` holds.
 pub(crate) fn copy_run(
     vm: &impl Vm,
     layout: &MemoryLayout,

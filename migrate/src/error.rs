@@ -1,4 +1,4 @@
-//! Why a VM is not moved.
+//! Why a VM is not saved, restored or moved.
 
 use crate::stream::STREAMS_MAX;
 use lacuna_addr::{Gpa, NoRoom};
@@ -7,8 +7,9 @@ use lacuna_source::FileError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a VM is not saved or not restored. A VM that was being saved goes on as if nothing had
-/// happened. A VM that was being restored is of no use: drop it.
+/// Why a VM is not saved, restored or moved. A VM that was being saved or sent goes on as if
+/// nothing had happened. A VM that was being restored, or was to receive a guest, is of no use:
+/// drop it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
@@ -38,7 +39,8 @@ pub enum MigrateError {
     },
     /// A snapshot of another version of the format.
     #[error(
-        "{}: format {found}, and this release reads format {known}: use the release that wrote it",
+        "{}: format {found}, and this release reads formats up to {known}: use the release that \
+         wrote it",
         shown(path)
     )]
     Version {
@@ -60,7 +62,7 @@ pub enum MigrateError {
         saved: String,
     },
     /// The run of the guest is over, or has not begun.
-    #[error("the guest does not run: there is nothing to save")]
+    #[error("the guest does not run: there is nothing to save or move")]
     NotRunning,
     /// Memory slots changed meanwhile.
     #[error("the memory slots of the VM have changed meanwhile: try again when they stay")]
@@ -137,6 +139,12 @@ pub enum MigrateError {
     /// The file in memory for pages that come before the guest.
     #[error("the pages that have come cannot be kept in memory: {0}; free memory, and try again")]
     Staging(io::Error),
+    /// The system gives no random numbers for the name of a migration.
+    #[error("the system gives no random numbers: {0}; try again")]
+    Random(io::Error),
+    /// There is no memory to compress or decompress pages.
+    #[error("no memory to compress pages or decompress them: {0}; free memory, and try again")]
+    Codec(io::Error),
     /// The other side of a migration sends what no release of Lacuna sends.
     #[error("the stream is damaged: {0}; use one release on both sides, and TLS on a bad network")]
     Stream(String),
@@ -157,8 +165,10 @@ pub enum MigrateError {
     /// A VM without missing memory cannot be restored lazily.
     #[error("the VM has no page source: make it with that of the snapshot or migration")]
     NoSource,
-    /// A lazy restore into other memory slots.
-    #[error("the saved guest's memory slots are not those of a new VM: restore all pages at once")]
+    /// A lazy restore, a post-copy or a hybrid of a guest with other memory slots than a new VM's.
+    #[error(
+        "the guest's memory slots are not those of a new VM: use an eager restore or a pre-copy"
+    )]
     OtherSlots,
     /// A file is no whole record of first touches.
     #[error("{}: {wrong}: record the first touches anew", shown(path))]
@@ -177,7 +187,7 @@ pub enum MigrateError {
          anew", shown(.0)
     )]
     OtherRecord(PathBuf),
-    /// A saved page has no place in the saved memory slots.
+    /// A memory slot that no machine can have.
     #[error("the memory slot at {0} is not one that a machine can have")]
     Layout(Gpa),
 }
@@ -230,7 +240,11 @@ impl MigrateError {
             | Self::Cancelled => ErrorKind::Request,
             Self::Streams(_) | Self::TooLong { .. } => ErrorKind::Request,
             Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Request,
-            Self::Cut(_) | Self::Staging(_) | Self::Thread(_) => ErrorKind::Host,
+            Self::Cut(_)
+            | Self::Staging(_)
+            | Self::Thread(_)
+            | Self::Random(_)
+            | Self::Codec(_) => ErrorKind::Host,
             Self::Source(FileError::Thread(_)) => ErrorKind::Host,
             Self::Source(_) => ErrorKind::Request,
             Self::Busy(_) => ErrorKind::Guest,

@@ -16,6 +16,7 @@
 //! | `layout` | the memory slots of a VM, and the numbers of their pages |
 //! | `page_set` | a set of pages |
 //! | `copy` | reads pages of a VM for a sink: runs of data, runs of zeros |
+//! | `changes` | the log of a guest's writes, as a copy uses it |
 //! | `rounds` | copies a VM that runs, until few pages are left |
 //! | `state` | a machine: what it is, and its state without memory |
 //! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |

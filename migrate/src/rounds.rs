@@ -59,8 +59,9 @@ impl<V: Vm> Still<'_, V> {
 /// How long a guest may stand still for the last pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
-    /// The guest is paused when the pages that are left take no longer than this, as the pages
-    /// before did, and a further round would not halve that.
+    /// The guest is paused when the pages that are left fit into this time at the rate so far. If
+    /// they take more than a sixteenth of it, another round comes first if that more than halves
+    /// them.
     pub downtime: Duration,
     /// After that many rounds it is paused, whatever is left.
     pub rounds: u32,
@@ -88,7 +89,8 @@ pub struct Round {
 /// How far a copy is.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
-    /// Which round, from 1; the last one is after the pause.
+    /// Which round, from 1; the last one of a pre-copy or snapshot is after the pause. 0: the guest
+    /// is given to another process, and the pages that it lacks there are sent.
     pub round: u32,
     /// Pages of this round that are copied.
     pub done: u64,
@@ -96,20 +98,20 @@ pub struct Progress {
     pub pages: u64,
 }
 
-/// Whether another round would leave less than this one has.
+/// What a copy does next.
 pub(crate) enum Next {
-    /// Copy `left` while the guest runs.
+    /// Copies the pages that are left while the guest runs.
     Round,
-    /// Pause the guest, and copy the rest.
+    /// Pauses the guest, and copies the rest.
     Pause,
 }
 
-/// How much a guest is slowed down that writes as fast as its pages are copied.
+/// How the source slows down a guest that writes pages as fast as they are copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Throttle {
-    /// Not at all: it is paused then, whatever is left.
+    /// Not at all: such a guest is paused, whatever is left.
     Never,
-    /// Its vCPUs are held for that many percent of the time, and for more if that does not help.
+    /// Its vCPUs are held for that many percent of the time, and for more if that is not enough.
     Held(u32),
 }
 
@@ -135,7 +137,9 @@ impl Throttle {
         let held = HELD_EACH * percent / 100;
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
-            scope.spawn(|| {
+            let named = thread::Builder::new().name("lacuna-throttle".into());
+            // Without the thread the guest is not slowed down, and its pause is longer.
+            let _ = named.spawn_scoped(scope, || {
                 while !is_over.load(Ordering::Relaxed) {
                     // The guest may have ended.
                     let paused = guest.pause.begin(guest.vm);
@@ -323,7 +327,7 @@ const TRIES: usize = 100;
 const PAUSE: Duration = Duration::from_millis(1);
 
 impl<'a, V: Vm> Guest<'a, V> {
-    /// Makes the guest stand still. Another thread that has paused it is waited for.
+    /// Makes the guest stand still. Waits for another thread that has paused it.
     ///
     /// # Errors
     /// [`MigrateError::NotRunning`], [`MigrateError::Busy`], [`MigrateError::State`].
@@ -333,6 +337,10 @@ impl<'a, V: Vm> Guest<'a, V> {
             let since = Instant::now();
             let paused = self.pause.begin(self.vm);
             let mut paused = paused.ok_or(MigrateError::NotRunning)?;
+            // The guest ends: threads of other vCPUs have left.
+            if paused.vcpus().len() < self.vm.config().vcpus {
+                return Err(MigrateError::NotRunning);
+            }
             match save_state(self.vm, paused.vcpus(), self.devices) {
                 Ok(state) => {
                     return Ok(Still {

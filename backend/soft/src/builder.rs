@@ -43,6 +43,9 @@ pub struct VmBuilder {
     pub vcpus: usize,
     /// Where the pages of the guest's memory are.
     pub memory_kind: MemoryKind,
+    /// Whether the kernel backs all of `resident` when the VM is made ([`Host::prefault`]). If not,
+    /// the VM is made at once, and the kernel backs memory at its first touch.
+    pub prefault: bool,
     /// Where the host gives memory by 2 MiB pages.
     pub huge: HugePages,
     /// The place of pages that are swapped out.
@@ -99,6 +102,7 @@ impl VmBuilder {
             resident,
             vcpus: 1,
             memory_kind: MemoryKind::default(),
+            prefault: false,
             huge: HugePages::Never,
             swap: Swap::Memory,
             source: None,
@@ -132,7 +136,11 @@ impl VmBuilder {
             io,
             clock,
         };
-        Host::with_linux_memory(config, self.linux_memory())
+        let host = Host::with_linux_memory(config, self.linux_memory())?;
+        if self.prefault {
+            host.prefault()?;
+        }
+        Ok(host)
     }
 
     /// The Linux memory that the host reserves addresses for.

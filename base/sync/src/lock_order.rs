@@ -1,7 +1,7 @@
 //! The order of the locks: the one of `docs/locking.md`.
 //!
-//! Each lock of the memory, engine and backend crates has a type here, which is a parameter of the
-//! lock's own type:
+//! Each lock of the memory, engine, processor, backend and migration crates has a type here, which
+//! is a parameter of the lock's own type:
 //!
 //! ```
 //! use lacuna_sync::{Mutex, lock_order};

@@ -4,9 +4,7 @@ use std::sync::Arc;
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{Arch, Backup, Delivery, Detection, RingSize, VmConfig};
-use lacuna_soft::{
-    BootMemory, HostError, HugePages, LatencySetting, MemoryKind, SoftError, Swap, Vm, VmBuilder,
-};
+use lacuna_soft::{BootMemory, HostError, HugePages, MemoryKind, SoftError, Swap, Vm, VmBuilder};
 use lacuna_sync::{Clock, HostClock};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking, Unit};
@@ -105,20 +103,18 @@ impl Backend for Soft {
             (None, Filled::FromOutside) => Some(outside::zeros()?),
             (None, Filled::ByBackend) => None,
         };
+        let mib = |mib| PageCount::from_bytes(mib << 20);
         let builder = VmBuilder {
             arch: self.arch,
-            memory: PageCount::from_bytes(request.memory << 20),
-            resident: PageCount::from_bytes(request.resident << 20),
             vcpus: request.vcpus,
             memory_kind: self.memory_kind,
             huge: self.huge,
             swap: Swap::File(std::env::temp_dir()),
-            latency: LatencySetting::default(),
             apf: request.apf,
             cpu: request.cpu,
             source,
-            seed: None,
             command_line: request.command_line.clone(),
+            ..VmBuilder::new(mib(request.memory), mib(request.resident))
         };
         builder.latency.set(request.latency);
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());

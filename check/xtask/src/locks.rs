@@ -5,9 +5,9 @@
 
 use crate::finding::Finding;
 
-/// The rows of crates whose locks are ranked. The tools, the tests and `base` itself may use the
+/// The folders of crates whose locks are ranked. The tools, the tests and `base` itself may use the
 /// standard library's.
-const RANKED: [&str; 3] = ["memory/", "engine/", "backend/"];
+const RANKED: [&str; 5] = ["memory/", "engine/", "cpu/", "backend/", "migrate/"];
 const TYPES: [&str; 3] = ["Mutex", "RwLock", "Condvar"];
 const MODULE: &str = "std::sync::";
 

@@ -61,7 +61,9 @@ pub use lacuna_source::{
 pub use memory::{Balloon, GuestMemory, MemoryError};
 pub use missing::{FaultToken, MissingMemory, Provided, TokenError, Told};
 pub use pause::{Pause, Paused};
-pub use run::{Next, dispatch, run, run_pausable, run_watched, run_watched_pausable, status_page};
+pub use run::{
+    Next, VcpuThreads, dispatch, run, run_pausable, run_watched, run_watched_pausable, status_page,
+};
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
 pub use state::{SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
 pub use token_life::{Ready, TokenLife};

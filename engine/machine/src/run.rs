@@ -6,9 +6,11 @@ use crate::{
 };
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_sync::Clock;
+use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::{self, Scope, ScopedJoinHandle, Thread};
 use std::time::Duration;
-use std::{io, thread};
 
 /// How long a vCPU with a full dirty ring sleeps, so that another thread gets its core.
 const RING_FULL_NAP: Duration = Duration::from_micros(100);
@@ -115,47 +117,154 @@ pub fn run_pausable<V: Vcpu>(
 ) -> Vec<V> {
     pause.enter(vcpus.len());
     thread::scope(|scope| {
-        let start = |mut vcpu: V| {
+        let start = |vcpu: V| {
             let index = vcpu.index();
-            let body = move || {
-                let _guard = EndOnPanic { devices, kick };
-                let _left = Left(pause);
-                while devices.ending().is_none() {
-                    let exit = vcpu.run();
-                    let is_wanted = pause.wants(&exit);
-                    if dispatch(&mut vcpu, exit, devices, kick) == Next::Stop {
-                        break;
-                    }
-                    if is_wanted {
-                        vcpu = pause.hand_over(vcpu);
-                    }
-                }
-                vcpu
-            };
+            let body = move || run_one(vcpu, devices, kick, pause);
             let named = thread::Builder::new().name(format!("vcpu{index}"));
             let spawned = named.spawn_scoped(scope, body);
-            let refused = |error| VcpuError::Host {
-                vcpu: index,
-                cause: format!(
-                    "cannot start its thread: {error}; give the guest fewer vCPUs, or raise the \
-                     limit on processes (ulimit -u)"
-                ),
-            };
             let failed = |error| {
                 pause.leave();
-                devices.end(Ending::Failed(refused(error)), kick);
+                devices.end(Ending::Failed(no_thread(index, &error)), kick);
             };
             spawned.map_err(failed).ok()
         };
         let threads: Vec<_> = vcpus.into_iter().filter_map(start).collect();
-        let join = |t: thread::ScopedJoinHandle<'_, V>| {
-            t.join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
         let vcpus = threads.into_iter().map(join).collect();
         devices.flush();
         vcpus
     })
+}
+
+/// Runs a vCPU that has [entered](Pause::enter) `pause`, until the run has an ending.
+fn run_one<V: Vcpu>(
+    mut vcpu: V,
+    devices: &PlatformDevices,
+    kick: &impl Kick,
+    pause: &Pause<V>,
+) -> V {
+    let _guard = EndOnPanic { devices, kick };
+    let _left = Left(pause);
+    while devices.ending().is_none() {
+        let exit = vcpu.run();
+        let is_wanted = pause.wants(&exit);
+        if dispatch(&mut vcpu, exit, devices, kick) == Next::Stop {
+            break;
+        }
+        if is_wanted {
+            vcpu = pause.hand_over(vcpu);
+        }
+    }
+    vcpu
+}
+
+/// What a thread returns; a panic of it goes on here.
+fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+    let joined = thread.join();
+    joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn no_thread(vcpu: usize, error: &io::Error) -> VcpuError {
+    VcpuError::Host {
+        vcpu,
+        cause: format!(
+            "cannot start its thread: {error}; give the guest fewer vCPUs, or raise the limit on \
+             processes (ulimit -u)"
+        ),
+    }
+}
+
+/// The threads of a run whose vCPUs are not there yet.
+///
+/// The host may refuse a thread. A destination of a migration therefore starts its threads before
+/// the source gives the guest away, and runs the vCPUs on them afterwards. If this value is dropped
+/// before [`VcpuThreads::run_watched`], the threads end.
+pub struct VcpuThreads<'scope, V: Vm> {
+    vm: &'scope V,
+    devices: &'scope PlatformDevices,
+    pause: &'scope Pause<V::Vcpu>,
+    threads: Vec<Waiting<'scope, V::Vcpu>>,
+}
+
+/// A thread that waits for its vCPU.
+struct Waiting<'scope, V> {
+    /// Takes the vCPU, and the thread to wake when the vCPU has ended.
+    gate: Sender<(V, Thread)>,
+    /// It returns its vCPU; `None`: it got none.
+    thread: ScopedJoinHandle<'scope, Option<V>>,
+}
+
+impl<'scope, V: Vm> VcpuThreads<'scope, V> {
+    /// Starts a thread for each of `count` vCPUs of `vm`. Another thread can pause the vCPUs by
+    /// `pause` when they run.
+    ///
+    /// # Errors
+    /// A device lies over the guest's memory ([`PlatformDevices::check_memory`]), or a thread
+    /// cannot be started.
+    pub fn start(
+        scope: &'scope Scope<'scope, '_>,
+        count: usize,
+        vm: &'scope V,
+        devices: &'scope PlatformDevices,
+        pause: &'scope Pause<V::Vcpu>,
+    ) -> io::Result<Self> {
+        let over = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
+        devices.check_memory(&vm.memory_slots()).map_err(over)?;
+        let start = |index: usize| -> io::Result<Waiting<'scope, V::Vcpu>> {
+            let (gate, vcpus) = channel::<(V::Vcpu, Thread)>();
+            let body = move || {
+                // An error: the value was dropped.
+                let (vcpu, watcher) = vcpus.recv().ok()?;
+                let vcpu = run_one(vcpu, devices, vm, pause);
+                watcher.unpark();
+                Some(vcpu)
+            };
+            let named = thread::Builder::new().name(format!("vcpu{index}"));
+            let refused = |error: io::Error| io::Error::new(error.kind(), no_thread(index, &error));
+            let thread = named.spawn_scoped(scope, body).map_err(refused)?;
+            Ok(Waiting { gate, thread })
+        };
+        let threads = (0..count).map(start).collect::<io::Result<Vec<_>>>()?;
+        Ok(Self {
+            vm,
+            devices,
+            pause,
+            threads,
+        })
+    }
+
+    /// Runs these vCPUs, while the calling thread calls `watch` about ten times a second until the
+    /// guest ends. [`PlatformDevices::ending`] then has the reason.
+    ///
+    /// # Panics
+    /// There are not as many vCPUs as threads.
+    pub fn run_watched(
+        self,
+        vcpus: Vec<V::Vcpu>,
+        clock: &dyn Clock,
+        watch: &mut dyn FnMut(&Observed<'_, V>),
+    ) {
+        let (vm, devices) = (self.vm, self.devices);
+        assert_eq!(vcpus.len(), self.threads.len(), "a thread for each vCPU");
+        self.pause.enter(vcpus.len());
+        let enter = |(waiting, vcpu): (Waiting<'scope, V::Vcpu>, V::Vcpu)| {
+            // The thread waits for it: it has not ended.
+            let _ = waiting.gate.send((vcpu, thread::current()));
+            waiting.thread
+        };
+        let threads: Vec<_> = self.threads.into_iter().zip(vcpus).map(enter).collect();
+        let _guard = EndOnPanic { devices, kick: vm };
+        while threads.iter().any(|thread| !thread.is_finished()) && devices.ending().is_none() {
+            watch(&Observed {
+                vm,
+                devices,
+                now: clock.now(),
+            });
+            thread::park_timeout(WATCH);
+        }
+        let vcpus: Vec<_> = threads.into_iter().map(join).collect();
+        devices.flush();
+        drop(vcpus);
+    }
 }
 
 /// Runs every vCPU of `vm` as [`run`] does, on threads of their own, while the calling thread calls
@@ -163,8 +272,7 @@ pub fn run_pausable<V: Vcpu>(
 /// reason.
 ///
 /// # Errors
-/// A device lies over the guest's memory ([`PlatformDevices::check_memory`]), or the runner's
-/// thread cannot be started.
+/// As [`VcpuThreads::start`].
 pub fn run_watched<V: Vm>(
     vm: &Arc<V>,
     vcpus: Vec<V::Vcpu>,
@@ -189,24 +297,9 @@ pub fn run_watched_pausable<V: Vm>(
     pause: &Pause<V::Vcpu>,
     watch: &mut dyn FnMut(&Observed<'_, V>),
 ) -> io::Result<()> {
-    let over = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
-    devices.check_memory(&vm.memory_slots()).map_err(over)?;
-    let watcher = thread::current();
     thread::scope(|scope| {
-        let named = thread::Builder::new().name("lacuna-run".into());
-        let runner = named.spawn_scoped(scope, || {
-            drop(run_pausable(vcpus, devices, vm, pause));
-            watcher.unpark();
-        })?;
-        let _guard = EndOnPanic { devices, kick: vm };
-        while !runner.is_finished() && devices.ending().is_none() {
-            watch(&Observed {
-                vm,
-                devices,
-                now: clock.now(),
-            });
-            thread::park_timeout(WATCH);
-        }
+        let threads = VcpuThreads::start(scope, vcpus.len(), vm, devices, pause)?;
+        threads.run_watched(vcpus, clock, watch);
         Ok(())
     })
 }

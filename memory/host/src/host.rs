@@ -122,8 +122,8 @@ pub(crate) fn lock<T, C: LockClass>(mutex: &Mutex<T, C>) -> MutexGuard<'_, T> {
 }
 
 impl Host {
-    /// Makes a host without regions. Gets the budget's memory from the kernel. If it is more than
-    /// 32 MiB, a thread touches it while it is used already ([`Host::wait_until_touched`]).
+    /// Makes a host without regions. It reserves the budget's addresses; the kernel backs them when
+    /// they are touched, 2 MiB at a time where it can, or at [`Host::prefault`].
     pub fn new(config: HostConfig) -> Result<Arc<Self>, HostError> {
         Self::with_linux_memory(config, PageCount::new(0))
     }
@@ -198,10 +198,14 @@ impl Host {
         }))
     }
 
-    /// Returns when all memory of the budget was touched: before then, a fault may include that the
-    /// kernel finds memory.
-    pub fn wait_until_touched(&self) {
-        self.core.frames.pool.wait_until_touched();
+    /// Lets the kernel back all memory of the budget now: about a quarter of a second for each GiB.
+    /// No fault waits for that later. The first touch of memory can cost many times the average, if
+    /// a hypervisor below this host backs it only then.
+    ///
+    /// # Errors
+    /// The kernel has less memory.
+    pub fn prefault(&self) -> Result<(), HostError> {
+        self.core.frames.pool.prefault()
     }
 
     /// The smallest budget in which `vcpus` vCPUs make progress, whatever their guests do.

@@ -18,7 +18,6 @@
 //! [`Pool::zero_block`], [`Pool::exclusive`]).
 
 mod linux;
-mod touching;
 
 use crate::block_word::{BLOCK, BlockNo};
 use crate::error::HostError;
@@ -29,7 +28,6 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
-use touching::Touching;
 
 const HUGE: usize = BLOCK * PAGE_SIZE;
 const WORDS: usize = PAGE_SIZE / 8;
@@ -120,8 +118,6 @@ pub(crate) struct Pool {
     end: usize,
     /// Pages of Linux memory that the kernel takes away; `None`: there is no Linux memory.
     taken: Option<TakenPages>,
-    /// `None` until the mapping is made.
-    touching: Option<Touching>,
 }
 
 // SAFETY: the mapping belongs to the pool until drop; its bytes are accessed only through
@@ -161,13 +157,10 @@ impl Pool {
             frames,
             end,
             taken: None,
-            touching: None,
         };
         // A host without transparent huge pages refuses the advice; then the pool has 4 KiB pages.
         // SAFETY: the range lies inside the mapping. The contents of the mapping are not used yet.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
-        // SAFETY: the range lies inside the mapping, which `drop` removes after it.
-        pool.touching = Some(unsafe { Touching::begin(base, frames) }.map_err(failed)?);
         let linux = pool.linux();
         if !linux.is_empty() {
             let range = pool.range(Pfn::new(linux.start as u32), linux.len());
@@ -178,9 +171,15 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Returns when all memory of the budget was touched.
-    pub fn wait_until_touched(&self) {
-        self.touching.iter().for_each(Touching::wait);
+    /// Lets the kernel back all memory of the budget now. The bytes stay as they are.
+    pub fn prefault(&self) -> Result<(), HostError> {
+        let (base, len) = (self.base.as_ptr().cast(), self.frames * PAGE_SIZE);
+        // SAFETY: the range lies inside the mapping; the kernel changes no bytes.
+        let touched = unsafe { madvise(base, len, Advice::LinuxPopulateWrite) };
+        touched.map_err(|errno| HostError::Map {
+            bytes: len as u64,
+            reason: errno.to_string(),
+        })
     }
 
     /// How many frames the budget has.
@@ -310,7 +309,7 @@ unsafe fn zero_past_caches(at: NonNull<u8>, len: usize) {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        drop((self.taken.take(), self.touching.take()));
+        drop(self.taken.take());
         // SAFETY: this is the mapping made by `new`; no FramePtr outlives the pool.
         let unmapped = unsafe { munmap(self.map.cast(), self.map_len) };
         debug_assert!(unmapped.is_ok());

@@ -209,7 +209,7 @@ impl Chunks {
     fn provide(&self, request: &PageRequest, outage: &Outage, chunk: u64, bytes: &Bytes) {
         outage.provided();
         let at = request.page().0 * PAGE_SIZE as u64 - self.range(chunk).start;
-        // Late: the page was provided in another way, or its memory is gone.
+        // `Answer::Late`: the page was provided in another way, or its memory is gone.
         let _ = match bytes[at as usize..].first_chunk() {
             Some(page) => request.provide(page),
             None => request.fail("the object ends inside of the page"),

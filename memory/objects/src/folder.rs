@@ -316,7 +316,7 @@ impl PageSource for ObjectPages {
     fn fetch(&self, request: PageRequest) {
         let page = request.page();
         if page.0 >= self.pages {
-            // Late: the page's memory is gone.
+            // `Answer::Late`: the page's memory is gone.
             let _ = request.fail(&format!(
                 "{page} is beyond the guest's {} pages",
                 self.pages

@@ -15,6 +15,7 @@ pub(super) const CHECKSUMS: &str = "checksums";
 
 /// [`STATE`].
 #[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Document {
     /// [`WHOLE`] or [`DIFF`].
     pub format: u32,

@@ -207,7 +207,7 @@ impl PageSource for SnapshotPages {
         if let Some(recorder) = &self.recorder {
             recorder.note(page);
         }
-        // Late: the page was prefetched, or its memory is gone.
+        // `Answer::Late`: prefetch has provided the page, or its memory is gone.
         let _ = match self.places.get(page.0) {
             None => request.fail(&format!("{page} is beyond the snapshot's memory")),
             Some((ZEROS, _)) => request.provide(&ZERO_PAGE),

@@ -113,7 +113,7 @@ impl Snapshot {
                 return Err(MigrateError::damaged(at.path(), wrong));
             }
             if layers.len() == LAYERS_MAX {
-                let wrong = format!("it has more than {LAYERS_MAX} snapshots below it");
+                let wrong = format!("it is made of more than {LAYERS_MAX} snapshots");
                 return Err(MigrateError::damaged(path, wrong));
             }
             layer_of.resize(entries.len(), 0);
@@ -373,7 +373,7 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Document, MigrateError> {
     }
     let document: Document = serde_json::from_slice(bytes).map_err(wrong)?;
     if document.base.is_some() != (format == DIFF) {
-        let wrong = format!("format {format}, and its base do not fit");
+        let wrong = format!("format {format} and the field base do not go together");
         return Err(MigrateError::damaged(path, wrong));
     }
     let checked = document.machine.layout.check();

@@ -89,12 +89,14 @@ impl Touches {
             file.sync_all()
         });
         written.map_err(MigrateError::io(&partial.0, "write the file"))?;
+        let parent = path.parent().filter(|path| !path.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        // Opened first: after the rename the record is there.
+        let folder = File::open(parent).map_err(MigrateError::io(parent, "open the folder"))?;
         let renamed = fs::rename(&partial.0, path);
         renamed.map_err(MigrateError::io(path, "rename the finished record"))?;
-        let folder = path.parent().filter(|path| !path.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
-        let synced = File::open(folder).and_then(|folder| folder.sync_all());
-        synced.map_err(MigrateError::io(folder, "write the folder"))
+        let synced = folder.sync_all();
+        synced.map_err(MigrateError::io(parent, "write the folder"))
     }
 
     /// Whether [`Touches::save`] can write there: makes its temporary file, and removes it.
@@ -148,7 +150,10 @@ impl Touches {
         let number = |at: usize| u64::from_le_bytes(word(bytes, at));
         let half = |at: usize| u32::from_le_bytes(word(bytes, at));
         if !bytes.starts_with(&MAGIC) || bytes.len() < HEADER + CHECKSUM {
-            return Err(not_a_record(path, "it does not begin as one does"));
+            return Err(not_a_record(
+                path,
+                "it does not begin as a record of first touches does",
+            ));
         }
         if half(8) != VERSION {
             return Err(MigrateError::Version {
@@ -168,7 +173,10 @@ impl Touches {
         // The length is compared without a multiplication, which could overflow.
         let entries = content.len() - HEADER;
         if !entries.is_multiple_of(ENTRY) || (entries / ENTRY) as u64 != number(24) {
-            return Err(not_a_record(path, "its length is not what it says"));
+            return Err(not_a_record(
+                path,
+                "its length does not fit its number of entries",
+            ));
         }
         if crc32fast::hash(content) != half(content.len()) {
             return Err(not_a_record(path, "its checksum differs"));

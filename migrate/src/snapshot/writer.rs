@@ -272,14 +272,17 @@ impl Writer {
         ))?;
         let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all());
         sync(&self.partial).map_err(MigrateError::io(&self.partial, "write the folder"))?;
-        let renamed = fs::rename(&self.partial, &self.path);
-        renamed.map_err(MigrateError::io(&self.path, "rename the finished snapshot"))?;
         let parent = self
             .path
             .parent()
             .filter(|parent| !parent.as_os_str().is_empty());
         let parent = parent.unwrap_or(Path::new("."));
-        sync(parent).map_err(MigrateError::io(parent, "write the folder"))?;
+        // Opened first: after the rename the snapshot is there.
+        let folder = File::open(parent).map_err(MigrateError::io(parent, "open the folder"))?;
+        let renamed = fs::rename(&self.partial, &self.path);
+        renamed.map_err(MigrateError::io(&self.path, "rename the finished snapshot"))?;
+        let synced = folder.sync_all();
+        synced.map_err(MigrateError::io(parent, "write the folder"))?;
         let own = |entry: &&u32| ![ZEROS, UNCHANGED].contains(entry);
         let pages = self.entries.iter().filter(own).count() as u64;
         Ok((pages, crc32fast::hash(checksums.as_bytes())))

@@ -3,7 +3,7 @@
 //! ```text
 //! this thread     ◄── pages that are left ─── source: put in place
 //! "lacuna-answers" ◄── pages that were asked for ─── the requests are answered
-//! another thread: staged pages are put in place
+//! "lacuna-staged" puts staged pages in place
 //! ```
 
 use super::connection::{Connections, HangUp};
@@ -28,17 +28,18 @@ pub struct Arrived<V: Vm> {
     /// Run them: they are in the state in which they were at the source.
     pub vcpus: Vec<V::Vcpu>,
     /// The pages that are left, and the end of the migration.
-    pub arriving: Arriving,
+    pub arriving: Arriving<V>,
 }
 
 /// The pages of a guest that runs here, and that the source has not sent yet. Dropped, it leaves
 /// them to be lost.
-pub struct Arriving {
+pub struct Arriving<V> {
+    vm: Arc<V>,
     /// `None`: it was cut.
     main: Option<Frames>,
     id: MigrationId,
     layout: MemoryLayout,
-    /// Unless all memory has come before the guest.
+    /// `None`: all memory has come before the guest.
     late: Option<Late>,
     is_running: bool,
 }
@@ -65,8 +66,8 @@ impl Late {
         &self.pages
     }
 
-    /// Takes the connections beside `main`, if pages are awaited. If `main` is cut meanwhile, the
-    /// source connects it again: then returns the new one, for which this is to be repeated.
+    /// Takes the connections beside `main`, if pages are awaited. If the source replaces `main`
+    /// meanwhile, returns the new one, and the caller calls this again with it.
     pub fn connect(
         &mut self,
         connections: &dyn Connections,
@@ -181,14 +182,16 @@ fn take_answers(pages: &RemotePages, mut answers: Frames) -> Result<(), MigrateE
     }
 }
 
-impl Arriving {
+impl<V: Vm> Arriving<V> {
     pub(super) fn new(
+        vm: Arc<V>,
         main: Frames,
         id: MigrationId,
         layout: MemoryLayout,
         late: Option<Late>,
     ) -> Self {
         Self {
+            vm,
             main: Some(main),
             id,
             layout,
@@ -228,13 +231,13 @@ impl Arriving {
     }
 
     /// As [`Arriving::awaited`], for other threads, and while [`Arriving::finish`] runs.
-    pub fn awaited_now(&self) -> impl Fn() -> PageSet + Send + Sync + use<> {
+    pub fn awaited_now(&self) -> Box<dyn Fn() -> PageSet + Send + Sync> {
         let pages = self.late.as_ref().map(|late| Arc::clone(&late.pages));
         let none = PageSet::empty(self.layout.pages());
-        move || match &pages {
+        Box::new(move || match &pages {
             Some(pages) => pages.awaited(),
             None => none.clone(),
-        }
+        })
     }
 
     /// Takes the pages that are left, until all have come, while the guest runs. Calls `each` with
@@ -246,17 +249,15 @@ impl Arriving {
     /// another connection, and vCPUs that need such a page wait until then. If none is, the guest
     /// lacks nothing, and the source need not come back. [`MigrateError::Cancelled`] if `each` says
     /// `Break`: call this again, or drop this value.
-    pub fn finish<V: Vm>(&mut self, vm: &V, each: OnPages<'_>) -> Result<(), MigrateError> {
+    pub fn finish(&mut self, each: OnPages<'_>) -> Result<(), MigrateError> {
         let layout = self.layout.clone();
         let Some(late) = &self.late else {
-            return self.until_end(&mut |frames, kind| {
-                let _: &Frames = frames;
-                Err(unexpected(kind, Kind::End))
-            });
+            return self.until_end(&mut |_: &Frames, kind| Err(unexpected(kind, Kind::End)));
         };
         let pages = Arc::clone(&late.pages);
+        let vm = Arc::clone(&self.vm);
         let missing = vm.missing_memory().ok_or(MigrateError::NoSource)?;
-        let place = Place {
+        let place = Installer {
             missing,
             layout: &layout,
             pages: &pages,
@@ -272,10 +273,11 @@ impl Arriving {
             come.and(installed)
         });
         // Answers that came before they were asked for, and parts of huge pages.
-        come.and_then(|()| place.install(Parts::Complete))
-            .inspect_err(|_| {
-                self.disconnect();
-            })
+        let come = come.and_then(|()| place.install(Parts::Complete));
+        if !matches!(come, Ok(()) | Err(MigrateError::Cancelled)) {
+            self.disconnect();
+        }
+        come
     }
 
     /// Takes frames until the source has sent all, and tells it that all have come.
@@ -350,13 +352,13 @@ enum Parts {
 }
 
 /// Where pages are put in place.
-struct Place<'a> {
+struct Installer<'a> {
     missing: &'a dyn MissingMemory,
     layout: &'a MemoryLayout,
     pages: &'a RemotePages,
 }
 
-impl Place<'_> {
+impl Installer<'_> {
     /// Takes a frame of pages.
     fn take(&self, frames: &Frames, kind: Kind, each: OnPages<'_>) -> Result<(), MigrateError> {
         let count = match kind {
@@ -366,7 +368,7 @@ impl Place<'_> {
                 let (whole, _) = bytes.as_chunks::<PAGE_SIZE>();
                 let count = whole.len() as u64;
                 for request in self.pages.arrived(first, count) {
-                    // Late, unless the page was staged.
+                    // `put` has answered it (`Answer::Late`), unless it has staged the page.
                     let _: Answer = request.provide(&whole[(request.page().0 - first.0) as usize]);
                 }
                 count

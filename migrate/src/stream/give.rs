@@ -14,6 +14,7 @@ use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::lanes::There;
 use super::{Compression, MigrationId, Role, Stage};
+use crate::changes::Changes;
 use crate::copy::{CHUNK, PageSink, copy_run};
 use crate::rounds::{OnProgress, Progress, Round, Still};
 use crate::{MemoryLayout, MigrateError, PageSet};
@@ -64,6 +65,9 @@ pub struct Given<'a, V: Vm> {
     left: Option<Left<'a, V>>,
     /// When the destination has said that it runs.
     pub(super) ran: Option<Instant>,
+    /// Still on: to turn it off takes longer than some pauses do, and a guest that has gone needs
+    /// no log.
+    _changes: Option<Changes<'a, V>>,
 }
 
 /// The connections beside the first one.
@@ -87,7 +91,7 @@ impl<'a, V: Vm> Given<'a, V> {
     pub(super) fn new(
         still: Still<'a, V>,
         id: MigrationId,
-        rounds: Vec<Round>,
+        (rounds, changes): (Vec<Round>, Option<Changes<'a, V>>),
         there: &There,
     ) -> Self {
         Self {
@@ -98,6 +102,7 @@ impl<'a, V: Vm> Given<'a, V> {
             unchanged: there.unchanged(),
             left: None,
             ran: None,
+            _changes: changes,
         }
     }
 
@@ -164,7 +169,7 @@ impl<'a, V: Vm> Given<'a, V> {
                     let talked = left.talk(&mut main, aside.as_mut(), reached, progress);
                     talked.map_err(|(_, why)| why)
                 });
-        self.pages += left.sent();
+        self.pages += left.take_sent();
         self.ran = left.ran();
         match talked {
             Ok(()) => Sent::Moved(self),
@@ -235,12 +240,13 @@ impl<'a, V: Vm> Left<'a, V> {
         }
     }
 
-    pub fn is_empty(&self) -> bool {
+    /// Whether the destination had all pages when the guest was given away.
+    pub fn needed_nothing(&self) -> bool {
         self.needed_nothing
     }
 
     /// Pages with content that were sent since the last call.
-    pub fn sent(&self) -> u64 {
+    pub fn take_sent(&self) -> u64 {
         self.sent.swap(0, Ordering::Relaxed)
     }
 
@@ -348,6 +354,10 @@ impl<'a, V: Vm> Left<'a, V> {
     ) -> Result<(), MigrateError> {
         if *reached != Reached::Running {
             main.expect(Kind::Prepared)?;
+            // The last moment at which the guest can stay here.
+            if *reached == Reached::State && progress(self.giving()).is_break() {
+                return Err(MigrateError::Cancelled);
+            }
             *reached = Reached::Go;
             main.signal(Kind::Go)?;
             main.expect(Kind::Running)?;
@@ -360,16 +370,21 @@ impl<'a, V: Vm> Left<'a, V> {
         main.expect(Kind::Complete)
     }
 
+    /// What is told when the guest is given away.
+    fn giving(&self) -> Progress {
+        Progress {
+            round: 0,
+            done: 0,
+            pages: self.lock().len(),
+        }
+    }
+
     /// Sends all pages that are left. The guest may need the pages behind one that it has asked
     /// for, so they come first.
     fn push(&self, main: &mut Frames, progress: OnProgress<'_>) -> Result<(), MigrateError> {
         let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
-        let pages = self.lock().len();
-        let mut now = Progress {
-            round: 0,
-            done: 0,
-            pages,
-        };
+        let mut now = self.giving();
+        let pages = now.pages;
         let answered = self.answered.load(Ordering::Relaxed);
         let (mut next, mut pushed) = (0, 0);
         loop {
@@ -417,15 +432,15 @@ impl<'a, V: Vm> Left<'a, V> {
         buffer: &mut [u8],
     ) -> Result<(), MigrateError> {
         let each = &mut |_| ControlFlow::Continue(());
-        let mut sink = Late(frames, &self.sent);
+        let mut sink = LateSink(frames, &self.sent);
         copy_run(self.vm, &self.layout, run, buffer, &mut sink, each)
     }
 }
 
 /// Sends pages that the destination lacks.
-struct Late<'a>(&'a mut Frames, &'a AtomicU64);
+struct LateSink<'a>(&'a mut Frames, &'a AtomicU64);
 
-impl PageSink for Late<'_> {
+impl PageSink for LateSink<'_> {
     fn data(&mut self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
         let pages = (bytes.len() / PAGE_SIZE) as u64;
         self.1.fetch_add(pages, Ordering::Relaxed);
@@ -433,6 +448,8 @@ impl PageSink for Late<'_> {
     }
 
     fn zeros(&mut self, first: SourcePage, pages: u64) -> Result<(), MigrateError> {
-        self.0.write_zeros(first, pages)
+        self.0.write_zeros(first, pages)?;
+        // Many small frames wait for each other.
+        self.0.keep_alive()
     }
 }

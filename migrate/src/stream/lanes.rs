@@ -26,10 +26,10 @@ pub(super) struct Lane {
 
 /// What the destination has, as far as all lanes together know.
 pub(super) struct There {
-    /// Pages with content. All others are zeros.
+    /// Pages that were ever sent with content. All others are zeros at the destination.
     pages: Mutex<PageSet, lock_order::PagesThere>,
-    /// Hashes of the pages that came after the first round: a guest often writes to a page what was
-    /// there before. Pages of the first round have none, because most are never written again.
+    /// Hashes of the pages that were sent after the first round: a guest often writes to a page
+    /// what was there before. Pages of the first round have none: most are never written again.
     hashes: Mutex<HashMap<u64, u128>, lock_order::HashesThere>,
     /// Makes it unlikely that two contents have one hash, whatever a guest writes.
     seed: u64,
@@ -59,7 +59,7 @@ impl There {
         self.unchanged.load(Ordering::Relaxed)
     }
 
-    /// Whether the destination has other content in one of these pages than zeros.
+    /// Whether the destination may have content in one of these pages.
     fn has_content(&self, first: SourcePage, count: u64) -> bool {
         let pages = self.pages.lock().expect("no panic under this lock");
         (first.0..first.0 + count).any(|page| pages.contains(SourcePage(page)))
@@ -125,10 +125,9 @@ impl PageSink for Lane {
                     self.send(page, &bytes[at * PAGE_SIZE..end * PAGE_SIZE])?;
                 }
                 false => {
-                    _ = self
-                        .there
-                        .unchanged
-                        .fetch_add(run.len() as u64, Ordering::Relaxed)
+                    let unchanged = run.len() as u64;
+                    self.there.unchanged.fetch_add(unchanged, Ordering::Relaxed);
+                    self.frames.keep_alive()?;
                 }
             }
             at = end;

@@ -33,8 +33,9 @@
 //! | before `Go` | the error; the guest goes on | [`Waiting`]: it does not run |
 //! | between `Go` and `Running` | [`Sent::Unknown`]: it stays paused | runs, or is [`Waiting`] |
 //! | before `Complete` | [`Sent::Cut`]: it stays paused | runs, and waits for pages it lacks |
+//! | the same, after a pre-copy | [`Sent::Moved`] | runs, and lacks nothing |
 //!
-//! In the last two cases [`Given::resume`] connects again, and the destination's
+//! After `Unknown` and `Cut` [`Given::resume`] connects again, and the destination's
 //! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination tells what it has, so
 //! nothing is sent twice that has arrived. If the other side never comes back, a person decides:
 //! the two never run at once by themselves.

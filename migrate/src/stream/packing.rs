@@ -44,7 +44,7 @@ impl Packer {
             Compression::None => return Ok(None),
             Compression::Lz4 => (Method::Lz4, block::get_maximum_output_size(WHOLE)),
             Compression::Zstd => {
-                let compressor = bulk::Compressor::new(LEVEL).map_err(MigrateError::Staging)?;
+                let compressor = bulk::Compressor::new(LEVEL).map_err(MigrateError::Codec)?;
                 (Method::Zstd(compressor), WHOLE)
             }
         };
@@ -95,7 +95,7 @@ impl Unpacker {
             Kind::Zstd => {
                 let zstd = match &mut self.zstd {
                     Some(zstd) => zstd,
-                    none => none.insert(bulk::Decompressor::new().map_err(MigrateError::Staging)?),
+                    none => none.insert(bulk::Decompressor::new().map_err(MigrateError::Codec)?),
                 };
                 let unpacked = zstd.decompress_to_buffer(packed, pages);
                 unpacked.map_err(|error| wrong(error.to_string()))?

@@ -21,7 +21,7 @@ pub struct Incoming {
     /// Connections that take pages before the guest comes.
     streams: u32,
     machine: Machine,
-    /// Unless all memory comes before the guest. Dropped, it fails requests of the VM.
+    /// `None`: all memory comes before the guest. Dropped, it fails requests of the VM.
     late: Option<Late>,
 }
 
@@ -29,7 +29,7 @@ pub struct Incoming {
 #[must_use = "the source waits: start it, or drop it to leave the guest to the source"]
 pub struct Prepared<V: Vm> {
     vcpus: Vec<V::Vcpu>,
-    arriving: Arriving,
+    arriving: Arriving<V>,
 }
 
 /// A guest that is restored, and must not run here: the connection was cut before the source could
@@ -114,7 +114,13 @@ impl Incoming {
         match self.take(connections, vm, devices, each) {
             Ok(vcpus) => Ok(Prepared {
                 vcpus,
-                arriving: Arriving::new(self.main, self.id, self.machine.layout, self.late),
+                arriving: Arriving::new(
+                    Arc::clone(vm),
+                    self.main,
+                    self.id,
+                    self.machine.layout,
+                    self.late,
+                ),
             }),
             Err(why) => {
                 self.main.refuse(&why);

@@ -22,7 +22,6 @@ use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::ErrorKind;
-
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, PoisonError};
 
@@ -116,7 +115,7 @@ impl RemotePages {
         pages.staged.subtract(&awaited);
         pages.awaited = awaited;
         pages.has_arrived = true;
-        // The VMM has asked for some before.
+        // Requests that came before `awaited` was known: answer them, or ask the source.
         let asked = std::mem::take(&mut pages.asked);
         drop(pages);
         asked.into_values().flatten().for_each(|r| self.fetch(r));
@@ -271,7 +270,7 @@ impl RemotePages {
         let asked = std::mem::take(&mut pages.asked);
         drop(pages);
         for request in asked.into_values().flatten() {
-            // Late: the VM has ended.
+            // `Answer::Late` only says that the VM has ended.
             let _: Answer = request.fail(reason);
         }
     }

@@ -63,8 +63,8 @@ impl Default for Plan {
 /// meanwhile; if the guest goes on here, the VMM finds there all pages that were written, unless
 /// its VM delivers by rings alone.
 ///
-/// `progress` cancels the migration before the destination may run the guest. Afterwards its
-/// `Break` ends the call with [`Sent::Cut`].
+/// `progress` cancels the migration before the destination may run the guest: the call with the
+/// first round 0 is the last that can. Afterwards its `Break` ends this with [`Sent::Cut`].
 ///
 /// # Errors
 /// [`MigrateError`]. The guest goes on here, and the destination does not run it.
@@ -90,11 +90,11 @@ impl MigrationId {
     }
 }
 
-/// Bytes that no guest and no peer knows before.
+/// Bytes that no guest and no peer can know in advance.
 fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
     let mut bytes = [0; N];
     let got = getrandom(&mut bytes, GetRandomFlags::empty());
-    got.map_err(|errno| MigrateError::Cut(errno.into()))?;
+    got.map_err(|errno| MigrateError::Random(errno.into()))?;
     Ok(bytes)
 }
 
@@ -130,7 +130,8 @@ impl<'p> Sender<'p> {
         &mut self.lanes[0].frames
     }
 
-    /// Tells the destination, if it is there. Returns its reason, if it has one.
+    /// Tells the destination `why`, if it is there. If the destination has given a reason for a
+    /// cut, returns that instead.
     fn give_up(&mut self, why: MigrateError) -> MigrateError {
         match why {
             MigrateError::Refused(_) => why,
@@ -142,7 +143,8 @@ impl<'p> Sender<'p> {
         }
     }
 
-    /// Up to the state of the paused guest, and the pages that the destination lacks then.
+    /// Sends everything up to the state of the paused guest. Returns the guest, and the pages that
+    /// the destination lacks then.
     fn until_state<'a, V: Vm>(
         &mut self,
         guest: &Guest<'a, V>,
@@ -154,12 +156,15 @@ impl<'p> Sender<'p> {
         self.introduce(guest, &layout)?;
         self.open_lanes(connections)?;
         let lanes = &mut self.lanes[..];
-        let copied = match plan.mode {
-            Mode::PostCopy => Copied {
-                still: guest.pause()?,
-                rounds: Vec::new(),
-                left: PageSet::full(layout.pages()),
-            },
+        let (copied, changes) = match plan.mode {
+            Mode::PostCopy => {
+                let copied = Copied {
+                    still: guest.pause()?,
+                    rounds: Vec::new(),
+                    left: PageSet::full(layout.pages()),
+                };
+                (copied, None)
+            }
             mode => {
                 let mut changes = Changes::log(guest.vm)?;
                 let budget = &plan.budget;
@@ -173,7 +178,7 @@ impl<'p> Sender<'p> {
                 if mode == Mode::PreCopy || copied.fits(budget) {
                     copied.copy_rest(guest.vm, &layout, lanes, progress)?;
                 }
-                copied
+                (copied, Some(changes))
             }
         };
         let Copied {
@@ -194,7 +199,7 @@ impl<'p> Sender<'p> {
             .write_json(Kind::State, &(machine, still.state()))?;
         let left = Left::new(guest.vm, layout, left, plan.compression);
         let id = self.id.clone();
-        Ok((Given::new(still, id, rounds, &self.there), left))
+        Ok((Given::new(still, id, (rounds, changes), &self.there), left))
     }
 
     /// The first messages.
@@ -247,12 +252,12 @@ impl<'p> Sender<'p> {
         left: Left<'a, V>,
         progress: OnProgress<'_>,
     ) -> Result<Sent<'a, V>, MigrateError> {
-        let mut aside = match left.is_empty() {
+        let mut aside = match left.needed_nothing() {
             true => None,
             false => Some(Links::join(connections, &self.id)?),
         };
         let talked = left.talk(self.main(), aside.as_mut(), Reached::State, progress);
-        given.pages += left.sent();
+        given.pages += left.take_sent();
         given.ran = left.ran();
         match talked {
             Ok(()) => Ok(Sent::Moved(given)),

@@ -67,7 +67,8 @@ impl<V: Vm> Early<'_, V> {
                     let lane = lane;
                     if let Err(why) = self.take_lane(lane, &streams) {
                         streams.fail(why);
-                        // Otherwise the first connection has ended this one, and is needed yet.
+                        // Once `is_over` is set, the first connection stays open: this side tells
+                        // the source on it why it refuses.
                         if !streams.is_over.load(Ordering::SeqCst) {
                             end_main();
                         }
@@ -90,14 +91,14 @@ impl<V: Vm> Early<'_, V> {
             .expect("no panic under this lock")
             .take();
         match (taken, cause) {
-            // The first connection was ended because of that.
+            // A further connection has failed. That is the cause, and not the cut that it led to.
             (Ok(_) | Err(MigrateError::Cut(_)), Some(cause)) => Err(cause),
             // Pages that came on the others after the last look.
             (Ok(awaited), None) => match each(streams.pages.into_inner()).is_break() {
                 true => Err(MigrateError::Cancelled),
                 false => Ok(awaited),
             },
-            (taken, None) => taken,
+            (taken, _) => taken,
         }
     }
 

@@ -211,7 +211,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
                 drop(run_pausable(vcpus, &devices, &*vm, &pause));
             });
             let mut arriving = arriving;
-            while let Err(why) = arriving.finish(&*vm, &mut |_| ControlFlow::Continue(())) {
+            while let Err(why) = arriving.finish(&mut |_| ControlFlow::Continue(())) {
                 assert!(matches!(why, MigrateError::Cut(_)), "{why}");
                 if arriving
                     .resume(link)

@@ -220,7 +220,7 @@ impl Job<'_> {
         let mut set_exits = args.exit_on_missing;
         let mut screen = Screen::new(&args.output);
         let console = screen.console();
-        let mut must_stay = self.stays_for_its_pages();
+        let mut end_if_not_needed = self.end_if_not_needed();
         let mut watch = |now: &Observed<'_, B::Vm>| {
             if std::mem::take(&mut set_exits)
                 && let Err(error) = pages::exit_on_missing(now.vm)
@@ -230,8 +230,8 @@ impl Job<'_> {
                 now.devices.end(Ending::Failed(failed), now.vm);
             }
             screen.show(observer.look(now));
-            if signals.caught().is_some() && !must_stay() {
-                now.devices.end(Ending::Stopped, now.vm);
+            if signals.caught().is_some() {
+                end_if_not_needed(&mut || now.devices.end(Ending::Stopped, now.vm));
             }
         };
         let done = match (self.start, args.seed) {
@@ -275,19 +275,24 @@ impl Job<'_> {
         self.control.as_ref().map(ControlSocket::ends)
     }
 
-    /// Whether a guest that has gone needs pages of this process. The first `true` is told.
-    fn stays_for_its_pages(&self) -> impl FnMut() -> bool {
+    /// Ends the run, unless a guest that has gone needs pages of this process. That is told once.
+    fn end_if_not_needed(&self) -> impl FnMut(&mut dyn FnMut()) {
         let ends = self.ends();
         let mut told = false;
-        move || {
-            let stays = ends.is_some_and(Ends::is_needed);
-            if stays && !std::mem::replace(&mut told, true) {
+        move |end| {
+            let has_ended = match ends {
+                None => {
+                    end();
+                    true
+                }
+                Some(ends) => ends.unless_needed(end),
+            };
+            if !has_ended && !std::mem::replace(&mut told, true) {
                 complain(
-                    "the guest runs elsewhere, and needs pages of this process: it ends when it \
-                     has sent them; a second signal ends it at once, and they are lost",
+                    "the guest runs elsewhere, or may, and needs pages of this process: it ends \
+                     when it has sent them; a second signal ends it at once, and they are lost",
                 );
             }
-            stays
         }
     }
 
@@ -313,6 +318,8 @@ impl Job<'_> {
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
             memory_kind: args.kind_on_soft().on_soft(),
+            // The pages of other guests come one after the other, and the guest waits for them.
+            prefault: matches!(self.start, Start::Image(_)),
             huge: args.thp.unwrap_or_default().pages(),
             swap: match swap.medium {
                 SwapMedium::File { dir } => Swap::File(dir),

@@ -18,7 +18,8 @@ use lacuna_sync::{Clock, HostClock, Qsbr};
 use std::sync::Arc;
 
 /// A VM with `memory` and as many frames as `resident`: 4 KiB pages, compressed memory as swap, no
-/// async page faults.
+/// async page faults. The kernel backs the memory before it is used, so no measured fault waits for
+/// that.
 pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilder {
     VmBuilder {
         arch: Arch::X86_64,
@@ -26,6 +27,7 @@ pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilde
         resident,
         vcpus,
         memory_kind: MemoryKind::Budget,
+        prefault: true,
         huge: HugePages::Never,
         swap: Swap::Memory,
         source: None,
@@ -56,14 +58,6 @@ pub fn gpa_of(arch: Arch, page: u64) -> Gpa {
     at.expect("a page of a guest")
 }
 
-/// The host of `builder`, with memory that the kernel has given already: no measured fault waits for
-/// that.
-pub fn touched(builder: &VmBuilder, clock: &Arc<dyn Clock>) -> Result<Arc<Host>, LabError> {
-    let host = builder.host(Arc::clone(clock))?;
-    host.wait_until_touched();
-    Ok(host)
-}
-
 /// The VM of `builder`, with vCPUs at the start of `image`. They do not run yet.
 ///
 /// # Errors
@@ -83,7 +77,7 @@ pub fn boot(
         delivery,
         ..VmConfig::default()
     };
-    let vm = Vm::new(touched(builder, &clock)?, clock, config)?;
+    let vm = Vm::new(builder.host(Arc::clone(&clock))?, clock, config)?;
     let vcpus = vm.boot(image, command_line)?;
     Ok((vm, vcpus))
 }
@@ -132,7 +126,7 @@ impl Tables {
     /// The host or the MMU could not be made.
     pub fn new(builder: &VmBuilder, tables: u32) -> Result<Self, LabError> {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = touched(builder, &clock)?;
+        let host = builder.host(clock)?;
         let qsbr = Arc::new(Qsbr::new(1));
         let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), tables)?;
         Ok(Self { host, qsbr, mmu })

@@ -26,6 +26,7 @@
 //! its transactions. Both ends are in this process, on threads of their own.
 
 mod against;
+mod backed;
 mod beats;
 mod ends;
 mod link;

@@ -170,7 +170,8 @@ where
     let touches = scene.restore(&Arm::Demand, RECORDED)?.touches;
     let slices = Cell::new(0);
     let asked = |took: &Took| took.touches.pages().len() as f64;
-    // Both there and back, all arms of a round have one seed, which no other round has.
+    // A round runs each arm twice, in order and in reverse. All its runs have one seed of their
+    // own.
     const ARMS: usize = 4;
     let runs = measures(ARMS, rounds(options), |arm| {
         let arm = match arm {

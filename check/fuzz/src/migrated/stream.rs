@@ -321,9 +321,9 @@ fn run_in<S: Stream>(
         vcpus,
         mut arriving,
     } = arrived;
-    let mut done = arriving.finish(&*vm, &mut |_| CONTINUE);
+    let mut done = arriving.finish(&mut |_| CONTINUE);
     if done.is_err() && arriving.resume(link).is_ok() {
-        done = arriving.finish(&*vm, &mut |_| CONTINUE);
+        done = arriving.finish(&mut |_| CONTINUE);
     }
     let mut guest = Guested { vm, vcpus, devices };
     if let Err(why) = done {

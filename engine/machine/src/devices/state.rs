@@ -14,6 +14,7 @@ use vm_superio::serial::{NoEvents, SerialState};
 
 /// The state of [`PlatformDevices`], without an embedder's own devices.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DevicesState {
     /// Frame number of the status page that the guest has announced.
     pub status_page: Option<u64>,
@@ -25,6 +26,7 @@ pub struct DevicesState {
 
 /// Registers of a serial line.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub enum SerialRegisters {
     /// COM1: divisor low and high, IER, IIR, LCR, LSR, MCR, MSR, scratch.

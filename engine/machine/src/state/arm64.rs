@@ -22,6 +22,7 @@ pub use sysreg::SysReg;
 
 /// The whole state of a vCPU.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct State {
     /// General registers, stack pointers, PC and PSTATE.
     pub regs: Regs,
@@ -47,6 +48,7 @@ pub struct State {
 
 /// General registers, stack pointers, PC and PSTATE.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Regs {
     /// X0 to X30.
     pub x: [u64; 31],
@@ -62,6 +64,7 @@ pub struct Regs {
 
 /// The timers of a vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Timers {
     /// `CNTV_*_EL0`.
     pub virt: Timer,
@@ -71,6 +74,7 @@ pub struct Timers {
 
 /// One timer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Timer {
     /// `CNTx_CTL_EL0`: ENABLE (bit 0) and IMASK (bit 1). ISTATUS follows from the counter, and is
     /// zero here.
@@ -81,6 +85,7 @@ pub struct Timer {
 
 /// A vCPU's part of a GICv3: the CPU interface and the redistributor.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Gic {
     /// The CPU interface.
     pub cpu: CpuInterface,
@@ -92,6 +97,7 @@ pub struct Gic {
 
 /// The CPU interface: the registers that the guest can write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CpuInterface {
     /// `ICC_PMR_EL1`.
     pub pmr: u8,
@@ -110,6 +116,7 @@ pub struct CpuInterface {
 
 /// 32 interrupts; bit `n` of each word belongs to interrupt `n`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Interrupts {
     /// In group 1: `IGROUPR`.
     pub group: u32,
@@ -130,6 +137,7 @@ pub struct Interrupts {
 
 /// A data abort that a hypervisor has injected, and the vCPU has not taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Abort {
     /// For ESR_EL1.ISS, 25 bits.
     pub iss: u32,
@@ -139,6 +147,7 @@ pub struct Abort {
 
 /// Whether a vCPU executes instructions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum RunState {
     /// It executes instructions.
     #[default]
@@ -159,6 +168,7 @@ pub enum RunState {
 
 /// Asynchronous page faults of a vCPU, in both published forms.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct AsyncFaults {
     /// What the guest has been told of the service.
     pub offered: Offered,
@@ -190,6 +200,7 @@ impl Default for AsyncFaults {
 
 /// What a guest can ask of the service of asynchronous page faults.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Offered {
     /// The bits of the vendor services' bitmap that are about asynchronous page faults.
     pub features: u32,
@@ -201,6 +212,7 @@ pub struct Offered {
 
 /// The form of the events of asynchronous page faults.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Form {
     /// Both events are data aborts (RFCv2).
     Abort,
@@ -210,6 +222,7 @@ pub enum Form {
 
 /// A vCPU's software-delegated exception interface (Arm DEN 0054), with one private event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Sdei {
     /// The registered handler.
     pub handler: Option<Handler>,
@@ -232,6 +245,7 @@ impl Default for Sdei {
 
 /// A handler of the SDEI's event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Handler {
     /// Its address.
     pub entry: u64,
@@ -243,6 +257,7 @@ pub struct Handler {
 
 /// The registers that an SDEI event has replaced.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Context {
     /// X0 to X17.
     pub x: [u64; 18],
@@ -254,6 +269,7 @@ pub struct Context {
 
 /// What the vCPUs of a VM share, and no state of one vCPU has.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Shared {
     /// The counter.
     pub counter: Counter,
@@ -263,6 +279,7 @@ pub struct Shared {
 
 /// The system counter. The virtual and the physical counter of every vCPU read it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Counter {
     /// What CNTVCT_EL0 would read at the moment of the save.
     pub value: u64,
@@ -273,6 +290,7 @@ pub struct Counter {
 
 /// The distributor of a GICv3 with one security state and affinity routing.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Distributor {
     /// `GICD_CTLR`.EnableGrp0 and EnableGrp1.
     pub enabled: [bool; 2],
@@ -283,6 +301,7 @@ pub struct Distributor {
 
 /// 32 shared peripheral interrupts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Spis {
     /// Their properties.
     pub interrupts: Interrupts,

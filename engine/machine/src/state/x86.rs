@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 
 /// The whole state of a vCPU.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct State {
     /// General registers.
     pub regs: Regs,
@@ -54,6 +55,7 @@ pub const COMMON_MSRS: [u32; 7] = [
 
 /// General registers, RIP and RFLAGS.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Regs {
     /// RAX RCX RDX RBX RSP RBP RSI RDI R8 to R15, in encoding order.
     pub gpr: [u64; 16],
@@ -65,6 +67,7 @@ pub struct Regs {
 
 /// A segment register with its hidden part.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Segment {
     /// The visible part.
     pub selector: u16,
@@ -93,6 +96,7 @@ impl Segment {
 
 /// GDTR or IDTR.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Table {
     /// Linear base address.
     pub base: u64,
@@ -102,6 +106,7 @@ pub struct Table {
 
 /// System registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct System {
     /// ES CS SS DS FS GS, in encoding order.
     pub segments: [Segment; 6],
@@ -139,6 +144,7 @@ pub mod segment {
 
 /// Debug registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Debug {
     /// DR0 to DR3.
     pub dr: [u64; 4],
@@ -150,6 +156,7 @@ pub struct Debug {
 
 /// The time-stamp counter.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Tsc {
     /// What RDTSC would read at the moment of the save.
     pub value: u64,
@@ -159,6 +166,7 @@ pub struct Tsc {
 
 /// The local APIC.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Apic {
     /// `IA32_APIC_BASE`.
     pub base: u64,
@@ -182,6 +190,7 @@ impl Default for Apic {
 
 /// An exception. The next run begins by delivering it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Exception {
     /// IDT vector, below 32.
     pub vector: u8,
@@ -193,6 +202,7 @@ pub struct Exception {
 
 /// The events that are to be delivered before the next instruction, and what delays them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Events {
     /// An exception.
     pub exception: Option<Exception>,
@@ -208,6 +218,7 @@ pub struct Events {
 
 /// `MSR_KVM_ASYNC_PF_EN` and `_INT`; `_ACK` has no state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct AsyncFaults {
     /// EN.
     pub enable: u64,
@@ -217,6 +228,7 @@ pub struct AsyncFaults {
 
 /// Whether a vCPU executes instructions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum RunState {
     /// It executes instructions.
     #[default]

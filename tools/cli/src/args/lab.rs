@@ -19,8 +19,7 @@ pub struct LabArgs {
     #[arg(long)]
     pub quick: bool,
     /// The guests' processor: arm64 for apf, apf-arm64, paging, postcopy, restore, migrate and
-    /// base. Without
-    /// it arm64 for apf-arm64, and x86_64 for all others
+    /// base. Without it arm64 for apf-arm64, and x86_64 for all others
     #[arg(long, value_enum, requires = "experiments")]
     pub arch: Option<Arch>,
     /// Where the result goes

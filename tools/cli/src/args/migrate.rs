@@ -42,8 +42,8 @@ pub struct MigrateArgs {
     /// second) or zstd (for slower ones) [default: none]
     #[arg(long, value_enum, value_name = "METHOD", hide_possible_values = true)]
     pub compress: Option<Compress>,
-    /// The connection was cut while the guest was given away: let it go on at this side. First end
-    /// the other side, or make sure that it has ended
+    /// Let the guest go on at this side, if the connection was cut while the guest was given away.
+    /// First end the other side, or make sure that it has ended
     #[arg(long, conflicts_with_all = ["to", "downtime", "mode", "streams", "compress", "cancel"])]
     pub keep: bool,
     /// At the source: end the migration, or the attempts to connect again. At the destination, when

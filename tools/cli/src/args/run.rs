@@ -25,8 +25,8 @@ pub struct RunArgs {
         default_value_if("incoming", ArgPredicate::IsPresent, "")
     )]
     pub image: String,
-    /// Wait for a guest at this address, unix:PATH, tcp:HOST:PORT or tls:HOST:PORT, and run it on:
-    /// lacuna migrate sends one. Its processors and its memory are those that it has
+    /// Wait at this address (unix:PATH, tcp:HOST:PORT or tls:HOST:PORT) for a guest that lacuna
+    /// migrate sends, and run it. The guest brings its number of processors and its memory size
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = [
         "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append"
     ])]
@@ -89,8 +89,8 @@ pub struct RunArgs {
     /// only
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// A socket to make, through which the guest is paused, saved and stopped while it runs:
-    /// docs/control.md, lacuna snapshot save
+    /// A socket to make, through which other processes pause, save, move and stop the guest while
+    /// it runs: docs/control.md, lacuna snapshot save, lacuna migrate
     #[arg(long, value_name = "SOCKET", conflicts_with = "seed")]
     pub control: Option<PathBuf>,
     /// Words that are appended to the guest's command line

@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 const PAUSE: Duration = Duration::from_millis(100);
 /// How long a source is waited for after its guest has ended here, if its connection was cut.
 const LINGER: Duration = Duration::from_secs(5);
+/// Why a guest cannot be kept by a run that has ended.
+const OVER: &str = "the run is over: the guest does not run here";
 
 /// A guest that comes here, or has come. Any thread may call its methods.
 pub struct Coming {
@@ -156,7 +158,6 @@ impl Coming {
     /// The guest is prepared, and the connection was cut. Returns what is decided; `None`: take the
     /// next connection.
     pub fn waits(&self, why: &MigrateError) -> Option<Decision> {
-        self.link.renew();
         self.was_cut(ArrivingStage::Unknown, why);
         let decision = self.decision();
         self.told().is_settled = decision == Some(Decision::Keep);
@@ -245,22 +246,27 @@ impl Coming {
                 drop(self.changed.wait_timeout(told, PAUSE));
             }
         }
-        self.link.renew();
         self.decision()
     }
 
+    /// What is decided; `None`: take the next connection, which nothing has cut yet.
     fn decision(&self) -> Option<Decision> {
         let mut told = self.told();
+        // `decide` notes a decision and cuts the link under this lock. A decision that was made
+        // before is taken here, and its cut with it. The cut of a later one stays.
+        self.link.renew();
         let is_done = told.is_over && told.is_settled;
-        match is_done || !self.link.is_open() {
-            true => Some(Decision::End),
-            false => told.decision.take(),
-        }
+        let ends = is_done || !self.link.is_open();
+        let decision = told.decision.take();
+        decision.or(ends.then_some(Decision::End))
     }
 
     /// The guest shall run here, although its source has not said so. Waits until it does.
     pub fn keep(&self) -> Result<(), Refused> {
         let mut told = self.told();
+        if told.is_over {
+            return Err(Refused::request(OVER));
+        }
         match told.now.stage {
             ArrivingStage::Unknown => {}
             ArrivingStage::Memory => {
@@ -279,7 +285,10 @@ impl Coming {
             let waited = self.changed.wait(told);
             told = waited.unwrap_or_else(PoisonError::into_inner);
         }
-        Ok(())
+        match told.now.stage {
+            ArrivingStage::Unknown => Err(Refused::request(OVER)),
+            _ => Ok(()),
+        }
     }
 
     /// The source is not waited for any more: the pages that are missing are lost.
@@ -303,7 +312,8 @@ impl Coming {
         }))
     }
 
-    /// The guest has ended by itself, or `now` by a decision.
+    /// The guest has ended. `now`: a client or a signal has ended it, so its source is not waited
+    /// for.
     pub fn end(&self, now: bool) {
         let mut told = self.told();
         told.is_over = true;
@@ -331,5 +341,57 @@ impl Coming {
 
     fn told(&self) -> MutexGuard<'_, Told> {
         self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    /// A guest whose connection was cut while its source gave it away.
+    fn unknown() -> Coming {
+        let now = Arriving {
+            stage: ArrivingStage::Unknown,
+            ..Arriving::default()
+        };
+        Coming {
+            layout: serde_json::from_str(r#"{"slots":[]}"#).unwrap(),
+            link: Arc::new(Link::of_destination(Arc::default())),
+            since: Instant::now(),
+            told: Mutex::new(Told {
+                now,
+                missing: None,
+                decision: None,
+                is_settled: false,
+                is_over: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// A decision also cuts the link, which must not count as the end of the run.
+    #[test]
+    fn a_decision_is_taken_whenever_it_comes() {
+        let coming = unknown();
+        assert_eq!(coming.waits(&MigrateError::Cancelled), None);
+        coming.decide(&mut coming.told(), Decision::Keep);
+        assert!(!coming.link.is_open(), "a connection that is awaited ends");
+        assert_eq!(coming.decision(), Some(Decision::Keep));
+        assert!(coming.link.is_open(), "the source may connect again");
+        coming.decide(&mut coming.told(), Decision::Keep);
+        assert_eq!(coming.waits(&MigrateError::Cancelled), Some(Decision::Keep));
+    }
+
+    #[test]
+    fn a_run_that_ends_answers_a_client_that_keeps_its_guest() {
+        let coming = unknown();
+        let kept = thread::scope(|scope| {
+            let keeping = scope.spawn(|| coming.keep());
+            coming.end(true);
+            keeping.join().unwrap()
+        });
+        assert_eq!(kept, Err(Refused::request(OVER)));
+        assert_eq!(coming.decision(), Some(Decision::End));
     }
 }

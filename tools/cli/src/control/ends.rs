@@ -1,15 +1,15 @@
 //! What clients have done to the run.
 
 use super::migration::Migrated;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// How clients have ended a run.
 #[derive(Default)]
 pub struct Ends {
     stopped: AtomicBool,
-    /// The guest runs elsewhere, and needs pages of this process.
-    needed: AtomicBool,
+    /// The guest runs elsewhere, or may, and needs pages of this process.
+    needed: Mutex<bool>,
     moved: OnceLock<Migrated>,
 }
 
@@ -19,14 +19,23 @@ impl Ends {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the guest runs elsewhere, and needs pages of this process.
-    pub(super) fn needs(&self, needed: bool) {
-        self.needed.store(needed, Ordering::Relaxed);
+    fn needed(&self) -> MutexGuard<'_, bool> {
+        self.needed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the guest runs elsewhere, and needs pages of this process.
-    pub fn is_needed(&self) -> bool {
-        self.needed.load(Ordering::Relaxed)
+    /// Notes whether the guest runs elsewhere, or may, and needs pages of this process.
+    pub(super) fn set_needed(&self, needed: bool) {
+        *self.needed() = needed;
+    }
+
+    /// Calls `end`, unless the guest needs pages of this process. It does not begin to need them
+    /// meanwhile. Returns whether it was called.
+    pub fn unless_needed(&self, end: impl FnOnce()) -> bool {
+        let needed = self.needed();
+        if !*needed {
+            end();
+        }
+        !*needed
     }
 
     /// The guest runs elsewhere.

@@ -69,8 +69,8 @@ impl<V: Vm> Undecided<'_, V> {
     pub fn text(&self) -> String {
         let (text, to) = (self.way.undecided().unwrap_or_default(), self.way.to());
         format!(
-            "{text}. This side connects no more; if it shall, ask it again to move the guest to \
-             {to}"
+            "{text}. This side no longer tries to connect. To make it try again, ask it again to \
+             move the guest to {to}"
         )
     }
 }
@@ -198,7 +198,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 Sent::Unknown { given, why } => (given, why, false),
             };
             way.was_cut(runs_there, &why, given.pages_left());
-            self.ends.needs(way.is_needed());
+            self.ends.set_needed(way.is_needed());
             let text = way.undecided().unwrap_or_default();
             match way.wait(&|| self.guest.devices.ending().is_some()) {
                 Wanted::GoOn => {
@@ -217,7 +217,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                     return Err(Refused::request(text));
                 }
                 Wanted::Cancel => {
-                    self.ends.needs(false);
+                    self.ends.set_needed(false);
                     let way = way.clone();
                     let undecided = Undecided { given, way };
                     let text = undecided.text();
@@ -259,12 +259,17 @@ impl<'a, V: Vm> Controlled<'a, V> {
     }
 
     fn note(&self, way: &UnderWay, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
-        let noted = way.note(now);
-        self.ends.needs(way.is_needed());
-        match self.guest.devices.ending() {
-            None => noted,
-            Some(_) => ControlFlow::Break(()),
+        // From round 0 on a signal does not end the run. If one has ended it before, the guest
+        // stays here.
+        if now.round == 0 {
+            self.ends.set_needed(true);
         }
+        let noted = match self.guest.devices.ending() {
+            None => way.note(now),
+            Some(_) => ControlFlow::Break(()),
+        };
+        self.ends.set_needed(way.is_needed());
+        noted
     }
 
     /// The guest has not moved.

@@ -133,9 +133,14 @@ impl UnderWay {
         self.told().late
     }
 
-    /// Whether the guest runs there, and needs pages of this process.
+    /// Whether the guest runs there, or may, and needs pages of this process.
     pub fn is_needed(&self) -> bool {
-        matches!(self.told().now.stage, MovingStage::There | MovingStage::Cut)
+        let now = &self.told().now;
+        match now.stage {
+            MovingStage::Here => false,
+            MovingStage::There | MovingStage::Cut => true,
+            MovingStage::Unknown => now.mode != Mode::PreCopy,
+        }
     }
 
     /// Why it is not settled where the guest runs, or with which memory, and what to do.
@@ -162,6 +167,10 @@ impl UnderWay {
     /// Notes what the library tells. `Break`: the migration shall end.
     pub fn note(&self, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
         let mut told = self.told();
+        // Round 0 asks whether the guest may be given away.
+        if told.now.stage == MovingStage::Here && told.wanted != Wanted::GoOn {
+            return ControlFlow::Break(());
+        }
         told.now.round = now.round;
         told.now.done = now.done;
         told.now.pages = now.pages;
@@ -171,13 +180,9 @@ impl UnderWay {
             told.lacks = told.now.remaining;
             self.enter(&mut told, MovingStage::There);
         }
-        let is_over = match told.now.stage {
-            MovingStage::Here => told.wanted != Wanted::GoOn,
-            _ => told.wanted == Wanted::End,
-        };
-        match is_over {
-            true => ControlFlow::Break(()),
-            false => ControlFlow::Continue(()),
+        match told.wanted {
+            Wanted::End => ControlFlow::Break(()),
+            _ => ControlFlow::Continue(()),
         }
     }
 
@@ -243,9 +248,7 @@ impl UnderWay {
                 told.now.to
             ))),
             MovingStage::Here => {
-                // A peer that is silent is not waited for.
-                self.0.link.hurry();
-                told.wanted = Wanted::Cancel;
+                self.stay(&mut told);
                 Ok(())
             }
             MovingStage::Cut | MovingStage::Unknown => {
@@ -255,13 +258,19 @@ impl UnderWay {
         }
     }
 
-    /// The client that has asked for it has gone. A guest that was given away moves nevertheless.
+    /// The client that has asked for the migration has gone: the guest stays here, unless it was
+    /// given away.
     pub fn leave(&self) {
-        let is_here = self.told().now.stage == MovingStage::Here;
-        if is_here {
-            // Given away meanwhile: it stays so.
-            let _ = self.cancel();
+        let mut told = self.told();
+        if told.now.stage == MovingStage::Here {
+            self.stay(&mut told);
         }
+    }
+
+    /// Cancels a migration whose guest is still here. A peer that is silent gets one more second.
+    fn stay(&self, told: &mut Told) {
+        self.0.link.hurry();
+        told.wanted = Wanted::Cancel;
     }
 
     /// The run has ended.

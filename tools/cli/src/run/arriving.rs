@@ -36,11 +36,11 @@ pub(super) fn start<V: Vm>(
 }
 
 /// Takes the pages that are left, as often as the source connects, until the run has ended.
-pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, vm: &V, mut arriving: Arriving) {
+pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>) {
     let coming = arrival.coming();
-    coming.runs(Box::new(arriving.awaited_now()));
+    coming.runs(arriving.awaited_now());
     loop {
-        match arriving.finish(vm, &mut |_| ControlFlow::Continue(())) {
+        match arriving.finish(&mut |_| ControlFlow::Continue(())) {
             Ok(()) => coming.is_whole(),
             Err(why) => coming.lacks(&why),
         }

@@ -5,9 +5,9 @@
 //!   ▲                           │ is none
 //!   └────── refused, told ◄─────┘
 //! ```
-//! A stranger does not end the waiting, and nothing is made for one. From a connection that has
-//! announced a machine the guest is taken. Whatever goes wrong from then on ends the command, and
-//! the source is told.
+//! A connection that announces no machine is refused, and the command goes on waiting; nothing is
+//! made for it. The first connection that announces a machine brings the guest. Every failure from
+//! then on ends the command, and the source is told.
 
 use super::{Job, Refusal, Start, run_controlled};
 use crate::args::{Address, RunArgs};
@@ -146,7 +146,6 @@ fn wait<'a>(
         match announced {
             Ok((incoming, connections)) => {
                 let (at, link) = (listener.address().clone(), connections.link());
-                link.greeted();
                 return Ok(Arrival {
                     coming: Arc::new(Coming::new(at.to_string(), &incoming, link)),
                     at,
@@ -207,7 +206,7 @@ pub(super) fn receive<V: Vm>(
     Ok(prepared)
 }
 
-/// The guest is not here.
+/// The exit code and the text for a guest that has not come.
 pub(super) fn has_not_come(job: &Job<'_>, why: &MigrateError) -> Refusal {
     let is_stopped = job.ends().is_some_and(Ends::has_stopped);
     match (why, job.signals.caught()) {

@@ -147,7 +147,7 @@ pub(super) fn prefetch<V: Vm>(
     match done {
         Ok(()) | Err(MigrateError::Cancelled) => {}
         Err(error) => complain(&format!(
-            "{error}; the guest goes on until it needs such a page"
+            "{error}; the guest goes on, and its run ends when it needs a page that is lost"
         )),
     }
     came

@@ -4,20 +4,20 @@ use super::arriving::{start, take_rest};
 use super::incoming::{Arrival, receive};
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start};
-use crate::control::{ControlSocket, Controlled};
+use crate::control::{Coming, ControlSocket, Controlled};
 use crate::exit::Exit;
 use crate::observe::Watched;
 use crate::sample::{Before, LazyPages};
 use lacuna_machine::{
-    BackendError, Builder, Console, Ending, Observed, Pause, PlatformDevices, RunEnd, Vm,
-    run_watched_pausable, status_page,
+    BackendError, Builder, Console, Ending, Observed, Pause, PlatformDevices, RunEnd, VcpuThreads,
+    Vm, status_page,
 };
 use lacuna_migrate::Guest;
 use lacuna_migrate::stream::Arrived;
 use lacuna_sync::{Clock as _, HostClock};
 use std::io;
-use std::sync::Arc;
-use std::thread::{self, ScopedJoinHandle};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, Scope, ScopedJoinHandle};
 
 /// Makes the VM and runs it to its end. The second value says what was done before.
 pub(super) fn run<B: Builder>(
@@ -39,10 +39,7 @@ where
     };
     let control = job.control.as_ref();
     let controlled = control.map(|socket| {
-        let coming = job
-            .start
-            .arrival()
-            .map(|arrival| Arc::clone(arrival.coming()));
+        let coming = coming(job).map(Arc::clone);
         (socket, Controlled::new(controls, socket.ends(), coming))
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
@@ -52,8 +49,11 @@ where
             let started = named.spawn_scoped(scope, || socket.serve(guest));
             started.map_err(failed)?;
         }
-        let _end = EndServing(control);
-        let run = begin(job, builder, &vm, &devices, &mut before).and_then(|begun| {
+        let _end = EndServing {
+            control,
+            coming: coming(job),
+        };
+        let run = begin(scope, job, builder, &vm, &controls, &mut before).and_then(|begun| {
             clock = HostClock::default();
             controlled.iter().for_each(|(_, guest)| guest.begins());
             run_begun(job, begun, &controls, &clock, watch)
@@ -98,48 +98,44 @@ fn run_begun<V: Vm>(
             let started = named.spawn_scoped(scope, || prefetch(job, lazy, vm, devices));
             background = Some(started.map_err(failed)?);
         }
-        let vcpus = match begun {
-            Begun::Here(vcpus) => vcpus,
-            Begun::Given(arrival, arrived) => {
-                let Arrived { vcpus, arriving } = *arrived;
-                let named = thread::Builder::new().name("lacuna-arriving".into());
-                let started = named.spawn_scoped(scope, || take_rest(arrival, vm, arriving));
-                started.map_err(failed)?;
-                vcpus
-            }
-        };
-        let ran = run_watched_pausable(vm, vcpus, devices, clock, guest.pause, watch);
-        if let Some(arrival) = job.start.arrival() {
+        begun.threads.run_watched(begun.vcpus, clock, watch);
+        if let Some(coming) = coming(job) {
             let stopped = matches!(devices.ending(), None | Some(Ending::Stopped));
-            arrival.coming().end(stopped);
+            coming.end(stopped);
         }
-        ran.map_err(failed)
-            .inspect_err(|_| devices.end(Ending::Stopped, vm))?;
-        let join = |thread: ScopedJoinHandle<'_, LazyPages>| {
-            let came = thread.join();
-            came.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
+        if let Some(arriving) = begun.arriving {
+            join(arriving);
+        }
         Ok(background.map(join))
     })
 }
 
-/// A guest that can run.
-enum Begun<'a, V: Vm> {
-    /// All of it is here, or in a snapshot.
-    Here(Vec<V::Vcpu>),
-    /// Its source has given it away, and may have pages of it.
-    Given(&'a Arrival<'a>, Box<Arrived<V>>),
+/// What a thread returns; a panic of it goes on here.
+fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+    let joined = thread.join();
+    joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Puts the guest into `vm` and `devices`. `before` gets what was done.
-fn begin<'a, B: Builder>(
+/// A guest that can run.
+struct Begun<'scope, V: Vm> {
+    vcpus: Vec<V::Vcpu>,
+    threads: VcpuThreads<'scope, V>,
+    /// Takes the pages that the source of the guest still has.
+    arriving: Option<ScopedJoinHandle<'scope, ()>>,
+}
+
+/// Puts the guest into `vm` and its devices, and starts the threads that it needs on `scope`.
+/// `before` gets what was done.
+fn begin<'scope, 'a: 'scope, B: Builder>(
+    scope: &'scope Scope<'scope, '_>,
     job: &Job<'a>,
     builder: &B,
     vm: &Arc<B::Vm>,
-    devices: &PlatformDevices,
+    guest: &Guest<'scope, B::Vm>,
     before: &mut Before,
-) -> Result<Begun<'a, B::Vm>, Refusal> {
-    Ok(Begun::Here(match job.start {
+) -> Result<Begun<'scope, B::Vm>, Refusal> {
+    let devices = guest.devices;
+    let vcpus = match job.start {
         Start::Image(image) => {
             let vcpus = vm.boot(image, &builder.full_command_line());
             vcpus.map_err(|error| refusal(&error))?
@@ -154,24 +150,77 @@ fn begin<'a, B: Builder>(
             before.restored = Some(restored);
             vcpus
         }
-        Start::Incoming(arrival) => {
-            let prepared = receive(job, arrival, vm, devices)?;
-            let arrived = start(job, arrival, prepared)?;
-            return Ok(Begun::Given(arrival, Box::new(arrived)));
+        Start::Incoming(arrival) => return begin_arrived(scope, job, arrival, vm, guest),
+    };
+    let threads = VcpuThreads::start(scope, vcpus.len(), guest.vm, devices, guest.pause);
+    Ok(Begun {
+        vcpus,
+        threads: threads.map_err(failed)?,
+        arriving: None,
+    })
+}
+
+/// As [`begin`], of a guest that comes from another process.
+///
+/// All threads are started before the guest is taken. If the host refuses one, the source is told,
+/// and the guest goes on there. Once the source knows that the guest runs here, the source may end,
+/// so nothing may fail then.
+fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
+    scope: &'scope Scope<'scope, '_>,
+    job: &Job<'_>,
+    arrival: &'a Arrival<'a>,
+    vm: &Arc<V>,
+    guest: &Guest<'scope, V>,
+) -> Result<Begun<'scope, V>, Refusal> {
+    let count = vm.config().vcpus;
+    let threads = VcpuThreads::start(scope, count, guest.vm, guest.devices, guest.pause);
+    let threads = threads.map_err(failed)?;
+    let (gate, given) = mpsc::channel();
+    let named = thread::Builder::new().name("lacuna-arriving".into());
+    let taking = named.spawn_scoped(scope, move || {
+        // An error: the guest does not come.
+        if let Ok(arriving) = given.recv() {
+            take_rest(arrival, arriving);
         }
-    }))
+    });
+    let taking = taking.map_err(failed)?;
+    let prepared = receive(job, arrival, vm, guest.devices)?;
+    // A client that asks to keep the guest waits for the end of this call.
+    let started = start(job, arrival, prepared);
+    let Arrived { vcpus, arriving } = started.inspect_err(|_| arrival.coming().end(true))?;
+    // The thread waits for it: it has not ended.
+    let _ = gate.send(arriving);
+    Ok(Begun {
+        vcpus,
+        threads,
+        arriving: Some(taking),
+    })
+}
+
+/// The guest that comes from another process.
+fn coming<'j>(job: &'j Job<'_>) -> Option<&'j Arc<Coming>> {
+    job.start.arrival().map(|arrival| arrival.coming())
 }
 
 fn refusal(error: &impl BackendError) -> Refusal {
     (error.kind().into(), error.to_string())
 }
 
-/// Ends the control socket's thread, also after a panic.
-struct EndServing<'a>(Option<&'a ControlSocket<'a>>);
+/// Ends the control socket's thread. After a panic it also ends what waits for the source of a
+/// guest: a thread, and clients.
+struct EndServing<'a> {
+    control: Option<&'a ControlSocket<'a>>,
+    coming: Option<&'a Arc<Coming>>,
+}
 
 impl Drop for EndServing<'_> {
     fn drop(&mut self) {
-        if let Some(socket) = self.0 {
+        if let Some(coming) = self.coming
+            && thread::panicking()
+        {
+            coming.end(true);
+        }
+        if let Some(socket) = self.control {
             socket.end();
         }
     }

@@ -9,8 +9,6 @@ use std::time::{Duration, Instant};
 const SILENCE: Duration = Duration::from_secs(30);
 /// How long it may be silent after the migration was cancelled.
 const HURRIED: Duration = Duration::from_secs(1);
-/// How long a peer that has connected may take to say which machine comes, or to begin to speak.
-pub(super) const GREETING: Duration = Duration::from_secs(10);
 /// How often a socket that waits looks at its [`Link`].
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// The shortest time over which a rate is taken.
@@ -18,9 +16,6 @@ const WINDOW: Duration = Duration::from_millis(500);
 
 /// What the connections of one migration share. Any thread may call its methods.
 pub struct Link {
-    /// When the peer has connected, if it has to introduce itself.
-    greeting: Option<Instant>,
-    has_greeted: AtomicBool,
     hurried: AtomicBool,
     /// A thread of this process has ended all waiting.
     cut: AtomicBool,
@@ -42,20 +37,13 @@ struct Meter {
 impl Link {
     /// That of a source.
     pub fn of_source() -> Self {
-        Self::new(None, Arc::default())
+        Self::of_destination(Arc::default())
     }
 
-    /// That of a peer that has just connected to a destination. Every wait ends when a signal sets
-    /// `interrupted`.
+    /// That of a destination. Every wait ends when a signal sets `interrupted`.
     pub fn of_destination(interrupted: Arc<AtomicBool>) -> Self {
-        Self::new(Some(Instant::now()), interrupted)
-    }
-
-    fn new(greeting: Option<Instant>, interrupted: Arc<AtomicBool>) -> Self {
         let now = (Instant::now(), 0);
         Self {
-            greeting,
-            has_greeted: AtomicBool::new(false),
             hurried: AtomicBool::new(false),
             cut: AtomicBool::new(false),
             interrupted,
@@ -67,11 +55,6 @@ impl Link {
                 last: now,
             }),
         }
-    }
-
-    /// The peer has said which machine comes. From now on it only must not be silent for long.
-    pub fn greeted(&self) {
-        self.has_greeted.store(true, Ordering::Relaxed);
     }
 
     /// The migration is no longer wanted: a peer that is silent now is waited for a second only.
@@ -134,25 +117,21 @@ impl Link {
 
     /// Whether a call that has waited for `silent` may wait on.
     pub(super) fn check(&self, silent: Duration) -> io::Result<()> {
-        let too_long = |what: String| Err(io::Error::new(io::ErrorKind::TimedOut, what));
         if self.is_cut() {
             return Err(io::Error::new(
                 io::ErrorKind::ConnectionAborted,
-                "it is no longer wanted here",
+                "this process has ended it",
             ));
-        }
-        let stranger = self
-            .greeting
-            .filter(|_| !self.has_greeted.load(Ordering::Relaxed));
-        if stranger.is_some_and(|since| since.elapsed() > GREETING) {
-            return too_long(format!("no guest was announced within {GREETING:?}"));
         }
         let most = match self.hurried.load(Ordering::Relaxed) {
             true => HURRIED,
             false => SILENCE,
         };
         match silent > most {
-            true => too_long(format!("the other side was silent for {most:?}")),
+            true => Err(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("the other side was silent for {most:?}"),
+            )),
             false => Ok(()),
         }
     }
@@ -179,18 +158,6 @@ mod tests {
         assert!(link.is_open());
         link.wait_until(Instant::now());
         assert!(!link.is_open(), "no new connection");
-        link.check(Duration::ZERO).unwrap();
-    }
-
-    #[test]
-    fn a_stranger_has_little_time() {
-        let mut link = Link::of_destination(Arc::default());
-        link.check(Duration::ZERO).unwrap();
-        link.greeting = Instant::now().checked_sub(GREETING * 2);
-        assert!(link.greeting.is_some());
-        let error = link.check(Duration::ZERO).unwrap_err().to_string();
-        assert!(error.contains("no guest was announced"), "{error}");
-        link.greeted();
         link.check(Duration::ZERO).unwrap();
     }
 }

@@ -1,6 +1,7 @@
 //! The destination's side: accepts connections.
 
-use super::link::{GREETING, LOOK};
+use super::introduction::{Introduced, Introduction};
+use super::link::LOOK;
 use super::stream::Socket;
 use super::{Link, Stream, Tls, TransportError};
 use crate::args::{Address, HostPort, TlsFiles};
@@ -76,7 +77,7 @@ impl<'a> Listener<'a> {
         while let Some((socket, from)) = self.next(&is_wanted)? {
             let link = Arc::new(Link::of_destination(Arc::clone(cut)));
             // A peer may be gone already.
-            if let Ok(stream) = Stream::new(socket, link) {
+            if let Ok(stream) = Stream::accepted(socket, link, Introduction::begins()) {
                 return Ok(Some((stream, from)));
             }
         }
@@ -85,9 +86,14 @@ impl<'a> Listener<'a> {
 
     /// The connection above `stream`.
     fn secure(&self, stream: Stream) -> io::Result<Box<dyn Connection>> {
-        match &self.tls {
-            Some(tls) => tls.accept(stream),
-            None => Ok(Box::new(stream)),
+        let introduction = stream.introduction().cloned();
+        let connection: Box<dyn Connection> = match &self.tls {
+            Some(tls) => tls.accept(stream)?,
+            None => Box::new(stream),
+        };
+        match introduction {
+            Some(introduction) => Ok(Box::new(Introduced::new(connection, introduction))),
+            None => Ok(connection),
         }
     }
 
@@ -190,10 +196,14 @@ impl Connections for Accepted<'_> {
         let is_wanted = || self.link.is_open() && Instant::now() < deadline;
         while let Some((socket, _)) = self.listener.next(&is_wanted)? {
             // A stranger that says nothing must not keep the source waiting for long.
-            let patience = Instant::now() + GREETING;
-            if speaks(&socket, &|| is_wanted() && Instant::now() < patience) {
-                let stream = Stream::new(socket, Arc::clone(&self.link))?;
-                return self.listener.secure(stream);
+            let introduction = Introduction::begins();
+            if !speaks(&socket, &|| is_wanted() && introduction.is_open()) {
+                continue;
+            }
+            // A stranger may be gone, or have no TLS. The source may be the next peer.
+            let stream = Stream::accepted(socket, Arc::clone(&self.link), introduction);
+            if let Ok(connection) = stream.and_then(|stream| self.listener.secure(stream)) {
+                return Ok(connection);
             }
         }
         Err(io::Error::new(
@@ -225,7 +235,10 @@ mod tests {
     use crate::transport::Connector;
     use std::cell::Cell;
     use std::io::{Read, Write};
+    use std::net::TcpStream;
     use std::os::unix::net::UnixStream;
+    use std::path::PathBuf;
+    use std::thread;
 
     #[test]
     fn a_port_that_the_system_chooses_is_named() {
@@ -248,6 +261,45 @@ mod tests {
             .map(drop)
             .unwrap_err();
         assert!(error.to_string().contains("choose another one"), "{error}");
+    }
+
+    /// A probe of the port between two connections of a migration.
+    #[test]
+    fn a_stranger_without_tls_does_not_end_a_migration() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/migrate/certificates/");
+        let file = |name: &str| PathBuf::from(folder).join(name);
+        let files = TlsFiles {
+            ca: file("authority.pem"),
+            cert: file("host.pem"),
+            key: file("host.key"),
+        };
+        let any = "tls:127.0.0.1:0".parse().unwrap();
+        let listener = Listener::open(&any, Some(&files)).unwrap();
+        let to = listener.address().clone();
+        let Address::Tls(place) = &to else {
+            panic!("{to}");
+        };
+        let place = (place.host.clone(), place.port);
+        let link = Arc::new(Link::of_source());
+        let connector = Connector::new(to, Some(&files), link).unwrap();
+        thread::scope(|scope| {
+            let source = scope.spawn(move || {
+                let first = connector.open().unwrap();
+                drop(TcpStream::connect(place).unwrap());
+                let mut second = connector.open().unwrap();
+                second.write_all(b"guest").unwrap();
+                (first, second)
+            });
+            let (stream, _) = listener.accept(&Arc::default()).unwrap().unwrap();
+            let accepted = Accepted::new(&listener, stream).unwrap();
+            let _first = accepted.open().unwrap();
+            let mut second = accepted.open().unwrap();
+            let mut bytes = [0; 5];
+            second.read_exact(&mut bytes).unwrap();
+            assert_eq!(&bytes, b"guest");
+            accepted.link().check(Duration::from_secs(2)).unwrap();
+            drop(source.join().unwrap());
+        });
     }
 
     #[test]

@@ -5,14 +5,16 @@
 //! | `link` | what the connections of one migration share: patience, counters |
 //! | `stream` | one connection: waits in short steps, so that a silent peer is noticed |
 //! | `connect` | the source's side: makes connections |
+//! | `introduction` | how long a peer has to say what it wants |
 //! | `tls` | TLS above a connection |
 //! | `listen` | the destination's side: accepts them |
 //!
 //! A peer that is silent for 30 s counts as cut off. After a cancel it has one second. A peer that
-//! has connected to a destination has 10 s to say which machine comes, or, on a later connection,
-//! to begin to speak.
+//! has connected to a destination has 10 s to introduce itself: to end the handshake of TLS, and to
+//! say which machine comes, or, on a later connection, to which migration the connection belongs.
 
 mod connect;
+mod introduction;
 mod link;
 mod listen;
 mod stream;

@@ -1,5 +1,6 @@
 //! One connection, which waits for a silent peer in short steps.
 
+use super::introduction::Introduction;
 use super::link::{LOOK, Link};
 use lacuna_migrate::stream::{Connection, HangUp};
 use rustix::net::sockopt;
@@ -15,11 +16,15 @@ const IDLE: Duration = Duration::from_secs(5);
 const PROBES: Duration = Duration::from_secs(5);
 /// After so many probes without an answer the host of the peer is gone.
 const PROBES_MAX: u32 = 3;
+/// How long the bytes of a refused peer are read.
+const DRAIN: Duration = Duration::from_secs(1);
 
 /// A socket whose calls end when its [`Link`] says so.
 pub struct Stream {
     socket: Socket,
     link: Arc<Link>,
+    /// `None`: this side has made the connection.
+    introduction: Option<Introduction>,
 }
 
 pub(super) enum Socket {
@@ -46,16 +51,40 @@ impl Stream {
                 sockopt::set_tcp_keepcnt(stream, PROBES_MAX)?;
             }
         }
-        Ok(Self { socket, link })
+        Ok(Self {
+            socket,
+            link,
+            introduction: None,
+        })
     }
 
-    /// The other side reads the end after what was written.
-    pub(super) fn end_writing(&self) {
+    /// A connection that a peer has made. The peer has to introduce itself.
+    pub(super) fn accepted(
+        socket: Socket,
+        link: Arc<Link>,
+        introduction: Introduction,
+    ) -> io::Result<Self> {
+        let mut stream = Self::new(socket, link)?;
+        stream.introduction = Some(introduction);
+        Ok(stream)
+    }
+
+    /// The time in which its peer has to introduce itself.
+    pub(super) fn introduction(&self) -> Option<&Introduction> {
+        self.introduction.as_ref()
+    }
+
+    /// Ends a connection that was accepted, so that a refused peer can read what was written. The
+    /// system discards that if bytes of the peer are not read, so they are read for a short time.
+    pub(super) fn end_gently(mut self) {
         // It fails only if the other side has ended the connection.
         let _ = match &self.socket {
             Socket::Unix(stream) => stream.shutdown(Shutdown::Write),
             Socket::Tcp(stream) => stream.shutdown(Shutdown::Write),
         };
+        let introduction = self.introduction.as_ref();
+        self.introduction = introduction.map(|left| left.shortened(DRAIN));
+        while self.read(&mut [0; 4096]).is_ok() {}
     }
 
     /// What the connections of this migration share.
@@ -80,11 +109,16 @@ impl Connection for Stream {
     }
 }
 
-/// Makes `call` until it ends, or `link` does not wait any longer.
-fn patiently<T>(link: &Link, mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+/// Makes `call` until it ends, or `link` or the peer's introduction does not wait any longer.
+fn patiently<T>(
+    link: &Link,
+    introduction: Option<&Introduction>,
+    mut call: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
     let began = Instant::now();
     loop {
         link.check(began.elapsed())?;
+        introduction.map_or(Ok(()), Introduction::check)?;
         match call() {
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock
@@ -100,8 +134,12 @@ fn patiently<T>(link: &Link, mut call: impl FnMut() -> io::Result<T>) -> io::Res
 /// The end of the stream is an error: neither side closes it before it has all answers.
 impl Read for Stream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let Self { socket, link } = self;
-        let read = patiently(link, || match socket {
+        let Self {
+            socket,
+            link,
+            introduction,
+        } = self;
+        let read = patiently(link, introduction.as_ref(), || match socket {
             Socket::Unix(stream) => stream.read(buffer),
             Socket::Tcp(stream) => stream.read(buffer),
         })?;
@@ -122,8 +160,12 @@ impl Write for Stream {
     }
 
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        let Self { socket, link } = self;
-        let written = patiently(link, || match socket {
+        let Self {
+            socket,
+            link,
+            introduction,
+        } = self;
+        let written = patiently(link, introduction.as_ref(), || match socket {
             Socket::Unix(stream) => stream.write_vectored(slices),
             Socket::Tcp(stream) => stream.write_vectored(slices),
         })?;

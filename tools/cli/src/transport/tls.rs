@@ -15,9 +15,6 @@ use std::io::{self, IoSlice, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The longest time for which a refused peer's bytes are read is that of [`super::Link::hurry`].
-const DRAIN: usize = 4096;
-
 /// What both sides of a connection need.
 pub struct Tls {
     client: Arc<ClientConfig>,
@@ -95,11 +92,8 @@ impl Tls {
         let mut connection = connection.map_err(io::Error::other)?;
         while connection.is_handshaking() {
             if let Err(error) = connection.complete_io(&mut stream) {
-                // The other side has been told. Bytes that it has sent and that are not read would
-                // make the system throw that away.
-                stream.link().hurry();
-                stream.end_writing();
-                while stream.read(&mut [0; DRAIN]).is_ok() {}
+                // The other side has been told.
+                stream.end_gently();
                 return Err(in_words(error));
             }
         }

@@ -25,7 +25,7 @@ const ENDLESS: &str = "bm --memory 16M --resident 8M --append=seconds=1000000";
 /// migration.
 const VERIFY: &str = "verify --memory 6M --resident 6M";
 /// Bytes of a migration that has begun: it sends more, even if its guest has only booted.
-const SOME: u64 = 60_000;
+const SOME: usize = 60_000;
 /// A frame of the destination: it has memory and state.
 const PREPARED: u8 = 8;
 

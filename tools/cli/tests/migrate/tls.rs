@@ -3,8 +3,11 @@
 use super::{ENDLESS, Guest, failure};
 use crate::destination::Destination;
 use crate::guest::lacuna;
+use crate::proxy::{Moment, Proxy};
 use lacuna_skip::test;
 use serde_json::{Value, json};
+use std::net::TcpStream;
+use std::sync::mpsc::channel;
 use tempfile::TempDir;
 
 const CERTIFICATES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/migrate/certificates");
@@ -43,6 +46,41 @@ fn a_guest_moves_over_tls() {
     let (code, json, errors) = to.end();
     assert_eq!(code, Some(4), "{errors}");
     assert!(json["received"]["bytes"].as_u64().unwrap() > 4096, "{json}");
+}
+
+/// A probe of the port comes between the first connection of a migration and the next one.
+#[test]
+fn a_probe_of_the_port_does_not_end_a_migration() {
+    for (mode, streams) in [("postcopy", 1), ("precopy", 2)] {
+        let folder = TempDir::new().unwrap();
+        let to = start(&folder, "authority", "host");
+        let place = to.address.strip_prefix("tls:").unwrap().to_owned();
+        let proxy = Proxy::start(folder.path(), &to.address);
+        let (tell, probed) = channel();
+        // The proxy has connected. The destination accepts the probe after that connection.
+        proxy.at(Moment::Bytes(0), move || {
+            drop(TcpStream::connect(place).unwrap());
+            tell.send(()).unwrap();
+        });
+        let guest = Guest::start(folder.path(), ENDLESS);
+        let answer = guest.client().ask(json!({
+            "command": "migrate",
+            "to": proxy.address.replace("tcp:", "tls:"),
+            "mode": mode,
+            "streams": streams,
+            "tls": {
+                "ca": format!("{CERTIFICATES}/authority.pem"),
+                "cert": format!("{CERTIFICATES}/host.pem"),
+                "key": format!("{CERTIFICATES}/host.key"),
+            },
+        }));
+        assert!(!answer["migrated"].is_null(), "{answer}");
+        probed.try_recv().unwrap();
+        assert_eq!(guest.end().0, 0);
+        assert_eq!(to.client().state("stop"), "ended");
+        let (code, _, errors) = to.end();
+        assert_eq!(code, Some(4), "{errors}");
+    }
 }
 
 /// A certificate of another authority is refused on either side, and both are told. The waiting

@@ -142,7 +142,7 @@ where
         source,
     })?;
     // QEMU starts the second vCPU only when the guest asks for it.
-    let line = builder.with(None, words).full_command_line();
+    let line = builder.with(words).full_command_line();
     let line: Vec<&str> = line
         .split(' ')
         .filter(|word| *word != "ap=direct")
@@ -261,7 +261,7 @@ where
         what: "make a folder".into(),
         source,
     })?;
-    // The machine's words are the builder's.
+    // The builder adds the words that describe the machine.
     let words = scene.words.split(' ').filter(|word| !is_of_machine(word));
     let words: Vec<&str> = words.collect();
     beside(builder, "paced", &words.join(" "), |guest| {

@@ -1,5 +1,6 @@
 //! Both ends of a migration, on threads of this process, with connections between them.
 
+use super::backed::back;
 use super::route::{Route, Source};
 use crate::experiment::LabError;
 use crate::interrupt;
@@ -68,7 +69,7 @@ pub fn beside<B: WithSource + Sync, T>(
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {
-    let starts = builder.with(None, words);
+    let starts = builder.with(words);
     let vm = starts.build()?;
     let arch = vm.config().arch;
     let last = LastWords::default();
@@ -145,6 +146,7 @@ where
     interrupt::check()?;
     let Way { mode, route, runs } = way;
     let Route { source, listening } = route;
+    back(guest.vm.config().memory.bytes())?;
     thread::scope(|scope| {
         // It owns the listening end: after an error there, the source is refused.
         let arriving = scope.spawn(move || arrive(builder, &*listening, runs, watch));
@@ -193,7 +195,7 @@ where
     let go_on = &mut |_| ControlFlow::Continue(());
     let incoming = Incoming::accept(connections)?;
     let began = Instant::now();
-    let vm = builder.with(incoming.page_source(), "").build()?;
+    let vm = builder.coming(incoming.page_source()).build()?;
     let made = began.elapsed().as_secs_f64();
     let last = LastWords::default();
     let (sender, lines) = channel();
@@ -224,7 +226,7 @@ where
         }
         let _end = End(&devices, &*vm);
         let coming = scope.spawn(|| {
-            arriving.finish(&*vm, &mut |pages| {
+            arriving.finish(&mut |pages| {
                 come.fetch_add(pages, Ordering::Relaxed);
                 ControlFlow::Continue(())
             })

@@ -1,5 +1,6 @@
 //! Plain copies over a TCP connection of this host: what a guest's move is compared with.
 
+use super::backed::back;
 use crate::experiment::LabError;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -19,6 +20,7 @@ pub fn copy(bytes: u64) -> Result<f64, LabError> {
         what: "copy over a connection of this host".into(),
         source,
     };
+    back(bytes)?;
     carry_out(bytes as usize).map_err(failed)
 }
 

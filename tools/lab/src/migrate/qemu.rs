@@ -1,5 +1,6 @@
 //! A guest that moves between two processes of QEMU, which are driven by QMP over UNIX sockets.
 
+use super::backed::back;
 use super::beats::{Beats, Seen, beats};
 use crate::experiment::LabError;
 use crate::external::{ExternalError, Reaped, find, spawn};
@@ -89,6 +90,7 @@ pub fn move_once(scene: &Scene, way: Way, folder: &Path) -> Result<Found, LabErr
     }
     thread::sleep(scene.settle);
     let mut source = source;
+    back(scene.memory_mib << 20)?;
     let mut destination = Qemu::start(scene, folder, "destination", &["-incoming", "defer"])?;
     let capabilities = way.capabilities();
     for qemu in [&mut source, &mut destination] {

@@ -22,7 +22,7 @@ use crate::interrupt;
 use crate::result::{Better, Measurement, Report};
 use crate::session;
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna_guest::status::Kind;
+use lacuna_guest::status::{Kind, Thread};
 use lacuna_machine::{Apf, Vm as _};
 use lacuna_migrate::stream::Mode;
 use lacuna_soft::{Vm, VmBuilder};
@@ -32,6 +32,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const MEMORY: u64 = 256;
+/// Rounds: the speed of a process varies by several percent from one to the next.
+const ROUNDS: usize = 20;
 /// The part of the speed that the worker has to keep, in percent.
 const KEPT: f64 = 90.0;
 const SPEED: Speed = Speed {
@@ -78,8 +80,16 @@ pub fn measure(
         apf: Apf::On,
         ..builder(memory, 1)
     };
-    let rounds = Rounds::Count(if options.quick { 1 } else { Rounds::LEAST });
+    let rounds = Rounds::Count(if options.quick { 1 } else { ROUNDS });
     let runs = beside(&builder, "bm", BM, |guest| {
+        let started = session::Guest::attach(guest.vm, guest.devices).expect("it is prepared");
+        started.run_until(LIMIT, |status| {
+            let mut threads = status.threads.iter();
+            let counts = |kind| move |t: &Thread| t.kind == kind && t.counter > 0;
+            let all =
+                threads.clone().any(counts(Kind::Worker)) && threads.any(counts(Kind::Faulter));
+            all.then_some(())
+        })?;
         measures(ARMS.len(), rounds, |arm| one(&builder, guest, ARMS[arm]))
     })?;
     let of = |arm: Arm| &runs[ARMS.iter().position(|a| *a == arm).expect("it took part")];

@@ -8,7 +8,7 @@
 use super::machine::Machine;
 use super::queue::Queues;
 use crate::experiment::LabError;
-use crate::fixture::{resident, touched};
+use crate::fixture::resident;
 use crate::session::Guest;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{Apf, Arch, CpuModel, PageSource, SourcePage, VmConfig};
@@ -130,7 +130,7 @@ impl Fixture {
         builder.memory_kind = kind;
         builder.command_line = format!("gate=1 threads={vcpus} bytes={bytes} overlap={overlap}");
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = touched(&builder, &clock)?;
+        let host = builder.host(Arc::clone(&clock))?;
         Ok(Self {
             builder,
             host,

@@ -37,25 +37,41 @@ pub struct Took {
 
 /// A builder whose VMs may have a page source.
 pub trait WithSource: Builder + Clone {
-    /// The same, with `source` and the words of the guest's command line.
-    fn with(&self, source: Option<Arc<dyn PageSource>>, words: &str) -> Self;
+    /// The same, with these words of the guest's command line.
+    fn with(&self, words: &str) -> Self;
+
+    /// The same for a guest that comes from elsewhere, as `lacuna run --incoming` and `lacuna
+    /// snapshot restore` have it.
+    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self;
 }
 
 impl WithSource for lacuna_soft::VmBuilder {
-    fn with(&self, source: Option<Arc<dyn PageSource>>, words: &str) -> Self {
+    fn with(&self, words: &str) -> Self {
+        Self {
+            command_line: words.into(),
+            ..self.clone()
+        }
+    }
+
+    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self {
         Self {
             source,
-            command_line: words.into(),
+            prefault: false,
             ..self.clone()
         }
     }
 }
 
 impl WithSource for lacuna_kvm::VmBuilder {
-    fn with(&self, source: Option<Arc<dyn PageSource>>, words: &str) -> Self {
+    fn with(&self, words: &str) -> Self {
+        let mut builder = self.clone();
+        builder.command_line = words.into();
+        builder
+    }
+
+    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self {
         let mut builder = self.clone();
         builder.source = source;
-        builder.command_line = words.into();
         builder
     }
 }
@@ -88,7 +104,7 @@ where
     /// The guest could not be run or saved.
     pub fn save(builder: &'a B, guest: &str, words: &str, folder: &Path) -> Result<Self, LabError> {
         let path = folder.join(guest);
-        let starts = builder.with(None, words);
+        let starts = builder.with(words);
         let vm = starts.build()?;
         let arch = vm.config().arch;
         let last = LastWords::default();
@@ -134,7 +150,7 @@ where
                 Some(Arc::new(pages.recorded(&recorder)) as Arc<dyn PageSource>)
             }
         };
-        let vm = self.builder.with(source, "").build()?;
+        let vm = self.builder.coming(source).build()?;
         let first = FirstLine::default();
         let devices = PlatformDevices::of(vm.config().arch, first.console());
         let go_on = &mut |_| ControlFlow::Continue(());
