@@ -11,7 +11,7 @@ use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
 use super::take::{in_slots, pages_of, zeros_of};
-use super::{MigrationId, Role, Stage};
+use super::{Departure, MigrationId, Role, Stage};
 use crate::copy::CHUNK;
 use crate::rounds::OnPages;
 use crate::{MemoryLayout, MigrateError, PageSet};
@@ -21,6 +21,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 
 /// A guest that the source has given to this side.
 #[must_use = "run the vCPUs, and take the pages that are left"]
@@ -41,7 +42,11 @@ pub struct Arriving<V> {
     layout: MemoryLayout,
     /// `None`: all memory has come before the guest.
     late: Option<Late>,
-    is_running: bool,
+    departure: Departure,
+    /// When its state had come.
+    came: Instant,
+    /// When it could run here.
+    ran: Option<Instant>,
 }
 
 /// The pages that come after the guest, and the connections beside the first one.
@@ -186,8 +191,8 @@ impl<V: Vm> Arriving<V> {
     pub(super) fn new(
         vm: Arc<V>,
         main: Frames,
-        id: MigrationId,
-        layout: MemoryLayout,
+        (id, layout): (MigrationId, MemoryLayout),
+        (departure, came): (Departure, Instant),
         late: Option<Late>,
     ) -> Self {
         Self {
@@ -196,7 +201,9 @@ impl<V: Vm> Arriving<V> {
             id,
             layout,
             late,
-            is_running: false,
+            departure,
+            came,
+            ran: None,
         }
     }
 
@@ -214,12 +221,23 @@ impl<V: Vm> Arriving<V> {
 
     /// The guest runs from now on.
     pub(super) fn run(&mut self) {
-        self.is_running = true;
+        self.ran = Some(Instant::now());
         // If this does not reach the source, the guest runs here all the same: the source has given
         // it away.
         if let Some(main) = &mut self.main {
             let _ = main.signal(Kind::Running);
         }
+    }
+
+    /// How long the guest stood still, without the time that its state took on the way.
+    pub fn downtime(&self) -> Duration {
+        let ran = self.ran.unwrap_or_else(Instant::now);
+        Duration::from_micros(self.departure.paused_us).saturating_add(ran - self.came)
+    }
+
+    /// Pages that the source has sent in each round before the guest, zeros included.
+    pub fn rounds(&self) -> &[u64] {
+        &self.departure.rounds
     }
 
     /// Pages that are still at the source.

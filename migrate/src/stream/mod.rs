@@ -65,7 +65,7 @@ use crate::Machine;
 use serde::{Deserialize, Serialize};
 
 /// The version of the stream. The sides refuse each other if theirs differ.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;
@@ -122,6 +122,16 @@ struct Welcome {
     /// In answer to [`Role::Main`]: how far the destination is.
     #[serde(default)]
     stage: Option<Stage>,
+}
+
+/// How a guest has left its source: what comes with its state.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Departure {
+    /// Microseconds that it had stood still.
+    paused_us: u64,
+    /// Pages that each round has sent.
+    rounds: Vec<u64>,
 }
 
 /// How far the destination is when the first connection is replaced.

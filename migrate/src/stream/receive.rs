@@ -6,12 +6,13 @@ use super::frame::Kind;
 use super::frames::Frames;
 use super::remote::RemotePages;
 use super::take::Early;
-use super::{Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage, VERSION, Welcome};
+use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage, VERSION, Welcome};
 use crate::rounds::OnPages;
 use crate::state::{MachineState, restore_state};
 use crate::{Machine, MemoryLayout, MigrateError};
 use lacuna_machine::{PageSource, PlatformDevices, Vm};
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A guest that wants to come here.
 pub struct Incoming {
@@ -112,13 +113,13 @@ impl Incoming {
         each: OnPages<'_>,
     ) -> Result<Prepared<V>, MigrateError> {
         match self.take(connections, vm, devices, each) {
-            Ok(vcpus) => Ok(Prepared {
+            Ok((vcpus, left)) => Ok(Prepared {
                 vcpus,
                 arriving: Arriving::new(
                     Arc::clone(vm),
                     self.main,
-                    self.id,
-                    self.machine.layout,
+                    (self.id, self.machine.layout),
+                    left,
                     self.late,
                 ),
             }),
@@ -135,7 +136,7 @@ impl Incoming {
         vm: &Arc<V>,
         devices: &PlatformDevices,
         each: OnPages<'_>,
-    ) -> Result<Vec<V::Vcpu>, MigrateError> {
+    ) -> Result<(Vec<V::Vcpu>, (Departure, Instant)), MigrateError> {
         self.prepare(&**vm)?;
         let welcome = Welcome {
             version: VERSION,
@@ -149,7 +150,8 @@ impl Incoming {
             staging: self.late.as_ref().map(|late| &**late.pages()),
         };
         let awaited = place.take_all(&mut self.main, lanes, each)?;
-        let (machine, state): (Machine, MachineState) = self.main.json()?;
+        let came = Instant::now();
+        let (machine, state, departure): (Machine, MachineState, Departure) = self.main.json()?;
         if machine.layout != self.machine.layout {
             return Err(MigrateError::SlotsChanged);
         }
@@ -171,7 +173,7 @@ impl Incoming {
         let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
         restore_state(&**vm, &mut vcpus, devices, &state)?;
         self.late.iter().try_for_each(Late::outlive_cuts)?;
-        Ok(vcpus)
+        Ok((vcpus, (departure, came)))
     }
 
     /// Takes the connections for pages beside the first one.

@@ -5,7 +5,7 @@ use super::frame::Kind;
 use super::frames::Frames;
 use super::give::{Given, Left, Links, Reached, Sent};
 use super::lanes::{Lane, There};
-use super::{Compression, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
+use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
 use crate::changes::Changes;
 use crate::rounds::{Budget, Copied, Guest, OnProgress, Still, Throttle, copy_live};
 use crate::{Machine, MemoryLayout, MigrateError, PageSet};
@@ -195,8 +195,12 @@ impl<'p> Sender<'p> {
         }
         self.main().write_set(&left)?;
         let machine = Machine::saved(guest.vm, layout.clone(), still.state());
+        let departure = Departure {
+            paused_us: still.since().elapsed().as_micros() as u64,
+            rounds: rounds.iter().map(|round| round.pages).collect(),
+        };
         self.main()
-            .write_json(Kind::State, &(machine, still.state()))?;
+            .write_json(Kind::State, &(machine, still.state(), departure))?;
         let left = Left::new(guest.vm, layout, left, plan.compression);
         let id = self.id.clone();
         Ok((Given::new(still, id, (rounds, changes), &self.there), left))

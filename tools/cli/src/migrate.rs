@@ -12,8 +12,10 @@ use crate::snapshot::absolute;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::{short, time};
 use lacuna_lab::result::SCHEMA;
+use lacuna_migrate::Budget;
 use lacuna_migrate::stream::Mode;
 use serde::Serialize;
+use std::time::Duration;
 
 /// Does what `args` say; prints the result and returns the exit code.
 pub fn migrate(args: &MigrateArgs) -> Exit {
@@ -71,7 +73,7 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
     let Answer::Migrated(migrated) = answer else {
         return Err(no_answer(args));
     };
-    let text = summary(&migrated);
+    let text = summary(&migrated) + &advice(args, &migrated);
     let outcome = format!("moved to {}", migrated.to);
     report(args, text, outcome, Some(migrated))
 }
@@ -116,6 +118,19 @@ pub(crate) const fn words(mode: Mode) -> &'static str {
         Mode::PreCopy => "precopy",
         Mode::PostCopy => "postcopy",
         Mode::Hybrid => "hybrid",
+    }
+}
+
+/// What to do about a pause that is longer than asked.
+fn advice(args: &MigrateArgs, migrated: &Migrated) -> String {
+    let asked = args.downtime.unwrap_or(Budget::default().downtime);
+    let is_longer = Duration::from_micros(migrated.downtime_us) > asked;
+    match migrated.mode {
+        Mode::PreCopy if is_longer => format!(
+            "          the pause is longer than {asked:?}, because the guest writes about as fast \
+             as its pages are sent; --mode hybrid moves such a guest with a short pause\n"
+        ),
+        _ => String::new(),
     }
 }
 

@@ -247,6 +247,11 @@ pub struct Received {
     pub cuts: u32,
     /// Bytes that went over the connections.
     pub bytes: u64,
+    /// Pages that came again: those of all rounds but the first, and the late ones if there was a
+    /// round.
+    pub again: u64,
+    /// How long it stood still, in microseconds, without the time that its state took on the way.
+    pub downtime_us: u64,
     /// The time from its announcement until it could run.
     pub seconds: f64,
 }

@@ -8,7 +8,7 @@
 //! ```
 
 use super::message::Refused;
-use super::migration::{Arriving, ArrivingStage, RANGES_SHOWN, Range, missing_in_words};
+use super::migration::{Arriving, ArrivingStage, RANGES_SHOWN, Range, again, missing_in_words};
 use crate::output::{complain, visible};
 use crate::transport::Link;
 use lacuna_migrate::stream::Incoming;
@@ -165,9 +165,11 @@ impl Coming {
     }
 
     /// The guest runs, and these pages are missing.
-    pub fn runs(&self, missing: Missing) {
+    pub fn runs(&self, missing: Missing, downtime: Duration, rounds: &[u64]) {
         let mut told = self.told();
         told.now.late = missing().len();
+        told.now.downtime_us = downtime.as_micros() as u64;
+        told.now.again = again(rounds, told.now.late);
         told.now.seconds = self.since.elapsed().as_secs_f64();
         told.missing = Some(missing);
         // A `keep` that came when the source had given the guest away.

@@ -65,6 +65,11 @@ pub struct Arriving {
     pub came: u64,
     /// Pages that were missing when the guest came; 0 before.
     pub late: u64,
+    /// Pages that came again: those of all rounds but the first, and the late ones if there was a
+    /// round; 0 before the guest came.
+    pub again: u64,
+    /// How long the guest stood still, in microseconds; 0 before it came.
+    pub downtime_us: u64,
     /// Seconds from its announcement until it ran here, or until now.
     pub seconds: f64,
     /// Pages that are still at the source; null before that is known.
@@ -80,6 +85,17 @@ pub struct Arriving {
     pub cuts: u32,
     /// How the last one was cut; null before.
     pub cut: Option<String>,
+}
+
+/// Pages that were sent again, in these rounds and of `late` pages after the guest.
+pub fn again(rounds: &[u64], late: u64) -> u64 {
+    // The numbers of a destination come from its peer.
+    match rounds {
+        [] => 0,
+        [_, again @ ..] => again
+            .iter()
+            .fold(late, |sum, pages| sum.saturating_add(*pages)),
+    }
 }
 
 /// How many ranges of missing pages are told.

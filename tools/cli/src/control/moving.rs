@@ -2,7 +2,7 @@
 
 use super::controlled::{Controlled, PROGRESS, Phase, budget};
 use super::message::{Answer, Progress, Refused};
-use super::migration::Migrated;
+use super::migration::{Migrated, again};
 use super::under_way::{UnderWay, Wanted};
 use crate::args::{Address, Compress, TlsFiles, check_tls};
 use crate::transport::{Connector, Link};
@@ -233,15 +233,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let rounds: Vec<u64> = given.rounds().iter().map(|round| round.pages).collect();
         let ran = given.ran().unwrap_or_else(Instant::now);
         let now = way.progress();
-        let again: u64 = rounds.iter().skip(1).sum();
-        let late_again = match rounds.is_empty() {
-            true => 0,
-            false => way.late(),
-        };
         let migrated = Migrated {
             to: now.to,
             mode: now.mode,
-            again: again + late_again,
+            again: again(&rounds, way.late()),
             rounds,
             late: way.late(),
             pages: given.pages(),

@@ -38,7 +38,8 @@ pub(super) fn start<V: Vm>(
 /// Takes the pages that are left, as often as the source connects, until the run has ended.
 pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>) {
     let coming = arrival.coming();
-    coming.runs(arriving.awaited_now());
+    let (downtime, rounds) = (arriving.downtime(), arriving.rounds());
+    coming.runs(arriving.awaited_now(), downtime, rounds);
     loop {
         match arriving.finish(&mut |_| ControlFlow::Continue(())) {
             Ok(()) => coming.is_whole(),

@@ -76,6 +76,8 @@ impl<'a> Arrival<'a> {
             cuts: now.cuts,
             late: now.late,
             bytes: now.bytes,
+            again: now.again,
+            downtime_us: now.downtime_us,
             seconds: now.seconds,
         }
     }

@@ -11,6 +11,7 @@ use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
 use crate::signals::Signal;
 use crate::size::Size;
 use lacuna_addr::PageCount;
+use lacuna_lab::report::time;
 use lacuna_machine::{Builder, Ending, RunEnd, Vm as _};
 use lacuna_soft::HugePages;
 
@@ -116,13 +117,16 @@ fn received_in_words(received: &Received) -> String {
         ranges,
         cuts,
         bytes,
+        again,
+        downtime_us,
         seconds,
     } = received;
     let mut text = format!(
-        "received  {pages} pages at {at} in {seconds:.1} s, and {late} after the guest ({}); {} \
-         over the connections",
+        "received  {pages} pages at {at} in {seconds:.1} s, and {late} after the guest ({}), \
+         {again} of them again; {} over the connections; the guest stood still for {}",
         crate::migrate::words(*mode),
         Size(*bytes),
+        time(downtime_us.saturating_mul(1000)),
     );
     if *cuts > 0 {
         text.push_str(&format!("; {cuts} cuts"));

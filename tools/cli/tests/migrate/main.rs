@@ -50,6 +50,8 @@ fn has_moved(guest: Guest, to: Destination, answer: &Value) {
     assert_eq!(received["at"], address, "{json}");
     assert_eq!(received["mode"], moved["mode"], "{json}");
     assert_eq!(received["late"], moved["late"], "{json}");
+    assert_eq!(received["again"], moved["again"], "{json}");
+    assert!(received["downtime_us"].as_u64() > Some(0), "{json}");
     assert_eq!(
         (&received["missing"], &received["cuts"]),
         (&json!(0), &json!(0))
