@@ -38,8 +38,13 @@ impl Host {
         while !bytes.is_empty() {
             let (offset, len) = within_page(addr, bytes.len());
             let (now, rest) = bytes.split_at(len);
-            let copy = |frame: FramePtr<'_>| frame.write(offset, now);
-            self.with_page(addr, Access::Write, cache, copy)?;
+            let is_filled = now
+                .try_into()
+                .is_ok_and(|content| self.core.fill_untouched(PageNo::of(addr), content, cache));
+            if !is_filled {
+                let copy = |frame: FramePtr<'_>| frame.write(offset, now);
+                self.with_page(addr, Access::Write, cache, copy)?;
+            }
             (addr, bytes) = (BackingAddr::new(addr.get().wrapping_add(len as u64)), rest);
         }
         Ok(())

@@ -237,6 +237,7 @@ impl Core {
                 Some(PageBlockState::Gone) => return lost(),
             }
             if self.fill_with(page, content, cache)? == Answer::Taken {
+                FaultCounters::bump(&cache.shared.count.provided);
                 return Some(Ok(Answer::Taken));
             }
         }
@@ -273,7 +274,32 @@ impl Core {
         }
         desc.publish();
         cache.shared.allocated();
-        FaultCounters::bump(&cache.shared.count.provided);
         Some(Answer::Taken)
+    }
+
+    /// Writes a whole page that no thread has touched: its frame gets `content` and no zeros before.
+    /// `false`: nothing has happened. The page has a frame or a source, its block may become a
+    /// compound page, or no frame is free.
+    pub fn fill_untouched(
+        &self,
+        page: PageNo,
+        content: &[u8; PAGE_SIZE],
+        cache: &mut PerCpuPages,
+    ) -> bool {
+        if cache.find(page).is_none() {
+            return false;
+        }
+        let region = cache.region();
+        let is_plain = region.origin.is_none() && region.linux.is_none();
+        let is_split = region.block_word(page).map(BlockWord::load) == Some(PageBlockState::Split);
+        let is_empty = region.word(page).map(PageWord::load) == Some(PageState::Empty);
+        if !(is_plain && is_split && is_empty) {
+            return false;
+        }
+        let filled = self.fill_with(page, content, cache) == Some(Answer::Taken);
+        if filled {
+            FaultCounters::bump(&cache.shared.count.zero_fill);
+        }
+        filled
     }
 }
