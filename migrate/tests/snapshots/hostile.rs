@@ -92,7 +92,7 @@ fn a_chain_has_an_end() {
             document["base"] = json!({"name": name, "checksums": checksums});
         });
         match index {
-            32 => assert!(refused(&one).contains("made of more than 32 snapshots it")),
+            32 => assert!(refused(&one).contains("made of more than 32 snapshots")),
             _ => drop(Snapshot::open(&one).expect("a chain that is short enough")),
         }
         // Its memory file is as large as the guest, and is needed no more than once.
