@@ -144,9 +144,9 @@ impl Executor {
                 if world.deliver_next(core) {
                     continue;
                 }
-                // A page source has threads of its own; a read is always in flight here.
-                if !core.is_missing(ticket) {
-                    // Such a thread has completed it since the first look.
+                // A page source has threads of its own. Such a thread changes the page's word first,
+                // and completes the ticket a moment later. A read is always in flight here.
+                if ticket.region().origin.is_none() {
                     return ticket
                         .result()
                         .unwrap_or_else(|| panic!("{ticket:?} is in no queue"));

@@ -334,7 +334,13 @@ fn known_accidents() {
             some,
             &[Fate::Killed],
         ),
-        ("postcopy", Accident::SourceKilled, some, &[Fate::PageLost]),
+        // A guest that has only booted has few pages: all may have been sent.
+        (
+            "postcopy",
+            Accident::SourceKilled,
+            some,
+            &[Fate::PageLost, Fate::Moved],
+        ),
     ] {
         let address = "tcp:127.0.0.1:0";
         let case = Case {
@@ -348,7 +354,9 @@ fn known_accidents() {
         assert!(fates.contains(&fate), "{case:?}: {fate:?}");
         let [here, there] = sides.ends.map(|end| end.unwrap().1);
         match fate {
-            Fate::Moved => assert!(here["migrated"]["cuts"].as_u64() > Some(0), "{here}"),
+            Fate::Moved if accident == Accident::Cut => {
+                assert!(here["migrated"]["cuts"].as_u64() > Some(0), "{here}");
+            }
             Fate::PageLost => {
                 let received = &there["received"];
                 let told = pages_of(&received["ranges"]);
