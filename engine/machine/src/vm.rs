@@ -36,6 +36,7 @@ impl Backend {
 
 /// Which processor the guest sees.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum CpuModel {
     /// The processor with all features that the backend has.
     #[default]

@@ -156,3 +156,42 @@ fn slots_that_cannot_be_are_refused() {
         assert!(refused(&path).contains("is not one that a machine can have"));
     }
 }
+
+/// Calls `each` with every object inside `value`.
+fn objects(value: &mut Value, each: &mut dyn FnMut(&mut serde_json::Map<String, Value>)) {
+    match value {
+        Value::Object(fields) => {
+            each(fields);
+            fields.values_mut().for_each(|field| objects(field, each));
+        }
+        Value::Array(values) => values.iter_mut().for_each(|value| objects(value, each)),
+        _ => {}
+    }
+}
+
+/// A field of a later release could be state that the guest would lose.
+#[test]
+fn a_field_that_is_not_known_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = saved(folder.path());
+    let mut count = 0;
+    edit(&path, |document| objects(document, &mut |_| count += 1));
+    assert!(count > 20, "{count}");
+    for index in 0..count {
+        let (mut at, mut kept, mut fields) = (0, Value::Null, Vec::new());
+        edit(&path, |document| {
+            kept = document.clone();
+            objects(document, &mut |object| {
+                if at == index {
+                    object.insert("later".into(), json!(1));
+                    fields = object.keys().cloned().collect();
+                }
+                at += 1;
+            });
+        });
+        let opened = Snapshot::open(&path).map(drop);
+        let text = opened.expect_err(&format!("object {index}: {fields:?}"));
+        assert!(text.to_string().contains("snapshot.json"), "{text}");
+        edit(&path, |document| *document = kept);
+    }
+}
