@@ -277,9 +277,9 @@ impl Core {
         Some(Answer::Taken)
     }
 
-    /// Writes a whole page that no thread has touched: its frame gets `content` and no zeros before.
-    /// `false`: nothing has happened. The page has a frame or a source, its block may become a
-    /// compound page, or no frame is free.
+    /// Writes a whole page that no thread has touched: its frame gets `content`, and no zeros
+    /// before. `false`: nothing has happened. The page has a frame or a source, its block may become
+    /// a compound page, or no frame is free.
     pub fn fill_untouched(
         &self,
         page: PageNo,

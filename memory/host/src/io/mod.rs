@@ -144,7 +144,7 @@ impl Executor {
                 if world.deliver_next(core) {
                     continue;
                 }
-                // A page source has threads of its own. Such a thread changes the page's word first,
+                // A page source has threads of its own. Such a thread changes the page word first,
                 // and completes the ticket a moment later. A read is always in flight here.
                 if ticket.region().origin.is_none() {
                     return ticket
