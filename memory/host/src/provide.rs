@@ -16,6 +16,16 @@ use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
 use lacuna_source::Answer;
 use std::collections::VecDeque;
 
+/// When the guest needs a page that is filled.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Needed {
+    /// A vCPU may wait for it, and may need some time until it retries: reclaim's clock hand spares
+    /// the page for one turn.
+    Soon,
+    /// As any other page.
+    Later,
+}
+
 /// Pages that [`Host::populate`] waits for at once.
 const AT_ONCE: usize = 32;
 
@@ -236,7 +246,7 @@ impl Core {
                 Some(PageBlockState::Compound { .. }) => return Some(Ok(Answer::Late)),
                 Some(PageBlockState::Gone) => return lost(),
             }
-            if self.fill_with(page, content, cache)? == Answer::Taken {
+            if self.fill_with(page, content, Needed::Soon, cache)? == Answer::Taken {
                 FaultCounters::bump(&cache.shared.count.provided);
                 return Some(Ok(Answer::Taken));
             }
@@ -249,6 +259,7 @@ impl Core {
         &self,
         page: PageNo,
         content: &[u8; PAGE_SIZE],
+        needed: Needed,
         cache: &mut PerCpuPages,
     ) -> Option<Answer> {
         let frame = cache.take()?;
@@ -259,9 +270,9 @@ impl Core {
         let desc = self.frames.desc(frame);
         // No swap entry has these bytes, so the page is dirty.
         desc.prepare(page, Dirt::Dirty);
-        // The vCPU that needs the page may need some time until it retries, so reclaim's clock hand
-        // spares the page for one turn.
-        desc.mark_recent();
+        if needed == Needed::Soon {
+            desc.mark_recent();
+        }
         let resident = PageState::Resident { frame, entry: None };
         // Release order: a thread that sees the word sees the bytes.
         let changed = cache
@@ -278,8 +289,8 @@ impl Core {
     }
 
     /// Writes a whole page that no thread has touched: its frame gets `content`, and no zeros
-    /// before. `false`: nothing has happened. The page has a frame or a source, its block may become
-    /// a compound page, or no frame is free.
+    /// before. `false`: nothing has happened. The page has a frame or a source, its block may
+    /// become a compound page, or no frame is free.
     pub fn fill_untouched(
         &self,
         page: PageNo,
@@ -296,7 +307,7 @@ impl Core {
         if !(is_plain && is_split && is_empty) {
             return false;
         }
-        let filled = self.fill_with(page, content, cache) == Some(Answer::Taken);
+        let filled = self.fill_with(page, content, Needed::Later, cache) == Some(Answer::Taken);
         if filled {
             FaultCounters::bump(&cache.shared.count.zero_fill);
         }
