@@ -15,14 +15,14 @@
 //! | `migrate.blackout.postcopy_2g` | that of a guest of 2 GiB, and p99 of its vCPUs |
 //! | `migrate.rate` | bytes a second, of the rate of plain copies |
 //! | `migrate.worker_kept_percent.1ms` | speed of a process, pages missing / present |
-//! | `migrate.vs_qemu.*` | the same moves by QEMU ([`against`]) |
+//! | `migrate.vs_qemu.*` | the same moves by QEMU (`against`) |
 //!
 //! A blackout ends when the counter of a user process has moved on every vCPU of the destination.
 //! The guest of `migrate.rate` is full of incompressible pages. A plain copy goes into untouched
 //! memory over such a connection.
 //!
 //! The same on `/dev/kvm` has ids that begin with `migrate.kvm`. Guests have two vCPUs, but one in
-//! the last row ([`worker`]). Blackout and total are those of the guest `churn`, which goes on with
+//! the last row (`worker`). Blackout and total are those of the guest `churn`, which goes on with
 //! its transactions. Both ends are in this process, on threads of their own.
 
 mod against;
