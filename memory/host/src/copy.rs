@@ -25,6 +25,8 @@ impl Host {
     pub fn copy_in(&self, addr: BackingAddr, bytes: &[u8]) -> Result<(), HostError> {
         let mut cache = self.borrow_cache();
         let copied = self.copy_in_with(addr, bytes, &mut cache);
+        // After an error, a page may be pinned.
+        cache.unpin_all();
         self.spare_caches.put(cache);
         copied
     }
@@ -55,6 +57,7 @@ impl Host {
     pub fn copy_out(&self, addr: BackingAddr, out: &mut [u8]) -> Result<(), HostError> {
         let mut cache = self.borrow_cache();
         let copied = self.copy_out_with(addr, out, &mut cache);
+        cache.unpin_all();
         self.spare_caches.put(cache);
         copied
     }

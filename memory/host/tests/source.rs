@@ -404,7 +404,10 @@ fn many_threads_provide() {
             assert!(round % 2 == 1 || !lost);
         });
         if round % 2 == 0 {
-            assert_eq!(host.stats().in_flight, 0);
+            // Reads of evicted pages that `fetch` has begun go on by themselves.
+            while host.stats().in_flight > 0 {
+                thread::yield_now();
+            }
             host.verify();
             host.remove_region(range).unwrap();
         }
