@@ -216,6 +216,8 @@ impl Host {
     /// Makes the per-CPU page cache of one more vCPU. [`HostError::BudgetTooSmall`] if the budget
     /// does not suffice for the progress of that vCPU too.
     pub fn per_cpu_pages(&self) -> Result<PerCpuPages, HostError> {
+        // These are no vCPUs, and hold frames that the new vCPU may need.
+        self.spare_caches.drain();
         let vcpus = lock(&self.core.caches).len() + 1;
         check_budget(PageCount::new(self.core.frames.len() as u64), vcpus)?;
         Ok(PerCpuPages::new(self.core.clone()))

@@ -168,3 +168,22 @@ fn many_idle_vcpus_leave_frames_for_the_last_one() {
     }
     host.verify();
 }
+
+/// Threads that have copied keep page caches, which count as no vCPUs.
+#[test]
+fn threads_that_copy_are_no_vcpus() {
+    const THREADS: u64 = 4;
+    let (host, clock) = virtual_host(Host::minimum_budget(1).get(), store());
+    let range = {
+        let mmu = common::FakeMmu::of(&host);
+        host.add_region(PageCount::new(THREADS), mmu).unwrap()
+    };
+    std::thread::scope(|scope| {
+        for page in 0..THREADS {
+            let (host, addr) = (&host, range.start().checked_add_pages(page).unwrap());
+            scope.spawn(move || host.copy_in(addr, &[1]).unwrap());
+        }
+    });
+    drop(host.per_cpu_pages().unwrap());
+    drop(clock);
+}
