@@ -14,6 +14,9 @@ use lacuna_machine::{PageSource, PlatformDevices, Vm};
 use std::sync::Arc;
 use std::time::Instant;
 
+/// How a guest has left its source, and when its state came.
+type Came = (Departure, Instant);
+
 /// A guest that wants to come here.
 pub struct Incoming {
     main: Frames,
@@ -136,7 +139,7 @@ impl Incoming {
         vm: &Arc<V>,
         devices: &PlatformDevices,
         each: OnPages<'_>,
-    ) -> Result<(Vec<V::Vcpu>, (Departure, Instant)), MigrateError> {
+    ) -> Result<(Vec<V::Vcpu>, Came), MigrateError> {
         self.prepare(&**vm)?;
         let welcome = Welcome {
             version: VERSION,
