@@ -64,7 +64,13 @@ pub(crate) fn copy(
     thread::scope(|scope| {
         let start = |sink| {
             let named = thread::Builder::new().name("lacuna-pages".into());
-            named.spawn_scoped(scope, || work.share(sink, &mut |pages| work.count(pages)))
+            let started =
+                named.spawn_scoped(scope, || work.share(sink, &mut |pages| work.count(pages)));
+            if started.is_err() {
+                // The others copy nothing in vain.
+                work.is_over.store(true, Ordering::Relaxed);
+            }
+            started
         };
         let started: Vec<_> = others.iter_mut().map(start).collect();
         let mut told = |pages| each(pages + work.copied.swap(0, Ordering::Relaxed));

@@ -162,6 +162,12 @@ pub enum MigrateError {
         /// That of this release.
         known: u32,
     },
+    /// A source wants to go on with a migration that this process has no guest of.
+    #[error(
+        "this process has no guest of that migration: the process that had it has ended, or is at \
+         another address"
+    )]
+    NotHere,
     /// A VM without missing memory cannot be restored lazily.
     #[error("the VM has no page source: make it with that of the snapshot or migration")]
     NoSource,
@@ -237,6 +243,7 @@ impl MigrateError {
             | Self::NoRecord { .. }
             | Self::OtherRecord(_)
             | Self::OtherSnapshot
+            | Self::NotHere
             | Self::Cancelled => ErrorKind::Request,
             Self::Streams(_) | Self::TooLong { .. } => ErrorKind::Request,
             Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Request,

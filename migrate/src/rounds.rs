@@ -18,6 +18,10 @@ use std::time::{Duration, Instant};
 
 /// A guest that runs: its VM, its devices, and the pauses of its run
 /// ([`lacuna_machine::run_pausable`]).
+///
+/// A pause holds the vCPUs. Threads of the VMM that write guest memory, such as those of its own
+/// devices, must be held by the VMM: while the guest stands still ([`Still`]), a page that they
+/// write may have been copied already.
 pub struct Guest<'a, V: Vm> {
     /// The VM.
     pub vm: &'a V,
@@ -256,7 +260,11 @@ pub(crate) fn copy_live<'a, V: Vm>(
         rounds.push(round?);
         left = changes.harvest()?;
     }
-    let still = guest.pause()?;
+    // A vCPU whose dirty ring is full completes its instruction after a harvest.
+    let still = guest.pause_between(&mut || {
+        left.add(&changes.harvest()?);
+        Ok(())
+    })?;
     left.add(&changes.harvest()?);
     changes.check_slots()?;
     Ok(Copied {
@@ -332,6 +340,14 @@ impl<'a, V: Vm> Guest<'a, V> {
     /// # Errors
     /// [`MigrateError::NotRunning`], [`MigrateError::Busy`], [`MigrateError::State`].
     pub fn pause(&self) -> Result<Still<'a, V>, MigrateError> {
+        self.pause_between(&mut || Ok(()))
+    }
+
+    /// As [`Guest::pause`], and calls `between` before each further try.
+    fn pause_between(
+        &self,
+        between: &mut dyn FnMut() -> Result<(), MigrateError>,
+    ) -> Result<Still<'a, V>, MigrateError> {
         let mut tries = 0;
         loop {
             let since = Instant::now();
@@ -357,6 +373,7 @@ impl<'a, V: Vm> Guest<'a, V> {
             }
             // It goes on, and completes its instruction.
             drop(paused);
+            between()?;
             thread::sleep(PAUSE);
             tries += 1;
         }

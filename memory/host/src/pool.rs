@@ -397,7 +397,7 @@ impl FramePtr<'_> {
         Content::Data
     }
 
-    /// Copies the whole page out of the frame: several times as fast as the loop in `read`.
+    /// Copies the whole page out of the frame, without the choice of a size for each piece.
     fn load(self, page: &mut [u8; PAGE_SIZE]) {
         let (words, _) = page.as_chunks_mut::<8>();
         for (i, word) in words.iter_mut().enumerate() {

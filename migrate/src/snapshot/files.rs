@@ -1,7 +1,9 @@
 //! What the reader and the writer of a snapshot share.
 
-use crate::{Machine, MachineState};
+use crate::{Machine, MachineState, MigrateError};
 use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::path::Path;
 
 /// The format of a snapshot that is whole by itself.
 pub(super) const WHOLE: u32 = 1;
@@ -52,4 +54,20 @@ pub(super) const UNCHANGED: u32 = 1;
 /// [`UNCHANGED`].
 pub(super) fn entry_of(page: &[u8]) -> u32 {
     crc32fast::hash(page).max(2)
+}
+
+/// Gives `partial`, whose content is on the disk, the name `path` beside it. After a power failure
+/// there is nothing with that name, what was there before, or the whole content.
+///
+/// # Errors
+/// [`MigrateError::Io`].
+pub(super) fn rename_durably(partial: &Path, path: &Path) -> Result<(), MigrateError> {
+    let parent = path.parent().filter(|path| !path.as_os_str().is_empty());
+    let parent = parent.unwrap_or(Path::new("."));
+    // Opened first: a folder that cannot be opened is found before the name is given.
+    let folder = File::open(parent).map_err(MigrateError::io(parent, "open the folder"))?;
+    let renamed = fs::rename(partial, path);
+    renamed.map_err(MigrateError::io(path, "rename the finished file"))?;
+    let synced = folder.sync_all();
+    synced.map_err(MigrateError::io(parent, "write the folder"))
 }

@@ -112,9 +112,13 @@ impl Snapshot {
         })
     }
 
-    /// Provides the pages of `touches` that are still missing, zeros included, while the guest
-    /// runs: about in the order of the record, and pages side by side at once. Calls `each` as
-    /// [`Snapshot::prefetch`] does. [`Snapshot::prefetch_rest`] brings the other pages.
+    /// Provides the pages of `touches` that are still missing, zeros included, before the guest
+    /// runs or while it runs: about in the order of the record, and pages side by side at once.
+    /// Calls `each` as [`Snapshot::prefetch`] does. [`Snapshot::prefetch_rest`] brings the other
+    /// pages.
+    ///
+    /// The first touches are the pages that a guest uses most. A VMM may replay a part of the
+    /// record before it runs the vCPUs ([`Touches::split_at`]), and the others beside them.
     ///
     /// # Errors
     /// As [`Snapshot::prefetch`]; [`MigrateError::OtherSnapshot`].

@@ -2,6 +2,7 @@
 
 use super::files::{
     Base, CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, WHOLE, ZEROS, entry_of,
+    rename_durably,
 };
 use crate::changes::Changes;
 use crate::copy::PageSink;
@@ -216,7 +217,15 @@ impl Writer {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(format!(".partial.{}", std::process::id()));
         let partial = path.with_file_name(name);
-        fs::create_dir(&partial).map_err(MigrateError::io(&partial, "make the folder"))?;
+        fs::create_dir(&partial).map_err(|error| {
+            let what = match error.kind() {
+                io::ErrorKind::AlreadyExists => {
+                    "make the folder, which an interrupted save has left (remove it)"
+                }
+                _ => "make the folder",
+            };
+            MigrateError::io(&partial, what)(error)
+        })?;
         let memory = partial.join(MEMORY);
         let file = File::create_new(&memory).and_then(|file| {
             file.set_len(pages * PAGE_SIZE as u64)?;
@@ -272,17 +281,7 @@ impl Writer {
         ))?;
         let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all());
         sync(&self.partial).map_err(MigrateError::io(&self.partial, "write the folder"))?;
-        let parent = self
-            .path
-            .parent()
-            .filter(|parent| !parent.as_os_str().is_empty());
-        let parent = parent.unwrap_or(Path::new("."));
-        // Opened first: after the rename the snapshot is there.
-        let folder = File::open(parent).map_err(MigrateError::io(parent, "open the folder"))?;
-        let renamed = fs::rename(&self.partial, &self.path);
-        renamed.map_err(MigrateError::io(&self.path, "rename the finished snapshot"))?;
-        let synced = folder.sync_all();
-        synced.map_err(MigrateError::io(parent, "write the folder"))?;
+        rename_durably(&self.partial, &self.path)?;
         let own = |entry: &&u32| ![ZEROS, UNCHANGED].contains(entry);
         let pages = self.entries.iter().filter(own).count() as u64;
         Ok((pages, crc32fast::hash(checksums.as_bytes())))

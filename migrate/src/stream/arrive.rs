@@ -9,16 +9,14 @@
 use super::connection::{Connections, HangUp};
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
+use super::install::Installer;
 use super::remote::RemotePages;
-use super::take::{in_slots, pages_of, zeros_of};
 use super::{Departure, MigrationId, Role, Stage};
-use crate::copy::CHUNK;
 use crate::rounds::OnPages;
 use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
-use lacuna_machine::{Answer, MemoryError, MissingMemory, SourcePage, Vm};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{SourcePage, Vm};
 use std::io;
-use std::ops::Range;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -161,8 +159,17 @@ impl Drop for AnswersEnd<'_> {
 
 /// Takes answers until the connection ends.
 fn take_answers(pages: &RemotePages, mut answers: Frames) -> Result<(), MigrateError> {
+    let mut has_waited = false;
     loop {
-        match answers.read_or_idle()? {
+        let kind = answers.read_or_idle()?;
+        // A source that stands still keeps its connections. A request may have come a moment ago,
+        // so it has the next timeout too.
+        let waits = kind.is_none() && pages.awaits_answer();
+        if waits && has_waited {
+            return Err(MigrateError::Cut(io::ErrorKind::TimedOut.into()));
+        }
+        has_waited = waits;
+        match kind {
             None => {}
             Some(Kind::Data) => {
                 let (first, bytes) = answers.numbered()?;
@@ -275,23 +282,23 @@ impl<V: Vm> Arriving<V> {
         let pages = Arc::clone(&late.pages);
         let vm = Arc::clone(&self.vm);
         let missing = vm.missing_memory().ok_or(MigrateError::NoSource)?;
-        let place = Installer {
-            missing,
-            layout: &layout,
-            pages: &pages,
-        };
+        let place = Installer::new(missing, &layout, &pages);
         let come = thread::scope(|scope| {
             let named = thread::Builder::new().name("lacuna-staged".into());
-            let installing = named.spawn_scoped(scope, || place.install(Parts::Leave));
+            let installing = named.spawn_scoped(scope, || place.install_staged());
             let installing = installing.map_err(MigrateError::Thread)?;
             let come = self.until_end(&mut |frames, kind| place.take(frames, kind, each));
+            // Staged pages wait for the next connection too, if there is one.
+            if come.is_err() && !pages.awaited().is_empty() {
+                place.end();
+            }
             let installed = installing.join().unwrap_or_else(|panic| {
                 std::panic::resume_unwind(panic);
             });
             come.and(installed)
         });
         // Answers that came before they were asked for, and parts of huge pages.
-        let come = come.and_then(|()| place.install(Parts::Complete));
+        let come = come.and_then(|()| place.install_last());
         if !matches!(come, Ok(()) | Err(MigrateError::Cancelled)) {
             self.disconnect();
         }
@@ -315,6 +322,18 @@ impl<V: Vm> Arriving<V> {
             return Err(MigrateError::Cut(io::ErrorKind::ConnectionAborted.into()));
         }
         main.signal(Kind::Complete)
+    }
+
+    /// The source does not come back: puts in place what has come. The pages that are
+    /// [awaited](Arriving::awaited) are lost, and a vCPU that needs one fails.
+    ///
+    /// # Errors
+    /// A page cannot be put in place. The guest gets it when it needs it.
+    pub fn give_up(self) -> Result<(), MigrateError> {
+        let (Some(late), Some(missing)) = (&self.late, self.vm.missing_memory()) else {
+            return Ok(());
+        };
+        Installer::new(missing, &self.layout, &late.pages).install_staged()
     }
 
     /// Takes a new connection of the source after a cut. Then [`Arriving::finish`] goes on.
@@ -359,106 +378,44 @@ impl<V: Vm> Arriving<V> {
     }
 }
 
-/// What to do with a staged part of a huge page.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Parts {
-    /// Leave it staged. Other parts may be awaited: a thread that waited for them would outlive a
-    /// cut of the connection, and keep [`Arriving::finish`] from its end.
-    Leave,
-    /// No page is awaited: the VM asks for the other parts, and gets each at once.
-    Complete,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stream::Connection;
+    use lacuna_machine::{Answer, PageRequest, PageSource as _};
+    use lacuna_source::Asker;
+    use std::os::unix::net::UnixStream;
 
-/// Where pages are put in place.
-struct Installer<'a> {
-    missing: &'a dyn MissingMemory,
-    layout: &'a MemoryLayout,
-    pages: &'a RemotePages,
-}
+    /// A connection that is there already.
+    struct Ready(UnixStream);
 
-impl Installer<'_> {
-    /// Takes a frame of pages.
-    fn take(&self, frames: &Frames, kind: Kind, each: OnPages<'_>) -> Result<(), MigrateError> {
-        let count = match kind {
-            Kind::Data => {
-                let (first, bytes) = pages_of(frames, self.layout)?;
-                self.put(first, bytes)?;
-                let (whole, _) = bytes.as_chunks::<PAGE_SIZE>();
-                let count = whole.len() as u64;
-                for request in self.pages.arrived(first, count) {
-                    // `put` has answered it (`Answer::Late`), unless it has staged the page.
-                    let _: Answer = request.provide(&whole[(request.page().0 - first.0) as usize]);
-                }
-                count
-            }
-            Kind::Zeros => {
-                let (first, count) = zeros_of(frames, self.layout)?;
-                self.pages.arrived_zeros(first, count);
-                count
-            }
-            other => return Err(unexpected(other, Kind::End)),
-        };
-        match each(count).is_break() {
-            true => Err(MigrateError::Cancelled),
-            false => Ok(()),
+    impl Connections for Ready {
+        fn open(&self) -> io::Result<Box<dyn Connection>> {
+            Ok(Box::new(self.0.try_clone()?))
         }
     }
 
-    /// Puts pages in place, or stages them where pages are parts of huge pages.
-    fn put(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
-        let count = (bytes.len() / PAGE_SIZE) as u64;
-        in_slots(self.layout, first, count, &mut |gpa, pages| {
-            let part = &bytes[bytes_of(&pages)];
-            match self.missing.provide(gpa, part) {
-                Ok(_) => Ok(()),
-                Err(MemoryError::Refused { .. }) => {
-                    self.pages.stage(SourcePage(first.0 + pages.start), part)
-                }
-                Err(error) => Err(error.into()),
-            }
-        })
-    }
+    struct Waits;
 
-    /// Puts the staged pages in place.
-    fn install(&self, parts: Parts) -> Result<(), MigrateError> {
-        let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
-        for run in self.pages.staged().runs() {
-            let mut at = run.start;
-            while at < run.end {
-                let now = CHUNK.min(run.end - at);
-                let (first, bytes) = (SourcePage(at), &mut buffer[..now as usize * PAGE_SIZE]);
-                self.pages.read_staged(first, bytes)?;
-                in_slots(self.layout, first, now, &mut |gpa, pages| {
-                    let is_in_place = self.install_part(gpa, &bytes[bytes_of(&pages)], parts)?;
-                    if is_in_place {
-                        let (start, count) = (first.0 + pages.start, pages.end - pages.start);
-                        self.pages.installed(SourcePage(start), count);
-                    }
-                    Ok(())
-                })?;
-                at += now;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns whether the pages are in place.
-    fn install_part(&self, gpa: Gpa, bytes: &[u8], parts: Parts) -> Result<bool, MigrateError> {
-        match self.missing.provide(gpa, bytes) {
-            Ok(_) => Ok(true),
-            Err(MemoryError::Refused { .. }) if parts == Parts::Leave => Ok(false),
-            Err(MemoryError::Refused { .. }) => {
-                // Huge pages: the VM asks for the other parts of each.
-                let gfns = GfnRange::new(gpa.gfn(), (bytes.len() / PAGE_SIZE) as u64);
-                let gfns = gfns.ok_or(MigrateError::SlotsChanged)?;
-                self.missing.populate(gfns)?;
-                Ok(true)
-            }
-            Err(error) => Err(error.into()),
+    impl Asker for Waits {
+        fn answer(&self, _key: u64, _content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+            Answer::Taken
         }
     }
-}
 
-fn bytes_of(pages: &Range<u64>) -> Range<usize> {
-    pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE
+    /// The source's process is stopped: its connections stay, and nothing comes.
+    #[test]
+    fn a_source_that_does_not_answer_counts_as_cut() {
+        let (here, _there) = UnixStream::pair().unwrap();
+        here.set_read_timeout(Some(Duration::from_millis(1)))
+            .unwrap();
+        let answers = Frames::open(&Ready(here)).unwrap();
+        let pages = RemotePages::new().unwrap();
+        pages.set_size(4);
+        pages.set_awaited(PageSet::full(4));
+        pages.begin_answers();
+        pages.fetch(PageRequest::new(Arc::new(Waits), 0, SourcePage(3)));
+        let ended = take_answers(&pages, answers);
+        assert!(matches!(ended, Err(MigrateError::Cut(_))), "{ended:?}");
+    }
 }

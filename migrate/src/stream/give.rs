@@ -1,39 +1,27 @@
-//! The source of a migration, after it has given the guest away: the guest stands still, and the
-//! pages that are left are sent.
-//!
-//! ```text
-//! this thread      ── pages that are left ─────────► destination
-//! another thread  ◄── Want ──
-//!                  ── its page ─────────────────────►
-//! ```
-//! A page leaves the set of pages that are left when a thread takes it in order to send it, so it
-//! is sent once. After a cut the destination says which pages it lacks.
+//! A guest that was given away: it stands still at its source, until the destination has all of its
+//! memory or a person decides.
 
+use super::MigrationId;
 use super::connection::Connections;
-use super::frame::Kind;
-use super::frames::{Frames, unexpected};
 use super::lanes::There;
-use super::{Compression, MigrationId, Role, Stage};
+use super::left::{Left, Reached};
+use crate::MigrateError;
 use crate::changes::Changes;
-use crate::copy::{CHUNK, PageSink, copy_run};
-use crate::rounds::{OnProgress, Progress, Round, Still};
-use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::{SourcePage, Vm};
-use lacuna_sync::{Mutex, MutexGuard, lock_order};
-use std::ops::{ControlFlow, Range};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::rounds::{Guest, OnProgress, Round, Still};
+use lacuna_machine::{Ending, Vm};
 use std::thread;
 use std::time::Instant;
 
 /// How a migration has ended, or was interrupted, after the destination was told to run the guest.
-/// The guest stands still here for as long as [`Given`] lives.
-#[must_use = "if this is dropped, the guest goes on here"]
+/// The guest stands still here for as long as [`Given`] lives. Then its run here ends, unless
+/// [`Given::take_back`] is called.
+#[must_use = "if this is dropped, the run of the guest ends here"]
 pub enum Sent<'a, V: Vm> {
-    /// The destination runs the guest, and has all of its memory: end the run here, then drop this.
+    /// The destination runs the guest, and has all of its memory: drop this.
     Moved(Given<'a, V>),
-    /// The destination runs the guest, and lacks pages: the connection was cut, or the caller has
-    /// said `Break`. [`Given::resume`] goes on. If this process ends before, the guest is lost.
+    /// The destination runs the guest, and lacks pages: the connection was cut, a page could not be
+    /// read here, or the caller has said `Break`. [`Given::resume`] goes on. If this process ends
+    /// before, the guest is lost.
     Cut {
         /// The guest here.
         given: Given<'a, V>,
@@ -42,8 +30,8 @@ pub enum Sent<'a, V: Vm> {
     },
     /// The stream was cut before the destination could say that it runs the guest.
     /// [`Given::resume`] asks it. If it does not answer any more, look whether it runs the guest.
-    /// If it does not, end its process first: `Go` may still be on its way to it. Then drop this,
-    /// and the guest goes on here.
+    /// If it does not, end its process first: `Go` may still be on its way to it. Then
+    /// [`Given::take_back`] lets the guest go on here.
     Unknown {
         /// The guest here.
         given: Given<'a, V>,
@@ -52,10 +40,13 @@ pub enum Sent<'a, V: Vm> {
     },
 }
 
-/// A guest that was given away. It stands still here. Dropped, it goes on here; dropped by a panic,
-/// it stands still for ever, because the destination may run it.
+/// A guest that was given away. It stands still here. Dropped, it ends here with
+/// [`Ending::Stopped`], because the destination runs it or may run it.
 pub struct Given<'a, V: Vm> {
-    still: Option<Still<'a, V>>,
+    guest: Guest<'a, V>,
+    /// The destination may run it.
+    pub(super) is_away: bool,
+    still: Still<'a, V>,
     id: MigrationId,
     rounds: Vec<Round>,
     /// Pages with content that were sent.
@@ -65,37 +56,23 @@ pub struct Given<'a, V: Vm> {
     left: Option<Left<'a, V>>,
     /// When the destination has said that it runs.
     pub(super) ran: Option<Instant>,
-    /// Still on: to turn it off takes longer than some pauses do, and a guest that has gone needs
-    /// no log.
+    /// The log of writes, still on: to turn it off would lengthen the pause, and a guest that has
+    /// gone needs no log.
     _changes: Option<Changes<'a, V>>,
-}
-
-/// The connections beside the first one.
-pub(super) struct Links {
-    wants: Frames,
-    answers: Frames,
-}
-
-/// How far a conversation was when it was cut.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Reached {
-    /// The state was sent: the guest is not given away.
-    State,
-    /// `Go` was sent, at least in part.
-    Go,
-    /// The destination runs the guest.
-    Running,
 }
 
 impl<'a, V: Vm> Given<'a, V> {
     pub(super) fn new(
+        guest: &Guest<'a, V>,
         still: Still<'a, V>,
         id: MigrationId,
         (rounds, changes): (Vec<Round>, Option<Changes<'a, V>>),
         there: &There,
     ) -> Self {
         Self {
-            still: Some(still),
+            guest: *guest,
+            is_away: false,
+            still,
             id,
             rounds,
             pages: there.sent(),
@@ -108,7 +85,13 @@ impl<'a, V: Vm> Given<'a, V> {
 
     /// The guest here.
     pub fn still(&self) -> &Still<'a, V> {
-        self.still.as_ref().expect("only a panic takes it")
+        &self.still
+    }
+
+    /// Lets the guest go on here. Only if the destination does not run it, and never will: it never
+    /// gets the pages that it lacks.
+    pub fn take_back(mut self) {
+        self.is_away = false;
     }
 
     /// The rounds. In the last one of a pre-copy, the guest was paused.
@@ -133,7 +116,7 @@ impl<'a, V: Vm> Given<'a, V> {
 
     /// Pages that the destination lacks, as far as is known here.
     pub fn pages_left(&self) -> u64 {
-        self.left.as_ref().map_or(0, |left| left.lock().len())
+        self.left.as_ref().map_or(0, |left| left.len())
     }
 
     pub(super) fn interrupted(
@@ -143,7 +126,7 @@ impl<'a, V: Vm> Given<'a, V> {
         why: MigrateError,
     ) -> Sent<'a, V> {
         self.ran = left.ran();
-        let needs_nothing = left.needed_nothing;
+        let needs_nothing = left.needed_nothing();
         self.left = Some(left);
         let given = self;
         match reached {
@@ -187,269 +170,10 @@ impl<'a, V: Vm> Given<'a, V> {
 
 impl<V: Vm> Drop for Given<'_, V> {
     fn drop(&mut self) {
-        if thread::panicking() {
-            std::mem::forget(self.still.take());
+        // Before the vCPUs' threads get their vCPUs back: they execute nothing more. During a panic
+        // it is not known whether the guest has gone.
+        if self.is_away || thread::panicking() {
+            self.guest.devices.end(Ending::Stopped, self.guest.vm);
         }
-    }
-}
-
-impl Links {
-    pub(super) fn join(
-        connections: &dyn Connections,
-        id: &MigrationId,
-    ) -> Result<Self, MigrateError> {
-        let (wants, _) = Frames::join(connections, id, Role::Wants)?;
-        let (answers, _) = Frames::join(connections, id, Role::Answers)?;
-        Ok(Self { wants, answers })
-    }
-}
-
-/// The memory of a guest that was given away.
-pub(super) struct Left<'a, V: Vm> {
-    vm: &'a V,
-    layout: MemoryLayout,
-    /// Pages that are left to send.
-    pages: Mutex<PageSet, lock_order::PagesLeft>,
-    compression: Compression,
-    /// No page was left when the guest was given away.
-    needed_nothing: bool,
-    /// The page behind the last `Want`: the guest may need it next. `u64::MAX`: taken.
-    near: AtomicU64,
-    /// Pages with content that were sent.
-    sent: AtomicU64,
-    /// Pages that were sent because the guest needs them.
-    answered: AtomicU64,
-    /// `End` was sent on the connections in use, or is about to be.
-    is_ended: AtomicBool,
-    ran: Mutex<Option<Instant>, lock_order::TimeOfRun>,
-}
-
-impl<'a, V: Vm> Left<'a, V> {
-    pub fn new(vm: &'a V, layout: MemoryLayout, pages: PageSet, compression: Compression) -> Self {
-        Self {
-            vm,
-            layout,
-            compression,
-            needed_nothing: pages.is_empty(),
-            pages: Mutex::new(pages),
-            near: AtomicU64::new(u64::MAX),
-            sent: AtomicU64::new(0),
-            answered: AtomicU64::new(0),
-            is_ended: AtomicBool::new(false),
-            ran: Mutex::new(None),
-        }
-    }
-
-    /// Whether the destination had all pages when the guest was given away.
-    pub fn needed_nothing(&self) -> bool {
-        self.needed_nothing
-    }
-
-    /// Pages with content that were sent since the last call.
-    pub fn take_sent(&self) -> u64 {
-        self.sent.swap(0, Ordering::Relaxed)
-    }
-
-    /// The destination has said that it runs the guest.
-    fn note_run(&self) {
-        let mut ran = self.ran.lock().expect("no panic under this lock");
-        ran.get_or_insert_with(Instant::now);
-    }
-
-    pub fn ran(&self) -> Option<Instant> {
-        *self.ran.lock().expect("no panic under this lock")
-    }
-
-    fn lock(&self) -> MutexGuard<'_, PageSet> {
-        self.pages.lock().expect("no panic under this lock")
-    }
-
-    /// New connections, and how far the destination is.
-    fn reconnect(
-        &mut self,
-        connections: &dyn Connections,
-        id: &MigrationId,
-    ) -> Result<(Frames, Option<Links>, Reached), MigrateError> {
-        let (mut main, welcome) = Frames::join(connections, id, Role::Main)?;
-        main.pack(self.compression)?;
-        let reached = match welcome.stage {
-            Some(Stage::Prepared) => Reached::State,
-            Some(Stage::Running) => Reached::Running,
-            None => return Err(MigrateError::stream("a Welcome without a stage")),
-        };
-        if reached == Reached::Running {
-            self.note_run();
-        }
-        let mut lacks = PageSet::empty(self.layout.pages());
-        loop {
-            match main.read()? {
-                Kind::Awaited => main.read_set(&mut lacks)?,
-                Kind::Synced => break,
-                other => return Err(unexpected(other, Kind::Synced)),
-            }
-        }
-        let aside = match lacks.is_empty() {
-            true => None,
-            false => Some(Links::join(connections, id)?),
-        };
-        self.pages = Mutex::new(lacks);
-        self.is_ended = AtomicBool::new(false);
-        Ok((main, aside, reached))
-    }
-
-    /// Speaks with the destination, which has `reached` that much, until it has every page.
-    pub fn talk(
-        &self,
-        main: &mut Frames,
-        aside: Option<&mut Links>,
-        reached: Reached,
-        progress: OnProgress<'_>,
-    ) -> Result<(), (Reached, MigrateError)> {
-        let Some(Links { wants, answers }) = aside else {
-            return self.speak(main, reached, progress);
-        };
-        let ends = [&*main, wants, answers].map(Frames::hang_up);
-        let [end_main, end_wants, end_answers] = ends.map(|end| end.map_err(|why| (reached, why)));
-        let (end_main, end_wants, end_answers) = (end_main?, end_wants?, end_answers?);
-        let end_answers = &end_answers;
-        thread::scope(|scope| {
-            let named = thread::Builder::new().name("lacuna-answers".into());
-            let answering = named.spawn_scoped(scope, || {
-                let ended = self.answer(wants, answers);
-                // The destination may wait for an answer that was lost.
-                end_answers();
-                // After `End` the destination notices that itself. It may have all pages, and have
-                // ended its connections: then `Complete` is on its way on the first one.
-                if !self.is_ended.load(Ordering::SeqCst) {
-                    end_main();
-                }
-                ended
-            });
-            if let Err(error) = &answering {
-                let error = std::io::Error::from(error.kind());
-                return Err((reached, MigrateError::Thread(error)));
-            }
-            let spoken = self.speak(main, reached, progress);
-            end_wants();
-            end_answers();
-            spoken
-        })
-    }
-
-    fn speak(
-        &self,
-        main: &mut Frames,
-        mut reached: Reached,
-        progress: OnProgress<'_>,
-    ) -> Result<(), (Reached, MigrateError)> {
-        let spoken = self.speak_from(main, &mut reached, progress);
-        spoken.map_err(|why| (reached, why))
-    }
-
-    fn speak_from(
-        &self,
-        main: &mut Frames,
-        reached: &mut Reached,
-        progress: OnProgress<'_>,
-    ) -> Result<(), MigrateError> {
-        if *reached != Reached::Running {
-            main.expect(Kind::Prepared)?;
-            // The last moment at which the guest can stay here.
-            if *reached == Reached::State && progress(self.giving()).is_break() {
-                return Err(MigrateError::Cancelled);
-            }
-            *reached = Reached::Go;
-            main.signal(Kind::Go)?;
-            main.expect(Kind::Running)?;
-            *reached = Reached::Running;
-        }
-        self.note_run();
-        self.push(main, progress)?;
-        self.is_ended.store(true, Ordering::SeqCst);
-        main.signal(Kind::End)?;
-        main.expect(Kind::Complete)
-    }
-
-    /// What is told when the guest is given away.
-    fn giving(&self) -> Progress {
-        Progress {
-            round: 0,
-            done: 0,
-            pages: self.lock().len(),
-        }
-    }
-
-    /// Sends all pages that are left. The guest may need the pages behind one that it has asked
-    /// for, so they come first.
-    fn push(&self, main: &mut Frames, progress: OnProgress<'_>) -> Result<(), MigrateError> {
-        let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
-        let mut now = self.giving();
-        let pages = now.pages;
-        let answered = self.answered.load(Ordering::Relaxed);
-        let (mut next, mut pushed) = (0, 0);
-        loop {
-            let near = self.near.swap(u64::MAX, Ordering::Relaxed);
-            if near != u64::MAX {
-                next = near;
-            }
-            let Some(run) = self.lock().take_run(SourcePage(next), CHUNK) else {
-                return Ok(());
-            };
-            next = run.end;
-            pushed += run.end - run.start;
-            now.done = pages.min(pushed + self.answered.load(Ordering::Relaxed) - answered);
-            if progress(now).is_break() {
-                return Err(MigrateError::Cancelled);
-            }
-            self.send_run(run, main, &mut buffer)?;
-        }
-    }
-
-    /// Answers `Want`s until the connection ends.
-    fn answer(&self, wants: &mut Frames, answers: &mut Frames) -> Result<(), MigrateError> {
-        let mut buffer = vec![0; PAGE_SIZE];
-        loop {
-            match wants.read_or_idle()? {
-                None => continue,
-                Some(Kind::Want) => {}
-                Some(other) => return Err(unexpected(other, Kind::Want)),
-            }
-            let (page, _) = wants.numbered()?;
-            // A page that is not left has been sent, or the other thread is about to send it.
-            if self.lock().remove(page) {
-                self.near.store(page.0 + 1, Ordering::Relaxed);
-                self.answered.fetch_add(1, Ordering::Relaxed);
-                self.send_run(page.0..page.0 + 1, answers, &mut buffer)?;
-                answers.flush()?;
-            }
-        }
-    }
-
-    fn send_run(
-        &self,
-        run: Range<u64>,
-        frames: &mut Frames,
-        buffer: &mut [u8],
-    ) -> Result<(), MigrateError> {
-        let each = &mut |_| ControlFlow::Continue(());
-        let mut sink = LateSink(frames, &self.sent);
-        copy_run(self.vm, &self.layout, run, buffer, &mut sink, each)
-    }
-}
-
-/// Sends pages that the destination lacks.
-struct LateSink<'a>(&'a mut Frames, &'a AtomicU64);
-
-impl PageSink for LateSink<'_> {
-    fn data(&mut self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
-        let pages = (bytes.len() / PAGE_SIZE) as u64;
-        self.1.fetch_add(pages, Ordering::Relaxed);
-        self.0.write_pages(first, bytes)
-    }
-
-    fn zeros(&mut self, first: SourcePage, pages: u64) -> Result<(), MigrateError> {
-        self.0.write_zeros(first, pages)?;
-        // Many small frames wait for each other.
-        self.0.keep_alive()
     }
 }

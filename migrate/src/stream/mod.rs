@@ -38,7 +38,8 @@
 //! After `Unknown` and `Cut` [`Given::resume`] connects again, and the destination's
 //! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination tells what it has, so
 //! nothing is sent twice that has arrived. If the other side never comes back, a person decides:
-//! the two never run at once by themselves.
+//! [`Given::take_back`] and [`Waiting::decide_to_run`] carry the decision out. Without one of them
+//! the two sides never run at once: a [`Given`] that is dropped ends the run at the source.
 //!
 //! Timeouts are the caller's: see [`Connection`].
 
@@ -47,7 +48,9 @@ mod connection;
 mod frame;
 mod frames;
 mod give;
+mod install;
 mod lanes;
+mod left;
 mod packing;
 mod receive;
 mod remote;

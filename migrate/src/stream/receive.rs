@@ -3,7 +3,7 @@
 use super::arrive::{Arrived, Arriving, Late};
 use super::connection::Connections;
 use super::frame::Kind;
-use super::frames::Frames;
+use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
 use super::take::Early;
 use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage, VERSION, Welcome};
@@ -51,8 +51,12 @@ impl Incoming {
     /// There is no connection, it is cut, or its other end is no source of this version.
     pub fn accept(connections: &dyn Connections) -> Result<Self, MigrateError> {
         let mut main = Frames::open(connections)?;
-        let first = main.expect(Kind::Hello).and_then(|()| {
-            main.check_version()?;
+        let first = main.read().and_then(|kind| {
+            match kind {
+                Kind::Hello => main.check_version()?,
+                Kind::Join => return Err(MigrateError::NotHere),
+                other => return Err(unexpected(other, Kind::Hello)),
+            }
             let hello: Hello = main.json()?;
             hello.machine.layout.check()?;
             if !(1..=STREAMS_MAX).contains(&hello.streams) {

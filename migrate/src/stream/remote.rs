@@ -193,6 +193,11 @@ impl RemotePages {
         pages.awaited.is_empty()
     }
 
+    /// Whether a thread waits for an answer of the source.
+    pub fn awaits_answer(&self) -> bool {
+        !self.lock().asked.is_empty()
+    }
+
     /// Answers of the source come from now on.
     pub fn begin_answers(&self) {
         self.lock().answers_come = true;
@@ -243,6 +248,14 @@ impl RemotePages {
         let (at, length) = (first.0 * PAGE_SIZE as u64, count * PAGE_SIZE as u64);
         // Only memory is lost if it fails, until the file is closed.
         let _ = fallocate(&self.staging, flags, at, length);
+    }
+
+    /// Frees staged copies that became void, if no page is staged any more.
+    pub fn free_void(&self) {
+        if self.lock().staged.is_empty() {
+            // As in `installed`.
+            let _ = self.staging.set_len(0);
+        }
     }
 
     /// Sends `Want`s there from now on, first for all pages that are asked for.

@@ -3,8 +3,9 @@
 use super::connection::Connections;
 use super::frame::Kind;
 use super::frames::Frames;
-use super::give::{Given, Left, Links, Reached, Sent};
+use super::give::{Given, Sent};
 use super::lanes::{Lane, There};
+use super::left::{Left, Links, Reached};
 use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
 use crate::changes::Changes;
 use crate::rounds::{Budget, Copied, Guest, OnProgress, Still, Throttle, copy_live};
@@ -203,7 +204,8 @@ impl<'p> Sender<'p> {
             .write_json(Kind::State, &(machine, still.state(), departure))?;
         let left = Left::new(guest.vm, layout, left, plan.compression);
         let id = self.id.clone();
-        Ok((Given::new(still, id, (rounds, changes), &self.there), left))
+        let log = (rounds, changes);
+        Ok((Given::new(guest, still, id, log, &self.there), left))
     }
 
     /// The first messages.
@@ -263,6 +265,7 @@ impl<'p> Sender<'p> {
         let talked = left.talk(self.main(), aside.as_mut(), Reached::State, progress);
         given.pages += left.take_sent();
         given.ran = left.ran();
+        given.is_away = !matches!(talked, Err((Reached::State, _)));
         match talked {
             Ok(()) => Ok(Sent::Moved(given)),
             Err((Reached::State, why)) => Err(why),

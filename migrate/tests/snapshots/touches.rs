@@ -19,6 +19,11 @@ fn replays(moved: &Moved<impl WithSource>) {
     first.asked.save(&record).expect("a record");
     let touches = Touches::load(&record, &snapshot).expect("a record");
     assert_eq!(touches, first.asked);
+    for head in [0, 7, asked, usize::MAX] {
+        let (first, others) = touches.split_at(head);
+        assert_eq!(first.pages().len(), head.min(asked));
+        assert_eq!([first.pages(), others.pages()].concat(), touches.pages());
+    }
     let names: Vec<_> = fs::read_dir(folder.path()).expect("a folder").collect();
     assert_eq!(names.len(), 2, "no temporary file is left: {names:?}");
     // A record is replaced.

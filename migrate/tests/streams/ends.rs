@@ -115,17 +115,18 @@ impl<A: Machines, B: Machines> Move<A, B> {
                 devices: &devices,
                 pause: &pause,
             };
-            let (fate, still) = self.until_settled(&guest, &link);
+            let (fate, given) = self.until_settled(&guest, &link);
             // The other side must not wait for a connection that does not come.
             let (written, killed) = (link.written(), link.killed());
             drop(link);
             // A guest that came, and lacks memory here, ends by that.
             let arrived = join();
             let stays = matches!(fate.source, End::Gone | End::Cut) || arrived.is_ok();
-            if stays {
-                devices.end(Ending::Stopped, &*vm);
+            match given {
+                Some(given) if !stays => given.take_back(),
+                // Its run here ends.
+                given => drop(given),
             }
-            drop(still);
             runner.join().expect("no panic");
             let ending = (!stays).then(|| devices.ending().expect("an ending"));
             let refused = arrived.as_ref().err().map(ToString::to_string);

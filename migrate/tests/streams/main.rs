@@ -6,6 +6,7 @@ mod ends;
 mod link;
 mod puppet;
 mod seeded;
+mod unread;
 
 use ends::{End, Machines, Move};
 use lacuna_addr::PageCount;

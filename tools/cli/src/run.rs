@@ -220,7 +220,7 @@ impl Job<'_> {
         let mut set_exits = args.exit_on_missing;
         let mut screen = Screen::new(&args.output);
         let console = screen.console();
-        let mut end_if_not_needed = self.end_if_not_needed();
+        let mut has_told = false;
         let mut watch = |now: &Observed<'_, B::Vm>| {
             if std::mem::take(&mut set_exits)
                 && let Err(error) = pages::exit_on_missing(now.vm)
@@ -230,8 +230,14 @@ impl Job<'_> {
                 now.devices.end(Ending::Failed(failed), now.vm);
             }
             screen.show(observer.look(now));
-            if signals.caught().is_some() {
-                end_if_not_needed(&mut || now.devices.end(Ending::Stopped, now.vm));
+            if signals.caught().is_some()
+                && !self.unless_needed(|| now.devices.end(Ending::Stopped, now.vm))
+                && !std::mem::replace(&mut has_told, true)
+            {
+                complain(
+                    "the guest runs elsewhere, or may, and needs pages of this process: it ends \
+                     when it has sent them; a second signal ends it at once, and they are lost",
+                );
             }
         };
         let done = match (self.start, args.seed) {
@@ -275,23 +281,14 @@ impl Job<'_> {
         self.control.as_ref().map(ControlSocket::ends)
     }
 
-    /// Ends the run, unless a guest that has gone needs pages of this process. That is told once.
-    fn end_if_not_needed(&self) -> impl FnMut(&mut dyn FnMut()) {
-        let ends = self.ends();
-        let mut told = false;
-        move |end| {
-            let has_ended = match ends {
-                None => {
-                    end();
-                    true
-                }
-                Some(ends) => ends.unless_needed(end),
-            };
-            if !has_ended && !std::mem::replace(&mut told, true) {
-                complain(
-                    "the guest runs elsewhere, or may, and needs pages of this process: it ends \
-                     when it has sent them; a second signal ends it at once, and they are lost",
-                );
+    /// Calls `end`, unless a guest that has gone needs pages of this process. Returns whether it
+    /// was called.
+    fn unless_needed(&self, end: impl FnOnce()) -> bool {
+        match self.ends() {
+            Some(ends) => ends.unless_needed(end),
+            None => {
+                end();
+                true
             }
         }
     }

@@ -89,7 +89,7 @@ fn noise(rng: &mut Rng) -> Frame {
     let payload = (0..length).map(|_| rng.u8(..)).collect();
     let kind = match rng.u8(..8) {
         0 => rng.u8(..),
-        _ => rng.u8(..18),
+        _ => rng.u8(..20),
     };
     Frame { kind, payload }
 }
@@ -117,7 +117,7 @@ fn change(frames: &mut Vec<Frame>, rng: &mut Rng) {
             frames.swap(at, other);
         }
         4 => frames.truncate(at),
-        5 => frames[at].kind = rng.u8(..18),
+        5 => frames[at].kind = rng.u8(..20),
         6 => {
             let payload = &mut frames[at].payload;
             payload.truncate(rng.usize(..=payload.len()));

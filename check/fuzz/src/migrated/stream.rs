@@ -101,7 +101,10 @@ impl Recording {
                 });
                 let plan = plan(mode);
                 let sent = send(guest, &source, &plan, &mut |_| rewrite(guest.vm));
-                assert!(matches!(sent, Ok(Sent::Moved(_))), "it goes well");
+                let Ok(Sent::Moved(given)) = sent else {
+                    panic!("it goes well");
+                };
+                given.take_back();
                 let arrived = arrives.join().expect("no panic");
                 assert!(arrived == memory, "{arch}: memory differs");
             });
@@ -433,14 +436,17 @@ fn depart(
         Ok(Sent::Moved(given)) => {
             assert!(link.has_said(frames::GO), "it is gone without a word");
             run.tally.note("answers", "moved");
-            drop(given);
+            given.take_back();
         }
         Ok(Sent::Unknown { given, why } | Sent::Cut { given, why }) => {
             assert!(!is_whole, "whole answers: {why}");
             assert!(link.has_said(frames::GO), "it is given away without a word");
             run.tally.note("answers", "not known, or cut");
-            let again = given.resume(&link, &mut |_| CONTINUE);
-            drop(again);
+            match given.resume(&link, &mut |_| CONTINUE) {
+                Sent::Moved(given) | Sent::Unknown { given, .. } | Sent::Cut { given, .. } => {
+                    given.take_back();
+                }
+            }
         }
         Err(error) => {
             assert!(!is_whole, "whole answers: {error}");

@@ -6,7 +6,7 @@ use super::migration::{Migrated, again};
 use super::under_way::{UnderWay, Wanted};
 use crate::args::{Address, Compress, TlsFiles, check_tls};
 use crate::transport::{Connector, Link};
-use lacuna_machine::{Ending, ErrorKind, Vm};
+use lacuna_machine::{ErrorKind, Vm};
 use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Given, Mode, Plan, STREAMS_MAX, Sent, send};
 use std::ops::ControlFlow;
@@ -58,7 +58,7 @@ impl Order {
 }
 
 /// A guest that was given away, and of which it is not settled where it runs, or with which memory.
-/// Dropped, it goes on here.
+/// Dropped, its run here ends.
 pub(super) struct Undecided<'a, V: Vm> {
     given: Given<'a, V>,
     way: UnderWay,
@@ -206,13 +206,16 @@ impl<'a, V: Vm> Controlled<'a, V> {
                     sent = given.resume(&order.connector, note);
                 }
                 Wanted::End => {
-                    *self.phase() = Phase::Runs;
                     drop(given);
+                    *self.phase() = Phase::Runs;
                     return Err(Refused::request(format!("the run has ended: {text}")));
                 }
                 Wanted::Keep => {
+                    self.ends.set_needed(false);
+                    // First: the next migration or snapshot must find the log as the VMM has it.
+                    given.take_back();
                     *self.phase() = Phase::Runs;
-                    drop(given);
+                    way.has_kept();
                     let text = "the guest has not moved: a client has decided to keep it here";
                     return Err(Refused::request(text));
                 }
@@ -246,10 +249,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
             seconds: began.elapsed().as_secs_f64(),
         };
         self.ends.has_moved_by(migrated.clone());
-        // Before the vCPUs' threads get their vCPUs back: they execute nothing more.
-        self.guest.devices.end(Ending::Stopped, self.guest.vm);
-        *self.phase() = Phase::Runs;
         drop(given);
+        *self.phase() = Phase::Runs;
         migrated
     }
 
@@ -300,20 +301,25 @@ impl<'a, V: Vm> Controlled<'a, V> {
     pub(super) fn keep_at_source(&self) -> Result<(), Refused> {
         self.check_runs()?;
         let mut phase = self.phase();
-        match &*phase {
+        if let Phase::Undecided(undecided) = &*phase {
+            undecided.way.check_keep()?;
+        }
+        match std::mem::replace(&mut *phase, Phase::Runs) {
             Phase::Undecided(undecided) => {
-                undecided.way.check_keep()?;
-                *phase = Phase::Runs;
+                undecided.given.take_back();
                 Ok(())
             }
             Phase::Moves(way) => {
-                let way = way.clone();
+                *phase = Phase::Moves(way.clone());
                 drop(phase);
                 way.keep()
             }
-            _ => Err(Refused::request(
-                "no migration waits for a decision: ask for the status",
-            )),
+            other => {
+                *phase = other;
+                Err(Refused::request(
+                    "no migration waits for a decision: ask for the status",
+                ))
+            }
         }
     }
 }

@@ -43,6 +43,8 @@ struct Told {
     /// Pages that the destination lacks, as far as is known here.
     lacks: u64,
     wanted: Wanted,
+    /// The guest goes on here by a decision.
+    is_kept: bool,
     is_over: bool,
 }
 
@@ -70,6 +72,7 @@ impl UnderWay {
             late: 0,
             lacks: 0,
             wanted: Wanted::GoOn,
+            is_kept: false,
             is_over: false,
         };
         Self::told_of(told, link, 0)
@@ -267,7 +270,7 @@ impl UnderWay {
         }
     }
 
-    /// Cancels a migration whose guest is still here. A peer that is silent gets one more second.
+    /// Cancels a migration whose guest is still here. The peer gets one more second.
     fn stay(&self, told: &mut Told) {
         self.0.link.hurry();
         told.wanted = Wanted::Cancel;
@@ -305,9 +308,18 @@ impl UnderWay {
                 .unwrap_or_else(PoisonError::into_inner);
         }
         match told.now.stage {
-            MovingStage::Unknown => Ok(()),
+            MovingStage::Unknown if told.is_kept => Ok(()),
+            MovingStage::Unknown => Err(Refused::request(
+                "another request, or the end of the run, came first: ask for the status, and \
+                 decide again if the guest stands still here",
+            )),
             _ => Err(no_decision(&told)),
         }
+    }
+
+    /// The guest goes on here by a decision.
+    pub fn has_kept(&self) {
+        self.told().is_kept = true;
     }
 
     fn want(&self, told: &mut Told, wanted: Wanted) {
@@ -367,6 +379,19 @@ mod tests {
         let text = way.keep().unwrap_err().text;
         assert!(text.contains("an older state of it"), "{text}");
         assert!(way.is_needed());
+    }
+
+    /// The decision to keep the guest and another request came at one time, and the other one was
+    /// carried out.
+    #[test]
+    fn a_guest_that_was_not_kept_is_not_said_to_be() {
+        let way = way();
+        way.was_cut(false, &cut(), 9);
+        way.settle();
+        let text = way.keep().unwrap_err().text;
+        assert!(text.contains("decide again"), "{text}");
+        way.has_kept();
+        way.keep().unwrap();
     }
 
     /// A cancel that comes too late does not end the attempts to connect again; a later one does,

@@ -4,6 +4,7 @@
 use super::incoming::{Arrival, has_not_come};
 use super::{Job, Refusal};
 use crate::control::Decision;
+use crate::output::complain;
 use lacuna_machine::Vm;
 use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Arrived, Arriving, Prepared};
@@ -47,9 +48,15 @@ pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>)
         }
         let mut failed = false;
         loop {
-            if coming.next(failed).is_some() {
+            if let Some(decision) = coming.next(failed) {
                 // Pages that are missing are lost from here on.
-                drop(arriving);
+                let left = match decision {
+                    Decision::Cancel => arriving.give_up(),
+                    Decision::Keep | Decision::End => Ok(()),
+                };
+                if let Err(why) = left {
+                    complain(&format!("{why}; the guest goes on"));
+                }
                 return coming.is_lost();
             }
             failed = arriving.resume(arrival.connections()).is_err();

@@ -9,8 +9,8 @@ use lacuna_machine::{PlatformDevices, Vm};
 use lacuna_migrate::{MigrateError, Recorder, Snapshot, Touches};
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -100,14 +100,17 @@ impl Record<'_> {
     }
 }
 
-/// Provides the pages that the guest has not needed yet, until the run ends.
+/// Provides the pages that the guest has not needed yet, until the run ends. Drops `waits` when the
+/// guest may run: at once, or after the head start of a replay.
 pub(super) fn prefetch<V: Vm>(
     job: &Job<'_>,
     lazy: &Lazy<'_>,
     vm: &V,
     devices: &PlatformDevices,
+    waits: mpsc::Sender<()>,
 ) -> LazyPages {
     let mut came = LazyPages::default();
+    let waits = lazy.replay.is_some().then_some(waits);
     if let Some(record) = &lazy.record {
         match record.make(devices) {
             Ok(touches) => came.recorded = Some(touches),
@@ -124,9 +127,10 @@ pub(super) fn prefetch<V: Vm>(
     let go_on = |pages, of: &mut u64| {
         *of += pages;
         job.prefetched.fetch_add(pages, Ordering::Relaxed);
-        match devices.ending() {
-            None => ControlFlow::Continue(()),
-            Some(_) => ControlFlow::Break(()),
+        // A signal ends the run as soon as the guest may run.
+        match devices.ending().is_some() || job.signals.caught().is_some() {
+            false => ControlFlow::Continue(()),
+            true => ControlFlow::Break(()),
         }
     };
     let done = match &lazy.replay {
@@ -134,11 +138,15 @@ pub(super) fn prefetch<V: Vm>(
             .snapshot
             .prefetch(vm, &mut |pages| go_on(pages, &mut came.prefetched)),
         Some(touches) => {
+            let (first, others) = touches.split_at(Touches::HEAD_START);
             let replayed = came.replayed.insert(0);
-            let done = lazy
-                .snapshot
-                .replay(vm, touches, &mut |pages| go_on(pages, replayed));
-            done.and_then(|()| {
+            let mut replay = |touches| {
+                let each = &mut |pages| go_on(pages, replayed);
+                lazy.snapshot.replay(vm, touches, each)
+            };
+            let done = replay(&first);
+            drop(waits);
+            done.and_then(|()| replay(&others)).and_then(|()| {
                 let each = &mut |pages| go_on(pages, &mut came.prefetched);
                 lazy.snapshot.prefetch_rest(vm, touches, each)
             })

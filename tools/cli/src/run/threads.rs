@@ -94,9 +94,12 @@ fn run_begun<V: Vm>(
     thread::scope(|scope| {
         let mut background = None;
         if let Start::Lazily(lazy) = job.start {
+            let (waits, may_run) = mpsc::channel();
             let named = thread::Builder::new().name("lacuna-prefetch".into());
-            let started = named.spawn_scoped(scope, || prefetch(job, lazy, vm, devices));
-            background = Some(started.map_err(failed)?);
+            let work = move || prefetch(job, lazy, vm, devices, waits);
+            background = Some(named.spawn_scoped(scope, work).map_err(failed)?);
+            // Nothing is sent. It returns when the thread has dropped `waits`.
+            let _ = may_run.recv();
         }
         begun.threads.run_watched(begun.vcpus, clock, watch);
         if let Some(coming) = coming(job) {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 /// How long a peer may be silent. After that the connection counts as cut.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long it may be silent after the migration was cancelled.
+/// How long it is waited for in all after the migration was cancelled.
 const HURRIED: Duration = Duration::from_secs(1);
 /// How often a socket that waits looks at its [`Link`].
 pub(super) const LOOK: Duration = Duration::from_millis(100);
@@ -16,7 +16,8 @@ const WINDOW: Duration = Duration::from_millis(500);
 
 /// What the connections of one migration share. Any thread may call its methods.
 pub struct Link {
-    hurried: AtomicBool,
+    /// When the migration was cancelled.
+    hurried: Mutex<Option<Instant>>,
     /// A thread of this process has ended all waiting.
     cut: AtomicBool,
     /// A signal has.
@@ -44,7 +45,7 @@ impl Link {
     pub fn of_destination(interrupted: Arc<AtomicBool>) -> Self {
         let now = (Instant::now(), 0);
         Self {
-            hurried: AtomicBool::new(false),
+            hurried: Mutex::new(None),
             cut: AtomicBool::new(false),
             interrupted,
             deadline: Mutex::new(None),
@@ -57,9 +58,17 @@ impl Link {
         }
     }
 
-    /// The migration is no longer wanted: a peer that is silent now is waited for a second only.
+    /// The migration is no longer wanted: all waiting for the peer ends after a second.
     pub fn hurry(&self) {
-        self.hurried.store(true, Ordering::Relaxed);
+        self.hurry_since(Instant::now());
+    }
+
+    fn hurry_since(&self, cancelled: Instant) {
+        self.hurried().get_or_insert(cancelled);
+    }
+
+    fn hurried(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.hurried.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends all waiting on these connections and for others, with an error.
@@ -70,7 +79,7 @@ impl Link {
     /// Takes [`Link::cut`] and [`Link::hurry`] back, for new connections.
     pub fn renew(&self) {
         self.cut.store(false, Ordering::Relaxed);
-        self.hurried.store(false, Ordering::Relaxed);
+        *self.hurried() = None;
     }
 
     /// A peer that has not connected until then is not waited for. One that is connected is.
@@ -123,17 +132,16 @@ impl Link {
                 "this process has ended it",
             ));
         }
-        let most = match self.hurried.load(Ordering::Relaxed) {
-            true => HURRIED,
-            false => SILENCE,
+        // After a cancel, a peer that sends a byte now and then gets no more time.
+        let is_late = self.hurried().is_some_and(|at| at.elapsed() > HURRIED);
+        let text = if is_late {
+            format!("the other side did not end it within {HURRIED:?}")
+        } else if silent > SILENCE {
+            format!("the other side was silent for {SILENCE:?}")
+        } else {
+            return Ok(());
         };
-        match silent > most {
-            true => Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("the other side was silent for {most:?}"),
-            )),
-            false => Ok(()),
-        }
+        Err(io::Error::new(io::ErrorKind::TimedOut, text))
     }
 }
 
@@ -147,9 +155,11 @@ mod tests {
         link.check(SILENCE).unwrap();
         let error = link.check(SILENCE * 2).unwrap_err().to_string();
         assert!(error.contains("silent for 30s"), "{error}");
+        let cancelled = Instant::now() - HURRIED * 2;
+        link.hurry_since(cancelled);
+        link.check(Duration::ZERO).unwrap_err();
         link.hurry();
-        link.check(HURRIED).unwrap();
-        link.check(HURRIED * 2).unwrap_err();
+        link.check(Duration::ZERO).unwrap_err();
         link.cut();
         link.check(Duration::ZERO).unwrap_err();
         assert!(!link.is_open());

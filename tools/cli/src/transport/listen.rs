@@ -8,7 +8,9 @@ use crate::args::{Address, HostPort, TlsFiles};
 use crate::socket::Socket as Named;
 use lacuna_migrate::stream::{Connection, Connections};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::VecDeque;
 use std::io;
+use std::iter::once;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// How long a source may take for each further connection.
 const FURTHER: Duration = Duration::from_secs(30);
+/// The most connections that are kept while their peers send nothing.
+const SILENT_MAX: usize = 16;
 
 /// Accepts connections at one address. The socket's file is removed when the value is dropped.
 pub struct Listener<'a> {
@@ -73,8 +77,11 @@ impl<'a> Listener<'a> {
     /// # Errors
     /// No connection can be accepted.
     pub fn accept(&self, cut: &Arc<AtomicBool>) -> io::Result<Option<(Stream, String)>> {
-        let is_wanted = || !cut.load(Ordering::Relaxed);
-        while let Some((socket, from)) = self.next(&is_wanted)? {
+        while !cut.load(Ordering::Relaxed) {
+            first_readable(once(self.waits.as_fd()));
+            let Some((socket, from)) = self.try_accept()? else {
+                continue;
+            };
             let link = Arc::new(Link::of_destination(Arc::clone(cut)));
             // A peer may be gone already.
             if let Ok(stream) = Stream::accepted(socket, link, Introduction::begins()) {
@@ -97,61 +104,57 @@ impl<'a> Listener<'a> {
         }
     }
 
-    /// The next connection. `None`: none `is_wanted` any more.
-    fn next(&self, is_wanted: &dyn Fn() -> bool) -> io::Result<Option<(Socket, String)>> {
-        while is_wanted() {
-            self.wait();
-            let accepted = match &self.waits {
-                Waits::Unix(named) => named
-                    .listener()
-                    .accept()
-                    .map(|(stream, _)| (Socket::Unix(stream), "a process of this host".into())),
-                Waits::Tcp(listener) => listener
-                    .accept()
-                    .map(|(stream, from)| (Socket::Tcp(stream), from.to_string())),
-            };
-            match accepted {
-                Ok(accepted) => return Ok(Some(accepted)),
-                Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock
-                    | io::ErrorKind::Interrupted
-                    | io::ErrorKind::ConnectionAborted => {}
-                    _ => return Err(error),
-                },
-            }
-        }
-        Ok(None)
-    }
-
-    /// Returns when there may be a connection, and after a short time.
-    fn wait(&self) {
-        // Interrupted: as if a connection had come.
-        let _ = is_readable(match &self.waits {
-            Waits::Unix(named) => named.listener().as_fd(),
-            Waits::Tcp(listener) => listener.as_fd(),
-        });
-    }
-}
-
-/// Whether something can be read from `fd`, or accepted. Waits for a short time.
-fn is_readable(fd: BorrowedFd<'_>) -> bool {
-    let look = Timespec::try_from(LOOK).expect("a tenth of a second");
-    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
-    poll(&mut fds, Some(&look)).is_ok_and(|ready| ready > 0)
-}
-
-/// Waits until a peer sends something, or ends the connection, for as long as that is wanted.
-fn speaks(socket: &Socket, is_wanted: &dyn Fn() -> bool) -> bool {
-    while is_wanted() {
-        let fd = match socket {
-            Socket::Unix(stream) => stream.as_fd(),
-            Socket::Tcp(stream) => stream.as_fd(),
+    /// The next connection with the name of its other end. `None`: there is none now.
+    fn try_accept(&self) -> io::Result<Option<(Socket, String)>> {
+        let accepted = match &self.waits {
+            Waits::Unix(named) => named
+                .listener()
+                .accept()
+                .map(|(stream, _)| (Socket::Unix(stream), "a process of this host".into())),
+            Waits::Tcp(listener) => listener
+                .accept()
+                .map(|(stream, from)| (Socket::Tcp(stream), from.to_string())),
         };
-        if is_readable(fd) {
-            return true;
+        match accepted {
+            Ok(accepted) => Ok(Some(accepted)),
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock
+                | io::ErrorKind::Interrupted
+                | io::ErrorKind::ConnectionAborted => Ok(None),
+                _ => Err(error),
+            },
         }
     }
-    false
+}
+
+impl AsFd for Waits<'_> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(named) => named.listener().as_fd(),
+            Self::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(stream) => stream.as_fd(),
+            Self::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+/// Waits for a short time until a socket or a listener in `fds` has something. The position of the
+/// first one that has.
+fn first_readable<'fd>(fds: impl Iterator<Item = BorrowedFd<'fd>>) -> Option<usize> {
+    let mut fds: Vec<_> = fds
+        .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+        .collect();
+    let look = Timespec::try_from(LOOK).expect("a tenth of a second");
+    // Interrupted: as if the time had passed.
+    poll(&mut fds, Some(&look)).ok()?;
+    fds.iter().position(|fd| !fd.revents().is_empty())
 }
 
 /// The connections of one migration, of which the first one has been accepted.
@@ -159,6 +162,9 @@ pub struct Accepted<'a> {
     listener: &'a Listener<'a>,
     link: Arc<Link>,
     first: Mutex<Option<Box<dyn Connection>>>,
+    /// Connections of which the peers have sent nothing yet, the oldest first. They stay here from
+    /// one [`Connections::open`] to the next: each of them may be the source's.
+    silent: Mutex<VecDeque<(Socket, Introduction)>>,
 }
 
 impl<'a> Accepted<'a> {
@@ -173,12 +179,36 @@ impl<'a> Accepted<'a> {
             listener,
             link,
             first: Mutex::new(Some(first)),
+            silent: Mutex::default(),
         })
     }
 
     /// What its connections share.
     pub fn link(&self) -> &Arc<Link> {
         &self.link
+    }
+
+    /// The oldest connection of which the peer has sent something, or has ended it. `None`: there
+    /// was none for a short time, or a new connection came and is now one of the silent ones.
+    fn next_spoken(&self) -> io::Result<Option<(Socket, Introduction)>> {
+        let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
+        silent.retain(|(_, introduction)| introduction.is_open());
+        let sockets = silent.iter().map(|(socket, _)| socket.as_fd());
+        let ready = first_readable(sockets.chain(once(self.listener.waits.as_fd())));
+        // The listener's position is behind the last socket.
+        if let Some(spoken) = ready.and_then(|ready| silent.remove(ready)) {
+            return Ok(Some(spoken));
+        }
+        // One connection is accepted between two polls, and only if no peer has spoken. So only a
+        // silent connection is closed for a new one. And while a peer that has spoken stalls, the
+        // time of the connections in the backlog has not begun.
+        if let Some((socket, _)) = self.listener.try_accept()? {
+            if silent.len() == SILENT_MAX {
+                silent.pop_front();
+            }
+            silent.push_back((socket, Introduction::begins()));
+        }
+        Ok(None)
     }
 }
 
@@ -193,13 +223,10 @@ impl Connections for Accepted<'_> {
             return Ok(first);
         }
         let deadline = Instant::now() + FURTHER;
-        let is_wanted = || self.link.is_open() && Instant::now() < deadline;
-        while let Some((socket, _)) = self.listener.next(&is_wanted)? {
-            // A stranger that says nothing must not keep the source waiting for long.
-            let introduction = Introduction::begins();
-            if !speaks(&socket, &|| is_wanted() && introduction.is_open()) {
+        while self.link.is_open() && Instant::now() < deadline {
+            let Some((socket, introduction)) = self.next_spoken()? else {
                 continue;
-            }
+            };
             // A stranger may be gone, or have no TLS. The source may be the next peer.
             let stream = Stream::accepted(socket, Arc::clone(&self.link), introduction);
             if let Ok(connection) = stream.and_then(|stream| self.listener.secure(stream)) {
@@ -233,12 +260,37 @@ fn advice(error: &io::Error) -> &'static str {
 mod tests {
     use super::*;
     use crate::transport::Connector;
-    use std::cell::Cell;
     use std::io::{Read, Write};
     use std::net::TcpStream;
-    use std::os::unix::net::UnixStream;
     use std::path::PathBuf;
     use std::thread;
+
+    /// A source that has made its first connection, and the destination that has taken it.
+    fn begin<'a>(listener: &'a Listener<'a>) -> (Connector, Accepted<'a>) {
+        let to = listener.address().clone();
+        let source = Connector::new(to, None, Arc::new(Link::of_source())).unwrap();
+        let _first = source.open().unwrap();
+        let (stream, _) = listener.accept(&Arc::default()).unwrap().unwrap();
+        let accepted = Accepted::new(listener, stream).unwrap();
+        drop(accepted.open().unwrap());
+        (source, accepted)
+    }
+
+    /// Peers that say nothing.
+    fn strangers(listener: &Listener<'_>, count: usize) -> Vec<TcpStream> {
+        let Address::Tcp(place) = listener.address() else {
+            panic!("{}", listener.address());
+        };
+        let connect = |_| TcpStream::connect((place.host.as_str(), place.port)).unwrap();
+        (0..count).map(connect).collect()
+    }
+
+    /// What the peer of the next connection says.
+    fn next_says(accepted: &Accepted<'_>) -> [u8; 5] {
+        let mut bytes = [0; 5];
+        accepted.open().unwrap().read_exact(&mut bytes).unwrap();
+        bytes
+    }
 
     #[test]
     fn a_port_that_the_system_chooses_is_named() {
@@ -310,15 +362,31 @@ mod tests {
         assert!(listener.accept(&cut).unwrap().is_none());
     }
 
+    /// A connection that speaks late is kept while another one is taken.
     #[test]
-    fn a_peer_that_says_nothing_is_not_waited_for() {
-        let (here, there) = UnixStream::pair().unwrap();
-        let here = Socket::Unix(here);
-        let looks = Cell::new(3);
-        assert!(!speaks(&here, &|| looks.replace(looks.get() - 1) > 0));
-        (&there).write_all(b"x").unwrap();
-        assert!(speaks(&here, &|| true));
-        assert!(!speaks(&here, &|| false));
+    fn idle_strangers_do_not_keep_the_source_waiting() {
+        let any = "tcp:127.0.0.1:0".parse().unwrap();
+        let listener = Listener::open(&any, None).unwrap();
+        let (source, accepted) = begin(&listener);
+        let _strangers = strangers(&listener, 3);
+        let mut late = source.open().unwrap();
+        let mut second = source.open().unwrap();
+        second.write_all(b"guest").unwrap();
+        assert_eq!(next_says(&accepted), *b"guest");
+        late.write_all(b"later").unwrap();
+        assert_eq!(next_says(&accepted), *b"later");
+    }
+
+    #[test]
+    fn the_oldest_of_too_many_strangers_is_closed() {
+        let any = "tcp:127.0.0.1:0".parse().unwrap();
+        let listener = Listener::open(&any, None).unwrap();
+        let (source, accepted) = begin(&listener);
+        let mut strangers = strangers(&listener, SILENT_MAX);
+        let mut second = source.open().unwrap();
+        second.write_all(b"guest").unwrap();
+        assert_eq!(next_says(&accepted), *b"guest");
+        assert_eq!(strangers[0].read(&mut [0]).unwrap(), 0, "closed");
     }
 
     #[test]

@@ -9,9 +9,10 @@
 //! | `tls` | TLS above a connection |
 //! | `listen` | the destination's side: accepts them |
 //!
-//! A peer that is silent for 30 s counts as cut off. After a cancel it has one second. A peer that
-//! has connected to a destination has 10 s to introduce itself: to end the handshake of TLS, and to
-//! say which machine comes, or, on a later connection, to which migration the connection belongs.
+//! A peer that is silent for 30 s counts as cut off. After a cancel it has one second in all. A
+//! peer that has connected to a destination has 10 s to introduce itself: to end the handshake of
+//! TLS, and to say which machine comes, or, on a later connection, to which migration the
+//! connection belongs.
 
 mod connect;
 mod introduction;

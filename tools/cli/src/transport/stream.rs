@@ -191,6 +191,8 @@ mod tests {
         let mut stream = Stream::new(Socket::Unix(here), Arc::clone(&link)).unwrap();
         let error = stream.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+        link.renew();
+        link.hurry();
         let error = stream.write_all(&vec![0; 64 << 20]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
         assert!(link.bytes() > 0);

@@ -1,0 +1,360 @@
+//! The source of a migration, after it has given the guest away: the pages that are left are sent.
+//!
+//! ```text
+//! this thread      ── pages that are left ─────────► destination
+//! another thread  ◄── Want ──
+//!                  ── its page ─────────────────────►
+//! ```
+//! A page leaves the set of pages that are left when a thread takes it in order to send it, so it
+//! is sent once. After a cut the destination says which pages it lacks.
+//!
+//! A page that this side cannot read is left until all others are sent. Then the conversation ends
+//! with the error, and after the next connection this side tries to read the page again.
+
+use super::connection::Connections;
+use super::frame::Kind;
+use super::frames::{Frames, unexpected};
+use super::{Compression, MigrationId, Role, Stage};
+use crate::copy::{CHUNK, PageSink, copy_run};
+use crate::rounds::{OnProgress, Progress};
+use crate::{MemoryLayout, MigrateError, PageSet};
+use lacuna_addr::PAGE_SIZE;
+use lacuna_machine::{SourcePage, Vm};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Instant;
+
+/// The connections beside the first one.
+pub(super) struct Links {
+    wants: Frames,
+    answers: Frames,
+}
+
+/// How far a conversation was when it was cut.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Reached {
+    /// The state was sent: the guest is not given away.
+    State,
+    /// `Go` was sent, at least in part.
+    Go,
+    /// The destination runs the guest.
+    Running,
+}
+
+impl Links {
+    pub(super) fn join(
+        connections: &dyn Connections,
+        id: &MigrationId,
+    ) -> Result<Self, MigrateError> {
+        let (wants, _) = Frames::join(connections, id, Role::Wants)?;
+        let (answers, _) = Frames::join(connections, id, Role::Answers)?;
+        Ok(Self { wants, answers })
+    }
+}
+
+/// The memory of a guest that was given away.
+pub(super) struct Left<'a, V: Vm> {
+    vm: &'a V,
+    layout: MemoryLayout,
+    /// Pages that are left to send.
+    pages: Mutex<PageSet, lock_order::PagesLeft>,
+    compression: Compression,
+    /// No page was left when the guest was given away.
+    needed_nothing: bool,
+    /// The guest waits for a page that the other thread has taken, and that may lie in its buffer.
+    waits: AtomicBool,
+    /// The page behind the last `Want`: the guest may need it next. `u64::MAX`: taken.
+    near: AtomicU64,
+    /// Pages with content that were sent.
+    sent: AtomicU64,
+    /// Pages that were sent because the guest needs them.
+    answered: AtomicU64,
+    /// `End` was sent on the connections in use, or is about to be.
+    is_ended: AtomicBool,
+    ran: Mutex<Option<Instant>, lock_order::TimeOfRun>,
+}
+
+impl<'a, V: Vm> Left<'a, V> {
+    pub fn new(vm: &'a V, layout: MemoryLayout, pages: PageSet, compression: Compression) -> Self {
+        Self {
+            vm,
+            layout,
+            compression,
+            needed_nothing: pages.is_empty(),
+            pages: Mutex::new(pages),
+            waits: AtomicBool::new(false),
+            near: AtomicU64::new(u64::MAX),
+            sent: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
+            is_ended: AtomicBool::new(false),
+            ran: Mutex::new(None),
+        }
+    }
+
+    /// Whether the destination had all pages when the guest was given away.
+    pub fn needed_nothing(&self) -> bool {
+        self.needed_nothing
+    }
+
+    /// Pages with content that were sent since the last call.
+    pub fn take_sent(&self) -> u64 {
+        self.sent.swap(0, Ordering::Relaxed)
+    }
+
+    /// The destination has said that it runs the guest.
+    fn note_run(&self) {
+        let mut ran = self.ran.lock().expect("no panic under this lock");
+        ran.get_or_insert_with(Instant::now);
+    }
+
+    pub fn ran(&self) -> Option<Instant> {
+        *self.ran.lock().expect("no panic under this lock")
+    }
+
+    /// Pages that are left to send.
+    pub fn len(&self) -> u64 {
+        self.lock().len()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PageSet> {
+        self.pages.lock().expect("no panic under this lock")
+    }
+
+    /// New connections, and how far the destination is.
+    pub fn reconnect(
+        &mut self,
+        connections: &dyn Connections,
+        id: &MigrationId,
+    ) -> Result<(Frames, Option<Links>, Reached), MigrateError> {
+        let (mut main, welcome) = Frames::join(connections, id, Role::Main)?;
+        main.pack(self.compression)?;
+        let reached = match welcome.stage {
+            Some(Stage::Prepared) => Reached::State,
+            Some(Stage::Running) => Reached::Running,
+            None => return Err(MigrateError::stream("a Welcome without a stage")),
+        };
+        if reached == Reached::Running {
+            self.note_run();
+        }
+        let mut lacks = PageSet::empty(self.layout.pages());
+        loop {
+            match main.read()? {
+                Kind::Awaited => main.read_set(&mut lacks)?,
+                Kind::Synced => break,
+                other => return Err(unexpected(other, Kind::Synced)),
+            }
+        }
+        let aside = match lacks.is_empty() {
+            true => None,
+            false => Some(Links::join(connections, id)?),
+        };
+        self.pages = Mutex::new(lacks);
+        self.is_ended = AtomicBool::new(false);
+        Ok((main, aside, reached))
+    }
+
+    /// Speaks with the destination, which has `reached` that much, until it has every page.
+    pub fn talk(
+        &self,
+        main: &mut Frames,
+        aside: Option<&mut Links>,
+        reached: Reached,
+        progress: OnProgress<'_>,
+    ) -> Result<(), (Reached, MigrateError)> {
+        let Some(Links { wants, answers }) = aside else {
+            return self.speak(main, reached, progress);
+        };
+        let ends = [&*main, wants, answers].map(Frames::hang_up);
+        let [end_main, end_wants, end_answers] = ends.map(|end| end.map_err(|why| (reached, why)));
+        let (end_main, end_wants, end_answers) = (end_main?, end_wants?, end_answers?);
+        let end_answers = &end_answers;
+        thread::scope(|scope| {
+            let named = thread::Builder::new().name("lacuna-answers".into());
+            let answering = named.spawn_scoped(scope, || {
+                let ended = self.answer(wants, answers);
+                // The destination may wait for an answer that was lost.
+                end_answers();
+                // After `End` the destination notices that itself. It may have all pages, and have
+                // ended its connections: then `Complete` is on its way on the first one.
+                if !self.is_ended.load(Ordering::SeqCst) {
+                    end_main();
+                }
+                ended
+            });
+            if let Err(error) = &answering {
+                let error = std::io::Error::from(error.kind());
+                return Err((reached, MigrateError::Thread(error)));
+            }
+            let spoken = self.speak(main, reached, progress);
+            end_wants();
+            end_answers();
+            spoken
+        })
+    }
+
+    fn speak(
+        &self,
+        main: &mut Frames,
+        mut reached: Reached,
+        progress: OnProgress<'_>,
+    ) -> Result<(), (Reached, MigrateError)> {
+        let spoken = self.speak_from(main, &mut reached, progress);
+        spoken.map_err(|why| (reached, why))
+    }
+
+    fn speak_from(
+        &self,
+        main: &mut Frames,
+        reached: &mut Reached,
+        progress: OnProgress<'_>,
+    ) -> Result<(), MigrateError> {
+        if *reached != Reached::Running {
+            main.expect(Kind::Prepared)?;
+            // The last moment at which the guest can stay here.
+            if *reached == Reached::State && progress(self.giving()).is_break() {
+                return Err(MigrateError::Cancelled);
+            }
+            *reached = Reached::Go;
+            main.signal(Kind::Go)?;
+            main.expect(Kind::Running)?;
+            *reached = Reached::Running;
+        }
+        self.note_run();
+        self.push(main, progress)?;
+        self.is_ended.store(true, Ordering::SeqCst);
+        main.signal(Kind::End)?;
+        main.expect(Kind::Complete)
+    }
+
+    /// What is told when the guest is given away.
+    fn giving(&self) -> Progress {
+        Progress {
+            round: 0,
+            done: 0,
+            pages: self.len(),
+        }
+    }
+
+    /// Sends all pages that are left. The guest may need the pages behind one that it has asked
+    /// for, so they come first.
+    fn push(&self, main: &mut Frames, progress: OnProgress<'_>) -> Result<(), MigrateError> {
+        let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
+        let mut now = self.giving();
+        let pages = now.pages;
+        let answered = self.answered.load(Ordering::Relaxed);
+        let (mut next, mut pushed) = (0, 0);
+        let mut unread = Vec::new();
+        loop {
+            let near = self.near.swap(u64::MAX, Ordering::Relaxed);
+            if near != u64::MAX {
+                next = near;
+            }
+            let Some(run) = self.lock().take_run(SourcePage(next), CHUNK) else {
+                main.flush()?;
+                return self.put_back(unread);
+            };
+            next = run.end;
+            pushed += run.end - run.start;
+            now.done = pages.min(pushed + self.answered.load(Ordering::Relaxed) - answered);
+            if progress(now).is_break() {
+                return Err(MigrateError::Cancelled);
+            }
+            self.send_run(run, main, &mut buffer, &mut unread)?;
+            if self.waits.swap(false, Ordering::Relaxed) {
+                main.flush()?;
+            }
+        }
+    }
+
+    /// Answers `Want`s until the connection ends.
+    fn answer(&self, wants: &mut Frames, answers: &mut Frames) -> Result<(), MigrateError> {
+        let mut buffer = vec![0; PAGE_SIZE];
+        loop {
+            match wants.read_or_idle()? {
+                None => continue,
+                Some(Kind::Want) => {}
+                Some(other) => return Err(unexpected(other, Kind::Want)),
+            }
+            let (page, _) = wants.numbered()?;
+            // A page that is not left has been sent, or the other thread is about to send it.
+            if !self.lock().remove(page) {
+                self.waits.store(true, Ordering::Relaxed);
+            } else {
+                self.near.store(page.0 + 1, Ordering::Relaxed);
+                self.answered.fetch_add(1, Ordering::Relaxed);
+                let mut unread = Vec::new();
+                self.send_run(page.0..page.0 + 1, answers, &mut buffer, &mut unread)?;
+                answers.flush()?;
+                // The other thread takes the page, and ends with the error. If it has sent `End`,
+                // the destination gives this connection up.
+                let _ = self.put_back(unread);
+            }
+        }
+    }
+
+    /// Leaves pages that could not be read to be sent after the next connection.
+    ///
+    /// # Errors
+    /// That of the first of them.
+    fn put_back(&self, unread: Vec<Unread>) -> Result<(), MigrateError> {
+        let mut pages = self.lock();
+        unread.iter().for_each(|(page, _)| pages.insert(*page));
+        drop(pages);
+        let first = unread.into_iter().next();
+        first.map_or(Ok(()), |(_, why)| Err(why))
+    }
+
+    /// Sends the pages of `run`. Those that cannot be read go to `unread`: the guest needs the
+    /// others all the same.
+    fn send_run(
+        &self,
+        run: Range<u64>,
+        frames: &mut Frames,
+        buffer: &mut [u8],
+        unread: &mut Vec<Unread>,
+    ) -> Result<(), MigrateError> {
+        let mut sent = run.start;
+        let each = &mut |pages| {
+            sent += pages;
+            ControlFlow::Continue(())
+        };
+        let mut sink = LateSink(frames, &self.sent);
+        match copy_run(self.vm, &self.layout, run.clone(), buffer, &mut sink, each) {
+            Err(MigrateError::Memory(_)) => {}
+            done => return done,
+        }
+        // One by one: a chunk with such a page has sent nothing.
+        for page in sent..run.end {
+            let each = &mut |_| ControlFlow::Continue(());
+            let mut sink = LateSink(frames, &self.sent);
+            let one = page..page + 1;
+            match copy_run(self.vm, &self.layout, one, buffer, &mut sink, each) {
+                Err(why @ MigrateError::Memory(_)) => unread.push((SourcePage(page), why)),
+                done => done?,
+            }
+        }
+        frames.keep_alive()
+    }
+}
+
+/// A page that cannot be read, and why.
+type Unread = (SourcePage, MigrateError);
+
+/// Sends pages that the destination lacks.
+struct LateSink<'a>(&'a mut Frames, &'a AtomicU64);
+
+impl PageSink for LateSink<'_> {
+    fn data(&mut self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
+        let pages = (bytes.len() / PAGE_SIZE) as u64;
+        self.1.fetch_add(pages, Ordering::Relaxed);
+        self.0.write_pages(first, bytes)
+    }
+
+    fn zeros(&mut self, first: SourcePage, pages: u64) -> Result<(), MigrateError> {
+        self.0.write_zeros(first, pages)?;
+        // Many small frames wait for each other.
+        self.0.keep_alive()
+    }
+}
