@@ -188,7 +188,7 @@ const ABOUT: &str = "A first look at Lacuna: each mechanism without it and with 
 
 /// Below the rows.
 const READ_ON: &str = "\
-figures to quote    lacuna lab --full (an hour), lacuna lab apf, or a part: lacuna lab pml.score
+figures to quote    lacuna lab --full (more than an hour), or a part: lacuna lab pml.score
 how it is measured  docs/speed-*.md: apf, thp, pml, postcopy, fault, x86
 what to run next    lacuna run bm (2 GiB of guest memory in 512 MiB), lacuna doctor, lacuna --help";
 

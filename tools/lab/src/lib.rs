@@ -22,6 +22,7 @@
 
 pub mod apf;
 pub mod apf_arm64;
+mod backed;
 pub mod base;
 pub mod experiment;
 pub mod external;

@@ -26,7 +26,6 @@
 //! its transactions. Both ends are in this process, on threads of their own.
 
 mod against;
-mod backed;
 mod beats;
 mod ends;
 mod link;
@@ -39,7 +38,7 @@ mod worker;
 use crate::experiment::{LabError, Options};
 use crate::fixture::resident;
 use crate::report::Progress;
-use crate::restore::WithSource;
+use crate::restore::GuestBuilder;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use ends::{Way, beside, move_guest};
@@ -98,7 +97,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// Measures all results of one backend. `builder` makes a VM with so many MiB and vCPUs.
-fn measure<B: WithSource + Sync>(
+fn measure<B: GuestBuilder + Sync>(
     prefix: &str,
     builder: &impl Fn(u64, usize) -> B,
     options: &Options,
@@ -137,7 +136,7 @@ where
 /// Of a guest that fills its memory with words that no compressor packs, and then sleeps.
 const FULL: &str = "rate=0 hot=1M period_us=1000000 beat_us=1000000 seconds=1000000";
 
-fn rate<B: WithSource + Sync>(
+fn rate<B: GuestBuilder + Sync>(
     prefix: &str,
     builder: &B,
     memory: u64,

@@ -4,7 +4,8 @@
 //! ```text
 //! eager     read all pages ──────────────────────────────► the guest runs
 //! lazy      the guest runs; a page comes when it is needed, the others in the order of the file
-//! replay    as lazy; the pages that another run has needed come first
+//! replay    as lazy; the pages that another run has needed come first, 16 MiB of them before the
+//!           guest runs
 //! demand    the guest runs; a page comes when it is needed
 //! ```
 //! | id | what is compared |
@@ -29,7 +30,7 @@ use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use arms::{Arm, Scene, Took};
-pub(crate) use arms::{WithSource, wait_at_gate};
+pub(crate) use arms::{GuestBuilder, wait_at_gate};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Apf, Arch, Vm};
 use lacuna_soft::VmBuilder;
@@ -79,7 +80,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// Measures all results of one backend.
-fn measure<B: WithSource>(
+fn measure<B: GuestBuilder>(
     prefix: &str,
     builder: &B,
     options: &Options,
@@ -112,15 +113,16 @@ where
     Ok(())
 }
 
+/// How often each arm runs. With nine rounds, the interval leaves the best and the worst one out.
 fn rounds(options: &Options) -> Rounds {
-    Rounds::Count(if options.quick { 2 } else { Rounds::LEAST })
+    Rounds::Count(if options.quick { 2 } else { 9 })
 }
 
 /// The arms of [`measures`]: what is compared with, its null, and what is compared.
 const BASE: usize = 0;
 const NULL: usize = 1;
 
-fn times<B: WithSource>(
+fn times<B: GuestBuilder>(
     prefix: &str,
     scene: &Scene<'_, B>,
     options: &Options,
@@ -157,7 +159,7 @@ where
 const ZIPF: &str = "gate=1 scatter=1 set=8192 skew=99 accesses=200000";
 const QUICK_ZIPF: &str = "gate=1 scatter=1 set=512 skew=99 accesses=10000";
 
-fn replay<B: WithSource>(
+fn replay<B: GuestBuilder>(
     prefix: &str,
     scene: &Scene<'_, B>,
     words: &str,
@@ -181,7 +183,7 @@ where
         };
         let round = slices.replace(slices.get() + 1) / (2 * ARMS as u32);
         let took = scene.restore(&arm, RECORDED + 1 + round)?;
-        Ok([asked(&took)])
+        Ok([asked(&took), took.begins])
     })?;
     let [lazy, null, replay, demand] = [0, 1, 2, 3].map(|arm| &runs[arm][0]);
     let saved = |kept: Summary| Summary {
@@ -201,6 +203,8 @@ where
         .arm("lazy", Summary::of(lazy))
         .arm("replay", Summary::of(replay))
         .arm("demand", Summary::of(demand))
+        .arm("lazy_begins_seconds", Summary::of(&runs[BASE][1]))
+        .arm("replay_begins_seconds", Summary::of(&runs[2][1]))
         .arm("saved_of_demand", saved(paired(demand, replay)))
         .arm("null", paired(lazy, null));
     report.push(found);

@@ -27,7 +27,7 @@ use super::qemu::{self, Accelerator, Scene};
 use super::route::Route;
 use super::{MEMORY, QUICK, VCPUS};
 use crate::experiment::{LabError, Options};
-use crate::restore::WithSource;
+use crate::restore::GuestBuilder;
 use crate::result::{Better, Measurement, Report};
 use crate::session::guests;
 use crate::stats::{Rounds, Summary, measures, paired};
@@ -110,7 +110,7 @@ fn id(prefix: &str, figure: &str, mode: &str) -> String {
 }
 
 /// Compares one backend with QEMU.
-pub fn measure<B: WithSource + Sync>(
+pub fn measure<B: GuestBuilder + Sync>(
     prefix: &str,
     builder: &B,
     options: &Options,
@@ -165,7 +165,7 @@ where
     Ok(())
 }
 
-fn compare<B: WithSource + Sync>(
+fn compare<B: GuestBuilder + Sync>(
     prefix: &str,
     builder: &B,
     scene: &Scene,
@@ -253,7 +253,11 @@ fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Op
 }
 
 /// Moves a guest that boots now.
-fn ours<B: WithSource + Sync>(builder: &B, scene: &Scene, mode: Mode) -> Result<[f64; 4], LabError>
+fn ours<B: GuestBuilder + Sync>(
+    builder: &B,
+    scene: &Scene,
+    mode: Mode,
+) -> Result<[f64; 4], LabError>
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {

@@ -1,10 +1,10 @@
 //! Both ends of a migration, on threads of this process, with connections between them.
 
-use super::backed::back;
 use super::route::{Route, Source};
+use crate::backed::back;
 use crate::experiment::LabError;
 use crate::interrupt;
-use crate::restore::{WithSource, wait_at_gate};
+use crate::restore::{GuestBuilder, wait_at_gate};
 use crate::session::{self, LastWords, image};
 use lacuna_guest::status::{Kind, Status};
 use lacuna_machine::{Ending, Pause, PlatformDevices, Vm, run_pausable};
@@ -60,7 +60,7 @@ impl<V: Vm> Drop for End<'_, V> {
 ///
 /// # Errors
 /// The guest could not be run, or those of `work`.
-pub fn beside<B: WithSource + Sync, T>(
+pub fn beside<B: GuestBuilder + Sync, T>(
     builder: &B,
     guest: &str,
     words: &str,
@@ -116,7 +116,7 @@ impl Way {
 ///
 /// # Errors
 /// It could not be moved, or those of `watch`.
-pub fn move_guest<B: WithSource + Sync, T: Send>(
+pub fn move_guest<B: GuestBuilder + Sync, T: Send>(
     builder: &B,
     guest: &Guest<'_, B::Vm>,
     way: Way,
@@ -133,7 +133,7 @@ where
 ///
 /// # Errors
 /// As [`move_guest`], and those of `meanwhile`.
-pub fn move_and<B: WithSource + Sync, T: Send>(
+pub fn move_and<B: GuestBuilder + Sync, T: Send>(
     builder: &B,
     guest: &Guest<'_, B::Vm>,
     way: Way,
@@ -170,20 +170,26 @@ fn send_all<V: Vm>(guest: &Guest<'_, V>, to: &Source, mode: Mode) -> Result<Move
     let sent = send(guest, &**to, &plan, &mut |_| ControlFlow::Continue(()));
     let total = began.elapsed().as_secs_f64();
     match sent? {
-        Sent::Moved(given) => Ok(Moved {
-            still: given.still().since(),
-            ran: given.ran().expect("the destination has said so"),
-            total,
-            made: 0.0,
-            pages: given.pages(),
-        }),
+        Sent::Moved(given) => {
+            let moved = Moved {
+                still: given.still().since(),
+                ran: given.ran().expect("the destination has said so"),
+                total,
+                made: 0.0,
+                pages: given.pages(),
+            };
+            // The experiment moves the same guest again. Its copy at the destination has no effect
+            // outside of its VM.
+            given.take_back();
+            Ok(moved)
+        }
         Sent::Cut { why, .. } | Sent::Unknown { why, .. } => Err(why.into()),
     }
 }
 
 /// Takes a guest, and lets it run until `watch` returns and all of its memory has come. Returns the
 /// seconds in which its VM was made, too.
-fn arrive<B: WithSource, T>(
+fn arrive<B: GuestBuilder, T>(
     builder: &B,
     connections: &dyn Connections,
     runs: bool,

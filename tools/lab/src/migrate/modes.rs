@@ -4,7 +4,7 @@ use super::VCPUS;
 use super::ends::{Moved, Way, beside, counted, move_guest};
 use super::route::Route;
 use crate::experiment::{LabError, Options};
-use crate::restore::WithSource;
+use crate::restore::GuestBuilder;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna_machine::Vm;
@@ -31,7 +31,7 @@ fn longest(blackouts: &[f64]) -> f64 {
 }
 
 /// One move over TCP, with the blackouts of its vCPUs.
-fn move_once<B: WithSource + Sync>(
+fn move_once<B: GuestBuilder + Sync>(
     builder: &B,
     guest: &Guest<'_, B::Vm>,
     mode: Mode,
@@ -46,7 +46,7 @@ where
 }
 
 /// `migrate.blackout.*` and `migrate.total.*`.
-pub fn measure<B: WithSource + Sync>(
+pub fn measure<B: GuestBuilder + Sync>(
     prefix: &str,
     builder: &B,
     memory: u64,
@@ -104,7 +104,7 @@ fn of_churn(id: String, unit: &str, figure: Summary, memory: u64) -> Measurement
 }
 
 /// `migrate.blackout.postcopy_2g`.
-pub fn large<B: WithSource + Sync>(
+pub fn large<B: GuestBuilder + Sync>(
     prefix: &str,
     builder: &B,
     memory: u64,

@@ -1,6 +1,6 @@
 //! Plain copies over a TCP connection of this host: what a guest's move is compared with.
 
-use super::backed::back;
+use crate::backed::back;
 use crate::experiment::LabError;
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};

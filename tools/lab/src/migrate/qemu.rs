@@ -1,7 +1,7 @@
 //! A guest that moves between two processes of QEMU, which are driven by QMP over UNIX sockets.
 
-use super::backed::back;
 use super::beats::{Beats, Seen, beats};
+use crate::backed::back;
 use crate::experiment::LabError;
 use crate::external::{ExternalError, Reaped, find, spawn};
 use crate::interrupt;

@@ -1,5 +1,6 @@
 //! A guest that is saved at its gate, and goes on from there in several ways.
 
+use crate::backed::back;
 use crate::experiment::LabError;
 use crate::interrupt;
 use crate::session::{Guest, LastWords, image};
@@ -9,7 +10,7 @@ use lacuna_machine::{
 use lacuna_migrate::{MigrateError, Recorder, Snapshot, Touches, save_paused};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ pub enum Arm<'a> {
     Eager,
     /// When it needs them, and in the background in the order of the file.
     Lazy,
-    /// As [`Arm::Lazy`], these first.
+    /// As [`Arm::Lazy`], these first, of which the first ones come before the guest runs.
     Replay(&'a Touches),
     /// When it needs them.
     Demand,
@@ -29,14 +30,16 @@ pub enum Arm<'a> {
 pub struct Took {
     /// Until its first line.
     pub first_output: f64,
+    /// Until it could run.
+    pub begins: f64,
     /// Until its end.
     pub end: f64,
     /// The pages that it had to ask for.
     pub touches: Touches,
 }
 
-/// A builder whose VMs may have a page source.
-pub trait WithSource: Builder + Clone {
+/// What experiments set of a backend's builder for one guest.
+pub trait GuestBuilder: Builder + Clone {
     /// The same, with these words of the guest's command line.
     fn with(&self, words: &str) -> Self;
 
@@ -45,7 +48,7 @@ pub trait WithSource: Builder + Clone {
     fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self;
 }
 
-impl WithSource for lacuna_soft::VmBuilder {
+impl GuestBuilder for lacuna_soft::VmBuilder {
     fn with(&self, words: &str) -> Self {
         Self {
             command_line: words.into(),
@@ -62,7 +65,7 @@ impl WithSource for lacuna_soft::VmBuilder {
     }
 }
 
-impl WithSource for lacuna_kvm::VmBuilder {
+impl GuestBuilder for lacuna_kvm::VmBuilder {
     fn with(&self, words: &str) -> Self {
         let mut builder = self.clone();
         builder.command_line = words.into();
@@ -94,7 +97,7 @@ impl<V: Vm> Drop for End<'_, V> {
     }
 }
 
-impl<'a, B: WithSource> Scene<'a, B>
+impl<'a, B: GuestBuilder> Scene<'a, B>
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {
@@ -140,6 +143,7 @@ where
     /// # Errors
     /// It could not be restored, or has failed.
     pub fn restore(&self, arm: &Arm<'_>, seed: u32) -> Result<Took, LabError> {
+        back(self.memory_mib() << 20)?;
         let began = Instant::now();
         let snapshot = Snapshot::open(&self.path)?;
         let recorder = snapshot.recorder();
@@ -161,25 +165,33 @@ where
         let guest = Guest::attach(&*vm, &devices);
         let guest = guest.ok_or_else(|| LabError::Guest("it has no status page".into()))?;
         guest.set(seed)?;
+        let mut begins = 0.0;
         let prefetched = thread::scope(|scope| {
-            let background = scope.spawn(|| background(arm, &snapshot, &*vm, &devices));
-            drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
+            let (waits, may_run) = mpsc::channel();
+            let (snapshot, vm, devices) = (&snapshot, &*vm, &devices);
+            let background = scope.spawn(move || background(arm, snapshot, vm, devices, waits));
+            // Nothing is sent. It returns when the thread has dropped `waits`.
+            let _ = may_run.recv();
+            begins = began.elapsed().as_secs_f64();
+            drop(run_pausable(vcpus, devices, vm, &Pause::default()));
             background.join().expect("the thread does not panic")
         });
         let end = began.elapsed().as_secs_f64();
         prefetched?;
         interrupt::check()?;
-        first.took(began, end, &recorder, devices.ending())
+        first.took(began, (begins, end), &recorder, devices.ending())
     }
 }
 
-/// Brings pages while the guest runs.
+/// Brings pages, most of them while the guest runs. Drops `waits` when it may run.
 fn background<V: Vm>(
     arm: &Arm<'_>,
     snapshot: &Snapshot,
     vm: &V,
     devices: &PlatformDevices,
+    waits: mpsc::Sender<()>,
 ) -> Result<(), MigrateError> {
+    let waits = matches!(arm, Arm::Replay(_)).then_some(waits);
     let each = &mut |_| match devices.ending() {
         None => ControlFlow::Continue(()),
         Some(_) => ControlFlow::Break(()),
@@ -188,8 +200,12 @@ fn background<V: Vm>(
         Arm::Eager | Arm::Demand => Ok(()),
         Arm::Lazy => snapshot.prefetch(vm, each),
         Arm::Replay(touches) => {
-            let replayed = snapshot.replay(vm, touches, each);
-            replayed.and_then(|()| snapshot.prefetch_rest(vm, touches, each))
+            let (first, others) = touches.split_at(Touches::HEAD_START);
+            let replayed = snapshot.replay(vm, &first, each);
+            drop(waits);
+            replayed
+                .and_then(|()| snapshot.replay(vm, &others, each))
+                .and_then(|()| snapshot.prefetch_rest(vm, touches, each))
         }
     };
     match done {
@@ -242,7 +258,7 @@ impl FirstLine {
     fn took(
         &self,
         began: Instant,
-        end: f64,
+        (begins, end): (f64, f64),
         recorder: &Recorder,
         ending: Option<Ending>,
     ) -> Result<Took, LabError> {
@@ -250,6 +266,7 @@ impl FirstLine {
         match (kept.0, ending) {
             (Some(first), Some(Ending::Exited(0))) => Ok(Took {
                 first_output: (first - began).as_secs_f64(),
+                begins,
                 end,
                 touches: recorder.touches(),
             }),
