@@ -43,8 +43,8 @@
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`Vm::save_shared`] |
 //! | save a whole guest, or move it to another process | [`migrate`] |
 //!
-//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `missing`, `snapshot`,
-//! `vmm`, `vm_memory`.
+//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `migrate`, `missing`,
+//! `snapshot`, `vmm`, `vm_memory`.
 //!
 //! # Guest memory by `vm-memory`'s traits
 //! The default feature `vm-memory` adds two adapters. [`vm_memory::View`] gives code for rust-vmm's

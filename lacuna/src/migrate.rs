@@ -5,6 +5,6 @@
 //! changed since the last one. [`Snapshot::restore`] puts it into a new VM of either backend, and
 //! [`Snapshot::restore_lazily`] reads pages when the guest needs them. The format is described in
 //! `docs/formats.md`. The example `snapshot` saves and restores. [`stream`] moves a guest over a
-//! socket instead.
+//! socket instead, and the example `migrate` does that.
 
 pub use lacuna_migrate::*;

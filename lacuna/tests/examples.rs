@@ -73,6 +73,14 @@ fn devices_answers_the_guest() {
 }
 
 #[test]
+fn migrate_moves_a_guest() {
+    let text = output_with_guest("migrate", &[]);
+    assert!(text.contains("source: the guest has gone: "), "{text}");
+    let told = "destination: RESULT";
+    assert!(text.contains(told) && text.contains("verdict=ok"), "{text}");
+}
+
+#[test]
 fn dirty_pages_prints_what_the_guest_writes() {
     let text = output_with_guest("dirty_pages", &["2"]);
     let counts = text
