@@ -10,8 +10,22 @@ use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Arrived, Arriving, Prepared};
 use std::ops::ControlFlow;
 
-/// Waits until the guest may run here: its source says so, or a client.
+/// Waits until the guest may run here: its source says so, or a client. The caller starts its vCPUs
+/// afterwards, so the pages that are missing now are all that come after the guest.
 pub(super) fn start<V: Vm>(
+    job: &Job<'_>,
+    arrival: &Arrival<'_>,
+    prepared: Prepared<V>,
+) -> Result<Arrived<V>, Refusal> {
+    let arrived = until_started(job, arrival, prepared)?;
+    let arriving = &arrived.arriving;
+    let (downtime, rounds) = (arriving.downtime(), arriving.rounds());
+    let coming = arrival.coming();
+    coming.runs(arriving.awaited_now(), downtime, rounds);
+    Ok(arrived)
+}
+
+fn until_started<V: Vm>(
     job: &Job<'_>,
     arrival: &Arrival<'_>,
     prepared: Prepared<V>,
@@ -39,8 +53,6 @@ pub(super) fn start<V: Vm>(
 /// Takes the pages that are left, as often as the source connects, until the run has ended.
 pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>) {
     let coming = arrival.coming();
-    let (downtime, rounds) = (arriving.downtime(), arriving.rounds());
-    coming.runs(arriving.awaited_now(), downtime, rounds);
     loop {
         match arriving.finish(&mut |_| ControlFlow::Continue(())) {
             Ok(()) => coming.is_whole(),
