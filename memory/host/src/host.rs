@@ -198,9 +198,9 @@ impl Host {
         }))
     }
 
-    /// Lets the kernel back all memory of the budget now, so that no fault waits for that later. For
-    /// 512 MiB it took 0.07 s on a host whose own memory was backed, and 1.0 s while the hypervisor
-    /// below that host had to back it first.
+    /// Lets the kernel back all memory of the budget now, so that no fault waits for that later.
+    /// For 512 MiB it took 0.07 s on a host whose own memory was backed, and 1.0 s while the
+    /// hypervisor below that host had to back it first.
     ///
     /// # Errors
     /// The kernel has less memory.

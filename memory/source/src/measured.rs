@@ -133,15 +133,25 @@ struct Timed {
 impl Asker for Timed {
     fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let answer = match content {
-            Ok(content) => self.request.provide(content),
-            Err(reason) => self.request.fail(reason),
+            Ok(content) => {
+                let answer = self.request.provide(content);
+                if answer == Answer::Taken {
+                    self.counts.provided(self.asked.elapsed());
+                }
+                answer
+            }
+            Err(reason) => {
+                // A lost page may end the run at once, and the run's last counts have it.
+                self.counts.failed();
+                let answer = self.request.fail(reason);
+                if answer != Answer::Taken {
+                    self.counts.not_failed();
+                }
+                answer
+            }
         };
         if answer == Answer::Taken {
             self.taken.store(true, Ordering::Relaxed);
-            match content {
-                Ok(_) => self.counts.provided(self.asked.elapsed()),
-                Err(_) => self.counts.failed(),
-            }
         }
         answer
     }
@@ -173,6 +183,11 @@ impl Counts {
     /// A page is lost.
     pub fn failed(&self) {
         self.failed.fetch_add(1, Ordering::Release);
+    }
+
+    /// A page for which [`Counts::failed`] was called has come in another way.
+    fn not_failed(&self) {
+        self.failed.fetch_sub(1, Ordering::Release);
     }
 
     /// A page has come, after `time`.

@@ -9,11 +9,15 @@ use lacuna_migrate::{
     Budget, Guest, MigrateError, Progress, Recorder, Saved, Snapshot, Touches, Tracked, When, save,
     save_paused,
 };
+use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
+/// Words in front of a guest's own, of which the first `rounds` counts: first none, and then for
+/// guests that take longer.
+const LONGER: [&str; 3] = ["", "rounds=90", "rounds=900"];
 /// Little, because each test runs some guests to their ends.
 pub const MEMORY: u64 = 6 << 20;
 const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
@@ -118,15 +122,32 @@ impl<B: Builder> Moved<B> {
         }
     }
 
-    fn run<R>(&self, body: impl FnOnce(&Guest<'_, B::Vm>) -> R + Send) -> (Ending, R)
-    where
-        R: Send,
-    {
+    /// Runs the guest, and calls `body` beside it. If the guest ends before `body` has saved it,
+    /// because the machine is busy, a guest that checks its memory more often is tried.
+    fn run<R>(
+        &self,
+        body: impl Fn(&Guest<'_, B::Vm>) -> Result<R, MigrateError>,
+    ) -> (Ending, Result<R, MigrateError>) {
+        for longer in LONGER {
+            let (ending, result) = self.run_with(longer, &body);
+            if !matches!(result, Err(MigrateError::NotRunning)) {
+                return (ending, result);
+            }
+        }
+        panic!("it always ends before it could be saved");
+    }
+
+    /// Runs the guest with these words in front of its own, and calls `body` beside it.
+    fn run_with<R>(&self, words: &str, body: impl FnOnce(&Guest<'_, B::Vm>) -> R) -> (Ending, R) {
         let vm = self.builder.build().expect("a VM");
         let arch = vm.config().arch;
         let file = guest(self.name, arch);
         let image = Image::parse(&file).expect("an image");
-        let line = format!("{} {}", self.builder.full_command_line(), self.words);
+        let line = format!(
+            "{} {words} {}",
+            self.builder.full_command_line(),
+            self.words
+        );
         let vcpus = vm.boot(&image, &line).expect("it boots");
         let devices = PlatformDevices::of(arch, |line: &str| println!("saved: {line}"));
         let pause = Pause::default();
@@ -152,39 +173,50 @@ impl<B: Builder> Moved<B> {
     /// Saves the guest while it stands still, and cancels another save of the running guest.
     pub fn save_paused(&self, path: &Path, cancelled: &Path) -> (Ending, Saved) {
         let (ending, saved) = self.run(|guest| {
-            let still = guest.pause().expect("it runs");
+            // Of a guest that has ended too early.
+            let _ = fs::remove_dir_all(path);
+            let still = guest.pause()?;
             let saved = save_paused(guest, &still, path, &mut |_| CONTINUE);
             drop(still);
             let stop = &mut |_| ControlFlow::Break(());
-            let error = save(guest, cancelled, &Budget::default(), stop).expect_err("cancelled");
-            assert!(matches!(error, MigrateError::Cancelled), "{error}");
-            saved
+            match save(guest, cancelled, &Budget::default(), stop) {
+                Err(MigrateError::Cancelled) => saved,
+                Err(other) => Err(other),
+                Ok(_) => panic!("it was cancelled"),
+            }
         });
         (ending, saved.expect("a snapshot"))
     }
 
     /// Saves the guest whole, and then twice what has changed. One between them is cancelled.
     pub fn save_diffs(&self, [first, second, third]: &[PathBuf; 3], cancelled: &Path) -> Ending {
-        let (ending, ()) = self.run(|guest| {
+        let (ending, saved) = self.run(|guest| {
+            for path in [first, second] {
+                // Of a guest that has ended too early.
+                let _ = fs::remove_dir_all(path);
+            }
             let (budget, go_on) = (&Budget::default(), &mut |_: Progress| CONTINUE);
-            let saved = Tracked::save_first(guest, When::Runs(budget), first, go_on);
-            let (_, mut tracked) = saved.expect("a snapshot");
+            let (_, mut tracked) = Tracked::save_first(guest, When::Runs(budget), first, go_on)?;
             let stop = &mut |_: Progress| ControlFlow::Break(());
-            let error = tracked.save_changes(guest, When::Runs(budget), cancelled, stop);
-            assert!(matches!(error, Err(MigrateError::Cancelled)), "{error:?}");
-            let still = guest.pause().expect("it runs");
-            let saved = tracked.save_changes(guest, When::Paused(&still), second, go_on);
-            assert_eq!(saved.expect("a diff").rounds.len(), 1);
+            match tracked.save_changes(guest, When::Runs(budget), cancelled, stop) {
+                Err(MigrateError::Cancelled) => {}
+                other => panic!("{:?}", other?),
+            }
+            let still = guest.pause()?;
+            let saved = tracked.save_changes(guest, When::Paused(&still), second, go_on)?;
+            assert_eq!(saved.rounds.len(), 1);
             drop(still);
-            let saved = tracked.save_changes(guest, When::Runs(budget), third, go_on);
-            assert!(!saved.expect("a diff").rounds.is_empty());
+            let saved = tracked.save_changes(guest, When::Runs(budget), third, go_on)?;
+            assert!(!saved.rounds.is_empty());
             assert_eq!(tracked.last(), third);
+            Ok(())
         });
+        saved.expect("three snapshots");
         ending
     }
 
     pub fn save_after_the_end(&self, path: &Path) -> Result<Saved, MigrateError> {
-        let (_, result) = self.run(|guest| {
+        let (_, result) = self.run_with("", |guest| {
             while guest.devices.ending().is_none() {
                 thread::yield_now();
             }
@@ -210,6 +242,14 @@ impl<B: Builder> Moved<B> {
         let devices = PlatformDevices::of(vm.config().arch, |_: &str| {});
         let restored = Snapshot::open(path)?.restore_lazily(&vm, &devices);
         restored.map(drop)
+    }
+}
+
+/// Waits until the guest's run has begun.
+fn wait_until_it_runs(guest: &Guest<'_, impl Vm>) {
+    while matches!(guest.pause(), Err(MigrateError::NotRunning)) && guest.devices.ending().is_none()
+    {
+        thread::yield_now();
     }
 }
 
@@ -246,9 +286,7 @@ impl<B: WithSource> Moved<B> {
                 if let Some(vcpus) = vcpus.take() {
                     scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
                     // Until its run has begun.
-                    while matches!(guest.pause(), Err(MigrateError::NotRunning)) {
-                        thread::yield_now();
-                    }
+                    wait_until_it_runs(&guest);
                 }
                 CONTINUE
             });
@@ -341,6 +379,7 @@ impl<B: WithSource> Moved<B> {
                         devices: &devices,
                         pause: &pause,
                     };
+                    wait_until_it_runs(&guest);
                     save(&guest, path, &Budget::default(), &mut |_| CONTINUE).map(drop)
                 }
             }

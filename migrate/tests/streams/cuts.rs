@@ -156,9 +156,11 @@ fn a_guest_comes_into_huge_pages() {
 /// `Complete` counts, however late it comes: the destination may have ended the other connections.
 #[test]
 fn a_late_complete_counts() {
-    let link = link(&[], None);
-    link.0.complete_late();
-    let end = little(Arch::X86_64, Mode::PostCopy, 0).carry_over(link);
+    let end = little(Arch::X86_64, Mode::PostCopy, 0).carry_over(|| {
+        let link = link(&[], None);
+        link.0.complete_late();
+        link
+    });
     assert_eq!(end.source, End::Gone, "{end:?}");
     assert!(ran(&end), "{end:?}");
 }

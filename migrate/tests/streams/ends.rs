@@ -78,22 +78,32 @@ pub struct Move<A, B> {
 }
 
 impl<A: Machines, B: Machines> Move<A, B> {
-    /// Runs the guest, moves it over a link with these cuts, and lets it end.
+    /// Runs the guest, moves it over a link with these cuts, and lets it end. If it ends before it
+    /// could move, because the machine is busy, a guest that checks its memory more often is tried.
     pub fn carry_out(&self, cuts: &[[Cut; 2]]) -> Outcome {
-        self.carry_over(link(cuts, self.victim))
+        self.carry_over(|| link(cuts, self.victim))
     }
 
-    /// As [`Move::carry_out`], over this link.
-    pub fn carry_over(&self, (there, here): (SourceEnd, DestinationEnd)) -> Outcome {
-        thread::scope(|scope| {
-            let arriving = scope.spawn(move || self.receive(&here));
-            let join = move || arriving.join().expect("no panic on the destination");
-            self.send(there, join)
-        })
+    /// As [`Move::carry_out`], over such a link.
+    pub fn carry_over(&self, link: impl Fn() -> (SourceEnd, DestinationEnd)) -> Outcome {
+        // The first `rounds` of the words counts.
+        for longer in ["", "rounds=90", "rounds=900"] {
+            let (there, here) = link();
+            let outcome = thread::scope(|scope| {
+                let arriving = scope.spawn(move || self.receive(&here));
+                let join = move || arriving.join().expect("no panic on the destination");
+                self.send(longer, there, join)
+            });
+            if outcome.errors[0] != MigrateError::NotRunning.to_string() {
+                return outcome;
+            }
+        }
+        panic!("it always ends before it could move");
     }
 
     fn send(
         &self,
+        longer: &str,
         link: SourceEnd,
         join: impl FnOnce() -> Result<Ending, MigrateError>,
     ) -> Outcome {
@@ -101,7 +111,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
         let arch = vm.config().arch;
         let file = image(arch);
         let image = Image::parse(&file).expect("an image");
-        let line = format!("{} {}", self.from.full_command_line(), self.words);
+        let line = format!("{} {longer} {}", self.from.full_command_line(), self.words);
         let vcpus = vm.boot(&image, &line).expect("it boots");
         let devices = PlatformDevices::of(arch, |line: &str| println!("source: {line}"));
         let pause = Pause::default();

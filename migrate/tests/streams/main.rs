@@ -115,7 +115,8 @@ fn over_several_streams_and_compressed() {
                 moved.destination, ending,
                 "{streams} {compression:?}: {moved:?}"
             );
-            if mode == Mode::PostCopy {
+            // A page that a vCPU waits for is not compressed. Here none waits.
+            if mode == Mode::PreCopy {
                 let [source, _] = moved.written;
                 written.push(source / moved.pages);
             }

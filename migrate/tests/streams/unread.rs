@@ -27,7 +27,7 @@ fn a_page_that_cannot_be_read_keeps_no_other_back() {
     let migration = |mode| Move {
         from: soft(Arch::X86_64, 2).with_source(Some(Arc::new(Broken))),
         to: soft(Arch::X86_64, 2),
-        words: "verify rounds=2",
+        words: "rounds=2",
         plan: by(mode),
         patience: 0,
         victim: None,

@@ -257,7 +257,7 @@ fn patience_says_when_a_page_is_lost() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("peer");
     let _server = serves(&path, 32 << 20, Keeps::default());
-    let (code, json, errors) = run(&format!("peer:{} --patience 100ms", path.display()));
+    let (code, json, errors) = run(&format!("peer:{} --patience 1s", path.display()));
     assert_eq!(code, 3, "{json} {errors}");
     let outcome = json["outcome"].as_str().unwrap();
     assert!(outcome.contains("the peer has not sent page"), "{outcome}");
@@ -268,12 +268,12 @@ fn a_guest_that_waits_forever_is_ended_by_a_signal() {
     if let Some(reason) = lacuna_guest::unavailable() {
         lacuna_skip::skip_test(reason);
     }
-    let folder = TempDir::new().unwrap();
-    let path = folder.path().join("peer");
-    let keeps = Arc::new(Keeps::default());
-    let _server = serves(&path, 32 << 20, Arc::clone(&keeps));
     for exits in ["", "--exit-on-missing"] {
-        keeps.0.lock().unwrap().clear();
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("peer");
+        // A new one each time: a late request of one run is none of the next.
+        let keeps = Arc::new(Keeps::default());
+        let _server = serves(&path, 32 << 20, Arc::clone(&keeps));
         let line = format!("{RUN} peer:{} --patience forever {exits}", path.display());
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_lacuna"));
         let command = command.args(line.split_whitespace());

@@ -33,6 +33,13 @@ fn migrate(to: &str) -> Value {
     json!({"command": "migrate", "to": to})
 }
 
+/// Whether this answer to `migrate` says that the guest has ended before it could move.
+fn is_too_late(answer: &Value) -> bool {
+    let error = answer["error"]["text"].as_str().unwrap_or_default();
+    let too_late = ["the run has ended before", "the run is over"];
+    answer.is_null() || too_late.iter().any(|told| error.contains(told))
+}
+
 /// Checks what both sides report of a guest that has moved from `guest` to `to`, and has ended
 /// there.
 fn has_moved(guest: Guest, to: Destination, answer: &Value) {
@@ -101,10 +108,12 @@ fn moves(way: &Way<'_>) -> Value {
             "streams": way.streams,
             "compress": way.compression,
         });
-        let answer = guest.client().ask(request);
-        let error = answer["error"]["text"].as_str().unwrap_or_default();
-        let too_late = ["the run has ended before", "the run is over"];
-        if !too_late.iter().any(|told| error.contains(told)) {
+        let Some(mut client) = guest.try_client() else {
+            continue;
+        };
+        client.be_patient();
+        let answer = client.ask(request);
+        if !is_too_late(&answer) {
             has_moved(guest, to, &answer);
             return answer["migrated"].clone();
         }

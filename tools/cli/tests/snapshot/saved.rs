@@ -9,10 +9,34 @@ use std::path::Path;
 use tempfile::TempDir;
 
 /// A guest that checks its memory, and ends.
-pub const VERIFY: &str = "verify --memory 6M --resident 3M";
+const VERIFY: &str = "verify --memory 6M --resident 3M";
 /// All of its pages.
 const PAGES: u64 = (6 << 20) / 4096;
-pub const ROUNDS: &str = "rounds=10";
+
+/// Starts a guest, has it saved while it runs, and pauses it. If it has ended before, because the
+/// machine is busy, one that checks its memory more often is tried.
+pub fn saved_and_paused(folder: &Path, options: &str, append: &str, request: &Value) -> Guest {
+    for rounds in [10, 100, 1000] {
+        let words = format!("{VERIFY} {options}");
+        let append = format!("rounds={rounds} {append}");
+        let guest = Guest::start_with(folder, &words, Some(&append));
+        let mut client = guest.client();
+        let [saved, paused] = [request.clone(), json!({"command": "pause"})].map(|r| client.ask(r));
+        if paused["status"]["state"] == "paused" {
+            assert!(saved["snapshot"]["pages"].is_u64(), "{saved}");
+            return guest;
+        }
+        let why = paused["error"]["text"].as_str().unwrap_or_default();
+        assert!(
+            paused.is_null() || why.contains("the run is over"),
+            "{paused}"
+        );
+        let path = request["path"].as_str().unwrap();
+        // It may have ended before it could be saved.
+        let _ = std::fs::remove_dir_all(path);
+    }
+    panic!("it always ends before it is saved");
+}
 
 /// Restores a snapshot; the guest ends well.
 fn restores(path: &Path, options: &str) {
@@ -38,13 +62,9 @@ fn restores(path: &Path, options: &str) {
 fn is_saved(options: &str, append: &str, onto: &[&str]) {
     let folder = TempDir::new().unwrap();
     let [paused, running] = ["paused", "running"].map(|name| folder.path().join(name));
-    let words = format!("{VERIFY} {options}");
-    let guest = Guest::start_with(folder.path(), &words, Some(append));
+    let request = json!({"command": "snapshot", "path": running});
+    let guest = saved_and_paused(folder.path(), options, append, &request);
     let mut client = guest.client();
-    // The guest has written memory before it is saved.
-    let saved = client.snapshot(&running);
-    assert!(saved["snapshot"]["pages"].as_u64().is_some(), "{saved}");
-    assert_eq!(client.state("pause"), "paused");
     assert_eq!(client.state("pause"), "paused", "again");
     let words = format!(
         "snapshot save {} --control {} --json -",
@@ -70,7 +90,7 @@ fn is_saved(options: &str, append: &str, onto: &[&str]) {
 fn on_soft() {
     is_saved(
         "",
-        ROUNDS,
+        "",
         &[
             "",
             "--memory-kind anonymous",
@@ -78,11 +98,7 @@ fn on_soft() {
             "--lazy --memory-kind anonymous",
         ],
     );
-    is_saved(
-        "--arch arm64 --vcpus 3",
-        ROUNDS,
-        &["--lazy", "--resident 16M"],
-    );
+    is_saved("--arch arm64 --vcpus 3", "", &["--lazy", "--resident 16M"]);
 }
 
 #[test]
@@ -90,7 +106,7 @@ fn on_kvm() {
     has_kvm();
     is_saved(
         "--backend kvm --cpu common --apf off",
-        ROUNDS,
+        "",
         &[
             "--backend kvm",
             "--backend soft",
@@ -104,11 +120,12 @@ fn on_kvm() {
 #[test]
 fn from_soft_to_kvm() {
     has_kvm();
-    is_saved(
-        "--cpu common --apf off",
-        "rounds=10 syscall=ud2",
-        &["--backend kvm"],
-    );
+    is_saved("--cpu common --apf off", "syscall=ud2", &["--backend kvm"]);
+}
+
+/// Asks for a snapshot of what has changed since `base`.
+fn since(path: &Path, base: &Path) -> Value {
+    json!({"command": "snapshot", "path": path, "base": base})
 }
 
 /// Each snapshot has what has changed since the one before, and each is restored with its bases.
@@ -117,17 +134,9 @@ fn diffs() {
     let folder = TempDir::new().unwrap();
     let [first, second, third, failed] =
         ["first", "second", "third", "failed"].map(|name| folder.path().join(name));
-    let guest = Guest::start_with(folder.path(), VERIFY, Some(ROUNDS));
+    let whole = json!({"command": "snapshot", "path": first, "track": true});
+    let guest = saved_and_paused(folder.path(), "", "", &whole);
     let mut client = guest.client();
-    let since =
-        |path: &Path, base: &Path| json!({"command": "snapshot", "path": path, "base": base});
-    let text = client.refused(since(&second, &first));
-    assert!(
-        text.contains("save a whole snapshot with track first"),
-        "{text}"
-    );
-    let whole = client.ask(json!({"command": "snapshot", "path": first, "track": true}));
-    assert!(!whole["snapshot"].is_null(), "{whole}");
     let text = client.refused(since(&second, &third));
     assert!(
         text.contains("the last snapshot of this guest is"),
@@ -139,7 +148,6 @@ fn diffs() {
     std::fs::create_dir(&failed).unwrap();
     let text = client.refused(since(&failed, &first));
     assert!(text.contains("exists already"), "{text}");
-    client.state("pause");
     let words = |path: &Path, base: &Path| {
         let [path, base, socket] = [path, base, &guest.socket].map(Path::display);
         format!("snapshot save {path} --base {base} --control {socket} --json -")
@@ -179,6 +187,11 @@ fn snapshots_that_cannot_be_restored() {
     let path = folder.path().join("saved");
     let guest = Guest::start(folder.path(), &format!("{ENDLESS} --arch arm64"));
     let mut client = guest.client();
+    let text = client.refused(since(&path, &path));
+    assert!(
+        text.contains("save a whole snapshot with track first"),
+        "{text}"
+    );
     assert!(!client.snapshot(&path)["snapshot"].is_null());
     let again = client.snapshot(&path)["error"]["text"].to_string();
     assert!(

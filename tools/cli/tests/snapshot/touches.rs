@@ -1,9 +1,9 @@
 //! First touches of a lazy restore, recorded and replayed.
 
-use crate::guest::{Guest, failure, lacuna};
-use crate::saved::{ROUNDS, VERIFY};
+use crate::guest::{failure, lacuna};
+use crate::saved::saved_and_paused;
 use lacuna_skip::test;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// What a restore says of the pages that came while the guest ran.
@@ -22,10 +22,11 @@ fn pages_of(folder: &TempDir, words: &str) -> Value {
 fn first_touches() {
     let folder = TempDir::new().unwrap();
     let [saved, other, record] = ["saved", "other", "record"].map(|name| folder.path().join(name));
-    let guest = Guest::start_with(folder.path(), VERIFY, Some(ROUNDS));
+    let request = json!({"command": "snapshot", "path": saved});
+    let guest = saved_and_paused(folder.path(), "", "", &request);
     let mut client = guest.client();
-    client.snapshot(&saved);
     client.snapshot(&other);
+    client.state("resume");
     assert_eq!(guest.end().0, 0);
     let [saved, other, record] = [&saved, &other, &record].map(|path| path.display());
     let words = format!("snapshot restore {saved} --lazy");
