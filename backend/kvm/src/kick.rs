@@ -285,16 +285,14 @@ pub(crate) fn install_handler() {
 mod tests {
     use super::*;
     use rustix::event::{Timespec, poll};
-    use std::sync::atomic::AtomicUsize;
     use std::thread;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     /// Simulates `KVM_RUN`: sleeps until a signal, or returns at once if `immediate_exit` is set.
-    fn enter(kicks: &VcpuKicks, shared: &AtomicU8, entered: &AtomicUsize) {
+    fn enter(kicks: &VcpuKicks, shared: &AtomicU8) {
         let immediate_exit = NonNull::new(shared.as_ptr()).unwrap();
         // SAFETY: 1. the byte outlives the entry.
         let _entry = unsafe { kicks.enter(0, immediate_exit) };
-        entered.fetch_add(1, Ordering::SeqCst);
         while shared.load(Ordering::SeqCst) == 0 && !kicks.is_stopping() {
             // Not `thread::sleep`, which continues after a signal. Not for ever either: here,
             // unlike in KVM, a signal may arrive between the load and the sleep.
@@ -306,33 +304,52 @@ mod tests {
         }
     }
 
+    /// Waits until vCPU 0 is inside after more than `before` entries, at most 10 s. Returns the
+    /// number of its entries.
+    fn wait_until_inside(kicks: &VcpuKicks, before: u64) -> u64 {
+        let began = Instant::now();
+        loop {
+            let state = kicks.vcpus[0].state();
+            let is_inside = state.entered.is_some() && state.entries > before;
+            if is_inside || began.elapsed() > Duration::from_secs(10) {
+                return state.entries;
+            }
+            drop(state);
+            thread::yield_now();
+        }
+    }
+
     #[test]
     fn a_kick_is_one_exit_and_a_stop_is_for_ever() {
-        let (kicks, shared, entered) = (VcpuKicks::new(2), AtomicU8::new(0), AtomicUsize::new(0));
+        let (kicks, shared) = (VcpuKicks::new(2), AtomicU8::new(0));
+        let entries = || kicks.vcpus[0].state().entries;
         thread::scope(|scope| {
             scope.spawn(|| {
                 while !kicks.is_stopping() {
-                    enter(&kicks, &shared, &entered);
+                    enter(&kicks, &shared);
                 }
             });
             for _ in 0..200 {
-                let before = entered.load(Ordering::SeqCst);
+                let before = entries();
                 kicks.kick_all_and_wait();
-                let now = entered.load(Ordering::SeqCst);
+                let now = entries();
                 assert!((before..=before + 3).contains(&now), "{before} {now}");
             }
-            while entered.load(Ordering::SeqCst) < 2 {
+            while entries() < 2 {
                 kicks.kick_all_and_wait();
             }
-            // The vCPU is inside, and stays there.
-            let before = entered.load(Ordering::SeqCst);
+            // Once the vCPU is inside, it stays there until the next kick, which is one exit.
+            let inside = wait_until_inside(&kicks, 0);
             thread::sleep(Duration::from_millis(50));
-            let inside = entered.load(Ordering::SeqCst);
-            assert!(inside <= before + 1);
+            let kicked = entries();
             kicks.kick_all_and_wait();
+            let again = wait_until_inside(&kicks, kicked);
             thread::sleep(Duration::from_millis(50));
-            assert_eq!(entered.load(Ordering::SeqCst), inside + 1);
+            let stopped = entries();
+            // Before the assertion: if it fails, the scope still waits for the vCPU's thread.
             kicks.stop();
+            let expected = (inside, inside + 1, inside + 1);
+            assert_eq!((kicked, again, stopped), expected);
         });
     }
 }

@@ -7,7 +7,7 @@ use rustix::io::pwrite;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt as _;
-use std::process::Command;
+use std::process::{Command, Output};
 use std::ptr;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -245,17 +245,22 @@ fn ranges_come_and_go() {
     assert_eq!(taken(&kept_pages), Vec::from_iter(0..PAGES));
 }
 
-/// Set in the processes that a test expects to end.
+/// Set in a process in which a test runs again.
 const CHILD: &str = "LACUNA_SIGBUS_CHILD";
 
-/// Runs `test` again in a process of its own, which is expected to end by `SIGBUS`.
-fn ends_by_sigbus(test: &str) {
+/// Runs `test` again in a process of its own.
+fn in_child(test: &str) -> Output {
     let program = std::env::current_exe().unwrap();
-    let child = Command::new(program)
+    Command::new(program)
         .args(["--exact", test, "--nocapture"])
         .env(CHILD, "1")
         .output()
-        .unwrap();
+        .unwrap()
+}
+
+/// Runs `test` again in a process of its own, which is expected to end by `SIGBUS`.
+fn ends_by_sigbus(test: &str) {
+    let child = in_child(test);
     assert_eq!(child.status.signal(), Some(libc_sigbus()), "{child:?}");
 }
 
@@ -355,18 +360,24 @@ fn damage_that_is_reported_early() {
 }
 
 /// No mapping is left for the page of zeros: the whole range is replaced, and the process goes on.
+/// The test runs in a child process, because other tests of this process need mappings meanwhile.
 #[test]
 fn no_mapping_is_left() {
-    let (memory, file) = Memory::file();
-    let pages = memory.watch();
-    memory.write(8, 1);
-    ftruncate(&file, 0).unwrap();
-    // Pages of two kinds in turns, each of which is a mapping of its own.
     let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
     let most = most.trim().parse::<usize>().unwrap();
     if most > 1 << 20 {
         return lacuna_skip::skip("too many mappings are allowed to use all of them");
     }
+    if std::env::var_os(CHILD).is_none() {
+        let child = in_child("no_mapping_is_left");
+        assert!(child.status.success(), "{child:?}");
+        return;
+    }
+    let (memory, file) = Memory::file();
+    let pages = memory.watch();
+    memory.write(8, 1);
+    ftruncate(&file, 0).unwrap();
+    // Pages of two kinds in turns, each of which is a mapping of its own.
     let null = ptr::null_mut();
     // SAFETY: 1. a new mapping at an address of the kernel's choice, which no code accesses.
     let room = unsafe {

@@ -86,6 +86,46 @@ pub fn copy_memory(from: &(impl GuestMemory + MemorySlots), to: &impl GuestMemor
     }
 }
 
+/// Calls `attempt`, which runs the guest of `request` to its end and returns how often it moved. If
+/// the guest ended before it had moved `least` times, because the machine is fast or a thread woke
+/// late, the guest gets ten times as much work, and then a hundred times.
+///
+/// # Panics
+/// If that did not suffice.
+pub fn move_at_least(
+    least: usize,
+    request: &Request,
+    mut attempt: impl FnMut(&Request) -> Result<usize, Lacks>,
+) -> Result<(), Lacks> {
+    let mut moves = 0;
+    for times in [1, 10, 100] {
+        let request = Request {
+            command_line: with_more_work(&request.command_line, times),
+            ..request.clone()
+        };
+        moves = attempt(&request)?;
+        if moves >= least {
+            return Ok(());
+        }
+    }
+    let command_line = &request.command_line;
+    panic!("{moves} moves instead of {least} before the end of the guest: {command_line}");
+}
+
+/// `command_line` with its numbers of rounds, iterations and accesses multiplied by `times`.
+fn with_more_work(command_line: &str, times: u64) -> String {
+    const WORK: [&str; 4] = ["rounds", "iters", "adds", "accesses"];
+    let more = |word: &str| match word.split_once('=') {
+        Some((name, number)) if WORK.contains(&name) => {
+            let number: u64 = number.parse().expect("a number");
+            format!("{name}={}", number * times)
+        }
+        _ => word.to_owned(),
+    };
+    let words: Vec<String> = command_line.split(' ').map(more).collect();
+    words.join(" ")
+}
+
 /// Makes a VM of `backend`, and moves the guest of `from` there; the old VM is dropped.
 ///
 /// # Panics

@@ -16,7 +16,7 @@ use crate::writeback::CLUSTER;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Pages being written to swap at which background reclaim starts no more and waits for
 /// completions.
@@ -171,7 +171,7 @@ impl Host {
                 continue;
             }
             let (outlook, seen) = self.outlook(seen);
-            let Some(pause) = patience.after(outlook) else {
+            let Some(pause) = patience.after(outlook, Instant::now()) else {
                 return Err(sweep.error.unwrap_or_else(|| core.exhausted()));
             };
             self.io.help(core, seen, pause);

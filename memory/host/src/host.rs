@@ -408,7 +408,7 @@ impl Core {
         let mut caches = lock(&self.caches);
         caches.retain(|other| !Arc::ptr_eq(other, cache));
         self.promise_to(caches.len());
-        drop(caches);
+        // Under the lock, so that `Core::stats` counts this cache's faults exactly once.
         self.stats.absorb(&cache.count);
     }
 

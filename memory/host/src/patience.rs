@@ -10,14 +10,14 @@
 //! If the last write failed and no operation is in flight, the limit holds even while a frame is
 //! isolated.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The first pause; each later one is twice as long as the one before.
 const FIRST: Duration = Duration::from_millis(1);
 /// The longest pause. A freed frame or a completed operation ends a pause early. An event that
 /// notifies no waiter, such as the end of an instruction, is seen up to this much later.
 const LONGEST: Duration = Duration::from_millis(32);
-/// Limit on the sum of pauses in which nothing was in progress; then the thread gives up.
+/// Limit on the time in pauses in which nothing was in progress; then the thread gives up.
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// What was in progress when a sweep freed nothing.
@@ -36,20 +36,26 @@ pub(crate) enum Outlook {
 pub(crate) struct Patience {
     /// The last pause.
     pause: Duration,
-    /// Sum of the pauses after [`Outlook::Quiet`].
+    /// When the last pause began, if it is one after [`Outlook::Quiet`].
+    began: Option<Instant>,
+    /// Time in the pauses after [`Outlook::Quiet`].
     quiet: Duration,
 }
 
 impl Patience {
-    /// How long to wait before the next sweep; `None` when [`LIMIT`] is reached.
-    pub fn after(&mut self, outlook: Outlook) -> Option<Duration> {
+    /// How long to wait from `now` until the next sweep; `None` when [`LIMIT`] is reached.
+    pub fn after(&mut self, outlook: Outlook, now: Instant) -> Option<Duration> {
+        if let Some(began) = self.began.take() {
+            // Another thread's refused write ends a pause early, so a pause counts only as long as
+            // it took. It counts at most as long as planned: a process that was stopped meanwhile
+            // (SIGSTOP) has not tried again.
+            self.quiet += now.duration_since(began).min(self.pause);
+        }
         self.pause = match outlook {
             Outlook::Moving => FIRST,
             Outlook::Pending | Outlook::Quiet => (2 * self.pause).clamp(FIRST, LONGEST),
         };
-        if outlook == Outlook::Quiet {
-            self.quiet += self.pause;
-        }
+        self.began = (outlook == Outlook::Quiet).then_some(now);
         (self.quiet < LIMIT).then_some(self.pause)
     }
 }
@@ -61,16 +67,31 @@ mod tests {
     #[test]
     fn it_ends_only_when_nothing_is_on_its_way() {
         let mut patience = Patience::default();
-        let mut quiet = || {
-            let pauses = std::iter::from_fn(|| patience.after(Outlook::Quiet));
-            pauses.sum::<Duration>()
-        };
-        assert!((LIMIT - LONGEST..LIMIT).contains(&quiet()));
-        let mut patience = Patience::default();
+        let mut now = Instant::now();
         for outlook in [Outlook::Pending, Outlook::Moving] {
             for _ in 0..10_000 {
-                assert_ne!(patience.after(outlook), None);
+                let pause = patience.after(outlook, now);
+                now += pause.expect("no limit");
             }
         }
+    }
+
+    /// The time until a thread gives up. `took` says how long a pause takes.
+    fn time_to_give_up(took: fn(Duration) -> Duration) -> Duration {
+        let mut patience = Patience::default();
+        let start = Instant::now();
+        let mut now = start;
+        while let Some(pause) = patience.after(Outlook::Quiet, now) {
+            now += took(pause);
+        }
+        now.duration_since(start)
+    }
+
+    #[test]
+    fn a_pause_counts_as_long_as_it_takes_and_at_most_as_planned() {
+        let limit = LIMIT..LIMIT + LONGEST;
+        assert!(limit.contains(&time_to_give_up(|pause| pause)));
+        assert!(limit.contains(&time_to_give_up(|pause| pause / 100)));
+        assert!(time_to_give_up(|pause| 100 * pause) >= 100 * LIMIT);
     }
 }

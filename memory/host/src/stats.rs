@@ -154,15 +154,16 @@ impl Core {
     fn stats(&self) -> HostStats {
         let counters = &self.stats;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let mut faults = counters.faults.all().map(get);
-        let mut cached = 0;
-        self.with_caches(|caches| {
+        // All under one lock: a cache that is dropped moves its counts from the list to the total.
+        let (faults, cached) = self.with_caches(|caches| {
+            let (mut faults, mut cached) = (counters.faults.all().map(get), 0);
             for cache in caches {
                 cached += u64::from(cache.cached.load(Ordering::Relaxed));
                 for (total, part) in faults.iter_mut().zip(cache.count.all()) {
                     *total += get(part);
                 }
             }
+            (faults, cached)
         });
         let [
             zero_fill,

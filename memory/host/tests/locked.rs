@@ -13,16 +13,38 @@ use lacuna_host::{
 };
 use lacuna_skip::test;
 use lacuna_source::{External, Policy};
-use rustix::mm::{MlockAllFlags, mlockall};
+use rustix::mm::{MlockAllFlags, mlockall, munlockall};
+use std::hint::black_box;
 use std::sync::Arc;
 
 const PAGES: PageCount = PageCount::new(16);
+/// Bytes, more than the test ever maps.
+const ROOM: usize = 256 << 20;
+
+/// Locks each new mapping from now on. If this process may not lock [`ROOM`], the calling test ends
+/// as skipped: under a small `RLIMIT_MEMLOCK`, `mlockall` succeeds and later mappings fail.
+fn lock_new_mappings() {
+    // With ONFAULT the trial takes no memory.
+    if let Err(errno) = mlockall(MlockAllFlags::FUTURE | MlockAllFlags::ONFAULT) {
+        lacuna_skip::skip_test(format!("mlockall: {errno}"));
+    }
+    let mut trial = Vec::<u8>::new();
+    let reserved = trial.try_reserve_exact(ROOM);
+    // The compiler must not leave the allocation out.
+    drop(black_box(trial));
+    if reserved.is_err() {
+        munlockall().unwrap();
+        let mib = ROOM >> 20;
+        lacuna_skip::skip_test(format!(
+            "cannot lock {mib} MiB: RLIMIT_MEMLOCK is too small"
+        ));
+    }
+    mlockall(MlockAllFlags::FUTURE).unwrap();
+}
 
 #[test]
 fn a_locked_process_has_missing_pages() {
-    if let Err(errno) = mlockall(MlockAllFlags::FUTURE) {
-        lacuna_skip::skip_test(format!("mlockall: {errno}"));
-    }
+    lock_new_mappings();
     let host = common::linux::host(4096);
     let source = || common::source::TestSource::new() as Arc<dyn PageSource>;
     let outside = || Arc::new(External::threads(&[], Policy::default()).unwrap()) as Arc<_>;

@@ -162,3 +162,20 @@ pub fn needs_guests() {
         lacuna_skip::skip_test(reason);
     }
 }
+
+/// Calls `attempt` until it succeeds, for at least two minutes. Tests use it for progress in a
+/// short slice of time. On a busy machine, a thread may get no processor time in one slice.
+///
+/// # Panics
+/// If no attempt succeeds, with what the last one says.
+#[cfg(test)]
+pub fn eventually<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
+    use std::time::{Duration, Instant};
+    let deadline = Instant::now() + Duration::from_secs(120);
+    loop {
+        match attempt() {
+            Ok(found) => return found,
+            Err(why) => assert!(Instant::now() < deadline, "{why}"),
+        }
+    }
+}

@@ -247,7 +247,7 @@ pub fn turns_of(time: Duration) -> (usize, Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::{needs_guests, resident};
+    use crate::fixture::{eventually, needs_guests, resident};
     use lacuna_skip::test;
     use lacuna_soft::HugePages;
 
@@ -325,12 +325,18 @@ mod tests {
         };
         let builders = [HugePages::Never, HugePages::Always].map(builder);
         let done = with_players(&builders, cast, |mut players| {
+            let until_some = |player: &mut Player<'_>| {
+                eventually(|| {
+                    let took = player.slice(slice).unwrap();
+                    (took.rate > 0.0)
+                        .then_some(took)
+                        .ok_or("no step in a slice".into())
+                })
+            };
             let resting = players[1].guest.count()?.faulters;
-            let took = players[0].slice(slice)?;
-            assert!(took.rate > 0.0 && took.host.huge_pages == 0);
+            assert_eq!(until_some(&mut players[0]).host.huge_pages, 0);
             assert_eq!(players[1].guest.count()?.faulters, resting);
-            let took = players[1].slice(slice)?;
-            assert!(took.rate > 0.0 && took.host.huge_pages > 4);
+            assert!(until_some(&mut players[1]).host.huge_pages > 4);
             Ok(())
         });
         done.unwrap();

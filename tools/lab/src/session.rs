@@ -322,12 +322,14 @@ mod tests {
             session.set_apf(Apf::Off);
             // What was on its way arrives; after that the count stands still.
             let mut last = guest.status()?.apf;
+            let deadline = Instant::now() + PREPARE;
             loop {
                 guest.run_for(Duration::from_millis(20))?;
                 let now = guest.status()?.apf;
-                if now == last {
+                if now == last && now.not_present == now.ready {
                     return Ok(now);
                 }
+                assert!(Instant::now() < deadline, "pages are on their way: {now:?}");
                 last = now;
             }
         });
