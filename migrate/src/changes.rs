@@ -1,35 +1,32 @@
 //! The log of a guest's writes, as a copy of its memory uses it.
 
 use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_machine::{Logging, SlotId, Vm, harvest, set_logging_everywhere};
+use lacuna_machine::{LogReader, Vm};
 
-/// The log of a guest's writes, and the pages that differ from the last whole copy. Dropped, it
-/// gives back what it has taken from a log of the VMM, and turns the other logs off.
+/// The pages that differ from the last whole copy of a guest's memory.
 pub(crate) struct Changes<'a, V: Vm> {
     vm: &'a V,
     layout: MemoryLayout,
     /// Pages that were written since the last whole copy, as far as the log was harvested.
     changed: PageSet,
-    /// Pages that were taken from the log.
-    taken: PageSet,
-    /// The slots that logged before: their logs are the VMM's.
-    lent: Vec<SlotId>,
+    log: LogReader<'a, V>,
 }
 
 impl<'a, V: Vm> Changes<'a, V> {
     /// Turns the log on. All pages have changed since no copy.
     pub fn log(vm: &'a V) -> Result<Self, MigrateError> {
         let layout = MemoryLayout::of(vm);
-        let ids = vm.memory_slots().into_iter().map(|slot| slot.id);
-        let changes = Self {
+        Ok(Self {
             vm,
             changed: PageSet::full(layout.pages()),
-            taken: PageSet::empty(layout.pages()),
             layout,
-            lent: ids.filter(|id| vm.is_logging(*id)).collect(),
-        };
-        set_logging_everywhere(vm, Logging::LAZY)?;
-        Ok(changes)
+            log: LogReader::begin(vm)?,
+        })
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &'a V {
+        self.vm
     }
 
     /// The memory slots.
@@ -51,7 +48,7 @@ impl<'a, V: Vm> Changes<'a, V> {
     /// so a copy that fails loses none.
     pub fn harvest(&mut self) -> Result<PageSet, MigrateError> {
         let mut set = PageSet::empty(self.layout.pages());
-        let harvested = harvest(self.vm, |slot, index| {
+        let harvested = self.log.harvest(|slot, index| {
             // A page of a slot that was added meanwhile has no number: the check at the end finds
             // it.
             if let Some(page) = self.layout.number(slot, index) {
@@ -59,22 +56,8 @@ impl<'a, V: Vm> Changes<'a, V> {
             }
         });
         self.changed.add(&set);
-        self.taken.add(&set);
         harvested?;
         Ok(set)
-    }
-
-    /// Gives a slot of the VMM's log its pages back.
-    fn give_back(&self, id: SlotId, pages: u64) {
-        let mut words = vec![0; pages.div_ceil(64) as usize];
-        for index in 0..pages as usize {
-            let page = self.layout.number(id, index);
-            if page.is_some_and(|page| self.taken.contains(page)) {
-                words[index / 64] |= 1 << (index % 64);
-            }
-        }
-        // Without a bitmap, or without the slot, there is no place for them.
-        let _ = self.vm.put_back_dirty(id, &words);
     }
 
     /// Whether the log has missed no write.
@@ -93,25 +76,26 @@ impl<'a, V: Vm> Changes<'a, V> {
     }
 }
 
-impl<V: Vm> Drop for Changes<'_, V> {
-    fn drop(&mut self) {
-        for slot in self.vm.memory_slots() {
-            match self.lent.contains(&slot.id) {
-                true => self.give_back(slot.id, slot.gfns.pages()),
-                // A slot that does not log any more needs nothing.
-                false => _ = self.vm.set_logging(slot.id, Logging::Off),
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use lacuna_addr::PageCount;
-    use lacuna_machine::{Builder, DirtyTracking as _, MemorySlots as _};
+    use lacuna_machine::{
+        Backup, Builder, Delivery, DirtyError, DirtyTracking as _, Logging, MemorySlots as _,
+        RingSize, harvest, set_logging_everywhere,
+    };
 
     const MEMORY: PageCount = PageCount::from_bytes(4 << 20);
+
+    /// A builder of VMs of the kvm backend. Ends the test as skipped where there is none.
+    fn kvm() -> lacuna_kvm::VmBuilder {
+        if let Err(error) = lacuna_kvm::available() {
+            lacuna_skip::skip_test(error);
+        }
+        let mut builder = lacuna_kvm::VmBuilder::new(MEMORY, MEMORY);
+        builder.apf = lacuna_machine::Apf::Off;
+        builder
+    }
 
     fn written(vm: &impl Vm) -> Vec<usize> {
         let mut pages = Vec::new();
@@ -150,6 +134,66 @@ mod tests {
         assert!(!vm.is_logging(id));
     }
 
+    /// Two copies of one memory: neither misses a page that the other has taken from the log.
+    fn each_has_every_page(builder: &impl Builder) {
+        let vm = &*builder.build().expect("a VM");
+        let id = vm.memory_slots()[0].id;
+        let mut first = Changes::log(vm).expect("a log");
+        first.harvest().expect("the only reader");
+        first.copied();
+        write(vm, 5);
+        let mut second = Changes::log(vm).expect("a log");
+        second.harvest().expect("the last reader");
+        write(vm, 7);
+        let error = first.harvest().expect_err("the second takes the pages");
+        assert!(
+            matches!(error, MigrateError::Dirty(DirtyError::InUse)),
+            "{error}"
+        );
+        second.copied();
+        let taken = second.harvest().expect("a log");
+        assert_eq!((taken.len(), taken.runs().next()), (1, Some(7..8)));
+        drop(second);
+        first.harvest().expect("the only reader");
+        let changed: Vec<_> = first.changed().runs().collect();
+        assert_eq!(changed, [5..6, 7..8]);
+        // In the other order, the log stays on until the last one ends.
+        let second = Changes::log(vm).expect("a log");
+        drop(first);
+        second.check_slots().expect("it logs");
+        drop(second);
+        assert!(!vm.is_logging(id));
+    }
+
+    #[test]
+    fn copies_of_one_memory_on_soft() {
+        each_has_every_page(&lacuna_soft::VmBuilder::new(MEMORY, MEMORY));
+    }
+
+    #[lacuna_skip::test]
+    fn copies_of_one_memory_on_kvm() {
+        each_has_every_page(&kvm());
+    }
+
+    /// A page cannot be given back to a ring.
+    #[test]
+    fn rings_alone_have_one_reader() {
+        let vm = lacuna_soft::VmBuilder::new(MEMORY, MEMORY);
+        let vm = vm.build().expect("a VM");
+        let delivery = Delivery::Ring {
+            size: RingSize::from_bytes(64 << 10).expect("a size"),
+            backup: Backup::None,
+        };
+        vm.set_delivery(delivery).expect("no vCPU yet");
+        let first = Changes::log(&*vm).expect("a log");
+        let second = Changes::log(&*vm).map(drop);
+        assert!(
+            matches!(second, Err(MigrateError::Dirty(DirtyError::InUse))),
+            "{second:?}"
+        );
+        first.check_slots().expect("it logs");
+    }
+
     #[test]
     fn the_vmm_gets_its_pages_back_from_soft() {
         gives_back(&lacuna_soft::VmBuilder::new(MEMORY, MEMORY));
@@ -157,11 +201,6 @@ mod tests {
 
     #[lacuna_skip::test]
     fn the_vmm_gets_its_pages_back_from_kvm() {
-        if let Err(error) = lacuna_kvm::available() {
-            lacuna_skip::skip_test(error);
-        }
-        let mut builder = lacuna_kvm::VmBuilder::new(MEMORY, MEMORY);
-        builder.apf = lacuna_machine::Apf::Off;
-        gives_back(&builder);
+        gives_back(&kvm());
     }
 }

@@ -1,5 +1,6 @@
 //! Why a VM is not saved, restored or moved.
 
+use crate::Snapshot;
 use crate::stream::STREAMS_MAX;
 use lacuna_addr::{Gpa, NoRoom};
 use lacuna_machine::{DirtyError, ErrorKind, MemoryError, MemorySlotError, StateError};
@@ -105,6 +106,24 @@ pub enum MigrateError {
          path there", shown(.0)
     )]
     Apart(PathBuf),
+    /// The snapshot whose changes would be saved was removed, or another one is in its place.
+    #[error(
+        "{}: the last snapshot of this guest is not there any more as it was saved, so its changes \
+         cannot be saved: save the guest whole", shown(.0)
+    )]
+    NoBase(PathBuf),
+    /// A diff would be the first that no restore takes.
+    #[error(
+        "{}: it is made of {max} snapshots, and none can be made of more: save the guest whole",
+        shown(.0), max = Snapshot::LAYERS_MAX
+    )]
+    Layers(PathBuf),
+    /// An eager restore leaves out pages of zeros, which a page source would provide.
+    #[error(
+        "the VM has a page source: make it without one for this restore, or restore it lazily with \
+         the pages of the snapshot as its source"
+    )]
+    HasSource,
     /// The memory file cannot be read on demand.
     #[error(transparent)]
     Source(#[from] FileError),
@@ -239,6 +258,10 @@ impl MigrateError {
             | Self::State(_)
             | Self::NoSource
             | Self::Apart(_)
+            | Self::NoBase(_)
+            | Self::Layers(_)
+            | Self::HasSource
+            | Self::Dirty(DirtyError::InUse)
             | Self::OtherSlots
             | Self::NoRecord { .. }
             | Self::OtherRecord(_)

@@ -22,6 +22,7 @@ use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Pagemap, Written, clear_dirty_log, reset_dirty_rings};
 use rustix::fd::{AsRawFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// For `map_err`: the kernel refused to `step`.
 fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
@@ -36,6 +37,8 @@ pub struct Dirty {
     delivery: Delivery,
     tracker: Tracker,
     state: Mutex<State, lock_order::KvmDirty>,
+    /// How often the rings were reset.
+    resets: AtomicU64,
 }
 
 /// What one thread at a time uses: the one that switches logging, or harvests.
@@ -63,6 +66,7 @@ impl Dirty {
             delivery,
             tracker,
             state: Mutex::new(State { rings, pagemap }),
+            resets: AtomicU64::new(0),
         })
     }
 
@@ -73,6 +77,11 @@ impl Dirty {
 
     pub fn delivery(&self) -> Delivery {
         self.delivery
+    }
+
+    /// How often the rings were reset. A ring that was full at an older number may have room.
+    pub fn resets(&self) -> u64 {
+        self.resets.load(Ordering::Acquire)
     }
 
     /// Excludes other harvests and changes of slots until the result is dropped.
@@ -252,6 +261,7 @@ impl Log<'_> {
             }
         }
         state.rings.iter_mut().for_each(Ring::was_reset);
+        self.dirty.resets.fetch_add(1, Ordering::Release);
         Ok(all)
     }
 

@@ -9,8 +9,8 @@ use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
-    MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedState, StateError, TwoStepLog,
-    VcpuStats, VmConfig, VmStats,
+    LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedState, StateError,
+    TwoStepLog, VcpuStats, VmConfig, VmStats,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
@@ -110,6 +110,10 @@ impl DirtyTracking for Vm {
 
     fn is_logging(&self, id: SlotId) -> bool {
         self.log().is_logging(id)
+    }
+
+    fn log_readers(&self) -> &LogReaders {
+        &self.log_readers
     }
 
     fn dirty_rings(&self) -> Option<&dyn DirtyRings> {

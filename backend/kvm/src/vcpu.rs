@@ -35,6 +35,8 @@ pub struct Vcpu {
     apf: Option<VcpuApf>,
     /// The missing page of its last exit for one.
     pub(crate) faulted: Option<Faulted>,
+    /// How often the rings had been reset when its ring was full.
+    ring_full: Option<u64>,
     /// The values of registers when KVM made the vCPU.
     fresh: Fresh,
 }
@@ -105,6 +107,7 @@ impl Vcpu {
             io: None,
             msr: None,
             faulted: None,
+            ring_full: None,
         }
     }
 
@@ -151,7 +154,13 @@ impl Vcpu {
         if vm.kicks.is_stopping() {
             return Ok(Some(Exit::Interrupted));
         }
-        (self.io, self.msr) = (None, None);
+        let resets = vm.dirty.resets();
+        if self.ring_full.is_some_and(|at| at == resets) {
+            // KVM would refuse as well, and may push an entry for a page that it writes meanwhile:
+            // after enough of them the ring overflows.
+            return Ok(Some(Exit::DirtyRingFull));
+        }
+        (self.io, self.msr, self.ring_full) = (None, None, None);
         let (direction, data): (Direction, NonNull<[u8]>) = match self.fd.run() {
             Ok(VcpuExit::IoOut(port, data)) => {
                 let data = data.into();
@@ -176,6 +185,7 @@ impl Vcpu {
             }
             Ok(VcpuExit::Intr) => return Ok(self.requested()),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                self.ring_full = Some(resets);
                 return Ok(Some(Exit::DirtyRingFull));
             }
             Ok(VcpuExit::Shutdown) => {

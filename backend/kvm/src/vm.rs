@@ -18,7 +18,7 @@ use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
-use lacuna_machine::{Apf, GuestMemory, Kick, MemoryError, VmConfig};
+use lacuna_machine::{Apf, GuestMemory, Kick, LogReaders, MemoryError, VmConfig};
 use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -45,6 +45,7 @@ pub struct Vm {
     /// The features of KVM's leaf of CPUID, if the host side of the guest's async page faults is in
     /// this process. Otherwise it is KVM.
     pub(crate) own_apf: Option<u32>,
+    pub(crate) log_readers: LogReaders,
 }
 
 /// The largest number of vCPUs: `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
@@ -100,6 +101,7 @@ impl Vm {
             exits: (0..config.vcpus).map(|_| AtomicU64::new(0)).collect(),
             booted: AtomicBool::new(false),
             own_apf,
+            log_readers: LogReaders::default(),
             config,
         }))
     }

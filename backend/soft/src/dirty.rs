@@ -11,7 +11,7 @@
 //! only has to make all vCPUs leave once. No vCPU's thread may make these calls.
 
 use crate::vm::Vm;
-use lacuna_machine::{DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog};
+use lacuna_machine::{DetectionChoice, DirtyRings, DirtyTracking, LogReaders, TwoStepLog};
 use lacuna_mmu::{Delivery, Detection, DirtyError, DirtyStats, Logging};
 use lacuna_slots::SlotId;
 
@@ -51,6 +51,10 @@ impl DirtyTracking for Vm {
 
     fn is_logging(&self, id: SlotId) -> bool {
         self.mmu.is_logging(id)
+    }
+
+    fn log_readers(&self) -> &LogReaders {
+        &self.log_readers
     }
 
     fn dirty_rings(&self) -> Option<&dyn DirtyRings> {

@@ -14,7 +14,9 @@ use lacuna_cpu::Wake;
 use lacuna_host::{
     Background, Host, HostError, LinuxBacking, PageSource, SharedFill, SharedMemory, SourcePage,
 };
-use lacuna_machine::{Apf, Arch, CpuModel, Delivery, HandlerRegion, Kick, Layout, VmConfig};
+use lacuna_machine::{
+    Apf, Arch, CpuModel, Delivery, HandlerRegion, Kick, Layout, LogReaders, VmConfig,
+};
 use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_sync::{Clock, Mutex, Qsbr, VcpuSlot, lock_order};
@@ -84,6 +86,7 @@ pub struct Vm {
     /// Whether its vCPUs are made.
     pub(crate) booted: AtomicBool,
     pub(crate) apf_paused: AtomicBool,
+    pub(crate) log_readers: LogReaders,
     /// Its time stands still, because it was built with a seed for a run loop of the VMM's own.
     pub(crate) stands_still: bool,
     /// Whether it has the state that its vCPUs share: by a boot, or by a restore.
@@ -194,6 +197,7 @@ impl Vm {
             has_shared_state: AtomicBool::new(false),
             arm64: OnceLock::new(),
             apf_paused: AtomicBool::new(apf == Apf::Off),
+            log_readers: LogReaders::default(),
             stands_still: false,
             backing: Mutex::new(Vec::new()),
             background: None,

@@ -18,6 +18,8 @@
 /// The ranks, from the outermost to the innermost.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Rank {
+    /// The readers of a VM's log of writes. The holder makes a harvest, so it may wait.
+    Log,
     /// One operation on a VM at a time. The holder may wait for vCPUs, I/O and other threads.
     Vm,
     /// Taken by the holder of a [`Rank::Vm`] lock, and may wait as well.
@@ -35,7 +37,7 @@ pub enum Rank {
 impl Rank {
     /// Whether the holder of a lock of this rank may wait for an event.
     pub const fn may_wait(self) -> bool {
-        matches!(self, Self::Vm | Self::Vcpus)
+        matches!(self, Self::Log | Self::Vm | Self::Vcpus)
     }
 }
 
@@ -60,6 +62,8 @@ macro_rules! classes {
 }
 
 classes! {
+    Log:
+        LogReaders "LogReaders (machine)";
     Vm:
         MmuLayout "Mmu::layout",
         KvmDirty "Dirty::state (kvm)",

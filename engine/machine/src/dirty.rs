@@ -11,7 +11,7 @@
 //! A vCPU's own thread must not call these functions: a harvest waits until every vCPU has left the
 //! guest once.
 
-use crate::MemorySlots;
+use crate::{LogReaders, MemorySlots};
 use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotError, SlotId};
 
 /// Dirty logging as every backend has it. [`Delivery`] is chosen with the VM.
@@ -40,6 +40,9 @@ pub trait DirtyTracking {
 
     /// Whether a slot logs.
     fn is_logging(&self, id: SlotId) -> bool;
+
+    /// The readers that share the log of this VM.
+    fn log_readers(&self) -> &LogReaders;
 
     /// The vCPUs' rings, if the VM delivers by rings.
     fn dirty_rings(&self) -> Option<&dyn DirtyRings>;

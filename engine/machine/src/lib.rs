@@ -26,6 +26,7 @@ mod exit;
 mod image;
 mod kick;
 mod kind;
+mod log_reader;
 mod memory;
 mod missing;
 mod pause;
@@ -58,6 +59,7 @@ pub use lacuna_source::{
     Answer, External, HandlerError, HandlerRegion, PageRequest, PageSource, Policy, SourcePage,
     WhenGone,
 };
+pub use log_reader::{LogReader, LogReaders};
 pub use memory::{Balloon, GuestMemory, MemoryError};
 pub use missing::{FaultToken, MissingMemory, Provided, TokenError, Told};
 pub use pause::{Pause, Paused};

@@ -43,8 +43,6 @@ pub(super) type Put<'a> = &'a mut dyn FnMut(Gpa, &[u8]) -> Result<u64, MigrateEr
 
 /// Pages that are read at once.
 const CHUNK: usize = 256;
-/// The most snapshots that one is made of.
-const LAYERS_MAX: usize = 32;
 
 /// Room for [`CHUNK`] pages.
 pub(super) struct Buffer(Vec<u8>);
@@ -85,6 +83,9 @@ struct Opened {
 }
 
 impl Snapshot {
+    /// The most snapshots that one is made of: itself, its base, the base of that, and so on.
+    pub const LAYERS_MAX: usize = 32;
+
     /// Opens the snapshot at `path`, and checks everything but the pages, which are checked when
     /// they are read.
     ///
@@ -112,8 +113,8 @@ impl Snapshot {
                 let wrong = format!("it is not the one that {} has changed", path.display());
                 return Err(MigrateError::damaged(at.path(), wrong));
             }
-            if layers.len() == LAYERS_MAX {
-                let wrong = format!("it is made of more than {LAYERS_MAX} snapshots");
+            if layers.len() == Self::LAYERS_MAX {
+                let wrong = format!("it is made of more than {} snapshots", Self::LAYERS_MAX);
                 return Err(MigrateError::damaged(path, wrong));
             }
             layer_of.resize(entries.len(), 0);
@@ -161,8 +162,8 @@ impl Snapshot {
     /// since the last call.
     ///
     /// # Errors
-    /// The VM is another machine, a page is damaged, a value of the state is refused, or `each`
-    /// says `Break`.
+    /// The VM is another machine or has a page source, a page is damaged, a value of the state is
+    /// refused, or `each` says `Break`.
     pub fn restore<V: Vm>(
         &self,
         vm: &Arc<V>,
@@ -170,6 +171,9 @@ impl Snapshot {
         each: OnPages<'_>,
     ) -> Result<Vec<V::Vcpu>, MigrateError> {
         self.document.machine.check(&**vm)?;
+        if vm.missing_memory().is_some() {
+            return Err(MigrateError::HasSource);
+        }
         self.document.machine.layout.apply(&**vm)?;
         self.read_pages(each, &mut |gpa, bytes| {
             vm.write(gpa, bytes)?;
@@ -264,6 +268,12 @@ impl Snapshot {
         }
         Ok(taken)
     }
+}
+
+/// The CRC-32 of [`CHECKSUMS`] of the snapshot at `path`.
+pub(super) fn checksums_of(path: &Path) -> Result<u32, MigrateError> {
+    let (_, sums) = read(&LocalFolder::new(path), CHECKSUMS, CHECKSUMS_MAX)?;
+    Ok(crc32fast::hash(&sums))
 }
 
 impl Opened {

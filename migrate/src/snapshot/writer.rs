@@ -4,12 +4,13 @@ use super::files::{
     Base, CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, WHOLE, ZEROS, entry_of,
     rename_durably,
 };
+use super::reader::checksums_of;
 use crate::changes::Changes;
 use crate::copy::PageSink;
 use crate::rounds::{
     Budget, Guest, OnProgress, Round, Still, Throttle, copy_all, copy_live, copy_still,
 };
-use crate::{Machine, MachineState, MemoryLayout, MigrateError};
+use crate::{Machine, MachineState, MemoryLayout, MigrateError, Snapshot};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{SourcePage, Vm};
 use rustix::fs::{FallocateFlags, fallocate};
@@ -34,9 +35,12 @@ pub struct Saved {
 /// Saves `guest` as a new snapshot at `path`. The guest runs meanwhile, except for `downtime` of
 /// the result at the end, and goes on afterwards. If it fails, nothing is left at `path`.
 ///
-/// Writes are logged meanwhile ([`lacuna_machine::DirtyTracking`]). A VMM that uses the log itself
+/// Writes are logged meanwhile ([`lacuna_machine::LogReader`]). A VMM that uses the log itself
 /// leaves it on and does not harvest it meanwhile; afterwards it finds there all pages that were
 /// written, unless its VM delivers by rings alone.
+///
+/// A page that is missing is asked for. If its source cannot provide it, the page is lost, as it is
+/// when a vCPU needs it.
 ///
 /// # Errors
 /// [`MigrateError`].
@@ -94,6 +98,8 @@ pub struct Tracked<'a, V: Vm> {
     changes: Changes<'a, V>,
     last: PathBuf,
     checksums: u32,
+    /// Snapshots that the last one is made of.
+    layers: usize,
 }
 
 impl<'a, V: Vm> Tracked<'a, V> {
@@ -114,8 +120,19 @@ impl<'a, V: Vm> Tracked<'a, V> {
             changes,
             last,
             checksums,
+            layers: 1,
         };
         Ok((saved, tracked))
+    }
+
+    /// Takes what was written since the last snapshot out of the log; the next one has it. On a VM
+    /// whose log is in rings, a vCPU whose ring is full stands still until the next call of this or
+    /// the next snapshot, so call this often between two snapshots.
+    ///
+    /// # Errors
+    /// [`MigrateError`].
+    pub fn harvest(&mut self) -> Result<(), MigrateError> {
+        self.changes.harvest().map(drop)
     }
 
     /// The last snapshot.
@@ -124,10 +141,12 @@ impl<'a, V: Vm> Tracked<'a, V> {
     }
 
     /// Saves what has changed since the last snapshot at `path`, which is in the same folder.
-    /// After an error the last snapshot is still the one to compare with.
+    /// After an error the last snapshot is still the one to compare with. A snapshot is made of at
+    /// most [`Snapshot::LAYERS_MAX`].
     ///
     /// # Errors
-    /// [`MigrateError`].
+    /// [`MigrateError`]. [`MigrateError::NoBase`]: the last snapshot is gone. If it goes while this
+    /// one is saved, no restore takes this one.
     pub fn save_changes(
         &mut self,
         guest: &Guest<'_, V>,
@@ -137,6 +156,12 @@ impl<'a, V: Vm> Tracked<'a, V> {
     ) -> Result<Saved, MigrateError> {
         let name = self.last.file_name().and_then(|name| name.to_str());
         let name = name.filter(|_| path.parent() == self.last.parent());
+        if self.layers == Snapshot::LAYERS_MAX {
+            return Err(MigrateError::Layers(self.last.clone()));
+        }
+        if !checksums_of(&self.last).is_ok_and(|found| found == self.checksums) {
+            return Err(MigrateError::NoBase(self.last.clone()));
+        }
         let base = Base {
             name: name
                 .ok_or_else(|| MigrateError::Apart(self.last.clone()))?
@@ -146,6 +171,7 @@ impl<'a, V: Vm> Tracked<'a, V> {
         let to = (path, Some(base));
         let (saved, checksums) = save_changes(guest, &mut self.changes, when, to, progress)?;
         (self.last, self.checksums) = (path.to_owned(), checksums);
+        self.layers += 1;
         Ok(saved)
     }
 }

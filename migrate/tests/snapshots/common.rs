@@ -2,8 +2,8 @@
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Arch, Builder, CpuModel, Ending, Image, PageSource, Pause, PlatformDevices, Policy, Vm,
-    run_pausable,
+    Arch, Backup, Builder, CpuModel, Delivery, Ending, Image, Observed, PageSource, Pause,
+    PlatformDevices, Policy, RingSize, RunEnd, Vm, run_pausable,
 };
 use lacuna_migrate::{
     Budget, Guest, MigrateError, Progress, Recorder, Saved, Snapshot, Touches, Tracked, When, save,
@@ -20,7 +20,7 @@ use std::thread;
 const LONGER: [&str; 3] = ["", "rounds=90", "rounds=900"];
 /// Little, because each test runs some guests to their ends.
 pub const MEMORY: u64 = 6 << 20;
-const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
+pub const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
 
 /// A VM of the soft backend that has a third of its memory.
 pub fn soft(arch: Arch, vcpus: usize) -> lacuna_soft::VmBuilder {
@@ -45,6 +45,41 @@ pub fn kvm(vcpus: usize) -> lacuna_kvm::VmBuilder {
     builder.cpu = CpuModel::Common { tsc_khz: None };
     builder.apf = lacuna_machine::Apf::Off;
     builder
+}
+
+/// VMs of the soft backend whose log is in the smallest rings.
+pub struct WithRings(pub lacuna_soft::VmBuilder);
+
+impl Builder for WithRings {
+    type Vm = lacuna_soft::Vm;
+
+    fn build(&self) -> Result<Arc<Self::Vm>, <Self::Vm as Vm>::Error> {
+        let vm = self.0.build()?;
+        let set = vm.set_delivery(rings(RingSize::BYTES_MIN));
+        set.expect("it has no vCPU yet");
+        Ok(vm)
+    }
+
+    fn full_command_line(&self) -> String {
+        self.0.full_command_line()
+    }
+
+    fn run(
+        &self,
+        image: &Image<'_>,
+        devices: Arc<PlatformDevices>,
+        watch: &mut dyn FnMut(&Observed<'_, Self::Vm>),
+    ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error> {
+        self.0.run(image, devices, watch)
+    }
+}
+
+/// Rings of so many bytes alone.
+pub fn rings(bytes: usize) -> Delivery {
+    Delivery::Ring {
+        size: RingSize::from_bytes(bytes).expect("a size"),
+        backup: Backup::None,
+    }
 }
 
 /// The frequency of the TSC on this host's KVM, which a guest on soft must have to move there.
@@ -124,7 +159,7 @@ impl<B: Builder> Moved<B> {
 
     /// Runs the guest, and calls `body` beside it. If the guest ends before `body` has saved it,
     /// because the machine is busy, a guest that checks its memory more often is tried.
-    fn run<R>(
+    pub fn run<R>(
         &self,
         body: impl Fn(&Guest<'_, B::Vm>) -> Result<R, MigrateError>,
     ) -> (Ending, Result<R, MigrateError>) {

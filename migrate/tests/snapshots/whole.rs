@@ -1,9 +1,10 @@
 //! Snapshots that are restored with all of their memory.
 
-use crate::common::{Moved, kvm, kvm_tsc, soft};
-use lacuna_machine::{Arch, Ending};
-use lacuna_migrate::{MigrateError, Snapshot};
-use std::fs;
+use crate::common::{CONTINUE, Moved, WithRings, kvm, kvm_tsc, rings, soft};
+use lacuna_machine::{Arch, Ending, RingSize};
+use lacuna_migrate::{Budget, MigrateError, Progress, Snapshot, Tracked, When};
+use std::time::Duration;
+use std::{fs, thread};
 
 /// The guest checks all of its memory: the saved one and the restored one end without a complaint.
 fn moves(moved: &Moved<impl lacuna_machine::Builder>) {
@@ -33,6 +34,34 @@ fn arm64_on_soft() {
 #[lacuna_skip::test]
 fn x86_on_kvm() {
     moves(&Moved::new(kvm(2), "verify", "rounds=60"));
+}
+
+/// A vCPU whose ring is full waits for the copy to harvest it, and goes on after the copy.
+#[test]
+fn x86_on_soft_with_rings() {
+    let moved = Moved::new(WithRings(soft(Arch::X86_64, 2)), "verify", "rounds=6");
+    moves(&moved);
+    // The rings are full when the log ends.
+    let folder = tempfile::tempdir().expect("a folder");
+    let (ending, saved) = moved.run(|guest| {
+        let (path, each) = (folder.path().join("saved"), &mut |_: Progress| CONTINUE);
+        let _ = fs::remove_dir_all(&path);
+        let when = When::Runs(&Budget::default());
+        let tracked = Tracked::save_first(guest, when, &path, each)?;
+        thread::sleep(Duration::from_millis(300));
+        drop(tracked);
+        Ok(())
+    });
+    saved.expect("a snapshot");
+    assert_eq!(ending, Ending::Exited(0));
+}
+
+#[lacuna_skip::test]
+fn x86_on_kvm_with_rings() {
+    let mut builder = kvm(2);
+    // A store that KVM emulates makes an entry each time, and KVM overruns small rings.
+    builder.delivery = rings(RingSize::BYTES_MAX);
+    moves(&Moved::new(builder, "verify", "rounds=60"));
 }
 
 /// A paused guest is saved in one round. A save that is cancelled leaves nothing, and the guest

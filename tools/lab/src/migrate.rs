@@ -58,6 +58,8 @@ const QUICK: u64 = 64;
 const VCPUS: usize = 2;
 /// The part of the plain rate at which a guest has to move.
 const RATE: f64 = 0.8;
+/// Rounds of that: on kvm, an arm twice differs by a third.
+const RATE_ROUNDS: usize = 15;
 
 /// Measures everything, in the order of the table above.
 ///
@@ -123,6 +125,7 @@ where
         progress.step(format!(
             "{prefix}: the rate of a guest, and of plain copies"
         ))?;
+        let rounds = Rounds::Count(if options.quick { 2 } else { RATE_ROUNDS });
         rate(prefix, &guests, memory, rounds, report)?;
     }
     let ids = against::ids(prefix);

@@ -115,12 +115,19 @@ impl Coming {
         )
     }
 
-    /// Whether pages may still come.
-    pub fn is_incomplete(&self) -> bool {
-        !matches!(
-            self.told().now.stage,
-            ArrivingStage::Whole | ArrivingStage::Lost
-        )
+    /// Refuses to copy a guest whose memory is not here.
+    pub fn check_whole(&self) -> Result<(), Refused> {
+        match self.told().now.stage {
+            ArrivingStage::Whole => Ok(()),
+            ArrivingStage::Lost => Err(Refused::request(
+                "pages of the guest were lost when its source ended, and a copy of its memory \
+                 would need them, which ends the run: let the guest go on, or stop it",
+            )),
+            _ => Err(Refused::request(
+                "the rest of the guest's memory has not come here: wait until the status says \
+                 that it is whole",
+            )),
+        }
     }
 
     /// What is not settled, and what to do.

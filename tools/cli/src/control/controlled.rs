@@ -226,13 +226,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
     /// Refuses to copy a guest whose memory is not here.
     pub(super) fn check_whole(&self) -> Result<(), Refused> {
-        match self.coming.as_ref().filter(|coming| coming.is_incomplete()) {
-            None => Ok(()),
-            Some(_) => Err(Refused::request(
-                "the rest of the guest's memory has not come here: wait until the status says \
-                 that it is whole",
-            )),
-        }
+        let coming = self.coming.as_ref();
+        coming.map_or(Ok(()), |coming| coming.check_whole())
     }
 
     /// Lets a guest go on here of which it is not known whether it belongs here.

@@ -1,0 +1,135 @@
+//! Readers of the log of writes that do not take pages from one another.
+
+use crate::dirty::{DirtyTracking, harvest, set_logging_everywhere};
+use crate::slots::MemorySlots;
+use lacuna_slots::{DirtyError, Logging, SlotId};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::PoisonError;
+
+/// The [`LogReader`]s of one VM. Each VM of a backend has one of these.
+#[derive(Default)]
+pub struct LogReaders(Mutex<Readers, lock_order::LogReaders>);
+
+#[derive(Default)]
+struct Readers {
+    /// Those that read, in the order in which they came.
+    ids: Vec<u64>,
+    next: u64,
+    /// The slots that logged before the first of them came: their logs are the VMM's.
+    lent: Vec<SlotId>,
+}
+
+impl LogReaders {
+    fn lock(&self) -> MutexGuard<'_, Readers> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for LogReaders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LogReaders").finish_non_exhaustive()
+    }
+}
+
+/// A reader of the log of writes of all slots, such as a copy of a VM's memory.
+///
+/// A harvest takes pages out of the log, so another reader would miss them. Therefore the last
+/// reader that has come is the only one that may harvest, and when it is dropped, the log gets back
+/// what this reader has taken. So readers may be nested, and a VMM that logs itself, without a
+/// reader, finds all pages afterwards if it harvests nothing meanwhile.
+///
+/// The last reader that is dropped turns off the logs that the first one has turned on.
+pub struct LogReader<'a, V: DirtyTracking + MemorySlots> {
+    vm: &'a V,
+    id: u64,
+    /// Pages that were taken from the log: a bit for each page of a slot.
+    taken: BTreeMap<SlotId, Vec<u64>>,
+}
+
+impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
+    /// Turns on the log of every slot. Pages that were written before may be in the first harvest.
+    ///
+    /// # Errors
+    /// [`DirtyError::InUse`]: there is a reader already, and the VM delivers by rings alone, to
+    /// which no page can be given back. Otherwise those of [`set_logging_everywhere`].
+    pub fn begin(vm: &'a V) -> Result<Self, DirtyError> {
+        let mut readers = vm.log_readers().lock();
+        if readers.ids.is_empty() {
+            let ids = vm.memory_slots().into_iter().map(|slot| slot.id);
+            readers.lent = ids.filter(|id| vm.is_logging(*id)).collect();
+        } else if !vm.delivery().has_bitmaps() {
+            return Err(DirtyError::InUse);
+        }
+        let reader = Self {
+            vm,
+            id: readers.next,
+            taken: BTreeMap::new(),
+        };
+        readers.next += 1;
+        readers.ids.push(reader.id);
+        let turned_on = set_logging_everywhere(vm, Logging::LAZY);
+        // Before the reader is dropped after an error.
+        drop(readers);
+        turned_on.map(|()| reader)
+    }
+
+    /// As [`harvest`].
+    ///
+    /// # Errors
+    /// [`DirtyError::InUse`]: another reader has come later, and was not dropped yet. Otherwise
+    /// those of [`harvest`].
+    pub fn harvest(&mut self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
+        // Held until the end: a reader that comes meanwhile copies its first page later.
+        let readers = self.vm.log_readers().lock();
+        if readers.ids.last() != Some(&self.id) {
+            return Err(DirtyError::InUse);
+        }
+        harvest(self.vm, |slot, page| {
+            let words = self.taken.entry(slot).or_default();
+            let word = page / 64;
+            if words.len() <= word {
+                words.resize(word + 1, 0);
+            }
+            words[word] |= 1 << (page % 64);
+            each(slot, page);
+        })
+    }
+
+    /// Gives the log of a slot the pages back that were taken from it.
+    fn give_back(&self, id: SlotId, pages: u64) {
+        let Some(taken) = self.taken.get(&id) else {
+            return;
+        };
+        // The slot may have another size now.
+        let mut words = taken.clone();
+        words.resize(pages.div_ceil(64) as usize, 0);
+        if let Some(last) = words.last_mut().filter(|_| !pages.is_multiple_of(64)) {
+            *last &= (1 << (pages % 64)) - 1;
+        }
+        // Without a bitmap, or without the slot, there is no place for them.
+        let _ = self.vm.put_back_dirty(id, &words);
+    }
+}
+
+impl<V: DirtyTracking + MemorySlots> Drop for LogReader<'_, V> {
+    fn drop(&mut self) {
+        let mut readers = self.vm.log_readers().lock();
+        readers.ids.retain(|id| *id != self.id);
+        for slot in self.vm.memory_slots() {
+            let is_needed = !readers.ids.is_empty() || readers.lent.contains(&slot.id);
+            match is_needed {
+                true => self.give_back(slot.id, slot.gfns.pages()),
+                // A slot that does not log any more needs nothing.
+                false => _ = self.vm.set_logging(slot.id, Logging::Off),
+            }
+        }
+        let is_read = !readers.ids.is_empty() || !readers.lent.is_empty();
+        if !is_read && self.vm.dirty_rings().is_some() {
+            // A vCPU whose ring is full stands still until its ring is emptied, even without a log.
+            // After an overflow it cannot be emptied, and the next harvest says so.
+            let _ = harvest(self.vm, |_, _| {});
+        }
+    }
+}
