@@ -38,7 +38,8 @@ impl fmt::Debug for LogReaders {
 /// A harvest takes pages out of the log, so another reader would miss them. Therefore the last
 /// reader that has come is the only one that may harvest, and when it is dropped, the log gets back
 /// what this reader has taken. So readers may be nested, and a VMM that logs itself, without a
-/// reader, finds all pages afterwards if it harvests nothing meanwhile.
+/// reader, finds all pages afterwards if it harvests nothing meanwhile. A reader begins with a copy
+/// of all pages, because pages that were taken before it came are not given to it.
 ///
 /// The last reader that is dropped turns off the logs that the first one has turned on.
 pub struct LogReader<'a, V: DirtyTracking + MemorySlots> {
@@ -117,12 +118,14 @@ impl<V: DirtyTracking + MemorySlots> Drop for LogReader<'_, V> {
     fn drop(&mut self) {
         let mut readers = self.vm.log_readers().lock();
         readers.ids.retain(|id| *id != self.id);
+        // A later reader began with a copy of all pages, so it misses none of those taken before.
+        let is_missed = readers.ids.iter().any(|id| *id < self.id);
         for slot in self.vm.memory_slots() {
-            let is_needed = !readers.ids.is_empty() || readers.lent.contains(&slot.id);
-            match is_needed {
-                true => self.give_back(slot.id, slot.gfns.pages()),
+            if is_missed || readers.lent.contains(&slot.id) {
+                self.give_back(slot.id, slot.gfns.pages());
+            } else if readers.ids.is_empty() {
                 // A slot that does not log any more needs nothing.
-                false => _ = self.vm.set_logging(slot.id, Logging::Off),
+                let _ = self.vm.set_logging(slot.id, Logging::Off);
             }
         }
         let is_read = !readers.ids.is_empty() || !readers.lent.is_empty();

@@ -5,12 +5,13 @@ use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_source::{
     FileError, Folder, MemoryId, Outage, PageRequest, PageSource, Policy, StoredFile,
 };
-use object_store::path::Path as ObjectPath;
-use object_store::{Error, ObjectStore, ObjectStoreExt as _, ObjectStoreScheme};
+use object_store::path::{Path as ObjectPath, PathPart};
+use object_store::{Error, GetOptions, ObjectStore, ObjectStoreScheme};
 use std::future::Future;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use url::Url;
@@ -50,6 +51,14 @@ pub enum ObjectsError {
     Url {
         /// The text.
         url: String,
+        /// What is wrong.
+        wrong: String,
+    },
+    /// A prefix that no object has.
+    #[error("{prefix:?}: {wrong}: give names with / between them")]
+    Prefix {
+        /// The prefix.
+        prefix: String,
         /// What is wrong.
         wrong: String,
     },
@@ -127,17 +136,22 @@ impl Place {
 }
 
 impl Objects {
-    /// The objects of `store` whose names begin with `prefix` and a slash.
+    /// The objects of `store` whose names begin with `prefix` and a slash. Names are taken as they
+    /// are: nothing is percent-encoded.
     ///
     /// # Errors
-    /// The options do not go together, or no thread can be started.
+    /// No object has this prefix, the options do not go together, or no thread can be started.
     pub fn new(
         store: Arc<dyn ObjectStore>,
         prefix: &str,
         options: Options,
     ) -> Result<Self, ObjectsError> {
         let name = format!("{store}/");
-        Self::of(store, &name, ObjectPath::from(prefix), options)
+        let parsed = ObjectPath::parse(prefix).map_err(|error| ObjectsError::Prefix {
+            prefix: prefix.to_owned(),
+            wrong: error.to_string(),
+        })?;
+        Self::of(store, &name, parsed, options)
     }
 
     /// The objects below `url`: `file:///folder`, or with the feature `s3` that of a store that
@@ -209,19 +223,35 @@ fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, Error>
     builder.with_url(url).with_retry(retries).build()
 }
 
+/// What is called `name` in `folder`. Each character stands for itself, as in the prefix; a `&str`
+/// that is joined would be percent-encoded.
+fn child(folder: ObjectPath, name: &str) -> io::Result<ObjectPath> {
+    let part = PathPart::parse(name);
+    let part = part.map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    Ok(folder.join(part))
+}
+
 impl Folder for Objects {
     fn path(&self) -> &Path {
         &self.path
     }
 
     fn open(&self, name: &str) -> io::Result<Box<dyn StoredFile>> {
-        let location = self.prefix.clone().join(name);
+        let location = child(self.prefix.clone(), name)?;
         let patience = self.place.options().patience;
-        let head = async {
-            let head = self.place.store().head(&location);
-            tokio::time::timeout(patience, head).await
-        };
-        let meta = self.place.runtime().handle().block_on(head);
+        let (place, (sender, answer)) = (self.place.clone(), sync_channel(1));
+        // A task of this runtime asks the store: `block_on` panics on a thread of another one.
+        self.place.spawn(async move {
+            let head = GetOptions::new().with_head(true);
+            let found = place.store().get_opts(&location, head);
+            let found = tokio::time::timeout(patience, found).await;
+            // The thread that has called this waits for it.
+            let _ = sender.try_send(found.map(|found| found.map(|found| found.meta)));
+        });
+        let meta = answer.recv().map_err(|_| {
+            // The task has panicked.
+            io::Error::other("the threads of the store have ended")
+        })?;
         let meta = meta.map_err(|_| {
             let text = format!("the store does not answer within {patience:?}");
             io::Error::new(io::ErrorKind::TimedOut, text)
@@ -246,7 +276,7 @@ impl Folder for Objects {
             let text = "the whole store has nothing beside it";
             return Err(io::Error::new(io::ErrorKind::NotFound, text));
         }
-        let prefix = ObjectPath::from_iter(parts).join(name);
+        let prefix = child(ObjectPath::from_iter(parts), name)?;
         Ok(Arc::new(Self::at(self.place.clone(), prefix)))
     }
 }

@@ -46,7 +46,8 @@
 //! | `chunks` | the chunks of one object: cache, requests, retries |
 //! | `cache` | chunks by their number, and which one was used last |
 //!
-//! The crate has threads of its own, in a tokio runtime that no caller sees. It has no `unsafe`.
+//! The crate has threads of its own, in a tokio runtime that no caller sees. A task of another
+//! runtime may call it, and keeps its thread until the store has answered. It has no `unsafe`.
 #![forbid(unsafe_code)]
 
 mod cache;

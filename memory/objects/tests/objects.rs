@@ -3,6 +3,7 @@
 use async_trait::async_trait;
 use futures_core::stream::BoxStream;
 use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_objects::object_store::local::LocalFileSystem;
 use lacuna_objects::object_store::memory::InMemory;
 use lacuna_objects::object_store::path::Path as ObjectPath;
 use lacuna_objects::object_store::{
@@ -376,4 +377,43 @@ fn urls() {
     };
     let error = Objects::open("file:///x", chunk).err().expect("no pages");
     assert!(matches!(error, ObjectsError::Chunk(5000)), "{error}");
+}
+
+/// No character of a name is percent-encoded, in a prefix or beside it.
+#[test]
+fn names_are_taken_as_they_are() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let name = "web~1 #[50%] {a}*? \u{e4}";
+    std::fs::create_dir(folder.path().join(name)).expect("a folder");
+    std::fs::write(folder.path().join(name).join("pages"), b"12345").expect("a file");
+    let url = format!("file://{}/other", folder.path().display());
+    let other = Objects::open(&url, OPTIONS).expect("a place");
+    let base = other.beside(name).expect("a place");
+    assert_eq!(base.open("pages").expect("a file").length(), 5);
+    let store = LocalFileSystem::new_with_prefix(folder.path()).expect("a store");
+    let store: Arc<dyn ObjectStore> = Arc::new(store);
+    let whole = Objects::new(Arc::clone(&store), name, OPTIONS).expect("a place");
+    assert_eq!(whole.open("pages").expect("a file").length(), 5);
+    for name in ["..", "a/b", "a\nb"] {
+        let error = other.beside(name).err().expect("no name");
+        assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput, "{error}");
+    }
+    let error = Objects::new(store, "a/../b", OPTIONS).err();
+    let error = error.expect("no prefix");
+    assert!(matches!(error, ObjectsError::Prefix { .. }), "{error}");
+}
+
+/// A task of another runtime opens an object and reads it.
+#[test]
+fn a_task_of_another_runtime() {
+    let store = Arc::new(Faulty::default());
+    put(&store, PAGES * PAGE_SIZE as u64);
+    let folder = Objects::new(store, "a/b", OPTIONS).expect("a folder");
+    let runtime = tokio::runtime::Builder::new_current_thread().build();
+    runtime.expect("a runtime").block_on(async {
+        let file = folder.open("memory").expect("an object");
+        let mut bytes = [0; 1];
+        file.read_exact_at(&mut bytes, 5000).expect("in the object");
+        assert_eq!(bytes[0], byte(5000));
+    });
 }

@@ -57,7 +57,8 @@ pub(super) fn entry_of(page: &[u8]) -> u32 {
 }
 
 /// Gives `partial`, whose content is on the disk, the name `path` beside it. After a power failure
-/// there is nothing with that name, what was there before, or the whole content.
+/// there is nothing with that name, what was there before, or the whole content. After an error a
+/// new name is not given; what was there before may have been replaced.
 ///
 /// # Errors
 /// [`MigrateError::Io`].
@@ -66,8 +67,13 @@ pub(super) fn rename_durably(partial: &Path, path: &Path) -> Result<(), MigrateE
     let parent = parent.unwrap_or(Path::new("."));
     // Opened first: a folder that cannot be opened is found before the name is given.
     let folder = File::open(parent).map_err(MigrateError::io(parent, "open the folder"))?;
+    let is_new = path.symlink_metadata().is_err();
     let renamed = fs::rename(partial, path);
     renamed.map_err(MigrateError::io(path, "rename the finished file"))?;
     let synced = folder.sync_all();
+    if synced.is_err() && is_new {
+        // The caller learns of the first error.
+        let _ = fs::rename(path, partial);
+    }
     synced.map_err(MigrateError::io(parent, "write the folder"))
 }

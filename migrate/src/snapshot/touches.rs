@@ -9,7 +9,7 @@ use lacuna_addr::room_for;
 use lacuna_machine::SourcePage;
 use lacuna_sync::{Mutex, lock_order};
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 
@@ -107,11 +107,19 @@ impl Touches {
         rename_durably(&partial.0, path)
     }
 
-    /// Whether [`Touches::save`] can write there: makes its temporary file, and removes it.
+    /// Whether [`Touches::save`] can write there: it is no folder, and the temporary file can be
+    /// made, which is removed again.
     ///
     /// # Errors
     /// [`MigrateError::Io`].
     pub fn check_target(path: &Path) -> Result<(), MigrateError> {
+        if path.is_dir() {
+            let error = io::Error::new(
+                io::ErrorKind::InvalidFilename,
+                "it is a folder: name a file",
+            );
+            return Err(MigrateError::io(path, "write the file")(error));
+        }
         let partial = Partial::beside(path);
         let made = File::create(&partial.0).map(drop);
         made.map_err(MigrateError::io(&partial.0, "write the file"))

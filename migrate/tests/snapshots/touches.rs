@@ -1,7 +1,7 @@
 //! First touches that are recorded, kept in a file, and replayed, on every backend.
 
 use crate::common::{MEMORY, Moved, WithSource, kvm, soft};
-use lacuna_machine::{Arch, Ending};
+use lacuna_machine::{Arch, Ending, ErrorKind};
 use lacuna_migrate::{MigrateError, Snapshot, Touches};
 use std::fs;
 use std::path::Path;
@@ -111,4 +111,14 @@ fn records_that_are_none() {
         assert!(matches!(error, Err(MigrateError::Io { .. })), "{error:?}");
     }
     Touches::check_target(&record).expect("it can be written");
+}
+
+/// Refused before the guest runs, and not when its record is complete.
+#[test]
+fn a_record_does_not_replace_a_folder() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let error = Touches::check_target(folder.path()).expect_err("a folder");
+    assert_eq!(error.kind(), ErrorKind::Request);
+    let error = error.to_string();
+    assert!(error.ends_with("it is a folder: name a file"), "{error}");
 }

@@ -3,7 +3,7 @@
 use super::controlled::{Controlled, PROGRESS, Phase, budget, refusal};
 use super::message::{Answer, Progress, Refused, Saved, Saving, State};
 use lacuna_machine::{ErrorKind, Vm};
-use lacuna_migrate::{Budget, Still, Tracked, When, save, save_paused};
+use lacuna_migrate::{Budget, MigrateError, Still, Tracked, When, save, save_paused};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -91,13 +91,21 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let when = still.map_or(When::Runs(&plan.budget), When::Paused);
         // One snapshot is saved at a time.
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
+        if !matches!(plan.kind, Kind::Since(_)) && !guest.vm.delivery().has_bitmaps() {
+            // Rings have one reader, so this log ends before the save. What can be refused is
+            // refused first.
+            if path.symlink_metadata().is_ok() {
+                return Err(refusal(&MigrateError::Exists(path.to_owned())));
+            }
+            *tracked = None;
+        }
+        // A whole save that fails leaves the log since the last snapshot as it is.
         let saved = match (&plan.kind, tracked.as_mut()) {
             (Kind::Since(base), Some(tracked)) if tracked.last() == base => {
                 tracked.save_changes(guest, when, path, progress)
             }
             (Kind::Since(base), tracked) => return Err(not_the_last(base, tracked)),
             (Kind::First, _) => {
-                *tracked = None;
                 let saved = Tracked::save_first(guest, when, path, progress);
                 saved.map(|(saved, first)| {
                     *tracked = Some(first);
@@ -105,20 +113,30 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 })
             }
             (Kind::Alone, _) => {
-                *tracked = None;
-                match when {
+                let saved = match when {
                     When::Paused(still) => save_paused(guest, still, path, progress),
                     When::Runs(budget) => save(guest, path, budget, progress),
-                }
+                };
+                saved.inspect(|_| *tracked = None)
             }
         };
-        let saved = saved.map_err(|error| refusal(&error))?;
+        let saved = saved.map_err(|error| self.not_saved(&error))?;
         Ok(Saved {
             path: path.to_owned(),
             pages: saved.pages,
             rounds: saved.rounds.iter().map(|round| round.pages).collect(),
             downtime_us: saved.downtime.as_micros() as u64,
         })
+    }
+
+    /// Why there is no snapshot.
+    fn not_saved(&self, why: &MigrateError) -> Refused {
+        match self.guest.devices.ending() {
+            Some(ending) => Refused::request(format!(
+                "the run has ended before the snapshot was whole: {ending}"
+            )),
+            None => refusal(why),
+        }
     }
 }
 

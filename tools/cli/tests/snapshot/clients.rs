@@ -145,13 +145,14 @@ fn a_socket_that_is_there_already() {
     assert!(errors.contains("cannot be used with"), "{errors}");
 }
 
+/// Pages of this guest come slowly from swap, so a snapshot takes a while.
+const SLOW: &str = "bm --memory 64M --resident 8M --swap mem,latency=1ms --append seconds=1000000";
+
 /// A client that goes away cancels its snapshot: nothing is left, and the guest goes on.
 #[test]
 fn a_client_that_goes_away_cancels_its_snapshot() {
     let folder = TempDir::new().unwrap();
-    // Pages of the guest come slowly from swap, so the snapshot takes a while.
-    let words = "touch --memory 64M --resident 8M --swap mem,latency=1ms --append seconds=1000000";
-    let guest = Guest::start(folder.path(), &words.replace("touch", "bm"));
+    let guest = Guest::start(folder.path(), SLOW);
     let path = folder.path().join("saved");
     let mut gone = guest.client();
     gone.send(format!("{}\n", json!({"command": "snapshot", "path": path})).as_bytes());
@@ -183,4 +184,38 @@ fn a_client_that_goes_away_cancels_its_snapshot() {
     assert_eq!(partial, [""; 0], "nothing is left");
     client.state("stop");
     assert_eq!(guest.end().0, 4);
+}
+
+/// A run that ends while its guest is saved: the answer says so.
+#[test]
+fn the_end_of_a_run_cancels_its_snapshot() {
+    for _ in 0..3 {
+        let folder = TempDir::new().unwrap();
+        let guest = Guest::start(folder.path(), SLOW);
+        let (mut saver, path) = (guest.client(), folder.path().join("saved"));
+        // Snapshots of a guest that has only just started may be whole before there is progress.
+        for _ in 0..100 {
+            saver.send(format!("{}\n", json!({"command": "snapshot", "path": path})).as_bytes());
+            let answer = saver.answer();
+            if !answer["progress"].is_null() {
+                break;
+            }
+            assert!(!answer["snapshot"].is_null(), "{answer}");
+            std::fs::remove_dir_all(&path).unwrap();
+        }
+        guest.client().state("stop");
+        let answer = loop {
+            let answer = saver.answer();
+            if answer["progress"].is_null() {
+                break answer;
+            }
+        };
+        assert_eq!(guest.end().0, 4);
+        if let Some(text) = answer["error"]["text"].as_str() {
+            let told = "the run has ended before the snapshot was whole: ";
+            assert!(text.starts_with(told), "{text}");
+            return;
+        }
+    }
+    panic!("each snapshot is whole before its run ends");
 }

@@ -146,8 +146,11 @@ fn diffs() {
     assert!(text.contains("has to be in the folder of"), "{text}");
     // A snapshot that fails loses no page of the next one.
     std::fs::create_dir(&failed).unwrap();
-    let text = client.refused(since(&failed, &first));
-    assert!(text.contains("exists already"), "{text}");
+    let whole = |track| json!({"command": "snapshot", "path": failed, "track": track});
+    for request in [since(&failed, &first), whole(true), whole(false)] {
+        let text = client.refused(request);
+        assert!(text.contains("exists already"), "{text}");
+    }
     let words = |path: &Path, base: &Path| {
         let [path, base, socket] = [path, base, &guest.socket].map(Path::display);
         format!("snapshot save {path} --base {base} --control {socket} --json -")
