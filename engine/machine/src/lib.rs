@@ -4,7 +4,7 @@
 //! * [`Vcpu`], [`Exit`]: one processor and why it returns to its VMM; [`SaveRestore`]: its whole
 //!   state as one value ([`VcpuState`]). [`SharedState`] is what the vCPUs of a VM share.
 //! * [`GuestMemory`], [`MemorySlots`], [`DirtyTracking`]: memory as bytes, as slots, as pages that
-//!   were written.
+//!   were written. [`LogReader`]s share the log of writes.
 //! * [`MissingMemory`]: pages that the VMM provides while the guest runs.
 //! * [`Image`], [`Boot`], [`boot::arm64::Boot`]: an ELF64 kernel with the PVH note, or Linux's
 //!   arm64 `Image`, becomes a plan of writes and an entry state.
