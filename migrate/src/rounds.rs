@@ -280,8 +280,8 @@ pub(crate) fn copy_live<'a, V: Vm>(
     })
 }
 
-/// How often rings are emptied during a round. At a million pages a second, the rings of 4096
-/// entries that this takes from are a quarter full.
+/// The time between two harvests of rings during a round. A vCPU that writes to a million pages a
+/// second fills a quarter of a ring of 4096 entries in that time.
 const EMPTIED: Duration = Duration::from_millis(1);
 
 /// The log of writes during a round. A vCPU whose ring is full stands still until it is harvested,

@@ -35,7 +35,8 @@ pub struct Vcpu {
     apf: Option<VcpuApf>,
     /// The missing page of its last exit for one.
     pub(crate) faulted: Option<Faulted>,
-    /// How often the rings had been reset when its ring was full.
+    /// The number of resets of the rings (`Dirty::resets`) before the entry that found its ring
+    /// full.
     ring_full: Option<u64>,
     /// The values of registers when KVM made the vCPU.
     fresh: Fresh,

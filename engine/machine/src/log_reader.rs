@@ -14,9 +14,8 @@ pub struct LogReaders(Mutex<Readers, lock_order::LogReaders>);
 
 #[derive(Default)]
 struct Readers {
-    /// Those that read, in the order in which they came.
+    /// Those that read, in the order in which they came: each number is larger than the one before.
     ids: Vec<u64>,
-    next: u64,
     /// The slots that logged before the first of them came: their logs are the VMM's.
     lent: Vec<SlotId>,
 }
@@ -65,10 +64,9 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
         }
         let reader = Self {
             vm,
-            id: readers.next,
+            id: readers.ids.last().map_or(0, |last| last + 1),
             taken: BTreeMap::new(),
         };
-        readers.next += 1;
         readers.ids.push(reader.id);
         let turned_on = set_logging_everywhere(vm, Logging::LAZY);
         // Before the reader is dropped after an error.
