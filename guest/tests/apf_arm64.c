@@ -1,7 +1,7 @@
 /*
  * Tests kernel/apf.c and its arm64 part on the building machine; this file plays the host, the
  * processor and the scheduler. It sends events in both published forms, to programs, to idle, and
- * into the kernel's work. tests/apf.rs builds and runs it.
+ * into the kernel's work. tests/it/apf.rs builds and runs it.
  */
 #include "kernel.h"
 

@@ -16,13 +16,14 @@
 //! [`HugePages`] reserves huge pages for a test, or ends it as skipped.
 //!
 //! A function deep inside of a test may end it: [`skip_test`], for tests that have the attribute
-//! [`test`] of this crate.
+//! [`test`] of this crate. [`alone`] gives a test a process of its own.
 //!
 //! The last test program of the workspace (`check/xtask/tests/skipped.rs`) calls [`report`]. It
 //! prints what the programs of the same parent have recorded, sorted by reason, and removes the
 //! files. Records of an earlier run have another parent, so they are not listed.
 #![forbid(unsafe_code)]
 
+mod alone;
 mod huge;
 mod record;
 mod skip;
@@ -32,6 +33,7 @@ mod tests;
 use record::{List, folder, remove_left_behind};
 use std::fs;
 
+pub use alone::alone;
 pub use huge::HugePages;
 pub use lacuna_skip_attribute::test;
 pub use skip::{run, skip, skip_test};

@@ -1,5 +1,6 @@
 //! The record of a skipped test, and the list that is made of all of them.
 
+use crate::alone::ALONE;
 use std::collections::BTreeMap;
 use std::fmt::{self, Display, Write as _};
 use std::fs::{self, OpenOptions};
@@ -69,7 +70,9 @@ impl Display for List {
 pub(crate) fn folder() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     let profile = program.parent()?.parent()?;
-    Some(profile.join("skipped").join(parent_id().to_string()))
+    // A test in a process of its own belongs to the run that started it.
+    let run = std::env::var(ALONE).unwrap_or_else(|_| parent_id().to_string());
+    Some(profile.join("skipped").join(run))
 }
 
 /// Removes the records of runs that ended without a report. Their parent process is gone.

@@ -43,10 +43,10 @@ const FILES: &[Listed] = &[
     // The native benchmark runs on the processor that the guests are made for.
     here("guest/build.rs"),
     // Comparison of the software processor with the host's.
-    elsewhere("cpu/x86/tests/native.rs"),
-    elsewhere("cpu/x86/tests/native_faults.rs"),
-    elsewhere("cpu/x86/tests/support/mod.rs"),
-    here("cpu/x86/tests/native_skipped.rs"),
+    elsewhere("cpu/x86/tests/it/native.rs"),
+    elsewhere("cpu/x86/tests/it/native_faults.rs"),
+    elsewhere("cpu/x86/tests/it/support/mod.rs"),
+    here("cpu/x86/tests/it/native_skipped.rs"),
 ];
 
 const fn here(path: &'static str) -> Listed {
@@ -59,7 +59,7 @@ const fn here(path: &'static str) -> Listed {
 const fn elsewhere(path: &'static str) -> Listed {
     Listed {
         path,
-        portable: Portable::In("cpu/x86/tests/native_skipped.rs"),
+        portable: Portable::In("cpu/x86/tests/it/native_skipped.rs"),
     }
 }
 
@@ -114,6 +114,6 @@ mod tests {
             1,
             "listed in vain"
         );
-        assert_eq!(check("cpu/x86/tests/native.rs", &one).len(), 0);
+        assert_eq!(check("cpu/x86/tests/it/native.rs", &one).len(), 0);
     }
 }

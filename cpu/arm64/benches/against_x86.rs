@@ -2,7 +2,7 @@
 //! `cargo bench -p lacuna-arm64` needs `gcc` and `aarch64-linux-gnu-gcc`. The bus of these machines
 //! costs nothing. docs/speed-arm64.md has the figures.
 
-#[path = "../../x86/tests/support/mod.rs"]
+#[path = "../../x86/tests/it/support/mod.rs"]
 mod x86;
 
 use lacuna_arm64::{Fabric, Regs};

@@ -4,7 +4,7 @@
 //! top. `cargo bench -p lacuna-x86 [NAME]` prints the best of several runs; docs/speed-x86.md says
 //! what they mean.
 
-#[path = "../tests/support/mod.rs"]
+#[path = "../tests/it/support/mod.rs"]
 mod support;
 
 use iced_x86::code_asm::*;

@@ -7,6 +7,7 @@
 //! ```
 #![cfg(loom)]
 
+#[path = "it/common/mod.rs"]
 mod common;
 
 use common::{AS_INT, ENABLED, Event, Fixture, WAKE_ALL};

@@ -4,7 +4,7 @@
 //! in the page cache, and the peer is in this process, so the figures are those of the sources and
 //! not of a disk or a network.
 
-#[path = "../tests/common/mod.rs"]
+#[path = "../tests/it/common/mod.rs"]
 mod common;
 
 use common::{Answers, page};

@@ -1,0 +1,6 @@
+//! The integration tests of this crate, in one program.
+
+mod common;
+mod dirty;
+mod guests;
+mod slots;

@@ -1,0 +1,29 @@
+//! The integration tests of this crate, in one program.
+
+mod apf;
+mod arm64;
+mod arm64_apf;
+mod arm64_apf_abi;
+mod background;
+mod common;
+mod dirty;
+mod dirty_storm;
+mod full_ring;
+mod guests;
+mod huge_missing;
+mod lost;
+mod missing;
+mod moves_on_threads;
+mod outside;
+mod overcommit;
+mod seeded_log;
+mod seeded_missing;
+mod seeded_moves;
+mod seeded_reset;
+mod slots;
+mod slow_device;
+mod state;
+mod state_arm64;
+mod toy;
+mod traps;
+mod walker;

@@ -1,0 +1,16 @@
+//! The integration tests of this crate, in one program.
+
+mod behaviour;
+mod blocks;
+mod flags;
+mod hostile;
+mod injection;
+mod kernel;
+mod native;
+mod native_faults;
+mod native_skipped;
+mod outside;
+mod pcid;
+mod state;
+mod support;
+mod system;

@@ -1,0 +1,5 @@
+//! The integration tests of this crate, in one program.
+
+mod boot;
+mod boot_arm64;
+mod devices;

@@ -1,0 +1,7 @@
+//! The integration tests of this crate, in one program.
+
+mod clients;
+mod common;
+mod file;
+mod handler;
+mod peer;

@@ -1,0 +1,60 @@
+//! Snapshots with the pages only that have changed since the one before.
+
+use super::common::{CONTINUE, Moved, kvm, soft};
+use lacuna_machine::{Arch, Builder, Ending};
+use lacuna_migrate::{MigrateError, Snapshot, Tracked, When};
+use std::fs;
+
+/// Each of three snapshots goes on well. Between them, one is cancelled after it has harvested the
+/// log: its pages are in the next one.
+fn differ(moved: &Moved<impl Builder>) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let paths = ["first", "second", "third"].map(|name| folder.path().join(name));
+    let cancelled = folder.path().join("cancelled");
+    assert_eq!(moved.save_diffs(&paths, &cancelled), Ending::Exited(0));
+    assert!(!cancelled.exists());
+    for path in paths {
+        let ending = moved.restore(&path).expect("a restore");
+        assert_eq!(ending, Ending::Exited(0), "{}", path.display());
+    }
+}
+
+#[test]
+fn on_soft() {
+    differ(&Moved::new(soft(Arch::X86_64, 2), "verify", "rounds=6"));
+    differ(&Moved::new(soft(Arch::Arm64, 2), "verify", "rounds=6"));
+}
+
+#[lacuna_skip::test]
+fn on_kvm() {
+    differ(&Moved::new(kvm(2), "verify", "rounds=60"));
+}
+
+/// A diff that no restore would take is refused: one whose base is gone, and one with too many
+/// snapshots below it.
+#[test]
+fn a_diff_needs_its_base_and_has_a_depth() {
+    let moved = Moved::new(soft(Arch::X86_64, 1), "verify", "rounds=6");
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |number: usize| folder.path().join(number.to_string());
+    let last = Snapshot::LAYERS_MAX - 1;
+    let (_, saved) = moved.run(|guest| {
+        let still = guest.pause()?;
+        let (when, each) = (|| When::Paused(&still), &mut |_| CONTINUE);
+        let (_, mut tracked) = Tracked::save_first(guest, when(), &path(0), each)?;
+        let away = folder.path().join("away");
+        fs::rename(path(0), &away).expect("a snapshot");
+        let error = tracked.save_changes(guest, when(), &path(1), each);
+        assert!(matches!(error, Err(MigrateError::NoBase(_))), "{error:?}");
+        fs::rename(away, path(0)).expect("a folder");
+        for number in 1..=last {
+            tracked.save_changes(guest, when(), &path(number), each)?;
+        }
+        let error = tracked.save_changes(guest, when(), &path(last + 1), each);
+        assert!(matches!(error, Err(MigrateError::Layers(_))), "{error:?}");
+        Ok(())
+    });
+    saved.expect("all but two are saved");
+    let ending = moved.restore(&path(last)).expect("a restore");
+    assert_eq!(ending, Ending::Exited(0));
+}

@@ -1,0 +1,279 @@
+//! Both ends of a migration in one process, on threads of their own.
+
+use super::link::{Cut, DestinationEnd, Side, SourceEnd, link};
+use lacuna_machine::{
+    Arch, Builder, Ending, Image, PageSource, Pause, PlatformDevices, Vm, run_pausable,
+};
+use lacuna_migrate::stream::{Arrived, Given, Incoming, Plan, Sent, send};
+use lacuna_migrate::{Guest, MigrateError};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::thread;
+
+/// A builder of VMs that may have a page source.
+pub trait Machines: Builder + Sync {
+    /// This builder, with that source.
+    fn with_source(&self, source: Option<Arc<dyn PageSource>>) -> Self;
+}
+
+impl Machines for lacuna_soft::VmBuilder {
+    fn with_source(&self, source: Option<Arc<dyn PageSource>>) -> Self {
+        let own = self.clone();
+        Self { source, ..own }
+    }
+}
+
+impl Machines for lacuna_kvm::VmBuilder {
+    fn with_source(&self, source: Option<Arc<dyn PageSource>>) -> Self {
+        let own = self.clone();
+        Self { source, ..own }
+    }
+}
+
+/// What became of the guest on the source.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum End {
+    /// It went on there, to this end.
+    Ran(Ending),
+    /// The destination runs it, and has all of its memory.
+    Gone,
+    /// The connection never came back: the destination runs it, and lacks memory.
+    Cut,
+    /// The connection never came back, and it stayed paused. If the destination does not run it, it
+    /// then went on to this end.
+    Unknown(Option<Ending>),
+}
+
+/// What became of a migration.
+#[derive(Debug)]
+pub struct Outcome {
+    pub source: End,
+    /// How the guest ended on the destination, if it ran there.
+    pub destination: Option<Ending>,
+    pub rounds: usize,
+    /// Pages with content that were sent.
+    pub pages: u64,
+    /// How often both sides went on after a cut.
+    pub resumed: usize,
+    /// The side that was killed.
+    pub killed: Option<Side>,
+    /// Bytes that source and destination have written.
+    pub written: [u64; 2],
+    /// The errors of source and destination, or nothing.
+    pub errors: [String; 2],
+}
+
+/// The workload `verify` moves from one VM to another.
+pub struct Move<A, B> {
+    pub from: A,
+    pub to: B,
+    pub words: &'static str,
+    pub plan: Plan,
+    /// How often the source connects again.
+    pub patience: usize,
+    /// The side that is killed at the last cut.
+    pub victim: Option<Side>,
+    /// The destination says `Break` at the first pages.
+    pub breaks: bool,
+}
+
+impl<A: Machines, B: Machines> Move<A, B> {
+    /// Runs the guest, moves it over a link with these cuts, and lets it end. If it ends before it
+    /// could move, because the machine is busy, a guest that checks its memory more often is tried.
+    pub fn carry_out(&self, cuts: &[[Cut; 2]]) -> Outcome {
+        self.carry_over(|| link(cuts, self.victim))
+    }
+
+    /// As [`Move::carry_out`], over such a link.
+    pub fn carry_over(&self, link: impl Fn() -> (SourceEnd, DestinationEnd)) -> Outcome {
+        // The first `rounds` of the words counts.
+        for longer in ["", "rounds=90", "rounds=900"] {
+            let (there, here) = link();
+            let outcome = thread::scope(|scope| {
+                let arriving = scope.spawn(move || self.receive(&here));
+                let join = move || arriving.join().expect("no panic on the destination");
+                self.send(longer, there, join)
+            });
+            if outcome.errors[0] != MigrateError::NotRunning.to_string() {
+                return outcome;
+            }
+        }
+        panic!("it always ends before it could move");
+    }
+
+    fn send(
+        &self,
+        longer: &str,
+        link: SourceEnd,
+        join: impl FnOnce() -> Result<Ending, MigrateError>,
+    ) -> Outcome {
+        let vm = self.from.build().expect("a VM");
+        let arch = vm.config().arch;
+        let file = image(arch);
+        let image = Image::parse(&file).expect("an image");
+        let line = format!("{} {longer} {}", self.from.full_command_line(), self.words);
+        let vcpus = vm.boot(&image, &line).expect("it boots");
+        let devices = PlatformDevices::of(arch, |line: &str| println!("source: {line}"));
+        let pause = Pause::default();
+        thread::scope(|scope| {
+            let runner = scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
+            while devices.status_page().is_none() && !runner.is_finished() {
+                thread::yield_now();
+            }
+            let guest = Guest {
+                vm: &*vm,
+                devices: &devices,
+                pause: &pause,
+            };
+            let (fate, given) = self.until_settled(&guest, &link);
+            // The other side must not wait for a connection that does not come.
+            let (written, killed) = (link.written(), link.killed());
+            drop(link);
+            // A guest that came, and lacks memory here, ends by that.
+            let arrived = join();
+            let stays = matches!(fate.source, End::Gone | End::Cut) || arrived.is_ok();
+            match given {
+                Some(given) if !stays => given.take_back(),
+                // Its run here ends.
+                given => drop(given),
+            }
+            runner.join().expect("no panic");
+            let ending = (!stays).then(|| devices.ending().expect("an ending"));
+            let refused = arrived.as_ref().err().map(ToString::to_string);
+            Outcome {
+                source: match (fate.source, ending) {
+                    (End::Unknown(_), ending) => End::Unknown(ending),
+                    (End::Ran(_), Some(ending)) => End::Ran(ending),
+                    (other, _) => other,
+                },
+                rounds: fate.rounds,
+                pages: fate.pages,
+                resumed: fate.resumed,
+                killed,
+                written,
+                errors: [fate.error, refused.unwrap_or_default()],
+                destination: arrived.ok(),
+            }
+        })
+    }
+
+    /// Sends the guest, and connects again after each cut.
+    fn until_settled<'a, V: Vm>(
+        &self,
+        guest: &Guest<'a, V>,
+        link: &SourceEnd,
+    ) -> (Fate, Option<Given<'a, V>>) {
+        let mut each = |_| ControlFlow::Continue(());
+        let mut fate = Fate::default();
+        let mut sent = match send(guest, link, &self.plan, &mut each) {
+            Ok(sent) => sent,
+            Err(why) => {
+                fate.error = why.to_string();
+                return (fate, None);
+            }
+        };
+        loop {
+            let (given, why, end) = match sent {
+                Sent::Moved(given) => (given, None, End::Gone),
+                Sent::Cut { given, why } => (given, Some(why), End::Cut),
+                Sent::Unknown { given, why } => (given, Some(why), End::Unknown(None)),
+            };
+            (fate.source, fate.rounds) = (end, given.rounds().len());
+            fate.pages = given.pages();
+            assert_eq!(given.ran().is_some(), fate.source != End::Unknown(None));
+            fate.error = why.as_ref().map(ToString::to_string).unwrap_or_default();
+            if why.is_none() || fate.resumed == self.patience {
+                return (fate, Some(given));
+            }
+            fate.resumed += 1;
+            sent = given.resume(link, &mut each);
+        }
+    }
+
+    /// Takes the guest in, and runs it to its end.
+    fn receive(&self, link: &DestinationEnd) -> Result<Ending, MigrateError> {
+        let incoming = Incoming::accept(link)?;
+        let vm = self
+            .to
+            .with_source(incoming.page_source())
+            .build()
+            .expect("a VM");
+        let arch = vm.config().arch;
+        let devices = PlatformDevices::of(arch, |line: &str| println!("destination: {line}"));
+        let each = &mut |_| match self.breaks {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        };
+        let prepared = incoming.receive(link, &vm, &devices, each)?;
+        let mut started = prepared.start();
+        let Arrived { vcpus, arriving } = loop {
+            match started {
+                Ok(arrived) => break arrived,
+                Err(waiting) if waiting.why().to_string().contains(NO_LINK) => {
+                    return Err(MigrateError::NotRunning);
+                }
+                Err(waiting) => started = waiting.resume(link),
+            }
+        };
+        thread::scope(|scope| {
+            let pause = Pause::default();
+            let runner = scope.spawn(|| {
+                let pause = pause;
+                drop(run_pausable(vcpus, &devices, &*vm, &pause));
+            });
+            let mut arriving = arriving;
+            while let Err(why) = arriving.finish(&mut |_| ControlFlow::Continue(())) {
+                assert!(matches!(why, MigrateError::Cut(_)), "{why}");
+                if arriving
+                    .resume(link)
+                    .is_err_and(|why| why.to_string().contains(NO_LINK))
+                {
+                    break;
+                }
+            }
+            // Pages that have not come are lost from here on.
+            drop(arriving);
+            runner.join().expect("no panic");
+        });
+        Ok(devices.ending().expect("an ending"))
+    }
+}
+
+/// What [`DestinationEnd`] says when the source's end is gone.
+const NO_LINK: &str = "not connected";
+
+/// What the source knows at the end.
+struct Fate {
+    source: End,
+    rounds: usize,
+    pages: u64,
+    resumed: usize,
+    error: String,
+}
+
+impl Default for Fate {
+    /// The guest was never given away.
+    fn default() -> Self {
+        Self {
+            source: End::Ran(Ending::Stopped),
+            rounds: 0,
+            pages: 0,
+            resumed: 0,
+            error: String::new(),
+        }
+    }
+}
+
+/// The image of `verify`.
+fn image(arch: Arch) -> Vec<u8> {
+    if let Some(why) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(why);
+    }
+    let arch = match arch {
+        Arch::Arm64 => lacuna_guest::Arch::Arm64,
+        _ => lacuna_guest::Arch::X86_64,
+    };
+    let mut images = arch.images().iter();
+    let image = images.find(|image| image.name == "verify");
+    image.expect("a built-in guest").file.to_vec()
+}

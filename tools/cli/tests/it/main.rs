@@ -1,0 +1,11 @@
+//! The integration tests of this crate, in one program.
+
+mod command;
+mod guest;
+mod handler;
+mod migrate;
+mod pages;
+mod signals;
+mod snapshot;
+mod sources;
+mod table;

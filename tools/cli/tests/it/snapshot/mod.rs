@@ -1,0 +1,7 @@
+//! `lacuna run --control` and `lacuna snapshot`: guests that are paused, saved, stopped and
+//! restored, and clients that do not keep to the protocol.
+
+mod clients;
+mod saved;
+mod stopped;
+mod touches;

@@ -1,8 +1,0 @@
-//! `lacuna run --control` and `lacuna snapshot`: guests that are paused, saved, stopped and
-//! restored, and clients that do not keep to the protocol.
-
-mod clients;
-mod guest;
-mod saved;
-mod stopped;
-mod touches;
