@@ -154,6 +154,17 @@ pub(crate) fn clts(sys: &mut System) -> Result<(), Trap> {
     Ok(())
 }
 
+/// FWAIT. There is no FPU, so no exception of one is pending.
+///
+/// # Errors
+/// #NM with both CR0.MP and CR0.TS (SDM vol 3 2.5).
+pub(crate) fn wait(sys: &System) -> Result<(), Trap> {
+    if sys.cr0 & (CR0_MP | CR0_TS) == CR0_MP | CR0_TS {
+        return Err(Exception::NM.into());
+    }
+    Ok(())
+}
+
 /// Writes `IA32_EFER`.
 ///
 /// # Errors

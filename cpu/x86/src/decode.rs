@@ -3,7 +3,7 @@
 use crate::lower::{Flow, Lower};
 use crate::op::{Code, Links, Op};
 use crate::quiet::silence;
-use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction};
+use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_cpu::HostPage;
 
@@ -90,6 +90,9 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
             }
             break;
         }
+        if instruction.mnemonic() == Mnemonic::Pause {
+            pause_or_exchange(&mut instruction, &window.bytes()[at..]);
+        }
         let mut lower = Lower {
             i: &instruction,
             ops,
@@ -114,6 +117,24 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
     silence(&mut ops[start..]);
     close(ops, start);
     Found::BasicBlock
+}
+
+/// Decodes XCHG of R8 and RAX, which the decoder takes for PAUSE if F3 precedes its REX.B prefix.
+/// `bytes` begin with the instruction. F3 has no effect on XCHG, as CS has none.
+fn pause_or_exchange(instruction: &mut Instruction, bytes: &[u8]) {
+    const CS: u8 = 0x2e;
+    const F3: u8 = 0xf3;
+    let mut bytes = bytes[..instruction.len()].to_vec();
+    // A REX prefix stands right before the opcode.
+    if !matches!(bytes[..], [.., rex, _] if rex & 0xf1 == 0x41) {
+        return;
+    }
+    for byte in &mut bytes {
+        if *byte == F3 {
+            *byte = CS;
+        }
+    }
+    Decoder::with_ip(64, &bytes, instruction.ip(), DecoderOptions::NONE).decode_out(instruction);
 }
 
 /// Whether an instruction is longer than 15 bytes. It could not be decoded, and has at least 15

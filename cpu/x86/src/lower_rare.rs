@@ -158,7 +158,9 @@ impl Lower<'_> {
             M::Out => self.port(System::Out, 1, 0),
             M::Swapgs => self.end(System::Swapgs),
             M::Clts => self.end(System::Clts),
-            M::Invd | M::Wbinvd => self.end(System::Wbinvd),
+            // WBNOINVD is not announced: without it, WBINVD ignores the F3 prefix.
+            M::Invd | M::Wbinvd | M::Wbnoinvd => self.end(System::Wbinvd),
+            M::Wait => self.end(System::Wait),
             M::Invlpg => self.end_e(System::Invlpg, 0),
             M::Lgdt => self.end_e(System::Lgdt, 3),
             M::Lidt => self.end_e(System::Lidt, 3),
@@ -170,6 +172,13 @@ impl Lower<'_> {
             M::Sldt => self.store_word(System::Sldt),
             M::Str => self.store_word(System::Str),
             M::Smsw => self.store_word(System::Smsw),
+            M::Verr => self.end_e(System::Verr, 1),
+            M::Verw => self.end_e(System::Verw, 1),
+            M::Lar => self.end_g_e(System::Lar, 0),
+            M::Lsl => self.end_g_e(System::Lsl, 0),
+            M::Lss => self.end_g_e(System::LoadFar, segment(Register::SS)),
+            M::Lfs => self.end_g_e(System::LoadFar, segment(Register::FS)),
+            M::Lgs => self.end_g_e(System::LoadFar, segment(Register::GS)),
             _ if self.is_float() => self.emit_last(Op::new(Code::Float)),
             _ => self.undefined(),
         }
@@ -368,6 +377,13 @@ impl Lower<'_> {
     fn end_e(&mut self, system: System, width: u8) -> Flow {
         let op = self.form(Code::System, width, 0, None);
         self.end_op(system, op)
+    }
+
+    /// A system op with destination G and source E.
+    fn end_g_e(&mut self, system: System, imm: i32) -> Flow {
+        let width = self.width(0);
+        let op = self.form(Code::System, width, 1, Some(0));
+        self.end_op(system, Op { imm, ..op })
     }
 
     /// SLDT, STR, SMSW: a register of any width, or a word of memory.

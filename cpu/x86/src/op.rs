@@ -99,8 +99,8 @@ pub(crate) enum Code {
 pub(crate) enum System {
     Cli, Sti, Popf, Iret, RetFar, Syscall, Sysret, Int, Int3, Int1, Hlt, Cpuid, Rdmsr, Wrmsr,
     Rdtsc, Rdtscp, In, Out, Swapgs, MovFromCr, MovToCr, MovFromDr, MovToDr, Clts, Lmsw, Smsw,
-    Invlpg, Lgdt, Lidt, Sgdt, Sidt, Lldt, Ltr, Sldt, Str, Wbinvd,
-    LoadSegment, StoreSegment, PopSegment, JumpFar,
+    Invlpg, Lgdt, Lidt, Sgdt, Sidt, Lldt, Ltr, Sldt, Str, Wbinvd, Wait, Verr, Verw, Lar, Lsl,
+    LoadSegment, StoreSegment, PopSegment, LoadFar, JumpFar,
     /// Not an instruction: the one here continues in the next page, and is decoded when executed.
     Crossing,
 }

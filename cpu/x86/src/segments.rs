@@ -27,6 +27,8 @@ pub(crate) struct Descriptor {
 }
 
 const TSS_AVAILABLE: u64 = 9;
+const TSS_BUSY: u64 = 11;
+const CALL_GATE: u64 = 12;
 const LDT: u64 = 2;
 
 impl Descriptor {
@@ -51,7 +53,7 @@ impl Descriptor {
         self.is_segment() && self.kind() & 0b1010 == 0b0010
     }
 
-    fn is_readable(self) -> bool {
+    pub(crate) fn is_readable(self) -> bool {
         self.is_segment() && self.kind() & 0b1010 != 0b1000
     }
 
@@ -70,6 +72,24 @@ impl Descriptor {
 
     fn base(self) -> u64 {
         (self.raw >> 16 & 0xff_ffff) | (self.raw >> 56 << 24)
+    }
+
+    /// LAR. Bits 19 to 16, which the manual leaves undefined, are the descriptor's, as on the
+    /// processors that tests have run on.
+    /// In IA-32e mode an LDT's descriptor is not valid for it (SDM vol 2 table 3-53).
+    pub(crate) fn access_rights(self) -> Option<u32> {
+        let valid = self.is_segment() || self.is_tss() || self.kind() == CALL_GATE;
+        valid.then_some((self.raw >> 32) as u32 & 0x00ff_ff00)
+    }
+
+    /// LSL.
+    pub(crate) fn segment_limit(self) -> Option<u32> {
+        let valid = self.is_segment() || self.is_tss() || self.kind() == LDT;
+        valid.then_some(self.limit())
+    }
+
+    fn is_tss(self) -> bool {
+        !self.is_segment() && matches!(self.kind(), TSS_AVAILABLE | TSS_BUSY)
     }
 
     fn limit(self) -> u32 {
@@ -120,7 +140,29 @@ pub(crate) fn fetch(
     selector: u16,
     outside: Exception,
 ) -> Result<Descriptor, Trap> {
-    let sys = m.system();
+    let address = locate(m.system(), selector).ok_or(outside)?;
+    let raw = m.read(address, Width::W64, User::Supervisor)?;
+    Ok(Descriptor { raw, address })
+}
+
+/// The descriptor of `selector`, if there is one and the current privilege may examine it (SDM vol
+/// 2 "VERR").
+///
+/// # Errors
+/// What the read of the descriptor raises.
+pub(crate) fn visible(m: &mut impl Linear, selector: u16) -> Result<Option<Descriptor>, Trap> {
+    let Some(address) = locate(m.system(), selector).filter(|_| !is_null(selector)) else {
+        return Ok(None);
+    };
+    let raw = m.read(address, Width::W64, User::Supervisor)?;
+    let descriptor = Descriptor { raw, address };
+    let privilege = m.system().cpl.max((selector & 3) as u8);
+    let visible = descriptor.is_conforming() || privilege <= descriptor.dpl();
+    Ok(visible.then_some(descriptor))
+}
+
+/// The address of a selector's descriptor, if it lies in its table.
+fn locate(sys: &System, selector: u16) -> Option<u64> {
     let table = if selector & 4 == 0 {
         sys.gdtr
     } else {
@@ -128,12 +170,7 @@ pub(crate) fn fetch(
     };
     let offset = u32::from(selector & !7);
     let absent = selector & 4 != 0 && is_null(sys.ldtr.selector);
-    if absent || offset + 7 > table.limit {
-        return Err(outside.into());
-    }
-    let address = table.base.wrapping_add(offset.into());
-    let raw = m.read(address, Width::W64, User::Supervisor)?;
-    Ok(Descriptor { raw, address })
+    (!absent && offset + 7 <= table.limit).then(|| table.base.wrapping_add(offset.into()))
 }
 
 /// MOV to a segment register other than CS, and POP FS and GS. After a MOV to SS the caller sets

@@ -8,7 +8,7 @@ use crate::cpuid;
 use crate::deliver::Event;
 use crate::dispatch::{RSP, address};
 use crate::exit::Exit;
-use crate::flags::{AC, ARITHMETIC, DF, ID, IF, IOPL, NT, RF, TF};
+use crate::flags::{AC, ARITHMETIC, DF, ID, IF, IOPL, NT, RF, TF, ZF};
 use crate::general::{reg, set_reg};
 use crate::linear::{Linear, Width};
 use crate::mem::View;
@@ -54,13 +54,14 @@ const _: () = assert!(Sys::Crossing as u8 == KINDS.len() as u8 - 1);
 
 /// [`Sys`] by the number in an op.
 #[rustfmt::skip]
-const KINDS: [Sys; 41] = [
+const KINDS: [Sys; 47] = [
     Sys::Cli, Sys::Sti, Sys::Popf, Sys::Iret, Sys::RetFar, Sys::Syscall, Sys::Sysret, Sys::Int,
     Sys::Int3, Sys::Int1, Sys::Hlt, Sys::Cpuid, Sys::Rdmsr, Sys::Wrmsr, Sys::Rdtsc, Sys::Rdtscp,
     Sys::In, Sys::Out, Sys::Swapgs, Sys::MovFromCr, Sys::MovToCr, Sys::MovFromDr, Sys::MovToDr,
     Sys::Clts, Sys::Lmsw, Sys::Smsw, Sys::Invlpg, Sys::Lgdt, Sys::Lidt, Sys::Sgdt, Sys::Sidt,
-    Sys::Lldt, Sys::Ltr, Sys::Sldt, Sys::Str, Sys::Wbinvd, Sys::LoadSegment, Sys::StoreSegment,
-    Sys::PopSegment, Sys::JumpFar, Sys::Crossing,
+    Sys::Lldt, Sys::Ltr, Sys::Sldt, Sys::Str, Sys::Wbinvd, Sys::Wait, Sys::Verr, Sys::Verw,
+    Sys::Lar, Sys::Lsl, Sys::LoadSegment, Sys::StoreSegment, Sys::PopSegment, Sys::LoadFar,
+    Sys::JumpFar, Sys::Crossing,
 ];
 
 /// Executes `op`; the instruction behind it is at `next`. An error leaves the state as it was.
@@ -114,6 +115,9 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
         Sys::Smsw | Sys::Sldt | Sys::Str | Sys::StoreSegment => store_selector(m, op, kind),
         Sys::Lmsw | Sys::Lldt | Sys::Ltr | Sys::LoadSegment => load_selector(m, op, kind),
         Sys::PopSegment => pop_segment(m, op),
+        Sys::LoadFar => load_far(m, op),
+        Sys::Verr | Sys::Verw | Sys::Lar | Sys::Lsl => examine(m, op, kind),
+        Sys::Wait => control::wait(&m.core.sys).map(|()| Done::Next),
         Sys::Lgdt | Sys::Lidt => load_table(m, op, kind),
         Sys::Sgdt | Sys::Sidt => store_table(m, op, kind),
         Sys::Crossing => Err(Exception::UD.into()),
@@ -340,11 +344,7 @@ fn load_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     if kind != Sys::LoadSegment {
         control::privileged(&m.core.sys)?;
     }
-    let selector = if op.has(MEMORY) {
-        read_operand(m, op, 0, Width::W16)? as u16
-    } else {
-        m.core.r[op.dst as usize] as u16
-    };
+    let selector = operand_selector(m, op)?;
     match kind {
         Sys::Lmsw => control::lmsw(&mut m.core.sys, selector)?,
         Sys::Lldt => segments::load_ldtr(m, selector)?,
@@ -361,11 +361,46 @@ fn load_selector<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     Ok(Done::Next)
 }
 
+fn operand_selector<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Result<u16, Trap> {
+    let selector = if op.has(MEMORY) {
+        read_operand(m, op, 0, Width::W16)?
+    } else {
+        m.core.r[op.dst as usize]
+    };
+    Ok(selector as u16)
+}
+
 fn pop_segment<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
     let rsp = m.core.r[RSP];
     let selector = read_stack(m, Width::W16)? as u16;
     segments::load(m, segment(op), selector)?;
     m.core.r[RSP] = rsp.wrapping_add(1 << op.width());
+    Ok(Done::Next)
+}
+
+/// LSS, LFS, LGS: the offset lies below the selector.
+fn load_far<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
+    let offset = read_operand(m, op, 0, width(op))?;
+    let selector = read_operand(m, op, 1 << op.width(), Width::W16)? as u16;
+    segments::load(m, segment(op), selector)?;
+    set_reg(m.core, op.src, op.width(), offset);
+    Ok(Done::Next)
+}
+
+/// VERR, VERW, LAR, LSL: ZF says whether the selector passes.
+fn examine<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
+    let selector = operand_selector(m, op)?;
+    let found = segments::visible(m, selector)?.and_then(|descriptor| match kind {
+        Sys::Verr => descriptor.is_readable().then_some(None),
+        Sys::Verw => descriptor.is_writable_data().then_some(None),
+        Sys::Lar => descriptor.access_rights().map(Some),
+        _ => descriptor.segment_limit().map(Some),
+    });
+    if let Some(Some(value)) = found {
+        set_reg(m.core, op.src, op.width(), value.into());
+    }
+    let zero = if found.is_some() { ZF } else { 0 };
+    m.core.flags.replace(ZF, zero);
     Ok(Done::Next)
 }
 

@@ -174,3 +174,68 @@ fn a_limit_in_pages_is_scaled() {
     };
     assert_eq!(descriptor.limit(), 0xf_1234);
 }
+
+/// Selectors, and what VERR, VERW, LAR and LSL find at CPL 0.
+#[test]
+fn a_visible_descriptor_gives_rights_and_limit() {
+    type Found = Option<(bool, bool, Option<u32>, Option<u32>)>;
+    let find = |m: &mut Mock, selector| -> Found {
+        let found = visible(m, selector).unwrap()?;
+        let (readable, writable) = (found.is_readable(), found.is_writable_data());
+        Some((
+            readable,
+            writable,
+            found.access_rights(),
+            found.segment_limit(),
+        ))
+    };
+    const CALL: u64 = 0x0000_8c00_0008_0000;
+    const BUSY_TSS: u64 = 0x0080_8b00_0000_0001;
+    const INTERRUPT_GATE: u64 = 0x0000_8e00_0008_0000;
+    let kernel = [
+        (0, None),
+        (3, None),
+        (KERNEL_CS, Some((true, false, Some(0x0020_9b00), Some(0)))),
+        (KERNEL_DS | 3, None),
+        (USER_DS, Some((true, true, Some(0xf300), Some(0)))),
+        (
+            COMPAT_CS,
+            Some((true, false, Some(0xcf_fb00), Some(u32::MAX))),
+        ),
+        (READ_ONLY_DS, Some((true, false, Some(0xf100), Some(0)))),
+        (ABSENT_DS, Some((true, true, Some(0x7300), Some(0)))),
+        (
+            CONFORMING_CS | 3,
+            Some((true, false, Some(0x0020_9f00), Some(0))),
+        ),
+        (TSS_SEL, Some((false, false, Some(0x8900), Some(0x67)))),
+        // An LDT has a limit, and no access rights.
+        (LDT_SEL, Some((false, false, None, Some(0xf)))),
+        (0x80, None),
+        (0x0c, None),
+    ];
+    for (selector, found) in kernel {
+        assert_eq!(find(&mut Mock::new(), selector), found, "{selector:#x}");
+    }
+    for (selector, raw, found) in [
+        (USER_DS, CALL, (false, false, Some(0x8c00), None)),
+        (
+            USER_DS,
+            BUSY_TSS,
+            (false, false, Some(0x0080_8b00), Some(0x1fff)),
+        ),
+        (USER_DS, INTERRUPT_GATE, (false, false, None, None)),
+    ] {
+        let mut m = Mock::new();
+        m.put(GDT + u64::from(selector & !7), raw);
+        assert_eq!(find(&mut m, selector & !3), Some(found), "{raw:#x}");
+        assert_eq!(find(&mut m, selector), None, "{raw:#x}: RPL above DPL");
+    }
+    assert_eq!(find(&mut Mock::user(), KERNEL_DS), None);
+    assert_eq!(find(&mut Mock::user(), TSS_SEL), None);
+    assert!(find(&mut Mock::user(), USER_DS).is_some());
+    let mut m = Mock::new();
+    m.absent.insert(GDT >> 12);
+    let fault = Exception::page_fault(0, GDT + u64::from(KERNEL_DS));
+    assert_eq!(visible(&mut m, KERNEL_DS).err(), Some(fault.into()));
+}

@@ -400,3 +400,104 @@ fn random_instructions_agree_with_the_processor() {
         seen.len()
     );
 }
+
+/// Runs the instruction here and natively, from one state. Its memory operand, if any, is `[rdi]`.
+fn compare(machine: &mut Machine, native: &Native, instruction: &[u8], before: &State) {
+    let (mut ours, mut theirs) = (*before, Box::new(*before));
+    ours.gpr[7] = DATA;
+    theirs.gpr[7] = theirs.memory.as_ptr() as u64;
+    let address = theirs.gpr[7];
+    assert!(
+        software(machine, instruction, &mut ours).is_some(),
+        "{instruction:02x?} raised an exception"
+    );
+    native.run(instruction, &mut theirs);
+    assert_eq!((ours.gpr[7], theirs.gpr[7]), (DATA, address));
+    theirs.gpr[7] = DATA;
+    (ours.flags, theirs.flags) = (ours.flags & ALL, theirs.flags & ALL);
+    assert_eq!(ours, *theirs, "{instruction:02x?}, before: {before:x?}");
+}
+
+/// 90 is NOP, PAUSE or XCHG with RAX by its prefixes. FWAIT does nothing without an FPU.
+#[test]
+fn what_is_no_operation_agrees_with_the_processor() {
+    let (native, mut machine) = (Native::new(), Machine::new(16 << 20));
+    let before = random_state(&mut Rng::with_seed(0x90));
+    for legacy in [
+        &[][..],
+        &[0x66],
+        &[0xf2],
+        &[0xf3],
+        &[0x66, 0xf3],
+        &[0xf3, 0x66],
+        &[0xf3, 0xf2],
+        &[0x41, 0xf3],
+        &[0xf3, 0xf3, 0x2e],
+    ] {
+        for rex in [None].into_iter().chain((0x40..=0x4f).map(Some)) {
+            for opcode in [0x90, 0x9b] {
+                let instruction: Vec<u8> =
+                    legacy.iter().copied().chain(rex).chain([opcode]).collect();
+                compare(&mut machine, &native, &instruction, &before);
+            }
+        }
+    }
+}
+
+/// VERR, VERW, LAR, LSL and LGS on the segments that Linux gives to programs.
+#[test]
+fn selectors_are_examined_and_loaded_as_by_the_processor() {
+    const GDT: u64 = DATA + 0x1000;
+    let (native, mut machine) = (Native::new(), Machine::new(16 << 20));
+    let mut system = machine.cpu.system().clone();
+    (system.gdtr.base, system.gdtr.limit) = (GDT, 0x7f);
+    machine.cpu.set_system(system);
+    let segments = [
+        (0x08, 0x00cf_9b00_0000_ffff),
+        (0x10, 0x00af_9b00_0000_ffff),
+        (0x18, 0x00cf_9300_0000_ffff),
+        (0x20, 0x00cf_fb00_0000_ffff),
+        (0x28, 0x00cf_f300_0000_ffff),
+        (0x30, 0x00af_fb00_0000_ffff),
+    ];
+    for (selector, descriptor) in segments {
+        machine.memory.write_u64(GDT + selector, descriptor);
+    }
+    let mut before = random_state(&mut Rng::with_seed(0x0f00));
+    // Null, the kernel's, the user's, behind the table, and in an LDT that does not exist.
+    for selector in [0, 3, 0x0b, 0x13, 0x1b, 0x23, 0x2b, 0x33, 0xfffb, 0x2f] {
+        before.gpr[1] = before.gpr[1] & !0xffff | selector;
+        before.memory[0] = before.memory[0] & !0xffff | selector;
+        for modrm in [0xc1, 0x07] {
+            for verify in [0x20, 0x28] {
+                compare(
+                    &mut machine,
+                    &native,
+                    &[0x0f, 0x00, verify | modrm],
+                    &before,
+                );
+            }
+            for (prefix, opcode) in [0x66, 0x40, 0x48].map(|p| [(p, 2), (p, 3)]).concat() {
+                compare(
+                    &mut machine,
+                    &native,
+                    &[prefix, 0x0f, opcode, modrm],
+                    &before,
+                );
+            }
+        }
+    }
+    // AMD's processors ignore REX.W here, so an offset of 8 bytes is not compared.
+    for (prefix, bytes) in [(0x66, 2), (0x40, 4)] {
+        for selector in [0, 0x23, 0x2b, 0x33_u64] {
+            let mut memory: Vec<u8> = before.memory.iter().flat_map(|w| w.to_le_bytes()).collect();
+            memory[bytes..bytes + 2].copy_from_slice(&selector.to_le_bytes()[..2]);
+            for (word, bytes) in before.memory.iter_mut().zip(memory.chunks(8)) {
+                *word = u64::from_le_bytes(bytes.try_into().unwrap());
+            }
+            compare(&mut machine, &native, &[prefix, 0x0f, 0xb5, 0x07], &before);
+            let loaded = machine.cpu.system().selectors[5];
+            assert_eq!(u64::from(loaded), selector);
+        }
+    }
+}

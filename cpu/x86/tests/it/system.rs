@@ -296,3 +296,79 @@ fn a_deadline_in_the_past_fires_before_the_next_instruction() {
         assert_eq!(m.reg(3), 0, "{msr:#x}: instructions behind the write");
     }
 }
+
+/// FWAIT raises #NM only with both CR0.MP and CR0.TS.
+#[test]
+fn fwait_is_device_not_available_with_monitor_and_task_switched() {
+    const NM: u64 = 7;
+    for (bits, faults) in [
+        (0, false),
+        (2, false),
+        (8, false),
+        (2 | 8, true),
+        (4, false),
+    ] {
+        let mut m = kernel(|a| {
+            a.wait().unwrap();
+            a.hlt().unwrap();
+        });
+        stop_at(&mut m, &[NM, UD]);
+        let mut system = m.cpu.system().clone();
+        system.cr0 = system.cr0 & !0xe | bits;
+        m.cpu.set_system(system);
+        assert_eq!(m.run(10), Exit::Halt);
+        if faults {
+            assert_eq!(stopped(&mut m, false), (NM, CODE, STACK), "{bits:#x}");
+        } else {
+            assert_eq!(m.cpu.regs().rip, CODE + 2, "{bits:#x}");
+        }
+    }
+}
+
+/// WBNOINVD is privileged, and nothing to do.
+#[test]
+fn wbnoinvd_is_wbinvd() {
+    let mut m = kernel(|a| {
+        a.db(&[0xf3, 0x0f, 0x09]).unwrap();
+        a.hlt().unwrap();
+    });
+    assert_eq!(m.run(10), Exit::Halt);
+    assert_eq!(m.cpu.regs().rip, CODE + 4);
+}
+
+/// LSS and LFS take the offset, then the selector. A refused selector changes neither register.
+#[test]
+fn far_pointers_are_loaded_whole_or_not_at_all() {
+    // The prefix, and the bytes of the offset.
+    for (prefix, bytes) in [(0x66, 2), (0x40, 4), (0x48, 8)] {
+        for (opcode, segment) in [(0xb2, 2), (0xb4, 4)] {
+            let mut m = kernel(|a| {
+                a.db(&[prefix, 0x0f, opcode, 0x07]).unwrap();
+                a.hlt().unwrap();
+            });
+            stop_at(&mut m, &[GP, UD]);
+            m.set_regs(|r| (r.gpr[0], r.gpr[7]) = (0x1111_2222_3333_4444, DATA));
+            m.memory.write_u64(DATA, 0xaaaa_bbbb_cccc_dddd);
+            m.memory.write(DATA + bytes, &[0x10, 0]);
+            assert_eq!(m.run(10), Exit::Halt);
+            let offset = match bytes {
+                2 => 0x1111_2222_3333_dddd,
+                4 => 0xcccc_dddd,
+                _ => 0xaaaa_bbbb_cccc_dddd,
+            };
+            let selector = m.cpu.system().selectors[segment];
+            assert_eq!((m.reg(0), selector), (offset, 0x10), "{opcode:#x}");
+
+            m.memory.write(DATA + bytes, &[0x80, 0]);
+            let mut system = m.cpu.system().clone();
+            system.halted = false;
+            m.cpu.set_system(system);
+            m.set_regs(|r| (r.gpr[0], r.rip) = (1, CODE));
+            assert_eq!(m.run(10), Exit::Halt);
+            assert_eq!(stopped(&mut m, true), (GP, CODE, STACK), "{opcode:#x}");
+            assert_eq!(m.memory.read_u64(m.reg(4)), 0x80);
+            let selector = m.cpu.system().selectors[segment];
+            assert_eq!((m.reg(0), selector), (1, 0x10), "{opcode:#x}");
+        }
+    }
+}
