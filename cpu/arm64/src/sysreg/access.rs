@@ -31,6 +31,9 @@ impl From<Changes> for Written {
 /// DCZID_EL0 as EL1 reads it: blocks of 64 bytes.
 pub(super) const DCZID: u64 = 4;
 
+/// MDSCR_EL1: EL0 may not access the debugger's channel.
+const TDCC: u64 = 1 << 12;
+
 /// The direction of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Direction {
@@ -92,6 +95,10 @@ fn row(core: &Core, word: u32, direction: Direction) -> Result<&'static Row, Exc
         El0::AccessesIf(bits) => (true, core.sys.sctlr & bits != 0),
         El0::ReadsIfTimer(bits) => (false, core.sys.cntkctl & bits != 0),
         El0::AccessesIfTimer(bits) => (true, core.sys.cntkctl & bits != 0),
+        El0::AccessesDebugger => {
+            let writes = !matches!(row.kind, Kind::Constant(_));
+            (writes, core.sys.mdscr & TDCC == 0)
+        }
     };
     match (direction, writes, condition) {
         (Direction::Write, false, _) => Err(Exception::UNDEFINED),

@@ -2,8 +2,9 @@
 //!
 //! The features that the ID registers announce: Armv8.0 with LSE, CRC32, RCpc, HAFDBS and PAN; the
 //! 4 KiB granule, 48 bits of address, 16 bits of ASID, GICv3 system registers. No EL2 and EL3, no
-//! AArch32, no floating point, no PMU. The smallest debug architecture is announced, because there
-//! is no encoding for none; its registers read as zero.
+//! AArch32, no floating point, no PMU. The smallest debug architecture is announced, with two
+//! breakpoints and two watchpoints: there is no encoding for none or for fewer. They never match.
+//! Their registers, and the registers of the debugger's channel, read as zero.
 
 use super::{Encoding, System, sctlr, tcr};
 use crate::gic::Group;
@@ -26,6 +27,8 @@ pub(crate) enum El0 {
     ReadsIfTimer(u64),
     /// As `Accesses`, under the same condition.
     AccessesIfTimer(u64),
+    /// As `Accesses`, or as `Reads` if it is constant, unless MDSCR_EL1.TDCC is set. Then it traps.
+    AccessesDebugger,
 }
 
 /// What a write changes beside the register.
@@ -120,9 +123,9 @@ const fn is_reserved_id(encoding: Encoding) -> bool {
     number >= Encoding::new(3, 0, 0, 1, 0).0 && number <= Encoding::new(3, 0, 0, 7, 7).0
 }
 
-/// DBGBVR<n>_EL1, DBGBCR<n>_EL1, DBGWVR<n>_EL1, DBGWCR<n>_EL1.
+/// DBGBVR<n>_EL1, DBGBCR<n>_EL1, DBGWVR<n>_EL1, DBGWCR<n>_EL1 of the two that exist.
 const fn is_breakpoint(encoding: Encoding) -> bool {
-    let number = encoding.0 & !Encoding::new(0, 0, 0, 15, 3).0;
+    let number = encoding.0 & !Encoding::new(0, 0, 0, 1, 3).0;
     number == Encoding::new(2, 0, 0, 0, 4).0
 }
 
@@ -211,7 +214,8 @@ macro_rules! rows {
 }
 
 use Changes::{Space, Translations};
-use El0::{Accesses, AccessesIf, AccessesIfTimer, No, Reads, ReadsIf, ReadsIfTimer};
+use El0::{Accesses, AccessesDebugger, AccessesIf, AccessesIfTimer};
+use El0::{No, Reads, ReadsIf, ReadsIfTimer};
 use Group::{One, Zero};
 use Kind::Ignored;
 use Register::{Ctl, Cval, Tval};
@@ -220,8 +224,11 @@ use Which::{Physical, Virtual};
 /// All registers, in ascending order of their encodings.
 #[rustfmt::skip]
 pub(super) static ROWS: &[Row] = rows! {
-    (2 0 0 0 2) MDCCINT_EL1 No, Ignored;
+    (2 0 0 0 2) OSDTRRX_EL1 No, Ignored;
+    (2 0 0 2 0) MDCCINT_EL1 No, Ignored;
     (2 0 0 2 2) MDSCR_EL1 No, value(|s| &mut s.mdscr, LOW);
+    (2 0 0 3 2) OSDTRTX_EL1 No, Ignored;
+    (2 0 0 6 2) OSECCR_EL1 No, Ignored;
     (2 0 1 0 0) MDRAR_EL1 No, constant(0);
     (2 0 1 0 4) OSLAR_EL1 No, special(Special::OsLar);
     (2 0 1 1 4) OSLSR_EL1 No, special(Special::OsLsr);
@@ -230,6 +237,9 @@ pub(super) static ROWS: &[Row] = rows! {
     (2 0 7 8 6) DBGCLAIMSET_EL1 No, Ignored;
     (2 0 7 9 6) DBGCLAIMCLR_EL1 No, Ignored;
     (2 0 7 14 6) DBGAUTHSTATUS_EL1 No, constant(0);
+    (2 3 0 1 0) MDCCSR_EL0 AccessesDebugger, constant(0);
+    (2 3 0 4 0) DBGDTR_EL0 AccessesDebugger, Ignored;
+    (2 3 0 5 0) DBGDTRRX_EL0 AccessesDebugger, Ignored;
     (3 0 0 0 0) MIDR_EL1 No, constant(MIDR);
     (3 0 0 0 5) MPIDR_EL1 No, special(Special::Mpidr);
     (3 0 0 0 6) REVIDR_EL1 No, constant(0);

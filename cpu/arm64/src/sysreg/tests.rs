@@ -246,8 +246,48 @@ fn the_os_lock() {
     assert_eq!(m.mrs(oslsr), Ok(0b1000));
     assert_eq!(m.mrs(oslar), Err(UNDEFINED));
     assert_eq!(m.msr(oslsr, 0), UNDEFINED);
-    assert_eq!(m.msr([2, 0, 0, 15, 7], !0), End::Code, "DBGWCR15_EL1");
-    assert_eq!(m.mrs([2, 0, 0, 0, 4]), Ok(0), "DBGBVR0_EL1");
+}
+
+/// D17.3: two breakpoints and two watchpoints, the fewest that can be announced, and a channel to a
+/// debugger that is not there.
+#[test]
+fn the_debug_registers() {
+    let mut m = Machine::new(1);
+    let dfr0 = m.mrs([3, 0, 0, 5, 0]).unwrap();
+    assert_eq!((dfr0 >> 12 & 0xf, dfr0 >> 20 & 0xf), (1, 1), "BRPs, WRPs");
+    for op2 in 4..8 {
+        assert_eq!(m.msr([2, 0, 0, 1, op2], !0), End::Code);
+        assert_eq!(m.mrs([2, 0, 0, 1, op2]), Ok(0));
+        assert_eq!(m.mrs([2, 0, 0, 2, op2]), Err(UNDEFINED), "the third");
+    }
+    for (crm, op2, name) in [
+        (0, 2, "OSDTRRX_EL1"),
+        (2, 0, "MDCCINT_EL1"),
+        (3, 2, "OSDTRTX_EL1"),
+        (6, 2, "OSECCR_EL1"),
+    ] {
+        assert_eq!(m.msr([2, 0, 0, crm, op2], !0), End::Code, "{name}");
+        assert_eq!(m.mrs([2, 0, 0, crm, op2]), Ok(0), "{name}");
+    }
+    let (mdccsr, dbgdtr, dbgdtrrx) = ([2, 3, 0, 1, 0], [2, 3, 0, 4, 0], [2, 3, 0, 5, 0]);
+    for register in [mdccsr, dbgdtr, dbgdtrrx] {
+        assert_eq!(m.mrs(register), Ok(0));
+    }
+    assert_eq!(m.msr(mdccsr, 0), UNDEFINED);
+    assert_eq!(m.msr(dbgdtrrx, 0), End::Code);
+    for (word, mdscr, class) in [
+        (mrs(mdccsr), 0, None),
+        (mrs(mdccsr), 1 << 12, Some(0x18)),
+        (msr(mdccsr), 1 << 12, Some(0)),
+        (msr(dbgdtr), 0, None),
+        (msr(dbgdtr), 1 << 12, Some(0x18)),
+    ] {
+        m.cpus[0].core.sys.mdscr = mdscr;
+        assert_eq!(m.exec(EL0, &[word]), End::Vector(0x400));
+        let (at, class) = class.map_or((CODE + 4, 0), |class| (CODE, class));
+        let elr = m.cpus[0].system().elr;
+        assert_eq!((m.syndrome().0, elr), (class, at), "{word:#x}");
+    }
 }
 
 /// IHI 0069, 12.2: the CPU interface as system registers; the steps of Linux's driver.
