@@ -58,7 +58,9 @@ pub struct Distributor {
 pub(super) struct Redistributor {
     /// INTIDs 0 to 31.
     pub(super) private: Bank,
-    /// `GICR_WAKER`.ProcessorSleep: nothing is forwarded.
+    /// `GICR_WAKER`.ProcessorSleep: nothing is forwarded. A redistributor starts awake, as KVM's,
+    /// which is always awake. QEMU's starts with this bit set, but forwards nevertheless. So guests
+    /// exist that never clear it.
     pub(super) asleep: bool,
     /// The groups that the processor's own interface has enabled.
     pub(super) interface: Groups,
@@ -105,7 +107,7 @@ impl Redistributor {
     pub(super) const fn new() -> Self {
         Self {
             private: Bank::new(SGIS),
-            asleep: true,
+            asleep: false,
             interface: Groups {
                 zero: false,
                 one: false,

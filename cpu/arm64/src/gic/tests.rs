@@ -332,6 +332,22 @@ fn software_generated_interrupts() {
     );
 }
 
+/// KVM's redistributors are awake after a reset, so a guest need not wake them.
+#[test]
+fn a_redistributor_is_awake_after_a_reset() {
+    let mut m = Machine::reset(2);
+    m.write4(gicd(0), 0x13);
+    for index in 0..2 {
+        assert_eq!(m.read4(gicr(index, 0x14)), 0);
+        m.write4(sgi_base(index, 0x80), u32::MAX);
+        m.write4(sgi_base(index, 0x100), u32::MAX);
+        m.cpus[index].set_pmr(0xf0);
+        m.cpus[index].set_enabled(Group::One, 1);
+        m.gic.set_ppi(index, 27, Line::High);
+        assert_eq!(m.cpus[index].signalled(), Some(Group::One));
+    }
+}
+
 /// 12.11.42: a redistributor whose processor sleeps forwards nothing.
 #[test]
 fn a_sleeping_redistributor() {
