@@ -69,14 +69,21 @@ const BRANCHES: &[Row] = &[
     row(". 011011 . ..... .............. .....", TestBranch),
     row("0101010 0 ................... 0 ....", ConditionalBranch),
     row("1101011 00 .. 11111 000000 ..... 00000", BranchRegister),
-    // HINT: NOP, YIELD, SEV, SEVL, PACs, BTI. WFE and WFI, CRm 0 and op2 2 and 3, are below.
+    // HINT: NOP, YIELD, WFE, SEV, SEVL, PACs, BTI. WFI, CRm 0 and op2 3, is below.
+    //
+    // WFE never waits, and so never traps by SCTLR_EL1.nTWE: the architecture lets it end for any
+    // reason. To wait, it would need what ends it: an event register, SEV to other vCPUs, an event
+    // from each exclusive monitor that a store clears, for which plain stores would have to look at
+    // monitors, and the event stream. The price is that a vCPU that waits by WFE executes its loop.
+    // CNTKCTL_EL1 keeps the bits of the event stream, which has no effect.
     row("11010101000000110010 .... 1.. 11111", Hint),
     row("11010101000000110010 .... 00. 11111", Hint),
     row("11010101000000110010 ...1 01. 11111", Hint),
     row("11010101000000110010 ..10 01. 11111", Hint),
     row("11010101000000110010 .100 01. 11111", Hint),
     row("11010101000000110010 1000 01. 11111", Hint),
-    row("11010101000000110010 0000 01. 11111", System),
+    row("11010101000000110010 0000 010 11111", Hint),
+    row("11010101000000110010 0000 011 11111", System),
     row("11010101000000110011 .... 010 11111", Clrex),
     // DSB, which waits for invalidations of TLBs too.
     row("11010101000000110011 .... 100 11111", System),

@@ -1,5 +1,5 @@
 //! The instructions that end a basic block, which the run loop executes: SVC, HVC, SMC, BRK, HLT,
-//! WFE, WFI, DSB, ERET, MSR and SYS; and MRS, which ends none.
+//! WFI, DSB, ERET, MSR and SYS; and MRS, which ends none.
 //!
 //! maintenance.rs has those of SYS: TLBI, IC, DC and AT.
 
@@ -119,7 +119,7 @@ fn generate(core: &Core, word: u32) -> Result<Done, Exception> {
     }
 }
 
-/// WFE, WFI, DSB, and MSR (immediate).
+/// WFI, DSB, and MSR (immediate).
 fn without_register(core: &mut Core, word: u32) -> Result<Done, Trap> {
     let encoding = Encoding::of(word);
     match (encoding.op1(), encoding.crn()) {
@@ -130,30 +130,21 @@ fn without_register(core: &mut Core, word: u32) -> Result<Done, Trap> {
     }
 }
 
-/// WFE and WFI (D1.16).
-///
-/// WFE never waits: the architecture lets it end for any reason. To wait, it would need what ends
-/// it: an event register, SEV to other vCPUs, an event from each exclusive monitor that a store
-/// clears, for which plain stores would have to look at monitors, and the event stream. The price
-/// is that a vCPU that waits by WFE executes its loop. CNTKCTL_EL1 keeps the bits of the event
-/// stream, which has no effect.
+/// WFI (D1.16). WFE is a NOP: `encoding.rs`.
 fn wait(core: &mut Core, encoding: Encoding) -> Result<Done, Exception> {
-    let (wfe, enabled) = match encoding.op2() {
-        2 => (1, sctlr::NTWE),
-        3 => (0, sctlr::NTWI),
-        _ => return Err(Exception::UNDEFINED),
-    };
+    if encoding.op2() != 3 {
+        return Err(Exception::UNDEFINED);
+    }
     core.tick();
-    let waits = wfe != 0 || core.interface.signalled().is_none();
-    if waits && core.user == Privilege::User && core.sys.sctlr & enabled == 0 {
+    let waits = core.interface.signalled().is_none();
+    if waits && core.user == Privilege::User && core.sys.sctlr & sctlr::NTWI == 0 {
         // Class 1: trapped, with the condition "always" for an instruction that has none.
-        let iss = 1 << 24 | 0xe << 20 | wfe;
         return Err(Exception {
-            iss,
+            iss: 1 << 24 | 0xe << 20,
             ..Exception::plain(1)
         });
     }
-    core.halted = waits && wfe == 0;
+    core.halted = waits;
     Ok(Done::Next)
 }
 

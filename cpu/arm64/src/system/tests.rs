@@ -49,22 +49,35 @@ fn a_hypercall_is_repeated() {
     assert_eq!(m.cpus[0].regs().pc, CODE + 4);
 }
 
-/// D17.2.118, nTWI and nTWE: class 1, TI is 1 for WFE.
+/// D17.2.118, nTWI: class 1.
 #[test]
 fn waits_of_el0() {
     let mut m = Machine::new(1);
-    for (word, bit, ti) in [(WFI, sctlr::NTWI, 0), (WFE, sctlr::NTWE, 1)] {
-        m.cpus[0].core.sys.sctlr = sctlr::RES1;
-        assert_eq!(m.exec(EL0, &[word]), End::Vector(0x400));
-        assert_eq!(m.syndrome(), (1, 1 << 24 | 0xe << 20 | ti));
-        assert_eq!(m.cpus[0].system().elr, CODE);
-        m.cpus[0].core.sys.sctlr = sctlr::RES1 | bit;
-        let end = m.exec(EL0, &[word]);
-        match ti {
-            0 => assert_eq!(end, End::Other(Exit::Halt)),
-            _ => assert_eq!(m.cpus[0].system().elr, CODE + 4, "WFE does not wait"),
-        }
-        m.cpus[0].unhalt();
+    assert_eq!(m.exec(EL0, &[WFI]), End::Vector(0x400));
+    assert_eq!(m.syndrome(), (1, 1 << 24 | 0xe << 20));
+    assert_eq!(m.cpus[0].system().elr, CODE);
+    m.cpus[0].core.sys.sctlr = sctlr::RES1 | sctlr::NTWI;
+    assert_eq!(m.exec(EL0, &[WFI]), End::Other(Exit::Halt));
+}
+
+/// D17.2.118, nTWE: WFE traps only if it would wait. SEVL, and all else that WFE may end for, lets
+/// it complete at once.
+#[test]
+fn wfe_neither_waits_nor_traps() {
+    const SEVL: u32 = 0xd503_20bf;
+    let mut m = Machine::new(1);
+    for (code, ntwe) in [
+        (&[SEVL, WFE][..], 0),
+        (&[SEVL, WFE], sctlr::NTWE),
+        (&[WFE, WFE], 0),
+        (&[WFE, WFE], sctlr::NTWE),
+    ] {
+        m.cpus[0].core.sys.sctlr = sctlr::RES1 | ntwe;
+        assert_eq!(m.exec(EL1H, code), End::Code);
+        // At EL0 the HVC behind them is undefined.
+        assert_eq!(m.exec(EL0, code), End::Vector(0x400));
+        assert_eq!(m.syndrome(), (0, 0));
+        assert_eq!(m.cpus[0].system().elr, CODE + 8);
     }
 }
 
