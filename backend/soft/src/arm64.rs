@@ -5,15 +5,18 @@ use crate::platform::{Platform, Power};
 use crate::step::Step;
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
+use fastrand::Rng;
 use lacuna_addr::{Access, Gfn};
 use lacuna_apf::Queue;
 use lacuna_apf::arm64::{Answer, Control, Features, Numbers};
 use lacuna_arm64::psci::{Outcome, PowerState, Start};
 use lacuna_arm64::smccc::{Call, NOT_SUPPORTED};
 use lacuna_arm64::{Cpu, Fabric, Own, PHYSICAL_INTID, VIRTUAL_INTID, gic};
+use lacuna_host::Host;
 use lacuna_machine::boot::arm64::{Boot, Machine};
 use lacuna_machine::{Apf, BootError, Exit, Image, VmConfig, mmio};
 use lacuna_stage2::{AbortedAccess, Arm64, Stage2Abort};
+use rustix::rand::{GetRandomFlags, getrandom};
 use std::sync::Arc;
 
 // The device tree of `lacuna_machine` describes this processor.
@@ -32,6 +35,19 @@ const _: () = {
     }
 };
 
+/// The bytes that seed the guest's random numbers. In a seeded run they follow from its seed.
+fn rng_seed(host: &Host) -> Result<[u8; 32], BootError> {
+    let mut bytes = [0; 32];
+    match host.seed() {
+        Some(seed) => Rng::with_seed(seed).fill(&mut bytes),
+        None => {
+            let got = getrandom(&mut bytes, GetRandomFlags::empty());
+            got.map_err(|errno| BootError::Random(errno.to_string()))?;
+        }
+    }
+    Ok(bytes)
+}
+
 impl Platform for Cpu {
     type Format = Arm64;
     type Boot = Boot;
@@ -41,6 +57,7 @@ impl Platform for Cpu {
         let machine = Machine {
             vcpus: vm.config.vcpus,
             command_line,
+            rng_seed: rng_seed(vm.host())?,
         };
         Boot::load(image, &vm.layout, &machine, vm)
     }

@@ -316,6 +316,11 @@ impl Host {
         self.io.describe()
     }
 
+    /// The seed from which a host in virtual time draws; `None` in real time.
+    pub fn seed(&self) -> Option<u64> {
+        self.io.seed()
+    }
+
     /// Whether a read takes less time than telling a guest of it: the device answers at once, and
     /// no latency is added.
     pub fn reads_at_once(&self) -> bool {

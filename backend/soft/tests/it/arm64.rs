@@ -3,9 +3,12 @@
 use crate::common;
 
 use common::{Lines, builder};
-use lacuna_machine::{Arch, Builder as _, CpuModel, Ending, Image, PlatformDevices, Vm as _};
+use lacuna_addr::Gpa;
+use lacuna_machine::{
+    Arch, Builder as _, CpuModel, Ending, GuestMemory as _, Image, PlatformDevices, Vm as _,
+};
 use lacuna_skip::test;
-use lacuna_soft::{RunSummary, VmBuilder};
+use lacuna_soft::{RunSummary, Vm, VmBuilder};
 use std::sync::Arc;
 
 fn image(name: &str) -> Image<'static> {
@@ -143,4 +146,40 @@ fn a_machine_is_reset_and_runs_again() {
         vm.reload(&image("touch"), &line).unwrap();
         vcpus.iter_mut().for_each(|vcpu| vcpu.reset());
     }
+}
+
+/// `rng-seed` in the device tree of a VM that has booted.
+fn rng_seed(vm: &Vm) -> Vec<u8> {
+    let mut tree = [0; 4096];
+    vm.read(Gpa::truncate(1 << 30), &mut tree).unwrap();
+    // A property is its token, its length, the offset of its name, and its value. The first one of
+    // 32 bytes is the seed.
+    let head = [3_u32, 32].map(u32::to_be_bytes).concat();
+    let at = tree.windows(8).position(|part| part == head);
+    let value = at.expect("a property of 32 bytes") + 12;
+    tree[value..value + 32].to_vec()
+}
+
+/// The guest's random numbers have another seed at every boot. In a seeded run it follows from the
+/// run's seed.
+#[test]
+fn random_numbers_have_a_new_seed_at_every_boot() {
+    let image = image("hello");
+    let boot = |seed| {
+        let builder = VmBuilder {
+            arch: Arch::Arm64,
+            seed,
+            ..builder(32, 32, 1, "")
+        };
+        let vm = builder.build().unwrap();
+        vm.boot(&image, "").unwrap();
+        let first = rng_seed(&vm);
+        vm.reload(&image, "").unwrap();
+        [first, rng_seed(&vm)]
+    };
+    let (one, two) = (boot(None), boot(None));
+    assert!(one[0] != one[1] && one[0] != two[0] && two[0] != two[1]);
+    let (seven, eight) = (boot(Some(7)), boot(Some(8)));
+    assert_eq!((&seven[0], &seven), (&seven[1], &boot(Some(7))));
+    assert_ne!(seven[0], eight[0]);
 }

@@ -38,6 +38,9 @@ pub struct Machine<'a> {
     pub vcpus: usize,
     /// The arguments of the kernel.
     pub command_line: &'a str,
+    /// The kernel seeds its random numbers with these bytes. Without them Linux has no random
+    /// numbers until it has gathered enough from interrupts. They must be new at every boot.
+    pub rng_seed: [u8; 32],
 }
 
 /// The state in which vCPU 0 starts: EL1 with its own stack pointer, interrupts masked, stage 1
@@ -81,7 +84,7 @@ fn device_tree(layout: &Layout, machine: &Machine<'_>) -> Result<Vec<u8>, Error>
     tree.property_u32("#address-cells", 2)?;
     tree.property_u32("#size-cells", 2)?;
     tree.property_u32("interrupt-parent", INTERRUPT_CONTROLLER)?;
-    chosen(&mut tree, machine.command_line)?;
+    chosen(&mut tree, machine)?;
     memory(&mut tree, layout)?;
     processors(&mut tree, machine.vcpus)?;
     interrupts(&mut tree, machine.vcpus)?;
@@ -90,9 +93,10 @@ fn device_tree(layout: &Layout, machine: &Machine<'_>) -> Result<Vec<u8>, Error>
     tree.finish()
 }
 
-fn chosen(tree: &mut FdtWriter, command_line: &str) -> Result<(), Error> {
+fn chosen(tree: &mut FdtWriter, machine: &Machine<'_>) -> Result<(), Error> {
     let node = tree.begin_node("chosen")?;
-    tree.property_string("bootargs", command_line)?;
+    tree.property_string("bootargs", machine.command_line)?;
+    tree.property("rng-seed", &machine.rng_seed)?;
     tree.property_string("stdout-path", &at("/pl011", mmio::UART.get()))?;
     tree.end_node(node)
 }

@@ -61,6 +61,9 @@ pub enum BootError {
          zero byte"
     )]
     DeviceTree(String),
+    /// The host has no random numbers for the guest.
+    #[error("cannot get random numbers for the guest from the host's kernel: {0}")]
+    Random(String),
     /// The image could not be written to the guest's memory.
     #[error("cannot load the image: {0}")]
     Memory(#[from] MemoryError),
@@ -76,6 +79,7 @@ impl BootError {
             | Self::BadSize(_)
             | Self::WrongArch { .. }
             | Self::DeviceTree(_) => ErrorKind::Request,
+            Self::Random(_) => ErrorKind::Host,
             Self::Memory(error) => error.kind(),
         }
     }

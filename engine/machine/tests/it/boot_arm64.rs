@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex};
 
 const MIB: u64 = 1 << 20;
 const START: u64 = 1 << 30;
+const RNG_SEED: [u8; 32] = *b"abcdefghijklmnopqrstuvwxyz012345";
 
 /// An `Image` with this text offset, image size and flags, and 128 bytes.
 fn image(text_offset: u64, image_size: u64, flags: u64) -> Vec<u8> {
@@ -52,6 +53,7 @@ fn load(file: &[u8], mib: u64, command_line: &str) -> (Result<Boot, BootError>, 
     let machine = Machine {
         vcpus: 2,
         command_line,
+        rng_seed: RNG_SEED,
     };
     let image = Image::parse(file).unwrap();
     (Boot::load(&image, &layout(mib), &machine, &memory), memory)
@@ -92,6 +94,7 @@ fn an_image_is_loaded_at_its_text_offset_with_a_device_tree() {
     ] {
         assert!(has(text.as_bytes()), "{text:?}");
     }
+    assert!(has(b"rng-seed\0") && has(&RNG_SEED));
     assert!(!has(b"cpu@2\0"));
     let reg: Vec<u8> = [START, 16 * MIB]
         .iter()
@@ -255,7 +258,7 @@ proptest! {
             false => image(offset, size, flags),
         };
         if let Ok(image) = Image::parse(&file) {
-            let machine = Machine { vcpus: 1, command_line: "" };
+            let machine = Machine { vcpus: 1, command_line: "", rng_seed: RNG_SEED };
             let _ = Boot::load(&image, &layout(16), &machine, &Written::default());
         }
     }

@@ -114,6 +114,13 @@ impl Executor {
         }
     }
 
+    pub fn seed(&self) -> Option<u64> {
+        match self {
+            Self::Real(_) => None,
+            Self::Virtual(world) => Some(world.seed),
+        }
+    }
+
     /// Carries out a claimed read without the caller.
     pub fn read(&self, core: &Core, ticket: Ticket) {
         match self {

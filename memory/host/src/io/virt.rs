@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 pub(crate) struct Virtual {
+    pub seed: u64,
     queue: Mutex<Queue, lock_order::VirtualQueue>,
     latency_ns: Range<u64>,
 }
@@ -23,6 +24,7 @@ impl Virtual {
     pub fn new(seed: u64, latency_ns: Range<u64>) -> Self {
         let rng = fastrand::Rng::with_seed(seed);
         Self {
+            seed,
             queue: Mutex::new(Queue {
                 rng,
                 due: BTreeMap::new(),
