@@ -35,8 +35,8 @@ const ARENA: u64 = 128 << 20;
 ///
 /// Call it before making a table that grows with a guest's memory. A refusal here is an error; a
 /// refusal in the allocation itself ends the process. (A fallible allocation would touch the whole
-/// table to fill it. A table of zeros made by `collect` comes untouched from the kernel, and most
-/// of it stays so.)
+/// table to fill it. A table of zeros made by `collect` is untouched kernel memory, and most of it
+/// stays so.)
 ///
 /// # Errors
 /// [`NoRoom`], with the size.

@@ -40,7 +40,7 @@ impl Clock for HostClock {
     }
 }
 
-/// A clock that moves only when it is told to, for seeded runs and tests.
+/// A clock that only its caller moves, for seeded runs and tests.
 #[derive(Default)]
 pub struct VirtualClock(AtomicU64);
 

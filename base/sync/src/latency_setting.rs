@@ -72,7 +72,7 @@ impl LatencySetting {
         self.0.ns.load(Ordering::Relaxed)
     }
 
-    /// The latency in nanoseconds of a read that is submitted now. A sequence goes on to the next.
+    /// The latency in nanoseconds of a read that is submitted now. A sequence advances by one.
     pub fn read_ns(&self) -> u64 {
         let Shared {
             in_sequence, place, ..

@@ -186,8 +186,8 @@ impl<T> DerefMut for RwLockWriteGuard<'_, T> {
     }
 }
 
-/// A condition variable for a [`Mutex`]. A thread that waits here holds no other lock than that
-/// mutex and those of ranks that [may wait](crate::lock_order::Rank::may_wait).
+/// A condition variable for a [`Mutex`]. A waiting thread holds no lock but that mutex and locks of
+/// ranks that [may wait](crate::lock_order::Rank::may_wait).
 #[derive(Default)]
 pub struct Condvar(shim::Condvar);
 

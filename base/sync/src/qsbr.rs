@@ -18,7 +18,7 @@
 //!
 //! There are two Dekker exchanges. Filter: either the remover sees that the vCPU has noted the
 //! block, or the vCPU's walk sees that the leaf is gone. Online: either the remover sees the vCPU
-//! online and waits for it, or the vCPU, when it comes online, sees the new `wanted` and flushes
+//! online and waits for it, or the vCPU, when it goes online, sees the new `wanted` and flushes
 //! before its first access. An offline vCPU keeps its TLB, so its `wanted` is set too; but it is
 //! not waited for.
 //!
@@ -45,7 +45,7 @@ pub struct KickAll(Box<[Option<u64>]>);
 /// One vCPU's state, alone on its cache lines, and on the pairs in which they are fetched.
 #[repr(align(128))]
 pub struct VcpuSlot {
-    /// The value of `wanted` when the vCPU last came online or passed a quiescent point.
+    /// The value of `wanted` when the vCPU last went online or passed a quiescent point.
     seen: AtomicU64,
     /// The last shoot-down that concerns the vCPU.
     wanted: AtomicU64,

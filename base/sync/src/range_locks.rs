@@ -14,8 +14,8 @@
 //!               invalidate_end: lock, seq += 1, in_progress -= 1, drop
 //! ```
 //!
-//! Either the fault's critical section comes first, and `invalidate_begin` finds and unmaps what it
-//! installed; or `invalidate_begin` comes first, and the fault sees `in_progress > 0` or a moved
+//! Either the fault's critical section is first, and `invalidate_begin` finds and unmaps what it
+//! installed; or `invalidate_begin` is first, and the fault sees `in_progress > 0` or a moved
 //! `seq`. `seq` moves at the end, as in KVM (`Documentation/virt/kvm/locking.rst`), but per range
 //! lock: an invalidation makes only faults near it retry.
 

@@ -1,4 +1,4 @@
-//! The blocks of which a vCPU's TLB may hold a translation.
+//! The blocks that a vCPU's TLB may translate.
 //!
 //! A *block* is 512 guest frames, 2 MiB. Each vCPU has a *TLB residency filter*, with one bit for
 //! each block number modulo [`TlbFilter::BITS`]. The filter never misses a block that the TLB may

@@ -73,7 +73,7 @@ struct Fault {
 /// A fault whose slot is found, and allows the access.
 struct SlotFault<'v> {
     fault: Fault,
-    /// The slot in the newest snapshot. It may be deleted at any time: `fault.seq` tells.
+    /// The slot in the newest snapshot. It may be deleted at any time: `fault.seq` shows that.
     slot: &'v Arc<Slot<Rmap>>,
 }
 
@@ -320,7 +320,7 @@ mod tests {
     const PAGES: u64 = 8;
 
     /// Removes a slot's memory between two steps of a fault, perhaps after the slot itself. Returns
-    /// what the fault comes to.
+    /// the fault's outcome.
     fn fault_while_memory_goes(delete: impl FnOnce(&Mmu, SlotId)) -> Option<Outcome> {
         let (mmu, id) = (mmu(64), SlotId(1));
         let notifier = Arc::clone(&mmu) as Arc<dyn MmuNotifier>;

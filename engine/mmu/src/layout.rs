@@ -28,8 +28,8 @@ impl<F: MmuFormat> Mmu<F> {
     ///
     /// # Errors
     /// As [`lacuna_slots::Slots::add`], and [`SlotError::ForeignBacking`] for memory that is not in
-    /// a region of this MMU, because nothing would tell this MMU that its pages are evicted. The
-    /// flags' errors are those of [`Mmu::set_slot_flags`]. Nothing has changed then.
+    /// a region of this MMU, because nothing would notify this MMU when its pages are evicted. The
+    /// flags' errors are as for [`Mmu::set_slot_flags`]. Nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let backing = BackingRange::new(spec.backing, spec.bytes / PAGE_SIZE as u64);
         // A range that is not valid has an error of its own.
@@ -41,8 +41,8 @@ impl<F: MmuFormat> Mmu<F> {
         self.insert_slot(spec)
     }
 
-    /// Only pages with a source are ever missing. Otherwise the flag would wait for exits that do
-    /// not come.
+    /// Only pages with a source are ever missing. Without a source the flag would wait for exits
+    /// that no page causes.
     fn check_source(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let exits = spec.flags.contains(SlotFlags::EXIT_ON_MISSING);
         match exits && !self.host.has_source(spec.backing) {

@@ -66,7 +66,7 @@ impl<F: MmuFormat> Mmu<F> {
     /// reaches beyond the range is split first; if no table is free for that, all of it is
     /// protected.
     pub fn write_protect(&self, range: BackingRange) {
-        // No harvest may come between, because of this race: this thread clears W, and has not
+        // No harvest may run in between, because of this race: this thread clears W, and has not
         // waited for its flush; a harvest finds W clear, so it flushes nothing, and its caller
         // copies the page; a vCPU writes to the page through its TLB. The copy lacks that write.
         let _no_harvest = self.lock_layout();

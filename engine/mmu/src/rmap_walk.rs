@@ -8,8 +8,8 @@
 //! | `PerLevel` | slots by their index; one word a block; entries where small leaves are |
 //! | `Walk` | slots by their index; no reverse map: the tables are descended |
 //!
-//! The word of a page at either level is that of its block. So a strategy that goes page by page
-//! visits it twice for each page, and if there are small leaves goes from it to the page's entry.
+//! A page has its block's word at either level. So a strategy that goes page by page visits it
+//! twice for each page, and if there are small leaves goes from it to the page's entry.
 //!
 //! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
 //! `PerLevel` the whole series and what Lacuna does, `Walk` what KVM does where it has no reverse

@@ -32,7 +32,7 @@ pub(crate) struct Marker {
 
 impl Marker {
     /// Marks a page whose leaf has W or D now. It must not be called before the leaf has it: a
-    /// harvest that came between would take the mark, and miss the write.
+    /// harvest in between would take the mark, and miss the write.
     #[inline]
     pub(crate) fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, why: Count) {
         self.counts.add(why, 1);

@@ -145,8 +145,8 @@ impl BlockDesc {
         if self.dirty.load(Ordering::Relaxed) == 0 {
             self.dirty.store(1, Ordering::Release);
         }
-        // The fence is needed even if the mark was set before: that mark may have come after the
-        // splitter looked.
+        // The fence is needed even if the mark was set before: that mark may have been made after
+        // the splitter looked.
         fence(Ordering::SeqCst);
         match self.state() {
             FrameBlockState::Split => Marked::Split,

@@ -289,7 +289,7 @@ impl Core {
         let range = pages.first.block_range();
         pages.region.notifier.invalidate(&[range]);
         for (i, state) in pages.states.iter().enumerate() {
-            // SAFETY: the block comes from the free map, and no block word names it yet.
+            // SAFETY: the block was taken from the free map, and no block word names it yet.
             let to = unsafe { self.frames.pool.exclusive(block.frame(i)) };
             let Some(frame) = state.frame() else {
                 to.0.fill(0);

@@ -49,10 +49,10 @@ pub struct Desc {
     /// The page that the frame belongs to, while Used or Isolated.
     owner: AtomicU64,
     state: AtomicU8,
-    /// The content may differ from that of the swap entry, or from zeros if there is no entry. The
-    /// mark is set before a write access may go on, and when a leaf with D is removed. Only the
-    /// eviction that writes the page out clears it. A stale fault may mark a frame that belongs to
-    /// another page by then; that costs a needless write.
+    /// The content may differ from the swap entry, or from zeros if there is no entry. The mark is
+    /// set before a write access may proceed, and when a leaf with D is removed. Only the eviction
+    /// that writes the page out clears it. A stale fault may mark a frame that belongs to another
+    /// page by then; that costs a needless write.
     dirty: AtomicU8,
     /// Reclaim spares the page for one turn of the clock hand: it was swapped in since the hand
     /// last passed, so the faulting vCPU may not have retried yet; or another thread than the

@@ -90,7 +90,7 @@ pub enum HostError {
         /// Why.
         reason: String,
     },
-    /// Pages that only come together were to be provided in parts.
+    /// Part of a unit was to be provided: its pages are only provided together.
     #[error(
         "{pages} pages from {from} on cannot be provided: the memory is in huge pages, each of \
          which comes at once; provide whole and aligned runs of {unit} pages"
@@ -149,7 +149,7 @@ pub struct LostPage {
     pub reason: Arc<str>,
 }
 
-/// Why a swap device did not do what it was told.
+/// Why a swap device failed a command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SwapError {
     /// No space is left.

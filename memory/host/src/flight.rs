@@ -4,7 +4,7 @@
 //!          start                 answer                   finish
 //!   Idle ---------> Started ---------------> Answering ----------> Done
 //!     |                |                       ^
-//!     '----------------|-----------------------'  answer: a page may come that was never asked for
+//!     '----------------|-----------------------'  answer: a page may arrive without a request
 //!                      '-----------------------------------------> Done
 //!                         finish: the thread that carries out a read from swap
 //! ```

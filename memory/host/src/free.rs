@@ -4,8 +4,8 @@
 //! block       0         1         2         3      (cut)
 //! bits    [..#.#..] [........] [#######] [......]         . = free
 //! counts      5         8          0        6
-//! partial     x                             x      <- single frames come from the lowest of these
-//! whole                 x                          <- then from the lowest of these, broken up
+//! partial     x                             x      <- single frames: the lowest of these
+//! whole                 x                          <- then the lowest of these, broken up
 //! ```
 //! Frames are taken lowest first, so frames in use gather at the low end and other blocks stay
 //! whole. The last block is never whole if the pool's end cuts it.
@@ -21,7 +21,7 @@ pub(crate) struct FreeMap {
     counts: Box<[u16]>,
     /// Blocks that have free frames and others.
     partial: BlockSet,
-    /// Blocks of which all frames are free.
+    /// Blocks with all frames free.
     free: BlockSet,
     len: usize,
 }
@@ -143,7 +143,7 @@ fn place(frame: usize) -> (usize, usize, u64) {
     (frame / BLOCK, frame % BLOCK / 64, 1 << (frame % 64))
 }
 
-/// Numbers, of which the lowest is found soon.
+/// Numbers; a search for the lowest is fast.
 struct BlockSet {
     words: Box<[u64]>,
     /// No member lies in a word before this one.

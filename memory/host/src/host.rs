@@ -28,7 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::thread::Thread;
 
-/// Frames that must exist besides those of the vCPUs: a cluster that is being written out, and the
+/// Frames that must exist besides the vCPUs' frames: a cluster that is being written out, and the
 /// swap store's reserve.
 const BASE_FRAMES: u64 = 64;
 /// The frames that one more vCPU can keep from all others: its pinned pages and a full per-CPU page
@@ -280,7 +280,7 @@ impl Host {
     }
 
     /// The first frame of the compound page that holds `addr`, if there is one. It may be split a
-    /// moment later; its notifier is told by [`MmuNotifier::split_huge`].
+    /// moment later; the split calls its notifier's [`MmuNotifier::split_huge`].
     pub fn compound_page(&self, addr: BackingAddr) -> Option<Pfn> {
         let page = PageNo::of(addr);
         let region = self.core.regions.find(page)?;

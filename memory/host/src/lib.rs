@@ -15,7 +15,7 @@
 //! Reclaim splits compound pages (`sampled_split`), a background thread makes them (`collapse`).
 //!
 //! * **No thread waits under a lock.** [`Host::resolve`] never sleeps. A waiting thread has none.
-//! * **Dirty marks are exact about writes.** A page is marked before a write to it goes on, and
+//! * **Dirty marks are exact about writes.** A page is marked before a write to it proceeds, and
 //!   when a leaf with D is removed. A page without the mark is dropped; it keeps its swap entry.
 //! * **Forward progress.** A faulted page stays pinned until its instruction retires. A budget of
 //!   [`Host::minimum_budget`] suffices. Reclaim takes no region below its floor for another.

@@ -137,7 +137,7 @@ impl Shared {
         self.unreported.load(Ordering::Relaxed)
     }
 
-    /// Resident pages of `region` that it has not been told of yet, for `verify`.
+    /// Resident pages of `region` that are not yet counted there, for `verify`.
     pub fn unreported_to(&self, region: &Region) -> i64 {
         let own = region.contains(PageNo::new(self.reports_to.load(Ordering::Relaxed)));
         if own { self.unreported() } else { 0 }

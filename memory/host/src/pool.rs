@@ -218,7 +218,7 @@ impl Pool {
     /// Fills a frame with zeros.
     ///
     /// # Safety
-    /// The caller owns the frame: it came from the free list, and no page word names it.
+    /// The caller owns the frame: it was taken from the free list, and no page word names it.
     #[inline]
     pub unsafe fn zero(&self, pfn: Pfn) {
         // SAFETY: in bounds by `at`; by the contract no other thread touches the bytes.
@@ -228,7 +228,7 @@ impl Pool {
     /// Fills a block of frames with zeros.
     ///
     /// # Safety
-    /// The caller owns the block: it came from the free map, and no block word names it.
+    /// The caller owns the block: it was taken from the free map, and no block word names it.
     pub unsafe fn zero_block(&self, block: BlockNo) {
         let _ = self.at(block.frame(BLOCK - 1));
         // SAFETY: in bounds, because its last frame is; by the contract no other thread touches the
@@ -260,8 +260,8 @@ impl Pool {
     ///
     /// # Safety
     /// The caller owns the frame for the life of the reference, and nothing maps it: its page word
-    /// says Reading and the caller alone carries out that read, or the frame comes from the free
-    /// map and neither word nor block word names it yet.
+    /// says Reading and the caller alone carries out that read, or the frame was taken from the
+    /// free map and neither word nor block word names it yet.
     #[allow(
         clippy::mut_from_ref,
         reason = "the exclusivity is the caller's, by frame"

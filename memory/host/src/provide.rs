@@ -39,8 +39,8 @@ impl Host {
 
     /// Provides the page at `addr`. If a thread waits for the page, or the source was asked for it,
     /// this counts as the source's answer. [`Answer::Late`]: the page was provided before, or its
-    /// region has no source; nothing has changed. A page of memory in huge pages comes with others:
-    /// see [`Host::provide_pages`].
+    /// region has no source; nothing has changed. A page in a huge page is provided with its
+    /// others: see [`Host::provide_pages`].
     ///
     /// The call may reclaim, and wait for it. The caller holds no lock.
     ///
@@ -135,9 +135,9 @@ impl Host {
         Ok(ticket)
     }
 
-    /// Brings every page of `range` in: asks the source for pages that are missing, and reads back
-    /// evicted ones, several at a time. Returns when all have come. Reclaim may have evicted some
-    /// again. The caller holds no lock.
+    /// Brings every page of `range` in: asks the source for missing pages, and reads back evicted
+    /// ones, several at a time. Returns when all have arrived. Reclaim may have evicted some again.
+    /// The caller holds no lock.
     ///
     /// # Errors
     /// A page is lost, or no frame can be made free.
@@ -168,7 +168,7 @@ impl Host {
                             .map_or(Ok(()), |ticket| self.wait(&ticket))?;
                     }
                 }
-                // Pages that come keep their frames until then.
+                // Arriving pages keep their frames until then.
                 Resolution::NoMemory => match coming.pop_front() {
                     Some(ticket) => self.wait(&ticket)?,
                     None => drop(self.reclaim_direct(cache)?),

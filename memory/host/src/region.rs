@@ -39,7 +39,7 @@ pub trait MmuNotifier: Send + Sync {
 
     /// Gives each mapped page of the 2 MiB block `range` an accessed and a dirty bit of its own,
     /// because the host is going to look at the pages one by one. If there is no room for a table,
-    /// the bits of the block go on standing for all of its pages.
+    /// the bits of the block keep standing for all of its pages.
     fn split_huge(&self, range: BackingRange);
 
     /// Ends an aging pass. Processors that cache translations set A only on a TLB miss, so their
@@ -243,7 +243,7 @@ impl Default for Numbers {
 /// One past the highest page number that an address can have.
 const MAX_PAGES: u64 = 1 << (u64::BITS - PAGE_SHIFT);
 
-/// The words of so many empty pages, none of which the kernel has backed yet.
+/// The words of so many empty pages; the kernel has backed none yet.
 #[cfg(not(loom))]
 fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
     let bytes = pages.get().saturating_mul(size_of::<PageWord>() as u64);

@@ -100,7 +100,7 @@ impl PageNo {
 pub enum PageState {
     /// Never provided: the region's page source is asked, or else it reads as zeros.
     Empty,
-    /// Its source was or will be asked; it comes into `frame`, and a ticket exists.
+    /// Its source was or will be asked; the answer fills `frame`, and a ticket exists.
     Fetching { frame: Pfn },
     /// It was provided and has no frame: it reads as zeros.
     Zero,
@@ -301,7 +301,7 @@ impl PageState {
         }
     }
 
-    /// The page has come. After a read, the swap entry stays valid while the page stays clean.
+    /// The page has arrived. After a read, the swap entry stays valid while the page stays clean.
     pub const fn arrived(self) -> Option<Self> {
         match self {
             Reading { frame, entry } => Some(Resident {
@@ -313,7 +313,7 @@ impl PageState {
         }
     }
 
-    /// The page has come into Linux memory.
+    /// The page has arrived in Linux memory.
     pub const fn arrived_in_place(self) -> Option<Self> {
         match self {
             Fetching { .. } => Some(InPlace),
@@ -337,8 +337,8 @@ impl PageState {
         }
     }
 
-    /// As [`PageState::taken`], for a page that comes and goes with others: also one that is about
-    /// to follow them into place.
+    /// As [`PageState::taken`], for a page that is filled and taken with others: also one that is
+    /// about to follow them into place.
     pub const fn taken_with_others(self) -> Option<Self> {
         match self {
             InPlace | Empty | Zero => Some(Lost),

@@ -30,8 +30,8 @@ pub enum Resolution {
     /// On its way in. Pass the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
     /// Until then the read does not begin.
     Pending(Ticket),
-    /// Never provided, and the region has a page source. The ticket is used as that of `Pending`; a
-    /// VMM may instead provide the page itself.
+    /// Never provided, and the region has a page source. The ticket is used as in `Pending`; a VMM
+    /// may instead provide the page itself.
     Missing(Ticket),
     /// Another thread takes the page's bytes away ([`Host::discard`]) and waits for vCPUs: a vCPU
     /// goes offline, then resolves again.
@@ -220,7 +220,7 @@ impl Core {
             return None;
         };
         let begun = self.clock.now();
-        // SAFETY: the block comes from the free map and no block word names it yet.
+        // SAFETY: the block was taken from the free map and no block word names it yet.
         unsafe { self.frames.pool.zero_block(block) };
         let zeroing = self.clock.now().since(begun);
         FaultCounters::add(&cache.shared.count.zeroing_ns, zeroing);
@@ -245,8 +245,8 @@ impl Core {
         Some(self.ready_in(block, page, access))
     }
 
-    /// A page of zeros that reclaim has dropped: a frame of zeros. Out of line, so that the only
-    /// copy of [`Self::fill`] in the fault path is that of a first touch.
+    /// A page of zeros that reclaim has dropped: a frame of zeros. Out of line, so that only a
+    /// first touch has a copy of [`Self::fill`] in the fault path.
     #[cold]
     fn refill(&self, page: PageNo, access: Access, cache: &mut PerCpuPages) -> Option<Resolution> {
         self.fill_cold(page, PageState::Zero, access, cache)
@@ -401,7 +401,7 @@ impl Core {
         Some(ticket)
     }
 
-    /// The ticket that another fault has made; `None` if the page has come since.
+    /// The ticket that another fault has made; `None` if the page has arrived since.
     #[cold]
     pub fn join(&self, page: PageNo, cache: &PerCpuPages) -> Option<Ticket> {
         let ticket = lock(&self.tickets).get(&page).cloned()?;

@@ -12,7 +12,7 @@
 //!                |-- the region is removed: page word Lost, then Gone, ticket done
 //!                '-- no answer: the ticket stays in flight, and reclaim leaves the frame alone
 //! ```
-//! One answer counts. Every later one, and one that comes after the region or the host is gone, is
+//! One answer counts. Every later one, and an answer after the region or the host was dropped, is
 //! [`Answer::Late`] and changes nothing.
 //!
 //! The frame is taken at the fault, as for a read from swap. So an answer never waits for memory,
@@ -85,8 +85,8 @@ impl Core {
         let (region, page) = (ticket.region(), ticket.number());
         let origin = region.origin.as_ref();
         let origin = origin.expect("only a region with a source has a page in Fetching");
-        // The ticket of a unit is that of its first page. A page of it that is lost, or the VMM,
-        // may complete the ticket before all are asked for.
+        // A unit has its first page's ticket. A lost page of it, or the VMM, may complete the
+        // ticket before all are asked for.
         for at in 0..region.unit() {
             if at != 0 && ticket.is_done() {
                 break;
@@ -130,7 +130,7 @@ impl Core {
         answer
     }
 
-    /// The ticket with which `page` comes: its own, or that of its unit.
+    /// The ticket that `page` completes: its own, or its unit's.
     pub fn ticket_with(&self, page: PageNo) -> Option<Ticket> {
         let tickets = lock(&self.tickets);
         let of_unit = || {

@@ -67,7 +67,7 @@ pub struct HostStats {
     /// Pages being written out, and pages that were asked for and are not back yet, whether their
     /// read has begun or not. At 0, no thread of the swap device works on the host.
     pub in_flight: u64,
-    /// Entries of the swap device in use, those of clean resident pages included.
+    /// Entries of the swap device in use, including entries of clean resident pages.
     pub swap_entries: u64,
     /// Pages that the host's page cache may hold for the swap device: none for one that goes past
     /// it, at most the entries in use for another.

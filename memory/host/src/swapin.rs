@@ -31,7 +31,7 @@ impl Host {
     /// read.
     ///
     /// A virtual executor's completions up to this one are delivered early, in order: a seeded
-    /// scheduler calls [`Host::start`] and comes back when [`Host::poll`] has completed the ticket.
+    /// scheduler calls [`Host::start`], and continues when [`Host::poll`] has completed the ticket.
     ///
     /// # Panics
     /// As [`Host::start`].

@@ -1,11 +1,11 @@
 //! Tickets: one for each page in flight.
 //!
 //! The fault that gives the page a frame creates the ticket; every later fault on the page gets the
-//! same one. A ticket says which page comes into which frame, and which threads wait for it. It
+//! same one. A ticket says which page will be in which frame, and which threads wait for it. It
 //! does not say what completes it: the page word does (`Reading`: swap; `Fetching`: the region's
 //! page source). `flight` has the states.
 //!
-//! Where pages come together, the ticket of the first one is that of all, and gathers their
+//! Where pages are filled together, all have the ticket of the first one, which gathers their
 //! content.
 
 use crate::error::LostPage;
@@ -37,7 +37,7 @@ struct Inner {
 struct Outcome {
     result: Option<Result<(), LostPage>>,
     callbacks: Vec<Callback>,
-    /// Pages of a unit that have come.
+    /// The arrived pages of a unit.
     unit: Gathering,
 }
 
@@ -53,7 +53,7 @@ impl Ticket {
         }))
     }
 
-    /// The address of its page, or of the first of the pages that come together.
+    /// The address of its page, or of its unit's first page.
     pub fn page(&self) -> BackingAddr {
         self.0.page.addr()
     }
@@ -109,12 +109,12 @@ impl Ticket {
         self.0.flight.answer()
     }
 
-    /// Keeps the content of page number `at` of the ticket's unit, until all have come.
+    /// Keeps the content of page number `at` of the ticket's unit, until all have arrived.
     pub(crate) fn gather(&self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
         self.lock().unit.add(at, content)
     }
 
-    /// Whether page number `at` of the ticket's unit has come.
+    /// Whether page number `at` of the ticket's unit has arrived.
     pub(crate) fn has_gathered(&self, at: usize) -> bool {
         self.lock().unit.has(at)
     }

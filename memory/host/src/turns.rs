@@ -1,4 +1,4 @@
-//! The queue of threads that wait for a free frame, first come, first served.
+//! The queue of threads that wait for a free frame, first in, first out.
 //!
 //! ```text
 //! free frames    f f f f f

@@ -33,7 +33,7 @@ pub(crate) struct WriteBatch {
     first: SwapEntry,
     /// In entry order; `None` where the page was taken back before the write began.
     victims: Vec<Option<Victim>>,
-    /// Where the copies of all of a reclaim batch's pages are, and where those of this write begin.
+    /// Where the copies of all of a reclaim batch's pages are, and where this write's copies begin.
     pages: Arc<Vec<Page>>,
     from: usize,
 }
@@ -109,7 +109,7 @@ impl Core {
         }
     }
 
-    /// Takes entries in a row. If none is free, takes those of resident pages.
+    /// Takes entries in a row. If none is free, takes entries of resident pages.
     fn take_entries(&self, count: u32) -> Option<Run> {
         let run = lock(&self.entries).take(count);
         if run.is_none() && self.shed_entries() > 0 {

@@ -5,13 +5,13 @@
 //! 1 gains W or D, or writes              a take: the word becomes 0    (or clear: some bits of it)
 //! 2 mark: the bit becomes 1              b rearm: clears W or D of those pages
 //!   (a guest store that 1 allowed        c flush: no vCPU can still write without step 1
-//!    may come before or after)           d copy the pages
+//!    may be before or after)           d copy the pages
 //! ```
-//! Every change of a word is one read-modify-write, so of any `mark` and any `take` one comes
-//! first. If `mark` is first, `take` gets the bit. By release and acquire it also sees what came
-//! before `mark`: b finds the W or D of step 1, and d the data of a host write. If `take` is first,
-//! the bit stays for the next harvest. So users must follow two rules: *mark after 1, never
-//! before*, and *copy after the flush, never before*.
+//! Every change of a word is one read-modify-write, so of any `mark` and any `take` one is first.
+//! If `mark` is first, `take` gets the bit. By release and acquire it also sees what preceded
+//! `mark`: b finds the W or D of step 1, and d the data of a host write. If `take` is first, the
+//! bit stays for the next harvest. So users must follow two rules: *mark after 1, never before*,
+//! and *copy after the flush, never before*.
 //!
 //! `mark` must not test the bit first and skip the write if it is set. The race: the load of the
 //! bit passes the writer's own stores to the page, and finds the bit set; `take` clears the bit;
@@ -126,8 +126,8 @@ impl DirtyBitmap {
     }
 
     /// As [`Self::mark`] for all of `pages`; returns their number. Pages that share a word take one
-    /// exchange together. They do not if between them comes a page of another word that has the
-    /// same place among the `JOINED` waiting words. A page may be marked as late as the return.
+    /// exchange together. They do not if a page of another word is between them that has the same
+    /// place among the `JOINED` waiting words. A page may be marked as late as the return.
     ///
     /// # Panics
     /// If the slot does not have one of the pages. Some may be marked then.

@@ -150,7 +150,7 @@ pub enum DirtyError {
         /// Words of the buffer.
         given: usize,
     },
-    /// Another reader has come to the log later, or was there before and the VM has rings alone.
+    /// Another reader was added to the log later, or was there before and the VM has rings alone.
     #[error(
         "another copy of this VM's memory reads the log of writes: wait until it has ended, or end \
          it, and try again"

@@ -10,8 +10,8 @@
 //! The vCPU's thread owns the [`RingProducer`]; one other thread at a time owns the
 //! [`RingConsumer`]. The ring never overwrites. A *reserve* of entries lies beyond the soft limit.
 //! It is enough for all that a vCPU can still push after it got [`Room::SoftFull`]: a full hardware
-//! log, and the few pages of one exit. So the vCPU must then leave for its VMM, and come back only
-//! when [`RingProducer::room`] allows it.
+//! log, and the few pages of one exit. So the vCPU must then leave for its VMM, and be entered
+//! again only when [`RingProducer::room`] allows it.
 //!
 //! # Reset, then copy
 //! ```text
@@ -188,7 +188,7 @@ impl RingProducer {
         let used = self.dirty - self.reset;
         assert!(
             used < self.ring.size.entries as u64,
-            "the vCPU went on with {used} pages in its ring"
+            "the vCPU pushed with {used} pages in its ring"
         );
         let entry = self.ring.at(self.dirty);
         entry.slot.store(u32::from(slot.0), Ordering::Relaxed);

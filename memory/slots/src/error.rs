@@ -62,7 +62,7 @@ pub enum SlotError {
         /// The size.
         bytes: u64,
     },
-    /// The backing was not added for this VM, so this VM would not be told when it is removed.
+    /// The backing was not added for this VM, so this VM would not be notified when it is removed.
     #[error(
         "{id}: the backing at {backing} was not added for this VM: give it a range that \
          `Host::add_region` has returned for its MMU"

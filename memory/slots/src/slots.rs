@@ -106,9 +106,9 @@ impl<X: SlotData> Slots<X> {
         })
     }
 
-    /// Replaces the slot that has `spec`'s number by that of `spec`, at once: no reader finds
-    /// neither. `attach` is as for [`Slots::add`]. The caller must remove the mappings of the old
-    /// slot.
+    /// Replaces the slot with `spec`'s number by a slot as in `spec`, at once: every reader finds
+    /// one of the two. `attach` is as for [`Slots::add`]. The caller must remove the mappings of
+    /// the old slot.
     ///
     /// # Errors
     /// As [`Slots::add`], and [`SlotError::Unknown`]; nothing has changed then.

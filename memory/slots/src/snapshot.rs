@@ -67,9 +67,9 @@ impl<X: SlotData> Snapshot<X> {
         self.position(gfn).map(|i| &self.slots[i])
     }
 
-    /// Calls `hit` with each slot that has backing in `range`, also if slots share it. The slots
-    /// come in descending order of the start of their backing. Returns how many nodes of the index
-    /// it read: at most log2(slots) + 2 if one slot holds all of `range` and none shares it.
+    /// Calls `hit` with each slot that has backing in `range`, also if slots share it. The order is
+    /// descending by the start of their backing. Returns how many nodes of the index it read: at
+    /// most log2(slots) + 2 if one slot holds all of `range` and none shares it.
     #[inline]
     pub fn overlapping(
         &self,

@@ -111,8 +111,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     }
 
     /// As [`Cursor::collapse`], if the caller knows the backing of the whole block: `leaf`. Its
-    /// rights, A and D are joined with those of the pages; pages that are not mapped yet are mapped
-    /// by it. `None` if there is no table of 4 KiB leaves: then use [`Cursor::map`].
+    /// rights, A and D are joined with the pages'; it also maps pages that are not mapped yet.
+    /// `None` if there is no table of 4 KiB leaves: then use [`Cursor::map`].
     ///
     /// # Errors
     /// [`NotUniform`]: a page is mapped to another frame, or has rights that cannot be joined.

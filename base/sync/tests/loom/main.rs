@@ -7,7 +7,7 @@
 //! The goal is always the same: *a frame is reused only when no thread can access it any more*. The
 //! frame is a loom cell that both sides access as plain memory. Reuse is an exclusive access: loom
 //! fails if, in any interleaving and any reordering that the memory model allows, an access is not
-//! ordered before it or can come after it.
+//! ordered before it or can follow it.
 //!
 //! [`tlb_filter`] does the same for shoot-downs that address only some vCPUs.
 #![cfg(loom)]
@@ -112,7 +112,7 @@ impl<'w> Vcpu<'w> {
         }
     }
 
-    /// Comes online, or passes a quiescent point: both do the same.
+    /// Goes online, or passes a quiescent point: both do the same.
     fn online(&mut self) {
         let grace = self.fixture.qsbr.online(self.index);
         if self.flushed_at < grace {

@@ -2,7 +2,7 @@
 //! pages.
 //!
 //! The order is essential: *kick* (what vCPUs have logged becomes visible), *take*, *re-arm*,
-//! *flush*, and only then may the caller copy pages. A write that the copy lacks comes after the
+//! *flush*, and only then may the caller copy pages. A write that the copy lacks was made after the
 //! flush, so it is detected again.
 
 use super::rearm::Found;
@@ -93,7 +93,7 @@ impl<F: MmuFormat> Mmu<F> {
         let mut rings = self.dirty.rings.lock().expect("no panic under this lock");
         let reap = || rings.iter_mut().map(|ring| ring.harvest(&mut each)).sum();
         let reaped = catch_unwind(AssertUnwindSafe(reap));
-        // A panic goes on after the locks are released, so that it does not poison them.
+        // A panic continues after the locks are released, so that it does not poison them.
         drop((rings, no_change));
         reaped.unwrap_or_else(|panic| resume_unwind(panic))
     }

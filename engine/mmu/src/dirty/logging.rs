@@ -7,7 +7,7 @@
 //! off    set the slot's state to off; kick all vCPUs and wait, so no fast page fault remains;
 //!        block by block collapse 512 leaves, or preset D; TLBs stay valid, tables are retired
 //! ```
-//! The collapse reads few of the 512 leaves. The host and the leaves' count tell that they map one
+//! The collapse reads few of the 512 leaves. The host and the leaves' count prove that they map one
 //! block of frames (`Mmu::could_be_huge`). Their rights differ only in W, because a slot that
 //! becomes read-only or writable is unmapped for it. The search stops at the first leaf with W,
 //! which decides for the block.

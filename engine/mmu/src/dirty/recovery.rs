@@ -1,10 +1,10 @@
-//! The older way in which huge leaves come back when logging ends, for comparison.
+//! The older way to restore huge leaves when logging ends, for comparison.
 
 use crate::{DirtyError, Logging, Mmu, MmuFormat, Rmap};
 use lacuna_addr::{BackingRange, Level};
 use lacuna_slots::{Slot, SlotId};
 
-/// How huge leaves come back when logging ends.
+/// How huge leaves are restored when logging ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Recovery {
     /// Tables of small leaves become one huge leaf where they are.
@@ -14,7 +14,7 @@ pub enum Recovery {
 }
 
 impl<F: MmuFormat> Mmu<F> {
-    /// Ends the logging of slot `id`, with a given way for huge leaves to come back.
+    /// Ends the logging of slot `id`, with a given way to restore huge leaves.
     /// [`Recovery::InPlace`] is [`Mmu::set_logging`].
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use lacuna_sync::{Mutex, assert_may_wait, lock_order};
 use std::sync::{Arc, OnceLock};
 
 /// The counters of one vCPU: the vCPU writes them, any thread reads them. They have cache lines of
-/// their own, because those of two vCPUs are allocated one after the other.
+/// their own, because two vCPUs' counters are allocated one after the other.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Counts([AtomicU64; 5]);

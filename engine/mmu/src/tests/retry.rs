@@ -32,7 +32,7 @@ fn a_fault_is_refused_if_an_invalidation_began_after_its_sequence_was_read() {
     assert!(admitted(&mmu, HOME + 5, || {}), "it is over");
     assert!(
         !admitted(&mmu, HOME + 5, || begin(0, 512).finish()),
-        "it has come and gone"
+        "the invalidation has ended"
     );
     // A neighbour in the block retries once; another block does not retry.
     assert!(!admitted(&mmu, HOME + 5, || begin(100, 1).finish()));

@@ -46,7 +46,7 @@ fn what_cannot_be_split_answers_for_all_its_pages() {
 fn what_cannot_be_disallowed_everywhere_is_allowed_as_before() {
     let mmu = full();
     let all = GfnRange::new(gfn(0), PAGES).expect("a range");
-    // The first block is empty by now, and the third is huge: the refusal comes half-way.
+    // The first block is empty by now, and the third is huge: the refusal is half-way.
     let _ = mmu.invalidate_as(RmapWalk::PerLevel, range(0, 512));
     let _ = touch(&mmu, 1024, Access::Read, Level::L2M)
         .expect("a slot")

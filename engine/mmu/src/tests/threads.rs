@@ -104,7 +104,7 @@ impl Fixture {
         let _gone = Gone(self, index);
         let mut last = None;
         while !self.done.load(Ordering::Relaxed) {
-            // Before the vCPU comes online, so that a later request stays.
+            // Take requests before the vCPU goes online, so that a later request stays.
             let requested = qsbr.vcpu(index).take() != 0;
             let wanted = qsbr.online(index);
             if requested || last != Some(wanted) {

@@ -38,7 +38,7 @@ pub(crate) struct Real {
     /// One for each core, so that vCPUs that submit do not wait for each other; none where
     /// io_uring is refused. Dropped before `readers` and `timer`, which take their completions.
     rings: Vec<Ring>,
-    /// Tells this executor from others, from 1.
+    /// A number of its own, from 1.
     number: u64,
     /// How many threads were given a ring.
     dealt: AtomicUsize,

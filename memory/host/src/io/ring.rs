@@ -41,7 +41,7 @@ pub(crate) struct Ring {
     reaper: Option<JoinHandle<()>>,
 }
 
-/// Where arrivals go on to.
+/// Where arrivals are passed on to.
 pub(crate) struct Onward {
     pub core: Arc<Core>,
     pub watch: Arc<Watch>,
@@ -195,7 +195,7 @@ impl Shared {
         self.enter();
     }
 
-    /// Makes the kernel take all submissions in the queue, also those of other threads.
+    /// Makes the kernel take all submissions in the queue, also other threads'.
     fn enter(&self) {
         // Nothing taken: interrupted, short of memory for a moment, or another thread's call has
         // taken it.

@@ -123,8 +123,8 @@ impl Core {
         Ok(())
     }
 
-    /// Takes the bytes of these pages away, ascending. A unit of which not all pages are among them
-    /// is lost, or its region is being removed: zeros are in its place, or will be.
+    /// Takes the bytes of these pages away, ascending. A unit with only a part of its pages among
+    /// them is lost, or its region is being removed: zeros are in its place, or will be.
     fn drop_some(
         &self,
         region: &Region,

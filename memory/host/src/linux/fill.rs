@@ -1,4 +1,4 @@
-//! Pages of Linux memory come: by the VMM, by an answer of the source, or as zeros.
+//! Fills pages of Linux memory: by the VMM, by an answer of the source, or with zeros.
 //!
 //! Two threads may fill one page at once. The kernel lets one of them put its page in place, and
 //! the other gets `EEXIST`. The content that is in place counts: the thread that has put it there

@@ -280,7 +280,7 @@ impl Region {
         let Some(word) = self.word(page) else {
             return false;
         };
-        // A huge page is lost as a whole. A thread that puts one in place may not have come to all
+        // A huge page is lost as a whole. A thread that puts one in place may not have written all
         // of its words yet.
         let lost = match self.has_units() {
             false => word.advance(PageState::taken),
@@ -315,7 +315,7 @@ mod tests {
         fn end_of_aging(&self) {}
     }
 
-    /// VMs come, lose a page, and go. Their losses go with them, and later ones are still found.
+    /// VMs are made, lose a page, and are dropped with their losses. Later losses are still found.
     #[test]
     fn losses_go_with_their_vms() {
         let config = HostConfig {

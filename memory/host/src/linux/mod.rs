@@ -18,10 +18,10 @@
 //!
 //! A region with a page source is registered with userfaultfds (see `parts`): a page that was never
 //! provided is missing, and no access reads it as zeros. No thread touches a missing page, because
-//! every access is preceded by a look at the page word.
+//! every access first reads the page word.
 //!
-//! A region may also be filled from outside, by another process: see `outside`. Pages of huge pages
-//! come together: see `units`.
+//! A region may also be filled from outside, by another process: see `outside`. The pages of a huge
+//! page are filled together: see `units`.
 //!
 //! # Users
 //! A vCPU's use of a page ends with the invalidation of its leaf. A thread that is no vCPU is a
@@ -179,7 +179,7 @@ impl LinuxMemory {
         };
         match shared {
             _ if matches!(filled, Filled::ByLinux) => {}
-            // Where this process locks its memory, the mapping has come with all of its pages.
+            // Where this process locks its memory, the new mapping already has all of its pages.
             None => pool.drop_linux(first, pages).map_err(refused)?,
             Some(_) if Pool::locks_new_mappings().map_err(refused)? => {
                 return Err(shared::locked());

@@ -19,14 +19,14 @@
 //!
 //! # Fills of this side
 //! The VMM may provide pages, and a discard fills zeros. Such a fill leaves sleeping threads asleep
-//! (DONTWAKE) and then wakes those of its page, if any thread touches. A thread counts itself
+//! (DONTWAKE) and then wakes its page's threads, if any thread touches. A thread counts itself
 //! before it touches; a fill looks at the count afterwards. So the fill sees the thread, or the
 //! thread sees the page.
 //!
 //! # Discard
 //! A discarded page is taken out of the userfaultfd: it is zeros from then on, by Linux alone. The
-//! handler gets no event, and a copy of its own that comes late fails (ENOENT). Otherwise that copy
-//! would bring the old content back.
+//! handler gets no event, and its own late copy fails (ENOENT). Otherwise that copy would bring the
+//! old content back.
 
 use super::LinuxMemory;
 use crate::balance::TICK;
@@ -47,7 +47,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The most threads that touch pages for others: as many pages as the handler may be asked for at
-/// once, beside those of the vCPUs' own threads.
+/// once, beside the pages of the vCPUs' own threads.
 const MOST_THREADS: usize = 16;
 
 /// What one region knows of the handler that fills it.
@@ -369,7 +369,7 @@ impl Core {
         let linux = region.linux.as_ref().expect("filled from outside");
         let asked = outside.external().asked();
         let patience = outside.external().patience();
-        // A time that the clock does not have never comes.
+        // A time beyond the clock's range is never reached.
         let deadline = patience.and_then(|patience| Instant::now().checked_add(patience));
         patience
             .into_iter()

@@ -5,7 +5,7 @@
 //! invalidate                no vCPU has a page any more
 //! wait for users            nor has another thread; no thread touches a page
 //! settle losses             pages of it that the kernel has taken away are recorded
-//! unregister, new mapping   threads that sleep on the userfaultfd go on, the bytes are gone
+//! unregister, new mapping   threads that sleep on the userfaultfd wake, the bytes are gone
 //! the addresses are free; later, if a handler outside of the host may still fill them (`room`)
 //! ```
 

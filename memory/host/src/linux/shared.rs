@@ -55,7 +55,7 @@ pub struct SharedMemory {
     file: Arc<OwnedFd>,
     first: u64,
     fill: SharedFill,
-    /// Pages that come at once: more than one in huge pages of hugetlbfs.
+    /// Pages that one fill puts in place: more than one in huge pages of hugetlbfs.
     unit: u64,
     /// Other code that writes to a page of the file may bring its neighbours in, as zeros: the file
     /// is in a tmpfs with transparent huge pages.
@@ -148,7 +148,7 @@ impl SharedMemory {
         })
     }
 
-    /// Refuses a file whose pages do not come one by one, if a page source is to fill it.
+    /// Refuses a file whose pages cannot be filled one by one, if a page source is to fill it.
     pub(super) fn check_source(&self) -> Result<(), HostError> {
         match self.has_neighbours {
             false => Ok(()),
@@ -213,7 +213,7 @@ impl SharedMemory {
     }
 
     /// Takes huge pages of zeros for `pages` pages from byte `offset` of the file on, where the
-    /// file has none. Small pages come when they are touched.
+    /// file has none. Small pages are allocated when they are touched.
     pub(super) fn take_huge_pages(&self, offset: u64, pages: PageCount) -> Result<(), HostError> {
         let taken = self.allocate(offset, pages.bytes());
         taken.map_err(|errno| self.refused(pages, errno))
@@ -224,7 +224,7 @@ impl SharedMemory {
             return Ok(());
         }
         // A file that another process has made shorter stays so. A pending signal ends the call
-        // between two huge pages; the next call goes on there.
+        // between two huge pages; the next call continues there.
         retry_on_intr(|| fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset, bytes))
     }
 }
@@ -255,7 +255,7 @@ impl LinuxMemory {
         self.shared.is_some()
     }
 
-    /// Pages that come together: those of a huge page, or one.
+    /// Pages that are filled together: a huge page's pages, or one.
     pub fn unit(&self) -> u64 {
         self.shared.as_ref().map_or(1, |shared| shared.unit)
     }

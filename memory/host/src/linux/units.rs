@@ -1,4 +1,4 @@
-//! Huge pages of hugetlbfs: their 512 pages come together, as one *unit*.
+//! Huge pages of hugetlbfs: their 512 pages are filled together, as one *unit*.
 //!
 //! ```text
 //! fault on any page of the unit, never provided
@@ -35,17 +35,17 @@ use std::sync::atomic::Ordering;
 pub(crate) enum UnitContent<'a> {
     Pages(&'a [[u8; PAGE_SIZE]]),
     Zeros,
-    /// Why the pages do not come.
+    /// Why the pages are lost.
     Fails(&'a str),
 }
 
-/// The pages of a unit that have come so far.
+/// The pages of a unit that have arrived so far.
 #[derive(Default)]
 pub(crate) enum Gathering {
     #[default]
     Nothing,
     Some(Box<Pages>),
-    /// All have come, or the unit was provided in another way.
+    /// All have arrived, or the unit was provided in another way.
     Over,
 }
 
@@ -55,9 +55,9 @@ pub(crate) struct Pages {
     left: usize,
 }
 
-/// What has become of a page that has come.
+/// What became of an arrived page.
 pub(crate) enum Gathered {
-    /// It came before, or is not wanted any more.
+    /// It arrived before, or is not wanted any more.
     Late,
     /// Others are missing.
     Partly,
@@ -111,19 +111,19 @@ impl Gathering {
 }
 
 impl Region {
-    /// Pages that come together: those of a huge page of hugetlbfs, or one.
+    /// Pages that are filled together: a huge page's of hugetlbfs, or one.
     pub fn unit(&self) -> u64 {
         self.linux.as_ref().map_or(1, LinuxMemory::unit)
     }
 
-    /// Whether pages come together.
+    /// Whether pages are filled together.
     pub fn has_units(&self) -> bool {
         self.unit() > 1
     }
 }
 
 impl Host {
-    /// The pages that are provided together with the page at `addr`: those of its huge page
+    /// The pages that are provided together with the page at `addr`: all of its huge page
     /// ([`SharedMemory::huge`](crate::SharedMemory::huge)), or that page alone.
     pub fn provided_with(&self, addr: BackingAddr) -> BackingRange {
         let page = PageNo::of(addr);
@@ -158,7 +158,7 @@ impl Core {
                 }
                 None
             }
-            // Another thread takes the unit away, and comes to this word in a moment.
+            // Another thread takes the unit away, and changes this word in a moment.
             _ => Some(Resolution::Busy),
         }
     }
@@ -234,7 +234,7 @@ impl Core {
         Ok(answer)
     }
 
-    /// The source's answer for `page`, which comes with the others of `ticket`.
+    /// The source's answer for `page`, which is filled with the others of `ticket`.
     pub fn answer_in_unit(
         &self,
         ticket: &Ticket,
@@ -286,7 +286,7 @@ impl Core {
         answer
     }
 
-    /// The word of the unit's first page has moved. Moves those of the others that are still empty.
+    /// The word of the unit's first page has moved. Moves the others' words that are still empty.
     pub fn follow(&self, region: &Region, first: PageNo, result: &Result<(), LostPage>) {
         let mut in_place = 0;
         for page in (1..BLOCK).map(|at| first.plus(at)) {
@@ -313,7 +313,7 @@ impl Core {
     }
 }
 
-/// The error for pages that come only with others.
+/// The error for pages that can only be filled with others.
 pub(super) fn part_of_huge_page(from: PageNo, pages: usize, linux: &LinuxMemory) -> HostError {
     HostError::PartOfHugePage {
         from: from.addr(),

@@ -1,4 +1,4 @@
-//! The part of the pool's addresses that is Linux memory: its mappings come and go.
+//! The part of the pool's addresses that is Linux memory: adds and removes its mappings.
 //!
 //! # Unsafe
 //! Each call changes a mapping of the pool, or its bytes. All code accesses those bytes through
@@ -14,8 +14,8 @@ use std::os::fd::{AsFd as _, BorrowedFd};
 use std::ptr;
 
 impl Pool {
-    /// Advises the kernel about Linux memory: its pages come and go one by one, and no child of
-    /// this process shares them.
+    /// Advises the kernel about Linux memory: its pages are filled and dropped one by one, and no
+    /// child of this process shares them.
     pub fn advise_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
         let range = self.range(first, pages);
         assert!(self.linux().contains(&first.index()), "not Linux memory");
@@ -46,7 +46,7 @@ impl Pool {
         }
     }
 
-    /// Whether a mapping comes with all of its pages, because this process locks each new one
+    /// Whether a new mapping has all of its pages at once, because this process locks each new one
     /// (`mlockall(2)` with `MCL_FUTURE`). The kernel does not say it of a mapping of hugetlbfs, so
     /// this asks a new mapping of one private page.
     pub fn locks_new_mappings() -> Result<bool, Errno> {
@@ -82,9 +82,9 @@ impl Pool {
         assert!(self.linux().contains(&first.index()), "not Linux memory");
         let (at, bytes) = (self.at(first).as_ptr().cast(), bytes_of(range));
         // A mapping at a fixed address removes what is there before it finds that hugetlbfs has too
-        // few pages. Then any other mapping of this process may come to lie there. So the file is
-        // mapped elsewhere first: the pages stay reserved for the file.
-        // SAFETY: a new mapping, at an address that the kernel chooses.
+        // few pages. Then any other mapping of this process may be placed there. So the file is
+        // mapped elsewhere first: the pages stay reserved for the file. SAFETY: a new mapping, at
+        // an address that the kernel chooses.
         let trial = unsafe {
             mmap(
                 ptr::null_mut(),
@@ -151,8 +151,7 @@ mod tests {
     use super::*;
     use rustix::fs::ftruncate;
 
-    /// A mapping that is refused leaves the addresses to the pool: nothing else can come to lie
-    /// there.
+    /// A refused mapping leaves the addresses to the pool: no other mapping can be placed there.
     #[lacuna_skip::test]
     fn a_file_that_is_refused_leaves_the_memory() {
         const PAGES: usize = 4 << 20 >> 12;

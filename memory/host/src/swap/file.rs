@@ -73,7 +73,7 @@ impl FileStore {
         }
         let target = end.next_multiple_of(GROWTH).min(self.capacity.bytes());
         let len = target.saturating_sub(reserved);
-        // Advice: where there is no room for as much, or no such call, the write itself will tell.
+        // Advice: where there is no room for as much, or no such call, the write itself will fail.
         if fallocate(&self.file, FallocateFlags::empty(), reserved, len).is_ok() {
             self.reserved.fetch_max(target, Ordering::Relaxed);
         }

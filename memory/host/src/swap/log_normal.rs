@@ -127,7 +127,7 @@ mod tests {
         }
     }
 
-    /// The share of latencies below a point is that of the distribution.
+    /// The share of latencies below a point is the distribution's.
     #[test]
     fn half_are_shorter_than_the_median() {
         let drawn = DISK.sequence(3, 100_000);

@@ -161,7 +161,7 @@ proptest! {
 }
 
 #[test]
-#[should_panic(expected = "the vCPU went on with 1024 pages in its ring")]
+#[should_panic(expected = "the vCPU pushed with 1024 pages in its ring")]
 fn a_vcpu_that_goes_on_is_stopped_before_it_overwrites() {
     let (mut producer, _consumer) = smallest();
     for page in 0..=1024 {

@@ -61,7 +61,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// The data of a slot: tells one from another.
+/// The data of a slot, different for each slot.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Tag(u64);
 
@@ -116,7 +116,7 @@ fn kind(error: SlotError) -> &'static str {
         SlotError::InUse { .. } => "in use",
         SlotError::Unknown { .. } => "unknown",
         SlotError::TooMany { .. } => "too many",
-        other => panic!("{other} cannot come of these numbers"),
+        other => panic!("these numbers cannot cause {other}"),
     }
 }
 

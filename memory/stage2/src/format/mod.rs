@@ -49,9 +49,9 @@ pub use syndrome::{AbortedAccess, Stage2Abort};
 /// Replacing a 2 MiB leaf by a table of its parts, and the reverse, changes no translation, but for
 /// a moment two TLB entries of different sizes may translate one address. Architectures restrict
 /// this: arm64 asks for break-before-make, and some processors report a TLB conflict. Here it is
-/// legal in every format, because no processor walks these tables. The only TLBs are those of the
-/// software vCPUs. They hold pages of 4 KiB and blocks of 2 MiB side by side, either of which gives
-/// the same frame.
+/// legal in every format, because no processor walks these tables. Only the software vCPUs have
+/// TLBs of them. These hold pages of 4 KiB and blocks of 2 MiB side by side, and either gives the
+/// same frame.
 pub trait TableFormat: Send + Sync + 'static {
     /// The bits of an entry.
     fn encode(entry: Entry) -> u64;

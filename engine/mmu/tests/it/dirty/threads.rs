@@ -64,7 +64,7 @@ fn a_harvest_has_all_that_was_written_before_it() {
     }
 }
 
-/// The operation that `first` begins cannot end before vCPU 0 leaves; nor may that of `second`.
+/// The operation that `first` begins cannot end before vCPU 0 leaves; nor may `second`'s operation.
 fn both_wait(
     fixture: &Fixture,
     vcpu: &mut Vcpu,
@@ -190,8 +190,8 @@ fn a_slot_that_moves_during_a_reclaim_is_in_no_tlb() {
             first: 1550,
             pages: 1,
         });
-        // Many small leaves, which are removed at once with their table: those of a block that the
-        // host has whole, and those of a block that it has by pages.
+        // Many small leaves, which are removed at once with their table: of a block that the host
+        // has whole, and of a block that it has by pages.
         for huge in [HugePages::Always, HugePages::Never] {
             moved(&Taken {
                 huge,
