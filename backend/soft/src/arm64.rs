@@ -134,7 +134,7 @@ impl Platform for Cpu {
 }
 
 /// The abort that EL2 takes for `access` at `gfn`, at which the vCPU has stopped. `None` if stage 2
-/// has come to grant the access.
+/// grants the access by now.
 fn stage2_abort(entry: &Entry<Cpu>, gfn: Gfn, access: Access) -> Option<Stage2Abort> {
     let (violation, level) = entry.bus.mmu().violation(gfn, access)?;
     let of = match entry.cpu.stopped_walk() {
@@ -147,7 +147,7 @@ fn stage2_abort(entry: &Entry<Cpu>, gfn: Gfn, access: Access) -> Option<Stage2Ab
 
 impl VcpuOf<Cpu> {
     /// The stage-2 abort of its last exit on missing memory, as a hypervisor at EL2 would read it.
-    /// `None` after another exit, or if the page has come meanwhile.
+    /// `None` after another exit, or if the page has arrived meanwhile.
     pub fn stage2_abort(&self) -> Option<Stage2Abort> {
         let faulted = self.faulted?;
         stage2_abort(&self.entry, faulted.gfn, faulted.access)

@@ -50,7 +50,8 @@ impl Vm {
             gpa: first.gpa(),
             cause: error.to_string(),
         })?;
-        // After the change: a harvest that misses the mark comes before the copy of the next one.
+        // Mark after the change: if a harvest misses this mark, the next one has it, and the page
+        // is copied then.
         let mut pages = (0..part.pages()).filter_map(|page| first.checked_add(page));
         pages.try_for_each(|gfn| self.mark_changed(slot, gfn))
     }

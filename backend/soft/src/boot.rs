@@ -9,7 +9,7 @@ use lacuna_machine::{Arch, Image};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Threads of a VMM besides those of the vCPUs: one that watches the guest, one that reads its
+/// Threads of a VMM besides the vCPUs' threads: one that watches the guest, one that reads its
 /// console, one that ends the run after a time, one for signals.
 const THREADS_BESIDE: usize = 4;
 

@@ -60,8 +60,8 @@ pub struct VmBuilder {
     /// Which processor the guest sees.
     pub cpu: CpuModel,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
-    /// threads and real time. It is for `Builder::run`. The time of a VM from `build` with a seed
-    /// stands still: a vCPU that waits for time to pass fails with
+    /// threads and real time. It is for `Builder::run`. The virtual time of a VM from `build` with
+    /// a seed is stopped: a vCPU that waits for time to pass fails with
     /// [`VcpuError::TimeStandsStill`](lacuna_machine::VcpuError::TimeStandsStill).
     pub seed: Option<u64>,
     /// The command line of the guest kernel, to which the run adds `smp=`, and `ap=` for x86-64.
@@ -88,13 +88,13 @@ pub struct RunSummary {
     pub trace: Option<Trace>,
 }
 
-/// The virtual time of a swap transfer without added latency: about that of a plain file.
+/// The virtual time of a swap transfer without added latency: about as long as with a plain file.
 const VIRTUAL_IO_NS: u64 = 50_000;
 
 impl VmBuilder {
-    /// A guest of one vCPU with `memory` pages, of which at most `resident` are in frames of the
-    /// host. The other pages are compressed in memory. Asynchronous page faults are offered; there
-    /// are no huge pages. Every field may be changed before the VM is built.
+    /// A guest of one vCPU with `memory` pages, at most `resident` of them in frames of the host.
+    /// The other pages are compressed in memory. Asynchronous page faults are offered; there are no
+    /// huge pages. Every field may be changed before the VM is built.
     pub fn new(memory: PageCount, resident: PageCount) -> Self {
         Self {
             arch: Arch::default(),

@@ -18,7 +18,7 @@ pub(crate) struct PageFault {
     pub(crate) origin: Origin,
 }
 
-/// Where a page comes from.
+/// The origin of a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// Swap.
@@ -96,8 +96,8 @@ impl<F: MmuFormat> SoftBus<F> {
     #[inline]
     pub(crate) fn page_now(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         let vm = &self.vm;
-        // This note comes before the walk. So a thread that unmaps the leaf after the walk sees
-        // that this vCPU's TLB may hold it, and requests a flush from this vCPU.
+        // The note precedes the walk. So a thread that unmaps the leaf after the walk sees that
+        // this vCPU's TLB may hold it, and requests a flush from this vCPU.
         vm.qsbr().vcpu(self.index).note(gfn.block().get());
         if let Walk::Hit(hit) = self.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {

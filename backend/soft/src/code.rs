@@ -11,7 +11,7 @@
 //! ```
 //! A page has two bits, *tracked* and *settled*. With one bit, a second vCPU could decode the page
 //! while the shoot-down of the first is still in progress. A third vCPU could then write the page
-//! through an old TLB entry, and no vCPU would be told.
+//! through an old TLB entry, and no vCPU would be notified.
 //!
 //! Bits are never cleared, so each store to a page that once held code takes the slow path. This is
 //! cheap because most guests keep code and data in different pages.
@@ -85,17 +85,17 @@ impl CodeMap {
         self.settled.insert(gfn);
     }
 
-    /// Tells all vCPUs except `writer` that `writer` has stored to `gfn`.
+    /// Notifies all vCPUs except `writer` that `writer` has stored to `gfn`.
     pub(crate) fn written(&self, gfn: Gfn, writer: usize, qsbr: &Qsbr) {
-        self.tell(gfn, qsbr, |index| index != writer);
+        self.notify(gfn, qsbr, |index| index != writer);
     }
 
-    /// Tells every vCPU that the VMM has written to `gfn`.
+    /// Notifies every vCPU that the VMM has written to `gfn`.
     pub(crate) fn written_by_host(&self, gfn: Gfn, qsbr: &Qsbr) {
-        self.tell(gfn, qsbr, |_| true);
+        self.notify(gfn, qsbr, |_| true);
     }
 
-    fn tell(&self, gfn: Gfn, qsbr: &Qsbr, whom: impl Fn(usize) -> bool) {
+    fn notify(&self, gfn: Gfn, qsbr: &Qsbr, whom: impl Fn(usize) -> bool) {
         for (index, inbox) in self.inboxes.iter().enumerate().filter(|(i, _)| whom(*i)) {
             let mut inbox = inbox.lock().expect("no panic under this lock");
             match &mut *inbox {

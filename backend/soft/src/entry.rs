@@ -28,7 +28,8 @@ pub struct Entry<P: Platform> {
     pub(crate) failed: Option<VcpuError>,
     /// The error of a vCPU whose memory the kernel has taken away: see `losses`.
     pub(crate) lost: Option<VcpuError>,
-    /// An exit of the processor that the next step handles again, because a page has to come first.
+    /// An exit of the processor that the next step handles again, because a page has to arrive
+    /// first.
     pub(crate) again: Option<P::Own>,
     /// Losses of Linux memory that this vCPU knows of.
     pub(crate) seen: SeenLosses,
@@ -53,7 +54,7 @@ impl Drop for Online<'_> {
 pub(crate) enum Absent {
     /// There is no memory, or none that may be written.
     NoMemory,
-    /// The page is not resident. It comes after a thread has started the ticket.
+    /// The page is not resident. It arrives after a thread has started the ticket.
     Pending(Ticket),
     /// Another operation on the page is in progress, for a moment.
     Busy,
@@ -155,7 +156,7 @@ impl<P: Platform> Entry<P> {
     pub(crate) fn wait_for(&mut self, gfn: Gfn, access: Access) -> Option<Step> {
         match self.with_page(gfn, access, |_| ()) {
             Err(Absent::Pending(ticket)) => Some(Step::Wait(Wait::Page(ticket))),
-            // The access itself waits for a page that comes or goes at this moment.
+            // The access itself waits for a page that another thread fills or takes at this moment.
             Ok(()) | Err(Absent::NoMemory | Absent::Busy) => None,
         }
     }

@@ -2,7 +2,7 @@
 //!
 //! Host atomics are at most 8 bytes and aligned, so a split lock must exclude all other accesses.
 //! The vCPU that needs it raises a flag, kicks the others, and continues when it is alone. A vCPU
-//! that wants to come online meanwhile steps back. Split locks are rare: compilers do not emit
+//! that is about to go online meanwhile steps back. Split locks are rare: compilers do not emit
 //! them.
 
 use lacuna_sync::{Mutex, Qsbr, VcpuSlot, lock_order};

@@ -17,7 +17,7 @@ use lacuna_mmu::Outcome;
 use std::sync::Arc;
 
 impl<P: Platform> VcpuOf<P> {
-    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not tell
+    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not notify
     /// the guest: then the vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
         match self.faulted {
@@ -94,9 +94,10 @@ impl<P: Platform> VcpuOf<P> {
         together.unwrap_or(alone)
     }
 
-    /// Another process of the guest, or the same one after an interrupt, needs a page that the
-    /// guest was told of. The VMM knows that from the first exit. The vCPU halts until the page has
-    /// come, and an interrupt ends the halt; or it waits, if it cannot take one.
+    /// Another process of the guest, or the same one after an interrupt, needs a page for which the
+    /// guest already got page-not-present. The VMM knows that from the first exit. The vCPU halts
+    /// until the page has arrived, and an interrupt ends the halt; or it waits, if it cannot take
+    /// one.
     fn missing_again(&mut self, gfn: Gfn, access: Access) -> Step {
         let now = self.vm.clock.now();
         match self.apf.not_present(gfn, access, now, &mut self.entry) {
@@ -110,7 +111,7 @@ impl<P: Platform> VcpuOf<P> {
         }
     }
 
-    /// Whether the guest could be told now that the page at `gfn` is not present.
+    /// Whether page-not-present could be delivered to the guest now for the page at `gfn`.
     fn can_tell(&mut self, gfn: Gfn) -> bool {
         self.vm.apf() == Apf::On && self.apf.can_tell(gfn, &mut self.entry)
     }
@@ -126,7 +127,7 @@ impl<P: Platform> VcpuOf<P> {
         if self.vm.apf() == Apf::Off {
             return Some(ticket);
         }
-        // If the page comes before the guest could be told, there is nothing to gain.
+        // If the page arrives before the event could be delivered, there is nothing to gain.
         match origin {
             Origin::Swap if self.vm.host.reads_at_once() => return Some(ticket),
             Origin::Swap => {}

@@ -70,7 +70,7 @@ impl VmMmu {
         })
     }
 
-    /// Hears the requests of the host's memory manager, for regions that slots of this VM map.
+    /// Takes the invalidations of the host's memory manager, for regions that slots of this VM map.
     pub fn notifier(&self) -> Arc<dyn MmuNotifier> {
         each!(self, mmu => Arc::clone(mmu) as Arc<dyn MmuNotifier>)
     }

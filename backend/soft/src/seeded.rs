@@ -9,9 +9,9 @@
 //!       no vCPU can run: jump to the next completion, timer, or act of a page source; if there is
 //!       none, the guest hangs
 //! ```
-//! The same code runs in thread mode; only time, I/O and the choice of the next vCPU come from
-//! here. The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs
-//! with the same seed have different hashes, there is a bug.
+//! The same code runs in thread mode; only time, I/O and the choice of the next vCPU are made here.
+//! The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs with
+//! the same seed have different hashes, there is a bug.
 
 use crate::either::Vcpu;
 use crate::step::{Step, Wait};

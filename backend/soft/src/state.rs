@@ -91,7 +91,7 @@ impl SaveRestore for VcpuOf<Cpu> {
     }
 }
 
-/// The vector first: the wake-all that EN causes comes with it.
+/// The vector is first: the wake-all that EN causes uses it.
 fn apf_msrs(apf: &AsyncFaults) -> impl Iterator<Item = (&'static str, Msr, u64)> {
     let fields = [
         ("apf.vector", Msr::Vector, apf.vector),

@@ -1,4 +1,4 @@
-//! What one step of a vCPU has come to.
+//! The outcome of one step of a vCPU.
 
 use lacuna_host::Ticket;
 use lacuna_machine::{Exit, VcpuError, Width};

@@ -12,9 +12,10 @@ pub(crate) struct Tokens(Mutex<State, lock_order::SoftTokens>);
 
 #[derive(Default)]
 struct State {
-    /// Accepted tokens have what tells the guest that their page is ready; `None` after a reset.
+    /// An accepted token has the completion that delivers page-ready to the guest; `None` after a
+    /// reset.
     life: TokenLife<Option<Completion>>,
-    /// Tokens for which ready is said when a page has come, by page.
+    /// Tokens that become ready when a page has arrived, by page.
     coming: HashMap<BackingAddr, Vec<FaultToken>>,
 }
 
@@ -53,14 +54,13 @@ impl Tokens {
     /// As [`TokenLife::accept`].
     pub fn accepted(&self, token: FaultToken, completion: Completion) -> Result<(), TokenError> {
         let accepted = self.lock().life.accept(token, Some(completion));
-        // The completion is dropped after the lock, which tells the guest.
+        // The completion is dropped after the lock; the drop delivers page-ready.
         accepted.map_err(|_completion| TokenError::Ready)
     }
 
-    /// Notes that ready is to be said for `token` when `page` has come. Returns whether the caller
-    /// has to arrange a call of [`Tokens::has_come`]: an earlier caller may have done that. A page
-    /// keeps each token once, and none that is completed, so calls without end use no memory
-    /// without end.
+    /// Notes that `token` becomes ready when `page` has arrived. Returns whether the caller has to
+    /// arrange a call of [`Tokens::has_come`]: an earlier caller may have done that. A page keeps
+    /// each token once, and none that is completed, so calls without end use no memory without end.
     pub fn ready_when(&self, page: BackingAddr, token: FaultToken) -> bool {
         let mut state = self.lock();
         if !state.life.is_open(token) {
@@ -84,7 +84,8 @@ impl Tokens {
         }
     }
 
-    /// The page of `token` is ready: an accepted one's guest is told, a pending one notes it.
+    /// The page of `token` is ready: the guest of an accepted one gets page-ready, a pending one
+    /// notes it.
     pub fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
         let ready = self.lock().life.ready(token)?;
         let Ready::Accepted(completion) = ready else {
@@ -105,7 +106,8 @@ pub(crate) struct Faulted {
     /// What was behind `gfn`: after a change of the slots it is another page.
     pub page: BackingAddr,
     pub access: Access,
-    /// The VMM could not tell the guest: the next run waits for the page instead of exiting again.
+    /// The VMM could not notify the guest: the next run waits for the page instead of exiting
+    /// again.
     pub waits: bool,
 }
 
@@ -134,7 +136,7 @@ mod tests {
         assert_eq!(tokens.ready(token), Err(TokenError::Ready));
         assert!(
             tokens.ready_when(page, token),
-            "the next time that it comes"
+            "the next time that it arrives"
         );
     }
 }

@@ -1,8 +1,8 @@
 //! One vCPU: a step that never waits, and the thread-mode loop around it that does.
 //!
 //! ```text
-//! step:  handle requests -> tell the guest of pages that have come -> run the processor (`entry`)
-//!        -> a page is missing: tell the guest, or Wait
+//! step:  handle requests -> page-ready for arrived pages -> run the processor (`entry`)
+//!        -> a page is missing: page-not-present to the guest, or Wait
 //!        -> Ran | Exit | Wait(for what) | Failed
 //! run:   step; wait for what it names; until Exit              (threads: `lacuna_machine::run`)
 //! Simulator: step; record what it names; step another          (one thread: `seeded`)
@@ -85,7 +85,7 @@ impl<P: Platform> VcpuOf<P> {
         self.start();
     }
 
-    /// Forgets why it has stopped: nothing is in flight, and no failure waits to be told.
+    /// Forgets why it has stopped: nothing is in flight, and no failure waits to be reported.
     pub(crate) fn forget_stop(&mut self) {
         self.forget_faults();
         (self.entry.failed, self.entry.bus.blocked) = (None, None);
@@ -133,14 +133,14 @@ impl<P: Platform> VcpuOf<P> {
         }
         self.end_exit();
         self.entry.handle_requests();
-        // This check comes before any write of this step, because beyond its soft limit a ring has
-        // room for few pages. It comes before any wait, because a full ring keeps a page that has
-        // arrived from being reported, and that page does not arrive again.
+        // This check precedes any write of this step, because beyond its soft limit a ring has room
+        // for few pages. It precedes any wait, because a full ring keeps a page that has arrived
+        // from being reported, and that page does not arrive again.
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
         }
-        // It comes before anything is told: a guest is not told what a vCPU's former life waited
-        // for.
+        // Power changes precede all events: a guest gets no event for a page that the vCPU needed
+        // before a reset.
         match P::power(&mut self.entry) {
             Power::On => {}
             Power::Started => self.forget_faults(),
@@ -203,7 +203,7 @@ impl<P: Platform> VcpuOf<P> {
         self.entry.wait_for(gfn, Access::Write)
     }
 
-    /// Tells the guest of pages that have arrived. Returns their number.
+    /// Notifies the guest of arrived pages. Returns their number.
     fn tell_of_pages(&mut self) -> usize {
         if !self.apf.has_arrivals() {
             return 0;
@@ -215,8 +215,8 @@ impl<P: Platform> VcpuOf<P> {
         told
     }
 
-    /// The step of a vCPU in an artificial halt: its guest could not be told of a missing page. An
-    /// interrupt that can be taken ends the halt.
+    /// The step of a vCPU in an artificial halt: page-not-present could not be delivered to its
+    /// guest. An interrupt that can be taken ends the halt.
     fn artificial_halt(&mut self) -> Option<Step> {
         if !self.apf.halted() {
             return None;
@@ -230,8 +230,8 @@ impl<P: Platform> VcpuOf<P> {
         Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
     }
 
-    /// Handles HLT and WFI. Tells the guest first of pages that have arrived: it could not be told
-    /// before if interrupts were off or the last event was unread.
+    /// Handles HLT and WFI. Notifies the guest first of arrived pages: page-ready could not be
+    /// delivered before if interrupts were off or the last event was unread.
     fn halt(&mut self) -> Step {
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
@@ -273,7 +273,7 @@ impl<P: Platform> VcpuOf<P> {
         self.leave()
     }
 
-    /// Whether only time can end this halt, and the time of its VM stands still.
+    /// Whether only time can end this halt, and the time of its VM is stopped.
     fn waits_for_ever(&self, until: Option<Nanos>) -> bool {
         self.vm.stands_still && (until.is_some() || self.apf.awaits_pages())
     }
@@ -417,7 +417,7 @@ impl<P: Platform> VcpuOf<P> {
             .host
             .reclaim_direct_until(frames, &vm.meters[self.index].kicked)
         {
-            // The frames come when writes are complete, which takes time.
+            // Frames become free when writes are complete, which takes time.
             Ok(progress) if vm.stands_still && progress.freed == 0 => Err(self.time_stands_still()),
             Ok(_) => Ok(()),
             Err(e) => Err(VcpuError::NoMemory {

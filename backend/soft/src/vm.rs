@@ -87,7 +87,7 @@ pub struct Vm {
     pub(crate) booted: AtomicBool,
     pub(crate) apf_paused: AtomicBool,
     pub(crate) log_readers: LogReaders,
-    /// Its time stands still, because it was built with a seed for a run loop of the VMM's own.
+    /// Its time is stopped, because it was built with a seed for a run loop of the VMM's own.
     pub(crate) stands_still: bool,
     /// Whether it has the state that its vCPUs share: by a boot, or by a restore.
     pub(crate) has_shared_state: AtomicBool,
@@ -109,8 +109,8 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// A VM without an image; its memory comes from `host`, which other VMs may share. The caller
-    /// starts the host's background thread, once for all VMs: [`Host::spawn_background`].
+    /// A VM without an image; `host` provides its memory, and other VMs may share `host`. The
+    /// caller starts the host's background thread, once for all VMs: [`Host::spawn_background`].
     pub fn new(
         host: Arc<Host>,
         clock: Arc<dyn Clock>,
@@ -239,7 +239,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Tells the handler that fills the boot memory from outside, if there is one, where it is.
+    /// Sends the addresses of the boot memory to the handler that fills it from outside, if there
+    /// is one.
     fn begin_external(&self) -> Result<(), SoftError> {
         let Some(external) = self.source.as_ref().and_then(|source| source.external()) else {
             return Ok(());

@@ -9,7 +9,7 @@ use lacuna_addr::{Access, Gfn, Gpa};
 pub enum Prefault {
     /// The retry will find the page mapped.
     Mapped,
-    /// The page has been evicted again, or never came; the retry faults.
+    /// The page has been evicted again, or never arrived; the retry faults.
     NotMapped,
 }
 
@@ -41,8 +41,8 @@ pub trait SharedWords {
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable>;
 }
 
-/// The guest could not be told: the event is disabled, or its words in guest memory are in use or
-/// not writable.
+/// The event could not be delivered: it is disabled, or its words in guest memory are in use or not
+/// writable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Untold;
 
@@ -58,14 +58,14 @@ impl From<Unwritable> for Untold {
 
 /// One architecture's contract with its guests, as the guest has configured it on one vCPU.
 pub trait Abi {
-    /// The format of the tokens that the guest is told now.
+    /// The format of the tokens of new events.
     fn tokens(&self) -> TokenFormat;
 
-    /// Whether the guest has asked to be told of pages.
+    /// Whether the guest has enabled the events.
     fn is_enabled(&self) -> bool;
 
     /// The page with the words that guest and host share, while the contract is enabled. The host
-    /// reads and writes them when it tells the guest.
+    /// reads and writes them when it delivers an event.
     fn shared_page(&self) -> Option<Gfn>;
 
     /// The token of a page-not-present that was signalled to the guest, and that the vCPU has not
@@ -78,7 +78,7 @@ pub trait Abi {
     fn reset(&mut self);
 }
 
-/// Tells a guest of type `G` about its pages.
+/// Delivers the events to a guest of type `G`.
 ///
 /// The trait is apart from [`Abi`] because each architecture needs something else of its guest.
 /// x86's contract implements it for every `G` that is an [`x86::Guest`](crate::x86::Guest).
@@ -87,29 +87,29 @@ pub trait Tell<G>: Abi {
     /// that the vCPU is interruptible and the contract enabled.
     fn takes_not_present(&mut self, guest: &mut G) -> bool;
 
-    /// Tells the guest that the page of `token` is not present, if the guest may be told now. The
-    /// caller has checked that the vCPU is interruptible and the contract enabled. An event that
-    /// the guest has not read is never overwritten.
+    /// Delivers page-not-present for `token`, if the guest may get the event now. The caller has
+    /// checked that the vCPU is interruptible and the contract enabled. An event that the guest has
+    /// not read is never overwritten.
     ///
     /// # Errors
     /// The guest was not told; nothing that it can see has changed.
     fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold>;
 
-    /// The page of `token` has come. If that token is [`Abi::untaken`], takes the event back, so
+    /// The page of `token` has arrived. If that token is [`Abi::untaken`], takes the event back, so
     /// that the guest never sees it. Returns whether it did.
     fn withdraw(&mut self, token: Token, guest: &mut G) -> bool {
         let _ = (token, guest);
         false
     }
 
-    /// Whether the guest may be told of a ready page now; false while the contract is disabled.
+    /// Whether page-ready may be delivered now; false while the contract is disabled.
     fn takes_ready(&mut self, guest: &mut G) -> bool;
 
-    /// Tells the guest that the page of `token` is ready. The caller has asked
-    /// [`Tell::takes_ready`] since the last event.
+    /// Delivers page-ready for `token`. The caller has asked [`Tell::takes_ready`] since the last
+    /// event.
     ///
     /// # Errors
-    /// The guest was not told.
+    /// The event was not delivered.
     fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), Untold>;
 }
 

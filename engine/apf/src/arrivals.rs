@@ -1,4 +1,4 @@
-//! The completion queue: any thread reports a page that has come, and the vCPU's thread takes it.
+//! The completion queue: any thread reports an arrived page, and the vCPU's thread takes it.
 //!
 //! ```text
 //! completing thread                         vCPU's thread
@@ -8,9 +8,9 @@
 //! unlock
 //! kick
 //! ```
-//! *Cancel* increments the generation under the lock. A completion that comes before cancel is in
-//! the list, and cancel empties the list. One that comes after cancel finds another generation. So
-//! nothing from before a cancel is delivered after it, and cancel does not wait for any worker.
+//! *Cancel* increments the generation under the lock. A completion before cancel is in the list,
+//! and cancel empties the list. A completion after cancel finds another generation. So nothing from
+//! before a cancel is delivered after it, and cancel does not wait for any worker.
 //!
 //! *No lost kick.* Suppose that the vCPU looks, finds the list empty, and is about to sleep. Then a
 //! page is pushed. The kick after the push leaves a permit, so the sleep ends at once.
@@ -57,10 +57,10 @@ impl Shared {
     }
 }
 
-/// The duty to report that a page has come, or that it never will. The vCPU then retries its access
-/// and finds out which. Dropping a completion reports as well, so a worker that dies loses nothing.
-/// After the queue was cancelled, reset, disabled or dropped, a completion has no effect.
-#[must_use = "dropping it says that the page has come"]
+/// The duty to report that a page has arrived, or that it never will. The vCPU then retries its
+/// access and finds out which. Dropping a completion reports as well, so a worker that dies loses
+/// nothing. After the queue was cancelled, reset, disabled or dropped, a completion has no effect.
+#[must_use = "dropping it says that the page has arrived"]
 pub struct Completion {
     shared: Arc<Shared>,
     generation: u64,
@@ -74,8 +74,8 @@ impl Completion {
         self.shared.lock().generation != self.generation
     }
 
-    /// Reports that the page has come. The calling thread takes a lock for a moment, and then kicks
-    /// the vCPU.
+    /// Reports that the page has arrived. The calling thread takes a lock for a moment, and then
+    /// kicks the vCPU.
     pub fn complete(self) {}
 }
 
@@ -131,7 +131,7 @@ impl Arrivals {
         self.shared.any.load(Ordering::Relaxed)
     }
 
-    /// Takes the page that came first.
+    /// Takes the page that arrived first.
     pub fn pop(&self) -> Option<Gfn> {
         let mut list = self.shared.lock();
         let page = list.pages.pop_front();
@@ -141,7 +141,7 @@ impl Arrivals {
         page
     }
 
-    /// The page that came first.
+    /// The page that arrived first.
     pub fn first(&self) -> Option<Gfn> {
         self.shared.lock().pages.front().copied()
     }

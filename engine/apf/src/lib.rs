@@ -1,24 +1,24 @@
 //! Asynchronous page faults of one vCPU, independent of backend and architecture.
 //!
-//! A vCPU need not wait for a page that is not in memory. The guest is told that the page is not
-//! present, with a *token*, and runs another process. When the page has arrived, the guest is told
-//! that the token is *ready*, and the first process retries its access.
+//! A vCPU need not wait for a page that is not in memory. The guest gets the event
+//! *page-not-present* with a *token*, and runs another process. When the page has arrived, the
+//! guest gets *page-ready* for the token, and the first process retries its access.
 //!
 //! ```text
 //! vCPU's thread                                 the thread that brings the page
 //! not_present(gfn) ─► Wait: the vCPU waits, as if there were no asynchronous faults
-//!                  ─► Halt: the guest was not told of this fault; the vCPU halts until
+//!                  ─► Halt: the guest got no event for this fault; the vCPU halts until
 //!                  │        the page has arrived or an interrupt can be taken
 //!                  ─► Injected: the guest knows the token
 //!                       └─ Completion ────────► complete(), or dropped
 //!                                                 └─► completion queue ─► kick the vCPU
 //! poll() ◄────────────────────────────────────────────────┘
-//!   for each page: remove it from the hash, prefault it, tell the guest that it is ready
+//!   for each page: remove it from the hash, prefault it, deliver page-ready
 //!   (only if the guest has the token), end the halt
 //! ```
 //!
 //! A backend has one [`Queue`] for each vCPU, and implements the guest traits for that vCPU:
-//! [`Guest`], [`SharedWords`], and that of its architecture, for example [`x86::Guest`]. Other
+//! [`Guest`], [`SharedWords`], and its architecture's trait, for example [`x86::Guest`]. Other
 //! threads touch only the completion queue. The rest of a [`Queue`] is a state machine on the
 //! vCPU's thread. It has no clock, no thread and no guest memory of its own: its caller passes the
 //! time and the guest.
@@ -26,8 +26,8 @@
 //! The crate has two halves. The neutral half handles tokens, the order of arrivals, forward
 //! progress, cancellation and statistics. An [`Abi`] implements one architecture's contract with
 //! its guests: the control registers, the words in guest memory, the events, and when a vCPU may
-//! take them. The neutral half uses it to ask whether the guest may be told now, and to tell the
-//! guest.
+//! take them. The neutral half uses it to ask whether an event may be delivered now, and to deliver
+//! it.
 //!
 //! | file | job |
 //! |---|---|
@@ -35,7 +35,7 @@
 //! | `token` | the format of tokens, and the next token of a vCPU |
 //! | `arrivals` | the completion queue: the only part that other threads touch |
 //! | `recent` | forward progress: if a page faults again just after it was made ready, wait |
-//! | `queue` | [`Queue`]: faults come in, ready pages go out |
+//! | `queue` | [`Queue`]: takes faults, delivers ready pages |
 //! | `stats` | counters |
 //! | `verify` | checks the invariants that hold between two calls |
 //! | `x86` | Linux's guest ABI for x86: delivery by exceptions (2010) and by interrupt (today) |

@@ -1,4 +1,4 @@
-//! The state of one vCPU's asynchronous page faults: faults come in, ready pages go out.
+//! The state of one vCPU's asynchronous page faults: takes faults, delivers ready pages.
 
 use crate::abi::{Abi, Guest, Prefault, Request, Tell};
 use crate::arrivals::{Arrivals, Completion};
@@ -18,17 +18,18 @@ pub const QUEUED_MAX: usize = 64;
 pub enum NotPresent {
     /// Wait for the page as if there were no asynchronous faults.
     Wait,
-    /// The guest was told. Start the worker *now* and give it the completion; then run the guest.
+    /// The guest got page-not-present. Start the worker *now* and give it the completion; then run
+    /// the guest.
     Injected(Completion),
-    /// The guest cannot be told, so the vCPU is in an artificial halt (see [`Queue::halted`]). If
-    /// there is a completion, start the worker first. If there is none, the page is already on its
-    /// way.
+    /// The event cannot be delivered, so the vCPU is in an artificial halt (see [`Queue::halted`]).
+    /// If there is a completion, start the worker first. If there is none, the page is already on
+    /// its way.
     Halt(Option<Completion>),
 }
 
 /// A fault in flight.
 pub(crate) struct Flight {
-    /// The token that the guest was told; `None` if it could not be told.
+    /// The token of the guest's page-not-present; `None` if that could not be delivered.
     pub token: Option<Token>,
     access: Access,
     since: Nanos,
@@ -37,8 +38,8 @@ pub(crate) struct Flight {
 /// One vCPU's asynchronous page faults. Only the vCPU's thread uses it.
 ///
 /// The thread calls [`Queue::poll`] between two instructions if [`Queue::has_arrivals`], and before
-/// each sleep, whatever the reason for the sleep. A kick ends the sleep. It may come between the
-/// call and the sleep, so it must leave a permit, as `unpark` does.
+/// each sleep, whatever the reason for the sleep. A kick ends the sleep. A kick between the call
+/// and the sleep must leave a permit, as `unpark` does.
 pub struct Queue<A> {
     pub(crate) abi: A,
     tokens: Tokens,
@@ -55,8 +56,8 @@ pub struct Queue<A> {
 }
 
 impl<A: Abi> Queue<A> {
-    /// The queue of vCPU `vcpu`. `abi` tells its guest. `kick` makes the vCPU leave guest code, or
-    /// wakes its thread. Completing threads call it and hold no lock then. It must not panic.
+    /// The queue of vCPU `vcpu`. `abi` delivers the events. `kick` makes the vCPU leave guest code,
+    /// or wakes its thread. Completing threads call it and hold no lock then. It must not panic.
     ///
     /// # Panics
     /// If `vcpu` does not fit in a token ([`Abi::tokens`]).
@@ -96,7 +97,7 @@ impl<A: Abi> Queue<A> {
         }
     }
 
-    /// Whether [`Queue::not_present`] would tell the guest of a fault on `gfn` now. Changes
+    /// Whether [`Queue::not_present`] would deliver page-not-present for `gfn` now. Changes
     /// nothing.
     pub fn can_tell<G: Guest>(&mut self, gfn: Gfn, guest: &mut G) -> bool
     where
@@ -121,22 +122,22 @@ impl<A: Abi> Queue<A> {
         self.flights.contains_key(&gfn)
     }
 
-    /// Whether a fault on `gfn` is in flight, and its page was not said to have come.
+    /// Whether a fault on `gfn` is in flight, and its page was not reported as arrived.
     pub fn awaits(&self, gfn: Gfn) -> bool {
         self.is_in_flight(gfn) && !self.arrivals.contains(gfn)
     }
 
     /// Whether no more faults may be in flight.
     ///
-    /// KVM cancels its workers before a disable returns. Workers here go on, so `live` counts their
-    /// pages until they have come. A guest that disables and enables in a loop then has no more
-    /// frames in flight than any other guest.
+    /// KVM cancels its workers before a disable returns. Workers here continue, so `live` counts
+    /// their pages until they have arrived. A guest that disables and enables in a loop then has no
+    /// more frames in flight than any other guest.
     fn is_full(&self) -> bool {
         self.queued() == QUEUED_MAX || self.arrivals.live() >= QUEUED_MAX
     }
 
-    /// The vCPU needs the page at `gfn`, which is not present. Tells the guest if possible, and
-    /// says what the vCPU does meanwhile.
+    /// The vCPU needs the page at `gfn`, which is not present. Delivers page-not-present if
+    /// possible, and returns what the vCPU does meanwhile.
     pub fn not_present<G: Guest>(
         &mut self,
         gfn: Gfn,
@@ -174,7 +175,8 @@ impl<A: Abi> Queue<A> {
             since: now,
         };
         self.flights.insert(gfn, flight);
-        // The completion is made after the guest was told, so ready cannot overtake not-present.
+        // The completion is made after page-not-present was delivered, so page-ready cannot
+        // overtake it.
         let completion = self.arrivals.completion(gfn);
         if token.is_some() {
             self.stats.taken += 1;
@@ -190,7 +192,7 @@ impl<A: Abi> Queue<A> {
         let format = self.abi.tokens();
         loop {
             let token = self.tokens.next(format);
-            // A page may be on its way for longer than the counter needs to come round.
+            // A page may be on its way for longer than the counter needs to wrap around.
             let in_use = |flight: &Flight| flight.token == Some(token);
             if !self.tokens.have_wrapped() || !self.flights.values().any(in_use) {
                 return token;
@@ -202,8 +204,8 @@ impl<A: Abi> Queue<A> {
     /// ended the halt and the access was tried again.
     fn not_present_again(&mut self, gfn: Gfn) -> NotPresent {
         if self.arrivals.contains(gfn) {
-            // The page came, the guest could not be told yet, and reclaim took the page again. No
-            // worker brings it.
+            // The page arrived, page-ready could not be delivered yet, and reclaim took the page
+            // again. No worker brings it.
             self.stats.waited_recent += 1;
             return NotPresent::Wait;
         }
@@ -212,9 +214,9 @@ impl<A: Abi> Queue<A> {
         NotPresent::Halt(None)
     }
 
-    /// Takes arrivals from the completion queue, in order, as long as the guest may be told.
-    /// Returns their number. Each of them makes the vCPU runnable, also if there was nothing to
-    /// tell.
+    /// Takes arrivals from the completion queue, in order, as long as events may be delivered.
+    /// Returns their number. Each of them makes the vCPU runnable, also if there was no event to
+    /// deliver.
     pub fn poll<G: Guest>(&mut self, now: Nanos, guest: &mut G) -> usize
     where
         A: Tell<G>,
@@ -242,7 +244,7 @@ impl<A: Abi> Queue<A> {
     }
 
     /// Whether the first arrival is the page of an event that the vCPU has not taken yet. The guest
-    /// need not hear of it at all.
+    /// then needs no event at all.
     fn next_is_untaken(&self) -> bool {
         let Some(untaken) = self.abi.untaken().filter(|_| !self.wake_all) else {
             return false;
@@ -294,7 +296,7 @@ impl<A: Abi> Queue<A> {
     }
 
     /// Whether the vCPU is in an artificial halt. [`Queue::poll`] ends the halt when the page has
-    /// come; the backend ends it for an interrupt ([`Queue::break_halt`]).
+    /// arrived; the backend ends it for an interrupt ([`Queue::break_halt`]).
     pub const fn halted(&self) -> bool {
         self.halted.is_some()
     }
@@ -314,7 +316,7 @@ impl<A: Abi> Queue<A> {
     }
 
     /// vCPU reset: nothing is in flight, the contract is as at power-on, the vCPU is not halted.
-    /// The counters of tokens and statistics go on.
+    /// The counters of tokens and statistics keep their values.
     pub fn reset(&mut self) {
         self.abi.reset();
         self.forget();

@@ -6,8 +6,8 @@
 //!
 //! A retry that succeeds reports nothing, so the queue cannot know whether a page was retried. It
 //! knows only that a faulting page is among the last ones made ready. Two cases look alike: reclaim
-//! took the page before its retry; or after it, because memory is so short that a page comes and
-//! goes within a few faults. In the second case the rule costs one synchronous wait.
+//! took the page before its retry; or after it, because memory is so short that a page arrives and
+//! is evicted within a few faults. In the second case the rule costs one synchronous wait.
 //!
 //! An entry goes when a fault has waited for its page, or when later pages have pushed it out.
 

@@ -3,9 +3,10 @@
 /// A reading of one vCPU's counters, or a sum over vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stats {
-    /// Faults that the guest was told of.
+    /// Faults with a delivered page-not-present.
     pub taken: u64,
-    /// Faults that the guest could not be told of: artificial halts for which a read was started.
+    /// Faults whose page-not-present could not be delivered: artificial halts for which a read was
+    /// started.
     pub halted: u64,
     /// Faults on a page that was already on its way to this vCPU: artificial halts without a new
     /// read.
@@ -16,7 +17,7 @@ pub struct Stats {
     pub waited_uninterruptible: u64,
     /// Synchronous waits for a page that had been made ready a moment before and was evicted again.
     pub waited_recent: u64,
-    /// Pages that the guest was told to be ready.
+    /// Delivered page-ready events.
     pub ready: u64,
     /// Arrivals that the guest was not told of: it had no token for the page, or had not taken the
     /// event with the token yet, or the word in its memory could not be written. The vCPU was only

@@ -9,7 +9,7 @@ impl Token {
     /// Says "ready" to every task that sleeps on this vCPU.
     pub const WAKE_ALL: Self = Self(u32::MAX);
 
-    /// The token that a guest was told before its state was saved; `None` for 0.
+    /// The token of an event that a guest got before its state was saved; `None` for 0.
     pub(crate) const fn from_guest(number: u32) -> Option<Self> {
         match number {
             0 => None,
@@ -127,7 +127,7 @@ mod tests {
         );
         assert_eq!(
             seen[0], seen[0xffff],
-            "all ids but 0 come before the first again"
+            "all ids but 0 precede a repetition"
         );
     }
 }

@@ -342,7 +342,7 @@ impl Missing {
                     }
                 }
                 PageState::Fetching { .. } if *self.ticket.lock().unwrap() => return false,
-                // The page has come since.
+                // The page has arrived since.
                 PageState::Fetching { .. } => {}
                 PageState::Resident { .. } => {
                     let [first, second] = self.halves.each_ref();

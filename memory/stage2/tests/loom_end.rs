@@ -12,7 +12,7 @@
 //! that the slot logs, and otherwise faults under the range lock.
 //!
 //! The model with faults fails in each of these cases: the kick is left out, is not waited for, or
-//! comes before the state is set to off; the fence in `kick_all` is missing; a vCPU makes fast page
+//! precedes the state's change to off; the fence in `kick_all` is missing; a vCPU makes fast page
 //! faults whatever the slot's state is. The model with the log fails if the large leaf gets W
 //! without D.
 #![cfg(loom)]

@@ -6,10 +6,10 @@
 //!   no:  none of its accesses has found such zeros, its exit is valid
 //!   yes: was a page of this VM lost? then the exit is dropped, and each step fails
 //! ```
-//! The test comes before the exit is looked at. So no port, device or VMM gets a value that was
-//! made of the zeros. All vCPUs of the VM fail at their next exit from guest code, because each may
-//! have read the zeros, or what the others have written since. A reset or a restore of the vCPU
-//! ends the failure; the page stays lost.
+//! The vCPU tests before it handles the exit. So no port, device or VMM gets a value that was made
+//! of the zeros. All vCPUs of the VM fail at their next exit from guest code, because each may have
+//! read the zeros, or what the others have written since. A reset or a restore of the vCPU ends the
+//! failure; the page stays lost.
 //!
 //! The guest's memory may keep what its vCPUs have written between the loss and their exits: each
 //! runs for at most as many instructions as one step has.

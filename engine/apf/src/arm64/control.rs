@@ -24,8 +24,8 @@ const LOW: u64 = 0x3f;
 const FUNCTION: u64 = 0xff << 56;
 const SWITCH: u64 = 1 << 63;
 const SET_RANGE: u64 = 1 << 62;
-/// RFCv2: bytes from VBAR_EL1 on in which no event comes, before the guest has asked for more. It
-/// is the vector table.
+/// RFCv2: bytes from VBAR_EL1 on in which no event is delivered, before the guest has asked for
+/// more. It is the vector table.
 const RANGE: u64 = 0x800;
 
 /// The answer to a call of the guest.
@@ -345,7 +345,7 @@ impl Control {
     }
 }
 
-/// A 64-bit argument of a 32-bit call, in two registers of which the low halves count.
+/// A 64-bit argument of a 32-bit call, in two registers; their low halves count.
 const fn halves(low: u64, high: u64) -> u64 {
     low & 0xffff_ffff | high << 32
 }

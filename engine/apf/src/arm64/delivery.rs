@@ -1,4 +1,4 @@
-//! The events by which a guest is told. There are two forms; only this file knows both.
+//! Delivers events to a guest. There are two forms; only this file knows both.
 //!
 //! | | [`Form::Abort`] (RFCv2) | [`Form::Sdei`] (v1 to v4) |
 //! |---|---|---|

@@ -9,7 +9,7 @@ pub enum ExceptionLevel {
     El1,
 }
 
-/// The part of an arm64 vCPU's state that decides whether the guest may be told, besides
+/// The part of an arm64 vCPU's state that decides whether an event may be delivered, besides
 /// [`crate::Guest::is_interruptible`]. It is the state between two instructions, or at a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CpuState {
@@ -81,7 +81,7 @@ pub trait Guest: crate::Guest + crate::SharedWords {
     /// The registers of [`Context`].
     fn context(&self) -> Context;
 
-    /// Changes the vCPU. [`Effect::DataAbort`] and the start of an SDEI event come only while the
-    /// vCPU is interruptible. After a data abort it is not, until the exception is taken.
+    /// Changes the vCPU. [`Effect::DataAbort`] and the start of an SDEI event are applied only
+    /// while the vCPU is interruptible. After a data abort it is not, until the exception is taken.
     fn apply(&mut self, effect: Effect);
 }

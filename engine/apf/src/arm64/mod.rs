@@ -5,13 +5,13 @@
 //! |---|---|
 //! | `numbers` | identifiers of calls, feature bits, results |
 //! | `control` | the calls, and every rule by which one is refused |
-//! | `delivery` | the events, in the form of RFCv2 and in that of v1 to v4 |
+//! | `delivery` | the events, in the form of RFCv2 and in the form of v1 to v4 |
 //! | `sdei` | the software-delegated exception interface that the second form needs |
 //! | `guest` | what the ABI needs of a vCPU |
 //!
 //! ```text
 //! the guest's HVC ─► Queue::call ─► Answer, and Effects on the vCPU
-//! a fault ─► crate::Queue::not_present          a page has come ─► crate::Queue::poll
+//! a fault ─► crate::Queue::not_present          a page has arrived ─► crate::Queue::poll
 //! before the vCPU's next instruction ─► Queue::enter: it takes the SDEI event, if one is signalled
 //! ```
 //! A guest probes: the UID of the vendor services is KVM's; bit 1 of their bitmap is RFCv2, and bit
@@ -68,8 +68,8 @@ impl Queue {
         self.abi_mut().enter(guest);
     }
 
-    /// The guest's configuration. Faults in flight are not part of it: a restored guest is told to
-    /// try again with all.
+    /// The guest's configuration. Faults in flight are not part of it: a restored guest gets a
+    /// wake-all, and every task retries its access.
     pub fn save(&self) -> Saved {
         self.abi().save()
     }

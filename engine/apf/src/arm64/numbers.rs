@@ -14,9 +14,9 @@ bitflags::bitflags! {
 /// The event and the interrupt of [`Features::SDEI`]. The machine chooses both.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Numbers {
-    /// The private SDEI event by which the guest is told that a page is not present.
+    /// The private SDEI event that delivers page-not-present.
     pub event: u32,
-    /// The private peripheral interrupt (INTID 16 to 31) by which it is told that a page is ready.
+    /// The private peripheral interrupt (INTID 16 to 31) that delivers page-ready.
     pub interrupt: u32,
 }
 

@@ -3,8 +3,8 @@
 //! ```text
 //! registered, enabled, not masked, no handler at work:
 //!   save X0..X17, PC, PSTATE ─► X0 event, X1 argument, X2 PC, X3 PSTATE; PC handler; EL1h, masked
-//! COMPLETE             ─► all saved registers come back
-//! COMPLETE_AND_RESUME  ─► X0..X17 come back; ELR_EL1, SPSR_EL1 get the saved PC and PSTATE; PC is
+//! COMPLETE             ─► restores all saved registers
+//! COMPLETE_AND_RESUME  ─► restores X0..X17; ELR_EL1, SPSR_EL1 get the saved PC and PSTATE; PC is
 //!                         the argument: as if an interrupt had been taken there
 //! ```
 //! The interface is of one vCPU. There are no shared events and no interrupts bound to events, and
@@ -216,7 +216,7 @@ impl Sdei {
     }
 }
 
-/// What is told of the event: it is private, signalled by the host, critical.
+/// The attributes of the event: it is private, signalled by the host, critical.
 fn info(what: u64) -> Result<Done, Error> {
     match what {
         0 | 1 => SUCCESS,

@@ -1,4 +1,4 @@
-//! The events by which a guest is told. Page-ready has two forms; only this file knows both.
+//! Delivers events to a guest. Page-ready has two forms; only this file knows both.
 //!
 //! | | [`ReadyBy::Exception`] (2010) | [`ReadyBy::Interrupt`] (today) |
 //! |---|---|---|
@@ -13,8 +13,8 @@
 //! for comparison.
 //!
 //! A word that is not zero is an event that the guest has not read. The host never overwrites it.
-//! So at most one page-ready is unread. While word 0 is in use, the guest cannot be told that a
-//! page is not present.
+//! So at most one page-ready is unread. While word 0 is in use, no page-not-present can be
+//! delivered.
 
 use super::{CpuState, Guest};
 use crate::abi::Untold;
@@ -49,15 +49,14 @@ impl Enabled {
         guest.read_u32(self.reason()).is_some()
     }
 
-    /// Whether the guest can be told now that a page is not present. The caller has checked that
-    /// the vCPU is interruptible.
+    /// Whether page-not-present can be delivered now. The caller has checked that the vCPU is
+    /// interruptible.
     pub fn takes_not_present(self, guest: &mut impl Guest) -> bool {
         let CpuState { user, paging, .. } = guest.state();
         paging && (user || self.send_always) && guest.read_u32(self.reason()) == Some(0)
     }
 
-    /// Tells the guest that a page is not present. The caller has checked that the vCPU is
-    /// interruptible.
+    /// Delivers page-not-present. The caller has checked that the vCPU is interruptible.
     pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Result<(), Untold> {
         if !self.takes_not_present(guest) {
             return Err(Untold);
@@ -67,7 +66,7 @@ impl Enabled {
         Ok(())
     }
 
-    /// Whether the guest can be told of a ready page now.
+    /// Whether page-ready can be delivered now.
     pub fn takes_ready(self, guest: &mut impl Guest) -> bool {
         match self.ready_by {
             ReadyBy::Exception => {
@@ -77,8 +76,7 @@ impl Enabled {
         }
     }
 
-    /// Tells the guest that the page of `token` is ready. The caller has asked
-    /// [`Enabled::takes_ready`].
+    /// Delivers page-ready for `token`. The caller has asked [`Enabled::takes_ready`].
     pub fn ready(self, token: Token, vector: u8, guest: &mut impl Guest) -> Result<(), Untold> {
         match self.ready_by {
             ReadyBy::Exception => {

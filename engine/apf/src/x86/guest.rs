@@ -1,6 +1,6 @@
 //! What the x86 ABI needs of a vCPU, besides the words in its memory.
 
-/// The part of an x86 vCPU's state that decides whether the guest may be told, besides
+/// The part of an x86 vCPU's state that decides whether an event may be delivered, besides
 /// [`crate::Guest::is_interruptible`]. It is the state between two instructions, or at a fault.
 ///
 /// An x86 vCPU is interruptible if RFLAGS.IF is set, there is no STI or MOV SS shadow, no exception

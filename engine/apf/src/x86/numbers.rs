@@ -8,7 +8,7 @@ bitflags::bitflags! {
         const ASYNC_PF = 1 << 4;
         /// A nested hypervisor may get page-not-present as a #PF exit.
         const ASYNC_PF_VMEXIT = 1 << 10;
-        /// Page-ready may come as an interrupt.
+        /// Page-ready may be an interrupt.
         const ASYNC_PF_INT = 1 << 14;
     }
 }

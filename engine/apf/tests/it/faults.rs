@@ -1,4 +1,4 @@
-//! A page that is not present: when the guest is told, when the vCPU halts, when it waits.
+//! A page that is not present: when its event is delivered, when the vCPU halts, when it waits.
 
 use crate::common;
 
@@ -56,8 +56,8 @@ fn delivery_depends_on_privilege_and_paging() {
     }
 }
 
-/// `can_tell` foretells a fault and changes nothing. A page that was said to have come is not
-/// awaited any more, though its fault is in flight until the guest is told.
+/// `can_tell` predicts a fault's outcome and changes nothing. A reported page is not awaited any
+/// more, though its fault is in flight until page-ready is delivered.
 #[test]
 fn a_fault_is_foretold_and_awaited_until_its_page_has_come() {
     for en in BOTH {
@@ -170,7 +170,7 @@ fn a_full_queue_waits() {
         assert_eq!(
             answer(&fixture.fault(7)),
             Answer::HaltOnly,
-            "in flight comes first"
+            "in flight is tested first"
         );
         completions.pop().unwrap().complete();
         assert_eq!(fixture.settle().len(), 1);

@@ -1,10 +1,10 @@
 //! Random sequences of calls on a queue, compared with a plain model: what each call must return,
-//! and what the guest may be told. The model states the same rules, with lists and sets.
+//! and which events the guest may get. The model states the same rules, with lists and sets.
 //!
 //! After every step: a token is never 0; at most 64 are queued; no ready event overtakes another,
-//! or is delivered while one is unread (the mock guest refuses that); none comes without its
-//! not-present, or twice; and no event from before a disable, reset or cancel comes after it. At
-//! the end every not-present has had its ready or a later wake-all.
+//! or is delivered while one is unread (the mock guest refuses that); none is delivered without its
+//! not-present, or twice; and no event from before a disable, reset or cancel is delivered after
+//! it. At the end every not-present has had its ready or a later wake-all.
 
 use crate::common;
 
@@ -77,14 +77,13 @@ fn op() -> impl Strategy<Value = Op> {
 struct Model {
     /// The value of EN, if its bit 0 is set.
     enabled: Option<u64>,
-    /// Pages in flight, with the token if the guest was told.
+    /// Pages in flight, with the token if page-not-present was delivered.
     flights: BTreeMap<u64, Option<u32>>,
     done: VecDeque<u64>,
     wake_all: bool,
     recent: VecDeque<u64>,
     halted: Option<u64>,
-    /// Tokens that the guest was told, and that a cancel made the queue forget. Tasks still sleep
-    /// on them.
+    /// Delivered tokens that a cancel made the queue forget. Tasks still sleep on them.
     forgotten: BTreeSet<u32>,
 }
 
@@ -281,7 +280,7 @@ impl Run {
         self.model.poll(guest.state, guest.words)
     }
 
-    /// The events of one poll must be those of the model.
+    /// The events of one poll must equal the model's.
     fn compare(&mut self, expected: Vec<Option<u32>>) {
         let guest = &mut self.fixture.guest;
         let as_int = self.model.enabled.is_some_and(|en| en & AS_INT != 0);

@@ -264,7 +264,7 @@ fn swap_in_is_timed_and_prefaults_are_counted() {
         fixture.guest.prefault = prefault;
         let begun = Nanos(number * 10_000);
         let NotPresent::Injected(completion) = fixture.fault_at(number, begun) else {
-            panic!("the guest is told");
+            panic!("page-not-present is delivered");
         };
         completion.complete();
         fixture.guest.take_page_fault();

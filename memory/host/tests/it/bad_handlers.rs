@@ -48,7 +48,7 @@ fn hva(host: &Host, range: BackingRange) -> Hva {
     host.addresses(range).unwrap().start()
 }
 
-/// A handler copies a page after its VM is gone. The page does not come into the memory of the next
+/// A handler copies a page after its VM is gone. The page does not appear in the memory of the next
 /// VM, and the addresses are used again when nothing has the handler's descriptor.
 #[test]
 fn a_late_handler_does_not_fill_the_next_vm() {

@@ -113,7 +113,7 @@ fn flip(pages: &mut BTreeMap<SwapEntry, Page>) {
     }
 }
 
-/// Pages come back from each other's swap entries.
+/// Reads return pages of each other's swap entries.
 fn shuffle(pages: &mut BTreeMap<SwapEntry, Page>) {
     let last = pages.values().last().cloned().unwrap();
     let mut before = last;

@@ -26,7 +26,7 @@ fn missing(host: &Arc<Host>, memory: &SharedMemory) -> Vm {
     common::linux::vm(host, backing, PAGES, Some(&TestSource::new()))
 }
 
-/// A VM in `memory`, all of whose pages have come from its source.
+/// A VM in `memory`, its source has provided all pages.
 fn vm(host: &Arc<Host>, memory: &SharedMemory) -> Vm {
     let mut vm = missing(host, memory);
     vm.check_all();
@@ -69,7 +69,7 @@ fn a_hole_in_the_file() {
     }
 }
 
-/// The file grows again before any access, so that its end tells nothing.
+/// The file grows again before any access, so that its end shows nothing.
 #[test]
 fn a_file_that_is_cut_short_and_grows_again() {
     for fill in FILLS {

@@ -131,9 +131,9 @@ fn cold_blocks_are_split_and_hot_blocks_stay_whole() {
     vm.check_all();
 }
 
-/// A block of which a few pages are in use looks as young as any other. If such blocks were always
-/// spared, small pages would be thrashed in the remaining memory. A sampled split lets the blocks
-/// give up their cold pages.
+/// A block with a few pages in use looks as young as any other. If such blocks were always spared,
+/// small pages would be thrashed in the remaining memory. A sampled split lets the blocks give up
+/// their cold pages.
 #[test]
 fn mostly_cold_blocks_are_split() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
@@ -209,7 +209,7 @@ fn pages_in_use_become_a_block() {
         let level = vm.fault(block * BLOCK, Access::Read).unwrap().level;
         assert_eq!(level == Level::L2M, block < 2);
     }
-    // A page that was copied is as dirty as it was: under pressure it is written, and comes back.
+    // A page that was copied is as dirty as it was: under pressure it is written, and read back.
     let mut other = Vm::new(&host, &clock, 20 * BLOCK);
     write_all(&mut other, 0..20 * BLOCK);
     vm.check_all();

@@ -96,7 +96,8 @@ fn background_reclaim_keeps_frames_free() {
     host.verify();
 }
 
-/// A caller that does not wait is told once: when the page has arrived, or at once if it is there.
+/// A caller that does not wait is notified once: when the page has arrived, or at once if it is
+/// there.
 #[test]
 fn a_ticket_calls_back() {
     let (host, clock) = virtual_host(256, store());

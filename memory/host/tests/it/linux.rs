@@ -169,7 +169,7 @@ fn discarded_pages_are_zeros() {
     let part = BackingRange::new(at(range, 10), 20).unwrap();
     host.discard(part).unwrap();
     host.verify();
-    assert!(ticket.is_done(), "its vCPU goes on");
+    assert!(ticket.is_done(), "its vCPU continues");
     assert_eq!(host.linux_pages(), PageCount::new(10));
     assert_eq!(source.answer(at(range, 20)), Answer::Late);
     for page in 0..30 {
@@ -186,7 +186,7 @@ fn discarded_pages_are_zeros() {
     host.verify();
 }
 
-/// Runs of pages, some of which are there, asked for or behind the region's end.
+/// Runs of pages; some are there, asked for or behind the region's end.
 #[lacuna_skip::test]
 fn runs_of_pages_are_provided() {
     let host = host(2 * BLOCK);

@@ -129,7 +129,7 @@ struct Fixture {
     clock: Arc<VirtualClock>,
     store: Option<FaultyStore>,
     vms: Vec<Vm>,
-    /// The first VM's pages come from a source.
+    /// A source provides the first VM's pages.
     sourced: bool,
     tickets: Vec<Ticket>,
 }
@@ -179,7 +179,7 @@ impl Fixture {
         self.vms.insert(vm, fresh);
     }
 
-    /// Copies on this thread wait for the source: the page comes first.
+    /// Copies on this thread wait for the source: provide the page first.
     fn provide(&mut self, vm: usize, page: u64) -> Result<(), HostError> {
         if self.vms[vm].source.is_none() {
             return Ok(());

@@ -142,8 +142,8 @@ impl Waiter {
     }
 }
 
-/// Threads that wait as vCPUs do, devices, a population and a vCPU that goes on: one handler
-/// answers all, out of order.
+/// Threads that wait as vCPUs do, devices, a population and a running vCPU: one handler answers
+/// all, out of order.
 #[test]
 fn a_handler_fills_what_threads_touch() {
     let f = Fixture::new();
@@ -270,7 +270,7 @@ fn a_page_that_the_vmm_provides_wakes_those_that_sleep() {
         for thread in many {
             assert_eq!(thread.join().unwrap(), Ok(()));
         }
-        // The handler has filled the page and wakes no thread; the VMM comes second.
+        // The handler has filled the page and wakes no thread; the VMM is second.
         let two = wait(2);
         assert_eq!(f.wait_for_faults(1), [2]);
         let uffd = f.external.userfaultfd_of(SourcePage(2));
@@ -287,7 +287,7 @@ fn a_page_that_the_vmm_provides_wakes_those_that_sleep() {
     f.end();
 }
 
-/// Each thread gets an error, and none reads zeros or goes on.
+/// Each thread gets an error, and none reads zeros or continues.
 #[test]
 fn a_removal_ends_all_waits() {
     for _ in 0..20 {

@@ -220,7 +220,8 @@ fn a_file_that_becomes_shorter() {
     }
 }
 
-/// A page beyond the file's new end cannot be filled: it is lost, and its vCPU goes on to find out.
+/// A page beyond the file's new end cannot be filled: it is lost, and its vCPU continues to find
+/// out.
 #[lacuna_skip::test]
 fn a_page_beyond_the_end_cannot_be_filled() {
     let (host, memory, source) = (host(BLOCK), memory(SharedFill::CopiedIn), TestSource::new());

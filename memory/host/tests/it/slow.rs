@@ -310,7 +310,7 @@ fn swap_grows_back_after_the_device_was_full() {
     fixture.check();
 }
 
-/// The device has room again only after the guest was told that it has none.
+/// The device has room again only after the guest's write failed for lack of room.
 #[test]
 fn swap_grows_back_after_the_guest_has_failed() {
     let store = faulty();

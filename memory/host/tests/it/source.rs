@@ -233,8 +233,8 @@ fn a_wait_for_a_source_ends_when_it_is_stopped() {
     }
 }
 
-/// What the source provided goes to swap and comes back from there; so do pages of zeros, of which
-/// no copy exists.
+/// Provided pages are swapped out and read back from swap; so are pages of zeros, which have no
+/// copy.
 #[test]
 fn a_page_that_was_provided_is_not_asked_for_again() {
     let mut fixture = Fixture::new(160, 600);
@@ -336,7 +336,7 @@ fn pages_of_zeros_are_not_provided() {
     host.verify();
 }
 
-/// Far more pages than the budget: providing reclaims, and what was provided comes back from swap.
+/// Far more pages than the budget: providing reclaims, and provided pages are read back from swap.
 #[test]
 fn providing_reclaims() {
     let host = real_host(Host::minimum_budget(2).get(), Io::Threads { readers: 1 });
@@ -404,7 +404,7 @@ fn many_threads_provide() {
             assert!(round % 2 == 1 || !lost);
         });
         if round % 2 == 0 {
-            // Reads of evicted pages that `fetch` has begun go on by themselves.
+            // Reads of evicted pages that `fetch` has begun continue by themselves.
             while host.stats().in_flight > 0 {
                 thread::yield_now();
             }

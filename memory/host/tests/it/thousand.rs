@@ -77,8 +77,8 @@ fn nothing_is_left_of_a_thousand_vms() {
     );
 }
 
-/// The life of one VM: pages come, some are discarded, one is taken away, and it ends while a page
-/// is missing.
+/// The life of one VM: pages are filled, some are discarded, one is taken away, and it ends while a
+/// page is missing.
 fn live(host: &Arc<Host>, source: Arc<dyn PageSource>, backing: LinuxBacking, is_outside: bool) {
     let mmu = FakeMmu::of(host);
     let origin = Some((source, SourcePage(0)));

@@ -1,4 +1,4 @@
-//! Memory in huge pages of hugetlbfs with a page source: 512 pages come together.
+//! Memory in huge pages of hugetlbfs with a page source: 512 pages are filled together.
 
 use crate::common;
 
@@ -63,7 +63,7 @@ fn contents(addr: BackingAddr, pages: u64) -> Vec<[u8; PAGE_SIZE]> {
 }
 
 /// A fault on any page asks once for all pages of its unit. They are all in place when the last one
-/// has come, in whatever order, and other units are still missing.
+/// has arrived, in whatever order, and other units are still missing.
 #[lacuna_skip::test]
 fn the_pages_of_a_unit_come_together() {
     let (_reserved, host, source, mut vm) = vm(3);

@@ -21,7 +21,7 @@ pub(super) fn offered((features, numbers): (Features, Option<Numbers>)) -> Offer
     }
 }
 
-/// Whether a guest that has been told `told` finds it where `here` is offered.
+/// Whether a guest that was offered `told` finds it where `here` is offered.
 ///
 /// # Errors
 /// The field that is missing or differs.

@@ -56,7 +56,7 @@ fn no_event_while_the_reason_is_not_zero() {
         second.complete();
         assert_eq!(fixture.poll(), 0);
         assert!(fixture.guest.abort.is_none());
-        assert!(!fixture.queue.halted(), "its own page has come");
+        assert!(!fixture.queue.halted(), "its own page has arrived");
         fixture.guest.words[0] = 0;
         assert_eq!(fixture.settle(), [token], "none for the other");
         assert_eq!(fixture.queue.stats().spurious, 1);
@@ -154,7 +154,7 @@ fn disabling_with_faults_pending_forgets_them() {
     assert_eq!(fixture.settle(), [WAKE_ALL]);
 }
 
-/// 16 bits of counter: after 65535 tokens the first comes again, unless its page is still on its
+/// 16 bits of counter: after 65535 tokens the first is used again, unless its page is still on its
 /// way.
 #[test]
 fn a_token_in_use_is_not_given_out_again() {

@@ -82,7 +82,7 @@ fn no_event_while_a_handler_runs() {
     assert_eq!(fixture.settle(), [token]);
 }
 
-/// The page comes before the vCPU has executed an instruction: the guest hears nothing of it.
+/// The page arrives before the vCPU has executed an instruction: the guest gets no event for it.
 #[test]
 fn an_event_that_is_not_taken_is_cancelled() {
     let mut fixture = Fixture::by_sdei(0);
@@ -100,7 +100,7 @@ fn an_event_that_is_not_taken_is_cancelled() {
     let _ = fixture.told(6);
 }
 
-/// Only the page that came first is looked at: another one waits for the words.
+/// `poll` checks only the page that arrived first: another one waits for the words.
 #[test]
 fn an_untaken_event_keeps_other_pages_waiting() {
     let mut fixture = Fixture::by_sdei(0);
@@ -110,7 +110,7 @@ fn an_untaken_event_keeps_other_pages_waiting() {
     let second = fixture.told(6);
     first.complete();
     second.complete();
-    assert_eq!(fixture.poll(), 0, "page 5 cannot be told now");
+    assert_eq!(fixture.poll(), 0, "page 5 cannot be delivered now");
     fixture.enter();
     let two = complete(&mut fixture);
     assert_eq!(fixture.settle(), [one, two]);
@@ -150,7 +150,7 @@ fn a_guest_that_never_acknowledges_gets_no_more_pages_and_harms_nobody() {
     assert_eq!(fixture.poll(), 0);
     assert!(fixture.queue.has_arrivals());
     assert_eq!(fixture.guest.line, Line::High);
-    // Faults go on, until the queue is full.
+    // More faults follow, until the queue is full.
     for page in 10..71 {
         let _pages = fixture.told(page);
         fixture.enter();

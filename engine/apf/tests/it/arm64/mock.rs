@@ -262,7 +262,7 @@ impl Fixture {
         answer
     }
 
-    /// A fault that the guest is told of, before it has taken the event.
+    /// A fault with a signalled page-not-present, before the guest has taken the event.
     pub fn told(&mut self, page: u64) -> Completion {
         match self.fault(page) {
             NotPresent::Injected(completion) => completion,
@@ -277,7 +277,7 @@ impl Fixture {
             NotPresent::Halt(Some(completion)) => completion,
             NotPresent::Wait => panic!("waits"),
             NotPresent::Halt(None) => panic!("the page is on its way"),
-            NotPresent::Injected(_) => panic!("is told"),
+            NotPresent::Injected(_) => panic!("is delivered"),
         }
     }
 

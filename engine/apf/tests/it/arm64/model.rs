@@ -3,9 +3,9 @@
 //! lists and maps.
 //!
 //! After every step: a token is never 0; at most 64 are queued; no event overwrites an unread one
-//! (the mock guest refuses that); none comes without its page-not-present, or twice; none from
-//! before a disable, reset or cancel comes after it. At the end every page-not-present that the
-//! guest has seen has had its page-ready or a later wake-all.
+//! (the mock guest refuses that); none is delivered without its page-not-present, or twice; none
+//! from before a disable, reset or cancel is delivered after it. At the end every page-not-present
+//! that the guest has seen has had its page-ready or a later wake-all.
 
 use super::mock::*;
 use lacuna_apf::arm64::{Answer, ExceptionLevel, Form, Line};
@@ -21,7 +21,7 @@ enum Op {
     /// One of the completions is completed.
     Complete(prop::sample::Index),
     Poll,
-    /// The vCPU goes on: it takes a data abort, or an SDEI event.
+    /// The vCPU is entered: it takes a data abort, or an SDEI event.
     Enter,
     /// The guest reads its words.
     Read,
@@ -101,13 +101,13 @@ struct Model {
     kernel: bool,
     free: bool,
     offset: u64,
-    // The queue: pages in flight, with the token if the guest was told.
+    // The queue: pages in flight, with the token if page-not-present was delivered.
     flights: BTreeMap<u64, Option<u32>>,
     done: VecDeque<u64>,
     wake_all: bool,
     recent: VecDeque<u64>,
     halted: Option<u64>,
-    /// Tokens that the guest was told, and that the queue has forgotten. Tasks still sleep on them.
+    /// Delivered tokens that the queue has forgotten. Tasks still sleep on them.
     forgotten: BTreeSet<u32>,
 }
 
@@ -182,7 +182,7 @@ impl Model {
         Expect::HaltAndStart
     }
 
-    /// The guest was told of the fault on `page`.
+    /// The guest got page-not-present for `page`.
     fn told(&mut self, form: Form, page: u64, token: u32) {
         self.flights.insert(page, Some(token));
         match form {

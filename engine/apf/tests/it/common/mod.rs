@@ -221,11 +221,11 @@ impl Fixture {
         answer
     }
 
-    /// Makes a fault, which the guest is told of. Returns its token, which the guest has read, and
-    /// its completion.
+    /// Makes a fault and delivers its page-not-present. Returns its token, which the guest has
+    /// read, and its completion.
     pub fn inject(&mut self, number: u64) -> (u32, Completion) {
         let NotPresent::Injected(completion) = self.fault(number) else {
-            panic!("the guest is told");
+            panic!("page-not-present is delivered");
         };
         let (reason, token) = self.guest.take_page_fault().unwrap();
         assert_eq!(reason, 1);

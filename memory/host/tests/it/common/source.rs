@@ -48,7 +48,7 @@ impl TestSource {
         Arc::default()
     }
 
-    /// Its pages are those of `region`.
+    /// It provides the pages of `region`.
     pub fn provides(&self, region: BackingRange) {
         self.region.set(region).unwrap();
     }
@@ -81,7 +81,7 @@ impl TestSource {
         let addr = *state.open.keys().nth(at as usize).unwrap();
         let request = state.open.remove(&addr).unwrap();
         drop(state);
-        // Late: the region was removed, and the source did not hear of it.
+        // The answer is late: the region was removed, and the source was not notified.
         let _ = request.provide(&page_of(BackingAddr::new(addr)).0);
         true
     }

@@ -81,7 +81,7 @@ fn a_full_log_stops_what_would_set_a_or_d() {
     let nothing = stage2.walk_logged(gfn(600), Access::Write, &mut log);
     assert!(
         matches!(nothing, Ok(Walk::Violation(_))),
-        "a violation comes first"
+        "a violation is first"
     );
     assert_eq!(flushed(&mut log).len(), 512);
     hit(&stage2, 513, Access::Read, &mut log);
