@@ -10,7 +10,7 @@
 //! `ARCH` is x86. The compiler's flags are in `kernel/arch/ARCH/cflags` and
 //! `user/arch/ARCH/cflags`, which `build-guest.sh` reads too.
 //!
-//! A host may have no compiler that makes x86-64 guests. Then the build goes on without images:
+//! A host may have no compiler that makes x86-64 guests. Then the build continues without images:
 //! each file is empty, and `unavailable` has the reason, which the crate gives at run time.
 
 use std::env;

@@ -1,13 +1,13 @@
 /*
- * Async page faults, the part of every architecture: the table of threads that wait for pages. How
- * the host tells of its events is in arch/ARCH/apf.c.
+ * Async page faults, the part of every architecture: the table of threads that wait for pages. The
+ * host's events are in arch/ARCH/apf.c.
  *
  * If a thread's page is not present, the thread sleeps in its processor's table, under the token,
  * until that token is ready. The host sends both events to the processor that faulted, so only that
  * processor uses the table, and interrupts are off then. So no lock is needed. Besides threads, the
  * table holds
  *
- *   dummies   ready came before a thread waited: the next thread with that token does not sleep
+ *   dummies   ready preceded the thread's wait: the next thread with that token does not sleep
  *   idle      the idle loop cannot be put to sleep; its node is there for `ready` to find
  *
  * Two threads may have the same token, because the host's counter wraps. Page-ready wakes both. A

@@ -64,7 +64,7 @@ void space_cpu_init(void);
 bool space_add_stack(struct space *s, u32 slot, u64 *stack_top);
 void space_release(struct space *s); /* one thread less; the last one frees the space */
 
-/* ---- apf.c: async page faults; arch/ARCH/apf.c: how the host tells of them ---- */
+/* ---- apf.c: async page faults; arch/ARCH/apf.c: the host's events ---- */
 #define TOKEN_EVERYBODY (~0u)
 
 enum apf_kind { APF_FREE, APF_THREAD, APF_IDLE, APF_DUMMY };

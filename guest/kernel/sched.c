@@ -9,9 +9,8 @@
  *
  * Woken threads run first, in the order of their wake-ups. A thread that one of them preempted runs
  * next, with the rest of its slice; then the threads that wait for a new slice. A slice is a number
- * of ticks. A tick is charged to the thread that runs when it comes, so that a switch reads no
- * clock. Two rules share the processor fairly between a thread that waits often and one that never
- * does:
+ * of ticks. A tick is charged to the thread that runs then, so that a switch reads no clock. Two
+ * rules share the processor fairly between a thread that waits often and one that never does:
  *
  * - A woken thread has the rest of its slice. If each wake-up gave it a new one, a thread that
  *   computes for nearly a slice between two waits would never let the others run.
@@ -106,7 +105,7 @@ static inline void make_current(struct cpu *c, struct thread *t) {
 static struct thread *switch_thread(struct cpu *c) {
     struct thread *old = c->current, *next;
     c->resched = false;
-    /* Read without the lock: a thread that must run soon also comes with an interrupt. */
+    /* Read without the lock: a thread that must run soon is also announced by an interrupt. */
     if (old && c->inbox.head)
         read_inbox(c);
     next = pop(c);

@@ -31,7 +31,7 @@ static void start_cpus(u32 all) {
     ncpus = wanted < 1 ? 1 : (u32)wanted;
     info->ncpus = ncpus;
     apf_init();
-    /* The heap has not yet had any page freed into it, so pages come in sequence. */
+    /* The heap has not yet had any page freed into it, so page_alloc returns pages in sequence. */
     cpus = page_alloc();
     if (to_phys(cpus) & (CPU_SIZE - 1))
         cpus = page_alloc();

@@ -145,7 +145,7 @@ pub(crate) const IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often a paused thread looks whether it may go on, ms"
+                "how often a paused thread checks whether it may run, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param(
@@ -245,7 +245,7 @@ pub(crate) const IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often a paused thread looks whether it may go on, ms"
+                "how often a paused thread checks whether it may run, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param(
@@ -300,7 +300,7 @@ pub(crate) const IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often a paused thread looks whether it may go on, ms"
+                "how often a paused thread checks whether it may run, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param(
@@ -348,7 +348,7 @@ pub(crate) const IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often a paused thread looks whether it may go on, ms"
+                "how often a paused thread checks whether it may run, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param("bytes", "all", "how much of the arena, bytes"),
@@ -367,7 +367,7 @@ pub(crate) const IMAGES: &[Image] = &[
             param(
                 "look_ms",
                 "20",
-                "how often a paused thread looks whether it may go on, ms"
+                "how often a paused thread checks whether it may run, ms"
             ),
             param("seconds", "10", "how long, seconds"),
             param(

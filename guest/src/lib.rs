@@ -12,8 +12,8 @@
 //! The segments of an ELF file are loaded at their physical addresses (1 MiB and up), an `Image` at
 //! any multiple of 2 MiB. What the loader itself needs in memory (boot information, command line,
 //! its page tables) lies below the kernel, which does not use that memory. Parameters are words
-//! `name=value` of the command line. [`Image`] lists those of a workload, [`Arch::kernel_params`]
-//! those of the kernel.
+//! `name=value` of the command line. [`Image`] lists a workload's parameters,
+//! [`Arch::kernel_params`] the kernel's.
 //!
 //! While it runs, the kernel keeps a *status page* that the host may read at any time: [`status`].
 #![forbid(unsafe_code)]

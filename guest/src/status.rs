@@ -146,7 +146,7 @@ pub struct Latency {
 /// The decoded page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
-    /// How far the guest has come.
+    /// The stage of the guest's run.
     pub state: State,
     /// Async page faults so far.
     pub apf: Apf,

@@ -87,7 +87,7 @@ static int objects(void) {
     return 0;
 }
 
-/* The histogram of 1 .. 100000, and that of no value. */
+/* The histogram of 1 .. 100000, and the histogram of no value. */
 static int latency(void) {
     static struct latency l;
     printf("%lu\n", latency_percentile(&l, 5000));

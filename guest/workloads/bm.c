@@ -1,7 +1,7 @@
 /*
  * The benchmark of the 2010 async-page-fault talk: faulting processes that access random places in
  * all of the arena, half of the accesses writes, beside counting processes that need no memory. The
- * counters tell what one process's faults cost the others. When all processes run, and all memory
+ * counters show what one process's faults cost the others. When all processes run, and all memory
  * is populated if that was asked for, the first entry of the status page counts to 1.
  */
 #include "crowd.h"

@@ -21,7 +21,7 @@
 #define READS 8 /* words read of an object: all of a small one */
 #define KIND LACUNA_KIND_WORKER
 
-/* The results of a process, which the first process reads. These pages follow that of crowd(). */
+/* The results of a process, which the first process reads. These pages follow crowd()'s page. */
 struct record {
     struct latency latency;
     uint64_t updates, cold_updates, replaced;
@@ -157,7 +157,7 @@ static int process(uint64_t index) {
     w->window_cycles = info->tsc_khz * lacuna_param("window_ms", 1000);
     w->last = lacuna_tsc();
     w->window_end = w->last + w->window_cycles;
-    while (crowd_goes_on(w->me) && !wrong) {
+    while (crowd_continues(w->me) && !wrong) {
         if (lacuna_paused(KIND)) {
             crowd_while_paused(KIND);
             w->last = lacuna_tsc(); /* the pause is not part of a transaction's latency */

@@ -50,8 +50,8 @@ static inline void crowd_prepared(void) {
         lacuna_sleep_ns(1000000);
 }
 
-/* Whether this member goes on: until it is told to stop or its counter has reached its goal. */
-static inline bool crowd_goes_on(const struct lacuna_status_entry *me) {
+/* Whether this member continues: until the crowd stops or its counter has reached its goal. */
+static inline bool crowd_continues(const struct lacuna_status_entry *me) {
     return !crowd()->stop && (!me->goal || me->counter < me->goal);
 }
 

@@ -52,7 +52,7 @@ static int member(uint64_t index) {
     m->usual = m->limit / 2 * SMOOTH;
     crowd_prepared();
     uint64_t last = lacuna_tsc();
-    while (crowd_goes_on(me)) {
+    while (crowd_continues(me)) {
         if (lacuna_paused(LACUNA_KIND_WORKER)) {
             crowd_while_paused(LACUNA_KIND_WORKER);
             last = lacuna_tsc();

@@ -5,7 +5,7 @@
  * period it writes its share of `rate` pages, so that the pages that become dirty in a second do
  * not depend on how fast the host is. A period that begins too late is left out.
  *
- * Every `beat_us` a thread prints its number, a line. The host notes when each line comes.
+ * Every `beat_us` a thread prints its number, a line. The host notes when each line arrives.
  *
  * Each page has its number and the round of its last write. Before a write the thread checks both,
  * and each period it checks a page that is not hot. So a page that was lost or is stale is found,
@@ -71,7 +71,7 @@ static int process(uint64_t index) {
     fill(first);
     crowd_prepared();
     uint64_t next = lacuna_now_ns(), next_beat = next;
-    while (crowd_goes_on(me)) {
+    while (crowd_continues(me)) {
         uint64_t now = lacuna_now_ns(), cold = share - hot;
         if (now >= next_beat) {
             lacuna_printf("%lu\n", index);

@@ -20,7 +20,7 @@ static int reader(uint64_t index) {
     struct lacuna_status_entry *me =
         crowd_member(LACUNA_KIND_FAULTER, "reader", index, lacuna_param("reads", 0));
     crowd_prepared();
-    while (crowd_goes_on(me) && !wrong) {
+    while (crowd_continues(me) && !wrong) {
         crowd_while_paused(LACUNA_KIND_FAULTER);
         for (int i = 0; i < AT_ONCE; i++) {
             uint64_t word = lacuna_below(lacuna_random(&random), words);

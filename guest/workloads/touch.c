@@ -39,7 +39,7 @@ int main(void) {
     }
     struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "main", 0);
     if (lacuna_param("gate", 0)) {
-        me->counter = 1; /* tells the host that this thread waits */
+        me->counter = 1; /* shows the host that this thread waits */
         while (!lacuna_setting())
             lacuna_pause();
     }

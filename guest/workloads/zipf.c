@@ -6,12 +6,12 @@
  *
  * With gate=1 each process waits, when all are prepared, until the host sets the setting. From then
  * on the setting is the seed of the accesses. The pages stay where they are, and each process uses
- * the first `set` pages of its law. So a guest that is saved at its gate can go on several times,
- * with the same working set and other accesses.
+ * the first `set` pages of its law. So a guest that is saved at its gate can be resumed several
+ * times, with the same working set and other accesses.
  *
  * Each page has a version, and a word computed from the version and the page's number. By these a
- * reader finds a page that is lost, torn, or in another page's place. It cannot tell an old version
- * from a new one; `verify` can. A process that finds a wrong page ends all of them.
+ * reader finds a page that is lost, torn, or in another page's place. It cannot distinguish an old
+ * version from a new one; `verify` can. A process that finds a wrong page ends all of them.
  */
 #include "crowd.h"
 #include "pattern.h"
@@ -131,7 +131,7 @@ static int process(uint64_t index) {
     uint64_t wrong = grow(&use, &law);
     crowd_prepared();
     pass_gate(&use, &law, index);
-    while (crowd_goes_on(me) && !wrong) {
+    while (crowd_continues(me) && !wrong) {
         crowd_while_paused(LACUNA_KIND_FAULTER);
         wrong += use_one(&use, &law, part.pages);
         me->counter++;

@@ -2,8 +2,8 @@
  * Zipf's law without floating point: rank r of 1 .. n is drawn with probability proportional to
  * r^-s. The method is rejection. First an octave [2^k, 2^(k+1)) of ranks is drawn, as if all its
  * ranks had the weight of the first; then a rank in it, evenly; the rank is kept with probability
- * (r / 2^k)^-s. That factor comes from a table of 1024 steps an octave: exact for the first 2047
- * ranks, accurate to a thousandth beyond.
+ * (r / 2^k)^-s. A table of 1024 steps an octave has that factor: exact for the first 2047 ranks,
+ * accurate to a thousandth beyond.
  */
 #ifndef ZIPF_H
 #define ZIPF_H

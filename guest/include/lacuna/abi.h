@@ -105,8 +105,8 @@ struct lacuna_status {
     uint32_t apf_not_present; /* page-not-present events */
     uint32_t apf_ready;       /* page-ready events for one token */
     uint32_t apf_wake_all;    /* page-ready events for all waiting threads */
-    uint32_t apf_dummy;       /* of apf_ready: those for which no thread waited yet */
-    uint32_t apf_idle;        /* of apf_not_present: those that came in the idle loop */
+    uint32_t apf_dummy;       /* of apf_ready: events for which no thread waited yet */
+    uint32_t apf_idle;        /* of apf_not_present: events in the idle loop */
     uint32_t apf_lost;        /* events without a meaning for the kernel: a bug of the host */
     volatile uint32_t paused; /* written by the host: bit 1 << KIND holds threads of that kind */
     volatile uint32_t setting; /* written by the host; the workload defines it; 0: not set */

@@ -1,5 +1,5 @@
 /*
- * How the host tells of async page faults, in the two forms that were published for arm64:
+ * The host's events of async page faults, in the two forms that were published for arm64:
  *
  *                   page not present                     page ready
  *   abort (RFCv2)   data abort, reason 1, FAR = token    data abort, reason 2, FAR = token
@@ -33,7 +33,7 @@
 
 /* SERVICE_ABORT takes 64 bits in two halves. */
 #define ABORT_SWITCH (1ull << 63) /* on or off: address of the area, and flags */
-#define ABORT_RANGE (1ull << 62)  /* bytes from VBAR_EL1 where no event may come */
+#define ABORT_RANGE (1ull << 62)  /* bytes from VBAR_EL1 where no event is sent */
 
 enum { SDEI_APF_VERSION, SDEI_APF_SLOTS, SDEI_APF_EVENT, SDEI_APF_IRQ, SDEI_APF_ENABLE,
        SDEI_APF_ACK };
@@ -126,7 +126,7 @@ bool apf_enable(struct cpu *c) {
     struct apf_area *area = &c->apf.area;
     if (area->enabled)
         return true;
-    area->enabled = 1; /* events may come before the call has returned */
+    area->enabled = 1; /* events may arrive before the call has returned */
     if (!apf_by_abort && !by_sdei)
         area->enabled = 0;
     else if (!(apf_by_abort ? enable_by_abort(area) : enable_by_sdei(c)))
@@ -229,8 +229,8 @@ bool apf_from_kernel(struct cpu *c, struct frame *f, u32 token) {
     return true;
 }
 
-/* The events that came while the kernel was at work. The table and the queues change here, so no
- * other event may come meanwhile. */
+/* Handles the events that arrived while the kernel was at work. The table and the queues change
+ * here, so no other event may be sent meanwhile. */
 void apf_finish(struct cpu *c) {
     volatile u32 *reason = &c->apf.area.reason;
     *reason = REASON_NO_EVENTS;

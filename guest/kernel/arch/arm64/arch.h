@@ -47,7 +47,7 @@ struct apf_area {
 
 /* ---- the processor's own structures: the first member of struct cpu ---- */
 struct arch_cpu {
-    volatile u32 nlater; /* page-ready events that came while the kernel was busy */
+    volatile u32 nlater; /* page-ready events that arrived while the kernel was busy */
     volatile u32 halted; /* the kernel waits for the page of this token, and runs nothing else */
     u64 interrupt_self;  /* for ICC_SGI1R_EL1: VEC_APF to this processor */
     u32 halted_token;
@@ -90,7 +90,7 @@ void zero_page(void *page);
 #define MAP_CONST (PTE_USER_PAGE | PTE_READ_ONLY | PTE_UXN | PTE_PXN)
 #define MAP_DATA (PTE_USER_PAGE | PTE_UXN | PTE_PXN)
 #define MAP_ARENA (arena_entry_bits)
-extern u64 arena_entry_bits; /* PTE_USER_PAGE, or what hardware makes that of (fdt.c) */
+extern u64 arena_entry_bits; /* PTE_USER_PAGE, or that as hardware returns it (fdt.c) */
 static inline u64 block_of(u64 flags) { return flags & ~PTE_TABLE_OR_PAGE; }
 static inline bool entry_is_block(u64 entry) { return !(entry & PTE_TABLE_OR_PAGE); }
 static inline bool entry_is_user(u64 entry) { return entry & PTE_VALID; } /* all in TTBR0 are */
@@ -133,7 +133,7 @@ struct smccc {
     u64 x[4];
 };
 struct smccc firmware_call(u64 function, const u64 args[5]);
-bool vendor_services(u32 features[4]); /* those of KVM; false: the host has none */
+bool vendor_services(u32 features[4]); /* KVM's services; false: the host has none */
 void console_out(u8 byte);
 void announce_status(u64 frame);
 void exit_machine(u32 code);
@@ -168,13 +168,13 @@ bool apf_from_program(struct cpu *c, u64 esr, u64 far); /* false: it is a real a
 bool apf_from_kernel(struct cpu *c, struct frame *f, u32 token);
 extern bool apf_by_abort; /* both events are data aborts */
 void apf_interrupt(struct cpu *c);
-void apf_look(struct cpu *c); /* for an event that has come by SDEI */
+void apf_look(struct cpu *c); /* for an event delivered by SDEI */
 void apf_finish(struct cpu *c);
 static inline void apf_before_user(struct cpu *c) {
     if (((struct arch_cpu *)c)->nlater)
         apf_finish(c);
 }
-extern u32 apf_ready_interrupt; /* 0: page-ready comes in another way */
+extern u32 apf_ready_interrupt; /* 0: page-ready is no interrupt */
 
 /* ---- gic.c: interrupts and the timer ---- */
 void interrupts_init(void);

@@ -4,8 +4,8 @@
  * above the beginning of memory. Other processors start at `secondary`, by PSCI.
  *
  * The kernel then runs at KERNEL_BASE + physical address. One table of level 1 maps each GiB by one
- * entry; here those of the image and of the device tree, in fdt.c those of memory and devices. The
- * same tables serve TTBR0 until the jump.
+ * entry; here for the image and the device tree, in fdt.c for memory and devices. The same tables
+ * serve TTBR0 until the jump.
  */
 #include "layout.h"
 

@@ -1,7 +1,7 @@
 /*
  * What the loader says of the machine: a device tree (Devicetree Specification 0.4, chapter 5).
- * Node by node: the properties of a node come before its children, so a node is complete when its
- * first child begins or it ends. Addresses are taken as they are, without `ranges`.
+ * Node by node: the properties of a node precede its children, so a node is complete when its first
+ * child begins or it ends. Addresses are taken as they are, without `ranges`.
  */
 #include "kernel.h"
 #include "lacuna/format.h"
@@ -200,7 +200,7 @@ static void read_tree(const u8 *fdt, struct boot *boot) {
     }
 }
 
-/* The processor that runs comes first; the others keep their order. */
+/* Puts the running processor first; the others keep their order. */
 static void order_processors(struct boot *boot) {
     u64 self = read_sysreg(mpidr_el1) & 0xff00ffffff;
     boot->ncpus = 0;

@@ -21,7 +21,7 @@
 
 /* Interrupts: software-generated ones that the kernel uses. */
 #define VEC_RESCHED 0 /* another processor has work for this one */
-#define VEC_APF 1     /* this processor's own: a page-not-present event came (apf.c) */
+#define VEC_APF 1     /* this processor's own: a page-not-present event arrived (apf.c) */
 
 #define PSTATE_EL0 0x0
 #define PSTATE_EL1H 0x5

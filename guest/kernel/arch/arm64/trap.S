@@ -7,9 +7,9 @@
  *
  * The kernel runs with interrupts off. Only the idle loop enables them, and it has nothing to save.
  * But async page faults of the first form (RFCv2) are data aborts, which nothing masks. So ELR,
- * SPSR, ESR and FAR are live only between `vectors` and `vectors_end`: the host is told to send no
- * event while the processor is there. Everywhere else an event saves all registers on the stack and
- * returns.
+ * SPSR, ESR and FAR are live only between `vectors` and `vectors_end`: the kernel has the host send
+ * no event while the processor is there. Everywhere else an event saves all registers on the stack
+ * and returns.
  */
 #include "layout.h"
 
@@ -108,7 +108,7 @@ kernel_entered:
     bl trap_kernel
     cbz w0, 1f
     mrs x1, tpidr_el1
-    str wzr, [x1, #CPU_REASON] /* the next event may come as soon as this one has returned */
+    str wzr, [x1, #CPU_REASON] /* the next event may arrive as soon as this one has returned */
 1:  ldr x30, [sp, #FRAME_SP - 8]
     RESTORE_MOST
     add sp, sp, #FRAME_SIZE
@@ -124,7 +124,7 @@ resume: /* x0 = thread, which begins with its frame */
     msr sp_el0, x2
     RESTORE_MOST
     eret
-1:  mov x0, x1 /* an event came after apf_before_user */
+1:  mov x0, x1 /* an event arrived after apf_before_user */
 
     .globl restart
 restart: /* x0 = processor: leaves what it does in the kernel */
@@ -134,8 +134,8 @@ vectors_end:
 
     .text
 /*
- * From `idle` to `idle_end` an event that comes is handled at once, and the processor starts over.
- * An interrupt that is pending ends wfi although it is masked, so no wake-up is missed.
+ * From `idle` to `idle_end` an event is handled at once, and the processor starts over. An
+ * interrupt that is pending ends wfi although it is masked, so no wake-up is missed.
  */
     .globl idle, idle_end
 idle: /* x0 = processor */
@@ -166,7 +166,7 @@ apf_halt_end:
 
 /*
  * The SDEI event of page-not-present. x1 = processor; x0 to x17 are this code's own. The event
- * stays in the area, so that no other one comes, until this interrupt is handled.
+ * stays in the area, so that no other one is sent, until this interrupt is handled.
  */
     .globl apf_event
 apf_event:

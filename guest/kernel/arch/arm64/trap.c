@@ -45,7 +45,7 @@ static void interrupt(struct cpu *c) {
     if (vector >= 1020)
         return; /* it is gone */
     if (vector == machine.timer_interrupt) {
-        timer_set(NEVER); /* or it would come again at once */
+        timer_set(NEVER); /* or it would fire again at once */
         sched_tick(c);
     } else if (vector == VEC_RESCHED) {
         sched_woken(c);

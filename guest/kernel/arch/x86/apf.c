@@ -1,4 +1,4 @@
-/* How the host tells of async page faults: KVM's interface of x86 (apf_host.h). */
+/* The host's events of async page faults: KVM's interface of x86 (apf_host.h). */
 #include "apf_host.h"
 #include "kernel.h"
 #include "lacuna/format.h"

@@ -25,7 +25,7 @@
 
 static inline u32 apf_host_features(void) { return kvm_leaves() ? cpuid(0x40000001).eax : 0; }
 
-/* The token that came with a page fault. */
+/* The token of a page fault. */
 static inline u32 apf_host_token(void) { return (u32)read_cr2(); }
 
 /* Each of the following returns 0, or -1 where the host refuses. */

@@ -1,5 +1,5 @@
 /*
- * The entry points, all of which lead to start64:
+ * The entry points; all lead to start64:
  *
  *   PVH (QEMU, other VMMs):  start32, 32-bit, paging off, EBX = hvm_start_info
  *   Lacuna:                  start64, long mode, identity-mapped, RBX = hvm_start_info; with

@@ -121,7 +121,7 @@ idle_interrupted:
 idle: /* rdi = processor */
     leaq CPU_SIZE - 8(%rdi), %rsp
     sti
-    hlt /* no interrupt can come between sti and hlt: no wake-up is missed */
+    hlt /* no interrupt is taken between sti and hlt: no wake-up is missed */
     cli /* if the host ended the halt without an interrupt: look for work, halt again */
     jmp sched_resume
 

@@ -1,4 +1,4 @@
-//! The AArch64 images on QEMU's `virt`: two processors, one of which has LSE, ASIDs and PAN.
+//! The AArch64 images on QEMU's `virt`: two processors, and one of them has LSE, ASIDs and PAN.
 
 use super::machine::{Outcome, assert_ended, build_for, program_missing, run, temp};
 use lacuna_guest::status::{self, Kind, State, Status};

@@ -10,10 +10,10 @@
  *   4  ... at one place for all vCPUs                  8  clears both words, never acknowledges
  *                                                      9  enables twice, disables twice, again
  *
- * form=1 uses the function of RFCv2, form=2 that of v1 to v4. The kernel does not see the events,
- * because its own area stays empty. With apf=abort it tries again after an external abort that it
- * cannot explain. With apf=sdei it expects none, so form=1 may bring it down. With two vCPUs or
- * more the first one keeps the rules, so that it can always end the machine.
+ * form=1 uses the function of RFCv2, form=2 the function of v1 to v4. The kernel does not see the
+ * events, because its own area stays empty. With apf=abort it tries again after an external abort
+ * that it cannot explain. With apf=sdei it expects none, so form=1 may bring it down. With two
+ * vCPUs or more the first one keeps the rules, so that it can always end the machine.
  */
 #include "checked.h"
 

@@ -1,8 +1,8 @@
 /*
  * Random words as code. At level 0 (EL0) each round runs in a confined process of its own: an
- * exception or the time limit ends it, whatever it does, and the kernel goes on with the next seed.
- * At level 1 (EL1) the words run once, in the kernel. That may break the guest, but it must not
- * harm the host.
+ * exception or the time limit ends it, whatever it does, and the kernel continues with the next
+ * seed. At level 1 (EL1) the words run once, in the kernel. That may break the guest, but it must
+ * not harm the host.
  */
 #include "lacuna.h"
 

@@ -44,7 +44,7 @@ enum { BLOB, LEVEL_1, LEVEL_2, LEVEL_3, TARGET, CODE, PAGES };
 #define TCR_TBI0 (1ull << 37)
 #define TCR_IPS (7ull << 32)
 
-/* What goes into one instruction, and what comes out. traps_run and the vectors know the order. */
+/* The inputs of one instruction, and its results. traps_run and the vectors know the order. */
 struct block {
     uint64_t pc, pstate, sp, x0, x1, sctlr;
     uint64_t vector, esr, far, elr, spsr, out_x0, out_x1;
