@@ -92,7 +92,7 @@ pub struct Request {
     pub tracking: Tracking,
     /// Which processor the guest sees.
     pub cpu: CpuModel,
-    /// Where its pages come from; `None`: they are zeros.
+    /// The origin of its pages; `None`: they are zeros.
     pub origin: Option<Origin>,
     /// The size in which pages are provided and discarded.
     pub unit: Unit,

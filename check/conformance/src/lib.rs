@@ -22,7 +22,7 @@
 //! | [`soft`], [`kvm`] | the two backends |
 //! | [`program`] | guests of a few instructions, and an assembler for each architecture |
 //! | [`running`] | running a guest to its end, beside a monitor if wanted |
-//! | [`moving`] | a guest goes on in another VM |
+//! | [`moving`] | a guest resumes in another VM |
 //! | [`bodies`] | the behaviours |
 #![forbid(unsafe_code)]
 

@@ -8,8 +8,8 @@
 //! identity map and interrupts off. An AArch64 processor is at EL1 with stage 1 off and interrupts
 //! masked, so its accesses must be aligned.
 //!
-//! A program tells its VMM a value, or asks it for one, by leaving: through a port on x86-64, and
-//! through an address without memory on AArch64. [`told`] and [`is_question`] recognise both.
+//! A program reports a value to its VMM, or asks it for one, by an exit: through a port on x86-64,
+//! and through an address without memory on AArch64. [`told`] and [`is_question`] recognise both.
 
 mod arm64;
 mod x86;
@@ -25,7 +25,7 @@ const CODE: u64 = 0x20_0000;
 pub const STACK: u64 = 0x21_0000;
 /// The address of a place where there is no memory in a small VM, and that every program reaches.
 pub const DEVICE: u64 = 0xd000_0000;
-/// Another such place, for slots that come later.
+/// Another such place, for slots that are added later.
 pub const LATER: u64 = 0x5000_0000;
 
 /// The address of byte `offset` of the memory that a VM has when it starts.
@@ -56,7 +56,7 @@ pub const fn async_faults_at(arch: Arch, gpa: u64) -> u64 {
     }
 }
 
-/// The port that a program writes to tell a value.
+/// The port that a program writes to report a value.
 pub const TELL_PORT: u16 = 0x81;
 /// The address for that.
 const TELL_AT: u64 = 0x0a00_0000;
@@ -65,7 +65,7 @@ pub const ASK_PORT: u16 = 0x80;
 /// The address for that.
 const ASK_AT: u64 = 0x0a00_0008;
 
-/// The value that a program tells by this exit.
+/// The value that a program reports by this exit.
 pub fn told(exit: &Exit) -> Option<u32> {
     match *exit {
         Exit::IoOut {
@@ -221,17 +221,17 @@ impl Assembler {
         label
     }
 
-    /// Goes on at `label`.
+    /// Continues at `label`.
     pub fn jump(&mut self, label: Label) {
         self.push(Op::Jump(label));
     }
 
-    /// Goes on at `label` if `a` and `b` compare so.
+    /// Continues at `label` if `a` and `b` compare so.
     pub fn branch(&mut self, condition: Condition, a: Reg, b: Reg, label: Label) {
         self.push(Op::Branch(condition, a, b, label));
     }
 
-    /// Tells the VMM the lower 32 bits of `value`.
+    /// Reports the lower 32 bits of `value` to the VMM.
     pub fn tell(&mut self, value: Reg) {
         self.push(Op::Tell(value));
     }

@@ -104,7 +104,7 @@ impl<B: Backend> Running<'_, B> {
         status(self.vm, self.devices)
     }
 
-    /// Has the guest's processes of these kinds wait, or all go on.
+    /// Pauses the guest's processes of these kinds, and lets all others run.
     pub fn pause(&self, kinds: u32) {
         pause(self.vm, self.devices, kinds);
     }
@@ -125,12 +125,12 @@ pub fn run<B: Backend>(
 pub enum Start {
     /// None.
     Free,
-    /// Those of this kind.
+    /// The processes of this kind.
     Held(Kind),
 }
 
-/// Runs `image` to its end, and `monitor` beside it. When the monitor returns, the guest goes on
-/// to its end; a monitor that panics ends it.
+/// Runs `image` to its end, and `monitor` beside it. When the monitor returns, the guest runs to
+/// its end; a monitor that panics ends it.
 pub fn beside<B: Backend, T>(
     backend: &B,
     request: &Request,

@@ -1,6 +1,6 @@
 //! A `#[test]` for each body.
 
-/// Makes the tests of a backend whose guests may have any architecture: those of
+/// Makes the tests of a backend whose guests may have any architecture: the tests of
 /// [`suite!`](crate::suite), once for each architecture.
 #[macro_export]
 macro_rules! suites {

@@ -1,5 +1,5 @@
 //! Clients of a guest's control socket (docs/control.md) that say anything: `lacuna run --control`
-//! must answer every line, go on, and end when it is told to.
+//! must answer every line, keep running, and end at `stop`.
 
 use crate::migrated::json;
 use crate::run::Run;
@@ -62,7 +62,7 @@ enum Act {
     Flood(usize),
     /// Asks for the status so often, and reads nothing.
     Deaf(usize),
-    /// So many clients come at once.
+    /// So many clients connect at once.
     Crowd(usize),
 }
 
@@ -254,7 +254,7 @@ impl Guest {
     /// Sends all lines at once. Each has one last answer, in their order.
     fn ask(&self, lines: &[Vec<u8>], run: &mut Run<'_>) {
         let mut client = self.connect();
-        // A connection too many is told so, and closed.
+        // A connection too many is refused with a message, and closed.
         let _ = client.get_mut().write_all(&lines.concat());
         for line in lines {
             let last = last_answer(&mut client);
@@ -274,7 +274,8 @@ impl Guest {
         }
     }
 
-    /// The last answer to `command`, for a client that comes again as long as there are too many.
+    /// The last answer to `command`, for a client that connects again as long as there are too
+    /// many.
     fn served(&self, command: &str) -> Value {
         let began = Instant::now();
         loop {

@@ -22,7 +22,7 @@ const SLICE: u64 = 2000;
 /// Guest memory, in pages.
 const MEMORY: u64 = 8 << 8;
 
-/// Runs one seed: a host, and images for it. A build without guests has those of AArch64.
+/// Runs one seed: a host, and images for it. A build without guests has the AArch64 images.
 pub fn run(run: &mut Run<'_>) {
     let x86: Vec<_> = lacuna_guest::images().iter().collect();
     let arm64: Vec<_> = lacuna_guest::Arch::Arm64.images().iter().collect();

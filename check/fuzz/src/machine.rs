@@ -171,7 +171,7 @@ impl Simulator {
             let awake = match &runner.state {
                 State::Ready => true,
                 State::Memory(until) => *until <= now,
-                // Only a step can tell whether the vCPU has been woken.
+                // Only a step shows whether the vCPU has been woken.
                 State::Halted => true,
                 State::Page(ticket) => ticket.is_done(),
             };

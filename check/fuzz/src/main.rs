@@ -27,7 +27,7 @@ struct Arguments {
     /// The first seed when --seconds counts; drawn from the time unless given
     #[arg(long, value_name = "S")]
     from: Option<u64>,
-    /// Go on after a finding, up to so many
+    /// Continue after a finding, up to so many
     #[arg(long, value_name = "N", default_value_t = 1)]
     findings: usize,
     /// The `lacuna` to run; by default the one beside this program

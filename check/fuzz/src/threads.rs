@@ -151,7 +151,7 @@ fn round(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
             }
         }
         run.pulse
-            .doing("waiting for vCPUs to come back from a kick");
+            .doing("waiting for vCPUs to leave the guest after a kick");
         drop(kick);
     });
     run.tally.instructions += retired(&vms) - before;

@@ -276,7 +276,7 @@ impl Guest {
     }
 
     /// The names of the images that a build here makes differently; `Err` has the reason why this
-    /// machine cannot tell.
+    /// machine cannot build them.
     fn differences(&self) -> Result<Vec<String>, Failure> {
         let recorded = Self::recorded_tools(&self.recorded().or_else(failure)?);
         let here = Self::tools()?;

@@ -26,7 +26,7 @@ const DELIVERIES: [&str; 2] = ["apf=int", "apf=pf"];
 
 fn assert_told(outcome: &RunSummary, text: &str) {
     let stats = total(&outcome.apf);
-    assert!(stats.taken > 200, "few faults were told: {stats:?}\n{text}");
+    assert!(stats.taken > 200, "few faults were delivered: {stats:?}\n{text}");
 }
 
 #[test]

@@ -51,7 +51,7 @@ fn its_other_vcpus_start_by_psci() {
     }
 }
 
-/// Half of the guest's memory is resident, so its pages go to swap and come back.
+/// Half of the guest's memory is resident, so its pages are swapped out and read back.
 #[test]
 fn memory_keeps_what_was_written_under_pressure() {
     for vcpus in [1, 2, 4] {

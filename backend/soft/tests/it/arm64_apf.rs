@@ -113,8 +113,8 @@ fn hostile_guests_do_no_harm() {
     }
 }
 
-/// With SEND_ALWAYS, a fault of the kernel is told to it, so it is no artificial halt. The kernel
-/// cannot put itself aside: it halts in WFI until that page is ready.
+/// With SEND_ALWAYS, the kernel gets page-not-present for its own fault too, so there is no
+/// artificial halt. The kernel cannot put itself aside: it halts in WFI until that page is ready.
 #[test]
 fn a_kernel_that_cannot_schedule_halts_until_its_page_is_ready() {
     let halts = |always: u32| {

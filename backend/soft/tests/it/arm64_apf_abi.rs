@@ -131,7 +131,7 @@ fn disabling_with_faults_pending() {
             machine.told(form, page);
             machine.read_words();
         }
-        // Page 1 comes before the call, and page 2 after it.
+        // Page 1 arrives before the call, and page 2 after it.
         if form == Form::Abort {
             // The guest's own mark: it wants no events now.
             machine.vm.write(gpa(BLOCK), &[3, 0, 0, 0]).unwrap();
@@ -154,7 +154,7 @@ fn disabling_with_faults_pending() {
     }
 }
 
-/// The guest waits for a page of which it cannot be told, and is told nothing more.
+/// The guest waits for a page whose event cannot be delivered, and gets no later event for it.
 #[test]
 fn a_guest_that_never_acknowledges() {
     for form in FORMS {

@@ -23,7 +23,7 @@ on_both!(many_vcpus_end_under_all_switches_at_once);
 /// A step that takes longer than this is a hang: a step normally takes milliseconds.
 const HANG: Duration = Duration::from_secs(300);
 
-/// Ends the process and prints the last step, if no further step comes.
+/// Ends the process and prints the last step, if no further step follows.
 fn watch(steps: &Receiver<String>) {
     let mut last = "the start".to_owned();
     loop {
@@ -79,7 +79,7 @@ impl Monitor<'_> {
 
     fn end(&mut self) -> &'static str {
         end_logging(self.vm, &mut self.rng);
-        // A vCPU that has left because its ring was full comes back.
+        // A vCPU that has left because its ring was full enters the guest again.
         self.vm.reap_rings(&mut |_, _| ()).unwrap();
         self.vm.reset_rings().unwrap();
         self.shadow = None;

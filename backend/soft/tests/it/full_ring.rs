@@ -1,12 +1,12 @@
 //! A vCPU with nothing to run exits to its VMM when its dirty ring is full. After the ring is reset
-//! it is told of the pages that arrived meanwhile.
+//! it gets the events of the pages that arrived meanwhile.
 //!
 //! ```text
-//! guest      touches a page that is swapped out: told, and continues in its handler
+//! guest      touches a swapped-out page: gets the event, continues in its handler
 //!            dirties pages until the ring is full; HLT
 //! vCPU       DirtyRingFull, again and again, also when the page has arrived
 //! VMM        reaps and resets the ring
-//! vCPU       tells the guest: the interrupt ends the halt
+//! vCPU       delivers page-ready: the interrupt ends the halt
 //! ```
 
 use crate::common;
@@ -47,12 +47,12 @@ const HEAP_PAGES: u64 = 1024;
 const PREPARED: u8 = 1;
 const DONE: u8 = 2;
 
-/// How the guest comes to wait.
+/// Why the guest waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Halts {
-    /// It is told that a page is not present, has nothing else to do, and executes HLT.
+    /// It gets page-not-present, has nothing else to do, and executes HLT.
     Itself,
-    /// It cannot be told, so the vCPU halts artificially.
+    /// The event cannot be delivered, so the vCPU halts artificially.
     Artificially,
 }
 
@@ -310,7 +310,7 @@ fn is_told_after_the_reset(halts: Halts, pages: u64, detection: Detection) {
         assert_eq!(
             bench.run_until_idle(),
             FULL,
-            "the page has come: {halts:?} {detection:?}"
+            "the page has arrived: {halts:?} {detection:?}"
         );
     }
     assert_eq!(

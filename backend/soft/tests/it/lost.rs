@@ -240,7 +240,7 @@ fn all_memory_is_taken() {
 const CHILD: &str = "LACUNA_BLOCKED";
 
 /// A VMM whose threads block `SIGBUS`, as programs do that read signals elsewhere: its vCPU fails,
-/// and the process goes on.
+/// and the process survives.
 #[test]
 fn a_page_is_taken_from_a_vcpu_that_blocks_the_signal() {
     let own = "lost::a_page_is_taken_from_a_vcpu_that_blocks_the_signal";

@@ -131,8 +131,8 @@ fn an_exit_has_its_stage_2_abort() {
     assert!(aborts > 100, "{aborts} aborts");
 }
 
-/// In a slot that does not exit, the guest is told of a page that its source takes time for,
-/// however fast its swap is. It is not told of a page that comes at once.
+/// In a slot without exits, the guest gets an event for a page that its source takes time for,
+/// however fast its swap is. It gets none for a page that arrives at once.
 fn a_guest_is_told_of_a_page_that_its_source_takes_time_for(arch: Arch) {
     struct Late(std::sync::Mutex<std::sync::mpsc::Sender<PageRequest>>);
     impl PageSource for Late {
@@ -163,7 +163,7 @@ fn a_guest_is_told_of_a_page_that_its_source_takes_time_for(arch: Arch) {
     });
     let taken = told(Arc::new(Late(std::sync::Mutex::new(sender))));
     thread.join().unwrap();
-    assert!(taken > 50, "the guest was told of {taken} pages");
+    assert!(taken > 50, "the guest got events for {taken} pages");
     assert_eq!(told(Arc::new(Zeros)), 0);
 }
 
@@ -203,8 +203,8 @@ fn a_vm_ends_with_requests_unanswered(arch: Arch) {
     assert_eq!(Arc::strong_count(&source), 2, "the builder's, and this one");
 }
 
-/// A vCPU waits for a page without another exit, because its guest cannot be told. That ends with
-/// the page: another page at the same address, in a slot that was added later, causes an exit.
+/// A vCPU waits for a page without another exit, because the event cannot be delivered. That ends
+/// with the page: another page at the same address, in a slot that was added later, causes an exit.
 #[test]
 fn a_refused_token_does_not_outlive_its_page() {
     const LATER: u64 = 1 << 30;

@@ -1,7 +1,7 @@
-//! Guests on threads, which their VMM stops at any moment. Then the same vCPUs go on, or get their
-//! own states back, or the guest goes on in another VM, while the old one is dropped with pages on
-//! their way. Beside the vCPUs the VMM kicks, changes memory slots, splits huge pages, and switches
-//! asynchronous page faults off and on. `seeded_moves.rs` has moves at points that repeat.
+//! Guests on threads; their VMM stops them at any moment. Then the same vCPUs continue, or get
+//! their own states back, or the guest resumes in another VM, while the old one is dropped with
+//! pages on their way. Beside the vCPUs the VMM kicks, changes memory slots, splits huge pages, and
+//! switches asynchronous page faults off and on. `seeded_moves.rs` has moves at points that repeat.
 //!
 //! The environment variable `LACUNA_MOVES` is the number of runs for each guest, 1 by default.
 
@@ -121,7 +121,7 @@ impl Machine {
         self
     }
 
-    /// Another machine in which the guest goes on. This one is dropped.
+    /// Another machine in which the guest resumes. This one is dropped.
     fn moved(mut self, builder: &VmBuilder, devices: &PlatformDevices) -> Self {
         let (shared, states) = self.save(devices);
         Self::new(builder, |new| {

@@ -134,7 +134,7 @@ fn a_vcpu_that_waits_for_a_page_obeys_every_kick(arch: Arch) {
     });
 }
 
-/// Two vCPUs wait; the handler ends. Neither goes on, and each says why.
+/// Two vCPUs wait; the handler ends. Neither continues, and each says why.
 fn vcpus_that_wait_for_a_handler_that_ends_have_lost_their_pages(arch: Arch) {
     let killed = Arc::new(AtomicBool::new(false));
     let note = Arc::clone(&killed);

@@ -155,7 +155,7 @@ impl Monitor {
         shadow.replay(&self.vm, dirty);
     }
 
-    /// Reaps the rings. The reset may come later, and reaped pages may be lost before they are
+    /// Reaps the rings. The reset may be later, and reaped pages may be lost before they are
     /// copied.
     fn harvest_rings(&mut self, shadow: &mut Shadow) {
         let collected = &mut self.collected;

@@ -1,7 +1,7 @@
-//! Seeded worlds in which every page of the guest is elsewhere at first: late sources, answers that
-//! come twice or out of order, requests that are never answered, and a VMM that provides pages
-//! itself, too late or before anything needs them, and says ready for pages that have not come. The
-//! guest checks each of its pages.
+//! Seeded worlds in which every page of the guest is elsewhere at first: late sources, answers
+//! twice or out of order, unanswered requests, and a VMM that provides pages itself, too late or
+//! before anything needs them, and says ready for pages that have not arrived. The guest checks
+//! each of its pages.
 
 use crate::common;
 
@@ -33,7 +33,7 @@ struct State {
     /// By due time and number. `None` is a request that is not answered: the VMM provides the page.
     due: BTreeMap<(Nanos, u64), (SourcePage, Option<PageRequest>)>,
     asked: u64,
-    /// Requests that are kept although nothing will come of them.
+    /// Requests that are kept although they will never be answered.
     kept: Vec<PageRequest>,
     done: Done,
     vm: Weak<Vm>,
@@ -48,7 +48,7 @@ struct Done {
     unanswered: u64,
     unasked: u64,
     switched: u64,
-    /// Tokens that the VMM said ready for before their page had come.
+    /// Tokens that the VMM said ready for before their page had arrived.
     too_early: u64,
 }
 
@@ -166,7 +166,7 @@ fn set_flags(vm: &Vm, flags: SlotFlags) {
 }
 
 /// The VMM says ready for tokens that were never given or are completed, and for one whose page has
-/// not come, if there is one. Returns the number of those.
+/// not arrived, if there is one. Returns the number of tokens of the last kind.
 fn say_ready(vm: &Vm, vcpu: usize) -> u64 {
     let tokens = (1..6000).rev().map(|number| FaultToken::new(vcpu, number));
     let said = tokens.filter(|token| vm.ready(*token).is_ok()).take(1);

@@ -1,4 +1,4 @@
-//! Whole vCPU states at points that a seed chooses: the guest is saved there, and goes on in a
+//! Whole vCPU states at points that a seed chooses: the guest is saved there, and resumes in a
 //! fresh VM with a fresh host and a fresh clock.
 //!
 //! The environment variable `LACUNA_SAVE_POINTS` is the number of points for each guest, 10 by
@@ -84,7 +84,7 @@ impl Machine {
         }
     }
 
-    /// Whether the guest goes on.
+    /// Whether the guest still runs.
     fn run_slice(&mut self) -> bool {
         self.slices += 1;
         assert!(self.slices < SLICES_MAX, "the guest hangs");
@@ -121,7 +121,7 @@ impl Machine {
     }
 }
 
-/// A fresh VM in which the guest of `old` goes on.
+/// A fresh VM in which the guest of `old` resumes.
 fn moved(
     old: &Vm,
     saved: &Saved,

@@ -311,7 +311,7 @@ fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {
     }
 }
 
-/// Reclaim would evict pages of that memory, and would not tell this VM's tables and TLBs.
+/// Reclaim would evict pages of that memory, and would not invalidate this VM's tables and TLBs.
 #[test]
 fn memory_of_another_vm_is_refused_as_backing() {
     let bench = Bench::new(1, HugePages::Never, &[assemble(CODE, caller)]);

@@ -122,7 +122,7 @@ fn beside(volume: &Volume, when: fn(&HostStats) -> bool, upset: impl FnOnce() + 
             }
         });
         let ending = outcome.unwrap().ending;
-        assert!(tell.is_none(), "it never came to that");
+        assert!(tell.is_none(), "that never happened");
         assert!(
             matches!(ending, Ending::Exited(0)),
             "{ending:?}\n{}",

@@ -343,13 +343,13 @@ fn a_wrong_shared_state_is_named_and_changes_nothing() {
         let refused = vm.restore_shared(&SharedState::Arm64(Box::new(bad)));
         let text = refused.expect_err(name).to_string();
         assert!(text.contains(name), "{name}: {text}");
-        // The clock of this VM stands still.
+        // The clock of this VM is stopped.
         let now = vm.save_shared().unwrap();
         assert_eq!(now, SharedState::Arm64(Box::new(shared.clone())), "{name}");
     }
 }
 
-/// Timers go on with the counter of their VM, which a reset of a vCPU leaves alone.
+/// Timers follow their VM's counter, which a reset of a vCPU leaves alone.
 #[test]
 fn the_counter_is_the_vms() {
     let (state, mut shared) = some_state("apf=abort");
@@ -491,8 +491,8 @@ impl Seen {
     }
 }
 
-/// After each slice of a seeded run: every state goes to a vCPU of another VM, and comes out of it
-/// as it was.
+/// After each slice of a seeded run: every state is restored to a vCPU of another VM, and saved
+/// there unchanged.
 #[test]
 fn every_state_of_a_run_is_taken_over_as_it_is() {
     for (form, vcpus) in [("apf=abort", 2), ("apf=sdei", 2), ("apf=sdei", 4)] {

@@ -207,7 +207,7 @@ impl Processor for Toy {
     }
 }
 
-/// Its guests are told of nothing.
+/// Its guests get no events.
 struct Silence;
 
 impl Abi for Silence {

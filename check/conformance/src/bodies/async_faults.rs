@@ -55,7 +55,8 @@ pub fn a_guest_is_told_nothing_unless_offered<B: Backend>(backend: &B) -> Outcom
     })
 }
 
-/// `verify` finds any page that was lost or stale; its processes run while others' pages come.
+/// `verify` finds any page that was lost or stale; its processes run while others' pages are on
+/// their way.
 pub fn nothing_is_lost_with_async_faults<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -20,7 +20,7 @@ use crate::program::{Code, STACK, TELL_PORT, assemble_x86, image, msr};
 use crate::running::{guest, within};
 use crate::soft::Soft;
 
-/// How often a guest goes to the other backend and comes back.
+/// How often a guest moves to the other backend and back.
 const ROUND_TRIPS: usize = 3;
 /// Each has save points of its own.
 const SEEDS: u64 = 2;
@@ -73,7 +73,7 @@ fn round_trips<A: Backend, B: Backend>(
 ) -> Outcome {
     let cpu = common()?;
     // kvm_pvm executes SYSCALL without leaving CPL 3, so on such a host the kvm backend's guests
-    // call their kernel by UD2. A guest that comes from soft has to do the same.
+    // call their kernel by UD2. A guest that moves from soft has to do the same.
     let command_line = format!("syscall=ud2 {}", request.command_line);
     let request = Request {
         cpu,
@@ -88,7 +88,7 @@ fn round_trips<A: Backend, B: Backend>(
     Ok(())
 }
 
-/// How often a guest went to the other backend and came back, or ended there.
+/// How often a guest moved to the other backend and back, or ended there.
 fn round_trips_of<A: Backend, B: Backend>(
     first: &A,
     second: &B,
@@ -125,7 +125,7 @@ const IDTR: u64 = 0x30_2000;
 const COUNTS: u64 = 0x30_3000;
 const IPI: u32 = 0x40;
 const TIMER: u32 = 0x41;
-/// What the program tells when a register has changed.
+/// The value that the program reports when a register has changed.
 const WRONG: u32 = 0xbad;
 const X2APIC_EOI: u32 = 0x80b;
 const X2APIC_SVR: u32 = 0x80f;
@@ -136,8 +136,8 @@ const TSC_DEADLINE: u32 = 0x6e0;
 /// Some milliseconds, at any frequency that a TSC has.
 const SOON: i32 = 40_000_000;
 
-/// Requests an interrupt and arms the timer with interrupts off, tells its round, and is moved
-/// there. Then both interrupts must come, and every register must be as it was.
+/// Requests an interrupt and arms the timer with interrupts off, reports its round, and is moved
+/// there. Then both interrupts must be delivered, and every register must be as it was.
 fn waiting() -> Code {
     assemble_x86(|a| {
         let (mut ipi, mut timer) = (a.create_label(), a.create_label());
@@ -187,7 +187,7 @@ fn waiting() -> Code {
             a.cmp(register, rax)?;
             a.jne(wrong)?;
         }
-        // Each has come once.
+        // Each was delivered once.
         a.cmp(dword_ptr(rdi), 1)?;
         a.jne(wrong)?;
         a.cmp(dword_ptr(rdi + 4), 1)?;
@@ -298,7 +298,7 @@ pub fn the_common_model_has_its_cpuid<B: Backend>(backend: &B) -> Outcome {
             if answer != leaf.answer && B::Vm::BACKEND == lacuna_machine::Backend::Kvm {
                 let function = leaf.function;
                 return Err(Lacks::because(format!(
-                    "this KVM answers CPUID {function:#x} by itself, whatever it was told"
+                    "this KVM answers CPUID {function:#x} by itself, whatever the VMM has set"
                 )));
             }
             assert_eq!(answer, leaf.answer, "{leaf:x?}");

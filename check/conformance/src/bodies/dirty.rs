@@ -176,7 +176,7 @@ pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
         let arch = backend.arch();
         let write = |at| vm.write(gpa(arch, at), &[1; 2]).expect("guest memory");
         write(0x3000);
-        // Every page is there: one that comes counts as written in the page map.
+        // Every page is there: an arriving page counts as written in the page map.
         for MemorySlot { gfns, .. } in vm.memory_slots() {
             (0..gfns.pages() as usize).for_each(|page| drop(read::<B>(&vm, gfns, page).to_vec()));
         }

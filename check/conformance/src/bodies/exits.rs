@@ -178,7 +178,7 @@ pub fn a_crash_says_where<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A vCPU that has halted with interrupts off comes back when it is kicked, and again.
+/// The run of a vCPU that has halted with interrupts off returns when it is kicked, and again.
 pub fn a_kick_interrupts_a_halted_vcpu<B: Backend>(backend: &B) -> Outcome {
     use lacuna_machine::Kick as _;
     let code = assemble(backend.arch(), |a| {

@@ -16,7 +16,7 @@ const MIB: u64 = 16;
 const DATA: u64 = 4 << 20;
 
 /// The VMM writes a word into each page, the guest doubles it, and the VMM reads it: at a quarter
-/// of the memory resident, all of which is taken away and brought back on the way.
+/// of the memory resident, so every page is evicted and read back on the way.
 pub fn every_word_is_where_it_was_written<B: Backend>(backend: &B) -> Outcome {
     let end = MIB << 20;
     let arch = backend.arch();
@@ -163,7 +163,7 @@ pub fn nothing_is_lost_at_4x_overcommit<B: Backend>(backend: &B) -> Outcome {
     verify(backend, 1, Duration::ZERO)
 }
 
-/// The same with two vCPUs, while pages take a moment to come.
+/// The same with two vCPUs, while pages take a moment to arrive.
 pub fn nothing_is_lost_with_late_pages<B: Backend>(backend: &B) -> Outcome {
     verify(backend, 2, Duration::from_micros(200))
 }

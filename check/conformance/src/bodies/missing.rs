@@ -283,7 +283,7 @@ pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A guest without async faults cannot be told. The refused accept makes the next run wait, until
+/// A guest without async faults takes no events. The refused accept makes the next run wait, until
 /// the VMM provides the page, or a kick.
 pub fn a_guest_that_cannot_be_told_waits<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
@@ -356,7 +356,7 @@ pub fn nothing_is_lost_with_exits<B: Backend>(backend: &B) -> Outcome {
     with_exits(backend, Apf::Off)
 }
 
-/// The same, and the guest is told of the pages.
+/// The same, and the guest gets events for the pages.
 pub fn nothing_is_lost_with_exits_and_tokens<B: Backend>(backend: &B) -> Outcome {
     with_exits(backend, Apf::On)
 }

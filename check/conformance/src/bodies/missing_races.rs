@@ -82,7 +82,7 @@ fn silenced<B: Backend>(
     Ok((requests, made))
 }
 
-/// Exits for the page at `READ`, and refuses to be told of it: the next run waits.
+/// Exits for the page at `READ`. The guest cannot take its event, so the next run waits.
 fn wait_for_read<B: Backend>(read: Gpa, vcpu: &mut VcpuOf<B>) {
     let (gpa, _, token) = fault::<B>(vcpu);
     assert_eq!(gpa, read);
@@ -154,8 +154,8 @@ pub fn the_flag_is_cleared_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcom
     Ok(())
 }
 
-/// A vCPU that waits for the source goes on with the source's answer when the flag is set, and
-/// exits for the next page.
+/// The flag is set while a vCPU waits for the source: the vCPU continues with the source's answer,
+/// and exits for the next page.
 pub fn the_flag_is_set_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcome {
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();
@@ -263,7 +263,7 @@ pub fn a_restored_vcpu_has_no_exit<B: Backend>(backend: &B) -> Outcome {
 }
 
 /// A guest enables async page faults in a page that its source does not provide. A kick ends the
-/// vCPU's run, and the guest's instruction is completed when the page has come.
+/// vCPU's run, and the guest's instruction is completed when the page has arrived.
 pub fn a_kick_ends_the_wait_for_the_area_of_async_faults<B: Backend>(backend: &B) -> Outcome {
     const TOLD: u64 = 77;
     for missing in [Missing::Waits, Missing::Exits] {

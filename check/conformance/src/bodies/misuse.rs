@@ -393,7 +393,7 @@ const ARM64_LATE: [Damage<arm64::State>; 5] = [
 ];
 
 /// A state with a value that only the hypervisor below can judge is refused by name, and the vCPU
-/// goes on as it was.
+/// continues as it was.
 pub fn a_state_that_is_refused_late_changes_nothing<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

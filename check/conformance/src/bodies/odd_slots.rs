@@ -169,7 +169,7 @@ pub fn slots_with_one_number_are_added_and_removed_by_all<B: Backend>(backend: &
     })
 }
 
-/// A log begins, is harvested and ends while slots come and go.
+/// A log begins, is harvested and ends while slots are added and removed.
 pub fn logs_are_switched_while_slots_come_and_go<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -68,7 +68,7 @@ pub fn async_faults_are_switched<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         beside_verify(&backend, Apf::On, |running, round| {
-            let why = "kvm: whether a guest is told is fixed with its CPUID";
+            let why = "kvm: whether a guest gets events is fixed with its CPUID";
             let switch = lacks(running.vm.apf_switch(), why)?;
             switch.set_apf([Apf::Off, Apf::On][round % 2]);
             Ok(())

@@ -1,4 +1,4 @@
-//! Memory slots that come, move and go while there are vCPUs.
+//! Memory slots that are added, moved and removed while there are vCPUs.
 
 use std::thread;
 use std::time::Duration;
@@ -29,12 +29,12 @@ fn gpa(at: u64) -> Gpa {
     Gpa::truncate(at)
 }
 
-/// Tells the word at [`LATER`], then adds one to it, again and again.
+/// Reports the word at [`LATER`], then adds one to it, again and again.
 fn counter(arch: Arch) -> Code {
     tells_later(arch, |a| a.increment(Reg::A, 0))
 }
 
-/// Tells the word at [`LATER`], then does `what` with it, again and again. A has its address.
+/// Reports the word at [`LATER`], then does `what` with it, again and again. A has its address.
 fn tells_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
     assemble(arch, |a| {
         a.set(Reg::A, LATER);
@@ -46,7 +46,7 @@ fn tells_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
     })
 }
 
-/// What a vCPU tells next; a read without memory gets `device`, and a write there is ignored.
+/// What a vCPU reports next; a read without memory gets `device`, and a write there is ignored.
 fn next_told(vcpu: &mut impl Vcpu, device: u64) -> u32 {
     loop {
         let exit = vcpu.run().expect("a vCPU that can go on");
@@ -192,7 +192,7 @@ pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// Slots come, move and go beside a guest that checks its memory, and that is overcommitted.
+/// Slots are added, moved and removed beside an overcommitted guest that checks its memory.
 pub fn slots_change_beside_a_guest<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

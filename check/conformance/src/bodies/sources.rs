@@ -17,7 +17,7 @@ use crate::running::{Running, Start, beside, guest, within};
 
 const MIB: u64 = 8;
 const VCPUS: usize = 2;
-/// A slot that comes and goes beside the guest's.
+/// A slot that is added and removed beside the guest's.
 const BESIDE: SlotId = SlotId(9);
 
 /// Most requests take some time, some take several, and one in ten is lost at least once.
@@ -96,7 +96,7 @@ fn verify<B: Backend>(
     })
 }
 
-/// Kicks vCPUs, switches the slots' flags, and has another slot come and go, until the guest ends.
+/// Kicks vCPUs, switches the slots' flags, and adds and removes another slot, until the guest ends.
 fn disturb<B: Backend>(running: &Running<'_, B>) {
     let vm = running.vm;
     let beside = GfnRange::new(Gpa::truncate(4 << 30).gfn(), 16).expect("pages");

@@ -30,7 +30,7 @@ pub(super) fn small() -> Request {
     }
 }
 
-/// Counts in a register, and tells each number.
+/// Counts in a register, and reports each number.
 pub(super) fn counter(arch: Arch) -> Code {
     assemble(arch, |a| {
         a.set(Reg::H, UNTOUCHED);
@@ -45,7 +45,7 @@ pub(super) fn counter(arch: Arch) -> Code {
 /// What the counter leaves in register H.
 const UNTOUCHED: u64 = 0x1234_5678_9abc_def0;
 
-/// The next number, and the instruction that tells it is complete.
+/// The next number; the instruction that reports it is complete.
 pub(super) fn next_told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
     let number = loop {
         let exit = vcpu.run().expect("a vCPU that can go on");
@@ -91,7 +91,7 @@ pub(super) fn assert_same(a: &VcpuState, b: &VcpuState, context: &dyn fmt::Displ
     }
 }
 
-/// A state is what the vCPU goes on from, however far it has come since.
+/// A vCPU continues from a restored state, however far it has run since the save.
 pub fn a_vcpu_goes_back_to_a_saved_state<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -118,7 +118,7 @@ pub fn a_vcpu_goes_back_to_a_saved_state<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A vCPU that waits for a device's answer has no state to save, and goes on after the answer.
+/// A vCPU that waits for a device's answer has no state to save, and continues after the answer.
 pub fn half_an_instruction_is_not_saved<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -141,7 +141,7 @@ pub fn half_an_instruction_is_not_saved<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// Names of which a refusal has one, and what is done to the state.
+/// The names that a refusal may have, and the change to the state.
 pub(super) type Damage<S> = (&'static [&'static str], fn(&mut S));
 
 /// KVM refuses the system registers as a whole.
@@ -184,7 +184,7 @@ const ARM64_DAMAGES: [Damage<arm64::State>; 8] = [
     (&["apf"], |s| s.apf.enabled = Some((arm64::Form::Abort, 1))),
 ];
 
-/// A damaged state is refused with the name of what is wrong, and the vCPU goes on as it was.
+/// A damaged state is refused with the name of what is wrong, and the vCPU continues as it was.
 pub fn a_damaged_state_is_refused_by_name<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

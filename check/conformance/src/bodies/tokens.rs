@@ -1,4 +1,4 @@
-//! Guests that are told of missing pages while the pages come.
+//! Guests that get events for missing pages while the pages are on their way.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ use crate::backend::{Backend, Lacks, Made, Missing, Origin, Request, Unit};
 use crate::program::ram;
 use crate::running::{guest, run, status, within};
 
-/// No vCPU exits: the source is asked, and the guest is told until the page comes. Pages are
-/// evicted too, and come back late. A backend that evicts none lacks what this body needs.
+/// No vCPU exits: the source is asked, and the guest gets page-not-present meanwhile. Pages are
+/// evicted too, and read back late. A backend that evicts none lacks what this body needs.
 pub fn nothing_is_lost_with_a_source_and_async_faults<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -95,7 +95,7 @@ fn about_to_see(state: &VcpuState) -> u64 {
 const SHORT_SLICES: &str = "tick_us=300 slice_us=300";
 
 /// A VM of one vCPU, about to run `bm` with six processes that need pages of `source`. The vCPU
-/// exits for them, and the guest can be told.
+/// exits for them, and the guest can take events.
 fn bm<B: Backend>(backend: &B, source: &Arc<Words>, contract: &str) -> Result<Made<B>, Lacks> {
     let request = Request {
         apf: Apf::On,
@@ -111,9 +111,9 @@ fn check_end(devices: &PlatformDevices) {
     assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
 }
 
-/// A vCPU that gets a state has nothing in flight: accepted tokens are cancelled, and the guest is
-/// told to try all its accesses again. The VMM says ready for none of them until the end, and the
-/// guest can be told of more pages than a vCPU may have in flight.
+/// A vCPU that gets a state has nothing in flight: accepted tokens are cancelled, and a wake-all
+/// makes the guest try all its accesses again. The VMM says ready for none of them until the end,
+/// and the guest can take events for more pages than a vCPU may have in flight.
 pub fn a_restored_vcpu_forgets_accepted_tokens<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -239,7 +239,7 @@ fn ends_with_a_token<B: Backend>(backend: &B, contract: &str) -> Outcome {
             exit => _ = dispatch(&mut vcpus[0], exit, &devices, &*vm),
         }
     }
-    let token = accepted.expect("the guest was told");
+    let token = accepted.expect("the guest gets page-not-present");
     drop(vcpus);
     assert_eq!(memory.ready(token), Ok(Told::Cancelled));
     assert_eq!(memory.ready(token), Err(TokenError::Unknown));
@@ -248,7 +248,7 @@ fn ends_with_a_token<B: Backend>(backend: &B, contract: &str) -> Outcome {
 }
 
 /// A VMM that says ready for accepted tokens late, and for some of them before their page is there.
-/// The guest's processes get every page all the same, and each accepted token is told twice: not
+/// The guest's processes get every page all the same, and two events per accepted token: not
 /// present and ready.
 pub fn a_guest_is_told_and_goes_on<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
@@ -285,7 +285,7 @@ fn is_told<B: Backend>(backend: &B, contract: &str) -> Outcome {
                 Ok(Exit::MemoryFault {
                     gpa, flags, token, ..
                 }) => {
-                    assert!(known.insert(token), "{token:?} comes twice");
+                    assert!(known.insert(token), "{token:?} is given twice");
                     if flags.contains(MemoryFaultFlags::CAN_TELL) {
                         assert_eq!(vcpu.accept(token), Ok(()));
                         accepted.fetch_add(1, Ordering::Relaxed);
@@ -359,9 +359,9 @@ fn is_ready_without_pages<B: Backend>(backend: &B, contract: &str) -> Outcome {
     Ok(())
 }
 
-/// One thread says ready while another one accepts the token. Either call may come first, and both
+/// One thread says ready while another one accepts the token. Either call may be first, and both
 /// outcomes say the same order. No page is provided at its first exit, so the vCPU exits again for
-/// each, whichever call came first.
+/// each, whichever call was first.
 pub fn a_ready_beside_an_accept_has_one_outcome<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -1,7 +1,7 @@
 //! AArch64 guests of random instructions: the memory map, the runtime that survives every
 //! exception, and (`sequence`) the random part.
 //!
-//! The map is that of [`place`](crate::place), from [`BASE`] on, except for these parts:
+//! The map is as in [`place`](crate::place), from [`BASE`] on, except for these parts:
 //!
 //! ```text
 //! 0x10000  runtime: entry     0x10800 vectors     0x11000 the handler     0x11800 SDEI handler

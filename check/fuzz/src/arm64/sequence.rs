@@ -332,7 +332,7 @@ impl Author<'_> {
         "arm64 system register"
     }
 
-    /// TLBI, AT, DC and IC, most of which exist.
+    /// TLBI, AT, DC and IC; most encodings exist.
     fn maintain(&mut self, a: &mut Asm) -> &'static str {
         let word = match self.rng.u8(..3) {
             0 => 0xd508_8300 | self.rng.u32(..8) << 5 | pick(self.rng, &[0, 0x400]),

@@ -1,5 +1,5 @@
-//! A small guest that has done its work and waits for interrupts that do not come. Virtual time
-//! stands still, so each process saves the same bytes of it.
+//! A small guest that has done its work and waits for interrupts. Virtual time is stopped, so none
+//! is delivered, and each process saves the same bytes of it.
 
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{

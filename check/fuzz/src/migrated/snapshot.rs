@@ -69,7 +69,7 @@ pub fn run(run: &mut Run<'_>) {
 /// Three snapshots of one guest.
 struct Saved {
     folder: TempDir,
-    /// That of the last one.
+    /// The guest's memory at the last one.
     memory: Vec<u8>,
 }
 
@@ -298,7 +298,7 @@ fn replace(file: &Path, rng: &mut Rng) {
     let _ = done;
 }
 
-/// Makes checksums fit: those of `name`, and those of the snapshots above it.
+/// Makes checksums fit: of `name`, and of the snapshots above it.
 fn seal(folder: &Path, name: &str) {
     let first = NAMES
         .iter()

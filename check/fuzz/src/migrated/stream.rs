@@ -268,14 +268,14 @@ impl<S: Stream> Connection for Taped<S> {
     }
 }
 
-/// A guest that has come, with all of its memory.
+/// An arrived guest, with all of its memory.
 struct Guested {
     vm: Arc<Vm>,
     vcpus: Vec<Vcpu>,
     devices: PlatformDevices,
 }
 
-/// How far a migration came before an error.
+/// The stage of a migration at an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Until {
     /// The connection, or the VM.
@@ -440,7 +440,7 @@ fn depart(
         }
         Ok(Sent::Unknown { given, why } | Sent::Cut { given, why }) => {
             assert!(!is_whole, "whole answers: {why}");
-            assert!(link.has_said(frames::GO), "it is given away without a word");
+            assert!(link.has_said(frames::GO), "the source has let go of the guest without Go");
             run.tally.note("answers", "not known, or cut");
             match given.resume(&link, &mut |_| CONTINUE) {
                 Sent::Moved(given) | Sent::Unknown { given, .. } | Sent::Cut { given, .. } => {
@@ -450,11 +450,11 @@ fn depart(
         }
         Err(error) => {
             assert!(!is_whole, "whole answers: {error}");
-            assert!(!link.has_said(frames::GO), "it is given away: {error}");
+            assert!(!link.has_said(frames::GO), "the source has sent Go: {error}");
             note_error("answers refused", &error, run);
         }
     }
-    let after = guest.pause().expect("the guest goes on");
+    let after = guest.pause().expect("the guest runs at the source");
     assert!(
         *after.state() == before,
         "the guest at the source has changed"

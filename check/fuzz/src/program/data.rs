@@ -192,7 +192,7 @@ impl Author<'_> {
         "hot loop".into()
     }
 
-    /// Touches pages one after the other, usually those of a whole 2 MiB block.
+    /// Touches pages one after the other, usually a whole 2 MiB block.
     fn sweep(&mut self, a: &mut Asm) -> String {
         let first = match self.rng.bool() {
             true => self.rng.u64(..self.memory.div_ceil(2 << 20)) << 21,
@@ -209,7 +209,7 @@ impl Author<'_> {
         "sweep".into()
     }
 
-    /// Writes to instructions: the following ones, or those of another sequence.
+    /// Writes to instructions: the following ones, or another sequence.
     pub(super) fn modify_code(&mut self, a: &mut Asm) -> String {
         if self.rng.bool() {
             // mov byte [rip + 1], imm8; it changes the operand of the `mov al, imm8` that follows

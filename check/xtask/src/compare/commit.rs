@@ -120,7 +120,7 @@ pub fn build(
 }
 
 /// Cargo runs outside of the repository. Inside of it, cargo would merge the `.cargo/config.toml`
-/// of the worktree with that of this working tree, and use the compiler options of both.
+/// of the worktree with this working tree's, and use the compiler options of both.
 fn build_command(tree: &Path, target: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command

@@ -84,7 +84,7 @@ pub enum Verdict {
     Slower,
     /// The new commit is better, by more than the null's noise.
     Faster,
-    /// The interval includes 1, or meets the null's interval, or comes from too few samples.
+    /// The interval includes 1, or meets the null's interval, or there are too few samples.
     Undecided,
 }
 

@@ -1,5 +1,5 @@
 //! An AArch64 guest of a few instructions, with stage 1 off, for the ABI of asynchronous page
-//! faults. Its far pages come when the test says so.
+//! faults. The test provides its far pages.
 
 use super::builder;
 use lacuna_addr::{Gpa, PageCount};
@@ -27,7 +27,7 @@ pub const IRQ_FROM_EL1: u64 = VBAR + 0x280;
 /// A load behind the vector table.
 pub const NEAR: u64 = VBAR + 0x900;
 pub const BLOCK: u64 = BASE + 0x3000;
-/// Pages from here on come when the test provides them.
+/// The test provides the pages from here on.
 pub const FAR: u64 = BASE + (1 << 20);
 pub const PAGE: u64 = 0x1000;
 /// The slot of a page that a test adds.
@@ -263,7 +263,7 @@ impl Machine {
         values[0] as i64
     }
 
-    /// The handler of the SDEI event ends: the program goes on as if nothing had been.
+    /// The handler of the SDEI event ends: the program continues as if there had been no event.
     pub fn complete(&mut self) {
         let before = self.cpu().regs();
         self.values(SDEI + 5, &[]);
@@ -337,7 +337,7 @@ impl Machine {
         self.cpu().save().unwrap().gic.private.line >> PPI & 1 != 0
     }
 
-    /// Whether the guest has been told by now that a page is not present: the token.
+    /// The token of page-not-present, if it has been delivered to the guest by now.
     pub fn not_present(&mut self, form: Form, vector: u64) -> Option<u64> {
         self.step();
         let (reason, word) = self.words();
@@ -365,7 +365,7 @@ impl Machine {
         system.far
     }
 
-    /// The guest is told of a page that a program needs.
+    /// The guest gets page-not-present for a page that a program needs.
     pub fn told(&mut self, form: Form, page: u64) -> u64 {
         assert_eq!(self.load(page, EL0), End::Ran);
         let token = self.not_present(form, FROM_EL0).expect("told");
@@ -376,7 +376,7 @@ impl Machine {
         token
     }
 
-    /// Whether the guest has been told by now that a page is ready: the token.
+    /// The token of page-ready, if it has been delivered to the guest by now.
     pub fn ready(&mut self, form: Form) -> Option<u64> {
         self.settle();
         let (reason, word) = self.words();
