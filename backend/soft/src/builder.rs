@@ -19,7 +19,7 @@ use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The place of pages that are swapped out.
+/// The place of swapped-out pages.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Swap {
     /// An unlinked file in this folder.
@@ -48,7 +48,7 @@ pub struct VmBuilder {
     pub prefault: bool,
     /// Where the host gives memory by 2 MiB pages.
     pub huge: HugePages,
-    /// The place of pages that are swapped out.
+    /// The place of swapped-out pages.
     pub swap: Swap,
     /// Provides the pages of the guest's memory when they are first needed, numbered from 0 in the
     /// order of the memory slots; `None`: they are zeros.

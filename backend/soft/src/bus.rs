@@ -110,8 +110,8 @@ impl<F: MmuFormat> SoftBus<F> {
         self.fault(gfn, access)
     }
 
-    /// Not inlined: otherwise `page_now` would set up this function's stack frame for every walk,
-    /// also for those that find the page.
+    /// Resolves a fault. It is not inlined: otherwise `page_now` would set up this function's stack
+    /// frame for every walk, also for a walk that finds the page.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         match self.mmu.fault(&mut self.vcpu_mmu, gfn, access) {

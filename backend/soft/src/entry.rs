@@ -37,8 +37,8 @@ pub struct Entry<P: Platform> {
     flushed: GracePeriod,
 }
 
-/// A vCPU that is online. Drop brings it offline, also after a panic: shoot-downs must not wait for
-/// a thread that has ended.
+/// An online vCPU. Drop brings it offline, also after a panic: shoot-downs must not wait for an
+/// ended thread.
 struct Online<'a> {
     qsbr: &'a Qsbr,
     index: usize,
@@ -161,8 +161,8 @@ impl<P: Platform> Entry<P> {
         }
     }
 
-    /// A page that was never provided, in a slot that exits. Only the accesses of instructions
-    /// exit; this one waits for the page source.
+    /// A never-provided page, in a slot that exits. Only the accesses of instructions exit; this
+    /// one waits for the page source.
     #[cold]
     fn absent(&mut self, gfn: Gfn, access: Access) -> Absent {
         match self.bus.wait_for_page(gfn, access) {

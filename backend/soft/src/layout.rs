@@ -60,7 +60,8 @@ impl MemorySlots for Vm {
             id,
             cause: error.to_string(),
         })?;
-        // Before the slot exists: another thread may remove it at once, and then finds this entry.
+        // Record the backing before the slot exists: another thread may remove the slot at once,
+        // and then finds this entry.
         self.keep_backing(Some(id), backing);
         let added = self.mmu.add_slot(SlotSpec {
             id,

@@ -1,5 +1,5 @@
-//! Missing memory: what a vCPU does about a page that is not there, its exits to the VMM, and pages
-//! that the VMM provides.
+//! Missing memory: what a vCPU does about a missing page, its exits to the VMM, and pages that the
+//! VMM provides.
 
 use crate::bus::{Origin, PageFault};
 use crate::platform::Platform;
@@ -39,8 +39,8 @@ impl<P: Platform> VcpuOf<P> {
         &self.vm.tokens[self.index]
     }
 
-    /// The vCPU needs a page that was never provided, in a slot that exits. It exits, or waits for
-    /// a page that the VMM knows of.
+    /// The vCPU needs a never-provided page, in a slot that exits. It exits, or waits for a page
+    /// that the VMM knows of.
     pub(crate) fn missing(&mut self, gfn: Gfn, access: Access) -> Step {
         // If the slot has gone meanwhile, the access is repeated.
         let Ok(page) = self.vm.backing_addr(gfn.gpa()) else {

@@ -36,7 +36,7 @@ impl Tokens {
 
     /// The vCPU was reset, or has got another state. Accepted tokens stay until ready is said for
     /// them, and count no longer among the faults that its queue may have in flight: a VMM need not
-    /// say ready for the tokens of a guest that is gone.
+    /// say ready for the tokens of a dropped guest.
     pub fn reset(&self) {
         let mut state = self.lock();
         state.life.enter();
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
     use lacuna_addr::PAGE_SIZE;
 
-    /// A page keeps one entry for each token that is not completed, however often it is fetched.
+    /// A page keeps one entry for each uncompleted token, however often it is fetched.
     #[test]
     fn tokens_that_wait_for_a_page_are_bounded() {
         let tokens = Tokens::default();

@@ -27,8 +27,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
 
-/// After so many instructions a vCPU polls for pages that have arrived: some 100 us. The number is
-/// a compromise between threads that compute and threads that fault: docs/speed-apf.md.
+/// After so many instructions a vCPU polls for arrived pages: some 100 us. The number is a
+/// compromise between threads that compute and threads that fault: docs/speed-apf.md.
 const FUEL: u64 = 35_000;
 
 /// How long the thread of a halted vCPU polls for pages before it sleeps. After a sleep, two

@@ -23,7 +23,7 @@ use lacuna_sync::{Clock, Mutex, Qsbr, VcpuSlot, lock_order};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Gets the attention of vCPUs: sets a flag for a vCPU that runs, unparks the thread of one that
+/// Gets the attention of vCPUs: sets a flag for a running vCPU, unparks the thread of one that
 /// sleeps.
 pub(crate) struct VcpuKicks {
     pub(crate) qsbr: Arc<Qsbr>,

@@ -52,11 +52,11 @@ pub enum Tracking {
 pub struct Origin {
     /// Provides the pages.
     pub source: Arc<dyn PageSource>,
-    /// What a vCPU does that needs a page which was not provided.
+    /// What a vCPU does that needs a missing page.
     pub missing: Missing,
 }
 
-/// What a vCPU does that needs a page which was not provided.
+/// What a vCPU does that needs a missing page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Missing {
     /// It waits for the source.

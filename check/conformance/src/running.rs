@@ -83,7 +83,7 @@ impl<B: Backend> Finished<B> {
     }
 }
 
-/// A guest that runs.
+/// A running guest.
 pub struct Running<'a, B: Backend> {
     /// Its VM.
     pub vm: &'a B::Vm,

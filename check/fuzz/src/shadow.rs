@@ -105,7 +105,7 @@ impl Shadow {
         Self { owner, pages }
     }
 
-    /// Forgets the pages of a slot that was removed.
+    /// Forgets the pages of a removed slot.
     pub fn forget(&mut self, id: SlotId) {
         self.pages.remove(&id);
     }

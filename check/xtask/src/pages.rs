@@ -67,7 +67,7 @@ fn lines(text: &str) -> impl Iterator<Item = (usize, &str, bool)> {
     })
 }
 
-/// The lines of prose of one page that are too long.
+/// The overlong lines of prose of one page.
 pub fn columns(path: &str, text: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (number, line, in_block) in lines(text) {

@@ -13,7 +13,7 @@ use std::collections::HashMap;
 /// `ASYNC_PF_PER_VCPU`).
 pub const QUEUED_MAX: usize = 64;
 
-/// What the backend has to do about a page that is not present.
+/// What the backend has to do about a missing page.
 #[must_use]
 pub enum NotPresent {
     /// Wait for the page as if there were no asynchronous faults.

@@ -212,7 +212,7 @@ impl<F: MmuFormat> Mmu<F> {
         self.forget(visit.rmap, visit.counter, removed);
     }
 
-    /// After a leaf was removed: updates the reverse map, and reports its D to the host.
+    /// Updates the reverse map after a leaf was removed, and reports its D to the host.
     #[inline]
     pub(crate) fn forget(&self, rmap: &Rmap, counter: &mut impl Counter, removed: Removed) {
         counter.leaves(1);

@@ -71,13 +71,13 @@ impl<F> Invalidation<'_, F, StepCounter> {
 /// An rmap walk strategy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RmapWalk {
-    /// Page by page, each over all slots and levels.
+    /// Goes page by page, for each over all slots and levels.
     PageLoop,
-    /// Over the slots once, then page by page over all levels.
+    /// Goes over the slots once, then page by page over all levels.
     RangeThenPages,
-    /// Slots by interval search, each level visited once.
+    /// Finds slots by interval search, and visits each level once.
     PerLevel,
-    /// Slots by interval search, then down the tables, without a reverse map.
+    /// Finds slots by interval search, and descends the tables without a reverse map.
     Walk,
 }
 

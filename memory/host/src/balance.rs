@@ -178,8 +178,8 @@ impl Host {
         }
     }
 
-    /// After a sweep that freed nothing: what to expect next, and the generation of
-    /// [`Core::settled`] to wait past. `seen` is the generation before the sweep.
+    /// What to expect after a sweep that freed nothing, and the generation of [`Core::settled`] to
+    /// wait past. `seen` is the generation before the sweep.
     fn outlook(&self, seen: u64) -> (Outlook, u64) {
         let core = &self.core;
         let now = core.settled.generation();

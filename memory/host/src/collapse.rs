@@ -28,8 +28,8 @@ use crate::stats::Counters;
 use lacuna_addr::{BackingRange, Pfn};
 use std::sync::Arc;
 
-/// The most pages without a frame (they read as zeros) in a block that is collapsed. A collapse
-/// gives each of them a frame, so this bounds the memory that it adds.
+/// The most pages without a frame (they read as zeros) in a collapsed block. A collapse gives each
+/// of them a frame, so this bounds the memory that it adds.
 const EMPTY: usize = BLOCK / 16;
 /// A block is collapsed if at least so many of its pages were accessed since their accessed bits
 /// were cleared.

@@ -20,8 +20,8 @@ use lacuna_addr::{Access, BackingAddr, Level, PAGE_SIZE};
 const PEEKS: usize = 64;
 
 impl Host {
-    /// Copies `bytes` to the pages from `addr` on, and waits for pages that are swapped out. A
-    /// vCPU's thread must not call it.
+    /// Copies `bytes` to the pages from `addr` on, and waits for swapped-out pages. A vCPU's thread
+    /// must not call it.
     pub fn copy_in(&self, addr: BackingAddr, bytes: &[u8]) -> Result<(), HostError> {
         let mut cache = self.borrow_cache();
         let copied = self.copy_in_with(addr, bytes, &mut cache);
@@ -52,8 +52,8 @@ impl Host {
         Ok(())
     }
 
-    /// Copies from the pages at `addr` on, and waits for pages that are swapped out. Empty pages
-    /// stay empty and read as zeros.
+    /// Copies from the pages at `addr` on, and waits for swapped-out pages. Empty pages stay empty
+    /// and read as zeros.
     pub fn copy_out(&self, addr: BackingAddr, out: &mut [u8]) -> Result<(), HostError> {
         let mut cache = self.borrow_cache();
         let copied = self.copy_out_with(addr, out, &mut cache);

@@ -144,7 +144,7 @@ impl Desc {
         }
     }
 
-    /// Reads and clears the mark. Only for a page that is mapped nowhere.
+    /// Reads and clears the mark. Only for an unmapped page.
     pub fn take_dirty(&self) -> Dirt {
         if self.dirty.swap(0, Ordering::AcqRel) != 0 {
             Dirt::Dirty

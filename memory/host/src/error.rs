@@ -113,7 +113,7 @@ pub enum HostError {
          fill the memory of {late} regions that were removed"
     )]
     LinuxRoom {
-        /// Pages that were asked for.
+        /// The requested pages.
         pages: PageCount,
         /// Pages that the host has addresses for, or that it could have.
         room: PageCount,

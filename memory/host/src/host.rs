@@ -65,7 +65,7 @@ pub struct HostConfig {
 pub struct Host {
     pub(crate) core: Arc<Core>,
     pub(crate) io: Executor,
-    /// Page caches of threads that are no vCPUs, between two operations.
+    /// Page caches of other threads than vCPUs', between two operations.
     pub(crate) spare_caches: SpareCaches,
 }
 

@@ -239,7 +239,7 @@ impl PerCpuPages {
         self.free.pop()
     }
 
-    /// Drops its references to regions that were removed. Such a region keeps its page source.
+    /// Drops its references to removed regions. Such a region keeps its page source.
     pub(crate) fn forget_removed(&mut self) {
         // The rare case: a report changes a counter that all vCPUs of the region share.
         if !self.regions.iter().any(|region| region.is_removed()) {

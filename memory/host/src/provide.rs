@@ -180,7 +180,7 @@ impl Host {
         coming.iter().try_for_each(|ticket| self.wait(ticket))
     }
 
-    /// A page cache for one operation of a thread that is no vCPU.
+    /// A page cache for one operation of another thread than a vCPU's.
     pub(crate) fn borrow_cache(&self) -> PerCpuPages {
         let spare = self.spare_caches.take();
         spare.unwrap_or_else(|| PerCpuPages::new(self.core.clone()))

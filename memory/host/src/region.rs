@@ -55,7 +55,7 @@ pub(crate) struct Region {
     /// A bit a block word: [`crate::Host::advise_huge`] was called.
     advised: Box<[AtomicU64]>,
     pub notifier: Arc<dyn MmuNotifier>,
-    /// Provides pages that were never provided; `None`: they are zeros.
+    /// Provides missing pages; `None`: they are zeros.
     pub origin: Option<Origin>,
     /// Its pages are there, and not in frames of the budget. It has no block words then.
     pub linux: Option<LinuxMemory>,

@@ -18,9 +18,9 @@
 //!                                                                      written
 //!         any state at rest --> Gone (region removed)
 //! ```
-//! `Empty` is a page that was never provided. In a region without a page source it is filled with
-//! zeros at its first fault; in a region with one, the source provides it (see `source`). A page of
-//! zeros that reclaim drops becomes `Zero`: it was provided, so no source is asked again.
+//! `Empty` is a never-provided page. In a region without a page source it is filled with zeros at
+//! its first fault; in a region with one, the source provides it (see `source`). A page of zeros
+//! that reclaim drops becomes `Zero`: it was provided, so no source is asked again.
 //!
 //! A page in `Evicting` or `Writeback` still has its frame. A fault takes it back with one
 //! compare-and-swap; the compare-and-swap of the reclaimer then fails, and it leaves the page

@@ -72,7 +72,7 @@ struct IsolatedBlock {
     region: Arc<Region>,
 }
 
-/// What becomes of a compound page that was accessed.
+/// What becomes of an accessed compound page.
 enum Verdict {
     Spared,
     Sampled,

@@ -1,4 +1,4 @@
-//! A region's page source, which provides the pages that were never provided.
+//! A region's page source, which provides the missing pages.
 //!
 //! ```text
 //! fault on an Empty page

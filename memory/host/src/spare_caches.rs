@@ -1,4 +1,4 @@
-//! Page caches of threads that are no vCPUs, between two operations.
+//! Page caches of other threads than vCPUs', between two operations.
 //!
 //! An operation takes a cache and puts it back, because a new cache has to be registered under a
 //! lock of the host. vCPUs that fill their own pages do this for each page. If all threads had one

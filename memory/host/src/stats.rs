@@ -5,7 +5,7 @@ use crate::per_cpu_pages::FaultCounters;
 use lacuna_addr::PAGE_SIZE;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counters of the cold paths, and of the fault paths of vCPUs that are gone.
+/// Counters of the cold paths, and of the fault paths of dropped vCPUs.
 #[derive(Default)]
 pub(crate) struct Counters {
     pub faults: FaultCounters,
@@ -45,7 +45,7 @@ impl Counters {
         self.huge_pages.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Adds the counts of a vCPU that is dropped.
+    /// Adds the counts of a dropped vCPU.
     pub fn absorb(&self, gone: &FaultCounters) {
         for (total, part) in self.faults.all().into_iter().zip(gone.all()) {
             Self::add(total, part.load(Ordering::Relaxed));

@@ -16,7 +16,8 @@ impl Host {
     /// If the ticket is another host's: its frame is not in this host's pool.
     pub fn start(&self, ticket: &Ticket) {
         self.check_own(ticket);
-        // Before the claim: the word of a ticket that is not done says what completes it.
+        // Read the word before the claim: while the ticket is not done, the word says what
+        // completes it.
         let missing = self.core.is_missing(ticket);
         if ticket.claim() {
             match missing {

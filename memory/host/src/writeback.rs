@@ -67,7 +67,7 @@ impl Core {
                 let full = self.swap_full(lock(&self.entries).why_full());
                 return (batches, Err(full));
             };
-            // Before any page's word names the entry.
+            // Record the checksums before any page's word names the entry.
             let copies = &pages[from..from + run.count as usize];
             let checksums: Vec<u32> = copies.iter().map(Page::checksum).collect();
             lock(&self.entries).seal(run.first, &checksums);

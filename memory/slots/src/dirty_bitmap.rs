@@ -109,7 +109,7 @@ impl DirtyBitmap {
         self.words.len()
     }
 
-    /// Marks a page that was written, or can be written from now on without a mark.
+    /// Marks a page that a vCPU has written, or can be written from now on without a mark.
     ///
     /// # Panics
     /// If the slot does not have that page.
@@ -257,8 +257,8 @@ impl DirtyBitmap {
     /// Marks every page: for initially-all-set, or to start again.
     pub fn set_all(&self) {
         for (i, word) in self.words.iter().enumerate() {
-            // Not a store: the marks that it would overwrite have release semantics that must not
-            // be lost.
+            // A store would be wrong here: it would overwrite marks, whose release semantics must
+            // not be lost.
             word.fetch_or(self.valid(i), Ordering::Release);
         }
     }

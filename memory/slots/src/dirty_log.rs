@@ -88,9 +88,9 @@ pub enum Initially {
 /// parameter `eager_page_split`), so the kvm backend ignores this choice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HugeLeaves {
-    /// At the first write to each.
+    /// Split each at the first write to it.
     Lazy,
-    /// Before its pages are first write-protected or lose D: when logging begins, or with
+    /// Split it before its pages are first write-protected or lose D: when logging begins, or with
     /// [`Initially::AllSet`] when their bits are first cleared. If no table page is free, the first
     /// write splits the leaf.
     Eager,

@@ -224,7 +224,7 @@ impl RingConsumer {
                 return (self.fetch - first) as usize;
             }
             let (slot, page) = entry.read();
-            // First: if it panics, the next harvest gives the page again.
+            // Call `each` before the reset: if it panics, the next harvest gives the page again.
             each(slot, page);
             entry.flags.store(RESET, Ordering::Relaxed);
             self.fetch += 1;

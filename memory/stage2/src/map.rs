@@ -61,8 +61,8 @@ pub enum Mapped {
 }
 
 impl Mapped {
-    /// The place of the leaf. If a 2 MiB leaf grants a 4 KiB leaf that was asked for, this is the
-    /// place of the 2 MiB leaf.
+    /// The place of the leaf. If a 2 MiB leaf grants the requested 4 KiB leaf, this is the place of
+    /// the 2 MiB leaf.
     pub const fn at(self) -> EntryRef {
         match self {
             Self::New(at) | Self::Upgraded(at) | Self::Spurious(at) | Self::Split(at) => at,

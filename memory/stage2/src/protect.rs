@@ -10,8 +10,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// first. A later write fault may set W again. Until the flush is finished, a vCPU may still
     /// write through its TLB.
     ///
-    /// Calls `protected` with each leaf that was writable, with its W and D before the change. The
-    /// caller must record that D: the entry has lost it.
+    /// Calls `protected` with each previously writable leaf, with its W and D before the change.
+    /// The caller must record that D: the entry has lost it.
     ///
     /// # Panics
     /// If the cursor does not hold `runs`.

@@ -16,7 +16,7 @@ use lacuna_addr::{Gfn, GfnRange};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
-/// A leaf that was removed.
+/// A removed leaf.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Removed {
     /// The first guest frame that it mapped.

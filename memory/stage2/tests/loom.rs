@@ -16,7 +16,7 @@ use lacuna_sync::shim::Arc;
 use lacuna_sync::shim::thread;
 
 const FIRST: u32 = 512;
-/// The page that is accessed.
+/// The accessed page.
 const PAGE: u64 = 5;
 /// The root, two upper tables, and one leaf table.
 const TABLES: u32 = 4;

@@ -25,7 +25,7 @@ use lacuna_sync::{GracePeriod, Qsbr};
 
 /// The frame of block 0's first page.
 const FIRST: u32 = 512;
-/// The page that is written, and its index in the other block's table.
+/// The written page, and its index in the other block's table.
 const PAGE: u64 = 5;
 /// The root, two upper tables, and one leaf table.
 const TABLES: u32 = 4;

@@ -21,8 +21,8 @@ use lacuna_host::LostPage;
 use lacuna_machine::VcpuError;
 
 impl<P: Platform> Entry<P> {
-    /// After each stay in guest code: the error of each step since the vCPU may have read a page
-    /// that was lost. The vCPU is offline.
+    /// The error of each step since the vCPU may have read a lost page. The vCPU calls it after
+    /// each stay in guest code, and is offline.
     #[inline]
     pub(crate) fn lost(&mut self) -> Option<VcpuError> {
         if !self.seen.is_all(self.vm.host.losses()) {

@@ -10,8 +10,7 @@ use lacuna_soft::{Vm, VmBuilder};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Frames that are left free: fewer than the low watermark, and so many that no write has to
-/// reclaim.
+/// Remaining free frames: fewer than the low watermark, and so many that no write has to reclaim.
 const LEFT: u64 = 40;
 
 /// Writes to as many pages as there are frames, except for [`LEFT`] of them.

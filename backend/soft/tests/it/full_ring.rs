@@ -36,7 +36,7 @@ const READY_VECTOR: u8 = 0x50;
 /// The async-fault area: two words that the host writes. The count of page-ready events follows it.
 const AREA: u64 = 0x23_0000;
 const TOLD: u64 = AREA + 0x100;
-/// A page that is swapped out, and its content.
+/// A swapped-out page, and its content.
 const AWAY: u64 = 0x30_0000;
 const CONTENT: u64 = 0x1234_5678_9abc_def0;
 /// The pages to be dirtied.

@@ -17,7 +17,7 @@ use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::thread::{scope, yield_now};
 
-/// The page that is taken away.
+/// The taken page.
 const DATA: u64 = 0x30_0000;
 const PORT_RUNS: u16 = 0x80;
 const PORT_WRONG: u16 = 0x81;
@@ -148,7 +148,7 @@ fn a_page_is_taken_from_a_running_vcpu() {
     }
 }
 
-/// The memory file becomes shorter under a vCPU that runs.
+/// The memory file becomes shorter under a running vCPU.
 #[test]
 fn a_memory_file_becomes_shorter() {
     let pieces = reader();

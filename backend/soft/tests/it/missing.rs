@@ -35,8 +35,8 @@ impl PageSource for Zeros {
     }
 }
 
-/// A reset forgets a token that is accepted, and one that is pending. What the VMM says about them
-/// later has one outcome each.
+/// A reset forgets an accepted and a pending token. What the VMM says about them later has one
+/// outcome each.
 fn tokens_are_forgotten_at_a_reset(arch: Arch) {
     let builder = VmBuilder {
         apf: Apf::On,
@@ -241,7 +241,7 @@ fn a_refused_token_does_not_outlive_its_page() {
         let (done, is_done) = std::sync::mpsc::channel();
         let waits = &vm;
         let exit = std::thread::scope(|scope| {
-            // A vCPU that waits is made to leave, so that this test ends.
+            // This kick makes a waiting vCPU leave, so that this test ends.
             scope.spawn(move || {
                 if is_done
                     .recv_timeout(std::time::Duration::from_secs(60))

@@ -30,7 +30,7 @@ struct State {
     rng: Rng,
     /// Answers at once, until the guest runs: the loader waits without virtual time.
     at_once: bool,
-    /// By due time and number. `None` is a request that is not answered: the VMM provides the page.
+    /// By due time and number. `None` is an unanswered request: the VMM provides the page.
     due: BTreeMap<(Nanos, u64), (SourcePage, Option<PageRequest>)>,
     asked: u64,
     /// Requests that are kept although they will never be answered.
@@ -105,12 +105,12 @@ impl PageSource for Source {
         }
         let (now, page) = (self.clock.now(), request.page());
         match state.rng.u8(..16) {
-            // Twice.
+            // Answer it twice.
             0..3 => {
                 state.schedule(now, page, Some(request.clone()));
                 state.schedule(now, page, Some(request));
             }
-            // Never: the VMM helps out.
+            // Never answer it: the VMM provides the page.
             3 => {
                 state.done.unanswered += 1;
                 state.kept.push(request);

@@ -294,7 +294,7 @@ fn apfstorm_of_arm64_goes_on_from_seeded_points() {
     Guest::APFSTORM.all_of_arm64();
 }
 
-/// When every fault waits, many save points find a vCPU that waits for a page.
+/// When every fault waits, many save points find a vCPU waiting for a page.
 #[test]
 fn a_guest_of_arm64_that_waits_for_pages_goes_on() {
     for vcpus in [1, 4] {

@@ -21,8 +21,8 @@ use std::sync::Arc;
 const TARGET: u64 = 0x23_0000;
 const PATCH: u64 = TARGET + 8;
 const VALUE: u64 = TARGET + 16;
-/// The address of a slot that is added later, far beyond the first memory of the VM. The identity
-/// map of the boot includes it.
+/// The address of a later slot, far beyond the first memory of the VM. The identity map of the boot
+/// includes it.
 const LATER: u64 = 1 << 30;
 /// The offset of the immediate operand in [`function`].
 const OPERAND: u64 = 1;

@@ -1,4 +1,4 @@
-//! Swap devices that are extremely slow, frozen, or full for a while, under whole guests.
+//! Extremely slow, frozen or temporarily full swap devices, under whole guests.
 
 use crate::common;
 

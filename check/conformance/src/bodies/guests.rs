@@ -77,7 +77,7 @@ pub fn a_kick_ends_an_endless_guest<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// The VMM reads and writes memory of a guest that runs.
+/// The VMM reads and writes memory of a running guest.
 pub fn the_watcher_reads_and_writes_guest_memory<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -158,7 +158,7 @@ fn copy_both_ways<B: Backend>(arch: Arch, running: &Running<'_, B>) {
     write(STOP, &[1]);
 }
 
-/// `verify` finds any page that was lost, stale or another's.
+/// `verify` finds any lost or stale page, and any page in another's place.
 pub fn nothing_is_lost_at_4x_overcommit<B: Backend>(backend: &B) -> Outcome {
     verify(backend, 1, Duration::ZERO)
 }

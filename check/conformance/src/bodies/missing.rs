@@ -81,7 +81,7 @@ fn answer(request: &PageRequest, content: Content) {
         Content::Words => page_of(word(request.page())),
         Content::Zeros => [0; PAGE_SIZE],
     };
-    // Late: the VM has ended, or the VMM has provided the page itself.
+    // The answer is late if the VM has ended, or the VMM has provided the page itself.
     let _ = request.provide(&page);
 }
 
@@ -351,7 +351,7 @@ pub fn tokens_are_accepted_once<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// `verify` with every page behind exits, two vCPUs, and a source that is late.
+/// `verify` with every page behind exits, two vCPUs, and a late source.
 pub fn nothing_is_lost_with_exits<B: Backend>(backend: &B) -> Outcome {
     with_exits(backend, Apf::Off)
 }

@@ -127,7 +127,7 @@ pub fn two_vcpus_need_one_page<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A vCPU that waits for its VMM is not left behind when the flag is cleared: the source is asked.
+/// When the flag is cleared, a vCPU that waits for its VMM asks the source.
 pub fn the_flag_is_cleared_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcome {
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();

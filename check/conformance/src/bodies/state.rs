@@ -225,7 +225,7 @@ pub(super) fn damaged<S: Clone>(
     damages.iter().map(damage).collect()
 }
 
-/// A fresh VM has the state that was restored there.
+/// A fresh VM has the restored state.
 pub fn a_restored_state_is_saved_again<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -275,7 +275,7 @@ impl Author<'_> {
         "arm64 atomic"
     }
 
-    /// Over the next instruction, or not.
+    /// A branch that skips the next instruction, or is not taken.
     fn branch(&mut self, a: &mut Asm) -> &'static str {
         let word = match self.rng.u8(..4) {
             0 => 0x5400_0040 | self.rng.u32(..16),

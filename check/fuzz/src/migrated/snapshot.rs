@@ -294,7 +294,7 @@ fn replace(file: &Path, rng: &mut Rng) {
         6 => symlink(other, file),
         _ => fs::write(file, rng.u64(..).to_le_bytes()),
     };
-    // Something is there already.
+    // The attack fails if the name is already in use.
     let _ = done;
 }
 

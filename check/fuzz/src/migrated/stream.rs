@@ -65,7 +65,7 @@ pub fn run(run: &mut Run<'_>) {
     );
 }
 
-/// What both sides of a migration have written on each connection, and the guest that was sent.
+/// What both sides of a migration have written on each connection, and the sent guest.
 struct Recording {
     source: Vec<Vec<Frame>>,
     destination: Vec<Vec<Frame>>,
@@ -159,7 +159,7 @@ impl<S> Link<S> {
         }
     }
 
-    /// The frames that were written, for each connection.
+    /// The written frames, for each connection.
     fn frames(&self) -> Vec<Vec<Frame>> {
         let written = self.written.lock().expect("no panic");
         let frames = |one: &Arc<Mutex<Vec<u8>>>| frames::parse(&one.lock().expect("no panic"));

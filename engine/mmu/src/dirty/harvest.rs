@@ -105,8 +105,8 @@ impl<F: MmuFormat> Mmu<F> {
         rings.iter_mut().for_each(|ring| ring.put_back());
     }
 
-    /// Frees the entries that were reaped, re-arms their pages, and returns the number of entries.
-    /// Then the pages may be copied. A vCPU's own thread must not call this.
+    /// Frees the reaped entries, re-arms their pages, and returns the number of entries. Then the
+    /// pages may be copied. A vCPU's own thread must not call this.
     pub fn reset_rings(&self) -> usize {
         let _no_change = self.lock_layout();
         let slots = self.slots.snapshot();

@@ -24,7 +24,7 @@ use std::sync::Arc;
 pub struct Writing {
     /// The slot as it was when the write began.
     slot: Arc<Slot<Rmap>>,
-    /// The page that is written.
+    /// The written page.
     gfn: Gfn,
     /// Whether the slot logged when the write began. Then the end of the write marks the page.
     logs: bool,

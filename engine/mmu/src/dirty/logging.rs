@@ -59,8 +59,9 @@ impl<F: MmuFormat> Mmu<F> {
         match detection {
             Detection::Pml => {
                 self.dirty.vcpus_log.store(true, Ordering::SeqCst);
-                // Before the first D is cleared, every walk must log. Otherwise: a vCPU begins a
-                // walk that does not log; this thread clears a D; the walk sets it unrecorded.
+                // Before the first D is cleared, every walk must log. The kick prevents this race:
+                // a vCPU begins a walk without logging; this thread clears a D; the walk sets it
+                // unrecorded.
                 self.kick();
                 self.dirty.set_detection(detection);
             }

@@ -51,7 +51,7 @@ pub(super) fn host() -> Arc<Host> {
     Arc::clone(HOST.get_or_init(make))
 }
 
-/// An MMU with no slots, at most `tables` table pages, and vCPUs that are offline.
+/// An MMU with no slots, at most `tables` table pages, and offline vCPUs.
 pub(crate) fn mmu(tables: u32) -> Arc<Mmu> {
     Mmu::new(host(), Arc::new(Qsbr::new(2)), tables).expect("an MMU")
 }

@@ -197,8 +197,8 @@ impl Shared {
 
     /// Makes the kernel take all submissions in the queue, also other threads'.
     fn enter(&self) {
-        // Nothing taken: interrupted, short of memory for a moment, or another thread's call has
-        // taken it.
+        // If the kernel took nothing, the call was interrupted or short of memory for a moment, or
+        // another thread's call has taken all.
         if !self.ring.submit().is_ok_and(|taken| taken > 0) {
             self.owed.store(true, Ordering::Relaxed);
         }

@@ -63,7 +63,7 @@ impl LinuxMemory {
 
     fn fill_silently(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Filled, Errno> {
         let Some(uffd) = self.uffd_of(index) else {
-            // Only a region with a userfaultfd has pages that are missing.
+            // Only a region with a userfaultfd has missing pages.
             return Ok(Filled::Before);
         };
         let page = self.hva(index);
@@ -191,7 +191,7 @@ impl Core {
         Ok(answer)
     }
 
-    /// After a fill of `page`, whose word said Empty: the page is in place, unless it is not wanted
+    /// Notes a fill of `page`, whose word said Empty: the page is in place, unless it is not wanted
     /// any more. The caller is a user of the region, and counts the page if it is taken.
     pub(super) fn note_filled(
         &self,

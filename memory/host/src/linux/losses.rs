@@ -40,7 +40,7 @@ pub(crate) struct Losses {
 struct List {
     /// All regions of Linux memory.
     regions: Vec<Arc<Region>>,
-    /// The losses of VMs that are still there, in the order in which they were settled.
+    /// The losses of existing VMs, in the order in which they were settled.
     lost: Vec<Loss>,
     /// How many losses there have been.
     count: usize,

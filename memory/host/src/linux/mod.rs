@@ -283,7 +283,7 @@ impl LinuxMemory {
     }
 }
 
-/// What fills a page that is touched first.
+/// What fills a page at its first touch.
 enum Filled {
     /// The region's page source, or the VMM.
     BySource,

@@ -275,7 +275,7 @@ impl LinuxMemory {
         shared.allocate((shared.first + index) * page, shared.unit * page)
     }
 
-    /// After a fill that found a page: maps it, where the kernel does not do that by itself.
+    /// Maps the page that a fill has found, where the kernel does not do that by itself.
     pub(super) fn map_from_file(&self, index: u64) -> Result<(), Errno> {
         let Some((parts, shared)) = self.parts.as_ref().zip(self.shared.as_ref()) else {
             return Ok(());

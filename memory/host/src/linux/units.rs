@@ -249,7 +249,7 @@ impl Core {
                     self.complete_unit(ticket, UnitContent::Pages(pages.all()))
                 }
             },
-            // A request that was answered, and is then dropped, does not fail.
+            // An answered request does not fail when it is dropped.
             Err(_) if ticket.has_gathered(page.in_block()) => Answer::Late,
             Err(reason) => {
                 let reason = format!("{reason} (page {} of its 2 MiB)", page.addr());
@@ -299,7 +299,8 @@ impl Core {
                     in_place += i64::from(moved.is_ok());
                 }
                 Err(lost) => {
-                    // Before the word says so, for the thread that asks for the reason.
+                    // Note the reason before the word says Lost: a thread that sees the word asks
+                    // for the reason.
                     self.note_lost(page, Arc::clone(&lost.reason));
                     if word.change(PageState::Empty, PageState::Lost).is_err() {
                         lock(&self.lost).remove(&page);

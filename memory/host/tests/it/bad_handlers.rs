@@ -1,4 +1,4 @@
-//! Handlers outside of the host that are late, or do what they should not.
+//! Late or misbehaving handlers outside of the host.
 
 use crate::common;
 

@@ -20,7 +20,7 @@ const SLOTS: PageCount = PageCount::new(4096);
 struct Guest {
     host: Arc<Host>,
     range: BackingRange,
-    /// The content of each page, as one word that is repeated.
+    /// The content of each page, as one repeated word.
     words: Vec<u64>,
 }
 

@@ -79,7 +79,7 @@ impl Fixture {
         uffd.copy(&page_with(word).0, self.hva(page))
     }
 
-    /// The pages whose faults can be read now, each once for each thread that waits.
+    /// The pages whose faults can be read now, each once for each waiting thread.
     fn faults(&self) -> Vec<u64> {
         let mut faults = Vec::new();
         for uffd in self.external.userfaultfds() {

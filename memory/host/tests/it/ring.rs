@@ -53,7 +53,7 @@ impl Guest {
         Self { host, cache, range }
     }
 
-    /// Starts a read for every page that is missing.
+    /// Starts a read for every missing page.
     fn start_all(&mut self) -> Vec<Ticket> {
         let mut tickets = Vec::new();
         for page in 0..PAGES {

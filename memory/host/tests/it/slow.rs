@@ -1,4 +1,4 @@
-//! Devices that are slow, stall, or fail for a moment: the guest waits, and no thread starves.
+//! Slow, stalling or briefly failing devices: the guest waits, and no thread starves.
 
 use crate::common;
 

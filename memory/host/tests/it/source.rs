@@ -1,5 +1,5 @@
-//! Pages that a source provides: answers that are late, out of order, repeated, missing or errors,
-//! and regions that are removed while their tickets are out.
+//! Pages that a source provides: late, unordered, repeated, missing and failed answers, and regions
+//! that are removed while their tickets are out.
 
 use crate::common;
 
@@ -163,7 +163,7 @@ fn an_error_of_the_source_loses_the_page_and_says_why() {
         Resolution::Lost(lost) => assert_eq!(lost.to_string(), text),
         other => panic!("{other:?}"),
     }
-    // A source that ends without an answer loses the page too, and no thread waits for ever.
+    // A source ending without an answer loses the page too, and no thread waits for ever.
     fixture.source.forget(fixture.vm.addr(4));
     let error = fixture.host.wait(&dropped).unwrap_err().to_string();
     assert!(error.ends_with("it dropped the request"), "{error}");

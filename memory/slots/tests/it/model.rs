@@ -371,7 +371,7 @@ fn shared_backing_costs_a_step_for_each_slot_that_is_nested_in_others() {
 #[test]
 fn a_reader_sees_whole_changes_only() {
     // Slots are added and removed in pairs of changes: 1, then 1 and 2, then 1 again. A snapshot is
-    // one of the states that were published, never a mixture.
+    // one of the published states, never a mixture.
     let slots = Slots::new(Limits::default());
     slots.add(spec(1, 0, 0, 4), |_, _| Tag(0)).expect("room");
     let done = AtomicBool::new(false);

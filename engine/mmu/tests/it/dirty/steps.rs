@@ -287,7 +287,7 @@ fn a_log_that_has_ended_records_nothing() {
     }
 }
 
-/// Huge leaves are split for the pages that are written, and are put together at once afterwards.
+/// Huge leaves are split for written pages, and collapsed at once afterwards.
 #[test]
 fn huge_leaves_go_lazily_and_come_back_in_place() {
     for detection in DETECTIONS {

@@ -81,7 +81,8 @@ fn both_wait(
             yield_now();
         }
         let second = scope.spawn(second);
-        // Long enough for a call that does not wait to return; one that waits cannot return at all.
+        // The time suffices for a call that does not wait to return; a waiting call cannot return
+        // at all.
         sleep(Duration::from_millis(50));
         let waited = !first.is_finished() && !second.is_finished();
         vcpu.leave(fixture);
@@ -137,7 +138,7 @@ fn a_slot_does_not_move_while_a_vcpu_logs_its_pages() {
 struct Taken {
     huge: HugePages,
     detection: Detection,
-    /// The page that is written, and the range that is taken.
+    /// The written page, and the taken range.
     page: u64,
     first: u64,
     pages: u64,

@@ -387,7 +387,8 @@ fn reclaim_waits_for_a_slot_change_that_waits() {
             std::thread::yield_now();
         }
         let reclaim = scope.spawn(|| mmu.invalidate(&[page]));
-        // Long enough for a call that does not wait to return; one that waits cannot return at all.
+        // The time suffices for a call that does not wait to return; a waiting call cannot return
+        // at all.
         std::thread::sleep(std::time::Duration::from_millis(50));
         let waited = !change.is_finished() && !reclaim.is_finished();
         qsbr.offline(0);

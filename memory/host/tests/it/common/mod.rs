@@ -300,7 +300,7 @@ impl Vm {
         true
     }
 
-    /// Something is in flight: takes in the completions.
+    /// Takes in the completions, if reads are in flight.
     fn let_come(&self) {
         if self.host.next_completion().is_some() {
             assert!(self.step_time());

@@ -70,8 +70,7 @@ impl TestSource {
         request.expect("asked").provide(&page_of(addr).0)
     }
 
-    /// Provides some page that was asked for; false when none is open. The order depends on `pick`
-    /// only.
+    /// Provides some requested page; false when none is open. The order depends on `pick` only.
     pub fn answer_one(&self, pick: u64) -> bool {
         let mut state = self.state.lock().unwrap();
         let count = state.open.len() as u64;

@@ -98,8 +98,8 @@ impl MmuNotifier for Stage2 {
             .get()
             .and_then(Weak::upgrade)
             .expect("the host calls");
-        // Before and after: a fault that resolved earlier, or during the invalidation, does not
-        // install.
+        // `seq` moves before and after: a fault that resolved earlier, or during the invalidation,
+        // does not install.
         self.seq.fetch_add(1, Ordering::SeqCst);
         for range in ranges {
             self.visit(*range, |block, start, part| {

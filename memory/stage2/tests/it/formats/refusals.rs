@@ -85,7 +85,7 @@ fn running_out_of_tables_changes_nothing_that_counts() {
     );
 }
 
-/// A block mapped by one leaf that is not writable, and no table left to split it.
+/// A block mapped by one read-only leaf, and no table left to split it.
 fn a_block_and_no_table() -> Stage2 {
     let stage2 = stage2(3);
     let leaf = Leaf::clean(Pfn::new(512)).at(Level::L2M);

@@ -2,9 +2,9 @@
 //! them.
 //!
 //! Each guest page is a counter; its frame never changes. A harvester clears D by write protection,
-//! waits for the shoot-down, and copies the pages that were dirty. At the end each copy must equal
-//! its page: a lost D, of a leaf of either size, would make them differ. And every walk must find a
-//! leaf, and the page's frame.
+//! waits for the shoot-down, and copies the dirty pages. At the end each copy must equal its page:
+//! a lost D, of a leaf of either size, would make them differ. And every walk must find a leaf, and
+//! the page's frame.
 
 use super::Stage2;
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
