@@ -10,9 +10,9 @@ use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-/// Takes the pages of a guest. A page may come several times; the last time counts.
+/// Takes the pages of a guest. A page may be passed several times; the last time counts.
 pub trait PageSink {
-    /// Whole pages from `first` on, none of which is all zeros.
+    /// Whole pages from `first` on; none is all zeros.
     ///
     /// # Errors
     /// The pages cannot be taken.
@@ -181,8 +181,8 @@ pub(crate) fn copy_run(
             .ok_or(MigrateError::SlotsChanged)?;
         let bytes = &mut buffer[..pages as usize * PAGE_SIZE];
         if let (Some(missing), Some(gfns)) = (missing, GfnRange::new(gpa.gfn(), pages)) {
-            // Missing pages come several at a time; the read alone would ask for one after the
-            // other.
+            // `populate` requests missing pages several at a time; the read alone would ask for one
+            // after the other.
             missing.populate(gfns)?;
         }
         vm.read(gpa, bytes)?;

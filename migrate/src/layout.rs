@@ -23,7 +23,7 @@ pub struct SlotLayout {
     pub gfn: u64,
     /// Its size in pages of 4 KiB.
     pub pages: u64,
-    /// [`SlotFlags`] as a number, without those of dirty logging and of missing memory: they are
+    /// [`SlotFlags`] as a number, without the flags of dirty logging and missing memory: these are
     /// the VMM's, and not the guest's.
     pub flags: u32,
 }
@@ -68,8 +68,8 @@ impl MemoryLayout {
         self.slots.iter().map(|slot| slot.pages).sum()
     }
 
-    /// Checks a layout that comes from outside: slots that a machine can have, in order, no two
-    /// with one number or one page.
+    /// Checks a layout from outside: slots that a machine can have, in order, no two with one
+    /// number or one page.
     ///
     /// # Errors
     /// [`MigrateError::Layout`].

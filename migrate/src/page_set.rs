@@ -48,7 +48,7 @@ impl PageSet {
     /// at most `most` pages.
     pub fn take_run(&mut self, from: SourcePage, most: u64) -> Option<Range<u64>> {
         let start = self.next(from.0, true).or_else(|| self.next(0, true))?;
-        // The rest of a long run is not looked at: it is, when its turn comes.
+        // The rest of a long run is searched in its own turn.
         let pages = start..self.pages.min(start.saturating_add(most));
         let is_taken = |page: &u64| self.remove(SourcePage(*page));
         let taken = pages.take_while(is_taken).count() as u64;
@@ -95,8 +95,8 @@ impl PageSet {
         &self.words
     }
 
-    /// Adds the pages of `words` of [`PageSet::words`], of which the first is that at `index`, and
-    /// each little-endian. Bits beyond the guest's pages are ignored.
+    /// Adds the pages of `words` of [`PageSet::words`], the first with number `index`, and each
+    /// little-endian. Bits beyond the guest's pages are ignored.
     pub(crate) fn add_words(&mut self, index: usize, words: &[[u8; 8]]) {
         let own = self.words.iter_mut().skip(index).zip(words);
         own.for_each(|(own, word)| *own |= u64::from_le_bytes(*word));
@@ -168,7 +168,7 @@ mod tests {
             while let Some(run) = rest.take_run(SourcePage(pages / 2), 7) {
                 prop_assert!(!run.is_empty() && run.end - run.start <= 7);
                 for page in run {
-                    prop_assert!(taken.insert(page), "{} came twice", page);
+                    prop_assert!(taken.insert(page), "{} was taken twice", page);
                 }
             }
             prop_assert_eq!(taken.into_iter().collect::<Vec<_>>(), expected.clone());

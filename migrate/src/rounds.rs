@@ -1,10 +1,10 @@
-//! Copies the memory of a guest that runs, until few pages are left, and pauses it for those.
+//! Copies the memory of a running guest until few pages remain, and pauses the guest for these.
 //!
 //! ```text
 //! log writes ─► round 1: all pages ─► harvest ─► round 2: the written pages ─► ... ─► pause
 //!                                                                  harvest, the last pages, state
 //! ```
-//! A guest that stands still already is copied in one round.
+//! A guest that is already paused is copied in one round.
 
 use crate::changes::Changes;
 use crate::copy::{PageSink, copy};
@@ -16,12 +16,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A guest that runs: its VM, its devices, and the pauses of its run
+/// A running guest: its VM, its devices, and the pauses of its run
 /// ([`lacuna_machine::run_pausable`]).
 ///
-/// A pause holds the vCPUs. Threads of the VMM that write guest memory, such as those of its own
-/// devices, must be held by the VMM: while the guest stands still ([`Still`]), a page that they
-/// write may have been copied already.
+/// A pause holds the vCPUs. Threads of the VMM that write guest memory, such as its own devices'
+/// threads, must be held by the VMM: while the guest is paused ([`Still`]), a page that they write
+/// may have been copied already.
 pub struct Guest<'a, V: Vm> {
     /// The VM.
     pub vm: &'a V,
@@ -39,8 +39,8 @@ impl<V: Vm> Clone for Guest<'_, V> {
 
 impl<V: Vm> Copy for Guest<'_, V> {}
 
-/// A guest that stands still, with no vCPU in the middle of an instruction, and its state. It goes
-/// on when this is dropped.
+/// A paused guest, with no vCPU in the middle of an instruction, and its state. It resumes when
+/// this is dropped.
 pub struct Still<'a, V: Vm> {
     state: MachineState,
     since: Instant,
@@ -60,12 +60,11 @@ impl<V: Vm> Still<'_, V> {
     }
 }
 
-/// How long a guest may stand still for the last pages.
+/// How long a guest may be paused for the last pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
-    /// The guest is paused when the pages that are left fit into this time at the rate so far. If
-    /// they take more than a sixteenth of it, another round comes first if that more than halves
-    /// them.
+    /// The guest is paused when the remaining pages fit into this time at the rate so far. If they
+    /// take more than a sixteenth of it, another round is made first if that more than halves them.
     pub downtime: Duration,
     /// After that many rounds it is paused, whatever is left.
     pub rounds: u32,
@@ -93,8 +92,8 @@ pub struct Round {
 /// How far a copy is.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
-    /// Which round, from 1; the last one of a pre-copy or snapshot is after the pause. 0: the guest
-    /// is given to another process, and the pages that it lacks there are sent.
+    /// Which round, from 1; the last one of a pre-copy or snapshot is after the pause. 0: the
+    /// destination gets the guest, and then the pages that it lacks.
     pub round: u32,
     /// Pages of this round that are copied.
     pub done: u64,
@@ -203,7 +202,7 @@ fn rest_takes(done: &[Round], left: u64) -> Duration {
     time.mul_f64(left as f64 / pages.max(1) as f64)
 }
 
-/// A guest that was copied while it ran, and stands still now.
+/// A guest that was copied while it ran, and is paused now.
 pub(crate) struct Copied<'a, V: Vm> {
     pub still: Still<'a, V>,
     pub rounds: Vec<Round>,
@@ -284,8 +283,8 @@ pub(crate) fn copy_live<'a, V: Vm>(
 /// second fills a quarter of a ring of 4096 entries in that time.
 const EMPTIED: Duration = Duration::from_millis(1);
 
-/// The log of writes during a round. A vCPU whose ring is full stands still until it is harvested,
-/// so rings are harvested meanwhile, and bitmaps at the end alone.
+/// The log of writes during a round. A vCPU with a full ring is stopped until the ring is
+/// harvested. So rings are harvested during the round, and bitmaps only at its end.
 struct Rings<'c, 'a, V: Vm> {
     changes: &'c mut Changes<'a, V>,
     /// When the rings were emptied; `None`: the VM has none.
@@ -331,7 +330,7 @@ impl<'c, 'a, V: Vm> Rings<'c, 'a, V> {
     }
 }
 
-/// Copies the changed pages of a guest that stands still.
+/// Copies the changed pages of a paused guest.
 pub(crate) fn copy_still<V: Vm>(
     vm: &V,
     changes: &mut Changes<'_, V>,
@@ -343,7 +342,7 @@ pub(crate) fn copy_still<V: Vm>(
     one_round(vm, changes.layout(), changes.changed(), 0, sinks, progress)
 }
 
-/// Copies all pages of a guest that stands still.
+/// Copies all pages of a paused guest.
 pub(crate) fn copy_all(
     vm: &impl Vm,
     layout: &MemoryLayout,
@@ -392,7 +391,7 @@ const TRIES: usize = 100;
 const PAUSE: Duration = Duration::from_millis(1);
 
 impl<'a, V: Vm> Guest<'a, V> {
-    /// Makes the guest stand still. Waits for another thread that has paused it.
+    /// Pauses the guest. Waits for another thread that has paused it.
     ///
     /// # Errors
     /// [`MigrateError::NotRunning`], [`MigrateError::Busy`], [`MigrateError::State`].
@@ -428,7 +427,7 @@ impl<'a, V: Vm> Guest<'a, V> {
                 Err(StateError::MidInstruction { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
-            // It goes on, and completes its instruction.
+            // The guest resumes, and completes its instruction.
             drop(paused);
             between()?;
             thread::sleep(PAUSE);

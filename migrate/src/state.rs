@@ -40,7 +40,7 @@ pub struct MachineState {
 }
 
 impl Machine {
-    /// That of `vm` in `state`.
+    /// The machine of `vm` in `state`.
     pub(crate) fn saved(vm: &impl Vm, layout: MemoryLayout, state: &MachineState) -> Self {
         let mut machine = Self::of(vm, layout);
         if let (CpuModel::Common { tsc_khz }, Some(VcpuState::X86(vcpu))) =

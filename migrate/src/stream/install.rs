@@ -1,4 +1,4 @@
-//! Pages that come after the guest are put in place, while it runs.
+//! Puts pages that arrive after the guest in place, while it runs.
 
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
@@ -122,7 +122,7 @@ impl<'a> Installer<'a> {
         Ok(())
     }
 
-    /// Puts in place what is staged after all pages have come.
+    /// Puts in place what is staged after all pages have arrived.
     pub fn install_last(&self) -> Result<(), MigrateError> {
         self.install(Parts::Complete)?;
         self.pages.free_void();

@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(
             sends(&mut lane, 0, &[a, b, a]),
             (14, 4),
-            "zeros came in between"
+            "zeros are in between"
         );
     }
 }

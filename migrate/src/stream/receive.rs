@@ -14,18 +14,18 @@ use lacuna_machine::{PageSource, PlatformDevices, Vm};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// How a guest has left its source, and when its state came.
+/// How a guest has left its source, and when its state arrived.
 type Came = (Departure, Instant);
 
-/// A guest that wants to come here.
+/// An incoming guest.
 pub struct Incoming {
     main: Frames,
     id: MigrationId,
     mode: Mode,
-    /// Connections that take pages before the guest comes.
+    /// Connections that take pages before the guest arrives.
     streams: u32,
     machine: Machine,
-    /// `None`: all memory comes before the guest. Dropped, it fails requests of the VM.
+    /// `None`: all memory arrives before the guest. Dropped, it fails requests of the VM.
     late: Option<Late>,
 }
 
@@ -36,9 +36,9 @@ pub struct Prepared<V: Vm> {
     arriving: Arriving<V>,
 }
 
-/// A guest that is restored, and must not run here: the connection was cut before the source could
-/// say so. The guest goes on there, or stays paused there.
-#[must_use = "the source may come back: resume it, or drop it to leave the guest to the source"]
+/// A restored guest that must not run here: the connection was cut before `Go` arrived. The guest
+/// runs at the source, or stays paused there.
+#[must_use = "the source may connect again: resume it, or drop it to leave the guest to the source"]
 pub struct Waiting<V: Vm> {
     prepared: Prepared<V>,
     why: MigrateError,
@@ -84,34 +84,35 @@ impl Incoming {
         }
     }
 
-    /// The machine that comes: make a VM of this configuration for [`Incoming::receive`].
+    /// The incoming guest's machine: make a VM of this configuration for [`Incoming::receive`].
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// When the guest comes.
+    /// When the guest is sent: before, between or after its pages.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// The page source with which the VM has to be made; `None` if all memory comes before the
+    /// The page source with which the VM has to be made; `None` if all memory arrives before the
     /// guest.
     pub fn page_source(&self) -> Option<Arc<dyn PageSource>> {
         let late = self.late.as_ref()?;
         Some(Arc::<RemotePages>::clone(late.pages()))
     }
 
-    /// Tells the source that the guest cannot come, and why. The source's guest goes on.
+    /// Refuses the guest, and sends the reason to the source. The source keeps running the guest.
     pub fn refuse(mut self, why: &MigrateError) {
         self.main.refuse(why);
     }
 
     /// Takes memory and state into `vm`, a new VM without an image, and `devices`, new ones. Calls
-    /// `each` with the number of pages since the last call. `connections` is where this migration
-    /// came from.
+    /// `each` with the number of pages since the last call. `connections` accepted this migration's
+    /// first connection.
     ///
     /// # Errors
-    /// [`MigrateError`]. The source is told, and its guest goes on there. The VM is of no use.
+    /// [`MigrateError`]. The source gets the reason, and keeps running the guest. The VM is of no
+    /// use.
     pub fn receive<V: Vm>(
         mut self,
         connections: &dyn Connections,
@@ -210,11 +211,10 @@ impl Incoming {
 }
 
 impl<V: Vm> Prepared<V> {
-    /// Tells the source that all has come, and waits for its word to run the guest.
+    /// Sends `Prepared` to the source, and waits for `Go`.
     ///
     /// # Errors
-    /// [`Waiting`]: the connection was cut before the source could say so. The guest must not run
-    /// here.
+    /// [`Waiting`]: the connection was cut before `Go` arrived. The guest must not run here.
     pub fn start(mut self) -> Result<Arrived<V>, Box<Waiting<V>>> {
         match self.arriving.until_go() {
             Ok(()) => Ok(self.run()),

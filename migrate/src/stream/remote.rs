@@ -6,7 +6,7 @@
 //!                                               └─ neither: zeros
 //! ```
 //! Before the guest arrives, its pages are *staged*: they lie in a file in memory, so that a page
-//! that comes again replaces the older one, and no page of the VM is in place. `Awaited` frames
+//! that arrives again replaces the older one, and no page of the VM is in place. `Awaited` frames
 //! then say which pages are still at the source: a staged copy of such a page is void.
 //!
 //! A page leaves the set of awaited pages after its content is in place, or staged. In the other
@@ -47,7 +47,7 @@ struct Pages {
     staged: PageSet,
     /// Requests for awaited pages.
     asked: BTreeMap<u64, Vec<PageRequest>>,
-    /// Why awaited pages never come.
+    /// Why awaited pages never arrive.
     abandoned: Option<Arc<str>>,
     /// The connection for answers is in use.
     answers_come: bool,
@@ -66,7 +66,7 @@ enum Place {
 }
 
 impl RemotePages {
-    /// All pages are at the source. Nothing here depends on their number: it comes from a peer, and
+    /// All pages are at the source. Nothing here depends on their number: a peer has sent it, and
     /// the VMM has not agreed to it yet.
     pub fn new() -> Result<Arc<Self>, MigrateError> {
         let staging = memfd_create("lacuna-staging", MemfdFlags::CLOEXEC).map(File::from);
@@ -115,7 +115,7 @@ impl RemotePages {
         pages.staged.subtract(&awaited);
         pages.awaited = awaited;
         pages.has_arrived = true;
-        // Requests that came before `awaited` was known: answer them, or ask the source.
+        // Answer requests from before `awaited` was known, or ask the source.
         let asked = std::mem::take(&mut pages.asked);
         drop(pages);
         asked.into_values().flatten().for_each(|r| self.fetch(r));
@@ -137,7 +137,7 @@ impl RemotePages {
         self.lock().staged.clone()
     }
 
-    /// These pages have come, and are in place or zeros. Returns the requests for them.
+    /// These pages have arrived, and are in place or zeros. Returns the requests for them.
     pub fn arrived(&self, first: SourcePage, count: u64) -> Vec<PageRequest> {
         let mut pages = self.lock();
         (first.0..first.0 + count).for_each(|page| _ = pages.awaited.remove(SourcePage(page)));
@@ -148,7 +148,7 @@ impl RemotePages {
         rest.into_values().flatten().collect()
     }
 
-    /// These pages have come, and are zeros.
+    /// These pages have arrived, and are zeros.
     pub fn arrived_zeros(&self, first: SourcePage, count: u64) {
         for request in self.arrived(first, count) {
             let _: Answer = request.provide(&ZERO_PAGE);
@@ -184,7 +184,7 @@ impl RemotePages {
         requests
     }
 
-    /// Waits until no page is awaited, or the answers have ended. Returns whether all have come.
+    /// Waits until no page is awaited, or the answers have ended. Returns whether all have arrived.
     pub fn wait_for_all(&self) -> bool {
         let mut pages = self.lock();
         while !pages.awaited.is_empty() && pages.answers_come {
@@ -198,18 +198,18 @@ impl RemotePages {
         !self.lock().asked.is_empty()
     }
 
-    /// Answers of the source come from now on.
+    /// The source answers from now on.
     pub fn begin_answers(&self) {
         self.lock().answers_come = true;
     }
 
-    /// No answers come until the next connection. If the guest is not prepared, there will be none:
-    /// a thread that restores its state must not wait for a page.
+    /// The source does not answer until the next connection. If the guest is not prepared, there
+    /// will be none: a thread that restores its state must not wait for a page.
     pub fn end_answers(&self) {
         let mut pages = self.lock();
         pages.answers_come = false;
         self.changed.notify_all();
-        // Under the same lock: `outlive_cuts` sees the end of the connection, or comes before it.
+        // Under the same lock: `outlive_cuts` sees the end of the connection, or precedes it.
         if pages.needs_connection {
             self.abandon_locked(
                 pages,
@@ -221,7 +221,7 @@ impl RemotePages {
     /// The guest is prepared: it outlives a cut from now on.
     ///
     /// # Errors
-    /// A cut came first, and pages are lost.
+    /// A cut was first, and pages are lost.
     pub fn outlive_cuts(&self) -> Result<(), MigrateError> {
         let mut pages = self.lock();
         pages.needs_connection = false;
@@ -231,7 +231,7 @@ impl RemotePages {
         }
     }
 
-    /// Reads staged pages, all of which were staged before.
+    /// Reads pages; all were staged before.
     pub fn read_staged(&self, first: SourcePage, bytes: &mut [u8]) -> Result<(), MigrateError> {
         let read = self
             .staging
@@ -262,7 +262,7 @@ impl RemotePages {
     pub fn connect(&self, wants: Frames) -> Result<(), MigrateError> {
         let mut link = self.wants.lock().unwrap_or_else(PoisonError::into_inner);
         let wants = link.insert(wants);
-        // A request that comes now waits for this lock, and asks again: the source answers once.
+        // A request made now waits for this lock, and asks again: the source answers once.
         let asked: Vec<u64> = self.lock().asked.keys().copied().collect();
         asked.iter().try_for_each(|page| want(wants, *page))
     }
@@ -273,7 +273,7 @@ impl RemotePages {
         *wants.unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Pages that are at the source never come: they are lost.
+    /// Pages at the source never arrive: they are lost.
     pub fn abandon(&self, reason: &str) {
         self.abandon_locked(self.lock(), reason);
     }

@@ -35,7 +35,7 @@ pub enum Mode {
 pub struct Plan {
     /// When the guest goes.
     pub mode: Mode,
-    /// How long it may stand still, and how many rounds come before.
+    /// The limit of its downtime, and of the rounds before.
     pub budget: Budget,
     /// Connections that take pages before the guest goes, at the same time and each with a thread
     /// on both sides: 1 to [`STREAMS_MAX`]. A network that is faster than one processor needs
@@ -61,14 +61,14 @@ impl Default for Plan {
 ///
 /// Writes are logged meanwhile ([`lacuna_machine::DirtyTracking`]), except in
 /// [`Mode::PostCopy`]. A VMM that uses the log itself leaves it on and does not harvest it
-/// meanwhile; if the guest goes on here, the VMM finds there all pages that were written, unless
+/// meanwhile; if the guest resumes here, the VMM finds there all pages that were written, unless
 /// its VM delivers by rings alone.
 ///
 /// `progress` cancels the migration before the destination may run the guest: the call with the
 /// first round 0 is the last that can. Afterwards its `Break` ends this with [`Sent::Cut`].
 ///
 /// # Errors
-/// [`MigrateError`]. The guest goes on here, and the destination does not run it.
+/// [`MigrateError`]. The guest keeps running here, and the destination does not run it.
 pub fn send<'a, V: Vm>(
     guest: &Guest<'a, V>,
     connections: &dyn Connections,
@@ -131,7 +131,7 @@ impl<'p> Sender<'p> {
         &mut self.lanes[0].frames
     }
 
-    /// Tells the destination `why`, if it is there. If the destination has given a reason for a
+    /// Sends `why` to the destination, if it is there. If the destination has given a reason for a
     /// cut, returns that instead.
     fn give_up(&mut self, why: MigrateError) -> MigrateError {
         match why {

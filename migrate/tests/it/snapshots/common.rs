@@ -1,4 +1,4 @@
-//! A guest that is saved while it runs, and goes on elsewhere.
+//! A guest that is saved while it runs, and resumes elsewhere.
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{
@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
-/// Words in front of a guest's own, of which the first `rounds` counts: first none, and then for
+/// Words in front of a guest's own, the first `rounds` of which counts: first none, and then for
 /// guests that take longer.
 const LONGER: [&str; 3] = ["", "rounds=90", "rounds=900"];
 /// Little, because each test runs some guests to their ends.
@@ -130,7 +130,7 @@ impl WithSource for lacuna_kvm::VmBuilder {
     }
 }
 
-/// What happens beside a guest whose pages come while it runs.
+/// What happens beside a guest whose pages arrive while it runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Beside<'a> {
     /// The guest alone asks for pages.
@@ -205,7 +205,7 @@ impl<B: Builder> Moved<B> {
         self.run(|guest| save(guest, path, &Budget::default(), &mut |_| CONTINUE))
     }
 
-    /// Saves the guest while it stands still, and cancels another save of the running guest.
+    /// Saves the guest while it is paused, and cancels another save of the running guest.
     pub fn save_paused(&self, path: &Path, cancelled: &Path) -> (Ending, Saved) {
         let (ending, saved) = self.run(|guest| {
             // Of a guest that has ended too early.
@@ -293,7 +293,7 @@ pub struct Replayed {
     pub ending: Ending,
     /// What it has asked for.
     pub asked: Touches,
-    /// Pages that came before it ran.
+    /// Pages that were provided before it ran.
     pub replayed: u64,
 }
 

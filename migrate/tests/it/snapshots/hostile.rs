@@ -17,7 +17,7 @@ fn saved(folder: &Path) -> PathBuf {
     path
 }
 
-/// Changes `snapshot.json`, and makes the checksums fit. Returns that of `checksums`.
+/// Changes `snapshot.json`, and makes the checksums fit. Returns the checksum of `checksums`.
 fn edit(one: &Path, change: impl FnOnce(&mut Value)) -> u32 {
     let file = one.join("snapshot.json");
     let text = fs::read(&file).expect("a file");

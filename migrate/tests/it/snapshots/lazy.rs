@@ -1,4 +1,4 @@
-//! Snapshots whose pages come while the guest runs, on every backend and architecture.
+//! Snapshots whose pages are read while the guest runs, on every backend and architecture.
 
 use super::common::{Beside, MEMORY, Moved, WithSource, kvm, soft};
 use lacuna_machine::{Arch, Ending, VcpuError};
@@ -6,7 +6,7 @@ use lacuna_migrate::MigrateError;
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-/// The guest checks all of its memory, so a page that came wrong or not at all is found.
+/// The guest checks all of its memory, so a wrong or missing page is found.
 fn comes_lazily(moved: &Moved<impl WithSource>) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("saved");
@@ -19,7 +19,11 @@ fn comes_lazily(moved: &Moved<impl WithSource>) {
         done.unwrap_or_else(|error| panic!("{beside:?}: {error}"));
     }
     let ending = moved.restore(&again).expect("a restore");
-    assert_eq!(ending, Ending::Exited(0), "saved while it came lazily");
+    assert_eq!(
+        ending,
+        Ending::Exited(0),
+        "saved while it was restored lazily"
+    );
     // The save asks for what the guest has not asked for, so no page is left to ask for.
     let missing = folder.path().join("missing");
     let (ending, asked) = moved.save_while_all_is_missing(&path, &missing);

@@ -81,7 +81,7 @@ fn open_in(store: &Arc<ThrottledStore<InMemory>>, options: Options) -> Snapshot 
     Snapshot::open_in(Arc::new(objects)).expect("a snapshot")
 }
 
-/// Each request to the store takes a while, and pages come all the same.
+/// Each request to the store takes a while, and pages arrive all the same.
 #[test]
 fn a_slow_store() {
     let (moved, store) = throttled();

@@ -61,7 +61,7 @@ fn ran(end: &Outcome) -> bool {
     end.destination == Some(Ending::Exited(0))
 }
 
-/// A connection that never comes back leaves one guest.
+/// A connection that is never restored leaves one guest.
 #[test]
 fn a_cut_leaves_one_guest() {
     for arch in [Arch::X86_64, Arch::Arm64] {
@@ -86,7 +86,7 @@ fn a_cut_leaves_one_guest() {
     }
 }
 
-/// With a connection that comes back, no cut after the pause has an effect, and none before it
+/// With a connection that is restored, no cut after the pause has an effect, and none before it
 /// costs the guest.
 #[test]
 fn a_cut_is_resumed() {
@@ -108,7 +108,7 @@ fn a_cut_is_resumed() {
     }
 }
 
-/// A guest whose memory never comes is lost, and says so. It never runs on zeros.
+/// A guest whose memory never arrives is lost, and says so. It never runs on zeros.
 #[test]
 fn a_guest_without_its_memory_is_lost() {
     // The state, and some pages of the many that the kernel alone has.
@@ -133,7 +133,7 @@ fn a_cut_between_new_connections_is_resumed() {
     }
 }
 
-/// Late pages that are parts of huge pages come one by one.
+/// Late pages in huge pages arrive one by one.
 #[lacuna_skip::test]
 fn a_guest_comes_into_huge_pages() {
     let migration = {
@@ -153,7 +153,8 @@ fn a_guest_comes_into_huge_pages() {
     assert!(whole.source == End::Gone && ran(&whole), "{whole:?}");
 }
 
-/// `Complete` counts, however late it comes: the destination may have ended the other connections.
+/// `Complete` counts, however late it arrives: the destination may have ended the other
+/// connections.
 #[test]
 fn a_late_complete_counts() {
     let end = little(Arch::X86_64, Mode::PostCopy, 0).carry_over(|| {

@@ -155,7 +155,8 @@ fn from_soft_to_kvm_and_back() {
     }
 }
 
-/// A machine of another size is refused, with words for both sides, and the source goes on.
+/// A machine of another size is refused, with words for both sides, and the source keeps running
+/// the guest.
 #[test]
 fn another_machine_is_refused() {
     for mode in MODES {
@@ -181,7 +182,8 @@ fn another_machine_is_refused() {
     }
 }
 
-/// A destination that gives up in the middle of a round has told why, and the source goes on.
+/// A destination that gives up in the middle of a round sends its reason, and the source keeps
+/// running the guest.
 #[test]
 fn a_destination_that_gives_up_tells_why() {
     for streams in [1, 3] {

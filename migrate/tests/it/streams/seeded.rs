@@ -1,4 +1,4 @@
-//! Migrations whose mode, link and faults come from a seed.
+//! Migrations whose mode, link and faults a seed chooses.
 //!
 //! ```sh
 //! LACUNA_MIGRATIONS=200 cargo test -p lacuna-migrate --test it streams::seeded -- --nocapture
@@ -107,7 +107,7 @@ fn from_environment(name: &str) -> Option<u64> {
 }
 
 /// Whatever happens to the link, the guest runs to its end on one side, where it finds all of its
-/// memory, or the documented outcome for that case is given.
+/// memory, or the outcome is the one that is documented for that case.
 #[test]
 fn migrations_end_as_documented() {
     let one = from_environment("LACUNA_MIGRATION_SEED");

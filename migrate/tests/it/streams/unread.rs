@@ -33,7 +33,7 @@ fn a_page_that_cannot_be_read_keeps_no_other_back() {
         victim: None,
         breaks: false,
     };
-    // All pages come after the guest, this one with others.
+    // All pages arrive after the guest, this one with others.
     let end = migration(Mode::PostCopy).carry_out(&[]);
     assert_eq!(end.source, End::Cut, "{end:?}");
     assert!(end.errors[0].contains("the disk is broken"), "{end:?}");
