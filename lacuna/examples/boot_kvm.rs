@@ -1,5 +1,5 @@
-//! Boots a guest on `/dev/kvm`. Its memory comes from Lacuna's page source. A page that the source
-//! has evicted takes one millisecond to come back, and KVM can tell the guest of it meanwhile.
+//! Boots a guest on `/dev/kvm`. Its memory comes from Lacuna's page source. An evicted page takes
+//! one millisecond to read back, and KVM can notify the guest meanwhile.
 //!
 //!     cargo run --release --example boot_kvm [IMAGE [COMMAND LINE]]
 

@@ -1,5 +1,5 @@
-//! A guest whose memory is elsewhere. Its vCPU leaves the guest for each page that is missing, and
-//! this monitor provides the page and enters the vCPU again.
+//! A guest whose memory is elsewhere. Its vCPU leaves the guest for each missing page, and this
+//! monitor provides the page and enters the vCPU again.
 //!
 //!     cargo run --release --example missing
 

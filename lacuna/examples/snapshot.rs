@@ -1,4 +1,4 @@
-//! Saves a guest while it runs, and lets a second VM go on from there.
+//! Saves a guest while it runs, and resumes it in a second VM.
 //!
 //!     cargo run --release --example snapshot [FOLDER]
 //!
@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         save(&guest, &folder, &Budget::default(), &mut |_| CONTINUE)
     })?;
     println!(
-        "{}: {} pages with content, in {} rounds; the guest stood still for {:?}",
+        "{}: {} pages with content, in {} rounds; the guest's downtime was {:?}",
         folder.display(),
         saved.pages,
         saved.rounds.len(),

@@ -1,4 +1,4 @@
-//! Snapshots of a guest that runs, and its move to another process.
+//! Snapshots of a running guest, and its move to another process.
 //!
 //! [`save`] writes a snapshot while the guest runs, which
 //! [`run_pausable`](crate::run_pausable) has made possible to pause; [`Tracked`] writes what has

@@ -155,7 +155,7 @@ fn a_vm_with_a_seed_does_not_wait_for_time_in_another_loop() {
     builder.seed = Some(1);
     let vm = builder.build().expect("room for it");
     let mut vcpus = vm.boot(&image(WAITS_FOR_ITS_TIMER), "").expect("it fits");
-    let error = vcpus[0].run().expect_err("its time stands still");
+    let error = vcpus[0].run().expect_err("its time is stopped");
     assert_eq!(error, VcpuError::TimeStandsStill { vcpu: 0 });
     assert_eq!(error.kind(), ErrorKind::Request, "{error}");
 }

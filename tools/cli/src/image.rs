@@ -123,7 +123,7 @@ pub fn load(args: &RunArgs) -> Result<Cow<'static, [u8]>, LoadError> {
     }
 }
 
-/// If the name is that of a guest which this build lacks, the error says so instead of "no such
+/// If the name belongs to a guest that this build lacks, the error says so instead of "no such
 /// file".
 fn not_built_in(name: &str, arch: Arch, error: LoadError) -> LoadError {
     match (error, arch.unavailable()) {
@@ -161,7 +161,7 @@ fn read(name: &str, arch: Arch) -> Result<Vec<u8>, LoadError> {
         let mut limited = file.take(FILE_MAX.0 + 1);
         limited.read_to_end(&mut bytes).map_err(failed)?;
     }
-    // Some files are longer than they say, those of /proc for example.
+    // Some files are longer than they say, for example in /proc.
     if size.max(bytes.len() as u64) > FILE_MAX.0 {
         return Err(LoadError::TooLarge(name.to_owned()));
     }

@@ -12,7 +12,7 @@
 //! |---|---|
 //! | `migrate.blackout.precopy`, `.postcopy`, `.hybrid` | the blackout above |
 //! | `migrate.total.precopy`, `.postcopy`, `.hybrid` | the total above |
-//! | `migrate.blackout.postcopy_2g` | that of a guest of 2 GiB, and p99 of its vCPUs |
+//! | `migrate.blackout.postcopy_2g` | blackout of a guest of 2 GiB, and p99 of its vCPUs |
 //! | `migrate.rate` | bytes a second, of the rate of plain copies |
 //! | `migrate.worker_kept_percent.1ms` | speed of a process, pages missing / present |
 //! | `migrate.vs_qemu.*` | the same moves by QEMU (`against`) |
@@ -22,7 +22,7 @@
 //! memory over such a connection.
 //!
 //! The same on `/dev/kvm` has ids that begin with `migrate.kvm`. Guests have two vCPUs, but one in
-//! the last row (`worker`). Blackout and total are those of the guest `churn`, which goes on with
+//! the last row (`worker`). Blackout and total are measured with the guest `churn`, which continues
 //! its transactions. Both ends are in this process, on threads of their own.
 
 mod against;
@@ -53,7 +53,7 @@ pub const PARTS: &[&str] = &["modes", "large", "rate", "worker", "qemu"];
 
 /// Memory of the guests in MiB.
 const MEMORY: u64 = 512;
-/// That of a quick run.
+/// The size for a quick run.
 const QUICK: u64 = 64;
 const VCPUS: usize = 2;
 /// The part of the plain rate at which a guest has to move.

@@ -1,12 +1,12 @@
-//! VMs that take turns: one runs, for some milliseconds, and the others stand still.
+//! VMs that take turns: one runs, for some milliseconds, and the others are paused.
 //!
-//! Machines are noisy at every scale. On the test machine a guest's rate in one 10 ms differs from
-//! that in the next by 6 to 10 %, and in one second by as much (docs/speed-pml.md). So long slices
-//! tell no more than short ones. It helps to change arms often.
+//! Machines are noisy at every scale. On the test machine a guest's rates in two adjacent slices of
+//! 10 ms differ by 6 to 10 %, and in one second by as much (docs/speed-pml.md). So long slices show
+//! no more than short ones. It helps to change arms often.
 //!
-//! But an arm has its own rhythm, such as a harvest every second, or a mapping that comes back page
-//! by page. Turns must not interrupt it. Hence there is a VM for each arm, and between two turns
-//! its time stands still:
+//! But an arm has its own rhythm, such as a harvest every second, or a mapping that is restored
+//! page by page. Turns must not interrupt it. Hence there is a VM for each arm, and between two
+//! turns its time is stopped:
 //!
 //! ```text
 //! core time   a b c c b a b c a a c b ...     each letter a turn of a VM, some ms
@@ -127,7 +127,7 @@ impl Player<'_> {
     /// Lets it run until `during` has returned; returns what it did.
     ///
     /// # Errors
-    /// Those of `during`; and the end of the guest.
+    /// An error of `during`; and the end of the guest.
     pub fn turn(
         &mut self,
         during: impl FnOnce(&Vm) -> Result<(), LabError>,
@@ -196,10 +196,10 @@ impl Player<'_> {
 }
 
 /// Starts a VM with the guest of `cast` for each of `builders`. Each VM starts when the one before
-/// it is prepared and stands still. Then carries out `experiment`, and ends the VMs.
+/// it is prepared and paused. Then carries out `experiment`, and ends the VMs.
 ///
 /// # Errors
-/// Those of the experiment and of the builders; and a guest that ends before the experiment does.
+/// An error of the experiment or the builders; and a guest that ends before the experiment does.
 pub fn with_players<T>(
     builders: &[VmBuilder],
     cast: Cast,

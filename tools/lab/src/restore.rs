@@ -1,4 +1,4 @@
-//! `lacuna lab restore`: a guest of 1 GiB that goes on from a snapshot, whose pages come all at
+//! `lacuna lab restore`: a guest of 1 GiB that resumes from a snapshot, with all pages read at
 //! first, or while it runs.
 //!
 //! ```text
@@ -41,7 +41,7 @@ pub const PARTS: &[&str] = &["time", "replay"];
 
 /// Memory of the guests in MiB.
 const MEMORY: u64 = 1024;
-/// That of a quick run.
+/// The size for a quick run.
 const QUICK: u64 = 64;
 const VCPUS: usize = 2;
 /// The seed of the run whose first touches are recorded.

@@ -70,7 +70,7 @@ impl Report {
     }
 
     /// The results that follow are of an experiment that runs on any processor, here on `arch`.
-    /// Those of arm64 guests have ids that begin with `arm64`.
+    /// Results of arm64 guests have ids that begin with `arm64`.
     pub fn begin(&mut self, arch: Arch) {
         self.prefix = match arch {
             Arch::Arm64 => "arm64.",

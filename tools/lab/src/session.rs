@@ -150,9 +150,9 @@ impl<'a> Guest<'a> {
 
 /// A VM that can be measured.
 pub trait Measured: Vm {
-    /// Each vCPU's stalls since its VM began; empty where the backend cannot tell. They are not in
-    /// the backend interface: soft times every wait of its vCPUs, but on `/dev/kvm` a vCPU waits
-    /// for a page inside the kernel, which does not report it.
+    /// Each vCPU's stalls since its VM began; empty where the backend does not count them. They are
+    /// not in the backend interface: soft times every wait of its vCPUs, but on `/dev/kvm` a vCPU
+    /// waits for a page inside the kernel, which does not report it.
     fn stalls(&self) -> Vec<Stalls> {
         Vec::new()
     }
@@ -245,7 +245,7 @@ pub const fn guests(arch: Arch) -> lacuna_guest::Arch {
 /// ends it. The experiment is the same code for every backend.
 ///
 /// # Errors
-/// Those of the experiment and of the builder; and a guest that ends before the experiment does.
+/// An error of the experiment or the builder; and a guest that ends before the experiment does.
 pub fn on<B: Builder, T>(
     builder: &B,
     image: &Image<'_>,
@@ -289,7 +289,8 @@ mod tests {
         }
     }
 
-    /// Waits for two readings between which those of `kind` did nothing and the others something.
+    /// Waits for two readings between which the threads of `kind` did nothing and the others
+    /// something.
     fn still(guest: &Guest<'_>, kind: Kind) -> Result<(), LabError> {
         for _ in 0..1000 {
             let before = guest.count()?;
@@ -303,7 +304,7 @@ mod tests {
                 return Ok(());
             }
         }
-        panic!("{kind:?} never stood still while the others ran");
+        panic!("{kind:?} never paused while the others ran");
     }
 
     #[test]
@@ -320,7 +321,7 @@ mod tests {
             let more = |status: &Status| (status.apf.not_present != before).then_some(());
             guest.run_until(PREPARE, more)?;
             session.set_apf(Apf::Off);
-            // What was on its way arrives; after that the count stands still.
+            // What was on its way arrives; after that the count stays.
             let mut last = guest.status()?.apf;
             let deadline = Instant::now() + PREPARE;
             loop {

@@ -423,8 +423,7 @@ mod tests {
         assert_eq!(found[0], [vec![0.0; 3], vec![10.0; 3]]);
     }
 
-    /// Two VMs, one half again as fast, and arms of which one does nine tenths of the other, then
-    /// eight.
+    /// Two VMs, one half again as fast, and one arm does nine tenths of the other, then eight.
     #[test]
     fn what_a_vm_is_faster_cancels() {
         let a = [100.0, 100.0, 150.0, 150.0];

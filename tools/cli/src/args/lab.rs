@@ -144,7 +144,7 @@ pub enum Experiment {
     Paging,
     /// Memory that is still with a peer: exits and asynchronous page faults, and both together
     Postcopy,
-    /// A guest that goes on from a snapshot, whose pages come before it runs or while it runs
+    /// A guest that resumes from a snapshot, with pages read before or while it runs
     Restore,
     /// A running guest that moves to another VM: before, after and beside its memory
     Migrate,

@@ -17,8 +17,8 @@ pub struct MigrateArgs {
     /// tls:HOST:PORT
     #[arg(value_name = "ADDRESS", required_unless_present_any = ["keep", "cancel"])]
     pub to: Option<Address>,
-    /// The control socket of the guest: that of lacuna run --control SOCKET. With --keep and
-    /// --cancel, that of either side
+    /// The control socket of the guest, as in lacuna run --control SOCKET. With --keep and
+    /// --cancel, either side's
     #[arg(long, value_name = "SOCKET")]
     pub control: PathBuf,
     /// Certificates for tls:HOST:PORT
@@ -30,8 +30,8 @@ pub struct MigrateArgs {
     /// precopy]
     #[arg(long, value_enum, value_name = "MODE", hide_possible_values = true)]
     pub mode: Option<MoveMode>,
-    /// How long the guest may stand still for its last pages; in a precopy it is longer if the
-    /// guest writes faster than pages are sent [default: 50ms]
+    /// The limit of the guest's downtime for its last pages; in a precopy it is longer if the guest
+    /// writes faster than pages are sent [default: 50ms]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub downtime: Option<Duration>,
     /// Connections for the memory that moves before the guest, each with a thread on both sides:
@@ -42,7 +42,7 @@ pub struct MigrateArgs {
     /// second) or zstd (for slower ones) [default: none]
     #[arg(long, value_enum, value_name = "METHOD", hide_possible_values = true)]
     pub compress: Option<Compress>,
-    /// Let the guest go on at this side, if the connection was cut while the guest was given away.
+    /// Resume the guest at this side, if the connection was cut while the guest was handed over.
     /// First end the other side, or make sure that it has ended
     #[arg(long, conflicts_with_all = ["to", "downtime", "mode", "streams", "compress", "cancel"])]
     pub keep: bool,

@@ -1,7 +1,7 @@
-//! A migration that goes on: how far it is, and what clients want of it.
+//! A migration in progress: its stage, and what clients want of it.
 //!
 //! ```text
-//! Here ── the guest is given away ──► There ──► moved
+//! Here ── the guest is handed over ─► There ──► moved
 //!   │                                  │ ▲
 //!   └─► Unknown ── connected again ────┼─┤
 //!                                      ▼ │ connected again
@@ -23,7 +23,7 @@ const RETRY: Duration = Duration::from_secs(1);
 /// How often a wait looks whether the run has ended.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// A migration that goes on. Any thread may call its methods.
+/// A migration in progress. Any thread may call its methods.
 #[derive(Clone)]
 pub(super) struct UnderWay(Arc<Shared>);
 
@@ -36,14 +36,14 @@ struct Shared {
 }
 
 struct Told {
-    /// What the library has told last.
+    /// The library's last report.
     now: Moving,
-    /// Pages that were left when the guest had gone.
+    /// Pages that remained when the guest was handed over.
     late: u64,
     /// Pages that the destination lacks, as far as is known here.
     lacks: u64,
     wanted: Wanted,
-    /// The guest goes on here by a decision.
+    /// The guest is resumed here by a decision.
     is_kept: bool,
     is_over: bool,
 }
@@ -51,11 +51,11 @@ struct Told {
 /// What clients want of a migration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Wanted {
-    /// That it goes on.
+    /// That it continues.
     GoOn,
-    /// That the guest stays here; once it was given away: that this side connects no more.
+    /// That the guest stays here; after the hand-over: that this side connects no more.
     Cancel,
-    /// That the guest goes on here, although it was given away.
+    /// That the guest resumes here, although it was handed over.
     Keep,
     /// The end of the run.
     End,
@@ -146,7 +146,7 @@ impl UnderWay {
         }
     }
 
-    /// Why it is not settled where the guest runs, or with which memory, and what to do.
+    /// Why it is undecided which side runs the guest, or with which memory, and what to do.
     pub fn undecided(&self) -> Option<String> {
         let told = self.told();
         let cut = told.now.cut.as_deref().unwrap_or_default();
@@ -167,10 +167,10 @@ impl UnderWay {
         }
     }
 
-    /// Notes what the library tells. `Break`: the migration shall end.
+    /// Notes the library's report. `Break`: the migration shall end.
     pub fn note(&self, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
         let mut told = self.told();
-        // Round 0 asks whether the guest may be given away.
+        // Round 0 asks whether the guest may be handed over.
         if told.now.stage == MovingStage::Here && told.wanted != Wanted::GoOn {
             return ControlFlow::Break(());
         }
@@ -189,7 +189,7 @@ impl UnderWay {
         }
     }
 
-    /// The connection was cut after the guest was given away. `runs_there`: the destination has
+    /// The connection was cut after the guest was handed over. `runs_there`: the destination has
     /// said so.
     pub fn was_cut(&self, runs_there: bool, why: &MigrateError, lacks: u64) {
         let mut told = self.told();
@@ -208,8 +208,8 @@ impl UnderWay {
         if before == stage {
             return;
         }
-        // What was wanted of an earlier stage is too late. Above all, a guest that runs there is
-        // not kept here. The attempts to connect again may be cancelled in both of their stages.
+        // What was wanted of an earlier stage is too late. Above all, a guest running there is not
+        // kept here. The attempts to connect again may be cancelled in both of their stages.
         let is_cancelled_attempt = told.wanted == Wanted::Cancel && before != MovingStage::Here;
         let holds = match stage {
             MovingStage::Here | MovingStage::There => false,
@@ -241,7 +241,7 @@ impl UnderWay {
         }
     }
 
-    /// The guest shall stay here. Once it was given away: this side shall not connect again.
+    /// The guest shall stay here. After the hand-over: this side shall not connect again.
     pub fn cancel(&self) -> Result<(), Refused> {
         let mut told = self.told();
         match told.now.stage {
@@ -262,7 +262,7 @@ impl UnderWay {
     }
 
     /// The client that has asked for the migration has gone: the guest stays here, unless it was
-    /// given away.
+    /// handed over.
     pub fn leave(&self) {
         let mut told = self.told();
         if told.now.stage == MovingStage::Here {
@@ -281,7 +281,7 @@ impl UnderWay {
         self.want(&mut self.told(), Wanted::End);
     }
 
-    /// Whether the guest was cancelled before it was given away.
+    /// Whether the migration was cancelled before the hand-over.
     pub fn is_cancelled(&self) -> bool {
         self.told().wanted == Wanted::Cancel
     }
@@ -295,7 +295,7 @@ impl UnderWay {
         }
     }
 
-    /// The guest shall go on here. Waits until that is settled.
+    /// The guest shall resume here. Waits until that is settled.
     pub fn keep(&self) -> Result<(), Refused> {
         self.check_keep()?;
         let mut told = self.told();
@@ -317,7 +317,7 @@ impl UnderWay {
         }
     }
 
-    /// The guest goes on here by a decision.
+    /// The guest is resumed here by a decision.
     pub fn has_kept(&self) {
         self.told().is_kept = true;
     }
@@ -339,7 +339,7 @@ impl UnderWay {
     }
 }
 
-/// Why a guest must not go on here by a decision.
+/// Why a guest must not resume here by a decision.
 fn no_decision(told: &Told) -> Refused {
     let to = &told.now.to;
     Refused::request(match told.now.stage {

@@ -62,8 +62,8 @@ pub(super) fn cgroup() -> Check {
 }
 
 /// Reads `/proc/self/cgroup` (`cgroups(7)`): version 2 has the line `0::PATH`, version 1 one with
-/// `memory` among its controllers. Limits hold for all groups below, so each parent counts. In
-/// a container the path may be that of the host, and only the root of the mount is visible.
+/// `memory` among its controllers. Limits hold for all groups below, so each parent counts. In a
+/// container the path may be the host's, and only the root of the mount is visible.
 fn tightest_limit(memberships: &str, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
     let mut tightest: Option<u64> = None;
     for line in memberships.lines() {

@@ -10,9 +10,9 @@
 //! | `migrate.vs_qemu.total.MODE` | the time until the source is not needed, as each says |
 //! | `migrate.vs_qemu.resume.MODE` | from the last instruction until each thread has printed |
 //!
-//! Lacuna's downtime begins with the pause of the source's vCPUs, and ends when the source has
-//! heard that the destination runs the guest. QEMU's is the time between its events `STOP` and
-//! `RESUME`. What `query-migrate` says is noted beside it: it leaves out what the destination does.
+//! Lacuna's downtime begins with the pause of the source's vCPUs, and ends when the source knows
+//! that the destination runs the guest. QEMU's is the time between its events `STOP` and `RESUME`.
+//! What `query-migrate` says is noted beside it: it leaves out what the destination does.
 //!
 //! Modes are `precopy` and `postcopy`. Soft is compared with QEMU's translator (TCG), kvm with
 //! QEMU on `/dev/kvm`. QEMU moves a guest in two ways by each mode: with multifd or without, and
@@ -290,7 +290,7 @@ fn until_all_print<V: Vm>(here: &Here<'_, V>) -> Result<Instant, LabError> {
     match heard.last_first() {
         Some(at) if seen == Seen::All && !heard.is_damaged_later(&here.lines) => Ok(at),
         _ => Err(LabError::Guest(format!(
-            "the guest does not go on where it has come: {seen:?}"
+            "the guest does not run at its destination: {seen:?}"
         ))),
     }
 }

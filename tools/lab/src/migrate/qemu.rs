@@ -81,7 +81,7 @@ pub fn installed() -> Result<PathBuf, ExternalError> {
 /// Starts the guest in one process, and moves it to another one. `folder` is empty.
 ///
 /// # Errors
-/// QEMU cannot be started, or does not do what it is told.
+/// QEMU cannot be started, or does not carry out a command.
 pub fn move_once(scene: &Scene, way: Way, folder: &Path) -> Result<Found, LabError> {
     interrupt::check()?;
     let source = Qemu::start(scene, folder, "source", &[])?;

@@ -5,13 +5,14 @@
 //! and carries 128 MiB a second. Arms:
 //!
 //! ```text
-//! alone     all pages are here, the faulter rests ─┐ the same pages come over the same link for
+//! alone     all pages are here, the faulter rests ─┐ the same pages arrive over the same link for
 //! present   all pages are here                    ─┘ another VM, which does not run
-//! missing   the pages come; the guest is told of a missing page, and runs the worker
-//! waiting   the pages come; the vCPU waits for a missing page
+//! missing   the pages arrive; the guest gets an event for a missing page, and runs the worker
+//! waiting   the pages arrive; the vCPU waits for a missing page
 //! ```
-//! `migrate.worker_kept_percent.1ms` is the worker's speed in *missing*, of that in *alone*. It is
-//! counted from the first step on the destination until three quarters of the pages have come.
+//! `migrate.worker_kept_percent.1ms` is the worker's speed in *missing*, as a share of its speed in
+//! *alone*. It is counted from the first step on the destination until three quarters of the pages
+//! have arrived.
 
 use super::QUICK;
 use super::ends::{Here, Moved, Way, beside, counted, move_and, move_guest};

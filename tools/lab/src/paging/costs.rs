@@ -173,8 +173,8 @@ impl Measured {
         let longer = (median(&|s| s.alone.wall) - steps).max(0.0) / 2.0;
         let call = median(&|s| s.idle_wakes[GAPS / 2].call);
         let wake_idle = (call - wake).clamp(0.0, longer);
-        // The other program sleeps and wakes by other calls. What it takes longer at a gap like
-        // that of `alone` is taken for all gaps.
+        // The other program sleeps and wakes by other calls. What it takes longer at the gap of
+        // `alone` is taken for all gaps.
         let tenths = |of: &dyn Fn(&Sample) -> Tenths| Tenths(from_fn(|i| median(&|s| of(s).0[i])));
         let runs = |gap: usize| tenths(&|s| s.idle_wakes[gap].until_it_runs);
         let beside = longer - wake_idle - runs(GAPS / 2).mean();

@@ -1,9 +1,9 @@
 //! VMs whose memory is missing: the guest `touch` needs each of its pages once, and an arm says how
-//! the pages come.
+//! the pages are provided.
 //!
-//! A VM's pages are provided once, so each slice has a VM of its own. Its host lives on, so that
-//! the frames of a later slice are those of an earlier one and the kernel has backed them. The
-//! guest boots, waits at a gate until the host opens it, and times the touching itself.
+//! A VM's pages are provided once, so each slice has a VM of its own. Its host lives on, so that a
+//! later slice has the frames of an earlier one and the kernel has backed them. The guest boots,
+//! waits at a gate until the host opens it, and times the touching itself.
 
 use super::machine::Machine;
 use super::queue::Queues;
@@ -57,7 +57,7 @@ pub enum Arm {
     QueueEach,
     /// The vCPU exits, its own thread provides the page, and enters it again.
     Exits,
-    /// The vCPU exits, the guest is told, and another thread provides the page.
+    /// The vCPU exits, the guest gets the event, and another thread provides the page.
     ExitsTold,
 }
 
@@ -145,8 +145,8 @@ impl Fixture {
         self.work
     }
 
-    /// The first pages of the vCPUs' shares, without that of the first vCPU. Boots a guest if none
-    /// has booted yet, because the guest's kernel decides where its arena begins.
+    /// The first pages of the vCPUs' shares, without the first vCPU's. Boots a guest if none has
+    /// booted yet, because the guest's kernel decides where its arena begins.
     ///
     /// # Errors
     /// As [`together`].
@@ -233,7 +233,7 @@ fn run(machines: &[Machine], fixtures: &[&Fixture], place: Place) -> Result<(), 
 /// they touch when it returns.
 ///
 /// # Errors
-/// As [`together`], and those of `gate`.
+/// As [`together`], and an error of `gate`.
 pub fn run_gated(
     machines: &[Machine],
     fixtures: &[&Fixture],

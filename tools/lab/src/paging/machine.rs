@@ -227,7 +227,7 @@ impl Machine {
         self.memory().provide(first, pages).map(|_| ())
     }
 
-    /// The work of the thread that provides the pages of which the guest was told.
+    /// The work of the thread that provides the pages of accepted tokens.
     fn provide_accepted(&self, accepted: &Receiver<Accepted>) {
         for (gpa, token) in accepted {
             if let Err(error) = self.memory().provide(gpa, &PAGES[0]) {

@@ -5,11 +5,11 @@
 //! thread   fault ─► lock: enqueue ─► wake a reader ─► sleep ............................► fault
 //! reader                              look ─► lock: read ─► copy ─► lock: scan ─► wake ─► look
 //! ```
-//! The lock is that of the descriptor's two wait queues. A fill scans them for threads that wait
-//! for its page, and all threads that sleep are in them, so the lock is held the longer the more
-//! threads sleep. A thread needs a core while it works, also while it spins for the lock. Readers
-//! and the threads that fault have cores of their own. Ready threads take them in the order in
-//! which they became ready; none is preempted.
+//! The lock protects the descriptor's two wait queues. A fill scans them for threads that wait for
+//! its page, and all sleeping threads are in them, so the lock is held the longer the more threads
+//! sleep. A thread needs a core while it works, also while it spins for the lock. Readers and the
+//! threads that fault have cores of their own. Ready threads take them in the order in which they
+//! became ready; none is preempted.
 //!
 //! A thread's own work and the wake-up of an idle core vary as they were measured to vary. This
 //! matters: some threads on one core and their reader either run in step, where both cores sleep
@@ -111,8 +111,8 @@ pub struct Idle(
 pub const GAPS: usize = 5;
 
 impl Idle {
-    /// The value number `tenth`: on straight lines between the points, and that of the nearest
-    /// point beyond them.
+    /// The value number `tenth`: on straight lines between the points, and the nearest point's
+    /// value beyond them.
     fn after(&self, gap: f64, tenth: usize) -> f64 {
         let points = &self.0;
         let next = points.partition_point(|point| point.0 <= gap);
@@ -324,7 +324,7 @@ impl World<'_> {
         }
     }
 
-    /// Makes `thread` ready; returns when the waking thread goes on.
+    /// Makes `thread` ready; returns when the waking thread continues.
     fn wake(&mut self, now: Ps, thread: usize, step: Step) -> Ps {
         let costs = self.costs;
         let idle = if !self.idle_cores[self.side(thread)].is_empty() {

@@ -52,8 +52,8 @@ impl Machine {
         self.gate.open();
     }
 
-    /// Stops the vCPUs; on return, none runs. If a kick comes while a vCPU is not in the guest, its
-    /// next run returns at once, and the run after that goes on.
+    /// Stops the vCPUs; on return, none runs. If a vCPU is kicked outside of the guest, its next
+    /// run returns at once, and the run after that continues.
     pub(super) fn close(&self) {
         self.gate.shut();
         self.vm.kick_all();
@@ -102,7 +102,7 @@ impl Machine {
             self.rings_full.fetch_add(1, Ordering::Relaxed);
             self.reaped.fetch_add(reap(&self.vm), Ordering::Relaxed);
         } else {
-            // The loop asks the devices whether to go on.
+            // The loop asks the devices whether to continue.
             let _ = dispatch(vcpu, exit, &self.devices, &*self.vm);
         }
     }

@@ -1,4 +1,4 @@
-//! The ratio of two losses, of which the second may be zero.
+//! The ratio of two losses; the second may be zero.
 
 use crate::stats::Summary;
 

@@ -22,7 +22,7 @@ const ON: usize = 2;
 /// `pml.always_on_loss_percent`.
 ///
 /// # Errors
-/// Those of the guest; and any page that was logged, because no slot logs.
+/// An error of the guest; and any logged page, because no slot logs.
 pub fn measure(
     report: &mut Report,
     churns: &mut [Churn<'_>],

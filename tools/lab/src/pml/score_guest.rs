@@ -217,7 +217,7 @@ fn harvest(vm: &Vm, slots: &mut [(SlotId, Vec<u64>)]) -> Result<u64, LabError> {
 /// Starts `count` VMs, carries out `experiment` when they are prepared, and ends them.
 ///
 /// # Errors
-/// Those of the experiment and of the builder; and a guest that ends before the experiment does.
+/// An error of the experiment or the builder; and a guest that ends before the experiment does.
 pub fn with_churns<T>(
     setup: &Setup,
     count: usize,

@@ -27,7 +27,7 @@ pub struct Arm {
     pub name: &'static str,
     /// What the vCPU does about a missing page.
     pub on_missing: OnMissing,
-    /// Whether the guest may be told of a missing page.
+    /// Whether the guest may get an event for a missing page.
     pub apf: Apf,
     /// The processes that do not run.
     pub paused: &'static [Kind],
@@ -38,9 +38,9 @@ pub struct Arm {
 /// What a vCPU does about a missing page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OnMissing {
-    /// It waits, or tells the guest. The engine asks for the page.
+    /// It waits, or notifies the guest. The engine asks for the page.
     Wait,
-    /// It exits. The VMM tells the guest if it can, and asks for the page.
+    /// It exits. The VMM notifies the guest if it can, and asks for the page.
     Exit,
 }
 

@@ -100,7 +100,7 @@ impl Remote {
         self.is_far.store(is_far, Ordering::Relaxed);
     }
 
-    /// Connects a guest of `pages` pages, of which at most `window` are pushed at a time.
+    /// Connects a guest of `pages` pages; at most `window` of them are pushed at a time.
     ///
     /// # Errors
     /// The peer cannot be reached.

@@ -53,7 +53,7 @@ impl<'a> Push<'a> {
     /// Carries out `experiment` while a thread pushes, as far as it is switched on.
     ///
     /// # Errors
-    /// Those of the experiment; and a push that failed or ran out of pages before the end.
+    /// An error of the experiment; and a push that failed or ran out of pages before the end.
     pub fn during<T>(
         &self,
         experiment: impl FnOnce() -> Result<T, LabError>,

@@ -1,4 +1,4 @@
-//! A guest that is saved at its gate, and goes on from there in several ways.
+//! A guest that is saved at its gate, and resumes from there in several ways.
 
 use crate::backed::back;
 use crate::experiment::LabError;
@@ -20,7 +20,7 @@ pub enum Arm<'a> {
     Eager,
     /// When it needs them, and in the background in the order of the file.
     Lazy,
-    /// As [`Arm::Lazy`], these first, of which the first ones come before the guest runs.
+    /// As [`Arm::Lazy`], these first, and the first of these before the guest runs.
     Replay(&'a Touches),
     /// When it needs them.
     Demand,
@@ -43,8 +43,8 @@ pub trait GuestBuilder: Builder + Clone {
     /// The same, with these words of the guest's command line.
     fn with(&self, words: &str) -> Self;
 
-    /// The same for a guest that comes from elsewhere, as `lacuna run --incoming` and `lacuna
-    /// snapshot restore` have it.
+    /// The same for an incoming guest, as `lacuna run --incoming` and `lacuna snapshot restore`
+    /// have it.
     fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self;
 }
 
@@ -138,7 +138,7 @@ where
         snapshot.map_or(0, |snapshot| snapshot.machine().memory >> 20)
     }
 
-    /// Lets the guest go on to its end, with `seed` as its setting.
+    /// Runs the guest to its end, with `seed` as its setting.
     ///
     /// # Errors
     /// It could not be restored, or has failed.

@@ -63,7 +63,7 @@ impl Fixture {
         self.tables.add_slot(SlotId(id), guest, pages)
     }
 
-    /// Replaces the backing of the slot under test by a new one, of which no page was touched.
+    /// Replaces the backing of the slot under test by a new one without touched pages.
     pub fn renew(&mut self) -> Result<(), LabError> {
         if let Some(range) = self.target() {
             self.tables.mmu.delete_slot(TARGET_SLOT)?;

@@ -1,7 +1,7 @@
 //! First touch of much memory: the cost of its faults, and the cost of filling it with zeros.
 //!
-//! The faults are those of the MMU, without a guest around them. A guest's loop over 512 pages
-//! takes longer than the one fault that it has in them.
+//! The faults are made in the MMU, without a guest around them. A guest's loop over 512 pages takes
+//! longer than the one fault that it has in them.
 //!
 //! A fault includes the zeroing of its page. The fault ratio compares faults without it:
 //! * 2 MiB pages: the host measures the zeroing itself. The rest is by the wall clock, so an

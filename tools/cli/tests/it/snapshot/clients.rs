@@ -1,4 +1,4 @@
-//! Clients of the control socket, and what they do to a guest that runs.
+//! Clients of the control socket, and what they do to a running guest.
 
 use super::stopped::ENDLESS;
 use crate::guest::{Client, Guest, LIMIT, failure};
@@ -62,7 +62,7 @@ fn hostile_clients() {
     assert_eq!(guest.end().0, 4);
 }
 
-/// Of many connections some are refused, and are told why; later ones are served.
+/// Of many connections some are refused, and get the reason; later ones are served.
 #[test]
 fn many_clients() {
     let folder = TempDir::new().unwrap();
@@ -148,7 +148,7 @@ fn a_socket_that_is_there_already() {
 /// Pages of this guest come slowly from swap, so a snapshot takes a while.
 const SLOW: &str = "bm --memory 64M --resident 8M --swap mem,latency=1ms --append seconds=1000000";
 
-/// A client that goes away cancels its snapshot: nothing is left, and the guest goes on.
+/// A client that goes away cancels its snapshot: nothing is left, and the guest keeps running.
 #[test]
 fn a_client_that_goes_away_cancels_its_snapshot() {
     let folder = TempDir::new().unwrap();

@@ -57,7 +57,7 @@ fn restores(path: &Path, options: &str) {
     }
 }
 
-/// A guest is saved while it stands still and while it runs, by both ways. It goes on, and so does
+/// A guest is saved while it is paused and while it runs, by both ways. It resumes, and so does
 /// each snapshot.
 fn is_saved(options: &str, append: &str, onto: &[&str]) {
     let folder = TempDir::new().unwrap();
