@@ -1,4 +1,4 @@
-//! Async page faults whose host side is in this process: those of a VM with a page source.
+//! Async page faults of a VM with a page source: their host side is in this process.
 //!
 //! ```text
 //! vCPU: touches a missing page ─► KVM starts a worker, halts the vCPU; the worker waits
@@ -7,13 +7,13 @@
 //!     slot exits:  Exit::MemoryFault; the VMM accepts ─► not_present ─► #PF pending
 //!     slot waits, or the page is swapped out ─► not_present ─► #PF pending
 //! KVM_RUN: the pending #PF ends KVM's halt; the guest runs another process
-//!     ... the page comes, on any thread: the completion ─► wake the vCPU
+//!     ... the page arrives, on any thread: the completion ─► wake the vCPU
 //! vCPU's thread, outside: poll ─► token := token, interrupt
 //! ```
-//! The state machine is that of `lacuna_apf`, as in the soft backend. Here a vCPU can be told only
+//! The state machine is `lacuna_apf`, as in the soft backend. Here a vCPU can take an event only
 //! when it has left the guest, because KVM has its registers otherwise. The guest's accesses to the
 //! registers of async page faults exit, and are answered here. KVM's own async page faults stay
-//! disabled: it still starts its workers and halts vCPUs, and tells no guest.
+//! disabled: it still starts its workers and halts vCPUs, and sends no guest an event.
 
 use crate::arch;
 use crate::kick::VcpuKicks;
@@ -32,7 +32,7 @@ use std::sync::Arc;
 pub struct VcpuApf {
     queue: Queue,
     clock: HostClock,
-    /// Why the guest cannot be told any more.
+    /// Why no event can be delivered any more.
     failed: Option<String>,
 }
 
@@ -135,7 +135,7 @@ impl lacuna_apf::x86::Guest for Call<'_> {
 }
 
 impl VcpuApf {
-    /// Those of vCPU `index`, as at power-on. `features` are those of KVM's leaf of CPUID.
+    /// The async page faults of vCPU `index`, as at power-on. `features` are KVM's leaf of CPUID.
     pub fn new(index: usize, features: u32, kicks: &Arc<VcpuKicks>) -> Self {
         let control = Control::new(Features::from_bits_truncate(features));
         let kicks = Arc::clone(kicks);
@@ -169,7 +169,7 @@ impl VcpuApf {
         self.queue.shared_page().is_some()
     }
 
-    /// Why the guest cannot go on, if KVM has refused an event.
+    /// Why the guest cannot continue, if KVM has refused an event.
     pub fn failure(&self) -> Option<String> {
         self.failed.clone()
     }
@@ -179,7 +179,7 @@ impl VcpuApf {
         self.queue.has_arrivals()
     }
 
-    /// Tells the guest of the pages that have come, as long as it may be told.
+    /// Delivers page-ready for arrived pages, as long as events may be delivered.
     pub fn poll(&mut self, outside: &Outside<'_>) {
         let poll = |queue: &mut Queue, now, call: &mut Call<'_>| queue.poll(now, call);
         self.with(outside, poll);
@@ -190,7 +190,7 @@ impl VcpuApf {
         arch::apf::is_halted(outside.fd).unwrap_or(false)
     }
 
-    /// Whether the guest was told of the page at `gfn`, and it has not come yet.
+    /// Whether the guest got page-not-present for `gfn`, and the page has not arrived yet.
     pub fn awaits(&self, gfn: Gfn) -> bool {
         self.queue.awaits(gfn)
     }
@@ -200,7 +200,7 @@ impl VcpuApf {
         self.is_enabled() && self.with(outside, |queue, _, call| queue.can_tell(gfn, call))
     }
 
-    /// Tells the guest that the page at `gfn` is not present. `None`: it cannot be told now.
+    /// Delivers page-not-present for `gfn`. `None`: it cannot be delivered now.
     pub fn not_present(
         &mut self,
         gfn: Gfn,

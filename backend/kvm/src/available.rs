@@ -13,8 +13,8 @@ pub fn available() -> Result<(), Unavailable> {
     open().map(drop)
 }
 
-/// The frequency of the TSC of this host's guests in kHz: that of
-/// [`CpuModel::Common`](lacuna_machine::CpuModel::Common) for a guest that shall move here. `None`
+/// The frequency of the TSC of this host's guests in kHz, for
+/// [`CpuModel::Common`](lacuna_machine::CpuModel::Common) of a guest that shall move here. `None`
 /// where no guest runs.
 pub fn tsc_khz() -> Option<u32> {
     let vm = open().ok()?.create_vm().ok()?;

@@ -68,7 +68,7 @@ fn make_vcpus(vm: &Arc<Vm>, boot: Option<&Boot>) -> Result<Vec<Vcpu>, KvmError> 
 
 /// Where KVM does not say which vCPUs it has halted, any vCPU is asked whether it needs a page.
 fn watch(vm: &Vm, vcpu: &VcpuFd, index: usize) {
-    // SAFETY: 1. the descriptor is that of a vCPU, open as long as `vcpu` lives.
+    // SAFETY: 1. the descriptor is a vCPU's, open as long as `vcpu` lives.
     let blocked = unsafe {
         let vcpu = BorrowedFd::borrow_raw(vcpu.as_raw_fd());
         VcpuStatistic::find(vcpu, "blocking")

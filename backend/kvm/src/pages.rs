@@ -71,7 +71,7 @@ impl Pages {
     /// last few instructions stay mapped.
     pub const BUDGET_MIN: usize = 512;
 
-    /// `count` untouched pages, of which `budget` may be resident.
+    /// `count` untouched pages; `budget` of them may be resident.
     pub fn new(count: usize, budget: usize, first_touch: FirstTouch) -> Self {
         let place = match first_touch {
             FirstTouch::Immediate => Place::Untouched,

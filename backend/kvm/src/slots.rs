@@ -4,8 +4,8 @@
 //! slot that is added later has a mapping of its own, whose pages Linux supplies as zeros.
 //!
 //! UNSAFETY: a memory slot gives KVM addresses of this process. They lie in a mapping that lives as
-//! long as the slot: the VM's own, or that of the slot's [`SlotState`], which is dropped after KVM
-//! has deleted the slot.
+//! long as the slot: the VM's own, or the mapping of the slot's [`SlotState`], which is dropped
+//! after KVM has deleted the slot.
 
 use crate::memory::Mapping;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
@@ -134,7 +134,7 @@ impl SlotTable {
         Ok(())
     }
 
-    /// Replaces those of a slot's flags that KVM does not know.
+    /// Replaces a slot's flags that KVM does not know.
     pub fn set_own_flags(&self, id: SlotId, new: SlotFlags) -> Result<(), SlotError> {
         let old = self.get(id)?;
         self.replace_flags(&old, new).map(drop)

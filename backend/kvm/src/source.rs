@@ -15,7 +15,7 @@
 //! writes the page writes it before the move, or faults and waits, so no write is lost. Linux
 //! informs KVM of each move by KVM's MMU notifier.
 //!
-//! UNSAFETY: pages are registered and moved by address. The addresses are those of `Memory`'s two
+//! UNSAFETY: pages are registered and moved by address. The addresses are in `Memory`'s two
 //! mappings. The thread keeps both alive, and all code accesses them only by atomics.
 
 mod missing;
@@ -160,10 +160,10 @@ impl Source {
         }
     }
 
-    /// Ends the supply. Missing pages are zeros from now on, and threads that wait for one go on:
-    /// the VM is being dropped, and no guest reads them. Nothing here waits for the page source's
-    /// thread, because that thread may be the caller: a page source may drop the VM while it is
-    /// asked.
+    /// Ends the supply. Missing pages are zeros from now on, and threads that wait for one
+    /// continue: the VM is being dropped, and no guest reads them. Nothing here waits for the page
+    /// source's thread, because that thread may be the caller: a page source may drop the VM while
+    /// it is asked.
     pub fn close(&self) {
         self.shared.notify(&self.shared.quit);
         // A closed descriptor has let go of these threads.
@@ -207,7 +207,7 @@ impl Drop for Source {
     }
 }
 
-/// A page in flight. The order is that of the deadlines.
+/// A page in flight. The order is by deadline.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct InFlight {
     deadline: Instant,
@@ -285,7 +285,7 @@ impl Worker {
                 self.make_room();
             }
         }
-        // The threads that wait then find zeros. A vCPU in the guest would go on with them.
+        // The threads that wait then find zeros. A vCPU in the guest would continue with them.
         if self.shared.has_failed() {
             self.shared.kicks.wait_until_left(LEAVE_MAX);
         }

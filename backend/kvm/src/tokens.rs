@@ -59,7 +59,7 @@ impl Tokens {
         self.of(vcpu).ok_or(TokenError::Unknown)?.check(token)
     }
 
-    /// As [`TokenLife::accept`], for the page that the guest was told of.
+    /// As [`TokenLife::accept`], for the page of a delivered page-not-present.
     pub fn accepted(
         &self,
         vcpu: usize,
@@ -81,7 +81,7 @@ impl Tokens {
             .is_some_and(|life| life.is_open(token))
     }
 
-    /// The page of `token` is ready. Returns the page if the guest was told of it.
+    /// The page of `token` is ready. Returns the page if its page-not-present was delivered.
     pub fn ready(&self, token: FaultToken) -> Result<(Told, Option<Page>), TokenError> {
         let ready = self
             .of(token.vcpu())

@@ -22,7 +22,7 @@ impl MissingArea {
     /// `pages` missing pages, at least one.
     ///
     /// # Errors
-    /// Those of [`Userfaultfd::open`] and of `mmap(2)`.
+    /// As [`Userfaultfd::open`] and `mmap(2)`.
     pub fn new(pages: u64) -> Result<Self, Errno> {
         let uffd = Userfaultfd::open()?;
         let mapping = Mapping::new(pages)?;
@@ -62,7 +62,7 @@ impl MissingArea {
     /// Makes all pages missing again.
     ///
     /// # Errors
-    /// Those of `madvise(2)`.
+    /// As `madvise(2)`.
     pub fn empty(&self) -> Result<(), Errno> {
         let (at, bytes) = self.mapping.parts();
         // SAFETY: 1. the range is the mapping's. 2. Its bytes may change at any time.

@@ -8,9 +8,9 @@
 //! owner of the range: TakenPages::count, TakenPages::take
 //! ```
 //! [`TakenPages`] watches a range of addresses. The handler puts a page of zeros at the address,
-//! and the access finds that page. Only the count tells a thread that it may have read such zeros.
-//! The handler increments the count *before* it maps the zeros. So a thread that reads the count
-//! after its accesses, and finds the old value, has read no such page.
+//! and the access finds that page. Only by the count can a thread detect that it may have read such
+//! zeros. The handler increments the count *before* it maps the zeros. So a thread that reads the
+//! count after its accesses, and finds the old value, has read no such page.
 //!
 //! If a thread blocks `SIGBUS`, the kernel ends the process at the thread's failed access. So each
 //! thread that accesses such a range calls [`TakenPages::unblock_signal`] before.
@@ -78,7 +78,7 @@ impl TakenPages {
     /// lives. Its bytes may change at any time: all code accesses them through atomics.
     ///
     /// # Errors
-    /// `NOSPC`: too many ranges are watched. Those of `sigaction(2)`.
+    /// `NOSPC`: too many ranges are watched. The errors of `sigaction(2)`.
     pub unsafe fn watch(range: HvaRange) -> Result<Self, Errno> {
         install()?;
         let pages = range.pages() as usize;

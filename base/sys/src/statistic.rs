@@ -36,7 +36,7 @@ impl VcpuStatistic {
     pub unsafe fn find(vcpu: BorrowedFd<'_>, name: &str) -> io::Result<Self> {
         // SAFETY: 1. KVM_GET_STATS_FD on a vCPU ignores its argument.
         let number = unsafe { ioctl(vcpu, Counted::<GET_STATS_FD, ()>::new(&mut ())) }?;
-        // SAFETY: 1. the number is that of a descriptor which KVM has just opened.
+        // SAFETY: 1. the number belongs to a descriptor that KVM has just opened.
         let file = unsafe { OwnedFd::from_raw_fd(number as i32) };
         let mut header = [0; HEADER];
         whole(pread(&file, &mut header, 0)?, HEADER)?;

@@ -131,7 +131,7 @@ impl Core {
     }
 }
 
-/// LDAR, LDAPR and STLR. Those of a device are plain accesses.
+/// LDAR, LDAPR and STLR. On a device they are plain accesses.
 pub(crate) fn ordered(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     match op.aux & access::SIZE {
         0 => ordered_as::<u8>(core, bus, op),

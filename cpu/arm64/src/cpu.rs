@@ -4,7 +4,7 @@
 //!        +------------------------------ turn -----------------------------------+
 //! run -> | request? -> interrupt? -> halted? -> basic_block_at(pc) -> dispatch     | -> Exit
 //!        |    ^                               or, for one instruction, step        |
-//!        |    +--- branch: link, go on        system op: system.rs                 |
+//!        |    +--- branch: link, continue     system op: system.rs                 |
 //!        |    +--- blocked: deliver the exception, or leave with an Exit           |
 //!        +-------------------------------------------------------------------------+
 //! ```
@@ -385,7 +385,7 @@ impl Cpu {
 
     /// Executes a system op at PC.
     fn system_op<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, op: Op) -> Option<Exit> {
-        // The reason of an earlier exit must not be taken for that of this instruction.
+        // The reason of an earlier exit must not be taken for this instruction's.
         self.core.why = Why::Step;
         let done = system::execute(&mut View::new(&mut self.core, bus), op.imm as u32);
         self.drop_written(bus);

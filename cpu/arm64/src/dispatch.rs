@@ -477,7 +477,7 @@ pub(crate) fn dispatch<B: Bus>(
 }
 
 /// Charges the budget for the basic block that ends the run. The function is out of line, so that
-/// the path that goes on has a store of its own.
+/// the continuing path has a store of its own.
 #[cold]
 #[inline(never)]
 fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {

@@ -73,7 +73,7 @@ pub(crate) fn enter(core: &mut Core, exception: Exception) -> Option<Exit> {
     if from_el1 && exception.class == 0x20 && core.pc == vector(core) {
         return Some(Exit::Own(Own::Exception(exception)));
     }
-    // The classes of an abort from EL1 follow those of an abort from EL0.
+    // The classes of an abort from EL1 follow the classes of an abort from EL0.
     let same_level = from_el1 && matches!(exception.class, 0x20 | 0x24);
     let class = u64::from(exception.class) + u64::from(same_level);
     core.sys.esr = class << 26 | IL | u64::from(exception.iss);

@@ -21,7 +21,7 @@ impl Lower<'_> {
         Ok(Flow::End)
     }
 
-    /// Branch displacements count from the instruction; those of ops from its end.
+    /// Branch displacements count from the instruction; displacements of ops count from its end.
     fn displacement(&self, low: u32, width: u32) -> i32 {
         (self.signed(low, width) << 2) - 4
     }
@@ -124,7 +124,7 @@ impl Lower<'_> {
 
     /// An instruction that the run loop executes.
     pub(crate) fn system(&mut self) -> Lowered {
-        // MRS changes no translation and no mask, so the basic block goes on.
+        // MRS changes no translation and no mask, so the basic block continues.
         if self.word >> 20 == 0xd53 {
             return self.emit(Op {
                 dst: self.destination(),

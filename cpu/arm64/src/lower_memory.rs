@@ -283,7 +283,7 @@ impl Lower<'_> {
         })
     }
 
-    /// CASP: the same with two pairs of registers, each of which begins with an even one.
+    /// CASP: the same with two pairs of registers; each begins with an even one.
     pub(crate) fn compare_and_swap_pair(&mut self) -> Lowered {
         let (compared, stored) = (self.field(16, 5), self.field(0, 5));
         if (compared | stored) & 1 != 0 {

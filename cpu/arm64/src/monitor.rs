@@ -14,19 +14,19 @@
 //!
 //! **Another pair runs alone.** If there is a load, a store, a barrier, a system instruction or an
 //! exit between the two, time *t* matters. Such a store-exclusive fails. The vCPU remembers its
-//! load-exclusive. When that comes again, the vCPU executes from there to the store-exclusive with
+//! load-exclusive. At its repetition, the vCPU executes from there to the store-exclusive with
 //! every other vCPU stopped (`Exit::Exclusive`). So no vCPU stores between. The architecture
 //! promises no progress to such loops (B2.10.5), but programs have them: a list whose head is
 //! replaced by LDXR and STXR loads the second element between. What the *host* stores meanwhile is
 //! seen by its value only: devices do not share a word with a guest's exclusive accesses.
 //!
-//! The instructions between are known by counting. At decoding, LDXR is told how many quiet
-//! instructions follow it in its basic block, and STXR how many precede it. If the two numbers
+//! The instructions between are known by counting. The decoder notes in LDXR how many quiet
+//! instructions follow it in its basic block, and in STXR how many precede it. If the two numbers
 //! cover the instructions retired between, the pair is quiet. An exception counts too, so a pair
 //! with a handler between is not quiet; besides, an exception and its return clear the monitor.
 //!
 //! A store by this vCPU itself does not clear the monitor: the architecture leaves that open.
-//! STXR fails if its address or size is not that of LDXR.
+//! STXR fails if its address or size differs from LDXR's.
 
 use crate::atomics::{exchange_if, joined, words};
 use crate::lower_memory::access;

@@ -61,7 +61,7 @@ struct Vcpu {
 }
 
 impl Shootdown {
-    /// The empty inboxes of vCPUs 0 to `vcpus` - 1, none of which runs.
+    /// The empty inboxes of vCPUs 0 to `vcpus` - 1; none runs.
     pub fn new(vcpus: usize, wake: Arc<dyn Wake>) -> Self {
         Self {
             vcpus: (0..vcpus).map(|_| CachePadded::default()).collect(),

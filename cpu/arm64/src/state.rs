@@ -78,8 +78,8 @@ impl From<Exception> for Trap {
     }
 }
 
-/// A synchronous exception taken to EL1. The class of an abort and of a fault at PC is that of
-/// "lower exception level"; the entry adds 1 to it if it comes from EL1.
+/// A synchronous exception taken to EL1. An abort and a fault at PC have the class for "lower
+/// exception level"; the entry adds 1 to it for an exception from EL1.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Exception {
     /// ESR_EL1.EC.

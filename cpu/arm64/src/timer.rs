@@ -83,7 +83,7 @@ pub struct Timers {
     pub phys: Timer,
 }
 
-/// The levels that the interrupt controller has been told; `None` before the first time.
+/// The levels that the interrupt controller has got; `None` before the first time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Driven([Option<Line>; 2]);
 

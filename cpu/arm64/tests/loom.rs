@@ -18,7 +18,7 @@ fn machine(vcpus: usize) -> (Arc<Shootdown>, std::sync::Arc<Wakes>) {
     (Arc::new(Shootdown::new(vcpus, wakes.clone())), wakes)
 }
 
-/// One run of a vCPU: it uses its translation unless it has been told to drop it. `reused` says
+/// One run of a vCPU: it uses its translation unless it has got a request to drop it. `reused` says
 /// that the page has a new use.
 fn run(all: &Shootdown, index: usize, reused: &AtomicBool) -> bool {
     let valid = all.enter(index).is_empty();

@@ -159,11 +159,11 @@ pub struct CodeCache<O> {
     end: usize,
     /// Targets of indirect branches.
     pub jumps: JumpCache,
-    /// The epoch of supervisor code and that of user code.
+    /// The epochs of supervisor code and user code.
     epochs: [u32; 2],
     /// The newest epoch so far.
     last_epoch: u32,
-    /// How often all epochs have ended together, those of parked address spaces included.
+    /// How often all epochs have ended together, including parked address spaces' epochs.
     era: u64,
     basic_blocks: Vec<BasicBlock>,
     /// Where each basic block starts, ascending. The array is compact, because

@@ -121,7 +121,7 @@ pub trait Processor: Send + Sized {
     /// timer has come to be due since the last run: the processor has to run to find out.
     fn next_deadline(&self) -> Option<Nanos>;
 
-    /// Ends the wait for an interrupt. Execution goes on behind the instruction that waited.
+    /// Ends the wait for an interrupt. Execution continues behind the instruction that waited.
     fn unhalt(&mut self);
 
     /// Forgets every translation, because the host has taken pages back.
@@ -139,7 +139,7 @@ pub trait Processor: Send + Sized {
     /// Address of the next instruction.
     fn pc(&self) -> u64;
 
-    /// Resets the processor. [`Processor::retired`] goes on counting.
+    /// Resets the processor. [`Processor::retired`] keeps counting.
     fn reset(&mut self);
 
     /// The whole architectural state; `None` in the middle of an instruction that a device or the

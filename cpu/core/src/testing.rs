@@ -107,7 +107,7 @@ impl Ram {
     fn host_page(&self, gfn: Gfn, page: &'static Page) -> HostPage {
         let first = gfn.get() & !(BLOCK - 1);
         // SAFETY: a leaked page-aligned page of atomics: valid for ever, written only as atomics.
-        // Those of a block were leaked as one piece.
+        // A block's pages were leaked as one piece.
         unsafe {
             let tracked = self.tracked.contains(&gfn);
             let stores = Stores {

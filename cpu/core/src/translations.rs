@@ -15,7 +15,7 @@
 //! needed.
 //!
 //! TLBs hold host pointers. When the machine takes pages back, it calls [`Translations::flush`]. So
-//! that function empties all TLBs, those of parked address spaces too.
+//! that function empties all TLBs, also of parked address spaces.
 
 use crate::code::{Kept, UserCode};
 use crate::{HostPage, Privilege, Rights, Span, Tlb};
@@ -64,9 +64,9 @@ pub enum Retain {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub struct Switched {
-    /// Those of supervisor code.
+    /// Translations of supervisor code.
     pub supervisor: Kept,
-    /// Those of user code.
+    /// Translations of user code.
     pub user: Kept,
 }
 
@@ -225,8 +225,8 @@ impl<W: WalkCache> Translations<W> {
         }
     }
 
-    /// Drops the translations of the address space `space`. Those of global pages may go too.
-    /// Returns whether it is the current one.
+    /// Drops the translations of the address space `space`. Translations of global pages may go
+    /// too. Returns whether it is the current one.
     pub fn forget_space(&mut self, space: Space) -> bool {
         if space == self.space {
             self.front.flush();

@@ -5,7 +5,7 @@
 //!        +------------------------------ turn -----------------------------------+
 //! run -> | asked? -> interrupt? -> halted? -> basic_block_at(rip) -> dispatch      | -> Exit
 //!        |    ^                               or, for one instruction, step        |
-//!        |    +--- branch: link, go on        system op: system.rs                 |
+//!        |    +--- branch: link, continue     system op: system.rs                 |
 //!        |    +--- blocked: deliver the exception, or leave with an Exit           |
 //!        +-------------------------------------------------------------------------+
 //! ```

@@ -73,8 +73,8 @@ pub(crate) enum Event {
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
-    /// The handler for this vector runs next. It is the handler of the event, or that of a fault
-    /// during its delivery.
+    /// The handler for this vector runs next. It is the handler of the event, or of a fault during
+    /// its delivery.
     Entered(u8),
     /// A triple fault: the processor stops. Nothing has changed.
     Shutdown,

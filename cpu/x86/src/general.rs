@@ -121,7 +121,7 @@ pub(crate) fn flags(core: &mut Core, op: &Op) {
     }
 }
 
-/// Instructions that are not implemented, and those of the absent x87
+/// Unimplemented instructions, and the instructions of the absent x87
 /// (docs/decisions/0002-no-sse.md). `aux` 1: instructions that raise #GP(0) whenever they are
 /// executed.
 pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
@@ -430,8 +430,8 @@ pub(crate) fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -
 }
 
 /// LOOPcc and JRCXZ: writes 1 to `dst` if the branch that follows shall jump, else 0. `aux`:
-/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is that of the address size. If `imm` is set, the
-/// target is not canonical: #GP(0) is raised instead of a jump, and RCX keeps its value.
+/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size. If `imm` is set, the target
+/// is not canonical: #GP(0) is raised instead of a jump, and RCX keeps its value.
 pub(crate) fn loop_count(core: &mut Core, op: &Op) -> Touch<()> {
     let width = op.width();
     let count = reg(core, RCX, width);

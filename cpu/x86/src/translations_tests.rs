@@ -216,7 +216,7 @@ impl Model {
 
     fn invalidate(&mut self, space: u64, page: u64) {
         if page < 512 {
-            // The other pages of a large leaf are dropped with it. Those of small leaves may stay;
+            // The other pages of a large leaf are dropped with it. Pages of small leaves may stay;
             // the test does not require that they are dropped here.
             self.own.insert((space, page), self.now);
         } else {

@@ -7,6 +7,6 @@ pub enum Apf {
     /// Not offered: a vCPU waits for each page that is not resident.
     #[default]
     Off,
-    /// Offered: a guest that has enabled them is told of pages that are not resident.
+    /// Offered: a guest that has enabled them gets events for pages that are not resident.
     On,
 }

@@ -38,7 +38,8 @@ impl Cache {
     pub fn insert(&mut self, chunk: u64, bytes: Bytes) {
         self.uses += 1;
         if self.chunks.len() >= self.bound && !self.contains(chunk) {
-            // Few chunks, each of which took a request to a store: a search is cheap beside that.
+            // There are few chunks, and each took a request to a store: a search is cheap beside
+            // that.
             let oldest = self.chunks.iter().min_by_key(|(_, (_, used))| *used);
             if let Some(oldest) = oldest.map(|(chunk, _)| *chunk) {
                 self.chunks.remove(&oldest);

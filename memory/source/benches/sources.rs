@@ -1,8 +1,8 @@
 //! The time from a request to its page: `cargo bench -p lacuna-source`.
 //!
 //! Each source is asked for one page after the other, and then for all pages at once. The file lies
-//! in the page cache, and the peer is in this process, so the figures are those of the sources and
-//! not of a disk or a network.
+//! in the page cache, and the peer is in this process, so the figures are about the sources and not
+//! about a disk or a network.
 
 #[path = "../tests/it/common/mod.rs"]
 mod common;

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-/// A range of the guest's memory, as the handler is told of it.
+/// A range of the guest's memory, as in the message to the handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HandlerRegion {
     /// Where it is mapped in this process. The userfaultfd reports addresses of it.
@@ -172,7 +172,7 @@ pub fn send_regions(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut rights = SendAncillaryBuffer::new(&mut space);
     let fits = rights.push(SendAncillaryMessage::ScmRights(&fds));
-    debug_assert!(fits, "the space is that of one descriptor");
+    debug_assert!(fits, "the space suffices for one descriptor");
     let body = [IoSlice::new(text.as_bytes())];
     let mut sent = sendmsg(socket, &body, &mut rights, SendFlags::NOSIGNAL)?;
     while sent < text.len() {

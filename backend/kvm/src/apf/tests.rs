@@ -93,7 +93,7 @@ fn kvm_says_which_vcpus_it_has_halted() {
     };
     for vcpu in &mut vcpus {
         let find = |_: &mut VcpuApf, outside: &Outside<'_>| {
-            // SAFETY: 1. the descriptor is that of a vCPU, open as long as the vCPU lives.
+            // SAFETY: 1. the descriptor is a vCPU's, open as long as the vCPU lives.
             unsafe {
                 let vcpu = BorrowedFd::borrow_raw(outside.fd.as_raw_fd());
                 VcpuStatistic::find(vcpu, "no such statistic").expect_err("no such statistic");

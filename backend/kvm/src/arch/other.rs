@@ -86,7 +86,7 @@ pub fn restore(_: &VcpuFd, _: &Fresh, state: Accepted) -> Result<(), StateError>
     match state.0 {}
 }
 
-/// No guest is told of a page.
+/// No guest gets an event.
 pub mod apf {
     use crate::error::{KvmError, Unavailable};
     use kvm_ioctls::{Error, VcpuFd, VmFd};

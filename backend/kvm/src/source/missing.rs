@@ -15,7 +15,7 @@ use lacuna_sys::Fault;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Whether a fault was that of a page which was never provided.
+/// Whether a fault was on a never-provided page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Handled {
@@ -29,7 +29,7 @@ impl Worker {
         let Some(provider) = &self.provider else {
             return Handled::No;
         };
-        // Before the state: a page that is missing afterwards has not come since.
+        // Read the count before the state: a page that is missing afterwards has not arrived since.
         let arrivals = provider.provision.arrivals(page);
         match provider.provision.state(page) {
             State::Provided => {
@@ -69,8 +69,8 @@ impl Worker {
                 Reported::Stays => provider.ask(page),
             },
             None if is_of_this_process(fault.thread) => provider.ask(page),
-            // If the page is held, the VMM was told of it. This worker may act for another vCPU,
-            // whose guest may be told too.
+            // If the page is held, the VMM got an exit for it. This worker may act for another
+            // vCPU, which may get the event too.
             None => {
                 if provider.provision.hold(page) || provider.provision.tells_guest() {
                     kicks.report_for_any(missing);

@@ -359,7 +359,7 @@ fn a_source_ends_the_vm_before_threads_that_wait_for_pages() {
     });
 }
 
-/// A page that is lost is not late: the VMM is told why it is lost.
+/// A lost page is not late: the VMM gets the reason.
 #[test]
 fn a_lost_page_is_not_provided_late() {
     let Some((bench, requests)) = bench(SlotFlags::empty()) else {
@@ -391,7 +391,7 @@ fn tokens_that_wait_for_a_page_are_bounded() {
     assert_eq!(provision.tokens.ready(token), Err(TokenError::Ready));
 }
 
-/// A guest that can always be told, with nothing but a queue.
+/// A guest that can always take events, with nothing but a queue.
 struct Always;
 
 impl Guest for Always {
@@ -443,8 +443,8 @@ impl Tell<Self> for Always {
     }
 }
 
-/// A page comes, and is evicted, before the guest was told that it is not present. No thread brings
-/// it again, so the guest is told at once that it is ready.
+/// A page arrives, and is evicted, before page-not-present is delivered. No thread brings it again,
+/// so page-ready is delivered at once.
 #[test]
 fn a_page_that_has_come_and_gone_is_ready() {
     let Some((bench, _requests)) = bench(SlotFlags::empty()) else {
@@ -464,7 +464,7 @@ fn a_page_that_has_come_and_gone_is_ready() {
         let gfn = Gfn::new(page.into()).unwrap();
         match queue.not_present(gfn, Access::Read, Nanos(0), &mut Always) {
             NotPresent::Injected(completion) => completion,
-            _ => panic!("it can be told"),
+            _ => panic!("it can be delivered"),
         }
     };
     let [gone, missing] = [page, 6].map(&mut not_present);

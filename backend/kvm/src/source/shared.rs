@@ -75,7 +75,7 @@ pub fn count(counter: &AtomicU64, by: u64) {
     counter.fetch_add(by, Ordering::Relaxed);
 }
 
-/// Why the VM cannot go on: a page cannot be supplied.
+/// Why the VM cannot continue: a page cannot be supplied.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
     /// The page that is lost, if the source could not provide it.

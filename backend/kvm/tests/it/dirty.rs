@@ -101,7 +101,7 @@ impl Running<'_> {
     }
 }
 
-/// Runs `name` to success beside `monitor`, which must go on until the guest has ended.
+/// Runs `name` to success beside `monitor`, which must continue until the guest has ended.
 fn beside<T: Send + 'static>(
     builder: &VmBuilder,
     name: &'static str,

@@ -45,7 +45,7 @@ pub enum Waiters {
     LeaveAsleep,
 }
 
-/// A run of pages of which not all were put in place.
+/// A run of pages; not all were put in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Partial {
     /// How many are in place: the first ones.

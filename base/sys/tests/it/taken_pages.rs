@@ -119,7 +119,7 @@ fn a_poisoned_page() {
         "a copy ends a poison"
     );
     assert_eq!((memory.read(3), taken(&pages)), (0, vec![3]));
-    // A thread that waits for a missing page goes on when it is poisoned.
+    // A thread that waits for a missing page continues when it is poisoned.
     thread::scope(|scope| {
         let reader = scope.spawn(|| memory.read(9));
         let mut faults = Vec::new();
@@ -326,7 +326,7 @@ fn no_thread_sleeps_without_events() {
 }
 
 /// The kernel reports damage before any access (`BUS_MCEERR_AO`): the page is recorded, and the
-/// process goes on.
+/// process survives.
 #[test]
 fn damage_that_is_reported_early() {
     let memory = Memory::anonymous();
@@ -359,7 +359,7 @@ fn damage_that_is_reported_early() {
     assert_eq!((memory.read(1), taken(&pages)), (0, vec![1]));
 }
 
-/// No mapping is left for the page of zeros: the whole range is replaced, and the process goes on.
+/// No mapping is left for the page of zeros: the whole range is replaced, and the process survives.
 /// The test runs in a child process, because other tests of this process need mappings meanwhile.
 #[test]
 fn no_mapping_is_left() {
@@ -377,7 +377,7 @@ fn no_mapping_is_left() {
     let pages = memory.watch();
     memory.write(8, 1);
     ftruncate(&file, 0).unwrap();
-    // Pages of two kinds in turns, each of which is a mapping of its own.
+    // Pages of two kinds in turns; each is a mapping of its own.
     let null = ptr::null_mut();
     // SAFETY: 1. a new mapping at an address of the kernel's choice, which no code accesses.
     let room = unsafe {

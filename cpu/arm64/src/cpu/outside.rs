@@ -60,7 +60,7 @@ impl Cpu {
         self.core.replay.answer(value);
     }
 
-    /// Forgets every translation, those of parked address spaces too.
+    /// Forgets every translation, also in parked address spaces.
     pub fn flush_tlb(&mut self) {
         self.core.translations.flush(self.core.sys.space());
         self.code.new_epoch();
@@ -91,7 +91,7 @@ impl Cpu {
         self.core.halted = false;
     }
 
-    /// Puts the processor back into the state that [`Cpu::new`] makes. [`Cpu::retired`] goes on
+    /// Puts the processor back into the state that [`Cpu::new`] makes. [`Cpu::retired`] keeps
     /// counting. Decoded code stays, because it still matches memory.
     pub fn reset(&mut self) {
         let index = self.core.interface.index();
@@ -179,7 +179,7 @@ impl Cpu {
     }
 
     /// Whether the next run would take an interrupt or an injected abort before its first
-    /// instruction, or go on behind a WFI. A timer that is due by now counts.
+    /// instruction, or continue behind a WFI. A timer that is due by now counts.
     pub fn has_interrupt(&mut self) -> bool {
         self.core.tick();
         let masked = self.core.halted && self.core.interface.signalled().is_some();

@@ -264,7 +264,7 @@ fn wfi_ends_with_an_interrupt() {
     assert_eq!(m.cpus[0].next_deadline(), Some(Nanos(5000)));
     assert!(m.cpus[0].has_interrupt());
     assert_eq!(m.cpus[0].next_deadline(), None);
-    assert_eq!(m.go(0), End::Code, "masked: the code goes on");
+    assert_eq!(m.go(0), End::Code, "masked: the code continues");
     assert_eq!(
         m.exec(EL1H | pstate::I, &[WFI]),
         End::Code,
@@ -344,7 +344,7 @@ fn a_missing_vector_ends_the_run() {
     let mut m = Machine::new(1);
     m.cpus[0].core.sys.vbar = 1 << 40;
     let End::Other(crate::Exit::Own(Own::Exception(exception))) = m.exec(EL1H, &[SVC]) else {
-        panic!("it goes on");
+        panic!("it continues");
     };
     assert_eq!(
         (exception.class, exception.far),

@@ -102,7 +102,7 @@ impl CpuInterface {
         &self.gic
     }
 
-    /// Resets the interface and the vCPU's private interrupts, those of its inputs included.
+    /// Resets the interface and the vCPU's private interrupts, its inputs' included.
     pub(crate) fn reset(&mut self) {
         self.registers = RESET;
         let index = self.index;
@@ -381,7 +381,7 @@ impl InterfaceRegisters {
     }
 
     /// Whether an interrupt is signalled: its priority is above the mask, and its group priority
-    /// above that of what is being handled (IHI 0069, 4.8.3 to 4.8.5).
+    /// above the active interrupt's (IHI 0069, 4.8.3 to 4.8.5).
     fn permits(&self, candidate: Candidate) -> bool {
         let (running, bits) = (self.running(), self.group_bits(candidate.group));
         let preempts = running == IDLE || candidate.priority & bits < running & bits;

@@ -1,7 +1,7 @@
 //! Which words are instructions: random ones, and encodings of instructions with some bits changed.
 //!
 //! The program executes each word once, with registers that are no addresses. Its handler of
-//! signals notes SIGILL, and goes on behind the word.
+//! signals notes SIGILL, and continues behind the word.
 
 use super::kinds::{KINDS, random_word};
 use super::{BASE, HEADER, Program, bytes_of, elf_header, is_defined, is_installed, run};
@@ -44,7 +44,7 @@ fn word(rng: &mut Rng) -> u32 {
     }
 }
 
-/// A load or store with x30 in its address: x30 is that of the stub.
+/// A load or store with x30 in its address: x30 is the stub's.
 fn uses_stub_address(word: u32) -> bool {
     let [base, index] = [5, 16].map(|low| word >> low & 31);
     word >> 27 & 1 != 0 && word >> 25 & 1 == 0 && (base == 30 || index == 30)

@@ -326,7 +326,7 @@ fn hostile_tables_lead_nowhere_else() {
 }
 
 /// The tables in pages that were never provided, or are swapped out: the instruction waits, and
-/// goes on when they are there.
+/// continues when they are there.
 #[test]
 fn tables_that_are_swapped_out() {
     let mut rng = Rng::with_seed(1);

@@ -368,7 +368,7 @@ enum Step {
     Flush,
 }
 
-/// Page `n` of one of three blocks of guest-virtual memory, of which 0 and 2 share an entry.
+/// Page `n` of one of three blocks of guest-virtual memory; 0 and 2 share an entry.
 fn at(block: u64, n: u64) -> u64 {
     va(n) + (block / 2 * BLOCKS as u64 + block % 2) * (2 << 20)
 }

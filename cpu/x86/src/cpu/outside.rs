@@ -53,8 +53,8 @@ impl Cpu {
         self.core.replay.answer(value);
     }
 
-    /// Forgets every translation, those of parked address spaces too, because the host has taken
-    /// pages back.
+    /// Forgets every translation, also in parked address spaces, because the host has taken pages
+    /// back.
     pub fn flush_tlb(&mut self) {
         self.core.translations.flush(self.core.sys.pcid());
         self.code.new_epoch();
@@ -93,8 +93,8 @@ impl Cpu {
         }
     }
 
-    /// Sets the KVM features that CPUID announces in EAX of leaf 0x40000001, besides those of the
-    /// processor itself. They are the features of the MSRs that the machine answers. At first there
+    /// Sets the KVM features that CPUID announces in EAX of leaf 0x40000001, besides the
+    /// processor's own. They are the features of the MSRs that the machine answers. At first there
     /// are none; a reset keeps them.
     pub fn set_kvm_features(&mut self, bits: u32) {
         self.core.announced.kvm_features = bits;
@@ -114,7 +114,7 @@ impl Cpu {
     }
 
     /// Sets the rate of the TSC, which is 1 GHz at first. A reset keeps the rate, because the guest
-    /// has been told of it.
+    /// has read it.
     pub fn set_tsc_rate(&mut self, rate: TscRate) {
         let tsc = &mut self.core.sys.tsc;
         *tsc = Tsc::new(rate, tsc.at(Nanos(0)));
@@ -179,7 +179,7 @@ impl Cpu {
 
     /// Puts the processor back into the state that [`Cpu::new`] makes: registers, the APIC with its
     /// timer and its requested interrupts, translations, half-done instructions, pending events.
-    /// The caller sets the initial state afterwards. [`Cpu::retired`] goes on counting. The CPUID
+    /// The caller sets the initial state afterwards. [`Cpu::retired`] keeps counting. The CPUID
     /// that was set and the TSC's rate stay. Decoded code stays too, because it still matches
     /// memory.
     pub fn reset(&mut self) {

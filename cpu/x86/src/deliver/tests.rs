@@ -291,8 +291,8 @@ impl Spoil {
     }
 }
 
-/// SDM vol 3 table 6-5 and its text: each first event, the state of its gate and of those of #NP,
-/// #PF and #DF, and the handler that runs in the end (`None`: a triple fault).
+/// SDM vol 3 table 6-5 and its text: each first event, the state of its gate and of the gates of
+/// #NP, #PF and #DF, and the handler that runs in the end (`None`: a triple fault).
 #[test]
 fn double_and_triple_faults() {
     use Spoil::{Contributory as C, Good as G, PageFault as P};

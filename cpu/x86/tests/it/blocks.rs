@@ -7,7 +7,7 @@ use lacuna_x86::Exit;
 use support::{CODE, DATA, LARGE, Leaf, Machine, RIGHTS};
 
 const SIZE: u64 = 16 << 20;
-/// Two 2 MiB blocks of data behind those of code and stack.
+/// Two 2 MiB blocks of data behind the blocks of code and stack.
 const FIRST: u64 = DATA + (2 << 20);
 const SECOND: u64 = FIRST + (2 << 20);
 /// Entries of the first directory, where `Leaf::Block` maps the first GiB.
@@ -191,7 +191,7 @@ fn a_watched_page_takes_its_block_s_write_right() {
                 .iter()
                 .all(|gfn| gfn.get() == sub >> 12)
         );
-        assert!(m.memory.code_writes.len() >= 3, "each write was told");
+        assert!(m.memory.code_writes.len() >= 3, "each write was reported");
     }
 }
 

@@ -169,8 +169,8 @@ fn an_interrupt_posted_from_outside_is_delivered_once() {
     assert_eq!(m.reg(3), 1);
 }
 
-/// The gate resets the stack at each event (IST 1), so the guest would go on for ever: fuel must
-/// end it.
+/// The gate resets the stack at each event (IST 1), so the guest would run for ever: fuel must end
+/// it.
 #[test]
 fn a_handler_that_faults_at_once_uses_up_its_fuel() {
     let mut m = kernel(|a| {

@@ -1,5 +1,6 @@
 //! The whole state of a processor, through the trait that every processor implements. It is saved
-//! at many points of a run and put into another processor. The guest then goes on as without that.
+//! at many points of a run and put into another processor. The guest then continues as without
+//! that.
 
 use crate::support;
 

@@ -25,7 +25,7 @@ pub(super) enum Uart {
 }
 
 impl Uart {
-    /// That of guests for `arch`.
+    /// The UART of guests for `arch`.
     pub(super) fn new(arch: Arch, lines: Lines) -> Self {
         match arch {
             Arch::X86_64 => Self::Com1(Serial::new(NoInterrupt, lines)),

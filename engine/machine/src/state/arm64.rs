@@ -3,9 +3,9 @@
 //! Registers that the architecture names have their architectural value: system registers by their
 //! encoding ([`SysReg`]), general registers by name. Where the architecture leaves a choice, values
 //! have the form of KVM's arm64 ioctls, except for the identifiers of its registers: some of them
-//! are wrong by history (those of the timer's compare value and of the counter are exchanged), and
-//! others depend on the layout of a C structure. Every number is plain: a backend checks it when it
-//! restores.
+//! are wrong by history (the identifiers of the timer's compare value and of the counter are
+//! exchanged), and others depend on the layout of a C structure. Every number is plain: a backend
+//! checks it when it restores.
 //!
 //! ```text
 //! a vCPU     State    registers, timers, CPU interface and redistributor, async faults, power
@@ -30,8 +30,8 @@ pub struct State {
     /// except those that have a field of their own here. A register that is left out has the value
     /// that it has after a reset.
     pub system: BTreeMap<SysReg, u64>,
-    /// The ID registers as the guest reads them at EL1: the features that it has been told, and
-    /// which vCPU this is (MPIDR_EL1). A vCPU that lacks one of the features refuses the state
+    /// The ID registers as the guest reads them at EL1: the features that they report, and which
+    /// vCPU this is (MPIDR_EL1). A vCPU that lacks one of the features refuses the state
     /// ([`missing_in`]).
     pub id: BTreeMap<SysReg, u64>,
     /// The two timers. The counter with which they compare belongs to the VM ([`Shared`]).
@@ -170,7 +170,7 @@ pub enum RunState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AsyncFaults {
-    /// What the guest has been told of the service.
+    /// What the service was when it was offered to the guest.
     pub offered: Offered,
     /// The form that is enabled, and the value with which the guest has enabled it.
     pub enabled: Option<(Form, u64)>,

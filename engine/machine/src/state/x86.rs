@@ -23,7 +23,8 @@ pub struct State {
     /// [`COMMON_MSRS`] are always there. Another register is left out where it has the value that a
     /// fresh vCPU of its backend has.
     pub msrs: BTreeMap<u32, u64>,
-    /// The features that the guest has been told. A vCPU that lacks one of them refuses the state.
+    /// The features that CPUID has reported to the guest. A vCPU that lacks one of them refuses the
+    /// state.
     pub features: Features,
     /// The time-stamp counter.
     pub tsc: Tsc,
@@ -160,7 +161,7 @@ pub struct Debug {
 pub struct Tsc {
     /// What RDTSC would read at the moment of the save.
     pub value: u64,
-    /// The frequency that the guest has been told. A backend that cannot run at it refuses.
+    /// The frequency that was reported to the guest. A backend that cannot run at it refuses.
     pub khz: u32,
 }
 
@@ -171,7 +172,7 @@ pub struct Apic {
     /// `IA32_APIC_BASE`.
     pub base: u64,
     /// The register page, one entry for each 16 bytes of it, in xAPIC form: the ID is in bits 31:24
-    /// in x2APIC mode too, and ICR is in two halves. The current count is that of the save.
+    /// in x2APIC mode too, and ICR is in two halves. The current count is as of the save.
     #[serde(with = "super::words")]
     pub regs: [u32; 64],
     /// `IA32_TSC_DEADLINE`; 0 when disarmed.

@@ -180,7 +180,7 @@ fn a_device_fits_where_the_error_says() {
     }
 }
 
-/// A console that panics takes its line with it, and the serial line goes on.
+/// A panicking console loses its line, and the serial line keeps working.
 #[test]
 fn a_console_may_panic() {
     let lines = Arc::<Mutex<Vec<String>>>::default();

@@ -51,7 +51,7 @@ pub enum PeerError {
     OtherMemory {
         /// The memory of this connection's peer.
         theirs: MemoryId,
-        /// That of the first connection.
+        /// The identity of the first connection.
         ours: MemoryId,
     },
     /// A message of no known kind, or of a kind that only the other side sends.

@@ -12,8 +12,8 @@
 //! ```
 //! All numbers are little-endian. A hello has 40 bytes: `LACPAGES`, version (4), page size (4),
 //! pages (8), memory (16). The memory is the server's [`MemoryId`](crate::MemoryId). Every later
-//! connection of a client has to have that of its first one. A client sends 0 there. Each side
-//! sends its hello at once, and waits for the whole of the other one for 2 s.
+//! connection of a client has to have its first one's. A client sends 0 there. Each side sends its
+//! hello at once, and waits for the whole of the other one for 2 s.
 //!
 //! Every other message has a head of 16 bytes: kind (2), zero (2), length of what follows (4),
 //! page (8). Each kind has its lengths, so a message is never longer than 4112 bytes.

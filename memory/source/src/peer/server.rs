@@ -154,7 +154,7 @@ impl Shared {
         let named = std::thread::Builder::new().name("lacuna-serve".into());
         let mut connections = self.connections();
         let thread = named.spawn(move || {
-            // Which error it was concerns the client alone, which is told by the end.
+            // The error concerns the client alone, which sees the end of the connection.
             let _ = Connection::serve(&shared, &reads, place);
             let _ = reads.shutdown(Shutdown::Both);
             // The server may wait for this thread at the same time: it has taken the entry then.
@@ -255,7 +255,7 @@ impl Connection {
     }
 }
 
-/// Receives a client's hello, all of which has to come before `end`.
+/// Receives a client's hello; all of it has to arrive before `end`.
 fn receive_hello(mut socket: &UnixStream, end: Instant) -> Result<Hello, PeerError> {
     let (mut bytes, mut have) = ([0; HELLO], 0);
     while have < HELLO {

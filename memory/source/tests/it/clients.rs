@@ -166,7 +166,7 @@ fn the_longest_times_do_not_overflow() {
     assert_eq!(answers.of(3), Err("it dropped the request".into()));
 }
 
-/// A peer whose path cannot be that of a socket is not waited for.
+/// A client does not wait for a peer whose path cannot name a socket.
 #[test]
 fn a_path_that_no_socket_can_have_is_refused_at_once() {
     let path = PathBuf::from("/").join("long".repeat(50));

@@ -435,7 +435,7 @@ fn an_answer_that_is_late_meets_a_new_connection() {
         }
         thread::yield_now();
     }
-    // Its own content, or lost while the peer counted as gone; never that of another page.
+    // Its own content, or lost while the peer counted as gone; never another page's.
     match answers.of(8) {
         Ok(content) => assert_eq!(content, bytes_of(8)),
         Err(reason) => assert!(reason.contains("has not sent"), "{reason}"),

@@ -81,7 +81,7 @@ pub fn start_timer(m: &mut Machine, nanoseconds: u32) {
     write_msrs(m, &[(0x832, 0x40), (0x83e, 0xb), (0x838, nanoseconds)]);
 }
 
-/// Writes MSRs at CPL 0 with interrupts off, by code behind that of the user.
+/// Writes MSRs at CPL 0 with interrupts off, by code behind the user's.
 fn write_msrs(m: &mut Machine, msrs: &[(u32, u32)]) {
     let at = USER + 0x1000;
     let code = assemble(at, |a| {

@@ -1,4 +1,4 @@
-//! Whether a processor has the features of which a guest has been told.
+//! Whether a processor has the features that a guest has read.
 
 use super::SysReg;
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ const SIGNED_DFR0: u64 = 1 << 8;
 /// TGran64 and TGran4.
 const SIGNED_MMFR0: u64 = 1 << 24 | 1 << 28;
 
-/// The first register, and its value in `told`, by which a guest was told more than a processor
+/// The first register, and its value in `told`, that reported more to the guest than a processor
 /// with the ID registers `have` has: a feature register (`ID_AA64*_EL1`) with a field that is
 /// greater, or another register that differs. A register that the processor does not list reads as
 /// zero there.

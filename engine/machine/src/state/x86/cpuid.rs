@@ -1,4 +1,4 @@
-//! CPUID: what the common processor model answers, and the features that a guest has been told.
+//! CPUID: what the common processor model answers, and the features that a guest has read.
 
 use crate::Apf;
 use serde::{Deserialize, Serialize};
@@ -52,7 +52,7 @@ const WORD_NAMES: [&str; WORDS.len()] = [
 /// processors.
 const NO_FEATURE: [(usize, u32); 2] = [(0, 27), (1, 28)];
 
-/// Word and bit of features, those of the common model first.
+/// Word and bit of features, the common model's first.
 const NAMES: [(usize, u32, &str); 38] = [
     (0, 21, "features.x2apic"),
     (0, 24, "features.tsc_deadline"),
