@@ -104,7 +104,7 @@ pub struct Apf {
 
 /// The state of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum State {
+pub enum GuestState {
     /// The kernel is setting up.
     Booting,
     /// The workload runs.
@@ -147,7 +147,7 @@ pub struct Latency {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
     /// The stage of the guest's run.
-    pub state: State,
+    pub state: GuestState,
     /// Async page faults so far.
     pub apf: Apf,
     /// Thread slots in use so far, by index; a finished thread keeps its last values until its
@@ -200,9 +200,9 @@ impl Status {
             other => return Err(Error::Version(other)),
         }
         let state = match u32_at(page, STATE_AT) {
-            0 => State::Booting,
-            1 => State::Running,
-            2 => State::Done(u32_at(page, EXIT_CODE_AT)),
+            0 => GuestState::Booting,
+            1 => GuestState::Running,
+            2 => GuestState::Done(u32_at(page, EXIT_CODE_AT)),
             other => return Err(Error::State(other)),
         };
         let count = u32_at(page, NTHREADS_AT);
@@ -309,7 +309,7 @@ mod tests {
     #[test]
     fn reads_what_a_guest_wrote() {
         let status = Status::parse(&page()).unwrap();
-        assert_eq!(status.state, State::Running);
+        assert_eq!(status.state, GuestState::Running);
         assert_eq!(status.threads.len(), 2);
         let apf = Apf {
             not_present: 10,

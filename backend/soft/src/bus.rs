@@ -6,7 +6,7 @@ use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn, Level};
 use lacuna_cpu::{Bus, HostPage, Stop, Stores};
 use lacuna_host::Ticket;
-use lacuna_mmu::{Mmu, MmuFormat, Outcome, Page, Room, VcpuMmu};
+use lacuna_mmu::{Mmu, MmuFormat, Outcome, Page, RingSpace, VcpuMmu};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
 
@@ -196,9 +196,9 @@ impl<F: MmuFormat> SoftBus<F> {
 unsafe impl<F: MmuFormat> Bus for SoftBus<F> {
     #[inline]
     fn page(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
-        match self.vcpu_mmu.room() {
-            Room::Yes => self.page_now(gfn, access),
-            Room::SoftFull => Err(self.ring_full()),
+        match self.vcpu_mmu.space() {
+            RingSpace::Free => self.page_now(gfn, access),
+            RingSpace::SoftFull => Err(self.ring_full()),
         }
     }
 

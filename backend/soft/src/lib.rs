@@ -65,7 +65,7 @@ pub use lacuna_host::{
 pub use lacuna_machine::{Apf, CpuModel, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Mmu,
-    MmuError, Outcome as Fault, RingSize, Room, SlotSpec, VcpuMmu,
+    MmuError, Outcome as Fault, RingSize, RingSpace, SlotSpec, VcpuMmu,
 };
 #[cfg(feature = "comparisons")]
 pub use lacuna_mmu::{Recovery, RmapWalk, Steps};

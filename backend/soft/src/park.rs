@@ -6,12 +6,12 @@ use std::time::Duration;
 /// The place where one thread sleeps; a wake-up before the sleep is not lost.
 #[derive(Default)]
 pub(crate) struct Parker {
-    state: Mutex<State, lock_order::SoftParker>,
+    state: Mutex<ParkState, lock_order::SoftParker>,
     condvar: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct ParkState {
     woken: bool,
     /// The thread sleeps. A wake-up of a thread that does not sleep needs no system call.
     sleeping: bool,
@@ -45,10 +45,10 @@ impl Parker {
                 }
             };
         }
-        *state = State::default();
+        *state = ParkState::default();
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ParkState> {
         self.state.lock().expect(UNPOISONED)
     }
 }

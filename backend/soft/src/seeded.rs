@@ -68,7 +68,7 @@ pub trait Timed {
     fn act(&self, now: Nanos);
 }
 
-enum State {
+enum RunnerState {
     Ready,
     Halted(Option<Nanos>),
     Page(Ticket),
@@ -80,7 +80,7 @@ enum State {
 struct Runner {
     guest: usize,
     vcpu: Vcpu,
-    state: State,
+    state: RunnerState,
 }
 
 /// The single-threaded simulator.
@@ -121,7 +121,7 @@ impl Simulator {
         let runner = |vcpu| Runner {
             guest: index,
             vcpu,
-            state: State::Ready,
+            state: RunnerState::Ready,
         };
         self.runners.extend(guest.vcpus.into_iter().map(runner));
         self.guests.push((guest.vm, guest.devices));
@@ -159,7 +159,11 @@ impl Simulator {
     pub fn run_slice(&mut self) -> bool {
         loop {
             self.retire();
-            if self.runners.iter().all(|r| matches!(r.state, State::Over)) {
+            if self
+                .runners
+                .iter()
+                .all(|r| matches!(r.state, RunnerState::Over))
+            {
                 return false;
             }
             let ready = self.wake();
@@ -197,7 +201,7 @@ impl Simulator {
     fn retire(&mut self) {
         for runner in &mut self.runners {
             if self.guests[runner.guest].1.ending().is_some() {
-                runner.state = State::Over;
+                runner.state = RunnerState::Over;
             }
         }
     }
@@ -208,11 +212,13 @@ impl Simulator {
         let mut ready = Vec::with_capacity(self.runners.len());
         for (index, runner) in self.runners.iter_mut().enumerate() {
             let awake = match &runner.state {
-                State::Ready => true,
-                State::Memory(until) => *until <= now,
-                State::Halted(until) => runner.vcpu.is_poked() || until.is_some_and(|at| at <= now),
-                State::Page(ticket) => ticket.is_done(),
-                State::Over => false,
+                RunnerState::Ready => true,
+                RunnerState::Memory(until) => *until <= now,
+                RunnerState::Halted(until) => {
+                    runner.vcpu.is_poked() || until.is_some_and(|at| at <= now)
+                }
+                RunnerState::Page(ticket) => ticket.is_done(),
+                RunnerState::Over => false,
             };
             if awake {
                 ready.push(index);
@@ -225,34 +231,34 @@ impl Simulator {
         let fuel = self.rng.u64(1..=SLICE_MAX);
         let runner = &mut self.runners[index];
         let before = runner.vcpu.retired();
-        if matches!(runner.state, State::Memory(_))
+        if matches!(runner.state, RunnerState::Memory(_))
             && let Err(error) = runner.vcpu.reclaim()
         {
             let (vm, devices) = &self.guests[runner.guest];
             devices.end(Ending::Failed(error), &**vm);
             return;
         }
-        runner.state = State::Ready;
+        runner.state = RunnerState::Ready;
         let step = runner.vcpu.step(fuel);
         self.clock
             .advance(runner.vcpu.retired() - before + SLICE_NS);
         let (vm, devices) = &self.guests[runner.guest];
         match step {
             Step::Ran | Step::Wait(Wait::Busy) => {}
-            Step::Wait(Wait::Halt(until)) => runner.state = State::Halted(until),
+            Step::Wait(Wait::Halt(until)) => runner.state = RunnerState::Halted(until),
             Step::Wait(Wait::Memory) => {
-                runner.state = State::Memory(self.host.next_completion().unwrap_or_default());
+                runner.state = RunnerState::Memory(self.host.next_completion().unwrap_or_default());
             }
             Step::Wait(Wait::Page(ticket)) => {
                 self.host.start(&ticket);
-                runner.state = State::Page(ticket);
+                runner.state = RunnerState::Page(ticket);
             }
-            Step::Wait(Wait::Provided(ticket)) => runner.state = State::Page(ticket),
+            Step::Wait(Wait::Provided(ticket)) => runner.state = RunnerState::Page(ticket),
             // Its ring is emptied between slices: it need not sleep.
             Step::Exit(Exit::DirtyRingFull) => {}
             Step::Exit(exit) => {
                 if dispatch(&mut runner.vcpu, Ok(exit), devices, &**vm) == Next::Stop {
-                    runner.state = State::Over;
+                    runner.state = RunnerState::Over;
                 }
             }
             Step::Failed(error) => devices.end(Ending::Failed(error), &**vm),
@@ -282,9 +288,9 @@ impl Simulator {
     /// No vCPU can run: the time jumps to the next event.
     fn idle(&mut self) {
         let timers = self.runners.iter().filter_map(|r| match r.state {
-            State::Halted(until) => until,
-            State::Memory(until) => Some(until),
-            State::Ready | State::Page(_) | State::Over => None,
+            RunnerState::Halted(until) => until,
+            RunnerState::Memory(until) => Some(until),
+            RunnerState::Ready | RunnerState::Page(_) | RunnerState::Over => None,
         });
         let timed = self.timed.iter().filter_map(|timed| timed.next_due());
         let events = timers.chain(timed).chain(self.host.next_completion());

@@ -26,7 +26,7 @@ const LDT: u32 = 2 | Segment::PRESENT;
 const TSS_LIMIT: u32 = 0x67;
 
 /// The model-specific registers that have no field of their own in a state.
-const MSRS: [(u32, Place); 8] = [
+const MSRS: [(u32, MsrField); 8] = [
     (0x1a0, |sys| &mut sys.misc_enable),
     (0x277, |sys| &mut sys.pat),
     (0xc000_0081, |sys| &mut sys.star),
@@ -37,7 +37,7 @@ const MSRS: [(u32, Place); 8] = [
     (0xc000_0103, |sys| &mut sys.tsc_aux),
 ];
 
-type Place = fn(&mut lacuna_x86::System) -> &mut u64;
+type MsrField = fn(&mut lacuna_x86::System) -> &mut u64;
 
 fn refused(refused: Refused) -> StateError {
     match refused {

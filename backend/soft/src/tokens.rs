@@ -8,10 +8,10 @@ use std::collections::HashMap;
 
 /// The tokens of one vCPU.
 #[derive(Default)]
-pub(crate) struct Tokens(Mutex<State, lock_order::SoftTokens>);
+pub(crate) struct Tokens(Mutex<TokenTable, lock_order::SoftTokens>);
 
 #[derive(Default)]
-struct State {
+struct TokenTable {
     /// An accepted token has the completion that delivers page-ready to the guest; `None` after a
     /// reset.
     life: TokenLife<Option<Completion>>,
@@ -20,7 +20,7 @@ struct State {
 }
 
 impl Tokens {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, TokenTable> {
         self.0.lock().expect("no panic under this lock")
     }
 

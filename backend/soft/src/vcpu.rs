@@ -21,7 +21,7 @@ use lacuna_apf::Queue;
 use lacuna_cpu::{Exit as Left, Stop, Wake};
 use lacuna_host::fine_sleeps;
 use lacuna_machine::{Exit, FaultToken, MissingMemory, TokenError, VcpuError};
-use lacuna_mmu::Room;
+use lacuna_mmu::RingSpace;
 use lacuna_sync::Nanos;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -193,7 +193,7 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Whether the vCPU must leave for its VMM until its dirty ring is reset.
     fn is_ring_full(&mut self) -> bool {
-        self.entry.bus.vcpu_mmu().room() == Room::SoftFull
+        self.entry.bus.vcpu_mmu().space() == RingSpace::SoftFull
     }
 
     /// The wait for the page with the words of async faults, if that page is not resident. A kick

@@ -10,10 +10,10 @@ use std::time::Duration;
 /// Reads may take a sequence of latencies instead ([`LatencySetting::sequence`]). The sequence is
 /// given, so that two measurements can have the same latencies in the same order.
 #[derive(Clone, Debug, Default)]
-pub struct LatencySetting(Arc<Shared>);
+pub struct LatencySetting(Arc<SharedLatency>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct SharedLatency {
     ns: AtomicU64,
     /// Whether reads take their latencies from `sequence`.
     in_sequence: AtomicBool,
@@ -40,9 +40,9 @@ impl LatencySetting {
     /// If `latencies` is empty.
     pub fn sequence(latencies: &[Duration]) -> Self {
         assert!(!latencies.is_empty(), "a sequence of no latencies");
-        Self(Arc::new(Shared {
+        Self(Arc::new(SharedLatency {
             sequence: latencies.iter().copied().map(to_ns).collect(),
-            ..Shared::default()
+            ..SharedLatency::default()
         }))
     }
 
@@ -58,7 +58,7 @@ impl LatencySetting {
     /// # Panics
     /// If the setting has no sequence.
     pub fn begin(&self, place: u64) {
-        let Shared { sequence, .. } = &*self.0;
+        let SharedLatency { sequence, .. } = &*self.0;
         assert!(!sequence.is_empty(), "the setting has no sequence");
         let sum: u128 = sequence.iter().map(|&ns| u128::from(ns)).sum();
         let mean = (sum / sequence.len() as u128) as u64;
@@ -74,7 +74,7 @@ impl LatencySetting {
 
     /// The latency in nanoseconds of a read that is submitted now. A sequence advances by one.
     pub fn read_ns(&self) -> u64 {
-        let Shared {
+        let SharedLatency {
             in_sequence, place, ..
         } = &*self.0;
         if !in_sequence.load(Ordering::Relaxed) {

@@ -84,7 +84,7 @@ classes! {
         TableLists "Arena::lists",
         FreeFrames "Frames::free (host)",
         RegionTable "Regions::list (host)",
-        LinuxRoom "Room (host, Linux memory)",
+        LinuxAddresses "LinuxAddresses (host)",
         LinuxTouchers "Touchers::threads (host)",
         LinuxTouches "Pool of touching threads (host)",
         LostLinuxPages "Losses (host, Linux memory)",

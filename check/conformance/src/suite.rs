@@ -73,12 +73,12 @@ macro_rules! suite {
                 aligned_copies_do_not_tear;
             missing:
                 the_source_is_asked_for_what_a_vcpu_needs, a_vcpu_exits_once_for_a_missing_page,
-                devices_wait_where_vcpus_exit, a_guest_that_cannot_be_told_waits,
+                devices_wait_where_vcpus_exit, a_guest_that_takes_no_events_waits,
                 tokens_are_accepted_once, nothing_is_lost_with_exits,
                 nothing_is_lost_with_exits_and_tokens,
                 a_vcpu_with_interrupts_exits_once;
             tokens:
-                a_guest_is_told_and_goes_on, nothing_is_lost_with_a_source_and_async_faults,
+                a_guest_gets_its_events, nothing_is_lost_with_a_source_and_async_faults,
                 a_restored_vcpu_forgets_accepted_tokens, the_vcpu_that_needs_a_page_exits,
                 a_guest_that_disables_with_tokens_out_goes_on, a_vm_ends_with_tokens_out,
                 a_page_that_is_ready_and_not_provided_is_the_vmms,
@@ -91,7 +91,7 @@ macro_rules! suite {
             sources:
                 verify_from_zeros, verify_from_a_memory_file, verify_from_a_peer;
             async_faults:
-                every_token_comes_back_once, a_guest_is_told_nothing_unless_offered,
+                every_token_comes_back_once, a_guest_gets_no_event_unless_offered,
                 nothing_is_lost_with_async_faults;
             dirty:
                 host_writes_are_tracked, a_bitmap_has_every_write,

@@ -36,7 +36,7 @@ const HALT_PATIENCE: u32 = 24;
 /// How far a step may go beyond its fuel: to the end of a basic block.
 const BLOCK_MAX: u64 = 4096;
 
-enum State {
+enum VcpuPhase {
     Ready,
     Halted,
     Page(Ticket),
@@ -68,7 +68,7 @@ fn is_at_its_vectors(vcpu: &Vcpu) -> bool {
 struct Runner {
     vm: usize,
     vcpu: Vcpu,
-    state: State,
+    state: VcpuPhase,
     /// Slices in a row without an instruction retired.
     stuck: u32,
 }
@@ -129,7 +129,7 @@ impl Simulator {
         self.runners.extend(vcpus.into_iter().map(|vcpu| Runner {
             vm: owner,
             vcpu,
-            state: State::Ready,
+            state: VcpuPhase::Ready,
             stuck: 0,
         }));
         self.vms.push((subject, monitor));
@@ -169,11 +169,11 @@ impl Simulator {
         let mut ready = Vec::new();
         for (index, runner) in self.runners.iter().enumerate() {
             let awake = match &runner.state {
-                State::Ready => true,
-                State::Memory(until) => *until <= now,
+                VcpuPhase::Ready => true,
+                VcpuPhase::Memory(until) => *until <= now,
                 // Only a step shows whether the vCPU has been woken.
-                State::Halted => true,
-                State::Page(ticket) => ticket.is_done(),
+                VcpuPhase::Halted => true,
+                VcpuPhase::Page(ticket) => ticket.is_done(),
             };
             if awake {
                 ready.push(index);
@@ -184,7 +184,7 @@ impl Simulator {
 
     /// Runs a vCPU for some steps, across exits.
     fn slice(&mut self, index: usize, run: &mut Run<'_>) {
-        if matches!(self.runners[index].state, State::Memory(_)) {
+        if matches!(self.runners[index].state, VcpuPhase::Memory(_)) {
             let freed = self.runners[index].vcpu.reclaim();
             freed.expect("the budget is the least that suffices, or more");
         }
@@ -194,7 +194,7 @@ impl Simulator {
             }
         }
         let patience = match self.runners[index].state {
-            State::Halted => HALT_PATIENCE,
+            VcpuPhase::Halted => HALT_PATIENCE,
             _ => PATIENCE,
         };
         if self.runners[index].stuck > patience {
@@ -218,7 +218,7 @@ impl Simulator {
             0 => runner.stuck + 1,
             _ => 0,
         };
-        let before = std::mem::replace(&mut runner.state, State::Ready);
+        let before = std::mem::replace(&mut runner.state, VcpuPhase::Ready);
         run.tally.instructions += retired;
         let mut goes_on = false;
         match step {
@@ -238,34 +238,34 @@ impl Simulator {
         goes_on
     }
 
-    fn wait(&mut self, index: usize, wait: Wait, before: &State, run: &mut Run<'_>) {
+    fn wait(&mut self, index: usize, wait: Wait, before: &VcpuPhase, run: &mut Run<'_>) {
         let runner = &mut self.runners[index];
         match wait {
             Wait::Busy => run.tally.note("steps", "wait: busy"),
             Wait::Halt(until) => {
                 match (before, until) {
                     // No event has woken the vCPU yet, so the time advances faster.
-                    (State::Halted, Some(until)) => {
+                    (VcpuPhase::Halted, Some(until)) => {
                         let soon = self.clock.now().after(HALT_NS);
                         self.clock.advance_to(until.min(soon));
                     }
-                    (State::Halted, None) => {}
+                    (VcpuPhase::Halted, None) => {}
                     _ => run.tally.note("steps", "wait: halt"),
                 }
-                runner.state = State::Halted;
+                runner.state = VcpuPhase::Halted;
             }
             Wait::Memory => {
                 run.tally.note("steps", "wait: memory");
                 let due = self.host.next_completion().unwrap_or_default();
-                runner.state = State::Memory(due);
+                runner.state = VcpuPhase::Memory(due);
             }
             Wait::Page(ticket) => {
                 run.tally.note("steps", "wait: page");
                 self.host.start(&ticket);
-                runner.state = State::Page(ticket);
+                runner.state = VcpuPhase::Page(ticket);
                 runner.stuck = 0;
             }
-            Wait::Provided(ticket) => runner.state = State::Page(ticket),
+            Wait::Provided(ticket) => runner.state = VcpuPhase::Page(ticket),
         }
     }
 
@@ -313,14 +313,14 @@ impl Simulator {
     fn reset(&mut self, index: usize) {
         let runner = &mut self.runners[index];
         runner.vcpu.reset();
-        runner.state = State::Ready;
+        runner.state = VcpuPhase::Ready;
         runner.stuck = 0;
     }
 
     /// Handles a vCPU that made no progress: it has halted for good, or it is in a livelock.
     fn unstick(&mut self, index: usize, run: &mut Run<'_>) {
         let runner = &self.runners[index];
-        let is_halted = matches!(runner.state, State::Halted);
+        let is_halted = matches!(runner.state, VcpuPhase::Halted);
         let pc = registers(&runner.vcpu)[0];
         let is_lost = is_halted || is_at_its_vectors(&runner.vcpu);
         assert!(is_lost, "a vCPU makes no progress at {pc:#x}");
@@ -332,7 +332,7 @@ impl Simulator {
     fn idle(&mut self, run: &mut Run<'_>) {
         run.tally.note("steps", "idle");
         let waits = self.runners.iter().filter_map(|runner| match runner.state {
-            State::Memory(until) => Some(until),
+            VcpuPhase::Memory(until) => Some(until),
             _ => None,
         });
         let next = waits.chain(self.host.next_completion()).min();

@@ -52,7 +52,7 @@ fn everything(dir: &Path) -> io::Result<Vec<PathBuf>> {
 
 /// Where a file is in its crate.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum FileRole {
     Root,
     Module,
 }
@@ -60,8 +60,8 @@ enum Place {
 /// The Rust files that the crate roots `roots` reach through their `mod` declarations.
 pub fn reachable(roots: &[PathBuf]) -> BTreeSet<PathBuf> {
     let mut reached = BTreeSet::new();
-    let root = |path: &PathBuf| (path.clone(), Place::Root);
-    let mut open: Vec<(PathBuf, Place)> = roots.iter().map(root).collect();
+    let root = |path: &PathBuf| (path.clone(), FileRole::Root);
+    let mut open: Vec<(PathBuf, FileRole)> = roots.iter().map(root).collect();
     while let Some((file, place)) = open.pop() {
         let Ok(text) = fs::read_to_string(&file) else {
             continue;
@@ -71,19 +71,19 @@ pub fn reachable(roots: &[PathBuf]) -> BTreeSet<PathBuf> {
         }
         let modules = scan(&text).map(|scan| scan.modules).unwrap_or_default();
         for module in modules {
-            open.extend(candidates(&file, place, &module).map(|path| (path, Place::Module)));
+            open.extend(candidates(&file, place, &module).map(|path| (path, FileRole::Module)));
         }
     }
     reached
 }
 
 /// The possible paths of the file of `module`, which `file` declares.
-fn candidates(file: &Path, place: Place, module: &Module) -> impl Iterator<Item = PathBuf> {
+fn candidates(file: &Path, place: FileRole, module: &Module) -> impl Iterator<Item = PathBuf> {
     let dir = file.parent().unwrap_or(Path::new("")).to_path_buf();
     let paths = match &module.file {
         Some(path) => vec![dir.join(path)],
         None => {
-            let owns_dir = place == Place::Root || file.ends_with("mod.rs");
+            let owns_dir = place == FileRole::Root || file.ends_with("mod.rs");
             let base = if owns_dir {
                 dir
             } else {

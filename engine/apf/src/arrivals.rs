@@ -26,7 +26,7 @@ use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
-struct Shared {
+struct ArrivalQueue {
     list: Mutex<List, lock_order::ApfArrivals>,
     /// Whether the list has anything. It is written under the lock, and read without it as a hint.
     any: AtomicBool,
@@ -40,7 +40,7 @@ struct List {
     pages: VecDeque<Gfn>,
 }
 
-impl Shared {
+impl ArrivalQueue {
     fn lock(&self) -> MutexGuard<'_, List> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -62,7 +62,7 @@ impl Shared {
 /// nothing. After the queue was cancelled, reset, disabled or dropped, a completion has no effect.
 #[must_use = "dropping it says that the page has arrived"]
 pub struct Completion {
-    shared: Arc<Shared>,
+    shared: Arc<ArrivalQueue>,
     generation: u64,
     gfn: Gfn,
 }
@@ -88,7 +88,7 @@ impl Drop for Completion {
 
 /// The vCPU's end of the completion queue.
 pub(crate) struct Arrivals {
-    shared: Arc<Shared>,
+    shared: Arc<ArrivalQueue>,
     generation: u64,
 }
 
@@ -99,7 +99,7 @@ impl Arrivals {
             generation: 0,
             pages: VecDeque::with_capacity(capacity),
         };
-        let shared = Shared {
+        let shared = ArrivalQueue {
             list: Mutex::new(list),
             any: AtomicBool::new(false),
             live: AtomicUsize::new(0),

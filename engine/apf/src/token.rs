@@ -125,9 +125,6 @@ mod tests {
             seen.iter()
                 .all(|token| token >> 28 == 0 && token & 0xfff == 3)
         );
-        assert_eq!(
-            seen[0], seen[0xffff],
-            "all ids but 0 precede a repetition"
-        );
+        assert_eq!(seen[0], seen[0xffff], "all ids but 0 precede a repetition");
     }
 }

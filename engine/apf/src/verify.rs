@@ -29,7 +29,10 @@ impl<A: Abi> Queue<A> {
         assert_eq!(distinct.len(), tokens.len(), "a token has one page");
         assert!(tokens.iter().all(|&t| t.get() != 0 && t != Token::WAKE_ALL));
         if let Some(gfn) = self.halted {
-            assert!(self.flights.contains_key(&gfn), "the page halted for is in flight");
+            assert!(
+                self.flights.contains_key(&gfn),
+                "the page halted for is in flight"
+            );
         }
     }
 }

@@ -56,7 +56,7 @@ pub use rmap_walk::{RmapWalk, StepCounter, Steps};
 pub use slow::MmuFormat;
 pub use vcpu_mmu::VcpuMmu;
 
-pub use lacuna_slots::{ClearError, RingSize, RingSizeError, Room};
+pub use lacuna_slots::{ClearError, RingSize, RingSizeError, RingSpace};
 
 /// A slot as the VMM asks for it. Its backing is a part of a region of the MMU's host.
 pub type SlotSpec = lacuna_slots::SlotSpec<lacuna_addr::BackingAddr>;

@@ -5,7 +5,7 @@ use crate::dirty::{Count, Counts, Delivery};
 use crate::{Mmu, MmuFormat, Rmap};
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_host::{HostError, PerCpuPages};
-use lacuna_slots::{Reader, RingProducer, Room, Slot, dirty_ring};
+use lacuna_slots::{Reader, RingProducer, RingSpace, Slot, dirty_ring};
 use lacuna_stage2::{PmlLog, Translation, Walk};
 use lacuna_sync::shim::Ordering;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(crate) struct Marker {
     /// The vCPU's dirty ring; `None` if the VM records in bitmaps.
     ring: Option<RingProducer>,
     /// Whether the ring had room after the last mark.
-    room: Room,
+    space: RingSpace,
     counts: Arc<Counts>,
 }
 
@@ -38,7 +38,7 @@ impl Marker {
         self.counts.add(why, 1);
         let page = slot.page(gfn);
         match &mut self.ring {
-            Some(ring) => self.room = ring.push(slot.id, page),
+            Some(ring) => self.space = ring.push(slot.id, page),
             None => slot.attach.log().mark(page),
         }
     }
@@ -61,7 +61,7 @@ impl Marker {
             _ if !log.is_on() => return &logged[..logged.len() - pages.count()],
             Some(ring) => {
                 let count = ring.push_all(slot.id, pages);
-                self.room = ring.room();
+                self.space = ring.space();
                 count
             }
             None => log.mark_all(pages),
@@ -95,7 +95,7 @@ impl<F: MmuFormat> Mmu<F> {
             cache,
             marker: Marker {
                 ring,
-                room: Room::Yes,
+                space: RingSpace::Free,
                 counts,
             },
             log: PmlLog::new(),
@@ -151,16 +151,16 @@ impl VcpuMmu {
         &mut self.cache
     }
 
-    /// Whether the vCPU may continue in the guest. After [`Room::SoftFull`] it must exit to its
-    /// VMM, and must not enter the guest before this returns [`Room::Yes`].
+    /// Whether the vCPU may continue in the guest. After [`RingSpace::SoftFull`] it must exit to
+    /// its VMM, and must not enter the guest before this returns [`RingSpace::Free`].
     #[inline]
-    pub fn room(&mut self) -> Room {
-        if self.marker.room == Room::SoftFull
+    pub fn space(&mut self) -> RingSpace {
+        if self.marker.space == RingSpace::SoftFull
             && let Some(ring) = &mut self.marker.ring
         {
-            self.marker.room = ring.room();
+            self.marker.space = ring.space();
         }
-        self.marker.room
+        self.marker.space
     }
 
     #[cold]

@@ -154,7 +154,7 @@ impl Host {
         stop: &AtomicBool,
     ) -> Result<Progress, HostError> {
         let core = &self.core;
-        let place = Place::new(&core.frames);
+        let place = QueuePlace::new(&core.frames);
         let mut patience = Patience::default();
         let mut progress = Progress::default();
         loop {
@@ -357,19 +357,19 @@ impl Core {
 }
 
 /// A place in the queue for frames; dropping it leaves the queue.
-struct Place<'a> {
+struct QueuePlace<'a> {
     frames: &'a Frames,
     turn: Turn,
 }
 
-impl<'a> Place<'a> {
+impl<'a> QueuePlace<'a> {
     fn new(frames: &'a Frames) -> Self {
         let turn = frames.join_queue();
         Self { frames, turn }
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePlace<'_> {
     fn drop(&mut self) {
         self.frames.leave_queue(self.turn);
     }

@@ -11,7 +11,7 @@ use crate::host::{Core, Host};
 use crate::linux::LinuxMemory;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::pool::FramePtr;
-use crate::region::Place;
+use crate::region::PageLocation;
 use crate::residency::{PageNo, PageState};
 use crate::resolve::{Frame, Resolution, small};
 use lacuna_addr::{Access, BackingAddr, Level, PAGE_SIZE};
@@ -91,18 +91,18 @@ impl Host {
         }
         for _ in 0..PEEKS {
             let frame = match self.core.place_of(addr)? {
-                Place::Block(block) => Some(Frame {
+                PageLocation::Block(block) => Some(Frame {
                     pfn: block.frame_of(PageNo::of(addr)),
                     level: Level::L2M,
                 }),
-                Place::Page(PageState::Resident { frame, .. }) => Some(small(frame)),
-                Place::Page(PageState::InPlace) => {
+                PageLocation::Page(PageState::Resident { frame, .. }) => Some(small(frame)),
+                PageLocation::Page(PageState::InPlace) => {
                     let read = |bytes: FramePtr<'_>| bytes.read(offset, out);
                     return self.core.while_in_place(PageNo::of(addr), read);
                 }
                 // A collapse of the page's block is in progress.
-                Place::Page(PageState::Collapsed) => None,
-                Place::Page(_) => return None,
+                PageLocation::Page(PageState::Collapsed) => None,
+                PageLocation::Page(_) => return None,
             };
             let page = PageNo::of(addr);
             let read = |frame| {
@@ -166,15 +166,15 @@ impl Core {
             return false;
         };
         match region.place(page) {
-            Some(Place::Page(PageState::Empty)) => {
+            Some(PageLocation::Page(PageState::Empty)) => {
                 let shared = region.linux.as_ref().is_some_and(LinuxMemory::is_shared);
                 region.origin.is_none() && !shared
             }
-            place => place == Some(Place::Page(PageState::Zero)),
+            place => place == Some(PageLocation::Page(PageState::Zero)),
         }
     }
 
-    fn place_of(&self, addr: BackingAddr) -> Option<Place> {
+    fn place_of(&self, addr: BackingAddr) -> Option<PageLocation> {
         let page = PageNo::of(addr);
         self.regions.find(page)?.place(page)
     }

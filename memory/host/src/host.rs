@@ -6,8 +6,8 @@ use crate::desc::Desc;
 use crate::error::{HostError, LostPage};
 use crate::frames::{BATCH, Frames, StoreFrames};
 use crate::io::{Executor, Io};
-use crate::linux::{Losses, Room};
-use crate::per_cpu_pages::{MAX_PINNED, PerCpuPages, Shared};
+use crate::linux::{LinuxAddresses, Losses};
+use crate::per_cpu_pages::{MAX_PINNED, PerCpuPages, SharedCache};
 use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
 use crate::region::{MmuNotifier, Regions};
 use crate::residency::PageNo;
@@ -73,7 +73,7 @@ pub struct Host {
 pub(crate) struct Core {
     pub frames: Arc<Frames>,
     /// Which parts of the addresses for Linux memory are in use.
-    pub linux: Room,
+    pub linux: LinuxAddresses,
     /// Pages of Linux memory that the kernel has taken away.
     pub losses: Losses,
     pub regions: Regions,
@@ -84,7 +84,7 @@ pub(crate) struct Core {
     /// Pages in flight, from swap or from a source, by page.
     pub tickets: Mutex<BTreeMap<PageNo, Ticket>, lock_order::Tickets>,
     pub lost: Mutex<BTreeMap<PageNo, Arc<str>>, lock_order::LostPages>,
-    caches: Mutex<Vec<Arc<Shared>>, lock_order::PageCaches>,
+    caches: Mutex<Vec<Arc<SharedCache>>, lock_order::PageCaches>,
     /// The clock hand: the next window of frames that reclaim looks at.
     pub hand: AtomicUsize,
     /// Which whole block is to be split next though it is in use.
@@ -165,7 +165,7 @@ impl Host {
         store.attach(StoreFrames::new(frames.clone()));
         let core = Core {
             frames,
-            linux: Room::default(),
+            linux: LinuxAddresses::default(),
             losses: Losses::default(),
             regions: Regions::default(),
             huge,
@@ -398,7 +398,7 @@ fn check_budget(budget: PageCount, vcpus: usize) -> Result<(), HostError> {
 }
 
 impl Core {
-    pub fn register(&self, cache: &Arc<Shared>) {
+    pub fn register(&self, cache: &Arc<SharedCache>) {
         let mut caches = lock(&self.caches);
         caches.push(cache.clone());
         self.promise_to(caches.len());
@@ -409,7 +409,7 @@ impl Core {
         self.frames.promise(minimum as usize);
     }
 
-    pub fn unregister(&self, cache: &Arc<Shared>) {
+    pub fn unregister(&self, cache: &Arc<SharedCache>) {
         let mut caches = lock(&self.caches);
         caches.retain(|other| !Arc::ptr_eq(other, cache));
         self.promise_to(caches.len());
@@ -417,7 +417,7 @@ impl Core {
         self.stats.absorb(&cache.count);
     }
 
-    pub fn with_caches<T>(&self, read: impl FnOnce(&[Arc<Shared>]) -> T) -> T {
+    pub fn with_caches<T>(&self, read: impl FnOnce(&[Arc<SharedCache>]) -> T) -> T {
         read(&lock(&self.caches))
     }
 

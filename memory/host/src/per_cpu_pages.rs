@@ -1,7 +1,7 @@
 //! The per-CPU page cache: free frames, pinned pages and fault counters of one vCPU.
 //!
 //! Beside these, a fault on a resident page changes only the page word and one frame descriptor. So
-//! it takes no shared lock. Reclaim and statistics read [`Shared`], which one thread writes.
+//! it takes no shared lock. Reclaim and statistics read [`SharedCache`], which one thread writes.
 
 use crate::frames::BATCH;
 use crate::host::Core;
@@ -25,13 +25,13 @@ pub struct PerCpuPages {
     free: Vec<u32>,
     /// The regions used last, latest first. A VM with few slots uses one or two.
     regions: Vec<Arc<Region>>,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<SharedCache>,
 }
 
 /// The part of a [`PerCpuPages`] that reclaim and statistics read. Only its vCPU writes it, so
 /// plain loads and stores suffice.
 #[repr(align(128))]
-pub(crate) struct Shared {
+pub(crate) struct SharedCache {
     /// Number of valid entries in `pinned`.
     pinned_count: AtomicU32,
     /// Number of free frames in the cache.
@@ -91,7 +91,7 @@ impl FaultCounters {
     }
 }
 
-impl Shared {
+impl SharedCache {
     fn new() -> Self {
         Self {
             pinned_count: AtomicU32::new(0),
@@ -151,7 +151,7 @@ impl Shared {
 
 impl PerCpuPages {
     pub(crate) fn new(core: Arc<Core>) -> Self {
-        let shared = Arc::new(Shared::new());
+        let shared = Arc::new(SharedCache::new());
         core.register(&shared);
         let free = Vec::with_capacity(2 * BATCH);
         Self {

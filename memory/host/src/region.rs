@@ -79,7 +79,7 @@ pub(crate) struct Span<'a> {
 
 /// Where a page is, according to its page word or its block word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Place {
+pub(crate) enum PageLocation {
     /// By itself, as its word says.
     Page(PageState),
     /// In this whole block.
@@ -115,12 +115,12 @@ impl Region {
     }
 
     /// Where `page` is; `None` outside.
-    pub fn place(&self, page: PageNo) -> Option<Place> {
+    pub fn place(&self, page: PageNo) -> Option<PageLocation> {
         // The block word is read first: a page word that says Empty is valid only if the block
         // word said Split or Untouched before.
         match self.block_word(page).map(BlockWord::load) {
-            Some(PageBlockState::Compound { block }) => Some(Place::Block(block)),
-            _ => Some(Place::Page(self.word(page)?.load())),
+            Some(PageBlockState::Compound { block }) => Some(PageLocation::Block(block)),
+            _ => Some(PageLocation::Page(self.word(page)?.load())),
         }
     }
 

@@ -5,7 +5,7 @@ use crate::block_word::{BLOCK, BlockNo, PageBlockState};
 use crate::desc::FrameState;
 use crate::host::{Core, Host, lock};
 use crate::linux::LinuxMemory;
-use crate::per_cpu_pages::Shared;
+use crate::per_cpu_pages::SharedCache;
 use crate::region::{Region, Span};
 use crate::residency::{PageNo, PageState, PageWord};
 use crate::swap::SwapEntry;
@@ -166,7 +166,7 @@ impl Core {
 
     fn unreported_to(&self, region: &Region) -> i64 {
         self.with_caches(|caches| {
-            let unreported = |cache: &std::sync::Arc<Shared>| cache.unreported_to(region);
+            let unreported = |cache: &std::sync::Arc<SharedCache>| cache.unreported_to(region);
             caches.iter().map(unreported).sum()
         })
     }

@@ -14,7 +14,7 @@ use crate::reclaim::Victim;
 use crate::region::Region;
 use crate::residency::PageState;
 use crate::stats::Counters;
-use crate::swap::{Room, Run, SwapEntry};
+use crate::swap::{Run, SwapEntry, SwapSpace};
 use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -236,7 +236,7 @@ impl Core {
             SwapError::Full(reason) => reason,
             SwapError::Ends(reason) => {
                 let end = first.plus(failed.done as u32);
-                if lock(&self.entries).ends_at(end, reason) == Room::Left {
+                if lock(&self.entries).ends_at(end, reason) == SwapSpace::Left {
                     return self.note_reason(self.swap_full(reason));
                 }
                 reason

@@ -97,7 +97,7 @@ impl Fixture {
         }
     }
 
-    fn is_at_rest_in_frame(&self) {
+    fn assert_at_rest_in_frame(&self) {
         assert!(matches!(self.word.load(), PageState::Resident { .. }));
         assert_eq!(self.descs[0].state(), FrameState::Used);
         assert_eq!(self.freed.load(Ordering::Relaxed), 0);
@@ -169,7 +169,7 @@ fn fault_against_eviction(dirt: Dirt, entry: Option<SwapEntry>, device: Device) 
         }
         reclaimer.join().unwrap();
         if taken {
-            fixture.is_at_rest_in_frame();
+            fixture.assert_at_rest_in_frame();
             assert_eq!(fixture.frame.load(Ordering::Relaxed), 2);
             assert_eq!(
                 fixture.descs[0].take_dirty(),
@@ -177,7 +177,7 @@ fn fault_against_eviction(dirt: Dirt, entry: Option<SwapEntry>, device: Device) 
                 "the write is not forgotten"
             );
         } else if let PageState::Resident { entry, .. } = fixture.word.load() {
-            fixture.is_at_rest_in_frame();
+            fixture.assert_at_rest_in_frame();
             assert_eq!((fixture.descs[0].take_dirty(), entry), (Dirt::Dirty, None));
         } else {
             assert_eq!(fixture.freed.load(Ordering::Relaxed), 1);
@@ -400,7 +400,7 @@ fn one_of_two_answers_counts() {
         assert!(first != second && page.flight.is_done() && page.fault());
         let content = if first { 1 } else { 2 };
         assert_eq!(page.halves[0].load(Ordering::Relaxed), content);
-        page.fixture.is_at_rest_in_frame();
+        page.fixture.assert_at_rest_in_frame();
         assert_eq!(page.fixture.descs[0].take_dirty(), Dirt::Dirty);
     });
 }

@@ -9,9 +9,9 @@
 //! ```
 //! The vCPU's thread owns the [`RingProducer`]; one other thread at a time owns the
 //! [`RingConsumer`]. The ring never overwrites. A *reserve* of entries lies beyond the soft limit.
-//! It is enough for all that a vCPU can still push after it got [`Room::SoftFull`]: a full hardware
-//! log, and the few pages of one exit. So the vCPU must then leave for its VMM, and be entered
-//! again only when [`RingProducer::room`] allows it.
+//! It is enough for all that a vCPU can still push after it got [`RingSpace::SoftFull`]: a full
+//! hardware log, and the few pages of one exit. So the vCPU must then leave for its VMM, and be
+//! entered again only when [`RingProducer::space`] allows it.
 //!
 //! # Reset, then copy
 //! ```text
@@ -94,9 +94,9 @@ impl RingSize {
 /// Whether a vCPU may continue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
-pub enum Room {
+pub enum RingSpace {
     /// It may continue.
-    Yes,
+    Free,
     /// It must leave for its VMM, and must not enter the guest before some entries are reset.
     SoftFull,
 }
@@ -167,14 +167,14 @@ impl RingProducer {
     /// Records a page of a slot that was written, or can be written from now on without a push.
     ///
     /// # Panics
-    /// If the reserve is used up too: the vCPU has continued after [`Room::SoftFull`].
+    /// If the reserve is used up too: the vCPU has continued after [`RingSpace::SoftFull`].
     #[inline]
-    pub fn push(&mut self, slot: SlotId, page: usize) -> Room {
+    pub fn push(&mut self, slot: SlotId, page: usize) -> RingSpace {
         self.append(slot, page);
-        self.room()
+        self.space()
     }
 
-    /// As [`Self::push`] for all of `pages`; returns their number. Call [`Self::room`] afterwards.
+    /// As [`Self::push`] for all of `pages`; returns their number. Call [`Self::space`] afterwards.
     ///
     /// # Panics
     /// As `push`.
@@ -199,15 +199,15 @@ impl RingProducer {
 
     /// Whether the vCPU may enter the guest.
     #[inline]
-    pub fn room(&mut self) -> Room {
+    pub fn space(&mut self) -> RingSpace {
         let limit = self.ring.size.soft_limit() as u64;
         if self.dirty - self.reset >= limit {
             self.reset = self.ring.reset.0.load(Ordering::Acquire);
         }
         if self.dirty - self.reset < limit {
-            Room::Yes
+            RingSpace::Free
         } else {
-            Room::SoftFull
+            RingSpace::SoftFull
         }
     }
 }

@@ -43,7 +43,7 @@ pub use dirty_bitmap::{ClearError, DirtyBitmap, Marked};
 pub use dirty_log::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
 };
-pub use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSizeError, Room, dirty_ring};
+pub use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSizeError, RingSpace, dirty_ring};
 pub use error::SlotError;
 pub use reader::Reader;
 pub use slot::{Slot, SlotData, SlotFlags, SlotId, SlotSpec};

@@ -16,7 +16,7 @@
 #[path = "../src/dirty_ring.rs"]
 mod dirty_ring;
 
-use dirty_ring::{RingConsumer, RingProducer, RingSize, Room, dirty_ring as new_ring};
+use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSpace, dirty_ring as new_ring};
 use lacuna_slots::{DirtyBitmap, SlotId};
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, AtomicU64, Ordering};
@@ -276,12 +276,12 @@ fn the_ring_passes_everything_on_once_and_in_order() {
         let vcpu = thread::spawn(move || {
             let mut page = 0;
             while page < PAGES {
-                let room = producer.push(SLOT, page);
+                let space = producer.push(SLOT, page);
                 page += 1;
-                if room == Room::SoftFull && page < PAGES {
+                if space == RingSpace::SoftFull && page < PAGES {
                     let _ = producer.push(SLOT, page);
                     page += 1;
-                    while producer.room() == Room::SoftFull {
+                    while producer.space() == RingSpace::SoftFull {
                         yield_now();
                     }
                 }
@@ -316,7 +316,9 @@ fn write_and_harvest(reset_and_copy: fn(&Fixture, &mut RingConsumer) -> u64) {
             thread::spawn(move || {
                 let mut vcpu = Vcpu::online(&fixture);
                 for value in [1, 2] {
-                    vcpu.write(value, || assert_eq!(producer.push(SLOT, 0), Room::Yes));
+                    vcpu.write(value, || {
+                        assert_eq!(producer.push(SLOT, 0), RingSpace::Free)
+                    });
                     vcpu.boundary();
                 }
                 vcpu.offline();

@@ -48,7 +48,7 @@ pub use flush::{Flush, Shootdown, Waiting};
 pub use format::{AbortedAccess, Arm64, Ept, LookupLevel, Stage2Abort, TableFormat};
 pub use lacuna_sync::{Blocks, InvalidateSeq};
 pub use lacuna_tables::{Arena, ArenaError, Exhausted, TableId, Usage};
-pub use map::{MapError, Mapped, Place};
+pub use map::{LeafPlace, MapError, Mapped};
 pub use pml::{LogFull, PmlLog};
 pub use split::Split;
 pub use stage2::Stage2;

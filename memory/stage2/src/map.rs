@@ -72,7 +72,7 @@ impl Mapped {
 
 /// A place for a leaf, with every table above it: all steps that can fail are done.
 #[must_use = "nothing is mapped before commit"]
-pub struct Place<'c, 's, F: TableFormat = Ept> {
+pub struct LeafPlace<'c, 's, F: TableFormat = Ept> {
     cursor: &'c mut Cursor<'s, F>,
     /// The first guest frame of `leaf`.
     gfn: Gfn,
@@ -106,7 +106,7 @@ enum Detour {
 }
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
-    /// As [`Cursor::prepare`] and [`Place::commit`] in one.
+    /// As [`Cursor::prepare`] and [`LeafPlace::commit`] in one.
     ///
     /// # Errors
     /// As `prepare`.
@@ -129,11 +129,11 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     ///
     /// # Panics
     /// If the cursor does not hold `gfn`.
-    pub fn prepare(&mut self, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's, F>, MapError> {
+    pub fn prepare(&mut self, gfn: Gfn, leaf: Leaf) -> Result<LeafPlace<'_, 's, F>, MapError> {
         match self.way(gfn, leaf) {
             Err(Detour::Inside(at)) => self.inside(at, gfn, leaf),
             Err(Detour::No(error)) => Err(error),
-            Ok(Way { at, .. }) => Ok(Place {
+            Ok(Way { at, .. }) => Ok(LeafPlace {
                 cursor: self,
                 gfn,
                 at,
@@ -198,12 +198,17 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// A place for the 4 KiB `leaf` in the large leaf at `at`, with a table for the split if the
     /// large leaf does not grant as much.
     #[cold]
-    fn inside(&mut self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<Place<'_, 's, F>, MapError> {
+    fn inside(
+        &mut self,
+        at: EntryRef,
+        gfn: Gfn,
+        leaf: Leaf,
+    ) -> Result<LeafPlace<'_, 's, F>, MapError> {
         let spare = match self.stage2.read(at) {
             Entry::Leaf(large) if large.covers(leaf) => None,
             _ => Some(self.stage2.arena.alloc()?),
         };
-        Ok(Place {
+        Ok(LeafPlace {
             cursor: self,
             gfn,
             at,
@@ -232,7 +237,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     }
 }
 
-impl<F: TableFormat> Place<'_, '_, F> {
+impl<F: TableFormat> LeafPlace<'_, '_, F> {
     /// Installs the leaf. No flush is needed: rights only grow, and a TLB holds no entry for an
     /// absent leaf.
     pub fn commit(mut self) -> Mapped {
@@ -250,7 +255,7 @@ impl<F: TableFormat> Place<'_, '_, F> {
     }
 }
 
-impl<F: TableFormat> Drop for Place<'_, '_, F> {
+impl<F: TableFormat> Drop for LeafPlace<'_, '_, F> {
     fn drop(&mut self) {
         if let Some(table) = self.spare {
             self.cursor.stage2.arena.free_unlinked(table);

@@ -14,8 +14,8 @@ use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 
 on_both!(
-    a_guest_that_does_not_ask_is_told_nothing,
-    a_guest_that_is_offered_nothing_is_told_nothing,
+    a_guest_that_does_not_ask_gets_no_event,
+    a_guest_without_the_offer_gets_no_event,
     a_seed_gives_one_trace,
     an_idle_guest_without_a_tick_misses_nothing,
 );
@@ -24,9 +24,12 @@ on_both!(
 /// (2010).
 const DELIVERIES: [&str; 2] = ["apf=int", "apf=pf"];
 
-fn assert_told(outcome: &RunSummary, text: &str) {
+fn assert_delivered(outcome: &RunSummary, text: &str) {
     let stats = total(&outcome.apf);
-    assert!(stats.taken > 200, "few faults were delivered: {stats:?}\n{text}");
+    assert!(
+        stats.taken > 200,
+        "few faults were delivered: {stats:?}\n{text}"
+    );
 }
 
 #[test]
@@ -35,18 +38,18 @@ fn verify_loses_nothing() {
         for vcpus in [1, 2, 4] {
             let builder = offered(builder(32, 8, vcpus, &format!("rounds=2 {delivery}")));
             let (outcome, text) = pass(&builder, "verify");
-            assert_told(&outcome, &text);
+            assert_delivered(&outcome, &text);
         }
     }
 }
 
-fn a_guest_that_does_not_ask_is_told_nothing(arch: Arch) {
+fn a_guest_that_does_not_ask_gets_no_event(arch: Arch) {
     let builder = offered(builder_for(arch, (24, 6), 2, "rounds=1 apf=off"));
     let stats = total(&pass(&builder, "verify").0.apf);
     assert_eq!((stats.taken, stats.halted), (0, 0), "{stats:?}");
 }
 
-fn a_guest_that_is_offered_nothing_is_told_nothing(arch: Arch) {
+fn a_guest_without_the_offer_gets_no_event(arch: Arch) {
     for way in apf_ways(arch) {
         let builder = builder_for(arch, (24, 6), 2, &format!("rounds=1 {way}"));
         let (outcome, _) = pass(&builder, "verify");
@@ -170,7 +173,7 @@ impl Bench {
 }
 
 #[test]
-fn a_reset_vcpu_is_told_nothing_of_its_former_life() {
+fn a_reset_vcpu_gets_no_event_from_before() {
     let builder = VmBuilder {
         seed: Some(1),
         ..offered(builder(16, 4, 2, "apf=int faulters=8 workers=2"))

@@ -106,7 +106,7 @@ fn enabling_and_disabling_twice() {
 }
 
 #[test]
-fn a_fault_is_told_and_its_page_is_ready() {
+fn a_fault_and_its_ready_page_are_delivered() {
     for form in FORMS {
         let mut machine = Machine::enabled(form, 0);
         let token = machine.told(form, 1);

@@ -68,7 +68,7 @@ fn store_to_pages(a: &mut CodeAssembler, pages: u64) -> Result<(), IcedError> {
     a.jb(again)
 }
 
-fn wait_until_told(a: &mut CodeAssembler, times: i32) -> Result<(), IcedError> {
+fn wait_for_events(a: &mut CodeAssembler, times: i32) -> Result<(), IcedError> {
     let (mut again, mut done) = (a.create_label(), a.create_label());
     a.mov(rsi, TOLD)?;
     a.set_label(&mut again)?;
@@ -98,7 +98,7 @@ fn body(a: &mut CodeAssembler, halts: Halts, pages: u64) -> Result<(), IcedError
     };
     write_msr(a, 0x4b56_4d02, AREA as u32 | ENABLED | always)?;
     // Enabling raises a wake-all first.
-    wait_until_told(a, 1)?;
+    wait_for_events(a, 1)?;
     a.mov(r8, AWAY)?;
     tell(a, PREPARED)?;
     let mut resume = a.create_label();
@@ -108,7 +108,7 @@ fn body(a: &mut CodeAssembler, halts: Halts, pages: u64) -> Result<(), IcedError
             a.mov(rax, qword_ptr(r8))?;
             a.set_label(&mut resume)?;
             store_to_pages(a, pages)?;
-            wait_until_told(a, 2)?;
+            wait_for_events(a, 2)?;
         }
         Halts::Artificially => {
             store_to_pages(a, pages)?;
@@ -286,7 +286,7 @@ fn pages_to_fill(detection: Detection) -> u64 {
     bench.vcpu.as_x86().unwrap().regs().gpr[RBX]
 }
 
-fn is_told_after_the_reset(halts: Halts, pages: u64, detection: Detection) {
+fn gets_its_events_after_the_reset(halts: Halts, pages: u64, detection: Detection) {
     let mut bench = Bench::new(halts, pages, detection);
     bench.run_until(PREPARED);
     bench.start_log();
@@ -328,20 +328,20 @@ fn is_told_after_the_reset(halts: Halts, pages: u64, detection: Detection) {
 }
 
 #[test]
-fn a_halted_vcpu_leaves_with_a_full_ring_and_is_told_after_the_reset() {
+fn a_halted_vcpu_leaves_with_a_full_ring_and_gets_its_events_after_the_reset() {
     for detection in [Detection::WriteProtect, Detection::Pml] {
         let pages = pages_to_fill(detection);
-        is_told_after_the_reset(Halts::Itself, pages, detection);
+        gets_its_events_after_the_reset(Halts::Itself, pages, detection);
     }
 }
 
 /// The page-modification log is flushed into the ring before the halt.
 #[test]
-fn an_artificial_halt_leaves_with_a_full_ring_and_is_told_after_the_reset() {
+fn an_artificial_halt_leaves_with_a_full_ring_and_ends_after_the_reset() {
     let limit = RingSize::from_bytes(RingSize::BYTES_MIN)
         .unwrap()
         .soft_limit() as u64;
-    is_told_after_the_reset(Halts::Artificially, limit + 20, Detection::Pml);
+    gets_its_events_after_the_reset(Halts::Artificially, limit + 20, Detection::Pml);
 }
 
 /// An instruction holds a device's answer, and the flush of the page-modification log has filled

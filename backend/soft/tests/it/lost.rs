@@ -99,14 +99,14 @@ fn reader() -> Vec<Piece> {
     vec![code, program::words(DATA, &[0x55])]
 }
 
-fn is_told(exit: Result<Exit, VcpuError>) {
+fn expect_running(exit: Result<Exit, VcpuError>) {
     assert!(
         matches!(exit, Ok(Exit::IoOut { port, .. }) if port == PORT_RUNS),
         "{exit:?}"
     );
 }
 
-fn is_lost(exit: Result<Exit, VcpuError>) {
+fn expect_lost(exit: Result<Exit, VcpuError>) {
     let data = Gpa::new(DATA).unwrap();
     assert!(
         matches!(&exit, Err(VcpuError::PageLost { gpa, .. }) if *gpa == data),
@@ -122,7 +122,7 @@ fn a_page_is_taken_from_a_running_vcpu() {
         let pieces = reader();
         let (host, vm, mut vcpus) = boot(&builder(16, 8, 1, ""), &program::image(&pieces));
         let vcpu = &mut vcpus[0];
-        is_told(vcpu.run());
+        expect_running(vcpu.run());
         let exit = scope(|scope| {
             let running = scope.spawn(|| vcpu.run());
             // Its leaf is there, so that no fault finds the page lost.
@@ -132,16 +132,16 @@ fn a_page_is_taken_from_a_running_vcpu() {
             take_away(&vm, Gpa::new(DATA).unwrap(), 1);
             running.join().unwrap()
         });
-        is_lost(exit);
+        expect_lost(exit);
         assert_eq!(host.losses(), 1, "by a signal");
-        is_lost(vcpu.run());
+        expect_lost(vcpu.run());
         let refused = vcpu.save().unwrap_err().to_string();
         assert!(refused.contains("has lost a page"), "{refused}");
         vm.mmu().verify();
         host.verify();
         vcpu.reset();
-        is_told(vcpu.run());
-        is_lost(vcpu.run());
+        expect_running(vcpu.run());
+        expect_lost(vcpu.run());
         assert_eq!(host.losses(), 1, "by its page word");
         vm.mmu().verify();
         host.verify();
@@ -158,7 +158,7 @@ fn a_memory_file_becomes_shorter() {
         &program::image(&pieces),
     );
     let vcpu = &mut vcpus[0];
-    is_told(vcpu.run());
+    expect_running(vcpu.run());
     let exit = scope(|scope| {
         let running = scope.spawn(|| vcpu.run());
         while vm.retired()[0] < 100_000 {
@@ -168,7 +168,7 @@ fn a_memory_file_becomes_shorter() {
         rustix::fs::ftruncate(file, DATA).unwrap();
         running.join().unwrap()
     });
-    is_lost(exit);
+    expect_lost(exit);
     assert_eq!(host.losses(), 1, "by a signal");
     vm.mmu().verify();
     host.verify();
@@ -180,7 +180,7 @@ fn a_memory_file_becomes_shorter() {
 fn a_page_is_taken_from_a_device() {
     let pieces = reader();
     let (host, vm, mut vcpus) = boot(&builder(16, 8, 1, ""), &program::image(&pieces));
-    is_told(vcpus[0].run());
+    expect_running(vcpus[0].run());
     let (data, mut word) = (Gpa::new(DATA).unwrap(), [0; 8]);
     vm.read(data, &mut word).unwrap();
     assert_eq!(u64::from_le_bytes(word), 0x55);
@@ -195,7 +195,7 @@ fn a_page_is_taken_from_a_device() {
         assert!(vm.write(data, &word).is_err());
         assert!(!vm.peek(data, &mut word));
     }
-    is_lost(vcpus[0].run());
+    expect_lost(vcpus[0].run());
     assert_eq!(host.losses(), 1);
     vm.mmu().verify();
     host.verify();
@@ -267,14 +267,14 @@ fn a_page_is_taken_from_a_vcpu_that_blocks_the_signal() {
         let booted = scope.spawn(|| boot(&builder(16, 8, 1, ""), &image));
         let (host, vm, mut vcpus) = booted.join().unwrap();
         let running = scope.spawn(move || {
-            is_told(vcpus[0].run());
+            expect_running(vcpus[0].run());
             vcpus[0].run()
         });
         while vm.retired()[0] < 100_000 {
             yield_now();
         }
         take_away(&vm, Gpa::new(DATA).unwrap(), 1);
-        is_lost(running.join().unwrap());
+        expect_lost(running.join().unwrap());
         assert_eq!(host.losses(), 1, "by a signal");
     });
 }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 on_both!(
     tokens_are_forgotten_at_a_reset,
-    a_guest_is_told_of_a_page_that_its_source_takes_time_for,
+    a_guest_gets_an_event_for_a_slow_page,
     a_vm_ends_with_requests_unanswered,
 );
 
@@ -133,7 +133,7 @@ fn an_exit_has_its_stage_2_abort() {
 
 /// In a slot without exits, the guest gets an event for a page that its source takes time for,
 /// however fast its swap is. It gets none for a page that arrives at once.
-fn a_guest_is_told_of_a_page_that_its_source_takes_time_for(arch: Arch) {
+fn a_guest_gets_an_event_for_a_slow_page(arch: Arch) {
     struct Late(std::sync::Mutex<std::sync::mpsc::Sender<PageRequest>>);
     impl PageSource for Late {
         fn describe(&self) -> String {

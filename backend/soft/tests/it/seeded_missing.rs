@@ -23,10 +23,10 @@ const ZEROS: [u8; 4096] = [0; 4096];
 /// A page source in virtual time, which misbehaves.
 struct Source {
     clock: Arc<VirtualClock>,
-    state: Mutex<State>,
+    state: Mutex<SourceState>,
 }
 
-struct State {
+struct SourceState {
     rng: Rng,
     /// Answers at once, until the guest runs: the loader waits without virtual time.
     at_once: bool,
@@ -54,7 +54,7 @@ struct Done {
 
 impl Source {
     fn new(seed: u64, clock: &Arc<VirtualClock>) -> Arc<Self> {
-        let state = State {
+        let state = SourceState {
             rng: Rng::with_seed(seed),
             at_once: true,
             due: BTreeMap::new(),
@@ -76,7 +76,7 @@ impl Source {
     }
 }
 
-impl State {
+impl SourceState {
     fn schedule(&mut self, now: Nanos, page: SourcePage, request: Option<PageRequest>) {
         // Far apart, so that later requests are answered earlier.
         let delay = match self.rng.u8(..4) {

@@ -126,13 +126,13 @@ const WRONG: &[(&str, Change)] = &[
     }),
     // FP and Advanced SIMD; SHA1; 52 bits of address.
     ("ID_AA64PFR0_EL1", |s| {
-        told_more(s, [3, 0, 0, 4, 0], 1 << 16)
+        offered_more(s, [3, 0, 0, 4, 0], 1 << 16)
     }),
     ("ID_AA64ISAR0_EL1", |s| {
-        told_more(s, [3, 0, 0, 6, 0], 1 << 8)
+        offered_more(s, [3, 0, 0, 6, 0], 1 << 8)
     }),
-    ("ID_AA64MMFR0_EL1", |s| told_more(s, [3, 0, 0, 7, 0], 1)),
-    ("ID_AA64MMFR2_EL1", |s| told_more(s, [3, 0, 0, 7, 2], 1)),
+    ("ID_AA64MMFR0_EL1", |s| offered_more(s, [3, 0, 0, 7, 0], 1)),
+    ("ID_AA64MMFR2_EL1", |s| offered_more(s, [3, 0, 0, 7, 2], 1)),
     ("CTR_EL0", |s| _ = s.id.insert(reg([3, 3, 0, 0, 1]), 4)),
     ("timers.virt.ctl", |s| s.timers.virt.ctl |= 4),
     ("timers.phys.ctl", |s| s.timers.phys.ctl = u64::MAX),
@@ -186,7 +186,7 @@ fn set(state: &mut State, numbers: [u8; 5], value: u64) {
     state.system.insert(reg(numbers), value);
 }
 
-fn told_more(state: &mut State, numbers: [u8; 5], more: u64) {
+fn offered_more(state: &mut State, numbers: [u8; 5], more: u64) {
     let register = reg(numbers);
     let told = state.id.get(&register).copied().unwrap_or(0);
     // 0xf of a signed field wraps to 0, which is more.

@@ -17,13 +17,13 @@ use std::sync::Arc;
 /// Four registers; a program counter over instructions of 8 bytes: operation, register, register,
 /// and 32 bits of operand.
 #[derive(Clone, PartialEq, Debug, Default)]
-struct State {
+struct ToyState {
     r: [u64; 4],
     pc: u64,
 }
 
 struct Toy {
-    state: State,
+    state: ToyState,
     /// The device's answer to the load at `pc`, or that it has taken the store there.
     answer: Option<u64>,
     retired: u64,
@@ -116,13 +116,13 @@ impl Toy {
 impl Processor for Toy {
     type Fabric = ();
     type Own = u64;
-    type State = State;
+    type State = ToyState;
 
     fn fabric(_vcpus: usize, _wake: Arc<dyn Wake>) {}
 
     fn new(_index: usize, _fabric: Arc<()>, _clock: Arc<dyn Clock>) -> Self {
         Self {
-            state: State::default(),
+            state: ToyState::default(),
             answer: None,
             retired: 0,
             flushes: 0,
@@ -193,15 +193,15 @@ impl Processor for Toy {
     }
 
     fn reset(&mut self) {
-        self.state = State::default();
+        self.state = ToyState::default();
         self.answer = None;
     }
 
-    fn save(&mut self) -> Option<State> {
+    fn save(&mut self) -> Option<ToyState> {
         self.answer.is_none().then(|| self.state.clone())
     }
 
-    fn restore(&mut self, state: &State) {
+    fn restore(&mut self, state: &ToyState) {
         self.state = state.clone();
         self.answer = None;
     }

@@ -44,7 +44,7 @@ pub fn every_token_comes_back_once<B: Backend>(backend: &B) -> Outcome {
 }
 
 /// A guest that is not offered them has none.
-pub fn a_guest_is_told_nothing_unless_offered<B: Backend>(backend: &B) -> Outcome {
+pub fn a_guest_gets_no_event_unless_offered<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let request = Request::new(16, 4, 1, "faulters=2 workers=1 accesses=400");

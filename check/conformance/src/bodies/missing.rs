@@ -285,7 +285,7 @@ pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
 
 /// A guest without async faults takes no events. The refused accept makes the next run wait, until
 /// the VMM provides the page, or a kick.
-pub fn a_guest_that_cannot_be_told_waits<B: Backend>(backend: &B) -> Outcome {
+pub fn a_guest_that_takes_no_events_waits<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let at = places(&backend);

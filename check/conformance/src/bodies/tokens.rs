@@ -250,15 +250,15 @@ fn ends_with_a_token<B: Backend>(backend: &B, contract: &str) -> Outcome {
 /// A VMM that says ready for accepted tokens late, and for some of them before their page is there.
 /// The guest's processes get every page all the same, and two events per accepted token: not
 /// present and ready.
-pub fn a_guest_is_told_and_goes_on<B: Backend>(backend: &B) -> Outcome {
+pub fn a_guest_gets_its_events<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let mut contracts = contracts(backend.arch()).iter();
-        contracts.try_for_each(|contract| is_told(&backend, contract))
+        contracts.try_for_each(|contract| gets_events(&backend, contract))
     })
 }
 
-fn is_told<B: Backend>(backend: &B, contract: &str) -> Outcome {
+fn gets_events<B: Backend>(backend: &B, contract: &str) -> Outcome {
     let source = Words::late(Duration::ZERO);
     let Made { vm, mut vcpus, .. } = bm(backend, &source, contract)?;
     let vcpu = &mut vcpus[0];

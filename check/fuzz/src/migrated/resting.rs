@@ -20,12 +20,12 @@ const SLICES: u64 = 4000;
 const SLICE: u64 = 2000;
 
 /// A host, and VMs in it.
-pub struct Place {
+pub struct TestHost {
     pub host: Arc<Host>,
     clock: Arc<VirtualClock>,
 }
 
-impl Place {
+impl TestHost {
     pub fn new() -> Self {
         let clock = Arc::new(VirtualClock::default());
         let builder = VmBuilder {
@@ -90,7 +90,7 @@ fn answer(vcpu: &mut Vcpu, exit: Exit, devices: &PlatformDevices, kick: &Vm) {
 
 /// The guest.
 pub struct Resting {
-    place: Place,
+    place: TestHost,
     pub vm: Arc<Vm>,
     devices: DevicesState,
     /// Missing after a panic.
@@ -114,7 +114,7 @@ impl Resting {
         };
         let file = images.image("verify").expect("a built-in guest").file;
         let image = Image::parse(file).expect("an image");
-        let place = Place::new();
+        let place = TestHost::new();
         let config = VmConfig {
             arch,
             memory: MEMORY,

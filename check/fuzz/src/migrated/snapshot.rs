@@ -4,7 +4,7 @@
 //! the three folders, changes some files of one, and mostly makes the checksums fit again, so that
 //! what is behind them is reached.
 
-use super::resting::{Place, Resting, architectures, memory_of};
+use super::resting::{Resting, TestHost, architectures, memory_of};
 use super::{Growth, forged, json, note_error};
 use crate::run::Run;
 use crate::values::pick;
@@ -37,7 +37,7 @@ pub fn run(run: &mut Run<'_>) {
     let archs = architectures();
     let arch = archs[rng.usize(..archs.len())];
     let saved = Saved::of(arch);
-    let place = Place::new();
+    let place = TestHost::new();
     let growth = Growth::watch();
     for _ in 0..CASES {
         let folder = TempDir::new().expect("a folder");
@@ -353,7 +353,7 @@ fn form_a_loop(folder: &Path, rng: &mut Rng) {
 /// One snapshot.
 struct Case<'a> {
     path: &'a Path,
-    place: &'a Place,
+    place: &'a TestHost,
     /// The memory that it must have, if it is whole.
     expected: Option<&'a [u8]>,
 }

@@ -4,7 +4,7 @@
 //! changes them, and gives them to the destination, or to the source.
 
 use super::frames::{self, Frame};
-use super::resting::{Place, Resting, architectures, memory_of};
+use super::resting::{Resting, TestHost, architectures, memory_of};
 use super::{Growth, note_error};
 use crate::run::Run;
 use crate::values::pick;
@@ -39,7 +39,7 @@ pub fn run(run: &mut Run<'_>) {
     let mode = pick(&mut rng, &MODES);
     let recorded = Recording::of(arch, mode);
     let growth = Growth::watch();
-    let place = Place::new();
+    let place = TestHost::new();
     for _ in 0..ARRIVALS {
         run.pulse
             .doing(&format!("a stream arrives, {arch} {mode:?}"));
@@ -95,7 +95,7 @@ impl Recording {
         guest.beside(|guest| {
             thread::scope(|scope| {
                 let arrives = scope.spawn(|| {
-                    let place = Place::new();
+                    let place = TestHost::new();
                     let arrived = take_in(&destination, &place);
                     memory_of(&arrived.unwrap_or_else(|(_, error)| panic!("{error}")).vm)
                 });
@@ -289,7 +289,7 @@ enum Until {
 }
 
 /// Takes a guest in, as a VMM does: it makes the VM that the stream asks for.
-fn take_in<S: Stream>(link: &Link<S>, place: &Place) -> Result<Guested, (Until, MigrateError)> {
+fn take_in<S: Stream>(link: &Link<S>, place: &TestHost) -> Result<Guested, (Until, MigrateError)> {
     let incoming = Incoming::accept(link).map_err(|why| (Until::Accepted, why))?;
     let Some(vm) = vm_for(&incoming, place) else {
         let why = MigrateError::Vcpus("there is no room for such a machine".into());
@@ -316,7 +316,7 @@ fn take_in<S: Stream>(link: &Link<S>, place: &Place) -> Result<Guested, (Until, 
 fn run_in<S: Stream>(
     arrived: Arrived<Vm>,
     link: &Link<S>,
-    place: &Place,
+    place: &TestHost,
     vm: Arc<Vm>,
     devices: PlatformDevices,
 ) -> Result<Guested, (Until, MigrateError)> {
@@ -340,7 +340,7 @@ fn run_in<S: Stream>(
 }
 
 /// A VM as the stream says, if it is a small one.
-fn vm_for(incoming: &Incoming, place: &Place) -> Option<Arc<Vm>> {
+fn vm_for(incoming: &Incoming, place: &TestHost) -> Option<Arc<Vm>> {
     let machine = incoming.machine();
     let pages = machine.layout.pages().saturating_mul(4096);
     if machine.memory.max(pages) > LARGEST || machine.vcpus > 8 {
@@ -390,7 +390,7 @@ fn scripts(good: &[Vec<Frame>], is_whole: bool, rng: &mut Rng) -> Link<Script> {
 }
 
 /// Streams of a hostile source.
-fn arrive(recorded: &Recording, place: &Place, rng: &mut Rng, run: &mut Run<'_>) {
+fn arrive(recorded: &Recording, place: &TestHost, rng: &mut Rng, run: &mut Run<'_>) {
     let is_whole = rng.u8(..24) == 0;
     let link = scripts(&recorded.source, is_whole, rng);
     match take_in(&link, place) {
@@ -440,7 +440,10 @@ fn depart(
         }
         Ok(Sent::Unknown { given, why } | Sent::Cut { given, why }) => {
             assert!(!is_whole, "whole answers: {why}");
-            assert!(link.has_said(frames::GO), "the source has let go of the guest without Go");
+            assert!(
+                link.has_said(frames::GO),
+                "the source has let go of the guest without Go"
+            );
             run.tally.note("answers", "not known, or cut");
             match given.resume(&link, &mut |_| CONTINUE) {
                 Sent::Moved(given) | Sent::Unknown { given, .. } | Sent::Cut { given, .. } => {
@@ -450,7 +453,10 @@ fn depart(
         }
         Err(error) => {
             assert!(!is_whole, "whole answers: {error}");
-            assert!(!link.has_said(frames::GO), "the source has sent Go: {error}");
+            assert!(
+                !link.has_said(frames::GO),
+                "the source has sent Go: {error}"
+            );
             note_error("answers refused", &error, run);
         }
     }

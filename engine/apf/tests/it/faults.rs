@@ -16,7 +16,7 @@ fn claim_of(answer: NotPresent) -> Completion {
 }
 
 #[test]
-fn the_guest_is_told_by_reason_word_and_page_fault() {
+fn the_guest_gets_a_reason_word_and_a_page_fault() {
     for en in BOTH {
         let mut fixture = Fixture::new(en);
         let answer = fixture.fault(5);
@@ -59,7 +59,7 @@ fn delivery_depends_on_privilege_and_paging() {
 /// `can_tell` predicts a fault's outcome and changes nothing. A reported page is not awaited any
 /// more, though its fault is in flight until page-ready is delivered.
 #[test]
-fn a_fault_is_foretold_and_awaited_until_its_page_has_come() {
+fn a_fault_is_predicted_and_awaited_until_its_page_has_arrived() {
     for en in BOTH {
         let mut fixture = Fixture::new(en);
         let page = gfn(5);

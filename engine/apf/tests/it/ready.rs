@@ -74,7 +74,7 @@ fn ready_events_come_in_order_and_one_at_a_time() {
 
 /// For both forms of page-ready: what can delay the event, and that a delay does not lose it.
 #[test]
-fn ready_waits_until_the_guest_can_be_told() {
+fn ready_waits_until_it_can_be_delivered() {
     type Obstacle = fn(&mut common::Mock);
     let obstacles: [(u64, Obstacle, Obstacle); 7] = [
         (
@@ -135,7 +135,7 @@ fn interrupts_wait_in_the_lapic_not_here() {
 }
 
 #[test]
-fn a_guest_that_was_not_told_of_a_page_is_not_told_that_it_is_ready() {
+fn a_page_without_page_not_present_gets_no_page_ready() {
     for en in [ENABLED, INTERRUPT] {
         let mut fixture = Fixture::new(en);
         let completion = halt(&mut fixture, 5);

@@ -24,11 +24,11 @@ pub(super) const PAGES: u64 = 2048;
 pub(super) const BACKING: u64 = 0x10_0000;
 
 /// The place of a slot: its first guest frame, its first page of the backing, its pages.
-pub(super) type Place = (u64, u64, u64);
+pub(super) type SlotPlace = (u64, u64, u64);
 
 /// One slot of whole blocks; one with frames and backing that are aligned differently; two that
 /// meet inside a block, the upper of them with a whole block in it. All share backing.
-pub(super) const SLOTS: [Place; 4] = [
+pub(super) const SLOTS: [SlotPlace; 4] = [
     (0x400, 0, PAGES),
     (0x1_0001, 512, 600),
     (0x2_0000 + 300, 300, 1024),
@@ -56,7 +56,7 @@ pub(crate) fn mmu(tables: u32) -> Arc<Mmu> {
     Mmu::new(host(), Arc::new(Qsbr::new(2)), tables).expect("an MMU")
 }
 
-pub(super) fn spec(id: u16, (gfn, page, pages): Place) -> SlotSpec {
+pub(super) fn spec(id: u16, (gfn, page, pages): SlotPlace) -> SlotSpec {
     SlotSpec {
         id: SlotId(id),
         guest: gfn * PAGE_SIZE as u64,
@@ -66,7 +66,7 @@ pub(super) fn spec(id: u16, (gfn, page, pages): Place) -> SlotSpec {
     }
 }
 
-pub(super) fn add(mmu: &Mmu, slots: &[Place]) {
+pub(super) fn add(mmu: &Mmu, slots: &[SlotPlace]) {
     for (id, place) in (0..).zip(slots) {
         mmu.insert_slot(spec(id, *place)).expect("room");
     }

@@ -4,7 +4,7 @@ use super::common::*;
 use std::collections::BTreeSet;
 
 /// The blocks of a slot that may be huge, by their first frames.
-fn huge_blocks(place: Place) -> BTreeSet<u64> {
+fn huge_blocks(place: SlotPlace) -> BTreeSet<u64> {
     let mmu = mmu(4096);
     add(&mmu, &[place]);
     let (first, _, pages) = place;

@@ -32,15 +32,15 @@ struct Plain {
 #[derive(Default)]
 struct Model {
     leaves: BTreeMap<u64, Plain>,
-    slots: BTreeMap<u16, (Place, u32)>,
+    slots: BTreeMap<u16, (SlotPlace, u32)>,
     lives: u32,
     disallowed: Vec<GfnRange>,
     counts: BTreeMap<(u16, u64), u32>,
 }
 
 impl Model {
-    fn slot_of(&self, gfn: u64) -> Option<(u16, Place)> {
-        let inside = |(first, _, pages): Place| (first..first + pages).contains(&gfn);
+    fn slot_of(&self, gfn: u64) -> Option<(u16, SlotPlace)> {
+        let inside = |(first, _, pages): SlotPlace| (first..first + pages).contains(&gfn);
         let mut slots = self.slots.iter().map(|(id, (place, _))| (*id, *place));
         slots.find(|(_, place)| inside(*place))
     }
@@ -125,7 +125,7 @@ impl Model {
 
     /// The guest frames of pages `page..page + pages` of the backing, in ranges.
     fn gfns(&self, page: u64, pages: u64) -> Vec<std::ops::Range<u64>> {
-        let part = |((gfn, first, count), _): &(Place, u32)| {
+        let part = |((gfn, first, count), _): &(SlotPlace, u32)| {
             let start = page.max(*first);
             let end = (page + pages).min(first + count);
             (start < end).then(|| gfn + start - first..gfn + end - first)
@@ -162,27 +162,27 @@ impl Model {
         }
     }
 
-    fn forget_slot(&mut self, id: u16) -> Option<Place> {
+    fn forget_slot(&mut self, id: u16) -> Option<SlotPlace> {
         self.forget_leaves(id);
         self.counts.retain(|(other, _), _| *other != id);
         self.slots.remove(&id).map(|(place, _)| place)
     }
 
-    fn fits(&self, id: u16, (gfn, _, pages): Place) -> bool {
-        let meets = |(other, ((first, _, count), _)): (&u16, &(Place, u32))| {
+    fn fits(&self, id: u16, (gfn, _, pages): SlotPlace) -> bool {
+        let meets = |(other, ((first, _, count), _)): (&u16, &(SlotPlace, u32))| {
             *other != id && gfn < first + count && *first < gfn + pages
         };
         !self.slots.iter().any(meets)
     }
 
-    fn insert(&mut self, id: u16, place: Place) {
+    fn insert(&mut self, id: u16, place: SlotPlace) {
         self.lives += 1;
         self.slots.insert(id, (place, self.lives));
     }
 
     /// The slots and blocks that a range of guest frames touches.
     fn blocks(&self, gfns: GfnRange) -> Vec<(u16, u64)> {
-        let of_slot = |(id, ((first, _, pages), _)): (&u16, &(Place, u32))| {
+        let of_slot = |(id, ((first, _, pages), _)): (&u16, &(SlotPlace, u32))| {
             let slot = GfnRange::new(gfn(*first), *pages).expect("a slot");
             let id = *id;
             let blocks = slot.intersect(gfns).into_iter().flat_map(parts);
@@ -334,7 +334,7 @@ fn compare(mmu: &Mmu, model: &Model) {
 }
 
 fn guest_frame() -> impl Strategy<Value = u64> {
-    let inside = |(first, _, pages): Place| first..first + pages;
+    let inside = |(first, _, pages): SlotPlace| first..first + pages;
     prop_oneof![
         4 => inside(SLOTS[0]),
         1 => inside(SLOTS[1]),

@@ -1,7 +1,7 @@
 //! The AArch64 images on QEMU's `virt`: two processors, and one of them has LSE, ASIDs and PAN.
 
 use super::machine::{Outcome, assert_ended, build_for, program_missing, run, temp};
-use lacuna_guest::status::{self, Kind, State, Status};
+use lacuna_guest::status::{self, GuestState, Kind, Status};
 use lacuna_guest::{Arch, HOST_COMPATIBLE, HOST_EXIT, HOST_STATUS};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -310,7 +310,7 @@ fn the_status_page_says_what_happened() {
     let mut pages = bytes.chunks_exact(status::PAGE_BYTES);
     let page = pages.find(|page| page.starts_with(b"LACUNAST"));
     let status = Status::parse(page.expect("a status page")).unwrap();
-    assert_eq!(status.state, State::Done(0));
+    assert_eq!(status.state, GuestState::Done(0));
     let faulter = &status.threads[1];
     assert_eq!((faulter.kind, faulter.counter), (Kind::Faulter, 5000));
 }

@@ -6,7 +6,7 @@ mod churn;
 mod machine;
 mod pause;
 
-use lacuna_guest::status::{self, Kind, State, Status};
+use lacuna_guest::status::{self, GuestState, Kind, Status};
 use machine::{assert_ended, boot, boot_file, boot_with, build, qemu_missing, temp};
 use std::fs;
 use std::path::Path;
@@ -153,7 +153,7 @@ fn the_status_page_says_what_happened() {
         .find(|p| p.starts_with(b"LACUNAST"))
         .expect("a status page");
     let status = Status::parse(page).unwrap();
-    assert_eq!(status.state, State::Done(0));
+    assert_eq!(status.state, GuestState::Done(0));
     let seen: Vec<_> = status
         .threads
         .iter()

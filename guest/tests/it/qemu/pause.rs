@@ -1,7 +1,7 @@
 //! The host pauses a kind of thread by a word on the status page.
 
 use super::machine::{assert_ended, boot_with, qemu_missing, temp};
-use lacuna_guest::status::{self, Kind, State, Status};
+use lacuna_guest::status::{self, GuestState, Kind, Status};
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::thread;
@@ -30,7 +30,7 @@ impl Memory {
             let page = (index * status::PAGE_BYTES) as u64;
             let memory = Self { file, page };
             let status = memory.status();
-            if status.state == State::Running && status.threads.iter().all(|t| t.counter > 0) {
+            if status.state == GuestState::Running && status.threads.iter().all(|t| t.counter > 0) {
                 return Some(memory);
             }
         }

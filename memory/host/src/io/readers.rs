@@ -10,12 +10,12 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 
 pub(crate) struct Readers {
-    shared: Arc<Shared>,
+    shared: Arc<SharedReaders>,
     handles: Mutex<Vec<JoinHandle<()>>, lock_order::ReaderHandles>,
     max: usize,
 }
 
-struct Shared {
+struct SharedReaders {
     core: Arc<Core>,
     timer: Arc<Timer>,
     queue: Mutex<Queue, lock_order::ReaderQueue>,
@@ -32,7 +32,7 @@ struct Queue {
 
 impl Readers {
     pub fn new(core: Arc<Core>, timer: Arc<Timer>, max: usize) -> Self {
-        let shared = Shared {
+        let shared = SharedReaders {
             core,
             timer,
             queue: Mutex::default(),
@@ -84,7 +84,7 @@ impl Readers {
     }
 }
 
-impl Shared {
+impl SharedReaders {
     fn run(&self) {
         let mut queue = lock(&self.queue);
         loop {

@@ -37,7 +37,7 @@ const GETEVENTS: u32 = 1;
 const WAKE: u64 = u64::MAX;
 
 pub(crate) struct Ring {
-    shared: Arc<Shared>,
+    shared: Arc<SharedRing>,
     reaper: Option<JoinHandle<()>>,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Onward {
     pub readers: Arc<Readers>,
 }
 
-struct Shared {
+struct SharedRing {
     ring: IoUring,
     onward: Onward,
     /// The right to use the submission queue. Not held while the kernel takes from it.
@@ -73,7 +73,7 @@ struct Flights {
 impl Ring {
     /// `Err` where io_uring is missing or forbidden.
     pub fn new(onward: Onward) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedRing {
             // The kernel's part of a completion runs on the thread that submitted, and need not
             // interrupt it: it looks (`poll`), or enters the kernel to sleep.
             ring: IoUring::builder()
@@ -181,7 +181,7 @@ impl Drop for Ring {
     }
 }
 
-impl Shared {
+impl SharedRing {
     fn submit(&self, sqe: &squeue::Entry) {
         let turn = lock(&self.submission);
         // SAFETY: `turn` makes this the only view of the submission queue.

@@ -19,11 +19,11 @@ use std::time::Duration;
 const NEVER: u64 = u64::MAX;
 
 pub(crate) struct Timer {
-    shared: Arc<Shared>,
+    shared: Arc<SharedTimer>,
     thread: Mutex<Option<JoinHandle<()>>, lock_order::TimerThread>,
 }
 
-struct Shared {
+struct SharedTimer {
     core: Arc<Core>,
     watch: Arc<Watch>,
     queue: Mutex<Queue, lock_order::TimerQueue>,
@@ -41,7 +41,7 @@ struct Queue {
 
 impl Timer {
     pub fn new(core: Arc<Core>, watch: Arc<Watch>) -> Self {
-        let shared = Shared {
+        let shared = SharedTimer {
             core,
             watch,
             queue: Mutex::default(),
@@ -140,7 +140,7 @@ impl Timer {
     }
 }
 
-impl Shared {
+impl SharedTimer {
     fn first(&self) -> u64 {
         self.first.load(Ordering::Relaxed)
     }

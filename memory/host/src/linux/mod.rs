@@ -30,19 +30,19 @@
 //! for the users. So either that thread sees the user and waits, or the user sees the changed word.
 //! Without this order a user's late copy could land in the next region at these addresses.
 
+mod addresses;
 mod discard;
 mod fill;
 mod losses;
 mod outside;
 mod parts;
 mod remove;
-mod room;
 mod shared;
 mod units;
 
+pub(crate) use addresses::LinuxAddresses;
 pub(crate) use losses::Losses;
 pub use losses::SeenLosses;
-pub(crate) use room::Room;
 pub use shared::{LinuxBacking, SharedFill, SharedMemory};
 pub(crate) use units::{Gathered, Gathering, UnitContent};
 
@@ -56,7 +56,7 @@ use crate::striped::Striped;
 use lacuna_addr::{BackingRange, Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
 use lacuna_source::{PageSource, SourcePage};
 use lacuna_sys::{Errno, TakenPages, Userfaultfd};
-use outside::Outside;
+use outside::FillHandler;
 use parts::Parts;
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,7 +71,7 @@ pub(crate) struct LinuxMemory {
     /// or a handler does.
     parts: Option<Parts>,
     /// A handler fills it, with userfaultfds of its own.
-    outside: Option<Arc<Outside>>,
+    outside: Option<Arc<FillHandler>>,
     /// The file that it maps; `None`: it is anonymous.
     shared: Option<SharedMemory>,
     users: Striped<Users>,
@@ -102,7 +102,7 @@ impl LinuxMemory {
     /// until they are filled.
     fn new(
         pool: &Pool,
-        room: &Room,
+        addresses: &LinuxAddresses,
         pages: PageCount,
         (filled, backing): (Filled, LinuxBacking),
     ) -> Result<Self, HostError> {
@@ -128,7 +128,7 @@ impl LinuxMemory {
                 Some((offset, shared))
             }
         };
-        let first = room.take(pool, pages)?;
+        let first = addresses.take(pool, pages)?;
         let count = pages.get() as usize;
         let registered = shared.as_ref().map_or(Ok(()), |(offset, shared)| {
             let mapped = pool.map_linux(first, count, shared.file(), *offset);
@@ -153,7 +153,7 @@ impl LinuxMemory {
                 // A part of the memory may be registered. If the kernel refuses, no region gets the
                 // addresses again.
                 if pool.renew_linux(first, count).is_ok() {
-                    room.give(first);
+                    addresses.give(first);
                 }
                 Err(error)
             }
@@ -290,7 +290,7 @@ enum Filled {
     /// Linux, with zeros.
     ByLinux,
     /// A handler outside of this host, or the VMM.
-    FromOutside(Arc<Outside>),
+    FromOutside(Arc<FillHandler>),
 }
 
 impl Region {
@@ -332,10 +332,12 @@ impl Host {
         let core = &self.core;
         let refused = |errno: Errno| HostError::Userfaultfd(errno.to_string());
         let filled = match &origin {
-            Some((source, first)) => match Outside::of(core, source, *first).map_err(refused)? {
-                Some(outside) => Filled::FromOutside(outside),
-                None => Filled::BySource,
-            },
+            Some((source, first)) => {
+                match FillHandler::of(core, source, *first).map_err(refused)? {
+                    Some(outside) => Filled::FromOutside(outside),
+                    None => Filled::BySource,
+                }
+            }
             None => Filled::ByLinux,
         };
         let linux = LinuxMemory::new(&core.frames.pool, &core.linux, pages, (filled, backing))?;
@@ -371,7 +373,7 @@ impl Host {
 impl Core {
     /// Gives Linux memory back that no region, leaf or thread uses. A handler of `outside` may fill
     /// it still.
-    fn give_linux(&self, first: Pfn, pages: usize, outside: Option<&Outside>) {
+    fn give_linux(&self, first: Pfn, pages: usize, outside: Option<&FillHandler>) {
         // If the kernel refuses, the addresses keep their bytes, and no region gets them again.
         if self.frames.pool.renew_linux(first, pages).is_err() {
             return;

@@ -51,7 +51,7 @@ use std::time::{Duration, Instant};
 const MOST_THREADS: usize = 16;
 
 /// What one region knows of the handler that fills it.
-pub(crate) struct Outside {
+pub(crate) struct FillHandler {
     source: Arc<dyn PageSource>,
     /// What the region's first page is in the source.
     first: SourcePage,
@@ -86,7 +86,7 @@ struct Pool {
 }
 
 /// A thread touches pages of the region.
-struct Inside<'a>(&'a Outside, Arc<Toucher>);
+struct Inside<'a>(&'a FillHandler, Arc<Toucher>);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
@@ -100,7 +100,7 @@ impl Drop for Inside<'_> {
     }
 }
 
-impl Outside {
+impl FillHandler {
     /// For a region whose first page is page `first` of `source`; `None` if `source` is asked for
     /// its pages.
     ///
@@ -332,7 +332,7 @@ impl Host {
 
 impl Region {
     /// The handler that fills the region from outside.
-    pub fn outside(&self) -> Option<&Arc<Outside>> {
+    pub fn outside(&self) -> Option<&Arc<FillHandler>> {
         self.linux.as_ref()?.outside.as_ref()
     }
 }
@@ -360,7 +360,7 @@ impl Core {
     fn touch_until(
         &self,
         ticket: &Ticket,
-        outside: &Arc<Outside>,
+        outside: &Arc<FillHandler>,
         toucher: &Arc<Toucher>,
         stop: &AtomicBool,
     ) -> Result<(), LostPage> {

@@ -28,9 +28,9 @@ pub enum Fault {
 /// A device in plain memory, outside the budget. A clone is the same device, by which a test
 /// switches its faults.
 #[derive(Clone)]
-pub struct FaultyStore(Arc<Shared>);
+pub struct FaultyStore(Arc<FaultyDevice>);
 
-struct Shared {
+struct FaultyDevice {
     inner: Mutex<Inner, lock_order::FaultyDevice>,
     healed: Condvar,
 }
@@ -52,7 +52,7 @@ impl FaultyStore {
             fault: None,
             stalled: 0,
         };
-        Self(Arc::new(Shared {
+        Self(Arc::new(FaultyDevice {
             inner: Mutex::new(inner),
             healed: Condvar::new(),
         }))

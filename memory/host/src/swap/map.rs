@@ -39,9 +39,9 @@ pub(crate) struct Run {
 /// Whether entries are free below the limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
-pub(crate) enum Room {
+pub(crate) enum SwapSpace {
     Left,
-    None,
+    Full,
 }
 
 impl SwapMap {
@@ -111,12 +111,12 @@ impl SwapMap {
 
     /// Notes that the device has no room for `entry`. From now on, entries from there on are tried
     /// only if none below is free. Returns whether one below is free.
-    pub fn ends_at(&mut self, entry: SwapEntry, reason: &str) -> Room {
+    pub fn ends_at(&mut self, entry: SwapEntry, reason: &str) -> SwapSpace {
         self.limit = self.limit.min(entry.get());
         self.ended = reason.into();
         match self.find(0, self.limit, 1) {
-            Some(_) => Room::Left,
-            None => Room::None,
+            Some(_) => SwapSpace::Left,
+            None => SwapSpace::Full,
         }
     }
 
@@ -215,14 +215,14 @@ mod tests {
     fn a_device_that_ran_out_is_asked_again_when_nothing_else_is_left() {
         let mut map = SwapMap::new(1000);
         let run = map.take(32).unwrap();
-        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), Room::None);
+        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), SwapSpace::Full);
         (0..32).for_each(|i| map.free(run.first.plus(i)));
-        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), Room::Left);
+        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), SwapSpace::Left);
         assert_eq!(map.take(32).unwrap().count, 16);
         let beyond = map.take(32).unwrap();
         assert_eq!((beyond.first.get(), beyond.count), (16, 32));
         (0..32).for_each(|i| map.free(beyond.first.plus(i)));
-        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), Room::None);
+        assert_eq!(map.ends_at(SwapEntry::new(16), "no space"), SwapSpace::Full);
         map.has_room_at(SwapEntry::new(0));
         map.free(SwapEntry::new(3));
         assert_eq!(map.take(8).unwrap().first.get(), 3, "below first");

@@ -54,7 +54,7 @@ pub struct MemoryStore {
 #[derive(Default)]
 struct Inner {
     /// The place of each entry, by its number.
-    places: Vec<Option<Place>>,
+    places: Vec<Option<SlabPlace>>,
     /// Every frame taken, with its used places.
     slabs: BTreeMap<u32, u64>,
     /// Those with room, by class.
@@ -63,16 +63,16 @@ struct Inner {
 }
 
 #[derive(Clone, Copy)]
-struct Place {
+struct SlabPlace {
     frame: u32,
     len: u16,
     class: u8,
     index: u8,
 }
 
-const _: () = assert!(size_of::<Option<Place>>() <= 12);
+const _: () = assert!(size_of::<Option<SlabPlace>>() <= 12);
 
-impl Place {
+impl SlabPlace {
     fn offset(self) -> usize {
         usize::from(self.index) * usize::from(CLASSES[usize::from(self.class)])
     }
@@ -110,7 +110,7 @@ impl Inner {
         frames: &StoreFrames,
         entry: SwapEntry,
         len: usize,
-    ) -> Result<Place, SwapError> {
+    ) -> Result<SlabPlace, SwapError> {
         let class = CLASSES
             .iter()
             .position(|&size| usize::from(size) >= len)
@@ -126,7 +126,7 @@ impl Inner {
         if used.count_ones() as usize == places {
             self.partial[class].remove(&frame);
         }
-        let place = Place {
+        let place = SlabPlace {
             frame,
             len: len as u16,
             class: class as u8,
@@ -156,7 +156,7 @@ impl Inner {
         Ok(frame)
     }
 
-    fn free(&mut self, frames: &StoreFrames, place: Place) {
+    fn free(&mut self, frames: &StoreFrames, place: SlabPlace) {
         let class = usize::from(place.class);
         let Some(used) = self.slabs.get_mut(&place.frame) else {
             return;

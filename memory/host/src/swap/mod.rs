@@ -14,7 +14,7 @@ pub use faulty::{Fault, FaultyStore};
 pub use file::FileStore;
 pub use latency::Latency;
 pub use log_normal::LogNormal;
-pub(crate) use map::{Room, Run, SwapMap};
+pub(crate) use map::{Run, SwapMap, SwapSpace};
 pub use memory::MemoryStore;
 
 use crate::error::{SwapError, WriteFailed};

@@ -1,6 +1,6 @@
 //! The dirty ring, compared with a plain queue; its sizes; and its two ends on two threads.
 
-use lacuna_slots::{RingConsumer, RingProducer, RingSize, Room, SlotId, dirty_ring};
+use lacuna_slots::{RingConsumer, RingProducer, RingSize, RingSpace, SlotId, dirty_ring};
 use proptest::prelude::*;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -35,16 +35,16 @@ fn many_pages_at_once_are_pushed_one_after_the_other() {
     let pages = [5, 900, 6, 5];
     assert_eq!(producer.push_all(SlotId(3), pages.into_iter()), pages.len());
     assert_eq!(producer.push_all(SlotId(3), std::iter::empty()), 0);
-    assert_eq!(producer.room(), Room::Yes);
+    assert_eq!(producer.space(), RingSpace::Free);
     let mut found = Vec::new();
     consumer.harvest(|slot, page| found.push((slot.0, page)));
     assert_eq!(found, pages.map(|page| (3, page)));
     // A full log after nearly as many entries as the soft limit.
     let limit = 1024 - (64 + 512);
     producer.push_all(SlotId(1), 0..limit - pages.len() - 1);
-    assert_eq!(producer.room(), Room::Yes);
+    assert_eq!(producer.space(), RingSpace::Free);
     assert_eq!(producer.push_all(SlotId(1), 0..512), 512);
-    assert_eq!(producer.room(), Room::SoftFull);
+    assert_eq!(producer.space(), RingSpace::SoftFull);
 }
 
 #[derive(Clone, Debug)]
@@ -87,18 +87,18 @@ impl Model {
         self.harvested.len() + self.dirty.len()
     }
 
-    fn room(&self) -> Room {
+    fn space(&self) -> RingSpace {
         if self.used() < 448 {
-            Room::Yes
+            RingSpace::Free
         } else {
-            Room::SoftFull
+            RingSpace::SoftFull
         }
     }
 }
 
 fn push(producer: &mut RingProducer, model: &mut Model, slot: u16, page: usize) {
     model.dirty.push_back((slot, page));
-    assert_eq!(producer.push(SlotId(slot), page), model.room());
+    assert_eq!(producer.push(SlotId(slot), page), model.space());
 }
 
 fn step(ends: &mut (RingProducer, RingConsumer), model: &mut Model, op: Op) {
@@ -113,7 +113,7 @@ fn step(ends: &mut (RingProducer, RingConsumer), model: &mut Model, op: Op) {
         } => {
             let mut pages = (0..).map(|i: isize| page.wrapping_add_signed(i * step));
             for page in pages.by_ref().take(count) {
-                if producer.room() == Room::SoftFull {
+                if producer.space() == RingSpace::SoftFull {
                     break;
                 }
                 push(producer, model, slot, page);
@@ -145,7 +145,7 @@ fn step(ends: &mut (RingProducer, RingConsumer), model: &mut Model, op: Op) {
             model.harvested.clear();
         }
     }
-    assert_eq!(producer.room(), model.room());
+    assert_eq!(producer.space(), model.space());
 }
 
 proptest! {
@@ -172,7 +172,7 @@ fn a_vcpu_that_goes_on_is_stopped_before_it_overwrites() {
 #[test]
 fn entries_are_free_before_their_pages_are_armed() {
     let (mut producer, mut consumer) = smallest();
-    while producer.push(SlotId(0), 0) == Room::Yes {}
+    while producer.push(SlotId(0), 0) == RingSpace::Free {}
     for page in 0..1024 - 448 {
         let _ = producer.push(SlotId(0), page * 64);
     }
@@ -180,7 +180,7 @@ fn entries_are_free_before_their_pages_are_armed() {
     let mut armed = 0;
     consumer.reset(|_, page| {
         // Rearming a page lets the vCPU write and push it again, into a ring that was full.
-        let _ = producer.room();
+        let _ = producer.space();
         let _ = producer.push(SlotId(1), page);
         armed += 1;
     });
@@ -240,7 +240,7 @@ fn two_threads_pass_every_page_on_in_order() {
     std::thread::scope(|s| {
         s.spawn(move || {
             for page in 0..PAGES {
-                while producer.room() == Room::SoftFull {
+                while producer.space() == RingSpace::SoftFull {
                     std::thread::yield_now();
                 }
                 let _ = producer.push(SlotId((page % 3) as u16), page);
@@ -275,7 +275,7 @@ fn a_harvest_that_panics_loses_no_page() {
     let (mut producer, mut consumer) = smallest();
     let pages = [3, 4, 5];
     for page in pages {
-        assert_eq!(producer.push(SlotId(1), page), Room::Yes);
+        assert_eq!(producer.push(SlotId(1), page), RingSpace::Free);
     }
     let mut seen = Vec::new();
     let harvest = catch_unwind(AssertUnwindSafe(|| {

@@ -32,7 +32,7 @@ fn gfn(raw: u64) -> Gfn {
 
 /// The first frame, the first page of the backing, and the number of pages.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct SlotPlace {
     gfn: u64,
     backing_page: u64,
     pages: u64,
@@ -40,15 +40,15 @@ struct Place {
 
 #[derive(Clone, Copy, Debug)]
 enum Op {
-    Add(u16, Place),
-    Replace(u16, Place),
+    Add(u16, SlotPlace),
+    Replace(u16, SlotPlace),
     Remove { id: u16 },
 }
 
 fn any_op() -> impl Strategy<Value = Op> {
     let id = || 0..9u16;
     let place = || {
-        (0..70u64, 0..40u64, 0..20u64).prop_map(|(gfn, backing_page, pages)| Place {
+        (0..70u64, 0..40u64, 0..20u64).prop_map(|(gfn, backing_page, pages)| SlotPlace {
             gfn,
             backing_page,
             pages,
@@ -125,7 +125,7 @@ fn step(slots: &Slots<Tag>, model: &mut Model, n: u64, op: Op) {
     let (expected, result) = match op {
         Op::Add(id, place) | Op::Replace(id, place) => {
             let adds = matches!(op, Op::Add(..));
-            let Place {
+            let SlotPlace {
                 gfn,
                 backing_page,
                 pages,

@@ -51,7 +51,7 @@ macro_rules! promises {
                 }
 
                 #[test]
-                fn each_kind_of_entry_is_told_from_all_others(entry in any_entry()) {
+                fn each_kind_of_entry_is_distinguished(entry in any_entry()) {
                     let raw = Format::encode(entry);
                     let table = match entry {
                         Entry::Table(id) => Some(id),

@@ -5,7 +5,7 @@ use crate::experiment::LabError;
 use crate::fixture::{Tables, builder};
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Access, Gfn, PageCount};
-use lacuna_soft::{Delivery, Detection, Fault, Logging, Mmu, Room, SlotId, VcpuMmu, Walk};
+use lacuna_soft::{Delivery, Detection, Fault, Logging, Mmu, RingSpace, SlotId, VcpuMmu, Walk};
 use lacuna_sync::Qsbr;
 use std::hint::spin_loop;
 use std::ops::Range;
@@ -236,7 +236,7 @@ impl Writer<'_> {
             let answer = match wrote {
                 Err(why) => Some(Err(why)),
                 Ok(()) if self.order.is_empty() => Some(Ok(Wrote::All)),
-                Ok(()) if self.vcpu_mmu.room() == Room::SoftFull => {
+                Ok(()) if self.vcpu_mmu.space() == RingSpace::SoftFull => {
                     Some(Ok(Wrote::RingFull(std::mem::take(&mut self.order))))
                 }
                 Ok(()) => None,

@@ -9,7 +9,7 @@ const FROM_EL0: u64 = 0x9200_0010;
 const FROM_EL1: u64 = 0x9600_0010;
 
 #[test]
-fn a_guest_is_told_by_a_reason_and_an_abort_with_the_token() {
+fn a_guest_gets_a_reason_and_an_abort_with_the_token() {
     let mut fixture = Fixture::by_abort(0);
     let completion = fixture.told(5);
     let (esr, reason, token) = fixture.guest.take_abort().unwrap();

@@ -13,7 +13,7 @@ fn complete(fixture: &mut Fixture) -> u32 {
 }
 
 #[test]
-fn a_guest_is_told_by_two_words_and_an_event() {
+fn a_guest_gets_two_words_and_an_event() {
     let mut fixture = Fixture::by_sdei(0);
     let before = fixture.guest.context;
     let completion = fixture.told(5);

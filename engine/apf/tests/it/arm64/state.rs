@@ -15,7 +15,7 @@ fn restored(saved: &Saved, words: [u32; 2]) -> Fixture {
 }
 
 #[test]
-fn a_guest_of_rfcv2_is_told_to_try_again_with_all() {
+fn a_guest_of_rfcv2_gets_a_wake_all() {
     let mut fixture = Fixture::new();
     assert_eq!(fixture.x0(ABORT, &[0x1000, 1 << 30]), 0);
     assert_eq!(fixture.switch_abort(BLOCK | ENABLED | SEND_ALWAYS), 0);

@@ -3,7 +3,7 @@
 use super::Mmu;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
-use lacuna_mmu::{Backup, Delivery, DirtyError, Outcome, RingSize, Room, SlotSpec, VcpuMmu};
+use lacuna_mmu::{Backup, Delivery, DirtyError, Outcome, RingSize, RingSpace, SlotSpec, VcpuMmu};
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_stage2::Walk;
 use lacuna_sync::{GracePeriod, HostClock, Qsbr};
@@ -167,7 +167,7 @@ impl Vcpu {
 
     /// Whether its ring has room.
     pub fn has_room(&mut self) -> bool {
-        self.vcpu.room() == Room::Yes
+        self.vcpu.space() == RingSpace::Free
     }
 
     /// Whether another thread has kicked it.

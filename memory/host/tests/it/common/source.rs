@@ -7,14 +7,14 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock};
 
 #[derive(Default)]
 pub struct TestSource {
-    state: Mutex<State>,
+    state: Mutex<Requests>,
     asked: Condvar,
     /// The region, whose first page is page 0 of the source.
     region: OnceLock<BackingRange>,
 }
 
 #[derive(Default)]
-struct State {
+struct Requests {
     open: BTreeMap<u64, PageRequest>,
     seen: BTreeSet<u64>,
 }

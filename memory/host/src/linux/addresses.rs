@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// The parts in use.
 #[derive(Default)]
-pub(crate) struct Room(Mutex<Parts, lock_order::LinuxRoom>);
+pub(crate) struct LinuxAddresses(Mutex<Parts, lock_order::LinuxAddresses>);
 
 #[derive(Default)]
 struct Parts {
@@ -30,7 +30,7 @@ struct Late {
     parts: Vec<usize>,
 }
 
-impl Room {
+impl LinuxAddresses {
     /// Takes the first gap that is large enough. Each region begins with a block.
     pub fn take(&self, pool: &Pool, pages: PageCount) -> Result<Pfn, HostError> {
         let all = pool.linux();
@@ -61,8 +61,8 @@ impl Room {
         debug_assert!(given.is_some(), "{first:?} was taken");
     }
 
-    /// As [`Room::give`], as soon as no handler of `source` can put a page there. The kernel lets
-    /// a userfaultfd fill all memory of the process that is registered with *any* userfaultfd. So a
+    /// As [`Self::give`], as soon as no handler of `source` can put a page there. The kernel lets a
+    /// userfaultfd fill all memory of the process that is registered with *any* userfaultfd. So a
     /// handler that is late would fill the next region at these addresses.
     pub fn give_later(&self, first: Pfn, source: Arc<dyn PageSource>) {
         let (mut parts, first) = (lock(&self.0), first.index());
@@ -116,8 +116,8 @@ mod tests {
     #[test]
     fn gaps_are_found_and_given_back() {
         let pool = Pool::new(100, 4 * BLOCK).unwrap();
-        let room = Room::default();
-        let take = |pages: usize| room.take(&pool, PageCount::new(pages as u64));
+        let addresses = LinuxAddresses::default();
+        let take = |pages: usize| addresses.take(&pool, PageCount::new(pages as u64));
         let at = |block: usize| Pfn::new((BLOCK * block) as u32);
         assert_eq!(take(BLOCK + 1), Ok(at(1)));
         assert_eq!(take(1), Ok(at(3)));
@@ -126,9 +126,9 @@ mod tests {
         assert!(refused.contains("2048"), "{refused}");
         assert_eq!(take(BLOCK), Ok(at(4)));
         assert!(take(1).is_err());
-        room.give(at(3));
+        addresses.give(at(3));
         assert!(take(BLOCK + 1).is_err());
-        room.give(at(1));
+        addresses.give(at(1));
         assert_eq!(take(3 * BLOCK), Ok(at(1)));
         assert!(take(usize::MAX).is_err());
     }
