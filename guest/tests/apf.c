@@ -1,7 +1,7 @@
 /*
  * Tests kernel/apf.c and its x86 part on the building machine; this file plays the host. It sends
- * every order of events that the interface allows, and some that it does not. tests/it/apf.rs builds
- * and runs it.
+ * every order of events that the interface allows, and some that it does not. tests/it/apf.rs
+ * builds and runs it.
  */
 #include "x86.h"
 

@@ -116,6 +116,10 @@ impl Findings {
                 .collect()
         };
         let roots = target(&|_| true);
+        for program in target(&|target| target.is_test() && target.test) {
+            self.all
+                .extend(tree::check_test_program(&relative(&self.root, &program)));
+        }
         let products = target(&|target| target.is_lib() || target.is_bin());
         let reachable = tree::reachable(&roots);
         let policy = imports::unsafe_policy(package.name.as_str());

@@ -50,6 +50,14 @@ fn everything(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
+/// The root of a program of integration tests. A crate has one, because each is linked with all
+/// that it uses. Models under loom are programs that `cargo test` leaves out.
+pub fn check_test_program(path: &str) -> Option<Finding> {
+    let only = path.ends_with("/tests/it/main.rs") || path == "check/xtask/tests/skipped.rs";
+    let what = "a second program of integration tests: make it a module of tests/it/main.rs";
+    (!only).then(|| Finding::of(path, what))
+}
+
 /// Where a file is in its crate.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FileRole {
@@ -169,5 +177,13 @@ mod tests {
         let findings = check_readmes(tree(&rows).path());
         let paths: Vec<_> = findings.iter().map(|finding| &*finding.path).collect();
         assert_eq!(paths, ["base/README.md", "check/README.md"]);
+    }
+
+    #[test]
+    fn a_crate_has_one_program_of_tests() {
+        for path in ["migrate/tests/it/main.rs", "check/xtask/tests/skipped.rs"] {
+            assert!(check_test_program(path).is_none(), "{path}");
+        }
+        assert!(check_test_program("migrate/tests/streams.rs").is_some());
     }
 }

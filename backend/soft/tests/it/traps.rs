@@ -1,5 +1,5 @@
 //! Exceptions and translation of AArch64 guests: the workload `traps` prints here what it prints on
-//! QEMU's `virt` machine (`guest/tests/qemu/arm64.rs`).
+//! QEMU's `virt` machine (`guest/tests/it/qemu/arm64.rs`).
 
 use crate::common;
 
