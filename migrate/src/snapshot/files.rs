@@ -2,7 +2,9 @@
 
 use crate::{Machine, MachineState, MigrateError};
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 /// The format of a snapshot that is whole by itself.
@@ -54,6 +56,17 @@ pub(super) const UNCHANGED: u32 = 1;
 /// [`UNCHANGED`].
 pub(super) fn entry_of(page: &[u8]) -> u32 {
     crc32fast::hash(page).max(2)
+}
+
+/// Makes a folder that this user alone can enter: it has all of a guest's memory.
+pub(super) fn create_folder(path: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).create(path)
+}
+
+/// Makes a new file that this user alone can read.
+pub(super) fn create_file(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600).open(path)
 }
 
 /// Gives `partial`, whose content is on the disk, the name `path` beside it. After a power failure

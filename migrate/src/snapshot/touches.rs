@@ -2,7 +2,7 @@
 //!
 //! docs/formats.md describes the file. It is not in the snapshot's folder, which stays as it is.
 
-use super::files::rename_durably;
+use super::files::{create_file, rename_durably};
 use super::reader::Snapshot;
 use crate::MigrateError;
 use lacuna_addr::room_for;
@@ -99,7 +99,7 @@ impl Touches {
     pub fn save(&self, path: &Path) -> Result<(), MigrateError> {
         let partial = Partial::beside(path);
         let bytes = self.to_bytes();
-        let written = File::create(&partial.0).and_then(|mut file| {
+        let written = partial.create().and_then(|mut file| {
             file.write_all(&bytes)?;
             file.sync_all()
         });
@@ -121,7 +121,7 @@ impl Touches {
             return Err(MigrateError::io(path, "write the file")(error));
         }
         let partial = Partial::beside(path);
-        let made = File::create(&partial.0).map(drop);
+        let made = partial.create().map(drop);
         made.map_err(MigrateError::io(&partial.0, "write the file"))
     }
 
@@ -227,6 +227,13 @@ impl Partial {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(format!(".partial.{}", std::process::id()));
         Self(path.with_file_name(name))
+    }
+
+    /// Makes the file, in place of one that a process with this number has left.
+    fn create(&self) -> io::Result<File> {
+        // Most often there is none.
+        let _ = fs::remove_file(&self.0);
+        create_file(&self.0)
     }
 }
 

@@ -1,8 +1,8 @@
 //! Writes a snapshot.
 
 use super::files::{
-    Base, CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, WHOLE, ZEROS, entry_of,
-    rename_durably,
+    Base, CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, WHOLE, ZEROS, create_file,
+    create_folder, entry_of, rename_durably,
 };
 use super::reader::checksums_of;
 use crate::changes::Changes;
@@ -243,7 +243,7 @@ impl Writer {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(format!(".partial.{}", std::process::id()));
         let partial = path.with_file_name(name);
-        fs::create_dir(&partial).map_err(|error| {
+        create_folder(&partial).map_err(|error| {
             let what = match error.kind() {
                 io::ErrorKind::AlreadyExists => {
                     "make the folder, which an interrupted save has left (remove it)"
@@ -253,7 +253,7 @@ impl Writer {
             MigrateError::io(&partial, what)(error)
         })?;
         let memory = partial.join(MEMORY);
-        let file = File::create_new(&memory).and_then(|file| {
+        let file = create_file(&memory).and_then(|file| {
             file.set_len(pages * PAGE_SIZE as u64)?;
             Ok(file)
         });
@@ -294,7 +294,7 @@ impl Writer {
             (CHECKSUMS, checksums.as_bytes()),
         ] {
             let path = self.partial.join(name);
-            let written = File::create_new(&path).and_then(|file| {
+            let written = create_file(&path).and_then(|file| {
                 file.write_all_at(bytes, 0)?;
                 file.sync_all()
             });

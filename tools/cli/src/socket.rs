@@ -1,9 +1,10 @@
 //! A UNIX socket that a command listens at.
 
 use crate::exit::Exit;
-use std::fs::{Permissions, set_permissions};
+use rustix::fs::{Mode, fchmod};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, listen, socket_with};
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
@@ -14,46 +15,50 @@ pub struct Socket<'a> {
 }
 
 impl<'a> Socket<'a> {
-    /// Listens at `path`, where there must be nothing yet.
+    /// Listens at `path`, where there must be nothing yet. This user alone can connect: what comes
+    /// over a socket is a guest, its memory, or power over it.
     ///
     /// # Errors
     /// The exit code and the text for the user.
     pub fn bind(path: &'a Path) -> Result<Self, (Exit, String)> {
-        match UnixListener::bind(path) {
+        match bind_private(path) {
             Ok(listener) => Ok(Self { path, listener }),
-            Err(error) => {
-                let advice = match error.kind() {
-                    io::ErrorKind::AddrInUse => taken(path),
-                    io::ErrorKind::InvalidInput => {
+            Err(errno) => {
+                let advice = match errno {
+                    Errno::ADDRINUSE => taken(path),
+                    Errno::NAMETOOLONG => {
                         "a socket's path has at most 107 bytes: use a shorter one, or one that \
                          begins in the current folder"
                     }
                     _ => "name a socket in a folder that this user can write to",
                 };
-                let text = format!("cannot listen at {}: {error}; {advice}", path.display());
-                Err((Exit::Usage, text))
+                let (path, error) = (path.display(), io::Error::from(errno));
+                Err((
+                    Exit::Usage,
+                    format!("cannot listen at {path}: {error}; {advice}"),
+                ))
             }
         }
-    }
-
-    /// As [`Socket::bind`], and this user alone can connect.
-    ///
-    /// # Errors
-    /// The exit code and the text for the user.
-    pub fn bind_private(path: &'a Path) -> Result<Self, (Exit, String)> {
-        let socket = Self::bind(path)?;
-        let own = set_permissions(path, Permissions::from_mode(0o600));
-        own.map_err(|error| {
-            let text = format!("cannot keep other users from {}: {error}", path.display());
-            (Exit::Host, text)
-        })?;
-        Ok(socket)
     }
 
     /// The socket itself.
     pub fn listener(&self) -> &UnixListener {
         &self.listener
     }
+}
+
+/// Connections that may wait to be accepted.
+const WAITING: i32 = 128;
+
+/// The socket gets its mode before its name, so no other user can connect in between.
+fn bind_private(path: &Path) -> Result<UnixListener, Errno> {
+    let address = SocketAddrUnix::new(path)?;
+    let (family, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC);
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &address)?;
+    listen(&socket, WAITING)?;
+    Ok(socket.into())
 }
 
 /// What to do about a name that is taken.

@@ -197,3 +197,24 @@ fn a_guest_that_has_ended_is_not_saved() {
     assert!(matches!(error, Err(MigrateError::NotRunning)), "{error:?}");
     assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0);
 }
+
+/// All of a guest's memory is in these files.
+#[test]
+fn only_its_user_can_read_a_snapshot() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let folder = tempfile::tempdir().expect("a folder");
+    let (path, record) = (folder.path().join("saved"), folder.path().join("touches"));
+    let moved = Moved::new(soft(Arch::X86_64, 1), "verify", "rounds=6");
+    moved.save_while_it_runs(&path).1.expect("a snapshot");
+    let snapshot = Snapshot::open(&path).expect("a snapshot");
+    let touches = snapshot.recorder().touches();
+    touches.save(&record).expect("a record");
+    let mode = |path: &std::path::Path| {
+        let found = path.metadata().expect("it is there");
+        found.permissions().mode() & 0o777
+    };
+    assert_eq!((mode(&path), mode(&record)), (0o700, 0o600));
+    for name in ["snapshot.json", "memory", "pages", "checksums"] {
+        assert_eq!(mode(&path.join(name)), 0o600, "{name}");
+    }
+}

@@ -47,7 +47,7 @@ impl<'a> ControlSocket<'a> {
     /// # Errors
     /// The exit code and the text for the user.
     pub fn open(path: &'a Path) -> Result<Self, Refusal> {
-        let socket = Socket::bind_private(path)?;
+        let socket = Socket::bind(path)?;
         let failed = |error: io::Error| {
             let text = format!("the control socket {}: {error}", path.display());
             (Exit::Host, text)

@@ -49,7 +49,7 @@ impl<'a> Listener<'a> {
         };
         let (at, waits) = match at {
             Address::Unix(path) => {
-                let named = Named::bind_private(path);
+                let named = Named::bind(path);
                 let named = named.map_err(|(exit, text)| TransportError::Socket(exit, text))?;
                 named.listener().set_nonblocking(true).map_err(failed)?;
                 (at.clone(), Waits::Unix(named))

@@ -5,6 +5,7 @@ use lacuna_skip::test;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{PipeReader, Write};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -128,6 +129,12 @@ fn a_process_serves_pages_to_another_until_a_signal() {
         Stdio::null(),
     );
     serves.wait_until(|| socket.exists());
+    let mode = socket.metadata().unwrap().permissions().mode();
+    assert_eq!(
+        mode & 0o777,
+        0o600,
+        "no other user reads the guest's memory"
+    );
     let mut runs = Running::start(
         &format!("run verify --memory 16M --append rounds=1 --pages-from peer:{at} --quiet"),
         Stdio::null(),
