@@ -16,6 +16,7 @@ use lacuna_machine::{
     PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -138,7 +139,7 @@ impl VmBuilder {
         };
         let host = Host::with_linux_memory(config, self.linux_memory())?;
         if self.prefault {
-            host.prefault()?;
+            host.prefault(&mut || ControlFlow::Continue(()))?;
         }
         Ok(host)
     }

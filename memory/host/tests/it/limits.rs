@@ -2,9 +2,9 @@
 
 use crate::common;
 
-use common::{Use, Vm, virtual_host};
+use common::{Use, Vm, huge_host, virtual_host};
 use lacuna_addr::{Access, Level, PageCount};
-use lacuna_host::{FaultyStore, Host, MAX_PINNED, Resolution};
+use lacuna_host::{FaultyStore, Host, HugePages, MAX_PINNED, MemoryStore, Resolution};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -187,4 +187,26 @@ fn threads_that_copy_are_no_vcpus() {
     });
     drop(host.per_cpu_pages().unwrap());
     drop(clock);
+}
+
+/// A long prefault can be ended, because a command is to end.
+#[test]
+fn a_prefault_is_ended_between_two_steps() {
+    use std::ops::ControlFlow;
+    // Three steps of 16 MiB.
+    let (host, _) = huge_host(3 * 4096, Box::new(MemoryStore::new()), HugePages::Never);
+    let steps = |bound: u64| {
+        let mut steps = 0;
+        let done = host.prefault(&mut || {
+            steps += 1;
+            match steps < bound {
+                true => ControlFlow::Continue(()),
+                false => ControlFlow::Break(()),
+            }
+        });
+        done.unwrap();
+        steps
+    };
+    assert_eq!(steps(2), 2);
+    assert_eq!(steps(u64::MAX), 3);
 }
