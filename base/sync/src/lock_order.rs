@@ -121,6 +121,8 @@ classes! {
         ObjectChunks "Chunks::state (objects)",
         SourceHandler "External::handler (source)",
         SourceListeners "External::listeners (source)",
+        SourceDeath "External::dead (source)",
+        SourceOutage "Outage::reason (source)",
         ApfArrivals "Arrivals::list (apf)",
         DirtyCounts "Tracking::counts (mmu)",
         PlatformEnding "PlatformDevices::ending",

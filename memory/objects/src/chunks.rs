@@ -1,22 +1,18 @@
 //! The chunks of one object: its cache, the requests in flight, and what waits for them.
 
 use crate::cache::{Bytes, Cache};
-use crate::folder::Place;
+use crate::place::{Answer, Pauses, Place, TryError};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_source::{Outage, PageRequest, Policy};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
-use object_store::{Error, GetOptions, GetRange, ObjectMeta};
+use object_store::{GetOptions, GetRange, ObjectMeta};
 use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-/// The first pause between two tries; each one is twice as long as the one before.
-const PAUSE: Duration = Duration::from_millis(10);
-/// The longest pause.
-const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Chunks that are asked for before a read in order comes to them: at most so many, and at most
 /// half of those that are kept.
 const AHEAD: u64 = 8;
@@ -25,7 +21,7 @@ const AHEAD: u64 = 8;
 pub(crate) struct Chunks {
     place: Place,
     meta: ObjectMeta,
-    /// For reads that a thread waits for.
+    /// For reads that a thread waits for, and why the last try has failed.
     outage: Outage,
     state: Mutex<State, lock_order::ObjectChunks>,
 }
@@ -46,14 +42,6 @@ enum Waiter {
     Ahead,
 }
 
-/// Why a try gave no chunk.
-enum ReadError {
-    /// Another try may succeed.
-    Again(String),
-    /// No other try can succeed.
-    Never(String),
-}
-
 impl Chunks {
     pub fn new(place: Place, meta: ObjectMeta) -> Self {
         let options = place.options();
@@ -71,6 +59,11 @@ impl Chunks {
             meta,
             place,
         }
+    }
+
+    /// Why the store gives no bytes of the object at present.
+    pub fn outage(&self) -> Option<String> {
+        self.outage.reason()
     }
 
     pub fn meta(&self) -> &ObjectMeta {
@@ -142,7 +135,7 @@ impl Chunks {
         }
         drop(state);
         for (chunk, part) in chunks.zip(parts) {
-            let found = part.wait()?;
+            let found = part.wait(&self.place)?;
             let range = self.range(chunk);
             let (from, to) = (offset.max(range.start), end.min(range.end));
             let at = (from - range.start) as usize..(to - range.start) as usize;
@@ -161,7 +154,7 @@ impl Chunks {
     }
 
     /// One try.
-    async fn get(&self, chunk: u64) -> Result<Bytes, ReadError> {
+    async fn get(&self, chunk: u64) -> Result<Bytes, TryError> {
         let range = self.range(chunk);
         let options = GetOptions {
             range: Some(GetRange::Bounded(range.clone())),
@@ -170,28 +163,22 @@ impl Chunks {
             ..GetOptions::default()
         };
         let _permit = self.place.permit().await;
-        let patience = self.place.options().patience;
         let get = async {
-            let found = self
-                .place
-                .store()
-                .get_opts(&self.meta.location, options)
-                .await?;
+            let store = self.place.store();
+            let found = store.get_opts(&self.meta.location, options).await?;
             found.bytes().await
         };
-        let found = match tokio::time::timeout(patience, get).await {
-            Err(_) => return Err(ReadError::Again(format!("no answer within {patience:?}"))),
-            Ok(found) => found.map_err(|error| read_error(&error))?,
-        };
+        let found = self.place.one_try(get).await?;
         match found.len() as u64 == range.end - range.start {
             true => Ok(Bytes::from(&found[..])),
-            false => Err(ReadError::Never(
-                "the object is shorter than it was when the guest was started from it".into(),
+            false => Err(TryError::never(
+                "the object is shorter than it was when the guest was started from it",
             )),
         }
     }
 
     fn has_come(&self, chunk: u64, bytes: Bytes) {
+        self.outage.ended();
         let mut state = self.state();
         state.cache.insert(chunk, Arc::clone(&bytes));
         let waiting = state.coming.remove(&chunk);
@@ -233,6 +220,7 @@ impl Chunks {
     /// something still waits.
     fn keep_trying(&self, chunk: u64, reason: &str) -> bool {
         let reason = &self.failure(chunk, reason);
+        self.outage.failed(reason);
         let now = Instant::now();
         let mut state = self.state();
         let waiting = state.coming.remove(&chunk).unwrap_or_default();
@@ -240,7 +228,10 @@ impl Chunks {
             Waiter::Page(_, outage, at) => outage
                 .deadline_after_failure(*at)
                 .is_some_and(|end| end <= now),
-            Waiter::Thread(_, at) => self.outage.deadline(*at).is_some_and(|end| end <= now),
+            Waiter::Thread(_, at) => {
+                let end = self.outage.deadline(*at);
+                end.is_some_and(|end| end <= now) || self.place.is_interrupted()
+            }
             Waiter::Ahead => true,
         };
         let (late, waiting): (Vec<_>, Vec<_>) = waiting.into_iter().partition(is_late);
@@ -263,55 +254,33 @@ impl Chunks {
 /// Reads a chunk, as often as something waits for it and another try may succeed. It keeps the
 /// object open only during a try: when the object is closed, the requests for its pages fail.
 async fn fetch(chunks: Weak<Chunks>, chunk: u64) {
-    let mut pause = PAUSE;
+    let mut pauses = Pauses::default();
     while let Some(open) = chunks.upgrade() {
         match open.get(chunk).await {
             Ok(bytes) => return open.has_come(chunk, bytes),
-            Err(ReadError::Never(reason)) => return open.fail(chunk, &reason),
-            Err(ReadError::Again(reason)) => {
-                if !open.keep_trying(chunk, &reason) {
+            Err(error) if error.is_final() => return open.fail(chunk, &error.to_string()),
+            Err(error) => {
+                if !open.keep_trying(chunk, &error.to_string()) {
                     return;
                 }
             }
         }
         drop(open);
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(PAUSE_MAX);
+        pauses.pause().await;
     }
 }
 
 /// A chunk that a thread reads.
 enum Part {
     Here(Bytes),
-    Coming(Receiver<Result<Bytes, String>>),
+    Coming(Answer<Result<Bytes, String>>),
 }
 
 impl Part {
-    fn wait(self) -> io::Result<Bytes> {
+    fn wait(self, place: &Place) -> io::Result<Bytes> {
         match self {
             Self::Here(bytes) => Ok(bytes),
-            Self::Coming(answer) => match answer.recv() {
-                Ok(answer) => answer.map_err(io::Error::other),
-                Err(_) => Err(io::Error::other("the threads of the store have ended")),
-            },
+            Self::Coming(answer) => place.wait(&answer)?.map_err(io::Error::other),
         }
-    }
-}
-
-/// What an error of a store means for another try.
-fn read_error(error: &Error) -> ReadError {
-    let reason = error.to_string();
-    match error {
-        Error::NotFound { .. } => ReadError::Never(format!("the object is gone: {reason}")),
-        Error::Precondition { .. } => ReadError::Never(format!(
-            "the object was replaced after the guest was started from it: {reason}"
-        )),
-        Error::InvalidPath { .. }
-        | Error::NotSupported { .. }
-        | Error::NotImplemented { .. }
-        | Error::PermissionDenied { .. }
-        | Error::Unauthenticated { .. }
-        | Error::UnknownConfigurationKey { .. } => ReadError::Never(reason),
-        _ => ReadError::Again(reason),
     }
 }

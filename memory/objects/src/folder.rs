@@ -1,19 +1,19 @@
 //! Objects as a folder.
 
 use crate::chunks::Chunks;
+use crate::place::Place;
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_source::{
     FileError, Folder, MemoryId, Outage, PageRequest, PageSource, Policy, StoredFile,
 };
 use object_store::path::{Path as ObjectPath, PathPart};
-use object_store::{Error, GetOptions, ObjectStore, ObjectStoreScheme};
-use std::future::Future;
+use object_store::{ObjectStore, ObjectStoreScheme};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::sync_channel;
 use std::time::Duration;
-use tokio::sync::{Semaphore, SemaphorePermit};
 use url::Url;
 
 /// How objects are read.
@@ -25,8 +25,8 @@ pub struct Options {
     pub cache: usize,
     /// Requests at a time.
     pub parallel: usize,
-    /// How long a thread waits for a store that does not answer. The requests of a page source have
-    /// a [`Policy`] of their own.
+    /// How long a thread waits for a store that does not answer or fails; `Duration::MAX`: for
+    /// ever. The requests of a page source have a [`Policy`] of their own.
     pub patience: Duration,
 }
 
@@ -81,58 +81,6 @@ pub struct Objects {
     place: Place,
     prefix: ObjectPath,
     path: PathBuf,
-}
-
-/// A store, and the threads that read it.
-#[derive(Clone)]
-pub(crate) struct Place(Arc<Shared>);
-
-struct Shared {
-    store: Arc<dyn ObjectStore>,
-    /// What comes before the names of objects in messages.
-    name: String,
-    options: Options,
-    permits: Semaphore,
-    /// `None` while this is dropped.
-    runtime: Option<tokio::runtime::Runtime>,
-}
-
-impl Drop for Shared {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            // Without a wait, because one of its own threads may be the one that drops it.
-            runtime.shutdown_background();
-        }
-    }
-}
-
-impl Place {
-    pub fn options(&self) -> &Options {
-        &self.0.options
-    }
-
-    pub fn store(&self) -> &dyn ObjectStore {
-        &*self.0.store
-    }
-
-    /// An object, for people.
-    pub fn name_of(&self, location: &ObjectPath) -> String {
-        format!("{}{location}", self.0.name)
-    }
-
-    pub async fn permit(&self) -> Option<SemaphorePermit<'_>> {
-        // The semaphore is never closed.
-        self.0.permits.acquire().await.ok()
-    }
-
-    fn runtime(&self) -> &tokio::runtime::Runtime {
-        let runtime = self.0.runtime.as_ref();
-        runtime.expect("it is taken when nothing refers to this")
-    }
-
-    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
-        drop(self.runtime().spawn(task));
-    }
 }
 
 impl Objects {
@@ -191,14 +139,16 @@ impl Objects {
             .worker_threads(2)
             .max_blocking_threads(options.parallel.max(1));
         let runtime = threads.thread_name("lacuna-objects").enable_all().build();
-        let place = Place(Arc::new(Shared {
-            store,
-            name: name.to_owned(),
-            permits: Semaphore::new(options.parallel.max(1)),
-            options,
-            runtime: Some(runtime.map_err(ObjectsError::Threads)?),
-        }));
-        Ok(Self::at(place, prefix))
+        let runtime = runtime.map_err(ObjectsError::Threads)?;
+        Ok(Self::at(Place::new(store, name, options, runtime), prefix))
+    }
+
+    /// A thread that waits for the store looks at `flag` several times a second, and gets an error
+    /// of the kind [`io::ErrorKind::Interrupted`] once it is set.
+    #[must_use]
+    pub fn interrupted_by(mut self, flag: &Arc<AtomicBool>) -> Self {
+        self.place = self.place.interrupted_by(flag);
+        self
     }
 
     fn at(place: Place, prefix: ObjectPath) -> Self {
@@ -213,7 +163,7 @@ impl Objects {
 
 /// The store of a bucket. It is tried again here, so it does not try for long by itself.
 #[cfg(feature = "s3")]
-fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, Error> {
+fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, object_store::Error> {
     let retries = object_store::RetryConfig {
         max_retries: 2,
         retry_timeout: options.patience,
@@ -238,31 +188,13 @@ impl Folder for Objects {
 
     fn open(&self, name: &str) -> io::Result<Box<dyn StoredFile>> {
         let location = child(self.prefix.clone(), name)?;
-        let patience = self.place.options().patience;
         let (place, (sender, answer)) = (self.place.clone(), sync_channel(1));
         // A task of this runtime asks the store: `block_on` panics on a thread of another one.
         self.place.spawn(async move {
-            let head = GetOptions::new().with_head(true);
-            let found = place.store().get_opts(&location, head);
-            let found = tokio::time::timeout(patience, found).await;
-            // The thread that has called this waits for it.
-            let _ = sender.try_send(found.map(|found| found.map(|found| found.meta)));
+            // The thread that has called this may have been interrupted.
+            let _ = sender.try_send(place.head(&location).await);
         });
-        let meta = answer.recv().map_err(|_| {
-            // The task has panicked.
-            io::Error::other("the threads of the store have ended")
-        })?;
-        let meta = meta.map_err(|_| {
-            let text = format!("the store does not answer within {patience:?}");
-            io::Error::new(io::ErrorKind::TimedOut, text)
-        })?;
-        let meta = meta.map_err(|error| match error {
-            Error::NotFound { .. } => io::Error::new(io::ErrorKind::NotFound, error),
-            Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => {
-                io::Error::new(io::ErrorKind::PermissionDenied, error)
-            }
-            error => io::Error::other(error),
-        })?;
+        let meta = self.place.wait(&answer)??;
         let chunks = Chunks::new(self.place.clone(), meta);
         Ok(Box::new(Object {
             chunks: Arc::new(chunks),
@@ -341,6 +273,10 @@ impl PageSource for ObjectPages {
             version.as_bytes(),
             &size,
         ])
+    }
+
+    fn outage(&self) -> Option<String> {
+        self.chunks.outage()
     }
 
     fn fetch(&self, request: PageRequest) {

@@ -23,16 +23,17 @@
 //!                      └─ wait for the chunk ─► GET of a range, 16 at a time ─► provided
 //! read of a range ─────── wait for its chunks, and ask for those that follow
 //! ```
-//! **A store that fails or does not answer** is tried again. A try ends after
-//! [`Options::patience`].
-//! The pause before the next one is 10 ms, then 20, 40 and so on up to a second, for as long as
-//! something waits:
+//! **A store that fails or does not answer** is tried again. A try ends after 10 s, or after
+//! [`Options::patience`] if that is shorter. The pause before the next one is 10 ms, then 20, 40
+//! and so on up to a second, for as long as something waits:
 //!
 //! | what waits | until |
 //! |---|---|
 //! | a vCPU's request for a page | its source's [`Policy`](lacuna_source::Policy) gives it up |
-//! | a thread, such as prefetch | [`Options::patience`] is over: it gets an error |
+//! | a thread that opens or prefetches an object | [`Options::patience`] is over: an error |
 //! | nothing: the chunk was read ahead | the first try has failed |
+//!
+//! The flag of [`Objects::interrupted_by`] ends the wait of a thread before.
 //!
 //! With [`WhenGone::Hold`](lacuna_source::WhenGone::Hold) a vCPU's request is never given up: the
 //! guest sees a slow page, and no error.
@@ -42,7 +43,8 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `folder` | [`Objects`]: the store, its objects, its threads |
+//! | `folder` | [`Objects`]: the URL of a store, and its objects |
+//! | `place` | the store, its threads, and tries |
 //! | `chunks` | the chunks of one object: cache, requests, retries |
 //! | `cache` | chunks by their number, and which one was used last |
 //!
@@ -53,6 +55,7 @@
 mod cache;
 mod chunks;
 mod folder;
+mod place;
 
 pub use folder::{Objects, ObjectsError, Options};
 pub use object_store;

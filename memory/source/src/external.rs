@@ -45,6 +45,8 @@ struct Shared {
     policy: Policy,
     killed: Once,
     gone: OnceLock<Arc<str>>,
+    /// Why the handler fills no page any more, if vCPUs wait for its pages all the same.
+    dead: Mutex<Option<Arc<str>>, lock_order::SourceDeath>,
     /// Another process has the descriptor, and keeps its connection open.
     connected: AtomicBool,
     /// The memory is not used any more, so the end of the connection is no loss.
@@ -81,6 +83,7 @@ impl External {
                 policy,
                 killed: Once::new(),
                 gone: OnceLock::new(),
+                dead: Mutex::default(),
                 connected: AtomicBool::new(false),
                 finished: AtomicBool::new(false),
                 listeners: Mutex::default(),
@@ -181,6 +184,7 @@ impl External {
         let handler = Handler::connect(path, regions, uffd, on_death).inspect_err(|_| {
             self.shared.connected.store(false, Ordering::Release);
         })?;
+        *self.shared.dead() = None;
         let before = self.handler().replace(handler);
         // It waits for its thread, so not under the lock.
         drop(before);
@@ -240,10 +244,17 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn dead(&self) -> MutexGuard<'_, Option<Arc<str>>> {
+        self.dead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn end(&self, reason: &str) {
         match &self.policy.when_gone {
             // The pages stay missing, and a kick ends each wait.
-            WhenGone::Hold => return,
+            WhenGone::Hold => {
+                *self.dead() = Some(reason.into());
+                return;
+            }
             // Other threads wait until the function has returned.
             WhenGone::Kill(end) => self.killed.call_once(|| end(reason)),
             WhenGone::Poison => {}
@@ -267,6 +278,13 @@ impl PageSource for External {
             Some(path) => format!("the page-fault handler at {}", path.display()),
             None => "the VMM's page-fault handler".into(),
         }
+    }
+
+    fn outage(&self) -> Option<String> {
+        let reason = self.shared.dead().clone()?;
+        Some(format!(
+            "{reason}; no other process can fill this guest's memory: end the run"
+        ))
     }
 
     /// Only for memory that is not Linux memory, which no handler can fill.

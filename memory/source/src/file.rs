@@ -201,6 +201,10 @@ impl PageSource for MemoryFile {
         self.shared.file.memory
     }
 
+    fn outage(&self) -> Option<String> {
+        self.shared.file.outage.reason()
+    }
+
     fn fetch(&self, request: PageRequest) {
         let asked = Asked::now(request);
         let Some(ring) = &self.ring else {

@@ -142,6 +142,10 @@ impl<S: PageSource> PageSource for Injected<S> {
         self.shared.source.memory_id()
     }
 
+    fn outage(&self) -> Option<String> {
+        self.shared.source.outage()
+    }
+
     fn fetch(&self, request: PageRequest) {
         let fate = self.faults.of(request.page().0);
         self.losses.fetch_add(fate.losses.into(), Ordering::Relaxed);

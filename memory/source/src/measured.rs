@@ -104,6 +104,10 @@ impl<S: PageSource> PageSource for Measured<S> {
         self.source.memory_id()
     }
 
+    fn outage(&self) -> Option<String> {
+        self.source.outage()
+    }
+
     fn fetch(&self, request: PageRequest) {
         self.counts.asked();
         let page = request.page();

@@ -1,9 +1,10 @@
 //! How long a source tries to provide a page, and what becomes of the page then.
 
 use crate::PageRequest;
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 /// What a source does about pages that it cannot provide at present.
@@ -70,6 +71,10 @@ pub struct Outage {
     policy: Policy,
     gone: AtomicBool,
     killed: Once,
+    /// Whether there is a reason.
+    fails: AtomicBool,
+    /// Why the last try has failed; `None` after a page was provided.
+    reason: Mutex<Option<String>, lock_order::SourceOutage>,
 }
 
 impl Outage {
@@ -79,7 +84,32 @@ impl Outage {
             policy,
             gone: AtomicBool::new(false),
             killed: Once::new(),
+            fails: AtomicBool::new(false),
+            reason: Mutex::default(),
         }
+    }
+
+    /// A try to provide a page has failed for `reason`.
+    pub fn failed(&self, reason: &str) {
+        *self.lock() = Some(reason.to_owned());
+        self.fails.store(true, Ordering::Release);
+    }
+
+    /// No try fails any more: a page was provided, or may be.
+    pub fn ended(&self) {
+        // The first test keeps the cache line shared.
+        if self.fails.load(Ordering::Relaxed) && self.fails.swap(false, Ordering::Acquire) {
+            *self.lock() = None;
+        }
+    }
+
+    /// Why the source provides no page at present: the failure of its last try.
+    pub fn reason(&self) -> Option<String> {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<String>> {
+        self.reason.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The policy.
@@ -107,6 +137,7 @@ impl Outage {
 
     /// The source has provided a page: it is not gone.
     pub fn provided(&self) {
+        self.ended();
         // The first test keeps the cache line shared.
         if self.gone.load(Ordering::Relaxed) {
             self.gone.store(false, Ordering::Relaxed);

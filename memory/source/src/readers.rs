@@ -186,12 +186,15 @@ impl<R: ReadPages> Shared<R> {
                 asked.request.provide(into)
             }
             Err(ReadError::Never(reason)) => asked.request.fail(&reason),
-            Err(ReadError::Again(reason)) => match outage.deadline_after_failure(asked.at) {
-                Some(deadline) if deadline <= Instant::now() => {
-                    return outage.give_up(&asked.request, &reason);
+            Err(ReadError::Again(reason)) => {
+                outage.failed(&reason);
+                match outage.deadline_after_failure(asked.at) {
+                    Some(deadline) if deadline <= Instant::now() => {
+                        return outage.give_up(&asked.request, &reason);
+                    }
+                    _ => return self.again(asked),
                 }
-                _ => return self.again(asked),
-            },
+            }
         };
     }
 }

@@ -30,6 +30,12 @@ pub trait PageSource: Send + Sync {
         MemoryId::of(&[self.describe().as_bytes()])
     }
 
+    /// Why it provides no page at present, for people; `None` while it may provide one. A thread
+    /// that needs a page waits meanwhile, for as long as the policy of the source says.
+    fn outage(&self) -> Option<String> {
+        None
+    }
+
     /// Its handler, if it fills memory from outside. Linux memory is then registered with the
     /// handler's userfaultfds, and [`PageSource::fetch`] is not called.
     fn external(&self) -> Option<&External> {
@@ -50,6 +56,10 @@ impl<S: PageSource + ?Sized> PageSource for Box<S> {
         (**self).memory_id()
     }
 
+    fn outage(&self) -> Option<String> {
+        (**self).outage()
+    }
+
     fn external(&self) -> Option<&External> {
         (**self).external()
     }
@@ -66,6 +76,10 @@ impl<S: PageSource + ?Sized> PageSource for Arc<S> {
 
     fn memory_id(&self) -> MemoryId {
         (**self).memory_id()
+    }
+
+    fn outage(&self) -> Option<String> {
+        (**self).outage()
     }
 
     fn external(&self) -> Option<&External> {

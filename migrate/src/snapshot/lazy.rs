@@ -22,6 +22,7 @@ use lacuna_source::{Asker, MemoryId};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const ZERO_PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
@@ -38,6 +39,8 @@ pub struct SnapshotPages {
     places: Arc<Places>,
     path: PathBuf,
     recorder: Option<Recorder>,
+    /// Counts pages with content that were asked for and provided.
+    provided: Arc<AtomicU64>,
 }
 
 impl SnapshotPages {
@@ -48,6 +51,15 @@ impl SnapshotPages {
     #[must_use]
     pub fn recorded(mut self, by: &Recorder) -> Self {
         self.recorder = Some(by.clone());
+        self
+    }
+
+    /// Adds to `counter` from now on each page with content that was asked for and provided. With
+    /// the counts of [`Snapshot::prefetch`] and [`Snapshot::replay`] they are the pages of
+    /// [`Snapshot::pages`] that the guest has.
+    #[must_use]
+    pub fn counted(mut self, counter: &Arc<AtomicU64>) -> Self {
+        self.provided = Arc::clone(counter);
         self
     }
 }
@@ -71,6 +83,7 @@ impl Snapshot {
             places: Arc::clone(self.places()),
             path: self.layers()[0].path.clone(),
             recorder: None,
+            provided: Arc::default(),
         })
     }
 
@@ -114,8 +127,8 @@ impl Snapshot {
 
     /// Provides the pages of `touches` that are still missing, zeros included, before the guest
     /// runs or while it runs: about in the order of the record, and pages side by side at once.
-    /// Calls `each` as [`Snapshot::prefetch`] does. [`Snapshot::prefetch_rest`] brings the other
-    /// pages.
+    /// Calls `each` as [`Snapshot::prefetch`] does: pages of zeros do not count.
+    /// [`Snapshot::prefetch_rest`] brings the other pages.
     ///
     /// The first touches are the pages that a guest uses most. A VMM may replay a part of the
     /// record before it runs the vCPUs ([`Touches::split_at`]), and the others beside them.
@@ -138,8 +151,8 @@ impl Snapshot {
             self.read_range(run.clone(), &mut buffer, each, &mut provide)?;
             let is_zeros = |page: &u64| matches!(self.places().get(*page), Some((ZEROS, _)));
             for page in run.filter(is_zeros) {
-                let taken = self.put(page, &ZERO_PAGE, &mut provide)?;
-                if each(taken).is_break() {
+                self.put(page, &ZERO_PAGE, &mut provide)?;
+                if each(0).is_break() {
                     return Err(MigrateError::Cancelled);
                 }
             }
@@ -206,6 +219,10 @@ impl PageSource for SnapshotPages {
         self.files[0].memory_id()
     }
 
+    fn outage(&self) -> Option<String> {
+        self.files.iter().find_map(|file| file.outage())
+    }
+
     fn fetch(&self, request: PageRequest) {
         let page = request.page();
         if let Some(recorder) = &self.recorder {
@@ -216,7 +233,12 @@ impl PageSource for SnapshotPages {
             None => request.fail(&format!("{page} is beyond the snapshot's memory")),
             Some((ZEROS, _)) => request.provide(&ZERO_PAGE),
             Some((entry, layer)) => {
-                let checked = Arc::new(Checked { request, entry });
+                let provided = Arc::clone(&self.provided);
+                let checked = Arc::new(Checked {
+                    request,
+                    entry,
+                    provided,
+                });
                 return self.files[layer].fetch(PageRequest::new(checked, page.0, page));
             }
         };
@@ -227,12 +249,18 @@ impl PageSource for SnapshotPages {
 struct Checked {
     request: PageRequest,
     entry: u32,
+    provided: Arc<AtomicU64>,
 }
 
 impl Asker for Checked {
     fn answer(&self, page: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         match content {
-            Ok(bytes) if entry_of(bytes) == self.entry => self.request.provide(bytes),
+            Ok(bytes) if entry_of(bytes) == self.entry => {
+                let answer = self.request.provide(bytes);
+                let taken = u64::from(answer == Answer::Taken);
+                self.provided.fetch_add(taken, Ordering::Relaxed);
+                answer
+            }
             Ok(_) => {
                 let page = SourcePage(page);
                 let reason = format!("the checksum of {page} differs: the snapshot is damaged");

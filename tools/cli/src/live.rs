@@ -131,6 +131,9 @@ fn pages_now(pages: &Pages) -> String {
         0 => String::new(),
         lost => format!(" lost {lost}"),
     };
+    if pages.whole {
+        return format!("pages whole: all {present} are here");
+    }
     format!(
         "pages present {present} missing {missing}{lost}   fetched {}/s, p99 {}",
         short(pages.rate),
@@ -140,8 +143,9 @@ fn pages_now(pages: &Pages) -> String {
 
 fn pages_line(pages: &Pages) -> String {
     let [p50, p99] = [pages.p50_ns, pages.p99_ns].map(time);
+    let whole = if pages.whole { " (whole)" } else { "" };
     format!(
-        "pages     {} present, {} missing, {} lost; {}/s, fetch p50 {p50}, p99 {p99}\n",
+        "pages     {} present{whole}, {} missing, {} lost; {}/s, fetch p50 {p50}, p99 {p99}\n",
         pages.present,
         pages.missing,
         pages.lost,
@@ -324,6 +328,7 @@ mod tests {
                 present: 65_536,
                 missing: 458_750,
                 lost: 2,
+                whole: false,
                 in_flight: 12,
                 rate: 16_384.0,
                 p50_ns: 90_000,

@@ -1,30 +1,25 @@
 //! From a running VM to a [`RunSample`].
 
-use crate::pages::{self, Beside, Source};
+use crate::pages::GuestPages;
 use crate::sample::{Apf, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use lacuna_machine::{Observed, RunEnd};
-use lacuna_soft::{ApfStats, HostStats};
+use lacuna_soft::{ApfStats, HostError, HostStats};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Takes samples of a run.
 pub struct Observer {
     last: RunSample,
-    source: Option<Source>,
-    beside: Arc<Beside>,
+    pages: Option<Arc<GuestPages>>,
 }
 
 impl Observer {
     /// Before the run. `last` has the optional parts that this run will have.
-    /// `beside` counts pages that come without a request to the source.
-    pub fn new(last: RunSample, source: Option<Source>, beside: Beside) -> Self {
-        Self {
-            last,
-            source,
-            beside: Arc::new(beside),
-        }
+    pub fn new(last: RunSample, pages: Option<Arc<GuestPages>>) -> Self {
+        Self { last, pages }
     }
 
     /// Takes a sample now.
@@ -43,8 +38,7 @@ impl Observer {
     pub fn last<V: Watched>(&self, end: &RunEnd<V>) -> RunSample {
         let mut last = Self {
             last: self.last.clone(),
-            source: self.source.clone(),
-            beside: Arc::clone(&self.beside),
+            pages: self.pages.clone(),
         };
         let elapsed = Duration::from_nanos(end.end.0);
         let status = end.status.as_ref();
@@ -61,8 +55,8 @@ impl Observer {
     }
 
     fn count_pages(&mut self, elapsed: Duration) {
-        if let (Some(pages), Some(source)) = (&mut self.last.pages, &self.source) {
-            *pages = pages::count(source, &self.beside, pages, elapsed);
+        if let (Some(last), Some(pages)) = (&mut self.last.pages, &self.pages) {
+            *last = pages.count(last, elapsed);
         }
     }
 
@@ -85,6 +79,12 @@ pub trait Watched: lacuna_machine::Vm {
     /// Puts its counters into `last`.
     fn count(&self, last: &mut RunSample);
 
+    /// Backs all of its budget with memory, as long as `each` says `Continue`.
+    ///
+    /// # Errors
+    /// The kernel has less memory.
+    fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError>;
+
     /// Its run is over: pages come without simulated latency from now on.
     fn end_latency(&self);
 }
@@ -94,6 +94,10 @@ impl Watched for lacuna_soft::Vm {
         count_host(last, &self.host().stats(), &self.stalls());
         last.resident_bytes += self.host().linux_pages().bytes();
         count_apf(last, &self.apf_stats());
+    }
+
+    fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
+        self.host().prefault(each)
     }
 
     fn end_latency(&self) {
@@ -112,6 +116,11 @@ impl Watched for lacuna_kvm::Vm {
             fault("zero-fill", stats.first_touches),
             fault("swap-in", stats.pages_in),
         ];
+    }
+
+    /// Linux backs it at first touch.
+    fn prefault(&self, _: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
+        Ok(())
     }
 
     fn end_latency(&self) {

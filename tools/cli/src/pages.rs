@@ -3,16 +3,18 @@
 use crate::args::{PagesFrom, Patience, RunArgs};
 use crate::control::Coming;
 use crate::exit::Exit;
+use crate::output::complain;
 use crate::run::{Lazy, Refusal};
 use crate::sample::Pages;
 use lacuna_addr::PageCount;
 use lacuna_machine::{MemorySlotError, SlotFlags, Vm};
+use lacuna_migrate::Snapshot;
 use lacuna_source::{
-    External, FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, WhenGone, Zeros,
+    External, FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, Zeros,
 };
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// The source of a run, whose counters are shown.
 pub type Source = Arc<Measured<Box<dyn PageSource>>>;
@@ -77,7 +79,7 @@ pub fn open(args: &RunArgs) -> Result<Option<Source>, SourceError> {
         return Err(SourceError::Seed(from.clone()));
     }
     let pages = PageCount::from_bytes(args.memory.0);
-    let source = source(from, pages, policy(args.patience))?;
+    let source = source(from, pages, Patience::policy(args.patience))?;
     Ok(Some(Arc::new(Measured::new(source))))
 }
 
@@ -86,8 +88,9 @@ pub fn open(args: &RunArgs) -> Result<Option<Source>, SourceError> {
 /// # Errors
 /// Its file cannot be read.
 pub fn of_snapshot(lazy: &Lazy<'_>) -> Result<Source, Refusal> {
-    let pages = lazy.snapshot.pages_on_demand(Policy::default());
-    let mut pages = pages.map_err(|error| (error.kind().into(), error.to_string()))?;
+    let pages = lazy.snapshot.pages_on_demand(lazy.policy.clone());
+    let pages = pages.map_err(|error| (error.kind().into(), error.to_string()))?;
+    let mut pages = pages.counted(&lazy.counts.on_demand);
     if let Some(record) = &lazy.record {
         pages = pages.recorded(&record.recorder);
     }
@@ -128,16 +131,6 @@ pub fn source(
     })
 }
 
-fn policy(patience: Option<Patience>) -> Policy {
-    let mut policy = Policy::default();
-    match patience {
-        Some(Patience::Until(time)) => policy.patience = time,
-        Some(Patience::Forever) => policy.when_gone = WhenGone::Hold,
-        None => {}
-    }
-    policy
-}
-
 /// Makes vCPUs exit for missing pages, in every slot that may have such exits.
 ///
 /// # Errors
@@ -153,32 +146,138 @@ pub fn exit_on_missing<V: Vm>(vm: &V) -> Result<(), MemorySlotError> {
     Ok(())
 }
 
-/// Which pages of a guest are here, besides those that its source was asked for.
-pub enum Beside {
-    /// So many came without a request.
-    Prefetched(Arc<AtomicU64>),
+/// Which pages of a guest are here.
+pub enum Here {
+    /// Those that its source has provided.
+    Provided,
+    /// Those of a snapshot that are restored.
+    Restored(Arc<Restoring>),
     /// A migration brings them, and counts those that were asked for too.
     Coming(Arc<Coming>),
 }
 
-/// The pages of a guest now, `elapsed` after the sample `before`.
-pub fn count(source: &Source, beside: &Beside, before: &Pages, elapsed: Duration) -> Pages {
-    let stats = source.stats();
-    let present = match beside {
-        Beside::Prefetched(pages) => stats.provided + pages.load(Ordering::Relaxed),
-        Beside::Coming(coming) => coming.present(),
-    };
-    let came = present.saturating_sub(before.present) as f64;
-    let seconds = elapsed.as_secs_f64();
-    Pages {
-        total: before.total,
-        present,
-        missing: before.total.saturating_sub(present + stats.failed),
-        lost: stats.failed,
-        in_flight: stats.in_flight,
-        rate: if seconds > 0.0 { came / seconds } else { 0.0 },
-        p50_ns: ns(stats.p50),
-        p99_ns: ns(stats.p99),
+/// How far a lazy restore is.
+pub struct Restoring {
+    /// Pages of the snapshot with content; the others are zeros, and need nothing of it.
+    content: u64,
+    /// Pages with content that the guest has asked for.
+    pub on_demand: Arc<AtomicU64>,
+    /// Pages with content that came before the guest needed them.
+    pub prefetched: AtomicU64,
+    /// The guest needs nothing of the snapshot any more.
+    pub is_whole: AtomicBool,
+}
+
+impl Restoring {
+    /// Nothing of `snapshot` is restored yet.
+    pub fn new(snapshot: &Snapshot) -> Self {
+        Self {
+            content: snapshot.pages(),
+            on_demand: Arc::default(),
+            prefetched: AtomicU64::new(0),
+            is_whole: AtomicBool::new(false),
+        }
+    }
+
+    /// Pages with content that are missing.
+    fn missing(&self) -> u64 {
+        if self.is_whole.load(Ordering::Relaxed) {
+            return 0;
+        }
+        let came = [&*self.on_demand, &self.prefetched].map(|pages| pages.load(Ordering::Relaxed));
+        self.content.saturating_sub(came.iter().sum())
+    }
+}
+
+/// The pages of a guest that has a page source.
+pub struct GuestPages {
+    source: Source,
+    total: u64,
+    here: Here,
+}
+
+impl GuestPages {
+    /// Those of a guest with `total` pages.
+    pub fn new(source: Source, total: PageCount, here: Here) -> Self {
+        let total = total.get();
+        Self {
+            source,
+            total,
+            here,
+        }
+    }
+
+    /// Their source.
+    pub fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Their counts now, `elapsed` after the sample `before`.
+    pub fn count(&self, before: &Pages, elapsed: Duration) -> Pages {
+        let stats = self.source.stats();
+        let left = |here: u64| self.total.saturating_sub(here + stats.failed);
+        let missing = match &self.here {
+            Here::Provided => left(stats.provided),
+            Here::Restored(restoring) => restoring.missing().saturating_sub(stats.failed),
+            Here::Coming(coming) => left(coming.present()),
+        };
+        let present = self.total.saturating_sub(missing + stats.failed);
+        let came = present.saturating_sub(before.present) as f64;
+        let seconds = elapsed.as_secs_f64();
+        Pages {
+            total: self.total,
+            present,
+            missing,
+            lost: stats.failed,
+            whole: missing + stats.failed == 0,
+            in_flight: stats.in_flight,
+            rate: if seconds > 0.0 { came / seconds } else { 0.0 },
+            p50_ns: ns(stats.p50),
+            p99_ns: ns(stats.p99),
+        }
+    }
+
+    /// Why the source provides no page at present. A guest that has all of its memory needs none.
+    pub fn outage(&self) -> Option<String> {
+        let reason = self.source.outage()?;
+        let now = self.count(&Pages::default(), Duration::ZERO);
+        (now.missing > 0).then(|| {
+            let source = self.source.describe();
+            format!("{source} provides no pages: {reason}")
+        })
+    }
+}
+
+/// Says on stderr when the source of a run's pages fails, and when it provides pages again.
+#[derive(Default)]
+pub struct Outages {
+    is_out: bool,
+    /// What was said last, and when.
+    last: Option<(String, Instant)>,
+}
+
+/// The time before the same words are said again.
+const REPEAT: Duration = Duration::from_secs(60);
+
+impl Outages {
+    /// Looks at the source of `pages`.
+    pub fn look(&mut self, pages: &GuestPages) {
+        match pages.outage() {
+            Some(text) if !self.is_out => {
+                let repeats =
+                    |(last, at): &(String, Instant)| *last == text && at.elapsed() < REPEAT;
+                if self.last.as_ref().is_some_and(repeats) {
+                    return;
+                }
+                complain(&format!("{text}; a vCPU that needs a missing page waits"));
+                (self.is_out, self.last) = (true, Some((text, Instant::now())));
+            }
+            None if std::mem::take(&mut self.is_out) => {
+                let source = pages.source.describe();
+                complain(&format!("{source} provides pages again"));
+            }
+            _ => {}
+        }
     }
 }
 

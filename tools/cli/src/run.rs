@@ -17,7 +17,7 @@ use crate::exit::Exit;
 use crate::image::{check_limits, load};
 use crate::observe::{Observer, Watched};
 use crate::output::{check_target, complain};
-use crate::pages::{self, Beside, Source};
+use crate::pages::{self, GuestPages, Here, Outages, SourceError};
 use crate::sample::{Before, Restored};
 use crate::signals::Signals;
 use lacuna_addr::PageCount;
@@ -30,7 +30,6 @@ use lacuna_soft::{LatencySetting, Swap};
 use report::{Finished, at_first, finish};
 use screen::Screen;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 /// Why a command ends before its work begins: the exit code, and the text for the user.
 pub type Refusal = (Exit, String);
@@ -72,9 +71,8 @@ impl Start<'_> {
 struct Job<'a> {
     args: &'a RunArgs,
     start: Start<'a>,
-    source: Option<Source>,
-    /// Pages that came from a snapshot before the guest needed them.
-    prefetched: Arc<AtomicU64>,
+    /// The guest's pages, if they have a source.
+    pages: Option<Arc<GuestPages>>,
     signals: &'a Signals,
     control: Option<ControlSocket<'a>>,
 }
@@ -142,19 +140,27 @@ fn run_controlled(
         let checked = args.check_on_soft();
         checked.map_err(|wrong| (Exit::Usage, wrong.to_string()))?;
     }
-    let source = match start {
-        Start::Lazily(lazy) => Some(pages::of_snapshot(lazy)?),
-        Start::Incoming(arrival) => arrival.page_source().map(pages::of_migration),
+    let (source, here) = match start {
+        Start::Lazily(lazy) => {
+            let here = Here::Restored(Arc::clone(&lazy.counts));
+            (Some(pages::of_snapshot(lazy)?), here)
+        }
+        Start::Incoming(arrival) => {
+            let source = arrival.page_source().map(pages::of_migration);
+            (source, Here::Coming(Arc::clone(arrival.coming())))
+        }
         _ => {
             let source = pages::open(args);
-            source.map_err(|error| (error.exit(), format!("--pages-from: {error}")))?
+            let failed = |error: SourceError| (error.exit(), format!("--pages-from: {error}"));
+            (source.map_err(failed)?, Here::Provided)
         }
     };
+    let total = PageCount::from_bytes(args.memory.0);
+    let pages = source.map(|source| Arc::new(GuestPages::new(source, total, here)));
     let job = Job {
         args,
         start,
-        source,
-        prefetched: Arc::default(),
+        pages,
         signals,
         control,
     };
@@ -210,13 +216,9 @@ impl Job<'_> {
         B::Vm: Watched,
     {
         let (args, signals) = (self.args, self.signals);
-        let source = self.source.clone();
-        let first = at_first::<B>(args, &source);
-        let beside = match self.start.arrival() {
-            None => Beside::Prefetched(Arc::clone(&self.prefetched)),
-            Some(arrival) => Beside::Coming(Arc::clone(arrival.coming())),
-        };
-        let mut observer = Observer::new(first, source, beside);
+        let first = at_first::<B>(args, self.pages.as_ref());
+        let mut observer = Observer::new(first, self.pages.clone());
+        let mut outages = Outages::default();
         let mut set_exits = args.exit_on_missing;
         let mut screen = Screen::new(&args.output);
         let console = screen.console();
@@ -230,6 +232,7 @@ impl Job<'_> {
                 now.devices.end(Ending::Failed(failed), now.vm);
             }
             screen.show(observer.look(now));
+            self.pages.iter().for_each(|pages| outages.look(pages));
             if signals.caught().is_some()
                 && !self.unless_needed(|| now.devices.end(Ending::Stopped, now.vm))
                 && !std::mem::replace(&mut has_told, true)
@@ -301,9 +304,9 @@ impl Job<'_> {
     }
 
     /// The source as a builder takes it.
-    fn pages(&self) -> Option<Arc<dyn PageSource>> {
-        let source = self.source.clone();
-        source.map(|source| source as Arc<dyn PageSource>)
+    fn source(&self) -> Option<Arc<dyn PageSource>> {
+        let source = Arc::clone(self.pages.as_ref()?.source());
+        Some(source as Arc<dyn PageSource>)
     }
 
     fn soft(&self, arch: Arch, cpu: CpuModel) -> lacuna_soft::VmBuilder {
@@ -315,8 +318,8 @@ impl Job<'_> {
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
             memory_kind: args.kind_on_soft().on_soft(),
-            // The pages of other guests come one after the other, and the guest waits for them.
-            prefault: matches!(self.start, Start::Image(_)),
+            // `threads::run` does it, so that a signal can end it.
+            prefault: false,
             huge: args.thp.unwrap_or_default().pages(),
             swap: match swap.medium {
                 SwapMedium::File { dir } => Swap::File(dir),
@@ -325,7 +328,7 @@ impl Job<'_> {
             latency: LatencySetting::new(swap.latency),
             apf: self.apf(),
             cpu,
-            source: self.pages(),
+            source: self.source(),
             seed: args.seed,
             command_line: args.append.clone(),
         }
@@ -345,7 +348,7 @@ impl Job<'_> {
             delivery: Delivery::Bitmap,
             tracker: lacuna_kvm::Tracker::default(),
             cpu,
-            source: self.pages(),
+            source: self.source(),
             command_line: args.append.clone(),
         }
     }

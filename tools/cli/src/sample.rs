@@ -7,7 +7,7 @@ use crate::control::migration::{Migrated, Range};
 use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::result::SCHEMA;
 use lacuna_migrate::stream::Mode;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The counters of a run at one moment. All counts are since its start.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
@@ -41,17 +41,19 @@ pub struct RunSample {
     pub pages: Option<Pages>,
 }
 
-/// Pages that a page source provides.
-#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize)]
+/// The pages of a guest that has a page source.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Pages {
     /// Pages of the guest.
     pub total: u64,
-    /// Pages that the source has provided.
+    /// Pages that are here: that the source has provided, or that are zeros in a snapshot.
     pub present: u64,
-    /// Pages that the guest has not needed yet, or waits for.
+    /// Pages that only the source has.
     pub missing: u64,
     /// Pages that the source has failed to provide.
     pub lost: u64,
+    /// Whether all pages are here, so that the guest needs its source no more.
+    pub whole: bool,
     /// Pages that the source was asked for and has not answered.
     pub in_flight: u64,
     /// Pages a second since the sample before; at the end of the run, since its start.
@@ -202,8 +204,8 @@ impl Restored {
 pub struct LazyPages {
     /// Pages that the guest needed before they had come.
     pub demand_faults: u64,
-    /// Pages of a record of first touches that came before the guest needed them; `None` without
-    /// `--replay`.
+    /// Pages with content of a record of first touches that came before the guest needed them;
+    /// `None` without `--replay`.
     pub replayed: Option<u64>,
     /// Other pages that were read in the background.
     pub prefetched: u64,

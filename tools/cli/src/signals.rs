@@ -78,6 +78,18 @@ impl Signals {
         Ok(signals)
     }
 
+    /// A flag that each signal sets from now on.
+    ///
+    /// # Errors
+    /// The kernel refuses a handler.
+    pub fn flag(&self) -> io::Result<Arc<AtomicBool>> {
+        let set = Arc::default();
+        for signal in Signal::ALL {
+            flag::register(signal.number(), Arc::clone(&set))?;
+        }
+        Ok(set)
+    }
+
     /// The last signal, if there was one.
     pub fn caught(&self) -> Option<Signal> {
         let number = self.caught.load(Ordering::Relaxed);

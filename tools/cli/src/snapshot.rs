@@ -1,10 +1,11 @@
 //! `lacuna snapshot`: saves a guest that runs, and runs a saved one on.
 
-use crate::args::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
+use crate::args::{Patience, RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
 use crate::control::client::Client;
 use crate::control::message::{Answer, Progress, Request, Saved};
 use crate::exit::Exit;
 use crate::output::{check_target, tell};
+use crate::pages::Restoring;
 use crate::run::{Lazy, Record, Refusal, Start, catch_signals, run_from, told};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::time;
@@ -14,6 +15,7 @@ use lacuna_objects::{Objects, ObjectsError, Options};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// Does what `args` say; prints the result and returns the exit code.
@@ -100,24 +102,36 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals()?;
     check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
-    let snapshot = open(&args.folder)?;
+    let interrupt = signals.flag();
+    let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;
+    let opened = open(args, &interrupt);
+    let snapshot = opened.map_err(|refusal| match signals.caught() {
+        None => refusal,
+        Some(signal) => {
+            let text = format!("interrupted by {signal} before the snapshot was open");
+            (Exit::Interrupted(signal), text)
+        }
+    })?;
     let run = args.run(snapshot.machine());
     if !args.lazy {
         return run_from(&run, Start::Snapshot(&snapshot), &signals);
     }
-    let lazy = lazy(args, &snapshot).map_err(|error| refusal(&error))?;
+    let lazy = lazy(args, &snapshot, &interrupt).map_err(|error| refusal(&error))?;
     run_from(&run, Start::Lazily(&lazy), &signals)
 }
 
 /// The snapshot in a folder, or at a URL.
-fn open(folder: &Path) -> Result<Snapshot, Refusal> {
-    let opened = match folder.to_str().filter(|text| text.contains("://")) {
-        None => Snapshot::open(folder),
+fn open(args: &RestoreArgs, interrupt: &Arc<AtomicBool>) -> Result<Snapshot, Refusal> {
+    let opened = match args.folder.to_str().filter(|text| text.contains("://")) {
+        None => Snapshot::open(&args.folder),
         Some(url) => {
-            let objects = Objects::open(url, Options::default());
-            Snapshot::open_in(Arc::new(
-                objects.map_err(|error| (exit(&error), error.to_string()))?,
-            ))
+            let options = Options {
+                patience: Patience::of_threads(args.patience),
+                ..Options::default()
+            };
+            let objects = Objects::open(url, options);
+            let objects = objects.map_err(|error| (exit(&error), error.to_string()))?;
+            Snapshot::open_in(Arc::new(objects.interrupted_by(interrupt)))
         }
     };
     opened.map_err(|error| refusal(&error))
@@ -135,7 +149,11 @@ fn exit(error: &ObjectsError) -> Exit {
 const RECORD_FOR: Duration = Duration::from_secs(10);
 
 /// What `args` say of the pages that come while the guest runs.
-fn lazy<'a>(args: &'a RestoreArgs, snapshot: &'a Snapshot) -> Result<Lazy<'a>, MigrateError> {
+fn lazy<'a>(
+    args: &'a RestoreArgs,
+    snapshot: &'a Snapshot,
+    interrupt: &'a Arc<AtomicBool>,
+) -> Result<Lazy<'a>, MigrateError> {
     let replay = args.replay.as_deref();
     let replay = replay
         .map(|path| Touches::load(path, snapshot))
@@ -150,6 +168,9 @@ fn lazy<'a>(args: &'a RestoreArgs, snapshot: &'a Snapshot) -> Result<Lazy<'a>, M
     });
     Ok(Lazy {
         snapshot,
+        policy: Patience::policy(args.patience),
+        counts: Arc::new(Restoring::new(snapshot)),
+        interrupt,
         record: record.transpose()?,
         replay,
     })

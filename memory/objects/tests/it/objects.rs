@@ -28,6 +28,8 @@ use std::time::Duration;
 struct Faulty {
     inner: InMemory,
     failures: AtomicU64,
+    /// The same for questions what is there.
+    head_failures: AtomicU64,
     gets: AtomicU64,
     is_silent: AtomicBool,
 }
@@ -41,7 +43,15 @@ impl fmt::Display for Faulty {
 #[async_trait]
 impl ObjectStore for Faulty {
     async fn get_opts(&self, at: &ObjectPath, options: GetOptions) -> Result<GetResult> {
-        if !options.head {
+        if options.head {
+            let one_less = |left: u64| left.checked_sub(1);
+            let heads = &self.head_failures;
+            let fails = heads.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
+            if fails.is_ok() {
+                let (store, source) = ("faulty", "the network is down".into());
+                return Err(Error::Generic { store, source });
+            }
+        } else {
             self.gets.fetch_add(1, Ordering::SeqCst);
             if self.is_silent.load(Ordering::SeqCst) {
                 std::future::pending::<()>().await;
@@ -416,4 +426,86 @@ fn a_task_of_another_runtime() {
         file.read_exact_at(&mut bytes, 5000).expect("in the object");
         assert_eq!(bytes[0], byte(5000));
     });
+}
+
+/// An object is opened when the store has come back; an object that is not there is not waited for.
+#[test]
+fn a_store_that_is_away_when_an_object_is_opened() {
+    let (store, _) = opened(OPTIONS);
+    let open = |name: &str, patience| {
+        let options = Options {
+            patience,
+            ..OPTIONS
+        };
+        let folder = Objects::new(Arc::clone(&store) as _, "a/b", options).expect("a folder");
+        folder.open(name)
+    };
+    store.head_failures.store(4, Ordering::SeqCst);
+    open("memory", Duration::MAX).expect("the store comes back");
+    let error = open("nothing", Duration::MAX).err().expect("no object");
+    assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
+    store.head_failures.store(u64::MAX, Ordering::SeqCst);
+    let error = open("memory", Duration::from_millis(5)).err();
+    let error = error.expect("it stays away").to_string();
+    assert!(error.contains("the store has failed for"), "{error}");
+    assert!(error.ends_with("the network is down"), "{error}");
+}
+
+/// Threads that wait for a store give up when they are interrupted, however long they would wait.
+#[test]
+fn a_thread_that_waits_is_interrupted() {
+    let store = Arc::new(Faulty::default());
+    put(&store, PAGES * PAGE_SIZE as u64);
+    let options = Options {
+        patience: Duration::MAX,
+        ..OPTIONS
+    };
+    let flag = Arc::new(AtomicBool::new(false));
+    let folder = Objects::new(Arc::clone(&store) as _, "a/b", options).expect("a folder");
+    let folder = folder.interrupted_by(&flag);
+    let file = folder.open("memory").expect("an object");
+    store.is_silent.store(true, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        let reads = scope.spawn(|| file.read_exact_at(&mut [0], 0));
+        while store.gets.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        flag.store(true, Ordering::SeqCst);
+        let error = reads.join().expect("no panic").expect_err("no bytes");
+        assert_eq!(error.kind(), std::io::ErrorKind::Interrupted);
+    });
+    store.head_failures.store(u64::MAX, Ordering::SeqCst);
+    let error = folder.open("memory").err().expect("no object");
+    assert!(
+        [std::io::ErrorKind::Interrupted, std::io::ErrorKind::Other].contains(&error.kind()),
+        "{error}"
+    );
+}
+
+/// A source says why it provides no page, until it does.
+#[test]
+fn a_source_says_why_it_is_out() {
+    let (store, file) = opened(OPTIONS);
+    let policy = Policy {
+        when_gone: WhenGone::Hold,
+        ..Policy::default()
+    };
+    let source = file.page_source(PageCount::new(PAGES), policy);
+    let source = source.expect("pages");
+    assert_eq!(source.outage(), None);
+    store.failures.store(u64::MAX, Ordering::SeqCst);
+    let got = ask(&*source, 0..1);
+    let reason = loop {
+        if let Some(reason) = source.outage() {
+            break reason;
+        }
+        std::thread::yield_now();
+    };
+    assert!(reason.ends_with("the network is down"), "{reason}");
+    store.failures.store(0, Ordering::SeqCst);
+    answers(&got, 1)
+        .remove(0)
+        .1
+        .expect("the store has come back");
+    assert_eq!(source.outage(), None);
 }

@@ -127,6 +127,10 @@ impl PageSource for Peer {
         *memory.expect("`connect` has had a connection")
     }
 
+    fn outage(&self) -> Option<String> {
+        self.shared.outage.reason()
+    }
+
     fn fetch(&self, request: PageRequest) {
         let shared = &*self.shared;
         let page = request.page();
@@ -208,7 +212,8 @@ impl Link {
         }
     }
 
-    fn open(&mut self, socket: Arc<OwnedFd>) {
+    /// Uses a new connection. Returns whether the peer has no page to send on it yet.
+    fn open(&mut self, socket: Arc<OwnedFd>) -> bool {
         self.socket = Some(socket);
         self.unsent.clear();
         let pages: Vec<u64> = self.in_flight.keys().copied().collect();
@@ -216,6 +221,7 @@ impl Link {
             self.request(SourcePage(page));
         }
         self.refill();
+        self.in_flight.is_empty()
     }
 
     fn close(&mut self) {
@@ -272,14 +278,18 @@ impl Shared {
             let error = match connected {
                 Ok(socket) => {
                     let socket = Arc::new(socket);
-                    self.link().open(Arc::clone(&socket));
+                    if self.link().open(Arc::clone(&socket)) {
+                        self.outage.ended();
+                    }
                     let error = self.exchange(socket.as_fd());
                     self.link().close();
                     error
                 }
                 Err(error) => error,
             };
-            self.link().trouble = Some(error.to_string());
+            let reason = error.to_string();
+            self.outage.failed(&reason);
+            self.link().trouble = Some(reason);
             self.give_up(&error, |at| self.outage.deadline_after_failure(at));
             if !self.stops() {
                 let _ = self.wait(None, PAUSE);

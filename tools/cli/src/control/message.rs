@@ -3,6 +3,7 @@
 use super::migration::{Arriving, Migrated, Moving};
 use crate::args::{Compress, TlsFiles};
 use crate::exit::Exit;
+use crate::sample::Pages;
 use lacuna_machine::ErrorKind;
 use lacuna_migrate::stream::Mode;
 use serde::{Deserialize, Serialize};
@@ -101,6 +102,12 @@ pub struct Status {
     pub memory_bytes: u64,
     /// Time since the guest has started.
     pub seconds: f64,
+    /// The pages of a guest that has a page source; its rate is the mean since the start.
+    #[serde(default)]
+    pub pages: Option<Pages>,
+    /// Why the source provides no pages at present.
+    #[serde(default)]
+    pub outage: Option<String>,
     /// The snapshot that is being saved.
     pub saving: Option<Saving>,
     /// The migration that is going on.

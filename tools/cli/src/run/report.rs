@@ -6,17 +6,18 @@ use crate::control::migration::{Migrated, RANGES_SHOWN, missing_in_words};
 use crate::exit::Exit;
 use crate::live::summary;
 use crate::output::tell;
-use crate::pages::Source;
+use crate::pages::GuestPages;
 use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
 use crate::signals::Signal;
 use crate::size::Size;
-use lacuna_addr::PageCount;
 use lacuna_lab::report::time;
 use lacuna_machine::{Builder, Ending, RunEnd, Vm as _};
 use lacuna_soft::HugePages;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// The sample before a run has begun, with the parts that this backend and these options have.
-pub(super) fn at_first<B: Builder>(args: &RunArgs, source: &Option<Source>) -> RunSample {
+pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages>>) -> RunSample {
     let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
     let huge = args.thp.unwrap_or_default().pages() != HugePages::Never;
     RunSample {
@@ -24,14 +25,7 @@ pub(super) fn at_first<B: Builder>(args: &RunArgs, source: &Option<Source>) -> R
         budget_bytes: limit::<B>(args).0,
         huge: (soft && huge).then(Default::default),
         apf: (soft && args.apf == args::Apf::On).then(Default::default),
-        pages: source.is_some().then(|| {
-            let total = PageCount::from_bytes(args.memory.0).get();
-            Pages {
-                total,
-                missing: total,
-                ..Pages::default()
-            }
-        }),
+        pages: pages.map(|pages| pages.count(&Pages::default(), Duration::ZERO)),
         ..RunSample::default()
     }
 }

@@ -3,13 +3,15 @@
 use super::{Job, Refusal};
 use crate::exit::Exit;
 use crate::output::complain;
+use crate::pages::Restoring;
 use crate::sample::{LazyPages, Restored};
 use crate::snapshot::{bar, refusal};
 use lacuna_machine::{PlatformDevices, Vm};
 use lacuna_migrate::{MigrateError, Recorder, Snapshot, Touches};
+use lacuna_source::Policy;
 use std::ops::ControlFlow;
 use std::path::Path;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -33,7 +35,8 @@ pub(super) fn restore<V: Vm>(
     });
     live.finish_and_clear();
     let vcpus = restored.map_err(|error| match (error, job.signals.caught()) {
-        (MigrateError::Cancelled, Some(signal)) => {
+        // The restore was cancelled, or its wait for an object store was interrupted.
+        (_, Some(signal)) => {
             let text = format!("interrupted by {signal} before the guest was restored");
             (Exit::Interrupted(signal), text)
         }
@@ -68,6 +71,12 @@ fn done(job: &Job<'_>, pages: u64, began: Instant) -> Restored {
 pub struct Lazy<'a> {
     /// The snapshot.
     pub snapshot: &'a Snapshot,
+    /// What becomes of a page that cannot be read at present.
+    pub policy: Policy,
+    /// How many pages are here.
+    pub counts: Arc<Restoring>,
+    /// Set, it ends the wait of a thread for an object store.
+    pub interrupt: &'a Arc<AtomicBool>,
     /// First touches to record.
     pub record: Option<Record<'a>>,
     /// First touches to replay.
@@ -126,7 +135,7 @@ pub(super) fn prefetch<V: Vm>(
     }
     let go_on = |pages, of: &mut u64| {
         *of += pages;
-        job.prefetched.fetch_add(pages, Ordering::Relaxed);
+        lazy.counts.prefetched.fetch_add(pages, Ordering::Relaxed);
         // A signal ends the run as soon as the guest may run.
         match devices.ending().is_some() || job.signals.caught().is_some() {
             false => ControlFlow::Continue(()),
@@ -152,8 +161,12 @@ pub(super) fn prefetch<V: Vm>(
             })
         }
     };
+    let is_over = devices.ending().is_some() || job.signals.caught().is_some();
     match done {
-        Ok(()) | Err(MigrateError::Cancelled) => {}
+        Ok(()) => lazy.counts.is_whole.store(true, Ordering::Relaxed),
+        Err(MigrateError::Cancelled) => {}
+        // The wait for the store was interrupted, if there was one.
+        Err(_) if is_over => {}
         Err(error) => complain(&format!(
             "{error}; the guest goes on, and its run ends when it needs a page that is lost"
         )),
@@ -166,7 +179,7 @@ pub(super) fn count_demands(job: &Job<'_>, restored: &mut Option<Restored>) {
     let lazy = restored
         .as_mut()
         .and_then(|restored| restored.lazy.as_mut());
-    if let (Some(lazy), Some(source)) = (lazy, &job.source) {
-        lazy.demand_faults = source.stats().asked;
+    if let (Some(lazy), Some(pages)) = (lazy, &job.pages) {
+        lazy.demand_faults = pages.source().stats().asked;
     }
 }

@@ -16,6 +16,8 @@ use lacuna_migrate::Guest;
 use lacuna_migrate::stream::Arrived;
 use lacuna_sync::{Clock as _, HostClock};
 use std::io;
+use std::ops::ControlFlow;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::{self, Scope, ScopedJoinHandle};
 
@@ -30,6 +32,10 @@ where
     B::Vm: Watched,
 {
     let vm = builder.build().map_err(|error| refusal(&error))?;
+    if let Start::Image(_) = job.start {
+        // The pages of other guests come one after the other, and the guest waits for them.
+        prefault(job, &*vm)?;
+    }
     let devices = PlatformDevices::of(vm.config().arch, console);
     let pause = Pause::default();
     let controls = Guest {
@@ -40,7 +46,8 @@ where
     let control = job.control.as_ref();
     let controlled = control.map(|socket| {
         let coming = coming(job).map(Arc::clone);
-        (socket, Controlled::new(controls, socket.ends(), coming))
+        let controlled = Controlled::new(controls, socket.ends(), coming, job.pages.clone());
+        (socket, controlled)
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
     thread::scope(|scope| {
@@ -78,6 +85,15 @@ where
     Ok((end, before))
 }
 
+/// Backs the budget of a new guest with memory. A signal ends it, and then the run.
+fn prefault<V: Watched>(job: &Job<'_>, vm: &V) -> Result<(), Refusal> {
+    let done = vm.prefault(&mut || match job.signals.caught() {
+        None => ControlFlow::Continue(()),
+        Some(_) => ControlFlow::Break(()),
+    });
+    done.map_err(|error| (Exit::Host, error.to_string()))
+}
+
 fn failed(error: io::Error) -> Refusal {
     (Exit::Host, format!("the run cannot start: {error}"))
 }
@@ -102,6 +118,10 @@ fn run_begun<V: Vm>(
             let _ = may_run.recv();
         }
         begun.threads.run_watched(begun.vcpus, clock, watch);
+        if let Start::Lazily(lazy) = job.start {
+            // The thread that brings pages may wait for an object store.
+            lazy.interrupt.store(true, Ordering::Relaxed);
+        }
         if let Some(coming) = coming(job) {
             let stopped = matches!(devices.ending(), None | Some(Ending::Stopped));
             coming.end(stopped);

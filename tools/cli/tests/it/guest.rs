@@ -24,12 +24,17 @@ impl Guest {
     }
 
     pub fn start_with(folder: &Path, words: &str, append: Option<&str>) -> Self {
+        Self::command(folder, &format!("run {words}"), append)
+    }
+
+    /// As [`Guest::start`], with the subcommand in front of `words`.
+    pub fn command(folder: &Path, words: &str, append: Option<&str>) -> Self {
         if let Some(reason) = lacuna_guest::unavailable() {
             lacuna_skip::skip_test(reason);
         }
         let (socket, json) = (folder.join("control"), folder.join("run.json"));
         let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
-        command.arg("run").args(words.split_whitespace());
+        command.args(words.split_whitespace());
         command.args(append.iter().flat_map(|words| ["--append", words]));
         command.arg("--quiet").arg("--control").arg(&socket);
         command.arg("--json").arg(&json);

@@ -6,7 +6,7 @@ use lacuna_addr::{Hva, PAGE_SIZE};
 use lacuna_skip::test;
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-use std::io::{IoSliceMut, Read as _};
+use std::io::{BufRead as _, BufReader, IoSliceMut, Read as _};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -192,7 +192,12 @@ fn a_run_that_waits_for_a_dead_handler_can_be_ended() {
     let mut handler = Handler::start(&socket, Some(700));
     let mut waits = run(&socket, "--patience forever").spawn().unwrap();
     handler.0.wait().unwrap();
-    thread::sleep(Duration::from_millis(100));
+    // The run says why the guest waits, and goes on waiting.
+    let mut errors = BufReader::new(waits.stderr.take().unwrap()).lines();
+    let told = errors.find(|line| line.as_ref().unwrap().contains("end the run"));
+    let told = told.expect("the run ends, and does not wait").unwrap();
+    let reason = "has closed its connection or died; no other process can fill";
+    assert!(told.contains(reason), "{told}");
     assert!(waits.try_wait().unwrap().is_none(), "it waits");
     let pid = rustix::process::Pid::from_child(&waits);
     rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();

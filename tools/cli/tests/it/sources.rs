@@ -4,7 +4,8 @@ use assert_cmd::Command;
 use lacuna_addr::PageCount;
 use lacuna_skip::test;
 use lacuna_source::{Faults, Injected, PageRequest, PageSource, Server, Zeros, serve};
-use std::os::unix::net::UnixListener;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
@@ -285,5 +286,65 @@ fn a_guest_that_waits_forever_is_ended_by_a_signal() {
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
         assert_eq!(child.wait().unwrap().code(), Some(130), "{exits}");
+    }
+}
+
+/// The process that serves pages dies, and another one takes its place.
+#[test]
+fn a_guest_that_waits_for_a_process_that_died_says_so() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    let folder = TempDir::new().unwrap();
+    let (path, control) = (folder.path().join("peer"), folder.path().join("control"));
+    let keeps = Arc::new(Keeps::default());
+    let server = serves(&path, 32 << 20, Arc::clone(&keeps));
+    let line = format!("{RUN} peer:{} --patience forever --quiet", path.display());
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_lacuna"));
+    command
+        .args(line.split_whitespace())
+        .arg("--control")
+        .arg(&control);
+    let command = command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    while keeps.0.lock().unwrap().is_empty() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(server);
+    keeps.0.lock().unwrap().clear();
+    let mut errors = BufReader::new(child.stderr.take().unwrap()).lines();
+    let mut told = |words: &str| {
+        let line = errors.find(|line| line.as_ref().unwrap().contains(words));
+        line.unwrap_or_else(|| panic!("no line says: {words}"))
+            .unwrap()
+    };
+    let text = told("provides no pages: ");
+    assert!(text.contains(&*path.to_string_lossy()), "{text}");
+    let mut stream = UnixStream::connect(&control).unwrap();
+    stream.write_all(b"{\"command\":\"status\"}\n").unwrap();
+    let mut answer = String::new();
+    BufReader::new(&stream).read_line(&mut answer).unwrap();
+    let answer: serde_json::Value = serde_json::from_str(&answer).unwrap();
+    let status = &answer["status"];
+    let outage = status["outage"].as_str().unwrap();
+    assert!(outage.contains("provides no pages: "), "{status}");
+    assert_eq!(status["pages"]["whole"], false, "{status}");
+    std::fs::remove_file(&path).unwrap();
+    // Its name is the first server's, so it has the same memory.
+    let _server = serves(&path, 32 << 20, Named(Zeros));
+    told("provides pages again");
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+/// Zeros under the name of [`Keeps`].
+struct Named(Zeros);
+
+impl PageSource for Named {
+    fn describe(&self) -> String {
+        Keeps::default().describe()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        self.0.fetch(request);
     }
 }

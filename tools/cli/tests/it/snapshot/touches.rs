@@ -1,9 +1,11 @@
 //! First touches of a lazy restore, recorded and replayed.
 
 use super::saved::saved_and_paused;
-use crate::guest::{failure, lacuna};
+use super::stopped::ENDLESS;
+use crate::guest::{Guest, failure, lacuna};
 use lacuna_skip::test;
 use serde_json::{Value, json};
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// What a restore says of the pages that came while the guest ran.
@@ -74,4 +76,32 @@ fn first_touches() {
         code == 2 && errors.contains("cannot write the file"),
         "{code} {errors}"
     );
+}
+
+/// The pages of zeros need nothing of the snapshot, so they are not missing.
+#[test]
+fn a_lazy_restore_says_when_it_is_whole() {
+    let folder = TempDir::new().unwrap();
+    let saved = folder.path().join("saved");
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let mut client = guest.client();
+    assert!(client.snapshot(&saved)["snapshot"]["pages"].is_u64());
+    client.state("stop");
+    assert_eq!(guest.end().0, 4);
+    let words = format!("snapshot restore {} --lazy", saved.display());
+    let guest = Guest::command(folder.path(), &words, None);
+    let mut client = guest.client();
+    let pages = loop {
+        let pages = client.ask(json!({"command": "status"}))["status"]["pages"].clone();
+        if pages["whole"] == true {
+            break pages;
+        }
+        assert!(pages["missing"].as_u64().unwrap() > 0, "{pages}");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!((&pages["missing"], &pages["lost"]), (&json!(0), &json!(0)));
+    assert_eq!(pages["present"], pages["total"], "{pages}");
+    client.state("stop");
+    let (_, json) = guest.end();
+    assert_eq!(json["last"]["pages"]["whole"], true, "{json}");
 }
