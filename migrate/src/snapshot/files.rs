@@ -9,8 +9,12 @@ use std::path::Path;
 
 /// The format of a snapshot that is whole by itself.
 pub(super) const WHOLE: u32 = 1;
-/// The format of one that has the pages only that have changed since another one.
+/// The format of one that has the pages only that have changed since another one. Earlier versions
+/// wrote it; its [`MEMORY`] has a hole in place of each other page.
 pub(super) const DIFF: u32 = 2;
+/// The format of one whose [`MEMORY`] has its pages with content alone, one after the other, so
+/// that it is as long as they are. It may have a [`Base`].
+pub(super) const PACKED: u32 = 3;
 
 pub(super) const STATE: &str = "snapshot.json";
 pub(super) const MEMORY: &str = "memory";
@@ -21,9 +25,9 @@ pub(super) const CHECKSUMS: &str = "checksums";
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Document {
-    /// [`WHOLE`] or [`DIFF`].
+    /// [`WHOLE`], [`DIFF`] or [`PACKED`].
     pub format: u32,
-    /// That of [`DIFF`].
+    /// [`DIFF`] has one, and [`PACKED`] may.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Base>,
     pub machine: Machine,
@@ -52,6 +56,11 @@ pub(super) const ZEROS: u32 = 0;
 /// An entry of [`PAGES`] of a diff: the page is that of its base, and is a hole in [`MEMORY`].
 pub(super) const UNCHANGED: u32 = 1;
 
+/// Whether a page with this entry is in [`MEMORY`] of the same snapshot.
+pub(super) const fn has_content(entry: u32) -> bool {
+    entry != ZEROS && entry != UNCHANGED
+}
+
 /// The entry of a page with content: its CRC-32 (that of IEEE 802.3), and never [`ZEROS`] or
 /// [`UNCHANGED`].
 pub(super) fn entry_of(page: &[u8]) -> u32 {
@@ -66,7 +75,12 @@ pub(super) fn create_folder(path: &Path) -> io::Result<()> {
 /// Makes a new file that this user alone can read.
 pub(super) fn create_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
-    options.write(true).create_new(true).mode(0o600).open(path)
+    options
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(path)
 }
 
 /// Gives `partial`, whose content is on the disk, the name `path` beside it. After a power failure

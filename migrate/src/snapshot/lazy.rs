@@ -9,7 +9,8 @@
 //! The page that comes first counts. Both ways check a page's checksum before the guest gets it.
 
 use super::files::{ZEROS, entry_of};
-use super::reader::{Buffer, Layer, Places, Snapshot};
+use super::places::{Layer, Place, Places};
+use super::reader::{Buffer, Snapshot};
 use super::touches::{Recorder, Touches};
 use crate::rounds::OnPages;
 use crate::state::restore_state;
@@ -75,8 +76,10 @@ impl Snapshot {
     /// # Errors
     /// [`MigrateError::Source`].
     pub fn pages_on_demand(&self, policy: Policy) -> Result<SnapshotPages, MigrateError> {
-        let pages = PageCount::new(self.places().pages());
-        let open = |layer: &Layer| layer.file.page_source(pages, policy.clone());
+        let open = |layer: &Layer| {
+            let pages = PageCount::new(layer.pages);
+            layer.file.page_source(pages, policy.clone())
+        };
         let files: Result<Vec<_>, _> = self.layers().iter().map(open).collect();
         Ok(SnapshotPages {
             files: files?,
@@ -149,7 +152,10 @@ impl Snapshot {
         let mut buffer = Buffer::default();
         for run in runs(touches.pages()) {
             self.read_range(run.clone(), &mut buffer, each, &mut provide)?;
-            let is_zeros = |page: &u64| matches!(self.places().get(*page), Some((ZEROS, _)));
+            let is_zeros = |page: &u64| {
+                let place = self.places().get(*page);
+                place.is_some_and(|place| place.entry == ZEROS)
+            };
             for page in run.filter(is_zeros) {
                 self.put(page, &ZERO_PAGE, &mut provide)?;
                 if each(0).is_break() {
@@ -231,15 +237,15 @@ impl PageSource for SnapshotPages {
         // `Answer::Late`: prefetch has provided the page, or its memory is gone.
         let _ = match self.places.get(page.0) {
             None => request.fail(&format!("{page} is beyond the snapshot's memory")),
-            Some((ZEROS, _)) => request.provide(&ZERO_PAGE),
-            Some((entry, layer)) => {
+            Some(Place { entry: ZEROS, .. }) => request.provide(&ZERO_PAGE),
+            Some(Place { entry, layer, at }) => {
                 let provided = Arc::clone(&self.provided);
                 let checked = Arc::new(Checked {
                     request,
                     entry,
                     provided,
                 });
-                return self.files[layer].fetch(PageRequest::new(checked, page.0, page));
+                return self.files[layer].fetch(PageRequest::new(checked, page.0, at));
             }
         };
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! NAME/snapshot.json   version, machine, state
-//!      memory          the pages, one after the other; sparse
+//!      memory          the pages, one after the other: all, sparse, or those with content
 //!      pages           four bytes for each page: what it is, or its checksum
 //!      checksums       of snapshot.json and pages
 //! ```
@@ -11,6 +11,7 @@
 
 mod files;
 mod lazy;
+mod places;
 mod reader;
 mod touches;
 mod writer;

@@ -1,15 +1,16 @@
 //! Reads a snapshot.
 
 use super::files::{
-    CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, Version, WHOLE, ZEROS, entry_of,
+    CHECKSUMS, DIFF, Document, MEMORY, PACKED, PAGES, STATE, Version, WHOLE, entry_of,
 };
+use super::places::{Entries, Layer, Places};
 use super::touches::SnapshotId;
 use crate::rounds::OnPages;
 use crate::state::restore_state;
 use crate::{Machine, MachineState, MigrateError};
 use lacuna_addr::{Gpa, PAGE_SIZE, room_for};
 use lacuna_machine::{PlatformDevices, SourcePage, Vm};
-use lacuna_source::{Folder, LocalFolder, StoredFile};
+use lacuna_source::{Folder, LocalFolder};
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -22,20 +23,6 @@ pub struct Snapshot {
     /// The memory file of this snapshot, of its base, and so on.
     layers: Vec<Layer>,
     id: SnapshotId,
-}
-
-/// Where each page is.
-pub(super) struct Places {
-    /// As [`PAGES`] has them; none is [`UNCHANGED`].
-    entries: Vec<u32>,
-    /// In which layer; empty if there is one layer.
-    layers: Vec<u8>,
-}
-
-/// A memory file.
-pub(super) struct Layer {
-    pub file: Box<dyn StoredFile>,
-    pub path: PathBuf,
 }
 
 /// Takes whole pages at an address, and says how many it had a use for.
@@ -53,31 +40,10 @@ impl Default for Buffer {
     }
 }
 
-impl Places {
-    /// The entry of a page, and its layer.
-    pub fn get(&self, page: u64) -> Option<(u32, usize)> {
-        let page = usize::try_from(page).ok()?;
-        let layer = self.layers.get(page).copied().unwrap_or(0);
-        Some((*self.entries.get(page)?, layer.into()))
-    }
-
-    pub fn pages(&self) -> u64 {
-        self.entries.len() as u64
-    }
-
-    /// Pages with content from `page` on that are in one layer, at most `max`.
-    pub fn run(&self, page: u64, max: usize) -> usize {
-        let layer = self.get(page).map(|(_, layer)| layer);
-        let places = (page..).map_while(|page| self.get(page));
-        let data = places.take_while(|place| place.0 != ZEROS && Some(place.1) == layer);
-        data.take(max).count()
-    }
-}
-
 /// The files of one folder.
 struct Opened {
     document: Document,
-    entries: Vec<u32>,
+    entries: Entries,
     memory: Layer,
     checksums: u32,
 }
@@ -102,8 +68,8 @@ impl Snapshot {
     pub fn open_in(mut at: Arc<dyn Folder>) -> Result<Self, MigrateError> {
         let path = &at.path().to_owned();
         let top = Opened::open(&*at)?;
-        let mut entries = top.entries;
-        let (mut layers, mut layer_of) = (vec![top.memory], Vec::new());
+        let mut places = Places::of(top.entries);
+        let mut layers = vec![top.memory];
         let mut next = top.document.base.clone();
         while let Some(base) = next {
             at = beside(&*at, &base.name)?;
@@ -117,24 +83,14 @@ impl Snapshot {
                 let wrong = format!("it is made of more than {} snapshots", Self::LAYERS_MAX);
                 return Err(MigrateError::damaged(path, wrong));
             }
-            layer_of.resize(entries.len(), 0);
-            let pages = entries.iter_mut().zip(&mut layer_of).zip(&below.entries);
-            for ((entry, layer), below) in pages {
-                if *entry == UNCHANGED {
-                    (*entry, *layer) = (*below, layers.len() as u8);
-                }
-            }
+            places.put_below(&below.entries, layers.len() as u8);
             layers.push(below.memory);
             next = below.document.base;
         }
-        if entries.contains(&UNCHANGED) {
+        if places.lacks_pages() {
             let wrong = "a page has neither content nor a base";
             return Err(MigrateError::damaged(&at.path().join(PAGES), wrong));
         }
-        let places = Places {
-            entries,
-            layers: layer_of,
-        };
         Ok(Self {
             id: SnapshotId {
                 checksums: top.checksums,
@@ -153,8 +109,7 @@ impl Snapshot {
 
     /// Pages with content.
     pub fn pages(&self) -> u64 {
-        let entries = self.places.entries.iter();
-        entries.filter(|entry| **entry != ZEROS).count() as u64
+        self.places.with_content()
     }
 
     /// Puts memory and state into `vm`, a new VM without an image, and `devices`, new ones. Returns
@@ -236,18 +191,21 @@ impl Snapshot {
 
     /// Reads pages with content that are in one layer, and checks them.
     fn read(&self, first: SourcePage, bytes: &mut [u8]) -> Result<(), MigrateError> {
-        let layer = self.places.get(first.0).map_or(0, |(_, layer)| layer);
-        let Layer { file, path } = &self.layers[layer];
-        let read = file.read_exact_at(bytes, first.0 * PAGE_SIZE as u64);
+        let Some(place) = self.places.get(first.0) else {
+            return Ok(());
+        };
+        let Layer { file, path, .. } = &self.layers[place.layer];
+        let read = file.read_exact_at(bytes, place.at.0 * PAGE_SIZE as u64);
         read.map_err(MigrateError::io(path, "read the file"))?;
-        let entries = &self.places.entries[first.0 as usize..];
-        for (index, (page, entry)) in bytes.chunks_exact(PAGE_SIZE).zip(entries).enumerate() {
-            if entry_of(page) != *entry {
+        let places = (first.0..).map_while(|page| self.places.get(page));
+        let mut pages = places.zip(bytes.chunks_exact(PAGE_SIZE)).enumerate();
+        match pages.find(|(_, (place, page))| entry_of(page) != place.entry) {
+            None => Ok(()),
+            Some((index, _)) => {
                 let wrong = format!("the checksum of page {} differs", first.0 + index as u64);
-                return Err(MigrateError::damaged(path, wrong));
+                Err(MigrateError::damaged(path, wrong))
             }
         }
-        Ok(())
     }
 
     /// Gives whole pages to `put`, slot by slot.
@@ -286,7 +244,10 @@ impl Opened {
         check(&sums, STATE, &state_path, &state)?;
         let document = parse(&state_path, &state)?;
         let pages = document.machine.layout.pages();
-        let memory = open_sized(folder, MEMORY, pages * PAGE_SIZE as u64)?;
+        if document.format == PACKED && u32::try_from(pages).is_err() {
+            let wrong = format!("a packed memory has {pages} pages, which are too many");
+            return Err(MigrateError::damaged(&state_path, wrong));
+        }
         // Its size is checked before room is made for it.
         let entry = size_of::<u32>() as u64;
         drop(open_sized(folder, PAGES, pages * entry)?);
@@ -295,10 +256,14 @@ impl Opened {
         let entries = entries
             .chunks_exact(size_of::<u32>())
             .map(|entry| u32::from_le_bytes(entry.try_into().expect("four bytes")));
-        Ok(Self {
-            document,
+        let entries = Entries {
             entries: entries.collect(),
-            memory,
+            packed: document.format == PACKED,
+        };
+        Ok(Self {
+            memory: open_sized(folder, MEMORY, entries.stored() * PAGE_SIZE as u64)?,
+            document,
+            entries,
             checksums,
         })
     }
@@ -323,7 +288,11 @@ const STATE_MAX: u64 = 16 << 20;
 fn open(folder: &dyn Folder, name: &str) -> Result<Layer, MigrateError> {
     let path = folder.path().join(name);
     match folder.open(name) {
-        Ok(file) => Ok(Layer { file, path }),
+        Ok(file) => Ok(Layer {
+            pages: file.length() / PAGE_SIZE as u64,
+            file,
+            path,
+        }),
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
             Err(MigrateError::damaged(&path, error.to_string()))
         }
@@ -345,7 +314,7 @@ fn open_sized(folder: &dyn Folder, name: &str, bytes: u64) -> Result<Layer, Migr
 
 /// Reads a whole file of at most `max` bytes.
 fn read(folder: &dyn Folder, name: &str, max: u64) -> Result<(PathBuf, Vec<u8>), MigrateError> {
-    let Layer { file, path } = open(folder, name)?;
+    let Layer { file, path, .. } = open(folder, name)?;
     let found = file.length();
     if found > max {
         let wrong = format!("it has {found} bytes, and at most {max} are possible");
@@ -374,15 +343,15 @@ fn check(sums: &str, name: &str, path: &Path, bytes: &[u8]) -> Result<(), Migrat
 fn parse(path: &Path, bytes: &[u8]) -> Result<Document, MigrateError> {
     let wrong = |error: serde_json::Error| MigrateError::damaged(path, error.to_string());
     let Version { format } = serde_json::from_slice(bytes).map_err(wrong)?;
-    if ![WHOLE, DIFF].contains(&format) {
+    if ![WHOLE, DIFF, PACKED].contains(&format) {
         return Err(MigrateError::Version {
             path: path.to_owned(),
             found: format,
-            known: DIFF,
+            known: PACKED,
         });
     }
     let document: Document = serde_json::from_slice(bytes).map_err(wrong)?;
-    if document.base.is_some() != (format == DIFF) {
+    if format != PACKED && document.base.is_some() != (format == DIFF) {
         let wrong = format!("format {format} and the field base do not go together");
         return Err(MigrateError::damaged(path, wrong));
     }

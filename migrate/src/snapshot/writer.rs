@@ -1,8 +1,8 @@
 //! Writes a snapshot.
 
 use super::files::{
-    Base, CHECKSUMS, DIFF, Document, MEMORY, PAGES, STATE, UNCHANGED, WHOLE, ZEROS, create_file,
-    create_folder, entry_of, rename_durably,
+    Base, CHECKSUMS, DIFF, Document, MEMORY, PACKED, PAGES, STATE, UNCHANGED, WHOLE, ZEROS,
+    create_file, create_folder, entry_of, has_content, rename_durably,
 };
 use super::reader::checksums_of;
 use crate::changes::Changes;
@@ -277,8 +277,20 @@ impl Writer {
     /// number of its own pages with content, and the CRC-32 of [`CHECKSUMS`].
     fn finish(mut self, machine: Machine, state: MachineState) -> Result<(u64, u32), MigrateError> {
         let base = self.base.take();
+        let packed = base.is_some() && u32::try_from(self.entries.len()).is_ok();
+        if packed {
+            let done = pack(&self.memory, &self.entries);
+            done.map_err(MigrateError::io(
+                &self.partial.join(MEMORY),
+                "write the file",
+            ))?;
+        }
         let document = Document {
-            format: if base.is_some() { DIFF } else { WHOLE },
+            format: match (packed, &base) {
+                (true, _) => PACKED,
+                (false, None) => WHOLE,
+                (false, Some(_)) => DIFF,
+            },
             base,
             machine,
             state,
@@ -308,10 +320,33 @@ impl Writer {
         let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all());
         sync(&self.partial).map_err(MigrateError::io(&self.partial, "write the folder"))?;
         rename_durably(&self.partial, &self.path)?;
-        let own = |entry: &&u32| ![ZEROS, UNCHANGED].contains(entry);
-        let pages = self.entries.iter().filter(own).count() as u64;
+        let own = self.entries.iter().filter(|entry| has_content(**entry));
+        let pages = own.count() as u64;
         Ok((pages, crc32fast::hash(checksums.as_bytes())))
     }
+}
+
+/// Bytes that [`pack`] moves at once, at most: 1 MiB.
+const MOVED: usize = 256 * PAGE_SIZE;
+
+/// Moves the pages with content to the beginning of `memory`, in their order, and cuts the rest
+/// off. Each page moves towards the beginning, and the pages before it have moved already, so none
+/// is overwritten before it has moved.
+fn pack(memory: &File, entries: &[u32]) -> io::Result<()> {
+    let (mut buffer, mut from, mut to) = (vec![0; MOVED], 0, 0);
+    for run in entries.chunk_by(|a, b| has_content(*a) == has_content(*b)) {
+        let bytes = run.len() * PAGE_SIZE;
+        if has_content(run[0]) {
+            for start in (0..bytes).step_by(MOVED).filter(|_| from != to) {
+                let moved = &mut buffer[..MOVED.min(bytes - start)];
+                memory.read_exact_at(moved, (from + start) as u64)?;
+                memory.write_all_at(moved, (to + start) as u64)?;
+            }
+            to += bytes;
+        }
+        from += bytes;
+    }
+    memory.set_len(to as u64)
 }
 
 impl Drop for Writer {
@@ -338,8 +373,7 @@ impl PageSink for Writer {
     fn zeros(&mut self, first: SourcePage, pages: u64) -> Result<(), MigrateError> {
         let entries = self.entries_from(first, pages as usize);
         // Holes at first.
-        let is_hole = |entry: &u32| [ZEROS, UNCHANGED].contains(entry);
-        let are_holes = entries.iter().all(is_hole);
+        let are_holes = !entries.iter().any(|entry| has_content(*entry));
         entries.fill(ZEROS);
         if are_holes {
             return Ok(());

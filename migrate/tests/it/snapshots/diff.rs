@@ -14,6 +14,14 @@ fn differ(moved: &Moved<impl Builder>) {
     assert_eq!(moved.save_diffs(&paths, &cancelled), Ending::Exited(0));
     assert!(!cancelled.exists());
     for path in paths {
+        // The memory of a diff is as long as its own pages with content; that of a whole snapshot
+        // has a place for each page.
+        let entries = fs::read(path.join("pages")).expect("a file");
+        let entries = entries.chunks_exact(4);
+        let is_diff = !path.ends_with("first");
+        let stored = entries.filter(|entry| !is_diff || !matches!(entry, [0 | 1, 0, 0, 0]));
+        let memory = path.join("memory").metadata().expect("a file");
+        assert_eq!(memory.len(), stored.count() as u64 * 4096);
         let ending = moved.restore(&path).expect("a restore");
         assert_eq!(ending, Ending::Exited(0), "{}", path.display());
     }
