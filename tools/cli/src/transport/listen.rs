@@ -318,7 +318,10 @@ mod tests {
     /// A probe of the port between two connections of a migration.
     #[test]
     fn a_stranger_without_tls_does_not_end_a_migration() {
-        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/migrate/certificates/");
+        let folder = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/tests/it/migrate/certificates/"
+        );
         let file = |name: &str| PathBuf::from(folder).join(name);
         let files = TlsFiles {
             ca: file("authority.pem"),
