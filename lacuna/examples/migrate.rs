@@ -86,7 +86,7 @@ fn source(to: &dyn Connections) -> Done {
             mode: Mode::Hybrid,
             ..Plan::default()
         };
-        // An error of `send` leaves the guest here, where it goes on.
+        // After an error of `send` the guest keeps running here.
         let mut sent = send(&guest, to, &plan, &mut |_| CONTINUE)?;
         let given = loop {
             match sent {
@@ -131,7 +131,7 @@ fn destination(at: &dyn Connections) -> Done {
         }
     };
     println!(
-        "destination: the guest stood still for {:?}, and {} pages come while it runs",
+        "destination: the guest's downtime was {:?}, and {} pages arrive while it runs",
         arriving.downtime(),
         arriving.awaited().len()
     );
@@ -141,7 +141,7 @@ fn destination(at: &dyn Connections) -> Done {
         scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &Pause::default())));
         while let Err(why) = arriving.finish(&mut |_| CONTINUE) {
             if !matches!(why, MigrateError::Cut(_)) {
-                // The guest goes on until it needs a page that does not come.
+                // The guest runs until it needs a page that never arrives.
                 return Err(why);
             }
             eprintln!("destination: {why}; waiting for the source");

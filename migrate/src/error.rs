@@ -8,9 +8,8 @@ use lacuna_source::FileError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a VM is not saved, restored or moved. A VM that was being saved or sent goes on as if
-/// nothing had happened. A VM that was being restored, or was to receive a guest, is of no use:
-/// drop it.
+/// Why a VM is not saved, restored or moved. The guest of a VM that was being saved or sent resumes
+/// unchanged. A VM that was being restored, or was to receive a guest, is of no use: drop it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
@@ -86,11 +85,11 @@ pub enum MigrateError {
     /// The VM does not make its vCPUs.
     #[error("{0}")]
     Vcpus(String),
-    /// The VMM of the destination makes no VM for the guest that comes.
+    /// The VMM of the destination makes no VM for the incoming guest.
     #[error("{0}")]
     NoVm(String),
     /// The caller's progress function has said `Break`.
-    #[error("cancelled; the guest goes on where it ran")]
+    #[error("cancelled; the guest keeps running where it ran")]
     Cancelled,
     /// The host has no memory for what a file has.
     #[error("{}: {error}", shown(path))]
@@ -155,8 +154,8 @@ pub enum MigrateError {
     /// The connection to the other side of a migration has ended.
     #[error("the connection was cut: {0}")]
     Cut(io::Error),
-    /// The file in memory for pages that come before the guest.
-    #[error("the pages that have come cannot be kept in memory: {0}; free memory, and try again")]
+    /// The file in memory for pages that arrive before the guest.
+    #[error("the arrived pages cannot be kept in memory: {0}; free memory, and try again")]
     Staging(io::Error),
     /// The system gives no random numbers for the name of a migration.
     #[error("the system gives no random numbers: {0}; try again")]
@@ -178,22 +177,20 @@ pub enum MigrateError {
     PeerVersion {
         /// Its version.
         found: u32,
-        /// That of this release.
+        /// The version of this release.
         known: u32,
     },
-    /// A source wants to go on with a migration that this process has no guest of.
+    /// A source wants to resume a migration, but this process has no guest of it.
     #[error(
         "this process has no guest of that migration: the process that had it has ended, or is at \
          another address"
     )]
     NotHere,
     /// A VM without missing memory cannot be restored lazily.
-    #[error("the VM has no page source: make it with that of the snapshot or migration")]
+    #[error("the VM has no page source: make it with the source of the snapshot or migration")]
     NoSource,
     /// A lazy restore, a post-copy or a hybrid of a guest with other memory slots than a new VM's.
-    #[error(
-        "the guest's memory slots are not those of a new VM: use an eager restore or a pre-copy"
-    )]
+    #[error("the guest's memory slots differ from a new VM's: use an eager restore or a pre-copy")]
     OtherSlots,
     /// A file is no whole record of first touches.
     #[error("{}: {wrong}: record the first touches anew", shown(path))]
@@ -204,7 +201,7 @@ pub enum MigrateError {
         wrong: String,
     },
     /// First touches of another snapshot.
-    #[error("the first touches were recorded with another snapshot: give those of this one")]
+    #[error("the first touches were recorded with another snapshot: give this snapshot's record")]
     OtherSnapshot,
     /// A record of first touches was made with another snapshot.
     #[error(

@@ -53,7 +53,7 @@ pub(super) struct Version {
 /// An entry of [`PAGES`]: the page is zeros, and is a hole in [`MEMORY`].
 pub(super) const ZEROS: u32 = 0;
 
-/// An entry of [`PAGES`] of a diff: the page is that of its base, and is a hole in [`MEMORY`].
+/// An entry of [`PAGES`] of a diff: the page is as in its base, and is a hole in [`MEMORY`].
 pub(super) const UNCHANGED: u32 = 1;
 
 /// Whether a page with this entry is in [`MEMORY`] of the same snapshot.

@@ -6,7 +6,8 @@
 //! replay, prefetch: a thread of the VMM ─┬─ the pages of a record of first touches, in its order
 //!                                        └─ the other pages with content, in the order of the file
 //! ```
-//! The page that comes first counts. Both ways check a page's checksum before the guest gets it.
+//! The page that is provided first counts. Both ways check a page's checksum before the guest gets
+//! it.
 
 use super::files::{ZEROS, entry_of};
 use super::places::{Layer, Place, Places};
@@ -90,9 +91,9 @@ impl Snapshot {
         })
     }
 
-    /// As [`Snapshot::restore`], and reads no page: they come when the guest needs them. `vm` was
-    /// made with [`Snapshot::pages_on_demand`] as its page source. The files must stay as they are
-    /// until [`Snapshot::prefetch`] has ended; a page of a file that has changed is lost.
+    /// As [`Snapshot::restore`], and reads no page: the guest's requests read them. `vm` was made
+    /// with [`Snapshot::pages_on_demand`] as its page source. The files must stay as they are until
+    /// [`Snapshot::prefetch`] has ended; a page of a file that has changed is lost.
     ///
     /// # Errors
     /// The VM is another machine, has no page source or other memory slots, or a value of the state

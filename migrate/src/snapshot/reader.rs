@@ -113,7 +113,7 @@ impl Snapshot {
     }
 
     /// Puts memory and state into `vm`, a new VM without an image, and `devices`, new ones. Returns
-    /// the vCPUs, which go on where the saved ones were. Calls `each` with the number of pages
+    /// the vCPUs, which continue where the saved ones were. Calls `each` with the number of pages
     /// since the last call.
     ///
     /// # Errors

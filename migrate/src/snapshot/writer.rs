@@ -33,7 +33,7 @@ pub struct Saved {
 }
 
 /// Saves `guest` as a new snapshot at `path`. The guest runs meanwhile, except for `downtime` of
-/// the result at the end, and goes on afterwards. If it fails, nothing is left at `path`.
+/// the result at the end, and resumes afterwards. If it fails, nothing is left at `path`.
 ///
 /// Writes are logged meanwhile ([`lacuna_machine::LogReader`]). A VMM that uses the log itself
 /// leaves it on and does not harvest it meanwhile; afterwards it finds there all pages that were
@@ -61,7 +61,7 @@ pub fn save<V: Vm>(
     Ok(saved.0)
 }
 
-/// Saves `guest`, which stands still as `still` says, as a new snapshot at `path`. If it fails,
+/// Saves the paused `guest` with its state `still` as a new snapshot at `path`. If it fails,
 /// nothing is left at `path`.
 ///
 /// # Errors
@@ -88,7 +88,7 @@ pub fn save_paused<V: Vm>(
 pub enum When<'b, 'a, V: Vm> {
     /// It runs, and is paused for the last pages, as the budget says.
     Runs(&'b Budget),
-    /// It stands still.
+    /// It is paused.
     Paused(&'b Still<'a, V>),
 }
 
@@ -103,7 +103,7 @@ pub struct Tracked<'a, V: Vm> {
 }
 
 impl<'a, V: Vm> Tracked<'a, V> {
-    /// Saves `guest` whole at `path`, as [`save`] and [`save_paused`] do, and goes on logging.
+    /// Saves `guest` whole at `path`, as [`save`] and [`save_paused`] do, and keeps logging.
     ///
     /// # Errors
     /// [`MigrateError`].
@@ -126,8 +126,8 @@ impl<'a, V: Vm> Tracked<'a, V> {
     }
 
     /// Takes what was written since the last snapshot out of the log; the next one has it. On a VM
-    /// whose log is in rings, a vCPU whose ring is full stands still until the next call of this or
-    /// the next snapshot, so call this often between two snapshots.
+    /// whose log is in rings, a vCPU with a full ring is stopped until the next call of this or the
+    /// next snapshot, so call this often between two snapshots.
     ///
     /// # Errors
     /// [`MigrateError`].

@@ -1,8 +1,8 @@
-//! The destination of a migration, after it may run the guest: the pages that are left come.
+//! The destination of a migration, after it may run the guest: takes the remaining pages.
 //!
 //! ```text
-//! this thread     ◄── pages that are left ─── source: put in place
-//! "lacuna-answers" ◄── pages that were asked for ─── the requests are answered
+//! this thread     ◄── remaining pages ─── source: put in place
+//! "lacuna-answers" ◄── requested pages ─── the requests are answered
 //! "lacuna-staged" puts staged pages in place
 //! ```
 
@@ -21,8 +21,8 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// A guest that the source has given to this side.
-#[must_use = "run the vCPUs, and take the pages that are left"]
+/// A guest that the source has handed to this side.
+#[must_use = "run the vCPUs, and take the remaining pages"]
 pub struct Arrived<V: Vm> {
     /// Run them: they are in the state in which they were at the source.
     pub vcpus: Vec<V::Vcpu>,
@@ -38,16 +38,16 @@ pub struct Arriving<V> {
     main: Option<Frames>,
     id: MigrationId,
     layout: MemoryLayout,
-    /// `None`: all memory has come before the guest.
+    /// `None`: all memory has arrived before the guest.
     late: Option<Late>,
     departure: Departure,
-    /// When its state had come.
+    /// When its state had arrived.
     came: Instant,
     /// When it could run here.
     ran: Option<Instant>,
 }
 
-/// The pages that come after the guest, and the connections beside the first one.
+/// The pages that arrive after the guest, and the connections beside the first one.
 pub(super) struct Late {
     pages: Arc<RemotePages>,
     answers: Option<Answers>,
@@ -136,11 +136,11 @@ impl Late {
 }
 
 impl Drop for Late {
-    /// No page comes any more.
+    /// No page arrives any more.
     fn drop(&mut self) {
         self.disconnect();
         self.pages
-            .abandon("the migration has ended before this page came");
+            .abandon("the migration has ended before this page arrived");
     }
 }
 
@@ -162,8 +162,8 @@ fn take_answers(pages: &RemotePages, mut answers: Frames) -> Result<(), MigrateE
     let mut has_waited = false;
     loop {
         let kind = answers.read_or_idle()?;
-        // A source that stands still keeps its connections. A request may have come a moment ago,
-        // so it has the next timeout too.
+        // A stopped source process keeps its connections. A request may have been made a moment
+        // ago, so it has the next timeout too.
         let waits = kind.is_none() && pages.awaits_answer();
         if waits && has_waited {
             return Err(MigrateError::Cut(io::ErrorKind::TimedOut.into()));
@@ -229,14 +229,14 @@ impl<V: Vm> Arriving<V> {
     /// The guest runs from now on.
     pub(super) fn run(&mut self) {
         self.ran = Some(Instant::now());
-        // If this does not reach the source, the guest runs here all the same: the source has given
-        // it away.
+        // If this does not reach the source, the guest runs here all the same: the source has
+        // handed it over.
         if let Some(main) = &mut self.main {
             let _ = main.signal(Kind::Running);
         }
     }
 
-    /// How long the guest stood still, without the time that its state took on the way.
+    /// The guest's downtime, without the time that its state took on the way.
     pub fn downtime(&self) -> Duration {
         let ran = self.ran.unwrap_or_else(Instant::now);
         Duration::from_micros(self.departure.paused_us).saturating_add(ran - self.came)
@@ -324,7 +324,7 @@ impl<V: Vm> Arriving<V> {
         main.signal(Kind::Complete)
     }
 
-    /// The source does not come back: puts in place what has come. The pages that are
+    /// The source does not connect again: puts the arrived pages in place. The pages that are
     /// [awaited](Arriving::awaited) are lost, and a vCPU that needs one fails.
     ///
     /// # Errors
@@ -403,7 +403,7 @@ mod tests {
         }
     }
 
-    /// The source's process is stopped: its connections stay, and nothing comes.
+    /// The source's process is stopped: its connections stay, and no frame arrives.
     #[test]
     fn a_source_that_does_not_answer_counts_as_cut() {
         let (here, _there) = UnixStream::pair().unwrap();

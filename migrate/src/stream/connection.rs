@@ -20,15 +20,15 @@ pub trait Connection: Read + Write + Send {
     fn hang_up(&self) -> io::Result<HangUp>;
 }
 
-/// Where connections come from: the source makes them, and the destination accepts them. A
-/// migration takes one, up to [`STREAMS_MAX`](super::STREAMS_MAX) - 1 more for pages, two more if
-/// pages come after the guest, and new ones after a cut.
+/// Provides connections: the source makes them, and the destination accepts them. A migration takes
+/// one, up to [`STREAMS_MAX`](super::STREAMS_MAX) - 1 more for pages, two more if pages arrive
+/// after the guest, and new ones after a cut.
 pub trait Connections: Sync {
     /// The next connection. May wait, but not without end: while the destination waits here for a
     /// further connection, it does not notice that the first one is cut.
     ///
     /// # Errors
-    /// There is none: the other side does not answer, or has not come in time.
+    /// There is none: the other side does not answer, or has not connected in time.
     fn open(&self) -> io::Result<Box<dyn Connection>>;
 }
 

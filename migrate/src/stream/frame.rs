@@ -25,11 +25,11 @@ pub(super) enum Kind {
     Sync = 5,
     /// The destination's answer to `Sync`.
     Synced = 6,
-    /// JSON of the machine's state. The source stands still.
+    /// JSON of the machine's state. The guest is paused at the source.
     State = 7,
     /// The destination has memory and state, and waits for `Go`.
     Prepared = 8,
-    /// The destination shall run. The source never runs again, unless it is told to.
+    /// The destination shall run. The source never runs it again, unless a person decides that.
     Go = 9,
     /// The destination runs.
     Running = 10,

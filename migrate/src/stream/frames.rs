@@ -299,7 +299,7 @@ impl Frames {
         }
     }
 
-    /// Tells the other side why this one gives up. It may be gone.
+    /// Sends the other side the reason why this one gives up. It may be gone.
     pub fn refuse(&mut self, why: &MigrateError) {
         let mut text = match why {
             MigrateError::Refused(text) => text.clone(),
@@ -327,5 +327,5 @@ fn no_number() -> MigrateError {
 }
 
 pub(super) fn unexpected(found: Kind, wanted: Kind) -> MigrateError {
-    MigrateError::stream(format!("{found:?} came, and {wanted:?} was due"))
+    MigrateError::stream(format!("{found:?} arrived, and {wanted:?} was due"))
 }

@@ -1,5 +1,5 @@
-//! A guest that was given away: it stands still at its source, until the destination has all of its
-//! memory or a person decides.
+//! A guest after `Go`: it stays paused at its source until the destination has all of its memory,
+//! or a person decides.
 
 use super::MigrationId;
 use super::connection::Connections;
@@ -12,15 +12,15 @@ use lacuna_machine::{Ending, Vm};
 use std::thread;
 use std::time::Instant;
 
-/// How a migration has ended, or was interrupted, after the destination was told to run the guest.
-/// The guest stands still here for as long as [`Given`] lives. Then its run here ends, unless
-/// [`Given::take_back`] is called.
+/// How a migration has ended, or was interrupted, after the source has sent `Go`. The guest stays
+/// paused here for as long as [`Given`] lives. Then its run here ends, unless [`Given::take_back`]
+/// is called.
 #[must_use = "if this is dropped, the run of the guest ends here"]
 pub enum Sent<'a, V: Vm> {
     /// The destination runs the guest, and has all of its memory: drop this.
     Moved(Given<'a, V>),
     /// The destination runs the guest, and lacks pages: the connection was cut, a page could not be
-    /// read here, or the caller has said `Break`. [`Given::resume`] goes on. If this process ends
+    /// read here, or the caller has said `Break`. [`Given::resume`] continues. If this process ends
     /// before, the guest is lost.
     Cut {
         /// The guest here.
@@ -31,7 +31,7 @@ pub enum Sent<'a, V: Vm> {
     /// The stream was cut before the destination could say that it runs the guest.
     /// [`Given::resume`] asks it. If it does not answer any more, look whether it runs the guest.
     /// If it does not, end its process first: `Go` may still be on its way to it. Then
-    /// [`Given::take_back`] lets the guest go on here.
+    /// [`Given::take_back`] resumes the guest here.
     Unknown {
         /// The guest here.
         given: Given<'a, V>,
@@ -40,8 +40,8 @@ pub enum Sent<'a, V: Vm> {
     },
 }
 
-/// A guest that was given away. It stands still here. Dropped, it ends here with
-/// [`Ending::Stopped`], because the destination runs it or may run it.
+/// A guest that the source has handed over by `Go`, and that stays paused here. Dropped, it ends
+/// here with [`Ending::Stopped`], because the destination runs it or may run it.
 pub struct Given<'a, V: Vm> {
     guest: Guest<'a, V>,
     /// The destination may run it.
@@ -88,8 +88,8 @@ impl<'a, V: Vm> Given<'a, V> {
         &self.still
     }
 
-    /// Lets the guest go on here. Only if the destination does not run it, and never will: it never
-    /// gets the pages that it lacks.
+    /// Resumes the guest here. Call it only if the destination does not run the guest, and never
+    /// will: the destination never gets the pages that it lacks.
     pub fn take_back(mut self) {
         self.is_away = false;
     }
@@ -136,8 +136,8 @@ impl<'a, V: Vm> Given<'a, V> {
         }
     }
 
-    /// Connects to the destination again, and goes on where the connection was cut. `resume` is for
-    /// [`Sent::Cut`] and [`Sent::Unknown`]; after [`Sent::Moved`] it does nothing.
+    /// Connects to the destination again, and continues where the connection was cut. `resume` is
+    /// for [`Sent::Cut`] and [`Sent::Unknown`]; after [`Sent::Moved`] it does nothing.
     pub fn resume(
         mut self,
         connections: &dyn Connections,
@@ -157,7 +157,7 @@ impl<'a, V: Vm> Given<'a, V> {
         match talked {
             Ok(()) => Sent::Moved(self),
             Err(why) => {
-                // The guest was given away before this call, whatever was reached since.
+                // The guest was handed over before this call, whatever was reached since.
                 let reached = match self.ran {
                     Some(_) => Reached::Running,
                     None => Reached::Go,

@@ -1,7 +1,7 @@
-//! The source of a migration, after it has given the guest away: the pages that are left are sent.
+//! The source of a migration, after it has handed the guest over: sends the remaining pages.
 //!
 //! ```text
-//! this thread      ── pages that are left ─────────► destination
+//! this thread      ── remaining pages ────────────► destination
 //! another thread  ◄── Want ──
 //!                  ── its page ─────────────────────►
 //! ```
@@ -35,7 +35,7 @@ pub(super) struct Links {
 /// How far a conversation was when it was cut.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Reached {
-    /// The state was sent: the guest is not given away.
+    /// The state was sent: the guest is not handed over.
     State,
     /// `Go` was sent, at least in part.
     Go,
@@ -54,14 +54,14 @@ impl Links {
     }
 }
 
-/// The memory of a guest that was given away.
+/// The memory of a guest that was handed over.
 pub(super) struct Left<'a, V: Vm> {
     vm: &'a V,
     layout: MemoryLayout,
     /// Pages that are left to send.
     pages: Mutex<PageSet, lock_order::PagesLeft>,
     compression: Compression,
-    /// No page was left when the guest was given away.
+    /// No page remained when the guest was handed over.
     needed_nothing: bool,
     /// The guest waits for a page that the other thread has taken, and that may lie in its buffer.
     waits: AtomicBool,
@@ -93,7 +93,7 @@ impl<'a, V: Vm> Left<'a, V> {
         }
     }
 
-    /// Whether the destination had all pages when the guest was given away.
+    /// Whether the destination had all pages when the guest was handed over.
     pub fn needed_nothing(&self) -> bool {
         self.needed_nothing
     }
@@ -228,7 +228,7 @@ impl<'a, V: Vm> Left<'a, V> {
         main.expect(Kind::Complete)
     }
 
-    /// What is told when the guest is given away.
+    /// The progress report when the guest is handed over.
     fn giving(&self) -> Progress {
         Progress {
             round: 0,
@@ -237,8 +237,8 @@ impl<'a, V: Vm> Left<'a, V> {
         }
     }
 
-    /// Sends all pages that are left. The guest may need the pages behind one that it has asked
-    /// for, so they come first.
+    /// Sends all remaining pages. The guest may need the pages behind one that it has requested, so
+    /// they are first.
     fn push(&self, main: &mut Frames, progress: OnProgress<'_>) -> Result<(), MigrateError> {
         let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
         let mut now = self.giving();
@@ -297,7 +297,7 @@ impl<'a, V: Vm> Left<'a, V> {
     /// Leaves pages that could not be read to be sent after the next connection.
     ///
     /// # Errors
-    /// That of the first of them.
+    /// The first one's error.
     fn put_back(&self, unread: Vec<Unread>) -> Result<(), MigrateError> {
         let mut pages = self.lock();
         unread.iter().for_each(|(page, _)| pages.insert(*page));

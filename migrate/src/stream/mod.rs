@@ -20,26 +20,25 @@
 //! | `PostCopy` | none | all |
 //! | `Hybrid` | what the guest does not write again | the rest, unless it fits into the budget |
 //!
-//! Pages that come after the guest are *awaited*. The destination's VM has a page source
-//! ([`Incoming::page_source`]), which asks for an awaited page that the guest needs (`Want`) on a
-//! connection of its own; the answer comes on a third one, ahead of the pages that come by
-//! themselves.
+//! Pages that arrive after the guest are *awaited*. The destination's VM has a page source
+//! ([`Incoming::page_source`]), which requests an awaited page that the guest needs (`Want`) on a
+//! connection of its own. The source answers on a third one, ahead of the pages that it pushes.
 //!
-//! *Before `Go`* every failure leaves the guest to the source, where it goes on. The destination
-//! has never run it then. *After `Go`* the source never runs it by itself:
+//! *Before `Go`* every failure leaves the guest to the source, which keeps running it. The
+//! destination has never run it then. *After `Go`* the source never runs it by itself:
 //!
 //! | the connection is cut | source | destination |
 //! |---|---|---|
-//! | before `Go` | the error; the guest goes on | [`Waiting`]: it does not run |
+//! | before `Go` | the error; the guest keeps running | [`Waiting`]: it does not run |
 //! | between `Go` and `Running` | [`Sent::Unknown`]: it stays paused | runs, or is [`Waiting`] |
 //! | before `Complete` | [`Sent::Cut`]: it stays paused | runs, and waits for pages it lacks |
 //! | the same, after a pre-copy | [`Sent::Moved`] | runs, and lacks nothing |
 //!
 //! After `Unknown` and `Cut` [`Given::resume`] connects again, and the destination's
-//! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination tells what it has, so
-//! nothing is sent twice that has arrived. If the other side never comes back, a person decides:
-//! [`Given::take_back`] and [`Waiting::decide_to_run`] carry the decision out. Without one of them
-//! the two sides never run at once: a [`Given`] that is dropped ends the run at the source.
+//! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination sends the list of pages
+//! that it lacks, so no arrived page is sent twice. If the other side never answers again, a person
+//! decides: [`Given::take_back`] and [`Waiting::decide_to_run`] carry the decision out. Without one
+//! of them the two sides never run at once: a [`Given`] that is dropped ends the run at the source.
 //!
 //! Timeouts are the caller's: see [`Connection`].
 
@@ -73,7 +72,7 @@ const VERSION: u32 = 4;
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;
 
-/// Names one migration, so that a connection of another one is refused. It comes from the system's
+/// Names one migration, so that a connection of another one is refused. It is made of the system's
 /// random numbers, but it is no secret.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct MigrationId(String);
@@ -127,11 +126,11 @@ struct Welcome {
     stage: Option<Stage>,
 }
 
-/// How a guest has left its source: what comes with its state.
+/// How a guest has left its source: sent with its state.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Departure {
-    /// Microseconds that it had stood still.
+    /// Microseconds of its downtime so far.
     paused_us: u64,
     /// Pages that each round has sent.
     rounds: Vec<u64>,

@@ -1,8 +1,8 @@
-//! The pages that come before the guest.
+//! Takes the pages that arrive before the guest.
 //!
-//! They come on one connection or on several at the same time. The first one is read by the thread
-//! that takes the guest in, each other one by a thread of its own. Every round ends on each of
-//! them, so a page that is sent again comes after it came before, on whichever connection.
+//! They arrive on one connection or on several at the same time. The thread that takes the guest in
+//! reads the first one, a thread of its own each other one. Every round ends on each of them, so
+//! the second copy of a page arrives after the first, on whichever connection.
 
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
@@ -16,19 +16,19 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-/// Where pages go that come before the guest.
+/// Where pages go that arrive before the guest.
 pub(super) struct Early<'a, V> {
     pub vm: &'a V,
     pub layout: &'a MemoryLayout,
-    /// In place of the VM's memory, if pages also come after the guest.
+    /// In place of the VM's memory, if pages also arrive after the guest.
     pub staging: Option<&'a RemotePages>,
 }
 
 /// The connections beside the first one.
 struct Streams {
-    /// Pages that came on them since the last look.
+    /// Pages that arrived on them since the last look.
     pages: AtomicU64,
-    /// The first connection has no more pages: the state has come, or it has failed.
+    /// The first connection has no more pages: the state has arrived, or it has failed.
     is_over: AtomicBool,
     /// Why the first of them has failed.
     cause: Mutex<Option<MigrateError>, lock_order::CauseOfEnd>,
@@ -42,7 +42,7 @@ impl Streams {
 }
 
 impl<V: Vm> Early<'_, V> {
-    /// Takes pages until the state comes on `main`. Returns the pages that the source keeps.
+    /// Takes pages until the state arrives on `main`. Returns the pages that the source keeps.
     pub fn take_all(
         &self,
         main: &mut Frames,

@@ -4,8 +4,8 @@
 //! lacuna                          the first look: each mechanism, without it and with it
 //! lacuna run IMAGE [...]          one guest, live
 //! lacuna serve SOURCE SOCKET      a guest's memory, for run --pages-from peer:SOCKET
-//! lacuna snapshot save FOLDER     a guest that runs, saved; restore FOLDER runs it on
-//! lacuna migrate ADDRESS          a guest that runs, moved to lacuna run --incoming ADDRESS
+//! lacuna snapshot save FOLDER     a running guest, saved; restore FOLDER resumes it
+//! lacuna migrate ADDRESS          a running guest, moved to lacuna run --incoming ADDRESS
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
 //! lacuna doctor                   what this host can do
@@ -60,9 +60,9 @@ pub enum Command {
     Run(RunArgs),
     /// Provide a guest's memory to another process, page by page
     Serve(ServeArgs),
-    /// Save a guest that runs, or run a saved one on
+    /// Save a running guest, or resume a saved one
     Snapshot(SnapshotArgs),
-    /// Move a guest that runs to another process, here or on another host
+    /// Move a running guest to another process, here or on another host
     Migrate(MigrateArgs),
     /// Measure each mechanism, without it and with it: a first look, or the named experiments
     Lab(LabArgs),

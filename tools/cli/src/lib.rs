@@ -11,7 +11,7 @@
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
 //! * [`snapshot`], [`migrate`], [`control`]: `lacuna snapshot`, `lacuna migrate`, and the control
-//!   socket of a guest that runs.
+//!   socket of a running guest.
 //! * [`transport`]: connections between the two sides of a migration.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
 //! * [`serve`], [`socket`]: `lacuna serve`.

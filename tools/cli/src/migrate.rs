@@ -1,4 +1,4 @@
-//! `lacuna migrate`: moves a guest that runs to another process.
+//! `lacuna migrate`: moves a running guest to another process.
 
 use crate::args::{Address, MigrateArgs, TlsFiles};
 use crate::control::client::Client;
@@ -22,7 +22,7 @@ pub fn migrate(args: &MigrateArgs) -> Exit {
     told(match &args.to {
         Some(to) => move_to(args, to),
         None if args.cancel => decide(args, &Request::Cancel {}, "cancelled"),
-        None => decide(args, &Request::Keep {}, "the guest goes on here"),
+        None => decide(args, &Request::Keep {}, "the guest is resumed here"),
     })
 }
 

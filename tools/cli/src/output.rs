@@ -4,8 +4,8 @@
 //! The caller decides what becomes of stdout. A reader that has gone (`lacuna doctor | head -1`) is
 //! no error, and neither is `/dev/null`. A stdout that the caller has closed (`>&-`) is `/dev/null`
 //! too: Rust's runtime opens it there before `main`, in the same way as some callers open it to
-//! discard output, and the two cannot be told apart. A write that fails, as on a full disk, is an
-//! error.
+//! discard output, and the two cannot be distinguished. A write that fails, as on a full disk, is
+//! an error.
 
 use std::borrow::Cow;
 use std::fs::OpenOptions;

@@ -97,7 +97,7 @@ pub fn of_snapshot(lazy: &Lazy<'_>) -> Result<Source, Refusal> {
     Ok(Arc::new(Measured::new(Box::new(pages))))
 }
 
-/// The pages of a guest that comes before its memory.
+/// The pages of a guest that arrives before its memory.
 pub fn of_migration(source: Arc<dyn PageSource>) -> Source {
     Arc::new(Measured::new(Box::new(source)))
 }

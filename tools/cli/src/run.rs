@@ -58,7 +58,7 @@ impl Start<'_> {
         }
     }
 
-    /// The guest that comes from another process.
+    /// The incoming guest.
     fn arrival(&self) -> Option<&'_ Arrival<'_>> {
         match self {
             Self::Incoming(arrival) => Some(arrival),

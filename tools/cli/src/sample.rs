@@ -82,9 +82,9 @@ pub struct Huge {
 /// Asynchronous page faults of all vCPUs, as the host and as the guest counted them.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Apf {
-    /// Faults that the guest was told of.
+    /// Faults with a delivered page-not-present.
     pub taken: u64,
-    /// Faults that the guest could not be told of: the vCPU halted until the page had come.
+    /// Faults without an event: the vCPU halted until the page had arrived.
     pub halted: u64,
     /// Faults on a page that was already on its way: the vCPU halted for it.
     pub repeated: u64,
@@ -105,7 +105,7 @@ pub struct GuestApf {
     pub not_present: u32,
     /// Page-ready events, each for one page.
     pub ready: u32,
-    /// Those of them that came before a thread waited.
+    /// Events among them that arrived before a thread waited.
     pub ready_before_wait: u32,
     /// Page-ready events for all waiting threads.
     pub wake_all: u32,
@@ -122,7 +122,7 @@ pub struct Thread {
     pub kind: String,
     /// Steps it has done.
     pub counter: u64,
-    /// Steps that it will do; 0 if it goes on until it is stopped.
+    /// Steps that it will do; 0 if it runs until it is stopped.
     pub goal: u64,
     /// Steps a second since the sample before.
     pub rate: f64,
@@ -169,7 +169,7 @@ pub struct RunReport {
     pub exit_code: u8,
     /// Digest of the whole run, if it was seeded.
     pub trace_hash: Option<String>,
-    /// The snapshot from which it went on; `None` for a guest that began with its image.
+    /// The snapshot from which it was restored; `None` for a guest that began with its image.
     pub restored: Option<Restored>,
     /// The guest that came from another process; `None` without `--incoming`.
     pub received: Option<Received>,
@@ -179,7 +179,7 @@ pub struct RunReport {
     pub last: RunSample,
 }
 
-/// What was read before a run that goes on from a snapshot.
+/// What was read before a run from a snapshot.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Restored {
     /// The snapshot.
@@ -249,10 +249,10 @@ pub struct Received {
     pub cuts: u32,
     /// Bytes that went over the connections.
     pub bytes: u64,
-    /// Pages that came again: those of all rounds but the first, and the late ones if there was a
+    /// Pages that arrived again: in all rounds but the first, and the late ones if there was a
     /// round.
     pub again: u64,
-    /// How long it stood still, in microseconds, without the time that its state took on the way.
+    /// Its downtime in microseconds, without the time that its state took on the way.
     pub downtime_us: u64,
     /// The time from its announcement until it could run.
     pub seconds: f64,

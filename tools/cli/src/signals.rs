@@ -99,8 +99,7 @@ impl Signals {
 }
 
 /// Catches SIGXFSZ, so that a write beyond the file size limit (`ulimit -f`) fails with EFBIG. By
-/// default the signal kills the process. The caller then handles the error like that of a full
-/// disk.
+/// default the signal kills the process. The caller then handles the error like a full disk.
 ///
 /// # Errors
 /// The kernel refuses the handler.

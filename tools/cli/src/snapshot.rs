@@ -1,4 +1,4 @@
-//! `lacuna snapshot`: saves a guest that runs, and runs a saved one on.
+//! `lacuna snapshot`: saves a running guest, and resumes a saved one.
 
 use crate::args::{Patience, RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
 use crate::control::client::Client;
@@ -64,7 +64,7 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
     };
     let seconds = began.elapsed().as_secs_f64();
     let text = format!(
-        "saved     {} pages to {} in {seconds:.1} s and {} rounds; the guest stood still for {}\n",
+        "saved     {} pages to {} in {seconds:.1} s and {} rounds; downtime {}\n",
         saved.pages,
         saved.path.display(),
         saved.rounds.len(),

@@ -47,7 +47,7 @@ use std::time::Duration;
 const MEMORY_MIB: u64 = 256;
 /// Host memory for it, in MiB.
 const RESIDENT_MIB: u64 = 64;
-/// The guest's time slice in microseconds: that of the kernel in the 2010 benchmark.
+/// The guest's time slice in microseconds, as of the kernel in the 2010 benchmark.
 const SLICE_US: u64 = 4000;
 /// The guest's timer tick, in microseconds.
 const TICK_US: u64 = 1000;

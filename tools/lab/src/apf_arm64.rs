@@ -75,7 +75,7 @@ fn forms(arch: Arch) -> &'static [Form] {
 /// Memory of the guest for each vCPU in MiB; half of it is resident. Small, so that the
 /// memory-bound thread goes through all of it in some seconds.
 const MEMORY_MIB: u64 = 6;
-/// The guest's time slice in microseconds: that of [`crate::apf`].
+/// The guest's time slice in microseconds: as in [`crate::apf`].
 const SLICE_US: u64 = 4000;
 /// The guest's timer tick, in microseconds.
 const TICK_US: u64 = 1000;

@@ -9,7 +9,7 @@
 //! | `cpu.x86.minstr_per_s.*` | guest instructions a second, beside native and QEMU (TCG) |
 //! | `cpu.x86.vs_qemu_tcg.mem64m` | ours / QEMU's, same program, same run |
 //!
-//! Both arms of the fault figures include zeroing. The memory figure is that of `bm` with 2 GiB in
+//! Both arms of the fault figures include zeroing. The memory figure is for `bm` with 2 GiB in
 //! 512 MiB. It counts frames, tables, program and the swap page cache.
 
 mod cpu;

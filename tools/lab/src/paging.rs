@@ -1,13 +1,13 @@
 //! `lacuna lab paging`: memory that is elsewhere when the guest starts, page by page.
 //!
 //! It is the demand-paging test of the 2023 series: each vCPU touches its own share of the memory
-//! once, or all touch the same. The arms differ in how a missing page comes:
+//! once, or all touch the same. The arms differ in how a missing page is provided:
 //!
 //! ```text
 //! queue_N_readers  vCPU sleeps ─► one queue for all vCPUs ─► one of N threads provides ─► wake-up
 //! queue_each       vCPU sleeps ─► a queue for each vCPU ─► its reader provides ─► wake-up
 //! exits            vCPU exits, its own thread provides the page, and enters it again
-//! exits_apf        vCPU exits, the guest is told and goes on; another thread provides the page
+//! exits_apf        vCPU exits, the guest gets the event and runs; another thread provides the page
 //! ```
 //! All copy the same page. In Linux memory that is UFFDIO_COPY in each arm: the queue is the
 //! kernel's, of a userfaultfd with N readers or of one for each vCPU (`kernel_queue`), and exits

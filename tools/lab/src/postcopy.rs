@@ -1,14 +1,14 @@
 //! `lacuna lab postcopy`: a guest whose memory is still with a peer, with exits, asynchronous page
 //! faults, or both.
 //!
-//! A process that computes (a worker) shares the vCPU with one that touches random pages, each of
-//! which the peer has (a faulter). Four arms differ in what a missing page does to the vCPU:
+//! A process that computes (a worker) shares the vCPU with one that touches random pages of the
+//! peer (a faulter). Four arms differ in what a missing page does to the vCPU:
 //!
 //! ```text
-//! neither  vCPU sleeps until the page has come; the engine asks the peer
-//! exits    vCPU exits; the VMM asks the peer, and the vCPU sleeps until the page has come
-//! async    vCPU tells the guest, which runs the other process; the engine asks the peer
-//! both     vCPU exits; the VMM accepts, so the guest is told; the VMM asks, and says ready
+//! neither  vCPU sleeps until the page has arrived; the engine asks the peer
+//! exits    vCPU exits; the VMM asks the peer, and the vCPU sleeps until the page has arrived
+//! async    vCPU notifies the guest, which runs the other process; the engine asks the peer
+//! both     vCPU exits; the VMM accepts, so the guest is notified; the VMM asks, and says ready
 //! ```
 //! | id | what is compared |
 //! |---|---|
@@ -44,7 +44,7 @@ use lacuna_source::Zeros;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The guest's time slice in microseconds: that of the kernel in the 2010 benchmark.
+/// The guest's time slice in microseconds, as of the kernel in the 2010 benchmark.
 const SLICE_US: u64 = 4000;
 /// The guest's timer tick, in microseconds.
 const TICK_US: u64 = 1000;

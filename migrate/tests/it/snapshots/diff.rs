@@ -5,8 +5,8 @@ use lacuna_machine::{Arch, Builder, Ending};
 use lacuna_migrate::{MigrateError, Snapshot, Tracked, When};
 use std::fs;
 
-/// Each of three snapshots goes on well. Between them, one is cancelled after it has harvested the
-/// log: its pages are in the next one.
+/// Each of three snapshots succeeds. Between them, one is cancelled after it has harvested the log:
+/// its pages are in the next one.
 fn differ(moved: &Moved<impl Builder>) {
     let folder = tempfile::tempdir().expect("a folder");
     let paths = ["first", "second", "third"].map(|name| folder.path().join(name));

@@ -36,7 +36,7 @@ fn x86_on_kvm() {
     moves(&Moved::new(kvm(2), "verify", "rounds=60"));
 }
 
-/// A vCPU whose ring is full waits for the copy to harvest it, and goes on after the copy.
+/// A vCPU with a full ring waits for the copy to harvest it, and runs again after the copy.
 #[test]
 fn x86_on_soft_with_rings() {
     let moved = Moved::new(WithRings(soft(Arch::X86_64, 2)), "verify", "rounds=6");
@@ -64,8 +64,8 @@ fn x86_on_kvm_with_rings() {
     moves(&Moved::new(builder, "verify", "rounds=60"));
 }
 
-/// A paused guest is saved in one round. A save that is cancelled leaves nothing, and the guest
-/// goes on.
+/// A paused guest is saved in one round. A cancelled save leaves nothing, and the guest keeps
+/// running.
 #[test]
 fn a_paused_guest_is_saved_and_a_save_is_cancelled() {
     for arch in [Arch::X86_64, Arch::Arm64] {
@@ -81,7 +81,7 @@ fn a_paused_guest_is_saved_and_a_save_is_cancelled() {
     }
 }
 
-/// A guest that was saved on one backend goes on on the other.
+/// A guest that was saved on one backend resumes on the other.
 #[lacuna_skip::test]
 fn from_soft_to_kvm_and_back() {
     let folder = tempfile::tempdir().expect("a folder");

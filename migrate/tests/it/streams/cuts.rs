@@ -117,7 +117,10 @@ fn a_guest_without_its_memory_is_lost() {
     let Some(Ending::Failed(lost)) = &end.destination else {
         panic!("{end:?}");
     };
-    assert!(lost.to_string().contains("before this page came"), "{lost}");
+    assert!(
+        lost.to_string().contains("before this page arrived"),
+        "{lost}"
+    );
 }
 
 /// A cut while the connections beside a new first one are made: the destination, which waits for

@@ -33,14 +33,14 @@ impl Machines for lacuna_kvm::VmBuilder {
 /// What became of the guest on the source.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum End {
-    /// It went on there, to this end.
+    /// It resumed there, and ran to this end.
     Ran(Ending),
     /// The destination runs it, and has all of its memory.
     Gone,
-    /// The connection never came back: the destination runs it, and lacks memory.
+    /// The connection was never restored: the destination runs it, and lacks memory.
     Cut,
-    /// The connection never came back, and it stayed paused. If the destination does not run it, it
-    /// then went on to this end.
+    /// The connection was never restored, and it stayed paused. If the destination does not run it,
+    /// it then resumed and ran to this end.
     Unknown(Option<Ending>),
 }
 
@@ -53,7 +53,7 @@ pub struct Outcome {
     pub rounds: usize,
     /// Pages with content that were sent.
     pub pages: u64,
-    /// How often both sides went on after a cut.
+    /// How often both sides continued after a cut.
     pub resumed: usize,
     /// The side that was killed.
     pub killed: Option<Side>,
@@ -126,10 +126,10 @@ impl<A: Machines, B: Machines> Move<A, B> {
                 pause: &pause,
             };
             let (fate, given) = self.until_settled(&guest, &link);
-            // The other side must not wait for a connection that does not come.
+            // The other side must not wait for a connection that is never made.
             let (written, killed) = (link.written(), link.killed());
             drop(link);
-            // A guest that came, and lacks memory here, ends by that.
+            // An arrived guest that lacks memory here ends by that.
             let arrived = join();
             let stays = matches!(fate.source, End::Gone | End::Cut) || arrived.is_ok();
             match given {
@@ -231,7 +231,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
                     break;
                 }
             }
-            // Pages that have not come are lost from here on.
+            // Pages that have not arrived are lost from here on.
             drop(arriving);
             runner.join().expect("no panic");
         });
@@ -252,7 +252,7 @@ struct Fate {
 }
 
 impl Default for Fate {
-    /// The guest was never given away.
+    /// The guest was never handed over.
     fn default() -> Self {
         Self {
             source: End::Ran(Ending::Stopped),

@@ -37,8 +37,8 @@ struct Wire {
     late: Option<Arc<LateComplete>>,
 }
 
-/// `Complete` comes on the source's first connection after the destination has ended the others, as
-/// between TCP connections. It is lost if the first connection is ended before.
+/// `Complete` arrives on the source's first connection after the destination has ended the others,
+/// as between TCP connections. It is lost if the first connection is ended before.
 #[derive(Default)]
 struct LateComplete {
     /// Which connections the source has ended, in the order in which they were made.
@@ -153,7 +153,7 @@ pub struct SourceEnd {
 pub struct DestinationEnd(Mutex<Receiver<Cable>>);
 
 /// A link that is cut as `cuts` say, one pair after the other. The last cut kills `victim`: no
-/// connection comes back.
+/// connection is restored.
 pub fn link(cuts: &[[Cut; 2]], victim: Option<Side>) -> (SourceEnd, DestinationEnd) {
     let mut wire = Wire {
         left: [0; 2],
@@ -181,7 +181,7 @@ impl SourceEnd {
         self.wire.lock().unwrap().written
     }
 
-    /// From now on `Complete` comes late: [`LateComplete`].
+    /// From now on `Complete` arrives late: [`LateComplete`].
     pub fn complete_late(&self) {
         self.wire.lock().unwrap().late = Some(Arc::default());
     }

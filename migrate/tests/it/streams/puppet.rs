@@ -1,4 +1,4 @@
-//! A peer that a test leads by hand: it sends the frames that it is told to send.
+//! A peer that a test leads by hand: it sends the frames that the test chooses.
 
 use lacuna_machine::{Answer, Apf, Arch, CpuModel, PageRequest, SourcePage};
 use lacuna_migrate::stream::{Connection, Connections, Incoming};
@@ -84,7 +84,7 @@ impl Asker for Told {
     }
 }
 
-/// A thread that waits for a page of the VM does not wait for ever if the guest never comes.
+/// A thread that waits for a page of the VM does not wait for ever if the guest never arrives.
 #[test]
 fn a_page_of_a_guest_that_is_refused_is_lost() {
     let incoming = incoming(16);
@@ -96,5 +96,5 @@ fn a_page_of_a_guest_that_is_refused_is_lost() {
     drop(incoming);
     let answer = told.0.lock().unwrap().take();
     let answer = answer.expect("an answer");
-    assert!(answer.contains("before this page came"), "{answer}");
+    assert!(answer.contains("before this page arrived"), "{answer}");
 }

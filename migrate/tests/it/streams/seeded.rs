@@ -74,7 +74,7 @@ fn migrate(seed: u64) -> (String, usize, Outcome) {
 fn judge(end: &Outcome, patience: usize) -> Option<Result> {
     let ran = |ending: &Ending| matches!(ending, Ending::Exited(0));
     let lost = |ending: &Ending| match ending {
-        Ending::Failed(why) => why.to_string().contains("before this page came"),
+        Ending::Failed(why) => why.to_string().contains("before this page arrived"),
         _ => false,
     };
     Some(match (&end.source, &end.destination) {

@@ -155,7 +155,7 @@ impl From<Arch> for lacuna_machine::Arch {
 /// `--apf`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Apf {
-    /// The guest is told that a page is on its way, and runs another process
+    /// The guest gets an event for a page on its way, and runs another process
     On,
     /// The vCPU waits for its page
     Off,

@@ -19,7 +19,7 @@ pub struct SnapshotArgs {
 /// The subcommands of `lacuna snapshot`.
 #[derive(Clone, PartialEq, Debug, Subcommand)]
 pub enum SnapshotCommand {
-    /// Save a guest that runs, or that was paused, to a folder; it goes on afterwards
+    /// Save a running or paused guest to a folder; a running one resumes afterwards
     Save(SaveArgs),
     /// Run a saved guest on from where it was saved
     Restore(RestoreArgs),
@@ -31,7 +31,7 @@ pub enum SnapshotCommand {
 pub struct SaveArgs {
     /// The folder to make; it must not exist
     pub folder: PathBuf,
-    /// The control socket of the guest: that of lacuna run --control SOCKET
+    /// The control socket of the guest, as in lacuna run --control SOCKET
     #[arg(long, value_name = "SOCKET")]
     pub control: PathBuf,
     /// Log what the guest writes from now on, so that the next snapshot can have this one as its
@@ -42,8 +42,8 @@ pub struct SaveArgs {
     /// or --base, in the same folder as the new one
     #[arg(long, value_name = "FOLDER")]
     pub base: Option<PathBuf>,
-    /// How long a guest that runs may stand still for its last pages; it is longer if the guest
-    /// writes faster than pages are saved [default: 50ms]
+    /// The limit of a running guest's downtime for its last pages; it is longer if the guest writes
+    /// faster than pages are saved [default: 50ms]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub downtime: Option<Duration>,
     /// Where the result goes
@@ -51,7 +51,7 @@ pub struct SaveArgs {
     pub output: Output,
 }
 
-/// `lacuna snapshot restore`. Processors and memory are those of the saved machine.
+/// `lacuna snapshot restore`. Makes the processors and the memory of the saved machine.
 #[derive(Clone, PartialEq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct RestoreArgs {

@@ -6,7 +6,7 @@ use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// A connection to the control socket of a guest that runs.
+/// A connection to the control socket of a running guest.
 pub struct Client {
     path: PathBuf,
     stream: BufReader<UnixStream>,

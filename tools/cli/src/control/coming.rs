@@ -1,4 +1,4 @@
-//! A guest that comes here, or has come: how far it is, and what clients want of it.
+//! An incoming or arrived guest: its stage, and what clients want of it.
 //!
 //! ```text
 //! Memory ──► Rest ──────────► Whole
@@ -23,7 +23,7 @@ const LINGER: Duration = Duration::from_secs(5);
 /// Why a guest cannot be kept by a run that has ended.
 const OVER: &str = "the run is over: the guest does not run here";
 
-/// A guest that comes here, or has come. Any thread may call its methods.
+/// An incoming or arrived guest. Any thread may call its methods.
 pub struct Coming {
     layout: MemoryLayout,
     link: Arc<Link>,
@@ -40,7 +40,7 @@ struct Told {
     /// `None`: the guest has not come.
     missing: Option<Missing>,
     decision: Option<Decision>,
-    /// The source has been told that all pages have come, or a client has decided without it.
+    /// The source knows that all pages have arrived, or a client has decided without it.
     is_settled: bool,
     /// The guest has ended.
     is_over: bool,
@@ -121,10 +121,10 @@ impl Coming {
             ArrivingStage::Whole => Ok(()),
             ArrivingStage::Lost => Err(Refused::request(
                 "pages of the guest were lost when its source ended, and a copy of its memory \
-                 would need them, which ends the run: let the guest go on, or stop it",
+                 would need them, which ends the run: let the guest run, or stop it",
             )),
             _ => Err(Refused::request(
-                "the rest of the guest's memory has not come here: wait until the status says \
+                "the rest of the guest's memory has not arrived: wait until the status says \
                  that it is whole",
             )),
         }
@@ -137,17 +137,17 @@ impl Coming {
         match now.stage {
             ArrivingStage::Unknown => Some(format!(
                 "the guest is prepared here, and then {cut}: it is not known whether its source \
-                 has given it away. It stands still here, and the source may connect again at {}. \
-                 If it runs there, or shall run there, end it here: {{\"command\":\"stop\"}}. If \
-                 not, end it there first, and then let it go on here: {{\"command\":\"keep\"}}, \
-                 which is lacuna migrate --keep",
+                 has handed it over. It is paused here, and the source may connect again at {}. If \
+                 it runs there, or shall run there, end it here: {{\"command\":\"stop\"}}. If not, \
+                 end it there first, and then resume it here: {{\"command\":\"keep\"}}, which is \
+                 lacuna migrate --keep",
                 now.at
             )),
             ArrivingStage::Cut => Some(format!(
                 "the guest runs here, and then {cut}: it lacks {}. A vCPU that needs one of them \
                  waits, and the source may connect again at {}. If the source has ended, say so: \
                  {{\"command\":\"cancel\"}}, which is lacuna migrate --cancel; the pages are lost \
-                 then, and the guest goes on until it needs one",
+                 then, and the guest runs until it needs one",
                 missing_in_words(now.missing.unwrap_or(0), &now.ranges),
                 now.at
             )),
@@ -155,7 +155,7 @@ impl Coming {
         }
     }
 
-    /// Pages with content have come before the guest.
+    /// Pages with content have arrived before the guest.
     pub fn came(&self, pages: u64) -> u64 {
         let mut told = self.told();
         told.now.came += pages;
@@ -280,7 +280,7 @@ impl Coming {
             ArrivingStage::Unknown => {}
             ArrivingStage::Memory => {
                 return Err(Refused::request(
-                    "the guest has not come: it is with its source",
+                    "the guest has not arrived: it is with its source",
                 ));
             }
             _ => {
@@ -300,7 +300,7 @@ impl Coming {
         }
     }
 
-    /// The source is not waited for any more: the pages that are missing are lost.
+    /// Ends the wait for the source: the missing pages are lost.
     pub fn cancel(&self) -> Result<(), Refused> {
         let mut told = self.told();
         Err(Refused::request(match told.now.stage {
@@ -312,11 +312,11 @@ impl Coming {
                 "the guest has not come: cancel its migration at its source, or stop this run"
             }
             ArrivingStage::Unknown => {
-                "it is not known whether the guest was given away: keep it here, or stop this run"
+                "it is not known whether the guest was handed over: keep it here, or stop this run"
             }
-            ArrivingStage::Rest => "the rest of the guest's memory comes: wait for its end",
+            ArrivingStage::Rest => "the rest of the guest's memory is on its way: wait for its end",
             ArrivingStage::Lost | ArrivingStage::Whole => {
-                "no migration goes on: ask for the status"
+                "no migration is in progress: ask for the status"
             }
         }))
     }

@@ -22,7 +22,7 @@ const BEGIN: Duration = Duration::from_millis(1);
 /// The longest pause that a request may ask for: a day.
 const DOWNTIME_MAX_MS: u64 = 86_400_000;
 
-/// A guest that runs, and is controlled. Any thread may call its methods.
+/// A running guest under control of clients. Any thread may call its methods.
 pub struct Controlled<'a, V: Vm> {
     pub(super) guest: Guest<'a, V>,
     since: OnceLock<Instant>,
@@ -49,7 +49,7 @@ pub(super) enum Phase<'a, V: Vm> {
     Saves(Saving, State),
     /// A thread sends the guest elsewhere.
     Moves(UnderWay),
-    /// This value, because the guest was given away, and the attempts to connect again were
+    /// This value, because the guest was handed over, and the attempts to connect again were
     /// cancelled.
     Undecided(Box<Undecided<'a, V>>),
 }
@@ -244,7 +244,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         coming.map_or(Ok(()), |coming| coming.check_whole())
     }
 
-    /// Lets a guest go on here of which it is not known whether it belongs here.
+    /// Resumes the guest here, although it is undecided which side runs it.
     fn keep(&self) -> Result<(), Refused> {
         match self.coming.as_ref().filter(|_| self.is_awaited()) {
             None => self.keep_at_source(),

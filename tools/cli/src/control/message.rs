@@ -12,8 +12,8 @@ use std::path::PathBuf;
 /// The version of these messages. Fields and commands may be added to it.
 pub const PROTOCOL: u32 = 1;
 
-/// The longest request in bytes, the end of the line included. A path has at most 4096 bytes, each
-/// of which is at most 6 in JSON.
+/// The longest request in bytes, the end of the line included. A path has at most 4096 bytes, and
+/// each is at most 6 in JSON.
 pub const LINE_MAX: usize = 32 << 10;
 
 /// What a client asks for. An unknown field is an error: it could be one that matters.
@@ -22,9 +22,9 @@ pub const LINE_MAX: usize = 32 << 10;
 pub enum Request {
     /// Nothing changes.
     Status {},
-    /// The guest stands still until `resume`.
+    /// Pauses the guest until `resume`.
     Pause {},
-    /// The guest goes on.
+    /// Resumes the guest.
     Resume {},
     /// The run ends.
     Stop {},
@@ -65,7 +65,7 @@ pub enum Request {
     /// The migration that another client has asked for is not wanted any more; or the other side is
     /// not waited for any more.
     Cancel {},
-    /// The guest goes on here: the other side of a migration does not run it, and never will.
+    /// Resumes the guest here: the other side of a migration does not run it, and never will.
     Keep {},
 }
 
@@ -110,9 +110,9 @@ pub struct Status {
     pub outage: Option<String>,
     /// The snapshot that is being saved.
     pub saving: Option<Saving>,
-    /// The migration that is going on.
+    /// The migration in progress.
     pub migrating: Option<Moving>,
-    /// The guest that comes here, or has come.
+    /// The incoming or arrived guest.
     #[serde(default)]
     pub arriving: Option<Arriving>,
     /// Why it is not known where the guest runs, or why it lacks memory there, and what to do. It
@@ -132,7 +132,7 @@ pub enum State {
     Running,
     /// Its vCPUs are about to leave it.
     Pausing,
-    /// It stands still.
+    /// It is paused.
     Paused,
     /// The run is over.
     Ended,
@@ -170,7 +170,7 @@ pub struct Saved {
     pub pages: u64,
     /// Pages that each round has copied.
     pub rounds: Vec<u64>,
-    /// How long the guest stood still for it, in microseconds; 0 if it was paused before.
+    /// The guest's downtime in microseconds; 0 if it was paused before.
     pub downtime_us: u64,
 }
 

@@ -1,4 +1,4 @@
-//! What is told of a migration: by its source, and by its destination.
+//! The reports about a migration: by its source, and by its destination.
 
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::SourcePage;
@@ -24,7 +24,7 @@ pub struct Moving {
     pub done: u64,
     /// Pages of this round.
     pub pages: u64,
-    /// Pages of this round that are left.
+    /// Remaining pages of this round.
     pub remaining: u64,
     /// Bytes that went over the connections so far.
     pub bytes: u64,
@@ -41,18 +41,18 @@ pub struct Moving {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MovingStage {
-    /// It runs here, until it stands still for the last pages.
+    /// It runs here, until it is paused for the last pages.
     #[default]
     Here,
     /// It runs there, and the rest of its memory is sent.
     There,
     /// It runs there, and the connection was cut while the rest of its memory was sent.
     Cut,
-    /// The connection was cut while it was given away.
+    /// The connection was cut while it was handed over.
     Unknown,
 }
 
-/// A guest that comes from another process, or has come.
+/// A guest that another process sends, or has sent.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Arriving {
     /// The address at which it comes.
@@ -63,12 +63,12 @@ pub struct Arriving {
     pub stage: ArrivingStage,
     /// Pages with content that came before the guest, some of them several times.
     pub came: u64,
-    /// Pages that were missing when the guest came; 0 before.
+    /// Pages that were missing when the guest arrived; 0 before.
     pub late: u64,
-    /// Pages that came again: those of all rounds but the first, and the late ones if there was a
-    /// round; 0 before the guest came.
+    /// Pages that arrived again: in all rounds but the first, and the late ones if there was a
+    /// round; 0 before the guest arrived.
     pub again: u64,
-    /// How long the guest stood still, in microseconds; 0 before it came.
+    /// The guest's downtime in microseconds; 0 before it arrived.
     pub downtime_us: u64,
     /// Seconds from its announcement until it ran here, or until now.
     pub seconds: f64,
@@ -98,7 +98,7 @@ pub fn again(rounds: &[u64], late: u64) -> u64 {
     }
 }
 
-/// How many ranges of missing pages are told.
+/// How many ranges of missing pages are reported.
 pub const RANGES_SHOWN: usize = 16;
 
 /// Consecutive pages of a guest.
@@ -137,21 +137,21 @@ pub struct Migrated {
     pub to: String,
     /// When it has gone.
     pub mode: Mode,
-    /// Pages that each round has sent. Those of zeros count, though they take no bytes.
+    /// Pages that each round has sent. Pages of zeros count, though they take no bytes.
     pub rounds: Vec<u64>,
     /// Pages that were sent after the guest had gone.
     pub late: u64,
     /// Pages with content that were sent, some of them several times.
     pub pages: u64,
-    /// Pages that were sent again: those of all rounds but the first, and the late ones if there
-    /// was a round.
+    /// Pages that were sent again: in all rounds but the first, and the late ones if there was a
+    /// round.
     pub again: u64,
     /// How often the connection was cut after the guest was given away, attempts to connect again
     /// included.
     pub cuts: u32,
     /// Bytes that went over the connections.
     pub bytes: u64,
-    /// How long the guest stood still, in microseconds.
+    /// The guest's downtime in microseconds.
     pub downtime_us: u64,
     /// How long it took in all.
     pub seconds: f64,

@@ -1,4 +1,4 @@
-//! The control socket of a guest that runs: `lacuna run --control SOCKET`, docs/control.md.
+//! The control socket of a running guest: `lacuna run --control SOCKET`, docs/control.md.
 //!
 //! ```text
 //! client ─ connection's thread ─ request ─► Controlled: pause, resume, stop, keep, cancel
@@ -11,11 +11,11 @@
 //! | file | job |
 //! |---|---|
 //! | `message` | requests and answers |
-//! | `migration` | what is told of a migration |
+//! | `migration` | the reports about a migration |
 //! | `controlled` | what a request does to the guest |
 //! | `saving` | a snapshot |
 //! | `moving` | a migration, until it has an end |
-//! | `under_way` | a migration that goes on: how far it is, and what clients want of it |
+//! | `under_way` | a migration in progress: its stage, and what clients want of it |
 //! | `coming` | a guest that comes here: the same |
 //! | `ends` | how clients have ended the run |
 //! | `server` | the socket, its connections, their lines |

@@ -57,7 +57,7 @@ impl Order {
     }
 }
 
-/// A guest that was given away, and of which it is not settled where it runs, or with which memory.
+/// A guest that was handed over, while it is undecided which side runs it, or with which memory.
 /// Dropped, its run here ends.
 pub(super) struct Undecided<'a, V: Vm> {
     given: Given<'a, V>,
@@ -88,7 +88,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.check_runs()?;
         self.check_whole()?;
         let (way, undecided) = self.begin_moving(order)?;
-        // The guest must not go on here if the mover's thread cannot start.
+        // The guest must not resume here if the mover's thread cannot start.
         let undecided = Mutex::new(undecided);
         let take = || {
             let mut undecided = undecided.lock().unwrap_or_else(PoisonError::into_inner);
@@ -137,7 +137,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             Phase::Undecided(undecided) => undecided.way.again(to, link),
             Phase::Paused(_) => {
                 return Err(Refused::request(
-                    "the guest is paused, and only a guest that runs moves: resume it first",
+                    "the guest is paused, and only a running guest moves: resume it first",
                 ));
             }
             other => return Err(self.refused(other)),
@@ -148,7 +148,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// Sends the guest. Afterwards it runs there, or here, or stands still here.
+    /// Sends the guest. Afterwards it runs there, or here, or is paused here.
     fn send(&self, way: &UnderWay, order: &Order) -> Result<Migrated, Refused> {
         if !self.guest.vm.delivery().has_bitmaps() {
             // This log would lack the pages that the migration harvests.
@@ -172,7 +172,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// Goes on with a guest that was given away by an earlier request.
+    /// Continues with a guest that an earlier request has handed over.
     fn go_on(
         &self,
         way: &UnderWay,
@@ -277,9 +277,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
         if way.is_cancelled() {
             // A peer that was silent meanwhile has been cut off.
-            return Refused::request("the migration was cancelled: the guest goes on here");
+            return Refused::request("the migration was cancelled: the guest keeps running here");
         }
-        let text = format!("the guest has not moved, and goes on here: {why}");
+        let text = format!("the guest has not moved, and keeps running here: {why}");
         Refused::of(why.kind(), &text)
     }
 
@@ -289,15 +289,15 @@ impl<'a, V: Vm> Controlled<'a, V> {
             Phase::Moves(way) => way.clone(),
             _ => {
                 return Err(Refused::request(
-                    "no migration goes on; a snapshot is cancelled by its client, which closes its \
-                     connection",
+                    "no migration is in progress; a snapshot is cancelled by its client, which \
+                     closes its connection",
                 ));
             }
         };
         way.cancel()
     }
 
-    /// Lets a guest go on of which it was not known whether it has moved.
+    /// Resumes the guest here after a hand-over with unknown outcome.
     pub(super) fn keep_at_source(&self) -> Result<(), Refused> {
         self.check_runs()?;
         let mut phase = self.phase();

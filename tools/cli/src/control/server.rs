@@ -1,4 +1,4 @@
-//! The socket of a guest that runs, its connections, and their lines.
+//! The socket of a running guest, its connections, and their lines.
 
 use super::controlled::Controlled;
 use super::ends::Ends;

@@ -154,10 +154,10 @@ impl UnderWay {
         match told.now.stage {
             MovingStage::Here | MovingStage::There => None,
             MovingStage::Unknown => Some(format!(
-                "the guest was given away, and then {cut}: it is not known whether it runs at \
-                 {to}. It stands still here. If it runs there, or shall run there, end it here: \
-                 {{\"command\":\"stop\"}}. If not, end it there first, and then let it go on \
-                 here: {{\"command\":\"keep\"}}, which is lacuna migrate --keep"
+                "the guest was handed over, and then {cut}: it is not known whether it runs at \
+                 {to}. It is paused here. If it runs there, or shall run there, end it here: \
+                 {{\"command\":\"stop\"}}. If not, end it there first, and then resume it here: \
+                 {{\"command\":\"keep\"}}, which is lacuna migrate --keep"
             )),
             MovingStage::Cut => Some(format!(
                 "the guest runs at {to}, and then {cut}: it lacks up to {lacks} pages there, \
@@ -310,8 +310,8 @@ impl UnderWay {
         match told.now.stage {
             MovingStage::Unknown if told.is_kept => Ok(()),
             MovingStage::Unknown => Err(Refused::request(
-                "another request, or the end of the run, came first: ask for the status, and \
-                 decide again if the guest stands still here",
+                "another request, or the end of the run, was first: ask for the status, and decide \
+                 again if the guest is paused here",
             )),
             _ => Err(no_decision(&told)),
         }

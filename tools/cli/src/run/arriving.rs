@@ -50,7 +50,7 @@ fn until_started<V: Vm>(
     }
 }
 
-/// Takes the pages that are left, as often as the source connects, until the run has ended.
+/// Takes the remaining pages, as often as the source connects, until the run has ended.
 pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>) {
     let coming = arrival.coming();
     loop {
@@ -67,7 +67,7 @@ pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>)
                     Decision::Keep | Decision::End => Ok(()),
                 };
                 if let Err(why) = left {
-                    complain(&format!("{why}; the guest goes on"));
+                    complain(&format!("{why}; the guest keeps running"));
                 }
                 return coming.is_lost();
             }

@@ -1,13 +1,13 @@
-//! `lacuna run --incoming`: waits for a guest, takes it, and runs it on.
+//! `lacuna run --incoming`: waits for a guest, takes it, and resumes it.
 //!
 //! ```text
 //! listen ─► a connection ─► its first message ─► VM of that machine ─► memory, state ─► run
 //!   ▲                           │ is none
-//!   └────── refused, told ◄─────┘
+//!   └──── refused, reason ◄─────┘
 //! ```
-//! A connection that announces no machine is refused, and the command goes on waiting; nothing is
+//! A connection that announces no machine is refused, and the command keeps waiting; nothing is
 //! made for it. The first connection that announces a machine brings the guest. Every failure from
-//! then on ends the command, and the source is told.
+//! then on ends the command, and the source gets the reason.
 
 use super::{Job, Refusal, Start, run_controlled};
 use crate::args::{Address, RunArgs};

@@ -1,4 +1,4 @@
-//! What is told of a run: the sample before it, and its result.
+//! The report of a run: the sample before it, and its result.
 
 use super::{Refusal, Start};
 use crate::args::{self, MemoryKind, RunArgs};
@@ -117,7 +117,7 @@ fn received_in_words(received: &Received) -> String {
     } = received;
     let mut text = format!(
         "received  {pages} pages at {at} in {seconds:.1} s, and {late} after the guest ({}), \
-         {again} of them again; {} over the connections; the guest stood still for {}",
+         {again} of them again; {} over the connections; downtime {}",
         crate::migrate::words(*mode),
         Size(*bytes),
         time(downtime_us.saturating_mul(1000)),
@@ -257,7 +257,7 @@ mod tests {
             };
             assert_eq!(verdict(&ending, &asked).0.code(), code);
         }
-        // A signal that came when the guest had been given away.
+        // A signal arrives after the guest has been handed over.
         let asked = Asked {
             signal,
             moved: Some("tcp:h:1".into()),

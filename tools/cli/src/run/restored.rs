@@ -168,7 +168,7 @@ pub(super) fn prefetch<V: Vm>(
         // The wait for the store was interrupted, if there was one.
         Err(_) if is_over => {}
         Err(error) => complain(&format!(
-            "{error}; the guest goes on, and its run ends when it needs a page that is lost"
+            "{error}; the guest keeps running, and its run ends when it needs a lost page"
         )),
     }
     came

@@ -183,11 +183,11 @@ fn begin<'scope, 'a: 'scope, B: Builder>(
     })
 }
 
-/// As [`begin`], of a guest that comes from another process.
+/// As [`begin`], for an incoming guest.
 ///
-/// All threads are started before the guest is taken. If the host refuses one, the source is told,
-/// and the guest goes on there. Once the source knows that the guest runs here, the source may end,
-/// so nothing may fail then.
+/// All threads are started before the guest is taken. If the host refuses one, the source gets the
+/// reason, and keeps running the guest. Once the source knows that the guest runs here, the source
+/// may end, so nothing may fail then.
 fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     scope: &'scope Scope<'scope, '_>,
     job: &Job<'_>,
@@ -220,7 +220,7 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     })
 }
 
-/// The guest that comes from another process.
+/// The incoming guest.
 fn coming<'j>(job: &'j Job<'_>) -> Option<&'j Arc<Coming>> {
     job.start.arrival().map(|arrival| arrival.coming())
 }

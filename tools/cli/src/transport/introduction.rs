@@ -22,7 +22,7 @@ pub(super) struct Introduction {
 }
 
 impl Introduction {
-    /// That of a peer that connects now.
+    /// The introduction of a peer that connects now.
     pub fn begins() -> Self {
         Self {
             until: Instant::now() + GREETING,
@@ -30,7 +30,7 @@ impl Introduction {
         }
     }
 
-    /// That of a peer whose time has passed.
+    /// The introduction of a peer whose time has passed.
     #[cfg(test)]
     pub fn passed() -> Self {
         Self {

@@ -36,12 +36,12 @@ struct Meter {
 }
 
 impl Link {
-    /// That of a source.
+    /// The link of a source.
     pub fn of_source() -> Self {
         Self::of_destination(Arc::default())
     }
 
-    /// That of a destination. Every wait ends when a signal sets `interrupted`.
+    /// The link of a destination. Every wait ends when a signal sets `interrupted`.
     pub fn of_destination(interrupted: Arc<AtomicBool>) -> Self {
         let now = (Instant::now(), 0);
         Self {

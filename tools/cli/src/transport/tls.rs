@@ -1,4 +1,4 @@
-//! TLS 1.3 above a connection. Each side has a certificate, and checks that of the other side.
+//! TLS 1.3 above a connection. Each side has a certificate, and checks the other side's.
 
 use super::Stream;
 use crate::args::TlsFiles;
@@ -92,7 +92,7 @@ impl Tls {
         let mut connection = connection.map_err(io::Error::other)?;
         while connection.is_handshaking() {
             if let Err(error) = connection.complete_io(&mut stream) {
-                // The other side has been told.
+                // The other side has got the alert.
                 stream.end_gently();
                 return Err(in_words(error));
             }

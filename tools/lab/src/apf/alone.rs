@@ -50,7 +50,7 @@ const NULL: usize = 1;
 const ON: usize = 2;
 
 /// How much `membound` computes on each page. It decides which latency gives [`SHARE`]: about half
-/// a millisecond, between that of a file and the 1 ms of the other experiments.
+/// a millisecond, between a file's and the 1 ms of the other experiments.
 const fn work(options: &Options) -> u64 {
     if options.quick { 15_000 } else { 40_000 }
 }

@@ -1,11 +1,11 @@
 //! Asynchronous page faults of `/dev/kvm`. KVM is the host side there, so the guest's code meets
 //! an implementation of the ABI that is not ours.
 //!
-//! The experiment is that of the soft backend: the same guest image, the same slices, the same
-//! arms, over the backend interface. One thing differs. KVM has no
-//! [`ApfSwitch`](lacuna_machine::ApfSwitch): it offers async page faults for the whole life of a
-//! VM. So *on* and *off* are two VMs, one after the other, each with the worker alone in turns. The
-//! figure is a share of that, and the two VMs are not compared with each other.
+//! The experiment is the soft backend's: the same guest image, the same slices, the same arms, over
+//! the backend interface. One thing differs. KVM has no [`ApfSwitch`](lacuna_machine::ApfSwitch):
+//! it offers async page faults for the whole life of a VM. So *on* and *off* are two VMs, one after
+//! the other, each with the worker alone in turns. The figure is a share of that, and the two VMs
+//! are not compared with each other.
 //!
 //! *Off* is not a vCPU that sleeps until the page is there. KVM halts the vCPU while a worker
 //! thread of the kernel fetches the page. The guest's timer tick ends that halt, so a time slice of

@@ -3,9 +3,9 @@
 //!
 //! | arm | a missing page |
 //! |---|---|
-//! | both | exits; the run loop accepts, and asks the source: the guest is told, by the backend |
+//! | both | exits; the run loop accepts, and asks the source; the backend notifies the guest |
 //! | exits alone | exits; the guest is offered no async page faults: its vCPU waits |
-//! | async faults alone | no exit: the backend asks the source and tells the guest |
+//! | async faults alone | no exit: the backend asks the source and notifies the guest |
 //!
 //! Each arm has a VM of its own, with the worker alone in turns, as the arms of `kvm` have. A page
 //! is missing once, so the guest's memory is larger than what the faulter touches in a run.

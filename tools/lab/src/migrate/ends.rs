@@ -59,7 +59,7 @@ impl<V: Vm> Drop for End<'_, V> {
 /// Runs `guest` with `words` until it is prepared, and then `work` beside it.
 ///
 /// # Errors
-/// The guest could not be run, or those of `work`.
+/// The guest could not be run, or an error of `work`.
 pub fn beside<B: GuestBuilder + Sync, T>(
     builder: &B,
     guest: &str,
@@ -112,10 +112,10 @@ impl Way {
 }
 
 /// Moves `guest` to a VM of `builder`, and calls `watch` there when it is started. When that has
-/// returned and all memory has come, that VM ends. The guest goes on here.
+/// returned and all memory has arrived, that VM ends. The guest resumes here.
 ///
 /// # Errors
-/// It could not be moved, or those of `watch`.
+/// It could not be moved, or an error of `watch`.
 pub fn move_guest<B: GuestBuilder + Sync, T: Send>(
     builder: &B,
     guest: &Guest<'_, B::Vm>,
@@ -132,7 +132,7 @@ where
 /// then.
 ///
 /// # Errors
-/// As [`move_guest`], and those of `meanwhile`.
+/// As [`move_guest`], and an error of `meanwhile`.
 pub fn move_and<B: GuestBuilder + Sync, T: Send>(
     builder: &B,
     guest: &Guest<'_, B::Vm>,
@@ -208,7 +208,7 @@ where
     let mut keep = last.console();
     let console = move |line: &str| {
         keep(line);
-        // The experiment may have heard enough.
+        // The experiment may not listen any more.
         let _ = sender.send((Instant::now(), line.to_owned()));
     };
     let devices = PlatformDevices::of(vm.config().arch, console);
@@ -275,7 +275,7 @@ pub fn counted<V: Vm>(here: &Here<'_, V>) -> Result<Vec<Instant>, LabError> {
         }
         if at > deadline || here.devices.ending().is_some() {
             return Err(LabError::Guest(
-                "the guest does not go on where it has come".into(),
+                "the guest does not run at its destination".into(),
             ));
         }
         interrupt::check()?;

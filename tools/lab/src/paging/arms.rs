@@ -110,7 +110,7 @@ pub fn measure(
     Ok(())
 }
 
-/// Measures `paging.hugetlb.exit_vs_queue.*`: memory in huge pages, each of which comes as a whole.
+/// Measures `paging.hugetlb.exit_vs_queue.*`: memory in huge pages, each provided as a whole.
 pub fn measure_huge(
     options: &Options,
     report: &mut Report,

@@ -1,6 +1,6 @@
 //! Dirty tracking on `/dev/kvm`: what `churn` keeps of its speed while a monitor asks once a second
 //! which pages were written. KVM's bitmap, KVM's rings, or Linux's page table (userfaultfd's
-//! asynchronous write protection and `PAGEMAP_SCAN`) tell it.
+//! asynchronous write protection and `PAGEMAP_SCAN`) answer.
 //!
 //! How writes are detected is chosen when a VM is made, so each of the three is a VM of its own. It
 //! is compared with itself while no slot logs: *off*, *off again* and *on* are slices of one run.
@@ -19,8 +19,8 @@
 //! vCPU's thread: the additional time of a transaction, times transactions, over pages. The work of
 //! other programs and of the monitor itself is not in it.
 //!
-//! The figures are those of KVM on this host. A KVM without hardware support (`kvm_pvm`: shadow
-//! paging, no PML) cannot be compared with VMX, so the results have no bar.
+//! The figures hold for KVM on this host. A KVM without hardware support (`kvm_pvm`: shadow paging,
+//! no PML) cannot be compared with VMX, so the results have no bar.
 
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, short};

@@ -31,7 +31,7 @@ const CODE: u64 = 0x10_0000;
 const TABLES: u64 = 0x20_0000;
 const AREA: u64 = 0x40_0000;
 const BLOCK: u64 = 0x20_0000;
-/// From a write to that of the next page: not a multiple of the page size, because all writes would
+/// From a write to the next page's write: not a multiple of the page size, because all writes would
 /// then use the same sets of the caches.
 const STRIDE: u64 = PAGE_SIZE as u64 + 64;
 

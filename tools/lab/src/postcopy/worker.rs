@@ -149,7 +149,7 @@ fn one_faulter(
     let scene = scene(kind, distance, 1, options);
     let runs = scene.measure(&ARMS, if options.quick { 2 } else { 15 })?;
     report.detail(runs.table(title));
-    // All results before the first is told: on a busy machine all are skipped.
+    // Compute all results before the first report: on a busy machine all are skipped.
     let results = results(kind, distance, &scene, &runs)?;
     let [alone, exits, both] = [ALONE, EXITS, BOTH].map(|arm| runs.rate(&arm, Rate::Workers));
     let percent = |rate: Summary| 100.0 * rate.median / alone.median;

@@ -60,7 +60,7 @@ const WORKS: [Work; 4] = [
 ];
 
 /// For each number of slots: how many of [`WORKS`] are measured, from the first on, and the bar.
-/// The bar is the least ratio of the time of `page_loop` to that of `per_level`, for one huge page.
+/// The bar is the least ratio of `page_loop`'s time to `per_level`'s, for one huge page.
 const SLOTS: [(u64, usize, Option<f64>); 4] = [
     (1, WORKS.len(), Some(5.0)),
     (8, 1, None),
@@ -88,7 +88,7 @@ const PAGE_LOOP: usize = 2;
 struct Took {
     /// One figure for each round, in nanoseconds: the mean of the medians of its two slices.
     runs: Vec<f64>,
-    /// The times of all calls, those of the uncounted first round included.
+    /// The times of all calls, the uncounted first round included.
     spread: Spread,
     /// The steps of the last call. Every call invalidates the same range, mapped in the same way.
     steps: Steps,

@@ -14,7 +14,7 @@ const CODE: u32 = 0x10_0000;
 /// The piece that the first vCPU works in. It stays in a core's caches.
 const WORK: u32 = 8 << 20;
 const WORK_BYTES: u32 = 256 << 10;
-/// The range that the second vCPU touches and the host invalidates: the block after that of `WORK`.
+/// The range that the second vCPU touches and the host invalidates: the block after `WORK`'s.
 const TOUCHED: u32 = 10 << 20;
 const TOUCHED_BYTES: u32 = 2 << 20;
 const MEMORY_MIB: u64 = 32;

@@ -218,7 +218,7 @@ fn is_moving(guest: &Guest) {
 }
 
 /// A destination that never answers is left by a cancel, and by a client that goes away. The guest
-/// goes on, and can be stopped.
+/// keeps running, and can be stopped.
 #[test]
 fn a_migration_is_cancelled() {
     let folder = TempDir::new().unwrap();
@@ -244,21 +244,21 @@ fn a_migration_is_cancelled() {
     }
     let text = answer["error"]["text"].as_str().unwrap();
     assert!(
-        text.contains("was cancelled: the guest goes on here"),
+        text.contains("was cancelled: the guest keeps running here"),
         "{text}"
     );
     let text = other.refused(json!({"command": "cancel"}));
-    assert!(text.contains("no migration goes on"), "{text}");
+    assert!(text.contains("no migration is in progress"), "{text}");
 
     client.send(format!("{request}\n").as_bytes());
     is_moving(&guest);
     drop(client);
     let deadline = Instant::now() + LIMIT;
     while !other.ask(json!({"command": "status"}))["status"]["migrating"].is_null() {
-        assert!(Instant::now() < deadline, "it goes on without its client");
+        assert!(Instant::now() < deadline, "it continues without its client");
     }
 
-    // The run ends while a migration goes on.
+    // The run ends during a migration.
     let mut client = guest.client();
     client.send(format!("{request}\n").as_bytes());
     is_moving(&guest);
@@ -267,7 +267,7 @@ fn a_migration_is_cancelled() {
     assert_eq!((code, &json["migrated"]), (4, &Value::Null));
 }
 
-/// The destination is killed while memory comes: the guest goes on here.
+/// The destination is killed while memory is sent: the guest keeps running here.
 #[test]
 fn the_destination_is_killed() {
     let folder = TempDir::new().unwrap();
@@ -279,7 +279,7 @@ fn the_destination_is_killed() {
     });
     let guest = Guest::start(folder.path(), ENDLESS);
     let text = guest.client().refused(migrate(&middle));
-    let told = "the guest has not moved, and goes on here: the connection was cut";
+    let told = "the guest has not moved, and keeps running here: the connection was cut";
     assert!(text.contains(told), "{text}");
     relay.join().unwrap();
     assert_eq!(guest.client().state("status"), "running");
@@ -309,8 +309,8 @@ fn the_source_is_killed() {
     assert!(errors.contains(told), "{errors}");
 }
 
-/// The connection is cut when the source gives the guest away, and does not come back: the guest
-/// stands still on both sides until a person decides, for either side.
+/// The connection is cut when the source hands the guest over, and is not restored: the guest is
+/// paused on both sides until a person decides, for either side.
 #[test]
 fn a_person_decides() {
     for keeps_here in [true, false] {
@@ -334,7 +334,7 @@ fn a_person_decides() {
         assert!(status["undecided"].as_str().unwrap().contains(told));
         assert_eq!(status["state"], "paused", "{status}");
         let status = until(&mut to.client(), |status| stage("arriving", status));
-        let told = "it is not known whether its source has given it away";
+        let told = "it is not known whether its source has handed it over";
         assert!(status["undecided"].as_str().unwrap().contains(told));
         assert_eq!(status["state"], "arriving", "{status}");
         let mut client = guest.client();
@@ -379,7 +379,7 @@ fn keeps_at_source(guest: Guest, to: Destination, middle: &str) -> [Option<i32>;
     until(&mut client, |status| !status["migrating"].is_null());
     let output = lacuna(&format!("migrate --keep --control {control} --json -"));
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(json["outcome"], "the guest goes on here", "{output:?}");
+    assert_eq!(json["outcome"], "the guest is resumed here", "{output:?}");
     assert_eq!(client.state("status"), "running");
     let (code, errors) = failure(&format!("migrate --keep --control {control}"));
     assert!(
@@ -405,7 +405,7 @@ fn keeps_at_destination(guest: Guest, to: Destination) -> [Option<i32>; 2] {
     [Some(here), to.end().0]
 }
 
-/// Strangers are refused, and the waiting goes on; then the right guest comes.
+/// Strangers are refused, and the destination keeps waiting; then the right guest arrives.
 #[test]
 fn strangers_do_not_end_the_waiting() {
     let folder = TempDir::new().unwrap();
@@ -429,7 +429,7 @@ fn strangers_do_not_end_the_waiting() {
     assert_eq!(guest.end().0, 0);
 }
 
-/// A guest that cannot run there ends the waiting, and both sides are told why.
+/// A guest that cannot run there ends the waiting, and both sides get the reason.
 #[test]
 fn a_guest_that_cannot_run_there() {
     let folder = TempDir::new().unwrap();

@@ -194,7 +194,7 @@ impl Sides {
         self.serves |= !status.is_null();
         let has_stayed = self.answered.as_ref().is_some_and(|answer| {
             let text = answer["error"]["text"].as_str().unwrap_or_default();
-            text.contains("goes on here") || text.contains("before the guest moved")
+            text.contains("keeps running here") || text.contains("before the guest moved")
         });
         let is_source_gone = self.ends[0].is_some();
         match &*stage(&status, "arriving") {
@@ -311,7 +311,7 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     given.map_or(otherwise, |text| text.parse().expect("a number"))
 }
 
-/// Accidents of which the outcome is known.
+/// Accidents with a known outcome.
 #[test]
 fn known_accidents() {
     let [prepared, go, running, end, complete] = [8, 9, 10, 15, 16].map(Moment::Frame);

@@ -83,8 +83,8 @@ fn a_probe_of_the_port_does_not_end_a_migration() {
     }
 }
 
-/// A certificate of another authority is refused on either side, and both are told. The waiting
-/// goes on, and the guest too.
+/// A certificate of another authority is refused on either side, and both get the reason. The
+/// destination keeps waiting, and the guest keeps running.
 #[test]
 fn a_wrong_certificate_is_refused() {
     let folder = TempDir::new().unwrap();

@@ -283,7 +283,7 @@ pub const TABLE: &[Row] = &[
         3,
         &["cannot start its thread", "fewer vCPUs", "ulimit -u"],
     ),
-    // Snapshots: nothing is left of one that fails, and the guest goes on until it is stopped.
+    // Snapshots: nothing is left of one that fails, and the guest runs until it is stopped.
     (
         Mount,
         "{ $LACUNA run loop.elf --memory 16M --resident 16M --vcpus 1 --control c --quiet & }; \
