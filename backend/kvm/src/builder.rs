@@ -47,7 +47,7 @@ pub struct VmBuilder {
 const PVM: &str = "/sys/module/kvm_pvm";
 
 impl VmBuilder {
-    /// A guest of one vCPU with `memory` pages, of which at most `resident` are resident. Its pages
+    /// A guest of one vCPU with `memory` pages, at most `resident` of them resident. Its pages
     /// arrive without delay, and asynchronous page faults are offered. Every field may be changed
     /// before the VM is built.
     pub fn new(memory: PageCount, resident: PageCount) -> Self {

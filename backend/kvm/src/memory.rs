@@ -185,7 +185,7 @@ unsafe fn atomic<'a, A>(address: usize) -> &'a A {
 }
 
 /// Brings `pages` pages from `at` on in, as writes to them would, and changes none
-/// (`MADV_POPULATE_WRITE`, Linux 5.14). Waits for pages that are missing.
+/// (`MADV_POPULATE_WRITE`, Linux 5.14). Waits for missing pages.
 pub fn populate(at: Hva, pages: u64) -> Result<(), Errno> {
     let base = ptr::with_exposed_provenance_mut(at.get() as usize);
     let bytes = pages as usize * PAGE_SIZE;

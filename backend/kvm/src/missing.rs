@@ -77,8 +77,8 @@ impl Vcpu {
             return None;
         }
         let gpa = self.provider()?.provision.exits(missing.page)?;
-        // Another process of the guest needs a page that the guest was told of, or a worker acts
-        // for another vCPU. KVM has halted the vCPU that needs the page.
+        // Another process of the guest needs a page with a delivered page-not-present, or a worker
+        // acts for another vCPU. KVM has halted the vCPU that needs the page.
         let awaits = self.with_apf(|apf, _| apf.awaits(gpa.gfn()));
         let waits = |last: Faulted| last.waits && last.missing.page == missing.page;
         if awaits == Some(true) || self.faulted.is_some_and(waits) {
@@ -126,14 +126,14 @@ impl Vcpu {
         None
     }
 
-    /// Whether the guest has halted this vCPU, which then needs no page. A page that is missing is
-    /// needed by the only vCPU of a VM.
+    /// Whether the guest has halted this vCPU, which then needs no page. The only vCPU of a VM
+    /// needs every missing page.
     fn is_idle(&mut self) -> bool {
         let several = self.vm.config.vcpus > 1;
         several && self.with_apf(VcpuApf::is_idle) == Some(true)
     }
 
-    /// Tells the guest of a page that comes without the VMM, if it can be told now.
+    /// Delivers page-not-present for a page that arrives without the VMM, if that is possible now.
     fn tell_of(&mut self, missing: MissingPage, arrivals: u8) -> Option<()> {
         let completion = self.not_present(missing)?;
         let provision = &self.provider()?.provision;
@@ -141,7 +141,7 @@ impl Vcpu {
         Some(())
     }
 
-    /// Tells the guest that a page is not present. `None`: the guest cannot be told now.
+    /// Delivers page-not-present. `None`: it cannot be delivered now.
     fn not_present(&mut self, missing: MissingPage) -> Option<Completion> {
         let hva = self.vm.memory.guest.page(missing.page);
         let (_, gpa) = self.vm.slots.at(hva)?;
@@ -190,7 +190,7 @@ impl Vcpu {
         provider.provision.tokens.reset(self.index);
     }
 
-    /// The source has failed, so the vCPU cannot go on.
+    /// The source has failed, so the vCPU cannot continue.
     pub(crate) fn check_source(&self) -> Result<(), VcpuError> {
         let vcpu = self.index;
         match self.vm.source.failure() {
@@ -228,7 +228,7 @@ impl Vm {
         Ok(Arc::clone(slot))
     }
 
-    /// The page's number among those of the boot layout.
+    /// The page's number in the boot layout.
     fn page_at(&self, hva: Hva) -> u32 {
         let page = self.memory.guest.index(hva);
         page.expect("a slot with a source lies in the guest's mapping")

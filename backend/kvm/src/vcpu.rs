@@ -316,7 +316,7 @@ impl Io {
         };
         self.left -= bytes;
         if self.left > 0 {
-            // SAFETY: 1. bytes are left, and they follow those of this access.
+            // SAFETY: 1. bytes remain, and they follow this access's bytes.
             self.data = unsafe { self.data.add(bytes) };
         }
     }

@@ -78,7 +78,7 @@ impl Pagemap {
     /// Opens it.
     ///
     /// # Errors
-    /// Those of `open(2)`: no `/proc`, or no permission.
+    /// As `open(2)`: no `/proc`, or no permission.
     pub fn open() -> io::Result<Self> {
         let file = File::open("/proc/self/pagemap");
         let errno = |e: std::io::Error| Errno::from_io_error(&e).unwrap_or(Errno::IO);
@@ -128,7 +128,7 @@ impl Pagemap {
     /// swapped it out. That takes about 10 ns a page.
     ///
     /// # Errors
-    /// Those of `read(2)`.
+    /// As `read(2)`.
     pub fn touched(&self, range: HvaRange) -> io::Result<Vec<bool>> {
         /// Bits 63 and 62 of an entry (`Documentation/admin-guide/mm/pagemap.rst`).
         const PRESENT_OR_SWAPPED: u64 = 3 << 62;

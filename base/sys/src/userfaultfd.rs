@@ -263,7 +263,7 @@ impl Userfaultfd {
     /// Appends to `faults` the faults that were not read yet, at most 64.
     ///
     /// # Errors
-    /// Those of `read(2)`. No fault to read is not an error.
+    /// As `read(2)`. No fault to read is not an error.
     pub fn faults(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
         let read = self.read(&mut bytes)?;

@@ -1,7 +1,7 @@
 //! The instructions that end a basic block, which the run loop executes: SVC, HVC, SMC, BRK, HLT,
 //! WFI, DSB, ERET, MSR and SYS; and MRS, which ends none.
 //!
-//! maintenance.rs has those of SYS: TLBI, IC, DC and AT.
+//! maintenance.rs has the SYS instructions: TLBI, IC, DC and AT.
 
 mod maintenance;
 
@@ -39,9 +39,9 @@ pub(crate) enum Done {
 pub(crate) enum Flush {
     /// All of them may have changed.
     All,
-    /// Those of this virtual address, in every address space.
+    /// Translations of this virtual address, in every address space.
     Address(u64),
-    /// Those of this address space that are not global.
+    /// Translations of this address space that are not global.
     Forget(Space),
     /// The address space is another one.
     Space(Space, Retain),

@@ -168,7 +168,7 @@ pub(crate) fn wait(sys: &System) -> Result<(), Trap> {
 /// Writes `IA32_EFER`.
 ///
 /// # Errors
-/// #GP(0) for reserved bits, of which NXE is one while XD is disabled, and for clearing LME. LMA is
+/// #GP(0) for reserved bits (NXE is one while XD is disabled), and for clearing LME. LMA is
 /// read-only and ignored.
 pub(crate) fn write_efer(sys: &mut System, value: u64) -> Result<Flush, Trap> {
     let hidden = if sys.has_nx() { 0 } else { EFER_NXE };

@@ -1,4 +1,4 @@
-//! The devices that a guest sees: those of every guest, and those that an embedder adds.
+//! The devices that a guest sees: every guest's, and the devices that an embedder adds.
 
 mod lines;
 pub mod mmio;
@@ -49,7 +49,7 @@ pub enum Ending {
     PoweredOff,
     /// The guest has asked for a reset of its machine, which ends the run.
     Reset,
-    /// A vCPU could not go on.
+    /// A vCPU could not continue.
     Failed(VcpuError),
     /// The VMM stopped the run.
     Stopped,
@@ -290,9 +290,9 @@ impl PlatformDevices {
     }
 
     /// Adds `device` at `bytes` guest-physical addresses from `start` on. The addresses of
-    /// interrupt controllers are taken: for x86-64 those of the I/O APIC (0xfec0_0000) and of the
-    /// local APIC (0xfee0_0000), for AArch64 those of the GIC. For AArch64, the addresses of the
-    /// devices of every guest are taken too.
+    /// interrupt controllers are taken: for x86-64 by the I/O APIC (0xfec0_0000) and the local APIC
+    /// (0xfee0_0000), for AArch64 by the GIC. For AArch64, the addresses of the devices of every
+    /// guest are taken too.
     ///
     /// Where there is a memory slot as well, the guest accesses the memory. The VM is not known
     /// here, so [`PlatformDevices::check_memory`] checks that before the run.

@@ -37,8 +37,8 @@ bitflags::bitflags! {
         const EXEC = 1 << 2;
         /// The guest accessed the memory as private.
         const PRIVATE = 1 << 3;
-        /// The guest can be told of the missing page now: [`Vcpu::accept`] will succeed. Bit 5 is
-        /// that of Firecracker's patches for KVM.
+        /// The guest can get page-not-present now: [`Vcpu::accept`] will succeed. Firecracker's
+        /// patches for KVM use bit 5 too.
         const CAN_TELL = 1 << 5;
     }
 }
@@ -84,7 +84,7 @@ pub enum Exit {
     /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING). The VMM provides the page and
     /// enters the vCPU again, and the vCPU repeats the access. Or the VMM accepts the token, and
     /// the guest runs something else until the page is ready: see [`MissingMemory`]. The fields
-    /// before `token` are those of `KVM_EXIT_MEMORY_FAULT`.
+    /// before `token` are as in `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
         /// The first guest-physical address of the missing memory.
         gpa: Gpa,
@@ -109,7 +109,7 @@ pub enum Exit {
     Interrupted,
 }
 
-/// A vCPU cannot go on; the run ends.
+/// A vCPU cannot continue; the run ends.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum VcpuError {
     /// The content of a page is gone.
@@ -182,8 +182,8 @@ pub trait Vcpu: Send {
     /// The memory of its VM that the VMM provides, as [`Vm::missing_memory`](crate::Vm).
     fn missing_memory(&self) -> Option<&dyn MissingMemory>;
 
-    /// Tells the guest that the page of its last [`Exit::MemoryFault`] is not present. The next run
-    /// goes on with the guest's handler. The VMM provides the page later, and then calls
+    /// Delivers page-not-present for the page of its last [`Exit::MemoryFault`]. The next run
+    /// continues in the guest's handler. The VMM provides the page later, and then calls
     /// [`MissingMemory::ready`](crate::MissingMemory::ready).
     ///
     /// # Errors

@@ -53,7 +53,7 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
     ///
     /// # Errors
     /// [`DirtyError::InUse`]: there is a reader already, and the VM delivers by rings alone, to
-    /// which no page can be given back. Otherwise those of [`set_logging_everywhere`].
+    /// which no page can be given back. Otherwise as [`set_logging_everywhere`].
     pub fn begin(vm: &'a V) -> Result<Self, DirtyError> {
         let mut readers = vm.log_readers().lock();
         if readers.ids.is_empty() {

@@ -65,8 +65,8 @@ pub enum TokenError {
     /// The page was said to be ready before the token was accepted.
     #[error("the page is ready already: enter the vCPU")]
     Ready,
-    /// The guest cannot be told now. If the vCPU is entered, it waits for the page without another
-    /// exit.
+    /// The guest cannot get the event now. If the vCPU is entered, it waits for the page without
+    /// another exit.
     #[error(
         "the guest cannot be told of a missing page now: provide the page, or enter the vCPU, \
          which then waits for the page"
@@ -87,7 +87,7 @@ impl TokenError {
 /// The outcome of [`MissingMemory::ready`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Told {
-    /// The guest is told, or will be as soon as it can be.
+    /// The guest gets page-ready, as soon as it can take the event.
     Guest,
     /// The guest has forgotten the token: it has disabled async page faults, or its vCPU was reset.
     Cancelled,
@@ -133,9 +133,9 @@ pub trait MissingMemory: Send + Sync {
     /// [`MemoryError::NoSlot`], [`MemoryError::Backing`].
     fn populate(&self, gfns: GfnRange) -> Result<(), MemoryError>;
 
-    /// Says that the page of `token` is provided. A guest that was told that the page is not
-    /// present is told that it is ready. Any thread may call this. If the page is not provided, the
-    /// guest's next access exits again; a vCPU that waits for the page goes on waiting.
+    /// Says that the page of `token` is provided. A guest that got page-not-present gets
+    /// page-ready. Any thread may call this. If the page is not provided, the guest's next access
+    /// exits again; a vCPU that waits for the page keeps waiting.
     ///
     /// # Errors
     /// [`TokenError::Unknown`], and [`TokenError::Ready`] if this was said before.

@@ -108,9 +108,9 @@ impl<V: Vcpu> Pause<V> {
 
     /// Whether a controller wants a vCPU that has left with `exit`.
     ///
-    /// A vCPU with another exit may be in the middle of an instruction. It runs again, and comes
-    /// back with `Interrupted`, because a kick stays until a run takes it. A vCPU with a full dirty
-    /// ring never does: the controller's harvest lets it go on.
+    /// A vCPU with another exit may be in the middle of an instruction. It runs again, and leaves
+    /// with `Interrupted`, because a kick stays until a run takes it. A vCPU with a full dirty ring
+    /// never does: it runs again after the controller's harvest.
     pub(crate) fn wants(&self, exit: &Result<Exit, VcpuError>) -> bool {
         matches!(exit, Ok(Exit::Interrupted | Exit::DirtyRingFull))
             && self.wanted.load(Ordering::SeqCst)

@@ -18,7 +18,7 @@ const RING_FULL_NAP: Duration = Duration::from_micros(100);
 /// The time between two calls of a run's watcher.
 const WATCH: Duration = Duration::from_millis(100);
 
-/// Whether a vCPU goes on after [`dispatch`].
+/// Whether a vCPU continues after [`dispatch`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Next {
@@ -61,8 +61,8 @@ pub fn dispatch(
     }
 }
 
-/// Asks the VM's page source for a page that a vCPU has exited for. If the guest can be told, it
-/// goes on meanwhile; otherwise the next run of the vCPU waits for the page.
+/// Asks the VM's page source for a page that a vCPU has exited for. If the guest can take the
+/// event, it runs meanwhile; otherwise the next run of the vCPU waits for the page.
 fn fetch(vcpu: &mut impl Vcpu, gpa: Gpa, token: FaultToken) -> Result<(), VcpuError> {
     let accepted = vcpu.accept(token).is_ok();
     let lost = |cause| VcpuError::PageLost {
@@ -157,7 +157,7 @@ fn run_one<V: Vcpu>(
     vcpu
 }
 
-/// What a thread returns; a panic of it goes on here.
+/// What a thread returns; a panic of it continues here.
 fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     let joined = thread.join();
     joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -3,11 +3,11 @@
 use crate::missing::{FaultToken, TokenError};
 use std::collections::HashMap;
 
-/// The tokens of one vCPU. It has at most one pending token, that of its last exit, and as many
+/// The tokens of one vCPU. It has at most one pending token, from its last exit, and as many
 /// accepted ones as its queue of async page faults has faults in flight.
 ///
 /// The vCPU's thread makes tokens of both kinds, and any thread may say ready, so a backend keeps
-/// this under a lock. `A` is what it needs to tell the guest of an accepted token's page. This type
+/// this under a lock. `A` is what it needs to deliver page-ready for an accepted token. This type
 /// calls none of it: it gives it back, and the backend uses it after the lock.
 #[derive(Debug)]
 pub struct TokenLife<A> {
@@ -72,11 +72,11 @@ impl<A> TokenLife<A> {
         }
     }
 
-    /// The guest was told that the page of `token` is not present.
+    /// The guest got page-not-present for `token`.
     ///
     /// # Errors
     /// `accepted`, if another thread has said ready since [`TokenLife::check`]: the token counts as
-    /// not accepted, [`TokenError::Ready`], and the guest is told at once that the page is ready.
+    /// not accepted, [`TokenError::Ready`], and the guest gets page-ready at once.
     pub fn accept(&mut self, token: FaultToken, accepted: A) -> Result<(), A> {
         let pending = self.pending.take();
         if pending.is_some_and(|pending| pending.is_ready) {

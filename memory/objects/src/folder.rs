@@ -102,8 +102,8 @@ impl Objects {
         Self::of(store, &name, parsed, options)
     }
 
-    /// The objects below `url`: `file:///folder`, or with the feature `s3` that of a store that
-    /// speaks S3, `s3://bucket/prefix`, whose settings are in the environment.
+    /// The objects below `url`: `file:///folder`, or with the feature `s3` a store with S3's
+    /// protocol, `s3://bucket/prefix`, whose settings are in the environment.
     ///
     /// # Errors
     /// [`ObjectsError`].

@@ -159,7 +159,7 @@ impl External {
         }
     }
 
-    /// The memory is registered at these addresses: another process that fills it is told of them.
+    /// The memory is registered at these addresses: sends them to another process that fills it.
     ///
     /// # Errors
     /// The process does not take the message, or it fills the memory of another VM.

@@ -7,7 +7,7 @@
 //!                                                    └─ no ring ▼ an error
 //!                                                       readers: pread, again until the deadline
 //! ```
-//! The file must not change while a guest runs from it. Every answer, also that of a hole, first
+//! The file must not change while a guest runs from it. Every answer, also for a hole, first
 //! compares the file's length and time of modification with those at the start. So a file that is
 //! truncated, and one that is truncated and written anew, loses pages; it never provides zeros in
 //! place of what it had.
@@ -196,7 +196,7 @@ impl PageSource for MemoryFile {
         format!("the memory file {}", self.shared.file.path.display())
     }
 
-    /// That of the file as it was when it was opened, under any name.
+    /// The identity of the file as it was when it was opened, under any name.
     fn memory_id(&self) -> MemoryId {
         self.shared.file.memory
     }

@@ -19,7 +19,7 @@ pub struct Policy {
 /// What becomes of the pages of a source that is gone. No choice provides zeros.
 #[derive(Clone)]
 pub enum WhenGone {
-    /// The source keeps the requests and goes on trying. The vCPUs wait.
+    /// The source keeps the requests and keeps trying. The vCPUs wait.
     Hold,
     /// The function is called once, with the reason: it ends the run. Then the pages are lost, so
     /// that no vCPU waits for them.
@@ -78,7 +78,7 @@ pub struct Outage {
 }
 
 impl Outage {
-    /// That of a source that is not gone.
+    /// The status of a source that is not gone.
     pub fn new(policy: Policy) -> Self {
         Self {
             policy,

@@ -8,8 +8,9 @@
 //! Any thread may fill a page: the one that answers a request, or one of the VMM. It claims the
 //! page (`Filling`) and copies by `UFFDIO_COPY`, which wakes the threads that wait for the page. So
 //! an answer needs no other thread, and answers of several threads do not wait for each other. The
-//! page source's thread hears of the page afterwards, because it counts resident pages. Only the
-//! claim says that a page may be filled. Linux cannot say that: it sees an evicted page as missing.
+//! page source's thread is notified of the page afterwards, because it counts resident pages. Only
+//! the claim says that a page may be filled. Linux cannot say that: it sees an evicted page as
+//! missing.
 //!
 //! | `UFFDIO_COPY` | outcome |
 //! |---|---|
@@ -45,7 +46,7 @@ use std::time::Instant;
 pub enum State {
     /// It was never provided, and no thread is known to wait for it.
     Missing,
-    /// A thread waits for it, and the VMM was told by an exit.
+    /// A thread waits for it, and the VMM got an exit.
     Held,
     /// The source was asked for it.
     Asked,
@@ -166,7 +167,7 @@ impl Provision {
         self.states[page as usize].store(to as u8, Ordering::SeqCst);
     }
 
-    /// A thread waits for `page`, and the VMM is told by an exit. Returns whether it is the first.
+    /// A thread waits for `page`, and the VMM gets an exit. Returns whether it is the first.
     pub fn hold(&self, page: Page) -> bool {
         self.change(page, &[State::Missing], State::Held)
     }

@@ -78,7 +78,7 @@ impl Userfaultfd {
     /// Appends to `events` the events that were not read yet, at most 64, in the kernel's order.
     ///
     /// # Errors
-    /// Those of `read(2)`. No event to read is not an error.
+    /// As `read(2)`. No event to read is not an error.
     pub fn events(&self, events: &mut Vec<Event>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
         let read = self.read(&mut bytes)?;

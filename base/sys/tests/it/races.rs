@@ -145,7 +145,7 @@ fn a_fill_that_finds_a_page_wakes_no_thread() {
             assert_eq!(place(Waiters::LeaveAsleep), Ok(()));
             let errno = Errno::EXIST;
             assert_eq!(place(Waiters::Wake), Err(Partial { done: 0, errno }));
-            // The reader would go on within microseconds if it were awake.
+            // The reader would continue within microseconds if it were awake.
             thread::sleep(std::time::Duration::from_millis(20));
             let is_asleep = !reader.is_finished();
             uffd.wake(memory.page(page)).unwrap();
@@ -206,7 +206,7 @@ fn fills_beside_discards() {
 }
 
 /// While a removal is unread, every fill gets EAGAIN, and the thread that removes waits. After the
-/// event is read, both go on, and the page is missing again.
+/// event is read, both continue, and the page is missing again.
 #[test]
 fn fills_wait_until_a_removal_is_read() {
     let uffd = or_skip(Userfaultfd::open_user_with_removals());
@@ -238,7 +238,7 @@ fn fills_wait_until_a_removal_is_read() {
         }
         assert_eq!(events, [Event::Removed(memory.one(1))]);
         remover.join().unwrap();
-        // The kernel counts the removal as over a moment after its thread goes on.
+        // The kernel counts the removal as over a moment after its thread continues.
         while place(0).is_err() {
             thread::yield_now();
         }
@@ -369,8 +369,8 @@ fn the_process_has_ended() {
     assert_eq!(faults, []);
 }
 
-/// A thread that meets a page while another thread poisons it goes on, after wake-ups. One wake-up
-/// may come before the thread sleeps.
+/// A thread that meets a page while another thread poisons it continues after wake-ups. One wake-up
+/// may precede the thread's sleep.
 #[test]
 fn poison_beside_faults() {
     let uffd = open();

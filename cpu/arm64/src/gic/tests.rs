@@ -249,8 +249,9 @@ fn the_binary_point_divides_a_priority() {
     );
 }
 
-/// 4.8.5: the group priorities of both interrupts are compared with the same bits, those of the
-/// pending interrupt's group. So a less urgent interrupt does not preempt one of the other group.
+/// 4.8.5: the group priorities of both interrupts are compared with the same bits, which the
+/// pending interrupt's group decides. So a less urgent interrupt does not preempt one of the other
+/// group.
 #[test]
 fn a_less_urgent_interrupt_of_the_other_group_does_not_preempt() {
     let mut m = Machine::new(1);

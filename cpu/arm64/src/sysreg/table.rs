@@ -117,7 +117,7 @@ pub(crate) fn find(encoding: Encoding) -> Option<&'static Row> {
     }
 }
 
-/// The space of the ID registers: reserved ones, and those of AArch32, read as zero (D17.3.1).
+/// The space of the ID registers: reserved ones, and AArch32's, read as zero (D17.3.1).
 const fn is_reserved_id(encoding: Encoding) -> bool {
     let Encoding(number) = encoding;
     number >= Encoding::new(3, 0, 0, 1, 0).0 && number <= Encoding::new(3, 0, 0, 7, 7).0

@@ -14,7 +14,7 @@ const DSB_ISH: u32 = 0xd503_3b9f;
 const LDR_X0_X1: u32 = 0xf940_0020;
 const STR_X0_X1: u32 = 0xf900_0020;
 
-/// DEN 0028: X0 to X7 go out, X0 to X3 come back, and the guest goes on behind the HVC.
+/// DEN 0028: X0 to X7 are arguments, X0 to X3 are results, and the guest continues behind the HVC.
 #[test]
 fn a_hypercall() {
     let mut m = Machine::new(1);
@@ -311,7 +311,8 @@ fn each_form_of_tlbi() {
     }
 }
 
-/// D8.13.3: entries of two ASIDs do not mix, survive the switch, and ASIDE1 drops those of one.
+/// D8.13.3: entries of two ASIDs do not mix, survive the switch, and ASIDE1 drops the entries of
+/// one.
 #[test]
 fn address_spaces_are_kept_apart() {
     let va = 0x3_0000;

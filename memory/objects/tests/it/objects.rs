@@ -22,8 +22,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A store that fails while its count of failures is not zero, does not answer while it is told to
-/// be silent, and counts its requests.
+/// A store that fails while its count of failures is not zero, does not answer while the test has
+/// silenced it, and counts its requests.
 #[derive(Debug, Default)]
 struct Faulty {
     inner: InMemory,
@@ -269,7 +269,7 @@ fn a_store_that_dies() {
     answers(&ask(&*source, 0..1), 1);
     store.failures.store(u64::MAX, Ordering::SeqCst);
     let lost = answers(&ask(&*source, 20..30), 10);
-    // Each says which bytes of which object: those of its chunk of four pages.
+    // Each says which bytes of which object: its chunk of four pages.
     let told = |page: u64| {
         let start = page / 4 * 4 * PAGE_SIZE as u64;
         let end = (start + 4 * PAGE_SIZE as u64).min(PAGES * PAGE_SIZE as u64) - 1;
