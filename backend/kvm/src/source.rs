@@ -63,7 +63,7 @@ impl Source {
     /// Opens a descriptor. With [`Tracker::Pagemap`], it also records writes.
     ///
     /// # Errors
-    /// Those of userfaultfd; the text says which step failed.
+    /// As userfaultfd; the text says which step failed.
     pub fn open(tracker: Tracker) -> Result<Userfaultfd, (&'static str, Errno)> {
         match tracker {
             Tracker::Pagemap => Userfaultfd::open_tracking()
@@ -76,7 +76,7 @@ impl Source {
     /// ends the run with `kicks`.
     ///
     /// # Errors
-    /// Those of userfaultfd; the text says which step failed.
+    /// As userfaultfd; the text says which step failed.
     pub fn start(
         uffd: Userfaultfd,
         memory: Arc<Memory>,

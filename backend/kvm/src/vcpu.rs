@@ -194,7 +194,7 @@ impl Vcpu {
                 return Ok(Some(Exit::Shutdown(text)));
             }
             Ok(VcpuExit::InternalError) => {
-                let what = format!("KVM cannot go on: {}", self.internal_error());
+                let what = format!("KVM cannot continue: {}", self.internal_error());
                 return Err(self.failed(&what));
             }
             Ok(other) => {

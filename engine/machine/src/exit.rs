@@ -143,7 +143,7 @@ pub enum VcpuError {
     },
     /// The vCPU waits for time to pass, and nothing moves the time of its VM.
     #[error(
-        "vCPU {vcpu}: it waits, and the time of this VM stands still, because the VM has a seed: \
+        "vCPU {vcpu}: it waits, and the time of this VM is stopped, because the VM has a seed: \
          run it with `Builder::run`, or build it without a seed"
     )]
     TimeStandsStill {

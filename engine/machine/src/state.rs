@@ -57,8 +57,8 @@ pub enum StateError {
     Architecture,
     /// The VM was made without an image, and does not have the state that its vCPUs share.
     #[error(
-        "vCPU {vcpu}: give the VM its own state first (`Vm::restore_shared`), then those of its \
-         vCPUs"
+        "vCPU {vcpu}: give the VM its own state first (`Vm::restore_shared`), then the states of \
+         its vCPUs"
     )]
     SharedFirst {
         /// Which vCPU.

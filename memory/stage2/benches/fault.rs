@@ -83,13 +83,13 @@ fn map_threads<F: TableFormat>(threads: u64) -> f64 {
 
 fn unmap_and_map<F: TableFormat>() -> f64 {
     let stage2 = mapped::<F>(512);
-    let nobody = Qsbr::new(1);
+    let no_vcpu = Qsbr::new(1);
     let at = map(&stage2, 7, Leaf::dirty(Pfn::new(7))).at();
     per_step(1_000_000, |_| {
         let mut cursor = stage2.fault_cursor(gfn(7));
         let (_, flush) = cursor.unmap_at(at, gfn(7)).expect("mapped");
         drop(cursor);
-        flush.finish(&nobody);
+        flush.finish(&no_vcpu);
         let _ = map(&stage2, 7, Leaf::dirty(Pfn::new(7)));
     })
 }

@@ -66,11 +66,12 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         options.verbosity,
     );
     report.say(format!(
-        "apf: when a page must be read from swap, the guest is told and runs another process. It \
-         is told again when the page is there. The guest has {vcpus} vCPUs and {MEMORY_MIB} MiB, \
-         of which {RESIDENT_MIB} MiB are resident. Each vCPU has one process that computes (a \
-         worker) and one that touches random pages, half of them to write (a faulter). The time \
-         slice is {} ms. On and off are the same guest in turns, with the mechanism switched.",
+        "apf: when a page must be read from swap, the guest gets an event and runs another \
+         process. It gets another event when the page is there. The guest has {vcpus} vCPUs and \
+         {MEMORY_MIB} MiB, {RESIDENT_MIB} MiB of them resident. Each vCPU has one process that \
+         computes (a worker) and one that touches random pages, half of them to write (a faulter). \
+         The time slice is {} ms. On and off are the same guest in turns, with the mechanism \
+         switched.",
         SLICE_US / 1000,
         vcpus = vcpus(),
     ));

@@ -59,7 +59,7 @@ impl CacheFlush {
 /// least `faults` faults, for [`crate::stats::compare`].
 ///
 /// # Errors
-/// Those of mapping anonymous memory.
+/// As mapping anonymous memory.
 pub fn hot_fault_ns(faults: usize) -> io::Result<f64> {
     let maps = faults.div_ceil(HOT_PAGES).max(1);
     let mut spent = 0;
@@ -73,7 +73,7 @@ pub fn hot_fault_ns(faults: usize) -> io::Result<f64> {
 /// As [`hot_fault_ns`] with cold caches: `flush` runs between batches of faults.
 ///
 /// # Errors
-/// Those of mapping anonymous memory.
+/// As mapping anonymous memory.
 pub fn cold_fault_ns(faults: usize, flush: &CacheFlush) -> io::Result<f64> {
     let batches = faults.div_ceil(COLD_PAGES).max(1);
     let mut area = small_pages(batches * COLD_PAGES)?;

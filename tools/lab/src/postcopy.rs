@@ -59,8 +59,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     report.say(
         "postcopy: memory that is still with a peer. The guest has one vCPU. A process that \
          computes (a worker) shares it with processes that touch random pages (faulters). A vCPU \
-         that needs a page waits for it or exits, and the guest is told or not. All arms ask the \
-         same peer, and pages are pushed at the same rate.",
+         that needs a page waits for it or exits, and the guest gets an event or not. All arms \
+         ask the same peer, and pages are pushed at the same rate.",
     );
     for kind in [MemoryKind::Linux, MemoryKind::Budget] {
         if let Some(why) = unavailable(kind) {

@@ -54,7 +54,7 @@ const RECORDED: u32 = 1;
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(2 * PARTS.len() as u64, options.verbosity);
     report.say(
-        "restore: a guest goes on from a snapshot. Its memory file is in the page cache. Eager \
+        "restore: a guest resumes from a snapshot. Its memory file is in the page cache. Eager \
          reads all pages before the guest runs, lazy while it runs: a page that the guest needs at \
          once, the others in the background. Replay begins with the pages that another run has \
          needed.",

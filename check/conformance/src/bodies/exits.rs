@@ -124,14 +124,14 @@ pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
         for (width, from, to) in WIDTHS {
             let (from, to) = (u64::from(from), u64::from(to));
             let value = 0x8877_6655_4433_2211 & width.ones();
-            match vcpu.run().expect("a vCPU that can go on") {
+            match vcpu.run().expect("a vCPU that can continue") {
                 Exit::MmioRead { gpa, width: read } => {
                     assert_eq!((gpa.get(), read), (DEVICE + from, width));
                 }
                 other => panic!("{other:?} in place of a read of {width:?}"),
             }
             vcpu.complete_read(value);
-            match vcpu.run().expect("a vCPU that can go on") {
+            match vcpu.run().expect("a vCPU that can continue") {
                 Exit::MmioWrite {
                     gpa,
                     width: written,
@@ -163,7 +163,7 @@ pub fn a_crash_says_where<B: Backend>(backend: &B) -> Outcome {
         // A KVM that runs guest kernels in its instruction emulator cannot emulate this fault.
         let expected = match arch {
             Arch::Arm64 => ["handler cannot be fetched"; 2],
-            _ => ["triple fault", "KVM cannot go on"],
+            _ => ["triple fault", "KVM cannot continue"],
         };
         assert!(
             expected.iter().any(|what| ending.contains(what)),
@@ -192,7 +192,7 @@ pub fn a_kick_interrupts_a_halted_vcpu<B: Backend>(backend: &B) -> Outcome {
         let vcpu = &mut vcpus[0];
         for _ in 0..3 {
             std::thread::scope(|scope| {
-                let runner = scope.spawn(|| vcpu.run().expect("a vCPU that can go on"));
+                let runner = scope.spawn(|| vcpu.run().expect("a vCPU that can continue"));
                 while !runner.is_finished() {
                     std::thread::sleep(Duration::from_millis(1));
                     vm.kick_all();

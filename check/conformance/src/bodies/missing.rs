@@ -153,7 +153,7 @@ pub(super) fn places<B: Backend>(backend: &B) -> impl Fn(u64) -> Gpa + Copy + us
 /// Runs until the program puts out a value.
 pub(super) fn value<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
     loop {
-        let exit = vcpu.run().expect("a vCPU that can go on");
+        let exit = vcpu.run().expect("a vCPU that can continue");
         match told(&exit) {
             Some(value) => return value,
             None => assert_eq!(exit, Exit::Interrupted),

@@ -21,7 +21,7 @@ use crate::program::{
 use crate::running::within;
 
 fn next<B: Backend>(vcpu: &mut VcpuOf<B>) -> Exit {
-    vcpu.run().expect("a vCPU that can go on")
+    vcpu.run().expect("a vCPU that can continue")
 }
 
 fn next_told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {

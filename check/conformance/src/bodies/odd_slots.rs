@@ -103,7 +103,7 @@ pub fn a_slot_goes_while_it_is_used<B: Backend>(backend: &B) -> Outcome {
             scope.spawn(move || {
                 let done = Done(done);
                 while !done.is_set() {
-                    if let Exit::MmioRead { .. } = vcpu.run().expect("a vCPU that can go on") {
+                    if let Exit::MmioRead { .. } = vcpu.run().expect("a vCPU that can continue") {
                         vcpu.complete_read(0);
                     }
                 }

@@ -49,7 +49,7 @@ fn tells_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
 /// What a vCPU reports next; a read without memory gets `device`, and a write there is ignored.
 fn next_told(vcpu: &mut impl Vcpu, device: u64) -> u32 {
     loop {
-        let exit = vcpu.run().expect("a vCPU that can go on");
+        let exit = vcpu.run().expect("a vCPU that can continue");
         if let Some(value) = told(&exit) {
             return value;
         }
@@ -142,7 +142,7 @@ pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
             .expect("the VMM may write");
         for _ in 0..2 {
             assert_eq!(next_told(vcpu, 0), 77);
-            match vcpu.run().expect("a vCPU that can go on") {
+            match vcpu.run().expect("a vCPU that can continue") {
                 Exit::MmioWrite { gpa, width, value } => {
                     let expected = (LATER, Width::Long, 5);
                     assert_eq!((gpa.get(), width, value & width.ones()), expected);

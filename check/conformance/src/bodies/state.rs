@@ -48,14 +48,14 @@ const UNTOUCHED: u64 = 0x1234_5678_9abc_def0;
 /// The next number; the instruction that reports it is complete.
 pub(super) fn next_told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
     let number = loop {
-        let exit = vcpu.run().expect("a vCPU that can go on");
+        let exit = vcpu.run().expect("a vCPU that can continue");
         match told(&exit) {
             Some(value) => break value,
             None => assert_eq!(exit, Exit::Interrupted),
         }
     };
     vm.kick(vcpu.index());
-    let exit = vcpu.run().expect("a vCPU that can go on");
+    let exit = vcpu.run().expect("a vCPU that can continue");
     assert_eq!(exit, Exit::Interrupted, "a kick before the run");
     number
 }
@@ -129,13 +129,13 @@ pub fn half_an_instruction_is_not_saved<B: Backend>(backend: &B) -> Outcome {
         });
         let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
-        let exit = vcpu.run().expect("a vCPU that can go on");
+        let exit = vcpu.run().expect("a vCPU that can continue");
         assert!(is_question(&exit), "{exit:?}");
         let refused = vcpu.save();
         let is_refused = matches!(refused, Err(StateError::MidInstruction { vcpu: 0 }));
         assert!(is_refused, "{refused:?}");
         vcpu.complete_read(42);
-        let exit = vcpu.run().expect("a vCPU that can go on");
+        let exit = vcpu.run().expect("a vCPU that can continue");
         assert!(is_question(&exit), "{exit:?}");
         Ok(())
     })

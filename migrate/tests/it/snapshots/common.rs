@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
 
-/// Words in front of a guest's own, the first `rounds` of which counts: first none, and then for
-/// guests that take longer.
+/// Words in front of a guest's own (the first `rounds` counts): first none, and then words for a
+/// longer run.
 const LONGER: [&str; 3] = ["", "rounds=90", "rounds=900"];
 /// Little, because each test runs some guests to their ends.
 pub const MEMORY: u64 = 6 << 20;

@@ -32,7 +32,7 @@ pub enum Request {
     Snapshot {
         /// The folder to make; absolute.
         path: PathBuf,
-        /// How long the guest may stand still for it, in milliseconds.
+        /// The limit of the guest's downtime for it, in milliseconds.
         #[serde(default)]
         downtime_ms: Option<u64>,
         /// Whether a later snapshot may have this one as its base.
@@ -49,7 +49,7 @@ pub enum Request {
         /// When the guest goes.
         #[serde(default)]
         mode: Option<Mode>,
-        /// How long the guest may stand still for it, in milliseconds.
+        /// The limit of the guest's downtime for it, in milliseconds.
         #[serde(default)]
         downtime_ms: Option<u64>,
         /// Connections for the memory that moves before the guest.

@@ -242,7 +242,7 @@ impl World<'_> {
     fn run_until(&mut self, done: u64) -> Ps {
         let mut now = 0;
         while self.done < done {
-            let Reverse((at, _, thread, step)) = self.events.pop().expect("a thread goes on");
+            let Reverse((at, _, thread, step)) = self.events.pop().expect("a thread continues");
             now = at;
             self.step(at, thread, step);
         }
@@ -378,7 +378,7 @@ pub fn exits(fill: f64, line: f64, threads: usize, cores: usize, pages: u64) -> 
         .collect();
     let (mut now, mut began) = (0, 0);
     for page in 0..pages + pages / 10 {
-        let Reverse((at, thread)) = events.pop().expect("a thread goes on");
+        let Reverse((at, thread)) = events.pop().expect("a thread continues");
         now = the_line.serve(at, ps(2.0 * line));
         if page < pages / 10 {
             began = now;

@@ -91,7 +91,7 @@ fn a_full_log_stops_what_would_set_a_or_d() {
 #[test]
 fn preset_pages_make_no_entry_and_cleared_ones_one_each_time() {
     let stage2 = armed(512);
-    let (mut log, nobody) = (PmlLog::new(), Qsbr::new(0));
+    let (mut log, no_vcpu) = (PmlLog::new(), Qsbr::new(0));
     let all = GfnRange::new(gfn(0), 512).expect("a block");
     let write_all = |log: &mut PmlLog| (0..512).for_each(|p| hit(&stage2, p, Access::Write, log));
     stage2.cursor(all).preset_dirty(all);
@@ -104,7 +104,7 @@ fn preset_pages_make_no_entry_and_cleared_ones_one_each_time() {
             cleared += 1;
         });
         assert!(flush.must_wait());
-        flush.finish(&nobody);
+        flush.finish(&no_vcpu);
         assert_eq!(cleared, 512, "each D was handed over");
         write_all(&mut log);
         assert_eq!(flushed(&mut log).len(), 512);
@@ -139,7 +139,7 @@ proptest! {
         ops in prop::collection::vec((0u64..64, any::<bool>(), 0u8..20), 1..2000),
     ) {
         let stage2 = armed(64);
-        let (mut log, nobody) = (PmlLog::new(), Qsbr::new(0));
+        let (mut log, no_vcpu) = (PmlLog::new(), Qsbr::new(0));
         let (mut got, mut want, mut dirty) = (Vec::new(), Vec::new(), [false; 64]);
         for (page, write, clear) in ops {
             let access = if write { Access::Write } else { Access::Read };
@@ -158,7 +158,7 @@ proptest! {
                     dirty[was.gfn.get() as usize] = false;
                 });
                 // A statement of its own: a flush is not waited for under the cursor.
-                flush.finish(&nobody);
+                flush.finish(&no_vcpu);
             }
         }
         got.extend(flushed(&mut log));

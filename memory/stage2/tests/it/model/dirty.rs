@@ -34,7 +34,7 @@ impl<F: TableFormat> Fixture<F> {
         }
         assert_eq!(cleared, expected);
         assert_eq!(flush.is_empty(), !stale);
-        flush.finish(&self.nobody);
+        flush.finish(&self.no_vcpu);
     }
 
     pub(crate) fn preset_dirty(&mut self, range: GfnRange) {

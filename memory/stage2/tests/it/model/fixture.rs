@@ -12,7 +12,7 @@ use lacuna_sync::Qsbr;
 pub(crate) struct Fixture<F> {
     pub(crate) stage2: Stage2<F>,
     pub(crate) model: Model,
-    pub(crate) nobody: Qsbr,
+    pub(crate) no_vcpu: Qsbr,
 }
 
 impl<F: TableFormat> Fixture<F> {
@@ -21,7 +21,7 @@ impl<F: TableFormat> Fixture<F> {
         Self {
             stage2,
             model: Model::default(),
-            nobody: Qsbr::new(1),
+            no_vcpu: Qsbr::new(1),
         }
     }
 
@@ -189,7 +189,7 @@ impl<F: TableFormat> Fixture<F> {
             (expected, result) => panic!("{expected:?}, but {:?}", result.map(|(c, _)| c)),
         };
         assert!(!flush.is_empty() && !flush.must_wait());
-        flush.retire(&self.nobody);
+        flush.retire(&self.no_vcpu);
         for page in start..start + 512 {
             self.model.leaves.remove(&page);
             self.model.rmap.remove(&page);
@@ -221,7 +221,7 @@ impl<F: TableFormat> Fixture<F> {
         self.model.tables.retain(|block| {
             range.start().get() > block * 512 || range.end_raw() < (block + 1) * 512
         });
-        flush.finish(&self.nobody);
+        flush.finish(&self.no_vcpu);
     }
 
     fn unmap_page(&mut self, raw: u64) {
@@ -230,7 +230,7 @@ impl<F: TableFormat> Fixture<F> {
         assert_eq!(result.as_ref().map(|(removed, _)| *removed), expected);
         if let Some((_, flush)) = result {
             assert!(!flush.is_empty());
-            flush.finish(&self.nobody);
+            flush.finish(&self.no_vcpu);
         }
     }
 
@@ -243,7 +243,7 @@ impl<F: TableFormat> Fixture<F> {
         let result = self.stage2.fault_cursor(gfn(raw)).unmap_at(at, gfn(raw));
         let (removed, flush) = result.expect("it is mapped there");
         assert_eq!(removed, expected);
-        flush.finish(&self.nobody);
+        flush.finish(&self.no_vcpu);
     }
 
     fn protect(&mut self, range: GfnRange) {
@@ -271,7 +271,7 @@ impl<F: TableFormat> Fixture<F> {
         }
         assert_eq!(protected, expected);
         assert_eq!(flush.is_empty(), expected.is_empty());
-        flush.finish(&self.nobody);
+        flush.finish(&self.no_vcpu);
     }
 
     fn age(&mut self, raw: u64) {
