@@ -92,9 +92,9 @@ impl<K: Kick> Drop for EndOnPanic<'_, K> {
 }
 
 /// Says that a vCPU's thread has ended, also after a panic.
-struct Left<'a, V: Vcpu>(&'a Pause<V>);
+struct LeaveOnDrop<'a, V: Vcpu>(&'a Pause<V>);
 
-impl<V: Vcpu> Drop for Left<'_, V> {
+impl<V: Vcpu> Drop for LeaveOnDrop<'_, V> {
     fn drop(&mut self) {
         self.0.leave();
     }
@@ -143,7 +143,7 @@ fn run_one<V: Vcpu>(
     pause: &Pause<V>,
 ) -> V {
     let _guard = EndOnPanic { devices, kick };
-    let _left = Left(pause);
+    let _left = LeaveOnDrop(pause);
     while devices.ending().is_none() {
         let exit = vcpu.run();
         let is_wanted = pause.wants(&exit);

@@ -23,10 +23,10 @@ pub(crate) struct Chunks {
     meta: ObjectMeta,
     /// For reads that a thread waits for, and why the last try has failed.
     outage: Outage,
-    state: Mutex<State, lock_order::ObjectChunks>,
+    state: Mutex<ChunkTable, lock_order::ObjectChunks>,
 }
 
-struct State {
+struct ChunkTable {
     cache: Cache,
     /// Chunks that a task reads, with what waits for them.
     coming: HashMap<u64, Vec<Waiter>>,
@@ -52,7 +52,7 @@ impl Chunks {
         };
         Self {
             outage: Outage::new(policy),
-            state: Mutex::new(State {
+            state: Mutex::new(ChunkTable {
                 cache: Cache::new(chunks),
                 coming: HashMap::new(),
             }),
@@ -70,7 +70,7 @@ impl Chunks {
         &self.meta
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ChunkTable> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -109,7 +109,7 @@ impl Chunks {
     }
 
     /// Adds `waiter` to those for `chunk`, and starts to read it unless a task does.
-    fn wait_for(self: &Arc<Self>, state: &mut State, chunk: u64, waiter: Waiter) {
+    fn wait_for(self: &Arc<Self>, state: &mut ChunkTable, chunk: u64, waiter: Waiter) {
         let waiting = state.coming.entry(chunk).or_default();
         waiting.push(waiter);
         if waiting.len() == 1 {
@@ -144,7 +144,7 @@ impl Chunks {
         Ok(())
     }
 
-    fn part(self: &Arc<Self>, state: &mut State, chunk: u64) -> Part {
+    fn part(self: &Arc<Self>, state: &mut ChunkTable, chunk: u64) -> Part {
         if let Some(bytes) = state.cache.get(chunk) {
             return Part::Here(bytes);
         }

@@ -4,7 +4,7 @@
 use super::MigrationId;
 use super::connection::Connections;
 use super::lanes::There;
-use super::left::{Left, Reached};
+use super::left::{Reached, RemainingPages};
 use crate::MigrateError;
 use crate::changes::Changes;
 use crate::rounds::{Guest, OnProgress, Round, Still};
@@ -53,7 +53,7 @@ pub struct Given<'a, V: Vm> {
     pub(super) pages: u64,
     unchanged: u64,
     /// The pages that the destination may lack, after an interruption.
-    left: Option<Left<'a, V>>,
+    left: Option<RemainingPages<'a, V>>,
     /// When the destination has said that it runs.
     pub(super) ran: Option<Instant>,
     /// The log of writes, still on: to turn it off would lengthen the pause, and a guest that has
@@ -121,7 +121,7 @@ impl<'a, V: Vm> Given<'a, V> {
 
     pub(super) fn interrupted(
         mut self,
-        left: Left<'a, V>,
+        left: RemainingPages<'a, V>,
         reached: Reached,
         why: MigrateError,
     ) -> Sent<'a, V> {

@@ -55,7 +55,7 @@ impl Links {
 }
 
 /// The memory of a guest that was handed over.
-pub(super) struct Left<'a, V: Vm> {
+pub(super) struct RemainingPages<'a, V: Vm> {
     vm: &'a V,
     layout: MemoryLayout,
     /// Pages that are left to send.
@@ -76,7 +76,7 @@ pub(super) struct Left<'a, V: Vm> {
     ran: Mutex<Option<Instant>, lock_order::TimeOfRun>,
 }
 
-impl<'a, V: Vm> Left<'a, V> {
+impl<'a, V: Vm> RemainingPages<'a, V> {
     pub fn new(vm: &'a V, layout: MemoryLayout, pages: PageSet, compression: Compression) -> Self {
         Self {
             vm,

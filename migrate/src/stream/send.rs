@@ -5,7 +5,7 @@ use super::frame::Kind;
 use super::frames::Frames;
 use super::give::{Given, Sent};
 use super::lanes::{Lane, There};
-use super::left::{Left, Links, Reached};
+use super::left::{Links, Reached, RemainingPages};
 use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
 use crate::changes::Changes;
 use crate::rounds::{Budget, Copied, Guest, OnProgress, Still, Throttle, copy_live};
@@ -151,7 +151,7 @@ impl<'p> Sender<'p> {
         guest: &Guest<'a, V>,
         connections: &dyn Connections,
         progress: OnProgress<'_>,
-    ) -> Result<(Given<'a, V>, Left<'a, V>), MigrateError> {
+    ) -> Result<(Given<'a, V>, RemainingPages<'a, V>), MigrateError> {
         let layout = MemoryLayout::of(guest.vm);
         let plan = self.plan;
         self.introduce(guest, &layout)?;
@@ -202,7 +202,7 @@ impl<'p> Sender<'p> {
         };
         self.main()
             .write_json(Kind::State, &(machine, still.state(), departure))?;
-        let left = Left::new(guest.vm, layout, left, plan.compression);
+        let left = RemainingPages::new(guest.vm, layout, left, plan.compression);
         let id = self.id.clone();
         let log = (rounds, changes);
         Ok((Given::new(guest, still, id, log, &self.there), left))
@@ -255,7 +255,7 @@ impl<'p> Sender<'p> {
         &mut self,
         connections: &dyn Connections,
         mut given: Given<'a, V>,
-        left: Left<'a, V>,
+        left: RemainingPages<'a, V>,
         progress: OnProgress<'_>,
     ) -> Result<Sent<'a, V>, MigrateError> {
         let mut aside = match left.needed_nothing() {

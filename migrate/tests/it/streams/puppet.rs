@@ -74,9 +74,9 @@ fn a_size_costs_nothing_before_the_vmm_agrees_to_it() {
 
 /// Keeps the first answer.
 #[derive(Default)]
-struct Told(Mutex<Option<String>>);
+struct FirstAnswer(Mutex<Option<String>>);
 
-impl Asker for Told {
+impl Asker for FirstAnswer {
     fn answer(&self, _key: u64, content: Result<&[u8; 4096], &str>) -> Answer {
         let answer = content.map_or_else(str::to_owned, |_| "a page".into());
         self.0.lock().unwrap().get_or_insert(answer);
@@ -89,7 +89,7 @@ impl Asker for Told {
 fn a_page_of_a_guest_that_is_refused_is_lost() {
     let incoming = incoming(16);
     let source = incoming.page_source().expect("a post-copy");
-    let told = Arc::<Told>::default();
+    let told = Arc::<FirstAnswer>::default();
     let asker = Arc::clone(&told);
     source.fetch(PageRequest::new(asker, 0, SourcePage(3)));
     assert_eq!(*told.0.lock().unwrap(), None);

@@ -30,11 +30,11 @@ const PIECE: usize = 64 << 10;
 /// One direction of a connection.
 struct Line {
     speed: Speed,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     changed: Condvar,
 }
 
-struct State {
+struct LinkState {
     /// Bytes on their way, with the time at which they come.
     pieces: VecDeque<(Instant, Vec<u8>)>,
     /// Bytes of the first piece that were read.
@@ -73,7 +73,7 @@ impl Line {
     fn new(speed: Speed) -> Arc<Self> {
         Arc::new(Self {
             speed,
-            state: Mutex::new(State {
+            state: Mutex::new(LinkState {
                 pieces: VecDeque::new(),
                 read: 0,
                 free: Instant::now(),
@@ -83,11 +83,15 @@ impl Line {
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, time: Duration) -> MutexGuard<'a, State> {
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, LinkState>,
+        time: Duration,
+    ) -> MutexGuard<'a, LinkState> {
         let waited = self.changed.wait_timeout(state, time);
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
@@ -131,7 +135,7 @@ impl Line {
             };
             state = self.wait(state, time);
         }
-        let State { pieces, read, .. } = &mut *state;
+        let LinkState { pieces, read, .. } = &mut *state;
         let (_, piece) = &pieces[0];
         let left = &piece[*read..];
         let count = left.len().min(into.len());

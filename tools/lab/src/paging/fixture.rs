@@ -84,7 +84,7 @@ pub enum Share {
 
 /// Where the threads of the vCPUs run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Place {
+pub enum CorePlace {
     /// Where the kernel's scheduler puts them.
     Anywhere,
     /// Each on a core of its own from this one on, as long as there are cores.
@@ -202,7 +202,7 @@ impl Fixture {
     /// # Errors
     /// As [`together`].
     pub fn rate(&self, arm: Arm) -> Result<f64, LabError> {
-        together(&[self], arm, Place::Anywhere)
+        together(&[self], arm, CorePlace::Anywhere)
     }
 }
 
@@ -210,7 +210,7 @@ impl Fixture {
 ///
 /// # Errors
 /// A VM could not be made, or its guest failed.
-pub fn together(fixtures: &[&Fixture], arm: Arm, place: Place) -> Result<f64, LabError> {
+pub fn together(fixtures: &[&Fixture], arm: Arm, place: CorePlace) -> Result<f64, LabError> {
     let machines = fixtures
         .iter()
         .map(|fixture| Machine::new(fixture, arm))
@@ -225,7 +225,7 @@ pub fn together(fixtures: &[&Fixture], arm: Arm, place: Place) -> Result<f64, La
 }
 
 /// Runs the VMs until all of their guests have touched their pages.
-fn run(machines: &[Machine], fixtures: &[&Fixture], place: Place) -> Result<(), LabError> {
+fn run(machines: &[Machine], fixtures: &[&Fixture], place: CorePlace) -> Result<(), LabError> {
     run_gated(machines, fixtures, place, || Ok(()))
 }
 
@@ -237,14 +237,14 @@ fn run(machines: &[Machine], fixtures: &[&Fixture], place: Place) -> Result<(), 
 pub fn run_gated(
     machines: &[Machine],
     fixtures: &[&Fixture],
-    place: Place,
+    place: CorePlace,
     gate: impl FnOnce() -> Result<(), LabError>,
 ) -> Result<(), LabError> {
     thread::scope(|scope| {
         let _ends: Vec<_> = machines.iter().map(Machine::end_when_dropped).collect();
         let mut core = match place {
-            Place::Anywhere => None,
-            Place::From(core) => Some(core),
+            CorePlace::Anywhere => None,
+            CorePlace::From(core) => Some(core),
         };
         for (machine, fixture) in machines.iter().zip(fixtures) {
             machine.start(scope, &fixture.builder.full_command_line(), core)?;
@@ -307,7 +307,7 @@ mod tests {
         let fixture = Fixture::new(kind, batches()).unwrap();
         assert!(fixture.rate(Arm::Exits).unwrap() > 0.0);
         let machines = [Machine::new(&fixture, Arm::Queue(1)).unwrap()];
-        run(&machines, &[&fixture], Place::Anywhere).unwrap();
+        run(&machines, &[&fixture], CorePlace::Anywhere).unwrap();
         machines[0].filled().unwrap()[0]
     }
 
@@ -356,7 +356,7 @@ mod tests {
         let fixture = Fixture::new(MemoryKind::Linux, work(Share::Own)).unwrap();
         for (arm, queues) in [(Arm::Queue(1), 1), (Arm::Queue(3), 1), (Arm::QueueEach, 2)] {
             let machines = [Machine::new(&fixture, arm).unwrap()];
-            run(&machines, &[&fixture], Place::Anywhere).unwrap();
+            run(&machines, &[&fixture], CorePlace::Anywhere).unwrap();
             let filled = machines[0].filled().unwrap();
             assert_eq!(filled.len(), queues, "{arm:?}");
             assert!(filled.iter().sum::<u64>() >= 512, "{arm:?}: {filled:?}");
@@ -383,7 +383,7 @@ mod tests {
         needs_guests();
         let [a, b] = [Share::Own; 2].map(|share| Fixture::new(MemoryKind::Budget, work(share)));
         let (a, b) = (a.unwrap(), b.unwrap());
-        let rate = together(&[&a, &b], Arm::Exits, Place::From(0)).unwrap();
+        let rate = together(&[&a, &b], Arm::Exits, CorePlace::From(0)).unwrap();
         assert!(rate > 0.0);
     }
 

@@ -10,7 +10,7 @@
 //! child            ◄─ ready          touches all pages ◄─ PAGES NS
 //! ```
 
-use super::fixture::{Arm, Fixture, Place, Share, Work, run_gated};
+use super::fixture::{Arm, CorePlace, Fixture, Share, Work, run_gated};
 use super::machine::Machine;
 use crate::experiment::LabError;
 use lacuna_machine::Arch;
@@ -42,7 +42,7 @@ pub fn serve(
     while let Some(Ok(word)) = words.next() {
         expect(&word, BOOT)?;
         let machines = [Machine::new(&fixture, Arm::Exits)?];
-        run_gated(&machines, &[&fixture], Place::From(core), || {
+        run_gated(&machines, &[&fixture], CorePlace::From(core), || {
             say(&mut answers, READY)?;
             expect(&words.next().unwrap_or(Ok(String::new())).map_err(io)?, GO)
         })?;

@@ -24,7 +24,7 @@ const HUGE: usize = 1;
 const NULL: usize = 2;
 
 /// Where the guest's hot pages are, and what is promised of it.
-struct Place {
+struct PressurePlace {
     suffix: &'static str,
     about: &'static str,
     words: &'static str,
@@ -33,8 +33,8 @@ struct Place {
     kept: Option<f64>,
 }
 
-const PLACES: [Place; 2] = [
-    Place {
+const PLACES: [PressurePlace; 2] = [
+    PressurePlace {
         suffix: "",
         about: "hot pages side by side",
         words: "scatter=0",
@@ -42,7 +42,7 @@ const PLACES: [Place; 2] = [
         ratio: Some(0.97),
         kept: Some(50.0),
     },
-    Place {
+    PressurePlace {
         suffix: ".scattered",
         about: "hot pages anywhere",
         words: "scatter=1",
@@ -98,7 +98,7 @@ pub fn measure(
     Ok(())
 }
 
-fn id(name: &str, place: &Place) -> String {
+fn id(name: &str, place: &PressurePlace) -> String {
     format!("thp.{name}{}", place.suffix)
 }
 
@@ -108,7 +108,7 @@ type Found = Vec<[Vec<f64>; 3]>;
 
 fn take_turns(
     options: &Options,
-    place: &Place,
+    place: &PressurePlace,
     players: &mut [Player<'_>],
 ) -> Result<Found, LabError> {
     let turn = turn(options);
@@ -129,7 +129,7 @@ fn take_turns(
     })
 }
 
-fn tell(options: &Options, place: &Place, found: &Found, report: &mut Report) {
+fn tell(options: &Options, place: &PressurePlace, found: &Found, report: &mut Report) {
     let rates = |arm: usize| &found[arm][0];
     let swap_ins = |arm: usize| Summary::of(&found[arm][2]);
     let ratio = paired(rates(SMALL), rates(HUGE));

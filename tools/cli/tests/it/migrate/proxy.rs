@@ -23,10 +23,10 @@ pub enum Moment {
 /// Passes connections from an address of its own on to another one, until it is dropped.
 pub struct Proxy {
     pub address: String,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
 }
 
-struct Shared {
+struct ProxyState {
     to: String,
     /// Bytes in both directions of all connections.
     bytes: AtomicU64,
@@ -40,7 +40,7 @@ struct Shared {
 impl Proxy {
     /// A proxy to `to`, over a socket of the same kind.
     pub fn start(folder: &Path, to: &str) -> Self {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ProxyState {
             to: to.to_owned(),
             bytes: AtomicU64::new(0),
             at: Mutex::new(None),
@@ -91,7 +91,7 @@ impl Drop for Proxy {
     }
 }
 
-impl Shared {
+impl ProxyState {
     fn cut(&self) {
         self.cuts.fetch_add(1, Ordering::SeqCst);
         for socket in self.open.lock().unwrap().drain(..) {
