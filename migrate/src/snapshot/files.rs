@@ -61,8 +61,7 @@ pub(super) const fn has_content(entry: u32) -> bool {
     entry != ZEROS && entry != UNCHANGED
 }
 
-/// The entry of a page with content: its CRC-32 (that of IEEE 802.3), and never [`ZEROS`] or
-/// [`UNCHANGED`].
+/// The entry of a page with content: its CRC-32 (IEEE 802.3), and never [`ZEROS`] or [`UNCHANGED`].
 pub(super) fn entry_of(page: &[u8]) -> u32 {
     crc32fast::hash(page).max(2)
 }
