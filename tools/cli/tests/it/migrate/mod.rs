@@ -481,7 +481,7 @@ fn a_signal_ends_the_waiting() {
     kill_process(Pid::from_child(&to.child), Signal::TERM).unwrap();
     let (code, _, errors) = to.end();
     assert_eq!(code, Some(143), "{errors}");
-    let told = "interrupted by SIGTERM before a guest arrived";
+    let told = "interrupted by SIGTERM before a guest came";
     assert!(errors.contains(told), "{errors}");
     assert!(!folder.path().join("in").exists(), "the socket is removed");
 }
