@@ -8,7 +8,7 @@ use crate::tokens::{Faulted, Tokens};
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
-use lacuna_apf::NotPresent;
+use lacuna_apf::{NotPresent, POLL_NS};
 use lacuna_host::{HostError, SharedMemory, Ticket};
 use lacuna_machine::{
     Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
@@ -130,7 +130,11 @@ impl<P: Platform> VcpuOf<P> {
         // If the page arrives before the event could be delivered, there is nothing to gain.
         match origin {
             Origin::Swap if self.vm.host.reads_at_once() => return Some(ticket),
-            Origin::Swap => {}
+            Origin::Swap => {
+                if self.arrives_soon(gfn, &ticket) {
+                    return (!ticket.is_done()).then_some(ticket);
+                }
+            }
             // A source may answer at once, on this thread.
             Origin::Source => {
                 self.vm.host.start(&ticket);
@@ -153,6 +157,21 @@ impl<P: Platform> VcpuOf<P> {
         // ever.
         self.vm.host.start(&ticket);
         None
+    }
+
+    /// Whether the page arrives before a notification of the guest would be worth its cost. In real
+    /// time the vCPU polls for the page.
+    fn arrives_soon(&mut self, gfn: Gfn, ticket: &Ticket) -> bool {
+        let host = &self.vm.host;
+        let least = host.stated_latency_ns();
+        if !self.apf.polls_first(gfn, least, &mut self.entry) {
+            return false;
+        }
+        self.stalled_since = Some(self.vm.clock.now());
+        let arrives = host.arrives_within(ticket, POLL_NS);
+        self.apf.polled(arrives);
+        self.publish();
+        arrives
     }
 
     /// Waits for a page that the VMM provides. The page source is not asked, because the vCPU has

@@ -35,6 +35,7 @@
 //! | `token` | the format of tokens, and the next token of a vCPU |
 //! | `arrivals` | the completion queue: the only part that other threads touch |
 //! | `recent` | forward progress: if a page faults again just after it was made ready, wait |
+//! | `poll_first` | whether to poll for a page before the guest is notified |
 //! | `queue` | [`Queue`]: takes faults, delivers ready pages |
 //! | `stats` | counters |
 //! | `verify` | checks the invariants that hold between two calls |
@@ -45,6 +46,7 @@
 mod abi;
 pub mod arm64;
 mod arrivals;
+mod poll_first;
 mod queue;
 mod recent;
 mod stats;
@@ -54,6 +56,7 @@ pub mod x86;
 
 pub use abi::{Abi, Guest, Prefault, SharedWords, Tell, Untold, Unwritable};
 pub use arrivals::Completion;
+pub use poll_first::POLL_NS;
 pub use queue::{NotPresent, QUEUED_MAX, Queue};
 pub use stats::{Stats, SwapIn};
 pub use token::{Token, TokenFormat};

@@ -2,6 +2,7 @@
 
 use crate::abi::{Abi, Guest, Prefault, Request, Tell};
 use crate::arrivals::{Arrivals, Completion};
+use crate::poll_first::PollFirst;
 use crate::recent::Recent;
 use crate::stats::Stats;
 use crate::token::{Token, Tokens};
@@ -50,6 +51,7 @@ pub struct Queue<A> {
     /// A wake-all is queued. It is queued only while there is no arrival, and is delivered first.
     pub(crate) wake_all: bool,
     pub(crate) recent: Recent,
+    poll_first: PollFirst,
     /// In an artificial halt: the page that the vCPU waits for.
     pub(crate) halted: Option<Gfn>,
     stats: Stats,
@@ -69,6 +71,7 @@ impl<A: Abi> Queue<A> {
             arrivals: Arrivals::new(QUEUED_MAX, kick),
             wake_all: false,
             recent: Recent::new(),
+            poll_first: PollFirst::new(),
             halted: None,
             stats: Stats::default(),
         }
@@ -109,6 +112,22 @@ impl<A: Abi> Queue<A> {
             && !self.is_in_flight(gfn)
             && !self.is_full()
             && self.abi.takes_not_present(guest)
+    }
+
+    /// Whether the vCPU first polls for the page at `gfn`, for [`POLL_NS`](crate::POLL_NS) at most.
+    /// It starts the read before, and reports the end of the poll ([`Queue::polled`]). `least_ns`:
+    /// the latency that the device states; a read may take longer.
+    pub fn polls_first<G: Guest>(&mut self, gfn: Gfn, least_ns: u64, guest: &mut G) -> bool
+    where
+        A: Tell<G>,
+    {
+        self.can_tell(gfn, guest) && self.poll_first.begin(least_ns)
+    }
+
+    /// A poll has ended, with the page or without.
+    pub fn polled(&mut self, with_page: bool) {
+        self.poll_first.ended(with_page);
+        self.stats.waited_polled += u64::from(with_page);
     }
 
     /// The page that telling the guest accesses; `None` while the contract is disabled. A backend

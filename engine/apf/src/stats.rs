@@ -17,6 +17,8 @@ pub struct Stats {
     pub waited_uninterruptible: u64,
     /// Synchronous waits for a page that had been made ready a moment before and was evicted again.
     pub waited_recent: u64,
+    /// Faults whose page arrived while the vCPU polled for it, before the guest was notified.
+    pub waited_polled: u64,
     /// Delivered page-ready events.
     pub ready: u64,
     /// Arrivals that the guest was not told of: it had no token for the page, or had not taken the
@@ -91,6 +93,7 @@ impl Stats {
             waited_full,
             waited_uninterruptible,
             waited_recent,
+            waited_polled,
             ready,
             spurious,
             prefaulted,
@@ -104,6 +107,7 @@ impl Stats {
         self.waited_full += waited_full;
         self.waited_uninterruptible += waited_uninterruptible;
         self.waited_recent += waited_recent;
+        self.waited_polled += waited_polled;
         self.ready += ready;
         self.spurious += spurious;
         self.prefaulted += prefaulted;

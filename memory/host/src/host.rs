@@ -323,6 +323,11 @@ impl Host {
         self.io.seed()
     }
 
+    /// The latency that the swap device states, in nanoseconds: no read completes earlier.
+    pub fn stated_latency_ns(&self) -> u64 {
+        self.core.store.latency_ns()
+    }
+
     /// Whether a read takes less time than telling a guest of it: the device answers at once, and
     /// no latency is added.
     pub fn reads_at_once(&self) -> bool {

@@ -27,6 +27,18 @@ impl Host {
         }
     }
 
+    /// Starts the read, and says whether the page arrives within `ns` of now. In real time the
+    /// calling thread polls for it, and holds no lock, as for [`Host::poll`]. In virtual time the
+    /// executor knows the answer, and the page arrives when it is due.
+    ///
+    /// # Panics
+    /// As [`Host::start`].
+    pub fn arrives_within(&self, ticket: &Ticket, ns: u64) -> bool {
+        self.start(ticket);
+        let end = self.core.clock.now().after(ns);
+        self.io.arrives_by(ticket, end)
+    }
+
     /// Waits until the page has arrived; `Err` if it is lost. If the read has not begun, the
     /// calling thread carries it out, because to wake another thread would take longer than the
     /// read.

@@ -6,11 +6,13 @@ use crate::common;
 use common::apf::{offered, seeded, total};
 use common::{Lines, apf_ways, boot, builder, builder_for, image, on_both, pass, run};
 use lacuna_addr::PageCount;
+use lacuna_apf::POLL_NS;
 use lacuna_host::{Fault, FaultyStore, HostConfig, HugePages, Io};
 use lacuna_machine::{Arch, Ending, Next, PlatformDevices, VcpuError, dispatch};
 use lacuna_skip::test;
 use lacuna_soft::{ApfStats, Host, RunSummary, Step, Vcpu, Vm, VmBuilder, Wait};
 use lacuna_sync::{Clock, VirtualClock};
+use std::ops::Range;
 use std::sync::Arc;
 
 on_both!(
@@ -207,8 +209,8 @@ fn a_reset_vcpu_gets_no_event_from_before() {
     bench.vm.mmu().verify();
 }
 
-#[test]
-fn a_page_that_cannot_be_read_ends_the_run_after_it_was_announced() {
+/// A machine for `bm` under a virtual clock. A read takes a time out of `latency_ns`.
+fn bench(latency_ns: Range<u64>) -> (Bench, FaultyStore) {
     let builder = VmBuilder {
         seed: Some(1),
         ..offered(builder(16, 4, 2, "apf=int faulters=8 workers=2"))
@@ -221,11 +223,29 @@ fn a_page_that_cannot_be_read_ends_the_run_after_it_was_announced() {
         swap: Box::new(store.clone()),
         io: Io::Virtual {
             seed: 1,
-            latency_ns: 50_000..100_000,
+            latency_ns,
         },
         clock: Arc::clone(&clock) as Arc<dyn Clock>,
     });
-    let mut bench = Bench::new(&builder, host.unwrap(), clock, "bm");
+    (Bench::new(&builder, host.unwrap(), clock, "bm"), store)
+}
+
+/// A page that arrives before a notification would be worth its cost is waited for.
+#[test]
+fn a_guest_is_notified_only_if_a_page_takes_longer_than_that() {
+    let (mut fast, _) = bench(POLL_NS / 4..POLL_NS);
+    fast.run_until(|stats| stats.waited_polled > 200);
+    let stats = total(&fast.vm.apf_stats());
+    assert_eq!(stats.taken, 0, "{stats:?}");
+    let (mut slow, _) = bench(2 * POLL_NS..4 * POLL_NS);
+    slow.run_until(|stats| stats.taken > 200);
+    let stats = total(&slow.vm.apf_stats());
+    assert_eq!(stats.waited_polled, 0, "{stats:?}");
+}
+
+#[test]
+fn a_page_that_cannot_be_read_ends_the_run_after_it_was_announced() {
+    let (mut bench, store) = bench(100_000..200_000);
     bench.run_until(|stats| stats.taken > 100);
     store.set_fault(Some(Fault::Read));
     let error = (0..1_000_000).find_map(|turn| bench.step(turn % 2));

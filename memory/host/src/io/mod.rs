@@ -89,6 +89,10 @@ pub(crate) enum Completion {
 }
 
 impl Completion {
+    fn is_read_of(&self, ticket: &Ticket) -> bool {
+        matches!(self, Self::Read(read, _) if read.is_same(ticket))
+    }
+
     /// Whether a page of `region` waits for it.
     fn concerns(&self, region: &Region) -> bool {
         match self {
@@ -165,6 +169,14 @@ impl Executor {
                     return Ok(());
                 }
             },
+        }
+    }
+
+    /// Whether a read that was passed to the executor completes by `end`.
+    pub fn arrives_by(&self, ticket: &Ticket, end: Nanos) -> bool {
+        match self {
+            Self::Real(real) => real.poll_for(ticket, end),
+            Self::Virtual(world) => ticket.is_done() || world.is_due_by(ticket, end),
         }
     }
 

@@ -152,6 +152,19 @@ impl Real {
         }
     }
 
+    /// Polls until the read of `ticket` is complete, or until `end`. Returns whether it is.
+    pub fn poll_for(&self, ticket: &Ticket, end: Nanos) -> bool {
+        loop {
+            let now = self.core.clock.now();
+            self.poll(now);
+            if ticket.is_done() || now >= end {
+                return ticket.is_done();
+            }
+            // Another thread that needs the core has work to do, and this one has none.
+            std::thread::yield_now();
+        }
+    }
+
     pub fn complete_at(&self, due: Nanos, completion: Completion) {
         self.timer.complete_at(due, completion);
     }

@@ -3,6 +3,7 @@
 
 use super::Completion;
 use crate::host::{Core, lock};
+use crate::ticket::Ticket;
 use lacuna_sync::{Mutex, Nanos, lock_order};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -57,6 +58,13 @@ impl Virtual {
             .due
             .first_key_value()
             .map(|(&(due, _), _)| due)
+    }
+
+    /// Whether the read of `ticket` is due at `end` or before.
+    pub fn is_due_by(&self, ticket: &Ticket, end: Nanos) -> bool {
+        let queue = lock(&self.queue);
+        let mut due = queue.due.range(..=(end, u64::MAX));
+        due.any(|(_, completion)| completion.is_read_of(ticket))
     }
 
     /// Delivers the next completion, even before it is due. Returns false if there is none.

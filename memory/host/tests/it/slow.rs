@@ -392,3 +392,28 @@ fn the_drop_of_a_host_does_not_wait_for_a_simulated_latency() {
         "nothing is left behind"
     );
 }
+
+/// A vCPU polls for a page as long as a notification of its guest would cost.
+#[test]
+fn a_poll_ends_with_the_page_or_when_its_time_is_over() {
+    const HOUR: u64 = 3_600_000_000_000;
+    let fixture = slow_world(faulty());
+    let host = &fixture.host;
+    let mut cache = host.per_cpu_pages().unwrap();
+    let mut pages = 0..WRITERS * PAGES;
+    let mut pending = || {
+        let found = pages.find_map(|page| match fixture.resolve(page, &mut cache) {
+            Resolution::Pending(ticket) => Some(ticket),
+            _ => None,
+        });
+        found.expect("a page in swap")
+    };
+    let slow = pending();
+    assert!(!host.arrives_within(&slow, 1_000_000));
+    assert!(slow.is_started(), "the poll starts the read");
+    host.end_latency();
+    assert!(host.arrives_within(&slow, HOUR));
+    let fast = pending();
+    assert!(host.arrives_within(&fast, HOUR));
+    assert!(fast.is_done());
+}
