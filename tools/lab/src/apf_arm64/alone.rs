@@ -85,11 +85,13 @@ fn tell(form: &Form, run: &Run, report: &mut Report) {
     let [ratio, null] = [ON, NULL].map(|arm| paired(seconds, &run.rounds[arm][0]));
     report.say(format!(
         "{}, memory-bound thread alone: it waits {:.1} % of its time without asynchronous faults \
-         (work {}). With them it takes {:.4} times as long (the letter: {BAR}).{}",
+         (work {}). With them it takes {:.4} times as long (the letter: {BAR}), and swap-ins take \
+         {:.0} % of that time (the letter: 30 %).{}",
         form.about,
         100.0 * share,
         run.found.work,
         ratio.median,
+        swap_in_percent(run),
         if is_decided(&null) {
             ""
         } else {
@@ -128,12 +130,18 @@ fn is_decided(null: &Summary) -> bool {
     null.low > 2.0 - BAR && null.high < BAR
 }
 
+/// The time of swap-ins as the letter states it: a share of the time *with* asynchronous faults.
+fn swap_in_percent(run: &Run) -> f64 {
+    100.0 * run.faults.swap_in.total_ns as f64 / 1e9 / run.on_seconds
+}
+
 fn statistics(run: &Run) -> Value {
     let ApfStats { swap_in, taken, .. } = run.faults;
     json!({
         "faults": swap_in.number, "told": taken,
         "application_seconds": run.on_seconds,
         "swap_in_seconds": swap_in.total_ns as f64 / 1e9,
+        "swap_in_percent_of_application": swap_in_percent(run),
         "swap_in_min_ns": swap_in.min_ns, "swap_in_max_ns": swap_in.max_ns,
     })
 }
@@ -142,7 +150,7 @@ fn statistics(run: &Run) -> Value {
 fn block(form: &Form, run: &Run) -> String {
     let swap_in = run.faults.swap_in;
     let total = swap_in.total_ns as f64 / 1e9;
-    let share = 100.0 * total / run.on_seconds;
+    let share = swap_in_percent(run);
     let mut text = format!(
         "memory-bound thread alone, {}\n\
          \x20                                        the letter          here, all rounds with\n\

@@ -13,7 +13,7 @@ pub const TIMES: LogNormal = LogNormal {
 };
 
 /// [`TIMES`] for people.
-pub const ABOUT: &str = "36.2 us to 55.7 ms (log-normal, sigma 1, mean 1.68 ms)";
+pub const ABOUT: &str = "36.2 us to 55.7 ms (injected: log-normal, sigma 1, mean 1.68 ms)";
 
 /// The seed of the sequence.
 pub const SEED: u64 = 2020;

@@ -136,6 +136,11 @@ fn with_params(
         .param("settle_ms", crate::apf::ms(pace.settle))
 }
 
+/// A ratio as the letter states it: 1.178 is +17.8 %.
+fn gain_percent(ratio: f64) -> f64 {
+    100.0 * (ratio - 1.0)
+}
+
 /// Blocks of the CPU-bound processes a minute.
 fn blocks(rate: Summary) -> String {
     short(rate.median * 60.0 / BLOCK)
@@ -164,14 +169,15 @@ fn say(
 ) {
     report.say(format!(
         "{}, {vcpus} vCPUs: alone and without asynchronous faults, the memory-bound thread waits \
-         {:.1} % of its time (work {}). Beside each other, the CPU-bound process makes {:.3} times \
-         the progress with asynchronous faults (the letter: {LETTER}), and the memory-bound thread \
-         {:.3} times.",
+         {:.1} % of its time (work {}). Beside each other, asynchronous faults change the progress \
+         of the CPU-bound process by {:+.1} % (the letter: {:+.1} %), and of the memory-bound \
+         thread by {:+.1} %.",
         form.about,
         100.0 * found.share,
         found.work,
-        cpu.value,
-        memory.value,
+        gain_percent(cpu.value),
+        gain_percent(LETTER),
+        gain_percent(memory.value),
     ));
 }
 
