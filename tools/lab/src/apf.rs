@@ -7,7 +7,7 @@
 //! | `apf.worker_ratio.DEVICE` | workers beside faulters, on / off: the 2010 talk's figure |
 //! | `apf.faulter_ratio.DEVICE` | faulters beside workers, on / off |
 //! | `apf.faulter_alone_ratio.DEVICE` | faulters without workers, on / off |
-//! | `apf.break_even_us` | the page latency from which no process does worse with them |
+//! | `apf.break_even_us` | the injected page latency from which no process does worse with them |
 //! | `apf.memory_alone_time_ratio` | the time of a memory-bound program alone, on / off |
 //! | `apf.kvm.task_share_percent.LATENCY` | the worker's share under `/dev/kvm` |
 //! | `apf.kvm.source_share_percent.1ms` | the same, pages from a source: exits that are accepted |
@@ -20,8 +20,8 @@
 //!
 //! | device | what it is |
 //! |---|---|
-//! | `latency_1ms` | compressed memory with a latency of 1 ms; any number of transfers at a time |
-//! | `file` | a file, by direct I/O where the file system allows |
+//! | `latency_1ms` | compressed memory with an injected latency of 1 ms, any number at a time |
+//! | `file` | a file, by direct I/O where the file system allows; its read latency is measured |
 //! | `mem` | compressed memory (lz4): a page takes a few microseconds |
 
 pub use device::first_look;
@@ -30,6 +30,7 @@ pub(crate) mod alone;
 pub(crate) mod device;
 mod kvm;
 mod kvm_source;
+mod read_latency;
 pub(crate) mod slices;
 mod sweep;
 
@@ -75,8 +76,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         SLICE_US / 1000,
         vcpus = vcpus(),
     ));
-    if options.wants("device") {
-        for device in &device::DEVICES {
+    for device in &device::DEVICES {
+        if options.wants("device") || options.wants(device.id) {
             progress.step(format!("on and off: {}", device.about))?;
             let done = device::measure(device, device::Guests::default(), options, report);
             skip_if_busy(report, device.ids(), done)?;
@@ -102,7 +103,16 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// The parts that can be measured alone.
-pub const PARTS: &[&str] = &["device", "sweep", "alone", "kvm", "source"];
+pub const PARTS: &[&str] = &[
+    "device",
+    "latency_1ms",
+    "file",
+    "mem",
+    "sweep",
+    "alone",
+    "kvm",
+    "source",
+];
 
 /// A VM for `bm`, with a worker and a faulter for each vCPU. The guest runs until it is ended.
 fn bm(arch: Arch, swap: Swap) -> VmBuilder {
@@ -143,4 +153,8 @@ fn with_params(result: Measurement, pace: Pace) -> Measurement {
 
 pub(crate) fn ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn us(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

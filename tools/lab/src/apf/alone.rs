@@ -119,7 +119,7 @@ fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
     let ratio = paired(time, &found.runs[ON][0]);
     report.say(format!(
         "memory-bound program alone: without asynchronous faults it waits for pages {:.0} % of its \
-         time, at {us} us a page. With them it takes {:.3} times as long.",
+         time, at {us} us a page (injected). With them it takes {:.3} times as long.",
         100.0 * share,
         ratio.median,
     ));
@@ -135,7 +135,7 @@ fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
             .param("resident_mib", RESIDENT_MIB)
             .param("vcpus", 1)
             .param("work", work)
-            .param("latency_us", us)
+            .param("injected_latency_us", us)
             .param("swap_in_share_percent", 100.0 * share)
             .arm("off", found.arm(OFF))
             .arm("on", found.arm(ON))

@@ -1,8 +1,9 @@
 //! Workers and faulters on one swap device, together and alone, with asynchronous faults and
 //! without.
 
+use super::read_latency::ReadLatency;
 use super::slices::{Arm, Pace, Role, Runs, take_turns};
-use super::{bm, with_params};
+use super::{bm, us, with_params};
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
 use crate::report::short;
@@ -14,11 +15,12 @@ use std::time::Duration;
 
 /// A swap device, and what the project promises with it.
 pub struct Device {
-    /// Its word in result ids.
-    id: &'static str,
-    /// What it is, for people.
+    /// Its word in result ids, and the part that measures it alone.
+    pub id: &'static str,
+    /// What it is, for people. An injected latency is called injected.
     pub about: &'static str,
     medium: Medium,
+    /// Injected: added to each read and write.
     latency: Duration,
     worker_share: Option<f64>,
     worker_ratio: Option<f64>,
@@ -38,7 +40,7 @@ pub const DEVICES: [Device; 3] = [
     Device {
         id: "latency_1ms",
         // Compressed memory takes little time itself, so the figure is about the latency.
-        about: "compressed memory with 1 ms of latency",
+        about: "compressed memory with 1 ms of injected latency",
         medium: Medium::Memory,
         latency: Duration::from_millis(1),
         worker_share: Some(95.0),
@@ -53,7 +55,7 @@ pub const DEVICES: [Device; 3] = [
         latency: Duration::ZERO,
         worker_share: None,
         worker_ratio: Some(1.35),
-        faulter_ratio: Some(1.5),
+        faulter_ratio: Some(1.0),
         rounds: 21,
     },
     Device {
@@ -94,6 +96,14 @@ fn pace(device: &Device, options: &Options) -> Pace {
 }
 
 impl Device {
+    /// How long the disk under it takes for a page; `None` if there is none, or no direct I/O.
+    fn read_latency(&self, options: &Options) -> Result<Option<ReadLatency>, LabError> {
+        match self.medium {
+            Medium::File => ReadLatency::measure(&options.swap_dir),
+            Medium::Memory => Ok(None),
+        }
+    }
+
     /// The ids of its results, for the guests that this host's users would have.
     pub fn ids(&self) -> [String; 4] {
         Guests::default().ids(self)
@@ -150,21 +160,28 @@ pub fn measure(
     options: &Options,
     report: &mut Report,
 ) -> Result<(), LabError> {
-    let pace = pace(device, options);
-    let runs = run((device, guests), options, &ARMS, pace)?;
+    let scene = Scene {
+        device,
+        guests,
+        pace: pace(device, options),
+        latency: device.read_latency(options)?,
+    };
+    let runs = run(&scene, options, &ARMS)?;
     report.detail(runs.table(&format!("{} {}", device.about, guests.form)));
-    tell((device, guests), pace, &runs, report)
+    tell(&scene, &runs, report)
 }
 
 /// A device with the guests on it.
-type Scene<'a> = (&'a Device, Guests);
-
-fn run(
-    (device, guests): Scene<'_>,
-    options: &Options,
-    arms: &[Arm],
+struct Scene<'a> {
+    device: &'a Device,
+    guests: Guests,
     pace: Pace,
-) -> Result<Runs, LabError> {
+    /// How long the disk takes for a page; `None` if there is no disk.
+    latency: Option<ReadLatency>,
+}
+
+fn run(scene: &Scene<'_>, options: &Options, arms: &[Arm]) -> Result<Runs, LabError> {
+    let Scene { device, guests, .. } = scene;
     let swap = match device.medium {
         Medium::File => Swap::File(options.swap_dir.clone()),
         Medium::Memory => Swap::Memory,
@@ -174,53 +191,61 @@ fn run(
     on(&builder, &image(options.arch, "bm")?, |session| {
         session.guest.prepared()?;
         builder.latency.set(device.latency);
-        take_turns(session, arms, pace)
+        take_turns(session, arms, scene.pace)
     })
 }
 
-/// The row of the first look: the speed of workers beside faulters on the first device.
+/// The first row of the first look: workers beside faulters on the first device.
 pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let [device, ..] = &DEVICES;
-    let pace = Pace {
-        rounds,
-        slice: Duration::from_millis(120),
-        settle: Duration::from_millis(30),
+    let scene = Scene {
+        device,
+        guests: Guests::default(),
+        pace: Pace {
+            rounds,
+            slice: Duration::from_millis(120),
+            settle: Duration::from_millis(30),
+        },
+        latency: None,
     };
-    let scene = (device, Guests::default());
-    let runs = run(scene, options, &[Arm::Off, Arm::OffAgain, Arm::On], pace)?;
+    let runs = run(&scene, options, &[Arm::Off, Arm::OffAgain, Arm::On])?;
     let rate = |arm| format!("{}/s", short(runs.rate(arm, Role::Workers).median));
     let row = Row {
         system: "x86 async page faults",
-        what: "computing beside processes whose pages take 1 ms; without, the vCPU waits",
+        what: "computing beside processes whose pages take 1 ms, injected; without, vCPUs wait",
         without: rate(Arm::Off),
         with: rate(Arm::On),
         ratio: runs.ratio(Arm::Off, Arm::On, Role::Workers)?,
         null: runs.ratio(Arm::Off, Arm::OffAgain, Role::Workers)?,
         published: "1.995x (KVM Forum 2010)",
     };
-    let results = vec![
-        worker_ratio(scene, pace, &runs)?,
-        faulter_ratio(scene, pace, &runs)?,
-    ];
+    let results = vec![worker_ratio(&scene, &runs)?, faulter_ratio(&scene, &runs)?];
     Ok(Found { row, results })
 }
 
 /// A result of `device`, with the bar if there is one.
 fn measured(
-    (device, guests): Scene<'_>,
-    pace: Pace,
+    scene: &Scene<'_>,
     (name, unit): Measure,
     summary: Summary,
     bar: Option<f64>,
 ) -> Measurement {
-    let result = Measurement::new(guests.id_of(device, name), unit, Better::Higher, summary);
-    let result = with_params(result, pace).param("swap", device.about);
+    let device = scene.device;
+    let id = scene.guests.id_of(device, name);
+    let result = Measurement::new(id, unit, Better::Higher, summary);
+    let result = with_params(result, scene.pace)
+        .param("swap", device.about)
+        .param("injected_latency_us", us(device.latency));
+    let result = match &scene.latency {
+        Some(latency) => latency.with_params(result),
+        None => result,
+    };
     bar.into_iter().fold(result, Measurement::bar)
 }
 
-fn worker_ratio(scene: Scene<'_>, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
+fn worker_ratio(scene: &Scene<'_>, runs: &Runs) -> Result<Measurement, LabError> {
     let ratio = runs.ratio(Arm::Off, Arm::On, Role::Workers)?;
-    let result = measured(scene, pace, WORKERS, ratio, scene.0.worker_ratio)
+    let result = measured(scene, WORKERS, ratio, scene.device.worker_ratio)
         .reference(1.995, "KVM Forum 2010")
         .arm("off", runs.arm(Arm::Off, Role::Workers))
         .arm("on", runs.arm(Arm::On, Role::Workers))
@@ -228,46 +253,49 @@ fn worker_ratio(scene: Scene<'_>, pace: Pace, runs: &Runs) -> Result<Measurement
     Ok(result)
 }
 
-fn faulter_ratio(scene: Scene<'_>, pace: Pace, runs: &Runs) -> Result<Measurement, LabError> {
+fn faulter_ratio(scene: &Scene<'_>, runs: &Runs) -> Result<Measurement, LabError> {
     let ratio = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
-    let result = measured(scene, pace, FAULTERS, ratio, scene.0.faulter_ratio)
+    let result = measured(scene, FAULTERS, ratio, scene.device.faulter_ratio)
         .arm("off", runs.arm(Arm::Off, Role::Faulters))
         .arm("on", runs.arm(Arm::On, Role::Faulters))
         .arm("null", null(runs, Role::Faulters)?);
     Ok(result)
 }
 
-fn tell(scene: Scene<'_>, pace: Pace, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
-    let (device, guests) = scene;
+fn tell(scene: &Scene<'_>, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
+    let device = scene.device;
     let share = runs.ratio(Arm::Alone, Arm::On, Role::Workers)?;
     let kept = runs.ratio(Arm::Alone, Arm::Off, Role::Workers)?;
     let faulters = runs.ratio(Arm::Off, Arm::On, Role::Faulters)?;
     let alone = runs.ratio(Arm::FaultersOff, Arm::FaultersOn, Role::Faulters)?;
     // All ratios before the first result: on a busy machine all are skipped.
-    let worker_ratio = worker_ratio(scene, pace, runs)?;
-    let faulter_ratio = faulter_ratio(scene, pace, runs)?;
+    let worker_ratio = worker_ratio(scene, runs)?;
+    let faulter_ratio = faulter_ratio(scene, runs)?;
     report.say(format!(
         "{}{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, and \
-         {:.0} % without. Faulters are {:.2} times as fast with them as without.",
+         {:.0} % without. Faulters are {:.2} times as fast with them as without.{}",
         device.about,
-        if guests.form.is_empty() {
-            String::new()
-        } else {
-            format!(" ({})", guests.form)
+        match scene.guests.form {
+            "" => String::new(),
+            form => format!(" ({form})"),
         },
         100.0 * share.median,
         100.0 * kept.median,
         faulters.median,
+        match &scene.latency {
+            Some(latency) => format!(" The disk reads a page in {}.", latency.text()),
+            None => String::new(),
+        },
     ));
     report.push(
-        measured(scene, pace, SHARE, share.scaled(100.0), device.worker_share)
+        measured(scene, SHARE, share.scaled(100.0), device.worker_share)
             .arm("alone", runs.arm(Arm::Alone, Role::Workers))
             .arm("on", runs.arm(Arm::On, Role::Workers)),
     );
     report.push(worker_ratio);
     report.push(faulter_ratio);
     report.push(
-        measured(scene, pace, ALONE, alone, None)
+        measured(scene, ALONE, alone, None)
             .arm("off", runs.arm(Arm::FaultersOff, Role::Faulters))
             .arm("on", runs.arm(Arm::FaultersOn, Role::Faulters)),
     );

@@ -97,11 +97,12 @@ pub fn measure(
     let (with, without) = (share(&on, Arm::On)?, share(&off, Arm::Off)?);
     for (at, (ms, word, bar)) in LATENCIES.into_iter().enumerate() {
         let (runs, with, without) = (&on.runs[at], with[at], without[at]);
-        report.detail(runs.table(&format!("/dev/kvm, {ms} ms of latency, on")));
-        report.detail(off.runs[at].table(&format!("/dev/kvm, {ms} ms of latency, off")));
+        report.detail(runs.table(&format!("/dev/kvm, {ms} ms of injected latency, on")));
+        report.detail(off.runs[at].table(&format!("/dev/kvm, {ms} ms of injected latency, off")));
         report.say(format!(
-            "/dev/kvm, {ms} ms of latency: beside a faulter, a worker keeps {:.0} % of its speed \
-             with asynchronous faults, and {:.0} % without. Both are threads of one process.",
+            "/dev/kvm, {ms} ms of injected latency: beside a faulter, a worker keeps {:.0} % of \
+             its speed with asynchronous faults, and {:.0} % without. Both are threads of one \
+             process.",
             with.median, without.median,
         ));
         let result = Measurement::new(id(word), "%", Better::Higher, with).bar(bar);

@@ -122,14 +122,17 @@ pub fn measure(
         .param("vcpus", 1)
         .param("workers", 1)
         .param("faulters", 1)
-        .param("latency_ms", ms(LATENCY))
+        .param("injected_latency_ms", ms(LATENCY))
         .param("guest_slice_us", SLICE_US);
     for (way, runs, share) in &all {
-        report.detail(runs.table(&format!("/dev/kvm, a source 1 ms away, {}", way.name)));
+        report.detail(runs.table(&format!(
+            "/dev/kvm, a source 1 ms (injected) away, {}",
+            way.name
+        )));
         let pages = runs.rate(beside(way), Role::Faulters);
         report.say(format!(
-            "/dev/kvm, a source 1 ms away, {}: beside a faulter, a worker keeps {:.0} % of its \
-             speed, and the faulter makes {:.0} accesses a second.",
+            "/dev/kvm, a source 1 ms (injected) away, {}: beside a faulter, a worker keeps {:.0} % \
+             of its speed, and the faulter makes {:.0} accesses a second.",
             way.name, share.median, pages.median,
         ));
         result = result

@@ -1,10 +1,10 @@
-//! The page latency from which asynchronous faults pay.
+//! The injected page latency from which asynchronous faults pay.
 //!
 //! The swap device is compressed memory, which takes a few microseconds, with the wanted latency
-//! added. A file takes fifty microseconds by itself, so shorter latencies could not be set. (`bm`
-//! writes random words, so pages compress worse the longer it runs. There is room for some million
-//! writes, ten times as many as the sweep needs.) At each latency the arms take turns, and are
-//! judged by these rules:
+//! injected. A file takes tens of microseconds by itself, so shorter latencies could not be set.
+//! (`bm` writes random words, so pages compress worse the longer it runs. There is room for some
+//! million writes, ten times as many as the sweep needs.) At each latency the arms take turns, and
+//! are judged by these rules:
 //!
 //! ```text
 //! noise(L)      the largest distance from 1 of the nulls' intervals, of workers and of faulters
@@ -79,7 +79,7 @@ pub fn measure(
         session.guest.prepared()?;
         latencies(options)
             .map(|us| {
-                progress.step(format!("break-even: {us} us a page"))?;
+                progress.step(format!("break-even: {us} us a page (injected)"))?;
                 point(session, &builder.latency, us, options)
             })
             .collect::<Result<Vec<_>, _>>()
@@ -143,7 +143,7 @@ fn break_even(points: &[Point], no_worse: impl Fn(&Point) -> bool) -> f64 {
 /// The sweep for people.
 fn table(points: &[Point]) -> String {
     let header = [
-        "latency",
+        "injected latency",
         "workers on/off",
         "faulters on/off",
         "noise",
@@ -185,7 +185,7 @@ fn tell(points: &[Point], pace: Pace) -> Measurement {
     };
     let result = Measurement::new(ID, "us", Better::Lower, summary).bar(BAR_US);
     let result = with_params(result, pace)
-        .param("swap", "compressed memory with the latency added")
+        .param("swap", "compressed memory with injected latency")
         .param(
             "latencies_us",
             points.iter().map(|p| p.us).collect::<Vec<_>>(),

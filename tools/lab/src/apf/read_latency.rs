@@ -1,0 +1,127 @@
+//! How long the disk under a swap file takes for a page: the quantity that decides what
+//! asynchronous faults can give on it.
+//!
+//! The reads are as those of a swap file: 4 KiB at random places of a file without a name, past the
+//! page cache. One is in flight at a time, and no guest runs.
+
+use crate::experiment::LabError;
+use crate::report::time;
+use crate::result::Measurement;
+use hdrhistogram::Histogram;
+use lacuna_addr::PAGE_SIZE;
+use memmap2::MmapMut;
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::Errno;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::time::Instant;
+
+/// Large enough that a disk's own cache of the last writes matters little.
+const PAGES: u64 = 8192;
+/// Pages of one write.
+const CLUSTER: usize = 64;
+const READS: u64 = 1000;
+
+/// Read times of one page.
+pub struct ReadLatency(Histogram<u64>);
+
+impl ReadLatency {
+    /// Measures it in `dir`. `None` if the file system has no direct I/O: the reads would be reads
+    /// of the page cache.
+    ///
+    /// # Errors
+    /// The file cannot be made, written or read.
+    pub fn measure(dir: &Path) -> Result<Option<Self>, LabError> {
+        let failed = |source| LabError::Io {
+            what: format!("measure reads of a swap file in {}", dir.display()),
+            source,
+        };
+        let file = tempfile::tempfile_in(dir).map_err(failed)?;
+        let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
+        match fcntl_setfl(&file, flags | OFlags::DIRECT) {
+            Ok(()) => {}
+            Err(Errno::INVAL) => return Ok(None),
+            Err(errno) => return Err(failed(errno.into())),
+        }
+        fill(&file)
+            .and_then(|()| read(&file))
+            .map_err(failed)
+            .map(Some)
+    }
+
+    /// The time, in nanoseconds, that a share `quantile` (0 to 1) of the reads does not exceed.
+    fn quantile_ns(&self, quantile: f64) -> u64 {
+        self.0.value_at_quantile(quantile)
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let [p50, p99] = [0.5, 0.99].map(|quantile| time(self.quantile_ns(quantile)));
+        format!("{p50} (p50; p99: {p99})")
+    }
+
+    /// `result` with its p50 and p99.
+    pub fn with_params(&self, result: Measurement) -> Measurement {
+        result
+            .param("swap_read_p50_ns", self.quantile_ns(0.5))
+            .param("swap_read_p99_ns", self.quantile_ns(0.99))
+    }
+}
+
+/// Direct I/O needs aligned memory.
+fn aligned(pages: usize) -> std::io::Result<MmapMut> {
+    MmapMut::map_anon(pages * PAGE_SIZE)
+}
+
+fn fill(file: &File) -> std::io::Result<()> {
+    let mut cluster = aligned(CLUSTER)?;
+    for first in (0..PAGES).step_by(CLUSTER) {
+        fastrand::fill(&mut cluster);
+        file.write_all_at(&cluster, first * PAGE_SIZE as u64)?;
+    }
+    file.sync_all()
+}
+
+fn read(file: &File) -> std::io::Result<ReadLatency> {
+    let mut page = aligned(1)?;
+    let times = Histogram::new_with_bounds(100, 60_000_000_000, 2);
+    let mut times = times.expect("constant bounds are valid");
+    for _ in 0..READS {
+        let at = fastrand::u64(..PAGES) * PAGE_SIZE as u64;
+        let start = Instant::now();
+        file.read_exact_at(&mut page, at)?;
+        let ns = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        times.saturating_record(ns);
+    }
+    Ok(ReadLatency(times))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::result::Better;
+    use crate::stats::Summary;
+
+    #[test]
+    fn the_median_read_is_in_the_result_and_in_the_text() {
+        let mut times = Histogram::new_with_bounds(100, 60_000_000_000, 2).unwrap();
+        times.record_n(30_000, 90).unwrap();
+        times.record_n(200_000, 10).unwrap();
+        let latency = ReadLatency(times);
+        let ratio = Summary::of(&[1.0]);
+        let result = Measurement::new("a.b", "x", Better::Higher, ratio);
+        let result = latency.with_params(result);
+        let p50 = result.params["swap_read_p50_ns"].as_u64().unwrap();
+        assert!(p50.abs_diff(30_000) < 500, "{p50}");
+        assert!(latency.text().starts_with("30"), "{}", latency.text());
+    }
+
+    #[test]
+    fn a_page_of_a_disk_is_read_in_some_time() {
+        let dir = tempfile::tempdir().unwrap();
+        if let Some(latency) = ReadLatency::measure(dir.path()).unwrap() {
+            assert_eq!(latency.0.len(), READS);
+        }
+    }
+}
