@@ -4,15 +4,22 @@ use crate::exit::Exit;
 use rustix::fs::{Mode, fchmod};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, listen, socket_with};
+use std::fs::{Metadata, symlink_metadata};
 use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-/// A socket that is removed when the value is dropped.
+/// A socket whose file is removed when the value is dropped.
 pub struct Socket<'a> {
     path: &'a Path,
+    /// The file, if it could be found after it was made.
+    file: Option<FileId>,
     listener: UnixListener,
 }
+
+/// The device and the number of an inode.
+type FileId = (u64, u64);
 
 impl<'a> Socket<'a> {
     /// Listens at `path`, where there must be nothing yet. This user alone can connect: what comes
@@ -22,7 +29,11 @@ impl<'a> Socket<'a> {
     /// The exit code and the text for the user.
     pub fn bind(path: &'a Path) -> Result<Self, (Exit, String)> {
         match bind_private(path) {
-            Ok(listener) => Ok(Self { path, listener }),
+            Ok(listener) => Ok(Self {
+                path,
+                file: id(path),
+                listener,
+            }),
             Err(errno) => {
                 let advice = match errno {
                     Errno::ADDRINUSE => taken(path),
@@ -61,8 +72,23 @@ fn bind_private(path: &Path) -> Result<UnixListener, Errno> {
     Ok(socket.into())
 }
 
+/// The file that has the name `path`.
+fn id(path: &Path) -> Option<FileId> {
+    let id = |found: Metadata| (found.dev(), found.ino());
+    symlink_metadata(path).ok().map(id)
+}
+
+/// Whether the file at `path` is a socket.
+pub fn is_socket(path: &Path) -> bool {
+    path.metadata()
+        .is_ok_and(|found| found.file_type().is_socket())
+}
+
 /// What to do about a name that is taken.
 fn taken(path: &Path) -> &'static str {
+    if !is_socket(path) {
+        return "it is not a socket: choose another name";
+    }
     match UnixStream::connect(path) {
         Ok(_) => "another process serves there: choose another name",
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
@@ -74,7 +100,51 @@ fn taken(path: &Path) -> &'static str {
 
 impl Drop for Socket<'_> {
     fn drop(&mut self) {
-        // Another process may have removed it.
-        let _ = std::fs::remove_file(self.path);
+        // Another process may have removed the file, and a third one may have made its own under
+        // this name. The kernel keeps the inode of our file until the listener is closed, so no
+        // other file has its number.
+        if self.file.is_some() && self.file == id(self.path) {
+            let _ = std::fs::remove_file(self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{read, remove_file, rename, write};
+
+    #[test]
+    fn only_the_own_file_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let [path, other] = ["socket", "other"].map(|name| dir.path().join(name));
+        let own = Socket::bind(&path).unwrap();
+        drop(own);
+        assert!(!path.exists());
+
+        let first = Socket::bind(&path).unwrap();
+        remove_file(&path).unwrap();
+        let second = Socket::bind(&path).unwrap();
+        drop(first);
+        UnixStream::connect(&path).unwrap();
+        rename(&path, &other).unwrap();
+        write(&path, "notes").unwrap();
+        drop(second);
+        assert_eq!(read(&path).unwrap(), b"notes");
+    }
+
+    #[test]
+    fn a_taken_name_has_advice() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("name");
+        let refused = |path| Socket::bind(path).err().expect("refused").1;
+        let socket = UnixListener::bind(&path).unwrap();
+        assert!(refused(&path).ends_with("another process serves there: choose another name"));
+        drop(socket);
+        assert!(refused(&path).ends_with("no process serves there any more: remove the file"));
+        remove_file(&path).unwrap();
+        write(&path, "notes").unwrap();
+        assert!(refused(&path).ends_with("it is not a socket: choose another name"));
+        assert!(refused(dir.path()).ends_with("it is not a socket: choose another name"));
     }
 }

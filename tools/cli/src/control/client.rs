@@ -2,6 +2,7 @@
 
 use super::message::{Answer, Progress, Refused, Request};
 use crate::exit::Exit;
+use crate::socket::is_socket;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ pub enum AskError {
     #[error(
         "{}: cannot connect to this control socket: {error}; {}",
         path.display(),
-        advice(error)
+        advice(path, error)
     )]
     Connect {
         /// The socket.
@@ -44,10 +45,12 @@ pub enum AskError {
     Refused(Refused),
 }
 
-fn advice(error: &io::Error) -> &'static str {
+fn advice(path: &Path, error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::NotFound => "name the one that was given to lacuna run --control",
-        io::ErrorKind::ConnectionRefused => "its VM has ended: remove the file",
+        io::ErrorKind::ConnectionRefused if is_socket(path) => "its VM has ended: remove the file",
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            "name the one that was given to lacuna run --control"
+        }
         _ => "use it as the user that runs the VM",
     }
 }
