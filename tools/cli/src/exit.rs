@@ -16,7 +16,8 @@ Exit codes:
   3 this host could not do it (memory, disk, a page that swap lost),
     or the result could not be written;
   4 the guest was stopped through its control socket;
-  130 interrupted by Ctrl-C (SIGINT);
+  129 interrupted by SIGHUP (the terminal was closed);
+  130 by Ctrl-C (SIGINT);
   143 by SIGTERM.";
 
 /// How a command ended.
@@ -28,7 +29,7 @@ Exit codes:
 /// | 2 | wrong arguments or image | not an ELF, too little memory for it |
 /// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
 /// | 4 | stopped through the control socket before the guest was done | |
-/// | 130, 143 | interrupted by SIGINT, SIGTERM | Ctrl-C |
+/// | 129, 130, 143 | interrupted by SIGHUP, SIGINT, SIGTERM | Ctrl-C |
 ///
 /// A page that the swap device lost is the host's failure, not the guest's. The guest was stopped
 /// before it could read the page, and the same run may succeed with another swap folder. So after 1

@@ -105,7 +105,7 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     run_from(args, Start::Image(&image), &signals)
 }
 
-/// Catches SIGINT and SIGTERM.
+/// Catches SIGHUP, SIGINT and SIGTERM.
 ///
 /// # Errors
 /// The kernel refuses it.
@@ -276,7 +276,7 @@ impl Job<'_> {
             before,
             migrated,
         };
-        finish(args, builder, self.start, run)
+        finish(args, builder, self.start, signals, run)
     }
 
     /// How clients have ended the run.

@@ -1,24 +1,29 @@
-//! SIGINT and SIGTERM: the first asks a command to end, the second ends the process.
+//! SIGHUP, SIGINT and SIGTERM: the first asks a command to end, the second ends the process.
 //!
 //! ```text
 //! first     the command stops the guest or the experiment and prints the result so far;
-//!           exit code 130 for SIGINT (Ctrl-C), 143 for SIGTERM
+//!           exit code 129 for SIGHUP, 130 for SIGINT (Ctrl-C), 143 for SIGTERM
 //! second    the process ends at once; nothing is printed; exit code likewise
 //! ```
+//! A command that was started with SIGHUP ignored, as `nohup` does, ignores it.
+//!
 //! The second is for a command that cannot react to the first, for example because it waits for a
 //! swap device that no longer answers.
 
 use std::fmt;
+use std::fs;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use signal_hook::flag;
 
 /// A signal that asks a command to end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Signal {
+    /// SIGHUP: the terminal was closed.
+    Hangup,
     /// SIGINT: Ctrl-C on a terminal.
     Interrupt,
     /// SIGTERM: `kill`, a service manager, a batch system.
@@ -26,10 +31,11 @@ pub enum Signal {
 }
 
 impl Signal {
-    const ALL: [Self; 2] = [Self::Interrupt, Self::Terminate];
+    const ALL: [Self; 3] = [Self::Hangup, Self::Interrupt, Self::Terminate];
 
     const fn number(self) -> i32 {
         match self {
+            Self::Hangup => SIGHUP,
             Self::Interrupt => SIGINT,
             Self::Terminate => SIGTERM,
         }
@@ -44,6 +50,7 @@ impl Signal {
 impl fmt::Display for Signal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Hangup => "SIGHUP",
             Self::Interrupt => "SIGINT",
             Self::Terminate => "SIGTERM",
         })
@@ -67,6 +74,9 @@ impl Signals {
         let signals = Self::default();
         for signal in Signal::ALL {
             let number = signal.number();
+            if signal == Signal::Hangup && is_ignored(number) {
+                continue;
+            }
             // Actions run in the order of their registration. So the first signal does not exit,
             // because `stop` is set only after the check; the second exits.
             let code = i32::from(signal.exit_code());
@@ -96,6 +106,15 @@ impl Signals {
         let is_it = |signal: &Signal| signal.number() as usize == number;
         Signal::ALL.into_iter().find(is_it)
     }
+}
+
+/// Whether the process ignores the signal `number`: `SigIgn` of proc(5).
+fn is_ignored(number: i32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mut lines = status.lines();
+    let ignored = lines.find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.unwrap_or(0) >> (number - 1) & 1 == 1
 }
 
 /// Catches SIGXFSZ, so that a write beyond the file size limit (`ulimit -f`) fails with EFBIG. By

@@ -53,7 +53,7 @@ pub fn run(lacuna: &Path, part: &str, length: Length) -> Result<Outcome, Failure
     let complaint = tail(&String::from_utf8_lossy(&output.stderr), TAIL_LINES);
     match output.status.code() {
         Some(USAGE) => return Ok(Outcome::Failed(format!("does not know it: {complaint}"))),
-        Some(130 | 143) | None => return failure("interrupted"),
+        Some(129 | 130 | 143) | None => return failure("interrupted"),
         Some(_) => {}
     }
     Ok(match figures(&String::from_utf8_lossy(&output.stdout)) {
