@@ -28,7 +28,7 @@ pub(crate) use machine::RunOn;
 pub use memory::{MemoryKind, WrongMemory};
 pub use migrate::{Compress, MigrateArgs, MoveMode};
 pub use pages::{PagesFrom, Patience};
-pub use run::{Apf, Arch, Backend, Cpu, RunArgs, SwapMedium, SwapSpec, Thp};
+pub use run::{Apf, Arch, Backend, Cpu, RunArgs, SwapMedium, SwapSpec, Thp, temp_dir};
 pub use serve::ServeArgs;
 pub use snapshot::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
 

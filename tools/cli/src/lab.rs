@@ -1,8 +1,8 @@
 //! `lacuna lab`: the first look, or chosen experiments; a table and JSON.
 
-use crate::args::{Chosen, Experiment, LabArgs, LabVmArgs, Parts, arch_of};
+use crate::args::{Chosen, Experiment, LabArgs, LabVmArgs, Parts, arch_of, temp_dir};
 use crate::exit::Exit;
-use crate::output::{check_target, complain, tell};
+use crate::output::{check_target, complain, tell_unless};
 use crate::signals::Signals;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
@@ -32,7 +32,7 @@ pub fn lab(args: &LabArgs) -> Exit {
         Chosen::FirstLook => first_look(args, command, &signals),
         Chosen::Parts(parts) => experiments(args, &parts, command, &signals),
     };
-    match tell(&args.output, &text, &json) {
+    match tell_unless(&args.output, &text, &json, &signals) {
         Ok(()) => exit,
         Err(error) => {
             complain(&error.to_string());
@@ -146,7 +146,7 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
         quick: args.quick,
         arch: Arch::X86_64,
         lacuna,
-        swap_dir: std::env::temp_dir(),
+        swap_dir: temp_dir(),
         verbosity: if args.output.quiet {
             Verbosity::Quiet
         } else {

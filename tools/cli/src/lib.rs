@@ -17,7 +17,7 @@
 //! * [`serve`], [`socket`]: `lacuna serve`.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
-//! * [`exit`], [`output`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
+//! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //!
 //! May import `lab`, `machine`, `migrate`, `soft`, `kvm`, `source`, `guest`, `sync` and `addr`. No
 //! `unsafe`.
@@ -34,6 +34,7 @@ pub mod migrate;
 pub mod observe;
 pub mod output;
 pub mod pages;
+pub mod pipe;
 pub mod run;
 pub mod sample;
 pub mod serve;

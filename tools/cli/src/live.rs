@@ -5,6 +5,7 @@
 //! work-0   1.2M              410k/s
 //! resident 512M of 512M (guest: 2G)   swap in 81k out 64k   faults zero 130k major 81k
 //! ```
+//! No line is wider than a terminal of 60 columns or more. What does not fit has further lines.
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -12,13 +13,25 @@ use std::io::IsTerminal;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use lacuna_lab::report::{short, time};
+use rustix::termios::tcgetwinsize;
 
 use crate::sample::{Apf, Huge, Pages, RunSample, Stalls, Thread};
 use crate::size::Size;
 
+/// The widest bar.
+const BAR: usize = 24;
+/// A line of a thread, without its name and its bar: blanks, the percentage, and the rate.
+const BESIDE_BAR: usize = 16;
+/// The columns of a terminal that does not say how many it has.
+const COLUMNS: usize = 80;
+/// What is between two parts of a line.
+const GAP: &str = "   ";
+
 /// A live view on stderr, for a [`RunSample`] several times a second.
 pub struct Live {
     screen: MultiProgress,
+    /// The terminal's columns now.
+    columns: fn() -> usize,
     threads: Vec<ProgressBar>,
     /// The pages of a source, once there is one.
     pages: Option<ProgressBar>,
@@ -29,14 +42,17 @@ impl Live {
     /// A view if stderr is a terminal; `None` otherwise, because it would only fill a log.
     pub fn on_stderr() -> Option<Self> {
         let target = ProgressDrawTarget::stderr_with_hz(5);
-        std::io::stderr().is_terminal().then(|| Self::on(target))
+        std::io::stderr()
+            .is_terminal()
+            .then(|| Self::on(target, columns))
     }
 
-    fn on(target: ProgressDrawTarget) -> Self {
+    fn on(target: ProgressDrawTarget, columns: fn() -> usize) -> Self {
         let screen = MultiProgress::with_draw_target(target);
         let totals = screen.add(ProgressBar::new_spinner().with_style(style("{msg}")));
         Self {
             screen,
+            columns,
             threads: Vec::new(),
             pages: None,
             totals,
@@ -62,18 +78,19 @@ impl Live {
             .map(|thread| thread.name.len())
             .max()
             .unwrap_or(0);
+        let columns = (self.columns)();
         for (bar, thread) in self.threads.iter().zip(&now.threads) {
-            show_thread(bar, thread, width);
+            show_thread(bar, thread, width, columns);
         }
         if let Some(pages) = &now.pages {
             let bar = self.pages.get_or_insert_with(|| {
                 let bar = ProgressBar::new_spinner().with_style(style("{msg}"));
                 self.screen.insert_before(&self.totals, bar)
             });
-            bar.set_message(pages_now(pages));
+            bar.set_message(fit(&pages_now(pages), columns));
             bar.tick();
         }
-        self.totals.set_message(totals(now));
+        self.totals.set_message(fit(&totals(now), columns));
         self.totals.tick();
     }
 
@@ -87,15 +104,55 @@ impl Live {
     }
 }
 
-fn show_thread(bar: &ProgressBar, thread: &Thread, width: usize) {
+/// The columns of the terminal on stderr.
+pub fn columns() -> usize {
+    match tcgetwinsize(std::io::stderr()) {
+        Ok(size) if size.ws_col > 0 => size.ws_col.into(),
+        _ => COLUMNS,
+    }
+}
+
+/// `text` in lines of at most `columns`. A line ends between two parts, or between two words of a
+/// part that is wider than a line. A word that is wider stays whole.
+pub fn fit(text: &str, columns: usize) -> String {
+    let mut lines = String::new();
+    let mut at = 0;
+    let mut put = |words: &str, gap: &str| {
+        let width = words.chars().count();
+        if at > 0 && at + gap.len() + width > columns {
+            lines.push('\n');
+            at = 0;
+        } else if at > 0 {
+            lines.push_str(gap);
+            at += gap.len();
+        }
+        lines.push_str(words);
+        at += width;
+    };
+    for part in text.split(GAP) {
+        if part.chars().count() <= columns {
+            put(part, GAP);
+            continue;
+        }
+        for (n, word) in part.split(' ').enumerate() {
+            put(word, if n == 0 { GAP } else { " " });
+        }
+    }
+    lines
+}
+
+/// Shows a thread whose name has `width` columns with the blanks behind it.
+fn show_thread(bar: &ProgressBar, thread: &Thread, width: usize, columns: usize) {
+    let room = columns.saturating_sub(width + BESIDE_BAR).clamp(1, BAR);
     if thread.goal > 0 {
-        bar.set_style(style("{prefix} {bar:24} {percent:>3} %  {msg}"));
+        let template = format!("{{prefix}} {{bar:{room}}} {{percent:>3}} %  {{msg}}");
+        bar.set_style(style(&template));
         bar.set_length(thread.goal);
         bar.set_message(format!("{}/s", short(thread.rate)));
     } else {
         bar.set_style(style("{prefix} {msg}"));
         let count = short(thread.counter as f64);
-        bar.set_message(format!("{count:<24}        {}/s", short(thread.rate)));
+        bar.set_message(format!("{count:<room$}        {}/s", short(thread.rate)));
     }
     bar.set_prefix(format!("{:<width$}", thread.name));
     bar.set_position(thread.counter);
@@ -366,7 +423,7 @@ time      4.0 s
     fn the_live_view_has_a_line_a_thread_and_goes_away() {
         let terminal = InMemoryTerm::new(10, 120);
         let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
-        let mut live = Live::on(target);
+        let mut live = Live::on(target, || 120);
         live.update(&sample());
         let screen = terminal.contents();
         let lines: Vec<&str> = screen.lines().collect();
@@ -384,5 +441,57 @@ time      4.0 s
         assert_eq!(lines[3], totals);
         live.finish();
         assert_eq!(terminal.contents().trim(), "");
+    }
+    #[test]
+    fn no_line_is_wider_than_the_terminal() {
+        fn check<const WIDTH: u16>() {
+            let terminal = InMemoryTerm::new(20, WIDTH);
+            let target = ProgressDrawTarget::term_like(Box::new(terminal.clone()));
+            let mut live = Live::on(target, || WIDTH.into());
+            let mut sample = sample();
+            sample.threads[0].name = "a name of 24 characters.".into();
+            sample.swap_in = 123_456_789;
+            live.update(&sample);
+            let screen = terminal.contents();
+            // A line that the terminal wraps is cut where its columns end, inside a word.
+            for line in [
+                "50 %  12.5k/s",
+                "2.0M/s",
+                "pages present 65.5k missing 459k lost 2",
+                "fetched 16.4k/s, p99 1.2 ms",
+                "resident 512M of 512M, 300M in 2M pages (guest: 2G)",
+                "swap in 123M out 640",
+                "faults zero 131k major 81.0k",
+            ] {
+                assert!(screen.contains(line), "{WIDTH}, {line}:\n{screen}");
+            }
+            let lines = screen.lines();
+            assert!(
+                lines
+                    .clone()
+                    .all(|line| line.chars().count() <= WIDTH.into())
+            );
+            assert!(lines.clone().all(|line| !line.starts_with(' ')), "{screen}");
+        }
+        check::<60>();
+        check::<80>();
+        check::<110>();
+    }
+
+    #[test]
+    fn text_is_broken_between_parts_and_then_between_words() {
+        for (columns, lines) in [
+            (40, "one two   three four   five"),
+            (22, "one two   three four\nfive"),
+            (10, "one two\nthree four\nfive"),
+            (6, "one\ntwo\nthree\nfour\nfive"),
+            (3, "one\ntwo\nthree\nfour\nfive"),
+        ] {
+            assert_eq!(
+                fit("one two   three four   five", columns),
+                lines,
+                "{columns}"
+            );
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::process::ExitCode;
 
 use clap::Parser;
-use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs};
+use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, temp_dir};
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::{lab, lab_vm};
 use lacuna_cli::migrate::migrate;
@@ -56,7 +56,7 @@ fn tell(answer: &clap::Error) -> Exit {
 }
 
 fn doctor(args: &DoctorArgs) -> Exit {
-    let swap_dir = args.swap_dir.clone().unwrap_or_else(std::env::temp_dir);
+    let swap_dir = args.swap_dir.clone().unwrap_or_else(temp_dir);
     let diagnosis = doctor::examine(&swap_dir);
     let printed = if args.json {
         print_json(&diagnosis.to_json())

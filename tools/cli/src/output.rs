@@ -12,6 +12,8 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 
 use crate::args::{JsonTarget, Output};
+use crate::pipe;
+use crate::signals::Signals;
 
 /// Output that could not be written, or not all of it.
 #[derive(Debug, thiserror::Error)]
@@ -54,18 +56,43 @@ pub fn check_target(output: &Output) -> Result<(), WriteError> {
     opened.map(drop).map_err(failed)
 }
 
-/// Writes a result to where `output` says. With `--json -`, stdout gets the JSON and no text.
+/// As [`tell_unless`], for a command that catches no signals.
+///
+/// # Errors
+/// As [`tell_unless`].
+pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
+    tell_unless(output, text, json, &Signals::default())
+}
+
+/// Writes a result to where `output` says. With `--json -`, stdout gets the JSON and no text. If
+/// the JSON goes to a named pipe that no process reads, waits for one, unless there is a signal.
 ///
 /// # Errors
 /// The JSON or the text cannot be written. If both fail, the error is that of the JSON.
-pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
+pub fn tell_unless(
+    output: &Output,
+    text: &str,
+    json: &str,
+    signals: &Signals,
+) -> Result<(), WriteError> {
     match &output.json {
         Some(JsonTarget::Stdout) => print_json(json),
         Some(JsonTarget::File(path)) => {
             // Write both even if one fails: they may be on different disks.
             let printed = print(text);
             let failed = |source| WriteError::json(path.display().to_string(), source);
-            std::fs::write(path, json).map_err(failed)?;
+            let written = if pipe::is_pipe(path) {
+                pipe::write(path, json.as_bytes(), signals, || {
+                    complain(&format!(
+                        "waiting until a process reads the pipe {}, for the JSON; a signal ends \
+                         this",
+                        path.display()
+                    ));
+                })
+            } else {
+                std::fs::write(path, json)
+            };
+            written.map_err(failed)?;
             printed
         }
         None => print(text),

@@ -2,7 +2,8 @@
 
 use crate::args::{PagesFrom, ServeArgs};
 use crate::exit::Exit;
-use crate::output::{check_target, complain, tell};
+use crate::live::{columns, fit};
+use crate::output::{check_target, complain, tell_unless};
 use crate::pages;
 use crate::signals::Signals;
 use crate::size::Size;
@@ -87,7 +88,8 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
             break signal;
         }
         if let Some(live) = &live {
-            live.set_message(line(args, &server, &source.stats(), began.elapsed()));
+            let line = line(args, &server, &source.stats(), began.elapsed());
+            live.set_message(fit(&line, columns()));
             live.tick();
         }
         thread::sleep(LOOK);
@@ -110,8 +112,8 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
         p99_ns: stats.p99.as_nanos(),
     };
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    tell(&args.output, &(text + "\n"), &(json + "\n")).map_err(|error| host(&error))?;
-    Ok(exit)
+    let told = tell_unless(&args.output, &(text + "\n"), &(json + "\n"), &signals);
+    told.map(|()| exit).map_err(|error| host(&error))
 }
 
 fn no_thread(error: &io::Error) -> String {

@@ -247,13 +247,21 @@ pub enum SwapMedium {
     Memory,
 }
 
+/// The system's temporary folder. An empty TMPDIR names none.
+pub fn temp_dir() -> PathBuf {
+    let dir = std::env::temp_dir();
+    if dir.as_os_str().is_empty() {
+        "/tmp".into()
+    } else {
+        dir
+    }
+}
+
 /// A file in the system's temporary folder.
 impl Default for SwapSpec {
     fn default() -> Self {
         Self {
-            medium: SwapMedium::File {
-                dir: std::env::temp_dir(),
-            },
+            medium: SwapMedium::File { dir: temp_dir() },
             latency: Duration::ZERO,
         }
     }
@@ -279,7 +287,7 @@ impl FromStr for SwapSpec {
         }
         let medium = match kind {
             "file" => SwapMedium::File {
-                dir: dir.unwrap_or_else(std::env::temp_dir),
+                dir: dir.unwrap_or_else(temp_dir),
             },
             "mem" => SwapMedium::Memory,
             _ => return Err(format!("{kind:?} is no swap device; use file or mem")),

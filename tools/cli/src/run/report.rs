@@ -5,10 +5,10 @@ use crate::args::{self, MemoryKind, RunArgs};
 use crate::control::migration::{Migrated, RANGES_SHOWN, missing_in_words};
 use crate::exit::Exit;
 use crate::live::summary;
-use crate::output::tell;
+use crate::output::tell_unless;
 use crate::pages::GuestPages;
 use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
-use crate::signals::Signal;
+use crate::signals::{Signal, Signals};
 use crate::size::Size;
 use lacuna_lab::report::time;
 use lacuna_machine::{Builder, Ending, RunEnd, Vm as _};
@@ -65,6 +65,7 @@ pub(super) fn finish<B: Builder>(
     args: &RunArgs,
     builder: &B,
     start: Start<'_>,
+    signals: &Signals,
     run: Finished<'_, B::Vm>,
 ) -> Result<Exit, Refusal> {
     let (exit, text) = run.verdict;
@@ -96,7 +97,7 @@ pub(super) fn finish<B: Builder>(
     report.migrated = run.migrated;
     report.outcome = text;
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let told = tell(&args.output, &words, &(json + "\n"));
+    let told = tell_unless(&args.output, &words, &(json + "\n"), signals);
     told.map(|()| exit)
         .map_err(|error| (Exit::Host, error.to_string()))
 }

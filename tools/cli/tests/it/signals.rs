@@ -1,10 +1,10 @@
-//! Ctrl-C and SIGTERM: the first signal ends the command, which still prints its result; the second
-//! one ends it at once.
+//! Ctrl-C, SIGHUP and SIGTERM: the first signal ends the command, which still prints its result;
+//! the second one ends it at once.
 
 use lacuna_skip::test;
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::fs::{CWD, FileType, Mode, OFlags, fcntl_getfl, fcntl_setfl, mknodat};
 use rustix::process::{Pid, Signal, kill_process};
-use std::io::{PipeReader, Write};
+use std::io::{BufRead, BufReader, PipeReader, Write};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -19,12 +19,16 @@ struct Running(Child);
 
 impl Running {
     fn start(line: &str, stdout: Stdio) -> Self {
+        Self::with_errors_to(line, stdout, Stdio::null())
+    }
+
+    fn with_errors_to(line: &str, stdout: Stdio, stderr: Stdio) -> Self {
         if let Some(reason) = lacuna_guest::unavailable() {
             lacuna_skip::skip_test(reason);
         }
         let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
         command.args(line.split_whitespace());
-        command.stdout(stdout).stderr(Stdio::null());
+        command.stdout(stdout).stderr(stderr);
         let running = Self(command.spawn().unwrap());
         // A signal that arrives before the command catches it kills the process.
         running.wait_until(|| running.catches(Signal::TERM));
@@ -85,6 +89,7 @@ fn the_first_signal_ends_a_run_and_its_result_is_told() {
     let seeded = format!("{ENDLESS} --seed 1");
     for (line, signal, code, name) in [
         (ENDLESS, Signal::INT, 130, "SIGINT"),
+        (ENDLESS, Signal::HUP, 129, "SIGHUP"),
         (ENDLESS, Signal::TERM, 143, "SIGTERM"),
         (&*seeded, Signal::INT, 130, "SIGINT"),
     ] {
@@ -102,6 +107,54 @@ fn the_first_signal_ends_a_run_and_its_result_is_told() {
             "{outcome}"
         );
         assert_eq!(json["options"]["image"], "bm");
+    }
+}
+
+/// `nohup` starts a command with SIGHUP ignored.
+#[test]
+fn an_ignored_hangup_stays_ignored() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    let mut command = Command::new("sh");
+    let script = format!(
+        "trap '' HUP; exec {} {ENDLESS}",
+        env!("CARGO_BIN_EXE_lacuna")
+    );
+    command.args(["-c", &script]);
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut running = Running(command.spawn().unwrap());
+    running.wait_until(|| running.catches(Signal::TERM));
+    assert!(!running.catches(Signal::HUP));
+    running.send(Signal::HUP);
+    running.send(Signal::TERM);
+    assert_eq!(running.wait().code(), Some(143));
+}
+
+/// A result for a named pipe waits for a process that reads it, and says so. A signal ends the
+/// wait.
+#[test]
+fn a_result_waits_for_a_reader_of_its_pipe_or_a_signal() {
+    for reads in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        let to = pipe.display();
+        let line = format!("run hello --memory 16M --resident 16M --quiet --json {to}");
+        let mut running = Running::with_errors_to(&line, Stdio::null(), Stdio::piped());
+        let errors = running.0.stderr.take().unwrap();
+        let mut errors = BufReader::new(errors).lines().map(Result::unwrap);
+        let says = errors.any(|line| line.contains("waiting until a process reads the pipe"));
+        assert!(says);
+        let code = if reads {
+            assert_eq!(json(&pipe)["exit_code"], 0);
+            0
+        } else {
+            running.send(Signal::TERM);
+            assert!(errors.any(|line| line.contains("no process reads it")));
+            3
+        };
+        assert_eq!(running.wait().code(), Some(code));
     }
 }
 

@@ -56,8 +56,41 @@ pub const TABLE: &[Row] = &[
         Nothing,
         "touch socket; $LACUNA serve zeros socket",
         2,
-        &["cannot listen at socket", "remove the file"],
+        &[
+            "cannot listen at socket",
+            "it is not a socket: choose another name",
+        ],
     ),
+    (
+        Nothing,
+        "echo text > notes.txt; $LACUNA run loop.elf --memory 16M --control notes.txt; code=$?; \
+         cat notes.txt; exit $code",
+        2,
+        &[
+            "cannot listen at notes.txt",
+            "it is not a socket: choose another name",
+            "text",
+        ],
+    ),
+    (
+        Nothing,
+        "echo text > notes.txt; $LACUNA snapshot save d --control notes.txt; code=$?; \
+         cat notes.txt; exit $code",
+        2,
+        &[
+            "cannot connect to this control socket",
+            "name the one that was given to lacuna run --control",
+            "text",
+        ],
+    ),
+    // An empty TMPDIR names no folder.
+    (
+        Nothing,
+        "TMPDIR= $LACUNA run hello --memory 16M --resident 8M",
+        0,
+        &["done"],
+    ),
+    (Nothing, "TMPDIR= $LACUNA doctor", 0, &[" /tmp: "]),
     (
         Nothing,
         "$LACUNA run hello --backend xen",
