@@ -106,7 +106,7 @@ impl Pagemap {
             start: range.start().get(),
             end: range.end().get(),
             walk_end: 0,
-            vec: found.as_mut_ptr().expose_provenance() as u64,
+            vec: 0,
             vec_len: RANGES as u64,
             max_pages: 0,
             category_inverted: 0,
@@ -115,6 +115,9 @@ impl Pagemap {
             return_mask: WRITTEN,
         };
         while scan.start < scan.end {
+            // A new pointer for each call: reading `found` between two calls ends the right of an
+            // older pointer to write it.
+            scan.vec = found.as_mut_ptr().expose_provenance() as u64;
             // SAFETY: 1. PAGEMAP_SCAN takes a `struct pm_scan_arg`. 2. It writes at most `vec_len`
             // regions at `vec`, which `found` has. 3. Protecting pages changes no byte of them.
             let filled = unsafe { ioctl(&self.0, Counted::<SCAN, _>::new(&mut scan)) }?;

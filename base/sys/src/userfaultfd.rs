@@ -17,7 +17,8 @@ pub use place::{Partial, Waiters};
 pub use shared::Minor;
 
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
-use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use rustix::fs::readlink;
 use rustix::io;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 use rustix::mm::UserfaultfdFlags;
@@ -286,11 +287,24 @@ impl Userfaultfd {
     }
 }
 
-/// A descriptor that another process has sent, for a handler of that process's memory.
-impl From<OwnedFd> for Userfaultfd {
-    fn from(fd: OwnedFd) -> Self {
-        let modes = MODE_MISSING;
-        Self { fd, modes }
+/// A descriptor that another process has made and sent, for a handler of that process's memory.
+///
+/// `INVAL`: not a userfaultfd. Other errors are those of `readlink(2)`: without `/proc`, no
+/// descriptor is accepted.
+impl TryFrom<OwnedFd> for Userfaultfd {
+    type Error = Errno;
+
+    /// The calls of this type send ioctls, whose numbers mean something else for other descriptors.
+    fn try_from(fd: OwnedFd) -> io::Result<Self> {
+        let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        let name = readlink(link, Vec::new())?;
+        match name.as_bytes() {
+            b"anon_inode:[userfaultfd]" => Ok(Self {
+                fd,
+                modes: MODE_MISSING,
+            }),
+            _ => Err(Errno::INVAL),
+        }
     }
 }
 

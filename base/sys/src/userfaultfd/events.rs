@@ -5,7 +5,6 @@ use super::{
     WRITEPROTECT, WriteProtect, all, fault,
 };
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
-use rustix::fd::OwnedFd;
 use rustix::io;
 
 /// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`, since Linux 5.7.
@@ -51,12 +50,6 @@ impl Userfaultfd {
     pub fn open_protecting() -> io::Result<Self> {
         let modes = MODE_MISSING | MODE_WP;
         Self::user_with(FEATURE_THREAD_ID | FEATURE_FLAG_WP, modes)
-    }
-
-    /// A descriptor that another process has made and sent.
-    pub fn of_other_process(fd: OwnedFd) -> Self {
-        let modes = MODE_MISSING;
-        Self { fd, modes }
     }
 
     /// A write to a page of `range` waits from now on, until [`unprotect`](Self::unprotect). Pages

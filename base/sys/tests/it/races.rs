@@ -493,5 +493,6 @@ fn descriptor_of_an_ended_process() -> Result<(Userfaultfd, Hva), String> {
         .and_then(|pidfd| pidfd_getfd(pidfd, fd, PidfdGetfdFlags::empty()));
     end(child);
     let taken = taken.map_err(|errno| format!("no descriptor of another process: {errno}"))?;
-    Ok((Userfaultfd::of_other_process(taken), Hva::new(start)))
+    let uffd = Userfaultfd::try_from(taken).expect("the child has made it");
+    Ok((uffd, Hva::new(start)))
 }

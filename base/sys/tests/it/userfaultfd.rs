@@ -5,6 +5,7 @@ use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
 use lacuna_sys::{Errno, Fault, MissingArea, Pagemap, Partial, Userfaultfd, Waiters, Written};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
 use rustix::thread::gettid;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
@@ -48,6 +49,19 @@ fn word(page: Hva) -> &'static AtomicU64 {
     let pointer = ptr::with_exposed_provenance_mut(page.get() as usize);
     // SAFETY: 1. `register` gave the address of a page that stays mapped.
     unsafe { AtomicU64::from_ptr(pointer) }
+}
+
+#[test]
+fn only_a_userfaultfd_is_taken_for_one() {
+    let file = std::fs::File::open("/dev/null").unwrap();
+    let refused = Userfaultfd::try_from(OwnedFd::from(file));
+    assert_eq!(refused.unwrap_err(), Errno::INVAL);
+    let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let refused = Userfaultfd::try_from(OwnedFd::from(socket));
+    assert_eq!(refused.unwrap_err(), Errno::INVAL);
+    let Some(uffd) = open() else { return };
+    let copy = uffd.as_fd().try_clone_to_owned().unwrap();
+    assert!(Userfaultfd::try_from(copy).is_ok());
 }
 
 #[test]

@@ -95,7 +95,7 @@ fn receive(vmm: &UnixStream) -> (Vec<Region>, Userfaultfd) {
         base: region["base_host_virt_addr"].as_u64().unwrap(),
         size: region["size"].as_u64().unwrap(),
     });
-    (regions.collect(), Userfaultfd::from(uffd))
+    (regions.collect(), Userfaultfd::try_from(uffd).unwrap())
 }
 
 /// Fills pages with zeros: each twice, and the last fault that was read first.
