@@ -45,6 +45,10 @@ pub struct Dirty {
 pub struct State {
     /// One for each vCPU.
     rings: Vec<Ring>,
+    /// A ring has overflowed. No reap has passed on all pages since.
+    all_written: bool,
+    /// A ring has overflowed, and not all pages are re-armed since.
+    rearms_all: bool,
     pagemap: Option<Pagemap>,
 }
 
@@ -61,11 +65,16 @@ impl Dirty {
             }
             (Tracker::Kvm, _) => None,
         };
-        let rings = Vec::new();
+        let state = State {
+            rings: Vec::new(),
+            all_written: false,
+            rearms_all: false,
+            pagemap,
+        };
         Ok(Self {
             delivery,
             tracker,
-            state: Mutex::new(State { rings, pagemap }),
+            state: Mutex::new(state),
             resets: AtomicU64::new(0),
         })
     }
@@ -102,6 +111,14 @@ impl State {
             }
         });
         scan.map_err(refused("scan the page map"))
+    }
+
+    /// Abandons the content of rings that have overflowed. No vCPU is in the guest.
+    fn find_overflows(&mut self) {
+        for ring in self.rings.iter_mut().filter(|ring| ring.has_overflowed()) {
+            ring.abandon();
+            (self.all_written, self.rearms_all) = (true, true);
+        }
     }
 }
 
@@ -218,51 +235,111 @@ impl Log<'_> {
         self.logging(id, words(&slot))?;
         self.has_two_steps()?;
         let host = &slot.attach.host_writes;
-        host.clear(first_page, pages, &mut mask.to_vec())?;
-        match pages {
+        let mut of_host = mask.to_vec();
+        host.clear(first_page, pages, &mut of_host)?;
+        let by_kvm = match pages {
             // KVM refuses no page at the end of a slot.
             0 => Ok(()),
             _ => self.clear_log(&slot, first_page, pages, mask),
-        }
+        };
+        by_kvm.inspect_err(|_| host.put_back(first_page / 64, &of_host))
     }
 
-    /// Calls `each` for the pages in all vCPUs' rings, and returns their number. First it makes
-    /// every vCPU leave the guest once: at an exit, KVM moves the processor's own log into the
-    /// ring.
-    pub fn reap(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
+    /// Calls `each` for the pages in all vCPUs' rings, and returns the number of calls. If a ring
+    /// has overflowed, `each` gets all pages of the slots that log.
+    ///
+    /// No vCPU is in the guest meanwhile: see `ring.rs`. At an exit, KVM moves the processor's own
+    /// log into the ring.
+    pub fn reap(&self, each: &mut dyn FnMut(SlotId, usize)) -> usize {
         let mut state = self.dirty.state();
-        self.kicks.kick_all_and_wait();
-        let reap = || -> Result<usize, DirtyError> {
-            let mut all = 0;
-            for (vcpu, ring) in state.rings.iter_mut().enumerate() {
-                let reaped = ring.reap(&mut *each);
-                all += reaped.map_err(|_| DirtyError::Overflow { vcpu })?;
+        let paused = self.kicks.pause();
+        let reap = || {
+            state.find_overflows();
+            let rings = state.rings.iter_mut();
+            let mut count = rings.map(|ring| ring.reap(&mut *each)).sum();
+            if state.all_written {
+                count += self.each_page(each);
+                state.all_written = false;
             }
-            Ok(all)
+            count
         };
         let reaped = catch_unwind(AssertUnwindSafe(reap));
-        // A panic of the VMM's code goes on after the lock is released, so that it does not poison
-        // the lock.
-        drop(state);
+        // A panic of the VMM's code goes on after the locks are released, so that it does not
+        // poison them.
+        drop((paused, state));
         reaped.unwrap_or_else(|panic| resume_unwind(panic))
+    }
+
+    /// Calls `each` for all pages of the slots that log, and returns their number.
+    fn each_page(&self, each: &mut dyn FnMut(SlotId, usize)) -> usize {
+        let mut count = 0;
+        for slot in self.slots.snapshot().iter() {
+            if slot.attach.is_logging() {
+                let pages = slot.backing.pages() as usize;
+                (0..pages).for_each(|page| each(slot.id, page));
+                count += pages;
+            }
+        }
+        count
     }
 
     /// Frees the entries that were reaped, re-arms their pages, and returns their number.
     pub fn reset(&self) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
+        self.reset_rings(&mut state)
+    }
+
+    /// KVM has found the ring of `vcpu` full when the rings had been reset `resets` times. Returns
+    /// whether the ring had no pages and is not full any more.
+    ///
+    /// The vCPU's own thread calls this, outside of the guest. While the number of resets is the
+    /// same, the ring is still as full as KVM has found it.
+    pub fn empty_full_ring(&self, vcpu: usize, resets: u64) -> Result<bool, DirtyError> {
+        let mut state = self.dirty.state();
+        let is_empty = resets == self.dirty.resets() && state.rings[vcpu].pass_over_limit();
+        if is_empty {
+            self.reset_rings(&mut state)?;
+        }
+        Ok(is_empty)
+    }
+
+    fn reset_rings(&self, state: &mut State) -> Result<usize, DirtyError> {
+        let _paused = self.kicks.pause();
         let mut all = 0;
         loop {
+            state.find_overflows();
             // SAFETY: 1. it is the VM's descriptor.
             let reset = unsafe { reset_dirty_rings(self.raw()) };
-            match reset.map_err(refused("reset the rings"))? {
-                0 => break,
-                // A signal may have ended the call early.
-                some => all += some,
+            let some = reset.map_err(refused("reset the rings"))?;
+            all += some;
+            state.rings.iter_mut().for_each(Ring::was_reset);
+            if state.rings.iter().all(Ring::is_reset) {
+                break;
+            }
+            // A signal may have ended the call early. An entry that was not reset is dirty again,
+            // which is an overflow.
+            if some == 0 && !state.rings.iter().any(Ring::has_overflowed) {
+                return Err(refused("reset all entries of the rings")(Errno::IO));
             }
         }
-        state.rings.iter_mut().for_each(Ring::was_reset);
+        if state.rearms_all {
+            self.rearm_all()?;
+            state.rearms_all = false;
+        }
         self.dirty.resets.fetch_add(1, Ordering::Release);
         Ok(all)
+    }
+
+    /// Re-arms all pages of the slots that log: KVM does that when a slot's logging begins.
+    fn rearm_all(&self) -> Result<(), DirtyError> {
+        for slot in self.slots.snapshot().iter() {
+            if slot.attach.is_logging() {
+                let set = |logging| set_logging_flag(self.fd, slot, logging);
+                let set = set(Logging::Off).and_then(|()| set(Logging::LAZY));
+                set.map_err(refused("switch a slot's logging"))?;
+            }
+        }
+        Ok(())
     }
 
     /// Copies KVM's log of a slot into the bitmap of this process's own writes. KVM is about to
@@ -355,3 +432,6 @@ fn join(out: &mut [u64], words: &[u64]) {
         *out |= word;
     }
 }
+
+#[cfg(test)]
+mod tests;

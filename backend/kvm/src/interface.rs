@@ -132,7 +132,7 @@ impl DirtyTracking for Vm {
 
 impl DirtyRings for Vm {
     fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
-        self.log().reap(each)
+        Ok(self.log().reap(each))
     }
 
     fn reset_rings(&self) -> Result<usize, DirtyError> {

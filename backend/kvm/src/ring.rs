@@ -2,13 +2,32 @@
 //!
 //! ```text
 //! flags of an entry   0 free -> 1 dirty: KVM      1 -> 2 reaped: here      2 -> 0: KVM's reset
+//!
+//!        reset          fetch          KVM's next entry
+//!          v              v              v
+//!   [0][0] [2][2][2][2][2] [1][1][1][1][1] [0][0]          at most one round from reset to next
 //! ```
-//! When all entries are dirty, KVM may have wrapped around and overwritten some: it does not stop
-//! at a full ring, but warns in the host's log. A reserve of 64 entries (and those of a processor's
-//! own log) is meant to prevent this: with only the reserve left, a vCPU does not enter the guest.
-//! But each store that KVM emulates makes an entry. One string instruction makes up to a thousand
-//! entries between two checks of the reserve (seen on Linux 6.18, `kvm_pvm`). After an overrun the
-//! index of KVM's next entry is unknown, so this process refuses such a ring for ever.
+//! # Overflow
+//! KVM does not stop at a full ring: it overwrites entries that are not reset, and warns in the
+//! host's log. A reserve of 64 entries (and those of a processor's own log) is meant to prevent
+//! this: with only the reserve left, a vCPU does not enter the guest. But each store that KVM
+//! emulates makes an entry. One string instruction makes a thousand entries or more between two
+//! checks of the reserve (seen on Linux 6.18, `kvm_pvm`).
+//!
+//! The pages of the overwritten entries are unknown, so all pages that log count as written then
+//! (`dirty.rs`). The ring is used again:
+//!
+//! 1. All its entries are marked as reaped, and KVM resets one whole round ([`Ring::abandon`]). KVM
+//!    has pushed at least that many. All entries are free then, and KVM's next entry lies an
+//!    unknown number of entries after `reset`: [`Ring::reset`] and KVM's next are *adrift*.
+//! 2. The first entry that KVM pushes shows that number. The free entries before it are marked as
+//!    reaped, so that KVM's next reset passes over them.
+//! 3. If that number is as large as the limit, KVM does not enter the vCPU, so it pushes nothing.
+//!    The vCPU finds its ring full and empty at once, and passes over as many entries as KVM has
+//!    counted at least ([`Ring::pass_over_limit`]).
+//!
+//! No vCPU is in the guest during any of these calls. Otherwise KVM could overwrite an entry that
+//! is being read, or that it is resetting, without a trace.
 //!
 //! KVM writes slot and page before it sets `dirty`, so the load of the flags is an acquire. KVM's
 //! reset reuses an entry after it has read `reaped`, so the store of that flag is a release.
@@ -26,26 +45,26 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+const FREE: u32 = 0;
 /// `KVM_DIRTY_GFN_F_DIRTY`.
 const DIRTY: u32 = 1;
 /// `KVM_DIRTY_GFN_F_RESET`.
-const RESET: u32 = 2;
+const REAPED: u32 = 2;
 
 const _: () = assert!(size_of::<kvm_dirty_gfn>() == RingSize::ENTRY_BYTES);
 
-/// The consumer's end of a ring.
+/// The consumer's end of a ring. Indices count entries since the ring was made; an entry's place is
+/// its index modulo the size.
 pub struct Ring {
     entries: NonNull<kvm_dirty_gfn>,
     size: RingSize,
-    /// The number of entries reaped so far: the next one has this index, modulo the size.
+    /// The first entry that KVM has not reset.
+    reset: usize,
+    /// The next entry to be reaped.
     fetch: usize,
-    /// Entries reaped since the last reset.
-    reaped: usize,
+    /// After an overflow, the index of KVM's next entry is unknown until KVM pushes one.
+    is_adrift: bool,
 }
-
-/// Entries may have been lost.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Overflow;
 
 // SAFETY: 1. the mapping belongs to no thread; 2. its content is accessed only by atomics.
 unsafe impl Send for Ring {}
@@ -72,44 +91,93 @@ impl Ring {
         Self {
             entries,
             size,
+            reset: 0,
             fetch: 0,
-            reaped: 0,
+            is_adrift: false,
         }
     }
 
+    /// Whether KVM may have overwritten entries that are not reset. A ring in which every entry is
+    /// dirty counts too: KVM's next entry is its first one or a later one.
+    pub fn has_overflowed(&self) -> bool {
+        let last = self.reset + self.size.entries() - 1;
+        let is_dirty = |index| self.flags(index) == DIRTY;
+        is_dirty(self.reset) && (self.reset < self.fetch || is_dirty(last))
+    }
+
+    /// After an overflow: marks one round of entries as reaped, whose pages `reap` has not passed
+    /// on.
+    pub fn abandon(&mut self) {
+        self.fetch = self.reset;
+        self.pass_over(self.size.entries());
+    }
+
+    /// If no entry is in use as far as this process knows, marks as many as KVM counts at least
+    /// when it finds the ring full. Returns whether that is so.
+    pub fn pass_over_limit(&mut self) -> bool {
+        let mut all = self.reset..self.reset + self.size.entries();
+        let is_empty = self.is_reset() && all.all(|index| self.flags(index) == FREE);
+        if is_empty {
+            self.pass_over(self.size.soft_limit());
+        }
+        is_empty
+    }
+
+    /// Marks `count` entries as reaped. The index of KVM's next entry is unknown then.
+    fn pass_over(&mut self, count: usize) {
+        for index in self.fetch..self.fetch + count {
+            self.entry(index).0.store(REAPED, Ordering::Release);
+        }
+        self.fetch += count;
+        self.is_adrift = true;
+    }
+
     /// Calls `each` for every page that KVM has pushed so far, in order, and returns their number.
-    pub fn reap(&mut self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, Overflow> {
+    pub fn reap(&mut self, mut each: impl FnMut(SlotId, usize)) -> usize {
+        if self.is_adrift && self.is_reset() {
+            let mut round = 0..self.size.entries();
+            let pushed = round.find(|count| self.flags(self.fetch + count) == DIRTY);
+            let Some(before) = pushed else {
+                return 0;
+            };
+            self.pass_over(before);
+            self.is_adrift = false;
+        }
         let first = self.fetch;
-        loop {
-            if self.reaped == self.size.entries() {
-                return Err(Overflow);
-            }
-            let (flags, slot, page) = self.entry(self.fetch % self.size.entries());
-            // Not dirty: the entry is free, or was reaped in the round before and not reset yet.
+        while self.fetch < self.reset + self.size.entries() {
+            let (flags, slot, page) = self.entry(self.fetch);
             if flags.load(Ordering::Acquire) != DIRTY {
-                return Ok(self.fetch - first);
+                break;
             }
             // The upper half is the address space, and this VM has only number 0.
             let id = SlotId(slot.load(Ordering::Relaxed) as u16);
             let page = page.load(Ordering::Relaxed) as usize;
-            // First: if it panics, the next reap gives the page again.
+            // If this panics, the next reap gives the page again.
             each(id, page);
-            flags.store(RESET, Ordering::Release);
+            flags.store(REAPED, Ordering::Release);
             self.fetch += 1;
-            self.reaped += 1;
+        }
+        self.fetch - first
+    }
+
+    /// KVM has reset entries: counts them.
+    pub fn was_reset(&mut self) {
+        while !self.is_reset() && self.flags(self.reset) == FREE {
+            self.reset += 1;
         }
     }
 
-    /// KVM has reset the reaped entries. If the whole ring was reaped, its state stays unknown, and
-    /// the ring stays refused.
-    pub fn was_reset(&mut self) {
-        if self.reaped < self.size.entries() {
-            self.reaped = 0;
-        }
+    /// Whether KVM has reset all entries that were reaped.
+    pub fn is_reset(&self) -> bool {
+        self.reset == self.fetch
+    }
+
+    fn flags(&self, index: usize) -> u32 {
+        self.entry(index).0.load(Ordering::Acquire)
     }
 
     fn entry(&self, index: usize) -> (&AtomicU32, &AtomicU32, &AtomicU64) {
-        assert!(index < self.size.entries());
+        let index = index % self.size.entries();
         // SAFETY: 1. the mapping has that many entries, page-aligned. 2. It lives as long as
         // `self`. 3. Kernel and this process touch them by atomics only.
         unsafe {
@@ -151,58 +219,145 @@ mod tests {
         unsafe { Ring::new(NonNull::new(base.cast()).unwrap(), size) }
     }
 
-    fn push(ring: &Ring, index: usize, page: usize) {
-        let (flags, slot, at) = ring.entry(index % ring.size.entries());
-        slot.store(1, Ordering::Relaxed);
-        at.store(page as u64, Ordering::Relaxed);
-        flags.store(DIRTY, Ordering::Release);
+    /// KVM's end of the ring.
+    #[derive(Default)]
+    struct Kernel {
+        reset: usize,
+        next: usize,
     }
 
-    /// Resets as KVM does, up to the first entry that was not reaped.
-    fn reset(ring: &mut Ring, next: &mut usize) -> usize {
-        let first = *next;
-        loop {
-            let flags = ring.entry(*next % ring.size.entries()).0;
-            if flags.load(Ordering::Acquire) & RESET == 0 {
-                ring.was_reset();
-                return *next - first;
+    impl Kernel {
+        /// Overwrites entries, if there are too many, as KVM does.
+        fn push(&mut self, ring: &Ring, pages: usize) {
+            for _ in 0..pages {
+                let (flags, slot, at) = ring.entry(self.next);
+                slot.store(1, Ordering::Relaxed);
+                at.store(self.next as u64, Ordering::Relaxed);
+                flags.store(DIRTY, Ordering::Release);
+                self.next += 1;
             }
-            flags.store(0, Ordering::Release);
-            *next += 1;
+        }
+
+        /// Resets as KVM does, up to the first entry that was not reaped.
+        fn reset(&mut self, ring: &mut Ring) -> usize {
+            let first = self.reset;
+            loop {
+                let flags = ring.entry(self.reset).0;
+                if flags.load(Ordering::Acquire) & REAPED == 0 {
+                    ring.was_reset();
+                    assert!(self.reset <= self.next, "KVM counts a negative number in use");
+                    return self.reset - first;
+                }
+                flags.store(FREE, Ordering::Release);
+                self.reset += 1;
+            }
+        }
+
+        /// Whether KVM refuses to enter the vCPU.
+        fn is_full(&self, ring: &Ring) -> bool {
+            self.next - self.reset >= ring.size.entries() - 64
+        }
+
+        fn reap(&self, ring: &mut Ring, from: usize) {
+            let mut pages = Vec::new();
+            ring.reap(|id, page| {
+                assert_eq!(id, SlotId(1));
+                pages.push(page);
+            });
+            assert_eq!(pages, (from..self.next).collect::<Vec<_>>());
         }
     }
 
     #[test]
     fn pages_come_out_once_in_their_order_over_many_rounds() {
-        let (mut ring, mut next, mut pushed) = (ring(), 0, 0);
+        let (mut ring, mut kernel) = (ring(), Kernel::default());
         for round in 0..200 {
-            let some = 37 * round % ring.size.soft_limit();
-            for _ in 0..some {
-                push(&ring, pushed, 3 * pushed);
-                pushed += 1;
-            }
-            let mut expected = pushed - some;
-            let order = |id, page| {
-                assert_eq!((id, page), (SlotId(1), 3 * expected));
-                expected += 1;
-            };
-            assert_eq!(ring.reap(order), Ok(some));
-            assert_eq!(ring.reap(|_, _| panic!("once")), Ok(0));
-            assert_eq!(reset(&mut ring, &mut next), some);
+            let (some, from) = (37 * round % ring.size.soft_limit(), kernel.next);
+            kernel.push(&ring, some);
+            kernel.reap(&mut ring, from);
+            assert_eq!(ring.reap(|_, _| panic!("once")), 0);
+            assert!(!ring.has_overflowed());
+            assert_eq!(kernel.reset(&mut ring), some);
+            assert!(ring.is_reset());
         }
-        assert!(pushed > 10 * ring.size.entries(), "several times round");
+        assert!(kernel.next > 10 * ring.size.entries(), "several times round");
     }
 
     #[test]
-    fn a_ring_that_was_full_to_the_last_entry_is_refused_for_ever() {
-        let (mut ring, mut next) = (ring(), 0);
+    fn a_ring_whose_last_entry_is_reaped_has_not_overflowed() {
+        let (mut ring, mut kernel) = (ring(), Kernel::default());
         let all = ring.size.entries();
-        (0..all - 1).for_each(|index| push(&ring, index, index));
-        assert_eq!(ring.reap(|_, _| ()), Ok(all - 1));
-        assert_eq!(reset(&mut ring, &mut next), all - 1);
-        (all - 1..2 * all).for_each(|index| push(&ring, index, index));
-        assert_eq!(ring.reap(|_, _| ()), Err(Overflow));
-        reset(&mut ring, &mut next);
-        assert_eq!(ring.reap(|_, _| ()), Err(Overflow));
+        kernel.push(&ring, 7);
+        kernel.reap(&mut ring, 0);
+        kernel.push(&ring, all - 7);
+        assert!(!ring.has_overflowed());
+        kernel.reap(&mut ring, 7);
+        assert!(!ring.has_overflowed());
+        assert_eq!(kernel.reset(&mut ring), all);
+        assert!(ring.is_reset());
+    }
+
+    /// Every number of overwritten entries, from each of several states of the ring: it is found,
+    /// and later pages come out once and in their order again.
+    #[test]
+    fn a_ring_that_has_overflowed_is_used_again() {
+        let all = ring().size.entries();
+        for over in (0..3 * all).step_by(61) {
+            for reaped in [0, 1, 100, all - 64] {
+                let (mut ring, mut kernel) = (ring(), Kernel::default());
+                kernel.push(&ring, 300);
+                kernel.reap(&mut ring, 0);
+                kernel.reset(&mut ring);
+                kernel.push(&ring, reaped);
+                kernel.reap(&mut ring, 300);
+                let is_exact = over == 0 && reaped > 0;
+                kernel.push(&ring, all - reaped + over);
+                assert_eq!(ring.has_overflowed(), !is_exact, "{over} {reaped}");
+                if is_exact {
+                    continue;
+                }
+                ring.abandon();
+                assert_eq!(ring.reap(|_, _| panic!("unknown pages")), 0);
+                assert_eq!(kernel.reset(&mut ring), all);
+                assert!(ring.is_reset() && !ring.has_overflowed());
+                used_again(&mut ring, &mut kernel);
+            }
+        }
+    }
+
+    fn used_again(ring: &mut Ring, kernel: &mut Kernel) {
+        assert_eq!(ring.reap(|_, _| panic!("nothing was pushed")), 0);
+        while kernel.is_full(ring) {
+            assert!(ring.pass_over_limit());
+            kernel.reset(ring);
+            assert!(ring.is_reset());
+        }
+        for round in 0..100 {
+            let from = kernel.next;
+            let room = ring.size.entries() - 64 - (kernel.next - kernel.reset);
+            kernel.push(ring, room.min(1 + 17 * round));
+            assert!(!ring.has_overflowed());
+            assert!(!ring.pass_over_limit(), "pages are in it");
+            kernel.reap(ring, from);
+            kernel.reset(ring);
+            assert!(ring.is_reset());
+            assert_eq!(kernel.reset, kernel.next, "all that KVM counts is known");
+        }
+    }
+
+    /// KVM pushes an entry although the ring is full, more than a round after the overflow. The
+    /// index of KVM's next entry is taken for one round less, and the full ring shows that.
+    #[test]
+    fn an_entry_pushed_into_a_full_ring_does_not_stop_it() {
+        let (mut ring, mut kernel) = (ring(), Kernel::default());
+        let all = ring.size.entries();
+        kernel.push(&ring, 2 * all + 5);
+        ring.abandon();
+        kernel.reset(&mut ring);
+        kernel.push(&ring, 1);
+        kernel.reap(&mut ring, 2 * all + 5);
+        kernel.reset(&mut ring);
+        assert!(ring.is_reset() && kernel.is_full(&ring));
+        used_again(&mut ring, &mut kernel);
     }
 }

@@ -221,6 +221,16 @@ impl Vcpu {
         taken.then_some(Exit::Interrupted)
     }
 
+    /// KVM has found the ring full. Returns whether the vCPU may enter again at once: after an
+    /// overflow, a full ring may have no page.
+    fn empty_full_ring(&self) -> Result<bool, VcpuError> {
+        let Some(resets) = self.ring_full else {
+            return Ok(false);
+        };
+        let emptied = self.vm.log().empty_full_ring(self.index, resets);
+        emptied.map_err(|error| self.failed(&error.to_string()))
+    }
+
     /// Calls the host side of the guest's async page faults, if it is in this process.
     pub(crate) fn with_apf<T>(
         &mut self,
@@ -345,8 +355,15 @@ impl lacuna_machine::Vcpu for Vcpu {
             {
                 break exit;
             }
-            if let Some(exit) = self.enter()? {
-                break exit;
+            let full_before = self.ring_full;
+            match self.enter()? {
+                Some(Exit::DirtyRingFull) if self.ring_full != full_before => {
+                    if !self.empty_full_ring()? {
+                        break Exit::DirtyRingFull;
+                    }
+                }
+                Some(exit) => break exit,
+                None => {}
             }
         };
         self.vm.exits[self.index].fetch_add(1, Ordering::Relaxed);

@@ -39,6 +39,9 @@ pub enum Tracking {
     PmlBitmap,
     /// A ring for each vCPU, as large as the backend has them.
     Ring,
+    /// A small ring for each vCPU, detection as the backend has it. The guest fills it faster than
+    /// it is harvested.
+    SmallRing,
     /// The smallest ring for each vCPU, writes detected by write protection.
     WriteProtectRing,
     /// The smallest ring for each vCPU, writes detected by page-modification logging.

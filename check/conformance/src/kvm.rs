@@ -12,16 +12,21 @@ use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Kvm;
 
+/// A ring of 4,096 entries. Where KVM emulates the guest's kernel, it overflows.
+const SMALL_RING: usize = 4096 * RingSize::ENTRY_BYTES;
+
 /// How `tracking` is called here.
 fn mode(tracking: Tracking) -> Result<(Delivery, Tracker), Lacks> {
-    // Where KVM emulates the guest's kernel, each store of that makes an entry.
-    let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("a size of a ring");
+    let ring = |bytes| {
+        let size = RingSize::from_bytes(bytes).expect("a size of a ring");
+        let backup = Backup::Bitmap;
+        Ok((Delivery::Ring { size, backup }, Tracker::Kvm))
+    };
     match tracking {
         Tracking::Bitmap => Ok((Delivery::Bitmap, Tracker::Kvm)),
-        Tracking::Ring => {
-            let backup = Backup::Bitmap;
-            Ok((Delivery::Ring { size, backup }, Tracker::Kvm))
-        }
+        // Where KVM emulates the guest's kernel, each store of that makes an entry.
+        Tracking::Ring => ring(RingSize::BYTES_MAX),
+        Tracking::SmallRing => ring(SMALL_RING),
         Tracking::PageMap => Ok((Delivery::Bitmap, Tracker::Pagemap)),
         Tracking::WriteProtectBitmap
         | Tracking::PmlBitmap

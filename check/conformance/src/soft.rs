@@ -69,6 +69,7 @@ fn modes(tracking: Tracking) -> Result<(Option<Detection>, Delivery), Lacks> {
         Tracking::WriteProtectBitmap => (Some(Detection::WriteProtect), Delivery::Bitmap),
         Tracking::PmlBitmap => (Some(Detection::Pml), Delivery::Bitmap),
         Tracking::Ring => (None, ring(largest)),
+        Tracking::SmallRing => (None, ring(smallest)),
         Tracking::WriteProtectRing => (Some(Detection::WriteProtect), ring(smallest)),
         Tracking::PmlRing => (Some(Detection::Pml), ring(smallest)),
         Tracking::PageMap => {

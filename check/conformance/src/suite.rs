@@ -96,7 +96,8 @@ macro_rules! suite {
             dirty:
                 host_writes_are_tracked, a_bitmap_has_every_write,
                 a_bitmap_by_write_protection_has_every_write, a_bitmap_by_pml_has_every_write,
-                rings_have_every_write, rings_by_write_protection_have_every_write,
+                rings_have_every_write, small_rings_have_every_write,
+                rings_by_write_protection_have_every_write,
                 rings_by_pml_have_every_write, the_page_map_has_every_write,
                 tracking_begins_and_ends_while_the_guest_runs,
                 a_log_begins_with_all_pages_set;

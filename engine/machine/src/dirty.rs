@@ -61,8 +61,12 @@ pub trait DirtyRings {
     /// [`DirtyRings::reset_rings`]; copy the pages after that. `each` only notes the pages: locks
     /// are held, so it must not change slots or track writes.
     ///
+    /// KVM can overwrite entries of a full ring. Then it is unknown which pages they had, so `each`
+    /// gets every page of every slot that logs. A larger ring ([`Delivery::Ring`]) overflows less
+    /// often.
+    ///
     /// # Errors
-    /// [`DirtyError::Overflow`], and then in every later call.
+    /// [`DirtyError`].
     fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError>;
 
     /// Frees the entries that were reaped and re-arms their pages; returns the number of entries.

@@ -128,8 +128,7 @@ impl<V: DirtyTracking + MemorySlots> Drop for LogReader<'_, V> {
         }
         let is_read = !readers.ids.is_empty() || !readers.lent.is_empty();
         if !is_read && self.vm.dirty_rings().is_some() {
-            // A vCPU whose ring is full stands still until its ring is emptied, even without a log.
-            // After an overflow it cannot be emptied, and the next harvest says so.
+            // A vCPU whose ring is full does not run until its ring is emptied, even without a log.
             let _ = harvest(self.vm, |_, _| {});
         }
     }

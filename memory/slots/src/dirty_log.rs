@@ -22,7 +22,8 @@ pub enum Delivery {
     Bitmap,
     /// In a ring for each vCPU.
     Ring {
-        /// The size of each ring.
+        /// The size of each ring. A small ring is full more often, and its vCPU leaves the guest
+        /// then. On `/dev/kvm` a small ring may also overflow: see `DirtyRings::reap_rings`.
         size: RingSize,
         /// Where a write is recorded that no vCPU makes: each ring belongs to a vCPU.
         backup: Backup,
@@ -96,8 +97,7 @@ pub enum HugeLeaves {
     Eager,
 }
 
-/// Why a call on dirty pages is refused. Nothing has changed then, except after
-/// [`Self::Overflow`]: marks were lost before the call.
+/// Why a call on dirty pages is refused. Nothing has changed then.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DirtyError {
@@ -131,15 +131,6 @@ pub enum DirtyError {
     /// The backend has no such mode.
     #[error("this backend does not support {0}: choose another mode")]
     Unsupported(&'static str),
-    /// The kernel has written over entries of a ring before they were reaped.
-    #[error(
-        "the dirty ring of vCPU {vcpu} overflowed, and it is not known which pages were written: \
-         copy all memory, and start again with a larger ring, or reap more often"
-    )]
-    Overflow {
-        /// The vCPU to which the ring belongs.
-        vcpu: usize,
-    },
     /// The buffer does not have the size of the slot's bitmap.
     #[error("{id} has {needed} words of dirty bits, not {given}: pass a buffer of {needed} words")]
     Words {

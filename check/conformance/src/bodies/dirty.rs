@@ -144,6 +144,12 @@ pub fn rings_have_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::Ring)
 }
 
+/// Small rings, which are full now and then, and which KVM may overflow. The guest ends, so a full
+/// ring stops no vCPU for ever.
+pub fn small_rings_have_every_write<B: Backend>(backend: &B) -> Outcome {
+    follow(backend, Tracking::SmallRing)
+}
+
 /// Small rings, which are full now and then, by write protection.
 pub fn rings_by_write_protection_have_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::WriteProtectRing)

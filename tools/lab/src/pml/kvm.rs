@@ -395,7 +395,6 @@ mod tests {
         };
         assert!(is_lacking(&kernel(Errno::NOTTY).into()));
         assert!(!is_lacking(&kernel(Errno::NOMEM).into()));
-        assert!(!is_lacking(&DirtyError::Overflow { vcpu: 0 }.into()));
     }
 
     #[test]
