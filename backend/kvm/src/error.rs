@@ -151,6 +151,7 @@ impl BackendError for KvmError {
             | Self::Resident { .. }
             | Self::Ring { .. }
             | Self::PartlyResident
+            | Self::Memory(MapError::TooLarge(_))
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
             Self::Device(error) => error.kind(),

@@ -10,7 +10,7 @@ use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
     LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedState, StateError,
-    TwoStepLog, VcpuStats, VmConfig, VmStats,
+    TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
@@ -131,6 +131,7 @@ impl DirtyTracking for Vm {
 }
 
 impl DirtyRings for Vm {
+    /// No vCPU executes guest code meanwhile.
     fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
         Ok(self.log().reap(each))
     }
@@ -190,6 +191,7 @@ impl MemorySlots for Vm {
         flags: SlotFlags,
     ) -> Result<(), MemorySlotError> {
         flags.check(id, SUPPORTED)?;
+        check_reserved(self.config.arch, id, gfns)?;
         if flags.contains(SlotFlags::EXIT_ON_MISSING) {
             return Err(SlotError::NoSource { id }.into());
         }
@@ -221,9 +223,13 @@ impl MemorySlots for Vm {
 
     fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError> {
         let _logs = self.dirty.state();
+        let slot = self.slots.get(id)?;
+        if let Some(gfns) = GfnRange::new(start, slot.gfns.pages()) {
+            check_reserved(self.config.arch, id, gfns)?;
+        }
         let spec = SlotSpec {
             guest: start.gpa().get(),
-            ..spec_of(&*self.slots.get(id)?)
+            ..spec_of(&slot)
         };
         self.slots.relocate(&self.fd, spec).map_err(refused(id))
     }

@@ -87,7 +87,7 @@ impl Memory {
     pub fn new(size: PageCount) -> Result<Self, MapError> {
         let layout = Layout::new(size)?;
         if u32::try_from(size.get()).is_err() {
-            return Err(MapError::Boot(BootError::BadSize(size.bytes())));
+            return Err(MapError::TooLarge(size.bytes()));
         }
         let map = || {
             Mapping::new(size).map_err(|errno| MapError::Map {
@@ -222,6 +222,12 @@ pub enum MapError {
     /// The size is not possible for a guest.
     #[error(transparent)]
     Boot(#[from] BootError),
+    /// Page numbers of this backend have 32 bits.
+    #[error(
+        "guest memory of {0} bytes: this backend takes less than 16T; give less, or use the soft \
+         backend"
+    )]
+    TooLarge(u64),
     /// The kernel refused the mapping.
     #[error("cannot map {bytes} bytes for the guest's memory: {errno}")]
     Map {

@@ -41,9 +41,9 @@ pub(crate) struct CodeMap {
 }
 
 impl CodeMap {
-    /// Asks the allocator for room for two bitmaps of this number of frames.
+    /// Asks the allocator for room for the two bitmaps of [`CodeMap::new`].
     pub(crate) fn check_room(frames: u64) -> Result<(), NoRoom> {
-        room_for::<AtomicU64>(2 * frames.div_ceil(64))
+        room_for::<AtomicU64>(2 * FrameSet::words(frames))
     }
 
     /// A map for this number of vCPUs. `boot` is one past the last frame of the VM's boot memory.

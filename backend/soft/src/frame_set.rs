@@ -1,7 +1,7 @@
 //! A set of guest frames. It is read without a lock, and a frame is never removed.
 //!
 //! ```text
-//! boot    bitmap of the memory that the VM is created with; contains() is one load
+//! boot    bitmap of the memory that the VM is created with, 256 GiB at most; contains() is one load
 //! later   two-level bitmap of all other frames: a row is 512 GiB, a part is 1 GiB;
 //!         the first insertion into a row or part allocates it
 //! ```
@@ -20,6 +20,9 @@ const PART_WORDS: usize = (Level::L1G.pages() / 64) as usize;
 const PARTS: usize = 512;
 /// Rows of the whole guest-physical address space.
 const ROWS: usize = (1 << (GPA_BITS - PAGE_SHIFT)) / 64 / PART_WORDS / PARTS;
+
+/// The most frames in `boot`: its bitmap has 8 MiB, whatever the guest's memory is.
+const BOOT_MAX: u64 = 256 * Level::L1G.pages();
 
 type Words = Box<[AtomicU64]>;
 
@@ -52,10 +55,15 @@ fn bit(gfn: Gfn) -> u64 {
 }
 
 impl FrameSet {
+    /// The number of words that [`FrameSet::new`] makes.
+    pub(crate) fn words(boot: u64) -> u64 {
+        boot.min(BOOT_MAX).div_ceil(64).next_multiple_of(BLOCK_WORDS as u64)
+    }
+
     /// The empty set. `boot` is one past the last frame of the VM's boot memory.
     pub(crate) fn new(boot: u64) -> Self {
         Self {
-            boot: words((boot.div_ceil(64) as usize).next_multiple_of(BLOCK_WORDS)),
+            boot: words(Self::words(boot) as usize),
             later: unmade(ROWS),
         }
     }
@@ -109,6 +117,18 @@ impl FrameSet {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_bitmap_of_the_largest_guest_is_small() {
+        let frames = 1 << (GPA_BITS - PAGE_SHIFT);
+        assert_eq!(FrameSet::words(frames) * 8, 8 << 20);
+        let set = FrameSet::new(frames);
+        for frame in [BOOT_MAX - 1, BOOT_MAX, frames - 1] {
+            assert!(!set.contains(gfn(frame)));
+            set.insert(gfn(frame));
+            assert!(set.contains(gfn(frame)) && set.meets_block(gfn(frame)));
+        }
+    }
 
     fn gfn(n: u64) -> Gfn {
         Gfn::new(n).unwrap()

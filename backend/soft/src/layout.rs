@@ -5,8 +5,8 @@
 //! through the other, the change is not detected.
 
 use crate::vm::Vm;
-use lacuna_addr::{BackingRange, Gfn, GfnRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots};
+use lacuna_addr::{BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
+use lacuna_machine::{MemorySlot, MemorySlotError, MemorySlots, check_reserved};
 use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotError, SlotFlags, SlotId};
 
@@ -15,8 +15,12 @@ impl Vm {
     /// caller's: [`MemorySlots::remove_slot`] does not free it, and its content stays.
     ///
     /// # Errors
-    /// As [`lacuna_slots::Slots::add`]; nothing has changed then.
+    /// As [`lacuna_slots::Slots::add`], and [`SlotError::Reserved`]; nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
+        let (start, pages) = (Gpa::new(spec.guest), spec.bytes / PAGE_SIZE as u64);
+        if let Some(gfns) = start.and_then(|start| GfnRange::new(start.gfn(), pages)) {
+            check_reserved(self.config.arch, spec.id, gfns)?;
+        }
         self.mmu.add_slot(spec)
     }
 
@@ -55,6 +59,7 @@ impl MemorySlots for Vm {
         gfns: GfnRange,
         flags: SlotFlags,
     ) -> Result<(), MemorySlotError> {
+        check_reserved(self.config.arch, id, gfns)?;
         let backing = self.add_backing(None, PageCount::new(gfns.pages()), None);
         let backing = backing.map_err(|error| MemorySlotError::Host {
             id,
@@ -82,6 +87,12 @@ impl MemorySlots for Vm {
     }
 
     fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError> {
+        let slots = self.mmu.slots();
+        let moved = slots.get(id).map(|slot| slot.gfns.pages());
+        // The MMU refuses a slot that does not exist, and one beyond the guest's addresses.
+        if let Some(gfns) = moved.and_then(|pages| GfnRange::new(start, pages)) {
+            check_reserved(self.config.arch, id, gfns)?;
+        }
         self.mmu.move_slot(id, start.gpa())?;
         self.forget_code();
         Ok(())

@@ -3,6 +3,7 @@
 mod lines;
 pub mod mmio;
 mod pl011;
+mod reserved;
 mod state;
 mod uart;
 
@@ -10,6 +11,7 @@ use crate::{Arch, ErrorKind, Kick, MemorySlot, VcpuError, Width};
 use lacuna_addr::{Gfn, Gpa, PAGE_SIZE};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lines::Lines;
+use reserved::{OWN, controllers, overlap, own};
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +19,7 @@ use std::sync::{Arc, PoisonError};
 use uart::Uart;
 
 pub use lines::Console;
+pub use reserved::check_reserved;
 pub use state::{DevicesState, SerialRegisters};
 
 /// Port numbers.
@@ -33,10 +36,6 @@ pub mod port {
 
 /// The ports of the two PICs, which KVM emulates in the kernel.
 const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1];
-
-/// The guest-physical addresses of interrupt controllers: of the I/O APIC, which KVM emulates in
-/// the kernel, and of the local APIC.
-const APICS: [RangeInclusive<u64>; 2] = [0xfec0_0000..=0xfec0_00ff, 0xfee0_0000..=0xfee0_0fff];
 
 /// How a run ended. Its `Display` is one line for the user of the VMM.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -147,10 +146,6 @@ impl DeviceError {
     }
 }
 
-fn overlap<T: PartialOrd>(a: &RangeInclusive<T>, b: &RangeInclusive<T>) -> bool {
-    a.start() <= b.end() && b.start() <= a.end()
-}
-
 /// The offset of `gpa` in a device's range.
 fn offset_in(range: &RangeInclusive<u64>, gpa: Gpa) -> Option<u64> {
     range
@@ -183,22 +178,6 @@ impl Space {
         let (range, device) = devices.find(|(r, _)| r.contains(&at) && r.contains(&last))?;
         Some((&**device, at - range.start()))
     }
-}
-
-/// The interrupt controller of AArch64 guests, with redistributors for 64 vCPUs.
-const GIC: [RangeInclusive<u64>; 2] = [
-    device(mmio::DISTRIBUTOR, mmio::DISTRIBUTOR_BYTES),
-    device(mmio::REDISTRIBUTORS, 64 * mmio::REDISTRIBUTOR_BYTES),
-];
-
-/// The devices of every AArch64 guest.
-const OWN: [RangeInclusive<u64>; 2] = [
-    device(mmio::UART, mmio::DEVICE_BYTES),
-    device(mmio::HOST, mmio::DEVICE_BYTES),
-];
-
-const fn device(start: Gpa, bytes: u64) -> RangeInclusive<u64> {
-    start.get()..=start.get() + (bytes - 1)
 }
 
 const NO_STATUS: u64 = u64::MAX;
@@ -312,15 +291,11 @@ impl PlatformDevices {
             .and_then(|last| start.checked_add(last));
         let last = last.ok_or(DeviceError::Range { from, bytes })?;
         let range = from..=last.get();
-        let (controllers, own): (_, &[_]) = match self.arch {
-            Arch::X86_64 => (APICS, &[]),
-            Arch::Arm64 => (GIC, &OWN),
-        };
         let to = last.get();
-        if controllers.iter().any(|taken| overlap(taken, &range)) {
+        if controllers(self.arch).iter().any(|taken| overlap(taken, &range)) {
             return Err(DeviceError::InterruptController { from, to });
         }
-        if own.iter().any(|taken| overlap(taken, &range)) {
+        if own(self.arch).iter().any(|taken| overlap(taken, &range)) {
             return Err(DeviceError::Overlap { from, to });
         }
         self.mmio.add(range, device)

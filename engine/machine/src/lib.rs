@@ -41,8 +41,8 @@ pub use arch::Arch;
 pub use boot::x86::Boot;
 pub use boot::{BootError, Layout};
 pub use devices::{
-    Console, Device, DeviceError, DevicesState, Ending, PlatformDevices, SerialRegisters, mmio,
-    port,
+    Console, Device, DeviceError, DevicesState, Ending, PlatformDevices, SerialRegisters,
+    check_reserved, mmio, port,
 };
 pub use dirty::{
     DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog, harvest, set_logging_everywhere,

@@ -78,7 +78,7 @@ pub trait MemorySlots {
     /// Adds a slot with new memory behind it, all zeros. The memory is freed with the slot.
     ///
     /// # Errors
-    /// [`MemorySlotError`].
+    /// [`MemorySlotError`]; [`SlotError::Reserved`] over an interrupt controller of the guest.
     fn add_memory(
         &self,
         id: SlotId,
@@ -96,7 +96,7 @@ pub trait MemorySlots {
     /// Moves a slot with its content and its dirty log, so that it begins at `start`.
     ///
     /// # Errors
-    /// [`MemorySlotError`].
+    /// As [`MemorySlots::add_memory`].
     fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError>;
 
     /// Replaces a slot's flags.

@@ -23,6 +23,19 @@ pub enum SlotError {
         /// The frames of that slot.
         other_gfns: GfnRange,
     },
+    /// The guest's machine has an interrupt controller or a device there.
+    #[error(
+        "{id} would lie over an interrupt controller or a device of the guest's machine, at \
+         {first:#x} to {last:#x}: place it elsewhere, or add two slots, below and above"
+    )]
+    Reserved {
+        /// The slot to be added or moved.
+        id: SlotId,
+        /// The first address of the controller or device.
+        first: u64,
+        /// Its last address.
+        last: u64,
+    },
     /// An address or size is not in whole pages.
     #[error("{id}: its {what} {value:#x} is not a multiple of 4 KiB: align it")]
     Misaligned {

@@ -3,10 +3,10 @@
 use std::thread;
 use std::time::Duration;
 
-use lacuna_addr::{Gfn, GfnRange, Gpa};
+use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{
     Arch, Exit, GuestMemory as _, MemoryError, MemorySlotError, MemorySlots, SlotError, SlotFlags,
-    SlotId, Vcpu, Vm as _, Width,
+    SlotId, Vcpu, Vm as _, Width, mmio,
 };
 
 use super::Outcome;
@@ -174,6 +174,24 @@ pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome {
             Err(MemorySlotError::Slot(SlotError::Overlap { .. }))
         );
         assert!(overlaps, "{overlap:?}");
+        let controllers = match backend.arch() {
+            Arch::X86_64 => [0xfec0_0000, 0xfee0_0000],
+            _ => [mmio::DISTRIBUTOR.get(), mmio::REDISTRIBUTORS.get()],
+        };
+        for at in controllers {
+            let ends_there = at - (PAGES - 1) * PAGE_SIZE as u64;
+            let over = [
+                add(SLOT, at),
+                add(SLOT, ends_there),
+                vm.move_slot(before[0].id, gfns(at).start()),
+            ];
+            for over in over {
+                let over = over.expect_err("the controller's place");
+                let is_reserved =
+                    matches!(over, MemorySlotError::Slot(SlotError::Reserved { .. }));
+                assert!(is_reserved, "{at:#x}: {over}");
+            }
+        }
         let taken = add(before[0].id, LATER);
         assert!(matches!(taken, Err(MemorySlotError::Slot(_))), "{taken:?}");
         for unknown in [

@@ -1,0 +1,67 @@
+//! Addresses that a guest's machine has taken before the VMM adds a device or memory.
+
+use super::mmio;
+use crate::Arch;
+use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
+use lacuna_slots::{SlotError, SlotId};
+use std::ops::RangeInclusive;
+
+type Addresses = RangeInclusive<u64>;
+
+/// The I/O APIC, which KVM emulates in the kernel, and the local APIC.
+const APICS: [Addresses; 2] = [0xfec0_0000..=0xfec0_00ff, 0xfee0_0000..=0xfee0_0fff];
+
+/// The GIC, with redistributors for as many vCPUs as a VM may have.
+const GIC: [Addresses; 2] = [
+    device(mmio::DISTRIBUTOR, mmio::DISTRIBUTOR_BYTES),
+    device(mmio::REDISTRIBUTORS, 64 * mmio::REDISTRIBUTOR_BYTES),
+];
+
+/// The devices of every AArch64 guest.
+pub(super) const OWN: [Addresses; 2] = [
+    device(mmio::UART, mmio::DEVICE_BYTES),
+    device(mmio::HOST, mmio::DEVICE_BYTES),
+];
+
+const fn device(start: Gpa, bytes: u64) -> Addresses {
+    start.get()..=start.get() + (bytes - 1)
+}
+
+/// The guest-physical addresses of interrupt controllers.
+pub(super) const fn controllers(arch: Arch) -> &'static [Addresses] {
+    match arch {
+        Arch::X86_64 => &APICS,
+        Arch::Arm64 => &GIC,
+    }
+}
+
+/// The guest-physical addresses of the devices of every guest.
+pub(super) const fn own(arch: Arch) -> &'static [Addresses] {
+    match arch {
+        Arch::X86_64 => &[],
+        Arch::Arm64 => &OWN,
+    }
+}
+
+pub(super) fn overlap<T: PartialOrd>(a: &RangeInclusive<T>, b: &RangeInclusive<T>) -> bool {
+    a.start() <= b.end() && b.start() <= a.end()
+}
+
+/// Refuses memory over an interrupt controller or a device of every guest, for backends. The guest
+/// would access the memory instead, or the controller, as the backend has it.
+///
+/// # Errors
+/// [`SlotError::Reserved`], with the first such range.
+pub fn check_reserved(arch: Arch, id: SlotId, gfns: GfnRange) -> Result<(), SlotError> {
+    let start = gfns.start().gpa().get();
+    let wanted = start..=start + (gfns.pages() * PAGE_SIZE as u64 - 1);
+    let mut taken = controllers(arch).iter().chain(own(arch));
+    match taken.find(|taken| overlap(taken, &wanted)) {
+        None => Ok(()),
+        Some(taken) => Err(SlotError::Reserved {
+            id,
+            first: *taken.start(),
+            last: *taken.end(),
+        }),
+    }
+}
