@@ -2,7 +2,9 @@
 #![forbid(unsafe_code)]
 
 use std::io;
+use std::panic::resume_unwind;
 use std::process::ExitCode;
+use std::thread::{self, JoinHandle};
 
 use clap::Parser;
 use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, temp_dir};
@@ -14,17 +16,41 @@ use lacuna_cli::run::run;
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
 use lacuna_cli::{doctor, signals};
+use rustix::process::{Resource, getrlimit};
 
 fn main() -> ExitCode {
     if let Err(error) = signals::survive_file_size_limit() {
         complain(&format!("cannot catch signals: {error}"));
         return Exit::Host.into();
     }
+    let limit = getrlimit(Resource::Stack).current;
+    if limit.is_none_or(|bytes| bytes >= STACK_MIN) {
+        return parsed().into();
+    }
+    let named = thread::Builder::new().name("main".into());
+    match named.stack_size(STACK).spawn(parsed).map(JoinHandle::join) {
+        Ok(Ok(exit)) => exit.into(),
+        Ok(Err(panic)) => resume_unwind(panic),
+        Err(error) => {
+            complain(&format!(
+                "cannot start a thread: {error}; raise the limit on the stack (ulimit -s 8192)"
+            ));
+            Exit::Host.into()
+        }
+    }
+}
+
+/// A command needs more than 96 KiB of stack. With a smaller limit than this on the main thread's
+/// stack (`ulimit -s`), the command has a thread of its own.
+const STACK_MIN: u64 = 1 << 20;
+/// The stack of that thread.
+const STACK: usize = 8 << 20;
+
+fn parsed() -> Exit {
     match Cli::try_parse() {
         Ok(cli) => command(cli.command),
         Err(answer) => tell(&answer),
     }
-    .into()
 }
 
 fn command(command: Option<Command>) -> Exit {

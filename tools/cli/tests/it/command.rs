@@ -40,6 +40,17 @@ fn doctor_speaks_to_people_and_machines() {
 }
 
 #[test]
+fn a_small_limit_on_the_stack_stops_no_run() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    let lacuna = env!("CARGO_BIN_EXE_lacuna");
+    let mut shell = Command::new("sh");
+    let line = format!("ulimit -s 96; exec {lacuna} run hello --memory 16M --quiet");
+    shell.args(["-c", &line]).assert().success();
+}
+
+#[test]
 fn doctor_examines_the_folder_it_is_given() {
     let text = stdout(&lacuna("doctor --swap-dir /nonexistent").success());
     assert!(text.contains("/nonexistent cannot hold a file"), "{text}");
