@@ -49,11 +49,12 @@ pub struct RunArgs {
     /// handler]
     #[arg(long, value_enum, value_name = "KIND", hide_possible_values = true)]
     pub memory_kind: Option<MemoryKind>,
-    /// How much of the guest's memory is resident at a time; for the pool, and on kvm [default: all
-    /// of it, and at most 512M]
+    /// How much of the guest's memory is resident at a time; for the pool, and on kvm, where it
+    /// saves no memory of the host: an evicted page stays in this process, in a second mapping
+    /// [default: all of it, and at most 512M]
     #[arg(long, value_name = "SIZE")]
     pub resident: Option<Size>,
-    /// Virtual processors
+    /// Virtual processors; on soft, each takes 2.5M of this process beside --resident
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub vcpus: u32,
