@@ -40,12 +40,32 @@ impl fmt::Debug for LogReaders {
 /// reader, finds all pages afterwards if it harvests nothing meanwhile. A reader begins with a copy
 /// of all pages, because pages that were taken before it came are not given to it.
 ///
-/// The last reader that is dropped turns off the logs that the first one has turned on.
+/// The last reader that is dropped turns off the logs that the first one has turned on. A reader
+/// that is forgotten ([`std::mem::forget`]) blocks no thread: readers that came before it get
+/// [`DirtyError::InUse`], and so does the next one if the VM delivers by rings alone. The logs that
+/// it has turned on stay on.
+///
+/// A harvest waits until every vCPU has left the guest once, so the thread of a vCPU must not call
+/// any function of a reader, and must not drop it.
 pub struct LogReader<'a, V: DirtyTracking + MemorySlots> {
     vm: &'a V,
     id: u64,
-    /// Pages that were taken from the log: a bit for each page of a slot.
-    taken: BTreeMap<SlotId, Vec<u64>>,
+    /// Pages that were taken from the log.
+    taken: Pages,
+    /// Of these pages, those that were not passed on yet.
+    pending: Pages,
+}
+
+/// A bit for each page of a slot.
+type Pages = BTreeMap<SlotId, Vec<u64>>;
+
+fn note(pages: &mut Pages, slot: SlotId, page: usize) {
+    let words = pages.entry(slot).or_default();
+    let word = page / 64;
+    if words.len() <= word {
+        words.resize(word + 1, 0);
+    }
+    words[word] |= 1 << (page % 64);
 }
 
 impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
@@ -65,7 +85,8 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
         let reader = Self {
             vm,
             id: readers.ids.last().map_or(0, |last| last + 1),
-            taken: BTreeMap::new(),
+            taken: Pages::new(),
+            pending: Pages::new(),
         };
         readers.ids.push(reader.id);
         let turned_on = set_logging_everywhere(vm, Logging::LAZY);
@@ -74,26 +95,36 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
         turned_on.map(|()| reader)
     }
 
-    /// As [`harvest`].
+    /// As [`harvest`], and each page is passed on once. `each` is called without a lock, so it may
+    /// use the VM and other readers. If it panics, the next harvest passes on the pages that it has
+    /// not got, and the page at which it has panicked.
     ///
     /// # Errors
     /// [`DirtyError::InUse`]: another reader has come later, and was not dropped yet. Otherwise
-    /// those of [`harvest`].
+    /// those of [`harvest`]; `each` has got the pages that were taken before the error.
     pub fn harvest(&mut self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
-        // Held until the end: a reader that comes meanwhile copies its first page later.
+        let (taken, pending) = (&mut self.taken, &mut self.pending);
         let readers = self.vm.log_readers().lock();
         if readers.ids.last() != Some(&self.id) {
             return Err(DirtyError::InUse);
         }
-        harvest(self.vm, |slot, page| {
-            let words = self.taken.entry(slot).or_default();
-            let word = page / 64;
-            if words.len() <= word {
-                words.resize(word + 1, 0);
+        let harvested = harvest(self.vm, |slot, page| {
+            note(taken, slot, page);
+            note(pending, slot, page);
+        });
+        // A reader that comes from here on begins with a copy of all pages.
+        drop(readers);
+        let mut count = 0;
+        for (slot, words) in pending {
+            for (index, word) in words.iter_mut().enumerate() {
+                while *word != 0 {
+                    each(*slot, index * 64 + word.trailing_zeros() as usize);
+                    *word &= *word - 1;
+                    count += 1;
+                }
             }
-            words[word] |= 1 << (page % 64);
-            each(slot, page);
-        })
+        }
+        harvested.map(|_| count)
     }
 
     /// Gives the log of a slot the pages back that were taken from it.

@@ -1,23 +1,34 @@
 //! Pauses the vCPUs of a run between two of their runs, so that their state can be saved.
-//!
-//! ```text
-//! controller                        vCPU's thread
-//! Pause::begin: wanted, kick all ─► run returns Interrupted ─► hands its vCPU over, and waits
-//!   all vCPUs are here: Paused
-//!   save, restore
-//! drop(Paused) ───────────────────► takes its vCPU back, and goes on
-//! ```
 
 use crate::{Exit, Kick, Vcpu, VcpuError};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long a vCPU's thread waits for its vCPU after the run has an ending. By then a controller
+/// has noticed the ending, unless it has forgotten its [`Paused`].
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often a thread that waits looks for the run's ending.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Pauses of one run. [`run_pausable`](crate::run_pausable) takes it.
+///
+/// ```text
+/// controller                        vCPU's thread
+/// Pause::begin: wanted, kick all ─► run returns Interrupted ─► hands its vCPU over, and waits
+///   all vCPUs are here: Paused
+///   save, restore
+/// drop(Paused) ───────────────────► takes its vCPU back, and goes on
+/// ```
+///
+/// Any thread but a vCPU's may pause a run. While one has it paused, another waits in
+/// [`Pause::begin`].
 pub struct Pause<V> {
     /// A controller waits for the vCPUs, or has them.
     wanted: AtomicBool,
     state: Mutex<State<V>, lock_order::RunPause>,
     changed: Condvar,
+    patience: Duration,
 }
 
 /// Where the vCPUs are.
@@ -26,18 +37,30 @@ struct State<V> {
     has_begun: bool,
     /// vCPUs whose threads run.
     running: usize,
-    /// vCPUs whose threads wait.
+    /// The number of threads that wait for their vCPUs.
+    threads_waiting: usize,
+    /// vCPUs whose threads wait, and which no controller has.
     waiting: Vec<V>,
+    /// vCPUs whose threads have ended without them.
+    left_behind: Vec<usize>,
     /// Whether a controller has begun, and not ended.
     is_paused: bool,
     /// Counts the pauses that have ended: a thread waits for the end of its own.
     ended: u64,
 }
 
-/// The vCPUs of a run, none of which executes guest code. They go on when this is dropped.
+/// The vCPUs of a run, none of which executes guest code. They run again when this is dropped.
+///
+/// If this is forgotten ([`std::mem::forget`]), the guest stays paused, and another
+/// [`Pause::begin`] waits, until the run has an ending. The vCPUs' threads then wait for 60 s and
+/// end without their vCPUs: [`run_pausable`](crate::run_pausable) returns, and `begin` returns
+/// `None`. The same happens to a controller that keeps this for 60 s after the ending; the vCPUs
+/// that it has are dropped with the [`Pause`].
 pub struct Paused<'a, V> {
     pause: &'a Pause<V>,
     vcpus: Vec<V>,
+    /// The numbers of these vCPUs.
+    numbers: Vec<usize>,
 }
 
 impl<V> Default for Pause<V> {
@@ -45,7 +68,9 @@ impl<V> Default for Pause<V> {
         let state = State {
             has_begun: false,
             running: 0,
+            threads_waiting: 0,
             waiting: Vec::new(),
+            left_behind: Vec::new(),
             is_paused: false,
             ended: 0,
         };
@@ -53,6 +78,7 @@ impl<V> Default for Pause<V> {
             wanted: AtomicBool::new(false),
             state: Mutex::new(state),
             changed: Condvar::new(),
+            patience: PATIENCE,
         }
     }
 }
@@ -70,6 +96,9 @@ impl<V: Vcpu> Pause<V> {
     pub fn begin(&self, kick: &impl Kick) -> Option<Paused<'_, V>> {
         let mut state = self.lock();
         while state.is_paused {
+            if state.has_begun && state.running + state.threads_waiting == 0 {
+                return None;
+            }
             state = self.changed.wait(state).expect("no panic under this lock");
         }
         state.is_paused = true;
@@ -81,9 +110,17 @@ impl<V: Vcpu> Pause<V> {
             state = self.changed.wait(state).expect("no panic under this lock");
         }
         let mut vcpus = std::mem::take(&mut state.waiting);
+        let left_behind = state.left_behind.clone();
+        // A vCPU that is dropped may take locks.
         drop(state);
+        vcpus.retain(|vcpu| !left_behind.contains(&vcpu.index()));
         vcpus.sort_by_key(Vcpu::index);
-        let paused = Paused { pause: self, vcpus };
+        let numbers = vcpus.iter().map(Vcpu::index).collect();
+        let paused = Paused {
+            pause: self,
+            vcpus,
+            numbers,
+        };
         // Dropped here, it ends the pause.
         (!paused.vcpus.is_empty()).then_some(paused)
     }
@@ -116,25 +153,42 @@ impl<V: Vcpu> Pause<V> {
             && self.wanted.load(Ordering::SeqCst)
     }
 
-    /// Hands the vCPU over to the controller, and returns it afterwards.
+    /// Hands the vCPU over to the controller, and returns it afterwards. `None`: the controller has
+    /// not given it back for long after the run's ending, which `has_ended` finds.
     #[cold]
-    pub(crate) fn hand_over(&self, vcpu: V) -> V {
+    pub(crate) fn hand_over(&self, vcpu: V, has_ended: impl Fn() -> bool) -> Option<V> {
         let index = vcpu.index();
         let mut state = self.lock();
         if !state.is_paused {
-            return vcpu;
+            return Some(vcpu);
         }
         let pause = state.ended;
         state.waiting.push(vcpu);
         state.running -= 1;
+        state.threads_waiting += 1;
         self.changed.notify_all();
+        let mut since = None;
         while state.ended == pause {
-            state = self.changed.wait(state).expect("no panic under this lock");
+            let waited = self.changed.wait_timeout(state, LOOK);
+            // `has_ended` takes a lock.
+            drop(waited.expect("no panic under this lock"));
+            let has_ended = has_ended();
+            state = self.lock();
+            if has_ended && state.ended == pause {
+                let since = *since.get_or_insert_with(Instant::now);
+                if since.elapsed() >= self.patience {
+                    // The caller's thread ends, and counts itself out.
+                    state.left_behind.push(index);
+                    state.threads_waiting -= 1;
+                    state.running += 1;
+                    return None;
+                }
+            }
         }
+        state.threads_waiting -= 1;
         let place = state.waiting.iter().position(|v| v.index() == index);
-        state
-            .waiting
-            .swap_remove(place.expect("the controller has given it back"))
+        let place = place.expect("the controller has given it back");
+        Some(state.waiting.swap_remove(place))
     }
 }
 
@@ -154,8 +208,10 @@ impl<V> Paused<'_, V> {
 impl<V> Drop for Paused<'_, V> {
     fn drop(&mut self) {
         let mut state = self.pause.lock();
-        // Before their threads wake: the next controller must count them as running.
-        state.running += self.vcpus.len();
+        // The threads count as running before they wake: the next controller waits for them.
+        let mut numbers = std::mem::take(&mut self.numbers);
+        numbers.retain(|number| !state.left_behind.contains(number));
+        state.running += numbers.len();
         state.waiting.append(&mut self.vcpus);
         state.is_paused = false;
         state.ended += 1;

@@ -108,7 +108,8 @@ pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) 
     run_pausable(vcpus, devices, kick, &Pause::default())
 }
 
-/// As [`run`], and another thread can pause the vCPUs by `pause`.
+/// As [`run`], and another thread can pause the vCPUs by `pause`. A vCPU that this thread keeps for
+/// long after the run's ending is missing in what is returned: see [`Paused`](crate::Paused).
 pub fn run_pausable<V: Vcpu>(
     vcpus: Vec<V>,
     devices: &PlatformDevices,
@@ -129,19 +130,20 @@ pub fn run_pausable<V: Vcpu>(
             spawned.map_err(failed).ok()
         };
         let threads: Vec<_> = vcpus.into_iter().filter_map(start).collect();
-        let vcpus = threads.into_iter().map(join).collect();
+        let vcpus = threads.into_iter().filter_map(join).collect();
         devices.flush();
         vcpus
     })
 }
 
-/// Runs a vCPU that has [entered](Pause::enter) `pause`, until the run has an ending.
+/// Runs a vCPU that has [entered](Pause::enter) `pause`, until the run has an ending. `None`: a
+/// controller has kept the vCPU.
 fn run_one<V: Vcpu>(
     mut vcpu: V,
     devices: &PlatformDevices,
     kick: &impl Kick,
     pause: &Pause<V>,
-) -> V {
+) -> Option<V> {
     let _guard = EndOnPanic { devices, kick };
     let _left = LeaveOnDrop(pause);
     while devices.ending().is_none() {
@@ -151,10 +153,10 @@ fn run_one<V: Vcpu>(
             break;
         }
         if is_wanted {
-            vcpu = pause.hand_over(vcpu);
+            vcpu = pause.hand_over(vcpu, || devices.ending().is_some())?;
         }
     }
-    vcpu
+    Some(vcpu)
 }
 
 /// What a thread returns; a panic of it continues here.
@@ -216,7 +218,7 @@ impl<'scope, V: Vm> VcpuThreads<'scope, V> {
                 let (vcpu, watcher) = vcpus.recv().ok()?;
                 let vcpu = run_one(vcpu, devices, vm, pause);
                 watcher.unpark();
-                Some(vcpu)
+                vcpu
             };
             let named = thread::Builder::new().name(format!("vcpu{index}"));
             let refused = |error: io::Error| io::Error::new(error.kind(), no_thread(index, &error));
@@ -284,8 +286,8 @@ pub fn run_watched<V: Vm>(
 }
 
 /// As [`run_watched`], and another thread can pause the vCPUs by `pause`. A pause delays the end of
-/// the run: the thread that has paused a guest looks for [`PlatformDevices::ending`], and lets it
-/// go on then.
+/// the run, for 60 s at most: the thread that has paused a guest looks for
+/// [`PlatformDevices::ending`], and drops its [`Paused`](crate::Paused) then.
 ///
 /// # Errors
 /// As [`run_watched`].

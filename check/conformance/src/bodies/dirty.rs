@@ -2,14 +2,15 @@
 //! guest's memory.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{self, AssertUnwindSafe};
 use std::thread;
 use std::time::Duration;
 
 use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_guest::status::Kind;
 use lacuna_machine::{
-    DirtyError, DirtyTracking as _, GuestMemory as _, HugeLeaves, Initially, Logging, MemorySlot,
-    MemorySlots as _, SlotId,
+    DirtyError, DirtyTracking as _, GuestMemory as _, HugeLeaves, Initially, LogReader, Logging,
+    MemorySlot, MemorySlots as _, SlotId,
 };
 
 use super::Outcome;
@@ -197,6 +198,55 @@ pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
         found = Ok(());
     }
     found
+}
+
+/// A harvest of a reader may begin another reader, whatever the VM delivers by. A panic in a harvest
+/// loses no page, and a reader that is forgotten blocks no other one.
+pub fn readers_of_the_log_are_nested_anywhere<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        for tracking in [Tracking::Bitmap, Tracking::Ring] {
+            let request = Request {
+                tracking,
+                ..Request::new(16, 16, 1, "")
+            };
+            let made = backend.make(&request, &guest(backend.arch(), "hello"));
+            let Made { vm, .. } = match made {
+                Err(_) if tracking != Tracking::Bitmap => continue,
+                made => made?,
+            };
+            let id = vm.memory_slots()[0].id;
+            let write = |page: u64| {
+                let at = gpa(backend.arch(), page * PAGE_SIZE as u64);
+                vm.write(at, &[1]).expect("guest memory");
+            };
+            let mut reader = LogReader::begin(&*vm).expect("the first");
+            let mut harvest = |each: &mut dyn FnMut(SlotId, usize)| reader.harvest(each);
+            harvest(&mut |_, _| ()).expect("a harvest");
+            [3, 4, 70].into_iter().for_each(write);
+            let panics = || harvest(&mut |_, page| assert_ne!(page, 4, "the test's own panic"));
+            let panicked = panic::catch_unwind(AssertUnwindSafe(panics));
+            assert!(panicked.is_err());
+            let mut pages = BTreeSet::new();
+            let nested = harvest(&mut |slot, page| {
+                let mut inner = LogReader::begin(&*vm).expect("another");
+                inner.harvest(|_, _| ()).expect("the last reader");
+                pages.insert((slot, page));
+            });
+            assert_eq!(nested, Ok(2));
+            assert_eq!(pages, BTreeSet::from([(id, 4), (id, 70)]));
+            std::mem::forget(LogReader::begin(&*vm));
+            assert_eq!(harvest(&mut |_, _| ()), Err(DirtyError::InUse));
+            let mut later = LogReader::begin(&*vm).expect("a later one");
+            write(5);
+            let mut written = BTreeSet::new();
+            later
+                .harvest(|_, page| _ = written.insert(page))
+                .expect("the last reader");
+            assert!(written.contains(&5));
+        }
+        Ok(())
+    })
 }
 
 /// Tracking is switched on and off a hundred times while the guest checks its own memory.

@@ -66,9 +66,18 @@ impl Vcpu for Busy {
 }
 
 fn runs<R: Send>(body: impl FnOnce(&Pause<Busy>, &Seen, &PlatformDevices) -> R + Send) -> R {
+    let (result, back) = runs_with(Pause::default(), body);
+    assert_eq!(back, VCPUS, "every vCPU comes back");
+    result
+}
+
+/// Also returns the number of vCPUs that come back.
+fn runs_with<R: Send>(
+    pause: Pause<Busy>,
+    body: impl FnOnce(&Pause<Busy>, &Seen, &PlatformDevices) -> R + Send,
+) -> (R, usize) {
     let seen = Arc::new(Seen::default());
     let devices = PlatformDevices::new(|_: &str| {});
-    let pause = Pause::default();
     let busy = |index| Busy {
         index,
         seen: Arc::clone(&seen),
@@ -81,9 +90,7 @@ fn runs<R: Send>(body: impl FnOnce(&Pause<Busy>, &Seen, &PlatformDevices) -> R +
         }
         let result = body(&pause, &seen, &devices);
         devices.end(Ending::Stopped, &*seen);
-        let back = runner.join().expect("no panic");
-        assert_eq!(back.len(), VCPUS, "every vCPU comes back");
-        result
+        (result, runner.join().expect("no panic").len())
     })
 }
 
@@ -141,4 +148,30 @@ fn a_run_that_ends_in_a_pause() {
         Pause::<Busy>::default().begin(&Seen::default()).is_none(),
         "not begun"
     );
+}
+
+/// Without patience: the run ends without the vCPUs of a pause that is forgotten, or that is kept.
+#[test]
+fn a_forgotten_pause_ends_with_the_run() {
+    let pause = || Pause {
+        patience: Duration::ZERO,
+        ..Pause::default()
+    };
+    let (_, back) = runs_with(pause(), |pause, seen, devices| {
+        std::mem::forget(pause.begin(seen));
+        thread::scope(|scope| {
+            let another = scope.spawn(|| pause.begin(seen).is_none());
+            devices.end(Ending::Stopped, seen);
+            assert!(another.join().expect("no panic"), "the run is over");
+        });
+    });
+    assert_eq!(back, 0);
+    let (_, back) = runs_with(pause(), |pause, seen, devices| {
+        let paused = pause.begin(seen).expect("it runs");
+        devices.end(Ending::Stopped, seen);
+        assert!(pause.begin(seen).is_none(), "every thread has ended");
+        drop(paused);
+        assert!(pause.begin(seen).is_none(), "its vCPUs have no threads");
+    });
+    assert_eq!(back, 0);
 }
