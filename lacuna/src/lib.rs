@@ -34,7 +34,8 @@
 //! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`] |
 //! | read and write guest memory | [`GuestMemory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`] |
-//! | learn which pages the guest has written | [`set_logging_everywhere`], then [`harvest`] |
+//! | learn which pages the guest has written | [`LogReader`], or [`set_logging_everywhere`] and [`harvest`] |
+//! | hold all vCPUs for a while | [`run_pausable`] and [`Pause`] |
 //! | start a guest whose memory is elsewhere | [`PageSource`], [`MissingMemory`] |
 //! | make vCPUs leave the guest and return to the VMM | [`Kick`] |
 //! | end the run | [`PlatformDevices::end`] |
@@ -43,6 +44,13 @@
 //!
 //! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `migrate`, `missing`,
 //! `snapshot`, `vmm`, `vm_memory`.
+//!
+//! # Threads
+//! A vCPU belongs to one thread at a time, which calls its functions. Any other thread may use the
+//! VM meanwhile: read and write guest memory, change slots, harvest the log, provide pages, kick.
+//! A change of slots, a harvest and a pause wait until every vCPU has left the guest, so the thread
+//! of a vCPU must not call them. [`MemorySlots`], [`DirtyTracking`], [`LogReader`],
+//! [`MissingMemory`] and [`Pause`] have the rules of their calls.
 //!
 //! # Guest memory by `vm-memory`'s traits
 //! The default feature `vm-memory` adds two adapters. [`vm_memory::View`] gives code for rust-vmm's

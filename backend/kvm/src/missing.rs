@@ -196,7 +196,7 @@ impl Vcpu {
         match self.vm.source.failure() {
             None => Ok(()),
             Some(failure) => Err(match (failure.lost, failure.cause) {
-                (Some(gpa), cause) => VcpuError::PageLost { vcpu, gpa, cause },
+                (Some(gpa), cause) => VcpuError::no_page(vcpu, gpa, cause),
                 (None, cause) => VcpuError::Host { vcpu, cause },
             }),
         }
@@ -284,6 +284,13 @@ impl MissingMemory for Vm {
 
     fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError> {
         let slot = self.slot_at(gpa)?;
+        let is_open = |token| {
+            let provider = self.source.provider();
+            provider.is_some_and(|provider| provider.provision.tokens.is_open(token))
+        };
+        if token.is_some_and(|token| !is_open(token)) {
+            return Err(TokenError::Unknown.refuses(gpa));
+        }
         let Some(provider) = self.provider_of(&slot) else {
             // No page of the slot is missing.
             let _ = token.map(|token| self.ready(token));

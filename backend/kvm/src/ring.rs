@@ -245,7 +245,10 @@ mod tests {
                 let flags = ring.entry(self.reset).0;
                 if flags.load(Ordering::Acquire) & REAPED == 0 {
                     ring.was_reset();
-                    assert!(self.reset <= self.next, "KVM counts a negative number in use");
+                    assert!(
+                        self.reset <= self.next,
+                        "KVM counts a negative number in use"
+                    );
                     return self.reset - first;
                 }
                 flags.store(FREE, Ordering::Release);
@@ -280,7 +283,10 @@ mod tests {
             assert_eq!(kernel.reset(&mut ring), some);
             assert!(ring.is_reset());
         }
-        assert!(kernel.next > 10 * ring.size.entries(), "several times round");
+        assert!(
+            kernel.next > 10 * ring.size.entries(),
+            "several times round"
+        );
     }
 
     #[test]

@@ -137,11 +137,7 @@ impl<P: Platform> Entry<P> {
         if let Err(MemoryError::Backing { gpa, cause } | MemoryError::Refused { gpa, cause }) =
             &result
         {
-            self.failed = Some(VcpuError::PageLost {
-                vcpu: self.index,
-                gpa: *gpa,
-                cause: cause.clone(),
-            });
+            self.failed = Some(VcpuError::no_page(self.index, *gpa, cause.clone()));
         }
         result.map_err(|_| Unwritable)
     }

@@ -57,7 +57,9 @@ fn bit(gfn: Gfn) -> u64 {
 impl FrameSet {
     /// The number of words that [`FrameSet::new`] makes.
     pub(crate) fn words(boot: u64) -> u64 {
-        boot.min(BOOT_MAX).div_ceil(64).next_multiple_of(BLOCK_WORDS as u64)
+        boot.min(BOOT_MAX)
+            .div_ceil(64)
+            .next_multiple_of(BLOCK_WORDS as u64)
     }
 
     /// The empty set. `boot` is one past the last frame of the VM's boot memory.

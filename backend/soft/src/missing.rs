@@ -268,9 +268,15 @@ impl MissingMemory for Vm {
 
     fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError> {
         let page = self.backing_addr(gpa)?;
+        let of_vcpu = |token: FaultToken| {
+            let tokens = self.tokens.get(token.vcpu());
+            let tokens = tokens.filter(|tokens| tokens.is_open(token));
+            let tokens = tokens.ok_or_else(|| TokenError::Unknown.refuses(gpa));
+            tokens.map(|tokens| (tokens, token))
+        };
+        let tokens = token.map(of_vcpu).transpose()?;
         let coming = self.host.fetch(page);
         let coming = coming.map_err(|error| backing(gpa, &error))?;
-        let tokens = token.and_then(|token| self.tokens.get(token.vcpu()).zip(Some(token)));
         let Some((tokens, token)) = tokens else {
             return Ok(());
         };

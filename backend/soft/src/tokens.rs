@@ -51,6 +51,11 @@ impl Tokens {
         self.lock().life.check(token)
     }
 
+    /// As [`TokenLife::is_open`].
+    pub fn is_open(&self, token: FaultToken) -> bool {
+        self.lock().life.is_open(token)
+    }
+
     /// As [`TokenLife::accept`].
     pub fn accepted(&self, token: FaultToken, completion: Completion) -> Result<(), TokenError> {
         let accepted = self.lock().life.accept(token, Some(completion));

@@ -380,7 +380,7 @@ impl<P: Platform> VcpuOf<P> {
             Some(Blocked::Lost(gfn, access, cause)) => {
                 let cause = cause + &P::syndrome(&self.entry, gfn, access);
                 let gpa = gfn.gpa();
-                return Step::Failed(VcpuError::PageLost { vcpu, gpa, cause });
+                return Step::Failed(VcpuError::no_page(vcpu, gpa, cause));
             }
             Some(Blocked::NoTables(gfn, access, cause)) => {
                 let cause = cause + &P::syndrome(&self.entry, gfn, access);

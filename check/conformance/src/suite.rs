@@ -86,7 +86,8 @@ macro_rules! suite {
             missing_races:
                 two_vcpus_need_one_page, the_flag_is_cleared_while_a_vcpu_waits,
                 the_flag_is_set_while_a_vcpu_waits, a_silent_source_delays_no_end,
-                a_lost_page_is_reported, a_restored_vcpu_has_no_exit,
+                a_lost_page_is_reported, a_panic_of_the_source_ends_the_run,
+                a_restored_vcpu_has_no_exit,
                 a_kick_ends_the_wait_for_the_area_of_async_faults;
             sources:
                 verify_from_zeros, verify_from_a_memory_file, verify_from_a_peer;
@@ -94,7 +95,7 @@ macro_rules! suite {
                 every_token_comes_back_once, a_guest_gets_no_event_unless_offered,
                 nothing_is_lost_with_async_faults;
             dirty:
-                host_writes_are_tracked, a_bitmap_has_every_write,
+                host_writes_are_tracked, readers_of_the_log_are_nested_anywhere, a_bitmap_has_every_write,
                 a_bitmap_by_write_protection_has_every_write, a_bitmap_by_pml_has_every_write,
                 rings_have_every_write, small_rings_have_every_write,
                 rings_by_write_protection_have_every_write,

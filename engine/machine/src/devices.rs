@@ -292,7 +292,10 @@ impl PlatformDevices {
         let last = last.ok_or(DeviceError::Range { from, bytes })?;
         let range = from..=last.get();
         let to = last.get();
-        if controllers(self.arch).iter().any(|taken| overlap(taken, &range)) {
+        if controllers(self.arch)
+            .iter()
+            .any(|taken| overlap(taken, &range))
+        {
             return Err(DeviceError::InterruptController { from, to });
         }
         if own(self.arch).iter().any(|taken| overlap(taken, &range)) {

@@ -1,20 +1,23 @@
 //! Dirty logging: which pages the guest writes.
-//!
-//! ```text
-//! set_logging(On)                     copy all memory
-//! get_dirty, or reap + reset          copy the pages they name; again and again
-//! set_logging(Off)
-//! ```
-//! Before a harvest returns, it has re-armed its pages and flushed the TLBs. Copy the pages after
-//! that, never before. A write that the copy lacks is then in the next harvest.
-//!
-//! A vCPU's own thread must not call these functions: a harvest waits until every vCPU has left the
-//! guest once.
 
 use crate::{LogReaders, MemorySlots};
 use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotError, SlotId};
 
 /// Dirty logging as every backend has it. [`Delivery`] is chosen with the VM.
+///
+/// ```text
+/// set_logging(On)                     copy all memory
+/// get_dirty, or reap + reset          copy the pages that they name; again and again
+/// set_logging(Off)
+/// ```
+/// Before a harvest returns, it has re-armed its pages and flushed the TLBs. Copy the pages after
+/// that, never before. A write that the copy lacks is then in the next harvest.
+///
+/// # Threads
+/// Any thread may call these functions, except the thread of a vCPU, and a callback of
+/// [`DirtyRings::reap_rings`] or [`harvest`]. A harvest waits until every vCPU has left the guest
+/// once, so a vCPU's own thread would wait for itself. Such a callback runs under locks that these
+/// functions take. A [`LogReader`](crate::LogReader) calls without locks.
 pub trait DirtyTracking {
     /// Where writes are recorded.
     fn delivery(&self) -> Delivery;
@@ -54,7 +57,7 @@ pub trait DirtyTracking {
     fn detection(&self) -> Option<&dyn DetectionChoice>;
 }
 
-/// Dirty rings, one for each vCPU.
+/// Dirty rings, one for each vCPU. The rules for threads are those of [`DirtyTracking`].
 pub trait DirtyRings {
     /// Calls `each` for every page in the rings, and returns the number of calls. A page may come
     /// more than once, and its slot may have been removed since. The entries stay in use until
@@ -133,6 +136,9 @@ where
 ///
 /// Calls `each` with the slot and the index of each dirty page, perhaps more than once for a page,
 /// and returns the number of calls. The pages are re-armed then; copy them after this call.
+///
+/// `each` must not call [`DirtyTracking`], [`MemorySlots`] or [`LogReaders`] of this VM: locks are
+/// held. A [`LogReader`](crate::LogReader) has no such rule.
 ///
 /// # Errors
 /// [`DirtyError`]; pages that `each` got before the error may be re-armed already.

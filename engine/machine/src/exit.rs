@@ -125,6 +125,19 @@ pub enum VcpuError {
         /// What the host's memory manager says.
         cause: String,
     },
+    /// The page source has panicked with the request for a page.
+    #[error(
+        "vCPU {vcpu}: guest page {gpa} was not provided: {cause}; the guest was stopped: this is \
+         an error in the program that has the page source"
+    )]
+    SourcePanicked {
+        /// Which vCPU needed the page.
+        vcpu: usize,
+        /// The page.
+        gpa: Gpa,
+        /// What the host's memory manager says.
+        cause: String,
+    },
     /// No frame could be made free.
     #[error("vCPU {vcpu}: no memory: {cause}")]
     NoMemory {
@@ -156,10 +169,22 @@ pub enum VcpuError {
 }
 
 impl VcpuError {
+    /// vCPU `vcpu` needs the page at `gpa`, and there is none for this reason, which has the page
+    /// source's own words. For backends.
+    pub fn no_page(vcpu: usize, gpa: Gpa, cause: String) -> Self {
+        match cause.contains(lacuna_source::PANICKED) {
+            true => Self::SourcePanicked { vcpu, gpa, cause },
+            false => Self::PageLost { vcpu, gpa, cause },
+        }
+    }
+
     /// Where the cause lies.
     pub const fn kind(&self) -> ErrorKind {
         match self {
-            Self::PageLost { .. } | Self::NoMemory { .. } | Self::Host { .. } => ErrorKind::Host,
+            Self::PageLost { .. }
+            | Self::SourcePanicked { .. }
+            | Self::NoMemory { .. }
+            | Self::Host { .. } => ErrorKind::Host,
             Self::TimeStandsStill { .. } => ErrorKind::Request,
             Self::Hang => ErrorKind::Guest,
         }

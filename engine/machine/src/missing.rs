@@ -1,39 +1,10 @@
 //! Memory whose pages the VMM provides while the guest runs.
-//!
-//! ```text
-//! vCPU                            VMM                                        guest
-//! run ── never provided ──► MemoryFault { gpa, token }
-//!        either  provide(gpa, bytes), run again ───────────────────────► repeats its access
-//!        or      accept(token), run again ─────────────────────────────► page-not-present
-//!                provide(gpa, bytes), then ready(token), any thread ───► page-ready
-//! ```
-//! Flag and exit are those of `KVM_MEM_EXIT_ON_MISSING` and `KVM_EXIT_MEMORY_FAULT` in the series
-//! on the kvm list in 2023; tokens are not in it.
-//!
-//! The exits come from slots with [`SlotFlags::EXIT_ON_MISSING`](crate::SlotFlags::EXIT_ON_MISSING)
-//! and for a vCPU's own accesses only, stage-1 walks included. Other accesses to missing memory,
-//! such as those of devices and of [`GuestMemory`](crate::GuestMemory), wait, and the VM's page
-//! source is asked for the page. A page that was provided and then evicted is brought back by the
-//! backend; it causes no exit.
-//!
-//! An exit makes its token *pending*. Then the token is *accepted*, or not, and *completed*:
-//!
-//! | | pending | accepted | completed, unknown |
-//! |---|---|---|---|
-//! | accept | accepted, or `CannotTell` | `Accepted` | `Unknown` |
-//! | ready | `Told::Early`; accept is then refused with `Ready` | `Told::Guest` | `Unknown` |
-//! | run | completed | stays | |
-//! | reset, restore | completed | stays; ready is `Told::Cancelled` | |
-//! | disable | | stays; ready is `Told::Cancelled` | |
-//!
-//! *accept* is [`Vcpu::accept`](crate::Vcpu::accept), and *ready* is [`MissingMemory::ready`].
-//! *disable* is the guest's: it turns async page faults off. The names of refusals are those of
-//! [`TokenError`].
 
 use crate::{ErrorKind, MemoryError};
 use lacuna_addr::{GfnRange, Gpa};
 
-/// Names one exit on missing memory, among all of its VM.
+/// Names one exit on missing memory, among all of its VM. [`MissingMemory`] has the table of what
+/// may be done with it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct FaultToken(u64);
 
@@ -75,6 +46,12 @@ pub enum TokenError {
 }
 
 impl TokenError {
+    /// A call for the page at `gpa` is refused for this reason. For backends.
+    pub fn refuses(self, gpa: Gpa) -> MemoryError {
+        let cause = self.to_string();
+        MemoryError::Refused { gpa, cause }
+    }
+
     /// Where the cause lies.
     pub const fn kind(&self) -> ErrorKind {
         match self {
@@ -107,6 +84,43 @@ pub struct Provided {
 
 /// Memory that a VMM provides page by page. A VM has it if it was made with a page source, which is
 /// asked for pages that something other than a vCPU needs.
+///
+/// ```text
+/// vCPU                            VMM                                        guest
+/// run ── never provided ──► MemoryFault { gpa, token }
+///        either  provide(gpa, bytes), run again ───────────────────────► repeats its access
+///        or      accept(token), run again ─────────────────────────────► page-not-present
+///                provide(gpa, bytes), then ready(token), any thread ───► page-ready
+/// ```
+/// Flag and exit are those of `KVM_MEM_EXIT_ON_MISSING` and `KVM_EXIT_MEMORY_FAULT` in the series
+/// on the kvm list in 2023; tokens are not in it.
+///
+/// The exits come from slots with [`SlotFlags::EXIT_ON_MISSING`](crate::SlotFlags::EXIT_ON_MISSING)
+/// and for a vCPU's own accesses only, stage-1 walks included. Other accesses to missing memory,
+/// such as those of devices and of [`GuestMemory`](crate::GuestMemory), wait, and the VM's page
+/// source is asked for the page. A page that was provided and then evicted is brought back by the
+/// backend; it causes no exit.
+///
+/// An exit makes its token *pending*. Then the token is *accepted*, or not, and *completed*:
+///
+/// | | pending | accepted | completed, unknown |
+/// |---|---|---|---|
+/// | accept | accepted, or `CannotTell` | `Accepted` | `Unknown` |
+/// | ready | `Told::Early`; accept is then refused with `Ready` | `Told::Guest` | `Unknown` |
+/// | fetch with it | ready is said when the page has come | the same | `Refused` |
+/// | run | completed | stays | |
+/// | reset, restore | completed | stays; ready is `Told::Cancelled` | |
+/// | disable | | stays; ready is `Told::Cancelled` | |
+///
+/// *accept* is [`Vcpu::accept`](crate::Vcpu::accept), *ready* is [`MissingMemory::ready`], and
+/// *fetch* is [`MissingMemory::fetch`].
+/// *disable* is the guest's: it turns async page faults off. The names of refusals are those of
+/// [`TokenError`].
+///
+/// # Threads
+/// Any thread may call these functions, the thread of a vCPU too. A thread that waits for a page, in
+/// [`MissingMemory::populate`] or in [`GuestMemory`](crate::GuestMemory), must not be the only one
+/// that provides pages.
 pub trait MissingMemory: Send + Sync {
     /// Provides whole pages from `gpa` on. Address and length are multiples of 4 KiB, or of 2 MiB
     /// for memory in huge pages, whose exits have that size. A page that was provided before keeps
@@ -123,7 +137,8 @@ pub trait MissingMemory: Send + Sync {
     /// Returns at once, except that it may wait for free memory.
     ///
     /// # Errors
-    /// [`MemoryError::NoSlot`], [`MemoryError::Backing`].
+    /// [`MemoryError::NoSlot`], [`MemoryError::Backing`]. [`MemoryError::Refused`]: the token is
+    /// neither pending nor accepted; the source is not asked.
     fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError>;
 
     /// Brings every page of `gfns` in: the page source is asked for those that are missing, and

@@ -1,15 +1,5 @@
 //! The whole state of a vCPU as one value: saved by one backend, restored by the same or another.
 //! What the vCPUs of a VM share is a second value, of the VM.
-//!
-//! ```text
-//! save      stop all vCPUs ─► Vm::save_shared ─► SaveRestore::save of each vCPU; memory
-//! restore   Vm::bare_vcpus ─► memory ─► Vm::restore_shared ─► SaveRestore::restore of each vCPU
-//! ```
-//!
-//! A state is data. It may come from a file or a peer, damaged or hostile. A backend that restores
-//! it checks every field. If a field is wrong, the error names it, and the vCPU keeps the state
-//! that it had. Only the hypervisor below can refuse half-way ([`StateError::Host`]); the vCPU must
-//! then be restored again or dropped.
 
 pub mod arm64;
 mod words;
@@ -107,6 +97,18 @@ pub enum StateError {
 }
 
 /// Saves and restores the state of a vCPU, between two runs.
+///
+/// ```text
+/// save      stop all vCPUs ─► Vm::save_shared ─► SaveRestore::save of each vCPU; memory
+/// restore   Vm::bare_vcpus ─► memory ─► Vm::restore_shared ─► SaveRestore::restore of each vCPU
+/// ```
+///
+/// A state is data. It may come from a file or a peer, damaged or hostile. A backend that restores
+/// it checks every field. If a field is wrong, the error names it, and the vCPU keeps the state
+/// that it had. Only the hypervisor below can refuse half-way ([`StateError::Host`]); the vCPU must
+/// then be restored again or dropped.
+///
+/// The thread that has the vCPU calls this: see [`Pause`](crate::Pause) for vCPUs that run.
 ///
 /// Pages on their way to the guest are not part of a state. If the guest has enabled asynchronous
 /// page faults, it gets a *wake-all* after a restore: every thread that waits for a page tries its

@@ -1,4 +1,4 @@
-//! The life of one vCPU's tokens, for backends: the table of [`crate::missing`] as a value.
+//! The life of one vCPU's tokens, for backends: the table of [`crate::MissingMemory`] as a value.
 
 use crate::missing::{FaultToken, TokenError};
 use std::collections::HashMap;
@@ -117,7 +117,7 @@ impl<A> TokenLife<A> {
 mod tests {
     use super::*;
 
-    /// The columns of the table in [`crate::missing`].
+    /// The columns of the table in [`crate::MissingMemory`].
     #[test]
     fn each_order_of_calls_has_one_outcome() {
         let mut life = TokenLife::default();

@@ -59,8 +59,7 @@ impl Origin {
     fn fetch(&self, index: u64, page: PageNo) {
         let wanted = SourcePage(self.first.0 + index);
         let asker = Arc::clone(&self.asker);
-        self.source
-            .fetch(PageRequest::new(asker, page.get(), wanted));
+        PageRequest::new(asker, page.get(), wanted).send(&*self.source);
     }
 }
 

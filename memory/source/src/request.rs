@@ -3,7 +3,9 @@
 use crate::{External, MemoryId};
 use lacuna_addr::PAGE_SIZE;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread;
 
 /// A page's number in its source, from 0: its offset in a memory file, divided by 4 KiB.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash, Default)]
@@ -22,7 +24,11 @@ pub trait PageSource: Send + Sync {
     fn describe(&self) -> String;
 
     /// Asks for a page, at most once for each page. The source answers `request` now or later, on
-    /// any thread. It does not wait here: the caller may be a vCPU that goes on.
+    /// any thread. It does not wait here: the caller may be the thread of a vCPU, whose guest runs
+    /// meanwhile.
+    ///
+    /// If this panics, the request fails with [`PANICKED`]: that is an error of the program, and
+    /// the VM fails with it. The panic itself ends here, because the caller may be any thread.
     fn fetch(&self, request: PageRequest);
 
     /// Which memory it provides. By default its name says that.
@@ -100,6 +106,10 @@ impl fmt::Debug for dyn PageSource {
     }
 }
 
+/// The reason for which requests of a source fail that panics. The page is not lost then: the source
+/// has not looked for it, or not to the end.
+pub const PANICKED: &str = "the page source has panicked, and the panic's own message says where";
+
 /// A page that a source was asked for. A clone is the same request. The request fails when its last
 /// clone is dropped without an answer, so a source that ends leaves no thread waiting.
 #[derive(Clone)]
@@ -127,6 +137,16 @@ impl PageRequest {
         Self(Arc::new(Asked { asker, key, page }))
     }
 
+    /// Asks `source` for the page, for memory managers. If the source panics, the request fails with
+    /// [`PANICKED`], unless it was answered.
+    pub fn send(self, source: &dyn PageSource) {
+        let kept = self.clone();
+        if catch_unwind(AssertUnwindSafe(|| source.fetch(self))).is_err() {
+            // Late, if the source has answered before.
+            let _ = kept.fail(PANICKED);
+        }
+    }
+
     /// The page.
     pub fn page(&self) -> SourcePage {
         self.0.page
@@ -152,7 +172,11 @@ impl fmt::Debug for PageRequest {
 
 impl Drop for Asked {
     fn drop(&mut self) {
+        let reason = match thread::panicking() {
+            true => PANICKED,
+            false => "it dropped the request",
+        };
         // Late, unless no clone was answered.
-        let _ = self.asker.answer(self.key, Err("it dropped the request"));
+        let _ = self.asker.answer(self.key, Err(reason));
     }
 }

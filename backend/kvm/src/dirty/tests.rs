@@ -22,7 +22,12 @@ fn a_clear_that_kvm_refuses_keeps_the_writes_of_the_vmm() {
     }
     let slot = vm.slots.get(id).unwrap();
     set_logging_flag(&vm.fd, &slot, Logging::Off).unwrap();
-    let refused = |result| assert!(matches!(result, Err(DirtyError::Kernel { .. })), "{result:?}");
+    let refused = |result| {
+        assert!(
+            matches!(result, Err(DirtyError::Kernel { .. })),
+            "{result:?}"
+        )
+    };
     refused(vm.clear_dirty(id, 0, 64, &mut [1 << 1]));
     refused(vm.clear_dirty(id, 64, 64, &mut [1 << 6]));
     refused(vm.get_dirty(id, &mut words));

@@ -33,7 +33,6 @@ use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Userfaultfd, Waiters};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::slice;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Weak};
@@ -421,7 +420,6 @@ impl Provider {
         }
         let number = SourcePage(u64::from(page));
         let request = PageRequest::new(Arc::clone(&self.answers), u64::from(page), number);
-        // A source that panics drops the request, so the page is lost and the VM ends with that.
-        let _ = catch_unwind(AssertUnwindSafe(|| self.source.fetch(request)));
+        request.send(&*self.source);
     }
 }

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Arch, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryFaultFlags, PageRequest,
-    PageSource, Provided, SlotFlags, SourcePage, TokenError, Told, Vcpu as _, Vm as _, Width,
+    Apf, Arch, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryError, MemoryFaultFlags,
+    PageRequest, PageSource, Provided, SlotFlags, SourcePage, TokenError, Told, Vcpu as _, Vm as _,
+    Width,
 };
 
 use super::Outcome;
@@ -333,12 +334,22 @@ pub fn tokens_are_accepted_once<B: Backend>(backend: &B) -> Outcome {
         for never in [FaultToken::new(0, 1), FaultToken::new(200, 7)] {
             assert_eq!(vcpu.accept(never), unknown);
             assert_eq!(memory.ready(never), Err(TokenError::Unknown));
+            let forged = memory.fetch(at(READ), Some(never));
+            assert!(
+                matches!(forged, Err(MemoryError::Refused { .. })),
+                "{forged:?}"
+            );
         }
         let (_, _, first) = fault::<B>(vcpu);
         let (_, _, second) = fault::<B>(vcpu);
         assert_ne!(first, second);
         assert_eq!(vcpu.accept(first), unknown, "its vCPU was entered since");
         assert_eq!(memory.ready(first), Err(TokenError::Unknown));
+        let completed = memory.fetch(at(READ), Some(first));
+        assert!(
+            matches!(completed, Err(MemoryError::Refused { .. })),
+            "{completed:?}"
+        );
         assert_eq!(memory.ready(second), Ok(Told::Early));
         assert_eq!(memory.ready(second), Err(TokenError::Ready));
         assert_eq!(vcpu.accept(second), Err(TokenError::Ready));

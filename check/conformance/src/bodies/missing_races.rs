@@ -238,6 +238,50 @@ pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
     Ok(())
 }
 
+/// Panics when it is asked for [`READ`].
+struct Panics;
+
+impl PageSource for Panics {
+    fn describe(&self) -> String {
+        "panics".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        assert_ne!(request.page(), source_page(READ), "the test's own panic");
+        let _ = request.provide(&[0; PAGE_SIZE]);
+    }
+}
+
+/// A source that panics is an error of the VMM. It ends the run as such, and no page counts as
+/// lost.
+pub fn a_panic_of_the_source_ends_the_run<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let at = places(&backend);
+        let code = program(backend.arch(), Interrupts::Off);
+        let source: Arc<dyn PageSource> = Arc::new(Panics);
+        let missing = Missing::Waits;
+        let request = Request {
+            origin: Some(Origin { source, missing }),
+            unit: Unit::Page,
+            ..Request::new(16, 16, 1, "")
+        };
+        let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
+        for _ in 0..2 {
+            match vcpus[0].run() {
+                Err(VcpuError::SourcePanicked { gpa, cause, .. }) => {
+                    assert_eq!(gpa, at(READ));
+                    assert!(cause.contains("panics"), "the source's name: {cause}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        let read = vm.read(at(READ), &mut [0; 8]);
+        assert!(matches!(read, Err(MemoryError::Backing { .. })), "{read:?}");
+        Ok(())
+    })
+}
+
 /// An exit belongs to the state in which the vCPU made it.
 pub fn a_restored_vcpu_has_no_exit<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();

@@ -187,8 +187,7 @@ pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome {
             ];
             for over in over {
                 let over = over.expect_err("the controller's place");
-                let is_reserved =
-                    matches!(over, MemorySlotError::Slot(SlotError::Reserved { .. }));
+                let is_reserved = matches!(over, MemorySlotError::Slot(SlotError::Reserved { .. }));
                 assert!(is_reserved, "{at:#x}: {over}");
             }
         }
