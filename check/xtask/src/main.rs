@@ -1,9 +1,10 @@
-//! The workspace's own commands: `cargo xtask tidy`, `cargo xtask compare` and `cargo xtask guest`.
+//! The workspace's own commands: `cargo xtask tidy`, `cargo xtask compare`, `cargo xtask figures`
+//! and `cargo xtask guest`.
 //!
 //! [`tidy`] checks the rules of the workspace. Each of its modules is one group of rules: a
 //! function from text to [`finding::Finding`]s, with tests on small fixtures. [`compare`] measures
-//! two commits in turns on one machine. [`guest`] builds the images that
-//! are committed.
+//! two commits in turns on one machine. [`figures`] renews the figures that pages quote. [`guest`]
+//! builds the images that are committed.
 //!
 //! | module | contents |
 //! |---|---|
@@ -16,11 +17,13 @@
 //! | [`pages`] | Markdown: columns; files, links and items that are named exist |
 //! | [`guest`] | builds the committed AArch64 guest images, or compares them with their sources |
 //! | [`compare`] | two commits, measured in turns: what became slower or faster |
+//! | [`figures`] | the figures in pages, from the runs in `docs/figures.json` |
 #![forbid(unsafe_code)]
 
 mod arch;
 mod comments;
 mod compare;
+mod figures;
 mod finding;
 mod guest;
 mod imports;
@@ -38,6 +41,7 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 usage: cargo xtask tidy                         check the rules of the house
        cargo xtask compare OLD [NEW] [OPTIONS]  measure two commits; --help lists the options
+       cargo xtask figures [--add FILE]         renew the figures in all pages; --help says more
        cargo xtask guest [--check]              build the AArch64 guest images, or compare them";
 
 fn main() -> ExitCode {
@@ -45,6 +49,7 @@ fn main() -> ExitCode {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["tidy"] => tidy::run(),
         ["guest", ..] => guest::run(&arguments[1..]),
+        ["figures", ..] => figures::run(&arguments[1..]),
         ["compare", ..] => compare::run(&arguments[1..]),
         _ => {
             eprintln!("{USAGE}");

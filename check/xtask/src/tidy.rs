@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package as CargoPackage};
 
 use crate::finding::Finding;
-use crate::{arch, comments, imports, locks, pages, phrases, ratchet, scan, source, tree};
+use crate::{arch, comments, figures, imports, locks, pages, phrases, ratchet, scan, source, tree};
 
 /// Text that people write in this repository, besides Rust and Markdown.
 const OTHER_SOURCES: [&str; 5] = ["c", "h", "S", "ld", "toml"];
@@ -59,6 +59,7 @@ fn check() -> Result<(Vec<Finding>, Vec<String>), Box<dyn Error>> {
         tree: pages::Tree::default(),
     };
     findings.all.extend(tree::check_readmes(root));
+    findings.all.extend(figures::check(root)?);
     findings.tree.paths = tree::paths(root)?;
     for package in metadata.workspace_packages() {
         findings.package(package)?;

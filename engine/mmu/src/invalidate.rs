@@ -41,12 +41,12 @@ impl Counter for () {}
 /// some vCPU may still use the pages, and faults near them wait.
 #[must_use = "faults near the ranges wait until it is finished"]
 pub struct Invalidation<'m, F = Ept, C = ()> {
-    mmu: &'m Mmu<F>,
+    pub(crate) mmu: &'m Mmu<F>,
     /// The frames near which faults must retry until this invalidation ends.
-    begun: Begun,
+    pub(crate) begun: Begun,
     /// What was unmapped, and what other invalidations may have unmapped there without having
     /// waited yet.
-    flush: Flush<'m>,
+    pub(crate) flush: Flush<'m>,
     /// The steps so far.
     pub(crate) counter: C,
 }
@@ -54,7 +54,7 @@ pub struct Invalidation<'m, F = Ept, C = ()> {
 /// The ranges of guest frames in which an invalidation has begun. A single range, the common case,
 /// needs no allocation.
 #[derive(Default)]
-struct Begun {
+pub(crate) struct Begun {
     first: Option<GfnRange>,
     more: Vec<GfnRange>,
 }
@@ -136,11 +136,7 @@ impl<F: MmuFormat, C> Invalidation<'_, F, C> {
         if !self.flush.is_empty() {
             self.flush.finish(&*self.mmu.qsbr);
         }
-        for gfns in self.begun.iter() {
-            for part in parts(gfns) {
-                self.mmu.stage2.fault_cursor(part.start()).invalidate_end();
-            }
-        }
+        self.begun.admit_faults(self.mmu);
     }
 }
 
@@ -233,5 +229,12 @@ impl Begun {
 
     fn iter(&self) -> impl Iterator<Item = GfnRange> {
         self.first.into_iter().chain(self.more.iter().copied())
+    }
+
+    /// Ends the invalidation of these ranges: faults there need not retry any longer.
+    pub(crate) fn admit_faults<F: MmuFormat>(&self, mmu: &Mmu<F>) {
+        for part in self.iter().flat_map(parts) {
+            mmu.stage2.fault_cursor(part.start()).invalidate_end();
+        }
     }
 }

@@ -61,10 +61,21 @@ impl Counter for StepCounter {
     }
 }
 
-impl<F> Invalidation<'_, F, StepCounter> {
+impl<F: MmuFormat> Invalidation<'_, F, StepCounter> {
     /// The steps so far.
     pub fn steps(&self) -> Steps {
         self.counter.steps
+    }
+
+    /// As [`Invalidation::finish`]. Returns whether some vCPU had not passed the shoot-down when it
+    /// was requested, so that this call had to wait for it.
+    pub fn finish_counted(self) -> bool {
+        let qsbr = &*self.mmu.qsbr;
+        let shootdown = self.flush.start(qsbr);
+        let waits = !shootdown.has_passed(qsbr);
+        shootdown.wait(qsbr);
+        self.begun.admit_faults(self.mmu);
+        waits
     }
 }
 

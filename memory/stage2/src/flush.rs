@@ -191,6 +191,11 @@ impl Drop for Flush<'_> {
 }
 
 impl Waiting<'_> {
+    /// Whether the shoot-down has passed, so that [`Waiting::wait`] need not wait.
+    pub fn has_passed(&self, shootdown: &impl Shootdown) -> bool {
+        self.grace.is_none_or(|grace| shootdown.passed(grace))
+    }
+
     /// Waits until the shoot-down has passed, then frees the unlinked tables.
     pub fn wait(self, shootdown: &impl Shootdown) {
         if let Some(grace) = self.grace {

@@ -5,8 +5,10 @@
 //! | `run.memory_overhead_percent` | the peak resident memory of a process above its budget |
 //! | `fault.soft_vs_host` | CPU time of a guest's first touch / a host anonymous fault |
 //! | `fault.soft_vs_host.cold` | the same, caches flushed before each batch |
+//! | `fault.host_ns`, `fault.host_ns.cold` | the host's own fault in the same runs |
 //! | `fault.scaling_2vcpu` | pages a second, two vCPUs on their own shares / one |
 //! | `cpu.x86.minstr_per_s.*` | guest instructions a second, beside native and QEMU (TCG) |
+//! | `cpu.x86.native_minstr_per_s.*` | the same program natively, in the same rounds |
 //! | `cpu.x86.vs_qemu_tcg.mem64m` | ours / QEMU's, same program, same run |
 //!
 //! Both arms of the fault figures include zeroing. The memory figure is for `bm` with 2 GiB in

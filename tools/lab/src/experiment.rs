@@ -194,7 +194,8 @@ mod tests {
         let base = none(crate::base::run, &["fault", "scaling"]);
         assert_eq!(
             base,
-            "fault.soft_vs_host fault.soft_vs_host.cold fault.scaling_2vcpu"
+            "fault.soft_vs_host fault.soft_vs_host.cold fault.host_ns fault.host_ns.cold \
+             fault.scaling_2vcpu"
         );
         let paging = none(crate::paging::run, &["crowd", "curve"]);
         for id in [

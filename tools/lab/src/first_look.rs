@@ -1,14 +1,17 @@
 //! The first look: `lacuna` alone, or `lacuna lab` without a name.
 //!
 //! Every mechanism is measured once, without it and with it, in turns, in less than a minute. The
-//! result is one row for each:
+//! five systems are in the order of their years. The sixth row is the engine's fault, under all of
+//! them. The result is one row for each:
 //!
 //! ```text
-//! heading    the mechanism: what is measured, and what *without* means
+//! heading    the mechanism: what is measured, what *without* means, the time that moves the ratio
 //! figures    without, with, ratio, its 95 % interval, the null's interval, the published figure
 //! ```
+//! The speed of the vCPU is no gain of a mechanism. It is a line of its own, beside native speed.
+//!
 //! The rows are measurements of the experiments ([`crate::apf`], [`crate::thp`], [`crate::pml`],
-//! [`crate::postcopy`], [`crate::base`]), with the same ids and fewer rounds. Each row has a time.
+//! [`crate::paging`], [`crate::base`]), with the same ids and fewer rounds. Each row has a time.
 //! The rounds that begin within it are counted, but at least six, because with fewer an interval
 //! does not cover 95 %.
 //!
@@ -18,7 +21,8 @@ use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure, wrap};
 use crate::result::{Measurement, Report};
 use crate::stats::{Rounds, Summary};
-use crate::{apf, base, pml, postcopy, thp};
+use crate::{apf, base, paging, pml, thp};
+use lacuna_machine::Arch;
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -80,23 +84,71 @@ pub struct FirstLook {
     /// Its JSON form.
     pub report: Report,
     rows: Vec<Row>,
+    /// The times that move the ratio of each row, in words.
+    beside: Vec<String>,
+    /// The speed of the vCPU, beside native speed.
+    speed: Option<Row>,
 }
 
-/// A mechanism, its time in seconds, and how it is measured.
+/// What is measured, the processor of its guest, its time in seconds, and how it is measured.
 type Part = (
     &'static str,
+    Arch,
     u64,
     fn(&Options, Rounds) -> Result<Found, LabError>,
 );
 
-const PARTS: [Part; 6] = [
-    ("x86 async page faults", 12, apf::first_look),
-    ("huge-page range invalidation", 4, thp::first_look),
-    ("page-modification logging", 8, pml::first_look),
-    ("missing memory", 6, postcopy::first_look),
-    ("resident fault", 4, base::fault_first_look),
-    ("vCPU", 6, base::vcpu_first_look),
+const PARTS: [Part; 7] = [
+    (
+        "x86 async page faults, 2010",
+        Arch::X86_64,
+        9,
+        apf::first_look,
+    ),
+    ("huge pages, 2012", Arch::X86_64, 4, thp::first_look),
+    (
+        "page-modification logging, 2015",
+        Arch::X86_64,
+        7,
+        pml::first_look,
+    ),
+    ("arm64 async page faults, 2020", Arch::Arm64, 9, arm64_apf),
+    ("missing memory, 2023", Arch::X86_64, 8, paging::first_look),
+    ("resident fault", Arch::X86_64, 4, base::fault_first_look),
+    (SPEED, Arch::X86_64, 4, base::vcpu_first_look),
 ];
+/// The part that is no row.
+const SPEED: &str = "vCPU";
+
+/// The experiment of the x86 row with arm64 guests. The published figure is of a memory-bound
+/// thread with other swap-in times, which takes minutes: `lacuna lab apf-arm64`.
+fn arm64_apf(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
+    let Found { row, results } = apf::first_look(options, rounds)?;
+    let published = "1.178x of another load (RFCv2)";
+    let row = Row { published, ..row };
+    Ok(Found { row, results })
+}
+
+/// The times among `results`, such as the shoot-down in a call. They move the ratio of a row.
+fn beside(results: &[Measurement]) -> String {
+    let times = results.iter().filter(|result| result.unit == "us");
+    let words = times.filter_map(|result| {
+        let name = result
+            .id
+            .split('.')
+            .find_map(|word| word.strip_suffix("_us"))?;
+        Some(format!(
+            "{} {} us",
+            name.replace('_', "-"),
+            figure(result.value)
+        ))
+    });
+    let words: Vec<String> = words.collect();
+    match &words[..] {
+        [] => String::new(),
+        _ => format!(" ({})", words.join(", ")),
+    }
+}
 
 impl FirstLook {
     /// A first look in which nothing is measured yet.
@@ -109,6 +161,8 @@ impl FirstLook {
         Self {
             report,
             rows: Vec::new(),
+            beside: Vec::new(),
+            speed: None,
         }
     }
 
@@ -118,18 +172,30 @@ impl FirstLook {
     /// The first part that could not be carried out.
     pub fn run(&mut self, options: &Options) -> Result<(), LabError> {
         let progress = Progress::new(PARTS.len() as u64, options.verbosity);
-        for (system, seconds, measure) in PARTS {
+        for (system, arch, seconds, measure) in PARTS {
             progress.step(format!("{system}: without it and with it, in turns"))?;
             let rounds = match options.quick {
                 true => Rounds::Count(2),
                 false => Rounds::Within(Duration::from_secs(seconds)),
             };
-            let Found { row, results } = measure(options, rounds)?;
+            let options = Options {
+                arch,
+                ..options.clone()
+            };
+            let Found { row, results } = measure(&options, rounds)?;
+            let row = Row { system, ..row };
+            if system == SPEED {
+                self.speed = Some(row);
+            } else {
+                self.rows.push(row);
+                self.beside.push(beside(&results));
+            }
+            self.report.begin(arch);
             results
                 .into_iter()
                 .for_each(|result| self.report.push(result));
-            self.rows.push(row);
         }
+        self.report.begin(Arch::X86_64);
         let why = match lacuna_kvm::available() {
             Ok(()) => "it takes longer: `lacuna lab apf.kvm pml.kvm`".to_owned(),
             Err(why) => why.to_string(),
@@ -137,8 +203,6 @@ impl FirstLook {
         for system in ["apf", "pml"] {
             self.report.skip(format!("{system}.kvm"), &why);
         }
-        self.report
-            .skip("paging", "it takes longer: `lacuna lab paging`");
         Ok(())
     }
 
@@ -152,8 +216,22 @@ impl FirstLook {
         let aligned = align(&lines);
         let mut lines = aligned.lines();
         let _ = writeln!(text, "{}", lines.next().unwrap_or_default());
-        for (row, figures) in self.rows.iter().zip(lines) {
-            let _ = writeln!(text, "{}: {}\n{figures}", row.system, row.what);
+        let beside = self.beside.iter().map(String::as_str);
+        let rows = self.rows.iter().zip(beside.chain(std::iter::repeat("")));
+        for ((row, beside), figures) in rows.zip(lines) {
+            let _ = writeln!(text, "{}: {}{beside}\n{figures}", row.system, row.what);
+        }
+        if let Some(Row {
+            system,
+            what,
+            without,
+            with,
+            ratio,
+            ..
+        }) = &self.speed
+        {
+            let share = figure(ratio.median);
+            let _ = writeln!(text, "{system}: {with}, {share} of {without}; {what}");
         }
         for alike in self.report.skipped.chunk_by(|a, b| a.why == b.why) {
             let ids: Vec<&str> = alike.iter().map(|skipped| &*skipped.id).collect();
@@ -189,7 +267,7 @@ const ABOUT: &str = "A first look at Lacuna: each mechanism without it and with 
 /// Below the rows.
 const READ_ON: &str = "\
 figures to quote    lacuna lab --full (more than an hour), or a part: lacuna lab pml.score
-how it is measured  docs/speed-*.md: apf, thp, pml, postcopy, fault, x86
+how it is measured  docs/speed-*.md: apf, thp, pml, arm64-apf, paging, fault, x86
 what to run next    lacuna run bm (2 GiB of guest memory in 512 MiB), lacuna doctor, lacuna --help";
 
 #[cfg(test)]
@@ -230,6 +308,7 @@ mod tests {
     fn the_longest_look_has_forty_lines_of_a_hundred_columns() {
         let ratio = summary(0.987, 123.4, 12345.6);
         let mut look = look(PARTS.map(|(system, ..)| row(system, ratio)).into());
+        look.speed = look.rows.pop();
         for id in ["apf.kvm", "pml.kvm"] {
             let why = format!("{id}: {}", "no reason is longer than this one ".repeat(4));
             look.report.skip(id, why);
@@ -280,6 +359,37 @@ mod tests {
         ] {
             assert_eq!(row("x", ratio).is_decided(), decided, "{ratio:?}");
         }
+    }
+
+    /// The times among a row's results are in its heading, and the vCPU's speed is no row.
+    #[test]
+    fn what_moves_a_ratio_is_beside_it() {
+        let time = |id: &str| Measurement::new(id, "us", Better::Lower, summary(20.0, 21.5, 30.0));
+        let ratio = Measurement::new(
+            "thp.call.elsewhere",
+            "x",
+            Better::Higher,
+            summary(6.0, 7.0, 8.0),
+        );
+        assert_eq!(beside(std::slice::from_ref(&ratio)), "");
+        let results = [
+            ratio,
+            time("thp.call.shootdown_us.elsewhere"),
+            time("paging.wake_up_us"),
+        ];
+        assert_eq!(beside(&results), " (shootdown 21.5 us, wake-up 21.5 us)");
+        let mut look = look(vec![row("huge pages, 2012", summary(6.0, 7.0, 8.0))]);
+        look.beside.push(beside(&results));
+        look.speed = Some(row("vCPU", summary(0.3, 0.33, 0.4)));
+        let text = look.text();
+        assert!(
+            text.contains("guest that waits (shootdown 21.5 us, wake-up 21.5 us)\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains("vCPU: 123456 M/s, 0.330 of 12345 M/s; what it gives"),
+            "{text}"
+        );
     }
 
     #[test]

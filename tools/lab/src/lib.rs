@@ -24,6 +24,7 @@ pub mod apf;
 pub mod apf_arm64;
 mod backed;
 pub mod base;
+mod exit_cost;
 pub mod experiment;
 pub mod external;
 pub mod first_look;

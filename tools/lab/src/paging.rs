@@ -18,18 +18,24 @@
 //! |---|---|
 //! | `paging.exit_vs_queue.Nvcpu` | pages a second, exits / one queue with one reader |
 //! | `paging.exit_vs_best_queue.Nvcpu` | the same against the best number of readers |
+//! | `paging.exit_vs_best_queue.Nvcpu.exitcost` | the same, the exit of each page charged |
+//! | `paging.wake_up_us` | the wake-up time of an idle thread in the same rounds |
 //! | `paging.exit_vs_queue.Nvcpu_same` | all vCPUs touch the same pages |
 //! | `paging.exit_vs_queue.Nvcpu_batch` | 512 pages are provided for each fault |
 //! | `paging.hugetlb.exit_vs_queue.Nvcpu` | the same for huge pages, which one copy fills |
 //! | `paging.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs in two processes |
 //! | `paging.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less that of threads |
-//! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
-//! | `paging.sim.queue_error_percent` | the simulation against 1 to 16 host threads here |
+//! | `paging.sim.queue_error_percent` | a simulation against 1 to 16 host threads here |
 //! | `paging.sim.exits_error_percent` | the same for threads that fill their own pages |
+//! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
+//!
+//! The last is reported only if the simulation meets its own error bars in the same run.
 //!
 //! All but `paging.hugetlb` and the last three are measured twice: for Linux memory, which a
 //! userfaultfd fills, and for the soft backend's own pool of frames, with ids that begin with
 //! `paging.pool`.
+
+pub use arms::first_look;
 
 mod arms;
 mod costs;

@@ -5,6 +5,7 @@
 //! | `pml.score_percent.ARM.SET` | transactions a second, with logging / without |
 //! | `pml.ns_per_dirty_page.ARM.SET` | CPU time of a dirtied page, beyond that without logging |
 //! | `pml.cost_ratio.SET` | the same, write protection / PML |
+//! | `pml.kvm.exit_ns` | an exit to the VMM on this host's KVM |
 //! | `pml.always_on_loss_percent` | PML on while no slot logs / PML off |
 //! | `pml.disable_ratio` | guest time lost when logging ends, refault / collapse in place |
 //! | `pml.disable_lost_ms.*`, `pml.disable_ms.*` | the same in milliseconds; the call alone |
@@ -15,12 +16,14 @@
 //!
 //! ARM is `wp` or `pml` with a bitmap, `wp_ring` or `pml_ring` with a ring for each vCPU. SET is
 //! `raw` or `exitcost`. In `exitcost` each exit is charged what it costs on hardware, and the
-//! figure is marked as simulated.
+//! figure is marked as simulated; in `exitcost_here`, what one costs on this host's KVM. A dirtied
+//! page also has the set `refill`: the refill of the TLB after a harvest counts, an exit does not.
 
 pub use score_page::first_look;
 
 mod ending;
 mod ending_loss;
+mod exit_here;
 mod harvest;
 mod harvest_fixture;
 mod kvm;

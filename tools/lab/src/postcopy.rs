@@ -25,8 +25,6 @@
 //! pool of frames, with ids that begin with `postcopy.pool`. The guest has one vCPU, so that a core
 //! is left for the peer, which would be another machine.
 
-pub use worker::first_look;
-
 mod arms;
 mod fill;
 mod peer;

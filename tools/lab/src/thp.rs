@@ -2,6 +2,9 @@
 //!
 //! | id | what is compared |
 //! |---|---|
+//! | `thp.call.elsewhere` | one whole notifier call for 2 MiB, page loop / Lacuna's; no vCPU waits |
+//! | `thp.call.holding` | the same for a block that a running vCPU holds |
+//! | `thp.call.shootdown_us.STATE` | the shoot-down in it, the same for both |
 //! | `thp.range_vs_page.SLOTS` | work to find the leaf of a 2 MiB page: page loop / Lacuna's walk |
 //! | `thp.range_vs_page.SLOTS.WORK` | the same for 4 KiB pages and for 64 MiB |
 //! | `thp.slots_growth_512` | Lacuna's walk, 512 slots / 1 slot |
@@ -18,8 +21,9 @@
 //! strategy, and in nothing else: the guest image and its command line are the same. In every arm
 //! the guest maps its memory by 2 MiB pages (`huge=1`).
 
-pub use range::first_look;
+pub use call::first_look;
 
+mod call;
 mod fixture;
 mod neighbour;
 mod pressure;
@@ -39,12 +43,16 @@ use crate::result::Report;
 /// The first experiment that could not be carried out. Results whose needs this machine does not
 /// meet are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let progress = Progress::new(range::STEPS + pressure::STEPS + 4, options.verbosity);
+    let progress = Progress::new(range::STEPS + pressure::STEPS + 5, options.verbosity);
     report.say(
         "thp: the host backs guest memory by 2 MiB pages where it can. The cost of invalidating a \
          range depends on the leaves that are mapped there, not on the length of the range. A \
          vCPU keeps its translations of the memory next to the range.",
     );
+    if options.wants("call") {
+        progress.step("whole notifier calls")?;
+        call::measure(options, report)?;
+    }
     if options.wants("range") {
         range::measure(options, report, &progress)?;
         progress.step("whole invalidations")?;
@@ -69,4 +77,4 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// The parts that can be measured alone.
-pub const PARTS: &[&str] = &["range", "neighbour", "touch", "reads", "pressure"];
+pub const PARTS: &[&str] = &["call", "range", "neighbour", "touch", "reads", "pressure"];

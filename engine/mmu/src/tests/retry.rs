@@ -81,16 +81,18 @@ fn a_vcpu_that_holds_nothing_of_a_block_is_left_alone() {
             .expect("tables");
     }
     // It is online and passes no quiescent point, so a call that waited for it would not return.
-    let steps = mmu.invalidate_as(RmapWalk::PerLevel, range(0, 512));
-    assert_eq!(steps.leaves, 1);
+    let begin = |page| mmu.begin_invalidation_as(RmapWalk::PerLevel, &[range(page, 512)]);
+    let begun = begin(0);
+    assert_eq!(begun.steps().leaves, 1);
+    assert!(!begun.finish_counted());
     assert!(!vcpu.has_request());
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| mmu.invalidate(&[range(512, 512)]));
+        let other = scope.spawn(|| begin(512).finish_counted());
         while !vcpu.has_request() {
             std::thread::yield_now();
         }
         assert!(!other.is_finished());
         qsbr.offline(0);
-        other.join().expect("the vCPU has passed");
+        assert!(other.join().expect("the vCPU has passed"), "it waited");
     });
 }

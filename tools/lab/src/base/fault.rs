@@ -22,8 +22,14 @@ const SCALING_TOUCHES: u64 = 8;
 /// of its host.
 const SCALING_ROUNDS: usize = 40;
 
-/// The results of a fault's cost, with warm caches and with cold ones.
-pub const IDS: [&str; 2] = ["fault.soft_vs_host", "fault.soft_vs_host.cold"];
+/// The results of a fault's cost, with warm caches and with cold ones: the ratio, and the cost of
+/// the host's own fault in the same run, on which the ratio depends.
+pub const IDS: [&str; 4] = [
+    "fault.soft_vs_host",
+    "fault.soft_vs_host.cold",
+    "fault.host_ns",
+    "fault.host_ns.cold",
+];
 /// The result of two vCPUs beside one.
 pub const SCALING: &str = "fault.scaling_2vcpu";
 
@@ -53,6 +59,7 @@ fn soft_ns(fixture: &mut Fixture, touches: u64, before: impl Fn()) -> Result<f64
 pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let found = compare_hot(super::rounds(options).into())?;
     report.push(told_hot(&found));
+    report.push(Measurement::new(IDS[2], "ns", Better::Lower, found.a));
     Ok(())
 }
 
@@ -106,6 +113,7 @@ pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
             .arm("soft_ns", found.b)
             .arm("null", found.null),
     );
+    report.push(Measurement::new(IDS[3], "ns", Better::Lower, found.a));
     Ok(())
 }
 

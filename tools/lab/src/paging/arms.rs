@@ -1,12 +1,20 @@
 //! Pages a second: queues, exits, and exits with async faults.
+//!
+//! On soft an exit is the return of a function. `.exitcost` charges every page what its exit costs
+//! on hardware ([`crate::exit_cost`]), in both arms: a vCPU that sleeps in a queue has left the
+//! guest too. An exit to the VMM costs more, because the thread also returns from the kernel.
 
-use super::fixture::{Arm, Fixture, Share, Work, prefix, unavailable_for};
+use super::fixture::{Arm, Fixture, Share, Work, prefix, unavailable, unavailable_for};
+use super::threads::wake_up_us;
 use super::{MOST_AT_ONCE, SERIES, SOURCE};
+use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
 use crate::experiment::{LabError, Options};
+use crate::first_look::{Found, Row};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Summary, paired, rounds};
+use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna_soft::MemoryKind;
+use std::thread;
 
 /// How many of the numbers of vCPUs in [`SERIES`] are measured, from the first on.
 const COUNTS: usize = 5;
@@ -31,6 +39,19 @@ const HEADS: [&str; 7] = [
 const EXITS: usize = 0;
 const NULL: usize = 1;
 const ONE_READER: usize = 2;
+
+/// The least ratios with each exit charged, for one vCPU and for two: the published ones, and five
+/// for the pool, which publishes none.
+const LINUX_BARS: [f64; 2] = [2.3, 2.5];
+const POOL_BAR: f64 = 5.0;
+
+/// Pages a second of each arm, and the wake-up time of an idle thread in the same rounds.
+struct Rates {
+    /// In the order of the arms.
+    arms: Vec<Vec<f64>>,
+    /// In microseconds; empty on a machine with one core.
+    wake_up_us: Vec<f64>,
+}
 
 /// All arms for a number of vCPUs; the second is the null.
 fn arms(vcpus: usize) -> Vec<Arm> {
@@ -62,23 +83,23 @@ pub fn measure(
         batch: 1,
     };
     let mut table = vec![HEADS.map(str::to_owned)];
+    let mut wakes = Vec::new();
     for &(vcpus, without, with) in counts {
         progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
         let (work, arms) = (plain(vcpus), arms(vcpus));
-        let rates = measure_arms(kind, work, &arms, options)?;
+        let rates = measure_arms(kind, work, &arms, times(options))?;
         let found = told(kind, work, &arms, &rates);
-        for mut result in found {
-            if result.id.contains("vs_queue") {
-                result = result.reference(with / without, SOURCE);
-            }
-            report.push(result);
+        for result in found {
+            report.push(result.reference(with / without, SOURCE));
         }
-        table.push(row(vcpus, &arms, &rates));
+        table.push(row(vcpus, &arms, &rates.arms));
+        wakes.extend(rates.wake_up_us);
     }
+    push_wake_up(kind, &wakes, report);
     let mut against_one_reader = |words: &str, work: Work| {
         progress.step(format!("missing pages, {} vCPUs, {words}", work.vcpus))?;
         let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
-        let rates = measure_arms(kind, work, &arms, options)?;
+        let rates = measure_arms(kind, work, &arms, times(options))?;
         let found = told(kind, work, &arms, &rates);
         found.into_iter().for_each(|result| report.push(result));
         Ok::<_, LabError>(())
@@ -131,7 +152,7 @@ pub fn measure_huge(
             continue;
         }
         let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
-        let rates = measure_arms(kind, work, &arms, options)?;
+        let rates = measure_arms(kind, work, &arms, times(options))?;
         let found = told(kind, work, &arms, &rates);
         found.into_iter().for_each(|result| report.push(result));
     }
@@ -142,15 +163,107 @@ fn measure_arms(
     kind: MemoryKind,
     work: Work,
     arms: &[Arm],
-    options: &Options,
-) -> Result<Vec<Vec<f64>>, LabError> {
+    times: impl Into<Rounds>,
+) -> Result<Rates, LabError> {
     let fixture = Fixture::new(kind, work)?;
-    let times = if options.quick { 2 } else { 9 };
-    rounds(arms.len(), times, |arm| fixture.rate(arms[arm]))
+    let wakes = usize::from(cores() > 1);
+    // One more turn of each round wakes an idle thread: what a queue costs depends on that time,
+    // and a machine does not keep it.
+    let mut runs = rounds(arms.len() + wakes, times, |arm| match arms.get(arm) {
+        Some(arm) => fixture.rate(*arm),
+        None => wake_up_us(),
+    })?;
+    let wake_up_us = runs.split_off(arms.len()).into_iter().flatten().collect();
+    Ok(Rates {
+        arms: runs,
+        wake_up_us,
+    })
+}
+
+fn times(options: &Options) -> usize {
+    if options.quick { 2 } else { 9 }
+}
+
+fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// `paging.wake_up_us`: it decides most of what a queue costs.
+fn push_wake_up(kind: MemoryKind, wakes: &[f64], report: &mut Report) {
+    match wake_up(kind, wakes) {
+        Some(result) => report.push(result),
+        None => report.skip(wake_up_id(kind), "this machine has one core"),
+    }
+}
+
+fn wake_up_id(kind: MemoryKind) -> String {
+    format!("{}.wake_up_us", prefix(kind))
+}
+
+fn wake_up(kind: MemoryKind, wakes: &[f64]) -> Option<Measurement> {
+    if wakes.is_empty() {
+        return None;
+    }
+    let what = "from the wake-up call until a thread on an idle core runs";
+    let result = Measurement::new(wake_up_id(kind), "us", Better::Lower, Summary::of(wakes));
+    Some(result.param("what", what))
+}
+
+/// `rate` if each page had cost the exit of its arm: it takes time of a vCPU's thread, and as many
+/// of them run as there are cores.
+fn charged(rate: f64, arm: Arm, vcpus: usize) -> f64 {
+    let exit_ns = match arm {
+        Arm::Exits | Arm::ExitsTold => VMM_EXIT_NS,
+        Arm::Queue(_) | Arm::QueueEach => EXIT_NS,
+    };
+    1.0 / (1.0 / rate + exit_ns / 1e9 / vcpus.min(cores()) as f64)
+}
+
+/// The row of the first look: one vCPU, exits against the best queue, each exit charged. Linux
+/// memory where this host has it.
+///
+/// # Errors
+/// A VM could not be made, or its guest failed.
+pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
+    let kind = match unavailable(MemoryKind::Linux) {
+        None => MemoryKind::Linux,
+        Some(_) => MemoryKind::Budget,
+    };
+    let work = Work {
+        arch: options.arch,
+        vcpus: 1,
+        pages: 2048,
+        share: Share::Own,
+        batch: 1,
+    };
+    let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1), Arm::Queue(2)];
+    let rates = measure_arms(kind, work, &arms, rounds)?;
+    let best = best_queue(&arms, &rates.arms);
+    let of = |arm: usize| exit_charged(&rates, &arms, arm, work.vcpus);
+    let rate = |arm: usize| format!("{}/s", short(Summary::of(&of(arm)).median));
+    let row = Row {
+        system: "missing memory, 2023",
+        what: "pages a second, exits charged; without, the best queue",
+        without: rate(best),
+        with: rate(EXITS),
+        ratio: paired(&of(best), &of(EXITS)),
+        null: paired(&of(NULL), &of(EXITS)),
+        published: "2.3x (kvm list, 1 vCPU)",
+    };
+    let mut results = told(kind, work, &arms, &rates);
+    results.retain(|result| result.id.contains("best"));
+    results.extend(wake_up(kind, &rates.wake_up_us));
+    Ok(Found { row, results })
+}
+
+/// The rates of an arm with its exits charged.
+fn exit_charged(rates: &Rates, arms: &[Arm], arm: usize, vcpus: usize) -> Vec<f64> {
+    let rates = rates.arms[arm].iter();
+    rates.map(|&rate| charged(rate, arms[arm], vcpus)).collect()
 }
 
 /// The results of one number of vCPUs.
-fn told(kind: MemoryKind, work: Work, arms: &[Arm], rates: &[Vec<f64>]) -> Vec<Measurement> {
+fn told(kind: MemoryKind, work: Work, arms: &[Arm], rates: &Rates) -> Vec<Measurement> {
     let id = |measure: &str| {
         let kind_of = match (work.share, work.batch) {
             (Share::Same, _) => "_same",
@@ -161,27 +274,48 @@ fn told(kind: MemoryKind, work: Work, arms: &[Arm], rates: &[Vec<f64>]) -> Vec<M
         };
         format!("{}.{measure}.{}vcpu{kind_of}", prefix(kind), work.vcpus)
     };
-    let against = |name: &str, queue: usize| {
-        let ratio = paired(&rates[queue], &rates[EXITS]);
-        let result = Measurement::new(id(name), "x", Better::Higher, ratio);
-        let result = result
+    let result = |id: String, queue: usize, of: &dyn Fn(usize) -> Vec<f64>| {
+        let ratio = paired(&of(queue), &of(EXITS));
+        Measurement::new(id, "x", Better::Higher, ratio)
             .param("pages", work.pages)
             .param("at_once", work.batch)
-            .param("queue", arms[queue].name());
-        result.arm("null", paired(&rates[EXITS], &rates[NULL]))
+            .param("queue", arms[queue].name())
+            .arm("null", paired(&of(EXITS), &of(NULL)))
     };
-    let mut one = against("exit_vs_queue", ONE_READER);
-    let single = work.share == Share::Own && work.batch == 1;
-    if kind == MemoryKind::Linux && single && work.vcpus <= 2 {
-        one = one.bar(5.0);
-    }
-    for (arm, rates) in arms.iter().zip(rates).skip(NULL) {
+    let raw = |arm: usize| rates.arms[arm].clone();
+    let mut one = result(id("exit_vs_queue"), ONE_READER, &raw);
+    for (arm, rates) in arms.iter().zip(&rates.arms).skip(NULL) {
         one = one.arm(&arm.name(), Summary::of(rates));
     }
-    if !single {
+    if work.share != Share::Own || work.batch != 1 {
         return vec![one];
     }
-    vec![one, against("exit_vs_best_queue", best_queue(arms, rates))]
+    let best = best_queue(arms, &rates.arms);
+    let of = |arm: usize| exit_charged(rates, arms, arm, work.vcpus);
+    let with_cost = result(format!("{}.exitcost", id("exit_vs_best_queue")), best, &of)
+        .simulated()
+        .param("exit_ns", EXIT_NS)
+        .param("vmm_exit_ns", VMM_EXIT_NS)
+        .param("exit_source", exit_cost::SOURCE)
+        .arm("exits_per_s", Summary::of(&of(EXITS)))
+        .arm("queue_per_s", Summary::of(&of(best)));
+    let with_cost = match rates.wake_up_us[..] {
+        [] => with_cost,
+        _ => with_cost.arm("wake_up_us", Summary::of(&rates.wake_up_us)),
+    };
+    let with_cost = bar(kind, work.vcpus)
+        .into_iter()
+        .fold(with_cost, Measurement::bar);
+    vec![one, result(id("exit_vs_best_queue"), best, &raw), with_cost]
+}
+
+/// The least ratio with each exit charged.
+fn bar(kind: MemoryKind, vcpus: usize) -> Option<f64> {
+    match (kind, vcpus) {
+        (MemoryKind::Budget, 1 | 2) => Some(POOL_BAR),
+        (MemoryKind::Linux, 1 | 2) => Some(LINUX_BARS[vcpus - 1]),
+        _ => None,
+    }
 }
 
 /// The shared queue whose median is the highest.
@@ -239,28 +373,53 @@ mod tests {
             batch: 1,
         };
         let arms = arms(4);
-        let rates: Vec<_> = [100.0, 100.0, 10.0, 25.0, 20.0, 90.0, 50.0]
+        let all: Vec<_> = [100.0, 100.0, 10.0, 25.0, 20.0, 90.0, 50.0]
             .map(|r| vec![r; 6])
             .into();
-        let found = told(MemoryKind::Budget, work, &arms, &rates);
+        let rates = |arms: Vec<Vec<f64>>| Rates {
+            arms,
+            wake_up_us: vec![20.0; 6],
+        };
+        let found = told(MemoryKind::Budget, work, &arms, &rates(all.clone()));
         let values: Vec<_> = found.iter().map(|r| (r.id.as_str(), r.value)).collect();
         assert_eq!(
-            values,
+            values[..2],
             [
                 ("paging.pool.exit_vs_queue.4vcpu", 10.0),
                 ("paging.pool.exit_vs_best_queue.4vcpu", 4.0)
             ]
         );
+        assert_eq!(found[2].id, "paging.pool.exit_vs_best_queue.4vcpu.exitcost");
+        assert!(found[2].simulated && found[2].value < 4.0);
         assert_eq!(found[1].params["queue"], "queue_2_readers");
         assert_eq!(found[0].arms.len(), 7, "{:?}", found[0].arms.keys());
-        let cells = row(4, &arms, &rates);
+        let cells = row(4, &arms, &all);
         assert_eq!(cells, ["4", "10", "25", "20", "90", "100", "50"]);
         let same = Work {
             share: Share::Same,
             ..work
         };
-        let found = told(MemoryKind::Budget, same, &arms[..3], &rates[..3]);
+        let found = told(
+            MemoryKind::Budget,
+            same,
+            &arms[..3],
+            &rates(all[..3].to_vec()),
+        );
         let ids: Vec<_> = found.iter().map(|r| r.id.as_str()).collect();
         assert_eq!(ids, ["paging.pool.exit_vs_queue.4vcpu_same"]);
+    }
+
+    /// Every page has an exit in both arms, and one to the VMM costs more.
+    #[test]
+    fn both_arms_are_charged_their_exits() {
+        let fast = 1e9 / VMM_EXIT_NS;
+        assert!((charged(fast, Arm::Exits, 1) / fast - 0.5).abs() < 1e-9);
+        let slow = 1e9 / EXIT_NS;
+        assert!((charged(slow, Arm::Queue(1), 1) / slow - 0.5).abs() < 1e-9);
+        assert!(charged(slow, Arm::Exits, 1) < charged(slow, Arm::QueueEach, 1));
+        assert_eq!(bar(MemoryKind::Linux, 1), Some(2.3));
+        assert_eq!(bar(MemoryKind::Linux, 2), Some(2.5));
+        assert_eq!(bar(MemoryKind::Budget, 2), Some(5.0));
+        assert_eq!(bar(MemoryKind::Linux, 4), None);
     }
 }

@@ -1,5 +1,6 @@
-//! The curve to 256 vCPUs, simulated with service times that are measured in the same run, and the
-//! check of the simulation against threads of this machine.
+//! A curve to 256 vCPUs, simulated with service times that are measured in the same run, and the
+//! check of the simulation against threads of this machine. The curve is reported only if the
+//! check passes.
 
 use super::costs::{Measured, Sample};
 use super::sim::{Costs, Setting, Tenths, exits, queue};
@@ -28,6 +29,9 @@ const SIMULATED: u64 = 20_000;
 pub const STEPS: u64 = 2;
 /// Its results.
 pub const IDS: &str = "paging.sim.*";
+/// The check's results, and the curve's.
+const ERRORS: &str = "paging.sim.";
+const CURVE: &str = "paging.sim.exit_vs_queue.*";
 
 /// Measures `paging.sim.*`.
 pub fn measure(
@@ -46,9 +50,29 @@ pub fn measure(
     let (pages, runs) = if options.quick { (1024, 2) } else { (32768, 5) };
     let measured = check(pages, runs, report)?;
     progress.step("the curve to 256 vCPUs")?;
-    curve(&measured, report);
+    match off_by(report) {
+        None => curve(&measured, report),
+        Some(why) => report.skip(CURVE, why),
+    }
     report.detail(service_times(&measured));
     Ok(())
+}
+
+/// Which error of the simulation misses its bar.
+fn off_by(report: &Report) -> Option<String> {
+    let mut missed = report.missed();
+    let missed = missed.find(|result| result.id.starts_with(ERRORS))?;
+    let Measurement {
+        id,
+        value,
+        min,
+        max,
+        ..
+    } = missed;
+    Some(format!(
+        "the simulation is {value:.0} % [{min:.0} .. {max:.0}] off what it simulates, more than \
+         {BAR} % ({id})"
+    ))
 }
 
 /// Measures threads on this machine's cores, and simulates them. The service times are measured in
@@ -329,6 +353,19 @@ mod tests {
         assert!((found.high - 50.0).abs() < 1e-9);
         assert!((found.low - 100.0 / 11.0).abs() < 1e-9);
         assert_eq!(found.runs, 9);
+    }
+
+    /// A simulation that is off by more than its bar has no curve.
+    #[test]
+    fn a_missed_error_bar_is_the_reason_for_no_curve() {
+        for (error, missed) in [(BAR - 1.0, false), (BAR + 1.0, true)] {
+            let mut report = Report::new("lacuna lab paging");
+            let summary = Summary::of(&[error; 6]);
+            let id = "paging.sim.queue_error_percent";
+            report.push(Measurement::new(id, "%", Better::Lower, summary).bar(BAR));
+            let why = off_by(&report);
+            assert_eq!(why.is_some_and(|why| why.contains(id)), missed);
+        }
     }
 
     /// All ids of the curve, marked as simulated, with the published figure beside.

@@ -140,7 +140,7 @@ pub fn measure(
 }
 
 /// Whether this host lacks what the experiment needs. Any other refusal is a failure.
-fn is_lacking(why: &LabError) -> bool {
+pub fn is_lacking(why: &LabError) -> bool {
     match why {
         LabError::Kvm(why) => matches!(
             why,

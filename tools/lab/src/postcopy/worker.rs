@@ -4,10 +4,9 @@ use super::arms::{Arm, OnMissing, Rate, Runs, Scene};
 use super::push::Pace;
 use super::{about, prefix, with_params};
 use crate::experiment::{LabError, Options, skip_if_busy};
-use crate::first_look::{Found, Row};
-use crate::report::{Progress, short};
+use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Rounds, Summary};
+use crate::stats::Summary;
 use lacuna_guest::status::Kind;
 use lacuna_soft::{Apf, MemoryKind};
 use std::time::Duration;
@@ -217,40 +216,6 @@ fn four_faulters(
     report.detail(runs.table(&format!("{MANY} faulters, {title}")));
     report.push(found);
     Ok(())
-}
-
-/// The row of the first look: the speed of a worker beside a faulter, whose pages are 1 ms away.
-/// Linux memory where this host has it.
-pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let kind = match super::unavailable(MemoryKind::Linux) {
-        None => MemoryKind::Linux,
-        Some(_) => MemoryKind::Budget,
-    };
-    let [_, distance, _] = DISTANCES;
-    let scene = scene(kind, distance, 1, options);
-    let runs = scene.measure(&[EXITS, NULL, BOTH], rounds)?;
-    let rate = |arm| format!("{}/s", short(runs.rate(&arm, Rate::Workers).median));
-    let ratio = runs.ratio(&EXITS, &BOTH, Rate::Workers)?;
-    let null = runs.ratio(&EXITS, &NULL, Rate::Workers)?;
-    let id = id(kind, &WORKER, distance);
-    let result = Measurement::new(id, WORKER.unit, Better::Higher, ratio);
-    let result = with_params(result, &scene)
-        .arm("exits", runs.arm(&EXITS, Rate::Workers))
-        .arm("both", runs.arm(&BOTH, Rate::Workers))
-        .arm("null", null);
-    let row = Row {
-        system: "missing memory",
-        what: "computing beside a process whose pages a peer has, 1 ms away; without, exits alone",
-        without: rate(EXITS),
-        with: rate(BOTH),
-        ratio,
-        null,
-        published: "none",
-    };
-    Ok(Found {
-        row,
-        results: vec![result],
-    })
 }
 
 #[cfg(test)]

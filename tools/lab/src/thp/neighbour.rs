@@ -21,8 +21,8 @@ const PASSES: u32 = 300;
 /// Runs of the worker in a slice.
 const RUNS: u32 = 5;
 /// Cores: the worker has one for itself.
-const WORKER: usize = 0;
-const OTHERS: usize = 1;
+pub(super) const WORKER: usize = 0;
+pub(super) const OTHERS: usize = 1;
 
 /// The longest time that a vCPU may take to touch its range again.
 const TOUCH: Duration = Duration::from_secs(10);
@@ -77,13 +77,13 @@ impl Drop for End<'_> {
     }
 }
 
-fn cores() -> usize {
+pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Joins a thread; a panic there goes on here. What pins itself to a core runs in such a thread, so
 /// that this one stays free to run anywhere.
-fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
+pub(super) fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
     thread
         .join()
         .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -247,7 +247,7 @@ fn idle(
 ///
 /// # Errors
 /// [`LabError::Busy`]: the vCPU's thread does not get a processor.
-fn wait_until(what: impl Fn() -> bool) -> Result<(), LabError> {
+pub(super) fn wait_until(what: impl Fn() -> bool) -> Result<(), LabError> {
     let deadline = Instant::now() + TOUCH;
     while !what() {
         if Instant::now() > deadline {

@@ -2,15 +2,14 @@
 //! locks and remove the same leaves; they differ in how they find the slots and leaves of a range.
 //!
 //! Each figure is the time of `begin_invalidation_as` alone. The shoot-down that follows is not in
-//! it, and no vCPU runs. Before each call the range is mapped again, outside the timed part.
+//! it, and no vCPU runs. So no published figure is beside it; `call` times the whole call. Before each call the range is mapped again, outside the timed part.
 
 use super::fixture::{BLOCK, Fixture};
 use super::spread::Spread;
 use crate::experiment::{LabError, Options};
-use crate::first_look::{Found, Row};
 use crate::report::{align, time};
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Rounds, Summary, paired, rounds};
+use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::Level;
 use lacuna_soft::{HugePages, RmapWalk, Steps};
 use serde_json::{Value, json};
@@ -116,8 +115,7 @@ pub fn measure(
     for (slots, works, bar) in SLOTS {
         progress.step(format!("invalidation among {slots} slots"))?;
         for work in &WORKS[..works] {
-            let repeats = repeats(options, work).into();
-            let took = compare(&ARMS, work, slots, repeats)?;
+            let took = compare(work, slots, repeats(options, work))?;
             let bar = bar.filter(|_| work.suffix.is_empty());
             table.extend(rows(work, slots, &took));
             report.push(told(work, slots, bar, &took));
@@ -166,38 +164,16 @@ fn slice(
     Ok(Summary::of(&slice).median)
 }
 
-/// The row of the first look: the reverse-map work for one 2 MiB page, with one slot.
-pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let took = compare(&ARMS[..=PAGE_LOOP], &HUGE_PAGE, 1, rounds)?;
-    let spent = |arm: usize| time(Summary::of(&took[arm].runs).median as u64);
-    let row = Row {
-        system: "huge-page range invalidation",
-        what: "time to find the leaf of a 2 MiB page; without, 512 look-ups",
-        without: spent(PAGE_LOOP),
-        with: spent(OURS),
-        ratio: paired(&took[OURS].runs, &took[PAGE_LOOP].runs),
-        null: paired(&took[OURS].runs, &took[NULL].runs),
-        published: "> 5x (KVM series v3, 2012)",
-    };
-    let results = vec![told(&HUGE_PAGE, 1, Some(5.0), &took)];
-    Ok(Found { row, results })
-}
-
-/// Measures `arms`, which are the first ones of [`ARMS`], in turns.
+/// Measures [`ARMS`] in turns.
 ///
 /// # Errors
 /// Also if the last call of an arm did not remove all leaves of the range.
-fn compare(
-    arms: &[(&str, RmapWalk)],
-    work: &Work,
-    slots: u64,
-    repeats: Rounds,
-) -> Result<Vec<Took>, LabError> {
+fn compare(work: &Work, slots: u64, repeats: usize) -> Result<Vec<Took>, LabError> {
     let mut fixture = Fixture::new(slots, work.blocks, huge(work.level))?;
-    let mut took: Vec<Took> = arms.iter().map(|_| Took::default()).collect();
+    let mut took: Vec<Took> = ARMS.iter().map(|_| Took::default()).collect();
     let calls = (work.calls / slots.div_ceil(8)).max(2);
-    let runs = rounds(arms.len(), repeats, |arm| {
-        slice(&mut fixture, work, arms[arm].1, calls, &mut took[arm])
+    let runs = rounds(ARMS.len(), repeats, |arm| {
+        slice(&mut fixture, work, ARMS[arm].1, calls, &mut took[arm])
     })?;
     took.iter_mut()
         .zip(runs)
@@ -220,9 +196,6 @@ fn told(work: &Work, slots: u64, bar: Option<f64>, took: &[Took]) -> Measurement
         .param("work", work.about)
         .param("slots", slots)
         .arm("null", paired(&took[OURS].runs, &took[NULL].runs));
-    if slots == 1 && work.suffix.is_empty() {
-        result = result.reference(5.0, "KVM MMU notifier range series v3, 2012");
-    }
     for ((name, _), took) in ARMS.iter().zip(took) {
         if *name != "null" {
             result = result.arm(&format!("{name}_ns"), arm(took));

@@ -1,12 +1,14 @@
 //! A guest of two vCPUs without a kernel. The first vCPU computes in a piece of memory. The second
-//! keeps touching every page of the next 2 MiB.
+//! keeps touching every page of the next 2 MiB. No vCPU touches the 2 MiB after that.
 
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, resident};
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{BackingRange, Gfn, PAGE_SIZE};
+use lacuna_addr::{Access, BackingRange, Gfn, Level, PAGE_SIZE};
 use lacuna_machine::{Exit, Kick as _, Vcpu as _};
-use lacuna_soft::{Delivery, HugePages, RmapWalk, Vcpu, Vm, VmBuilder};
+use lacuna_soft::{
+    Delivery, Ept, Fault, Format as _, HugePages, Mmu, RmapWalk, Vcpu, VcpuMmu, Vm, VmBuilder,
+};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,6 +19,8 @@ const WORK_BYTES: u32 = 256 << 10;
 /// The range that the second vCPU touches and the host invalidates: the block after `WORK`'s.
 const TOUCHED: u32 = 10 << 20;
 const TOUCHED_BYTES: u32 = 2 << 20;
+/// A block that no vCPU touches.
+const UNTOUCHED: u32 = 12 << 20;
 const MEMORY_MIB: u64 = 32;
 
 /// The guest, and the range that is invalidated.
@@ -24,6 +28,27 @@ pub struct Scene {
     vm: Arc<Vm>,
     first: Gfn,
     range: BackingRange,
+}
+
+/// The block that no vCPU touches. An MMU context without a vCPU maps it.
+pub struct Untouched {
+    mmu: Arc<Mmu<Ept>>,
+    context: VcpuMmu,
+    first: Gfn,
+    range: BackingRange,
+}
+
+/// One notifier call in its parts.
+#[derive(Clone, Copy, Debug)]
+pub struct Call {
+    /// The slots' index, the range lock, and the walk that unmaps.
+    pub walk: Duration,
+    /// The shoot-down, and the end of the invalidation.
+    pub shootdown: Duration,
+    /// Leaves removed.
+    pub leaves: u64,
+    /// Whether some vCPU had to be waited for.
+    pub waited: bool,
 }
 
 /// The result of an invalidation of the range.
@@ -52,15 +77,57 @@ impl Scene {
         let (vm, vcpus) = boot_code(&builder, Delivery::Bitmap, &pieces)?;
         let mut vcpus = vcpus.into_iter();
         let (worker, toucher) = vcpus.next().zip(vcpus.next()).expect("two vCPUs");
-        let first = Gfn::new(u64::from(TOUCHED) / PAGE_SIZE as u64).expect("a small address");
-        let slots = vm.mmu().slots();
-        let slot = slots.find(first).expect("its memory");
-        let pages = u64::from(TOUCHED_BYTES) / PAGE_SIZE as u64;
-        let range = BackingRange::new(slot.backing_of(first), pages).expect("inside the slot");
+        let (first, range) = block(&vm, TOUCHED);
         Ok((Self { vm, first, range }, Worker(worker), Toucher(toucher)))
     }
 
-    /// Invalidates the range, as reclaim does.
+    /// The range that the second vCPU touches.
+    pub const fn range(&self) -> BackingRange {
+        self.range
+    }
+
+    /// The number of memory slots that the VM has.
+    pub fn slots(&self) -> usize {
+        self.vm.mmu().slots().len()
+    }
+
+    /// The block that no vCPU touches.
+    ///
+    /// # Errors
+    /// There is no room for one more MMU context.
+    pub fn untouched(&self) -> Result<Untouched, LabError> {
+        let (first, range) = block(&self.vm, UNTOUCHED);
+        let mmu = Arc::clone(self.mmu());
+        let context = mmu.vcpu_mmu()?;
+        Ok(Untouched {
+            mmu,
+            context,
+            first,
+            range,
+        })
+    }
+
+    fn mmu(&self) -> &Arc<Mmu<Ept>> {
+        Ept::of(self.vm.mmu()).expect("an x86-64 guest")
+    }
+
+    /// Invalidates `range`, as reclaim does.
+    pub fn call(&self, walk: RmapWalk, range: BackingRange) -> Call {
+        let start = Instant::now();
+        let begun = self.mmu().begin_invalidation_as(walk, &[range]);
+        let unmapped = Instant::now();
+        let leaves = begun.steps().leaves;
+        let waited = begun.finish_counted();
+        let end = Instant::now();
+        Call {
+            walk: unmapped - start,
+            shootdown: end - unmapped,
+            leaves,
+            waited,
+        }
+    }
+
+    /// Invalidates the touched range, as reclaim does.
     pub fn take(&self) -> Taken {
         let start = Instant::now();
         let steps = self.vm.mmu().invalidate_as(RmapWalk::PerLevel, self.range);
@@ -87,6 +154,43 @@ impl Scene {
     /// Makes the toucher's and the worker's runs return.
     pub fn end(&self) {
         self.vm.kick_all();
+    }
+}
+
+/// The block of 2 MiB at `address`, and its backing.
+fn block(vm: &Vm, address: u32) -> (Gfn, BackingRange) {
+    let first = Gfn::new(u64::from(address) / PAGE_SIZE as u64).expect("a small address");
+    let slots = vm.mmu().slots();
+    let slot = slots.find(first).expect("its memory");
+    let range = BackingRange::new(slot.backing_of(first), Level::L2M.pages());
+    (first, range.expect("inside the slot"))
+}
+
+impl Untouched {
+    /// Maps the block by one huge leaf.
+    ///
+    /// # Errors
+    /// The host supplied no huge page.
+    pub fn map(&mut self) -> Result<(), LabError> {
+        let level = loop {
+            match self.mmu.fault(&mut self.context, self.first, Access::Write) {
+                Fault::Mapped(page) => break Some(page.level),
+                Fault::Busy => {}
+                _ => break None,
+            }
+        };
+        self.context.retired();
+        match level {
+            Some(Level::L2M) => Ok(()),
+            other => Err(LabError::Guest(format!(
+                "the host supplied {other:?} in place of a huge page"
+            ))),
+        }
+    }
+
+    /// Its backing.
+    pub const fn range(&self) -> BackingRange {
+        self.range
     }
 }
 
