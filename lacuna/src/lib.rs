@@ -34,7 +34,7 @@
 //! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`] |
 //! | read and write guest memory | [`GuestMemory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`] |
-//! | learn which pages the guest has written | [`LogReader`], or [`set_logging_everywhere`] and [`harvest`] |
+//! | learn which pages the guest has written | [`LogReader`] |
 //! | hold all vCPUs for a while | [`run_pausable`] and [`Pause`] |
 //! | start a guest whose memory is elsewhere | [`PageSource`], [`MissingMemory`] |
 //! | make vCPUs leave the guest and return to the VMM | [`Kick`] |

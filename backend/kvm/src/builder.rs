@@ -19,10 +19,10 @@ use std::sync::Arc;
 pub struct VmBuilder {
     /// The memory that the guest sees.
     pub memory: PageCount,
-    /// How many of these pages the guest may have mapped at a time, at least 2 MiB. A smaller number
-    /// saves no memory of the host: an evicted page moves to a second mapping of this process, and
-    /// stays in the host's memory there. It makes the guest wait for pages, as in an experiment with
-    /// [`latency`](Self::latency). The soft backend saves memory.
+    /// How many of these pages the guest may have mapped at a time, at least 2 MiB. A smaller
+    /// number saves no memory of the host: an evicted page moves to a second mapping of this
+    /// process, and stays in the host's memory there. It makes the guest wait for pages, as in an
+    /// experiment with [`latency`](Self::latency). The soft backend saves memory.
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,

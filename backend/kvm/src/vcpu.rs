@@ -357,13 +357,10 @@ impl lacuna_machine::Vcpu for Vcpu {
             }
             let full_before = self.ring_full;
             match self.enter()? {
-                Some(Exit::DirtyRingFull) if self.ring_full != full_before => {
-                    if !self.empty_full_ring()? {
-                        break Exit::DirtyRingFull;
-                    }
-                }
-                Some(exit) => break exit,
                 None => {}
+                Some(Exit::DirtyRingFull)
+                    if self.ring_full != full_before && self.empty_full_ring()? => {}
+                Some(exit) => break exit,
             }
         };
         self.vm.exits[self.index].fetch_add(1, Ordering::Relaxed);

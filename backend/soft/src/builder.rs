@@ -39,8 +39,8 @@ pub struct VmBuilder {
     /// The memory that the guest sees.
     pub memory: PageCount,
     /// The frames of the host that the guest gets. Beside them, each vCPU takes 2.5 MiB of this
-    /// process, whatever the guest's size: 1 MiB for decoded instructions, the rest for its TLBs and
-    /// other caches of translations.
+    /// process, whatever the guest's size: 1 MiB for decoded instructions, the rest for its TLBs
+    /// and other caches of translations.
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,

@@ -1,8 +1,8 @@
 //! A set of guest frames. It is read without a lock, and a frame is never removed.
 //!
 //! ```text
-//! boot    bitmap of the memory that the VM is created with, 256 GiB at most; contains() is one load
-//! later   two-level bitmap of all other frames: a row is 512 GiB, a part is 1 GiB;
+//! boot    bitmap of the memory that the VM is created with, 256 GiB at most; contains() is one
+//! load later   two-level bitmap of all other frames: a row is 512 GiB, a part is 1 GiB;
 //!         the first insertion into a row or part allocates it
 //! ```
 //! A VMM may add slots anywhere below 2^48 while the VM runs, so the bitmap must cover all of that.

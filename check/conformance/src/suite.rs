@@ -95,7 +95,8 @@ macro_rules! suite {
                 every_token_comes_back_once, a_guest_gets_no_event_unless_offered,
                 nothing_is_lost_with_async_faults;
             dirty:
-                host_writes_are_tracked, readers_of_the_log_are_nested_anywhere, a_bitmap_has_every_write,
+                host_writes_are_tracked, readers_of_the_log_are_nested_anywhere,
+                a_bitmap_has_every_write,
                 a_bitmap_by_write_protection_has_every_write, a_bitmap_by_pml_has_every_write,
                 rings_have_every_write, small_rings_have_every_write,
                 rings_by_write_protection_have_every_write,

@@ -72,7 +72,8 @@ pub fn columns(path: &str, text: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (number, line, in_block) in lines(text) {
         let columns = line.chars().count();
-        let is_row = line.trim_start().starts_with('|');
+        // A row of a table, and the marker of a generated one, are one line each.
+        let is_row = line.trim_start().starts_with(['|', '<']);
         if columns > COLUMNS && !in_block && !is_row && !line.contains("://") {
             let what = format!("{columns} columns, more than {COLUMNS}: wrap it");
             findings.push(Finding::at(path, number, what));

@@ -118,9 +118,9 @@ pub struct Provided {
 /// [`TokenError`].
 ///
 /// # Threads
-/// Any thread may call these functions, the thread of a vCPU too. A thread that waits for a page, in
-/// [`MissingMemory::populate`] or in [`GuestMemory`](crate::GuestMemory), must not be the only one
-/// that provides pages.
+/// Any thread may call these functions, the thread of a vCPU too. A thread that waits for a page,
+/// in [`MissingMemory::populate`] or in [`GuestMemory`](crate::GuestMemory), must not be the only
+/// one that provides pages.
 pub trait MissingMemory: Send + Sync {
     /// Provides whole pages from `gpa` on. Address and length are multiples of 4 KiB, or of 2 MiB
     /// for memory in huge pages, whose exits have that size. A page that was provided before keeps

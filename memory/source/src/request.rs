@@ -106,8 +106,8 @@ impl fmt::Debug for dyn PageSource {
     }
 }
 
-/// The reason for which requests of a source fail that panics. The page is not lost then: the source
-/// has not looked for it, or not to the end.
+/// The reason for which requests of a source fail that panics. The page is not lost then: the
+/// source has not looked for it, or not to the end.
 pub const PANICKED: &str = "the page source has panicked, and the panic's own message says where";
 
 /// A page that a source was asked for. A clone is the same request. The request fails when its last
@@ -137,8 +137,8 @@ impl PageRequest {
         Self(Arc::new(Asked { asker, key, page }))
     }
 
-    /// Asks `source` for the page, for memory managers. If the source panics, the request fails with
-    /// [`PANICKED`], unless it was answered.
+    /// Asks `source` for the page, for memory managers. If the source panics, the request fails
+    /// with [`PANICKED`], unless it was answered.
     pub fn send(self, source: &dyn PageSource) {
         let kept = self.clone();
         if catch_unwind(AssertUnwindSafe(|| source.fetch(self))).is_err() {

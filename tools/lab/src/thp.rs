@@ -2,7 +2,7 @@
 //!
 //! | id | what is compared |
 //! |---|---|
-//! | `thp.call.elsewhere` | one whole notifier call for 2 MiB, page loop / Lacuna's; no vCPU waits |
+//! | `thp.call.elsewhere` | a whole notifier call for 2 MiB, page loop / Lacuna's; no vCPU waits |
 //! | `thp.call.holding` | the same for a block that a running vCPU holds |
 //! | `thp.call.shootdown_us.STATE` | the shoot-down in it, the same for both |
 //! | `thp.range_vs_page.SLOTS` | work to find the leaf of a 2 MiB page: page loop / Lacuna's walk |

@@ -200,8 +200,8 @@ pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
     found
 }
 
-/// A harvest of a reader may begin another reader, whatever the VM delivers by. A panic in a harvest
-/// loses no page, and a reader that is forgotten blocks no other one.
+/// A harvest of a reader may begin another reader, whatever the VM delivers by. A panic in a
+/// harvest loses no page, and a reader that is forgotten blocks no other one.
 pub fn readers_of_the_log_are_nested_anywhere<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

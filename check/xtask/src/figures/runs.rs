@@ -220,8 +220,8 @@ mod tests {
             r#"{{"schema":1,"host":{{"cpu":"Some CPU","cores":2,"kernel":"6.18",
             "memory_bytes":1,"date":"2026-11-24T10:00:00Z"}},
             "command":"/x/lacuna lab thp.call --json out.json",
-            "results":[{{"id":"thp.call","value":{value:?},"min":{:?},"max":{:?},"runs":15,"unit":"x",
-            "better":"higher","bar":5.0,"wanted":null,"met":{met},"reference":5.0,
+            "results":[{{"id":"thp.call","value":{value:?},"min":{:?},"max":{:?},"runs":15,
+            "unit":"x","better":"higher","bar":5.0,"wanted":null,"met":{met},"reference":5.0,
             "simulated":false,"params":{{}},"arms":{{}}}}],"skipped":[]}}"#,
             value - 1.0,
             value + 1.0

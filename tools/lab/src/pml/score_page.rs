@@ -6,7 +6,7 @@
 //! subtracted. The guest maps 4 KiB pages by its own tables and loads CR3 before each sweep. So
 //! every write walks, in every arm, and the difference is the cost of detection.
 //!
-//! `.refill` is the whole cost of a dirtied page: without loading CR3, only a harvest's flush causes
+//! `.refill` is the whole cost of a dirtied page: CR3 is not loaded, only a harvest's flush causes
 //! walks, so the arms that log also pay for the TLB's refill. The details have one more figure:
 //! with four times as many pages as the TLB has entries, most writes miss the TLB anyway.
 

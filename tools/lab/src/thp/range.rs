@@ -2,7 +2,8 @@
 //! locks and remove the same leaves; they differ in how they find the slots and leaves of a range.
 //!
 //! Each figure is the time of `begin_invalidation_as` alone. The shoot-down that follows is not in
-//! it, and no vCPU runs. So no published figure is beside it; `call` times the whole call. Before each call the range is mapped again, outside the timed part.
+//! it, and no vCPU runs. So no published figure is beside it; `call` times the whole call. Before
+//! each call the range is mapped again, outside the timed part.
 
 use super::fixture::{BLOCK, Fixture};
 use super::spread::Spread;
