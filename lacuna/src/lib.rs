@@ -7,10 +7,12 @@
 //!
 //! let file = std::fs::read("kernel.elf")?;
 //! let image = Image::parse(&file)?;
-//! // A guest with 256 MiB of memory, at most 64 MiB of it in this host's memory. let (memory,
-//! resident) = (PageCount::from_bytes(256 << 20), PageCount::from_bytes(64 << 20)); let builder =
-//! soft::VmBuilder::new(memory, resident); let console = |line: &str| println!("{line}"); let end =
-//! builder.run_with_console(&image, console, &mut |_| {})?; println!("{}", end.ending);
+//! // A guest with 256 MiB of memory, at most 64 MiB of it in this host's memory.
+//! let (memory, resident) = (PageCount::from_bytes(256 << 20), PageCount::from_bytes(64 << 20));
+//! let builder = soft::VmBuilder::new(memory, resident);
+//! let console = |line: &str| println!("{line}");
+//! let end = builder.run_with_console(&image, console, &mut |_| {})?;
+//! println!("{}", end.ending);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //! [`soft`] has software processors and needs nothing of the host. [`kvm`] runs the same images on
