@@ -264,7 +264,7 @@ impl Log<'_> {
             count
         };
         let reaped = catch_unwind(AssertUnwindSafe(reap));
-        // A panic of the VMM's code goes on after the locks are released, so that it does not
+        // A panic of the VMM's code is resumed after the locks are released, so that it does not
         // poison them.
         drop((paused, state));
         reaped.unwrap_or_else(|panic| resume_unwind(panic))

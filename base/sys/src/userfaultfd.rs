@@ -289,7 +289,7 @@ impl Userfaultfd {
 
 /// A descriptor that another process has made and sent, for a handler of that process's memory.
 ///
-/// `INVAL`: not a userfaultfd. Other errors are those of `readlink(2)`: without `/proc`, no
+/// `INVAL`: not a userfaultfd. Other errors come from `readlink(2)`: without `/proc`, no
 /// descriptor is accepted.
 impl TryFrom<OwnedFd> for Userfaultfd {
     type Error = Errno;
