@@ -113,18 +113,18 @@ pub fn check(root: &Path) -> io::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// The commits of `runs` that git does not know. Without git, and in a clone without history,
-/// nothing is known about any.
+/// The commits of `runs` that are not in the history of `HEAD`: a commit of a branch that was rebased
+/// exists only where it was made. Without git, and in a clone without history, nothing is known
+/// about any.
 fn unknown_commits(root: &Path, runs: &Runs) -> Vec<Finding> {
     if git(root, &["rev-parse", "--is-shallow-repository"]).as_deref() != Some("false") {
         return Vec::new();
     }
-    let unknown = runs.commits().filter(|commit| {
-        let object = format!("{commit}^{{commit}}");
-        git(root, &["rev-parse", "--verify", "--quiet", &object]).is_none()
-    });
+    let is_in_history =
+        |commit| git(root, &["merge-base", "--is-ancestor", commit, "HEAD"]).is_some();
+    let unknown = runs.commits().filter(|&commit| !is_in_history(commit));
     unknown
-        .map(|commit| Finding::of(PATH, format!("there is no commit {commit}")))
+        .map(|commit| Finding::of(PATH, format!("HEAD's history has no commit {commit}")))
         .collect()
 }
 
