@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::fmt::{self, Display};
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
 use lacuna_machine::{
@@ -151,6 +151,12 @@ pub trait Backend: Clone + Send + 'static {
 
     /// The architecture of its guests.
     fn arch(&self) -> Arch;
+
+    /// What a test holds while it runs. A guest of KVM that waits for another vCPU spins: two such
+    /// guests beside each other take ten times as long as one after the other.
+    fn turn(&self) -> Option<MutexGuard<'static, ()>> {
+        None
+    }
 
     /// Makes a VM.
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks>;

@@ -1,6 +1,6 @@
 //! The kvm backend.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lacuna_addr::PageCount;
 use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Tracker, Vm, VmBuilder, available};
@@ -43,6 +43,12 @@ impl Backend for Kvm {
 
     fn arch(&self) -> Arch {
         Arch::X86_64
+    }
+
+    fn turn(&self) -> Option<MutexGuard<'static, ()>> {
+        static TURN: Mutex<()> = Mutex::new(());
+        // A test that failed leaves no state behind.
+        Some(TURN.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks> {

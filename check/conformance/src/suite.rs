@@ -130,6 +130,7 @@ macro_rules! suite {
             $(#[::lacuna_skip::test]
             fn $body() {
                 let backend = $backend;
+                let _turn = $crate::Backend::turn(&backend);
                 if let Err(lacks) = $crate::bodies::$module::$body(&backend) {
                     ::lacuna_skip::skip(lacks);
                 }

@@ -113,9 +113,9 @@ pub fn check(root: &Path) -> io::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// The commits of `runs` that are not in the history of `HEAD`: a commit of a branch that was rebased
-/// exists only where it was made. Without git, and in a clone without history, nothing is known
-/// about any.
+/// The commits of `runs` that are not in the history of `HEAD`: a commit of a branch that was
+/// rebased exists only where it was made. Without git, and in a clone without history, nothing is
+/// known about any.
 fn unknown_commits(root: &Path, runs: &Runs) -> Vec<Finding> {
     if git(root, &["rev-parse", "--is-shallow-repository"]).as_deref() != Some("false") {
         return Vec::new();

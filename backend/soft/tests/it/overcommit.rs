@@ -27,7 +27,7 @@ on_both!(
 const ARGUMENTS: &str = "rounds=2";
 
 fn four_times(arch: Arch, vcpus: usize) -> VmBuilder {
-    builder_for(arch, (48, 12), vcpus, ARGUMENTS)
+    builder_for(arch, (24, 6), vcpus, ARGUMENTS)
 }
 
 fn assert_swapped(outcome: &lacuna_soft::RunSummary) {
@@ -59,7 +59,7 @@ fn verify_with_added_latency(arch: Arch) {
         let latency = Duration::from_micros(200);
         let builder = VmBuilder {
             latency: LatencySetting::new(latency),
-            ..builder_for(arch, (24, 6), vcpus, ARGUMENTS)
+            ..four_times(arch, vcpus)
         };
         assert_swapped(&pass(&builder, "verify").0);
     }
@@ -68,7 +68,7 @@ fn verify_with_added_latency(arch: Arch) {
 fn incompressible_pages_on_a_file(arch: Arch) {
     assert_swapped(
         &pass(
-            &builder_for(arch, (32, 8), 2, "rounds=2 pattern=random"),
+            &builder_for(arch, (24, 6), 2, "rounds=2 pattern=random"),
             "verify",
         )
         .0,

@@ -252,7 +252,7 @@ fn simulate(seed: u64, (arch, ways): (Arch, [&str; 3])) -> (Trace, Done) {
 #[test]
 fn every_page_comes_once_whatever_the_source_and_the_vmm_do() {
     let mut sum = Done::default();
-    for seed in 0..20 {
+    for seed in 0..8 {
         let (_, done) = simulate(seed, WAYS[seed as usize % 2]);
         sum.asked += done.asked;
         sum.taken += done.taken;
@@ -276,7 +276,7 @@ fn every_page_comes_once_whatever_the_source_and_the_vmm_do() {
 
 #[test]
 fn a_seed_gives_one_trace() {
-    for (seed, way) in [(3, WAYS[0]), (11, WAYS[0]), (4, WAYS[1]), (12, WAYS[1])] {
+    for (seed, way) in [(3, WAYS[0]), (4, WAYS[1])] {
         assert_eq!(simulate(seed, way), simulate(seed, way));
     }
 }

@@ -1,7 +1,7 @@
 //! Whole vCPU states at points that a seed chooses: the guest is saved there, and resumes in a
 //! fresh VM with a fresh host and a fresh clock.
 //!
-//! The environment variable `LACUNA_SAVE_POINTS` is the number of points for each guest, 10 by
+//! The environment variable `LACUNA_SAVE_POINTS` is the number of points for each guest, 4 by
 //! default:
 //!
 //! ```sh
@@ -213,7 +213,7 @@ impl Guest {
     /// Moves again and again, until there were as many points as were asked for. A guest that ends
     /// begins again with another seed.
     fn moves_at_seeded_points(&self) {
-        let points = from_env("LACUNA_SAVE_POINTS", 10);
+        let points = from_env("LACUNA_SAVE_POINTS", 4);
         let mut done = 0;
         for seed in 1..=4 * points {
             done += self.run(seed, points - done);
