@@ -38,7 +38,7 @@ pub struct VcpuApf {
 
 /// A vCPU whose thread is outside of `KVM_RUN`. Only then this process may read and change the
 /// vCPU's registers.
-pub struct Outside<'a> {
+pub struct ExitedVcpu<'a> {
     pub fd: &'a VcpuFd,
     pub vm: &'a Vm,
     pub index: usize,
@@ -49,7 +49,7 @@ pub struct Outside<'a> {
 
 /// The vCPU during one call of the queue: what was asked of KVM is kept, and KVM's first error.
 struct Call<'a> {
-    outside: &'a Outside<'a>,
+    vcpu: &'a ExitedVcpu<'a>,
     interruptible: OnceCell<bool>,
     state: OnceCell<CpuState>,
     /// An event was raised, so the guest runs.
@@ -58,9 +58,9 @@ struct Call<'a> {
 }
 
 impl<'a> Call<'a> {
-    fn new(outside: &'a Outside<'a>) -> Self {
+    fn new(vcpu: &'a ExitedVcpu<'a>) -> Self {
         Self {
-            outside,
+            vcpu,
             interruptible: OnceCell::new(),
             state: OnceCell::new(),
             raised: false,
@@ -77,7 +77,7 @@ impl<'a> Call<'a> {
 
 impl Guest for Call<'_> {
     fn is_interruptible(&self) -> bool {
-        let Outside { fd, midway, .. } = self.outside;
+        let ExitedVcpu { fd, midway, .. } = self.vcpu;
         let now = || !midway && arch::apf::is_interruptible(fd).unwrap_or(false);
         *self.interruptible.get_or_init(now)
     }
@@ -89,7 +89,7 @@ impl Guest for Call<'_> {
 
     fn resume(&mut self) {
         if !self.raised {
-            let done = arch::apf::unhalt(self.outside.fd);
+            let done = arch::apf::unhalt(self.vcpu.fd);
             self.note(done);
         }
     }
@@ -98,12 +98,12 @@ impl Guest for Call<'_> {
 impl SharedWords for Call<'_> {
     fn read_u32(&mut self, at: Gpa) -> Option<u32> {
         let mut word = [0; 4];
-        self.outside.vm.read(at, &mut word).ok()?;
+        self.vcpu.vm.read(at, &mut word).ok()?;
         Some(u32::from_le_bytes(word))
     }
 
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
-        let written = self.outside.vm.write(at, &value.to_le_bytes());
+        let written = self.vcpu.vm.write(at, &value.to_le_bytes());
         written.map_err(|_| Unwritable)
     }
 }
@@ -115,19 +115,19 @@ impl lacuna_apf::x86::Guest for Call<'_> {
             paging: false,
             lapic: false,
         };
-        let now = || arch::apf::state(self.outside.fd).unwrap_or(unknown);
+        let now = || arch::apf::state(self.vcpu.fd).unwrap_or(unknown);
         *self.state.get_or_init(now)
     }
 
     fn inject_page_fault(&mut self, address: u64) {
-        let done = arch::apf::inject_page_fault(self.outside.fd, address);
+        let done = arch::apf::inject_page_fault(self.vcpu.fd, address);
         self.note(done);
         self.raised = true;
         self.interruptible = OnceCell::from(false);
     }
 
     fn interrupt(&mut self, vector: u8) {
-        let Outside { vm, index, .. } = self.outside;
+        let ExitedVcpu { vm, index, .. } = self.vcpu;
         let done = arch::apf::interrupt(&vm.fd, *index, vector);
         self.note(done);
         self.raised = true;
@@ -148,16 +148,16 @@ impl VcpuApf {
 
     fn with<T>(
         &mut self,
-        outside: &Outside<'_>,
+        vcpu: &ExitedVcpu<'_>,
         on_queue: impl FnOnce(&mut Queue, Nanos, &mut Call<'_>) -> T,
     ) -> T {
-        if arch::apf::has_forgotten(outside.fd) && self.is_enabled() {
+        if arch::apf::has_forgotten(vcpu.fd) && self.is_enabled() {
             self.queue.reset();
         }
-        let mut call = Call::new(outside);
+        let mut call = Call::new(vcpu);
         let result = on_queue(&mut self.queue, self.clock.now(), &mut call);
         if let Some(error) = call.failed {
-            let why = format!("cannot tell the guest of a page: {error}");
+            let why = format!("cannot notify the guest of a page: {error}");
             self.failed.get_or_insert(why);
         }
         #[cfg(debug_assertions)]
@@ -180,14 +180,14 @@ impl VcpuApf {
     }
 
     /// Delivers page-ready for arrived pages, as long as events may be delivered.
-    pub fn poll(&mut self, outside: &Outside<'_>) {
+    pub fn poll(&mut self, vcpu: &ExitedVcpu<'_>) {
         let poll = |queue: &mut Queue, now, call: &mut Call<'_>| queue.poll(now, call);
-        self.with(outside, poll);
+        self.with(vcpu, poll);
     }
 
     /// Whether the guest has halted the vCPU.
-    pub fn is_idle(&mut self, outside: &Outside<'_>) -> bool {
-        arch::apf::is_halted(outside.fd).unwrap_or(false)
+    pub fn is_idle(&mut self, vcpu: &ExitedVcpu<'_>) -> bool {
+        arch::apf::is_halted(vcpu.fd).unwrap_or(false)
     }
 
     /// Whether the guest got page-not-present for `gfn`, and the page has not arrived yet.
@@ -195,9 +195,9 @@ impl VcpuApf {
         self.queue.awaits(gfn)
     }
 
-    /// Whether [`VcpuApf::not_present`] would tell the guest now.
-    pub fn can_tell(&mut self, gfn: Gfn, outside: &Outside<'_>) -> bool {
-        self.is_enabled() && self.with(outside, |queue, _, call| queue.can_tell(gfn, call))
+    /// Whether [`VcpuApf::not_present`] would notify the guest now.
+    pub fn can_notify(&mut self, gfn: Gfn, vcpu: &ExitedVcpu<'_>) -> bool {
+        self.is_enabled() && self.with(vcpu, |queue, _, call| queue.can_notify(gfn, call))
     }
 
     /// Delivers page-not-present for `gfn`. `None`: it cannot be delivered now.
@@ -205,12 +205,12 @@ impl VcpuApf {
         &mut self,
         gfn: Gfn,
         access: Access,
-        outside: &Outside<'_>,
+        vcpu: &ExitedVcpu<'_>,
     ) -> Option<Completion> {
         if !self.is_enabled() {
             return None;
         }
-        let answer = self.with(outside, |queue, now, call| {
+        let answer = self.with(vcpu, |queue, now, call| {
             queue.not_present(gfn, access, now, call)
         });
         match answer {
@@ -222,9 +222,9 @@ impl VcpuApf {
     }
 
     /// RDMSR. `None` raises #GP.
-    pub fn read_msr(&mut self, index: u32, outside: &Outside<'_>) -> Option<u64> {
+    pub fn read_msr(&mut self, index: u32, vcpu: &ExitedVcpu<'_>) -> Option<u64> {
         let msr = Msr::of(index)?;
-        self.with(outside, |queue, _, _| queue.read_msr(msr))
+        self.with(vcpu, |queue, _, _| queue.read_msr(msr))
     }
 
     /// The page that [`VcpuApf::write_msr`] accesses.
@@ -234,23 +234,23 @@ impl VcpuApf {
     }
 
     /// WRMSR. `None` raises #GP.
-    pub fn write_msr(&mut self, index: u32, value: u64, outside: &Outside<'_>) -> Option<()> {
+    pub fn write_msr(&mut self, index: u32, value: u64, vcpu: &ExitedVcpu<'_>) -> Option<()> {
         let msr = Msr::of(index)?;
-        self.set(msr, value, outside)
+        self.set(msr, value, vcpu)
     }
 
-    fn set(&mut self, msr: Msr, value: u64, outside: &Outside<'_>) -> Option<()> {
-        let written = self.with(outside, |queue, now, call| {
+    fn set(&mut self, msr: Msr, value: u64, vcpu: &ExitedVcpu<'_>) -> Option<()> {
+        let written = self.with(vcpu, |queue, now, call| {
             queue.write_msr(msr, value, now, call)
         });
         written.ok()?;
-        arch::apf::remember(outside.fd).ok()
+        arch::apf::remember(vcpu.fd).ok()
     }
 
     /// The registers, for a saved state.
-    pub fn save(&mut self, outside: &Outside<'_>) -> AsyncFaults {
+    pub fn save(&mut self, vcpu: &ExitedVcpu<'_>) -> AsyncFaults {
         let mut read = |msr| {
-            let read = self.with(outside, |queue, _, _| queue.read_msr(msr));
+            let read = self.with(vcpu, |queue, _, _| queue.read_msr(msr));
             read.unwrap_or(0)
         };
         AsyncFaults {
@@ -260,20 +260,20 @@ impl VcpuApf {
     }
 
     /// Whether [`VcpuApf::restore`] would take these registers.
-    pub fn check(&mut self, apf: &AsyncFaults, outside: &Outside<'_>) -> Result<(), StateError> {
+    pub fn check(&mut self, apf: &AsyncFaults, vcpu: &ExitedVcpu<'_>) -> Result<(), StateError> {
         for (msr, value) in registers(apf) {
-            let checked = self.with(outside, |queue, _, call| queue.check_msr(msr, value, call));
+            let checked = self.with(vcpu, |queue, _, call| queue.check_msr(msr, value, call));
             checked.map_err(|_| refused(msr, value))?;
         }
         Ok(())
     }
 
     /// Nothing is in flight, and the registers have these values.
-    pub fn restore(&mut self, apf: &AsyncFaults, outside: &Outside<'_>) -> Result<(), StateError> {
+    pub fn restore(&mut self, apf: &AsyncFaults, vcpu: &ExitedVcpu<'_>) -> Result<(), StateError> {
         self.queue.reset();
         self.failed = None;
         for (msr, value) in registers(apf) {
-            let set = self.set(msr, value, outside);
+            let set = self.set(msr, value, vcpu);
             set.ok_or_else(|| refused(msr, value))?;
         }
         Ok(())

@@ -36,13 +36,13 @@ fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
 pub struct Dirty {
     delivery: Delivery,
     tracker: Tracker,
-    state: Mutex<State, lock_order::KvmDirty>,
+    state: Mutex<DirtyState, lock_order::KvmDirty>,
     /// How often the rings were reset.
     resets: AtomicU64,
 }
 
 /// What one thread at a time uses: the one that switches logging, or harvests.
-pub struct State {
+pub struct DirtyState {
     /// One for each vCPU.
     rings: Vec<Ring>,
     /// A ring has overflowed. No reap has passed on all pages since.
@@ -65,7 +65,7 @@ impl Dirty {
             }
             (Tracker::Kvm, _) => None,
         };
-        let state = State {
+        let state = DirtyState {
             rings: Vec::new(),
             all_written: false,
             rearms_all: false,
@@ -94,12 +94,12 @@ impl Dirty {
     }
 
     /// Excludes other harvests and changes of slots until the result is dropped.
-    pub fn state(&self) -> MutexGuard<'_, State> {
+    pub fn state(&self) -> MutexGuard<'_, DirtyState> {
         self.state.lock().expect("no panic under this lock")
     }
 }
 
-impl State {
+impl DirtyState {
     /// Protects the pages that were written, and sets their bits in `out`. After an error, `out`
     /// has the bits of the pages that are protected already.
     fn take_bits(&self, slot: &KvmSlot, out: &mut [u64]) -> Result<(), DirtyError> {
@@ -303,7 +303,7 @@ impl Log<'_> {
         Ok(is_empty)
     }
 
-    fn reset_rings(&self, state: &mut State) -> Result<usize, DirtyError> {
+    fn reset_rings(&self, state: &mut DirtyState) -> Result<usize, DirtyError> {
         let _paused = self.kicks.pause();
         let mut all = 0;
         loop {

@@ -53,7 +53,7 @@ impl Entered {
 }
 
 #[derive(Default)]
-struct State {
+struct KickState {
     entered: Option<Entered>,
     /// The number of entries.
     entries: u64,
@@ -72,7 +72,7 @@ struct VcpuKick {
     /// The thread that has entered the vCPU, as `gettid(2)` numbers it. 0: none. Written under the
     /// lock.
     thread: AtomicU32,
-    state: Mutex<State, lock_order::KvmKick>,
+    state: Mutex<KickState, lock_order::KvmKick>,
     /// The vCPU has left, or vCPUs may enter again.
     changed: Condvar,
     /// Whether KVM has halted the vCPU at present, if it says that.
@@ -80,7 +80,7 @@ struct VcpuKick {
 }
 
 impl VcpuKick {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, KickState> {
         self.state.lock().expect("no panic under this lock")
     }
 }
@@ -206,7 +206,7 @@ impl VcpuKicks {
         for (vcpu, entry) in self.vcpus.iter().zip(entries) {
             let mut state = vcpu.state();
             state.waiting += 1;
-            let inside = |state: &mut State| state.entered.is_some() && state.entries == entry;
+            let inside = |state: &mut KickState| state.entered.is_some() && state.entries == entry;
             let left = vcpu.changed.wait_while(state, inside);
             left.expect("no panic under this lock").waiting -= 1;
         }
@@ -218,7 +218,7 @@ impl VcpuKicks {
     /// `immediate_exit` is that field of the vCPU's `struct kvm_run`, valid as long as the result.
     pub unsafe fn enter(&self, index: usize, immediate_exit: NonNull<u8>) -> EnteredVcpu<'_> {
         let vcpu = &self.vcpus[index];
-        let paused = |_: &mut State| self.paused.load(Ordering::SeqCst);
+        let paused = |_: &mut KickState| self.paused.load(Ordering::SeqCst);
         let state = vcpu.changed.wait_while(vcpu.state(), paused);
         let mut state = state.expect("no panic under this lock");
         let woken = std::mem::take(&mut state.woken);

@@ -1,17 +1,17 @@
 //! Missing memory: exits to the VMM, and pages that the VMM provides.
 
-use crate::apf::{Outside, VcpuApf};
+use crate::apf::{ExitedVcpu, VcpuApf};
 use crate::kick::{Comes, MissingPage};
 use crate::memory;
 use crate::slots::KvmSlot;
-use crate::source::{Provider, State};
+use crate::source::{PageState, Provider};
 use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
 use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE};
 use lacuna_apf::Completion;
 use lacuna_machine::{
-    Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
-    VcpuError,
+    Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, ReadyOutcome,
+    TokenError, VcpuError,
 };
 use std::sync::Arc;
 use std::thread;
@@ -27,7 +27,7 @@ impl Vcpu {
         self.vm.source.provider()
     }
 
-    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not tell
+    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not notify
     /// the guest: then the vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
         let answered = self.faulted.is_some_and(|faulted| !faulted.waits);
@@ -61,7 +61,7 @@ impl Vcpu {
     /// and its process would repeat its access for ever.
     fn exit_again(&mut self) -> Option<Exit> {
         let last = self.faulted.take_if(|faulted| !faulted.waits)?;
-        let held = self.provider()?.provision.state(last.missing.page) == State::Held;
+        let held = self.provider()?.provision.state(last.missing.page) == PageState::Held;
         held.then(|| self.exit_for(last.missing)).flatten()
     }
 
@@ -84,13 +84,13 @@ impl Vcpu {
         if awaits == Some(true) || self.faulted.is_some_and(waits) {
             return None;
         }
-        // A userfaultfd does not tell a fetch from a read.
+        // A userfaultfd does not distinguish a fetch from a read.
         let mut flags = match missing.access {
             Access::Read | Access::Fetch => MemoryFaultFlags::READ,
             Access::Write => MemoryFaultFlags::WRITE,
         };
-        if self.with_apf(|apf, outside| apf.can_tell(gpa.gfn(), outside)) == Some(true) {
-            flags |= MemoryFaultFlags::CAN_TELL;
+        if self.with_apf(|apf, vcpu| apf.can_notify(gpa.gfn(), vcpu)) == Some(true) {
+            flags |= MemoryFaultFlags::CAN_NOTIFY;
         }
         let token = self.provider()?.provision.tokens.exit(self.index);
         self.vm.kicks.set_waits(self.index, None);
@@ -110,7 +110,7 @@ impl Vcpu {
         let Some(Register::Write(index, value)) = self.msr else {
             return None;
         };
-        let accessed = |apf: &mut VcpuApf, _: &Outside<'_>| apf.page_accessed_by(index, value);
+        let accessed = |apf: &mut VcpuApf, _: &ExitedVcpu<'_>| apf.page_accessed_by(index, value);
         let gfn = self.with_apf(accessed)??;
         let slot = self.vm.slot_at(gfn.gpa()).ok()?;
         let provider = self.vm.provider_of(&slot)?;
@@ -145,10 +145,10 @@ impl Vcpu {
     fn not_present(&mut self, missing: MissingPage) -> Option<Completion> {
         let hva = self.vm.memory.guest.page(missing.page);
         let (_, gpa) = self.vm.slots.at(hva)?;
-        let told = |apf: &mut VcpuApf, outside: &Outside<'_>| {
-            apf.not_present(gpa.gfn(), missing.access, outside)
+        let notify = |apf: &mut VcpuApf, vcpu: &ExitedVcpu<'_>| {
+            apf.not_present(gpa.gfn(), missing.access, vcpu)
         };
-        self.with_apf(told).flatten()
+        self.with_apf(notify).flatten()
     }
 
     pub(crate) fn accept_fault(&mut self, token: FaultToken) -> Result<(), TokenError> {
@@ -169,7 +169,7 @@ impl Vcpu {
         self.vm.kicks.set_waits(self.index, Some(page));
         let waits = true;
         self.faulted = Some(Faulted { waits, ..faulted });
-        Err(TokenError::CannotTell)
+        Err(TokenError::CannotNotify)
     }
 
     /// The vCPU has another state. Its exits belonged to the old one. A worker of KVM may still
@@ -182,7 +182,7 @@ impl Vcpu {
         let kicks = &self.vm.kicks;
         let found = std::iter::from_fn(|| kicks.take_missing(self.index));
         for missing in found.chain(last.map(|last| last.missing)) {
-            if provider.provision.state(missing.page) == State::Held {
+            if provider.provision.state(missing.page) == PageState::Held {
                 provider.ask(missing.page);
             }
         }
@@ -298,7 +298,7 @@ impl MissingMemory for Vm {
         };
         let page = self.page_at(slot.backing_of(gpa.gfn()));
         if let Some(token) = token {
-            provider.provision.tell_later(page, token);
+            provider.provision.ready_when_arrived(page, token);
         }
         provider.ask(page);
         self.check_source(gpa)
@@ -322,12 +322,12 @@ impl MissingMemory for Vm {
         Ok(())
     }
 
-    fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
+    fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
         let provider = self.source.provider().ok_or(TokenError::Unknown)?;
-        let (told, page) = provider.provision.tokens.ready(token)?;
+        let (outcome, page) = provider.provision.tokens.ready(token)?;
         // A worker of KVM still waits for the page, and KVM reports its fault once. So the vCPU
         // exits again for it.
-        let missing = page.filter(|page| provider.provision.state(*page) == State::Held);
+        let missing = page.filter(|page| provider.provision.state(*page) == PageState::Held);
         if let Some(page) = missing {
             let missing = MissingPage {
                 page,
@@ -337,7 +337,7 @@ impl MissingMemory for Vm {
             };
             self.kicks.report_again(token.vcpu(), missing);
         }
-        Ok(told)
+        Ok(outcome)
     }
 }
 

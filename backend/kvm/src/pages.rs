@@ -30,7 +30,7 @@ pub enum FirstTouch {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Place {
+enum PagePlace {
     Untouched,
     Mapped,
     Probation,
@@ -57,7 +57,7 @@ pub enum Need {
 /// The state of all pages, within a budget.
 #[derive(Debug)]
 pub struct Pages {
-    places: Vec<Place>,
+    places: Vec<PagePlace>,
     /// Every mapped page once, oldest first.
     mapped: VecDeque<Page>,
     /// Every page on probation once, oldest first.
@@ -74,8 +74,8 @@ impl Pages {
     /// `count` untouched pages; `budget` of them may be resident.
     pub fn new(count: usize, budget: usize, first_touch: FirstTouch) -> Self {
         let place = match first_touch {
-            FirstTouch::Immediate => Place::Untouched,
-            FirstTouch::Delayed => Place::SwappedOut,
+            FirstTouch::Immediate => PagePlace::Untouched,
+            FirstTouch::Delayed => PagePlace::SwappedOut,
         };
         Self {
             places: vec![place; count],
@@ -90,15 +90,15 @@ impl Pages {
     pub fn touched(&mut self, page: Page) -> Need {
         let place = &mut self.places[page as usize];
         match *place {
-            Place::Untouched => Need::Zeros,
-            Place::Probation => Need::Return,
-            Place::SwappedOut => {
-                *place = Place::InFlight;
+            PagePlace::Untouched => Need::Zeros,
+            PagePlace::Probation => Need::Return,
+            PagePlace::SwappedOut => {
+                *place = PagePlace::InFlight;
                 self.in_flight += 1;
                 Need::Fetch
             }
-            Place::InFlight => Need::InFlight,
-            Place::Mapped => Need::Wake,
+            PagePlace::InFlight => Need::InFlight,
+            PagePlace::Mapped => Need::Wake,
         }
     }
 
@@ -106,10 +106,10 @@ impl Pages {
     /// page is in flight until it has [`arrived`](Self::arrived).
     pub fn delayed(&mut self, page: Page) {
         let place = &mut self.places[page as usize];
-        match std::mem::replace(place, Place::InFlight) {
-            Place::InFlight => return,
-            Place::Probation => self.probation.retain(|&p| p != page),
-            Place::Untouched | Place::SwappedOut | Place::Mapped => {}
+        match std::mem::replace(place, PagePlace::InFlight) {
+            PagePlace::InFlight => return,
+            PagePlace::Probation => self.probation.retain(|&p| p != page),
+            PagePlace::Untouched | PagePlace::SwappedOut | PagePlace::Mapped => {}
         }
         self.in_flight += 1;
     }
@@ -117,18 +117,18 @@ impl Pages {
     /// `page` is mapped now.
     pub fn arrived(&mut self, page: Page) {
         match self.places[page as usize] {
-            Place::Mapped => return,
-            Place::Probation => self.probation.retain(|&p| p != page),
-            Place::InFlight => self.in_flight -= 1,
-            Place::Untouched | Place::SwappedOut => {}
+            PagePlace::Mapped => return,
+            PagePlace::Probation => self.probation.retain(|&p| p != page),
+            PagePlace::InFlight => self.in_flight -= 1,
+            PagePlace::Untouched | PagePlace::SwappedOut => {}
         }
-        self.places[page as usize] = Place::Mapped;
+        self.places[page as usize] = PagePlace::Mapped;
         self.mapped.push_back(page);
     }
 
     /// Another thread has put `page` in place, or had done so when this was last said.
     pub fn provided(&mut self, page: Page) {
-        if self.places[page as usize] == Place::Untouched {
+        if self.places[page as usize] == PagePlace::Untouched {
             self.arrived(page);
         }
     }
@@ -148,7 +148,7 @@ impl Pages {
 
     /// `page` was moved from the guest to the store.
     pub fn evicted(&mut self, page: Page) {
-        self.places[page as usize] = Place::Probation;
+        self.places[page as usize] = PagePlace::Probation;
         self.probation.push_back(page);
     }
 
@@ -162,7 +162,7 @@ impl Pages {
         let excess = self.resident().saturating_sub(self.budget);
         let count = excess.min(self.probation.len());
         for page in self.probation.drain(..count) {
-            self.places[page as usize] = Place::SwappedOut;
+            self.places[page as usize] = PagePlace::SwappedOut;
         }
     }
 
@@ -288,7 +288,7 @@ mod tests {
         for page in 100..1100 {
             let _ = touch(&mut pages, page);
         }
-        assert_eq!(pages.places[7], Place::Probation);
+        assert_eq!(pages.places[7], PagePlace::Probation);
         pages.provided(7);
         assert_eq!(pages.touched(7), Need::Return);
     }

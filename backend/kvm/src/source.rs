@@ -23,7 +23,7 @@ mod provision;
 mod shared;
 mod untouched;
 
-pub use provision::{Provider, Provision, State};
+pub use provision::{PageState, Provider, Provision};
 pub use shared::{Failure, SourceConfig, SourceStats};
 
 use crate::kick::VcpuKicks;
@@ -36,7 +36,7 @@ use lacuna_sys::{Errno, Fault, Pagemap, Userfaultfd};
 use missing::Handled;
 use provision::Budget;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use shared::{Shared, count};
+use shared::{SourceShared, count};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::num::NonZeroU64;
@@ -47,7 +47,7 @@ use std::time::{Duration, Instant};
 
 /// A running page source, until it is dropped.
 pub struct Source {
-    shared: Arc<Shared>,
+    shared: Arc<SourceShared>,
     thread: Option<JoinHandle<()>>,
     /// The thread's descriptor, which is closed when the thread ends.
     uffd: Weak<Userfaultfd>,
@@ -91,7 +91,7 @@ impl Source {
         }
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let doorbell = eventfd(0, flags).map_err(|e| ("make an eventfd", e))?;
-        let shared = Arc::new(Shared::new(doorbell, kicks));
+        let shared = Arc::new(SourceShared::new(doorbell, kicks));
         let uffd = Arc::new(uffd);
         let lent = Arc::downgrade(&uffd);
         let count = memory.guest.range().pages() as usize;
@@ -255,7 +255,7 @@ struct Worker {
     memory: Arc<Memory>,
     config: SourceConfig,
     provider: Option<Arc<Provider>>,
-    shared: Arc<Shared>,
+    shared: Arc<SourceShared>,
     pages: Pages,
     in_flight: BinaryHeap<Reverse<InFlight>>,
     /// Since when Linux has lacked memory.

@@ -2,12 +2,12 @@
 
 use crate::pages::Page;
 use lacuna_apf::Completion;
-use lacuna_machine::{FaultToken, Ready, TokenError, TokenLife, Told};
+use lacuna_machine::{FaultToken, Ready, ReadyOutcome, TokenError, TokenLife};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 
 struct Accepted {
     page: Page,
-    /// Tells the guest that the page is ready. `None`: its vCPU has another state.
+    /// Notifies the guest that the page is ready. `None`: its vCPU has another state.
     completion: Option<Completion>,
 }
 
@@ -71,7 +71,7 @@ impl Tokens {
         let mut life = self.of(vcpu).expect("a vCPU of this VM");
         let accepted = life.accept(token, Accepted { page, completion });
         drop(life);
-        // The completion is dropped after the lock, which tells the guest.
+        // The completion is dropped after the lock, which notifies the guest.
         accepted.map_err(|_accepted| TokenError::Ready)
     }
 
@@ -82,18 +82,20 @@ impl Tokens {
     }
 
     /// The page of `token` is ready. Returns the page if its page-not-present was delivered.
-    pub fn ready(&self, token: FaultToken) -> Result<(Told, Option<Page>), TokenError> {
+    pub fn ready(&self, token: FaultToken) -> Result<(ReadyOutcome, Option<Page>), TokenError> {
         let ready = self
             .of(token.vcpu())
             .ok_or(TokenError::Unknown)?
             .ready(token)?;
         let Ready::Accepted(Accepted { page, completion }) = ready else {
-            return Ok((Told::Early, None));
+            return Ok((ReadyOutcome::Early, None));
         };
         // The completion takes a lock and wakes the vCPU.
         let completion = completion.filter(|completion| !completion.is_cancelled());
-        let told = completion.as_ref().map_or(Told::Cancelled, |_| Told::Guest);
+        let outcome = completion
+            .as_ref()
+            .map_or(ReadyOutcome::Cancelled, |_| ReadyOutcome::Notified);
         drop(completion);
-        Ok((told, Some(page)))
+        Ok((outcome, Some(page)))
     }
 }

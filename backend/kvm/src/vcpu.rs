@@ -5,7 +5,7 @@
 //! as long as the vCPU exists. KVM reads and writes them only inside `KVM_RUN`, and this file
 //! enters `KVM_RUN` only after all accesses are answered.
 
-use crate::apf::{self, Outside, VcpuApf};
+use crate::apf::{self, ExitedVcpu, VcpuApf};
 use crate::arch::{self, Fresh};
 use crate::kick::MissingPage;
 use crate::vm::Vm;
@@ -75,12 +75,12 @@ struct Io {
 
 #[derive(Clone, Copy)]
 enum Direction {
-    In(Place, Answer),
-    Out(Place),
+    In(AccessAddress, Answer),
+    Out(AccessAddress),
 }
 
 #[derive(Clone, Copy)]
-enum Place {
+enum AccessAddress {
     /// A port, and the size of an access there.
     Port(u16, Width),
     /// The address of the next access.
@@ -121,8 +121,8 @@ impl Vcpu {
             Direction::In(place, _) => {
                 io.direction = Direction::In(place, Answer::Asked);
                 match place {
-                    Place::Port(port, _) => Exit::IoIn { port, width },
-                    Place::Memory(gpa) => Exit::MmioRead { gpa, width },
+                    AccessAddress::Port(port, _) => Exit::IoIn { port, width },
+                    AccessAddress::Memory(gpa) => Exit::MmioRead { gpa, width },
                 }
             }
             Direction::Out(place) => {
@@ -134,12 +134,12 @@ impl Vcpu {
                 io.advance();
                 let value = u64::from_le_bytes(value);
                 match place {
-                    Place::Port(port, _) => Exit::IoOut {
+                    AccessAddress::Port(port, _) => Exit::IoOut {
                         port,
                         width,
                         value: value as u32,
                     },
-                    Place::Memory(gpa) => Exit::MmioWrite { gpa, width, value },
+                    AccessAddress::Memory(gpa) => Exit::MmioWrite { gpa, width, value },
                 }
             }
         })
@@ -234,18 +234,18 @@ impl Vcpu {
     /// Calls the host side of the guest's async page faults, if it is in this process.
     pub(crate) fn with_apf<T>(
         &mut self,
-        call: impl FnOnce(&mut VcpuApf, &Outside<'_>) -> T,
+        call: impl FnOnce(&mut VcpuApf, &ExitedVcpu<'_>) -> T,
     ) -> Option<T> {
-        let outside = Outside {
+        let exited = ExitedVcpu {
             fd: &self.fd,
             vm: &self.vm,
             index: self.index,
             midway: self.io.is_some() || self.msr.is_some(),
         };
-        self.apf.as_mut().map(|apf| call(apf, &outside))
+        self.apf.as_mut().map(|apf| call(apf, &exited))
     }
 
-    /// Answers an access of the guest to a register of async page faults, and tells the guest of
+    /// Answers an access of the guest to a register of async page faults, and notifies the guest of
     /// pages that have come.
     fn tell_guest(&mut self) -> Result<(), VcpuError> {
         let answer = match self.msr {
@@ -271,10 +271,10 @@ impl Vcpu {
     }
 
     /// The place of an exit for `port`.
-    fn port(&mut self, port: u16) -> Place {
+    fn port(&mut self, port: u16) -> AccessAddress {
         // SAFETY: 1. the exit was KVM_EXIT_IO, so KVM has filled the union's `io`.
         let size = unsafe { self.fd.get_kvm_run().__bindgen_anon_1.io.size };
-        Place::Port(port, width(usize::from(size)))
+        AccessAddress::Port(port, width(usize::from(size)))
     }
 
     fn internal_error(&mut self) -> String {
@@ -308,17 +308,17 @@ impl Io {
     fn width(&self) -> Width {
         let (Direction::In(place, _) | Direction::Out(place)) = self.direction;
         match place {
-            Place::Port(_, width) => width,
-            Place::Memory(_) if self.left.is_power_of_two() => width(self.left),
-            Place::Memory(gpa) => width(aligned_piece(gpa.offset(), self.left)),
+            AccessAddress::Port(_, width) => width,
+            AccessAddress::Memory(_) if self.left.is_power_of_two() => width(self.left),
+            AccessAddress::Memory(gpa) => width(aligned_piece(gpa.offset(), self.left)),
         }
     }
 
     fn advance(&mut self) {
         let bytes = self.width() as usize;
         let next = |place| match place {
-            Place::Memory(gpa) => memory(gpa.get() + bytes as u64),
-            port @ Place::Port(..) => port,
+            AccessAddress::Memory(gpa) => memory(gpa.get() + bytes as u64),
+            port @ AccessAddress::Port(..) => port,
         };
         self.direction = match self.direction {
             Direction::In(place, _) => Direction::In(next(place), Answer::NotAsked),
@@ -408,10 +408,10 @@ impl SaveRestore for Vcpu {
         let Some((rest, own)) = self.apf.as_ref().and_then(|_| apf::split(state)) else {
             return self.restore_by_kvm(state);
         };
-        let checked = self.with_apf(|apf, outside| apf.check(&own, outside));
+        let checked = self.with_apf(|apf, vcpu| apf.check(&own, vcpu));
         checked.unwrap_or(Ok(()))?;
         self.restore_by_kvm(&rest)?;
-        let restored = self.with_apf(|apf, outside| apf.restore(&own, outside));
+        let restored = self.with_apf(|apf, vcpu| apf.restore(&own, vcpu));
         restored.unwrap_or(Ok(()))
     }
 }
@@ -445,8 +445,8 @@ impl Vcpu {
     }
 }
 
-fn memory(address: u64) -> Place {
-    Place::Memory(Gpa::truncate(address))
+fn memory(address: u64) -> AccessAddress {
+    AccessAddress::Memory(Gpa::truncate(address))
 }
 
 fn width(size: usize) -> Width {

@@ -157,7 +157,7 @@ fn check(
 }
 
 /// Whether the host side of the guest's async page faults is in this process: a VMM that provides
-/// pages can then tell the guest of them.
+/// pages can then notify the guest.
 ///
 /// It writes to two words of the guest's memory. KVM records such writes in a vCPU's dirty ring,
 /// and this process cannot.

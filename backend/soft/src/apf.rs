@@ -50,7 +50,7 @@ impl<P: Platform> SharedWords for Entry<P> {
 
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
         let store = |page: HostPage| {
-            // Decoded instructions are in this page: the write below tells every vCPU.
+            // Decoded instructions are in this page: the write below notifies every vCPU.
             (!page.is_write_tracked()).then(|| page.store_u32(at.offset(), value))
         };
         match self.with_page(at.gfn(), Access::Write, store) {

@@ -11,7 +11,8 @@ use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SI
 use lacuna_apf::{NotPresent, POLL_NS};
 use lacuna_host::{HostError, SharedMemory, Ticket};
 use lacuna_machine::{
-    Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, TokenError, Told,
+    Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, ReadyOutcome,
+    TokenError,
 };
 use lacuna_mmu::Outcome;
 use std::sync::Arc;
@@ -62,8 +63,8 @@ impl<P: Platform> VcpuOf<P> {
             Access::Write => MemoryFaultFlags::WRITE,
             Access::Fetch => MemoryFaultFlags::EXEC,
         };
-        if self.can_tell(gfn) {
-            flags |= MemoryFaultFlags::CAN_TELL;
+        if self.can_notify(gfn) {
+            flags |= MemoryFaultFlags::CAN_NOTIFY;
         }
         self.faulted = Some(Faulted {
             gfn,
@@ -112,8 +113,8 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Whether page-not-present could be delivered to the guest now for the page at `gfn`.
-    fn can_tell(&mut self, gfn: Gfn) -> bool {
-        self.vm.apf() == Apf::On && self.apf.can_tell(gfn, &mut self.entry)
+    fn can_notify(&mut self, gfn: Gfn) -> bool {
+        self.vm.apf() == Apf::On && self.apf.can_notify(gfn, &mut self.entry)
     }
 
     /// A page is on its way. Returns the ticket if the vCPU has to wait for it.
@@ -215,7 +216,7 @@ impl<P: Platform> VcpuOf<P> {
             faulted.waits = true;
         }
         self.tokens().enter();
-        Err(TokenError::CannotTell)
+        Err(TokenError::CannotNotify)
     }
 }
 
@@ -308,7 +309,7 @@ impl MissingMemory for Vm {
         Ok(())
     }
 
-    fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
+    fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
         let tokens = self.tokens.get(token.vcpu());
         tokens.ok_or(TokenError::Unknown)?.ready(token)
     }

@@ -6,7 +6,7 @@ use crate::mmu::Format;
 use crate::step::Step;
 use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn};
-use lacuna_apf::{Queue, Tell};
+use lacuna_apf::{Deliver, Queue};
 use lacuna_cpu::{Processor, Wake};
 use lacuna_machine::{Apf, BootError, Image, VmConfig};
 use std::sync::Arc;
@@ -33,7 +33,7 @@ pub trait Platform: Processor + 'static {
     type Boot: Copy + Send;
 
     /// The contract of asynchronous page faults with a guest.
-    type Apf: Tell<Entry<Self>> + Send;
+    type Apf: Deliver<Entry<Self>> + Send;
 
     /// Loads `image` into the memory of `vm`; returns the state in which its vCPUs start.
     ///

@@ -2,7 +2,7 @@
 
 use lacuna_addr::{Access, BackingAddr, Gfn};
 use lacuna_apf::Completion;
-use lacuna_machine::{FaultToken, Ready, TokenError, TokenLife, Told};
+use lacuna_machine::{FaultToken, Ready, ReadyOutcome, TokenError, TokenLife};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::collections::HashMap;
 
@@ -91,16 +91,18 @@ impl Tokens {
 
     /// The page of `token` is ready: the guest of an accepted one gets page-ready, a pending one
     /// notes it.
-    pub fn ready(&self, token: FaultToken) -> Result<Told, TokenError> {
+    pub fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
         let ready = self.lock().life.ready(token)?;
         let Ready::Accepted(completion) = ready else {
-            return Ok(Told::Early);
+            return Ok(ReadyOutcome::Early);
         };
         // The completion takes a lock and kicks the vCPU.
         let completion = completion.filter(|completion| !completion.is_cancelled());
-        let told = completion.as_ref().map_or(Told::Cancelled, |_| Told::Guest);
+        let outcome = completion
+            .as_ref()
+            .map_or(ReadyOutcome::Cancelled, |_| ReadyOutcome::Notified);
         drop(completion);
-        Ok(told)
+        Ok(outcome)
     }
 }
 

@@ -208,11 +208,11 @@ impl<P: Platform> VcpuOf<P> {
         if !self.apf.has_arrivals() {
             return 0;
         }
-        let told = self.apf.poll(self.vm.clock.now(), &mut self.entry);
-        if told > 0 {
+        let events = self.apf.poll(self.vm.clock.now(), &mut self.entry);
+        if events > 0 {
             self.publish();
         }
-        told
+        events
     }
 
     /// The step of a vCPU in an artificial halt: page-not-present could not be delivered to its

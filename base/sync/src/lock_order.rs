@@ -147,5 +147,5 @@ classes! {
         KvmSourceFailure "Shared::failure (kvm)",
         KvmArrived "Shared::arrived (kvm)",
         KvmTokens "Tokens (kvm)",
-        KvmToldLater "Provision::told_later (kvm)";
+        KvmReadyLater "Provision::ready_later (kvm)";
 }

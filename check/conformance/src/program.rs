@@ -9,7 +9,8 @@
 //! masked, so its accesses must be aligned.
 //!
 //! A program reports a value to its VMM, or asks it for one, by an exit: through a port on x86-64,
-//! and through an address without memory on AArch64. [`told`] and [`is_question`] recognise both.
+//! and through an address without memory on AArch64. [`reported`] and [`is_question`] recognise
+//! both.
 
 mod arm64;
 mod x86;
@@ -57,23 +58,23 @@ pub const fn async_faults_at(arch: Arch, gpa: u64) -> u64 {
 }
 
 /// The port that a program writes to report a value.
-pub const TELL_PORT: u16 = 0x81;
+pub const REPORT_PORT: u16 = 0x81;
 /// The address for that.
-const TELL_AT: u64 = 0x0a00_0000;
+const REPORT_AT: u64 = 0x0a00_0000;
 /// The port that a program reads to ask for one.
 pub const ASK_PORT: u16 = 0x80;
 /// The address for that.
 const ASK_AT: u64 = 0x0a00_0008;
 
 /// The value that a program reports by this exit.
-pub fn told(exit: &Exit) -> Option<u32> {
+pub fn reported(exit: &Exit) -> Option<u32> {
     match *exit {
         Exit::IoOut {
-            port: TELL_PORT,
+            port: REPORT_PORT,
             value,
             ..
         } => Some(value),
-        Exit::MmioWrite { gpa, value, .. } if gpa.get() == TELL_AT => Some(value as u32),
+        Exit::MmioWrite { gpa, value, .. } if gpa.get() == REPORT_AT => Some(value as u32),
         _ => None,
     }
 }
@@ -129,7 +130,7 @@ enum Op {
     Label(Label),
     Jump(Label),
     Branch(Condition, Reg, Reg, Label),
-    Tell(Reg),
+    Report(Reg),
     Ask(Reg),
     Print(Reg),
     Exit(Reg),
@@ -232,8 +233,8 @@ impl Assembler {
     }
 
     /// Reports the lower 32 bits of `value` to the VMM.
-    pub fn tell(&mut self, value: Reg) {
-        self.push(Op::Tell(value));
+    pub fn report(&mut self, value: Reg) {
+        self.push(Op::Report(value));
     }
 
     /// Asks the VMM for 32 bits.

@@ -62,9 +62,9 @@ fn judge(line: &[String], status: ExitStatus, out: &str, err: &str) {
     );
     let is_panic = err.contains("panicked at");
     assert!(!is_panic, "a panic: {}", shown());
-    let told = format!("{out}{err}").trim().len() >= 4;
+    let has_message = format!("{out}{err}").trim().len() >= 4;
     assert!(
-        code == Some(0) || told,
+        code == Some(0) || has_message,
         "an error without a message: {}",
         shown()
     );

@@ -108,11 +108,11 @@ fn fuzz(campaign: &mut Campaign, kind: Kind, arguments: &Arguments, kinds: u64) 
         }
     };
     println!("{kind}: from seed {}", seeds.start);
-    let mut told = Instant::now();
+    let mut printed = Instant::now();
     let most = arguments.findings;
     campaign.run(kind, seeds, end, most, |seed, tally| {
-        if told.elapsed() > Duration::from_secs(10) {
-            told = Instant::now();
+        if printed.elapsed() > Duration::from_secs(10) {
+            printed = Instant::now();
             println!("{kind}: seed {seed}; {tally}");
         }
     });

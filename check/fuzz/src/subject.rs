@@ -159,9 +159,9 @@ impl Subject {
         let vm = Vm::new(Arc::clone(host), clock, config).expect("a VM");
         vm.set_delivery(plan.delivery).expect("before its vCPUs");
         let console = Arc::new(AtomicU64::new(0));
-        let heard = Arc::clone(&console);
+        let counted = Arc::clone(&console);
         let devices = PlatformDevices::of(arch, move |line: &str| {
-            heard.fetch_add(line.len() as u64, Ordering::Relaxed);
+            counted.fetch_add(line.len() as u64, Ordering::Relaxed);
         });
         let (start, base) = match arch {
             Arch::Arm64 => (arm64::START, arm64::BASE),

@@ -321,7 +321,7 @@ impl<B: Bus> Walker<'_, B> {
 
     /// The valid descriptor for this level in the table `table`, and its place.
     #[inline(always)]
-    fn load(&mut self, table: u64, shift: u32) -> Result<(Place, u64), Miss> {
+    fn load(&mut self, table: u64, shift: u32) -> Result<(DescriptorPlace, u64), Miss> {
         // The first table may be smaller than a page, and begin inside one.
         let index = match shift == self.root.shift {
             true => self.va << self.unused_bits() >> self.unused_bits() >> shift,
@@ -339,7 +339,7 @@ impl<B: Bus> Walker<'_, B> {
         if entry & VALID == 0 {
             return miss(fault::TRANSLATION, level(shift));
         }
-        let place = Place {
+        let place = DescriptorPlace {
             page,
             gfn,
             offset,
@@ -368,7 +368,7 @@ impl<B: Bus> Walker<'_, B> {
 
     /// The leaf `entry`, below the limits in `table`.
     #[inline(always)]
-    fn leaf(&mut self, place: Place, entry: u64, table: u64) -> Result<Found, Miss> {
+    fn leaf(&mut self, place: DescriptorPlace, entry: u64, table: u64) -> Result<Found, Miss> {
         let shift = place.shift;
         self.check_output(entry, shift)?;
         let updates = self.sys.tcr & tcr::HA != 0;
@@ -451,7 +451,7 @@ impl<B: Bus> Walker<'_, B> {
 
     /// Replaces the descriptor `old` by `new`.
     #[cold]
-    fn update(&mut self, place: Place, old: u64, new: u64) -> Result<(), Miss> {
+    fn update(&mut self, place: DescriptorPlace, old: u64, new: u64) -> Result<(), Miss> {
         let mut page = place.page;
         if !page.is_writable() {
             page = match self.bus.page(place.gfn, Access::Write) {
@@ -475,7 +475,7 @@ impl<B: Bus> Walker<'_, B> {
 
 /// A descriptor's place.
 #[derive(Clone, Copy)]
-struct Place {
+struct DescriptorPlace {
     page: HostPage,
     gfn: Gfn,
     offset: usize,

@@ -39,7 +39,7 @@ pub unsafe trait Bus {
     fn track_code(&mut self, gfn: Gfn) -> Result<(), Stop>;
 
     /// This processor has written to a write-tracked page, and has dropped its own decoded
-    /// instructions of it. The bus tells the other processors.
+    /// instructions of it. The bus notifies the other processors.
     fn code_written(&mut self, gfn: Gfn);
 }
 

@@ -48,8 +48,8 @@ pub enum Exit<A> {
 pub enum Event {
     /// An edge-triggered interrupt of the vCPU's own interrupt controller, by its number.
     Interrupt(u32),
-    /// The exception that tells a guest of a page (asynchronous page faults). The next run begins
-    /// with it, before any interrupt. The vCPU must be interruptible.
+    /// The exception that notifies a guest of a page (asynchronous page faults). The next run
+    /// begins with it, before any interrupt. The vCPU must be interruptible.
     AsyncFault {
         /// The value of the fault-address register.
         address: u64,

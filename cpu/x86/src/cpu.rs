@@ -356,7 +356,7 @@ impl Cpu {
         self.left(bus, slot, leave, rip)
     }
 
-    /// Drops decoded pages that this processor has written, and lets the bus tell the other
+    /// Drops decoded pages that this processor has written, and lets the bus notify the other
     /// processors. There are seldom any, so only the check is inlined.
     #[inline(always)]
     fn drop_written<B: Bus>(&mut self, bus: &mut B) {

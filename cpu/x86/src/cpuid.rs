@@ -91,7 +91,7 @@ pub struct CpuidLeaf {
     pub answer: [u32; 4],
 }
 
-/// What the machine has told the processor to announce. A reset keeps it.
+/// The features that the machine lets the processor announce. A reset keeps it.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Announced {
     /// KVM features besides the processor's own.

@@ -9,7 +9,7 @@
 //!
 //! It is one function, longer than the usual 70 lines, because the compiler must see every arm to
 //! keep `pc`, the arena and the register file in registers. Each arm is a line; rare instructions
-//! are in `general.rs`. docs/speed-x86.md has the measurements, and tells how to check that every
+//! are in `general.rs`. docs/speed-x86.md has the measurements, and says how to check that every
 //! arm ends in an indirect jump of its own.
 
 use crate::arith::Arith;

@@ -40,7 +40,7 @@ pub(crate) enum Done {
     SystemCall,
     /// Continue behind it, after a flush.
     Flush(Flush),
-    /// Continue behind it, after an exit that tells the machine.
+    /// Continue behind it, after an exit to the machine.
     Exit(Exit),
     /// Not complete: execute it again when the machine has answered.
     Wait(Exit),

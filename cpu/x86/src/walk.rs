@@ -105,7 +105,7 @@ impl WalkCache {
     }
 
     /// Whether a walk since the last call has set an A or D bit in a page that holds decoded
-    /// instructions. The bus has told the other vCPUs; the caller drops its own.
+    /// instructions. The bus has notified the other vCPUs; the caller drops its own.
     pub(crate) fn take_wrote_code(&mut self) -> bool {
         std::mem::take(&mut self.wrote_code)
     }

@@ -18,7 +18,7 @@ pub enum Prefault {
 pub trait Guest {
     /// Whether the vCPU could take an event now: the guest has not masked events, none is pending
     /// or being delivered, and no instruction is half done except the one that faults. An event
-    /// that [`Tell`] has just injected counts as pending.
+    /// that [`Deliver`] has just injected counts as pending.
     fn is_interruptible(&self) -> bool;
 
     /// Maps the page for `access`, if that is possible without waiting.
@@ -44,13 +44,13 @@ pub trait SharedWords {
 /// The event could not be delivered: it is disabled, or its words in guest memory are in use or not
 /// writable.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Untold;
+pub struct NotDelivered;
 
 /// A word of guest memory cannot be written: there is no memory, or read-only memory, or a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Unwritable;
 
-impl From<Unwritable> for Untold {
+impl From<Unwritable> for NotDelivered {
     fn from(_: Unwritable) -> Self {
         Self
     }
@@ -82,8 +82,8 @@ pub trait Abi {
 ///
 /// The trait is apart from [`Abi`] because each architecture needs something else of its guest.
 /// x86's contract implements it for every `G` that is an [`x86::Guest`](crate::x86::Guest).
-pub trait Tell<G>: Abi {
-    /// Whether [`Tell::not_present`] would succeed now. Changes nothing. The caller has checked
+pub trait Deliver<G>: Abi {
+    /// Whether [`Deliver::not_present`] would succeed now. Changes nothing. The caller has checked
     /// that the vCPU is interruptible and the contract enabled.
     fn takes_not_present(&mut self, guest: &mut G) -> bool;
 
@@ -92,8 +92,8 @@ pub trait Tell<G>: Abi {
     /// not read is never overwritten.
     ///
     /// # Errors
-    /// The guest was not told; nothing that it can see has changed.
-    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold>;
+    /// The guest was not notified; nothing that it can see has changed.
+    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered>;
 
     /// The page of `token` has arrived. If that token is [`Abi::untaken`], takes the event back, so
     /// that the guest never sees it. Returns whether it did.
@@ -105,12 +105,12 @@ pub trait Tell<G>: Abi {
     /// Whether page-ready may be delivered now; false while the contract is disabled.
     fn takes_ready(&mut self, guest: &mut G) -> bool;
 
-    /// Delivers page-ready for `token`. The caller has asked [`Tell::takes_ready`] since the last
-    /// event.
+    /// Delivers page-ready for `token`. The caller has asked [`Deliver::takes_ready`] since the
+    /// last event.
     ///
     /// # Errors
     /// The event was not delivered.
-    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), Untold>;
+    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered>;
 }
 
 /// What a change of the configuration asks of the queue.

@@ -54,7 +54,7 @@ mod token;
 mod verify;
 pub mod x86;
 
-pub use abi::{Abi, Guest, Prefault, SharedWords, Tell, Untold, Unwritable};
+pub use abi::{Abi, Deliver, Guest, NotDelivered, Prefault, SharedWords, Unwritable};
 pub use arrivals::Completion;
 pub use poll_first::POLL_NS;
 pub use queue::{NotPresent, QUEUED_MAX, Queue};

@@ -1,6 +1,6 @@
 //! The state of one vCPU's asynchronous page faults: takes faults, delivers ready pages.
 
-use crate::abi::{Abi, Guest, Prefault, Request, Tell};
+use crate::abi::{Abi, Deliver, Guest, Prefault, Request};
 use crate::arrivals::{Arrivals, Completion};
 use crate::poll_first::PollFirst;
 use crate::recent::Recent;
@@ -90,7 +90,7 @@ impl<A: Abi> Queue<A> {
     /// Does what a change of the configuration requests.
     pub(crate) fn apply<G: Guest>(&mut self, request: Request, now: Nanos, guest: &mut G)
     where
-        A: Tell<G>,
+        A: Deliver<G>,
     {
         match request {
             Request::Enabled => self.queue_wake_all(),
@@ -102,9 +102,9 @@ impl<A: Abi> Queue<A> {
 
     /// Whether [`Queue::not_present`] would deliver page-not-present for `gfn` now. Changes
     /// nothing.
-    pub fn can_tell<G: Guest>(&mut self, gfn: Gfn, guest: &mut G) -> bool
+    pub fn can_notify<G: Guest>(&mut self, gfn: Gfn, guest: &mut G) -> bool
     where
-        A: Tell<G>,
+        A: Deliver<G>,
     {
         self.abi.is_enabled()
             && !self.recent.contains(gfn)
@@ -119,9 +119,9 @@ impl<A: Abi> Queue<A> {
     /// the latency that the device states; a read may take longer.
     pub fn polls_first<G: Guest>(&mut self, gfn: Gfn, least_ns: u64, guest: &mut G) -> bool
     where
-        A: Tell<G>,
+        A: Deliver<G>,
     {
-        self.can_tell(gfn, guest) && self.poll_first.begin(least_ns)
+        self.can_notify(gfn, guest) && self.poll_first.begin(least_ns)
     }
 
     /// A poll has ended, with the page or without.
@@ -165,7 +165,7 @@ impl<A: Abi> Queue<A> {
         guest: &mut G,
     ) -> NotPresent
     where
-        A: Tell<G>,
+        A: Deliver<G>,
     {
         if !self.abi.is_enabled() {
             return NotPresent::Wait;
@@ -186,8 +186,8 @@ impl<A: Abi> Queue<A> {
             return NotPresent::Wait;
         }
         let token = self.next_token();
-        let told = self.abi.not_present(token, guest).is_ok();
-        let token = told.then_some(token);
+        let delivered = self.abi.not_present(token, guest).is_ok();
+        let token = delivered.then_some(token);
         let flight = Flight {
             token,
             access,
@@ -238,7 +238,7 @@ impl<A: Abi> Queue<A> {
     /// deliver.
     pub fn poll<G: Guest>(&mut self, now: Nanos, guest: &mut G) -> usize
     where
-        A: Tell<G>,
+        A: Deliver<G>,
     {
         if !self.abi.is_enabled() {
             return 0;
@@ -274,7 +274,7 @@ impl<A: Abi> Queue<A> {
 
     fn wake_all<G: Guest>(&mut self, guest: &mut G)
     where
-        A: Tell<G>,
+        A: Deliver<G>,
     {
         self.wake_all = false;
         match self.abi.ready(Token::WAKE_ALL, guest) {
@@ -285,7 +285,7 @@ impl<A: Abi> Queue<A> {
 
     fn page_ready<G: Guest>(&mut self, gfn: Gfn, now: Nanos, guest: &mut G)
     where
-        A: Tell<G>,
+        A: Deliver<G>,
     {
         let flight = self.flights.remove(&gfn);
         let flight =
@@ -295,8 +295,8 @@ impl<A: Abi> Queue<A> {
         if guest.prefault(gfn, flight.access) == Prefault::Mapped {
             self.stats.prefaulted += 1;
         }
-        let told = flight.token;
-        let seen = told.filter(|&token| !self.abi.withdraw(token, guest));
+        let delivered = flight.token;
+        let seen = delivered.filter(|&token| !self.abi.withdraw(token, guest));
         match seen.map(|token| self.abi.ready(token, guest)) {
             Some(Ok(())) => self.stats.ready += 1,
             Some(Err(_)) | None => self.stats.spurious += 1,

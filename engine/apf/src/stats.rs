@@ -21,7 +21,7 @@ pub struct Stats {
     pub waited_polled: u64,
     /// Delivered page-ready events.
     pub ready: u64,
-    /// Arrivals that the guest was not told of: it had no token for the page, or had not taken the
+    /// Arrivals without an event for the guest: it had no token for the page, or had not taken the
     /// event with the token yet, or the word in its memory could not be written. The vCPU was only
     /// made runnable.
     pub spurious: u64,

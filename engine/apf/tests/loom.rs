@@ -85,7 +85,7 @@ impl Sleeper {
         let mut fixture = Fixture::with_kick(Features::all(), kick);
         fixture.enable(INTERRUPT);
         assert_eq!(fixture.settle(), [WAKE_ALL]);
-        fixture.guest.told();
+        fixture.guest.take_events();
         Self { fixture, bell }
     }
 
@@ -167,6 +167,6 @@ fn a_halted_vcpu_is_kicked_for_its_page_behind_another() {
         workers
             .into_iter()
             .for_each(|worker| worker.join().unwrap());
-        assert!(!vcpu.fixture.guest.told().contains(&Event::Resume));
+        assert!(!vcpu.fixture.guest.take_events().contains(&Event::Resume));
     });
 }

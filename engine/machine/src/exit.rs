@@ -39,7 +39,7 @@ bitflags::bitflags! {
         const PRIVATE = 1 << 3;
         /// The guest can get page-not-present now: [`Vcpu::accept`] will succeed. Firecracker's
         /// patches for KVM use bit 5 too.
-        const CAN_TELL = 1 << 5;
+        const CAN_NOTIFY = 1 << 5;
     }
 }
 

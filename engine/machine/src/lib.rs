@@ -61,7 +61,7 @@ pub use lacuna_source::{
 };
 pub use log_reader::{LogReader, LogReaders};
 pub use memory::{Balloon, GuestMemory, MemoryError};
-pub use missing::{FaultToken, MissingMemory, Provided, TokenError, Told};
+pub use missing::{FaultToken, MissingMemory, Provided, ReadyOutcome, TokenError};
 pub use pause::{Pause, Paused};
 pub use run::{
     Next, VcpuThreads, dispatch, run, run_pausable, run_watched, run_watched_pausable, status_page,

@@ -23,7 +23,7 @@ impl FaultToken {
     }
 }
 
-/// Why a token is refused. Nothing has changed then, except as [`TokenError::CannotTell`] says.
+/// Why a token is refused. Nothing has changed then, except as [`TokenError::CannotNotify`] says.
 #[derive(Debug, thiserror::Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TokenError {
@@ -39,10 +39,10 @@ pub enum TokenError {
     /// The guest cannot get the event now. If the vCPU is entered, it waits for the page without
     /// another exit.
     #[error(
-        "the guest cannot be told of a missing page now: provide the page, or enter the vCPU, \
+        "the guest cannot be notified of a missing page now: provide the page, or enter the vCPU, \
          which then waits for the page"
     )]
-    CannotTell,
+    CannotNotify,
 }
 
 impl TokenError {
@@ -56,16 +56,16 @@ impl TokenError {
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Unknown | Self::Accepted | Self::Ready => ErrorKind::Request,
-            Self::CannotTell => ErrorKind::Guest,
+            Self::CannotNotify => ErrorKind::Guest,
         }
     }
 }
 
 /// The outcome of [`MissingMemory::ready`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Told {
+pub enum ReadyOutcome {
     /// The guest gets page-ready, as soon as it can take the event.
-    Guest,
+    Notified,
     /// The guest has forgotten the token: it has disabled async page faults, or its vCPU was reset.
     Cancelled,
     /// The token is not accepted yet: [`Vcpu::accept`](crate::Vcpu::accept) will be refused with
@@ -105,12 +105,12 @@ pub struct Provided {
 ///
 /// | | pending | accepted | completed, unknown |
 /// |---|---|---|---|
-/// | accept | accepted, or `CannotTell` | `Accepted` | `Unknown` |
-/// | ready | `Told::Early`; accept is then refused with `Ready` | `Told::Guest` | `Unknown` |
+/// | accept | accepted, or `CannotNotify` | `Accepted` | `Unknown` |
+/// | ready | `Early`; accept is then refused with `Ready` | `Notified` | `Unknown` |
 /// | fetch with it | ready is said when the page has come | the same | `Refused` |
 /// | run | completed | stays | |
-/// | reset, restore | completed | stays; ready is `Told::Cancelled` | |
-/// | disable | | stays; ready is `Told::Cancelled` | |
+/// | reset, restore | completed | stays; ready is `Cancelled` | |
+/// | disable | | stays; ready is `Cancelled` | |
 ///
 /// *accept* is [`Vcpu::accept`](crate::Vcpu::accept), *ready* is [`MissingMemory::ready`], and
 /// *fetch* is [`MissingMemory::fetch`].
@@ -154,5 +154,5 @@ pub trait MissingMemory: Send + Sync {
     ///
     /// # Errors
     /// [`TokenError::Unknown`], and [`TokenError::Ready`] if this was said before.
-    fn ready(&self, token: FaultToken) -> Result<Told, TokenError>;
+    fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError>;
 }

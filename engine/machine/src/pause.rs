@@ -26,13 +26,13 @@ const LOOK: Duration = Duration::from_millis(100);
 pub struct Pause<V> {
     /// A controller waits for the vCPUs, or has them.
     wanted: AtomicBool,
-    state: Mutex<State<V>, lock_order::RunPause>,
+    state: Mutex<PauseState<V>, lock_order::RunPause>,
     changed: Condvar,
     patience: Duration,
 }
 
 /// Where the vCPUs are.
-struct State<V> {
+struct PauseState<V> {
     /// Whether a run has begun.
     has_begun: bool,
     /// vCPUs whose threads run.
@@ -65,7 +65,7 @@ pub struct Paused<'a, V> {
 
 impl<V> Default for Pause<V> {
     fn default() -> Self {
-        let state = State {
+        let state = PauseState {
             has_begun: false,
             running: 0,
             threads_waiting: 0,
@@ -193,7 +193,7 @@ impl<V: Vcpu> Pause<V> {
 }
 
 impl<V> Pause<V> {
-    fn lock(&self) -> MutexGuard<'_, State<V>> {
+    fn lock(&self) -> MutexGuard<'_, PauseState<V>> {
         self.state.lock().expect("no panic under this lock")
     }
 }

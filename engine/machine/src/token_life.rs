@@ -62,7 +62,7 @@ impl<A> TokenLife<A> {
     /// Whether `token` may be accepted.
     ///
     /// # Errors
-    /// As [`Vcpu::accept`](crate::Vcpu::accept), except `CannotTell`.
+    /// As [`Vcpu::accept`](crate::Vcpu::accept), except `CannotNotify`.
     pub fn check(&self, token: FaultToken) -> Result<(), TokenError> {
         match self.pending {
             Some(pending) if pending.token == token && pending.is_ready => Err(TokenError::Ready),

@@ -37,7 +37,7 @@ pub(crate) struct SharedCache {
     /// Number of free frames in the cache.
     pub cached: AtomicU32,
     pub count: FaultCounters,
-    /// Frames that pages of the region used last have got since it was last told.
+    /// Frames that pages of the region used last have got since the region last got its count.
     unreported: AtomicI64,
     /// A page of that region.
     reports_to: AtomicU64,

@@ -28,7 +28,7 @@ use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_source::{Answer, Asker, PageRequest, PageSource, SourcePage};
+use lacuna_source::{Answer, PageRequest, PageRequester, PageSource, SourcePage};
 use std::slice::from_ref;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -38,7 +38,7 @@ pub(crate) struct Origin {
     source: Arc<dyn PageSource>,
     /// What the region's first page is in the source.
     first: SourcePage,
-    asker: Arc<dyn Asker>,
+    requester: Arc<dyn PageRequester>,
 }
 
 impl Origin {
@@ -46,7 +46,7 @@ impl Origin {
         Self {
             source,
             first,
-            asker: Arc::new(Answers(Arc::downgrade(core))),
+            requester: Arc::new(Answers(Arc::downgrade(core))),
         }
     }
 
@@ -58,15 +58,15 @@ impl Origin {
     /// Asks for the page at `index` of the region, which the host numbers as `page`.
     fn fetch(&self, index: u64, page: PageNo) {
         let wanted = SourcePage(self.first.0 + index);
-        let asker = Arc::clone(&self.asker);
-        PageRequest::new(asker, page.get(), wanted).send(&*self.source);
+        let requester = Arc::clone(&self.requester);
+        PageRequest::new(requester, page.get(), wanted).send(&*self.source);
     }
 }
 
 /// Takes the answers. Weak, because the source of a region of the host keeps the requests.
 struct Answers(Weak<Core>);
 
-impl Asker for Answers {
+impl PageRequester for Answers {
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         match self.0.upgrade() {
             Some(core) => core.answer(PageNo::new(key), content),

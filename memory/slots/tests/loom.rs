@@ -329,8 +329,8 @@ fn write_and_harvest(reset_and_copy: fn(&Fixture, &mut RingConsumer) -> u64) {
             _ => reset_and_copy(&fixture, &mut consumer),
         };
         vcpu.join().expect("vCPU");
-        let told = consumer.harvest(|_, _| ()) > 0;
-        assert!(told || copy == fixture.copy(), "a write was lost");
+        let is_reported = consumer.harvest(|_, _| ()) > 0;
+        assert!(is_reported || copy == fixture.copy(), "a write was lost");
     });
 }
 

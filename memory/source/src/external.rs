@@ -6,8 +6,8 @@
 //! a thread needs a missing page: it touches the page, and sleeps in the kernel's queue
 //! handler: reads the fault, UFFDIO_COPY ─► the thread wakes up
 //! ```
-//! The memory manager sends no request: the fault tells the handler which page is needed. This side
-//! keeps a descriptor, so that the handler's death does not close the userfaultfd. If the last
+//! The memory manager sends no request: the fault reports to the handler which page is needed. This
+//! side keeps a descriptor, so that the handler's death does not close the userfaultfd. If the last
 //! descriptor were closed, missing pages would become zeros.
 
 use crate::handler::{Handler, HandlerError, HandlerRegion};
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 /// Fills the memory of one VM from outside. It is a [`PageSource`] for Linux memory alone.
 pub struct External {
     parts: Vec<Part>,
-    shared: Arc<Shared>,
+    shared: Arc<ExternalShared>,
     counts: Counts,
     socket: Option<PathBuf>,
     /// The connection to another process, once it has begun.
@@ -41,7 +41,7 @@ struct Part {
 
 type Listener = Arc<dyn Fn() + Send + Sync>;
 
-struct Shared {
+struct ExternalShared {
     policy: Policy,
     killed: Once,
     gone: OnceLock<Arc<str>>,
@@ -79,7 +79,7 @@ impl External {
         };
         Ok(Self {
             parts: firsts.map(part).collect::<Result<_, Errno>>()?,
-            shared: Arc::new(Shared {
+            shared: Arc::new(ExternalShared {
                 policy,
                 killed: Once::new(),
                 gone: OnceLock::new(),
@@ -155,7 +155,7 @@ impl External {
     pub fn on_gone(&self, listener: impl Fn() + Send + Sync + 'static) {
         self.shared.listeners().push(Arc::new(listener));
         if self.gone().is_some() {
-            self.shared.tell();
+            self.shared.notify();
         }
     }
 
@@ -237,7 +237,7 @@ impl Drop for AskedOutside<'_> {
     }
 }
 
-impl Shared {
+impl ExternalShared {
     fn listeners(&self) -> MutexGuard<'_, Vec<Listener>> {
         self.listeners
             .lock()
@@ -261,10 +261,10 @@ impl Shared {
         }
         // The first reason counts.
         let _ = self.gone.set(reason.into());
-        self.tell();
+        self.notify();
     }
 
-    fn tell(&self) {
+    fn notify(&self) {
         let listeners = self.listeners().clone();
         for listener in listeners {
             listener();
@@ -356,9 +356,9 @@ mod tests {
         hold.end("dead");
         assert_eq!(hold.gone(), None);
         let killed = Arc::new(AtomicUsize::new(0));
-        let told = Arc::clone(&killed);
+        let killed_by = Arc::clone(&killed);
         let kill = with(WhenGone::Kill(Arc::new(move |_| {
-            told.fetch_add(1, Ordering::Relaxed);
+            killed_by.fetch_add(1, Ordering::Relaxed);
         })));
         let kill = kill.unwrap();
         kill.end("dead");

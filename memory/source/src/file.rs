@@ -37,7 +37,7 @@ const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
 /// A raw memory file, sparse or not.
 pub struct MemoryFile {
-    shared: Arc<Shared>,
+    shared: Arc<FileShared>,
     ring: Option<Ring>,
 }
 
@@ -80,7 +80,7 @@ struct Ring {
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+struct FileShared {
     file: Arc<Opened>,
     readers: Readers<Opened>,
     inbox: Mutex<Inbox, lock_order::SourceAsked>,
@@ -111,19 +111,19 @@ struct Opened {
     file: File,
     path: PathBuf,
     pages: PageCount,
-    state: State,
+    state: FileState,
     memory: MemoryId,
     outage: Outage,
 }
 
 /// What a change of the file's content changes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct State {
+struct FileState {
     length: u64,
     modified: (i64, i64),
 }
 
-impl State {
+impl FileState {
     fn of(found: &Metadata) -> Self {
         Self {
             length: found.len(),
@@ -165,7 +165,7 @@ impl MemoryFile {
     }
 
     fn start(file: Arc<Opened>, reads: Option<PageReads<Asked>>) -> Result<Self, FileError> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(FileShared {
             readers: Readers::new(Arc::clone(&file)).map_err(FileError::Thread)?,
             file,
             inbox: Mutex::default(),
@@ -242,7 +242,7 @@ impl Ring {
     }
 }
 
-impl Shared {
+impl FileShared {
     fn inbox(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -254,8 +254,8 @@ impl Shared {
             let arrived = std::mem::take(&mut *self.inbox());
             for asked in arrived.asked {
                 match self.file.examine(asked.request.page().0, &mut holes) {
-                    Ok(Place::Data(offset)) => waiting.push_back((asked, offset)),
-                    Ok(Place::Hole) => self.file.provide(&asked, &ZEROS),
+                    Ok(FilePlace::Data(offset)) => waiting.push_back((asked, offset)),
+                    Ok(FilePlace::Hole) => self.file.provide(&asked, &ZEROS),
                     Err(reason) => _ = asked.request.fail(&reason),
                 }
             }
@@ -291,7 +291,7 @@ impl Shared {
 }
 
 /// Where a page is.
-enum Place {
+enum FilePlace {
     Hole,
     Data(u64),
 }
@@ -309,7 +309,7 @@ impl Opened {
         }
         let file = File::open(&path).map_err(failed)?;
         let found = file.metadata().map_err(failed)?;
-        let state = State::of(&found);
+        let state = FileState::of(&found);
         let (has, needs) = (state.length / PAGE_SIZE as u64, pages.get());
         if has < needs {
             return Err(FileError::TooShort { path, has, needs });
@@ -324,15 +324,15 @@ impl Opened {
         })
     }
 
-    fn examine(&self, page: u64, holes: &mut Holes) -> Result<Place, String> {
+    fn examine(&self, page: u64, holes: &mut Holes) -> Result<FilePlace, String> {
         if page >= self.pages.get() {
             let pages = self.pages.get();
             return Err(format!("page {page} is beyond the guest's {pages} pages"));
         }
         let offset = page * PAGE_SIZE as u64;
         Ok(match holes.is_hole(&self.file, offset) {
-            true => Place::Hole,
-            false => Place::Data(offset),
+            true => FilePlace::Hole,
+            false => FilePlace::Data(offset),
         })
     }
 
@@ -350,7 +350,7 @@ impl Opened {
 
     fn check(&self) -> Result<(), String> {
         let found = self.file.metadata().map_err(|error| error.to_string())?;
-        let found = State::of(&found);
+        let found = FileState::of(&found);
         if found.length < self.state.length {
             return Err(self.too_short());
         }
@@ -376,8 +376,8 @@ impl ReadPages for Opened {
         into: &mut [u8; PAGE_SIZE],
     ) -> Result<(), ReadError> {
         match self.examine(page, holes).map_err(ReadError::Never)? {
-            Place::Hole => into.fill(0),
-            Place::Data(offset) => {
+            FilePlace::Hole => into.fill(0),
+            FilePlace::Data(offset) => {
                 let read = self.file.read_exact_at(into, offset);
                 read.map_err(|error| self.read_error(&error))?;
             }

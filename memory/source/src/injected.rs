@@ -83,13 +83,13 @@ pub struct Fate {
 
 /// A source behind a link with [`Faults`].
 pub struct Injected<S> {
-    shared: Arc<Shared<S>>,
+    shared: Arc<InjectedShared<S>>,
     faults: Faults,
     thread: Option<JoinHandle<()>>,
     losses: AtomicU64,
 }
 
-struct Shared<S> {
+struct InjectedShared<S> {
     source: S,
     queue: Mutex<Queue, lock_order::SourceDelays>,
     changed: Condvar,
@@ -109,7 +109,7 @@ impl<S: PageSource + 'static> Injected<S> {
     /// # Errors
     /// No thread can be started.
     pub fn new(source: S, faults: Faults) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(InjectedShared {
             source,
             queue: Mutex::default(),
             changed: Condvar::new(),
@@ -179,7 +179,7 @@ impl<S> Drop for Injected<S> {
     }
 }
 
-impl<S> Shared<S> {
+impl<S> InjectedShared<S> {
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -201,7 +201,7 @@ impl<S> Shared<S> {
     }
 }
 
-impl<S: PageSource> Shared<S> {
+impl<S: PageSource> InjectedShared<S> {
     fn run(&self) {
         // The kernel's slack of 50 us would be added to every latency. It may be refused.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));

@@ -1,6 +1,6 @@
 //! Counts what a source is asked, and how long it takes.
 
-use crate::{Answer, Asker, External, MemoryId, PageRequest, PageSource};
+use crate::{Answer, External, MemoryId, PageRequest, PageRequester, PageSource};
 use hdrhistogram::Histogram;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
@@ -134,7 +134,7 @@ struct Timed {
     taken: AtomicBool,
 }
 
-impl Asker for Timed {
+impl PageRequester for Timed {
     fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let answer = match content {
             Ok(content) => {

@@ -42,11 +42,11 @@ pub(crate) trait ReadPages: Send + Sync + 'static {
 }
 
 pub(crate) struct Readers<R> {
-    shared: Arc<Shared<R>>,
+    shared: Arc<ReadersShared<R>>,
     threads: Mutex<Vec<JoinHandle<()>>, lock_order::SourceThreads>,
 }
 
-struct Shared<R> {
+struct ReadersShared<R> {
     pages: Arc<R>,
     queue: Mutex<Queue, lock_order::SourceReaders>,
     arrived: Condvar,
@@ -65,7 +65,7 @@ struct Queue {
 impl<R: ReadPages> Readers<R> {
     /// Starts the first thread.
     pub fn new(pages: Arc<R>) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ReadersShared {
             pages,
             queue: Mutex::default(),
             arrived: Condvar::new(),
@@ -124,7 +124,7 @@ pub(crate) fn join(thread: JoinHandle<()>) {
     }
 }
 
-impl<R> Shared<R> {
+impl<R> ReadersShared<R> {
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -164,7 +164,7 @@ impl<R> Shared<R> {
     }
 }
 
-impl<R: ReadPages> Shared<R> {
+impl<R: ReadPages> ReadersShared<R> {
     fn spawn(self: Arc<Self>) -> io::Result<JoinHandle<()>> {
         let named = std::thread::Builder::new().name("lacuna-source".into());
         named.spawn(move || {

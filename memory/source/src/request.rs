@@ -94,9 +94,9 @@ impl<S: PageSource + ?Sized> PageSource for Arc<S> {
 }
 
 /// The memory manager that asks, and takes the answers.
-pub trait Asker: Send + Sync {
-    /// Takes an answer: the page's content, or why the source has none. `key` is the asker's own
-    /// name for the page. The calling thread may run callbacks, so it holds no lock.
+pub trait PageRequester: Send + Sync {
+    /// Takes an answer: the page's content, or why the source has none. `key` is the requester's
+    /// own name for the page. The calling thread may run callbacks, so it holds no lock.
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer;
 }
 
@@ -116,7 +116,7 @@ pub const PANICKED: &str = "the page source has panicked, and the panic's own me
 pub struct PageRequest(Arc<Asked>);
 
 struct Asked {
-    asker: Arc<dyn Asker>,
+    requester: Arc<dyn PageRequester>,
     key: u64,
     page: SourcePage,
 }
@@ -132,9 +132,13 @@ pub enum Answer {
 }
 
 impl PageRequest {
-    /// A request by `asker`, which knows the page as `key`.
-    pub fn new(asker: Arc<dyn Asker>, key: u64, page: SourcePage) -> Self {
-        Self(Arc::new(Asked { asker, key, page }))
+    /// A request by `requester`, which knows the page as `key`.
+    pub fn new(requester: Arc<dyn PageRequester>, key: u64, page: SourcePage) -> Self {
+        Self(Arc::new(Asked {
+            requester,
+            key,
+            page,
+        }))
     }
 
     /// Asks `source` for the page, for memory managers. If the source panics, the request fails
@@ -155,12 +159,12 @@ impl PageRequest {
     /// Provides the page's content. Threads that wait for the page are woken, and callbacks run on
     /// the calling thread, which holds no lock.
     pub fn provide(&self, content: &[u8; PAGE_SIZE]) -> Answer {
-        self.0.asker.answer(self.0.key, Ok(content))
+        self.0.requester.answer(self.0.key, Ok(content))
     }
 
     /// The page cannot be provided: it is lost. As [`PageRequest::provide`] otherwise.
     pub fn fail(&self, reason: &str) -> Answer {
-        self.0.asker.answer(self.0.key, Err(reason))
+        self.0.requester.answer(self.0.key, Err(reason))
     }
 }
 
@@ -177,6 +181,6 @@ impl Drop for Asked {
             false => "it dropped the request",
         };
         // Late, unless no clone was answered.
-        let _ = self.asker.answer(self.key, Err(reason));
+        let _ = self.requester.answer(self.key, Err(reason));
     }
 }

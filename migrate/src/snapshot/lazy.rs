@@ -20,7 +20,7 @@ use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{
     Answer, MissingMemory, PageRequest, PageSource, PlatformDevices, Policy, SourcePage, Vm,
 };
-use lacuna_source::{Asker, MemoryId};
+use lacuna_source::{MemoryId, PageRequester};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -259,7 +259,7 @@ struct Checked {
     provided: Arc<AtomicU64>,
 }
 
-impl Asker for Checked {
+impl PageRequester for Checked {
     fn answer(&self, page: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         match content {
             Ok(bytes) if entry_of(bytes) == self.entry => {

@@ -383,7 +383,7 @@ mod tests {
     use super::*;
     use crate::stream::Connection;
     use lacuna_machine::{Answer, PageRequest, PageSource as _};
-    use lacuna_source::Asker;
+    use lacuna_source::PageRequester;
     use std::os::unix::net::UnixStream;
 
     /// A connection that is there already.
@@ -397,7 +397,7 @@ mod tests {
 
     struct Waits;
 
-    impl Asker for Waits {
+    impl PageRequester for Waits {
         fn answer(&self, _key: u64, _content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
             Answer::Taken
         }

@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn kinds_pause_and_go_on_and_faults_are_taken_as_told() {
         needs_guests();
-        let told = on(&small(BM), &image(Arch::X86_64, "bm").unwrap(), |session| {
+        let counted = on(&small(BM), &image(Arch::X86_64, "bm").unwrap(), |session| {
             let guest = &session.guest;
             guest.prepared()?;
             guest.pause(&[Kind::Faulter])?;
@@ -334,8 +334,8 @@ mod tests {
                 last = now;
             }
         });
-        let told = told.unwrap();
-        assert_eq!((told.not_present, told.lost), (told.ready, 0));
+        let counted = counted.unwrap();
+        assert_eq!((counted.not_present, counted.lost), (counted.ready, 0));
     }
 
     #[test]

@@ -56,11 +56,11 @@ mod tests {
     #[test]
     fn a_round_goes_there_and_back_and_begins_with_another_each_time() {
         let mut turns = Vec::new();
-        let told: Result<(), ()> = round(3, 3, |arm, last| {
+        let done: Result<(), ()> = round(3, 3, |arm, last| {
             turns.push((arm, last));
             Ok(())
         });
-        told.unwrap();
+        done.unwrap();
         let arms: Vec<_> = turns.iter().map(|turn| turn.0).collect();
         assert_eq!(arms[..6], [0, 1, 2, 2, 1, 0]);
         assert_eq!(arms[6..], [1, 2, 0, 0, 2, 1, 2, 0, 1, 1, 0, 2]);

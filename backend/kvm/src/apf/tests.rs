@@ -45,7 +45,7 @@ fn registers_are_those_of_the_guest() {
         return;
     };
     let write = |vcpu: &mut Vcpu, index, value| {
-        vcpu.with_apf(|apf, outside| apf.write_msr(index, value, outside))
+        vcpu.with_apf(|apf, vcpu| apf.write_msr(index, value, vcpu))
             .expect("this process has them")
     };
     let vcpu = &mut vcpus[0];
@@ -72,10 +72,10 @@ fn an_init_resets_them() {
     };
     let vcpu = &mut vcpus[0];
     for (index, value) in [(VECTOR, 0xf3), (ENABLE, ENABLED)] {
-        vcpu.with_apf(|apf, outside| apf.write_msr(index, value, outside));
+        vcpu.with_apf(|apf, vcpu| apf.write_msr(index, value, vcpu));
     }
     assert_eq!(saved(vcpu), (ENABLED, 0xf3));
-    vcpu.with_apf(|_, outside| arch::apf::latch_init(outside.fd).expect("an INIT"));
+    vcpu.with_apf(|_, vcpu| arch::apf::latch_init(vcpu.fd).expect("an INIT"));
     // The first read of the state makes KVM take the INIT.
     let _ = saved(vcpu);
     assert_eq!(saved(vcpu), (0, 0));
@@ -92,10 +92,10 @@ fn kvm_says_which_vcpus_it_has_halted() {
         return;
     };
     for vcpu in &mut vcpus {
-        let find = |_: &mut VcpuApf, outside: &Outside<'_>| {
+        let find = |_: &mut VcpuApf, vcpu: &ExitedVcpu<'_>| {
             // SAFETY: 1. the descriptor is a vCPU's, open as long as the vCPU lives.
             unsafe {
-                let vcpu = BorrowedFd::borrow_raw(outside.fd.as_raw_fd());
+                let vcpu = BorrowedFd::borrow_raw(vcpu.fd.as_raw_fd());
                 VcpuStatistic::find(vcpu, "no such statistic").expect_err("no such statistic");
                 VcpuStatistic::find(vcpu, "blocking")
             }

@@ -53,7 +53,7 @@ impl Search {
 pub enum Comes {
     /// The VMM has to provide it: the vCPU exits.
     FromVmm,
-    /// The source was asked, or the page was swapped out. The vCPU tells its guest, if it can.
+    /// The source was asked, or the page was swapped out. The vCPU notifies its guest, if it can.
     ByItself {
         /// The page's arrivals before: see `Provision::arrivals`.
         arrivals: u8,

@@ -67,7 +67,7 @@ fn a_page_noted_meanwhile_replaces_no_exit() {
         let (first, token) = next_exit(&vm, &mut vcpu).expect("a page is missing");
         worker_waits_for(&vm, SECOND);
         if says_ready {
-            assert_eq!(vm.ready(token), Ok(Told::Early));
+            assert_eq!(vm.ready(token), Ok(ReadyOutcome::Early));
             assert_eq!(vcpu.accept(token), Err(TokenError::Ready));
         }
         let mut exits = Vec::new();

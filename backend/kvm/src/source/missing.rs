@@ -9,7 +9,7 @@
 
 use super::Page;
 use super::Worker;
-use super::provision::{Provider, State};
+use super::provision::{PageState, Provider};
 use crate::kick::{Comes, MissingPage, Reported};
 use lacuna_sys::Fault;
 use std::sync::Arc;
@@ -32,16 +32,16 @@ impl Worker {
         // Read the count before the state: a page that is missing afterwards has not arrived since.
         let arrivals = provider.provision.arrivals(page);
         match provider.provision.state(page) {
-            State::Provided => {
+            PageState::Provided => {
                 // The notice of its arrival may be on its way.
                 self.pages.provided(page);
                 return Handled::No;
             }
             // The copy wakes the thread.
-            State::Filling => {}
+            PageState::Filling => {}
             // The run has ended.
-            State::Lost => {}
-            State::Missing | State::Held | State::Asked => {
+            PageState::Lost => {}
+            PageState::Missing | PageState::Held | PageState::Asked => {
                 if provider.provision.exits(page).is_some() {
                     self.exit(provider, page, fault);
                 } else {
@@ -72,7 +72,7 @@ impl Worker {
             // If the page is held, the VMM got an exit for it. This worker may act for another
             // vCPU, which may get the event too.
             None => {
-                if provider.provision.hold(page) || provider.provision.tells_guest() {
+                if provider.provision.hold(page) || provider.provision.notifies_guest() {
                     kicks.report_for_any(missing);
                 }
             }
@@ -80,11 +80,11 @@ impl Worker {
     }
 
     /// A thread waits for a page that comes without the VMM. If the thread is a worker of KVM, a
-    /// vCPU tells its guest. `arrivals` is a reading from before the page could come.
+    /// vCPU notifies its guest. `arrivals` is a reading from before the page could come.
     pub fn comes_by_itself(&self, page: Page, arrivals: u8, fault: Fault) {
-        let tells = |provider: &Arc<Provider>| provider.provision.tells_guest();
+        let notifies = |provider: &Arc<Provider>| provider.provision.notifies_guest();
         let kicks = &self.shared.kicks;
-        if self.provider.as_ref().is_some_and(tells)
+        if self.provider.as_ref().is_some_and(notifies)
             && kicks.vcpu_of(fault.thread).is_none()
             && !is_of_this_process(fault.thread)
         {
@@ -107,7 +107,7 @@ impl Worker {
         }
         // Only this thread holds pages, so none is held between this search and the next notice.
         if self.shared.slots_changed.swap(false, Ordering::AcqRel) {
-            let held = provider.provision.in_state(State::Held);
+            let held = provider.provision.in_state(PageState::Held);
             held.filter(|page| provider.provision.exits(*page).is_none())
                 .for_each(|page| provider.ask(page));
         }

@@ -5,7 +5,9 @@ use super::*;
 use crate::memory::copy_out;
 use crate::slots::SlotSpec;
 use lacuna_addr::{Access, Gfn, Gpa, PageCount};
-use lacuna_apf::{Abi, Guest, NotPresent, Prefault, Queue, Tell, Token, TokenFormat, Untold};
+use lacuna_apf::{
+    Abi, Deliver, Guest, NotDelivered, NotPresent, Prefault, Queue, Token, TokenFormat,
+};
 use lacuna_machine::{Answer, PageSource, Provided, TokenError};
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_source::{PageRequest, SourcePage};
@@ -104,7 +106,7 @@ impl Bench {
         self.read(page)
     }
 
-    fn wait_for(&self, page: Page, state: State) {
+    fn wait_for(&self, page: Page, state: PageState) {
         while self.provision().state(page) != state {
             thread::yield_now();
         }
@@ -127,7 +129,7 @@ fn a_page_that_is_there_keeps_its_content() {
     let filled = bench.provision().fill(6, &[content(4); 3]);
     assert_eq!(filled, Ok(Provided { taken: 2, late: 1 }));
     assert_eq!([6, 7, 8].map(|page| bench.read(page)), [4, 3, 4]);
-    assert_eq!(bench.provision().state(7), State::Provided);
+    assert_eq!(bench.provision().state(7), PageState::Provided);
     assert!(requests.try_recv().is_err());
 }
 
@@ -204,7 +206,7 @@ fn a_held_page_is_asked_for_when_the_flag_is_cleared() {
     bench.kicks.set_waits(0, Some(5));
     thread::scope(|scope| {
         let reads = scope.spawn(|| bench.read_in_guest(5));
-        bench.wait_for(5, State::Held);
+        bench.wait_for(5, PageState::Held);
         assert!(requests.try_recv().is_err());
         bench.slots.set_own_flags(SLOT, SlotFlags::empty()).unwrap();
         bench.source.slots_changed();
@@ -274,7 +276,7 @@ fn a_dropped_request_ends_the_run() {
 fn a_source_may_end_the_vm_while_it_is_asked() {
     #[derive(Default)]
     struct Ends {
-        vm: Mutex<Option<Source>, lock_order::KvmToldLater>,
+        vm: Mutex<Option<Source>, lock_order::KvmReadyLater>,
         is_ready: AtomicBool,
         has_ended: AtomicBool,
     }
@@ -314,8 +316,8 @@ fn a_source_may_end_the_vm_while_it_is_asked() {
 fn a_source_ends_the_vm_before_threads_that_wait_for_pages() {
     #[derive(Default)]
     struct Ends {
-        vm: Mutex<Option<Arc<Source>>, lock_order::KvmToldLater>,
-        kept: Mutex<Vec<PageRequest>, lock_order::KvmToldLater>,
+        vm: Mutex<Option<Arc<Source>>, lock_order::KvmReadyLater>,
+        kept: Mutex<Vec<PageRequest>, lock_order::KvmReadyLater>,
         has_ended: AtomicBool,
     }
     impl PageSource for Ends {
@@ -380,11 +382,11 @@ fn tokens_that_wait_for_a_page_are_bounded() {
     let provision = bench.provision();
     let mut token = provision.tokens.exit(0);
     for _ in 0..100 {
-        provision.tell_later(5, token);
-        provision.tell_later(5, token);
+        provision.ready_when_arrived(5, token);
+        provision.ready_when_arrived(5, token);
         token = provision.tokens.exit(0);
     }
-    provision.tell_later(5, token);
+    provision.ready_when_arrived(5, token);
     assert_eq!(provision.waiting_for(5), 1);
     provision.fill(5, &[content(1)]).unwrap();
     assert_eq!(provision.waiting_for(5), 0);
@@ -425,12 +427,12 @@ impl Abi for Always {
     fn reset(&mut self) {}
 }
 
-impl Tell<Self> for Always {
+impl Deliver<Self> for Always {
     fn takes_not_present(&mut self, _: &mut Self) -> bool {
         true
     }
 
-    fn not_present(&mut self, _: Token, _: &mut Self) -> Result<(), Untold> {
+    fn not_present(&mut self, _: Token, _: &mut Self) -> Result<(), NotDelivered> {
         Ok(())
     }
 
@@ -438,7 +440,7 @@ impl Tell<Self> for Always {
         true
     }
 
-    fn ready(&mut self, _: Token, _: &mut Self) -> Result<(), Untold> {
+    fn ready(&mut self, _: Token, _: &mut Self) -> Result<(), NotDelivered> {
         Ok(())
     }
 }

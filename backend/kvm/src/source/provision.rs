@@ -19,7 +19,7 @@
 //! | `ENOENT`, `ESRCH`, others | the VM fails |
 //! | the descriptor is closed | the VM has failed or ended |
 
-use super::shared::{Failure, Shared, count};
+use super::shared::{Failure, SourceShared, count};
 use super::{Page, RETRY, SHORTAGE_MAX};
 use crate::memory::{self, Memory};
 use crate::slots::SlotTable;
@@ -28,7 +28,7 @@ use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_apf::Completion;
 use lacuna_machine::{Answer, FaultToken, PageSource, Provided};
 use lacuna_slots::SlotFlags;
-use lacuna_source::{Asker, PageRequest, SourcePage};
+use lacuna_source::{PageRequest, PageRequester, SourcePage};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Userfaultfd, Waiters};
 use std::collections::HashMap;
@@ -42,7 +42,7 @@ use std::time::Instant;
 /// The state of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
-pub enum State {
+pub enum PageState {
     /// It was never provided, and no thread is known to wait for it.
     Missing,
     /// A thread waits for it, and the VMM got an exit.
@@ -57,16 +57,16 @@ pub enum State {
     Lost,
 }
 
-const STATES: [State; 6] = [
-    State::Missing,
-    State::Held,
-    State::Asked,
-    State::Filling,
-    State::Provided,
-    State::Lost,
+const STATES: [PageState; 6] = [
+    PageState::Missing,
+    PageState::Held,
+    PageState::Asked,
+    PageState::Filling,
+    PageState::Provided,
+    PageState::Lost,
 ];
 
-impl State {
+impl PageState {
     /// Whether the page still has to be provided.
     pub const fn is_missing(self) -> bool {
         matches!(self, Self::Missing | Self::Held | Self::Asked)
@@ -90,15 +90,15 @@ pub struct Provision {
     slots: Arc<SlotTable>,
     /// Closed when the page source's thread ends.
     uffd: Weak<Userfaultfd>,
-    shared: Arc<Shared>,
+    shared: Arc<SourceShared>,
     budget: Budget,
     /// The source's name.
     source: String,
     pub tokens: Tokens,
     /// What becomes ready when a page has come, by page.
-    told_later: Mutex<HashMap<Page, Vec<Later>>, lock_order::KvmToldLater>,
+    ready_later: Mutex<HashMap<Page, Vec<Later>>, lock_order::KvmReadyLater>,
     /// The host side of the guest's async page faults is in this process.
-    tells_guest: AtomicBool,
+    notifies_guest: AtomicBool,
 }
 
 /// What becomes ready when a page has come.
@@ -117,7 +117,7 @@ impl Provision {
         memory: Arc<Memory>,
         slots: Arc<SlotTable>,
         uffd: Weak<Userfaultfd>,
-        shared: Arc<Shared>,
+        shared: Arc<SourceShared>,
         budget: Budget,
         source: String,
     ) -> Self {
@@ -133,27 +133,27 @@ impl Provision {
             budget,
             source,
             tokens: Tokens::new(vcpus),
-            told_later: Mutex::default(),
-            tells_guest: AtomicBool::new(false),
+            ready_later: Mutex::default(),
+            notifies_guest: AtomicBool::new(false),
         }
     }
 
-    /// From now on vCPUs leave the guest in order to tell it of missing pages.
+    /// From now on vCPUs leave the guest in order to notify it of missing pages.
     pub fn tell_guest(&self) {
-        self.tells_guest.store(true, Ordering::Release);
+        self.notifies_guest.store(true, Ordering::Release);
     }
 
     /// Whether [`Provision::tell_guest`] was called.
-    pub fn tells_guest(&self) -> bool {
-        self.tells_guest.load(Ordering::Acquire)
+    pub fn notifies_guest(&self) -> bool {
+        self.notifies_guest.load(Ordering::Acquire)
     }
 
-    pub fn state(&self, page: Page) -> State {
+    pub fn state(&self, page: Page) -> PageState {
         STATES[usize::from(self.states[page as usize].load(Ordering::SeqCst))]
     }
 
     /// Whether this call has changed the state of `page` from one of `from`.
-    fn change(&self, page: Page, from: &[State], to: State) -> bool {
+    fn change(&self, page: Page, from: &[PageState], to: PageState) -> bool {
         let word = &self.states[page as usize];
         from.iter().any(|from| {
             let order = Ordering::SeqCst;
@@ -162,13 +162,13 @@ impl Provision {
         })
     }
 
-    fn set(&self, page: Page, to: State) {
+    fn set(&self, page: Page, to: PageState) {
         self.states[page as usize].store(to as u8, Ordering::SeqCst);
     }
 
     /// A thread waits for `page`, and the VMM gets an exit. Returns whether it is the first.
     pub fn hold(&self, page: Page) -> bool {
-        self.change(page, &[State::Missing], State::Held)
+        self.change(page, &[PageState::Missing], PageState::Held)
     }
 
     /// Where the guest has `page`, if it is missing in a slot that exits.
@@ -183,7 +183,7 @@ impl Provision {
     }
 
     /// The pages in `state`.
-    pub fn in_state(&self, state: State) -> impl Iterator<Item = Page> {
+    pub fn in_state(&self, state: PageState) -> impl Iterator<Item = Page> {
         let pages = 0..self.states.len() as Page;
         pages.filter(move |page| self.state(*page) == state)
     }
@@ -194,7 +194,7 @@ impl Provision {
         while at < content.len() {
             let page = first + at as Page;
             match self.claim(page, content.len() - at) {
-                0 if self.state(page) == State::Lost => return Err(self.why_lost()),
+                0 if self.state(page) == PageState::Lost => return Err(self.why_lost()),
                 0 => {
                     provided.late += 1;
                     at += 1;
@@ -212,10 +212,10 @@ impl Provision {
 
     /// Claims missing pages from `first` on, at most `max`, and returns their number.
     fn claim(&self, first: Page, max: usize) -> usize {
-        const FROM: [State; 3] = [State::Missing, State::Held, State::Asked];
+        const FROM: [PageState; 3] = [PageState::Missing, PageState::Held, PageState::Asked];
         // A state only moves forward, so an attempt that fails for all three means that another
         // thread has claimed the page.
-        let claimed = |page: &Page| self.change(*page, &FROM, State::Filling);
+        let claimed = |page: &Page| self.change(*page, &FROM, PageState::Filling);
         (first..).take(max).take_while(claimed).count()
     }
 
@@ -228,7 +228,7 @@ impl Provision {
     fn fill_claimed(&self, first: Page, content: &[[u8; PAGE_SIZE]]) -> Result<Provided, Unfilled> {
         let end = first + content.len() as Page;
         let Some(uffd) = self.uffd.upgrade() else {
-            (first..end).for_each(|page| self.set(page, State::Lost));
+            (first..end).for_each(|page| self.set(page, PageState::Lost));
             return Err(self.why_lost());
         };
         let (mut provided, mut page, since) = (Provided::default(), first, Instant::now());
@@ -255,7 +255,7 @@ impl Provision {
                     thread::sleep(RETRY);
                 }
                 Err(errno) => {
-                    (page..end).for_each(|page| self.set(page, State::Lost));
+                    (page..end).for_each(|page| self.set(page, PageState::Lost));
                     let cause = format!("cannot put the page in place: {errno}");
                     self.fail(page, cause.clone());
                     return Err(cause);
@@ -271,7 +271,7 @@ impl Provision {
             return;
         }
         for page in pages.clone() {
-            self.set(page, State::Provided);
+            self.set(page, PageState::Provided);
         }
         if self.budget == Budget::Some {
             self.shared.arrived(pages.clone());
@@ -287,15 +287,14 @@ impl Provision {
     /// `page` has come.
     pub fn arrived(&self, page: Page) {
         self.arrivals[page as usize].fetch_add(1, Ordering::SeqCst);
-        self.tell(page);
+        self.complete_waiting(page);
     }
 
-    fn tell(&self, page: Page) {
-        let mut later = self.told_later();
-        let told = later.remove(&page);
-        drop(later);
-        for told in told.into_iter().flatten() {
-            match told {
+    /// Completes what waits for `page`.
+    fn complete_waiting(&self, page: Page) {
+        let waiting = self.ready_later().remove(&page);
+        for later in waiting.into_iter().flatten() {
+            match later {
                 // A token that is completed meanwhile needs nothing.
                 Later::Token(token) => _ = self.tokens.ready(token),
                 Later::Completion(completion) => completion.complete(),
@@ -303,13 +302,13 @@ impl Provision {
         }
     }
 
-    fn told_later(&self) -> MutexGuard<'_, HashMap<Page, Vec<Later>>> {
-        self.told_later.lock().expect("no panic under this lock")
+    fn ready_later(&self) -> MutexGuard<'_, HashMap<Page, Vec<Later>>> {
+        self.ready_later.lock().expect("no panic under this lock")
     }
 
     /// Says that `token` is ready when `page` has come. A page keeps each token once, and none that
     /// is completed, so calls without end use no memory without end.
-    pub fn tell_later(&self, page: Page, token: FaultToken) {
+    pub fn ready_when_arrived(&self, page: Page, token: FaultToken) {
         if !self.tokens.is_open(token) {
             return;
         }
@@ -317,20 +316,20 @@ impl Provision {
             Later::Token(token) => Some(*token),
             Later::Completion(_) => None,
         };
-        let told = self.told_later();
-        let kept = told.get(&page).into_iter().flatten();
+        let all = self.ready_later();
+        let kept = all.get(&page).into_iter().flatten();
         let mut gone: Vec<_> = kept.filter_map(waiting).collect();
         // Tokens have a lock of their own.
-        drop(told);
+        drop(all);
         gone.retain(|other| *other == token || !self.tokens.is_open(*other));
-        let mut told = self.told_later();
-        let kept = told.entry(page).or_default();
+        let mut all = self.ready_later();
+        let kept = all.entry(page).or_default();
         kept.retain(|later| waiting(later).is_none_or(|token| !gone.contains(&token)));
         kept.push(Later::Token(token));
-        drop(told);
+        drop(all);
         // The page may have come before the entry was there.
-        if self.state(page) == State::Provided {
-            self.tell(page);
+        if self.state(page) == PageState::Provided {
+            self.complete_waiting(page);
         }
     }
 
@@ -338,18 +337,18 @@ impl Provision {
     /// `arrivals`.
     pub fn complete_later(&self, page: Page, arrivals: u8, completion: Completion) {
         let completion = Later::Completion(completion);
-        self.told_later().entry(page).or_default().push(completion);
+        self.ready_later().entry(page).or_default().push(completion);
         // The page may have come before the entry was there. It may have been evicted since: then
         // no thread waits for it, and it does not come again.
         if self.arrivals(page) != arrivals {
-            self.tell(page);
+            self.complete_waiting(page);
         }
     }
 
     /// How many tokens and completions wait for `page`.
     #[cfg(test)]
     pub fn waiting_for(&self, page: Page) -> usize {
-        self.told_later
+        self.ready_later
             .lock()
             .unwrap()
             .get(&page)
@@ -357,7 +356,7 @@ impl Provision {
     }
 
     fn lose(&self, page: Page, reason: &str) -> Answer {
-        if !self.change(page, &[State::Asked], State::Lost) {
+        if !self.change(page, &[PageState::Asked], PageState::Lost) {
             return Answer::Late;
         }
         self.fail(page, format!("{} cannot provide it: {reason}", self.source));
@@ -376,7 +375,7 @@ impl Provision {
 /// Takes the answers to requests. It does not keep the VM alive.
 struct Answers(Weak<Provision>);
 
-impl Asker for Answers {
+impl PageRequester for Answers {
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let provision = self
             .0
@@ -399,7 +398,7 @@ impl Asker for Answers {
 pub struct Provider {
     pub provision: Arc<Provision>,
     source: Arc<dyn PageSource>,
-    answers: Arc<dyn Asker>,
+    answers: Arc<dyn PageRequester>,
 }
 
 impl Provider {
@@ -414,8 +413,8 @@ impl Provider {
 
     /// Asks the source for `page`, unless it was asked before or the page is there.
     pub fn ask(&self, page: Page) {
-        const FROM: [State; 2] = [State::Missing, State::Held];
-        if !self.provision.change(page, &FROM, State::Asked) {
+        const FROM: [PageState; 2] = [PageState::Missing, PageState::Held];
+        if !self.provision.change(page, &FROM, PageState::Asked) {
             return;
         }
         let number = SourcePage(u64::from(page));

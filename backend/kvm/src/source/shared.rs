@@ -84,7 +84,7 @@ pub struct Failure {
     pub cause: String,
 }
 
-pub struct Shared {
+pub struct SourceShared {
     pub counters: Counters,
     pub kicks: Arc<VcpuKicks>,
     pub quit: AtomicBool,
@@ -96,7 +96,7 @@ pub struct Shared {
     pub doorbell: OwnedFd,
 }
 
-impl Shared {
+impl SourceShared {
     pub fn new(doorbell: OwnedFd, kicks: Arc<VcpuKicks>) -> Self {
         Self {
             counters: Counters::default(),
@@ -141,7 +141,7 @@ impl Shared {
         self.ring();
     }
 
-    /// Tells the thread, which counts resident pages, that `pages` are in place.
+    /// Notifies the thread, which counts resident pages, that `pages` are in place.
     pub fn arrived(&self, pages: std::ops::Range<Page>) {
         let mut arrived = self.arrived.lock().expect("no panic under this lock");
         let was_empty = arrived.is_empty();

@@ -80,19 +80,19 @@ fn a_busy_page_is_retried() {
         return;
     };
     let Some(ring) = pin(&memory, 0) else { return };
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     let reader = Arc::clone(&memory);
-    let waits = thread::spawn(move || tell.send(read(&reader, 0)).unwrap());
+    let waits = thread::spawn(move || sender.send(read(&reader, 0)).unwrap());
     // Longer than a source with a limit on its retries would wait.
     thread::sleep(Duration::from_millis(2500));
     assert_eq!(source.failure(), None);
     assert_eq!(read(&memory, 1), 2, "other pages arrive meanwhile");
     assert!(
-        told.try_recv().is_err(),
+        receiver.try_recv().is_err(),
         "the pinned page cannot have arrived"
     );
     ring.submitter().unregister_buffers().unwrap();
-    assert_eq!(told.recv().unwrap(), 1);
+    assert_eq!(receiver.recv().unwrap(), 1);
     waits.join().unwrap();
     assert_eq!(read(&memory, 0), 1);
     assert_eq!(source.failure(), None);

@@ -8,7 +8,7 @@ use lacuna_sys::Waiters;
 
 impl Source {
     /// Says of each page of `range` whether it was ever touched: an untouched one has zeros.
-    /// `None`: only an access tells.
+    /// `None`: only an access shows.
     pub fn touched(&self, range: HvaRange) -> Option<Vec<bool>> {
         let pagemap = self.pagemap.as_ref()?;
         let is_guest = self.guest.start() <= range.start() && range.end() <= self.guest.end();

@@ -25,22 +25,25 @@ fn seeded(seed: u64, vcpus: usize, name: &str, words: &str) -> ApfStats {
 /// page-not-present that was taken back counts for the host only, and so does one that a vCPU had
 /// not handled when the machine ended.
 fn assert_seen(outcome: &RunSummary, at_least: u64, why: &str) {
-    let told = total(&outcome.apf);
-    let why = format!("{why}: {told:?}");
+    let counted = total(&outcome.apf);
+    let why = format!("{why}: {counted:?}");
     assert!(
-        told.taken >= at_least && told.ready >= at_least / 2,
+        counted.taken >= at_least && counted.ready >= at_least / 2,
         "{why}"
     );
     let seen = Status::parse(outcome.status.as_ref().expect("a status page"))
         .unwrap()
         .apf;
     let why = format!("{why}: the guest: {seen:?}");
-    let close = |seen: u32, told: u64, fewer: u64| {
+    let close = |seen: u32, counted: u64, fewer: u64| {
         let seen = u64::from(seen);
-        seen <= told && seen + fewer + 2 * outcome.apf.len() as u64 >= told
+        seen <= counted && seen + fewer + 2 * outcome.apf.len() as u64 >= counted
     };
-    assert!(close(seen.not_present, told.taken, told.spurious), "{why}");
-    assert!(close(seen.ready, told.ready, 0), "{why}");
+    assert!(
+        close(seen.not_present, counted.taken, counted.spurious),
+        "{why}"
+    );
+    assert!(close(seen.ready, counted.ready, 0), "{why}");
     assert_eq!(seen.lost, 0, "{why}");
 }
 

@@ -6,7 +6,7 @@ use crate::common;
 use common::arm64::*;
 use lacuna_machine::{
     Exit, GuestMemory as _, Kick as _, MemoryFaultFlags, MemorySlots as _, MissingMemory as _,
-    SlotFlags, SourcePage, Told, Vcpu as _,
+    ReadyOutcome, SlotFlags, SourcePage, Vcpu as _,
 };
 use lacuna_skip::test;
 use lacuna_soft::Apf;
@@ -109,7 +109,7 @@ fn enabling_and_disabling_twice() {
 fn a_fault_and_its_ready_page_are_delivered() {
     for form in FORMS {
         let mut machine = Machine::enabled(form, 0);
-        let token = machine.told(form, 1);
+        let token = machine.notified(form, 1);
         assert_eq!(machine.ready(form), None);
         machine.provide(1);
         assert_eq!(machine.ready(form), None, "the first event is unread");
@@ -128,7 +128,7 @@ fn disabling_with_faults_pending() {
     for form in FORMS {
         let mut machine = Machine::enabled(form, 0);
         for page in [1, 2] {
-            machine.told(form, page);
+            machine.notified(form, page);
             machine.read_words();
         }
         // Page 1 arrives before the call, and page 2 after it.
@@ -147,8 +147,8 @@ fn disabling_with_faults_pending() {
         machine.put_at(LOAD + 4, EL1);
         assert_eq!(machine.ready(form), None);
         assert_eq!((machine.pc(), machine.words()), (LOAD + 4, (0, 0)));
-        let told = u64::from(form == Form::Sdei);
-        assert_eq!(machine.stats().cancelled, 2 - told);
+        let kept = u64::from(form == Form::Sdei);
+        assert_eq!(machine.stats().cancelled, 2 - kept);
         assert_eq!(machine.switch(form, BLOCK | ENABLED), 0);
         assert_eq!(machine.ready(form), Some(WAKE_ALL));
     }
@@ -159,7 +159,7 @@ fn disabling_with_faults_pending() {
 fn a_guest_that_never_acknowledges() {
     for form in FORMS {
         let mut machine = Machine::enabled(form, 0);
-        let token = machine.told(form, 1);
+        let token = machine.notified(form, 1);
         for page in 2..5 {
             assert_eq!(machine.load(page, EL0), End::Ran);
             assert_eq!(machine.settle(), End::Halt, "{form:?}");
@@ -178,7 +178,7 @@ fn a_guest_that_never_acknowledges() {
     // The words are read, and the interrupt is not acknowledged.
     let mut machine = Machine::enabled(Form::Sdei, 0);
     let tokens = [1, 2].map(|page| {
-        let token = machine.told(Form::Sdei, page);
+        let token = machine.notified(Form::Sdei, page);
         machine.read_words();
         token
     });
@@ -241,7 +241,7 @@ fn events_while_masked() {
         machine.provide(1);
         assert_eq!((machine.step(), machine.pc()), (End::Ran, LOAD + 4));
         assert_eq!(unmask(&mut machine), 0);
-        machine.told(Form::Sdei, 2);
+        machine.notified(Form::Sdei, 2);
     }
     let mut machine = Machine::enabled(Form::Sdei, SEND_ALWAYS);
     assert_eq!(machine.load(1, EL0), End::Ran);
@@ -257,7 +257,7 @@ fn a_page_ready_interrupt_while_masked() {
     let mut machine = Machine::enabled(Form::Sdei, 0);
     machine.read_words();
     enable_interrupts(&mut machine);
-    let token = machine.told(Form::Sdei, 1);
+    let token = machine.notified(Form::Sdei, 1);
     machine.read_words();
     machine.put_at(WAIT, EL1);
     assert_eq!(machine.settle(), End::Halt);
@@ -386,7 +386,7 @@ fn a_page_is_on_its_way_while_the_vcpu_waits_for_the_block() {
             if machine.load(page, EL0) == End::Page {
                 break page;
             }
-            machine.not_present(form, FROM_EL0).expect("told");
+            machine.not_present(form, FROM_EL0).expect("a notification");
             if form == Form::Sdei {
                 machine.complete();
             }
@@ -407,7 +407,7 @@ fn a_reset_forgets_everything() {
     for form in FORMS {
         let mut machine = Machine::enabled(form, 0);
         for page in [1, 2] {
-            machine.told(form, page);
+            machine.notified(form, page);
             machine.read_words();
         }
         machine.provide(1);
@@ -430,7 +430,7 @@ fn a_reset_forgets_everything() {
 fn cpu_off_forgets_everything() {
     for form in FORMS {
         let mut machine = Machine::enabled(form, 0);
-        machine.told(form, 1);
+        machine.notified(form, 1);
         machine.read_words();
         machine.values(CPU_OFF, &[]);
         assert_eq!(machine.settle(), End::Halt);
@@ -463,7 +463,7 @@ fn an_accepted_token_becomes_page_not_present() {
                 .set_slot_flags(slot.id, SlotFlags::EXIT_ON_MISSING);
             set.unwrap();
         }
-        for (pstate, can_tell) in [(EL1, false), (EL0, true)] {
+        for (pstate, can_notify) in [(EL1, false), (EL0, true)] {
             let mut regs = machine.cpu().regs();
             let page = 1 + pstate;
             regs.x[10] = FAR + page * PAGE;
@@ -480,20 +480,20 @@ fn an_accepted_token_becomes_page_not_present() {
                 panic!("{exit:?}");
             };
             assert_eq!(at, gpa(FAR + page * PAGE));
-            assert_eq!(flags.contains(MemoryFaultFlags::CAN_TELL), can_tell);
-            if !can_tell {
+            assert_eq!(flags.contains(MemoryFaultFlags::CAN_NOTIFY), can_notify);
+            if !can_notify {
                 machine.vm.provide(at, &[7; 4096]).unwrap();
                 assert_eq!((machine.step(), machine.pc()), (End::Ran, LOAD + 4));
                 continue;
             }
             assert_eq!(machine.vcpu.accept(token), Ok(()));
-            let told = machine.not_present(form, FROM_EL0).expect("told");
+            let shown = machine.not_present(form, FROM_EL0).expect("a notification");
             machine.read_words();
             machine.put_at(LOAD + 4, EL0);
             assert_eq!(machine.ready(form), None);
             machine.vm.provide(at, &[7; 4096]).unwrap();
-            assert_eq!(machine.vm.ready(token), Ok(Told::Guest));
-            assert_eq!(machine.ready(form), Some(told));
+            assert_eq!(machine.vm.ready(token), Ok(ReadyOutcome::Notified));
+            assert_eq!(machine.ready(form), Some(shown));
         }
     }
 }

@@ -113,7 +113,13 @@ impl Monitor<'_> {
 }
 
 /// Runs `guest` to its end while `steps` steps are made.
-fn storm(builder: &VmBuilder, guest: &str, delivery: Delivery, steps: u64, told: &Sender<String>) {
+fn storm(
+    builder: &VmBuilder,
+    guest: &str,
+    delivery: Delivery,
+    steps: u64,
+    steps_done: &Sender<String>,
+) {
     let clock = Arc::new(HostClock::default());
     let host = builder.host(Arc::clone(&clock) as _).unwrap();
     let background = host.spawn_background().unwrap();
@@ -134,7 +140,7 @@ fn storm(builder: &VmBuilder, guest: &str, delivery: Delivery, steps: u64, told:
             builder.vcpus
         );
         println!("{text}");
-        told.send(text).unwrap();
+        steps_done.send(text).unwrap();
     };
     let began = Instant::now();
     scope(|scope| {
@@ -178,8 +184,8 @@ fn storm(builder: &VmBuilder, guest: &str, delivery: Delivery, steps: u64, told:
 
 fn many_vcpus_end_under_all_switches_at_once(arch: Arch) {
     let steps = from_env("LACUNA_ROUNDS", 30);
-    let (told, steps_told) = channel();
-    let watchdog = spawn(move || watch(&steps_told));
+    let (steps_done, all_steps) = channel();
+    let watchdog = spawn(move || watch(&all_steps));
     let guests = [
         (
             3,
@@ -201,8 +207,8 @@ fn many_vcpus_end_under_all_switches_at_once(arch: Arch) {
             apf: Apf::On,
             ..builder_for(arch, (20, 12), vcpus, arguments)
         };
-        storm(&builder, guest, delivery, steps, &told);
+        storm(&builder, guest, delivery, steps, &steps_done);
     }
-    drop(told);
+    drop(steps_done);
     watchdog.join().unwrap();
 }

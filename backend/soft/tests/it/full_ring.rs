@@ -257,7 +257,7 @@ impl Bench {
         }
     }
 
-    fn told(&self) -> ApfStats {
+    fn apf_stats(&self) -> ApfStats {
         self.vm.apf_stats()[0]
     }
 }
@@ -290,11 +290,11 @@ fn gets_its_events_after_the_reset(halts: Halts, pages: u64, detection: Detectio
     let mut bench = Bench::new(halts, pages, detection);
     bench.run_until(PREPARED);
     bench.start_log();
-    let before = bench.told();
+    let before = bench.apf_stats();
     for _ in 0..3 {
         assert_eq!(bench.run_until_idle(), FULL, "{halts:?} {detection:?}");
     }
-    let halted = bench.told();
+    let halted = bench.apf_stats();
     let expected = match halts {
         Halts::Itself => (before.taken + 1, before.halted),
         Halts::Artificially => (before.taken, before.halted + 1),
@@ -314,15 +314,15 @@ fn gets_its_events_after_the_reset(halts: Halts, pages: u64, detection: Detectio
         );
     }
     assert_eq!(
-        bench.told().swap_in.number,
+        bench.apf_stats().swap_in.number,
         before.swap_in.number,
-        "not told yet"
+        "no event yet"
     );
     assert!(bench.vm.reap_rings(&mut |_, _| ()).unwrap() > 0);
     assert_eq!(bench.run_until_idle(), FULL, "collected, not reset");
     assert!(bench.vm.reset_rings().unwrap() > 0);
     bench.run_until(DONE);
-    assert_eq!(bench.told().swap_in.number, before.swap_in.number + 1);
+    assert_eq!(bench.apf_stats().swap_in.number, before.swap_in.number + 1);
     const R10: usize = 10;
     assert_eq!(bench.vcpu.as_x86().unwrap().regs().gpr[R10], CONTENT);
 }

@@ -9,7 +9,8 @@ use iced_x86::code_asm::*;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
     Apf, Arch, Exit, FaultToken, Kick as _, MemoryFaultFlags, MemorySlots as _, MissingMemory as _,
-    PageRequest, PageSource, SlotFlags, SlotId, SourcePage, TokenError, Told, Vcpu as _, dispatch,
+    PageRequest, PageSource, ReadyOutcome, SlotFlags, SlotId, SourcePage, TokenError, Vcpu as _,
+    dispatch,
 };
 use lacuna_skip::test;
 use lacuna_soft::{SlotSpec, Step, Swap, VmBuilder, Wait};
@@ -64,10 +65,10 @@ fn tokens_are_forgotten_at_a_reset(arch: Arch) {
             assert_eq!(devices.ending(), None);
         }
     };
-    let accepted = next(vcpu, MemoryFaultFlags::CAN_TELL);
+    let accepted = next(vcpu, MemoryFaultFlags::CAN_NOTIFY);
     assert_eq!(vcpu.accept(accepted), Ok(()));
     vcpu.reset();
-    assert_eq!(vm.ready(accepted), Ok(Told::Cancelled));
+    assert_eq!(vm.ready(accepted), Ok(ReadyOutcome::Cancelled));
     assert_eq!(vm.ready(accepted), Err(TokenError::Unknown));
     vcpu.verify();
     // The guest starts again.
@@ -77,7 +78,7 @@ fn tokens_are_forgotten_at_a_reset(arch: Arch) {
     assert_eq!(vcpu.accept(pending), Err(TokenError::Unknown));
     let again = next(vcpu, MemoryFaultFlags::empty());
     assert_ne!(again, pending);
-    assert_eq!(vm.ready(again), Ok(Told::Early));
+    assert_eq!(vm.ready(again), Ok(ReadyOutcome::Early));
     vm.mmu().verify();
     host.verify();
 }
@@ -144,7 +145,7 @@ fn a_guest_gets_an_event_for_a_slow_page(arch: Arch) {
             self.0.lock().unwrap().send(request).unwrap();
         }
     }
-    let told = |source: Arc<dyn PageSource>| {
+    let events_with = |source: Arc<dyn PageSource>| {
         let builder = VmBuilder {
             apf: Apf::On,
             swap: Swap::Memory,
@@ -161,10 +162,10 @@ fn a_guest_gets_an_event_for_a_slow_page(arch: Arch) {
             let _ = request.provide(&[0; 4096]);
         }
     });
-    let taken = told(Arc::new(Late(std::sync::Mutex::new(sender))));
+    let taken = events_with(Arc::new(Late(std::sync::Mutex::new(sender))));
     thread.join().unwrap();
     assert!(taken > 50, "the guest got events for {taken} pages");
-    assert_eq!(told(Arc::new(Zeros)), 0);
+    assert_eq!(events_with(Arc::new(Zeros)), 0);
 }
 
 /// A VM drops its source, and the requests that nothing has answered end with it.
@@ -259,7 +260,7 @@ fn a_refused_token_does_not_outlive_its_page() {
             panic!("{exit:?}");
         };
         assert_eq!(gpa.get(), LATER);
-        assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
+        assert_eq!(vcpu.accept(token), Err(TokenError::CannotNotify));
         vm.provide(gpa, &[content; 4096]).unwrap();
         match vcpu.run() {
             Ok(Exit::IoOut { value, .. }) => assert_eq!(value, u32::from(content) * 0x0101_0101),

@@ -105,7 +105,7 @@ fn a_vcpu_that_waits_for_a_page_obeys_every_kick(arch: Arch) {
         let _end = End(&handler.over);
         let (vm, mut vcpus) = handler.vm(arch, 1);
         let (sender, kicked) = channel();
-        let (told, kicks) = (&devices, Arc::clone(&vm));
+        let (devices_of_run, kicks) = (&devices, Arc::clone(&vm));
         let running = scope.spawn(move || {
             let vcpu = &mut vcpus[0];
             loop {
@@ -114,7 +114,7 @@ fn a_vcpu_that_waits_for_a_page_obeys_every_kick(arch: Arch) {
                     kicks.mmu().verify();
                     let _ = sender.send(vcpu.save().is_ok());
                 }
-                if dispatch(vcpu, exit, told, &*kicks) == Next::Stop {
+                if dispatch(vcpu, exit, devices_of_run, &*kicks) == Next::Stop {
                     return;
                 }
             }
@@ -146,13 +146,13 @@ fn vcpus_that_wait_for_a_handler_that_ends_have_lost_their_pages(arch: Arch) {
             scope.spawn(|| handler.serve());
             let _end = End(&handler.over);
             let (vm, vcpus) = handler.vm(arch, 2);
-            let told = &devices;
+            let devices_of_run = &devices;
             let run = |mut vcpu: Vcpu| {
                 let vm = Arc::clone(&vm);
                 scope.spawn(move || {
                     loop {
                         let exit = vcpu.run();
-                        if dispatch(&mut vcpu, exit, told, &*vm) == Next::Stop {
+                        if dispatch(&mut vcpu, exit, devices_of_run, &*vm) == Next::Stop {
                             return;
                         }
                     }

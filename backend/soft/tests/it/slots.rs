@@ -105,7 +105,7 @@ impl Bench {
     }
 
     /// Runs vCPU `index` until it reports a value, which is returned.
-    fn told(&mut self, index: usize) -> u32 {
+    fn reported(&mut self, index: usize) -> u32 {
         for _ in 0..10_000 {
             match self.vcpus[index].step(1_000_000) {
                 Step::Ran | Step::Wait(Wait::Busy) => {}
@@ -130,18 +130,18 @@ fn code_runs_from_a_slot_that_came_later_and_changes_there() {
         bench.add_slot(LATER, SlotFlags::empty());
         bench.write(LATER, &function(1));
         bench.call(LATER);
-        assert_eq!([bench.told(0), bench.told(1)], [1, 1], "{huge:?}");
+        assert_eq!([bench.reported(0), bench.reported(1)], [1, 1], "{huge:?}");
 
         // The function is written by the vCPU that runs it, and by another one.
         bench.write(VALUE, &[2]);
         bench.write(PATCH, &(LATER + OPERAND).to_le_bytes());
-        assert_eq!(bench.told(0), 2, "{huge:?}");
+        assert_eq!(bench.reported(0), 2, "{huge:?}");
         bench.write(PATCH, &[0; 8]);
-        assert_eq!(bench.told(1), 2, "{huge:?}");
+        assert_eq!(bench.reported(1), 2, "{huge:?}");
 
         // The function is written by the VMM.
         bench.write(LATER + OPERAND, &[3]);
-        assert_eq!([bench.told(0), bench.told(1)], [3, 3], "{huge:?}");
+        assert_eq!([bench.reported(0), bench.reported(1)], [3, 3], "{huge:?}");
     }
 }
 
@@ -153,16 +153,16 @@ fn code_runs_where_its_slot_has_moved_to() {
         bench.add_slot(LATER, SlotFlags::empty());
         bench.write(LATER, &function(1));
         bench.call(LATER);
-        assert_eq!(bench.told(0), 1);
+        assert_eq!(bench.reported(0), 1);
         bench
             .vm
             .move_slot(SLOT, Gpa::new(to).unwrap().gfn())
             .unwrap();
         bench.call(to);
-        assert_eq!(bench.told(0), 1, "at {to:#x}");
+        assert_eq!(bench.reported(0), 1, "at {to:#x}");
         bench.write(VALUE, &[2]);
         bench.write(PATCH, &(to + OPERAND).to_le_bytes());
-        assert_eq!(bench.told(0), 2, "at {to:#x}");
+        assert_eq!(bench.reported(0), 2, "at {to:#x}");
     }
 }
 
@@ -173,20 +173,20 @@ fn code_runs_from_a_read_only_slot_and_a_new_one_in_its_place() {
         bench.add_slot(LATER, SlotFlags::READONLY);
         bench.write(LATER, &function(1));
         bench.call(LATER);
-        assert_eq!(bench.told(0), 1);
+        assert_eq!(bench.reported(0), 1);
         bench.write(LATER + OPERAND, &[2]);
-        assert_eq!(bench.told(0), 2, "the VMM writes to it");
+        assert_eq!(bench.reported(0), 2, "the VMM writes to it");
 
         bench.vm.set_slot_flags(SLOT, SlotFlags::empty()).unwrap();
         bench.write(VALUE, &[3]);
         bench.write(PATCH, &(LATER + OPERAND).to_le_bytes());
-        assert_eq!(bench.told(0), 3, "the guest may now too");
+        assert_eq!(bench.reported(0), 3, "the guest may now too");
 
         bench.write(PATCH, &[0; 8]);
         bench.vm.remove_slot(SLOT).unwrap();
         bench.add_slot(LATER, SlotFlags::empty());
         bench.write(LATER, &function(4));
-        assert_eq!(bench.told(0), 4);
+        assert_eq!(bench.reported(0), 4);
     }
 }
 
@@ -237,7 +237,7 @@ fn page_tables_may_be_in_a_read_only_slot() {
             .iter()
             .for_each(|(at, bytes)| bench.write(*at, bytes));
         bench.write(TARGET, &41_u64.to_le_bytes());
-        assert_eq!(bench.told(0), 42, "{huge:?} {used:#x}");
+        assert_eq!(bench.reported(0), 42, "{huge:?} {used:#x}");
         assert_eq!(bench.read(TARGET), 42, "{huge:?} {used:#x}");
         for (at, bytes) in &tables {
             let first = u64::from_le_bytes(bytes[..8].try_into().unwrap());

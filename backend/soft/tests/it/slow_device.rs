@@ -104,25 +104,25 @@ fn on(volume: &Volume) -> VmBuilder {
 
 /// Runs `verify`, and `upset` beside it as soon as `when` holds.
 fn beside(volume: &Volume, when: fn(&HostStats) -> bool, upset: impl FnOnce() + Send) {
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(move || {
             // Nothing is sent if the run ended before that.
-            if told.recv().is_ok() {
+            if receiver.recv().is_ok() {
                 upset();
             }
         });
         let lines = Lines::default();
-        let mut tell = Some(tell);
+        let mut sender = Some(sender);
         let outcome = on(volume).run_to_summary(&image("verify"), lines.sink(), |now| {
             if when(&now.vm.host().stats())
-                && let Some(tell) = tell.take()
+                && let Some(sender) = sender.take()
             {
-                tell.send(()).unwrap();
+                sender.send(()).unwrap();
             }
         });
         let ending = outcome.unwrap().ending;
-        assert!(tell.is_none(), "that never happened");
+        assert!(sender.is_none(), "that never happened");
         assert!(
             matches!(ending, Ending::Exited(0)),
             "{ending:?}\n{}",

@@ -188,9 +188,9 @@ fn set(state: &mut State, numbers: [u8; 5], value: u64) {
 
 fn offered_more(state: &mut State, numbers: [u8; 5], more: u64) {
     let register = reg(numbers);
-    let told = state.id.get(&register).copied().unwrap_or(0);
+    let saved = state.id.get(&register).copied().unwrap_or(0);
     // 0xf of a signed field wraps to 0, which is more.
-    state.id.insert(register, told.wrapping_add(more));
+    state.id.insert(register, saved.wrapping_add(more));
 }
 
 fn on_pending(state: &mut State, entry: u64) {

@@ -5,7 +5,7 @@ use crate::common;
 
 use common::builder;
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE, PageCount};
-use lacuna_apf::{Abi, Queue, Tell, Token, TokenFormat, Untold};
+use lacuna_apf::{Abi, Deliver, NotDelivered, Queue, Token, TokenFormat};
 use lacuna_cpu::{Bus, Event, Exit, Privilege, Processor, Refused, Stop, Wake};
 use lacuna_machine::{Apf, Arch, BootError, Exit as Left, GuestMemory as _, Image, Segment, Width};
 use lacuna_machine::{Vcpu as _, VmConfig};
@@ -229,21 +229,21 @@ impl Abi for Silence {
     fn reset(&mut self) {}
 }
 
-impl Tell<Entry<Toy>> for Silence {
+impl Deliver<Entry<Toy>> for Silence {
     fn takes_not_present(&mut self, _: &mut Entry<Toy>) -> bool {
         false
     }
 
-    fn not_present(&mut self, _token: Token, _guest: &mut Entry<Toy>) -> Result<(), Untold> {
-        Err(Untold)
+    fn not_present(&mut self, _token: Token, _guest: &mut Entry<Toy>) -> Result<(), NotDelivered> {
+        Err(NotDelivered)
     }
 
     fn takes_ready(&mut self, _guest: &mut Entry<Toy>) -> bool {
         false
     }
 
-    fn ready(&mut self, _token: Token, _guest: &mut Entry<Toy>) -> Result<(), Untold> {
-        Err(Untold)
+    fn ready(&mut self, _token: Token, _guest: &mut Entry<Toy>) -> Result<(), NotDelivered> {
+        Err(NotDelivered)
     }
 }
 

@@ -475,7 +475,7 @@ fn descriptor_of_an_ended_process() -> Result<(Userfaultfd, Hva), String> {
         .spawn()
         .unwrap();
     let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    let told = lines.map_while(Result::ok).find_map(|line| {
+    let found = lines.map_while(Result::ok).find_map(|line| {
         let (_, numbers) = line.split_once("child ")?;
         let (fd, start) = numbers.split_once(' ')?;
         Some((fd.parse::<i32>().ok()?, start.trim().parse::<u64>().ok()?))
@@ -484,7 +484,7 @@ fn descriptor_of_an_ended_process() -> Result<(Userfaultfd, Hva), String> {
         child.kill().unwrap();
         child.wait().unwrap();
     };
-    let Some((fd, start)) = told else {
+    let Some((fd, start)) = found else {
         end(child);
         return Err("the child gets no userfaultfd".into());
     };

@@ -90,9 +90,9 @@ fn a_thread_that_touches_a_missing_page_waits_and_is_reported() {
     uffd.copy(&[5; PAGE_SIZE], page(0)).unwrap();
     // SAFETY: 1. both pages are registered.
     unsafe { uffd.shift(page(0), page(1)) }.unwrap();
-    let (first, (tell, told)) = (page(0), channel());
+    let (first, (sender, receiver)) = (page(0), channel());
     let reader = thread::spawn(move || {
-        tell.send(gettid().as_raw_nonzero().get() as u32).unwrap();
+        sender.send(gettid().as_raw_nonzero().get() as u32).unwrap();
         word(first).load(Ordering::Relaxed)
     });
     let mut faults = Vec::new();
@@ -103,7 +103,7 @@ fn a_thread_that_touches_a_missing_page_waits_and_is_reported() {
     let expected = Fault {
         page: first,
         access: Access::Read,
-        thread: told.recv().unwrap(),
+        thread: receiver.recv().unwrap(),
     };
     assert_eq!(faults, [expected]);
     // A thread that is woken without a page faults again.

@@ -16,7 +16,7 @@ use super::state::{next_told, registers, small};
 use crate::backend::{Backend, Lacks, Made, Request};
 use crate::kvm::Kvm;
 use crate::moving::{move_at_least, move_to, run_for};
-use crate::program::{Code, STACK, TELL_PORT, assemble_x86, image, msr};
+use crate::program::{Code, REPORT_PORT, STACK, assemble_x86, image, msr};
 use crate::running::{guest, within};
 use crate::soft::Soft;
 
@@ -173,7 +173,7 @@ fn waiting() -> Code {
         }
         a.inc(ebx)?;
         a.mov(eax, ebx)?;
-        a.out(i32::from(TELL_PORT), eax)?;
+        a.out(i32::from(REPORT_PORT), eax)?;
         a.sti()?;
         a.set_label(&mut wait)?;
         a.pause()?;
@@ -194,7 +194,7 @@ fn waiting() -> Code {
         a.je(round)?;
         a.set_label(&mut wrong)?;
         a.mov(eax, WRONG)?;
-        a.out(i32::from(TELL_PORT), eax)?;
+        a.out(i32::from(REPORT_PORT), eax)?;
         a.hlt()?;
         handler(a, &mut ipi, 0)?;
         handler(a, &mut timer, 4)
@@ -284,7 +284,7 @@ pub fn the_common_model_has_its_cpuid<B: Backend>(backend: &B) -> Outcome {
             }
             a.set_label(&mut end)?;
             a.mov(eax, 1)?;
-            a.out(i32::from(TELL_PORT), eax)?;
+            a.out(i32::from(REPORT_PORT), eax)?;
             a.jmp(end)
         });
         let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;

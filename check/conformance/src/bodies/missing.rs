@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{
     Apf, Arch, Exit, FaultToken, GuestMemory as _, Kick as _, MemoryError, MemoryFaultFlags,
-    PageRequest, PageSource, Provided, SlotFlags, SourcePage, TokenError, Told, Vcpu as _, Vm as _,
-    Width,
+    PageRequest, PageSource, Provided, ReadyOutcome, SlotFlags, SourcePage, TokenError, Vcpu as _,
+    Vm as _, Width,
 };
 
 use super::Outcome;
 use crate::backend::{
     Backend, Lacks, Made, Missing, Origin, Request, Unit, VcpuOf, exit_on_missing,
 };
-use crate::program::{Code, Interrupts, Reg, assemble_user, gpa, image, ram, told};
+use crate::program::{Code, Interrupts, Reg, assemble_user, gpa, image, ram, reported};
 use crate::running::{guest, run, within};
 
 /// The offsets of two pages that the program below accesses.
@@ -124,7 +124,7 @@ pub(super) fn program(arch: Arch, interrupts: Interrupts) -> Code {
         let again = a.here();
         a.load(Width::Quad, Reg::C, Reg::A, 0);
         a.store(Width::Quad, Reg::B, 0, Reg::C);
-        a.tell(Reg::C);
+        a.report(Reg::C);
         a.jump(again);
     })
 }
@@ -155,7 +155,7 @@ pub(super) fn places<B: Backend>(backend: &B) -> impl Fn(u64) -> Gpa + Copy + us
 pub(super) fn value<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
     loop {
         let exit = vcpu.run().expect("a vCPU that can continue");
-        match told(&exit) {
+        match reported(&exit) {
             Some(value) => return value,
             None => assert_eq!(exit, Exit::Interrupted),
         }
@@ -295,8 +295,8 @@ pub fn a_guest_that_takes_no_events_waits<B: Backend>(backend: &B) -> Outcome {
         let vcpu = &mut vcpus[0];
         let memory = vm.missing_memory().expect("it has a source");
         let (gpa, flags, token) = fault::<B>(vcpu);
-        assert!(!flags.contains(MemoryFaultFlags::CAN_TELL));
-        assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
+        assert!(!flags.contains(MemoryFaultFlags::CAN_NOTIFY));
+        assert_eq!(vcpu.accept(token), Err(TokenError::CannotNotify));
         assert_eq!(vcpu.accept(token), Err(TokenError::Unknown));
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -313,7 +313,7 @@ pub fn a_guest_that_takes_no_events_waits<B: Backend>(backend: &B) -> Outcome {
         });
         // The source may be asked while the vCPU waits.
         let (gpa, _, token) = fault::<B>(vcpu);
-        assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
+        assert_eq!(vcpu.accept(token), Err(TokenError::CannotNotify));
         memory.fetch(gpa, None).unwrap();
         assert_eq!(value::<B>(vcpu), 5);
         let after: Vec<_> = source.asked().difference(&before).copied().collect();
@@ -350,7 +350,7 @@ pub fn tokens_are_accepted_once<B: Backend>(backend: &B) -> Outcome {
             matches!(completed, Err(MemoryError::Refused { .. })),
             "{completed:?}"
         );
-        assert_eq!(memory.ready(second), Ok(Told::Early));
+        assert_eq!(memory.ready(second), Ok(ReadyOutcome::Early));
         assert_eq!(memory.ready(second), Err(TokenError::Ready));
         assert_eq!(vcpu.accept(second), Err(TokenError::Ready));
         let (_, _, third) = fault::<B>(vcpu);
@@ -395,12 +395,16 @@ fn with_exits<B: Backend>(backend: &B, apf: Apf) -> Outcome {
             "{} pages",
             source.asked().len()
         );
-        let told = finished.status.expect("it announces its status page").apf;
+        let reported = finished.status.expect("it announces its status page").apf;
         match apf {
-            Apf::Off => assert_eq!(told.not_present, 0),
+            Apf::Off => assert_eq!(reported.not_present, 0),
             Apf::On => {
-                assert!(told.not_present > 500, "{told:?}");
-                assert_eq!((told.not_present, told.lost), (told.ready, 0), "{told:?}");
+                assert!(reported.not_present > 500, "{reported:?}");
+                assert_eq!(
+                    (reported.not_present, reported.lost),
+                    (reported.ready, 0),
+                    "{reported:?}"
+                );
             }
         }
         Ok(())

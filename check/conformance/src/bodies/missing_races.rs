@@ -86,7 +86,7 @@ fn silenced<B: Backend>(
 fn wait_for_read<B: Backend>(read: Gpa, vcpu: &mut VcpuOf<B>) {
     let (gpa, _, token) = fault::<B>(vcpu);
     assert_eq!(gpa, read);
-    assert_eq!(vcpu.accept(token), Err(TokenError::CannotTell));
+    assert_eq!(vcpu.accept(token), Err(TokenError::CannotNotify));
 }
 
 /// Each of two vCPUs exits for the page that both need, and one fill ends the waits of both.
@@ -318,7 +318,7 @@ pub fn a_kick_ends_the_wait_for_the_area_of_async_faults<B: Backend>(backend: &B
             let code = assemble(arch, |a| {
                 a.enable_async_faults(async_faults_at(arch, ram(arch, READ)));
                 a.set(Reg::A, TOLD);
-                a.tell(Reg::A);
+                a.report(Reg::A);
                 a.halt();
             });
             let request = Request {

@@ -15,8 +15,8 @@ use crate::backend::{
     Backend, Built, Made, Missing, Origin, Request, VcpuOf, harvest, start_tracking,
 };
 use crate::program::{
-    ASK_PORT, DEVICE, Reg, STACK, TELL_PORT, assemble, assemble_x86, async_faults_at, code, image,
-    is_question, ram, saved, told,
+    ASK_PORT, DEVICE, REPORT_PORT, Reg, STACK, assemble, assemble_x86, async_faults_at, code,
+    image, is_question, ram, reported, saved,
 };
 use crate::running::within;
 
@@ -26,7 +26,7 @@ fn next<B: Backend>(vcpu: &mut VcpuOf<B>) -> Exit {
 
 fn next_told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
     let exit = next::<B>(vcpu);
-    told(&exit).unwrap_or_else(|| panic!("{exit:?}"))
+    reported(&exit).unwrap_or_else(|| panic!("{exit:?}"))
 }
 
 /// An answer without a question is no answer to a later question, and takes no write from a device.
@@ -36,10 +36,10 @@ pub fn an_answer_without_a_question_is_ignored<B: Backend>(backend: &B) -> Outco
         let code = assemble(backend.arch(), |a| {
             a.set(Reg::A, DEVICE);
             a.ask(Reg::B);
-            a.tell(Reg::B);
+            a.report(Reg::B);
             a.store(Width::Long, Reg::A, 0, Reg::B);
             a.load(Width::Long, Reg::B, Reg::A, 0);
-            a.tell(Reg::B);
+            a.report(Reg::B);
             a.halt();
         });
         let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
@@ -73,7 +73,7 @@ pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
     within(move || {
         let code = assemble_x86(|a| {
             let mut text = a.create_label();
-            a.mov(dx, i32::from(TELL_PORT))?;
+            a.mov(dx, i32::from(REPORT_PORT))?;
             a.lea(rsi, ptr(text))?;
             a.mov(ecx, 5)?;
             a.rep().outsb()?;
@@ -82,7 +82,7 @@ pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
             a.mov(ecx, 4)?;
             a.rep().insb()?;
             a.mov(eax, dword_ptr(rdi - 4))?;
-            a.out(i32::from(TELL_PORT), eax)?;
+            a.out(i32::from(REPORT_PORT), eax)?;
             a.hlt()?;
             a.set_label(&mut text)?;
             a.db(b"abcde")
@@ -117,9 +117,9 @@ pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) 
                 a.set(Reg::B, VALUE);
                 a.store(Width::Quad, Reg::A, 0, Reg::B);
                 a.load(Width::Quad, Reg::B, Reg::A, 0);
-                a.tell(Reg::B);
+                a.report(Reg::B);
                 a.shift_right(Reg::B, 32);
-                a.tell(Reg::B);
+                a.report(Reg::B);
                 a.halt();
             });
             let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
@@ -128,7 +128,7 @@ pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) 
             let mut read = Vec::new();
             let low = loop {
                 let exit = next::<B>(vcpu);
-                if let Some(value) = told(&exit) {
+                if let Some(value) = reported(&exit) {
                     break value;
                 }
                 match exit {
@@ -165,10 +165,10 @@ pub fn a_restore_over_half_an_instruction_is_whole<B: Backend>(backend: &B) -> O
         let code = assemble(backend.arch(), |a| {
             a.set(Reg::A, DEVICE);
             a.set(Reg::B, 5);
-            a.tell(Reg::B);
+            a.report(Reg::B);
             a.load(Width::Long, Reg::C, Reg::A, 0);
             a.add(Reg::B, Reg::C);
-            a.tell(Reg::B);
+            a.report(Reg::B);
             a.ask(Reg::B);
             a.halt();
         });
@@ -274,7 +274,7 @@ pub fn a_vm_lives_as_long_as_its_vcpus<B: Backend>(backend: &B) -> Outcome {
             a.set(Reg::A, ram(arch, STACK - 8));
             a.store(Width::Quad, Reg::A, 0, Reg::A);
             a.ask(Reg::B);
-            a.tell(Reg::B);
+            a.report(Reg::B);
             a.halt();
         });
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
@@ -336,16 +336,16 @@ pub fn async_faults_are_enabled_anywhere<B: Backend>(backend: &B) -> Outcome {
             };
             let code = assemble(arch, |a| {
                 a.enable_async_faults(value);
-                a.tell(Reg::A);
+                a.report(Reg::A);
                 a.halt();
             });
             let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
             // A KVM that emulates guest kernels cannot emulate a triple fault.
             let Ok(exit) = vcpus[0].run() else { continue };
-            let is_told = told(&exit).is_some();
-            let known = is_told || matches!(exit, Exit::Shutdown(_));
+            let is_reported = reported(&exit).is_some();
+            let known = is_reported || matches!(exit, Exit::Shutdown(_));
             assert!(known, "{value:#x}: {exit:?}");
-            if is_told {
+            if is_reported {
                 vm.kick(0);
                 assert_eq!(next::<B>(&mut vcpus[0]), Exit::Interrupted);
                 let state = vcpus[0].save().expect("between two instructions");

@@ -91,7 +91,7 @@ pub fn a_slot_goes_while_it_is_used<B: Backend>(backend: &B) -> Outcome {
             a.increment(Reg::A, 0);
             a.add_immediate(Reg::A, 4096);
             a.branch(Condition::Less, Reg::A, Reg::B, page);
-            a.tell(Reg::A);
+            a.report(Reg::A);
             a.jump(again);
         });
         let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;

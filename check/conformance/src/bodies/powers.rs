@@ -11,7 +11,7 @@ use lacuna_machine::{
 
 use super::Outcome;
 use crate::backend::{Backend, Lacks, Made, Request, Unit, VcpuOf, harvest, start_tracking};
-use crate::program::{Reg, assemble, gpa, image, ram, told};
+use crate::program::{Reg, assemble, gpa, image, ram, reported};
 use crate::running::{Running, Start, beside, guest, within};
 
 fn lacks<T>(power: Option<T>, why: &str) -> Result<T, Lacks> {
@@ -136,7 +136,7 @@ const TAKEN_BACK: u64 = 4 << 20;
 
 fn next_told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
     match vcpu.run() {
-        Ok(exit) => told(&exit).unwrap_or_else(|| panic!("{exit:?}")),
+        Ok(exit) => reported(&exit).unwrap_or_else(|| panic!("{exit:?}")),
         other => panic!("{other:?}"),
     }
 }
@@ -149,7 +149,7 @@ pub fn discarded_pages_are_zeros<B: Backend>(backend: &B) -> Outcome {
         let again = a.here();
         a.load(Width::Long, Reg::B, Reg::A, 0);
         a.increment(Reg::A, 0);
-        a.tell(Reg::B);
+        a.report(Reg::B);
         a.jump(again);
     });
     let backend = backend.clone();

@@ -11,7 +11,7 @@ use lacuna_machine::{
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request};
-use crate::program::{Assembler, Code, LATER, Reg, assemble, image, ram, told};
+use crate::program::{Assembler, Code, LATER, Reg, assemble, image, ram, reported};
 use crate::running::{Start, beside, guest, within};
 
 /// Another place beyond the memory that the VM is made with.
@@ -31,16 +31,16 @@ fn gpa(at: u64) -> Gpa {
 
 /// Reports the word at [`LATER`], then adds one to it, again and again.
 fn counter(arch: Arch) -> Code {
-    tells_later(arch, |a| a.increment(Reg::A, 0))
+    reports_later(arch, |a| a.increment(Reg::A, 0))
 }
 
 /// Reports the word at [`LATER`], then does `what` with it, again and again. A has its address.
-fn tells_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
+fn reports_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
     assemble(arch, |a| {
         a.set(Reg::A, LATER);
         let again = a.here();
         a.load(Width::Long, Reg::B, Reg::A, 0);
-        a.tell(Reg::B);
+        a.report(Reg::B);
         what(a);
         a.jump(again);
     })
@@ -50,7 +50,7 @@ fn tells_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
 fn next_told(vcpu: &mut impl Vcpu, device: u64) -> u32 {
     loop {
         let exit = vcpu.run().expect("a vCPU that can continue");
-        if let Some(value) = told(&exit) {
+        if let Some(value) = reported(&exit) {
             return value;
         }
         match exit {
@@ -130,7 +130,7 @@ pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome {
 pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
-        let code = tells_later(backend.arch(), |a| {
+        let code = reports_later(backend.arch(), |a| {
             a.set(Reg::C, 5);
             a.store(Width::Long, Reg::A, 0, Reg::C);
         });

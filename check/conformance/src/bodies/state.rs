@@ -13,7 +13,7 @@ use lacuna_machine::{
 use super::Outcome;
 use crate::backend::{Backend, Lacks, Made, Request, VcpuOf};
 use crate::moving::{move_at_least, move_to, run_for};
-use crate::program::{Code, Reg, assemble, image, is_question, saved, told};
+use crate::program::{Code, Reg, assemble, image, is_question, reported, saved};
 use crate::running::{guest, within};
 
 /// How often a guest moves.
@@ -37,7 +37,7 @@ pub(super) fn counter(arch: Arch) -> Code {
         a.set(Reg::A, 0);
         let again = a.here();
         a.add_immediate(Reg::A, 1);
-        a.tell(Reg::A);
+        a.report(Reg::A);
         a.jump(again);
     })
 }
@@ -49,7 +49,7 @@ const UNTOUCHED: u64 = 0x1234_5678_9abc_def0;
 pub(super) fn next_told<B: Backend>(vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> u32 {
     let number = loop {
         let exit = vcpu.run().expect("a vCPU that can continue");
-        match told(&exit) {
+        match reported(&exit) {
             Some(value) => break value,
             None => assert_eq!(exit, Exit::Interrupted),
         }

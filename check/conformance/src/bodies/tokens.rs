@@ -10,8 +10,8 @@ use std::time::Duration;
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::x86::AsyncFaults;
 use lacuna_machine::{
-    Apf, Ending, Exit, FaultToken, MemoryFaultFlags, PageSource, PlatformDevices, SaveRestore as _,
-    TokenError, Told, Vcpu as _, VcpuState, Vm as _, arm64, dispatch,
+    Apf, Ending, Exit, FaultToken, MemoryFaultFlags, PageSource, PlatformDevices, ReadyOutcome,
+    SaveRestore as _, TokenError, Vcpu as _, VcpuState, Vm as _, arm64, dispatch,
 };
 
 use super::Outcome;
@@ -39,14 +39,18 @@ pub fn nothing_is_lost_with_a_source_and_async_faults<B: Backend>(backend: &B) -
         let finished = run(&backend, &request, &guest(backend.arch(), "verify"))?.passed();
         let evicted = finished.vm.stats().pages_out;
         assert!(evicted > 1000, "{evicted} pages");
-        let told = finished.status.expect("it announces its status page").apf;
-        assert!(told.not_present > 1000, "{told:?}");
-        assert_eq!((told.not_present, told.lost), (told.ready, 0), "{told:?}");
+        let reported = finished.status.expect("it announces its status page").apf;
+        assert!(reported.not_present > 1000, "{reported:?}");
+        assert_eq!(
+            (reported.not_present, reported.lost),
+            (reported.ready, 0),
+            "{reported:?}"
+        );
         Ok(())
     })
 }
 
-/// What the guest has told the host of async page faults, and not what the host has told it since.
+/// What the guest has configured of async page faults, without the events since.
 #[derive(PartialEq, Eq, Debug)]
 enum Contract {
     X86(AsyncFaults),
@@ -134,8 +138,8 @@ fn forgets_tokens<B: Backend>(backend: &B, contract: &str) -> Outcome {
             Ok(Exit::MemoryFault {
                 gpa, flags, token, ..
             }) => {
-                let can_tell = flags.contains(MemoryFaultFlags::CAN_TELL);
-                if can_tell {
+                let can_notify = flags.contains(MemoryFaultFlags::CAN_NOTIFY);
+                if can_notify {
                     assert_eq!(vcpu.accept(token), Ok(()));
                     let state = vcpu.save().unwrap();
                     assert_ne!(about_to_see(&state), 0);
@@ -143,7 +147,7 @@ fn forgets_tokens<B: Backend>(backend: &B, contract: &str) -> Outcome {
                     assert_eq!(agreed(&vcpu.save().unwrap()), agreed(&state));
                 }
                 memory.provide(gpa, &[0; PAGE_SIZE]).unwrap();
-                cancelled.extend(can_tell.then_some(token));
+                cancelled.extend(can_notify.then_some(token));
             }
             exit => _ = dispatch(vcpu, exit, &devices, &*vm),
         }
@@ -151,7 +155,7 @@ fn forgets_tokens<B: Backend>(backend: &B, contract: &str) -> Outcome {
     check_end(&devices);
     assert!(cancelled.len() > 100, "{} cancelled", cancelled.len());
     for token in cancelled {
-        assert_eq!(memory.ready(token), Ok(Told::Cancelled));
+        assert_eq!(memory.ready(token), Ok(ReadyOutcome::Cancelled));
         assert_eq!(memory.ready(token), Err(TokenError::Unknown));
     }
     Ok(())
@@ -205,8 +209,11 @@ pub fn a_guest_that_disables_with_tokens_out_goes_on<B: Backend>(backend: &B) ->
             ..Request::new(16, 16, 2, "accesses=600 switches=40")
         };
         let finished = run(&backend, &request, &guest(backend.arch(), "apfstorm"))?.passed();
-        let told = finished.status.expect("it announces its status page").apf;
-        assert!(told.not_present > 50 && told.lost == 0, "{told:?}");
+        let reported = finished.status.expect("it announces its status page").apf;
+        assert!(
+            reported.not_present > 50 && reported.lost == 0,
+            "{reported:?}"
+        );
         Ok(())
     })
 }
@@ -231,7 +238,7 @@ fn ends_with_a_token<B: Backend>(backend: &B, contract: &str) -> Outcome {
         match vcpus[0].run() {
             Ok(Exit::MemoryFault { gpa, token, .. }) => match vcpus[0].accept(token) {
                 Ok(()) => accepted = Some(token),
-                Err(TokenError::CannotTell) => {
+                Err(TokenError::CannotNotify) => {
                     memory.provide(gpa, &[0; PAGE_SIZE]).unwrap();
                 }
                 Err(other) => panic!("{other}"),
@@ -241,7 +248,7 @@ fn ends_with_a_token<B: Backend>(backend: &B, contract: &str) -> Outcome {
     }
     let token = accepted.expect("the guest gets page-not-present");
     drop(vcpus);
-    assert_eq!(memory.ready(token), Ok(Told::Cancelled));
+    assert_eq!(memory.ready(token), Ok(ReadyOutcome::Cancelled));
     assert_eq!(memory.ready(token), Err(TokenError::Unknown));
     drop(vm);
     Ok(())
@@ -275,7 +282,7 @@ fn gets_events<B: Backend>(backend: &B, contract: &str) -> Outcome {
                     9 => _ = early.fetch_add(1, Ordering::Relaxed),
                     _ => _ = memory.provide(gpa, &[0; PAGE_SIZE]).unwrap(),
                 }
-                assert_eq!(memory.ready(token), Ok(Told::Guest));
+                assert_eq!(memory.ready(token), Ok(ReadyOutcome::Notified));
                 assert_eq!(memory.ready(token), Err(TokenError::Unknown));
             }
         });
@@ -286,7 +293,7 @@ fn gets_events<B: Backend>(backend: &B, contract: &str) -> Outcome {
                     gpa, flags, token, ..
                 }) => {
                     assert!(known.insert(token), "{token:?} is given twice");
-                    if flags.contains(MemoryFaultFlags::CAN_TELL) {
+                    if flags.contains(MemoryFaultFlags::CAN_NOTIFY) {
                         assert_eq!(vcpu.accept(token), Ok(()));
                         accepted.fetch_add(1, Ordering::Relaxed);
                         sender.send((gpa, token)).unwrap();
@@ -306,11 +313,15 @@ fn gets_events<B: Backend>(backend: &B, contract: &str) -> Outcome {
         "{accepted} accepted"
     );
     let status = status(&*vm, &devices).expect("it announces its status page");
-    let told = status.apf;
-    assert_eq!((told.not_present, told.lost), (told.ready, 0), "{told:?}");
+    let reported = status.apf;
+    assert_eq!(
+        (reported.not_present, reported.lost),
+        (reported.ready, 0),
+        "{reported:?}"
+    );
     // An SDEI event that its vCPU has not taken is cancelled when its page is ready.
-    let cancelled = accepted as u32 - told.not_present;
-    assert!(cancelled == 0 || contract == "apf=sdei", "{told:?}");
+    let cancelled = accepted as u32 - reported.not_present;
+    assert!(cancelled == 0 || contract == "apf=sdei", "{reported:?}");
     Ok(())
 }
 
@@ -338,9 +349,9 @@ fn is_ready_without_pages<B: Backend>(backend: &B, contract: &str) -> Outcome {
             }) => {
                 let is_owed = owed.remove(&gpa);
                 again += usize::from(is_owed);
-                if !is_owed && flags.contains(MemoryFaultFlags::CAN_TELL) {
+                if !is_owed && flags.contains(MemoryFaultFlags::CAN_NOTIFY) {
                     assert_eq!(vcpu.accept(token), Ok(()));
-                    assert_eq!(memory.ready(token), Ok(Told::Guest));
+                    assert_eq!(memory.ready(token), Ok(ReadyOutcome::Notified));
                     owed.insert(gpa);
                 } else {
                     memory.provide(gpa, &[0; PAGE_SIZE]).unwrap();
@@ -385,11 +396,11 @@ pub fn a_ready_beside_an_accept_has_one_outcome<B: Backend>(backend: &B) -> Outc
                     Ok(Exit::MemoryFault {
                         gpa, flags, token, ..
                     }) => {
-                        if !owed.remove(&gpa) && flags.contains(MemoryFaultFlags::CAN_TELL) {
+                        if !owed.remove(&gpa) && flags.contains(MemoryFaultFlags::CAN_NOTIFY) {
                             sender.send(token).unwrap();
                             match (vcpu.accept(token), ready.recv().unwrap()) {
-                                (Ok(()), Ok(Told::Guest)) => {}
-                                (Err(TokenError::Ready), Ok(Told::Early)) => {}
+                                (Ok(()), Ok(ReadyOutcome::Notified)) => {}
+                                (Err(TokenError::Ready), Ok(ReadyOutcome::Early)) => {}
                                 other => panic!("{other:?}"),
                             }
                             owed.insert(gpa);

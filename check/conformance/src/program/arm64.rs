@@ -1,6 +1,6 @@
 //! Programs in A64 (Arm ARM C4.1, C6.2).
 
-use super::{ASK_AT, Assembler, Condition, Interrupts, Op, Reg, STACK, TELL_AT, ram};
+use super::{ASK_AT, Assembler, Condition, Interrupts, Op, REPORT_AT, Reg, STACK, ram};
 use lacuna_machine::{Arch, Width, mmio};
 
 /// Registers that hold a value within one operation.
@@ -134,7 +134,7 @@ impl Words {
                 };
                 self.branch(0x5400_0000 | condition, 5, 19, label.0);
             }
-            Op::Tell(value) => self.write_device(Width::Long, TELL_AT, number(value)),
+            Op::Report(value) => self.write_device(Width::Long, REPORT_AT, number(value)),
             Op::Ask(to) => {
                 self.set(ADDRESS, ASK_AT);
                 self.load(Width::Long, number(to), ADDRESS, 0);

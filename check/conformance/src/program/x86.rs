@@ -1,6 +1,6 @@
 //! Programs in x86-64 machine code.
 
-use super::{ASK_PORT, Assembler, CODE, Code, Condition, Interrupts, Op, Reg, TELL_PORT};
+use super::{ASK_PORT, Assembler, CODE, Code, Condition, Interrupts, Op, REPORT_PORT, Reg};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_machine::{Arch, Width, port};
@@ -96,9 +96,9 @@ fn one(op: Op, a: &mut CodeAssembler, labels: &mut [CodeLabel]) -> Result<(), Ic
                 Condition::Less => a.jb(labels[label.0]),
             }
         }
-        Op::Tell(value) => {
+        Op::Report(value) => {
             a.mov(eax, names(value).1)?;
-            a.out(i32::from(TELL_PORT), eax)
+            a.out(i32::from(REPORT_PORT), eax)
         }
         Op::Ask(to) => {
             a.in_(eax, i32::from(ASK_PORT))?;

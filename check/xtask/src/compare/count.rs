@@ -234,13 +234,13 @@ pub fn per_unit(
 }
 
 fn run(lacuna: &Path, arguments: &[&str], unit: Unit, folder: &Path) -> Result<Run, Failure> {
-    let told = folder.join("run.json");
+    let report = folder.join("run.json");
     let mut command = Command::new("valgrind");
     command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null"]);
     command.arg(lacuna).arg("run").args(arguments);
     command
         .args(["--seed", "1", "--vcpus", "1", "--quiet", "--json"])
-        .arg(&told);
+        .arg(&report);
     // Without this setting, `memset` of a page is `rep stosb`. Callgrind counts each of its 4096
     // repetitions, and that number hides the rest of a fault.
     command.env(
@@ -260,11 +260,11 @@ fn run(lacuna: &Path, arguments: &[&str], unit: Unit, folder: &Path) -> Result<R
         let printed = own_words(&printed) + &String::from_utf8_lossy(&output.stdout);
         return failure(format!("the run failed: {}", tail(&printed, 3)));
     }
-    let told = std::fs::read_to_string(&told)
-        .map_err(|error| Failure(format!("cannot read {}: {error}", told.display())))?;
+    let report = std::fs::read_to_string(&report)
+        .map_err(|error| Failure(format!("cannot read {}: {error}", report.display())))?;
     let instructions = collected(&printed);
     let instructions = instructions.ok_or(Failure("callgrind printed no count".into()))?;
-    let (units, guest_ns) = work(&told, unit).map_err(Failure)?;
+    let (units, guest_ns) = work(&report, unit).map_err(Failure)?;
     Ok(Run {
         instructions,
         units,
@@ -285,10 +285,10 @@ fn collected(printed: &str) -> Option<f64> {
 }
 
 /// Units of work and virtual time in what `lacuna run --json` reported.
-fn work(told: &str, unit: Unit) -> Result<(f64, f64), String> {
-    let told: Value = serde_json::from_str(told)
+fn work(report: &str, unit: Unit) -> Result<(f64, f64), String> {
+    let report: Value = serde_json::from_str(report)
         .map_err(|error| format!("the report of lacuna is not JSON: {error}"))?;
-    let last = &told["last"];
+    let last = &report["last"];
     let units = match unit {
         Unit::SwapIn => last["swap_in"].as_f64(),
         Unit::Step => last["threads"].as_array().map(|threads| {
@@ -317,11 +317,11 @@ mod tests {
     /// As `lacuna run --json` prints it, shortened.
     #[test]
     fn work_is_read() {
-        let told = r#"{"outcome": "done", "last": {"elapsed_seconds": 0.000002,
+        let report = r#"{"outcome": "done", "last": {"elapsed_seconds": 0.000002,
             "threads": [{"name": "main", "counter": 0}, {"name": "touch", "counter": 14037}],
             "swap_in": 12, "faults": []}}"#;
-        assert_eq!(work(told, Unit::Step), Ok((14037.0, 2000.0)));
-        assert_eq!(work(told, Unit::SwapIn), Ok((12.0, 2000.0)));
+        assert_eq!(work(report, Unit::Step), Ok((14037.0, 2000.0)));
+        assert_eq!(work(report, Unit::SwapIn), Ok((12.0, 2000.0)));
         assert!(
             work("{}", Unit::Step)
                 .unwrap_err()

@@ -36,7 +36,7 @@ pub(crate) const fn index_of(affinity: u32) -> Option<usize> {
 /// One lock protects all of it. A vCPU does not take the lock to see whether it has an interrupt:
 /// each change puts the most urgent one into the vCPU's own word, which the vCPU loads.
 pub struct Gic {
-    shared: Mutex<Shared, lock_order::Gic>,
+    shared: Mutex<GicState, lock_order::Gic>,
     /// For each vCPU: its most urgent pending interrupt, packed.
     signals: Box<[CachePadded<AtomicU32>]>,
     wake: Arc<dyn Wake>,
@@ -66,7 +66,7 @@ pub(super) struct Redistributor {
     pub(super) interface: Groups,
 }
 
-pub(super) struct Shared {
+pub(super) struct GicState {
     pub(super) distributor: Distributor,
     pub(super) redistributors: Box<[Redistributor]>,
 }
@@ -116,7 +116,7 @@ impl Redistributor {
     }
 }
 
-impl Shared {
+impl GicState {
     /// The most urgent interrupt for vCPU `index`.
     pub(super) fn candidate(&self, index: usize) -> Option<Candidate> {
         let redistributor = &self.redistributors[index];
@@ -158,7 +158,7 @@ impl Shared {
 impl Gic {
     /// The controller of a machine with vCPUs 0 to `vcpus` - 1.
     pub fn new(vcpus: usize, wake: Arc<dyn Wake>) -> Self {
-        let shared = Shared {
+        let shared = GicState {
             distributor: Distributor::new(),
             redistributors: vec![Redistributor::new(); vcpus].into(),
         };
@@ -258,7 +258,7 @@ impl Gic {
 
     /// Makes a change, and wakes the vCPUs that have a new interrupt by it. `by` is the vCPU whose
     /// thread makes the change, which needs no wake-up.
-    pub(super) fn change(&self, by: Option<usize>, make: impl FnOnce(&mut Shared) -> Concerns) {
+    pub(super) fn change(&self, by: Option<usize>, make: impl FnOnce(&mut GicState) -> Concerns) {
         let mut shared = self.lock();
         let concerns = make(&mut shared);
         let mut wake = Vec::new();
@@ -284,7 +284,7 @@ impl Gic {
     }
 
     /// Stores what vCPU `index` is signalled. It is added to `wake` if that is new to it.
-    fn publish(&self, shared: &Shared, index: usize, wake: &mut Vec<usize>) {
+    fn publish(&self, shared: &GicState, index: usize, wake: &mut Vec<usize>) {
         let Some(signal) = self.signals.get(index) else {
             return;
         };
@@ -298,7 +298,7 @@ impl Gic {
         }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Shared> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, GicState> {
         self.shared.lock().expect("no panic under this lock")
     }
 }

@@ -195,7 +195,7 @@ impl CpuInterface {
     /// `ICC_SGI1R_EL1` and its siblings: makes an SGI pending on each vCPU that `value` names.
     pub(crate) fn send(&self, value: u64, reach: Reach) {
         let bit = 1_u32 << (value >> 24 & 0xf);
-        let to = |shared: &mut super::fabric::Shared, target: usize| {
+        let to = |shared: &mut super::fabric::GicState, target: usize| {
             let redistributor = shared.redistributors.get_mut(target)?;
             let private = &mut redistributor.private;
             if reach == Reach::Both || private.group & bit == 0 {

@@ -9,7 +9,7 @@
 //! what the specification asks of reserved registers (IHI 0069, 12.1.3).
 
 use super::bank::{Property, locate};
-use super::fabric::{Concerns, Gic, ROUTE_MASK, SPI_BANKS, Shared, affinity};
+use super::fabric::{Concerns, Gic, GicState, ROUTE_MASK, SPI_BANKS, affinity};
 use lacuna_addr::{GfnRange, Gpa};
 
 /// The distributor's page of 64 KiB, where QEMU's `virt` machine has it.
@@ -207,7 +207,7 @@ fn spi_bank(offset: u32) -> Option<(usize, Property)> {
     (bank < SPI_BANKS).then_some((bank, property))
 }
 
-fn read_distributor(shared: &Shared, offset: u32) -> u32 {
+fn read_distributor(shared: &GicState, offset: u32) -> u32 {
     let distributor = &shared.distributor;
     match offset {
         gicd::CTLR => {
@@ -229,7 +229,7 @@ fn read_distributor(shared: &Shared, offset: u32) -> u32 {
     }
 }
 
-fn read_control(shared: &Shared, index: usize, offset: u32) -> u32 {
+fn read_control(shared: &GicState, index: usize, offset: u32) -> u32 {
     let last = index + 1 == shared.redistributors.len().min(MAX_VCPUS);
     match offset {
         gicr::IIDR => IIDR_VALUE,
@@ -246,7 +246,7 @@ fn read_control(shared: &Shared, index: usize, offset: u32) -> u32 {
     }
 }
 
-fn write_part(shared: &mut Shared, part: Part, value: u32) -> Concerns {
+fn write_part(shared: &mut GicState, part: Part, value: u32) -> Concerns {
     match part.page {
         Page::Distributor => write_distributor(shared, part, value),
         Page::Control(index) if part.offset == gicr::WAKER => {
@@ -266,7 +266,7 @@ fn write_part(shared: &mut Shared, part: Part, value: u32) -> Concerns {
     }
 }
 
-fn write_distributor(shared: &mut Shared, part: Part, value: u32) -> Concerns {
+fn write_distributor(shared: &mut GicState, part: Part, value: u32) -> Concerns {
     let distributor = &mut shared.distributor;
     if part.offset == gicd::CTLR {
         distributor.enabled = [value & 1 != 0, value & 2 != 0];

@@ -55,8 +55,8 @@ impl WalkCache {
         self.wrote_code
     }
 
-    /// As [`Self::wrote_code`], and forgets it. The bus has told the other vCPUs; the caller drops
-    /// its own decoded instructions.
+    /// As [`Self::wrote_code`], and forgets it. The bus has notified the other vCPUs; the caller
+    /// drops its own decoded instructions.
     pub(crate) fn take_wrote_code(&mut self) -> bool {
         std::mem::take(&mut self.wrote_code)
     }

@@ -4,7 +4,7 @@ use super::delivery::{Enabled, Form, SdeiEvents, Send, abort, set_line};
 use super::guest::{Guest, Line};
 use super::numbers::{Call, Features, KVM_UID, Numbers, Refusal, SLOTS, Sub, VERSION};
 use super::sdei::{Done, Sdei};
-use crate::abi::{Abi, Request, Tell, Untold};
+use crate::abi::{Abi, Deliver, NotDelivered, Request};
 use crate::token::{Token, TokenFormat};
 use lacuna_addr::{Access, Gfn, Gpa};
 
@@ -397,7 +397,7 @@ impl Abi for Control {
     }
 }
 
-impl<G: Guest> Tell<G> for Control {
+impl<G: Guest> Deliver<G> for Control {
     fn takes_not_present(&mut self, guest: &mut G) -> bool {
         let Some(enabled) = self.enabled.filter(|it| it.may_interrupt(guest)) else {
             return false;
@@ -408,11 +408,11 @@ impl<G: Guest> Tell<G> for Control {
         }
     }
 
-    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold> {
+    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered> {
         if !self.takes_not_present(guest) {
-            return Err(Untold);
+            return Err(NotDelivered);
         }
-        let enabled = self.enabled.ok_or(Untold)?;
+        let enabled = self.enabled.ok_or(NotDelivered)?;
         match enabled.form {
             Form::Abort => abort::not_present(enabled, token, guest),
             Form::Sdei => self.events.not_present(enabled, token, guest),
@@ -434,12 +434,12 @@ impl<G: Guest> Tell<G> for Control {
         }
     }
 
-    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), Untold> {
-        let enabled = self.enabled.ok_or(Untold)?;
+    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered> {
+        let enabled = self.enabled.ok_or(NotDelivered)?;
         match (enabled.form, self.numbers) {
             (Form::Abort, _) => abort::ready(enabled, token, guest),
             (Form::Sdei, Some(numbers)) => self.events.ready(enabled, numbers, token, guest),
-            (Form::Sdei, None) => Err(Untold),
+            (Form::Sdei, None) => Err(NotDelivered),
         }
     }
 }

@@ -16,7 +16,7 @@
 use super::guest::{CpuState, Effect, ExceptionLevel, Guest, Line};
 use super::numbers::Numbers;
 use super::sdei::Sdei;
-use crate::abi::Untold;
+use crate::abi::NotDelivered;
 use crate::token::Token;
 use lacuna_addr::Gpa;
 
@@ -80,7 +80,12 @@ impl Enabled {
     }
 
     /// Writes the words of an event. If one cannot be written, none is.
-    pub fn write(self, reason: u32, token: Token, guest: &mut impl Guest) -> Result<(), Untold> {
+    pub fn write(
+        self,
+        reason: u32,
+        token: Token,
+        guest: &mut impl Guest,
+    ) -> Result<(), NotDelivered> {
         if self.form == Form::Sdei {
             guest.write_u32(self.token_word(), token.get())?;
         }
@@ -113,13 +118,17 @@ pub(super) mod abort {
         enabled: Enabled,
         token: Token,
         guest: &mut impl Guest,
-    ) -> Result<(), Untold> {
+    ) -> Result<(), NotDelivered> {
         enabled.write(NOT_PRESENT, token, guest)?;
         inject(token, guest);
         Ok(())
     }
 
-    pub fn ready(enabled: Enabled, token: Token, guest: &mut impl Guest) -> Result<(), Untold> {
+    pub fn ready(
+        enabled: Enabled,
+        token: Token,
+        guest: &mut impl Guest,
+    ) -> Result<(), NotDelivered> {
         enabled.write(READY, token, guest)?;
         inject(token, guest);
         Ok(())
@@ -165,7 +174,7 @@ impl SdeiEvents {
         enabled: Enabled,
         token: Token,
         guest: &mut impl Guest,
-    ) -> Result<(), Untold> {
+    ) -> Result<(), NotDelivered> {
         enabled.write(NOT_PRESENT, token, guest)?;
         self.untaken = Some(token);
         Ok(())
@@ -199,7 +208,7 @@ impl SdeiEvents {
         numbers: Numbers,
         token: Token,
         guest: &mut impl Guest,
-    ) -> Result<(), Untold> {
+    ) -> Result<(), NotDelivered> {
         enabled.write(READY, token, guest)?;
         self.unacknowledged = true;
         set_line(numbers, Line::High, guest);

@@ -5,7 +5,7 @@
 
 use super::delivery::{Enabled, ReadyBy};
 use super::{Features, Guest, Msr};
-use crate::abi::{Abi, Request, Tell, Untold};
+use crate::abi::{Abi, Deliver, NotDelivered, Request};
 use crate::token::{Token, TokenFormat};
 use lacuna_addr::{Access, Gfn, Gpa};
 
@@ -181,14 +181,14 @@ impl Abi for Control {
     }
 }
 
-impl<G: Guest> Tell<G> for Control {
+impl<G: Guest> Deliver<G> for Control {
     fn takes_not_present(&mut self, guest: &mut G) -> bool {
         self.enabled
             .is_some_and(|enabled| enabled.takes_not_present(guest))
     }
 
-    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), Untold> {
-        self.enabled.ok_or(Untold)?.not_present(token, guest)
+    fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered> {
+        self.enabled.ok_or(NotDelivered)?.not_present(token, guest)
     }
 
     fn takes_ready(&mut self, guest: &mut G) -> bool {
@@ -196,7 +196,9 @@ impl<G: Guest> Tell<G> for Control {
             .is_some_and(|enabled| enabled.takes_ready(guest))
     }
 
-    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), Untold> {
-        self.enabled.ok_or(Untold)?.ready(token, self.vector, guest)
+    fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered> {
+        self.enabled
+            .ok_or(NotDelivered)?
+            .ready(token, self.vector, guest)
     }
 }

@@ -17,7 +17,7 @@
 //! delivered.
 
 use super::{CpuState, Guest};
-use crate::abi::Untold;
+use crate::abi::NotDelivered;
 use crate::token::Token;
 use lacuna_addr::Gpa;
 
@@ -57,9 +57,9 @@ impl Enabled {
     }
 
     /// Delivers page-not-present. The caller has checked that the vCPU is interruptible.
-    pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Result<(), Untold> {
+    pub fn not_present(self, token: Token, guest: &mut impl Guest) -> Result<(), NotDelivered> {
         if !self.takes_not_present(guest) {
-            return Err(Untold);
+            return Err(NotDelivered);
         }
         guest.write_u32(self.reason(), NOT_PRESENT)?;
         guest.inject_page_fault(token.address());
@@ -77,7 +77,12 @@ impl Enabled {
     }
 
     /// Delivers page-ready for `token`. The caller has asked [`Enabled::takes_ready`].
-    pub fn ready(self, token: Token, vector: u8, guest: &mut impl Guest) -> Result<(), Untold> {
+    pub fn ready(
+        self,
+        token: Token,
+        vector: u8,
+        guest: &mut impl Guest,
+    ) -> Result<(), NotDelivered> {
         match self.ready_by {
             ReadyBy::Exception => {
                 guest.write_u32(self.reason(), READY)?;

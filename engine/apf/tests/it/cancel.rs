@@ -23,13 +23,13 @@ fn nothing_outstanding_is_delivered_after_the_end() {
             let (_, arrived) = fixture.inject(5);
             let (_, outstanding) = fixture.inject(6);
             arrived.complete();
-            fixture.guest.told();
+            fixture.guest.take_events();
             end(&mut fixture);
             assert!(!fixture.queue.has_arrivals());
             outstanding.complete();
             assert!(!fixture.queue.has_arrivals());
             assert_eq!(fixture.poll(), 0);
-            assert_eq!(fixture.guest.told(), []);
+            assert_eq!(fixture.guest.take_events(), []);
             assert_eq!(fixture.queue.stats().cancelled, 2);
         }
     }

@@ -22,9 +22,9 @@ fn the_guest_gets_a_reason_word_and_a_page_fault() {
         let answer = fixture.fault(5);
         assert!(matches!(answer, NotPresent::Injected(_)));
         assert_eq!(fixture.guest.words, [1, 0]);
-        let told = fixture.guest.told();
-        let [Event::PageFault(address)] = told[..] else {
-            panic!("one #PF: {told:?}");
+        let events = fixture.guest.take_events();
+        let [Event::PageFault(address)] = events[..] else {
+            panic!("one #PF: {events:?}");
         };
         assert_eq!(address & 0xfff, 3, "the vCPU");
         assert!(address >> 12 != 0 && address < u64::from(u32::MAX));
@@ -56,22 +56,22 @@ fn delivery_depends_on_privilege_and_paging() {
     }
 }
 
-/// `can_tell` predicts a fault's outcome and changes nothing. A reported page is not awaited any
+/// `can_notify` predicts a fault's outcome and changes nothing. A reported page is not awaited any
 /// more, though its fault is in flight until page-ready is delivered.
 #[test]
 fn a_fault_is_predicted_and_awaited_until_its_page_has_arrived() {
     for en in BOTH {
         let mut fixture = Fixture::new(en);
         let page = gfn(5);
-        assert!(fixture.queue.can_tell(page, &mut fixture.guest));
+        assert!(fixture.queue.can_notify(page, &mut fixture.guest));
         assert!(fixture.guest.events.is_empty() && fixture.guest.words == [0, 0]);
         assert!(!fixture.queue.awaits(page));
         let completion = claim_of(fixture.fault(5));
         assert!(fixture.queue.awaits(page) && !completion.is_cancelled());
-        assert!(!fixture.queue.can_tell(page, &mut fixture.guest));
+        assert!(!fixture.queue.can_notify(page, &mut fixture.guest));
         completion.complete();
         assert!(!fixture.queue.awaits(page));
-        assert!(!fixture.queue.can_tell(page, &mut fixture.guest));
+        assert!(!fixture.queue.can_notify(page, &mut fixture.guest));
     }
 }
 
@@ -93,7 +93,7 @@ fn a_disabled_guest_waits_and_never_halts() {
         fixture.guest.state.user = user;
         assert_eq!(answer(&fixture.fault(5)), Answer::Wait);
     }
-    assert!(fixture.guest.told().is_empty());
+    assert!(fixture.guest.take_events().is_empty());
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn an_area_that_cannot_be_written_halts() {
             let mut fixture = Fixture::new(en);
             fixture.guest.memory = memory;
             let completion = claim_of(fixture.fault(5));
-            assert!(fixture.queue.halted() && fixture.guest.told().is_empty());
+            assert!(fixture.queue.halted() && fixture.guest.take_events().is_empty());
             completion.complete();
             fixture.poll();
             assert!(!fixture.queue.halted(), "it gets its page all the same");

@@ -120,9 +120,9 @@ impl Model {
 
     /// The tokens of one poll; `None` for an arrival that is not delivered.
     fn poll(&mut self, mut cpu: CpuState, words: [u32; 2]) -> Vec<Option<u32>> {
-        let mut told = Vec::new();
+        let mut tokens = Vec::new();
         let Some(en) = self.enabled else {
-            return told;
+            return tokens;
         };
         let mut free = match en & AS_INT {
             0 => words[0] == 0,
@@ -143,14 +143,14 @@ impl Model {
                 break;
             };
             self.halted = None;
-            told.push(token);
+            tokens.push(token);
             free = token.is_none();
             cpu.interruptible &= free || en & AS_INT != 0;
         }
         if self.halted.is_some_and(|page| self.done.contains(&page)) {
             self.halted = None;
         }
-        told
+        tokens
     }
 
     fn forget(&mut self) {
@@ -284,20 +284,20 @@ impl Run {
     fn compare(&mut self, expected: Vec<Option<u32>>) {
         let guest = &mut self.fixture.guest;
         let as_int = self.model.enabled.is_some_and(|en| en & AS_INT != 0);
-        let mut told = Vec::new();
+        let mut tokens = Vec::new();
         for event in &guest.events {
             match *event {
-                Event::PageFault(address) => told.push(u32::try_from(address).unwrap()),
+                Event::PageFault(address) => tokens.push(u32::try_from(address).unwrap()),
                 Event::Interrupt(vector) => {
                     assert!(as_int && vector == VECTOR);
-                    told.push(guest.words[1]);
+                    tokens.push(guest.words[1]);
                 }
                 Event::Prefault(..) | Event::Resume => {}
             }
         }
         let resumed = guest.events.iter().filter(|&&e| e == Event::Resume);
         assert_eq!(resumed.count(), expected.len());
-        assert_eq!(told, expected.into_iter().flatten().collect::<Vec<_>>());
+        assert_eq!(tokens, expected.into_iter().flatten().collect::<Vec<_>>());
         if let Some((reason, _)) = guest.take_page_fault() {
             assert_eq!(reason, 2);
         }

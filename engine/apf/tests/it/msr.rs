@@ -166,7 +166,7 @@ fn enabling_queues_a_wake_all() {
         fixture.enable(en);
         assert!(fixture.queue.has_arrivals());
         assert!(
-            fixture.guest.told().is_empty(),
+            fixture.guest.take_events().is_empty(),
             "not within the instruction"
         );
         assert_eq!(fixture.settle(), [WAKE_ALL]);
@@ -218,9 +218,9 @@ fn the_original_delivery_knows_no_acknowledgement() {
     let mut fixture = Fixture::new(ENABLED);
     let (token, completion) = fixture.inject(5);
     completion.complete();
-    fixture.guest.told();
+    fixture.guest.take_events();
     assert!(fixture.write(Msr::Acknowledge, 1));
-    assert_eq!(fixture.guest.told(), [], "no #PF within WRMSR");
+    assert_eq!(fixture.guest.take_events(), [], "no #PF within WRMSR");
     assert_eq!(fixture.settle(), [token]);
 }
 
@@ -230,5 +230,10 @@ fn the_vector_is_the_one_written_last() {
     assert!(fixture.write(Msr::Enable, AREA | ENABLED | AS_INT));
     assert!(fixture.write(Msr::Vector, 0x51));
     assert_eq!(fixture.poll(), 1);
-    assert!(fixture.guest.told().contains(&Event::Interrupt(0x51)));
+    assert!(
+        fixture
+            .guest
+            .take_events()
+            .contains(&Event::Interrupt(0x51))
+    );
 }

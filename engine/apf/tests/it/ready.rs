@@ -25,7 +25,7 @@ fn halt(fixture: &mut Fixture, number: u64) -> lacuna_apf::Completion {
 
 #[test]
 fn ready_maps_the_page_then_tells_then_resumes() {
-    for (en, words, told) in [
+    for (en, words, events) in [
         (ENABLED, [2, 0], Event::PageFault(0x2003)),
         (INTERRUPT, [0, 0x2003], Event::Interrupt(VECTOR)),
     ] {
@@ -34,12 +34,12 @@ fn ready_maps_the_page_then_tells_then_resumes() {
         fixture.settle();
         let (token, completion) = fixture.inject(5);
         assert_eq!(token, 0x2003, "the second token of vCPU 3");
-        fixture.guest.told();
+        fixture.guest.take_events();
         completion.complete();
         assert!(fixture.queue.has_arrivals());
         assert_eq!(fixture.poll(), 1);
         let mapped = Event::Prefault(gfn(5), Access::Write);
-        assert_eq!(fixture.guest.told(), [mapped, told, Event::Resume]);
+        assert_eq!(fixture.guest.take_events(), [mapped, events, Event::Resume]);
         assert_eq!(fixture.guest.words, words);
         assert!(!fixture.queue.has_arrivals());
     }
@@ -50,8 +50,8 @@ fn a_wake_all_maps_nothing() {
     let mut fixture = Fixture::disabled(Features::all());
     fixture.enable(ENABLED);
     assert_eq!(fixture.poll(), 1);
-    let told = Event::PageFault(0xffff_ffff);
-    assert_eq!(fixture.guest.told(), [told, Event::Resume]);
+    let events = Event::PageFault(0xffff_ffff);
+    assert_eq!(fixture.guest.take_events(), [events, Event::Resume]);
     assert_eq!(fixture.guest.words, [2, 0]);
 }
 
@@ -107,7 +107,7 @@ fn ready_waits_until_it_can_be_delivered() {
         completion.complete();
         hinder(&mut fixture.guest);
         assert_eq!(fixture.poll(), 0, "case {case}");
-        assert!(fixture.guest.told().is_empty() && fixture.queue.has_arrivals());
+        assert!(fixture.guest.take_events().is_empty() && fixture.queue.has_arrivals());
         clear(&mut fixture.guest);
         assert_eq!(fixture.settle(), [token], "case {case}");
     }
@@ -140,15 +140,15 @@ fn a_page_without_page_not_present_gets_no_page_ready() {
         let mut fixture = Fixture::new(en);
         let completion = halt(&mut fixture, 5);
         let (token, other) = fixture.inject(6);
-        fixture.guest.told();
+        fixture.guest.take_events();
         completion.complete();
         other.complete();
         assert_eq!(fixture.poll(), 2, "silent ones do not take turns");
-        let told = fixture.guest.told();
-        let resumed = told.iter().filter(|&&event| event == Event::Resume);
+        let events = fixture.guest.take_events();
+        let resumed = events.iter().filter(|&&event| event == Event::Resume);
         assert_eq!(resumed.count(), 2);
         assert_eq!(
-            told[..2],
+            events[..2],
             [Event::Prefault(gfn(5), Access::Write), Event::Resume]
         );
         assert!(!fixture.queue.halted());
@@ -198,12 +198,12 @@ fn a_ready_that_cannot_be_written_still_makes_the_vcpu_run() {
     for en in [ENABLED, INTERRUPT] {
         let mut fixture = Fixture::new(en);
         let (_, completion) = fixture.inject(5);
-        fixture.guest.told();
+        fixture.guest.take_events();
         fixture.guest.memory = Memory::ReadOnly;
         completion.complete();
         assert_eq!(fixture.poll(), 1);
         let mapped = Event::Prefault(gfn(5), Access::Write);
-        assert_eq!(fixture.guest.told(), [mapped, Event::Resume]);
+        assert_eq!(fixture.guest.take_events(), [mapped, Event::Resume]);
         assert_eq!(fixture.queue.stats().spurious, 1);
     }
 }

@@ -294,8 +294,8 @@ pub struct Counter {
 pub struct Distributor {
     /// `GICD_CTLR`.EnableGrp0 and EnableGrp1.
     pub enabled: [bool; 2],
-    /// The shared peripheral interrupts, from INTID 32 on. There are as many as the guest has been
-    /// told (`GICD_TYPER`.ITLinesNumber).
+    /// The shared peripheral interrupts, from INTID 32 on. There are as many as the guest has read
+    /// in (`GICD_TYPER`.ITLinesNumber).
     pub spis: Vec<Spis>,
 }
 

@@ -44,7 +44,7 @@ struct Inner {
 }
 
 impl FaultyStore {
-    /// A device of `capacity` entries that works until told otherwise.
+    /// A device of `capacity` entries that works until a test makes it fail.
     pub fn new(capacity: PageCount) -> Self {
         let inner = Inner {
             pages: BTreeMap::new(),

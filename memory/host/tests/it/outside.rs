@@ -350,11 +350,11 @@ fn a_handler_that_never_answers_is_gone() {
         let f = Fixture::patient(&[], when_gone, Duration::from_millis(40));
         f.fill(1, 11).unwrap();
         let error = Waiter::default().wait(&f.host, &f.missing(0)).unwrap_err();
-        let told = "it has not filled a page within 40ms";
-        assert!(error.to_string().contains(told), "{error}");
+        let expected = "it has not filled a page within 40ms";
+        assert!(error.to_string().contains(expected), "{error}");
         // By a thread of the pool.
         let error = f.word(2).unwrap_err().to_string();
-        assert!(error.contains(told), "{error}");
+        assert!(error.contains(expected), "{error}");
         assert_eq!(f.word(1).unwrap(), 11);
         f.end();
     }

@@ -13,7 +13,8 @@ use lacuna_objects::object_store::{
 };
 use lacuna_objects::{Objects, ObjectsError, Options};
 use lacuna_source::{
-    Answer, Asker, Folder as _, PageRequest, PageSource, Policy, SourcePage, StoredFile, WhenGone,
+    Answer, Folder as _, PageRequest, PageRequester, PageSource, Policy, SourcePage, StoredFile,
+    WhenGone,
 };
 use std::collections::HashSet;
 use std::fmt;
@@ -148,7 +149,7 @@ type Got = (u64, std::result::Result<Vec<u8>, String>);
 /// Passes the first answer for each page on.
 struct Keep(Mutex<(Sender<Got>, HashSet<u64>)>);
 
-impl Asker for Keep {
+impl PageRequester for Keep {
     fn answer(&self, key: u64, content: std::result::Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let content = content.map(|page| page.to_vec()).map_err(str::to_owned);
         let mut kept = self.0.lock().expect("no panic");
@@ -163,7 +164,7 @@ impl Asker for Keep {
 
 fn ask(source: &dyn PageSource, pages: impl Iterator<Item = u64>) -> Receiver<Got> {
     let (sender, answers) = channel();
-    let keep: Arc<dyn Asker> = Arc::new(Keep(Mutex::new((sender, HashSet::new()))));
+    let keep: Arc<dyn PageRequester> = Arc::new(Keep(Mutex::new((sender, HashSet::new()))));
     for page in pages {
         source.fetch(PageRequest::new(Arc::clone(&keep), page, SourcePage(page)));
     }

@@ -228,8 +228,8 @@ fn reset_then_copy_sees_a_write_that_copy_then_reset_loses() {
             page.write(2);
             consumer.reset(|_, _| page.dirty = false);
         }
-        let told = consumer.harvest(|_, _| ()) > 0;
-        assert_eq!(!told && copy != page.data, lost);
+        let is_reported = consumer.harvest(|_, _| ()) > 0;
+        assert_eq!(!is_reported && copy != page.data, lost);
     }
 }
 

@@ -39,11 +39,11 @@ const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
 /// Pages from another process.
 pub struct Peer {
-    shared: Arc<Shared>,
+    shared: Arc<ClientShared>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+struct ClientShared {
     path: PathBuf,
     pages: PageCount,
     outage: Outage,
@@ -76,7 +76,7 @@ impl Peer {
     /// # Errors
     /// The peer cannot be reached, or cannot serve this guest.
     pub fn connect(path: &Path, pages: PageCount, policy: Policy) -> Result<Self, PeerError> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ClientShared {
             path: path.to_owned(),
             pages,
             outage: Outage::new(policy),
@@ -250,7 +250,7 @@ impl Link {
     }
 }
 
-impl Shared {
+impl ClientShared {
     fn link(&self) -> MutexGuard<'_, Link> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }

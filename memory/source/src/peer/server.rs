@@ -10,7 +10,7 @@
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
 use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
 use crate::readers::join;
-use crate::{Answer, Asker, MemoryId, PageRequest, PageSource, SourcePage};
+use crate::{Answer, MemoryId, PageRequest, PageRequester, PageSource, SourcePage};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -32,11 +32,11 @@ const CLIENTS: usize = 128;
 
 /// Serves pages until it is dropped.
 pub struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+struct ServerShared {
     listener: UnixListener,
     pages: PageCount,
     memory: MemoryId,
@@ -66,7 +66,7 @@ pub fn serve(
     source: Arc<dyn PageSource>,
 ) -> io::Result<Server> {
     listener.set_nonblocking(true)?;
-    let shared = Arc::new(Shared {
+    let shared = Arc::new(ServerShared {
         listener,
         pages,
         memory: source.memory_id(),
@@ -118,7 +118,7 @@ impl Open {
     }
 }
 
-impl Shared {
+impl ServerShared {
     fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, Open>> {
         self.connections
             .lock()
@@ -145,7 +145,7 @@ impl Shared {
     }
 
     fn open(self: &Arc<Self>, socket: UnixStream) -> io::Result<()> {
-        let Some(place) = Place::take(&self.clients) else {
+        let Some(place) = ClientPlace::take(&self.clients) else {
             return Ok(());
         };
         socket.set_nonblocking(false)?;
@@ -166,16 +166,16 @@ impl Shared {
 }
 
 /// One of the [`CLIENTS`].
-struct Place(Arc<AtomicUsize>);
+struct ClientPlace(Arc<AtomicUsize>);
 
-impl Place {
+impl ClientPlace {
     fn take(all: &Arc<AtomicUsize>) -> Option<Self> {
         let place = Self(Arc::clone(all));
         (all.fetch_add(1, Ordering::Relaxed) < CLIENTS).then_some(place)
     }
 }
 
-impl Drop for Place {
+impl Drop for ClientPlace {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -183,7 +183,7 @@ impl Drop for Place {
 
 /// Takes the source's answers for one client.
 struct Connection {
-    _place: Place,
+    _place: ClientPlace,
     /// Requests without an answer, by number. Numbers are not used twice, so a second answer to a
     /// request is never taken for the answer to a later one.
     asked: Mutex<BTreeMap<u64, SourcePage>, lock_order::SourceServed>,
@@ -195,7 +195,11 @@ struct Connection {
 
 impl Connection {
     /// Serves a client until it has closed the connection, or is not to be served.
-    fn serve(shared: &Shared, mut socket: &UnixStream, place: Place) -> Result<(), PeerError> {
+    fn serve(
+        shared: &ServerShared,
+        mut socket: &UnixStream,
+        place: ClientPlace,
+    ) -> Result<(), PeerError> {
         let end = Instant::now() + HELLO_WAIT;
         let mine = Hello {
             pages: shared.pages.get(),
@@ -222,7 +226,11 @@ impl Connection {
         end
     }
 
-    fn read(self: &Arc<Self>, shared: &Shared, mut socket: &UnixStream) -> Result<(), PeerError> {
+    fn read(
+        self: &Arc<Self>,
+        shared: &ServerShared,
+        mut socket: &UnixStream,
+    ) -> Result<(), PeerError> {
         let mut decoder = Decoder::default();
         let mut buffer = vec![0; PAGE_SIZE];
         let mut number = 0;
@@ -240,8 +248,8 @@ impl Connection {
                 }
                 number += 1;
                 self.asked().insert(number, page);
-                let asker = Arc::clone(self) as Arc<dyn Asker>;
-                let request = PageRequest::new(asker, number, page);
+                let requester = Arc::clone(self) as Arc<dyn PageRequester>;
+                let request = PageRequest::new(requester, number, page);
                 match page.0 < shared.pages.get() {
                     true => shared.source.fetch(request),
                     false => _ = request.fail("it is beyond the end of the memory"),
@@ -276,7 +284,7 @@ fn receive_hello(mut socket: &UnixStream, end: Instant) -> Result<Hello, PeerErr
     Hello::parse(&bytes)
 }
 
-impl Asker for Connection {
+impl PageRequester for Connection {
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let Some(page) = self.asked().remove(&key) else {
             return Answer::Late;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::policy::{Policy, WhenGone};
-use crate::{Answer, Asker, PageRequest, SourcePage};
+use crate::{Answer, PageRequest, PageRequester, SourcePage};
 use std::sync::Mutex as StdMutex;
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -36,7 +36,7 @@ impl ReadPages for Failing {
 /// Sends what each answer comes to.
 struct Answers(StdMutex<Sender<(u64, Result<u8, String>)>>);
 
-impl Asker for Answers {
+impl PageRequester for Answers {
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         let content = content.map(|page| page[0]).map_err(str::to_owned);
         let _ = self.0.lock().unwrap().send((key, content));
@@ -48,8 +48,8 @@ type Answered = Receiver<(u64, Result<u8, String>)>;
 
 fn ask(readers: &Readers<Failing>, page: u64) -> Answered {
     let (sender, answers) = channel();
-    let asker = Arc::new(Answers(StdMutex::new(sender)));
-    let request = PageRequest::new(asker, page, SourcePage(page));
+    let requester = Arc::new(Answers(StdMutex::new(sender)));
+    let request = PageRequest::new(requester, page, SourcePage(page));
     readers.read(Asked::now(request));
     answers
 }

@@ -120,15 +120,15 @@ fn files_that_cannot_serve_the_guest_are_refused() {
             ..
         }
     ));
-    let told = "has 3 pages of 4 KiB and the guest needs 4: give the guest less memory";
-    assert!(error.to_string().contains(told), "{error}");
+    let expected = "has 3 pages of 4 KiB and the guest needs 4: give the guest less memory";
+    assert!(error.to_string().contains(expected), "{error}");
     assert!(matches!(
         refused(Path::new("/tmp"), 1),
         FileError::NotAFile(_)
     ));
     let missing = refused(Path::new("/nonexistent/memory"), 1);
-    let told = "cannot open the memory file /nonexistent/memory: No such file";
-    assert!(missing.to_string().starts_with(told), "{missing}");
+    let expected = "cannot open the memory file /nonexistent/memory: No such file";
+    assert!(missing.to_string().starts_with(expected), "{missing}");
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn what_a_source_does_is_counted() {
         let answers = Answers::new();
         (0..10).for_each(|number| answers.ask(&source, number));
         (0..10).for_each(|number| _ = answers.of(number));
-        // A page counts when its answer was taken, a moment after the asker has it.
+        // A page counts when its answer was taken, a moment after the requester has it.
         let stats = loop {
             let stats = source.stats();
             if stats.in_flight == 0 {

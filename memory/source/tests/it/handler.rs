@@ -125,8 +125,8 @@ fn a_handler_that_does_not_listen_is_refused() {
     let path = PathBuf::from("/nonexistent/handler");
     let error = Handler::connect(&path, &regions(), file.as_fd(), |_| {}).unwrap_err();
     assert!(matches!(error, HandlerError::Connect { .. }));
-    let told = "the page-fault handler at /nonexistent/handler does not answer: No such file";
-    assert!(error.to_string().starts_with(told), "{error}");
+    let expected = "the page-fault handler at /nonexistent/handler does not answer: No such file";
+    assert!(error.to_string().starts_with(expected), "{error}");
 }
 
 #[test]

@@ -396,7 +396,7 @@ fn a_peer_that_does_wrong_loses_nothing_if_it_does_right_later() {
 
 #[test]
 fn a_peer_that_always_does_wrong_has_one_error_for_each_wrong() {
-    for (name, wrong, told) in WRONGS {
+    for (name, wrong, expected) in WRONGS {
         let (_folder, path) = socket();
         let _hostile = Hostile::new(&path, usize::MAX, wrong);
         let policy = policy(Duration::from_millis(50), WhenGone::Hold);
@@ -404,7 +404,10 @@ fn a_peer_that_always_does_wrong_has_one_error_for_each_wrong() {
         let answers = Answers::new();
         answers.ask(&peer, 5);
         // On a busy host a connection may end because the peer was slow; the next one follows.
-        while !peer.trouble().is_some_and(|reason| reason.contains(told)) {
+        while !peer
+            .trouble()
+            .is_some_and(|reason| reason.contains(expected))
+        {
             thread::yield_now();
         }
         // The first of two answers counts; the second one ends the connection.

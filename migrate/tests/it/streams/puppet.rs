@@ -2,7 +2,7 @@
 
 use lacuna_machine::{Answer, Apf, Arch, CpuModel, PageRequest, SourcePage};
 use lacuna_migrate::stream::{Connection, Connections, Incoming};
-use lacuna_source::Asker;
+use lacuna_source::PageRequester;
 use serde_json::json;
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
@@ -76,7 +76,7 @@ fn a_size_costs_nothing_before_the_vmm_agrees_to_it() {
 #[derive(Default)]
 struct FirstAnswer(Mutex<Option<String>>);
 
-impl Asker for FirstAnswer {
+impl PageRequester for FirstAnswer {
     fn answer(&self, _key: u64, content: Result<&[u8; 4096], &str>) -> Answer {
         let answer = content.map_or_else(str::to_owned, |_| "a page".into());
         self.0.lock().unwrap().get_or_insert(answer);
@@ -90,8 +90,8 @@ fn a_page_of_a_guest_that_is_refused_is_lost() {
     let incoming = incoming(16);
     let source = incoming.page_source().expect("a post-copy");
     let told = Arc::<FirstAnswer>::default();
-    let asker = Arc::clone(&told);
-    source.fetch(PageRequest::new(asker, 0, SourcePage(3)));
+    let requester = Arc::clone(&told);
+    source.fetch(PageRequest::new(requester, 0, SourcePage(3)));
     assert_eq!(*told.0.lock().unwrap(), None);
     drop(incoming);
     let answer = told.0.lock().unwrap().take();

@@ -83,7 +83,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         })?;
         Ok(Found { runs, stalls })
     })?;
-    tell(&found, &builder, work(options), report);
+    record(&found, &builder, work(options), report);
     Ok(())
 }
 
@@ -104,7 +104,7 @@ impl Found {
     }
 }
 
-fn tell(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
+fn record(found: &Found, builder: &VmBuilder, work: u64, report: &mut Report) {
     let [time, stalled] = &found.runs[OFF];
     let share = stalled.iter().sum::<f64>() / time.iter().sum::<f64>();
     let us = builder.latency.ns() / 1000;

@@ -168,7 +168,7 @@ pub fn measure(
     };
     let runs = run(&scene, options, &ARMS)?;
     report.detail(runs.table(&format!("{} {}", device.about, guests.form)));
-    tell(&scene, &runs, report)
+    record(&scene, &runs, report)
 }
 
 /// A device with the guests on it.
@@ -262,7 +262,7 @@ fn faulter_ratio(scene: &Scene<'_>, runs: &Runs) -> Result<Measurement, LabError
     Ok(result)
 }
 
-fn tell(scene: &Scene<'_>, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
+fn record(scene: &Scene<'_>, runs: &Runs, report: &mut Report) -> Result<(), LabError> {
     let device = scene.device;
     let share = runs.ratio(Arm::Alone, Arm::On, Role::Workers)?;
     let kept = runs.ratio(Arm::Alone, Arm::Off, Role::Workers)?;

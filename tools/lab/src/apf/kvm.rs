@@ -247,8 +247,8 @@ mod tests {
                     shares(&builder, &builder.latency, apf, pace).unwrap();
                 assert_eq!(runs.len(), LATENCIES.len());
                 let faulted = |runs: &Runs| runs.rate(beside, Role::Faulters).median > 0.0;
-                let told = apf == Apf::Off || counters.not_present > 0;
-                match told && runs.iter().all(faulted) {
+                let notified = apf == Apf::Off || counters.not_present > 0;
+                match notified && runs.iter().all(faulted) {
                     true => Ok(counters),
                     false => Err(format!("no step of the faulter, or no event: {counters:?}")),
                 }

@@ -85,7 +85,7 @@ pub fn measure(
             .collect::<Result<Vec<_>, _>>()
     })?;
     report.detail(table(&points));
-    report.push(tell(&points, pace(options, Duration::ZERO)));
+    report.push(record(&points, pace(options, Duration::ZERO)));
     Ok(())
 }
 
@@ -169,7 +169,7 @@ fn table(points: &[Point]) -> String {
     align(&rows)
 }
 
-fn tell(points: &[Point], pace: Pace) -> Measurement {
+fn record(points: &[Point], pace: Pace) -> Measurement {
     let by = |end: fn(&Summary) -> f64| {
         break_even(points, |point| {
             let worse_off = end(&point.workers).min(end(&point.faulters));
@@ -238,7 +238,7 @@ mod tests {
             point(200, summary(0.98, 1.0, 1.1), good),
             point(500, good, good),
         ];
-        let result = tell(&points, PACE);
+        let result = record(&points, PACE);
         assert_eq!((result.min, result.value, result.max), (50.0, 100.0, 200.0));
         assert_eq!(result.met, Some(false));
         assert_eq!(result.arms.keys().next().unwrap(), "00010us");
@@ -253,7 +253,7 @@ mod tests {
             ..point(10, good, good)
         };
         for points in [[point(10, bad, bad)], [noisy]] {
-            let result = tell(&points, PACE);
+            let result = record(&points, PACE);
             assert_eq!(result.value, f64::INFINITY);
             assert_eq!(result.met, Some(false));
         }

@@ -63,7 +63,7 @@ pub fn measure(form: &Form, options: &Options, report: &mut Report) -> Result<()
             faults: stats(session.vm),
         })
     })?;
-    tell(form, &run, report);
+    record(form, &run, report);
     Ok(())
 }
 
@@ -74,7 +74,7 @@ fn stats(vm: &Vm) -> ApfStats {
     sum
 }
 
-fn tell(form: &Form, run: &Run, report: &mut Report) {
+fn record(form: &Form, run: &Run, report: &mut Report) {
     let id = format!("apf_arm64.alone_time_ratio.{}", form.id);
     let [seconds, share] = &run.rounds[OFF];
     let share = Summary::of(share).median;
@@ -138,7 +138,7 @@ fn swap_in_percent(run: &Run) -> f64 {
 fn statistics(run: &Run) -> Value {
     let ApfStats { swap_in, taken, .. } = run.faults;
     json!({
-        "faults": swap_in.number, "told": taken,
+        "faults": swap_in.number, "notified": taken,
         "application_seconds": run.on_seconds,
         "swap_in_seconds": swap_in.total_ns as f64 / 1e9,
         "swap_in_percent_of_application": swap_in_percent(run),

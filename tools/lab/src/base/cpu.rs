@@ -87,7 +87,7 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
                 _ => Ok(run_qemu(&elf, test, iterations)?),
             }
         })?;
-        tell(report, test, &arms);
+        record(report, test, &arms);
     }
     Ok(())
 }
@@ -142,7 +142,7 @@ pub fn first_look(_: &Options, repeats: Rounds) -> Result<Found, LabError> {
     Ok(Found { row, results })
 }
 
-fn tell(report: &mut Report, test: &Test, arms: &[Vec<f64>]) {
+fn record(report: &mut Report, test: &Test, arms: &[Vec<f64>]) {
     let ours = Summary::of(&arms[OURS]);
     let id = format!("cpu.x86.minstr_per_s.{}", test.name);
     let mut result = Measurement::new(id, "M/s", Better::Higher, ours)

@@ -285,10 +285,10 @@ fn is_of_machine(word: &str) -> bool {
 
 /// When each thread has printed a line where it has come.
 fn until_all_print<V: Vm>(here: &Here<'_, V>) -> Result<Instant, LabError> {
-    let mut heard = Beats::new(VCPUS);
-    let seen = heard.listen(&here.lines, LIMIT);
-    match heard.last_first() {
-        Some(at) if seen == Seen::All && !heard.is_damaged_later(&here.lines) => Ok(at),
+    let mut beats = Beats::new(VCPUS);
+    let seen = beats.listen(&here.lines, LIMIT);
+    match beats.last_first() {
+        Some(at) if seen == Seen::All && !beats.is_damaged_later(&here.lines) => Ok(at),
         _ => Err(LabError::Guest(format!(
             "the guest does not run at its destination: {seen:?}"
         ))),

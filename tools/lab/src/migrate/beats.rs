@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// How long a guest is watched for damage after its move.
 const WATCH: Duration = Duration::from_millis(300);
 
-/// What was heard.
+/// The outcome.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Seen {
     /// A line of each thread.
@@ -26,19 +26,19 @@ pub fn beats(lines: &Receiver<(Instant, String)>, threads: usize, limit: Duratio
 }
 
 impl Beats {
-    /// None was heard.
+    /// No beat was received.
     pub fn new(threads: usize) -> Self {
         Self(vec![None; threads])
     }
 
-    /// Listens until all threads were heard, something is wrong, or `limit` has passed.
+    /// Listens until all threads have beaten, something is wrong, or `limit` has passed.
     pub fn listen(&mut self, lines: &Receiver<(Instant, String)>, limit: Duration) -> Seen {
         let deadline = Instant::now() + limit;
         while self.last_first().is_none() {
             let left = deadline.saturating_duration_since(Instant::now());
             match lines.recv_timeout(left) {
                 Ok((_, line)) if is_damage(&line) => return Seen::Damage,
-                Ok((at, line)) => self.hear(at, &line),
+                Ok((at, line)) => self.note(at, &line),
                 Err(_) => return Seen::Silence,
             }
         }
@@ -65,7 +65,7 @@ impl Beats {
         all?.into_iter().max()
     }
 
-    fn hear(&mut self, at: Instant, line: &str) {
+    fn note(&mut self, at: Instant, line: &str) {
         let thread = line.parse::<usize>().ok();
         if let Some(first) = thread.and_then(|thread| self.0.get_mut(thread)) {
             first.get_or_insert(at);
@@ -92,18 +92,18 @@ mod tests {
         for (ms, line) in [(1, "1"), (2, ""), (3, "7"), (4, "1"), (5, "0"), (6, "0")] {
             send(ms, line);
         }
-        let mut heard = Beats::new(2);
-        assert_eq!(heard.listen(&lines, Duration::from_secs(60)), Seen::All);
-        assert_eq!(heard.last_first(), Some(at(5)));
+        let mut beats = Beats::new(2);
+        assert_eq!(beats.listen(&lines, Duration::from_secs(60)), Seen::All);
+        assert_eq!(beats.last_first(), Some(at(5)));
         send(7, "paced: page 3 is lost: gpa=1000 round=2 found=0");
-        assert!(heard.is_damaged_later(&lines));
+        assert!(beats.is_damaged_later(&lines));
         send(8, "0");
         send(9, "panic: exception 13");
-        let mut heard = Beats::new(2);
-        assert_eq!(heard.listen(&lines, Duration::from_secs(60)), Seen::Damage);
-        assert_eq!(heard.last_first(), None);
+        let mut beats = Beats::new(2);
+        assert_eq!(beats.listen(&lines, Duration::from_secs(60)), Seen::Damage);
+        assert_eq!(beats.last_first(), None);
         drop(sender);
-        assert_eq!(heard.listen(&lines, Duration::from_secs(60)), Seen::Silence);
-        assert!(heard.is_damaged_later(&lines));
+        assert_eq!(beats.listen(&lines, Duration::from_secs(60)), Seen::Silence);
+        assert!(beats.is_damaged_later(&lines));
     }
 }

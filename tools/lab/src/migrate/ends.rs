@@ -315,10 +315,10 @@ mod tests {
         beside(&builder, "paced", PACED, |guest| {
             for (mode, route) in ways {
                 let watch = |here: &Here<'_, lacuna_soft::Vm>| {
-                    let mut heard = Beats::new(2);
-                    assert_eq!(heard.listen(&here.lines, LIMIT), Seen::All);
-                    assert!(!heard.is_damaged_later(&here.lines));
-                    Ok((heard.last_first().unwrap(), counted(here)?))
+                    let mut beats = Beats::new(2);
+                    assert_eq!(beats.listen(&here.lines, LIMIT), Seen::All);
+                    assert!(!beats.is_damaged_later(&here.lines));
+                    Ok((beats.last_first().unwrap(), counted(here)?))
                 };
                 let (moved, (printed, counted)) =
                     move_guest(&builder, guest, Way::new(mode, route), watch)?;

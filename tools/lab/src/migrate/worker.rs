@@ -152,9 +152,9 @@ fn one(builder: &VmBuilder, guest: &Guest<'_>, arm: Arm) -> Result<Rates, LabErr
                     ..way(SPEED)
                 };
                 let (..) = move_guest(builder, guest, way, |here| {
-                    let tell = |come| _ = sender.send(come);
-                    tell(here.come.load(Ordering::Relaxed));
-                    tell(wait_for(here, pages * 3 / 4)?);
+                    let send = |come| _ = sender.send(come);
+                    send(here.come.load(Ordering::Relaxed));
+                    send(wait_for(here, pages * 3 / 4)?);
                     Ok(())
                 })?;
                 Ok(())

@@ -88,7 +88,7 @@ pub fn measure(
         progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
         let (work, arms) = (plain(vcpus), arms(vcpus));
         let rates = measure_arms(kind, work, &arms, times(options))?;
-        let found = told(kind, work, &arms, &rates);
+        let found = results_of(kind, work, &arms, &rates);
         for result in found {
             report.push(result.reference(with / without, SOURCE));
         }
@@ -100,7 +100,7 @@ pub fn measure(
         progress.step(format!("missing pages, {} vCPUs, {words}", work.vcpus))?;
         let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
         let rates = measure_arms(kind, work, &arms, times(options))?;
-        let found = told(kind, work, &arms, &rates);
+        let found = results_of(kind, work, &arms, &rates);
         found.into_iter().for_each(|result| report.push(result));
         Ok::<_, LabError>(())
     };
@@ -153,7 +153,7 @@ pub fn measure_huge(
         }
         let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
         let rates = measure_arms(kind, work, &arms, times(options))?;
-        let found = told(kind, work, &arms, &rates);
+        let found = results_of(kind, work, &arms, &rates);
         found.into_iter().for_each(|result| report.push(result));
     }
     Ok(())
@@ -250,7 +250,7 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
         null: paired(&of(NULL), &of(EXITS)),
         published: "2.3x (kvm list, 1 vCPU)",
     };
-    let mut results = told(kind, work, &arms, &rates);
+    let mut results = results_of(kind, work, &arms, &rates);
     results.retain(|result| result.id.contains("best"));
     results.extend(wake_up(kind, &rates.wake_up_us));
     Ok(Found { row, results })
@@ -263,7 +263,7 @@ fn exit_charged(rates: &Rates, arms: &[Arm], arm: usize, vcpus: usize) -> Vec<f6
 }
 
 /// The results of one number of vCPUs.
-fn told(kind: MemoryKind, work: Work, arms: &[Arm], rates: &Rates) -> Vec<Measurement> {
+fn results_of(kind: MemoryKind, work: Work, arms: &[Arm], rates: &Rates) -> Vec<Measurement> {
     let id = |measure: &str| {
         let kind_of = match (work.share, work.batch) {
             (Share::Same, _) => "_same",
@@ -380,7 +380,7 @@ mod tests {
             arms,
             wake_up_us: vec![20.0; 6],
         };
-        let found = told(MemoryKind::Budget, work, &arms, &rates(all.clone()));
+        let found = results_of(MemoryKind::Budget, work, &arms, &rates(all.clone()));
         let values: Vec<_> = found.iter().map(|r| (r.id.as_str(), r.value)).collect();
         assert_eq!(
             values[..2],
@@ -399,7 +399,7 @@ mod tests {
             share: Share::Same,
             ..work
         };
-        let found = told(
+        let found = results_of(
             MemoryKind::Budget,
             same,
             &arms[..3],

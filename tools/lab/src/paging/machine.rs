@@ -125,12 +125,12 @@ impl Machine {
             self.start_readers(scope);
         }
         let vcpus = self.vm.boot(&image(self.arch, "touch")?, command_line)?;
-        let (accepted, told) = channel();
+        let (accepted, tokens) = channel();
         match self.arm {
             Arm::Exits => self.exit_on_missing()?,
             Arm::ExitsTold => {
                 self.exit_on_missing()?;
-                scope.spawn(move || self.provide_accepted(&told));
+                scope.spawn(move || self.provide_accepted(&tokens));
             }
             Arm::Queue(_) | Arm::QueueEach => self.open(),
         }

@@ -121,7 +121,7 @@ impl Process {
         })
     }
 
-    fn hear(&mut self) -> Result<String, LabError> {
+    fn next_line(&mut self) -> Result<String, LabError> {
         let mut line = String::new();
         self.from.read_line(&mut line).map_err(io)?;
         Ok(line)
@@ -146,14 +146,14 @@ pub fn together(processes: &mut [Process]) -> Result<f64, LabError> {
         say(&mut process.to, BOOT)?;
     }
     for process in &mut *processes {
-        expect(&process.hear()?, READY)?;
+        expect(&process.next_line()?, READY)?;
     }
     for process in &mut *processes {
         say(&mut process.to, GO)?;
     }
     let (mut pages, mut longest) = (0.0, 0.0_f64);
     for process in processes {
-        let line = process.hear()?;
+        let line = process.next_line()?;
         let found = line.trim_end().split_once(' ');
         let found = found.and_then(|(pages, ns)| Some((pages.parse().ok()?, ns.parse().ok()?)));
         let (touched, ns): (f64, f64) = found.ok_or_else(|| {

@@ -101,7 +101,7 @@ pub fn measure(
             slice(session, &size, ARMS[arm])
         })
     })?;
-    tell(report, &size, &runs);
+    record(report, &size, &runs);
     Ok(())
 }
 
@@ -148,7 +148,7 @@ fn huge_leaves(vm: &Vm) -> f64 {
     vm.mmu().counts().of(Level::L2M) as f64
 }
 
-fn tell(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 5]]) {
+fn record(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 5]]) {
     let of = |arm: usize, what: usize| Summary::of(&runs[arm][what]);
     // Timers and other programs cause gaps without logging, too. They are subtracted.
     let lost = |arm: usize| {

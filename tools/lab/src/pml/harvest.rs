@@ -68,7 +68,7 @@ pub fn measure(
                 slice(fixture, pages, ARMS[arm].1)
             })
         })?;
-        tell(report, gib, suffix, &runs);
+        record(report, gib, suffix, &runs);
     }
     Ok(())
 }
@@ -98,7 +98,12 @@ fn slice(fixture: &mut Fixture, pages: u64, detection: Detection) -> Result<Slic
     Ok(found)
 }
 
-fn tell(report: &mut Report, gib: u64, suffix: &str, runs: &[[Vec<f64>; size_of::<Slice>() / 8]]) {
+fn record(
+    report: &mut Report,
+    gib: u64,
+    suffix: &str,
+    runs: &[[Vec<f64>; size_of::<Slice>() / 8]],
+) {
     let of =
         |arm: usize, share: usize, what: usize| Summary::of(&runs[arm][share * PER_SHARE + what]);
     for (arm, (name, _)) in ARMS.into_iter().enumerate().filter(|(arm, _)| *arm != NULL) {
@@ -106,16 +111,16 @@ fn tell(report: &mut Report, gib: u64, suffix: &str, runs: &[[Vec<f64>; size_of:
             let id = format!("pml.harvest_ns_per_dirty_page.{name}{suffix}.{label}");
             let dirty = (gib << 18) * share / 1000;
             let whole = of(arm, i, TIME).scaled(dirty as f64 / 1e6);
-            let mut told = Measurement::new(id, "ns", Better::Lower, of(arm, i, TIME))
+            let mut result = Measurement::new(id, "ns", Better::Lower, of(arm, i, TIME))
                 .param("gib", gib)
                 .param("dirty_pages", dirty)
                 .param("harvests", of(arm, i, HARVESTS).median)
                 .arm("whole_ms", whole)
                 .arm("cpu_ns", of(arm, i, CPU));
             if ARMS[arm].1 == ARMS[NULL].1 {
-                told = told.arm("null", of(NULL, i, TIME));
+                result = result.arm("null", of(NULL, i, TIME));
             }
-            report.push(told);
+            report.push(result);
         }
         let id = format!("pml.harvest_empty_us.{name}{suffix}");
         let empty = |what| of(arm, SHARES.len(), what).scaled(1e-3);

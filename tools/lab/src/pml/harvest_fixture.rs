@@ -68,7 +68,7 @@ impl Fixture {
         mmu.set_delivery(delivery)?;
         let region = tables.add_slot(SLOT, FIRST.gpa().get(), pages)?;
         let (orders, taken) = channel();
-        let (told, answers) = channel();
+        let (steps, answers) = channel();
         let writer = Writer {
             mmu,
             qsbr,
@@ -76,7 +76,7 @@ impl Fixture {
             pages,
             order: 0..0,
             orders: taken,
-            answers: told,
+            answers: steps,
         };
         let mut fixture = Self {
             mmu: Arc::clone(mmu),

@@ -128,7 +128,7 @@ pub fn measure(
     for (way, words, mode) in ways() {
         progress.step(format!("/dev/kvm, {words}"))?;
         match run(&builder(pace, mode), pace) {
-            Ok(runs) => tell(report, pace, way, words, &runs),
+            Ok(runs) => record(report, pace, way, words, &runs),
             Err(why) if is_lacking(&why) => {
                 report.skip(score_id(way), &why);
                 report.skip(cost_id(way), &why);
@@ -299,7 +299,7 @@ fn vcpu_time() -> Duration {
     all.saturating_sub(spent(ClockId::ThreadCPUTime))
 }
 
-fn tell(report: &mut Report, pace: Pace, way: &str, words: &str, runs: &Runs) {
+fn record(report: &mut Report, pace: Pace, way: &str, words: &str, runs: &Runs) {
     let (score, cost) = (runs.percent(ON), runs.cost_ns());
     let dirtied = Summary::of(runs.of(ON, DIRTIED));
     let harvest = Summary::of(runs.of(ON, HARVEST));

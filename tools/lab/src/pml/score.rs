@@ -188,7 +188,7 @@ fn calibrate(
     }
     let mut search = Search::new();
     for _ in 0..tries {
-        search = search.told(score(search.cold())?, AIM);
+        search = search.narrowed(score(search.cold())?, AIM);
     }
     Ok(Rate {
         cold: search.cold(),
@@ -244,7 +244,7 @@ pub fn measure(
                 let arms = ARMS.map(|arm| arm.1);
                 let periods = play(churns, &setup, &arms, rate.cold, pace.rounds)?;
                 let runs = Runs { delivery, periods };
-                tell(report, pace, set, rate, &runs);
+                record(report, pace, set, rate, &runs);
                 if let (Set::ExitCost, Some(exit_ns)) = (set, here) {
                     tell_here(report, pace, exit_ns, &runs);
                 }
@@ -259,7 +259,7 @@ pub fn measure(
     Ok(())
 }
 
-fn tell(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
+fn record(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
     let rates = |arm| runs.rates(arm, set.exit_ns());
     let percent = |arm| percent_across(&rates(NONE), &rates(arm), pace.rounds);
     // The calibration has held if the interval reaches the wanted score.

@@ -110,7 +110,7 @@ impl Search {
 
     /// The search after the score at [`Search::cold`] is known.
     #[must_use]
-    pub fn told(self, score: f64, wanted: f64) -> Self {
+    pub fn narrowed(self, score: f64, wanted: f64) -> Self {
         let middle = f64::midpoint(self.low, self.high);
         match score > wanted {
             true => Self {
@@ -179,10 +179,10 @@ mod tests {
         let score = |cold: u32| 100.0 - f64::from(cold) / 1000.0;
         let mut search = Search::new();
         for _ in 0..20 {
-            search = search.told(score(search.cold()), 92.0);
+            search = search.narrowed(score(search.cold()), 92.0);
         }
         assert!(search.cold().abs_diff(8000) < 50, "{}", search.cold());
-        let most = (0..20).fold(Search::new(), |search, _| search.told(99.0, 92.0));
+        let most = (0..20).fold(Search::new(), |search, _| search.narrowed(99.0, 92.0));
         assert!(most.cold() >= COLD_MAX - 1);
     }
 }

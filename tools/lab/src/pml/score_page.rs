@@ -102,7 +102,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
                 ]);
             }
             match work {
-                0 => tell(report, suffix, pages, &costs),
+                0 => record(report, suffix, pages, &costs),
                 REFILL => tell_refill(report, suffix, pages, &costs),
                 _ => {}
             }
@@ -112,7 +112,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-fn tell(report: &mut Report, suffix: &str, pages: u64, costs: &Costs) {
+fn record(report: &mut Report, suffix: &str, pages: u64, costs: &Costs) {
     for set in Set::ALL {
         let of = |arm: usize| &costs.ns[arm][set as usize];
         for arm in [WP, PML] {

@@ -15,7 +15,7 @@ use lacuna_addr::{PAGE_SIZE, PageCount};
 #[cfg(test)]
 use lacuna_machine::SourcePage;
 use lacuna_machine::{Answer, PageRequest, PageSource};
-use lacuna_source::{Asker, Faults, Injected, Measured, Peer, Policy, Server, serve};
+use lacuna_source::{Faults, Injected, Measured, PageRequester, Peer, Policy, Server, serve};
 use std::cell::Cell;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -246,7 +246,7 @@ struct Pushed {
     window: Arc<Window>,
 }
 
-impl Asker for Pushed {
+impl PageRequester for Pushed {
     fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
         match content {
             Ok(content) => self.request.provide(content),
@@ -274,7 +274,7 @@ mod tests {
 
     struct Keep(Mutex<Sender<(u64, u8, Instant)>>);
 
-    impl Asker for Keep {
+    impl PageRequester for Keep {
         fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
             let sender = self.0.lock().unwrap();
             // The request's end is an answer too, which comes late.
@@ -295,8 +295,8 @@ mod tests {
         let keep = Arc::new(Keep(Mutex::new(sender)));
         let ask = |page: u64, purpose| {
             ask_for(purpose);
-            let asker = Arc::clone(&keep) as Arc<dyn Asker>;
-            pages.fetch(PageRequest::new(asker, page, SourcePage(page)));
+            let requester = Arc::clone(&keep) as Arc<dyn PageRequester>;
+            pages.fetch(PageRequest::new(requester, page, SourcePage(page)));
             ask_for(Purpose::Demand);
         };
         ask(1, Purpose::Demand);

@@ -225,7 +225,7 @@ mod tests {
     use crate::report::Verbosity;
     use lacuna_skip::test;
 
-    /// Every arm runs: with exits or without, told or not, a faulter gets pages and the worker
+    /// Every arm runs: with exits or without, notified or not, a faulter gets pages and the worker
     /// computes; alone, no page is demanded for long.
     fn every_arm_runs(kind: MemoryKind) {
         needs_guests();

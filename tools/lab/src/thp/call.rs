@@ -95,7 +95,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
             continue;
         }
         let found = compare(vcpu, rounds.into(), calls).map(|found| {
-            told(vcpu, &found)
+            results_of(vcpu, &found)
                 .into_iter()
                 .for_each(|result| report.push(result));
             table.extend(rows(vcpu, &found));
@@ -122,7 +122,7 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
         null: null(&found),
         published: SOURCE,
     };
-    let results = told(vcpu, &found).into();
+    let results = results_of(vcpu, &found).into();
     Ok(Found { row, results })
 }
 
@@ -254,7 +254,7 @@ fn longest_shootdown(found: &Compared) -> f64 {
     (pages - BAR * range) / (BAR - 1.0)
 }
 
-fn told(vcpu: Vcpu, found: &Compared) -> [Measurement; 2] {
+fn results_of(vcpu: Vcpu, found: &Compared) -> [Measurement; 2] {
     let [call, shootdown] = vcpu.ids();
     let parts = |arm: usize| {
         let Took {
@@ -367,10 +367,10 @@ mod tests {
         };
         assert_eq!(longest_shootdown(&compared(50.0)), 1200.0);
         assert!((ratio(&compared(1200.0)).median - BAR).abs() < 1e-9);
-        let [call, shootdown] = told(Vcpu::Elsewhere, &compared(50.0));
+        let [call, shootdown] = results_of(Vcpu::Elsewhere, &compared(50.0));
         assert_eq!((call.met, call.value), (Some(true), 5850.0 / 250.0));
         assert_eq!((shootdown.value, &*shootdown.unit), (0.05, "us"));
-        let [call, _] = told(Vcpu::Holding, &compared(2200.0));
+        let [call, _] = results_of(Vcpu::Holding, &compared(2200.0));
         assert_eq!(call.bar, None);
         assert_eq!(call.params["waited_for_a_vcpu"], 18);
         assert!(call.value < BAR);

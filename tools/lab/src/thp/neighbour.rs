@@ -191,20 +191,20 @@ pub fn total(options: &Options, report: &mut Report) -> Result<(), LabError> {
         let id = |state: &str| format!("thp.total_us.{state}.{word}");
         let mut spread = Spread::default();
         let runs = idle(huge, level, calls, repeats(options), &mut spread)?;
-        report.push(told(id("idle"), level, &runs, &spread));
+        report.push(results_of(id("idle"), level, &runs, &spread));
         if cores() < 2 {
             report.skip(id("running"), "this machine has one core");
             continue;
         }
         let mut spread = Spread::default();
         let runs = running(huge, level, calls, repeats(options), &mut spread);
-        let done = runs.map(|runs| report.push(told(id("running"), level, &runs, &spread)));
+        let done = runs.map(|runs| report.push(results_of(id("running"), level, &runs, &spread)));
         skip_if_busy(report, [id("running")], done)?;
     }
     Ok(())
 }
 
-fn told(id: String, level: Level, runs: &[f64], spread: &Spread) -> Measurement {
+fn results_of(id: String, level: Level, runs: &[f64], spread: &Spread) -> Measurement {
     let mut all = serde_json::Value::from(Summary::of(runs));
     all["histogram_ns"] = spread.buckets();
     for (name, quantile) in [("p50_ns", 0.5), ("p99_ns", 0.99), ("p999_ns", 0.999)] {

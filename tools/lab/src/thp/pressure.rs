@@ -93,7 +93,7 @@ pub fn measure(
             skip_if_busy(report, ids, Err(busy))?;
             continue;
         }
-        tell(options, place, &found, report);
+        record(options, place, &found, report);
     }
     Ok(())
 }
@@ -129,7 +129,7 @@ fn take_turns(
     })
 }
 
-fn tell(options: &Options, place: &PressurePlace, found: &Found, report: &mut Report) {
+fn record(options: &Options, place: &PressurePlace, found: &Found, report: &mut Report) {
     let rates = |arm: usize| &found[arm][0];
     let swap_ins = |arm: usize| Summary::of(&found[arm][2]);
     let ratio = paired(rates(SMALL), rates(HUGE));

@@ -119,7 +119,7 @@ pub fn measure(
             let took = compare(work, slots, repeats(options, work))?;
             let bar = bar.filter(|_| work.suffix.is_empty());
             table.extend(rows(work, slots, &took));
-            report.push(told(work, slots, bar, &took));
+            report.push(results_of(work, slots, bar, &took));
         }
     }
     report.detail(align(&table));
@@ -189,7 +189,7 @@ fn compare(work: &Work, slots: u64, repeats: usize) -> Result<Vec<Took>, LabErro
     }
 }
 
-fn told(work: &Work, slots: u64, bar: Option<f64>, took: &[Took]) -> Measurement {
+fn results_of(work: &Work, slots: u64, bar: Option<f64>, took: &[Took]) -> Measurement {
     let plural = if slots == 1 { "" } else { "s" };
     let id = format!("thp.range_vs_page.{slots}slot{plural}{}", work.suffix);
     let ratio = paired(&took[OURS].runs, &took[PAGE_LOOP].runs);

@@ -21,16 +21,16 @@ pub(super) fn offered((features, numbers): (Features, Option<Numbers>)) -> Offer
     }
 }
 
-/// Whether a guest that was offered `told` finds it where `here` is offered.
+/// Whether a guest that was offered `saved` finds it where `here` is offered.
 ///
 /// # Errors
 /// The field that is missing or differs.
-pub(super) fn check_offer(told: &Offered, here: &Offered) -> Result<(), StateError> {
-    let missing = told.features & !here.features;
+pub(super) fn check_offer(saved: &Offered, here: &Offered) -> Result<(), StateError> {
+    let missing = saved.features & !here.features;
     let fields = [
         ("apf.offered.features", missing, 0),
-        ("apf.offered.event", told.event, here.event),
-        ("apf.offered.interrupt", told.interrupt, here.interrupt),
+        ("apf.offered.event", saved.event, here.event),
+        ("apf.offered.interrupt", saved.interrupt, here.interrupt),
     ];
     for (field, value, expected) in fields {
         if value != 0 && value != expected {
@@ -42,7 +42,7 @@ pub(super) fn check_offer(told: &Offered, here: &Offered) -> Result<(), StateErr
 }
 
 /// The neutral form.
-pub(super) fn async_faults(saved: &Saved, told: (Features, Option<Numbers>)) -> AsyncFaults {
+pub(super) fn async_faults(saved: &Saved, offer: (Features, Option<Numbers>)) -> AsyncFaults {
     let form = |form| match form {
         contract::Form::Abort => Form::Abort,
         contract::Form::Sdei => Form::Sdei,
@@ -53,7 +53,7 @@ pub(super) fn async_faults(saved: &Saved, told: (Features, Option<Numbers>)) -> 
         interrupted,
     } = saved.sdei;
     AsyncFaults {
-        offered: offered(told),
+        offered: offered(offer),
         enabled: saved.enabled.map(|(of, value)| (form(of), value)),
         range: saved.range,
         sdei: Sdei {

@@ -366,9 +366,9 @@ impl Machine {
     }
 
     /// The guest gets page-not-present for a page that a program needs.
-    pub fn told(&mut self, form: Form, page: u64) -> u64 {
+    pub fn notified(&mut self, form: Form, page: u64) -> u64 {
         assert_eq!(self.load(page, EL0), End::Ran);
-        let token = self.not_present(form, FROM_EL0).expect("told");
+        let token = self.not_present(form, FROM_EL0).expect("a notification");
         if form == Form::Sdei {
             self.complete();
         }

@@ -18,8 +18,8 @@ pub const MIB: u64 = 1 << 20;
 
 /// A number that an environment variable may set, for a longer run.
 pub fn from_env(name: &str, otherwise: u64) -> u64 {
-    let told = std::env::var(name).ok();
-    told.map_or(otherwise, |text| text.parse().expect("a number"))
+    let found = std::env::var(name).ok();
+    found.map_or(otherwise, |text| text.parse().expect("a number"))
 }
 
 /// The console output of a guest.

@@ -11,7 +11,7 @@ const FROM_EL1: u64 = 0x9600_0010;
 #[test]
 fn a_guest_gets_a_reason_and_an_abort_with_the_token() {
     let mut fixture = Fixture::by_abort(0);
-    let completion = fixture.told(5);
+    let completion = fixture.notified(5);
     let (esr, reason, token) = fixture.guest.take_abort().unwrap();
     assert_eq!((esr, reason), (FROM_EL0, 1));
     assert_eq!((token & 0xffff, fixture.guest.words[1]), (3, 0), "the vCPU");
@@ -27,7 +27,7 @@ fn a_guest_gets_a_reason_and_an_abort_with_the_token() {
 
 #[test]
 fn only_send_always_interrupts_the_kernel() {
-    for (flags, level, told) in [
+    for (flags, level, notified) in [
         (0, ExceptionLevel::El0, true),
         (0, ExceptionLevel::El1, false),
         (SEND_ALWAYS, ExceptionLevel::El0, true),
@@ -35,11 +35,14 @@ fn only_send_always_interrupts_the_kernel() {
     ] {
         let mut fixture = Fixture::by_abort(flags);
         fixture.guest.level = level;
-        assert_eq!(fixture.queue.can_tell(gfn(5), &mut fixture.guest), told);
+        assert_eq!(
+            fixture.queue.can_notify(gfn(5), &mut fixture.guest),
+            notified
+        );
         let answer = fixture.fault(5);
-        assert_eq!(matches!(answer, NotPresent::Injected(_)), told);
-        assert_eq!(fixture.queue.halted(), !told, "an artificial halt");
-        assert_eq!(fixture.guest.abort.is_some(), told);
+        assert_eq!(matches!(answer, NotPresent::Injected(_)), notified);
+        assert_eq!(fixture.queue.halted(), !notified, "an artificial halt");
+        assert_eq!(fixture.guest.abort.is_some(), notified);
     }
 }
 
@@ -48,7 +51,7 @@ fn only_send_always_interrupts_the_kernel() {
 fn no_event_while_the_reason_is_not_zero() {
     for reason in [1, 2, 3, u32::MAX] {
         let mut fixture = Fixture::by_abort(0);
-        let first = fixture.told(5);
+        let first = fixture.notified(5);
         let (_, _, token) = fixture.guest.take_abort().unwrap();
         fixture.guest.words[0] = reason;
         let second = fixture.halts(6);
@@ -88,7 +91,7 @@ fn no_event_in_the_range_behind_the_vectors() {
         for (page, pc) in [(1, VBAR - 4), (2, VBAR + outside), (3, 0)] {
             fixture.guest.pc = pc;
             assert_eq!(fixture.settle(), []);
-            fixture.told(page).complete();
+            fixture.notified(page).complete();
             let (_, _, token) = fixture.guest.take_abort().unwrap();
             fixture.guest.words[0] = 0;
             assert_eq!(fixture.settle(), [token], "{pc:#x}");
@@ -113,7 +116,7 @@ fn a_range_over_everything_keeps_events_away() {
 #[test]
 fn an_exception_that_waits_holds_events_off() {
     let mut fixture = Fixture::by_abort(0);
-    let completion = fixture.told(5);
+    let completion = fixture.notified(5);
     assert!(!fixture.guest.interruptible, "the abort is not taken yet");
     assert!(matches!(fixture.fault(6), NotPresent::Wait));
     completion.complete();
@@ -137,10 +140,10 @@ fn a_block_that_cannot_be_written_any_more_costs_the_event() {
 #[test]
 fn disabling_with_faults_pending_forgets_them() {
     let mut fixture = Fixture::by_abort(0);
-    let (one, two) = (fixture.told(5), {
+    let (one, two) = (fixture.notified(5), {
         fixture.guest.take_abort().unwrap();
         fixture.guest.words[0] = 0;
-        fixture.told(6)
+        fixture.notified(6)
     });
     fixture.guest.take_abort().unwrap();
     fixture.guest.words[0] = 0;
@@ -159,12 +162,12 @@ fn disabling_with_faults_pending_forgets_them() {
 #[test]
 fn a_token_in_use_is_not_given_out_again() {
     let mut fixture = Fixture::by_abort(0);
-    let slow = fixture.told(1);
+    let slow = fixture.notified(1);
     let (_, _, first) = fixture.guest.take_abort().unwrap();
     fixture.guest.words[0] = 0;
     let mut token = 0;
     for page in 0..0x1_0000 {
-        fixture.told(100 + page % 200).complete();
+        fixture.notified(100 + page % 200).complete();
         (_, _, token) = fixture.guest.take_abort().unwrap();
         assert!(token != 0 && token != first);
         fixture.guest.words[0] = 0;

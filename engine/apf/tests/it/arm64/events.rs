@@ -16,7 +16,7 @@ fn complete(fixture: &mut Fixture) -> u32 {
 fn a_guest_gets_two_words_and_an_event() {
     let mut fixture = Fixture::by_sdei(0);
     let before = fixture.guest.context;
-    let completion = fixture.told(5);
+    let completion = fixture.notified(5);
     let [reason, token] = fixture.guest.words;
     assert_eq!((reason, token & 0xfff, token >> 28), (1, 3, 0));
     assert_eq!(fixture.guest.context, before, "before its next instruction");
@@ -61,17 +61,17 @@ fn a_vcpu_that_takes_no_events_halts() {
         (fixture.guest.words, fixture.guest.memory) = ([0; 2], Memory::Ram);
         completion.complete();
         assert_eq!(fixture.poll(), 1);
-        assert_eq!(fixture.guest.line, Line::Low, "it was not told");
+        assert_eq!(fixture.guest.line, Line::Low, "it was not notified");
     }
     let mut fixture = Fixture::by_sdei(SEND_ALWAYS);
     fixture.guest.level = ExceptionLevel::El1;
-    let _ = fixture.told(5);
+    let _ = fixture.notified(5);
 }
 
 #[test]
 fn no_event_while_a_handler_runs() {
     let mut fixture = Fixture::by_sdei(SEND_ALWAYS);
-    let first = fixture.told(5);
+    let first = fixture.notified(5);
     fixture.enter();
     let token = std::mem::take(&mut fixture.guest.words)[1];
     let second = fixture.halts(6);
@@ -87,7 +87,7 @@ fn no_event_while_a_handler_runs() {
 fn an_event_that_is_not_taken_is_cancelled() {
     let mut fixture = Fixture::by_sdei(0);
     let before = fixture.guest.context;
-    fixture.told(5).complete();
+    fixture.notified(5).complete();
     assert_eq!(fixture.poll(), 1);
     assert_eq!(fixture.guest.words, [0; 2]);
     fixture.enter();
@@ -97,17 +97,17 @@ fn an_event_that_is_not_taken_is_cancelled() {
     assert_eq!((stats.taken, stats.ready, stats.spurious), (1, 0, 1));
     // Without a wait: the next fault on the page is synchronous, as after every page-ready.
     assert!(matches!(fixture.fault(5), NotPresent::Wait));
-    let _ = fixture.told(6);
+    let _ = fixture.notified(6);
 }
 
 /// `poll` checks only the page that arrived first: another one waits for the words.
 #[test]
 fn an_untaken_event_keeps_other_pages_waiting() {
     let mut fixture = Fixture::by_sdei(0);
-    let first = fixture.told(5);
+    let first = fixture.notified(5);
     fixture.enter();
     let one = complete(&mut fixture);
-    let second = fixture.told(6);
+    let second = fixture.notified(6);
     first.complete();
     second.complete();
     assert_eq!(fixture.poll(), 0, "page 5 cannot be delivered now");
@@ -121,7 +121,7 @@ fn an_untaken_event_keeps_other_pages_waiting() {
 fn a_cancelled_event_leaves_foreign_words_alone() {
     for words in [[1, 9], [3, 0], [0, 0]] {
         let mut fixture = Fixture::by_sdei(0);
-        let completion = fixture.told(5);
+        let completion = fixture.notified(5);
         fixture.guest.words = words;
         completion.complete();
         assert_eq!(fixture.poll(), 1);
@@ -136,7 +136,7 @@ fn a_cancelled_event_leaves_foreign_words_alone() {
 fn a_guest_that_never_acknowledges_gets_no_more_pages_and_harms_nobody() {
     let mut fixture = Fixture::by_sdei(0);
     let completions = [5, 6, 7].map(|page| {
-        let completion = fixture.told(page);
+        let completion = fixture.notified(page);
         fixture.enter();
         complete(&mut fixture);
         completion
@@ -152,7 +152,7 @@ fn a_guest_that_never_acknowledges_gets_no_more_pages_and_harms_nobody() {
     assert_eq!(fixture.guest.line, Line::High);
     // More faults follow, until the queue is full.
     for page in 10..71 {
-        let _pages = fixture.told(page);
+        let _pages = fixture.notified(page);
         fixture.enter();
         complete(&mut fixture);
     }
@@ -170,7 +170,7 @@ fn an_acknowledgement_of_nothing_succeeds() {
     assert_eq!(fixture.guest.line, Line::Low);
     // While the words are unread, an acknowledgement does not free them.
     let completions = [5, 6].map(|page| {
-        let completion = fixture.told(page);
+        let completion = fixture.notified(page);
         fixture.enter();
         complete(&mut fixture);
         completion
@@ -192,7 +192,7 @@ fn an_acknowledgement_of_nothing_succeeds() {
 #[test]
 fn disabling_takes_back_what_the_guest_has_not_seen() {
     let mut fixture = Fixture::by_sdei(0);
-    let untaken = fixture.told(5);
+    let untaken = fixture.notified(5);
     assert_eq!(fixture.switch_sdei(0), 0);
     assert_eq!(fixture.guest.words, [0; 2]);
     let before = fixture.guest.context;
@@ -202,7 +202,7 @@ fn disabling_takes_back_what_the_guest_has_not_seen() {
     assert_eq!(fixture.poll(), 0);
 
     let mut fixture = Fixture::by_sdei(0);
-    let completion = fixture.told(5);
+    let completion = fixture.notified(5);
     fixture.enter();
     complete(&mut fixture);
     completion.complete();
@@ -218,7 +218,7 @@ fn disabling_takes_back_what_the_guest_has_not_seen() {
 #[test]
 fn interrupts_wait_in_the_controller_not_here() {
     let mut fixture = Fixture::by_sdei(0);
-    let completion = fixture.told(5);
+    let completion = fixture.notified(5);
     fixture.enter();
     complete(&mut fixture);
     completion.complete();
@@ -231,7 +231,7 @@ fn interrupts_wait_in_the_controller_not_here() {
 #[test]
 fn an_instruction_that_waits_for_a_device_is_not_interrupted() {
     let mut fixture = Fixture::by_sdei(0);
-    let _completion = fixture.told(5);
+    let _completion = fixture.notified(5);
     let before = fixture.guest.context;
     fixture.guest.interruptible = false;
     fixture.enter();

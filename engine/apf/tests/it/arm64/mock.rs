@@ -263,7 +263,7 @@ impl Fixture {
     }
 
     /// A fault with a signalled page-not-present, before the guest has taken the event.
-    pub fn told(&mut self, page: u64) -> Completion {
+    pub fn notified(&mut self, page: u64) -> Completion {
         match self.fault(page) {
             NotPresent::Injected(completion) => completion,
             NotPresent::Wait => panic!("waits"),
@@ -271,7 +271,7 @@ impl Fixture {
         }
     }
 
-    /// A fault that the guest is not told of.
+    /// A fault that the guest is not notified of.
     pub fn halts(&mut self, page: u64) -> Completion {
         match self.fault(page) {
             NotPresent::Halt(Some(completion)) => completion,

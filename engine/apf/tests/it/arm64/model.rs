@@ -183,7 +183,7 @@ impl Model {
     }
 
     /// The guest got page-not-present for `page`.
-    fn told(&mut self, form: Form, page: u64, token: u32) {
+    fn notified(&mut self, form: Form, page: u64, token: u32) {
         self.flights.insert(page, Some(token));
         match form {
             Form::Abort => {
@@ -391,7 +391,7 @@ impl Run {
                 Form::Sdei => guest.words[1],
             };
             assert!(token != 0 && token != WAKE_ALL);
-            self.model.told(form, page, token);
+            self.model.notified(form, page, token);
         } else {
             assert_eq!(guest.words, before);
         }

@@ -16,7 +16,7 @@ const SHARED_RESET: u32 = event(0x12);
 /// A vCPU whose handler is at work.
 fn in_handler() -> Fixture {
     let mut fixture = Fixture::by_sdei(0);
-    let _ = fixture.told(5);
+    let _ = fixture.notified(5);
     fixture.enter();
     assert_eq!(fixture.guest.context.pc, HANDLER);
     fixture

@@ -20,7 +20,7 @@ fn a_guest_of_rfcv2_gets_a_wake_all() {
     assert_eq!(fixture.x0(ABORT, &[0x1000, 1 << 30]), 0);
     assert_eq!(fixture.switch_abort(BLOCK | ENABLED | SEND_ALWAYS), 0);
     assert_eq!(fixture.settle(), [WAKE_ALL]);
-    let lost = fixture.told(5);
+    let lost = fixture.notified(5);
     let saved = fixture.queue.save();
     assert_eq!(
         saved.enabled,
@@ -36,7 +36,7 @@ fn a_guest_of_rfcv2_gets_a_wake_all() {
 #[test]
 fn an_event_that_was_not_taken_is_taken_after_the_restore() {
     let mut fixture = Fixture::by_sdei(0);
-    let _ = fixture.told(5);
+    let _ = fixture.notified(5);
     let (saved, words) = (fixture.queue.save(), fixture.guest.words);
     assert_eq!(saved.untaken, Some(words[1]));
     let mut fixture = restored(&saved, words);
@@ -50,7 +50,7 @@ fn an_event_that_was_not_taken_is_taken_after_the_restore() {
 #[test]
 fn an_interrupt_that_was_not_acknowledged_is_raised_again() {
     let mut fixture = Fixture::by_sdei(0);
-    let completion = fixture.told(5);
+    let completion = fixture.notified(5);
     fixture.enter();
     fixture.guest.words = [0; 2];
     completion.complete();

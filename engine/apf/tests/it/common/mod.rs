@@ -76,7 +76,7 @@ impl Mock {
     }
 
     /// The events delivered since the last call.
-    pub fn told(&mut self) -> Vec<Event> {
+    pub fn take_events(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.events)
     }
 

@@ -10,7 +10,7 @@ const SIGNED_DFR0: u64 = 1 << 8;
 /// TGran64 and TGran4.
 const SIGNED_MMFR0: u64 = 1 << 24 | 1 << 28;
 
-/// The first register, and its value in `told`, that reported more to the guest than a processor
+/// The first register, and its value in `saved`, that reported more to the guest than a processor
 /// with the ID registers `have` has: a feature register (`ID_AA64*_EL1`) with a field that is
 /// greater, or another register that differs. A register that the processor does not list reads as
 /// zero there.
@@ -18,15 +18,15 @@ const SIGNED_MMFR0: u64 = 1 << 24 | 1 << 28;
 /// A field of a feature register counts upwards: each value includes the features of the ones below
 /// (Arm ARM D17.1.3).
 pub fn missing_in(
-    told: &BTreeMap<SysReg, u64>,
+    saved: &BTreeMap<SysReg, u64>,
     have: &BTreeMap<SysReg, u64>,
 ) -> Option<(SysReg, u64)> {
-    let mut told = told.iter().map(|(register, value)| (*register, *value));
-    told.find(|(register, told)| {
+    let mut saved = saved.iter().map(|(register, value)| (*register, *value));
+    saved.find(|(register, saved)| {
         let have = have.get(register).copied().unwrap_or(0);
         match is_feature(*register) {
-            true => is_more(*told, have, signed_fields(*register)),
-            false => *told != have,
+            true => is_more(*saved, have, signed_fields(*register)),
+            false => *saved != have,
         }
     })
 }
@@ -45,14 +45,14 @@ fn signed_fields(register: SysReg) -> u64 {
     }
 }
 
-/// Whether a field of 4 bits is greater in `told` than in `have`. `signed` has the lowest bit of
+/// Whether a field of 4 bits is greater in `saved` than in `have`. `signed` has the lowest bit of
 /// the fields that begin with "none".
-fn is_more(told: u64, have: u64, signed: u64) -> bool {
+fn is_more(saved: u64, have: u64, signed: u64) -> bool {
     (0..64).step_by(4).any(|low| {
         // A signed field is compared as one that counts from 8 on.
         let bias = if signed >> low & 1 == 1 { 8 } else { 0 };
         let value = |register: u64| (register >> low & 0xf) ^ bias;
-        value(told) > value(have)
+        value(saved) > value(have)
     })
 }
 
@@ -64,10 +64,10 @@ mod tests {
     const ISAR0: SysReg = SysReg::new([3, 0, 0, 6, 0]);
     const MMFR0: SysReg = SysReg::new([3, 0, 0, 7, 0]);
 
-    fn is_missing(register: SysReg, told: u64, have: u64) -> bool {
+    fn is_missing(register: SysReg, saved: u64, have: u64) -> bool {
         let of = |value| BTreeMap::from([(register, value)]);
-        let missing = missing_in(&of(told), &of(have));
-        assert!(missing.is_none_or(|found| found == (register, told)));
+        let missing = missing_in(&of(saved), &of(have));
+        assert!(missing.is_none_or(|found| found == (register, saved)));
         missing.is_some()
     }
 
@@ -98,9 +98,9 @@ mod tests {
     #[test]
     fn a_register_that_is_not_listed_reads_as_zero() {
         let (none, register) = (BTreeMap::new(), SysReg::new([3, 0, 0, 4, 7]));
-        let told = |value| BTreeMap::from([(register, value)]);
-        assert_eq!(missing_in(&told(0), &none), None);
-        assert_eq!(missing_in(&told(1), &none), Some((register, 1)));
-        assert_eq!(missing_in(&none, &told(1)), None);
+        let saved = |value| BTreeMap::from([(register, value)]);
+        assert_eq!(missing_in(&saved(0), &none), None);
+        assert_eq!(missing_in(&saved(1), &none), Some((register, 1)));
+        assert_eq!(missing_in(&none, &saved(1)), None);
     }
 }

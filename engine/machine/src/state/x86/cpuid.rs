@@ -288,8 +288,8 @@ mod tests {
     fn the_leaves_announce_the_common_features_and_no_fpu() {
         for apf in [Apf::Off, Apf::On] {
             let leaves = common(apf).leaves();
-            let told = Features::of(|function, index| answer(&leaves, function, index));
-            assert_eq!(told, Features::common(apf));
+            let found = Features::of(|function, index| answer(&leaves, function, index));
+            assert_eq!(found, Features::common(apf));
             let vectors = 1 << 0 | 1 << 23 | 1 << 24 | 1 << 25 | 1 << 26;
             assert_eq!(answer(&leaves, 1, 0)[EDX] & vectors, 0);
             assert_eq!(answer(&leaves, CLOCKS, 0), [2_500_000, APIC_KHZ, 0, 0]);

@@ -38,8 +38,8 @@ const BASIC_BLOCK: u64 = 16;
 const WRITES: u64 = 200;
 
 fn from_env(name: &str) -> Option<u64> {
-    let told = std::env::var(name).ok()?;
-    Some(told.parse().expect("a number"))
+    let value = std::env::var(name).ok()?;
+    Some(value.parse().expect("a number"))
 }
 
 /// A small generator: the test needs variety, not quality.

@@ -1,7 +1,7 @@
-//! An asker that records the answers.
+//! An requester that records the answers.
 #![allow(dead_code, reason = "no test program uses all of it")]
 
-use lacuna_source::{Answer, Asker, PageRequest, PageSource, SourcePage};
+use lacuna_source::{Answer, PageRequest, PageRequester, PageSource, SourcePage};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex};
@@ -32,7 +32,7 @@ pub struct Answers {
     arrived: Condvar,
 }
 
-impl Asker for Answers {
+impl PageRequester for Answers {
     fn answer(&self, key: u64, content: Result<&Page, &str>) -> Answer {
         let mut taken = self.taken.lock().unwrap();
         if taken.contains_key(&key) {
@@ -51,8 +51,8 @@ impl Answers {
     }
 
     pub fn ask(self: &Arc<Self>, source: &dyn PageSource, page: u64) {
-        let asker = Arc::clone(self) as Arc<dyn Asker>;
-        source.fetch(PageRequest::new(asker, page, SourcePage(page)));
+        let requester = Arc::clone(self) as Arc<dyn PageRequester>;
+        source.fetch(PageRequest::new(requester, page, SourcePage(page)));
     }
 
     /// Waits for the answer to `page`.

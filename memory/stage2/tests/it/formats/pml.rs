@@ -118,11 +118,11 @@ fn a_large_leaf_is_write_protected_instead() {
     let mapped = stage2.fault_cursor(gfn(0)).map(gfn(0), large);
     assert!(mapped.is_ok(), "{mapped:?}");
     let page = GfnRange::page(gfn(7));
-    let mut told = Vec::new();
+    let mut cleared = Vec::new();
     let flush = stage2
         .fault_cursor(gfn(7))
-        .clear_dirty([page], |was| told.push(was.leaf));
-    assert_eq!(told, [large]);
+        .clear_dirty([page], |was| cleared.push(was.leaf));
+    assert_eq!(cleared, [large]);
     flush.finish(&Qsbr::new(0));
     assert_eq!(
         stage2.fast_page_fault(gfn(7)),
