@@ -171,6 +171,27 @@ pub(super) fn read_or_idle(
     read_rest(from, head, payload).map(Some)
 }
 
+/// Reads what a peer of a destination sends first: a whole frame, or a head that no frame has. To
+/// read these bytes later as a frame takes no waiting.
+///
+/// # Errors
+/// The peer has ended the connection, or does not send so many bytes in time.
+pub fn first_message(from: &mut dyn Read) -> io::Result<Vec<u8>> {
+    let mut head = [0; HEAD];
+    from.read_exact(&mut head)?;
+    let bytes = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
+    let longest = Kind::of(head[0]).map_or(0, Kind::longest);
+    let mut message = head.to_vec();
+    if bytes as usize <= longest {
+        // The memory for it grows with what arrives.
+        let read = from.take(bytes.into()).read_to_end(&mut message)?;
+        if read < bytes as usize {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+    Ok(message)
+}
+
 fn read_rest(
     from: &mut impl Read,
     head: [u8; HEAD],
@@ -232,6 +253,28 @@ mod tests {
         bytes[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
         let wrong = read(&mut &*bytes, &mut Vec::new()).expect_err("too long");
         assert!(wrong.to_string().contains("at most 16"), "{wrong}");
+    }
+
+    /// A stranger is judged by the bytes that it has sent; nothing waits for more.
+    #[test]
+    fn a_first_message_is_a_frame_or_a_wrong_head() {
+        let mut good = framed(Kind::Join, &[], b"{}");
+        let whole = good.len();
+        good.extend(b"the next frame");
+        let mut long = good.clone();
+        long[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
+        for (bytes, read) in [
+            (&good[..], whole),
+            (b"GET / HTTP/1.1\r\n\r\n", HEAD),
+            (&long, HEAD),
+        ] {
+            let message = first_message(&mut &*bytes).expect("so many bytes");
+            assert_eq!(message, bytes[..read]);
+        }
+        for half in [HEAD - 1, whole - 1] {
+            let error = first_message(&mut &good[..half]).expect_err("more bytes are due");
+            assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+        }
     }
 
     /// Only a machine of very many vCPUs has such a state.

@@ -58,6 +58,7 @@ mod take;
 
 pub use arrive::{Arrived, Arriving};
 pub use connection::{Connection, Connections, HangUp};
+pub use frame::first_message;
 pub use give::{Given, Sent};
 pub use packing::Compression;
 pub use receive::{Incoming, Prepared, Waiting};

@@ -5,8 +5,8 @@
 //!   ▲                           │ is none
 //!   └──── refused, reason ◄─────┘
 //! ```
-//! A connection that announces no machine is refused, and the command keeps waiting; nothing is
-//! made for it. The first connection that announces a machine brings the guest. Every failure from
+//! All connections are looked at, at the same time. One that announces no machine is refused, and
+//! the command keeps waiting; nothing is made for it. The first connection that announces a machine brings the guest. Every failure from
 //! then on ends the command, and the source gets the reason.
 
 use super::{Job, Refusal, Start, run_controlled};
@@ -18,7 +18,7 @@ use crate::output::{check_target, complain, visible};
 use crate::sample::Received;
 use crate::signals::Signals;
 use crate::size::Size;
-use crate::transport::{Accepted, Listener};
+use crate::transport::{Accepted, Candidate, Link, Listener};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{PageSource, PlatformDevices, Vm};
 use lacuna_migrate::stream::{Incoming, Prepared};
@@ -110,10 +110,11 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let control = args.control.as_deref().map(ControlSocket::open);
     let control = control.transpose()?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
-    let listener = Listener::open(at, files.as_ref());
+    let link = Arc::new(Link::of_destination(cut));
+    let listener = Listener::open(at, files.as_ref(), link);
     let listener = listener.map_err(|error| (error.kind().into(), error.to_string()))?;
     complain(&format!("waiting for a guest at {}", listener.address()));
-    let arrival = wait(&listener, &cut, &signals)?;
+    let arrival = wait(&listener, &signals)?;
     let run = args.on(arrival.at.to_string(), &arrival.machine);
     let done = arrival
         .check()
@@ -126,25 +127,22 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
 }
 
 /// Waits until a connection has announced a guest. Others are refused.
-fn wait<'a>(
-    listener: &'a Listener<'a>,
-    cut: &Arc<AtomicBool>,
-    signals: &Signals,
-) -> Result<Arrival<'a>, Refusal> {
-    loop {
-        let accepted = listener.accept(cut).map_err(|error| {
+fn wait<'a>(listener: &'a Listener<'a>, signals: &Signals) -> Result<Arrival<'a>, Refusal> {
+    while listener.link().is_open() {
+        let next = listener.next().map_err(|error| {
             let text = format!(
                 "{}: no connection can be accepted: {error}",
                 listener.address()
             );
             (Exit::Host, text)
         })?;
-        let Some((stream, from)) = accepted else {
-            return Err(interrupted(signals, "before a guest came"));
+        let Some(Candidate { from, connection }) = next else {
+            continue;
         };
-        let announced = Accepted::new(listener, stream)
-            .map_err(MigrateError::Cut)
-            .and_then(|connections| Ok((Incoming::accept(&connections)?, connections)));
+        let announced = connection.map_err(MigrateError::Cut).and_then(|first| {
+            let connections = Accepted::new(listener, first);
+            Ok((Incoming::accept(&connections)?, connections))
+        });
         match announced {
             Ok((incoming, connections)) => {
                 let (at, link) = (listener.address().clone(), connections.link());
@@ -162,6 +160,7 @@ fn wait<'a>(
             )),
         }
     }
+    Err(interrupted(signals, "before a guest came"))
 }
 
 fn interrupted(signals: &Signals, when: &str) -> Refusal {

@@ -69,25 +69,36 @@ impl Introduction {
     }
 }
 
-/// A connection of which the first write ends the introduction.
+/// A connection whose first write ends the introduction.
 pub(super) struct Introduced {
     connection: Box<dyn Connection>,
     introduction: Introduction,
+    /// The rest of what was read of it: the next bytes.
+    first: io::Cursor<Vec<u8>>,
 }
 
 impl Introduced {
-    /// `connection` lies above a [`Stream`](super::Stream) of this introduction.
-    pub fn new(connection: Box<dyn Connection>, introduction: Introduction) -> Self {
+    /// `connection` lies above a [`Stream`](super::Stream) of this introduction. The bytes of
+    /// `first` were read from it, and are read again.
+    pub fn new(
+        connection: Box<dyn Connection>,
+        introduction: Introduction,
+        first: Vec<u8>,
+    ) -> Self {
         Self {
             connection,
             introduction,
+            first: io::Cursor::new(first),
         }
     }
 }
 
 impl Read for Introduced {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.connection.read(buffer)
+        match self.first.read(buffer)? {
+            0 => self.connection.read(buffer),
+            read => Ok(read),
+        }
     }
 }
 
@@ -128,13 +139,15 @@ mod tests {
         let introduction = Introduction::passed();
         let link = Arc::new(Link::of_destination(Arc::default()));
         let stream = Stream::accepted(Socket::Unix(here), link, introduction.clone()).unwrap();
-        let mut stream = Introduced::new(Box::new(stream), introduction);
+        let mut stream = Introduced::new(Box::new(stream), introduction, b"xyz".into());
+        let mut bytes = [0; 3];
+        stream.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"xyz", "what has arrived before");
         let error = stream.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
         let told = "did not introduce itself within 10s";
         assert!(error.to_string().contains(told), "{error}");
         stream.write_all(b"welcome").unwrap();
-        let mut bytes = [0; 3];
         stream.read_exact(&mut bytes).unwrap();
         assert_eq!(&bytes, b"abc");
     }

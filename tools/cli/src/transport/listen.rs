@@ -1,32 +1,28 @@
 //! The destination's side: accepts connections.
 
-use super::introduction::{Introduced, Introduction};
+use super::candidates::{Candidate, Candidates};
 use super::link::LOOK;
 use super::stream::Socket;
-use super::{Link, Stream, Tls, TransportError};
+use super::{Link, Tls, TransportError};
 use crate::args::{Address, HostPort, TlsFiles};
 use crate::socket::Socket as Named;
 use lacuna_migrate::stream::{Connection, Connections};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::collections::VecDeque;
 use std::io;
-use std::iter::once;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a source may take for each further connection.
 const FURTHER: Duration = Duration::from_secs(30);
-/// The most connections that are kept while their peers send nothing.
-const SILENT_MAX: usize = 16;
 
 /// Accepts connections at one address. The socket's file is removed when the value is dropped.
 pub struct Listener<'a> {
     at: Address,
-    tls: Option<Tls>,
     waits: Waits<'a>,
+    link: Arc<Link>,
+    candidates: Mutex<Candidates>,
 }
 
 enum Waits<'a> {
@@ -36,11 +32,15 @@ enum Waits<'a> {
 
 impl<'a> Listener<'a> {
     /// Listens at `at`. A UNIX socket is for this user alone. `tls` has the files for it, if the
-    /// address needs some.
+    /// address needs some. All connections share `link`.
     ///
     /// # Errors
     /// [`TransportError`].
-    pub fn open(at: &'a Address, tls: Option<&TlsFiles>) -> Result<Self, TransportError> {
+    pub fn open(
+        at: &'a Address,
+        tls: Option<&TlsFiles>,
+        link: Arc<Link>,
+    ) -> Result<Self, TransportError> {
         let tls = tls.map(Tls::load).transpose()?;
         let failed = |error: io::Error| TransportError::Listen {
             at: at.clone(),
@@ -63,7 +63,13 @@ impl<'a> Listener<'a> {
                 (Address::Tls(place), Waits::Tcp(listener))
             }
         };
-        Ok(Self { at, tls, waits })
+        let candidates = Candidates::new(tls, Arc::clone(&link)).map_err(failed)?;
+        Ok(Self {
+            at,
+            waits,
+            link,
+            candidates: Mutex::new(candidates),
+        })
     }
 
     /// The address, with the port that the system has chosen for port 0.
@@ -71,37 +77,31 @@ impl<'a> Listener<'a> {
         &self.at
     }
 
-    /// Waits for a connection, and returns it with the name of its other end. `None`: a thread or a
-    /// signal has set `cut`.
+    /// What its connections share.
+    pub fn link(&self) -> &Arc<Link> {
+        &self.link
+    }
+
+    /// The next connection whose peer has introduced itself, or has failed to. `None`: there was
+    /// none for a short time.
     ///
     /// # Errors
     /// No connection can be accepted.
-    pub fn accept(&self, cut: &Arc<AtomicBool>) -> io::Result<Option<(Stream, String)>> {
-        while !cut.load(Ordering::Relaxed) {
-            first_readable(once(self.waits.as_fd()));
-            let Some((socket, from)) = self.try_accept()? else {
-                continue;
-            };
-            let link = Arc::new(Link::of_destination(Arc::clone(cut)));
-            // A peer may be gone already.
-            if let Ok(stream) = Stream::accepted(socket, link, Introduction::begins()) {
-                return Ok(Some((stream, from)));
-            }
+    pub fn next(&self) -> io::Result<Option<Candidate>> {
+        let candidates = self.candidates.lock();
+        let mut candidates = candidates.unwrap_or_else(PoisonError::into_inner);
+        if let Some(candidate) = candidates.next() {
+            return Ok(Some(candidate));
+        }
+        wait_for_either(&self.waits, &*candidates);
+        if let Some(candidate) = candidates.next() {
+            return Ok(Some(candidate));
+        }
+        if let Some((socket, from)) = self.try_accept()? {
+            // A peer may be gone already. Without a thread for it, the source connects again.
+            let _ = candidates.add(socket, from);
         }
         Ok(None)
-    }
-
-    /// The connection above `stream`.
-    fn secure(&self, stream: Stream) -> io::Result<Box<dyn Connection>> {
-        let introduction = stream.introduction().cloned();
-        let connection: Box<dyn Connection> = match &self.tls {
-            Some(tls) => tls.accept(stream)?,
-            None => Box::new(stream),
-        };
-        match introduction {
-            Some(introduction) => Ok(Box::new(Introduced::new(connection, introduction))),
-            None => Ok(connection),
-        }
     }
 
     /// The next connection with the name of its other end. `None`: there is none now.
@@ -136,79 +136,33 @@ impl AsFd for Waits<'_> {
     }
 }
 
-impl AsFd for Socket {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(stream) => stream.as_fd(),
-            Self::Tcp(stream) => stream.as_fd(),
-        }
-    }
-}
-
-/// Waits for a short time until a socket or a listener in `fds` has something. The position of the
-/// first one that has.
-fn first_readable<'fd>(fds: impl Iterator<Item = BorrowedFd<'fd>>) -> Option<usize> {
-    let mut fds: Vec<_> = fds
-        .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-        .collect();
+/// Waits for a short time until one of both has something.
+fn wait_for_either(one: &impl AsFd, other: &impl AsFd) {
+    let mut fds = [
+        PollFd::new(one, PollFlags::IN),
+        PollFd::new(other, PollFlags::IN),
+    ];
     let look = Timespec::try_from(LOOK).expect("a tenth of a second");
     // Interrupted: as if the time had passed.
-    poll(&mut fds, Some(&look)).ok()?;
-    fds.iter().position(|fd| !fd.revents().is_empty())
+    let _ = poll(&mut fds, Some(&look));
 }
 
 /// The connections of one migration, of which the first one has been accepted.
 pub struct Accepted<'a> {
     listener: &'a Listener<'a>,
-    link: Arc<Link>,
     first: Mutex<Option<Box<dyn Connection>>>,
-    /// Connections of which the peers have sent nothing yet, the oldest first. They stay here from
-    /// one [`Connections::open`] to the next: each of them may be the source's.
-    silent: Mutex<VecDeque<(Socket, Introduction)>>,
 }
 
 impl<'a> Accepted<'a> {
-    /// Begins with `first`. A wait for another one ends when its [`Link`] says so.
-    ///
-    /// # Errors
-    /// The other side has no TLS, or not the right certificate.
-    pub fn new(listener: &'a Listener<'a>, first: Stream) -> io::Result<Self> {
-        let link = Arc::clone(first.link());
-        let first = listener.secure(first)?;
-        Ok(Self {
-            listener,
-            link,
-            first: Mutex::new(Some(first)),
-            silent: Mutex::default(),
-        })
+    /// Begins with `first`. A wait for another one ends when the listener's [`Link`] says so.
+    pub fn new(listener: &'a Listener<'a>, first: Box<dyn Connection>) -> Self {
+        let first = Mutex::new(Some(first));
+        Self { listener, first }
     }
 
     /// What its connections share.
     pub fn link(&self) -> &Arc<Link> {
-        &self.link
-    }
-
-    /// The oldest connection of which the peer has sent something, or has ended it. `None`: there
-    /// was none for a short time, or a new connection came and is now one of the silent ones.
-    fn next_spoken(&self) -> io::Result<Option<(Socket, Introduction)>> {
-        let mut silent = self.silent.lock().unwrap_or_else(PoisonError::into_inner);
-        silent.retain(|(_, introduction)| introduction.is_open());
-        let sockets = silent.iter().map(|(socket, _)| socket.as_fd());
-        let ready = first_readable(sockets.chain(once(self.listener.waits.as_fd())));
-        // The listener's position is behind the last socket.
-        if let Some(spoken) = ready.and_then(|ready| silent.remove(ready)) {
-            return Ok(Some(spoken));
-        }
-        // One connection is accepted between two polls, and only if no peer has spoken. So only a
-        // silent connection is closed for a new one. And while a peer that has spoken stalls, the
-        // time of the connections in the backlog has not begun.
-        if let Some((socket, _)) = self.listener.try_accept()? {
-            if silent.len() == SILENT_MAX {
-                silent.pop_front();
-            }
-            silent.push_back((socket, Introduction::begins()));
-        }
-        Ok(None)
+        self.listener.link()
     }
 }
 
@@ -223,13 +177,13 @@ impl Connections for Accepted<'_> {
             return Ok(first);
         }
         let deadline = Instant::now() + FURTHER;
-        while self.link.is_open() && Instant::now() < deadline {
-            let Some((socket, introduction)) = self.next_spoken()? else {
-                continue;
-            };
+        while self.link().is_open() && Instant::now() < deadline {
             // A stranger may be gone, or have no TLS. The source may be the next peer.
-            let stream = Stream::accepted(socket, Arc::clone(&self.link), introduction);
-            if let Ok(connection) = stream.and_then(|stream| self.listener.secure(stream)) {
+            if let Some(Candidate {
+                connection: Ok(connection),
+                ..
+            }) = self.listener.next()?
+            {
                 return Ok(connection);
             }
         }
@@ -260,135 +214,144 @@ fn advice(error: &io::Error) -> &'static str {
 mod tests {
     use super::*;
     use crate::transport::Connector;
+    use crate::transport::candidates::CANDIDATES_MAX;
     use std::io::{Read, Write};
     use std::net::TcpStream;
     use std::path::PathBuf;
     use std::thread;
 
-    /// A source that has made its first connection, and the destination that has taken it.
-    fn begin<'a>(listener: &'a Listener<'a>) -> (Connector, Accepted<'a>) {
+    /// The first message of a source, as far as this side looks at it: a frame without a payload.
+    const FIRST: [u8; 12] = [1, 0, 0, 0, 0, 0, 0, 0, b'g', b'u', b's', b't'];
+
+    fn listener<'a>(at: &'a Address, tls: Option<&TlsFiles>) -> Listener<'a> {
+        let link = Arc::new(Link::of_destination(Arc::default()));
+        Listener::open(at, tls, link).unwrap()
+    }
+
+    fn source(listener: &Listener<'_>, tls: Option<&TlsFiles>) -> Connector {
         let to = listener.address().clone();
-        let source = Connector::new(to, None, Arc::new(Link::of_source())).unwrap();
-        let _first = source.open().unwrap();
-        let (stream, _) = listener.accept(&Arc::default()).unwrap().unwrap();
-        let accepted = Accepted::new(listener, stream).unwrap();
-        drop(accepted.open().unwrap());
-        (source, accepted)
+        Connector::new(to, tls, Arc::new(Link::of_source())).unwrap()
     }
 
     /// Peers that say nothing.
     fn strangers(listener: &Listener<'_>, count: usize) -> Vec<TcpStream> {
-        let Address::Tcp(place) = listener.address() else {
+        let (Address::Tcp(place) | Address::Tls(place)) = listener.address() else {
             panic!("{}", listener.address());
         };
         let connect = |_| TcpStream::connect((place.host.as_str(), place.port)).unwrap();
         (0..count).map(connect).collect()
     }
 
-    /// What the peer of the next connection says.
-    fn next_says(accepted: &Accepted<'_>) -> [u8; 5] {
-        let mut bytes = [0; 5];
-        accepted.open().unwrap().read_exact(&mut bytes).unwrap();
+    /// The next peer that has introduced itself.
+    fn next(listener: &Listener<'_>) -> Candidate {
+        loop {
+            if let Some(candidate) = listener.next().unwrap() {
+                return candidate;
+            }
+        }
+    }
+
+    /// The first message of the next peer.
+    fn next_says(connection: io::Result<Box<dyn Connection>>) -> [u8; 12] {
+        let mut bytes = [0; 12];
+        connection.unwrap().read_exact(&mut bytes).unwrap();
         bytes
     }
 
     #[test]
     fn a_port_that_the_system_chooses_is_named() {
         let any = "tcp:127.0.0.1:0".parse().unwrap();
-        let listener = Listener::open(&any, None).unwrap();
+        let listener = listener(&any, None);
         assert_ne!(listener.address(), &any);
-        let link = Arc::new(Link::of_source());
-        let to = listener.address().clone();
-        let mut there = Connector::new(to, None, Arc::clone(&link))
-            .unwrap()
-            .open()
-            .unwrap();
-        there.write_all(b"guest").unwrap();
-        let (mut here, _) = listener.accept(&Arc::default()).unwrap().unwrap();
-        let mut bytes = [0; 5];
-        here.read_exact(&mut bytes).unwrap();
-        assert_eq!(&bytes, b"guest");
-        assert_eq!((here.link().bytes(), link.bytes()), (5, 5));
-        let error = Listener::open(listener.address(), None)
+        let source = source(&listener, None);
+        source.open().unwrap().write_all(&FIRST).unwrap();
+        let Candidate { connection, from } = next(&listener);
+        assert!(from.starts_with("127.0.0.1:"), "{from}");
+        assert_eq!(next_says(connection), FIRST);
+        assert_eq!((listener.link().bytes(), source.link().bytes()), (12, 12));
+        let link = Arc::clone(listener.link());
+        let error = Listener::open(listener.address(), None, link)
             .map(drop)
             .unwrap_err();
         assert!(error.to_string().contains("choose another one"), "{error}");
     }
 
-    /// A probe of the port between two connections of a migration.
-    #[test]
-    fn a_stranger_without_tls_does_not_end_a_migration() {
+    fn certificates() -> TlsFiles {
         let folder = concat!(
             env!("CARGO_MANIFEST_DIR"),
             "/tests/it/migrate/certificates/"
         );
         let file = |name: &str| PathBuf::from(folder).join(name);
-        let files = TlsFiles {
+        TlsFiles {
             ca: file("authority.pem"),
             cert: file("host.pem"),
             key: file("host.key"),
-        };
-        let any = "tls:127.0.0.1:0".parse().unwrap();
-        let listener = Listener::open(&any, Some(&files)).unwrap();
-        let to = listener.address().clone();
-        let Address::Tls(place) = &to else {
-            panic!("{to}");
-        };
-        let place = (place.host.clone(), place.port);
-        let link = Arc::new(Link::of_source());
-        let connector = Connector::new(to, Some(&files), link).unwrap();
-        thread::scope(|scope| {
-            let source = scope.spawn(move || {
-                let first = connector.open().unwrap();
-                drop(TcpStream::connect(place).unwrap());
-                let mut second = connector.open().unwrap();
-                second.write_all(b"guest").unwrap();
-                (first, second)
-            });
-            let (stream, _) = listener.accept(&Arc::default()).unwrap().unwrap();
-            let accepted = Accepted::new(&listener, stream).unwrap();
-            let _first = accepted.open().unwrap();
-            let mut second = accepted.open().unwrap();
-            let mut bytes = [0; 5];
-            second.read_exact(&mut bytes).unwrap();
-            assert_eq!(&bytes, b"guest");
-            accepted.link().check(Duration::from_secs(2)).unwrap();
-            drop(source.join().unwrap());
-        });
+        }
     }
 
+    /// Strangers that say nothing come before the first connection of a migration, and others
+    /// before the second one.
     #[test]
-    fn a_flag_ends_the_waiting() {
-        let any = "tcp:127.0.0.1:0".parse().unwrap();
-        let listener = Listener::open(&any, None).unwrap();
-        let cut = Arc::new(AtomicBool::new(true));
-        assert!(listener.accept(&cut).unwrap().is_none());
+    fn idle_strangers_do_not_keep_the_source_waiting() {
+        let began = Instant::now();
+        for (at, tls) in [
+            ("tcp:127.0.0.1:0", None),
+            ("tls:127.0.0.1:0", Some(certificates())),
+        ] {
+            let any = at.parse().unwrap();
+            let listener = listener(&any, tls.as_ref());
+            let _strangers = strangers(&listener, 5);
+            let source = source(&listener, tls.as_ref());
+            let stranger = strangers(&listener, 1);
+            thread::scope(|scope| {
+                let speaking = scope.spawn(|| {
+                    let mut first = source.open().unwrap();
+                    first.write_all(&FIRST).unwrap();
+                    drop(stranger);
+                    let mut second = source.open().unwrap();
+                    second.write_all(&FIRST).unwrap();
+                    (first, second)
+                });
+                let first = loop {
+                    // The stranger that has ended its connection.
+                    match next(&listener).connection {
+                        Ok(first) => break first,
+                        Err(error) => assert!(error.to_string().contains("closed"), "{error}"),
+                    }
+                };
+                let accepted = Accepted::new(&listener, first);
+                assert_eq!(next_says(accepted.open()), FIRST);
+                assert_eq!(next_says(accepted.open()), FIRST);
+                speaking.join().unwrap();
+            });
+        }
+        let waited = began.elapsed();
+        assert!(waited < Duration::from_secs(10), "{waited:?}");
     }
 
     /// A connection that speaks late is kept while another one is taken.
     #[test]
-    fn idle_strangers_do_not_keep_the_source_waiting() {
+    fn a_late_peer_is_kept() {
         let any = "tcp:127.0.0.1:0".parse().unwrap();
-        let listener = Listener::open(&any, None).unwrap();
-        let (source, accepted) = begin(&listener);
-        let _strangers = strangers(&listener, 3);
+        let listener = listener(&any, None);
+        let source = source(&listener, None);
         let mut late = source.open().unwrap();
-        let mut second = source.open().unwrap();
-        second.write_all(b"guest").unwrap();
-        assert_eq!(next_says(&accepted), *b"guest");
-        late.write_all(b"later").unwrap();
-        assert_eq!(next_says(&accepted), *b"later");
+        // Half of its message.
+        late.write_all(&FIRST[..5]).unwrap();
+        source.open().unwrap().write_all(&FIRST).unwrap();
+        assert_eq!(next_says(next(&listener).connection), FIRST);
+        late.write_all(&FIRST[5..]).unwrap();
+        assert_eq!(next_says(next(&listener).connection), FIRST);
     }
 
     #[test]
     fn the_oldest_of_too_many_strangers_is_closed() {
         let any = "tcp:127.0.0.1:0".parse().unwrap();
-        let listener = Listener::open(&any, None).unwrap();
-        let (source, accepted) = begin(&listener);
-        let mut strangers = strangers(&listener, SILENT_MAX);
-        let mut second = source.open().unwrap();
-        second.write_all(b"guest").unwrap();
-        assert_eq!(next_says(&accepted), *b"guest");
+        let listener = listener(&any, None);
+        let mut strangers = strangers(&listener, CANDIDATES_MAX);
+        let source = source(&listener, None);
+        source.open().unwrap().write_all(&FIRST).unwrap();
+        assert_eq!(next_says(next(&listener).connection), FIRST);
         assert_eq!(strangers[0].read(&mut [0]).unwrap(), 0, "closed");
     }
 
@@ -404,7 +367,9 @@ mod tests {
             assert!(error.contains(text) && error.contains(told), "{error}");
         }
         let at = "unix:/nowhere/socket".parse().unwrap();
-        let error = Listener::open(&at, None).map(drop).unwrap_err().to_string();
+        let link = Arc::new(Link::of_source());
+        let error = Listener::open(&at, None, link).map(drop);
+        let error = error.unwrap_err().to_string();
         assert!(error.contains("name a socket in a folder"), "{error}");
     }
 }

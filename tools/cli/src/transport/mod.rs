@@ -6,6 +6,7 @@
 //! | `stream` | one connection: waits in short steps, so that a silent peer is noticed |
 //! | `connect` | the source's side: makes connections |
 //! | `introduction` | how long a peer has to say what it wants |
+//! | `candidates` | connections whose peers have not said it yet, all at the same time |
 //! | `tls` | TLS above a connection |
 //! | `listen` | the destination's side: accepts them |
 //!
@@ -14,6 +15,7 @@
 //! TLS, and to say which machine comes, or, on a later connection, to which migration the
 //! connection belongs.
 
+mod candidates;
 mod connect;
 mod introduction;
 mod link;
@@ -21,6 +23,7 @@ mod listen;
 mod stream;
 mod tls;
 
+pub use candidates::Candidate;
 pub use connect::Connector;
 pub use link::Link;
 pub use listen::{Accepted, Listener};

@@ -4,6 +4,7 @@
 mod destination;
 mod proxy;
 mod random;
+mod strangers;
 mod tls;
 
 use crate::guest::{Client, Guest, LIMIT, failure, has_kvm, lacuna};
@@ -11,8 +12,6 @@ use destination::{Destination, Until, relay};
 use lacuna_skip::test;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use std::os::unix::net::UnixListener;
 use std::time::Instant;
 use tempfile::TempDir;
@@ -403,30 +402,6 @@ fn keeps_at_destination(guest: Guest, to: Destination) -> [Option<i32>; 2] {
     assert!(text.contains("ask for the status"), "{text}");
     assert_eq!(client.state("stop"), "ended");
     [Some(here), to.end().0]
-}
-
-/// Strangers are refused, and the destination keeps waiting; then the right guest arrives.
-#[test]
-fn strangers_do_not_end_the_waiting() {
-    let folder = TempDir::new().unwrap();
-    let to = Destination::start(folder.path(), "tcp:127.0.0.1:0", "--resident 16M");
-    let place = to.address.strip_prefix("tcp:").unwrap();
-    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 100], &[]] {
-        let mut stranger = TcpStream::connect(place).unwrap();
-        stranger.write_all(bytes).unwrap();
-        // The other side may have closed it already.
-        let _ = stranger.shutdown(std::net::Shutdown::Write);
-        let _ = stranger.read_to_end(&mut Vec::new());
-    }
-    let guest = Guest::start(folder.path(), ENDLESS);
-    let answer = guest.client().ask(migrate(&to.address));
-    assert!(!answer["migrated"].is_null(), "{answer}");
-    assert_eq!(to.client().state("stop"), "ended");
-    let (code, _, errors) = to.end();
-    assert_eq!(code, Some(4), "{errors}");
-    let refused = errors.matches("and still waiting: ").count();
-    assert_eq!(refused, 3, "{errors}");
-    assert_eq!(guest.end().0, 0);
 }
 
 /// A guest that cannot run there ends the waiting, and both sides get the reason.

@@ -21,6 +21,19 @@ fn options(authority: &str, own: &str) -> String {
     )
 }
 
+/// The options of a destination, and the request of a source.
+pub fn with_certificates() -> (String, Value) {
+    let request = json!({
+        "command": "migrate",
+        "tls": {
+            "ca": format!("{CERTIFICATES}/authority.pem"),
+            "cert": format!("{CERTIFICATES}/host.pem"),
+            "key": format!("{CERTIFICATES}/host.key"),
+        },
+    });
+    (options("authority", "host"), request)
+}
+
 fn start(folder: &TempDir, authority: &str, own: &str) -> Destination {
     let options = format!("--resident 16M {}", options(authority, own));
     Destination::start(folder.path(), "tls:localhost:0", &options)
@@ -63,17 +76,11 @@ fn a_probe_of_the_port_does_not_end_a_migration() {
             tell.send(()).unwrap();
         });
         let guest = Guest::start(folder.path(), ENDLESS);
-        let answer = guest.client().ask(json!({
-            "command": "migrate",
-            "to": proxy.address.replace("tcp:", "tls:"),
-            "mode": mode,
-            "streams": streams,
-            "tls": {
-                "ca": format!("{CERTIFICATES}/authority.pem"),
-                "cert": format!("{CERTIFICATES}/host.pem"),
-                "key": format!("{CERTIFICATES}/host.key"),
-            },
-        }));
+        let (_, mut request) = with_certificates();
+        request["to"] = proxy.address.replace("tcp:", "tls:").into();
+        request["mode"] = mode.into();
+        request["streams"] = streams.into();
+        let answer = guest.client().ask(request);
         assert!(!answer["migrated"].is_null(), "{answer}");
         probed.try_recv().unwrap();
         assert_eq!(guest.end().0, 0);
