@@ -5,6 +5,7 @@ use crate::stream::STREAMS_MAX;
 use lacuna_addr::{Gpa, NoRoom};
 use lacuna_machine::{DirtyError, ErrorKind, MemoryError, MemorySlotError, StateError};
 use lacuna_source::FileError;
+use rustix::io::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -214,6 +215,13 @@ pub enum MigrateError {
     Layout(Gpa),
 }
 
+/// Whether a connection failed because this host has no descriptor or memory for it.
+fn is_of_this_host(error: &io::Error) -> bool {
+    let of_host = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
+    let errno = error.raw_os_error();
+    of_host.iter().any(|known| errno == Some(known.raw_os_error()))
+}
+
 /// The longest text of another process that is shown.
 const SHOWN_MAX: usize = 4096;
 
@@ -266,9 +274,10 @@ impl MigrateError {
             | Self::NotHere
             | Self::Cancelled => ErrorKind::Request,
             Self::Streams(_) | Self::TooLong { .. } => ErrorKind::Request,
-            Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Request,
-            Self::Cut(_)
-            | Self::Staging(_)
+            Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Peer,
+            Self::Cut(error) if is_of_this_host(error) => ErrorKind::Host,
+            Self::Cut(_) => ErrorKind::Peer,
+            Self::Staging(_)
             | Self::Thread(_)
             | Self::Random(_)
             | Self::Codec(_) => ErrorKind::Host,
@@ -303,6 +312,18 @@ impl MigrateError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What the other side of a migration has done is not this host's failure.
+    #[test]
+    fn a_cut_is_the_peers_unless_this_host_has_no_descriptor() {
+        let cut = |error| MigrateError::Cut(error).kind();
+        assert_eq!(cut(io::ErrorKind::UnexpectedEof.into()), ErrorKind::Peer);
+        assert_eq!(cut(Errno::CONNRESET.into()), ErrorKind::Peer);
+        assert_eq!(cut(Errno::MFILE.into()), ErrorKind::Host);
+        assert_eq!(MigrateError::stream("?").kind(), ErrorKind::Peer);
+        let refused = MigrateError::Refused("its swap is full".into());
+        assert_eq!(refused.kind(), ErrorKind::Peer);
+    }
 
     /// What another process has written reaches a terminal.
     #[test]

@@ -13,4 +13,6 @@ pub enum ErrorKind {
     /// The host: it lacks memory, disk space or threads, or one of its devices failed. The same
     /// request may succeed on another host, or later.
     Host,
+    /// The other side of a migration: it has ended, it refuses, or what it sends is damaged.
+    Peer,
 }

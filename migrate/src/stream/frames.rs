@@ -299,6 +299,18 @@ impl Frames {
         }
     }
 
+    /// As [`Frames::reason`], of what has arrived already. Ends the connection.
+    pub fn last_words(&mut self, cut: MigrateError) -> MigrateError {
+        (self.hang_up)();
+        loop {
+            match self.read() {
+                Ok(_) => {}
+                Err(refused @ MigrateError::Refused(_)) => return refused,
+                Err(_) => return cut,
+            }
+        }
+    }
+
     /// Sends the other side the reason why this one gives up. It may be gone.
     pub fn refuse(&mut self, why: &MigrateError) {
         let mut text = match why {

@@ -132,11 +132,25 @@ impl<'p> Sender<'p> {
     }
 
     /// Sends `why` to the destination, if it is there. If the destination has given a reason for a
-    /// cut, returns that instead.
+    /// cut, on any connection, returns that instead.
     fn give_up(&mut self, why: MigrateError) -> MigrateError {
         match why {
             MigrateError::Refused(_) => why,
-            MigrateError::Cut(_) => self.main().reason(why),
+            MigrateError::Cut(_) => {
+                let (main, others) = self.lanes.split_first_mut().expect("the first one");
+                // The reason is the last thing that the destination has sent on a connection that
+                // it has ended. Nothing is waited for on the others.
+                let mut why = why;
+                for lane in others {
+                    why = lane.frames.last_words(why);
+                }
+                if let MigrateError::Refused(_) = why {
+                    return why;
+                }
+                // The destination may wait for more on this one.
+                main.frames.refuse(&why);
+                main.frames.reason(why)
+            }
             why => {
                 self.main().refuse(&why);
                 why
@@ -191,9 +205,10 @@ impl<'p> Sender<'p> {
         if MemoryLayout::of(guest.vm) != layout {
             return Err(MigrateError::SlotsChanged);
         }
-        for mut lane in self.lanes.drain(1..) {
+        for lane in &mut self.lanes[1..] {
             lane.frames.signal(Kind::End)?;
         }
+        self.lanes.truncate(1);
         self.main().write_set(&left)?;
         let machine = Machine::saved(guest.vm, layout.clone(), still.state());
         let departure = Departure {

@@ -12,6 +12,7 @@ use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{SourcePage, Vm};
 use lacuna_sync::{Mutex, lock_order};
+use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -30,15 +31,33 @@ struct Streams {
     pages: AtomicU64,
     /// The first connection has no more pages: the state has arrived, or it has failed.
     is_over: AtomicBool,
-    /// Why the first of them has failed.
+    /// This side has ended them.
+    are_ended: AtomicBool,
+    /// Why one of them has failed.
     cause: Mutex<Option<MigrateError>, lock_order::CauseOfEnd>,
 }
 
 impl Streams {
+    /// Notes why one of them has failed. A cut is seldom the cause.
     fn fail(&self, why: MigrateError) {
         let mut cause = self.cause.lock().expect("no panic under this lock");
-        cause.get_or_insert(why);
+        match (&*cause, &why) {
+            (None, MigrateError::Cut(_)) if self.are_ended.load(Ordering::SeqCst) => {}
+            (None, _) => *cause = Some(why),
+            (Some(MigrateError::Cut(_)), other) if !is_cut(other) => *cause = Some(why),
+            _ => {}
+        }
     }
+
+    /// Whether one of them has failed here.
+    fn has_failed(&self) -> bool {
+        let cause = self.cause.lock().expect("no panic under this lock");
+        cause.as_ref().is_some_and(|cause| !is_cut(cause))
+    }
+}
+
+const fn is_cut(why: &MigrateError) -> bool {
+    matches!(why, MigrateError::Cut(_))
 }
 
 impl<V: Vm> Early<'_, V> {
@@ -53,27 +72,17 @@ impl<V: Vm> Early<'_, V> {
             .iter()
             .map(Frames::hang_up)
             .collect::<Result<_, _>>()?;
-        let end_main = main.hang_up()?;
         let streams = Streams {
             pages: AtomicU64::new(0),
             is_over: AtomicBool::new(false),
+            are_ended: AtomicBool::new(false),
             cause: Mutex::new(None),
         };
         let taken = thread::scope(|scope| {
             let mut taken = Ok(());
             for lane in lanes {
                 let named = thread::Builder::new().name("lacuna-pages".into());
-                let started = named.spawn_scoped(scope, || {
-                    let lane = lane;
-                    if let Err(why) = self.take_lane(lane, &streams) {
-                        streams.fail(why);
-                        // Once `is_over` is set, the first connection stays open: this side tells
-                        // the source on it why it refuses.
-                        if !streams.is_over.load(Ordering::SeqCst) {
-                            end_main();
-                        }
-                    }
-                });
+                let started = named.spawn_scoped(scope, || self.take_or_refuse(lane, &streams));
                 if let Err(error) = started {
                     taken = Err(MigrateError::Thread(error));
                 }
@@ -81,24 +90,40 @@ impl<V: Vm> Early<'_, V> {
             let taken = taken.and_then(|()| self.take_main(main, &streams, each));
             streams.is_over.store(true, Ordering::SeqCst);
             if taken.is_err() {
+                streams.are_ended.store(true, Ordering::SeqCst);
                 ends.iter().for_each(|end| end());
             }
             taken
         });
-        let cause = streams
-            .cause
-            .lock()
-            .expect("no panic under this lock")
-            .take();
+        let cause = streams.cause.into_inner().expect("no panic under this lock");
         match (taken, cause) {
-            // A further connection has failed. That is the cause, and not the cut that it led to.
+            // A further connection has failed. That is the cause, and not what it has led to.
             (Ok(_) | Err(MigrateError::Cut(_)), Some(cause)) => Err(cause),
+            (Err(MigrateError::Refused(_)), Some(cause)) if !is_cut(&cause) => Err(cause),
             // Pages that came on the others after the last look.
             (Ok(awaited), None) => match each(streams.pages.into_inner()).is_break() {
                 true => Err(MigrateError::Cancelled),
                 false => Ok(awaited),
             },
             (taken, _) => taken,
+        }
+    }
+
+    /// Takes the pages of a further connection.
+    ///
+    /// If this side fails, the source gets the reason on this connection, on which it notices the
+    /// failure. It then ends the first connection. This side does not: the source may have sent
+    /// the reason of a failure of its own there.
+    fn take_or_refuse(&self, mut lane: Frames, streams: &Streams) {
+        let Err(why) = self.take_lane(&mut lane, streams) else {
+            return;
+        };
+        let reason = MigrateError::Refused(why.to_string());
+        let is_from_there = matches!(why, MigrateError::Cut(_) | MigrateError::Refused(_));
+        // Before the source can end the first connection.
+        streams.fail(why);
+        if !is_from_there {
+            lane.refuse(&reason);
         }
     }
 
@@ -116,6 +141,9 @@ impl<V: Vm> Early<'_, V> {
                 kind => {
                     let pages = self.take(main, kind)?;
                     let others = streams.pages.swap(0, Ordering::Relaxed);
+                    if streams.has_failed() {
+                        return Err(MigrateError::Cut(io::ErrorKind::ConnectionAborted.into()));
+                    }
                     if each(pages + others).is_break() {
                         return Err(MigrateError::Cancelled);
                     }
@@ -125,7 +153,7 @@ impl<V: Vm> Early<'_, V> {
     }
 
     /// Takes pages until the source has no more for this connection.
-    fn take_lane(&self, mut lane: Frames, streams: &Streams) -> Result<(), MigrateError> {
+    fn take_lane(&self, lane: &mut Frames, streams: &Streams) -> Result<(), MigrateError> {
         loop {
             match lane.read_or_idle()? {
                 // It may be silent while others have pages.
@@ -133,7 +161,7 @@ impl<V: Vm> Early<'_, V> {
                 None => return Err(MigrateError::stream("a connection for pages does not end")),
                 Some(Kind::End) => return Ok(()),
                 Some(kind) => {
-                    let pages = self.take(&mut lane, kind)?;
+                    let pages = self.take(lane, kind)?;
                     streams.pages.fetch_add(pages, Ordering::Relaxed);
                 }
             }

@@ -16,6 +16,8 @@ Exit codes:
   3 this host could not do it (memory, disk, a page that swap lost),
     or the result could not be written;
   4 the guest was stopped through its control socket;
+  5 the other side of a migration has ended, has refused the guest,
+    or has sent damaged data;
   129 interrupted by SIGHUP (the terminal was closed);
   130 by Ctrl-C (SIGINT);
   143 by SIGTERM.";
@@ -29,11 +31,13 @@ Exit codes:
 /// | 2 | wrong arguments or image | not an ELF, too little memory for it |
 /// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
 /// | 4 | stopped through the control socket before the guest was done | |
+/// | 5 | the other side of a migration failed or refused | its process was killed; its swap is full |
 /// | 129, 130, 143 | interrupted by SIGHUP, SIGINT, SIGTERM | Ctrl-C |
 ///
 /// A page that the swap device lost is the host's failure, not the guest's. The guest was stopped
 /// before it could read the page, and the same run may succeed with another swap folder. So after 1
-/// a script looks at the guest's output, and after 3 at its machine.
+/// a script looks at the guest's output, after 3 at its machine, and after 5 at the other side's
+/// machine.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Exit {
     /// Done.
@@ -46,6 +50,8 @@ pub enum Exit {
     Host,
     /// A client of the control socket asked for the end.
     Stopped,
+    /// The other side of a migration has failed, or has refused.
+    Peer,
     /// A signal asked for the end; what was measured until then has been printed.
     Interrupted(Signal),
 }
@@ -59,6 +65,7 @@ impl Exit {
             Self::Usage => 2,
             Self::Host => 3,
             Self::Stopped => 4,
+            Self::Peer => 5,
             Self::Interrupted(signal) => signal.exit_code(),
         }
     }
@@ -76,6 +83,7 @@ impl From<ErrorKind> for Exit {
             ErrorKind::Request => Self::Usage,
             ErrorKind::Guest => Self::GuestFailed,
             ErrorKind::Host => Self::Host,
+            ErrorKind::Peer => Self::Peer,
         }
     }
 }

@@ -193,6 +193,8 @@ pub enum Kind {
     Guest,
     /// The host.
     Host,
+    /// The other side of a migration.
+    Peer,
 }
 
 impl Refused {
@@ -208,6 +210,7 @@ impl Refused {
             ErrorKind::Request => Kind::Request,
             ErrorKind::Guest => Kind::Guest,
             ErrorKind::Host => Kind::Host,
+            ErrorKind::Peer => Kind::Peer,
         };
         let text = text.to_string();
         Self { kind, text }
@@ -219,6 +222,7 @@ impl Refused {
             Kind::Request => Exit::Usage,
             Kind::Guest => Exit::GuestFailed,
             Kind::Host => Exit::Host,
+            Kind::Peer => Exit::Peer,
         }
     }
 }

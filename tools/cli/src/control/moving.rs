@@ -225,7 +225,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                     let undecided = Undecided { given, way };
                     let text = undecided.text();
                     *self.phase() = Phase::Undecided(Box::new(undecided));
-                    return Err(Refused::of(ErrorKind::Host, &text));
+                    return Err(Refused::of(ErrorKind::Peer, &text));
                 }
             }
         }

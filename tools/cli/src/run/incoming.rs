@@ -219,12 +219,11 @@ pub(super) fn has_not_come(job: &Job<'_>, why: &MigrateError) -> Refusal {
             (Exit::Stopped, text.into())
         }
         _ => {
-            let why = why.to_string();
             let text = format!(
                 "the guest has not come: {}; it is with its source",
-                visible(&why)
+                visible(&why.to_string())
             );
-            (Exit::Host, text)
+            (why.kind().into(), text)
         }
     }
 }

@@ -27,8 +27,15 @@ pub struct Destination {
 impl Destination {
     /// Starts one, and returns when it waits at `address`.
     pub fn start(folder: &Path, address: &str, options: &str) -> Self {
+        Self::start_after("true", folder, address, options)
+    }
+
+    /// As [`Destination::start`], by a shell that executes `first` before, such as `ulimit`.
+    pub fn start_after(first: &str, folder: &Path, address: &str, options: &str) -> Self {
         let (control, json) = (folder.join("there"), folder.join("there.json"));
-        let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("{first}; exec \"$0\" \"$@\"")]);
+        command.arg(env!("CARGO_BIN_EXE_lacuna"));
         command.args(["run", "--quiet", "--incoming", address]);
         command.args(options.split_whitespace());
         command.arg("--control").arg(&control);

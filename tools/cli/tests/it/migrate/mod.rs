@@ -1,6 +1,7 @@
 //! `lacuna migrate` and `lacuna run --incoming`: guests that move between two processes, and
 //! connections and processes that end meanwhile.
 
+mod codes;
 mod destination;
 mod proxy;
 mod random;
@@ -302,7 +303,7 @@ fn the_source_is_killed() {
     assert_eq!(answer, Value::Null, "the source is gone");
     relay.join().unwrap();
     let (code, _, errors) = to.end();
-    assert_eq!(code, Some(3), "{errors}");
+    assert_eq!(code, Some(5), "{errors}");
     let told = "the guest has not come: the connection was cut: the other side has closed it; it \
                 is with its source";
     assert!(errors.contains(told), "{errors}");

@@ -101,7 +101,7 @@ fn a_wrong_certificate_is_refused() {
     let migrate = |tls: &str| failure(&format!("migrate {} --control {control} {tls}", to.address));
     // This side's certificate is of an authority that the destination does not know.
     let (code, errors) = migrate(&options("authority", "other"));
-    assert_eq!(code, 3, "{errors}");
+    assert_eq!(code, 5, "{errors}");
     let told = "the other side refuses this side's certificate";
     assert!(errors.contains(told), "{errors}");
     // The destination's is of an authority that this side does not know.
