@@ -345,6 +345,17 @@ impl<V: Vm> Arriving<V> {
         connected.inspect_err(|_| self.disconnect())
     }
 
+    /// The guest has ended here, and needs no page any more: takes the next connection of the
+    /// source, and sends it `why`, in a few words. Then the source ends too.
+    ///
+    /// # Errors
+    /// There is none, or it was cut.
+    pub fn end(&mut self, connections: &dyn Connections, why: &str) -> Result<(), MigrateError> {
+        self.disconnect();
+        let (mut main, _) = Frames::accept(connections, &self.id, &[Role::Main])?;
+        main.has_ended(why)
+    }
+
     pub(super) fn reconnect(
         &mut self,
         connections: &dyn Connections,

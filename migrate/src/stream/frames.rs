@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// The longest reason in bytes.
 const REASON_MAX: usize = 4096;
+/// The longest words of an ending in bytes. In JSON each is at most 6 bytes.
+const ENDED_MAX: usize = 512;
 /// A frame of fewer bytes is written together with others. A copy of it costs less than a system
 /// call.
 const SMALL: usize = 64 << 10;
@@ -106,8 +108,26 @@ impl Frames {
 
     /// The destination's answer to a connection that it has accepted.
     pub fn welcome(&mut self, stage: Option<Stage>) -> Result<(), MigrateError> {
-        let version = VERSION;
-        self.write_json(Kind::Welcome, &Welcome { version, stage })
+        let (version, ended) = (VERSION, None);
+        self.write_json(
+            Kind::Welcome,
+            &Welcome {
+                version,
+                stage,
+                ended,
+            },
+        )
+    }
+
+    /// The destination's answer to a source that connects again: the guest has ended.
+    pub fn has_ended(&mut self, why: &str) -> Result<(), MigrateError> {
+        let end = why.floor_char_boundary(ENDED_MAX);
+        let welcome = Welcome {
+            version: VERSION,
+            stage: Some(Stage::Running),
+            ended: Some(why[..end].into()),
+        };
+        self.write_json(Kind::Welcome, &welcome)
     }
 
     /// What ends the connection from another thread.

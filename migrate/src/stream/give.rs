@@ -4,7 +4,7 @@
 use super::MigrationId;
 use super::connection::Connections;
 use super::lanes::There;
-use super::left::{Reached, RemainingPages};
+use super::left::{Reached, Reconnected, RemainingPages};
 use crate::MigrateError;
 use crate::changes::Changes;
 use crate::rounds::{Guest, OnProgress, Round, Still};
@@ -17,7 +17,8 @@ use std::time::Instant;
 /// is called.
 #[must_use = "if this is dropped, the run of the guest ends here"]
 pub enum Sent<'a, V: Vm> {
-    /// The destination runs the guest, and has all of its memory: drop this.
+    /// The destination runs the guest, and has all of its memory, or the guest has
+    /// [ended](Given::ended) there: drop this.
     Moved(Given<'a, V>),
     /// The destination runs the guest, and lacks pages: the connection was cut, a page could not be
     /// read here, or the caller has said `Break`. [`Given::resume`] continues. If this process ends
@@ -56,6 +57,8 @@ pub struct Given<'a, V: Vm> {
     left: Option<RemainingPages<'a, V>>,
     /// When the destination has said that it runs.
     pub(super) ran: Option<Instant>,
+    /// How it has ended there.
+    ended: Option<String>,
     /// The log of writes, still on: to turn it off would lengthen the pause, and a guest that has
     /// gone needs no log.
     _changes: Option<Changes<'a, V>>,
@@ -79,6 +82,7 @@ impl<'a, V: Vm> Given<'a, V> {
             unchanged: there.unchanged(),
             left: None,
             ran: None,
+            ended: None,
             _changes: changes,
         }
     }
@@ -114,6 +118,11 @@ impl<'a, V: Vm> Given<'a, V> {
         self.ran
     }
 
+    /// How the guest has ended at the destination, before that had all of its memory.
+    pub fn ended(&self) -> Option<&str> {
+        self.ended.as_deref()
+    }
+
     /// Pages that the destination lacks, as far as is known here.
     pub fn pages_left(&self) -> u64 {
         self.left.as_ref().map_or(0, |left| left.len())
@@ -146,12 +155,17 @@ impl<'a, V: Vm> Given<'a, V> {
         let Some(mut left) = self.left.take() else {
             return Sent::Moved(self);
         };
-        let talked =
-            left.reconnect(connections, &self.id)
-                .and_then(|(mut main, mut aside, reached)| {
-                    let talked = left.talk(&mut main, aside.as_mut(), reached, progress);
-                    talked.map_err(|(_, why)| why)
-                });
+        let talked = match left.reconnect(connections, &self.id) {
+            Ok(Reconnected::Open(mut main, mut aside, reached)) => {
+                let talked = left.talk(&mut main, aside.as_mut(), reached, progress);
+                talked.map_err(|(_, why)| why)
+            }
+            Ok(Reconnected::Ended(why)) => {
+                self.ended = Some(why);
+                Ok(())
+            }
+            Err(why) => Err(why),
+        };
         self.pages += left.take_sent();
         self.ran = left.ran();
         match talked {

@@ -15,6 +15,7 @@ use super::connection::Connections;
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::{Compression, MigrationId, Role, Stage};
+use crate::error::printable;
 use crate::copy::{CHUNK, PageSink, copy_run};
 use crate::rounds::{OnProgress, Progress};
 use crate::{MemoryLayout, MigrateError, PageSet};
@@ -30,6 +31,14 @@ use std::time::Instant;
 pub(super) struct Links {
     wants: Frames,
     answers: Frames,
+}
+
+/// A destination that was connected to again.
+pub(super) enum Reconnected {
+    /// It has reached that much, and the connections are there.
+    Open(Frames, Option<Links>, Reached),
+    /// The guest has ended there.
+    Ended(String),
 }
 
 /// How far a conversation was when it was cut.
@@ -127,7 +136,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         &mut self,
         connections: &dyn Connections,
         id: &MigrationId,
-    ) -> Result<(Frames, Option<Links>, Reached), MigrateError> {
+    ) -> Result<Reconnected, MigrateError> {
         let (mut main, welcome) = Frames::join(connections, id, Role::Main)?;
         main.pack(self.compression)?;
         let reached = match welcome.stage {
@@ -137,6 +146,9 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         };
         if reached == Reached::Running {
             self.note_run();
+        }
+        if let Some(why) = welcome.ended {
+            return Ok(Reconnected::Ended(printable(&why)));
         }
         let mut lacks = PageSet::empty(self.layout.pages());
         loop {
@@ -152,7 +164,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         };
         self.pages = Mutex::new(lacks);
         self.is_ended = AtomicBool::new(false);
-        Ok((main, aside, reached))
+        Ok(Reconnected::Open(main, aside, reached))
     }
 
     /// Speaks with the destination, which has `reached` that much, until it has every page.

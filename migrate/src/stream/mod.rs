@@ -36,7 +36,8 @@
 //!
 //! After `Unknown` and `Cut` [`Given::resume`] connects again, and the destination's
 //! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination sends the list of pages
-//! that it lacks, so no arrived page is sent twice. If the other side never answers again, a person
+//! that it lacks, so no arrived page is sent twice. If the guest has ended meanwhile,
+//! [`Arriving::end`] says so, and the source ends too. If the other side never answers again, a person
 //! decides: [`Given::take_back`] and [`Waiting::decide_to_run`] carry the decision out. Without one
 //! of them the two sides never run at once: a [`Given`] that is dropped ends the run at the source.
 //!
@@ -68,7 +69,7 @@ use crate::Machine;
 use serde::{Deserialize, Serialize};
 
 /// The version of the stream. The sides refuse each other if theirs differ.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;
@@ -125,6 +126,9 @@ struct Welcome {
     /// In answer to [`Role::Main`]: how far the destination is.
     #[serde(default)]
     stage: Option<Stage>,
+    /// How the guest has ended there. Nothing follows.
+    #[serde(default)]
+    ended: Option<String>,
 }
 
 /// How a guest has left its source: sent with its state.

@@ -6,7 +6,7 @@ use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
 use super::take::Early;
-use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage, VERSION, Welcome};
+use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage};
 use crate::rounds::OnPages;
 use crate::state::{MachineState, restore_state};
 use crate::{Machine, MemoryLayout, MigrateError};
@@ -146,11 +146,7 @@ impl Incoming {
         each: OnPages<'_>,
     ) -> Result<(Vec<V::Vcpu>, Came), MigrateError> {
         self.prepare(&**vm)?;
-        let welcome = Welcome {
-            version: VERSION,
-            stage: None,
-        };
-        self.main.write_json(Kind::Welcome, &welcome)?;
+        self.main.welcome(None)?;
         let lanes = self.accept_lanes(connections)?;
         let place = Early {
             vm: &**vm,

@@ -74,7 +74,7 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
         return Err(no_answer(args));
     };
     let text = summary(&migrated) + &advice(args, &migrated);
-    let outcome = format!("moved to {}", migrated.to);
+    let outcome = migrated.outcome();
     report(args, text, outcome, Some(migrated))
 }
 
@@ -147,7 +147,12 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
         bytes,
         downtime_us,
         seconds,
+        ended,
     } = migrated;
+    let ended = match ended {
+        None => String::new(),
+        Some(why) => format!("; it has ended there: {}", visible(why)),
+    };
     let cuts = match cuts {
         0 => String::new(),
         cuts => format!("; the connection was cut {cuts} times"),
@@ -155,7 +160,7 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
     format!(
         "moved     to {to} in {seconds:.1} s ({}): {} over the connections, {pages} pages with \
          content in {} rounds, {late} pages after the guest, {again} pages again; the guest stood \
-         still for {}{cuts}\n",
+         still for {}{cuts}{ended}\n",
         words(*mode),
         Size(*bytes),
         rounds.len(),
@@ -251,11 +256,13 @@ mod tests {
             bytes: 4 << 20,
             downtime_us: 1500,
             seconds: 0.25,
+            ended: Some("interrupted by SIGTERM".into()),
         };
         let text = summary(&migrated);
         let told = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with content \
                     in 3 rounds, 11 pages after the guest, 48 pages again; the guest stood still \
-                    for 1.5 ms; the connection was cut 2 times\n";
+                    for 1.5 ms; the connection was cut 2 times; it has ended there: interrupted by \
+                    SIGTERM\n";
         assert!(text.ends_with(told), "{text}");
     }
 }

@@ -12,6 +12,7 @@ pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
 
 use crate::args::{self, Backend, RunArgs, SwapMedium};
+use crate::control::migration::Migrated;
 use crate::control::{ControlSocket, Ends};
 use crate::exit::Exit;
 use crate::image::{check_limits, load};
@@ -23,7 +24,7 @@ use crate::signals::Signals;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
     Apf, Arch, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, PageSource,
-    VcpuError,
+    PlatformDevices, VcpuError, Vm,
 };
 use lacuna_migrate::{Machine, Snapshot};
 use lacuna_soft::{LatencySetting, Swap};
@@ -234,7 +235,7 @@ impl Job<'_> {
             screen.show(observer.look(now));
             self.pages.iter().for_each(|pages| outages.look(pages));
             if signals.caught().is_some()
-                && !self.unless_needed(|| now.devices.end(Ending::Stopped, now.vm))
+                && !self.unless_needed(|| self.stop(now.devices, now.vm))
                 && !std::mem::replace(&mut has_told, true)
             {
                 complain(
@@ -262,7 +263,7 @@ impl Job<'_> {
         let asked = Asked {
             signal: signals.caught(),
             stopped: ends.is_some_and(Ends::has_stopped),
-            moved: migrated.as_ref().map(|migrated| migrated.to.clone()),
+            moved: migrated.as_ref().map(Migrated::outcome),
         };
         let record_failed = before.restored.as_ref().and_then(Restored::record_error);
         let verdict = match (verdict(&end.ending, &asked), record_failed) {
@@ -293,6 +294,22 @@ impl Job<'_> {
                 end();
                 true
             }
+        }
+    }
+
+    /// Ends the guest. A vCPU may wait for a page that is at the guest's source.
+    fn stop<V: Vm>(&self, devices: &PlatformDevices, vm: &V) {
+        devices.end(Ending::Stopped, vm);
+        if let Some(arrival) = self.start.arrival() {
+            arrival.coming().end(Some(&self.why_stopped()));
+        }
+    }
+
+    /// Why the guest was stopped, for its source.
+    fn why_stopped(&self) -> String {
+        match self.signals.caught() {
+            Some(signal) => format!("interrupted by {signal}"),
+            None => "stopped through its control socket".into(),
         }
     }
 

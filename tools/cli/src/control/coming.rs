@@ -44,6 +44,8 @@ struct Told {
     is_settled: bool,
     /// The guest has ended.
     is_over: bool,
+    /// How, if a client or a signal has ended it.
+    ended: Option<String>,
 }
 
 /// What a client or the end of the run has decided.
@@ -75,6 +77,7 @@ impl Coming {
                 decision: None,
                 is_settled: false,
                 is_over: false,
+                ended: None,
             }),
             changed: Condvar::new(),
         }
@@ -179,6 +182,8 @@ impl Coming {
         told.now.again = again(rounds, told.now.late);
         told.now.seconds = self.since.elapsed().as_secs_f64();
         told.missing = Some(missing);
+        // The source has to know how the guest ends, so a signal ends the guest first.
+        self.link.outlive_signals();
         // A `keep` that came when the source had given the guest away.
         told.decision = None;
         self.enter(told, ArrivingStage::Rest);
@@ -227,6 +232,10 @@ impl Coming {
         let why = visible(&why.to_string()).into_owned();
         let is_first = {
             let mut told = self.told();
+            if told.ended.is_some() {
+                // This side has ended the connection.
+                return self.enter(told, stage);
+            }
             told.now.cut = Some(why);
             let is_first = told.now.stage != stage;
             told.now.cuts += u32::from(is_first);
@@ -321,25 +330,40 @@ impl Coming {
         }))
     }
 
-    /// The guest has ended. `now`: a client or a signal has ended it, so its source is not waited
-    /// for.
-    pub fn end(&self, now: bool) {
+    /// The guest has ended. `why`: a client or a signal has ended it, so the rest of its memory is
+    /// not waited for.
+    pub fn end(&self, why: Option<&str>) {
         let mut told = self.told();
         told.is_over = true;
-        if now || told.is_settled {
-            self.decide(&mut told, Decision::End);
-            self.link.wait_until(Instant::now());
-            return;
+        let waits_for_source = match told.now.stage {
+            ArrivingStage::Rest | ArrivingStage::Cut => true,
+            ArrivingStage::Whole => !told.is_settled,
+            ArrivingStage::Memory | ArrivingStage::Unknown | ArrivingStage::Lost => false,
+        };
+        let linger = if waits_for_source { LINGER } else { Duration::ZERO };
+        match why {
+            Some(_) if told.ended.is_some() => return,
+            Some(why) => {
+                told.ended = Some(why.to_owned());
+                self.decide(&mut told, Decision::End);
+            }
+            None if !waits_for_source => self.decide(&mut told, Decision::End),
+            None => self.changed.notify_all(),
         }
-        self.changed.notify_all();
-        // Its source ends when it has heard that all has come.
-        self.link.wait_until(Instant::now() + LINGER);
-        if told.now.stage != ArrivingStage::Lost {
+        self.link.wait_until(Instant::now() + linger);
+        if why.is_none() && waits_for_source {
             complain(&format!(
                 "the guest has ended; this side ends when its source knows that, and waits \
                  {LINGER:?} for another connection if there is none"
             ));
         }
+    }
+
+    /// How a client or a signal has ended the guest, if its source waits for more.
+    pub fn has_ended(&self) -> Option<String> {
+        let told = self.told();
+        let is_known = told.is_settled || told.now.stage == ArrivingStage::Lost;
+        told.ended.clone().filter(|_| !is_known)
     }
 
     fn decide(&self, told: &mut Told, decision: Decision) {
@@ -374,6 +398,7 @@ mod tests {
                 decision: None,
                 is_settled: false,
                 is_over: false,
+                ended: None,
             }),
             changed: Condvar::new(),
         }
@@ -397,7 +422,7 @@ mod tests {
         let coming = unknown();
         let kept = thread::scope(|scope| {
             let keeping = scope.spawn(|| coming.keep());
-            coming.end(true);
+            coming.end(Some("stopped"));
             keeping.join().unwrap()
         });
         assert_eq!(kept, Err(Refused::request(OVER)));

@@ -144,7 +144,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             .devices
             .ending()
             .map(|ending| match self.ends.moved() {
-                Some(moved) => format!("moved to {}", moved.to),
+                Some(moved) => moved.outcome(),
                 None => ending.to_string(),
             });
         let (mut saving, mut migrating, mut undecided) = (None, None, None);
@@ -304,7 +304,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.ends.stop();
         self.guest.devices.end(Ending::Stopped, self.guest.vm);
         if let Some(coming) = &self.coming {
-            coming.end(true);
+            coming.end(Some("stopped through its control socket"));
         }
         self.release_at_the_end();
         Ok(())

@@ -155,6 +155,20 @@ pub struct Migrated {
     pub downtime_us: u64,
     /// How long it took in all.
     pub seconds: f64,
+    /// How the guest has ended there, if that was before all of its memory had come; null
+    /// otherwise.
+    #[serde(default)]
+    pub ended: Option<String>,
+}
+
+impl Migrated {
+    /// What has become of the guest, in words.
+    pub fn outcome(&self) -> String {
+        match &self.ended {
+            None => format!("moved to {}", self.to),
+            Some(why) => format!("moved to {}, where it has ended: {why}", self.to),
+        }
+    }
 }
 
 impl Range {

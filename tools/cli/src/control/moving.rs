@@ -231,7 +231,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// The guest runs there, and has all of its memory.
+    /// The guest runs there, and has all of its memory, or has ended there.
     fn has_moved(&self, way: &UnderWay, given: Given<'a, V>, began: Instant) -> Migrated {
         let rounds: Vec<u64> = given.rounds().iter().map(|round| round.pages).collect();
         let ran = given.ran().unwrap_or_else(Instant::now);
@@ -247,6 +247,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             bytes: now.bytes,
             downtime_us: (ran - given.still().since()).as_micros() as u64,
             seconds: began.elapsed().as_secs_f64(),
+            ended: given.ended().map(str::to_owned),
         };
         self.ends.has_moved_by(migrated.clone());
         drop(given);

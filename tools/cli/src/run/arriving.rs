@@ -9,6 +9,11 @@ use lacuna_machine::Vm;
 use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Arrived, Arriving, Prepared};
 use std::ops::ControlFlow;
+use std::thread;
+use std::time::Duration;
+
+/// The time between two attempts to take a connection.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Waits until the guest may run here: its source says so, or a client. The caller starts its vCPUs
 /// afterwards, so the pages that are missing now are all that come after the guest.
@@ -64,7 +69,11 @@ pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>)
                 // Pages that are missing are lost from here on.
                 let left = match decision {
                     Decision::Cancel => arriving.give_up(),
-                    Decision::Keep | Decision::End => Ok(()),
+                    Decision::Keep => Ok(()),
+                    Decision::End => {
+                        say_that_it_has_ended(arrival, &mut arriving);
+                        Ok(())
+                    }
                 };
                 if let Err(why) = left {
                     complain(&format!("{why}; the guest keeps running"));
@@ -77,5 +86,16 @@ pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>)
             }
         }
         coming.comes_again();
+    }
+}
+
+/// Sends the source the reason why the guest has ended here, if the source waits for more.
+fn say_that_it_has_ended<V: Vm>(arrival: &Arrival<'_>, arriving: &mut Arriving<V>) {
+    let Some(why) = arrival.coming().has_ended() else {
+        return;
+    };
+    let connections = arrival.connections();
+    while connections.link().is_open() && arriving.end(connections, &why).is_err() {
+        thread::sleep(LOOK);
     }
 }

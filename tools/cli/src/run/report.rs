@@ -153,7 +153,7 @@ pub struct Asked {
     pub signal: Option<Signal>,
     /// Whether a client of the control socket has stopped it.
     pub stopped: bool,
-    /// Where the guest has moved to.
+    /// What has become of a guest that has moved.
     pub moved: Option<String>,
 }
 
@@ -169,9 +169,7 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
         (Ending::Reset, _) => (Exit::GuestFailed, ending.to_string()),
         (Ending::Shutdown(text), _) => (Exit::GuestFailed, text.clone()),
         (Ending::Failed(error), _) => (error.kind().into(), error.to_string()),
-        (Ending::Stopped, _) if let Some(to) = &asked.moved => {
-            (Exit::Done, format!("moved to {to}"))
-        }
+        (Ending::Stopped, _) if let Some(moved) = &asked.moved => (Exit::Done, moved.clone()),
         (Ending::Stopped, Some(signal)) => (
             Exit::Interrupted(signal),
             format!("interrupted by {signal} before the guest was done"),
@@ -274,7 +272,7 @@ mod tests {
         // A signal arrives after the guest has been handed over.
         let asked = Asked {
             signal,
-            moved: Some("tcp:h:1".into()),
+            moved: Some("moved to tcp:h:1".into()),
             ..Asked::default()
         };
         let (exit, text) = verdict(&Ending::Stopped, &asked);

@@ -20,6 +20,10 @@ use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::{self, Scope, ScopedJoinHandle};
+use std::time::Duration;
+
+/// The time between two looks at a thread that is about to end.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Makes the VM and runs it to its end. The second value says what was done before.
 pub(super) fn run<B: Builder>(
@@ -122,15 +126,33 @@ fn run_begun<V: Vm>(
             // The thread that brings pages may wait for an object store.
             lazy.interrupt.store(true, Ordering::Relaxed);
         }
-        if let Some(coming) = coming(job) {
-            let stopped = matches!(devices.ending(), None | Some(Ending::Stopped));
-            coming.end(stopped);
-        }
-        if let Some(arriving) = begun.arriving {
+        if let (Some(coming), Some(arriving)) = (coming(job), begun.arriving) {
+            end_arriving(job, coming, devices, &arriving);
             join(arriving);
         }
         Ok(background.map(join))
     })
+}
+
+/// The guest has ended. Waits until its source knows that, or a signal ends the wait.
+fn end_arriving(
+    job: &Job<'_>,
+    coming: &Coming,
+    devices: &PlatformDevices,
+    arriving: &ScopedJoinHandle<'_, ()>,
+) {
+    match devices.ending() {
+        None | Some(Ending::Stopped) => coming.end(Some(&job.why_stopped())),
+        Some(ending) => {
+            coming.end(None);
+            while !arriving.is_finished() && job.signals.caught().is_none() {
+                thread::sleep(LOOK);
+            }
+            if !arriving.is_finished() {
+                coming.end(Some(&ending.to_string()));
+            }
+        }
+    }
 }
 
 /// What a thread returns; a panic of it goes on here.
@@ -210,7 +232,9 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     let prepared = receive(job, arrival, vm, guest.devices)?;
     // A client that asks to keep the guest waits for the end of this call.
     let started = start(job, arrival, prepared);
-    let Arrived { vcpus, arriving } = started.inspect_err(|_| arrival.coming().end(true))?;
+    let Arrived { vcpus, arriving } = started.inspect_err(|_| {
+        arrival.coming().end(Some("it has not come"));
+    })?;
     // The thread waits for it: it has not ended.
     let _ = gate.send(arriving);
     Ok(Begun {
@@ -241,7 +265,7 @@ impl Drop for EndServing<'_> {
         if let Some(coming) = self.coming
             && thread::panicking()
         {
-            coming.end(true);
+            coming.end(Some("a thread has panicked"));
         }
         if let Some(socket) = self.control {
             socket.end();

@@ -20,8 +20,9 @@ pub struct Link {
     hurried: Mutex<Option<Instant>>,
     /// A thread of this process has ended all waiting.
     cut: AtomicBool,
-    /// A signal has.
+    /// A signal has, unless `outlives_signals`.
     interrupted: Arc<AtomicBool>,
+    outlives_signals: AtomicBool,
     /// When waiting for a peer to connect ends.
     deadline: Mutex<Option<Instant>>,
     sent: AtomicU64,
@@ -41,13 +42,15 @@ impl Link {
         Self::of_destination(Arc::default())
     }
 
-    /// The link of a destination. Every wait ends when a signal sets `interrupted`.
+    /// The link of a destination. Every wait ends when a signal sets `interrupted`, until
+    /// [`Link::outlive_signals`].
     pub fn of_destination(interrupted: Arc<AtomicBool>) -> Self {
         let now = (Instant::now(), 0);
         Self {
             hurried: Mutex::new(None),
             cut: AtomicBool::new(false),
             interrupted,
+            outlives_signals: AtomicBool::new(false),
             deadline: Mutex::new(None),
             sent: AtomicU64::new(0),
             received: AtomicU64::new(0),
@@ -92,8 +95,15 @@ impl Link {
         !self.is_cut() && self.deadline().is_none_or(|end| Instant::now() < end)
     }
 
+    /// From now on a signal does not end a wait: it ends the guest first.
+    pub fn outlive_signals(&self) {
+        self.outlives_signals.store(true, Ordering::Relaxed);
+    }
+
     fn is_cut(&self) -> bool {
-        self.cut.load(Ordering::Relaxed) || self.interrupted.load(Ordering::Relaxed)
+        let is_interrupted = || self.interrupted.load(Ordering::Relaxed);
+        let outlives_signals = self.outlives_signals.load(Ordering::Relaxed);
+        self.cut.load(Ordering::Relaxed) || (!outlives_signals && is_interrupted())
     }
 
     fn deadline(&self) -> MutexGuard<'_, Option<Instant>> {

@@ -3,6 +3,7 @@
 
 mod codes;
 mod destination;
+mod ended;
 mod proxy;
 mod random;
 mod strangers;
