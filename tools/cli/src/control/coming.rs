@@ -48,6 +48,22 @@ struct Told {
     ended: Option<String>,
 }
 
+impl Told {
+    /// How far the guest is, if these pages are missing. It is whole as soon as none is, although
+    /// pages that have come may not be in place yet: the VM gets those at once.
+    fn stage(&self, missing: Option<&PageSet>) -> ArrivingStage {
+        match self.now.stage {
+            ArrivingStage::Rest if missing.is_some_and(PageSet::is_empty) => ArrivingStage::Whole,
+            stage => stage,
+        }
+    }
+
+    fn stage_now(&self) -> ArrivingStage {
+        let missing = self.missing.as_ref().map(|missing| missing());
+        self.stage(missing.as_ref())
+    }
+}
+
 /// What a client or the end of the run has decided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Decision {
@@ -87,12 +103,14 @@ impl Coming {
     pub fn progress(&self, ranges: usize) -> Arriving {
         let told = self.told();
         let missing = told.missing.as_ref().map(|missing| missing());
-        let shown = match told.now.stage {
+        let stage = told.stage(missing.as_ref());
+        let shown = match stage {
             ArrivingStage::Cut | ArrivingStage::Lost => missing.as_ref(),
             _ => None,
         };
         Arriving {
             ranges: shown.map_or_else(Vec::new, |shown| Range::of(&self.layout, shown, ranges)),
+            stage,
             missing: missing.map(|missing| missing.len()),
             seconds: match told.missing {
                 Some(_) => told.now.seconds,
@@ -120,7 +138,7 @@ impl Coming {
 
     /// Refuses to copy a guest whose memory is not here.
     pub fn check_whole(&self) -> Result<(), Refused> {
-        match self.told().now.stage {
+        match self.told().stage_now() {
             ArrivingStage::Whole => Ok(()),
             ArrivingStage::Lost => Err(Refused::request(
                 "pages of the guest were lost when its source ended, and a copy of its memory \
@@ -312,7 +330,7 @@ impl Coming {
     /// Ends the wait for the source: the missing pages are lost.
     pub fn cancel(&self) -> Result<(), Refused> {
         let mut told = self.told();
-        Err(Refused::request(match told.now.stage {
+        Err(Refused::request(match told.stage_now() {
             ArrivingStage::Cut => {
                 self.decide(&mut told, Decision::Cancel);
                 return Ok(());

@@ -8,6 +8,7 @@ mod proxy;
 mod random;
 mod strangers;
 mod tls;
+mod whole;
 
 use crate::guest::{Client, Guest, LIMIT, failure, has_kvm, lacuna};
 use destination::{Destination, Until, relay};
