@@ -158,7 +158,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let sent = order
             .connector
             .connect_first()
-            .map_err(|error| Refused::of(error.kind(), &error))
+            .map_err(|error| {
+                let refused = || Refused::of(error.kind(), &error);
+                self.unwanted(way).unwrap_or_else(refused)
+            })
             .and_then(|()| {
                 let sent = send(&self.guest, &order.connector, &order.plan, note);
                 sent.map_err(|error| self.stayed(way, &error))
@@ -271,17 +274,22 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
     /// The guest has not moved.
     fn stayed(&self, way: &UnderWay, why: &MigrateError) -> Refused {
+        self.unwanted(way).unwrap_or_else(|| {
+            let text = format!("the guest has not moved, and keeps running here: {why}");
+            Refused::of(why.kind(), &text)
+        })
+    }
+
+    /// Why a migration that has failed was not wanted any more. A peer that was silent meanwhile
+    /// has been cut off.
+    fn unwanted(&self, way: &UnderWay) -> Option<Refused> {
         if let Some(ending) = self.guest.devices.ending() {
-            return Refused::request(format!(
+            return Some(Refused::request(format!(
                 "the run has ended before the guest moved: {ending}"
-            ));
+            )));
         }
-        if way.is_cancelled() {
-            // A peer that was silent meanwhile has been cut off.
-            return Refused::request("the migration was cancelled: the guest keeps running here");
-        }
-        let text = format!("the guest has not moved, and keeps running here: {why}");
-        Refused::of(why.kind(), &text)
+        let text = "the migration was cancelled: the guest keeps running here";
+        way.is_cancelled().then(|| Refused::request(text))
     }
 
     /// Cancels the migration. The client that has asked for it gets the answer when it has ended.

@@ -1,5 +1,6 @@
 //! The source's side: makes connections.
 
+use super::link::LOOK;
 use super::stream::Socket;
 use super::{Link, Stream, Tls, TransportError};
 use crate::args::{Address, HostPort, TlsFiles};
@@ -7,8 +8,10 @@ use lacuna_migrate::stream::{Connection, Connections};
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How long a host may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -61,11 +64,7 @@ impl Connector {
     }
 
     fn connect(&self) -> Result<Box<dyn Connection>, TransportError> {
-        let socket = match &self.to {
-            Address::Unix(path) => UnixStream::connect(path).map(Socket::Unix),
-            Address::Tcp(place) | Address::Tls(place) => connect(place).map(Socket::Tcp),
-        };
-        let stream = socket.and_then(|socket| Stream::new(socket, Arc::clone(&self.link)));
+        let stream = self.dial().and_then(|socket| Stream::new(socket, Arc::clone(&self.link)));
         let secured = stream.and_then(|stream| match (&self.tls, &self.to) {
             (Some(tls), Address::Tls(place)) => tls.connect(stream, &place.host),
             _ => Ok(Box::new(stream) as Box<dyn Connection>),
@@ -75,6 +74,30 @@ impl Connector {
             advice: advice(&error),
             error,
         })
+    }
+}
+
+impl Connector {
+    /// Dials on a thread of its own. The system may take long to find a host, or to connect to it;
+    /// this wait ends when the link says so.
+    fn dial(&self) -> io::Result<Socket> {
+        let (tell, dialled) = channel();
+        let to = self.to.clone();
+        let named = thread::Builder::new().name("lacuna-dial".into());
+        named.spawn(move || {
+            // If nothing waits for it any more, the connection ends.
+            let _ = tell.send(dial(&to));
+        })?;
+        let began = Instant::now();
+        loop {
+            match dialled.recv_timeout(LOOK) {
+                Ok(dialled) => return dialled,
+                Err(RecvTimeoutError::Timeout) => self.link.check(began.elapsed())?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(io::Error::other("the thread that dials has failed"));
+                }
+            }
+        }
     }
 }
 
@@ -89,6 +112,13 @@ impl Connections for Connector {
             Some(stream) => Ok(stream),
             None => self.connect().map_err(io::Error::other),
         }
+    }
+}
+
+fn dial(to: &Address) -> io::Result<Socket> {
+    match to {
+        Address::Unix(path) => UnixStream::connect(path).map(Socket::Unix),
+        Address::Tcp(place) | Address::Tls(place) => connect(place).map(Socket::Tcp),
     }
 }
 

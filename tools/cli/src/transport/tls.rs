@@ -2,7 +2,9 @@
 
 use super::Stream;
 use crate::args::TlsFiles;
+use crate::size::Size;
 use lacuna_migrate::stream::{Connection, HangUp};
+use rustix::fs::OFlags;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
@@ -11,9 +13,15 @@ use rustls::{
     ClientConfig, ClientConnection, Error, RootCertStore, ServerConfig, ServerConnection,
     StreamOwned,
 };
+use std::fmt::Display;
+use std::fs::OpenOptions;
 use std::io::{self, IoSlice, Read, Write};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
+
+/// The largest file with certificates or a key. Those of all authorities of the web are smaller.
+const FILE_MAX: Size = Size(1 << 20);
 
 /// What both sides of a connection need.
 pub struct Tls {
@@ -27,7 +35,7 @@ pub struct Tls {
 pub struct TlsError(String);
 
 impl TlsError {
-    fn of(path: &Path, error: &dyn std::fmt::Display, advice: &str) -> Self {
+    fn of(path: &Path, error: &dyn Display, advice: &str) -> Self {
         Self(format!("{}: {error}; {advice}", path.display()))
     }
 }
@@ -46,7 +54,7 @@ impl Tls {
         }
         let chain = certificates(&files.cert)?;
         let advice = "give the private key of the certificate as a PEM file";
-        let key = PrivateKeyDer::from_pem_file(&files.key)
+        let key = PrivateKeyDer::from_pem_slice(&read(&files.key, advice)?)
             .map_err(|error| TlsError::of(&files.key, &error, advice))?;
         let of_key = |error: Error| TlsError::of(&files.key, &error, advice);
         let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
@@ -103,11 +111,35 @@ impl Tls {
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let advice = "give certificates as a PEM file";
-    let found = CertificateDer::pem_file_iter(path).and_then(Iterator::collect);
-    let found: Vec<_> = found.map_err(|error| TlsError::of(path, &error, advice))?;
+    let text = read(path, advice)?;
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
+    let found = found.map_err(|error| TlsError::of(path, &error, advice))?;
     match found.is_empty() {
         true => Err(TlsError::of(path, &"no certificate in it", advice)),
         false => Ok(found),
+    }
+}
+
+/// The content of a file that a client of the control socket may have named: a pipe would keep this
+/// thread waiting, and a device may have no end.
+fn read(path: &Path, advice: &str) -> Result<Vec<u8>, TlsError> {
+    let failed = |error: &dyn Display| TlsError::of(path, error, advice);
+    let mut options = OpenOptions::new();
+    // The open of a pipe does not wait for its other end.
+    options
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits() as i32);
+    let file = options.open(path).map_err(|error| failed(&error))?;
+    let metadata = file.metadata().map_err(|error| failed(&error))?;
+    if !metadata.is_file() {
+        return Err(failed(&"no regular file"));
+    }
+    let mut content = Vec::new();
+    let read = file.take(FILE_MAX.0 + 1).read_to_end(&mut content);
+    read.map_err(|error| failed(&error))?;
+    match content.len() as u64 > FILE_MAX.0 {
+        true => Err(failed(&format_args!("larger than {FILE_MAX}"))),
+        false => Ok(content),
     }
 }
 

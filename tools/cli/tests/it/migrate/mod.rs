@@ -6,6 +6,7 @@ mod destination;
 mod ended;
 mod proxy;
 mod random;
+mod requests;
 mod strangers;
 mod tls;
 mod whole;

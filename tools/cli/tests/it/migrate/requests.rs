@@ -1,0 +1,74 @@
+//! Requests to move a guest that name files or hosts of no use. The run stays under control.
+
+use super::{ENDLESS, Guest, is_moving, migrate};
+use lacuna_skip::test;
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::net::listen;
+use serde_json::json;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// A device without an end, a pipe without a writer, and a file that is too large.
+#[test]
+fn only_small_files_are_read_for_tls() {
+    let folder = TempDir::new().unwrap();
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let [pipe, large] = ["pipe", "large"].map(|name| folder.path().join(name));
+    mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    std::fs::write(&large, vec![b'-'; (1 << 20) + 1]).unwrap();
+    let mut client = guest.client();
+    for (file, told) in [
+        ("/dev/zero", "/dev/zero: no regular file; give"),
+        (pipe.to_str().unwrap(), "pipe: no regular file; give"),
+        (folder.path().to_str().unwrap(), ": no regular file; give"),
+        (large.to_str().unwrap(), "large: larger than 1M; give"),
+    ] {
+        let text = client.refused(json!({
+            "command": "migrate",
+            "to": "tls:localhost:1",
+            "tls": {"ca": file, "cert": file, "key": file},
+        }));
+        assert!(text.contains(told), "{text}");
+    }
+    assert_eq!(client.state("stop"), "ended");
+    assert_eq!(guest.end().0, 4);
+}
+
+/// A socket whose peer accepts nothing keeps each process waiting that connects. The run is under
+/// control meanwhile.
+#[test]
+fn a_peer_that_accepts_nothing_does_not_hold_the_run() {
+    for command in ["cancel", "stop"] {
+        let folder = TempDir::new().unwrap();
+        let path = folder.path().join("full");
+        let listener = UnixListener::bind(&path).unwrap();
+        listen(&listener, 0).unwrap();
+        // The only one that there is room for.
+        let _waits = UnixStream::connect(&path).unwrap();
+        let guest = Guest::start(folder.path(), ENDLESS);
+        let mut asking = guest.client();
+        let request = migrate(&format!("unix:{}", path.display()));
+        asking.send(format!("{request}\n").as_bytes());
+        is_moving(&guest);
+        let began = Instant::now();
+        let mut client = guest.client();
+        client.state(command);
+        let mut answer = asking.answer();
+        while !answer["progress"].is_null() {
+            answer = asking.answer();
+        }
+        let text = answer["error"]["text"].as_str().unwrap();
+        let told = match command {
+            "cancel" => "was cancelled: the guest keeps running here",
+            _ => "the run has ended before the guest moved",
+        };
+        assert!(text.contains(told), "{text}");
+        if command == "cancel" {
+            assert_eq!(client.state("stop"), "ended");
+        }
+        assert_eq!(guest.end().0, 4);
+        let waited = began.elapsed();
+        assert!(waited < Duration::from_secs(20), "{waited:?}");
+    }
+}
