@@ -219,7 +219,9 @@ pub enum MigrateError {
 fn is_of_this_host(error: &io::Error) -> bool {
     let of_host = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
     let errno = error.raw_os_error();
-    of_host.iter().any(|known| errno == Some(known.raw_os_error()))
+    of_host
+        .iter()
+        .any(|known| errno == Some(known.raw_os_error()))
 }
 
 /// The longest text of another process that is shown.
@@ -277,10 +279,9 @@ impl MigrateError {
             Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Peer,
             Self::Cut(error) if is_of_this_host(error) => ErrorKind::Host,
             Self::Cut(_) => ErrorKind::Peer,
-            Self::Staging(_)
-            | Self::Thread(_)
-            | Self::Random(_)
-            | Self::Codec(_) => ErrorKind::Host,
+            Self::Staging(_) | Self::Thread(_) | Self::Random(_) | Self::Codec(_) => {
+                ErrorKind::Host
+            }
             Self::Source(FileError::Thread(_)) => ErrorKind::Host,
             Self::Source(_) => ErrorKind::Request,
             Self::Busy(_) => ErrorKind::Guest,

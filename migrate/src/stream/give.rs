@@ -156,7 +156,8 @@ impl<'a, V: Vm> Given<'a, V> {
             return Sent::Moved(self);
         };
         let talked = match left.reconnect(connections, &self.id) {
-            Ok(Reconnected::Open(mut main, mut aside, reached)) => {
+            Ok(Reconnected::Open(open)) => {
+                let (mut main, mut aside, reached) = *open;
                 let talked = left.talk(&mut main, aside.as_mut(), reached, progress);
                 talked.map_err(|(_, why)| why)
             }

@@ -15,8 +15,8 @@ use super::connection::Connections;
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::{Compression, MigrationId, Role, Stage};
-use crate::error::printable;
 use crate::copy::{CHUNK, PageSink, copy_run};
+use crate::error::printable;
 use crate::rounds::{OnProgress, Progress};
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::PAGE_SIZE;
@@ -36,7 +36,7 @@ pub(super) struct Links {
 /// A destination that was connected to again.
 pub(super) enum Reconnected {
     /// It has reached that much, and the connections are there.
-    Open(Frames, Option<Links>, Reached),
+    Open(Box<(Frames, Option<Links>, Reached)>),
     /// The guest has ended there.
     Ended(String),
 }
@@ -164,7 +164,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         };
         self.pages = Mutex::new(lacks);
         self.is_ended = AtomicBool::new(false);
-        Ok(Reconnected::Open(main, aside, reached))
+        Ok(Reconnected::Open(Box::new((main, aside, reached))))
     }
 
     /// Speaks with the destination, which has `reached` that much, until it has every page.

@@ -95,7 +95,11 @@ impl<V: Vm> Early<'_, V> {
             }
             taken
         });
-        let cause = streams.cause.into_inner().expect("no panic under this lock");
+        let cause = streams
+            .cause
+            .lock()
+            .expect("no panic under this lock")
+            .take();
         match (taken, cause) {
             // A further connection has failed. That is the cause, and not what it has led to.
             (Ok(_) | Err(MigrateError::Cut(_)), Some(cause)) => Err(cause),

@@ -358,7 +358,11 @@ impl Coming {
             ArrivingStage::Whole => !told.is_settled,
             ArrivingStage::Memory | ArrivingStage::Unknown | ArrivingStage::Lost => false,
         };
-        let linger = if waits_for_source { LINGER } else { Duration::ZERO };
+        let linger = if waits_for_source {
+            LINGER
+        } else {
+            Duration::ZERO
+        };
         match why {
             Some(_) if told.ended.is_some() => return,
             Some(why) => {

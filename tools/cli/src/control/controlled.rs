@@ -5,7 +5,7 @@ use super::migration::RANGES_SHOWN;
 use super::moving::{Fields, Order, Undecided};
 use super::saving::Plan;
 use super::under_way::UnderWay;
-use super::{Coming, Ends};
+use super::{Answers, Coming, Ends};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
 use lacuna_machine::{Arch, Ending, Vm};
@@ -79,53 +79,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.since.get_or_init(Instant::now);
     }
 
-    /// Does what `request` says. Meanwhile `tell` gets messages of progress; it returns `Break`
-    /// when the client has gone, which cancels the snapshot or the migration.
-    pub fn answer(
-        &self,
-        request: Request,
-        tell: &mut dyn FnMut(Answer) -> ControlFlow<()>,
-    ) -> Answer {
-        let status =
-            |done: Result<(), Refused>| done.map(|()| Answer::Status(Box::new(self.status())));
-        let done = match request {
-            Request::Status {} => status(Ok(())),
-            Request::Pause {} => status(self.pause()),
-            Request::Resume {} => status(self.resume()),
-            Request::Stop {} => status(self.stop()),
-            Request::Cancel {} => status(self.cancel()),
-            Request::Keep {} => status(self.keep()),
-            Request::Snapshot {
-                path,
-                downtime_ms,
-                track,
-                base,
-            } => Plan::of(path, downtime_ms, track, base)
-                .and_then(|plan| self.snapshot(&plan, tell))
-                .map(Answer::Snapshot),
-            Request::Migrate {
-                to,
-                mode,
-                downtime_ms,
-                streams,
-                compress,
-                tls,
-            } => Order::of(Fields {
-                to,
-                mode,
-                tls,
-                downtime_ms,
-                streams,
-                compress,
-            })
-            .and_then(|order| self.migrate(&order, tell))
-            .map(Answer::Migrated),
-        };
-        done.unwrap_or_else(Answer::Error)
-    }
-
     /// Lets a paused guest go on whose run has ended, so that its threads end.
-    pub fn release_at_the_end(&self) {
+    fn release_at_the_end(&self) {
         if self.guest.devices.ending().is_some() {
             let mut phase = self.phase();
             if let Phase::Paused(_) | Phase::Undecided(_) = &*phase {
@@ -189,6 +144,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             migrating,
             arriving: coming.map(|coming| coming.progress(RANGES_SHOWN)),
             undecided: undecided.or_else(|| coming?.undecided()),
+            waiting: None,
             ending,
         }
     }
@@ -308,6 +264,52 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
         self.release_at_the_end();
         Ok(())
+    }
+}
+
+impl<V: Vm> Answers for Controlled<'_, V> {
+    /// A client that goes away cancels its snapshot or its migration.
+    fn answer(&self, request: Request, tell: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer {
+        let status =
+            |done: Result<(), Refused>| done.map(|()| Answer::Status(Box::new(self.status())));
+        let done = match request {
+            Request::Status {} => status(Ok(())),
+            Request::Pause {} => status(self.pause()),
+            Request::Resume {} => status(self.resume()),
+            Request::Stop {} => status(self.stop()),
+            Request::Cancel {} => status(self.cancel()),
+            Request::Keep {} => status(self.keep()),
+            Request::Snapshot {
+                path,
+                downtime_ms,
+                track,
+                base,
+            } => Plan::of(path, downtime_ms, track, base)
+                .and_then(|plan| self.snapshot(&plan, tell))
+                .map(Answer::Snapshot),
+            Request::Migrate {
+                to,
+                mode,
+                downtime_ms,
+                streams,
+                compress,
+                tls,
+            } => Order::of(Fields {
+                to,
+                mode,
+                tls,
+                downtime_ms,
+                streams,
+                compress,
+            })
+            .and_then(|order| self.migrate(&order, tell))
+            .map(Answer::Migrated),
+        };
+        done.unwrap_or_else(Answer::Error)
+    }
+
+    fn look(&self) {
+        self.release_at_the_end();
     }
 }
 

@@ -115,6 +115,9 @@ pub struct Status {
     /// The incoming or arrived guest.
     #[serde(default)]
     pub arriving: Option<Arriving>,
+    /// The address at which a guest is waited for; null as soon as one is announced.
+    #[serde(default)]
+    pub waiting: Option<String>,
     /// Why it is not known where the guest runs, or why it lacks memory there, and what to do. It
     /// stays paused here meanwhile.
     pub undecided: Option<String>,
@@ -126,6 +129,8 @@ pub struct Status {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
+    /// None was announced. The backend and the machine are not known.
+    Waiting,
     /// It has not come yet.
     Arriving,
     /// It runs.

@@ -16,11 +16,13 @@
 //! | `saving` | a snapshot |
 //! | `moving` | a migration, until it has an end |
 //! | `under_way` | a migration in progress: its stage, and what clients want of it |
+//! | `awaiting` | answers before a guest is announced |
 //! | `coming` | a guest that comes here: the same |
 //! | `ends` | how clients have ended the run |
 //! | `server` | the socket, its connections, their lines |
 //! | `client` | the other side |
 
+mod awaiting;
 pub mod client;
 mod coming;
 mod controlled;
@@ -32,7 +34,8 @@ mod saving;
 mod server;
 mod under_way;
 
+pub use awaiting::Awaiting;
 pub use coming::{Coming, Decision};
 pub use controlled::Controlled;
 pub use ends::Ends;
-pub use server::ControlSocket;
+pub use server::{Answers, ControlSocket};

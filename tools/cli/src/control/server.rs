@@ -1,20 +1,20 @@
 //! The socket of a running guest, its connections, and their lines.
 
-use super::controlled::Controlled;
 use super::ends::Ends;
 use super::message::{Answer, LINE_MAX, Refused, Request};
 use crate::exit::Exit;
 use crate::run::Refusal;
 use crate::socket::Socket;
-use lacuna_machine::Vm;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle, scope, sleep};
 use std::time::Duration;
 
@@ -25,19 +25,39 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How long a client may leave an answer unread when the socket's buffer is full.
 const UNREAD: Duration = Duration::from_secs(1);
 
+/// What answers the requests of clients.
+pub trait Answers: Sync {
+    /// Does what `request` says. Meanwhile `tell` gets messages of progress; it returns `Break`
+    /// when the client has gone.
+    fn answer(&self, request: Request, tell: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer;
+
+    /// Is called ten times a second.
+    fn look(&self) {}
+}
+
 /// The control socket of one run, which is removed when the value is dropped.
 pub struct ControlSocket<'a> {
     socket: Socket<'a>,
-    /// Wakes the thread that accepts, for the end.
+    /// Wakes all threads, for the end.
     bell: OwnedFd,
-    is_over: AtomicBool,
+    phase: AtomicU8,
+    /// Connections that the last [`ControlSocket::serve`] has left to the next one.
+    left: Mutex<Vec<Lines>>,
     ends: Ends,
 }
+
+/// Requests are answered.
+const SERVES: u8 = 0;
+/// The connections stay open for the next [`ControlSocket::serve`].
+const HANDS_OVER: u8 = 1;
+/// The connections are closed.
+const OVER: u8 = 2;
 
 /// A connection.
 struct Open<'scope> {
     stream: UnixStream,
-    thread: ScopedJoinHandle<'scope, ()>,
+    /// Returns the connection if it shall stay open.
+    thread: ScopedJoinHandle<'scope, Option<Lines>>,
 }
 
 impl<'a> ControlSocket<'a> {
@@ -57,7 +77,8 @@ impl<'a> ControlSocket<'a> {
         Ok(Self {
             socket,
             bell: bell.map_err(|errno| failed(errno.into()))?,
-            is_over: AtomicBool::new(false),
+            phase: AtomicU8::new(SERVES),
+            left: Mutex::default(),
             ends: Ends::default(),
         })
     }
@@ -67,12 +88,16 @@ impl<'a> ControlSocket<'a> {
         &self.ends
     }
 
-    /// Serves clients until [`ControlSocket::end`]. Then all connections are closed.
-    pub fn serve<V: Vm>(&self, guest: &Controlled<'_, V>) {
-        scope(|scope| {
+    /// Serves clients until [`ControlSocket::end`], which closes all connections, or
+    /// [`ControlSocket::hand_over`].
+    pub fn serve(&self, guest: &impl Answers) {
+        let left = scope(|scope| {
             let mut open = Vec::new();
-            while !self.is_over.load(Ordering::Acquire) {
-                guest.release_at_the_end();
+            for lines in self.take_left() {
+                self.begin(scope, lines, guest, &mut open);
+            }
+            while self.phase() == SERVES {
+                guest.look();
                 let mut fds = [
                     PollFd::new(self.socket.listener(), PollFlags::IN),
                     PollFd::new(&self.bell, PollFlags::IN),
@@ -81,71 +106,138 @@ impl<'a> ControlSocket<'a> {
                 // Interrupted: as if a client had come.
                 let _ = poll(&mut fds, Some(&look));
                 match self.socket.listener().accept() {
-                    Ok((stream, _)) => connect(scope, stream, guest, &mut open),
+                    Ok((stream, _)) => self.connect(scope, stream, guest, &mut open),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     // No descriptor is left: another one may be closed meanwhile.
                     Err(_) => sleep(LOOK),
                 }
             }
-            for Open { stream, .. } in &open {
-                // The connection's thread reads no further request, and ends after an answer that
-                // it is about to write. It fails only if the client has closed it before.
-                let _ = stream.shutdown(Shutdown::Read);
+            if self.phase() == OVER {
+                for Open { stream, .. } in &open {
+                    // The connection's thread reads no further request, and ends after an answer
+                    // that it is about to write. It fails only if the client has closed it before.
+                    let _ = stream.shutdown(Shutdown::Read);
+                }
             }
+            let ended = open.into_iter().map(|open| open.thread.join());
+            let lines = ended.map(|lines| lines.unwrap_or_else(|panic| resume_unwind(panic)));
+            lines.flatten().collect()
         });
+        if self.phase() == HANDS_OVER {
+            *self.left.lock().unwrap_or_else(PoisonError::into_inner) = left;
+            // It was rung once.
+            let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+            self.phase.store(SERVES, Ordering::Release);
+        }
     }
 
     /// [`ControlSocket::serve`] returns soon.
     pub fn end(&self) {
-        self.is_over.store(true, Ordering::Release);
-        // It fails only if the counter is full: then the thread is woken anyway.
+        self.ring(OVER);
+    }
+
+    /// [`ControlSocket::serve`] returns soon. The next call of it has the same connections.
+    pub fn hand_over(&self) {
+        self.ring(HANDS_OVER);
+    }
+
+    fn ring(&self, phase: u8) {
+        self.phase.store(phase, Ordering::Release);
+        // It fails only if the counter is full: then the threads are woken anyway.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
-}
 
-/// Starts a connection. A client that gets none is told why, if that is possible.
-fn connect<'scope, V: Vm>(
-    scope: &'scope Scope<'scope, '_>,
-    stream: UnixStream,
-    guest: &'scope Controlled<'_, V>,
-    open: &mut Vec<Open<'scope>>,
-) {
-    open.retain(|open: &Open<'_>| !open.thread.is_finished());
-    // On Linux an accepted connection does not inherit the listener's mode.
-    let _ = stream.set_write_timeout(Some(UNREAD));
-    if open.len() >= CLIENTS {
-        let text = format!("{CLIENTS} clients are connected, which is the most: try again later");
-        let _ = tell(&stream, &Answer::Error(Refused::request(text)));
-        return;
+    fn phase(&self) -> u8 {
+        self.phase.load(Ordering::Acquire)
     }
-    let Ok(copy) = stream.try_clone() else {
-        return;
-    };
-    let named = Builder::new().name("lacuna-control".into());
-    if let Ok(thread) = named.spawn_scoped(scope, move || talk(&copy, guest)) {
-        open.push(Open { stream, thread });
-    }
-}
 
-/// Answers the lines of a client until it closes the connection, or no longer reads.
-fn talk<V: Vm>(stream: &UnixStream, guest: &Controlled<'_, V>) {
-    let mut lines = BufReader::new(stream);
-    loop {
-        let answer = match read_line(&mut lines) {
-            Line::Request(request) => {
-                guest.answer(request, &mut |progress| tell(stream, &progress))
-            }
-            Line::Wrong(text) => Answer::Error(Refused::request(text)),
-            Line::TooLong => {
-                let text = format!("a line has at most {LINE_MAX} bytes; the connection is closed");
-                let _ = tell(stream, &Answer::Error(Refused::request(text)));
-                return end(stream);
-            }
-            Line::End => return end(stream),
-        };
-        if tell(stream, &answer).is_break() {
-            return end(stream);
+    fn take_left(&self) -> Vec<Lines> {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *left)
+    }
+
+    /// Takes a connection. A client that gets none is told why, if that is possible.
+    fn connect<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        stream: UnixStream,
+        guest: &'scope impl Answers,
+        open: &mut Vec<Open<'scope>>,
+    ) {
+        open.retain(|open: &Open<'_>| !open.thread.is_finished());
+        // On Linux an accepted connection does not inherit the listener's mode.
+        let _ = stream.set_write_timeout(Some(UNREAD));
+        if open.len() >= CLIENTS {
+            let text =
+                format!("{CLIENTS} clients are connected, which is the most: try again later");
+            let _ = tell(&stream, &Answer::Error(Refused::request(text)));
+            return;
         }
+        self.begin(scope, Lines::of(stream), guest, open);
+    }
+
+    /// Starts a connection's thread.
+    fn begin<'scope>(
+        &'scope self,
+        scope: &'scope Scope<'scope, '_>,
+        lines: Lines,
+        guest: &'scope impl Answers,
+        open: &mut Vec<Open<'scope>>,
+    ) {
+        let Ok(stream) = lines.stream.try_clone() else {
+            return;
+        };
+        let named = Builder::new().name("lacuna-control".into());
+        if let Ok(thread) = named.spawn_scoped(scope, move || self.talk(lines, guest)) {
+            open.push(Open { stream, thread });
+        }
+    }
+
+    /// Answers the lines of a client until it closes the connection, or no longer reads. Returns
+    /// the connection if it shall stay open.
+    fn talk(&self, mut lines: Lines, guest: &impl Answers) -> Option<Lines> {
+        loop {
+            let line = loop {
+                match lines.next() {
+                    Some(line) => break line,
+                    None if !self.waits_for(&lines.stream) => return Some(lines),
+                    None => lines.read(),
+                }
+            };
+            let stream = &lines.stream;
+            let answer = match line {
+                Line::Request(request) => {
+                    guest.answer(request, &mut |progress| tell(stream, &progress))
+                }
+                Line::Wrong(text) => Answer::Error(Refused::request(text)),
+                Line::TooLong => {
+                    let text =
+                        format!("a line has at most {LINE_MAX} bytes; the connection is closed");
+                    let _ = tell(stream, &Answer::Error(Refused::request(text)));
+                    end(stream);
+                    return None;
+                }
+                Line::End => {
+                    end(stream);
+                    return None;
+                }
+            };
+            if tell(stream, &answer).is_break() {
+                end(stream);
+                return None;
+            }
+        }
+    }
+
+    /// Waits for bytes of a client. `false`: the connection is handed over.
+    fn waits_for(&self, stream: &UnixStream) -> bool {
+        let mut fds = [
+            PollFd::new(stream, PollFlags::IN),
+            PollFd::new(&self.bell, PollFlags::IN),
+        ];
+        // Interrupted: the read waits.
+        let _ = poll(&mut fds, None);
+        self.phase() != HANDS_OVER
     }
 }
 
@@ -162,15 +254,51 @@ enum Line {
     End,
 }
 
-fn read_line(from: &mut impl BufRead) -> Line {
-    let mut line = Vec::new();
-    let mut bounded = from.take(LINE_MAX as u64);
-    match bounded.read_until(b'\n', &mut line) {
-        Ok(_) if line.last() == Some(&b'\n') => {}
-        Ok(LINE_MAX) => return Line::TooLong,
-        _ => return Line::End,
+/// The lines of a connection.
+struct Lines {
+    stream: UnixStream,
+    /// What was read, and is no line yet.
+    bytes: Vec<u8>,
+    /// The client sends no more.
+    is_over: bool,
+}
+
+impl Lines {
+    const fn of(stream: UnixStream) -> Self {
+        Self {
+            stream,
+            bytes: Vec::new(),
+            is_over: false,
+        }
     }
-    match serde_json::from_slice(&line) {
+
+    /// The next line, if it has been read.
+    fn next(&mut self) -> Option<Line> {
+        let most = self.bytes.len().min(LINE_MAX);
+        let end = self.bytes[..most].iter().position(|byte| *byte == b'\n');
+        match end {
+            Some(end) => {
+                let line: Vec<u8> = self.bytes.drain(..=end).collect();
+                Some(parse(&line))
+            }
+            None if most == LINE_MAX => Some(Line::TooLong),
+            None => self.is_over.then_some(Line::End),
+        }
+    }
+
+    /// Waits for some bytes, or the end.
+    fn read(&mut self) {
+        let mut bytes = [0; 4096];
+        match (&self.stream).read(&mut bytes) {
+            Ok(read @ 1..) => self.bytes.extend(&bytes[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            _ => self.is_over = true,
+        }
+    }
+}
+
+fn parse(line: &[u8]) -> Line {
+    match serde_json::from_slice(line) {
         Ok(request) => Line::Request(request),
         Err(error) => Line::Wrong(format!(
             "this line is no request: {error}; a request is one line, such as \
@@ -193,6 +321,20 @@ fn tell(mut stream: &UnixStream, answer: &Answer) -> ControlFlow<()> {
 mod tests {
     use super::*;
 
+    /// The first line of a client that has sent these bytes.
+    fn first_line(bytes: &[u8]) -> Line {
+        let (mut client, stream) = UnixStream::pair().unwrap();
+        client.write_all(bytes).unwrap();
+        client.shutdown(Shutdown::Write).unwrap();
+        let mut lines = Lines::of(stream);
+        loop {
+            match lines.next() {
+                Some(line) => return line,
+                None => lines.read(),
+            }
+        }
+    }
+
     #[test]
     fn lines_are_bounded_and_have_an_end() {
         let long = [b'x'; LINE_MAX];
@@ -205,7 +347,7 @@ mod tests {
             (&long, "TooLong"),
             (&long[1..], "End"),
         ] {
-            let found = match read_line(&mut &*bytes) {
+            let found = match first_line(bytes) {
                 Line::Request(_) => "Request",
                 Line::Wrong(_) => "Wrong",
                 Line::TooLong => "TooLong",
@@ -214,6 +356,6 @@ mod tests {
             assert_eq!(found, expected, "{:?}", bytes.escape_ascii().to_string());
         }
         let deep = [b"[".repeat(LINE_MAX / 2), b"\n".to_vec()].concat();
-        assert!(matches!(read_line(&mut &*deep), Line::Wrong(_)));
+        assert!(matches!(first_line(&deep), Line::Wrong(_)));
     }
 }

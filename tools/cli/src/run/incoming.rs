@@ -9,9 +9,10 @@
 //! the command keeps waiting; nothing is made for it. The first connection that announces a machine brings the guest. Every failure from
 //! then on ends the command, and the source gets the reason.
 
+use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Start, run_controlled};
 use crate::args::{Address, RunArgs};
-use crate::control::{Coming, ControlSocket, Ends};
+use crate::control::{Awaiting, Coming, ControlSocket, Ends};
 use crate::exit::Exit;
 use crate::migrate::{line, words};
 use crate::output::{check_target, complain, visible};
@@ -26,6 +27,7 @@ use lacuna_migrate::{Machine, MigrateError};
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 
 /// How many ranges of missing pages a report has.
 const RANGES_REPORTED: usize = 1000;
@@ -114,7 +116,14 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let listener = Listener::open(at, files.as_ref(), link);
     let listener = listener.map_err(|error| (error.kind().into(), error.to_string()))?;
     complain(&format!("waiting for a guest at {}", listener.address()));
-    let arrival = wait(&listener, &signals)?;
+    let arrival = match &control {
+        None => wait(&listener)?,
+        Some(socket) => wait_controlled(&listener, socket)?,
+    }
+    .ok_or_else(|| {
+        let is_stopped = control.as_ref().is_some_and(|it| it.ends().has_stopped());
+        before_it_came(&signals, is_stopped, "before a guest came")
+    })?;
     let run = args.on(arrival.at.to_string(), &arrival.machine);
     let done = arrival
         .check()
@@ -126,8 +135,31 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     done
 }
 
-/// Waits until a connection has announced a guest. Others are refused.
-fn wait<'a>(listener: &'a Listener<'a>, signals: &Signals) -> Result<Arrival<'a>, Refusal> {
+/// As [`wait`], while clients of a control socket are served. A client may end the wait.
+fn wait_controlled<'a>(
+    listener: &'a Listener<'a>,
+    socket: &ControlSocket<'_>,
+) -> Result<Option<Arrival<'a>>, Refusal> {
+    let (at, link) = (listener.address().to_string(), Arc::clone(listener.link()));
+    let awaiting = Awaiting::new(at, socket.ends(), link);
+    thread::scope(|scope| {
+        let named = thread::Builder::new().name("lacuna-control".into());
+        let serving = named.spawn_scoped(scope, || socket.serve(&awaiting));
+        serving.map_err(failed)?;
+        let end = EndServing::of(socket);
+        let arrival = wait(listener);
+        if let Ok(Some(_)) = &arrival {
+            // The clients stay connected, and are served when the guest's machine is made.
+            std::mem::forget(end);
+            socket.hand_over();
+        }
+        arrival
+    })
+}
+
+/// Waits until a connection has announced a guest. Others are refused. `None`: a signal or a client
+/// has ended the wait.
+fn wait<'a>(listener: &'a Listener<'a>) -> Result<Option<Arrival<'a>>, Refusal> {
     while listener.link().is_open() {
         let next = listener.next().map_err(|error| {
             let text = format!(
@@ -146,13 +178,13 @@ fn wait<'a>(listener: &'a Listener<'a>, signals: &Signals) -> Result<Arrival<'a>
         match announced {
             Ok((incoming, connections)) => {
                 let (at, link) = (listener.address().clone(), connections.link());
-                return Ok(Arrival {
+                return Ok(Some(Arrival {
                     coming: Arc::new(Coming::new(at.to_string(), &incoming, link)),
                     at,
                     machine: incoming.machine().clone(),
                     connections,
                     incoming: Mutex::new(Some(incoming)),
-                });
+                }));
             }
             Err(why) => complain(&format!(
                 "refused {from}, and still waiting: {}",
@@ -160,14 +192,19 @@ fn wait<'a>(listener: &'a Listener<'a>, signals: &Signals) -> Result<Arrival<'a>
             )),
         }
     }
-    Err(interrupted(signals, "before a guest came"))
+    Ok(None)
 }
 
-fn interrupted(signals: &Signals, when: &str) -> Refusal {
+/// The exit code and the text for a run that a signal or a client has ended.
+fn before_it_came(signals: &Signals, is_stopped: bool, when: &str) -> Refusal {
     match signals.caught() {
         Some(signal) => (
             Exit::Interrupted(signal),
             format!("interrupted by {signal} {when}"),
+        ),
+        None if is_stopped => (
+            Exit::Stopped,
+            format!("stopped through its control socket {when}"),
         ),
         None => (Exit::Host, format!("ended {when}")),
     }
@@ -210,13 +247,10 @@ pub(super) fn receive<V: Vm>(
 /// The exit code and the text for a guest that has not come.
 pub(super) fn has_not_come(job: &Job<'_>, why: &MigrateError) -> Refusal {
     let is_stopped = job.ends().is_some_and(Ends::has_stopped);
-    match (why, job.signals.caught()) {
-        (MigrateError::Cancelled | MigrateError::Cut(_), Some(_)) => {
-            interrupted(job.signals, "before the guest had come")
-        }
-        (MigrateError::Cut(_), None) if is_stopped => {
-            let text = "stopped through its control socket before the guest had come";
-            (Exit::Stopped, text.into())
+    let is_asked_for = job.signals.caught().is_some() || is_stopped;
+    match why {
+        MigrateError::Cancelled | MigrateError::Cut(_) if is_asked_for => {
+            before_it_came(job.signals, is_stopped, "before the guest had come")
         }
         _ => {
             let text = format!(

@@ -98,7 +98,7 @@ fn prefault<V: Watched>(job: &Job<'_>, vm: &V) -> Result<(), Refusal> {
     done.map_err(|error| (Exit::Host, error.to_string()))
 }
 
-fn failed(error: io::Error) -> Refusal {
+pub(super) fn failed(error: io::Error) -> Refusal {
     (Exit::Host, format!("the run cannot start: {error}"))
 }
 
@@ -255,9 +255,19 @@ fn refusal(error: &impl BackendError) -> Refusal {
 
 /// Ends the control socket's thread. After a panic it also ends what waits for the source of a
 /// guest: a thread, and clients.
-struct EndServing<'a> {
+pub(super) struct EndServing<'a> {
     control: Option<&'a ControlSocket<'a>>,
     coming: Option<&'a Arc<Coming>>,
+}
+
+impl<'a> EndServing<'a> {
+    /// Of a socket alone.
+    pub const fn of(socket: &'a ControlSocket<'a>) -> Self {
+        Self {
+            control: Some(socket),
+            coming: None,
+        }
+    }
 }
 
 impl Drop for EndServing<'_> {

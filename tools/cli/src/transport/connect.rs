@@ -64,7 +64,9 @@ impl Connector {
     }
 
     fn connect(&self) -> Result<Box<dyn Connection>, TransportError> {
-        let stream = self.dial().and_then(|socket| Stream::new(socket, Arc::clone(&self.link)));
+        let stream = self
+            .dial()
+            .and_then(|socket| Stream::new(socket, Arc::clone(&self.link)));
         let secured = stream.and_then(|stream| match (&self.tls, &self.to) {
             (Some(tls), Address::Tls(place)) => tls.connect(stream, &place.host),
             _ => Ok(Box::new(stream) as Box<dyn Connection>),

@@ -1,0 +1,69 @@
+//! A process that waits for a guest of another one, before a guest is announced.
+
+use super::message::{Answer, PROTOCOL, Refused, Request, State, Status};
+use super::{Answers, Ends};
+use crate::transport::Link;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+/// Answers clients while no guest is announced.
+pub struct Awaiting<'a> {
+    at: String,
+    ends: &'a Ends,
+    /// The wait ends with it.
+    link: Arc<Link>,
+}
+
+impl<'a> Awaiting<'a> {
+    /// A guest is waited for at `at`. A request that ends the wait is noted in `ends`, and cuts
+    /// `link`.
+    pub const fn new(at: String, ends: &'a Ends, link: Arc<Link>) -> Self {
+        Self { at, ends, link }
+    }
+
+    fn status(&self) -> Status {
+        let is_over = self.ends.has_stopped();
+        let ending = "stopped before a guest came";
+        Status {
+            protocol: PROTOCOL,
+            state: if is_over {
+                State::Ended
+            } else {
+                State::Waiting
+            },
+            backend: String::new(),
+            arch: String::new(),
+            vcpus: 0,
+            memory_bytes: 0,
+            seconds: 0.0,
+            pages: None,
+            outage: None,
+            saving: None,
+            migrating: None,
+            arriving: None,
+            waiting: (!is_over).then(|| self.at.clone()),
+            undecided: None,
+            ending: is_over.then(|| ending.into()),
+        }
+    }
+}
+
+impl Answers for Awaiting<'_> {
+    fn answer(&self, request: Request, _: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer {
+        let at = &self.at;
+        let text = match request {
+            Request::Status {} => return Answer::Status(Box::new(self.status())),
+            Request::Stop {} => {
+                self.ends.stop();
+                self.link.cut();
+                return Answer::Status(Box::new(self.status()));
+            }
+            Request::Cancel {} | Request::Keep {} => format!(
+                "no guest was announced at {at}: there is no migration to decide on; to end the \
+                 wait, stop this run"
+            ),
+            _ => format!("no guest is here: this run waits for one at {at}"),
+        };
+        Answer::Error(Refused::request(text))
+    }
+}
