@@ -91,7 +91,7 @@ fn source(to: &dyn Connections) -> Done {
         let given = loop {
             match sent {
                 Sent::Moved(given) => break given,
-                // This process has pages that the guest needs. A VMM goes on until a person says
+                // This process has pages that the guest needs. A VMM continues until a person says
                 // that the destination has ended.
                 Sent::Cut { given, why } | Sent::Unknown { given, why } => {
                     eprintln!("source: {why}; connecting again");

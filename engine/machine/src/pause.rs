@@ -18,7 +18,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Pause::begin: wanted, kick all ─► run returns Interrupted ─► hands its vCPU over, and waits
 ///   all vCPUs are here: Paused
 ///   save, restore
-/// drop(Paused) ───────────────────► takes its vCPU back, and goes on
+/// drop(Paused) ───────────────────► takes its vCPU back, and continues
 /// ```
 ///
 /// Any thread but a vCPU's may pause a run. While one has it paused, another waits in

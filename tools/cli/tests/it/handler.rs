@@ -192,7 +192,7 @@ fn a_run_that_waits_for_a_dead_handler_can_be_ended() {
     let mut handler = Handler::start(&socket, Some(700));
     let mut waits = run(&socket, "--patience forever").spawn().unwrap();
     handler.0.wait().unwrap();
-    // The run says why the guest waits, and goes on waiting.
+    // The run says why the guest waits, and keeps waiting.
     let mut errors = BufReader::new(waits.stderr.take().unwrap()).lines();
     let told = errors.find(|line| line.as_ref().unwrap().contains("end the run"));
     let told = told.expect("the run ends, and does not wait").unwrap();

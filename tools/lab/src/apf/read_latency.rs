@@ -1,7 +1,7 @@
 //! How long the disk under a swap file takes for a page: the quantity that decides what
 //! asynchronous faults can give on it.
 //!
-//! The reads are as those of a swap file: 4 KiB at random places of a file without a name, past the
+//! The reads are as a swap file has them: 4 KiB at random places of a file without a name, past the
 //! page cache. One is in flight at a time, and no guest runs.
 
 use crate::experiment::LabError;
