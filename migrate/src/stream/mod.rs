@@ -37,9 +37,10 @@
 //! After `Unknown` and `Cut` [`Given::resume`] connects again, and the destination's
 //! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination sends the list of pages
 //! that it lacks, so no arrived page is sent twice. If the guest has ended meanwhile,
-//! [`Arriving::end`] says so, and the source ends too. If the other side never answers again, a person
-//! decides: [`Given::take_back`] and [`Waiting::decide_to_run`] carry the decision out. Without one
-//! of them the two sides never run at once: a [`Given`] that is dropped ends the run at the source.
+//! [`Arriving::end`] says so, and the source ends too. If the other side never answers again, a
+//! person decides: [`Given::take_back`] and [`Waiting::decide_to_run`] carry the decision out.
+//! Without one of them the two sides never run at once: a [`Given`] that is dropped ends the run at
+//! the source.
 //!
 //! Timeouts are the caller's: see [`Connection`].
 

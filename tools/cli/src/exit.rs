@@ -31,7 +31,7 @@ Exit codes:
 /// | 2 | wrong arguments or image | not an ELF, too little memory for it |
 /// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
 /// | 4 | stopped through the control socket before the guest was done | |
-/// | 5 | the other side of a migration failed or refused | its process was killed; its swap is full |
+/// | 5 | the other side of a migration failed or refused | it was killed; its swap is full |
 /// | 129, 130, 143 | interrupted by SIGHUP, SIGINT, SIGTERM | Ctrl-C |
 ///
 /// A page that the swap device lost is the host's failure, not the guest's. The guest was stopped

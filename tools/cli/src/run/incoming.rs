@@ -6,8 +6,8 @@
 //!   └──── refused, reason ◄─────┘
 //! ```
 //! All connections are looked at, at the same time. One that announces no machine is refused, and
-//! the command keeps waiting; nothing is made for it. The first connection that announces a machine brings the guest. Every failure from
-//! then on ends the command, and the source gets the reason.
+//! the command keeps waiting; nothing is made for it. The first connection that announces a machine
+//! brings the guest. Every failure from then on ends the command, and the source gets the reason.
 
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Start, run_controlled};

@@ -81,8 +81,8 @@ pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Joins a thread; a panic there continues here. What pins itself to a core runs in such a thread, so
-/// that this one stays free to run anywhere.
+/// Joins a thread; a panic there continues here. What pins itself to a core runs in such a thread,
+/// so that this one stays free to run anywhere.
 pub(super) fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
     thread
         .join()

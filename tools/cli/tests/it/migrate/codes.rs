@@ -1,5 +1,5 @@
-//! Migrations that fail: the exit code of each side says whose failure it is, and both sides get the
-//! reason.
+//! Migrations that fail: the exit code of each side says whose failure it is, and both sides get
+//! the reason.
 
 use super::destination::Destination;
 use super::{ENDLESS, Guest, migrate};

@@ -8,7 +8,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use tempfile::TempDir;
 
-/// Strangers are refused, and the destination keeps waiting. Others say nothing, and delay nobody;
+/// Strangers are refused, and the destination keeps waiting. Others say nothing, and delay no one;
 /// then the right guest arrives.
 #[test]
 fn strangers_do_not_end_the_waiting() {
