@@ -7,7 +7,7 @@
 //! [`Foreign`] shows another monitor's memory to the loaders of this crate, such as
 //! [`Boot::load`](crate::Boot::load).
 
-use crate::{GuestMemory, MemoryError, PAGE_SIZE};
+use crate::{FailureKind, GuestMemory, MemoryError, PAGE_SIZE};
 use lacuna_addr::Gpa;
 use std::io;
 use std::sync::atomic::{Ordering, fence};
@@ -214,6 +214,7 @@ fn refusal(at: Gpa, error: &GuestMemoryError) -> MemoryError {
         GuestMemoryError::InvalidGuestAddress(at) => MemoryError::NoSlot(Gpa::truncate(at.0)),
         other => MemoryError::Backing {
             gpa: at,
+            kind: FailureKind::Lost,
             cause: other.to_string(),
         },
     }

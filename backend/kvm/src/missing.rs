@@ -4,14 +4,14 @@ use crate::apf::{ExitedVcpu, VcpuApf};
 use crate::kick::{Comes, MissingPage};
 use crate::memory;
 use crate::slots::KvmSlot;
-use crate::source::{PageState, Provider};
+use crate::source::{Failure, PageState, Provider};
 use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
 use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE};
 use lacuna_apf::Completion;
 use lacuna_machine::{
-    Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, ReadyOutcome,
-    TokenError, VcpuError,
+    Exit, FailureKind, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided,
+    ReadyOutcome, TokenError, VcpuError,
 };
 use std::sync::Arc;
 use std::thread;
@@ -195,9 +195,9 @@ impl Vcpu {
         let vcpu = self.index;
         match self.vm.source.failure() {
             None => Ok(()),
-            Some(failure) => Err(match (failure.lost, failure.cause) {
-                (Some(gpa), cause) => VcpuError::no_page(vcpu, gpa, cause),
-                (None, cause) => VcpuError::Host { vcpu, cause },
+            Some(Failure { lost, kind, cause }) => Err(match lost {
+                Some(gpa) => VcpuError::no_page(vcpu, gpa, kind, cause),
+                None => VcpuError::Host { vcpu, cause },
             }),
         }
     }
@@ -212,7 +212,8 @@ impl Vm {
                 Some(lost) => format!("the VM has lost its page {lost}: {}", failure.cause),
                 None => failure.cause,
             };
-            Err(MemoryError::Backing { gpa, cause })
+            let kind = failure.kind;
+            Err(MemoryError::Backing { gpa, kind, cause })
         })
     }
 
@@ -246,6 +247,11 @@ impl Vm {
     }
 }
 
+const fn no_memory(gpa: Gpa, cause: String) -> MemoryError {
+    let kind = FailureKind::Lost;
+    MemoryError::Backing { gpa, kind, cause }
+}
+
 impl MissingMemory for Vm {
     fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError> {
         let (mut pages, rest) = pages.as_chunks::<PAGE_SIZE>();
@@ -270,8 +276,7 @@ impl MissingMemory for Vm {
                 Some(provider) => {
                     let page = self.page_at(slot.backing_of(here.gfn()));
                     let filled = provider.provision.fill(page, now);
-                    let filled =
-                        filled.map_err(|cause| MemoryError::Backing { gpa: here, cause })?;
+                    let filled = filled.map_err(|cause| no_memory(here, cause))?;
                     provided.taken += filled.taken;
                     provided.late += filled.late;
                 }
@@ -312,10 +317,7 @@ impl MissingMemory for Vm {
             let pages = (part.end_raw() - gfn.get()).min(BATCH);
             let range = HvaRange::new(slot.backing_of(gfn), pages);
             let populated = self.populate_batch(&slot, range.expect("a part of the slot's memory"));
-            populated.map_err(|cause| MemoryError::Backing {
-                gpa: gfn.gpa(),
-                cause,
-            })?;
+            populated.map_err(|cause| no_memory(gfn.gpa(), cause))?;
             self.check_source(gfn.gpa())?;
             next = gfn.checked_add(pages);
         }

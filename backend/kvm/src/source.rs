@@ -32,6 +32,7 @@ use crate::pages::{FirstTouch, Need, Page, Pages};
 use crate::slots::SlotTable;
 use crate::tracker::Tracker;
 use lacuna_addr::{HvaRange, PAGE_SIZE};
+use lacuna_machine::FailureKind;
 use lacuna_sys::{Errno, Fault, Pagemap, Userfaultfd};
 use missing::Handled;
 use provision::Budget;
@@ -461,7 +462,11 @@ impl Worker {
     }
 
     fn fail(&self, cause: String) {
-        self.shared.fail(Failure { lost: None, cause });
+        self.shared.fail(Failure {
+            lost: None,
+            kind: FailureKind::Lost,
+            cause,
+        });
     }
 }
 

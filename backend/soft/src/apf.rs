@@ -134,10 +134,12 @@ impl arm64::Guest for Entry<lacuna_arm64::Cpu> {
 impl<P: Platform> Entry<P> {
     /// Missing guest memory is the guest's fault; a page that cannot be brought in ends the run.
     fn note(&mut self, result: Result<(), MemoryError>) -> Result<(), Unwritable> {
-        if let Err(MemoryError::Backing { gpa, cause } | MemoryError::Refused { gpa, cause }) =
-            &result
+        if let Err(error) = &result
+            && let MemoryError::Backing { gpa, cause, .. } | MemoryError::Refused { gpa, cause } =
+                error
         {
-            self.failed = Some(VcpuError::no_page(self.index, *gpa, cause.clone()));
+            let (vcpu, kind) = (self.index, error.failure_kind());
+            self.failed = Some(VcpuError::no_page(vcpu, *gpa, kind, cause.clone()));
         }
         result.map_err(|_| Unwritable)
     }

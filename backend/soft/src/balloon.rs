@@ -48,6 +48,7 @@ impl Vm {
         let discarded = self.host.discard(range.expect("a part of the slot"));
         discarded.map_err(|error| MemoryError::Backing {
             gpa: first.gpa(),
+            kind: error.failure_kind(),
             cause: error.to_string(),
         })?;
         // Mark after the change: if a harvest misses this mark, the next one has it, and the page

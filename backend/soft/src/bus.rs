@@ -5,7 +5,7 @@ use crate::mmu::Format;
 use crate::vm::Vm;
 use lacuna_addr::{Access, Gfn, Level};
 use lacuna_cpu::{Bus, HostPage, Stop, Stores};
-use lacuna_host::Ticket;
+use lacuna_host::{LostPage, Ticket};
 use lacuna_mmu::{Mmu, MmuFormat, Outcome, Page, RingSpace, VcpuMmu};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
@@ -39,8 +39,8 @@ pub(crate) enum Blocked {
     Busy,
     /// The vCPU's dirty ring has reached its soft limit. The vCPU waits until entries are reset.
     RingFull,
-    /// The content of this page is lost, for this reason. Waiting does not help.
-    Lost(Gfn, Access, String),
+    /// The content of this page is lost. Waiting does not help.
+    Lost(Gfn, Access, LostPage),
     /// No table page is free for this page, for this reason. Waiting does not help.
     NoTables(Gfn, Access, String),
 }
@@ -179,7 +179,7 @@ impl<F: MmuFormat> SoftBus<F> {
             Outcome::NotProvided => (Blocked::NotProvided(gfn, access), Stop::Wait),
             Outcome::NoMemory => (Blocked::Memory, Stop::Wait),
             Outcome::Mmio => return Stop::Mmio(gfn.gpa()),
-            Outcome::Lost(page) => (Blocked::Lost(gfn, access, page.to_string()), Stop::Lost),
+            Outcome::Lost(page) => (Blocked::Lost(gfn, access, page), Stop::Lost),
             Outcome::NoTables(e) => (Blocked::NoTables(gfn, access, e.to_string()), Stop::Lost),
             Outcome::Mapped(_) => unreachable!("a mapped page stops nothing"),
         };

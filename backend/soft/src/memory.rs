@@ -54,6 +54,7 @@ impl Vm {
         match slots.iter().any(|slot| slot.backing == piece.slot.backing) {
             true => MemoryError::Backing {
                 gpa: piece.at,
+                kind: error.failure_kind(),
                 cause: error.to_string(),
             },
             false => MemoryError::NoSlot(piece.at),

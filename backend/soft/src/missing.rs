@@ -224,7 +224,10 @@ fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
     let cause = error.to_string();
     match error {
         HostError::PartOfHugePage { .. } => MemoryError::Refused { gpa, cause },
-        _ => MemoryError::Backing { gpa, cause },
+        _ => {
+            let kind = error.failure_kind();
+            MemoryError::Backing { gpa, kind, cause }
+        }
     }
 }
 

@@ -377,10 +377,9 @@ impl<P: Platform> VcpuOf<P> {
             Some(Blocked::Memory) => Wait::Memory,
             Some(Blocked::RingFull) => return Step::Exit(Exit::DirtyRingFull),
             Some(Blocked::Busy) | None => return Step::Wait(Wait::Busy),
-            Some(Blocked::Lost(gfn, access, cause)) => {
-                let cause = cause + &P::syndrome(&self.entry, gfn, access);
-                let gpa = gfn.gpa();
-                return Step::Failed(VcpuError::no_page(vcpu, gpa, cause));
+            Some(Blocked::Lost(gfn, access, lost)) => {
+                let cause = lost.to_string() + &P::syndrome(&self.entry, gfn, access);
+                return Step::Failed(VcpuError::no_page(vcpu, gfn.gpa(), lost.kind, cause));
             }
             Some(Blocked::NoTables(gfn, access, cause)) => {
                 let cause = cause + &P::syndrome(&self.entry, gfn, access);

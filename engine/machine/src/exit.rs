@@ -2,6 +2,7 @@
 
 use crate::{ErrorKind, FaultToken, MissingMemory, TokenError};
 use lacuna_addr::Gpa;
+use lacuna_source::FailureKind;
 
 /// Size of a port or device access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -169,12 +170,12 @@ pub enum VcpuError {
 }
 
 impl VcpuError {
-    /// vCPU `vcpu` needs the page at `gpa`, and there is none for this reason, which has the page
-    /// source's own words. For backends.
-    pub fn no_page(vcpu: usize, gpa: Gpa, cause: String) -> Self {
-        match cause.contains(lacuna_source::PANICKED) {
-            true => Self::SourcePanicked { vcpu, gpa, cause },
-            false => Self::PageLost { vcpu, gpa, cause },
+    /// vCPU `vcpu` needs the page at `gpa`, and there is none, by an error of this kind and for this
+    /// reason. For backends.
+    pub const fn no_page(vcpu: usize, gpa: Gpa, kind: FailureKind, cause: String) -> Self {
+        match kind {
+            FailureKind::Panicked => Self::SourcePanicked { vcpu, gpa, cause },
+            FailureKind::Lost => Self::PageLost { vcpu, gpa, cause },
         }
     }
 

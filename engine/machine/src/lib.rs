@@ -56,8 +56,8 @@ pub use lacuna_slots::{
     Logging, RingSize, RingSizeError, SlotError, SlotFlags, SlotId,
 };
 pub use lacuna_source::{
-    Answer, External, HandlerError, HandlerRegion, PageRequest, PageSource, Policy, SourcePage,
-    WhenGone,
+    Answer, External, FailureKind, HandlerError, HandlerRegion, PageRequest, PageSource, Policy,
+    SourcePage, WhenGone,
 };
 pub use log_reader::{LogReader, LogReaders};
 pub use memory::{Balloon, GuestMemory, MemoryError};

@@ -2,6 +2,7 @@
 
 use crate::ErrorKind;
 use lacuna_addr::{GfnRange, Gpa};
+use lacuna_source::FailureKind;
 
 /// Why bytes could not be moved.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
@@ -22,12 +23,22 @@ pub enum MemoryError {
     Backing {
         /// First address that failed.
         gpa: Gpa,
+        /// Whose error it is: the source's panic is the program's.
+        kind: FailureKind,
         /// What the backend says.
         cause: String,
     },
 }
 
 impl MemoryError {
+    /// Whose error it is, if a page is not provided.
+    pub const fn failure_kind(&self) -> FailureKind {
+        match self {
+            Self::Backing { kind, .. } => *kind,
+            _ => FailureKind::Lost,
+        }
+    }
+
     /// Where the cause lies.
     pub const fn kind(&self) -> ErrorKind {
         match self {

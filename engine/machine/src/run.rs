@@ -5,6 +5,7 @@ use crate::{
     Vm,
 };
 use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_source::FailureKind;
 use lacuna_sync::Clock;
 use std::io;
 use std::sync::Arc;
@@ -65,15 +66,11 @@ pub fn dispatch(
 /// event, it runs meanwhile; otherwise the next run of the vCPU waits for the page.
 fn fetch(vcpu: &mut impl Vcpu, gpa: Gpa, token: FaultToken) -> Result<(), VcpuError> {
     let accepted = vcpu.accept(token).is_ok();
-    let lost = |cause| VcpuError::PageLost {
-        vcpu: vcpu.index(),
-        gpa,
-        cause,
-    };
-    let memory = vcpu.missing_memory();
-    let memory = memory.ok_or_else(|| lost("the VM has no page source".into()))?;
+    let lost = |kind, cause| VcpuError::no_page(vcpu.index(), gpa, kind, cause);
+    let none = || lost(FailureKind::Lost, "the VM has no page source".into());
+    let memory = vcpu.missing_memory().ok_or_else(none)?;
     let asked = memory.fetch(gpa, accepted.then_some(token));
-    asked.map_err(|error| lost(error.to_string()))
+    asked.map_err(|error| lost(error.failure_kind(), error.to_string()))
 }
 
 /// Ends the run if a thread of it panics. Otherwise the other threads would run for ever, and the

@@ -1,6 +1,7 @@
 //! The errors of the host memory manager. Each message says what happened, where, and what to do.
 
 use lacuna_addr::{BackingAddr, NoRoom, PageCount};
+use lacuna_source::FailureKind;
 use std::sync::Arc;
 
 /// Why the host memory manager cannot do what was asked. It can be cloned, because one error may be
@@ -147,6 +148,25 @@ pub struct LostPage {
     pub page: BackingAddr,
     /// Why.
     pub reason: Arc<str>,
+    /// Whose error it is.
+    pub kind: FailureKind,
+}
+
+impl LostPage {
+    pub(crate) fn new(page: BackingAddr, reason: impl Into<Arc<str>>) -> Self {
+        let (reason, kind) = (reason.into(), FailureKind::Lost);
+        Self { page, reason, kind }
+    }
+}
+
+impl HostError {
+    /// Whose error it is, if a page is not provided.
+    pub const fn failure_kind(&self) -> FailureKind {
+        match self {
+            Self::Lost(lost) => lost.kind,
+            _ => FailureKind::Lost,
+        }
+    }
 }
 
 /// Why a swap device failed a command.

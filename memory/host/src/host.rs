@@ -84,7 +84,7 @@ pub(crate) struct Core {
     pub entries: Mutex<SwapMap, lock_order::SwapEntries>,
     /// Pages in flight, from swap or from a source, by page.
     pub tickets: Mutex<BTreeMap<PageNo, Ticket>, lock_order::Tickets>,
-    pub lost: Mutex<BTreeMap<PageNo, Arc<str>>, lock_order::LostPages>,
+    pub lost: Mutex<BTreeMap<PageNo, LostPage>, lock_order::LostPages>,
     caches: Mutex<Vec<Arc<SharedCache>>, lock_order::PageCaches>,
     /// The clock hand: the next window of frames that reclaim looks at.
     pub hand: AtomicUsize,
@@ -444,16 +444,19 @@ impl Core {
     }
 
     pub fn lost_page(&self, page: PageNo) -> LostPage {
-        let reason = lock(&self.lost).get(&page).cloned();
-        let reason = reason.or_else(|| self.reason_of_loss(page).map(Into::into));
-        let reason = reason.unwrap_or_else(|| "no region holds it".into());
-        LostPage {
-            page: page.addr(),
-            reason,
-        }
+        let lost = lock(&self.lost).get(&page).cloned();
+        lost.unwrap_or_else(|| {
+            let reason = self.reason_of_loss(page);
+            LostPage::new(page.addr(), reason.unwrap_or("no region holds it"))
+        })
     }
 
-    pub fn note_lost(&self, page: PageNo, reason: Arc<str>) {
-        lock(&self.lost).insert(page, reason);
+    /// The page is lost as `lost` is.
+    pub fn note_lost(&self, page: PageNo, lost: &LostPage) {
+        let lost = LostPage {
+            page: page.addr(),
+            ..lost.clone()
+        };
+        lock(&self.lost).insert(page, lost);
     }
 }

@@ -28,7 +28,7 @@ use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
 use crate::ticket::Ticket;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_source::{Answer, PageRequest, PageRequester, PageSource, SourcePage};
+use lacuna_source::{Answer, Failure, PageRequest, PageRequester, PageSource, SourcePage};
 use std::slice::from_ref;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -67,7 +67,7 @@ impl Origin {
 struct Answers(Weak<Core>);
 
 impl PageRequester for Answers {
-    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         match self.0.upgrade() {
             Some(core) => core.answer(PageNo::new(key), content),
             None => Answer::Late,
@@ -100,7 +100,7 @@ impl Core {
         matches!(word.map(PageWord::load), Some(PageState::Fetching { .. }))
     }
 
-    pub fn answer(&self, page: PageNo, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    pub fn answer(&self, page: PageNo, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         // A page that was provided and swapped out may be in flight again, from swap.
         let ticket = self.ticket_with(page);
         let ticket = ticket.filter(|ticket| self.is_missing(ticket));
@@ -122,7 +122,7 @@ impl Core {
                 (Answer::Taken, Ok(()))
             }
             (Ok(content), Some(linux)) => self.fill_in_place(&ticket, linux, from_ref(content)),
-            (Err(reason), _) => (Answer::Taken, Err(self.lost_by_source(&ticket, reason))),
+            (Err(failure), _) => (Answer::Taken, Err(self.lost_by_source(&ticket, failure))),
         };
         self.settle(&ticket, result);
         self.completing.fetch_sub(1, Ordering::Release);
@@ -141,7 +141,7 @@ impl Core {
 
     /// Fails the fetch of a page whose region is being removed, unless an answer is in progress.
     pub fn cancel_fetch(&self, page: PageNo) {
-        let reason = "its region was removed";
+        let reason = Failure::from("its region was removed");
         let ticket = self.ticket_with(page);
         let _ = match ticket.filter(|ticket| ticket.region().has_units()) {
             None => self.answer(page, Err(reason)),
@@ -149,14 +149,16 @@ impl Core {
         };
     }
 
-    pub fn lost_by_source(&self, ticket: &Ticket, reason: &str) -> LostPage {
+    pub fn lost_by_source(&self, ticket: &Ticket, failure: Failure<'_>) -> LostPage {
         let origin = ticket.region().origin.as_ref();
         let source = origin.map_or_else(String::new, Origin::describe);
-        let reason: Arc<str> = format!("{source} does not provide it: {reason}").into();
-        self.note_lost(ticket.number(), reason.clone());
-        LostPage {
-            page: ticket.number().addr(),
-            reason,
-        }
+        let page = ticket.number();
+        let lost = LostPage {
+            page: page.addr(),
+            reason: format!("{source} does not provide it: {failure}").into(),
+            kind: failure.kind,
+        };
+        self.note_lost(page, &lost);
+        lost
     }
 }

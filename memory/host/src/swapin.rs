@@ -6,7 +6,6 @@ use crate::residency::{PageNo, PageState, PageWord};
 use crate::stats::Counters;
 use crate::swap::SwapEntry;
 use crate::ticket::Ticket;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 impl Host {
@@ -170,16 +169,13 @@ impl Core {
     }
 
     fn lost_in(&self, ticket: &Ticket, error: &SwapError) -> LostPage {
-        let reason: Arc<str> = format!(
+        let reason = format!(
             "cannot read it back: {}, swap entry {}: {error}",
             self.device,
             self.entry_of(ticket).get()
-        )
-        .into();
-        self.note_lost(ticket.number(), reason.clone());
-        LostPage {
-            page: ticket.number().addr(),
-            reason,
-        }
+        );
+        let lost = LostPage::new(ticket.number().addr(), reason);
+        self.note_lost(ticket.number(), &lost);
+        lost
     }
 }

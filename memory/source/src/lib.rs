@@ -71,7 +71,9 @@ pub use measured::{Measured, SourceStats};
 pub use memory_id::MemoryId;
 pub use peer::{Peer, PeerError, Server, serve};
 pub use policy::{Outage, Policy, WhenGone};
-pub use request::{Answer, PANICKED, PageRequest, PageRequester, PageSource, SourcePage};
+pub use request::{
+    Answer, Failure, FailureKind, PageRequest, PageRequester, PageSource, SourcePage,
+};
 pub use zeros::Zeros;
 
 /// The messages between a [`Peer`] and its server, for tests that play one side.

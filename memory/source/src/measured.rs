@@ -1,6 +1,6 @@
 //! Counts what a source is asked, and how long it takes.
 
-use crate::{Answer, External, MemoryId, PageRequest, PageRequester, PageSource};
+use crate::{Answer, External, Failure, MemoryId, PageRequest, PageRequester, PageSource};
 use hdrhistogram::Histogram;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
@@ -135,7 +135,7 @@ struct Timed {
 }
 
 impl PageRequester for Timed {
-    fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         let answer = match content {
             Ok(content) => {
                 let answer = self.request.provide(content);
@@ -144,10 +144,10 @@ impl PageRequester for Timed {
                 }
                 answer
             }
-            Err(reason) => {
+            Err(failure) => {
                 // A lost page may end the run at once, and the run's last counts have it.
                 self.counts.failed();
-                let answer = self.request.fail(reason);
+                let answer = self.request.pass(failure);
                 if answer != Answer::Taken {
                     self.counts.not_failed();
                 }

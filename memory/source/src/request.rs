@@ -27,8 +27,9 @@ pub trait PageSource: Send + Sync {
     /// any thread. It does not wait here: the caller may be the thread of a vCPU, whose guest runs
     /// meanwhile.
     ///
-    /// If this panics, the request fails with [`PANICKED`]: that is an error of the program, and
-    /// the VM fails with it. The panic itself ends here, because the caller may be any thread.
+    /// If this panics, the request fails with [`Failure::PANICKED`]: that is an error of the
+    /// program, and the VM fails with it. The panic itself ends here, because the caller may be any
+    /// thread.
     fn fetch(&self, request: PageRequest);
 
     /// Which memory it provides. By default its name says that.
@@ -95,9 +96,9 @@ impl<S: PageSource + ?Sized> PageSource for Arc<S> {
 
 /// The memory manager that asks, and takes the answers.
 pub trait PageRequester: Send + Sync {
-    /// Takes an answer: the page's content, or why the source has none. `key` is the requester's
-    /// own name for the page. The calling thread may run callbacks, so it holds no lock.
-    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer;
+    /// Takes an answer: the page's content, or why there is none. `key` is the requester's own
+    /// name for the page. The calling thread may run callbacks, so it holds no lock.
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer;
 }
 
 impl fmt::Debug for dyn PageSource {
@@ -106,9 +107,46 @@ impl fmt::Debug for dyn PageSource {
     }
 }
 
-/// The reason for which requests of a source fail that panics. The page is not lost then: the
-/// source has not looked for it, or not to the end.
-pub const PANICKED: &str = "the page source has panicked, and the panic's own message says where";
+/// Why a source does not provide a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Failure<'a> {
+    /// For people.
+    pub reason: &'a str,
+    /// Whose error it is.
+    pub kind: FailureKind,
+}
+
+/// Whose error it is that a page is not provided.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FailureKind {
+    /// The page is lost.
+    Lost,
+    /// The source has panicked, which is an error of the program. The page is not lost: the source
+    /// has not looked for it, or not to the end.
+    Panicked,
+}
+
+impl Failure<'static> {
+    /// A request whose source has panicked fails for this reason.
+    pub const PANICKED: Self = Self {
+        reason: "the page source has panicked, and the panic's own message says where",
+        kind: FailureKind::Panicked,
+    };
+}
+
+/// The page is lost for this reason.
+impl<'a> From<&'a str> for Failure<'a> {
+    fn from(reason: &'a str) -> Self {
+        let kind = FailureKind::Lost;
+        Self { reason, kind }
+    }
+}
+
+impl fmt::Display for Failure<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.reason)
+    }
+}
 
 /// A page that a source was asked for. A clone is the same request. The request fails when its last
 /// clone is dropped without an answer, so a source that ends leaves no thread waiting.
@@ -142,12 +180,12 @@ impl PageRequest {
     }
 
     /// Asks `source` for the page, for memory managers. If the source panics, the request fails
-    /// with [`PANICKED`], unless it was answered.
+    /// with [`Failure::PANICKED`], unless it was answered.
     pub fn send(self, source: &dyn PageSource) {
         let kept = self.clone();
         if catch_unwind(AssertUnwindSafe(|| source.fetch(self))).is_err() {
             // Late, if the source has answered before.
-            let _ = kept.fail(PANICKED);
+            let _ = kept.pass(Failure::PANICKED);
         }
     }
 
@@ -164,7 +202,12 @@ impl PageRequest {
 
     /// The page cannot be provided: it is lost. As [`PageRequest::provide`] otherwise.
     pub fn fail(&self, reason: &str) -> Answer {
-        self.0.requester.answer(self.0.key, Err(reason))
+        self.pass(reason.into())
+    }
+
+    /// As [`PageRequest::fail`], for a source that asks another one: passes its failure on.
+    pub fn pass(&self, failure: Failure<'_>) -> Answer {
+        self.0.requester.answer(self.0.key, Err(failure))
     }
 }
 
@@ -176,11 +219,11 @@ impl fmt::Debug for PageRequest {
 
 impl Drop for Asked {
     fn drop(&mut self) {
-        let reason = match thread::panicking() {
-            true => PANICKED,
-            false => "it dropped the request",
+        let failure = match thread::panicking() {
+            true => Failure::PANICKED,
+            false => "it dropped the request".into(),
         };
         // Late, unless no clone was answered.
-        let _ = self.requester.answer(self.key, Err(reason));
+        let _ = self.requester.answer(self.key, Err(failure));
     }
 }

@@ -20,7 +20,7 @@ use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{
     Answer, MissingMemory, PageRequest, PageSource, PlatformDevices, Policy, SourcePage, Vm,
 };
-use lacuna_source::{MemoryId, PageRequester};
+use lacuna_source::{Failure, MemoryId, PageRequester};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -260,7 +260,7 @@ struct Checked {
 }
 
 impl PageRequester for Checked {
-    fn answer(&self, page: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    fn answer(&self, page: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         match content {
             Ok(bytes) if entry_of(bytes) == self.entry => {
                 let answer = self.request.provide(bytes);
@@ -273,7 +273,7 @@ impl PageRequester for Checked {
                 let reason = format!("the checksum of {page} differs: the snapshot is damaged");
                 self.request.fail(&reason)
             }
-            Err(reason) => self.request.fail(reason),
+            Err(failure) => self.request.pass(failure),
         }
     }
 }

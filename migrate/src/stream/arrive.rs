@@ -394,7 +394,7 @@ mod tests {
     use super::*;
     use crate::stream::Connection;
     use lacuna_machine::{Answer, PageRequest, PageSource as _};
-    use lacuna_source::PageRequester;
+    use lacuna_source::{Failure, PageRequester};
     use std::os::unix::net::UnixStream;
 
     /// A connection that is there already.
@@ -409,7 +409,7 @@ mod tests {
     struct Waits;
 
     impl PageRequester for Waits {
-        fn answer(&self, _key: u64, _content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+        fn answer(&self, _key: u64, _content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
             Answer::Taken
         }
     }

@@ -26,7 +26,7 @@ use crate::slots::SlotTable;
 use crate::tokens::Tokens;
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_apf::Completion;
-use lacuna_machine::{Answer, FaultToken, PageSource, Provided};
+use lacuna_machine::{Answer, FailureKind, FaultToken, PageSource, Provided};
 use lacuna_slots::SlotFlags;
 use lacuna_source::{PageRequest, PageRequester, SourcePage};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
@@ -257,7 +257,7 @@ impl Provision {
                 Err(errno) => {
                     (page..end).for_each(|page| self.set(page, PageState::Lost));
                     let cause = format!("cannot put the page in place: {errno}");
-                    self.fail(page, cause.clone());
+                    self.fail(page, FailureKind::Lost, cause.clone());
                     return Err(cause);
                 }
             }
@@ -355,18 +355,20 @@ impl Provision {
             .map_or(0, Vec::len)
     }
 
-    fn lose(&self, page: Page, reason: &str) -> Answer {
+    fn lose(&self, page: Page, failure: lacuna_source::Failure<'_>) -> Answer {
         if !self.change(page, &[PageState::Asked], PageState::Lost) {
             return Answer::Late;
         }
-        self.fail(page, format!("{} cannot provide it: {reason}", self.source));
+        let cause = format!("{} cannot provide it: {failure}", self.source);
+        self.fail(page, failure.kind, cause);
         Answer::Taken
     }
 
-    fn fail(&self, page: Page, cause: String) {
+    fn fail(&self, page: Page, kind: FailureKind, cause: String) {
         let lost = self.slots.at(self.memory.guest.page(page));
         self.shared.fail(Failure {
             lost: lost.map(|(_, gpa)| gpa),
+            kind,
             cause,
         });
     }
@@ -376,7 +378,11 @@ impl Provision {
 struct Answers(Weak<Provision>);
 
 impl PageRequester for Answers {
-    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    fn answer(
+        &self,
+        key: u64,
+        content: Result<&[u8; PAGE_SIZE], lacuna_source::Failure<'_>>,
+    ) -> Answer {
         let provision = self
             .0
             .upgrade()
@@ -389,7 +395,7 @@ impl PageRequester for Answers {
                 Ok(Provided { taken: 1, .. }) => Answer::Taken,
                 _ => Answer::Late,
             },
-            Err(reason) => provision.lose(key as Page, reason),
+            Err(failure) => provision.lose(key as Page, failure),
         }
     }
 }

@@ -5,7 +5,7 @@ use super::Page;
 use crate::kick::VcpuKicks;
 use crate::pages::FirstTouch;
 use lacuna_addr::{Gpa, PageCount};
-use lacuna_machine::PageSource;
+use lacuna_machine::{FailureKind, PageSource};
 use lacuna_sync::{LatencySetting, Mutex, lock_order};
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
@@ -80,6 +80,8 @@ pub fn count(counter: &AtomicU64, by: u64) {
 pub struct Failure {
     /// The page that is lost, if the source could not provide it.
     pub lost: Option<Gpa>,
+    /// Whose error it is.
+    pub kind: FailureKind,
     /// In words.
     pub cause: String,
 }

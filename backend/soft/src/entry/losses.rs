@@ -53,7 +53,7 @@ impl<P: Platform> Entry<P> {
             slot.gfns.contains(gfn).then(|| gfn.gpa())
         });
         match gpa {
-            Some(gpa) => VcpuError::no_page(vcpu, gpa, cause),
+            Some(gpa) => VcpuError::no_page(vcpu, gpa, lost.kind, cause),
             // Its slot was deleted since.
             None => VcpuError::Host { vcpu, cause },
         }

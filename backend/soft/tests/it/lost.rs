@@ -187,7 +187,7 @@ fn a_page_is_taken_from_a_device() {
     take_away(&vm, data, 1);
     for _ in 0..2 {
         let error = vm.read(data, &mut word).unwrap_err();
-        let MemoryError::Backing { gpa, cause } = error else {
+        let MemoryError::Backing { gpa, cause, .. } = error else {
             panic!("{error}");
         };
         assert_eq!(gpa, data);

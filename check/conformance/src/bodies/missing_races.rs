@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Answer, Apf, Exit, GuestMemory as _, Kick as _, MemoryError, PageRequest, PageSource, Provided,
-    SaveRestore as _, SlotFlags, TokenError, Vcpu as _, VcpuError, Vm as _,
+    Answer, Apf, Exit, FailureKind, GuestMemory as _, Kick as _, MemoryError, PageRequest,
+    PageSource, Provided, SaveRestore as _, SlotFlags, TokenError, Vcpu as _, VcpuError, Vm as _,
 };
 
 use super::Outcome;
@@ -217,7 +217,10 @@ pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
             let run = thread::scope(|scope| {
                 let runs = scope.spawn(|| vcpus[0].run());
                 let asked = requests.recv().unwrap();
-                assert_eq!(asked.fail("the peer is gone"), Answer::Taken);
+                // Words that say otherwise do not make it a panic.
+                let words = "the peer is gone: the page source has panicked, and the panic's own \
+                             message says where";
+                assert_eq!(asked.fail(words), Answer::Taken);
                 assert_eq!(asked.provide(&page_of(1)), Answer::Late);
                 runs.join().unwrap()
             });
@@ -277,7 +280,10 @@ pub fn a_panic_of_the_source_ends_the_run<B: Backend>(backend: &B) -> Outcome {
             }
         }
         let read = vm.read(at(READ), &mut [0; 8]);
-        assert!(matches!(read, Err(MemoryError::Backing { .. })), "{read:?}");
+        let Err(MemoryError::Backing { kind, .. }) = read else {
+            panic!("{read:?}");
+        };
+        assert_eq!(kind, FailureKind::Panicked);
         Ok(())
     })
 }

@@ -18,7 +18,6 @@ use lacuna_addr::{HvaRange, PAGE_SIZE};
 use lacuna_source::Answer;
 use lacuna_sys::{Errno, Waiters};
 use std::slice::from_ref;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// How often a fill is tried that the kernel answers with `EAGAIN`.
@@ -99,10 +98,8 @@ impl LinuxMemory {
             }
             _ => "",
         };
-        LostPage {
-            page: page.addr(),
-            reason: format!("Linux cannot put it in place: {errno}{help}").into(),
-        }
+        let reason = format!("Linux cannot put it in place: {errno}{help}");
+        LostPage::new(page.addr(), reason)
     }
 
     pub(super) fn note_in_place(&self, pages: i64) {
@@ -289,7 +286,7 @@ impl Core {
             Ok(Filled::Before) => (Answer::Late, Ok(())),
             Err(errno) => {
                 let lost = linux.not_filled(page, errno);
-                self.note_lost(page, Arc::clone(&lost.reason));
+                self.note_lost(page, &lost);
                 (Answer::Taken, Err(lost))
             }
         }

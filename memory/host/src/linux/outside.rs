@@ -349,7 +349,7 @@ impl Core {
                 "no thread can be started that waits for the page: {error}; let this process have \
                  more threads (ulimit -u) or more memory"
             );
-            if self.answer(ticket.number(), Err(&reason)) == Answer::Taken {
+            if self.answer(ticket.number(), Err((&*reason).into())) == Answer::Taken {
                 outside.external().asked().failed();
             }
         }
@@ -390,7 +390,7 @@ impl Core {
             if let Some(reason) = outside.external().gone() {
                 if self.frames.pool.is_present(linux.pfn(index)) {
                     let _ = self.arrived(ticket);
-                } else if self.answer(ticket.number(), Err(&reason)) == Answer::Taken {
+                } else if self.answer(ticket.number(), Err((&*reason).into())) == Answer::Taken {
                     asked.failed();
                     return ticket.result().unwrap_or(Ok(()));
                 }
@@ -423,7 +423,7 @@ impl Core {
     fn arrived(&self, ticket: &Ticket) -> bool {
         // The handler has poisoned the page, for example: then there are zeros.
         if let Some(reason) = self.reason_of_new_loss(ticket.number()) {
-            let _ = self.answer(ticket.number(), Err(reason));
+            let _ = self.answer(ticket.number(), Err(reason.into()));
             return false;
         }
         if !ticket.answer() {

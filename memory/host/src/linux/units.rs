@@ -27,8 +27,7 @@ use crate::residency::{PageNo, PageState};
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE, PageCount};
-use lacuna_source::Answer;
-use std::sync::Arc;
+use lacuna_source::{Answer, Failure};
 use std::sync::atomic::Ordering;
 
 /// What completes the fetch of a unit.
@@ -36,7 +35,7 @@ pub(crate) enum UnitContent<'a> {
     Pages(&'a [[u8; PAGE_SIZE]]),
     Zeros,
     /// Why the pages are lost.
-    Fails(&'a str),
+    Fails(Failure<'a>),
 }
 
 /// The pages of a unit that have arrived so far.
@@ -239,7 +238,7 @@ impl Core {
         &self,
         ticket: &Ticket,
         page: PageNo,
-        content: Result<&[u8; PAGE_SIZE], &str>,
+        content: Result<&[u8; PAGE_SIZE], Failure<'_>>,
     ) -> Answer {
         match content {
             Ok(content) => match ticket.gather(page.in_block(), content) {
@@ -251,9 +250,9 @@ impl Core {
             },
             // An answered request does not fail when it is dropped.
             Err(_) if ticket.has_gathered(page.in_block()) => Answer::Late,
-            Err(reason) => {
-                let reason = format!("{reason} (page {} of its 2 MiB)", page.addr());
-                self.complete_unit(ticket, UnitContent::Fails(&reason))
+            Err(Failure { reason, kind }) => {
+                let reason = &format!("{reason} (page {} of its 2 MiB)", page.addr());
+                self.complete_unit(ticket, UnitContent::Fails(Failure { reason, kind }))
             }
         }
     }
@@ -275,11 +274,13 @@ impl Core {
                 let filled = linux.allocate_unit(ticket.region().index_of(first));
                 let filled = filled.map_err(|errno| linux.not_filled(first, errno));
                 if let Err(lost) = &filled {
-                    self.note_lost(first, Arc::clone(&lost.reason));
+                    self.note_lost(first, lost);
                 }
                 (Answer::Taken, filled)
             }
-            UnitContent::Fails(reason) => (Answer::Taken, Err(self.lost_by_source(ticket, reason))),
+            UnitContent::Fails(failure) => {
+                (Answer::Taken, Err(self.lost_by_source(ticket, failure)))
+            }
         };
         self.settle(ticket, result);
         self.completing.fetch_sub(1, Ordering::Release);
@@ -301,7 +302,7 @@ impl Core {
                 Err(lost) => {
                     // Note the reason before the word says Lost: a thread that sees the word asks
                     // for the reason.
-                    self.note_lost(page, Arc::clone(&lost.reason));
+                    self.note_lost(page, lost);
                     if word.change(PageState::Empty, PageState::Lost).is_err() {
                         lock(&self.lost).remove(&page);
                     }

@@ -13,8 +13,8 @@ use lacuna_objects::object_store::{
 };
 use lacuna_objects::{Objects, ObjectsError, Options};
 use lacuna_source::{
-    Answer, Folder as _, PageRequest, PageRequester, PageSource, Policy, SourcePage, StoredFile,
-    WhenGone,
+    Answer, Failure, Folder as _, PageRequest, PageRequester, PageSource, Policy, SourcePage,
+    StoredFile, WhenGone,
 };
 use std::collections::HashSet;
 use std::fmt;
@@ -150,8 +150,13 @@ type Got = (u64, std::result::Result<Vec<u8>, String>);
 struct Keep(Mutex<(Sender<Got>, HashSet<u64>)>);
 
 impl PageRequester for Keep {
-    fn answer(&self, key: u64, content: std::result::Result<&[u8; PAGE_SIZE], &str>) -> Answer {
-        let content = content.map(|page| page.to_vec()).map_err(str::to_owned);
+    fn answer(
+        &self,
+        key: u64,
+        content: std::result::Result<&[u8; PAGE_SIZE], Failure<'_>>,
+    ) -> Answer {
+        let content = content.map(|page| page.to_vec());
+        let content = content.map_err(|failure| failure.to_string());
         let mut kept = self.0.lock().expect("no panic");
         if !kept.1.insert(key) {
             return Answer::Late;

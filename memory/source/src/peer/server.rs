@@ -10,7 +10,7 @@
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
 use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
 use crate::readers::join;
-use crate::{Answer, MemoryId, PageRequest, PageRequester, PageSource, SourcePage};
+use crate::{Answer, Failure, MemoryId, PageRequest, PageRequester, PageSource, SourcePage};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -285,14 +285,14 @@ fn receive_hello(mut socket: &UnixStream, end: Instant) -> Result<Hello, PeerErr
 }
 
 impl PageRequester for Connection {
-    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         let Some(page) = self.asked().remove(&key) else {
             return Answer::Late;
         };
         let message = match content {
             Ok([0, rest @ ..]) if rest.iter().all(|byte| *byte == 0) => Message::Zeros(page),
             Ok(content) => Message::Content(page, content),
-            Err(reason) => Message::Failure(page, reason.as_bytes()),
+            Err(failure) => Message::Failure(page, failure.reason.as_bytes()),
         };
         let mut bytes = Vec::new();
         encode(&message, &mut bytes);

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::policy::{Policy, WhenGone};
-use crate::{Answer, PageRequest, PageRequester, SourcePage};
+use crate::{Answer, Failure, PageRequest, PageRequester, SourcePage};
 use std::sync::Mutex as StdMutex;
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -37,8 +37,10 @@ impl ReadPages for Failing {
 struct Answers(StdMutex<Sender<(u64, Result<u8, String>)>>);
 
 impl PageRequester for Answers {
-    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
-        let content = content.map(|page| page[0]).map_err(str::to_owned);
+    fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
+        let content = content
+            .map(|page| page[0])
+            .map_err(|failure| failure.to_string());
         let _ = self.0.lock().unwrap().send((key, content));
         Answer::Taken
     }

@@ -2,7 +2,7 @@
 
 use lacuna_machine::{Answer, Apf, Arch, CpuModel, PageRequest, SourcePage};
 use lacuna_migrate::stream::{Connection, Connections, Incoming};
-use lacuna_source::PageRequester;
+use lacuna_source::{Failure, PageRequester};
 use serde_json::json;
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
@@ -77,8 +77,8 @@ fn a_size_costs_nothing_before_the_vmm_agrees_to_it() {
 struct FirstAnswer(Mutex<Option<String>>);
 
 impl PageRequester for FirstAnswer {
-    fn answer(&self, _key: u64, content: Result<&[u8; 4096], &str>) -> Answer {
-        let answer = content.map_or_else(str::to_owned, |_| "a page".into());
+    fn answer(&self, _key: u64, content: Result<&[u8; 4096], Failure<'_>>) -> Answer {
+        let answer = content.map_or_else(|failure| failure.to_string(), |_| "a page".into());
         self.0.lock().unwrap().get_or_insert(answer);
         Answer::Taken
     }

@@ -15,7 +15,9 @@ use lacuna_addr::{PAGE_SIZE, PageCount};
 #[cfg(test)]
 use lacuna_machine::SourcePage;
 use lacuna_machine::{Answer, PageRequest, PageSource};
-use lacuna_source::{Faults, Injected, Measured, PageRequester, Peer, Policy, Server, serve};
+use lacuna_source::{
+    Failure, Faults, Injected, Measured, PageRequester, Peer, Policy, Server, serve,
+};
 use std::cell::Cell;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -247,10 +249,10 @@ struct Pushed {
 }
 
 impl PageRequester for Pushed {
-    fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+    fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
         match content {
             Ok(content) => self.request.provide(content),
-            Err(reason) => self.request.fail(reason),
+            Err(failure) => self.request.pass(failure),
         }
     }
 }
@@ -275,7 +277,7 @@ mod tests {
     struct Keep(Mutex<Sender<(u64, u8, Instant)>>);
 
     impl PageRequester for Keep {
-        fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], &str>) -> Answer {
+        fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
             let sender = self.0.lock().unwrap();
             // The request's end is an answer too, which comes late.
             content.map_or(Answer::Late, |content| {

@@ -1,7 +1,7 @@
 //! An requester that records the answers.
 #![allow(dead_code, reason = "no test program uses all of it")]
 
-use lacuna_source::{Answer, PageRequest, PageRequester, PageSource, SourcePage};
+use lacuna_source::{Answer, Failure, PageRequest, PageRequester, PageSource, SourcePage};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex};
@@ -33,12 +33,14 @@ pub struct Answers {
 }
 
 impl PageRequester for Answers {
-    fn answer(&self, key: u64, content: Result<&Page, &str>) -> Answer {
+    fn answer(&self, key: u64, content: Result<&Page, Failure<'_>>) -> Answer {
         let mut taken = self.taken.lock().unwrap();
         if taken.contains_key(&key) {
             return Answer::Late;
         }
-        let content = content.map(Bytes::from).map_err(str::to_owned);
+        let content = content
+            .map(Bytes::from)
+            .map_err(|failure| failure.to_string());
         taken.insert(key, content);
         self.arrived.notify_all();
         Answer::Taken
