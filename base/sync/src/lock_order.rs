@@ -111,6 +111,7 @@ classes! {
         VirtualQueue "Virtual::queue (host)",
         FaultyDevice "FaultyStore::inner (host)",
         SourceTimes "Measured::times (source)",
+        SourceOpen "Measured::open (source)",
         SourceAsked "MemoryFile::asked (source)",
         SourceReaders "Readers::queue (source)",
         SourceThreads "Readers::threads (source)",

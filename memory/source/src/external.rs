@@ -151,6 +151,13 @@ impl External {
         self.shared.end(reason);
     }
 
+    /// No thread needs a page any more, for this reason: ends every wait, whatever the policy says.
+    pub fn give_up(&self, reason: &str) {
+        // The first reason counts.
+        let _ = self.shared.gone.set(reason.into());
+        self.shared.notify();
+    }
+
     /// Calls `listener` when the source is gone. It holds no lock and does not wait.
     pub fn on_gone(&self, listener: impl Fn() + Send + Sync + 'static) {
         self.shared.listeners().push(Arc::new(listener));

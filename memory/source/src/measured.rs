@@ -1,11 +1,12 @@
-//! Counts what a source is asked, and how long it takes.
+//! Counts what a source is asked, and how long it takes; ends the waits for its pages.
 
 use crate::{Answer, External, Failure, MemoryId, PageRequest, PageRequester, PageSource};
 use hdrhistogram::Histogram;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// Counters of a source, at about one moment.
@@ -25,10 +26,32 @@ pub struct SourceStats {
     pub p99: Duration,
 }
 
-/// A source whose counters can be read while it works. It answers as `S` does.
+/// A source whose counters can be read while it works. It answers as `S` does, until
+/// [`Measured::end`].
 pub struct Measured<S> {
     source: S,
     counts: Arc<Counts>,
+    open: Arc<OpenRequests>,
+}
+
+/// Requests that have no answer yet, each under a number of its own.
+#[derive(Default)]
+struct OpenRequests {
+    next: AtomicU64,
+    state: Mutex<Open, lock_order::SourceOpen>,
+}
+
+#[derive(Default)]
+struct Open {
+    requests: HashMap<u64, Weak<Timed>>,
+    /// Why every later request fails.
+    ended: Option<Arc<str>>,
+}
+
+impl OpenRequests {
+    fn lock(&self) -> MutexGuard<'_, Open> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Counters and times of one source.
@@ -59,6 +82,27 @@ impl<S> Measured<S> {
         Self {
             source,
             counts: Arc::default(),
+            open: Arc::default(),
+        }
+    }
+
+    /// Ends every wait for a page, whatever the policy of the source says: each request without an
+    /// answer fails for `reason`, and so does each later one. For a run that is over, or does not
+    /// begin.
+    pub fn end(&self, reason: &str)
+    where
+        S: PageSource,
+    {
+        if let Some(external) = self.source.external() {
+            external.give_up(reason);
+        }
+        let mut open = self.open.lock();
+        open.ended = Some(reason.into());
+        let requests = std::mem::take(&mut open.requests);
+        drop(open);
+        for timed in requests.values().filter_map(Weak::upgrade) {
+            // Late: the source has answered meanwhile.
+            let _ = timed.request.fail(reason);
         }
     }
 
@@ -111,14 +155,25 @@ impl<S: PageSource> PageSource for Measured<S> {
     fn fetch(&self, request: PageRequest) {
         self.counts.asked();
         let page = request.page();
-        let timed = Timed {
+        let number = self.open.next.fetch_add(1, Ordering::Relaxed);
+        let timed = Arc::new(Timed {
             request,
             asked: Instant::now(),
             counts: Arc::clone(&self.counts),
             taken: AtomicBool::new(false),
-        };
-        self.source
-            .fetch(PageRequest::new(Arc::new(timed), page.0, page));
+            open: Arc::clone(&self.open),
+            number,
+        });
+        let mut open = self.open.lock();
+        if let Some(reason) = open.ended.clone() {
+            drop(open);
+            // Late: the page was provided in another way.
+            let _ = timed.request.fail(&reason);
+            return;
+        }
+        open.requests.insert(number, Arc::downgrade(&timed));
+        drop(open);
+        self.source.fetch(PageRequest::new(timed, page.0, page));
     }
 
     fn external(&self) -> Option<&External> {
@@ -132,6 +187,8 @@ struct Timed {
     asked: Instant,
     counts: Arc<Counts>,
     taken: AtomicBool,
+    open: Arc<OpenRequests>,
+    number: u64,
 }
 
 impl PageRequester for Timed {
@@ -163,6 +220,7 @@ impl PageRequester for Timed {
 
 impl Drop for Timed {
     fn drop(&mut self) {
+        self.open.lock().requests.remove(&self.number);
         if !self.taken.load(Ordering::Relaxed) {
             self.counts.late();
         }

@@ -1,6 +1,7 @@
 //! `lacuna run`, and the run of `lacuna snapshot restore`: one guest, live.
 
 mod arriving;
+mod attend;
 mod incoming;
 mod report;
 mod restored;
@@ -18,7 +19,7 @@ use crate::exit::Exit;
 use crate::image::{check_limits, load};
 use crate::observe::{Observer, Watched};
 use crate::output::{check_target, complain};
-use crate::pages::{self, GuestPages, Here, Outages, SourceError};
+use crate::pages::{self, GuestPages, Here, SourceError};
 use crate::sample::{Before, Restored};
 use crate::signals::Signals;
 use lacuna_addr::PageCount;
@@ -219,7 +220,6 @@ impl Job<'_> {
         let (args, signals) = (self.args, self.signals);
         let first = at_first::<B>(args, self.pages.as_ref());
         let mut observer = Observer::new(first, self.pages.clone());
-        let mut outages = Outages::default();
         let mut set_exits = args.exit_on_missing;
         let mut screen = Screen::new(&args.output);
         let console = screen.console();
@@ -233,7 +233,6 @@ impl Job<'_> {
                 now.devices.end(Ending::Failed(failed), now.vm);
             }
             screen.show(observer.look(now));
-            self.pages.iter().for_each(|pages| outages.look(pages));
             if signals.caught().is_some()
                 && !self.unless_needed(|| self.stop(now.devices, now.vm))
                 && !std::mem::replace(&mut has_told, true)

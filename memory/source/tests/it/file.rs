@@ -4,10 +4,11 @@ use crate::common;
 
 use common::{Answers, Bytes, PAGE, bytes_of, page};
 use lacuna_addr::PageCount;
-use lacuna_source::{FileError, Measured, MemoryFile, PageSource, Policy, Zeros};
+use lacuna_source::{FileError, Measured, MemoryFile, PageRequest, PageSource, Policy, Zeros};
 use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::Mutex;
 use tempfile::NamedTempFile;
 
 /// Opens the file both ways; the first is the one with io_uring, where this host has it.
@@ -193,4 +194,32 @@ fn zeros_are_provided_at_once() {
         (zeros.describe().as_str(), zeros.stats().provided),
         ("zeros", 1)
     );
+}
+
+/// Keeps all requests.
+#[derive(Default)]
+struct Keeps(Mutex<Vec<PageRequest>>);
+
+impl PageSource for Keeps {
+    fn describe(&self) -> String {
+        "keeps".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        self.0.lock().unwrap().push(request);
+    }
+}
+
+/// Waits for pages end with the run, whatever the source does. They are no lost pages.
+#[test]
+fn the_end_of_a_run_ends_the_waits_for_pages() {
+    let source = Measured::new(Keeps::default());
+    let answers = Answers::new();
+    answers.ask(&source, 1);
+    source.end("the run has ended");
+    answers.ask(&source, 2);
+    for number in [1, 2] {
+        assert_eq!(answers.of(number), Err("the run has ended".to_owned()));
+    }
+    assert_eq!((source.stats().asked, source.stats().failed), (2, 0));
 }

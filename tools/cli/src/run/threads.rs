@@ -1,6 +1,7 @@
 //! A run on threads, with a control socket if there is one.
 
 use super::arriving::{start, take_rest};
+use super::attend::Attended;
 use super::incoming::{Arrival, receive};
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start};
@@ -54,35 +55,41 @@ where
         (socket, controlled)
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
-    thread::scope(|scope| {
-        if let Some((socket, guest)) = &controlled {
-            let named = thread::Builder::new().name("lacuna-control".into());
-            let started = named.spawn_scoped(scope, || socket.serve(guest));
-            started.map_err(failed)?;
-        }
-        let _end = EndServing {
-            control,
-            coming: coming(job),
-        };
-        let run = begin(scope, job, builder, &vm, &controls, &mut before).and_then(|begun| {
-            clock = HostClock::default();
-            controlled.iter().for_each(|(_, guest)| guest.begins());
-            run_begun(job, begun, &controls, &clock, watch)
-        });
-        // Clients wait until the run begins or ends.
-        let lazy = run.inspect_err(|_| devices.end(Ending::Stopped, &*vm))?;
-        if let Some(restored) = &mut before.restored {
-            restored.lazy = lazy;
-        }
-        Ok::<_, Refusal>(())
+    let attended = Attended::default();
+    let status = thread::scope(|scope| {
+        let _attending = attended.start(scope, job, &devices).map_err(failed)?;
+        thread::scope(|scope| {
+            if let Some((socket, guest)) = &controlled {
+                let named = thread::Builder::new().name("lacuna-control".into());
+                let started = named.spawn_scoped(scope, || socket.serve(guest));
+                started.map_err(failed)?;
+            }
+            let _end = EndServing {
+                control,
+                coming: coming(job),
+            };
+            let begun = begin(scope, job, builder, &vm, &controls, &mut before);
+            let run = attended.runs(job).and(begun).and_then(|begun| {
+                clock = HostClock::default();
+                controlled.iter().for_each(|(_, guest)| guest.begins());
+                run_begun(job, begun, &controls, &clock, watch)
+            });
+            // Clients wait until the run begins or ends.
+            let lazy = run.inspect_err(|_| devices.end(Ending::Stopped, &*vm))?;
+            if let Some(restored) = &mut before.restored {
+                restored.lazy = lazy;
+            }
+            Ok::<_, Refusal>(())
+        })?;
+        // The status page may be swapped out, or missing.
+        vm.end_latency();
+        Ok::<_, Refusal>(status_page(&*vm, &devices))
     })?;
     drop(controlled);
-    // The status page may be swapped out.
-    vm.end_latency();
     let end = RunEnd {
         ending: devices.ending().unwrap_or(Ending::Stopped),
         end: clock.now(),
-        status: status_page(&*vm, &devices),
+        status,
         trace_hash: None,
         vm,
     };

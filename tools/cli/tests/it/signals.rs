@@ -15,14 +15,15 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// A guest that runs until it is stopped.
 const ENDLESS: &str = "run bm --memory 32M --resident 16M --append seconds=1000000 --quiet";
 
-struct Running(Child);
+/// A command that catches signals.
+pub struct Running(pub Child);
 
 impl Running {
     fn start(line: &str, stdout: Stdio) -> Self {
         Self::with_errors_to(line, stdout, Stdio::null())
     }
 
-    fn with_errors_to(line: &str, stdout: Stdio, stderr: Stdio) -> Self {
+    pub fn with_errors_to(line: &str, stdout: Stdio, stderr: Stdio) -> Self {
         if let Some(reason) = lacuna_guest::unavailable() {
             lacuna_skip::skip_test(reason);
         }
@@ -52,7 +53,7 @@ impl Running {
         }
     }
 
-    fn send(&self, signal: Signal) {
+    pub fn send(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.0), signal).unwrap();
     }
 
@@ -60,7 +61,7 @@ impl Running {
         self.0.try_wait().unwrap()
     }
 
-    fn wait(&mut self) -> ExitStatus {
+    pub fn wait(&mut self) -> ExitStatus {
         let deadline = Instant::now() + LIMIT;
         loop {
             if let Some(status) = self.ended() {

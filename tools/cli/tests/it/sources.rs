@@ -8,7 +8,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::Stdio;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -237,8 +237,26 @@ fn a_page_that_a_source_loses_ends_the_run_and_is_never_zeros() {
 }
 
 /// Provides what the loader needs, and keeps all other requests.
-#[derive(Default)]
-struct Keeps(Mutex<Vec<PageRequest>>);
+struct Keeps {
+    /// Pages from 0 on that it provides.
+    provides: u64,
+    kept: Mutex<Vec<PageRequest>>,
+}
+
+impl Default for Keeps {
+    fn default() -> Self {
+        Self {
+            provides: 4096,
+            kept: Mutex::default(),
+        }
+    }
+}
+
+impl Keeps {
+    fn kept(&self) -> MutexGuard<'_, Vec<PageRequest>> {
+        self.kept.lock().unwrap()
+    }
+}
 
 impl PageSource for Keeps {
     fn describe(&self) -> String {
@@ -246,9 +264,9 @@ impl PageSource for Keeps {
     }
 
     fn fetch(&self, request: PageRequest) {
-        match request.page().0 {
-            0..4096 => _ = request.provide(&[0; 4096]),
-            _ => self.0.lock().unwrap().push(request),
+        match request.page().0 < self.provides {
+            true => _ = request.provide(&[0; 4096]),
+            false => self.kept().push(request),
         }
     }
 }
@@ -269,23 +287,28 @@ fn a_guest_that_waits_forever_is_ended_by_a_signal() {
     if let Some(reason) = lacuna_guest::unavailable() {
         lacuna_skip::skip_test(reason);
     }
-    for exits in ["", "--exit-on-missing"] {
+    // With no page at all, the loader waits, before there is a vCPU.
+    for (provides, exits) in [(4096, ""), (4096, "--exit-on-missing"), (0, "")] {
         let folder = TempDir::new().unwrap();
         let path = folder.path().join("peer");
         // A new one each time: a late request of one run is none of the next.
-        let keeps = Arc::new(Keeps::default());
+        let keeps = Arc::new(Keeps {
+            provides,
+            ..Keeps::default()
+        });
         let _server = serves(&path, 32 << 20, Arc::clone(&keeps));
         let line = format!("{RUN} peer:{} --patience forever {exits}", path.display());
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_lacuna"));
         let command = command.args(line.split_whitespace());
         let mut child = command.stdout(Stdio::null()).spawn().unwrap();
-        // The guest waits for a page.
-        while keeps.0.lock().unwrap().is_empty() {
+        // A page is waited for.
+        while keeps.kept().is_empty() {
             std::thread::sleep(Duration::from_millis(1));
         }
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
-        assert_eq!(child.wait().unwrap().code(), Some(130), "{exits}");
+        let code = child.wait().unwrap().code();
+        assert_eq!(code, Some(130), "{provides} {exits}");
     }
 }
 
@@ -307,11 +330,11 @@ fn a_guest_that_waits_for_a_process_that_died_says_so() {
         .arg(&control);
     let command = command.stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
-    while keeps.0.lock().unwrap().is_empty() {
+    while keeps.kept().is_empty() {
         std::thread::sleep(Duration::from_millis(1));
     }
     drop(server);
-    keeps.0.lock().unwrap().clear();
+    keeps.kept().clear();
     let mut errors = BufReader::new(child.stderr.take().unwrap()).lines();
     let mut told = |words: &str| {
         let line = errors.find(|line| line.as_ref().unwrap().contains(words));
