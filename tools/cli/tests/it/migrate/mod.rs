@@ -9,6 +9,7 @@ mod random;
 mod requests;
 mod strangers;
 mod tls;
+mod waiting;
 mod whole;
 
 use crate::guest::{Client, Guest, LIMIT, failure, has_kvm, lacuna};

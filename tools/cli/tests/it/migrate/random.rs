@@ -1,21 +1,25 @@
-//! Many migrations between two processes, each with an accident after a random number of bytes.
-//! Every moment has a documented outcome, and the guest never runs on both sides.
+//! Many migrations between two processes, each with an accident after a random number of bytes: a
+//! process is killed, stopped or gets a signal, or the connections are cut. Every moment has a
+//! documented outcome and documented exit codes, and the guest never runs on both sides. The guest
+//! checks its memory, so it also finds a stale page.
 
 use super::destination::Destination;
 use super::is_too_late;
 use super::proxy::{Moment, Proxy};
-use crate::guest::{Guest, LIMIT};
+use crate::guest::{Client, Guest, LIMIT};
 use lacuna_skip::test;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Child;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// How many migrations there are, if the variable does not say it.
-const FEW: u64 = 4;
+const FEW: u64 = 6;
 /// The number of migrations.
 const NUMBER: &str = "LACUNA_PROCESS_MIGRATIONS";
 /// The seed of the first one; each other has the next.
@@ -27,9 +31,15 @@ const BYTES: u64 = 5 << 20;
 const KINDS: [u8; 9] = [7, 8, 9, 10, 12, 13, 14, 15, 16];
 /// Rounds of the guest. If it ends before it could move, because the machine is busy, a guest with
 /// ten times as many is tried.
-const ROUNDS: [u64; 3] = [30, 300, 3000];
+const ROUNDS: [u64; 3] = [12, 120, 1200];
 /// The time between two looks at both sides.
 const LOOK: Duration = Duration::from_millis(20);
+
+/// How many migrations there are.
+fn number(variable: &str, otherwise: u64) -> u64 {
+    let given = std::env::var(variable).ok();
+    given.map_or(otherwise, |text| text.parse().expect("a number"))
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Accident {
@@ -37,6 +47,39 @@ enum Accident {
     SourceKilled,
     DestinationKilled,
     Cut,
+    /// A client stops the run, or SIGTERM does.
+    SourceEnded(By),
+    DestinationEnded(By),
+}
+
+/// What ends a run.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum By {
+    Stop,
+    Signal,
+}
+
+impl By {
+    /// The exit code of a run that was ended so.
+    const fn code(self) -> i32 {
+        match self {
+            Self::Stop => 4,
+            Self::Signal => 143,
+        }
+    }
+
+    /// Ends the run of `child`, which may have ended before, without waiting for an answer.
+    fn end(self, child: &Child, control: &Path) -> impl FnOnce() + Send + use<> {
+        let (pid, control) = (Pid::from_child(child), control.to_owned());
+        move || match self {
+            Self::Stop => {
+                if let Some(mut client) = Client::try_to(&control) {
+                    client.send(b"{\"command\":\"stop\"}\n");
+                }
+            }
+            Self::Signal => _ = kill_process(pid, Signal::TERM),
+        }
+    }
 }
 
 /// What became of a guest.
@@ -54,6 +97,8 @@ enum Fate {
     Killed,
     /// It needed a page that only the side had that was killed: it ended, and said so.
     PageLost,
+    /// A client or a signal ended it, on the side that it was on.
+    Ended,
     /// It ended before it could move.
     Early,
 }
@@ -80,10 +125,18 @@ impl Case {
             Accident::DestinationKilled,
             Accident::Cut,
             Accident::Cut,
+            Accident::SourceEnded(By::Stop),
+            Accident::SourceEnded(By::Signal),
+            Accident::DestinationEnded(By::Stop),
+            Accident::DestinationEnded(By::Signal),
         ];
         let accident = accidents[random.usize(..accidents.len())];
         let moment = match random.bool() {
-            true => Moment::Bytes(random.u64(..BYTES)),
+            // A post-copy takes few of them.
+            true => {
+                let most = BYTES >> random.u32(..8);
+                Moment::Bytes(random.u64(..most))
+            }
             false => Moment::Frame(KINDS[random.usize(..KINDS.len())]),
         };
         Self {
@@ -107,8 +160,8 @@ struct Sides {
     ends: [Option<(Option<i32>, Value)>; 2],
     /// Whether a decision for that side was accepted.
     kept: [bool; 2],
-    /// Whether the destination has answered: it does so when a guest was announced.
-    serves: bool,
+    /// The exit codes of the requests and signals by which this test ends that side.
+    ended: [Vec<i32>; 2],
 }
 
 fn stage(status: &Value, of: &str) -> String {
@@ -170,8 +223,12 @@ impl Sides {
                 let refused = client.ask(json!({"command": "keep"}));
                 assert!(!refused["error"].is_null(), "{refused}");
                 client.ask(json!({"command": "stop"}));
+                self.ended[0].push(By::Stop.code());
             }
-            "unknown" if self.is_done(1) => _ = client.ask(json!({"command": "stop"})),
+            "unknown" if self.is_done(1) => {
+                client.ask(json!({"command": "stop"}));
+                self.ended[0].push(By::Stop.code());
+            }
             "unknown" => {
                 let kept = client.ask(json!({"command": "keep"}));
                 self.kept[0] |= kept["error"].is_null();
@@ -187,11 +244,8 @@ impl Sides {
         let Some(mut client) = destination.try_client() else {
             return;
         };
-        if self.serves {
-            client.be_patient();
-        }
+        client.be_patient();
         let status = client.ask(json!({"command": "status"}))["status"].clone();
-        self.serves |= !status.is_null();
         let has_stayed = self.answered.as_ref().is_some_and(|answer| {
             let text = answer["error"]["text"].as_str().unwrap_or_default();
             text.contains("keeps running here") || text.contains("before the guest moved")
@@ -199,8 +253,14 @@ impl Sides {
         let is_source_gone = self.ends[0].is_some();
         match &*stage(&status, "arriving") {
             // No guest was announced: it has ended before, or its source was killed.
-            "" if is_source_gone && !self.serves => destination.terminate(),
-            "unknown" if has_stayed => _ = client.ask(json!({"command": "stop"})),
+            "" if is_source_gone && status["state"] == "waiting" => {
+                destination.terminate();
+                self.ended[1].push(By::Signal.code());
+            }
+            "unknown" if has_stayed => {
+                client.ask(json!({"command": "stop"}));
+                self.ended[1].push(By::Stop.code());
+            }
             "unknown" if is_source_gone => {
                 let kept = client.ask(json!({"command": "keep"}));
                 self.kept[1] |= kept["error"].is_null();
@@ -246,7 +306,37 @@ impl Sides {
             (false, true) => Fate::Moved,
             (false, false) if destination.1.contains("is lost") => Fate::PageLost,
             (false, false) if source.0.is_none() || destination.0.is_none() => Fate::Killed,
+            (false, false) if !self.ended.concat().is_empty() => Fate::Ended,
             (false, false) => panic!("the guest is nowhere: {self:?}"),
+        }
+    }
+
+    /// Checks both exit codes: they are what docs/commands.md and docs/control.md say.
+    fn check_codes(&self, accident: Accident, fate: Fate) {
+        let [source, destination] = self.ends.each_ref().map(|end| end.as_ref().unwrap());
+        let is_asked_for = |side: usize, code: i32| self.ended[side].contains(&code);
+        let outcome = source.1["outcome"].as_str().unwrap_or_default();
+        let is_allowed = match source.0 {
+            None => accident == Accident::SourceKilled,
+            Some(0) => outcome == "done" || outcome.starts_with("moved to "),
+            Some(code) => is_asked_for(0, code),
+        };
+        assert!(is_allowed, "the source's code: {fate:?} {self:?}");
+        let is_allowed = match destination.0 {
+            None => accident == Accident::DestinationKilled,
+            Some(0) => destination.1["outcome"] == "done",
+            Some(3) => fate == Fate::PageLost,
+            // It has not come.
+            Some(5) => matches!(
+                fate,
+                Fate::Stayed | Fate::Early | Fate::Killed | Fate::Ended
+            ),
+            Some(code) => is_asked_for(1, code),
+        };
+        assert!(is_allowed, "the destination's code: {fate:?} {self:?}");
+        // A guest that has ended there keeps no source.
+        if fate == Fate::Ended && matches!(accident, Accident::DestinationEnded(_)) {
+            assert_eq!(source.0, Some(0), "{self:?}");
         }
     }
 }
@@ -277,8 +367,20 @@ fn with_rounds(case: &Case, rounds: u64) -> (Fate, Sides) {
         // It may have ended before.
         move || _ = kill_process(pid, Signal::KILL)
     };
+    let mut ended = [Vec::new(), Vec::new()];
     match case.accident {
         Accident::Nothing => {}
+        Accident::SourceEnded(by) => {
+            proxy.at(case.moment, by.end(&source.child, &source.socket));
+            ended[0].push(by.code());
+        }
+        Accident::DestinationEnded(by) => {
+            proxy.at(
+                case.moment,
+                by.end(&destination.child, &destination.control),
+            );
+            ended[1].push(by.code());
+        }
         Accident::SourceKilled => proxy.at(case.moment, kill(&source.child)),
         Accident::DestinationKilled => proxy.at(case.moment, kill(&destination.child)),
         Accident::Cut => proxy.at(case.moment, proxy.cutter()),
@@ -297,18 +399,14 @@ fn with_rounds(case: &Case, rounds: u64) -> (Fate, Sides) {
         answered: None,
         ends: [None, None],
         kept: [false; 2],
-        serves: false,
+        ended,
     };
     let fate = sides.settle();
+    sides.check_codes(case.accident, fate);
     asking.join().unwrap();
     let answered = sides.answered.clone().unwrap_or_default();
     println!("    {} bytes, {answered}", proxy.bytes());
     (fate, sides)
-}
-
-fn number(variable: &str, otherwise: u64) -> u64 {
-    let given = std::env::var(variable).ok();
-    given.map_or(otherwise, |text| text.parse().expect("a number"))
 }
 
 /// Accidents with a known outcome.
@@ -385,6 +483,10 @@ fn accidents_leave_one_guest() {
             (Accident::SourceKilled, fate) => !matches!(fate, Fate::Stayed | Fate::Kept),
             (Accident::DestinationKilled, fate) => {
                 !matches!(fate, Fate::KeptThere | Fate::PageLost)
+            }
+            (Accident::SourceEnded(_), fate) => !matches!(fate, Fate::Kept | Fate::Killed),
+            (Accident::DestinationEnded(_), fate) => {
+                matches!(fate, Fate::Moved | Fate::Stayed | Fate::Kept | Fate::Ended)
             }
         };
         assert!(is_possible, "{case:?}: {fate:?}");

@@ -1,0 +1,52 @@
+//! The control socket of a destination while no guest is announced.
+
+use super::destination::Destination;
+use super::{ENDLESS, Guest, migrate};
+use lacuna_skip::test;
+use serde_json::json;
+use tempfile::TempDir;
+
+/// It says where it waits, and refuses what needs a guest. A client stays connected when one
+/// comes.
+#[test]
+fn a_destination_answers_before_its_guest_comes() {
+    let folder = TempDir::new().unwrap();
+    let to = Destination::start(folder.path(), "tcp:127.0.0.1:0", "--resident 16M");
+    let mut client = to.client();
+    let status = client.ask(json!({"command": "status"}))["status"].clone();
+    assert_eq!(status["state"], "waiting", "{status}");
+    assert_eq!(status["waiting"], to.address, "{status}");
+    assert!(status["arriving"].is_null(), "{status}");
+    for (command, told) in [
+        ("cancel", "no guest was announced"),
+        ("keep", "no guest was announced"),
+        ("pause", "no guest is here"),
+        ("resume", "no guest is here"),
+    ] {
+        let text = client.refused(json!({ "command": command }));
+        assert!(text.contains(told) && text.contains(&to.address), "{text}");
+    }
+    // A part of a line, whose rest comes when the guest is there.
+    client.send(b"{\"command\":");
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let answer = guest.client().ask(migrate(&to.address));
+    assert!(!answer["migrated"].is_null(), "{answer}");
+    client.send(b"\"status\"}\n");
+    let status = &client.answer()["status"];
+    assert_eq!(status["state"], "running", "{status}");
+    assert!(status["waiting"].is_null(), "{status}");
+    assert_eq!(client.state("stop"), "ended");
+    assert_eq!(to.end().0, Some(4));
+    assert_eq!(guest.end().0, 0);
+}
+
+#[test]
+fn a_client_ends_the_waiting() {
+    let folder = TempDir::new().unwrap();
+    let to = Destination::start(folder.path(), "tcp:127.0.0.1:0", "");
+    assert_eq!(to.client().state("stop"), "ended");
+    let (code, _, errors) = to.end();
+    assert_eq!(code, Some(4), "{errors}");
+    let told = "stopped through its control socket before a guest came";
+    assert!(errors.contains(told), "{errors}");
+}
