@@ -336,7 +336,7 @@ impl<V: Vm> Arriving<V> {
         Installer::new(missing, &self.layout, &late.pages).install_staged()
     }
 
-    /// Takes a new connection of the source after a cut. Then [`Arriving::finish`] goes on.
+    /// Takes a new connection of the source after a cut. Then [`Arriving::finish`] continues.
     ///
     /// # Errors
     /// There is none, or it was cut.

@@ -13,29 +13,29 @@ use std::thread;
 use std::time::Instant;
 
 /// How a migration has ended, or was interrupted, after the source has sent `Go`. The guest stays
-/// paused here for as long as [`Given`] lives. Then its run here ends, unless [`Given::take_back`]
+/// paused here for as long as [`OutgoingGuest`] lives. Then its run here ends, unless [`OutgoingGuest::take_back`]
 /// is called.
 #[must_use = "if this is dropped, the run of the guest ends here"]
 pub enum Sent<'a, V: Vm> {
     /// The destination runs the guest, and has all of its memory, or the guest has
-    /// [ended](Given::ended) there: drop this.
-    Moved(Given<'a, V>),
+    /// [ended](OutgoingGuest::ended) there: drop this.
+    Moved(OutgoingGuest<'a, V>),
     /// The destination runs the guest, and lacks pages: the connection was cut, a page could not be
-    /// read here, or the caller has said `Break`. [`Given::resume`] continues. If this process ends
+    /// read here, or the caller has said `Break`. [`OutgoingGuest::resume`] continues. If this process ends
     /// before, the guest is lost.
     Cut {
         /// The guest here.
-        given: Given<'a, V>,
+        given: OutgoingGuest<'a, V>,
         /// How the connection has ended.
         why: MigrateError,
     },
     /// The stream was cut before the destination could say that it runs the guest.
-    /// [`Given::resume`] asks it. If it does not answer any more, look whether it runs the guest.
+    /// [`OutgoingGuest::resume`] asks it. If it does not answer any more, look whether it runs the guest.
     /// If it does not, end its process first: `Go` may still be on its way to it. Then
-    /// [`Given::take_back`] resumes the guest here.
+    /// [`OutgoingGuest::take_back`] resumes the guest here.
     Unknown {
         /// The guest here.
-        given: Given<'a, V>,
+        given: OutgoingGuest<'a, V>,
         /// How the connection has ended.
         why: MigrateError,
     },
@@ -43,7 +43,7 @@ pub enum Sent<'a, V: Vm> {
 
 /// A guest that the source has handed over by `Go`, and that stays paused here. Dropped, it ends
 /// here with [`Ending::Stopped`], because the destination runs it or may run it.
-pub struct Given<'a, V: Vm> {
+pub struct OutgoingGuest<'a, V: Vm> {
     guest: Guest<'a, V>,
     /// The destination may run it.
     pub(super) is_away: bool,
@@ -64,7 +64,7 @@ pub struct Given<'a, V: Vm> {
     _changes: Option<Changes<'a, V>>,
 }
 
-impl<'a, V: Vm> Given<'a, V> {
+impl<'a, V: Vm> OutgoingGuest<'a, V> {
     pub(super) fn new(
         guest: &Guest<'a, V>,
         still: Still<'a, V>,
@@ -183,7 +183,7 @@ impl<'a, V: Vm> Given<'a, V> {
     }
 }
 
-impl<V: Vm> Drop for Given<'_, V> {
+impl<V: Vm> Drop for OutgoingGuest<'_, V> {
     fn drop(&mut self) {
         // Before the vCPUs' threads get their vCPUs back: they execute nothing more. During a panic
         // it is not known whether the guest has gone.

@@ -34,12 +34,12 @@
 //! | before `Complete` | [`Sent::Cut`]: it stays paused | runs, and waits for pages it lacks |
 //! | the same, after a pre-copy | [`Sent::Moved`] | runs, and lacks nothing |
 //!
-//! After `Unknown` and `Cut` [`Given::resume`] connects again, and the destination's
+//! After `Unknown` and `Cut` [`OutgoingGuest::resume`] connects again, and the destination's
 //! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination sends the list of pages
 //! that it lacks, so no arrived page is sent twice. If the guest has ended meanwhile,
 //! [`Arriving::end`] says so, and the source ends too. If the other side never answers again, a
-//! person decides: [`Given::take_back`] and [`Waiting::decide_to_run`] carry the decision out.
-//! Without one of them the two sides never run at once: a [`Given`] that is dropped ends the run at
+//! person decides: [`OutgoingGuest::take_back`] and [`Waiting::decide_to_run`] carry the decision out.
+//! Without one of them the two sides never run at once: a [`OutgoingGuest`] that is dropped ends the run at
 //! the source.
 //!
 //! Timeouts are the caller's: see [`Connection`].
@@ -61,7 +61,7 @@ mod take;
 pub use arrive::{Arrived, Arriving};
 pub use connection::{Connection, Connections, HangUp};
 pub use frame::first_message;
-pub use give::{Given, Sent};
+pub use give::{OutgoingGuest, Sent};
 pub use packing::Compression;
 pub use receive::{Incoming, Prepared, Waiting};
 pub use send::{Mode, Plan, send};

@@ -3,7 +3,7 @@
 use super::connection::Connections;
 use super::frame::Kind;
 use super::frames::Frames;
-use super::give::{Given, Sent};
+use super::give::{OutgoingGuest, Sent};
 use super::lanes::{Lane, There};
 use super::left::{Links, Reached, RemainingPages};
 use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
@@ -165,7 +165,7 @@ impl<'p> Sender<'p> {
         guest: &Guest<'a, V>,
         connections: &dyn Connections,
         progress: OnProgress<'_>,
-    ) -> Result<(Given<'a, V>, RemainingPages<'a, V>), MigrateError> {
+    ) -> Result<(OutgoingGuest<'a, V>, RemainingPages<'a, V>), MigrateError> {
         let layout = MemoryLayout::of(guest.vm);
         let plan = self.plan;
         self.introduce(guest, &layout)?;
@@ -220,7 +220,7 @@ impl<'p> Sender<'p> {
         let left = RemainingPages::new(guest.vm, layout, left, plan.compression);
         let id = self.id.clone();
         let log = (rounds, changes);
-        Ok((Given::new(guest, still, id, log, &self.there), left))
+        Ok((OutgoingGuest::new(guest, still, id, log, &self.there), left))
     }
 
     /// The first messages.
@@ -269,7 +269,7 @@ impl<'p> Sender<'p> {
     fn hand_over<'a, V: Vm>(
         &mut self,
         connections: &dyn Connections,
-        mut given: Given<'a, V>,
+        mut given: OutgoingGuest<'a, V>,
         left: RemainingPages<'a, V>,
         progress: OnProgress<'_>,
     ) -> Result<Sent<'a, V>, MigrateError> {

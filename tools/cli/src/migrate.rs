@@ -159,8 +159,8 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
     };
     format!(
         "moved     to {to} in {seconds:.1} s ({}): {} over the connections, {pages} pages with \
-         content in {} rounds, {late} pages after the guest, {again} pages again; the guest stood \
-         still for {}{cuts}{ended}\n",
+         content in {} rounds, {late} pages after the guest, {again} pages again; downtime \
+         {}{cuts}{ended}\n",
         words(*mode),
         Size(*bytes),
         rounds.len(),
@@ -259,10 +259,9 @@ mod tests {
             ended: Some("interrupted by SIGTERM".into()),
         };
         let text = summary(&migrated);
-        let told = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with content \
-                    in 3 rounds, 11 pages after the guest, 48 pages again; the guest stood still \
-                    for 1.5 ms; the connection was cut 2 times; it has ended there: interrupted by \
-                    SIGTERM\n";
-        assert!(text.ends_with(told), "{text}");
+        let expected = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with content \
+                    in 3 rounds, 11 pages after the guest, 48 pages again; downtime 1.5 ms; the \
+                    connection was cut 2 times; it has ended there: interrupted by SIGTERM\n";
+        assert!(text.ends_with(expected), "{text}");
     }
 }

@@ -1,7 +1,7 @@
 //! The page source of a run: `--pages-from`, and its counters.
 
 use crate::args::{PagesFrom, Patience, RunArgs};
-use crate::control::Coming;
+use crate::control::IncomingGuest;
 use crate::exit::Exit;
 use crate::output::complain;
 use crate::run::{Lazy, Refusal};
@@ -153,7 +153,7 @@ pub enum Here {
     /// Those of a snapshot that are restored.
     Restored(Arc<Restoring>),
     /// A migration brings them, and counts those that were asked for too.
-    Coming(Arc<Coming>),
+    IncomingGuest(Arc<IncomingGuest>),
 }
 
 /// How far a lazy restore is.
@@ -219,7 +219,7 @@ impl GuestPages {
         let missing = match &self.here {
             Here::Provided => left(stats.provided),
             Here::Restored(restoring) => restoring.missing().saturating_sub(stats.failed),
-            Here::Coming(coming) => left(coming.present()),
+            Here::IncomingGuest(incoming_guest) => left(incoming_guest.present()),
         };
         let present = self.total.saturating_sub(missing + stats.failed);
         let came = present.saturating_sub(before.present) as f64;

@@ -149,7 +149,10 @@ fn run_controlled(
         }
         Start::Incoming(arrival) => {
             let source = arrival.page_source().map(pages::of_migration);
-            (source, Here::Coming(Arc::clone(arrival.coming())))
+            (
+                source,
+                Here::IncomingGuest(Arc::clone(arrival.incoming_guest())),
+            )
         }
         _ => {
             let source = pages::open(args);
@@ -300,7 +303,7 @@ impl Job<'_> {
     fn stop<V: Vm>(&self, devices: &PlatformDevices, vm: &V) {
         devices.end(Ending::Stopped, vm);
         if let Some(arrival) = self.start.arrival() {
-            arrival.coming().end(Some(&self.why_stopped()));
+            arrival.incoming_guest().end(Some(&self.why_stopped()));
         }
     }
 

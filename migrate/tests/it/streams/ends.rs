@@ -4,7 +4,7 @@ use super::link::{Cut, DestinationEnd, Side, SourceEnd, link};
 use lacuna_machine::{
     Arch, Builder, Ending, Image, PageSource, Pause, PlatformDevices, Vm, run_pausable,
 };
-use lacuna_migrate::stream::{Arrived, Given, Incoming, Plan, Sent, send};
+use lacuna_migrate::stream::{Arrived, Incoming, OutgoingGuest, Plan, Sent, send};
 use lacuna_migrate::{Guest, MigrateError};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -162,7 +162,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
         &self,
         guest: &Guest<'a, V>,
         link: &SourceEnd,
-    ) -> (Fate, Option<Given<'a, V>>) {
+    ) -> (Fate, Option<OutgoingGuest<'a, V>>) {
         let mut each = |_| ControlFlow::Continue(());
         let mut fate = Fate::default();
         let mut sent = match send(guest, link, &self.plan, &mut each) {

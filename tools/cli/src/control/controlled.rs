@@ -3,9 +3,9 @@
 use super::message::{Answer, PROTOCOL, Refused, Request, Saving, State, Status};
 use super::migration::RANGES_SHOWN;
 use super::moving::{Fields, Order, Undecided};
+use super::outgoing::OutgoingMigration;
 use super::saving::Plan;
-use super::under_way::UnderWay;
-use super::{Answers, Coming, Ends};
+use super::{Answers, Ends, IncomingGuest};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
 use lacuna_machine::{Arch, Ending, Vm};
@@ -28,7 +28,7 @@ pub struct Controlled<'a, V: Vm> {
     since: OnceLock<Instant>,
     phase: Mutex<Phase<'a, V>>,
     /// The migration by which it comes here.
-    coming: Option<Arc<Coming>>,
+    incoming_guest: Option<Arc<IncomingGuest>>,
     /// Its pages, if they have a source.
     pages: Option<Arc<GuestPages>>,
     /// The log of writes since the last snapshot, if the next one shall have it as its base.
@@ -48,19 +48,19 @@ pub(super) enum Phase<'a, V: Vm> {
     /// A thread saves the guest, which was paused before, or was not.
     Saves(Saving, State),
     /// A thread sends the guest elsewhere.
-    Moves(UnderWay),
+    Moves(OutgoingMigration),
     /// This value, because the guest was handed over, and the attempts to connect again were
     /// cancelled.
     Undecided(Box<Undecided<'a, V>>),
 }
 
 impl<'a, V: Vm> Controlled<'a, V> {
-    /// Controls `guest`, which may be `coming` from another process. A request that ends the run is
-    /// noted in `ends`. The status has the counts of its `pages`.
+    /// Controls `guest`; `incoming_guest` if it comes from another process. A request that ends the
+    /// run is noted in `ends`. The status has the counts of its `pages`.
     pub fn new(
         guest: Guest<'a, V>,
         ends: &'a Ends,
-        coming: Option<Arc<Coming>>,
+        incoming_guest: Option<Arc<IncomingGuest>>,
         pages: Option<Arc<GuestPages>>,
     ) -> Self {
         Self {
@@ -68,7 +68,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             pages,
             since: OnceLock::new(),
             phase: Mutex::new(Phase::Runs),
-            coming,
+            incoming_guest,
             tracked: Mutex::new(None),
             ends,
         }
@@ -79,7 +79,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.since.get_or_init(Instant::now);
     }
 
-    /// Lets a paused guest go on whose run has ended, so that its threads end.
+    /// Releases a paused guest after the end of its run, so that its threads end.
     fn release_at_the_end(&self) {
         if self.guest.devices.ending().is_some() {
             let mut phase = self.phase();
@@ -121,8 +121,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 State::Paused
             }
         };
-        let coming = self.coming.as_ref();
-        let state = match coming.filter(|coming| coming.is_awaited()) {
+        let incoming_guest = self.incoming_guest.as_ref();
+        let state = match incoming_guest.filter(|guest| guest.is_awaited()) {
             _ if ending.is_some() => State::Ended,
             Some(_) => State::Arriving,
             None => state,
@@ -142,8 +142,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
             outage: pages.and_then(|pages| pages.outage()),
             saving,
             migrating,
-            arriving: coming.map(|coming| coming.progress(RANGES_SHOWN)),
-            undecided: undecided.or_else(|| coming?.undecided()),
+            arriving: incoming_guest.map(|guest| guest.progress(RANGES_SHOWN)),
+            undecided: undecided.or_else(|| incoming_guest?.undecided()),
             waiting: None,
             ending,
         }
@@ -189,23 +189,23 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let is_over = self.guest.devices.ending().is_some();
         !is_over
             && self
-                .coming
+                .incoming_guest
                 .as_ref()
-                .is_some_and(|coming| coming.is_awaited())
+                .is_some_and(|guest| guest.is_awaited())
     }
 
     /// Refuses to copy a guest whose memory is not here.
     pub(super) fn check_whole(&self) -> Result<(), Refused> {
-        let coming = self.coming.as_ref();
-        coming.map_or(Ok(()), |coming| coming.check_whole())
+        let incoming_guest = self.incoming_guest.as_ref();
+        incoming_guest.map_or(Ok(()), |guest| guest.check_whole())
     }
 
     /// Resumes the guest here, although it is undecided which side runs it.
     fn keep(&self) -> Result<(), Refused> {
-        match self.coming.as_ref().filter(|_| self.is_awaited()) {
+        match self.incoming_guest.as_ref().filter(|_| self.is_awaited()) {
             None => self.keep_at_source(),
-            Some(coming) => {
-                coming.keep()?;
+            Some(incoming_guest) => {
+                incoming_guest.keep()?;
                 self.check_runs()
             }
         }
@@ -214,9 +214,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// Ends a migration, or the waiting for its other side.
     fn cancel(&self) -> Result<(), Refused> {
         let is_moving = matches!(&*self.phase(), Phase::Moves(_));
-        match self.coming.as_ref().filter(|_| !is_moving) {
+        match self.incoming_guest.as_ref().filter(|_| !is_moving) {
             None => self.cancel_at_source(),
-            Some(coming) => coming.cancel(),
+            Some(incoming_guest) => incoming_guest.cancel(),
         }
     }
 
@@ -259,8 +259,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
         self.ends.stop();
         self.guest.devices.end(Ending::Stopped, self.guest.vm);
-        if let Some(coming) = &self.coming {
-            coming.end(Some("stopped through its control socket"));
+        if let Some(incoming_guest) = &self.incoming_guest {
+            incoming_guest.end(Some("stopped through its control socket"));
         }
         self.release_at_the_end();
         Ok(())

@@ -30,7 +30,7 @@ pub struct Moving {
     pub bytes: u64,
     /// Bytes a second, lately.
     pub rate: f64,
-    /// How often the connection was cut after the guest was given away, attempts to connect again
+    /// How often the connection was cut after the hand-over, attempts to connect again
     /// included.
     pub cuts: u32,
     /// How the last one was cut; null before.
@@ -146,7 +146,7 @@ pub struct Migrated {
     /// Pages that were sent again: in all rounds but the first, and the late ones if there was a
     /// round.
     pub again: u64,
-    /// How often the connection was cut after the guest was given away, attempts to connect again
+    /// How often the connection was cut after the hand-over, attempts to connect again
     /// included.
     pub cuts: u32,
     /// Bytes that went over the connections.

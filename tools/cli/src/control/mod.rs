@@ -15,27 +15,27 @@
 //! | `controlled` | what a request does to the guest |
 //! | `saving` | a snapshot |
 //! | `moving` | a migration, until it has an end |
-//! | `under_way` | a migration in progress: its stage, and what clients want of it |
+//! | `outgoing` | a migration in progress: its stage, and what clients want of it |
 //! | `awaiting` | answers before a guest is announced |
-//! | `coming` | a guest that comes here: the same |
+//! | `incoming` | an incoming or arrived guest: the same |
 //! | `ends` | how clients have ended the run |
 //! | `server` | the socket, its connections, their lines |
 //! | `client` | the other side |
 
 mod awaiting;
 pub mod client;
-mod coming;
 mod controlled;
 mod ends;
+mod incoming;
 pub mod message;
 pub mod migration;
 mod moving;
+mod outgoing;
 mod saving;
 mod server;
-mod under_way;
 
 pub use awaiting::Awaiting;
-pub use coming::{Coming, Decision};
 pub use controlled::Controlled;
 pub use ends::Ends;
+pub use incoming::{Decision, IncomingGuest};
 pub use server::{Answers, ControlSocket};

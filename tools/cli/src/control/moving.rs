@@ -3,12 +3,12 @@
 use super::controlled::{Controlled, PROGRESS, Phase, budget};
 use super::message::{Answer, Progress, Refused};
 use super::migration::{Migrated, again};
-use super::under_way::{UnderWay, Wanted};
+use super::outgoing::{OutgoingMigration, Wanted};
 use crate::args::{Address, Compress, TlsFiles, check_tls};
 use crate::transport::{Connector, Link};
 use lacuna_machine::{ErrorKind, Vm};
 use lacuna_migrate::MigrateError;
-use lacuna_migrate::stream::{Given, Mode, Plan, STREAMS_MAX, Sent, send};
+use lacuna_migrate::stream::{Mode, OutgoingGuest, Plan, STREAMS_MAX, Sent, send};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -60,8 +60,8 @@ impl Order {
 /// A guest that was handed over, while it is undecided which side runs it, or with which memory.
 /// Dropped, its run here ends.
 pub(super) struct Undecided<'a, V: Vm> {
-    given: Given<'a, V>,
-    way: UnderWay,
+    given: OutgoingGuest<'a, V>,
+    way: OutgoingMigration,
 }
 
 impl<V: Vm> Undecided<'_, V> {
@@ -76,7 +76,7 @@ impl<V: Vm> Undecided<'_, V> {
 }
 
 /// What the mover's thread begins with.
-type Begin<'a, V> = (UnderWay, Option<Undecided<'a, V>>);
+type Begin<'a, V> = (OutgoingMigration, Option<Undecided<'a, V>>);
 
 impl<'a, V: Vm> Controlled<'a, V> {
     /// Moves the guest, with progress for the client.
@@ -133,7 +133,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let (to, link) = (order.connector.to(), Arc::clone(order.connector.link()));
         let mut phase = self.phase();
         let way = match &*phase {
-            Phase::Runs => UnderWay::new(to, order.plan.mode, link),
+            Phase::Runs => OutgoingMigration::new(to, order.plan.mode, link),
             Phase::Undecided(undecided) => undecided.way.again(to, link),
             Phase::Paused(_) => {
                 return Err(Refused::request(
@@ -149,7 +149,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     }
 
     /// Sends the guest. Afterwards it runs there, or here, or is paused here.
-    fn send(&self, way: &UnderWay, order: &Order) -> Result<Migrated, Refused> {
+    fn send(&self, way: &OutgoingMigration, order: &Order) -> Result<Migrated, Refused> {
         if !self.guest.vm.delivery().has_bitmaps() {
             // This log would lack the pages that the migration harvests.
             *self.tracked.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -178,9 +178,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// Continues with a guest that an earlier request has handed over.
     fn go_on(
         &self,
-        way: &UnderWay,
+        way: &OutgoingMigration,
         order: &Order,
-        given: Given<'a, V>,
+        given: OutgoingGuest<'a, V>,
     ) -> Result<Migrated, Refused> {
         let began = given.still().since();
         let sent = given.resume(&order.connector, &mut |now| self.note(way, &now));
@@ -190,7 +190,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// Connects again until the guest is on one side with all of its memory, or a client decides.
     fn until_settled(
         &self,
-        way: &UnderWay,
+        way: &OutgoingMigration,
         order: &Order,
         (mut sent, began): (Sent<'a, V>, Instant),
     ) -> Result<Migrated, Refused> {
@@ -204,7 +204,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             self.ends.set_needed(way.is_needed());
             let text = way.undecided().unwrap_or_default();
             match way.wait(&|| self.guest.devices.ending().is_some()) {
-                Wanted::GoOn => {
+                Wanted::Continue => {
                     let note = &mut |now| self.note(way, &now);
                     sent = given.resume(&order.connector, note);
                 }
@@ -235,7 +235,12 @@ impl<'a, V: Vm> Controlled<'a, V> {
     }
 
     /// The guest runs there, and has all of its memory, or has ended there.
-    fn has_moved(&self, way: &UnderWay, given: Given<'a, V>, began: Instant) -> Migrated {
+    fn has_moved(
+        &self,
+        way: &OutgoingMigration,
+        given: OutgoingGuest<'a, V>,
+        began: Instant,
+    ) -> Migrated {
         let rounds: Vec<u64> = given.rounds().iter().map(|round| round.pages).collect();
         let ran = given.ran().unwrap_or_else(Instant::now);
         let now = way.progress();
@@ -258,7 +263,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         migrated
     }
 
-    fn note(&self, way: &UnderWay, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
+    fn note(&self, way: &OutgoingMigration, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
         // From round 0 on a signal does not end the run. If one has ended it before, the guest
         // stays here.
         if now.round == 0 {
@@ -273,7 +278,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     }
 
     /// The guest has not moved.
-    fn stayed(&self, way: &UnderWay, why: &MigrateError) -> Refused {
+    fn stayed(&self, way: &OutgoingMigration, why: &MigrateError) -> Refused {
         self.unwanted(way).unwrap_or_else(|| {
             let text = format!("the guest has not moved, and keeps running here: {why}");
             Refused::of(why.kind(), &text)
@@ -282,7 +287,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
     /// Why a migration that has failed was not wanted any more. A peer that was silent meanwhile
     /// has been cut off.
-    fn unwanted(&self, way: &UnderWay) -> Option<Refused> {
+    fn unwanted(&self, way: &OutgoingMigration) -> Option<Refused> {
         if let Some(ending) = self.guest.devices.ending() {
             return Some(Refused::request(format!(
                 "the run has ended before the guest moved: {ending}"

@@ -241,7 +241,7 @@ impl<'a> ControlSocket<'a> {
     }
 }
 
-/// Closes the connection, of which the accepting thread has a descriptor too.
+/// Closes the connection. The accepting thread has a descriptor of it too.
 fn end(stream: &UnixStream) {
     let _ = stream.shutdown(Shutdown::Both);
 }

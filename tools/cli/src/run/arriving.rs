@@ -25,8 +25,8 @@ pub(super) fn start<V: Vm>(
     let arrived = until_started(job, arrival, prepared)?;
     let arriving = &arrived.arriving;
     let (downtime, rounds) = (arriving.downtime(), arriving.rounds());
-    let coming = arrival.coming();
-    coming.runs(arriving.awaited_now(), downtime, rounds);
+    let incoming_guest = arrival.incoming_guest();
+    incoming_guest.set_running(arriving.awaited_now(), downtime, rounds);
     Ok(arrived)
 }
 
@@ -45,7 +45,10 @@ fn until_started<V: Vm>(
         if let MigrateError::Refused(_) = waiting.why() {
             return Err(has_not_come(job, waiting.why()));
         }
-        match arrival.coming().waits(waiting.why()) {
+        match arrival
+            .incoming_guest()
+            .was_cut_while_prepared(waiting.why())
+        {
             None => started = waiting.resume(arrival.connections()),
             Some(Decision::Keep) => return Ok(waiting.decide_to_run()),
             Some(Decision::Cancel | Decision::End) => {
@@ -57,15 +60,15 @@ fn until_started<V: Vm>(
 
 /// Takes the remaining pages, as often as the source connects, until the run has ended.
 pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>) {
-    let coming = arrival.coming();
+    let incoming_guest = arrival.incoming_guest();
     loop {
         match arriving.finish(&mut |_| ControlFlow::Continue(())) {
-            Ok(()) => coming.is_whole(),
-            Err(why) => coming.lacks(&why),
+            Ok(()) => incoming_guest.set_whole(),
+            Err(why) => incoming_guest.was_cut_while_running(&why),
         }
         let mut failed = false;
         loop {
-            if let Some(decision) = coming.next(failed) {
+            if let Some(decision) = incoming_guest.next(failed) {
                 // Pages that are missing are lost from here on.
                 let left = match decision {
                     Decision::Cancel => arriving.give_up(),
@@ -78,20 +81,20 @@ pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>)
                 if let Err(why) = left {
                     complain(&format!("{why}; the guest keeps running"));
                 }
-                return coming.is_lost();
+                return incoming_guest.set_lost();
             }
             failed = arriving.resume(arrival.connections()).is_err();
             if !failed {
                 break;
             }
         }
-        coming.comes_again();
+        incoming_guest.reconnected();
     }
 }
 
 /// Sends the source the reason why the guest has ended here, if the source waits for more.
 fn say_that_it_has_ended<V: Vm>(arrival: &Arrival<'_>, arriving: &mut Arriving<V>) {
-    let Some(why) = arrival.coming().has_ended() else {
+    let Some(why) = arrival.incoming_guest().has_ended() else {
         return;
     };
     let connections = arrival.connections();

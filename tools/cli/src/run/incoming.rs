@@ -12,7 +12,7 @@
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Start, run_controlled};
 use crate::args::{Address, RunArgs};
-use crate::control::{Awaiting, Coming, ControlSocket, Ends};
+use crate::control::{Awaiting, ControlSocket, Ends, IncomingGuest};
 use crate::exit::Exit;
 use crate::migrate::{line, words};
 use crate::output::{check_target, complain, visible};
@@ -39,7 +39,7 @@ pub struct Arrival<'a> {
     at: Address,
     machine: Machine,
     connections: Accepted<'a>,
-    coming: Arc<Coming>,
+    incoming_guest: Arc<IncomingGuest>,
     /// `None`: it has been taken.
     incoming: Mutex<Option<Incoming>>,
 }
@@ -51,8 +51,8 @@ impl<'a> Arrival<'a> {
     }
 
     /// How far it is.
-    pub(crate) fn coming(&self) -> &Arc<Coming> {
-        &self.coming
+    pub(crate) fn incoming_guest(&self) -> &Arc<IncomingGuest> {
+        &self.incoming_guest
     }
 
     pub(super) fn connections(&self) -> &Accepted<'a> {
@@ -68,7 +68,7 @@ impl<'a> Arrival<'a> {
 
     /// How it has come, at the end of its run.
     pub(super) fn received(&self) -> Received {
-        let now = self.coming.progress(RANGES_REPORTED);
+        let now = self.incoming_guest.progress(RANGES_REPORTED);
         Received {
             at: now.at,
             mode: now.mode,
@@ -179,7 +179,7 @@ fn wait<'a>(listener: &'a Listener<'a>) -> Result<Option<Arrival<'a>>, Refusal> 
             Ok((incoming, connections)) => {
                 let (at, link) = (listener.address().clone(), connections.link());
                 return Ok(Some(Arrival {
-                    coming: Arc::new(Coming::new(at.to_string(), &incoming, link)),
+                    incoming_guest: Arc::new(IncomingGuest::new(at.to_string(), &incoming, link)),
                     at,
                     machine: incoming.machine().clone(),
                     connections,
@@ -223,7 +223,7 @@ pub(super) fn receive<V: Vm>(
     let link = arrival.connections.link();
     let mode = words(incoming.mode());
     let taken = incoming.receive(&arrival.connections, vm, devices, &mut |more| {
-        let pages = arrival.coming.came(more);
+        let pages = arrival.incoming_guest.count_arrived(more);
         live.set_message(format!(
             "receiving a guest of {} ({mode}): {} of pages came, {}/s",
             Size(arrival.machine.memory),

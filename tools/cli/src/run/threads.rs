@@ -5,7 +5,7 @@ use super::attend::Attended;
 use super::incoming::{Arrival, receive};
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start};
-use crate::control::{Coming, ControlSocket, Controlled};
+use crate::control::{ControlSocket, Controlled, IncomingGuest};
 use crate::exit::Exit;
 use crate::observe::Watched;
 use crate::sample::{Before, LazyPages};
@@ -50,8 +50,9 @@ where
     };
     let control = job.control.as_ref();
     let controlled = control.map(|socket| {
-        let coming = coming(job).map(Arc::clone);
-        let controlled = Controlled::new(controls, socket.ends(), coming, job.pages.clone());
+        let incoming_guest = incoming_guest(job).map(Arc::clone);
+        let controlled =
+            Controlled::new(controls, socket.ends(), incoming_guest, job.pages.clone());
         (socket, controlled)
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
@@ -66,7 +67,7 @@ where
             }
             let _end = EndServing {
                 control,
-                coming: coming(job),
+                incoming_guest: incoming_guest(job),
             };
             let begun = begin(scope, job, builder, &vm, &controls, &mut before);
             let run = attended.runs(job).and(begun).and_then(|begun| {
@@ -133,8 +134,8 @@ fn run_begun<V: Vm>(
             // The thread that brings pages may wait for an object store.
             lazy.interrupt.store(true, Ordering::Relaxed);
         }
-        if let (Some(coming), Some(arriving)) = (coming(job), begun.arriving) {
-            end_arriving(job, coming, devices, &arriving);
+        if let (Some(incoming_guest), Some(arriving)) = (incoming_guest(job), begun.arriving) {
+            end_arriving(job, incoming_guest, devices, &arriving);
             join(arriving);
         }
         Ok(background.map(join))
@@ -144,25 +145,25 @@ fn run_begun<V: Vm>(
 /// The guest has ended. Waits until its source knows that, or a signal ends the wait.
 fn end_arriving(
     job: &Job<'_>,
-    coming: &Coming,
+    incoming_guest: &IncomingGuest,
     devices: &PlatformDevices,
     arriving: &ScopedJoinHandle<'_, ()>,
 ) {
     match devices.ending() {
-        None | Some(Ending::Stopped) => coming.end(Some(&job.why_stopped())),
+        None | Some(Ending::Stopped) => incoming_guest.end(Some(&job.why_stopped())),
         Some(ending) => {
-            coming.end(None);
+            incoming_guest.end(None);
             while !arriving.is_finished() && job.signals.caught().is_none() {
                 thread::sleep(LOOK);
             }
             if !arriving.is_finished() {
-                coming.end(Some(&ending.to_string()));
+                incoming_guest.end(Some(&ending.to_string()));
             }
         }
     }
 }
 
-/// What a thread returns; a panic of it goes on here.
+/// What a thread returns; a panic of it continues here.
 fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     let joined = thread.join();
     joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -240,7 +241,7 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     // A client that asks to keep the guest waits for the end of this call.
     let started = start(job, arrival, prepared);
     let Arrived { vcpus, arriving } = started.inspect_err(|_| {
-        arrival.coming().end(Some("it has not come"));
+        arrival.incoming_guest().end(Some("it has not come"));
     })?;
     // The thread waits for it: it has not ended.
     let _ = gate.send(arriving);
@@ -252,8 +253,8 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
 }
 
 /// The incoming guest.
-fn coming<'j>(job: &'j Job<'_>) -> Option<&'j Arc<Coming>> {
-    job.start.arrival().map(|arrival| arrival.coming())
+fn incoming_guest<'j>(job: &'j Job<'_>) -> Option<&'j Arc<IncomingGuest>> {
+    job.start.arrival().map(|arrival| arrival.incoming_guest())
 }
 
 fn refusal(error: &impl BackendError) -> Refusal {
@@ -264,7 +265,7 @@ fn refusal(error: &impl BackendError) -> Refusal {
 /// guest: a thread, and clients.
 pub(super) struct EndServing<'a> {
     control: Option<&'a ControlSocket<'a>>,
-    coming: Option<&'a Arc<Coming>>,
+    incoming_guest: Option<&'a Arc<IncomingGuest>>,
 }
 
 impl<'a> EndServing<'a> {
@@ -272,17 +273,17 @@ impl<'a> EndServing<'a> {
     pub const fn of(socket: &'a ControlSocket<'a>) -> Self {
         Self {
             control: Some(socket),
-            coming: None,
+            incoming_guest: None,
         }
     }
 }
 
 impl Drop for EndServing<'_> {
     fn drop(&mut self) {
-        if let Some(coming) = self.coming
+        if let Some(incoming_guest) = self.incoming_guest
             && thread::panicking()
         {
-            coming.end(Some("a thread has panicked"));
+            incoming_guest.end(Some("a thread has panicked"));
         }
         if let Some(socket) = self.control {
             socket.end();

@@ -147,7 +147,7 @@ fn wait_for_either(one: &impl AsFd, other: &impl AsFd) {
     let _ = poll(&mut fds, Some(&look));
 }
 
-/// The connections of one migration, of which the first one has been accepted.
+/// The connections of one migration. The first one has been accepted.
 pub struct Accepted<'a> {
     listener: &'a Listener<'a>,
     first: Mutex<Option<Box<dyn Connection>>>,

@@ -25,17 +25,17 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// A migration in progress. Any thread may call its methods.
 #[derive(Clone)]
-pub(super) struct UnderWay(Arc<Shared>);
+pub(super) struct OutgoingMigration(Arc<OutgoingShared>);
 
-struct Shared {
+struct OutgoingShared {
     link: Arc<Link>,
     /// Bytes that went over connections of an earlier request.
     before: u64,
-    told: Mutex<Told>,
+    state: Mutex<OutgoingState>,
     changed: Condvar,
 }
 
-struct Told {
+struct OutgoingState {
     /// The library's last report.
     now: Moving,
     /// Pages that remained when the guest was handed over.
@@ -52,7 +52,7 @@ struct Told {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Wanted {
     /// That it continues.
-    GoOn,
+    Continue,
     /// That the guest stays here; after the hand-over: that this side connects no more.
     Cancel,
     /// That the guest resumes here, although it was handed over.
@@ -61,9 +61,9 @@ pub(super) enum Wanted {
     End,
 }
 
-impl UnderWay {
+impl OutgoingMigration {
     pub fn new(to: &Address, mode: Mode, link: Arc<Link>) -> Self {
-        let told = Told {
+        let state = OutgoingState {
             now: Moving {
                 to: to.to_string(),
                 mode,
@@ -71,35 +71,35 @@ impl UnderWay {
             },
             late: 0,
             lacks: 0,
-            wanted: Wanted::GoOn,
+            wanted: Wanted::Continue,
             is_kept: false,
             is_over: false,
         };
-        Self::told_of(told, link, 0)
+        Self::with_state(state, link, 0)
     }
 
     /// The same, after a client has cancelled the attempts to connect again, and another one wants
     /// them again.
     pub fn again(&self, to: &Address, link: Arc<Link>) -> Self {
         let before = self.bytes();
-        let told = self.told();
-        let told = Told {
+        let state = self.locked();
+        let state = OutgoingState {
             now: Moving {
                 to: to.to_string(),
-                ..told.now.clone()
+                ..state.now.clone()
             },
-            wanted: Wanted::GoOn,
+            wanted: Wanted::Continue,
             is_over: false,
-            ..*told
+            ..*state
         };
-        Self::told_of(told, link, before)
+        Self::with_state(state, link, before)
     }
 
-    fn told_of(told: Told, link: Arc<Link>, before: u64) -> Self {
-        Self(Arc::new(Shared {
+    fn with_state(state: OutgoingState, link: Arc<Link>, before: u64) -> Self {
+        Self(Arc::new(OutgoingShared {
             link,
             before,
-            told: Mutex::new(told),
+            state: Mutex::new(state),
             changed: Condvar::new(),
         }))
     }
@@ -111,7 +111,7 @@ impl UnderWay {
 
     /// Where to.
     pub fn to(&self) -> String {
-        self.told().now.to.clone()
+        self.locked().now.to.clone()
     }
 
     /// How far it is.
@@ -119,13 +119,13 @@ impl UnderWay {
         Moving {
             bytes: self.bytes(),
             rate: self.0.link.rate(),
-            ..self.told().now.clone()
+            ..self.locked().now.clone()
         }
     }
 
     /// What the guest does here.
     pub fn state(&self) -> State {
-        match self.told().now.stage {
+        match self.locked().now.stage {
             MovingStage::Here => State::Running,
             MovingStage::There | MovingStage::Cut | MovingStage::Unknown => State::Paused,
         }
@@ -133,12 +133,12 @@ impl UnderWay {
 
     /// Pages that were sent after the guest had gone.
     pub fn late(&self) -> u64 {
-        self.told().late
+        self.locked().late
     }
 
     /// Whether the guest runs there, or may, and needs pages of this process.
     pub fn is_needed(&self) -> bool {
-        let now = &self.told().now;
+        let now = &self.locked().now;
         match now.stage {
             MovingStage::Here => false,
             MovingStage::There | MovingStage::Cut => true,
@@ -148,10 +148,10 @@ impl UnderWay {
 
     /// Why it is undecided which side runs the guest, or with which memory, and what to do.
     pub fn undecided(&self) -> Option<String> {
-        let told = self.told();
-        let cut = told.now.cut.as_deref().unwrap_or_default();
-        let (to, lacks) = (&told.now.to, told.lacks);
-        match told.now.stage {
+        let state = self.locked();
+        let cut = state.now.cut.as_deref().unwrap_or_default();
+        let (to, lacks) = (&state.now.to, state.lacks);
+        match state.now.stage {
             MovingStage::Here | MovingStage::There => None,
             MovingStage::Unknown => Some(format!(
                 "the guest was handed over, and then {cut}: it is not known whether it runs at \
@@ -169,21 +169,21 @@ impl UnderWay {
 
     /// Notes the library's report. `Break`: the migration shall end.
     pub fn note(&self, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
-        let mut told = self.told();
+        let mut state = self.locked();
         // Round 0 asks whether the guest may be handed over.
-        if told.now.stage == MovingStage::Here && told.wanted != Wanted::GoOn {
+        if state.now.stage == MovingStage::Here && state.wanted != Wanted::Continue {
             return ControlFlow::Break(());
         }
-        told.now.round = now.round;
-        told.now.done = now.done;
-        told.now.pages = now.pages;
-        told.now.remaining = now.pages.saturating_sub(now.done);
+        state.now.round = now.round;
+        state.now.done = now.done;
+        state.now.pages = now.pages;
+        state.now.remaining = now.pages.saturating_sub(now.done);
         if now.round == 0 {
-            told.late = told.late.max(now.pages);
-            told.lacks = told.now.remaining;
-            self.enter(&mut told, MovingStage::There);
+            state.late = state.late.max(now.pages);
+            state.lacks = state.now.remaining;
+            self.enter(&mut state, MovingStage::There);
         }
-        match told.wanted {
+        match state.wanted {
             Wanted::End => ControlFlow::Break(()),
             _ => ControlFlow::Continue(()),
         }
@@ -192,31 +192,31 @@ impl UnderWay {
     /// The connection was cut after the guest was handed over. `runs_there`: the destination has
     /// said so.
     pub fn was_cut(&self, runs_there: bool, why: &MigrateError, lacks: u64) {
-        let mut told = self.told();
-        told.now.cuts += 1;
-        told.now.cut = Some(why.to_string());
-        told.lacks = lacks;
+        let mut state = self.locked();
+        state.now.cuts += 1;
+        state.now.cut = Some(why.to_string());
+        state.lacks = lacks;
         let stage = match runs_there {
             true => MovingStage::Cut,
             false => MovingStage::Unknown,
         };
-        self.enter(&mut told, stage);
+        self.enter(&mut state, stage);
     }
 
-    fn enter(&self, told: &mut Told, stage: MovingStage) {
-        let before = std::mem::replace(&mut told.now.stage, stage);
+    fn enter(&self, state: &mut OutgoingState, stage: MovingStage) {
+        let before = std::mem::replace(&mut state.now.stage, stage);
         if before == stage {
             return;
         }
         // What was wanted of an earlier stage is too late. Above all, a guest running there is not
         // kept here. The attempts to connect again may be cancelled in both of their stages.
-        let is_cancelled_attempt = told.wanted == Wanted::Cancel && before != MovingStage::Here;
+        let is_cancelled_attempt = state.wanted == Wanted::Cancel && before != MovingStage::Here;
         let holds = match stage {
             MovingStage::Here | MovingStage::There => false,
             MovingStage::Cut | MovingStage::Unknown => is_cancelled_attempt,
         };
-        if told.wanted != Wanted::End && !holds {
-            told.wanted = Wanted::GoOn;
+        if state.wanted != Wanted::End && !holds {
+            state.wanted = Wanted::Continue;
             self.0.link.renew();
         }
         self.0.changed.notify_all();
@@ -226,36 +226,36 @@ impl UnderWay {
     /// over`.
     pub fn wait(&self, is_over: &dyn Fn() -> bool) -> Wanted {
         let until = Instant::now() + RETRY;
-        let mut told = self.told();
+        let mut state = self.locked();
         loop {
             if is_over() {
                 return Wanted::End;
             }
             let left = until.saturating_duration_since(Instant::now());
-            if told.wanted != Wanted::GoOn || left.is_zero() {
+            if state.wanted != Wanted::Continue || left.is_zero() {
                 self.0.link.renew();
-                return std::mem::replace(&mut told.wanted, Wanted::GoOn);
+                return std::mem::replace(&mut state.wanted, Wanted::Continue);
             }
-            let waited = self.0.changed.wait_timeout(told, left.min(LOOK));
-            told = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.0.changed.wait_timeout(state, left.min(LOOK));
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// The guest shall stay here. After the hand-over: this side shall not connect again.
     pub fn cancel(&self) -> Result<(), Refused> {
-        let mut told = self.told();
-        match told.now.stage {
+        let mut state = self.locked();
+        match state.now.stage {
             MovingStage::There => Err(Refused::request(format!(
                 "the guest runs at {} already, and the rest of its memory is on its way: wait for \
                  its end",
-                told.now.to
+                state.now.to
             ))),
             MovingStage::Here => {
-                self.stay(&mut told);
+                self.stay(&mut state);
                 Ok(())
             }
             MovingStage::Cut | MovingStage::Unknown => {
-                self.want(&mut told, Wanted::Cancel);
+                self.want(&mut state, Wanted::Cancel);
                 Ok(())
             }
         }
@@ -264,85 +264,85 @@ impl UnderWay {
     /// The client that has asked for the migration has gone: the guest stays here, unless it was
     /// handed over.
     pub fn leave(&self) {
-        let mut told = self.told();
-        if told.now.stage == MovingStage::Here {
-            self.stay(&mut told);
+        let mut state = self.locked();
+        if state.now.stage == MovingStage::Here {
+            self.stay(&mut state);
         }
     }
 
     /// Cancels a migration whose guest is still here. The peer gets one more second.
-    fn stay(&self, told: &mut Told) {
+    fn stay(&self, state: &mut OutgoingState) {
         self.0.link.hurry();
-        told.wanted = Wanted::Cancel;
+        state.wanted = Wanted::Cancel;
     }
 
     /// The run has ended.
     pub fn end(&self) {
-        self.want(&mut self.told(), Wanted::End);
+        self.want(&mut self.locked(), Wanted::End);
     }
 
     /// Whether the migration was cancelled before the hand-over.
     pub fn is_cancelled(&self) -> bool {
-        self.told().wanted == Wanted::Cancel
+        self.locked().wanted == Wanted::Cancel
     }
 
     /// Refuses to run a guest here that is known to run there, or to be here.
     pub fn check_keep(&self) -> Result<(), Refused> {
-        let told = self.told();
-        match told.now.stage {
+        let state = self.locked();
+        match state.now.stage {
             MovingStage::Unknown => Ok(()),
-            _ => Err(no_decision(&told)),
+            _ => Err(no_decision(&state)),
         }
     }
 
     /// The guest shall resume here. Waits until that is settled.
     pub fn keep(&self) -> Result<(), Refused> {
         self.check_keep()?;
-        let mut told = self.told();
-        self.want(&mut told, Wanted::Keep);
-        while told.now.stage == MovingStage::Unknown && !told.is_over {
-            told = self
+        let mut state = self.locked();
+        self.want(&mut state, Wanted::Keep);
+        while state.now.stage == MovingStage::Unknown && !state.is_over {
+            state = self
                 .0
                 .changed
-                .wait(told)
+                .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
         }
-        match told.now.stage {
-            MovingStage::Unknown if told.is_kept => Ok(()),
+        match state.now.stage {
+            MovingStage::Unknown if state.is_kept => Ok(()),
             MovingStage::Unknown => Err(Refused::request(
                 "another request, or the end of the run, was first: ask for the status, and decide \
                  again if the guest is paused here",
             )),
-            _ => Err(no_decision(&told)),
+            _ => Err(no_decision(&state)),
         }
     }
 
     /// The guest is resumed here by a decision.
     pub fn has_kept(&self) {
-        self.told().is_kept = true;
+        self.locked().is_kept = true;
     }
 
-    fn want(&self, told: &mut Told, wanted: Wanted) {
-        told.wanted = wanted;
+    fn want(&self, state: &mut OutgoingState, wanted: Wanted) {
+        state.wanted = wanted;
         self.0.link.cut();
         self.0.changed.notify_all();
     }
 
     /// It has ended.
     pub fn settle(&self) {
-        self.told().is_over = true;
+        self.locked().is_over = true;
         self.0.changed.notify_all();
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
-        self.0.told.lock().unwrap_or_else(PoisonError::into_inner)
+    fn locked(&self) -> MutexGuard<'_, OutgoingState> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Why a guest must not resume here by a decision.
-fn no_decision(told: &Told) -> Refused {
-    let to = &told.now.to;
-    Refused::request(match told.now.stage {
+fn no_decision(state: &OutgoingState) -> Refused {
+    let to = &state.now.to;
+    Refused::request(match state.now.stage {
         MovingStage::Here => {
             format!("the guest is being moved to {to}: wait for its end, or cancel it")
         }
@@ -357,9 +357,9 @@ mod tests {
     use super::*;
     use std::io;
 
-    fn way() -> UnderWay {
+    fn way() -> OutgoingMigration {
         let to = "unix:/there".parse().unwrap();
-        UnderWay::new(&to, Mode::PostCopy, Arc::new(Link::of_source()))
+        OutgoingMigration::new(&to, Mode::PostCopy, Arc::new(Link::of_source()))
     }
 
     fn cut() -> MigrateError {
@@ -373,9 +373,9 @@ mod tests {
         let way = way();
         way.was_cut(false, &cut(), 9);
         way.check_keep().unwrap();
-        way.want(&mut way.told(), Wanted::Keep);
+        way.want(&mut way.locked(), Wanted::Keep);
         way.was_cut(true, &cut(), 9);
-        assert_eq!(way.told().wanted, Wanted::GoOn);
+        assert_eq!(way.locked().wanted, Wanted::Continue);
         let text = way.keep().unwrap_err().text;
         assert!(text.contains("an older state of it"), "{text}");
         assert!(way.is_needed());

@@ -24,18 +24,18 @@ const LINGER: Duration = Duration::from_secs(5);
 const OVER: &str = "the run is over: the guest does not run here";
 
 /// An incoming or arrived guest. Any thread may call its methods.
-pub struct Coming {
+pub struct IncomingGuest {
     layout: MemoryLayout,
     link: Arc<Link>,
     since: Instant,
-    told: Mutex<Told>,
+    state: Mutex<IncomingState>,
     changed: Condvar,
 }
 
 /// Pages that are still at the source.
 type Missing = Box<dyn Fn() -> PageSet + Send + Sync>;
 
-struct Told {
+struct IncomingState {
     now: Arriving,
     /// `None`: the guest has not come.
     missing: Option<Missing>,
@@ -48,7 +48,7 @@ struct Told {
     ended: Option<String>,
 }
 
-impl Told {
+impl IncomingState {
     /// How far the guest is, if these pages are missing. It is whole as soon as none is, although
     /// pages that have come may not be in place yet: the VM gets those at once.
     fn stage(&self, missing: Option<&PageSet>) -> ArrivingStage {
@@ -75,7 +75,7 @@ pub enum Decision {
     End,
 }
 
-impl Coming {
+impl IncomingGuest {
     /// A guest that has been announced at `at`.
     pub fn new(at: String, incoming: &Incoming, link: &Arc<Link>) -> Self {
         let now = Arriving {
@@ -87,7 +87,7 @@ impl Coming {
             layout: incoming.machine().layout.clone(),
             link: Arc::clone(link),
             since: Instant::now(),
-            told: Mutex::new(Told {
+            state: Mutex::new(IncomingState {
                 now,
                 missing: None,
                 decision: None,
@@ -101,9 +101,9 @@ impl Coming {
 
     /// How far it is. Of the missing pages, the first `ranges` ranges are named.
     pub fn progress(&self, ranges: usize) -> Arriving {
-        let told = self.told();
-        let missing = told.missing.as_ref().map(|missing| missing());
-        let stage = told.stage(missing.as_ref());
+        let state = self.locked();
+        let missing = state.missing.as_ref().map(|missing| missing());
+        let stage = state.stage(missing.as_ref());
         let shown = match stage {
             ArrivingStage::Cut | ArrivingStage::Lost => missing.as_ref(),
             _ => None,
@@ -112,33 +112,37 @@ impl Coming {
             ranges: shown.map_or_else(Vec::new, |shown| Range::of(&self.layout, shown, ranges)),
             stage,
             missing: missing.map(|missing| missing.len()),
-            seconds: match told.missing {
-                Some(_) => told.now.seconds,
+            seconds: match state.missing {
+                Some(_) => state.now.seconds,
                 None => self.since.elapsed().as_secs_f64(),
             },
             bytes: self.link.bytes(),
             rate: self.link.rate(),
-            ..told.now.clone()
+            ..state.now.clone()
         }
     }
 
     /// Pages of the guest that are here.
     pub fn present(&self) -> u64 {
-        let missing = self.told().missing.as_ref().map(|missing| missing().len());
+        let missing = self
+            .locked()
+            .missing
+            .as_ref()
+            .map(|missing| missing().len());
         self.layout.pages().saturating_sub(missing.unwrap_or(0))
     }
 
     /// Whether the guest does not run here yet.
     pub fn is_awaited(&self) -> bool {
         matches!(
-            self.told().now.stage,
+            self.locked().now.stage,
             ArrivingStage::Memory | ArrivingStage::Unknown
         )
     }
 
     /// Refuses to copy a guest whose memory is not here.
     pub fn check_whole(&self) -> Result<(), Refused> {
-        match self.told().stage_now() {
+        match self.locked().stage_now() {
             ArrivingStage::Whole => Ok(()),
             ArrivingStage::Lost => Err(Refused::request(
                 "pages of the guest were lost when its source ended, and a copy of its memory \
@@ -177,38 +181,38 @@ impl Coming {
     }
 
     /// Pages with content have arrived before the guest.
-    pub fn came(&self, pages: u64) -> u64 {
-        let mut told = self.told();
-        told.now.came += pages;
-        told.now.came
+    pub fn count_arrived(&self, pages: u64) -> u64 {
+        let mut state = self.locked();
+        state.now.came += pages;
+        state.now.came
     }
 
     /// The guest is prepared, and the connection was cut. Returns what is decided; `None`: take the
     /// next connection.
-    pub fn waits(&self, why: &MigrateError) -> Option<Decision> {
+    pub fn was_cut_while_prepared(&self, why: &MigrateError) -> Option<Decision> {
         self.was_cut(ArrivingStage::Unknown, why);
         let decision = self.decision();
-        self.told().is_settled = decision == Some(Decision::Keep);
+        self.locked().is_settled = decision == Some(Decision::Keep);
         decision
     }
 
     /// The guest runs, and these pages are missing.
-    pub fn runs(&self, missing: Missing, downtime: Duration, rounds: &[u64]) {
-        let mut told = self.told();
-        told.now.late = missing().len();
-        told.now.downtime_us = downtime.as_micros() as u64;
-        told.now.again = again(rounds, told.now.late);
-        told.now.seconds = self.since.elapsed().as_secs_f64();
-        told.missing = Some(missing);
+    pub fn set_running(&self, missing: Missing, downtime: Duration, rounds: &[u64]) {
+        let mut state = self.locked();
+        state.now.late = missing().len();
+        state.now.downtime_us = downtime.as_micros() as u64;
+        state.now.again = again(rounds, state.now.late);
+        state.now.seconds = self.since.elapsed().as_secs_f64();
+        state.missing = Some(missing);
         // The source has to know how the guest ends, so a signal ends the guest first.
         self.link.outlive_signals();
-        // A `keep` that came when the source had given the guest away.
-        told.decision = None;
-        self.enter(told, ArrivingStage::Rest);
+        // A `keep` that arrived after the source had handed the guest over.
+        state.decision = None;
+        self.enter(state, ArrivingStage::Rest);
     }
 
     /// The connection was cut, or a page cannot be put in place.
-    pub fn lacks(&self, why: &MigrateError) {
+    pub fn was_cut_while_running(&self, why: &MigrateError) {
         let lacks = self.present() < self.layout.pages();
         let stage = match lacks {
             true => ArrivingStage::Cut,
@@ -219,45 +223,45 @@ impl Coming {
     }
 
     /// The source has connected again.
-    pub fn comes_again(&self) {
-        let mut told = self.told();
-        if told.decision == Some(Decision::Cancel) {
-            // It came when the source did.
-            told.decision = None;
+    pub fn reconnected(&self) {
+        let mut state = self.locked();
+        if state.decision == Some(Decision::Cancel) {
+            // The request and the source arrived at the same time.
+            state.decision = None;
         }
-        if told.now.stage == ArrivingStage::Cut {
+        if state.now.stage == ArrivingStage::Cut {
             complain("the source of the guest has connected again");
-            self.enter(told, ArrivingStage::Rest);
+            self.enter(state, ArrivingStage::Rest);
         }
     }
 
-    /// All pages have come, and the source has been told.
-    pub fn is_whole(&self) {
-        let mut told = self.told();
-        told.is_settled = true;
-        self.enter(told, ArrivingStage::Whole);
+    /// All pages have come, and the source knows it.
+    pub fn set_whole(&self) {
+        let mut state = self.locked();
+        state.is_settled = true;
+        self.enter(state, ArrivingStage::Whole);
     }
 
     /// The pages that are missing never come.
-    pub fn is_lost(&self) {
-        let told = self.told();
-        if told.now.stage != ArrivingStage::Whole {
-            self.enter(told, ArrivingStage::Lost);
+    pub fn set_lost(&self) {
+        let state = self.locked();
+        if state.now.stage != ArrivingStage::Whole {
+            self.enter(state, ArrivingStage::Lost);
         }
     }
 
     fn was_cut(&self, stage: ArrivingStage, why: &MigrateError) {
         let why = visible(&why.to_string()).into_owned();
         let is_first = {
-            let mut told = self.told();
-            if told.ended.is_some() {
+            let mut state = self.locked();
+            if state.ended.is_some() {
                 // This side has ended the connection.
-                return self.enter(told, stage);
+                return self.enter(state, stage);
             }
-            told.now.cut = Some(why);
-            let is_first = told.now.stage != stage;
-            told.now.cuts += u32::from(is_first);
-            self.enter(told, stage);
+            state.now.cut = Some(why);
+            let is_first = state.now.stage != stage;
+            state.now.cuts += u32::from(is_first);
+            self.enter(state, stage);
             is_first
         };
         // Otherwise the run ends anyway.
@@ -267,9 +271,9 @@ impl Coming {
         }
     }
 
-    fn enter(&self, mut told: MutexGuard<'_, Told>, stage: ArrivingStage) {
-        told.now.stage = stage;
-        drop(told);
+    fn enter(&self, mut state: MutexGuard<'_, IncomingState>, stage: ArrivingStage) {
+        state.now.stage = stage;
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -277,9 +281,9 @@ impl Coming {
     /// `failed`.
     pub fn next(&self, failed: bool) -> Option<Decision> {
         if failed {
-            let told = self.told();
-            if told.decision.is_none() {
-                drop(self.changed.wait_timeout(told, PAUSE));
+            let state = self.locked();
+            if state.decision.is_none() {
+                drop(self.changed.wait_timeout(state, PAUSE));
             }
         }
         self.decision()
@@ -287,23 +291,23 @@ impl Coming {
 
     /// What is decided; `None`: take the next connection, which nothing has cut yet.
     fn decision(&self) -> Option<Decision> {
-        let mut told = self.told();
+        let mut state = self.locked();
         // `decide` notes a decision and cuts the link under this lock. A decision that was made
         // before is taken here, and its cut with it. The cut of a later one stays.
         self.link.renew();
-        let is_done = told.is_over && told.is_settled;
+        let is_done = state.is_over && state.is_settled;
         let ends = is_done || !self.link.is_open();
-        let decision = told.decision.take();
+        let decision = state.decision.take();
         decision.or(ends.then_some(Decision::End))
     }
 
     /// The guest shall run here, although its source has not said so. Waits until it does.
     pub fn keep(&self) -> Result<(), Refused> {
-        let mut told = self.told();
-        if told.is_over {
+        let mut state = self.locked();
+        if state.is_over {
             return Err(Refused::request(OVER));
         }
-        match told.now.stage {
+        match state.now.stage {
             ArrivingStage::Unknown => {}
             ArrivingStage::Memory => {
                 return Err(Refused::request(
@@ -316,12 +320,12 @@ impl Coming {
                 ));
             }
         }
-        self.decide(&mut told, Decision::Keep);
-        while told.now.stage == ArrivingStage::Unknown && !told.is_over {
-            let waited = self.changed.wait(told);
-            told = waited.unwrap_or_else(PoisonError::into_inner);
+        self.decide(&mut state, Decision::Keep);
+        while state.now.stage == ArrivingStage::Unknown && !state.is_over {
+            let waited = self.changed.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
         }
-        match told.now.stage {
+        match state.now.stage {
             ArrivingStage::Unknown => Err(Refused::request(OVER)),
             _ => Ok(()),
         }
@@ -329,10 +333,10 @@ impl Coming {
 
     /// Ends the wait for the source: the missing pages are lost.
     pub fn cancel(&self) -> Result<(), Refused> {
-        let mut told = self.told();
-        Err(Refused::request(match told.stage_now() {
+        let mut state = self.locked();
+        Err(Refused::request(match state.stage_now() {
             ArrivingStage::Cut => {
-                self.decide(&mut told, Decision::Cancel);
+                self.decide(&mut state, Decision::Cancel);
                 return Ok(());
             }
             ArrivingStage::Memory => {
@@ -351,11 +355,11 @@ impl Coming {
     /// The guest has ended. `why`: a client or a signal has ended it, so the rest of its memory is
     /// not waited for.
     pub fn end(&self, why: Option<&str>) {
-        let mut told = self.told();
-        told.is_over = true;
-        let waits_for_source = match told.now.stage {
+        let mut state = self.locked();
+        state.is_over = true;
+        let waits_for_source = match state.now.stage {
             ArrivingStage::Rest | ArrivingStage::Cut => true,
-            ArrivingStage::Whole => !told.is_settled,
+            ArrivingStage::Whole => !state.is_settled,
             ArrivingStage::Memory | ArrivingStage::Unknown | ArrivingStage::Lost => false,
         };
         let linger = if waits_for_source {
@@ -364,12 +368,12 @@ impl Coming {
             Duration::ZERO
         };
         match why {
-            Some(_) if told.ended.is_some() => return,
+            Some(_) if state.ended.is_some() => return,
             Some(why) => {
-                told.ended = Some(why.to_owned());
-                self.decide(&mut told, Decision::End);
+                state.ended = Some(why.to_owned());
+                self.decide(&mut state, Decision::End);
             }
-            None if !waits_for_source => self.decide(&mut told, Decision::End),
+            None if !waits_for_source => self.decide(&mut state, Decision::End),
             None => self.changed.notify_all(),
         }
         self.link.wait_until(Instant::now() + linger);
@@ -383,19 +387,19 @@ impl Coming {
 
     /// How a client or a signal has ended the guest, if its source waits for more.
     pub fn has_ended(&self) -> Option<String> {
-        let told = self.told();
-        let is_known = told.is_settled || told.now.stage == ArrivingStage::Lost;
-        told.ended.clone().filter(|_| !is_known)
+        let state = self.locked();
+        let is_known = state.is_settled || state.now.stage == ArrivingStage::Lost;
+        state.ended.clone().filter(|_| !is_known)
     }
 
-    fn decide(&self, told: &mut Told, decision: Decision) {
-        told.decision = Some(decision);
+    fn decide(&self, state: &mut IncomingState, decision: Decision) {
+        state.decision = Some(decision);
         self.link.cut();
         self.changed.notify_all();
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    fn locked(&self) -> MutexGuard<'_, IncomingState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -405,16 +409,16 @@ mod tests {
     use std::thread;
 
     /// A guest whose connection was cut while its source gave it away.
-    fn unknown() -> Coming {
+    fn unknown() -> IncomingGuest {
         let now = Arriving {
             stage: ArrivingStage::Unknown,
             ..Arriving::default()
         };
-        Coming {
+        IncomingGuest {
             layout: serde_json::from_str(r#"{"slots":[]}"#).unwrap(),
             link: Arc::new(Link::of_destination(Arc::default())),
             since: Instant::now(),
-            told: Mutex::new(Told {
+            state: Mutex::new(IncomingState {
                 now,
                 missing: None,
                 decision: None,
@@ -429,25 +433,37 @@ mod tests {
     /// A decision also cuts the link, which must not count as the end of the run.
     #[test]
     fn a_decision_is_taken_whenever_it_comes() {
-        let coming = unknown();
-        assert_eq!(coming.waits(&MigrateError::Cancelled), None);
-        coming.decide(&mut coming.told(), Decision::Keep);
-        assert!(!coming.link.is_open(), "a connection that is awaited ends");
-        assert_eq!(coming.decision(), Some(Decision::Keep));
-        assert!(coming.link.is_open(), "the source may connect again");
-        coming.decide(&mut coming.told(), Decision::Keep);
-        assert_eq!(coming.waits(&MigrateError::Cancelled), Some(Decision::Keep));
+        let incoming_guest = unknown();
+        assert_eq!(
+            incoming_guest.was_cut_while_prepared(&MigrateError::Cancelled),
+            None
+        );
+        incoming_guest.decide(&mut incoming_guest.locked(), Decision::Keep);
+        assert!(
+            !incoming_guest.link.is_open(),
+            "a connection that is awaited ends"
+        );
+        assert_eq!(incoming_guest.decision(), Some(Decision::Keep));
+        assert!(
+            incoming_guest.link.is_open(),
+            "the source may connect again"
+        );
+        incoming_guest.decide(&mut incoming_guest.locked(), Decision::Keep);
+        assert_eq!(
+            incoming_guest.was_cut_while_prepared(&MigrateError::Cancelled),
+            Some(Decision::Keep)
+        );
     }
 
     #[test]
     fn a_run_that_ends_answers_a_client_that_keeps_its_guest() {
-        let coming = unknown();
+        let incoming_guest = unknown();
         let kept = thread::scope(|scope| {
-            let keeping = scope.spawn(|| coming.keep());
-            coming.end(Some("stopped"));
+            let keeping = scope.spawn(|| incoming_guest.keep());
+            incoming_guest.end(Some("stopped"));
             keeping.join().unwrap()
         });
         assert_eq!(kept, Err(Refused::request(OVER)));
-        assert_eq!(coming.decision(), Some(Decision::End));
+        assert_eq!(incoming_guest.decision(), Some(Decision::End));
     }
 }
