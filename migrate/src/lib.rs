@@ -42,6 +42,7 @@ pub use layout::{MemoryLayout, SlotLayout};
 pub use page_set::PageSet;
 pub use rounds::{Budget, Guest, OnPages, OnProgress, Progress, Round, Still};
 pub use snapshot::{
-    Recorder, Saved, Snapshot, SnapshotPages, Touches, Tracked, When, save, save_paused,
+    Recorder, Saved, Snapshot, SnapshotPages, Store, Target, Touches, Tracked, When, save,
+    save_paused,
 };
 pub use state::{Machine, MachineState};

@@ -12,7 +12,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::sync_channel;
 use std::time::Duration;
 use url::Url;
 
@@ -62,11 +61,14 @@ pub enum ObjectsError {
         /// What is wrong.
         wrong: String,
     },
-    /// The build has no such store.
+    /// The build has no client for S3.
     #[error(
-        "{0}: this build has no store for such URLs: build it with the feature s3, or give a \
-         file:/// URL"
+        "{0}: this build has no client for S3: build it with `cargo build --release --features \
+         s3`, or give a folder"
     )]
+    NoS3(String),
+    /// No build has such a store.
+    #[error("{0}: no such store is supported: give file:///folder or s3://bucket/prefix")]
     NoSuchStore(String),
     /// Options that do not go together.
     #[error("chunks of {0} bytes: give a multiple of 4096 that is not 0")]
@@ -118,6 +120,8 @@ impl Objects {
             ObjectStoreScheme::Local => Arc::new(object_store::local::LocalFileSystem::new()),
             #[cfg(feature = "s3")]
             ObjectStoreScheme::AmazonS3 => Arc::new(s3(url, options).map_err(|e| wrong(&e))?),
+            #[cfg(not(feature = "s3"))]
+            ObjectStoreScheme::AmazonS3 => return Err(ObjectsError::NoS3(url.to_owned())),
             _ => return Err(ObjectsError::NoSuchStore(url.to_owned())),
         };
         let root = url.trim_end_matches('/');
@@ -151,6 +155,14 @@ impl Objects {
         self
     }
 
+    pub(crate) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    pub(crate) fn location(&self, name: &str) -> io::Result<ObjectPath> {
+        child(self.prefix.clone(), name)
+    }
+
     fn at(place: Place, prefix: ObjectPath) -> Self {
         let path = PathBuf::from(place.name_of(&prefix));
         Self {
@@ -159,6 +171,14 @@ impl Objects {
             path,
         }
     }
+}
+
+/// The path that a `file:///` URL names; `None` for another text.
+pub fn local_path(url: &str) -> Option<PathBuf> {
+    let parsed = Url::parse(url).ok()?;
+    (parsed.scheme() == "file")
+        .then(|| parsed.to_file_path().ok())
+        .flatten()
 }
 
 /// The store of a bucket. It is tried again here, so it does not try for long by itself.
@@ -187,14 +207,11 @@ impl Folder for Objects {
     }
 
     fn open(&self, name: &str) -> io::Result<Box<dyn StoredFile>> {
-        let location = child(self.prefix.clone(), name)?;
-        let (place, (sender, answer)) = (self.place.clone(), sync_channel(1));
-        // A task of this runtime asks the store: `block_on` panics on a thread of another one.
-        self.place.spawn(async move {
-            // The thread that has called this may have been interrupted.
-            let _ = sender.try_send(place.head(&location).await);
-        });
-        let meta = self.place.wait(&answer)??;
+        let location = self.location(name)?;
+        let place = self.place.clone();
+        let meta = self
+            .place
+            .run(async move { place.head(&location).await })??;
         let chunks = Chunks::new(self.place.clone(), meta);
         Ok(Box::new(Object {
             chunks: Arc::new(chunks),

@@ -44,6 +44,7 @@
 //! | file | job |
 //! |---|---|
 //! | `folder` | [`Objects`]: the URL of a store, and its objects |
+//! | `write` | makes objects of files, and removes them |
 //! | `place` | the store, its threads, and tries |
 //! | `chunks` | the chunks of one object: cache, requests, retries |
 //! | `cache` | chunks by their number, and which one was used last |
@@ -56,6 +57,7 @@ mod cache;
 mod chunks;
 mod folder;
 mod place;
+mod write;
 
-pub use folder::{Objects, ObjectsError, Options};
+pub use folder::{Objects, ObjectsError, Options, local_path};
 pub use object_store;

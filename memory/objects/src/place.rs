@@ -7,7 +7,7 @@ use std::future::Future;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -93,6 +93,28 @@ impl Place {
         drop(runtime.spawn(task));
     }
 
+    /// Carries out a task, and waits for it unless the flag is set. A task of this runtime asks the
+    /// store: `block_on` panics on a thread of another one.
+    pub fn run<T: Send + 'static>(
+        &self,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> io::Result<T> {
+        self.wait(&self.start(task))
+    }
+
+    /// Starts a task.
+    pub fn start<T: Send + 'static>(
+        &self,
+        task: impl Future<Output = T> + Send + 'static,
+    ) -> Answer<T> {
+        let (sender, answer) = sync_channel(1);
+        self.spawn(async move {
+            // The thread that waits for it may have been interrupted.
+            let _ = sender.try_send(task.await);
+        });
+        answer
+    }
+
     /// Waits for a task's answer, unless the flag is set.
     pub fn wait<T>(&self, answer: &Answer<T>) -> io::Result<T> {
         loop {
@@ -156,8 +178,14 @@ impl Default for Pauses {
 
 impl Pauses {
     pub async fn pause(&mut self) {
-        tokio::time::sleep(self.0).await;
-        self.0 = (self.0 * 2).min(Duration::from_secs(1));
+        tokio::time::sleep(self.next()).await;
+    }
+
+    /// The length of the pause that comes now.
+    pub fn next(&mut self) -> Duration {
+        let now = self.0;
+        self.0 = (now * 2).min(Duration::from_secs(1));
+        now
     }
 }
 
@@ -196,7 +224,7 @@ impl TryError {
     }
 
     /// As a thread gets it that opens an object, after it has `waited`.
-    fn into_io(self, waited: Duration) -> io::Error {
+    pub fn into_io(self, waited: Duration) -> io::Error {
         let kind = match &self {
             Self::Store(Error::NotFound { .. }) => io::ErrorKind::NotFound,
             Self::Store(Error::PermissionDenied { .. } | Error::Unauthenticated { .. }) => {

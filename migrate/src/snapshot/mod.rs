@@ -7,16 +7,18 @@
 //!      checksums       of snapshot.json and pages
 //! ```
 //! A snapshot is written beside its place, made durable, and renamed: a folder with the name of a
-//! snapshot is a whole one.
+//! snapshot is a whole one. `target` has this, and the way of a snapshot to an object store.
 
 mod files;
 mod lazy;
 mod places;
 mod reader;
+mod target;
 mod touches;
 mod writer;
 
 pub use lazy::SnapshotPages;
 pub use reader::Snapshot;
+pub use target::{Store, Target};
 pub use touches::{Recorder, Touches};
 pub use writer::{Saved, Tracked, When, save, save_paused};

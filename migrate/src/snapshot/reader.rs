@@ -228,9 +228,9 @@ impl Snapshot {
     }
 }
 
-/// The CRC-32 of [`CHECKSUMS`] of the snapshot at `path`.
-pub(super) fn checksums_of(path: &Path) -> Result<u32, MigrateError> {
-    let (_, sums) = read(&LocalFolder::new(path), CHECKSUMS, CHECKSUMS_MAX)?;
+/// The CRC-32 of [`CHECKSUMS`] of the snapshot in `folder`.
+pub(super) fn checksums_of(folder: &dyn Folder) -> Result<u32, MigrateError> {
+    let (_, sums) = read(folder, CHECKSUMS, CHECKSUMS_MAX)?;
     Ok(crc32fast::hash(&sums))
 }
 

@@ -2,9 +2,10 @@
 
 use super::files::{
     Base, CHECKSUMS, DIFF, Document, MEMORY, PACKED, PAGES, STATE, UNCHANGED, WHOLE, ZEROS,
-    create_file, create_folder, entry_of, has_content, rename_durably,
+    create_file, entry_of, has_content,
 };
 use super::reader::checksums_of;
+use super::target::Target;
 use crate::changes::Changes;
 use crate::copy::PageSink;
 use crate::rounds::{
@@ -32,8 +33,8 @@ pub struct Saved {
     pub pages: u64,
 }
 
-/// Saves `guest` as a new snapshot at `path`. The guest runs meanwhile, except for `downtime` of
-/// the result at the end, and resumes afterwards. If it fails, nothing is left at `path`.
+/// Saves `guest` as a new snapshot at `to`. The guest runs meanwhile, except for `downtime` of
+/// the result at the end, and resumes afterwards. If it fails, nothing is left at `to`.
 ///
 /// Writes are logged meanwhile ([`lacuna_machine::LogReader`]). A VMM that uses the log itself
 /// leaves it on and does not harvest it meanwhile; afterwards it finds there all pages that were
@@ -44,9 +45,9 @@ pub struct Saved {
 ///
 /// # Errors
 /// [`MigrateError`].
-pub fn save<V: Vm>(
+pub fn save<'t, V: Vm>(
     guest: &Guest<'_, V>,
-    path: &Path,
+    to: impl Into<Target<'t>>,
     budget: &Budget,
     progress: OnProgress<'_>,
 ) -> Result<Saved, MigrateError> {
@@ -55,25 +56,25 @@ pub fn save<V: Vm>(
         guest,
         &mut changes,
         When::Runs(budget),
-        (path, None),
+        (to.into(), None),
         progress,
     )?;
     Ok(saved.0)
 }
 
-/// Saves the paused `guest` with its state `still` as a new snapshot at `path`. If it fails,
-/// nothing is left at `path`.
+/// Saves the paused `guest` with its state `still` as a new snapshot at `to`. If it fails, nothing
+/// is left at `to`.
 ///
 /// # Errors
 /// [`MigrateError`].
-pub fn save_paused<V: Vm>(
+pub fn save_paused<'t, V: Vm>(
     guest: &Guest<'_, V>,
     still: &Still<'_, V>,
-    path: &Path,
+    to: impl Into<Target<'t>>,
     progress: OnProgress<'_>,
 ) -> Result<Saved, MigrateError> {
     let layout = MemoryLayout::of(guest.vm);
-    let mut writer = Writer::create(path, layout.pages(), None)?;
+    let mut writer = Writer::create(to.into(), layout.pages(), None)?;
     let round = copy_all(guest.vm, &layout, slice::from_mut(&mut writer), progress)?;
     let machine = Machine::saved(guest.vm, layout, still.state());
     let (pages, _) = writer.finish(machine, still.state().clone())?;
@@ -103,19 +104,20 @@ pub struct Tracked<'a, V: Vm> {
 }
 
 impl<'a, V: Vm> Tracked<'a, V> {
-    /// Saves `guest` whole at `path`, as [`save`] and [`save_paused`] do, and keeps logging.
+    /// Saves `guest` whole at `to`, as [`save`] and [`save_paused`] do, and keeps logging.
     ///
     /// # Errors
     /// [`MigrateError`].
-    pub fn save_first(
+    pub fn save_first<'t>(
         guest: &Guest<'a, V>,
         when: When<'_, '_, V>,
-        path: &Path,
+        to: impl Into<Target<'t>>,
         progress: OnProgress<'_>,
     ) -> Result<(Saved, Self), MigrateError> {
+        let to = to.into();
         let mut changes = Changes::log(guest.vm)?;
-        let (saved, checksums) = save_changes(guest, &mut changes, when, (path, None), progress)?;
-        let last = path.to_owned();
+        let (saved, checksums) = save_changes(guest, &mut changes, when, (to, None), progress)?;
+        let last = to.path().to_owned();
         let tracked = Self {
             changes,
             last,
@@ -140,37 +142,41 @@ impl<'a, V: Vm> Tracked<'a, V> {
         &self.last
     }
 
-    /// Saves what has changed since the last snapshot at `path`, which is in the same folder.
+    /// Saves what has changed since the last snapshot at `to`, which is in the same folder or at the
+    /// same place of a store.
     /// After an error the last snapshot is still the one to compare with. A snapshot is made of at
     /// most [`Snapshot::LAYERS_MAX`].
     ///
     /// # Errors
     /// [`MigrateError`]. [`MigrateError::NoBase`]: the last snapshot is gone. If it goes while this
     /// one is saved, no restore takes this one.
-    pub fn save_changes(
+    pub fn save_changes<'t>(
         &mut self,
         guest: &Guest<'_, V>,
         when: When<'_, '_, V>,
-        path: &Path,
+        to: impl Into<Target<'t>>,
         progress: OnProgress<'_>,
     ) -> Result<Saved, MigrateError> {
+        let to = to.into();
         let name = self.last.file_name().and_then(|name| name.to_str());
-        let name = name.filter(|_| path.parent() == self.last.parent());
+        let name = name.filter(|_| to.path().parent() == self.last.parent());
         if self.layers == Snapshot::LAYERS_MAX {
             return Err(MigrateError::Layers(self.last.clone()));
         }
-        if !checksums_of(&self.last).is_ok_and(|found| found == self.checksums) {
+        let name = name.ok_or_else(|| MigrateError::Apart(self.last.clone()))?;
+        let last = to
+            .beside(name)
+            .map_err(MigrateError::io(&self.last, "find the folder"))?;
+        if !checksums_of(&*last).is_ok_and(|found| found == self.checksums) {
             return Err(MigrateError::NoBase(self.last.clone()));
         }
         let base = Base {
-            name: name
-                .ok_or_else(|| MigrateError::Apart(self.last.clone()))?
-                .to_owned(),
+            name: name.to_owned(),
             checksums: self.checksums,
         };
-        let to = (path, Some(base));
-        let (saved, checksums) = save_changes(guest, &mut self.changes, when, to, progress)?;
-        (self.last, self.checksums) = (path.to_owned(), checksums);
+        let with_base = (to, Some(base));
+        let (saved, checksums) = save_changes(guest, &mut self.changes, when, with_base, progress)?;
+        (self.last, self.checksums) = (to.path().to_owned(), checksums);
         self.layers += 1;
         Ok(saved)
     }
@@ -181,10 +187,10 @@ fn save_changes<V: Vm>(
     guest: &Guest<'_, V>,
     changes: &mut Changes<'_, V>,
     when: When<'_, '_, V>,
-    (path, base): (&Path, Option<Base>),
+    (to, base): (Target<'_>, Option<Base>),
     progress: OnProgress<'_>,
 ) -> Result<(Saved, u32), MigrateError> {
-    let mut writer = Writer::create(path, changes.layout().pages(), base)?;
+    let mut writer = Writer::create(to, changes.layout().pages(), base)?;
     let (rounds, downtime, machine, state) = match when {
         When::Runs(budget) => {
             let mut copied = copy_live(
@@ -223,10 +229,10 @@ fn save_changes<V: Vm>(
 }
 
 /// A snapshot that is being written. Dropped before [`Writer::finish`], it removes its files.
-struct Writer {
+struct Writer<'t> {
     /// Its place when it is whole.
-    path: PathBuf,
-    /// Its place until then.
+    to: Target<'t>,
+    /// The folder of its files until then.
     partial: PathBuf,
     memory: File,
     /// [`PAGES`].
@@ -235,23 +241,10 @@ struct Writer {
     base: Option<Base>,
 }
 
-impl Writer {
-    fn create(path: &Path, pages: u64, base: Option<Base>) -> Result<Self, MigrateError> {
-        if path.symlink_metadata().is_ok() {
-            return Err(MigrateError::Exists(path.to_owned()));
-        }
-        let mut name = path.file_name().unwrap_or_default().to_owned();
-        name.push(format!(".partial.{}", std::process::id()));
-        let partial = path.with_file_name(name);
-        create_folder(&partial).map_err(|error| {
-            let what = match error.kind() {
-                io::ErrorKind::AlreadyExists => {
-                    "make the folder, which an interrupted save has left (remove it)"
-                }
-                _ => "make the folder",
-            };
-            MigrateError::io(&partial, what)(error)
-        })?;
+impl<'t> Writer<'t> {
+    fn create(to: Target<'t>, pages: u64, base: Option<Base>) -> Result<Self, MigrateError> {
+        to.check_new()?;
+        let partial = to.begin()?;
         let memory = partial.join(MEMORY);
         let file = create_file(&memory).and_then(|file| {
             file.set_len(pages * PAGE_SIZE as u64)?;
@@ -260,7 +253,7 @@ impl Writer {
         let file = file.map_err(MigrateError::io(&memory, "make the file"));
         let file = file.inspect_err(|_| drop(fs::remove_dir_all(&partial)))?;
         Ok(Self {
-            path: path.to_owned(),
+            to,
             partial,
             memory: file,
             entries: vec![if base.is_some() { UNCHANGED } else { ZEROS }; pages as usize],
@@ -277,7 +270,9 @@ impl Writer {
     /// number of its own pages with content, and the CRC-32 of [`CHECKSUMS`].
     fn finish(mut self, machine: Machine, state: MachineState) -> Result<(u64, u32), MigrateError> {
         let base = self.base.take();
-        let packed = base.is_some() && u32::try_from(self.entries.len()).is_ok();
+        // Holes cost nothing in a file. An object has none.
+        let saves = base.is_some() || matches!(self.to, Target::Store(_));
+        let packed = saves && u32::try_from(self.entries.len()).is_ok();
         if packed {
             let done = pack(&self.memory, &self.entries);
             done.map_err(MigrateError::io(
@@ -306,20 +301,10 @@ impl Writer {
             (CHECKSUMS, checksums.as_bytes()),
         ] {
             let path = self.partial.join(name);
-            let written = create_file(&path).and_then(|file| {
-                file.write_all_at(bytes, 0)?;
-                file.sync_all()
-            });
+            let written = create_file(&path).and_then(|file| file.write_all_at(bytes, 0));
             written.map_err(MigrateError::io(&path, "write the file"))?;
         }
-        let synced = self.memory.sync_all();
-        synced.map_err(MigrateError::io(
-            &self.partial.join(MEMORY),
-            "write the file",
-        ))?;
-        let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all());
-        sync(&self.partial).map_err(MigrateError::io(&self.partial, "write the folder"))?;
-        rename_durably(&self.partial, &self.path)?;
+        self.to.finish(&self.partial)?;
         let own = self.entries.iter().filter(|entry| has_content(**entry));
         let pages = own.count() as u64;
         Ok((pages, crc32fast::hash(checksums.as_bytes())))
@@ -349,14 +334,14 @@ fn pack(memory: &File, entries: &[u32]) -> io::Result<()> {
     memory.set_len(to as u64)
 }
 
-impl Drop for Writer {
+impl Drop for Writer<'_> {
     fn drop(&mut self) {
         // After `finish` there is no such folder.
         let _ = fs::remove_dir_all(&self.partial);
     }
 }
 
-impl PageSink for Writer {
+impl PageSink for Writer<'_> {
     fn data(&mut self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
         let pages = bytes.chunks_exact(PAGE_SIZE);
         let entries = self.entries_from(first, pages.len());

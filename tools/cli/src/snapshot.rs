@@ -41,10 +41,10 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
     let host = |error: &dyn ToString| (Exit::Host, error.to_string());
     check_target(&args.output).map_err(|error| host(&error))?;
     let request = Request::Snapshot {
-        path: absolute(&args.folder)?,
+        path: place(&args.folder)?,
         downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
         track: args.track,
-        base: args.base.as_deref().map(absolute).transpose()?,
+        base: args.base.as_deref().map(place).transpose()?,
     };
     let (began, live) = (Instant::now(), bar(args.output.quiet));
     let mut show = |now: Progress| {
@@ -81,6 +81,19 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
     tell(&args.output, &text, &(json + "\n")).map_err(|error| host(&error))?;
     Ok(Exit::Done)
+}
+
+/// The URL that `path` is, if it is one.
+pub(crate) fn url(path: &Path) -> Option<&str> {
+    path.to_str().filter(|text| text.contains("://"))
+}
+
+/// The place of a snapshot, as the VM takes it.
+fn place(path: &Path) -> Result<PathBuf, Refusal> {
+    match url(path) {
+        Some(_) => Ok(path.to_owned()),
+        None => absolute(path),
+    }
 }
 
 /// A path as the VM, which has a current folder of its own, takes it.
@@ -122,7 +135,7 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
 
 /// The snapshot in a folder, or at a URL.
 fn open(args: &RestoreArgs, interrupt: &Arc<AtomicBool>) -> Result<Snapshot, Refusal> {
-    let opened = match args.folder.to_str().filter(|text| text.contains("://")) {
+    let opened = match url(&args.folder) {
         None => Snapshot::open(&args.folder),
         Some(url) => {
             let options = Options {

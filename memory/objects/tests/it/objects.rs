@@ -381,7 +381,10 @@ fn urls() {
     assert_eq!((file.length(), &bytes), (5, b"345"));
     for (url, told) in [
         ("no url", "relative URL"),
-        ("gs://bucket/x", "no store for such URLs"),
+        ("gs://bucket/x", "no such store is supported"),
+        ("http://host/x", "no such store is supported"),
+        #[cfg(not(feature = "s3"))]
+        ("s3://bucket/x", "cargo build --release --features s3"),
         ("nothing:///x", "nothing:///x"),
     ] {
         let error = open(url).err().expect("no store").to_string();
@@ -514,4 +517,25 @@ fn a_source_says_why_it_is_out() {
         .1
         .expect("the store has come back");
     assert_eq!(source.outage(), None);
+}
+
+/// A file becomes an object, in one request or in parts. A later one replaces it.
+#[test]
+fn objects_are_made_of_files() {
+    let store = Arc::new(lacuna_objects::object_store::memory::InMemory::new());
+    let folder = Objects::new(store, "a", OPTIONS).expect("a folder");
+    for length in [3 * PAGE_SIZE + 5, 20 << 20, 0] {
+        let content: Vec<u8> = (0..length as u64).map(byte).collect();
+        let mut file = tempfile::tempfile().expect("a file");
+        std::io::Write::write_all(&mut file, &content).expect("a file");
+        folder.put("memory", &file).expect("an object");
+        let object = folder.open("memory").expect("an object");
+        let mut found = vec![0; length];
+        object.read_exact_at(&mut found, 0).expect("its bytes");
+        assert!(found == content, "{length}");
+    }
+    folder.remove("memory").expect("it is removed");
+    folder.remove("memory").expect("it is not there");
+    let error = folder.open("memory").err().expect("no object");
+    assert_eq!(error.kind(), std::io::ErrorKind::NotFound);
 }

@@ -1,12 +1,14 @@
 //! Snapshots in object stores: slow ones, and ones that lose objects or change them.
 
-use super::common::{Moved, soft};
+use super::common::{CONTINUE, Moved, soft};
 use lacuna_machine::{Arch, Ending, Policy, VcpuError, WhenGone};
-use lacuna_migrate::{MigrateError, Snapshot};
+use lacuna_migrate::{
+    Folder as _, MigrateError, Snapshot, Store, Target, Tracked, When, save_paused,
+};
 use lacuna_objects::object_store::memory::InMemory;
 use lacuna_objects::object_store::throttle::{ThrottleConfig, ThrottledStore};
 use lacuna_objects::{Objects, Options};
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -157,4 +159,48 @@ fn missing_and_damaged_objects() {
     let error = open(&path).err().expect("no memory");
     assert!(error.to_string().contains("saved/memory"), "{error}");
     assert!(matches!(error, MigrateError::Io { .. }), "{error}");
+}
+
+/// Gives `save` the place of `objects`.
+fn into<R>(objects: &Objects, save: impl FnOnce(Target<'_>) -> R) -> R {
+    save(Target::Store(Store {
+        folder: objects,
+        put: &|name: &str, file: &File| objects.put(name, file),
+        remove: &|name: &str| objects.remove(name),
+    }))
+}
+
+/// A guest is saved to a store, and then what has changed. A place that has a snapshot is refused;
+/// one with the rest of a save that was interrupted is not.
+#[test]
+fn a_guest_is_saved_to_a_store() {
+    let store = Arc::new(InMemory::new());
+    let place = |name: &str| {
+        let prefix = format!("snapshots/{name}");
+        Objects::new(Arc::clone(&store) as _, &prefix, SMALL).expect("a place")
+    };
+    let rest = tempfile::tempfile().expect("a file");
+    place("first").put("memory", &rest).expect("an object");
+    let moved = Moved::new(soft(Arch::X86_64, 2), "verify", "rounds=6");
+    let (_, saved) = moved.run(|guest| {
+        let still = guest.pause()?;
+        let (when, each) = (|| When::Paused(&still), &mut |_| CONTINUE);
+        let (whole, mut tracked) = into(&place("first"), |to| {
+            Tracked::save_first(guest, when(), to, each)
+        })?;
+        let again = into(&place("first"), |to| save_paused(guest, &still, to, each));
+        assert!(matches!(again, Err(MigrateError::Exists(_))), "{again:?}");
+        into(&place("second"), |to| {
+            tracked.save_changes(guest, when(), to, each)
+        })?;
+        Ok(whole.pages)
+    });
+    let pages = saved.expect("two snapshots");
+    let memory = place("first").open("memory").expect("an object").length();
+    assert_eq!(memory, pages * 4096, "pages of zeros are not stored");
+    for name in ["first", "second"] {
+        let snapshot = Snapshot::open_in(Arc::new(place(name))).expect("a snapshot");
+        let replayed = moved.replay(&snapshot, None).expect("a restore");
+        assert_eq!(replayed.ending, Ending::Exited(0), "{name}");
+    }
 }

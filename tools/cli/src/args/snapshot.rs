@@ -19,7 +19,8 @@ pub struct SnapshotArgs {
 /// The subcommands of `lacuna snapshot`.
 #[derive(Clone, PartialEq, Debug, Subcommand)]
 pub enum SnapshotCommand {
-    /// Save a running or paused guest to a folder; a running one resumes afterwards
+    /// Save a running or paused guest to a folder or an object store; a running one resumes
+    /// afterwards
     Save(SaveArgs),
     /// Run a saved guest on from where it was saved
     Restore(RestoreArgs),
@@ -29,7 +30,8 @@ pub enum SnapshotCommand {
 #[derive(Clone, PartialEq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct SaveArgs {
-    /// The folder to make; it must not exist
+    /// The folder to make, or (in builds with the feature s3) a place in an object store, such as
+    /// s3://bucket/folder; it must not exist
     pub folder: PathBuf,
     /// The control socket of the guest, as in lacuna run --control SOCKET
     #[arg(long, value_name = "SOCKET")]
@@ -39,7 +41,7 @@ pub struct SaveArgs {
     #[arg(long, conflicts_with = "base")]
     pub track: bool,
     /// Save only what has changed since this snapshot: the last one, which was saved with --track
-    /// or --base, in the same folder as the new one
+    /// or --base, in the same folder or at the same place of a store as the new one
     #[arg(long, value_name = "FOLDER")]
     pub base: Option<PathBuf>,
     /// The limit of a running guest's downtime for its last pages; it is longer if the guest writes

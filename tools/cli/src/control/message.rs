@@ -30,7 +30,7 @@ pub enum Request {
     Stop {},
     /// The guest is saved.
     Snapshot {
-        /// The folder to make; absolute.
+        /// The folder to make, absolute; or the URL of a place in an object store.
         path: PathBuf,
         /// The limit of the guest's downtime for it, in milliseconds.
         #[serde(default)]

@@ -2,12 +2,17 @@
 
 use super::controlled::{Controlled, PROGRESS, Phase, budget, refusal};
 use super::message::{Answer, Progress, Refused, Saved, Saving, State};
+use crate::snapshot::url;
 use lacuna_machine::{ErrorKind, Vm};
-use lacuna_migrate::{Budget, MigrateError, Still, Tracked, When, save, save_paused};
+use lacuna_migrate::{
+    Budget, MigrateError, Still, Store, Target, Tracked, When, save, save_paused,
+};
+use lacuna_objects::{Objects, ObjectsError, Options, local_path};
+use std::fs::File;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 impl<'a, V: Vm> Controlled<'a, V> {
@@ -20,12 +25,12 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.check_whole()?;
         // The saver's thread alone locks it: vCPUs are sent to a thread, and not shared.
         let still = Mutex::new(self.begin_saving(&plan.path)?);
-        let (gone, client) = (AtomicBool::new(false), thread::current());
+        let (gone, client) = (Arc::new(AtomicBool::new(false)), thread::current());
         let saved = thread::scope(|scope| {
             let named = thread::Builder::new().name("lacuna-save".into());
             let saver = named.spawn_scoped(scope, || {
                 let still = still.lock().unwrap_or_else(PoisonError::into_inner);
-                let saved = self.save(plan, still.as_ref(), &gone);
+                let saved = self.open_and_save(plan, still.as_ref(), &gone);
                 client.unpark();
                 saved
             });
@@ -37,6 +42,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 if let Some(progress) = self.status().saving
                     && tell(Answer::Progress(Progress::Saving(progress))).is_break()
                 {
+                    gone.store(true, Ordering::Relaxed);
+                }
+                if self.guest.devices.ending().is_some() {
+                    // It ends a wait for an object store too.
                     gone.store(true, Ordering::Relaxed);
                 }
             }
@@ -69,9 +78,35 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
+    fn open_and_save(
+        &self,
+        plan: &Plan,
+        still: Option<&Still<'a, V>>,
+        gone: &Arc<AtomicBool>,
+    ) -> Result<Saved, Refused> {
+        let Some(url) = url(&plan.path) else {
+            return self.save(plan, Target::Folder(&plan.path), still, gone);
+        };
+        let objects = Objects::open(url, Options::default()).map_err(|error| {
+            let kind = match error {
+                ObjectsError::Threads(_) => ErrorKind::Host,
+                _ => ErrorKind::Request,
+            };
+            Refused::of(kind, &error.to_string())
+        })?;
+        let objects = objects.interrupted_by(gone);
+        let store = Store {
+            folder: &objects,
+            put: &|name: &str, file: &File| objects.put(name, file),
+            remove: &|name: &str| objects.remove(name),
+        };
+        self.save(plan, Target::Store(store), still, gone)
+    }
+
     fn save(
         &self,
         plan: &Plan,
+        to: Target<'_>,
         still: Option<&Still<'a, V>>,
         gone: &AtomicBool,
     ) -> Result<Saved, Refused> {
@@ -87,26 +122,24 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 false => ControlFlow::Continue(()),
             }
         };
-        let (guest, path, progress) = (&self.guest, &*plan.path, &mut progress);
+        let (guest, progress) = (&self.guest, &mut progress);
         let when = still.map_or(When::Runs(&plan.budget), When::Paused);
         // One snapshot is saved at a time.
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
         if !matches!(plan.kind, Kind::Since(_)) && !guest.vm.delivery().has_bitmaps() {
             // Rings have one reader, so this log ends before the save. What can be refused is
             // refused first.
-            if path.symlink_metadata().is_ok() {
-                return Err(refusal(&MigrateError::Exists(path.to_owned())));
-            }
+            to.check_new().map_err(|error| refusal(&error))?;
             *tracked = None;
         }
         // A whole save that fails leaves the log since the last snapshot as it is.
         let saved = match (&plan.kind, tracked.as_mut()) {
             (Kind::Since(base), Some(tracked)) if tracked.last() == base => {
-                tracked.save_changes(guest, when, path, progress)
+                tracked.save_changes(guest, when, to, progress)
             }
             (Kind::Since(base), tracked) => return Err(not_the_last(base, tracked)),
             (Kind::First, _) => {
-                let saved = Tracked::save_first(guest, when, path, progress);
+                let saved = Tracked::save_first(guest, when, to, progress);
                 saved.map(|(saved, first)| {
                     *tracked = Some(first);
                     saved
@@ -114,15 +147,15 @@ impl<'a, V: Vm> Controlled<'a, V> {
             }
             (Kind::Alone, _) => {
                 let saved = match when {
-                    When::Paused(still) => save_paused(guest, still, path, progress),
-                    When::Runs(budget) => save(guest, path, budget, progress),
+                    When::Paused(still) => save_paused(guest, still, to, progress),
+                    When::Runs(budget) => save(guest, to, budget, progress),
                 };
                 saved.inspect(|_| *tracked = None)
             }
         };
         let saved = saved.map_err(|error| self.not_saved(&error))?;
         Ok(Saved {
-            path: path.to_owned(),
+            path: plan.path.clone(),
             pages: saved.pages,
             rounds: saved.rounds.iter().map(|round| round.pages).collect(),
             downtime_us: saved.downtime.as_micros() as u64,
@@ -142,6 +175,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
 /// The snapshot that a request asks for.
 pub(super) struct Plan {
+    /// An absolute path, or the URL of an object store.
     path: PathBuf,
     budget: Budget,
     kind: Kind,
@@ -155,7 +189,9 @@ impl Plan {
         track: bool,
         base: Option<PathBuf>,
     ) -> Result<Self, Refused> {
-        if !path.is_absolute() {
+        let local = |path: PathBuf| url(&path).and_then(local_path).unwrap_or(path);
+        let (path, base) = (local(path), base.map(local));
+        if !path.is_absolute() && url(&path).is_none() {
             let text = format!(
                 "path {:?} is relative, and the VM has a current folder of its own: give the path \
                  from / on",

@@ -239,3 +239,38 @@ fn snapshots_that_cannot_be_restored() {
         .unwrap();
     assert!(rest.contains("\"format\": 1"));
 }
+
+/// A URL is no path of the current folder: it names a store, or says what to do.
+#[test]
+fn urls() {
+    let folder = TempDir::new().unwrap();
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let save = |url: &str| {
+        let socket = guest.socket.display();
+        failure(&format!("snapshot save {url} --control {socket}"))
+    };
+    let path = folder.path().join("saved");
+    let (code, errors) = save(&format!("file://{}", path.display()));
+    assert_eq!(code, 0, "{errors}");
+    assert!(path.join("checksums").exists());
+    let told = match cfg!(feature = "s3") {
+        true => "s3://",
+        false => "build it with `cargo build --release --features s3`",
+    };
+    for (url, told) in [
+        ("s3://bucket/saved", told),
+        (
+            "gs://bucket/saved",
+            "give file:///folder or s3://bucket/prefix",
+        ),
+        (
+            "http://host/saved",
+            "give file:///folder or s3://bucket/prefix",
+        ),
+    ] {
+        let (code, errors) = save(url);
+        assert!(code != 0 && errors.contains(told), "{url}: {errors}");
+    }
+    guest.client().state("stop");
+    assert_eq!(guest.end().0, 4);
+}
