@@ -170,8 +170,8 @@ pub enum VcpuError {
 }
 
 impl VcpuError {
-    /// vCPU `vcpu` needs the page at `gpa`, and there is none, by an error of this kind and for this
-    /// reason. For backends.
+    /// vCPU `vcpu` needs the page at `gpa`, and there is none, by an error of this kind and for
+    /// this reason. For backends.
     pub const fn no_page(vcpu: usize, gpa: Gpa, kind: FailureKind, cause: String) -> Self {
         match kind {
             FailureKind::Panicked => Self::SourcePanicked { vcpu, gpa, cause },

@@ -37,13 +37,11 @@
 //! | `request` | requests to a source, and the outcome of its answers |
 //! | `policy` | how long a source tries, and what happens then |
 //! | `measured`, `memory_id` | counters and fetch times; which memory a source provides |
-//! | `zeros`, `file` | sources |
-//! | `folder` | [`Folder`]: files that pages come from |
+//! | `zeros`, `file`, `folder` | sources; files that pages come from |
 //! | `holes`, `readers` | parts of `file`: pages that need no read, threads that wait |
 //! | `peer` | the protocol between processes, and its two sides |
 //! | `injected` | faults of a link, from a seed |
-//! | `external` | [`External`]: memory that a handler fills by userfaultfd |
-//! | `handler` | [`Handler`]: Firecracker's handshake with another process |
+//! | `external`, `handler` | a handler's memory; Firecracker's handshake with its process |
 //!
 //! It imports `base` alone, and has no `unsafe`.
 #![forbid(unsafe_code)]

@@ -1,8 +1,8 @@
 //! Looks after the guest's page source, from the first access to a page to the last.
 //!
-//! A vCPU that waits for a missing page stops to wait when the run ends. Other waits do not look for
-//! an end: the main thread's, when it loads an image, restores a vCPU or reads the status page, and
-//! a vCPU's when it writes the words of async page faults. A source that is away may keep them
+//! A vCPU that waits for a missing page stops to wait when the run ends. Other waits do not look
+//! for an end: the main thread's, when it loads an image, restores a vCPU or reads the status page,
+//! and a vCPU's when it writes the words of async page faults. A source that is away may keep them
 //! waiting for ever. So a thread of its own ends these waits:
 //!
 //! ```text
