@@ -4,8 +4,8 @@
 //! a file ─┬─ up to 8 MiB ─► PUT ────────────────────────────────► the object
 //!         └─ longer ──────► parts of 8 MiB, 4 at a time ─► end ─► the object
 //! ```
-//! No reader sees a part of an object. A store that fails is tried again, with the whole object, for
-//! as long as [`Options::patience`](crate::Options::patience) says. S3's client has tried each
+//! No reader sees a part of an object. A store that fails is tried again, with the whole object,
+//! for as long as [`Options::patience`](crate::Options::patience) says. S3's client has tried each
 //! request several times before.
 
 use crate::folder::Objects;

@@ -142,10 +142,9 @@ impl<'a, V: Vm> Tracked<'a, V> {
         &self.last
     }
 
-    /// Saves what has changed since the last snapshot at `to`, which is in the same folder or at the
-    /// same place of a store.
-    /// After an error the last snapshot is still the one to compare with. A snapshot is made of at
-    /// most [`Snapshot::LAYERS_MAX`].
+    /// Saves what has changed since the last snapshot at `to`, which is in the same folder or at
+    /// the same place of a store. After an error the last snapshot is still the one to compare
+    /// with. A snapshot is made of at most [`Snapshot::LAYERS_MAX`].
     ///
     /// # Errors
     /// [`MigrateError`]. [`MigrateError::NoBase`]: the last snapshot is gone. If it goes while this

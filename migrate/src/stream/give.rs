@@ -13,16 +13,16 @@ use std::thread;
 use std::time::Instant;
 
 /// How a migration has ended, or was interrupted, after the source has sent `Go`. The guest stays
-/// paused here for as long as [`OutgoingGuest`] lives. Then its run here ends, unless [`OutgoingGuest::take_back`]
-/// is called.
+/// paused here for as long as [`OutgoingGuest`] lives. Then its run here ends, unless
+/// [`OutgoingGuest::take_back`] is called.
 #[must_use = "if this is dropped, the run of the guest ends here"]
 pub enum Sent<'a, V: Vm> {
     /// The destination runs the guest, and has all of its memory, or the guest has
     /// [ended](OutgoingGuest::ended) there: drop this.
     Moved(OutgoingGuest<'a, V>),
     /// The destination runs the guest, and lacks pages: the connection was cut, a page could not be
-    /// read here, or the caller has said `Break`. [`OutgoingGuest::resume`] continues. If this process ends
-    /// before, the guest is lost.
+    /// read here, or the caller has said `Break`. [`OutgoingGuest::resume`] continues. If this
+    /// process ends before, the guest is lost.
     Cut {
         /// The guest here.
         given: OutgoingGuest<'a, V>,
@@ -30,8 +30,8 @@ pub enum Sent<'a, V: Vm> {
         why: MigrateError,
     },
     /// The stream was cut before the destination could say that it runs the guest.
-    /// [`OutgoingGuest::resume`] asks it. If it does not answer any more, look whether it runs the guest.
-    /// If it does not, end its process first: `Go` may still be on its way to it. Then
+    /// [`OutgoingGuest::resume`] asks it. If it does not answer any more, look whether it runs the
+    /// guest. If it does not, end its process first: `Go` may still be on its way to it. Then
     /// [`OutgoingGuest::take_back`] resumes the guest here.
     Unknown {
         /// The guest here.

@@ -38,9 +38,9 @@
 //! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination sends the list of pages
 //! that it lacks, so no arrived page is sent twice. If the guest has ended meanwhile,
 //! [`Arriving::end`] says so, and the source ends too. If the other side never answers again, a
-//! person decides: [`OutgoingGuest::take_back`] and [`Waiting::decide_to_run`] carry the decision out.
-//! Without one of them the two sides never run at once: a [`OutgoingGuest`] that is dropped ends the run at
-//! the source.
+//! person decides: [`OutgoingGuest::take_back`] and [`Waiting::decide_to_run`] carry the decision
+//! out. Without one of them the two sides never run at once: a [`OutgoingGuest`] that is dropped
+//! ends the run at the source.
 //!
 //! Timeouts are the caller's: see [`Connection`].
 

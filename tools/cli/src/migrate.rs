@@ -259,9 +259,10 @@ mod tests {
             ended: Some("interrupted by SIGTERM".into()),
         };
         let text = summary(&migrated);
-        let expected = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with content \
-                    in 3 rounds, 11 pages after the guest, 48 pages again; downtime 1.5 ms; the \
-                    connection was cut 2 times; it has ended there: interrupted by SIGTERM\n";
+        let expected = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with \
+                        content in 3 rounds, 11 pages after the guest, 48 pages again; downtime \
+                        1.5 ms; the connection was cut 2 times; it has ended there: interrupted \
+                        by SIGTERM\n";
         assert!(text.ends_with(expected), "{text}");
     }
 }
