@@ -175,8 +175,10 @@ impl Incoming {
         }
         let bare = vm.bare_vcpus();
         let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
-        restore_state(&**vm, &mut vcpus, devices, &state)?;
+        let restored = restore_state(&**vm, &mut vcpus, devices, &state);
+        // The state may have needed a page that was lost by a cut, so the cut is the cause.
         self.late.iter().try_for_each(Late::outlive_cuts)?;
+        restored?;
         Ok((vcpus, (departure, came)))
     }
 

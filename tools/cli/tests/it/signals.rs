@@ -33,6 +33,9 @@ impl Running {
         let running = Self(command.spawn().unwrap());
         // A signal that arrives before the command catches it kills the process.
         running.wait_until(|| running.catches(Signal::TERM));
+        // signal-hook installs a handler a moment before the handler has an action. A signal in
+        // between is lost.
+        std::thread::sleep(Duration::from_millis(100));
         running
     }
 
