@@ -131,19 +131,19 @@ impl Target<'_> {
             }
             Self::Store(store) => {
                 let names = [MEMORY, STATE, PAGES, CHECKSUMS];
-                let mut names = names.iter().enumerate();
-                let done = names.try_for_each(|(before, name)| {
+                let done = names.iter().try_for_each(|name| {
                     let put =
                         File::open(partial.join(name)).and_then(|file| (store.put)(name, &file));
-                    put.map_err(|error| (before, *name, error))
+                    put.map_err(|error| (*name, error))
                 });
-                let Err((before, name, error)) = done else {
+                let Err((name, error)) = done else {
                     // The objects are there, so what is left of the files does no harm.
                     let _ = fs::remove_dir_all(partial);
                     return Ok(());
                 };
-                for name in &[MEMORY, STATE, PAGES][..before.min(3)] {
-                    // Without `checksums` they are no snapshot, and the next save replaces them.
+                // `checksums` first: the store may have made it although its answer was an error.
+                // Without it the others are no snapshot, and the next save replaces them.
+                for name in names.iter().rev() {
                     let _ = (store.remove)(name);
                 }
                 Err(match error.kind() {

@@ -156,7 +156,7 @@ impl<'a> ControlSocket<'a> {
         std::mem::take(&mut *left)
     }
 
-    /// Takes a connection. A client that gets none is told why, if that is possible.
+    /// Takes a connection. A client that gets none gets the reason, if that is possible.
     fn connect<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,

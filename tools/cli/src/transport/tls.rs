@@ -20,7 +20,8 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The largest file with certificates or a key. Those of all authorities of the web are smaller.
+/// The largest file with certificates or a key. A file with all authorities of the web
+/// is smaller.
 const FILE_MAX: Size = Size(1 << 20);
 
 /// What both sides of a connection need.

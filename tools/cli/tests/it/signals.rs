@@ -31,12 +31,16 @@ impl Running {
         command.args(line.split_whitespace());
         command.stdout(stdout).stderr(stderr);
         let running = Self(command.spawn().unwrap());
-        // A signal that arrives before the command catches it kills the process.
-        running.wait_until(|| running.catches(Signal::TERM));
+        running.wait_for_handlers();
+        running
+    }
+
+    /// A signal that arrives before the command catches it kills the process.
+    fn wait_for_handlers(&self) {
+        self.wait_until(|| self.catches(Signal::TERM));
         // signal-hook installs a handler a moment before the handler has an action. A signal in
         // between is lost.
         std::thread::sleep(Duration::from_millis(100));
-        running
     }
 
     /// Whether the process catches `signal`: `SigCgt` of proc(5).
@@ -128,7 +132,7 @@ fn an_ignored_hangup_stays_ignored() {
     command.args(["-c", &script]);
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut running = Running(command.spawn().unwrap());
-    running.wait_until(|| running.catches(Signal::TERM));
+    running.wait_for_handlers();
     assert!(!running.catches(Signal::HUP));
     running.send(Signal::HUP);
     running.send(Signal::TERM);
