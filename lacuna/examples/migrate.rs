@@ -88,24 +88,24 @@ fn source(to: &dyn Connections) -> Done {
         };
         // After an error of `send` the guest keeps running here.
         let mut sent = send(&guest, to, &plan, &mut |_| CONTINUE)?;
-        let given = loop {
+        let outgoing = loop {
             match sent {
-                Sent::Moved(given) => break given,
+                Sent::Moved(outgoing) => break outgoing,
                 // This process has pages that the guest needs. A VMM continues until a person says
                 // that the destination has ended.
-                Sent::Cut { given, why } | Sent::Unknown { given, why } => {
+                Sent::Cut { outgoing, why } | Sent::Unknown { outgoing, why } => {
                     eprintln!("source: {why}; connecting again");
                     thread::sleep(RETRY);
-                    sent = given.resume(to, &mut |_| CONTINUE);
+                    sent = outgoing.resume(to, &mut |_| CONTINUE);
                 }
             }
         };
         println!(
             "source: the guest has gone: {} pages with content in {} rounds",
-            given.pages(),
-            given.rounds().len()
+            outgoing.pages(),
+            outgoing.rounds().len()
         );
-        // `given` ends the run here when it is dropped.
+        // `outgoing` ends the run here when it is dropped.
         Ok(())
     })
 }

@@ -273,8 +273,8 @@ impl MigrateError {
             | Self::NoRecord { .. }
             | Self::OtherRecord(_)
             | Self::OtherSnapshot
-            | Self::NotHere
-            | Self::Cancelled => ErrorKind::Request,
+            | Self::NotHere => ErrorKind::Request,
+            Self::Cancelled => ErrorKind::Cancelled,
             Self::Streams(_) | Self::TooLong { .. } => ErrorKind::Request,
             Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Peer,
             Self::Cut(error) if is_of_this_host(error) => ErrorKind::Host,

@@ -40,7 +40,7 @@ pub use error::MigrateError;
 pub use lacuna_source::{Folder, LocalFolder, StoredFile};
 pub use layout::{MemoryLayout, SlotLayout};
 pub use page_set::PageSet;
-pub use rounds::{Budget, Guest, OnPages, OnProgress, Progress, Round, Still};
+pub use rounds::{Budget, Guest, OnPages, OnProgress, PausedGuest, Progress, Round};
 pub use snapshot::{
     Recorder, Saved, Snapshot, SnapshotPages, Store, Target, Touches, Tracked, When, save,
     save_paused,

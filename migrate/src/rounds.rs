@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 /// ([`lacuna_machine::run_pausable`]).
 ///
 /// A pause holds the vCPUs. Threads of the VMM that write guest memory, such as its own devices'
-/// threads, must be held by the VMM: while the guest is paused ([`Still`]), a page that they write
-/// may have been copied already.
+/// threads, must be held by the VMM: while the guest is paused ([`PausedGuest`]), a page that they
+/// write may have been copied already.
 pub struct Guest<'a, V: Vm> {
     /// The VM.
     pub vm: &'a V,
@@ -41,14 +41,14 @@ impl<V: Vm> Copy for Guest<'_, V> {}
 
 /// A paused guest, with no vCPU in the middle of an instruction, and its state. It resumes when
 /// this is dropped.
-pub struct Still<'a, V: Vm> {
+pub struct PausedGuest<'a, V: Vm> {
     state: MachineState,
     since: Instant,
     /// Holds the vCPUs.
     _paused: Paused<'a, V::Vcpu>,
 }
 
-impl<V: Vm> Still<'_, V> {
+impl<V: Vm> PausedGuest<'_, V> {
     /// Its state without memory.
     pub fn state(&self) -> &MachineState {
         &self.state
@@ -204,7 +204,7 @@ fn rest_takes(done: &[Round], left: u64) -> Duration {
 
 /// A guest that was copied while it ran, and is paused now.
 pub(crate) struct Copied<'a, V: Vm> {
-    pub still: Still<'a, V>,
+    pub paused: PausedGuest<'a, V>,
     pub rounds: Vec<Round>,
     /// Pages that were not copied, or were written since.
     pub left: PageSet,
@@ -266,14 +266,14 @@ pub(crate) fn copy_live<'a, V: Vm>(
         rounds.push(round?);
     }
     // A vCPU whose dirty ring is full completes its instruction after a harvest.
-    let still = guest.pause_between(&mut || {
+    let paused = guest.pause_between(&mut || {
         left.add(&changes.harvest()?);
         Ok(())
     })?;
     left.add(&changes.harvest()?);
     changes.check_slots()?;
     Ok(Copied {
-        still,
+        paused,
         rounds,
         left,
     })
@@ -331,7 +331,7 @@ impl<'c, 'a, V: Vm> Rings<'c, 'a, V> {
 }
 
 /// Copies the changed pages of a paused guest.
-pub(crate) fn copy_still<V: Vm>(
+pub(crate) fn copy_paused<V: Vm>(
     vm: &V,
     changes: &mut Changes<'_, V>,
     sinks: &mut [impl PageSink + Send],
@@ -395,7 +395,7 @@ impl<'a, V: Vm> Guest<'a, V> {
     ///
     /// # Errors
     /// [`MigrateError::NotRunning`], [`MigrateError::Busy`], [`MigrateError::State`].
-    pub fn pause(&self) -> Result<Still<'a, V>, MigrateError> {
+    pub fn pause(&self) -> Result<PausedGuest<'a, V>, MigrateError> {
         self.pause_between(&mut || Ok(()))
     }
 
@@ -403,7 +403,7 @@ impl<'a, V: Vm> Guest<'a, V> {
     fn pause_between(
         &self,
         between: &mut dyn FnMut() -> Result<(), MigrateError>,
-    ) -> Result<Still<'a, V>, MigrateError> {
+    ) -> Result<PausedGuest<'a, V>, MigrateError> {
         let mut tries = 0;
         loop {
             let since = Instant::now();
@@ -415,7 +415,7 @@ impl<'a, V: Vm> Guest<'a, V> {
             }
             match save_state(self.vm, paused.vcpus(), self.devices) {
                 Ok(state) => {
-                    return Ok(Still {
+                    return Ok(PausedGuest {
                         state,
                         since,
                         _paused: paused,

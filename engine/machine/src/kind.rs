@@ -15,4 +15,6 @@ pub enum ErrorKind {
     Host,
     /// The other side of a migration: it has ended, it refuses, or what it sends is damaged.
     Peer,
+    /// The caller: it has cancelled the request.
+    Cancelled,
 }

@@ -101,8 +101,10 @@ impl<S> Measured<S> {
         let requests = std::mem::take(&mut open.requests);
         drop(open);
         for timed in requests.values().filter_map(Weak::upgrade) {
-            // Late: the source has answered meanwhile.
-            let _ = timed.request.fail(reason);
+            if !timed.is_answered.swap(true, Ordering::Relaxed) {
+                // Late: the page was provided in another way.
+                let _ = timed.request.fail(reason);
+            }
         }
     }
 
@@ -160,6 +162,7 @@ impl<S: PageSource> PageSource for Measured<S> {
             request,
             asked: Instant::now(),
             counts: Arc::clone(&self.counts),
+            is_answered: AtomicBool::new(false),
             taken: AtomicBool::new(false),
             open: Arc::clone(&self.open),
             number,
@@ -186,6 +189,8 @@ struct Timed {
     request: PageRequest,
     asked: Instant,
     counts: Arc<Counts>,
+    is_answered: AtomicBool,
+    /// The answer counts.
     taken: AtomicBool,
     open: Arc<OpenRequests>,
     number: u64,
@@ -193,6 +198,10 @@ struct Timed {
 
 impl PageRequester for Timed {
     fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
+        // A request that was answered is dropped as one that fails.
+        if self.is_answered.swap(true, Ordering::Relaxed) {
+            return Answer::Late;
+        }
         let answer = match content {
             Ok(content) => {
                 let answer = self.request.provide(content);

@@ -9,7 +9,7 @@ use super::target::Target;
 use crate::changes::Changes;
 use crate::copy::PageSink;
 use crate::rounds::{
-    Budget, Guest, OnProgress, Round, Still, Throttle, copy_all, copy_live, copy_still,
+    Budget, Guest, OnProgress, PausedGuest, Round, Throttle, copy_all, copy_live, copy_paused,
 };
 use crate::{Machine, MachineState, MemoryLayout, MigrateError, Snapshot};
 use lacuna_addr::PAGE_SIZE;
@@ -69,15 +69,15 @@ pub fn save<'t, V: Vm>(
 /// [`MigrateError`].
 pub fn save_paused<'t, V: Vm>(
     guest: &Guest<'_, V>,
-    still: &Still<'_, V>,
+    paused: &PausedGuest<'_, V>,
     to: impl Into<Target<'t>>,
     progress: OnProgress<'_>,
 ) -> Result<Saved, MigrateError> {
     let layout = MemoryLayout::of(guest.vm);
     let mut writer = Writer::create(to.into(), layout.pages(), None)?;
     let round = copy_all(guest.vm, &layout, slice::from_mut(&mut writer), progress)?;
-    let machine = Machine::saved(guest.vm, layout, still.state());
-    let (pages, _) = writer.finish(machine, still.state().clone())?;
+    let machine = Machine::saved(guest.vm, layout, paused.state());
+    let (pages, _) = writer.finish(machine, paused.state().clone())?;
     Ok(Saved {
         rounds: vec![round],
         downtime: Duration::ZERO,
@@ -90,7 +90,7 @@ pub enum When<'b, 'a, V: Vm> {
     /// It runs, and is paused for the last pages, as the budget says.
     Runs(&'b Budget),
     /// It is paused.
-    Paused(&'b Still<'a, V>),
+    Paused(&'b PausedGuest<'a, V>),
 }
 
 /// A guest whose writes are logged since its last snapshot, so that the next one has the changed
@@ -205,14 +205,14 @@ fn save_changes<V: Vm>(
                 slice::from_mut(&mut writer),
                 progress,
             )?;
-            let state = copied.still.state().clone();
+            let state = copied.paused.state().clone();
             let machine = Machine::saved(guest.vm, changes.layout().clone(), &state);
-            let downtime = copied.still.since().elapsed();
+            let downtime = copied.paused.since().elapsed();
             (copied.rounds, downtime, machine, state)
         }
-        When::Paused(still) => {
-            let round = copy_still(guest.vm, changes, slice::from_mut(&mut writer), progress)?;
-            let state = still.state().clone();
+        When::Paused(paused) => {
+            let round = copy_paused(guest.vm, changes, slice::from_mut(&mut writer), progress)?;
+            let state = paused.state().clone();
             let machine = Machine::saved(guest.vm, changes.layout().clone(), &state);
             (vec![round], Duration::ZERO, machine, state)
         }

@@ -7,7 +7,7 @@ use super::lanes::There;
 use super::left::{Reached, Reconnected, RemainingPages};
 use crate::MigrateError;
 use crate::changes::Changes;
-use crate::rounds::{Guest, OnProgress, Round, Still};
+use crate::rounds::{Guest, OnProgress, PausedGuest, Round};
 use lacuna_machine::{Ending, Vm};
 use std::thread;
 use std::time::Instant;
@@ -25,7 +25,7 @@ pub enum Sent<'a, V: Vm> {
     /// process ends before, the guest is lost.
     Cut {
         /// The guest here.
-        given: OutgoingGuest<'a, V>,
+        outgoing: OutgoingGuest<'a, V>,
         /// How the connection has ended.
         why: MigrateError,
     },
@@ -35,7 +35,7 @@ pub enum Sent<'a, V: Vm> {
     /// [`OutgoingGuest::take_back`] resumes the guest here.
     Unknown {
         /// The guest here.
-        given: OutgoingGuest<'a, V>,
+        outgoing: OutgoingGuest<'a, V>,
         /// How the connection has ended.
         why: MigrateError,
     },
@@ -47,7 +47,7 @@ pub struct OutgoingGuest<'a, V: Vm> {
     guest: Guest<'a, V>,
     /// The destination may run it.
     pub(super) is_away: bool,
-    still: Still<'a, V>,
+    paused: PausedGuest<'a, V>,
     id: MigrationId,
     rounds: Vec<Round>,
     /// Pages with content that were sent.
@@ -67,7 +67,7 @@ pub struct OutgoingGuest<'a, V: Vm> {
 impl<'a, V: Vm> OutgoingGuest<'a, V> {
     pub(super) fn new(
         guest: &Guest<'a, V>,
-        still: Still<'a, V>,
+        paused: PausedGuest<'a, V>,
         id: MigrationId,
         (rounds, changes): (Vec<Round>, Option<Changes<'a, V>>),
         there: &There,
@@ -75,7 +75,7 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         Self {
             guest: *guest,
             is_away: false,
-            still,
+            paused,
             id,
             rounds,
             pages: there.sent(),
@@ -88,8 +88,8 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
     }
 
     /// The guest here.
-    pub fn still(&self) -> &Still<'a, V> {
-        &self.still
+    pub fn paused(&self) -> &PausedGuest<'a, V> {
+        &self.paused
     }
 
     /// Resumes the guest here. Call it only if the destination does not run the guest, and never
@@ -137,11 +137,11 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         self.ran = left.ran();
         let needs_nothing = left.needed_nothing();
         self.left = Some(left);
-        let given = self;
+        let outgoing = self;
         match reached {
-            Reached::Running if needs_nothing => Sent::Moved(given),
-            Reached::Running => Sent::Cut { given, why },
-            Reached::State | Reached::Go => Sent::Unknown { given, why },
+            Reached::Running if needs_nothing => Sent::Moved(outgoing),
+            Reached::Running => Sent::Cut { outgoing, why },
+            Reached::State | Reached::Go => Sent::Unknown { outgoing, why },
         }
     }
 

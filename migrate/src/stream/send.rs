@@ -8,7 +8,7 @@ use super::lanes::{Lane, There};
 use super::left::{Links, Reached, RemainingPages};
 use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
 use crate::changes::Changes;
-use crate::rounds::{Budget, Copied, Guest, OnProgress, Still, Throttle, copy_live};
+use crate::rounds::{Budget, Copied, Guest, OnProgress, PausedGuest, Throttle, copy_live};
 use crate::{Machine, MemoryLayout, MigrateError, PageSet};
 use lacuna_machine::Vm;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -81,7 +81,7 @@ pub fn send<'a, V: Vm>(
     let mut sender = Sender::new(guest, connections, plan)?;
     let begun = sender.until_state(guest, connections, progress);
     begun
-        .and_then(|(given, left)| sender.hand_over(connections, given, left, progress))
+        .and_then(|(outgoing, left)| sender.hand_over(connections, outgoing, left, progress))
         .map_err(|why| sender.give_up(why))
 }
 
@@ -174,7 +174,7 @@ impl<'p> Sender<'p> {
         let (copied, changes) = match plan.mode {
             Mode::PostCopy => {
                 let copied = Copied {
-                    still: guest.pause()?,
+                    paused: guest.pause()?,
                     rounds: Vec::new(),
                     left: PageSet::full(layout.pages()),
                 };
@@ -197,7 +197,7 @@ impl<'p> Sender<'p> {
             }
         };
         let Copied {
-            still,
+            paused,
             rounds,
             left,
         } = copied;
@@ -210,17 +210,20 @@ impl<'p> Sender<'p> {
         }
         self.lanes.truncate(1);
         self.main().write_set(&left)?;
-        let machine = Machine::saved(guest.vm, layout.clone(), still.state());
+        let machine = Machine::saved(guest.vm, layout.clone(), paused.state());
         let departure = Departure {
-            paused_us: still.since().elapsed().as_micros() as u64,
+            paused_us: paused.since().elapsed().as_micros() as u64,
             rounds: rounds.iter().map(|round| round.pages).collect(),
         };
         self.main()
-            .write_json(Kind::State, &(machine, still.state(), departure))?;
+            .write_json(Kind::State, &(machine, paused.state(), departure))?;
         let left = RemainingPages::new(guest.vm, layout, left, plan.compression);
         let id = self.id.clone();
         let log = (rounds, changes);
-        Ok((OutgoingGuest::new(guest, still, id, log, &self.there), left))
+        Ok((
+            OutgoingGuest::new(guest, paused, id, log, &self.there),
+            left,
+        ))
     }
 
     /// The first messages.
@@ -231,8 +234,8 @@ impl<'p> Sender<'p> {
     ) -> Result<(), MigrateError> {
         // The destination's VM needs the frequency of the vCPUs' TSC, which is in their state.
         let machine = {
-            let still: Still<'_, V> = guest.pause()?;
-            Machine::saved(guest.vm, layout.clone(), still.state())
+            let paused: PausedGuest<'_, V> = guest.pause()?;
+            Machine::saved(guest.vm, layout.clone(), paused.state())
         };
         let (version, id) = (VERSION, self.id.clone());
         let hello = Hello {
@@ -269,7 +272,7 @@ impl<'p> Sender<'p> {
     fn hand_over<'a, V: Vm>(
         &mut self,
         connections: &dyn Connections,
-        mut given: OutgoingGuest<'a, V>,
+        mut outgoing: OutgoingGuest<'a, V>,
         left: RemainingPages<'a, V>,
         progress: OnProgress<'_>,
     ) -> Result<Sent<'a, V>, MigrateError> {
@@ -278,13 +281,13 @@ impl<'p> Sender<'p> {
             false => Some(Links::join(connections, &self.id)?),
         };
         let talked = left.talk(self.main(), aside.as_mut(), Reached::State, progress);
-        given.pages += left.take_sent();
-        given.ran = left.ran();
-        given.is_away = !matches!(talked, Err((Reached::State, _)));
+        outgoing.pages += left.take_sent();
+        outgoing.ran = left.ran();
+        outgoing.is_away = !matches!(talked, Err((Reached::State, _)));
         match talked {
-            Ok(()) => Ok(Sent::Moved(given)),
+            Ok(()) => Ok(Sent::Moved(outgoing)),
             Err((Reached::State, why)) => Err(why),
-            Err((reached, why)) => Ok(given.interrupted(left, reached, why)),
+            Err((reached, why)) => Ok(outgoing.interrupted(left, reached, why)),
         }
     }
 }

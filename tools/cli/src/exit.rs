@@ -15,7 +15,8 @@ Exit codes:
   2 wrong arguments or image;
   3 this host could not do it (memory, disk, a page that swap lost),
     or the result could not be written;
-  4 the guest was stopped through its control socket;
+  4 the guest was stopped, or its migration or save was cancelled, through
+    its control socket;
   5 the other side of a migration has ended, has refused the guest,
     or has sent damaged data;
   129 interrupted by SIGHUP (the terminal was closed);
@@ -30,7 +31,7 @@ Exit codes:
 /// | 1 | the guest failed | a failed check, a triple fault, a hang |
 /// | 2 | wrong arguments or image | not an ELF, too little memory for it |
 /// | 3 | this host could not do it | no memory, a full swap device, a page that swap lost |
-/// | 4 | stopped through the control socket before the guest was done | |
+/// | 4 | stopped or cancelled through the control socket | `lacuna migrate --cancel` |
 /// | 5 | the other side of a migration failed or refused | it was killed; its swap is full |
 /// | 129, 130, 143 | interrupted by SIGHUP, SIGINT, SIGTERM | Ctrl-C |
 ///
@@ -48,7 +49,7 @@ pub enum Exit {
     Usage,
     /// The host could not do it.
     Host,
-    /// A client of the control socket asked for the end.
+    /// A client of the control socket asked for the end of the run, the save or the migration.
     Stopped,
     /// The other side of a migration has failed, or has refused.
     Peer,
@@ -84,6 +85,7 @@ impl From<ErrorKind> for Exit {
             ErrorKind::Guest => Self::GuestFailed,
             ErrorKind::Host => Self::Host,
             ErrorKind::Peer => Self::Peer,
+            ErrorKind::Cancelled => Self::Stopped,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::args::{Chosen, Experiment, LabArgs, LabVmArgs, Parts, arch_of, temp_dir};
 use crate::exit::Exit;
-use crate::output::{check_target, complain, tell_unless};
+use crate::output::{check_target, complain, write_result_until_signal};
 use crate::signals::Signals;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
@@ -32,7 +32,7 @@ pub fn lab(args: &LabArgs) -> Exit {
         Chosen::FirstLook => first_look(args, command, &signals),
         Chosen::Parts(parts) => experiments(args, &parts, command, &signals),
     };
-    match tell_unless(&args.output, &text, &json, &signals) {
+    match write_result_until_signal(&args.output, &text, &json, &signals) {
         Ok(()) => exit,
         Err(error) => {
             complain(&error.to_string());

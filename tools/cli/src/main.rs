@@ -49,7 +49,7 @@ const STACK: usize = 8 << 20;
 fn parsed() -> Exit {
     match Cli::try_parse() {
         Ok(cli) => command(cli.command),
-        Err(answer) => tell(&answer),
+        Err(answer) => print_answer(&answer),
     }
 }
 
@@ -67,7 +67,7 @@ fn command(command: Option<Command>) -> Exit {
 }
 
 /// Prints the answer of `clap` where it is not a command: help on stdout, or an error on stderr.
-fn tell(answer: &clap::Error) -> Exit {
+fn print_answer(answer: &clap::Error) -> Exit {
     let printed = answer.print();
     if answer.use_stderr() {
         return Exit::Usage;

@@ -5,8 +5,8 @@ use crate::control::client::Client;
 use crate::control::message::{Answer, Progress, Request};
 use crate::control::migration::{Migrated, Moving, MovingStage};
 use crate::exit::Exit;
-use crate::output::{check_target, tell, visible};
-use crate::run::{Refusal, told};
+use crate::output::{check_target, visible, write_result};
+use crate::run::{Refusal, exit_of};
 use crate::size::Size;
 use crate::snapshot::absolute;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -19,7 +19,7 @@ use std::time::Duration;
 
 /// Does what `args` say; prints the result and returns the exit code.
 pub fn migrate(args: &MigrateArgs) -> Exit {
-    told(match &args.to {
+    exit_of(match &args.to {
         Some(to) => move_to(args, to),
         None if args.cancel => decide(args, &Request::Cancel {}, "cancelled"),
         None => decide(args, &Request::Keep {}, "the guest is resumed here"),
@@ -107,8 +107,8 @@ fn report(
         migrated,
     };
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let told = tell(&args.output, &text, &(json + "\n"));
-    told.map_err(|error| (Exit::Host, error.to_string()))?;
+    let written = write_result(&args.output, &text, &(json + "\n"));
+    written.map_err(|error| (Exit::Host, error.to_string()))?;
     Ok(Exit::Done)
 }
 

@@ -56,12 +56,12 @@ pub fn check_target(output: &Output) -> Result<(), WriteError> {
     opened.map(drop).map_err(failed)
 }
 
-/// As [`tell_unless`], for a command that catches no signals.
+/// As [`write_result_until_signal`], for a command that catches no signals.
 ///
 /// # Errors
-/// As [`tell_unless`].
-pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
-    tell_unless(output, text, json, &Signals::default())
+/// As [`write_result_until_signal`].
+pub fn write_result(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
+    write_result_until_signal(output, text, json, &Signals::default())
 }
 
 /// Writes a result to where `output` says. With `--json -`, stdout gets the JSON and no text. If
@@ -69,7 +69,7 @@ pub fn tell(output: &Output, text: &str, json: &str) -> Result<(), WriteError> {
 ///
 /// # Errors
 /// The JSON or the text cannot be written. If both fail, the error is that of the JSON.
-pub fn tell_unless(
+pub fn write_result_until_signal(
     output: &Output,
     text: &str,
     json: &str,
@@ -180,7 +180,7 @@ mod tests {
             json: Some(JsonTarget::File(path)),
             quiet: false,
         };
-        tell(&to(path.clone()), "", "{}\n").unwrap();
+        write_result(&to(path.clone()), "", "{}\n").unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "{}\n");
         check_target(&to(path.clone())).unwrap();
         assert_eq!(
@@ -189,7 +189,7 @@ mod tests {
             "the check keeps a result"
         );
         check_target(&to(dir.path().into())).unwrap_err();
-        let error = tell(&to("/nonexistent/out.json".into()), "", "{}\n").unwrap_err();
+        let error = write_result(&to("/nonexistent/out.json".into()), "", "{}\n").unwrap_err();
         assert!(
             error
                 .to_string()

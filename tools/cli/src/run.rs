@@ -14,7 +14,7 @@ pub use restored::{Lazy, Record};
 
 use crate::args::{self, Backend, RunArgs, SwapMedium};
 use crate::control::migration::Migrated;
-use crate::control::{ControlSocket, Ends};
+use crate::control::{ClientActions, ControlSocket};
 use crate::exit::Exit;
 use crate::image::{check_limits, load};
 use crate::observe::{Observer, Watched};
@@ -81,11 +81,11 @@ struct Job<'a> {
 
 /// Runs a guest as `args` say; prints the result and returns the exit code.
 pub fn run(args: &RunArgs) -> Exit {
-    told(begin(args))
+    exit_of(begin(args))
 }
 
 /// The exit code; an error is printed.
-pub fn told(done: Result<Exit, Refusal>) -> Exit {
+pub fn exit_of(done: Result<Exit, Refusal>) -> Exit {
     done.unwrap_or_else(|(exit, text)| {
         complain(&text);
         exit
@@ -257,14 +257,14 @@ impl Job<'_> {
         screen.finish();
         let (end, mut before) = done?;
         restored::count_demands(self, &mut before.restored);
-        let ends = self.ends();
+        let actions = self.client_actions();
         if let Some(arrival) = self.start.arrival() {
             before.received = Some(arrival.received());
         }
-        let migrated = ends.and_then(|ends| ends.moved().cloned());
+        let migrated = actions.and_then(|actions| actions.moved().cloned());
         let asked = Asked {
             signal: signals.caught(),
-            stopped: ends.is_some_and(Ends::has_stopped),
+            stopped: actions.is_some_and(ClientActions::has_stopped),
             moved: migrated.as_ref().map(Migrated::outcome),
         };
         let record_failed = before.restored.as_ref().and_then(Restored::record_error);
@@ -283,15 +283,15 @@ impl Job<'_> {
     }
 
     /// How clients have ended the run.
-    fn ends(&self) -> Option<&Ends> {
-        self.control.as_ref().map(ControlSocket::ends)
+    fn client_actions(&self) -> Option<&ClientActions> {
+        self.control.as_ref().map(ControlSocket::actions)
     }
 
     /// Calls `end`, unless a guest that has gone needs pages of this process. Returns whether it
     /// was called.
     fn unless_needed(&self, end: impl FnOnce()) -> bool {
-        match self.ends() {
-            Some(ends) => ends.unless_needed(end),
+        match self.client_actions() {
+            Some(actions) => actions.unless_needed(end),
             None => {
                 end();
                 true

@@ -3,7 +3,7 @@
 use crate::args::{PagesFrom, ServeArgs};
 use crate::exit::Exit;
 use crate::live::{columns, fit};
-use crate::output::{check_target, complain, tell_unless};
+use crate::output::{check_target, complain, write_result_until_signal};
 use crate::pages;
 use crate::signals::Signals;
 use crate::size::Size;
@@ -112,8 +112,8 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
         p99_ns: stats.p99.as_nanos(),
     };
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let told = tell_unless(&args.output, &(text + "\n"), &(json + "\n"), &signals);
-    told.map(|()| exit).map_err(|error| host(&error))
+    let written = write_result_until_signal(&args.output, &(text + "\n"), &(json + "\n"), &signals);
+    written.map(|()| exit).map_err(|error| host(&error))
 }
 
 fn no_thread(error: &io::Error) -> String {

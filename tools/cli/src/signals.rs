@@ -16,7 +16,8 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
+use nix::sys::signal::{SIGHUP, SIGINT, SIGTERM, SigSet, SigmaskHow};
+use signal_hook::consts::SIGXFSZ;
 use signal_hook::flag;
 
 /// A signal that asks a command to end.
@@ -33,12 +34,16 @@ pub enum Signal {
 impl Signal {
     const ALL: [Self; 3] = [Self::Hangup, Self::Interrupt, Self::Terminate];
 
-    const fn number(self) -> i32 {
+    const fn of_kernel(self) -> nix::sys::signal::Signal {
         match self {
             Self::Hangup => SIGHUP,
             Self::Interrupt => SIGINT,
             Self::Terminate => SIGTERM,
         }
+    }
+
+    const fn number(self) -> i32 {
+        self.of_kernel() as i32
     }
 
     /// 128 + the signal's number, as a shell reports a process that the signal killed.
@@ -67,42 +72,33 @@ pub struct Signals {
 impl Signals {
     /// Installs handlers for every [`Signal`]. The first signal sets `stop`; a signal that finds
     /// `stop` set, by a signal or by the caller, ends the process. The process has no other thread
-    /// yet, so a handler runs to its end before this function continues.
+    /// yet: a signal that comes meanwhile waits until its handler is complete.
     ///
     /// # Errors
     /// The kernel refuses a handler.
     pub fn catch(stop: &Arc<AtomicBool>) -> io::Result<Self> {
-        Self::catch_in_steps(stop, &mut |_, _| ())
+        let all: SigSet = Signal::ALL.into_iter().map(Signal::of_kernel).collect();
+        let before = all.thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+        let signals = Self::default();
+        let registered = signals.register(stop);
+        before.thread_set_mask()?;
+        registered.map(|()| signals)
     }
 
-    /// As [`Signals::catch`]. Calls `step` after each action that is registered for a signal.
-    fn catch_in_steps(
-        stop: &Arc<AtomicBool>,
-        step: &mut dyn FnMut(Signal, Action),
-    ) -> io::Result<Self> {
-        let signals = Self::default();
+    fn register(&self, stop: &Arc<AtomicBool>) -> io::Result<()> {
         for signal in Signal::ALL {
             let number = signal.number();
             if signal == Signal::Hangup && is_ignored(number) {
                 continue;
             }
             // Actions run in the order of their registration. So the first signal does not exit,
-            // because `stop` is set only after the check; the second exits. The default action is
-            // off once there is one action, so the first one notes the signal.
-            let caught = Arc::clone(&signals.caught);
-            flag::register_usize(number, caught, number as usize)?;
-            step(signal, Action::Note);
+            // because `stop` is set only after the check; the second exits.
+            flag::register_usize(number, Arc::clone(&self.caught), number as usize)?;
             let code = i32::from(signal.exit_code());
             flag::register_conditional_shutdown(number, code, Arc::clone(stop))?;
-            step(signal, Action::ExitIfStopped);
             flag::register(number, Arc::clone(stop))?;
-            step(signal, Action::Stop);
         }
-        // A signal that came before its last action was registered has not set `stop`.
-        if signals.caught().is_some() {
-            stop.store(true, Ordering::SeqCst);
-        }
-        Ok(signals)
+        Ok(())
     }
 
     /// A flag that each signal sets from now on.
@@ -125,17 +121,6 @@ impl Signals {
     }
 }
 
-/// What a signal's handler does, in this order.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Action {
-    /// The signal is noted in [`Signals::caught`].
-    Note,
-    /// The process ends if `stop` is set.
-    ExitIfStopped,
-    /// `stop` is set.
-    Stop,
-}
-
 /// Whether the process ignores the signal `number`: `SigIgn` of proc(5).
 fn is_ignored(number: i32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -152,53 +137,4 @@ fn is_ignored(number: i32) -> bool {
 /// The kernel refuses the handler.
 pub fn survive_file_size_limit() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use signal_hook::low_level::raise;
-    use std::env;
-    use std::process::Command;
-
-    /// The signals to raise in a process of its own, each after an action of SIGTERM's handler is
-    /// registered.
-    const RAISED: &str = "LACUNA_TEST_SIGNALS";
-
-    /// A first signal at any moment is neither lost nor does it end the process; a second one does.
-    #[test]
-    fn a_signal_between_two_registrations() {
-        let actions = [Action::Note, Action::ExitIfStopped, Action::Stop];
-        let Ok(when) = env::var(RAISED) else {
-            for (when, code) in [
-                ("0", 0),
-                ("1", 0),
-                ("2", 0),
-                ("0 then", 143),
-                ("2 then", 143),
-            ] {
-                let mut test = Command::new(env::current_exe().unwrap());
-                test.args([
-                    "--exact",
-                    "signals::tests::a_signal_between_two_registrations",
-                ]);
-                let ended = test.env(RAISED, when).output().unwrap();
-                assert_eq!(ended.status.code(), Some(code), "{when}: {ended:?}");
-            }
-            return;
-        };
-        let stop = Arc::default();
-        let raised = actions[when[..1].parse::<usize>().unwrap()];
-        let signals = Signals::catch_in_steps(&stop, &mut |signal, action| {
-            if (signal, action) == (Signal::Terminate, raised) {
-                raise(SIGTERM).unwrap();
-            }
-        });
-        assert_eq!(signals.unwrap().caught(), Some(Signal::Terminate));
-        assert!(stop.load(Ordering::SeqCst));
-        if when.ends_with("then") {
-            raise(SIGTERM).unwrap();
-            unreachable!("the second signal ends the process");
-        }
-    }
 }

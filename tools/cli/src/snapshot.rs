@@ -4,9 +4,9 @@ use crate::args::{Patience, RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand
 use crate::control::client::Client;
 use crate::control::message::{Answer, Progress, Request, Saved};
 use crate::exit::Exit;
-use crate::output::{check_target, tell};
+use crate::output::{check_target, write_result};
 use crate::pages::Restoring;
-use crate::run::{Lazy, Record, Refusal, Start, catch_signals, run_from, told};
+use crate::run::{Lazy, Record, Refusal, Start, catch_signals, exit_of, run_from};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::time;
 use lacuna_lab::result::SCHEMA;
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// Does what `args` say; prints the result and returns the exit code.
 pub fn snapshot(args: &SnapshotArgs) -> Exit {
-    told(match &args.what {
+    exit_of(match &args.what {
         SnapshotCommand::Save(args) => save(args),
         SnapshotCommand::Restore(args) => restore(args),
     })
@@ -79,7 +79,7 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
         saved,
     };
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    tell(&args.output, &text, &(json + "\n")).map_err(|error| host(&error))?;
+    write_result(&args.output, &text, &(json + "\n")).map_err(|error| host(&error))?;
     Ok(Exit::Done)
 }
 

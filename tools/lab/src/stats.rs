@@ -190,7 +190,7 @@ impl Rounds {
         mut round: impl FnMut() -> Result<(), LabError>,
     ) -> Result<usize, LabError> {
         let (began, mut done) = (Instant::now(), 0);
-        while self.go_on(done, began.elapsed()) {
+        while self.continues(done, began.elapsed()) {
             interrupt::check()?;
             round()?;
             done += 1;
@@ -199,7 +199,7 @@ impl Rounds {
     }
 
     /// Whether another round is counted after `done` rounds, when `elapsed` time has passed.
-    fn go_on(self, done: usize, elapsed: Duration) -> bool {
+    fn continues(self, done: usize, elapsed: Duration) -> bool {
         match self {
             Self::Count(count) => done < count,
             Self::Within(time) => done < Self::LEAST || elapsed < time,
@@ -377,9 +377,9 @@ mod tests {
     fn a_time_is_as_many_rounds_as_begin_in_it_and_at_least_six() {
         let time = Duration::from_secs(5);
         let rounds = Rounds::Within(time);
-        assert!(rounds.go_on(5, 2 * time) && !rounds.go_on(6, 2 * time));
-        assert!(rounds.go_on(1000, time / 2));
-        assert!(Rounds::Count(3).go_on(2, time) && !Rounds::Count(3).go_on(3, time));
+        assert!(rounds.continues(5, 2 * time) && !rounds.continues(6, 2 * time));
+        assert!(rounds.continues(1000, time / 2));
+        assert!(Rounds::Count(3).continues(2, time) && !Rounds::Count(3).continues(3, time));
         let found = compare(Rounds::Within(Duration::ZERO), || Ok(1.0), || Ok(2.0)).unwrap();
         assert_eq!(found.ratio.runs, Rounds::LEAST);
         assert!(found.ratio.coverage >= CONFIDENCE);

@@ -85,9 +85,9 @@ impl Saved {
         let mut guest = Resting::new(arch);
         let last_pages = guest.vm.memory_slots()[0].gfns;
         guest.beside(|guest| {
-            let go_on = &mut |_| CONTINUE;
-            let still = guest.pause().expect("it runs");
-            let first = Tracked::save_first(guest, When::Paused(&still), &whole, go_on);
+            let progress = &mut |_| CONTINUE;
+            let paused = guest.pause().expect("it runs");
+            let first = Tracked::save_first(guest, When::Paused(&paused), &whole, progress);
             let (_, mut tracked) = first.expect("a snapshot");
             for (path, byte) in [(&diff, 1), (&last, 2)] {
                 for page in [0, 3, 4] {
@@ -98,7 +98,7 @@ impl Saved {
                         .write(gfn.gpa(), &[byte; 64])
                         .expect("guest memory");
                 }
-                let saved = tracked.save_changes(guest, When::Paused(&still), path, go_on);
+                let saved = tracked.save_changes(guest, When::Paused(&paused), path, progress);
                 assert!(saved.expect("a snapshot").pages > 0);
             }
         });

@@ -101,10 +101,10 @@ impl Recording {
                 });
                 let plan = plan(mode);
                 let sent = send(guest, &source, &plan, &mut |_| rewrite(guest.vm));
-                let Ok(Sent::Moved(given)) = sent else {
+                let Ok(Sent::Moved(outgoing)) = sent else {
                     panic!("it goes well");
                 };
-                given.take_back();
+                outgoing.take_back();
                 let arrived = arrives.join().expect("no panic");
                 assert!(arrived == memory, "{arch}: memory differs");
             });
@@ -433,21 +433,23 @@ fn depart(
     let is_whole = rng.u8(..24) == 0;
     let link = scripts(&recorded.destination, is_whole, rng);
     match send(guest, &link, &plan(mode), &mut |_| rewrite(guest.vm)) {
-        Ok(Sent::Moved(given)) => {
+        Ok(Sent::Moved(outgoing)) => {
             assert!(link.has_said(frames::GO), "it is gone without a word");
             run.tally.note("answers", "moved");
-            given.take_back();
+            outgoing.take_back();
         }
-        Ok(Sent::Unknown { given, why } | Sent::Cut { given, why }) => {
+        Ok(Sent::Unknown { outgoing, why } | Sent::Cut { outgoing, why }) => {
             assert!(!is_whole, "whole answers: {why}");
             assert!(
                 link.has_said(frames::GO),
                 "the source has let go of the guest without Go"
             );
             run.tally.note("answers", "not known, or cut");
-            match given.resume(&link, &mut |_| CONTINUE) {
-                Sent::Moved(given) | Sent::Unknown { given, .. } | Sent::Cut { given, .. } => {
-                    given.take_back();
+            match outgoing.resume(&link, &mut |_| CONTINUE) {
+                Sent::Moved(outgoing)
+                | Sent::Unknown { outgoing, .. }
+                | Sent::Cut { outgoing, .. } => {
+                    outgoing.take_back();
                 }
             }
         }

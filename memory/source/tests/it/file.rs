@@ -4,11 +4,15 @@ use crate::common;
 
 use common::{Answers, Bytes, PAGE, bytes_of, page};
 use lacuna_addr::PageCount;
-use lacuna_source::{FileError, Measured, MemoryFile, PageRequest, PageSource, Policy, Zeros};
+use lacuna_source::{
+    Answer, Failure, FileError, Measured, MemoryFile, PageRequest, PageRequester, PageSource,
+    Policy, SourcePage, Zeros,
+};
 use proptest::prelude::*;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use tempfile::NamedTempFile;
 
 /// Opens the file both ways; the first is the one with io_uring, where this host has it.
@@ -194,6 +198,38 @@ fn zeros_are_provided_at_once() {
         (zeros.describe().as_str(), zeros.stats().provided),
         ("zeros", 1)
     );
+}
+
+/// Looks at the counters whenever it gets an answer.
+struct Looks {
+    source: Arc<Measured<Zeros>>,
+    failed: AtomicU64,
+    answered: AtomicBool,
+}
+
+impl PageRequester for Looks {
+    fn answer(&self, _key: u64, _: Result<&[u8; PAGE], Failure<'_>>) -> Answer {
+        let failed = self.source.stats().failed;
+        self.failed.fetch_max(failed, Ordering::Relaxed);
+        match self.answered.swap(true, Ordering::Relaxed) {
+            false => Answer::Taken,
+            true => Answer::Late,
+        }
+    }
+}
+
+/// The end of a request that was answered is no lost page, not even for a moment.
+#[test]
+fn a_page_that_was_provided_is_never_counted_as_lost() {
+    let source = Arc::new(Measured::new(Zeros));
+    let looks = Arc::new(Looks {
+        source: Arc::clone(&source),
+        failed: AtomicU64::new(0),
+        answered: AtomicBool::new(false),
+    });
+    PageRequest::new(looks.clone(), 0, SourcePage(0)).send(&*source);
+    assert_eq!(source.stats().provided, 1);
+    assert_eq!(looks.failed.load(Ordering::Relaxed), 0);
 }
 
 /// Keeps all requests.

@@ -210,9 +210,9 @@ impl<B: Builder> Moved<B> {
         let (ending, saved) = self.run(|guest| {
             // Of a guest that has ended too early.
             let _ = fs::remove_dir_all(path);
-            let still = guest.pause()?;
-            let saved = save_paused(guest, &still, path, &mut |_| CONTINUE);
-            drop(still);
+            let paused = guest.pause()?;
+            let saved = save_paused(guest, &paused, path, &mut |_| CONTINUE);
+            drop(paused);
             let stop = &mut |_| ControlFlow::Break(());
             match save(guest, cancelled, &Budget::default(), stop) {
                 Err(MigrateError::Cancelled) => saved,
@@ -230,18 +230,18 @@ impl<B: Builder> Moved<B> {
                 // Of a guest that has ended too early.
                 let _ = fs::remove_dir_all(path);
             }
-            let (budget, go_on) = (&Budget::default(), &mut |_: Progress| CONTINUE);
-            let (_, mut tracked) = Tracked::save_first(guest, When::Runs(budget), first, go_on)?;
+            let (budget, progress) = (&Budget::default(), &mut |_: Progress| CONTINUE);
+            let (_, mut tracked) = Tracked::save_first(guest, When::Runs(budget), first, progress)?;
             let stop = &mut |_: Progress| ControlFlow::Break(());
             match tracked.save_changes(guest, When::Runs(budget), cancelled, stop) {
                 Err(MigrateError::Cancelled) => {}
                 other => panic!("{:?}", other?),
             }
-            let still = guest.pause()?;
-            let saved = tracked.save_changes(guest, When::Paused(&still), second, go_on)?;
+            let paused = guest.pause()?;
+            let saved = tracked.save_changes(guest, When::Paused(&paused), second, progress)?;
             assert_eq!(saved.rounds.len(), 1);
-            drop(still);
-            let saved = tracked.save_changes(guest, When::Runs(budget), third, go_on)?;
+            drop(paused);
+            let saved = tracked.save_changes(guest, When::Runs(budget), third, progress)?;
             assert!(!saved.rounds.is_empty());
             assert_eq!(tracked.last(), third);
             Ok(())

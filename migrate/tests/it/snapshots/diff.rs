@@ -47,8 +47,8 @@ fn a_diff_needs_its_base_and_has_a_depth() {
     let path = |number: usize| folder.path().join(number.to_string());
     let last = Snapshot::LAYERS_MAX - 1;
     let (_, saved) = moved.run(|guest| {
-        let still = guest.pause()?;
-        let (when, each) = (|| When::Paused(&still), &mut |_| CONTINUE);
+        let paused = guest.pause()?;
+        let (when, each) = (|| When::Paused(&paused), &mut |_| CONTINUE);
         let (_, mut tracked) = Tracked::save_first(guest, when(), &path(0), each)?;
         let away = folder.path().join("away");
         fs::rename(path(0), &away).expect("a snapshot");

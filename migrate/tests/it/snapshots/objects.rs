@@ -183,12 +183,12 @@ fn a_guest_is_saved_to_a_store() {
     place("first").put("memory", &rest).expect("an object");
     let moved = Moved::new(soft(Arch::X86_64, 2), "verify", "rounds=6");
     let (_, saved) = moved.run(|guest| {
-        let still = guest.pause()?;
-        let (when, each) = (|| When::Paused(&still), &mut |_| CONTINUE);
+        let paused = guest.pause()?;
+        let (when, each) = (|| When::Paused(&paused), &mut |_| CONTINUE);
         let (whole, mut tracked) = into(&place("first"), |to| {
             Tracked::save_first(guest, when(), to, each)
         })?;
-        let again = into(&place("first"), |to| save_paused(guest, &still, to, each));
+        let again = into(&place("first"), |to| save_paused(guest, &paused, to, each));
         assert!(matches!(again, Err(MigrateError::Exists(_))), "{again:?}");
         into(&place("second"), |to| {
             tracked.save_changes(guest, when(), to, each)

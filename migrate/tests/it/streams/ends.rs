@@ -125,17 +125,17 @@ impl<A: Machines, B: Machines> Move<A, B> {
                 devices: &devices,
                 pause: &pause,
             };
-            let (fate, given) = self.until_settled(&guest, &link);
+            let (fate, outgoing) = self.until_settled(&guest, &link);
             // The other side must not wait for a connection that is never made.
             let (written, killed) = (link.written(), link.killed());
             drop(link);
             // An arrived guest that lacks memory here ends by that.
             let arrived = join();
             let stays = matches!(fate.source, End::Gone | End::Cut) || arrived.is_ok();
-            match given {
-                Some(given) if !stays => given.take_back(),
+            match outgoing {
+                Some(outgoing) if !stays => outgoing.take_back(),
                 // Its run here ends.
-                given => drop(given),
+                outgoing => drop(outgoing),
             }
             runner.join().expect("no panic");
             let ending = (!stays).then(|| devices.ending().expect("an ending"));
@@ -173,20 +173,20 @@ impl<A: Machines, B: Machines> Move<A, B> {
             }
         };
         loop {
-            let (given, why, end) = match sent {
-                Sent::Moved(given) => (given, None, End::Gone),
-                Sent::Cut { given, why } => (given, Some(why), End::Cut),
-                Sent::Unknown { given, why } => (given, Some(why), End::Unknown(None)),
+            let (outgoing, why, end) = match sent {
+                Sent::Moved(outgoing) => (outgoing, None, End::Gone),
+                Sent::Cut { outgoing, why } => (outgoing, Some(why), End::Cut),
+                Sent::Unknown { outgoing, why } => (outgoing, Some(why), End::Unknown(None)),
             };
-            (fate.source, fate.rounds) = (end, given.rounds().len());
-            fate.pages = given.pages();
-            assert_eq!(given.ran().is_some(), fate.source != End::Unknown(None));
+            (fate.source, fate.rounds) = (end, outgoing.rounds().len());
+            fate.pages = outgoing.pages();
+            assert_eq!(outgoing.ran().is_some(), fate.source != End::Unknown(None));
             fate.error = why.as_ref().map(ToString::to_string).unwrap_or_default();
             if why.is_none() || fate.resumed == self.patience {
-                return (fate, Some(given));
+                return (fate, Some(outgoing));
             }
             fate.resumed += 1;
-            sent = given.resume(link, &mut each);
+            sent = outgoing.resume(link, &mut each);
         }
     }
 

@@ -110,7 +110,7 @@ mod tests {
             assert_eq!(text.parse(), Ok(address.clone()));
             assert_eq!(address.to_string(), text);
         }
-        for (text, told) in [
+        for (text, expected) in [
             ("", "is no address"),
             ("host:7000", "is no address; use unix:PATH"),
             ("unix:", "is no address"),
@@ -123,7 +123,7 @@ mod tests {
             ("tcp:::1:7000", "without brackets"),
         ] {
             let error = text.parse::<Address>().unwrap_err();
-            assert!(error.contains(told), "{text}: {error}");
+            assert!(error.contains(expected), "{text}: {error}");
         }
     }
 }

@@ -146,7 +146,7 @@ mod tests {
         ] {
             assert_eq!(check(options), Ok(kind), "{options}");
         }
-        for (options, told) in [
+        for (options, expected) in [
             (
                 "--memory-kind memfd --swap mem",
                 "--swap is for --memory-kind pool",
@@ -166,7 +166,7 @@ mod tests {
             ),
         ] {
             let refused = check(options).unwrap_err();
-            assert!(refused.contains(told), "{options}: {refused}");
+            assert!(refused.contains(expected), "{options}: {refused}");
         }
     }
 }

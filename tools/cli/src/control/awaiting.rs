@@ -1,7 +1,7 @@
 //! A process that waits for a guest of another one, before a guest is announced.
 
 use super::message::{Answer, PROTOCOL, Refused, Request, State, Status};
-use super::{Answers, Ends};
+use super::{Answers, ClientActions};
 use crate::transport::Link;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// Answers clients while no guest is announced.
 pub struct Awaiting<'a> {
     at: String,
-    ends: &'a Ends,
+    actions: &'a ClientActions,
     /// The wait ends with it.
     link: Arc<Link>,
 }
@@ -17,12 +17,12 @@ pub struct Awaiting<'a> {
 impl<'a> Awaiting<'a> {
     /// A guest is waited for at `at`. A request that ends the wait is noted in `ends`, and cuts
     /// `link`.
-    pub const fn new(at: String, ends: &'a Ends, link: Arc<Link>) -> Self {
-        Self { at, ends, link }
+    pub const fn new(at: String, actions: &'a ClientActions, link: Arc<Link>) -> Self {
+        Self { at, actions, link }
     }
 
     fn status(&self) -> Status {
-        let is_over = self.ends.has_stopped();
+        let is_over = self.actions.has_stopped();
         let ending = "stopped before a guest came";
         Status {
             protocol: PROTOCOL,
@@ -54,7 +54,7 @@ impl Answers for Awaiting<'_> {
         let text = match request {
             Request::Status {} => return Answer::Status(Box::new(self.status())),
             Request::Stop {} => {
-                self.ends.stop();
+                self.actions.stop();
                 self.link.cut();
                 return Answer::Status(Box::new(self.status()));
             }

@@ -5,11 +5,11 @@ use super::migration::RANGES_SHOWN;
 use super::moving::{Fields, Order, Undecided};
 use super::outgoing::OutgoingMigration;
 use super::saving::Plan;
-use super::{Answers, Ends, IncomingGuest};
+use super::{Answers, ClientActions, IncomingGuest};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
 use lacuna_machine::{Arch, Ending, Vm};
-use lacuna_migrate::{Budget, Guest, MigrateError, Still, Tracked};
+use lacuna_migrate::{Budget, Guest, MigrateError, PausedGuest, Tracked};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -34,7 +34,7 @@ pub struct Controlled<'a, V: Vm> {
     /// The log of writes since the last snapshot, if the next one shall have it as its base.
     pub(super) tracked: Mutex<Option<Tracked<'a, V>>>,
     /// How requests have ended the run.
-    pub(super) ends: &'a Ends,
+    pub(super) actions: &'a ClientActions,
 }
 
 /// Where the guest's vCPUs are.
@@ -44,7 +44,7 @@ pub(super) enum Phase<'a, V: Vm> {
     /// A thread waits for them.
     Pausing,
     /// This value.
-    Paused(Still<'a, V>),
+    Paused(PausedGuest<'a, V>),
     /// A thread saves the guest, which was paused before, or was not.
     Saves(Saving, State),
     /// A thread sends the guest elsewhere.
@@ -59,7 +59,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// run is noted in `ends`. The status has the counts of its `pages`.
     pub fn new(
         guest: Guest<'a, V>,
-        ends: &'a Ends,
+        actions: &'a ClientActions,
         incoming_guest: Option<Arc<IncomingGuest>>,
         pages: Option<Arc<GuestPages>>,
     ) -> Self {
@@ -70,7 +70,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             phase: Mutex::new(Phase::Runs),
             incoming_guest,
             tracked: Mutex::new(None),
-            ends,
+            actions,
         }
     }
 
@@ -98,7 +98,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             .guest
             .devices
             .ending()
-            .map(|ending| match self.ends.moved() {
+            .map(|ending| match self.actions.moved() {
                 Some(moved) => moved.outcome(),
                 None => ending.to_string(),
             });
@@ -111,10 +111,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 saving = Some(progress.clone());
                 *state
             }
-            Phase::Moves(way) => {
-                migrating = Some(way.progress());
-                undecided = way.undecided();
-                way.state()
+            Phase::Moves(migration) => {
+                migrating = Some(migration.progress());
+                undecided = migration.undecided();
+                migration.state()
             }
             Phase::Undecided(guest) => {
                 undecided = Some(guest.text());
@@ -157,10 +157,12 @@ impl<'a, V: Vm> Controlled<'a, V> {
                  asked for it, which cancels it",
                 progress.path.display()
             )),
-            Phase::Moves(way) => Refused::request(way.undecided().unwrap_or_else(|| {
-                let to = way.to();
-                format!("the guest is being moved to {to}: wait for its end, or cancel it")
-            })),
+            Phase::Moves(migration) => {
+                Refused::request(migration.undecided().unwrap_or_else(|| {
+                    let to = migration.to();
+                    format!("the guest is being moved to {to}: wait for its end, or cancel it")
+                }))
+            }
             Phase::Undecided(guest) => Refused::request(guest.text()),
             _ => Refused::request("another client pauses the guest: ask for the status, and again"),
         }
@@ -229,10 +231,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
             other => return Err(self.refused(other)),
         }
         drop(phase);
-        let still = self.guest.pause();
+        let paused = self.guest.pause();
         let mut phase = self.phase();
-        match still {
-            Ok(still) => *phase = Phase::Paused(still),
+        match paused {
+            Ok(paused) => *phase = Phase::Paused(paused),
             Err(error) => {
                 *phase = Phase::Runs;
                 return Err(refusal(&error));
@@ -257,7 +259,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         if !self.is_awaited() {
             self.check_runs()?;
         }
-        self.ends.stop();
+        self.actions.stop();
         self.guest.devices.end(Ending::Stopped, self.guest.vm);
         if let Some(incoming_guest) = &self.incoming_guest {
             incoming_guest.end(Some("stopped through its control socket"));
@@ -269,7 +271,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
 impl<V: Vm> Answers for Controlled<'_, V> {
     /// A client that goes away cancels its snapshot or its migration.
-    fn answer(&self, request: Request, tell: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer {
+    fn answer(&self, request: Request, send: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer {
         let status =
             |done: Result<(), Refused>| done.map(|()| Answer::Status(Box::new(self.status())));
         let done = match request {
@@ -285,7 +287,7 @@ impl<V: Vm> Answers for Controlled<'_, V> {
                 track,
                 base,
             } => Plan::of(path, downtime_ms, track, base)
-                .and_then(|plan| self.snapshot(&plan, tell))
+                .and_then(|plan| self.snapshot(&plan, send))
                 .map(Answer::Snapshot),
             Request::Migrate {
                 to,
@@ -302,7 +304,7 @@ impl<V: Vm> Answers for Controlled<'_, V> {
                 streams,
                 compress,
             })
-            .and_then(|order| self.migrate(&order, tell))
+            .and_then(|order| self.migrate(&order, send))
             .map(Answer::Migrated),
         };
         done.unwrap_or_else(Answer::Error)

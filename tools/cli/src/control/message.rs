@@ -200,6 +200,8 @@ pub enum Kind {
     Host,
     /// The other side of a migration.
     Peer,
+    /// A client has cancelled the request, or has ended the run.
+    Cancelled,
 }
 
 impl Refused {
@@ -216,6 +218,7 @@ impl Refused {
             ErrorKind::Guest => Kind::Guest,
             ErrorKind::Host => Kind::Host,
             ErrorKind::Peer => Kind::Peer,
+            ErrorKind::Cancelled => Kind::Cancelled,
         };
         let text = text.to_string();
         Self { kind, text }
@@ -228,6 +231,7 @@ impl Refused {
             Kind::Guest => Exit::GuestFailed,
             Kind::Host => Exit::Host,
             Kind::Peer => Exit::Peer,
+            Kind::Cancelled => Exit::Stopped,
         }
     }
 }

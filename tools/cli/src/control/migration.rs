@@ -198,8 +198,8 @@ impl Range {
 /// Missing pages in words: how many, and where.
 pub fn missing_in_words(missing: u64, ranges: &[Range]) -> String {
     let shown: Vec<String> = ranges.iter().map(ToString::to_string).collect();
-    let told: u64 = ranges.iter().map(|range| range.pages).sum();
-    let more = match missing.saturating_sub(told) {
+    let reported: u64 = ranges.iter().map(|range| range.pages).sum();
+    let more = match missing.saturating_sub(reported) {
         0 => String::new(),
         more => format!(" and {more} pages behind them"),
     };
@@ -225,7 +225,7 @@ mod tests {
     fn missing_pages_in_words() {
         let ranges =
             [(0x1000, 1), (0x10_0000, 256)].map(|(address, pages)| Range { address, pages });
-        for (missing, ranges, told) in [
+        for (missing, ranges, expected) in [
             (0, &[][..], "0 pages"),
             (
                 257,
@@ -238,7 +238,7 @@ mod tests {
                 "300 pages, at 0x1000-0x1fff, 0x100000-0x1fffff and 43 pages behind them",
             ),
         ] {
-            assert_eq!(missing_in_words(missing, ranges), told);
+            assert_eq!(missing_in_words(missing, ranges), expected);
         }
     }
 }

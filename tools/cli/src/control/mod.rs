@@ -18,15 +18,17 @@
 //! | `outgoing` | a migration in progress: its stage, and what clients want of it |
 //! | `awaiting` | answers before a guest is announced |
 //! | `incoming` | an incoming or arrived guest: the same |
-//! | `ends` | how clients have ended the run |
-//! | `server` | the socket, its connections, their lines |
+//! | `client_actions` | what clients have done to the run |
+//! | `server` | the socket, and its connections |
+//! | `lines` | the lines of a connection |
 //! | `client` | the other side |
 
 mod awaiting;
 pub mod client;
+mod client_actions;
 mod controlled;
-mod ends;
 mod incoming;
+mod lines;
 pub mod message;
 pub mod migration;
 mod moving;
@@ -35,7 +37,7 @@ mod saving;
 mod server;
 
 pub use awaiting::Awaiting;
+pub use client_actions::ClientActions;
 pub use controlled::Controlled;
-pub use ends::Ends;
 pub use incoming::{Decision, IncomingGuest};
 pub use server::{Answers, ControlSocket};

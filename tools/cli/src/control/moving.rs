@@ -60,14 +60,17 @@ impl Order {
 /// A guest that was handed over, while it is undecided which side runs it, or with which memory.
 /// Dropped, its run here ends.
 pub(super) struct Undecided<'a, V: Vm> {
-    given: OutgoingGuest<'a, V>,
-    way: OutgoingMigration,
+    outgoing: OutgoingGuest<'a, V>,
+    migration: OutgoingMigration,
 }
 
 impl<V: Vm> Undecided<'_, V> {
     /// Why, and what to do.
     pub fn text(&self) -> String {
-        let (text, to) = (self.way.undecided().unwrap_or_default(), self.way.to());
+        let (text, to) = (
+            self.migration.undecided().unwrap_or_default(),
+            self.migration.to(),
+        );
         format!(
             "{text}. This side no longer tries to connect. To make it try again, ask it again to \
              move the guest to {to}"
@@ -83,11 +86,11 @@ impl<'a, V: Vm> Controlled<'a, V> {
     pub(super) fn migrate(
         &self,
         order: &Order,
-        tell: &mut dyn FnMut(Answer) -> ControlFlow<()>,
+        send: &mut dyn FnMut(Answer) -> ControlFlow<()>,
     ) -> Result<Migrated, Refused> {
         self.check_runs()?;
         self.check_whole()?;
-        let (way, undecided) = self.begin_moving(order)?;
+        let (migration, undecided) = self.begin_moving(order)?;
         // The guest must not resume here if the mover's thread cannot start.
         let undecided = Mutex::new(undecided);
         let take = || {
@@ -99,10 +102,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
             let named = thread::Builder::new().name("lacuna-migrate".into());
             let mover = named.spawn_scoped(scope, || {
                 let moved = match take() {
-                    None => self.send(&way, order),
-                    Some(Undecided { given, .. }) => self.go_on(&way, order, given),
+                    None => self.send(&migration, order),
+                    Some(Undecided { outgoing, .. }) => self.give(&migration, order, outgoing),
                 };
-                way.settle();
+                migration.settle();
                 client.unpark();
                 moved
             });
@@ -115,12 +118,12 @@ impl<'a, V: Vm> Controlled<'a, V> {
             while !mover.is_finished() {
                 thread::park_timeout(PROGRESS);
                 if self.guest.devices.ending().is_some() {
-                    way.end();
+                    migration.end();
                 }
                 if let Some(now) = self.status().migrating
-                    && tell(Answer::Progress(Progress::Moving(now))).is_break()
+                    && send(Answer::Progress(Progress::Moving(now))).is_break()
                 {
-                    way.leave();
+                    migration.leave();
                 }
             }
             mover
@@ -132,9 +135,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
     fn begin_moving(&self, order: &Order) -> Result<Begin<'a, V>, Refused> {
         let (to, link) = (order.connector.to(), Arc::clone(order.connector.link()));
         let mut phase = self.phase();
-        let way = match &*phase {
+        let migration = match &*phase {
             Phase::Runs => OutgoingMigration::new(to, order.plan.mode, link),
-            Phase::Undecided(undecided) => undecided.way.again(to, link),
+            Phase::Undecided(undecided) => undecided.migration.again(to, link),
             Phase::Paused(_) => {
                 return Err(Refused::request(
                     "the guest is paused, and only a running guest moves: resume it first",
@@ -142,32 +145,32 @@ impl<'a, V: Vm> Controlled<'a, V> {
             }
             other => return Err(self.refused(other)),
         };
-        match std::mem::replace(&mut *phase, Phase::Moves(way.clone())) {
-            Phase::Undecided(undecided) => Ok((way, Some(*undecided))),
-            _ => Ok((way, None)),
+        match std::mem::replace(&mut *phase, Phase::Moves(migration.clone())) {
+            Phase::Undecided(undecided) => Ok((migration, Some(*undecided))),
+            _ => Ok((migration, None)),
         }
     }
 
     /// Sends the guest. Afterwards it runs there, or here, or is paused here.
-    fn send(&self, way: &OutgoingMigration, order: &Order) -> Result<Migrated, Refused> {
+    fn send(&self, migration: &OutgoingMigration, order: &Order) -> Result<Migrated, Refused> {
         if !self.guest.vm.delivery().has_bitmaps() {
             // This log would lack the pages that the migration harvests.
             *self.tracked.lock().unwrap_or_else(PoisonError::into_inner) = None;
         }
-        let (began, note) = (Instant::now(), &mut |now| self.note(way, &now));
+        let (began, note) = (Instant::now(), &mut |now| self.note(migration, &now));
         let sent = order
             .connector
             .connect_first()
             .map_err(|error| {
                 let refused = || Refused::of(error.kind(), &error);
-                self.unwanted(way).unwrap_or_else(refused)
+                self.unwanted(migration).unwrap_or_else(refused)
             })
             .and_then(|()| {
                 let sent = send(&self.guest, &order.connector, &order.plan, note);
-                sent.map_err(|error| self.stayed(way, &error))
+                sent.map_err(|error| self.stayed(migration, &error))
             });
         match sent {
-            Ok(sent) => self.until_settled(way, order, (sent, began)),
+            Ok(sent) => self.until_settled(migration, order, (sent, began)),
             Err(refused) => {
                 *self.phase() = Phase::Runs;
                 Err(refused)
@@ -176,56 +179,59 @@ impl<'a, V: Vm> Controlled<'a, V> {
     }
 
     /// Continues with a guest that an earlier request has handed over.
-    fn go_on(
+    fn give(
         &self,
-        way: &OutgoingMigration,
+        migration: &OutgoingMigration,
         order: &Order,
-        given: OutgoingGuest<'a, V>,
+        outgoing: OutgoingGuest<'a, V>,
     ) -> Result<Migrated, Refused> {
-        let began = given.still().since();
-        let sent = given.resume(&order.connector, &mut |now| self.note(way, &now));
-        self.until_settled(way, order, (sent, began))
+        let began = outgoing.paused().since();
+        let sent = outgoing.resume(&order.connector, &mut |now| self.note(migration, &now));
+        self.until_settled(migration, order, (sent, began))
     }
 
     /// Connects again until the guest is on one side with all of its memory, or a client decides.
     fn until_settled(
         &self,
-        way: &OutgoingMigration,
+        migration: &OutgoingMigration,
         order: &Order,
         (mut sent, began): (Sent<'a, V>, Instant),
     ) -> Result<Migrated, Refused> {
         loop {
-            let (given, why, runs_there) = match sent {
-                Sent::Moved(given) => return Ok(self.has_moved(way, given, began)),
-                Sent::Cut { given, why } => (given, why, true),
-                Sent::Unknown { given, why } => (given, why, false),
+            let (outgoing, why, runs_there) = match sent {
+                Sent::Moved(outgoing) => return Ok(self.has_moved(migration, outgoing, began)),
+                Sent::Cut { outgoing, why } => (outgoing, why, true),
+                Sent::Unknown { outgoing, why } => (outgoing, why, false),
             };
-            way.was_cut(runs_there, &why, given.pages_left());
-            self.ends.set_needed(way.is_needed());
-            let text = way.undecided().unwrap_or_default();
-            match way.wait(&|| self.guest.devices.ending().is_some()) {
+            migration.was_cut(runs_there, &why, outgoing.pages_left());
+            self.actions.set_needed(migration.is_needed());
+            let text = migration.undecided().unwrap_or_default();
+            match migration.wait(&|| self.guest.devices.ending().is_some()) {
                 Wanted::Continue => {
-                    let note = &mut |now| self.note(way, &now);
-                    sent = given.resume(&order.connector, note);
+                    let note = &mut |now| self.note(migration, &now);
+                    sent = outgoing.resume(&order.connector, note);
                 }
                 Wanted::End => {
-                    drop(given);
+                    drop(outgoing);
                     *self.phase() = Phase::Runs;
                     return Err(Refused::request(format!("the run has ended: {text}")));
                 }
                 Wanted::Keep => {
-                    self.ends.set_needed(false);
+                    self.actions.set_needed(false);
                     // First: the next migration or snapshot must find the log as the VMM has it.
-                    given.take_back();
+                    outgoing.take_back();
                     *self.phase() = Phase::Runs;
-                    way.has_kept();
+                    migration.has_kept();
                     let text = "the guest has not moved: a client has decided to keep it here";
                     return Err(Refused::request(text));
                 }
                 Wanted::Cancel => {
-                    self.ends.set_needed(false);
-                    let way = way.clone();
-                    let undecided = Undecided { given, way };
+                    self.actions.set_needed(false);
+                    let migration = migration.clone();
+                    let undecided = Undecided {
+                        outgoing,
+                        migration,
+                    };
                     let text = undecided.text();
                     *self.phase() = Phase::Undecided(Box::new(undecided));
                     return Err(Refused::of(ErrorKind::Peer, &text));
@@ -237,49 +243,53 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// The guest runs there, and has all of its memory, or has ended there.
     fn has_moved(
         &self,
-        way: &OutgoingMigration,
-        given: OutgoingGuest<'a, V>,
+        migration: &OutgoingMigration,
+        outgoing: OutgoingGuest<'a, V>,
         began: Instant,
     ) -> Migrated {
-        let rounds: Vec<u64> = given.rounds().iter().map(|round| round.pages).collect();
-        let ran = given.ran().unwrap_or_else(Instant::now);
-        let now = way.progress();
+        let rounds: Vec<u64> = outgoing.rounds().iter().map(|round| round.pages).collect();
+        let ran = outgoing.ran().unwrap_or_else(Instant::now);
+        let now = migration.progress();
         let migrated = Migrated {
             to: now.to,
             mode: now.mode,
-            again: again(&rounds, way.late()),
+            again: again(&rounds, migration.late()),
             rounds,
-            late: way.late(),
-            pages: given.pages(),
+            late: migration.late(),
+            pages: outgoing.pages(),
             cuts: now.cuts,
             bytes: now.bytes,
-            downtime_us: (ran - given.still().since()).as_micros() as u64,
+            downtime_us: (ran - outgoing.paused().since()).as_micros() as u64,
             seconds: began.elapsed().as_secs_f64(),
-            ended: given.ended().map(str::to_owned),
+            ended: outgoing.ended().map(str::to_owned),
         };
-        self.ends.has_moved_by(migrated.clone());
-        drop(given);
+        self.actions.has_moved_by(migrated.clone());
+        drop(outgoing);
         *self.phase() = Phase::Runs;
         migrated
     }
 
-    fn note(&self, way: &OutgoingMigration, now: &lacuna_migrate::Progress) -> ControlFlow<()> {
+    fn note(
+        &self,
+        migration: &OutgoingMigration,
+        now: &lacuna_migrate::Progress,
+    ) -> ControlFlow<()> {
         // From round 0 on a signal does not end the run. If one has ended it before, the guest
         // stays here.
         if now.round == 0 {
-            self.ends.set_needed(true);
+            self.actions.set_needed(true);
         }
         let noted = match self.guest.devices.ending() {
-            None => way.note(now),
+            None => migration.note(now),
             Some(_) => ControlFlow::Break(()),
         };
-        self.ends.set_needed(way.is_needed());
+        self.actions.set_needed(migration.is_needed());
         noted
     }
 
     /// The guest has not moved.
-    fn stayed(&self, way: &OutgoingMigration, why: &MigrateError) -> Refused {
-        self.unwanted(way).unwrap_or_else(|| {
+    fn stayed(&self, migration: &OutgoingMigration, why: &MigrateError) -> Refused {
+        self.unwanted(migration).unwrap_or_else(|| {
             let text = format!("the guest has not moved, and keeps running here: {why}");
             Refused::of(why.kind(), &text)
         })
@@ -287,20 +297,21 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
     /// Why a migration that has failed was not wanted any more. A peer that was silent meanwhile
     /// has been cut off.
-    fn unwanted(&self, way: &OutgoingMigration) -> Option<Refused> {
+    fn unwanted(&self, migration: &OutgoingMigration) -> Option<Refused> {
         if let Some(ending) = self.guest.devices.ending() {
-            return Some(Refused::request(format!(
-                "the run has ended before the guest moved: {ending}"
-            )));
+            let text = format!("the run has ended before the guest moved: {ending}");
+            return Some(Refused::of(ErrorKind::Cancelled, &text));
         }
         let text = "the migration was cancelled: the guest keeps running here";
-        way.is_cancelled().then(|| Refused::request(text))
+        migration
+            .is_cancelled()
+            .then(|| Refused::of(ErrorKind::Cancelled, &text))
     }
 
     /// Cancels the migration. The client that has asked for it gets the answer when it has ended.
     pub(super) fn cancel_at_source(&self) -> Result<(), Refused> {
-        let way = match &*self.phase() {
-            Phase::Moves(way) => way.clone(),
+        let migration = match &*self.phase() {
+            Phase::Moves(migration) => migration.clone(),
             _ => {
                 return Err(Refused::request(
                     "no migration is in progress; a snapshot is cancelled by its client, which \
@@ -308,7 +319,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 ));
             }
         };
-        way.cancel()
+        migration.cancel()
     }
 
     /// Resumes the guest here after a hand-over with unknown outcome.
@@ -316,17 +327,17 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.check_runs()?;
         let mut phase = self.phase();
         if let Phase::Undecided(undecided) = &*phase {
-            undecided.way.check_keep()?;
+            undecided.migration.check_keep()?;
         }
         match std::mem::replace(&mut *phase, Phase::Runs) {
             Phase::Undecided(undecided) => {
-                undecided.given.take_back();
+                undecided.outgoing.take_back();
                 Ok(())
             }
-            Phase::Moves(way) => {
-                *phase = Phase::Moves(way.clone());
+            Phase::Moves(migration) => {
+                *phase = Phase::Moves(migration.clone());
                 drop(phase);
-                way.keep()
+                migration.keep()
             }
             other => {
                 *phase = other;

@@ -357,7 +357,7 @@ mod tests {
     use super::*;
     use std::io;
 
-    fn way() -> OutgoingMigration {
+    fn migration() -> OutgoingMigration {
         let to = "unix:/there".parse().unwrap();
         OutgoingMigration::new(&to, Mode::PostCopy, Arc::new(Link::of_source()))
     }
@@ -370,54 +370,54 @@ mod tests {
     /// side runs it.
     #[test]
     fn a_guest_that_runs_there_is_not_kept() {
-        let way = way();
-        way.was_cut(false, &cut(), 9);
-        way.check_keep().unwrap();
-        way.want(&mut way.locked(), Wanted::Keep);
-        way.was_cut(true, &cut(), 9);
-        assert_eq!(way.locked().wanted, Wanted::Continue);
-        let text = way.keep().unwrap_err().text;
+        let migration = migration();
+        migration.was_cut(false, &cut(), 9);
+        migration.check_keep().unwrap();
+        migration.want(&mut migration.locked(), Wanted::Keep);
+        migration.was_cut(true, &cut(), 9);
+        assert_eq!(migration.locked().wanted, Wanted::Continue);
+        let text = migration.keep().unwrap_err().text;
         assert!(text.contains("an older state of it"), "{text}");
-        assert!(way.is_needed());
+        assert!(migration.is_needed());
     }
 
     /// The decision to keep the guest and another request came at one time, and the other one was
     /// carried out.
     #[test]
     fn a_guest_that_was_not_kept_is_not_said_to_be() {
-        let way = way();
-        way.was_cut(false, &cut(), 9);
-        way.settle();
-        let text = way.keep().unwrap_err().text;
+        let migration = migration();
+        migration.was_cut(false, &cut(), 9);
+        migration.settle();
+        let text = migration.keep().unwrap_err().text;
         assert!(text.contains("decide again"), "{text}");
-        way.has_kept();
-        way.keep().unwrap();
+        migration.has_kept();
+        migration.keep().unwrap();
     }
 
     /// A cancel that comes too late does not end the attempts to connect again; a later one does,
     /// and so does the end of the run.
     #[test]
     fn what_is_wanted_depends_on_the_stage() {
-        let way = way();
-        way.cancel().unwrap();
-        assert!(way.is_cancelled());
-        way.was_cut(false, &cut(), 9);
-        assert!(!way.is_cancelled());
-        way.cancel().unwrap();
-        way.was_cut(true, &cut(), 9);
-        assert_eq!(way.wait(&|| false), Wanted::Cancel);
-        assert_eq!(way.wait(&|| true), Wanted::End);
-        way.end();
-        way.was_cut(true, &cut(), 9);
-        assert_eq!(way.wait(&|| false), Wanted::End);
+        let migration = migration();
+        migration.cancel().unwrap();
+        assert!(migration.is_cancelled());
+        migration.was_cut(false, &cut(), 9);
+        assert!(!migration.is_cancelled());
+        migration.cancel().unwrap();
+        migration.was_cut(true, &cut(), 9);
+        assert_eq!(migration.wait(&|| false), Wanted::Cancel);
+        assert_eq!(migration.wait(&|| true), Wanted::End);
+        migration.end();
+        migration.was_cut(true, &cut(), 9);
+        assert_eq!(migration.wait(&|| false), Wanted::End);
         let now = lacuna_migrate::Progress {
             round: 0,
             done: 1,
             pages: 5,
         };
-        assert!(way.note(&now).is_continue());
-        let text = way.cancel().unwrap_err().text;
+        assert!(migration.note(&now).is_continue());
+        let text = migration.cancel().unwrap_err().text;
         assert!(text.contains("wait for its end"), "{text}");
-        assert_eq!((way.late(), way.progress().remaining), (5, 4));
+        assert_eq!((migration.late(), migration.progress().remaining), (5, 4));
     }
 }

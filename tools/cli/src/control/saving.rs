@@ -5,7 +5,7 @@ use super::message::{Answer, Progress, Refused, Saved, Saving, State};
 use crate::snapshot::url;
 use lacuna_machine::{ErrorKind, Vm};
 use lacuna_migrate::{
-    Budget, MigrateError, Still, Store, Target, Tracked, When, save, save_paused,
+    Budget, MigrateError, PausedGuest, Store, Target, Tracked, When, save, save_paused,
 };
 use lacuna_objects::{Objects, ObjectsError, Options, local_path};
 use std::fs::File;
@@ -19,18 +19,18 @@ impl<'a, V: Vm> Controlled<'a, V> {
     pub(super) fn snapshot(
         &self,
         plan: &Plan,
-        tell: &mut dyn FnMut(Answer) -> ControlFlow<()>,
+        send: &mut dyn FnMut(Answer) -> ControlFlow<()>,
     ) -> Result<Saved, Refused> {
         self.check_runs()?;
         self.check_whole()?;
         // The saver's thread alone locks it: vCPUs are sent to a thread, and not shared.
-        let still = Mutex::new(self.begin_saving(&plan.path)?);
+        let paused = Mutex::new(self.begin_saving(&plan.path)?);
         let (gone, client) = (Arc::new(AtomicBool::new(false)), thread::current());
         let saved = thread::scope(|scope| {
             let named = thread::Builder::new().name("lacuna-save".into());
             let saver = named.spawn_scoped(scope, || {
-                let still = still.lock().unwrap_or_else(PoisonError::into_inner);
-                let saved = self.open_and_save(plan, still.as_ref(), &gone);
+                let paused = paused.lock().unwrap_or_else(PoisonError::into_inner);
+                let saved = self.open_and_save(plan, paused.as_ref(), &gone);
                 client.unpark();
                 saved
             });
@@ -40,7 +40,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             while !saver.is_finished() {
                 thread::park_timeout(PROGRESS);
                 if let Some(progress) = self.status().saving
-                    && tell(Answer::Progress(Progress::Saving(progress))).is_break()
+                    && send(Answer::Progress(Progress::Saving(progress))).is_break()
                 {
                     gone.store(true, Ordering::Relaxed);
                 }
@@ -53,13 +53,13 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 .join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
-        let still = still.into_inner().unwrap_or_else(PoisonError::into_inner);
-        *self.phase() = still.map_or(Phase::Runs, Phase::Paused);
+        let paused = paused.into_inner().unwrap_or_else(PoisonError::into_inner);
+        *self.phase() = paused.map_or(Phase::Runs, Phase::Paused);
         saved
     }
 
     /// Notes that the guest is being saved. Returns the guest's vCPUs if it is paused.
-    fn begin_saving(&self, path: &Path) -> Result<Option<Still<'a, V>>, Refused> {
+    fn begin_saving(&self, path: &Path) -> Result<Option<PausedGuest<'a, V>>, Refused> {
         let mut phase = self.phase();
         let state = match &*phase {
             Phase::Runs => State::Running,
@@ -73,7 +73,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             pages: 0,
         };
         match std::mem::replace(&mut *phase, Phase::Saves(progress, state)) {
-            Phase::Paused(still) => Ok(Some(still)),
+            Phase::Paused(paused) => Ok(Some(paused)),
             _ => Ok(None),
         }
     }
@@ -81,11 +81,11 @@ impl<'a, V: Vm> Controlled<'a, V> {
     fn open_and_save(
         &self,
         plan: &Plan,
-        still: Option<&Still<'a, V>>,
+        paused: Option<&PausedGuest<'a, V>>,
         gone: &Arc<AtomicBool>,
     ) -> Result<Saved, Refused> {
         let Some(url) = url(&plan.path) else {
-            return self.save(plan, Target::Folder(&plan.path), still, gone);
+            return self.save(plan, Target::Folder(&plan.path), paused, gone);
         };
         let objects = Objects::open(url, Options::default()).map_err(|error| {
             let kind = match error {
@@ -100,14 +100,14 @@ impl<'a, V: Vm> Controlled<'a, V> {
             put: &|name: &str, file: &File| objects.put(name, file),
             remove: &|name: &str| objects.remove(name),
         };
-        self.save(plan, Target::Store(store), still, gone)
+        self.save(plan, Target::Store(store), paused, gone)
     }
 
     fn save(
         &self,
         plan: &Plan,
         to: Target<'_>,
-        still: Option<&Still<'a, V>>,
+        paused: Option<&PausedGuest<'a, V>>,
         gone: &AtomicBool,
     ) -> Result<Saved, Refused> {
         let mut progress = |now: lacuna_migrate::Progress| {
@@ -123,7 +123,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             }
         };
         let (guest, progress) = (&self.guest, &mut progress);
-        let when = still.map_or(When::Runs(&plan.budget), When::Paused);
+        let when = paused.map_or(When::Runs(&plan.budget), When::Paused);
         // One snapshot is saved at a time.
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
         if !matches!(plan.kind, Kind::Since(_)) && !guest.vm.delivery().has_bitmaps() {
@@ -147,7 +147,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             }
             (Kind::Alone, _) => {
                 let saved = match when {
-                    When::Paused(still) => save_paused(guest, still, to, progress),
+                    When::Paused(paused) => save_paused(guest, paused, to, progress),
                     When::Runs(budget) => save(guest, to, budget, progress),
                 };
                 saved.inspect(|_| *tracked = None)

@@ -1,12 +1,13 @@
-//! The socket of a running guest, its connections, and their lines.
+//! The socket of a running guest, and its connections.
 
-use super::ends::Ends;
+use super::client_actions::ClientActions;
+use super::lines::{Line, Lines};
 use super::message::{Answer, LINE_MAX, Refused, Request};
 use crate::exit::Exit;
 use crate::run::Refusal;
 use crate::socket::Socket;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::net::Shutdown;
 use std::ops::ControlFlow;
 use std::os::fd::OwnedFd;
@@ -27,9 +28,9 @@ const UNREAD: Duration = Duration::from_secs(1);
 
 /// What answers the requests of clients.
 pub trait Answers: Sync {
-    /// Does what `request` says. Meanwhile `tell` gets messages of progress; it returns `Break`
+    /// Does what `request` says. Meanwhile `send` gets messages of progress; it returns `Break`
     /// when the client has gone.
-    fn answer(&self, request: Request, tell: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer;
+    fn answer(&self, request: Request, send: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer;
 
     /// Is called ten times a second.
     fn look(&self) {}
@@ -43,7 +44,7 @@ pub struct ControlSocket<'a> {
     phase: AtomicU8,
     /// Connections that the last [`ControlSocket::serve`] has left to the next one.
     left: Mutex<Vec<Lines>>,
-    ends: Ends,
+    actions: ClientActions,
 }
 
 /// Requests are answered.
@@ -79,13 +80,13 @@ impl<'a> ControlSocket<'a> {
             bell: bell.map_err(|errno| failed(errno.into()))?,
             phase: AtomicU8::new(SERVES),
             left: Mutex::default(),
-            ends: Ends::default(),
+            actions: ClientActions::default(),
         })
     }
 
     /// How clients have ended the run.
-    pub fn ends(&self) -> &Ends {
-        &self.ends
+    pub fn actions(&self) -> &ClientActions {
+        &self.actions
     }
 
     /// Serves clients until [`ControlSocket::end`], which closes all connections, or
@@ -170,7 +171,7 @@ impl<'a> ControlSocket<'a> {
         if open.len() >= CLIENTS {
             let text =
                 format!("{CLIENTS} clients are connected, which is the most: try again later");
-            let _ = tell(&stream, &Answer::Error(Refused::request(text)));
+            let _ = send(&stream, &Answer::Error(Refused::request(text)));
             return;
         }
         self.begin(scope, Lines::of(stream), guest, open);
@@ -184,7 +185,7 @@ impl<'a> ControlSocket<'a> {
         guest: &'scope impl Answers,
         open: &mut Vec<Open<'scope>>,
     ) {
-        let Ok(stream) = lines.stream.try_clone() else {
+        let Ok(stream) = lines.stream().try_clone() else {
             return;
         };
         let named = Builder::new().name("lacuna-control".into());
@@ -200,20 +201,20 @@ impl<'a> ControlSocket<'a> {
             let line = loop {
                 match lines.next() {
                     Some(line) => break line,
-                    None if !self.waits_for(&lines.stream) => return Some(lines),
+                    None if !self.waits_for(lines.stream()) => return Some(lines),
                     None => lines.read(),
                 }
             };
-            let stream = &lines.stream;
+            let stream = lines.stream();
             let answer = match line {
                 Line::Request(request) => {
-                    guest.answer(request, &mut |progress| tell(stream, &progress))
+                    guest.answer(request, &mut |progress| send(stream, &progress))
                 }
                 Line::Wrong(text) => Answer::Error(Refused::request(text)),
                 Line::TooLong => {
                     let text =
                         format!("a line has at most {LINE_MAX} bytes; the connection is closed");
-                    let _ = tell(stream, &Answer::Error(Refused::request(text)));
+                    let _ = send(stream, &Answer::Error(Refused::request(text)));
                     end(stream);
                     return None;
                 }
@@ -222,7 +223,7 @@ impl<'a> ControlSocket<'a> {
                     return None;
                 }
             };
-            if tell(stream, &answer).is_break() {
+            if send(stream, &answer).is_break() {
                 end(stream);
                 return None;
             }
@@ -246,116 +247,12 @@ fn end(stream: &UnixStream) {
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-enum Line {
-    Request(Request),
-    Wrong(String),
-    TooLong,
-    /// The client has closed the connection. A line without its end is no request.
-    End,
-}
-
-/// The lines of a connection.
-struct Lines {
-    stream: UnixStream,
-    /// What was read, and is no line yet.
-    bytes: Vec<u8>,
-    /// The client sends no more.
-    is_over: bool,
-}
-
-impl Lines {
-    const fn of(stream: UnixStream) -> Self {
-        Self {
-            stream,
-            bytes: Vec::new(),
-            is_over: false,
-        }
-    }
-
-    /// The next line, if it has been read.
-    fn next(&mut self) -> Option<Line> {
-        let most = self.bytes.len().min(LINE_MAX);
-        let end = self.bytes[..most].iter().position(|byte| *byte == b'\n');
-        match end {
-            Some(end) => {
-                let line: Vec<u8> = self.bytes.drain(..=end).collect();
-                Some(parse(&line))
-            }
-            None if most == LINE_MAX => Some(Line::TooLong),
-            None => self.is_over.then_some(Line::End),
-        }
-    }
-
-    /// Waits for some bytes, or the end.
-    fn read(&mut self) {
-        let mut bytes = [0; 4096];
-        match (&self.stream).read(&mut bytes) {
-            Ok(read @ 1..) => self.bytes.extend(&bytes[..read]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            _ => self.is_over = true,
-        }
-    }
-}
-
-fn parse(line: &[u8]) -> Line {
-    match serde_json::from_slice(line) {
-        Ok(request) => Line::Request(request),
-        Err(error) => Line::Wrong(format!(
-            "this line is no request: {error}; a request is one line, such as \
-             {{\"command\":\"status\"}}"
-        )),
-    }
-}
-
 /// Sends an answer. `Break`: the client has gone, or does not read.
-fn tell(mut stream: &UnixStream, answer: &Answer) -> ControlFlow<()> {
+fn send(mut stream: &UnixStream, answer: &Answer) -> ControlFlow<()> {
     let mut line = serde_json::to_vec(answer).expect("every field has a JSON form");
     line.push(b'\n');
     match stream.write_all(&line) {
         Ok(()) => ControlFlow::Continue(()),
         Err(_) => ControlFlow::Break(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// The first line of a client that has sent these bytes.
-    fn first_line(bytes: &[u8]) -> Line {
-        let (mut client, stream) = UnixStream::pair().unwrap();
-        client.write_all(bytes).unwrap();
-        client.shutdown(Shutdown::Write).unwrap();
-        let mut lines = Lines::of(stream);
-        loop {
-            match lines.next() {
-                Some(line) => return line,
-                None => lines.read(),
-            }
-        }
-    }
-
-    #[test]
-    fn lines_are_bounded_and_have_an_end() {
-        let long = [b'x'; LINE_MAX];
-        for (bytes, expected) in [
-            (&b"{\"command\":\"stop\"}\n"[..], "Request"),
-            (b"{\"command\":\"stop\"}", "End"),
-            (b"", "End"),
-            (b"\n", "Wrong"),
-            (b"\xff\xfe\n", "Wrong"),
-            (&long, "TooLong"),
-            (&long[1..], "End"),
-        ] {
-            let found = match first_line(bytes) {
-                Line::Request(_) => "Request",
-                Line::Wrong(_) => "Wrong",
-                Line::TooLong => "TooLong",
-                Line::End => "End",
-            };
-            assert_eq!(found, expected, "{:?}", bytes.escape_ascii().to_string());
-        }
-        let deep = [b"[".repeat(LINE_MAX / 2), b"\n".to_vec()].concat();
-        assert!(matches!(first_line(&deep), Line::Wrong(_)));
     }
 }

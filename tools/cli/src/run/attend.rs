@@ -15,7 +15,7 @@ use crate::exit::Exit;
 use crate::pages::{GuestPages, Outages};
 use lacuna_machine::PlatformDevices;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread::{self, Scope, Thread};
 use std::time::Duration;
 
@@ -28,12 +28,13 @@ const BEGINS: u8 = 0;
 const RUNS: u8 = 1;
 /// A signal has come before.
 const INTERRUPTED: u8 = 2;
+/// The run is over, and so is the thread.
+const OVER: u8 = 3;
 
 /// What the thread and the run know of each other.
 #[derive(Default)]
 pub(super) struct Attended {
     phase: AtomicU8,
-    is_over: AtomicBool,
 }
 
 /// Ends the thread.
@@ -59,7 +60,7 @@ impl Attended {
         let (mut outages, mut has_ended) = (Outages::default(), false);
         // An incoming guest has a source that ends itself.
         let may_interrupt = job.start.arrival().is_none();
-        while !self.is_over.load(Ordering::Acquire) {
+        while self.phase.load(Ordering::Acquire) != OVER {
             outages.look(pages);
             if may_interrupt && job.signals.caught().is_some() && self.leave(INTERRUPTED) {
                 pages
@@ -98,7 +99,7 @@ impl Attended {
 
 impl Drop for Attending<'_> {
     fn drop(&mut self) {
-        self.0.is_over.store(true, Ordering::Release);
+        self.0.phase.store(OVER, Ordering::Release);
         self.1.unpark();
     }
 }

@@ -12,7 +12,7 @@
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Start, run_controlled};
 use crate::args::{Address, RunArgs};
-use crate::control::{Awaiting, ControlSocket, Ends, IncomingGuest};
+use crate::control::{Awaiting, ClientActions, ControlSocket, IncomingGuest};
 use crate::exit::Exit;
 use crate::migrate::{line, words};
 use crate::output::{check_target, complain, visible};
@@ -121,7 +121,9 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
         Some(socket) => wait_controlled(&listener, socket)?,
     }
     .ok_or_else(|| {
-        let is_stopped = control.as_ref().is_some_and(|it| it.ends().has_stopped());
+        let is_stopped = control
+            .as_ref()
+            .is_some_and(|it| it.actions().has_stopped());
         before_it_came(&signals, is_stopped, "before a guest came")
     })?;
     let run = args.on(arrival.at.to_string(), &arrival.machine);
@@ -141,7 +143,7 @@ fn wait_controlled<'a>(
     socket: &ControlSocket<'_>,
 ) -> Result<Option<Arrival<'a>>, Refusal> {
     let (at, link) = (listener.address().to_string(), Arc::clone(listener.link()));
-    let awaiting = Awaiting::new(at, socket.ends(), link);
+    let awaiting = Awaiting::new(at, socket.actions(), link);
     thread::scope(|scope| {
         let named = thread::Builder::new().name("lacuna-control".into());
         let serving = named.spawn_scoped(scope, || socket.serve(&awaiting));
@@ -149,9 +151,7 @@ fn wait_controlled<'a>(
         let end = EndServing::of(socket);
         let arrival = wait(listener);
         if let Ok(Some(_)) = &arrival {
-            // The clients stay connected, and are served when the guest's machine is made.
-            std::mem::forget(end);
-            socket.hand_over();
+            end.hand_over();
         }
         arrival
     })
@@ -246,7 +246,7 @@ pub(super) fn receive<V: Vm>(
 
 /// The exit code and the text for a guest that has not come.
 pub(super) fn has_not_come(job: &Job<'_>, why: &MigrateError) -> Refusal {
-    let is_stopped = job.ends().is_some_and(Ends::has_stopped);
+    let is_stopped = job.client_actions().is_some_and(ClientActions::has_stopped);
     let is_asked_for = job.signals.caught().is_some() || is_stopped;
     match why {
         MigrateError::Cancelled | MigrateError::Cut(_) if is_asked_for => {

@@ -5,7 +5,7 @@ use crate::args::{self, MemoryKind, RunArgs};
 use crate::control::migration::{Migrated, RANGES_SHOWN, missing_in_words};
 use crate::exit::Exit;
 use crate::live::summary;
-use crate::output::tell_unless;
+use crate::output::write_result_until_signal;
 use crate::pages::GuestPages;
 use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
@@ -98,8 +98,9 @@ pub(super) fn finish<B: Builder>(
     report.migrated = run.migrated;
     report.outcome = text;
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let told = tell_unless(&args.output, &words, &(json + "\n"), signals);
-    told.map(|()| exit)
+    let written = write_result_until_signal(&args.output, &words, &(json + "\n"), signals);
+    written
+        .map(|()| exit)
         .map_err(|error| (Exit::Host, error.to_string()))
 }
 

@@ -133,7 +133,7 @@ pub(super) fn prefetch<V: Vm>(
     if devices.ending().is_some() {
         return came;
     }
-    let go_on = |pages, of: &mut u64| {
+    let progress = |pages, of: &mut u64| {
         *of += pages;
         lazy.counts.prefetched.fetch_add(pages, Ordering::Relaxed);
         // A signal ends the run as soon as the guest may run.
@@ -145,18 +145,18 @@ pub(super) fn prefetch<V: Vm>(
     let done = match &lazy.replay {
         None => lazy
             .snapshot
-            .prefetch(vm, &mut |pages| go_on(pages, &mut came.prefetched)),
+            .prefetch(vm, &mut |pages| progress(pages, &mut came.prefetched)),
         Some(touches) => {
             let (first, others) = touches.split_at(Touches::HEAD_START);
             let replayed = came.replayed.insert(0);
             let mut replay = |touches| {
-                let each = &mut |pages| go_on(pages, replayed);
+                let each = &mut |pages| progress(pages, replayed);
                 lazy.snapshot.replay(vm, touches, each)
             };
             let done = replay(&first);
             drop(waits);
             done.and_then(|()| replay(&others)).and_then(|()| {
-                let each = &mut |pages| go_on(pages, &mut came.prefetched);
+                let each = &mut |pages| progress(pages, &mut came.prefetched);
                 lazy.snapshot.prefetch_rest(vm, touches, each)
             })
         }

@@ -51,8 +51,12 @@ where
     let control = job.control.as_ref();
     let controlled = control.map(|socket| {
         let incoming_guest = incoming_guest(job).map(Arc::clone);
-        let controlled =
-            Controlled::new(controls, socket.ends(), incoming_guest, job.pages.clone());
+        let controlled = Controlled::new(
+            controls,
+            socket.actions(),
+            incoming_guest,
+            job.pages.clone(),
+        );
         (socket, controlled)
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
@@ -274,6 +278,13 @@ impl<'a> EndServing<'a> {
         Self {
             control: Some(socket),
             incoming_guest: None,
+        }
+    }
+
+    /// The clients stay connected, and are served when the guest's machine is made.
+    pub fn hand_over(mut self) {
+        if let Some(socket) = self.control.take() {
+            socket.hand_over();
         }
     }
 }

@@ -40,7 +40,7 @@ pub(super) struct Candidates {
     accepted: u64,
     /// Counts the candidates in `done`.
     bell: Arc<OwnedFd>,
-    tell: Sender<(u64, Candidate)>,
+    sender: Sender<(u64, Candidate)>,
     done: Receiver<(u64, Candidate)>,
 }
 
@@ -51,14 +51,14 @@ impl Candidates {
     /// No file descriptor is left.
     pub fn new(tls: Option<Tls>, link: Arc<Link>) -> io::Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE;
-        let (tell, done) = channel();
+        let (sender, done) = channel();
         Ok(Self {
             tls: tls.map(Arc::new),
             link,
             waiting: VecDeque::new(),
             accepted: 0,
             bell: Arc::new(eventfd(0, flags)?),
-            tell,
+            sender,
             done,
         })
     }
@@ -71,13 +71,17 @@ impl Candidates {
     pub fn add(&mut self, socket: Socket, from: String) -> io::Result<()> {
         let stream = Stream::accepted(socket, Arc::clone(&self.link), Introduction::begins())?;
         let hang_up = stream.hang_up()?;
-        let (tls, bell, tell) = (self.tls.clone(), Arc::clone(&self.bell), self.tell.clone());
+        let (tls, bell, sender) = (
+            self.tls.clone(),
+            Arc::clone(&self.bell),
+            self.sender.clone(),
+        );
         let number = self.accepted;
         let named = thread::Builder::new().name("lacuna-stranger".into());
         // The process may end before the thread does.
         named.spawn(move || {
             let connection = introduce(tls.as_deref(), stream);
-            let _ = tell.send((number, Candidate { from, connection }));
+            let _ = sender.send((number, Candidate { from, connection }));
             // It fails only if the counter is full.
             let _ = rustix::io::write(&bell, &1_u64.to_ne_bytes());
         })?;

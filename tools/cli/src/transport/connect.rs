@@ -83,12 +83,12 @@ impl Connector {
     /// Dials on a thread of its own. The system may take long to find a host, or to connect to it;
     /// this wait ends when the link says so.
     fn dial(&self) -> io::Result<Socket> {
-        let (tell, dialled) = channel();
+        let (sender, dialled) = channel();
         let to = self.to.clone();
         let named = thread::Builder::new().name("lacuna-dial".into());
         named.spawn(move || {
             // If nothing waits for it any more, the connection ends.
-            let _ = tell.send(dial(&to));
+            let _ = sender.send(dial(&to));
         })?;
         let began = Instant::now();
         loop {

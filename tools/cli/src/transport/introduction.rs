@@ -145,8 +145,8 @@ mod tests {
         assert_eq!(&bytes, b"xyz", "what has arrived before");
         let error = stream.read(&mut [0]).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
-        let told = "did not introduce itself within 10s";
-        assert!(error.to_string().contains(told), "{error}");
+        let expected = "did not introduce itself within 10s";
+        assert!(error.to_string().contains(expected), "{error}");
         stream.write_all(b"welcome").unwrap();
         stream.read_exact(&mut bytes).unwrap();
         assert_eq!(&bytes, b"abc");

@@ -357,14 +357,14 @@ mod tests {
 
     #[test]
     fn errors_say_what_to_do() {
-        for (text, told) in [
+        for (text, expected) in [
             ("unix:/nowhere/socket", "start lacuna run --incoming"),
             ("tcp:127.0.0.1:1", "start lacuna run --incoming"),
         ] {
             let to: Address = text.parse().unwrap();
             let connector = Connector::new(to, None, Arc::new(Link::of_source())).unwrap();
             let error = connector.connect_first().unwrap_err().to_string();
-            assert!(error.contains(text) && error.contains(told), "{error}");
+            assert!(error.contains(text) && error.contains(expected), "{error}");
         }
         let at = "unix:/nowhere/socket".parse().unwrap();
         let link = Arc::new(Link::of_source());

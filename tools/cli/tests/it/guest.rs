@@ -29,6 +29,16 @@ impl Guest {
 
     /// As [`Guest::start`], with the subcommand in front of `words`.
     pub fn command(folder: &Path, words: &str, append: Option<&str>) -> Self {
+        Self::with_settings(folder, words, append, &[])
+    }
+
+    /// As [`Guest::command`], with variables of the environment.
+    pub fn with_settings(
+        folder: &Path,
+        words: &str,
+        append: Option<&str>,
+        settings: &[(&str, String)],
+    ) -> Self {
         if let Some(reason) = lacuna_guest::unavailable() {
             lacuna_skip::skip_test(reason);
         }
@@ -38,6 +48,7 @@ impl Guest {
         command.args(append.iter().flat_map(|words| ["--append", words]));
         command.arg("--quiet").arg("--control").arg(&socket);
         command.arg("--json").arg(&json);
+        command.envs(settings.iter().map(|(name, value)| (name, value)));
         command.stdout(Stdio::null()).stderr(Stdio::null());
         let child = command.spawn().unwrap();
         let mut guest = Self {
@@ -171,7 +182,13 @@ impl Client {
 }
 
 pub fn lacuna(words: &str) -> Output {
+    lacuna_with(words, &[])
+}
+
+/// As [`lacuna`], with variables of the environment.
+pub fn lacuna_with(words: &str, settings: &[(&str, String)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+    command.envs(settings.iter().map(|(name, value)| (name, value)));
     command.args(words.split_whitespace()).output().unwrap()
 }
 

@@ -272,7 +272,7 @@ where
         thread::sleep(scene.settle);
         let way = Way::new(mode, Route::unix(&folder.path().join("moves"))?);
         let (moved, resumed) = move_guest(builder, guest, way, until_all_print)?;
-        let since = |at: Instant| (at - moved.still).as_secs_f64();
+        let since = |at: Instant| (at - moved.paused).as_secs_f64();
         Ok([since(moved.ran), moved.total, since(resumed), f64::NAN])
     })
 }

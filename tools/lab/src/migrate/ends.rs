@@ -24,7 +24,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// How a guest has moved.
 pub struct Moved {
     /// When its pause on the source began: no instruction ran there afterwards.
-    pub still: Instant,
+    pub paused: Instant,
     /// When the source knew that the destination runs it.
     pub ran: Instant,
     /// Seconds until the destination had every page.
@@ -170,17 +170,17 @@ fn send_all<V: Vm>(guest: &Guest<'_, V>, to: &Source, mode: Mode) -> Result<Move
     let sent = send(guest, &**to, &plan, &mut |_| ControlFlow::Continue(()));
     let total = began.elapsed().as_secs_f64();
     match sent? {
-        Sent::Moved(given) => {
+        Sent::Moved(outgoing) => {
             let moved = Moved {
-                still: given.still().since(),
-                ran: given.ran().expect("the destination has said so"),
+                paused: outgoing.paused().since(),
+                ran: outgoing.ran().expect("the destination has said so"),
                 total,
                 made: 0.0,
-                pages: given.pages(),
+                pages: outgoing.pages(),
             };
             // The experiment moves the same guest again. Its copy at the destination has no effect
             // outside of its VM.
-            given.take_back();
+            outgoing.take_back();
             Ok(moved)
         }
         Sent::Cut { why, .. } | Sent::Unknown { why, .. } => Err(why.into()),
@@ -198,7 +198,7 @@ fn arrive<B: GuestBuilder, T>(
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {
-    let go_on = &mut |_| ControlFlow::Continue(());
+    let progress = &mut |_| ControlFlow::Continue(());
     let incoming = Incoming::accept(connections)?;
     let began = Instant::now();
     let vm = builder.coming(incoming.page_source()).build()?;
@@ -212,7 +212,7 @@ where
         let _ = sender.send((Instant::now(), line.to_owned()));
     };
     let devices = PlatformDevices::of(vm.config().arch, console);
-    let prepared = incoming.receive(connections, &vm, &devices, go_on)?;
+    let prepared = incoming.receive(connections, &vm, &devices, progress)?;
     let Arrived {
         vcpus,
         mut arriving,
@@ -322,7 +322,7 @@ mod tests {
                 };
                 let (moved, (printed, counted)) =
                     move_guest(&builder, guest, Way::new(mode, route), watch)?;
-                assert!(moved.ran > moved.still && printed > moved.still);
+                assert!(moved.ran > moved.paused && printed > moved.paused);
                 assert_eq!(counted.len(), 2);
                 assert!(moved.pages > 2000 && moved.made < moved.total);
             }

@@ -22,7 +22,7 @@ const CHURN: &str = "hot=4M writes=100 frees=0 seconds=1000000";
 /// Milliseconds from the last instruction on the source until a process had counted on, of each
 /// vCPU.
 fn blackouts(moved: &Moved, counted: &[Instant]) -> Vec<f64> {
-    let since = |at: &Instant| (*at - moved.still).as_secs_f64() * 1e3;
+    let since = |at: &Instant| (*at - moved.paused).as_secs_f64() * 1e3;
     counted.iter().map(since).collect()
 }
 

@@ -157,9 +157,9 @@ where
         let vm = self.builder.coming(source).build()?;
         let first = FirstLine::default();
         let devices = PlatformDevices::of(vm.config().arch, first.console());
-        let go_on = &mut |_| ControlFlow::Continue(());
+        let progress = &mut |_| ControlFlow::Continue(());
         let vcpus = match arm {
-            Arm::Eager => snapshot.restore(&vm, &devices, go_on)?,
+            Arm::Eager => snapshot.restore(&vm, &devices, progress)?,
             _ => snapshot.restore_lazily(&vm, &devices)?,
         };
         let guest = Guest::attach(&*vm, &devices);

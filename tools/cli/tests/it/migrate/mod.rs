@@ -8,7 +8,7 @@ mod proxy;
 mod random;
 mod requests;
 mod strangers;
-mod tls;
+pub mod tls;
 mod waiting;
 mod whole;
 
@@ -246,6 +246,7 @@ fn a_migration_is_cancelled() {
         assert!(answer["progress"]["bytes"].as_u64().is_some(), "{answer}");
         answer = client.answer();
     }
+    assert_eq!(answer["error"]["kind"], "cancelled", "{answer}");
     let text = answer["error"]["text"].as_str().unwrap();
     assert!(
         text.contains("was cancelled: the guest keeps running here"),

@@ -10,7 +10,8 @@ use std::net::TcpStream;
 use std::sync::mpsc::channel;
 use tempfile::TempDir;
 
-const CERTIFICATES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/migrate/certificates");
+pub const CERTIFICATES: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/migrate/certificates");
 
 /// The options for the certificate `own`, and the authority of the other side.
 fn options(authority: &str, own: &str) -> String {

@@ -6,7 +6,7 @@ use clap::Parser as _;
 use lacuna_addr::PageCount;
 use lacuna_cli::args::{self, Cli, Patience};
 use lacuna_cli::pages::Restoring;
-use lacuna_cli::run::{Lazy, Start, run_from, told};
+use lacuna_cli::run::{Lazy, Start, exit_of, run_from};
 use lacuna_migrate::{Folder, LocalFolder, Snapshot, StoredFile};
 use lacuna_skip::test;
 use lacuna_source::{FileError, PageRequest, PageSource, Policy};
@@ -165,7 +165,7 @@ fn restoring_process() {
         panic!("another command");
     };
     let run = args.run(snapshot.machine());
-    let exit = told(run_from(&run, Start::Lazily(&lazy), &signals));
+    let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals));
     std::process::exit(exit.code().into());
 }
 

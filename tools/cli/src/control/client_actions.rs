@@ -1,19 +1,19 @@
-//! What clients have done to the run.
+//! What clients of the control socket have done to the run.
 
 use super::migration::Migrated;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// How clients have ended a run.
+/// What clients have done to a run.
 #[derive(Default)]
-pub struct Ends {
+pub struct ClientActions {
     stopped: AtomicBool,
     /// The guest runs elsewhere, or may, and needs pages of this process.
     needed: Mutex<bool>,
     moved: OnceLock<Migrated>,
 }
 
-impl Ends {
+impl ClientActions {
     /// A client has ended the run.
     pub(super) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);

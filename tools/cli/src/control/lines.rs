@@ -1,0 +1,116 @@
+//! The lines of a connection to the control socket, and the requests that they are.
+
+use super::message::{LINE_MAX, Request};
+use std::io::{self, Read as _};
+use std::os::unix::net::UnixStream;
+
+/// What a client has sent.
+pub(super) enum Line {
+    Request(Request),
+    Wrong(String),
+    TooLong,
+    /// The client has closed the connection. A line without its end is no request.
+    End,
+}
+
+/// The lines of a connection.
+pub(super) struct Lines {
+    stream: UnixStream,
+    /// What was read, and is no line yet.
+    bytes: Vec<u8>,
+    /// The client sends no more.
+    is_over: bool,
+}
+
+impl Lines {
+    pub const fn of(stream: UnixStream) -> Self {
+        Self {
+            stream,
+            bytes: Vec::new(),
+            is_over: false,
+        }
+    }
+
+    pub const fn stream(&self) -> &UnixStream {
+        &self.stream
+    }
+
+    /// The next line, if it has been read.
+    pub fn next(&mut self) -> Option<Line> {
+        let most = self.bytes.len().min(LINE_MAX);
+        let end = self.bytes[..most].iter().position(|byte| *byte == b'\n');
+        match end {
+            Some(end) => {
+                let line: Vec<u8> = self.bytes.drain(..=end).collect();
+                Some(parse(&line))
+            }
+            None if most == LINE_MAX => Some(Line::TooLong),
+            None => self.is_over.then_some(Line::End),
+        }
+    }
+
+    /// Waits for some bytes, or the end.
+    pub fn read(&mut self) {
+        let mut bytes = [0; 4096];
+        match (&self.stream).read(&mut bytes) {
+            Ok(read @ 1..) => self.bytes.extend(&bytes[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            _ => self.is_over = true,
+        }
+    }
+}
+
+fn parse(line: &[u8]) -> Line {
+    match serde_json::from_slice(line) {
+        Ok(request) => Line::Request(request),
+        Err(error) => Line::Wrong(format!(
+            "this line is no request: {error}; a request is one line, such as \
+             {{\"command\":\"status\"}}"
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write as _;
+    use std::net::Shutdown;
+
+    /// The first line of a client that has sent these bytes.
+    fn first_line(bytes: &[u8]) -> Line {
+        let (mut client, stream) = UnixStream::pair().unwrap();
+        client.write_all(bytes).unwrap();
+        client.shutdown(Shutdown::Write).unwrap();
+        let mut lines = Lines::of(stream);
+        loop {
+            match lines.next() {
+                Some(line) => return line,
+                None => lines.read(),
+            }
+        }
+    }
+
+    #[test]
+    fn lines_are_bounded_and_have_an_end() {
+        let long = [b'x'; LINE_MAX];
+        for (bytes, expected) in [
+            (&b"{\"command\":\"stop\"}\n"[..], "Request"),
+            (b"{\"command\":\"stop\"}", "End"),
+            (b"", "End"),
+            (b"\n", "Wrong"),
+            (b"\xff\xfe\n", "Wrong"),
+            (&long, "TooLong"),
+            (&long[1..], "End"),
+        ] {
+            let found = match first_line(bytes) {
+                Line::Request(_) => "Request",
+                Line::Wrong(_) => "Wrong",
+                Line::TooLong => "TooLong",
+                Line::End => "End",
+            };
+            assert_eq!(found, expected, "{:?}", bytes.escape_ascii().to_string());
+        }
+        let deep = [b"[".repeat(LINE_MAX / 2), b"\n".to_vec()].concat();
+        assert!(matches!(first_line(&deep), Line::Wrong(_)));
+    }
+}
