@@ -52,8 +52,8 @@ pub struct Usage {
     pub limbo: u32,
 }
 
-/// A table that was unlinked: no new walk can enter it, but a walk may still be inside. It must be
-/// given to [`Arena::retire`]; dropping it leaks the page.
+/// An unlinked table: no new walk can enter it, but a walk may still be inside. It must be given to
+/// [`Arena::retire`]; dropping it leaks the page.
 #[must_use = "a detached table must be retired, or its page is lost"]
 #[derive(Debug)]
 pub struct Detached(TableId);
@@ -66,7 +66,7 @@ pub struct Arena {
 }
 
 struct Lists {
-    /// Ids from here up were never given out, so their tables are zero.
+    /// Ids from `fresh` up were never given out, so their tables are zero.
     fresh: u32,
     free: Vec<TableId>,
     /// In the order of retirement. Two flushes may retire their tables in the reverse order of
@@ -139,10 +139,10 @@ impl Arena {
         self.pages.entry(id, index)
     }
 
-    /// Prefetches the cache line of an entry that is about to be changed. Changes nothing. A caller
-    /// that will change many entries by locked instructions first calls this for all of them. Then
-    /// their lines, which other cores wrote last, arrive in parallel; locked instructions would
-    /// wait for one line after the other.
+    /// Prefetches an entry's cache line before a change. Changes nothing. A caller that will change
+    /// many entries by locked instructions first calls this for all of them. Then their lines,
+    /// which other cores wrote last, arrive in parallel; locked instructions would wait for one
+    /// line after the other.
     ///
     /// # Panics
     /// As [`Arena::entry`].

@@ -5,9 +5,9 @@
 //! nothing until touched), never moved, and unmapped only by `Drop`, after every borrow of the
 //! backing.
 //!
-//! A `TableId` is a plain number. So safe code may still hold a reference into a table that was
-//! freed and given out again. That is allowed here, because entries are accessed only as atomics,
-//! zeroing included.
+//! A `TableId` is a plain number. So safe code may still hold a reference into a freed and
+//! reallocated table. That is allowed here, because entries are accessed only as atomics, zeroing
+//! included.
 
 #[cfg(not(loom))]
 pub(crate) use mapped::Backing;
@@ -114,7 +114,8 @@ mod modelled {
     use lacuna_sync::shim::AtomicU64;
     use rustix::io::Errno;
 
-    /// Memory for loom's atomics cannot be mapped: an arena of a few tables, in safe code.
+    /// Memory for loom's atomics cannot be mapped, so this is an array of a few tables, in safe
+    /// code.
     pub(crate) struct Backing(Box<[AtomicU64]>);
 
     impl Backing {
@@ -129,7 +130,7 @@ mod modelled {
             &self.0[(id.get() as usize - 1) * ENTRIES + index.get() as usize]
         }
 
-        /// A hint that a model does not need.
+        /// Does nothing: a model needs no prefetch.
         pub(crate) fn prefetch(&self, _: TableId, _: Index) {}
     }
 }

@@ -1,9 +1,9 @@
 //! The memory of translation tables: an arena of 4 KiB pages of 512 atomic entries.
 //!
-//! Tables are named by [`TableId`], never by a pointer, and an entry is lent as `&AtomicU64`. That
+//! Tables are named by [`TableId`], never by a pointer, and an entry is lent as `&AtomicU64`. This
 //! is all the unsafe code that stage-2 translation needs, so the crates above it are safe Rust. A
-//! stale or forged id reads the wrong table, which `verify()` finds, but never memory that is not a
-//! table.
+//! stale or forged id reads the wrong table, which `verify()` finds, but never memory outside the
+//! tables.
 //!
 //! ```text
 //!          alloc                detach                 retire(grace)          reap(passed)
