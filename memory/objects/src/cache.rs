@@ -1,4 +1,4 @@
-//! Chunks in memory, at most so many.
+//! A bounded number of chunks in memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 /// The bytes of a chunk.
 pub(crate) type Bytes = Arc<[u8]>;
 
-/// A bounded cache. The chunk that was not used for the longest time leaves first.
+/// A bounded cache. It evicts the least recently used chunk.
 pub(crate) struct Cache {
     chunks: HashMap<u64, (Bytes, u64)>,
     /// The most chunks.
@@ -38,8 +38,8 @@ impl Cache {
     pub fn insert(&mut self, chunk: u64, bytes: Bytes) {
         self.uses += 1;
         if self.chunks.len() >= self.bound && !self.contains(chunk) {
-            // There are few chunks, and each took a request to a store: a search is cheap beside
-            // that.
+            // There are few chunks, and each took a request to a store, so a linear search is
+            // cheap.
             let oldest = self.chunks.iter().min_by_key(|(_, (_, used))| *used);
             if let Some(oldest) = oldest.map(|(chunk, _)| *chunk) {
                 self.chunks.remove(&oldest);

@@ -1,4 +1,4 @@
-//! The chunks of one object: its cache, the requests in flight, and what waits for them.
+//! The chunks of one object: its cache, the requests in flight, and their waiters.
 
 use crate::cache::{Bytes, Cache};
 use crate::place::{Answer, Pauses, Place, TryError};
@@ -13,32 +13,31 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Instant;
 
-/// Chunks that are asked for before a read in order comes to them: at most so many, and at most
-/// half of those that are kept.
+/// The most chunks that a sequential read requests ahead; never more than half of the cache.
 const AHEAD: u64 = 8;
 
 /// An open object.
 pub(crate) struct Chunks {
     place: Place,
     meta: ObjectMeta,
-    /// For reads that a thread waits for, and why the last try has failed.
+    /// The outage as threads see it: the reason why the last try failed.
     outage: Outage,
     state: Mutex<ChunkTable, lock_order::ObjectChunks>,
 }
 
 struct ChunkTable {
     cache: Cache,
-    /// Chunks that a task reads, with what waits for them.
+    /// Chunks in flight, with their waiters.
     coming: HashMap<u64, Vec<Waiter>>,
 }
 
-/// What waits for a chunk.
+/// A waiter for a chunk.
 enum Waiter {
-    /// The request for a page of it, and the policy of its source.
+    /// A request for a page of the chunk, its source's outage, and the time of the request.
     Page(PageRequest, Arc<Outage>, Instant),
-    /// A thread.
+    /// A thread, and the time at which its wait began.
     Thread(SyncSender<Result<Bytes, String>>, Instant),
-    /// None: the chunk is read ahead.
+    /// Nothing waits: the chunk is read ahead.
     Ahead,
 }
 
@@ -90,13 +89,14 @@ impl Chunks {
         AHEAD.min((options.cache / options.chunk / 2) as u64)
     }
 
-    /// The bytes of the object that are in `chunk`.
+    /// The byte range of `chunk` in the object.
     fn range(&self, chunk: u64) -> Range<u64> {
         let start = chunk * self.chunk_bytes();
         start..(start + self.chunk_bytes()).min(self.meta.size)
     }
 
-    /// Answers a request for a page of the object, which has it: now, or when its chunk has come.
+    /// Answers a request for a page of the object: now, or when its chunk has arrived. The page is
+    /// in the object.
     pub fn page(self: &Arc<Self>, request: PageRequest, outage: &Arc<Outage>) {
         let chunk = request.page().0 * PAGE_SIZE as u64 / self.chunk_bytes();
         let mut state = self.state();
@@ -108,7 +108,8 @@ impl Chunks {
         self.wait_for(&mut state, chunk, waiter);
     }
 
-    /// Adds `waiter` to those for `chunk`, and starts to read it unless a task does.
+    /// Adds `waiter` to the chunk's waiters, and starts a read of the chunk unless one is in
+    /// flight.
     fn wait_for(self: &Arc<Self>, state: &mut ChunkTable, chunk: u64, waiter: Waiter) {
         let waiting = state.coming.entry(chunk).or_default();
         waiting.push(waiter);
@@ -117,7 +118,7 @@ impl Chunks {
         }
     }
 
-    /// Reads `into` from `offset` on, which is in the object.
+    /// Reads `into` from `offset`. The range is in the object.
     pub fn read(self: &Arc<Self>, into: &mut [u8], offset: u64) -> io::Result<()> {
         let end = offset + into.len() as u64;
         let bytes = self.chunk_bytes();
@@ -153,12 +154,12 @@ impl Chunks {
         Part::Coming(receiver)
     }
 
-    /// One try.
+    /// Tries once to read `chunk`.
     async fn get(&self, chunk: u64) -> Result<Bytes, TryError> {
         let range = self.range(chunk);
         let options = GetOptions {
             range: Some(GetRange::Bounded(range.clone())),
-            // Another object at this place is refused.
+            // The store refuses the read if another object is at this place.
             if_match: self.meta.e_tag.clone(),
             ..GetOptions::default()
         };
@@ -203,7 +204,7 @@ impl Chunks {
         };
     }
 
-    /// No try can succeed.
+    /// Fails all waiters for `chunk`: no try can succeed.
     fn fail(&self, chunk: u64, reason: &str) {
         let reason = &self.failure(chunk, reason);
         let waiting = self.state().coming.remove(&chunk);
@@ -216,8 +217,8 @@ impl Chunks {
         }
     }
 
-    /// After a try that has failed for `reason`: gives up what has waited too long. Returns whether
-    /// something still waits.
+    /// Records a failed try, and gives up the waiters that are past their deadline. Returns whether
+    /// waiters are left.
     fn keep_trying(&self, chunk: u64, reason: &str) -> bool {
         let reason = &self.failure(chunk, reason);
         self.outage.failed(reason);
@@ -251,7 +252,7 @@ impl Chunks {
     }
 }
 
-/// Reads a chunk, as often as something waits for it and another try may succeed. It keeps the
+/// Reads a chunk, and tries again while there are waiters and a try may succeed. It keeps the
 /// object open only during a try: when the object is closed, the requests for its pages fail.
 async fn fetch(chunks: Weak<Chunks>, chunk: u64) {
     let mut pauses = Pauses::default();
@@ -270,7 +271,7 @@ async fn fetch(chunks: Weak<Chunks>, chunk: u64) {
     }
 }
 
-/// A chunk that a thread reads.
+/// A chunk for a reading thread.
 enum Part {
     Here(Bytes),
     Coming(Answer<Result<Bytes, String>>),

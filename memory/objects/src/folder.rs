@@ -18,14 +18,14 @@ use url::Url;
 /// How objects are read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Options {
-    /// Bytes that one request reads, a multiple of 4 KiB.
+    /// Bytes of one request, a multiple of 4 KiB.
     pub chunk: usize,
-    /// Bytes of each object that are kept in memory.
+    /// Bytes of each object's cache in memory.
     pub cache: usize,
-    /// Requests at a time.
+    /// The most requests in flight.
     pub parallel: usize,
-    /// How long a thread waits for a store that does not answer or fails; `Duration::MAX`: for
-    /// ever. The requests of a page source have a [`Policy`] of their own.
+    /// How long a thread waits for a failing or silent store; `Duration::MAX`: for ever. The
+    /// requests of a page source have a [`Policy`] of their own.
     pub patience: Duration,
 }
 
@@ -45,20 +45,20 @@ impl Default for Options {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ObjectsError {
-    /// The text names no place.
+    /// The URL names no place.
     #[error("{url}: {wrong}: give a URL such as file:///folder or s3://bucket/prefix")]
     Url {
-        /// The text.
+        /// The URL.
         url: String,
-        /// What is wrong.
+        /// What is wrong with it.
         wrong: String,
     },
-    /// A prefix that no object has.
+    /// No object has this prefix.
     #[error("{prefix:?}: {wrong}: give names with / between them")]
     Prefix {
         /// The prefix.
         prefix: String,
-        /// What is wrong.
+        /// What is wrong with it.
         wrong: String,
     },
     /// The build has no client for S3.
@@ -67,13 +67,13 @@ pub enum ObjectsError {
          s3`, or give a folder"
     )]
     NoS3(String),
-    /// No build has such a store.
+    /// No build supports such a store.
     #[error("{0}: no such store is supported: give file:///folder or s3://bucket/prefix")]
     NoSuchStore(String),
-    /// Options that do not go together.
+    /// The options contradict each other.
     #[error("chunks of {0} bytes: give a multiple of 4096 that is not 0")]
     Chunk(usize),
-    /// No thread can be started.
+    /// A thread cannot be started.
     #[error("cannot start the threads of the object store: {0}; raise the limit (ulimit -u)")]
     Threads(io::Error),
 }
@@ -86,11 +86,11 @@ pub struct Objects {
 }
 
 impl Objects {
-    /// The objects of `store` whose names begin with `prefix` and a slash. Names are taken as they
-    /// are: nothing is percent-encoded.
+    /// The objects of `store` whose names begin with `prefix` and a slash. Names are used
+    /// unchanged: nothing is percent-encoded.
     ///
     /// # Errors
-    /// No object has this prefix, the options do not go together, or no thread can be started.
+    /// No object has this prefix, the options contradict each other, or a thread cannot be started.
     pub fn new(
         store: Arc<dyn ObjectStore>,
         prefix: &str,
@@ -105,7 +105,7 @@ impl Objects {
     }
 
     /// The objects below `url`: `file:///folder`, or with the feature `s3` a store with S3's
-    /// protocol, `s3://bucket/prefix`, whose settings are in the environment.
+    /// protocol, `s3://bucket/prefix`. The environment has the store's settings.
     ///
     /// # Errors
     /// [`ObjectsError`].
@@ -147,8 +147,8 @@ impl Objects {
         Ok(Self::at(Place::new(store, name, options, runtime), prefix))
     }
 
-    /// A thread that waits for the store looks at `flag` several times a second, and gets an error
-    /// of the kind [`io::ErrorKind::Interrupted`] once it is set.
+    /// A thread that waits for the store checks `flag` several times a second. Once the flag is
+    /// set, the thread gets an error of the kind [`io::ErrorKind::Interrupted`].
     #[must_use]
     pub fn interrupted_by(mut self, flag: &Arc<AtomicBool>) -> Self {
         self.place = self.place.interrupted_by(flag);
@@ -173,7 +173,7 @@ impl Objects {
     }
 }
 
-/// The path that a `file:///` URL names; `None` for another text.
+/// The path in a `file:///` URL; `None` for another text.
 pub fn local_path(url: &str) -> Option<PathBuf> {
     let parsed = Url::parse(url).ok()?;
     (parsed.scheme() == "file")
@@ -181,7 +181,7 @@ pub fn local_path(url: &str) -> Option<PathBuf> {
         .flatten()
 }
 
-/// The store of a bucket. It is tried again here, so it does not try for long by itself.
+/// The store of a bucket. Its own retries are short, because this crate tries again.
 #[cfg(feature = "s3")]
 fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, object_store::Error> {
     let retries = object_store::RetryConfig {
@@ -195,8 +195,8 @@ fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, object
     builder.with_url(url).with_retry(retries).build()
 }
 
-/// What is called `name` in `folder`. Each character stands for itself, as in the prefix; a `&str`
-/// that is joined would be percent-encoded.
+/// The object `name` in `folder`. Each character stands for itself, as in the prefix; joining a
+/// `&str` would percent-encode it.
 fn child(folder: ObjectPath, name: &str) -> io::Result<ObjectPath> {
     let part = PathPart::parse(name);
     let part = part.map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;

@@ -23,23 +23,23 @@
 //!                      └─ wait for the chunk ─► GET of a range, 16 at a time ─► provided
 //! read of a range ─────── wait for its chunks, and ask for those that follow
 //! ```
-//! **A store that fails or does not answer** is tried again. A try ends after 10 s, or after
-//! [`Options::patience`] if that is shorter. The pause before the next one is 10 ms, then 20, 40
-//! and so on up to a second, for as long as something waits:
+//! **A failing or silent store** is tried again. A try ends after 10 s, or after
+//! [`Options::patience`] if that is shorter. The pauses between tries are 10 ms, 20, 40 and so on
+//! up to a second. Tries end when nothing waits any more:
 //!
-//! | what waits | until |
+//! | waiter | waits until |
 //! |---|---|
 //! | a vCPU's request for a page | its source's [`Policy`](lacuna_source::Policy) gives it up |
 //! | a thread that opens or prefetches an object | [`Options::patience`] is over: an error |
-//! | nothing: the chunk was read ahead | the first try has failed |
+//! | none: the chunk was read ahead | the first try has failed |
 //!
-//! The flag of [`Objects::interrupted_by`] ends the wait of a thread before.
+//! The flag of [`Objects::interrupted_by`] ends a thread's wait earlier.
 //!
 //! With [`WhenGone::Hold`](lacuna_source::WhenGone::Hold) a vCPU's request is never given up: the
 //! guest sees a slow page, and no error.
 //!
-//! What no other try can mend fails at once: an object that is gone, was replaced or became
-//! shorter, and an access that is refused. Each error names the object and its bytes.
+//! A failure that no further try can mend is reported at once: a missing, replaced or shortened
+//! object, or refused access. Each error names the object and its bytes.
 //!
 //! | file | job |
 //! |---|---|
@@ -49,8 +49,8 @@
 //! | `chunks` | the chunks of one object: cache, requests, retries |
 //! | `cache` | chunks by their number, and which one was used last |
 //!
-//! The crate has threads of its own, in a tokio runtime that no caller sees. A task of another
-//! runtime may call it, and keeps its thread until the store has answered. It has no `unsafe`.
+//! The crate has its own threads, in a tokio runtime that no caller sees. If a task of another
+//! runtime calls it, the task keeps its thread until the store has answered. It has no `unsafe`.
 #![forbid(unsafe_code)]
 
 mod cache;

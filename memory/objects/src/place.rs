@@ -1,4 +1,4 @@
-//! A store, the threads that read it, and the tries to read something.
+//! A store, its threads, and the tries to read from it.
 
 use crate::folder::Options;
 use object_store::path::Path as ObjectPath;
@@ -11,39 +11,39 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// The longest try. A store that is slower than that for a chunk is of no use to a guest.
+/// The longest try. A store that is slower than this for a chunk is of no use to a guest.
 const TRY: Duration = Duration::from_secs(10);
-/// The time between two looks at the flag that interrupts threads.
+/// The period at which a waiting thread checks the interrupt flag.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// A store, and the threads that read it.
+/// A store and its threads.
 #[derive(Clone)]
 pub(crate) struct Place {
     shared: Arc<Shared>,
-    /// Threads that wait give up when it is set.
+    /// While it is set, threads do not wait.
     interrupt: Arc<AtomicBool>,
 }
 
 struct Shared {
     store: Arc<dyn ObjectStore>,
-    /// What comes before the names of objects in messages.
+    /// The prefix of objects' names in messages.
     name: String,
     options: Options,
     permits: Semaphore,
-    /// `None` while this is dropped.
+    /// `None` only during the drop.
     runtime: Option<tokio::runtime::Runtime>,
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
-            // Without a wait, because one of its own threads may be the one that drops it.
+            // The drop does not wait for the threads: one of them may be the dropping thread.
             runtime.shutdown_background();
         }
     }
 }
 
-/// Where a task sends what a thread waits for.
+/// The channel on which a thread waits for a task's result.
 pub(crate) type Answer<T> = Receiver<T>;
 
 impl Place {
@@ -77,7 +77,7 @@ impl Place {
         &*self.shared.store
     }
 
-    /// An object, for people.
+    /// An object's name in messages.
     pub fn name_of(&self, location: &ObjectPath) -> String {
         format!("{}{location}", self.shared.name)
     }
@@ -93,8 +93,8 @@ impl Place {
         drop(runtime.spawn(task));
     }
 
-    /// Carries out a task, and waits for it unless the flag is set. A task of this runtime asks the
-    /// store: `block_on` panics on a thread of another one.
+    /// Carries out a task, and waits for it unless the flag is set. The task runs in the store's
+    /// own runtime: `block_on` panics on a thread of another runtime.
     pub fn run<T: Send + 'static>(
         &self,
         task: impl Future<Output = T> + Send + 'static,
@@ -109,7 +109,7 @@ impl Place {
     ) -> Answer<T> {
         let (sender, answer) = sync_channel(1);
         self.spawn(async move {
-            // The thread that waits for it may have been interrupted.
+            // The waiting thread may have been interrupted.
             let _ = sender.try_send(task.await);
         });
         answer
@@ -136,7 +136,7 @@ impl Place {
         self.interrupt.load(Ordering::Relaxed)
     }
 
-    /// One try, which has an end.
+    /// Tries once, for a bounded time.
     pub async fn one_try<T>(
         &self,
         ask: impl Future<Output = Result<T, Error>>,
@@ -148,7 +148,7 @@ impl Place {
         }
     }
 
-    /// Asks what is at `location`, for as long as the patience lasts.
+    /// Reads the metadata of the object at `location`. Tries again until the patience is over.
     pub async fn head(&self, location: &ObjectPath) -> io::Result<ObjectMeta> {
         let (began, mut pauses) = (Instant::now(), Pauses::default());
         loop {
@@ -167,7 +167,7 @@ impl Place {
     }
 }
 
-/// Pauses between tries: 10 ms, and each one twice as long as the one before, up to a second.
+/// Pauses between tries: 10 ms, then each twice as long as the last, up to a second.
 pub(crate) struct Pauses(Duration);
 
 impl Default for Pauses {
@@ -181,7 +181,7 @@ impl Pauses {
         tokio::time::sleep(self.next()).await;
     }
 
-    /// The length of the pause that comes now.
+    /// The length of the next pause.
     pub fn next(&mut self) -> Duration {
         let now = self.0;
         self.0 = (now * 2).min(Duration::from_secs(1));
@@ -189,13 +189,13 @@ impl Pauses {
     }
 }
 
-/// Why a try has failed.
+/// The reason of a failed try.
 pub(crate) enum TryError {
-    /// The store has answered this.
+    /// The store answered with this error.
     Store(Error),
-    /// The store has not answered within this time.
+    /// The store did not answer within this time.
     Silent(Duration),
-    /// What the store has answered is of no use.
+    /// The store's answer is of no use.
     Useless(String),
 }
 
@@ -223,7 +223,7 @@ impl TryError {
         }
     }
 
-    /// As a thread gets it that opens an object, after it has `waited`.
+    /// The error for a thread that opens an object, after it has `waited`.
     pub fn into_io(self, waited: Duration) -> io::Error {
         let kind = match &self {
             Self::Store(Error::NotFound { .. }) => io::ErrorKind::NotFound,
@@ -238,7 +238,7 @@ impl TryError {
                 let seconds = waited.as_secs_f64();
                 format!("the store has failed for {seconds:.1} s; the last error: {error}")
             }
-            // That an object is gone is said of one that was there.
+            // `Display` calls a missing object gone; this object may never have existed.
             Self::Store(error) => error.to_string(),
             error => error.to_string(),
         };

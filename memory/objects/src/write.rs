@@ -1,12 +1,12 @@
-//! Objects that are made of files.
+//! Makes objects of files.
 //!
 //! ```text
 //! a file ─┬─ up to 8 MiB ─► PUT ────────────────────────────────► the object
 //!         └─ longer ──────► parts of 8 MiB, 4 at a time ─► end ─► the object
 //! ```
-//! No reader sees a part of an object. A store that fails is tried again, with the whole object,
-//! for as long as [`Options::patience`](crate::Options::patience) says. S3's client has tried each
-//! request several times before.
+//! No reader sees a part of an object. If the store fails, the whole object is written again, until
+//! [`Options::patience`](crate::Options::patience) is over. Before that, S3's client has tried each
+//! request several times.
 
 use crate::folder::Objects;
 use crate::place::{Answer, Pauses, Place, TryError};
@@ -22,12 +22,12 @@ use std::time::{Duration, Instant};
 /// The shortest part. S3 takes 10000 parts of 5 MiB or more.
 const PART: u64 = 8 << 20;
 const PARTS_MAX: u64 = 10_000;
-/// Parts on their way.
+/// The most parts in flight.
 const PARALLEL: usize = 4;
-/// How long the end of an upload that has failed is waited for.
+/// How long a failed upload waits for its abort.
 const ABORT: Duration = Duration::from_secs(2);
 
-/// Why an object is not made.
+/// Why an object was not made.
 enum PutError {
     /// The file cannot be read, or the wait was interrupted.
     Here(io::Error),
@@ -47,10 +47,10 @@ impl From<Error> for PutError {
 }
 
 impl Objects {
-    /// Makes the object `name` with the content of `file`, in place of one that is there.
+    /// Writes the content of `file` to the object `name`, and replaces an existing object.
     ///
     /// # Errors
-    /// The file cannot be read, the store does not take it, or [`Objects::interrupted_by`].
+    /// The file cannot be read, the store refuses it, or [`Objects::interrupted_by`].
     pub fn put(&self, name: &str, file: &File) -> io::Result<()> {
         let (location, place) = (self.location(name)?, self.place());
         let (began, mut pauses) = (Instant::now(), Pauses::default());
@@ -69,7 +69,7 @@ impl Objects {
         }
     }
 
-    /// Removes the object `name`, if it is there.
+    /// Removes the object `name`, if it exists.
     ///
     /// # Errors
     /// The store does not remove it.
@@ -124,7 +124,7 @@ fn put_once(place: &Place, location: &ObjectPath, file: &File) -> Result<(), Put
     let completed = place.run(async move {
         let completed = upload.complete().await;
         if completed.is_err() {
-            // The first error counts.
+            // The first error is returned.
             let _ = upload.abort().await;
         }
         completed
@@ -135,7 +135,7 @@ fn put_once(place: &Place, location: &ObjectPath, file: &File) -> Result<(), Put
 
 type Part = Answer<Result<(), Error>>;
 
-/// Waits for the oldest part on its way.
+/// Waits for the oldest part in flight.
 fn next_part(place: &Place, coming: &mut VecDeque<Part>) -> Result<(), PutError> {
     match coming.pop_front() {
         Some(part) => Ok(place.wait(&part)??),
@@ -143,9 +143,9 @@ fn next_part(place: &Place, coming: &mut VecDeque<Part>) -> Result<(), PutError>
     }
 }
 
-/// Ends an upload, so that the store keeps no part of it. A store that is away keeps them.
+/// Aborts an upload, so that the store keeps none of its parts. An unreachable store keeps them.
 fn abort(place: &Place, mut upload: Box<dyn MultipartUpload>) {
     let ended = place.start(async move { upload.abort().await });
-    // It changes nothing if that fails.
+    // A failure changes nothing.
     let _ = ended.recv_timeout(ABORT);
 }

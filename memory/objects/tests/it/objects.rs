@@ -1,4 +1,4 @@
-//! Objects that are read in ranges and as pages, from stores that fail.
+//! Objects that are read in ranges and as pages, from failing stores.
 
 use async_trait::async_trait;
 use futures_core::stream::BoxStream;
@@ -29,7 +29,7 @@ use std::time::Duration;
 struct Faulty {
     inner: InMemory,
     failures: AtomicU64,
-    /// The same for questions what is there.
+    /// The number of `head` requests that will fail.
     head_failures: AtomicU64,
     gets: AtomicU64,
     is_silent: AtomicBool,
@@ -146,7 +146,7 @@ fn opened(options: Options) -> (Arc<Faulty>, Box<dyn StoredFile>) {
 
 type Got = (u64, std::result::Result<Vec<u8>, String>);
 
-/// Passes the first answer for each page on.
+/// Sends the first answer for each page to the test.
 struct Keep(Mutex<(Sender<Got>, HashSet<u64>)>);
 
 impl PageRequester for Keep {
@@ -161,7 +161,7 @@ impl PageRequester for Keep {
         if !kept.1.insert(key) {
             return Answer::Late;
         }
-        // An answer that comes when the test is over is late.
+        // An answer may arrive after the end of the test.
         let sent = kept.0.send((key, content));
         sent.map_or(Answer::Late, |()| Answer::Taken)
     }
@@ -224,7 +224,7 @@ fn pages_come_by_chunks_which_are_kept() {
             "{page}"
         );
     }
-    // Pages of one chunk share its request. A chunk that has left is asked for again.
+    // Pages of one chunk share its request. An evicted chunk is requested again.
     let gets = store.gets.load(Ordering::SeqCst);
     assert!((13..=PAGES).contains(&gets), "{gets}");
     let got = ask(&*source, [PAGES].into_iter());
@@ -275,7 +275,7 @@ fn a_store_that_dies() {
     answers(&ask(&*source, 0..1), 1);
     store.failures.store(u64::MAX, Ordering::SeqCst);
     let lost = answers(&ask(&*source, 20..30), 10);
-    // Each says which bytes of which object: its chunk of four pages.
+    // Each error names the bytes and the object: the page's chunk of four pages.
     let told = |page: u64| {
         let start = page / 4 * 4 * PAGE_SIZE as u64;
         let end = (start + 4 * PAGE_SIZE as u64).min(PAGES * PAGE_SIZE as u64) - 1;
@@ -291,13 +291,13 @@ fn a_store_that_dies() {
     let error = error.expect_err("lost").to_string();
     assert!(error.starts_with(&told(48)), "{error}");
     assert!(error.ends_with("the network is down"), "{error}");
-    // What is in the cache is there.
+    // Cached chunks are provided.
     let (_, content) = answers(&ask(&*source, 0..1), 1).remove(0);
     content.expect("a page");
 }
 
-/// Tries that get no answer end, and others follow: the request waits, and is no error. A thread
-/// that reads has an error, which says what was silent.
+/// A try without an answer ends, and another follows. The page request waits, without an error. A
+/// reading thread gets an error, which names the silent store.
 #[test]
 fn a_store_that_does_not_answer() {
     let (store, file) = opened(Options {
@@ -342,7 +342,7 @@ fn an_object_that_is_replaced() {
     );
 }
 
-/// Requests without an answer fail when the source and the folder are gone.
+/// Unanswered requests fail when the source and the folder are dropped.
 #[test]
 fn the_end_of_a_folder_answers_all_requests() {
     let (store, file) = opened(OPTIONS);
@@ -398,7 +398,7 @@ fn urls() {
     assert!(matches!(error, ObjectsError::Chunk(5000)), "{error}");
 }
 
-/// No character of a name is percent-encoded, in a prefix or beside it.
+/// No character of a name is percent-encoded, in the prefix or after it.
 #[test]
 fn names_are_taken_as_they_are() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -437,7 +437,7 @@ fn a_task_of_another_runtime() {
     });
 }
 
-/// An object is opened when the store has come back; an object that is not there is not waited for.
+/// Opening waits until the store is back, but does not wait for an object that does not exist.
 #[test]
 fn a_store_that_is_away_when_an_object_is_opened() {
     let (store, _) = opened(OPTIONS);
@@ -460,7 +460,7 @@ fn a_store_that_is_away_when_an_object_is_opened() {
     assert!(error.ends_with("the network is down"), "{error}");
 }
 
-/// Threads that wait for a store give up when they are interrupted, however long they would wait.
+/// Threads that wait for a store give up when they are interrupted, whatever their patience.
 #[test]
 fn a_thread_that_waits_is_interrupted() {
     let store = Arc::new(Faulty::default());
@@ -491,7 +491,7 @@ fn a_thread_that_waits_is_interrupted() {
     );
 }
 
-/// A source says why it provides no page, until it does.
+/// A source reports why it provides no page, until it provides one.
 #[test]
 fn a_source_says_why_it_is_out() {
     let (store, file) = opened(OPTIONS);
@@ -519,7 +519,7 @@ fn a_source_says_why_it_is_out() {
     assert_eq!(source.outage(), None);
 }
 
-/// A file becomes an object, in one request or in parts. A later one replaces it.
+/// A file becomes an object, in one request or in parts. A later object replaces it.
 #[test]
 fn objects_are_made_of_files() {
     let store = Arc::new(lacuna_objects::object_store::memory::InMemory::new());
