@@ -57,7 +57,7 @@ fn bitmap() {
     }
 }
 
-/// Marks so many pages, scattered.
+/// Marks `dirty` scattered pages.
 fn mark(bitmap: &DirtyBitmap, words: &mut [u64], dirty: usize) {
     bitmap.take(0, words);
     for i in 0..dirty {

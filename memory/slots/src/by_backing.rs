@@ -15,13 +15,12 @@
 //! ```
 //! If a node ends before the range, all nodes between it and its outer do too. So a search reads
 //! log2(n) nodes to find the last one that starts in time, then one node for each hit, and one for
-//! each slot that is nested in others and ends before the range. With disjoint slots that is one in
-//! all.
+//! each nested slot that ends before the range. With disjoint slots it reads one node in all.
 
 use core::hint::select_unpredictable;
 use lacuna_addr::{SlotAddress, SlotAddressRange};
 
-/// No node before this one ends beyond it.
+/// No earlier node ends beyond this one.
 const NONE: u32 = u32::MAX;
 
 /// The backing of one slot, and the place of the slot in the gfn order.
@@ -83,9 +82,9 @@ impl<A: SlotAddress> ByBacking<A> {
         steps
     }
 
-    /// The last node that starts below `address`, and the number of nodes read. It has no branch
-    /// that could be mispredicted: each step halves the rest and moves the base by a conditional
-    /// move. The base starts below `address` unless it is the first node.
+    /// The last node that starts below `address`, and the number of nodes read. It has no
+    /// mispredictable branch: each step halves the rest and moves the base by a conditional move.
+    /// The base starts below `address` unless it is the first node.
     #[inline]
     fn last_below(&self, address: A) -> (u32, usize) {
         let mut base = 0;

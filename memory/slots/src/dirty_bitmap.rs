@@ -13,10 +13,10 @@
 //! bit stays for the next harvest. So users must follow two rules: *mark after 1, never before*,
 //! and *copy after the flush, never before*.
 //!
-//! `mark` must not test the bit first and skip the write if it is set. The race: the load of the
-//! bit passes the writer's own stores to the page, and finds the bit set; `take` clears the bit;
-//! the harvester copies the page without these stores. Then no mark is left. A fence would prevent
-//! this, but it costs as much as the instruction that is saved; `tests/loom.rs` shows the loss.
+//! `mark` must not skip the write if the bit is set already. The race: the load of the bit passes
+//! the writer's own stores to the page, and finds the bit set; `take` clears the bit; the harvester
+//! copies the page without these stores. Then no mark is left. A fence would prevent this, but it
+//! costs as much as the saved instruction; `tests/loom.rs` shows the loss.
 //!
 //! Words are little-endian in KVM's byte form: page `p` is bit `p % 64` of word `p / 64`, and bit
 //! `p % 8` of byte `p / 8` after [`u64::to_le_bytes`].
@@ -51,7 +51,7 @@ pub enum ClearError {
         /// Its first page.
         first_page: usize,
     },
-    /// The range ends within a word that is not the last.
+    /// The range ends within a word, and that word is not the slot's last.
     #[error(
         "{pages} pages from page {first_page} end within a word: clear a multiple of 64 pages, or \
          up to the end of the slot at page {slot_pages}"
@@ -82,7 +82,7 @@ pub enum ClearError {
     Mask {
         /// Pages to be cleared.
         pages: usize,
-        /// Words that this takes.
+        /// Words of the mask for so many pages.
         needed: usize,
         /// Words of the mask.
         given: usize,
@@ -90,7 +90,7 @@ pub enum ClearError {
 }
 
 impl DirtyBitmap {
-    /// A bitmap for a slot of so many pages, all of them clean.
+    /// A bitmap for a slot of `pages` clean pages.
     pub fn new(pages: usize) -> Self {
         let words = (0..pages.div_ceil(WORD)).map(|_| AtomicU64::new(0));
         Self {
@@ -109,7 +109,7 @@ impl DirtyBitmap {
         self.words.len()
     }
 
-    /// Marks a page that a vCPU has written, or can be written from now on without a mark.
+    /// Marks a page that a vCPU has written, or can write from now on without a mark.
     ///
     /// # Panics
     /// If the slot does not have that page.
@@ -125,9 +125,9 @@ impl DirtyBitmap {
         }
     }
 
-    /// As [`Self::mark`] for all of `pages`; returns their number. Pages that share a word take one
-    /// exchange together. They do not if a page of another word is between them that has the same
-    /// place among the `JOINED` waiting words. A page may be marked as late as the return.
+    /// As [`Self::mark`] for all of `pages`; returns their number. Pages of one word take one
+    /// exchange together, unless between them comes a page of another word with the same place
+    /// among the `JOINED` waiting words. A page may be marked as late as the return.
     ///
     /// # Panics
     /// If the slot does not have one of the pages. Some may be marked then.
@@ -157,7 +157,7 @@ impl DirtyBitmap {
         }
     }
 
-    /// Moves words into `out`, from `first_word` on, and leaves zeros: reports and clears in one
+    /// Moves the words from `first_word` on into `out`, and leaves zeros: reports and clears in one
     /// call (KVM's GET without manual protect). Rearm and flush before the pages are copied. If the
     /// words then cannot be delivered, call [`Self::put_back`].
     ///
@@ -174,7 +174,7 @@ impl DirtyBitmap {
         }
     }
 
-    /// Copies words into `out`, from `first_word` on, and changes nothing (KVM's GET with manual
+    /// Copies the words from `first_word` on into `out`, and changes nothing (KVM's GET with manual
     /// protect).
     ///
     /// # Panics
@@ -185,13 +185,13 @@ impl DirtyBitmap {
         }
     }
 
-    /// Of `pages` pages from `first_page` on, clears those that `mask` names. Leaves in `mask`
-    /// those that were dirty: the pages to rearm (KVM's CLEAR). A page marked since the words were
+    /// Clears the pages in `mask`, out of the `pages` pages from `first_page` on. Leaves in `mask`
+    /// only the dirty ones: the pages to rearm (KVM's CLEAR). A page marked since the words were
     /// copied may be among them, so copy it after the flush.
     ///
     /// # Errors
-    /// KVM's rules: the range begins at a word, and ends at one or with the slot. Also the mask
-    /// must have a word for each of its words.
+    /// KVM's rules: the range begins at a word, and ends at a word or with the slot. The mask must
+    /// also have one word for each word of the range.
     pub fn clear(
         &self,
         first_page: usize,
@@ -238,8 +238,8 @@ impl DirtyBitmap {
         }
     }
 
-    /// Marks again the pages that a harvest took and could not deliver. Rearming need not be
-    /// undone: the pages are reported once more, whether they are written again or not.
+    /// Marks again the pages of an undelivered harvest. Rearming need not be undone: the pages are
+    /// reported once more, whether they are written again or not.
     ///
     /// # Panics
     /// If the bitmap does not have those words, or the slot not those pages.
@@ -278,19 +278,19 @@ impl DirtyBitmap {
     }
 }
 
-/// Marks of one word that [`DirtyBitmap::mark_all`] has still to make.
+/// Pending marks of [`DirtyBitmap::mark_all`] in one word.
 #[derive(Clone, Copy)]
 struct Joined {
     word: usize,
     bits: u64,
 }
 
-/// How many words' marks are joined at a time: 32 words are 8 MiB of guest memory. The bench
-/// `dirty` shows what joining saves if the pages of a full log lie in some megabytes, and what it
-/// costs if they are random.
+/// The number of words whose marks are joined: 32 words are 8 MiB of guest memory. The bench
+/// `dirty` shows the gain if the pages of a full log lie in some megabytes, and the cost if they
+/// are random.
 const JOINED: usize = 32;
 
-/// Asserts that a slot of so many pages has this one. The message is made out of line, so that
+/// Asserts that a slot of `slot_pages` pages has `page`. The message is made out of line, so that
 /// `page` stays in a register.
 #[inline]
 fn assert_has(page: usize, slot_pages: usize) {

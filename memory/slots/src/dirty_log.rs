@@ -25,14 +25,14 @@ pub enum Delivery {
         /// The size of each ring. A small ring is full more often, and its vCPU leaves the guest
         /// then. On `/dev/kvm` a small ring may also overflow: see `DirtyRings::reap_rings`.
         size: RingSize,
-        /// Where a write is recorded that no vCPU makes: each ring belongs to a vCPU.
+        /// Where writes without a vCPU are recorded: each ring belongs to a vCPU.
         backup: Backup,
     },
 }
 
 impl Delivery {
-    /// Whether a slot that logs has a bitmap. Without one, `get_dirty` and the VMM's writes to the
-    /// slot are refused.
+    /// Whether a logging slot has a bitmap. Without a bitmap, `get_dirty` and the VMM's writes to
+    /// the slot are refused.
     pub const fn has_bitmaps(self) -> bool {
         !matches!(
             self,
@@ -44,10 +44,10 @@ impl Delivery {
     }
 }
 
-/// Where writes are recorded that no vCPU makes, in a VM with rings.
+/// Where writes without a vCPU are recorded, in a VM with rings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Backup {
-    /// Nowhere. The VMM's writes to a slot that logs are refused, and so are the calls on bitmaps.
+    /// Nowhere. The VMM's writes to a logging slot are refused, and so are the calls on bitmaps.
     None,
     /// In a bitmap for each slot.
     Bitmap,
@@ -68,7 +68,7 @@ pub enum Logging {
 }
 
 impl Logging {
-    /// No page counts as written at first; a huge leaf is split by the first write to it.
+    /// No page counts as written at first; the first write to a huge leaf splits it.
     pub const LAZY: Self = Self::On {
         initially: Initially::Clean,
         huge: HugeLeaves::Lazy,
@@ -85,7 +85,7 @@ pub enum Initially {
     AllSet,
 }
 
-/// When the huge leaves of a slot that logs are split. On `/dev/kvm` the kernel decides (module
+/// When the huge leaves of a logging slot are split. On `/dev/kvm` the kernel decides (module
 /// parameter `eager_page_split`), so the kvm backend ignores this choice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HugeLeaves {
@@ -104,7 +104,7 @@ pub enum DirtyError {
     /// There is no such slot.
     #[error(transparent)]
     Slot(#[from] SlotError),
-    /// The range breaks KVM's rules for what may be cleared.
+    /// The range breaks KVM's rules for clearing.
     #[error(transparent)]
     Clear(#[from] ClearError),
     /// The slot does not log.
@@ -157,7 +157,7 @@ pub enum DirtyError {
     },
 }
 
-/// Counts of what dirty logging has cost one vCPU.
+/// Costs of dirty logging for one vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DirtyStats {
     /// Write faults that marked a page under its range lock.

@@ -1,4 +1,4 @@
-//! A vCPU's dirty ring: the pages that it has written.
+//! A vCPU's dirty ring: the pages that the vCPU has written.
 //!
 //! ```text
 //!            reset        fetch              dirty              an entry's flags
@@ -9,18 +9,18 @@
 //! ```
 //! The vCPU's thread owns the [`RingProducer`]; one other thread at a time owns the
 //! [`RingConsumer`]. The ring never overwrites. A *reserve* of entries lies beyond the soft limit.
-//! It is enough for all that a vCPU can still push after it got [`RingSpace::SoftFull`]: a full
-//! hardware log, and the few pages of one exit. So the vCPU must then leave for its VMM, and be
-//! entered again only when [`RingProducer::space`] allows it.
+//! The reserve is enough for all that a vCPU can still push after [`RingSpace::SoftFull`]: a full
+//! hardware log, and the few pages of one exit. So the vCPU must then exit to its VMM, and may
+//! enter the guest again only when [`RingProducer::space`] allows it.
 //!
 //! # Reset, then copy
 //! ```text
 //! harvest ── deliver ── reset: flags 0, rearm ── flush ── copy the pages
 //! ```
 //! Between harvest and rearm the page is still marked as written, so a write to it makes no new
-//! entry. A copy that is made after the flush contains such a write, or the write has made a new
-//! entry. A copy that is made before the rearm may lack the write, and no later harvest reports it:
-//! it is lost. `tests/loom.rs` shows both.
+//! entry. A copy after the flush contains such a write, or the write has made a new entry. A copy
+//! before the rearm may lack the write, and no later harvest reports it: the write is lost.
+//! `tests/loom.rs` shows both.
 
 use crate::SlotId;
 use lacuna_sync::shim::{Arc, AtomicU32, AtomicU64, Ordering};
@@ -43,7 +43,7 @@ pub struct RingSize {
     reserved: usize,
 }
 
-/// Why a ring cannot have that size.
+/// Why a ring cannot have this size.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "a dirty ring cannot have {bytes} bytes: choose a power of two from {} to {}",
@@ -51,7 +51,7 @@ pub struct RingSize {
     RingSize::BYTES_MAX
 )]
 pub struct RingSizeError {
-    /// The size that was asked for.
+    /// The requested size.
     pub bytes: usize,
 }
 
@@ -63,7 +63,7 @@ impl RingSize {
     /// Bytes of the largest ring.
     pub const BYTES_MAX: usize = ENTRIES_MAX * Self::ENTRY_BYTES;
 
-    /// A ring of so many bytes.
+    /// A ring of `bytes` bytes.
     ///
     /// # Errors
     /// KVM's rules: a power of two, at least a page and the reserve, at most 65 536 entries.
@@ -74,7 +74,7 @@ impl RingSize {
         Ok(Self::of(bytes / Self::ENTRY_BYTES, RESERVED))
     }
 
-    /// The loom models use rings of a few entries.
+    /// A ring of any size: the loom models use a few entries.
     pub(crate) fn of(entries: usize, reserved: usize) -> Self {
         assert!(entries.is_power_of_two() && reserved < entries);
         Self { entries, reserved }
@@ -85,7 +85,7 @@ impl RingSize {
         self.entries
     }
 
-    /// When so many entries are in use, the vCPU must leave.
+    /// The number of used entries at which the vCPU must leave.
     pub fn soft_limit(self) -> usize {
         self.entries - self.reserved
     }
@@ -113,8 +113,8 @@ struct Ring {
     reset: ResetIndex,
 }
 
-/// The first entry that is not free, counted since the ring was made. The consumer writes it, on a
-/// cache line that a producer with room does not read.
+/// The first entry in use, counted since the ring was made. The consumer writes it, on a cache line
+/// that a producer with room does not read.
 #[repr(align(64))]
 struct ResetIndex(AtomicU64);
 
@@ -164,7 +164,7 @@ pub fn dirty_ring(size: RingSize) -> (RingProducer, RingConsumer) {
 }
 
 impl RingProducer {
-    /// Records a page of a slot that was written, or can be written from now on without a push.
+    /// Records a page that was written, or can be written from now on without a push.
     ///
     /// # Panics
     /// If the reserve is used up too: the vCPU has continued after [`RingSpace::SoftFull`].
@@ -219,7 +219,7 @@ impl RingConsumer {
         let first = self.fetch;
         loop {
             let entry = self.ring.at(self.fetch);
-            // Flags 0: not pushed yet. Flags 2: harvested, one round before.
+            // Flags 0: not pushed yet. Flags 2: harvested in the last round.
             if entry.flags.load(Ordering::Acquire) != DIRTY {
                 return (self.fetch - first) as usize;
             }
@@ -231,8 +231,8 @@ impl RingConsumer {
         }
     }
 
-    /// Undoes all harvests since the last reset, because they did not reach their user. The next
-    /// harvest gives the same pages in the same order.
+    /// Undoes all harvests since the last reset, because they were not delivered. The next harvest
+    /// gives the same pages in the same order.
     pub fn put_back(&mut self) {
         for index in self.reset..self.fetch {
             self.ring.at(index).flags.store(DIRTY, Ordering::Relaxed);
@@ -241,8 +241,8 @@ impl RingConsumer {
     }
 
     /// Frees the entries harvested so far, passes their pages to `rearm` in order, and returns the
-    /// number of entries. Each entry is freed before its page is passed on, so a push that the
-    /// rearming causes finds room. Rearm the pages, flush if needed, and only then copy them.
+    /// number of entries. Each entry is freed before its page is rearmed, so a push because of the
+    /// rearming finds room. Rearm the pages, flush if needed, and only then copy them.
     pub fn reset(&mut self, mut rearm: impl FnMut(SlotId, usize)) -> usize {
         let first = self.reset;
         while self.reset < self.fetch {

@@ -75,7 +75,7 @@ pub enum SlotError {
         /// The size.
         bytes: u64,
     },
-    /// The backing was not added for this VM, so this VM would not be notified when it is removed.
+    /// The backing was not added for this VM, so its removal would not be reported to this VM.
     #[error(
         "{id}: the backing at {backing} was not added for this VM: give it a range that \
          `Host::add_region` has returned for its MMU"
@@ -103,7 +103,7 @@ pub enum SlotError {
     NoRoom {
         /// The slot.
         id: SlotId,
-        /// The size that was asked for.
+        /// The requested size.
         room: NoRoom,
     },
     /// The backend does not know some of the flags.
@@ -114,7 +114,7 @@ pub enum SlotError {
         /// The flags that it does not support.
         flags: SlotFlags,
     },
-    /// The slot would be read-only, and exit on missing memory.
+    /// The slot would both be read-only and exit on missing memory.
     #[error(
         "{id}: a read-only slot cannot exit on missing memory: clear `READONLY` or \
          `EXIT_ON_MISSING`"
@@ -123,7 +123,7 @@ pub enum SlotError {
         /// The slot.
         id: SlotId,
     },
-    /// The slot would exit on missing memory, and no page of it is ever missing.
+    /// The slot would exit on missing memory, but no page of it is ever missing.
     #[error(
         "{id}: no page source provides its memory, so no page of it is missing: clear \
          `EXIT_ON_MISSING`, or give the VM a page source"

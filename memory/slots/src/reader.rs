@@ -5,8 +5,8 @@ use arc_swap::{ArcSwap, Cache};
 use lacuna_addr::Gfn;
 use std::sync::Arc;
 
-/// Finds slots in the newest snapshot. While nothing changes it costs one load and a comparison,
-/// and one more comparison if the slot is the one found last.
+/// Finds slots in the newest snapshot. Without a change, a look-up costs one load and a comparison,
+/// and one more comparison if it finds the same slot as the last look-up.
 ///
 /// It keeps its last snapshot alive until its next look-up.
 pub struct Reader<X: SlotData> {
@@ -23,7 +23,7 @@ impl<X: SlotData> Reader<X> {
         }
     }
 
-    /// The slot that `gfn` is in, now. Take the invalidation snapshot first (see the crate's page).
+    /// The current slot of `gfn`. Take the invalidation snapshot first (see the crate's page).
     // Always inlined: a call would cost a fault as much as the look-up.
     #[inline(always)]
     pub fn find(&mut self, gfn: Gfn) -> Option<&Arc<Slot<X>>> {

@@ -4,7 +4,7 @@ use crate::SlotError;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, SlotAddress, SlotAddressRange};
 use std::sync::Arc;
 
-/// The number that the VMM gave a slot.
+/// A slot's number, as the VMM chose it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct SlotId(pub u16);
 
@@ -20,17 +20,16 @@ bitflags::bitflags! {
     pub struct SlotFlags: u32 {
         /// Guest writes do not change memory: they exit as MMIO.
         const READONLY = 1 << 0;
-        /// A vCPU's access to a page that was never provided leaves the guest as a memory-fault
-        /// exit, as with `KVM_MEM_EXIT_ON_MISSING` of the KVM series of 2023: the VMM provides the
-        /// page and enters the vCPU again. Without the flag the vCPU waits for the page source. A
-        /// slot has this flag or `READONLY`, not both, and its pages have a source.
+        /// A vCPU's access to a never provided page leaves the guest as a memory-fault exit, as
+        /// with `KVM_MEM_EXIT_ON_MISSING` of the KVM series of 2023: the VMM provides the page and
+        /// enters the vCPU again. Without the flag the vCPU waits for the page source. A slot may
+        /// not have both this flag and `READONLY`, and its pages have a source.
         const EXIT_ON_MISSING = 1 << 3;
     }
 }
 
 impl SlotFlags {
-    /// Refuses flags that are not in `supported`, the set of a backend, and flags that exclude each
-    /// other.
+    /// Refuses flags outside `supported`, the backend's set, and flags that exclude each other.
     ///
     /// # Errors
     /// [`SlotError::UnsupportedFlags`], [`SlotError::ReadOnlyExits`].
@@ -46,8 +45,8 @@ impl SlotFlags {
     }
 }
 
-/// What the user of the slots attaches to each of them (the MMU: its reverse map). It says which
-/// addresses the slots point to.
+/// The data that the user of the slots attaches to each slot (the MMU: its reverse map). It decides
+/// the type of the backing addresses.
 pub trait SlotData {
     /// The addresses.
     type Addr: SlotAddress;
@@ -57,7 +56,7 @@ impl<X: SlotData> SlotData for Arc<X> {
     type Addr = X::Addr;
 }
 
-/// A slot as the VMM asks for it, before any check; addresses are in bytes.
+/// A slot as the VMM requests it, before any check; addresses are in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SlotSpec<A> {
     /// The slot's number, which must be unused.

@@ -25,7 +25,7 @@ impl Default for Limits {
     }
 }
 
-/// The slots that are current for a moment: [`Slots::read`].
+/// The current slots, for a moment: [`Slots::read`].
 pub struct CurrentSlots<X: SlotData>(Guard<Arc<Snapshot<X>>>);
 
 impl<X: SlotData> Deref for CurrentSlots<X> {
@@ -69,19 +69,19 @@ impl<X: SlotData> Slots<X> {
     }
 
     /// The current slots, for a moment, without a change of a shared count. A thread may hold a few
-    /// of these at a time; any further one costs as much as [`Slots::snapshot`].
+    /// of these at a time; each further one costs as much as [`Slots::snapshot`].
     #[inline]
     pub fn read(&self) -> CurrentSlots<X> {
         CurrentSlots(self.current.load())
     }
 
-    /// A reader, which one vCPU owns.
+    /// A reader for one vCPU.
     pub fn reader(&self) -> Reader<X> {
         Reader::new(Arc::clone(&self.current))
     }
 
-    /// Adds a slot. `attach` makes the user's data from its frames and their backing, after all
-    /// checks have passed.
+    /// Adds a slot. After all checks, `attach` makes the user's data from the slot's frames and
+    /// their backing.
     ///
     /// # Errors
     /// See [`SlotError`]; nothing has changed then.
@@ -106,9 +106,9 @@ impl<X: SlotData> Slots<X> {
         })
     }
 
-    /// Replaces the slot with `spec`'s number by a slot as in `spec`, at once: every reader finds
-    /// one of the two. `attach` is as for [`Slots::add`]. The caller must remove the mappings of
-    /// the old slot.
+    /// Replaces the slot with `spec`'s number by the slot that `spec` describes, at once: every
+    /// reader finds one of the two. `attach` is as for [`Slots::add`]. The caller must remove the
+    /// mappings of the old slot.
     ///
     /// # Errors
     /// As [`Slots::add`], and [`SlotError::Unknown`]; nothing has changed then.
@@ -137,7 +137,7 @@ impl<X: SlotData> Slots<X> {
         (1u64 << self.limits.address_bits) / PAGE_SIZE as u64
     }
 
-    /// Replaces the snapshot by the one that `edit` makes, with the next generation.
+    /// Replaces the snapshot by the snapshot that `edit` makes, with the next generation.
     fn change<T>(
         &self,
         edit: impl FnOnce(&mut Vec<Arc<Slot<X>>>) -> Result<T, SlotError>,

@@ -17,7 +17,7 @@ pub struct Snapshot<X: SlotData> {
     by_backing: ByBacking<X::Addr>,
 }
 
-/// A slot that has backing in a range of addresses.
+/// A slot with backing in a range of addresses.
 pub struct Overlap<'a, X: SlotData> {
     /// The slot.
     pub slot: &'a Arc<Slot<X>>,
@@ -37,7 +37,7 @@ impl<X: SlotData> Snapshot<X> {
         }
     }
 
-    /// The number of the change that made it.
+    /// The number of the change that made this snapshot.
     pub fn generation(&self) -> Generation {
         self.generation
     }
@@ -62,14 +62,14 @@ impl<X: SlotData> Snapshot<X> {
         self.slots.iter().find(|slot| slot.id == id)
     }
 
-    /// The slot that `gfn` is in.
+    /// The slot of `gfn`.
     pub fn find(&self, gfn: Gfn) -> Option<&Arc<Slot<X>>> {
         self.position(gfn).map(|i| &self.slots[i])
     }
 
     /// Calls `hit` with each slot that has backing in `range`, also if slots share it. The order is
     /// descending by the start of their backing. Returns how many nodes of the index it read: at
-    /// most log2(slots) + 2 if one slot holds all of `range` and none shares it.
+    /// most log2(slots) + 2 if one slot holds all of `range` and does not share it.
     #[inline]
     pub fn overlapping(
         &self,
@@ -83,7 +83,7 @@ impl<X: SlotData> Snapshot<X> {
         })
     }
 
-    /// The place of the slot of `gfn` in the gfn order.
+    /// The place of `gfn`'s slot in the gfn order.
     pub(crate) fn position(&self, gfn: Gfn) -> Option<usize> {
         let above = self.slots.partition_point(|slot| slot.gfns.start() <= gfn);
         let i = above.checked_sub(1)?;
@@ -96,10 +96,10 @@ impl<X: SlotData> Snapshot<X> {
     }
 }
 
-/// Asserts what every snapshot promises; for tests, the simulator and fuzzers.
+/// Asserts the invariants of a snapshot; for tests, the simulator and fuzzers.
 ///
 /// # Panics
-/// If a promise is broken.
+/// If an invariant does not hold.
 pub fn assert_invariants<X: SlotData>(snapshot: &Snapshot<X>) {
     let mut ids = std::collections::HashSet::new();
     let mut last_end = 0;

@@ -4,9 +4,9 @@
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-slots --test loom --release
 //! ```
-//! One page of guest memory is one word, and the harvester's copy of it another. At the end, a page
-//! that differs from its copy must still be reported by the next harvest. For each rule that users
-//! must keep there is a model that breaks it, and that model must fail.
+//! One page of guest memory is one word, and the harvester's copy of it another. At the end, if the
+//! page differs from its copy, the next harvest must still report it. For each rule that users must
+//! keep, a model breaks the rule, and must fail.
 #![cfg(loom)]
 #![allow(
     dead_code,
@@ -42,7 +42,7 @@ impl Fixture {
         })
     }
 
-    /// Reads first, as a cursor does: an entry that needs no change is not written.
+    /// Reads first, as a cursor does, and does not write an entry that needs no change.
     fn rearm(&self) {
         if self.open.load(Ordering::Acquire) {
             self.open.swap(false, Ordering::AcqRel);
@@ -71,7 +71,7 @@ impl Fixture {
         })
     }
 
-    /// At rest: either the last copy is right, or the page will be reported.
+    /// When all threads have ended: either the last copy is right, or the page will be reported.
     fn check(&self, copy: u64) {
         let mut word = [0];
         self.bitmap.copy(0, &mut word);
@@ -131,7 +131,7 @@ fn mark(fixture: &Fixture) {
 fn a_guest_write_is_in_the_copy_or_in_the_next_harvest() {
     loom::model(|| {
         let fixture = Fixture::new();
-        // The state that a host write or initially-all-set leaves: dirty, but armed.
+        // A host write, or initially-all-set, leaves this state: dirty, but armed.
         mark(&fixture);
         let vcpu = {
             let fixture = Arc::clone(&fixture);
@@ -149,7 +149,7 @@ fn a_guest_write_is_in_the_copy_or_in_the_next_harvest() {
     });
 }
 
-/// The wrong order: the mark is taken, no entry is rearmed, and then the entry gets its bit.
+/// The wrong order: `take` clears the mark; no entry is rearmed; then the entry gets its bit.
 #[test]
 #[should_panic(expected = "a write was lost")]
 fn a_mark_before_the_bit_is_gained_loses_a_write() {
@@ -190,7 +190,7 @@ impl Bit for DirtyBitmap {
     }
 }
 
-/// A wrong `mark`: it does not write if the bit is set already.
+/// A wrong `mark`: it does not write a set bit.
 struct LooksFirst(AtomicU64);
 
 impl Bit for LooksFirst {
@@ -206,7 +206,7 @@ impl Bit for LooksFirst {
 }
 
 /// A host write marks the page after the write; no entry is rearmed, so no flush is needed. The
-/// page is dirty from before.
+/// page was dirty before.
 fn host_write<B: Bit>(new: fn() -> B) {
     loom::model(move || {
         let fixture = Arc::new((new(), AtomicU64::new(0)));
@@ -267,7 +267,7 @@ fn tiny() -> (RingProducer, RingConsumer) {
     new_ring(RingSize::of(4, 2))
 }
 
-/// Pushes up to the soft limit, one more into the reserve, and waits; the ring wraps around.
+/// Pushes up to the soft limit, then one more into the reserve, and waits; the ring wraps around.
 #[test]
 fn the_ring_passes_everything_on_once_and_in_order() {
     const PAGES: usize = 5;

@@ -84,7 +84,7 @@ impl Model {
         (first..first + count).map(|word| self.word(word)).collect()
     }
 
-    /// The words of the pages that `mask` names; those pages become clean.
+    /// The words of the pages in `mask`; those pages become clean.
     fn clear(&mut self, first: usize, mask: &[u64]) -> Vec<u64> {
         let found = (0..mask.len()).map(|i| self.word(first + i) & mask[i]);
         let found: Vec<u64> = found.collect();
@@ -269,8 +269,8 @@ fn bitmap_of_100() -> DirtyBitmap {
     DirtyBitmap::new(100)
 }
 
-/// Two threads mark at random while a third harvests in both ways. Every bit that changed from 0 to
-/// 1 changed back exactly once.
+/// Two threads mark at random while a third harvests in both ways. Every bit that a mark set was
+/// cleared exactly once.
 #[test]
 fn every_new_mark_is_harvested_once() {
     const PAGES: usize = 1000;

@@ -49,7 +49,7 @@ fn many_pages_at_once_are_pushed_one_after_the_other() {
 
 #[derive(Clone, Debug)]
 enum Op {
-    /// Pushes pages of that slot, from the first one on, at this distance; then, if the ring is
+    /// Pushes pages of this slot, from the first one on, at this distance; then, if the ring is
     /// full, pushes more into the reserve.
     Push {
         slot: u16,
@@ -75,7 +75,7 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Entries in use: first those harvested, then those not harvested.
+/// Entries in use: the harvested ones first.
 #[derive(Default)]
 struct Model {
     harvested: VecDeque<(u16, usize)>,
@@ -179,7 +179,7 @@ fn entries_are_free_before_their_pages_are_armed() {
     consumer.harvest(|_, _| ());
     let mut armed = 0;
     consumer.reset(|_, page| {
-        // Rearming a page lets the vCPU write and push it again, into a ring that was full.
+        // Rearming a page lets the vCPU write and push it again, into a full ring.
         let _ = producer.space();
         let _ = producer.push(SlotId(1), page);
         armed += 1;

@@ -344,8 +344,8 @@ fn a_range_in_one_slot_is_found_in_few_steps() {
 fn shared_backing_costs_a_step_for_each_slot_that_is_nested_in_others() {
     let slots = many();
     row(&slots, 256);
-    // One slot aliases all the backing; four more are nested in each other, far from the page asked
-    // for.
+    // One slot aliases all the backing; four more are nested in each other, far from the requested
+    // page.
     slots
         .add(spec(500, 0x10_0000, 0, 256 * 16), |_, _| Tag(0))
         .expect("room");
