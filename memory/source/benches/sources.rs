@@ -1,8 +1,8 @@
 //! The time from a request to its page: `cargo bench -p lacuna-source`.
 //!
-//! Each source is asked for one page after the other, and then for all pages at once. The file lies
-//! in the page cache, and the peer is in this process, so the figures are about the sources and not
-//! about a disk or a network.
+//! The bench requests pages from each source one by one, and then all at once. The file lies in the
+//! page cache, and the peer is in this process, so the figures are about the sources and not about
+//! a disk or a network.
 
 #[path = "../tests/it/common/mod.rs"]
 mod common;
@@ -15,7 +15,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Pages that are asked for one by one, and at once.
+/// Pages requested one by one, and at once.
 const ONE_BY_ONE: u64 = 4000;
 const AT_ONCE: u64 = 32_000;
 const PAGES: PageCount = PageCount::new(ONE_BY_ONE + AT_ONCE);

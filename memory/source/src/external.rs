@@ -6,8 +6,8 @@
 //! a thread needs a missing page: it touches the page, and sleeps in the kernel's queue
 //! handler: reads the fault, UFFDIO_COPY ─► the thread wakes up
 //! ```
-//! The memory manager sends no request: the fault reports to the handler which page is needed. This
-//! side keeps a descriptor, so that the handler's death does not close the userfaultfd. If the last
+//! The memory manager sends no request: the fault reports the needed page to the handler. This side
+//! keeps a descriptor, so that the handler's death does not close the userfaultfd. If the last
 //! descriptor were closed, missing pages would become zeros.
 
 use crate::handler::{Handler, HandlerError, HandlerRegion};
@@ -29,7 +29,7 @@ pub struct External {
     shared: Arc<ExternalShared>,
     counts: Counts,
     socket: Option<PathBuf>,
-    /// The connection to another process, once it has begun.
+    /// The connection to another process, once it exists.
     handler: Mutex<Option<Handler>, lock_order::SourceHandler>,
 }
 
@@ -45,32 +45,33 @@ struct ExternalShared {
     policy: Policy,
     killed: Once,
     gone: OnceLock<Arc<str>>,
-    /// Why the handler fills no page any more, if vCPUs wait for its pages all the same.
+    /// Why the handler fills no page any more, under [`WhenGone::Hold`]: the waits for pages
+    /// continue.
     dead: Mutex<Option<Arc<str>>, lock_order::SourceDeath>,
     /// Another process has the descriptor, and keeps its connection open.
     connected: AtomicBool,
-    /// The memory is not used any more, so the end of the connection is no loss.
+    /// The memory is no longer used, so the end of the connection is no loss.
     finished: AtomicBool,
     listeners: Mutex<Vec<Listener>, lock_order::SourceListeners>,
 }
 
 impl External {
-    /// Memory that another process fills, which listens at `path` and speaks Firecracker's
-    /// handshake. `policy` says what becomes of missing pages when it dies.
+    /// Memory that another process fills. The process listens at `path` and speaks Firecracker's
+    /// handshake. If it dies, `policy` decides about the missing pages.
     ///
     /// # Errors
-    /// This process gets no userfaultfd.
+    /// A userfaultfd cannot be made.
     pub fn process(path: &Path, policy: Policy) -> Result<Self, Errno> {
         let mut external = Self::threads(&[], policy)?;
         external.socket = Some(path.to_owned());
         Ok(external)
     }
 
-    /// Memory that threads of this process fill, which read [`External::userfaultfds`]. A part
-    /// begins at page 0, and one at each of `parts`, which ascend.
+    /// Memory that threads of this process fill: they read [`External::userfaultfds`]. Parts begin
+    /// at page 0 and at each of `parts`, which ascend.
     ///
     /// # Errors
-    /// This process gets no userfaultfd.
+    /// A userfaultfd cannot be made.
     pub fn threads(parts: &[SourcePage], policy: Policy) -> Result<Self, Errno> {
         let firsts = std::iter::once(SourcePage(0)).chain(parts.iter().copied());
         let part = |first| {
@@ -105,7 +106,7 @@ impl External {
         &self.parts[after.saturating_sub(1)].uffd
     }
 
-    /// The pages `pages`, cut where parts begin.
+    /// The range `pages`, cut where parts begin.
     pub fn parts_of(&self, pages: Range<u64>) -> impl Iterator<Item = (Range<u64>, &Userfaultfd)> {
         let ends = self.parts.iter().skip(1).map(|part| part.first.0);
         let ends = ends.chain([u64::MAX]);
@@ -116,13 +117,13 @@ impl External {
             .filter(|(pages, _)| !pages.is_empty())
     }
 
-    /// Its counters. A page counts as asked for when a thread touches it, and pages that the
-    /// handler puts in place unasked do not count.
+    /// Its counters. A page counts as requested when a thread touches it. Pages that the handler
+    /// fills unasked do not count.
     pub fn stats(&self) -> SourceStats {
         self.counts.stats()
     }
 
-    /// A thread is about to touch a page that may be missing, for the counters.
+    /// Counts that a thread is about to touch a possibly missing page.
     pub fn asked(&self) -> AskedOutside<'_> {
         self.counts.asked();
         AskedOutside {
@@ -132,12 +133,13 @@ impl External {
         }
     }
 
-    /// Why no page comes any more; `None` while pages may come.
+    /// Why pages can no longer arrive; `None` while they can.
     pub fn gone(&self) -> Option<Arc<str>> {
         self.shared.gone.get().cloned()
     }
 
-    /// How long a thread waits for a page until the handler is gone; `None`: without a limit.
+    /// How long a thread waits for a page before the handler counts as gone; `None`: without a
+    /// limit.
     pub fn patience(&self) -> Option<Duration> {
         let policy = &self.shared.policy;
         match policy.when_gone {
@@ -146,19 +148,19 @@ impl External {
         }
     }
 
-    /// The handler fills no page any more, for this reason: the policy decides.
+    /// Reports that the handler fills no page any more: the policy decides.
     pub fn end(&self, reason: &str) {
         self.shared.end(reason);
     }
 
-    /// No thread needs a page any more, for this reason: ends every wait, whatever the policy says.
+    /// Ends every wait for a page, whatever the policy says: no thread needs a page any more.
     pub fn give_up(&self, reason: &str) {
-        // The first reason counts.
+        // The first reason is kept.
         let _ = self.shared.gone.set(reason.into());
         self.shared.notify();
     }
 
-    /// Calls `listener` when the source is gone. It holds no lock and does not wait.
+    /// Calls `listener` when the source is gone. The call holds no lock and does not wait.
     pub fn on_gone(&self, listener: impl Fn() + Send + Sync + 'static) {
         self.shared.listeners().push(Arc::new(listener));
         if self.gone().is_some() {
@@ -166,10 +168,10 @@ impl External {
         }
     }
 
-    /// The memory is registered at these addresses: sends them to another process that fills it.
+    /// Sends the addresses of the registered memory to the process that fills it.
     ///
     /// # Errors
-    /// The process does not take the message, or it fills the memory of another VM.
+    /// The process does not take the message, or fills the memory of another VM.
     pub fn begin(&self, regions: &[HandlerRegion]) -> Result<(), HandlerError> {
         let Some(path) = &self.socket else {
             return Ok(());
@@ -193,19 +195,20 @@ impl External {
         })?;
         *self.shared.dead() = None;
         let before = self.handler().replace(handler);
-        // It waits for its thread, so not under the lock.
+        // Dropped without the lock: the drop waits for the handler's thread.
         drop(before);
         Ok(())
     }
 
-    /// The memory is not used any more: the process that fills it finds the end of the connection.
+    /// Reports that the memory is no longer used: the process that fills it sees the connection
+    /// end.
     pub fn finish(&self) {
         self.shared.finished.store(true, Ordering::Release);
         self.handler().iter().for_each(Handler::finish);
     }
 
-    /// Whether another process may still fill the memory. It no longer does when it has closed the
-    /// connection, or has died.
+    /// Whether another process may still fill the memory: it has neither closed the connection nor
+    /// died.
     pub fn is_connected(&self) -> bool {
         self.shared.connected.load(Ordering::Acquire)
     }
@@ -215,7 +218,7 @@ impl External {
     }
 }
 
-/// A page that a thread waits for. If it is dropped, the page has come in another way.
+/// A page that a thread waits for. Dropping it means that the page arrived in another way.
 pub struct AskedOutside<'a> {
     counts: &'a Counts,
     since: Instant,
@@ -266,7 +269,7 @@ impl ExternalShared {
             WhenGone::Kill(end) => self.killed.call_once(|| end(reason)),
             WhenGone::Poison => {}
         }
-        // The first reason counts.
+        // The first reason is kept.
         let _ = self.gone.set(reason.into());
         self.notify();
     }
@@ -294,7 +297,7 @@ impl PageSource for External {
         ))
     }
 
-    /// Only for memory that is not Linux memory, which no handler can fill.
+    /// Called only for memory that is not Linux memory. No handler can fill that.
     fn fetch(&self, request: PageRequest) {
         // Late: the page was provided in another way.
         let _ = request.fail("it fills Linux memory only");
@@ -332,7 +335,7 @@ mod tests {
         }
     }
 
-    /// The first reason counts, and a listener that comes later is called at once.
+    /// The first reason is kept, and a listener that is added later is called at once.
     #[test]
     fn the_policy_decides_whether_a_source_is_gone() {
         use std::sync::atomic::{AtomicUsize, Ordering};

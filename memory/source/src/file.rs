@@ -7,10 +7,10 @@
 //!                                                    └─ no ring ▼ an error
 //!                                                       readers: pread, again until the deadline
 //! ```
-//! The file must not change while a guest runs from it. Every answer, also for a hole, first
-//! compares the file's length and time of modification with those at the start. So a file that is
-//! truncated, and one that is truncated and written anew, loses pages; it never provides zeros in
-//! place of what it had.
+//! The file must not change while a guest runs from it. Before every answer, also for a hole, the
+//! source compares the file's length and time of modification with those at the start. So a
+//! truncated file loses pages, also if it is written anew; the source never provides zeros in place
+//! of lost content.
 
 use crate::holes::Holes;
 use crate::policy::{Asked, Outage, Policy};
@@ -45,15 +45,15 @@ pub struct MemoryFile {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FileError {
-    /// It cannot be opened, or not examined.
+    /// It cannot be opened or examined.
     #[error("cannot open the memory file {}: {source}", path.display())]
     Open {
         /// The file.
         path: PathBuf,
-        /// The system's words.
+        /// The system's error.
         source: io::Error,
     },
-    /// A folder, a pipe or a device.
+    /// It is a folder, a pipe or a device.
     #[error("the memory file {} is not a regular file: copy it into one", .0.display())]
     NotAFile(PathBuf),
     /// The guest has more memory than the file.
@@ -69,7 +69,7 @@ pub enum FileError {
         /// Pages of the guest.
         needs: u64,
     },
-    /// No thread can be started.
+    /// A thread cannot be started.
     #[error("cannot start a thread to read the memory file: {0}; raise the limit (ulimit -u)")]
     Thread(io::Error),
 }
@@ -87,12 +87,12 @@ struct FileShared {
     stop: AtomicBool,
 }
 
-/// What the ring's thread has to do.
+/// The work of the ring's thread.
 #[derive(Default)]
 struct Inbox {
     asked: VecDeque<Asked>,
-    /// How the thread sleeps. The thread that asks reads it under the lock, wakes the sleeper once,
-    /// and makes no system call while the ring's thread is awake.
+    /// How the thread sleeps. A requesting thread reads this under the lock, wakes the sleeper
+    /// once, and makes no system call while the ring's thread is awake.
     sleep: Sleep,
 }
 
@@ -100,13 +100,13 @@ struct Inbox {
 enum Sleep {
     #[default]
     Awake,
-    /// No read is in flight. Waking a parked thread takes less time than waking one that waits in
-    /// the ring.
+    /// No read is in flight. Waking a parked thread takes less time than waking a thread that waits
+    /// in the ring.
     Parked,
     InRing,
 }
 
-/// The file as it was opened.
+/// The opened file.
 struct Opened {
     file: File,
     path: PathBuf,
@@ -116,7 +116,7 @@ struct Opened {
     outage: Outage,
 }
 
-/// What a change of the file's content changes.
+/// A change of the file's content changes this.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct FileState {
     length: u64,
@@ -132,7 +132,7 @@ impl FileState {
     }
 }
 
-/// The identity of the memory in a file. A file with other content has another one.
+/// The identity of the memory in a file. Different content has a different identity.
 fn memory_of(found: &Metadata) -> MemoryId {
     let numbers = [found.dev(), found.ino(), found.len()].map(u64::to_le_bytes);
     let times = [found.mtime(), found.mtime_nsec()].map(i64::to_le_bytes);
@@ -140,7 +140,7 @@ fn memory_of(found: &Metadata) -> MemoryId {
 }
 
 impl MemoryFile {
-    /// Opens the file at `path` for a guest of `pages` pages. It is read by io_uring, or by threads
+    /// Opens the file at `path` for a guest of `pages` pages. io_uring reads the file, or threads
     /// where io_uring is refused.
     ///
     /// # Errors
@@ -196,7 +196,7 @@ impl PageSource for MemoryFile {
         format!("the memory file {}", self.shared.file.path.display())
     }
 
-    /// The identity of the file as it was when it was opened, under any name.
+    /// The identity of the file when it was opened, under any name.
     fn memory_id(&self) -> MemoryId {
         self.shared.file.memory
     }
@@ -223,7 +223,7 @@ impl PageSource for MemoryFile {
 }
 
 impl Drop for MemoryFile {
-    /// Ends the threads. Reads in flight are waited for; requests without an answer fail.
+    /// Ends the threads. Waits for the reads in flight; unanswered requests fail.
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         if let Some(ring) = &mut self.ring {
@@ -283,7 +283,7 @@ impl FileShared {
             reads.finished(|asked, read| match read.map(<&[u8; PAGE_SIZE]>::try_from) {
                 Ok(Ok(page)) => self.file.provide(&asked, page),
                 Ok(Err(_)) => _ = asked.request.fail(&self.file.too_short()),
-                // A thread that can wait tries again, or says why not.
+                // A waiting thread tries again, or reports the error.
                 Err(_) => self.readers.read(asked),
             });
         }
@@ -336,7 +336,8 @@ impl Opened {
         })
     }
 
-    /// Answers with content that was read just now, if the file is still the one that was opened.
+    /// Answers with content that was read just now, if the file has not changed since it was
+    /// opened.
     fn provide(&self, asked: &Asked, content: &[u8; PAGE_SIZE]) {
         // Late: the page was provided in another way, or its memory is gone.
         let _ = match self.check() {

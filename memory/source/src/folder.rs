@@ -1,4 +1,4 @@
-//! A place with files that pages come from.
+//! A place with files of pages.
 
 use crate::{FileError, MemoryFile, PageSource, Policy};
 use lacuna_addr::PageCount;
@@ -16,10 +16,10 @@ pub trait Folder: Send + Sync {
     /// Opens the file `name`.
     ///
     /// # Errors
-    /// It cannot be opened. [`io::ErrorKind::InvalidInput`]: it is no regular file.
+    /// The file cannot be opened. [`io::ErrorKind::InvalidInput`]: it is not a regular file.
     fn open(&self, name: &str) -> io::Result<Box<dyn StoredFile>>;
 
-    /// The folder `name` that lies beside this one.
+    /// The folder `name` next to this folder.
     ///
     /// # Errors
     /// This folder cannot be found.
@@ -34,13 +34,13 @@ pub trait StoredFile: Send + Sync {
     /// Reads all of `into` from `offset` on. May wait.
     ///
     /// # Errors
-    /// The file ends before, or cannot be read.
+    /// The file ends earlier, or cannot be read.
     fn read_exact_at(&self, into: &mut [u8], offset: u64) -> io::Result<()>;
 
-    /// Its pages, each read when it is asked for. Page n is at offset 4096 * n.
+    /// Its pages, each read on request. Page n is at offset 4096 * n.
     ///
     /// # Errors
-    /// The file has fewer pages, or no thread can be started.
+    /// The file has fewer pages, or a thread cannot be started.
     fn page_source(
         &self,
         pages: PageCount,

@@ -7,7 +7,7 @@
 //! reads the userfaultfd's events, copies pages to base_host_virt_addr + n from offset + n
 //!          both sides keep the socket open; no other message follows
 //! ```
-//! The guest hangs if the handler dies, because this side has a descriptor of the userfaultfd too.
+//! If the handler dies, the guest hangs, because this side has a descriptor of the userfaultfd too.
 //! So a thread watches the socket: a handler keeps it open as long as it serves, and the kernel
 //! closes it when the handler dies.
 
@@ -29,11 +29,11 @@ use std::thread::JoinHandle;
 /// A range of the guest's memory, as in the message to the handler.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct HandlerRegion {
-    /// Where it is mapped in this process. The userfaultfd reports addresses of it.
+    /// Its mapping in this process. The userfaultfd reports addresses in it.
     pub memory: HvaRange,
     /// Its first page in the handler's memory file.
     pub first: SourcePage,
-    /// The size of its pages: the handler fills whole ones.
+    /// The size of its pages: the handler fills whole pages.
     pub page: Level,
 }
 
@@ -41,7 +41,7 @@ pub struct HandlerRegion {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HandlerError {
-    /// No process listens there, or it does not take the message.
+    /// No process listens there, or the process does not take the message.
     #[error(
         "the page-fault handler at {} does not answer: {source}; start it first",
         path.display()
@@ -49,7 +49,7 @@ pub enum HandlerError {
     Connect {
         /// The socket.
         path: PathBuf,
-        /// The system's words.
+        /// The system's error.
         source: io::Error,
     },
     /// The socket's path does not fit in a socket address.
@@ -58,13 +58,13 @@ pub enum HandlerError {
          one, or one that begins in the current folder"
     )]
     Path(usize),
-    /// It fills the memory of another VM.
+    /// The handler fills the memory of another VM.
     #[error(
         "the page-fault handler at {} fills the memory of another VM: make a source for each VM",
         .0.display()
     )]
     InUse(PathBuf),
-    /// There is no descriptor or thread left.
+    /// No descriptor or thread is left.
     #[error("cannot watch the page-fault handler: {0}; raise the limits (ulimit -n, -u)")]
     Watch(io::Error),
 }
@@ -79,12 +79,12 @@ pub struct Handler {
 }
 
 impl Handler {
-    /// Hands `uffd` with its `regions` to the handler that listens at `path`. `on_death` is called
-    /// once, on a thread of its own, if the handler closes the connection or dies: the VM's policy
-    /// decides then, because no page comes any more.
+    /// Sends `uffd` and its `regions` to the handler that listens at `path`. If the handler closes
+    /// the connection or dies, `on_death` is called once, on its own thread. No page arrives then,
+    /// so the VM's policy decides.
     ///
     /// # Errors
-    /// No handler takes the message, or it cannot be watched.
+    /// No handler takes the message, or the handler cannot be watched.
     pub fn connect(
         path: &Path,
         regions: &[HandlerRegion],
@@ -122,30 +122,30 @@ impl Handler {
         })
     }
 
-    /// The memory is not used any more: the handler finds the end of the connection.
+    /// Reports that the memory is no longer used: the handler sees the connection end.
     pub fn finish(&self) {
-        // It fails if the handler was first.
+        // It fails if the handler has closed the socket first.
         let _ = self.socket.shutdown(Shutdown::Write);
     }
 }
 
 impl Drop for Handler {
     fn drop(&mut self) {
-        // It fails only if the counter is full: then the thread is woken anyway.
+        // It fails only if the counter is full: then the thread wakes up anyway.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         self.thread.take().into_iter().for_each(join);
     }
 }
 
-/// Waits for the end of the connection; false if `bell` was first. Bytes from the handler are not
-/// read: the protocol has none.
+/// Waits for the end of the connection; false if `bell` was first. It does not read the handler's
+/// bytes: the protocol has none.
 fn hangs_up(socket: &UnixStream, bell: &OwnedFd) -> bool {
     loop {
         let mut fds = [
             PollFd::new(socket, PollFlags::RDHUP),
             PollFd::new(bell, PollFlags::IN),
         ];
-        // Interrupted: nothing has come.
+        // Interrupted: neither has an event.
         if poll(&mut fds, None).is_err() {
             continue;
         }
@@ -181,8 +181,8 @@ pub fn send_regions(
     Ok(())
 }
 
-/// The regions as Firecracker writes them. `page_size_kib` has bytes too, in spite of its name:
-/// older handlers read only that one.
+/// The regions in Firecracker's format. `page_size_kib` is in bytes too, despite its name: older
+/// handlers read only that field.
 fn json(regions: &[HandlerRegion]) -> String {
     let mut text = String::from("[");
     for (index, region) in regions.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Which pages of a sparse file are holes: they are zeros, and need no read.
+//! Finds the holes of a sparse file: their pages are zeros, and need no read.
 
 use lacuna_addr::PAGE_SIZE;
 use rustix::fs::{SeekFrom, seek};
@@ -6,8 +6,8 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::ops::Range;
 
-/// Answers from the last stretch of data, or the last hole, that the kernel was asked about. The
-/// caller makes sure that the file does not change.
+/// Answers from the kernel's last answer, a stretch of data or a hole. The caller makes sure that
+/// the file does not change.
 #[derive(Default)]
 pub(crate) struct Holes {
     known: Option<Stretch>,
@@ -20,7 +20,7 @@ struct Stretch {
 }
 
 impl Holes {
-    /// Whether the page at `offset` lies in a hole. False for a page that is a hole in part, or if
+    /// Whether the page at `offset` lies in a hole. False if the page is only partly a hole, or if
     /// the file system does not say.
     pub fn is_hole(&mut self, file: &File, offset: u64) -> bool {
         let end = offset + PAGE_SIZE as u64;
@@ -40,7 +40,7 @@ fn find(file: &File, offset: u64) -> Option<Stretch> {
     let (end, is_hole) = match seek(file, SeekFrom::Data(offset)) {
         Ok(data) if data > offset => (data, true),
         Ok(_) => (seek(file, SeekFrom::Hole(offset)).ok()?, false),
-        // No data follows. Whether the file ends before `offset` is seen by its length.
+        // No data follows. The file's length shows whether the file ends before `offset`.
         Err(Errno::NXIO) => (u64::MAX, true),
         Err(_) => return None,
     };

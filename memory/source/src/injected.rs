@@ -10,21 +10,21 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What a link does to requests. The same seed does the same to the same page, whatever the order
-/// of the requests.
+/// The faults of a link. The same seed does the same to the same page, in any order of the
+/// requests.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Faults {
     /// The seed of all choices.
     pub seed: u64,
     /// The delay of each request, drawn evenly.
     pub latency: Range<Duration>,
-    /// The share of the requests that are lost, 0 to 1. A lost request is sent again after
-    /// `resend`, and may be lost again, up to 20 times.
+    /// The share of lost requests, 0 to 1. A lost request is sent again after `resend`, and may be
+    /// lost again, up to 20 times.
     pub loss: f64,
     /// The time until a lost request is sent again.
     pub resend: Duration,
-    /// The share of the requests that are held back by another draw of the latency, so that later
-    /// ones overtake them.
+    /// The share of requests that are delayed by a second draw of the latency, so that later
+    /// requests overtake them.
     pub reordering: f64,
 }
 
@@ -40,7 +40,7 @@ impl Faults {
         }
     }
 
-    /// What happens to the request for a page.
+    /// The link's effect on the request for a page.
     pub fn of(&self, page: u64) -> Fate {
         let mixed = page.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut rng = fastrand::Rng::with_seed(self.seed ^ mixed);
@@ -67,17 +67,17 @@ impl Faults {
     }
 }
 
-/// A request is lost at most so often.
+/// The most losses of one request.
 const MOST_LOSSES: u32 = 20;
-/// The delay of a request whose own is longer than an [`Instant`] holds.
+/// The delay of a request if its own delay does not fit in an [`Instant`].
 const CENTURY: Duration = Duration::from_secs(100 * 365 * 86_400);
 
-/// What happens to one request.
+/// The link's effect on one request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fate {
-    /// When the source is asked, from the request on.
+    /// The time from the request until the source is asked.
     pub delay: Duration,
-    /// How often the request is lost before.
+    /// The number of losses before that.
     pub losses: u32,
 }
 
@@ -107,7 +107,7 @@ impl<S: PageSource + 'static> Injected<S> {
     /// Puts `source` behind a link with `faults`.
     ///
     /// # Errors
-    /// No thread can be started.
+    /// A thread cannot be started.
     pub fn new(source: S, faults: Faults) -> std::io::Result<Self> {
         let shared = Arc::new(InjectedShared {
             source,
@@ -127,7 +127,7 @@ impl<S: PageSource + 'static> Injected<S> {
 }
 
 impl<S> Injected<S> {
-    /// Requests that were lost so far.
+    /// The number of losses so far.
     pub fn losses(&self) -> u64 {
         self.losses.load(Ordering::Relaxed)
     }
@@ -167,7 +167,7 @@ impl<S: PageSource> PageSource for Injected<S> {
 }
 
 impl<S> Drop for Injected<S> {
-    /// Ends the link. Requests that the source was not asked for fail.
+    /// Ends the link. Requests that have not reached the source fail.
     fn drop(&mut self) {
         let mut queue = self.shared.queue();
         queue.stop = true;
@@ -203,7 +203,8 @@ impl<S> InjectedShared<S> {
 
 impl<S: PageSource> InjectedShared<S> {
     fn run(&self) {
-        // The kernel's slack of 50 us would be added to every latency. It may be refused.
+        // The kernel's timer slack of 50 us would be added to every latency. The call may be
+        // refused.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         while let Some(request) = self.next() {
             self.source.fetch(request);

@@ -1,4 +1,4 @@
-//! Page sources: where the pages of a guest come from that are elsewhere when the guest starts.
+//! Page sources: they provide a guest's pages that are not in memory when the guest starts.
 //!
 //! A [`PageSource`] is a snapshot file, a peer process or an external handler. It numbers its pages
 //! from 0, as the bytes of a memory file lie ([`SourcePage`]). A memory manager asks for a page by
@@ -37,8 +37,8 @@
 //! | `request` | requests to a source, and the outcome of its answers |
 //! | `policy` | how long a source tries, and what happens then |
 //! | `measured`, `memory_id` | counters and fetch times; which memory a source provides |
-//! | `zeros`, `file`, `folder` | sources; files that pages come from |
-//! | `holes`, `readers` | parts of `file`: pages that need no read, threads that wait |
+//! | `zeros`, `file`, `folder` | sources; files of pages |
+//! | `holes`, `readers` | parts of `file`: holes, which need no read; reading threads |
 //! | `peer` | the protocol between processes, and its two sides |
 //! | `injected` | faults of a link, from a seed |
 //! | `external`, `handler` | a handler's memory; Firecracker's handshake with its process |

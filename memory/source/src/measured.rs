@@ -1,4 +1,4 @@
-//! Counts what a source is asked, and how long it takes; ends the waits for its pages.
+//! Counts the requests to a source, and times them; ends the waits for its pages.
 
 use crate::{Answer, External, Failure, MemoryId, PageRequest, PageRequester, PageSource};
 use hdrhistogram::Histogram;
@@ -12,17 +12,17 @@ use std::time::{Duration, Instant};
 /// Counters of a source, at about one moment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SourceStats {
-    /// Pages that it was asked for.
+    /// Requested pages.
     pub asked: u64,
-    /// Pages that it has provided.
+    /// Provided pages.
     pub provided: u64,
-    /// Pages that it has failed to provide: they are lost.
+    /// Pages that the source failed to provide: they are lost.
     pub failed: u64,
-    /// Pages that it was asked for and has not answered.
+    /// Requested pages without an answer.
     pub in_flight: u64,
-    /// Half of the provided pages came within this time.
+    /// Half of the provided pages arrived within this time.
     pub p50: Duration,
-    /// 99 of 100 provided pages came within this time.
+    /// 99 of 100 provided pages arrived within this time.
     pub p99: Duration,
 }
 
@@ -34,7 +34,7 @@ pub struct Measured<S> {
     open: Arc<OpenRequests>,
 }
 
-/// Requests that have no answer yet, each under a number of its own.
+/// Unanswered requests, each under its own number.
 #[derive(Default)]
 struct OpenRequests {
     next: AtomicU64,
@@ -60,8 +60,8 @@ pub(crate) struct Counts {
     asked: AtomicU64,
     provided: AtomicU64,
     failed: AtomicU64,
-    /// Requests that have ended without an answer that counted: the VMM has provided the page, or
-    /// its memory is gone.
+    /// Requests that ended without the source's answer: the VMM has provided the page, or its
+    /// memory is gone.
     late: AtomicU64,
     times: Mutex<Times, lock_order::SourceTimes>,
 }
@@ -86,9 +86,8 @@ impl<S> Measured<S> {
         }
     }
 
-    /// Ends every wait for a page, whatever the policy of the source says: each request without an
-    /// answer fails for `reason`, and so does each later one. For a run that is over, or does not
-    /// begin.
+    /// Ends every wait for a page, whatever the source's policy says: unanswered and later requests
+    /// fail for `reason`. For a run that is over, or does not begin.
     pub fn end(&self, reason: &str)
     where
         S: PageSource,
@@ -124,7 +123,7 @@ impl Counts {
     /// The counters now.
     pub fn stats(&self) -> SourceStats {
         let counts = self;
-        // Answers are read before requests, so that no page counts as answered and not asked.
+        // Answers are read before requests, so that no page counts as answered but not requested.
         let [provided, failed, late] = [&counts.provided, &counts.failed, &counts.late]
             .map(|count| count.load(Ordering::Acquire));
         let asked = counts.asked.load(Ordering::Relaxed);
@@ -211,7 +210,8 @@ impl PageRequester for Timed {
                 answer
             }
             Err(failure) => {
-                // A lost page may end the run at once, and the run's last counts have it.
+                // Count first: a lost page may end the run at once, and the run's last counts must
+                // have it.
                 self.counts.failed();
                 let answer = self.request.pass(failure);
                 if answer != Answer::Taken {
@@ -237,12 +237,12 @@ impl Drop for Timed {
 }
 
 impl Counts {
-    /// A page was asked for.
+    /// Counts a requested page.
     pub fn asked(&self) {
         self.asked.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A page that was asked for has come in another way.
+    /// Counts a requested page that arrived in another way.
     pub fn late(&self) {
         self.late.fetch_add(1, Ordering::Release);
     }
@@ -251,17 +251,17 @@ impl Counts {
         self.times.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A page is lost.
+    /// Counts a lost page.
     pub fn failed(&self) {
         self.failed.fetch_add(1, Ordering::Release);
     }
 
-    /// A page for which [`Counts::failed`] was called has come in another way.
+    /// Undoes [`Counts::failed`] for a page that arrived in another way.
     fn not_failed(&self) {
         self.failed.fetch_sub(1, Ordering::Release);
     }
 
-    /// A page has come, after `time`.
+    /// Counts a page that arrived after `time`.
     pub fn provided(&self, time: Duration) {
         let time = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         self.times().0.saturating_record(time);

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-/// The identity of a memory: sources with one identity provide the same pages. A [`Peer`] compares
-/// it at each connection ([`PeerError::OtherMemory`]). It is a guard against mistakes, such as two
-/// servers that have swapped their sockets. A server that lies about it is believed.
+/// The identity of a memory: sources with the same identity provide the same pages. A [`Peer`]
+/// compares it at each connection ([`PeerError::OtherMemory`]). It is a guard against mistakes,
+/// such as two servers with swapped sockets. A lying server is believed.
 ///
 /// [`Peer`]: crate::Peer
 /// [`PeerError::OtherMemory`]: crate::PeerError::OtherMemory
@@ -12,8 +12,8 @@ use std::fmt;
 pub struct MemoryId(pub u128);
 
 impl MemoryId {
-    /// The identity of the memory that `parts` name together: the same in every process and in
-    /// every release. It is their hash by FNV-1a, with 128 bits.
+    /// The identity of the memory that `parts` name together: the same in every process and
+    /// release. It is the 128-bit FNV-1a hash of the parts.
     pub fn of(parts: &[&[u8]]) -> Self {
         const BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
         const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 /// What a source does about pages that it cannot provide at present.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    /// For how long it tries again, counted from the request. After that the source is *gone*.
+    /// How long it tries again, counted from the request. After that the source is *gone*.
     pub patience: Duration,
-    /// What becomes of the pages of a source that is gone.
+    /// What becomes of the pages of a gone source.
     pub when_gone: WhenGone,
 }
 
-/// What becomes of the pages of a source that is gone. No choice provides zeros.
+/// What becomes of the pages of a gone source. No choice provides zeros.
 #[derive(Clone)]
 pub enum WhenGone {
     /// The source keeps the requests and keeps trying. The vCPUs wait.
@@ -49,7 +49,7 @@ impl fmt::Debug for WhenGone {
     }
 }
 
-/// A request, and when it was made.
+/// A request, and its time.
 #[derive(Debug)]
 pub(crate) struct Asked {
     pub request: PageRequest,
@@ -65,7 +65,7 @@ impl Asked {
     }
 }
 
-/// A source's policy, and whether the source is gone at present. A source keeps one for all of its
+/// A source's policy, and whether the source is gone at present. A source has one for all its
 /// requests.
 pub struct Outage {
     policy: Policy,
@@ -73,7 +73,7 @@ pub struct Outage {
     killed: Once,
     /// Whether there is a reason.
     fails: AtomicBool,
-    /// Why the last try has failed; `None` after a page was provided.
+    /// Why the last try failed; `None` after a page was provided.
     reason: Mutex<Option<String>, lock_order::SourceOutage>,
 }
 
@@ -89,13 +89,13 @@ impl Outage {
         }
     }
 
-    /// A try to provide a page has failed for `reason`.
+    /// Records a failed try, and its reason.
     pub fn failed(&self, reason: &str) {
         *self.lock() = Some(reason.to_owned());
         self.fails.store(true, Ordering::Release);
     }
 
-    /// No try fails any more: a page was provided, or may be.
+    /// Records that tries no longer fail: a page was provided, or may be.
     pub fn ended(&self) {
         // The first test keeps the cache line shared.
         if self.fails.load(Ordering::Relaxed) && self.fails.swap(false, Ordering::Acquire) {
@@ -103,7 +103,7 @@ impl Outage {
         }
     }
 
-    /// Why the source provides no page at present: the failure of its last try.
+    /// Why the source provides no page at present: the reason of its last failed try.
     pub fn reason(&self) -> Option<String> {
         self.lock().clone()
     }
@@ -117,7 +117,7 @@ impl Outage {
         &self.policy
     }
 
-    /// When a request of the time `at` is given up. `None`: never.
+    /// When a request made at `at` is given up. `None`: never.
     pub fn deadline(&self, at: Instant) -> Option<Instant> {
         match self.policy.when_gone {
             WhenGone::Hold => None,
@@ -125,8 +125,8 @@ impl Outage {
         }
     }
 
-    /// As [`Outage::deadline`], after a try that has failed: while the source is gone, one failed
-    /// try is enough.
+    /// As [`Outage::deadline`], after a failed try: while the source is gone, one failed try is
+    /// enough.
     pub fn deadline_after_failure(&self, at: Instant) -> Option<Instant> {
         let deadline = self.deadline(at)?;
         Some(match self.gone.load(Ordering::Relaxed) {
@@ -135,7 +135,7 @@ impl Outage {
         })
     }
 
-    /// The source has provided a page: it is not gone.
+    /// Records a provided page: the source is not gone.
     pub fn provided(&self) {
         self.ended();
         // The first test keeps the cache line shared.
@@ -144,8 +144,8 @@ impl Outage {
         }
     }
 
-    /// The source is gone for `reason`, and `request` is past its deadline. The calling thread
-    /// holds no lock.
+    /// Gives up `request`, which is past its deadline: the source is gone for `reason`. The calling
+    /// thread holds no lock.
     pub fn give_up(&self, request: &PageRequest, reason: &str) {
         self.gone.store(true, Ordering::Relaxed);
         if let WhenGone::Kill(end) = &self.policy.when_gone {

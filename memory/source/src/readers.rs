@@ -1,4 +1,4 @@
-//! Threads that read pages and wait: where io_uring is refused, and where a read is tried again.
+//! Threads that read pages and wait: where io_uring is refused, and for further tries of a read.
 
 use crate::policy::{Asked, Outage};
 use lacuna_addr::PAGE_SIZE;
@@ -24,9 +24,9 @@ pub(crate) enum ReadError {
     Never(String),
 }
 
-/// What the threads read pages from.
+/// The origin of the pages that the threads read.
 pub(crate) trait ReadPages: Send + Sync + 'static {
-    /// What one thread remembers from page to page.
+    /// A thread's memory between two reads.
     type Memo: Default;
 
     /// Reads page `page`. May wait.
@@ -58,7 +58,7 @@ struct Queue {
     asked: VecDeque<Asked>,
     /// Pages to try again, each at its time: all pauses are the same, so they are in order.
     again: VecDeque<(Instant, Asked)>,
-    /// Threads that wait for a request.
+    /// Threads waiting for a request.
     idle: usize,
 }
 
@@ -88,7 +88,7 @@ impl<R: ReadPages> Readers<R> {
         if short {
             let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
             if threads.len() < THREADS {
-                // If no thread can be started, those that run do all the work.
+                // If no thread can be started, the running threads do all the work.
                 threads.extend(self.shared.clone().spawn());
             }
         }
@@ -96,7 +96,7 @@ impl<R: ReadPages> Readers<R> {
 }
 
 impl<R> Drop for Readers<R> {
-    /// Ends the threads. The requests that they have not answered fail.
+    /// Ends the threads. Their unanswered requests fail.
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         // Under the lock, so that a thread that is about to wait sees the flag.
@@ -114,11 +114,11 @@ impl<R> Drop for Readers<R> {
     }
 }
 
-/// Waits for the end of a thread of a source. A thread whose answer ends the VM drops the source
-/// itself, and must not wait for itself.
+/// Waits for the end of a source's thread. If a thread's answer ends the VM, the thread itself
+/// drops the source, and must not wait for itself.
 pub(crate) fn join(thread: JoinHandle<()>) {
     if thread.thread().id() != std::thread::current().id() {
-        // A thread that panicked has reported it.
+        // A panicked thread has reported its panic.
         let ended = thread.join();
         debug_assert!(ended.is_ok() || std::thread::panicking());
     }
@@ -129,7 +129,7 @@ impl<R> ReadersShared<R> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The page to read next; waits for one. `None` at the end.
+    /// The page to read next; waits for it. `None` at the end.
     fn next(&self) -> Option<Asked> {
         let mut queue = self.queue();
         loop {

@@ -23,22 +23,22 @@ pub trait PageSource: Send + Sync {
     /// Its name in error messages, such as `snapshot in /var/lib/vm`.
     fn describe(&self) -> String;
 
-    /// Asks for a page, at most once for each page. The source answers `request` now or later, on
-    /// any thread. It does not wait here: the caller may be the thread of a vCPU, whose guest runs
-    /// meanwhile.
+    /// Requests a page, at most once for each page. The source answers `request` now or later, on
+    /// any thread. This call does not wait: the caller may be the thread of a vCPU, whose guest
+    /// keeps running.
     ///
     /// If this panics, the request fails with [`Failure::PANICKED`]: that is an error of the
     /// program, and the VM fails with it. The panic itself ends here, because the caller may be any
     /// thread.
     fn fetch(&self, request: PageRequest);
 
-    /// Which memory it provides. By default its name says that.
+    /// The identity of its memory. The default follows from its name.
     fn memory_id(&self) -> MemoryId {
         MemoryId::of(&[self.describe().as_bytes()])
     }
 
-    /// Why it provides no page at present, for people; `None` while it may provide one. A thread
-    /// that needs a page waits meanwhile, for as long as the policy of the source says.
+    /// Why it provides no page at present, in a message; `None` while it may provide one. Meanwhile
+    /// a thread that needs a page waits, as long as the source's policy says.
     fn outage(&self) -> Option<String> {
         None
     }
@@ -94,10 +94,10 @@ impl<S: PageSource + ?Sized> PageSource for Arc<S> {
     }
 }
 
-/// The memory manager that asks, and takes the answers.
+/// The memory manager that makes requests and takes the answers.
 pub trait PageRequester: Send + Sync {
-    /// Takes an answer: the page's content, or why there is none. `key` is the requester's own
-    /// name for the page. The calling thread may run callbacks, so it holds no lock.
+    /// Takes an answer: the page's content, or why there is none. `key` is the requester's own name
+    /// for the page. The calling thread may run callbacks, so it holds no lock.
     fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer;
 }
 
@@ -110,24 +110,24 @@ impl fmt::Debug for dyn PageSource {
 /// Why a source does not provide a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Failure<'a> {
-    /// For people.
+    /// For messages.
     pub reason: &'a str,
-    /// Whose error it is.
+    /// Whether the source or the program failed.
     pub kind: FailureKind,
 }
 
-/// Whose error it is that a page is not provided.
+/// The kind of a failure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FailureKind {
     /// The page is lost.
     Lost,
     /// The source has panicked, which is an error of the program. The page is not lost: the source
-    /// has not looked for it, or not to the end.
+    /// has not finished looking for it.
     Panicked,
 }
 
 impl Failure<'static> {
-    /// A request whose source has panicked fails for this reason.
+    /// The reason of requests whose source has panicked.
     pub const PANICKED: Self = Self {
         reason: "the page source has panicked, and the panic's own message says where",
         kind: FailureKind::Panicked,
@@ -148,8 +148,8 @@ impl fmt::Display for Failure<'_> {
     }
 }
 
-/// A page that a source was asked for. A clone is the same request. The request fails when its last
-/// clone is dropped without an answer, so a source that ends leaves no thread waiting.
+/// A request for a page. A clone is the same request. The request fails when its last clone is
+/// dropped without an answer, so an ending source leaves no thread waiting.
 #[derive(Clone)]
 pub struct PageRequest(Arc<Asked>);
 
@@ -163,14 +163,14 @@ struct Asked {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Answer {
-    /// It counts: the page is in place, or it is lost for the reason given.
+    /// It counts: the page is in place, or it is lost for the given reason.
     Taken,
     /// It changes nothing: the page was answered before, or its memory is gone.
     Late,
 }
 
 impl PageRequest {
-    /// A request by `requester`, which knows the page as `key`.
+    /// A request by `requester`, whose name for the page is `key`.
     pub fn new(requester: Arc<dyn PageRequester>, key: u64, page: SourcePage) -> Self {
         Self(Arc::new(Asked {
             requester,
@@ -179,7 +179,7 @@ impl PageRequest {
         }))
     }
 
-    /// Asks `source` for the page, for memory managers. If the source panics, the request fails
+    /// Sends the request to `source`, for memory managers. If the source panics, the request fails
     /// with [`Failure::PANICKED`], unless it was answered.
     pub fn send(self, source: &dyn PageSource) {
         let kept = self.clone();
@@ -194,18 +194,18 @@ impl PageRequest {
         self.0.page
     }
 
-    /// Provides the page's content. Threads that wait for the page are woken, and callbacks run on
-    /// the calling thread, which holds no lock.
+    /// Provides the page's content. Wakes the threads that wait for the page. Callbacks run on the
+    /// calling thread, which holds no lock.
     pub fn provide(&self, content: &[u8; PAGE_SIZE]) -> Answer {
         self.0.requester.answer(self.0.key, Ok(content))
     }
 
-    /// The page cannot be provided: it is lost. As [`PageRequest::provide`] otherwise.
+    /// Reports that the page is lost. As [`PageRequest::provide`] otherwise.
     pub fn fail(&self, reason: &str) -> Answer {
         self.pass(reason.into())
     }
 
-    /// As [`PageRequest::fail`], for a source that asks another one: passes its failure on.
+    /// As [`PageRequest::fail`], for a source that asks another source: passes its failure on.
     pub fn pass(&self, failure: Failure<'_>) -> Answer {
         self.0.requester.answer(self.0.key, Err(failure))
     }

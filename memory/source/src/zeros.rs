@@ -3,7 +3,7 @@
 use crate::{PageRequest, PageSource};
 use lacuna_addr::PAGE_SIZE;
 
-/// Provides zeros, at once, on the thread that asks.
+/// Provides zeros, at once, on the requesting thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Zeros;
 

@@ -1,15 +1,14 @@
-//! The source: asks a peer, and asks again after each connection that broke.
+//! The source: sends requests to a peer, and repeats them after each broken connection.
 //!
 //! ```text
 //! fetch, on the caller's thread ─► in flight, and 16 bytes into the socket (it does not wait)
 //! the source's thread: poll ─► answers ─► provide          no connection ─► connect, hello,
 //!                       └─ overdue, or any PeerError ─► close ─►            ask for all in flight
 //! ```
-//! The caller's thread writes the request itself, so that no other thread has to be woken before
-//! the peer learns of it. One thread reads, because answers come in any order. A page counts as in
-//! flight until its answer is taken, whatever happens to the connection, so nothing is lost with
-//! one. After an error the connection is closed: no answer of an earlier connection can be taken
-//! for one of a later.
+//! The caller's thread writes the request itself, so the peer gets it before any other thread has
+//! to wake up. One thread reads, because answers come in any order. A page counts as in flight
+//! until its answer is taken, so a broken connection loses nothing. After an error the connection
+//! is closed: no answer of an earlier connection can be taken for an answer of a later one.
 
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
 use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
@@ -47,10 +46,10 @@ struct ClientShared {
     path: PathBuf,
     pages: PageCount,
     outage: Outage,
-    /// The peer's memory, from the first connection on.
+    /// The peer's memory, once the first connection is open.
     memory: OnceLock<MemoryId>,
     link: Mutex<Link, lock_order::SourceLink>,
-    /// Wakes the thread: there are bytes that the socket did not take, or the source ends.
+    /// Wakes the thread: the socket has not taken all bytes, or the source ends.
     bell: OwnedFd,
     stop: AtomicBool,
 }
@@ -59,18 +58,18 @@ struct ClientShared {
 struct Link {
     /// The connection, after the hellos.
     socket: Option<Arc<OwnedFd>>,
-    /// What the socket did not take.
+    /// Bytes that the socket has not taken.
     unsent: VecDeque<u8>,
-    /// Pages that the peer was asked for, or is as soon as there is a connection.
+    /// Requested pages, and pages to be requested once there is a connection.
     in_flight: BTreeMap<u64, Vec<Asked>>,
     /// Requests beyond [`IN_FLIGHT`].
     waiting: VecDeque<Asked>,
-    /// What was wrong with the last connection, or the last try to connect.
+    /// The error of the last connection, or of the last try to connect.
     trouble: Option<String>,
 }
 
 impl Peer {
-    /// Connects to the peer at `path`, which must have the `pages` pages of the guest. Tries until
+    /// Connects to the peer at `path`, which must have the guest's `pages` pages. Tries until
     /// `policy.patience` is over.
     ///
     /// # Errors
@@ -107,11 +106,11 @@ impl Peer {
 }
 
 impl Peer {
-    /// The most requests without an answer. Others wait for room.
+    /// The most unanswered requests. Others wait for room.
     pub const IN_FLIGHT: usize = IN_FLIGHT;
 
-    /// What was wrong with the last connection that ended, or the last try to connect; `None` while
-    /// the first connection is in use.
+    /// The error of the last ended connection, or of the last try to connect; `None` while the
+    /// first connection is in use.
     pub fn trouble(&self) -> Option<String> {
         self.shared.link().trouble.clone()
     }
@@ -150,7 +149,7 @@ impl PageSource for Peer {
 }
 
 impl Drop for Peer {
-    /// Ends the thread; requests without an answer fail.
+    /// Ends the thread; unanswered requests fail.
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
         self.shared.ring_bell();
@@ -159,7 +158,7 @@ impl Drop for Peer {
 }
 
 impl Link {
-    /// Asks for a page, now or when there is room.
+    /// Requests a page, now or when there is room.
     fn ask(&mut self, asked: Asked) {
         let page = asked.request.page();
         if let Some(others) = self.in_flight.get_mut(&page.0) {
@@ -173,7 +172,7 @@ impl Link {
     }
 
     fn request(&mut self, page: SourcePage) {
-        // Without a connection, the next one begins with all pages in flight.
+        // Without a connection, the next connection begins by requesting all pages in flight.
         if self.socket.is_some() {
             let mut bytes = Vec::with_capacity(16);
             encode(&Message::Request(page), &mut bytes);
@@ -182,7 +181,7 @@ impl Link {
         }
     }
 
-    /// Sends what the socket takes without a wait.
+    /// Sends as much as the socket takes without waiting.
     fn flush(&mut self) {
         let Some(socket) = &self.socket else { return };
         while !self.unsent.is_empty() {
@@ -190,20 +189,20 @@ impl Link {
             match send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(sent) => drop(self.unsent.drain(..sent)),
                 Err(Errno::INTR) => {}
-                // Full; or broken, which the thread that reads notices.
+                // Full; or broken, which the reading thread will see.
                 Err(_) => return,
             }
         }
     }
 
-    /// Takes the requests that the answer to `page` is for.
+    /// Takes the requests for `page`, which the peer has answered.
     fn answered(&mut self, page: SourcePage) -> Option<Vec<Asked>> {
         let asked = self.in_flight.remove(&page.0)?;
         self.refill();
         Some(asked)
     }
 
-    /// Asks for pages that had to wait for room. The peer's time for them begins now.
+    /// Requests the pages that waited for room. The peer's time for them begins now.
     fn refill(&mut self) {
         while self.in_flight.len() < IN_FLIGHT
             && let Some(next) = self.waiting.pop_front()
@@ -229,13 +228,13 @@ impl Link {
         self.unsent.clear();
     }
 
-    /// The page for which the peer has taken the longest.
+    /// The page that has waited longest for the peer.
     fn oldest(&self) -> Option<&Asked> {
         let asked = self.in_flight.values().flatten();
         asked.min_by_key(|asked| asked.at)
     }
 
-    /// Takes the requests for which `is_over`.
+    /// Takes the requests for which `is_over` is true.
     fn take(&mut self, is_over: impl Fn(&Asked) -> bool) -> Vec<Asked> {
         let mut over: Vec<_> = Vec::new();
         self.in_flight.retain(|_, asked| {
@@ -256,7 +255,7 @@ impl ClientShared {
     }
 
     fn ring_bell(&self) {
-        // It fails only if the counter is full: then the thread is woken anyway.
+        // It fails only if the counter is full: then the thread wakes up anyway.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
@@ -264,13 +263,13 @@ impl ClientShared {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// The time between two looks for requests that are overdue.
+    /// The period of the search for overdue requests.
     fn tick(&self) -> Duration {
         let patience = self.outage.policy().patience;
         (patience / 8).clamp(Duration::from_millis(5), Duration::from_millis(500))
     }
 
-    /// The thread.
+    /// The thread's loop.
     fn run(&self, first: OwnedFd) {
         let mut socket = Some(first);
         while !self.stops() {
@@ -296,12 +295,12 @@ impl ClientShared {
             }
         }
         let link = std::mem::take(&mut *self.link());
-        // Requests that are dropped fail; that takes other locks.
+        // Dropped requests fail, and that takes other locks.
         drop(link);
     }
 
-    /// Fails the requests that are past their deadline. Those that are held have another one from
-    /// now on, so that the next connection gets time to answer.
+    /// Fails the requests past their deadline. Held requests get a new deadline, so that the next
+    /// connection has time to answer.
     fn give_up(&self, error: &PeerError, deadline: impl Fn(Instant) -> Option<Instant>) {
         let now = Instant::now();
         let mut link = self.link();
@@ -318,13 +317,13 @@ impl ClientShared {
             .for_each(|asked| self.outage.give_up(&asked.request, &reason));
     }
 
-    /// Waits until `socket` or the bell has something, but for at most `patience`. Whether the
+    /// Waits until `socket` or the bell is ready, but at most `patience`. Returns whether the
     /// socket has something to read.
     fn wait(&self, socket: Option<(BorrowedFd<'_>, PollFlags)>, patience: Duration) -> bool {
         let mut fds = vec![PollFd::new(&self.bell, PollFlags::IN)];
         fds.extend(socket.map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags)));
         let patience = Timespec::try_from(patience).ok();
-        // Interrupted: as if the time were over.
+        // An interrupt counts as the end of the time.
         let _ = poll(&mut fds, patience.as_ref());
         if !fds[0].revents().is_empty() {
             let _ = rustix::io::read(&self.bell, &mut [0; 8]);
@@ -333,7 +332,7 @@ impl ClientShared {
         woken.is_some_and(|events| !(events - PollFlags::OUT).is_empty())
     }
 
-    /// Takes answers until the connection is of no use; says why.
+    /// Takes answers until the connection fails; returns the reason.
     fn exchange(&self, socket: BorrowedFd<'_>) -> PeerError {
         let mut decoder = Decoder::default();
         let mut buffer = vec![0; 16 * PAGE_SIZE];
@@ -359,7 +358,8 @@ impl ClientShared {
                     return error;
                 }
             }
-            // Answers may arrive all the time, so this does not wait for a pause between them.
+            // Answers may arrive without a pause, so do not wait for a pause to look for overdue
+            // requests.
             if look <= Instant::now() {
                 if let Some(error) = self.overdue() {
                     return error;
@@ -391,7 +391,7 @@ impl ClientShared {
         Ok(())
     }
 
-    /// The page that the peer should have sent by now.
+    /// The error if the peer is late with a page.
     fn overdue(&self) -> Option<PeerError> {
         let link = self.link();
         let oldest = link.oldest()?;

@@ -1,11 +1,11 @@
-//! What can be wrong with the other side of a connection. There is one error for each.
+//! The errors of the other side of a connection, one for each.
 
 use crate::{MemoryId, SourcePage};
 use std::io;
 use std::time::Duration;
 
-/// Why a connection is of no use. The client closes it and connects again, and asks again for every
-/// page without an answer.
+/// Why a connection is of no use. The client closes it, connects again, and repeats its unanswered
+/// requests.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PeerError {
@@ -21,7 +21,7 @@ pub enum PeerError {
          in the current folder"
     )]
     Path(usize),
-    /// The hello does not begin as it has to.
+    /// The hello's first bytes are wrong.
     #[error("the other side does not speak this protocol: is it the right socket?")]
     NotAPeer,
     /// The peer speaks another version.
@@ -32,18 +32,18 @@ pub enum PeerError {
         /// This side's.
         ours: u32,
     },
-    /// Pages of another size.
+    /// The peer's pages have another size.
     #[error("the peer has pages of {0} bytes, not of 4096")]
     PageSize(u32),
     /// The guest has more pages than the peer.
     #[error("the peer has {has} pages and the guest needs {needs}: give the guest less memory")]
     TooFewPages {
-        /// Pages of the peer.
+        /// The peer's pages.
         has: u64,
-        /// Pages of the guest.
+        /// The guest's pages.
         needs: u64,
     },
-    /// Another memory than at the first connection: servers have swapped sockets, for example.
+    /// The memory differs from the first connection's: servers have swapped sockets, for example.
     #[error(
         "the peer has another guest's memory ({theirs}) than before ({ours}): start the peer with \
          this guest's memory again, at the same socket"
@@ -57,7 +57,7 @@ pub enum PeerError {
     /// A message of no known kind, or of a kind that only the other side sends.
     #[error("the peer sent a message of kind {0}, which is none that it may send")]
     Kind(u16),
-    /// A message with a length that its kind cannot have: the page is short, or too long.
+    /// A message whose length is wrong for its kind: the page is too short, or too long.
     #[error("the peer sent {length} bytes for {page}, which a message of kind {kind} cannot have")]
     Length {
         /// The message's kind.
@@ -67,24 +67,24 @@ pub enum PeerError {
         /// Its length.
         length: u32,
     },
-    /// An answer to no request: the wrong page, or a page for the second time.
+    /// An answer without a request: the wrong page, or a page for the second time.
     #[error("the peer sent {0}, which it was not asked for, or has sent before")]
     NotAsked(SourcePage),
     /// No answer in time.
     #[error("the peer has not sent {page} for {} s", waited.as_secs_f64())]
     Silent {
-        /// The page that was asked for first.
+        /// The page that was requested first.
         page: SourcePage,
         /// The time since then.
         waited: Duration,
     },
-    /// A client asks for too much at a time. Servers have this error.
+    /// A client makes too many requests at a time. Servers have this error.
     #[error("the client asked for {0} while 1024 others had no answer")]
     Greedy(SourcePage),
 }
 
 impl PeerError {
-    /// Whether the peer will be the same at the next connection.
+    /// Whether the next connection would have the same error.
     pub(crate) const fn is_final(&self) -> bool {
         matches!(
             self,

@@ -11,12 +11,12 @@
 //!                                                Failure { page, why, at most 512 bytes }
 //! ```
 //! All numbers are little-endian. A hello has 40 bytes: `LACPAGES`, version (4), page size (4),
-//! pages (8), memory (16). The memory is the server's [`MemoryId`](crate::MemoryId). Every later
-//! connection of a client has to have its first one's. A client sends 0 there. Each side sends its
-//! hello at once, and waits for the whole of the other one for 2 s.
+//! pages (8), memory (16). The memory is the server's [`MemoryId`](crate::MemoryId), and 0 from a
+//! client. It must be the same at all of a client's connections. Each side sends its hello at once,
+//! and waits 2 s for the whole hello of the other side.
 //!
-//! Every other message has a head of 16 bytes: kind (2), zero (2), length of what follows (4),
-//! page (8). Each kind has its lengths, so a message is never longer than 4112 bytes.
+//! Every other message has a head of 16 bytes: kind (2), zero (2), length of the rest (4), page
+//! (8). Each kind has fixed bounds for its length, so a message is never longer than 4112 bytes.
 //!
 //! | file | job |
 //! |---|---|
@@ -37,7 +37,7 @@ pub use server::{Server, serve};
 
 pub use wire::{Decoder, HELLO, Hello, Message, encode};
 
-/// Most requests without an answer on one connection.
+/// The most unanswered requests on one connection.
 pub(crate) const IN_FLIGHT: usize = 1024;
 
 /// The longest wait of each side for the whole of a hello.

@@ -1,11 +1,11 @@
 //! The side that has the pages: serves any [`PageSource`] to peers.
 //!
-//! Each connection has two threads. One reads requests and asks the source; answers come on the
-//! source's threads, which only queue them; the other thread writes them. So a client that does not
-//! read delays no other client, and holds at most [`IN_FLIGHT`] answers.
+//! Each connection has two threads. One reads requests and asks the source. The source's threads
+//! only queue the answers; the other thread writes them. So a client that does not read delays no
+//! other client, and holds at most [`IN_FLIGHT`] answers.
 //!
 //! Both threads end with the connection. Its requests stay with the source, which may take any time
-//! for them, so a connection counts as one of the [`CLIENTS`] until its last request has ended.
+//! to answer, so a connection counts as one of the [`CLIENTS`] until its last request has ended.
 
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
 use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
@@ -25,9 +25,9 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Bytes from which on a write is not made longer.
+/// From this many bytes on, a write takes no more answers.
 const WRITE: usize = 64 << 10;
-/// Most connections at a time. Others are closed at once, and may try again.
+/// The most connections at a time. Others are closed at once, and may try again.
 const CLIENTS: usize = 128;
 
 /// Serves pages until it is dropped.
@@ -41,13 +41,13 @@ struct ServerShared {
     pages: PageCount,
     memory: MemoryId,
     source: Arc<dyn PageSource>,
-    /// Wakes the thread that accepts, for the end.
+    /// Wakes the accepting thread at the end.
     bell: OwnedFd,
     stop: AtomicBool,
     accepted: AtomicU64,
-    /// Connections, and those that have ended with requests at the source.
+    /// Open connections, and closed ones with requests at the source.
     clients: Arc<AtomicUsize>,
-    /// The connections that are open, to be closed at the end.
+    /// The open connections, to be closed at the end.
     connections: Mutex<BTreeMap<u64, Open>, lock_order::SourceConnections>,
 }
 
@@ -59,7 +59,7 @@ struct Open {
 /// Serves the `pages` pages of `source` to the clients of `listener`, on threads of its own.
 ///
 /// # Errors
-/// There are no descriptors or threads left.
+/// No descriptor or thread is left.
 pub fn serve(
     listener: UnixListener,
     pages: PageCount,
@@ -92,7 +92,7 @@ impl Server {
         self.shared.accepted.load(Ordering::Relaxed)
     }
 
-    /// Closes the connections that are open. Clients may connect again.
+    /// Closes the open connections. Clients may connect again.
     pub fn hang_up(&self) {
         self.shared.connections().values().for_each(Open::close);
     }
@@ -102,7 +102,7 @@ impl Drop for Server {
     /// Closes all connections and ends the threads.
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        // It fails only if the counter is full: then the thread is woken anyway.
+        // It fails only if the counter is full: then the thread wakes up anyway.
         let _ = rustix::io::write(&self.shared.bell, &1u64.to_ne_bytes());
         self.thread.take().into_iter().for_each(join);
         let open = std::mem::take(&mut *self.shared.connections());
@@ -113,7 +113,7 @@ impl Drop for Server {
 
 impl Open {
     fn close(&self) {
-        // It fails only if the other side has closed it before.
+        // It fails only if the other side has closed the connection.
         let _ = self.socket.shutdown(Shutdown::Both);
     }
 }
@@ -125,20 +125,20 @@ impl ServerShared {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The thread that accepts.
+    /// The accepting thread's loop.
     fn accept(self: Arc<Self>) {
         while !self.stop.load(Ordering::Acquire) {
             let mut fds = [
                 PollFd::new(&self.listener, PollFlags::IN),
                 PollFd::new(&self.bell, PollFlags::IN),
             ];
-            // Interrupted: as if a client had come.
+            // An interrupt counts as a new client.
             let _ = poll(&mut fds, None);
             match self.listener.accept() {
-                // A client that cannot be served sees that the connection closes.
+                // A client that cannot be served sees the connection close.
                 Ok((socket, _)) => _ = self.open(socket),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                // No descriptors are left: other connections may close.
+                // No descriptor is left: other connections may close.
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
         }
@@ -154,10 +154,10 @@ impl ServerShared {
         let named = std::thread::Builder::new().name("lacuna-serve".into());
         let mut connections = self.connections();
         let thread = named.spawn(move || {
-            // The error concerns the client alone, which sees the end of the connection.
+            // The error concerns only the client, which sees the connection end.
             let _ = Connection::serve(&shared, &reads, place);
             let _ = reads.shutdown(Shutdown::Both);
-            // The server may wait for this thread at the same time: it has taken the entry then.
+            // The entry is missing if the server has taken it to wait for this thread.
             let _ = shared.connections().remove(&number);
         })?;
         connections.insert(number, Open { socket, thread });
@@ -184,17 +184,17 @@ impl Drop for ClientPlace {
 /// Takes the source's answers for one client.
 struct Connection {
     _place: ClientPlace,
-    /// Requests without an answer, by number. Numbers are not used twice, so a second answer to a
-    /// request is never taken for the answer to a later one.
+    /// Unanswered requests, by number. Numbers are not used twice, so a second answer to a request
+    /// is never taken for the answer to a later request.
     asked: Mutex<BTreeMap<u64, SourcePage>, lock_order::SourceServed>,
-    /// Requests whose answers are not written.
+    /// Requests whose answers are not yet written.
     unwritten: Arc<AtomicUsize>,
-    /// Messages; an empty one ends the thread that writes.
+    /// Messages; an empty message ends the writing thread.
     answers: Sender<Vec<u8>>,
 }
 
 impl Connection {
-    /// Serves a client until it has closed the connection, or is not to be served.
+    /// Serves a client until it closes the connection, or must not be served.
     fn serve(
         shared: &ServerShared,
         mut socket: &UnixStream,
@@ -205,8 +205,8 @@ impl Connection {
             pages: shared.pages.get(),
             memory: shared.memory,
         };
-        // First, so that a client of another version learns which one this is. An empty socket has
-        // room for a hello.
+        // Sent first, so that a client of another version learns this side's version. An empty
+        // socket has room for a hello.
         socket.write_all(&mine.bytes())?;
         receive_hello(socket, end)?;
         let (answers, written) = channel();
@@ -221,7 +221,7 @@ impl Connection {
             answers,
         });
         let end = connection.read(shared, socket);
-        // An error: the thread has ended before.
+        // An error means that the thread has ended.
         let _ = connection.answers.send(Vec::new());
         end
     }
@@ -263,7 +263,7 @@ impl Connection {
     }
 }
 
-/// Receives a client's hello; all of it has to arrive before `end`.
+/// Receives a client's hello; all of it must arrive before `end`.
 fn receive_hello(mut socket: &UnixStream, end: Instant) -> Result<Hello, PeerError> {
     let (mut bytes, mut have) = ([0; HELLO], 0);
     while have < HELLO {
@@ -304,11 +304,11 @@ impl PageRequester for Connection {
     }
 }
 
-/// The thread that writes to a client.
+/// The loop of the thread that writes to a client.
 fn write(mut socket: &UnixStream, answers: &Receiver<Vec<u8>>, unwritten: &AtomicUsize) {
     for mut bytes in answers {
         let (mut count, mut is_over) = (1, bytes.is_empty());
-        // One call for all answers that are there.
+        // One call writes all queued answers.
         while bytes.len() < WRITE
             && let Ok(more) = answers.try_recv()
         {
@@ -316,7 +316,7 @@ fn write(mut socket: &UnixStream, answers: &Receiver<Vec<u8>>, unwritten: &Atomi
             bytes.extend(more);
             count += 1;
         }
-        // Before the client can see an answer, and ask for more.
+        // Count before the write: the client may see an answer and send more requests.
         unwritten.fetch_sub(count, Ordering::Relaxed);
         if socket.write_all(&bytes).is_err() || is_over {
             return;

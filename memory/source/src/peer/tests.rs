@@ -1,5 +1,5 @@
-//! Messages as bytes: whatever is sent is decoded, whatever the pieces; no bytes are kept without
-//! bound.
+//! Messages as bytes: every sent message is decoded, whatever the pieces; the decoder keeps a
+//! bounded number of bytes.
 
 use super::wire::REASON;
 use super::*;
@@ -120,7 +120,7 @@ fn memories_have_identities() {
     for (index, id) in ids.iter().enumerate() {
         assert!(!ids[..index].contains(id), "{ids:?}");
     }
-    // A constant of the protocol: both sides may be of different releases.
+    // A constant of the protocol: the two sides may be of different releases.
     assert_eq!(
         MemoryId::of(&[]).to_string(),
         "6c62272e07bb014262b821756295c58d"

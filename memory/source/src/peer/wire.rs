@@ -1,5 +1,5 @@
-//! Messages to bytes and back. The decoder keeps at most one message, and no length that the other
-//! side sends makes it keep more.
+//! Messages to bytes and back. The decoder keeps at most one message, whatever length the other
+//! side sends.
 
 use super::PeerError;
 use crate::{MemoryId, SourcePage};
@@ -12,7 +12,7 @@ pub const VERSION: u32 = 2;
 pub const HELLO: usize = 40;
 /// Bytes of the head of every other message.
 const HEAD: usize = 16;
-/// Most bytes of the reason of a failure.
+/// The most bytes of a failure's reason.
 pub const REASON: usize = 512;
 
 const REQUEST: u16 = 1;
@@ -23,7 +23,7 @@ const FAILURE: u16 = 4;
 /// The first message of each side.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Hello {
-    /// The server's pages, or those that the client needs.
+    /// The server's pages, or the pages that the client needs.
     pub pages: u64,
     /// The server's memory; 0 from a client.
     pub memory: MemoryId,
@@ -41,8 +41,8 @@ impl Hello {
         bytes
     }
 
-    /// Refuses the beginning of a hello of another kind as soon as that is known: the hello of
-    /// another version may be shorter.
+    /// Refuses the beginning of a wrong hello as early as possible: another version's hello may be
+    /// shorter.
     ///
     /// # Errors
     /// It is not of this protocol, version and page size.
@@ -65,7 +65,7 @@ impl Hello {
         Ok(())
     }
 
-    /// Reads one.
+    /// Reads a hello.
     ///
     /// # Errors
     /// As [`Hello::check`].
@@ -92,7 +92,7 @@ pub enum Message<'a> {
     Failure(SourcePage, &'a [u8]),
 }
 
-/// Appends the bytes of `message`. A reason is cut to what a message may have.
+/// Appends the bytes of `message`. A reason is cut to the longest that a message may have.
 pub fn encode(message: &Message<'_>, to: &mut Vec<u8>) {
     let (kind, page, body): (_, _, &[u8]) = match message {
         Message::Request(page) => (REQUEST, page, &[]),
@@ -111,12 +111,12 @@ pub fn encode(message: &Message<'_>, to: &mut Vec<u8>) {
 #[derive(Default)]
 pub struct Decoder {
     bytes: Vec<u8>,
-    /// Bytes of messages that were handed out.
+    /// Bytes of messages already returned.
     taken: usize,
 }
 
 impl Decoder {
-    /// Appends what was received.
+    /// Appends received bytes.
     pub fn push(&mut self, received: &[u8]) {
         self.bytes.drain(..self.taken);
         self.taken = 0;
@@ -126,7 +126,7 @@ impl Decoder {
     /// The next whole message.
     ///
     /// # Errors
-    /// A kind or a length that no message has. The stream is of no use after that.
+    /// No message has this kind or length. The stream is of no use after that.
     pub fn decode(&mut self) -> Result<Option<Message<'_>>, PeerError> {
         let rest = &self.bytes[self.taken..];
         if rest.len() < HEAD {
@@ -157,7 +157,7 @@ impl Decoder {
         }))
     }
 
-    /// Bytes that it keeps.
+    /// The number of kept bytes.
     pub fn kept(&self) -> usize {
         self.bytes.len() - self.taken
     }
@@ -172,7 +172,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Message<'_> {
-    /// Its kind, for the error of a side that must not be sent it.
+    /// Its kind, for the error of a side that must not receive it.
     pub fn kind(&self) -> u16 {
         match self {
             Self::Request(_) => REQUEST,

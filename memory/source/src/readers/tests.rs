@@ -1,4 +1,4 @@
-//! Reads that fail, tried again until the deadline, under each policy.
+//! Failing reads, tried again until the deadline, under each policy.
 
 use super::*;
 use crate::policy::{Policy, WhenGone};
@@ -33,7 +33,7 @@ impl ReadPages for Failing {
     }
 }
 
-/// Sends what each answer comes to.
+/// Sends the outcome of each answer.
 struct Answers(StdMutex<Sender<(u64, Result<u8, String>)>>);
 
 impl PageRequester for Answers {
@@ -124,7 +124,7 @@ fn kill_calls_the_function_once_and_before_the_pages_are_lost() {
 #[test]
 fn held_pages_stop_no_other_page_and_fail_at_the_end() {
     let readers = readers(usize::MAX, again(), policy(Duration::ZERO, WhenGone::Hold));
-    // More than there are threads: a thread that waited for one would serve no other.
+    // More requests than threads: a thread that waited for one request would serve no other.
     let held: Vec<_> = (0..2 * THREADS as u64)
         .map(|page| ask(&readers, page))
         .collect();

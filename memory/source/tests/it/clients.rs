@@ -1,4 +1,4 @@
-//! Clients of a server that come, go and say nothing; paths and times at their limits.
+//! A server's clients that leave or stay silent; paths and times at their limits.
 
 use crate::common;
 
@@ -41,7 +41,7 @@ fn longest(when_gone: WhenGone) -> Policy {
     }
 }
 
-/// A client that sends half of a hello and no more occupies the server for some seconds.
+/// A client that sends only half of a hello occupies the server for some seconds.
 #[test]
 fn a_client_that_says_nothing_is_hung_up_on() {
     let (_folder, path) = socket();
@@ -53,12 +53,12 @@ fn a_client_that_says_nothing_is_hung_up_on() {
     }
 }
 
-/// How many bytes the server sends until it hangs up.
+/// The number of bytes that the server sends before it hangs up.
 fn all_answers(client: &mut UnixStream) -> usize {
     let limit = Some(Duration::from_secs(60));
     client.set_read_timeout(limit).unwrap();
     let mut answers = Vec::new();
-    // Reset, if the server has closed it with something unread.
+    // The connection is reset if the server closes it with unread bytes.
     match client.read_to_end(&mut answers) {
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {}
         read => _ = read.unwrap(),
@@ -66,13 +66,13 @@ fn all_answers(client: &mut UnixStream) -> usize {
     answers.len()
 }
 
-/// A hello that comes byte by byte has to be whole in time.
+/// A hello in single bytes must be whole in time.
 #[test]
 fn a_client_that_says_its_hello_slowly_is_hung_up_on() {
     let (_folder, path) = socket();
     let _server = serves(&path, Zeros);
     let mut client = UnixStream::connect(&path).unwrap();
-    // The server's hello, from which on its wait is less than 2 s.
+    // After its own hello, the server waits less than 2 s.
     client.read_exact(&mut [0; HELLO]).unwrap();
     let mut request = Vec::new();
     encode(&Message::Request(SourcePage(1)), &mut request);
@@ -107,8 +107,8 @@ fn serving() -> usize {
     names.flatten().filter(serves).count()
 }
 
-/// A source that takes its time keeps the requests of clients that have gone. It keeps none of
-/// their threads, and a bounded number of requests.
+/// A slow source keeps the requests of clients that have left. It keeps none of their threads, and
+/// a bounded number of requests.
 #[test]
 fn clients_that_leave_keep_no_thread() {
     const MOST: usize = 128;
@@ -125,7 +125,7 @@ fn clients_that_leave_keep_no_thread() {
         client.shutdown(std::net::Shutdown::Write)?;
         client.read_to_end(&mut Vec::new()).map(drop)
     };
-    // From some client on the server refuses them.
+    // The server refuses the clients beyond its limit.
     let served = (0..2 * MOST).filter(|_| ask().is_ok()).count();
     assert!((MOST / 2..=MOST).contains(&served), "{served} served");
     while serving() > MOST / 2 {
@@ -134,7 +134,7 @@ fn clients_that_leave_keep_no_thread() {
     let kept = std::mem::take(&mut *keeps.0.lock().unwrap());
     assert_eq!(kept.len(), served);
     drop(kept);
-    // Their places are free.
+    // Their places are free again.
     let peer = Peer::connect(&path, PAGES, Policy::default()).unwrap();
     let answers = Answers::new();
     answers.ask(&peer, 7);

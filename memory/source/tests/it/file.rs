@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tempfile::NamedTempFile;
 
-/// Opens the file both ways; the first is the one with io_uring, where this host has it.
+/// Opens the file in both ways, first with io_uring if this host has it.
 fn both(path: &Path, pages: u64) -> [MemoryFile; 2] {
     let pages = PageCount::new(pages);
     let with = MemoryFile::open(path, pages, Policy::default()).unwrap();
@@ -93,7 +93,7 @@ fn a_file_that_is_truncated_loses_its_pages() {
 #[test]
 fn a_file_that_is_truncated_and_extended_provides_no_zeros() {
     let file = file(8);
-    // So that the time of modification differs whatever the clock's step.
+    // An old time differs from the next modification's, whatever the clock's step.
     let old = std::time::SystemTime::UNIX_EPOCH;
     file.as_file().set_modified(old).unwrap();
     let sources = both(file.path(), 8);
@@ -168,7 +168,7 @@ fn what_a_source_does_is_counted() {
         let answers = Answers::new();
         (0..10).for_each(|number| answers.ask(&source, number));
         (0..10).for_each(|number| _ = answers.of(number));
-        // A page counts when its answer was taken, a moment after the requester has it.
+        // The counter follows a moment after the requester has the page.
         let stats = loop {
             let stats = source.stats();
             if stats.in_flight == 0 {
@@ -178,7 +178,7 @@ fn what_a_source_does_is_counted() {
         };
         assert_eq!((stats.asked, stats.provided, stats.failed), (10, 8, 2));
         assert!(stats.p50 > std::time::Duration::ZERO && stats.p50 <= stats.p99);
-        // Asked again: another answer counts already.
+        // A second request for the page: the first answer is the one that counts.
         answers.ask(&source, 0);
         while source.stats().in_flight > 0 {
             std::thread::yield_now();
@@ -246,7 +246,7 @@ impl PageSource for Keeps {
     }
 }
 
-/// Waits for pages end with the run, whatever the source does. They are no lost pages.
+/// The end of a run ends the waits for pages, whatever the source does. These pages are not lost.
 #[test]
 fn the_end_of_a_run_ends_the_waits_for_pages() {
     let source = Measured::new(Keeps::default());

@@ -92,7 +92,7 @@ fn one_message_has_the_regions_and_the_descriptor() {
     let mut content = String::new();
     File::from(fd).read_to_string(&mut content).unwrap();
     assert_eq!(content, "the same file");
-    // This side goes first: that is no death.
+    // This side closes first: that is not a death.
     drop(handler);
     assert!(deaths.try_recv().is_err());
     assert_eq!(
@@ -106,7 +106,7 @@ fn the_death_of_a_handler_is_noticed_once() {
     let file = tempfile::tempfile().unwrap();
     let fixture = Fixture::new();
     let (handler, deaths, mut socket) = fixture.connect(&file);
-    // Bytes are no part of the protocol, and no death.
+    // Bytes are not part of the protocol, and not a death.
     socket.write_all(b"hello").unwrap();
     assert!(deaths.try_recv().is_err());
     drop(socket);

@@ -1,4 +1,4 @@
-//! Pages from another process: a plain model, connections that break, and peers that do wrong.
+//! Pages from another process: a plain model, broken connections, and misbehaving peers.
 
 use crate::common;
 
@@ -28,7 +28,7 @@ fn hello(pages: u64) -> [u8; HELLO] {
     Hello { pages, memory }.bytes()
 }
 
-/// Page 10 is zeros, page 11 cannot be provided; the others say which they are.
+/// Page 10 is zeros, page 11 cannot be provided; the others contain their number.
 struct Numbers;
 
 impl PageSource for Numbers {
@@ -79,7 +79,7 @@ fn serves(path: &Path, source: impl PageSource + 'static) -> Server {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
-    /// Every page comes, with its own content, over a link that delays, loses and reorders, while
+    /// Every page arrives with its own content, over a link that delays, loses and reorders, while
     /// connections break.
     #[test]
     fn every_page_is_that_of_the_server(
@@ -138,8 +138,8 @@ fn a_peer_that_comes_back_within_the_deadline_loses_nothing() {
     (0..200).for_each(|number| assert_eq!(answers.of(number), expected(number)));
 }
 
-/// Servers of two memories swap their sockets. No page of the other memory is taken, and those in
-/// flight come when the first server is back.
+/// Servers of two memories swap their sockets. The client takes no page of the other memory. Pages
+/// in flight arrive when the first server is back.
 #[test]
 fn pages_of_another_memory_are_not_taken() {
     let (_folder, path) = socket();
@@ -225,7 +225,7 @@ fn each_policy_has_its_outcome_when_the_peer_never_answers() {
     let peer = connect(WhenGone::Hold);
     let held = Answers::new();
     (0..5).for_each(|number| held.ask(&peer, number));
-    // Each connection after the first is one after a deadline.
+    // Each further connection follows a missed deadline.
     let before = server.accepted();
     while server.accepted() < before + 3 {
         thread::sleep(Duration::from_millis(1));
@@ -278,7 +278,7 @@ fn peers_that_cannot_serve_the_guest_are_refused_at_the_start() {
     ));
 }
 
-/// What a peer sends for the first request of a connection.
+/// A peer's bytes for the first request of a connection.
 type Wrong = fn(u64) -> Vec<u8>;
 
 fn bytes(message: &Message<'_>) -> Vec<u8> {
@@ -291,7 +291,7 @@ fn content(number: u64) -> Vec<u8> {
     bytes(&Message::Content(SourcePage(number), &page(number)))
 }
 
-/// A peer whose first `bad` connections answer wrongly, once, and whose later ones are right.
+/// A peer that answers wrongly once on each of its first `bad` connections, and rightly later.
 struct Hostile {
     _thread: JoinHandle<()>,
     accepted: Arc<AtomicUsize>,
@@ -335,7 +335,7 @@ fn answer(socket: &mut UnixStream, wrong: Option<Wrong>) -> std::io::Result<()> 
     }
 }
 
-/// Each way of doing wrong, and what the error says.
+/// Each misbehaviour, and its error text.
 const WRONGS: [(&str, Wrong, &str); 7] = [
     (
         "twice",
@@ -384,7 +384,7 @@ fn a_peer_that_does_wrong_loses_nothing_if_it_does_right_later() {
     for (name, wrong, _) in WRONGS {
         let (_folder, path) = socket();
         let hostile = Hostile::new(&path, 3, wrong);
-        // The half of an answer is noticed when the patience is over; it is held then.
+        // The client notices half an answer when the patience is over, and holds the request.
         let policy = policy(Duration::from_millis(100), WhenGone::Hold);
         let peer = Peer::connect(&path, PageCount::new(PAGES), policy).unwrap();
         let answers = Answers::new();
@@ -403,7 +403,8 @@ fn a_peer_that_always_does_wrong_has_one_error_for_each_wrong() {
         let peer = Peer::connect(&path, PageCount::new(PAGES), policy).unwrap();
         let answers = Answers::new();
         answers.ask(&peer, 5);
-        // On a busy host a connection may end because the peer was slow; the next one follows.
+        // On a busy host a connection may end because the peer was slow; the next connection
+        // follows.
         while !peer
             .trouble()
             .is_some_and(|reason| reason.contains(expected))
@@ -423,7 +424,7 @@ fn an_answer_that_is_late_meets_a_new_connection() {
     let _server = serves(&path, late);
     let peer = connect(&path, Duration::from_millis(50)).unwrap();
     Answers::fetch(&peer, 7).unwrap_err();
-    // The connection on which it was asked is closed: the answer goes nowhere.
+    // The connection of these requests is closed: the answers go nowhere.
     for request in std::mem::take(&mut *requests.lock().unwrap()) {
         let _ = request.provide(&page(1));
     }
@@ -438,7 +439,8 @@ fn an_answer_that_is_late_meets_a_new_connection() {
         }
         thread::yield_now();
     }
-    // Its own content, or lost while the peer counted as gone; never another page's.
+    // Page 8 has its own content, or is lost while the peer counted as gone. It is never another
+    // page.
     match answers.of(8) {
         Ok(content) => assert_eq!(content, bytes_of(8)),
         Err(reason) => assert!(reason.contains("has not sent"), "{reason}"),
@@ -458,7 +460,7 @@ impl PageSource for Late {
     }
 }
 
-/// A client that does wrong sees the end of its connection; others are served on.
+/// A misbehaving client sees its connection end; other clients are still served.
 #[test]
 fn clients_that_do_wrong_are_hung_up_on() {
     let (_folder, path) = socket();
@@ -474,10 +476,10 @@ fn clients_that_do_wrong_are_hung_up_on() {
         [hello, greedy].concat(),
     ] {
         let mut client = UnixStream::connect(&path).unwrap();
-        // The server may have closed it before all is written.
+        // The server may close the connection before all is written.
         let _ = client.write_all(&wrong);
         let mut rest = Vec::new();
-        // Reset, if the server has closed it with something unread.
+        // The connection is reset if the server closes it with unread bytes.
         let _ = client.read_to_end(&mut rest);
         assert!(rest.len() <= HELLO);
     }

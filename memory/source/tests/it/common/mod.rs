@@ -25,7 +25,7 @@ impl From<&Page> for Bytes {
     }
 }
 
-/// The first answer to each page. A later one is late, as the memory manager has it.
+/// The first answer to each page. A later answer is late, as for the memory manager.
 #[derive(Default)]
 pub struct Answers {
     taken: Mutex<BTreeMap<u64, Result<Bytes, String>>>,
@@ -77,7 +77,7 @@ impl Answers {
     }
 }
 
-/// A page that says which it is, as it is provided.
+/// A page with its number in it, as it is provided.
 pub fn page(number: u64) -> Page {
     let bytes = (number + 1)
         .wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -85,7 +85,7 @@ pub fn page(number: u64) -> Page {
     bytes.repeat(PAGE / 8).try_into().unwrap()
 }
 
-/// A page that says which it is, as it arrives.
+/// A page with its number in it, as it arrives.
 pub fn bytes_of(number: u64) -> Bytes {
     Bytes::from(&page(number))
 }
