@@ -1,7 +1,7 @@
 //! The cost of a resident fault in this crate, in nanoseconds: `cargo bench -p lacuna-stage2`.
 //!
-//! The best of several rounds, for each table format. It is a tool to compare two commits, or the
-//! formats, on one machine; not a test.
+//! The best of several rounds, for each table format. It compares two commits, or the formats, on
+//! one machine; it is not a test.
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
 use lacuna_stage2::{Arena, Arm64, Ept, Leaf, Mapped, Stage2, TableFormat, Walk};
@@ -37,7 +37,7 @@ fn main() {
     compare("age_at", age::<Ept>, age::<Arm64>);
 }
 
-/// Rounds in turns, so that other load on the machine meets both formats.
+/// The formats take turns, so that other load on the machine affects both.
 fn compare(what: &str, mut ept: impl FnMut() -> f64, mut arm64: impl FnMut() -> f64) {
     let rounds = (0..ROUNDS).map(|_| (ept(), arm64()));
     let best = rounds.fold((f64::INFINITY, f64::INFINITY), |best, round| {
@@ -62,7 +62,7 @@ fn walk_far<F: TableFormat>() -> f64 {
     })
 }
 
-/// Each thread maps its own 512 MiB, in order, like a guest that touches fresh memory.
+/// Each thread maps its own 512 MiB, in order, as a guest touches fresh memory.
 fn map_threads<F: TableFormat>(threads: u64) -> f64 {
     let stage2 = empty::<F>();
     let start = Barrier::new(threads as usize);
@@ -110,7 +110,7 @@ fn per_step(steps: u64, mut step: impl FnMut(u64)) -> f64 {
 
 fn empty<F: TableFormat>() -> Stage2<F> {
     let arena = Arena::new(1 << 13).expect("address space");
-    // Touched before the clock starts, because growing is the host kernel's time.
+    // The arena is touched before the clock starts, because growing is the host kernel's time.
     let stage2 = Stage2::with_format(arena).expect("a root");
     let range = GfnRange::new(gfn(0), 2 * PAGES).expect("range");
     for i in (0..2 * PAGES).step_by(Level::L2M.pages() as usize) {

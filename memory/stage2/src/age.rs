@@ -3,7 +3,7 @@
 use crate::{Cursor, Entry, EntryRef, Leaf, TableFormat};
 use lacuna_addr::Gfn;
 
-/// What aging found.
+/// The result of aging.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Age {
@@ -19,8 +19,8 @@ impl<F: TableFormat> Cursor<'_, F> {
     /// Reads and clears A of the leaf that maps `gfn`. If that is a 2 MiB leaf, it has one A for
     /// the whole block.
     ///
-    /// There is no TLB flush for each page. Instead end each *pass* with one shoot-down request,
-    /// and do not wait for it. Without that request, hot pages look old: this call clears A; a vCPU
+    /// Pages are not flushed one by one. Instead end each *pass* with one shoot-down request, and
+    /// do not wait for it. Without that request, hot pages look old: this call clears A; a vCPU
     /// continues to access the page through its TLB, which sets no A; the next pass finds A clear.
     ///
     /// # Panics

@@ -1,5 +1,5 @@
-//! The functions that change an entry of a linked table. They make only the changes below. One
-//! change is made elsewhere: a walk sets A and D.
+//! The functions that change an entry of a linked table. They make only the changes below. A walk
+//! makes one other change: it sets A and D.
 //!
 //! ```text
 //!  Absent --> Leaf, Table, Frozen      Leaf --> Leaf of the same frames: other rights, A, D
@@ -29,7 +29,7 @@ impl Counts {
         self.leaves[level as usize - 1]
     }
 
-    /// Guest pages of 4 KiB that are mapped.
+    /// Mapped guest pages of 4 KiB.
     pub fn pages(&self) -> u64 {
         Level::ALL
             .iter()
@@ -51,8 +51,8 @@ impl Counts {
 
 /// One range lock's share of the counts. It is written only under that lock, so vCPUs that fault
 /// under different locks do not write the same cache line. A table may be linked under one range
-/// lock and unlinked under another. So a share may go below zero and wrap around; only the sum of
-/// all shares has a meaning.
+/// lock and unlinked under another. So a share may wrap around below zero; only the sum of all
+/// shares has a meaning.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct RangeCounts {
@@ -86,11 +86,11 @@ impl RangeCounts {
 impl<F: TableFormat> Stage2<F> {
     /// Replaces `old` by `new` at `at`. The caller has a cursor that holds `gfn`, one of the guest
     /// frames that the entry translates. If the entry is no longer `old`, changes nothing and
-    /// returns the current entry. That happens if a walk has set A or D, or if, in an upper table,
-    /// a cursor with another range lock has linked a table first.
+    /// returns the current entry. That happens if a walk has set A or D. In an upper table it also
+    /// happens if a cursor with another range lock has linked a table first.
     ///
     /// # Panics
-    /// If the change is not legal. That is a bug in the caller: a panic is better than a wrong
+    /// If the change is illegal. That is a bug in the caller: a panic is better than a wrong
     /// mapping.
     #[inline(always)]
     pub(crate) fn change(
@@ -188,8 +188,8 @@ impl<F: TableFormat> Stage2<F> {
     }
 
     /// Replaces the current entry by `next` of it, as [`Stage2::change`] does. If a walk changes
-    /// the entry before the exchange, calls `next` again, with the new value. Returns the entry
-    /// that was replaced.
+    /// the entry before the exchange, calls `next` again, with the new value. Returns the replaced
+    /// entry.
     #[inline(always)]
     pub(crate) fn update(
         &self,
@@ -212,11 +212,11 @@ impl<F: TableFormat> Stage2<F> {
 
     /// Rearms the leaf at `at` if it is writable, so that the next write is detected: `rearmed` is
     /// [`F::write_protected`] or [`F::dirty_cleared`]. Returns the old leaf, or `None` if nothing
-    /// had to change. This is the only function that clears D and leaves W. The caller must report
-    /// that D to the host.
+    /// had to change. Only this function clears D and leaves W. The caller must report that D to
+    /// the host.
     ///
-    /// It changes the raw bits, because a harvest calls it for every dirty page, and decoding and
-    /// encoding an entry costs more than the exchange.
+    /// It changes the raw bits: a harvest calls it for every dirty page, and decoding and encoding
+    /// an entry costs more than the exchange.
     #[inline]
     pub(crate) fn rearm(&self, at: EntryRef, rearmed: impl Fn(u64) -> u64) -> Option<Leaf> {
         let entry = self.entry(at);
@@ -246,8 +246,8 @@ impl<F: TableFormat> Stage2<F> {
                 .is_ok()
     }
 
-    /// The table that entry `index` of `table` points to, if any. Faster than [`Stage2::read`]
-    /// where the entry is nearly always a table pointer.
+    /// The table of entry `index` in `table`; `None` if the entry is not a table pointer. Faster
+    /// than [`Stage2::read`] where the entry is nearly always a table pointer.
     #[inline(always)]
     pub(crate) fn read_table(&self, table: TableId, index: Index) -> Option<TableId> {
         F::table(self.arena.entry(table, index).load(Ordering::Acquire))
@@ -279,8 +279,8 @@ fn illegal(old: Entry, new: Entry) -> Option<&'static str> {
     }
 }
 
-/// Rights, A and D of a mapping may change, but not the frame that it maps: such a change adds
-/// nothing to a flush, so a TLB could keep the old frame.
+/// Rights, A and D of a mapping may change, but not its frame: such a change adds nothing to a
+/// flush, so a TLB could keep the old frame.
 #[inline(always)]
 fn illegal_leaf(old: Leaf, new: Leaf) -> Option<&'static str> {
     if (old.pfn, old.level) != (new.pfn, new.level) {

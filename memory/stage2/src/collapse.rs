@@ -7,29 +7,28 @@
 //!                               starts again at the root, and finds the large leaf
 //! 4 A or D set between 1 and 3: set them in the large leaf too
 //! ```
-//! No walk ever finds nothing or another frame, because the children map the frames that the large
-//! leaf maps. The cursor is held from 1 to 4, so no other thread removes the large leaf, or reads
-//! its D, before 4. All TLB entries stay valid: each is a part of the large leaf, with its rights
-//! or fewer. Only the table must wait for walks inside it
-//! ([`Flush::retire`](crate::Flush::retire)).
+//! No walk ever finds nothing or another frame, because the children map the large leaf's frames.
+//! The cursor is held from 1 to 4, so no other thread removes the large leaf, or reads its D,
+//! before 4. All TLB entries stay valid: each is a part of the large leaf, with its rights or
+//! fewer. Only the table must wait for walks inside it ([`Flush::retire`](crate::Flush::retire)).
 //!
 //! If no fast page fault can happen in the block meanwhile, 3 and 4 are not needed: a large leaf
-//! with W gets D at once. A walk inside the table can set A, and D where there is W; and the leaf
-//! that it finds is a part of the large leaf, like a TLB entry.
+//! with W gets D at once. A walk inside the table can set A, and D where there is W; and its leaf
+//! is a part of the large leaf, like a TLB entry.
 //!
-//! If in addition all pages are known to be mapped as one large leaf would map them, step 1 has
-//! only to find out whether any page has W. Without fast page faults W changes only under the
-//! cursor. So the search may stop at the first page with W, and its result stays true until 2. D
-//! follows from W. A is set, because reading it in 512 places is not worth it: reclaim looks again
-//! at a block that looks accessed, but splits one that does not.
+//! If in addition all pages are known to map the large leaf's frames, step 1 has only to find out
+//! whether any page has W. Without fast page faults W changes only under the cursor. So the search
+//! may stop at the first page with W, and its result stays true until 2. D follows from W. A is
+//! set, because reading it in 512 places is not worth it: reclaim looks again at a block that looks
+//! accessed, but splits a block that does not.
 //!
 //! **Rights, A and D.** A and D are *or*-ed. The large leaf's D stands for the whole block, so
 //! clean pages then count as dirty, and no dirty page is forgotten. W is set if any page has it.
-//! That is allowed, because [`Write::OnFault`](crate::Write::OnFault) means that the MMU may set W
-//! without asking the host. The next write to a page without W then sets D instead of faulting, and
-//! D records it as well. So do not collapse where every first write must *fault* (dirty logging by
-//! page). [`Write::Never`](crate::Write::Never) beside any other value, or pages that differ in
-//! exec, are not uniform: rights that the backing does not grant are never added.
+//! That is allowed: [`Write::OnFault`](crate::Write::OnFault) lets the MMU set W without asking the
+//! host. The next write to a page without W then sets D instead of faulting, and D records it as
+//! well. So do not collapse where every first write must *fault* (dirty logging by page).
+//! [`Write::Never`](crate::Write::Never) beside any other value, or pages that differ in exec, are
+//! not uniform: rights that the backing does not grant are never added.
 
 use crate::format;
 use crate::{Cursor, Entry, EntryRef, Flush, Leaf, Stage2, TableFormat, Write};
@@ -67,8 +66,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// there is no such table. The flush contains only the table.
     ///
     /// # Errors
-    /// [`NotUniform`]: a page is not mapped, or not to the frame to which one leaf would map it, or
-    /// has rights that cannot be joined. Nothing has changed.
+    /// [`NotUniform`]: a page is not mapped, or to another frame than the large leaf's, or has
+    /// rights that cannot be joined. Nothing has changed.
     ///
     /// # Panics
     /// If the cursor does not hold `gfn`.
@@ -84,16 +83,15 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 
     /// As [`Cursor::collapse`], if the caller knows two things: every page of the block is mapped
     /// to the frames from `first` on, with rights that differ only in W; and no fast page fault in
-    /// the block is in progress, or will be. Then the table cannot get anything that the large leaf
-    /// does not have, and its 512 leaves are not changed. The large leaf has A; and W, with D, if
-    /// any page has W.
+    /// the block is in progress, or will be. Then the table cannot get any right or bit that the
+    /// large leaf lacks, and its 512 leaves are not changed. The large leaf has A; and W, with D,
+    /// if any page has W.
     ///
-    /// # Errors
     /// [`NotUniform`]: the first or the last page shows that the caller is wrong. Nothing has
     /// changed.
     ///
     /// # Panics
-    /// If the cursor does not hold `gfn`; in debug builds also if any other page shows it.
+    /// If the cursor does not hold `gfn`; in debug builds also if any other page is not uniform.
     pub fn collapse_uniform(
         &mut self,
         gfn: Gfn,
@@ -110,9 +108,9 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         Ok(Some(self.collapsed(at, table, block, leaf)))
     }
 
-    /// As [`Cursor::collapse`], if the caller knows the backing of the whole block: `leaf`. Its
-    /// rights, A and D are joined with the pages'; it also maps pages that are not mapped yet.
-    /// `None` if there is no table of 4 KiB leaves: then use [`Cursor::map`].
+    /// As [`Cursor::collapse`], if the caller knows the backing of the whole block: `leaf`. Joins
+    /// its rights, A and D with the pages'. Also maps the pages that are not mapped yet. `None` if
+    /// there is no table of 4 KiB leaves: then use [`Cursor::map`].
     ///
     /// # Errors
     /// [`NotUniform`]: a page is mapped to another frame, or has rights that cannot be joined.
@@ -135,7 +133,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         Ok(Some(self.collapse_at(at, table, block, leaf)))
     }
 
-    /// The large leaf that is equivalent to the table and `granted` together.
+    /// The large leaf equivalent to the table and `granted` together.
     fn whole(
         &self,
         table: TableId,
@@ -154,7 +152,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         Ok(whole.expect("a block has pages"))
     }
 
-    /// The large leaf that maps the frames from `first` on, as the pages of `table` do.
+    /// The large leaf that maps the frames from `first` on, with the rights of `table`'s pages.
     fn known(&self, table: TableId, block: GfnRange, first: Pfn) -> Result<Leaf, NotUniform> {
         let stage2 = self.stage2;
         let page = |gfn| match stage2.read(EntryRef::page_of(table, gfn)) {
@@ -207,7 +205,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         self.collapsed(at, table, block, now.merged(last))
     }
 
-    /// The result of a collapse. Its flush has `table`, which was unlinked.
+    /// The result of a collapse. Its flush has the unlinked `table`.
     fn collapsed(
         &self,
         at: EntryRef,
@@ -223,10 +221,11 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Whether any page of `table`, which holds 4 KiB leaves, is writable.
+    /// Whether any 4 KiB leaf of `table` is writable.
     fn any_writable(&self, table: TableId) -> bool {
         // Relaxed: W was set under the range lock, which this thread holds now, or by a fast page
-        // fault. The caller has waited until all vCPUs had left the guest after the last of those.
+        // fault. The caller has waited until all vCPUs had left the guest after the last fast page
+        // fault.
         Index::all().any(|index| {
             let entry = self.arena.entry(table, index);
             F::is_writable_leaf(entry.load(Ordering::Relaxed))
@@ -234,8 +233,8 @@ impl<F: TableFormat> Stage2<F> {
     }
 }
 
-/// The large leaf that is equivalent to `whole` and, for `gfn`, to `page`; `None` if there is none.
-/// The first page decides the frames.
+/// The large leaf equivalent to `whole` and, for `gfn`, to `page`; `None` if there is none. The
+/// first page decides the frames.
 #[inline]
 fn join(whole: Option<Leaf>, page: Leaf, gfn: Gfn) -> Option<Leaf> {
     let Some(whole) = whole else {

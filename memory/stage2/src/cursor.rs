@@ -49,7 +49,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         self.range
     }
 
-    /// Whether the fault must be retried: an invalidation near it is in progress, or one has ended
+    /// Whether the fault must be retried: an invalidation near it is in progress, or has ended
     /// since `seq` was read for a gfn of this cursor's one block.
     ///
     /// # Panics
@@ -63,14 +63,14 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// An invalidation in this range begins: until it ends, faults near it must retry.
+    /// Begins an invalidation of this range: until it ends, faults near it must retry.
     pub fn invalidate_begin(&mut self) {
         self.for_each_guard(RangeGuard::invalidate_begin);
     }
 
-    /// A flush for what other threads may have unmapped here without having waited yet. It is empty
-    /// unless an invalidation is in progress. A caller that unmaps nothing, but must be sure that
-    /// no TLB holds the range, calls this before [`Cursor::invalidate_begin`] and finishes the
+    /// A flush for pages that other threads may have unmapped here without a wait so far. It is
+    /// empty unless an invalidation is in progress. A caller that unmaps nothing, but must be sure
+    /// that no TLB holds the range, calls this before [`Cursor::invalidate_begin`] and finishes the
     /// flush.
     pub fn unsettled(&self) -> Flush<'s> {
         let mut flush = self.flush();

@@ -8,7 +8,7 @@ use lacuna_addr::{BlockNumber, Gfn, GfnRange, Level};
 use lacuna_sync::shim::Ordering;
 use lacuna_tables::TableId;
 
-/// How often a fast page fault tries if other threads change the entry meanwhile.
+/// The number of tries of a fast page fault while other threads change the entry.
 const TRIES: usize = 4;
 
 impl<'s, F: TableFormat> Cursor<'s, F> {
@@ -39,8 +39,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         flush
     }
 
-    /// Sets D in every writable leaf in `range`, so that no walk has to. No flush is needed,
-    /// because a TLB can only have fewer rights.
+    /// Sets D in every writable leaf in `range`, so that no walk has to. No flush is needed: a TLB
+    /// can only have fewer rights.
     ///
     /// # Panics
     /// If the cursor does not hold `range`.
@@ -69,7 +69,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         let mut tables = BlockTables::new(self.stage2);
         for run in runs {
             self.assert_holds_all(run);
-            // The common case: pages of one block that has small leaves.
+            // The common case: pages of one block with small leaves.
             let Some(table) = tables.of_run(run) else {
                 self.each_leaf_below(self.stage2.root, Height::ROOT, run, &mut visit);
                 continue;
@@ -120,7 +120,7 @@ impl<'s, F: TableFormat> BlockTables<'s, F> {
         Self { stage2, last: None }
     }
 
-    /// The table that translates all of `run`; `None` if a larger leaf does, or no single table.
+    /// The table that translates all of `run`; `None` if there is no single one, or a larger leaf.
     #[inline]
     fn of_run(&mut self, run: GfnRange) -> Option<TableId> {
         if run.last().block() != run.start().block() {
@@ -145,11 +145,11 @@ impl<'s, F: TableFormat> BlockTables<'s, F> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// Prefetches the cache lines of the 4 KiB leaves of `gfns`, because [`Cursor::protect`] or
-    /// [`Cursor::clear_dirty`] is going to change them. Prefetched lines arrive in parallel; locked
-    /// exchanges wait for one after the other. One gfn of each [`Stage2::LINE`] is enough. This is
-    /// a hint that changes nothing, so it takes no lock: if a table is unlinked meanwhile, a line
-    /// is prefetched that is not needed.
+    /// Prefetches the cache lines of the 4 KiB leaves of `gfns`, before [`Cursor::protect`] or
+    /// [`Cursor::clear_dirty`] changes them. Prefetched lines arrive in parallel; locked exchanges
+    /// wait for one line after the other. One gfn of each [`Stage2::LINE`] is enough. This is a
+    /// hint that changes nothing, so it takes no lock: if a table is unlinked meanwhile, it
+    /// prefetches a useless line.
     pub fn prefetch(&self, gfns: impl IntoIterator<Item = Gfn>) {
         let mut tables = BlockTables::new(self);
         for gfn in gfns {

@@ -16,8 +16,9 @@ pub enum Entry {
     Leaf(Leaf),
     /// The entry's table was unlinked. It is not `Absent` because of this race: a vCPU's walk reads
     /// the pointer to the table; another thread unlinks the table, and maps the page by another
-    /// one; then the walk reads this entry. For `Absent` it would report a violation of a page that
-    /// is mapped. For `Frozen` it starts again at the root, from which it cannot reach this table.
+    /// table; then the walk reads this entry. For `Absent` the walk would report a violation of a
+    /// mapped page. For `Frozen` it starts again at the root, from which it cannot reach this
+    /// table.
     Frozen,
 }
 
@@ -65,8 +66,8 @@ impl Leaf {
         }
     }
 
-    /// A 4 KiB leaf as a write fault installs it: W and D preset, because the access that faulted
-    /// is about to write.
+    /// A 4 KiB leaf as a write fault installs it: W and D preset, because the faulting access is
+    /// about to write.
     #[inline]
     pub const fn dirty(pfn: Pfn) -> Self {
         Self {
@@ -92,8 +93,7 @@ impl Leaf {
         Self { level, ..self }
     }
 
-    /// The 4 KiB leaf that is equivalent to this leaf for `gfn`, one of the guest frames that it
-    /// maps.
+    /// The 4 KiB leaf equivalent to this leaf for `gfn`, one of its guest frames.
     #[inline]
     #[must_use]
     pub const fn part(self, gfn: Gfn) -> Self {
@@ -104,7 +104,7 @@ impl Leaf {
         }
     }
 
-    /// Both leaves' rights, A and D, on this one's frames.
+    /// Both leaves' rights, A and D, on this leaf's frames.
     #[must_use]
     #[inline]
     pub(crate) fn merged(self, other: Self) -> Self {
@@ -129,13 +129,13 @@ impl Leaf {
         matches!(self.write, Write::Allowed)
     }
 
-    /// The host frame behind `gfn`, one of the guest frames that this leaf maps.
+    /// The host frame behind `gfn`, one of this leaf's guest frames.
     #[inline(always)]
     pub const fn frame_of(self, gfn: Gfn) -> Pfn {
         format::frame_of(self.pfn, self.level, gfn)
     }
 
-    /// The guest frames that this leaf maps, `gfn` among them.
+    /// This leaf's guest frames, `gfn` among them.
     #[inline]
     pub fn span(self, gfn: Gfn) -> GfnRange {
         format::leaf_span(self.level, gfn)
@@ -154,10 +154,8 @@ impl Leaf {
     }
 }
 
-/// The place of an entry, in 32 bits: what a reverse map stores for a leaf.
-///
-/// It is valid as long as the leaf stays mapped. The holder of the cursor over its gfn can rely on
-/// that.
+/// The place of an entry, in 32 bits: a reverse map stores it for a leaf. It is valid as long as
+/// the leaf stays mapped. The holder of the cursor over its gfn can rely on that.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(transparent)]
 pub struct EntryRef(NonZeroU32);
@@ -175,7 +173,7 @@ impl EntryRef {
         Self::new(table, Height::of_leaf(Level::L4K).index(gfn))
     }
 
-    /// The place of the 4 KiB leaf of `gfn`, if this is the place of another one of the same block.
+    /// The place of the 4 KiB leaf of `gfn`, if this is another leaf's place in the same block.
     #[must_use]
     #[inline]
     pub fn beside(self, gfn: Gfn) -> Self {

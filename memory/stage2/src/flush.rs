@@ -30,8 +30,8 @@ pub trait Shootdown {
         self.request()
     }
 
-    /// Whether every vCPU of `grace` has flushed, or has run no guest code, since `grace` was
-    /// requested.
+    /// Whether, since the request of `grace`, every vCPU of `grace` has flushed or has run no guest
+    /// code.
     fn passed(&self, grace: GracePeriod) -> bool;
 
     /// Waits for [`Shootdown::passed`]. A vCPU's own thread must go offline first: otherwise it
@@ -62,40 +62,40 @@ impl Shootdown for Qsbr {
     }
 }
 
-/// Changes of the tables that a vCPU may not follow yet: its TLB may hold a translation that the
-/// tables no longer have, or its walk may be inside an unlinked table.
+/// Changes of the tables that a vCPU may still miss: its TLB may hold a translation that the tables
+/// no longer have, or its walk may be inside an unlinked table.
 #[must_use = "frames and tables may be reused only after the flush is finished"]
 pub struct Flush<'s> {
     /// The arena that owns `tables`.
     arena: &'s Arena,
     /// The blocks in which a leaf or a table was changed; empty if there is nothing to flush.
     blocks: Blocks,
-    /// The worst of what a vCPU may still use.
+    /// The most harmful thing that a vCPU may still use.
     stale: Stale,
     /// The unlinked tables. They are freed when the shoot-down has passed.
     tables: Vec<Detached>,
 }
 
-/// What a vCPU may still use after the change. In order of growing harm.
+/// The things that a vCPU may still use after the change, in order of growing harm.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Stale {
-    /// An unlinked table, by a walk that has entered it before. Every TLB entry is valid, so only
-    /// the table's reuse must wait.
+    /// An unlinked table, by a walk that entered it earlier. Every TLB entry is valid, so only the
+    /// table's reuse must wait.
     Tables,
     /// A TLB entry that the tables no longer allow. The reuse of frames must wait, too.
     Translations,
 }
 
-/// A shoot-down that was requested.
+/// A requested shoot-down.
 #[must_use = "frames may be reused only after the wait"]
 pub struct Waiting<'s> {
     arena: &'s Arena,
-    /// What to wait for; `None` if the flush was empty.
+    /// The grace period to wait for; `None` if the flush was empty.
     grace: Option<GracePeriod>,
 }
 
 impl<'s> Flush<'s> {
-    /// A flush of nothing, with which a batch begins.
+    /// An empty flush, with which a batch begins.
     pub fn none<F: TableFormat>(stage2: &'s Stage2<F>) -> Self {
         Self {
             arena: &stage2.arena,
@@ -123,7 +123,7 @@ impl<'s> Flush<'s> {
         &self.blocks
     }
 
-    /// Merges another flush of the same VM into this one, so that one shoot-down serves both.
+    /// Merges another flush of the same VM into this flush, so that one shoot-down serves both.
     #[inline]
     pub fn join(&mut self, mut other: Self) {
         assert!(core::ptr::eq(self.arena, other.arena), "flushes of two VMs");
@@ -166,14 +166,14 @@ impl<'s> Flush<'s> {
         reap(arena, shootdown);
     }
 
-    /// Adds a change of what `span` maps; a TLB may still hold the old translation.
+    /// Adds a change of `span`'s mapping; a TLB may still hold the old translation.
     #[inline]
     pub(crate) fn add_stale(&mut self, span: GfnRange) {
         self.stale = Stale::Translations;
         self.blocks.add(block_numbers(span));
     }
 
-    /// Adds `table`, which translated `span` and is unlinked.
+    /// Adds the unlinked `table`, which translated `span`.
     #[inline]
     pub(crate) fn add_table(&mut self, table: Detached, span: GfnRange) {
         self.blocks.add(block_numbers(span));

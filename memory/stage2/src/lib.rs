@@ -7,7 +7,7 @@
 //! | `walk` | what the hardware does: translates, sets A and D, without a lock |
 //! | `cursor` | the lock: the only way to change a mapping |
 //! | `map` `unmap` `protect` `age` `split` `collapse` | one operation each |
-//! | `pml` | the log of a walk that records the pages whose D it sets |
+//! | `pml` | the log of a walk: the pages whose D it sets |
 //! | `dirty` | clears and sets D independently of W; sets W without a lock |
 //! | `change` | the functions that change an entry: they count it, and assert that it is legal |
 //! | `flush` | the TLB flush that a change needs, as a value that must be finished |

@@ -51,11 +51,11 @@ pub enum Mapped {
     /// The leaf at this place mapped the same frame, with fewer rights. It now has the rights, A
     /// and D of both leaves.
     Upgraded(EntryRef),
-    /// The leaf at this place maps the same frame with all the rights that were asked for: another
-    /// vCPU has mapped it since the fault began.
+    /// The leaf at this place maps the same frame with all the requested rights: another vCPU has
+    /// mapped it since the fault began.
     Spurious(EntryRef),
     /// The 2 MiB leaf over the frame lacked rights that the 4 KiB leaf needs. It was split into 512
-    /// leaves, and the one at this place was upgraded. All 512 are new to the reverse map
+    /// leaves, and the leaf at this place was upgraded. All 512 are new to the reverse map
     /// ([`EntryRef::beside`]).
     Split(EntryRef),
 }
@@ -70,13 +70,13 @@ impl Mapped {
     }
 }
 
-/// A place for a leaf, with every table above it: all steps that can fail are done.
+/// A place for a leaf, with every table above it: all fallible steps are done.
 #[must_use = "nothing is mapped before commit"]
 pub struct LeafPlace<'c, 's, F: TableFormat = Ept> {
     cursor: &'c mut Cursor<'s, F>,
     /// The first guest frame of `leaf`.
     gfn: Gfn,
-    /// Where `leaf` goes, or the large leaf that it is a part of.
+    /// The place of `leaf`, or of the large leaf around it.
     at: EntryRef,
     /// The leaf to be mapped.
     leaf: Leaf,
@@ -84,24 +84,24 @@ pub struct LeafPlace<'c, 's, F: TableFormat = Ept> {
     spare: Option<TableId>,
 }
 
-/// The place of a leaf, and what is there.
+/// The place of a leaf, and its present content.
 struct Way {
     at: EntryRef,
     found: AtPlace,
 }
 
-/// What is at the place of a leaf.
+/// The content of a leaf's place.
 enum AtPlace {
     Nothing,
     /// A leaf of the same frame and level.
     SameFrame,
 }
 
-/// Why a leaf cannot simply have an entry of its own.
+/// Why a leaf cannot simply have its own entry.
 enum Detour {
     /// A 2 MiB leaf, at this place, maps the same frame.
     Inside(EntryRef),
-    /// It cannot be mapped.
+    /// The leaf cannot be mapped.
     No(MapError),
 }
 
@@ -148,7 +148,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     fn way(&self, gfn: Gfn, leaf: Leaf) -> Result<Way, Detour> {
         self.assert_holds(gfn);
         check_shape(gfn, leaf).map_err(Detour::No)?;
-        // This is no loop over the heights: without a loop's branches a fault is faster.
+        // No loop over the heights: without the loop's branches a fault is faster.
         let [root, directory] = Height::ABOVE_BLOCKS;
         let upper = self.below((self.stage2.root, root), gfn, leaf)?;
         let blocks = self.below((upper, directory), gfn, leaf)?;
@@ -182,7 +182,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// Continues from `at`, above the place of `leaf`, where there was no table.
+    /// Continues from `at`, above the place of `leaf`, where the table is missing.
     #[cold]
     fn step(&self, at: EntryRef, gfn: Gfn, leaf: Leaf) -> Result<TableId, Detour> {
         match self.stage2.read(at) {
@@ -195,8 +195,8 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         }
     }
 
-    /// A place for the 4 KiB `leaf` in the large leaf at `at`, with a table for the split if the
-    /// large leaf does not grant as much.
+    /// A place for the 4 KiB `leaf` in the large leaf at `at`. If the large leaf grants less,
+    /// includes a table for the split.
     #[cold]
     fn inside(
         &mut self,
@@ -217,7 +217,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         })
     }
 
-    /// Links an empty table at `at`, or uses the one that a cursor with another range lock has
+    /// Links an empty table at `at`, or uses the table that a cursor with another range lock has
     /// linked meanwhile.
     #[cold]
     fn link(&self, at: EntryRef, gfn: Gfn) -> Result<TableId, Exhausted> {
@@ -231,7 +231,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
                 self.stage2.arena.free_unlinked(new);
                 Ok(other)
             }
-            // Only a cursor over all that this entry spans could put anything else here.
+            // Only a cursor over this entry's whole span could put anything else here.
             Err(seen) => unreachable!("{seen:?} appeared above a locked block"),
         }
     }

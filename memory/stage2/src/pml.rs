@@ -4,16 +4,16 @@
 //! index  511 510 ...  1   0   0xffff
 //!         |--- entries --->|  full: the next walk that has to set A or D ends, and sets neither
 //! ```
-//! As Intel's processors do it (SDM 29.3.6). Entries go down from 511; each is the address of a
-//! page. Only a change of D from 0 to 1 makes an entry, but a full log also stops a walk that would
-//! set only A.
+//! As Intel's processors do it (SDM 29.3.6). Entries go down from 511; each is a page's address.
+//! Only a change of D from 0 to 1 makes an entry, but a full log also stops a walk that would set
+//! only A.
 
 use lacuna_addr::{Gfn, Gpa};
 
 /// The log of one vCPU.
 pub struct PmlLog {
     entries: Box<[Gpa; Self::ENTRIES]>,
-    /// Where the next entry goes: from 511 down, then `0xffff` when the log is full.
+    /// The index of the next entry: from 511 down, then `0xffff` when the log is full.
     index: u16,
 }
 
@@ -23,7 +23,7 @@ pub struct PmlLog {
 pub struct LogFull;
 
 impl PmlLog {
-    /// The number of pages it can hold.
+    /// The capacity in pages.
     pub const ENTRIES: usize = 512;
     const EMPTY: u16 = Self::ENTRIES as u16 - 1;
 

@@ -8,8 +8,8 @@
 //! the large leaf; this thread links the table. The small leaves would lack that A or D. So the
 //! link is a compare-and-swap from the copied value: it fails then, and the copy is repeated.
 //!
-//! A walk finds either the large leaf or the small one. Each small leaf inherits D, so a written
-//! block is 512 dirty pages from then on.
+//! A walk finds either the large leaf or the small one. Each small leaf inherits D, so after that a
+//! written block is 512 dirty pages.
 
 use crate::format::Height;
 use crate::{Cursor, Entry, EntryRef, Leaf, Stage2, TableFormat};
@@ -47,10 +47,10 @@ impl<F: TableFormat> Cursor<'_, F> {
 
     /// Splits the 2 MiB leaves that map frames inside and outside of `range`: at most two, in its
     /// first and its last block. After that, unmapping or protecting `range` changes nothing
-    /// outside. Calls `split` with each split that was done.
+    /// outside. Calls `split` with each split.
     ///
     /// # Errors
-    /// [`Exhausted`]: no table page is free. The splits that `split` was called with are done.
+    /// [`Exhausted`]: no table page is free. The splits passed to `split` are done.
     ///
     /// # Panics
     /// If the cursor does not hold `range`.
@@ -86,8 +86,8 @@ impl<F: TableFormat> Cursor<'_, F> {
 }
 
 impl<F: TableFormat> Stage2<F> {
-    /// The entry that translates or leads to the whole block of `gfn`; `None` if its table does not
-    /// exist.
+    /// The entry that translates or leads to the whole block of `gfn`; `None` if its table is
+    /// missing.
     pub(crate) fn block_entry(&self, gfn: Gfn) -> Option<(EntryRef, Entry)> {
         let mut table = self.root;
         for height in Height::ABOVE_BLOCKS {

@@ -14,7 +14,7 @@ use std::marker::PhantomData;
 pub struct Stage2<F = Ept> {
     /// The pages of all tables.
     pub(crate) arena: Arena,
-    /// The table at which every walk begins.
+    /// The table where every walk begins.
     pub(crate) root: TableId,
     /// The locks under which entries are changed, and their invalidation sequences.
     pub(crate) range_locks: RangeLocks,
@@ -24,8 +24,8 @@ pub struct Stage2<F = Ept> {
 }
 
 impl Stage2 {
-    /// The number of range locks. It is large, so that a few dozen vCPUs seldom contend for one. It
-    /// is small enough for a caller to take all of them.
+    /// The number of range locks. It is large enough that a few dozen vCPUs seldom contend, and
+    /// small enough for a caller to take all of them.
     pub const RANGE_LOCKS: usize = 256;
 
     /// The number of entries in a cache line.

@@ -1,7 +1,7 @@
 //! Unmapping.
 //!
-//! A single page is unmapped alone. A range that covers all that a table spans also unlinks the
-//! table:
+//! A single page is unmapped alone. If a range covers a table's whole span, the table is unlinked
+//! too:
 //!
 //! ```text
 //! parent: Table -> Absent      no new walk enters
@@ -32,7 +32,7 @@ struct Sweep<'a, 's, F> {
     cursor: &'a Cursor<'s, F>,
     /// The frames to be unmapped.
     range: GfnRange,
-    /// What was removed so far.
+    /// The leaves and tables removed so far.
     flush: Flush<'s>,
     /// Called with each removed leaf.
     removed: &'a mut dyn FnMut(Removed),
@@ -82,7 +82,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
         self.unmap_at(at, gfn)
     }
 
-    /// As [`Cursor::unmap_page`], without the walk: `at` is where `gfn` was mapped, from the
+    /// As [`Cursor::unmap_page`], without the walk: `at` is the place of `gfn`'s leaf, from the
     /// reverse map. `None` if no leaf is there.
     ///
     /// # Panics

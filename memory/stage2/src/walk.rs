@@ -1,10 +1,9 @@
-//! The walk that hardware makes on a TLB miss.
+//! The walk of the hardware on a TLB miss.
 //!
 //! It takes no lock, and is safe against every change: each step reads one entry once. A and D are
-//! set by compare-and-swap on the value that was checked, so a leaf that is unmapped or
-//! write-protected meanwhile is checked again. The caller must be online in the VM's `Qsbr`, or
-//! hold the cursor over the gfn: this keeps the tables, and the frame in the answer, from being
-//! reused.
+//! set by compare-and-swap on the checked value, so a leaf that is unmapped or write-protected
+//! meanwhile is checked again. The caller must be online in the VM's `Qsbr`, or hold the cursor
+//! over the gfn: this prevents the reuse of the tables, and of the frame in the answer.
 
 use crate::format::{Height, LookupLevel};
 use crate::pml::{Log, LogFull, PmlLog, Unlogged};
@@ -40,7 +39,7 @@ pub struct Translation {
 /// An access that the tables do not allow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Violation {
-    /// The access that was asked for.
+    /// The requested access.
     pub access: Access,
     /// Why the tables do not allow it.
     pub cause: Cause,
@@ -57,7 +56,7 @@ pub enum Cause {
 
 /// How one descent from the root ended.
 enum Step {
-    /// With the result of the walk.
+    /// The walk ended with this result.
     Done(Walk),
     /// The walk must start again: it was inside an unlinked table, or another thread changed the
     /// leaf after this walk had loaded it and before it set A or D.
@@ -77,8 +76,8 @@ impl<F: TableFormat> Stage2<F> {
         }
     }
 
-    /// As [`Stage2::walk`], by a processor whose page-modification logging is on: each page whose D
-    /// it sets goes into `log`.
+    /// As [`Stage2::walk`], by a processor with page-modification logging on: each page whose D it
+    /// sets goes into `log`.
     ///
     /// # Errors
     /// [`LogFull`]: A or D would have to be set. Nothing has changed.
@@ -94,7 +93,7 @@ impl<F: TableFormat> Stage2<F> {
     }
 
     /// The level at which a walk of `gfn` ends now: at a leaf, or where there is nothing. A walk
-    /// does not report it, because only a syndrome has it.
+    /// does not return it, because only a syndrome contains it.
     pub fn lookup_level(&self, gfn: Gfn) -> LookupLevel {
         let mut table = self.root;
         let mut ends = |height: &Height| match self.read_table(table, height.index(gfn)) {
@@ -141,8 +140,8 @@ impl<F: TableFormat> Stage2<F> {
                             return Step::Full;
                         }
                         // Relaxed on success: the load above acquired the leaf's publication, and A
-                        // and D order nothing. The removal of the leaf itself hands D to the thread
-                        // that removes it.
+                        // and D order nothing. The removal of the leaf itself hands D to the
+                        // removing thread.
                         let swap =
                             entry.compare_exchange(raw, used, Ordering::Relaxed, Ordering::Relaxed);
                         if swap.is_err() {

@@ -5,8 +5,8 @@
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-stage2 --test loom --release
 //! ```
 //! Block 0 of the guest is block 1 of the host. The arena has room for one leaf table. So a table
-//! that is freed too early is given to guest block 1 at once, and a walk that is still inside it
-//! finds another block's frames.
+//! freed too early is given to guest block 1 at once, and a walk still inside it finds another
+//! block's frames.
 #![cfg(loom)]
 
 use lacuna_addr::{Access, Gfn, Level, Pfn};
@@ -108,7 +108,7 @@ fn race<R>(
     after: impl Fn(&Fixture, bool, R) + Send + Sync + 'static,
 ) {
     let mut model = loom::model::Builder::new();
-    // Only its owner touches the 512 entries of a table: many steps, few choices.
+    // Only their owner touches a table's 512 entries: many steps, few choices.
     model.max_branches = 100_000;
     model.expect_explicit_explore = true;
     model.check(move || {
@@ -181,7 +181,7 @@ fn a_page_cut_out_of_a_block_takes_its_d_along() {
         fixture.is_dirty()
     };
     race(setup, Access::Write, change, |_, hit, dirty| {
-        // The later of the two found nothing.
+        // Either the write precedes the unmap, and the leaf has D; or the write finds no leaf.
         assert_eq!(hit, dirty, "a write succeeded without D, or the reverse");
     });
 }

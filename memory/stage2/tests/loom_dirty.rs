@@ -158,7 +158,7 @@ fn by_faults_repaired_without_a_lock() {
     no_write_is_lost(Write::OnFault, By::Fault);
 }
 
-/// The detection was switched a moment ago: the leaf is protected, and rearming clears D.
+/// The detection was just switched: the leaf is protected, and rearming clears D.
 #[test]
 fn by_the_log_after_faults() {
     no_write_is_lost(Write::OnFault, By::Log);

@@ -1,5 +1,5 @@
-//! The end of a slot's log against a vCPU that writes, every interleaving of the real code. The
-//! large leaf has D for every write, and no thread sets bits in a table that is out of use.
+//! The end of a slot's log against a writing vCPU, every interleaving of the real code. The large
+//! leaf has D for every write, and no thread sets bits in a table that is out of use.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
@@ -13,8 +13,8 @@
 //!
 //! The model with faults fails in each of these cases: the kick is left out, is not waited for, or
 //! precedes the state's change to off; the fence in `kick_all` is missing; a vCPU makes fast page
-//! faults whatever the slot's state is. The model with the log fails if the large leaf gets W
-//! without D.
+//! faults in any state of the slot. The model with the log fails if the large leaf gets W without
+//! D.
 #![cfg(loom)]
 
 use lacuna_addr::{Access, Gfn, GfnRange, Level, Pfn};
@@ -134,7 +134,7 @@ impl Vcpu<'_> {
         fixture.qsbr.offline(0);
     }
 
-    /// As `Mmu::fault`, for a host that has the whole block.
+    /// As `Mmu::fault`, for a host with the whole block.
     fn fault(&self) {
         let Fixture { stage2, logs, .. } = self.fixture;
         let at = gfn(PAGE);
@@ -165,7 +165,7 @@ impl Vcpu<'_> {
 /// `armed`.
 fn no_write_is_lost(armed: Write) {
     let mut model = loom::model::Builder::new();
-    // Mostly only its owner touches the 512 entries of a table: many steps, few choices.
+    // Mostly only their owner touches a table's 512 entries: many steps, few choices.
     model.max_branches = 100_000;
     model.expect_explicit_explore = true;
     model.check(move || {

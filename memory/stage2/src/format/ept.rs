@@ -216,7 +216,7 @@ mod tests {
     promises!(Ept);
 
     proptest! {
-        /// What an Intel processor would make of it (SDM 29.3.3.1): present entries are no
+        /// Asserts that an Intel processor agrees (SDM 29.3.3.1): present entries are no
         /// misconfiguration, others are not present.
         #[test]
         fn the_processor_agrees(entry in any_entry()) {

@@ -60,7 +60,7 @@ impl Height {
         LookupLevel(4 - self.0)
     }
 
-    /// The height of the tables that entries of this height point to.
+    /// The height of the tables to which entries of this height point.
     #[inline]
     pub(crate) fn below(self) -> Self {
         assert!(self.0 > 1, "a table of 4 KiB leaves points to no table");
@@ -74,7 +74,7 @@ impl Height {
     }
 
     /// The entries of the table of this height over `inside` that translate a part of `range`, each
-    /// with all the frames that it translates.
+    /// with all its frames.
     #[inline]
     pub(crate) fn entries(
         self,
@@ -109,8 +109,7 @@ impl Height {
     }
 }
 
-/// The numbers of the blocks that `range` overlaps, as the locks and filters of `lacuna_sync` take
-/// them.
+/// The numbers of the blocks that `range` overlaps, for the locks and filters of `lacuna_sync`.
 #[inline]
 pub(crate) fn block_numbers(range: GfnRange) -> Range<u64> {
     range.start().block().get()..range.last().block().get() + 1

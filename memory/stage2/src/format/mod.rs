@@ -29,7 +29,7 @@ pub use height::LookupLevel;
 pub(crate) use height::{Height, block_numbers, frame_of, leaf_span};
 pub use syndrome::{AbortedAccess, Stage2Abort};
 
-/// How a table entry is written in 64 bits, and what the walker does to those bits.
+/// The 64-bit form of a table entry, and how the walker changes it.
 ///
 /// The rest of the crate is generic over the format and monomorphised. It handles raw entries as
 /// opaque values: it loads and exchanges them, compares them, and passes them back to the format.
@@ -38,11 +38,11 @@ pub use syndrome::{AbortedAccess, Stage2Abort};
 /// * `decode(encode(entry)) == entry` for every entry, and `encode` of equal entries is equal. A
 ///   compare-and-swap of `encode(old)` therefore fails exactly when the entry is no longer `old`.
 /// * Zero is [`Entry::Absent`], because a new table is zeroed memory.
-/// * An entry says by itself what it is, without the height of its table. A format in which a table
-///   pointer and a page look alike keeps the leaf's level in bits that the hardware ignores.
+/// * An entry says by itself what it is, without the height of its table. If a format's table
+/// pointers and pages look alike, it keeps the leaf's level in bits that the hardware ignores.
 /// * The three values of [`crate::Write`] and the bits A and D are independent, but for the rule
-///   that D implies W. A format whose hardware encodes "writable and clean" as one state (arm64:
-///   DBM set, S2AP read-only) decodes that state as W without D.
+/// that D implies W. If the hardware encodes "writable and clean" as one state (arm64: DBM set,
+/// S2AP read-only), the format decodes that state as W without D.
 /// * [`Entry::Frozen`] is not present for the hardware.
 ///
 /// # Splits in place
@@ -56,15 +56,16 @@ pub trait TableFormat: Send + Sync + 'static {
     /// The bits of an entry.
     fn encode(entry: Entry) -> u64;
 
-    /// What the bits say.
+    /// Decodes the bits.
     ///
     /// # Panics
     /// On a table pointer that [`TableFormat::encode`] cannot have written: the host's own tables
     /// are corrupt.
     fn decode(raw: u64) -> Entry;
 
-    /// The table that the bits point to, if they are a table pointer. It is [`TableFormat::decode`]
-    /// for the upper levels of a walk, where the entry is nearly always a table pointer.
+    /// The table to which the bits point, if they are a table pointer. It is
+    /// [`TableFormat::decode`] for the upper levels of a walk, where the entry is nearly always a
+    /// table pointer.
     fn table(raw: u64) -> Option<TableId>;
 
     /// Whether the bits are a leaf. Cheaper than [`TableFormat::decode`] for a loop over a table.
@@ -73,14 +74,14 @@ pub trait TableFormat: Send + Sync + 'static {
     /// Whether the bits are a leaf with W.
     fn is_writable_leaf(raw: u64) -> bool;
 
-    /// The bits of `leaf` after `access` has gone through it: with A, and with D for a write. The
-    /// leaf grants the access.
+    /// The bits of `leaf` after `access`: with A, and with D for a write. The leaf grants the
+    /// access.
     fn accessed(leaf: u64, access: Access) -> u64;
 
     /// The bits of the writable `leaf`, write-protected: without W and D. The next write faults.
     fn write_protected(leaf: u64) -> u64;
 
     /// The bits of the writable `leaf` without D. The next walk for a write sets D again. A leaf
-    /// above 4 KiB loses W too, because one D speaks for all its pages.
+    /// above 4 KiB loses W too, because one D stands for all its pages.
     fn dirty_cleared(leaf: u64) -> u64;
 }

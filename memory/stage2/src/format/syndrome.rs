@@ -21,10 +21,10 @@ const WRITE_NOT_READ: u64 = 1 << 6;
 const TRANSLATION_FAULT: u64 = 0b0001 << 2;
 const PERMISSION_FAULT: u64 = 0b0011 << 2;
 
-/// The access that has aborted.
+/// The aborted access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AbortedAccess {
-    /// A load, a store or the fetch of an instruction.
+    /// A load, a store or an instruction fetch.
     Direct,
     /// An access to a descriptor, by the guest's stage-1 walk for a load or a store.
     WalkForData,

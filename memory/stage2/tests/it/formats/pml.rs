@@ -133,7 +133,7 @@ fn a_large_leaf_is_write_protected_instead() {
 }
 
 proptest! {
-    /// A log has each page whose D changed from 0 to 1, in order, and nothing else.
+    /// A log has exactly the pages whose D changed from 0 to 1, in order.
     #[test]
     fn the_log_is_the_order_of_first_writes(
         ops in prop::collection::vec((0u64..64, any::<bool>(), 0u8..20), 1..2000),
@@ -157,7 +157,7 @@ proptest! {
                     assert!(dirty[was.gfn.get() as usize], "D out of nowhere");
                     dirty[was.gfn.get() as usize] = false;
                 });
-                // A statement of its own: a flush is not waited for under the cursor.
+                // A statement of its own: no cursor may be held while the flush is waited for.
                 flush.finish(&no_vcpu);
             }
         }

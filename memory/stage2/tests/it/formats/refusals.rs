@@ -1,4 +1,4 @@
-//! The requests that stage 2 refuses, and its messages.
+//! The refused requests of stage 2, and its messages.
 
 use super::Stage2;
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};

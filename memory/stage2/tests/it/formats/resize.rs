@@ -20,8 +20,8 @@ const ACCESSES: usize = 40_000;
 /// Guest block b is mapped to host block b + 3.
 const FIRST: u64 = 3 * 512;
 
-/// How a table of small leaves is collapsed. No thread makes fast page faults here, so both are
-/// allowed.
+/// How a table of small leaves is collapsed. No thread makes fast page faults here, so both ways
+/// are allowed.
 #[derive(Clone, Copy)]
 enum Way {
     /// By `Cursor::collapse`, which freezes the 512 entries.
@@ -98,7 +98,7 @@ impl Fixture {
         }
     }
 
-    /// Write-protects `range`, and copies the pages that were dirty to `saved`.
+    /// Write-protects `range`, and copies its dirty pages to `saved`.
     fn harvest(&self, range: GfnRange, saved: &mut [u64]) {
         let mut dirty = Vec::new();
         let mut cursor = self.stage2.cursor(range);

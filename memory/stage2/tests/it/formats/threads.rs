@@ -2,7 +2,7 @@
 //!
 //! A guest page is a counter. A vCPU increments it through any translation that it has. The
 //! reclaimer evicts pages: it writes a page out only if its leaf was dirty, and gives the frame to
-//! another page. At the end no increment is lost, so D was right, and no vCPU ever accessed another
+//! another page. At the end no increment is lost: D was right, and no vCPU ever accessed another
 //! page's frame.
 
 use super::Stage2;
@@ -110,7 +110,7 @@ impl Fixture {
                 panic!("our victim")
             };
             let mut clean = true;
-            // A page that was resolved but never mapped has not been written.
+            // A resolved but never mapped page has not been written.
             if let Some((removed, more)) = cursor.unmap_page(gfn) {
                 assert_eq!(removed.leaf.pfn, pfn);
                 clean = !removed.leaf.dirty;

@@ -1,4 +1,4 @@
-//! Flushes know their blocks: which vCPUs get a request and are waited for.
+//! Flushes have blocks, which decide which vCPUs get a request and are waited for.
 
 use super::Stage2;
 use lacuna_addr::{Gfn, GfnRange, Level, Pfn};

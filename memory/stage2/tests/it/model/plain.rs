@@ -125,7 +125,7 @@ impl Model {
 }
 
 /// Each gfn has two possible frames, so some maps collide with another frame. D is preset only with
-/// the first frame, so that walks must set it otherwise.
+/// the first frame, so that walks must set it with the second.
 pub(crate) fn leaf(gfn: u64, frame: u32, write: Write, level: Level) -> Leaf {
     let pfn = Pfn::new(((gfn % 4096) as u32 | frame << 20) & !(level.pages() as u32 - 1));
     Leaf {
