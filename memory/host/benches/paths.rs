@@ -50,7 +50,7 @@ fn page(start: BackingAddr, index: u64) -> BackingAddr {
     start.checked_add_pages(index).expect("inside the region")
 }
 
-/// Makes a page resident, by whatever is needed.
+/// Makes a page resident, by any means.
 fn touch(host: &Host, addr: BackingAddr, access: Access, cache: &mut PerCpuPages) -> Pfn {
     loop {
         match host.resolve(addr, access, Level::L4K, cache) {
@@ -197,7 +197,7 @@ fn swap(name: &str, store: Box<dyn SwapStore>) {
     }
     let out = host.stats().swapped_out as f64 / start.elapsed().as_secs_f64();
     println!("{name}: swap-out, direct reclaim: {out:.0} pages/s");
-    // In random order: neighbours on the device were written one after the other.
+    // In random order: the device has written neighbours one after the other.
     let mut rng = fastrand::Rng::with_seed(1);
     let before = host.stats().swapped_in;
     let start = Instant::now();

@@ -1,4 +1,4 @@
-//! What one provided page costs: in a frame of the budget, and in Linux memory, alone or in runs.
+//! The cost of one provided page: in a frame of the budget, and in Linux memory, alone or in runs.
 //!
 //! `cargo bench -p lacuna-host --bench provide`
 
@@ -52,7 +52,7 @@ fn region(host: &Host, kind: Kind, pages: u64) -> Result<BackingRange, HostError
     }
 }
 
-/// Nanoseconds that each of `threads` threads needs for a page, in runs of `run` pages.
+/// Nanoseconds a page for each of `threads` threads, in runs of `run` pages.
 fn measure(host: &Host, kind: Kind, threads: u64, run: usize) -> Result<f64, HostError> {
     let range = region(host, kind, threads * PAGES)?;
     let content = vec![[7; PAGE_SIZE]; run];

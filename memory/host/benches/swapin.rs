@@ -1,11 +1,10 @@
-//! How much CPU time a swap-in takes from vCPUs that do not wait for it: `cargo bench -p
+//! The CPU time that a swap-in takes from vCPUs that do not wait for it: `cargo bench -p
 //! lacuna-host --bench swapin` (argument: a directory for the swap file).
 //!
-//! Two vCPU threads compute, in pieces of 20 us. Between pieces each takes in the pages that have
-//! arrived, and faults on others until `n` are on their way. The pages are random, at 4 times
-//! overcommit; a background thread reclaims. The cost of a page is the CPU time of the whole
-//! process less the computing. So it includes reading, reclaim, interrupts and wake-ups, on
-//! whatever thread they ran.
+//! Two vCPU threads compute, in pieces of 20 us. Between pieces each takes in the arrived pages,
+//! and faults on others until `n` are in flight. The pages are random, at 4 times overcommit; a
+//! background thread reclaims. A page costs the CPU time of the whole process less the computing.
+//! So the cost includes reading, reclaim, interrupts and wake-ups, on any thread.
 
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
@@ -33,10 +32,10 @@ impl MmuNotifier for Unmapped {
     fn end_of_aging(&self) {}
 }
 
-/// How vCPUs learn that a page has arrived.
+/// How an arrived page is reported to vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Notice {
-    /// A thread of the device is woken for it.
+    /// A device thread wakes up for it.
     Thread,
     /// The vCPUs poll.
     Poll,
@@ -54,13 +53,13 @@ fn compute(seed: u64) -> u64 {
     (0..28000u64).fold(seed, |x, i| std::hint::black_box(x.rotate_left(5) ^ i))
 }
 
-/// Seconds of CPU that the process has used.
+/// Seconds of CPU time that the process has used.
 fn cpu() -> f64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Seconds of CPU that a piece of computing takes when both threads only compute.
+/// Seconds of CPU time of a piece of computing when both threads only compute.
 fn alone(time: Duration) -> f64 {
     let pieces = AtomicU64::new(0);
     let (start, used) = (Instant::now(), cpu());
@@ -107,7 +106,7 @@ impl<'a> Vcpu<'a> {
         }
     }
 
-    /// One fault: the page is used if it is resident; if not, its read is started.
+    /// One fault: uses the page if it is resident, and starts its read if not.
     fn fault(&mut self, addr: BackingAddr, access: Access) {
         loop {
             match self.host.resolve(addr, access, Level::L4K, &mut self.cache) {
@@ -218,7 +217,7 @@ fn measure(io: Io, store: Box<dyn SwapStore>, load: &Load, alone: f64) {
             pieces.sum()
         })
     };
-    // Runs until the only dirty pages are those that the load makes dirty.
+    // Runs until only the load's pages are dirty.
     run(Duration::from_secs(1));
     let (before, start, used) = (host.stats(), Instant::now(), cpu());
     let pieces = run(Duration::from_secs(2));

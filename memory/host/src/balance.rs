@@ -1,6 +1,6 @@
 //! When to reclaim. The background thread reclaims while few frames are free, up to the high
-//! watermark. If a fault finds no free frame, its thread reclaims itself (direct reclaim) and waits
-//! in a queue for a frame.
+//! watermark. If a fault finds no free frame, its thread reclaims by itself (direct reclaim) and
+//! waits in a queue for a frame.
 
 use crate::collapse::Collapse;
 use crate::error::HostError;
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Pages being written to swap at which background reclaim starts no more and waits for
+/// Pages being written to swap at which background reclaim starts no further write and waits for
 /// completions.
 const MAX_WRITING: usize = 16 * CLUSTER;
 /// First batches of a direct sweep, which spare accessed pages.
@@ -28,18 +28,18 @@ const GENTLE: usize = 8;
 const TURNS_SPARING_ACCESSED: usize = 2;
 /// Turns after which it takes compound pages.
 const TURNS_SPARING_COMPOUND: usize = 3;
-/// Turns after which it gives up: the last one has looked at every frame and spared none.
+/// Turns after which it gives up: the last turn has looked at every frame and spared none.
 const MAX_TURNS: usize = 4;
-/// Failed swap writes after which a sweep of direct reclaim stops. Under a virtual executor, which
-/// cannot wait for the device to recover, also the failures in a row after which direct reclaim
-/// returns the device's error.
+/// Failed swap writes after which a sweep of direct reclaim stops. A virtual executor cannot wait
+/// for the device to recover. There direct reclaim returns the device's error after so many
+/// failures in a row.
 const MAX_FAILURES: usize = 4;
-/// Longest single wait for an event that notifies no waiter, such as the end of another thread's
+/// Longest single wait for an event that notifies no waiter. Example: another thread ends its
 /// isolation of a frame.
 pub(crate) const TICK: Duration = Duration::from_millis(1);
 
-/// Pause of the background thread between two steps of collapse, and before it reclaims again in
-/// vain. A collapse by copy takes about 1/50 of this.
+/// Pause of the background thread between two steps of collapse, and after a reclaim in vain. A
+/// collapse by copy takes about 1/50 of this.
 const PACE: Duration = Duration::from_millis(10);
 /// Pause after a step of collapse that reached the last block or lacked free memory.
 const REST: Duration = Duration::from_secs(1);
@@ -95,13 +95,13 @@ impl Host {
         }
     }
 
-    /// To be called after [`crate::Resolution::NoMemory`]: reclaims until `cache` has a frame, and
-    /// waits for MMU notifiers and for writes to swap. The caller holds no lock, and its vCPU is
-    /// offline in the VM's QSBR. Waiting threads get free frames in the order of their calls.
+    /// Reclaims until `cache` has a frame; called after [`crate::Resolution::NoMemory`]. Waits for
+    /// MMU notifiers and for writes to swap. The caller holds no lock, and its vCPU is offline in
+    /// the VM's QSBR. Waiting threads get free frames in the order of their calls.
     ///
     /// It waits for a slow swap device without a limit.
     ///
-    /// Under a virtual executor this never waits for a write and leaves `cache` as it is. When it
+    /// Under a virtual executor this never waits for a write and leaves `cache` unchanged. If it
     /// returns [`Progress::freed`] of 0 and a positive [`Progress::writing`], the scheduler
     /// advances time to [`Host::next_completion`] before it calls again.
     ///
@@ -111,8 +111,8 @@ impl Host {
         self.reclaim_direct_until(cache, &NEVER)
     }
 
-    /// As [`Host::reclaim_direct`], but it returns soon after `stop` is set; `cache` may be empty
-    /// then. A vCPU uses it, because its VM may be stopped meanwhile.
+    /// As [`Host::reclaim_direct`], but it returns soon after `stop` is set, perhaps with an empty
+    /// `cache`. A vCPU uses it, because its VM may be stopped meanwhile.
     pub fn reclaim_direct_until(
         &self,
         cache: &mut PerCpuPages,
@@ -127,8 +127,8 @@ impl Host {
         }
     }
 
-    /// Direct reclaim under a virtual executor. Only the scheduler advances time there, so a wait
-    /// would never end.
+    /// Direct reclaim under a virtual executor. A wait would never end, because only the scheduler
+    /// advances time.
     fn reclaim_at_once(&self) -> Result<Progress, HostError> {
         let core = &self.core;
         let sweep = self.sweep(&NEVER);
@@ -166,7 +166,7 @@ impl Host {
             let sweep = self.sweep(stop);
             progress = sweep.progress;
             if core.freed() != freed {
-                // A frame was freed, for this thread or for one that has waited longer.
+                // A frame was freed, for this thread or for a longer waiting one.
                 patience = Patience::default();
                 continue;
             }
@@ -178,15 +178,15 @@ impl Host {
         }
     }
 
-    /// What to expect after a sweep that freed nothing, and the generation of [`Core::settled`] to
-    /// wait past. `seen` is the generation before the sweep.
+    /// What to expect after a sweep that freed nothing, and the generation of [`Core::settled`]
+    /// that the wait must pass. `seen` is the generation before the sweep.
     fn outlook(&self, seen: u64) -> (Outlook, u64) {
         let core = &self.core;
         let now = core.settled.generation();
         if core.is_failing() && core.pages_writing() == 0 {
-            // A write that the device refuses at once also moves the generation. Without this arm
-            // each refusal would count as progress, and the thread would never give up. A page that
-            // is being read may be dropped once it is there.
+            // A refused write also moves the generation. Without this arm each refusal would count
+            // as progress, and the thread would never give up. A page that is being read may be
+            // dropped after its arrival.
             match core.is_reading() {
                 true => (Outlook::Pending, now),
                 false => (Outlook::Quiet, now),
@@ -276,8 +276,8 @@ impl Host {
         }
     }
 
-    /// One step of collapse, as there is nothing to reclaim, then a pause. The pause bounds the
-    /// thread's load, and ends early when [`Core::wake_background_if_low`] unparks the thread.
+    /// One step of collapse, because there is nothing to reclaim, then a pause. The pause bounds
+    /// the thread's load, and ends early when [`Core::wake_background_if_low`] unparks the thread.
     fn idle(&self) {
         if self.core.huge == HugePages::Never {
             std::thread::park();
@@ -337,8 +337,8 @@ impl Core {
             && !self.frames.any_isolated()
     }
 
-    /// Whether a thread or a ring carries out a read. A ticket that is not started does not count:
-    /// its read may never begin.
+    /// Whether a thread or a ring carries out a read. An unstarted ticket does not count: its read
+    /// may never begin.
     fn is_reading(&self) -> bool {
         lock(&self.tickets).values().any(Ticket::is_started)
     }
@@ -386,7 +386,7 @@ impl Drop for Background {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // If the thread has panicked, the panic hook has printed it.
+            // If the thread panicked, the panic hook has printed it.
             let _ = thread.join();
         }
     }

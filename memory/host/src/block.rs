@@ -7,8 +7,8 @@
 //!     '-------------------------------------------------------------'
 //!                   the compound page is split, or its region removed
 //! ```
-//! **Split**: each frame of the block has a state of its own. While the block is a compound page,
-//! the descriptors of its frames say Free although the free map does not have them, and only their
+//! **Split**: each frame of the block has its own state. While the block is a compound page, the
+//! descriptors of its frames say Free although the free map does not have them, and only their
 //! dirty marks count.
 //!
 //! The block has one dirty mark for all 512 pages. A split hands this mark to the frames. Another
@@ -19,7 +19,7 @@
 //! dirty := 1; fence                   state := Split; fence
 //! state is Split? marks the frame(s)  dirty was 1? marks every frame
 //! ```
-//! It is a Dekker exchange: at least one of the two threads sees what the other has stored.
+//! It is a Dekker exchange: at least one of the two threads sees the other's store.
 
 use crate::block_word::{BlockNo, BlockWord, PageBlockState};
 use crate::desc::{Desc, Dirt};
@@ -31,11 +31,11 @@ use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum FrameBlockState {
-    /// The block is split: each frame has a state of its own.
+    /// The block is split: each frame has its own state.
     Split,
     /// It is a compound page.
     Used,
-    /// A block of pages, and a thread that may split it.
+    /// It is a compound page, and a thread may split it.
     Isolated,
 }
 
@@ -45,10 +45,10 @@ pub struct BlockDesc {
     owner: AtomicU64,
     state: AtomicU8,
     dirty: AtomicU8,
-    /// One bit for each of the last eight turns of the clock hand: it was accessed. The latest turn
-    /// is the highest bit.
+    /// One bit for each of the last eight turns of the clock hand: the block was accessed. The
+    /// latest turn is the highest bit.
     history: AtomicU8,
-    /// A sampled split is in progress: reclaim leaves the pages alone until the hand's next turn.
+    /// A sampled split is in progress: reclaim spares the pages until the hand's next turn.
     sampled: AtomicU8,
     /// The result of the last sampled split: how often its pages were accessed, compared with pages
     /// in swap, in sixteenths.
@@ -57,18 +57,18 @@ pub struct BlockDesc {
     read_back: AtomicU32,
 }
 
-/// The result that a block has before its first sampled split: just the threshold. So each block is
-/// sampled once before a block with a better result is sampled again.
+/// A block's result before its first sampled split: exactly the threshold. So each block is sampled
+/// once before a block with a better result is sampled again.
 const UNTRIED: u8 = 8;
 
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<BlockDesc>() == 24);
 
-/// Whether the caller of a dirty mark on a block has to mark frames too.
+/// Whether the thread that marks a block dirty has to mark frames too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Marked {
-    /// No: the block is a compound page, or the thread that splits it sees the mark.
+    /// No: the block is a compound page, or the splitting thread sees the mark.
     Done,
     /// Yes: the block may have been split before the mark.
     Split,
@@ -94,7 +94,7 @@ impl BlockDesc {
             .store(u8::from(dirty == Dirt::Dirty), Ordering::Relaxed);
     }
 
-    /// As `prepare`, for frames that may be mapped: the dirty mark stays.
+    /// As `prepare`, for possibly mapped frames: the dirty mark stays.
     pub fn adopt(&self, owner: PageNo) {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.history.store(u8::MAX, Ordering::Relaxed);
@@ -103,13 +103,13 @@ impl BlockDesc {
     }
 
     /// Ends the preparation or the isolation: the block word names the block of frames, or the
-    /// thread that isolated it does not split it.
+    /// isolating thread does not split it.
     pub fn publish(&self) {
         self.state
             .store(FrameBlockState::Used as u8, Ordering::Release);
     }
 
-    /// The frames of the isolated block have states of their own from now on.
+    /// From now on the frames of the isolated block have their own states.
     pub fn mark_split(&self) {
         self.state
             .store(FrameBlockState::Split as u8, Ordering::Release);
@@ -139,13 +139,13 @@ impl BlockDesc {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
 
-    /// Marks the block dirty, because a page of it was written or is about to be.
+    /// Marks the block dirty: a page of it was written or is about to be.
     #[inline]
     pub fn mark_dirty(&self) -> Marked {
         if self.dirty.load(Ordering::Relaxed) == 0 {
             self.dirty.store(1, Ordering::Release);
         }
-        // The fence is needed even if the mark was set before: that mark may have been made after
+        // The fence is needed even if the mark was already set: that mark may have been made after
         // the splitter looked.
         fence(Ordering::SeqCst);
         match self.state() {
@@ -154,7 +154,7 @@ impl BlockDesc {
         }
     }
 
-    /// Notes whether the clock hand found the block accessed. Returns how warm it was before.
+    /// Records whether the clock hand found the block accessed. Returns its warmth before that.
     pub fn remember(&self, young: Youth) -> Warmth {
         let history = self.history.load(Ordering::Relaxed);
         let now = history >> 1 | u8::from(young == Youth::Young) << 7;
@@ -165,7 +165,7 @@ impl BlockDesc {
         }
     }
 
-    /// Notes the result of a sampled split.
+    /// Records the result of a sampled split.
     pub fn note_worth(&self, sixteenths: u64) {
         self.worth
             .store(sixteenths.min(255) as u8, Ordering::Relaxed);
@@ -203,13 +203,13 @@ pub struct Warmth {
 /// Whether a block or page was accessed since the clock hand last passed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Youth {
-    /// It was.
+    /// Accessed.
     Young,
-    /// It was not.
+    /// Not accessed.
     Old,
 }
 
-/// A block of pages with the block of frames that it is in, or is moved to.
+/// A block of pages with its present or future block of frames.
 #[derive(Clone, Copy)]
 pub struct Parts<'a> {
     pub block_word: &'a BlockWord,
@@ -240,8 +240,8 @@ impl Parts<'_> {
         self.frames.iter().for_each(Desc::publish);
     }
 
-    /// Split -> Compound, if each page word still has its state in `from`. Otherwise all words are
-    /// again as they were. A fault that sees Collapsed under Split waits for the caller's lock.
+    /// Split -> Compound, if each page word still has its state in `from`. Otherwise restores all
+    /// words. A fault that sees Collapsed under Split waits for the caller's lock.
     pub fn collapse(self, from: &[PageState]) -> Result<(), TakenBack> {
         let pairs = || self.words.iter().zip(from);
         for (done, (word, &state)) in pairs().enumerate() {

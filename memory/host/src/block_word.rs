@@ -17,20 +17,20 @@
 //!   Compound     Empty or Collapsed: page i is in frame 512 * block + i
 //! ```
 //! **A fault reads the page word first.** It reads the block word only if the page word says Empty
-//! or Collapsed. So a fault on a page with a frame of its own reads no block word. And the first
-//! fault of a block that gets 2 MiB changes one word instead of 512.
+//! or Collapsed. So a fault on a page with its own frame reads no block word. And the first fault
+//! of a block that gets 2 MiB changes one word instead of 512.
 //!
 //! The race between the two reads: a fault reads Empty in the page word and Split in the block
-//! word; another thread collapses the block; the fault gives the page a frame of its own. That last
-//! step fails. The collapse changes every page word to Collapsed before it changes the block word,
-//! so the fault's compare-exchange from Empty finds another value. A block word never becomes
+//! word; another thread collapses the block; the fault gives the page its own frame. That last step
+//! fails. The collapse changes every page word to Collapsed before it changes the block word, so
+//! the fault's compare-exchange from Empty finds another value. A block word never becomes
 //! Untouched again, so a fault that has read Untouched cannot succeed with a late compare-exchange
 //! either.
 //!
 //! A fault that can map 2 MiB reads the block word first. Unless that says Split, the fault needs
 //! no page word.
 //!
-//! A split needs no state for its progress. The thread that splits fills in the page words, then
+//! A split needs no state for its progress. The splitting thread fills in the page words, then
 //! changes the block word, then publishes the descriptors of the frames. Before that last step
 //! reclaim cannot take a frame from its page.
 
@@ -77,7 +77,7 @@ impl BlockNo {
 pub enum PageBlockState {
     /// No fault has provided any of its pages yet.
     Untouched,
-    /// Each page has a word of its own that says where it is.
+    /// Each page has its own word, which says where the page is.
     Split,
     /// All 512 pages are in `block`.
     Compound { block: BlockNo },
@@ -128,7 +128,7 @@ impl BlockWord {
         Self(AtomicU64::new(Untouched.encode()))
     }
 
-    /// The state now.
+    /// The present state.
     #[inline]
     pub fn load(&self) -> PageBlockState {
         PageBlockState::decode(self.0.load(Ordering::Acquire))

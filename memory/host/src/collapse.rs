@@ -12,11 +12,11 @@
 //! **By copy**, a fault may take a page back before its page word becomes Collapsed. The collapse
 //! is then undone: all pages stay in their old frames.
 //!
-//! In both cases reclaim cannot move a page out of its frame meanwhile, because this thread has
-//! isolated the descriptors of all frames.
+//! In both cases no page can leave its frame meanwhile, because this thread has isolated the
+//! descriptors of all frames.
 //!
-//! The swap entries of the pages are freed. A compound page has no copy in swap, so pages that had
-//! one count as dirty.
+//! The swap entries of the pages are freed. A compound page has no copy in swap, so pages with a
+//! swap entry count as dirty.
 
 use crate::block_word::{BLOCK, BlockNo, PageBlockState};
 use crate::desc::{Desc, Dirt, FrameState};
@@ -29,12 +29,12 @@ use lacuna_addr::{BackingRange, Pfn};
 use std::sync::Arc;
 
 /// The most pages without a frame (they read as zeros) in a collapsed block. A collapse gives each
-/// of them a frame, so this bounds the memory that it adds.
+/// of them a frame, so this bounds the added memory.
 const EMPTY: usize = BLOCK / 16;
 /// A block is collapsed if at least so many of its pages were accessed since their accessed bits
 /// were cleared.
 const IN_USE: usize = BLOCK / 2;
-/// Most blocks that one step looks at.
+/// The most blocks that one step looks at.
 const LOOK: usize = 64;
 
 /// The result of [`Host::collapse_step`].
@@ -45,12 +45,12 @@ pub enum Collapse {
     Made,
     /// No block was collapsed; there are more blocks to look at.
     Looked,
-    /// No block was collapsed, and there is no more to do for now: this was the last block, or
+    /// No block was collapsed, and there is nothing more to do for now: this was the last block, or
     /// free memory is low, or the host never makes huge pages.
     Idle,
 }
 
-/// The block that the next step of background collapse looks at.
+/// The next block for background collapse.
 pub(crate) struct Collapser {
     next: PageNo,
 }
@@ -94,9 +94,9 @@ impl Gathered {
 
 impl Host {
     /// One step of collapsing blocks in the background, for a thread without more urgent work. The
-    /// step looks at some blocks, until it finds a split one with all pages resident or zeros. It
-    /// collapses that block if enough of its pages were accessed. If the pages are not in one block
-    /// of frames already, the step also needs a free block.
+    /// step looks at some blocks, until it finds a split block with all pages resident or zeros. It
+    /// collapses that block if enough of its pages were accessed. If the pages are not yet in one
+    /// block of frames, the step also needs a free block.
     ///
     /// The step calls MMU notifiers, so the caller must not hold a lock.
     pub fn collapse_step(&self) -> Collapse {
@@ -194,8 +194,8 @@ impl Core {
                 Some(frame) => self.isolate_from(frame, first.plus(i)),
                 None => true,
             };
-            // From here on the page stays in its frame. It may have left between the load of its
-            // word above and the isolation, so compare again.
+            // From here on the page stays in its frame. It may have left after its word was loaded
+            // above and before the isolation, so compare again.
             if isolated && span.words[i].load() == state {
                 pages.states.push(state);
                 continue;
@@ -307,8 +307,7 @@ impl Core {
         };
         if collapsed.is_err() {
             for word in span.words {
-                // Errors are expected: a fault has taken the page back already, or the page has no
-                // frame.
+                // Errors are expected: a fault has taken the page back, or the page has no frame.
                 let _ = word.advance(PageState::rescued);
             }
             parts.frames.iter().for_each(Desc::free);

@@ -1,8 +1,9 @@
 //! Copies bytes into and out of pages, for code that is not a vCPU: image loading, the status page,
 //! tests.
 //!
-//! A copy needs the frame to stay at once. A pin is not enough, because reclaim reads the pins only
-//! at the beginning of a batch. So a copy isolates the frame while it runs, as a reclaimer does.
+//! The frame must not leave its page during a copy. Pins are not enough, because reclaim reads them
+//! only at the beginning of a batch. So a copy isolates the frame while it runs, as a reclaimer
+//! does.
 
 use crate::balance::TICK;
 use crate::block_word::BlockNo;
@@ -16,7 +17,7 @@ use crate::residency::{PageNo, PageState};
 use crate::resolve::{Frame, Resolution, small};
 use lacuna_addr::{Access, BackingAddr, Level, PAGE_SIZE};
 
-/// How often [`Host::peek`] tries a page that reclaim is looking at.
+/// How often [`Host::peek`] tries a page that reclaim has isolated.
 const PEEKS: usize = 64;
 
 impl Host {
@@ -142,7 +143,7 @@ impl Host {
                         self.core.settle_losses();
                         continue;
                     }
-                    // Isolated: taken back while its write was in flight, or about to be taken.
+                    // Isolated: the page was taken back during its write, or is about to be taken.
                     self.io.help(&self.core, seen, TICK);
                 }
                 Resolution::Pending(ticket) | Resolution::Missing(ticket) => self.wait(&ticket)?,

@@ -10,9 +10,9 @@
 //! ```
 //! **Isolated** is exclusive: one reclaimer, region removal or copy at a time may take the frame
 //! from its page. While the frame's content is written out, it stays isolated until the write
-//! completes. Each of the states Free, Cached and Store has one owner too (free map, per-CPU page
-//! cache, swap store). So only `Used -> Isolated` needs a compare-and-swap, and a fault does none
-//! on a descriptor.
+//! completes. In each of the states Free, Cached and Store a frame has one owner too (free map,
+//! per-CPU page cache, swap store). So only `Used -> Isolated` needs a compare-and-swap, and a
+//! fault does none on a descriptor.
 
 use crate::residency::PageNo;
 use lacuna_sync::shim::AtomicU64;
@@ -24,7 +24,7 @@ use lacuna_sync::shim::atomic::{AtomicU8, Ordering};
 pub enum FrameState {
     /// In the free map; or part of a compound page (see `block`).
     Free,
-    /// A per-CPU page cache, or a fault that has not published it yet.
+    /// A per-CPU page cache, or a fault that has not yet published the frame.
     Cached,
     /// A page.
     Used,
@@ -46,21 +46,21 @@ impl FrameState {
 
 /// A frame descriptor.
 pub struct Desc {
-    /// The page that the frame belongs to, while Used or Isolated.
+    /// The page in the frame, while Used or Isolated.
     owner: AtomicU64,
     state: AtomicU8,
     /// The content may differ from the swap entry, or from zeros if there is no entry. The mark is
     /// set before a write access may proceed, and when a leaf with D is removed. Only the eviction
-    /// that writes the page out clears it. A stale fault may mark a frame that belongs to another
-    /// page by then; that costs a needless write.
+    /// that writes the page out clears it. A stale fault may mark a frame that another page has by
+    /// then; that costs a needless write.
     dirty: AtomicU8,
-    /// Reclaim spares the page for one turn of the clock hand: it was swapped in since the hand
-    /// last passed, so the faulting vCPU may not have retried yet; or another thread than the
-    /// hand's has found it accessed.
+    /// Reclaim spares the page for one turn of the clock hand. Either it was swapped in since the
+    /// hand last passed, so the faulting vCPU may not have retried yet. Or another thread has found
+    /// it accessed.
     recent: AtomicU8,
 }
 
-// Beside its 4 KiB a frame costs its descriptor, 16 bytes, and a bit in the free map.
+// In addition to its 4 KiB, a frame costs its descriptor, 16 bytes, and a bit in the free map.
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Desc>() == 16);
 
@@ -80,7 +80,7 @@ impl Desc {
         self.set_state(FrameState::Free);
     }
 
-    /// Sets the future owner while the frame's block is being split. Its dirty mark counts already.
+    /// Sets the future owner during the split of the frame's block. The dirty mark already counts.
     pub fn adopt(&self, owner: PageNo) {
         self.owner.store(owner.get(), Ordering::Relaxed);
         self.recent.store(0, Ordering::Relaxed);
@@ -95,13 +95,13 @@ impl Desc {
         self.recent.store(0, Ordering::Relaxed);
     }
 
-    /// The page word names the frame: it is Used from now on.
+    /// The page word names the frame: from now on it is Used.
     #[inline]
     pub fn publish(&self) {
         self.set_state(FrameState::Used);
     }
 
-    /// Changes the state. The caller is the only thread that may.
+    /// Changes the state. No other thread may change it.
     #[inline]
     pub fn set_state(&self, state: FrameState) {
         self.state.store(state as u8, Ordering::Release);
@@ -111,8 +111,9 @@ impl Desc {
         FrameState::ALL[usize::from(self.state.load(Ordering::Acquire))]
     }
 
-    /// Takes the right to move the page away from its frame. `None` if another thread has it, or no
-    /// page is in the frame. Ends with [`Desc::publish`], or when the frame is given back.
+    /// Takes the right to move the page away from its frame. `None` if another thread has the
+    /// right, or no page is in the frame. Ends with [`Desc::publish`], or when the frame is given
+    /// back.
     pub fn isolate(&self) -> Option<PageNo> {
         let (used, isolated) = (FrameState::Used as u8, FrameState::Isolated as u8);
         self.state
@@ -126,8 +127,8 @@ impl Desc {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
 
-    /// Marks the page dirty, because it was written or is about to be. Tests the mark first,
-    /// because a store would take the cache line from other cores.
+    /// Marks the page dirty: it was written or is about to be. Tests the mark first, because a
+    /// store would take the cache line from other cores.
     #[inline]
     pub fn mark_dirty(&self) {
         if self.dirty.load(Ordering::Relaxed) == 0 {

@@ -4,8 +4,8 @@ use lacuna_addr::{BackingAddr, NoRoom, PageCount};
 use lacuna_source::FailureKind;
 use std::sync::Arc;
 
-/// Why the host memory manager cannot do what was asked. It can be cloned, because one error may be
-/// reported on several threads.
+/// Why the host memory manager cannot carry out a request. It can be cloned, because one error may
+/// be reported on several threads.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HostError {
     /// Fewer frames than the guests' vCPUs may need at once.
@@ -14,7 +14,7 @@ pub enum HostError {
          ({} KiB) are needed", minimum.bytes() / 1024
     )]
     BudgetTooSmall {
-        /// The budget that was given.
+        /// The given budget.
         budget: PageCount,
         /// The number of vCPUs that must make progress in it.
         vcpus: usize,
@@ -24,9 +24,9 @@ pub enum HostError {
     /// More frames than a page word can name.
     #[error("memory budget too large: {budget} pages, at most {maximum} are supported")]
     BudgetTooLarge {
-        /// The budget that was given.
+        /// The given budget.
         budget: PageCount,
-        /// The largest possible.
+        /// The largest possible budget.
         maximum: PageCount,
     },
     /// The kernel refused the memory of the budget.
@@ -35,18 +35,18 @@ pub enum HostError {
          raise the limit on this process's memory (ulimit -v, cgroup)"
     )]
     Map {
-        /// Bytes asked for.
+        /// The requested bytes.
         bytes: u64,
-        /// The system's words.
+        /// The system's error.
         reason: String,
     },
     /// The manager's own tables do not fit.
     #[error(transparent)]
     Tables(#[from] NoRoom),
-    /// A region of no page, or one that passes the end of the numbering.
+    /// A region without pages, or beyond the end of the numbering.
     #[error("cannot add a region of {0} pages")]
     BadRegion(PageCount),
-    /// The range is not a region's, or not the whole of one.
+    /// The range is not in a region, or not a whole region.
     #[error("no region begins at {0} with that length")]
     NoSuchRegion(BackingAddr),
     /// The swap device cannot be opened.
@@ -54,7 +54,7 @@ pub enum HostError {
     SwapSetup {
         /// The directory.
         path: String,
-        /// The system's words.
+        /// The system's error.
         reason: String,
     },
     /// Nothing more fits on the swap device. Nothing was lost.
@@ -62,7 +62,7 @@ pub enum HostError {
         "swap device full: {device}: {reason}; give it more space, or the guest a larger budget"
     )]
     SwapFull {
-        /// Which device.
+        /// The device.
         device: String,
         /// The device's reason.
         reason: String,
@@ -70,28 +70,28 @@ pub enum HostError {
     /// A page could not be written out. It stays resident: nothing was lost.
     #[error("cannot write to swap: {device}: {reason}")]
     SwapWrite {
-        /// Which device.
+        /// The device.
         device: String,
-        /// The system's words.
+        /// The system's error.
         reason: String,
     },
-    /// Every frame is pinned by an instruction in progress or in flight.
+    /// Every frame is pinned by an instruction in progress, or in flight.
     #[error(
         "no frame can be reclaimed: {in_use} of {budget} frames in use, all pinned or in flight"
     )]
     Exhausted {
         /// Frames that hold a page.
         in_use: usize,
-        /// Frames there are.
+        /// Frames of the budget.
         budget: usize,
     },
     /// A shared memory file cannot be guest memory, or does not have a page.
     #[error("shared memory: {reason}")]
     SharedMemory {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// Part of a unit was to be provided: its pages are only provided together.
+    /// The caller provided part of a unit: its pages are only provided together.
     #[error(
         "{pages} pages from {from} on cannot be provided: the memory is in huge pages, each of \
          which comes at once; provide whole and aligned runs of {unit} pages"
@@ -99,7 +99,7 @@ pub enum HostError {
     PartOfHugePage {
         /// The first page.
         from: BackingAddr,
-        /// How many were given.
+        /// The given pages.
         pages: PageCount,
         /// Pages of a huge page.
         unit: u64,
@@ -116,9 +116,9 @@ pub enum HostError {
     LinuxRoom {
         /// The requested pages.
         pages: PageCount,
-        /// Pages that the host has addresses for, or that it could have.
+        /// Pages that the host has addresses for, or could have.
         room: PageCount,
-        /// Removed regions whose handlers are not gone.
+        /// Removed regions with handlers that still exist.
         late: usize,
     },
     /// The kernel refused a userfaultfd.
@@ -132,10 +132,10 @@ pub enum HostError {
     Discard {
         /// The first page.
         from: BackingAddr,
-        /// The system's words.
+        /// The system's error.
         reason: String,
     },
-    /// A thread of the manager's own could not be started.
+    /// A thread of the manager could not be started.
     #[error("cannot start a thread: {0}; raise the limit on processes (ulimit -u)")]
     Thread(String),
 }
@@ -146,9 +146,9 @@ pub enum HostError {
 pub struct LostPage {
     /// The page's address.
     pub page: BackingAddr,
-    /// Why.
+    /// The reason.
     pub reason: Arc<str>,
-    /// Whose error it is.
+    /// Whether the source or the program failed.
     pub kind: FailureKind,
 }
 
@@ -160,7 +160,7 @@ impl LostPage {
 }
 
 impl HostError {
-    /// Whose error it is, if a page is not provided.
+    /// The kind of a failure to provide a page.
     pub const fn failure_kind(&self) -> FailureKind {
         match self {
             Self::Lost(lost) => lost.kind,
@@ -175,13 +175,13 @@ pub enum SwapError {
     /// No space is left.
     #[error("{0}")]
     Full(String),
-    /// The device has no room for this entry or any after it. Entries before it can be used.
+    /// The device has no room for this entry or any after it. Earlier entries can be used.
     #[error("{0}")]
     Ends(String),
     /// The device failed.
     #[error("{0}")]
     Io(String),
-    /// What was read is not what was written.
+    /// The read bytes differ from the written ones.
     #[error(
         "it is not what was written there: the device, or another program that wrote to it, has \
          damaged it; check the device, and start the guest anew"
@@ -189,7 +189,7 @@ pub enum SwapError {
     Damaged,
 }
 
-/// A write that stopped part-way: the first `done` pages are stored, the others are not.
+/// A write that stopped part-way: only the first `done` pages are stored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{error} (after {done} pages)")]
 pub struct WriteFailed {

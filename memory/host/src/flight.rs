@@ -8,10 +8,9 @@
 //!                      '-----------------------------------------> Done
 //!                         finish: the thread that carries out a read from swap
 //! ```
-//! A ticket is completed in one of two ways. A read from swap is carried out by one thread, the one
-//! that won `start`. A fetch from a page source may be answered by several threads, early, late or
-//! twice, while another thread removes the region. The thread that wins `answer` owns the page's
-//! frame until `finish`.
+//! A ticket is completed in one of two ways. The thread that won `start` carries out a read from
+//! swap. Several threads may answer a fetch from a page source, early, late or twice, while another
+//! thread removes the region. The thread that wins `answer` owns the page's frame until `finish`.
 
 use lacuna_sync::shim::{AtomicU32, Ordering};
 

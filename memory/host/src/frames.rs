@@ -8,7 +8,7 @@
 //! One lock guards the free map. A per-CPU page cache takes a batch of frames at a time. A 2 MiB
 //! block is allocated only if `high` free frames remain, so a huge page never takes frames that a
 //! vCPU may need to make progress. A thread that finds no free frame waits in a queue; the free map
-//! keeps one frame back for each thread in the queue (`turns`).
+//! keeps one frame for each thread in the queue (`turns`).
 
 use crate::block::{BlockDesc, FrameBlockState, Marked, Parts};
 use crate::block_word::{BLOCK, BlockNo};
@@ -24,19 +24,19 @@ use std::sync::{Arc, PoisonError};
 
 /// Frames that a per-CPU page cache takes at once while free frames are few.
 pub(crate) const BATCH: usize = 32;
-/// The most that it takes at once while free frames are plenty. Each refill moves about ten cache
+/// The most that it takes at once while many frames are free. Each refill moves about ten cache
 /// lines that other vCPUs have just written, and may wait for the lock.
 const BATCH_MAX: usize = 256;
 
 pub(crate) struct Frames {
     pub pool: Pool,
     descs: Box<[Desc]>,
-    /// Of the blocks that the pool's end does not cut.
+    /// One for each block that the pool's end does not cut.
     blocks: Box<[BlockDesc]>,
     pub low: usize,
     pub high: usize,
-    /// Padded, as is `count`: a vCPU writes both when it refills its per-CPU page cache, and reads
-    /// the fields above at every fault.
+    /// `free` and `count` are padded: a vCPU writes both when it refills its per-CPU page cache,
+    /// and reads the fields above at every fault.
     free: CachePadded<Mutex<Free, lock_order::FreeFrames>>,
     count: CachePadded<Count>,
 }
@@ -45,11 +45,11 @@ pub(crate) struct Frames {
 struct Count {
     /// In the free map.
     free: AtomicUsize,
-    /// The fewest that were ever in the free map.
+    /// The smallest number of frames in the free map so far.
     free_min: AtomicUsize,
-    /// The swap store's.
+    /// Held by the swap store.
     store: AtomicUsize,
-    /// Free frames that only the swap store may take, so that reclaim can always compress some more
+    /// Free frames that only the swap store may take, so that reclaim can always compress more
     /// pages.
     reserve: AtomicUsize,
     /// The number of frames that the existing vCPUs need to make progress.
@@ -94,7 +94,7 @@ impl Frames {
         &self.descs[pfn.index()]
     }
 
-    /// Whether `pfn` is no frame of the budget but Linux memory.
+    /// Whether `pfn` is Linux memory, not a frame of the budget.
     pub fn is_linux(&self, pfn: Pfn) -> bool {
         pfn.index() >= self.descs.len()
     }
@@ -104,13 +104,13 @@ impl Frames {
         &self.blocks[block.index()]
     }
 
-    /// The block that `frame` lies in; `None` in the one that the pool's end cuts.
+    /// The block of `frame`; `None` if the pool's end cuts the block.
     pub fn block_of(&self, frame: Pfn) -> Option<(BlockNo, &BlockDesc)> {
         let block = BlockNo::of(frame);
         self.blocks.get(block.index()).map(|desc| (block, desc))
     }
 
-    /// The pages of `span` with the frames of `block`, which they are in or go to.
+    /// The pages of `span` with `block`, their present or future block of frames.
     pub fn parts<'a>(&'a self, span: Span<'a>, block: BlockNo) -> Parts<'a> {
         let first = block.index() * BLOCK;
         Parts {
@@ -150,12 +150,12 @@ impl Frames {
         }
     }
 
-    /// Frames in the free map, a moment ago.
+    /// The number of frames in the free map, a moment ago.
     pub fn free_now(&self) -> usize {
         self.count.free.load(Ordering::Relaxed)
     }
 
-    /// Free frames that a fault may have.
+    /// The number of free frames that a fault may take.
     pub fn available(&self) -> usize {
         self.free_now()
             .saturating_sub(self.count.reserve.load(Ordering::Relaxed))
@@ -166,13 +166,13 @@ impl Frames {
         self.count.free_min.load(Ordering::Relaxed)
     }
 
-    /// Frames that the swap store has.
+    /// The number of frames that the swap store has.
     pub fn in_store(&self) -> usize {
         self.count.store.load(Ordering::Relaxed)
     }
 
-    /// Moves up to a batch of free frames to `out`. It moves fewer when free frames run short, so
-    /// that no per-CPU page cache hoards the last ones. Frames kept back for waiting threads stay.
+    /// Moves up to a batch of free frames to `out`. It moves fewer when few frames are free, so
+    /// that no per-CPU page cache hoards the last frames. Frames for waiting threads stay.
     pub fn take_batch(&self, out: &mut Vec<u32>) {
         let free = self.lock();
         let spare = self.spare(&free).saturating_sub(free.turns.len());
@@ -190,14 +190,14 @@ impl Frames {
         self.lock().turns.leave(turn);
     }
 
-    /// How many threads are in the queue.
+    /// The number of threads in the queue.
     pub fn queued(&self) -> usize {
         self.lock().turns.len()
     }
 
-    /// As [`Frames::take_batch`], for a thread in the queue. If more frames are free than threads
-    /// wait before it, the thread gets at least one frame and leaves the queue. Otherwise nothing
-    /// changes.
+    /// As [`Frames::take_batch`], for a thread in the queue. If there are more free frames than
+    /// threads before it in the queue, the thread gets at least one frame and leaves the queue.
+    /// Otherwise nothing changes.
     pub fn take_turn(&self, turn: Turn, out: &mut Vec<u32>) {
         let mut free = self.lock();
         let spare = self.spare(&free);
@@ -216,16 +216,16 @@ impl Frames {
         self.count.promised.store(frames, Ordering::Relaxed);
     }
 
-    /// How many of `spare` free frames one per-CPU page cache may take: an eighth while they are
-    /// few, so that no cache hoards the last ones, and more than [`BATCH`] only while more frames
-    /// are free than all vCPUs may need.
+    /// The number of frames that one per-CPU page cache may take of `spare` free ones. It is an
+    /// eighth while few are free, so that no cache hoards the last ones. It is more than [`BATCH`]
+    /// only while more frames are free than all vCPUs may need.
     fn share(&self, spare: usize) -> usize {
         let of_few = spare.div_ceil(8).min(BATCH);
         let plenty = spare.saturating_sub(self.count.promised.load(Ordering::Relaxed));
         of_few.max((plenty / 64).min(BATCH_MAX))
     }
 
-    /// Free frames that are not the store's.
+    /// The number of free frames that are not reserved for the store.
     fn spare(&self, free: &Free) -> usize {
         let reserve = self.count.reserve.load(Ordering::Relaxed);
         free.map.len().saturating_sub(reserve)
@@ -235,7 +235,7 @@ impl Frames {
         let kept = out.len();
         free.map.take(count, out);
         self.note_free(free.map.len());
-        // Descriptors may have to be read from memory, so the lock is released first.
+        // Setting the states may read descriptors from memory, so release the lock first.
         drop(free);
         for &index in &out[kept..] {
             self.descs[index as usize].set_state(FrameState::Cached);
@@ -251,7 +251,7 @@ impl Frames {
             return None;
         }
         let mut free = self.lock();
-        // Tested again under the lock: other threads may have taken frames meanwhile.
+        // Test again under the lock: other threads may have taken frames meanwhile.
         if self.spare(&free) < self.high + BLOCK {
             return None;
         }
@@ -265,7 +265,7 @@ impl Frames {
         self.available() >= self.high + BLOCK
     }
 
-    /// Frees frames, in whatever state their descriptors are.
+    /// Frees frames; their descriptors may be in any state.
     pub fn give(&self, frames: impl IntoIterator<Item = u32>) {
         let mut free = self.lock();
         for index in frames {
@@ -282,7 +282,7 @@ impl Frames {
         self.note_free(free.map.len());
     }
 
-    /// Whether a thread has isolated a frame or a block. It will end the isolation.
+    /// Whether a thread has isolated a frame or a block. That thread will end the isolation.
     pub fn any_isolated(&self) -> bool {
         let mut frames = self.descs.iter().map(Desc::state);
         let mut blocks = self.blocks.iter().map(BlockDesc::state);
@@ -305,7 +305,7 @@ impl Frames {
     }
 }
 
-/// A swap store's hold on the budget: what it takes is charged to it.
+/// A swap store's access to the budget: its frames are charged to the budget.
 #[derive(Clone)]
 pub struct StoreFrames(Arc<Frames>);
 
@@ -319,12 +319,12 @@ impl StoreFrames {
         self.0.len()
     }
 
-    /// Keeps the last `frames` free ones for the store.
+    /// Reserves the last `frames` free frames for the store.
     pub fn reserve(&self, frames: usize) {
         self.0.count.reserve.store(frames, Ordering::Relaxed);
     }
 
-    /// A frame, from the reserve too if need be. `None` when there is none left at all.
+    /// Takes a frame, also from the reserve. `None` when no frame is free.
     pub fn take(&self) -> Option<Pfn> {
         let mut free = self.0.lock();
         let mut taken = Vec::with_capacity(1);
@@ -347,7 +347,7 @@ impl StoreFrames {
         self.0.give([pfn.index() as u32]);
     }
 
-    /// The bytes of a frame that the store has.
+    /// The bytes of a store's frame.
     pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
         self.0.pool.frame(pfn)
     }

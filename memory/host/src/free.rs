@@ -1,4 +1,4 @@
-//! Which frames are free: a bit each, counted by block, so that whole blocks are found at once.
+//! The free frames: a bit each, counted by block, so that whole blocks are found at once.
 //!
 //! ```text
 //! block       0         1         2         3      (cut)
@@ -19,7 +19,7 @@ pub(crate) struct FreeMap {
     /// Set = free.
     bits: Box<[[u64; WORDS]]>,
     counts: Box<[u16]>,
-    /// Blocks that have free frames and others.
+    /// Blocks with both free and used frames.
     partial: BlockSet,
     /// Blocks with all frames free.
     free: BlockSet,
@@ -43,7 +43,7 @@ impl FreeMap {
         map
     }
 
-    /// How many frames are free.
+    /// The number of free frames.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -54,7 +54,7 @@ impl FreeMap {
         self.bits[block][word] & bit != 0
     }
 
-    /// Moves up to `count` frames to `out`, ascending where they lie together.
+    /// Moves up to `count` frames to `out`; neighbours are ascending.
     pub fn take(&mut self, count: usize, out: &mut Vec<u32>) {
         let end = out.len() + count;
         while out.len() < end {
@@ -83,7 +83,7 @@ impl FreeMap {
         Some(BlockNo::new(block as u32))
     }
 
-    /// Takes one frame back.
+    /// Frees one frame.
     pub fn give(&mut self, frame: u32) {
         let (block, word, bit) = place(frame as usize);
         let bits = &mut self.bits[block][word];
@@ -93,7 +93,7 @@ impl FreeMap {
         self.recount(block, usize::from(self.counts[block]) + 1);
     }
 
-    /// Takes a block back. None of its frames is free.
+    /// Frees a block. None of its frames is free yet.
     pub fn give_block(&mut self, block: BlockNo) {
         let block = block.index();
         assert!(self.counts[block] == 0, "frames of block {block} are free");
@@ -120,7 +120,7 @@ impl FreeMap {
         }
     }
 
-    /// Panics if counts and sets are not what the bits say.
+    /// Panics if counts and sets do not match the bits.
     pub fn verify(&self) {
         let mut len = 0;
         for (block, bits) in self.bits.iter().enumerate() {
@@ -143,10 +143,10 @@ fn place(frame: usize) -> (usize, usize, u64) {
     (frame / BLOCK, frame % BLOCK / 64, 1 << (frame % 64))
 }
 
-/// Numbers; a search for the lowest is fast.
+/// A set of block numbers, with a fast search for the lowest.
 struct BlockSet {
     words: Box<[u64]>,
-    /// No member lies in a word before this one.
+    /// No member is in an earlier word.
     low: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The manager: its parts and configuration, and the regions that are added to it.
+//! The manager: its parts, its configuration, and its regions.
 
 use crate::block_word::{BLOCK, PageBlockState};
 use crate::collapse::Collapser;
@@ -29,8 +29,8 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::thread::Thread;
 
-/// Frames that must exist besides the vCPUs' frames: a cluster that is being written out, and the
-/// swap store's reserve.
+/// Frames that must exist in addition to the vCPUs' frames: a cluster that is being written out,
+/// and the swap store's reserve.
 const BASE_FRAMES: u64 = 64;
 /// The frames that one more vCPU can keep from all others: its pinned pages and a full per-CPU page
 /// cache.
@@ -66,14 +66,14 @@ pub struct HostConfig {
 pub struct Host {
     pub(crate) core: Arc<Core>,
     pub(crate) io: Executor,
-    /// Page caches of other threads than vCPUs', between two operations.
+    /// Page caches for threads that are not vCPUs', between two operations.
     pub(crate) spare_caches: SpareCaches,
 }
 
 /// The state that the executor's threads share with all others.
 pub(crate) struct Core {
     pub frames: Arc<Frames>,
-    /// Which parts of the addresses for Linux memory are in use.
+    /// The used parts of the addresses for Linux memory.
     pub linux: LinuxAddresses,
     /// Pages of Linux memory that the kernel has taken away.
     pub losses: Losses,
@@ -88,43 +88,43 @@ pub(crate) struct Core {
     caches: Mutex<Vec<Arc<SharedCache>>, lock_order::PageCaches>,
     /// The clock hand: the next window of frames that reclaim looks at.
     pub hand: AtomicUsize,
-    /// Which whole block is to be split next though it is in use.
+    /// The compound page in use that is to be split next.
     pub sampled_splits: Mutex<SampledSplits, lock_order::SampledSplit>,
     /// Held while a collapse changes page words to Collapsed and then the block word to Compound. A
     /// fault that sees a state in between waits for this lock.
     pub collapsing: Mutex<(), lock_order::Collapsing>,
-    /// Where the collapse in the background is.
+    /// The next block for background collapse.
     pub collapser: Mutex<Collapser, lock_order::CollapseHand>,
-    /// Room for copies of pages on their way out.
+    /// Buffers for pages that are being written out.
     pub buffers: Mutex<Vec<Vec<Page>>, lock_order::WriteBuffers>,
     /// Pages being written out.
     pub writing: AtomicUsize,
-    /// Completions that some thread is delivering.
+    /// Completions that a thread is delivering.
     pub completing: AtomicUsize,
-    /// Pages in swap alone.
+    /// Pages that are only in swap.
     pub swapped_out_now: AtomicI64,
-    /// Whether what is simulated of the device's latency is over.
+    /// Whether the simulated latency of the device has ended.
     pub at_once: AtomicBool,
     pub settled: Settled,
     pub stats: Counters,
     pub clock: Arc<dyn Clock>,
-    /// The last write-out's failure, until one succeeds.
+    /// The failure of the last write-out; `None` after a successful one.
     pub failure: Mutex<Option<Failure>, lock_order::WriteFailure>,
     pub background: Mutex<Option<Thread>, lock_order::BackgroundThread>,
 }
 
-/// The stop flag of a wait that nothing stops.
+/// The stop flag of a wait that cannot be stopped.
 pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 #[track_caller]
 pub(crate) fn lock<T, C: LockClass>(mutex: &Mutex<T, C>) -> MutexGuard<'_, T> {
-    // Every critical section of this crate leaves its data whole at each step that may panic.
+    // Each critical section of this crate leaves its data consistent at each step that may panic.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Host {
-    /// Makes a host without regions. It reserves the budget's addresses; the kernel backs them when
-    /// they are touched, 2 MiB at a time where it can, or at [`Host::prefault`].
+    /// Makes a host without regions. It reserves the budget's addresses. The kernel backs them on
+    /// first touch, 2 MiB at a time where it can, or at [`Host::prefault`].
     pub fn new(config: HostConfig) -> Result<Arc<Self>, HostError> {
         Self::with_linux_memory(config, PageCount::new(0))
     }
@@ -147,7 +147,7 @@ impl Host {
             });
         }
         room_for::<Desc>(budget.get())?;
-        // Two blocks: each part is rounded up to one.
+        // Two blocks: each part is rounded up to a block.
         let room = MAX_FRAMES
             .get()
             .saturating_sub(budget.get() + 2 * BLOCK as u64);
@@ -161,7 +161,7 @@ impl Host {
         }
         let pool = Pool::new(budget.get() as usize, linux.get() as usize)?;
         let frames = Arc::new(Frames::new(pool));
-        // The thread that waits for a swap file.
+        // One for the thread that waits for a swap file.
         room_for_threads(1)?;
         store.attach(StoreFrames::new(frames.clone()));
         let core = Core {
@@ -200,12 +200,12 @@ impl Host {
     }
 
     /// Lets the kernel back all memory of the budget now, so that no fault waits for that later.
-    /// For 512 MiB it took 0.07 s on a host whose own memory was backed, and 1.0 s while the
-    /// hypervisor below that host had to back it first. `each` is called before each step of
-    /// 16 MiB, and ends it by `Break`.
+    /// For 512 MiB it took 0.07 s on a host with backed memory, and 1.0 s on a host whose
+    /// hypervisor had to back its memory first. `each` is called before each step of 16 MiB, and
+    /// ends the call by `Break`.
     ///
     /// # Errors
-    /// The kernel has less memory.
+    /// The kernel has not enough memory.
     pub fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
         self.core.frames.pool.prefault(each)
     }
@@ -218,14 +218,14 @@ impl Host {
     /// Makes the per-CPU page cache of one more vCPU. [`HostError::BudgetTooSmall`] if the budget
     /// does not suffice for the progress of that vCPU too.
     pub fn per_cpu_pages(&self) -> Result<PerCpuPages, HostError> {
-        // These are no vCPUs, and hold frames that the new vCPU may need.
+        // These caches belong to no vCPU, and hold frames that the new vCPU may need.
         self.spare_caches.drain();
         let vcpus = lock(&self.core.caches).len() + 1;
         check_budget(PageCount::new(self.core.frames.len() as u64), vcpus)?;
         Ok(PerCpuPages::new(self.core.clone()))
     }
 
-    /// Adds a region of `pages` pages of zeros. `notifier` looks after their mappings.
+    /// Adds a region of `pages` pages of zeros. `notifier` handles their mappings.
     pub fn add_region(
         &self,
         pages: PageCount,
@@ -235,8 +235,8 @@ impl Host {
     }
 
     /// Adds a region of `pages` pages that `source` provides, from its page `first` on. A fault on
-    /// a page that was not provided yet resolves to
-    /// [`Resolution::Missing`](crate::Resolution::Missing). `notifier` looks after their mappings.
+    /// a missing page resolves to [`Resolution::Missing`](crate::Resolution::Missing). `notifier`
+    /// handles the pages' mappings.
     pub fn add_region_from(
         &self,
         source: Arc<dyn PageSource>,
@@ -248,8 +248,8 @@ impl Host {
         self.core.regions.add(pages, notifier, Some(origin), None)
     }
 
-    /// Whether `range` lies in one region, and `notifier` looks after its mappings. The answer
-    /// stays true, because a removed region's addresses are never used again.
+    /// Whether `range` lies in one region, and `notifier` handles its mappings. The answer stays
+    /// true, because a removed region's addresses are never used again.
     pub fn is_notified(&self, range: BackingRange, notifier: &dyn MmuNotifier) -> bool {
         let region = self.core.regions.find(PageNo::of(range.start()));
         region.is_some_and(|region| {
@@ -258,14 +258,14 @@ impl Host {
         })
     }
 
-    /// Whether a page source provides the pages of the region that holds `addr`.
+    /// Whether a page source provides the pages of `addr`'s region.
     pub fn has_source(&self, addr: BackingAddr) -> bool {
         let region = self.core.regions.find(PageNo::of(addr));
         region.is_some_and(|region| region.origin.is_some())
     }
 
     /// Under [`HugePages::Madvise`]: from now on the host makes compound pages, if possible, of the
-    /// blocks that lie wholly inside `range`.
+    /// blocks wholly inside `range`.
     pub fn advise_huge(&self, range: BackingRange) -> Result<(), HostError> {
         let region = self.core.regions.find(PageNo::of(range.start()));
         let region = region.filter(|region| region.range().intersect(range) == Some(range));
@@ -274,15 +274,15 @@ impl Host {
         Ok(())
     }
 
-    /// Frame `pfn`'s bytes. The caller knows which page they belong to, from a
-    /// [`crate::Resolution::Ready`] that has not been invalidated.
+    /// The bytes of frame `pfn`. The caller knows their page, from a [`crate::Resolution::Ready`]
+    /// that has not been invalidated.
     #[inline]
     pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
         self.core.frames.pool.frame(pfn)
     }
 
-    /// The first frame of the compound page that holds `addr`, if there is one. It may be split a
-    /// moment later; the split calls its notifier's [`MmuNotifier::split_huge`].
+    /// The first frame of `addr`'s compound page, if there is one. It may be split a moment later;
+    /// the split calls its notifier's [`MmuNotifier::split_huge`].
     pub fn compound_page(&self, addr: BackingAddr) -> Option<Pfn> {
         let page = PageNo::of(addr);
         let region = self.core.regions.find(page)?;
@@ -292,33 +292,33 @@ impl Host {
         }
     }
 
-    /// Asks the processor for the descriptor of frame `pfn`, because [`Host::mark_dirty`] will
-    /// follow soon. Changes nothing.
+    /// Prefetches the descriptor of frame `pfn`, because [`Host::mark_dirty`] will follow soon.
+    /// Changes nothing.
     #[inline]
     pub fn prefetch(&self, pfn: Pfn) {
         self.core.frames.prefetch(pfn);
     }
 
-    /// The page in `pfn`, or the block of pages that begins there, has been written: a leaf with D
-    /// set that maps it was removed, or is known of.
+    /// Records that the page in `pfn`, or the block of pages that begins there, was written: a leaf
+    /// with D that maps it was removed, or is known.
     #[inline]
     pub fn mark_dirty(&self, pfn: Pfn, level: Level) {
         self.core.frames.mark_dirty(pfn, level);
     }
 
-    /// The last write-out's failure, if none has succeeded since.
+    /// The failure of the last write-out; `None` after a successful one.
     pub fn failure(&self) -> Option<HostError> {
         lock(&self.core.failure)
             .as_ref()
             .map(|failure| failure.error.clone())
     }
 
-    /// The executor's way to carry out reads, such as `io_uring`.
+    /// How the executor carries out reads, such as `io_uring`.
     pub fn describe_io(&self) -> &str {
         self.io.describe()
     }
 
-    /// The seed from which a host in virtual time draws; `None` in real time.
+    /// The seed of a host in virtual time; `None` in real time.
     pub fn seed(&self) -> Option<u64> {
         self.io.seed()
     }
@@ -328,7 +328,7 @@ impl Host {
         self.core.store.latency_ns()
     }
 
-    /// Whether a read takes less time than telling a guest of it: the device answers at once, and
+    /// Whether a read takes less time than reporting it to a guest: the device answers at once, and
     /// no latency is added.
     pub fn reads_at_once(&self) -> bool {
         matches!(self.core.store.reads(), Reads::Immediate) && self.core.store.latency_ns() == 0
@@ -345,25 +345,25 @@ impl Host {
         self.io.next_completion()
     }
 
-    /// Delivers the completions that have arrived and are due at `now`; returns their number. In
-    /// virtual time nothing else delivers them. In real time this saves the wake-up of a thread; it
-    /// costs a few nanoseconds if nothing has arrived. Callbacks run here ([`Ticket::on_done`]), so
-    /// the caller holds no lock.
+    /// Delivers the arrived completions that are due at `now`; returns their number. In virtual
+    /// time nothing else delivers them. In real time this saves the wake-up of a thread; it costs a
+    /// few nanoseconds if nothing has arrived. Callbacks run here ([`Ticket::on_done`]), so the
+    /// caller holds no lock.
     pub fn poll(&self, now: Nanos) -> usize {
         self.io.poll(&self.core, now)
     }
 
     /// Ends simulated latency ([`SwapStore::latency_ns`]): completions that wait for it are
-    /// delivered, and later ones do not wait. It is called after a run, so that a reader of the
-    /// guest's memory need not wait for a slow device. No effect in virtual time.
+    /// delivered, and later ones do not wait. Call it after a run, so that a reader of the guest's
+    /// memory need not wait for a slow device. No effect in virtual time.
     pub fn end_latency(&self) {
         self.core.at_once.store(true, Ordering::SeqCst);
         self.io.deliver_all();
     }
 
-    /// The caller is going to call [`Host::poll`] about every 50 us for the life of the guard.
-    /// While any guard exists, threads that would deliver completions stay asleep. A thread drops
-    /// its guard before it goes to sleep: otherwise operations in flight would wait for it.
+    /// Promises that the caller will call [`Host::poll`] about every 50 us for the life of the
+    /// guard. While any guard exists, the delivering threads stay asleep. A thread drops its guard
+    /// before it goes to sleep: otherwise operations in flight would wait for it.
     pub fn polling(&self) -> Polling<'_> {
         self.io.join();
         Polling(self)
@@ -428,7 +428,7 @@ impl Core {
         read(&lock(&self.caches))
     }
 
-    /// Pages that an instruction in progress has faulted on, ascending.
+    /// The pages on which an instruction in progress has faulted, ascending.
     pub fn pinned_pages(&self) -> Vec<PageNo> {
         let mut pinned = Vec::new();
         self.with_caches(|caches| caches.iter().for_each(|cache| cache.gather(&mut pinned)));
@@ -436,9 +436,9 @@ impl Core {
         pinned
     }
 
-    /// Frees a swap entry. Its content is not needed, and no write to it is in flight.
+    /// Frees a swap entry. Its content is no longer needed, and no write to it is in flight.
     pub fn free_entry(&self, entry: SwapEntry) {
-        // The device first: once the entry is free, another thread may write to it.
+        // Discard first: once the entry is free, another thread may write to it.
         self.store.discard(entry);
         lock(&self.entries).free(entry);
     }
@@ -451,7 +451,7 @@ impl Core {
         })
     }
 
-    /// The page is lost as `lost` is.
+    /// Records that the page is lost, and why.
     pub fn note_lost(&self, page: PageNo, lost: &LostPage) {
         let lost = LostPage {
             page: page.addr(),

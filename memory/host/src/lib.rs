@@ -8,11 +8,11 @@
 //! MMU notifiers <------------------ frames <--------------------------------- SwapStore
 //! ```
 //! VMs share a [`Host`]. Their memory slots point into *regions*, which the host numbers itself
-//! ([`lacuna_addr::BackingAddr`]); these numbers are not pointers. One 64-bit word a page says
-//! where the page is (`residency`). One descriptor a frame says which thread may take the frame
-//! from its page (`desc`). 512 pages may be one compound page in an aligned block of frames: one
-//! word a block says so (`block_word`), and a descriptor says which thread may split it (`block`).
-//! Reclaim splits compound pages (`sampled_split`), a background thread makes them (`collapse`).
+//! ([`lacuna_addr::BackingAddr`]); these numbers are not pointers. A page's 64-bit word says where
+//! the page is (`residency`). A frame's descriptor says which thread may take the frame from its
+//! page (`desc`). 512 pages may be one compound page in an aligned block of frames: the block's
+//! word says so (`block_word`), and a descriptor says which thread may split it (`block`). Reclaim
+//! splits compound pages (`sampled_split`), a background thread makes them (`collapse`).
 //!
 //! * **No thread waits under a lock.** [`Host::resolve`] never sleeps. A waiting thread has none.
 //! * **Dirty marks are exact about writes.** A page is marked before a write to it proceeds, and

@@ -1,7 +1,7 @@
-//! How long a thread in direct reclaim waits when its sweep has freed nothing.
+//! How long a thread in direct reclaim waits after a sweep that freed nothing.
 //!
-//! Reads and writes in flight complete, and an isolated frame is released by the thread that
-//! isolated it. While there are any, the thread waits without a limit, however slow the device.
+//! Reads and writes in flight complete, and the thread that isolated a frame releases it. As long
+//! as there are any, a reclaiming thread waits without a limit, however slow the device.
 //!
 //! Otherwise either every page is pinned by an instruction in progress, or the swap device has
 //! refused the writes. Both may pass: the instruction ends, or the device gets room. Both may also
@@ -12,12 +12,12 @@
 
 use std::time::{Duration, Instant};
 
-/// The first pause; each later one is twice as long as the one before.
+/// The first pause; each later pause is twice as long.
 const FIRST: Duration = Duration::from_millis(1);
-/// The longest pause. A freed frame or a completed operation ends a pause early. An event that
-/// notifies no waiter, such as the end of an instruction, is seen up to this much later.
+/// The longest pause. A freed frame or a completed operation ends a pause early. An event without
+/// notification, such as the end of an instruction, is seen up to this much later.
 const LONGEST: Duration = Duration::from_millis(32);
-/// Limit on the time in pauses in which nothing was in progress; then the thread gives up.
+/// Limit on the time in pauses without anything in progress; then the thread gives up.
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// What was in progress when a sweep freed nothing.
@@ -36,7 +36,7 @@ pub(crate) enum Outlook {
 pub(crate) struct Patience {
     /// The last pause.
     pause: Duration,
-    /// When the last pause began, if it is one after [`Outlook::Quiet`].
+    /// The beginning of the last pause, if it followed [`Outlook::Quiet`].
     began: Option<Instant>,
     /// Time in the pauses after [`Outlook::Quiet`].
     quiet: Duration,
@@ -46,8 +46,8 @@ impl Patience {
     /// How long to wait from `now` until the next sweep; `None` when [`LIMIT`] is reached.
     pub fn after(&mut self, outlook: Outlook, now: Instant) -> Option<Duration> {
         if let Some(began) = self.began.take() {
-            // Another thread's refused write ends a pause early, so a pause counts only as long as
-            // it took. It counts at most as long as planned: a process that was stopped meanwhile
+            // Another thread's refused write ends a pause early, so only the actual time of a pause
+            // counts. It counts at most as long as planned: a process that was stopped meanwhile
             // (SIGSTOP) has not tried again.
             self.quiet += now.duration_since(began).min(self.pause);
         }
@@ -76,7 +76,7 @@ mod tests {
         }
     }
 
-    /// The time until a thread gives up. `took` says how long a pause takes.
+    /// The time until a thread gives up. `took` returns the actual time of a pause.
     fn time_to_give_up(took: fn(Duration) -> Duration) -> Duration {
         let mut patience = Patience::default();
         let start = Instant::now();

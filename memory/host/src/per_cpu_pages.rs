@@ -1,6 +1,6 @@
 //! The per-CPU page cache: free frames, pinned pages and fault counters of one vCPU.
 //!
-//! Beside these, a fault on a resident page changes only the page word and one frame descriptor. So
+//! A fault on a resident page changes only this cache, the page word and one frame descriptor. So
 //! it takes no shared lock. Reclaim and statistics read [`SharedCache`], which one thread writes.
 
 use crate::frames::BATCH;
@@ -12,7 +12,7 @@ use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 
-/// Most pages that one vCPU pins: more than any instruction touches, page walks of both stages
+/// The most pages that one vCPU pins: more than any instruction touches, page walks of both stages
 /// included.
 pub const MAX_PINNED: usize = 64;
 const REGIONS: usize = 4;
@@ -23,7 +23,7 @@ pub struct PerCpuPages {
     pub(crate) core: Arc<Core>,
     /// Free frames that this vCPU may use.
     free: Vec<u32>,
-    /// The regions used last, latest first. A VM with few slots uses one or two.
+    /// The last used regions, latest first. A VM with few slots uses one or two.
     regions: Vec<Arc<Region>>,
     pub(crate) shared: Arc<SharedCache>,
 }
@@ -37,13 +37,13 @@ pub(crate) struct SharedCache {
     /// Number of free frames in the cache.
     pub cached: AtomicU32,
     pub count: FaultCounters,
-    /// Frames that pages of the region used last have got since the region last got its count.
+    /// Frames that pages of the last used region have got since the last report to the region.
     unreported: AtomicI64,
     /// A page of that region.
     reports_to: AtomicU64,
-    /// Pages that the instruction in progress has faulted on, as hazard pointers. Reclaim reads
-    /// them once a batch and skips these pages. A page that is pinned too late for one batch is
-    /// seen by the next. So reclaim takes a page from an instruction at most once.
+    /// Pages on which the instruction in progress has faulted, as hazard pointers. Reclaim reads
+    /// them once a batch and skips these pages. If a page is pinned too late for one batch, the
+    /// next batch skips it. So reclaim takes a page from an instruction at most once.
     pinned: [AtomicU64; MAX_PINNED],
 }
 
@@ -137,7 +137,7 @@ impl SharedCache {
         self.unreported.load(Ordering::Relaxed)
     }
 
-    /// Resident pages of `region` that are not yet counted there, for `verify`.
+    /// Resident pages of `region` that the region has not counted yet, for `verify`.
     pub fn unreported_to(&self, region: &Region) -> i64 {
         let own = region.contains(PageNo::new(self.reports_to.load(Ordering::Relaxed)));
         if own { self.unreported() } else { 0 }
@@ -171,7 +171,7 @@ impl PerCpuPages {
         }
     }
 
-    /// Gives the free frames back to the budget, because the vCPU is going to be idle for long.
+    /// Gives the free frames back to the budget, because the vCPU will be idle for long.
     pub fn flush(&mut self) {
         self.core.frames.give(self.free.drain(..));
         self.shared.cached.store(0, Ordering::Relaxed);

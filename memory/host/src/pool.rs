@@ -1,5 +1,4 @@
-//! The memory of the budget: one private anonymous mapping, and the only raw pointers
-//! to it.
+//! The memory of the budget: one private anonymous mapping, and the only raw pointers to it.
 //!
 //! ```text
 //! mapped ....[base, 2 MiB aligned ..................)[2 MiB aligned ................)....
@@ -12,10 +11,10 @@
 //! readable and writable: a wrong frame number reads wrong bytes, and is never undefined behaviour.
 //!
 //! # Unsafe
-//! A frame is shared between vCPU threads, reclaim and I/O. Everything that may race goes through
-//! [`FramePtr`]: relaxed atomics of 1 to 8 bytes, never a `&` to the bytes. Only a frame that no
-//! page word, block word or table names yet is written with plain stores ([`Pool::zero`],
-//! [`Pool::zero_block`], [`Pool::exclusive`]).
+//! A frame is shared between vCPU threads, reclaim and I/O. All racing accesses go through
+//! [`FramePtr`]: relaxed atomics of 1 to 8 bytes, never a `&` to the bytes. Plain stores write only
+//! a frame that no page word, block word or table names yet ([`Pool::zero`], [`Pool::zero_block`],
+//! [`Pool::exclusive`]).
 
 mod linux;
 
@@ -39,7 +38,7 @@ fn bytes_of(range: HvaRange) -> usize {
     range.pages() as usize * PAGE_SIZE
 }
 
-/// One page of bytes outside the pool. Swap devices get such pages to write.
+/// One page of bytes outside the pool. A swap device writes such pages.
 #[derive(Clone)]
 #[repr(C, align(4096))]
 pub struct Page(pub [u8; PAGE_SIZE]);
@@ -48,12 +47,12 @@ impl Page {
     /// A page of zeros.
     pub const ZERO: Self = Self([0; PAGE_SIZE]);
 
-    /// A checksum of its bytes, against accidents: it is no protection against forgery.
+    /// A checksum of its bytes, against accidents; it does not protect against forgery.
     pub(crate) fn checksum(&self) -> u32 {
         crc32fast::hash(&self.0)
     }
 
-    /// Pages in a row as one run of bytes.
+    /// A row of pages as one run of bytes.
     pub const fn bytes(pages: &[Self]) -> &[u8] {
         // SAFETY: a Page is exactly its PAGE_SIZE bytes (checked below), and pages lie back to
         // back.
@@ -63,8 +62,8 @@ impl Page {
 
 const _: () = assert!(size_of::<Page>() == PAGE_SIZE);
 
-/// `len` values for a table that is read at random, one for each frame or so: on the host's large
-/// pages where it has them, because then a lookup does not miss the host's TLB as well.
+/// `len` values for a table with about one entry for each frame, which is read at random. It is on
+/// the host's large pages if possible: then a lookup does not miss the host's TLB as well.
 pub(crate) fn table_of<T>(len: usize, make: impl FnMut() -> T) -> Box<[T]> {
     let mut table = Vec::with_capacity(len);
     let room: &mut [_] = table.spare_capacity_mut();
@@ -72,7 +71,7 @@ pub(crate) fn table_of<T>(len: usize, make: impl FnMut() -> T) -> Box<[T]> {
     let skipped = start.align_offset(HUGE);
     let whole = bytes.saturating_sub(skipped) / HUGE * HUGE;
     if whole > 0 {
-        // A host without transparent huge pages refuses the advice; 4 KiB pages then.
+        // A host without transparent huge pages refuses the advice: the table then has 4 KiB pages.
         // SAFETY: the range lies inside of the table's memory; this advice keeps its contents.
         let _ = unsafe { madvise(start.add(skipped).cast(), whole, Advice::LinuxHugepage) };
     }
@@ -80,11 +79,10 @@ pub(crate) fn table_of<T>(len: usize, make: impl FnMut() -> T) -> Box<[T]> {
     table.into_boxed_slice()
 }
 
-/// Asks the processor for the cache line of `value`, to be read and perhaps written. The hint is
-/// for reading (T0): most descriptors are dirty already and are not written again, and a prefetch
-/// for writing would take the line from other cores. `tables` prefetches entries for writing,
-/// because it changes each of them. Where the target has no such instruction in stable Rust,
-/// nothing happens.
+/// Prefetches the cache line of `value`, to be read and perhaps written. The hint is for reading
+/// (T0): most descriptors are already dirty and are not written again, and a prefetch for writing
+/// would take the line from other cores. `tables` prefetches entries for writing, because it
+/// changes each of them. If the target has no such instruction in stable Rust, nothing happens.
 #[inline]
 pub(crate) fn prefetch<T>(value: &T) {
     #[cfg(target_arch = "x86_64")]
@@ -122,7 +120,7 @@ pub(crate) struct Pool {
     taken: Option<TakenPages>,
 }
 
-// SAFETY: the mapping belongs to the pool until drop; its bytes are accessed only through
+// SAFETY: the mapping belongs to the pool until drop. Its bytes are accessed only through
 // FramePtr's atomics, or by the exclusive owner of a frame (the contracts of `zero` and
 // `exclusive`).
 unsafe impl Send for Pool {}
@@ -137,7 +135,7 @@ impl Pool {
             0 => (frames, MapFlags::PRIVATE),
             _ => (
                 frames.next_multiple_of(BLOCK) + linux.next_multiple_of(BLOCK),
-                // Linux memory is taken page by page, and perhaps never as a whole.
+                // Linux memory is allocated page by page, and perhaps never as a whole.
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             ),
         };
@@ -160,7 +158,7 @@ impl Pool {
             end,
             taken: None,
         };
-        // A host without transparent huge pages refuses the advice; then the pool has 4 KiB pages.
+        // A host without transparent huge pages refuses the advice: the pool then has 4 KiB pages.
         // SAFETY: the range lies inside the mapping. The contents of the mapping are not used yet.
         let _ = unsafe { madvise(base.as_ptr().cast(), len, Advice::LinuxHugepage) };
         let linux = pool.linux();
@@ -173,8 +171,8 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Lets the kernel back all memory of the budget now, while `each`, which is called before each
-    /// step, says `Continue`. The bytes stay as they are.
+    /// Lets the kernel back all memory of the budget now. Calls `each` before each step, and stops
+    /// unless it says `Continue`. The bytes do not change.
     pub fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
         let len = self.frames * PAGE_SIZE;
         for start in (0..len).step_by(PREFAULT) {
@@ -193,7 +191,7 @@ impl Pool {
         Ok(())
     }
 
-    /// How many frames the budget has.
+    /// The number of frames in the budget.
     pub fn frames(&self) -> usize {
         self.frames
     }
@@ -210,7 +208,7 @@ impl Pool {
         HvaRange::new(Hva::new(start as u64), pages as u64).expect("frames are aligned")
     }
 
-    /// Frame `pfn`'s bytes.
+    /// The bytes of frame `pfn`.
     #[inline]
     pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
         FramePtr {
@@ -247,7 +245,7 @@ impl Pool {
         unsafe { zero_past_caches(self.at(block.frame(0)), HUGE) }
     }
 
-    /// Bytes of the pool that are in huge pages of the kernel's; `None` if it does not say.
+    /// Bytes of the pool in the kernel's huge pages; `None` if the kernel does not say.
     pub fn huge_bytes(&self) -> Option<u64> {
         let maps = std::fs::read_to_string("/proc/self/smaps").ok()?;
         let base = self.base.as_ptr() as usize;
@@ -270,9 +268,9 @@ impl Pool {
     /// A frame's bytes, for overwriting.
     ///
     /// # Safety
-    /// The caller owns the frame for the life of the reference, and nothing maps it: its page word
-    /// says Reading and the caller alone carries out that read, or the frame was taken from the
-    /// free map and neither word nor block word names it yet.
+    /// The caller owns the frame for the life of the reference, and nothing maps it. Either its
+    /// page word says Reading and only the caller carries out that read; or the frame was taken
+    /// from the free map and no page word or block word names it yet.
     #[allow(
         clippy::mut_from_ref,
         reason = "the exclusivity is the caller's, by frame"
@@ -302,8 +300,8 @@ unsafe fn zero_past_caches(at: NonNull<u8>, len: usize) {
             unsafe { _mm_stream_si128(at.add(part).as_ptr().cast(), zero) };
         }
     }
-    // Non-temporal stores are not ordered with later stores, and the block word that names this
-    // block is stored later.
+    // Non-temporal stores are not ordered with later stores, such as the store of the block word
+    // that names this block.
     // SAFETY: as above.
     unsafe { _mm_sfence() };
 }
@@ -329,8 +327,8 @@ impl Drop for Pool {
 
 impl FramePtr<'_> {
     /// The first byte's address: page-aligned, valid for reads and writes of a page until the host
-    /// is dropped. It names the *frame*, which may be given to another page once the listener's
-    /// `invalidate` has returned: a user that keeps the address (a TLB) drops it before then.
+    /// is dropped. It names the *frame*, which another page may get once the listener's
+    /// `invalidate` has returned. A user that keeps the address (a TLB) must drop it before then.
     #[inline]
     pub const fn as_non_null(self) -> NonNull<u8> {
         self.base
@@ -346,7 +344,7 @@ impl FramePtr<'_> {
     /// The atomic integer at `offset`.
     ///
     /// # Panics
-    /// If it does not lie in the page, or not on a multiple of its size.
+    /// If it is not inside the page, or not at a multiple of its size.
     #[inline]
     fn atomic<A: Atomic>(&self, offset: usize) -> &A {
         assert!(offset.is_multiple_of(size_of::<A>()) && offset < PAGE_SIZE);
@@ -398,7 +396,7 @@ impl FramePtr<'_> {
         }
     }
 
-    /// Copies the page, unless it contains only zeros. Returns which of the two.
+    /// Copies the page, unless it contains only zeros. Returns which case it was.
     pub(crate) fn snapshot(self, page: &mut Page) -> Content {
         let first = (0..WORDS).find(|&i| self.word(i).load(Ordering::Relaxed) != 0);
         if first.is_none() {
@@ -408,7 +406,7 @@ impl FramePtr<'_> {
         Content::Data
     }
 
-    /// Copies the whole page out of the frame, without the choice of a size for each piece.
+    /// Copies the whole page out of the frame, without choosing a size for each piece.
     fn load(self, page: &mut [u8; PAGE_SIZE]) {
         let (words, _) = page.as_chunks_mut::<8>();
         for (i, word) in words.iter_mut().enumerate() {
@@ -428,7 +426,7 @@ impl FramePtr<'_> {
 
 /// An atomic integer. Its size divides the size of a page.
 trait Atomic {
-    /// Stores the integer that `bytes` are in memory.
+    /// Stores the integer whose memory form is `bytes`.
     fn copy_in(&self, bytes: &[u8]);
 
     /// Loads the integer into `bytes`.
@@ -459,9 +457,9 @@ atomics!(AtomicU8, u8; AtomicU16, u16; AtomicU32, u32; AtomicU64, u64);
 pub(crate) enum Content {
     /// Only zeros. It need not be written to swap.
     Zero,
-    /// Something else, copied.
+    /// Other content, copied.
     Data,
 }
 
-/// The largest budget: what a page word can name.
+/// The largest budget that a page word can name.
 pub(crate) const MAX_FRAMES: PageCount = PageCount::new(1 << crate::residency::FRAME_BITS);

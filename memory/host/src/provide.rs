@@ -1,8 +1,8 @@
-//! A VMM provides pages by address, without a fault before.
+//! A VMM provides pages by address, without a previous fault.
 //!
 //! The fill takes a frame that no page word names, copies into it, and then changes the page word
-//! from Empty to Resident. So it takes no shared lock, makes no ticket, and two threads that
-//! provide one page do not harm each other: the second one is [`Answer::Late`].
+//! from Empty to Resident. So it takes no shared lock and makes no ticket. If two threads provide
+//! one page, the second gets [`Answer::Late`].
 
 use crate::block_word::{BlockWord, PageBlockState};
 use crate::desc::Dirt;
@@ -16,7 +16,7 @@ use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
 use lacuna_source::Answer;
 use std::collections::VecDeque;
 
-/// When the guest needs a page that is filled.
+/// When the guest needs a filled page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needed {
     /// A vCPU may wait for it, and may need some time until it retries: reclaim's clock hand spares
@@ -26,26 +26,26 @@ enum Needed {
     Later,
 }
 
-/// Pages that [`Host::populate`] waits for at once.
+/// The most pages that [`Host::populate`] waits for at once.
 const AT_ONCE: usize = 32;
 
 impl Host {
     /// Whether the page at `addr` was never provided: its region has a page source, and neither the
-    /// source nor [`Host::provide`] has supplied the page. A page that is provided stays so.
+    /// source nor [`Host::provide`] has supplied the page. A provided page stays provided.
     #[inline]
     pub fn is_missing(&self, addr: BackingAddr, cache: &mut PerCpuPages) -> bool {
         self.core.is_never_provided(PageNo::of(addr), cache)
     }
 
-    /// Provides the page at `addr`. If a thread waits for the page, or the source was asked for it,
-    /// this counts as the source's answer. [`Answer::Late`]: the page was provided before, or its
-    /// region has no source; nothing has changed. A page in a huge page is provided with its
+    /// Provides the page at `addr`. If a thread waits for the page, or the source has a request for
+    /// it, this counts as the source's answer. [`Answer::Late`]: the page was already provided, or
+    /// its region has no source; nothing has changed. A page in a huge page is provided with its
     /// others: see [`Host::provide_pages`].
     ///
     /// The call may reclaim, and wait for it. The caller holds no lock.
     ///
     /// # Errors
-    /// No frame can be made free, or no region has the page.
+    /// No frame can be freed, or no region has the page.
     pub fn provide(
         &self,
         addr: BackingAddr,
@@ -72,13 +72,12 @@ impl Host {
     }
 
     /// Provides the pages from `addr` on, which lie in one region, and returns how many of them
-    /// were [`Answer::Taken`]. In Linux memory, pages that are missing are put in place by one
-    /// system call for each run of them. Memory in huge pages
-    /// ([`SharedMemory::huge`](crate::SharedMemory::huge)) is provided in whole huge pages. As
-    /// [`Host::provide`] otherwise.
+    /// were [`Answer::Taken`]. In Linux memory, one system call puts each run of missing pages in
+    /// place. Memory in huge pages ([`SharedMemory::huge`](crate::SharedMemory::huge)) is provided
+    /// in whole huge pages. As [`Host::provide`] otherwise.
     ///
     /// # Errors
-    /// As [`Host::provide`]; pages before the one with the error are provided.
+    /// As [`Host::provide`]; pages before the failed one are provided.
     /// [`HostError::PartOfHugePage`]: no page is provided.
     pub fn provide_pages(
         &self,
@@ -111,12 +110,12 @@ impl Host {
         Ok(taken)
     }
 
-    /// Asks the source for the page at `addr` if it is missing and was not asked for, or begins to
-    /// read it back. Returns the ticket; `None` if the page is there. The call may wait for free
-    /// memory. The caller holds no lock.
+    /// Requests the page at `addr` from the source if it is missing and not yet requested, or
+    /// begins to read it back. Returns the ticket; `None` if the page is there. The call may wait
+    /// for free memory. The caller holds no lock.
     ///
     /// # Errors
-    /// The page is lost, or no frame can be made free.
+    /// The page is lost, or no frame can be freed.
     pub fn fetch(&self, addr: BackingAddr) -> Result<Option<Ticket>, HostError> {
         let mut cache = self.borrow_cache();
         let ticket = loop {
@@ -135,12 +134,12 @@ impl Host {
         Ok(ticket)
     }
 
-    /// Brings every page of `range` in: asks the source for missing pages, and reads back evicted
-    /// ones, several at a time. Returns when all have arrived. Reclaim may have evicted some again.
-    /// The caller holds no lock.
+    /// Brings every page of `range` in: requests missing pages from the source, and reads back
+    /// evicted ones, several at a time. Returns when all have arrived. Reclaim may have evicted
+    /// some again. The caller holds no lock.
     ///
     /// # Errors
-    /// A page is lost, or no frame can be made free.
+    /// A page is lost, or no frame can be freed.
     pub fn populate(&self, range: BackingRange) -> Result<(), HostError> {
         let mut cache = self.borrow_cache();
         let populated = self.populate_with(range, &mut cache);
@@ -168,7 +167,7 @@ impl Host {
                             .map_or(Ok(()), |ticket| self.wait(&ticket))?;
                     }
                 }
-                // Arriving pages keep their frames until then.
+                // Pages in flight keep their frames until they have arrived.
                 Resolution::NoMemory => match coming.pop_front() {
                     Some(ticket) => self.wait(&ticket)?,
                     None => drop(self.reclaim_direct(cache)?),
@@ -180,7 +179,7 @@ impl Host {
         coming.iter().try_for_each(|ticket| self.wait(ticket))
     }
 
-    /// A page cache for one operation of another thread than a vCPU's.
+    /// A page cache for one operation of a thread that is not a vCPU's.
     pub(crate) fn borrow_cache(&self) -> PerCpuPages {
         let spare = self.spare_caches.take();
         spare.unwrap_or_else(|| PerCpuPages::new(self.core.clone()))
@@ -227,7 +226,7 @@ impl Core {
         loop {
             match cache.region().word(page).map(PageWord::load) {
                 Some(PageState::Empty) => {}
-                // If another thread is answering at this moment, its content counts.
+                // If another thread is answering now, its content counts.
                 Some(PageState::Fetching { .. }) => {
                     return Some(Ok(self.answer(page, Ok(content))));
                 }
@@ -253,8 +252,8 @@ impl Core {
         }
     }
 
-    /// Gives the empty page a frame with `content`. `None` if no frame is free;
-    /// [`Answer::Late`] if the page is not empty any more.
+    /// Gives the empty page a frame with `content`. `None` if no frame is free; [`Answer::Late`] if
+    /// the page is no longer empty.
     fn fill_with(
         &self,
         page: PageNo,
@@ -288,9 +287,9 @@ impl Core {
         Some(Answer::Taken)
     }
 
-    /// Writes a whole page that no thread has touched: its frame gets `content`, and no zeros
-    /// before. `false`: nothing has happened. The page has a frame or a source, its block may
-    /// become a compound page, or no frame is free.
+    /// Writes a whole untouched page: its frame gets `content`, without zeroing before. `false`:
+    /// nothing has happened, because the page has a frame or a source, its block may become a
+    /// compound page, or no frame is free.
     pub fn fill_untouched(
         &self,
         page: PageNo,

@@ -7,9 +7,9 @@
 //!                                                 dirty           -> copied, Writeback
 //! ```
 //! Second chance: a page is skipped once if its accessed bit is set in any table, or if it has just
-//! been swapped in. Pinned pages, pages of a region at its floor, and frames that another thread
-//! has isolated are not picked. Several threads may reclaim at once; each takes its own window of
-//! frames from the clock hand. `sampled_split` describes how compound pages are handled.
+//! been swapped in. A batch does not pick pinned pages, pages of a region at its floor, or frames
+//! that another thread has isolated. Several threads may reclaim at once; each takes its own window
+//! of frames from the clock hand. `sampled_split` describes how compound pages are handled.
 //!
 //! MMU notifiers are called with no lock held. A fault can take a page back until its frame is
 //! free.
@@ -30,22 +30,22 @@ use std::sync::atomic::Ordering;
 
 /// Frames in one window of the clock hand: a part of one block.
 const WINDOW: usize = 64;
-/// Most pages that one batch isolates.
+/// The most pages that one batch isolates.
 const PICK: usize = 2 * CLUSTER;
-/// Most looks in one batch. A frame is one look, and so is a window that is passed over.
+/// The most looks in one batch. A frame is one look, and so is a skipped window.
 const SCAN: usize = 1024;
 const _: () = assert!(BLOCK.is_multiple_of(WINDOW));
 
-/// Which pages a batch of reclaim spares. It falls from one variant to the next while no frame
-/// becomes free.
+/// The pages that a batch of reclaim spares. The priority falls from one variant to the next while
+/// no frame becomes free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum ScanPriority {
-    /// It spares pages that were accessed since the hand's last turn.
+    /// Spares pages that were accessed since the hand's last turn.
     SpareAccessed,
-    /// It spares compound pages, and takes single pages even if they were accessed: a thread
-    /// waits for a frame, and a single page is a smaller loss.
+    /// Spares compound pages, and takes single pages even if they were accessed: a thread waits for
+    /// a frame, and a single page is a smaller loss.
     SpareCompound,
-    /// It spares none: compound pages are all that is left.
+    /// Spares none: only compound pages are left.
     TakeAll,
 }
 
@@ -69,7 +69,7 @@ pub(crate) struct Batch {
     pub error: Option<HostError>,
 }
 
-/// The state of one batch: the owners of pages, and the listeners that were asked.
+/// The state of one batch: the owners of pages, and the asked listeners.
 pub(crate) struct Round {
     pub priority: ScanPriority,
     scanned: usize,
@@ -127,7 +127,7 @@ impl Round {
         }
     }
 
-    /// Ends the aging pass at every notifier that was asked.
+    /// Ends the aging pass at every asked notifier.
     pub fn end(&mut self) {
         for (_, notifier) in self.aged.drain(..) {
             notifier.end_of_aging();
@@ -217,8 +217,8 @@ impl Core {
         Some(page)
     }
 
-    /// Asks the MMU notifiers which pages were accessed. Ends the isolation of those, and returns
-    /// the others.
+    /// Asks the MMU notifiers which pages were accessed. Ends the isolation of these pages, and
+    /// returns the others.
     fn spare_young(&self, round: &mut Round, picked: Vec<Victim>) -> Vec<Victim> {
         let mut young = vec![false; picked.len()];
         let mut start = 0;
@@ -307,8 +307,8 @@ impl Core {
     /// there as soon as the page can be used.
     pub fn keep_dirty(&self, victim: Victim) {
         self.frames.desc(victim.frame).mark_dirty();
-        // The word is still Evicting if the reclaimer gives up; otherwise a fault took the page
-        // back before.
+        // The word is still Evicting if the reclaimer gives up. Otherwise a fault has already taken
+        // the page back.
         let _ = victim.word().advance(PageState::rescued);
         self.keep(victim);
     }
@@ -328,7 +328,7 @@ impl Core {
     }
 }
 
-/// `ranges`, ascending, with adjacent ones joined.
+/// `ranges`, ascending, with adjacent ranges joined.
 fn joined(ranges: impl Iterator<Item = BackingRange>) -> Vec<BackingRange> {
     let mut joined: Vec<BackingRange> = Vec::new();
     for range in ranges {

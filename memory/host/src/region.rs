@@ -1,14 +1,14 @@
-//! Regions: what a VM's memory slots point into.
+//! Regions: the targets of a VM's memory slots.
 //!
 //! The manager numbers pages with a counter. A region is a run of numbers that begins with a block
-//! of 512. Behind it one number stays unused, so that an access past a region's end cannot reach
-//! the next region. Pages at its end that do not fill a block are always small. The set of regions
-//! is an immutable snapshot that is replaced as a whole. A vCPU keeps references to the regions
-//! that it used last.
+//! of 512. The number after it stays unused, so that an access past a region's end cannot reach the
+//! next region. Pages at its end that do not fill a block are always small. The set of regions is
+//! an immutable snapshot that is replaced as a whole. A vCPU keeps references to the regions that
+//! it used last.
 //!
-//! A number is never given twice, because a memory slot, a ticket or a pinned page may still name a
-//! page of a removed region, and must not reach another VM's. There are 2^52 of them: regions of
-//! 4 GiB, ten a second, last for thirteen years.
+//! A number is never used twice. A memory slot, a ticket or a pinned page may still name a page of
+//! a removed region, and must not reach another VM's page. There are 2^52 numbers: regions of 4
+//! GiB, ten a second, last for thirteen years.
 //!
 //! A page word is 8 bytes, and a guest may have far more pages than it ever touches. So the words
 //! are allocated as zeros, for which the kernel takes no memory until they are written. No thread
@@ -25,21 +25,21 @@ use lacuna_sync::{CachePadded, Mutex, RwLock, lock_order};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
-/// Knows the mappings of the manager's pages, and is called before a page loses its frame. The
-/// calling thread is the one that reclaims; it holds no lock.
+/// Handles the mappings of the manager's pages, and is called before a page loses its frame. The
+/// reclaiming thread calls it, and holds no lock.
 pub trait MmuNotifier: Send + Sync {
-    /// Unmaps `ranges`, ascending and disjoint. On return nothing maps them and no vCPU can touch
-    /// them: it waits for a grace period. Calls [`crate::Host::mark_dirty`] for every leaf it
-    /// removed that had D set.
+    /// Unmaps `ranges`, ascending and disjoint. Waits for a grace period: on return nothing maps
+    /// them and no vCPU can touch them. Calls [`crate::Host::mark_dirty`] for every removed leaf
+    /// with D.
     fn invalidate(&self, ranges: &[BackingRange]);
 
     /// Tests and clears the accessed bit of every leaf that maps a page of `ranges[i]`, and stores
     /// in `young[i]` whether any was set.
     fn age(&self, ranges: &[BackingRange], young: &mut [bool]);
 
-    /// Gives each mapped page of the 2 MiB block `range` an accessed and a dirty bit of its own,
-    /// because the host is going to look at the pages one by one. If there is no room for a table,
-    /// the bits of the block keep standing for all of its pages.
+    /// Gives each mapped page of the 2 MiB block `range` its own accessed and dirty bits, because
+    /// the host will look at the pages one by one. If there is no room for a table, the bits of the
+    /// block still stand for all of its pages.
     fn split_huge(&self, range: BackingRange);
 
     /// Ends an aging pass. Processors that cache translations set A only on a TLB miss, so their
@@ -59,13 +59,13 @@ pub(crate) struct Region {
     pub origin: Option<Origin>,
     /// Its pages are there, and not in frames of the budget. It has no block words then.
     pub linux: Option<LinuxMemory>,
-    /// Regions of one notifier have one number: their pages go in one call.
+    /// Regions with the same notifier have the same number: one call handles their pages.
     pub listener: usize,
     /// The host that owns it: see [`Regions::owns`].
     home: Arc<()>,
     removed: AtomicBool,
-    /// Pages that have a frame. A per-CPU page cache reports when it is refilled, so the value may
-    /// be a batch too low. Padded, because every fault reads the fields beside it.
+    /// Pages with a frame. A per-CPU page cache reports its count at a refill, so the value may be
+    /// a batch too low. Padded, because every fault reads the neighbouring fields.
     resident: CachePadded<AtomicI64>,
 }
 
@@ -80,7 +80,7 @@ pub(crate) struct Span<'a> {
 /// Where a page is, according to its page word or its block word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum PageLocation {
-    /// By itself, as its word says.
+    /// In its own frame or swap entry, as its word says.
     Page(PageState),
     /// In this whole block.
     Block(BlockNo),
@@ -95,7 +95,7 @@ impl Region {
         page.get().wrapping_sub(self.first.get()) < self.words.len() as u64
     }
 
-    /// The number of `page`, which the region contains, from the region's first page on.
+    /// The index of `page` in the region; the region contains the page.
     pub fn index_of(&self, page: PageNo) -> u64 {
         page.get() - self.first.get()
     }
@@ -124,7 +124,7 @@ impl Region {
         }
     }
 
-    /// The block that `page` lies in; `None` where pages are always small.
+    /// The block of `page`; `None` where pages are always small.
     pub fn span(&self, page: PageNo) -> Option<Span<'_>> {
         let block_word = self.block_word(page)?;
         let first = page.block_start();
@@ -136,26 +136,26 @@ impl Region {
         })
     }
 
-    /// Every block that has a block word.
+    /// Every block with a block word.
     pub fn spans(&self) -> impl Iterator<Item = Span<'_>> {
         let starts = (0..self.block_words.len()).map(|i| self.first.plus(i * BLOCK));
         starts.filter_map(|first| self.span(first))
     }
 
-    /// Every page with its word, of those that have no block word.
+    /// Every page without a block word, with its page word.
     pub fn tail(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
         let from = self.block_words.len() * BLOCK;
         numbered(self.first.plus(from), &self.words[from..])
     }
 
-    /// Where those are; `None` where blocks fill the region.
+    /// The range of those pages; `None` if blocks fill the region.
     pub fn tail_range(&self) -> Option<BackingRange> {
         let from = self.block_words.len() * BLOCK;
         let count = (self.words.len() - from) as u64;
         BackingRange::new(self.first.plus(from).addr(), count)
     }
 
-    /// Marks the blocks that lie wholly inside `range`.
+    /// Marks the blocks wholly inside `range`.
     pub fn advise(&self, range: BackingRange) {
         for (i, span) in self.spans().enumerate() {
             let block = span.first.block_range();
@@ -190,9 +190,9 @@ impl Region {
         self.resident.load(Ordering::Relaxed)
     }
 
-    /// Resident pages below which reclaim leaves the region alone: an equal share of half the
-    /// budget. The sum of all floors is at most half of the budget, so under pressure some region
-    /// is always above its floor.
+    /// Reclaim leaves the region alone below this number of resident pages: an equal share of half
+    /// the budget. The sum of all floors is at most half of the budget, so under pressure some
+    /// region is always above its floor.
     pub fn floor(&self, budget: usize, regions: usize) -> i64 {
         (budget / (2 * regions.max(1))).min(self.words.len()) as i64
     }
@@ -204,7 +204,7 @@ pub(crate) type RegionList = Arc<Vec<Arc<Region>>>;
 #[derive(Default)]
 pub(crate) struct Regions {
     list: RwLock<RegionList, lock_order::RegionTable>,
-    /// Only its address counts.
+    /// Only its address matters.
     home: Arc<()>,
     numbers: Mutex<Numbers, lock_order::RegionNumbers>,
 }
@@ -230,9 +230,9 @@ fn numbered(first: PageNo, words: &[PageWord]) -> impl Iterator<Item = (PageNo, 
 
 impl Default for Numbers {
     fn default() -> Self {
-        // Page 0 is never a page, so that zero can mean none. Every region begins with a block. The
-        // first number has more than 36 bits, so that code that has no room for all of a number
-        // fails at once and not after years.
+        // Page 0 is never a page, so zero can mean none. Every region begins with a block. The
+        // first number has more than 36 bits, so that code without room for all of a number fails
+        // at once and not after years.
         Self {
             next_page: 1 << 40,
             next_listener: 0,
@@ -243,7 +243,7 @@ impl Default for Numbers {
 /// One past the highest page number that an address can have.
 const MAX_PAGES: u64 = 1 << (u64::BITS - PAGE_SHIFT);
 
-/// The words of so many empty pages; the kernel has backed none yet.
+/// The words of `pages` empty pages; the kernel has backed none yet.
 #[cfg(not(loom))]
 fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
     let bytes = pages.get().saturating_mul(size_of::<PageWord>() as u64);
@@ -261,7 +261,7 @@ fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
     Ok(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(words, count)) })
 }
 
-/// loom's atomics are more than their bits.
+/// Under loom an atomic is more than its bits.
 #[cfg(loom)]
 fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
     Ok((0..pages.get()).map(|_| PageWord::new()).collect())
@@ -280,7 +280,7 @@ impl Regions {
         Arc::ptr_eq(&self.home, &region.home)
     }
 
-    /// The region that holds `page`.
+    /// The region of `page`.
     pub fn find(&self, page: PageNo) -> Option<Arc<Region>> {
         find(&self.snapshot(), page).cloned()
     }
@@ -330,7 +330,7 @@ impl Regions {
         Ok(range)
     }
 
-    /// Takes the region out of the list. Its words still have to be emptied.
+    /// Removes the region from the list. Its words still have to be emptied.
     pub fn remove(&self, range: BackingRange) -> Result<Arc<Region>, HostError> {
         let mut list = self.list.write().unwrap_or_else(PoisonError::into_inner);
         let index = list.iter().position(|region| region.range() == range);
@@ -343,7 +343,7 @@ impl Regions {
     }
 }
 
-/// The region of `list` that holds `page`.
+/// The region of `page` in `list`.
 pub(crate) fn find(list: &[Arc<Region>], page: PageNo) -> Option<&Arc<Region>> {
     let after = list.partition_point(|region| region.first <= page);
     let region = &list[after.checked_sub(1)?];

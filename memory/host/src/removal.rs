@@ -8,8 +8,8 @@
 //!                                  before must retry, and no vCPU can access the frames
 //!     free the frames
 //! ```
-//! A page without a frame is not mapped, so only its word and its swap entry are given up. A block
-//! that was never faulted on has no page state but its block word, so its page words are not read.
+//! A page without a frame is not mapped, so only its word and its swap entry are freed. A block
+//! without any fault so far has no page state but its block word, so its page words are not read.
 
 use crate::balance::TICK;
 use crate::block_word::{BLOCK, BlockNo, PageBlockState};
@@ -109,7 +109,7 @@ impl Core {
         match desc.isolate() {
             Some(owner) if owner == span.first => {}
             Some(_) => {
-                // Since the block word was read, the block was split and its frames were given to
+                // The block was split after the block word was read, and its frames were given to
                 // another block of pages.
                 desc.publish();
                 return Removal::Busy;
@@ -150,7 +150,7 @@ impl Core {
             match desc.isolate() {
                 Some(owner) if owner == page => {}
                 Some(_) => {
-                    // Since `word` was read, the page has left the frame, which now holds another.
+                    // The page has left the frame since `word` was read; another page has it now.
                     desc.publish();
                     return Removal::Busy;
                 }

@@ -1,4 +1,4 @@
-//! Where a page is: one state machine, and one 64-bit word a page that holds its state.
+//! Where a page is: one state machine, and one 64-bit word a page with its state.
 //!
 //! ```text
 //!                                  no answer, or an error: Lost
@@ -18,19 +18,19 @@
 //!                                                                      written
 //!         any state at rest --> Gone (region removed)
 //! ```
-//! `Empty` is a never-provided page. In a region without a page source it is filled with zeros at
-//! its first fault; in a region with one, the source provides it (see `source`). A page of zeros
-//! that reclaim drops becomes `Zero`: it was provided, so no source is asked again.
+//! `Empty` is a never provided page. Without a page source, its first fault fills it with zeros;
+//! with a source, the source provides it (see `source`). A page of zeros that reclaim drops becomes
+//! `Zero`: it was provided, so the source gets no second request.
 //!
 //! A page in `Evicting` or `Writeback` still has its frame. A fault takes it back with one
-//! compare-and-swap; the compare-and-swap of the reclaimer then fails, and it leaves the page
+//! compare-and-swap; the reclaimer's compare-and-swap then fails, and the reclaimer leaves the page
 //! alone. Only the thread that has isolated the frame's descriptor moves a page out of its frame
 //! (see `desc`), so two reclaimers never work on one page.
 //!
 //! `Collapsed` means that the page is part of a compound page, and that the block word says where
-//! it is (see `block_word`). A collapse changes Resident, Evicting or Empty to it; a split changes
-//! it to Resident. For `Empty` too the block word is read: if the first touch of a block made a
-//! compound page, all its page words are Empty.
+//! it is (see `block_word`). A collapse changes Resident, Evicting or Empty to Collapsed; a split
+//! changes it to Resident. For `Empty` the block word is read too: if the first touch of a block
+//! made a compound page, all its page words are Empty.
 //!
 //! `InPlace` and `Discarding` are states of Linux memory, whose pages have no frame of the budget.
 //! `linux` draws them.
@@ -98,11 +98,11 @@ impl PageNo {
 /// Where a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
-    /// Never provided: the region's page source is asked, or else it reads as zeros.
+    /// Never provided: the region's page source will provide it, or else it reads as zeros.
     Empty,
-    /// Its source was or will be asked; the answer fills `frame`, and a ticket exists.
+    /// The source has or will get a request; the answer fills `frame`, and a ticket exists.
     Fetching { frame: Pfn },
-    /// It was provided and has no frame: it reads as zeros.
+    /// Provided, but without a frame: it reads as zeros.
     Zero,
     /// In `frame`. `entry`, if any, held the same bytes when the frame was last clean.
     Resident {
@@ -128,7 +128,7 @@ pub enum PageState {
     Collapsed,
     /// In its region's Linux memory: see `linux`.
     InPlace,
-    /// In Linux memory; a thread is taking its bytes away.
+    /// In Linux memory; a thread is discarding its bytes.
     Discarding,
 }
 
@@ -275,7 +275,7 @@ impl PageState {
         }
     }
 
-    /// The swap entry is given up: its write failed, or the device needs the space.
+    /// The swap entry is freed: its write failed, or the device needs the space.
     pub const fn without_entry(self) -> Option<Self> {
         match self {
             Writeback { frame, .. } | Resident { frame, .. } => {
@@ -285,7 +285,7 @@ impl PageState {
         }
     }
 
-    /// A fault gives the swapped-out page a frame to be read into.
+    /// A fault gives the swapped-out page a frame for the read.
     pub const fn read_started(self, into: Pfn) -> Option<Self> {
         match self {
             Swapped { entry } => Some(Reading { frame: into, entry }),
@@ -321,7 +321,7 @@ impl PageState {
         }
     }
 
-    /// A thread begins to take the bytes of a page of Linux memory away.
+    /// A thread begins to discard the bytes of a page of Linux memory.
     pub const fn discarded(self) -> Option<Self> {
         match self {
             Empty | Zero | InPlace => Some(Discarding),
@@ -337,8 +337,8 @@ impl PageState {
         }
     }
 
-    /// As [`PageState::taken`], for a page that is filled and taken with others: also one that is
-    /// about to follow them into place.
+    /// As [`PageState::taken`], for a page that is filled and taken with others. Also takes a page
+    /// that is about to follow the others into place.
     pub const fn taken_with_others(self) -> Option<Self> {
         match self {
             InPlace | Empty | Zero => Some(Lost),
@@ -387,14 +387,14 @@ impl PageWord {
         Self(AtomicU64::new(Empty.encode()))
     }
 
-    /// The state now.
+    /// The present state.
     #[inline]
     pub fn load(&self) -> PageState {
         PageState::decode(self.0.load(Ordering::Acquire))
     }
 
-    /// Changes the word from `from` to `to`. If another thread has changed it, returns the state
-    /// that it found. All changes pass here.
+    /// Changes the word from `from` to `to`. If another thread has changed it, returns the current
+    /// state. All changes pass here.
     // Always inlined, for the fault paths: see `Host::resolve`.
     #[inline(always)]
     pub fn change(&self, from: PageState, to: PageState) -> Result<(), PageState> {

@@ -25,15 +25,15 @@ pub struct Frame {
 #[derive(Debug)]
 #[must_use]
 pub enum Resolution {
-    /// In this frame, until the region's MMU notifier is called for it.
+    /// In this frame, until the region's MMU notifier is called for the page.
     Ready(Frame),
-    /// On its way in. Pass the ticket to [`Host::start`] or [`Host::wait`], then resolve again.
-    /// Until then the read does not begin.
+    /// In flight. Pass the ticket to [`Host::start`] or [`Host::wait`], then resolve again. The
+    /// read does not begin before that.
     Pending(Ticket),
     /// Never provided, and the region has a page source. The ticket is used as in `Pending`; a VMM
     /// may instead provide the page itself.
     Missing(Ticket),
-    /// Another thread takes the page's bytes away ([`Host::discard`]) and waits for vCPUs: a vCPU
+    /// Another thread discards the page's bytes ([`Host::discard`]) and waits for vCPUs: a vCPU
     /// goes offline, then resolves again.
     Busy,
     /// No frame is free: release all locks, call [`Host::reclaim_direct`], then resolve again.
@@ -47,19 +47,19 @@ impl Host {
     /// [`PerCpuPages::unpin_all`].
     ///
     /// [`Access::Write`] marks the page dirty before it is ready. Only then may the caller map the
-    /// frame writable. A caller that maps a page read-only, and later lets it be written, calls
-    /// [`Host::mark_dirty`] then.
+    /// frame writable. A caller that maps a page read-only, and later lets it be written, must then
+    /// call [`Host::mark_dirty`].
     ///
-    /// A page that is ready may be evicted a moment later. So the caller reads the invalidation
-    /// sequence before this call, and installs the frame only if the sequence has not moved.
+    /// A ready page may be evicted a moment later. So the caller reads the invalidation sequence
+    /// before this call, and installs the frame only if the sequence has not moved.
     ///
     /// `max_level` is the largest leaf that the caller can map there. If the page was never
     /// touched, the host makes a page of at most that size.
     ///
     /// # Panics
     /// If `cache` is another host's: its frames are not in this host's pool.
-    // Always inlined, as is what it calls: the fault paths of the table formats are compiled in one
-    // crate. The compiler inlines a function of this size into one caller, and into none of two.
+    // Always inlined, with its callees: the fault paths of the table formats are compiled in one
+    // crate. The compiler inlines a function of this size into one caller, but into none of two.
     #[inline(always)]
     pub fn resolve(
         &self,
@@ -158,8 +158,8 @@ impl Core {
         Resolution::Ready(small(frame))
     }
 
-    /// Resolves a page whose word refers to the block word; that word says `block_word`. The
-    /// function is out of line, because that makes the path of a resident 4 KiB page shorter.
+    /// Resolves a page whose word refers to the block word, which says `block_word`. Out of line,
+    /// so that the path of a resident 4 KiB page is shorter.
     #[inline(never)]
     fn by_block_word(
         &self,
@@ -175,8 +175,8 @@ impl Core {
                 FaultCounters::bump(&cache.shared.count.resident);
                 Some(self.ready_in(block, page, access))
             }
-            // Either a collapse is in progress, which is done or undone in microseconds. Or the
-            // block has been split since the page word was read.
+            // Either a collapse is in progress, which ends within microseconds. Or the block has
+            // been split since the page word was read.
             PageBlockState::Split => {
                 drop(lock(&self.collapsing));
                 None
@@ -185,7 +185,7 @@ impl Core {
         }
     }
 
-    /// The page is part of a whole block.
+    /// The page is part of a compound page.
     fn ready_in(&self, block: BlockNo, page: PageNo, access: Access) -> Resolution {
         let pfn = block.frame_of(page);
         if access.is_write() && self.frames.block(block).mark_dirty() == Marked::Split {
@@ -196,7 +196,7 @@ impl Core {
     }
 
     /// First touch of a block: makes a compound page of zeros if the policy wants one and a block
-    /// of frames is free. Else the block word becomes Split, and the caller looks again.
+    /// of frames is free. Otherwise the block word becomes Split, and the caller looks again.
     fn fill_block(
         &self,
         page: PageNo,
@@ -226,8 +226,8 @@ impl Core {
         FaultCounters::add(&cache.shared.count.zeroing_ns, zeroing);
         let desc = self.frames.block(block);
         desc.prepare(page.block_start(), Dirt::Clean);
-        // Two vCPUs may both reach this line; then one has zeroed a block for nothing. A lock would
-        // avoid that, but a vCPU would then wait for another one's zeroing more often.
+        // Two vCPUs may both reach this line; then one of them has zeroed a block in vain. With a
+        // lock, a vCPU would wait for another vCPU's zeroing more often.
         if block_word
             .change(
                 PageBlockState::Untouched,
@@ -245,14 +245,14 @@ impl Core {
         Some(self.ready_in(block, page, access))
     }
 
-    /// A page of zeros that reclaim has dropped: a frame of zeros. Out of line, so that only a
-    /// first touch has a copy of [`Self::fill`] in the fault path.
+    /// Gives a dropped page of zeros a frame of zeros. Out of line, so that only a first touch has
+    /// a copy of [`Self::fill`] in the fault path.
     #[cold]
     fn refill(&self, page: PageNo, access: Access, cache: &mut PerCpuPages) -> Option<Resolution> {
         self.fill_cold(page, PageState::Zero, access, cache)
     }
 
-    /// The first touch of a page that lies in no block: at the end of a region, or in Linux memory.
+    /// The first touch of a page outside of all blocks: at the end of a region, or in Linux memory.
     #[cold]
     fn touch_without_block(
         &self,
@@ -280,7 +280,7 @@ impl Core {
         }
     }
 
-    /// A frame of zeros for a page that has none.
+    /// A frame of zeros for a page without a frame.
     #[inline(always)]
     fn fill(
         &self,
@@ -316,7 +316,7 @@ impl Core {
         Some(Resolution::Ready(small(frame)))
     }
 
-    /// The page is on its way out but still has its frame.
+    /// The page is being evicted but still has its frame.
     #[cold]
     fn rescue(
         &self,
@@ -335,7 +335,7 @@ impl Core {
         Some(self.ready(frame, access))
     }
 
-    /// Gives a swapped page a frame and a ticket.
+    /// Gives a swapped-out page a frame and a ticket.
     #[cold]
     fn begin_read(
         &self,
@@ -354,8 +354,8 @@ impl Core {
         Some(Resolution::Pending(ticket))
     }
 
-    /// Gives a page that was never provided a frame and a ticket. What its source provides is in no
-    /// swap entry, so the page is dirty.
+    /// Gives a never provided page a frame and a ticket. The source's bytes are in no swap entry,
+    /// so the page is dirty.
     #[cold]
     fn begin_fetch(&self, page: PageNo, cache: &mut PerCpuPages) -> Option<Resolution> {
         let Some(frame) = cache.take() else {
@@ -385,7 +385,7 @@ impl Core {
         ticket
     }
 
-    /// As [`Core::take_off`], for a page whose frame is not of the budget.
+    /// As [`Core::take_off`], for a page whose frame is not in the budget.
     pub fn put_in_flight(
         &self,
         page: PageNo,

@@ -1,4 +1,4 @@
-//! Reclaim of compound pages: which of them stay, and which are split.
+//! Reclaim of compound pages: which ones stay, and which ones are split.
 //!
 //! ```text
 //!                not accessed for a turn            its pages are evicted like any others
@@ -17,9 +17,9 @@
 //! first.
 //!
 //! A compound page that is always accessed may still be mostly cold. If such pages were always
-//! spared, 4 KiB pages would be thrashed in the memory that is left. Pages that are read back from
-//! swap show that this happens. Then the compound page with the least history of those that the
-//! clock hand has met is chosen, and split for one turn when the hand meets it again. After the
+//! spared, 4 KiB pages would be thrashed in the remaining memory. Pages read back from swap show
+//! that this happens. Then reclaim chooses the compound page with the least history among those
+//! that the clock hand has met, and splits it for one turn when the hand meets it again. After the
 //! turn it is compared with swap: pages read back meanwhile, divided by pages in swap.
 //!
 //! A wrong choice costs little: no page moves, and the pages are collapsed in place.
@@ -38,19 +38,19 @@ use std::sync::atomic::Ordering;
 
 /// Compound pages that the clock hand meets before it samples the coldest of them.
 const ROUND: usize = 16;
-/// Pages read back from swap before the next sampled split: about what one frees.
+/// Pages read back from swap before the next sampled split: about as many as one split frees.
 const READ_BACK: u64 = 64;
-/// A sampled block stays huge if its pages are accessed at least so often, in sixteenths of the
+/// A sampled block stays huge if its pages are accessed at least this often, in sixteenths of the
 /// rate at which a page in swap is read back. Half of that rate is enough, because a compound page
 /// saves faults and TLB entries.
 const ASKED: u64 = 8;
 
-/// What reclaim does with a window of frames.
+/// How reclaim handles a window of frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Window {
     /// It looks at each frame.
     Frames,
-    /// It passes over all of them: they are a compound page, or a sampled split.
+    /// It skips all of them: they are a compound page, or a sampled split.
     Passed,
 }
 
@@ -59,9 +59,9 @@ pub(crate) enum Window {
 pub(crate) struct SampledSplits {
     met: usize,
     coldest: Option<(Warmth, BlockNo)>,
-    /// The block that is split when the hand meets it again.
+    /// The block to split when the hand meets it again.
     chosen: Option<BlockNo>,
-    /// Pages read back from swap before the last sampled split was chosen.
+    /// Pages read back from swap until the choice of the last sampled split.
     read_back: u64,
 }
 
@@ -72,13 +72,13 @@ struct IsolatedBlock {
     region: Arc<Region>,
 }
 
-/// What becomes of an accessed compound page.
+/// The decision about an accessed compound page.
 enum Verdict {
     Spared,
     Sampled,
 }
 
-/// Whether reclaim leaves the pages of a split block alone for a turn.
+/// Whether reclaim spares the pages of a split block for a turn.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Grace {
     OneTurn,
@@ -140,7 +140,7 @@ impl Core {
     fn isolate_compound(&self, block: BlockNo) -> Option<IsolatedBlock> {
         let desc = self.frames.block(block);
         let first = desc.isolate()?;
-        // None: the region is being removed, and the thread that removes it needs the block.
+        // None: a thread is removing the region, and needs the block.
         let region = self.regions.find(first);
         if region.is_none() {
             desc.publish();
@@ -153,8 +153,8 @@ impl Core {
         })
     }
 
-    /// Enters an accessed compound page into the round. A block that was chosen before is split
-    /// now, when the hand meets it, so that its pages have a whole turn.
+    /// Enters an accessed compound page into the round. A chosen block is split now, when the hand
+    /// meets it, so that its pages have a whole turn.
     fn enter(&self, warmth: Warmth, block: BlockNo) -> Verdict {
         let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
         let mut sampled = lock(&self.sampled_splits);
@@ -212,8 +212,8 @@ impl Core {
         Window::Frames
     }
 
-    /// How often a page of the sampled block was accessed, compared with how often a page in swap
-    /// was read back, in sixteenths.
+    /// How often a page of the sampled block was accessed, in sixteenths of the rate at which a
+    /// page in swap was read back.
     fn worth(&self, block: BlockNo, in_use: usize) -> u64 {
         let read_back = self.stats.swapped_in.load(Ordering::Relaxed);
         let wanted = u64::from(self.frames.block(block).read_back_since(read_back));

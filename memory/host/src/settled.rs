@@ -13,19 +13,19 @@ pub(crate) struct Settled {
 }
 
 impl Settled {
-    /// The caller reads it before it looks, so that it misses no later change.
+    /// Read the generation before the check, so that no later change is missed.
     pub fn generation(&self) -> u64 {
         *lock(&self.generation)
     }
 
-    /// An operation has ended, or frames were freed.
+    /// Called when an operation has ended, or frames were freed.
     pub fn bump(&self) {
         *lock(&self.generation) += 1;
         self.moved.notify_all();
     }
 
-    /// Waits until the generation is not `seen`, but not longer than `patience`: another thread's
-    /// isolation of a frame ends without notice.
+    /// Waits until the generation is not `seen`, but at most for `patience`: another thread ends
+    /// its isolation of a frame without notice.
     pub fn wait_past(&self, seen: u64, patience: Duration) {
         let guard = lock(&self.generation);
         let waited = self

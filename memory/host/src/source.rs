@@ -12,14 +12,14 @@
 //!                |-- the region is removed: page word Lost, then Gone, ticket done
 //!                '-- no answer: the ticket stays in flight, and reclaim leaves the frame alone
 //! ```
-//! One answer counts. Every later one, and an answer after the region or the host was dropped, is
-//! [`Answer::Late`] and changes nothing.
+//! One answer counts. Every later answer, and an answer after the region or the host was dropped,
+//! is [`Answer::Late`] and changes nothing.
 //!
 //! The frame is taken at the fault, as for a read from swap. So an answer never waits for memory,
-//! and pages in flight are bounded by what vCPUs wait for.
+//! and the vCPUs' waits bound the number of pages in flight.
 //!
-//! A provided page is dirty: reclaim writes it to swap, and swap brings it back. The source is not
-//! asked again, so it may forget a page that it has provided.
+//! A provided page is dirty: reclaim writes it to swap, and swap brings it back. The source gets no
+//! second request, so it may forget a provided page.
 
 use crate::error::LostPage;
 use crate::host::{Core, lock};
@@ -36,7 +36,7 @@ use std::sync::{Arc, Weak};
 /// The source of a region.
 pub(crate) struct Origin {
     source: Arc<dyn PageSource>,
-    /// What the region's first page is in the source.
+    /// The source's page that is the region's first page.
     first: SourcePage,
     requester: Arc<dyn PageRequester>,
 }
@@ -55,7 +55,7 @@ impl Origin {
         self.source.describe()
     }
 
-    /// Asks for the page at `index` of the region, which the host numbers as `page`.
+    /// Requests the page at `index` of the region, whose number in the host is `page`.
     fn fetch(&self, index: u64, page: PageNo) {
         let wanted = SourcePage(self.first.0 + index);
         let requester = Arc::clone(&self.requester);
@@ -76,7 +76,7 @@ impl PageRequester for Answers {
 }
 
 impl Core {
-    /// Asks the region's source for the page of a ticket that the caller has started.
+    /// Requests the page of a ticket from the region's source; the caller has started the ticket.
     pub fn ask_source(&self, ticket: &Ticket) {
         if self.ask_outside(ticket) {
             return;
@@ -84,8 +84,8 @@ impl Core {
         let (region, page) = (ticket.region(), ticket.number());
         let origin = region.origin.as_ref();
         let origin = origin.expect("only a region with a source has a page in Fetching");
-        // A unit has its first page's ticket. A lost page of it, or the VMM, may complete the
-        // ticket before all are asked for.
+        // A unit has its first page's ticket. A lost page of the unit, or the VMM, may complete the
+        // ticket before all pages are requested.
         for at in 0..region.unit() {
             if at != 0 && ticket.is_done() {
                 break;
@@ -101,7 +101,7 @@ impl Core {
     }
 
     pub fn answer(&self, page: PageNo, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
-        // A page that was provided and swapped out may be in flight again, from swap.
+        // A provided and swapped-out page may be in flight again, from swap.
         let ticket = self.ticket_with(page);
         let ticket = ticket.filter(|ticket| self.is_missing(ticket));
         if let Some(ticket) = ticket.as_ref().filter(|t| t.region().has_units()) {
@@ -110,7 +110,7 @@ impl Core {
         let Some(ticket) = ticket.filter(Ticket::answer) else {
             return Answer::Late;
         };
-        // Counted before the ticket is gone: see `in_flight`.
+        // Counted before the ticket is removed: see `in_flight`.
         self.completing.fetch_add(1, Ordering::Relaxed);
         let (answer, result) = match (content, &ticket.region().linux) {
             (Ok(content), None) => {
@@ -139,7 +139,7 @@ impl Core {
         tickets.get(&page).or_else(of_unit).cloned()
     }
 
-    /// Fails the fetch of a page whose region is being removed, unless an answer is in progress.
+    /// Fails the fetch of a page of a region under removal, unless an answer is in progress.
     pub fn cancel_fetch(&self, page: PageNo) {
         let reason = Failure::from("its region was removed");
         let ticket = self.ticket_with(page);

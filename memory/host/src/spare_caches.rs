@@ -1,8 +1,8 @@
-//! Page caches of other threads than vCPUs', between two operations.
+//! Page caches for threads that are not vCPUs', between two operations.
 //!
 //! An operation takes a cache and puts it back, because a new cache has to be registered under a
-//! lock of the host. vCPUs that fill their own pages do this for each page. If all threads had one
-//! list, they would contend for its lock. So each group of threads has a list.
+//! lock of the host. vCPUs that fill their own pages do this for each page. With one list for all
+//! threads, they would contend for its lock. So each group of threads has a list.
 
 use crate::host::lock;
 use crate::per_cpu_pages::PerCpuPages;
@@ -22,7 +22,7 @@ impl SpareCaches {
         lock(self.0.own()).push(cache);
     }
 
-    /// Gives back the free frames of all caches here: a thread needs one.
+    /// Gives back the free frames of all these caches: a thread needs one.
     pub fn drain(&self) {
         for list in self.0.iter() {
             let caches = std::mem::take(&mut *lock(list));

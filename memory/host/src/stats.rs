@@ -1,4 +1,4 @@
-//! Counters: what the manager has done, and where its frames are.
+//! Counters: the manager's work, and the use of its frames.
 
 use crate::host::{Core, Host, lock};
 use crate::per_cpu_pages::FaultCounters;
@@ -23,7 +23,7 @@ pub(crate) struct Counters {
     pub scanned: AtomicU64,
     pub young: AtomicU64,
     pub direct_reclaims: AtomicU64,
-    /// Compound pages that exist at present.
+    /// Existing compound pages.
     pub huge_pages: AtomicU64,
     pub splits: AtomicU64,
     pub collapses: AtomicU64,
@@ -35,12 +35,12 @@ impl Counters {
         counter.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// Counts one compound page more.
+    /// Counts a new compound page.
     pub fn add_compound(&self) {
         Self::add(&self.huge_pages, 1);
     }
 
-    /// Counts one compound page less.
+    /// Counts a removed compound page.
     pub fn remove_compound(&self) {
         self.huge_pages.fetch_sub(1, Ordering::Relaxed);
     }
@@ -58,31 +58,31 @@ impl Counters {
 pub struct HostStats {
     /// Frames of the budget.
     pub budget: u64,
-    /// Frames that hold a page of a region now, in transit included.
+    /// Frames that now hold a page of a region, in transit included.
     pub resident: u64,
-    /// The most frames that were ever not on the free list, per-CPU page caches included.
+    /// The most frames in use so far, per-CPU page caches included.
     pub in_use_peak: u64,
-    /// Frames that the swap store has: compressed pages, charged to the budget.
+    /// Frames of the swap store: compressed pages, charged to the budget.
     pub store: u64,
-    /// Pages being written out, and pages that were asked for and are not back yet, whether their
-    /// read has begun or not. At 0, no thread of the swap device works on the host.
+    /// Pages being written out, and requested pages that are not back yet, also before their read
+    /// has begun. At 0, no thread of the swap device works on the host.
     pub in_flight: u64,
     /// Entries of the swap device in use, including entries of clean resident pages.
     pub swap_entries: u64,
-    /// Pages that the host's page cache may hold for the swap device: none for one that goes past
-    /// it, at most the entries in use for another.
+    /// The most pages that the host's page cache may hold for the swap device: none for direct I/O,
+    /// otherwise the entries in use.
     pub page_cache: u64,
     /// Faults that took a frame of zeros.
     pub faults_zero_fill: u64,
     /// Faults that found the page resident.
     pub faults_resident: u64,
-    /// Faults that took a page back on its way out.
+    /// Faults that took back a page in eviction.
     pub faults_rescued: u64,
     /// Faults that began a swap-in.
     pub faults_swap_in: u64,
-    /// Faults that found a swap-in under way.
+    /// Faults that found a swap-in in progress.
     pub faults_shared_ticket: u64,
-    /// Faults that found a page that its source had not provided, and gave it a ticket.
+    /// Faults that found a page not yet provided by its source, and gave it a ticket.
     pub faults_missing: u64,
     /// Pages that page sources and VMMs have provided.
     pub provided: u64,
@@ -106,9 +106,9 @@ pub struct HostStats {
     pub scanned: u64,
     /// Pages that the clock hand spared because they were accessed.
     pub young: u64,
-    /// The number of direct reclaims by threads that found no free frame.
+    /// Direct reclaims by threads that found no free frame.
     pub direct_reclaims: u64,
-    /// Compound pages that exist at present.
+    /// Existing compound pages.
     pub huge_pages: u64,
     /// Faults that made a compound page.
     pub huge_faults: u64,
@@ -131,7 +131,7 @@ impl HostStats {
         self.swapped_in * PAGE_SIZE as u64
     }
 
-    /// Bytes written to it.
+    /// Bytes written to the swap device.
     pub const fn bytes_out(&self) -> u64 {
         self.swapped_out * PAGE_SIZE as u64
     }
@@ -143,8 +143,8 @@ impl Host {
         self.core.stats()
     }
 
-    /// The bytes of the budget that the host's kernel backs with huge pages of its own; `None` if
-    /// the kernel does not say.
+    /// The bytes of the budget that the host's kernel backs with its huge pages; `None` if the
+    /// kernel does not say.
     pub fn pool_huge_bytes(&self) -> Option<u64> {
         self.core.frames.pool.huge_bytes()
     }
@@ -154,7 +154,7 @@ impl Core {
     fn stats(&self) -> HostStats {
         let counters = &self.stats;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        // All under one lock: a cache that is dropped moves its counts from the list to the total.
+        // All under one lock: a dropped cache moves its counts from the list to the total.
         let (faults, cached) = self.with_caches(|caches| {
             let (mut faults, mut cached) = (counters.faults.all().map(get), 0);
             for cache in caches {

@@ -3,7 +3,7 @@
 use lacuna_sync::CachePadded;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Groups. Threads get them in turns, so up to this number of threads share none.
+/// The number of groups. Threads join them in turn, so up to this number of threads share none.
 const GROUPS: usize = 16;
 
 /// One `T` for each group of threads.

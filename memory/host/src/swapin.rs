@@ -9,7 +9,7 @@ use crate::ticket::Ticket;
 use std::sync::atomic::AtomicBool;
 
 impl Host {
-    /// Passes the read to the executor, unless it was passed before. Returns at once.
+    /// Passes the read to the executor, if it has not been passed yet. Returns at once.
     ///
     /// # Panics
     /// If the ticket is another host's: its frame is not in this host's pool.
@@ -26,7 +26,7 @@ impl Host {
         }
     }
 
-    /// Starts the read, and says whether the page arrives within `ns` of now. In real time the
+    /// Starts the read, and returns whether the page arrives within `ns` of now. In real time the
     /// calling thread polls for it, and holds no lock, as for [`Host::poll`]. In virtual time the
     /// executor knows the answer, and the page arrives when it is due.
     ///
@@ -39,11 +39,11 @@ impl Host {
     }
 
     /// Waits until the page has arrived; `Err` if it is lost. If the read has not begun, the
-    /// calling thread carries it out, because to wake another thread would take longer than the
-    /// read.
+    /// calling thread carries it out: waking another thread would take longer than the read.
     ///
-    /// A virtual executor's completions up to this one are delivered early, in order: a seeded
-    /// scheduler calls [`Host::start`], and continues when [`Host::poll`] has completed the ticket.
+    /// A virtual executor delivers its completions up to this one early, in order. A seeded
+    /// scheduler therefore calls [`Host::start`], and continues when [`Host::poll`] has completed
+    /// the ticket.
     ///
     /// # Panics
     /// As [`Host::start`].
@@ -51,9 +51,9 @@ impl Host {
         self.wait_until(ticket, &NEVER)
     }
 
-    /// As [`Host::wait`], but returns soon after `stop` is set, with the page still on its way. A
-    /// vCPU uses it, because its VM may be stopped. A read that the calling thread carries out is
-    /// completed first, because the device writes into the page's frame.
+    /// As [`Host::wait`], but returns soon after `stop` is set, with the page still in flight. A
+    /// vCPU uses it, because its VM may be stopped. If the calling thread carries out the read, it
+    /// completes the read first, because the device writes into the page's frame.
     ///
     /// # Panics
     /// As [`Host::start`].
@@ -69,7 +69,7 @@ impl Host {
         Ok(self.io.wait(&self.core, ticket, stop)?)
     }
 
-    /// As [`Host::wait_until`], for a missing page that the VMM provides: the source is not asked.
+    /// As [`Host::wait_until`], for a missing page from the VMM: the source gets no request.
     ///
     /// # Panics
     /// As [`Host::start`].
@@ -93,9 +93,9 @@ impl Core {
         self.store.read(self.entry_of(ticket), page)
     }
 
-    /// Whether what was read is what was last written to the entry.
+    /// Whether the read bytes match the last write to the entry.
     fn check(&self, ticket: &Ticket) -> Result<(), SwapError> {
-        // SAFETY: as in `read`, until the page word changes; the device is done with the frame.
+        // SAFETY: as in `read`, until the page word changes; the device no longer uses the frame.
         let page = unsafe { self.frames.pool.exclusive(ticket.frame()) };
         let written = lock(&self.entries).checksum(self.entry_of(ticket));
         if page.checksum() == written {
@@ -125,7 +125,7 @@ impl Core {
         self.settle(ticket, result);
     }
 
-    /// The page becomes resident, or lost; then its ticket is done. The caller carried out the
+    /// Makes the page resident or lost, and then completes its ticket. The caller carried out the
     /// read, or has won [`Ticket::answer`].
     pub fn settle(&self, ticket: &Ticket, result: Result<(), LostPage>) {
         if let Some(linux) = &ticket.region().linux {
@@ -160,7 +160,7 @@ impl Core {
         self.settled.bump();
     }
 
-    /// Completes a read that has not begun, because its region is removed.
+    /// Completes an unstarted read, because its region is removed.
     pub fn cancel_read(&self, page: PageNo) {
         let ticket = lock(&self.tickets).get(&page).cloned();
         if let Some(ticket) = ticket.filter(Ticket::claim) {

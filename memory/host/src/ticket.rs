@@ -1,12 +1,11 @@
 //! Tickets: one for each page in flight.
 //!
 //! The fault that gives the page a frame creates the ticket; every later fault on the page gets the
-//! same one. A ticket says which page will be in which frame, and which threads wait for it. It
-//! does not say what completes it: the page word does (`Reading`: swap; `Fetching`: the region's
-//! page source). `flight` has the states.
+//! same ticket. A ticket says which page will be in which frame, and which threads wait for it. The
+//! page word says what completes it (`Reading`: swap; `Fetching`: the region's page source).
+//! `flight` has the states.
 //!
-//! Where pages are filled together, all have the ticket of the first one, which gathers their
-//! content.
+//! Pages that are filled together share the first page's ticket, which gathers their content.
 
 use crate::error::LostPage;
 use crate::flight::Flight;
@@ -58,12 +57,12 @@ impl Ticket {
         self.0.page.addr()
     }
 
-    /// Whether the page is resident or lost: resolve it again to learn which.
+    /// Whether the page is resident or lost. To find out which, resolve it again.
     pub fn is_done(&self) -> bool {
         self.0.flight.is_done()
     }
 
-    /// Whether a thread carries out the read, or the source was asked.
+    /// Whether a thread carries out the read, or the source has the request.
     pub fn is_started(&self) -> bool {
         self.0.flight.is_started()
     }
@@ -73,8 +72,8 @@ impl Ticket {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Calls `callback` when the ticket is done: at once if it is, else on the thread that
-    /// completes it, which holds no lock. The callback is short and does not wait.
+    /// Calls `callback` when the ticket is done: at once if it is done already, otherwise on the
+    /// completing thread, which holds no lock. The callback is short and does not wait.
     pub fn on_done(&self, callback: impl FnOnce() + Send + 'static) {
         let mut done = self.lock();
         if done.result.is_none() {
@@ -109,7 +108,7 @@ impl Ticket {
         self.0.flight.answer()
     }
 
-    /// Keeps the content of page number `at` of the ticket's unit, until all have arrived.
+    /// Keeps the content of page number `at` of the ticket's unit, until all pages have arrived.
     pub(crate) fn gather(&self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
         self.lock().unit.add(at, content)
     }
@@ -138,7 +137,7 @@ impl Ticket {
         self.lock().result.clone()
     }
 
-    /// Sleeps until the ticket is done, for at most `patience`.
+    /// Sleeps until the ticket is done, at most for `patience`.
     pub(crate) fn sleep(&self, patience: Duration) -> Option<Result<(), LostPage>> {
         let waited = self
             .0

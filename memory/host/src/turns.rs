@@ -6,7 +6,7 @@
 //!                                threads wait before it
 //! spare                f f       what a vCPU outside the queue may take
 //! ```
-//! A frame is not handed to a waiting thread. It stays in the free map, which keeps one frame back
+//! A waiting thread is not handed a frame. The frame stays in the free map, which keeps one frame
 //! for each waiting thread. So no frame is lost when a waiting thread gives up, and a thread that
 //! frees a frame need not know which thread waits.
 
@@ -21,7 +21,7 @@ pub(crate) struct Turn(u64);
 pub(crate) struct Turns {
     /// Ascending, because [`Turns::join`] appends ever larger turns.
     waiting: VecDeque<Turn>,
-    /// The last turn that was given out.
+    /// The last assigned turn.
     dealt: u64,
 }
 
@@ -34,7 +34,7 @@ impl Turns {
         turn
     }
 
-    /// Removes `turn` from the queue; no effect if it has left already.
+    /// Removes `turn` from the queue; no effect if it is not in the queue.
     pub fn leave(&mut self, turn: Turn) {
         if let Ok(at) = self.waiting.binary_search(&turn) {
             self.waiting.remove(at);

@@ -14,12 +14,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 
 impl Host {
-    /// Walks everything and panics at the first contradiction:
+    /// Reads all data structures and panics at the first contradiction:
     /// * every frame is in exactly one place: free map, per-CPU page cache, page, whole block,
     ///   swap store;
     /// * a page word and a frame descriptor name each other, and so do a block word and a block of
     ///   frames;
-    /// * the words of a block are what its block word allows;
+    /// * the words of a block match its block word;
     /// * every entry in use belongs to exactly one page or one write in flight;
     /// * reads in flight and tickets are the same set; the counts are right.
     ///
@@ -29,15 +29,15 @@ impl Host {
     }
 }
 
-/// What the pages say.
+/// The state according to the pages.
 #[derive(Default)]
 struct Found {
-    /// Frames that a page has to itself.
+    /// Frames of single pages.
     frames: BTreeSet<usize>,
     blocks: BTreeSet<usize>,
     entries: BTreeSet<SwapEntry>,
     reading: usize,
-    /// Pages of Linux memory that were asked for.
+    /// Requested pages of Linux memory.
     linux_fetching: usize,
     swapped_out: i64,
 }
@@ -73,7 +73,7 @@ impl Core {
                 FrameState::Store => {
                     assert!(!in_page, "frame {index} is {state:?}, but a page has it");
                 }
-                // In a per-CPU page cache, or being read into.
+                // In a per-CPU page cache, or the target of a read.
                 FrameState::Cached => {}
             }
             assert!(
@@ -105,7 +105,7 @@ impl Core {
         assert_eq!(total, self.frames.len(), "every frame is somewhere");
     }
 
-    /// Every block descriptor against the block words.
+    /// Compares every block descriptor with the block words.
     fn verify_blocks(&self, found: &Found) {
         for index in 0..self.frames.len() / BLOCK {
             let state = self.frames.block(BlockNo::new(index as u32)).state();
@@ -151,7 +151,7 @@ impl Core {
             found.swapped_out, swapped_out,
             "pages counted as in swap alone"
         );
-        // Entries of writes that were overtaken by a rescue are freed when the write completes.
+        // A fault may rescue a page during its write. Its entry is freed when the write completes.
         let used = lock(&self.entries).used();
         let entries = found.entries.len();
         let writing = self.writing.load(Ordering::Relaxed);

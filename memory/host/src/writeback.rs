@@ -19,10 +19,10 @@ use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Most pages of one write: 128 KiB.
+/// The most pages of one write: 128 KiB.
 pub(crate) const CLUSTER: usize = BATCH;
 
-/// The writes that have failed since the last one that succeeded.
+/// The failed writes since the last successful one.
 pub(crate) struct Failure {
     pub error: HostError,
     pub count: usize,
@@ -33,26 +33,26 @@ pub(crate) struct WriteBatch {
     first: SwapEntry,
     /// In entry order; `None` where the page was taken back before the write began.
     victims: Vec<Option<Victim>>,
-    /// Where the copies of all of a reclaim batch's pages are, and where this write's copies begin.
+    /// The copies of all of a reclaim batch's pages, and where this write's copies begin.
     pages: Arc<Vec<Page>>,
     from: usize,
 }
 
 impl WriteBatch {
-    /// Whether a page of `region` is in it.
+    /// Whether it contains a page of `region`.
     pub fn concerns(&self, region: &Region) -> bool {
         let mut victims = self.victims.iter().flatten();
         victims.any(|victim| std::ptr::eq(&*victim.region, region))
     }
 }
 
-/// The most buffers that are kept for later batches. A new buffer would cost page faults of the
-/// host's kernel.
+/// The most buffers kept for later batches. A new buffer would cost page faults of the host's
+/// kernel.
 const SPARE: usize = 2;
 
 impl Core {
-    /// Gives the dirty `victims` swap entries in a row; `pages` has their bytes. Victims for which
-    /// there is no entry stay with their owners, and the error says why.
+    /// Gives the dirty `victims` adjacent swap entries; `pages` has their bytes. Victims without an
+    /// entry stay with their owners, and the error says why.
     pub fn prepare_write(
         &self,
         mut victims: Vec<Victim>,
@@ -93,7 +93,7 @@ impl Core {
         (batches, Ok(()))
     }
 
-    /// Room for the copies of a reclaim batch; it grows as needed.
+    /// A buffer for the copies of a reclaim batch; it grows as needed.
     pub fn take_buffer(&self) -> Vec<Page> {
         lock(&self.buffers).pop().unwrap_or_default()
     }
@@ -109,7 +109,7 @@ impl Core {
         }
     }
 
-    /// Takes entries in a row. If none is free, takes entries of resident pages.
+    /// Takes adjacent entries. If none is free, first frees entries of resident pages.
     fn take_entries(&self, count: u32) -> Option<Run> {
         let run = lock(&self.entries).take(count);
         if run.is_none() && self.shed_entries() > 0 {
@@ -119,7 +119,7 @@ impl Core {
     }
 
     /// Frees the swap entries of some resident pages, because the device needs the room for pages
-    /// that have no frame. The pages count as dirty from now on. Returns how many entries it freed.
+    /// without a frame. The pages count as dirty from now on. Returns the number of freed entries.
     fn shed_entries(&self) -> usize {
         let mut shed = 0;
         for index in 0..self.frames.len() {
@@ -244,20 +244,20 @@ impl Core {
         };
         let error = self.swap_full(reason);
         if self.shed_entries() > 0 {
-            // Resident pages have given up their entries, so there is room.
+            // Resident pages have lost their entries, so there is room.
             self.note_reason(error);
         } else {
             self.note_failure(error);
         }
     }
 
-    /// A write-out failed.
+    /// Records a failed write-out.
     fn note_failure(&self, error: HostError) {
         self.record(error, 1);
     }
 
-    /// Notes why the device had no room. That is not a failure yet; the reason is for an error that
-    /// may follow.
+    /// Records why the device had no room. That is not a failure yet; the reason is for an error
+    /// that may follow.
     pub fn note_reason(&self, error: HostError) {
         self.record(error, 0);
     }

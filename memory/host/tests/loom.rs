@@ -30,7 +30,7 @@ use swap::SwapEntry;
 
 const PAGE: PageNo = PageNo::new(77);
 
-/// One page, and two frames for two threads that fault.
+/// One page, and two frames for two faulting threads.
 struct Fixture {
     word: PageWord,
     descs: [Desc; 2],
@@ -154,8 +154,8 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
     builder.check(body);
 }
 
-/// Either a fault takes the page back, or the page leaves. Never both, and the dirty mark is never
-/// lost.
+/// Either a fault takes the page back, or the page leaves its frame. Never both, and the dirty mark
+/// is never lost.
 fn fault_against_eviction(dirt: Dirt, entry: Option<SwapEntry>, device: Device) {
     model(move || {
         let fixture = Fixture::resident(dirt, entry);
@@ -385,7 +385,7 @@ impl Missing {
     }
 }
 
-/// Two answers while a vCPU faults: one counts, and the vCPU sees its bytes alone.
+/// Two answers while a vCPU faults: one counts, and the vCPU sees only its bytes.
 #[test]
 fn one_of_two_answers_counts() {
     model(|| {
@@ -406,7 +406,7 @@ fn one_of_two_answers_counts() {
 }
 
 /// An answer, the removal of the region, and a thread that starts the ticket: the page is resident
-/// or lost, its frame is free if it is lost, and the source is asked once at most.
+/// or lost, its frame is free if it is lost, and the source gets at most one request.
 #[test]
 fn an_answer_while_the_region_is_removed() {
     model(|| {

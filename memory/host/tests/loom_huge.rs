@@ -38,7 +38,7 @@ fn model(body: impl Fn() + Sync + Send + 'static) {
 }
 
 /// A block of two pages, on which the real code for splits and merges runs, and two more frames for
-/// pages that are not in the block.
+/// pages outside the block.
 struct Block {
     block_word: BlockWord,
     words: [PageWord; 2],
@@ -135,7 +135,7 @@ impl Block {
         }
     }
 
-    /// Whether page `index` counts as written, in whichever state the block is.
+    /// Whether page `index` counts as written, in any state of the block.
     fn is_dirty(&self, index: usize) -> bool {
         self.frames[index].dirt() == Dirt::Dirty
     }
@@ -170,7 +170,7 @@ fn a_write_while_its_block_is_split() {
 }
 
 /// Two marks and a split. The second thread finds the mark set and does not set it again; its write
-/// counts all the same.
+/// counts nevertheless.
 #[test]
 fn two_writes_while_their_block_is_split() {
     model(|| {
@@ -189,8 +189,8 @@ fn two_writes_while_their_block_is_split() {
     });
 }
 
-/// One of the new pages is evicted at once. That happens only after the split is done with it, and
-/// the page leaves with the mark that a fault has set.
+/// One of the new pages is evicted at once. The eviction begins only after the split has finished
+/// with the page, and takes along the mark that a fault has set.
 #[test]
 fn a_page_is_evicted_right_after_the_split() {
     model(|| {
@@ -287,8 +287,8 @@ impl Block {
     }
 }
 
-/// A write while its block is collapsed by copy. Either it takes its page back and prevents the
-/// collapse, or it finds the copy. It never writes to the old frame.
+/// A write while its block is collapsed by copy. Either the write's fault takes its page back and
+/// prevents the collapse, or it finds the copy. It never writes to the old frame.
 #[test]
 fn a_write_while_its_block_is_collapsed() {
     model(|| {
@@ -296,8 +296,8 @@ fn a_write_while_its_block_is_collapsed() {
         let writer = {
             let block = block.clone();
             thread::spawn(move || {
-                // The page was unmapped. A fault that resolved before that is refused by the
-                // invalidation sequence, which is not modelled; it starts again.
+                // The page was unmapped. The invalidation sequence, which is not modelled, refuses
+                // a fault that resolved before that; the fault starts again.
                 if matches!(block.words[1].load(), PageState::Resident { .. }) {
                     return None;
                 }
@@ -328,7 +328,7 @@ fn a_write_while_its_block_is_collapsed() {
     });
 }
 
-/// Pages that lie in their places become a block during a fault, and are split again.
+/// Pages in their places become a block during a fault, and are split again.
 #[test]
 fn a_write_while_its_block_is_collapsed_in_place() {
     model(|| {

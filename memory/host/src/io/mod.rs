@@ -1,17 +1,17 @@
 //! Executors: which thread runs a swap device, and when its completions are delivered.
 //!
-//! | | reads that are waited for | reads that are started | writes |
+//! | | reads with a waiter | reads without a waiter | writes |
 //! |---|---|---|---|
 //! | [`Io::Threads`] | the waiter | reader threads | the reclaimer |
-//! | [`Io::Ring`] | the waiter | an io_uring a core; threads where that cannot be | the reclaimer |
+//! | [`Io::Ring`] | the waiter | an io_uring a core; threads where refused | the reclaimer |
 //! | [`Io::Virtual`] | at submission | at submission | at submission |
 //!
-//! In real time a completion that is not due yet waits in a timer; a store that never waits is read
-//! by the thread that starts the read. Threads of the device take in what arrives, or vCPUs that
-//! poll: see [`crate::Host::polling`]. In virtual time [`crate::Host::poll`] delivers everything,
+//! In real time a completion that is not yet due waits in a timer. If the store never waits, the
+//! thread that starts a read carries it out. Threads of the device handle arrivals, or polling
+//! vCPUs: see [`crate::Host::polling`]. In virtual time [`crate::Host::poll`] delivers everything,
 //! at times drawn from a seed.
 //!
-//! A write never wakes a thread: a thread that reclaims can carry it out itself, and waking an idle
+//! A write never wakes a thread: a reclaiming thread can carry it out itself, and waking an idle
 //! core takes longer than the write.
 
 mod readers;
@@ -43,21 +43,21 @@ use virt::Virtual;
 pub enum Io {
     /// Real threads in real time.
     Threads {
-        /// The most threads that read for callers that do not wait, started when first needed.
+        /// The most threads that read for callers that do not wait. They start when first needed.
         readers: usize,
     },
-    /// As `Threads`, but reads of a file that goes past the page cache need no thread: io_uring
-    /// carries them out. Where the kernel refuses it (EPERM, ENOSYS), threads do:
-    /// [`crate::Host::describe_io`] says which.
+    /// As `Threads`, but io_uring carries out the reads of a file with direct I/O, without a
+    /// thread. Where the kernel refuses io_uring (EPERM, ENOSYS), threads do: see
+    /// [`crate::Host::describe_io`].
     Ring {
-        /// Most threads for what the ring does not take.
+        /// The most threads for reads that the ring does not take.
         readers: usize,
     },
-    /// Only the caller, under a virtual clock: repeats bit for bit from a seed.
+    /// Only the caller, under a virtual clock: a seed repeats the run bit for bit.
     Virtual {
-        /// The seed from which the latencies are drawn.
+        /// The seed of the latencies.
         seed: u64,
-        /// Their range in nanoseconds, on top of the device's own.
+        /// Their range in nanoseconds, in addition to the device's latency.
         latency_ns: Range<u64>,
     },
 }
@@ -74,15 +74,15 @@ pub(crate) enum Executor {
     Virtual(Virtual),
 }
 
-/// Waits for the end of a thread of the executor. If that thread itself drops the last reference to
-/// the host, it runs this, and must not wait for itself. A thread that panicked has reported it.
+/// Waits for the end of an executor's thread. If that thread itself drops the last reference to the
+/// host, it runs this, and must not wait for itself. A panicked thread has reported its panic.
 pub(crate) fn join(thread: JoinHandle<()>) {
     if thread.thread().id() != std::thread::current().id() {
         let _ = thread.join();
     }
 }
 
-/// An operation that the device has finished, and that is not delivered yet.
+/// An operation that the device has finished, before its delivery.
 pub(crate) enum Completion {
     Read(Ticket, Result<(), SwapError>),
     Write(WriteBatch, Result<(), WriteFailed>),
@@ -93,7 +93,7 @@ impl Completion {
         matches!(self, Self::Read(read, _) if read.is_same(ticket))
     }
 
-    /// Whether a page of `region` waits for it.
+    /// Whether a page of `region` waits for this completion.
     fn concerns(&self, region: &Region) -> bool {
         match self {
             Self::Read(ticket, _) => std::ptr::eq(ticket.region(), region),
@@ -125,7 +125,7 @@ impl Executor {
         }
     }
 
-    /// Carries out a claimed read without the caller.
+    /// Carries out a claimed read; the caller does not wait.
     pub fn read(&self, core: &Core, ticket: Ticket) {
         match self {
             Self::Real(real) => real.read(ticket),
@@ -136,7 +136,7 @@ impl Executor {
         }
     }
 
-    /// Carries out a claimed read on the caller's thread, for [`Executor::wait`] to follow.
+    /// Carries out a claimed read on the caller's thread; [`Executor::wait`] must follow.
     pub fn read_here(&self, core: &Core, ticket: &Ticket, stop: &AtomicBool) {
         match self {
             Self::Real(real) => real.read_here(ticket, stop),
@@ -155,8 +155,8 @@ impl Executor {
                 if world.deliver_next(core) {
                     continue;
                 }
-                // A page source has threads of its own. Such a thread changes the page word first,
-                // and completes the ticket a moment later. A read is always in flight here.
+                // A page source has its own threads. Such a thread changes the page word first, and
+                // completes the ticket a moment later. A read is always in flight here.
                 if ticket.region().origin.is_none() {
                     return ticket
                         .result()
@@ -172,7 +172,7 @@ impl Executor {
         }
     }
 
-    /// Whether a read that was passed to the executor completes by `end`.
+    /// Whether a read passed to the executor completes by `end`.
     pub fn arrives_by(&self, ticket: &Ticket, end: Nanos) -> bool {
         match self {
             Self::Real(real) => real.poll_for(ticket, end),
@@ -214,8 +214,8 @@ impl Executor {
         }
     }
 
-    /// Whether a caller may wait for completions here: a seeded run may not, because time moves
-    /// only when its scheduler says so.
+    /// Whether a caller may wait for completions here. A seeded run may not: only its scheduler
+    /// advances time.
     pub fn may_wait(&self) -> bool {
         matches!(self, Self::Real(_))
     }
@@ -263,12 +263,12 @@ impl Executor {
 }
 
 impl Core {
-    /// When a read that is submitted now may complete at the earliest.
+    /// The earliest completion time of a read submitted now.
     fn read_deadline(&self) -> Nanos {
         self.after(|| self.store.read_latency_ns())
     }
 
-    /// When a write that is submitted now may complete at the earliest.
+    /// The earliest completion time of a write submitted now.
     fn write_deadline(&self) -> Nanos {
         self.after(|| self.store.latency_ns())
     }
@@ -282,7 +282,7 @@ impl Core {
     }
 
     fn complete(&self, completion: Completion) {
-        // Counted before the ticket is gone or the write is over: see `in_flight`.
+        // Counted before the ticket is removed or the write ends: see `in_flight`.
         self.completing.fetch_add(1, Ordering::Relaxed);
         match completion {
             Completion::Read(ticket, result) => self.complete_read(&ticket, result),
@@ -291,10 +291,11 @@ impl Core {
         self.completing.fetch_sub(1, Ordering::Release);
     }
 
-    /// Pages being read or written. At 0, no thread of a device works on the host any more.
+    /// The number of pages being read or written. At 0, no thread of a device works on the host any
+    /// more.
     ///
-    /// The order matters: a thread that completes an operation is counted in `completing` before
-    /// the operation leaves the other two counts, and until it is through.
+    /// The order matters: a completing thread is counted in `completing` before the operation
+    /// leaves the other two counts, and until the thread has finished.
     pub fn in_flight(&self) -> usize {
         let writing = self.writing.load(Ordering::Acquire);
         let reading = lock(&self.tickets).len();

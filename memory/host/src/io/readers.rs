@@ -56,7 +56,7 @@ impl Readers {
             let mut queue = lock(&self.shared.queue);
             queue.readers -= 1;
             if queue.readers == 0 {
-                // No thread can be started, so this one carries the read out.
+                // No thread can be started, so this thread carries the read out.
                 let next = queue.reads.pop_front();
                 drop(queue);
                 next.into_iter()
@@ -66,7 +66,7 @@ impl Readers {
         self.shared.read.notify_one();
     }
 
-    /// Ends the threads. What is queued is read first.
+    /// Ends the threads. They first carry out the queued reads.
     pub fn shut_down(&self) {
         lock(&self.shared.queue).stop = true;
         self.shared.read.notify_all();

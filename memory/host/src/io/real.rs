@@ -1,4 +1,5 @@
-//! Real time: the ring and the reader threads for reads, the timer for what is not due yet.
+//! Real time: the ring and the reader threads for reads, the timer for completions before their
+//! time.
 
 use super::readers::Readers;
 use super::ring::{Onward, Ring};
@@ -19,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 thread_local! {
-    /// The executor that the thread has last read with, and its place there.
+    /// The executor of the thread's last read, and the thread's place there.
     static PLACE: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
 }
 
@@ -35,12 +36,12 @@ fn cores() -> usize {
 pub(crate) struct Real {
     core: Arc<Core>,
     watch: Arc<Watch>,
-    /// One for each core, so that vCPUs that submit do not wait for each other; none where
-    /// io_uring is refused. Dropped before `readers` and `timer`, which take their completions.
+    /// One for each core, so that submitting vCPUs do not wait for each other; none where io_uring
+    /// is refused. Dropped before `readers` and `timer`, which take their completions.
     rings: Vec<Ring>,
-    /// A number of its own, from 1.
+    /// The executor's own number, from 1.
     number: u64,
-    /// How many threads were given a ring.
+    /// The number of threads with a ring.
     dealt: AtomicUsize,
     readers: Arc<Readers>,
     timer: Arc<Timer>,
@@ -95,7 +96,7 @@ impl Real {
         self.rings.get(place.checked_rem(self.rings.len())?)
     }
 
-    /// The calling thread's ring, if it has read.
+    /// The calling thread's ring, if the thread has read.
     fn used_ring(&self) -> Option<&Ring> {
         let (executor, _) = PLACE.get();
         (executor == self.number).then(|| self.own_ring())?
@@ -131,15 +132,15 @@ impl Real {
         let due = self.core.read_deadline();
         let result = self.core.read(ticket);
         let completion = Completion::Read(ticket.clone(), result);
-        // The removal of a region waits for its reads.
+        // Sleep no longer than the region exists: its removal waits for its reads.
         match sleep_until(&self.core, due, stop, Some(ticket.region())) {
             Slept::UntilDue => self.core.complete(completion),
             Slept::Stopped => self.timer.complete_at(due, completion),
         }
     }
 
-    /// Waits for a read in progress, unless the caller must stop. The waiting thread may be the one
-    /// on which all others rely for polling, so it polls now and then.
+    /// Waits for a read in progress, unless the caller must stop. All others may rely on this
+    /// thread for polling, so it polls now and then.
     pub fn wait(&self, ticket: &Ticket, stop: &AtomicBool) -> Result<(), LostPage> {
         loop {
             self.poll(self.core.clock.now());
@@ -152,7 +153,7 @@ impl Real {
         }
     }
 
-    /// Polls until the read of `ticket` is complete, or until `end`. Returns whether it is.
+    /// Polls until the read of `ticket` is complete, or until `end`. Returns whether it completed.
     pub fn poll_for(&self, ticket: &Ticket, end: Nanos) -> bool {
         loop {
             let now = self.core.clock.now();
@@ -160,7 +161,7 @@ impl Real {
             if ticket.is_done() || now >= end {
                 return ticket.is_done();
             }
-            // Another thread that needs the core has work to do, and this one has none.
+            // This thread has no work; another thread may need the core.
             std::thread::yield_now();
         }
     }
@@ -169,7 +170,7 @@ impl Real {
         self.timer.complete_at(due, completion);
     }
 
-    /// Waits until an operation completes or a frame is freed. The caller checks which it was.
+    /// Waits until an operation completes or a frame is freed. The caller checks which one.
     pub fn help(&self, seen: u64, patience: Duration) {
         if self.poll(self.core.clock.now()) == 0 {
             self.core.settled.wait_past(seen, patience);

@@ -1,17 +1,17 @@
-//! Reads of a swap file through an io_uring: submitted on the thread that starts them, straight
-//! into their frames.
+//! Reads of a swap file through an io_uring: the starting thread submits them, straight into their
+//! frames.
 //!
 //! ```text
 //! start:  flight number -> submission queue -> io_uring_enter, on the caller's thread
 //! arrive: completion queue <- a polling thread (try_lock), else the reaper in io_uring_enter
 //! ```
-//! A read that did not bring a whole page goes to the reader threads, which read it again as any
-//! other: they retry what can be retried and report what cannot. So do reads beyond
-//! [`ENTRIES`] in flight.
+//! A read that did not bring a whole page goes to the reader threads. They read it again like any
+//! other read: they retry if possible, and report final errors. Reads beyond [`ENTRIES`] in flight
+//! also go to the reader threads.
 //!
 //! # Unsafe
-//! The kernel writes into a frame while its read is in flight. The page word says Reading and the
-//! ticket is claimed from before the submission until after the completion, so no other thread
+//! The kernel writes into a frame while its read is in flight. From before the submission until
+//! after the completion, the page word says Reading and the ticket is claimed. So no other thread
 //! touches the frame. The ring is emptied before the pool is dropped (`shut_down`).
 
 use super::readers::Readers;
@@ -29,11 +29,11 @@ use std::sync::{Arc, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Most reads in flight. The completion queue has twice as many places: it cannot overflow.
+/// The most reads in flight. The completion queue has twice as many entries: it cannot overflow.
 const ENTRIES: u32 = 256;
 /// `IORING_ENTER_GETEVENTS` of linux/io_uring.h.
 const GETEVENTS: u32 = 1;
-/// The number of no read: it wakes the reaper.
+/// Not the number of a read: it wakes the reaper.
 const WAKE: u64 = u64::MAX;
 
 pub(crate) struct Ring {
@@ -41,7 +41,7 @@ pub(crate) struct Ring {
     reaper: Option<JoinHandle<()>>,
 }
 
-/// Where arrivals are passed on to.
+/// The receivers of arrived reads.
 pub(crate) struct Onward {
     pub core: Arc<Core>,
     pub watch: Arc<Watch>,
@@ -52,7 +52,7 @@ pub(crate) struct Onward {
 struct SharedRing {
     ring: IoUring,
     onward: Onward,
-    /// The right to use the submission queue. Not held while the kernel takes from it.
+    /// The right to use the submission queue. Not held while the kernel takes entries from it.
     submission: Mutex<(), lock_order::RingSubmission>,
     /// The right to use the completion queue.
     completion: Mutex<(), lock_order::RingCompletion>,
@@ -74,8 +74,8 @@ impl Ring {
     /// `Err` where io_uring is missing or forbidden.
     pub fn new(onward: Onward) -> std::io::Result<Self> {
         let shared = Arc::new(SharedRing {
-            // The kernel's part of a completion runs on the thread that submitted, and need not
-            // interrupt it: it looks (`poll`), or enters the kernel to sleep.
+            // The kernel's part of a completion runs on the submitting thread, and need not
+            // interrupt it: the thread polls (`poll`), or enters the kernel to sleep.
             ring: IoUring::builder()
                 .setup_coop_taskrun()
                 .setup_taskrun_flag()
@@ -100,8 +100,8 @@ impl Ring {
         })
     }
 
-    /// Submits a claimed read of the ticket's entry in `file`. Gives the ticket back when too many
-    /// are in flight.
+    /// Submits a claimed read of the ticket's entry in `file`. Gives the ticket back if too many
+    /// reads are in flight.
     pub fn read(&self, file: BorrowedFd<'_>, ticket: Ticket, due: Nanos) -> Result<(), Ticket> {
         let shared = &*self.shared;
         let (frame, entry) = (ticket.frame(), shared.onward.core.entry_of(&ticket));
@@ -121,7 +121,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes in what has arrived, unless another thread does so. Returns the number.
+    /// Handles the arrived completions, unless another thread does so. Returns their number.
     pub fn poll(&self) -> usize {
         let shared = &*self.shared;
         if shared.pending.load(Ordering::Relaxed) == 0 {
@@ -149,12 +149,12 @@ impl Ring {
         drop(turn);
         if waits {
             let submitter = shared.ring.submitter();
-            // SAFETY: no arguments beyond the numbers. A refusal is made good by the next look.
+            // SAFETY: no arguments beyond the numbers. After a refusal, the next poll tries again.
             let _ = unsafe { submitter.enter::<()>(0, 0, GETEVENTS, None) };
         }
     }
 
-    /// The last poller has stopped.
+    /// Called when the last poller has stopped.
     pub fn take_over(&self) {
         if self.shared.pending.load(Ordering::Relaxed) > 0 {
             self.wake();
@@ -195,7 +195,7 @@ impl SharedRing {
         self.enter();
     }
 
-    /// Makes the kernel take all submissions in the queue, also other threads'.
+    /// Makes the kernel take all queued submissions, also other threads'.
     fn enter(&self) {
         // If the kernel took nothing, the call was interrupted or short of memory for a moment, or
         // another thread's call has taken all.
@@ -235,7 +235,7 @@ impl SharedRing {
         reads
     }
 
-    /// The reaper.
+    /// The reaper's loop.
     fn run(&self) {
         loop {
             let stop = self.stop.load(Ordering::Acquire);

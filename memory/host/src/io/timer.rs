@@ -1,7 +1,7 @@
-//! Completions that wait for their time: devices that are slow on purpose.
+//! Completions that wait for their time: deliberately slow devices.
 //!
-//! Completions are delivered with no lock held, by a thread that polls, else by a thread that is
-//! started when first needed and wakes once for each time that is due.
+//! Completions are delivered with no lock held, by a polling thread, or else by the timer's thread.
+//! This thread starts when first needed, and wakes once for each due time.
 
 use super::watch::{POLLERS_LATE, Watch};
 use super::{Completion, join};
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Nothing is due, ever.
+/// Never due.
 const NEVER: u64 = u64::MAX;
 
 pub(crate) struct Timer {
@@ -62,7 +62,7 @@ impl Timer {
                 if self.shared.schedule(due, completion) && !self.shared.watch.is_polled() {
                     self.wake();
                 }
-                // The thread that ended the latency has emptied the queue before, or does so after.
+                // The thread that ends the latency empties the queue: it has done so, or will.
                 if core.at_once.load(Ordering::SeqCst) {
                     self.deliver_all();
                 }
@@ -73,7 +73,7 @@ impl Timer {
         core.complete(completion);
     }
 
-    /// Delivers what `region` waits for, due or not.
+    /// Delivers the completions that `region` waits for, due or not.
     pub fn hurry(&self, region: &Region) {
         let mut queue = lock(&self.shared.queue);
         let due = queue
@@ -88,7 +88,7 @@ impl Timer {
             .for_each(|completion| core.complete(completion));
     }
 
-    /// Delivers what is due at `now`; how many.
+    /// Delivers the completions that are due at `now`; returns their number.
     pub fn poll(&self, now: Nanos) -> usize {
         self.shared.deliver(now)
     }
@@ -105,14 +105,14 @@ impl Timer {
             .map(Nanos)
     }
 
-    /// The last poller has stopped.
+    /// Called when the last poller has stopped.
     pub fn take_over(&self) {
         if self.shared.first() != NEVER {
             self.wake();
         }
     }
 
-    /// Ends the thread, and delivers all that is scheduled, even if it is early.
+    /// Ends the thread, and delivers all completions, even early.
     pub fn shut_down(&self) {
         self.shared.stop.store(true, Ordering::Release);
         self.wake();
@@ -121,8 +121,8 @@ impl Timer {
         self.deliver_all();
     }
 
-    /// Starts the thread if it does not run. False if no thread can be started: then a caller with
-    /// a completion that is due later sleeps itself.
+    /// Starts the thread if it does not run. False if it cannot be started: then a caller with a
+    /// completion that is due later sleeps by itself.
     fn is_running(&self) -> bool {
         let mut thread = lock(&self.thread);
         if thread.is_none() {
@@ -200,10 +200,10 @@ impl SharedTimer {
     }
 }
 
-/// The longest sleep without a look whether to stop.
+/// The longest sleep without a check of the stop flag.
 const NAP: Duration = Duration::from_millis(10);
 
-/// How a sleep ended.
+/// The end of a sleep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub(super) enum Slept {
@@ -212,7 +212,7 @@ pub(super) enum Slept {
 }
 
 /// Sleeps on the caller's thread until `due`, or until soon after `stop` is set. The sleep ends
-/// early, as if it were due, when simulated latency has ended, or when `region` is removed.
+/// early, as if it were due, when simulated latency ends, or when `region` is removed.
 pub(super) fn sleep_until(
     core: &Core,
     due: Nanos,
@@ -237,9 +237,9 @@ pub(super) fn sleep_until(
     Slept::UntilDue
 }
 
-/// Timer slack of 1 ns for the calling thread: the kernel's default of 50 us would be added to
+/// Sets the calling thread's timer slack to 1 ns: the kernel's default of 50 us would be added to
 /// every latency.
 pub fn fine_sleeps() {
-    // Refused only by kernels without the call; the latencies are a little longer then.
+    // Only kernels without the call refuse it; the latencies are a little longer then.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
 }

@@ -1,5 +1,5 @@
-//! One thread and virtual time: the device does an operation at its submission; the completion is
-//! delivered at a later virtual time.
+//! One thread and virtual time: the device carries out an operation at its submission; the
+//! completion is delivered at a later virtual time.
 
 use super::Completion;
 use crate::host::{Core, lock};
@@ -16,7 +16,7 @@ pub(crate) struct Virtual {
 
 struct Queue {
     rng: fastrand::Rng,
-    /// By due time, then by the order of submission, so that the order of delivery is determined.
+    /// By due time, then by submission: this determines the order of delivery.
     due: BTreeMap<(Nanos, u64), Completion>,
     submitted: u64,
 }
@@ -60,7 +60,7 @@ impl Virtual {
             .map(|(&(due, _), _)| due)
     }
 
-    /// Whether the read of `ticket` is due at `end` or before.
+    /// Whether the read of `ticket` is due by `end`.
     pub fn is_due_by(&self, ticket: &Ticket, end: Nanos) -> bool {
         let queue = lock(&self.queue);
         let mut due = queue.due.range(..=(end, u64::MAX));

@@ -1,4 +1,4 @@
-//! Which part of the addresses for Linux memory each region has.
+//! The part of the addresses for Linux memory that each region has.
 
 use crate::block_word::BLOCK;
 use crate::error::HostError;
@@ -17,13 +17,13 @@ pub(crate) struct LinuxAddresses(Mutex<Parts, lock_order::LinuxAddresses>);
 
 #[derive(Default)]
 struct Parts {
-    /// The first frame number of each, and the one past its last.
+    /// From the first frame number of each part to its end (exclusive).
     used: BTreeMap<usize, usize>,
     /// Parts of removed regions that a handler may still fill.
     late: Vec<Late>,
 }
 
-/// What the handler of one source may still fill.
+/// The parts that the handler of one source may still fill.
 struct Late {
     source: Arc<dyn PageSource>,
     /// The first frame number of each part.
@@ -31,7 +31,7 @@ struct Late {
 }
 
 impl LinuxAddresses {
-    /// Takes the first gap that is large enough. Each region begins with a block.
+    /// Takes the first large enough gap. Each region begins with a block.
     pub fn take(&self, pool: &Pool, pages: PageCount) -> Result<Pfn, HostError> {
         let all = pool.linux();
         let mut parts = lock(&self.0);
@@ -50,12 +50,12 @@ impl LinuxAddresses {
             }),
         };
         drop(parts);
-        // The end of a source waits for its threads, so not under the lock.
+        // Dropped without the lock: the end of a source waits for its threads.
         drop(over);
         found
     }
 
-    /// Gives back what begins at `first`.
+    /// Frees the part that begins at `first`.
     pub fn give(&self, first: Pfn) {
         let given = lock(&self.0).used.remove(&first.index());
         debug_assert!(given.is_some(), "{first:?} was taken");
@@ -63,7 +63,7 @@ impl LinuxAddresses {
 
     /// As [`Self::give`], as soon as no handler of `source` can put a page there. The kernel lets a
     /// userfaultfd fill all memory of the process that is registered with *any* userfaultfd. So a
-    /// handler that is late would fill the next region at these addresses.
+    /// late handler would fill the next region at these addresses.
     pub fn give_later(&self, first: Pfn, source: Arc<dyn PageSource>) {
         let (mut parts, first) = (lock(&self.0), first.index());
         let late = &mut parts.late;
@@ -81,10 +81,10 @@ impl LinuxAddresses {
 }
 
 impl Parts {
-    /// Gives back the parts that no handler can fill any more, and returns what was kept of them.
+    /// Frees the parts that no handler can fill any more, and returns their entries.
     fn give_late(&mut self) -> Vec<Late> {
         let over = self.late.extract_if(.., |late| {
-            // If no other code has the source, no thread of this process has its descriptors.
+            // With no other reference to the source, no thread here has its descriptors.
             let is_last = Arc::get_mut(&mut late.source).is_some();
             let external = late.source.external();
             is_last && external.is_none_or(|external| !external.is_connected())

@@ -1,4 +1,4 @@
-//! Discards pages, as a balloon does: their bytes are not needed any more.
+//! Discards pages, as a balloon does: their bytes are no longer needed.
 //!
 //! ```text
 //! page words -> Discarding   a fault from here on is Busy: its vCPU goes offline and tries again
@@ -8,7 +8,7 @@
 //! MADV_DONTNEED
 //! page words -> Zero         the next fault puts zeros in place
 //! ```
-//! Without the state in between, a vCPU might put zeros in place and write to them before
+//! Without the intermediate state, a vCPU might put zeros in place and write to them before
 //! `MADV_DONTNEED`, and the write would be lost.
 
 use super::LinuxMemory;
@@ -21,12 +21,12 @@ use lacuna_addr::{BackingRange, PAGE_SIZE};
 use lacuna_sys::Errno;
 use std::sync::atomic::Ordering;
 
-/// Pages that are discarded at once. Their vCPUs are asked to flush once.
+/// The most pages discarded at once. Their vCPUs are asked to flush once.
 const AT_ONCE: u64 = 1 << 15;
 
 impl Host {
-    /// Takes the bytes of `range` away, which lies in one region of Linux memory: its pages read as
-    /// zeros from now on, and the page source is not asked for them. A page that is lost stays so.
+    /// Discards the bytes of `range`, which lies in one region of Linux memory: its pages read as
+    /// zeros from now on, and the page source gets no request for them. A lost page stays lost.
     ///
     /// Waits for vCPUs as [`MmuNotifier::invalidate`](crate::MmuNotifier::invalidate) does. The
     /// caller holds no lock.
@@ -74,7 +74,7 @@ impl Core {
         for page in pages() {
             taken.extend(self.begin_discard(region, page).map(|was| (page, was)));
         }
-        // The region is removed, or all pages are lost. Its addresses may be another region's.
+        // The region is removed, or all pages are lost. Another region may have its addresses.
         if taken.is_empty() {
             return Ok(());
         }
@@ -94,7 +94,7 @@ impl Core {
         let mut in_place = 0_i64;
         for (page, was) in taken {
             in_place += i64::from(was == PageState::InPlace);
-            // Pages whose bytes could not be taken away keep them.
+            // If discarding failed, the pages keep their bytes.
             let now = match dropped {
                 Ok(()) => PageState::Zero,
                 Err(_) if self.reason_of_loss(page).is_some() => {
@@ -123,8 +123,8 @@ impl Core {
         Ok(())
     }
 
-    /// Takes the bytes of these pages away, ascending. A unit with only a part of its pages among
-    /// them is lost, or its region is being removed: zeros are in its place, or will be.
+    /// Discards the bytes of these ascending pages. Skips a unit with only a part of its pages
+    /// among them: it is lost, or its region is being removed. Zeros are in its place, or will be.
     fn drop_some(
         &self,
         region: &Region,
@@ -147,13 +147,13 @@ impl Core {
         }
     }
 
-    /// Returns the state before, or `None` if the page has no bytes that anything could read.
+    /// Returns the old state, or `None` if the page has no readable bytes.
     fn begin_discard(&self, region: &Region, page: PageNo) -> Option<PageState> {
         let word = region.word(page)?;
         loop {
             match word.load() {
                 PageState::Fetching { .. } => {
-                    // The source need not answer any more. If it is answering, that ends soon.
+                    // The source's answer is no longer needed. An answer in progress ends soon.
                     match self.ticket_with(page).filter(|_| region.has_units()) {
                         None => _ = self.answer(page, Ok(&[0; PAGE_SIZE])),
                         Some(ticket) => _ = self.complete_unit(&ticket, UnitContent::Zeros),

@@ -1,8 +1,7 @@
-//! Fills pages of Linux memory: by the VMM, by an answer of the source, or with zeros.
+//! Fills pages of Linux memory: with the VMM's bytes, with a source's answer, or with zeros.
 //!
 //! Two threads may fill one page at once. The kernel lets one of them put its page in place, and
-//! the other gets `EEXIST`. The content that is in place counts: the thread that has put it there
-//! gets [`Answer::Taken`].
+//! the other gets `EEXIST`. The content in place counts: its thread gets [`Answer::Taken`].
 
 use super::LinuxMemory;
 use super::units::part_of_huge_page;
@@ -20,16 +19,16 @@ use lacuna_sys::{Errno, Waiters};
 use std::slice::from_ref;
 use std::sync::atomic::Ordering;
 
-/// How often a fill is tried that the kernel answers with `EAGAIN`.
+/// The most tries of a fill while the kernel returns `EAGAIN`.
 const ATTEMPTS: usize = 1 << 16;
 
 const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
-/// A run of pages that one system call has put in place.
+/// A run of pages that one system call put in place.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Run {
     pub len: usize,
-    /// How many of them count.
+    /// The number of pages whose content counts.
     pub taken: usize,
 }
 
@@ -46,7 +45,7 @@ impl LinuxMemory {
     /// Puts `content`, a page or a unit, in place at `index` of the region, unless it is there.
     pub(super) fn fill(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Filled, Errno> {
         let filled = self.fill_silently(index, content);
-        // Also after EEXIST: a fill of another thread may not have woken those that sleep.
+        // Also after EEXIST: the other thread's fill may not have woken the sleeping threads.
         self.wake_touching(index..index + content.len() as u64);
         filled
     }
@@ -54,7 +53,7 @@ impl LinuxMemory {
     /// Puts a page of zeros in place, if the page is not there.
     fn fill_with_zeros(&self, index: u64) -> Result<Filled, Errno> {
         match self.fill(index, from_ref(&ZEROS)) {
-            // A page that was discarded has left the userfaultfd: Linux fills it with zeros.
+            // A discarded page has left the userfaultfd: Linux fills it with zeros.
             Err(Errno::NOENT) if self.outside.is_some() => Ok(Filled::Before),
             filled => filled,
         }
@@ -83,7 +82,7 @@ impl LinuxMemory {
         Err(Errno::AGAIN)
     }
 
-    /// Poisons the missing page or unit at `index` of the region, where the kernel can do that.
+    /// Poisons the missing page or unit at `index` of the region, where the kernel supports that.
     fn poison(&self, index: u64) {
         let page = HvaRange::new(self.hva(index), self.unit());
         if let (Some(parts), Some(page)) = (&self.parts, page) {
@@ -109,7 +108,7 @@ impl LinuxMemory {
 }
 
 impl Core {
-    /// The first fault on a page that has never been in place.
+    /// The first fault on a page that was never in place.
     #[cold]
     pub fn resolve_linux(
         &self,
@@ -154,7 +153,7 @@ impl Core {
         }
     }
 
-    /// As [`Core::provide`], for a page of Linux memory whose region `cache` has found.
+    /// As [`Core::provide`], for a page of Linux memory; `cache` has found its region.
     pub fn provide_linux(
         &self,
         page: PageNo,
@@ -171,7 +170,7 @@ impl Core {
         let user = linux.enter();
         match word.load() {
             PageState::Empty => {}
-            // If another thread is answering at this moment, its content counts.
+            // If another thread is answering now, its content counts.
             PageState::Fetching { .. } => {
                 drop(user);
                 return Ok(self.answer(page, Ok(content)));
@@ -188,8 +187,8 @@ impl Core {
         Ok(answer)
     }
 
-    /// Notes a fill of `page`, whose word said Empty: the page is in place, unless it is not wanted
-    /// any more. The caller is a user of the region, and counts the page if it is taken.
+    /// Records a fill of `page`, whose word said Empty: the page is in place, unless it is no
+    /// longer wanted. The caller is a user of the region, and counts the page if it is taken.
     pub(super) fn note_filled(
         &self,
         page: PageNo,
@@ -199,10 +198,10 @@ impl Core {
     ) -> Answer {
         match word.change(PageState::Empty, PageState::InPlace) {
             Ok(()) => linux.note_in_place(1),
-            // A fault has made a ticket meanwhile. Its page is there.
+            // Meanwhile a fault has made a ticket. The page is in place.
             Err(PageState::Fetching { .. }) => self.arrived_without_answer(page),
             Err(PageState::InPlace) => {}
-            // It was discarded, or its source has failed: the content does not count.
+            // The page was discarded, or its source has failed: the content does not count.
             Err(_) => return Answer::Late,
         }
         match filled {
@@ -211,9 +210,9 @@ impl Core {
         }
     }
 
-    /// Puts the empty pages at `first`, up to the first page that is not, in place by one system
-    /// call. The run has no page where that is not possible. In memory in units the run has all of
-    /// `pages`, and there is a call for each unit.
+    /// Puts the empty pages at `first`, up to the first page that is not empty, in place by one
+    /// system call. The run is empty where that is not possible. In memory in units the run has all
+    /// of `pages`, and there is a call for each unit.
     pub fn provide_run(
         &self,
         first: PageNo,
@@ -232,7 +231,7 @@ impl Core {
             return Ok(run);
         };
         let index = region.index_of(first);
-        // The next part of the region is another run.
+        // The region's next part needs another run.
         let Some((part, uffd)) = linux.uffds(index..index + pages.len() as u64).next() else {
             return Ok(run);
         };
@@ -245,7 +244,7 @@ impl Core {
         let to = linux.hva(index);
         run.len = match uffd.place(&pages[..empty], to, Waiters::LeaveAsleep) {
             Ok(()) => empty,
-            // The caller tries the next page by itself.
+            // The caller tries the next page alone.
             Err(partial) => partial.done,
         };
         linux.wake_touching(index..index + run.len as u64);
@@ -257,8 +256,8 @@ impl Core {
         Ok(run)
     }
 
-    /// Completes a fetch whose page another thread has put in place, unless a thread is answering:
-    /// that one finds the page in place, and completes the fetch.
+    /// Completes a fetch whose page another thread has put in place. If a thread is answering, does
+    /// nothing: that thread finds the page in place, and completes the fetch.
     pub(super) fn arrived_without_answer(&self, page: PageNo) {
         let ticket = lock(&self.tickets).get(&page).cloned();
         let ticket = ticket.filter(|ticket| self.is_missing(ticket));
@@ -269,7 +268,7 @@ impl Core {
         }
     }
 
-    /// Fills the page or unit of `ticket`, for which the caller has won [`Ticket::answer`].
+    /// Fills the page or unit of `ticket`; the caller has won [`Ticket::answer`].
     pub fn fill_in_place(
         &self,
         ticket: &Ticket,
@@ -306,8 +305,8 @@ impl Core {
         let is_lost = result.is_err();
         match is_lost {
             false => linux.note_in_place(1),
-            // No access is made by a page word that says Lost. If the page is accessed past the
-            // words, it must not read as zeros.
+            // A page word that says Lost allows no access. An access past the words must not read
+            // zeros.
             true => linux.poison(ticket.region().index_of(page)),
         }
         if linux.unit() > 1 {
@@ -322,8 +321,8 @@ impl Core {
     }
 
     /// Runs `copy` on a page of Linux memory while no other thread can take the page away. `None`
-    /// if it is not in place, or if the kernel may have taken it away: then what was copied does
-    /// not count, and the caller calls [`Core::settle_losses`] before it tries again.
+    /// if it is not in place, or if the kernel may have taken it away. Then the copied bytes do not
+    /// count, and the caller calls [`Core::settle_losses`] before it tries again.
     pub fn while_in_place(&self, page: PageNo, copy: impl FnOnce(FramePtr<'_>)) -> Option<()> {
         let region = self.regions.find(page)?;
         let linux = region.linux.as_ref()?;

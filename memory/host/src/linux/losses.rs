@@ -1,4 +1,4 @@
-//! Pages of Linux memory that the kernel has taken away: poisoned, or not to be had.
+//! Pages of Linux memory that the kernel has taken away: poisoned, or impossible to allocate.
 //!
 //! ```text
 //! access: SIGBUS -> recorded, then zeros in its place (`lacuna_sys::TakenPages`)
@@ -9,9 +9,9 @@
 //! invalidate                             no vCPU has the page any more
 //! ```
 //! Only the first thread that accesses the page gets the signal. Another thread may read the zeros
-//! without one. So each use of Linux memory ends with a look at the count, and what was read counts
-//! only if no loss is unsettled. The count moves before the zeros are mapped, so no thread that has
-//! read them finds the old count.
+//! without a signal. So each use of Linux memory ends with a check of the count, and the read bytes
+//! count only if no loss is unsettled. The count moves before the zeros are mapped, so no thread
+//! that has read them finds the old count.
 
 use super::LinuxMemory;
 use crate::error::{HostError, LostPage};
@@ -24,15 +24,15 @@ use lacuna_sys::TakenPages;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-/// Why a page that the kernel has taken away is lost.
+/// The reason of a loss, for pages that the kernel has taken away.
 const REASON: &str = "Linux has taken its memory away: a memory error, a memory file that became \
                       shorter, or no huge page left";
 
-/// What the host knows of pages that the kernel has taken away.
+/// The pages that the kernel has taken away, as far as the host knows.
 #[derive(Default)]
 pub(crate) struct Losses {
     list: Mutex<List, lock_order::LostLinuxPages>,
-    /// The count of taken pages up to which their words say Lost.
+    /// The count of taken pages whose words say Lost.
     settled: AtomicU64,
 }
 
@@ -42,20 +42,20 @@ struct List {
     regions: Vec<Arc<Region>>,
     /// The losses of existing VMs, in the order in which they were settled.
     lost: Vec<Loss>,
-    /// How many losses there have been.
+    /// The number of losses so far.
     count: usize,
 }
 
 struct Loss {
-    /// How many losses there were before.
+    /// The number of earlier losses.
     number: usize,
     page: PageNo,
-    /// Whether a vCPU may have read it: it was not on its way in.
+    /// Whether a vCPU may have read it: no fetch was in flight.
     read: bool,
     owner: Weak<dyn MmuNotifier>,
 }
 
-/// How many of the losses a reader has looked at.
+/// The losses that a reader has looked at.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SeenLosses {
     count: u64,
@@ -78,15 +78,15 @@ impl Losses {
     fn remove(&self, region: &Region) {
         let mut list = lock(&self.list);
         list.regions.retain(|other| !std::ptr::eq(&**other, region));
-        // The vCPUs of those VMs are gone, and nothing asks for the losses.
+        // The vCPUs of dropped notifiers are gone, and nothing asks for their losses.
         list.lost.retain(|loss| loss.owner.strong_count() > 0);
     }
 }
 
 impl Host {
-    /// The calling thread is going to access frames of Linux memory. From now on it takes `SIGBUS`,
-    /// whatever its creator has blocked: otherwise a page that the kernel has taken away would end
-    /// the process.
+    /// Called before a thread accesses frames of Linux memory. From now on the thread takes
+    /// `SIGBUS`, even if its creator has blocked the signal: otherwise a page that the kernel has
+    /// taken away would end the process.
     #[inline]
     pub fn unblock_sigbus(&self) {
         if !self.core.frames.pool.linux().is_empty() {
@@ -94,20 +94,20 @@ impl Host {
         }
     }
 
-    /// How often the kernel has taken pages of Linux memory away so far. What a thread has read
-    /// from Linux memory counts only if this number has not moved when it looks afterwards.
+    /// How often the kernel has taken pages of Linux memory away so far. Bytes that a thread has
+    /// read from Linux memory count only if this number has not moved after the read.
     #[inline]
     pub fn losses(&self) -> u64 {
         self.core.losses_counted()
     }
 
-    /// The losses up to now, for a reader that does not ask about them.
+    /// The losses so far, for a reader that does not ask for the single ones.
     pub fn seen_losses(&self) -> SeenLosses {
         self.losses_since(SeenLosses::default(), |_| ()).0
     }
 
-    /// The first page that the kernel has taken away since `seen`, and a vCPU may have read, of
-    /// those whose mappings `notifier` looks after. On return no leaf maps these pages.
+    /// The first page that the kernel has taken away since `seen`, and that a vCPU may have read.
+    /// Only pages whose mappings `notifier` handles count. On return no leaf maps them.
     ///
     /// Waits for vCPUs as [`MmuNotifier::invalidate`] does. The caller holds no lock.
     pub fn lost_since(
@@ -135,8 +135,8 @@ impl Host {
         (SeenLosses { count, listed }, ())
     }
 
-    /// Has the kernel take the pages of `range` away, which lies in one region of Linux memory: an
-    /// access gets `SIGBUS`, as at an uncorrectable memory error. For tests, and for a VMM that
+    /// Makes the kernel take away the pages of `range`, which lies in one region of Linux memory:
+    /// an access gets `SIGBUS`, as at an uncorrectable memory error. For tests, and for a VMM that
     /// injects such errors.
     ///
     /// # Errors
@@ -153,8 +153,8 @@ impl Host {
         let linux = region.linux.as_ref();
         let linux = linux.ok_or_else(|| refused("they are not Linux memory".into()))?;
         let _user = linux.enter();
-        // A removal changes all words before it waits for users. After it the addresses may be
-        // another region's.
+        // A removal changes all words before it waits for users. After it another region may have
+        // the addresses.
         if region.word(first).map(PageWord::load) == Some(PageState::Gone) {
             return Err(HostError::NoSuchRegion(range.start()));
         }
@@ -185,7 +185,7 @@ impl Core {
         self.frames.pool.taken_count()
     }
 
-    /// Whether each page that the kernel has taken away so far has a page word that says Lost.
+    /// Whether the page words of all pages that the kernel has taken away say Lost.
     #[inline]
     pub fn losses_are_settled(&self) -> bool {
         self.losses_counted() == self.losses.settled.load(Ordering::Acquire)
@@ -227,7 +227,7 @@ impl Core {
                 _ => unmapped.push((owner, vec![loss.page])),
             }
         }
-        // Under the lock, so that no thread sees it before all words are changed.
+        // Stored under the lock: no thread may see the count before all words are changed.
         self.losses.settled.store(count, Ordering::Release);
         drop(list);
         for (owner, mut pages) in unmapped {
@@ -235,13 +235,13 @@ impl Core {
         }
     }
 
-    /// As [`Core::settle_losses`], for a region that no thread uses any more. It is forgotten.
+    /// As [`Core::settle_losses`], for a region that no thread uses any more. Forgets it.
     pub fn forget_linux(&self, region: &Region) {
         self.settle_losses();
         self.losses.remove(region);
     }
 
-    /// As [`Core::reason_of_loss`], also of a loss that is not settled. The caller holds no lock.
+    /// As [`Core::reason_of_loss`], also for an unsettled loss. The caller holds no lock.
     pub fn reason_of_new_loss(&self, page: PageNo) -> Option<&'static str> {
         if self.losses_counted() == 0 {
             return None;
@@ -252,7 +252,7 @@ impl Core {
         self.reason_of_loss(page)
     }
 
-    /// Why `page` is lost, if the kernel has taken it away.
+    /// The reason of `page`'s loss, if the kernel has taken it away.
     pub fn reason_of_loss(&self, page: PageNo) -> Option<&'static str> {
         let list = lock(&self.losses.list);
         let taken = list.lost.iter().any(|loss| loss.page == page);
@@ -260,7 +260,7 @@ impl Core {
     }
 }
 
-/// The region that has frame `pfn`, and its page there.
+/// The region of frame `pfn`, and its page there.
 fn find(regions: &[Arc<Region>], pfn: Pfn) -> Option<(&Region, PageNo)> {
     regions.iter().find_map(|region| {
         let linux = region.linux.as_ref()?;
@@ -273,9 +273,9 @@ fn find(regions: &[Arc<Region>], pfn: Pfn) -> Option<(&Region, PageNo)> {
 }
 
 impl Region {
-    /// The kernel has taken `page` away. Returns whether a vCPU may have read zeros there. A page
-    /// that is being discarded stays so: it reads as zeros afterwards, which is what is there. A
-    /// page on its way in was touched by a thread that waits for it.
+    /// Records that the kernel has taken `page` away. Returns whether a vCPU may have read zeros
+    /// there. A page that is being discarded keeps its state: it reads as zeros anyway. If the page
+    /// was in flight, its toucher was a thread that waits for it.
     fn lose(&self, page: PageNo) -> bool {
         let Some(word) = self.word(page) else {
             return false;

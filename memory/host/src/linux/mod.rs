@@ -1,5 +1,5 @@
-//! Linux memory: regions whose pages are not in frames of the budget but in memory that this
-//! process has mapped. Linux takes a page for it when it is filled, and may swap that page itself.
+//! Linux memory: regions whose pages are in memory that this process has mapped, not in frames of
+//! the budget. Linux takes a page for it when it is filled, and may itself swap that page.
 //!
 //! ```text
 //!               fault, a source                       provided: UFFDIO_COPY into place
@@ -12,23 +12,23 @@
 //!                              '------------------------------> Zero -----'
 //!         any state at rest --> Gone (region removed)
 //! ```
-//! The page words are the only record of what is in place: pages appear by this module alone. So a
-//! fault is answered without a system call: the frame number of a page follows from its number.
-//! There are no descriptors, so reclaim, aging and compound pages never see Linux memory.
+//! Only this module puts pages in place, so the page words alone record it. So a fault is answered
+//! without a system call: the frame number of a page follows from its number. There are no
+//! descriptors, so reclaim, aging and compound pages never see Linux memory.
 //!
-//! A region with a page source is registered with userfaultfds (see `parts`): a page that was never
-//! provided is missing, and no access reads it as zeros. No thread touches a missing page, because
-//! every access first reads the page word.
+//! A region with a page source is registered with userfaultfds (see `parts`): a never provided page
+//! is missing, and no access reads it as zeros. No thread touches a missing page, because every
+//! access first reads the page word.
 //!
-//! A region may also be filled from outside, by another process: see `outside`. The pages of a huge
-//! page are filled together: see `units`.
+//! Another process may fill a region from outside: see `outside`. The pages of a huge page are
+//! filled together: see `units`.
 //!
 //! # Users
-//! A vCPU's use of a page ends with the invalidation of its leaf. A thread that is no vCPU is a
-//! *user* of the region while it copies or fills ([`LinuxMemory::enter`]). It reads the page word
-//! after it has entered. A thread that takes pages away first changes their words, and then waits
-//! for the users. So either that thread sees the user and waits, or the user sees the changed word.
-//! Without this order a user's late copy could land in the next region at these addresses.
+//! A vCPU's use of a page ends with the invalidation of its leaf. Any other thread is a *user* of
+//! the region while it copies or fills ([`LinuxMemory::enter`]). It reads the page word after it
+//! has entered. A thread that takes pages away first changes their words, and then waits for the
+//! users. So either that thread sees the user and waits, or the user sees the changed word. Without
+//! this order a user's late copy could land in the next region at these addresses.
 
 mod addresses;
 mod discard;
@@ -67,17 +67,17 @@ pub(crate) struct LinuxMemory {
     /// The frame number of the region's first page.
     first: Pfn,
     addresses: HvaRange,
-    /// Where missing pages are filled; `None`: Linux fills them with zeros when they are touched,
-    /// or a handler does.
+    /// Where missing pages are filled; `None`: Linux fills them with zeros on first touch, or a
+    /// handler does.
     parts: Option<Parts>,
-    /// A handler fills it, with userfaultfds of its own.
+    /// A handler fills the region, with its own userfaultfds.
     outside: Option<Arc<FillHandler>>,
-    /// The file that it maps; `None`: it is anonymous.
+    /// The mapped file; `None`: the memory is anonymous.
     shared: Option<SharedMemory>,
     users: Striped<Users>,
 }
 
-/// What threads of one group count. vCPUs that fill their own pages write here several times a
+/// The counts of one group of threads. A vCPU that fills its own pages writes here several times a
 /// page.
 #[derive(Default)]
 struct Users {
@@ -87,7 +87,7 @@ struct Users {
     in_place: AtomicI64,
 }
 
-/// A thread uses pages of the region, see the module's documentation.
+/// A thread that uses pages of the region, see the module's documentation.
 #[must_use]
 pub(crate) struct User<'a>(&'a Users);
 
@@ -189,9 +189,9 @@ impl LinuxMemory {
         match filled {
             Filled::ByLinux => Ok(None),
             Filled::BySource => {
-                // An access past the page words, or to a page that other code has taken out of a
-                // memory file, gets SIGBUS: the page is lost. If there were events, the thread
-                // would sleep for ever, because no thread reads them.
+                // An access past the page words, or to a page that other code has removed from a
+                // memory file, gets SIGBUS: the page is lost. With events instead, the thread would
+                // sleep for ever: no thread reads them.
                 let parts = Parts::open(pages as u64).map_err(|errno| match errno {
                     Errno::MFILE => HostError::Userfaultfd(format!(
                         "{errno}: a region takes up to {} descriptors, raise `ulimit -n`",
@@ -215,7 +215,7 @@ impl LinuxMemory {
         let sum: i64 = counts
             .map(|users| users.in_place.load(Ordering::Relaxed))
             .sum();
-        // A thread that counts at this moment may make it less than nothing.
+        // A thread that is counting now may make the sum negative.
         sum.try_into().unwrap_or(0)
     }
 
@@ -250,8 +250,8 @@ impl LinuxMemory {
         own.chain(outside.flat_map(move |outside| outside.parts(pages.clone())))
     }
 
-    /// Ends the registration of the pages with the indices `pages`. Threads that sleep for one of
-    /// them find zeros.
+    /// Ends the registration of the pages with the indices `pages`. Threads that sleep for these
+    /// pages find zeros.
     fn unregister(&self, pages: Range<u64>) -> Result<(), Errno> {
         self.uffds(pages).try_for_each(|(part, uffd)| {
             let pages = part.end - part.start;
@@ -260,14 +260,14 @@ impl LinuxMemory {
         })
     }
 
-    /// Makes the calling thread a user. It reads the page word afterwards. A user finishes soon: it
-    /// waits for no other thread.
+    /// Makes the calling thread a user, which reads the page word after this call. A user finishes
+    /// soon: it waits for no other thread.
     fn enter(&self) -> User<'_> {
         TakenPages::unblock_signal();
         let own = self.users.own();
         own.inside.fetch_add(1, Ordering::Relaxed);
-        // With the fence of `wait_for_users`: the thread that takes pages away sees this user, or
-        // this thread sees the words that it has changed.
+        // Pairs with the fence of `wait_for_users`: either the thread that takes pages away sees
+        // this user, or this thread sees the changed words.
         fence(Ordering::SeqCst);
         User(own)
     }
@@ -283,7 +283,7 @@ impl LinuxMemory {
     }
 }
 
-/// What fills a page at its first touch.
+/// The provider of a page at its first touch.
 enum Filled {
     /// The region's page source, or the VMM.
     BySource,
@@ -304,11 +304,11 @@ impl Region {
 
 impl Host {
     /// As [`Host::add_region`] and [`Host::add_region_from`], with memory that Linux gives to this
-    /// process page by page, beside the budget. Its pages are never evicted by this host: Linux may
-    /// swap them. [`Host::with_linux_memory`] has said how much there may be.
+    /// process page by page, outside the budget. This host never evicts its pages: Linux may swap
+    /// them. [`Host::with_linux_memory`] has set the limit for all such regions.
     ///
     /// # Errors
-    /// No room is left, or this process gets no userfaultfd, which a region with a source needs.
+    /// The limit is reached, or a userfaultfd cannot be made, which a region with a source needs.
     pub fn add_linux_region(
         &self,
         origin: Option<(Arc<dyn PageSource>, SourcePage)>,
@@ -318,7 +318,7 @@ impl Host {
         self.add_linux_region_in(LinuxBacking::Anonymous, origin, pages, notifier)
     }
 
-    /// As [`Host::add_linux_region`], with memory of that kind.
+    /// As [`Host::add_linux_region`], with memory of the kind `backing`.
     ///
     /// # Errors
     /// As there. The file has fewer pages, or cannot be mapped for reads and writes.
@@ -356,13 +356,13 @@ impl Host {
         added
     }
 
-    /// Where `region`, a whole region of Linux memory, is mapped in this process.
+    /// The addresses of `region`, a whole region of Linux memory, in this process.
     pub fn addresses(&self, region: BackingRange) -> Option<HvaRange> {
         let found = self.core.regions.find(PageNo::of(region.start()))?;
         Some(found.linux.as_ref()?.addresses)
     }
 
-    /// Pages of Linux memory that are in place, of all regions.
+    /// Pages in place in Linux memory, of all regions.
     pub fn linux_pages(&self) -> PageCount {
         let regions = self.core.regions.snapshot();
         let linux = regions.iter().filter_map(|region| region.linux.as_ref());
@@ -371,8 +371,8 @@ impl Host {
 }
 
 impl Core {
-    /// Gives Linux memory back that no region, leaf or thread uses. A handler of `outside` may fill
-    /// it still.
+    /// Gives back Linux memory that no region, leaf or thread uses. A handler of `outside` may
+    /// still fill it.
     fn give_linux(&self, first: Pfn, pages: usize, outside: Option<&FillHandler>) {
         // If the kernel refuses, the addresses keep their bytes, and no region gets them again.
         if self.frames.pool.renew_linux(first, pages).is_err() {

@@ -8,23 +8,23 @@
 //!   the handler copies a page there ─► the load succeeds ─► word InPlace, the ticket is done
 //! ```
 //! The touch is outside of guest code and holds no lock. It ends early if its thread has to stop,
-//! if the ticket is done, if the handler is gone, and if the region is removed ([`Toucher`]). A
-//! handler that lets a thread wait for longer than its patience is gone too.
+//! if the ticket is done, if the handler is gone, and if the region is removed ([`Toucher`]). If a
+//! thread waits longer than the handler's patience, the handler is gone too.
 //!
-//! The handler may put a page in place before any fault, and no word says so. Then the touch finds
-//! the page and does not sleep.
+//! The handler may put a page in place before any fault, and no word records that. Then the touch
+//! finds the page and does not sleep.
 //!
-//! The memory is private, or in huge pages of hugetlbfs. Of these the handler fills whole ones
+//! The memory is private, or in huge pages of hugetlbfs. The handler fills a huge page as a whole
 //! (`units`), and the first page of a unit is touched.
 //!
 //! # Fills of this side
-//! The VMM may provide pages, and a discard fills zeros. Such a fill leaves sleeping threads asleep
-//! (DONTWAKE) and then wakes its page's threads, if any thread touches. A thread counts itself
-//! before it touches; a fill looks at the count afterwards. So the fill sees the thread, or the
-//! thread sees the page.
+//! The VMM may provide pages, and a discard fills zeros. Such a fill wakes no thread (DONTWAKE). It
+//! then wakes the threads that sleep for its page, if any thread touches. A thread counts itself
+//! before it touches; a fill reads the count afterwards. So the fill sees the thread, or the thread
+//! sees the page.
 //!
 //! # Discard
-//! A discarded page is taken out of the userfaultfd: it is zeros from then on, by Linux alone. The
+//! A discarded page is removed from the userfaultfd: from then on it is zeros, by Linux alone. The
 //! handler gets no event, and its own late copy fails (ENOENT). Otherwise that copy would bring the
 //! old content back.
 
@@ -46,14 +46,14 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The most threads that touch pages for others: as many pages as the handler may be asked for at
-/// once, beside the pages of the vCPUs' own threads.
+/// The most threads that touch pages for others. It bounds the handler's requests at a time, in
+/// addition to the vCPUs' own threads.
 const MOST_THREADS: usize = 16;
 
-/// What one region knows of the handler that fills it.
+/// A region's handler, and the threads that touch pages for it.
 pub(crate) struct FillHandler {
     source: Arc<dyn PageSource>,
-    /// What the region's first page is in the source.
+    /// The source's page that is the region's first page.
     first: SourcePage,
     /// Threads that touch a page, or are about to.
     inside: AtomicUsize,
@@ -63,13 +63,13 @@ pub(crate) struct FillHandler {
     core: Weak<Core>,
     pool: Mutex<Pool, lock_order::LinuxTouches>,
     more: Condvar,
-    /// A thread looks at deadlines.
+    /// A thread checks deadlines.
     is_timed: AtomicBool,
-    /// The end, for that thread.
+    /// Wakes that thread at the end.
     ends: Condvar,
 }
 
-/// A thread touches a page.
+/// A thread that touches a page.
 #[derive(Clone)]
 struct Touching {
     toucher: Arc<Toucher>,
@@ -85,7 +85,7 @@ struct Pool {
     idle: usize,
 }
 
-/// A thread touches pages of the region.
+/// A thread that touches pages of the region; dropping it ends the count.
 struct Inside<'a>(&'a FillHandler, Arc<Toucher>);
 
 impl Drop for Inside<'_> {
@@ -101,8 +101,8 @@ impl Drop for Inside<'_> {
 }
 
 impl FillHandler {
-    /// For a region whose first page is page `first` of `source`; `None` if `source` is asked for
-    /// its pages.
+    /// For a region whose first page is page `first` of `source`; `None` if `source` itself gets
+    /// the requests for pages.
     ///
     /// # Errors
     /// Threads of this process cannot touch missing pages.
@@ -140,7 +140,7 @@ impl FillHandler {
         self.source.external().expect("checked by `of`")
     }
 
-    /// What fills it.
+    /// The source that fills the region.
     pub fn source(&self) -> Arc<dyn PageSource> {
         Arc::clone(&self.source)
     }
@@ -167,7 +167,7 @@ impl FillHandler {
         Inside(self, toucher)
     }
 
-    /// Starts the thread that looks at deadlines, if none runs. Without it a wait has no limit.
+    /// Starts the thread that checks deadlines, if none runs. Without it a wait has no limit.
     fn time(self: &Arc<Self>, patience: Duration) {
         // The first test keeps the cache line shared.
         if self.is_timed.load(Ordering::Relaxed) {
@@ -203,7 +203,7 @@ impl FillHandler {
         }
     }
 
-    /// Lets all threads that touch look again whether they have a reason to stop. The caller has
+    /// Makes all touching threads check again whether they have a reason to stop. The caller has
     /// set the reason.
     pub fn interrupt(&self) {
         let threads = lock(&self.threads).clone();
@@ -252,7 +252,7 @@ impl FillHandler {
             let Some(core) = self.core.upgrade() else {
                 return;
             };
-            // A page that is lost is found when it is resolved again.
+            // A lost page is found when it is resolved again.
             let _ = core.touch_until(&ticket, self, &toucher, &self.over);
         }
     }
@@ -274,8 +274,8 @@ impl FillHandler {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Ends all touches and the pool. No page of the region is in flight any more, or the host
-    /// ends.
+    /// Ends all touches and the pool. Either no page of the region is in flight any more, or the
+    /// host ends.
     pub fn end(&self) {
         self.over.store(true, Ordering::SeqCst);
         self.interrupt();
@@ -299,9 +299,9 @@ impl LinuxMemory {
         let Some(outside) = self.outside.as_ref().filter(|outside| outside.is_touched()) else {
             return;
         };
-        // The pages of a unit are touched at its first one.
+        // Threads touch a unit at its first page.
         for index in pages.step_by(self.unit() as usize) {
-            // It fails only for an address that is not this process's.
+            // It fails only for an address outside of this process's memory.
             let woken = outside.userfaultfd(index).wake(self.hva(index));
             debug_assert!(woken.is_ok(), "{woken:?}");
         }
@@ -310,8 +310,8 @@ impl LinuxMemory {
 
 impl Host {
     /// As [`Host::wait_until`], for a thread that other threads interrupt by `toucher` after they
-    /// have set `stop`. If the page is missing and filled from outside
-    /// ([`PageSource::external`]), the thread touches it and sleeps in the kernel's queue.
+    /// have set `stop`. If the page is missing and filled from outside ([`PageSource::external`]),
+    /// the thread touches it and sleeps in the kernel's queue.
     ///
     /// # Panics
     /// As [`Host::start`].
@@ -338,7 +338,7 @@ impl Region {
 }
 
 impl Core {
-    /// Asks for the page of `ticket`, which the caller has started: a thread touches it. If no
+    /// Requests the page of `ticket`, which the caller has started: a thread touches it. If no
     /// thread can, the page is lost.
     pub fn ask_outside(&self, ticket: &Ticket) -> bool {
         let Some(outside) = ticket.region().outside() else {
@@ -408,7 +408,7 @@ impl Core {
                 deadline,
             });
             // SAFETY: the address is in the pool's mapping, which lives as long as `self`. A
-            // removal of the region gives it a new mapping, but waits for this thread before.
+            // removal of the region gives it a new mapping, but first waits for this thread.
             let touched = unsafe { toucher.touch(linux.hva(index), is_over) };
             drop(inside);
             if touched == Touched::Present && self.arrived(ticket) {
@@ -418,10 +418,10 @@ impl Core {
         }
     }
 
-    /// The page of `ticket` is in place; true if this thread has completed the ticket. If another
-    /// thread is completing it, this one waits a moment.
+    /// Completes `ticket`, whose page is in place; true if this thread has completed it. If another
+    /// thread is completing it, this thread waits a moment.
     fn arrived(&self, ticket: &Ticket) -> bool {
-        // The handler has poisoned the page, for example: then there are zeros.
+        // If the handler has poisoned the page, for example, there are zeros.
         if let Some(reason) = self.reason_of_new_loss(ticket.number()) {
             let _ = self.answer(ticket.number(), Err(reason.into()));
             return false;
@@ -430,7 +430,7 @@ impl Core {
             let _ = ticket.sleep(TICK);
             return false;
         }
-        // Counted before the ticket is gone: see `in_flight`.
+        // Counted before the ticket is removed: see `in_flight`.
         self.completing.fetch_add(1, Ordering::Relaxed);
         Counters::add(&self.stats.provided, ticket.region().unit());
         self.settle(ticket, Ok(()));

@@ -1,8 +1,8 @@
 //! The userfaultfds of a region that this process fills.
 //!
 //! A fill writes to counts and locks of its userfaultfd and of its mapping, so fills of one mapping
-//! delay each other. A large region therefore has several userfaultfds, one for each part of it.
-//! Linux makes each part a mapping of its own, because the userfaultfds differ.
+//! delay each other. A large region therefore has several parts, each with its own userfaultfd.
+//! Linux makes a mapping of each part, because the userfaultfds differ.
 
 use lacuna_addr::Level;
 use lacuna_sys::{Errno, Userfaultfd};
@@ -11,7 +11,7 @@ use std::ops::Range;
 /// Pages of the smallest part, 32 MiB: a small region takes one descriptor.
 const LEAST: u64 = 8192;
 
-/// Parts of equal length, of whole huge pages. The last one may be shorter.
+/// Parts of equal length, of whole huge pages. The last part may be shorter.
 pub(super) struct Parts {
     /// Pages of each part.
     each: u64,
@@ -25,7 +25,7 @@ impl Parts {
     /// Descriptors for a region of `pages` pages. They have no events.
     ///
     /// # Errors
-    /// This process gets no userfaultfd.
+    /// A userfaultfd cannot be made.
     pub fn open(pages: u64) -> Result<Self, Errno> {
         let each = pages.div_ceil(Self::MOST).max(LEAST);
         let each = each.next_multiple_of(Level::L2M.pages());

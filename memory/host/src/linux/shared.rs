@@ -1,17 +1,17 @@
 //! Linux memory in a shared memory file, which other processes may map too.
 //!
 //! The file may have pages that this host has not put there. Without a page source its content is
-//! the guest's memory. With one, a page that is not yet provided may be in the file already:
+//! the guest's memory. With a source, the file may already have a page that is not yet provided:
 //!
 //! ```text
 //! CopiedIn    the source is asked; the copy finds the page (EEXIST), and the file's content counts
 //! InFile      the same, and Host::provide_from_file says that the file has the page
 //! ```
-//! `InFile` is for a source that writes to the file itself. UFFDIO_CONTINUE maps a page that is in
-//! the file, and fails where the file has none. The memory is not registered for minor faults:
-//! Linux may unmap a page of the file at any time, and an access has to map it again by itself.
+//! `InFile` is for a source that writes to the file itself. UFFDIO_CONTINUE maps a page from the
+//! file, and fails where the file has none. The memory is not registered for minor faults: Linux
+//! may unmap a page of the file at any time, and an access has to map it again by itself.
 //!
-//! Other code may take a page out of the file: by a hole, by a shorter file that grows again, or by
+//! Other code may remove a page from the file: by a hole, by a shorter file that grows again, or by
 //! a discard in another region of the same file. If a source fills the region, the next access to
 //! that page gets `SIGBUS`, and the page is lost.
 
@@ -28,7 +28,7 @@ use rustix::io::retry_on_intr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// What the memory of a region of Linux memory is.
+/// The kind of a region's Linux memory.
 #[derive(Clone, Debug, Default)]
 pub enum LinuxBacking {
     /// Private memory of this process.
@@ -48,17 +48,17 @@ pub enum SharedFill {
     InFile,
 }
 
-/// A shared memory file, or a part of one. If another process makes the file shorter, the pages
-/// that it had are lost.
+/// A shared memory file, or a part of one. If another process makes the file shorter, the removed
+/// pages are lost.
 #[derive(Clone, Debug)]
 pub struct SharedMemory {
     file: Arc<OwnedFd>,
     first: u64,
     fill: SharedFill,
-    /// Pages that one fill puts in place: more than one in huge pages of hugetlbfs.
+    /// The number of pages that one fill puts in place: more than one in huge pages of hugetlbfs.
     unit: u64,
-    /// Other code that writes to a page of the file may bring its neighbours in, as zeros: the file
-    /// is in a tmpfs with transparent huge pages.
+    /// A write by other code to a page of the file may also put its neighbours in place, as zeros:
+    /// the file is in a tmpfs with transparent huge pages.
     has_neighbours: bool,
 }
 
@@ -70,7 +70,7 @@ impl SharedMemory {
     /// A new file of `pages` pages of zeros.
     ///
     /// # Errors
-    /// Linux makes no such file.
+    /// Linux cannot make such a file.
     pub fn new(pages: PageCount, fill: SharedFill) -> Result<Self, HostError> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let made = memfd_create("lacuna-memory", flags);
@@ -87,9 +87,9 @@ impl SharedMemory {
         })
     }
 
-    /// A new file of `pages` pages of zeros, in huge pages of 2 MiB that the machine has reserved.
-    /// A region of it takes its huge pages from that reserve when it is added: none is missing
-    /// later. With a page source, the 512 pages of a huge page are provided together.
+    /// A new file of `pages` pages of zeros, in reserved huge pages of 2 MiB. Adding a region of
+    /// the file takes its huge pages from the machine's reserve, so none is missing later. With a
+    /// page source, the 512 pages of a huge page are provided together.
     ///
     /// # Errors
     /// The pages do not fill huge pages, or this machine has no such pages.
@@ -113,10 +113,10 @@ impl SharedMemory {
         })
     }
 
-    /// The file `file` from its page `first` on, which another process may have as well.
+    /// The file `file` from its page `first` on. Another process may have it too.
     ///
     /// # Errors
-    /// It is no memory file of small pages.
+    /// It is not a memory file of small pages.
     pub fn of_file(file: OwnedFd, first: u64, fill: SharedFill) -> Result<Self, HostError> {
         let refused = |reason: &str| HostError::SharedMemory {
             reason: reason.into(),
@@ -130,14 +130,14 @@ impl SharedMemory {
                     "the file is in hugetlbfs; SharedMemory::huge makes memory in huge pages",
                 ));
             }
-            // Only missing pages of memory files can be waited for.
+            // A thread can wait only for missing pages of memory files.
             _ => {
                 return Err(refused(
                     "it is no memory file (memfd_create, or a file of tmpfs)",
                 ));
             }
         }
-        // tmpfs reports the size of the pages that it prefers as the block size.
+        // tmpfs reports its preferred page size as the block size.
         let block = fstat(&file).map_or(0, |stat| stat.st_blksize);
         Ok(Self {
             file: Arc::new(file),
@@ -148,7 +148,7 @@ impl SharedMemory {
         })
     }
 
-    /// Refuses a file whose pages cannot be filled one by one, if a page source is to fill it.
+    /// Refuses a file whose pages a page source cannot fill one by one.
     pub(super) fn check_source(&self) -> Result<(), HostError> {
         match self.has_neighbours {
             false => Ok(()),
@@ -176,7 +176,7 @@ impl SharedMemory {
         self.file.as_fd()
     }
 
-    /// Where its pages begin in the file, in bytes, if it has as many as `pages`.
+    /// The byte offset of its first page in the file, if it has at least `pages` pages.
     pub(super) fn offset(&self, pages: PageCount) -> Result<u64, HostError> {
         let refused = |reason: String| HostError::SharedMemory { reason };
         if !(self.first | pages.get()).is_multiple_of(self.unit) {
@@ -202,7 +202,7 @@ impl SharedMemory {
         self.unit > 1
     }
 
-    /// Why `pages` pages cannot be had.
+    /// Why `pages` pages cannot be allocated.
     pub(super) fn refused(&self, pages: PageCount, errno: Errno) -> HostError {
         match self.is_huge() {
             true => no_huge_pages(pages, errno),
@@ -213,7 +213,7 @@ impl SharedMemory {
     }
 
     /// Takes huge pages of zeros for `pages` pages from byte `offset` of the file on, where the
-    /// file has none. Small pages are allocated when they are touched.
+    /// file has none. Small pages are allocated on first touch.
     pub(super) fn take_huge_pages(&self, offset: u64, pages: PageCount) -> Result<(), HostError> {
         let taken = self.allocate(offset, pages.bytes());
         taken.map_err(|errno| self.refused(pages, errno))
@@ -223,13 +223,13 @@ impl SharedMemory {
         if !self.is_huge() {
             return Ok(());
         }
-        // A file that another process has made shorter stays so. A pending signal ends the call
-        // between two huge pages; the next call continues there.
+        // A file shortened by another process stays short. A pending signal ends the call between
+        // two huge pages; the next call continues there.
         retry_on_intr(|| fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset, bytes))
     }
 }
 
-/// The process has locked a memory file that a page source is to fill.
+/// The error if the process locks a memory file that a page source is to fill.
 pub(super) fn locked() -> HostError {
     HostError::SharedMemory {
         reason: "this process locks its memory (mlockall, MCL_FUTURE): the file gets all of its \
@@ -250,12 +250,12 @@ fn no_huge_pages(pages: PageCount, errno: Errno) -> HostError {
 }
 
 impl LinuxMemory {
-    /// Whether its file may have content that no page word knows of.
+    /// Whether its file may have content that no page word records.
     pub fn is_shared(&self) -> bool {
         self.shared.is_some()
     }
 
-    /// Pages that are filled together: a huge page's pages, or one.
+    /// The number of pages that are filled together: a huge page's pages, or one.
     pub fn unit(&self) -> u64 {
         self.shared.as_ref().map_or(1, |shared| shared.unit)
     }
@@ -266,7 +266,7 @@ impl LinuxMemory {
     }
 
     /// Takes a huge page of zeros for the unit at `index`, where the file has none. An access maps
-    /// it, because only pages that the file does not have are missing.
+    /// it, because only pages outside of the file are missing.
     pub(super) fn allocate_unit(&self, index: u64) -> Result<(), Errno> {
         let Some(shared) = &self.shared else {
             return Ok(());
@@ -275,7 +275,7 @@ impl LinuxMemory {
         shared.allocate((shared.first + index) * page, shared.unit * page)
     }
 
-    /// Maps the page that a fill has found, where the kernel does not do that by itself.
+    /// Maps the page that a fill has found, where the kernel does not.
     pub(super) fn map_from_file(&self, index: u64) -> Result<(), Errno> {
         let Some((parts, shared)) = self.parts.as_ref().zip(self.shared.as_ref()) else {
             return Ok(());
@@ -297,10 +297,10 @@ impl LinuxMemory {
 impl Host {
     /// Provides the pages of `range`, which lies in one region of shared memory with a page source:
     /// their content is in the file. Returns how many of them were [`Answer::Taken`]: the others
-    /// were provided before.
+    /// were already provided.
     ///
     /// # Errors
-    /// The region is not of that kind; the file does not have a page. Pages before that one are
+    /// The region is of another kind; or the file lacks a page. The pages before that page are
     /// provided.
     pub fn provide_from_file(&self, range: BackingRange) -> Result<usize, HostError> {
         let first = PageNo::of(range.start());
@@ -353,7 +353,7 @@ impl Core {
         Ok(self.note_mapped(page, word, linux))
     }
 
-    /// The page of `word` is mapped.
+    /// Records that the page of `word` is mapped.
     fn note_mapped(&self, page: PageNo, word: &PageWord, linux: &LinuxMemory) -> Answer {
         loop {
             match word.change(PageState::Empty, PageState::InPlace) {
@@ -361,8 +361,8 @@ impl Core {
                     linux.note_in_place(1);
                     return Answer::Taken;
                 }
-                // A fault has asked the source: this is its answer. If another thread is answering,
-                // its fill finds the page in place.
+                // A fault has asked the source, and this is its answer. If another thread is
+                // answering, its fill finds the page in place.
                 Err(PageState::Fetching { .. }) => {
                     self.arrived_without_answer(page);
                     return Answer::Taken;

@@ -10,11 +10,11 @@
 //!   word of the first page: InPlace, or Lost
 //!   words of the others follow: Empty -> InPlace, or Lost     then the ticket is done
 //! ```
-//! The first page's word decides which thread puts the unit in place. The other words follow it,
-//! and never change before it. A thread that takes a unit away changes the first word first, too,
-//! and finds each other word either moved or still Empty: it takes both.
+//! The first page's word decides which thread puts the unit in place. The other words change after
+//! it, never before. A thread that takes a unit away also changes the first word first. Each other
+//! word has then either moved or is still Empty: the thread takes both.
 //!
-//! A fault that finds the first word InPlace, and its own still Empty, moves its own.
+//! A fault that finds the first word InPlace, and its own word still Empty, moves its own word.
 
 use super::LinuxMemory;
 use super::fill::Run;
@@ -30,7 +30,7 @@ use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE, PageCount};
 use lacuna_source::{Answer, Failure};
 use std::sync::atomic::Ordering;
 
-/// What completes the fetch of a unit.
+/// The end of a unit's fetch.
 pub(crate) enum UnitContent<'a> {
     Pages(&'a [[u8; PAGE_SIZE]]),
     Zeros,
@@ -54,13 +54,13 @@ pub(crate) struct Pages {
     left: usize,
 }
 
-/// What became of an arrived page.
+/// The result for an arrived page.
 pub(crate) enum Gathered {
-    /// It arrived before, or is not wanted any more.
+    /// It arrived earlier, or is no longer wanted.
     Late,
-    /// Others are missing.
+    /// Other pages of the unit are missing.
     Partly,
-    /// It was the last one. These are all.
+    /// It was the last page. These are all.
     Wholly(Box<Pages>),
 }
 
@@ -110,7 +110,7 @@ impl Gathering {
 }
 
 impl Region {
-    /// Pages that are filled together: a huge page's of hugetlbfs, or one.
+    /// The number of pages that are filled together: a hugetlbfs page's pages, or one.
     pub fn unit(&self) -> u64 {
         self.linux.as_ref().map_or(1, LinuxMemory::unit)
     }
@@ -122,8 +122,8 @@ impl Region {
 }
 
 impl Host {
-    /// The pages that are provided together with the page at `addr`: all of its huge page
-    /// ([`SharedMemory::huge`](crate::SharedMemory::huge)), or that page alone.
+    /// The pages that are provided together with the page at `addr`: all pages of its huge page
+    /// ([`SharedMemory::huge`](crate::SharedMemory::huge)), or only that page.
     pub fn provided_with(&self, addr: BackingAddr) -> BackingRange {
         let page = PageNo::of(addr);
         let region = self.core.regions.find(page);
@@ -135,8 +135,8 @@ impl Host {
 }
 
 impl Core {
-    /// A fault on an empty page of a region with a source, which `cache` has found. `None`: look
-    /// again.
+    /// A fault on an empty page of a region with a source; `cache` has found the region. `None`:
+    /// look again.
     pub fn resolve_in_unit(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
         let region = cache.region();
         let linux = region.linux.as_ref()?;
@@ -157,12 +157,12 @@ impl Core {
                 }
                 None
             }
-            // Another thread takes the unit away, and changes this word in a moment.
+            // Another thread takes the unit away, and will soon change this word.
             _ => Some(Resolution::Busy),
         }
     }
 
-    /// A fault on a page whose unit was discarded.
+    /// A fault on a page of a discarded unit.
     pub fn zeros_for_unit(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
         let region = cache.region();
         let linux = region.linux.as_ref()?;
@@ -182,7 +182,7 @@ impl Core {
         None
     }
 
-    /// Provides whole units from `first` on, whose region `cache` has found.
+    /// Provides whole units from `first` on; `cache` has found the region.
     pub fn provide_units(
         &self,
         first: PageNo,
@@ -226,14 +226,14 @@ impl Core {
         let filled = linux.fill(region.index_of(first), content);
         let filled = filled.map_err(|errno| linux.not_filled(first, errno))?;
         let answer = self.note_filled(first, word, filled, linux);
-        // Otherwise another thread is answering, finds the unit in place, and moves the words.
+        // Otherwise another thread is answering. It finds the unit in place, and moves the words.
         if word.load() == PageState::InPlace {
             self.follow(region, first, &Ok(()));
         }
         Ok(answer)
     }
 
-    /// The source's answer for `page`, which is filled with the others of `ticket`.
+    /// The source's answer for `page`, which is filled together with the other pages of `ticket`.
     pub fn answer_in_unit(
         &self,
         ticket: &Ticket,
@@ -265,7 +265,7 @@ impl Core {
         if !ticket.answer() {
             return Answer::Late;
         }
-        // Counted before the ticket is gone: see `in_flight`.
+        // Counted before the ticket is removed: see `in_flight`.
         self.completing.fetch_add(1, Ordering::Relaxed);
         let (answer, result) = match content {
             UnitContent::Pages(pages) => self.fill_in_place(ticket, linux, pages),
@@ -287,7 +287,7 @@ impl Core {
         answer
     }
 
-    /// The word of the unit's first page has moved. Moves the others' words that are still empty.
+    /// Moves the other words that are still empty, after the word of the unit's first page.
     pub fn follow(&self, region: &Region, first: PageNo, result: &Result<(), LostPage>) {
         let mut in_place = 0;
         for page in (1..BLOCK).map(|at| first.plus(at)) {
@@ -300,7 +300,7 @@ impl Core {
                     in_place += i64::from(moved.is_ok());
                 }
                 Err(lost) => {
-                    // Note the reason before the word says Lost: a thread that sees the word asks
+                    // Record the reason before the word says Lost: a thread that sees the word asks
                     // for the reason.
                     self.note_lost(page, lost);
                     if word.change(PageState::Empty, PageState::Lost).is_err() {
@@ -315,7 +315,7 @@ impl Core {
     }
 }
 
-/// The error for pages that can only be filled with others.
+/// The error for pages that can only be filled together with others.
 pub(super) fn part_of_huge_page(from: PageNo, pages: usize, linux: &LinuxMemory) -> HostError {
     HostError::PartOfHugePage {
         from: from.addr(),

@@ -20,7 +20,7 @@ impl Pool {
         let range = self.range(first, pages);
         assert!(self.linux().contains(&first.index()), "not Linux memory");
         for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
-            // SAFETY: the range lies inside the mapping; both keep the bytes as they are.
+            // SAFETY: the range lies inside the mapping; both advices keep the bytes.
             match unsafe { madvise(self.at(first).as_ptr().cast(), bytes_of(range), advice) } {
                 // A kernel without transparent huge pages makes none.
                 Ok(()) | Err(Errno::INVAL) => {}
@@ -30,7 +30,7 @@ impl Pool {
         Ok(())
     }
 
-    /// Takes the bytes of Linux memory away: they read as zeros, or are missing if a userfaultfd is
+    /// Discards the bytes of Linux memory: they read as zeros, or are missing if a userfaultfd is
     /// registered for them. Also where this process has locked its memory (`mlockall(2)`).
     pub fn drop_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
         let range = self.range(first, pages);
@@ -46,9 +46,9 @@ impl Pool {
         }
     }
 
-    /// Whether a new mapping has all of its pages at once, because this process locks each new one
-    /// (`mlockall(2)` with `MCL_FUTURE`). The kernel does not say it of a mapping of hugetlbfs, so
-    /// this asks a new mapping of one private page.
+    /// Whether a new mapping has all of its pages at once, because this process locks new mappings
+    /// (`mlockall(2)` with `MCL_FUTURE`). The kernel does not report that for a mapping of
+    /// hugetlbfs, so this maps and asks one private page.
     pub fn locks_new_mappings() -> Result<bool, Errno> {
         // SAFETY: a new mapping, at an address that the kernel chooses.
         let probe =
@@ -60,16 +60,16 @@ impl Pool {
         Ok(dropped == Err(Errno::INVAL))
     }
 
-    /// Whether the page is there: an access of user space would not wait for it. A system call
-    /// finds it out, which a userfaultfd for user space alone does not let wait.
+    /// Whether the page is present: an access from user space would not wait for it. Asks by a
+    /// system call, which a userfaultfd for user space alone does not block.
     pub fn is_present(&self, pfn: Pfn) -> bool {
         assert!(self.linux().contains(&pfn.index()), "not Linux memory");
         let at = self.at(pfn).as_ptr().cast();
-        // SAFETY: the page lies inside the mapping, and its bytes stay as they are.
+        // SAFETY: the page lies inside the mapping, and its bytes do not change.
         unsafe { madvise(at, PAGE_SIZE, Advice::LinuxPopulateRead) }.is_ok()
     }
 
-    /// Maps the pages of `file` from byte `offset` on in place of Linux memory. If it is refused,
+    /// Maps the pages of `file` from byte `offset` on in place of Linux memory. If this is refused,
     /// the Linux memory is still there.
     pub fn map_linux(
         &self,
@@ -81,9 +81,9 @@ impl Pool {
         let range = self.range(first, pages);
         assert!(self.linux().contains(&first.index()), "not Linux memory");
         let (at, bytes) = (self.at(first).as_ptr().cast(), bytes_of(range));
-        // A mapping at a fixed address removes what is there before it finds that hugetlbfs has too
-        // few pages. Then any other mapping of this process may be placed there. So the file is
-        // mapped elsewhere first: the pages stay reserved for the file. SAFETY: a new mapping, at
+        // A mapping at a fixed address removes the old mapping before it finds that hugetlbfs has
+        // too few pages. Then any other mapping of this process may be placed there. So the file is
+        // first mapped elsewhere: the pages stay reserved for the file. SAFETY: a new mapping, at
         // an address that the kernel chooses.
         let trial = unsafe {
             mmap(
@@ -103,7 +103,7 @@ impl Pool {
         unsafe { mmap(at, bytes, READ_WRITE, flags, file, offset) }.map(|_| ())
     }
 
-    /// As [`Pool::drop_linux`], for a shared memory file: takes the bytes out of the file, too.
+    /// As [`Pool::drop_linux`], for a shared memory file: also removes the bytes from the file.
     pub fn punch_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
         let range = self.range(first, pages);
         assert!(self.linux().contains(&first.index()), "not Linux memory");
@@ -123,8 +123,7 @@ impl Pool {
         unsafe { mmap_anonymous(at, bytes_of(range), READ_WRITE, flags) }.map(|_| ())
     }
 
-    /// Takes Linux memory away such that each access gets `SIGBUS`: a memory file of no length is
-    /// mapped there.
+    /// Takes Linux memory away so that each access gets `SIGBUS`: maps an empty memory file there.
     pub fn break_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
         let file = memfd_create("lacuna-no-memory", MemfdFlags::CLOEXEC)?;
         self.map_linux(first, pages, file.as_fd(), 0)
@@ -151,7 +150,7 @@ mod tests {
     use super::*;
     use rustix::fs::ftruncate;
 
-    /// A refused mapping leaves the addresses to the pool: no other mapping can be placed there.
+    /// After a refused mapping the pool keeps the addresses: no other mapping can be placed there.
     #[lacuna_skip::test]
     fn a_file_that_is_refused_leaves_the_memory() {
         const PAGES: usize = 4 << 20 >> 12;

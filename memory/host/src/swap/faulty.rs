@@ -8,7 +8,7 @@ use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 
-/// How an operation goes wrong.
+/// The kinds of failure.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
     /// Reads fail with an I/O error.
@@ -25,8 +25,8 @@ pub enum Fault {
     EndsAt(u32),
 }
 
-/// A device in plain memory, outside the budget. A clone is the same device, by which a test
-/// switches its faults.
+/// A device in plain memory, outside the budget. A clone is the same device; a test uses it to
+/// switch the faults.
 #[derive(Clone)]
 pub struct FaultyStore(Arc<FaultyDevice>);
 
@@ -58,23 +58,23 @@ impl FaultyStore {
         }))
     }
 
-    /// From now on this goes wrong; `None` heals the device.
+    /// From now on operations fail with `fault`; `None` heals the device.
     pub fn set_fault(&self, fault: Option<Fault>) {
         self.lock().fault = fault;
         self.0.healed.notify_all();
     }
 
-    /// How many operations wait for the end of a stall.
+    /// The number of operations that wait for the end of a stall.
     pub fn stalled(&self) -> usize {
         self.lock().stalled
     }
 
-    /// Lets `damage` change what is stored, behind the host's back.
+    /// Lets `damage` change the stored pages, without the host.
     pub fn tamper(&self, damage: impl FnOnce(&mut BTreeMap<SwapEntry, Page>)) {
         damage(&mut self.lock().pages);
     }
 
-    /// How many entries hold something.
+    /// The number of entries with content.
     pub fn stored(&self) -> usize {
         self.lock().pages.len()
     }
@@ -84,7 +84,7 @@ impl FaultyStore {
         inner.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The device, once it does not stall, and whether `one` was to go wrong, which this is.
+    /// Waits for the end of a stall. Returns the device and its fault; clears the fault if `one`.
     fn begin(&self, one: Fault) -> (MutexGuard<'_, Inner>, Option<Fault>) {
         let mut inner = self.lock();
         inner.stalled += 1;

@@ -1,4 +1,4 @@
-//! Swap on a file that has no name.
+//! Swap on an unnamed file.
 
 use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{HostError, SwapError, WriteFailed};
@@ -13,21 +13,22 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A file in a directory, unlinked from its first moment: after a crash nothing is left of it. It
-/// grows as entries are used. Opened with O_DIRECT where the file system allows it; elsewhere every
-/// operation is followed by `posix_fadvise(DONTNEED)`, so that the host's page cache does not
-/// become a second, uncounted budget.
+/// A file in a directory, unlinked from the start: after a crash nothing is left of it. It grows as
+/// entries are used. Opened with O_DIRECT where the file system allows it. Elsewhere
+/// `posix_fadvise(DONTNEED)` follows every operation, so that the host's page cache does not become
+/// a second, uncounted budget.
 pub struct FileStore {
     file: OwnedFd,
     dir: PathBuf,
     capacity: PageCount,
     caching: Caching,
-    /// Bytes that have blocks, about.
+    /// Allocated bytes, approximately.
     reserved: AtomicU64,
 }
 
-/// Bytes by which the file grows. A write that adds blocks to a file, or moves its end, excludes
-/// its readers; io_uring then hands their reads to threads of its own, at twice the cost of a read.
+/// The step by which the file grows, in bytes. A write that adds blocks to a file, or moves its
+/// end, excludes its readers; io_uring then hands their reads to its own threads, at twice the
+/// cost.
 const GROWTH: u64 = 16 << 20;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,7 +61,7 @@ impl FileStore {
         })
     }
 
-    /// Whether the host's page cache is bypassed.
+    /// Whether I/O bypasses the host's page cache.
     pub fn is_direct(&self) -> bool {
         self.caching == Caching::Direct
     }
@@ -73,7 +74,7 @@ impl FileStore {
         }
         let target = end.next_multiple_of(GROWTH).min(self.capacity.bytes());
         let len = target.saturating_sub(reserved);
-        // Advice: where there is no room for as much, or no such call, the write itself will fail.
+        // Advice: without enough room, or without such a call, the write itself will fail.
         if fallocate(&self.file, FallocateFlags::empty(), reserved, len).is_ok() {
             self.reserved.fetch_max(target, Ordering::Relaxed);
         }
@@ -82,13 +83,13 @@ impl FileStore {
     fn forget(&self, entry: SwapEntry, pages: usize) {
         if self.caching == Caching::Buffered {
             let len = NonZeroU64::new((pages * PAGE_SIZE) as u64);
-            // Advice: a file system that does not take it costs memory, not correctness.
+            // Advice: if the file system ignores it, that costs memory, not correctness.
             let _ = fadvise(&self.file, entry.offset(), len, Advice::DontNeed);
         }
     }
 }
 
-/// O_TMPFILE where the file system has it, else a file created and unlinked.
+/// O_TMPFILE where the file system has it, otherwise a file that is created and unlinked.
 fn open_unlinked(dir: &Path, extra: OFlags) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC | extra;
     let mode = Mode::RUSR | Mode::WUSR;
@@ -172,7 +173,7 @@ impl SwapStore for FileStore {
 
 fn classify(error: Errno) -> SwapError {
     match error {
-        // Entries written before have their blocks; what is new does not get any.
+        // Entries that were written earlier have their blocks; new entries get none.
         Errno::NOSPC | Errno::DQUOT | Errno::FBIG => SwapError::Ends(error.to_string()),
         other => SwapError::Io(other.to_string()),
     }

@@ -7,10 +7,10 @@ use crate::pool::Page;
 use lacuna_addr::PageCount;
 use lacuna_sync::LatencySetting;
 
-/// Adds a latency to every operation of another device: the same to all, or to each read the next
-/// of a sequence ([`LogNormal`](super::LogNormal) makes one). The latency counts from submission,
-/// so any number of operations wait in parallel. This type only states the latency; the executor
-/// delays the completions, and no thread waits for a single operation.
+/// Adds a latency to every operation of another device. It is the same for all, or each read takes
+/// the next one of a sequence ([`LogNormal`](super::LogNormal) makes one). The latency counts from
+/// submission, so any number of operations wait in parallel. This type only states the latency; the
+/// executor delays the completions, and no thread waits for a single operation.
 pub struct Latency<S> {
     inner: S,
     latency: LatencySetting,

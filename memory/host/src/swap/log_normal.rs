@@ -1,4 +1,4 @@
-//! Latencies as a busy disk has them: most are short, and a few are long.
+//! The latencies of a busy disk: most are short, and a few are long.
 
 use std::time::Duration;
 
@@ -9,9 +9,9 @@ pub struct LogNormal {
     pub shortest: Duration,
     /// No latency is longer.
     pub longest: Duration,
-    /// The mean of the distribution that is cut off.
+    /// The mean of the truncated distribution.
     pub mean: Duration,
-    /// The standard deviation of the logarithms before the ends are cut off.
+    /// The standard deviation of the logarithms before truncation.
     pub sigma: f64,
 }
 
@@ -40,9 +40,9 @@ impl LogNormal {
         (0..number).map(|_| draw()).collect()
     }
 
-    /// The mean of the logarithms with which the distribution that is cut off has its mean.
+    /// The mean of the logarithms for which the truncated distribution has the wanted mean.
     ///
-    /// That mean grows with it, so it is found by halving.
+    /// The truncated mean grows with the mean of the logarithms, so bisection finds it.
     fn mu(&self) -> f64 {
         let wanted = self.mean.as_secs_f64();
         // Far enough that the mean is near one end.
@@ -59,11 +59,11 @@ impl LogNormal {
         high
     }
 
-    /// The mean in seconds of the distribution that is cut off. Before the cut, the mean of its
+    /// The mean in seconds of the truncated distribution. Before truncation, the mean of the
     /// logarithms is `mu`.
     fn mean_at(&self, mu: f64) -> f64 {
         let [from, to] = [self.shortest, self.longest].map(|end| end.as_secs_f64().ln());
-        // The exponent is taken relative to the largest, because all may be too small for a float.
+        // The exponent is relative to the largest one, because all may be too small for a float.
         let exponent = |log: f64| -((log - mu) / self.sigma).powi(2) / 2.0;
         let largest = exponent(mu.clamp(from, to));
         let (mut weights, mut sum) = (0.0, 0.0);
@@ -77,7 +77,7 @@ impl LogNormal {
     }
 }
 
-/// By the method of Box and Muller.
+/// The Box-Muller method.
 fn standard_normal(rng: &mut fastrand::Rng) -> f64 {
     let radius = (-2.0 * (1.0 - rng.f64()).ln()).sqrt();
     radius * (std::f64::consts::TAU * rng.f64()).cos()
@@ -87,8 +87,8 @@ fn standard_normal(rng: &mut fastrand::Rng) -> f64 {
 mod tests {
     use super::*;
 
-    /// What the cover letter of the arm64 series reports of its disk: the shortest and the longest
-    /// of 7,555 swap-ins, and 12.7 s for all of them.
+    /// The cover letter of the arm64 series reports these values for its disk: the shortest and the
+    /// longest of 7,555 swap-ins, and 12.7 s for all of them.
     const DISK: LogNormal = LogNormal {
         shortest: Duration::from_nanos(36_200),
         longest: Duration::from_micros(55_700),
@@ -116,7 +116,7 @@ mod tests {
         }
     }
 
-    /// With this deviation, as many draws as the letter had reach about as far as its swap-ins.
+    /// With this deviation, as many draws as in the letter reach about as far as its swap-ins.
     #[test]
     fn seven_thousand_draws_have_both_ends() {
         for seed in 0..20 {

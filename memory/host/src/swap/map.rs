@@ -1,5 +1,5 @@
-//! Which entries of the swap device are in use, up to which entry the device has room, and the
-//! checksum of the last write to each entry.
+//! The used entries of the swap device, the entry up to which the device has room, and the checksum
+//! of the last write to each entry.
 //!
 //! ```text
 //! entries 0 ................ limit ................. capacity
@@ -13,8 +13,8 @@
 
 use super::SwapEntry;
 
-/// A bitmap that grows as far as it is used. The search is next-fit, so that the pages of one batch
-/// get neighbouring entries.
+/// A bitmap that grows with its use. The search is next-fit, so that the pages of one batch get
+/// neighbouring entries.
 pub(crate) struct SwapMap {
     /// One bit an entry; set = used. Entries past the end are free.
     words: Vec<u64>,
@@ -22,14 +22,14 @@ pub(crate) struct SwapMap {
     checksums: Vec<u32>,
     used: usize,
     capacity: u32,
-    /// Where the device had no room when it was last asked; `capacity` if it had.
+    /// The entry at which the device last had no room; `capacity` if it had.
     limit: u32,
     hint: u32,
     /// The reason why the device had no room at `limit`.
     ended: String,
 }
 
-/// `count` free entries in a row, now taken.
+/// `count` adjacent entries, taken by the caller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Run {
     pub first: SwapEntry,
@@ -45,7 +45,7 @@ pub(crate) enum SwapSpace {
 }
 
 impl SwapMap {
-    /// `capacity` entries, clipped to what a page word can name.
+    /// `capacity` entries, at most as many as a page word can name.
     pub fn new(capacity: u64) -> Self {
         let capacity = u32::try_from(capacity)
             .unwrap_or(u32::MAX)
@@ -61,13 +61,13 @@ impl SwapMap {
         }
     }
 
-    /// How many are in use.
+    /// The number of used entries.
     pub fn used(&self) -> usize {
         self.used
     }
 
-    /// Takes up to `want` entries in a row: as many as the best place near the last one offers,
-    /// halving the wish until one fits. `None` when every entry is taken.
+    /// Takes up to `want` adjacent entries: as many as the best place near the last one offers,
+    /// halving `want` until one fits. `None` when every entry is taken.
     pub fn take(&mut self, want: u32) -> Option<Run> {
         let halves = || std::iter::successors(Some(want), |n| Some(n / 2)).take_while(|&n| n > 0);
         let below = halves().find_map(|count| {
@@ -104,13 +104,13 @@ impl SwapMap {
         self.checksums[first..first + checksums.len()].copy_from_slice(checksums);
     }
 
-    /// The checksum of what was last written to `entry`, which is in use.
+    /// The checksum of the last write to `entry`, which is in use.
     pub fn checksum(&self, entry: SwapEntry) -> u32 {
         self.checksums[entry.get() as usize]
     }
 
-    /// Notes that the device has no room for `entry`. From now on, entries from there on are tried
-    /// only if none below is free. Returns whether one below is free.
+    /// Records that the device has no room for `entry`. Entries from there on are then tried only
+    /// if none below is free. Returns whether an entry below is free.
     pub fn ends_at(&mut self, entry: SwapEntry, reason: &str) -> SwapSpace {
         self.limit = self.limit.min(entry.get());
         self.ended = reason.into();
@@ -120,8 +120,8 @@ impl SwapMap {
         }
     }
 
-    /// Notes that the device had room for `entry`. If `entry` is at or beyond the limit, the limit
-    /// ends.
+    /// Records that the device had room for `entry`. If `entry` is at or beyond the limit, removes
+    /// the limit.
     pub fn has_room_at(&mut self, entry: SwapEntry) {
         if entry.get() >= self.limit {
             self.limit = self.capacity;
@@ -157,7 +157,7 @@ impl SwapMap {
         self.used += 1;
     }
 
-    /// The first of `count` free entries in a row inside `from..to`.
+    /// The first of `count` adjacent free entries in `from..to`.
     fn find(&self, from: u32, to: u32, count: u32) -> Option<u32> {
         let mut start = from;
         while to.checked_sub(start).is_some_and(|room| room >= count) {

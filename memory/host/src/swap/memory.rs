@@ -4,10 +4,10 @@
 //! frame of class 1024: | page a | page b | (free) | page c |   a slab: one class, a bitmap
 //! frame of class 4096: | a page that lz4 does not halve, as it is |
 //! ```
-//! Everything stored is charged to the budget, because it takes its frames there; only 8 bytes a
-//! entry and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only
-//! this device may take, so that one more page can be compressed when no other frame is free. The
-//! device never takes the last part of the budget: pages must have somewhere to be used.
+//! All stored pages are charged to the budget, because they take its frames. Only 8 bytes an entry
+//! and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only this
+//! device may take, so that one more page can be compressed when no other frame is free. The device
+//! never takes the last part of the budget: pages must have somewhere to be used.
 
 use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
@@ -55,9 +55,9 @@ pub struct MemoryStore {
 struct Inner {
     /// The place of each entry, by its number.
     places: Vec<Option<SlabPlace>>,
-    /// Every frame taken, with its used places.
+    /// Every taken frame, with its used places.
     slabs: BTreeMap<u32, u64>,
-    /// Those with room, by class.
+    /// Frames with free places, by class.
     partial: [BTreeSet<u32>; CLASSES.len()],
     limit: usize,
 }
@@ -79,7 +79,7 @@ impl SlabPlace {
 }
 
 impl MemoryStore {
-    /// An empty device. How much it holds depends on the budget and on how well pages compress.
+    /// An empty device. Its capacity depends on the budget and on how well pages compress.
     pub fn new() -> Self {
         Self::default()
     }
@@ -185,7 +185,7 @@ impl SwapStore for MemoryStore {
 
     fn attach(&mut self, frames: StoreFrames) {
         let budget = frames.budget();
-        // Room for a cluster of pages that compress, and for a few that do not.
+        // Room for a cluster of compressible pages, and for a few others.
         frames.reserve((budget / 64).clamp(8, 64));
         let kept = (budget / 8).max(1024).min(budget / 2);
         self.lock().limit = budget - kept;

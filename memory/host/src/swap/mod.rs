@@ -67,19 +67,19 @@ pub trait SwapStore: Send + Sync {
     /// Its name in error messages, such as `swap file in /tmp`.
     fn describe(&self) -> String;
 
-    /// How many entries it has. It may be full earlier and say so.
+    /// Its number of entries. It may be full earlier, and then reports that.
     fn capacity(&self) -> PageCount;
 
-    /// Called once, before anything else: frames of the budget, for a device that keeps pages in
+    /// Called once, before all other calls: frames of the budget, for a device that keeps pages in
     /// memory.
     fn attach(&mut self, frames: StoreFrames) {
         drop(frames);
     }
 
-    /// Reads `entry`, which was written before, over the whole of `page`.
+    /// Reads the written `entry` over the whole of `page`.
     fn read(&self, entry: SwapEntry, page: &mut Page) -> Result<(), SwapError>;
 
-    /// How its entries are read; always the same.
+    /// How its entries are read; this never changes.
     fn reads(&self) -> Reads<'_> {
         Reads::Blocking
     }
@@ -87,7 +87,7 @@ pub trait SwapStore: Send + Sync {
     /// Writes `pages` to `first` and the entries after it.
     fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed>;
 
-    /// Says that the content of `entry` is not needed any more.
+    /// Called when the content of `entry` is no longer needed.
     fn discard(&self, entry: SwapEntry);
 
     /// Whether the host's page cache may hold stored pages. Such memory is outside the budget.
@@ -95,13 +95,13 @@ pub trait SwapStore: Send + Sync {
         false
     }
 
-    /// Nanoseconds from submission before which an operation does not complete; the mean, if the
-    /// latencies of reads differ.
+    /// The least time in nanoseconds from an operation's submission to its completion; the mean, if
+    /// the latencies of reads differ.
     fn latency_ns(&self) -> u64 {
         0
     }
 
-    /// The latency of a read that is submitted now. Called once for each read.
+    /// The latency of a read submitted now. Called once for each read.
     fn read_latency_ns(&self) -> u64 {
         self.latency_ns()
     }

@@ -23,7 +23,7 @@ fn host() -> Arc<Host> {
     common::linux::host(2 * BLOCK)
 }
 
-/// Ends the test where threads cannot touch missing pages.
+/// Ends the test if threads cannot touch missing pages.
 fn threads(policy: Policy) -> Arc<External> {
     let external = External::threads(&[], policy);
     if let Err(errno) = Toucher::check() {
@@ -49,7 +49,7 @@ fn hva(host: &Host, range: BackingRange) -> Hva {
 }
 
 /// A handler copies a page after its VM is gone. The page does not appear in the memory of the next
-/// VM, and the addresses are used again when nothing has the handler's descriptor.
+/// VM. The addresses are used again when nothing has the handler's descriptor.
 #[test]
 fn a_late_handler_does_not_fill_the_next_vm() {
     let (host, late) = (host(), threads(Policy::default()));
@@ -118,8 +118,8 @@ fn a_process_keeps_addresses_until_its_end() {
     assert_eq!(killed.load(Ordering::SeqCst), 0, "the VM was gone before");
 }
 
-/// The handler ends the registration of a page. What the VMM provides there cannot be put in place,
-/// and is not replaced by zeros in silence.
+/// The handler ends the registration of a page. The VMM's content for it cannot be put in place,
+/// and is not silently replaced by zeros.
 #[test]
 fn a_handler_that_unregisters_a_page() {
     let (host, handler) = (host(), threads(Policy::default()));
@@ -134,7 +134,7 @@ fn a_handler_that_unregisters_a_page() {
     host.verify();
 }
 
-/// A patience that no clock can measure is one without an end.
+/// A patience that no clock can measure is endless.
 #[test]
 fn a_patience_without_an_end() {
     let policy = Policy {

@@ -55,8 +55,8 @@ impl Guest {
         }
     }
 
-    /// Reads every page, each by `bring` first. Returns how many are lost; all others must be as
-    /// they were written.
+    /// Reads every page, after `bring` has fetched it. Returns the number of lost pages; all others
+    /// must have their written content.
     fn read_all(&self, bring: fn(&Self, BackingAddr)) -> usize {
         let mut lost = 0;
         let mut bytes = [0; PAGE_SIZE];
@@ -86,7 +86,7 @@ impl Guest {
 const DAMAGED: &str = "it is not what was written there: the device, or another program that wrote \
                        to it, has damaged it; check the device, and start the guest anew";
 
-/// The reader waits for the page, and reads it itself.
+/// The reading thread waits for the page, and reads it itself.
 fn wait(_: &Guest, _: BackingAddr) {}
 
 /// The executor reads it.
@@ -96,7 +96,7 @@ fn start(guest: &Guest, addr: BackingAddr) {
     match guest.host.resolve(addr, Access::Read, level, &mut cache) {
         Resolution::Pending(ticket) => {
             guest.host.start(&ticket);
-            // A damaged page is found when it is read.
+            // Damage is found when the page is read.
             let _ = guest.host.wait(&ticket);
         }
         Resolution::NoMemory => _ = guest.host.reclaim_direct(&mut cache).unwrap(),
@@ -143,7 +143,7 @@ fn pages_in_each_others_swap_entries_are_found() {
 /// The device acknowledges a write and never does it: the read returns the older content.
 #[test]
 fn an_older_content_of_the_swap_entry_is_found() {
-    // So few that all of them are used again.
+    // So few entries that all of them are used again.
     let store = FaultyStore::new(PageCount::new(700));
     let mut guest = Guest::new(Box::new(store.clone()), THREADS);
     let mut old = BTreeMap::new();
@@ -159,7 +159,7 @@ fn an_older_content_of_the_swap_entry_is_found() {
     assert!(guest.read_all(wait) > 10);
 }
 
-/// A device that completes a read at once, on the thread that starts it.
+/// A device that completes a read at once, on the starting thread.
 struct Immediate(FaultyStore);
 
 impl SwapStore for Immediate {

@@ -1,4 +1,4 @@
-//! Other code takes pages out of a memory file that is guest memory. The pages are lost; no thread
+//! Other code removes pages from a memory file that is guest memory. The pages are lost; no thread
 //! sleeps for them, and none reads zeros.
 
 use crate::common;
@@ -26,7 +26,7 @@ fn missing(host: &Arc<Host>, memory: &SharedMemory) -> Vm {
     common::linux::vm(host, backing, PAGES, Some(&TestSource::new()))
 }
 
-/// A VM in `memory`, its source has provided all pages.
+/// A VM in `memory`, with all pages provided by its source.
 fn vm(host: &Arc<Host>, memory: &SharedMemory) -> Vm {
     let mut vm = missing(host, memory);
     vm.check_all();
@@ -69,7 +69,7 @@ fn a_hole_in_the_file() {
     }
 }
 
-/// The file grows again before any access, so that its end shows nothing.
+/// The file grows again before any access, so its length does not show the truncation.
 #[test]
 fn a_file_that_is_cut_short_and_grows_again() {
     for fill in FILLS {

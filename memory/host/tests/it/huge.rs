@@ -1,4 +1,4 @@
-//! Huge pages: when they are made, what survives memory pressure, which blocks become whole again.
+//! Huge pages: when they are made, what survives memory pressure, which blocks are collapsed again.
 
 use crate::common;
 
@@ -101,7 +101,7 @@ fn with_few_free_frames_pages_are_small() {
     }
 }
 
-/// A first touch for reading gives zeros, which are never written to the device.
+/// A first touch by a read gives zeros, which are never written to the device.
 #[test]
 fn a_block_only_read_is_never_written() {
     let (host, clock) = host(3 * BLOCK, HugePages::Always);
@@ -112,7 +112,7 @@ fn a_block_only_read_is_never_written() {
     assert_eq!((stats.swapped_out, stats.zero_dropped), (0, 0));
 }
 
-/// Cold blocks leave, in the end completely. A block in use stays whole.
+/// Cold blocks are evicted, in the end completely. A block in use stays whole.
 #[test]
 fn cold_blocks_are_split_and_hot_blocks_stay_whole() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
@@ -132,8 +132,8 @@ fn cold_blocks_are_split_and_hot_blocks_stay_whole() {
 }
 
 /// A block with a few pages in use looks as young as any other. If such blocks were always spared,
-/// small pages would be thrashed in the remaining memory. A sampled split lets the blocks give up
-/// their cold pages.
+/// small pages would be thrashed in the remaining memory. A sampled split lets reclaim evict the
+/// blocks' cold pages.
 #[test]
 fn mostly_cold_blocks_are_split() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
@@ -159,7 +159,7 @@ fn mostly_cold_blocks_are_split() {
     vm.check_all();
 }
 
-/// A sampled split that finds all pages in use ends with the block as it was: no page has moved.
+/// A sampled split that finds all pages in use ends with the old block: no page has moved.
 #[test]
 fn a_block_in_use_everywhere_survives_its_trials() {
     let (host, clock) = host(8 * BLOCK, HugePages::Always);
@@ -209,7 +209,7 @@ fn pages_in_use_become_a_block() {
         let level = vm.fault(block * BLOCK, Access::Read).unwrap().level;
         assert_eq!(level == Level::L2M, block < 2);
     }
-    // A page that was copied is as dirty as it was: under pressure it is written, and read back.
+    // A copied page is as dirty as before: under pressure it is written, and read back.
     let mut other = Vm::new(&host, &clock, 20 * BLOCK);
     write_all(&mut other, 0..20 * BLOCK);
     vm.check_all();
@@ -231,7 +231,7 @@ fn pages_not_in_use_are_left_alone() {
     host.verify();
 }
 
-/// A listener whose guest writes to a page just when the block is unmapped.
+/// A listener whose guest writes to a page during the block's unmapping.
 #[derive(Default)]
 struct Writer {
     mmu: FakeMmu,

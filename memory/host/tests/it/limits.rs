@@ -97,7 +97,7 @@ fn background_reclaim_keeps_frames_free() {
 }
 
 /// A caller that does not wait is notified once: when the page has arrived, or at once if it is
-/// there.
+/// resident.
 #[test]
 fn a_ticket_calls_back() {
     let (host, clock) = virtual_host(256, store());
@@ -170,7 +170,7 @@ fn many_idle_vcpus_leave_frames_for_the_last_one() {
     host.verify();
 }
 
-/// Threads that have copied keep page caches, which count as no vCPUs.
+/// Threads that have copied keep page caches, which do not count as vCPUs.
 #[test]
 fn threads_that_copy_are_no_vcpus() {
     const THREADS: u64 = 4;
@@ -189,7 +189,7 @@ fn threads_that_copy_are_no_vcpus() {
     drop(clock);
 }
 
-/// A long prefault can be ended, because a command is to end.
+/// A long prefault can be ended early, when a command has to end.
 #[test]
 fn a_prefault_is_ended_between_two_steps() {
     use std::ops::ControlFlow;

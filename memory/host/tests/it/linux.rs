@@ -1,5 +1,5 @@
-//! Regions of Linux memory: pages that are put in place, discarded and removed while other threads
-//! use them.
+//! Regions of Linux memory: pages are put in place, discarded and removed while other threads use
+//! them.
 
 use crate::common;
 
@@ -29,7 +29,7 @@ fn word(host: &Host, addr: BackingAddr) -> u64 {
     read(host, addr).unwrap()
 }
 
-/// A vCPU writes and reads a region many times the budget; nothing of it is evicted or in a frame.
+/// A vCPU writes and reads a region many times the budget; none of it is evicted or in a frame.
 #[lacuna_skip::test]
 fn pages_are_put_in_place_and_stay() {
     let host = host(4 * BLOCK);
@@ -52,8 +52,7 @@ fn pages_are_put_in_place_and_stay() {
     host.verify();
 }
 
-/// By address, for a ticket that no thread has started, for one whose source was asked, and too
-/// late.
+/// By address: for a ticket that no thread has started, for a requested page, and too late.
 #[lacuna_skip::test]
 fn a_vmm_provides_pages_by_address() {
     let host = host(BLOCK);
@@ -91,7 +90,7 @@ fn a_vmm_provides_pages_by_address() {
     host.verify();
 }
 
-/// Without a source Linux fills a page with zeros when it is touched, and no userfaultfd is needed.
+/// Without a source Linux fills a page with zeros on first touch, and no userfaultfd is needed.
 #[test]
 fn a_region_without_a_source_is_zeros() {
     let host = host(BLOCK);
@@ -135,7 +134,7 @@ fn requests_beyond_the_room_are_refused() {
     assert!(add(2 * BLOCK).is_ok());
 }
 
-/// What a region leaves behind is not seen by the next one at its addresses.
+/// The next region at the same addresses sees nothing of the previous one.
 #[lacuna_skip::test]
 fn the_next_region_begins_with_missing_pages() {
     let host = host(BLOCK);
@@ -150,7 +149,7 @@ fn the_next_region_begins_with_missing_pages() {
     }
 }
 
-/// A discarded page reads as zeros, whether it was there, asked for or never needed.
+/// A discarded page reads as zeros, whether it was in place, requested or never needed.
 #[lacuna_skip::test]
 fn discarded_pages_are_zeros() {
     let host = host(BLOCK);
@@ -186,7 +185,7 @@ fn discarded_pages_are_zeros() {
     host.verify();
 }
 
-/// Runs of pages; some are there, asked for or behind the region's end.
+/// Runs of pages; some are in place, requested or beyond the region's end.
 #[lacuna_skip::test]
 fn runs_of_pages_are_provided() {
     let host = host(2 * BLOCK);
@@ -214,7 +213,7 @@ fn runs_of_pages_are_provided() {
     host.verify();
 }
 
-/// Two threads provide each page with contents of their own. One of them counts, and it is there.
+/// Two threads provide each page with different contents. One content counts, and is in place.
 #[lacuna_skip::test]
 fn one_of_two_providers_counts() {
     let host = host(8 * BLOCK);
@@ -226,7 +225,7 @@ fn one_of_two_providers_counts() {
         for page in 0..pages {
             let answer = host.provide(at(range, page), &page_with(content).0);
             taken.extend((answer.unwrap() == Answer::Taken).then_some(page));
-            // The page is there, by this thread or by the other one.
+            // The page is in place, by this thread or by the other one.
             let word = word(&host, at(range, page));
             assert!(word == 1 || word == 2, "page {page} is {word}");
         }
@@ -246,7 +245,7 @@ fn one_of_two_providers_counts() {
     host.verify();
 }
 
-/// Threads provide, fetch and read the same pages, and the region goes away in the middle of every
+/// Threads provide, fetch and read the same pages, and the region is removed in the middle of every
 /// second round. Each call returns, and each page has one content.
 #[lacuna_skip::test]
 fn many_threads_provide() {
@@ -299,7 +298,7 @@ fn many_threads_provide() {
     }
 }
 
-/// Reads every page from a place of its own on; true if the region went away meanwhile.
+/// Reads every page, from a start of its own; true if the region was removed meanwhile.
 fn read_all(host: &Host, range: BackingRange, seed: u64) -> bool {
     let mut bytes = [0; PAGE_SIZE];
     for i in 0..range.pages() {
@@ -314,7 +313,7 @@ fn read_all(host: &Host, range: BackingRange, seed: u64) -> bool {
 }
 
 /// Pages are discarded while threads write and read them. A write that begins after a discard is
-/// never lost, and every page is either as it was written or zeros.
+/// never lost, and every page has its written content or zeros.
 #[lacuna_skip::test]
 fn writes_beside_discards() {
     let host = host(BLOCK);
@@ -329,7 +328,7 @@ fn writes_beside_discards() {
         for half in 0..2 {
             let (host, over) = (&host, &over);
             scope.spawn(move || {
-                // The lower pages are written by one thread each, and discarded by that thread.
+                // Each of the lower pages has its own thread, which writes and discards it.
                 let own = BackingRange::new(at(range, half), 1).unwrap();
                 for round in 1..3000u64 {
                     host.copy_in(own.start(), &round.to_le_bytes()).unwrap();
@@ -359,7 +358,7 @@ fn writes_beside_discards() {
     host.verify();
 }
 
-/// A region of more than 32 MiB has several userfaultfds. Runs of pages end at none of them.
+/// A region of more than 32 MiB has several userfaultfds. Runs of pages cross their borders.
 #[lacuna_skip::test]
 fn runs_of_pages_cross_the_parts_of_a_large_region() {
     const PAGES: u64 = 3 * 8192;

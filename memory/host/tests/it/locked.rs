@@ -1,5 +1,5 @@
-//! A process that locks all of its memory (`mlockall(2)`, as programs for real time do). The kernel
-//! fills each new mapping with zeros then. A page that a source has not provided is missing still.
+//! A process that locks all of its memory (`mlockall(2)`, as real-time programs do). The kernel
+//! then fills each new mapping with zeros. A page that a source has not provided is still missing.
 
 use crate::common;
 
@@ -54,7 +54,7 @@ fn a_locked_process_has_missing_pages() {
         sources.push(outside());
     }
     for source in &sources {
-        // Twice: the mapping of the second one is that which the removal has made.
+        // Twice: the second region uses the mapping that the first removal has made.
         for _ in 0..2 {
             let mmu = FakeMmu::of(&host);
             let origin = Some((Arc::clone(source), SourcePage(0)));

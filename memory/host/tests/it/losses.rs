@@ -32,7 +32,7 @@ fn is_lost(error: &HostError) -> bool {
     matches!(error, HostError::Lost(page) if page.reason.contains("Linux has taken"))
 }
 
-/// The first copy that touches a lost page fails, and so do all others, by any way. Other pages
+/// The first copy that touches a lost page fails, and so do all others, in every way. Other pages
 /// keep their content.
 #[lacuna_skip::test]
 fn a_copy_of_a_lost_page_fails() {
@@ -76,8 +76,8 @@ fn a_copy_of_a_lost_page_fails() {
     host.verify();
 }
 
-/// A vCPU reads zeros by its leaf, without a look at the page word. It finds out afterwards, and so
-/// does the other VM's that it has lost nothing. The leaf is gone.
+/// A vCPU reads zeros by its leaf, without reading the page word. It finds out afterwards. The
+/// other VM's vCPU finds that it has lost nothing. The leaf is gone.
 #[lacuna_skip::test]
 fn a_vcpu_finds_out() {
     let host = host(2 * BLOCK);
@@ -103,7 +103,7 @@ fn a_vcpu_finds_out() {
     host.verify();
 }
 
-/// A page is lost, and its region removed before its vCPU has looked.
+/// A page is lost, and its region is removed before its vCPU has looked.
 #[lacuna_skip::test]
 fn a_loss_outlives_its_region() {
     let host = host(BLOCK);
@@ -162,8 +162,8 @@ fn copies_beside_losses() {
     }
 }
 
-/// A page that its source has lost is poisoned, too: an access past the page word does not find
-/// zeros in silence.
+/// A page that its source has lost is also poisoned: an access past the page word does not silently
+/// find zeros.
 #[lacuna_skip::test]
 fn a_page_without_an_answer_is_poisoned() {
     if !kernel_can_poison() {

@@ -62,7 +62,7 @@ enum Op {
         vm: usize,
         page: u64,
     },
-    /// From here on the VM can map leaves up to this level.
+    /// From now on the VM can map leaves up to this level.
     MaxLevel {
         vm: usize,
         max_level: Level,
@@ -160,7 +160,7 @@ impl Fixture {
         }
     }
 
-    /// The same, with a source for the first VM's pages.
+    /// Adds a source for the first VM's pages.
     fn with_source(mut self) -> Self {
         self.sourced = true;
         self.replace(0);
@@ -179,7 +179,7 @@ impl Fixture {
         self.vms.insert(vm, fresh);
     }
 
-    /// Copies on this thread wait for the source: provide the page first.
+    /// Copies on this thread wait for the source, so provide the page first.
     fn provide(&mut self, vm: usize, page: u64) -> Result<(), HostError> {
         if self.vms[vm].source.is_none() {
             return Ok(());
@@ -268,7 +268,7 @@ impl Fixture {
         }
     }
 
-    /// Only a device that was broken may refuse.
+    /// Only a broken device may refuse.
     fn may_fail(&self, error: &HostError) {
         let refused = matches!(
             error,
@@ -324,8 +324,8 @@ impl Fixture {
         vm?.source.clone()
     }
 
-    /// A device that ended early stays small, so swap-in may find no room. A page that can be read
-    /// must be right.
+    /// A device that ended early stays small, so swap-in may find no room. A readable page must be
+    /// right.
     fn check_in_place(&mut self) {
         for (vm, pages) in self.size.pages.into_iter().enumerate() {
             (0..pages).for_each(|page| self.touch(vm, page, Use::Read));

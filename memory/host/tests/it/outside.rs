@@ -20,7 +20,7 @@ use std::time::Duration;
 
 const PAGES: u64 = 600;
 
-/// A region of `PAGES` pages, and what fills it. Ends the test where that cannot be.
+/// A region of `PAGES` pages, and its handler. Ends the test if there can be none.
 struct Fixture {
     host: Arc<Host>,
     external: Arc<External>,
@@ -73,7 +73,7 @@ impl Fixture {
         (hva.get() - self.hva(0).get()) >> 12
     }
 
-    /// What the handler does for one page.
+    /// The handler's fill of one page.
     fn fill(&self, page: u64, word: u64) -> Result<(), Errno> {
         let uffd = self.external.userfaultfd_of(SourcePage(page));
         uffd.copy(&page_with(word).0, self.hva(page))
@@ -91,7 +91,7 @@ impl Fixture {
             .collect()
     }
 
-    /// Waits until so many threads sleep, and returns their pages.
+    /// Waits until `count` threads sleep, and returns their pages.
     fn wait_for_faults(&self, count: usize) -> Vec<u64> {
         let mut pages = Vec::new();
         while pages.len() < count {
@@ -124,7 +124,7 @@ impl Fixture {
     }
 }
 
-/// A thread that waits for pages as a vCPU's does.
+/// A thread that waits for pages as a vCPU's thread does.
 #[derive(Default)]
 struct Waiter {
     stop: AtomicBool,
@@ -153,9 +153,9 @@ fn a_handler_fills_what_threads_touch() {
             let mut held = Vec::new();
             while !over.load(Ordering::Relaxed) {
                 held.extend(f.faults());
-                // The last fault first.
+                // Answer the last fault first.
                 if let Some(page) = held.pop() {
-                    // A second fault on the page finds it there.
+                    // A second fault on the page finds it in place.
                     let filled = f.fill(page, page + 1);
                     assert!(matches!(filled, Ok(()) | Err(Errno::EXIST)), "{filled:?}");
                     let uffd = f.external.userfaultfd_of(SourcePage(page));
@@ -206,7 +206,7 @@ impl Drop for End<'_> {
     }
 }
 
-/// A page that the handler has put in place before any fault causes none.
+/// A page that the handler puts in place before any fault causes no fault.
 #[test]
 fn pages_may_come_before_they_are_touched() {
     let f = Fixture::new();
@@ -214,7 +214,7 @@ fn pages_may_come_before_they_are_touched() {
     let waiter = Waiter::default();
     waiter.wait(&f.host, &f.missing(3)).unwrap();
     assert_eq!((f.word(3).unwrap(), f.faults().len()), (33, 0));
-    // The VMM is late, and the word says so from then on.
+    // The VMM is late, and from then on the word records the page.
     f.fill(4, 44).unwrap();
     let late = f.host.provide(f.at(4), &page_with(1).0).unwrap();
     assert_eq!((late, f.word(4).unwrap()), (Answer::Late, 44));
@@ -270,7 +270,7 @@ fn a_page_that_the_vmm_provides_wakes_those_that_sleep() {
         for thread in many {
             assert_eq!(thread.join().unwrap(), Ok(()));
         }
-        // The handler has filled the page and wakes no thread; the VMM is second.
+        // The handler has filled the page and woken no thread; the VMM is second.
         let two = wait(2);
         assert_eq!(f.wait_for_faults(1), [2]);
         let uffd = f.external.userfaultfd_of(SourcePage(2));
@@ -316,7 +316,7 @@ fn a_removal_ends_all_waits() {
     }
 }
 
-/// Pages that are there stay, whether this side knew of them or not. The others are lost.
+/// Pages in place stay, whether this side knew of them or not. The others are lost.
 #[test]
 fn when_the_handler_is_gone_missing_pages_are_lost() {
     let f = Fixture::new();
@@ -340,7 +340,7 @@ fn when_the_handler_is_gone_missing_pages_are_lost() {
     f.end();
 }
 
-/// A handler that never answers is gone when the patience with it is over.
+/// A handler that never answers is gone when its patience is over.
 #[test]
 fn a_handler_that_never_answers_is_gone() {
     let killed = Arc::new(AtomicBool::new(false));
@@ -352,7 +352,7 @@ fn a_handler_that_never_answers_is_gone() {
         let error = Waiter::default().wait(&f.host, &f.missing(0)).unwrap_err();
         let expected = "it has not filled a page within 40ms";
         assert!(error.to_string().contains(expected), "{error}");
-        // By a thread of the pool.
+        // A thread of the pool waits for this page.
         let error = f.word(2).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
         assert_eq!(f.word(1).unwrap(), 11);
@@ -361,7 +361,8 @@ fn a_handler_that_never_answers_is_gone() {
     assert!(killed.load(Ordering::SeqCst));
 }
 
-/// A handler that is held leaves its pages missing, and only the thread's own stop ends the wait.
+/// Under `Hold`, a dead handler leaves its pages missing, and only the thread's own stop ends the
+/// wait.
 #[test]
 fn a_handler_that_is_held_leaves_pages_missing() {
     let f = Fixture::with(&[], WhenGone::Hold);
@@ -379,7 +380,7 @@ fn a_handler_that_is_held_leaves_pages_missing() {
     f.end();
 }
 
-/// A discarded page is zeros, and a copy that the handler makes later does not bring it back.
+/// A discarded page is zeros, and a later copy by the handler does not bring it back.
 #[test]
 fn a_discarded_page_leaves_the_userfaultfd() {
     let f = Fixture::new();
@@ -519,8 +520,8 @@ fn a_vcpu_writes_to_pages_from_outside() {
     f.end();
 }
 
-/// The handler poisons a page that no thread has touched yet, and one that a thread waits for. Both
-/// are lost; no vCPU may have read them.
+/// The handler poisons an untouched page, and a page that a thread waits for. Both are lost; no
+/// vCPU may have read them.
 #[test]
 fn a_page_that_the_handler_poisons_is_lost() {
     let fixture = Fixture::new();
@@ -549,8 +550,8 @@ fn a_page_that_the_handler_poisons_is_lost() {
     fixture.host.verify();
 }
 
-/// The process of this test has no room for the stack of another thread, so no thread can wait for
-/// the page of a device. The page is lost, and its ticket says why.
+/// This test's process has no room for another thread's stack, so no thread can wait for a device's
+/// page. The page is lost, and its ticket says why.
 #[test]
 fn a_page_for_which_no_thread_can_wait_is_lost() {
     if !lacuna_skip::alone() {

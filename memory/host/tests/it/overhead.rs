@@ -24,7 +24,7 @@ fn a_guest_of_four_budgets_costs_little_more_than_one() {
     }
     let before = resident();
     let budget = 64 << 20;
-    // The pages are all zero, so the device, which is outside the budget here, stays empty.
+    // The pages are all zero, so the device stays empty: it is outside the budget here.
     let (host, clock) = virtual_host(
         budget >> 12,
         Box::new(FaultyStore::new(PageCount::new(1 << 20))),

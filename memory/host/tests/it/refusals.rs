@@ -1,4 +1,4 @@
-//! Failures, with the exact text of their messages; and that none of them loses data.
+//! Failures, with the exact text of their messages; none of them loses data.
 
 use crate::common;
 
@@ -105,7 +105,7 @@ fn an_empty_region_and_unknown_addresses() {
     host.verify();
 }
 
-/// Pages that are still mapped: the manager unmaps them before their frames are used again.
+/// A mapped region is removed: the manager unmaps its pages before their frames are reused.
 #[test]
 fn a_region_goes_away_while_it_is_mapped() {
     for huge in [HugePages::Never, HugePages::Always] {
@@ -217,7 +217,7 @@ fn compressed_memory_full_of_what_does_not_compress() {
     let end = " frames of the budget; give it more space, or the guest a larger budget";
     assert!(text.starts_with(begin) && text.ends_with(end), "{text}");
     host.verify();
-    // After some room was freed, every page that was accepted is there.
+    // After some room was freed, every accepted page is there.
     host.remove_region(other.range).unwrap();
     let mut back = vec![0; 150 << 12];
     host.copy_out(vm.range.start(), &mut back).unwrap();

@@ -1,5 +1,5 @@
-//! A kernel that refuses io_uring: threads read instead. The test takes away file
-//! descriptors that every other test needs.
+//! A kernel that refuses io_uring: threads read instead. The test takes away file descriptors that
+//! every other test needs.
 
 use crate::common;
 

@@ -1,4 +1,4 @@
-//! Reads through io_uring: which it takes, which it passes on, and how it ends.
+//! Reads through io_uring: which ones it takes, which ones it passes on, and its end.
 //!
 //! If the kernel refuses io_uring, the same tests run on the threads that replace it.
 
@@ -25,7 +25,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// A guest whose pages are all on the device and nowhere else.
+    /// A guest whose pages are only on the device.
     fn swapped_out(swap: Box<dyn SwapStore>) -> Self {
         let host = Host::new(HostConfig {
             budget: PageCount::new(1024),
@@ -162,7 +162,7 @@ fn a_device_that_injects_faults_is_not_bypassed() {
     guest.host.verify();
 }
 
-/// A read that brings a part of a page, or nothing, is reported in the device's own words.
+/// A read that brings only a part of a page, or nothing, is reported with the device's own error.
 #[test]
 fn a_short_read_is_an_error_as_on_a_thread() {
     let file = Arc::new(tempfile::tempfile().unwrap());

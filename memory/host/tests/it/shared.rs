@@ -43,8 +43,8 @@ fn part(vm: &Vm, page: u64, pages: u64) -> BackingRange {
     BackingRange::new(vm.addr(page), pages).unwrap()
 }
 
-/// The guest's writes are in the file, and those to the file are the guest's. Discarded pages are
-/// taken out of the file.
+/// The guest's writes appear in the file, and writes to the file appear in the guest. Discarded
+/// pages are removed from the file.
 #[lacuna_skip::test]
 fn guest_and_file_share_pages() {
     for fill in FILLS {
@@ -87,7 +87,7 @@ fn a_file_with_content() {
     host.verify();
 }
 
-/// The file has a page that the source is asked for: the file's content counts.
+/// The file has a page that is requested from the source: the file's content counts.
 #[lacuna_skip::test]
 fn a_page_that_is_in_the_file_counts() {
     for fill in FILLS {
@@ -110,7 +110,7 @@ fn a_page_that_is_in_the_file_counts() {
     }
 }
 
-/// A source fills the file and says so: before a fault, after one, twice, and without the page.
+/// A source fills the file and reports it: before a fault, after one, twice, and without the page.
 #[lacuna_skip::test]
 fn a_source_fills_the_file() {
     let (host, memory, source) = (host(BLOCK), memory(SharedFill::InFile), TestSource::new());
@@ -144,7 +144,7 @@ fn a_source_fills_the_file() {
     assert!(refused.to_string().contains("in the file"), "{refused}");
 }
 
-/// Threads fill, answer, say that pages are in the file, and read. Each page has one content.
+/// Threads fill, answer, report pages in the file, and read. Each page has one content.
 #[lacuna_skip::test]
 fn many_threads_fill_one_file() {
     for _ in 0..20 {
@@ -194,7 +194,7 @@ fn first(page: &[u8; PAGE_SIZE]) -> &[u8; 8] {
     page.first_chunk().unwrap()
 }
 
-/// The file becomes shorter while it is in use. Pages that it had are lost; others stay.
+/// The file becomes shorter while it is in use. Its removed pages are lost; others stay.
 #[lacuna_skip::test]
 fn a_file_that_becomes_shorter() {
     for fill in FILLS {
@@ -220,8 +220,7 @@ fn a_file_that_becomes_shorter() {
     }
 }
 
-/// A page beyond the file's new end cannot be filled: it is lost, and its vCPU continues to find
-/// out.
+/// A page beyond the file's new end cannot be filled: it is lost, and its vCPU resumes to find out.
 #[lacuna_skip::test]
 fn a_page_beyond_the_end_cannot_be_filled() {
     let (host, memory, source) = (host(BLOCK), memory(SharedFill::CopiedIn), TestSource::new());
@@ -285,7 +284,7 @@ fn files_of_the_vmm() {
         assert!(refused.contains("no memory file"), "{refused}");
     }
     host.remove_region(range).unwrap();
-    // What was refused has taken no addresses.
+    // The refused calls have taken no addresses.
     let all = host.add_linux_region(
         None,
         PageCount::new(2 * BLOCK),
@@ -328,8 +327,8 @@ impl Drop for Mounted {
     }
 }
 
-/// A tmpfs that makes huge pages has memory files, too. A page source cannot fill them: other code
-/// that writes to one page would bring zeros in place of its neighbours.
+/// A tmpfs that makes huge pages also has memory files. A page source cannot fill them: a write by
+/// other code to one page would put zeros in place of its neighbours.
 #[lacuna_skip::test]
 fn files_of_a_tmpfs_with_huge_pages() {
     let tmpfs = Mounted::new("tmpfs", "huge=always");

@@ -18,7 +18,7 @@ use std::time::Duration;
 const WRITERS: u64 = 4;
 const PAGES: u64 = 400;
 
-/// Longer than any wait that ends by other threads alone may take.
+/// Longer than any wait that only other threads end may take.
 const A_WHILE: Duration = Duration::from_millis(3500);
 
 struct Fixture {
@@ -92,7 +92,7 @@ impl Fixture {
         (room, holder)
     }
 
-    /// Fills memory and swap to the last page. Returns how many pages there are.
+    /// Fills memory and swap to the last page. Returns the number of pages.
     fn fill_until_full(&self) -> u64 {
         let bytes = 1u64.to_le_bytes().repeat(PAGE_SIZE / 8);
         let fits = |page: &u64| self.host.copy_in(self.at(*page), &bytes).is_ok();
@@ -137,8 +137,7 @@ fn a_stalled_device_is_waited_for() {
     fixture.check();
 }
 
-/// A thread that stops a VM does not wait for its device, only for the one thread that is inside
-/// it.
+/// A thread that stops a VM does not wait for the VM's device, only for the one thread inside it.
 #[test]
 fn a_wait_for_a_frame_ends_on_request() {
     let store = faulty();
@@ -168,8 +167,8 @@ fn a_wait_for_a_frame_ends_on_request() {
     });
 }
 
-/// All swap entries are in use, and the background thread has noticed it. All free frames are taken
-/// by reads that a stalled device delays. Once the reads complete, their pages can be evicted.
+/// All swap entries are in use, and the background thread has noticed it. A stalled device delays
+/// reads, which hold all free frames. Once the reads complete, their pages can be evicted.
 #[test]
 fn reads_are_waited_for_though_swap_is_full() {
     let store = FaultyStore::new(PageCount::new(400));
@@ -221,13 +220,13 @@ fn reclaim_does_not_wait_for_a_ticket_that_no_thread_starts() {
     );
 }
 
-/// The latency is longer than a thread waits without any progress.
+/// The latency is longer than a thread's wait without any progress.
 #[test]
 fn a_device_slower_than_every_timeout_is_waited_for() {
     let slow = Latency::new(faulty(), LatencySetting::new(A_WHILE));
     let fixture = Fixture::new(Box::new(slow));
     let budget = Host::minimum_budget(WRITERS as usize).get();
-    // One round of write-outs: the memory and a few pages more.
+    // One round of write-outs: the memory and a few more pages.
     let bytes = 1u64.to_le_bytes().repeat(PAGE_SIZE / 8);
     for page in 0..budget + 8 {
         fixture.host.copy_in(fixture.at(page), &bytes).unwrap();
@@ -249,8 +248,7 @@ fn one_failed_write_is_no_failure() {
     fixture.check();
 }
 
-/// A read is not repeated, because the device has repeated it. One page is lost for good, and no
-/// other.
+/// A read is not repeated, because the device has repeated it. Exactly one page is lost.
 #[test]
 fn one_failed_read_loses_one_page() {
     let store = faulty();
@@ -265,7 +263,7 @@ fn one_failed_read_loses_one_page() {
     fixture.host.verify();
 }
 
-/// Writes fail one after the other, for a short time.
+/// Consecutive writes fail, for a short time.
 #[test]
 fn a_device_that_fails_for_a_moment_is_tried_again() {
     let store = faulty();

@@ -1,5 +1,5 @@
 //! Pages that a source provides: late, unordered, repeated, missing and failed answers, and regions
-//! that are removed while their tickets are out.
+//! that are removed while their tickets exist.
 
 use crate::common;
 
@@ -63,7 +63,7 @@ impl Fixture {
         }
     }
 
-    /// A ticket whose page the source was asked for.
+    /// A ticket whose page was requested from the source.
     fn started(&mut self, page: u64) -> Ticket {
         let ticket = self.missing(page);
         self.host.start(&ticket);
@@ -163,7 +163,7 @@ fn an_error_of_the_source_loses_the_page_and_says_why() {
         Resolution::Lost(lost) => assert_eq!(lost.to_string(), text),
         other => panic!("{other:?}"),
     }
-    // A source ending without an answer loses the page too, and no thread waits for ever.
+    // If a source ends without an answer, the page is lost too, and no thread waits for ever.
     fixture.source.forget(fixture.vm.addr(4));
     let error = fixture.host.wait(&dropped).unwrap_err().to_string();
     assert!(error.ends_with("it dropped the request"), "{error}");
@@ -233,8 +233,8 @@ fn a_wait_for_a_source_ends_when_it_is_stopped() {
     }
 }
 
-/// Provided pages are swapped out and read back from swap; so are pages of zeros, which have no
-/// copy.
+/// Provided pages are swapped out and read back from swap; dropped pages of zeros need no copy.
+/// Neither is requested again.
 #[test]
 fn a_page_that_was_provided_is_not_asked_for_again() {
     let mut fixture = Fixture::new(160, 600);
@@ -269,7 +269,7 @@ fn the_copies_of_a_loader_wait_for_the_source() {
 }
 
 /// A block of a region with a source is not filled with zeros at once, and a collapse does not take
-/// a page for zeros that was never provided.
+/// a never provided page for zeros.
 #[test]
 fn no_compound_page_is_made_of_missing_pages() {
     let host = huge_host(4 * 512, store(), HugePages::Always);
@@ -301,7 +301,7 @@ fn a_vmm_provides_pages_by_address() {
     assert_eq!(provide(&fixture, 5, 501), Answer::Late);
     assert!(matches!(fixture.resolve(5), Resolution::Ready(_)));
     assert_eq!((fixture.read(5), fixture.source.asked()), (500, 0));
-    // A fault has a ticket that no thread has started; then one whose source was asked.
+    // First a fault's ticket that no thread has started, then a requested page's.
     for (page, ticket) in [(6, fixture.missing(6)), (7, fixture.started(7))] {
         assert!(fixture.is_missing(page));
         assert_eq!(provide(&fixture, page, page), Answer::Taken);
@@ -323,7 +323,7 @@ fn a_vmm_provides_pages_by_address() {
     fixture.host.verify();
 }
 
-/// A region without a source has no missing page, and what the VMM provides changes nothing.
+/// A region without a source has no missing page, and a page from the VMM changes nothing.
 #[test]
 fn pages_of_zeros_are_not_provided() {
     let (host, clock) = virtual_host(256, store());
@@ -356,7 +356,7 @@ fn providing_reclaims() {
     host.verify();
 }
 
-/// Threads provide and fetch the same pages while others read them, and the region goes away in
+/// Threads provide and fetch the same pages while others read them, and the region is removed in
 /// the middle. Each page has one content, and each call returns.
 #[test]
 fn many_threads_provide() {
@@ -458,8 +458,8 @@ impl PageSource for Threads {
     }
 }
 
-/// Four threads fault on the same pages under memory pressure, three threads of the source answer
-/// each page twice, and the region is removed in the middle or at the end. The source is dropped
+/// Four threads fault on the same pages under memory pressure, and three threads of the source
+/// answer each page twice. The region is removed in the middle or at the end. The source is dropped
 /// with its region, and that ends its threads.
 #[test]
 fn many_threads_fault_and_answer() {
@@ -478,7 +478,7 @@ fn many_threads_fault_and_answer() {
             .add_region_from(source, SourcePage(7), pages, mmu)
             .unwrap();
         let in_the_middle = round % 2 == 1;
-        // Nothing here panics before the region is removed: the source's threads would stay.
+        // No panic may come before the removal of the region: the source's threads would stay.
         let readers = thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
@@ -519,7 +519,7 @@ fn many_threads_fault_and_answer() {
     }
 }
 
-/// Reads every page from a place of its own on; true if the region went away meanwhile.
+/// Reads every page, from a start of its own; true if the region was removed meanwhile.
 fn read_all(host: &Host, range: BackingRange, seed: u64) -> bool {
     let mut bytes = [0; PAGE_SIZE];
     for i in 0..range.pages() {

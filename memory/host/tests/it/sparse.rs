@@ -1,5 +1,4 @@
-//! Memory that is never touched costs nothing: in a region, and in a manager that has had many
-//! regions.
+//! Untouched memory costs nothing: in a region, and in a manager that has had many regions.
 
 use crate::common;
 

@@ -1,5 +1,4 @@
-//! A thousand VMs of Linux memory, one after the other: no mapping, descriptor or thread of one is
-//! left.
+//! A thousand VMs of Linux memory, one after the other, leave no mapping, descriptor or thread.
 
 use crate::common;
 
@@ -27,7 +26,7 @@ fn owned() -> [usize; 3] {
     ]
 }
 
-/// [`owned`], when it has no more descriptors and threads than `before`, or else after 10 s. The
+/// [`owned`], once it has no more descriptors and threads than `before`, or else after 10 s. The
 /// kernel may list a thread for a moment after it was joined.
 fn owned_again(before: [usize; 3]) -> [usize; 3] {
     let end = Instant::now() + Duration::from_secs(10);

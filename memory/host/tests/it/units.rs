@@ -29,7 +29,7 @@ fn add(
     common::linux::add(host, backing, pages, source)
 }
 
-/// A VM of `units` units, and the reserve that it takes them from. Ends the test where there is no
+/// A VM of `units` units, and the reserve of its huge pages. Ends the test where there is no
 /// reserve, or no userfaultfd.
 fn vm(units: u64) -> (HugePages, Arc<Host>, Arc<TestSource>, Vm) {
     let reserved = HugePages::reserve(units);
@@ -56,14 +56,14 @@ fn missing(vm: &mut Vm, page: u64) -> Ticket {
     ticket
 }
 
-/// The content of `pages` pages from `addr` on, as the source has it.
+/// The source's content for `pages` pages from `addr` on.
 fn contents(addr: BackingAddr, pages: u64) -> Vec<[u8; PAGE_SIZE]> {
     let pages = (0..pages).map(|page| page_of(addr.checked_add_pages(page).unwrap()).0);
     pages.collect()
 }
 
-/// A fault on any page asks once for all pages of its unit. They are all in place when the last one
-/// has arrived, in whatever order, and other units are still missing.
+/// A fault on any page requests all pages of its unit once. They are all in place when the last
+/// page has arrived, in any order, and other units are still missing.
 #[lacuna_skip::test]
 fn the_pages_of_a_unit_come_together() {
     let (_reserved, host, source, mut vm) = vm(3);
@@ -145,7 +145,7 @@ fn a_vmm_provides_whole_units() {
     host.verify();
 }
 
-/// One request of 512 fails, or is dropped: the unit is lost as a whole, and no other.
+/// One request of 512 fails, or is dropped: exactly its unit is lost, as a whole.
 #[lacuna_skip::test]
 fn a_unit_is_lost_as_a_whole() {
     for fails in [true, false] {
@@ -186,7 +186,7 @@ fn a_unit_is_lost_as_a_whole() {
 }
 
 /// Units are discarded in place, in flight and never provided: they are zeros afterwards. If
-/// another process has got the huge page meanwhile, the error says what to do.
+/// another process has taken the huge page meanwhile, the error says what to do.
 #[lacuna_skip::test]
 fn units_are_discarded() {
     let (reserved, host, source, mut vm) = vm(3);
@@ -234,7 +234,7 @@ fn units_are_discarded() {
     host.verify();
 }
 
-/// A region that asks for more huge pages than are free is refused, with and without a source.
+/// A region that needs more huge pages than are free is refused, with and without a source.
 #[lacuna_skip::test]
 fn a_reserve_that_is_too_small() {
     let reserved = HugePages::reserve(2);
@@ -261,8 +261,8 @@ fn a_reserve_that_is_too_small() {
     host.verify();
 }
 
-/// The file becomes shorter. A unit is lost with the pages that were never touched, and a unit that
-/// is filled later, too.
+/// The file becomes shorter. A unit is lost together with its untouched pages, and so is a unit
+/// that is filled later.
 #[lacuna_skip::test]
 fn a_file_that_becomes_shorter() {
     let _reserved = HugePages::reserve(3);
@@ -374,7 +374,7 @@ fn many_threads_fill_units() {
     drop(reserved);
 }
 
-/// A handler outside reads the userfaultfd, and fills units. So does the VMM, beside it.
+/// A handler outside reads the userfaultfd, and fills units. So does the VMM at the same time.
 #[lacuna_skip::test]
 fn a_handler_outside_fills_units() {
     let _reserved = HugePages::reserve(3);

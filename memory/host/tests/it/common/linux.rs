@@ -1,4 +1,4 @@
-//! Hosts with Linux memory, and VMs of tests there.
+//! Hosts with Linux memory, and their test VMs.
 
 use super::source::TestSource;
 use super::{FakeMmu, Vm};
@@ -31,7 +31,7 @@ pub fn origin<S: PageSource + 'static>(
     Some((Arc::clone(source) as Arc<dyn PageSource>, SourcePage(0)))
 }
 
-/// A VM with a region of `pages` pages in `backing`, which `source` provides if there is one.
+/// A VM with a region of `pages` pages in `backing`. If there is a `source`, it provides them.
 pub fn add(
     host: &Arc<Host>,
     backing: LinuxBacking,
@@ -49,7 +49,7 @@ pub fn add(
     Ok(vm)
 }
 
-/// As [`add`]. Ends the test if this process gets no userfaultfd.
+/// As [`add`]. Ends the test if a userfaultfd cannot be made.
 pub fn vm(
     host: &Arc<Host>,
     backing: LinuxBacking,

@@ -44,7 +44,7 @@ struct Leaves {
 }
 
 impl Leaves {
-    /// The leaf that maps `addr`, and the frame of its page.
+    /// The leaf of `addr`, and the frame of its page.
     fn find(&mut self, addr: BackingAddr) -> Option<(&mut Leaf, Pfn)> {
         let start = addr.get() & !(BLOCK - 1);
         if let Some(leaf) = self.blocks.get_mut(&start) {
@@ -57,7 +57,7 @@ impl Leaves {
         Some((leaf, pfn))
     }
 
-    /// Maps what is not mapped yet: the whole block, if it may be and no page of it is mapped.
+    /// Maps the page unless it is mapped: the whole block, if allowed and no page of it is mapped.
     fn install(&mut self, addr: BackingAddr, frame: Frame) -> (&mut Leaf, Pfn) {
         let start = addr.get() & !(BLOCK - 1);
         let index = (addr.get() - start) / PAGE_SIZE as u64;
@@ -87,7 +87,7 @@ impl Leaves {
         }
     }
 
-    /// The first addresses of the huge leaves that `range` meets.
+    /// The first addresses of the huge leaves that overlap `range`.
     fn blocks_of(&self, range: BackingRange) -> Vec<u64> {
         let first = range.start().get() & !(BLOCK - 1);
         let blocks = self.blocks.range(first..range.end().get());
@@ -103,7 +103,7 @@ pub struct FakeMmu {
 }
 
 impl FakeMmu {
-    /// One that reports dirty pages to `host`.
+    /// A listener that reports dirty pages to `host`.
     pub fn of(host: &Arc<Host>) -> Arc<Self> {
         let mmu = Arc::<Self>::default();
         mmu.belongs_to(host);
@@ -191,8 +191,8 @@ pub struct Vm {
     pub max_level: Level,
     /// The expected content of every page: its first word, repeated. Absent means zero.
     pub model: BTreeMap<u64, u64>,
-    /// Answers one of its requests, any, whenever the vCPU waits for a page. Without one, pages are
-    /// zeros.
+    /// Answers any one of its requests whenever the vCPU waits for a page. Without a source, pages
+    /// are zeros.
     pub source: Option<Arc<TestSource>>,
 }
 
@@ -300,7 +300,7 @@ impl Vm {
         true
     }
 
-    /// Takes in the completions, if reads are in flight.
+    /// Handles the completions, if reads are in flight.
     fn let_come(&self) {
         if self.host.next_completion().is_some() {
             assert!(self.step_time());
@@ -331,7 +331,7 @@ impl Vm {
                         .as_ref()
                         .expect("only a source's page is missing");
                     while !ticket.is_done() {
-                        // Any of those that are open, this one at last.
+                        // Answers any of the open requests, in the end this one.
                         assert!(source.answer_one(addr.get() >> 12), "it was asked for");
                     }
                 }
@@ -367,7 +367,7 @@ impl Vm {
         let mut leaves = mmu.leaves.lock().unwrap();
         let (leaf, pfn) = leaves.install(addr, frame);
         leaf.accessed = true;
-        // For a write through a leaf that a read installed, only D records the write.
+        // After a write through a leaf that a read installed, only D records the write.
         leaf.dirty |= access.is_write();
         drop(leaves);
         let frame = self.host.frame(pfn);
@@ -398,14 +398,14 @@ impl Vm {
         self.model.get(&addr.get()).copied().unwrap_or(provided)
     }
 
-    /// Reads every page back.
+    /// Reads back every page.
     pub fn check_all(&mut self) {
         for page in 0..self.range.pages() {
             self.touch(page, Use::Read).unwrap();
         }
     }
 
-    /// Reads every page back that was written.
+    /// Reads back every written page.
     pub fn check_touched(&mut self) {
         let first = self.range.start().get();
         let pages: Vec<u64> = self.model.keys().map(|at| (at - first) >> 12).collect();
@@ -414,13 +414,13 @@ impl Vm {
         }
     }
 
-    /// Pages that a leaf maps.
+    /// The number of mapped pages.
     pub fn mapped(&self) -> usize {
         let leaves = self.mmu.leaves.lock().unwrap();
         leaves.pages.len() + 512 * leaves.blocks.len()
     }
 
-    /// Blocks that one leaf maps.
+    /// The number of blocks mapped by one leaf.
     pub fn mapped_huge(&self) -> usize {
         self.mmu.leaves.lock().unwrap().blocks.len()
     }

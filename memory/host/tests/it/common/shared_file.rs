@@ -1,4 +1,4 @@
-//! A swap device on a file. The test has a handle to the same file, so it can truncate the file, or
+//! A swap device on a file. The test has a handle to the same file. So it can truncate the file, or
 //! write to it, after pages were swapped out.
 
 use lacuna_addr::PageCount;

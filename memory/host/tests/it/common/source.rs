@@ -30,7 +30,7 @@ pub fn word_of(addr: BackingAddr) -> u64 {
     }
 }
 
-/// The page at `addr` as the source has it.
+/// The source's page at `addr`.
 pub fn page_of(addr: BackingAddr) -> Page {
     page_with(word_of(addr))
 }
@@ -48,7 +48,7 @@ impl TestSource {
         Arc::default()
     }
 
-    /// It provides the pages of `region`.
+    /// Sets the region whose pages the source provides.
     pub fn provides(&self, region: BackingRange) {
         self.region.set(region).unwrap();
     }
@@ -70,7 +70,7 @@ impl TestSource {
         request.expect("asked").provide(&page_of(addr).0)
     }
 
-    /// Provides some requested page; false when none is open. The order depends on `pick` only.
+    /// Provides some requested page; false if no request is open. The order depends on `pick` only.
     pub fn answer_one(&self, pick: u64) -> bool {
         let mut state = self.state.lock().unwrap();
         let count = state.open.len() as u64;
@@ -85,13 +85,13 @@ impl TestSource {
         true
     }
 
-    /// Waits until a page is asked for.
+    /// Waits until a page is requested.
     pub fn wait(&self) {
         let state = self.state.lock().unwrap();
         drop(self.asked.wait_while(state, |state| state.open.is_empty()));
     }
 
-    /// How many pages were ever asked for.
+    /// The number of requested pages so far.
     pub fn asked(&self) -> usize {
         self.state.lock().unwrap().seen.len()
     }

@@ -1,4 +1,4 @@
-//! Blocks of pages that vCPUs use are made, split and collapsed.
+//! Blocks of pages in use by vCPUs are made, split and collapsed.
 
 use super::vcpu::{Fixture, Polls, add_region};
 use super::{THREADS, slow};
@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Blocks are made, split, and collapsed under the vCPUs that use them. Memory is short, but
-/// whenever another VM ends some is free.
+/// Blocks are made, split, and collapsed under the vCPUs that use them. Memory is short, but some
+/// is free whenever another VM ends.
 fn stress_huge(swap: Box<dyn SwapStore>, accesses: usize) {
     let config = |clock: Arc<HostClock>| HostConfig {
         budget: PageCount::new(6 * 512 + 100),
@@ -66,7 +66,7 @@ fn three_vcpus_while_their_pages_become_blocks() {
         clock,
     };
     let mut fixture = Fixture::new(config, PAGES, Polls::Never);
-    // How many blocks are collapsed in a round depends on how the threads are scheduled.
+    // The number of collapsed blocks in a round depends on how the threads are scheduled.
     let end = Instant::now() + Duration::from_secs(60);
     let mut rounds = 0;
     while rounds < 12 || fixture.host.stats().collapses <= 12 && Instant::now() < end {

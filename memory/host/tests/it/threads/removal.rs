@@ -8,8 +8,8 @@ use lacuna_sync::HostClock;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Regions are removed under vCPUs that use them, while others need the frames. A vCPU that is
-/// early finds its bytes; one that is late finds the page lost.
+/// Regions are removed under vCPUs that use them, while others need the frames. An early vCPU finds
+/// its bytes; a late one finds the page lost.
 #[test]
 fn three_vcpus_while_their_regions_are_removed() {
     for (round, huge) in [HugePages::Never, HugePages::Always]

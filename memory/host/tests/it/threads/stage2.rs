@@ -1,5 +1,5 @@
-//! A stage 2 that is a map behind a lock: an access and an invalidation exclude each other. These
-//! tests are of the manager, not of a shoot-down protocol.
+//! A stage 2 as a map behind a lock: an access and an invalidation exclude each other. These tests
+//! check the manager, not a shoot-down protocol.
 
 use lacuna_addr::{BackingAddr, BackingRange, Level, PAGE_SIZE, Pfn};
 use lacuna_host::{Host, MmuNotifier};
@@ -15,7 +15,7 @@ pub struct Leaf {
     pub dirty: bool,
 }
 
-/// What is mapped of one block of 512 pages: all of it at once, or page by page.
+/// The mappings of one block of 512 pages: all of it at once, or page by page.
 #[derive(Default)]
 pub struct Block {
     pub whole: Option<Leaf>,
@@ -25,7 +25,7 @@ pub struct Block {
 pub const BLOCK: u64 = 2 << 20;
 
 impl Block {
-    /// Gives each page a leaf of its own.
+    /// Gives each page its own leaf.
     pub fn split_huge(&mut self, start: u64) {
         let Some(whole) = self.whole.take() else {
             return;
@@ -99,7 +99,7 @@ impl MmuNotifier for Stage2 {
             .and_then(Weak::upgrade)
             .expect("the host calls");
         // `seq` moves before and after: a fault that resolved earlier, or during the invalidation,
-        // does not install.
+        // does not install its leaf.
         self.seq.fetch_add(1, Ordering::SeqCst);
         for range in ranges {
             self.visit(*range, |block, start, part| {

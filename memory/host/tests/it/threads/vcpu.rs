@@ -1,4 +1,4 @@
-//! A vCPU that owns every n-th page of a region, and keeps what it wrote in a model of its own.
+//! A vCPU that owns every n-th page of a region, and keeps its written content in its own model.
 
 use super::stage2::{BLOCK, Block, Leaf, Stage2};
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount, Pfn};
