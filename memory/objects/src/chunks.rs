@@ -95,8 +95,7 @@ impl Chunks {
         start..(start + self.chunk_bytes()).min(self.meta.size)
     }
 
-    /// Answers a request for a page of the object: now, or when its chunk has arrived. The page is
-    /// in the object.
+    /// Answers a request for a page inside the object: now, or when its chunk has arrived.
     pub fn page(self: &Arc<Self>, request: PageRequest, outage: &Arc<Outage>) {
         let chunk = request.page().0 * PAGE_SIZE as u64 / self.chunk_bytes();
         let mut state = self.state();
@@ -108,8 +107,7 @@ impl Chunks {
         self.wait_for(&mut state, chunk, waiter);
     }
 
-    /// Adds `waiter` to the chunk's waiters, and starts a read of the chunk unless one is in
-    /// flight.
+    /// Adds `waiter` to the chunk's waiters. Starts a read of the chunk unless one is in flight.
     fn wait_for(self: &Arc<Self>, state: &mut ChunkTable, chunk: u64, waiter: Waiter) {
         let waiting = state.coming.entry(chunk).or_default();
         waiting.push(waiter);

@@ -45,8 +45,7 @@ struct ExternalShared {
     policy: Policy,
     killed: Once,
     gone: OnceLock<Arc<str>>,
-    /// Why the handler fills no page any more, under [`WhenGone::Hold`]: the waits for pages
-    /// continue.
+    /// Why the handler fills no page any more, under [`WhenGone::Hold`]; the waits continue.
     dead: Mutex<Option<Arc<str>>, lock_order::SourceDeath>,
     /// Another process has the descriptor, and keeps its connection open.
     connected: AtomicBool,
@@ -138,8 +137,7 @@ impl External {
         self.shared.gone.get().cloned()
     }
 
-    /// How long a thread waits for a page before the handler counts as gone; `None`: without a
-    /// limit.
+    /// How long a thread waits for a page before the handler is gone; `None`: without a limit.
     pub fn patience(&self) -> Option<Duration> {
         let policy = &self.shared.policy;
         match policy.when_gone {
@@ -200,8 +198,7 @@ impl External {
         Ok(())
     }
 
-    /// Reports that the memory is no longer used: the process that fills it sees the connection
-    /// end.
+    /// Reports that the memory is no longer used: the other process sees the connection end.
     pub fn finish(&self) {
         self.shared.finished.store(true, Ordering::Release);
         self.handler().iter().for_each(Handler::finish);

@@ -336,8 +336,7 @@ impl Opened {
         })
     }
 
-    /// Answers with content that was read just now, if the file has not changed since it was
-    /// opened.
+    /// Answers with content that was just read, if the file has not changed since it was opened.
     fn provide(&self, asked: &Asked, content: &[u8; PAGE_SIZE]) {
         // Late: the page was provided in another way, or its memory is gone.
         let _ = match self.check() {

@@ -203,8 +203,7 @@ impl<S> InjectedShared<S> {
 
 impl<S: PageSource> InjectedShared<S> {
     fn run(&self) {
-        // The kernel's timer slack of 50 us would be added to every latency. The call may be
-        // refused.
+        // The kernel's timer slack of 50 us would be added to every latency. The call may fail.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         while let Some(request) = self.next() {
             self.source.fetch(request);

@@ -210,8 +210,8 @@ impl PageRequester for Timed {
                 answer
             }
             Err(failure) => {
-                // Count first: a lost page may end the run at once, and the run's last counts must
-                // have it.
+                // Count first: a lost page may end the run at once, and the last counts must have
+                // it.
                 self.counts.failed();
                 let answer = self.request.pass(failure);
                 if answer != Answer::Taken {

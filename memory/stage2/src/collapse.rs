@@ -87,6 +87,7 @@ impl<'s, F: TableFormat> Cursor<'s, F> {
     /// large leaf lacks, and its 512 leaves are not changed. The large leaf has A; and W, with D,
     /// if any page has W.
     ///
+    /// # Errors
     /// [`NotUniform`]: the first or the last page shows that the caller is wrong. Nothing has
     /// changed.
     ///
@@ -224,8 +225,8 @@ impl<F: TableFormat> Stage2<F> {
     /// Whether any 4 KiB leaf of `table` is writable.
     fn any_writable(&self, table: TableId) -> bool {
         // Relaxed: W was set under the range lock, which this thread holds now, or by a fast page
-        // fault. The caller has waited until all vCPUs had left the guest after the last fast page
-        // fault.
+        // fault. Since the last of these faults, the caller has waited until all vCPUs had left the
+        // guest.
         Index::all().any(|index| {
             let entry = self.arena.entry(table, index);
             F::is_writable_leaf(entry.load(Ordering::Relaxed))

@@ -15,10 +15,9 @@ pub enum Entry {
     /// A mapping of the entry's guest frames to host frames.
     Leaf(Leaf),
     /// The entry's table was unlinked. It is not `Absent` because of this race: a vCPU's walk reads
-    /// the pointer to the table; another thread unlinks the table, and maps the page by another
-    /// table; then the walk reads this entry. For `Absent` the walk would report a violation of a
-    /// mapped page. For `Frozen` it starts again at the root, from which it cannot reach this
-    /// table.
+    /// the pointer to the table; another thread unlinks it, and maps the page by another table;
+    /// then the walk reads this entry. For `Absent` the walk would report a violation of a mapped
+    /// page. For `Frozen` it starts again at the root, from which it cannot reach this table.
     Frozen,
 }
 
@@ -154,8 +153,10 @@ impl Leaf {
     }
 }
 
-/// The place of an entry, in 32 bits: a reverse map stores it for a leaf. It is valid as long as
-/// the leaf stays mapped. The holder of the cursor over its gfn can rely on that.
+/// The place of an entry, in 32 bits: a reverse map stores it for a leaf.
+///
+/// It is valid as long as the leaf stays mapped. The holder of the cursor over its gfn can rely on
+/// that.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 #[repr(transparent)]
 pub struct EntryRef(NonZeroU32);

@@ -39,6 +39,7 @@ impl<F: TableFormat> Cursor<'_, F> {
     /// Calls `each` with each leaf and its first frame, and returns the counts. They stay right
     /// until the cursor is dropped. Walks may continue meanwhile.
     ///
+    /// # Panics
     /// If one of these does not hold, or if the cursor is not from [`Stage2::cursor_of_all`].
     pub fn verify(&self, each: impl FnMut(Gfn, Leaf)) -> Counts {
         let everything = everything();

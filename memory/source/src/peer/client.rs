@@ -358,8 +358,7 @@ impl ClientShared {
                     return error;
                 }
             }
-            // Answers may arrive without a pause, so do not wait for a pause to look for overdue
-            // requests.
+            // Look for overdue requests now: answers may arrive without a pause between them.
             if look <= Instant::now() {
                 if let Some(error) = self.overdue() {
                     return error;

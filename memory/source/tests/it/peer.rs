@@ -403,8 +403,7 @@ fn a_peer_that_always_does_wrong_has_one_error_for_each_wrong() {
         let peer = Peer::connect(&path, PageCount::new(PAGES), policy).unwrap();
         let answers = Answers::new();
         answers.ask(&peer, 5);
-        // On a busy host a connection may end because the peer was slow; the next connection
-        // follows.
+        // On a busy host a slow peer may lose its connection; the next one follows.
         while !peer
             .trouble()
             .is_some_and(|reason| reason.contains(expected))
@@ -439,8 +438,7 @@ fn an_answer_that_is_late_meets_a_new_connection() {
         }
         thread::yield_now();
     }
-    // Page 8 has its own content, or is lost while the peer counted as gone. It is never another
-    // page.
+    // Page 8 has its own content, never another page's, or is lost: the peer counted as gone.
     match answers.of(8) {
         Ok(content) => assert_eq!(content, bytes_of(8)),
         Err(reason) => assert!(reason.contains("has not sent"), "{reason}"),

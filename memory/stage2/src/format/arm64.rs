@@ -205,8 +205,7 @@ mod tests {
 
     promises!(Arm64);
 
-    /// Asserts what an arm64 processor makes of it (Arm ARM, D8.3.2 and D8.4.7), by the bits'
-    /// numbers.
+    /// An arm64 processor's reading of it (Arm ARM, D8.3.2 and D8.4.7), by the bits' numbers.
     fn processor_reads(entry: Entry, raw: u64) {
         let field = |low: u32, bits: u32| raw >> low & ((1 << bits) - 1);
         match entry {
@@ -222,8 +221,7 @@ mod tests {
                 assert_eq!((field(2, 4), field(8, 2)), (15, 3), "write-back, inner");
                 assert_eq!((field(11, 1), field(48, 3), field(52, 1)), (0, 0, 0));
                 assert_eq!(field(59, 5), 0, "not software's");
-                // Readable; writable now if bit 7 is set; the processor itself sets that bit if DBM
-                // is set.
+                // Readable. Writable now if bit 7 is set; the processor sets it itself under DBM.
                 assert_eq!(field(6, 1), 1);
                 assert_eq!(field(51, 1) == 1, leaf.write == Write::Allowed);
                 assert_eq!(field(7, 1) == 1, leaf.dirty);

@@ -39,10 +39,10 @@ pub use syndrome::{AbortedAccess, Stage2Abort};
 ///   compare-and-swap of `encode(old)` therefore fails exactly when the entry is no longer `old`.
 /// * Zero is [`Entry::Absent`], because a new table is zeroed memory.
 /// * An entry says by itself what it is, without the height of its table. If a format's table
-/// pointers and pages look alike, it keeps the leaf's level in bits that the hardware ignores.
+///   pointers and pages look alike, it keeps the leaf's level in bits that the hardware ignores.
 /// * The three values of [`crate::Write`] and the bits A and D are independent, but for the rule
-/// that D implies W. If the hardware encodes "writable and clean" as one state (arm64: DBM set,
-/// S2AP read-only), the format decodes that state as W without D.
+///   that D implies W. If the hardware encodes "writable and clean" as one state (arm64: DBM set,
+///   S2AP read-only), the format decodes that state as W without D.
 /// * [`Entry::Frozen`] is not present for the hardware.
 ///
 /// # Splits in place
@@ -63,9 +63,8 @@ pub trait TableFormat: Send + Sync + 'static {
     /// are corrupt.
     fn decode(raw: u64) -> Entry;
 
-    /// The table to which the bits point, if they are a table pointer. It is
-    /// [`TableFormat::decode`] for the upper levels of a walk, where the entry is nearly always a
-    /// table pointer.
+    /// The table to which the bits point, if they are a table pointer: [`TableFormat::decode`] for
+    /// the upper levels of a walk, where the entry is nearly always a table pointer.
     fn table(raw: u64) -> Option<TableId>;
 
     /// Whether the bits are a leaf. Cheaper than [`TableFormat::decode`] for a loop over a table.
