@@ -244,7 +244,7 @@ impl Core {
             .for_each(|frame| self.frames.desc(frame).publish());
     }
 
-    /// Collapses pages that are in one block of frames already.
+    /// Collapses pages that already lie in one block of frames.
     pub fn collapse_in_place(&self, pages: Gathered, block: BlockNo) {
         let span = pages.region.span(pages.first).expect("gathered from it");
         let parts = self.frames.parts(span, block);

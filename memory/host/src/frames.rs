@@ -225,7 +225,7 @@ impl Frames {
         of_few.max((plenty / 64).min(BATCH_MAX))
     }
 
-    /// The number of free frames that are not reserved for the store.
+    /// The number of free frames outside the store's reserve.
     fn spare(&self, free: &Free) -> usize {
         let reserve = self.count.reserve.load(Ordering::Relaxed);
         free.map.len().saturating_sub(reserve)

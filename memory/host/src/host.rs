@@ -88,20 +88,20 @@ pub(crate) struct Core {
     caches: Mutex<Vec<Arc<SharedCache>>, lock_order::PageCaches>,
     /// The clock hand: the next window of frames that reclaim looks at.
     pub hand: AtomicUsize,
-    /// The compound page in use that is to be split next.
+    /// The compound page in use that will be split next.
     pub sampled_splits: Mutex<SampledSplits, lock_order::SampledSplit>,
     /// Held while a collapse changes page words to Collapsed and then the block word to Compound. A
     /// fault that sees a state in between waits for this lock.
     pub collapsing: Mutex<(), lock_order::Collapsing>,
     /// The next block for background collapse.
     pub collapser: Mutex<Collapser, lock_order::CollapseHand>,
-    /// Buffers for pages that are being written out.
+    /// Buffers for pages in write-out.
     pub buffers: Mutex<Vec<Vec<Page>>, lock_order::WriteBuffers>,
     /// Pages being written out.
     pub writing: AtomicUsize,
     /// Completions that a thread is delivering.
     pub completing: AtomicUsize,
-    /// Pages that are only in swap.
+    /// Pages only in swap.
     pub swapped_out_now: AtomicI64,
     /// Whether the simulated latency of the device has ended.
     pub at_once: AtomicBool,

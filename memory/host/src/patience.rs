@@ -17,7 +17,7 @@ const FIRST: Duration = Duration::from_millis(1);
 /// The longest pause. A freed frame or a completed operation ends a pause early. An event without
 /// notification, such as the end of an instruction, is seen up to this much later.
 const LONGEST: Duration = Duration::from_millis(32);
-/// Limit on the time in pauses without anything in progress; then the thread gives up.
+/// Limit on the time in pauses during which nothing was in progress; then the thread gives up.
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// What was in progress when a sweep freed nothing.

@@ -1,4 +1,4 @@
-//! Page caches for threads that are not vCPUs', between two operations.
+//! Page caches for other threads than vCPUs', between two operations.
 //!
 //! An operation takes a cache and puts it back, because a new cache has to be registered under a
 //! lock of the host. vCPUs that fill their own pages do this for each page. With one list for all

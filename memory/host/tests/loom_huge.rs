@@ -241,7 +241,7 @@ fn a_first_touch_of_a_page_against_one_of_its_block() {
 }
 
 impl Block {
-    /// Both pages are in frames elsewhere, isolated by the thread that is going to move them here.
+    /// Both pages are in frames elsewhere, isolated by the thread that will move them here.
     fn apart() -> Arc<Self> {
         let block = Self::new();
         block

@@ -73,7 +73,7 @@ impl Chunks {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A failure to read `chunk`, for people: which bytes of which object.
+    /// The message for a failure to read `chunk`: it names the bytes and the object.
     fn failure(&self, chunk: u64, reason: &str) -> String {
         let Range { start, end } = self.range(chunk);
         let object = self.place.name_of(&self.meta.location);

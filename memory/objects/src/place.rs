@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-/// The longest try. A store that is slower than this for a chunk is of no use to a guest.
+/// The longest try. A slower store is of no use to a guest.
 const TRY: Duration = Duration::from_secs(10);
 /// The period at which a waiting thread checks the interrupt flag.
 const LOOK: Duration = Duration::from_millis(50);

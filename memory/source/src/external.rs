@@ -146,7 +146,7 @@ impl External {
         }
     }
 
-    /// Reports that the handler fills no page any more: the policy decides.
+    /// Reports the end of the handler's fills: the policy decides.
     pub fn end(&self, reason: &str) {
         self.shared.end(reason);
     }
@@ -294,7 +294,7 @@ impl PageSource for External {
         ))
     }
 
-    /// Called only for memory that is not Linux memory. No handler can fill that.
+    /// Called only for memory that is not Linux memory, which no handler can fill.
     fn fetch(&self, request: PageRequest) {
         // Late: the page was provided in another way.
         let _ = request.fail("it fills Linux memory only");

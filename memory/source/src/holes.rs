@@ -13,7 +13,7 @@ pub(crate) struct Holes {
     known: Option<Stretch>,
 }
 
-/// Bytes of the file that are all data, or all hole.
+/// Bytes of the file: either only data, or only a hole.
 struct Stretch {
     bytes: Range<u64>,
     is_hole: bool,

@@ -23,8 +23,8 @@ pub struct Faults {
     pub loss: f64,
     /// The time until a lost request is sent again.
     pub resend: Duration,
-    /// The share of requests that are delayed by a second draw of the latency, so that later
-    /// requests overtake them.
+    /// The share of requests with a second draw of the latency added, so that later requests
+    /// overtake them.
     pub reordering: f64,
 }
 

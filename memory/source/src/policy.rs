@@ -78,7 +78,7 @@ pub struct Outage {
 }
 
 impl Outage {
-    /// The status of a source that is not gone.
+    /// The status of a source before any failure.
     pub fn new(policy: Policy) -> Self {
         Self {
             policy,

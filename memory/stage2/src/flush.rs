@@ -132,7 +132,7 @@ impl<'s> Flush<'s> {
         self.tables.append(&mut other.tables);
     }
 
-    /// Requests the shoot-down, if anything is stale.
+    /// Requests the shoot-down, unless the flush is empty.
     #[inline]
     pub fn start(mut self, shootdown: &impl Shootdown) -> Waiting<'s> {
         let blocks = core::mem::take(&mut self.blocks);

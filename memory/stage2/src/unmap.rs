@@ -202,7 +202,7 @@ impl<F: TableFormat> Sweep<'_, '_, F> {
         }
     }
 
-    /// A frame of `span` that is in the range.
+    /// A frame of `span` inside the range.
     fn start_in(&self, span: GfnRange) -> Gfn {
         self.range
             .intersect(span)

@@ -235,7 +235,7 @@ impl Core {
         }
     }
 
-    /// As [`Core::settle_losses`], for a region that no thread uses any more. Forgets it.
+    /// As [`Core::settle_losses`], for an unused region. Forgets it.
     pub fn forget_linux(&self, region: &Region) {
         self.settle_losses();
         self.losses.remove(region);

@@ -16,7 +16,7 @@ use crate::region::Region;
 use crate::removal::Removal;
 
 impl Host {
-    /// As [`Host::remove_region`], for a region that is no longer in the list.
+    /// As [`Host::remove_region`], for a region already removed from the list.
     pub(crate) fn remove_linux(&self, region: &Region) -> Result<(), HostError> {
         loop {
             let seen = self.core.settled.generation();

@@ -287,7 +287,7 @@ impl Core {
         answer
     }
 
-    /// Moves the other words that are still empty, after the word of the unit's first page.
+    /// Moves the other words if they are still empty, after the word of the unit's first page.
     pub fn follow(&self, region: &Region, first: PageNo, result: &Result<(), LostPage>) {
         let mut in_place = 0;
         for page in (1..BLOCK).map(|at| first.plus(at)) {

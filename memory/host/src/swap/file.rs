@@ -89,7 +89,7 @@ impl FileStore {
     }
 }
 
-/// O_TMPFILE where the file system has it, otherwise a file that is created and unlinked.
+/// O_TMPFILE where the file system has it; otherwise creates a file and unlinks it.
 fn open_unlinked(dir: &Path, extra: OFlags) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC | extra;
     let mode = Mode::RUSR | Mode::WUSR;
@@ -173,7 +173,7 @@ impl SwapStore for FileStore {
 
 fn classify(error: Errno) -> SwapError {
     match error {
-        // Entries that were written earlier have their blocks; new entries get none.
+        // Old entries have their blocks; new entries get none.
         Errno::NOSPC | Errno::DQUOT | Errno::FBIG => SwapError::Ends(error.to_string()),
         other => SwapError::Io(other.to_string()),
     }

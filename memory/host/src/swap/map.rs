@@ -98,13 +98,13 @@ impl SwapMap {
         self.used -= 1;
     }
 
-    /// Sets the checksums of a write to `first` and the entries after it, which are all in use.
+    /// Sets the checksums of a write to `first` and the next entries, all in use.
     pub fn seal(&mut self, first: SwapEntry, checksums: &[u32]) {
         let first = first.get() as usize;
         self.checksums[first..first + checksums.len()].copy_from_slice(checksums);
     }
 
-    /// The checksum of the last write to `entry`, which is in use.
+    /// The checksum of the last write to `entry`, a used entry.
     pub fn checksum(&self, entry: SwapEntry) -> u32 {
         self.checksums[entry.get() as usize]
     }

@@ -1,5 +1,5 @@
-//! Other code removes pages from a memory file that is guest memory. The pages are lost; no thread
-//! sleeps for them, and none reads zeros.
+//! Other code removes pages from a memory file in use as guest memory. The pages are lost; no
+//! thread sleeps for them, and none reads zeros.
 
 use crate::common;
 

@@ -87,7 +87,7 @@ fn a_file_with_content() {
     host.verify();
 }
 
-/// The file has a page that is requested from the source: the file's content counts.
+/// The file already has a requested page: the file's content counts.
 #[lacuna_skip::test]
 fn a_page_that_is_in_the_file_counts() {
     for fill in FILLS {
@@ -294,7 +294,7 @@ fn files_of_the_vmm() {
     host.verify();
 }
 
-/// A file system that is mounted until the value is dropped.
+/// A file system, mounted until the value is dropped.
 struct Mounted(tempfile::TempDir);
 
 impl Mounted {

@@ -73,7 +73,7 @@ pub enum PeerError {
     /// No answer in time.
     #[error("the peer has not sent {page} for {} s", waited.as_secs_f64())]
     Silent {
-        /// The page that was requested first.
+        /// The page of the first request.
         page: SourcePage,
         /// The time since then.
         waited: Duration,

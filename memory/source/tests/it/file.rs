@@ -178,7 +178,7 @@ fn what_a_source_does_is_counted() {
         };
         assert_eq!((stats.asked, stats.provided, stats.failed), (10, 8, 2));
         assert!(stats.p50 > std::time::Duration::ZERO && stats.p50 <= stats.p99);
-        // A second request for the page: the first answer is the one that counts.
+        // A second request for the page: only the first answer counts.
         answers.ask(&source, 0);
         while source.stats().in_flight > 0 {
             std::thread::yield_now();

@@ -60,7 +60,7 @@ impl Fixture {
     }
 }
 
-/// What a handler does with the message.
+/// Receives the message, as a handler does.
 fn receive(socket: &UnixStream) -> (String, Vec<OwnedFd>) {
     let mut bytes = [0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
