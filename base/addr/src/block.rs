@@ -31,11 +31,11 @@ impl BlockNumber {
         GfnRange::new(first, FRAMES).expect("2^36 frames are whole blocks")
     }
 
-    /// How many blocks after `first` it is: the index into an array with an element for each block
-    /// from `first` on.
+    /// The distance from block `first` in blocks: the index into an array with an element for each
+    /// block from `first` on.
     ///
     /// # Panics
-    /// In debug builds, if it is before `first`.
+    /// In debug builds, if the block is before `first`.
     #[inline]
     pub const fn index_from(self, first: Self) -> usize {
         (self.0 - first.0) as usize

@@ -48,8 +48,7 @@ number!(
 );
 number!(
     /// An address in the host memory manager's own numbering: what a slot of the soft backend
-    /// points to. It is no pointer, and no memory lies there: the manager says which frame holds
-    /// the page now.
+    /// points to. It is no pointer: the manager knows which frame holds the page now.
     BackingAddr,
     "{:#x}"
 );
@@ -74,8 +73,8 @@ impl Gpa {
         }
     }
 
-    /// The address without bits 48 and up, as a processor with 48 physical bits takes it from an
-    /// entry that it has already checked for reserved bits.
+    /// The address without bits 48 and up. A processor with 48 physical bits takes an address so
+    /// from an entry, after its check of the reserved bits.
     pub const fn truncate(addr: u64) -> Self {
         Self(addr & ((1 << GPA_BITS) - 1))
     }
@@ -114,14 +113,14 @@ impl Gfn {
         Gpa(self.0 << PAGE_SHIFT)
     }
 
-    /// A frame that other types of this crate have checked before: no second check.
+    /// Makes a frame number without a check: other types of this crate have checked it already.
     #[inline(always)]
     pub(crate) const fn checked_before(gfn: u64) -> Self {
         debug_assert!(Self::new(gfn).is_some());
         Self(gfn)
     }
 
-    /// The 2 MiB block of 512 frames that it is in.
+    /// The frame's 2 MiB block of 512 frames.
     #[inline]
     pub const fn block(self) -> BlockNumber {
         BlockNumber::of(self)
@@ -158,7 +157,7 @@ macro_rules! slot_address {
                 Self(self.0 & !(PAGE_SIZE as u64 - 1))
             }
 
-            /// Whether it is the first byte of a page.
+            /// Whether the address is the first byte of a page.
             pub const fn is_page_aligned(self) -> bool {
                 self.0 & (PAGE_SIZE as u64 - 1) == 0
             }
@@ -205,7 +204,7 @@ impl Pfn {
 }
 
 impl PageCount {
-    /// So many pages.
+    /// A number of `pages` pages.
     pub const fn new(pages: u64) -> Self {
         Self(pages)
     }
@@ -215,7 +214,7 @@ impl PageCount {
         Self(bytes.div_ceil(PAGE_SIZE as u64))
     }
 
-    /// The size in bytes; the largest number if 64 bits do not hold it.
+    /// The size in bytes, saturating.
     pub const fn bytes(self) -> u64 {
         self.0.saturating_mul(PAGE_SIZE as u64)
     }

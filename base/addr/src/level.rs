@@ -2,7 +2,7 @@
 
 use crate::PAGE_SHIFT;
 
-/// The size of what one table leaf maps.
+/// The size that one table leaf maps.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 #[repr(u8)]
 pub enum Level {

@@ -11,7 +11,7 @@
 //! | [`Level`] | size of one table leaf | – |
 //! | [`BlockNumber`] | an aligned block of 512 guest frames | 2 MiB |
 //!
-//! [`room_for`] checks that there is room for the tables that are indexed by them.
+//! [`room_for`] checks that there is room for a table with an entry for each page or block.
 //! [`aligned_piece`] divides a copy of guest memory into integers that do not tear.
 //!
 //! There are no operators between kinds. Each conversion is a named function of the crate that
@@ -39,7 +39,7 @@ pub const PAGE_SIZE: usize = 1 << PAGE_SHIFT;
 /// Highest guest-physical address bit plus one that four-level tables can translate.
 pub const GPA_BITS: u32 = 48;
 
-/// What an access wants to do with a page.
+/// The kind of an access to a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Access {
     /// A data read.

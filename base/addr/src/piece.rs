@@ -1,4 +1,4 @@
-//! How bytes that other threads access are copied: piece by piece, each as one aligned integer.
+//! Copies of bytes that other threads access are made piece by piece, each as one aligned integer.
 
 /// The size in bytes, at most 8, of the largest integer that lies aligned at `at` and has no more
 /// than `left` bytes. A copy that moves each such piece by one atomic access does not tear an

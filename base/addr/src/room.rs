@@ -6,7 +6,7 @@ use core::fmt;
 /// There is no room for a table or for threads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoRoom {
-    /// The size that was asked for.
+    /// The requested size.
     pub bytes: u64,
 }
 
@@ -23,7 +23,7 @@ impl fmt::Display for NoRoom {
 
 impl Error for NoRoom {}
 
-/// Kept free beside each table for small allocations: if one of those fails, Rust ends the process.
+/// Bytes kept free beside each table for small allocations: if one fails, Rust ends the process.
 const BESIDE: u64 = 16 << 20;
 
 /// Address space that a thread may take with its first allocation: glibc maps 128 MiB to cut an
@@ -36,7 +36,7 @@ const ARENA: u64 = 128 << 20;
 /// Call it before making a table that grows with a guest's memory. A refusal here is an error; a
 /// refusal in the allocation itself ends the process. (A fallible allocation would touch the whole
 /// table to fill it. A table of zeros made by `collect` is untouched kernel memory, and most of it
-/// stays so.)
+/// stays untouched.)
 ///
 /// # Errors
 /// [`NoRoom`], with the size.
