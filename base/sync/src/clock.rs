@@ -1,4 +1,4 @@
-//! The time, which is injected.
+//! The injected time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -45,7 +45,7 @@ impl Clock for HostClock {
 pub struct VirtualClock(AtomicU64);
 
 impl VirtualClock {
-    /// Moves time forward by `ns`, at most to the last time that there is. One thread moves it.
+    /// Moves time forward by `ns`, saturating. Only one thread moves it.
     pub fn advance(&self, ns: u64) {
         self.advance_to(self.now().after(ns));
     }

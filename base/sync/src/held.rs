@@ -1,4 +1,4 @@
-//! The locks that a thread holds: recorded and checked in debug builds, nothing in release builds.
+//! A thread's held locks: debug builds record and check them, release builds do nothing.
 
 #[cfg(debug_assertions)]
 pub(crate) use checked::{Held, assert_may_wait};
@@ -60,7 +60,7 @@ mod checked {
         }
 
         fn record(self) -> Held {
-            // Fails only while the thread ends and its thread-local values are gone.
+            // This fails only while the thread ends and its thread-local values are gone.
             let _ = HELD.try_with(|held| held.borrow_mut().push(self));
             Held(self, PhantomData)
         }
@@ -82,7 +82,7 @@ mod checked {
         found.ok().flatten()
     }
 
-    /// A lock that the thread holds. As a guard, it stays on its thread.
+    /// A held lock. Like a guard, it stays on its thread.
     pub(crate) struct Held(Lock, PhantomData<MutexGuard<'static, ()>>);
 
     impl Held {
@@ -94,7 +94,7 @@ mod checked {
             (guard, Lock::of::<C>().record())
         }
 
-        /// Records a lock that was taken without waiting, which cannot deadlock.
+        /// Records a lock that was taken without waiting. Such a lock cannot deadlock.
         pub(crate) fn tried<C: LockClass>() -> Self {
             Lock::of::<C>().record()
         }

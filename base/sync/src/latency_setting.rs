@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The latency that is added to each operation of a device. Clones share one value. It may change
-/// while the device works: an operation in flight keeps its deadline.
+/// The latency added to each operation of a device. Clones share one value. If it changes while the
+/// device works, an operation in flight keeps its deadline.
 ///
-/// Reads may take a sequence of latencies instead ([`LatencySetting::sequence`]). The sequence is
-/// given, so that two measurements can have the same latencies in the same order.
+/// Reads may take a sequence of latencies instead ([`LatencySetting::sequence`]). The caller gives
+/// the sequence, so two measurements can have the same latencies in the same order.
 #[derive(Clone, Debug, Default)]
 pub struct LatencySetting(Arc<SharedLatency>);
 
@@ -17,7 +17,7 @@ struct SharedLatency {
     ns: AtomicU64,
     /// Whether reads take their latencies from `sequence`.
     in_sequence: AtomicBool,
-    /// The reads that have taken a latency from `sequence`, plus the place where it was begun.
+    /// The start index in `sequence` plus the number of reads that have taken a latency since.
     place: AtomicU64,
     sequence: Box<[u64]>,
 }
@@ -34,7 +34,8 @@ impl LatencySetting {
         setting
     }
 
-    /// A new setting of no latency, which [`LatencySetting::begin`] changes to `latencies`.
+    /// A new setting without latency, until [`LatencySetting::begin`] starts the sequence
+    /// `latencies`.
     ///
     /// # Panics
     /// If `latencies` is empty.
@@ -72,7 +73,7 @@ impl LatencySetting {
         self.0.ns.load(Ordering::Relaxed)
     }
 
-    /// The latency in nanoseconds of a read that is submitted now. A sequence advances by one.
+    /// The latency in nanoseconds of a read submitted now. A sequence advances by one.
     pub fn read_ns(&self) -> u64 {
         let SharedLatency {
             in_sequence, place, ..

@@ -1,4 +1,4 @@
-//! The order of the locks: the one of `docs/locking.md`.
+//! The order of the locks (`docs/locking.md`).
 //!
 //! Each lock of the memory, engine, processor, backend and migration crates has a type here, which
 //! is a parameter of the lock's own type:
@@ -18,7 +18,7 @@
 /// The ranks, from the outermost to the innermost.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Rank {
-    /// The readers of a VM's log of writes. The holder makes a harvest, so it may wait.
+    /// The readers of a VM's log of writes. The holder harvests the log, so it may wait.
     Log,
     /// One operation on a VM at a time. The holder may wait for vCPUs, I/O and other threads.
     Vm,
@@ -45,7 +45,7 @@ impl Rank {
 pub trait LockClass {
     /// Its place in the order.
     const RANK: Rank;
-    /// Its name in messages: the field that holds it.
+    /// Its name in messages: the field with the lock.
     const NAME: &'static str;
 }
 

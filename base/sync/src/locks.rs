@@ -24,7 +24,7 @@ pub struct Mutex<T, C> {
     class: PhantomData<fn() -> C>,
 }
 
-/// A [`Mutex`] that is held. Dropping it unlocks.
+/// A held [`Mutex`]. Dropping it unlocks.
 #[must_use = "dropping it unlocks"]
 pub struct MutexGuard<'a, T> {
     inner: shim::MutexGuard<'a, T>,
@@ -43,7 +43,7 @@ impl<T, C: LockClass> Mutex<T, C> {
     /// Takes the lock.
     ///
     /// # Errors
-    /// A thread has panicked while it held the lock; the error has the guard.
+    /// A thread has panicked while it held the lock. The error contains the guard.
     #[inline]
     #[track_caller]
     pub fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
@@ -63,7 +63,7 @@ impl<T, C: LockClass> Mutex<T, C> {
     /// wait for the lock.
     ///
     /// # Errors
-    /// It is not free; or as [`Mutex::lock`].
+    /// The lock is not free; or as [`Mutex::lock`].
     #[inline]
     pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
         let guard = |inner| MutexGuard {
@@ -109,14 +109,14 @@ pub struct RwLock<T, C> {
     class: PhantomData<fn() -> C>,
 }
 
-/// An [`RwLock`] that is held by a reader. Dropping it unlocks.
+/// An [`RwLock`] held by a reader. Dropping it unlocks.
 #[must_use = "dropping it unlocks"]
 pub struct RwLockReadGuard<'a, T> {
     inner: shim::RwLockReadGuard<'a, T>,
     _held: Held,
 }
 
-/// An [`RwLock`] that is held by its writer. Dropping it unlocks.
+/// An [`RwLock`] held by its writer. Dropping it unlocks.
 #[must_use = "dropping it unlocks"]
 pub struct RwLockWriteGuard<'a, T> {
     inner: shim::RwLockWriteGuard<'a, T>,
@@ -132,7 +132,7 @@ impl<T, C: LockClass> RwLock<T, C> {
         }
     }
 
-    /// Takes the lock together with other readers.
+    /// Takes the lock for reading, together with other readers.
     ///
     /// # Errors
     /// As [`Mutex::lock`].
@@ -219,7 +219,7 @@ impl Condvar {
         map(result, |inner| MutexGuard { inner, held })
     }
 
-    /// As [`Condvar::wait`], for at most `patience`. The caller looks itself what has changed.
+    /// As [`Condvar::wait`], for at most `patience`. The caller checks the condition again.
     ///
     /// # Errors
     /// As [`Mutex::lock`].
@@ -250,8 +250,7 @@ impl Condvar {
         Ok(guard)
     }
 
-    /// Waits until `waits` is false, but for at most `patience`. The caller looks itself whether it
-    /// is false.
+    /// Waits until `waits` is false, but for at most `patience`. The caller checks `waits` again.
     ///
     /// # Errors
     /// As [`Mutex::lock`].

@@ -2,9 +2,9 @@
 
 use std::ops::{Deref, DerefMut};
 
-/// A value that shares its cache lines with no other. So frequent writes to it by one processor do
-/// not take its neighbours in memory away from other processors. 128 bytes, because processors
-/// fetch lines in pairs.
+/// A value that shares its cache lines with no other. So if one processor often writes the value,
+/// other processors keep their copies of its neighbours. The alignment is 128 bytes, because
+/// processors fetch lines in pairs.
 #[derive(Default, Debug)]
 #[repr(align(128))]
 pub struct CachePadded<T>(T);

@@ -19,12 +19,12 @@
 //! There are two Dekker exchanges. Filter: either the remover sees that the vCPU has noted the
 //! block, or the vCPU's walk sees that the leaf is gone. Online: either the remover sees the vCPU
 //! online and waits for it, or the vCPU, when it goes online, sees the new `wanted` and flushes
-//! before its first access. An offline vCPU keeps its TLB, so its `wanted` is set too; but it is
-//! not waited for.
+//! before its first access. An offline vCPU keeps its TLB, so the remover sets its `wanted` too,
+//! but does not wait for it.
 //!
-//! A vCPU that has noted none of the blocks gets no request, is not waited for and does not flush.
-//! A caller that only needs to know that each vCPU has left guest code once uses a [`KickAll`]: it
-//! is the online exchange again, but no TLB is flushed.
+//! A vCPU that has noted none of the blocks gets no request and does not flush, and the remover
+//! does not wait for it. If a caller needs only that each vCPU leaves guest code once, it uses a
+//! [`KickAll`]: the online exchange without a flush.
 //!
 //! A filter starts with *every block*, so a vCPU that does not use its filter is always requested.
 //! A vCPU uses its filter from its first [`VcpuSlot::flushed`] on.
@@ -42,7 +42,7 @@ const OFFLINE: u64 = u64::MAX;
 #[must_use = "it has to be waited for"]
 pub struct KickAll(Box<[Option<u64>]>);
 
-/// One vCPU's state, alone on its cache lines, and on the pairs in which they are fetched.
+/// One vCPU's state, alone on its cache lines and on the pairs in which processors fetch them.
 #[repr(align(128))]
 pub struct VcpuSlot {
     /// The value of `wanted` when the vCPU last went online or passed a quiescent point.
@@ -107,14 +107,14 @@ impl Qsbr {
     }
 
     /// Starts a grace period for every vCPU that `concerns` selects. If it selects none, returns
-    /// grace period zero, which has always passed.
+    /// grace period zero, which counts as passed.
     fn address(&self, mut concerns: impl FnMut(&VcpuSlot) -> bool) -> GracePeriod {
         let mut grace = 0;
         for vcpu in self.vcpus.iter().filter(|vcpu| concerns(vcpu)) {
             if grace == 0 {
                 grace = self.grace.fetch_add(1, Ordering::SeqCst) + 1;
             }
-            // The greatest value wins: two removers may arrive here in the other order.
+            // Keep the greatest value: two removers may arrive here in the opposite order.
             vcpu.wanted.fetch_max(grace, Ordering::SeqCst);
         }
         if grace != 0 {
@@ -126,18 +126,17 @@ impl Qsbr {
         GracePeriod(grace)
     }
 
-    /// Whether every vCPU of `grace` has flushed or has been offline since.
+    /// Whether every vCPU of `grace` has flushed or has been offline since its request.
     ///
-    /// A vCPU that only a later grace period concerns is waited for too, because it has a request
-    /// as well.
+    /// This also waits for a vCPU that only a later grace period concerns: it has a request, too.
     pub fn passed(&self, grace: GracePeriod) -> bool {
         self.vcpus.iter().all(|vcpu| vcpu.passed(grace.0))
     }
 
-    /// Makes every vCPU that is online go offline once. Does not wait.
+    /// Makes every online vCPU go offline once. Does not wait.
     pub fn kick_all(&self) -> KickAll {
-        // Pairs with the fence in `online`: a vCPU that is not seen online sees all stores before
-        // this.
+        // Pairs with the fence in `online`: if this thread does not see a vCPU online, that vCPU
+        // sees all stores before this fence.
         fence(Ordering::SeqCst);
         let stay = |vcpu: &VcpuSlot| {
             (vcpu.seen.load(Ordering::SeqCst) != OFFLINE).then(|| {
@@ -149,7 +148,7 @@ impl Qsbr {
         KickAll(self.vcpus.iter().map(stay).collect())
     }
 
-    /// Whether every one of these vCPUs has been offline since.
+    /// Whether each of these vCPUs has been offline since the kick.
     pub fn all_left(&self, kick: &KickAll) -> bool {
         let over = |(vcpu, stay): (&VcpuSlot, &Option<u64>)| {
             // Acquire: the caller then sees what the vCPU did before it went offline. It may have
@@ -233,13 +232,13 @@ impl VcpuSlot {
         self.filter.note(block);
     }
 
-    /// The vCPU's TLB is empty, so the filter is emptied. The vCPU itself calls this at a quiescent
-    /// point, right after the flush, and only if it notes every walk from now on.
+    /// Empties the filter, because the vCPU's TLB is empty. The vCPU itself calls this at a
+    /// quiescent point, right after the flush, and only if it notes every walk from now on.
     pub fn flushed(&self) {
         self.filter.clear();
     }
 
-    /// Acquire: a caller that sees it also sees all that the vCPU did before.
+    /// Acquire: a caller that sees the new value also sees all that the vCPU did before.
     fn passed(&self, grace: u64) -> bool {
         self.seen.load(Ordering::SeqCst) >= grace || self.wanted.load(Ordering::SeqCst) < grace
     }

@@ -4,8 +4,8 @@
 //! range locks. Neighbouring blocks have different locks, and so have blocks that are a power of
 //! two apart: guests often give each thread an equal share of memory, and the threads advance in
 //! step. A range lock has a lock bit, a count of invalidations in progress, and a sequence number.
-//! It exists whether or not anything is mapped, so an invalidation also excludes faults in blocks
-//! in which it found nothing to unmap.
+//! The lock exists even if nothing is mapped, so an invalidation also excludes faults in blocks
+//! where it found nothing to unmap.
 //!
 //! ```text
 //! fault:        s = invalidate_seq(block)     resolve the page    guard = lock(block)
@@ -14,10 +14,10 @@
 //!               invalidate_end: lock, seq += 1, in_progress -= 1, drop
 //! ```
 //!
-//! Either the fault's critical section is first, and `invalidate_begin` finds and unmaps what it
-//! installed; or `invalidate_begin` is first, and the fault sees `in_progress > 0` or a moved
-//! `seq`. `seq` moves at the end, as in KVM (`Documentation/virt/kvm/locking.rst`), but per range
-//! lock: an invalidation makes only faults near it retry.
+//! Either the fault's critical section is first, and `invalidate_begin` finds and unmaps the new
+//! leaf; or `invalidate_begin` is first, and the fault sees `in_progress > 0` or a moved `seq`.
+//! `seq` moves at the end, as in KVM (`Documentation/virt/kvm/locking.rst`), but per range lock: an
+//! invalidation makes only faults near it retry.
 
 use crate::held::Held;
 use crate::lock_order;
@@ -26,13 +26,13 @@ use std::ops::Range;
 
 /// One lock word: bit 0 locked, bits 1..=15 invalidations in progress, bits 16.. sequence.
 ///
-/// One word, so that reading the sequence is one load and a guard's release is one store.
+/// In one word, a read of the sequence is one load, and the release of a guard is one store.
 const LOCKED: u64 = 1;
 const IN_PROGRESS_ONE: u64 = 1 << 1;
 const IN_PROGRESS_MASK: u64 = 0x7fff << 1;
 const SEQ_ONE: u64 = 1 << 16;
 
-/// The sequence that a fault read before it asked for its page.
+/// The sequence read by a fault before it asked for its page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct InvalidateSeq(u64);
@@ -45,7 +45,7 @@ pub struct RangeLocks {
     locks: Box<[RangeLock]>,
 }
 
-/// A range lock that is held; dropping it unlocks.
+/// A held range lock. Dropping it unlocks.
 pub struct RangeGuard<'a> {
     word: &'a AtomicU64,
     value: u64,
@@ -142,7 +142,8 @@ fn lock_word(word: &AtomicU64) -> u64 {
 }
 
 impl InvalidateSeq {
-    /// Whether an invalidation was in progress when it was read: such a fault may as well wait.
+    /// Whether an invalidation was in progress when the sequence was read: such a fault may as well
+    /// wait.
     pub const fn invalidate_in_progress(self) -> bool {
         self.0 & IN_PROGRESS_MASK != 0
     }
@@ -150,7 +151,7 @@ impl InvalidateSeq {
 
 impl RangeGuard<'_> {
     /// Whether the fault must be retried: an invalidation is in progress, or one has ended since
-    /// `seq` was read. Then a page that was resolved after `seq` must not be installed.
+    /// `seq` was read. Then a page resolved after `seq` must not be installed.
     #[inline]
     pub fn invalidate_retry(&self, seq: InvalidateSeq) -> bool {
         self.value != seq.0 || self.value & IN_PROGRESS_MASK != 0
@@ -172,7 +173,7 @@ impl RangeGuard<'_> {
         self.value += IN_PROGRESS_ONE;
     }
 
-    /// It ends: its mappings are gone from every TLB.
+    /// The invalidation ends: its mappings are gone from every TLB.
     pub fn invalidate_end(&mut self) {
         assert!(
             self.value & IN_PROGRESS_MASK != 0,

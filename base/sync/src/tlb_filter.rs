@@ -17,8 +17,7 @@
 use crate::shim::{AtomicU64, Ordering, fence};
 use std::ops::Range;
 
-/// One word under loom: its models have few blocks, and each word multiplies the states that loom
-/// explores.
+/// Loom uses one word: its models have few blocks, and each word multiplies the states to explore.
 const WORDS: usize = if cfg!(loom) { 1 } else { 64 };
 
 /// The TLB residency filter of one vCPU. It has cache lines of its own, because its vCPU writes it
@@ -52,11 +51,11 @@ impl TlbFilter {
     }
 
     /// Call this after the TLB was flushed. Release: a remover that sees a clear bit also sees
-    /// every earlier access that was made through the TLB.
+    /// every earlier access through the TLB.
     pub(crate) fn clear(&self) {
         for word in &self.0 {
-            // Most words are zero already. A cache line that is not written here stays valid in
-            // the caches of the removers.
+            // Most words are zero already. An unwritten cache line stays valid in the removers'
+            // caches.
             if word.load(Ordering::Relaxed) != 0 {
                 word.store(0, Ordering::Release);
             }
@@ -127,7 +126,7 @@ impl Blocks {
         }
     }
 
-    /// Adds all that is in `other`.
+    /// Adds the blocks of `other`.
     pub fn join(&mut self, mut other: Self) {
         // If only one of the sets has bits, add the run of the other to it.
         if let Set::Bits(_) = other.0 {

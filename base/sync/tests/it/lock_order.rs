@@ -89,7 +89,7 @@ mod violations {
         });
         let (taken, held) = ("Mmu::layout of rank Vm", "Frames::free (host) of rank Leaf");
         names(&message, taken, held);
-        // The lock that was refused is neither held nor poisoned, and none is recorded.
+        // The refused lock is neither held nor poisoned, and no lock is recorded.
         drop(layout.lock().unwrap());
     }
 

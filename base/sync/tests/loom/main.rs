@@ -4,7 +4,7 @@
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
 //!     CARGO_TARGET_DIR=target/loom cargo test -p lacuna-sync --test loom --release
 //! ```
-//! The goal is always the same: *a frame is reused only when no thread can access it any more*. The
+//! Every model checks one rule: *a frame is reused only when no thread can access it any more*. The
 //! frame is a loom cell that both sides access as plain memory. Reuse is an exclusive access: loom
 //! fails if, in any interleaving and any reordering that the memory model allows, an access is not
 //! ordered before it or can follow it.
@@ -130,7 +130,7 @@ impl<'w> Vcpu<'w> {
         }
     }
 
-    /// One access: by the TLB, else by a walk; nothing if the page is not mapped.
+    /// Accesses the page by the TLB, else by a walk. Does nothing if the page is not mapped.
     fn access(&mut self) {
         self.tlb = self.tlb || self.fixture.mapped.load(Ordering::Acquire);
         if self.tlb {
@@ -242,7 +242,7 @@ fn no_access_goes_through_a_stale_tlb_after_the_shoot_down() {
 
 #[test]
 fn a_poked_vcpu_lets_the_remover_go_on() {
-    // The vCPU never goes offline by itself: only the request can end the wait.
+    // The vCPU never goes offline by itself, so only the request can end the wait.
     loom::model(|| {
         let fixture = Fixture::new(1);
         fixture.mapped.store(true, Ordering::Release);
@@ -266,7 +266,7 @@ fn a_poked_vcpu_lets_the_remover_go_on() {
     });
 }
 
-/// A remover beside a thread that makes another request and does not wait.
+/// A remover runs beside a thread that makes another request and does not wait.
 fn a_remover_beside(request: fn(&Qsbr)) {
     loom::model(move || {
         let fixture = Fixture::new(1);
@@ -298,7 +298,7 @@ fn a_remover_beside(request: fn(&Qsbr)) {
 
 #[test]
 fn a_request_that_nobody_waits_for_disturbs_no_remover() {
-    // An aging pass makes such a request.
+    // An aging pass makes a request without a wait.
     a_remover_beside(|qsbr| {
         let _ = qsbr.request();
     });
@@ -311,8 +311,8 @@ fn a_pass_keeps_no_tlb_from_its_flush() {
 
 #[test]
 fn after_a_pass_nobody_does_what_was_forbidden_before() {
-    // `mapped` is a rule that the vCPU reads once each time it is online, `frame` what it does
-    // then.
+    // The vCPU reads `mapped`, a rule, once each time it is online. `frame` is its action under
+    // that rule.
     loom::model(|| {
         let fixture = Fixture::new(1);
         fixture.mapped.store(true, Ordering::Release);

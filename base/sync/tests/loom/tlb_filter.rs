@@ -1,7 +1,7 @@
 //! Shoot-downs that address only the vCPUs that may hold the block.
 //!
-//! Two pages in two blocks, each with its frame. A vCPU notes a block before it walks, and empties
-//! its filter together with its TLB.
+//! There are two pages in two blocks, each with its frame. A vCPU notes a block before it walks,
+//! and empties its filter together with its TLB.
 
 use lacuna_sync::shim::thread::{self, yield_now};
 use lacuna_sync::shim::{Arc, AtomicBool, Ordering};
@@ -53,7 +53,7 @@ struct Vcpu {
 }
 
 impl Vcpu {
-    /// Online, with an empty TLB, and a filter that is in use from here on.
+    /// An online vCPU with an empty TLB. Its filter is in use from here on.
     fn new(fixture: &Arc<Fixture>) -> Self {
         let mut vcpu = Self {
             fixture: Arc::clone(fixture),
