@@ -1,4 +1,4 @@
-//! Memory that is missing page by page, for programs without `unsafe`.
+//! Memory whose pages are missing, for programs without `unsafe`.
 //!
 //! UNSAFETY: this file maps memory, registers it, and writes to it. The mapping has one owner, its
 //! bytes are accessed by atomics alone, and no reference to it leaves this file.

@@ -1,7 +1,7 @@
-//! Ioctls that return a count. `rustix` has a type only for ioctls that return nothing except what
-//! they write through their argument.
+//! Ioctls that return a count. `rustix` has types only for ioctls that return nothing, or that
+//! write their result through their argument.
 //!
-//! UNSAFETY: the trait asks for promises about the pointer that the kernel is given. The caller of
+//! UNSAFETY: the trait asks for promises about the pointer that goes to the kernel. The caller of
 //! [`Counted::new`] makes them.
 
 use rustix::io;

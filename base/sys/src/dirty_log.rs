@@ -1,8 +1,8 @@
 //! The calls of KVM's dirty logging that `kvm-ioctls` lacks (`Documentation/virt/kvm/api.rst`):
 //! clearing a part of the log, and resetting the rings.
 //!
-//! UNSAFETY: one ioctl reads a bitmap by its address. Neither changes memory of this process: they
-//! change which pages the guest may write without a notice to KVM.
+//! UNSAFETY: one ioctl reads a bitmap by its address. The ioctls change no memory of this process,
+//! only which guest writes KVM notices.
 
 use crate::counted::Counted;
 use rustix::fd::BorrowedFd;
@@ -57,8 +57,8 @@ pub unsafe fn clear_dirty_log(
     unsafe { ioctl(vm, Updater::<CLEAR_DIRTY_LOG, _>::new(&mut clear)) }
 }
 
-/// `KVM_RESET_DIRTY_RINGS`: frees the ring entries that were marked as harvested, write-protects
-/// their pages again and flushes. Returns the number of entries; a signal may end it early.
+/// `KVM_RESET_DIRTY_RINGS`: frees the ring entries marked as harvested, write-protects their pages
+/// again and flushes. Returns the number of entries; a signal may end it early.
 ///
 /// # Safety
 /// `vm` is the descriptor of a KVM virtual machine.

@@ -4,13 +4,13 @@
 //!   kernel records writes. `rustix` makes the descriptor; its ioctls and events are here.
 //! * [`MissingArea`]: memory with missing pages, for programs without `unsafe`.
 //! * [`Toucher`]: a thread waits for a missing page, and another thread can end the wait.
-//! * [`TakenPages`]: pages that the kernel takes away, and the signal that says so.
+//! * [`TakenPages`]: pages that the kernel takes away, and the `SIGBUS` of the next access.
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
 //! * [`PageReads`]: reads of pages of a file by io_uring.
 //! * [`clear_dirty_log`], [`reset_dirty_rings`]: two calls of KVM's dirty logging.
-//! * [`VcpuStatistic`]: a statistic that KVM keeps of a vCPU.
+//! * [`VcpuStatistic`]: one of KVM's statistics of a vCPU.
 //!
-//! An *unsafe room*: these calls change the process's own memory, or are given its addresses.
+//! An *unsafe room*: these calls change the process's own memory, or take its addresses.
 
 mod area;
 mod counted;

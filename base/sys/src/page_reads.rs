@@ -1,5 +1,5 @@
-//! Reads of pages of one file through an io_uring: many in flight, started and taken in by one
-//! thread.
+//! Reads of pages of one file through an io_uring. One thread starts many reads and takes in their
+//! results.
 //!
 //! ```text
 //! start: a buffer, a submission ─► wait: io_uring_enter ─► finished: the result; a free buffer
@@ -19,7 +19,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// The number that no read has: the read of the eventfd.
+/// The number of the eventfd's read. No page read has it.
 const WAKE: u64 = u64::MAX;
 
 /// Reads in flight, each with a value of the caller's.
@@ -32,7 +32,7 @@ pub struct PageReads<T> {
     values: Vec<Option<T>>,
     free: Vec<u32>,
     waker: Waker,
-    /// What the eventfd is read into.
+    /// The buffer for the value of the eventfd.
     wakes: Box<UnsafeCell<[u8; 8]>>,
     /// Whether the read of the eventfd is in flight.
     listens: bool,
@@ -43,20 +43,21 @@ pub struct PageReads<T> {
 pub struct Waker(Arc<OwnedFd>);
 
 impl Waker {
-    /// Ends the wait that is in progress, or else the next one.
+    /// Ends the present wait, or else the next one.
     pub fn wake(&self) {
-        // It fails only if the counter is full: then the wait ends anyway.
+        // The write fails only if the counter is full: then the wait ends anyway.
         let _ = write(&*self.0, &1u64.to_ne_bytes());
     }
 }
 
 impl<T> PageReads<T> {
-    /// Reads of `file`, at most `depth` in flight.
+    /// Prepares reads of `file`, at most `depth` in flight.
     ///
     /// # Errors
     /// io_uring is missing or forbidden, or there are no descriptors left.
     pub fn new(file: OwnedFd, depth: u32) -> io::Result<Self> {
-        // One place more, for the eventfd. The completion queue has twice as many places.
+        // The ring has one more place, for the eventfd. The completion queue has twice as many
+        // places.
         let ring = IoUring::new(depth + 1)?;
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
@@ -78,7 +79,7 @@ impl<T> PageReads<T> {
         })
     }
 
-    /// What wakes the thread that waits here.
+    /// A handle that ends [`PageReads::wait`].
     pub fn waker(&self) -> Waker {
         self.waker.clone()
     }
@@ -93,8 +94,8 @@ impl<T> PageReads<T> {
         self.free.len() == self.buffers.len()
     }
 
-    /// Starts a read of 4 KiB at `offset`, with the next [`PageReads::wait`]. Gives `value` back if
-    /// too many reads are in flight.
+    /// Queues a read of 4 KiB at `offset`; the next [`PageReads::wait`] submits it. Gives `value`
+    /// back if too many reads are in flight.
     ///
     /// # Errors
     /// There is no room ([`PageReads::has_room`]).
@@ -112,7 +113,7 @@ impl<T> PageReads<T> {
         Ok(())
     }
 
-    /// Submits what was started, and waits until a read is done or [`Waker::wake`] is called.
+    /// Submits the started reads, and waits until a read is done or [`Waker::wake`] is called.
     ///
     /// # Errors
     /// The kernel has refused the call. Nothing is lost: the caller may call again.
@@ -131,8 +132,8 @@ impl<T> PageReads<T> {
         }
     }
 
-    /// Calls `each` for every read that is done: with its bytes, fewer than 4 KiB at the end of the
-    /// file, or with the error of the read.
+    /// Calls `each` for every finished read: with its bytes, fewer than 4 KiB at the end of the
+    /// file, or with its error.
     pub fn finished(&mut self, mut each: impl FnMut(T, Result<&[u8], Errno>)) {
         while let Some((number, result)) = self.next() {
             let Some(value) = self.values[number as usize].take() else {
@@ -163,12 +164,12 @@ impl<T> PageReads<T> {
     }
 
     /// # Safety
-    /// What the submission names stays valid until its completion.
+    /// The descriptor and the memory in the submission stay valid until its completion.
     unsafe fn push(&mut self, entry: &io_uring::squeue::Entry) {
         // SAFETY: as the caller promises.
         let pushed = unsafe { self.ring.submission().push(entry) };
-        // A place for each buffer and one for the eventfd; `start` and `wait` push only when the
-        // earlier submission of that place has completed.
+        // The queue has a place for each buffer and one for the eventfd. `start` and `wait` push
+        // only when the earlier submission of that place has completed.
         debug_assert!(pushed.is_ok(), "as many places as reads");
     }
 }
@@ -183,7 +184,7 @@ impl<T> Drop for PageReads<T> {
                 .submit_and_wait(1)
                 .is_err_and(|error| error.kind() != io::ErrorKind::Interrupted)
             {
-                // The kernel may still write there: the buffers are never freed.
+                // The kernel may still write there, so the buffers are never freed.
                 std::mem::forget(std::mem::take(&mut self.buffers));
                 std::mem::forget(std::mem::take(&mut self.wakes));
                 return;

@@ -27,7 +27,7 @@ const PRESENT: u64 = 1 << 3;
 const SWAPPED: u64 = 1 << 4;
 /// `PM_SCAN_WP_MATCHING`.
 const WP_MATCHING: u64 = 1;
-/// `PM_SCAN_CHECK_WPASYNC`: refuse ranges that are not tracked instead of skipping them.
+/// `PM_SCAN_CHECK_WPASYNC`: refuse untracked ranges instead of skipping them.
 const CHECK_WPASYNC: u64 = 1 << 1;
 /// Ranges in one answer.
 const RANGES: usize = 512;
@@ -61,16 +61,16 @@ struct PageRegion {
 // The first size is part of the ioctl's number; both are the kernel's (linux/fs.h).
 const _: () = assert!(size_of::<PmScanArg>() == 96 && size_of::<PageRegion>() == 24);
 
-/// What happens to the pages that a scan finds.
+/// The treatment of the pages that a scan finds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Written {
-    /// They still count as written.
+    /// The pages still count as written.
     Keep,
-    /// Each is protected at the moment it is scanned, and counts as clean from then on.
+    /// The scan protects each page in the same step. The page counts as clean from then on.
     Protect,
 }
 
-/// The page table of this process, as `/proc` gives it.
+/// The page table of this process, read through `/proc`.
 #[derive(Debug)]
 pub struct Pagemap(File);
 
@@ -85,8 +85,8 @@ impl Pagemap {
         file.map(Self).map_err(errno)
     }
 
-    /// Calls `each` with the written pages of `range`, ascending, neighbours together. Pages that
-    /// are neither in memory nor in swap count as clean, and get no mark.
+    /// Calls `each` with the runs of written pages of `range`, ascending. Pages that are neither in
+    /// memory nor in swap count as clean, and get no mark.
     ///
     /// # Errors
     /// `NOTTY`: Linux before 6.7; `PERM`: not a range that tracks writes.
@@ -115,8 +115,8 @@ impl Pagemap {
             return_mask: WRITTEN,
         };
         while scan.start < scan.end {
-            // A new pointer for each call: reading `found` between two calls ends the right of an
-            // older pointer to write it.
+            // Each call needs a new pointer: a read of `found` between two calls ends an older
+            // pointer's right to write it.
             scan.vec = found.as_mut_ptr().expose_provenance() as u64;
             // SAFETY: 1. PAGEMAP_SCAN takes a `struct pm_scan_arg`. 2. It writes at most `vec_len`
             // regions at `vec`, which `found` has. 3. Protecting pages changes no byte of them.
@@ -127,8 +127,8 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Says of each page of `range` whether it has been touched: it is in memory, or Linux has
-    /// swapped it out. That takes about 10 ns a page.
+    /// Whether each page of `range` has been touched: it is in memory, or Linux has swapped it out.
+    /// The call takes about 10 ns a page.
     ///
     /// # Errors
     /// As `read(2)`.

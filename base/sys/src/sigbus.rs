@@ -1,6 +1,5 @@
-//! Pages that the kernel takes away: a memory error, `UFFDIO_POISON`, a memory file that became
-//! shorter, no huge page left. The next access gets `SIGBUS`, whose default action ends the
-//! process.
+//! Pages that the kernel takes away: a memory error, `UFFDIO_POISON`, a shortened memory file, no
+//! huge page left. The next access gets `SIGBUS`, whose default action ends the process.
 //!
 //! ```text
 //! access -> SIGBUS -> the page's bit, then the count, then a new page of zeros -> access again
@@ -8,20 +7,20 @@
 //! owner of the range: TakenPages::count, TakenPages::take
 //! ```
 //! [`TakenPages`] watches a range of addresses. The handler puts a page of zeros at the address,
-//! and the access finds that page. Only by the count can a thread detect that it may have read such
-//! zeros. The handler increments the count *before* it maps the zeros. So a thread that reads the
-//! count after its accesses, and finds the old value, has read no such page.
+//! and the access finds that page. Only the count tells a thread that it may have read these zeros.
+//! The handler increments the count *before* it maps the zeros. So if a thread reads the count
+//! after its accesses and finds the old value, it has read no such zeros.
 //!
 //! If a thread blocks `SIGBUS`, the kernel ends the process at the thread's failed access. So each
-//! thread that accesses such a range calls [`TakenPages::unblock_signal`] before.
+//! thread calls [`TakenPages::unblock_signal`] before it accesses such a range.
 //!
-//! Every other `SIGBUS` goes to the handler that was there before, and to the default action if
-//! there was none. The handler is installed once and stays. Code that installs another one later
-//! has to call this one, as all handlers of synchronous signals do.
+//! Every other `SIGBUS` goes to the handler installed before this one, or to the default action if
+//! there was none. The handler is installed once and stays. A handler installed later has to call
+//! this one, as is usual for synchronous signals.
 //!
 //! UNSAFETY: a signal handler that replaces mappings. It may interrupt any code, so it allocates
 //! nothing, takes no lock and calls only system calls. It finds the ranges in a table of atomics.
-//! An entry is freed when no thread is inside of the handler.
+//! An entry is freed when no thread is inside the handler.
 
 use crate::Errno;
 use crate::signals::unblock;
@@ -37,13 +36,13 @@ use std::thread::yield_now;
 
 /// Pages of a huge page of 2 MiB.
 const HUGE: usize = (2 << 20) / PAGE_SIZE;
-/// Ranges that can be watched at once.
+/// The most ranges watched at once.
 const RANGES: usize = 1024;
 /// Watched ranges. A null pointer is a free entry.
 static TABLE: [AtomicPtr<Record>; RANGES] = [const { AtomicPtr::new(null_mut()) }; RANGES];
-/// Threads that are in the handler, and may use an entry of the table.
+/// The number of threads inside the handler, which may use entries of the table.
 static INSIDE: AtomicUsize = AtomicUsize::new(0);
-/// What handled `SIGBUS` before.
+/// The previous action of `SIGBUS`.
 static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(null_mut());
 
 /// A watched range.
@@ -52,7 +51,7 @@ struct Record {
     pages: usize,
     /// How often a page was replaced.
     count: AtomicU64,
-    /// A bit a page: it was replaced, and the owner has not taken the bit yet.
+    /// One bit for each page: it was replaced, and the owner has not taken the bit yet.
     taken: Box<[AtomicU64]>,
 }
 
@@ -69,9 +68,8 @@ unsafe impl Send for TakenPages {}
 unsafe impl Sync for TakenPages {}
 
 impl TakenPages {
-    /// From now on an access to a page of `range` that the kernel has taken away finds zeros there,
-    /// and the page is recorded. Installs the handler of `SIGBUS` if this process has not yet done
-    /// so.
+    /// From now on, if the kernel takes away a page of `range`, an access to it finds zeros, and
+    /// the page is recorded. Installs the handler of `SIGBUS` if this process has not yet done so.
     ///
     /// # Safety
     /// The range is memory of the caller's, readable and writable. It stays mapped while this value
@@ -104,7 +102,7 @@ impl TakenPages {
         }
     }
 
-    /// The calling thread takes `SIGBUS` from now on, whatever its creator has blocked. Only the
+    /// Unblocks `SIGBUS` for the calling thread: its creator may have blocked the signal. Only the
     /// first call of each thread makes a system call.
     #[inline]
     pub fn unblock_signal() {
@@ -121,11 +119,11 @@ impl TakenPages {
         unsafe { &*self.record }
     }
 
-    /// How often a page of the range was replaced. A thread that has read zeros of such a page
-    /// finds that this number has grown.
+    /// How often a page of the range was replaced. After a thread has read the zeros of a replaced
+    /// page, it finds a greater number.
     #[inline]
     pub fn count(&self) -> u64 {
-        // Acquire: the caller then finds the pages, too.
+        // Acquire: the caller then finds the recorded pages, too.
         self.record().count.load(Ordering::Acquire)
     }
 
@@ -148,8 +146,8 @@ impl TakenPages {
 impl Drop for TakenPages {
     fn drop(&mut self) {
         TABLE[self.entry].store(null_mut(), Ordering::SeqCst);
-        // With the order of the handler's accesses (all SeqCst): a thread that has found the record
-        // is counted, or it finds the entry free.
+        // All accesses of the handler are SeqCst too: a thread that has found the record is counted
+        // here, and a later one finds the entry free.
         while INSIDE.load(Ordering::SeqCst) != 0 {
             yield_now();
         }
@@ -187,7 +185,7 @@ impl Record {
     }
 }
 
-/// Replaces the page at `address` if a watched range has it.
+/// Replaces the page at `address` if it is in a watched range.
 fn replace(address: usize) -> bool {
     INSIDE.fetch_add(1, Ordering::SeqCst);
     let replaced = TABLE.iter().any(|entry| {
@@ -222,7 +220,7 @@ fn install_now() -> Result<(), Errno> {
     // SAFETY: 1. all zeros is a valid `sigaction` with an empty mask.
     let mut ours: libc::sigaction = unsafe { std::mem::zeroed() };
     ours.sa_sigaction = on_sigbus as extern "C" fn(_, _, _) as usize;
-    // On the alternate stack where the thread has one, because the handler before may need it.
+    // Use the thread's alternate stack, if it has one: the previous handler may need it.
     ours.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
     // SAFETY: 1. the handler has the signature that `SA_SIGINFO` asks for, and is
     // async-signal-safe.
@@ -240,9 +238,9 @@ fn check(result: c_int) -> Result<(), Errno> {
     }
 }
 
-/// There is no page at the signal's address, or it is damaged. With `BUS_MCEERR_AO` no access has
-/// failed yet: the kernel reports damage early to a process that wants that (`PR_MCE_KILL`,
-/// `vm.memory_failure_early_kill`).
+/// Whether there is no page at the signal's address, or a damaged one. With `BUS_MCEERR_AO` no
+/// access has failed yet: the kernel reports damage early if the process asks for it
+/// (`PR_MCE_KILL`, `vm.memory_failure_early_kill`).
 fn is_page_taken(code: c_int) -> bool {
     matches!(
         code,
@@ -253,8 +251,8 @@ fn is_page_taken(code: c_int) -> bool {
 extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: 1. the C library has one `errno` a thread, and this function puts it back.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: 1. the kernel passes a valid `siginfo_t`. 2. The address is there for the codes that
-    // are tested.
+    // SAFETY: 1. the kernel passes a valid `siginfo_t`. 2. The address is valid for the tested
+    // codes.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr()) };
     if !(is_page_taken(code) && replace(address.expose_provenance())) {
         pass_on(signal, info, context);
@@ -263,7 +261,7 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Does what would have happened without the handler.
+/// Passes the signal to the previous handler, or does its default action.
 fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     let previous = PREVIOUS.load(Ordering::Acquire);
     // SAFETY: 1. set before the handler was installed, and never freed.

@@ -4,7 +4,7 @@
 
 use std::os::raw::c_int;
 
-/// The calling thread takes `signal` from now on, whatever its creator has blocked.
+/// Unblocks `signal` for the calling thread: its creator may have blocked the signal.
 pub fn unblock(signal: c_int) {
     // SAFETY: 1. all zeros is a valid `sigset_t`, which `sigemptyset` initialises. 2. The calls
     // change the set, and the calling thread's mask.

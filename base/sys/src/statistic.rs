@@ -1,4 +1,4 @@
-//! One of the statistics that KVM keeps of a vCPU (`KVM_GET_STATS_FD`, Linux 5.14).
+//! One of KVM's statistics of a vCPU (`KVM_GET_STATS_FD`, Linux 5.14).
 //!
 //! UNSAFETY: the ioctl returns a new descriptor as a number.
 
@@ -14,11 +14,11 @@ const GET_STATS_FD: Opcode = opcode::none(TYPE, 0xce);
 /// The size of `struct kvm_stats_header`, and of `struct kvm_stats_desc` without its name.
 const HEADER: usize = 24;
 const DESCRIPTION: usize = 16;
-/// Limits on what a kernel may say, far above what Linux says.
+/// Limits on the sizes in a kernel's answer, far above Linux's values.
 const NAME_MAX: usize = 256;
 const NUMBER_MAX: u32 = 4096;
 
-/// A 64-bit number of KVM's, which can be read at any time.
+/// A 64-bit number kept by KVM, readable at any time.
 #[derive(Debug)]
 pub struct VcpuStatistic {
     file: OwnedFd,
@@ -32,7 +32,7 @@ impl VcpuStatistic {
     /// `vcpu` is the descriptor of a KVM vCPU.
     ///
     /// # Errors
-    /// `NOENT`: there is none of this name. Others: KVM has no such statistics.
+    /// `NOENT`: no statistic has this name. Others: KVM has no statistics of vCPUs.
     pub unsafe fn find(vcpu: BorrowedFd<'_>, name: &str) -> io::Result<Self> {
         // SAFETY: 1. KVM_GET_STATS_FD on a vCPU ignores its argument.
         let number = unsafe { ioctl(vcpu, Counted::<GET_STATS_FD, ()>::new(&mut ())) }?;
@@ -63,7 +63,7 @@ impl VcpuStatistic {
     /// Its value now.
     ///
     /// # Errors
-    /// KVM refuses.
+    /// KVM refuses the read.
     pub fn read(&self) -> io::Result<u64> {
         let mut value = [0; 8];
         whole(pread(&self.file, &mut value, self.at)?, value.len())?;

@@ -1,4 +1,4 @@
-//! Touching a page that may be missing, such that another thread can end the wait.
+//! An interruptible touch of a page that may be missing.
 //!
 //! ```text
 //! touching thread                              interrupting thread
@@ -12,11 +12,11 @@
 //! ```
 //! No interruption is lost. If the flag is set before the thread clears it, the thread sees the
 //! reason. If it is set later, the thread sees the flag, or it is inside the range when the signal
-//! arrives. A signal wakes a thread that sleeps for a page of a userfaultfd. The kernel runs the
+//! arrives. A signal wakes a thread that waits for a page of a userfaultfd. The kernel runs the
 //! handler before it repeats the load, and the handler moves the thread past the load.
 //!
-//! A signal that arrives late changes nothing, because the thread is outside the range. System
-//! calls that it meets are restarted (`SA_RESTART`).
+//! A late signal changes nothing, because the thread is outside the range. Interrupted system calls
+//! are restarted (`SA_RESTART`).
 //!
 //! UNSAFETY: a load from an address that the caller vouches for, a signal handler, and a signal to
 //! a thread of this process. The handler reads and writes nothing but the saved registers.
@@ -30,21 +30,21 @@ use std::os::raw::{c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 
-/// What a touch has come to.
+/// The result of a touch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Touched {
-    /// The page was there, or has come.
+    /// The page was present, or has arrived.
     Present,
     /// Another thread has ended the wait, or there was a reason not to begin it.
     Interrupted,
 }
 
-/// Lets other threads end a thread's touch of a page. One thread touches with it at a time.
+/// Lets other threads end a thread's touch of a page. One thread at a time uses it for a touch.
 #[derive(Debug, Default)]
 pub struct Toucher {
     interrupt: AtomicBool,
-    /// The thread that touches, as `gettid(2)` numbers it. 0: none.
+    /// The touching thread's number from `gettid(2)`. 0: none.
     thread: AtomicU32,
 }
 
@@ -52,23 +52,23 @@ impl Toucher {
     /// Whether threads of this process can touch pages so. Installs the signal handler.
     ///
     /// # Errors
-    /// `NOSYS` on processors for which the touch is not written; `BUSY` if the program uses every
-    /// real-time signal.
+    /// `NOSYS` on processors without an implementation of the touch; `BUSY` if the program uses
+    /// every real-time signal.
     pub fn check() -> Result<(), Errno> {
         signal().map(|_| ())
     }
 
     /// Loads a byte of `page`. If the page is missing, the calling thread sleeps until the page is
-    /// there, or until [`Toucher::interrupt`]. `is_over` is asked once, before the touch: it says
+    /// there, or until [`Toucher::interrupt`]. Calls `is_over` once, before the touch: it returns
     /// whether a reason for an interruption exists.
     ///
     /// # Safety
     /// `page` is a mapped address, and stays mapped until the call returns.
     ///
     /// # Panics
-    /// If another thread is touching with it, or [`Toucher::check`] fails.
+    /// If another thread's touch uses this value, or [`Toucher::check`] fails.
     pub unsafe fn touch(&self, page: Hva, is_over: impl FnOnce() -> bool) -> Touched {
-        // At each touch: the program may have changed the thread's mask since the last one.
+        // Unblock at each touch: the program may have changed the thread's mask since the last one.
         unblock(signal().expect("the caller has checked"));
         self.interrupt.store(false, Ordering::SeqCst);
         let before = self.thread.swap(thread_number(), Ordering::SeqCst);
@@ -88,8 +88,8 @@ impl Toucher {
         touched
     }
 
-    /// Ends the touch that is in progress, if there is one. The caller has set the reason before,
-    /// which `is_over` of a later touch sees.
+    /// Ends the touch in progress, if there is one. The caller has already set the reason, so
+    /// `is_over` of a later touch sees it.
     pub fn interrupt(&self) {
         fence(Ordering::SeqCst);
         self.interrupt.store(true, Ordering::SeqCst);
@@ -100,9 +100,9 @@ impl Toucher {
     }
 }
 
-/// The signal of an interruption: from the sixth real-time signal on, the first one for which the
-/// program has no handler when it is asked for. Other code may use the first signals, and the kicks
-/// of `lacuna-kvm` are the fifth.
+/// The signal of an interruption: the first signal without a handler, from the sixth real-time
+/// signal on, at the first call. Other code may use the first four, and `lacuna-kvm` kicks vCPUs
+/// with the fifth.
 fn signal() -> Result<c_int, Errno> {
     static SIGNAL: OnceLock<Result<c_int, Errno>> = OnceLock::new();
     *SIGNAL.get_or_init(|| {

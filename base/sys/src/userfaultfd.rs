@@ -1,12 +1,12 @@
 //! userfaultfd (`linux/userfaultfd.h`, `ioctl_userfaultfd(2)`), for anonymous memory and memory
-//! files: missing pages, and writes that the kernel records by itself.
+//! files: missing pages, and writes recorded by the kernel.
 //!
 //! UNSAFETY: the ioctls fill pages, and `MOVE` also empties them. [`Userfaultfd::register`] is
 //! unsafe: its caller promises that the bytes of the range may change at any time. The other calls
-//! act on ranges for which the kernel checks that they were registered. It does not check that they
-//! were registered with the *same* descriptor: each descriptor of a process fills all of them. The
-//! kernel does not check the source of a move and the page to copy from; their own contracts have
-//! the same promise.
+//! act on registered ranges, which the kernel checks. It does not check that the range was
+//! registered with the *same* descriptor: each descriptor of a process fills all of them. The
+//! kernel does not check the source of a move or of a copy. Their own contracts have the same
+//! promise.
 
 mod events;
 mod place;
@@ -120,8 +120,8 @@ pub struct Fault {
     pub page: Hva,
     /// A write, or any other access.
     pub access: Access,
-    /// The thread that waits, as `gettid(2)` numbers it. A thread of the kernel that acts for this
-    /// process has a number too.
+    /// The waiting thread's number from `gettid(2)`. A kernel thread that acts for this process has
+    /// a number too.
     pub thread: u32,
 }
 
@@ -129,26 +129,27 @@ pub struct Fault {
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
-    /// Modes with which ranges are registered.
+    /// The modes of a registration.
     modes: u64,
 }
 
 impl Userfaultfd {
-    /// A descriptor that does not block, for faults of user space and of the kernel, KVM included,
-    /// with [`shift`](Self::shift).
+    /// A non-blocking descriptor for faults of user space and of the kernel, KVM included.
+    /// [`shift`](Self::shift) works.
     ///
     /// # Errors
-    /// `PERM` without `CAP_SYS_PTRACE` (and `vm.unprivileged_userfaultfd` off); `NOSYS` where the
-    /// kernel was built without it; `INVAL` before Linux 6.8, which cannot move pages.
+    /// `PERM` without `CAP_SYS_PTRACE` (and `vm.unprivileged_userfaultfd` off); `NOSYS` if the
+    /// kernel was built without userfaultfd; `INVAL` before Linux 6.8, which introduced moves of
+    /// pages.
     pub fn open() -> io::Result<Self> {
         Self::with(FEATURE_MOVE | FEATURE_THREAD_ID, MODE_MISSING)
     }
 
     /// As [`open`](Self::open). For ranges registered with this descriptor the kernel also records
     /// which pages are written (`UFFD_FEATURE_WP_ASYNC`); [`Pagemap`](crate::Pagemap) reads the
-    /// record and protects the pages again. A page that is copied or moved here counts as written.
-    /// Do not [`shift`](Self::shift) a page away between two scans: the record of earlier writes to
-    /// it would be lost.
+    /// record and protects the pages again. A page copied or moved here counts as written. Do not
+    /// [`shift`](Self::shift) a page away between two scans: the record of earlier writes to it
+    /// would be lost.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -174,7 +175,7 @@ impl Userfaultfd {
         Ok(this)
     }
 
-    /// From now on a thread that touches a missing page of `range` waits for it here.
+    /// From now on, a thread that touches a missing page of `range` waits for this descriptor.
     ///
     /// # Safety
     /// `range` is private anonymous memory of the caller's, or a shared mapping of a memory file,
@@ -246,7 +247,7 @@ impl Userfaultfd {
         unsafe { self.update::<{ WAKE }, _>(&mut range) }
     }
 
-    /// Lets the pages of `range` be written without a fault, as if all had been written.
+    /// Makes the pages of `range` writable without a fault, as if all had been written.
     ///
     /// # Errors
     /// `NOENT`: not a range registered with a descriptor of [`open_tracking`](Self::open_tracking);
@@ -261,10 +262,10 @@ impl Userfaultfd {
         unsafe { self.update::<{ WRITEPROTECT }, _>(&mut protect) }
     }
 
-    /// Appends to `faults` the faults that were not read yet, at most 64.
+    /// Appends the unread faults to `faults`, at most 64.
     ///
     /// # Errors
-    /// As `read(2)`. No fault to read is not an error.
+    /// As `read(2)`. If there is no unread fault, that is no error.
     pub fn faults(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
         let read = self.read(&mut bytes)?;
@@ -287,7 +288,7 @@ impl Userfaultfd {
     }
 }
 
-/// A descriptor that another process has made and sent, for a handler of that process's memory.
+/// A descriptor that another process has sent, for a handler of that process's memory.
 ///
 /// `INVAL`: not a userfaultfd. Other errors come from `readlink(2)`: without `/proc`, no
 /// descriptor is accepted.
@@ -328,7 +329,7 @@ fn one(page: Hva) -> Range {
     }
 }
 
-/// The fault in one message. Other events are not enabled.
+/// The fault in one message. Only fault events are enabled.
 fn fault(message: &[u8]) -> Option<Fault> {
     let word = |at: usize| {
         Some(u64::from_ne_bytes(

@@ -6,7 +6,7 @@ pub use host::{SUPPORTED, leave_touch, touch};
 mod host {
     use std::arch::global_asm;
 
-    /// Whether there is a touch.
+    /// Whether the touch is implemented.
     pub const SUPPORTED: bool = true;
 
     // A thread that is interrupted before the second label has not loaded the byte, and continues
@@ -61,7 +61,7 @@ mod host {
 
 #[cfg(not(target_arch = "x86_64"))]
 mod host {
-    /// Whether there is a touch.
+    /// Whether the touch is implemented.
     pub const SUPPORTED: bool = false;
 
     /// # Safety

@@ -1,4 +1,4 @@
-//! Descriptors that report more than missing pages: pages that are taken away, and writes.
+//! Descriptors that also report removed pages and writes.
 
 use super::{
     EVENT_PAGEFAULT, FEATURE_THREAD_ID, Fault, MESSAGE, MODE_MISSING, MODE_WP, Userfaultfd,
@@ -19,22 +19,22 @@ const PROTECT: u64 = 1;
 const START_AT: usize = 8;
 const END_AT: usize = 16;
 
-/// What a descriptor reports.
+/// An event of a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
     /// A thread waits for a page.
     Fault(Fault),
     /// A thread takes these pages away (`MADV_DONTNEED`, `MADV_REMOVE`), and waits until this event
-    /// is read. Until then every fill fails with `AGAIN`. A later fault there is to be answered
-    /// with zeros; it may be read before this event.
+    /// is read. Until then every fill fails with `AGAIN`. The answer to a later fault there is
+    /// zeros. That fault may be read before this event.
     Removed(HvaRange),
     /// The kernel's number of an event that no descriptor of this crate asks for.
     Other(u8),
 }
 
 impl Userfaultfd {
-    /// As [`open_user`](Self::open_user), and it reports pages that are taken away. A thread that
-    /// takes pages away waits until the event is read, so the descriptor needs a reader.
+    /// As [`open_user`](Self::open_user), and it reports removed pages. A thread that removes pages
+    /// waits until the event is read, so the descriptor needs a reader.
     ///
     /// # Errors
     /// As [`open_user`](Self::open_user).
@@ -42,8 +42,8 @@ impl Userfaultfd {
         Self::user_with(FEATURE_THREAD_ID | FEATURE_EVENT_REMOVE, MODE_MISSING)
     }
 
-    /// As [`open_user`](Self::open_user), and a write to a page that is
-    /// [protected](Self::protect) waits as for a missing page.
+    /// As [`open_user`](Self::open_user), and a write to a [protected](Self::protect) page waits as
+    /// for a missing page.
     ///
     /// # Errors
     /// As [`open_user`](Self::open_user); `INVAL` before Linux 5.7.
@@ -52,8 +52,8 @@ impl Userfaultfd {
         Self::user_with(FEATURE_THREAD_ID | FEATURE_FLAG_WP, modes)
     }
 
-    /// A write to a page of `range` waits from now on, until [`unprotect`](Self::unprotect). Pages
-    /// that are missing are not protected.
+    /// A write to a page of `range` waits from now on, until [`unprotect`](Self::unprotect).
+    /// Missing pages are not protected.
     ///
     /// # Errors
     /// As [`unprotect`](Self::unprotect), for descriptors of
@@ -68,10 +68,10 @@ impl Userfaultfd {
         unsafe { self.update::<{ WRITEPROTECT }, _>(&mut protect) }
     }
 
-    /// Appends to `events` the events that were not read yet, at most 64, in the kernel's order.
+    /// Appends the unread events to `events`, at most 64, in the kernel's order.
     ///
     /// # Errors
-    /// As `read(2)`. No event to read is not an error.
+    /// As `read(2)`. If there is no unread event, that is no error.
     pub fn events(&self, events: &mut Vec<Event>) -> io::Result<()> {
         let mut bytes = [0; 64 * MESSAGE];
         let read = self.read(&mut bytes)?;

@@ -22,7 +22,7 @@ const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_SIGBUS: u64 = 1 << 7;
 const POISON: Opcode = opcode::read_write::<Poison>(super::TYPE, 0x08);
 const UNREGISTER: Opcode = opcode::read::<Range>(super::TYPE, 0x01);
-/// Where the device is that makes descriptors for processes that may not make the system call.
+/// The device that makes descriptors for processes without the right to the system call.
 const DEVICE: &str = "/dev/userfaultfd";
 
 /// `struct uffdio_poison`.
@@ -36,39 +36,39 @@ struct Poison {
 // The size is part of the ioctl's number (linux/userfaultfd.h).
 const _: () = assert!(size_of::<Poison>() == 32);
 
-/// Whether threads that wait for a page are woken when it is put in place.
+/// Whether a placed page's waiting threads are woken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Waiters {
-    /// They are woken, and the kernel looks through all threads that wait at the descriptor.
+    /// They are woken. The kernel searches all threads that wait at the descriptor.
     Wake,
-    /// They sleep on until [`Userfaultfd::wake`].
+    /// They sleep until [`Userfaultfd::wake`].
     LeaveAsleep,
 }
 
-/// A run of pages; not all were put in place.
+/// Only a part of a run of pages was put in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Partial {
-    /// How many are in place: the first ones.
+    /// How many pages are in place, from the first on.
     pub done: usize,
-    /// Why the next one is not.
+    /// Why the next page is not in place.
     pub errno: Errno,
 }
 
 impl Userfaultfd {
-    /// A descriptor that does not block, for faults of user space only. A system call that is given
-    /// a missing page of its ranges fails with `FAULT`. Needs no privilege where the system call is
-    /// allowed; otherwise it is made by `/dev/userfaultfd`.
+    /// A non-blocking descriptor for faults of user space only. A system call on a missing page of
+    /// its ranges fails with `FAULT`. If the process may not call `userfaultfd(2)`,
+    /// `/dev/userfaultfd` makes the descriptor; otherwise no privilege is needed.
     ///
     /// # Errors
-    /// The system call's: `NOSYS` where the kernel was built without userfaultfd, `PERM` where a
-    /// filter of system calls forbids it; and the device cannot be opened.
+    /// The system call's, if the device cannot be opened either: `NOSYS` if the kernel was built
+    /// without userfaultfd, `PERM` if a filter of system calls forbids it.
     pub fn open_user() -> io::Result<Self> {
         Self::user_with(FEATURE_THREAD_ID, MODE_MISSING)
     }
 
-    /// As [`open_user`](Self::open_user), for private memory and memory files of any page size, and
-    /// no thread ever sleeps: a thread that touches a missing page gets `SIGBUS`. There is no event
-    /// to read. For huge pages, each call is given whole ones.
+    /// As [`open_user`](Self::open_user), for private memory and memory files of any page size, but
+    /// no thread ever sleeps: a thread that touches a missing page gets `SIGBUS`. There are no
+    /// events to read. For huge pages, each call takes whole ones.
     ///
     /// # Errors
     /// As [`open_user`](Self::open_user).
@@ -98,8 +98,8 @@ impl Userfaultfd {
     /// until the page is taken away. Wakes the threads that wait there.
     ///
     /// # Errors
-    /// Why the first page that is not poisoned is not: as [`copy`](Self::copy). `INVAL`: the kernel
-    /// has no such call.
+    /// The error of the first page that was not poisoned: as [`copy`](Self::copy). `INVAL`: the
+    /// kernel does not know the call.
     pub fn poison(&self, range: HvaRange) -> io::Result<()> {
         let mut poison = Poison {
             range: all(range),
@@ -114,8 +114,8 @@ impl Userfaultfd {
     /// Puts `pages` in place from the missing page `to` on.
     ///
     /// # Errors
-    /// Why the first page that is not in place is not: as [`copy`](Self::copy). `AGAIN` also while
-    /// an event of the descriptor is unread.
+    /// The error of the first page that is not in place: as [`copy`](Self::copy). `AGAIN` also
+    /// while an event of the descriptor is unread.
     pub fn place(
         &self,
         pages: &[[u8; PAGE_SIZE]],

@@ -29,9 +29,9 @@ const _: () = assert!(size_of::<Continue>() == 32);
 /// What a thread waits for at a page of a shared memory file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Minor {
-    /// For a page that the file does not have. A page that the file has is mapped by the kernel.
+    /// For a page that the file lacks. The kernel maps a page of the file by itself.
     Mapped,
-    /// For every page that is not mapped, until [`Userfaultfd::resume`].
+    /// For every unmapped page, until [`Userfaultfd::resume`].
     Waits,
 }
 
@@ -49,11 +49,11 @@ impl Userfaultfd {
         Self::user_with(features, modes | MODE_MISSING)
     }
 
-    /// Maps the pages of `range`, which are in their file. Leaves threads that wait for them
-    /// asleep until [`wake`](Self::wake). Returns how many pages are mapped.
+    /// Maps the pages of `range`, which are in their file. Leaves their waiting threads asleep
+    /// until [`wake`](Self::wake). Returns the number of pages it has mapped.
     ///
     /// # Errors
-    /// Why no page is mapped: `FAULT`: the file does not have the first one; `EXIST`: it is mapped;
+    /// Why no page is mapped: `FAULT`: the file lacks the first one; `EXIST`: it is already mapped;
     /// `NOENT`, `AGAIN`: as [`copy`](Self::copy).
     pub fn resume(&self, range: HvaRange) -> Result<u64, Errno> {
         let mut resume = Continue {

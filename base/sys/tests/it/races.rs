@@ -1,5 +1,5 @@
-//! Races of userfaultfd, each provoked against the kernel: what its calls answer, and what has to
-//! be done after each answer.
+//! Races of userfaultfd, each provoked against the kernel: the results of its calls, and the right
+//! reaction to each result.
 
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE};
 use lacuna_skip::test;
@@ -19,7 +19,7 @@ use std::thread;
 const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 const SEVENS: u64 = 0x0707_0707_0707_0707;
 
-/// Memory that stays mapped for ever, because threads may be left behind.
+/// Memory that stays mapped for ever: a test may leave threads behind.
 struct Memory {
     start: u64,
     pages: u64,
@@ -80,7 +80,7 @@ impl Memory {
     }
 }
 
-/// The descriptor; the test is skipped if this process gets none, or the kernel is too old.
+/// Returns the descriptor. Skips the test if this process gets none, or the kernel is too old.
 fn or_skip(uffd: Result<Userfaultfd, Errno>) -> Userfaultfd {
     uffd.unwrap_or_else(|errno| match errno {
         Errno::PERM | Errno::NOSYS | Errno::INVAL => lacuna_skip::skip_test(errno),
@@ -131,8 +131,8 @@ fn one_of_many_fills_succeeds() {
     assert_eq!(done.into_inner() as u64, memory.pages);
 }
 
-/// A fill without a wake-up, then a fill that finds the page: neither wakes the thread that waits.
-/// An explicit wake-up does.
+/// A fill without a wake-up, then a fill that finds the page: neither wakes the waiting thread. An
+/// explicit wake-up does.
 #[test]
 fn a_fill_that_finds_a_page_wakes_no_thread() {
     let uffd = open();
@@ -153,7 +153,7 @@ fn a_fill_that_finds_a_page_wakes_no_thread() {
             is_asleep
         })
     };
-    // The kernel reports a fault before the reader sleeps. If the page comes between the two, the
+    // The kernel reports a fault before the reader sleeps. If the page arrives between the two, the
     // reader does not sleep at all, and the next page is tried.
     let one_slept = (0..memory.pages).any(stays_asleep);
     assert!(one_slept, "EEXIST wakes no thread");
@@ -192,7 +192,7 @@ fn fills_beside_discards() {
             }
         });
         let mut placed = 0;
-        // More than one: a discarded page is missing again.
+        // Many fills succeed: a discarded page is missing again.
         while placed < 500 {
             match uffd.place(&[[7; PAGE_SIZE]], memory.page(0), Waiters::Wake) {
                 Ok(()) => placed += 1,
@@ -205,7 +205,7 @@ fn fills_beside_discards() {
     assert_eq!(memory.read(0), SEVENS);
 }
 
-/// While a removal is unread, every fill gets EAGAIN, and the thread that removes waits. After the
+/// While a removal is unread, every fill gets EAGAIN, and the removing thread waits. After the
 /// event is read, both continue, and the page is missing again.
 #[test]
 fn fills_wait_until_a_removal_is_read() {
@@ -215,7 +215,7 @@ fn fills_wait_until_a_removal_is_read() {
     thread::scope(|scope| {
         let remover = scope.spawn(|| memory.drop_page(1));
         let place = |page| uffd.place(&[[8; PAGE_SIZE]], memory.page(page), Waiters::Wake);
-        // The other pages are missing, so that a fill can only be refused by the removal.
+        // The other pages are missing, so only the removal can refuse a fill.
         let mut tries = 0;
         while place(2).is_ok() {
             tries += 1;
@@ -307,7 +307,7 @@ fn removals_and_faults_are_answered_in_order() {
     });
 }
 
-/// A run stops at a page that is there and says how far it came; the rest follows after it.
+/// A run stops at a present page and returns how far it came. A second run places the rest.
 #[test]
 fn a_batch_is_continued_behind_a_page_that_is_there() {
     let uffd = open();
@@ -335,7 +335,7 @@ fn a_batch_is_continued_behind_a_page_that_is_there() {
     }
 }
 
-/// A range that is not registered any more: ENOENT, also in the middle of a run.
+/// A fill of an unregistered range gets ENOENT, also in the middle of a run.
 #[test]
 fn a_run_ends_where_the_registration_does() {
     let uffd = open();
@@ -351,7 +351,7 @@ fn a_run_ends_where_the_registration_does() {
     assert_eq!(memory.read(6), 0);
 }
 
-/// A process that has ended: ESRCH.
+/// A fill for an ended process gets ESRCH.
 #[test]
 fn the_process_has_ended() {
     if std::env::var_os(CHILD).is_some() {
@@ -369,8 +369,8 @@ fn the_process_has_ended() {
     assert_eq!(faults, []);
 }
 
-/// A thread that meets a page while another thread poisons it continues after wake-ups. One wake-up
-/// may precede the thread's sleep.
+/// A thread touches a page while another thread poisons it, and continues after wake-ups. One
+/// wake-up may precede the thread's sleep.
 #[test]
 fn poison_beside_faults() {
     let uffd = open();
@@ -394,7 +394,7 @@ fn poison_beside_faults() {
                 thread::yield_now();
             }
             while !reader.is_finished() {
-                // It fails for no reason but a wrong address.
+                // The wake-up can fail only for a wrong address.
                 uffd.wake(memory.page(0)).unwrap();
                 thread::yield_now();
             }
@@ -402,8 +402,8 @@ fn poison_beside_faults() {
     }
 }
 
-/// A page that is in the file but not mapped waits for UFFDIO_CONTINUE. One that is not in the file
-/// cannot be continued, and one that is mapped is no error to be afraid of.
+/// A page that is in the file but not mapped waits for UFFDIO_CONTINUE. UFFDIO_CONTINUE fails for a
+/// page that is not in the file. For a mapped page its error is harmless.
 #[test]
 fn pages_of_a_file_are_continued() {
     let uffd = or_skip(Userfaultfd::open_user_shared(Minor::Waits));
@@ -419,7 +419,7 @@ fn pages_of_a_file_are_continued() {
     });
     assert_eq!(uffd.resume(memory.one(1)), Err(Errno::EXIST));
     assert_eq!(uffd.resume(memory.one(5)), Err(Errno::FAULT));
-    // A run: up to the first page that is mapped, or is not there.
+    // The run ends at the first page that is mapped or not in the file.
     assert_eq!(uffd.resume(memory.range()), Ok(1));
     let rest = HvaRange::new(memory.page(2), 6).unwrap();
     assert_eq!(uffd.resume(rest), Ok(1));
@@ -452,10 +452,10 @@ fn writes_wait_for_a_protected_page() {
     assert_eq!(memory.read(1), 9);
 }
 
-/// Set in the process whose descriptor outlives it.
+/// Set in the child, whose descriptor outlives it.
 const CHILD: &str = "LACUNA_RACES_CHILD";
 
-/// In the child: registers memory, says where, and waits to be ended.
+/// The child registers memory, prints its address, and waits to be ended.
 fn be_a_child() {
     let uffd = open();
     let memory = Memory::anonymous(1).registered(&uffd);

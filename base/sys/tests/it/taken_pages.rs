@@ -67,7 +67,7 @@ fn taken(pages: &TakenPages) -> Vec<u64> {
     list
 }
 
-/// Reads and writes to a file that has become shorter find zeros. Other pages keep their content.
+/// Accesses to a shortened file find zeros. Other pages keep their content.
 #[test]
 fn a_file_that_is_cut_short() {
     let (memory, file) = Memory::file();
@@ -89,7 +89,7 @@ fn a_file_that_is_cut_short() {
     assert_eq!(pages.count(), 2);
 }
 
-/// A page that is poisoned is one that the kernel has taken away.
+/// A poisoned page counts as taken away.
 #[test]
 fn a_poisoned_page() {
     let uffd = match Userfaultfd::open_user() {
@@ -119,7 +119,7 @@ fn a_poisoned_page() {
         "a copy ends a poison"
     );
     assert_eq!((memory.read(3), taken(&pages)), (0, vec![3]));
-    // A thread that waits for a missing page continues when it is poisoned.
+    // A thread waits for a missing page, and continues when another thread poisons it.
     thread::scope(|scope| {
         let reader = scope.spawn(|| memory.read(9));
         let mut faults = Vec::new();
@@ -134,7 +134,7 @@ fn a_poisoned_page() {
     assert_eq!(memory.read(0), 0x0707_0707_0707_0707);
 }
 
-/// A page that was taken away and unmapped is like any other.
+/// An access to a discarded page finds zeros and is not recorded.
 #[test]
 fn the_kernel_gives_memory_again() {
     let (memory, file) = Memory::file();
@@ -159,7 +159,7 @@ fn huge_pages_run_out() {
         Ok(file) => file,
         Err(errno) => return lacuna_skip::skip(format!("no memory file of huge pages: {errno}")),
     };
-    // More than the machine can have, so that the file's pages run out whatever is reserved.
+    // The file has more huge pages than the machine has reserved, so they run out.
     let reserved = std::fs::read_to_string("/proc/sys/vm/nr_hugepages").unwrap();
     let units = reserved.trim().parse::<usize>().unwrap() + 2;
     ftruncate(&file, (units * HUGE) as u64).unwrap();
@@ -223,7 +223,8 @@ fn threads_that_touch_one_page() {
     }
 }
 
-/// A range that is not watched any more is as unknown as any other; another one keeps its record.
+/// After a range is no longer watched, its accesses are not recorded. Another range keeps its
+/// record.
 #[test]
 fn ranges_come_and_go() {
     let (kept, file) = Memory::file();
@@ -245,7 +246,7 @@ fn ranges_come_and_go() {
     assert_eq!(taken(&kept_pages), Vec::from_iter(0..PAGES));
 }
 
-/// Set in a process in which a test runs again.
+/// Set in the child process that runs a test again.
 const CHILD: &str = "LACUNA_SIGBUS_CHILD";
 
 /// Runs `test` again in a process of its own.
@@ -258,7 +259,7 @@ fn in_child(test: &str) -> Output {
         .unwrap()
 }
 
-/// Runs `test` again in a process of its own, which is expected to end by `SIGBUS`.
+/// Runs `test` again in a process of its own, which has to end by `SIGBUS`.
 fn ends_by_sigbus(test: &str) {
     let child = in_child(test);
     assert_eq!(child.status.signal(), Some(libc_sigbus()), "{child:?}");
@@ -281,7 +282,7 @@ fn other_memory_ends_the_process() {
     println!("read {}", other.read(0));
 }
 
-/// A range that is no longer watched is other memory.
+/// A `SIGBUS` of a range that is no longer watched ends the process, too.
 #[test]
 fn a_range_that_was_watched_ends_the_process() {
     if std::env::var_os(CHILD).is_none() {
@@ -311,7 +312,7 @@ fn no_thread_sleeps_without_events() {
         unsafe { uffd.register(memory.range()) }.unwrap();
         let at = |page: u64| Hva::new(memory.0 + page * PAGE_SIZE as u64);
         if memory.0 == file_at {
-            // Before any access: the kernel maps pages of the file around one that is read.
+            // Do this before any access: a read maps the file's neighbouring pages, too.
             assert_eq!(uffd.resume(HvaRange::new(at(5), 1).unwrap()), Ok(1));
         }
         uffd.copy(&[7; PAGE_SIZE], at(0)).unwrap();
@@ -377,7 +378,7 @@ fn no_mapping_is_left() {
     let pages = memory.watch();
     memory.write(8, 1);
     ftruncate(&file, 0).unwrap();
-    // Pages of two kinds in turns; each is a mapping of its own.
+    // Pages of two kinds alternate, so each is a mapping of its own.
     let null = ptr::null_mut();
     // SAFETY: 1. a new mapping at an address of the kernel's choice, which no code accesses.
     let room = unsafe {

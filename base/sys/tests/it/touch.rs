@@ -46,7 +46,7 @@ fn a_page_that_is_there_is_touched_at_once() {
     let (toucher, never) = (Toucher::default(), AtomicBool::new(false));
     provide(&area, 0);
     assert_eq!(touch(&toucher, area.page(0), &never), Touched::Present);
-    // An interruption of no touch is over when the next one begins.
+    // An interruption outside a touch has no effect on the next touch.
     toucher.interrupt();
     assert_eq!(touch(&toucher, area.page(0), &never), Touched::Present);
     let over = AtomicBool::new(true);
@@ -78,8 +78,8 @@ fn a_missing_page_comes_or_the_wait_is_interrupted() {
     });
 }
 
-/// Threads touch a page that never comes, and each touch is interrupted by a thread that does not
-/// know where it is: before it, in the middle, asleep. A lost interruption would never end.
+/// Threads touch a page that never arrives, and another thread interrupts each touch at an unknown
+/// point: before it, in the middle, asleep. After a lost interruption the touch would never end.
 #[test]
 fn no_interruption_is_lost() {
     const THREADS: usize = 4;
@@ -108,7 +108,7 @@ fn no_interruption_is_lost() {
                         while round.load(Ordering::SeqCst) != next {
                             thread::yield_now();
                         }
-                        // Some are interrupted at once, others when they are asleep.
+                        // Some touches are interrupted at once, others when the thread sleeps.
                         for _ in 0..(next * 7 + number) % 40 * 50 {
                             std::hint::spin_loop();
                         }
@@ -133,7 +133,7 @@ fn no_interruption_is_lost() {
     });
 }
 
-/// The number of a thread that has ended belongs to none: the interruption is not for another.
+/// After a touch, the thread's number is cleared: a late interruption signals no other thread.
 #[test]
 fn a_late_interruption_harms_no_thread() {
     let Some(area) = area(1) else { return };
@@ -155,8 +155,8 @@ fn a_late_interruption_harms_no_thread() {
     assert_eq!(touched.iter().count(), 1000);
 }
 
-/// The program blocks all signals of a thread that has touched before: its touches can be
-/// interrupted still.
+/// The program blocks all signals of a thread after its first touch. Its later touches are still
+/// interruptible.
 #[test]
 fn a_thread_that_blocks_signals_is_interrupted() {
     let Some(area) = area(2) else { return };

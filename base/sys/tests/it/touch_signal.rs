@@ -1,5 +1,5 @@
-//! A program that uses a real-time signal itself keeps its handler, and touches are interrupted
-//! nevertheless. The process chooses the signal once.
+//! A program that uses a real-time signal itself keeps its handler, and touches are still
+//! interruptible. The process chooses the signal once.
 
 use lacuna_sys::{Errno, MissingArea, Touched, Toucher};
 use std::ffi::c_int;

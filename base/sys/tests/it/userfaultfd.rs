@@ -19,7 +19,7 @@ fn open_tracking() -> Option<Userfaultfd> {
     or_skip(Userfaultfd::open_tracking())
 }
 
-/// The descriptor or its memory; if there is none, the test is recorded as skipped.
+/// Returns the descriptor or its memory. If there is none, records the test as skipped.
 fn or_skip<T>(uffd: Result<T, Errno>) -> Option<T> {
     match uffd {
         Ok(uffd) => Some(uffd),
@@ -31,7 +31,7 @@ fn or_skip<T>(uffd: Result<T, Errno>) -> Option<T> {
     }
 }
 
-/// Four untouched pages, registered. They stay mapped, because threads may be left behind.
+/// Four untouched pages, registered. They stay mapped: a test may leave threads behind.
 fn register(uffd: &Userfaultfd) -> impl Fn(u64) -> Hva + use<> {
     let bytes = 4 * PAGE_SIZE;
     let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -106,7 +106,7 @@ fn a_thread_that_touches_a_missing_page_waits_and_is_reported() {
         thread: receiver.recv().unwrap(),
     };
     assert_eq!(faults, [expected]);
-    // A thread that is woken without a page faults again.
+    // A thread woken without a page faults again.
     uffd.wake(faults[0].page).unwrap();
     faults.clear();
     while faults.is_empty() {
@@ -147,7 +147,7 @@ fn the_kernel_records_which_pages_are_written() {
     assert_eq!(written(Written::Keep), [3]);
     word(page(3)).store(10, Ordering::Relaxed);
     assert_eq!(written(Written::Protect), [3]);
-    // The scans have set no mark where there was no page.
+    // The scans have set no mark on absent pages.
     uffd.copy(&[7; PAGE_SIZE], page(2)).unwrap();
     assert_eq!(written(Written::Protect), [2]);
     uffd.unprotect(range).unwrap();
@@ -266,7 +266,7 @@ fn threads_that_wait_go_on_when_the_range_is_unregistered() {
     assert_eq!(late, Err(Partial { done: 0, errno }));
 }
 
-/// The kernel does not make a system call wait for a page.
+/// A system call on a missing page fails and does not wait.
 #[test]
 fn a_system_call_fails_on_a_missing_page() {
     let Some(uffd) = or_skip(Userfaultfd::open_user()) else {
@@ -285,8 +285,8 @@ fn a_system_call_fails_on_a_missing_page() {
     assert_eq!(read, Err(Errno::FAULT));
 }
 
-/// A descriptor fills memory that is registered with another one of the same process. So code that
-/// has a descriptor must not use it any more when the memory belongs to another VM.
+/// A descriptor fills memory that is registered with another one of the same process. So code must
+/// not use its descriptor any more when the memory belongs to another VM.
 #[test]
 fn a_descriptor_fills_the_memory_of_another_one() {
     let Some(other) = or_skip(Userfaultfd::open_user()) else {
