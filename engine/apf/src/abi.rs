@@ -1,4 +1,4 @@
-//! The traits between the neutral half, the life of a token, and an architecture's contract with
+//! The traits between the neutral half (the life of a token) and an architecture's contract with
 //! its guests.
 
 use crate::token::{Token, TokenFormat};
@@ -13,12 +13,12 @@ pub enum Prefault {
     NotMapped,
 }
 
-/// What a queue needs of the guest on its vCPU, whatever the architecture. The vCPU's thread makes
-/// all calls, and holds no lock.
+/// What a queue of any architecture needs of the guest on its vCPU. The vCPU's thread makes all
+/// calls, and holds no lock.
 pub trait Guest {
     /// Whether the vCPU could take an event now: the guest has not masked events, none is pending
-    /// or being delivered, and no instruction is half done except the one that faults. An event
-    /// that [`Deliver`] has just injected counts as pending.
+    /// or being delivered, and no instruction is half done except the faulting one. An event just
+    /// injected by [`Deliver`] counts as pending.
     fn is_interruptible(&self) -> bool;
 
     /// Maps the page for `access`, if that is possible without waiting.
@@ -31,10 +31,10 @@ pub trait Guest {
 /// The words that guest and host share, in guest memory. The vCPU's thread makes all calls, and
 /// holds no lock.
 pub trait SharedWords {
-    /// Guest memory at `at`, which is a multiple of 4. `None`: there is no memory there.
+    /// Reads guest memory at `at`, a multiple of 4. `None`: there is no memory.
     fn read_u32(&mut self, at: Gpa) -> Option<u32>;
 
-    /// Writes guest memory at `at`, which is a multiple of 4.
+    /// Writes guest memory at `at`, a multiple of 4.
     ///
     /// # Errors
     /// There is no writable memory; nothing was written.
@@ -46,7 +46,8 @@ pub trait SharedWords {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NotDelivered;
 
-/// A word of guest memory cannot be written: there is no memory, or read-only memory, or a device.
+/// A word of guest memory cannot be written: its address has no memory, read-only memory, or a
+/// device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Unwritable;
 
@@ -64,23 +65,23 @@ pub trait Abi {
     /// Whether the guest has enabled the events.
     fn is_enabled(&self) -> bool;
 
-    /// The page with the words that guest and host share, while the contract is enabled. The host
-    /// reads and writes them when it delivers an event.
+    /// The page with the shared words, while the contract is enabled. The host reads and writes
+    /// them when it delivers an event.
     fn shared_page(&self) -> Option<Gfn>;
 
-    /// The token of a page-not-present that was signalled to the guest, and that the vCPU has not
-    /// taken yet. An architecture whose events are taken at once has none.
+    /// The token of a signalled page-not-present that the vCPU has not taken yet. An architecture
+    /// whose vCPUs take events at once has none.
     fn untaken(&self) -> Option<Token> {
         None
     }
 
-    /// vCPU reset: the configuration becomes that at power-on.
+    /// vCPU reset: restores the configuration at power-on.
     fn reset(&mut self);
 }
 
 /// Delivers the events to a guest of type `G`.
 ///
-/// The trait is apart from [`Abi`] because each architecture needs something else of its guest.
+/// The trait is apart from [`Abi`] because each architecture needs different things of its guest.
 /// x86's contract implements it for every `G` that is an [`x86::Guest`](crate::x86::Guest).
 pub trait Deliver<G>: Abi {
     /// Whether [`Deliver::not_present`] would succeed now. Changes nothing. The caller has checked
@@ -88,11 +89,11 @@ pub trait Deliver<G>: Abi {
     fn takes_not_present(&mut self, guest: &mut G) -> bool;
 
     /// Delivers page-not-present for `token`, if the guest may get the event now. The caller has
-    /// checked that the vCPU is interruptible and the contract enabled. An event that the guest has
-    /// not read is never overwritten.
+    /// checked that the vCPU is interruptible and the contract enabled. An unread event is never
+    /// overwritten.
     ///
     /// # Errors
-    /// The guest was not notified; nothing that it can see has changed.
+    /// The guest was not notified, and sees no change.
     fn not_present(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered>;
 
     /// The page of `token` has arrived. If that token is [`Abi::untaken`], takes the event back, so
@@ -113,7 +114,7 @@ pub trait Deliver<G>: Abi {
     fn ready(&mut self, token: Token, guest: &mut G) -> Result<(), NotDelivered>;
 }
 
-/// What a change of the configuration asks of the queue.
+/// The queue's work after a change of the configuration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Request {
     /// The guest has enabled asynchronous page faults, perhaps a second time or with another area.

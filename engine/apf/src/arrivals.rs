@@ -9,8 +9,8 @@
 //! kick
 //! ```
 //! *Cancel* increments the generation under the lock. A completion before cancel is in the list,
-//! and cancel empties the list. A completion after cancel finds another generation. So nothing from
-//! before a cancel is delivered after it, and cancel does not wait for any worker.
+//! and cancel empties the list. A completion after cancel finds another generation. So after a
+//! cancel no earlier completion is delivered, and cancel waits for no worker.
 //!
 //! *No lost kick.* Suppose that the vCPU looks, finds the list empty, and is about to sleep. Then a
 //! page is pushed. The kick after the push leaves a permit, so the sleep ends at once.
@@ -30,7 +30,7 @@ struct ArrivalQueue {
     list: Mutex<List, lock_order::ApfArrivals>,
     /// Whether the list has anything. It is written under the lock, and read without it as a hint.
     any: AtomicBool,
-    /// Completions that exist, of any generation.
+    /// The number of existing completions, of any generation.
     live: AtomicUsize,
     kick: Box<dyn Fn() + Send + Sync>,
 }
@@ -57,9 +57,9 @@ impl ArrivalQueue {
     }
 }
 
-/// The duty to report that a page has arrived, or that it never will. The vCPU then retries its
-/// access and finds out which. Dropping a completion reports as well, so a worker that dies loses
-/// nothing. After the queue was cancelled, reset, disabled or dropped, a completion has no effect.
+/// The duty to report that a page has arrived or never will. The vCPU then retries its access and
+/// finds out which. Dropping a completion reports too, so a dying worker loses nothing. After the
+/// queue was cancelled, reset, disabled or dropped, a completion has no effect.
 #[must_use = "dropping it says that the page has arrived"]
 pub struct Completion {
     shared: Arc<ArrivalQueue>,
@@ -68,8 +68,8 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// Whether reporting has an effect no more: the queue was cancelled, reset, disabled or dropped
-    /// since.
+    /// Whether a report has no effect any more: the queue was cancelled, reset, disabled or
+    /// dropped.
     pub fn is_cancelled(&self) -> bool {
         self.shared.lock().generation != self.generation
     }
@@ -120,8 +120,8 @@ impl Arrivals {
         }
     }
 
-    /// Pages on their way. Pages that the queue has forgotten by a cancel count as well, because
-    /// each of them has a frame.
+    /// Pages on their way. Pages forgotten by a cancel count as well, because each of them has a
+    /// frame.
     pub fn live(&self) -> usize {
         self.shared.live.load(Ordering::Relaxed)
     }

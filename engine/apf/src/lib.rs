@@ -26,8 +26,8 @@
 //! The crate has two halves. The neutral half handles tokens, the order of arrivals, forward
 //! progress, cancellation and statistics. An [`Abi`] implements one architecture's contract with
 //! its guests: the control registers, the words in guest memory, the events, and when a vCPU may
-//! take them. The neutral half uses it to ask whether an event may be delivered now, and to deliver
-//! it.
+//! take them. The neutral half asks the [`Abi`] whether an event may be delivered now, and delivers
+//! it by the [`Abi`].
 //!
 //! | file | job |
 //! |---|---|

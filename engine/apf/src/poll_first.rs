@@ -1,19 +1,18 @@
 //! Whether a vCPU polls for a page before its guest is notified.
 //!
-//! A notification has a price: two exceptions, two switches of address space, cold TLBs. A page
-//! that arrives within that time is cheaper to wait for. When a page will arrive is not known in
-//! advance, so the vCPU polls for [`POLL_NS`], about the price of a notification, and notifies the
-//! guest only then. Against a rule that knew the time in advance, a fault so costs at most twice
-//! as much.
+//! A notification has a price: two exceptions, two switches of address space, cold TLBs. If a page
+//! arrives within that time, a wait is cheaper. The vCPU does not know the time in advance, so it
+//! polls for [`POLL_NS`], about the price of a notification, and notifies the guest only then. So a
+//! fault costs at most twice as much as under a rule that knows the time.
 //!
-//! On a slow device every poll would be lost. So the vCPU does not poll if the device itself
-//! states a longer latency, nor while most of the last polls ended without the page. It then polls
-//! for one fault in [`PROBE_EVERY`], to find out when the device has become fast.
+//! On a slow device every poll would be wasted. So the vCPU does not poll if the device itself
+//! states a longer latency. While most of the last polls ended without the page, the vCPU polls for
+//! one fault in [`PROBE_EVERY`], to find out when the device has become fast.
 
 /// The longest poll: about what a notification costs.
 pub const POLL_NS: u64 = 50_000;
 
-/// Of the faults on a device that seems slow, one in so many is polled for.
+/// On a device that seems slow, the vCPU polls for one fault in so many.
 const PROBE_EVERY: u32 = 64;
 
 /// A share of 1, in the fixed-point form of [`PollFirst::share`].
@@ -63,7 +62,7 @@ impl PollFirst {
 mod tests {
     use super::*;
 
-    /// The faults that are polled for, of `faults` on a device whose pages arrive in time or not.
+    /// The number of polls for `faults` faults on a device whose pages arrive in time or not.
     fn polled(polls: &mut PollFirst, faults: u32, in_time: bool) -> u32 {
         let polls = (0..faults).filter(|_| {
             let begun = polls.begin(0);

@@ -10,11 +10,11 @@ use lacuna_addr::{Access, Gfn};
 use lacuna_sync::Nanos;
 use std::collections::HashMap;
 
-/// The most faults of one vCPU that may be outstanding; a wake-all counts as one (KVM's
-/// `ASYNC_PF_PER_VCPU`).
+/// The largest number of outstanding faults of one vCPU (KVM's `ASYNC_PF_PER_VCPU`). A wake-all
+/// counts as one.
 pub const QUEUED_MAX: usize = 64;
 
-/// What the backend has to do about a missing page.
+/// The backend's next step for a missing page.
 #[must_use]
 pub enum NotPresent {
     /// Wait for the page as if there were no asynchronous faults.
@@ -30,7 +30,7 @@ pub enum NotPresent {
 
 /// A fault in flight.
 pub(crate) struct Flight {
-    /// The token of the guest's page-not-present; `None` if that could not be delivered.
+    /// The token of the guest's page-not-present; `None` if the event could not be delivered.
     pub token: Option<Token>,
     access: Access,
     since: Nanos,
@@ -115,8 +115,8 @@ impl<A: Abi> Queue<A> {
     }
 
     /// Whether the vCPU first polls for the page at `gfn`, for [`POLL_NS`](crate::POLL_NS) at most.
-    /// It starts the read before, and reports the end of the poll ([`Queue::polled`]). `least_ns`:
-    /// the latency that the device states; a read may take longer.
+    /// The caller starts the read before, and reports the end of the poll ([`Queue::polled`]).
+    /// `least_ns`: the latency that the device states; a read may take longer.
     pub fn polls_first<G: Guest>(&mut self, gfn: Gfn, least_ns: u64, guest: &mut G) -> bool
     where
         A: Deliver<G>,
@@ -130,8 +130,8 @@ impl<A: Abi> Queue<A> {
         self.stats.waited_polled += u64::from(with_page);
     }
 
-    /// The page that telling the guest accesses; `None` while the contract is disabled. A backend
-    /// that must not wait inside of a call brings it in before.
+    /// The page that a delivery accesses; `None` while the contract is disabled. A backend that
+    /// must not wait inside a call brings the page in before.
     pub fn shared_page(&self) -> Option<Gfn> {
         self.abi.shared_page()
     }
@@ -141,7 +141,7 @@ impl<A: Abi> Queue<A> {
         self.flights.contains_key(&gfn)
     }
 
-    /// Whether a fault on `gfn` is in flight, and its page was not reported as arrived.
+    /// Whether a fault on `gfn` is in flight, and its page is not reported as arrived.
     pub fn awaits(&self, gfn: Gfn) -> bool {
         self.is_in_flight(gfn) && !self.arrivals.contains(gfn)
     }
@@ -211,7 +211,7 @@ impl<A: Abi> Queue<A> {
         let format = self.abi.tokens();
         loop {
             let token = self.tokens.next(format);
-            // A page may be on its way for longer than the counter needs to wrap around.
+            // The counter may wrap around while a page is on its way.
             let in_use = |flight: &Flight| flight.token == Some(token);
             if !self.tokens.have_wrapped() || !self.flights.values().any(in_use) {
                 return token;
@@ -219,8 +219,8 @@ impl<A: Abi> Queue<A> {
         }
     }
 
-    /// The vCPU needs a page that is in flight already: another task faulted on it, or an interrupt
-    /// ended the halt and the access was tried again.
+    /// A fault on the page is in flight already: another task faulted on it, or an interrupt ended
+    /// the halt and the task retried its access.
     fn not_present_again(&mut self, gfn: Gfn) -> NotPresent {
         if self.arrivals.contains(gfn) {
             // The page arrived, page-ready could not be delivered yet, and reclaim took the page
@@ -234,7 +234,7 @@ impl<A: Abi> Queue<A> {
     }
 
     /// Takes arrivals from the completion queue, in order, as long as events may be delivered.
-    /// Returns their number. Each of them makes the vCPU runnable, also if there was no event to
+    /// Returns their number. Each arrival makes the vCPU runnable, even without an event to
     /// deliver.
     pub fn poll<G: Guest>(&mut self, now: Nanos, guest: &mut G) -> usize
     where
@@ -254,16 +254,16 @@ impl<A: Abi> Queue<A> {
             guest.resume();
             dequeued += 1;
         }
-        // If the guest does not read its events, the page stays in the list. The halt for that page
-        // ends all the same.
+        // If the guest does not read its events, the page stays in the list, but the halt for that
+        // page ends.
         if self.halted.is_some_and(|gfn| self.arrivals.contains(gfn)) {
             self.halted = None;
         }
         dequeued
     }
 
-    /// Whether the first arrival is the page of an event that the vCPU has not taken yet. The guest
-    /// then needs no event at all.
+    /// Whether the vCPU has not yet taken the event of the first arrival. Then the guest needs no
+    /// event at all.
     fn next_is_untaken(&self) -> bool {
         let Some(untaken) = self.abi.untaken().filter(|_| !self.wake_all) else {
             return false;
@@ -303,7 +303,7 @@ impl<A: Abi> Queue<A> {
         }
     }
 
-    /// Whether [`Queue::poll`] may find something. Costs one load of an atomic.
+    /// Whether [`Queue::poll`] may find an arrival. Costs one load of an atomic.
     #[inline]
     pub fn has_arrivals(&self) -> bool {
         self.wake_all || self.arrivals.any()
@@ -320,8 +320,8 @@ impl<A: Abi> Queue<A> {
         self.halted.is_some()
     }
 
-    /// Ends the artificial halt, because the vCPU takes an interrupt. The instruction that faulted
-    /// will fault again.
+    /// Ends the artificial halt, because the vCPU takes an interrupt. The faulting instruction will
+    /// fault again.
     pub fn break_halt(&mut self) {
         self.halted = None;
     }
@@ -335,7 +335,7 @@ impl<A: Abi> Queue<A> {
     }
 
     /// vCPU reset: nothing is in flight, the contract is as at power-on, the vCPU is not halted.
-    /// The counters of tokens and statistics keep their values.
+    /// The token counter and the statistics keep their values.
     pub fn reset(&mut self) {
         self.abi.reset();
         self.forget();
@@ -351,8 +351,9 @@ impl<A: Abi> Queue<A> {
         self.flights.len() + usize::from(self.wake_all)
     }
 
-    /// Queues a wake-all, because the guest has enabled. Its tasks may sleep on tokens that the
-    /// queue forgot at a disable or a migration; a wake-all makes them retry.
+    /// Queues a wake-all, because the guest has enabled asynchronous page faults. Its tasks may
+    /// sleep on tokens that the queue forgot at a disable or a migration. The wake-all makes them
+    /// retry.
     ///
     /// The wake-all is left out if there are arrivals or the queue is full. Then nothing was
     /// forgotten: a disable leaves the queue empty, and a cancel queues a wake-all itself.

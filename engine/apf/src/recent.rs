@@ -1,20 +1,20 @@
-//! Forward progress: the pages that were made ready last.
+//! Forward progress: the last pages made ready.
 //!
 //! The race: a page is made ready; before the waiting task runs, reclaim takes the page again; the
-//! task retries and faults. If that fault is asynchronous too, the same can happen again, for ever.
-//! So it is synchronous. A synchronous fault pins its pages until the instruction has retired.
+//! task retries and faults. If that fault is asynchronous too, the race can repeat for ever. So
+//! that fault is synchronous. A synchronous fault pins its pages until the instruction has retired.
 //!
-//! A retry that succeeds reports nothing, so the queue cannot know whether a page was retried. It
-//! knows only that a faulting page is among the last ones made ready. Two cases look alike: reclaim
-//! took the page before its retry; or after it, because memory is so short that a page arrives and
-//! is evicted within a few faults. In the second case the rule costs one synchronous wait.
+//! A successful retry reports nothing, so the queue knows only that a faulting page is among the
+//! last ones made ready. Two cases look alike: reclaim took the page before its retry; or after it,
+//! because memory is so short that a page arrives and is evicted within a few faults. In the second
+//! case the rule costs one synchronous wait.
 //!
-//! An entry goes when a fault has waited for its page, or when later pages have pushed it out.
+//! An entry is removed when a fault has waited for its page, or when later pages push it out.
 
 use lacuna_addr::Gfn;
 use std::collections::VecDeque;
 
-/// The number of pages kept. At most so many are in flight, so that many ready pages may wait for
+/// The number of pages kept. So many pages may be in flight, and so many ready pages may wait for
 /// their retry.
 const KEPT: usize = crate::QUEUED_MAX;
 

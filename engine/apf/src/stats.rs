@@ -8,22 +8,21 @@ pub struct Stats {
     /// Faults whose page-not-present could not be delivered: artificial halts for which a read was
     /// started.
     pub halted: u64,
-    /// Faults on a page that was already on its way to this vCPU: artificial halts without a new
-    /// read.
+    /// Faults on a page already on its way to this vCPU: artificial halts without a new read.
     pub repeated: u64,
     /// Synchronous waits because the queue was full.
     pub waited_full: u64,
     /// Synchronous waits because the vCPU was not interruptible.
     pub waited_uninterruptible: u64,
-    /// Synchronous waits for a page that had been made ready a moment before and was evicted again.
+    /// Synchronous waits for a page evicted a moment after it was made ready.
     pub waited_recent: u64,
     /// Faults whose page arrived while the vCPU polled for it, before the guest was notified.
     pub waited_polled: u64,
     /// Delivered page-ready events.
     pub ready: u64,
-    /// Arrivals without an event for the guest: it had no token for the page, or had not taken the
-    /// event with the token yet, or the word in its memory could not be written. The vCPU was only
-    /// made runnable.
+    /// Arrivals without an event for the guest: it had no token for the page, it had not taken the
+    /// event with the token yet, or the word in its memory could not be written. The vCPU only
+    /// became runnable.
     pub spurious: u64,
     /// Arrivals that could be mapped before the retry.
     pub prefaulted: u64,
@@ -38,7 +37,7 @@ pub struct Stats {
 /// Swap-in times in nanoseconds: number, sum, shortest and longest.
 ///
 /// A time ends when the vCPU's thread dequeues the arrival, because a worker has no clock here. So
-/// it includes the wait until the guest has acknowledged the event before.
+/// it includes the wait until the guest has acknowledged the previous event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct SwapIn {
     /// How many were measured.

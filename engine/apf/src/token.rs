@@ -1,15 +1,15 @@
-//! What connects a page-ready with its page-not-present.
+//! Tokens connect a page-ready with its page-not-present.
 
-/// A name for one fault, unique among those in flight in a VM. It is never 0, which means "none" in
-/// the words that guest and host share.
+/// A name for one fault, unique among a VM's faults in flight. It is never 0, which means "none" in
+/// the words shared by guest and host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Token(u32);
 
 impl Token {
-    /// Says "ready" to every task that sleeps on this vCPU.
+    /// Page-ready for every task that sleeps on this vCPU.
     pub const WAKE_ALL: Self = Self(u32::MAX);
 
-    /// The token of an event that a guest got before its state was saved; `None` for 0.
+    /// The token of an event delivered before the state was saved; `None` for 0.
     pub(crate) const fn from_guest(number: u32) -> Option<Self> {
         match number {
             0 => None,
@@ -63,7 +63,7 @@ impl Tokens {
         }
     }
 
-    /// Whether the counter has wrapped around, so that a token may be one of those in use.
+    /// Whether the counter has wrapped around, so that a new token may be in use already.
     pub const fn have_wrapped(&self) -> bool {
         self.wrapped
     }

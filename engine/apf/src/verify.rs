@@ -1,12 +1,12 @@
-//! What must hold between any two calls.
+//! The invariants between any two calls.
 
 use crate::token::Token;
 use crate::{Abi, QUEUED_MAX, Queue};
 use std::collections::HashSet;
 
 impl<A: Abi> Queue<A> {
-    /// Checks that the parts of the queue agree; for tests and seeded runs. Other threads may
-    /// complete completions meanwhile.
+    /// Checks that the parts of the queue agree, for tests and seeded runs. Meanwhile other threads
+    /// may report arrivals.
     ///
     /// # Panics
     /// If anything is wrong.

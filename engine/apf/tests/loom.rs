@@ -1,4 +1,4 @@
-//! The completion queue against cancel, reset, a worker that panics, and sleep, in every
+//! The completion queue against cancel, reset, a panicking worker, and sleep, in every
 //! interleaving.
 //!
 //! ```text
@@ -69,7 +69,7 @@ fn completions_against_the_end_of_the_queue() {
     });
 }
 
-/// The vCPU's thread, which sleeps if there is nothing to do.
+/// The vCPU's thread, which sleeps if it has nothing to do.
 struct Sleeper {
     fixture: Fixture,
     bell: Arc<Notify>,
@@ -142,7 +142,7 @@ fn two_completers_and_no_lost_kick() {
 }
 
 /// The guest reads no token, so nothing can be dequeued. The vCPU has halted for one of two pages,
-/// which may arrive as the second.
+/// and that page may arrive second.
 #[test]
 fn a_halted_vcpu_is_kicked_for_its_page_behind_another() {
     loom::model(|| {

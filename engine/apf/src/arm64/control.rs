@@ -1,4 +1,4 @@
-//! The calls by which a guest configures its events, and the contract that follows from them.
+//! The calls by which a guest configures its events, and the resulting contract.
 
 use super::delivery::{Enabled, Form, SdeiEvents, Send, abort, set_line};
 use super::guest::{Guest, Line};
@@ -20,12 +20,12 @@ bitflags::bitflags! {
 
 /// Bits of the value that are no address.
 const LOW: u64 = 0x3f;
-/// RFCv2: bits 63:56 of the argument say what it is.
+/// RFCv2: bits 63:56 of the argument select its meaning.
 const FUNCTION: u64 = 0xff << 56;
 const SWITCH: u64 = 1 << 63;
 const SET_RANGE: u64 = 1 << 62;
-/// RFCv2: bytes from VBAR_EL1 on in which no event is delivered, before the guest has asked for
-/// more. It is the vector table.
+/// RFCv2: no event is delivered while PC is within this many bytes from VBAR_EL1 on: the vector
+/// table. The guest can ask for more.
 const RANGE: u64 = 0x800;
 
 /// The answer to a call of the guest.
@@ -60,20 +60,20 @@ impl Answer {
 /// The configuration of one vCPU, to be saved and restored.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Saved {
-    /// The form that is enabled, and the value with which the guest has enabled it.
+    /// The enabled form, and the value with which the guest has enabled it.
     pub enabled: Option<(Form, u64)>,
     /// RFCv2's range, in bytes from VBAR_EL1 on.
     pub range: u64,
     /// The vCPU's SDEI.
     pub sdei: Sdei,
-    /// A page-not-present that was signalled and not taken yet.
+    /// The token of a signalled page-not-present that the vCPU has not taken yet.
     pub untaken: Option<u32>,
-    /// The line of the page-ready interrupt is high.
+    /// Whether the line of the page-ready interrupt is high.
     pub unacknowledged: bool,
 }
 
-/// A field of a saved configuration that a vCPU cannot have, or not here: its form is not offered,
-/// or the block is no memory.
+/// A field of a saved configuration that no vCPU can have, or not this vCPU: its form is not
+/// offered, or its block is no memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NotRestorable {
     /// Which field.
@@ -93,8 +93,8 @@ pub struct Control {
 }
 
 impl Control {
-    /// The contract at power-on: nothing is enabled. `features` is what the guest is offered.
-    /// `numbers` is for [`Features::SDEI`]: without it the guest can ask, and cannot enable.
+    /// The contract at power-on: nothing is enabled. `features` are the offered forms. `numbers` is
+    /// for [`Features::SDEI`]: without it, the guest can ask but not enable.
     pub fn new(features: Features, numbers: Option<Numbers>) -> Self {
         Self {
             features,
@@ -105,8 +105,8 @@ impl Control {
         }
     }
 
-    /// The page that a call accesses: a block that it enables, or the block of events that it makes
-    /// the host deliver or take back.
+    /// The page that a call accesses: the block that it enables, or the enabled block, if the call
+    /// makes the host deliver an event or take it back.
     pub(super) fn page_accessed_by(&self, function: u32, args: &[u64; 5]) -> Option<(Gfn, Access)> {
         let argument = halves(args[0], args[1]);
         let value = match Call::of(function)? {
@@ -129,7 +129,7 @@ impl Control {
         self.shared_page().map(|block| (block, Access::Write))
     }
 
-    /// A call of the guest. `None`: it is none of this module's.
+    /// A call of the guest. `None`: the call does not belong to this module.
     pub(super) fn call(
         &mut self,
         function: u32,
@@ -198,7 +198,7 @@ impl Control {
         Ok((answer, Request::None))
     }
 
-    /// A call of the SDEI, which a guest has if it is offered the form that needs it.
+    /// A call of the SDEI. A guest has the SDEI if its form is offered.
     fn call_event(&mut self, number: u32, args: &[u64; 5], guest: &mut impl Guest) -> Answer {
         let Some(numbers) = self
             .numbers
@@ -314,7 +314,7 @@ impl Control {
         }
     }
 
-    /// What the guest is offered.
+    /// The offered forms and numbers.
     pub(super) fn offered(&self) -> (Features, Option<Numbers>) {
         (self.features, self.numbers)
     }
@@ -366,7 +366,7 @@ fn decode(form: Form, value: u64, guest: &mut impl Guest) -> Option<Enabled> {
 
 impl Abi for Control {
     /// 16 bits of counter above 16 bits (RFCv2) or 12 bits (v1 to v4) of vCPU. Before the guest has
-    /// chosen, the format is the one in which fewer vCPUs fit.
+    /// chosen, the format with room for fewer vCPUs holds.
     #[inline]
     fn tokens(&self) -> TokenFormat {
         let vcpu_bits = match self.enabled.map(|enabled| enabled.form) {

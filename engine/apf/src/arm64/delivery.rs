@@ -10,8 +10,8 @@
 //! | having read it | the guest zeroes word 0, later | it zeroes both, and acknowledges: line low |
 //!
 //! The words are at offsets 0 (reason) and 4 (token) of the guest's block. The guest's own word, at
-//! offset 64, is nothing to the host. A reason that is not zero is an event that the guest has not
-//! read, or the guest's own mark that it wants none now. The host never overwrites it.
+//! offset 64, means nothing to the host. A nonzero reason is an unread event, or the guest's own
+//! mark that it wants no event now. The host never overwrites it.
 
 use super::guest::{CpuState, Effect, ExceptionLevel, Guest, Line};
 use super::numbers::Numbers;
@@ -60,7 +60,7 @@ impl Enabled {
         self.words(guest).is_some()
     }
 
-    /// Reason and token. The token's word is used by one form alone.
+    /// Reason and token. Only one form uses the token's word.
     fn words(self, guest: &mut impl Guest) -> Option<(u32, u32)> {
         let reason = guest.read_u32(self.block)?;
         Some(match self.form {
@@ -74,7 +74,7 @@ impl Enabled {
         self.words(guest) == Some((0, 0))
     }
 
-    /// Whether page-not-present may interrupt the code that runs now.
+    /// Whether page-not-present may interrupt the running code.
     pub fn may_interrupt(self, guest: &impl Guest) -> bool {
         self.send == Send::Always || guest.state().level == ExceptionLevel::El0
     }
@@ -150,9 +150,9 @@ pub(super) mod abort {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct SdeiEvents {
     pub sdei: Sdei,
-    /// A page-not-present that was signalled. The vCPU takes the event before its next instruction.
+    /// A signalled page-not-present. The vCPU takes the event before its next instruction.
     pub untaken: Option<Token>,
-    /// A page-ready that the guest has not acknowledged: the interrupt's line is high.
+    /// Whether a page-ready is unacknowledged: the interrupt's line is high.
     pub unacknowledged: bool,
 }
 
@@ -194,7 +194,7 @@ impl SdeiEvents {
             return false;
         }
         self.untaken = None;
-        // A guest that has changed the words since has them as it wants.
+        // If the guest has changed the words since, they stay.
         if enabled.words(guest) == Some((NOT_PRESENT, token.get())) {
             let _ = guest.write_u32(enabled.token_word(), 0);
             let _ = guest.write_u32(enabled.block, 0);

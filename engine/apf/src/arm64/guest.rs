@@ -15,7 +15,7 @@ pub enum ExceptionLevel {
 pub struct CpuState {
     /// PSTATE.EL.
     pub level: ExceptionLevel,
-    /// The address of the next instruction, or of the one that faults.
+    /// The address of the next instruction, or of the faulting one.
     pub pc: u64,
     /// VBAR_EL1.
     pub vbar: u64,
@@ -41,7 +41,7 @@ pub enum Line {
     High,
 }
 
-/// What happens to the vCPU.
+/// A change of the vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Effect {
     /// Takes a data abort to EL1. The processor sets ELR_EL1 and SPSR_EL1, and goes to the vector.
@@ -60,7 +60,7 @@ pub enum Effect {
     },
     /// Replaces the registers: an SDEI event is taken, or its handler ends.
     Context(Context),
-    /// Sets ELR_EL1 and SPSR_EL1, as if the exception was taken from there.
+    /// Sets ELR_EL1 and SPSR_EL1, as if the exception had been taken there.
     ExceptionReturn {
         /// ELR_EL1.
         elr: u64,
@@ -82,6 +82,7 @@ pub trait Guest: crate::Guest + crate::SharedWords {
     fn context(&self) -> Context;
 
     /// Changes the vCPU. [`Effect::DataAbort`] and the start of an SDEI event are applied only
-    /// while the vCPU is interruptible. After a data abort it is not, until the exception is taken.
+    /// while the vCPU is interruptible. After a data abort the vCPU is not interruptible until it
+    /// has taken the exception.
     fn apply(&mut self, effect: Effect);
 }

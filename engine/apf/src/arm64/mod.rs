@@ -1,5 +1,5 @@
-//! The two guest ABIs that were published for arm64: a few calls, a block of guest memory, and two
-//! events. Neither was merged into Linux.
+//! The two guest ABIs published for arm64: a few calls, a block of guest memory, and two events.
+//! Neither was merged into Linux.
 //!
 //! | file | job |
 //! |---|---|
@@ -15,12 +15,12 @@
 //! before the vCPU's next instruction ─► Queue::enter: it takes the SDEI event, if one is signalled
 //! ```
 //! A guest probes: the UID of the vendor services is KVM's; bit 1 of their bitmap is RFCv2, and bit
-//! 2 is v1 to v4. It chooses a form by the call with which it enables.
+//! 2 is v1 to v4. It chooses a form by the call that enables the events.
 //!
 //! Sources: the series "Support Async Page Fault" for KVM/arm64 of May 2020 (RFCv2), and of August
 //! 2020 to August 2021 (v1 to v4); the SMC calling convention (Arm DEN 0028); the
-//! software-delegated exception interface (Arm DEN 0054). What their reviewers objected to is
-//! answered in docs/decisions/0024-arm64-async-page-faults.md.
+//! software-delegated exception interface (Arm DEN 0054).
+//! docs/decisions/0024-arm64-async-page-faults.md answers the reviewers' objections.
 
 mod control;
 mod delivery;
@@ -41,14 +41,14 @@ pub use sdei::{Handler, Sdei};
 pub type Queue = crate::Queue<Control>;
 
 impl Queue {
-    /// The page that [`Queue::call`] accesses, and how. A backend that must not wait inside of the
+    /// The page that [`Queue::call`] accesses, and how. A backend that must not wait inside the
     /// call brings the page in before.
     pub fn page_accessed_by(&self, function: u32, args: &[u64; 5]) -> Option<(Gfn, Access)> {
         self.abi().page_accessed_by(function, args)
     }
 
-    /// HVC, with the function identifier in W0 and X1 to X5. `None`: the call is none of the vendor
-    /// services' or the SDEI's; another part of the hypervisor answers it.
+    /// HVC, with the function identifier in W0 and X1 to X5. `None`: the call belongs to neither
+    /// the vendor services nor the SDEI, so another part of the hypervisor answers it.
     pub fn call<G: Guest>(
         &mut self,
         function: u32,
@@ -61,8 +61,8 @@ impl Queue {
         Some(answer)
     }
 
-    /// The vCPU is about to execute its next instruction: it takes the SDEI event, if one was
-    /// signalled. Call it before each entry into the guest, after [`crate::Queue::poll`].
+    /// The vCPU is about to execute its next instruction: it takes a signalled SDEI event. Call it
+    /// before each entry into the guest, after [`crate::Queue::poll`].
     #[inline]
     pub fn enter<G: Guest>(&mut self, guest: &mut G) {
         self.abi_mut().enter(guest);
@@ -74,7 +74,7 @@ impl Queue {
         self.abi().save()
     }
 
-    /// What the guest is offered: the forms, and the event and interrupt of [`Features::SDEI`].
+    /// The offered forms, and the event and interrupt of [`Features::SDEI`].
     pub fn offered(&self) -> (Features, Option<Numbers>) {
         self.abi().offered()
     }
@@ -82,7 +82,7 @@ impl Queue {
     /// Whether [`Queue::restore`] would take `saved`.
     ///
     /// # Errors
-    /// It would not: the first field.
+    /// It would not. The error names the first such field.
     pub fn check<G: Guest>(&self, saved: &Saved, guest: &mut G) -> Result<(), NotRestorable> {
         self.abi().check(saved, guest).map(|_| ())
     }

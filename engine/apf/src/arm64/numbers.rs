@@ -34,7 +34,7 @@ impl Numbers {
 const ABORT_CALL: u32 = 1;
 const SDEI_CALL: u32 = 2;
 
-/// The most page-not-present events that may be outstanding: the answer of [`Sub::Slots`].
+/// The largest number of outstanding page-not-present events: the answer to [`Sub::Slots`].
 pub(super) const SLOTS: u64 = crate::QUEUED_MAX as u64;
 /// Version 1.0.0 of the form v1 to v4.
 pub(super) const VERSION: u64 = 0x01_0000;
@@ -118,14 +118,14 @@ impl Sub {
     }
 }
 
-/// The result of a vendor call that is no success.
+/// The result of a failed vendor call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Refusal {
     /// The service or the function does not exist, or the area is not memory.
     NotSupported = -1,
     /// The contract is in that state already.
     NotRequired = -2,
-    /// The machine has not chosen the event and the interrupt.
+    /// The machine has chosen no event and interrupt.
     InvalidParameter = -3,
 }
 

@@ -7,8 +7,8 @@
 //! COMPLETE_AND_RESUME  ─► restores X0..X17; ELR_EL1, SPSR_EL1 get the saved PC and PSTATE; PC is
 //!                         the argument: as if an interrupt had been taken there
 //! ```
-//! The interface is of one vCPU. There are no shared events and no interrupts bound to events, and
-//! no event 0 that guests signal to each other: nothing here uses them.
+//! The interface belongs to one vCPU. Nothing here uses shared events, interrupts bound to events,
+//! or event 0, which guests signal to each other. So they do not exist.
 
 use super::guest::{Context, Effect, Guest};
 
@@ -17,9 +17,9 @@ use super::guest::{Context, Effect, Guest};
 pub struct Sdei {
     /// The handler that the guest has registered.
     pub handler: Option<Handler>,
-    /// The vCPU takes no events (PE_MASK). It is so after a reset.
+    /// Whether the vCPU takes no events (PE_MASK). True after a reset.
     pub masked: bool,
-    /// The handler is at work: the registers that it has interrupted.
+    /// While the handler is at work: the registers that it has interrupted.
     pub interrupted: Option<Context>,
 }
 
@@ -34,7 +34,7 @@ pub struct Handler {
     pub enabled: bool,
 }
 
-/// The result of a call that is no success.
+/// The result of a failed call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Error {
     NotSupported = -1,
@@ -59,7 +59,7 @@ const VERSION: u64 = 1 << 48;
 const EL1H_MASKED: u64 = 0x3c5;
 /// GET_INFO: priority "critical".
 const CRITICAL: u64 = 1;
-/// Of the flags of REGISTER: the routing mode, which private events have not.
+/// The routing mode in the flags of REGISTER. Private events have none.
 const ROUTING: u64 = 1;
 
 impl Default for Sdei {
@@ -169,7 +169,8 @@ impl Sdei {
         self.handler.as_mut().ok_or(Error::Denied)
     }
 
-    /// A handler at work completes first: its registration is gone at once, its context stays.
+    /// Removes the registration at once. The context of a handler at work stays until the handler
+    /// completes.
     fn unregister(&mut self) -> Result<Done, Error> {
         match (self.handler.take(), self.interrupted) {
             (_, Some(_)) => Err(Error::Pending),

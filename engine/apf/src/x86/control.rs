@@ -1,7 +1,7 @@
 //! The three MSRs (`msr.rst`): what a guest may write, and what it reads back.
 //!
-//! KVM also refuses a write if the local APIC is not in the kernel. That rule is left out, because
-//! every vCPU here has a local APIC.
+//! KVM also refuses a write if the local APIC is not in the kernel. Here every vCPU has a local
+//! APIC, so that rule is left out.
 
 use super::delivery::{Enabled, ReadyBy};
 use super::{Features, Guest, Msr};
@@ -35,7 +35,7 @@ pub struct Control {
 }
 
 impl Control {
-    /// The registers at power-on, all zero. `features` is what the vCPU's CPUID offers.
+    /// The registers at power-on, all zero. `features` are the ones in the vCPU's CPUID.
     pub const fn new(features: Features) -> Self {
         Self {
             features,
@@ -45,8 +45,8 @@ impl Control {
         }
     }
 
-    /// The page that a write of `value` to `msr` accesses: an area that it enables, or the area of
-    /// the events that it makes the host deliver.
+    /// The page that a write of `value` to `msr` accesses: the area that it enables, or the enabled
+    /// area, if the write makes the host deliver events.
     pub(super) fn page_accessed_by(&self, msr: Msr, value: u64) -> Option<(Gfn, Access)> {
         match msr {
             Msr::Enable if value & Flags::ENABLED.bits() != 0 => {
@@ -91,8 +91,8 @@ impl Control {
                 Ok(Request::None)
             }
             Msr::Acknowledge => Ok(match self.enabled {
-                // Only a page-ready interrupt is acknowledged. A guest that gets page-ready as a
-                // #PF zeroes the word alone.
+                // Only a page-ready interrupt is acknowledged. After a #PF the guest only zeroes the
+                // word.
                 Some(enabled) if enabled.ready_by == ReadyBy::Interrupt && value & 1 != 0 => {
                     Request::Acknowledged
                 }

@@ -9,12 +9,11 @@
 //! | having read it | the guest zeroes word 0 | the guest zeroes word 1 and writes ACK |
 //!
 //! The words are at offsets 0 and 4 of the guest's 64-byte area. Since Linux 5.9, KVM accepts bit 0
-//! alone and delivers nothing. Here bit 0 alone has its first meaning, for guests of that time and
-//! for comparison.
+//! alone and delivers nothing. Here bit 0 alone has its original meaning, for old guests and for
+//! comparison.
 //!
-//! A word that is not zero is an event that the guest has not read. The host never overwrites it.
-//! So at most one page-ready is unread. While word 0 is in use, no page-not-present can be
-//! delivered.
+//! A nonzero word is an unread event. The host never overwrites it. So at most one page-ready is
+//! unread. While word 0 is in use, no page-not-present can be delivered.
 
 use super::{CpuState, Guest};
 use crate::abi::NotDelivered;

@@ -4,8 +4,8 @@
 /// [`crate::Guest::is_interruptible`]. It is the state between two instructions, or at a fault.
 ///
 /// An x86 vCPU is interruptible if RFLAGS.IF is set, there is no STI or MOV SS shadow, no exception
-/// or interrupt is pending or being delivered, and no instruction is half done except the one that
-/// faults.
+/// or interrupt is pending or being delivered, and no instruction is half done except the faulting
+/// one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CpuState {
     /// CPL is not 0.
@@ -21,8 +21,8 @@ pub trait Guest: crate::Guest + crate::SharedWords {
     /// The vCPU's present state.
     fn state(&self) -> CpuState;
 
-    /// Makes a #PF pending, with error code 0 and `address` for CR2. It is called only while the
-    /// vCPU is interruptible; after the call the vCPU is not.
+    /// Makes a #PF pending, with error code 0 and `address` for CR2. The caller calls this only
+    /// while the vCPU is interruptible. After the call it is not.
     fn inject_page_fault(&mut self, address: u64);
 
     /// Raises a fixed-mode interrupt in the vCPU's own local APIC.

@@ -7,8 +7,9 @@
 //! | `delivery` | the events, with page-ready in the form of 2010 and in today's |
 //! | `guest` | what the ABI needs of a vCPU |
 //!
-//! Sources: the Linux guest ABI (`Documentation/virt/kvm/x86/msr.rst`, `cpuid.rst`). For the form
-//! that Linux has dropped since: the talk on asynchronous page faults at the KVM Forum of 2010.
+//! Sources: the Linux guest ABI (`Documentation/virt/kvm/x86/msr.rst`, `cpuid.rst`). The source for
+//! the form of 2010, which Linux has dropped, is the talk on asynchronous page faults at that
+//! year's KVM Forum.
 
 mod control;
 mod delivery;
@@ -44,7 +45,7 @@ impl Queue {
         self.abi().check(msr, value, guest)
     }
 
-    /// The page that [`Queue::write_msr`] accesses, and how. A backend that must not wait inside of
+    /// The page that [`Queue::write_msr`] accesses, and how. A backend that must not wait inside
     /// the write brings the page in before.
     pub fn page_accessed_by(&self, msr: Msr, value: u64) -> Option<(Gfn, Access)> {
         self.abi().page_accessed_by(msr, value)

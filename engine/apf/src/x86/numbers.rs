@@ -16,7 +16,7 @@ bitflags::bitflags! {
 /// The three registers by which a guest controls its asynchronous page faults.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Msr {
-    /// `MSR_KVM_ASYNC_PF_EN`: where the guest's area is, and what is to be delivered.
+    /// `MSR_KVM_ASYNC_PF_EN`: the address of the guest's area, and which events are delivered.
     Enable,
     /// `MSR_KVM_ASYNC_PF_INT`: the vector of the page-ready interrupt.
     Vector,
@@ -27,7 +27,7 @@ pub enum Msr {
 impl Msr {
     const ALL: [Self; 3] = [Self::Enable, Self::Vector, Self::Acknowledge];
 
-    /// The register with number `index`, if it is one of these.
+    /// The register with number `index`, if that is one of the three.
     pub fn of(index: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|msr| msr.index() == index)
     }

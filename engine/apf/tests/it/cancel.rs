@@ -1,4 +1,4 @@
-//! What ends a token early: disable, reset, cancel. No earlier event is delivered afterwards.
+//! Disable, reset and cancel end tokens early. No earlier event is delivered afterwards.
 
 use crate::common;
 
@@ -8,7 +8,7 @@ use lacuna_apf::x86::Msr;
 
 const INTERRUPT: u64 = ENABLED | AS_INT;
 
-/// The ways to make the queue forget all tokens. Each leaves it disabled.
+/// The ways to make the queue forget all tokens. Each leaves the queue disabled.
 const ENDS: [fn(&mut Fixture); 3] = [
     |fixture| assert!(fixture.write(Msr::Enable, 0)),
     |fixture| assert!(fixture.write(Msr::Enable, AREA | AS_INT)),

@@ -56,8 +56,8 @@ fn delivery_depends_on_privilege_and_paging() {
     }
 }
 
-/// `can_notify` predicts a fault's outcome and changes nothing. A reported page is not awaited any
-/// more, though its fault is in flight until page-ready is delivered.
+/// `can_notify` predicts a fault's outcome and changes nothing. A reported page is no longer
+/// awaited, but its fault is in flight until page-ready is delivered.
 #[test]
 fn a_fault_is_predicted_and_awaited_until_its_page_has_arrived() {
     for en in BOTH {

@@ -1,10 +1,10 @@
-//! Random sequences of calls on a queue, compared with a plain model: what each call must return,
-//! and which events the guest may get. The model states the same rules, with lists and sets.
+//! Random sequences of calls on a queue, compared with a plain model: the result of each call, and
+//! the events that the guest may get. The model states the same rules, with lists and sets.
 //!
 //! After every step: a token is never 0; at most 64 are queued; no ready event overtakes another,
-//! or is delivered while one is unread (the mock guest refuses that); none is delivered without its
-//! not-present, or twice; and no event from before a disable, reset or cancel is delivered after
-//! it. At the end every not-present has had its ready or a later wake-all.
+//! is delivered while one is unread (the mock guest refuses that), lacks its not-present, or comes
+//! twice; and no event from before a disable, reset or cancel is delivered after it. At the end
+//! every not-present has had its ready or a later wake-all.
 
 use crate::common;
 

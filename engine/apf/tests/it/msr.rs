@@ -29,7 +29,7 @@ fn a_write_of_en_raises_gp_when_it_asks_for_what_is_not_there() {
         (Features::ASYNC_PF, AREA | ENABLED | AS_INT, false),
         (Features::ASYNC_PF, AS_INT, false),
         (Features::ASYNC_PF, AREA | ENABLED, true),
-        // No feature at all: not even zero.
+        // Without the feature, even zero is refused.
         (Features::ASYNC_PF_INT, 0, false),
         (Features::empty(), 0, false),
         // The area must be memory if it is used, and a valid address.

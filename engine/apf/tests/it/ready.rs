@@ -72,7 +72,7 @@ fn ready_events_come_in_order_and_one_at_a_time() {
     }
 }
 
-/// For both forms of page-ready: what can delay the event, and that a delay does not lose it.
+/// In both forms of page-ready, these conditions delay the event, and no delay loses it.
 #[test]
 fn ready_waits_until_it_can_be_delivered() {
     type Obstacle = fn(&mut common::Mock);
@@ -113,8 +113,8 @@ fn ready_waits_until_it_can_be_delivered() {
     }
 }
 
-/// What does *not* delay a ready event. Today's form is an interrupt, which the controller keeps
-/// until IF is set. Neither form depends on the privilege level.
+/// These conditions do *not* delay a ready event. Today's form is an interrupt, which the
+/// controller keeps until IF is set. Neither form depends on the privilege level.
 #[test]
 fn interrupts_wait_in_the_lapic_not_here() {
     let mut fixture = Fixture::new(INTERRUPT);

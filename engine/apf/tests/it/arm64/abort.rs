@@ -46,7 +46,7 @@ fn only_send_always_interrupts_the_kernel() {
     }
 }
 
-/// The guest clears the reason when it likes; other values hold events off as well.
+/// The guest may clear the reason at any time. Other nonzero values hold events off as well.
 #[test]
 fn no_event_while_the_reason_is_not_zero() {
     for reason in [1, 2, 3, u32::MAX] {
@@ -99,7 +99,7 @@ fn no_event_in_the_range_behind_the_vectors() {
     }
 }
 
-/// A hostile range makes the guest wait, and nothing else.
+/// A hostile range only makes the guest wait.
 #[test]
 fn a_range_over_everything_keeps_events_away() {
     let mut fixture = Fixture::new();

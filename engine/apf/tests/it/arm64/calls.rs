@@ -1,4 +1,4 @@
-//! Every call, and every way in which one is refused.
+//! Every call, and every refusal.
 
 use super::mock::*;
 use lacuna_addr::Access;
@@ -77,7 +77,7 @@ fn without_numbers_the_second_form_cannot_be_enabled() {
     assert_eq!(fixture.switch_abort(BLOCK | ENABLED), 0, "it needs none");
 }
 
-/// The way to enable or disable one of the forms.
+/// Enables or disables one of the forms.
 type Switch = fn(&mut Fixture, u64) -> i64;
 const SWITCHES: [Switch; 2] = [Fixture::switch_abort, Fixture::switch_sdei];
 
@@ -205,7 +205,7 @@ fn the_page_that_a_call_accesses_is_known_before() {
     }
 }
 
-/// Whatever a guest calls: no panic, and an answer for every call of these services.
+/// No call of a guest causes a panic, and every call of these services gets an answer.
 #[test]
 fn no_call_is_left_without_an_answer() {
     let values = [0, 1, 4, 5, 63, 64, BLOCK | ENABLED, 1 << 31, u64::MAX];

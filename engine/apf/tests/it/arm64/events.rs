@@ -95,7 +95,7 @@ fn an_event_that_is_not_taken_is_cancelled() {
     assert_eq!(fixture.guest.line, Line::Low);
     let stats = fixture.queue.stats();
     assert_eq!((stats.taken, stats.ready, stats.spurious), (1, 0, 1));
-    // Without a wait: the next fault on the page is synchronous, as after every page-ready.
+    // As after every page-ready, the next fault on the page is synchronous.
     assert!(matches!(fixture.fault(5), NotPresent::Wait));
     let _ = fixture.notified(6);
 }
@@ -116,7 +116,7 @@ fn an_untaken_event_keeps_other_pages_waiting() {
     assert_eq!(fixture.settle(), [one, two]);
 }
 
-/// A guest that has written to the words meanwhile keeps what it has written.
+/// If the guest has written to the words meanwhile, its values stay.
 #[test]
 fn a_cancelled_event_leaves_foreign_words_alone() {
     for words in [[1, 9], [3, 0], [0, 0]] {

@@ -1,4 +1,4 @@
-//! A guest of a few fields, which records what happens to it, and a queue for it.
+//! A guest of a few fields, which records its events, and a queue for it.
 
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_apf::arm64::{
@@ -38,7 +38,7 @@ pub const STATUS: u32 = event(8);
 pub const MASK: u32 = event(0xb);
 pub const UNMASK: u32 = event(0xc);
 
-/// What is behind the guest's block.
+/// The memory behind the guest's block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Memory {
     Ram,
@@ -57,7 +57,7 @@ pub struct Mock {
     pub context: Context,
     pub elr: (u64, u64),
     pub line: Line,
-    /// The data abort that it is about to take.
+    /// The data abort that the guest is about to take.
     pub abort: Option<(u64, u64)>,
     pub resumed: usize,
 }
@@ -176,7 +176,7 @@ pub struct Fixture {
     pub guest: Mock,
 }
 
-/// The X0 of a call that is refused.
+/// The X0 of a refused call.
 pub const NOT_SUPPORTED: i64 = -1;
 pub const NOT_REQUIRED: i64 = -2;
 pub const INVALID: i64 = -3;
@@ -271,7 +271,7 @@ impl Fixture {
         }
     }
 
-    /// A fault that the guest is not notified of.
+    /// A fault without a notification of the guest.
     pub fn halts(&mut self, page: u64) -> Completion {
         match self.fault(page) {
             NotPresent::Halt(Some(completion)) => completion,

@@ -1,4 +1,4 @@
-//! A guest of a few fields, which records the events it receives.
+//! A guest of a few fields, which records its events.
 #![allow(dead_code, reason = "every test file uses its part")]
 
 use lacuna_addr::{Access, Gfn, Gpa};
