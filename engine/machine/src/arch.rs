@@ -1,4 +1,4 @@
-//! The processors that guests may be made for.
+//! The processor architectures of guests.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

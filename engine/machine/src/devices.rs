@@ -1,4 +1,4 @@
-//! The devices that a guest sees: every guest's, and the devices that an embedder adds.
+//! The devices of a guest: those of every guest, and those that an embedder adds.
 
 mod lines;
 pub mod mmio;
@@ -46,7 +46,7 @@ pub enum Ending {
     Shutdown(String),
     /// The guest has switched its machine off.
     PoweredOff,
-    /// The guest has asked for a reset of its machine, which ends the run.
+    /// The guest has requested a reset of its machine, which ends the run.
     Reset,
     /// A vCPU could not continue.
     Failed(VcpuError),
@@ -134,7 +134,7 @@ pub enum DeviceError {
 }
 
 impl DeviceError {
-    /// Where the cause lies.
+    /// The kind of the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Overlap { .. }
@@ -219,12 +219,12 @@ impl fmt::Debug for PlatformDevices {
 }
 
 impl PlatformDevices {
-    /// The devices of an x86-64 guest; `console` gets what it prints on the serial line.
+    /// The devices of an x86-64 guest; `console` gets the output of the serial line.
     pub fn new(console: impl Console + 'static) -> Self {
         Self::of(Arch::X86_64, console)
     }
 
-    /// The devices of a guest for `arch`; `console` gets what it prints on the serial line.
+    /// The devices of a guest for `arch`; `console` gets the output of the serial line.
     pub fn of(arch: Arch, console: impl Console + 'static) -> Self {
         Self {
             arch,
@@ -236,12 +236,12 @@ impl PlatformDevices {
         }
     }
 
-    /// The architecture of the guests that they are for.
+    /// The architecture of the guests for which the devices are.
     pub fn arch(&self) -> Arch {
         self.arch
     }
 
-    /// Adds `device` at `ports`. The ports of [`port`] and of the PICs are taken.
+    /// Adds `device` at `ports`. The ports of [`port`] and of the PICs are reserved.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing has changed then.
@@ -269,13 +269,13 @@ impl PlatformDevices {
     }
 
     /// Adds `device` at `bytes` guest-physical addresses from `start` on. The addresses of
-    /// interrupt controllers are taken: for x86-64 by the I/O APIC (0xfec0_0000) and the local APIC
-    /// (0xfee0_0000), for AArch64 by the GIC. For AArch64, the addresses of the devices of every
-    /// guest are taken too.
+    /// interrupt controllers are reserved: for x86-64 the I/O APIC (0xfec0_0000) and the local APIC
+    /// (0xfee0_0000), for AArch64 the GIC. For AArch64, the addresses of the devices of every guest
+    /// are reserved too.
     ///
-    /// Where there is a memory slot as well, the guest accesses the memory. The VM is not known
-    /// here, so [`PlatformDevices::check_memory`] checks that before the run.
-    /// [`Layout`](crate::Layout) says where there is never memory at boot.
+    /// If a memory slot overlaps the device, the guest accesses the memory. This function does not
+    /// know the VM, so [`PlatformDevices::check_memory`] checks for overlaps before the run.
+    /// [`Layout`](crate::Layout) names the addresses without memory at boot.
     ///
     /// # Errors
     /// [`DeviceError`]; nothing has changed then.
@@ -350,7 +350,7 @@ impl PlatformDevices {
         }
     }
 
-    /// A write to a device of every AArch64 guest. Returns `false` if it is not to one.
+    /// A write to a device of every AArch64 guest. Returns `false` if no such device is there.
     fn own_write(&self, gpa: Gpa, width: Width, value: u64, kick: &impl Kick) -> bool {
         if let Some(offset) = offset_in(&OWN[0], gpa) {
             if let Uart::Pl011(line) = &mut *self.serial() {
@@ -420,7 +420,7 @@ impl PlatformDevices {
         }
     }
 
-    /// The status page that the guest has announced last.
+    /// The last status page that the guest has announced.
     pub fn status_page(&self) -> Option<Gfn> {
         match self.status.load(Ordering::Acquire) {
             NO_STATUS => None,
@@ -445,12 +445,12 @@ impl PlatformDevices {
             .clone()
     }
 
-    /// Gives the console the last line, if the guest has not ended it.
+    /// Gives the console the unfinished last line.
     pub fn flush(&self) {
         self.serial().lines().flush();
     }
 
-    /// The serial line. A console that has panicked leaves it whole.
+    /// The serial line. A panicking console leaves it intact.
     fn serial(&self) -> MutexGuard<'_, Uart> {
         self.serial.lock().unwrap_or_else(PoisonError::into_inner)
     }

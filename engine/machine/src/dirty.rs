@@ -1,4 +1,4 @@
-//! Dirty logging: which pages the guest writes.
+//! Dirty logging: finds the pages that the guest writes.
 
 use crate::{LogReaders, MemorySlots};
 use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotError, SlotId};
@@ -11,7 +11,7 @@ use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotErr
 /// set_logging(Off)
 /// ```
 /// Before a harvest returns, it has re-armed its pages and flushed the TLBs. Copy the pages after
-/// that, never before. A write that the copy lacks is then in the next harvest.
+/// that, never before. If the copy then lacks a write, the next harvest reports it.
 ///
 /// # Threads
 /// Any thread may call these functions, except the thread of a vCPU, and a callback of
@@ -22,7 +22,7 @@ pub trait DirtyTracking {
     /// Where writes are recorded.
     fn delivery(&self) -> Delivery;
 
-    /// Turns the log of a slot on or off. If it is turned on, every write after this call is
+    /// Turns the log of a slot on or off. If the log is on, every write after this call is
     /// reported. If the slot logs already, `On` changes nothing, not even with other settings.
     ///
     /// # Errors
@@ -35,7 +35,7 @@ pub trait DirtyTracking {
     /// [`DirtyError`]; no dirty bit is lost then.
     fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
 
-    /// Marks again pages that [`DirtyTracking::get_dirty`] has taken, and that could not be used.
+    /// Marks pages again that [`DirtyTracking::get_dirty`] has taken but the caller could not use.
     ///
     /// # Errors
     /// As [`DirtyTracking::get_dirty`]; no page is marked then.
@@ -53,28 +53,26 @@ pub trait DirtyTracking {
     /// Reading and clearing in two steps, if the VM supports that.
     fn two_step_log(&self) -> Option<&dyn TwoStepLog>;
 
-    /// The choice of detection, if the VMM has that choice.
+    /// The choice of detection, if the VMM has it.
     fn detection(&self) -> Option<&dyn DetectionChoice>;
 }
 
 /// Dirty rings, one for each vCPU. The rules for threads are those of [`DirtyTracking`].
 pub trait DirtyRings {
-    /// Calls `each` for every page in the rings, and returns the number of calls. A page may come
-    /// more than once, and its slot may have been removed since. The entries stay in use until
-    /// [`DirtyRings::reset_rings`]; copy the pages after that. `each` only notes the pages: locks
-    /// are held, so it must not change slots or track writes.
+    /// Calls `each` for every page in the rings, and returns the number of calls. A page may be in
+    /// the rings more than once, and its slot may have been removed. The entries stay in use until
+    /// [`DirtyRings::reset_rings`]; copy the pages after that. `each` should only note the pages:
+    /// locks are held, so it must not change slots or call dirty tracking.
     ///
-    /// KVM can overwrite entries of a full ring. Then it is unknown which pages they had, so `each`
-    /// gets every page of every slot that logs. A larger ring ([`Delivery::Ring`]) overflows less
-    /// often.
+    /// KVM can overwrite entries of a full ring. Then their pages are unknown, so `each` gets every
+    /// page of every logging slot. A larger ring ([`Delivery::Ring`]) overflows less often.
     ///
     /// # Errors
     /// [`DirtyError`].
     fn reap_rings(&self, each: &mut dyn FnMut(SlotId, usize)) -> Result<usize, DirtyError>;
 
-    /// Frees the entries that were reaped and re-arms their pages; returns the number of entries.
-    /// After that, a vCPU that left with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull) may be
-    /// entered again.
+    /// Frees the reaped entries and re-arms their pages; returns the number of entries. A vCPU that
+    /// left with [`Exit::DirtyRingFull`](crate::Exit::DirtyRingFull) may be entered after that.
     ///
     /// # Errors
     /// [`DirtyError`].
@@ -89,9 +87,9 @@ pub trait TwoStepLog {
     /// [`DirtyError`].
     fn peek_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
 
-    /// Clears the dirty bits that are set in `mask`, and re-arms those pages. The mask covers
-    /// `pages` pages from `first_page` on; the range begins and ends with a word, or with the slot.
-    /// A backend that knows which of these pages were not dirty removes them from `mask`.
+    /// Clears the dirty bits set in `mask`, and re-arms those pages. The mask covers `pages` pages
+    /// from `first_page` on; the range begins and ends with a word, or with the slot. If a backend
+    /// knows the pages that were not dirty, it removes them from `mask`.
     ///
     /// # Errors
     /// [`DirtyError`].
@@ -104,7 +102,7 @@ pub trait TwoStepLog {
     ) -> Result<(), DirtyError>;
 }
 
-/// The choice of how writes are detected, and what that has cost.
+/// The choice of how writes are detected, and the cost of dirty logging.
 pub trait DetectionChoice {
     /// How writes are detected at present.
     fn current(&self) -> Detection;
@@ -112,7 +110,7 @@ pub trait DetectionChoice {
     /// Sets how writes are detected from now on, also in slots that log already.
     fn choose(&self, detection: Detection);
 
-    /// What dirty logging has cost each vCPU.
+    /// The cost of dirty logging for each vCPU.
     fn dirty_stats(&self) -> Vec<DirtyStats>;
 }
 
@@ -131,7 +129,7 @@ where
     })
 }
 
-/// Harvests every slot that logs, from the rings, the bitmaps or both, as the VM delivers. A slot
+/// Harvests every logging slot, from the rings, the bitmaps or both, as the VM delivers. A slot
 /// that another thread removes meanwhile is skipped.
 ///
 /// Calls `each` with the slot and the index of each dirty page, perhaps more than once for a page,
@@ -171,7 +169,7 @@ where
     Ok(count)
 }
 
-/// The pages whose bits are set.
+/// The pages with set bits.
 fn pages(words: &[u64]) -> impl Iterator<Item = usize> {
     let of_word = |(index, word): (usize, &u64)| {
         let (index, word) = (index * 64, *word);

@@ -19,7 +19,7 @@ pub enum Width {
 }
 
 impl Width {
-    /// A value with every bit of this width set: what an absent device reads as.
+    /// A value with every bit of this width set: the result of reading an absent device.
     pub const fn ones(self) -> u64 {
         u64::MAX >> (64 - 8 * self as u32)
     }
@@ -44,8 +44,8 @@ bitflags::bitflags! {
     }
 }
 
-/// What the VMM has to do before it enters the vCPU again. Halts, page waits and interrupts stay
-/// inside the backend, as with KVM's in-kernel interrupt controller.
+/// What the VMM has to handle before it enters the vCPU again. Halts, page waits and interrupts
+/// stay inside the backend, as with KVM's in-kernel interrupt controller.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Exit {
@@ -65,14 +65,14 @@ pub enum Exit {
         /// Access size.
         width: Width,
     },
-    /// A read where there is no memory slot: answer with [`Vcpu::complete_read`].
+    /// A read from an address without a memory slot: answer with [`Vcpu::complete_read`].
     MmioRead {
         /// Guest-physical address.
         gpa: Gpa,
         /// Access size.
         width: Width,
     },
-    /// A write where there is no memory slot, or a read-only one.
+    /// A write to an address without a memory slot, or with a read-only one.
     MmioWrite {
         /// Guest-physical address.
         gpa: Gpa,
@@ -81,15 +81,15 @@ pub enum Exit {
         /// What was written.
         value: u64,
     },
-    /// A vCPU accessed a page that was never provided, in a slot with
+    /// A vCPU accessed a never-provided page in a slot with
     /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING). The VMM provides the page and
     /// enters the vCPU again, and the vCPU repeats the access. Or the VMM accepts the token, and
-    /// the guest runs something else until the page is ready: see [`MissingMemory`]. The fields
+    /// the guest runs another process until the page is ready: see [`MissingMemory`]. The fields
     /// before `token` are as in `KVM_EXIT_MEMORY_FAULT`.
     MemoryFault {
         /// The first guest-physical address of the missing memory.
         gpa: Gpa,
-        /// Its size in bytes: a page, or all pages that have to be provided together.
+        /// Its size in bytes: a page, or all pages that the VMM has to provide together.
         size: u64,
         /// How the guest accessed it.
         flags: MemoryFaultFlags,
@@ -100,7 +100,7 @@ pub enum Exit {
     Shutdown(String),
     /// The guest has switched its machine off, by the firmware's interface (PSCI `SYSTEM_OFF`).
     PoweredOff,
-    /// The guest asks for a reset of its machine, by the firmware's interface (PSCI
+    /// The guest requests a reset of its machine, by the firmware's interface (PSCI
     /// `SYSTEM_RESET`).
     Reset,
     /// The vCPU's dirty ring is full. Every entry ends with this exit, or for a kick with
@@ -126,7 +126,7 @@ pub enum VcpuError {
         /// What the host's memory manager says.
         cause: String,
     },
-    /// The page source has panicked with the request for a page.
+    /// The page source has panicked during the request for a page.
     #[error(
         "vCPU {vcpu}: guest page {gpa} was not provided: {cause}; the guest was stopped: this is \
          an error in the program that has the page source"
@@ -139,7 +139,7 @@ pub enum VcpuError {
         /// What the host's memory manager says.
         cause: String,
     },
-    /// No frame could be made free.
+    /// No frame could be freed.
     #[error("vCPU {vcpu}: no memory: {cause}")]
     NoMemory {
         /// Which vCPU needed a frame.
@@ -155,7 +155,7 @@ pub enum VcpuError {
         /// What the hypervisor says.
         cause: String,
     },
-    /// The vCPU waits for time to pass, and nothing moves the time of its VM.
+    /// The vCPU waits for time to pass, but the time of its VM is stopped.
     #[error(
         "vCPU {vcpu}: it waits, and the time of this VM is stopped, because the VM has a seed: \
          run it with `Builder::run`, or build it without a seed"
@@ -170,8 +170,8 @@ pub enum VcpuError {
 }
 
 impl VcpuError {
-    /// vCPU `vcpu` needs the page at `gpa`, and there is none, by an error of this kind and for
-    /// this reason. For backends.
+    /// The error of vCPU `vcpu`, which needs the page at `gpa` and cannot get it because of an
+    /// error of this kind with this cause. For backends.
     pub const fn no_page(vcpu: usize, gpa: Gpa, kind: FailureKind, cause: String) -> Self {
         match kind {
             FailureKind::Panicked => Self::SourcePanicked { vcpu, gpa, cause },
@@ -179,7 +179,7 @@ impl VcpuError {
         }
     }
 
-    /// Where the cause lies.
+    /// The kind of the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::PageLost { .. }
@@ -201,11 +201,11 @@ pub trait Vcpu: Send {
     fn run(&mut self) -> Result<Exit, VcpuError>;
 
     /// Supplies the value of an [`Exit::IoIn`] or [`Exit::MmioRead`] before the next run. After
-    /// another exit, and after an answer, the call does nothing. Without an answer, the guest asks
-    /// again: the next run returns the same exit, perhaps after an interrupt.
+    /// another exit, or after an answer, the call does nothing. Without an answer, the next run
+    /// returns the same exit, perhaps after an interrupt.
     fn complete_read(&mut self, value: u64);
 
-    /// The memory of its VM that the VMM provides, as [`Vm::missing_memory`](crate::Vm).
+    /// The VM's memory that the VMM provides, as [`Vm::missing_memory`](crate::Vm).
     fn missing_memory(&self) -> Option<&dyn MissingMemory>;
 
     /// Delivers page-not-present for the page of its last [`Exit::MemoryFault`]. The next run

@@ -17,7 +17,7 @@ pub enum ImageError {
         "not an ELF file ({0}); a guest is an ELF64 kernel with the PVH note, or an arm64 `Image`"
     )]
     NotElf(String),
-    /// The file is for a 32-bit processor, or for one that Lacuna does not have.
+    /// The file is for a 32-bit processor, or for an architecture that Lacuna lacks.
     #[error(
         "ELF file for {0}; give a 64-bit x86-64 kernel, or an AArch64 kernel in the form of \
          Linux's `Image` (objcopy -O binary)"
@@ -70,7 +70,7 @@ pub enum ImageError {
 /// A loadable segment: `bytes`, then zeros up to `size`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Segment<'a> {
-    /// Where it goes.
+    /// Its guest-physical address.
     pub gpa: Gpa,
     /// Its content in the file.
     pub bytes: &'a [u8],
@@ -79,8 +79,8 @@ pub struct Segment<'a> {
 }
 
 impl Segment<'_> {
-    /// The bytes that it occupies in memory. In a segment that a VMM has made, `size` may be
-    /// smaller than the content.
+    /// The number of bytes that the segment occupies in memory. If a VMM has made the segment,
+    /// `size` may be smaller than the content.
     pub(crate) fn extent(&self) -> u64 {
         self.size.max(self.bytes.len() as u64)
     }
@@ -91,17 +91,18 @@ impl Segment<'_> {
 /// [`Image::parse`] takes two forms.
 ///
 /// * x86-64: an ELF64 file whose segments are at their physical addresses, at or above 64 KiB. It
-///   must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI): the note tells a
-///   kernel from any other program, and other VMMs start the image by it. Lacuna itself enters at
-///   the ELF entry point, in 64-bit mode; [`Boot`](crate::Boot) describes the state.
+///   must have the PVH note (`XEN_ELFNOTE_PHYS32_ENTRY`, Xen's PVH boot ABI): the note
+///   distinguishes a kernel from any other program, and other VMMs start the image by it. Lacuna
+///   itself enters at the ELF entry point, in 64-bit mode; [`Boot`](crate::Boot) describes the
+///   state.
 /// * AArch64: the `Image` of Linux's arm64 boot protocol, not compressed. It is loaded at 2 MiB
-///   above the beginning of memory, plus its text offset. The vCPUs start as
-///   [`arm64::Boot`](crate::boot::arm64::Boot) describes.
+///   above the beginning of memory, plus its text offset. [`arm64::Boot`](crate::boot::arm64::Boot)
+///   describes the start of the vCPUs.
 ///
 /// A VMM whose guest is not a file fills in the fields.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Image<'a> {
-    /// The processor that it is for.
+    /// The architecture of its processors.
     pub arch: Arch,
     /// Loadable segments in file order.
     pub segments: Vec<Segment<'a>>,
@@ -151,7 +152,7 @@ impl<'a> Image<'a> {
         })
     }
 
-    /// One past the highest byte that any segment occupies.
+    /// One past the highest byte of any segment.
     pub fn end(&self) -> u64 {
         self.segments
             .iter()
@@ -165,7 +166,7 @@ fn is_pvh(note: &Note<'_>) -> bool {
     matches!(note, Note::Unknown(any) if any.n_type == PVH_NOTE && any.name.starts_with(b"Xen"))
 }
 
-/// The architecture of a file for `machine`. The error names a machine that is not supported.
+/// The architecture of a file for `machine`. The error names an unsupported machine.
 fn arch(class: Class, machine: u16) -> Result<Arch, ImageError> {
     let bits = if class == Class::ELF64 { 64 } else { 32 };
     let name = match (class, machine) {

@@ -1,16 +1,16 @@
-//! What a virtual machine looks like from outside: exits, devices, images and the run loop.
+//! The outside of a virtual machine: exits, devices, images and the run loop.
 //!
 //! * [`Vm`], [`Builder`]: the interface that every backend implements, and its optional powers.
-//! * [`Vcpu`], [`Exit`]: one processor and why it returns to its VMM; [`SaveRestore`]: its whole
-//!   state as one value ([`VcpuState`]). [`SharedState`] is what the vCPUs of a VM share.
-//! * [`GuestMemory`], [`MemorySlots`], [`DirtyTracking`]: memory as bytes, as slots, as pages that
-//!   were written. [`LogReader`]s share the log of writes.
-//! * [`MissingMemory`]: pages that the VMM provides while the guest runs.
+//! * [`Vcpu`], [`Exit`]: one processor and its returns to the VMM; [`SaveRestore`]: its whole state
+//!   as one value ([`VcpuState`]). [`SharedState`] belongs to the VM.
+//! * [`GuestMemory`], [`MemorySlots`], [`DirtyTracking`]: memory as bytes, as slots, as written
+//!   pages. [`LogReader`]s share the log of writes.
+//! * [`MissingMemory`]: pages that the VMM provides to a running guest.
 //! * [`Image`], [`Boot`], [`boot::arm64::Boot`]: an ELF64 kernel with the PVH note, or Linux's
 //!   arm64 `Image`, becomes a plan of writes and an entry state.
-//! * [`PlatformDevices`]: what a guest sees (serial line, exit code, status page), and the
-//!   [`Device`]s that an embedder adds.
-//! * [`run`]: one thread for each vCPU until the guest ends; [`run_watched`] with a watcher beside.
+//! * [`PlatformDevices`]: the devices of every guest (serial line, exit code, status page), and an
+//!   embedder's [`Device`]s.
+//! * [`run`]: one thread for each vCPU until the guest ends; [`run_watched`] also calls a watcher.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
 //! This crate knows no processor, no tables and no memory manager. It and `lacuna-mmu` do not

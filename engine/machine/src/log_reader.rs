@@ -14,9 +14,9 @@ pub struct LogReaders(Mutex<Readers, lock_order::LogReaders>);
 
 #[derive(Default)]
 struct Readers {
-    /// Those that read, in the order in which they came: each number is larger than the one before.
+    /// The numbers of the present readers. Each new reader gets a larger number.
     ids: Vec<u64>,
-    /// The slots that logged before the first of them came: their logs are the VMM's.
+    /// The slots that logged before the first present reader began: their logs are the VMM's.
     lent: Vec<SlotId>,
 }
 
@@ -34,25 +34,25 @@ impl fmt::Debug for LogReaders {
 
 /// A reader of the log of writes of all slots, such as a copy of a VM's memory.
 ///
-/// A harvest takes pages out of the log, so another reader would miss them. Therefore the last
-/// reader that has come is the only one that may harvest, and when it is dropped, the log gets back
-/// what this reader has taken. So readers may be nested, and a VMM that logs itself, without a
-/// reader, finds all pages afterwards if it harvests nothing meanwhile. A reader begins with a copy
-/// of all pages, because pages that were taken before it came are not given to it.
+/// A harvest takes pages out of the log, so another reader would miss them. Therefore only the
+/// newest reader may harvest. When it is dropped, the log gets its pages back. So readers may be
+/// nested. A VMM with a log of its own finds all pages afterwards, if it harvests nothing
+/// meanwhile. A reader begins with a copy of all pages, because it does not get the pages of
+/// earlier harvests.
 ///
-/// The last reader that is dropped turns off the logs that the first one has turned on. A reader
-/// that is forgotten ([`std::mem::forget`]) blocks no thread: readers that came before it get
-/// [`DirtyError::InUse`], and so does the next one if the VM delivers by rings alone. The logs that
-/// it has turned on stay on.
+/// When the last reader is dropped, it turns off the logs that the first one has turned on. A
+/// forgotten reader ([`std::mem::forget`]) blocks no thread: older readers get
+/// [`DirtyError::InUse`], and so does the next new one if the VM delivers by rings alone. The logs
+/// that the forgotten reader has turned on stay on.
 ///
-/// A harvest waits until every vCPU has left the guest once, so the thread of a vCPU must not call
-/// any function of a reader, and must not drop it.
+/// A harvest waits until every vCPU has left the guest once, so a vCPU's thread must not call any
+/// function of a reader, and must not drop it.
 pub struct LogReader<'a, V: DirtyTracking + MemorySlots> {
     vm: &'a V,
     id: u64,
-    /// Pages that were taken from the log.
+    /// The pages taken from the log.
     taken: Pages,
-    /// Of these pages, those that were not passed on yet.
+    /// The taken pages that `each` has not got yet.
     pending: Pages,
 }
 
@@ -69,11 +69,11 @@ fn note(pages: &mut Pages, slot: SlotId, page: usize) {
 }
 
 impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
-    /// Turns on the log of every slot. Pages that were written before may be in the first harvest.
+    /// Turns on the log of every slot. The first harvest may have pages written before.
     ///
     /// # Errors
-    /// [`DirtyError::InUse`]: there is a reader already, and the VM delivers by rings alone, to
-    /// which no page can be given back. Otherwise as [`set_logging_everywhere`].
+    /// [`DirtyError::InUse`]: there is a reader already, and the VM delivers by rings alone, which
+    /// cannot take pages back. Otherwise as [`set_logging_everywhere`].
     pub fn begin(vm: &'a V) -> Result<Self, DirtyError> {
         let mut readers = vm.log_readers().lock();
         if readers.ids.is_empty() {
@@ -90,18 +90,18 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
         };
         readers.ids.push(reader.id);
         let turned_on = set_logging_everywhere(vm, Logging::LAZY);
-        // Before the reader is dropped after an error.
+        // Release the lock before an error drops the reader, which takes it.
         drop(readers);
         turned_on.map(|()| reader)
     }
 
-    /// As [`harvest`], and each page is passed on once. `each` is called without a lock, so it may
-    /// use the VM and other readers. If it panics, the next harvest passes on the pages that it has
-    /// not got, and the page at which it has panicked.
+    /// As [`harvest`], but `each` gets each page once. `each` runs without a lock, so it may use
+    /// the VM and other readers. If it panics, the next harvest gives it the remaining pages and
+    /// the page at which it has panicked.
     ///
     /// # Errors
-    /// [`DirtyError::InUse`]: another reader has come later, and was not dropped yet. Otherwise
-    /// those of [`harvest`]; `each` has got the pages that were taken before the error.
+    /// [`DirtyError::InUse`]: there is a newer reader. Otherwise as [`harvest`]; `each` has got the
+    /// pages taken before the error.
     pub fn harvest(&mut self, mut each: impl FnMut(SlotId, usize)) -> Result<usize, DirtyError> {
         let (taken, pending) = (&mut self.taken, &mut self.pending);
         let readers = self.vm.log_readers().lock();
@@ -112,7 +112,7 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
             note(taken, slot, page);
             note(pending, slot, page);
         });
-        // A reader that comes from here on begins with a copy of all pages.
+        // From here on, a new reader begins with a copy of all pages.
         drop(readers);
         let mut count = 0;
         for (slot, words) in pending {
@@ -127,7 +127,7 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
         harvested.map(|_| count)
     }
 
-    /// Gives the log of a slot the pages back that were taken from it.
+    /// Gives the taken pages of a slot back to its log.
     fn give_back(&self, id: SlotId, pages: u64) {
         let Some(taken) = self.taken.get(&id) else {
             return;
@@ -138,7 +138,7 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
         if let Some(last) = words.last_mut().filter(|_| !pages.is_multiple_of(64)) {
             *last &= (1 << (pages % 64)) - 1;
         }
-        // Without a bitmap, or without the slot, there is no place for them.
+        // The call fails if there is no bitmap or no slot: then the pages have no place.
         let _ = self.vm.put_back_dirty(id, &words);
     }
 }
@@ -147,19 +147,19 @@ impl<V: DirtyTracking + MemorySlots> Drop for LogReader<'_, V> {
     fn drop(&mut self) {
         let mut readers = self.vm.log_readers().lock();
         readers.ids.retain(|id| *id != self.id);
-        // A later reader began with a copy of all pages, so it misses none of those taken before.
+        // A newer reader began with a copy of all pages, so it misses none of the taken ones.
         let is_missed = readers.ids.iter().any(|id| *id < self.id);
         for slot in self.vm.memory_slots() {
             if is_missed || readers.lent.contains(&slot.id) {
                 self.give_back(slot.id, slot.gfns.pages());
             } else if readers.ids.is_empty() {
-                // A slot that does not log any more needs nothing.
+                // The call fails if the slot is gone or does not log: then there is nothing to do.
                 let _ = self.vm.set_logging(slot.id, Logging::Off);
             }
         }
         let is_read = !readers.ids.is_empty() || !readers.lent.is_empty();
         if !is_read && self.vm.dirty_rings().is_some() {
-            // A vCPU whose ring is full does not run until its ring is emptied, even without a log.
+            // A vCPU with a full ring does not run until the ring is emptied, even without a log.
             let _ = harvest(self.vm, |_, _| {});
         }
     }

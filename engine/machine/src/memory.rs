@@ -4,7 +4,7 @@ use crate::ErrorKind;
 use lacuna_addr::{GfnRange, Gpa};
 use lacuna_source::FailureKind;
 
-/// Why bytes could not be moved.
+/// Why an access to guest memory failed.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 pub enum MemoryError {
     /// Not every byte lies in a memory slot.
@@ -18,12 +18,12 @@ pub enum MemoryError {
         /// What the backend says.
         cause: String,
     },
-    /// The host could not supply the page: it is lost, or no frame could be made free.
+    /// The host could not supply the page: it is lost, or no frame could be freed.
     #[error("guest memory at {gpa}: {cause}")]
     Backing {
         /// First address that failed.
         gpa: Gpa,
-        /// Whose error it is: the source's panic is the program's.
+        /// The origin of the error: a panic of the source belongs to the program.
         kind: FailureKind,
         /// What the backend says.
         cause: String,
@@ -31,7 +31,7 @@ pub enum MemoryError {
 }
 
 impl MemoryError {
-    /// Whose error it is, if a page is not provided.
+    /// The origin of the error, if a page is not provided.
     pub const fn failure_kind(&self) -> FailureKind {
         match self {
             Self::Backing { kind, .. } => *kind,
@@ -39,7 +39,7 @@ impl MemoryError {
         }
     }
 
-    /// Where the cause lies.
+    /// The kind of the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::NoSlot(_) | Self::Refused { .. } => ErrorKind::Request,
@@ -49,7 +49,7 @@ impl MemoryError {
 }
 
 /// Reads and writes of a guest's memory by its VMM. [`GuestMemory::read`] and
-/// [`GuestMemory::write`] sleep until pages that are not resident have come.
+/// [`GuestMemory::write`] sleep until non-resident pages have arrived.
 ///
 /// The vCPUs may access the same bytes at the same time. An access of 1, 2, 4 or 8 bytes at a
 /// multiple of its size is one atomic access with relaxed ordering. A larger access consists of
@@ -66,11 +66,11 @@ pub trait GuestMemory {
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool;
 }
 
-/// Takes memory back that a guest does not need, as a balloon device does.
+/// Takes unneeded memory back from a guest, as a balloon device does.
 pub trait Balloon {
-    /// Discards the pages of `gfns`, which slots hold: they read as zeros from now on, and a page
-    /// source is not asked for them. On return no vCPU sees the old bytes. Dirty tracking reports
-    /// the pages, as after a write.
+    /// Discards the pages of `gfns`, which lie in slots: they read as zeros from now on, without a
+    /// request to a page source. On return no vCPU sees the old bytes. Dirty tracking reports the
+    /// pages, as after a write.
     ///
     /// # Errors
     /// No slot holds all of `gfns`, or the backend cannot discard pages of that slot. Pages before

@@ -1,10 +1,10 @@
-//! Memory whose pages the VMM provides while the guest runs.
+//! Memory whose pages the VMM provides to a running guest.
 
 use crate::{ErrorKind, MemoryError};
 use lacuna_addr::{GfnRange, Gpa};
 
-/// Names one exit on missing memory, among all of its VM. [`MissingMemory`] has the table of what
-/// may be done with it.
+/// Names one exit on missing memory, among all exits of its VM. [`MissingMemory`] has the table of
+/// its states.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
 pub struct FaultToken(u64);
 
@@ -27,13 +27,13 @@ impl FaultToken {
 #[derive(Debug, thiserror::Error, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TokenError {
-    /// The token is not known: it is completed, or its vCPU was entered again without an accept.
+    /// The token is unknown: it is completed, or its vCPU was entered again without an accept.
     #[error("the token is completed or was never given: use the token of the vCPU's last exit")]
     Unknown,
     /// The token was accepted before.
     #[error("the token was accepted before: enter the vCPU, and say ready once")]
     Accepted,
-    /// The page was said to be ready before the token was accepted.
+    /// The page was reported ready before the token was accepted.
     #[error("the page is ready already: enter the vCPU")]
     Ready,
     /// The guest cannot get the event now. If the vCPU is entered, it waits for the page without
@@ -46,13 +46,13 @@ pub enum TokenError {
 }
 
 impl TokenError {
-    /// A call for the page at `gpa` is refused for this reason. For backends.
+    /// The refusal of a call for the page at `gpa`, with this cause. For backends.
     pub fn refuses(self, gpa: Gpa) -> MemoryError {
         let cause = self.to_string();
         MemoryError::Refused { gpa, cause }
     }
 
-    /// Where the cause lies.
+    /// The kind of the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Unknown | Self::Accepted | Self::Ready => ErrorKind::Request,
@@ -73,17 +73,17 @@ pub enum ReadyOutcome {
     Early,
 }
 
-/// Which pages of [`MissingMemory::provide`] were provided by that call.
+/// The pages of a call of [`MissingMemory::provide`], by their state before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Provided {
-    /// Pages that were missing.
+    /// Formerly missing pages: the call provided them.
     pub taken: u64,
-    /// Pages that were provided before. They keep their content.
+    /// Pages provided before. They keep their content.
     pub late: u64,
 }
 
-/// Memory that a VMM provides page by page. A VM has it if it was made with a page source, which is
-/// asked for pages that something other than a vCPU needs.
+/// Memory that a VMM provides page by page. A VM has it if it was made with a page source. The
+/// source gets the requests for pages that something other than a vCPU needs.
 ///
 /// ```text
 /// vCPU                            VMM                                        guest
@@ -97,9 +97,9 @@ pub struct Provided {
 ///
 /// The exits come from slots with [`SlotFlags::EXIT_ON_MISSING`](crate::SlotFlags::EXIT_ON_MISSING)
 /// and for a vCPU's own accesses only, stage-1 walks included. Other accesses to missing memory,
-/// such as those of devices and of [`GuestMemory`](crate::GuestMemory), wait, and the VM's page
-/// source is asked for the page. A page that was provided and then evicted is brought back by the
-/// backend; it causes no exit.
+/// such as by devices and [`GuestMemory`](crate::GuestMemory), wait, and the VM's page source gets
+/// a request for the page. A page provided and then evicted causes no exit: the backend brings it
+/// back.
 ///
 /// An exit makes its token *pending*. Then the token is *accepted*, or not, and *completed*:
 ///
@@ -113,46 +113,45 @@ pub struct Provided {
 /// | disable | | stays; ready is `Cancelled` | |
 ///
 /// *accept* is [`Vcpu::accept`](crate::Vcpu::accept), *ready* is [`MissingMemory::ready`], and
-/// *fetch* is [`MissingMemory::fetch`].
-/// *disable* is the guest's: it turns async page faults off. The names of refusals are those of
-/// [`TokenError`].
+/// *fetch* is [`MissingMemory::fetch`]. *disable*: the guest turns async page faults off.
+/// [`TokenError`] has the refusals.
 ///
 /// # Threads
-/// Any thread may call these functions, the thread of a vCPU too. A thread that waits for a page,
-/// in [`MissingMemory::populate`] or in [`GuestMemory`](crate::GuestMemory), must not be the only
-/// one that provides pages.
+/// Any thread may call these functions, the thread of a vCPU too. If a thread waits for a page, in
+/// [`MissingMemory::populate`] or in [`GuestMemory`](crate::GuestMemory), another thread must
+/// provide pages.
 pub trait MissingMemory: Send + Sync {
     /// Provides whole pages from `gpa` on. Address and length are multiples of 4 KiB, or of 2 MiB
-    /// for memory in huge pages, whose exits have that size. A page that was provided before keeps
-    /// its content. A vCPU that has exited needs no wake-up. Threads that wait for one of the pages
-    /// are woken. Any thread may call this; it may wait for free memory.
+    /// for memory in huge pages, whose exits have that size. A page provided before keeps its
+    /// content. An exited vCPU needs no wake-up. Threads that wait for one of the pages are woken.
+    /// Any thread may call this; it may wait for free memory.
     ///
     /// # Errors
-    /// [`MemoryError::NoSlot`], [`MemoryError::Refused`] for addresses or sizes that are not whole
-    /// pages, [`MemoryError::Backing`]. The pages before the one that failed are provided.
+    /// [`MemoryError::NoSlot`], [`MemoryError::Refused`] for unaligned addresses or sizes,
+    /// [`MemoryError::Backing`]. The pages before the failed one are provided.
     fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError>;
 
-    /// Asks the VM's page source for the page at `gpa`, unless the source was asked before or the
-    /// page is there. If `token` is given, the VM says ready for it when the page has come.
-    /// Returns at once, except that it may wait for free memory.
+    /// Asks the VM's page source for the page at `gpa`, unless the page is present or already
+    /// requested. If `token` is given, the VM reports it ready when the page has arrived. Returns
+    /// at once, except that it may wait for free memory.
     ///
     /// # Errors
     /// [`MemoryError::NoSlot`], [`MemoryError::Backing`]. [`MemoryError::Refused`]: the token is
     /// neither pending nor accepted; the source is not asked.
     fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError>;
 
-    /// Brings every page of `gfns` in: the page source is asked for those that are missing, and
-    /// evicted ones are read back. Returns when all have come; reclaim may have evicted some again.
+    /// Brings every page of `gfns` in: the page source gets requests for missing pages, and evicted
+    /// ones are read back. Returns when all have arrived; reclaim may have evicted some again.
     ///
     /// # Errors
     /// [`MemoryError::NoSlot`], [`MemoryError::Backing`].
     fn populate(&self, gfns: GfnRange) -> Result<(), MemoryError>;
 
-    /// Says that the page of `token` is provided. A guest that got page-not-present gets
+    /// Reports that the page of `token` is provided. A guest that got page-not-present gets
     /// page-ready. Any thread may call this. If the page is not provided, the guest's next access
     /// exits again; a vCPU that waits for the page keeps waiting.
     ///
     /// # Errors
-    /// [`TokenError::Unknown`], and [`TokenError::Ready`] if this was said before.
+    /// [`TokenError::Unknown`], and [`TokenError::Ready`] after an earlier report.
     fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError>;
 }

@@ -1,14 +1,14 @@
-//! Pauses the vCPUs of a run between two of their runs, so that their state can be saved.
+//! Pauses the vCPUs of a run, so that their state can be saved.
 
 use crate::{Exit, Kick, Vcpu, VcpuError};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a vCPU's thread waits for its vCPU after the run has an ending. By then a controller
-/// has noticed the ending, unless it has forgotten its [`Paused`].
+/// How long a vCPU's thread waits for its vCPU after the run has an ending. Within this time a
+/// controller notices the ending, unless it has forgotten its [`Paused`].
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How often a thread that waits looks for the run's ending.
+/// How often a waiting thread looks for the run's ending.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Pauses of one run. [`run_pausable`](crate::run_pausable) takes it.
@@ -21,8 +21,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// drop(Paused) ───────────────────► takes its vCPU back, and continues
 /// ```
 ///
-/// Any thread but a vCPU's may pause a run. While one has it paused, another waits in
-/// [`Pause::begin`].
+/// Any thread but a vCPU's may pause a run. Meanwhile another controller waits in [`Pause::begin`].
 pub struct Pause<V> {
     /// A controller waits for the vCPUs, or has them.
     wanted: AtomicBool,
@@ -35,27 +34,27 @@ pub struct Pause<V> {
 struct PauseState<V> {
     /// Whether a run has begun.
     has_begun: bool,
-    /// vCPUs whose threads run.
+    /// The number of running vCPU threads.
     running: usize,
     /// The number of threads that wait for their vCPUs.
     threads_waiting: usize,
-    /// vCPUs whose threads wait, and which no controller has.
+    /// vCPUs of waiting threads that no controller has.
     waiting: Vec<V>,
-    /// vCPUs whose threads have ended without them.
+    /// vCPUs that their ended threads have left behind.
     left_behind: Vec<usize>,
-    /// Whether a controller has begun, and not ended.
+    /// Whether a pause is in progress.
     is_paused: bool,
-    /// Counts the pauses that have ended: a thread waits for the end of its own.
+    /// The number of ended pauses: a thread waits until its own pause ends.
     ended: u64,
 }
 
-/// The vCPUs of a run, none of which executes guest code. They run again when this is dropped.
+/// The paused vCPUs of a run. They run again when this value is dropped.
 ///
-/// If this is forgotten ([`std::mem::forget`]), the guest stays paused, and another
+/// If this value is forgotten ([`std::mem::forget`]), the guest stays paused, and another
 /// [`Pause::begin`] waits, until the run has an ending. The vCPUs' threads then wait for 60 s and
 /// end without their vCPUs: [`run_pausable`](crate::run_pausable) returns, and `begin` returns
-/// `None`. The same happens to a controller that keeps this for 60 s after the ending; the vCPUs
-/// that it has are dropped with the [`Pause`].
+/// `None`. The same happens if a controller keeps this value for 60 s after the ending. Its vCPUs
+/// are dropped with the [`Pause`].
 pub struct Paused<'a, V> {
     pause: &'a Pause<V>,
     vcpus: Vec<V>,
@@ -84,10 +83,10 @@ impl<V> Default for Pause<V> {
 }
 
 impl<V: Vcpu> Pause<V> {
-    /// Waits until every vCPU of the run has left the guest, and returns them. While another thread
-    /// has them, this waits for it. `None`: the run is over, or has not begun.
+    /// Waits until every vCPU of the run has left the guest and no other thread has them, and
+    /// returns them. `None`: the run is over, or has not begun.
     ///
-    /// A vCPU that waits for a page or a device leaves too. If such a vCPU is in the middle of an
+    /// A vCPU that waits for a page or a device leaves too. If the vCPU is in the middle of an
     /// instruction, its save is refused with
     /// [`StateError::MidInstruction`](crate::StateError::MidInstruction): end the pause, and begin
     /// another one.
@@ -111,7 +110,7 @@ impl<V: Vcpu> Pause<V> {
         }
         let mut vcpus = std::mem::take(&mut state.waiting);
         let left_behind = state.left_behind.clone();
-        // A vCPU that is dropped may take locks.
+        // Dropping a vCPU may take locks.
         drop(state);
         vcpus.retain(|vcpu| !left_behind.contains(&vcpu.index()));
         vcpus.sort_by_key(Vcpu::index);
@@ -121,16 +120,16 @@ impl<V: Vcpu> Pause<V> {
             vcpus,
             numbers,
         };
-        // Dropped here, it ends the pause.
+        // Without vCPUs, the drop here ends the pause.
         (!paused.vcpus.is_empty()).then_some(paused)
     }
 
-    /// Whether a run with it has begun. It may be over since.
+    /// Whether a run with this `Pause` has begun. The run may be over.
     pub fn has_begun(&self) -> bool {
         self.lock().has_begun
     }
 
-    /// A run with that many vCPUs is about to start their threads.
+    /// A run with `vcpus` vCPUs is about to start their threads.
     pub(crate) fn enter(&self, vcpus: usize) {
         let mut state = self.lock();
         state.has_begun = true;
@@ -147,14 +146,14 @@ impl<V: Vcpu> Pause<V> {
     ///
     /// A vCPU with another exit may be in the middle of an instruction. It runs again, and leaves
     /// with `Interrupted`, because a kick stays until a run takes it. A vCPU with a full dirty ring
-    /// never does: it runs again after the controller's harvest.
+    /// never is: it runs again after the controller's harvest.
     pub(crate) fn wants(&self, exit: &Result<Exit, VcpuError>) -> bool {
         matches!(exit, Ok(Exit::Interrupted | Exit::DirtyRingFull))
             && self.wanted.load(Ordering::SeqCst)
     }
 
     /// Hands the vCPU over to the controller, and returns it afterwards. `None`: the controller has
-    /// not given it back for long after the run's ending, which `has_ended` finds.
+    /// kept the vCPU too long after the run's ending, which `has_ended` finds.
     #[cold]
     pub(crate) fn hand_over(&self, vcpu: V, has_ended: impl Fn() -> bool) -> Option<V> {
         let index = vcpu.index();
@@ -177,7 +176,7 @@ impl<V: Vcpu> Pause<V> {
             if has_ended && state.ended == pause {
                 let since = *since.get_or_insert_with(Instant::now);
                 if since.elapsed() >= self.patience {
-                    // The caller's thread ends, and counts itself out.
+                    // The caller's thread ends, and decrements `running`.
                     state.left_behind.push(index);
                     state.threads_waiting -= 1;
                     state.running += 1;
@@ -199,7 +198,7 @@ impl<V> Pause<V> {
 }
 
 impl<V> Paused<'_, V> {
-    /// The vCPUs, in the order of their numbers. Those whose threads have ended are missing.
+    /// The vCPUs, in the order of their numbers. A vCPU is missing if its thread has ended.
     pub fn vcpus(&mut self) -> &mut [V] {
         &mut self.vcpus
     }
@@ -208,7 +207,7 @@ impl<V> Paused<'_, V> {
 impl<V> Drop for Paused<'_, V> {
     fn drop(&mut self) {
         let mut state = self.pause.lock();
-        // The threads count as running before they wake: the next controller waits for them.
+        // The threads count as running before they wake, so the next controller waits for them.
         let mut numbers = std::mem::take(&mut self.numbers);
         numbers.retain(|number| !state.left_behind.contains(number));
         state.running += numbers.len();

@@ -42,8 +42,8 @@ pub fn dispatch(
         Ok(Exit::MmioRead { gpa, width }) => vcpu.complete_read(devices.mmio_read(gpa, width)),
         Ok(Exit::MmioWrite { gpa, width, value }) => devices.mmio_write(gpa, width, value, kick),
         Ok(Exit::Interrupted) => {}
-        // Another thread harvests, and needs a core. Until the ring has room, each entry ends with
-        // this exit again.
+        // Another thread harvests, and needs the core. Until the ring has room, each entry ends
+        // with this exit again.
         Ok(Exit::DirtyRingFull) => thread::sleep(RING_FULL_NAP),
         Ok(Exit::MemoryFault { gpa, token, .. }) => {
             if let Err(error) = fetch(vcpu, gpa, token) {
@@ -62,8 +62,8 @@ pub fn dispatch(
     }
 }
 
-/// Asks the VM's page source for a page that a vCPU has exited for. If the guest can take the
-/// event, it runs meanwhile; otherwise the next run of the vCPU waits for the page.
+/// Asks the VM's page source for the page of an exit. If the guest can take the event, it runs
+/// meanwhile; otherwise the next run of the vCPU waits for the page.
 fn fetch(vcpu: &mut impl Vcpu, gpa: Gpa, token: FaultToken) -> Result<(), VcpuError> {
     let accepted = vcpu.accept(token).is_ok();
     let lost = |kind, cause| VcpuError::no_page(vcpu.index(), gpa, kind, cause);
@@ -88,7 +88,7 @@ impl<K: Kick> Drop for EndOnPanic<'_, K> {
     }
 }
 
-/// Says that a vCPU's thread has ended, also after a panic.
+/// Reports the end of a vCPU's thread, also after a panic.
 struct LeaveOnDrop<'a, V: Vcpu>(&'a Pause<V>);
 
 impl<V: Vcpu> Drop for LeaveOnDrop<'_, V> {
@@ -99,14 +99,14 @@ impl<V: Vcpu> Drop for LeaveOnDrop<'_, V> {
 
 /// Runs every vCPU on a thread of its own until the run has an ending, and returns the vCPUs.
 ///
-/// If a thread cannot be started, the run ends, because the guest would wait for that vCPU. It is
-/// missing in what is returned.
+/// If a thread cannot be started, the run ends, because the guest would wait for that vCPU. That
+/// vCPU is not returned.
 pub fn run<V: Vcpu>(vcpus: Vec<V>, devices: &PlatformDevices, kick: &impl Kick) -> Vec<V> {
     run_pausable(vcpus, devices, kick, &Pause::default())
 }
 
-/// As [`run`], and another thread can pause the vCPUs by `pause`. A vCPU that this thread keeps for
-/// long after the run's ending is missing in what is returned: see [`Paused`](crate::Paused).
+/// As [`run`], and another thread can pause the vCPUs by `pause`. If that thread keeps a vCPU too
+/// long after the run's ending, the vCPU is not returned: see [`Paused`](crate::Paused).
 pub fn run_pausable<V: Vcpu>(
     vcpus: Vec<V>,
     devices: &PlatformDevices,
@@ -156,7 +156,7 @@ fn run_one<V: Vcpu>(
     Some(vcpu)
 }
 
-/// What a thread returns; a panic of it continues here.
+/// The thread's result. Its panic continues here.
 fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     let joined = thread.join();
     joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -172,10 +172,10 @@ fn no_thread(vcpu: usize, error: &io::Error) -> VcpuError {
     }
 }
 
-/// The threads of a run whose vCPUs are not there yet.
+/// The threads of a run that does not have its vCPUs yet.
 ///
-/// The host may refuse a thread. A destination of a migration therefore starts its threads before
-/// the source gives the guest away, and runs the vCPUs on them afterwards. If this value is dropped
+/// The host may refuse a thread. Therefore the destination of a migration starts its threads before
+/// the source hands over the guest, and runs the vCPUs on them afterwards. If this value is dropped
 /// before [`VcpuThreads::run_watched`], the threads end.
 pub struct VcpuThreads<'scope, V: Vm> {
     vm: &'scope V,
@@ -188,7 +188,7 @@ pub struct VcpuThreads<'scope, V: Vm> {
 struct Waiting<'scope, V> {
     /// Takes the vCPU, and the thread to wake when the vCPU has ended.
     gate: Sender<(V, Thread)>,
-    /// It returns its vCPU; `None`: it got none.
+    /// Returns its vCPU; `None`: it got none.
     thread: ScopedJoinHandle<'scope, Option<V>>,
 }
 
@@ -211,7 +211,7 @@ impl<'scope, V: Vm> VcpuThreads<'scope, V> {
         let start = |index: usize| -> io::Result<Waiting<'scope, V::Vcpu>> {
             let (gate, vcpus) = channel::<(V::Vcpu, Thread)>();
             let body = move || {
-                // An error: the value was dropped.
+                // An error means that the value was dropped.
                 let (vcpu, watcher) = vcpus.recv().ok()?;
                 let vcpu = run_one(vcpu, devices, vm, pause);
                 watcher.unpark();
@@ -235,7 +235,7 @@ impl<'scope, V: Vm> VcpuThreads<'scope, V> {
     /// guest ends. [`PlatformDevices::ending`] then has the reason.
     ///
     /// # Panics
-    /// There are not as many vCPUs as threads.
+    /// If there are not as many vCPUs as threads.
     pub fn run_watched(
         self,
         vcpus: Vec<V::Vcpu>,
@@ -246,7 +246,7 @@ impl<'scope, V: Vm> VcpuThreads<'scope, V> {
         assert_eq!(vcpus.len(), self.threads.len(), "a thread for each vCPU");
         self.pause.enter(vcpus.len());
         let enter = |(waiting, vcpu): (Waiting<'scope, V::Vcpu>, V::Vcpu)| {
-            // The thread waits for it: it has not ended.
+            // The thread has not ended: it waits for this vCPU.
             let _ = waiting.gate.send((vcpu, thread::current()));
             waiting.thread
         };
@@ -283,8 +283,8 @@ pub fn run_watched<V: Vm>(
 }
 
 /// As [`run_watched`], and another thread can pause the vCPUs by `pause`. A pause delays the end of
-/// the run, for 60 s at most: the thread that has paused a guest looks for
-/// [`PlatformDevices::ending`], and drops its [`Paused`](crate::Paused) then.
+/// the run, for 60 s at most: the controller looks for [`PlatformDevices::ending`], and drops its
+/// [`Paused`](crate::Paused) then.
 ///
 /// # Errors
 /// As [`run_watched`].
@@ -303,8 +303,7 @@ pub fn run_watched_pausable<V: Vm>(
     })
 }
 
-/// A copy of the status page that the guest has announced. If the page is swapped out, it is read
-/// back first.
+/// A copy of the announced status page. If the page is swapped out, it is read back first.
 pub fn status_page(memory: &impl GuestMemory, devices: &PlatformDevices) -> Option<Vec<u8>> {
     let mut page = vec![0; PAGE_SIZE];
     memory.read(devices.status_page()?.gpa(), &mut page).ok()?;

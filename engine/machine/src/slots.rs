@@ -1,4 +1,4 @@
-//! Memory slots: which guest frames have memory behind them.
+//! Memory slots: the guest frames with memory behind them.
 
 use crate::ErrorKind;
 use lacuna_addr::{Gfn, GfnRange, PageCount};
@@ -7,7 +7,7 @@ use lacuna_slots::{SlotError, SlotFlags, SlotId};
 /// A memory slot of a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemorySlot {
-    /// The number by which calls name it.
+    /// Its number in calls.
     pub id: SlotId,
     /// The guest frames.
     pub gfns: GfnRange,
@@ -60,7 +60,7 @@ pub enum MemorySlotError {
 }
 
 impl MemorySlotError {
-    /// Where the cause lies.
+    /// The kind of the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Slot(SlotError::NoRoom { .. }) | Self::Host { .. } => ErrorKind::Host,
@@ -70,7 +70,7 @@ impl MemorySlotError {
 }
 
 /// The memory slots of a VM. Any thread but a vCPU's may change them while the vCPUs run. A change
-/// waits until no vCPU can use what it removes.
+/// waits until no vCPU can use the removed memory.
 pub trait MemorySlots {
     /// All slots, in ascending order of their guest frames.
     fn memory_slots(&self) -> Vec<MemorySlot>;

@@ -1,5 +1,5 @@
 //! The whole state of a vCPU as one value: saved by one backend, restored by the same or another.
-//! What the vCPUs of a VM share is a second value, of the VM.
+//! The state shared by a VM's vCPUs is a second value.
 
 pub mod arm64;
 mod words;
@@ -18,7 +18,7 @@ pub enum VcpuState {
     Arm64(Box<arm64::State>),
 }
 
-/// The state that belongs to a VM and to none of its vCPUs, tagged by the architecture. The VMM's
+/// The state of a VM that belongs to none of its vCPUs, tagged by the architecture. The VMM's
 /// devices and the memory are not part of it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -45,7 +45,7 @@ pub enum StateError {
     /// The state is of another architecture.
     #[error("this state is of another architecture than the vCPU or VM that restores it")]
     Architecture,
-    /// The VM was made without an image, and does not have the state that its vCPUs share.
+    /// The VM was made without an image, and lacks the state shared by its vCPUs.
     #[error(
         "vCPU {vcpu}: give the VM its own state first (`Vm::restore_shared`), then the states of \
          its vCPUs"
@@ -59,7 +59,7 @@ pub enum StateError {
     Invalid {
         /// Which field.
         field: &'static str,
-        /// Its value, or the bits of it that are wrong.
+        /// Its value, or the wrong bits.
         value: u64,
     },
     /// A valid value that this backend does not support.
@@ -67,7 +67,7 @@ pub enum StateError {
     Unsupported {
         /// Which field.
         field: &'static str,
-        /// Its value, or the bits of it that are not supported.
+        /// Its value, or the unsupported bits.
         value: u64,
     },
     /// A model-specific register that this backend does not have.
@@ -104,15 +104,15 @@ pub enum StateError {
 /// ```
 ///
 /// A state is data. It may come from a file or a peer, damaged or hostile. A backend that restores
-/// it checks every field. If a field is wrong, the error names it, and the vCPU keeps the state
-/// that it had. Only the hypervisor below can refuse half-way ([`StateError::Host`]); the vCPU must
-/// then be restored again or dropped.
+/// it checks every field. If a field is wrong, the error names it, and the vCPU keeps its state.
+/// Only the hypervisor below can refuse half-way ([`StateError::Host`]); the vCPU must then be
+/// restored again or dropped.
 ///
-/// The thread that has the vCPU calls this: see [`Pause`](crate::Pause) for vCPUs that run.
+/// The vCPU's owning thread calls this: see [`Pause`](crate::Pause) for running vCPUs.
 ///
 /// Pages on their way to the guest are not part of a state. If the guest has enabled asynchronous
-/// page faults, it gets a *wake-all* after a restore: every thread that waits for a page tries its
-/// access again.
+/// page faults, it gets a *wake-all* after a restore: every thread waiting for a page retries its
+/// access.
 pub trait SaveRestore: Vcpu {
     /// The vCPU's present state. The vCPU does not change, and may be entered again.
     ///
@@ -123,8 +123,7 @@ pub trait SaveRestore: Vcpu {
     /// Puts the vCPU into `state`. Restore the guest's memory and the VM's own state first.
     ///
     /// # Errors
-    /// [`StateError`], with the name of the field; the vCPU keeps the state that it had. A
-    /// hypervisor below that cannot forget a half-done instruction refuses with
-    /// [`StateError::MidInstruction`].
+    /// [`StateError`], with the name of the field; the vCPU keeps its state. A hypervisor below
+    /// that cannot forget a half-done instruction refuses with [`StateError::MidInstruction`].
     fn restore(&mut self, state: &VcpuState) -> Result<(), StateError>;
 }

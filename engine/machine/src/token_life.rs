@@ -6,9 +6,9 @@ use std::collections::HashMap;
 /// The tokens of one vCPU. It has at most one pending token, from its last exit, and as many
 /// accepted ones as its queue of async page faults has faults in flight.
 ///
-/// The vCPU's thread makes tokens of both kinds, and any thread may say ready, so a backend keeps
-/// this under a lock. `A` is what it needs to deliver page-ready for an accepted token. This type
-/// calls none of it: it gives it back, and the backend uses it after the lock.
+/// The vCPU's thread makes tokens of both kinds, and any thread may report ready, so a backend
+/// keeps this value under a lock. The backend needs an `A` to deliver page-ready for an accepted
+/// token. This type only gives the `A` back, and the backend uses it after the lock.
 #[derive(Debug)]
 pub struct TokenLife<A> {
     exits: u64,
@@ -22,11 +22,11 @@ struct Pending {
     is_ready: bool,
 }
 
-/// What [`TokenLife::ready`] has completed.
+/// The result of [`TokenLife::ready`].
 #[derive(Debug)]
 #[must_use]
 pub enum Ready<A> {
-    /// The token is pending. An accept of it is refused from now on.
+    /// The token is pending. From now on its accept is refused.
     Early,
     /// The token was accepted.
     Accepted(A),
@@ -54,7 +54,7 @@ impl<A> TokenLife<A> {
         token
     }
 
-    /// The vCPU is entered or reset, or its token was refused: its exit needs no answer any more.
+    /// The vCPU is entered or reset, or its token was refused: the exit needs no answer any more.
     pub const fn enter(&mut self) {
         self.pending = None;
     }
@@ -75,8 +75,8 @@ impl<A> TokenLife<A> {
     /// The guest got page-not-present for `token`.
     ///
     /// # Errors
-    /// `accepted`, if another thread has said ready since [`TokenLife::check`]: the token counts as
-    /// not accepted, [`TokenError::Ready`], and the guest gets page-ready at once.
+    /// `accepted`, if another thread has reported ready since [`TokenLife::check`]: the token
+    /// counts as not accepted, [`TokenError::Ready`], and the guest gets page-ready at once.
     pub fn accept(&mut self, token: FaultToken, accepted: A) -> Result<(), A> {
         let pending = self.pending.take();
         if pending.is_some_and(|pending| pending.is_ready) {
@@ -86,7 +86,7 @@ impl<A> TokenLife<A> {
         Ok(())
     }
 
-    /// Whether ready may still be said for `token`.
+    /// Whether `token` may still be reported ready.
     pub fn is_open(&self, token: FaultToken) -> bool {
         let is_pending = self.pending.is_some_and(|pending| pending.token == token);
         is_pending || self.accepted.contains_key(&token)
@@ -107,7 +107,7 @@ impl<A> TokenLife<A> {
         Ok(Ready::Accepted(accepted))
     }
 
-    /// What is kept for the accepted tokens.
+    /// The values of the accepted tokens.
     pub fn accepted_mut(&mut self) -> impl Iterator<Item = &mut A> {
         self.accepted.values_mut()
     }

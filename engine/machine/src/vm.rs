@@ -1,7 +1,7 @@
-//! A virtual machine as every backend has it, and the builder that makes one.
+//! The interface of a virtual machine and of its builder, common to all backends.
 //!
 //! Backends are a closed set, so callers are generic over [`Vm`] or [`Builder`], and no access of a
-//! guest goes through a `dyn`. A power that one backend lacks is a small trait, which a method
+//! guest goes through a `dyn`. A power that some backends lack is a small trait, which a method
 //! returns as an `Option`.
 
 use crate::{
@@ -38,18 +38,18 @@ impl Backend {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub enum CpuModel {
-    /// The processor with all features that the backend has.
+    /// The processor with all features of the backend.
     #[default]
     Host,
-    /// A processor that every backend has: long mode and integer instructions, no FPU. The state
-    /// of such a vCPU moves between backends.
+    /// A processor common to all backends: long mode and integer instructions, no FPU. The state of
+    /// such a vCPU can move between backends.
     Common {
         /// Frequency of the TSC; `None` for the backend's own.
         tsc_khz: Option<u32>,
     },
 }
 
-/// The configuration that VMs of every backend have.
+/// The configuration common to VMs of all backends.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmConfig {
     /// The architecture of its processors.
@@ -68,19 +68,19 @@ pub struct VmConfig {
 
 /// The error of a backend.
 pub trait BackendError: std::error::Error + Send + Sync + 'static {
-    /// Where the cause lies.
+    /// The kind of the cause.
     fn kind(&self) -> ErrorKind;
 }
 
-/// Counters of a VM that every backend has.
+/// Counters of a VM, common to all backends.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct VmStats {
-    /// Guest pages that are in the host's memory at present.
+    /// Guest pages in the host's memory at present.
     pub resident: PageCount,
-    /// Pages that the guest touched for the first time, and got as zeros.
+    /// Pages supplied as zeros at the guest's first touch.
     pub first_touches: u64,
-    /// Evicted pages that came back.
+    /// Evicted pages brought back.
     pub pages_in: u64,
     /// Pages evicted.
     pub pages_out: u64,
@@ -88,7 +88,7 @@ pub struct VmStats {
     pub vcpus: Vec<VcpuStats>,
 }
 
-/// Counters of a vCPU that every backend has.
+/// Counters of a vCPU, common to all backends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct VcpuStats {
@@ -114,7 +114,7 @@ pub trait Vm:
     fn config(&self) -> VmConfig;
 
     /// Loads `image` and makes the vCPUs, each about to execute its first instruction. A VM gets
-    /// its vCPUs once. After an image that is refused, another one may be tried.
+    /// its vCPUs once. After a refused image, another one may be tried.
     ///
     /// # Errors
     /// The image does not fit, or the VM has its vCPUs already.
@@ -130,17 +130,17 @@ pub trait Vm:
     /// The VM has its vCPUs already.
     fn bare_vcpus(self: &Arc<Self>) -> Result<Vec<Self::Vcpu>, Self::Error>;
 
-    /// What its vCPUs share, and no state of one vCPU has. No vCPU runs meanwhile.
+    /// Saves the state shared by its vCPUs. No vCPU runs meanwhile.
     ///
     /// # Errors
     /// The hypervisor below refuses.
     fn save_shared(&self) -> Result<SharedState, StateError>;
 
-    /// Takes over what the vCPUs of another VM have shared. No vCPU runs meanwhile, and the vCPUs
-    /// get their own states afterwards.
+    /// Takes over the state shared by another VM's vCPUs. No vCPU runs meanwhile, and the vCPUs get
+    /// their own states afterwards.
     ///
     /// # Errors
-    /// [`StateError`], with the name of the field; the VM keeps the state that it had.
+    /// [`StateError`], with the name of the field; the VM keeps its state.
     fn restore_shared(&self, state: &SharedState) -> Result<(), StateError>;
 
     /// Its counters.
@@ -163,25 +163,26 @@ pub trait Vm:
 
 /// The host's policy of huge pages, set while a VM runs.
 pub trait HugePagePolicy {
-    /// From now on, no huge leaf maps frames of `gfns`. Huge leaves that exist there are split. A
-    /// slot that is added later, moves or changes its flags may have huge leaves again.
+    /// From now on, no huge leaf maps frames of `gfns`. Existing huge leaves there are split. A
+    /// slot may have huge leaves again if it is added later, moves or changes its flags.
     ///
     /// # Errors
     /// There is no memory for the tables.
     fn disallow_huge(&self, gfns: lacuna_addr::GfnRange) -> Result<(), String>;
 
-    /// Ends one [`HugePagePolicy::disallow_huge`] of the same range. Does nothing where none is in
+    /// Ends one [`HugePagePolicy::disallow_huge`] of the same range. Does nothing if none is in
     /// effect.
     fn allow_huge(&self, gfns: lacuna_addr::GfnRange);
 }
 
 /// Asynchronous page faults, switched while a VM runs.
 pub trait ApfSwitch {
-    /// Sets whether a guest that has enabled asynchronous page faults gets them from now on.
+    /// Sets whether asynchronous page faults are delivered from now on to a guest that has enabled
+    /// them.
     fn set_apf(&self, apf: Apf);
 }
 
-/// What [`Builder::run`] shows its watcher.
+/// The watcher's view of [`Builder::run`].
 pub struct Observed<'a, V> {
     /// The VM.
     pub vm: &'a V,
@@ -227,14 +228,14 @@ pub trait Builder {
     /// The reason why the VM cannot be made.
     fn build(&self) -> Result<Arc<Self::Vm>, <Self::Vm as Vm>::Error>;
 
-    /// The whole command line of the guest's kernel, for [`Vm::boot`]: the words of the builder's
-    /// own, and those by which the kernel learns of the VM.
+    /// The whole command line of the guest's kernel, for [`Vm::boot`]: the builder's own words, and
+    /// words that describe the VM to the kernel.
     fn full_command_line(&self) -> String;
 
-    /// Runs `image` to its end. `watch` is called on the calling thread, about ten times a second
-    /// unless the run is seeded. It may end the run: `seen.devices.end(Ending::Stopped, seen.vm)`.
-    /// If `devices` have an ending already, as after an earlier run, the guest executes nothing and
-    /// that ending is the result: each run needs devices of its own.
+    /// Runs `image` to its end. The calling thread calls `watch`, about ten times a second unless
+    /// the run is seeded. It may end the run: `seen.devices.end(Ending::Stopped, seen.vm)`. Each
+    /// run needs devices of its own: if `devices` have an ending already, as after an earlier run,
+    /// the guest executes nothing, and that ending is the result.
     ///
     /// # Errors
     /// The reason why the run cannot start. A run that started has an [`Ending`] instead.
@@ -246,7 +247,7 @@ pub trait Builder {
     ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error>;
 
     /// As [`Builder::run`], with the devices of [`PlatformDevices::of`] for the image; `console`
-    /// gets the lines that the guest prints.
+    /// gets the guest's lines.
     ///
     /// # Errors
     /// As [`Builder::run`].

@@ -17,7 +17,7 @@ pub(super) const MEMORY_START: u64 = 1 << 30;
 pub(crate) const IMAGE_BASE: u64 = MEMORY_START + (2 << 20);
 const DEVICE_TREE: Gpa = Gpa::truncate(MEMORY_START);
 
-/// The phandles of nodes to which other nodes refer.
+/// The phandles of nodes that other nodes refer to.
 const INTERRUPT_CONTROLLER: u32 = 1;
 const CLOCK: u32 = 2;
 
@@ -31,7 +31,7 @@ const PLACEMENT: Placement = Placement {
     boot_end: IMAGE_BASE,
 };
 
-/// The description of the machine that its guest gets.
+/// The parameters of the machine's description for its guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Machine<'a> {
     /// The number of vCPUs.
@@ -39,7 +39,7 @@ pub struct Machine<'a> {
     /// The arguments of the kernel.
     pub command_line: &'a str,
     /// The kernel seeds its random numbers with these bytes. Without them Linux has no random
-    /// numbers until it has gathered enough from interrupts. They must be new at every boot.
+    /// numbers until it has gathered enough from interrupts. Each boot needs new bytes.
     pub rng_seed: [u8; 32],
 }
 
@@ -132,7 +132,7 @@ fn processors(tree: &mut FdtWriter, vcpus: usize) -> Result<(), Error> {
     tree.end_node(cpus)
 }
 
-/// The interrupt controller, and the timer that is a part of each processor.
+/// The interrupt controller, and the timer of each processor.
 fn interrupts(tree: &mut FdtWriter, vcpus: usize) -> Result<(), Error> {
     let node = tree.begin_node(&at("intc", mmio::DISTRIBUTOR.get()))?;
     tree.property_string("compatible", "arm,gic-v3")?;
@@ -149,7 +149,7 @@ fn interrupts(tree: &mut FdtWriter, vcpus: usize) -> Result<(), Error> {
     tree.property_string("compatible", "arm,armv8-timer")?;
     tree.property_null("always-on")?;
     // Secure, physical, virtual, hypervisor. Only the second and the third exist here, but the
-    // binding wants them at their places.
+    // binding prescribes the order.
     let ppis = [13, mmio::PHYSICAL_TIMER_PPI, mmio::VIRTUAL_TIMER_PPI, 10];
     let cells: Vec<u32> = ppis.iter().flat_map(|n| [PPI, *n, LEVEL_HIGH]).collect();
     tree.property_array_u32("interrupts", &cells)?;

@@ -1,8 +1,8 @@
-//! Loads an image: what is written to guest memory, and the state in which a vCPU starts.
+//! Loads an image: writes it to guest memory, and determines the state in which a vCPU starts.
 //!
-//! This file has what all architectures share: the layout of guest memory, the checks of an image
-//! against it, and the writes of segments. `x86` and `arm64` have the boot data and the state at
-//! entry.
+//! This file has the parts common to all architectures: the layout of guest memory, the checks of
+//! an image against it, and the writes of segments. `x86` and `arm64` have the boot data and the
+//! state at entry.
 
 pub mod arm64;
 pub mod x86;
@@ -25,7 +25,7 @@ pub enum BootError {
         gpa: Gpa,
         /// How long it is.
         size: u64,
-        /// Memory that would hold it, in MiB.
+        /// The memory size that would hold it, in MiB.
         needed: u64,
     },
     /// A segment begins below the end of the boot data.
@@ -87,9 +87,9 @@ impl BootError {
 
 /// Where the guest's memory lies.
 ///
-/// An x86-64 guest has memory from 0 to 3 GiB. What does not fit there continues at 4 GiB. From
-/// 0xc000_0000 to 0xffff_ffff there is no memory, so a VMM can put devices there, except at
-/// 0xfee0_0000, where the local APIC is.
+/// An x86-64 guest has memory from 0 to 3 GiB. The rest continues at 4 GiB. From 0xc000_0000 to
+/// 0xffff_ffff there is no memory, so a VMM can put devices there, except over the local APIC at
+/// 0xfee0_0000.
 ///
 /// An AArch64 guest has memory from 1 GiB on, as on QEMU's `virt` machine. The devices of every
 /// guest are below ([`mmio`](crate::mmio)). A VMM can put its own at 0x0a00_0000 to 0x3fff_ffff.
@@ -129,12 +129,12 @@ impl Layout {
         Ok(Self { ranges })
     }
 
-    /// The guest frames that have memory, in ascending order: one range for each memory slot.
+    /// The guest frames with memory, in ascending order: one range for each memory slot.
     pub fn ranges(&self) -> &[GfnRange] {
         &self.ranges
     }
 
-    /// The first address that has memory.
+    /// The first address with memory.
     fn start(&self) -> u64 {
         let first = self.ranges.first();
         first.map_or(0, |range| range.start().gpa().get())
@@ -192,8 +192,8 @@ impl Placement {
         if command_line.len() >= PAGE_SIZE {
             return Err(BootError::CommandLine(command_line.len()));
         }
-        // Only the bytes from the file are written. The rest of a segment must be zeros, and guest
-        // memory starts as zeros.
+        // Only the bytes from the file are written. The rest of a segment must be zeros, as guest
+        // memory is at first.
         for s in &image.segments {
             memory.write(s.gpa, s.bytes)?;
         }

@@ -9,8 +9,8 @@
 //!         themselves by 2 MiB pages
 //! image   at the addresses of its segments, at or above 64 KiB
 //! ```
-//! Guest memory lies below 3 GiB. What does not fit there continues at 4 GiB. The hole between 3
-//! and 4 GiB has the local APIC.
+//! Guest memory lies below 3 GiB. The rest continues at 4 GiB. The hole between 3 and 4 GiB has the
+//! local APIC.
 
 use super::{BootError, Layout, Placement};
 use crate::{Arch, GuestMemory, Image};
@@ -20,8 +20,7 @@ const GDT: u64 = 0x1000;
 const START_INFO: u64 = 0x2000;
 const COMMAND_LINE: u64 = 0x3000;
 const PML4: u64 = 0x4000;
-/// The memory that begins at 0 ends here, or earlier. What does not fit continues at
-/// [`HIGH_START`].
+/// The memory from address 0 on ends here, or earlier. The rest continues at [`HIGH_START`].
 pub(super) const LOW_END: u64 = 3 << 30;
 pub(super) const HIGH_START: u64 = 4 << 30;
 const START_MAGIC: u32 = 0x336e_c578;

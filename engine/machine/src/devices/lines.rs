@@ -1,11 +1,11 @@
-//! What a guest prints, line by line.
+//! The console output of a guest, line by line.
 
-/// Receives what the guest prints, in whole lines or at the end of the run. A vCPU's thread calls
-/// it while it holds the lock of the serial line. It may end the run
+/// Receives the guest's console output, in whole lines or at the end of the run. A vCPU's thread
+/// calls it while it holds the lock of the serial line. It may end the run
 /// ([`PlatformDevices::end`](crate::PlatformDevices::end)), but it must not access guest memory,
 /// change the VM or wait for another thread.
 pub trait Console: Send {
-    /// One line without its newline; invalid UTF-8 replaced.
+    /// One line without its newline. Invalid UTF-8 is replaced.
     fn line(&mut self, text: &str);
 }
 
@@ -15,11 +15,11 @@ impl<F: FnMut(&str) + Send> Console for F {
     }
 }
 
-/// The longest line. Longer ones are passed on in pieces, so that a guest that never ends its line
-/// does not make the VMM grow.
+/// The longest line. Longer ones are passed on in pieces: otherwise an endless line would make the
+/// VMM grow.
 pub(super) const LINE_MAX: usize = 4096;
 
-/// Makes lines of the bytes that a serial line sends.
+/// Makes lines of the bytes from a serial line.
 pub(super) struct Lines {
     console: Box<dyn Console>,
     partial: Vec<u8>,
@@ -33,7 +33,7 @@ impl Lines {
         }
     }
 
-    /// The line that the guest has not ended.
+    /// The unfinished line.
     pub(super) fn partial(&self) -> &[u8] {
         &self.partial
     }
@@ -42,10 +42,10 @@ impl Lines {
         self.partial = partial;
     }
 
-    /// Gives the console the last line, if the guest has not ended it.
+    /// Gives the console the unfinished last line.
     pub(super) fn flush(&mut self) {
         if !self.partial.is_empty() {
-            // Taken first: if the console panics, it is not given the line again.
+            // Take the line first: if the console panics, it does not get the line again.
             let line = std::mem::take(&mut self.partial);
             self.console.line(&String::from_utf8_lossy(&line));
         }

@@ -1,4 +1,4 @@
-//! Where the devices of AArch64 guests are: where QEMU's `virt` machine has them.
+//! The addresses of the devices of AArch64 guests, as on QEMU's `virt` machine.
 //!
 //! ```text
 //! 0x0800_0000  GICv3 distributor, 64 KiB
@@ -18,9 +18,9 @@ pub const DISTRIBUTOR_BYTES: u64 = 0x1_0000;
 pub const REDISTRIBUTORS: Gpa = Gpa::truncate(0x080a_0000);
 /// The size of one redistributor, in bytes.
 pub const REDISTRIBUTOR_BYTES: u64 = 0x2_0000;
-/// The PPI of the virtual timer; 16 less than its INTID.
+/// The PPI of the virtual timer: its INTID minus 16.
 pub const VIRTUAL_TIMER_PPI: u32 = 11;
-/// The PPI of the physical timer; 16 less than its INTID.
+/// The PPI of the physical timer: its INTID minus 16.
 pub const PHYSICAL_TIMER_PPI: u32 = 14;
 /// The serial line: a PL011.
 pub const UART: Gpa = Gpa::truncate(0x0900_0000);

@@ -1,8 +1,8 @@
 //! The serial line of AArch64 guests: Arm's PL011 (DDI 0183, chapter 3), transmit only.
 //!
-//! Each byte is output at once, so the transmit FIFO is always empty. There is no input, and no
-//! interrupt is raised; the interrupt registers say what they would say with the line connected.
-//! No rust-vmm crate has a PL011.
+//! Each byte is output at once, so the transmit FIFO is always empty. There is no input, and the
+//! interrupt line is not connected, but the interrupt registers behave as if it were. No rust-vmm
+//! crate has a PL011.
 
 use crate::Width;
 use std::io::Write;
@@ -57,7 +57,7 @@ impl<W: Write> Pl011<W> {
         }
     }
 
-    /// Where its bytes go.
+    /// The writer of its bytes.
     pub(super) fn out(&mut self) -> &mut W {
         &mut self.out
     }
@@ -81,7 +81,7 @@ impl<W: Write> Pl011<W> {
         ]
     }
 
-    /// With those registers; bits that a register does not have are dropped.
+    /// A PL011 with these registers. Bits that a register lacks are dropped.
     pub(super) fn with_registers(out: W, registers: &[u32; 8]) -> Self {
         let mut line = Self::new(out);
         let at = [
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(line.read(INTERRUPTS, Width::Long), 0);
     }
 
-    /// By these a kernel finds its driver (DDI 0183, 3.3.20 to 3.3.27).
+    /// A kernel finds its driver by these registers (DDI 0183, 3.3.20 to 3.3.27).
     #[test]
     fn its_identification() {
         let line = Pl011::new(Vec::new());

@@ -1,4 +1,4 @@
-//! Addresses that a guest's machine has taken before the VMM adds a device or memory.
+//! Addresses that a guest's machine uses before the VMM adds a device or memory.
 
 use super::mmio;
 use crate::Arch;
@@ -47,8 +47,8 @@ pub(super) fn overlap<T: PartialOrd>(a: &RangeInclusive<T>, b: &RangeInclusive<T
     a.start() <= b.end() && b.start() <= a.end()
 }
 
-/// Refuses memory over an interrupt controller or a device of every guest, for backends. The guest
-/// would access the memory instead, or the controller, as the backend has it.
+/// Refuses memory over an interrupt controller or a device of every guest, for backends. The
+/// backend would decide whether the guest accesses the memory or the controller.
 ///
 /// # Errors
 /// [`SlotError::Reserved`], with the first such range.

@@ -1,5 +1,4 @@
-//! The state of a guest's devices, saved with the VM. Devices that an embedder has added move as
-//! the embedder moves them.
+//! The state of a guest's devices, saved with the VM. An embedder moves its own devices itself.
 
 use super::lines::{LINE_MAX, Lines};
 use super::pl011::Pl011;
@@ -16,9 +15,9 @@ use vm_superio::serial::{NoEvents, SerialState};
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DevicesState {
-    /// Frame number of the status page that the guest has announced.
+    /// Frame number of the announced status page.
     pub status_page: Option<u64>,
-    /// What the guest has printed of its present line.
+    /// The guest's unfinished line.
     pub line: Vec<u8>,
     /// Registers of the serial line.
     pub serial: SerialRegisters,
@@ -117,7 +116,7 @@ fn com1(registers: &[u8; 9], lines: Lines) -> Serial<NoInterrupt, NoEvents, Line
         // There is no input.
         in_buffer: Vec::new(),
     };
-    // Its errors are a full input queue and a trigger that fails, and there is neither.
+    // Its errors are a full input queue and a failing trigger, and there is neither.
     Serial::from_state(&state, NoInterrupt, NoEvents, lines)
         .unwrap_or_else(|_| unreachable!("no input, and a trigger that cannot fail"))
 }

@@ -18,7 +18,7 @@ impl Trigger for NoInterrupt {
     }
 }
 
-/// The serial line, which each architecture has in its own form.
+/// The serial line of each architecture.
 pub(super) enum Uart {
     Com1(Serial<NoInterrupt, NoEvents, Lines>),
     Pl011(Pl011<Lines>),
@@ -33,7 +33,7 @@ impl Uart {
         }
     }
 
-    /// Where its bytes go.
+    /// The writer of its bytes.
     pub(super) fn lines(&mut self) -> &mut Lines {
         match self {
             Self::Com1(serial) => serial.writer_mut(),
@@ -41,7 +41,7 @@ impl Uart {
         }
     }
 
-    /// Takes them away; what is written before they come back is lost.
+    /// Takes the writer away. Bytes written before it is put back are lost.
     pub(super) fn take_lines(&mut self, arch: Arch) -> Lines {
         let nowhere = Self::new(arch, Lines::new(|_: &str| {}));
         match std::mem::replace(self, nowhere) {

@@ -9,7 +9,7 @@ use lacuna_addr::Gpa;
 const MAGIC: &[u8; 4] = b"ARM\x64";
 const MAGIC_AT: usize = 56;
 const HEADER: usize = 64;
-/// The text offset of kernels before 3.17, which give no image size.
+/// The text offset of kernels before 3.17, whose headers have no image size.
 const OLD_TEXT_OFFSET: u64 = 0x8_0000;
 /// The largest text offset: the image's base is a multiple of this.
 const BLOCK: u64 = 2 << 20;
@@ -32,7 +32,7 @@ pub(super) fn parse(file: &[u8]) -> Result<Image<'_>, ImageError> {
     if flags & BIG_ENDIAN != 0 {
         return Err(ImageError::BigEndian);
     }
-    // 0: not said.
+    // 0: unspecified.
     match flags >> 1 & 3 {
         0 | 1 => {}
         2 => return Err(ImageError::Granule(16)),

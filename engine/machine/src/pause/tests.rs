@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::thread;
 
-/// What the test sees of its vCPUs.
+/// The test's view of its vCPUs.
 #[derive(Default)]
 struct Seen {
     kicked: [AtomicBool; VCPUS],
@@ -26,7 +26,7 @@ impl Kick for Seen {
     }
 }
 
-/// Writes to a device, again and again, until it is kicked.
+/// Writes to a device again and again until it is kicked.
 struct Busy {
     index: usize,
     seen: Arc<Seen>,
@@ -71,7 +71,7 @@ fn runs<R: Send>(body: impl FnOnce(&Pause<Busy>, &Seen, &PlatformDevices) -> R +
     result
 }
 
-/// Also returns the number of vCPUs that come back.
+/// Also returns the number of returned vCPUs.
 fn runs_with<R: Send>(
     pause: Pause<Busy>,
     body: impl FnOnce(&Pause<Busy>, &Seen, &PlatformDevices) -> R + Send,
@@ -150,7 +150,7 @@ fn a_run_that_ends_in_a_pause() {
     );
 }
 
-/// Without patience: the run ends without the vCPUs of a pause that is forgotten, or that is kept.
+/// Without patience, the run ends without the vCPUs of a forgotten or kept pause.
 #[test]
 fn a_forgotten_pause_ends_with_the_run() {
     let pause = || Pause {

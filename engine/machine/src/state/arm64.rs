@@ -1,9 +1,9 @@
-//! The state of an AArch64 vCPU, and of what the vCPUs of a VM share.
+//! The state of an AArch64 vCPU, and the state shared by the vCPUs of a VM.
 //!
 //! Registers that the architecture names have their architectural value: system registers by their
 //! encoding ([`SysReg`]), general registers by name. Where the architecture leaves a choice, values
-//! have the form of KVM's arm64 ioctls, except for the identifiers of its registers: some of them
-//! are wrong by history (the identifiers of the timer's compare value and of the counter are
+//! have the form of KVM's arm64 ioctls, except for KVM's register identifiers: some of them are
+//! wrong by history (the identifiers of the timer's compare value and of the counter are
 //! exchanged), and others depend on the layout of a C structure. Every number is plain: a backend
 //! checks it when it restores.
 //!
@@ -26,19 +26,17 @@ pub use sysreg::SysReg;
 pub struct State {
     /// General registers, stack pointers, PC and PSTATE.
     pub regs: Regs,
-    /// System registers of EL1 and EL0 that the guest can write, ELR_EL1 and SPSR_EL1 among them,
-    /// except those that have a field of their own here. A register that is left out has the value
-    /// that it has after a reset.
+    /// The guest-writable system registers of EL1 and EL0, ELR_EL1 and SPSR_EL1 among them, except
+    /// those with a field of their own here. A register that is left out has its reset value.
     pub system: BTreeMap<SysReg, u64>,
-    /// The ID registers as the guest reads them at EL1: the features that they report, and which
-    /// vCPU this is (MPIDR_EL1). A vCPU that lacks one of the features refuses the state
-    /// ([`missing_in`]).
+    /// The ID registers as the guest reads them at EL1: the features, and the vCPU's number
+    /// (MPIDR_EL1). A vCPU that lacks one of the features refuses the state ([`missing_in`]).
     pub id: BTreeMap<SysReg, u64>,
-    /// The two timers. The counter with which they compare belongs to the VM ([`Shared`]).
+    /// The two timers. Their counter belongs to the VM ([`Shared`]).
     pub timers: Timers,
     /// The CPU interface and the redistributor.
     pub gic: Gic,
-    /// An abort that the next run begins with.
+    /// The abort with which the next run begins.
     pub abort: Option<Abort>,
     /// Asynchronous page faults as the guest has configured them.
     pub apf: AsyncFaults,
@@ -89,13 +87,13 @@ pub struct Timer {
 pub struct Gic {
     /// The CPU interface.
     pub cpu: CpuInterface,
-    /// `GICR_WAKER`.ProcessorSleep: nothing is forwarded.
+    /// `GICR_WAKER`.ProcessorSleep: no interrupt is forwarded.
     pub asleep: bool,
     /// INTIDs 0 to 31.
     pub private: Interrupts,
 }
 
-/// The CPU interface: the registers that the guest can write.
+/// The CPU interface: its guest-writable registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CpuInterface {
@@ -122,8 +120,8 @@ pub struct Interrupts {
     pub group: u32,
     /// `ISENABLER`.
     pub enabled: u32,
-    /// Pending by an edge, a message or a write, until it is acknowledged. `ISPENDR` as the guest
-    /// reads it is this, and `level` of level-sensitive interrupts.
+    /// Pending by an edge, a message or a write, until it is acknowledged. The guest reads
+    /// `ISPENDR` as this field OR `level` of level-sensitive interrupts.
     pub pending: u32,
     /// The input is high.
     pub level: u32,
@@ -135,7 +133,7 @@ pub struct Interrupts {
     pub priority: [u8; 32],
 }
 
-/// A data abort that a hypervisor has injected, and the vCPU has not taken.
+/// An injected data abort that the vCPU has not taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Abort {
@@ -157,7 +155,7 @@ pub enum RunState {
     /// It is powered off (PSCI), and waits for `CPU_ON`.
     Off,
     /// `CPU_ON` has switched it on, and it has not executed an instruction since. The other
-    /// registers of the state mean nothing: it is reset when it starts.
+    /// registers of the state have no meaning: the vCPU is reset when it starts.
     OnPending {
         /// Guest-physical address of its first instruction.
         entry: u64,
@@ -170,22 +168,22 @@ pub enum RunState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AsyncFaults {
-    /// What the service was when it was offered to the guest.
+    /// The service as it was offered to the guest.
     pub offered: Offered,
-    /// The form that is enabled, and the value with which the guest has enabled it.
+    /// The enabled form, and the value with which the guest has enabled it.
     pub enabled: Option<(Form, u64)>,
-    /// RFCv2: bytes from VBAR_EL1 on in which no event comes.
+    /// RFCv2: the number of bytes from VBAR_EL1 on in which no event is delivered.
     pub range: u64,
     /// The software-delegated exception interface.
     pub sdei: Sdei,
-    /// The token of a page-not-present that was signalled. The vCPU has not taken its SDEI event.
+    /// The token of a signalled page-not-present. The vCPU has not taken its SDEI event.
     pub untaken: Option<u32>,
     /// The guest has not acknowledged a page-ready interrupt: its line is high.
     pub unacknowledged: bool,
 }
 
 impl Default for AsyncFaults {
-    /// As after a reset, in a VM that does not offer them.
+    /// The state after a reset, in a VM that does not offer them.
     fn default() -> Self {
         Self {
             offered: Offered::default(),
@@ -198,11 +196,11 @@ impl Default for AsyncFaults {
     }
 }
 
-/// What a guest can ask of the service of asynchronous page faults.
+/// The service of asynchronous page faults that is offered to a guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Offered {
-    /// The bits of the vendor services' bitmap that are about asynchronous page faults.
+    /// The bits for asynchronous page faults in the vendor services' bitmap.
     pub features: u32,
     /// The number of the SDEI event; 0 if there is none.
     pub event: u32,
@@ -226,14 +224,14 @@ pub enum Form {
 pub struct Sdei {
     /// The registered handler.
     pub handler: Option<Handler>,
-    /// The vCPU takes no events (PE_MASK). It is so after a reset.
+    /// The vCPU takes no events (PE_MASK). Set after a reset.
     pub masked: bool,
-    /// The handler is at work: what it has interrupted.
+    /// The registers that a handler at work has interrupted.
     pub interrupted: Option<Context>,
 }
 
 impl Default for Sdei {
-    /// As after a reset.
+    /// The state after a reset.
     fn default() -> Self {
         Self {
             handler: None,
@@ -267,7 +265,7 @@ pub struct Context {
     pub pstate: u64,
 }
 
-/// What the vCPUs of a VM share, and no state of one vCPU has.
+/// The state shared by the vCPUs of a VM, which no [`State`] contains.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shared {
@@ -281,10 +279,10 @@ pub struct Shared {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counter {
-    /// What CNTVCT_EL0 would read at the moment of the save.
+    /// The value of CNTVCT_EL0 at the moment of the save.
     pub value: u64,
-    /// Its frequency in Hz. A backend that cannot run at it refuses. (CNTFRQ_EL0, which only
-    /// informs the guest, is in [`State::system`].)
+    /// Its frequency in Hz. A backend refuses a frequency at which it cannot run. (CNTFRQ_EL0,
+    /// which only informs the guest, is in [`State::system`].)
     pub hz: u64,
 }
 
@@ -294,8 +292,8 @@ pub struct Counter {
 pub struct Distributor {
     /// `GICD_CTLR`.EnableGrp0 and EnableGrp1.
     pub enabled: [bool; 2],
-    /// The shared peripheral interrupts, from INTID 32 on. There are as many as the guest has read
-    /// in (`GICD_TYPER`.ITLinesNumber).
+    /// The shared peripheral interrupts, from INTID 32 on. The guest has read their number in
+    /// `GICD_TYPER`.ITLinesNumber.
     pub spis: Vec<Spis>,
 }
 

@@ -1,4 +1,4 @@
-//! An array of any length as a sequence. `serde` has arrays of up to 32 elements.
+//! An array of any length as a sequence: `serde` supports only up to 32 elements.
 
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};

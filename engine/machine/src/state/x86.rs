@@ -19,18 +19,18 @@ pub struct State {
     pub system: System,
     /// Debug registers.
     pub debug: Debug,
-    /// Model-specific registers by index, except those that have a field of their own here.
-    /// [`COMMON_MSRS`] are always there. Another register is left out where it has the value that a
-    /// fresh vCPU of its backend has.
+    /// Model-specific registers by index, except those with a field of their own here.
+    /// [`COMMON_MSRS`] are always present. Another register is left out if it has the same value as
+    /// in a fresh vCPU of its backend.
     pub msrs: BTreeMap<u32, u64>,
-    /// The features that CPUID has reported to the guest. A vCPU that lacks one of them refuses the
+    /// The features reported to the guest by CPUID. A vCPU that lacks one of them refuses the
     /// state.
     pub features: Features,
     /// The time-stamp counter.
     pub tsc: Tsc,
     /// The local interrupt controller with its timer.
     pub apic: Apic,
-    /// Events that are to be delivered.
+    /// Events to be delivered.
     pub events: Events,
     /// Asynchronous page faults: the guest's three MSRs.
     pub apf: AsyncFaults,
@@ -42,7 +42,7 @@ pub struct State {
     pub run: RunState,
 }
 
-/// Model-specific registers that every state has, because backends differ in their first values:
+/// The model-specific registers in every state, because backends differ in their first values:
 /// MISC_ENABLE, PAT, STAR, LSTAR, CSTAR, FMASK, KERNEL_GS_BASE.
 pub const COMMON_MSRS: [u32; 7] = [
     0x1a0,
@@ -77,7 +77,7 @@ pub struct Segment {
     /// Limit in bytes, inclusive.
     pub limit: u32,
     /// Access rights as in a descriptor's bytes 5 and 6: bits 3:0 type, 4 S, 6:5 DPL, 7 P, 12 AVL,
-    /// 13 L, 14 D/B, 15 G; and bit 16 for an unusable register, as VMX has it.
+    /// 13 L, 14 D/B, 15 G; and bit 16 for an unusable register, as in VMX.
     pub access: u32,
 }
 
@@ -159,9 +159,9 @@ pub struct Debug {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tsc {
-    /// What RDTSC would read at the moment of the save.
+    /// The result of RDTSC at the moment of the save.
     pub value: u64,
-    /// The frequency that was reported to the guest. A backend that cannot run at it refuses.
+    /// The frequency reported to the guest. A backend refuses a frequency at which it cannot run.
     pub khz: u32,
 }
 
@@ -201,7 +201,7 @@ pub struct Exception {
     pub cr2: Option<u64>,
 }
 
-/// The events that are to be delivered before the next instruction, and what delays them.
+/// The events to be delivered before the next instruction, and the reasons for a delay.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Events {

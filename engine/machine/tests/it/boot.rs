@@ -1,4 +1,4 @@
-//! Images and boot data: every refusal with its text, and what a successful load writes.
+//! Images and boot data: every refusal with its text, and the writes of a successful load.
 
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Arch, Boot, BootError, GuestMemory, Image, ImageError, Layout, MemoryError};

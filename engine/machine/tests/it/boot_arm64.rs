@@ -1,4 +1,4 @@
-//! AArch64 guests: Linux's `Image`, where memory lies, the device tree, and the devices.
+//! AArch64 guests: Linux's `Image`, the address of memory, the device tree, and the devices.
 
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_machine::boot::arm64::{Boot, Machine};
@@ -25,7 +25,7 @@ fn image(text_offset: u64, image_size: u64, flags: u64) -> Vec<u8> {
     out
 }
 
-/// What was written, in order.
+/// The writes, in order.
 #[derive(Default)]
 struct Written(RefCell<Vec<(u64, Vec<u8>)>>);
 

@@ -1,4 +1,4 @@
-//! Devices that an embedder adds.
+//! An embedder's devices.
 
 use lacuna_addr::{Gfn, GfnRange, Gpa, PageCount};
 use lacuna_machine::{
@@ -150,7 +150,7 @@ fn a_device_over_memory_is_found() {
     }
 }
 
-/// The addresses that the error names are free, whatever the size of the memory.
+/// The addresses named in the error are free, whatever the size of the memory.
 #[test]
 fn a_device_fits_where_the_error_says() {
     let text = DeviceError::Memory { from: 0, to: 0 }.to_string();

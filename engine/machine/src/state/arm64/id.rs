@@ -1,19 +1,19 @@
-//! Whether a processor has the features that a guest has read.
+//! Whether a processor has the features reported to a guest.
 
 use super::SysReg;
 use std::collections::BTreeMap;
 
-/// Fields of 4 bits in which 0xf means "none" and 0 "the least", by the lowest bit: FP and AdvSIMD.
+/// Masks of the lowest bits of 4-bit fields in which 0xf means "none" and 0 "the least": FP and
+/// AdvSIMD.
 const SIGNED_PFR0: u64 = 1 << 16 | 1 << 20;
 /// PMUVer.
 const SIGNED_DFR0: u64 = 1 << 8;
 /// TGran64 and TGran4.
 const SIGNED_MMFR0: u64 = 1 << 24 | 1 << 28;
 
-/// The first register, and its value in `saved`, that reported more to the guest than a processor
-/// with the ID registers `have` has: a feature register (`ID_AA64*_EL1`) with a field that is
-/// greater, or another register that differs. A register that the processor does not list reads as
-/// zero there.
+/// The first register, with its value in `saved`, that reported more to the guest than a processor
+/// with the ID registers `have` offers: a feature register (`ID_AA64*_EL1`) with a greater field,
+/// or another, different register. A register missing in `have` reads as zero.
 ///
 /// A field of a feature register counts upwards: each value includes the features of the ones below
 /// (Arm ARM D17.1.3).
@@ -46,10 +46,10 @@ fn signed_fields(register: SysReg) -> u64 {
 }
 
 /// Whether a field of 4 bits is greater in `saved` than in `have`. `signed` has the lowest bit of
-/// the fields that begin with "none".
+/// each signed field.
 fn is_more(saved: u64, have: u64, signed: u64) -> bool {
     (0..64).step_by(4).any(|low| {
-        // A signed field is compared as one that counts from 8 on.
+        // A signed field is compared as a field that counts from 8 on.
         let bias = if signed >> low & 1 == 1 { 8 } else { 0 };
         let value = |register: u64| (register >> low & 0xf) ^ bias;
         value(saved) > value(have)

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A system register, by the five numbers with which an instruction names it (Arm ARM C5.1.3).
+/// A system register, by the five numbers in an instruction (Arm ARM C5.1.3).
 ///
 /// They are packed as in `KVM_REG_ARM64_SYSREG`: op0 in bits 15:14, op1 13:11, CRn 10:7, CRm 6:3,
 /// op2 2:0.
@@ -14,8 +14,8 @@ impl SysReg {
     /// MPIDR_EL1, which names the vCPU.
     pub const MPIDR: Self = Self::new([3, 0, 0, 0, 5]);
 
-    /// The register with these op0, op1, CRn, CRm and op2. Only the bits that an instruction has
-    /// room for count.
+    /// The register with these op0, op1, CRn, CRm and op2. Only as many bits as an instruction has
+    /// count.
     pub const fn new(numbers: [u8; 5]) -> Self {
         let [op0, op1, crn, crm, op2] = numbers;
         Self(
@@ -27,7 +27,7 @@ impl SysReg {
         )
     }
 
-    /// The register with these packed numbers. Every value is one.
+    /// The register with these packed numbers. Every value names a register.
     pub const fn from_bits(bits: u16) -> Self {
         Self(bits)
     }
@@ -49,7 +49,7 @@ impl SysReg {
         ]
     }
 
-    /// Its name in the manual, if it is one of those that messages may have to name.
+    /// Its name in the manual, if messages may have to name it.
     pub fn name(self) -> Option<&'static str> {
         let found = NAMES
             .iter()

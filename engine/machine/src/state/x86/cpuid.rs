@@ -1,4 +1,4 @@
-//! CPUID: what the common processor model answers, and the features that a guest has read.
+//! CPUID: the answers of the common processor model, and the features reported to a guest.
 
 use crate::Apf;
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ const EDX: usize = 3;
 pub struct Leaf {
     /// EAX before.
     pub function: u32,
-    /// ECX before; 0 for a function that does not look at it.
+    /// ECX before; 0 for a function that ignores it.
     pub index: u32,
     /// The four registers after.
     pub answer: Answer,
@@ -35,7 +35,7 @@ const WORDS: [(u32, usize); 9] = [
     (KVM_FEATURES, EAX),
 ];
 
-/// The names of [`WORDS`], for bits that [`NAMES`] does not have.
+/// The names of [`WORDS`], for bits without an entry in [`NAMES`].
 const WORD_NAMES: [&str; WORDS.len()] = [
     "features.1.ecx",
     "features.1.edx",
@@ -48,8 +48,7 @@ const WORD_NAMES: [&str; WORDS.len()] = [
     "features.kvm",
 ];
 
-/// A bit of a word that is not a feature: OSXSAVE follows CR4, HTT says that there are several
-/// processors.
+/// The bits that are no features: OSXSAVE follows CR4, and HTT means several processors.
 const NO_FEATURE: [(usize, u32); 2] = [(0, 27), (1, 28)];
 
 /// Word and bit of features, the common model's first.
@@ -94,9 +93,8 @@ const NAMES: [(usize, u32, &str); 38] = [
     (8, 10, "features.kvm_async_pf_vmexit"),
 ];
 
-/// How many of [`NAMES`] the common model has: those that KVM offers also where it virtualises by
-/// shadow paging, as `kvm_pvm` does. The last two of them are offered with
-/// [`Apf::On`] alone.
+/// How many of [`NAMES`] the common model has: those that KVM offers even with shadow paging, as in
+/// `kvm_pvm`. The last two of them are offered with [`Apf::On`] alone.
 const COMMON: usize = 22;
 const COMMON_APF: usize = 2;
 
@@ -105,7 +103,7 @@ const COMMON_APF: usize = 2;
 pub struct Features([u32; WORDS.len()]);
 
 impl Features {
-    /// The features of a processor whose CPUID is `answer`, by function and index.
+    /// The features of a processor with the CPUID `answer`, by function and index.
     pub fn of(mut answer: impl FnMut(u32, u32) -> Answer) -> Self {
         let mut words = WORDS.map(|(function, register)| answer(function, 0)[register]);
         for (word, bit) in NO_FEATURE {
@@ -127,8 +125,8 @@ impl Features {
         Self(words)
     }
 
-    /// A feature that `self` has and `other` has not: its name, and its bit or, for a feature
-    /// without a name here, all such bits of its word.
+    /// A feature of `self` that `other` lacks: its name and its bit, or, for unnamed features, all
+    /// such bits of their word.
     pub fn missing_in(&self, other: &Self) -> Option<(&'static str, u64)> {
         let lacks = |word: usize| self.0[word] & !other.0[word];
         let named = (NAMES.iter()).find(|(word, bit, _)| lacks(*word) >> bit & 1 == 1);
@@ -181,8 +179,8 @@ pub struct Common {
 impl Common {
     /// All answers that are not four zeros.
     ///
-    /// The vendor is Intel, because that says which of the two architectures' corner cases hold.
-    /// There is no FPU, MMX or SSE.
+    /// The vendor is Intel: it decides which of the two vendors' corner cases hold. There is no
+    /// FPU, MMX or SSE.
     pub fn leaves(&self) -> Vec<Leaf> {
         let features = Features::common(self.apf);
         let f = |function, register| features.word(function, register);
@@ -230,7 +228,7 @@ impl Common {
         all.map(leaf).to_vec()
     }
 
-    /// Why a host with this CPUID cannot run the model: the feature that is missing.
+    /// The missing feature, if a host with this CPUID cannot run the model.
     pub fn missing_in(apf: Apf, mut host: impl FnMut(u32, u32) -> Answer) -> Option<&'static str> {
         if host(MAX_EXTENDED, 0)[EAX] & 0xff < PHYSICAL_BITS {
             return Some("40 physical address bits");
