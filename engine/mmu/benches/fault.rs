@@ -2,8 +2,8 @@
 //! --bench fault`.
 //!
 //! The model vCPU walks, faults, and waits for a page from swap itself. It has no TLB and no guest.
-//! The formats take turns, so that other load on the machine meets both. It is a tool to compare
-//! two commits, or the formats, on one machine; not a test.
+//! The formats take turns, so that other load on the machine affects both. This tool compares two
+//! commits, or the formats, on one machine. It is not a test.
 
 use lacuna_addr::{Access, BackingRange, Gfn, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};
@@ -17,7 +17,7 @@ use std::time::Instant;
 
 /// Pages of the slot: 64 MiB.
 const PAGES: u64 = 1 << 14;
-/// Frames that no page of the slot can have: the watermarks and the per-CPU page cache.
+/// Frames for the watermarks and the per-CPU page cache, which no page of the slot can have.
 const SPARE: u64 = 1 << 10;
 const ROUNDS: usize = 41;
 const SLOT: SlotId = SlotId(1);
@@ -35,7 +35,7 @@ fn compare(what: &str, round: impl Fn(&mut dyn Bench) -> f64, resident: u64) {
     let mut ratios = Vec::new();
     let mut best = [f64::INFINITY; 2];
     for _ in 0..ROUNDS {
-        // A B B A: a drift of the machine meets both alike.
+        // A B B A: a drift of the machine affects both alike.
         let (ept, arm64) = (&mut benches.0, &mut benches.1);
         let times = [round(ept), round(arm64), round(arm64), round(ept)];
         ratios.push((times[1] + times[2]) / (times[0] + times[3]));
@@ -71,7 +71,7 @@ struct World<F> {
 }
 
 impl<F: MmuFormat> World<F> {
-    /// A slot with pages that have been written, and one vCPU, which is never online.
+    /// A slot with written pages, and one vCPU, which is never online.
     fn new(resident: u64) -> Self {
         let host = Host::new(HostConfig {
             budget: PageCount::new(resident + SPARE),

@@ -4,9 +4,9 @@
 //! Fault --find_slot--> SlotFault --resolve--> PageFault --map--> Outcome::Mapped
 //!  seq                  max_level             Ready               lock, retry? install, rmap
 //! ```
-//! `max_level` is the largest leaf that the slot allows around the page; the host answers with what
-//! it has. A 2 MiB leaf needs both. No function here sleeps, allocates on the resident path, or
-//! holds a lock while it asks the host.
+//! `max_level` is the largest leaf that the slot allows around the page; the host answers with the
+//! level of its frames. A 2 MiB leaf needs both. No function here sleeps, allocates on the resident
+//! path, or holds a lock while it asks the host.
 
 use crate::dirty::Count;
 use crate::vcpu_mmu::Marker;
@@ -17,7 +17,7 @@ use lacuna_slots::{Reader, Slot, SlotFlags};
 use lacuna_stage2::{Exhausted, InvalidateSeq, Leaf};
 use std::sync::Arc;
 
-/// A page with which the access may continue.
+/// The page with which the access continues.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Page {
     /// The frame behind the gfn of the fault.
@@ -33,8 +33,8 @@ pub struct Page {
 pub enum Outcome {
     /// A leaf that allows the access maps the page: the access continues.
     Mapped(Page),
-    /// Another thread is in the way: an invalidation is in progress near the page, or unlinked
-    /// tables wait for a vCPU. Pass a quiescent point, then try again.
+    /// The vCPU must wait for another thread: an invalidation is in progress near the page, or
+    /// unlinked tables wait for a vCPU. Pass a quiescent point, then try again.
     Busy,
     /// The page is swapped out. Its read begins when a thread starts the ticket.
     Pending(Ticket),
@@ -46,20 +46,20 @@ pub enum Outcome {
     NotProvided,
     /// No frame is free: reclaim, then try again.
     NoMemory,
-    /// The access is one to a device: no slot has the page, or it is a write to a read-only slot.
+    /// The access goes to a device: no slot has the page, or the access writes to a read-only slot.
     Mmio,
     /// The page's content is lost, and waiting does not help.
     Lost(LostPage),
-    /// No table page is free, and none will be.
+    /// No table page is free, and none will become free.
     NoTables(Exhausted),
 }
 
-/// After so many attempts a fault returns [`Outcome::Busy`], so that its vCPU passes a quiescent
+/// After this many attempts a fault returns [`Outcome::Busy`], so that its vCPU passes a quiescent
 /// point.
 const ATTEMPTS: usize = 4;
 
-/// A fault that has begun. Each stage consumes the one before: no page is asked for without a slot,
-/// and none is mapped without an answer of the host.
+/// The first stage of a fault. Each stage consumes the previous one, so the host is only asked for
+/// a page in a slot, and only a page of the host is mapped.
 #[derive(Clone, Copy)]
 struct Fault {
     gfn: Gfn,
@@ -70,20 +70,20 @@ struct Fault {
     seq: InvalidateSeq,
 }
 
-/// A fault whose slot is found, and allows the access.
+/// A fault with a slot that allows the access.
 struct SlotFault<'v> {
     fault: Fault,
     /// The slot in the newest snapshot. It may be deleted at any time: `fault.seq` shows that.
     slot: &'v Arc<Slot<Rmap>>,
 }
 
-/// A fault whose page is resolved: the host has a frame for it.
+/// A fault with a resolved page: the host has a frame for it.
 struct PageFault<'v> {
     found: SlotFault<'v>,
     page: ResolvedPage,
 }
 
-/// A page that the host has resolved: what to map, and where.
+/// A resolved page: the leaf to map, and its place.
 #[derive(Clone, Copy)]
 pub(crate) struct ResolvedPage {
     /// Where the page is mapped.
@@ -105,8 +105,8 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Resolves the page of `gfn` without mapping it, for a vCPU that waits for a page although its
-    /// slot has [`SlotFlags::EXIT_ON_MISSING`]. `None`: the page is there, so the access can be
-    /// tried again.
+    /// slot has [`SlotFlags::EXIT_ON_MISSING`]. `None`: the page is present, so the access can be
+    /// retried.
     #[cold]
     pub fn wait_for_page(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
         F::wait_for_page(self, vcpu, gfn, access)
@@ -126,7 +126,7 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// The attempts after the first. They are out of line: in a loop around all attempts, the
-    /// compiler computes and spills in advance what a second attempt would use again.
+    /// compiler would compute and spill values for the second attempt in advance.
     #[inline(always)]
     pub(crate) fn attempt_again(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Outcome {
         (1..ATTEMPTS)
@@ -174,7 +174,7 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Whether an invalidation has begun or ended near the page since the fault began. Then the
-    /// page need not be lost, because of this race: the vCPU finds the slot; a thread deletes the
+    /// page may not be lost, because of this race: the vCPU finds the slot; a thread deletes the
     /// slot, and removes its memory; the vCPU asks the host for the page.
     #[cold]
     fn is_outdated(&self, fault: Fault) -> bool {
@@ -182,7 +182,7 @@ impl<F: MmuFormat> Mmu<F> {
         cursor.invalidate_retry(fault.seq)
     }
 
-    /// The page of a write fault whose leaf lacked only W, after a fast page fault.
+    /// The page of a write fault that needed only W, after a fast page fault.
     fn write_enabled(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Page> {
         let hit = self.fast_page_fault(vcpu, gfn)?;
         Some(Page {
@@ -208,7 +208,8 @@ impl<F: MmuFormat> Mmu<F> {
 }
 
 impl Fault {
-    /// `None`: the access is one to a device. No slot has the page, or the slot is read-only.
+    /// `None`: the access goes to a device. No slot has the page, or the access writes to a
+    /// read-only slot.
     #[inline(always)]
     fn find_slot(self, reader: &mut Reader<Rmap>) -> Option<SlotFault<'_>> {
         let slot = reader.find(self.gfn)?;
@@ -218,7 +219,7 @@ impl Fault {
 }
 
 impl<'v> SlotFault<'v> {
-    /// Whether it is a write to a slot that logs.
+    /// Whether the access writes to a logging slot.
     #[inline(always)]
     fn is_logged_write(&self) -> bool {
         self.fault.access.is_write() && self.slot.attach.log().is_on()
@@ -226,7 +227,7 @@ impl<'v> SlotFault<'v> {
 
     #[inline(always)]
     fn resolve(self, host: &Host, cache: &mut PerCpuPages) -> Result<PageFault<'v>, Outcome> {
-        // A page that is provided between this test and the next call costs one exit in vain.
+        // If the page is provided between this test and the next call, one exit is in vain.
         if self.slot.flags.contains(SlotFlags::EXIT_ON_MISSING)
             && host.is_missing(self.slot.backing_of(self.fault.gfn), cache)
         {
@@ -269,8 +270,9 @@ impl PageFault<'_> {
         match mmu.install(&mut cursor, &found.slot.attach, page) {
             Ok(level) => {
                 // The range lock is held. A thread that turns the log on sets the slot's state,
-                // then visits each block under its lock. If it has visited this block, the state is
-                // seen and the page is marked here. If not, it will find the leaf and re-arm it.
+                // then visits each block under its lock. If it has visited this block, this vCPU
+                // sees the state and marks the page here. If not, it will find the leaf and re-arm
+                // it.
                 if found.is_logged_write() {
                     marker.mark(found.slot, page.gfn, Count::Fault);
                 }
@@ -303,7 +305,7 @@ enum Tables {
     Freed,
     /// Unlinked tables wait for a vCPU to pass a quiescent point, perhaps for this one.
     Waiting,
-    /// Every table is linked: none will be free.
+    /// Every table is linked: none will become free.
     None,
 }
 

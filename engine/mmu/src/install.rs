@@ -1,4 +1,5 @@
-//! Installs a leaf where the host has a page: at which level, and what happens to existing leaves.
+//! Installs a leaf for a page of the host: chooses its level, and splits or collapses existing
+//! leaves.
 //!
 //! ```text
 //! what the host has   in stage 2      result
@@ -7,7 +8,7 @@
 //! 2 MiB, allowed      nothing         a huge leaf
 //! 2 MiB, allowed      small leaves    collapsed in place to a huge one
 //! ```
-//! The fault read the invalidation sequence; then the host reported the block as whole; then the
+//! The fault read the invalidation sequence; then the host reported the whole block; then the
 //! cursor found the sequence unchanged. So no page of the block was moved in between, and its small
 //! leaves map the frames that a huge leaf maps. If they do not (a bug, or rights that cannot be
 //! combined), the page gets its small leaf.
@@ -20,7 +21,7 @@ use lacuna_stage2::{Cursor, Exhausted, Leaf, MapError, Mapped};
 
 impl<F: MmuFormat> Mmu<F> {
     /// Maps the page by its small leaf, or the whole block with the same rights, if the host has
-    /// the block whole. Returns the level of the leaf that is there then.
+    /// the block whole. Returns the level of the leaf.
     #[inline(always)]
     pub(crate) fn install(
         &self,
@@ -29,8 +30,8 @@ impl<F: MmuFormat> Mmu<F> {
         page: ResolvedPage,
     ) -> Result<Level, Exhausted> {
         let ResolvedPage { gfn, leaf, level } = page;
-        // Read again under the range lock: `disallow_huge` may have visited this block since the
-        // host was asked. While the slot logs, the first write to a huge leaf would mark 512 pages.
+        // Read again under the range lock: `disallow_huge` may have visited this block after the
+        // host's answer. While the slot logs, the first write to a huge leaf would mark 512 pages.
         let max_level = match rmap.log().is_on() {
             true => Level::L4K,
             false => rmap.max_level(gfn),

@@ -6,11 +6,11 @@
 //! finish  one shoot-down for all, addressed to the vCPUs that may hold one of the blocks
 //!         take each lock again: seq += 1, in_progress -= 1: faults are admitted
 //! ```
-//! Faults on pages that are not mapped are excluded too. A block in which nothing was mapped needs
-//! no shoot-down, unless another invalidation is in progress under its range lock. The race:
-//! thread A unmaps the block and unlocks it, and has not waited for its shoot-down yet; thread B
-//! finds nothing mapped in the block; B returns, and its caller reuses the frames while a TLB still
-//! has A's leaf. So B adds the block to its own shoot-down (`Cursor::unsettled`).
+//! Faults on unmapped pages are excluded too. A block without mapped pages needs no shoot-down,
+//! unless another invalidation is in progress under its range lock. The race: thread A unmaps the
+//! block and unlocks it before it waits for its shoot-down; thread B finds nothing mapped in the
+//! block; B returns, and its caller reuses the frames while a TLB still has the leaf. So B adds the
+//! block to its own shoot-down (`Cursor::unsettled`).
 //!
 //! A huge leaf that reaches beyond the range is split in place, and only the part is unmapped. If
 //! no table is free for the split, the whole leaf is unmapped.
@@ -22,10 +22,10 @@ use lacuna_slots::{Overlap, Slot, Snapshot};
 use lacuna_stage2::{Cursor, EntryRef, Ept, Flush, Removed};
 use std::sync::Arc;
 
-/// Counts the steps of an invalidation. The product counts nothing: its counter is `()`, and calls
-/// of it are compiled away.
+/// Counts the steps of an invalidation. The product counts nothing: its counter is `()`, whose
+/// calls compile to nothing.
 pub trait Counter: Default {
-    /// Slots, or nodes of their index, that were read.
+    /// Read slots, or nodes of their index.
     fn slots(&mut self, _: u64) {}
     /// Visits to words of reverse maps, at all levels.
     fn words(&mut self, _: u64) {}
@@ -37,15 +37,15 @@ pub trait Counter: Default {
 
 impl Counter for () {}
 
-/// An invalidation that has unmapped its ranges and keeps faults out of them. Until it is finished,
-/// some vCPU may still use the pages, and faults near them wait.
+/// An invalidation that has unmapped its ranges and keeps faults out. Until it is finished, some
+/// vCPU may still use the pages, and faults near them wait.
 #[must_use = "faults near the ranges wait until it is finished"]
 pub struct Invalidation<'m, F = Ept, C = ()> {
     pub(crate) mmu: &'m Mmu<F>,
     /// The frames near which faults must retry until this invalidation ends.
     pub(crate) begun: Begun,
-    /// What was unmapped, and what other invalidations may have unmapped there without having
-    /// waited yet.
+    /// The flush for the unmapped pages, and for those that other invalidations may have unmapped
+    /// there but not waited for yet.
     pub(crate) flush: Flush<'m>,
     /// The steps so far.
     pub(crate) counter: C,
@@ -63,9 +63,9 @@ pub(crate) struct Begun {
 pub(crate) struct Visit<'v, 's, F, C> {
     /// Holds the block's range lock.
     pub(crate) cursor: &'v mut Cursor<'s, F>,
-    /// The reverse map of the slot that the part is in.
+    /// The reverse map of the part's slot.
     pub(crate) rmap: &'v Rmap,
-    /// Gets what the visit unmaps.
+    /// Gets the pages that the visit unmaps.
     pub(crate) flush: &'v mut Flush<'s>,
     /// Counts the visit's steps.
     pub(crate) counter: &'v mut C,
@@ -126,7 +126,7 @@ impl<F: MmuFormat, C: Counter> Invalidation<'_, F, C> {
 }
 
 impl<F: MmuFormat, C> Invalidation<'_, F, C> {
-    /// Whether some vCPU may hold a translation of what was unmapped.
+    /// Whether some vCPU may hold a translation of an unmapped page.
     pub fn must_flush(&self) -> bool {
         !self.flush.is_empty()
     }
@@ -140,16 +140,15 @@ impl<F: MmuFormat, C> Invalidation<'_, F, C> {
     }
 }
 
-/// From so many small leaves in a block on, unlinking their table is cheaper than removing them one
-/// by one: emptying 512 entries costs about as much as removing so many leaves.
+/// With this many small leaves in a block or more, unlinking their table is cheaper than removing
+/// them one by one: emptying 512 entries costs about as much as removing so many leaves.
 const MANY: u32 = 64;
 
 impl<F: MmuFormat> Mmu<F> {
     /// Unmaps `part`, which is inside the visit's block. Visits each level once.
     ///
-    /// If the part is a whole block that many small leaves map, their table is unlinked as one.
-    /// That is done by descending the tables, because the reverse map costs more than twice as much
-    /// page by page.
+    /// If many small leaves map a whole block, their table is unlinked as one. The visit descends
+    /// the tables for that: page by page, the reverse map costs more than twice as much.
     #[inline]
     pub(crate) fn unmap_part<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, F, C>) {
         let rmap = visit.rmap;
@@ -231,7 +230,7 @@ impl Begun {
         self.first.into_iter().chain(self.more.iter().copied())
     }
 
-    /// Ends the invalidation of these ranges: faults there need not retry any longer.
+    /// Ends the invalidation of these ranges: faults there need not retry any more.
     pub(crate) fn admit_faults<F: MmuFormat>(&self, mmu: &Mmu<F>) {
         for part in self.iter().flat_map(parts) {
             mmu.stage2.fault_cursor(part.start()).invalidate_end();

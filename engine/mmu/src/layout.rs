@@ -6,12 +6,12 @@
 //! publish                             readers see the new snapshot
 //! invalidate_end                      faults there see the new layout
 //! ```
-//! The place to which a slot moves needs no exclusion: a fault there finds no slot before the new
-//! snapshot is published, and the slot after it. A slot that moves or changes its flags gets a new
-//! reverse map. A notifier call that still works with the old snapshot finds the old one, which is
-//! empty. In a shared one it would find leaves of the new layout, and hold the range locks of the
-//! old guest frames. The disallow counts start again too. The dirty log is kept, because it names
-//! pages by the slot.
+//! The new place of a moving slot needs no exclusion: a fault there finds no slot before the new
+//! snapshot is published, and the slot after that. A slot that moves or changes its flags gets a
+//! new reverse map. A notifier call that still works with the old snapshot finds the old map, which
+//! is empty. In a shared map it would find leaves of the new layout, but hold the range locks of
+//! the old guest frames. The disallow counts start again too. The slot keeps its dirty log, which
+//! names pages by their index in the slot.
 
 use crate::{Mmu, MmuFormat, Rmap, SlotSpec};
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE};
@@ -27,12 +27,12 @@ impl<F: MmuFormat> Mmu<F> {
     /// Adds a slot.
     ///
     /// # Errors
-    /// As [`lacuna_slots::Slots::add`], and [`SlotError::ForeignBacking`] for memory that is not in
-    /// a region of this MMU, because nothing would notify this MMU when its pages are evicted. The
-    /// flags' errors are as for [`Mmu::set_slot_flags`]. Nothing has changed then.
+    /// As [`lacuna_slots::Slots::add`], and [`SlotError::ForeignBacking`] for memory outside this
+    /// MMU's regions, because nothing would notify this MMU when its pages are evicted. The flags'
+    /// errors are as for [`Mmu::set_slot_flags`]. Nothing has changed then.
     pub fn add_slot(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let backing = BackingRange::new(spec.backing, spec.bytes / PAGE_SIZE as u64);
-        // A range that is not valid has an error of its own.
+        // An invalid range has an error of its own.
         if backing.is_some_and(|backing| !self.host.is_notified(backing, self)) {
             let SlotSpec { id, backing, .. } = spec;
             return Err(SlotError::ForeignBacking { id, backing });
@@ -41,8 +41,7 @@ impl<F: MmuFormat> Mmu<F> {
         self.insert_slot(spec)
     }
 
-    /// Only pages with a source are ever missing. Without a source the flag would wait for exits
-    /// that no page causes.
+    /// Only pages with a source are ever missing, so without a source no page would cause an exit.
     fn check_source(&self, spec: SlotSpec) -> Result<(), SlotError> {
         let exits = spec.flags.contains(SlotFlags::EXIT_ON_MISSING);
         match exits && !self.host.has_source(spec.backing) {
@@ -111,8 +110,8 @@ impl<F: MmuFormat> Mmu<F> {
     /// Runs `publish` while faults in `slot` are refused and none of its pages is mapped.
     fn exclude<T>(&self, slot: &Slot<Rmap>, publish: impl FnOnce() -> T) -> T {
         let mut cursor = self.stage2.cursor(slot.gfns);
-        // Reclaim may have unmapped a page here and unlocked, without having waited for its
-        // shoot-down yet. This thread then finds nothing to unmap, but a TLB still has the page.
+        // Reclaim may have unmapped a page here and unlocked before it waits for its shoot-down.
+        // This thread then finds nothing to unmap, but a TLB still has the page.
         let mut flush = cursor.unsettled();
         cursor.invalidate_begin();
         flush.join(cursor.unmap(slot.gfns, |removed| {
@@ -124,8 +123,8 @@ impl<F: MmuFormat> Mmu<F> {
         drop(cursor);
         flush.finish(&*self.qsbr);
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
-            // The vCPUs' logs name pages by their address in the old layout. They must be flushed
-            // into the slot's log before the new layout is published.
+            // The vCPUs' logs name pages by their address in the old layout. Flush them into the
+            // slot's log before the new layout is published.
             self.kick();
         }
         let done = publish();

@@ -1,4 +1,4 @@
-//! Where huge leaves are forbidden for a while, and when they are allowed again.
+//! Forbids huge leaves in a range for a while, and allows them again.
 
 use crate::rmap::parts;
 use crate::{InBlock, Mmu, MmuFormat, Rmap};
@@ -15,11 +15,11 @@ impl<F: MmuFormat> Mmu<F> {
 
     /// From now on every mapped page of `gfns`, and of the blocks that `gfns` overlaps in part, has
     /// a leaf of its own. Huge leaves are split in place, and none is made until
-    /// [`Mmu::allow_huge`] was called as often as this. A slot that is removed, moves or changes
-    /// its flags loses its counts.
+    /// [`Mmu::allow_huge`] was called as often as this function. A slot loses its counts when it is
+    /// removed, moves or changes its flags.
     ///
     /// # Errors
-    /// [`Exhausted`]: nothing is disallowed then, but some leaves may have been split.
+    /// [`Exhausted`]: nothing is disallowed, but some leaves may have been split.
     pub fn disallow_huge(&self, gfns: GfnRange) -> Result<(), Exhausted> {
         let _no_change = self.lock_layout();
         let mut done = 0;
@@ -45,11 +45,11 @@ impl<F: MmuFormat> Mmu<F> {
     /// Takes back one reason against huge leaves around `gfns`. A block gets a huge leaf in place
     /// if the host has it as a compound page and small leaves map all of it. Other blocks get one
     /// at a later fault, if they are compound pages then. The pages of a split block may be in
-    /// contiguous frames by chance. Such a block gets no huge leaf, because reclaim would split
-    /// that again, page by page.
+    /// contiguous frames by chance. Such a block gets no huge leaf, because reclaim would split it
+    /// again for its pages.
     ///
-    /// A block for which there is no such reason stays as it is allowed: its slot was added, was
-    /// moved or changed its flags after [`Mmu::disallow_huge`].
+    /// A block without such a reason does not change: its slot was added, was moved or changed its
+    /// flags after [`Mmu::disallow_huge`].
     pub fn allow_huge(&self, gfns: GfnRange) {
         let _no_change = self.lock_layout();
         self.each_block(gfns, |cursor, slot, gfn| {
@@ -67,12 +67,11 @@ impl<F: MmuFormat> Mmu<F> {
 
     /// The first frame of the block around `gfn`, if small leaves map all of it, a huge leaf is
     /// allowed, and the host has the block whole. The small leaves map the frames from that one on:
-    /// before the host put the pages there it had unmapped every page that was elsewhere, and no
-    /// fault with an older answer is admitted after that.
+    /// before the host put the pages there, it unmapped every page that was elsewhere, and later no
+    /// fault with an older answer is admitted.
     ///
     /// The caller holds the range lock. If the host splits the block meanwhile, its next step is
-    /// [`lacuna_host::MmuNotifier::split_huge`], which finds the leaf that was made from this
-    /// answer.
+    /// [`lacuna_host::MmuNotifier::split_huge`], which finds the leaf made from this answer.
     pub(crate) fn could_be_huge(&self, slot: &Slot<Rmap>, gfn: Gfn) -> Option<Pfn> {
         const FULL: InBlock = InBlock::Small(Level::L2M.pages() as u32);
         let rmap = &slot.attach;
@@ -81,8 +80,8 @@ impl<F: MmuFormat> Mmu<F> {
             .flatten()
     }
 
-    /// Calls `visit` with each slot that has frames in `gfns`, and with a frame of each of its
-    /// blocks that `gfns` overlaps, under the block's range lock.
+    /// Calls `visit` for each block of a slot that `gfns` overlaps, with the slot and a frame of
+    /// the block, under the block's range lock.
     fn each_block(
         &self,
         gfns: GfnRange,

@@ -16,12 +16,12 @@
 //! | `layout` | adds, removes and moves slots |
 //! | `verify` | asserts that slots, rmap and tables agree |
 //!
-//! The feature `comparisons` adds what only the lab, the benches and the fuzzer use: the older rmap
-//! walk strategies, counters of their steps, and `Mmu::end_logging_as`.
+//! The feature `comparisons` adds code for the lab, the benches and the fuzzer alone: the older
+//! rmap walk strategies, counters of their steps, and `Mmu::end_logging_as`.
 //!
-//! `docs/locking.md` draws the protocol that keeps a fault and an invalidation apart. This crate
-//! does not run vCPUs. The code that runs them gives [`Mmu::new`] a [`Qsbr`](lacuna_sync::Qsbr):
-//! through it the MMU requests TLB flushes, and waits for them.
+//! `docs/locking.md` draws the protocol between a fault and an invalidation. This crate does not
+//! run vCPUs. The code that runs them gives [`Mmu::new`] a [`Qsbr`](lacuna_sync::Qsbr): through it
+//! the MMU requests TLB flushes, and waits for them.
 #![forbid(unsafe_code)]
 
 mod dirty;
@@ -58,7 +58,7 @@ pub use vcpu_mmu::VcpuMmu;
 
 pub use lacuna_slots::{ClearError, RingSize, RingSizeError, RingSpace};
 
-/// A slot as the VMM asks for it. Its backing is a part of a region of the MMU's host.
+/// The VMM's description of a slot. Its backing is a part of a region of the MMU's host.
 pub type SlotSpec = lacuna_slots::SlotSpec<lacuna_addr::BackingAddr>;
 
 use rmap::InBlock;

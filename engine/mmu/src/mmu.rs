@@ -29,7 +29,7 @@ pub struct Mmu<F = Ept> {
     pub(crate) stage2: Stage2<F>,
     /// Supplies the pages.
     pub(crate) host: Arc<Host>,
-    /// Every vCPU that translates through this MMU: which of them are online, and which must flush.
+    /// The states of all vCPUs that translate through this MMU: online, flush requested.
     pub(crate) qsbr: Arc<Qsbr>,
     /// Serialises changes of the layout, of the disallow counts and of logging, and harvests.
     pub(crate) layout: Mutex<(), lock_order::MmuLayout>,
@@ -38,8 +38,8 @@ pub struct Mmu<F = Ept> {
 }
 
 impl<F: MmuFormat> Mmu<F> {
-    /// An MMU without slots. `tables` is the number of table pages that it may use. `qsbr` has
-    /// every vCPU that will translate through it.
+    /// An MMU without slots, with at most `tables` table pages. `qsbr` has every vCPU that will
+    /// translate through the MMU.
     pub fn new(host: Arc<Host>, qsbr: Arc<Qsbr>, tables: u32) -> Result<Arc<Self>, MmuError> {
         let stage2 = Stage2::with_format(Arena::new(tables)?)?;
         let slots = Slots::new(Limits::default());
@@ -53,7 +53,7 @@ impl<F: MmuFormat> Mmu<F> {
         }))
     }
 
-    /// The number of leaves. Exact if no thread changes any.
+    /// The number of leaves. Exact if no thread changes leaves.
     pub fn counts(&self) -> Counts {
         self.stage2.counts()
     }
@@ -68,14 +68,14 @@ impl<F: MmuFormat> Mmu<F> {
         self.stage2.violation(gfn, access)
     }
 
-    /// The current slots. Only methods such as [`Mmu::add_slot`] change them, because these ensure
-    /// that no page of the old layout stays mapped.
+    /// The current slots. Only methods such as [`Mmu::add_slot`] change them: these ensure that no
+    /// page of the old layout stays mapped.
     pub fn slots(&self) -> Arc<Snapshot<Rmap>> {
         self.slots.snapshot()
     }
 
-    /// The current slots, for a moment, without a change of a count that threads share: for an
-    /// operation on each page. See [`lacuna_slots::Slots::read`].
+    /// The current slots, for a moment, without a change of a shared count: for an operation on
+    /// each page. See [`lacuna_slots::Slots::read`].
     pub fn read_slots(&self) -> CurrentSlots<Rmap> {
         self.slots.read()
     }

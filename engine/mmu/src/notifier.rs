@@ -22,8 +22,8 @@ impl<F: MmuFormat> MmuNotifier for Mmu<F> {
         }
     }
 
-    /// The flush is not waited for: a vCPU that uses its old TLB entries for a while longer only
-    /// sets an A bit later.
+    /// Does not wait for the flush: a vCPU that still uses its old TLB entries only sets an A bit
+    /// later.
     fn end_of_aging(&self) {
         let _ = self.qsbr.request();
     }
@@ -39,8 +39,8 @@ impl<F: MmuFormat> MmuNotifier for Mmu<F> {
 
 impl<F: MmuFormat> Mmu<F> {
     /// Whether a page of `part` was accessed. The A bit of a huge leaf stands for all of its pages,
-    /// so clearing it for one page would lose it for the others. So the leaf is split if only a
-    /// part of it is asked for; if no table is free for that, the bit stays.
+    /// so a clear for one page would lose the bit for the others. So if `part` is only a part of
+    /// the leaf, the leaf is split; if no table is free for that, the bit stays.
     fn age_part(&self, cursor: &mut Cursor<'_, F>, rmap: &Rmap, part: GfnRange) -> bool {
         self.cut(cursor, rmap, part);
         let spare = part.pages() < BLOCK && matches!(rmap.block(part.start()), InBlock::Huge(_));
@@ -61,14 +61,13 @@ impl<F: MmuFormat> Mmu<F> {
         self.any_leaf(range, |cursor, at, gfn| cursor.test_young_at(at, gfn))
     }
 
-    /// Clears W, and with it D, in every leaf that maps a page of `range`, and reports to the host
-    /// which pages were written. On return no vCPU writes there without a fault. A huge leaf that
-    /// reaches beyond the range is split first; if no table is free for that, all of it is
-    /// protected.
+    /// Clears W and D in every leaf that maps a page of `range`, and reports the written pages to
+    /// the host. On return no vCPU writes there without a fault. A huge leaf that reaches beyond
+    /// the range is split first, or protected whole if no table is free.
     pub fn write_protect(&self, range: BackingRange) {
-        // No harvest may run in between, because of this race: this thread clears W, and has not
-        // waited for its flush; a harvest finds W clear, so it flushes nothing, and its caller
-        // copies the page; a vCPU writes to the page through its TLB. The copy lacks that write.
+        // No harvest may run meanwhile, because of this race: this thread clears W; before its
+        // flush, a harvest finds W clear, so it flushes nothing, and its caller copies the page; a
+        // vCPU writes to the page through its TLB. The copy lacks that write.
         let _no_harvest = self.lock_layout();
         let mut flush = Flush::none(&self.stage2);
         self.each_part(range, |cursor, rmap, part| {
@@ -86,8 +85,8 @@ impl<F: MmuFormat> Mmu<F> {
         flush.finish(&*self.qsbr);
     }
 
-    /// Whether `look` finds a young leaf among those that map pages of `range`. It is called with
-    /// each of them, also after the first young one.
+    /// Whether `look` finds a young leaf among those that map pages of `range`. Calls `look` with
+    /// each leaf, also after the first young one.
     fn any_leaf(
         &self,
         range: BackingRange,

@@ -1,17 +1,16 @@
-//! The reverse map: from a guest frame of a slot to the leaf that maps it. Each slot has one.
+//! The reverse map: from a guest frame of a slot to its leaf. Each slot has one.
 //!
 //! ```text
 //! blocks   [ nothing ][ huge, at .. ][ 3 small, in this table ][ nothing ]   one for each 2 MiB
 //! ```
 //! An element has one of three states: nothing is mapped; one 2 MiB leaf, and its place; some 4 KiB
 //! leaves, their number and their table. All small leaves of a block are in one table, and a gfn
-//! determines the index. So the reverse map has no list of small leaves: code that needs them reads
-//! the table. A split or a collapse changes 512 leaves, and still updates one element.
+//! determines the index. So the reverse map has no list of small leaves: code that needs the list
+//! reads the table. A split or a collapse changes 512 leaves, and still updates one element.
 //!
-//! A table stays linked while leaves are in it. Code that unlinks a table (because it unmaps a
-//! range that covers it, or collapses it) also removes its leaves from the reverse map, under the
-//! same lock. If two slots meet inside a block, their leaves are in one table, and each slot counts
-//! its own.
+//! A table stays linked while leaves are in it. Code that unlinks a table, after an unmap of the
+//! whole table or a collapse, also removes its leaves from the reverse map, under the same lock. If
+//! two slots meet inside a block, their leaves are in one table, and each slot counts its own.
 //!
 //! Elements are written only under the block's range lock, together with the leaves. `Mmu::verify`
 //! checks that they agree.
@@ -19,7 +18,7 @@
 //! Blocks are numbered by guest frame ([`BlockNumber`]), so the first and the last may extend
 //! beyond the slot. Such a block never has a 2 MiB leaf. If guest frames and backing are aligned
 //! differently, no block of the slot has one. The *disallow count* of a block contains these
-//! reasons for the life of the slot. Code that needs 4 KiB leaves for a while increments it.
+//! reasons for the life of the slot. Code that needs 4 KiB leaves for a while increments the count.
 //!
 //! The reverse map takes 12 bytes for each block ([`Rmap::bytes`]).
 
@@ -39,7 +38,7 @@ pub(crate) const BLOCK: u64 = Level::L2M.pages();
 pub struct Rmap {
     /// The block of the slot's first frame.
     first: BlockNumber,
-    /// One element for each block that the slot has frames in, from `first` on.
+    /// One element for each block with frames of the slot, from `first` on.
     blocks: Box<[Block]>,
     /// The slot's dirty log.
     log: Arc<SlotLog>,
@@ -60,7 +59,7 @@ struct Block {
 /// and backing are aligned differently.
 const CUT: u32 = 1 << 31;
 
-/// What is mapped in one block of a slot.
+/// The leaves in one block of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum InBlock {
     /// No leaf.
@@ -76,9 +75,9 @@ impl SlotData for Rmap {
 }
 
 impl Rmap {
-    /// Whether there is room for the reverse map of a slot of this number of bytes.
+    /// Whether there is room for the reverse map of a slot of `bytes` bytes.
     pub(crate) fn check_room(bytes: u64) -> Result<(), NoRoom> {
-        // One more block if the slot's ends are not aligned.
+        // A slot with unaligned ends may have one more block.
         room_for::<Block>(bytes.div_ceil(BLOCK * PAGE_SIZE as u64) + 1)
     }
 
@@ -126,7 +125,7 @@ impl Rmap {
         }
     }
 
-    /// What this slot has mapped in the block of `gfn`.
+    /// The leaves of this slot in the block of `gfn`.
     #[inline]
     pub(crate) fn block(&self, gfn: Gfn) -> InBlock {
         let block = self.block_of(gfn);
@@ -153,8 +152,8 @@ impl Rmap {
         count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// Removes one reason that [`Rmap::disallow`] has added, if there is one. A slot that has moved
-    /// since has lost its reasons.
+    /// Removes one reason added by [`Rmap::disallow`], if there is one. A moved slot has lost its
+    /// reasons.
     pub(crate) fn allow(&self, gfn: Gfn) {
         let count = &self.block_of(gfn).disallow;
         let was = count.load(Ordering::Relaxed);
@@ -170,7 +169,7 @@ impl Rmap {
         assert_eq!(cut(self), cut(fresh), "disallow count around gfn {gfn}");
     }
 
-    /// A small leaf was mapped where there was none.
+    /// A small leaf was mapped at an empty entry.
     #[inline]
     pub(crate) fn set_page(&self, gfn: Gfn, at: EntryRef) {
         let block = self.block_of(gfn);
@@ -182,7 +181,7 @@ impl Rmap {
                 block.at.store(at.to_bits(), Ordering::Relaxed);
             }
             // If the leaf were in another table, an invalidation would not find it, and its frame
-            // would be reused while it is mapped.
+            // would be reused while the leaf maps it.
             _ => assert_eq!(
                 block.at().map(|place| place.beside(gfn)),
                 Some(at),
@@ -192,7 +191,7 @@ impl Rmap {
         block.small.store(count + 1, Ordering::Relaxed);
     }
 
-    /// A huge leaf was mapped where nothing was mapped.
+    /// A huge leaf was mapped in an empty block.
     pub(crate) fn set_huge(&self, gfn: Gfn, at: EntryRef) {
         debug_assert_eq!(self.block(gfn), InBlock::Nothing, "the block of gfn {gfn}");
         self.block_of(gfn).set(Some(at), 0);

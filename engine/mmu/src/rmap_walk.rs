@@ -8,12 +8,12 @@
 //! | `PerLevel` | slots by their index; one word a block; entries where small leaves are |
 //! | `Walk` | slots by their index; no reverse map: the tables are descended |
 //!
-//! A page has its block's word at either level. So a strategy that goes page by page visits it
-//! twice for each page, and if there are small leaves goes from it to the page's entry.
+//! At both levels, a page uses its block's word. So a page-by-page strategy visits the word twice
+//! for each page, and, if there are small leaves, goes on to the page's entry.
 //!
-//! `PageLoop` is what KVM did before 2012, `RangeThenPages` the first half of that year's series,
-//! `PerLevel` the whole series and what Lacuna does, `Walk` what KVM does where it has no reverse
-//! maps. Each strategy finds its range locks by one search of the slots' index. `PageLoop` and
+//! KVM used `PageLoop` before 2012. `RangeThenPages` is the first half of that year's series,
+//! `PerLevel` the whole series and Lacuna's strategy. KVM uses `Walk` without reverse maps. Each
+//! strategy finds its range locks by one search of the slots' index. `PageLoop` and
 //! `RangeThenPages` do not count that search as steps, because they find the slots in another way.
 
 use crate::invalidate::{Counter, Invalidation, Visit};
@@ -22,10 +22,10 @@ use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_slots::{Slot, Snapshot};
 use std::sync::Arc;
 
-/// Counts of what an invalidation did.
+/// The counted steps of an invalidation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Steps {
-    /// Slots, or nodes of their index, that were read.
+    /// Read slots, or nodes of their index.
     pub slots: u64,
     /// Visits to words of reverse maps, at all levels.
     pub words: u64,
@@ -36,7 +36,7 @@ pub struct Steps {
 }
 
 /// Counts an invalidation by an [`RmapWalk`]. Every strategy finds its range locks by the slots'
-/// index; those nodes are counted apart, because not every strategy finds its slots by it.
+/// index; those nodes are counted apart, because not every strategy finds its slots by the index.
 #[derive(Default)]
 pub struct StepCounter {
     steps: Steps,
@@ -67,8 +67,8 @@ impl<F: MmuFormat> Invalidation<'_, F, StepCounter> {
         self.counter.steps
     }
 
-    /// As [`Invalidation::finish`]. Returns whether some vCPU had not passed the shoot-down when it
-    /// was requested, so that this call had to wait for it.
+    /// As [`Invalidation::finish`]. Returns whether this call had to wait, because some vCPU had
+    /// not passed the shoot-down at the request.
     pub fn finish_counted(self) -> bool {
         let qsbr = &*self.mmu.qsbr;
         let shootdown = self.flush.start(qsbr);
@@ -82,7 +82,7 @@ impl<F: MmuFormat> Invalidation<'_, F, StepCounter> {
 /// An rmap walk strategy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RmapWalk {
-    /// Goes page by page, for each over all slots and levels.
+    /// Goes page by page, and for each page over all slots and levels.
     PageLoop,
     /// Goes over the slots once, then page by page over all levels.
     RangeThenPages,
@@ -101,11 +101,11 @@ impl RmapWalk {
         Self::Walk,
     ];
 
-    /// Finds the slots of `range`, if that is not done under the range locks, and counts what it
-    /// read.
+    /// Finds the slots of `range` and counts its reads, unless the strategy does that under the
+    /// range locks.
     fn find_slots(self, slots: &Snapshot<Rmap>, range: BackingRange, counter: &mut StepCounter) {
         match self {
-            // Page by page, under the lock.
+            // This strategy finds them page by page, under the lock.
             Self::PageLoop => {}
             Self::RangeThenPages => {
                 let hits = slots
@@ -141,9 +141,9 @@ impl RmapWalk {
 }
 
 impl<F: MmuFormat> Mmu<F> {
-    /// [`Mmu::begin_invalidation`] with `walk` as the way to find what is mapped, counted. The
-    /// times of this call can be compared: each strategy pays for one search of the index, which
-    /// finds the range locks, and for its own work.
+    /// [`Mmu::begin_invalidation`] with the strategy `walk`, counted. The times of this call are
+    /// comparable: each strategy pays for one search of the index for the range locks, and for its
+    /// own work.
     pub fn begin_invalidation_as(
         &self,
         walk: RmapWalk,
@@ -159,7 +159,7 @@ impl<F: MmuFormat> Mmu<F> {
         begun
     }
 
-    /// Invalidates `range` by the strategy `walk`, and returns the steps that it took.
+    /// Invalidates `range` by the strategy `walk`, and returns its steps.
     pub fn invalidate_as(&self, walk: RmapWalk, range: BackingRange) -> Steps {
         let begun = self.begin_invalidation_as(walk, &[range]);
         let steps = begun.steps();
@@ -186,7 +186,7 @@ impl<F: MmuFormat> Mmu<F> {
         }
     }
 
-    /// One page of `part`: the word at every level.
+    /// Unmaps one page of `part`: visits the word at every level.
     fn unmap_page(&self, gfn: Gfn, part: GfnRange, visit: &mut Visit<'_, '_, F, StepCounter>) {
         visit.counter.steps.words += 2;
         self.cut(visit.cursor, visit.rmap, part);

@@ -1,16 +1,16 @@
 //! The rare ends of the fault path, compiled in this crate for each table format.
 //!
 //! [`Mmu`] is generic, so its functions are compiled in the crate that uses them. If these three
-//! were compiled there too, the functions that they share with the fault path
+//! were compiled there too, the functions shared with the fault path
 //! ([`lacuna_host::Host::resolve`], [`Cursor::map`]) would have several callers there, and the
-//! compiler would inline them into none of them. That cost 55 of the 2990 instructions of a first
-//! touch (callgrind).
+//! compiler would inline them nowhere. That cost 55 of the 2990 instructions of a first touch
+//! (callgrind).
 
 use crate::{Mmu, Outcome, Rmap, VcpuMmu};
 use lacuna_addr::{Access, Gfn};
 use lacuna_stage2::{Arm64, Cursor, Ept, Exhausted, Leaf, TableFormat};
 
-/// A table format that an [`Mmu`] can have.
+/// A table format of an [`Mmu`].
 pub trait MmuFormat: TableFormat + Sized {
     /// The attempts of a fault after the first.
     #[doc(hidden)]

@@ -1,7 +1,7 @@
 //! Leaves of both levels, compared with a plain model and verified after every step, on each table
 //! format: each file below is compiled once for each. The host is not asked: page n of the backing
-//! is in frame n, and a test decides at which level the host has it. So every mixture of leaves can
-//! be made.
+//! is in frame n, and a test chooses the level of the host's answer. So a test can make every
+//! mixture of leaves.
 #![allow(
     clippy::duplicate_mod,
     reason = "the same tests, with another `Mmu`: their bodies name no format"

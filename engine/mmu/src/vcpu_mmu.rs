@@ -1,5 +1,5 @@
-//! The MMU context of one vCPU: the state it keeps between faults, so that vCPUs share nothing, and
-//! how it marks the pages that it writes.
+//! The MMU context of one vCPU: its own state between faults, so that vCPUs share nothing, and its
+//! marks of written pages.
 
 use crate::dirty::{Count, Counts, Delivery};
 use crate::{Mmu, MmuFormat, Rmap};
@@ -14,14 +14,14 @@ use std::sync::Arc;
 pub struct VcpuMmu {
     /// Finds slots in the newest snapshot.
     pub(crate) reader: Reader<Rmap>,
-    /// Frames of its own, and the pages that its current instruction keeps pinned.
+    /// Frames of its own, and the pages pinned by its current instruction.
     pub(crate) cache: PerCpuPages,
     pub(crate) marker: Marker,
-    /// The pages whose D its walks have set, while the VM's vCPUs log.
+    /// The pages for which its walks have set D, while the VM's vCPUs log.
     log: PmlLog,
 }
 
-/// Records the pages that one vCPU has written.
+/// Records the pages written by one vCPU.
 pub(crate) struct Marker {
     /// The vCPU's dirty ring; `None` if the VM records in bitmaps.
     ring: Option<RingProducer>,
@@ -31,7 +31,7 @@ pub(crate) struct Marker {
 }
 
 impl Marker {
-    /// Marks a page whose leaf has W or D now. It must not be called before the leaf has it: a
+    /// Marks a page whose leaf has W or D now. A call before the leaf has the bit would be wrong: a
     /// harvest in between would take the mark, and miss the write.
     #[inline]
     pub(crate) fn mark(&mut self, slot: &Slot<Rmap>, gfn: Gfn, why: Count) {
@@ -43,9 +43,9 @@ impl Marker {
         }
     }
 
-    /// Marks pages whose D the vCPU's walks have set. `logged` has the newest first, and its last
-    /// page is in `slot`. Begins at the end of `logged`, stops at the first page that is not in
-    /// `slot`, and returns the part of `logged` that is left.
+    /// Marks pages for which the vCPU's walks have set D. `logged` has the newest first, and its
+    /// last page is in `slot`. Begins at the end of `logged`, stops at the first page outside
+    /// `slot`, and returns the rest of `logged`.
     #[inline]
     fn mark_logged<'l>(&mut self, slot: &Slot<Rmap>, logged: &'l [Gpa]) -> &'l [Gpa] {
         let (start, end) = (slot.gfns.start().get(), slot.gfns.pages());
@@ -127,12 +127,12 @@ impl<F: MmuFormat> Mmu<F> {
         }
     }
 
-    /// A fast page fault: a write fault that only has to be recorded. Sets W without a lock, and
-    /// marks.
+    /// A fast page fault: handles a write fault that needs only W. Sets W without a lock, and marks
+    /// the page.
     pub(crate) fn fast_page_fault(&self, vcpu: &mut VcpuMmu, gfn: Gfn) -> Option<Translation> {
         let hit = self.stage2.fast_page_fault(gfn)?;
-        // Looked up again, because of this race: this vCPU finds the slot; another thread moves the
-        // slot; this vCPU sets W in a leaf of the slot that is there now.
+        // Look the slot up again, because of this race: this vCPU finds the slot; another thread
+        // moves the slot; this vCPU sets W in a leaf of the new slot at that place.
         if let Some(slot) = vcpu.reader.find(gfn) {
             vcpu.marker.mark(slot, gfn, Count::FastPageFault);
         }
@@ -141,7 +141,7 @@ impl<F: MmuFormat> Mmu<F> {
 }
 
 impl VcpuMmu {
-    /// The instruction that faulted has retired: reclaim may take its pages.
+    /// The faulting instruction has retired: reclaim may take its pages.
     pub fn retired(&mut self) {
         self.cache.unpin_all();
     }

@@ -14,14 +14,14 @@ impl<F: MmuFormat> Mmu<F> {
     /// # Panics
     /// If an invariant is broken. Every rmap word leads to leaves of its level, in the table that a
     /// walk reaches. Every leaf is in exactly one rmap. Small leaves are counted exactly. A huge
-    /// leaf is only where one is possible. Disallow counts are not below what the slot's place
-    /// requires. D implies W. W implies D wherever no vCPU logs for a slot that logs. The tables
-    /// are consistent in themselves.
+    /// leaf is only in a block that allows it. Disallow counts are at least as large as the slot's
+    /// place requires. D implies W. W implies D wherever no vCPU logs for a slot that logs. The
+    /// tables are consistent in themselves.
     pub fn verify(&self) {
         let slots = self.slots.snapshot();
         assert_invariants(&slots);
         let vcpus_log = self.dirty.vcpus_log.load(Ordering::Relaxed);
-        // The cursor is held to the end, because of this race: this thread counts a leaf in the
+        // Hold the cursor to the end, because of this race: this thread counts a leaf in the
         // tables; reclaim unmaps the leaf; this thread does not find it in the reverse maps.
         let all = self.stage2.cursor_of_all();
         let leaves = all.verify(|gfn, leaf| {
@@ -52,9 +52,9 @@ impl<F: MmuFormat> Mmu<F> {
         assert_eq!(huge, leaves.of(Level::L2M), "huge leaves in rmaps");
     }
 
-    /// Asserts that the slot's share of `part`, in one block, is mapped as its reverse map says. It
-    /// does not look for leaves in a block for which the reverse map has nothing: such leaves make
-    /// the sums in `verify` differ.
+    /// Asserts that the slot's leaves in `part`, in one block, agree with its reverse map. Does not
+    /// search a block that is empty in the reverse map: leaves there make the sums in `verify`
+    /// differ.
     fn verify_block(&self, slot: &Slot<Rmap>, part: GfnRange) -> InBlock {
         let rmap = &slot.attach;
         let block = rmap.block(part.start());
@@ -64,7 +64,7 @@ impl<F: MmuFormat> Mmu<F> {
                 let place = |gfn| rmap.place(gfn).expect("a block of small leaves");
                 let mut mapped = 0;
                 for gfn in part.iter() {
-                    // A leaf at its place in this table, and in the table that a walk reaches.
+                    // The leaf is at its place in this table, and in the table that a walk reaches.
                     let found = self.stage2.find(gfn);
                     let here = Some(place(gfn)).filter(|at| self.stage2.has_leaf(*at));
                     assert_eq!(found, here, "rmap of gfn {gfn}");

@@ -28,7 +28,7 @@ use lacuna_sync::shim::{Arc, AtomicU64, Ordering, thread};
 use state::{Count, SlotLog, Tracking};
 use std::marker::PhantomData;
 
-/// The parts of the MMU that these modules use. No format matters to them.
+/// The parts of the MMU that these modules use, for any format.
 struct Mmu<F> {
     dirty: Tracking,
     format: PhantomData<F>,
@@ -128,7 +128,7 @@ impl Fixture {
         }
     }
 
-    /// As `Mmu::set_logging`. After it returns, pages that do not count as written may be copied.
+    /// As `Mmu::set_logging`. After it returns, pages not marked as written may be copied.
     fn begin(&self) -> [u64; PAGES] {
         self.log().clean_bitmap(PAGES);
         self.log().turn_on(HugeLeaves::Lazy);
@@ -153,7 +153,7 @@ impl Fixture {
     }
 }
 
-/// `writers` write the pages named, each in its order, while `monitor` begins a log and copies.
+/// `writers` write their pages in order, while `monitor` begins a log and copies.
 fn no_write_is_lost(
     writers: &'static [(By, &'static [usize])],
     monitor: fn(&Fixture) -> [u64; PAGES],
@@ -196,7 +196,7 @@ fn begin_and_harvest(fixture: &Fixture) -> [u64; PAGES] {
     copy
 }
 
-/// The writer may have seen the log that has ended, or that there is none.
+/// The writer may have seen the ended log, or that there is none.
 fn begin_again(fixture: &Fixture) -> [u64; PAGES] {
     let _ = fixture.begin();
     fixture.log().turn_off();

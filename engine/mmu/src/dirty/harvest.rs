@@ -1,9 +1,9 @@
-//! Harvests the pages written since the last time: reads the marks, clears them, and re-arms the
+//! Harvests the pages written since the last harvest: reads the marks, clears them, and re-arms the
 //! pages.
 //!
-//! The order is essential: *kick* (what vCPUs have logged becomes visible), *take*, *re-arm*,
-//! *flush*, and only then may the caller copy pages. A write that the copy lacks was made after the
-//! flush, so it is detected again.
+//! The order is essential: *kick* (the vCPUs' logs become visible), *take*, *re-arm*, *flush*, and
+//! only then may the caller copy pages. If the copy lacks a write, the write came after the flush,
+//! so it is detected again.
 
 use super::rearm::Found;
 use super::{DirtyError, bitmap_of};
@@ -47,8 +47,8 @@ impl<F: MmuFormat> Mmu<F> {
         Ok(())
     }
 
-    /// Of `pages` pages of the slot from `first_page` on, clears and re-arms those that `mask`
-    /// names. Leaves in `mask` those that were dirty. Copy the pages afterwards.
+    /// Clears and re-arms the pages in `mask`, which covers `pages` pages of the slot from
+    /// `first_page` on. Leaves only the dirty ones in `mask`. Copy the pages afterwards.
     ///
     /// # Errors
     /// As [`Mmu::get_dirty`], and KVM's rules for the range.
@@ -66,7 +66,7 @@ impl<F: MmuFormat> Mmu<F> {
         Ok(())
     }
 
-    /// Marks again pages that were taken from the slot and could not be used.
+    /// Marks pages again that were taken from the slot but could not be used.
     ///
     /// # Errors
     /// As [`Mmu::get_dirty`].
@@ -86,7 +86,7 @@ impl<F: MmuFormat> Mmu<F> {
     /// Passes the pages in all vCPUs' rings to `each`, as (slot, page of it), and returns their
     /// number. They stay in the rings until [`Mmu::reset_rings`]; copy the pages only after that. A
     /// slot may have been removed since, or be smaller. `each` must not call dirty tracking of this
-    /// MMU. If it panics, the page that it was given is not reaped, and this MMU can be used on.
+    /// MMU. If it panics, its last page is not reaped, and this MMU stays usable.
     pub fn reap_rings(&self, mut each: impl FnMut(SlotId, usize)) -> usize {
         let no_change = self.lock_layout();
         self.sync();
@@ -128,7 +128,7 @@ impl<F: MmuFormat> Mmu<F> {
         count
     }
 
-    /// Marks all pages that vCPUs have logged so far.
+    /// Marks all pages logged so far by vCPUs.
     pub(crate) fn sync(&self) {
         if self.dirty.vcpus_log.load(Ordering::Relaxed) {
             debug_assert!(Detection::Pml == self.dirty.detection());

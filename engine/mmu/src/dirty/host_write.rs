@@ -1,4 +1,4 @@
-//! Writes that go past the TLBs: by devices, loaders, and to the words of asynchronous faults.
+//! Writes past the TLBs: by devices, by loaders, and to the words of asynchronous faults.
 //!
 //! ```text
 //! writer                                 thread that turns the log on
@@ -7,10 +7,10 @@
 //!   and writers -= 1 at once               seen it
 //! write; mark, or writers -= 1           return: the copy that follows has what they wrote
 //! ```
-//! A writer keeps the slot that it has found. So its mark goes to the log of the pages that it
-//! writes, even if the slot moves meanwhile, because a slot that moves keeps its log. If a slot is
-//! deleted and made again over the same backing, it has another log. The VMM must ensure that no
-//! write is in progress while it does that.
+//! A writer keeps the slot that it has found. So its mark goes to the log of the written pages,
+//! even if the slot moves meanwhile, because a moving slot keeps its log. If a slot is deleted and
+//! made again over the same backing, it has another log. The VMM must ensure that no write is in
+//! progress meanwhile.
 
 use super::{Count, DirtyError};
 use crate::{Mmu, MmuFormat, Rmap, VcpuMmu};
@@ -31,7 +31,7 @@ pub struct Writing {
 }
 
 impl<F: MmuFormat> Mmu<F> {
-    /// The host is about to write to the page at `gfn`, in `slot`. Ends with [`Writing::done`].
+    /// Begins a host write to the page at `gfn`, in `slot`. [`Writing::done`] ends the write.
     ///
     /// # Errors
     /// [`DirtyError::NoBitmap`]: the slot logs only into rings, and a host write has no vCPU's
@@ -44,7 +44,7 @@ impl<F: MmuFormat> Mmu<F> {
         }
     }
 
-    /// A vCPU is about to write there past its TLB. Ends with [`Writing::done_by`].
+    /// Begins a vCPU's write past its TLB. [`Writing::done_by`] ends the write.
     pub fn vcpu_write(&self, slot: &Arc<Slot<Rmap>>, gfn: Gfn) -> Writing {
         Writing::begin(slot, gfn)
     }
@@ -56,8 +56,9 @@ impl Writing {
         log.writers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let logs = log.is_on();
-        // This write will mark its page, so the start of the log need not wait for it. If it were
-        // counted, a steady stream of writes could keep the count above zero for ever.
+        // This write will mark its page, so the start of the log need not wait for the write. If
+        // such writes were counted, a steady stream of them could keep the count above zero for
+        // ever.
         if logs {
             log.writers.fetch_sub(1, Ordering::Release);
         }

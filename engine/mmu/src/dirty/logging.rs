@@ -8,9 +8,9 @@
 //!        block by block collapse 512 leaves, or preset D; TLBs stay valid, tables are retired
 //! ```
 //! The collapse reads few of the 512 leaves. The host and the leaves' count prove that they map one
-//! block of frames (`Mmu::could_be_huge`). Their rights differ only in W, because a slot that
-//! becomes read-only or writable is unmapped for it. The search stops at the first leaf with W,
-//! which decides for the block.
+//! block of frames (`Mmu::could_be_huge`). Their rights differ only in W, because a slot is
+//! unmapped when it becomes read-only or writable. The search stops at the first leaf with W, which
+//! decides for the block.
 
 use super::{Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging};
 use crate::rmap::{Rmap, parts};
@@ -49,8 +49,8 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Sets how writes are detected, also in slots that log already. With [`Detection::Pml`] every
-    /// vCPU logs the pages for which it sets D, in all slots; in slots that do not log, D is never
-    /// missing. A vCPU's own thread must not call this: it waits for all vCPUs.
+    /// vCPU logs the pages for which it sets D, in all slots; in other slots, D is never missing. A
+    /// vCPU's own thread must not call this: it waits for all vCPUs.
     pub fn set_detection(&self, detection: Detection) {
         let _change = self.lock_layout();
         if detection == self.dirty.detection() {
@@ -72,7 +72,7 @@ impl<F: MmuFormat> Mmu<F> {
                         self.rearm_all(slot);
                     }
                 }
-                // Now every leaf with W has D.
+                // Every leaf with W has D now.
                 self.dirty.vcpus_log.store(false, Ordering::SeqCst);
                 self.kick();
             }
@@ -86,7 +86,7 @@ impl<F: MmuFormat> Mmu<F> {
     /// vCPUs.
     ///
     /// # Errors
-    /// There is no such slot; or all pages are to count as written, and there is no bitmap.
+    /// There is no such slot; or all pages should count as written, but there is no bitmap.
     pub fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
         let _change = self.lock_layout();
         let slot = self.slot(id)?;
@@ -126,9 +126,9 @@ impl<F: MmuFormat> Mmu<F> {
     fn log_off(&self, slot: &Slot<Rmap>) {
         let rmap = &slot.attach;
         rmap.log().turn_off();
-        // Because of this race: a vCPU reads that the slot logs; this thread turns the log off and
-        // looks for W in a block; the vCPU sets W there by a fast page fault. After the kick, every
-        // such fault has ended, and each later fault sees that the log is off.
+        // The kick prevents this race: a vCPU reads that the slot logs; this thread turns the log
+        // off and looks for W in a block; the vCPU sets W there by a fast page fault. After the
+        // kick, every such fault has ended, and later faults see that the log is off.
         self.kick();
         // If vCPUs do not log, every leaf with W has D already.
         let no_d = self.dirty.vcpus_log.load(Ordering::Relaxed);
@@ -146,8 +146,8 @@ impl<F: MmuFormat> Mmu<F> {
             }
         }
         flush.retire(&*self.qsbr);
-        // vCPUs have logged pages of this slot until the pages had D again. Their logs are flushed
-        // now, while the slot does not log: otherwise they would mark these pages in its next log.
+        // vCPUs have logged pages of this slot until the pages had D again. Flush their logs now,
+        // while the slot does not log: otherwise they would mark these pages in its next log.
         self.sync();
     }
 
@@ -160,7 +160,7 @@ impl<F: MmuFormat> Mmu<F> {
         flush.finish(&*self.qsbr);
     }
 
-    /// After the flush, the next write to each page of `runs`, which lie in `part` of one block, is
+    /// Re-arms the pages of `runs`, in `part` of one block: after `flush`, their next writes are
     /// detected.
     pub(crate) fn rearm_runs<'s>(
         &'s self,
@@ -170,8 +170,8 @@ impl<F: MmuFormat> Mmu<F> {
         flush: &mut Flush<'s>,
     ) {
         let mut cursor = self.stage2.fault_cursor(part.start());
-        // Reclaim may have unmapped a page here and unlocked, without having waited for its
-        // shoot-down yet. The page then has no W or D to clear, but a TLB may still allow writes.
+        // Reclaim may have unmapped a page here and unlocked before it waits for its shoot-down.
+        // The page then has no W or D to clear, but a TLB may still allow writes.
         flush.join(cursor.unsettled());
         if rmap.block(part.start()) == InBlock::Nothing {
             return;
@@ -193,7 +193,7 @@ impl<F: MmuFormat> Mmu<F> {
         dirty.report();
     }
 
-    /// Kicks all vCPUs, and waits until each has left guest code once, and so has flushed its log.
+    /// Kicks all vCPUs, and waits until each has left guest code once and so flushed its log.
     pub(crate) fn kick(&self) {
         assert_may_wait();
         let kick = self.qsbr.kick_all();
@@ -203,12 +203,12 @@ impl<F: MmuFormat> Mmu<F> {
     }
 }
 
-/// The number of leaves that a [`Unreported`] can have.
+/// The capacity of an [`Unreported`].
 const REPORTED_AT_ONCE: usize = 32;
 
-/// Leaves that have lost D and are not reported to the host yet. They are reported some at a time,
-/// because the descriptors of their frames may be anywhere in memory: each descriptor is prefetched
-/// while the next entries are exchanged.
+/// Leaves without D that are not reported to the host yet. They are reported in groups: the
+/// descriptors of their frames may be anywhere in memory, so each is prefetched while the next
+/// entries are exchanged.
 struct Unreported<'h> {
     host: &'h Host,
     /// The first `count` are not reported yet.
@@ -235,7 +235,7 @@ impl<'h> Unreported<'h> {
         self.count += 1;
     }
 
-    /// Call it while the range lock is held: then the host has D before a thread that takes the
+    /// Call this while the range lock is held: then the host has D before the next holder of the
     /// lock can find it cleared.
     fn report(&mut self) {
         for leaf in self.leaves[..self.count].iter().flatten() {

@@ -1,9 +1,9 @@
 //! Re-arming after a harvest: the harvested pages are write-protected again, or their D bits are
 //! cleared (PML), block by block. To *re-arm* a page means either.
 //!
-//! A vCPU has written a dirty page's entry last, so the entry's cache line is in the cache of that
-//! vCPU's core. An atomic exchange on it waits for the line: some 100 ns a page where pages are far
-//! apart. So the entries of the next [`AHEAD`] blocks are prefetched while a block is re-armed.
+//! The last writer of a dirty page's entry was a vCPU, so the entry's cache line is in the cache of
+//! that vCPU's core. An atomic exchange waits for the line: some 100 ns for each of several distant
+//! pages. So the entries of the next [`AHEAD`] blocks are prefetched while a block is re-armed.
 
 use crate::rmap::{BLOCK, Rmap, parts};
 use crate::{Mmu, MmuFormat};
@@ -17,13 +17,13 @@ use std::ops::Range;
 const WORD: usize = u64::BITS as usize;
 /// Words in the bitmap of one block.
 const BLOCK_WORDS: usize = BLOCK as usize / WORD;
-/// The number of blocks ahead whose entries are prefetched, while one block is re-armed. In a large
-/// guest, a full ring names some tens of pages in each block, a sparse bitmap one or two. With 4
-/// blocks instead of 16, a page of a full ring takes a fifth longer.
+/// The number of blocks whose entries are prefetched while one block is re-armed. In a large guest,
+/// a full ring has some tens of pages in each block, a sparse bitmap one or two. With 4 blocks
+/// instead of 16, a page of a full ring takes a fifth longer.
 const AHEAD: usize = 16;
 
 impl<F: MmuFormat> Mmu<F> {
-    /// Re-arms the pages of `slot` that `words` names, and waits for the TLB flush. Bit 0 of
+    /// Re-arms the pages of `slot` with a bit in `words`, and waits for the TLB flush. Bit 0 of
     /// `words` is page `first_page` of the slot.
     pub(crate) fn rearm_words(&self, slot: &Slot<Rmap>, first_page: usize, words: &[u64]) {
         let mut flush = Flush::none(&self.stage2);
@@ -35,8 +35,8 @@ impl<F: MmuFormat> Mmu<F> {
         flush.finish(&*self.qsbr);
     }
 
-    /// Re-arms the pages of `blocks`, which are in `slot`. Adds to `flush` the TLB flush that this
-    /// needs; the caller waits for it.
+    /// Re-arms the pages of `blocks`, which are in `slot`. Adds the necessary TLB flush to `flush`;
+    /// the caller waits for it.
     pub(crate) fn rearm<'s>(
         &'s self,
         slot: &Slot<Rmap>,
@@ -64,9 +64,9 @@ pub(crate) struct BlockPages {
 const _: () = assert!(Stage2::LINE == u8::BITS as u64);
 
 impl BlockPages {
-    /// For each byte of `mask` with a bit set, the first of its eight pages. The eight entries are
-    /// one cache line if `part` begins at a multiple of eight frames. Otherwise they are in two
-    /// lines, and only the first is named.
+    /// The first of the eight pages of each nonzero byte of `mask`. The eight entries are one cache
+    /// line if `part` begins at a multiple of eight frames. Otherwise they are in two lines, and
+    /// only the first line is named.
     fn lines(&self) -> impl Iterator<Item = Gfn> {
         const EACH: u64 = u64::from_ne_bytes([1; 8]);
         let first = self.part.start().get();
@@ -97,7 +97,7 @@ impl BlockPages {
     }
 }
 
-/// The pages that `words` names, by block, of a slot with the frames `gfns`. Bit 0 is page
+/// The pages with a bit in `words`, by block, for a slot with the frames `gfns`. Bit 0 is page
 /// `first_page` of the slot. Bits beyond the slot's end are ignored.
 fn blocks_of_words(
     gfns: GfnRange,
@@ -140,7 +140,7 @@ pub(crate) struct Found(Vec<u64>);
 
 /// Bits of a page's index in its slot.
 const PAGE_BITS: u32 = 48;
-/// Bits that one pass of [`sort_by_bits`] sorts by.
+/// The number of bits in one pass of [`sort_by_bits`].
 const DIGIT: u32 = 8;
 
 impl Found {
@@ -149,7 +149,7 @@ impl Found {
         self.0.push(u64::from(id.0) << PAGE_BITS | page as u64);
     }
 
-    /// Calls `each` once for each slot, with its pages. Returns how many pages were added, repeated
+    /// Calls `each` once for each slot, with its pages. Returns the number of added pages, repeated
     /// ones included.
     pub(crate) fn each_slot(mut self, mut each: impl FnMut(SlotId, SlotPages<'_>)) -> usize {
         sort_by_bits(&mut self.0, PAGE_BITS..u64::BITS);
@@ -163,8 +163,8 @@ impl Found {
     }
 }
 
-/// Sorts `numbers` by these of their bits. This is a radix sort, lowest digit first: a comparison
-/// sort of the 65 536 pages of a full ring takes a fifth of the harvest.
+/// Sorts `numbers` by `bits`. This is a radix sort, lowest digit first: a comparison sort of the 65
+/// 536 pages of a full ring takes a fifth of the harvest.
 fn sort_by_bits(numbers: &mut [u64], bits: Range<u32>) {
     let first = numbers.first().copied().unwrap_or(0);
     let differ = numbers
@@ -178,8 +178,8 @@ fn sort_by_bits(numbers: &mut [u64], bits: Range<u32>) {
         if digit(differ) == 0 {
             continue;
         }
-        // Count the numbers with each digit; then replace each count with the index at which the
-        // next number with that digit is put.
+        // Count the numbers with each digit; then replace each count with the place of the next
+        // number with that digit.
         let mut places = [0; 1 << DIGIT];
         from.iter().for_each(|number| places[digit(*number)] += 1);
         let mut next = 0;
@@ -203,7 +203,7 @@ fn sort_by_bits(numbers: &mut [u64], bits: Range<u32>) {
 pub(crate) struct SlotPages<'a>(&'a mut [u64]);
 
 impl<'a> SlotPages<'a> {
-    /// The pages by block, each block once, so that each is locked once. The slot is at `gfns`;
+    /// The pages by block. Each block appears once, so it is locked once. The slot is at `gfns`;
     /// pages beyond its end are left out.
     pub(crate) fn in_blocks(self, gfns: GfnRange) -> impl Iterator<Item = BlockPages> + use<'a> {
         for found in self.0.iter_mut() {
@@ -228,7 +228,7 @@ struct Runs<'a> {
     words: &'a [u64; BLOCK_WORDS],
     /// Index of the current word.
     at: usize,
-    /// Its bits that no run has contained yet.
+    /// The bits of that word that no run has contained yet.
     left: u64,
 }
 

@@ -7,15 +7,15 @@ use lacuna_slots::{Slot, SlotId};
 /// How huge leaves are restored when logging ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Recovery {
-    /// Tables of small leaves become one huge leaf where they are.
+    /// Tables of small leaves are collapsed in place to one huge leaf.
     InPlace,
-    /// All leaves are unmapped, and faults map huge leaves again: what KVM did before 2022.
+    /// All leaves are unmapped, and faults map huge leaves again, as in KVM before 2022.
     Refault,
 }
 
 impl<F: MmuFormat> Mmu<F> {
-    /// Ends the logging of slot `id`, with a given way to restore huge leaves.
-    /// [`Recovery::InPlace`] is [`Mmu::set_logging`].
+    /// Ends the logging of slot `id`, and restores huge leaves by `recovery`. [`Recovery::InPlace`]
+    /// is [`Mmu::set_logging`].
     ///
     /// # Errors
     /// There is no such slot.
@@ -32,7 +32,8 @@ impl<F: MmuFormat> Mmu<F> {
         Ok(())
     }
 
-    /// Some blocks at a time, so that a fault waits only for the shoot-down of blocks near it.
+    /// Unmaps some blocks at a time, so that a fault waits only for the shoot-down of blocks near
+    /// it.
     fn drop_leaves(&self, slot: &Slot<Rmap>) {
         const AT_ONCE: u64 = 32 * Level::L2M.pages();
         let all = slot.backing;

@@ -10,12 +10,12 @@ use lacuna_sync::{Mutex, assert_may_wait, lock_order};
 use std::sync::{Arc, OnceLock};
 
 /// The counters of one vCPU: the vCPU writes them, any thread reads them. They have cache lines of
-/// their own, because two vCPUs' counters are allocated one after the other.
+/// their own, because the counters of two vCPUs may be allocated side by side.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Counts([AtomicU64; 5]);
 
-/// The events that are counted.
+/// The counted events.
 #[derive(Clone, Copy)]
 pub(crate) enum Count {
     /// A write fault marked a page under its range lock.
@@ -24,7 +24,7 @@ pub(crate) enum Count {
     FastPageFault,
     /// A walk ended because the vCPU's log was full.
     LogFull,
-    /// A vCPU's log that was not empty was flushed.
+    /// A vCPU's nonempty log was flushed.
     Flush,
     /// A page was marked when a log was flushed.
     Logged,
@@ -54,10 +54,10 @@ impl Counts {
 /// The dirty tracking of a VM.
 #[derive(Default)]
 pub(crate) struct Tracking {
-    /// Whether pages are re-armed by clearing D ([`Detection::Pml`]), not by write protection. The
-    /// value is exact while `layout` is held.
+    /// Whether pages are re-armed by clearing D ([`Detection::Pml`]), not by write protection.
+    /// Exact while `layout` is held.
     by_log: AtomicBool,
-    /// Whether vCPUs log the pages whose D they set. False only while no leaf has W without D.
+    /// Whether vCPUs log the pages for which they set D. False only while no leaf has W without D.
     pub(crate) vcpus_log: AtomicBool,
     /// Where marks go; unset until a caller chooses it or relies on the default.
     delivery: OnceLock<Delivery>,
@@ -72,7 +72,7 @@ impl Tracking {
         self.delivery.get().copied().unwrap_or(Delivery::Bitmap)
     }
 
-    /// The delivery, for a caller that relies on it: from now on it cannot be changed.
+    /// The delivery, for a caller that relies on it: it cannot change any more.
     pub(crate) fn settled_delivery(&self) -> Delivery {
         *self.delivery.get_or_init(|| Delivery::Bitmap)
     }
@@ -103,16 +103,16 @@ impl Tracking {
     }
 }
 
-/// A slot's log. A slot that moves or changes its flags keeps it.
+/// A slot's log. The slot keeps it when it moves or changes its flags.
 #[derive(Default)]
 pub(crate) struct SlotLog {
-    /// Whether the slot logs. For code that works on a block, the value is exact while that code
-    /// holds the block's range lock. Without the lock it may change at any time.
+    /// Whether the slot logs. For work on a block, the value is exact while the block's range lock
+    /// is held. Otherwise it may change at any time.
     on: AtomicBool,
-    /// Whether a huge leaf is split before its pages are re-armed ([`HugeLeaves::Eager`]), and not
-    /// by the first write to it.
+    /// Whether a huge leaf is split before its pages are re-armed ([`HugeLeaves::Eager`]), not by
+    /// the first write to it.
     eager: AtomicBool,
-    /// The number of [`crate::Writing`]s in progress that have not seen that the slot logs.
+    /// The number of [`crate::Writing`]s in progress that have not seen the log on.
     pub(crate) writers: AtomicU32,
     /// The marked pages. Made when logging first begins, if the VM has bitmaps.
     bitmap: OnceLock<DirtyBitmap>,
@@ -121,8 +121,8 @@ pub(crate) struct SlotLog {
 impl SlotLog {
     #[inline]
     pub(crate) fn is_on(&self) -> bool {
-        // Acquire: a caller that sees a new log as on also sees the tables as the previous log left
-        // them.
+        // Acquire: a caller that sees a new log as on also sees how the previous log left the
+        // tables.
         self.on.load(Ordering::Acquire)
     }
 
@@ -140,7 +140,7 @@ impl SlotLog {
         self.on.store(true, Ordering::Release);
     }
 
-    /// After it returns, each host write in progress has seen that the log is on, or has ended.
+    /// Waits until each host write in progress has ended, or has seen that the log is on.
     pub(crate) fn wait_for_writers(&self) {
         assert_may_wait();
         // Pairs with the fence in `Writing::begin`.
@@ -166,7 +166,7 @@ impl SlotLog {
         bitmap
     }
 
-    /// Marks a page that the host has written, or a vCPU of a VM without rings.
+    /// Marks a page written by the host, or by a vCPU of a VM without rings.
     #[inline]
     pub(crate) fn mark(&self, page: usize) {
         if let Some(bitmap) = self.bitmap.get() {
@@ -184,7 +184,7 @@ impl SlotLog {
     }
 }
 
-/// The bitmap of a slot that logs.
+/// The bitmap of a logging slot.
 pub(crate) fn bitmap_of(slot: &Slot<Rmap>) -> Result<&DirtyBitmap, DirtyError> {
     let log = slot.attach.log();
     if !log.is_on() {

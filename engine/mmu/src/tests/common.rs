@@ -1,4 +1,4 @@
-//! What the tests share: an MMU whose host is not asked, and the leaves in it.
+//! Shared by the tests: an MMU whose host is not asked, and its leaves.
 
 pub(super) use super::Mmu;
 use crate::InBlock;
@@ -110,7 +110,7 @@ pub(super) fn touch(
     Some(mmu.install(&mut cursor, &slot.attach, page))
 }
 
-/// Every leaf in the reverse maps: first frame, level, and whether it is young.
+/// Every leaf in the reverse maps: its first frame, its level, and whether it is young.
 pub(super) fn leaves(mmu: &Mmu) -> Vec<(u64, Level, bool)> {
     let mut found = Vec::new();
     for slot in mmu.slots.snapshot().iter() {

@@ -3,7 +3,7 @@
 use super::common::*;
 use std::collections::BTreeSet;
 
-/// The blocks of a slot that may be huge, by their first frames.
+/// The blocks of a slot that may have a huge leaf, by their first frames.
 fn huge_blocks(place: SlotPlace) -> BTreeSet<u64> {
     let mmu = mmu(4096);
     add(&mmu, &[place]);

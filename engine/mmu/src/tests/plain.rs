@@ -27,7 +27,7 @@ struct Plain {
     write: bool,
 }
 
-/// Leaves by their first frame, slots by their number, and what was disallowed in which slot since
+/// Leaves by their first frame, slots by their number, and the disallowed blocks of each slot since
 /// it was last made.
 #[derive(Default)]
 struct Model {
@@ -147,7 +147,7 @@ impl Model {
                 .clone()
                 .filter(|g| self.leaves.contains_key(g))
                 .collect();
-            // A huge leaf that begins before the range.
+            // A huge leaf may begin before the range.
             if !hit.contains(&(gfns.start & !511)) && self.huge(gfns.start).is_some() {
                 hit.push(gfns.start & !511);
             }
@@ -246,7 +246,7 @@ fn step(mmu: &Mmu, model: &mut Model, op: Op) {
     }
 }
 
-/// The steps that change slots, or what they allow.
+/// The steps that change slots or their disallow counts.
 fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
     match op {
         Op::Disallow(first, pages) => {
@@ -259,7 +259,7 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
             }
         }
         Op::Allow => {
-            // Slots that were added after a range was disallowed have no count to take back.
+            // A slot added after a range was disallowed has no count to take back.
             let Some(gfns) = model.disallowed.pop() else {
                 return;
             };
@@ -272,7 +272,7 @@ fn step_levels(mmu: &Mmu, model: &mut Model, op: Op) {
             }
             mmu.allow_huge(gfns);
             for at in blocks {
-                // Nothing becomes huge at once, because the host has no block whole.
+                // No leaf becomes huge at once, because the host has no whole block.
                 *model.counts.get_mut(&at).expect("counted") -= 1;
             }
         }

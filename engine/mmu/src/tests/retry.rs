@@ -11,7 +11,7 @@ fn one_slot() -> Arc<Mmu> {
 
 const HOME: u64 = SLOTS[0].0;
 
-/// Whether a fault that read its sequence number at the start of `meanwhile` is admitted after it.
+/// Whether a fault is admitted that has read its sequence number before `meanwhile`.
 fn admitted(mmu: &Mmu, at: u64, meanwhile: impl FnOnce()) -> bool {
     let seq = mmu.stage2.invalidate_seq(gfn(at));
     meanwhile();
@@ -80,7 +80,7 @@ fn a_vcpu_that_holds_nothing_of_a_block_is_left_alone() {
             .expect("a slot")
             .expect("tables");
     }
-    // It is online and passes no quiescent point, so a call that waited for it would not return.
+    // The vCPU is online and passes no quiescent point, so a waiting call would not return.
     let begin = |page| mmu.begin_invalidation_as(RmapWalk::PerLevel, &[range(page, 512)]);
     let begun = begin(0);
     assert_eq!(begun.steps().leaves, 1);

@@ -4,7 +4,7 @@ use super::common::*;
 use crate::Steps;
 use proptest::prelude::*;
 
-/// One step of making a mixture of leaves.
+/// One step that makes a mixture of leaves.
 #[derive(Clone, Copy, Debug)]
 enum Make {
     Touch(usize, u64, Level),

@@ -61,8 +61,7 @@ fn what_cannot_be_disallowed_everywhere_is_allowed_as_before() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// With too few tables any operation may be refused, but no page that was taken back stays
-    /// mapped.
+    /// With too few tables any operation may be refused, but no invalidated page stays mapped.
     #[test]
     fn exhaustion_leaves_nothing_behind(
         steps in prop::collection::vec((0..PAGES, 1..700u64, 0..8u8), 1..80),

@@ -1,10 +1,10 @@
-//! vCPUs on threads, with TLBs of their own, against all operations that unmap leaves or change
-//! their size.
+//! vCPUs on threads, with TLBs of their own, against all operations that unmap, split or collapse
+//! leaves.
 //!
-//! Each page of the backing has a generation. A thread that invalidates pages owns them when the
-//! call has returned. It then increments their generations, as if the frames had been reused. A
-//! vCPU records the generation when a walk gives it a page; as long as its TLB has the page, the
-//! generation must not change.
+//! Each page of the backing has a generation. A thread owns pages when its invalidation has
+//! returned. It then increments their generations, as if the frames had been reused. A vCPU records
+//! the generation when a walk gives it a page; as long as its TLB has the page, the generation must
+//! not change.
 
 use super::common::*;
 use crate::fault::ResolvedPage;
@@ -17,11 +17,11 @@ const ROUNDS: u64 = 250;
 
 struct Fixture {
     mmu: Arc<Mmu>,
-    /// Odd while the page is being taken back: the host would not give it out.
+    /// Odd while the page is being invalidated: the host would not give it out.
     generations: Vec<AtomicU64>,
     /// One bit for each block: the host has it whole.
     whole: AtomicU64,
-    /// Accesses that a TLB has answered.
+    /// The number of TLB hits.
     hits: AtomicU64,
     done: AtomicBool,
 }
@@ -113,7 +113,7 @@ impl Fixture {
                 last = Some(wanted);
             }
             while !qsbr.vcpu(index).has_request() && !self.done.load(Ordering::Relaxed) {
-                // Two of the four blocks are used more by this vCPU than by the other.
+                // This vCPU uses two of the four blocks more than the other vCPU does.
                 let own = (index as u64 * 2 + rng.below(2)) % 4 * 512 + rng.below(512);
                 let page = [own, rng.below(PAGES)][usize::from(rng.below(8) == 0)];
                 if let Some(seen) = tlb.get(&page) {

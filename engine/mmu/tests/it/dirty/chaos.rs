@@ -3,15 +3,15 @@
 //!
 //! One seed determines a round: the number of vCPUs and monitors, how writes are detected, which
 //! operations run. Now and then the main thread stops all others between two of their steps. It
-//! then compares, for each page, what the vCPUs and the device have written, the page in memory,
-//! and the newest words in the monitors' copies. Then the threads continue.
+//! then compares, for each page, the last values written by the vCPUs and the device, the page in
+//! memory, and the newest words in the monitors' copies. Then the threads continue.
 //!
 //! ```text
 //! LACUNA_ROUNDS=100 cargo test -p lacuna-mmu --release --test it dirty::chaos      (some minutes)
 //! LACUNA_SEED=7 cargo test -p lacuna-mmu --test it dirty::chaos
 //! ```
-//! A round that fails prints its seed. With that seed each thread draws the same random numbers
-//! again, but the threads interleave in another way.
+//! A failing round prints its seed. With that seed each thread draws the same random numbers again,
+//! but the threads interleave in another way.
 
 use super::fixture::ring;
 use super::fixture::{Fixture, HOST_WORD, PAGES, PLACES, SLOT, Stuck, VCPUS_MAX, Vcpu, Words};
@@ -250,9 +250,9 @@ impl Chaos {
         }
     }
 
-    /// Stops all threads. One monitor harvests what is left. Then the newest words of all copies
-    /// must be what was written. Half of the calls then begin a new log. If that log reports all
-    /// pages as written, every monitor drops its copies.
+    /// Stops all threads. One monitor harvests the remaining pages. Then the newest words of all
+    /// copies must be the written values. Half of the calls then begin a new log. If that log
+    /// reports all pages as written, every monitor drops its copies.
     fn compare(&self, rng: &mut Rng) {
         let _stopped = self.going.write().expect("no panic in a thread");
         let mut monitors: Vec<_> = self.monitors.iter().map(|m| m.lock().unwrap()).collect();

@@ -13,7 +13,7 @@ use std::thread::yield_now;
 
 /// Three blocks and a rest.
 pub const PAGES: u64 = 1600;
-/// The places of the slot: one aligned as its backing is, and one not.
+/// The places of the slot: one is aligned like its backing, one is not.
 pub const PLACES: [u64; 2] = [0x400, 0x2_0001];
 pub const SLOT: SlotId = SlotId(3);
 pub const VCPUS_MAX: usize = 5;
@@ -32,8 +32,9 @@ pub struct Fixture {
     pub mmu: Arc<Mmu>,
     pub qsbr: Arc<Qsbr>,
     pub backing: BackingRange,
-    /// Held shared by a monitor that reaps the rings and copies. Held exclusively by one that puts
-    /// back what was reaped since the last reset, because other monitors may have reaped it.
+    /// A monitor holds this shared while it reaps the rings and copies. A monitor holds it
+    /// exclusively while it puts back the pages reaped since the last reset, because other monitors
+    /// may have reaped them.
     pub collecting: RwLock<()>,
 }
 
@@ -143,8 +144,8 @@ impl Fixture {
 }
 
 impl Vcpu {
-    /// Goes online for one access, or several times if it must leave in between. Returns the word
-    /// that was read.
+    /// Goes online for one access, or several times if it must leave in between. Returns the read
+    /// word.
     pub fn access(
         &mut self,
         fixture: &Fixture,
@@ -236,7 +237,7 @@ impl Vcpu {
         Ok(hit)
     }
 
-    /// Resolves what prevented an access; the vCPU is offline.
+    /// Resolves the fault of an access. The vCPU is offline.
     fn settle(&mut self, fixture: &Fixture, outcome: Outcome) -> Result<(), Stuck> {
         match outcome {
             Outcome::Mapped(_) => unreachable!("that is no reason to leave"),

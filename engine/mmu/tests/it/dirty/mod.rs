@@ -1,6 +1,6 @@
-//! A copy of memory that is updated by replaying harvests is right, whatever else happens: reclaim,
-//! splits, collapses, slot changes, switches of detection. The file `steps` makes one step after
-//! the other; `chaos` does all of it at once. Each file is compiled once for each table format.
+//! A copy of memory updated by harvests stays right during reclaim, splits, collapses, slot changes
+//! and switches of detection. The file `steps` makes one step after the other; `chaos` makes them
+//! all at once. Each file is compiled once for each table format.
 #![allow(
     clippy::duplicate_mod,
     reason = "the same tests, with another `Mmu`: their bodies name no format"

@@ -1,12 +1,12 @@
-//! Monitors ask which pages were written, and keep copies of them.
+//! Monitors harvest written pages, and keep copies of them.
 
 use super::fixture::{Fixture, PAGES, SLOT, Words};
 use lacuna_mmu::{Delivery, DirtyError, HugeLeaves, Initially, Logging};
 
 const WORDS: usize = PAGES.div_ceil(64) as usize;
 
-/// A thread that harvests. There may be several: each has copies of the pages that its harvests
-/// named, and only together they have all pages.
+/// A thread that harvests. There may be several: each has copies of its harvested pages, and only
+/// together they have all pages.
 pub struct Monitor {
     copies: Vec<Words>,
 }
@@ -17,12 +17,12 @@ pub struct Monitor {
 pub enum Begun {
     /// All pages were copied.
     Copied,
-    /// All pages will be reported: the earlier copies are not needed.
+    /// All pages will be reported, so the earlier copies are not needed.
     AllSet,
 }
 
 impl Monitor {
-    /// A monitor of memory that is all zeros.
+    /// A monitor of zero-filled memory.
     pub fn new() -> Self {
         Self {
             copies: vec![Words::default(); PAGES as usize],
@@ -60,7 +60,7 @@ impl Monitor {
         }
     }
 
-    /// Copies everything that was written, by the calls that clear at once.
+    /// Copies all written pages, by the calls that clear at once.
     pub fn harvest(&mut self, fixture: &Fixture) {
         let mut words = vec![0; WORDS];
         if fixture.mmu.delivery() != Delivery::Bitmap {

@@ -262,14 +262,15 @@ fn nothing_is_logged_for_a_slot_without_a_log() {
     );
 }
 
-/// All pages were armed when the log ended. Huge or not, no write to them is reported any more.
+/// All pages were armed when the log ended. No later write is reported, to huge leaves or small
+/// ones.
 #[test]
 fn a_log_that_has_ended_records_nothing() {
     for detection in DETECTIONS {
         for huge in [HugePages::Never, HugePages::Always] {
             let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
             fixture.mmu.set_detection(detection);
-            // As many pages as the host certainly has frames for.
+            // The host certainly has frames for this many pages.
             let mut write = |value| {
                 (0..600).for_each(|page| {
                     vcpus[0].access(&fixture, page, Some(value)).unwrap();
@@ -344,12 +345,12 @@ fn a_vm_with_rings_refuses_bitmap_calls_and_host_writes() {
     assert_eq!(late, Err(DirtyError::TooLate));
 }
 
-/// At the end of a log: one leaf where the host has one block, in place.
+/// At the end of a log, a compound page of the host gets one leaf, in place.
 #[test]
 fn a_block_allowed_again_is_huge_if_the_host_has_it_whole() {
     for (huge, expected) in [(HugePages::Always, 2), (HugePages::Never, 0)] {
         let (fixture, mut vcpus) = Fixture::new(huge, Delivery::Bitmap, 1);
-        // As many pages as the host certainly has frames for.
+        // The host certainly has frames for this many pages.
         (0..700).for_each(|page| {
             vcpus[0].access(&fixture, page, Some(page)).unwrap();
         });
@@ -364,7 +365,7 @@ fn a_block_allowed_again_is_huge_if_the_host_has_it_whole() {
     }
 }
 
-/// A block that was disallowed and is allowed again stays split while the slot logs.
+/// A block disallowed and allowed again stays split while the slot logs.
 #[test]
 fn no_huge_leaf_appears_while_a_slot_logs() {
     for detection in DETECTIONS {

@@ -1,4 +1,4 @@
-//! vCPUs on threads: which vCPUs an operation must wait for.
+//! vCPUs on threads: an operation must wait for the right vCPUs.
 
 use super::fixture::{Fixture, PLACES, SLOT, Vcpu};
 use super::monitor::Monitor;
@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{scope, sleep, yield_now};
 use std::time::Duration;
 
-/// Sets the flag when its thread ends, also by a panic, so that no other thread waits for it.
+/// Sets the flag when its thread ends, also by a panic, so that no other thread waits for that
+/// thread.
 pub struct Done<'a>(pub &'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -19,7 +20,7 @@ impl Drop for Done<'_> {
     }
 }
 
-/// A vCPU stays in the guest until it is asked to leave, and counts up in a page.
+/// A vCPU increments a counter in a page, and stays in the guest until it is asked to leave.
 #[test]
 fn a_harvest_has_all_that_was_written_before_it() {
     const PAGE: u64 = 7;
@@ -117,7 +118,7 @@ fn a_harvest_waits_for_a_reclaim_that_waits() {
 /// mapped to wait for, but the log knows the page by its old address.
 #[test]
 fn a_slot_does_not_move_while_a_vcpu_logs_its_pages() {
-    // The slot does not fill this block: its table stays, so that no table is waited for.
+    // The slot does not fill this block, so its table stays, and no thread waits for a table.
     const PAGE: u64 = 1550;
     let (fixture, mut vcpus) = Fixture::new(HugePages::Never, Delivery::Bitmap, 1);
     fixture.mmu.set_detection(Detection::Pml);
@@ -134,7 +135,7 @@ fn a_slot_does_not_move_while_a_vcpu_logs_its_pages() {
     assert_eq!(words[24], 1 << (PAGE % 64), "the write was lost on the way");
 }
 
-/// A range that reclaim has begun to take, without having waited for the vCPUs.
+/// A range that reclaim has unmapped without a wait for the vCPUs.
 struct Taken {
     huge: HugePages,
     detection: Detection,
@@ -144,8 +145,8 @@ struct Taken {
     pages: u64,
 }
 
-/// The slot moves meanwhile. A monitor that then copies the pages of a harvest must not miss what a
-/// vCPU writes at the old address.
+/// The slot moves meanwhile. A monitor that then copies the pages of a harvest must not miss a
+/// vCPU's write at the old address.
 fn moved(taken: &Taken) {
     let (fixture, mut vcpus) = Fixture::new(taken.huge, Delivery::Bitmap, 1);
     fixture.mmu.set_detection(taken.detection);
@@ -191,8 +192,8 @@ fn a_slot_that_moves_during_a_reclaim_is_in_no_tlb() {
             first: 1550,
             pages: 1,
         });
-        // Many small leaves, which are removed at once with their table: of a block that the host
-        // has whole, and of a block that it has by pages.
+        // Many small leaves are removed at once with their table: for a compound page of the host,
+        // and for single pages.
         for huge in [HugePages::Always, HugePages::Never] {
             moved(&Taken {
                 huge,

@@ -31,7 +31,7 @@ struct Bench {
     slots: BTreeMap<u16, SlotSpec>,
 }
 
-/// What an access found.
+/// The result of an access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Seen {
     Value(u64),
@@ -275,7 +275,7 @@ fn overlaps(bench: &Bench, id: u16, gfn: u64, pages: u64) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// In every case a guest reads what was last written to the page, through whichever slot.
+    /// In every case a guest reads the last value written to the page, through either slot.
     #[test]
     fn contents_survive_everything(
         seed in any::<u64>(),
@@ -315,7 +315,7 @@ fn four_times_overcommit_keeps_every_word() {
     );
 }
 
-/// Blocks are mapped whole at the first touch, and split when pages of them must leave; nothing is
+/// Blocks are mapped whole at the first touch, and split when their pages are evicted. Nothing is
 /// lost.
 #[test]
 fn huge_pages_come_whole_and_leave_by_pages() {
@@ -371,8 +371,8 @@ fn a_lost_page_is_lost_and_never_zero() {
 }
 
 /// A slot is deleted and its page is unmapped, but a vCPU has not passed a quiescent point yet.
-/// Then reclaim takes the same page. It finds nothing mapped, but it must wait for that vCPU before
-/// the frame is reused.
+/// Then reclaim takes the same page. Reclaim finds nothing mapped, but must wait for that vCPU
+/// before it reuses the frame.
 #[test]
 fn reclaim_waits_for_a_slot_change_that_waits() {
     let mut bench = Bench::new(4, HugePages::Never);
