@@ -1,4 +1,4 @@
-//! Async page faults of a VM with a page source: their host side is in this process.
+//! Async page faults of a VM with a page source. Their host side is in this process.
 //!
 //! ```text
 //! vCPU: touches a missing page ─► KVM starts a worker, halts the vCPU; the worker waits
@@ -11,9 +11,9 @@
 //! vCPU's thread, outside: poll ─► token := token, interrupt
 //! ```
 //! The state machine is `lacuna_apf`, as in the soft backend. Here a vCPU can take an event only
-//! when it has left the guest, because KVM has its registers otherwise. The guest's accesses to the
-//! registers of async page faults exit, and are answered here. KVM's own async page faults stay
-//! disabled: it still starts its workers and halts vCPUs, and sends no guest an event.
+//! outside the guest, because inside KVM has its registers. The guest's accesses to the registers
+//! of async page faults exit, and this file answers them. KVM's own async page faults stay
+//! disabled: KVM still starts its workers and halts vCPUs, but sends no guest an event.
 
 use crate::arch;
 use crate::kick::VcpuKicks;
@@ -36,23 +36,23 @@ pub struct VcpuApf {
     failed: Option<String>,
 }
 
-/// A vCPU whose thread is outside of `KVM_RUN`. Only then this process may read and change the
-/// vCPU's registers.
+/// A vCPU whose thread is outside `KVM_RUN`. Only then may this process read and change the vCPU's
+/// registers.
 pub struct ExitedVcpu<'a> {
     pub fd: &'a VcpuFd,
     pub vm: &'a Vm,
     pub index: usize,
-    /// An instruction of the guest is half done. KVM completes it at the next `KVM_RUN`, and no
+    /// Whether an instruction of the guest is half done. KVM completes it at the next `KVM_RUN`. No
     /// event may be delivered before.
     pub midway: bool,
 }
 
-/// The vCPU during one call of the queue: what was asked of KVM is kept, and KVM's first error.
+/// The vCPU during one call of the queue, with KVM's answers so far and its first error.
 struct Call<'a> {
     vcpu: &'a ExitedVcpu<'a>,
     interruptible: OnceCell<bool>,
     state: OnceCell<CpuState>,
-    /// An event was raised, so the guest runs.
+    /// Whether an event was raised, so that the guest runs.
     raised: bool,
     failed: Option<Error>,
 }
@@ -268,7 +268,7 @@ impl VcpuApf {
         Ok(())
     }
 
-    /// Nothing is in flight, and the registers have these values.
+    /// Forgets everything in flight, and gives the registers these values.
     pub fn restore(&mut self, apf: &AsyncFaults, vcpu: &ExitedVcpu<'_>) -> Result<(), StateError> {
         self.queue.reset();
         self.failed = None;
@@ -280,7 +280,7 @@ impl VcpuApf {
     }
 }
 
-/// The vector first: the wake-all that EN causes comes with it.
+/// The vector is first: the wake-all that EN causes uses it.
 fn registers(apf: &AsyncFaults) -> impl Iterator<Item = (Msr, u64)> {
     let registers = [(Msr::Vector, apf.vector), (Msr::Enable, apf.enable)];
     registers.into_iter().filter(|(_, value)| *value != 0)
@@ -291,8 +291,7 @@ fn refused(msr: Msr, value: u64) -> StateError {
     StateError::Msr { index, value }
 }
 
-/// Splits `state` into the part for KVM and the registers of async page faults, which this process
-/// has.
+/// Splits `state` into KVM's part and this process's part, the registers of async page faults.
 pub fn split(state: &VcpuState) -> Option<(VcpuState, AsyncFaults)> {
     let VcpuState::X86(state) = state else {
         return None;

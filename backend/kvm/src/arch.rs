@@ -1,4 +1,4 @@
-//! What depends on the host's architecture: KVM's guests have the same one.
+//! The parts that depend on the host's architecture, which is also the guests' architecture.
 //!
 //! | | `x86` | `other` |
 //! |---|---|---|

@@ -8,20 +8,20 @@ use lacuna_sys::{Errno, Userfaultfd};
 /// Whether this machine can run the backend.
 ///
 /// # Errors
-/// The first thing that is missing, in words for the person in charge of the host.
+/// The first missing requirement, with a remedy for the host's administrator.
 pub fn available() -> Result<(), Unavailable> {
     open().map(drop)
 }
 
 /// The frequency of the TSC of this host's guests in kHz, for
-/// [`CpuModel::Common`](lacuna_machine::CpuModel::Common) of a guest that shall move here. `None`
-/// where no guest runs.
+/// [`CpuModel::Common`](lacuna_machine::CpuModel::Common) of a guest that will move here. `None` if
+/// no guest can run.
 pub fn tsc_khz() -> Option<u32> {
     let vm = open().ok()?.create_vm().ok()?;
     arch::tsc_khz(&vm.create_vcpu(0).ok()?)
 }
 
-/// Opens `/dev/kvm`, if everything else is there too.
+/// Opens `/dev/kvm`, if the other requirements are met too.
 pub(crate) fn open() -> Result<Kvm, Unavailable> {
     arch::check()?;
     let kvm = Kvm::new().map_err(|e| match Errno::from_raw_os_error(e.errno()) {

@@ -1,6 +1,6 @@
 //! Makes a VM's vCPUs, for an image or for a restored state.
 //!
-//! UNSAFETY: KVM's statistics of a vCPU are opened by the vCPU's descriptor.
+//! UNSAFETY: the vCPU's descriptor opens KVM's statistics of the vCPU.
 
 use crate::error::KvmError;
 use crate::ring::Ring;
@@ -14,8 +14,8 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Loads `image` and makes the vCPUs, each about to execute its first instruction. Once; an image
-/// that is refused does not count.
+/// Loads `image` and makes the vCPUs, each about to execute its first instruction. Works once; a
+/// refused image does not count.
 pub fn with_image(
     vm: &Arc<Vm>,
     image: &Image<'_>,
@@ -29,7 +29,7 @@ pub fn with_image(
 }
 
 /// Makes the vCPUs without an image. Their registers have KVM's first values until a state is
-/// restored. Once.
+/// restored. Works once.
 pub fn bare(vm: &Arc<Vm>) -> Result<Vec<Vcpu>, KvmError> {
     take(vm)?;
     make_vcpus(vm, None)
@@ -66,7 +66,8 @@ fn make_vcpus(vm: &Arc<Vm>, boot: Option<&Boot>) -> Result<Vec<Vcpu>, KvmError> 
     (0..vm.config.vcpus).map(vcpu).collect()
 }
 
-/// Where KVM does not say which vCPUs it has halted, any vCPU is asked whether it needs a page.
+/// Passes KVM's statistic of halts to the kicks. Without it, any vCPU is asked whether it needs a
+/// page.
 fn watch(vm: &Vm, vcpu: &VcpuFd, index: usize) {
     // SAFETY: 1. the descriptor is a vCPU's, open as long as `vcpu` lives.
     let blocked = unsafe {

@@ -21,8 +21,8 @@ pub struct VmBuilder {
     pub memory: PageCount,
     /// How many of these pages the guest may have mapped at a time, at least 2 MiB. A smaller
     /// number saves no memory of the host: an evicted page moves to a second mapping of this
-    /// process, and stays in the host's memory there. It makes the guest wait for pages, as in an
-    /// experiment with [`latency`](Self::latency). The soft backend saves memory.
+    /// process, and stays in the host's memory there. It makes the guest wait for pages, for
+    /// experiments with [`latency`](Self::latency). The soft backend saves memory.
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,
@@ -34,14 +34,15 @@ pub struct VmBuilder {
     pub apf: Apf,
     /// Where dirty logging records writes.
     pub delivery: Delivery,
-    /// What detects writes.
+    /// The detector of writes.
     pub tracker: Tracker,
     /// Which processor the guest sees.
     pub cpu: CpuModel,
-    /// What provides the pages of guest memory at their first touch, where `first_touch` is not
-    /// used then; `None`: they are zeros.
+    /// Provides the pages of guest memory at their first touch; `first_touch` is not used then.
+    /// `None`: they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
-    /// For the guest kernel; `smp=` and `ap=` are added, and what the host's KVM makes necessary.
+    /// The guest kernel's command line, without `smp=`, `ap=` and the words for the host's KVM,
+    /// which are added.
     pub command_line: String,
 }
 

@@ -1,8 +1,8 @@
 //! Dirty logging: the pages that the guest and this process have written.
 //!
 //! When a harvest returns, its pages are re-armed and flushed, so the caller may copy them. KVM
-//! does not see what this process writes through [`Vm`](crate::Vm). A bitmap for each slot records
-//! those writes, and `get_dirty` returns them with the guest's.
+//! does not see this process's writes through [`Vm`](crate::Vm). A bitmap for each slot records
+//! them, and `get_dirty` returns them with the guest's.
 //!
 //! UNSAFETY: descriptors are borrowed from `kvm-ioctls` as raw numbers, because its types do not
 //! implement `AsFd`.
@@ -41,20 +41,20 @@ pub struct Dirty {
     resets: AtomicU64,
 }
 
-/// What one thread at a time uses: the one that switches logging, or harvests.
+/// The state for one thread at a time, which switches logging or harvests.
 pub struct DirtyState {
     /// One for each vCPU.
     rings: Vec<Ring>,
-    /// A ring has overflowed. No reap has passed on all pages since.
+    /// Whether a ring has overflowed, and no reap has passed on all pages since.
     all_written: bool,
-    /// A ring has overflowed, and not all pages are re-armed since.
+    /// Whether a ring has overflowed, and not all pages were re-armed since.
     rearms_all: bool,
     pagemap: Option<Pagemap>,
 }
 
 impl Dirty {
     /// # Errors
-    /// The page map cannot be opened, or the delivery is a ring, which cannot be filled from it.
+    /// The page map cannot be opened, or the delivery is a ring, which a page map cannot fill.
     pub fn new(delivery: Delivery, tracker: Tracker) -> Result<Self, DirtyError> {
         let pagemap = match (tracker, delivery) {
             (Tracker::Pagemap, Delivery::Bitmap) => {
@@ -88,7 +88,7 @@ impl Dirty {
         self.delivery
     }
 
-    /// How often the rings were reset. A ring that was full at an older number may have room.
+    /// How often the rings were reset. A ring that was full at an older number may have room now.
     pub fn resets(&self) -> u64 {
         self.resets.load(Ordering::Acquire)
     }
@@ -100,8 +100,8 @@ impl Dirty {
 }
 
 impl DirtyState {
-    /// Protects the pages that were written, and sets their bits in `out`. After an error, `out`
-    /// has the bits of the pages that are protected already.
+    /// Protects the written pages, and sets their bits in `out`. After an error, `out` has the bits
+    /// of the pages protected so far.
     fn take_bits(&self, slot: &KvmSlot, out: &mut [u64]) -> Result<(), DirtyError> {
         let pagemap = self.pagemap.as_ref().expect("opened with the VM");
         let scan = pagemap.written(slot.backing, Written::Protect, |run| {
@@ -113,7 +113,7 @@ impl DirtyState {
         scan.map_err(refused("scan the page map"))
     }
 
-    /// Abandons the content of rings that have overflowed. No vCPU is in the guest.
+    /// Abandons the content of overflowed rings. No vCPU is in the guest.
     fn find_overflows(&mut self) {
         for ring in self.rings.iter_mut().filter(|ring| ring.has_overflowed()) {
             ring.abandon();
@@ -193,7 +193,7 @@ impl Log<'_> {
         guest.inspect_err(|_| host.put_back(0, out))
     }
 
-    /// Marks again pages that were taken from a slot and could not be used.
+    /// Marks pages again that were taken from a slot but could not be used.
     pub fn put_back_dirty(&self, id: SlotId, dirty: &[u64]) -> Result<(), DirtyError> {
         let _state = self.dirty.state();
         let slot = self.logging(id, dirty.len())?;
@@ -221,7 +221,7 @@ impl Log<'_> {
         Ok(())
     }
 
-    /// Of the `pages` pages from `first_page` on, clears the dirty bits that are set in `mask`, and
+    /// Clears the dirty bits set in `mask`, which covers `pages` pages from `first_page` on, and
     /// re-arms those pages.
     pub fn clear_dirty(
         &self,
@@ -238,7 +238,7 @@ impl Log<'_> {
         let mut of_host = mask.to_vec();
         host.clear(first_page, pages, &mut of_host)?;
         let by_kvm = match pages {
-            // KVM refuses no page at the end of a slot.
+            // KVM refuses an empty range at the end of a slot.
             0 => Ok(()),
             _ => self.clear_log(&slot, first_page, pages, mask),
         };
@@ -246,7 +246,7 @@ impl Log<'_> {
     }
 
     /// Calls `each` for the pages in all vCPUs' rings, and returns the number of calls. If a ring
-    /// has overflowed, `each` gets all pages of the slots that log.
+    /// has overflowed, `each` gets all pages of the logging slots.
     ///
     /// No vCPU is in the guest meanwhile: see `ring.rs`. At an exit, KVM moves the processor's own
     /// log into the ring.
@@ -264,13 +264,13 @@ impl Log<'_> {
             count
         };
         let reaped = catch_unwind(AssertUnwindSafe(reap));
-        // A panic of the VMM's code is resumed after the locks are released, so that it does not
-        // poison them.
+        // A panic in `each` is resumed after the locks are released, so that it does not poison
+        // them.
         drop((paused, state));
         reaped.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
-    /// Calls `each` for all pages of the slots that log, and returns their number.
+    /// Calls `each` for all pages of the logging slots, and returns their number.
     fn each_page(&self, each: &mut dyn FnMut(SlotId, usize)) -> usize {
         let mut count = 0;
         for slot in self.slots.snapshot().iter() {
@@ -283,17 +283,17 @@ impl Log<'_> {
         count
     }
 
-    /// Frees the entries that were reaped, re-arms their pages, and returns their number.
+    /// Frees the reaped entries, re-arms their pages, and returns their number.
     pub fn reset(&self) -> Result<usize, DirtyError> {
         let mut state = self.dirty.state();
         self.reset_rings(&mut state)
     }
 
-    /// KVM has found the ring of `vcpu` full when the rings had been reset `resets` times. Returns
-    /// whether the ring had no pages and is not full any more.
+    /// Handles a ring of `vcpu` that KVM found full after `resets` resets. Returns whether the ring
+    /// had no pages and is not full any more.
     ///
-    /// The vCPU's own thread calls this, outside of the guest. While the number of resets is the
-    /// same, the ring is still as full as KVM has found it.
+    /// The vCPU's own thread calls this, outside the guest. While the number of resets is the same,
+    /// the ring is still full.
     pub fn empty_full_ring(&self, vcpu: usize, resets: u64) -> Result<bool, DirtyError> {
         let mut state = self.dirty.state();
         let is_empty = resets == self.dirty.resets() && state.rings[vcpu].pass_over_limit();
@@ -316,8 +316,8 @@ impl Log<'_> {
             if state.rings.iter().all(Ring::is_reset) {
                 break;
             }
-            // A signal may have ended the call early. An entry that was not reset is dirty again,
-            // which is an overflow.
+            // A signal may have ended the call early. If an entry that was not reset is dirty
+            // again, the ring has overflowed.
             if some == 0 && !state.rings.iter().any(Ring::has_overflowed) {
                 return Err(refused("reset all entries of the rings")(Errno::IO));
             }
@@ -330,7 +330,7 @@ impl Log<'_> {
         Ok(all)
     }
 
-    /// Re-arms all pages of the slots that log: KVM does that when a slot's logging begins.
+    /// Re-arms all pages of the logging slots: KVM does that when a slot's logging begins.
     fn rearm_all(&self) -> Result<(), DirtyError> {
         for slot in self.slots.snapshot().iter() {
             if slot.attach.is_logging() {

@@ -1,4 +1,4 @@
-//! Why a run cannot start: the machine lacks something, or a request is refused.
+//! Why a run cannot start: the machine lacks a requirement, or a request is refused.
 
 use crate::memory::MapError;
 use lacuna_machine::{BackendError, BootError, DeviceError, ErrorKind};
@@ -29,7 +29,7 @@ pub enum Unavailable {
         "{DEVICE} has API version {0}, not {API_VERSION}: use another kernel, or the soft backend"
     )]
     Version(i32),
-    /// KVM lacks a capability that the backend needs.
+    /// KVM lacks a necessary capability.
     #[error("{DEVICE} lacks {0}: use a newer kernel, or the soft backend")]
     Lacks(&'static str),
     /// The kernel has no userfaultfd.
@@ -43,7 +43,7 @@ pub enum Unavailable {
          CAP_SYS_PTRACE, or with sysctl vm.unprivileged_userfaultfd=1"
     )]
     UserfaultfdPermission,
-    /// The kernel is too old for the operations of userfaultfd that the backend uses.
+    /// The kernel is too old for the necessary operations of userfaultfd.
     #[error("userfaultfd cannot move pages ({0}): use Linux 6.8 or later, or the soft backend")]
     OldUserfaultfd(Errno),
 }
@@ -54,10 +54,10 @@ pub enum KvmError {
     /// The backend cannot run on this machine.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
-    /// The number of vCPUs is zero, or more than KVM has.
+    /// The number of vCPUs is zero or too large.
     #[error("{asked} vCPUs: give 1 to {max}")]
     Vcpus {
-        /// The number that was asked for.
+        /// The requested number.
         asked: usize,
         /// The largest number.
         max: usize,
@@ -65,7 +65,7 @@ pub enum KvmError {
     /// The budget is too small.
     #[error("a resident budget of {pages} pages is too small: give at least {min} (2M)")]
     Resident {
-        /// The budget that was asked for, or all of the guest's memory if that is less.
+        /// The requested budget, or all of the guest's memory if that is less.
         pages: u64,
         /// The minimum.
         min: u64,
@@ -76,7 +76,7 @@ pub enum KvmError {
          them off, or use the soft backend"
     )]
     NoApf,
-    /// The common processor model has a feature that KVM does not offer here.
+    /// KVM here lacks a feature of the common processor model.
     #[error(
         "this KVM does not offer {0}, which the common processor model has: use the host's model \
          (`CpuModel::Host`), or the soft backend"
@@ -85,7 +85,7 @@ pub enum KvmError {
     /// KVM cannot run the guest's TSC at this frequency.
     #[error("this KVM cannot run a TSC at {khz} kHz: leave the frequency to it (`tsc_khz: None`)")]
     TscFrequency {
-        /// The frequency that was asked for.
+        /// The requested frequency.
         khz: u32,
     },
     /// KVM has no dirty rings.
@@ -94,12 +94,12 @@ pub enum KvmError {
     /// The rings are too large for this KVM.
     #[error("dirty rings of {bytes} bytes are too large: this KVM takes at most {max}")]
     Ring {
-        /// The size that was asked for.
+        /// The requested size.
         bytes: usize,
         /// The largest size.
         max: usize,
     },
-    /// The page map has no record of a write to a page that was evicted since.
+    /// The page map loses the record of a write when the page is evicted.
     #[error(
         "the page map loses writes to pages that are swapped out: make all of the guest's memory \
          resident, or let KVM detect writes (`Tracker::Kvm`)"

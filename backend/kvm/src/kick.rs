@@ -1,4 +1,4 @@
-//! Kicks: they make vCPUs leave `KVM_RUN`, once, for a while, or for ever.
+//! Kicks make vCPUs leave `KVM_RUN`, once, for a while, or for ever.
 //!
 //! ```text
 //! kicking thread   request: one vCPU's run returns Interrupted, this run or else the next
@@ -9,11 +9,11 @@
 //! vCPU's thread    under its lock: entered, immediate_exit = requested
 //!                  is the VM stopping? ; KVM_RUN ; not entered
 //! ```
-//! A vCPU that enters after the kicking thread has looked at it sees the request or `stopping`. A
-//! vCPU that entered before gets `immediate_exit`, which ends a `KVM_RUN` that has not begun, and
-//! the signal, which ends one that has. The signal's handler does nothing: the arrival of a signal
-//! ends `KVM_RUN` with `EINTR`. With `immediate_exit` set, `KVM_RUN` completes an access that the
-//! VMM has answered, and then returns.
+//! If a vCPU enters after the kicking thread has looked at it, it sees the request or `stopping`.
+//! If it entered before, it gets `immediate_exit`, which ends a `KVM_RUN` that has not begun, and
+//! the signal, which ends a `KVM_RUN` in progress. The signal's handler does nothing: the arrival
+//! of a signal ends `KVM_RUN` with `EINTR`. With `immediate_exit` set, `KVM_RUN` completes an
+//! answered access, and then returns.
 //!
 //! UNSAFETY: a signal handler, a signal to a thread, and a store to a vCPU's shared page. The
 //! thread and the page exist while the vCPU is entered, and a vCPU leaves under its `VcpuKick`'s
@@ -31,7 +31,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Once, OnceLock};
 
-/// A vCPU that is in `KVM_RUN`, or about to enter it.
+/// A vCPU in `KVM_RUN`, or about to enter it.
 struct Entered {
     thread: libc::pthread_t,
     immediate_exit: NonNull<u8>,
@@ -59,9 +59,9 @@ struct KickState {
     entries: u64,
     /// The number of threads that wait for an entry to end.
     waiting: usize,
-    /// The vCPU's next return to the VMM is `Interrupted`.
+    /// Whether the vCPU's next return to the VMM is `Interrupted`.
     requested: bool,
-    /// The vCPU's next entry ends at once, without a return to the VMM.
+    /// Whether the vCPU's next entry ends at once, without a return to the VMM.
     woken: bool,
     missing: Missing,
 }
@@ -69,13 +69,13 @@ struct KickState {
 /// The kick state of one vCPU.
 #[derive(Default)]
 struct VcpuKick {
-    /// The thread that has entered the vCPU, as `gettid(2)` numbers it. 0: none. Written under the
-    /// lock.
+    /// The number from `gettid(2)` of the thread that has entered the vCPU. 0: none. Written under
+    /// the lock.
     thread: AtomicU32,
     state: Mutex<KickState, lock_order::KvmKick>,
     /// The vCPU has left, or vCPUs may enter again.
     changed: Condvar,
-    /// Whether KVM has halted the vCPU at present, if it says that.
+    /// Whether KVM has halted the vCPU at present, if KVM has this statistic.
     blocked: OnceLock<VcpuStatistic>,
 }
 
@@ -92,7 +92,7 @@ pub struct VcpuKicks {
     /// No vCPU may enter the guest.
     paused: AtomicBool,
     turn: Mutex<(), lock_order::KvmPause>,
-    /// Where the next search for any vCPU begins.
+    /// The start of the next search for any vCPU.
     any: AtomicU32,
 }
 
@@ -113,7 +113,7 @@ impl Drop for Paused<'_> {
     }
 }
 
-/// A vCPU is entered, and can be kicked, while this exists.
+/// While this exists, a vCPU is entered and can be kicked.
 pub struct EnteredVcpu<'a>(&'a VcpuKick);
 
 impl VcpuKicks {
@@ -139,7 +139,7 @@ impl VcpuKicks {
         self.stopping.load(Ordering::SeqCst)
     }
 
-    /// Requests that vCPU `index` returns to its VMM, from its present run or else from its next.
+    /// Requests a return of vCPU `index` to its VMM, from its present run or else from its next.
     pub fn request(&self, index: usize) {
         let Some(vcpu) = self.vcpus.get(index) else {
             return;
@@ -152,7 +152,7 @@ impl VcpuKicks {
     }
 
     /// Makes vCPU `index` leave the guest, from its present entry or else from its next. Its thread
-    /// then looks for something to do, and enters it again.
+    /// then looks for work, and enters it again.
     pub fn wake(&self, index: usize) {
         let mut state = self.vcpus[index].state();
         match &state.entered {
@@ -212,7 +212,7 @@ impl VcpuKicks {
         }
     }
 
-    /// Announces that the calling thread is about to run vCPU `index`.
+    /// Records that the calling thread is about to run vCPU `index`.
     ///
     /// # Safety
     /// `immediate_exit` is that field of the vCPU's `struct kvm_run`, valid as long as the result.
@@ -259,7 +259,7 @@ fn thread_number() -> u32 {
 }
 
 /// The fifth real-time signal that the C library leaves to programs: other code in this process may
-/// use the first ones.
+/// use the first four.
 pub(crate) fn signal() -> c_int {
     libc::SIGRTMIN() + 4
 }
@@ -294,7 +294,7 @@ mod tests {
         // SAFETY: 1. the byte outlives the entry.
         let _entry = unsafe { kicks.enter(0, immediate_exit) };
         while shared.load(Ordering::SeqCst) == 0 && !kicks.is_stopping() {
-            // Not `thread::sleep`, which continues after a signal. Not for ever either: here,
+            // `thread::sleep` would continue after a signal. The sleep is brief because here,
             // unlike in KVM, a signal may arrive between the load and the sleep.
             let brief = Timespec {
                 tv_sec: 0,
@@ -304,7 +304,7 @@ mod tests {
         }
     }
 
-    /// Waits until vCPU 0 is inside after more than `before` entries, at most 10 s. Returns the
+    /// Waits at most 10 s until vCPU 0 is inside after more than `before` entries. Returns the
     /// number of its entries.
     fn wait_until_inside(kicks: &VcpuKicks, before: u64) -> u64 {
         let began = Instant::now();
@@ -346,7 +346,7 @@ mod tests {
             let again = wait_until_inside(&kicks, kicked);
             thread::sleep(Duration::from_millis(50));
             let stopped = entries();
-            // Before the assertion: if it fails, the scope still waits for the vCPU's thread.
+            // Stop before the assertion: if it fails, the scope still waits for the vCPU's thread.
             kicks.stop();
             let expected = (inside, inside + 1, inside + 1);
             assert_eq!((kicked, again, stopped), expected);

@@ -2,9 +2,9 @@
 //!
 //! A [`VmBuilder`] makes a [`Vm`] or runs an image. KVM runs the vCPUs. Linux manages the memory.
 //! Lacuna's [page source](SourceConfig) answers the page faults, with a chosen latency and a budget
-//! of resident pages. KVM is the host side of asynchronous page faults, so an image that runs on
-//! the soft backend runs here with KVM's own ABI. In a VM whose pages come from a source of its
-//! own, this crate is the host side.
+//! of resident pages. KVM is the host side of asynchronous page faults, so an image for the soft
+//! backend runs here with KVM's own ABI. In a VM with its own source of pages, this crate is the
+//! host side.
 //!
 //! | file | job |
 //! |---|---|

@@ -1,9 +1,9 @@
 //! The guest's memory: one anonymous mapping, and a second one of the same size, the store, for
 //! evicted pages.
 //!
-//! UNSAFETY: mappings are made and unmapped, and bytes of the guest are read and written. No
-//! reference to guest memory other than to an atomic is ever formed, because vCPUs write it at the
-//! same time. A mapping lives as long as the [`Memory`] or the slot that has it.
+//! UNSAFETY: mappings are made and unmapped, and bytes of the guest are read and written. All
+//! references to guest memory are to atomics, because vCPUs write it at the same time. A mapping
+//! lives as long as its [`Memory`] or its slot.
 
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount, aligned_piece};
 use lacuna_machine::{BootError, Layout};
@@ -35,7 +35,7 @@ impl Mapping {
         let range = HvaRange::new(start, pages.get()).ok_or(Errno::INVAL)?;
         let this = Self { range };
         // The small pages of a huge page cannot be evicted or fault one by one. Linux does not move
-        // pages that are shared with a child process.
+        // pages shared with a child process.
         for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
             // SAFETY: 1. the range is the mapping just made; 2. the advice keeps its content.
             unsafe { madvise(base, bytes, advice) }?;
@@ -78,12 +78,12 @@ pub struct Memory {
     pub guest: Mapping,
     /// The content of evicted pages, each at its offset in `guest`.
     pub store: Mapping,
-    /// Where the slots are in the guest's address space.
+    /// The slots' places in the guest's address space.
     pub layout: Layout,
 }
 
 impl Memory {
-    /// Memory of that size, all zeros.
+    /// Zero-filled memory of `size`.
     pub fn new(size: PageCount) -> Result<Self, MapError> {
         let layout = Layout::new(size)?;
         if u32::try_from(size.get()).is_err() {
@@ -123,7 +123,7 @@ impl Memory {
     }
 }
 
-/// Copies `bytes` to address `at`. Guest words that are aligned to their size are never torn.
+/// Copies `bytes` to address `at`. Aligned guest words are never torn.
 ///
 /// # Safety
 /// The range lies in a mapping of guest memory.
@@ -147,7 +147,7 @@ pub unsafe fn copy_in(at: Hva, bytes: &[u8]) {
     }
 }
 
-/// Copies from address `at`. Guest words that are aligned to their size are never torn.
+/// Copies from address `at`. Aligned guest words are never torn.
 ///
 /// # Safety
 /// The range lies in a mapping of guest memory.
@@ -184,8 +184,8 @@ unsafe fn atomic<'a, A>(address: usize) -> &'a A {
     unsafe { &*ptr::with_exposed_provenance::<A>(address) }
 }
 
-/// Brings `pages` pages from `at` on in, as writes to them would, and changes none
-/// (`MADV_POPULATE_WRITE`, Linux 5.14). Waits for missing pages.
+/// Brings in `pages` pages from `at` on, as writes would, but changes none (`MADV_POPULATE_WRITE`,
+/// Linux 5.14). Waits for missing pages.
 pub fn populate(at: Hva, pages: u64) -> Result<(), Errno> {
     let base = ptr::with_exposed_provenance_mut(at.get() as usize);
     let bytes = pages as usize * PAGE_SIZE;

@@ -17,9 +17,9 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// How many pages `populate` asks for at a time.
+/// The number of pages that `populate` requests at a time.
 const BATCH: u64 = 512;
-/// The time between two looks for the page of the area that guest and host share.
+/// The time between two looks for the page of the area shared by guest and host.
 const AREA_LOOK: Duration = Duration::from_micros(200);
 
 impl Vcpu {
@@ -27,8 +27,8 @@ impl Vcpu {
         self.vm.source.provider()
     }
 
-    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not notify
-    /// the guest: then the vCPU waits for that page.
+    /// Ends the last exit, because the vCPU is entered. If the VMM could not notify the guest, the
+    /// vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
         let answered = self.faulted.is_some_and(|faulted| !faulted.waits);
         if let (true, Some(provider)) = (answered, self.provider()) {
@@ -51,23 +51,23 @@ impl Vcpu {
     }
 
     /// The exit for the page of the last exit, if the VMM has not provided it. A worker of KVM
-    /// waits for this page, and its fault is reported once, so the exit repeats until the page is
-    /// provided.
+    /// waits for this page, and KVM reports its fault only once, so the exit repeats until the page
+    /// is provided.
     ///
-    /// The caller looks for other pages afterwards, because only the last exit's page is kept.
-    /// Suppose that an interrupt has switched processes while KVM had halted the vCPU for page P,
-    /// and that the next process needs page Q. The vCPU exits for P. Meanwhile Q is noted, and the
-    /// VMM says ready for P without the page. If the vCPU exited for Q now, P would be forgotten,
-    /// and its process would repeat its access for ever.
+    /// The caller looks for other pages afterwards, because only the last exit's page is kept. The
+    /// race: KVM halts the vCPU for page P; an interrupt switches processes, and the next one needs
+    /// page Q; the vCPU exits for P; Q is noted, and the VMM reports P ready without the page. If
+    /// the vCPU exited for Q now, P would be forgotten, and its process would repeat its access for
+    /// ever.
     fn exit_again(&mut self) -> Option<Exit> {
         let last = self.faulted.take_if(|faulted| !faulted.waits)?;
         let held = self.provider()?.provision.state(last.missing.page) == PageState::Held;
         held.then(|| self.exit_for(last.missing)).flatten()
     }
 
-    /// The exit for a missing page. `None`: the vCPU needs no exit. Either another vCPU gets it, or
-    /// the page comes without the VMM or has come, or the VMM knows that this vCPU waits for it, or
-    /// the slot exits no longer.
+    /// The exit for a missing page. `None`: the vCPU needs no exit. Another vCPU gets it, the page
+    /// arrives without the VMM or has arrived, the VMM knows that this vCPU waits, or the slot
+    /// exits no longer.
     fn exit_for(&mut self, missing: MissingPage) -> Option<Exit> {
         if self.is_idle() && self.vm.kicks.pass_on(self.index, missing) {
             return None;
@@ -77,8 +77,8 @@ impl Vcpu {
             return None;
         }
         let gpa = self.provider()?.provision.exits(missing.page)?;
-        // Another process of the guest needs a page with a delivered page-not-present, or a worker
-        // acts for another vCPU. KVM has halted the vCPU that needs the page.
+        // The page's page-not-present is delivered: another process of the guest needs the page, or
+        // a worker acts for another vCPU. KVM has halted the vCPU that needs it.
         let awaits = self.with_apf(|apf, _| apf.awaits(gpa.gfn()));
         let waits = |last: Faulted| last.waits && last.missing.page == missing.page;
         if awaits == Some(true) || self.faulted.is_some_and(waits) {
@@ -104,8 +104,8 @@ impl Vcpu {
         })
     }
 
-    /// Waits for the page that an access to a register of async page faults makes this process
-    /// access. A kick ends the wait; it would not end one in the access of that page.
+    /// Waits for the page that this process will access for the guest's access to a register of
+    /// async page faults. A kick ends this wait, but would not end a wait in that access.
     pub(crate) fn wait_for_area(&mut self) -> Option<Exit> {
         let Some(Register::Write(index, value)) = self.msr else {
             return None;
@@ -126,14 +126,14 @@ impl Vcpu {
         None
     }
 
-    /// Whether the guest has halted this vCPU, which then needs no page. The only vCPU of a VM
-    /// needs every missing page.
+    /// Whether the guest has halted this vCPU, which then needs no page. A VM's only vCPU needs
+    /// every missing page.
     fn is_idle(&mut self) -> bool {
         let several = self.vm.config.vcpus > 1;
         several && self.with_apf(VcpuApf::is_idle) == Some(true)
     }
 
-    /// Delivers page-not-present for a page that arrives without the VMM, if that is possible now.
+    /// Delivers page-not-present for a page that arrives without the VMM, if possible now.
     fn tell_of(&mut self, missing: MissingPage, arrivals: u8) -> Option<()> {
         let completion = self.not_present(missing)?;
         let provision = &self.provider()?.provision;
@@ -159,8 +159,8 @@ impl Vcpu {
         let tokens = &self.provider().ok_or(TokenError::Unknown)?.provision.tokens;
         let page = faulted.missing.page;
         if let Some(completion) = completion {
-            // After an early ready the exit is kept: if the page is not provided, the vCPU exits
-            // for it again.
+            // After an early ready, keep the exit: if the page is not provided, the vCPU exits for
+            // it again.
             tokens.accepted(self.index, token, page, completion)?;
             self.faulted = None;
             return Ok(());
@@ -172,8 +172,8 @@ impl Vcpu {
         Err(TokenError::CannotNotify)
     }
 
-    /// The vCPU has another state. Its exits belonged to the old one. A worker of KVM may still
-    /// wait for one of their pages, so the source is asked for those.
+    /// Forgets the exits of the vCPU's old state. A worker of KVM may still wait for one of their
+    /// pages, so the source gets requests for them.
     pub(crate) fn forget_exits(&mut self) {
         let last = self.faulted.take();
         let Some(provider) = self.provider() else {
@@ -190,7 +190,7 @@ impl Vcpu {
         provider.provision.tokens.reset(self.index);
     }
 
-    /// The source has failed, so the vCPU cannot continue.
+    /// Returns the source's failure: the vCPU cannot continue.
     pub(crate) fn check_source(&self) -> Result<(), VcpuError> {
         let vcpu = self.index;
         match self.vm.source.failure() {
@@ -327,8 +327,8 @@ impl MissingMemory for Vm {
     fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
         let provider = self.source.provider().ok_or(TokenError::Unknown)?;
         let (outcome, page) = provider.provision.tokens.ready(token)?;
-        // A worker of KVM still waits for the page, and KVM reports its fault once. So the vCPU
-        // exits again for it.
+        // A worker of KVM still waits for the page, and KVM reports its fault only once. So the
+        // vCPU exits again for the page.
         let missing = page.filter(|page| provider.provision.state(*page) == PageState::Held);
         if let Some(page) = missing {
             let missing = MissingPage {

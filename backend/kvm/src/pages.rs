@@ -7,18 +7,18 @@
 //!                              +--------- touched: at once -------+                    | touched
 //!                              +------- after its latency ------ InFlight <------------+
 //! ```
-//! Neither KVM nor Linux reports which pages a guest uses, so pages are evicted in the order in
-//! which they arrived. A page on probation is not mapped in the guest, but it still counts as
-//! resident. If the guest touches it, it is mapped without latency and is the youngest again. So a
-//! page in constant use, such as the guest kernel's, costs a short fault now and then and never a
-//! long one. This is segmented FIFO (Turner and Levy, 1981), which needs no accessed bits.
+//! Neither KVM nor Linux reports which pages a guest uses, so pages are evicted in the order of
+//! their arrival. A page on probation is not mapped in the guest, but still counts as resident. If
+//! the guest touches it, the page is mapped without latency and is the youngest again. So a page in
+//! constant use, such as the guest kernel's, costs a short fault now and then and never a long one.
+//! This is segmented FIFO (Turner and Levy, 1981), which needs no accessed bits.
 
 use std::collections::VecDeque;
 
 /// A page of the guest, by its index in the guest's mapping.
 pub type Page = u32;
 
-/// When a page arrives at its first touch.
+/// The time of a page's arrival at its first touch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FirstTouch {
     /// At once, as a page of zeros does on any host.
@@ -38,7 +38,7 @@ enum PagePlace {
     InFlight,
 }
 
-/// What a touched page needs.
+/// The next step for a touched page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Need {
@@ -67,8 +67,8 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// The smallest useful budget. Half of it is never evicted, so that the pages of every vCPU's
-    /// last few instructions stay mapped.
+    /// The smallest useful budget. Half of it is never evicted, so the pages of every vCPU's last
+    /// few instructions stay mapped.
     pub const BUDGET_MIN: usize = 512;
 
     /// `count` untouched pages; `budget` of them may be resident.
@@ -102,8 +102,8 @@ impl Pages {
         }
     }
 
-    /// The source cannot supply at once `page`, for which [`touched`](Self::touched) asked. The
-    /// page is in flight until it has [`arrived`](Self::arrived).
+    /// The source cannot supply `page` at once after [`touched`](Self::touched). The page is in
+    /// flight until it has [`arrived`](Self::arrived).
     pub fn delayed(&mut self, page: Page) {
         let place = &mut self.places[page as usize];
         match std::mem::replace(place, PagePlace::InFlight) {
@@ -126,7 +126,7 @@ impl Pages {
         self.mapped.push_back(page);
     }
 
-    /// Another thread has put `page` in place, or had done so when this was last said.
+    /// Another thread has put `page` in place. A repeated notice has no effect.
     pub fn provided(&mut self, page: Page) {
         if self.places[page as usize] == PagePlace::Untouched {
             self.arrived(page);
@@ -166,7 +166,7 @@ impl Pages {
         }
     }
 
-    /// Whether the budget suffices for all pages, so that none is ever evicted.
+    /// Whether the budget suffices for all pages, so that none is evicted.
     fn has_all(&self) -> bool {
         self.budget >= self.places.len()
     }

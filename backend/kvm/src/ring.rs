@@ -9,13 +9,13 @@
 //! ```
 //! # Overflow
 //! KVM does not stop at a full ring: it overwrites entries that are not reset, and warns in the
-//! host's log. A reserve of 64 entries (and those of a processor's own log) is meant to prevent
-//! this: with only the reserve left, a vCPU does not enter the guest. But each store that KVM
-//! emulates makes an entry. One string instruction makes a thousand entries or more between two
-//! checks of the reserve (seen on Linux 6.18, `kvm_pvm`).
+//! host's log. A reserve of 64 entries, plus the size of a processor's own log, should prevent
+//! this: a vCPU does not enter the guest when only the reserve is left. But each store emulated by
+//! KVM makes an entry. One string instruction makes a thousand entries or more between two checks
+//! of the reserve (seen on Linux 6.18, `kvm_pvm`).
 //!
-//! The pages of the overwritten entries are unknown, so all pages that log count as written then
-//! (`dirty.rs`). The ring is used again:
+//! The pages of the overwritten entries are unknown, so all pages of logging slots count as written
+//! (`dirty.rs`). Then the ring is made usable again:
 //!
 //! 1. All its entries are marked as reaped, and KVM resets one whole round ([`Ring::abandon`]). KVM
 //!    has pushed at least that many. All entries are free then, and KVM's next entry lies an
@@ -23,17 +23,17 @@
 //! 2. The first entry that KVM pushes shows that number. The free entries before it are marked as
 //!    reaped, so that KVM's next reset passes over them.
 //! 3. If that number is as large as the limit, KVM does not enter the vCPU, so it pushes nothing.
-//!    The vCPU finds its ring full and empty at once, and passes over as many entries as KVM has
-//!    counted at least ([`Ring::pass_over_limit`]).
+//!    The vCPU finds its ring full and empty at once, and passes over KVM's minimum count of
+//!    entries in a full ring ([`Ring::pass_over_limit`]).
 //!
-//! No vCPU is in the guest during any of these calls. Otherwise KVM could overwrite an entry that
-//! is being read, or that it is resetting, without a trace.
+//! No vCPU is in the guest during any of these calls. Otherwise KVM could overwrite an entry while
+//! this process reads it or KVM resets it, without a trace.
 //!
 //! KVM writes slot and page before it sets `dirty`, so the load of the flags is an acquire. KVM's
 //! reset reuses an entry after it has read `reaped`, so the store of that flag is a release.
 //!
-//! UNSAFETY: a mapping that the kernel writes at any time. No reference to it other than to an
-//! atomic is formed, all inside the entries of the mapping, which lives as long as the [`Ring`].
+//! UNSAFETY: a mapping that the kernel writes at any time. All references into it are to atomics,
+//! inside the entries. The mapping lives as long as the [`Ring`].
 
 use kvm_bindings::{KVM_DIRTY_LOG_PAGE_OFFSET, kvm_dirty_gfn};
 use kvm_ioctls::VcpuFd;
@@ -60,9 +60,10 @@ pub struct Ring {
     size: RingSize,
     /// The first entry that KVM has not reset.
     reset: usize,
-    /// The next entry to be reaped.
+    /// The next entry to reap.
     fetch: usize,
-    /// After an overflow, the index of KVM's next entry is unknown until KVM pushes one.
+    /// Whether the index of KVM's next entry is unknown: after an overflow, until KVM pushes an
+    /// entry.
     is_adrift: bool,
 }
 
@@ -97,23 +98,23 @@ impl Ring {
         }
     }
 
-    /// Whether KVM may have overwritten entries that are not reset. A ring in which every entry is
-    /// dirty counts too: KVM's next entry is its first one or a later one.
+    /// Whether KVM may have overwritten entries that are not reset. A ring with only dirty entries
+    /// counts too: KVM's next entry is its first one or a later one.
     pub fn has_overflowed(&self) -> bool {
         let last = self.reset + self.size.entries() - 1;
         let is_dirty = |index| self.flags(index) == DIRTY;
         is_dirty(self.reset) && (self.reset < self.fetch || is_dirty(last))
     }
 
-    /// After an overflow: marks one round of entries as reaped, whose pages `reap` has not passed
-    /// on.
+    /// After an overflow: marks one round of entries as reaped, although `reap` has not passed on
+    /// their pages.
     pub fn abandon(&mut self) {
         self.fetch = self.reset;
         self.pass_over(self.size.entries());
     }
 
-    /// If no entry is in use as far as this process knows, marks as many as KVM counts at least
-    /// when it finds the ring full. Returns whether that is so.
+    /// If this process sees no entry in use, marks KVM's minimum count of entries in a full ring.
+    /// Returns whether it did.
     pub fn pass_over_limit(&mut self) -> bool {
         let mut all = self.reset..self.reset + self.size.entries();
         let is_empty = self.is_reset() && all.all(|index| self.flags(index) == FREE);
@@ -123,7 +124,7 @@ impl Ring {
         is_empty
     }
 
-    /// Marks `count` entries as reaped. The index of KVM's next entry is unknown then.
+    /// Marks `count` entries as reaped. After that, the index of KVM's next entry is unknown.
     fn pass_over(&mut self, count: usize) {
         for index in self.fetch..self.fetch + count {
             self.entry(index).0.store(REAPED, Ordering::Release);
@@ -160,14 +161,14 @@ impl Ring {
         self.fetch - first
     }
 
-    /// KVM has reset entries: counts them.
+    /// Counts the entries that KVM has reset.
     pub fn was_reset(&mut self) {
         while !self.is_reset() && self.flags(self.reset) == FREE {
             self.reset += 1;
         }
     }
 
-    /// Whether KVM has reset all entries that were reaped.
+    /// Whether KVM has reset all reaped entries.
     pub fn is_reset(&self) -> bool {
         self.reset == self.fetch
     }
@@ -227,7 +228,7 @@ mod tests {
     }
 
     impl Kernel {
-        /// Overwrites entries, if there are too many, as KVM does.
+        /// Pushes entries. Like KVM, it overwrites entries if the ring is full.
         fn push(&mut self, ring: &Ring, pages: usize) {
             for _ in 0..pages {
                 let (flags, slot, at) = ring.entry(self.next);
@@ -238,7 +239,7 @@ mod tests {
             }
         }
 
-        /// Resets as KVM does, up to the first entry that was not reaped.
+        /// Resets as KVM does, up to the first unreaped entry.
         fn reset(&mut self, ring: &mut Ring) -> usize {
             let first = self.reset;
             loop {
@@ -303,8 +304,8 @@ mod tests {
         assert!(ring.is_reset());
     }
 
-    /// Every number of overwritten entries, from each of several states of the ring: it is found,
-    /// and later pages come out once and in their order again.
+    /// Tests every number of overwritten entries, from several states of the ring: the overflow is
+    /// found, and later pages are reaped once and in order again.
     #[test]
     fn a_ring_that_has_overflowed_is_used_again() {
         let all = ring().size.entries();
@@ -352,7 +353,7 @@ mod tests {
     }
 
     /// KVM pushes an entry although the ring is full, more than a round after the overflow. The
-    /// index of KVM's next entry is taken for one round less, and the full ring shows that.
+    /// computed index of KVM's next entry is one round too low, and the full ring shows that.
     #[test]
     fn an_entry_pushed_into_a_full_ring_does_not_stop_it() {
         let (mut ring, mut kernel) = (ring(), Kernel::default());

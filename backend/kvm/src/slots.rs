@@ -18,9 +18,9 @@ use lacuna_sys::Errno;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What this process keeps for a slot, also when the slot moves or changes its flags.
+/// This process's state of a slot. The slot keeps it when it moves or changes its flags.
 pub struct SlotState {
-    /// Pages that this process has written. KVM does not see those writes.
+    /// Pages written by this process. KVM does not see these writes.
     pub host_writes: DirtyBitmap,
     logging: AtomicBool,
     /// The slot's own memory, if it was added after boot.
@@ -152,8 +152,8 @@ impl SlotTable {
     /// added again. The caller keeps all vCPUs out of the guest meanwhile, and has preserved the
     /// slot's log, which KVM deletes.
     ///
-    /// If KVM does not take the slot with its new flags, it gets the old slot back. If it does not
-    /// take that either, the slot is removed, so that this table has what KVM has.
+    /// If KVM refuses the slot with its new flags, it gets the old slot back. If KVM refuses that
+    /// too, the slot is removed, so that this table equals KVM's.
     pub fn set_flags(&self, fd: &VmFd, id: SlotId, new: SlotFlags) -> Result<(), Refusal> {
         let old = self.get(id)?;
         let slot = self.replace_flags(&old, new)?;
@@ -170,10 +170,10 @@ impl SlotTable {
     }
 }
 
-/// The most pages of a slot, `KVM_MEM_MAX_NR_PAGES`.
+/// The largest number of pages of a slot, `KVM_MEM_MAX_NR_PAGES`.
 const PAGES_MAX: PageCount = PageCount::new((1 << 31) - 1);
 
-/// Refuses a number or a size that KVM has not, before tables for the slot are made.
+/// Refuses a number or a size that KVM does not support, before tables for the slot are made.
 pub fn check_slot(fd: &VmFd, id: SlotId, pages: PageCount) -> Result<(), MemorySlotError> {
     let slots = fd.check_extension_int(Cap::NrMemslots);
     let last = u16::try_from(slots - 1).unwrap_or(u16::MAX);
@@ -187,7 +187,7 @@ pub fn check_slot(fd: &VmFd, id: SlotId, pages: PageCount) -> Result<(), MemoryS
     Ok(())
 }
 
-/// The description of a slot that exists.
+/// The description of an existing slot.
 pub fn spec_of(slot: &KvmSlot) -> SlotSpec {
     SlotSpec {
         id: slot.id,
@@ -211,7 +211,7 @@ fn flags(slot: &KvmSlot) -> u32 {
     read_only | log
 }
 
-/// Makes KVM log a slot's writes, or stop that.
+/// Makes KVM begin or stop logging a slot's writes.
 pub fn set_logging_flag(fd: &VmFd, slot: &KvmSlot, logging: Logging) -> Result<(), Errno> {
     let flags = match logging {
         Logging::Off => flags(slot) & !KVM_MEM_LOG_DIRTY_PAGES,
@@ -253,8 +253,8 @@ fn region(slot: &KvmSlot, flags: u32) -> kvm_userspace_memory_region {
 mod tests {
     use super::*;
 
-    /// Another slot lies where KVM is to add this one with its new flags, so KVM refuses the new
-    /// slot and the old one. This process's table has what KVM has: no such slot.
+    /// In KVM another slot overlaps this one, so KVM refuses the slot with its new flags and with
+    /// the old ones. Then this process's table has no such slot either.
     #[lacuna_skip::test]
     fn a_slot_that_kvm_refuses_is_gone_from_both_tables() {
         let made = crate::available::open().map(|kvm| kvm.create_vm());

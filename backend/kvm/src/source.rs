@@ -11,9 +11,9 @@
 //! A swapped-out page arrives at its deadline. The deadline counts from the moment the thread
 //! receives the fault, so no page arrives early. Any number of pages may be in flight.
 //!
-//! `UFFDIO_MOVE` evicts a page into the store, and another move brings it back. A thread that
-//! writes the page writes it before the move, or faults and waits, so no write is lost. Linux
-//! informs KVM of each move by KVM's MMU notifier.
+//! `UFFDIO_MOVE` evicts a page into the store, and another move brings it back. A thread writes to
+//! the page before the move, or faults and waits, so no write is lost. Linux notifies KVM of each
+//! move by KVM's MMU notifier.
 //!
 //! UNSAFETY: pages are registered and moved by address. The addresses are in `Memory`'s two
 //! mappings. The thread keeps both alive, and all code accesses them only by atomics.
@@ -52,11 +52,11 @@ pub struct Source {
     thread: Option<JoinHandle<()>>,
     /// The thread's descriptor, which is closed when the thread ends.
     uffd: Weak<Userfaultfd>,
-    /// What provides pages at their first touch, if it is not this source with zeros.
+    /// Provides pages at their first touch, instead of zeros from this source.
     provider: Option<Arc<Provider>>,
     /// The guest's memory.
     guest: HvaRange,
-    /// The page table, if a page that was never touched has zeros and no page is evicted.
+    /// The page table, if an untouched page has zeros and no page is evicted.
     pagemap: Option<Pagemap>,
 }
 
@@ -64,7 +64,7 @@ impl Source {
     /// Opens a descriptor. With [`Tracker::Pagemap`], it also records writes.
     ///
     /// # Errors
-    /// As userfaultfd; the text says which step failed.
+    /// As userfaultfd; the text names the failed step.
     pub fn open(tracker: Tracker) -> Result<Userfaultfd, (&'static str, Errno)> {
         match tracker {
             Tracker::Pagemap => Userfaultfd::open_tracking()
@@ -77,7 +77,7 @@ impl Source {
     /// ends the run with `kicks`.
     ///
     /// # Errors
-    /// As userfaultfd; the text says which step failed.
+    /// As userfaultfd; the text names the failed step.
     pub fn start(
         uffd: Userfaultfd,
         memory: Arc<Memory>,
@@ -139,7 +139,7 @@ impl Source {
             uffd: lent,
             provider,
             guest,
-            // Without it, each page that the VMM accesses is touched.
+            // Without the page table, each page that the VMM accesses is touched.
             pagemap: pagemap.and_then(Result::ok),
         })
     }
@@ -149,33 +149,32 @@ impl Source {
         self.shared.counters.read()
     }
 
-    /// What provides pages at their first touch. `None`: the pages are zeros.
+    /// The provider of pages at their first touch. `None`: the pages are zeros.
     pub fn provider(&self) -> Option<&Provider> {
         self.provider.as_deref()
     }
 
-    /// Slots were changed: held pages of slots that exit no longer are asked for.
+    /// Slots were changed. Requests the held pages of slots that exit no longer.
     pub fn slots_changed(&self) {
         if self.provider.is_some() {
             self.shared.notify(&self.shared.slots_changed);
         }
     }
 
-    /// Ends the supply. Missing pages are zeros from now on, and threads that wait for one
-    /// continue: the VM is being dropped, and no guest reads them. Nothing here waits for the page
-    /// source's thread, because that thread may be the caller: a page source may drop the VM while
-    /// it is asked.
+    /// Ends the supply. Missing pages are zeros from now on, and their waiting threads continue:
+    /// the VM is being dropped, and no guest reads them. This call does not wait for the page
+    /// source's thread, which may be the caller: a page source may drop the VM during a request.
     pub fn close(&self) {
         self.shared.notify(&self.shared.quit);
-        // A closed descriptor has let go of these threads.
+        // A closed descriptor has already woken these threads.
         if let Some(uffd) = self.uffd.upgrade() {
             let unregistered = uffd.unregister(self.guest);
             debug_assert!(unregistered.is_ok(), "{unregistered:?}");
         }
     }
 
-    /// Lets the pages of `range` be written without a record. If the descriptor is closed there is
-    /// nothing to do, because its marks are gone too.
+    /// Allows writes to `range` without a record. If the descriptor is closed, there is nothing to
+    /// do, because its marks are gone too.
     ///
     /// # Errors
     /// As [`Userfaultfd::unprotect`].
@@ -184,7 +183,7 @@ impl Source {
         uffd.map_or(Ok(()), |uffd| uffd.unprotect(range))
     }
 
-    /// Why a page could not be supplied, if that has happened.
+    /// The failure to supply a page, if there was one.
     pub fn failure(&self) -> Option<Failure> {
         self.shared.failure()
     }
@@ -200,7 +199,7 @@ impl Drop for Source {
     fn drop(&mut self) {
         self.shared.notify(&self.shared.quit);
         let own = thread::current().id();
-        // If a page source drops the VM while it is asked, this is the thread itself.
+        // If a page source drops the VM during a request, this is the thread itself.
         if let Some(thread) = self.thread.take_if(|thread| thread.thread().id() != own) {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the source does not panic");
@@ -229,14 +228,14 @@ enum Delay {
 
 /// The delay after Linux could not put a page in place.
 const RETRY: Duration = Duration::from_millis(1);
-/// How long Linux may lack memory for every page that is tried.
+/// How long Linux may lack memory for every tried page.
 const SHORTAGE_MAX: Duration = Duration::from_secs(10);
 /// How long the source retries a busy page after the run has ended.
 const END_MAX: Duration = Duration::from_secs(1);
-/// How long a failed source waits for vCPUs to leave the guest, before it lets go of the threads
-/// that wait for pages.
+/// How long a failed source waits for vCPUs to leave the guest, before it wakes the threads that
+/// wait for pages.
 const LEAVE_MAX: Duration = Duration::from_millis(100);
-/// How many refused pages end one attempt to make room.
+/// The number of refused pages that end one attempt to make room.
 const REFUSALS_MAX: usize = 8;
 
 /// The result of an attempt to supply a page.
@@ -269,8 +268,8 @@ impl Worker {
     fn run(&mut self) {
         raise_priority();
         let mut faults = Vec::new();
-        // A failure also ends the loop. The thread closes the descriptor, so no other thread waits
-        // any longer for a page that will not arrive.
+        // A failure also ends the loop. The thread closes the descriptor, so no other thread still
+        // waits for a page that will not arrive.
         while !self.shared.quit.load(Ordering::Acquire) && !self.shared.has_failed() {
             self.wait();
             self.take_notices();
@@ -286,7 +285,7 @@ impl Worker {
                 self.make_room();
             }
         }
-        // The threads that wait then find zeros. A vCPU in the guest would continue with them.
+        // Waiting threads will find zeros. A vCPU in the guest would continue with these zeros.
         if self.shared.has_failed() {
             self.shared.kicks.wait_until_left(LEAVE_MAX);
         }
@@ -337,7 +336,7 @@ impl Worker {
     fn touched(&mut self, fault: Fault, now: Instant) {
         count(&self.shared.counters.faults, 1);
         let Some(page) = self.memory.guest.index(fault.page) else {
-            // The store faults only on an access by this process, and no code accesses it.
+            // Only an access by this process makes the store fault, and no code accesses it.
             return self.fail(format!("page fault in the page store at {:?}", fault.page));
         };
         if self.never_provided(page, fault) == Handled::Yes {
@@ -386,7 +385,7 @@ impl Worker {
     ///
     /// A pinned page (`BUSY`) and a race (`AGAIN`) are retried until the run ends, and for
     /// [`END_MAX`] after it: another thread may keep the pin for any time, and other pages arrive
-    /// meanwhile. A lack of memory may last for ever, so it is retried for [`SHORTAGE_MAX`].
+    /// meanwhile. A lack of memory may last for ever, so the retries end after [`SHORTAGE_MAX`].
     fn supply(&mut self, page: Page) -> Supply {
         let errno = match self.place(page) {
             Ok(()) => {
@@ -471,7 +470,7 @@ impl Worker {
 }
 
 /// Gives the calling thread real-time priority, if that is permitted, and exact timers. The thread
-/// simulates a device or another host, and those do not wait for this host's processors.
+/// simulates a device or another host, which do not wait for this host's processors.
 fn raise_priority() {
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     let parameters = libc::sched_param { sched_priority: 1 };

@@ -37,9 +37,9 @@ impl Tokens {
         }
     }
 
-    /// `vcpu` has another state now. Accepted tokens stay until ready is said for them. They count
-    /// no longer among the faults that its queue may have in flight. So a VMM need not say ready
-    /// for the tokens of a guest that is gone.
+    /// `vcpu` has another state now. Accepted tokens stay until they are reported ready, but no
+    /// longer count as faults in flight. So a VMM need not report ready for the tokens of a dropped
+    /// guest.
     pub fn reset(&self, vcpu: usize) {
         let Some(mut life) = self.of(vcpu) else {
             return;
@@ -49,7 +49,7 @@ impl Tokens {
         let cancelled: Vec<_> = accepted
             .map(|accepted| accepted.completion.take())
             .collect();
-        // A completion that is dropped takes a lock.
+        // Dropping a completion takes a lock.
         drop(life);
         drop(cancelled);
     }
@@ -71,7 +71,7 @@ impl Tokens {
         let mut life = self.of(vcpu).expect("a vCPU of this VM");
         let accepted = life.accept(token, Accepted { page, completion });
         drop(life);
-        // The completion is dropped after the lock, which notifies the guest.
+        // The completion is dropped after the lock; the drop notifies the guest.
         accepted.map_err(|_accepted| TokenError::Ready)
     }
 

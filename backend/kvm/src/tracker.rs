@@ -1,6 +1,6 @@
-//! What detects the guest's writes.
+//! The detector of the guest's writes.
 
-/// What detects a write. The choice is made with the VM.
+/// The detector of writes, chosen when the VM is made.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Tracker {
     /// KVM, by the processor's page-modification log or by write protection.

@@ -33,7 +33,7 @@ pub struct Vcpu {
     pub(crate) msr: Option<Register>,
     /// Its guest's async page faults, if their host side is in this process.
     apf: Option<VcpuApf>,
-    /// The missing page of its last exit for one.
+    /// The missing page of its last exit on missing memory.
     pub(crate) faulted: Option<Faulted>,
     /// The number of resets of the rings (`Dirty::resets`) before the entry that found its ring
     /// full.
@@ -42,11 +42,12 @@ pub struct Vcpu {
     fresh: Fresh,
 }
 
-/// The missing page that a vCPU has exited for.
+/// The missing page for which a vCPU has exited.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Faulted {
     pub(crate) missing: MissingPage,
-    /// Its token was refused: the next run waits for the page instead of exiting again.
+    /// Whether its token was refused: then the next run waits for the page instead of exiting
+    /// again.
     pub(crate) waits: bool,
 }
 
@@ -54,8 +55,8 @@ pub(crate) struct Faulted {
 // that `fd` owns, and that mapping belongs to no thread.
 unsafe impl Send for Vcpu {}
 
-/// An access to a register that this process has. It is answered before the next entry, which
-/// completes its instruction.
+/// An access to a register of this process. It is answered before the next entry, which completes
+/// its instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Register {
     Read(u32),
@@ -87,12 +88,12 @@ enum AccessAddress {
     Memory(Gpa),
 }
 
-/// Whether the VMM knows of the next access, which is a read.
+/// Whether the VMM knows of the next access, a read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Answer {
-    /// It has got the exit, and may answer.
+    /// The VMM has got the exit, and may answer.
     Asked,
-    /// It has not.
+    /// The VMM has not got the exit.
     NotAsked,
 }
 
@@ -112,7 +113,7 @@ impl Vcpu {
         }
     }
 
-    /// The next access of the last exit, if one is left. A write is removed from `io` here; a read
+    /// The next access of the last exit, if one is left. This removes a write from `io`; a read
     /// stays until `complete_read` answers it.
     fn next_access(&mut self) -> Option<Exit> {
         let io = self.io.as_mut().filter(|io| io.left > 0)?;
@@ -145,8 +146,8 @@ impl Vcpu {
         })
     }
 
-    /// Enters the guest once. Returns `None` if KVM has reported accesses, which are in `io` then,
-    /// or if the VMM has nothing to do.
+    /// Enters the guest once. Returns `None` if KVM has reported accesses, now in `io`, or if the
+    /// VMM has nothing to do.
     fn enter(&mut self) -> Result<Option<Exit>, VcpuError> {
         let vm = Arc::clone(&self.vm);
         let exit = NonNull::from(&mut self.fd.get_kvm_run().immediate_exit);
@@ -157,8 +158,8 @@ impl Vcpu {
         }
         let resets = vm.dirty.resets();
         if self.ring_full.is_some_and(|at| at == resets) {
-            // KVM would refuse as well, and may push an entry for a page that it writes meanwhile:
-            // after enough of them the ring overflows.
+            // KVM would refuse as well, but may push an entry for a page that it writes itself.
+            // Enough of these entries overflow the ring.
             return Ok(Some(Exit::DirtyRingFull));
         }
         (self.io, self.msr, self.ring_full) = (None, None, None);
@@ -214,8 +215,8 @@ impl Vcpu {
         Ok(None)
     }
 
-    /// After an entry that a signal or `immediate_exit` has ended: [`Exit::Interrupted`] if the VMM
-    /// has requested this vCPU, otherwise `None`.
+    /// Handles an entry ended by a signal or `immediate_exit`: [`Exit::Interrupted`] if the VMM has
+    /// requested this vCPU, otherwise `None`.
     fn requested(&self) -> Option<Exit> {
         let taken = self.vm.kicks.take_request(self.index);
         taken.then_some(Exit::Interrupted)
@@ -245,8 +246,8 @@ impl Vcpu {
         self.apf.as_mut().map(|apf| call(apf, &exited))
     }
 
-    /// Answers an access of the guest to a register of async page faults, and notifies the guest of
-    /// pages that have come.
+    /// Answers the guest's access to a register of async page faults, and notifies the guest of
+    /// arrived pages.
     fn tell_guest(&mut self) -> Result<(), VcpuError> {
         let answer = match self.msr {
             Some(Register::Read(index)) => self.with_apf(|apf, at| apf.read_msr(index, at)),
@@ -348,8 +349,8 @@ impl lacuna_machine::Vcpu for Vcpu {
             if let Some(exit) = self.next_access() {
                 break exit;
             }
-            // The next entry completes an instruction that was answered, and ends at once if a
-            // missing page is noted.
+            // The next entry completes an answered instruction, and ends at once if a missing page
+            // is noted.
             if self.msr.is_none()
                 && let Some(exit) = self.missing_exit()
             {
@@ -430,7 +431,7 @@ impl Vcpu {
         let before = arch::save(fd, features, fresh);
         let accepted = arch::accept(fd, self.index, features, fresh, state)?;
         let restored = arch::restore(fd, fresh, accepted).or_else(|refused| {
-            // KVM may refuse when a part is set. The vCPU gets its own state back.
+            // KVM may refuse after a part is set. Then the vCPU gets its own state back.
             let own = before.and_then(|own| {
                 let accepted = arch::accept(fd, self.index, features, fresh, &own)?;
                 arch::restore(fd, fresh, accepted)

@@ -32,14 +32,14 @@ pub struct Vm {
     /// memory. The close waits for KVM's async page fault workers, so [`Vm::drop`] ends their waits
     /// for pages.
     pub(crate) fd: VmFd,
-    /// The memory slots. A slot that was added after boot has its own mapping here.
+    /// The memory slots. A slot added after boot has its own mapping here.
     pub(crate) slots: Arc<SlotTable>,
     pub(crate) source: Source,
     pub(crate) memory: Arc<Memory>,
     pub(crate) features: Features,
     pub(crate) config: VmConfig,
     pub(crate) kicks: Arc<VcpuKicks>,
-    /// For each vCPU, the number of exits that it has returned to its VMM.
+    /// The number of exits that each vCPU has returned to its VMM.
     pub(crate) exits: Box<[AtomicU64]>,
     pub(crate) booted: AtomicBool,
     /// The features of KVM's leaf of CPUID, if the host side of the guest's async page faults is in
@@ -55,7 +55,7 @@ impl Vm {
     /// Makes a VM whose memory is empty. A page source configured by `source` supplies its pages.
     ///
     /// # Errors
-    /// The configuration is invalid, or this machine or its KVM lacks something that it needs.
+    /// The configuration is invalid, or this machine or its KVM lacks a requirement.
     pub fn new(
         config: VmConfig,
         source: SourceConfig,
@@ -129,7 +129,7 @@ impl Vm {
     }
 }
 
-/// Refuses an invalid configuration, before anything is made.
+/// Refuses an invalid configuration, before the VM is made.
 fn check(
     kvm: &Kvm,
     config: &VmConfig,
@@ -167,9 +167,9 @@ fn has_own_apf(config: &VmConfig, source: &SourceConfig) -> bool {
 
 /// Makes KVM's VM, with interrupt controllers.
 ///
-/// Linux registers an MMU notifier for the VM, and that gives up with `EINTR` when a signal is
-/// pending for the calling thread. The signal's handler has run when the call returns, so the
-/// request is made again.
+/// Linux registers an MMU notifier for the VM, and gives up with `EINTR` if a signal is pending for
+/// the calling thread. The signal's handler has run when the call returns, so this function repeats
+/// the request.
 fn create(kvm: &Kvm) -> Result<VmFd, KvmError> {
     let fd = loop {
         match kvm.create_vm() {
@@ -202,7 +202,7 @@ fn add_boot_slots(fd: &VmFd, slots: &SlotTable, memory: &Memory) -> Result<(), K
     Ok(())
 }
 
-/// Enables dirty rings: every vCPU that is created after this call has one.
+/// Enables dirty rings: every vCPU created after this call has one.
 ///
 /// Older kernels have only `KVM_CAP_DIRTY_LOG_RING`. On x86 the two capabilities are equivalent,
 /// because other processors see a processor's stores in order.
@@ -277,11 +277,11 @@ impl Vm {
     }
 }
 
-/// A copy of fewer pages does not look which of them were touched.
+/// A copy of fewer pages does not check which of them were touched.
 const MANY: usize = 4;
 
 impl Vm {
-    /// Writes `bytes` to `piece`. Whole pages that were never touched are put in place.
+    /// Writes `bytes` to `piece`. Puts whole untouched pages in place.
     fn copy_in(&self, piece: &Piece, bytes: &[u8]) {
         let mut done = 0;
         while done < bytes.len() {
@@ -292,7 +292,7 @@ impl Vm {
             if offset == 0 {
                 done += self.source.place(hva, pages) * PAGE_SIZE;
             }
-            // The page at which that has stopped, or an unaligned part.
+            // Copy the page at which `place` has stopped, or an unaligned part.
             let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) else {
                 break;
             };
@@ -304,7 +304,7 @@ impl Vm {
         }
     }
 
-    /// Reads `piece`. Pages that were never touched stay so.
+    /// Reads `piece`. Untouched pages stay untouched.
     fn copy_out(&self, piece: &Piece, into: &mut [u8]) {
         let is_aligned = piece.hva.get().is_multiple_of(PAGE_SIZE as u64);
         let range = HvaRange::new(piece.hva, (into.len() / PAGE_SIZE) as u64);
@@ -356,7 +356,7 @@ impl GuestMemory for Vm {
         for piece in self.pieces(gpa, into.len())? {
             self.copy_out(&piece, &mut into[piece.done..piece.done + piece.len]);
         }
-        // A source that has failed lets go of threads that wait for pages: they find zeros.
+        // A failed source wakes threads that wait for pages, and they find zeros.
         self.check_source(gpa)
     }
 
@@ -381,8 +381,8 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    /// The thread that makes VMs gets signals meanwhile, as from a profiler. With many mappings,
-    /// Linux looks for signals often while it makes one.
+    /// The thread that makes VMs gets signals, as from a profiler. In a process with many mappings,
+    /// Linux checks for signals often while it makes a VM.
     #[lacuna_skip::test]
     fn a_vm_is_made_while_signals_come() {
         let kvm = match open() {

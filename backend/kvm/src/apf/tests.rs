@@ -64,7 +64,7 @@ fn registers_are_those_of_the_guest() {
     assert_eq!(saved(vcpu), (0, 0xf3));
 }
 
-/// KVM handles the INIT by itself, and no exit reports it.
+/// KVM handles the INIT by itself, without an exit.
 #[lacuna_skip::test]
 fn an_init_resets_them() {
     let Some((_vm, mut vcpus)) = vm(&builder()) else {

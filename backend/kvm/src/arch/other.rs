@@ -1,5 +1,5 @@
-//! The parts of the backend on architectures that it does not run on. [`check`] refuses before
-//! anything is made, so no VM exists and no vCPU is set up.
+//! The parts of the backend on unsupported architectures. [`check`] refuses first, so no VM and no
+//! vCPU exists.
 
 use crate::error::{KvmError, Unavailable};
 use kvm_ioctls::{Error, Kvm, VcpuFd, VmFd};
@@ -26,7 +26,7 @@ pub fn tsc_khz(_: &VcpuFd) -> Option<u32> {
     None
 }
 
-/// What the processors of a guest have. There is no value of this type.
+/// The features of a guest's processors. There is no value of this type.
 pub struct Features(Infallible);
 
 /// The registers of a new vCPU.
@@ -67,7 +67,7 @@ pub fn save(_: &VcpuFd, _: &Features, _: &Fresh) -> Result<VcpuState, StateError
     Err(StateError::Architecture)
 }
 
-/// A state that a vCPU has accepted. There is no value of this type.
+/// An accepted state. There is no value of this type.
 pub struct Accepted(Infallible);
 
 /// Accepts no state.

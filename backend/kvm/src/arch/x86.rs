@@ -13,7 +13,7 @@ use crate::error::{KvmError, Unavailable};
 use kvm_ioctls::{Error, VcpuFd, VmFd};
 
 /// The address of three guest pages that KVM uses on Intel processors without *unrestricted guest*
-/// (`KVM_SET_TSS_ADDR`). It is in the hole below 4 GiB where other machines have firmware, so no
+/// (`KVM_SET_TSS_ADDR`). It is in the hole below 4 GiB, where other machines have firmware, so no
 /// memory slot overlaps it.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 
@@ -30,7 +30,7 @@ pub fn make_controllers(vm: &VmFd) -> Result<(), KvmError> {
         .map_err(KvmError::step("make interrupt controllers"))
 }
 
-/// Where a vCPU is, for messages.
+/// A vCPU's program counter, for messages.
 pub fn program_counter(vcpu: &VcpuFd) -> Result<String, Error> {
     let regs = vcpu.get_regs()?;
     Ok(format!("rip {:#x}", regs.rip))

@@ -3,8 +3,7 @@ use crate::VmBuilder;
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_machine::{Apf, Builder as _, DirtyTracking as _, GuestMemory as _, TwoStepLog as _};
 
-/// KVM refuses to clear a log that it does not have. The pages that the VMM has written are
-/// reported by the next harvest.
+/// KVM refuses to clear a log that it does not have. The next harvest reports the VMM's writes.
 #[lacuna_skip::test]
 fn a_clear_that_kvm_refuses_keeps_the_writes_of_the_vmm() {
     if let Err(why) = crate::available() {

@@ -1,4 +1,4 @@
-//! Accesses to missing pages: which vCPU makes one, and how it leaves the guest.
+//! Accesses to missing pages: finds the accessing vCPU, and makes it leave the guest.
 //!
 //! ```text
 //! vCPU's thread, in KVM_RUN        page source's thread               vCPU's thread, outside
@@ -7,9 +7,9 @@
 //! waits again, same entry ───────► report: it cannot leave (`Stays`)
 //! ```
 //! A signal ends the wait of a guest's access: KVM gets the page with `FOLL_INTERRUPTIBLE`. It does
-//! not end an access that KVM itself makes by `copy_from_user`, such as one of its instruction
-//! emulator. There Linux repeats the fault at once, so a second fault of one entry on one page says
-//! that the access is KVM's own.
+//! not end KVM's own access by `copy_from_user`, such as in its instruction emulator. There Linux
+//! repeats the fault at once. So a second fault in one entry on the same page means that KVM itself
+//! makes the access.
 
 use super::{VcpuKick, VcpuKicks};
 use crate::pages::Page;
@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A vCPU's access to a page that is not in place.
+/// A vCPU's access to a missing page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MissingPage {
     pub page: Page,
@@ -30,7 +30,7 @@ pub struct MissingPage {
     pub search: Option<Search>,
 }
 
-/// A search for the vCPU that a worker of KVM acts for.
+/// A search for the vCPU for which a worker of KVM acts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Search {
     /// A bit for each vCPU that has left the guest and does not need the page.
@@ -48,10 +48,10 @@ impl Search {
     }
 }
 
-/// Whether a page comes without the VMM.
+/// Whether a page arrives without the VMM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Comes {
-    /// The VMM has to provide it: the vCPU exits.
+    /// The VMM has to provide the page: the vCPU exits.
     FromVmm,
     /// The source was asked, or the page was swapped out. The vCPU notifies its guest, if it can.
     ByItself {
@@ -60,26 +60,26 @@ pub enum Comes {
     },
 }
 
-/// What a vCPU does that waits for a missing page.
+/// The reaction of a vCPU that waits for a missing page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Reported {
     /// It leaves the guest, and takes the page.
     Leaves,
-    /// It waits, because it has exited for this page before and its VMM has entered it again.
+    /// It waits: it has exited for this page before, and its VMM has entered it again.
     Waits,
     /// It cannot leave without the page, because KVM itself makes the access.
     Stays,
-    /// It left meanwhile. If it still needs the page, it faults again when it is entered.
+    /// It has already left. If it still needs the page, it faults again after its next entry.
     Left,
 }
 
-/// What one vCPU knows of missing pages.
+/// The missing pages of one vCPU.
 #[derive(Default)]
 pub(super) struct Missing {
     /// The pages for which the vCPU leaves.
     found: VecDeque<MissingPage>,
-    /// The page that the vCPU was last kicked for, and the number of that entry.
+    /// The page of the vCPU's last kick, and the number of the kicked entry.
     kicked: Option<(u64, Page)>,
     /// The page for which the vCPU waits without another exit.
     waits: Option<Page>,
@@ -88,7 +88,7 @@ pub(super) struct Missing {
 }
 
 impl Missing {
-    /// Whether the vCPU shall leave at its next entry.
+    /// Whether the vCPU must leave at its next entry.
     pub(super) fn is_found(&self) -> bool {
         !self.found.is_empty()
     }
@@ -101,7 +101,7 @@ impl VcpuKicks {
         self.vcpus.iter().position(runs)
     }
 
-    /// vCPU `index` waits for a missing page, in a slot that exits.
+    /// vCPU `index` waits for a missing page in a slot that exits.
     pub fn report(&self, index: usize, missing: MissingPage) -> Reported {
         let mut state = self.vcpus[index].state();
         let Some(entered) = &state.entered else {
@@ -122,14 +122,15 @@ impl VcpuKicks {
         Reported::Leaves
     }
 
-    /// From now on `blocked` says whether KVM has halted vCPU `index`. It is called once a vCPU.
+    /// From now on `blocked` shows whether KVM has halted vCPU `index`. Call this once for each
+    /// vCPU.
     pub fn watch(&self, index: usize, blocked: VcpuStatistic) {
         let set = self.vcpus[index].blocked.set(blocked);
         debug_assert!(set.is_ok(), "a vCPU is made once");
     }
 
-    /// A worker of KVM waits for a missing page. It acts for a vCPU, and does not say for which, so
-    /// one that is in the guest leaves.
+    /// A worker of KVM waits for a missing page. The worker acts for an unknown vCPU, so a vCPU in
+    /// the guest leaves.
     pub fn report_for_any(&self, missing: MissingPage) {
         let search = Some(Search::default());
         let missing = MissingPage { search, ..missing };
@@ -139,7 +140,7 @@ impl VcpuKicks {
         }
     }
 
-    /// vCPU `index` does not need a page for which it has left, because its guest has halted it.
+    /// vCPU `index` has left for a page but does not need it, because its guest has halted it.
     /// Returns whether another vCPU leaves for the page instead.
     pub fn pass_on(&self, index: usize, missing: MissingPage) -> bool {
         let mut state = self.vcpus[index].state();
@@ -151,9 +152,9 @@ impl VcpuKicks {
         })
     }
 
-    /// Makes one of the vCPUs that may need the page leave. The search begins with vCPU `first`. It
-    /// prefers vCPUs that KVM has halted, because KVM has halted the one that needs the page. Those
-    /// that the guest had halted come later: an interrupt may have ended that halt, but rarely has.
+    /// Makes one vCPU leave that may need the page. The search begins with vCPU `first`. It prefers
+    /// vCPUs halted by KVM, because KVM has halted the vCPU that needs the page. vCPUs halted by
+    /// the guest come later: an interrupt may have ended that halt, but rarely has.
     fn report_for_one(&self, first: usize, missing: MissingPage) -> bool {
         let count = self.vcpus.len();
         let search = missing.search.unwrap_or_default();
@@ -193,12 +194,12 @@ impl VcpuKicks {
         self.vcpus[index].state().missing.found.pop_front()
     }
 
-    /// From now on vCPU `index` waits for `page` without an exit, and exits for any other.
+    /// From now on vCPU `index` waits for `page` without an exit, and exits for other pages.
     pub fn set_waits(&self, index: usize, page: Option<Page>) {
         self.vcpus[index].state().missing.waits = page;
     }
 
-    /// Waits until no vCPU is in the guest, at most for `max`.
+    /// Waits at most `max` until no vCPU is in the guest.
     pub fn wait_until_left(&self, max: Duration) {
         let end = Instant::now() + max;
         for vcpu in &self.vcpus {

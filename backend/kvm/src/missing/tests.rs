@@ -4,7 +4,7 @@ use lacuna_addr::{Gfn, PageCount};
 use lacuna_machine::{MemorySlots as _, PageSource, SlotFlags, Vcpu as _};
 use lacuna_source::Zeros;
 
-/// Pages of the guest's memory that it has not touched.
+/// Untouched pages of the guest's memory.
 const FIRST: u32 = 5;
 const SECOND: u32 = 7;
 
@@ -31,7 +31,7 @@ fn vm() -> Option<(Arc<Vm>, Vcpu)> {
     Some((vm, vcpu))
 }
 
-/// What the page source's thread does when a worker of KVM waits for `page`.
+/// Acts as the page source's thread when a worker of KVM waits for `page`.
 fn worker_waits_for(vm: &Vm, page: u32) {
     let provider = vm.source.provider().expect("the VM has a source");
     assert!(provider.provision.hold(page));
@@ -54,9 +54,9 @@ fn next_exit(vm: &Vm, vcpu: &mut Vcpu) -> Option<(Gpa, FaultToken)> {
     }
 }
 
-/// Two workers of KVM wait, each for a page of its own. The second page is noted while the VMM has
-/// the exit for the first. The VMM says ready for the first without the page, or nothing at all,
-/// and runs the vCPU. Neither page is forgotten: KVM does not report them again.
+/// Two workers of KVM wait, each for its own page. The second page is noted while the VMM has the
+/// exit for the first. The VMM may report the first ready without the page, and runs the vCPU.
+/// Neither page is forgotten: KVM does not report them again.
 #[lacuna_skip::test]
 fn a_page_noted_meanwhile_replaces_no_exit() {
     for says_ready in [false, true] {

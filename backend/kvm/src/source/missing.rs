@@ -1,4 +1,4 @@
-//! Faults of pages that were never provided: what the page source's thread does about them.
+//! How the page source's thread handles faults of never-provided pages.
 //!
 //! | what waits | the slot exits | otherwise |
 //! |---|---|---|
@@ -29,7 +29,8 @@ impl Worker {
         let Some(provider) = &self.provider else {
             return Handled::No;
         };
-        // Read the count before the state: a page that is missing afterwards has not arrived since.
+        // Read the count before the state: if the page is missing afterwards, it has not arrived
+        // since.
         let arrivals = provider.provision.arrivals(page);
         match provider.provision.state(page) {
             PageState::Provided => {
@@ -69,7 +70,7 @@ impl Worker {
                 Reported::Stays => provider.ask(page),
             },
             None if is_of_this_process(fault.thread) => provider.ask(page),
-            // If the page is held, the VMM got an exit for it. This worker may act for another
+            // If the page is held, the VMM already got an exit. This worker may act for another
             // vCPU, which may get the event too.
             None => {
                 if provider.provision.hold(page) || provider.provision.notifies_guest() {
@@ -79,8 +80,8 @@ impl Worker {
         }
     }
 
-    /// A thread waits for a page that comes without the VMM. If the thread is a worker of KVM, a
-    /// vCPU notifies its guest. `arrivals` is a reading from before the page could come.
+    /// A thread waits for a page that arrives without the VMM. If the thread is a worker of KVM, a
+    /// vCPU notifies its guest. `arrivals` was read before the page could arrive.
     pub fn comes_by_itself(&self, page: Page, arrivals: u8, fault: Fault) {
         let notifies = |provider: &Arc<Provider>| provider.provision.notifies_guest();
         let kicks = &self.shared.kicks;
@@ -97,7 +98,7 @@ impl Worker {
         }
     }
 
-    /// Takes notices: pages that other threads have put in place, and slots that have changed.
+    /// Takes notices: pages put in place by other threads, and changed slots.
     pub fn take_notices(&mut self) {
         let Some(provider) = &self.provider else {
             return;
@@ -115,8 +116,8 @@ impl Worker {
     }
 }
 
-/// Whether `thread` is one of this process. The threads that KVM uses for its async page faults are
-/// the kernel's.
+/// Whether `thread` belongs to this process. KVM's threads for async page faults belong to the
+/// kernel.
 fn is_of_this_process(thread: u32) -> bool {
     // SAFETY: 1. signal 0 is not sent: the call only looks for the thread.
     let found = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, 0) };

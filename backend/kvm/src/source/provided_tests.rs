@@ -1,5 +1,5 @@
-//! Pages that a VM's own source, or its VMM, provides. Threads of the tests stand for vCPUs: they
-//! are in user space, where a signal does not end a fault, as in an access of KVM's own.
+//! Pages that a VM's own source, or its VMM, provides. Threads of the tests act as vCPUs. They are
+//! in user space, where a signal does not end a fault, as in KVM's own accesses.
 
 use super::*;
 use crate::memory::copy_out;
@@ -19,7 +19,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 const PAGES: u64 = 4096;
 const SLOT: SlotId = SlotId(0);
 
-/// Keeps what it is asked.
+/// Keeps its requests.
 struct Keeps(Sender<PageRequest>);
 
 impl PageSource for Keeps {
@@ -118,7 +118,7 @@ fn content(word: u64) -> [u8; PAGE_SIZE] {
     bytes.try_into().unwrap()
 }
 
-/// Linux has a page that was not provided by us: the page keeps its content, and waits end.
+/// Linux has a page that the source has not provided: the page keeps its content, and waits end.
 #[test]
 fn a_page_that_is_there_keeps_its_content() {
     let Some((bench, requests)) = bench(SlotFlags::empty()) else {
@@ -133,7 +133,7 @@ fn a_page_that_is_there_keeps_its_content() {
     assert!(requests.try_recv().is_err());
 }
 
-/// Of several threads that provide one page, one does.
+/// If several threads provide one page, one succeeds.
 #[test]
 fn each_page_is_provided_once() {
     let Some((bench, _requests)) = bench(SlotFlags::empty()) else {
@@ -160,7 +160,7 @@ fn each_page_is_provided_once() {
     assert!((0..PAGES as Page).all(|page| (1..=3).contains(&bench.read(page))));
 }
 
-/// A provided page that is evicted comes back with its content, and the source is not asked.
+/// An evicted page is brought back with its content, without a request to the source.
 #[test]
 fn provided_pages_are_evicted_and_come_back() {
     let Some((bench, requests)) = bench(SlotFlags::empty()) else {
@@ -181,7 +181,7 @@ fn provided_pages_are_evicted_and_come_back() {
     assert!(requests.try_recv().is_err());
 }
 
-/// An access that no signal ends makes no exit: the source is asked for its page.
+/// An access that no signal ends causes no exit: the source gets a request for its page.
 #[test]
 fn an_access_that_cannot_leave_waits_for_the_source() {
     let Some((bench, requests)) = bench(SlotFlags::EXIT_ON_MISSING) else {
@@ -234,7 +234,7 @@ fn an_answer_after_the_vmms_page_is_late() {
     assert_eq!(bench.source.failure(), None);
 }
 
-/// The end of a VM lets go of threads that wait, also of those that touch a page after it.
+/// The end of a VM wakes waiting threads, and lets later touches continue.
 #[test]
 fn the_end_of_a_vm_waits_for_no_source() {
     let Some((bench, requests)) = bench(SlotFlags::empty()) else {
@@ -252,7 +252,7 @@ fn the_end_of_a_vm_waits_for_no_source() {
     assert_eq!(asked.provide(&content(9)), Answer::Late);
 }
 
-/// A page that the source drops is lost, and the run ends.
+/// If the source drops a request, the page is lost, and the run ends.
 #[test]
 fn a_dropped_request_ends_the_run() {
     let Some((bench, requests)) = bench(SlotFlags::empty()) else {
@@ -271,7 +271,7 @@ fn a_dropped_request_ends_the_run() {
     assert!(bench.kicks.is_stopping());
 }
 
-/// A page source that is asked may end the VM: the thread that asks does not wait for itself.
+/// A page source may end the VM during a request: the requesting thread does not wait for itself.
 #[test]
 fn a_source_may_end_the_vm_while_it_is_asked() {
     #[derive(Default)]
@@ -310,8 +310,8 @@ fn a_source_may_end_the_vm_while_it_is_asked() {
     assert!(ends.has_ended.load(Ordering::SeqCst));
 }
 
-/// A page source that is asked ends the VM. Threads that wait for pages do not wait for the thread
-/// that asks: as the last one drops the VM, it waits for them.
+/// A page source ends the VM during a request. Threads that wait for pages do not wait for the
+/// requesting thread, which waits for them because it drops the VM last.
 #[test]
 fn a_source_ends_the_vm_before_threads_that_wait_for_pages() {
     #[derive(Default)]
@@ -328,7 +328,7 @@ fn a_source_ends_the_vm_before_threads_that_wait_for_pages() {
         fn fetch(&self, request: PageRequest) {
             if request.page() == SourcePage(6) {
                 self.vm.lock().unwrap().take().unwrap().close();
-                // As the close of KVM's descriptor waits for KVM's workers.
+                // The close of KVM's descriptor waits for KVM's workers in the same way.
                 while !self.has_ended.load(Ordering::SeqCst) {
                     thread::yield_now();
                 }
@@ -361,7 +361,7 @@ fn a_source_ends_the_vm_before_threads_that_wait_for_pages() {
     });
 }
 
-/// A lost page is not late: the VMM gets the reason.
+/// A lost page does not count as late: the VMM gets the reason.
 #[test]
 fn a_lost_page_is_not_provided_late() {
     let Some((bench, requests)) = bench(SlotFlags::empty()) else {
@@ -373,7 +373,7 @@ fn a_lost_page_is_not_provided_late() {
     assert!(refused.contains("no such disk"), "{refused}");
 }
 
-/// A page keeps one entry for each token that is not completed, however often it is fetched.
+/// A page keeps one entry for each uncompleted token, however often it is fetched.
 #[test]
 fn tokens_that_wait_for_a_page_are_bounded() {
     let Some((bench, _requests)) = bench(SlotFlags::EXIT_ON_MISSING) else {
@@ -445,8 +445,8 @@ impl Deliver<Self> for Always {
     }
 }
 
-/// A page arrives, and is evicted, before page-not-present is delivered. No thread brings it again,
-/// so page-ready is delivered at once.
+/// A page arrives and is evicted before page-not-present is delivered. No thread brings the page
+/// back, so page-ready is delivered at once.
 #[test]
 fn a_page_that_has_come_and_gone_is_ready() {
     let Some((bench, _requests)) = bench(SlotFlags::empty()) else {
@@ -470,7 +470,7 @@ fn a_page_that_has_come_and_gone_is_ready() {
         }
     };
     let [gone, missing] = [page, 6].map(&mut not_present);
-    // A page that has not come is waited for.
+    // The completion of a page that has not arrived waits for it.
     provision.complete_later(6, provision.arrivals(6), missing);
     assert!(!queue.has_arrivals());
     provision.complete_later(page, before, gone);

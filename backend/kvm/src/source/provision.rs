@@ -1,16 +1,15 @@
-//! Which pages were provided, and how they are put in place, for a VM with a page source.
+//! The provided pages of a VM with a page source, and the way they are put in place.
 //!
 //! ```text
 //!  Missing ──► Held ──► Asked            Held: a thread waits, and the source was not asked
 //!     └─────────┴─────────┴──► Filling ──► Provided
 //!                         └──► Lost
 //! ```
-//! Any thread may fill a page: the one that answers a request, or one of the VMM. It claims the
-//! page (`Filling`) and copies by `UFFDIO_COPY`, which wakes the threads that wait for the page. So
-//! an answer needs no other thread, and answers of several threads do not wait for each other. The
-//! page source's thread is notified of the page afterwards, because it counts resident pages. Only
-//! the claim says that a page may be filled. Linux cannot say that: it sees an evicted page as
-//! missing.
+//! Any thread may fill a page: the answering thread, or one of the VMM. It claims the page
+//! (`Filling`) and copies by `UFFDIO_COPY`, which wakes the threads that wait for the page. So an
+//! answer needs no other thread, and answers of several threads do not wait for each other. The
+//! page source's thread is notified afterwards, because it counts resident pages. Only a claim
+//! permits a fill, because Linux would also fill an evicted page, which it sees as missing.
 //!
 //! | `UFFDIO_COPY` | outcome |
 //! |---|---|
@@ -43,7 +42,7 @@ use std::time::Instant;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum PageState {
-    /// It was never provided, and no thread is known to wait for it.
+    /// It was never provided, and no known thread waits for it.
     Missing,
     /// A thread waits for it, and the VMM got an exit.
     Held,
@@ -95,21 +94,21 @@ pub struct Provision {
     /// The source's name.
     source: String,
     pub tokens: Tokens,
-    /// What becomes ready when a page has come, by page.
+    /// Tokens and completions that become ready when a page has arrived, by page.
     ready_later: Mutex<HashMap<Page, Vec<Later>>, lock_order::KvmReadyLater>,
-    /// The host side of the guest's async page faults is in this process.
+    /// Whether the host side of the guest's async page faults is in this process.
     notifies_guest: AtomicBool,
 }
 
-/// What becomes ready when a page has come.
+/// A token or completion that becomes ready when a page has arrived.
 enum Later {
     /// An accepted exit.
     Token(FaultToken),
-    /// A page that came without the VMM.
+    /// A page that arrives without the VMM.
     Completion(Completion),
 }
 
-/// A page cannot be put in place, for this reason.
+/// Why a page cannot be put in place.
 pub type Unfilled = String;
 
 impl Provision {
@@ -138,7 +137,7 @@ impl Provision {
         }
     }
 
-    /// From now on vCPUs leave the guest in order to notify it of missing pages.
+    /// From now on, vCPUs leave the guest to notify it of missing pages.
     pub fn tell_guest(&self) {
         self.notifies_guest.store(true, Ordering::Release);
     }
@@ -171,7 +170,7 @@ impl Provision {
         self.change(page, &[PageState::Missing], PageState::Held)
     }
 
-    /// Where the guest has `page`, if it is missing in a slot that exits.
+    /// The guest address of `page`, if the page is missing in a slot that exits.
     pub fn exits(&self, page: Page) -> Option<Gpa> {
         if !self.state(page).is_missing() {
             return None;
@@ -188,7 +187,7 @@ impl Provision {
         pages.filter(move |page| self.state(*page) == state)
     }
 
-    /// Provides pages from `first` on. Those that were provided before keep their content.
+    /// Provides pages from `first` on. Pages provided before keep their content.
     pub fn fill(&self, first: Page, content: &[[u8; PAGE_SIZE]]) -> Result<Provided, Unfilled> {
         let (mut provided, mut at) = (Provided::default(), 0);
         while at < content.len() {
@@ -213,8 +212,8 @@ impl Provision {
     /// Claims missing pages from `first` on, at most `max`, and returns their number.
     fn claim(&self, first: Page, max: usize) -> usize {
         const FROM: [PageState; 3] = [PageState::Missing, PageState::Held, PageState::Asked];
-        // A state only moves forward, so an attempt that fails for all three means that another
-        // thread has claimed the page.
+        // A state only moves forward, so if the attempt fails for all three, another thread has
+        // claimed the page.
         let claimed = |page: &Page| self.change(*page, &FROM, PageState::Filling);
         (first..).take(max).take_while(claimed).count()
     }
@@ -279,23 +278,23 @@ impl Provision {
         pages.for_each(|page| self.arrived(page));
     }
 
-    /// How often `page` has come, modulo 256.
+    /// The number of arrivals of `page`, modulo 256.
     pub fn arrivals(&self, page: Page) -> u8 {
         self.arrivals[page as usize].load(Ordering::SeqCst)
     }
 
-    /// `page` has come.
+    /// Counts an arrival of `page`.
     pub fn arrived(&self, page: Page) {
         self.arrivals[page as usize].fetch_add(1, Ordering::SeqCst);
         self.complete_waiting(page);
     }
 
-    /// Completes what waits for `page`.
+    /// Completes the tokens and completions that wait for `page`.
     fn complete_waiting(&self, page: Page) {
         let waiting = self.ready_later().remove(&page);
         for later in waiting.into_iter().flatten() {
             match later {
-                // A token that is completed meanwhile needs nothing.
+                // The call fails if the token is already completed.
                 Later::Token(token) => _ = self.tokens.ready(token),
                 Later::Completion(completion) => completion.complete(),
             }
@@ -306,8 +305,8 @@ impl Provision {
         self.ready_later.lock().expect("no panic under this lock")
     }
 
-    /// Says that `token` is ready when `page` has come. A page keeps each token once, and none that
-    /// is completed, so calls without end use no memory without end.
+    /// Reports `token` ready when `page` has arrived. A page keeps each token once, and no
+    /// completed token, so endless calls do not use endless memory.
     pub fn ready_when_arrived(&self, page: Page, token: FaultToken) {
         if !self.tokens.is_open(token) {
             return;
@@ -327,25 +326,25 @@ impl Provision {
         kept.retain(|later| waiting(later).is_none_or(|token| !gone.contains(&token)));
         kept.push(Later::Token(token));
         drop(all);
-        // The page may have come before the entry was there.
+        // The page may have arrived before the entry existed.
         if self.state(page) == PageState::Provided {
             self.complete_waiting(page);
         }
     }
 
-    /// Completes `completion` when `page`, which comes without the VMM, has come once more than
-    /// `arrivals`.
+    /// Completes `completion` when `page`, which arrives without the VMM, has arrived once more
+    /// than `arrivals`.
     pub fn complete_later(&self, page: Page, arrivals: u8, completion: Completion) {
         let completion = Later::Completion(completion);
         self.ready_later().entry(page).or_default().push(completion);
-        // The page may have come before the entry was there. It may have been evicted since: then
-        // no thread waits for it, and it does not come again.
+        // The page may have arrived before the entry existed. If it was evicted since, no thread
+        // waits for it, and it does not arrive again.
         if self.arrivals(page) != arrivals {
             self.complete_waiting(page);
         }
     }
 
-    /// How many tokens and completions wait for `page`.
+    /// The number of tokens and completions that wait for `page`.
     #[cfg(test)]
     pub fn waiting_for(&self, page: Page) -> usize {
         self.ready_later
@@ -374,7 +373,7 @@ impl Provision {
     }
 }
 
-/// Takes the answers to requests. It does not keep the VM alive.
+/// Takes the answers to requests. Does not keep the VM alive.
 struct Answers(Weak<Provision>);
 
 impl PageRequester for Answers {
@@ -400,7 +399,7 @@ impl PageRequester for Answers {
     }
 }
 
-/// A page source, and what it provides.
+/// A page source, and the pages that it provides.
 pub struct Provider {
     pub provision: Arc<Provision>,
     source: Arc<dyn PageSource>,
@@ -417,7 +416,7 @@ impl Provider {
         }
     }
 
-    /// Asks the source for `page`, unless it was asked before or the page is there.
+    /// Asks the source for `page`, unless the page is present or already requested.
     pub fn ask(&self, page: Page) {
         const FROM: [PageState; 2] = [PageState::Missing, PageState::Held];
         if !self.provision.change(page, &FROM, PageState::Asked) {

@@ -1,5 +1,5 @@
-//! What the page source's thread shares with the threads that use it: configuration, counters, its
-//! failure, and notices to it.
+//! The state that the page source's thread shares with its users: configuration, counters, failure,
+//! and notices to the thread.
 
 use super::Page;
 use crate::kick::VcpuKicks;
@@ -14,14 +14,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// The configuration of a source.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
-    /// How many pages may be resident, at least 2 MiB.
+    /// The largest number of resident pages, at least 2 MiB.
     pub resident: PageCount,
     /// How long a swapped-out page takes to arrive.
     pub latency: LatencySetting,
     /// Whether this also holds for a page at its first touch.
     pub first_touch: FirstTouch,
-    /// What provides the pages of the boot layout at their first touch. A page's number is its
-    /// place in the layout. Then `first_touch` is not used. `None`: the pages are zeros.
+    /// Provides the pages of the boot layout at their first touch; `first_touch` is not used then.
+    /// A page's number is its place in the layout. `None`: the pages are zeros.
     pub from: Option<Arc<dyn PageSource>>,
 }
 
@@ -30,7 +30,7 @@ pub struct SourceConfig {
 pub struct SourceStats {
     /// Faults received. Several threads that wait for one page may count as one or as several.
     pub faults: u64,
-    /// Of all pages supplied, those that had never been touched.
+    /// Pages supplied at their first touch.
     pub first_touches: u64,
     /// Pages supplied after the latency.
     pub fetched: u64,
@@ -78,11 +78,11 @@ pub fn count(counter: &AtomicU64, by: u64) {
 /// Why the VM cannot continue: a page cannot be supplied.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
-    /// The page that is lost, if the source could not provide it.
+    /// The lost page, if the source could not provide it.
     pub lost: Option<Gpa>,
-    /// Whose error it is.
+    /// The origin of the error.
     pub kind: FailureKind,
-    /// In words.
+    /// The cause in words.
     pub cause: String,
 }
 
@@ -90,10 +90,10 @@ pub struct SourceShared {
     pub counters: Counters,
     pub kicks: Arc<VcpuKicks>,
     pub quit: AtomicBool,
-    /// Slots have changed.
+    /// Whether slots have changed.
     pub slots_changed: AtomicBool,
     failure: Mutex<Option<Failure>, lock_order::KvmSourceFailure>,
-    /// Pages that other threads have put in place.
+    /// Pages put in place by other threads.
     arrived: Mutex<Vec<Page>, lock_order::KvmArrived>,
     pub doorbell: OwnedFd,
 }
@@ -137,7 +137,7 @@ impl SourceShared {
         debug_assert!(rung.is_ok(), "an eventfd is never full of ones");
     }
 
-    /// Sets `notice`, and wakes the thread that looks for it.
+    /// Sets `notice`, and wakes the page source's thread, which looks for it.
     pub fn notify(&self, notice: &AtomicBool) {
         notice.store(true, Ordering::Release);
         self.ring();

@@ -1,4 +1,4 @@
-//! The page source and pages that Linux cannot move.
+//! The page source, with pages that Linux cannot move.
 
 use super::*;
 use crate::memory::{copy_in, copy_out};
@@ -54,8 +54,7 @@ fn read(memory: &Memory, page: Page) -> u64 {
     u64::from_ne_bytes(word)
 }
 
-/// Pins the store's copy of `page`, as a device that reads it does. Linux does not move a pinned
-/// page.
+/// Pins the store's copy of `page`, as a reading device does. Linux does not move a pinned page.
 fn pin(memory: &Memory, page: Page) -> Option<IoUring> {
     let ring = match IoUring::new(1) {
         Ok(ring) => ring,
@@ -83,7 +82,7 @@ fn a_busy_page_is_retried() {
     let (sender, receiver) = mpsc::channel();
     let reader = Arc::clone(&memory);
     let waits = thread::spawn(move || sender.send(read(&reader, 0)).unwrap());
-    // Longer than a source with a limit on its retries would wait.
+    // A source with a limit on its retries would give up within this time.
     thread::sleep(Duration::from_millis(2500));
     assert_eq!(source.failure(), None);
     assert_eq!(read(&memory, 1), 2, "other pages arrive meanwhile");

@@ -1,5 +1,5 @@
-//! Full rings, the log in two steps, and refusals. That no mode misses a write is in
-//! `check/conformance`.
+//! Full rings, the log in two steps, and refusals. `check/conformance` tests that no mode misses a
+//! write.
 
 use crate::common;
 
@@ -31,7 +31,7 @@ fn ring(bytes: usize, backup: Backup) -> Delivery {
 /// If KVM emulates the guest's kernel, each of that kernel's stores makes an entry.
 const LARGE: usize = RingSize::BYTES_MAX;
 
-/// Whether this host's kernel supports it; if not, the test is recorded as skipped.
+/// Whether this host's kernel supports `delivery`; if not, the test is recorded as skipped.
 fn has(delivery: Delivery) -> bool {
     let mut builder = builder(16, 16, 1, "");
     builder.delivery = delivery;
@@ -49,12 +49,12 @@ fn has(delivery: Delivery) -> bool {
 struct Running<'a> {
     vm: &'a Vm,
     devices: &'a PlatformDevices,
-    /// vCPUs that have not ended.
+    /// The number of vCPUs that have not ended.
     vcpus: &'a AtomicUsize,
 }
 
 impl Running<'_> {
-    /// Whether no vCPU will write again.
+    /// Whether all vCPUs have ended, so that none writes again.
     fn is_over(&self) -> bool {
         self.vcpus.load(Ordering::Acquire) == 0
     }
@@ -74,8 +74,8 @@ impl Running<'_> {
         self.vm.write(at, &mask.to_le_bytes()).unwrap();
     }
 
-    /// Waits until the guest's processes are prepared: while it boots, a kernel writes the same
-    /// pages again and again.
+    /// Waits until the guest's processes are prepared: a booting kernel writes the same pages again
+    /// and again.
     fn prepared(&self) {
         let is_prepared = |status: Status| status.threads.first().is_some_and(|t| t.counter > 0);
         while !self.is_over() && !self.status().is_some_and(is_prepared) {
@@ -157,8 +157,8 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
             thread::sleep(Duration::from_millis(1));
             collected += rings.reap_rings(&mut |_, _| ()).unwrap();
         }
-        // The vCPU runs until it enters KVM again, and then no further. With room in its ring it
-        // would run to its end.
+        // The vCPU runs only until it enters KVM again. With room in its ring it would run to its
+        // end.
         let count = || guest.status().unwrap().threads[1].counter;
         let mut full = 0;
         while full != count() {
@@ -167,7 +167,7 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset() {
         }
         assert!(!guest.is_over(), "{full} transactions");
         set_logging_everywhere(vm, Logging::Off).unwrap();
-        // A panic of the VMM's code loses no page and ends no other call.
+        // A panic of the VMM's code loses no page and breaks no other call.
         let panics = || rings.reap_rings(&mut |_, _| panic!("the VMM's own"));
         let _ = panic::catch_unwind(AssertUnwindSafe(panics));
         rings.reap_rings(&mut |_, _| ()).unwrap();

@@ -1,5 +1,5 @@
-//! What this backend alone has: pages that are late from the first touch on, and its refusals. The
-//! behaviours that it shares with other backends are in `check/conformance`.
+//! Behaviour of this backend alone: pages that are late from the first touch on, and its refusals.
+//! The behaviour common to all backends is in `check/conformance`.
 
 use crate::common;
 
@@ -55,7 +55,7 @@ fn bad_input_is_refused_with_a_reason() {
     assert!(matches!(line, KvmError::Boot(_)), "{line}");
 }
 
-/// Provides zeros, and drops a VM when it is asked for one page more than `left`.
+/// Provides zeros for `left` pages, and drops a VM at the next request.
 struct DropsVm {
     vm: Mutex<Option<Arc<Vm>>>,
     left: AtomicUsize,
@@ -81,8 +81,8 @@ impl PageSource for DropsVm {
     }
 }
 
-/// A page source has the last reference to its VM, and drops it when it is asked for a page. A
-/// worker of KVM may wait for that page, and the close of KVM's descriptor waits for the worker.
+/// A page source drops the last reference to its VM during a request for a page. A worker of KVM
+/// may wait for that page, and the close of KVM's descriptor waits for the worker.
 #[test]
 fn a_page_source_may_drop_the_last_vm() {
     if !can_run() {

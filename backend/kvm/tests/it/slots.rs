@@ -1,5 +1,4 @@
-//! Memory slots that are added, moved and removed, and kicks; each without a running guest and
-//! beside one.
+//! Added, moved and removed memory slots, and kicks; each without a running guest and beside one.
 
 use crate::common;
 
@@ -21,8 +20,8 @@ fn gfns(first: u64, pages: u64) -> GfnRange {
     GfnRange::new(Gfn::new(first).unwrap(), pages).unwrap()
 }
 
-/// Exits on missing memory are refused for read-only slots and where no page is ever missing, and
-/// nothing changes.
+/// Exits on missing memory are refused for read-only slots and for memory without missing pages,
+/// and nothing changes.
 #[test]
 fn exits_where_no_page_is_missing_are_refused() {
     if !can_run() {
@@ -119,7 +118,7 @@ fn a_kick_waits_for_the_run_that_takes_it() {
     vm.kick_all();
 }
 
-/// The VMM's whole pages go to and from memory that no thread has touched without a fault each.
+/// The VMM copies whole pages to and from untouched memory without a fault for each page.
 #[test]
 fn untouched_pages_are_written_and_read_without_faults() {
     if !can_run() {
@@ -132,7 +131,7 @@ fn untouched_pages_are_written_and_read_without_faults() {
     vm.read(from, &mut all).unwrap();
     assert!(all.iter().all(|byte| *byte == 0));
     assert_eq!(vm.source_stats(), before, "nothing was touched");
-    // Page 3 is touched; pages 1 to 5 are written; then parts of pages 5 and 6.
+    // The test touches page 3, writes pages 1 to 5, then parts of pages 5 and 6.
     let page = |n: u64| Gpa::new(from.get() + n * 4096).unwrap();
     vm.write(page(3), &[7; 8]).unwrap();
     let faults = vm.source_stats().faults;

@@ -1,13 +1,13 @@
-//! What the host side of async page faults needs of KVM, when it is in this process: the guest's
-//! accesses to three registers exit, and events are injected.
+//! KVM's part of async page faults with their host side in this process: the guest's accesses to
+//! three registers exit, and events are injected.
 //!
 //! A page fault is injected as a *pending* exception with its address
-//! (`KVM_CAP_EXCEPTION_PAYLOAD`). An exception that counts as injected would not do: KVM halts a
-//! vCPU while one of its workers brings a page in, and only a pending exception ends that halt.
+//! (`KVM_CAP_EXCEPTION_PAYLOAD`). An injected exception would not suffice: KVM halts a vCPU while
+//! one of its workers brings a page in, and only a pending exception ends that halt.
 //!
-//! An INIT that one vCPU sends another is handled inside KVM, and resets async page faults. So
-//! [`remember`] writes the register of the vector in KVM, which the guest cannot reach. KVM sets it
-//! to 0 at an INIT, and [`has_forgotten`] sees that.
+//! KVM itself handles an INIT from one vCPU to another, which resets async page faults. So
+//! [`remember`] writes the vector's register in KVM, which the guest cannot reach. KVM sets this
+//! register to 0 at an INIT, and [`has_forgotten`] sees that.
 
 use super::msrs::{self, APF_ENABLE, APF_VECTOR};
 use crate::error::KvmError;
@@ -28,14 +28,14 @@ const PAGE_FAULT: u8 = 14;
 /// The register SVR of a local APIC, and its bit that enables the APIC.
 const SVR: usize = 0xf0;
 const APIC_ENABLED: u32 = 1 << 8;
-/// Where an interrupt message goes; bits 19:12 are the number of the APIC.
+/// The address of interrupt messages; bits 19:12 are the number of the APIC.
 const APIC_MESSAGES: u32 = 0xfee0_0000;
 
-/// The registers from EN to ACK. Of the six, the three of async page faults exit: their bits are 0.
+/// The registers from EN to ACK. The three of async page faults exit: their bits are 0.
 const FILTERED: u32 = 6;
 const ALLOWED: [u8; 1] = [0b00_1110];
 
-/// The vector that KVM's own register has, while it is unused: any value that is not 0.
+/// The value of KVM's own vector register, while it is unused. Any nonzero value works.
 const MARK: u64 = 0xff;
 
 /// Makes accesses to the registers of async page faults exit to this process.
@@ -64,8 +64,8 @@ pub fn take(vm: &VmFd) -> Result<(), KvmError> {
         .map_err(KvmError::step("filter registers"))
 }
 
-/// Whether a vCPU that has left the guest could take an interrupt: interrupts are enabled, and no
-/// event is pending or being delivered.
+/// Whether a vCPU outside the guest could take an interrupt: interrupts are enabled, and no event
+/// is pending or being delivered.
 pub fn is_interruptible(fd: &VcpuFd) -> Result<bool, Error> {
     let events = fd.get_vcpu_events()?;
     let quiet = [
@@ -81,7 +81,7 @@ pub fn is_interruptible(fd: &VcpuFd) -> Result<bool, Error> {
     Ok(quiet == [0; 8] && fd.get_regs()?.rflags & INTERRUPT_FLAG != 0)
 }
 
-/// The state of a vCPU that has left the guest.
+/// The state of a vCPU outside the guest.
 pub fn state(fd: &VcpuFd) -> Result<CpuState, Error> {
     let sregs = fd.get_sregs()?;
     let lapic = fd.get_lapic()?;
@@ -119,7 +119,7 @@ pub fn interrupt(vm: &VmFd, index: usize, vector: u8) -> Result<(), Error> {
     vm.signal_msi(message).map(drop)
 }
 
-/// Whether the guest has halted the vCPU. A halt of KVM's own does not count.
+/// Whether the guest has halted the vCPU. KVM's own halt does not count.
 pub fn is_halted(fd: &VcpuFd) -> Result<bool, Error> {
     Ok(fd.get_mp_state()?.mp_state == KVM_MP_STATE_HALTED)
 }
@@ -134,7 +134,7 @@ pub fn unhalt(fd: &VcpuFd) -> Result<(), Error> {
     })
 }
 
-/// From now on [`has_forgotten`] sees whether the vCPU was reset.
+/// Lets [`has_forgotten`] see a later reset of the vCPU.
 pub fn remember(fd: &VcpuFd) -> Result<(), StateError> {
     msrs::write(fd, APF_VECTOR, MARK)
 }

@@ -10,13 +10,13 @@ pub const TSC_DEADLINE: u32 = 0x6e0;
 pub const APF_ENABLE: u32 = 0x4b56_4d02;
 pub const APF_VECTOR: u32 = 0x4b56_4d06;
 const APF_ACKNOWLEDGE: u32 = 0x4b56_4d07;
-/// The registers that are not in a state's list: a state has a field of its own for each, or none.
+/// The registers outside a state's list: a state has a field of its own for each, or lacks it.
 const ELSEWHERE: [u32; 5] = [TSC, TSC_DEADLINE, APF_ENABLE, APF_VECTOR, APF_ACKNOWLEDGE];
 
-/// The values that model-specific registers have before the vCPU runs.
+/// The values of model-specific registers before the vCPU runs.
 pub type Fresh = BTreeMap<u32, u64>;
 
-/// The present values of those registers in `indices` that KVM can read.
+/// The present values of the registers in `indices` that KVM can read.
 pub fn fresh(fd: &VcpuFd, indices: &[u32]) -> Fresh {
     let known = indices.iter().filter(|index| !ELSEWHERE.contains(index));
     known

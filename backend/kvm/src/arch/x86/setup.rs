@@ -30,7 +30,7 @@ const X2APIC: u32 = 1 << 21;
 const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 
-/// The features of the guest's processors, the same for all except their numbers.
+/// The features of the guest's processors. Only the processors' numbers differ.
 pub struct Features {
     supported: CpuId,
     tsc_deadline: bool,
@@ -38,7 +38,7 @@ pub struct Features {
     apf: Apf,
     model: CpuModel,
     vcpus: u32,
-    /// Those that KVM saves and restores.
+    /// The registers that KVM saves and restores.
     msrs: Vec<u32>,
 }
 
@@ -50,7 +50,7 @@ pub enum Scaling {
 }
 
 impl Features {
-    /// Reads what this host's KVM offers for `config`.
+    /// Reads the features that this host's KVM offers for `config`.
     pub fn of(kvm: &Kvm, config: &VmConfig) -> Result<Self, Error> {
         Ok(Self {
             supported: kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?,
@@ -73,18 +73,18 @@ impl Features {
         features.fold(0, |all, eax| all | eax) & APF_BITS == APF_BITS
     }
 
-    /// The features that CPUID announces in KVM's own leaf.
+    /// The features announced in KVM's own leaf of CPUID.
     pub fn kvm_features(&self) -> u32 {
         let [eax, ..] = answer(&self.entries(0, 0), FEATURES, 0);
         eax
     }
 
-    /// The values that KVM gives to the model-specific registers of a new vCPU.
+    /// The values of a new vCPU's model-specific registers.
     pub fn fresh(&self, vcpu: &VcpuFd) -> Fresh {
         msrs::fresh(vcpu, &self.msrs)
     }
 
-    /// A feature of the processor model that KVM does not offer.
+    /// A feature of the processor model that KVM lacks.
     pub fn missing(&self) -> Option<&'static str> {
         match self.model {
             CpuModel::Host => None,
@@ -102,7 +102,7 @@ impl Features {
         self.model
     }
 
-    /// The features that CPUID announces to the guest.
+    /// The features announced to the guest by CPUID.
     pub fn announced(&self) -> x86::cpuid::Features {
         let entries = self.entries(0, 0);
         x86::cpuid::Features::of(|function, index| answer(&entries, function, index))
@@ -117,14 +117,14 @@ impl Features {
         }
         let set = set_tsc_khz(vcpu, khz, self.tsc_scales)?;
         if set && self.set_cpuid(vcpu, index).is_err() {
-            // The vCPU has run, so its guest uses the old frequency.
+            // The error means that the vCPU has run, so its guest uses the old frequency.
             let _ = vcpu.set_tsc_khz(own);
             return Ok(false);
         }
         Ok(set)
     }
 
-    /// Sets the CPUID of vCPU `index`, with the present frequency of its TSC. KVM refuses that
+    /// Sets the CPUID of vCPU `index`, with the present frequency of its TSC. KVM refuses the call
     /// after the vCPU has run.
     pub fn set_cpuid(&self, vcpu: &VcpuFd, index: usize) -> Result<(), Error> {
         let entries = self.entries(index as u32, vcpu.get_tsc_khz()?);
@@ -153,7 +153,7 @@ impl Features {
         entries
     }
 
-    /// All leaves that KVM offers, without the leaf of clock frequencies.
+    /// All leaves of KVM, without the leaf of clock frequencies.
     fn host_entries(&self, index: u32) -> Vec<kvm_cpuid_entry2> {
         let mut entries = self.supported.as_slice().to_vec();
         entries.retain(|e| e.function != CLOCKS);
@@ -227,8 +227,8 @@ fn answer(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> Answer {
 /// Makes the TSC of `vcpu` run at `khz`. `false` if KVM cannot.
 ///
 /// Without scaling, KVM accepts a higher frequency and advances the TSC at each exit, so a guest
-/// sees jumps. This function refuses that. KVM stores a frequency before it refuses it, so this
-/// function sets the old one again.
+/// sees jumps. This function refuses such a frequency. KVM stores a frequency before it refuses it,
+/// so this function sets the old one again.
 fn set_tsc_khz(vcpu: &VcpuFd, khz: u32, scaling: Scaling) -> Result<bool, Error> {
     let own = vcpu.get_tsc_khz()?;
     if khz == own {
@@ -272,7 +272,8 @@ fn long_mode(sregs: &mut kvm_sregs, boot: &Boot) {
     ] {
         *segment = data;
     }
-    // The guest loads its own before it uses one, but the processor requires a valid TR.
+    // The guest loads its own TR before its first use, but the processor always requires a valid
+    // TR.
     sregs.tr = kvm_segment {
         limit: 0x67,
         type_: BUSY_TSS,

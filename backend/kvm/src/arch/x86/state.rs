@@ -26,8 +26,8 @@ fn refused(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> StateError {
     }
 }
 
-/// Reads the state of a vCPU that is between two instructions. `fresh` are the values that its
-/// model-specific registers had when it was new.
+/// Reads the state of a vCPU between two instructions. `fresh` are the first values of its
+/// model-specific registers.
 pub fn save(fd: &VcpuFd, features: &Features, fresh: &Fresh) -> Result<VcpuState, StateError> {
     let msr = |index| msrs::read(fd, index).unwrap_or(0);
     let sregs = fd.get_sregs().map_err(refused("read system registers"))?;
@@ -75,7 +75,7 @@ pub fn save(fd: &VcpuFd, features: &Features, fresh: &Fresh) -> Result<VcpuState
     Ok(VcpuState::X86(Box::new(state)))
 }
 
-/// A state that a vCPU has accepted.
+/// An accepted state.
 pub struct Accepted<'a>(&'a State);
 
 /// Checks `state`, and sets the TSC of vCPU `index`. KVM may refuse a TSC after the check,
@@ -100,7 +100,7 @@ pub fn accept<'a>(
     Ok(Accepted(state))
 }
 
-/// Gives a vCPU the state that it has accepted.
+/// Gives a vCPU its accepted state.
 pub fn restore(fd: &VcpuFd, fresh: &Fresh, state: Accepted<'_>) -> Result<(), StateError> {
     let Accepted(state) = state;
     let mut sregs = fd.get_sregs().map_err(refused("read system registers"))?;
@@ -129,7 +129,7 @@ pub fn restore(fd: &VcpuFd, fresh: &Fresh, state: Accepted<'_>) -> Result<(), St
         .map_err(refused("set debug registers"))?;
     set_events(fd, &state.events)?;
     set_run_state(fd, state.run)?;
-    // Last, because a write of the enable bit makes KVM read the guest's memory and queue the
+    // These are last: a write of the enable bit makes KVM read the guest's memory and queue the
     // wake-all event.
     for (index, value) in [
         (APF_VECTOR, state.apf.vector),
@@ -142,7 +142,7 @@ pub fn restore(fd: &VcpuFd, fresh: &Fresh, state: Accepted<'_>) -> Result<(), St
     Ok(())
 }
 
-/// Refuses what KVM would take silently, or would refuse after it has set a part of the state.
+/// Refuses values that KVM would take silently, or refuse after it has set a part of the state.
 fn check(state: &State, features: &Features, fresh: &Fresh) -> Result<(), StateError> {
     if let Some((field, value)) = state.features.missing_in(&features.announced()) {
         return unsupported(field, value);
@@ -166,7 +166,7 @@ fn check(state: &State, features: &Features, fresh: &Fresh) -> Result<(), StateE
     }
 }
 
-/// The control bits that the common model has, and no FPU.
+/// Allows only the control bits of the common model, and no FPU.
 fn check_common(state: &State) -> Result<(), StateError> {
     /// PE MP EM TS ET NE WP AM NW CD PG.
     const CR0: u64 = 0xe005_003f;
@@ -201,8 +201,8 @@ fn unsupported<T>(field: &'static str, value: impl Into<u64>) -> Result<T, State
 /// Sets the TSC, before anything else is changed.
 ///
 /// Some KVMs ignore the write, and the guest reads the host's TSC. This function refuses a state
-/// whose TSC would go back; a TSC that is ahead looks to the guest like a long stop. KVM makes the
-/// TSCs of a VM's vCPUs equal if it is given nearly equal values, so the TSC may be up to a second
+/// whose TSC would go back. A TSC that is ahead looks like a long stop to the guest. KVM makes the
+/// TSCs of a VM's vCPUs equal if their values are nearly equal, so the TSC may be up to a second
 /// behind.
 fn set_tsc(fd: &VcpuFd, tsc: &Tsc) -> Result<(), StateError> {
     msrs::write(fd, TSC, tsc.value)?;
@@ -338,7 +338,7 @@ fn put_system(sregs: &mut kvm_bindings::kvm_sregs, state: &State) {
     (sregs.gdt, sregs.idt) = (table(&from.gdtr), table(&from.idtr));
     (sregs.cr0, sregs.cr3, sregs.cr4) = (from.cr0, from.cr3, from.cr4);
     sregs.efer = from.efer;
-    // A page fault that has not been delivered yet has its own CR2, which takes precedence.
+    // The CR2 of an undelivered page fault takes precedence.
     let faulted = state.events.exception.and_then(|exception| exception.cr2);
     sregs.cr2 = faulted.unwrap_or(from.cr2);
     sregs.cr8 = u64::from(state.apic.regs[8] >> 4 & 15);
