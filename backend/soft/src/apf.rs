@@ -19,9 +19,9 @@ impl<P: Platform> Guest for Entry<P> {
     fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault {
         match self.provided_page(gfn, access, |_| ()) {
             Ok(()) => return Prefault::Mapped,
-            // A ticket that no thread starts would keep its frame for ever.
+            // An unstarted ticket would keep its frame for ever.
             Err(Some(Absent::Pending(ticket))) => self.vm.host.start(&ticket),
-            // `None`: the VMM has said ready and has not provided the page. The guest's access
+            // `None`: the VMM has reported the page ready without providing it. The guest's access
             // exits again.
             Err(Some(Absent::NoMemory | Absent::Busy) | None) => {}
         }
@@ -50,7 +50,7 @@ impl<P: Platform> SharedWords for Entry<P> {
 
     fn write_u32(&mut self, at: Gpa, value: u32) -> Result<(), Unwritable> {
         let store = |page: HostPage| {
-            // Decoded instructions are in this page: the write below notifies every vCPU.
+            // If the page has decoded instructions, the write below notifies every vCPU.
             (!page.is_write_tracked()).then(|| page.store_u32(at.offset(), value))
         };
         match self.with_page(at.gfn(), Access::Write, store) {
@@ -116,7 +116,7 @@ impl arm64::Guest for Entry<lacuna_arm64::Cpu> {
     fn apply(&mut self, effect: Effect) {
         let cpu = &mut self.cpu;
         match effect {
-            // The processor makes the other fields of the syndrome: class, length of instruction.
+            // The processor sets the other fields of the syndrome: class, length of instruction.
             Effect::DataAbort { esr, far } => cpu.inject_abort((esr & 0x3f) as u32, far),
             Effect::Interrupt { number, line } => {
                 let line = match line {
@@ -132,7 +132,7 @@ impl arm64::Guest for Entry<lacuna_arm64::Cpu> {
 }
 
 impl<P: Platform> Entry<P> {
-    /// Missing guest memory is the guest's fault; a page that cannot be brought in ends the run.
+    /// Missing guest memory is the guest's fault. A failure to bring in a page ends the run.
     fn note(&mut self, result: Result<(), MemoryError>) -> Result<(), Unwritable> {
         if let Err(error) = &result
             && let MemoryError::Backing { gpa, cause, .. } | MemoryError::Refused { gpa, cause } =

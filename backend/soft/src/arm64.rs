@@ -35,7 +35,7 @@ const _: () = {
     }
 };
 
-/// The bytes that seed the guest's random numbers. In a seeded run they follow from its seed.
+/// The bytes that seed the guest's random numbers. In a seeded run they follow from the seed.
 fn rng_seed(host: &Host) -> Result<[u8; 32], BootError> {
     let mut bytes = [0; 32];
     match host.seed() {
@@ -133,8 +133,8 @@ impl Platform for Cpu {
     }
 }
 
-/// The abort that EL2 takes for `access` at `gfn`, at which the vCPU has stopped. `None` if stage 2
-/// grants the access by now.
+/// The abort that EL2 takes for `access` at `gfn`, where the vCPU has stopped. `None` if stage 2
+/// now grants the access.
 fn stage2_abort(entry: &Entry<Cpu>, gfn: Gfn, access: Access) -> Option<Stage2Abort> {
     let (violation, level) = entry.bus.mmu().violation(gfn, access)?;
     let of = match entry.cpu.stopped_walk() {
@@ -147,7 +147,7 @@ fn stage2_abort(entry: &Entry<Cpu>, gfn: Gfn, access: Access) -> Option<Stage2Ab
 
 impl VcpuOf<Cpu> {
     /// The stage-2 abort of its last exit on missing memory, as a hypervisor at EL2 would read it.
-    /// `None` after another exit, or if the page has arrived meanwhile.
+    /// `None` after another exit, or if the page has arrived.
     pub fn stage2_abort(&self) -> Option<Stage2Abort> {
         let faulted = self.faulted?;
         stage2_abort(&self.entry, faulted.gfn, faulted.access)
@@ -164,7 +164,7 @@ fn hypercall(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, call: &Call) -> S
         None => return service(entry, apf, call),
         Some(Outcome::Return(result)) => entry.cpu.complete_hypercall_in_x0(result),
         Some(Outcome::Suspend) => entry.cpu.suspend(),
-        // The next step finds it off.
+        // The next step finds the vCPU off.
         Some(Outcome::Off) => {}
         Some(Outcome::SystemOff) => return Step::Exit(Exit::PoweredOff),
         Some(Outcome::SystemReset) => return Step::Exit(Exit::Reset),
@@ -176,7 +176,7 @@ fn hypercall(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, call: &Call) -> S
 fn service(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, call: &Call) -> Step {
     let [a, b, c, d, e, ..] = call.args;
     let args = [a, b, c, d, e];
-    // A kick ends a wait here, and does not end one inside of the call.
+    // A kick ends a wait here, but would not end a wait inside the call.
     if let Some((gfn, access)) = apf.page_accessed_by(call.function, &args)
         && let Some(wait) = entry.wait_for(gfn, access)
     {
@@ -193,7 +193,7 @@ fn service(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, call: &Call) -> Ste
     Step::Ran
 }
 
-/// What the bitmap of the vendor services offers.
+/// The features in the bitmap of the vendor services.
 fn features(offered: Apf) -> Features {
     match offered {
         Apf::Off => Features::empty(),

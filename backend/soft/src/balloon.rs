@@ -7,7 +7,7 @@ use lacuna_mmu::Rmap;
 use lacuna_slots::Slot;
 use std::sync::Arc;
 
-/// A part of a request that lies in one slot.
+/// A part of a request, in one slot.
 type Part = (Arc<Slot<Rmap>>, GfnRange);
 
 impl Vm {
@@ -42,7 +42,7 @@ impl Vm {
 
     fn discard_part(&self, (slot, part): &Part) -> Result<(), MemoryError> {
         let first = part.start();
-        // A log that cannot take the marks refuses here, before a byte has changed.
+        // If a log cannot take the marks, refuse here, before a byte has changed.
         self.mark_changed(slot, first)?;
         let range = BackingRange::new(slot.backing_of(first), part.pages());
         let discarded = self.host.discard(range.expect("a part of the slot"));

@@ -1,4 +1,4 @@
-//! From a VM to its vCPUs, with an image or to be restored.
+//! Makes the vCPUs of a VM, for an image or for a restored state.
 
 use crate::error::SoftError;
 use crate::platform::Platform;
@@ -9,8 +9,8 @@ use lacuna_machine::{Arch, Image};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Threads of a VMM besides the vCPUs' threads: one that watches the guest, one that reads its
-/// console, one that ends the run after a time, one for signals.
+/// Threads of a VMM besides the vCPUs' threads: for the watcher, the console, a timeout and
+/// signals.
 const THREADS_BESIDE: usize = 4;
 
 impl Vm {
@@ -21,7 +21,7 @@ impl Vm {
     ///
     /// # Errors
     /// [`SoftError::Booted`], or the reason why the image cannot be loaded or a vCPU cannot be
-    /// made; after such an error it may be tried again.
+    /// made; after such an error the call may be repeated.
     pub fn boot_on<P: Platform>(
         self: &Arc<Self>,
         image: &Image<'_>,
@@ -64,9 +64,9 @@ impl Vm {
         self: &Arc<Self>,
         boot: Option<P::Boot>,
     ) -> Result<Vec<VcpuOf<P>>, SoftError> {
-        // After the VM's tables are allocated, there may be too little address space for the
-        // threads of the vCPUs. The tables of a vCPU need no check of their own: they fit into
-        // the rest of the mapping that a thread's malloc arena reserves.
+        // After the allocation of the VM's tables, there may be too little address space for the
+        // vCPUs' threads. A vCPU's tables need no check of their own: they fit into the rest of the
+        // mapping for a thread's malloc arena.
         room_for_threads(self.config.vcpus + THREADS_BESIDE)?;
         self.has_shared_state
             .fetch_or(boot.is_some(), Ordering::AcqRel);

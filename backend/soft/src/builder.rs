@@ -1,4 +1,4 @@
-//! From the description of a run to its end: used by `lacuna run`, the lab and the tests.
+//! Describes and executes a run, for `lacuna run`, the lab and the tests.
 
 use crate::either::Vcpu;
 use crate::error::SoftError;
@@ -25,8 +25,8 @@ use std::sync::Arc;
 pub enum Swap {
     /// An unlinked file in this folder.
     File(PathBuf),
-    /// Compressed, inside the resident budget. A guest whose pages do not compress well enough for
-    /// that ends with `VcpuError::NoMemory`; a file has room for all of them.
+    /// Compressed, inside the resident budget. If the pages do not compress well enough, the guest
+    /// ends with `VcpuError::NoMemory`. A file has room for all of them.
     Memory,
 }
 
@@ -44,27 +44,27 @@ pub struct VmBuilder {
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,
-    /// Where the pages of the guest's memory are.
+    /// The kind of memory for the guest's pages.
     pub memory_kind: MemoryKind,
     /// Whether the kernel backs all of `resident` when the VM is made ([`Host::prefault`]). If not,
     /// the VM is made at once, and the kernel backs memory at its first touch.
     pub prefault: bool,
-    /// Where the host gives memory by 2 MiB pages.
+    /// The regions for which the host uses 2 MiB pages.
     pub huge: HugePages,
     /// The place of swapped-out pages.
     pub swap: Swap,
     /// Provides the pages of the guest's memory when they are first needed, numbered from 0 in the
     /// order of the memory slots; `None`: they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
-    /// The delay that is added to every swap transfer; reads may have a sequence of delays.
+    /// The delay added to every swap transfer. Reads may have a sequence of delays.
     pub latency: LatencySetting,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
     /// Which processor the guest sees.
     pub cpu: CpuModel,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
-    /// threads and real time. It is for `Builder::run`. The virtual time of a VM from `build` with
-    /// a seed is stopped: a vCPU that waits for time to pass fails with
+    /// threads and real time. It is for `Builder::run`. A VM from `build` with a seed has stopped
+    /// virtual time: a vCPU that waits for time to pass fails with
     /// [`VcpuError::TimeStandsStill`](lacuna_machine::VcpuError::TimeStandsStill).
     pub seed: Option<u64>,
     /// The command line of the guest kernel, to which the run adds `smp=`, and `ap=` for x86-64.
@@ -81,7 +81,7 @@ pub struct RunSummary {
     pub stalls: Vec<Stalls>,
     /// Each vCPU's asynchronous page faults.
     pub apf: Vec<ApfStats>,
-    /// Instructions that each vCPU retired.
+    /// The number of instructions retired by each vCPU.
     pub retired: Vec<u64>,
     /// The guest's time at the end.
     pub end: Nanos,
@@ -117,7 +117,7 @@ impl VmBuilder {
         }
     }
 
-    /// The memory manager of this run, for several VMs to share if wanted.
+    /// The memory manager of this run, which several VMs can share.
     pub fn host(&self, clock: Arc<dyn Clock>) -> Result<Arc<Host>, HostError> {
         let io = match self.seed {
             None => Io::Ring { readers: 4 },
@@ -146,7 +146,7 @@ impl VmBuilder {
         Ok(host)
     }
 
-    /// The Linux memory that the host reserves addresses for.
+    /// The Linux memory for which the host reserves addresses.
     fn linux_memory(&self) -> PageCount {
         match (self.memory_kind, Layout::of(self.arch, self.memory)) {
             (MemoryKind::Linux | MemoryKind::Shared | MemoryKind::Hugetlbfs, Ok(layout)) => {
@@ -155,7 +155,7 @@ impl VmBuilder {
                 let pages = slots.map(|slot| slot.pages().next_multiple_of(Level::L2M.pages()));
                 PageCount::new(pages.sum())
             }
-            // A layout that is not possible is refused when the VM is made.
+            // An impossible layout is refused when the VM is made.
             _ => PageCount::new(0),
         }
     }
@@ -178,7 +178,7 @@ impl VmBuilder {
     /// this backend's own counters.
     ///
     /// # Errors
-    /// The reason why the run cannot start. A run that has started has an [`Ending`].
+    /// The reason why the run cannot start. A started run has an [`Ending`].
     pub fn run_to_summary(
         &self,
         image: &Image<'_>,
@@ -230,7 +230,7 @@ impl VmBuilder {
         Ok((end, trace))
     }
 
-    /// Makes the VM for a run loop of the VMM's own. Unless it has a seed, its host works in the
+    /// Makes the VM for the VMM's own run loop. Unless it has a seed, its host works in the
     /// background until the VM is dropped.
     pub(crate) fn vm_with_background(&self) -> Result<Vm, SoftError> {
         let (mut vm, time) = self.vm()?;
@@ -262,9 +262,9 @@ impl VmBuilder {
         Ok((vm, time))
     }
 
-    /// Refuses sizes that no host can run, before memory and files are allocated for them. The
-    /// budget must suffice for all vCPUs. Each vCPU reserves its part only when it is made, so the
-    /// host would find out too late.
+    /// Refuses impossible sizes, before memory and files are allocated for them. The budget must
+    /// suffice for all vCPUs, and the host would find a shortage too late: each vCPU reserves its
+    /// part only when it is made.
     fn check(&self) -> Result<(), SoftError> {
         check_vcpus(self.vcpus)?;
         Layout::of(self.arch, self.memory)?;

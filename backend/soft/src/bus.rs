@@ -27,11 +27,11 @@ pub(crate) enum Origin {
     Source,
 }
 
-/// Why an instruction has stopped, and what it waits for.
+/// Why an instruction has stopped, with the object of its wait.
 pub(crate) enum Blocked {
     /// The page is not resident. The instruction waits for its ticket.
     Page(PageFault),
-    /// The page was never provided, and its slot exits: the VMM provides it.
+    /// The page was never provided, and its slot exits: the VMM provides the page.
     NotProvided(Gfn, Access),
     /// No frame is free. The instruction waits for reclaim.
     Memory,
@@ -84,20 +84,20 @@ impl<F: MmuFormat> SoftBus<F> {
         self.mmu.wait_for_page(&mut self.vcpu_mmu, gfn, access)
     }
 
-    /// Marks the pages that the vCPU has logged. The vCPU calls this when it leaves guest code,
-    /// before it goes offline: a harvesting thread waits only until the vCPU is offline.
+    /// Marks the pages logged by the vCPU. The vCPU calls this when it leaves guest code, before it
+    /// goes offline: a harvesting thread waits only until the vCPU is offline.
     #[inline]
     pub(crate) fn leave(&mut self) {
         self.mmu.flush_log(&mut self.vcpu_mmu);
     }
 
-    /// As [`Bus::page`], but ignores the soft limit of the dirty ring. It is for the few pages that
-    /// the vCPU accesses outside guest code: the ring's reserve has entries for them.
+    /// As [`Bus::page`], but ignores the soft limit of the dirty ring. For the few pages that the
+    /// vCPU accesses outside guest code: the ring's reserve has entries for them.
     #[inline]
     pub(crate) fn page_now(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         let vm = &self.vm;
-        // The note precedes the walk. So a thread that unmaps the leaf after the walk sees that
-        // this vCPU's TLB may hold it, and requests a flush from this vCPU.
+        // The note precedes the walk. So if a thread unmaps the leaf after the walk, it sees that
+        // this vCPU's TLB may hold the leaf, and requests a flush.
         vm.qsbr().vcpu(self.index).note(gfn.block().get());
         if let Walk::Hit(hit) = self.mmu.walk(&mut self.vcpu_mmu, gfn, access) {
             let page = Page {
@@ -110,8 +110,8 @@ impl<F: MmuFormat> SoftBus<F> {
         self.fault(gfn, access)
     }
 
-    /// Resolves a fault. It is not inlined: otherwise `page_now` would set up this function's stack
-    /// frame for every walk, also for a walk that finds the page.
+    /// Resolves a fault. Not inlined: otherwise `page_now` would set up this function's stack frame
+    /// for every walk, even if the walk finds the page.
     #[inline(never)]
     fn fault(&mut self, gfn: Gfn, access: Access) -> Result<HostPage, Stop> {
         match self.mmu.fault(&mut self.vcpu_mmu, gfn, access) {

@@ -21,10 +21,10 @@ use lacuna_addr::{Gfn, NoRoom, room_for};
 use lacuna_sync::{Mutex, Qsbr, VcpuSlot, lock_order};
 use std::sync::atomic::AtomicU64;
 
-/// The most pages in an inbox. One page more turns the inbox into [`Stale::All`].
+/// The largest number of pages in an inbox. One page more turns the inbox into [`Stale::All`].
 const INBOX_MAX: usize = 64;
 
-/// What a vCPU must drop.
+/// The decoded instructions that a vCPU must drop.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Stale {
     /// Decoded instructions of these pages.
@@ -109,7 +109,7 @@ impl CodeMap {
         }
     }
 
-    /// Makes every vCPU drop all decoded instructions. For a change of memory slots.
+    /// Makes every vCPU drop all decoded instructions. For changes of memory slots.
     pub(crate) fn forget_all(&self, qsbr: &Qsbr) {
         for (index, inbox) in self.inboxes.iter().enumerate() {
             *inbox.lock().expect("no panic under this lock") = Stale::All;
@@ -117,7 +117,7 @@ impl CodeMap {
         }
     }
 
-    /// Empties the inbox of vCPU `index`, and returns what the vCPU must drop.
+    /// Empties the inbox of vCPU `index`, and returns its content.
     pub(crate) fn take(&self, index: usize) -> Stale {
         let mut inbox = self.inboxes[index]
             .lock()

@@ -35,8 +35,8 @@ impl DirtyTracking for Vm {
         self.mmu.delivery()
     }
 
-    /// A vCPU that has left because its ring was full stays out, even if no slot logs any more,
-    /// until the rings are reaped and reset.
+    /// A vCPU that has left because of a full ring stays out until the rings are reaped and reset,
+    /// even if no slot logs any more.
     fn set_logging(&self, id: SlotId, logging: Logging) -> Result<(), DirtyError> {
         self.mmu.set_logging(id, logging)
     }

@@ -1,6 +1,6 @@
-//! A virtual processor of any architecture, for callers that choose it when they run.
+//! A virtual processor of any architecture, for callers that choose the architecture at run time.
 //!
-//! One `match` for each call. Guest code runs inside of a call, so its accesses see none of it.
+//! Each call has one `match`. Guest code runs inside a call, so its accesses do not pay for it.
 
 use crate::error::SoftError;
 use crate::platform::Platform;
@@ -35,7 +35,7 @@ macro_rules! each {
 }
 
 impl Vcpu {
-    /// The x86-64 processor that this is.
+    /// The processor, if it is an x86-64 one.
     pub fn as_x86(&self) -> Option<&VcpuOf<lacuna_x86::Cpu>> {
         match self {
             Self::X86(vcpu) => Some(vcpu),
@@ -43,7 +43,7 @@ impl Vcpu {
         }
     }
 
-    /// The AArch64 processor that this is.
+    /// The processor, if it is an AArch64 one.
     pub fn as_arm64(&self) -> Option<&VcpuOf<lacuna_arm64::Cpu>> {
         match self {
             Self::X86(_) => None,

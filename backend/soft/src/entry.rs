@@ -1,4 +1,4 @@
-//! Enters a processor between two quiescent points, with a TLB that has no stale entry.
+//! Enters a processor between two quiescent points, with a TLB without stale entries.
 
 mod losses;
 
@@ -23,15 +23,14 @@ pub struct Entry<P: Platform> {
     pub(crate) index: usize,
     pub(crate) cpu: P,
     pub(crate) bus: SoftBus<P::Format>,
-    /// The error of an access to the words that the guest shares with the host, if there is memory
-    /// but its page cannot be had.
+    /// The error of an access to the words shared with the guest, if there is memory but its page
+    /// cannot be brought in.
     pub(crate) failed: Option<VcpuError>,
-    /// The error of a vCPU whose memory the kernel has taken away: see `losses`.
+    /// The error after the kernel has taken away memory of the vCPU: see `losses`.
     pub(crate) lost: Option<VcpuError>,
-    /// An exit of the processor that the next step handles again, because a page has to arrive
-    /// first.
+    /// An exit of the processor that needs a page first. The next step handles it again.
     pub(crate) again: Option<P::Own>,
-    /// Losses of Linux memory that this vCPU knows of.
+    /// The losses of Linux memory known to this vCPU.
     pub(crate) seen: SeenLosses,
     /// The grace period at which the TLB was last known to have no stale entry.
     flushed: GracePeriod,
@@ -52,7 +51,7 @@ impl Drop for Online<'_> {
 
 /// Why a page is not available at once.
 pub(crate) enum Absent {
-    /// There is no memory, or none that may be written.
+    /// There is no memory, or no writable memory.
     NoMemory,
     /// The page is not resident. It arrives after a thread has started the ticket.
     Pending(Ticket),
@@ -122,7 +121,7 @@ impl<P: Platform> Entry<P> {
         })
     }
 
-    /// Calls `touch` with the page `gfn`, if that needs no waiting.
+    /// Calls `touch` with the page `gfn`, if this needs no wait.
     pub(crate) fn with_page<R>(
         &mut self,
         gfn: Gfn,
@@ -133,8 +132,8 @@ impl<P: Platform> Entry<P> {
         touched.map_err(|absent| absent.unwrap_or_else(|| self.absent(gfn, access)))
     }
 
-    /// As [`Entry::with_page`]. `Err(None)`: the page was never provided, in a slot that exits. Its
-    /// source is not asked then.
+    /// As [`Entry::with_page`]. `Err(None)`: the page was never provided, in a slot that exits. The
+    /// source is not asked.
     pub(crate) fn provided_page<R>(
         &mut self,
         gfn: Gfn,
@@ -156,13 +155,13 @@ impl<P: Platform> Entry<P> {
     pub(crate) fn wait_for(&mut self, gfn: Gfn, access: Access) -> Option<Step> {
         match self.with_page(gfn, access, |_| ()) {
             Err(Absent::Pending(ticket)) => Some(Step::Wait(Wait::Page(ticket))),
-            // The access itself waits for a page that another thread fills or takes at this moment.
+            // If another thread fills or takes the page at this moment, the access itself waits.
             Ok(()) | Err(Absent::NoMemory | Absent::Busy) => None,
         }
     }
 
-    /// A never-provided page, in a slot that exits. Only the accesses of instructions exit; this
-    /// one waits for the page source.
+    /// The wait for a never-provided page in a slot that exits. Only the accesses of instructions
+    /// exit; this access waits for the page source.
     #[cold]
     fn absent(&mut self, gfn: Gfn, access: Access) -> Absent {
         match self.bus.wait_for_page(gfn, access) {

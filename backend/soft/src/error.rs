@@ -18,7 +18,7 @@ pub enum SoftError {
     /// An AArch64 processor has no TSC.
     #[error("a TSC frequency for AArch64 processors, which have none: leave it out")]
     NoTsc,
-    /// The VM's stage-2 tables are not in the format of that processor.
+    /// The VM's stage-2 tables have another format than the processor's.
     #[error(
         "the VM was made for {0} processors, which read other stage-2 tables: make a VM of the \
          architecture of this processor"
@@ -27,7 +27,7 @@ pub enum SoftError {
     /// The host's memory manager refuses.
     #[error(transparent)]
     Host(#[from] HostError),
-    /// There is no handler that fills the memory.
+    /// There is no handler to fill the memory.
     #[error(transparent)]
     Handler(#[from] HandlerError),
     /// The resident budget cannot be filled from outside.

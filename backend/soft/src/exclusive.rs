@@ -1,9 +1,9 @@
 //! Stops all vCPUs for a locked access that crosses a cache line.
 //!
 //! Host atomics are at most 8 bytes and aligned, so a split lock must exclude all other accesses.
-//! The vCPU that needs it raises a flag, kicks the others, and continues when it is alone. A vCPU
-//! that is about to go online meanwhile steps back. Split locks are rare: compilers do not emit
-//! them.
+//! The vCPU with the split lock raises a flag, kicks the others, and continues when it is alone.
+//! Meanwhile a vCPU that is about to go online steps back. Split locks are rare: compilers do not
+//! emit them.
 
 use lacuna_sync::{Mutex, Qsbr, VcpuSlot, lock_order};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -37,8 +37,8 @@ impl Exclusive {
     /// Brings vCPU `index` online, unless another one has the machine to itself.
     pub(crate) fn online(&self, qsbr: &Qsbr, index: usize) -> lacuna_sync::GracePeriod {
         loop {
-            // It must not announce itself again and again: the vCPU that waits to be alone must
-            // find a moment at which all others are offline.
+            // This vCPU must not go online again and again: the vCPU that waits to be alone must
+            // see all others offline at one moment.
             while self.active.load(Ordering::Acquire) {
                 yield_now();
             }
@@ -53,8 +53,8 @@ impl Exclusive {
 
     /// Runs `body` while no other vCPU executes guest code. The caller is offline.
     pub(crate) fn alone<R>(&self, qsbr: &Qsbr, index: usize, body: impl FnOnce() -> R) -> R {
-        // While it waits for its turn it holds nothing that the present owner needs, because this
-        // vCPU is offline.
+        // This vCPU is offline, so while it waits for its turn, it holds nothing that the present
+        // owner needs.
         let turn = self.turn.lock().expect("a panicking vCPU ends the run");
         let active = Active::raise(&self.active);
         while !qsbr.alone(index) {

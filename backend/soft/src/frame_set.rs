@@ -6,7 +6,7 @@
 //!         the first insertion into a row or part allocates it
 //! ```
 //! A VMM may add slots anywhere below 2^48 while the VM runs, so the bitmap must cover all of that.
-//! Most VMs have only their boot memory, and look-ups there must not pay for the rest.
+//! Most VMs have only their boot memory, whose look-ups must not pay for the rest.
 
 use lacuna_addr::{GPA_BITS, Gfn, Level, PAGE_SHIFT};
 use std::sync::OnceLock;
@@ -21,14 +21,14 @@ const PARTS: usize = 512;
 /// Rows of the whole guest-physical address space.
 const ROWS: usize = (1 << (GPA_BITS - PAGE_SHIFT)) / 64 / PART_WORDS / PARTS;
 
-/// The most frames in `boot`: its bitmap has 8 MiB, whatever the guest's memory is.
+/// The largest number of frames in `boot`, a bitmap of 8 MiB.
 const BOOT_MAX: u64 = 256 * Level::L1G.pages();
 
 type Words = Box<[AtomicU64]>;
 
 /// The set.
 pub(crate) struct FrameSet {
-    /// Rounded up to whole blocks, so that no block is partly in `boot` and partly in `later`.
+    /// Rounded up to whole blocks, so that each block is either in `boot` or in `later`.
     boot: Words,
     /// Indexed from frame 0. The parts that `boot` covers are never allocated.
     later: Box<[OnceLock<Row>]>,
@@ -108,7 +108,7 @@ impl FrameSet {
         self.later[part / PARTS].get()?[part % PARTS].get()
     }
 
-    /// As [`FrameSet::part`], but allocates the part if need be.
+    /// As [`FrameSet::part`], but allocates a missing part.
     fn make_part(&self, gfn: Gfn) -> &Words {
         let part = index(gfn) / PART_WORDS;
         let row = self.later[part / PARTS].get_or_init(|| unmade(PARTS));

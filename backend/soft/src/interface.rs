@@ -108,7 +108,7 @@ impl HugePagePolicy for Vm {
 }
 
 impl ApfSwitch for Vm {
-    /// The guest sees no other difference. No effect on a VM that did not offer async faults at
+    /// The guest sees no other difference. Has no effect if the VM did not offer async faults at
     /// its start.
     fn set_apf(&self, apf: Apf) {
         let off = apf == Apf::Off || self.config.apf == Apf::Off;

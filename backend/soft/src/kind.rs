@@ -1,4 +1,4 @@
-//! Whether the request or the host is the reason why a VM cannot be made.
+//! The kinds of errors when a VM cannot be made: caused by the request or by the host.
 //!
 //! The crates below do not know [`ErrorKind`], because `host`, `mmu` and `slots` serve more than a
 //! machine. Their closed enums are matched without a catch-all arm, so a new error gets a kind
@@ -12,7 +12,7 @@ use lacuna_slots::SlotError;
 use lacuna_stage2::ArenaError;
 
 impl SoftError {
-    /// Where the cause lies.
+    /// The kind of the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Vcpus(_)
@@ -23,7 +23,7 @@ impl SoftError {
             | Self::Dirty(_)
             | Self::HandlerMemory => ErrorKind::Request,
             Self::Handler(_) => ErrorKind::Host,
-            // The only one that is due to the host. The type is open to new ones.
+            // Only this slot error is due to the host. The type is open to new errors.
             Self::Slot(SlotError::NoRoom { .. }) | Self::Tables(_) => ErrorKind::Host,
             Self::Slot(_) => ErrorKind::Request,
             Self::Host(error) => host(error),

@@ -1,8 +1,8 @@
-//! Changes of memory slots in a running VM: the calls of `lacuna_mmu`. In addition every vCPU drops
-//! its decoded code, because another page may now be behind the same guest address.
+//! Changes of memory slots in a running VM: the calls of `lacuna_mmu`. In addition, every vCPU
+//! drops its decoded code, because a guest address may have another page now.
 //!
-//! Backing may be in two slots at once, for data. If code is written through one alias and executed
-//! through the other, the change is not detected.
+//! Backing may be in two slots at once, but only for data: if code is written through one alias and
+//! executed through the other, the change is not detected.
 
 use crate::vm::Vm;
 use lacuna_addr::{BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
@@ -11,8 +11,8 @@ use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotError, SlotFlags, SlotId};
 
 impl Vm {
-    /// Adds a slot over backing from [`lacuna_host::Host::add_region`]. The backing is the
-    /// caller's: [`MemorySlots::remove_slot`] does not free it, and its content stays.
+    /// Adds a slot over backing from [`lacuna_host::Host::add_region`]. The backing belongs to the
+    /// caller: [`MemorySlots::remove_slot`] neither frees nor clears it.
     ///
     /// # Errors
     /// As [`lacuna_slots::Slots::add`], and [`SlotError::Reserved`]; nothing has changed then.
@@ -28,8 +28,8 @@ impl Vm {
         self.code.forget_all(self.qsbr());
     }
 
-    /// Frees `backing` if it was made for slot `id`. The number alone does not say which backing:
-    /// another thread may have added a slot with the same number meanwhile.
+    /// Frees `backing` if it was made for slot `id`. The number alone does not identify the
+    /// backing: another thread may have added a slot with the same number.
     fn free_backing(&self, id: SlotId, backing: BackingRange) {
         let mut all = self.backing.lock().expect("no panic under this lock");
         let place = all.iter().position(|entry| *entry == (Some(id), backing));
@@ -89,7 +89,7 @@ impl MemorySlots for Vm {
     fn move_slot(&self, id: SlotId, start: Gfn) -> Result<(), MemorySlotError> {
         let slots = self.mmu.slots();
         let moved = slots.get(id).map(|slot| slot.gfns.pages());
-        // The MMU refuses a slot that does not exist, and one beyond the guest's addresses.
+        // The MMU refuses a missing slot, and a slot beyond the guest's addresses.
         if let Some(gfns) = moved.and_then(|pages| GfnRange::new(start, pages)) {
             check_reserved(self.config.arch, id, gfns)?;
         }

@@ -1,4 +1,4 @@
-//! Guest memory for code that is no vCPU: loaders, devices, viewers.
+//! Guest memory for loaders, devices and viewers.
 
 use crate::vm::Vm;
 use lacuna_addr::{BackingAddr, Gfn, Gpa, PAGE_SIZE};
@@ -9,7 +9,7 @@ use lacuna_slots::Slot;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-/// The part of an access that lies in one page.
+/// The part of an access in one page.
 struct Piece {
     slot: Arc<Slot<Rmap>>,
     at: Gpa,
@@ -47,8 +47,8 @@ impl Vm {
         Ok(pieces)
     }
 
-    /// Why the page of `piece` could not be accessed. If its slot has been removed meanwhile, its
-    /// memory is gone with it, and nothing is lost.
+    /// Why the page of `piece` could not be accessed. If its slot has been removed meanwhile, the
+    /// memory was removed too, and nothing is lost.
     fn no_page(&self, piece: &Piece, error: &HostError) -> MemoryError {
         let slots = self.mmu.slots();
         match slots.iter().any(|slot| slot.backing == piece.slot.backing) {
@@ -80,8 +80,8 @@ impl Vm {
             let copied = self.host.copy_in(piece.addr(), part);
             copied.map_err(|error| self.no_page(&piece, &error))?;
             done(writing);
-            // A vCPU that decodes meanwhile sets the bit, then reads the bytes: either it sees the
-            // write, or this code sees the bit.
+            // A decoding vCPU sets the bit, then reads the bytes: either it sees the write, or this
+            // code sees the bit.
             fence(Ordering::SeqCst);
             if self.code.is_write_tracked(gfn) {
                 self.code.written_by_host(gfn, self.qsbr());

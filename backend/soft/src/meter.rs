@@ -7,8 +7,8 @@ use lacuna_sync::{Mutex, lock_order};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// The counters that a vCPU publishes while it runs, and its pending kick. Each vCPU's are on cache
-/// lines of their own.
+/// The counters that a running vCPU publishes, and its pending kick. Each vCPU's value has cache
+/// lines of its own.
 #[derive(Default)]
 #[repr(align(128))]
 pub(crate) struct Meter {
@@ -16,7 +16,7 @@ pub(crate) struct Meter {
     pub(crate) exits: AtomicU64,
     /// A kick that no run has taken yet.
     pub(crate) kicked: AtomicBool,
-    /// Ends its wait for a page that is filled from outside.
+    /// Ends the vCPU's wait for a page that is filled from outside.
     pub(crate) toucher: Arc<Toucher>,
     pub(crate) stalls: Mutex<Stalls, lock_order::SoftStalls>,
     pub(crate) apf: Mutex<ApfStats, lock_order::SoftApfStats>,

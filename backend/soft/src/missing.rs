@@ -1,4 +1,4 @@
-//! Missing memory: what a vCPU does about a missing page, its exits to the VMM, and pages that the
+//! Missing memory: a vCPU's reactions to a missing page, its exits to the VMM, and pages that the
 //! VMM provides.
 
 use crate::bus::{Origin, PageFault};
@@ -18,8 +18,8 @@ use lacuna_mmu::Outcome;
 use std::sync::Arc;
 
 impl<P: Platform> VcpuOf<P> {
-    /// The vCPU is entered. Its last exit needs no answer any more, unless the VMM could not notify
-    /// the guest: then the vCPU waits for that page.
+    /// Ends the last exit, because the vCPU is entered. If the VMM could not notify the guest, the
+    /// vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
         match self.faulted {
             Some(faulted) if !faulted.waits => {
@@ -30,7 +30,7 @@ impl<P: Platform> VcpuOf<P> {
         }
     }
 
-    /// The vCPU is reset, or gets another state: its exits belonged to the old one.
+    /// Forgets the exits of the old state: the vCPU is reset, or gets another state.
     pub(crate) fn forget_exits(&mut self) {
         self.faulted = None;
         self.tokens().reset();
@@ -40,10 +40,10 @@ impl<P: Platform> VcpuOf<P> {
         &self.vm.tokens[self.index]
     }
 
-    /// The vCPU needs a never-provided page, in a slot that exits. It exits, or waits for a page
-    /// that the VMM knows of.
+    /// Handles a never-provided page in a slot that exits: the vCPU exits, or waits if the VMM
+    /// knows of its wait.
     pub(crate) fn missing(&mut self, gfn: Gfn, access: Access) -> Step {
-        // If the slot has gone meanwhile, the access is repeated.
+        // If the slot was removed meanwhile, the access is repeated.
         let Ok(page) = self.vm.backing_addr(gfn.gpa()) else {
             return Step::Ran;
         };
@@ -53,8 +53,8 @@ impl<P: Platform> VcpuOf<P> {
         {
             return self.wait_for_page(gfn, access);
         }
-        // The VMM has accepted a token for this page and has not said ready. After a ready without
-        // the page this is false, and the vCPU exits: the VMM does not know that a vCPU waits.
+        // True if the VMM has accepted a token for this page and not reported it ready. After a
+        // ready without the page, the vCPU exits: the VMM does not know that a vCPU waits.
         if self.apf.awaits(gfn) {
             return self.missing_again(gfn, access);
         }
@@ -96,14 +96,14 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Another process of the guest, or the same one after an interrupt, needs a page for which the
-    /// guest already got page-not-present. The VMM knows that from the first exit. The vCPU halts
-    /// until the page has arrived, and an interrupt ends the halt; or it waits, if it cannot take
-    /// one.
+    /// guest already got page-not-present. The VMM knows of the page from the first exit. The vCPU
+    /// halts until the page has arrived or an interrupt comes. If the vCPU cannot take an
+    /// interrupt, it waits.
     fn missing_again(&mut self, gfn: Gfn, access: Access) -> Step {
         let now = self.vm.clock.now();
         match self.apf.not_present(gfn, access, now, &mut self.entry) {
             NotPresent::Halt(None) => Step::Ran,
-            // The VMM has said ready at this moment: the access is tried again.
+            // The VMM has just reported the page ready: retry the access.
             NotPresent::Wait if !self.apf.awaits(gfn) => Step::Ran,
             NotPresent::Wait => self.wait_for_page(gfn, access),
             NotPresent::Injected(_) | NotPresent::Halt(Some(_)) => {
@@ -112,12 +112,12 @@ impl<P: Platform> VcpuOf<P> {
         }
     }
 
-    /// Whether page-not-present could be delivered to the guest now for the page at `gfn`.
+    /// Whether page-not-present for the page at `gfn` could be delivered to the guest now.
     fn can_notify(&mut self, gfn: Gfn) -> bool {
         self.vm.apf() == Apf::On && self.apf.can_notify(gfn, &mut self.entry)
     }
 
-    /// A page is on its way. Returns the ticket if the vCPU has to wait for it.
+    /// Handles a fault on an absent page. Returns the ticket if the vCPU has to wait for it.
     pub(crate) fn page_not_present(&mut self, fault: PageFault) -> Option<Ticket> {
         let PageFault {
             gfn,
@@ -128,7 +128,7 @@ impl<P: Platform> VcpuOf<P> {
         if self.vm.apf() == Apf::Off {
             return Some(ticket);
         }
-        // If the page arrives before the event could be delivered, there is nothing to gain.
+        // If the page arrives before the event could be delivered, the event is useless.
         match origin {
             Origin::Swap if self.vm.host.reads_at_once() => return Some(ticket),
             Origin::Swap => {
@@ -154,14 +154,13 @@ impl<P: Platform> VcpuOf<P> {
                 ticket.on_done(move || completion.complete());
             }
         }
-        // A read starts in every case, because a ticket that no thread starts keeps its frame for
-        // ever.
+        // Start the read in every case, because an unstarted ticket keeps its frame for ever.
         self.vm.host.start(&ticket);
         None
     }
 
-    /// Whether the page arrives before a notification of the guest would be worth its cost. In real
-    /// time the vCPU polls for the page.
+    /// Whether the page arrives so soon that a notification of the guest is not worth its cost. In
+    /// real time the vCPU polls for the page.
     fn arrives_soon(&mut self, gfn: Gfn, ticket: &Ticket) -> bool {
         let host = &self.vm.host;
         let least = host.stated_latency_ns();
@@ -206,8 +205,8 @@ impl<P: Platform> VcpuOf<P> {
                     self.faulted = None;
                     return Ok(());
                 }
-                // A completion that is dropped ends the artificial halt: the vCPU tries its access
-                // again, and waits for the page then.
+                // The drop of the completion ends the artificial halt: the vCPU retries its access,
+                // and then waits for the page.
                 NotPresent::Halt(completion) => drop(completion),
                 NotPresent::Wait => {}
             }
@@ -290,7 +289,7 @@ impl MissingMemory for Vm {
                 ticket.on_done(move || tokens.has_come(page));
             }
             Some(_) => {}
-            // A token that is completed meanwhile needs nothing.
+            // The call fails if the token is already completed.
             None => _ = tokens.ready(token),
         }
         Ok(())

@@ -1,7 +1,7 @@
-//! The MMU of a VM of any architecture, for code that is not a vCPU.
+//! The MMU of a VM of any architecture, for code outside vCPUs.
 //!
-//! A vCPU's bus has its MMU with the format of the tables as a type, so no access of a guest and no
-//! fault passes here. Here is one `match` for each call.
+//! A vCPU's bus has the table format in the type of its MMU, so no guest access and no fault pass
+//! through this file. Each call here has one `match`.
 
 use lacuna_addr::{BackingRange, Gfn, GfnRange, Gpa};
 use lacuna_host::{Host, MmuNotifier};
@@ -26,7 +26,7 @@ pub enum VmMmu {
     Arm64(Arc<Mmu<Arm64>>),
 }
 
-/// A table format that VMs of this backend have.
+/// A table format of this backend's VMs.
 pub trait Format: MmuFormat {
     /// `mmu`, if its tables are in this format.
     fn of(mmu: &VmMmu) -> Option<&Arc<Mmu<Self>>>;
@@ -70,7 +70,7 @@ impl VmMmu {
         })
     }
 
-    /// Takes the invalidations of the host's memory manager, for regions that slots of this VM map.
+    /// Takes the invalidations of the host's memory manager for regions in this VM's slots.
     pub fn notifier(&self) -> Arc<dyn MmuNotifier> {
         each!(self, mmu => Arc::clone(mmu) as Arc<dyn MmuNotifier>)
     }

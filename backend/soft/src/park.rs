@@ -3,7 +3,7 @@
 use lacuna_sync::{Clock, Condvar, Mutex, MutexGuard, Nanos, lock_order};
 use std::time::Duration;
 
-/// The place where one thread sleeps; a wake-up before the sleep is not lost.
+/// The place where one thread sleeps. A wake-up before the sleep is not lost.
 #[derive(Default)]
 pub(crate) struct Parker {
     state: Mutex<ParkState, lock_order::SoftParker>,
@@ -13,7 +13,7 @@ pub(crate) struct Parker {
 #[derive(Default)]
 struct ParkState {
     woken: bool,
-    /// The thread sleeps. A wake-up of a thread that does not sleep needs no system call.
+    /// Whether the thread sleeps. If not, a wake-up needs no system call.
     sleeping: bool,
 }
 

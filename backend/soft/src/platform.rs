@@ -1,4 +1,4 @@
-//! What this backend needs of an architecture besides its processor: the start of a guest, the
+//! This backend's needs of an architecture besides its processor: the start of a guest, the
 //! contract of asynchronous page faults, and the handling of the architecture's own exits.
 
 use crate::entry::Entry;
@@ -18,13 +18,13 @@ pub enum Power {
     On,
     /// It was off, and runs from now on, from its initial state.
     Started,
-    /// It waits for a wake-up, as a halted one does. Nothing is in flight for its guest.
+    /// It waits for a wake-up, like a halted vCPU. Nothing is in flight for its guest.
     Off,
 }
 
-/// An architecture that VMs of this backend can have. A vCPU is generic over it, so all calls are
-/// resolved at compile time. Of the memory below the vCPU, only the format of the stage-2 tables
-/// depends on the architecture.
+/// An architecture of this backend's VMs. A vCPU is generic over it, so all calls are resolved at
+/// compile time. In the memory below the vCPU, only the format of the stage-2 tables depends on the
+/// architecture.
 pub trait Platform: Processor + 'static {
     /// The format of its stage-2 tables.
     type Format: Format;
@@ -41,17 +41,17 @@ pub trait Platform: Processor + 'static {
     /// The image does not fit, or is for another architecture.
     fn load(vm: &Vm, image: &Image<'_>, command_line: &str) -> Result<Self::Boot, BootError>;
 
-    /// What the processors of `vm` share.
+    /// The state shared by the processors of `vm`.
     fn fabric_of(vm: &Vm) -> Arc<Self::Fabric> {
         let wake = Arc::clone(&vm.kicks) as Arc<dyn Wake>;
         Arc::new(Self::fabric(vm.config.vcpus, wake))
     }
 
-    /// The contract of a vCPU, in a VM that offers asynchronous page faults as `offered` says.
+    /// The contract of a vCPU, in a VM that offers asynchronous page faults or not (`offered`).
     fn contract(offered: Apf) -> Self::Apf;
 
-    /// Puts processor `index` of a VM, which has just been reset, into the state `boot`. `None` for
-    /// a vCPU that gets its state by a restore.
+    /// Puts processor `index` of a VM, which has just been reset, into the state `boot`. `None` if
+    /// a restore gives the vCPU its state.
     fn start(&mut self, config: &VmConfig, index: usize, boot: Option<&Self::Boot>);
 
     /// Whether the vCPU may run. If another vCPU has switched it on, this puts its processor into
@@ -61,8 +61,8 @@ pub trait Platform: Processor + 'static {
         Power::On
     }
 
-    /// The processor is about to execute its next instruction, so it takes the event that its guest
-    /// was signalled, if the contract has such events.
+    /// The processor is about to execute its next instruction: it takes a signalled event, if the
+    /// contract has such events.
     #[inline(always)]
     fn enter(_entry: &mut Entry<Self>, _apf: &mut Queue<Self::Apf>) {}
 
@@ -70,13 +70,13 @@ pub trait Platform: Processor + 'static {
     /// general registers.
     fn note_registers(&self, note: impl FnMut(u64));
 
-    /// How the architecture reports to a hypervisor that stage 2 has refused `access` at `gfn`: the
+    /// The architecture's report to a hypervisor of a stage-2 refusal of `access` at `gfn`, as the
     /// end of an error's text. The vCPU has stopped there.
     fn syndrome(_entry: &Entry<Self>, _gfn: Gfn, _access: Access) -> String {
         String::new()
     }
 
-    /// Handles an exit that only this architecture has. `entry` is the vCPU's processor, and `apf`
-    /// has its asynchronous page faults.
+    /// Handles an exit that only this architecture has. `entry` is the vCPU's processor, `apf` its
+    /// asynchronous page faults.
     fn finish(entry: &mut Entry<Self>, apf: &mut Queue<Self::Apf>, exit: Self::Own) -> Step;
 }

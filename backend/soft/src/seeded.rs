@@ -1,5 +1,5 @@
-//! All vCPUs of one or more VMs on one thread, in virtual time and from a seed: repeats bit for
-//! bit.
+//! Runs all vCPUs of one or more VMs on one thread, in virtual time and from a seed. A run repeats
+//! bit for bit.
 //!
 //! ```text
 //! loop: wake the vCPUs that can run -> draw one of them and a number of instructions -> step it
@@ -9,9 +9,9 @@
 //!       no vCPU can run: jump to the next completion, timer, or act of a page source; if there is
 //!       none, the guest hangs
 //! ```
-//! The same code runs in thread mode; only time, I/O and the choice of the next vCPU are made here.
-//! The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs with
-//! the same seed have different hashes, there is a bug.
+//! The same code runs in thread mode. Only time, I/O and the choice of the next vCPU come from this
+//! file. The [`Trace`] hashes every choice and every vCPU's state after each slice. So if two runs
+//! with the same seed have different hashes, there is a bug.
 
 use crate::either::Vcpu;
 use crate::step::{Step, Wait};
@@ -29,9 +29,9 @@ const SLICE_NS: u64 = 50;
 
 /// The parts of a simulator.
 pub struct SimulatorConfig {
-    /// All choices follow from it.
+    /// All choices follow from this seed.
     pub seed: u64,
-    /// The clock that the VMs and the host were made with.
+    /// The clock of the VMs and the host.
     pub clock: Arc<VirtualClock>,
     /// Their memory manager, with a virtual executor.
     pub host: Arc<Host>,
@@ -58,10 +58,10 @@ pub struct Trace {
     pub end: Nanos,
 }
 
-/// Something outside of the VMs that acts at times of the virtual clock, such as a page source. The
+/// Something outside the VMs that acts at times of the virtual clock, such as a page source. The
 /// simulator's thread makes all calls, between two slices.
 pub trait Timed {
-    /// When it acts next; `None` if it waits for something else.
+    /// The time of its next act; `None` if it waits for something else.
     fn next_due(&self) -> Option<Nanos>;
 
     /// Does what is due at `now`.
@@ -127,12 +127,12 @@ impl Simulator {
         self.guests.push((guest.vm, guest.devices));
     }
 
-    /// Adds something that acts beside the VMs.
+    /// Adds an actor beside the VMs.
     pub fn add_timed(&mut self, timed: Arc<dyn Timed>) {
         self.timed.push(timed);
     }
 
-    /// Runs until every guest has an ending. `watch` is called now and then, for live views.
+    /// Runs until every guest has an ending. Calls `watch` now and then, for live views.
     pub fn run(&mut self, mut watch: impl FnMut()) -> Trace {
         let mut slices = 0u64;
         self.run_beside(|| {
@@ -143,9 +143,9 @@ impl Simulator {
         })
     }
 
-    /// Runs until every guest has an ending. `between` is called after every slice, while all vCPUs
-    /// are out of guest code. It is a part of the run: for the same trace it must do the same. If
-    /// writes are recorded in rings, only `between` makes room in them.
+    /// Runs until every guest has an ending. Calls `between` after every slice, while all vCPUs are
+    /// out of guest code. `between` is a part of the run: for the same trace it must do the same.
+    /// If writes are recorded in rings, only `between` makes room in them.
     pub fn run_beside(&mut self, mut between: impl FnMut()) -> Trace {
         while self.run_slice() {
             between();
@@ -254,7 +254,7 @@ impl Simulator {
                 runner.state = RunnerState::Page(ticket);
             }
             Step::Wait(Wait::Provided(ticket)) => runner.state = RunnerState::Page(ticket),
-            // Its ring is emptied between slices: it need not sleep.
+            // The vCPU need not sleep: its ring is emptied between slices.
             Step::Exit(Exit::DirtyRingFull) => {}
             Step::Exit(exit) => {
                 if dispatch(&mut runner.vcpu, Ok(exit), devices, &**vm) == Next::Stop {
@@ -267,7 +267,7 @@ impl Simulator {
         self.note(index, fuel);
     }
 
-    /// Lets everything happen that is due now.
+    /// Makes all due events happen.
     fn deliver(&self) {
         let now = self.clock.now();
         self.host.poll(now);

@@ -1,4 +1,4 @@
-//! How long a vCPU waited for memory.
+//! The times for which a vCPU waited for memory.
 
 use hdrhistogram::Histogram;
 use lacuna_sync::Nanos;

@@ -1,5 +1,6 @@
 //! A vCPU's whole state, saved and restored: the processor's own form (`lacuna_x86::State`) from
-//! and to the neutral one of `lacuna_machine`, and the async-fault MSRs. AArch64: `arm64`.
+//! and to the neutral form of `lacuna_machine`, and the async-fault MSRs. `arm64` does this for
+//! AArch64.
 
 mod arm64;
 
@@ -22,10 +23,10 @@ const CODE: u32 = 11 | 1 << 4 | Segment::PRESENT | Segment::LONG | 1 << 15;
 const DATA: u32 = 3 | 1 << 4 | Segment::PRESENT | 1 << 14 | 1 << 15;
 const BUSY_TSS: u32 = 11 | Segment::PRESENT;
 const LDT: u32 = 2 | Segment::PRESENT;
-/// The limit of a task register that no guest has loaded, which KVM wants to have one.
+/// The limit of a task register that no guest has loaded. KVM requires a limit.
 const TSS_LIMIT: u32 = 0x67;
 
-/// The model-specific registers that have no field of their own in a state.
+/// The model-specific registers without a field of their own in a state.
 const MSRS: [(u32, MsrField); 8] = [
     (0x1a0, |sys| &mut sys.misc_enable),
     (0x277, |sys| &mut sys.pat),
@@ -183,7 +184,7 @@ fn neutral(state: lacuna_x86::State) -> State {
 /// The processor's form of a neutral state, for [`Cpu::check`](lacuna_x86::Cpu::check).
 ///
 /// # Errors
-/// A part of the state that the processor's form does not have.
+/// The processor's form lacks a part of the state.
 fn processor(state: &State) -> Result<lacuna_x86::State, StateError> {
     if let Some(area) = &state.xsave {
         return unsupported("xsave", area.len() as u64);
@@ -214,8 +215,8 @@ fn processor(state: &State) -> Result<lacuna_x86::State, StateError> {
     })
 }
 
-/// The APIC's registers. If an interrupt is in service and its handler was not entered, it becomes
-/// requested again, so that the APIC delivers it.
+/// The APIC's registers. An interrupt in service without an entered handler becomes requested
+/// again, so that the APIC delivers it.
 fn apic_registers(state: &State) -> Result<ApicRegisters, StateError> {
     const ISR: usize = 0x10;
     const IRR: usize = 0x20;
@@ -235,7 +236,7 @@ fn apic_registers(state: &State) -> Result<ApicRegisters, StateError> {
     })
 }
 
-/// Those that every state has, and those that differ from a fresh processor's.
+/// The registers in every state, and those that differ from a fresh processor's.
 fn msrs(sys: &mut lacuna_x86::System) -> BTreeMap<u32, u64> {
     let mut fresh = lacuna_x86::System::long_mode(0);
     let both = MSRS.into_iter();
@@ -296,7 +297,8 @@ fn system(sys: &lacuna_x86::System) -> System {
     }
 }
 
-/// The processor's form of it. Bases and limits of CS, SS, DS and ES mean nothing in 64-bit mode.
+/// The processor's form of the system registers. Bases and limits of CS, SS, DS and ES have no
+/// meaning in 64-bit mode.
 fn processor_system(state: &State) -> Result<lacuna_x86::System, StateError> {
     let from = &state.system;
     let (code, stack) = (&from.segments[segment::CS], &from.segments[segment::SS]);

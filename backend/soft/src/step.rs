@@ -20,13 +20,13 @@ pub enum Step {
 pub enum Wait {
     /// An interrupt; if a timer is armed, the wait ends at this time.
     Halt(Option<Nanos>),
-    /// A page. Its read is to be started, or its source to be asked.
+    /// A page. The caller starts its read, or asks its source.
     Page(Ticket),
     /// A page that the VMM provides. Its source is not asked.
     Provided(Ticket),
     /// A free frame.
     Memory,
-    /// The end of an invalidation near its page: moments.
+    /// The end of an invalidation near its page, a short time.
     Busy,
 }
 

@@ -34,14 +34,14 @@ impl Tokens {
         self.lock().life.enter();
     }
 
-    /// The vCPU was reset, or has got another state. Accepted tokens stay until ready is said for
-    /// them, and count no longer among the faults that its queue may have in flight: a VMM need not
-    /// say ready for the tokens of a dropped guest.
+    /// The vCPU was reset, or has got another state. Accepted tokens stay until they are reported
+    /// ready, but no longer count as faults in flight: a VMM need not report ready for the tokens
+    /// of a dropped guest.
     pub fn reset(&self) {
         let mut state = self.lock();
         state.life.enter();
         let cancelled: Vec<_> = state.life.accepted_mut().map(Option::take).collect();
-        // A completion that is dropped takes a lock.
+        // Dropping a completion takes a lock.
         drop(state);
         drop(cancelled);
     }
@@ -65,7 +65,7 @@ impl Tokens {
 
     /// Notes that `token` becomes ready when `page` has arrived. Returns whether the caller has to
     /// arrange a call of [`Tokens::has_come`]: an earlier caller may have done that. A page keeps
-    /// each token once, and none that is completed, so calls without end use no memory without end.
+    /// each token once, and no completed token, so endless calls do not use endless memory.
     pub fn ready_when(&self, page: BackingAddr, token: FaultToken) -> bool {
         let mut state = self.lock();
         if !state.life.is_open(token) {
@@ -80,17 +80,17 @@ impl Tokens {
         is_first
     }
 
-    /// Says ready for the tokens that wait for `page`.
+    /// Reports the tokens that wait for `page` ready.
     pub fn has_come(&self, page: BackingAddr) {
         let tokens = self.lock().coming.remove(&page);
         for token in tokens.into_iter().flatten() {
-            // A token that is completed meanwhile needs nothing.
+            // The call fails if the token is already completed.
             let _ = self.ready(token);
         }
     }
 
-    /// The page of `token` is ready: the guest of an accepted one gets page-ready, a pending one
-    /// notes it.
+    /// The page of `token` is ready: an accepted token's guest gets page-ready, a pending token
+    /// records it.
     pub fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
         let ready = self.lock().life.ready(token)?;
         let Ready::Accepted(completion) = ready else {
@@ -106,15 +106,15 @@ impl Tokens {
     }
 }
 
-/// What a vCPU does about the missing page that it has exited for.
+/// The missing page for which a vCPU has exited, and the vCPU's next reaction.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Faulted {
     pub gfn: Gfn,
-    /// What was behind `gfn`: after a change of the slots it is another page.
+    /// The page behind `gfn` at the exit: after a change of the slots it is another page.
     pub page: BackingAddr,
     pub access: Access,
-    /// The VMM could not notify the guest: the next run waits for the page instead of exiting
-    /// again.
+    /// Whether the VMM could not notify the guest: then the next run waits for the page instead of
+    /// exiting again.
     pub waits: bool,
 }
 

@@ -1,4 +1,4 @@
-//! One vCPU: a step that never waits, and the thread-mode loop around it that does.
+//! One vCPU: a step, which never waits, and the thread-mode loop around it, which does.
 //!
 //! ```text
 //! step:  handle requests -> page-ready for arrived pages -> run the processor (`entry`)
@@ -27,25 +27,25 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::yield_now;
 
-/// After so many instructions a vCPU polls for arrived pages: some 100 us. The number is a
-/// compromise between threads that compute and threads that fault: docs/speed-apf.md.
+/// After this many instructions, some 100 us, a vCPU polls for arrived pages. The number is a
+/// compromise between computing and faulting threads: docs/speed-apf.md.
 const FUEL: u64 = 35_000;
 
-/// How long the thread of a halted vCPU polls for pages before it sleeps. After a sleep, two
-/// threads have to be woken for a page, which takes some 80 us on a quiet machine. KVM's
-/// `halt_poll_ns` is as long.
+/// How long the thread of a halted vCPU polls for pages before it sleeps. After a sleep, a page
+/// needs the wake-up of two threads, which takes some 80 us on a quiet machine. KVM's
+/// `halt_poll_ns` has the same value.
 const HALT_POLL_NS: u64 = 200_000;
 
 /// One virtual processor of the soft backend.
-// A VM's vCPUs are in one vector, and each runs on a thread of its own. Without the alignment the
-// end of one would share a cache line with the beginning of the next.
+// A VM's vCPUs are in one vector, and each runs on a thread of its own. Without the alignment,
+// neighbouring vCPUs would share a cache line.
 #[repr(align(128))]
 pub struct VcpuOf<P: Platform> {
     pub(crate) vm: Arc<Vm>,
     pub(crate) index: usize,
     pub(crate) entry: Entry<P>,
     pub(crate) apf: Queue<P::Apf>,
-    /// Its initial state; `None` if it gets its state by a restore.
+    /// Its initial state; `None` if a restore gives it its state.
     boot: Option<P::Boot>,
     /// Instructions retired when its pins were last released.
     held_at: u64,
@@ -85,7 +85,7 @@ impl<P: Platform> VcpuOf<P> {
         self.start();
     }
 
-    /// Forgets why it has stopped: nothing is in flight, and no failure waits to be reported.
+    /// Forgets why it has stopped: all faults in flight, and any unreported failure.
     pub(crate) fn forget_stop(&mut self) {
         self.forget_faults();
         (self.entry.failed, self.entry.bus.blocked) = (None, None);
@@ -134,13 +134,12 @@ impl<P: Platform> VcpuOf<P> {
         self.end_exit();
         self.entry.handle_requests();
         // This check precedes any write of this step, because beyond its soft limit a ring has room
-        // for few pages. It precedes any wait, because a full ring keeps a page that has arrived
-        // from being reported, and that page does not arrive again.
+        // for few pages. It precedes any wait, because a full ring delays the report of an arrived
+        // page, and that page does not arrive again.
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
         }
-        // Power changes precede all events: a guest gets no event for a page that the vCPU needed
-        // before a reset.
+        // Power changes precede all events: a guest gets no event for a page needed before a reset.
         match P::power(&mut self.entry) {
             Power::On => {}
             Power::Started => self.forget_faults(),
@@ -179,7 +178,7 @@ impl<P: Platform> VcpuOf<P> {
         }
     }
 
-    /// The vCPU continues; its wait is over.
+    /// Ends the stall, because the vCPU continues.
     fn end_stall(&mut self) {
         if let Some(since) = self.stalled_since.take() {
             let mut stalls = self
@@ -197,7 +196,7 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// The wait for the page with the words of async faults, if that page is not resident. A kick
-    /// ends this wait, unlike one inside of telling the guest.
+    /// ends this wait, but not a wait inside the notification.
     pub(crate) fn shared_page(&mut self) -> Option<Step> {
         let gfn = self.apf.shared_page()?;
         self.entry.wait_for(gfn, Access::Write)
@@ -215,8 +214,8 @@ impl<P: Platform> VcpuOf<P> {
         events
     }
 
-    /// The step of a vCPU in an artificial halt: page-not-present could not be delivered to its
-    /// guest. An interrupt that can be taken ends the halt.
+    /// The step of a vCPU in an artificial halt, after page-not-present could not be delivered. An
+    /// interrupt that the vCPU can take ends the halt.
     fn artificial_halt(&mut self) -> Option<Step> {
         if !self.apf.halted() {
             return None;
@@ -230,8 +229,8 @@ impl<P: Platform> VcpuOf<P> {
         Some(Step::Wait(Wait::Halt(self.entry.cpu.next_deadline())))
     }
 
-    /// Handles HLT and WFI. Notifies the guest first of arrived pages: page-ready could not be
-    /// delivered before if interrupts were off or the last event was unread.
+    /// Handles HLT and WFI. First notifies the guest of arrived pages: before, interrupts may have
+    /// been off or the last event unread.
     fn halt(&mut self) -> Step {
         if self.is_ring_full() {
             return Step::Exit(Exit::DirtyRingFull);
@@ -247,8 +246,8 @@ impl<P: Platform> VcpuOf<P> {
         self.meter().publish(self.apf.stats());
     }
 
-    /// Steps as long as something can run. Pages that arrive meanwhile are handled here, so that no
-    /// other thread is woken for them.
+    /// Steps as long as the vCPU can run. Handles pages that arrive meanwhile, so that no other
+    /// thread is woken for them.
     fn run_until_idle(&mut self) -> Step {
         fine_sleeps();
         let vm = Arc::clone(&self.vm);
@@ -260,8 +259,8 @@ impl<P: Platform> VcpuOf<P> {
                 (Step::Wait(Wait::Halt(until)), _) if self.waits_for_ever(until) => {
                     return Step::Failed(self.time_stands_still());
                 }
-                // The page that is due next is most likely one of this vCPU's. So this thread
-                // sleeps until then, and no other thread has to wake it.
+                // The next due page most likely belongs to this vCPU. So this thread sleeps until
+                // then, and no other thread has to wake it.
                 (Step::Wait(Wait::Halt(until)), Some(due)) => {
                     let until = until.map_or(due, |until| until.min(due));
                     vm.kicks.parker(self.index).park(&*vm.clock, Some(until));
@@ -286,9 +285,9 @@ impl<P: Platform> VcpuOf<P> {
         self.meter().kicked.load(Ordering::Relaxed)
     }
 
-    /// Leaves because of a kick. If an instruction holds a device's answer, it is completed first,
-    /// so that the VMM can save the vCPU. It is not completed if that takes waiting: for a page, or
-    /// for a thread that resets the dirty ring.
+    /// Leaves because of a kick. If an instruction holds a device's answer, completes it first, so
+    /// that the VMM can save the vCPU. Does not complete it if it has to wait for a page, or for a
+    /// reset of the dirty ring.
     fn leave(&mut self) -> Step {
         while self.entry.cpu.save().is_none() {
             match self.step(1) {
@@ -306,7 +305,7 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Polls for pages instead of sleeping, if pages have arrived soon on average. Returns whether
-    /// something has happened, so that the vCPU runs again.
+    /// the vCPU has a reason to run again.
     fn halt_poll(&self, until: Option<Nanos>) -> bool {
         let expected = self.apf.stats().swap_in.mean_ns();
         if !self.apf.awaits_pages() || expected > HALT_POLL_NS {
@@ -319,7 +318,7 @@ impl<P: Platform> VcpuOf<P> {
             if self.vm.host.poll(now) > 0 || self.is_poked() {
                 return true;
             }
-            // Another thread that needs the core has work to do, and this one has none.
+            // Another thread may need the core, and this thread has no work.
             yield_now();
             now = self.vm.clock.now();
         }
@@ -362,8 +361,8 @@ impl<P: Platform> VcpuOf<P> {
             Some(blocked @ (Blocked::Page(_) | Blocked::NotProvided(..)))
                 if let Some(wait) = self.shared_page() =>
             {
-                // The guest may never try its access again. A ticket that no thread starts would
-                // keep its frame for ever.
+                // The guest may never retry its access, and an unstarted ticket would keep its
+                // frame for ever.
                 if let Blocked::Page(fault) = blocked {
                     self.vm.host.start(&fault.ticket);
                 }
@@ -390,8 +389,8 @@ impl<P: Platform> VcpuOf<P> {
         Step::Wait(wait)
     }
 
-    /// The guest runs code, or has page tables, at an address without memory. Hardware would fetch
-    /// ones from the bus and end in the same way.
+    /// The error of a guest with code or page tables at an address without memory. Hardware would
+    /// fetch ones from the bus and end in the same way.
     fn unbacked(&self, gpa: Gpa) -> Step {
         let text = format!(
             "vCPU {}: code, page table or system structure at {gpa}, where there is no memory \
@@ -408,7 +407,7 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Handles [`Wait::Memory`]: takes pages from others, or from this vCPU. In real time it waits
-    /// until it has a frame, or until its VM is being stopped.
+    /// until it has a frame, or its VM is being stopped.
     pub fn reclaim(&mut self) -> Result<(), VcpuError> {
         let vm = &self.vm;
         let frames = self.entry.bus.vcpu_mmu().frames();
@@ -416,7 +415,7 @@ impl<P: Platform> VcpuOf<P> {
             .host
             .reclaim_direct_until(frames, &vm.meters[self.index].kicked)
         {
-            // Frames become free when writes are complete, which takes time.
+            // Frames become free only when writes are complete, which takes time.
             Ok(progress) if vm.stands_still && progress.freed == 0 => Err(self.time_stands_still()),
             Ok(_) => Ok(()),
             Err(e) => Err(VcpuError::NoMemory {
@@ -451,7 +450,7 @@ impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
                         .parker(self.index)
                         .park(&*self.vm.clock, until);
                 }
-                // A failed read is found when the page is resolved again: it is lost then.
+                // A failed read is found when the page is resolved again: then the page is lost.
                 Step::Wait(Wait::Page(ticket)) => {
                     let (host, meter) = (&self.vm.host, self.meter());
                     let _ = host.wait_touching(&ticket, &meter.kicked, &meter.toucher);

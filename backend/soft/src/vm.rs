@@ -23,8 +23,8 @@ use lacuna_sync::{Clock, Mutex, Qsbr, VcpuSlot, lock_order};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Gets the attention of vCPUs: sets a flag for a running vCPU, unparks the thread of one that
-/// sleeps.
+/// Gets the attention of vCPUs: sets a flag for a running vCPU, unparks the thread of a sleeping
+/// one.
 pub(crate) struct VcpuKicks {
     pub(crate) qsbr: Arc<Qsbr>,
     parkers: Box<[Parker]>,
@@ -43,19 +43,19 @@ impl Wake for VcpuKicks {
     }
 }
 
-/// Where the pages of a VM's boot layout are.
+/// The place of the pages of a VM's boot layout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum MemoryKind {
     /// In frames of the resident budget. Reclaim evicts them to swap.
     #[default]
     Budget,
     /// In memory that Linux gives to this process page by page, beside the budget. This backend
-    /// never evicts them; Linux may swap them. A VM with a page source needs userfaultfd, for which
-    /// no privilege is needed.
+    /// never evicts them; Linux may swap them. A VM with a page source needs userfaultfd, without
+    /// any privilege.
     Linux,
     /// As `Linux`, in a shared memory file ([`BootMemory::shared`]).
     Shared,
-    /// As `Shared`, in huge pages of 2 MiB of hugetlbfs, which the machine has reserved
+    /// As `Shared`, in the machine's reserved huge pages of 2 MiB of hugetlbfs
     /// ([`SharedMemory::huge`]). The memory is a multiple of 2 MiB.
     Hugetlbfs,
 }
@@ -63,12 +63,12 @@ pub enum MemoryKind {
 /// The memory of a VM's boot layout.
 #[derive(Clone, Debug, Default)]
 pub struct BootMemory {
-    /// Where its pages are.
+    /// The place of its pages.
     pub kind: MemoryKind,
     /// Provides its pages; without it they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
     /// The file for [`MemoryKind::Shared`] and [`MemoryKind::Hugetlbfs`]. It has the slots' pages
-    /// one after the other. `None`: the VM makes one.
+    /// one after the other. `None`: the VM makes a file.
     pub shared: Option<SharedMemory>,
 }
 
@@ -87,22 +87,22 @@ pub struct Vm {
     pub(crate) booted: AtomicBool,
     pub(crate) apf_paused: AtomicBool,
     pub(crate) log_readers: LogReaders,
-    /// Its time is stopped, because it was built with a seed for a run loop of the VMM's own.
+    /// Whether its time is stopped, because it was built with a seed for the VMM's own run loop.
     pub(crate) stands_still: bool,
-    /// Whether it has the state that its vCPUs share: by a boot, or by a restore.
+    /// Whether it has the state shared by its vCPUs, by a boot or a restore.
     pub(crate) has_shared_state: AtomicBool,
-    /// What the processors of an AArch64 VM share, once anything asks for it.
+    /// The state shared by the processors of an AArch64 VM, made at its first use.
     arm64: OnceLock<Arc<lacuna_arm64::Fabric>>,
     /// Each vCPU's exits on missing memory.
     pub(crate) tokens: Box<[Arc<Tokens>]>,
-    /// Where the pages of the boot layout are.
+    /// The place of the pages of the boot layout.
     pub(crate) memory_kind: MemoryKind,
-    /// The file that its boot memory is in.
+    /// The file with its boot memory.
     shared: Option<SharedMemory>,
     /// Provides the pages of the boot layout; without it they are zeros.
     pub(crate) source: Option<Arc<dyn PageSource>>,
-    /// Regions of the host that hold this VM's memory. A region that has a slot number is removed
-    /// with that slot.
+    /// Regions of the host with this VM's memory. A region with a slot number is removed with that
+    /// slot.
     pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
     /// The host's background thread, if it works for this VM alone. It ends with the VM.
     pub(crate) background: Option<Background>,
@@ -133,8 +133,9 @@ impl Vm {
         Self::with_memory(host, clock, config, memory)
     }
 
-    /// As [`Vm::new`], with that memory for the boot layout. For [`MemoryKind::Linux`] the host
-    /// must have room ([`Host::with_linux_memory`], [`VmBuilder::host`](crate::VmBuilder::host)).
+    /// As [`Vm::new`], with `memory` for the boot layout. For [`MemoryKind::Linux`] the
+    /// host must have room ([`Host::with_linux_memory`],
+    /// [`VmBuilder::host`](crate::VmBuilder::host)).
     pub fn with_memory(
         host: Arc<Host>,
         clock: Arc<dyn Clock>,
@@ -270,8 +271,8 @@ impl Vm {
     }
 
     /// Adds a region of new memory, and advises the host to use huge pages for it, as VMMs do for
-    /// guest memory. `origin` provides its pages, from that page on; without it they are zeros.
-    /// `linux` says which Linux memory it is; otherwise it is in the resident budget.
+    /// guest memory. `origin` provides its pages, from the given page on; without it they are
+    /// zeros. `linux` selects Linux memory; otherwise the region is in the resident budget.
     pub(crate) fn add_backing(
         &self,
         linux: Option<LinuxBacking>,
@@ -296,8 +297,7 @@ impl Vm {
         all.push((slot, backing));
     }
 
-    /// The file that its boot memory is in, for [`MemoryKind::Shared`] and
-    /// [`MemoryKind::Hugetlbfs`].
+    /// The file with its boot memory, for [`MemoryKind::Shared`] and [`MemoryKind::Hugetlbfs`].
     pub fn shared_memory(&self) -> Option<&SharedMemory> {
         self.shared.as_ref()
     }
@@ -338,7 +338,7 @@ impl Vm {
         self.meters.iter().map(read).collect()
     }
 
-    /// Instructions that each vCPU has retired, as of its last step.
+    /// The instructions retired by each vCPU, as of its last step.
     pub fn retired(&self) -> Vec<u64> {
         self.meters
             .iter()
@@ -346,7 +346,7 @@ impl Vm {
             .collect()
     }
 
-    /// What the processors of an AArch64 VM share. There is one for each VM, also if making its
+    /// The state shared by the processors of an AArch64 VM. Each VM has one, even if making its
     /// vCPUs fails and is tried again.
     pub(crate) fn arm64_fabric(&self) -> &Arc<lacuna_arm64::Fabric> {
         self.arm64.get_or_init(|| {
@@ -359,7 +359,7 @@ impl Vm {
         &self.kicks.qsbr
     }
 
-    /// Forgets every kick that no run has taken yet.
+    /// Forgets every kick that no run has taken.
     pub fn withdraw_kicks(&self) {
         for meter in &self.meters {
             meter.kicked.store(false, Ordering::Release);
@@ -367,7 +367,7 @@ impl Vm {
     }
 }
 
-/// Refuses a number of vCPUs that no VM has.
+/// Refuses an impossible number of vCPUs.
 pub(crate) fn check_vcpus(vcpus: usize) -> Result<(), SoftError> {
     match vcpus {
         1..=64 => Ok(()),
@@ -375,7 +375,7 @@ pub(crate) fn check_vcpus(vcpus: usize) -> Result<(), SoftError> {
     }
 }
 
-/// The most table pages that one VM may have: leaf tables for 2 TiB. Only pages of slots are
+/// The largest number of table pages of one VM: leaf tables for 2 TiB. Only pages of slots are
 /// mapped, so a guest cannot make the tables grow beyond that. The number bounds a reserved address
 /// range, not memory.
 const TABLES_MAX: u32 = 1 << 20;

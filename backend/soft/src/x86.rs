@@ -74,7 +74,7 @@ fn read_msr(entry: &mut Entry<Cpu>, apf: &Queue<Control>, index: u32) -> Step {
 
 fn write_msr(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, (index, value): (u32, u64)) -> Step {
     let msr = Msr::of(index);
-    // A kick ends a wait here, and does not end one inside of the write.
+    // A kick ends a wait here, but would not end a wait inside the write.
     if let Some((gfn, access)) = msr.and_then(|msr| apf.page_accessed_by(msr, value))
         && let Some(wait) = entry.wait_for(gfn, access)
     {
@@ -88,7 +88,7 @@ fn write_msr(entry: &mut Entry<Cpu>, apf: &mut Queue<Control>, (index, value): (
     Step::Ran
 }
 
-/// What CPUID offers.
+/// The features that CPUID offers.
 fn features(offered: Apf) -> Features {
     match offered {
         Apf::Off => Features::empty(),

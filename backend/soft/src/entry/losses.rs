@@ -1,4 +1,4 @@
-//! A vCPU whose guest memory the kernel has taken away.
+//! The failure of a vCPU after the kernel has taken away guest memory.
 //!
 //! ```text
 //! guest code: an access gets SIGBUS, and finds zeros     this vCPU, or another thread
@@ -6,13 +6,13 @@
 //!   no:  none of its accesses has found such zeros, its exit is valid
 //!   yes: was a page of this VM lost? then the exit is dropped, and each step fails
 //! ```
-//! The vCPU tests before it handles the exit. So no port, device or VMM gets a value that was made
-//! of the zeros. All vCPUs of the VM fail at their next exit from guest code, because each may have
-//! read the zeros, or what the others have written since. A reset or a restore of the vCPU ends the
-//! failure; the page stays lost.
+//! The vCPU makes this test before it handles the exit. So no port, device or VMM gets a value
+//! derived from the zeros. All vCPUs of the VM fail at their next exit from guest code, because
+//! each may have read the zeros, or later writes of the others. A reset or a restore of the vCPU
+//! ends the failure; the page stays lost.
 //!
-//! The guest's memory may keep what its vCPUs have written between the loss and their exits: each
-//! runs for at most as many instructions as one step has.
+//! The guest's memory may keep the vCPUs' writes between the loss and their exits: each vCPU runs
+//! at most for the instructions of one step.
 
 use super::Entry;
 use crate::platform::Platform;
@@ -21,8 +21,8 @@ use lacuna_host::LostPage;
 use lacuna_machine::VcpuError;
 
 impl<P: Platform> Entry<P> {
-    /// The error of each step since the vCPU may have read a lost page. The vCPU calls it after
-    /// each stay in guest code, and is offline.
+    /// The error of each step since the vCPU may have read a lost page. The offline vCPU calls this
+    /// after each stay in guest code.
     #[inline]
     pub(crate) fn lost(&mut self) -> Option<VcpuError> {
         if !self.seen.is_all(self.vm.host.losses()) {
@@ -54,12 +54,12 @@ impl<P: Platform> Entry<P> {
         });
         match gpa {
             Some(gpa) => VcpuError::no_page(vcpu, gpa, lost.kind, cause),
-            // Its slot was deleted since.
+            // The page's slot is deleted.
             None => VcpuError::Host { vcpu, cause },
         }
     }
 
-    /// The vCPU gets a new state, in which nothing of the old one is left.
+    /// Forgets the losses, because the vCPU gets a new state without anything of the old one.
     pub(crate) fn forget_losses(&mut self) {
         self.seen = self.vm.host.seen_losses();
         self.lost = None;

@@ -1,7 +1,7 @@
-//! The state of an AArch64 vCPU, and of what the vCPUs of a VM share. `neutral` and `apf` have the
+//! The state of an AArch64 vCPU, and the state shared by a VM's vCPUs. `neutral` and `apf` have the
 //! forms.
 //!
-//! A vCPU's state is checked in whole before the first change: features, every register, the
+//! The whole state of a vCPU is checked before the first change: features, every register, the
 //! contract of asynchronous page faults.
 
 mod apf;
@@ -23,7 +23,7 @@ impl VcpuOf<Cpu> {
         self.entry.cpu.regs()
     }
 
-    /// Where its exception vectors are (VBAR_EL1), for tests and debuggers.
+    /// The address of its exception vectors (VBAR_EL1), for tests and debuggers.
     pub fn vectors(&self) -> u64 {
         self.entry.cpu.system().vbar
     }

@@ -1,5 +1,5 @@
 //! Asynchronous page faults end to end: Lacuna's guest kernel on the soft backend, with every form
-//! of its events. What AArch64 guests alone do is in `arm64_apf`.
+//! of its events. `arm64_apf` has the behaviour of AArch64 guests alone.
 
 use crate::common;
 
@@ -105,8 +105,8 @@ fn hostile_guests_do_no_harm() {
     }
 }
 
-/// No timer tick ends a halt here, so each page that arrives must end it. That must also hold if
-/// several arrive together, and with a form that can report only one page at a time.
+/// No timer tick ends a halt here, so each arriving page must end it, even if several arrive
+/// together, and in a form that can report only one page at a time.
 fn an_idle_guest_without_a_tick_misses_nothing(arch: Arch) {
     for way in apf_ways(arch) {
         for seed in 1..4 {
@@ -142,7 +142,7 @@ impl Bench {
         }
     }
 
-    /// Runs one slice of one vCPU, and completes what it waits for.
+    /// Runs one slice of one vCPU, and ends its wait.
     fn step(&mut self, index: usize) -> Option<VcpuError> {
         let vcpu = &mut self.vcpus[index];
         match vcpu.step(1000) {
@@ -203,13 +203,13 @@ fn a_reset_vcpu_gets_no_event_from_before() {
     }
     let after = total(&bench.vm.apf_stats());
     assert_eq!(after.ready, before.ready, "{after:?}");
-    // The machine, loaded again, works as before.
+    // After its second load, the machine works as before.
     bench.run_until(|stats| stats.taken > before.taken + 100);
     bench.host.verify();
     bench.vm.mmu().verify();
 }
 
-/// A machine for `bm` under a virtual clock. A read takes a time out of `latency_ns`.
+/// A machine for `bm` under a virtual clock. Each read takes a time in `latency_ns`.
 fn bench(latency_ns: Range<u64>) -> (Bench, FaultyStore) {
     let builder = VmBuilder {
         seed: Some(1),
@@ -230,7 +230,7 @@ fn bench(latency_ns: Range<u64>) -> (Bench, FaultyStore) {
     (Bench::new(&builder, host.unwrap(), clock, "bm"), store)
 }
 
-/// A page that arrives before a notification would be worth its cost is waited for.
+/// The vCPU waits for a page that arrives so soon that a notification is not worth its cost.
 #[test]
 fn a_guest_is_notified_only_if_a_page_takes_longer_than_that() {
     let (mut fast, _) = bench(POLL_NS / 4..POLL_NS);

@@ -113,7 +113,7 @@ fn what_does_not_fit_its_architecture_is_refused() {
     };
     let text = refused(&tsc, PlatformDevices::of(Arch::Arm64, |_: &str| ()));
     assert!(text.contains("TSC"), "{text}");
-    // A VM that is made before its image has the builder's architecture.
+    // A VM made without an image has the builder's architecture.
     let x86 = builder(32, 32, 1, "").build().unwrap();
     let text = x86.boot(&image("hello"), "").err().expect("refused");
     let text = text.to_string();
@@ -122,7 +122,7 @@ fn what_does_not_fit_its_architecture_is_refused() {
     assert!(vcpus[0].as_arm64().is_some() && vcpus[0].as_x86().is_none());
 }
 
-/// As after a reset of the machine by its VMM: the vCPUs that the guest has started are off again.
+/// After a reset of the machine by its VMM, the vCPUs that the guest has started are off again.
 #[test]
 fn a_machine_is_reset_and_runs_again() {
     let builder = VmBuilder {
@@ -148,7 +148,7 @@ fn a_machine_is_reset_and_runs_again() {
     }
 }
 
-/// `rng-seed` in the device tree of a VM that has booted.
+/// `rng-seed` in the device tree of a booted VM.
 fn rng_seed(vm: &Vm) -> Vec<u8> {
     let mut tree = [0; 4096];
     vm.read(Gpa::truncate(1 << 30), &mut tree).unwrap();
@@ -160,8 +160,8 @@ fn rng_seed(vm: &Vm) -> Vec<u8> {
     tree[value..value + 32].to_vec()
 }
 
-/// The guest's random numbers have another seed at every boot. In a seeded run it follows from the
-/// run's seed.
+/// The guest's random numbers have another seed at every boot. In a seeded run this seed follows
+/// from the run's seed.
 #[test]
 fn random_numbers_have_a_new_seed_at_every_boot() {
     let image = image("hello");

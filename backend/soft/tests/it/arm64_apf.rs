@@ -1,5 +1,5 @@
 //! Asynchronous page faults of AArch64 guests end to end: Lacuna's guest kernel on the soft
-//! backend, with both forms that were published.
+//! backend, with both published forms.
 
 use crate::common;
 
@@ -21,9 +21,9 @@ fn seeded(seed: u64, vcpus: usize, name: &str, words: &str) -> ApfStats {
     apf::seeded(seed, offered(16, 4, vcpus, words), name).1
 }
 
-/// The guest has seen the events that the host counts: its threads have slept and were woken. A
-/// page-not-present that was taken back counts for the host only, and so does one that a vCPU had
-/// not handled when the machine ended.
+/// The guest has seen the events that the host counts: its threads have slept and were woken. Only
+/// the host counts a page-not-present that was taken back, or that a vCPU had not handled at the
+/// machine's end.
 fn assert_seen(outcome: &RunSummary, at_least: u64, why: &str) {
     let counted = total(&outcome.apf);
     let why = format!("{why}: {counted:?}");
@@ -96,8 +96,8 @@ fn storms_of_enabling_and_disabling() {
     }
 }
 
-/// Each rule is broken in both forms, by a program beside a kernel that uses either form. A program
-/// that enables aborts while its kernel uses the other form brings that kernel down.
+/// A program breaks each rule in both forms, beside a kernel that uses either form. If a program
+/// enables aborts while its kernel uses the other form, the kernel crashes.
 #[test]
 fn hostile_guests_do_no_harm() {
     for (form, kernel) in FORMS.into_iter().enumerate() {
@@ -117,7 +117,8 @@ fn hostile_guests_do_no_harm() {
 }
 
 /// With SEND_ALWAYS, the kernel gets page-not-present for its own fault too, so there is no
-/// artificial halt. The kernel cannot put itself aside: it halts in WFI until that page is ready.
+/// artificial halt. The kernel cannot switch away from itself: it halts in WFI until that page is
+/// ready.
 #[test]
 fn a_kernel_that_cannot_schedule_halts_until_its_page_is_ready() {
     let halts = |always: u32| {

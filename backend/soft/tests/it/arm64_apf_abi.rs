@@ -1,5 +1,5 @@
-//! The ABI of asynchronous page faults, as an AArch64 guest of a few instructions sees it: each bad
-//! input, and each event that has to wait.
+//! The ABI of asynchronous page faults for an AArch64 guest of a few instructions: each bad input,
+//! and each delayed event.
 
 use crate::common;
 
@@ -31,7 +31,7 @@ fn a_guest_finds_the_services_or_none() {
     }
 }
 
-/// The architecture's calls, PSCI, vendor services and SDEI, and numbers that belong to none.
+/// The architecture's calls, PSCI, vendor services and SDEI, and unassigned numbers.
 #[test]
 fn unknown_function_ids() {
     let mut machine = Machine::new();
@@ -81,7 +81,7 @@ fn a_block_that_is_no_memory() {
             assert_eq!(refused, NOT_SUPPORTED, "{form:?} {block:#x}");
             assert_eq!(machine.switch(form, 0), NOT_REQUIRED, "still off");
         }
-        // Bits 5:2 have no meaning: the block is the aligned one.
+        // Bits 5:2 have no meaning: the block's address is aligned.
         assert_eq!(machine.switch(form, BLOCK | 0x3c | ENABLED), 0);
         assert_eq!(machine.ready(form), Some(WAKE_ALL));
     }
@@ -133,7 +133,7 @@ fn disabling_with_faults_pending() {
         }
         // Page 1 arrives before the call, and page 2 after it.
         if form == Form::Abort {
-            // The guest's own mark: it wants no events now.
+            // The guest's own mark means that it wants no events now.
             machine.vm.write(gpa(BLOCK), &[3, 0, 0, 0]).unwrap();
         }
         machine.provide(1);
@@ -154,7 +154,8 @@ fn disabling_with_faults_pending() {
     }
 }
 
-/// The guest waits for a page whose event cannot be delivered, and gets no later event for it.
+/// The guest waits for a page whose event cannot be delivered, and gets no later event for the
+/// page.
 #[test]
 fn a_guest_that_never_acknowledges() {
     for form in FORMS {
@@ -175,7 +176,7 @@ fn a_guest_that_never_acknowledges() {
         let stats = machine.stats();
         assert_eq!((stats.taken, stats.halted, stats.ready), (1, 3, 1));
     }
-    // The words are read, and the interrupt is not acknowledged.
+    // The guest has read the words, but not acknowledged the interrupt.
     let mut machine = Machine::enabled(Form::Sdei, 0);
     let tokens = [1, 2].map(|page| {
         let token = machine.notified(Form::Sdei, page);
@@ -210,7 +211,7 @@ fn aborts_while_masked() {
     machine.put_at(LOAD + 4, EL1);
     assert_eq!(machine.ready(Form::Abort), token);
     machine.consume(Form::Abort);
-    // While enabled, the range cannot be set.
+    // While events are enabled, the range cannot be set.
     assert_eq!(machine.call(ABORT, &[0x1000, 1 << 30]), NOT_SUPPORTED);
     assert_eq!(machine.switch(Form::Abort, 0), 0);
     assert_eq!(machine.call(ABORT, &[0x1000, 1 << 30]), 0);
@@ -221,7 +222,7 @@ fn aborts_while_masked() {
     assert_eq!((machine.step(), machine.pc()), (End::Ran, NEAR + 4));
 }
 
-/// v1 to v4: PE_MASK, an event that is disabled or gone, and a handler at work.
+/// v1 to v4: PE_MASK, a disabled or unregistered event, and a handler at work.
 #[test]
 fn events_while_masked() {
     type Call = fn(&mut Machine) -> i64;
@@ -273,7 +274,7 @@ fn a_page_ready_interrupt_while_masked() {
     assert_eq!(machine.pc(), WAIT + 4, "the line is low");
 }
 
-/// As a kernel does at boot: group 1, and the page-ready interrupt.
+/// Enables group 1 and the page-ready interrupt, as a kernel does at boot.
 fn enable_interrupts(machine: &mut Machine) {
     use lacuna_cpu::Processor as _;
     let gic = Arc::clone(&machine.cpu().fabric().gic);
@@ -290,14 +291,14 @@ fn enable_interrupts(machine: &mut Machine) {
     machine.cpu().restore(&state);
 }
 
-/// A kernel that cannot put a thread aside waits in WFI; its own page-ready ends that.
+/// A kernel that cannot switch to another thread waits in WFI. Its own page-ready ends the wait.
 #[test]
 fn a_guest_that_cannot_schedule_halts_until_its_page_is_ready() {
     let mut machine = Machine::enabled(Form::Abort, SEND_ALWAYS);
     assert_eq!(machine.load(1, EL1), End::Ran);
     let token = machine.not_present(Form::Abort, FROM_EL1).unwrap();
     machine.consume(Form::Abort);
-    // Outside of the range, as a handler that has saved its registers.
+    // The PC is outside the range, as in a handler that has saved its registers.
     machine.put_at(WAIT, EL1);
     assert_eq!(machine.settle(), End::Halt);
     assert!(machine.cpu().is_halted());
@@ -308,7 +309,7 @@ fn a_guest_that_cannot_schedule_halts_until_its_page_is_ready() {
 }
 
 /// The block's page is not resident: the vCPU waits with PC at the HVC, a kick ends the wait, and
-/// the call is made once.
+/// the call happens once.
 #[test]
 fn enabling_waits_for_the_block() {
     for form in FORMS {
@@ -365,8 +366,8 @@ fn acknowledging_and_disabling_wait_for_the_block() {
     }
 }
 
-/// A program needs a page, and the block's page has been swapped out. The vCPU waits for the block,
-/// and the program's page is on its way too. Otherwise it would keep its frame until a program
+/// A program needs a page, and the block's page is swapped out. The vCPU waits for the block, and
+/// the program's page is on its way too. Otherwise that page would keep its frame until a program
 /// needs it again, perhaps for ever.
 #[test]
 fn a_page_is_on_its_way_while_the_vcpu_waits_for_the_block() {
@@ -393,7 +394,7 @@ fn a_page_is_on_its_way_while_the_vcpu_waits_for_the_block() {
             machine.consume(form);
         };
         assert!(machine.is_asked_for(waits_for), "{form:?}");
-        // An interrupt leads elsewhere.
+        // An interrupt changes the PC.
         machine.put_at(LOAD + 4, EL0);
         machine.settle();
         machine.provide(waits_for);
@@ -425,7 +426,7 @@ fn a_reset_forgets_everything() {
     }
 }
 
-/// A vCPU that was switched off has nothing in flight, and knows nothing when it is on again.
+/// A vCPU that was switched off has nothing in flight, and starts without any of its old state.
 #[test]
 fn cpu_off_forgets_everything() {
     for form in FORMS {
@@ -437,7 +438,7 @@ fn cpu_off_forgets_everything() {
         machine.provide(1);
         assert_eq!((machine.settle(), machine.words()), (End::Halt, (0, 0)));
         assert_eq!(machine.stats().cancelled, 1);
-        // Another vCPU calls CPU_ON: the power states take its call.
+        // Another vCPU calls CPU_ON, through the power states.
         let call = lacuna_arm64::smccc::Call {
             function: 0xc400_0003,
             args: [0, LOAD + 4, 5, 0, 0, 0, 0],

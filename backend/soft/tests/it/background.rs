@@ -1,4 +1,4 @@
-//! A VM from `Builder::build` reclaims memory in the background, and the VMM does nothing for it.
+//! A VM from `Builder::build` reclaims memory in the background, without help of the VMM.
 
 use crate::common;
 
@@ -10,10 +10,10 @@ use lacuna_soft::{Vm, VmBuilder};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Remaining free frames: fewer than the low watermark, and so many that no write has to reclaim.
+/// Remaining free frames: fewer than the low watermark, but enough that no write has to reclaim.
 const LEFT: u64 = 40;
 
-/// Writes to as many pages as there are frames, except for [`LEFT`] of them.
+/// Writes to as many pages as there are frames, minus [`LEFT`].
 fn fill(vm: &Vm, builder: &VmBuilder) {
     for page in 0..builder.resident.get() - LEFT {
         let gpa = Gpa::new(page * PAGE_SIZE as u64).unwrap();

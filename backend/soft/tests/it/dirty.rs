@@ -1,5 +1,5 @@
-//! A monitor keeps a copy of a running guest's memory: it copies the pages that each harvest names.
-//! At the end the copy must equal the guest's memory.
+//! A monitor keeps a copy of a running guest's memory: it copies the pages of each harvest. At the
+//! end the copy must equal the guest's memory.
 
 use crate::common;
 
@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::thread::{panicking, scope, sleep};
 use std::time::Duration;
 
-/// Runs `name` to its end beside a monitor, which calls `between` between two harvests. Returns how
-/// many pages were harvested.
+/// Runs `name` to its end beside a monitor, which calls `between` between two harvests. Returns the
+/// number of harvested pages.
 fn follow(
     builder: &VmBuilder,
     name: &str,
@@ -162,7 +162,7 @@ fn a_full_ring_stops_the_vcpu_until_it_is_reset(arch: Arch) {
         let retired = vm.retired()[0];
         assert_eq!(vcpu.run().unwrap(), Exit::DirtyRingFull, "again");
         assert_eq!(vm.retired()[0], retired, "nothing ran meanwhile");
-        // A panic of the VMM's code ends no other call.
+        // A panic of the VMM's code breaks no other call.
         let panics = || vm.reap_rings(&mut |_, _| panic!("the VMM's own"));
         assert!(panic::catch_unwind(AssertUnwindSafe(panics)).is_err());
         assert!(vm.reap_rings(&mut |_, _| ()).unwrap() >= 1024 - 576);

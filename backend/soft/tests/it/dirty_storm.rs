@@ -1,5 +1,5 @@
-//! Everything at once, on threads. vCPUs write while a monitor harvests, switches how writes are
-//! detected, ends and begins logs, splits huge pages, replaces slots and evicts pages.
+//! vCPUs write on threads, while a monitor harvests, switches how writes are detected, ends and
+//! begins logs, splits huge pages, replaces slots and evicts pages.
 //!
 //! The monitor makes a fixed number of steps. After the last one it only harvests, and the guest
 //! must end by itself. `LACUNA_ROUNDS=2000` sets the number of steps, and `--nocapture` shows them.
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 on_both!(many_vcpus_end_under_all_switches_at_once);
 
-/// A step that takes longer than this is a hang: a step normally takes milliseconds.
+/// A longer step is a hang: a step normally takes milliseconds.
 const HANG: Duration = Duration::from_secs(300);
 
 /// Ends the process and prints the last step, if no further step follows.
@@ -79,7 +79,7 @@ impl Monitor<'_> {
 
     fn end(&mut self) -> &'static str {
         end_logging(self.vm, &mut self.rng);
-        // A vCPU that has left because its ring was full enters the guest again.
+        // A vCPU that has left because of a full ring can enter the guest again.
         self.vm.reap_rings(&mut |_, _| ()).unwrap();
         self.vm.reset_rings().unwrap();
         self.shadow = None;
@@ -152,7 +152,7 @@ fn storm(
             if runner.is_finished() {
                 break;
             }
-            // The monitor does no more than the guest gets done meanwhile, so that the guest ends.
+            // The monitor must not outrun the guest: otherwise the guest would not end.
             sleep(Duration::from_millis(1));
         }
         if monitor.shadow.is_none() && !runner.is_finished() {

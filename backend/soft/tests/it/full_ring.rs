@@ -1,5 +1,5 @@
-//! A vCPU with nothing to run exits to its VMM when its dirty ring is full. After the ring is reset
-//! it gets the events of the pages that arrived meanwhile.
+//! A vCPU with nothing to run exits to its VMM when its dirty ring is full. After a reset of the
+//! ring, the vCPU gets the events of the pages that arrived meanwhile.
 //!
 //! ```text
 //! guest      touches a swapped-out page: gets the event, continues in its handler
@@ -28,8 +28,8 @@ use lacuna_sync::{Clock, VirtualClock};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The handlers of #PF, and of the page-ready interrupt. They are in one page with the other code,
-/// so that none of it is swapped out.
+/// The handlers of #PF, and of the page-ready interrupt. They share a page with the other code, so
+/// that none of it is swapped out.
 const FAULTED: u64 = CODE + 0x800;
 const READY: u64 = CODE + 0xc00;
 const READY_VECTOR: u8 = 0x50;
@@ -50,7 +50,7 @@ const DONE: u8 = 2;
 /// Why the guest waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Halts {
-    /// It gets page-not-present, has nothing else to do, and executes HLT.
+    /// The guest gets page-not-present, has nothing else to do, and executes HLT.
     Itself,
     /// The event cannot be delivered, so the vCPU halts artificially.
     Artificially,
@@ -147,7 +147,7 @@ fn guest(halts: Halts, pages: u64) -> Vec<Piece> {
     pieces
 }
 
-/// A VM with one vCPU. A page arrives when the test allows it.
+/// A VM with one vCPU. The test decides when a page arrives.
 struct Bench {
     vm: Arc<Vm>,
     vcpu: Vcpu,
@@ -194,8 +194,7 @@ impl Bench {
         }
     }
 
-    /// Evicts pages: another VM takes all frames for a moment, and this one has more than its
-    /// share.
+    /// Evicts pages: another VM takes all frames for a moment, and this VM has more than its share.
     fn send_away(&self) {
         let at = Gpa::new(AWAY).unwrap();
         self.vm.write(at, &CONTENT.to_le_bytes()).unwrap();
@@ -214,8 +213,7 @@ impl Bench {
         assert!(!self.vm.peek(at, &mut [0]), "{:?}", self.host.stats());
     }
 
-    /// Runs until the guest writes `said` to its port; completes what the vCPU waits for before
-    /// that.
+    /// Runs until the guest writes `said` to its port. Ends the vCPU's waits before that.
     fn run_until(&mut self, said: u8) {
         for _ in 0..10_000 {
             match self.step() {
@@ -240,7 +238,7 @@ impl Bench {
         self.vcpu.step(1_000_000)
     }
 
-    /// Runs until the vCPU must exit or wait. Returns which.
+    /// Runs until the vCPU must exit or wait. Returns the reason.
     fn run_until_idle(&mut self) -> String {
         for _ in 0..1000 {
             match self.step() {
@@ -276,7 +274,7 @@ fn name(step: &Step) -> String {
 
 const FULL: &str = "DirtyRingFull";
 
-/// The number of pages that the guest must dirty so that its last store fills the ring.
+/// The number of pages to dirty so that the guest's last store fills the ring.
 fn pages_to_fill(detection: Detection) -> u64 {
     let mut bench = Bench::new(Halts::Itself, HEAP_PAGES, detection);
     bench.run_until(PREPARED);
@@ -345,7 +343,7 @@ fn an_artificial_halt_leaves_with_a_full_ring_and_ends_after_the_reset() {
 }
 
 /// An instruction holds a device's answer, and the flush of the page-modification log has filled
-/// the ring. A VMM that never resets the ring has its vCPU back after a kick.
+/// the ring. A VMM that never resets the ring gets its vCPU back after a kick.
 #[test]
 fn a_kick_ends_the_run_of_a_vcpu_with_a_full_ring_in_the_middle_of_an_instruction() {
     let size = RingSize::from_bytes(RingSize::BYTES_MIN).unwrap();

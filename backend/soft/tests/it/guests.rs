@@ -62,7 +62,8 @@ fn shown_vcpus(vm: &Vm, devices: &PlatformDevices) -> Vec<u32> {
     threads.iter().map(|thread| thread.cpu).collect()
 }
 
-/// Operands of system instructions at addresses without memory: a read gives ones, a write is lost.
+/// Operands of system instructions at addresses without memory: a read returns ones, a write is
+/// lost.
 #[test]
 fn system_instructions_may_have_their_operand_in_a_device() {
     const HOLE: u64 = 0xd000_0000;
@@ -105,7 +106,7 @@ fn modified_code_is_seen() {
     pass(&builder(32, 32, 2, "iters=300"), "smc");
 }
 
-/// A guest that wants all frames runs beside it, in the smallest budget that two vCPUs may have.
+/// Another guest, which uses all frames, runs beside it in the smallest budget for two vCPUs.
 #[test]
 fn the_instruction_with_the_most_pages_completes_at_the_minimum_budget() {
     let clock = Arc::new(VirtualClock::default());
@@ -169,8 +170,7 @@ fn random_bytes_in_kernel_mode_end_somehow() {
     }
 }
 
-/// Runs for at most some virtual seconds. A guest that loops for ever is stopped, as a user would
-/// stop it.
+/// Runs for at most some virtual seconds. An endless guest is stopped, as by a user.
 fn bounded(builder: &VmBuilder, name: &str) -> Option<Ending> {
     let clock = Arc::new(VirtualClock::default());
     let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>).unwrap();

@@ -1,4 +1,4 @@
-//! Guest memory in huge pages of hugetlbfs that a source or the VMM provides, 2 MiB at a time.
+//! A source or the VMM provides guest memory in huge pages of hugetlbfs, 2 MiB at a time.
 
 use crate::common;
 
@@ -34,7 +34,7 @@ impl PageSource for Zeros {
     }
 }
 
-/// A guest whose slots exit. Ends the test where there is no reserve, or no userfaultfd.
+/// A guest with slots that exit. Ends the test if there is no reserve, or no userfaultfd.
 fn boot(arch: Arch, apf: Apf, source: &Arc<Zeros>) -> (HugePages, Arc<Vm>, Vec<Vcpu>) {
     let image = image_for(arch, "bm");
     let reserved = HugePages::reserve(MEMORY / 2);
@@ -94,7 +94,7 @@ fn exits_name_what_comes_together(arch: Arch) {
     vm.host().verify();
 }
 
-/// The run loop accepts the exits, and has the source fetch the units.
+/// The run loop accepts the exits, and asks the source for the units.
 fn the_run_loop_fetches_units(arch: Arch) {
     for apf in [Apf::Off, Apf::On] {
         let source = Arc::default();

@@ -1,5 +1,5 @@
-//! Guest memory that the kernel takes away: the VM's vCPUs fail, and nothing that was made of the
-//! zeros in its place leaves the VM.
+//! The kernel takes guest memory away: the VM's vCPUs fail, and no value derived from the zeros in
+//! its place leaves the VM.
 
 use crate::common;
 
@@ -39,7 +39,7 @@ fn boot(builder: &VmBuilder, image: &Image<'_>) -> (Arc<Host>, Arc<Vm>, Vec<Vcpu
     boot_in(MemoryKind::Linux, builder, image)
 }
 
-/// A VM whose memory Linux gives, and its host. Ends the test if there is no userfaultfd.
+/// A VM with memory from Linux, and its host. Ends the test if there is no userfaultfd.
 fn boot_in(
     kind: MemoryKind,
     builder: &VmBuilder,
@@ -80,7 +80,8 @@ fn take_away(vm: &Vm, gpa: Gpa, pages: u64) {
         .unwrap();
 }
 
-/// Says once that it runs; then reads the word at DATA for ever, and reports every value but one.
+/// Reports once that it runs. Then reads the word at DATA for ever, and reports every value but
+/// one.
 fn reader() -> Vec<Piece> {
     let code = assemble(CODE, |a| {
         let (mut again, mut wrong) = (a.create_label(), a.create_label());
@@ -114,8 +115,8 @@ fn expect_lost(exit: Result<Exit, VcpuError>) {
     );
 }
 
-/// The vCPU fails, and its exit with the wrong value is never seen. It fails again until it is
-/// reset; then it finds the page lost.
+/// The vCPU fails, and its exit with the wrong value is never seen. It fails again until a reset.
+/// Then it finds the page lost.
 #[test]
 fn a_page_is_taken_from_a_running_vcpu() {
     for _ in 0..20 {
@@ -125,7 +126,7 @@ fn a_page_is_taken_from_a_running_vcpu() {
         expect_running(vcpu.run());
         let exit = scope(|scope| {
             let running = scope.spawn(|| vcpu.run());
-            // Its leaf is there, so that no fault finds the page lost.
+            // The page has a leaf, so no fault finds it lost.
             while vm.retired()[0] < 100_000 {
                 yield_now();
             }
@@ -148,7 +149,7 @@ fn a_page_is_taken_from_a_running_vcpu() {
     }
 }
 
-/// The memory file becomes shorter under a running vCPU.
+/// The memory file is shortened under a running vCPU.
 #[test]
 fn a_memory_file_becomes_shorter() {
     let pieces = reader();
@@ -174,8 +175,7 @@ fn a_memory_file_becomes_shorter() {
     host.verify();
 }
 
-/// A device's access fails. The vCPU might have read the zeros that are in the page's place, so it
-/// fails too.
+/// A device's access fails. The vCPU may have read the zeros in the page's place, so it fails too.
 #[test]
 fn a_page_is_taken_from_a_device() {
     let pieces = reader();
@@ -201,7 +201,7 @@ fn a_page_is_taken_from_a_device() {
     host.verify();
 }
 
-/// All memory is taken from a guest with two vCPUs. The run ends, and each vCPU says why.
+/// All memory is taken from a guest with two vCPUs. The run ends, and each vCPU reports why.
 #[test]
 fn all_memory_is_taken() {
     let builder = builder(16, 24, 2, "faulters=2 workers=2 accesses=1000000");
@@ -239,8 +239,8 @@ fn all_memory_is_taken() {
 /// Set in the process whose threads block the signal.
 const CHILD: &str = "LACUNA_BLOCKED";
 
-/// A VMM whose threads block `SIGBUS`, as programs do that read signals elsewhere: its vCPU fails,
-/// and the process survives.
+/// A VMM's threads block `SIGBUS`, as in programs that read signals elsewhere: its vCPU fails, and
+/// the process survives.
 #[test]
 fn a_page_is_taken_from_a_vcpu_that_blocks_the_signal() {
     let own = "lost::a_page_is_taken_from_a_vcpu_that_blocks_the_signal";
@@ -262,8 +262,8 @@ fn a_page_is_taken_from_a_vcpu_that_blocks_the_signal() {
     let pieces = reader();
     let image = program::image(&pieces);
     scope(|scope| {
-        // Threads of their own: a thread that accesses Linux memory unblocks the signal, and those
-        // that it spawns then take it too.
+        // Use separate threads: a thread that accesses Linux memory unblocks the signal, and its
+        // later child threads take the signal too.
         let booted = scope.spawn(|| boot(&builder(16, 8, 1, ""), &image));
         let (host, vm, mut vcpus) = booted.join().unwrap();
         let running = scope.spawn(move || {

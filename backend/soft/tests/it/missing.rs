@@ -1,4 +1,4 @@
-//! Exits on missing memory: what only this backend does.
+//! Exits on missing memory: behaviour of this backend alone.
 
 use crate::common;
 
@@ -36,8 +36,8 @@ impl PageSource for Zeros {
     }
 }
 
-/// A reset forgets an accepted and a pending token. What the VMM says about them later has one
-/// outcome each.
+/// A reset forgets an accepted and a pending token. Each later report of the VMM about them has one
+/// outcome.
 fn tokens_are_forgotten_at_a_reset(arch: Arch) {
     let builder = VmBuilder {
         apf: Apf::On,
@@ -114,7 +114,7 @@ fn an_exit_has_its_stage_2_abort() {
         };
         let abort = abort.unwrap();
         assert_eq!(abort.hpfar << 8, gpa.get());
-        // A translation fault, at any level.
+        // It is a translation fault, at any level.
         assert_eq!(abort.esr & 0b11_1100, 0b00_0100, "{abort:x?}");
         let (class, walk) = (abort.esr >> 26, abort.esr >> 7 & 1);
         let of_fetch = flags.contains(MemoryFaultFlags::EXEC);
@@ -132,8 +132,8 @@ fn an_exit_has_its_stage_2_abort() {
     assert!(aborts > 100, "{aborts} aborts");
 }
 
-/// In a slot without exits, the guest gets an event for a page that its source takes time for,
-/// however fast its swap is. It gets none for a page that arrives at once.
+/// In a slot without exits, the guest gets an event for a slow page of its source, however fast its
+/// swap is. It gets none for a page that arrives at once.
 fn a_guest_gets_an_event_for_a_slow_page(arch: Arch) {
     struct Late(std::sync::Mutex<std::sync::mpsc::Sender<PageRequest>>);
     impl PageSource for Late {
@@ -168,7 +168,7 @@ fn a_guest_gets_an_event_for_a_slow_page(arch: Arch) {
     assert_eq!(events_with(Arc::new(Zeros)), 0);
 }
 
-/// A VM drops its source, and the requests that nothing has answered end with it.
+/// A VM drops its source, and the unanswered requests end with it.
 fn a_vm_ends_with_requests_unanswered(arch: Arch) {
     struct Never(std::sync::Mutex<Vec<PageRequest>>);
     impl PageSource for Never {
@@ -204,8 +204,8 @@ fn a_vm_ends_with_requests_unanswered(arch: Arch) {
     assert_eq!(Arc::strong_count(&source), 2, "the builder's, and this one");
 }
 
-/// A vCPU waits for a page without another exit, because the event cannot be delivered. That ends
-/// with the page: another page at the same address, in a slot that was added later, causes an exit.
+/// A vCPU waits for a page without another exit, because the event cannot be delivered. This holds
+/// only for that page: another page at the same address, in a later slot, causes an exit.
 #[test]
 fn a_refused_token_does_not_outlive_its_page() {
     const LATER: u64 = 1 << 30;
@@ -252,7 +252,7 @@ fn a_refused_token_does_not_outlive_its_page() {
                 }
             });
             let exit = vcpu.run();
-            // An error: the limit is over, and the exit says so.
+            // An error means that the limit is over, which the exit shows.
             let _ = done.send(());
             exit
         });
@@ -274,7 +274,7 @@ fn a_refused_token_does_not_outlive_its_page() {
 }
 
 /// The host may write the area of async page faults when the guest acknowledges. If its page is
-/// missing, the vCPU waits outside of the instruction, and a kick ends the wait.
+/// missing, the vCPU waits outside the instruction, and a kick ends the wait.
 #[test]
 fn acknowledging_waits_for_the_area() {
     const AREA: u64 = 1 << 30;

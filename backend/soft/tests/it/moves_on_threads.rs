@@ -1,7 +1,7 @@
-//! Guests on threads; their VMM stops them at any moment. Then the same vCPUs continue, or get
-//! their own states back, or the guest resumes in another VM, while the old one is dropped with
-//! pages on their way. Beside the vCPUs the VMM kicks, changes memory slots, splits huge pages, and
-//! switches asynchronous page faults off and on. `seeded_moves.rs` has moves at points that repeat.
+//! A VMM stops guests on threads at any moment. Then the same vCPUs continue, or get their own
+//! states back, or the guest resumes in another VM, while the old VM is dropped with pages on their
+//! way. Beside the vCPUs the VMM kicks, changes memory slots, splits huge pages, and switches
+//! asynchronous page faults off and on. `seeded_moves.rs` has moves at repeatable points.
 //!
 //! The environment variable `LACUNA_MOVES` is the number of runs for each guest, 1 by default.
 
@@ -24,12 +24,13 @@ use std::time::{Duration, Instant};
 
 /// A run takes some seconds.
 const HANG: Duration = Duration::from_secs(900);
-/// So often a guest is stopped within [`SHORT`], and then within [`LONG`], so that it ends.
+/// The number of stops of a guest within [`SHORT`]. Later stops come within [`LONG`], so that it
+/// ends.
 const STOPS: usize = 40;
 const SHORT: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_secs(2);
 
-/// The slot that is added and removed.
+/// The added and removed slot.
 const EXTRA: SlotId = SlotId(9);
 
 struct Machine {
@@ -88,7 +89,7 @@ impl Machine {
         self.vcpus.iter().for_each(Vcpu::verify);
     }
 
-    /// The states. A vCPU that is in the middle of an instruction completes it first.
+    /// Saves the states. A vCPU in the middle of an instruction completes it first.
     fn save(&mut self, devices: &PlatformDevices) -> (SharedState, Vec<VcpuState>) {
         let vm = &*self.vm;
         let save = |vcpu: &mut Vcpu| {

@@ -1,5 +1,5 @@
-//! Memory that a handler fills from outside: a vCPU that waits for a page obeys kicks, its state
-//! can be saved, and the handler's end is an error and no page of zeros.
+//! A handler fills memory from outside: a vCPU that waits for a page obeys kicks, its state can be
+//! saved, and the handler's end causes an error, not a page of zeros.
 
 use crate::common;
 
@@ -70,7 +70,7 @@ impl Handler {
                 && let Some(fault) = faults.pop()
             {
                 self.may_fill.fetch_sub(1, Ordering::Relaxed);
-                // The page may be there: a vCPU that was kicked has faulted twice.
+                // The page may be present: a kicked vCPU has faulted twice.
                 if uffd.copy(&[0; PAGE_SIZE], fault.page).is_err() {
                     uffd.wake(fault.page).unwrap();
                 }
@@ -122,7 +122,7 @@ fn a_vcpu_that_waits_for_a_page_obeys_every_kick(arch: Arch) {
         handler.wait_until_held();
         for _ in 0..300 {
             vm.kick(0);
-            // The access is tried again when the vCPU is entered; its state is whole meanwhile.
+            // The vCPU retries the access after its next entry. Its state is complete meanwhile.
             assert_eq!(kicked.recv_timeout(LONG), Ok(true));
         }
         assert_eq!(devices.ending(), None);
@@ -134,7 +134,7 @@ fn a_vcpu_that_waits_for_a_page_obeys_every_kick(arch: Arch) {
     });
 }
 
-/// Two vCPUs wait; the handler ends. Neither continues, and each says why.
+/// Two vCPUs wait, and the handler ends. Neither vCPU continues, and each reports why.
 fn vcpus_that_wait_for_a_handler_that_ends_have_lost_their_pages(arch: Arch) {
     let killed = Arc::new(AtomicBool::new(false));
     let note = Arc::clone(&killed);

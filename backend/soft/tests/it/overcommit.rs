@@ -1,5 +1,5 @@
-//! A guest with frames for a quarter of its memory loses nothing: every swap device; 1, 2 and 4
-//! vCPUs; two VMs in one budget; threads and seeds.
+//! A guest with frames for a quarter of its memory loses nothing, with every swap device, 1, 2 and
+//! 4 vCPUs, two VMs in one budget, threads and seeds.
 
 use crate::common;
 
@@ -118,7 +118,7 @@ fn disturb(vm: &Vm, looks: u32) {
     }
 }
 
-/// Verifies all structures every now and then.
+/// Verifies all structures now and then.
 fn seeded_in(seed: u64, vms: usize, builder: VmBuilder, image: &str) -> (Trace, HostStats) {
     let builder = VmBuilder {
         seed: Some(seed),

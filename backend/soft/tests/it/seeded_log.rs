@@ -1,5 +1,5 @@
 //! Dirty logging in the simulator. Between two slices of the guest a monitor harvests, switches,
-//! replaces and compares; everything is drawn from one seed.
+//! replaces and compares. One seed determines everything.
 //!
 //! `LACUNA_ROUNDS=1000 LACUNA_SEED=7` sets the number of seeds and the first one, for a longer run.
 
@@ -25,7 +25,7 @@ on_both!(
     a_seed_gives_one_trace,
 );
 
-/// What a monitor has done and found; a part of the trace.
+/// The work and results of a monitor, a part of the trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Done {
     harvests: u64,
@@ -42,7 +42,7 @@ struct Monitor {
     rng: Rng,
     vm: Arc<Vm>,
     host: Arc<Host>,
-    /// Present while the slots log.
+    /// The copy, while the slots log.
     shadow: Option<Shadow>,
     /// Pages from rings that are not reset yet.
     collected: Vec<Name>,
@@ -155,7 +155,7 @@ impl Monitor {
         shadow.replay(&self.vm, dirty);
     }
 
-    /// Reaps the rings. The reset may be later, and reaped pages may be lost before they are
+    /// Reaps the rings. The reset may come later, and reaped pages may be lost before they are
     /// copied.
     fn harvest_rings(&mut self, shadow: &mut Shadow) {
         let collected = &mut self.collected;
@@ -312,7 +312,7 @@ fn a_copy_by_harvests_is_the_guests_memory(arch: Arch) {
         ended += done.ended;
     }
     println!("{harvests} harvests of {pages} pages, {ended} logs ended");
-    // A single seed that is run again may do less.
+    // A repeated single seed may do less.
     assert!(rounds < 3 || harvests > 100 && pages > 1000 && ended > 5);
 }
 

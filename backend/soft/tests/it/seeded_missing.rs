@@ -1,7 +1,6 @@
-//! Seeded worlds in which every page of the guest is elsewhere at first: late sources, answers
-//! twice or out of order, unanswered requests, and a VMM that provides pages itself, too late or
-//! before anything needs them, and says ready for pages that have not arrived. The guest checks
-//! each of its pages.
+//! Seeded runs in which every page of the guest is missing at first. Sources are late, answer twice
+//! or out of order, or do not answer. The VMM provides pages itself, too late or before anything
+//! needs them, and reports missing pages ready. The guest checks each of its pages.
 
 use crate::common;
 
@@ -30,16 +29,16 @@ struct SourceState {
     rng: Rng,
     /// Answers at once, until the guest runs: the loader waits without virtual time.
     at_once: bool,
-    /// By due time and number. `None` is an unanswered request: the VMM provides the page.
+    /// By due time and number. `None`: the request stays unanswered, and the VMM provides the page.
     due: BTreeMap<(Nanos, u64), (SourcePage, Option<PageRequest>)>,
     asked: u64,
-    /// Requests that are kept although they will never be answered.
+    /// Kept requests that will never be answered.
     kept: Vec<PageRequest>,
     done: Done,
     vm: Weak<Vm>,
 }
 
-/// How often each thing happened.
+/// The number of each kind of event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Done {
     asked: u64,
@@ -48,7 +47,7 @@ struct Done {
     unanswered: u64,
     unasked: u64,
     switched: u64,
-    /// Tokens that the VMM said ready for before their page had arrived.
+    /// Tokens that the VMM reported ready before their page had arrived.
     too_early: u64,
 }
 
@@ -78,7 +77,7 @@ impl Source {
 
 impl SourceState {
     fn schedule(&mut self, now: Nanos, page: SourcePage, request: Option<PageRequest>) {
-        // Far apart, so that later requests are answered earlier.
+        // The delays differ widely, so that later requests are answered earlier.
         let delay = match self.rng.u8(..4) {
             0 => self.rng.u64(1..1_000),
             1 | 2 => self.rng.u64(20_000..200_000),
@@ -165,15 +164,16 @@ fn set_flags(vm: &Vm, flags: SlotFlags) {
     }
 }
 
-/// The VMM says ready for tokens that were never given or are completed, and for one whose page has
-/// not arrived, if there is one. Returns the number of tokens of the last kind.
+/// The VMM reports unknown and completed tokens ready, and one token whose page has not arrived, if
+/// there is one. Returns the number of tokens of the last kind.
 fn say_ready(vm: &Vm, vcpu: usize) -> u64 {
     let tokens = (1..6000).rev().map(|number| FaultToken::new(vcpu, number));
     let said = tokens.filter(|token| vm.ready(*token).is_ok()).take(1);
     said.count() as u64
 }
 
-/// The words by which a guest chooses each form of async faults. Without a word it is offered none.
+/// The words by which a guest chooses each form of async faults. Without a word, no form is
+/// offered.
 const WAYS: [(Arch, [&str; 3]); 2] = [
     (Arch::X86_64, ["", "apf=int", "apf=pf"]),
     (Arch::Arm64, ["", "apf=abort", "apf=sdei"]),
@@ -217,7 +217,7 @@ fn simulate(seed: u64, (arch, ways): (Arch, [&str; 3])) -> (Trace, Done) {
     let pages = builder.memory.get();
     let early = RefCell::new(BTreeSet::new());
     let trace = simulator.run_beside(|| match rng.u16(..) {
-        // The VMM provides a page that nothing has asked for.
+        // The VMM provides a page without a request.
         0..500 => {
             let page = SourcePage(rng.u64(..pages));
             if provide(&vm, page) == Answer::Taken {

@@ -1,5 +1,5 @@
-//! Whole vCPU states at points that a seed chooses: the guest is saved there, and resumes in a
-//! fresh VM with a fresh host and a fresh clock.
+//! A seed chooses points at which the whole vCPU states are saved. The guest resumes in a fresh VM
+//! with a fresh host and a fresh clock.
 //!
 //! The environment variable `LACUNA_SAVE_POINTS` is the number of points for each guest, 4 by
 //! default:
@@ -26,8 +26,8 @@ use lacuna_skip::test;
 use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder, VmConfig};
 use lacuna_sync::{Clock, VirtualClock};
 
-/// The slices of one guest in one VM, at most. A guest moves after at most some thousand, and takes
-/// far fewer than this from its last move to its end.
+/// The largest number of slices of one guest in one VM. A guest moves after at most some thousand,
+/// and needs far fewer than this from its last move to its end.
 const SLICES_MAX: u64 = 5_000_000;
 
 /// The states of a VM and of its vCPUs.
@@ -91,8 +91,8 @@ impl Machine {
         self.simulator.run_slice()
     }
 
-    /// Runs `slices`, and on until every vCPU is between two instructions and the states are as
-    /// `only` asks; the states. `None` if the guest ends before.
+    /// Runs at least `slices`, until every vCPU is between two instructions and a state satisfies
+    /// `only`. Returns the states. `None` if the guest ends before.
     fn run_and_save(&mut self, slices: u64, only: Only) -> Option<Saved> {
         for _ in 0..slices {
             if !self.run_slice() {
@@ -152,14 +152,13 @@ fn moved(
     })
 }
 
-/// A guest that moves.
+/// A moving guest.
 #[derive(Clone, Copy)]
 struct Guest {
     arch: Arch,
     name: &'static str,
     command_line: &'static str,
-    /// Which of several forms of asynchronous page faults its kernel chooses: a word for its
-    /// command line.
+    /// The word for the kernel's command line that chooses the form of asynchronous page faults.
     form: &'static str,
     apf: Apf,
     vcpus: usize,
@@ -191,7 +190,7 @@ impl Guest {
         ..Self::VERIFY
     };
 
-    /// On AArch64, in both forms, with 1, 2 and 4 vCPUs.
+    /// Moves the guest on AArch64, in both forms, with 1, 2 and 4 vCPUs.
     fn all_of_arm64(self) {
         let runs = [
             ("apf=abort", 1),
@@ -210,8 +209,8 @@ impl Guest {
         }
     }
 
-    /// Moves again and again, until there were as many points as were asked for. A guest that ends
-    /// begins again with another seed.
+    /// Moves again and again, for the requested number of points. After its end, the guest begins
+    /// again with another seed.
     fn moves_at_seeded_points(&self) {
         let points = from_env("LACUNA_SAVE_POINTS", 4);
         let mut done = 0;
@@ -309,7 +308,7 @@ fn a_guest_of_arm64_that_waits_for_pages_goes_on() {
     }
 }
 
-/// What the states of seeded points rarely have: one that a guest moves with again and again.
+/// Situations that are rare at seeded points: in each, a guest moves again and again.
 #[test]
 fn a_guest_of_arm64_goes_on_from_rare_situations() {
     const BOOT: Guest = Guest {

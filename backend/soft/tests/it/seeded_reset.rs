@@ -1,6 +1,5 @@
-//! Guests of several vCPUs that their VMM resets in the middle of a run, at points that a seed
-//! chooses: whatever their vCPUs do then, the guest starts again in memory that is zero, and
-//! succeeds.
+//! A VMM resets guests of several vCPUs in the middle of a run, at points chosen by a seed.
+//! Whatever the vCPUs do then, the guest starts again in zeroed memory, and succeeds.
 
 use crate::common;
 
@@ -19,7 +18,7 @@ use std::time::Duration;
 /// The number of resets in one run.
 const RESETS: usize = 3;
 
-/// Slices after the last reset, at most.
+/// The largest number of slices after the last reset.
 const SLICES_MAX: u64 = 3_000_000;
 
 /// A run with resets, to its end; its trace.
@@ -54,7 +53,7 @@ fn run(arch: Arch, vcpus: usize, line: &str, seed: u64) -> Trace {
         for _ in 0..rng.usize(1..600) {
             assert!(simulator.run_slice(), "{arch:?}, {line}: it ended early");
         }
-        // `verify` expects memory that is zero, as after power-on.
+        // `verify` expects zeroed memory, as after power-on.
         for slot in vm.memory_slots() {
             for at in 0..slot.gfns.pages() {
                 let gfn = slot.gfns.start().checked_add(at).unwrap();
@@ -65,7 +64,7 @@ fn run(arch: Arch, vcpus: usize, line: &str, seed: u64) -> Trace {
         let mut vcpus: Vec<_> = simulator.vcpus_mut(0).collect();
         rng.shuffle(&mut vcpus);
         vcpus.into_iter().for_each(|vcpu| vcpu.reset());
-        // The simulator has noted what some of them wait for.
+        // The simulator has recorded waits of some vCPUs.
         vm.kick_all();
         vm.withdraw_kicks();
     }

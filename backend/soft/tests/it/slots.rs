@@ -1,5 +1,5 @@
-//! Slots that are added after boot. Guest code runs from them, and changes of that code take
-//! effect. A read-only slot may hold the guest's page tables.
+//! Slots added after boot. Guest code runs from them, and changes of that code take effect. A
+//! read-only slot may hold the guest's page tables.
 
 use crate::common;
 
@@ -104,7 +104,7 @@ impl Bench {
         self.write(TARGET, &target.to_le_bytes());
     }
 
-    /// Runs vCPU `index` until it reports a value, which is returned.
+    /// Runs vCPU `index` until it reports a value, and returns the value.
     fn reported(&mut self, index: usize) -> u32 {
         for _ in 0..10_000 {
             match self.vcpus[index].step(1_000_000) {
@@ -132,14 +132,14 @@ fn code_runs_from_a_slot_that_came_later_and_changes_there() {
         bench.call(LATER);
         assert_eq!([bench.reported(0), bench.reported(1)], [1, 1], "{huge:?}");
 
-        // The function is written by the vCPU that runs it, and by another one.
+        // The vCPU that runs the function writes to it, and so does another vCPU.
         bench.write(VALUE, &[2]);
         bench.write(PATCH, &(LATER + OPERAND).to_le_bytes());
         assert_eq!(bench.reported(0), 2, "{huge:?}");
         bench.write(PATCH, &[0; 8]);
         assert_eq!(bench.reported(1), 2, "{huge:?}");
 
-        // The function is written by the VMM.
+        // The VMM writes to the function.
         bench.write(LATER + OPERAND, &[3]);
         assert_eq!([bench.reported(0), bench.reported(1)], [3, 3], "{huge:?}");
     }
@@ -147,7 +147,7 @@ fn code_runs_from_a_slot_that_came_later_and_changes_there() {
 
 #[test]
 fn code_runs_where_its_slot_has_moved_to() {
-    // The last address is at the end of the identity map, and in the hole for devices.
+    // The last address is at the end of the identity map, in the hole for devices.
     for to in [2 * LATER, 3 * LATER + (LATER >> 1), 64 * MIB] {
         let mut bench = Bench::new(1, HugePages::Always, &[assemble(CODE, caller)]);
         bench.add_slot(LATER, SlotFlags::empty());
@@ -197,7 +197,7 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
 
-/// The identity map of the first GiB, as firmware has it in its ROM, at `at`.
+/// The identity map of the first GiB at `at`, as in a firmware's ROM.
 fn tables(at: u64, used: u64) -> Vec<Piece> {
     let page = PAGE_SIZE as u64;
     let link = |to| [to | PRESENT | WRITE | used & ACCESSED];
@@ -221,8 +221,8 @@ fn under_tables(a: &mut CodeAssembler, at: u64) -> Result<(), IcedError> {
     a.out(0x80, al)
 }
 
-/// A walk cannot set A and D in page tables that are read-only. An entry that has the bits needs no
-/// write. An entry that lacks them is used as it is, as KVM's walker does.
+/// A walk cannot set A and D in read-only page tables. An entry with the bits needs no write. The
+/// walk uses an entry without the bits unchanged, as KVM's walker does.
 #[test]
 fn page_tables_may_be_in_a_read_only_slot() {
     for (huge, used) in POLICIES
@@ -246,8 +246,8 @@ fn page_tables_may_be_in_a_read_only_slot() {
     }
 }
 
-/// Exits on missing memory are refused for read-only slots and where no page is ever missing, and
-/// nothing changes.
+/// Exits on missing memory are refused for read-only slots and for memory without missing pages,
+/// and nothing changes.
 #[test]
 fn exits_where_no_page_is_missing_are_refused() {
     let bench = Bench::new(
@@ -311,7 +311,7 @@ fn a_guest_whose_memory_is_removed_stops_and_writes_to_no_other_memory() {
     }
 }
 
-/// Reclaim would evict pages of that memory, and would not invalidate this VM's tables and TLBs.
+/// Reclaim would evict pages of that memory without invalidating this VM's tables and TLBs.
 #[test]
 fn memory_of_another_vm_is_refused_as_backing() {
     let bench = Bench::new(1, HugePages::Never, &[assemble(CODE, caller)]);

@@ -12,7 +12,7 @@ use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
-/// A run is stopped, and ends, while its vCPUs wait for pages that take an hour.
+/// A stopped run ends, although its vCPUs wait for pages that take an hour.
 #[test]
 fn the_end_of_a_run_does_not_wait_for_pages() {
     let dial = LatencySetting::default();
@@ -30,7 +30,7 @@ fn the_end_of_a_run_does_not_wait_for_pages() {
             if now.vm.host().stats().swapped_in > 1000 {
                 dial.set(Duration::from_secs(3600));
             }
-            // By now all vCPUs wait for pages that do not arrive.
+            // Now all vCPUs wait for pages that do not arrive.
             if looks > 20 && dial.ns() > 0 {
                 now.devices.end(Ending::Stopped, now.vm);
             }
@@ -102,7 +102,7 @@ fn on(volume: &Volume) -> VmBuilder {
     }
 }
 
-/// Runs `verify`, and `upset` beside it as soon as `when` holds.
+/// Runs `verify`, and calls `upset` beside it as soon as `when` holds.
 fn beside(volume: &Volume, when: fn(&HostStats) -> bool, upset: impl FnOnce() + Send) {
     let (sender, receiver) = std::sync::mpsc::channel();
     thread::scope(|scope| {
@@ -142,12 +142,12 @@ fn a_frozen_file_system_stops_the_guest_and_does_not_end_it() {
     });
 }
 
-/// The file system has no room for what the guest wants to write; later it has.
+/// The file system has no room for the guest's pages; later it has.
 #[test]
 fn a_full_file_system_is_used_again_when_it_has_room() {
     let Some(volume) = Volume::new() else { return };
     let filler = volume.mount().join("filler");
-    // Takes all of it, except less than the guest needs.
+    // Fills the file system, but leaves less room than the guest needs.
     let mut file = std::fs::File::create(&filler).unwrap();
     while file.write_all(&[1; 1 << 16]).is_ok() {}
     let all = file.metadata().unwrap().len();

@@ -1,5 +1,5 @@
-//! What a vCPU takes over of a state, and what it refuses. Guests that move are in
-//! `seeded_moves.rs` and in `check/conformance`.
+//! The parts of a state that a vCPU takes over or refuses. `seeded_moves.rs` and
+//! `check/conformance` have moving guests.
 
 use crate::common;
 
@@ -18,7 +18,7 @@ fn bare(builder: &VmBuilder) -> (Arc<Vm>, Vcpu) {
     (vm, vcpu)
 }
 
-/// A state of a guest that has run a little, with its time stopped.
+/// A state of a guest after a short run, with its time stopped.
 fn some_state() -> (VmBuilder, x86::State) {
     let mut builder = builder(16, 16, 1, "seconds=1");
     builder.seed = Some(1);
@@ -82,7 +82,7 @@ fn what_the_processor_cannot_have_is_refused_by_its_name() {
     }
 }
 
-/// Whatever is in a state, restoring it and running it panics nowhere.
+/// No state causes a panic when it is restored and run.
 #[test]
 fn a_damaged_state_is_refused_or_runs() {
     let (builder, state) = some_state();

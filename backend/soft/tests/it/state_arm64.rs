@@ -1,5 +1,5 @@
-//! What an AArch64 vCPU and its VM take over of a state, what they refuse, and that every state of
-//! a seeded run is taken over as it is. Guests that move are in `seeded_moves.rs`.
+//! The parts of a state that an AArch64 vCPU and its VM take over or refuse. Every state of a
+//! seeded run is taken over unchanged. `seeded_moves.rs` has moving guests.
 
 use crate::common;
 
@@ -83,7 +83,7 @@ fn some_state(form: &str) -> (State, Shared) {
     }
 }
 
-/// A VM without an image, which has the shared state, and its vCPU.
+/// A VM without an image, with the shared state, and its vCPU.
 fn bare(shared: &Shared) -> (Arc<Vm>, Vcpu) {
     let vm = arm64(1, "").build().unwrap();
     let vcpu = vm.bare_vcpus().unwrap().pop().unwrap();
@@ -189,7 +189,7 @@ fn set(state: &mut State, numbers: [u8; 5], value: u64) {
 fn offered_more(state: &mut State, numbers: [u8; 5], more: u64) {
     let register = reg(numbers);
     let saved = state.id.get(&register).copied().unwrap_or(0);
-    // 0xf of a signed field wraps to 0, which is more.
+    // 0xf of a signed field wraps to 0, which means more.
     state.id.insert(register, saved.wrapping_add(more));
 }
 
@@ -220,7 +220,7 @@ fn each_wrong_field_is_named_and_changes_nothing() {
     }
 }
 
-/// Values that a field may have are taken over, and saved again.
+/// Valid values of each field are taken over, and saved again.
 #[test]
 fn each_field_is_taken_over() {
     let changes: &[(&str, Change)] = &[
@@ -266,8 +266,8 @@ fn each_field_is_taken_over() {
     }
 }
 
-/// A register that an older state lacks has its value after a reset, and an offer or feature less
-/// than here is no hindrance.
+/// A register missing in an older state has its reset value, and a missing offer or feature is no
+/// hindrance.
 #[test]
 fn a_state_may_have_less() {
     let (state, shared) = some_state("apf=sdei");
@@ -366,7 +366,7 @@ fn the_counter_is_the_vms() {
     assert_eq!(now.counter, shared.counter);
 }
 
-/// Whatever is in a state, restoring it and running it panics nowhere.
+/// No state causes a panic when it is restored and run.
 #[test]
 fn a_damaged_state_is_refused_or_runs() {
     for form in ["apf=abort", "apf=sdei"] {
@@ -445,7 +445,7 @@ fn damage(state: &mut State, rng: &mut Rng) {
     }
 }
 
-/// A restore ends an instruction that waits for a device: nothing of its answer is left.
+/// A restore ends an instruction that waits for a device, and drops the device's answer.
 #[test]
 fn half_an_instruction_is_forgotten() {
     let (state, _) = some_state("apf=abort");
@@ -462,7 +462,7 @@ fn half_an_instruction_is_forgotten() {
     }
 }
 
-/// What a vCPU can be in between two slices.
+/// The situations of a vCPU between two slices.
 #[derive(Default, Debug)]
 struct Seen {
     states: usize,
@@ -491,7 +491,7 @@ impl Seen {
     }
 }
 
-/// After each slice of a seeded run: every state is restored to a vCPU of another VM, and saved
+/// After each slice of a seeded run, every state is restored to a vCPU of another VM, and saved
 /// there unchanged.
 #[test]
 fn every_state_of_a_run_is_taken_over_as_it_is() {

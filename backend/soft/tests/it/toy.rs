@@ -1,5 +1,5 @@
-//! A processor that is not x86 runs on this backend: a made-up one with a handful of instructions,
-//! through the same bus, fault path, swap and run loop.
+//! A made-up processor with a handful of instructions runs on this backend, through the same bus,
+//! fault path, swap and run loop.
 
 use crate::common;
 
@@ -24,7 +24,7 @@ struct ToyState {
 
 struct Toy {
     state: ToyState,
-    /// The device's answer to the load at `pc`, or that it has taken the store there.
+    /// The device's answer to the load at `pc`, or its acknowledgement of the store there.
     answer: Option<u64>,
     retired: u64,
     flushes: u64,
@@ -64,7 +64,7 @@ impl Toy {
         }
     }
 
-    /// One instruction. A stop has changed nothing.
+    /// Executes one instruction. A stop has changed nothing.
     fn step<B: Bus>(&mut self, bus: &mut B, alone: bool) -> Result<Option<Exit<u64>>, Stop> {
         let code = self.load(bus, self.state.pc, Access::Fetch)?;
         let (r, s) = ((code >> 8 & 3) as usize, (code >> 16 & 3) as usize);
@@ -90,7 +90,7 @@ impl Toy {
             ST => {
                 if let Err(stop) = self.store(bus, regs[s], regs[r]) {
                     let exit = device(stop, Some(regs[r]))?;
-                    // It counts as done at the next run.
+                    // The next run counts the store as done.
                     self.answer = Some(0);
                     return Ok(exit);
                 }
@@ -207,7 +207,7 @@ impl Processor for Toy {
     }
 }
 
-/// Its guests get no events.
+/// A contract without events.
 struct Silence;
 
 impl Abi for Silence {
@@ -308,7 +308,7 @@ fn machine(resident: u64, vcpus: usize, program: &[u64]) -> Machine {
     Machine { vm, vcpus }
 }
 
-/// Writes its number to each of `pages` pages, then sums what they hold, and reports the sum.
+/// Writes each page's number to `pages` pages, then reads them, and reports the sum.
 fn sum_of_pages(pages: i32) -> Vec<u64> {
     let at = |index: u64| (CODE + 8 * index) as i32;
     let page = PAGE_SIZE as i32;

@@ -1,4 +1,4 @@
-//! Exceptions and translation of AArch64 guests: the workload `traps` prints here what it prints on
+//! Exceptions and translation of AArch64 guests: the workload `traps` prints the same lines as on
 //! QEMU's `virt` machine (`guest/tests/it/qemu/arm64.rs`).
 
 use crate::common;

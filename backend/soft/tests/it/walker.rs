@@ -1,8 +1,8 @@
-//! Accessed and dirty bits that the guest's page walker sets in the guest's page tables, although
-//! no instruction stores them. The log must have the pages of these tables.
+//! The guest's page walker sets accessed and dirty bits in the guest's page tables, without a store
+//! instruction. The log must have the pages of these tables.
 //!
 //! A walk accesses every table page as a write, even if it sets no bit. Processors with A and D
-//! bits in stage 2 do the same. So tables that were only read may be logged too.
+//! bits in stage 2 do the same. So the log may also have tables that were only read.
 //!
 //! ```text
 //! PML4 --1--> PDPT --0--> PD --0--> PT --0,1,2--> pages        all A = D = 0 at first
@@ -29,10 +29,10 @@ const PML4: u64 = 0x40_0000;
 const PDPT: u64 = 0x40_1000;
 const PD: u64 = 0x40_2000;
 const PT: u64 = 0x40_3000;
-/// The pages that the table's first three entries map, and the 2 MiB beside them.
+/// The pages mapped by the table's first three entries, and the 2 MiB beside them.
 const PAGES: u64 = 0x60_0000;
 const BIG: u64 = 0x80_0000;
-/// The address at which they are mapped.
+/// The virtual address of these pages.
 const VA: u64 = 1 << 39;
 const BIG_VA: u64 = VA + (2 << 20);
 /// The boot's tables for everything below, which the code needs.
@@ -45,7 +45,7 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
 
-/// Each access is to an entry that no TLB has. After it the guest reports to the host.
+/// Each access uses an entry that no TLB has. After it the guest reports to the host.
 fn body(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.mov(rax, PML4)?;
     a.mov(cr3, rax)?;
@@ -68,7 +68,7 @@ fn body(a: &mut CodeAssembler) -> Result<(), IcedError> {
     tell(a, 7)
 }
 
-/// The pages that each access of [`body`] writes. Besides them only tables are logged.
+/// The pages written by each access of [`body`]. Besides them only tables are logged.
 const WRITTEN: [&[u64]; 7] = [
     &[PML4, PDPT, PD, PT],
     &[PT],

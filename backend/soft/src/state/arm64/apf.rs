@@ -21,10 +21,10 @@ pub(super) fn offered((features, numbers): (Features, Option<Numbers>)) -> Offer
     }
 }
 
-/// Whether a guest that was offered `saved` finds it where `here` is offered.
+/// Whether the offer `here` includes the offer `saved` of a guest.
 ///
 /// # Errors
-/// The field that is missing or differs.
+/// The missing or different field.
 pub(super) fn check_offer(saved: &Offered, here: &Offered) -> Result<(), StateError> {
     let missing = saved.features & !here.features;
     let fields = [

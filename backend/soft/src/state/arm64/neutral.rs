@@ -7,7 +7,7 @@ use lacuna_machine::arm64 as neutral;
 use lacuna_machine::arm64::{RunState, State, SysReg};
 use std::collections::BTreeMap;
 
-/// ESR_EL1.EC of a data abort from a lower exception level, which the processor adjusts.
+/// ESR_EL1.EC of a data abort from a lower exception level. The processor adjusts it.
 const DATA_ABORT: u8 = 0x24;
 
 pub(super) fn invalid(wrong: Invalid) -> StateError {
@@ -71,7 +71,7 @@ pub(super) fn of(state: &lacuna_arm64::State) -> State {
 /// The processor's form of a neutral state, for [`Cpu::check`](lacuna_arm64::Cpu::check).
 ///
 /// # Errors
-/// A part of the state that the processor's form does not have.
+/// The processor's form lacks a part of the state.
 pub(super) fn processor(state: &State, index: usize) -> Result<lacuna_arm64::State, StateError> {
     let mut system = System::reset(index);
     for (&register, &value) in &state.system {
@@ -129,7 +129,7 @@ fn cpu_interface(registers: &InterfaceRegisters) -> neutral::CpuInterface {
 }
 
 fn interface_registers(cpu: &neutral::CpuInterface) -> Result<InterfaceRegisters, StateError> {
-    // More priorities than this processor has.
+    // The state has more priorities than this processor.
     if let Some(&word) = cpu
         .active
         .iter()

@@ -67,7 +67,7 @@ pub enum Form {
 
 pub const FORMS: [Form; 2] = [Form::Abort, Form::Sdei];
 
-/// A page source that answers for far pages when the test says so, and at once for others.
+/// A page source that answers for far pages at the test's command, and at once for others.
 #[derive(Default)]
 pub struct Held(Mutex<BTreeMap<u64, PageRequest>>);
 
@@ -87,7 +87,7 @@ impl PageSource for Held {
 }
 
 impl Held {
-    /// Answers for far page `page`, which was asked for.
+    /// Answers the request for far page `page`.
     pub fn provide(&self, page: u64) {
         let page = page + (FAR - BASE) / PAGE;
         let request = self.0.lock().unwrap().remove(&page);
@@ -119,7 +119,7 @@ impl Machine {
         Self::with_budget(apf, 24)
     }
 
-    /// With so many MiB of frames for its 16 MiB of memory.
+    /// A machine with `resident` MiB of frames for its 16 MiB of memory.
     pub fn with_budget(apf: Apf, resident: u64) -> Self {
         let source = Arc::new(Held::default());
         let builder = VmBuilder {
@@ -233,19 +233,19 @@ impl Machine {
         end
     }
 
-    /// Steps a few times: nothing more can happen then.
+    /// Steps a few times, until nothing more can happen.
     pub fn settle(&mut self) -> End {
         (0..4).map(|_| self.step()).last().unwrap()
     }
 
-    /// HVC at EL1: X0 to X3.
+    /// Calls HVC at EL1. Returns X0 to X3.
     pub fn values(&mut self, function: u32, args: &[u64]) -> [u64; 4] {
         self.put_at_call(function, args);
         assert_eq!(self.step(), End::Ran);
         self.cpu().regs().x[..4].try_into().unwrap()
     }
 
-    /// The next instruction is HVC at EL1. Returns the registers.
+    /// Makes HVC at EL1 the next instruction. Returns the registers.
     pub fn put_at_call(&mut self, function: u32, args: &[u64]) -> lacuna_arm64::Regs {
         let mut regs = self.cpu().regs();
         regs.x[0] = function.into();
@@ -305,7 +305,7 @@ impl Machine {
         self.source.provide(page);
     }
 
-    /// Whether the source has been asked for a far page, and has not answered.
+    /// Whether the source has an unanswered request for a far page.
     pub fn is_asked_for(&self, page: u64) -> bool {
         let page = page + (FAR - BASE) / PAGE;
         self.source.0.lock().unwrap().contains_key(&page)
@@ -318,7 +318,7 @@ impl Machine {
         (word(0), word(4))
     }
 
-    /// The guest has read the words, and does not acknowledge.
+    /// The guest reads the words, and does not acknowledge.
     pub fn read_words(&self) {
         self.vm.write(gpa(BLOCK), &[0; 8]).unwrap();
     }
@@ -337,7 +337,7 @@ impl Machine {
         self.cpu().save().unwrap().gic.private.line >> PPI & 1 != 0
     }
 
-    /// The token of page-not-present, if it has been delivered to the guest by now.
+    /// The token of page-not-present, if the guest has got it.
     pub fn not_present(&mut self, form: Form, vector: u64) -> Option<u64> {
         self.step();
         let (reason, word) = self.words();
@@ -358,14 +358,14 @@ impl Machine {
         })
     }
 
-    /// FAR_EL1 of the abort that was taken last: an external one.
+    /// FAR_EL1 of the last taken abort, an external one.
     pub fn abort(&mut self) -> u64 {
         let system = self.cpu().system();
         assert_eq!(system.esr & 0x3f, 0x10);
         system.far
     }
 
-    /// The guest gets page-not-present for a page that a program needs.
+    /// A program needs a page, and the guest gets page-not-present for it.
     pub fn notified(&mut self, form: Form, page: u64) -> u64 {
         assert_eq!(self.load(page, EL0), End::Ran);
         let token = self.not_present(form, FROM_EL0).expect("a notification");
@@ -376,7 +376,7 @@ impl Machine {
         token
     }
 
-    /// The token of page-ready, if it has been delivered to the guest by now.
+    /// The token of page-ready, if the guest has got it.
     pub fn ready(&mut self, form: Form) -> Option<u64> {
         self.settle();
         let (reason, word) = self.words();

@@ -169,7 +169,7 @@ pub fn boot_with(
     boot_image(builder, host, clock, &image, before_vcpus)
 }
 
-/// As [`boot_with`], with an image that the test made.
+/// As [`boot_with`], with the test's own image.
 pub fn boot_image(
     builder: &VmBuilder,
     host: &Arc<lacuna_soft::Host>,

@@ -1,6 +1,6 @@
-//! Guests of a few instructions, for behaviour that no whole guest shows on purpose.
+//! Guests of a few instructions, for behaviour that no complete guest shows on purpose.
 //!
-//! They start as every image does: long mode, CPL 0, interrupts off, the identity map.
+//! They start like every image: long mode, CPL 0, interrupts off, the identity map.
 
 use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
@@ -67,7 +67,7 @@ pub fn write_msr(a: &mut CodeAssembler, msr: u32, value: u32) -> Result<(), Iced
     a.wrmsr()
 }
 
-/// Exits to the VMM, which finds `value` at port 0x80.
+/// Exits to the VMM with `value` at port 0x80.
 pub fn tell(a: &mut CodeAssembler, value: u8) -> Result<(), IcedError> {
     a.mov(al, i32::from(value))?;
     a.out(0x80, al)

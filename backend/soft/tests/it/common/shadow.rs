@@ -1,4 +1,4 @@
-//! A copy of guest memory, updated with the pages that harvests name.
+//! A copy of guest memory, updated with harvested pages.
 
 use fastrand::Rng;
 use lacuna_addr::PAGE_SIZE;
@@ -18,7 +18,7 @@ pub fn ring(backup: Backup) -> Delivery {
     Delivery::Ring { size, backup }
 }
 
-/// Whether slots that log have bitmaps, for all writes or as a backup beside rings.
+/// Whether logging slots have bitmaps, for all writes or as a backup beside rings.
 pub fn has_bitmaps(vm: &Vm) -> bool {
     match vm.mmu().delivery() {
         Delivery::Bitmap => true,
@@ -45,7 +45,7 @@ pub fn pages_of(vm: &Vm, id: SlotId) -> usize {
     vm.mmu().slots().get(id).unwrap().gfns.pages() as usize
 }
 
-/// The pages that `words` of a slot names, the first word from its page `first` on.
+/// The pages with a bit in `words`, which begins with page `first` of the slot.
 pub fn named(id: SlotId, first: usize, words: &[u64]) -> impl Iterator<Item = Name> {
     let is_set = move |at: &usize| words[at / 64] >> (at % 64) & 1 == 1;
     (0..words.len() * 64)
@@ -85,7 +85,7 @@ impl Shadow {
         Self(vm.memory_slots().iter().map(|slot| all(slot.id)).collect())
     }
 
-    /// A copy of memory as it is now.
+    /// A copy of the present memory.
     pub fn of(vm: &Vm) -> Self {
         let all = |id| {
             let pages = (0..pages_of(vm, id)).map(|at| read((id, at), vm));
@@ -109,7 +109,7 @@ impl Shadow {
         }
     }
 
-    /// Copies everything written since the last time. Returns the number of pages.
+    /// Copies everything written since the last harvest. Returns the number of pages.
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
@@ -140,8 +140,8 @@ impl Shadow {
     }
 }
 
-/// Ends the logging of all slots. If the build has both ways to do so, `rng` decides. The number is
-/// drawn in every build, so that later draws are the same in all builds.
+/// Ends the logging of all slots. If the build has both ways to end it, `rng` decides. The number
+/// is drawn in every build, so that later draws are the same in all builds.
 pub fn end_logging(vm: &Vm, rng: &mut Rng) {
     let in_place = rng.bool();
     for MemorySlot { id, .. } in vm.memory_slots() {
