@@ -41,8 +41,8 @@ pub struct VmBuilder {
     /// Provides the pages of guest memory at their first touch; `first_touch` is not used then.
     /// `None`: they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
-    /// The guest kernel's command line, without `smp=`, `ap=` and the words for the host's KVM,
-    /// which are added.
+    /// The guest kernel's command line, to which the run adds `smp=`, `ap=` and the words for the
+    /// host's KVM.
     pub command_line: String,
 }
 

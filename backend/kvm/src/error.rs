@@ -65,7 +65,7 @@ pub enum KvmError {
     /// The budget is too small.
     #[error("a resident budget of {pages} pages is too small: give at least {min} (2M)")]
     Resident {
-        /// The requested budget, or all of the guest's memory if that is less.
+        /// The smaller of the requested budget and the guest's memory.
         pages: u64,
         /// The minimum.
         min: u64,

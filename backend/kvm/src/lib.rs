@@ -14,10 +14,10 @@
 //! | `pages` | the state of each page, and the choice of the page to evict |
 //! | `tokens` | tokens of exits on missing memory |
 //! | `source` | the page source: a thread on userfaultfd that supplies and evicts pages |
-//! | `source/shared` | what that thread shares with others: configuration, counters, notices |
+//! | `source/shared` | state shared with that thread: configuration, counters, notices |
 //! | `source/provision` | pages that the VM's own source, or its VMM, provides |
-//! | `source/missing` | faults of pages that were never provided |
-//! | `arch` | what depends on the host's architecture, for x86-64 and for others |
+//! | `source/missing` | faults of never-provided pages |
+//! | `arch` | the parts that depend on the architecture, for x86-64 and for others |
 //! | `arch/x86/apf` | registers and events of async page faults |
 //! | `arch/x86/msrs` | model-specific registers, one by one |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
@@ -29,7 +29,7 @@
 //! | `boot` | makes a VM's vCPUs |
 //! | `arch/x86/state` | a vCPU's whole state, saved and restored |
 //! | `slots` | memory slots: this process's table, and KVM's |
-//! | `tracker` | what detects the guest's writes |
+//! | `tracker` | the detector of the guest's writes |
 //! | `interface` | the backend interface of `lacuna_machine` |
 //! | `vm` | one VM: descriptors, slots, memory, source |
 //! | `dirty` | dirty tracking: KVM's bitmap, its rings, Linux's page table |

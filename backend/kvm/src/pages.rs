@@ -86,7 +86,7 @@ impl Pages {
         }
     }
 
-    /// A thread has touched `page`, which was not mapped.
+    /// A thread has touched the unmapped `page`.
     pub fn touched(&mut self, page: Page) -> Need {
         let place = &mut self.places[page as usize];
         match *place {

@@ -1,7 +1,7 @@
 //! The VM's memory slots: this process's table, and KVM's, which this file keeps equal.
 //!
 //! The slots of a boot layout lie in the guest's mapping, whose pages the page source supplies. A
-//! slot that is added later has a mapping of its own, whose pages Linux supplies as zeros.
+//! slot added later has a mapping of its own, whose pages Linux supplies as zeros.
 //!
 //! UNSAFETY: a memory slot gives KVM addresses of this process. They lie in a mapping that lives as
 //! long as the slot: the VM's own, or the mapping of the slot's [`SlotState`], which is dropped

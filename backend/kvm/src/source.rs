@@ -307,7 +307,7 @@ impl Worker {
         ];
         // A signal may end the wait early; the caller checks all three.
         let _ = poll(&mut fds, timeout.as_ref());
-        // The read fails if no wake-up came, which is no error.
+        // The read fails if there was no wake-up, which is no error.
         let _ = rustix::io::read(&self.shared.doorbell, &mut [0; 8]);
     }
 

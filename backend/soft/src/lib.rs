@@ -6,7 +6,7 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `vm`, `boot`, `meter`, `stall` | one VM: what its vCPUs share; its vCPUs; their counters |
+//! | `vm`, `boot`, `meter`, `stall` | one VM: its shared state; its vCPUs; their counters |
 //! | `bus`, `entry` | a vCPU's memory: stage-2 walk, faults; a processor between quiescent points |
 //! | `vcpu`, `step` | one step of a vCPU, and the thread-mode loop around it |
 //! | `code`, `frame_set`, `exclusive` | writes to decoded pages; all vCPUs stopped at once |
@@ -14,7 +14,7 @@
 //! | `interface`, `builder`, `error`, `kind` | the backend interface; a run, or why not |
 //! | `memory`, `dirty`, `layout`, `balloon` | guest memory as bytes, pages written, slots |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
-//! | `platform`, `x86`, `arm64`, `state` | what an architecture adds to its processor |
+//! | `platform`, `x86`, `arm64`, `state` | the additions of an architecture to its processor |
 //! | `either`, `mmu` | a vCPU and an MMU of any architecture |
 //!
 //! # Unsafe

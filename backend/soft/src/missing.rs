@@ -97,8 +97,8 @@ impl<P: Platform> VcpuOf<P> {
 
     /// Another process of the guest, or the same one after an interrupt, needs a page for which the
     /// guest already got page-not-present. The VMM knows of the page from the first exit. The vCPU
-    /// halts until the page has arrived or an interrupt comes. If the vCPU cannot take an
-    /// interrupt, it waits.
+    /// halts until the page or an interrupt arrives. If the vCPU cannot take an interrupt, it
+    /// waits.
     fn missing_again(&mut self, gfn: Gfn, access: Access) -> Step {
         let now = self.vm.clock.now();
         match self.apf.not_present(gfn, access, now, &mut self.entry) {

@@ -50,8 +50,8 @@ pub trait Platform: Processor + 'static {
     /// The contract of a vCPU, in a VM that offers asynchronous page faults or not (`offered`).
     fn contract(offered: Apf) -> Self::Apf;
 
-    /// Puts processor `index` of a VM, which has just been reset, into the state `boot`. `None` if
-    /// a restore gives the vCPU its state.
+    /// Puts the newly reset processor `index` of a VM into the state `boot`. `None` if a restore
+    /// gives the vCPU its state.
     fn start(&mut self, config: &VmConfig, index: usize, boot: Option<&Self::Boot>);
 
     /// Whether the vCPU may run. If another vCPU has switched it on, this puts its processor into

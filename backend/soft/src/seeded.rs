@@ -50,7 +50,7 @@ pub struct SimulatedVm {
 /// The result of a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Trace {
-    /// FNV-1a over every slice: which vCPU ran, how far, in which state it stopped, at what time.
+    /// FNV-1a over every slice: the vCPU, its progress, its final state and the time.
     pub hash: u64,
     /// Slices run.
     pub slices: u64,
@@ -64,7 +64,7 @@ pub trait Timed {
     /// The time of its next act; `None` if it waits for something else.
     fn next_due(&self) -> Option<Nanos>;
 
-    /// Does what is due at `now`.
+    /// Performs the acts that are due at `now`.
     fn act(&self, now: Nanos);
 }
 

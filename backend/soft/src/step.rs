@@ -16,7 +16,7 @@ pub enum Step {
     Failed(VcpuError),
 }
 
-/// What a vCPU waits for.
+/// The event for which a vCPU waits.
 pub enum Wait {
     /// An interrupt; if a timer is armed, the wait ends at this time.
     Halt(Option<Nanos>),

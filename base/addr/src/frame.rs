@@ -42,13 +42,13 @@ number!(
     "{:#x}"
 );
 number!(
-    /// A host virtual address of this process: what a slot of the kvm backend points to.
+    /// A host virtual address of this process. Slots of the kvm backend point to such addresses.
     Hva,
     "{:#x}"
 );
 number!(
-    /// An address in the host memory manager's own numbering: what a slot of the soft backend
-    /// points to. It is no pointer: the manager knows which frame holds the page now.
+    /// An address in the host memory manager's own numbering. Slots of the soft backend point to
+    /// such addresses. It is no pointer: the manager knows which frame holds the page now.
     BackingAddr,
     "{:#x}"
 );
@@ -73,8 +73,8 @@ impl Gpa {
         }
     }
 
-    /// The address without bits 48 and up. A processor with 48 physical bits takes an address so
-    /// from an entry, after its check of the reserved bits.
+    /// The address without bits 48 and up. A processor with 48 physical bits does this with an
+    /// entry whose reserved bits it has checked.
     pub const fn truncate(addr: u64) -> Self {
         Self(addr & ((1 << GPA_BITS) - 1))
     }

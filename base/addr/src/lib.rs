@@ -5,7 +5,7 @@
 //! | type | names | unit |
 //! |---|---|---|
 //! | [`Gpa`] / [`Gfn`] | guest-physical address / 4 KiB frame | byte / page |
-//! | [`Hva`] | host virtual address: what a memory slot of the kvm backend points to | byte |
+//! | [`Hva`] | host virtual address, the target of a memory slot of the kvm backend | byte |
 //! | [`BackingAddr`] | address in the host memory manager's numbering: the same for soft | byte |
 //! | [`Pfn`] | a real 4 KiB frame of the resident budget | page |
 //! | [`Level`] | size of one table leaf | – |

@@ -58,7 +58,8 @@ pub fn room_for_threads(threads: usize) -> Result<(), NoRoom> {
     let refused = |_| NoRoom {
         bytes: threads as u64 * ARENA,
     };
-    // One reservation for each thread: Linux refuses a single one that is larger than its memory.
+    // Make one reservation for each thread: Linux refuses a single reservation larger than its
+    // memory.
     let mut arenas = Vec::new();
     for _ in 0..threads {
         let mut arena = Vec::<u8>::new();

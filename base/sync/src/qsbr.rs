@@ -128,7 +128,8 @@ impl Qsbr {
 
     /// Whether every vCPU of `grace` has flushed or has been offline since its request.
     ///
-    /// This also waits for a vCPU that only a later grace period concerns: it has a request, too.
+    /// A vCPU that only a later grace period concerns has to pass too, because it has a request as
+    /// well.
     pub fn passed(&self, grace: GracePeriod) -> bool {
         self.vcpus.iter().all(|vcpu| vcpu.passed(grace.0))
     }

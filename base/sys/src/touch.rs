@@ -115,7 +115,7 @@ fn signal() -> Result<c_int, Errno> {
 }
 
 /// The thread may have ended, and another thread may have its number: the signal is lost, or it
-/// interrupts that thread's touch, which is tried again.
+/// interrupts a touch of that thread, which retries.
 fn signal_thread(thread: u32) {
     let process = rustix::process::getpid().as_raw_nonzero().get();
     let signal = signal().expect("a thread touches");

@@ -134,8 +134,8 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// A non-blocking descriptor for faults of user space and of the kernel, KVM included.
-    /// [`shift`](Self::shift) works.
+    /// A non-blocking descriptor for faults of user space and of the kernel, KVM included. It
+    /// supports [`shift`](Self::shift).
     ///
     /// # Errors
     /// `PERM` without `CAP_SYS_PTRACE` (and `vm.unprivileged_userfaultfd` off); `NOSYS` if the

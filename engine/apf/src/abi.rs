@@ -13,15 +13,15 @@ pub enum Prefault {
     NotMapped,
 }
 
-/// What a queue of any architecture needs of the guest on its vCPU. The vCPU's thread makes all
-/// calls, and holds no lock.
+/// The guest on a vCPU, as a queue of any architecture uses it. The vCPU's thread makes all calls,
+/// and holds no lock.
 pub trait Guest {
     /// Whether the vCPU could take an event now: the guest has not masked events, none is pending
     /// or being delivered, and no instruction is half done except the faulting one. An event just
     /// injected by [`Deliver`] counts as pending.
     fn is_interruptible(&self) -> bool;
 
-    /// Maps the page for `access`, if that is possible without waiting.
+    /// Maps the page for `access`, if possible without a wait.
     fn prefault(&mut self, gfn: Gfn, access: Access) -> Prefault;
 
     /// Ends a halt by the guest itself (HLT): the vCPU is runnable.

@@ -1,8 +1,8 @@
 //! Asynchronous page faults of one vCPU, independent of backend and architecture.
 //!
-//! A vCPU need not wait for a page that is not in memory. The guest gets the event
-//! *page-not-present* with a *token*, and runs another process. When the page has arrived, the
-//! guest gets *page-ready* for the token, and the first process retries its access.
+//! A vCPU need not wait for an absent page. The guest gets the event *page-not-present* with a
+//! *token*, and runs another process. When the page has arrived, the guest gets *page-ready* for
+//! the token, and the first process retries its access.
 //!
 //! ```text
 //! vCPU's thread                                 the thread that brings the page

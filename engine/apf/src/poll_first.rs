@@ -9,7 +9,7 @@
 //! states a longer latency. While most of the last polls ended without the page, the vCPU polls for
 //! one fault in [`PROBE_EVERY`], to find out when the device has become fast.
 
-/// The longest poll: about what a notification costs.
+/// The longest poll: about the price of a notification.
 pub const POLL_NS: u64 = 50_000;
 
 /// On a device that seems slow, the vCPU polls for one fault in so many.

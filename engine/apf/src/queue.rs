@@ -87,7 +87,7 @@ impl<A: Abi> Queue<A> {
         &mut self.abi
     }
 
-    /// Does what a change of the configuration requests.
+    /// Performs the request of a changed configuration.
     pub(crate) fn apply<G: Guest>(&mut self, request: Request, now: Nanos, guest: &mut G)
     where
         A: Deliver<G>,
@@ -155,8 +155,8 @@ impl<A: Abi> Queue<A> {
         self.queued() == QUEUED_MAX || self.arrivals.live() >= QUEUED_MAX
     }
 
-    /// The vCPU needs the page at `gfn`, which is not present. Delivers page-not-present if
-    /// possible, and returns what the vCPU does meanwhile.
+    /// The vCPU needs the absent page at `gfn`. Delivers page-not-present if possible, and returns
+    /// the vCPU's next step.
     pub fn not_present<G: Guest>(
         &mut self,
         gfn: Gfn,

@@ -28,7 +28,7 @@ pub struct Stats {
     pub prefaulted: u64,
     /// Wake-alls delivered.
     pub wake_alls: u64,
-    /// Faults that were in flight at a cancel, a disable or a reset.
+    /// Faults in flight at a cancel, a disable or a reset.
     pub cancelled: u64,
     /// The time from the fault until the vCPU dequeued the page's arrival.
     pub swap_in: SwapIn,

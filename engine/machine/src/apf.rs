@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 /// Whether a VM offers asynchronous page faults to its guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum Apf {
-    /// Not offered: a vCPU waits for each page that is not resident.
+    /// Not offered: a vCPU waits for each non-resident page.
     #[default]
     Off,
-    /// Offered: a guest that has enabled them gets events for pages that are not resident.
+    /// Offered: a guest that has enabled them gets events for non-resident pages.
     On,
 }

@@ -1,4 +1,4 @@
-//! The devices of a guest: those of every guest, and those that an embedder adds.
+//! The devices of a guest: the devices of every guest, and an embedder's own.
 
 mod lines;
 pub mod mmio;
@@ -42,7 +42,7 @@ const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1]
 pub enum Ending {
     /// The guest wrote its exit code.
     Exited(u32),
-    /// A vCPU shut down; the text says where.
+    /// A vCPU shut down, at the place in the text.
     Shutdown(String),
     /// The guest has switched its machine off.
     PoweredOff,

@@ -57,7 +57,7 @@ pub trait DirtyTracking {
     fn detection(&self) -> Option<&dyn DetectionChoice>;
 }
 
-/// Dirty rings, one for each vCPU. The rules for threads are those of [`DirtyTracking`].
+/// Dirty rings, one for each vCPU. The rules for threads are in [`DirtyTracking`].
 pub trait DirtyRings {
     /// Calls `each` for every page in the rings, and returns the number of calls. A page may be in
     /// the rings more than once, and its slot may have been removed. The entries stay in use until
@@ -89,7 +89,7 @@ pub trait TwoStepLog {
 
     /// Clears the dirty bits set in `mask`, and re-arms those pages. The mask covers `pages` pages
     /// from `first_page` on; the range begins and ends with a word, or with the slot. If a backend
-    /// knows the pages that were not dirty, it removes them from `mask`.
+    /// knows the clean pages, it removes them from `mask`.
     ///
     /// # Errors
     /// [`DirtyError`].

@@ -55,7 +55,7 @@ pub enum Exit {
         port: u16,
         /// Access size.
         width: Width,
-        /// What was written.
+        /// The written value.
         value: u32,
     },
     /// `IN`: answer with [`Vcpu::complete_read`].
@@ -78,7 +78,7 @@ pub enum Exit {
         gpa: Gpa,
         /// Access size.
         width: Width,
-        /// What was written.
+        /// The written value.
         value: u64,
     },
     /// A vCPU accessed a never-provided page in a slot with
@@ -96,7 +96,7 @@ pub enum Exit {
         /// Names this exit.
         token: FaultToken,
     },
-    /// The vCPU shut down (triple fault); the text says where.
+    /// The vCPU shut down (triple fault), at the place in the text.
     Shutdown(String),
     /// The guest has switched its machine off, by the firmware's interface (PSCI `SYSTEM_OFF`).
     PoweredOff,
@@ -123,7 +123,7 @@ pub enum VcpuError {
         vcpu: usize,
         /// The page.
         gpa: Gpa,
-        /// What the host's memory manager says.
+        /// The message of the host's memory manager.
         cause: String,
     },
     /// The page source has panicked during the request for a page.
@@ -136,7 +136,7 @@ pub enum VcpuError {
         vcpu: usize,
         /// The page.
         gpa: Gpa,
-        /// What the host's memory manager says.
+        /// The message of the host's memory manager.
         cause: String,
     },
     /// No frame could be freed.
@@ -144,7 +144,7 @@ pub enum VcpuError {
     NoMemory {
         /// Which vCPU needed a frame.
         vcpu: usize,
-        /// What the host's memory manager says.
+        /// The message of the host's memory manager.
         cause: String,
     },
     /// The host's hypervisor refused to run the vCPU.
@@ -152,7 +152,7 @@ pub enum VcpuError {
     Host {
         /// Which vCPU.
         vcpu: usize,
-        /// What the hypervisor says.
+        /// The message of the hypervisor.
         cause: String,
     },
     /// The vCPU waits for time to pass, but the time of its VM is stopped.

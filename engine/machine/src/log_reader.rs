@@ -153,7 +153,7 @@ impl<V: DirtyTracking + MemorySlots> Drop for LogReader<'_, V> {
             if is_missed || readers.lent.contains(&slot.id) {
                 self.give_back(slot.id, slot.gfns.pages());
             } else if readers.ids.is_empty() {
-                // The call fails if the slot is gone or does not log: then there is nothing to do.
+                // The call fails only if the slot is gone, and changes nothing if it does not log.
                 let _ = self.vm.set_logging(slot.id, Logging::Off);
             }
         }

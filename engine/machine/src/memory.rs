@@ -15,7 +15,7 @@ pub enum MemoryError {
     Refused {
         /// First address that failed.
         gpa: Gpa,
-        /// What the backend says.
+        /// The message of the backend.
         cause: String,
     },
     /// The host could not supply the page: it is lost, or no frame could be freed.
@@ -25,7 +25,7 @@ pub enum MemoryError {
         gpa: Gpa,
         /// The origin of the error: a panic of the source belongs to the program.
         kind: FailureKind,
-        /// What the backend says.
+        /// The message of the backend.
         cause: String,
     },
 }

@@ -107,7 +107,7 @@ pub struct Provided {
 /// |---|---|---|---|
 /// | accept | accepted, or `CannotNotify` | `Accepted` | `Unknown` |
 /// | ready | `Early`; accept is then refused with `Ready` | `Notified` | `Unknown` |
-/// | fetch with it | ready is said when the page has come | the same | `Refused` |
+/// | fetch with it | reported ready when the page has arrived | the same | `Refused` |
 /// | run | completed | stays | |
 /// | reset, restore | completed | stays; ready is `Cancelled` | |
 /// | disable | | stays; ready is `Cancelled` | |

@@ -146,7 +146,7 @@ impl<V: Vcpu> Pause<V> {
     ///
     /// A vCPU with another exit may be in the middle of an instruction. It runs again, and leaves
     /// with `Interrupted`, because a kick stays until a run takes it. A vCPU with a full dirty ring
-    /// never is: it runs again after the controller's harvest.
+    /// does not run before a harvest, so the controller takes it as it is.
     pub(crate) fn wants(&self, exit: &Result<Exit, VcpuError>) -> bool {
         matches!(exit, Ok(Exit::Interrupted | Exit::DirtyRingFull))
             && self.wanted.load(Ordering::SeqCst)

@@ -54,7 +54,7 @@ pub enum MemorySlotError {
     Host {
         /// The slot.
         id: SlotId,
-        /// What the backend says.
+        /// The message of the backend.
         cause: String,
     },
 }

@@ -89,9 +89,9 @@ pub enum StateError {
     /// The hypervisor below refused.
     #[error("cannot {step}: {cause}")]
     Host {
-        /// What the backend was doing.
+        /// The refused step of the backend.
         step: &'static str,
-        /// What the hypervisor said.
+        /// The message of the hypervisor.
         cause: String,
     },
 }

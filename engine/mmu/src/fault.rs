@@ -174,8 +174,8 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Whether an invalidation has begun or ended near the page since the fault began. Then the
-    /// page may not be lost, because of this race: the vCPU finds the slot; a thread deletes the
-    /// slot, and removes its memory; the vCPU asks the host for the page.
+    /// page is perhaps not lost, because of this race: the vCPU finds the slot; a thread deletes
+    /// the slot, and removes its memory; the vCPU asks the host for the page.
     #[cold]
     fn is_outdated(&self, fault: Fault) -> bool {
         let cursor = self.stage2.fault_cursor(fault.gfn);
@@ -299,7 +299,7 @@ fn is_read_only(slot: &Slot<Rmap>) -> bool {
     slot.flags.contains(SlotFlags::READONLY)
 }
 
-/// What to expect after all tables were in use.
+/// The outlook after all tables were in use.
 enum Tables {
     /// Some unlinked tables are free now.
     Freed,

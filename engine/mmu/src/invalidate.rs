@@ -25,7 +25,7 @@ use std::sync::Arc;
 /// Counts the steps of an invalidation. The product counts nothing: its counter is `()`, whose
 /// calls compile to nothing.
 pub trait Counter: Default {
-    /// Read slots, or nodes of their index.
+    /// Slots read, or nodes of their index.
     fn slots(&mut self, _: u64) {}
     /// Visits to words of reverse maps, at all levels.
     fn words(&mut self, _: u64) {}

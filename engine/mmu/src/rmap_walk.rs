@@ -12,9 +12,10 @@
 //! for each page, and, if there are small leaves, goes on to the page's entry.
 //!
 //! KVM used `PageLoop` before 2012. `RangeThenPages` is the first half of that year's series,
-//! `PerLevel` the whole series and Lacuna's strategy. KVM uses `Walk` without reverse maps. Each
-//! strategy finds its range locks by one search of the slots' index. `PageLoop` and
-//! `RangeThenPages` do not count that search as steps, because they find the slots in another way.
+//! `PerLevel` the whole series and Lacuna's strategy. `Walk` is KVM's strategy where it has no
+//! reverse maps. Each strategy finds its range locks by one search of the slots' index. `PageLoop`
+//! and `RangeThenPages` do not count that search as steps, because they find the slots in another
+//! way.
 
 use crate::invalidate::{Counter, Invalidation, Visit};
 use crate::{InBlock, Mmu, MmuFormat, Rmap};
@@ -25,7 +26,7 @@ use std::sync::Arc;
 /// The counted steps of an invalidation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Steps {
-    /// Read slots, or nodes of their index.
+    /// Slots read, or nodes of their index.
     pub slots: u64,
     /// Visits to words of reverse maps, at all levels.
     pub words: u64,

@@ -81,7 +81,7 @@ fn an_init_resets_them() {
     assert_eq!(saved(vcpu), (0, 0));
 }
 
-/// A vCPU that has not run is not halted.
+/// A new vCPU is not halted.
 #[lacuna_skip::test]
 fn kvm_says_which_vcpus_it_has_halted() {
     let two = VmBuilder {

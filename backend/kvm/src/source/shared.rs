@@ -34,7 +34,7 @@ pub struct SourceStats {
     pub first_touches: u64,
     /// Pages supplied after the latency.
     pub fetched: u64,
-    /// Pages on probation that were mapped again at once.
+    /// Pages on probation, mapped again at once.
     pub reprieved: u64,
     /// Pages evicted.
     pub evicted: u64,

@@ -426,7 +426,7 @@ fn a_reset_forgets_everything() {
     }
 }
 
-/// A vCPU that was switched off has nothing in flight, and starts without any of its old state.
+/// A vCPU switched off has nothing in flight, and starts later without its old state.
 #[test]
 fn cpu_off_forgets_everything() {
     for form in FORMS {

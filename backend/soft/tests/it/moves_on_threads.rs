@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 
 /// A run takes some seconds.
 const HANG: Duration = Duration::from_secs(900);
-/// The number of stops of a guest within [`SHORT`]. Later stops come within [`LONG`], so that it
-/// ends.
+/// The number of stops of a guest at intervals of up to [`SHORT`]. Later intervals are up to
+/// [`LONG`], so that the guest ends.
 const STOPS: usize = 40;
 const SHORT: Duration = Duration::from_millis(20);
 const LONG: Duration = Duration::from_secs(2);

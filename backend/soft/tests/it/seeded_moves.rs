@@ -7,7 +7,7 @@
 //! ```sh
 //! LACUNA_SAVE_POINTS=200 cargo test --release -p lacuna-soft --test it seeded_moves -- --nocapture
 //! ```
-//! A guest that has not ended after [`SLICES_MAX`] slices hangs, and the test fails.
+//! If a guest has not ended after [`SLICES_MAX`] slices, it hangs, and the test fails.
 
 use crate::common;
 
@@ -308,7 +308,7 @@ fn a_guest_of_arm64_that_waits_for_pages_goes_on() {
     }
 }
 
-/// Situations that are rare at seeded points: in each, a guest moves again and again.
+/// Rare situations at seeded points: in each, a guest moves again and again.
 #[test]
 fn a_guest_of_arm64_goes_on_from_rare_situations() {
     const BOOT: Guest = Guest {

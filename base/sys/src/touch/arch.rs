@@ -9,8 +9,8 @@ mod host {
     /// Whether the touch is implemented.
     pub const SUPPORTED: bool = true;
 
-    // A thread that is interrupted before the second label has not loaded the byte, and continues
-    // at the third. Nothing is on the stack, so there is nothing to clean up.
+    // A thread interrupted before the second label has not loaded the byte, and continues at the
+    // third. Nothing is on the stack, so there is nothing to clean up.
     global_asm!(
         ".pushsection .text.lacuna_touch, \"ax\", @progbits",
         ".p2align 4",

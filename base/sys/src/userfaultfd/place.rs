@@ -98,8 +98,8 @@ impl Userfaultfd {
     /// until the page is taken away. Wakes the threads that wait there.
     ///
     /// # Errors
-    /// The error of the first page that was not poisoned: as [`copy`](Self::copy). `INVAL`: the
-    /// kernel does not know the call.
+    /// The error of the first page that the call cannot poison: as [`copy`](Self::copy). `INVAL`:
+    /// the kernel does not know the call.
     pub fn poison(&self, range: HvaRange) -> io::Result<()> {
         let mut poison = Poison {
             range: all(range),

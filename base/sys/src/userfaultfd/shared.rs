@@ -26,7 +26,7 @@ struct Continue {
 // The size is part of the ioctl's number (linux/userfaultfd.h).
 const _: () = assert!(size_of::<Continue>() == 32);
 
-/// What a thread waits for at a page of a shared memory file.
+/// The kinds of pages of a shared memory file for which a thread waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Minor {
     /// For a page that the file lacks. The kernel maps a page of the file by itself.

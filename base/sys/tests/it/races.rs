@@ -307,7 +307,7 @@ fn removals_and_faults_are_answered_in_order() {
     });
 }
 
-/// A run stops at a present page and returns how far it came. A second run places the rest.
+/// A run stops at a present page and returns how far it came. Further runs place the rest.
 #[test]
 fn a_batch_is_continued_behind_a_page_that_is_there() {
     let uffd = open();
@@ -382,7 +382,7 @@ fn poison_beside_faults() {
         poisoned => poisoned.unwrap(),
     }
     for round in 0..300 {
-        // A signal has replaced the page by one that is not registered.
+        // A signal has replaced the page by an unregistered one.
         let _ = memory.read(0);
         assert!(taken.count() > round);
         memory.drop_page(0);
@@ -402,8 +402,8 @@ fn poison_beside_faults() {
     }
 }
 
-/// A page that is in the file but not mapped waits for UFFDIO_CONTINUE. UFFDIO_CONTINUE fails for a
-/// page that is not in the file. For a mapped page its error is harmless.
+/// An unmapped page of the file waits for UFFDIO_CONTINUE. The call fails for a page outside the
+/// file. For a mapped page its error is harmless.
 #[test]
 fn pages_of_a_file_are_continued() {
     let uffd = or_skip(Userfaultfd::open_user_shared(Minor::Waits));
@@ -464,7 +464,8 @@ fn be_a_child() {
     let _ = std::io::stdin().read_line(&mut line);
 }
 
-/// A descriptor of a child that has ended, and a page that it had registered; or why there is none.
+/// The descriptor of an ended child, and a page that the child had registered; or why there is
+/// none.
 fn descriptor_of_an_ended_process() -> Result<(Userfaultfd, Hva), String> {
     let program = std::env::current_exe().unwrap();
     let mut child = Command::new(program)

@@ -1,4 +1,4 @@
-//! A touch of a page ends when the page comes or when another thread interrupts it, and no
+//! A touch of a page ends when the page arrives or another thread interrupts it, and no
 //! interruption is lost.
 
 use lacuna_addr::{Hva, PAGE_SIZE};

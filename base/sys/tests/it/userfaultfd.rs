@@ -285,8 +285,8 @@ fn a_system_call_fails_on_a_missing_page() {
     assert_eq!(read, Err(Errno::FAULT));
 }
 
-/// A descriptor fills memory that is registered with another one of the same process. So code must
-/// not use its descriptor any more when the memory belongs to another VM.
+/// A descriptor also fills memory registered with another descriptor of the same process. So code
+/// must not use its descriptor any more when the memory belongs to another VM.
 #[test]
 fn a_descriptor_fills_the_memory_of_another_one() {
     let Some(other) = or_skip(Userfaultfd::open_user()) else {

@@ -18,7 +18,7 @@ bitflags::bitflags! {
     }
 }
 
-/// Bits of the value that are no address.
+/// Bits of the value outside the address.
 const LOW: u64 = 0x3f;
 /// RFCv2: bits 63:56 of the argument select its meaning.
 const FUNCTION: u64 = 0xff << 56;
@@ -366,7 +366,7 @@ fn decode(form: Form, value: u64, guest: &mut impl Guest) -> Option<Enabled> {
 
 impl Abi for Control {
     /// 16 bits of counter above 16 bits (RFCv2) or 12 bits (v1 to v4) of vCPU. Before the guest has
-    /// chosen, the format with room for fewer vCPUs holds.
+    /// chosen, the format with room for fewer vCPUs applies.
     #[inline]
     fn tokens(&self) -> TokenFormat {
         let vcpu_bits = match self.enabled.map(|enabled| enabled.form) {

@@ -1,4 +1,4 @@
-//! What the arm64 ABI needs of a vCPU, besides the words in its memory.
+//! The arm64 ABI's interface to a vCPU, besides the words in its memory.
 
 /// The exception level of the guest's code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -7,7 +7,7 @@
 //! | `control` | the calls, and every rule by which one is refused |
 //! | `delivery` | the events, in the form of RFCv2 and in the form of v1 to v4 |
 //! | `sdei` | the software-delegated exception interface that the second form needs |
-//! | `guest` | what the ABI needs of a vCPU |
+//! | `guest` | the interface to a vCPU |
 //!
 //! ```text
 //! the guest's HVC ─► Queue::call ─► Answer, and Effects on the vCPU

@@ -1,4 +1,4 @@
-//! The three MSRs (`msr.rst`): what a guest may write, and what it reads back.
+//! The three MSRs (`msr.rst`): the values that a guest may write, and their read values.
 //!
 //! KVM also refuses a write if the local APIC is not in the kernel. Here every vCPU has a local
 //! APIC, so that rule is left out.

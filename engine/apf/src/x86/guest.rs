@@ -1,4 +1,4 @@
-//! What the x86 ABI needs of a vCPU, besides the words in its memory.
+//! The x86 ABI's interface to a vCPU, besides the words in its memory.
 
 /// The part of an x86 vCPU's state that decides whether an event may be delivered, besides
 /// [`crate::Guest::is_interruptible`]. It is the state between two instructions, or at a fault.

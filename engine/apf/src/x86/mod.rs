@@ -5,7 +5,7 @@
 //! | `numbers` | feature bits and MSR numbers |
 //! | `control` | the three MSRs, and every rule that makes a write raise #GP |
 //! | `delivery` | the events, with page-ready in the form of 2010 and in today's |
-//! | `guest` | what the ABI needs of a vCPU |
+//! | `guest` | the interface to a vCPU |
 //!
 //! Sources: the Linux guest ABI (`Documentation/virt/kvm/x86/msr.rst`, `cpuid.rst`). The source for
 //! the form of 2010, which Linux has dropped, is the talk on asynchronous page faults at that

@@ -1,7 +1,7 @@
 //! Numbers that guest and host agree on (`asm/kvm_para.h`, `cpuid.rst`).
 
 bitflags::bitflags! {
-    /// What the guest may use: bits of EAX in CPUID leaf 0x4000_0001.
+    /// The features that the guest may use: bits of EAX in CPUID leaf 0x4000_0001.
     #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
     pub struct Features: u32 {
         /// Asynchronous page faults are offered.

@@ -1,4 +1,4 @@
-//! A page that is not present: when its event is delivered, when the vCPU halts, when it waits.
+//! Faults on an absent page: when the event is delivered, when the vCPU halts, when it waits.
 
 use crate::common;
 
@@ -221,7 +221,7 @@ fn a_page_is_recent_until_sixty_four_others_have_come() {
 }
 
 /// The guest does not read its tokens, so the arrival stays in the list. Then the page is evicted,
-/// and the vCPU faults on it. If that were a halt, no event would end it.
+/// and the vCPU faults on it. If the vCPU halted then, no event would end the halt.
 #[test]
 fn a_page_that_has_come_but_cannot_be_dequeued_is_waited_for() {
     let mut fixture = Fixture::new(ENABLED | AS_INT);

@@ -1,4 +1,4 @@
-//! Pages that have arrived: which event is delivered, in which order, and what delays it.
+//! Arrived pages: which event is delivered, in which order, and the reasons for a delay.
 
 use crate::common;
 

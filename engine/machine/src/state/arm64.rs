@@ -196,7 +196,7 @@ impl Default for AsyncFaults {
     }
 }
 
-/// The service of asynchronous page faults that is offered to a guest.
+/// The service of asynchronous page faults offered to a guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Offered {

@@ -49,8 +49,8 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Sets how writes are detected, also in slots that log already. With [`Detection::Pml`] every
-    /// vCPU logs the pages for which it sets D, in all slots; in other slots, D is never missing. A
-    /// vCPU's own thread must not call this: it waits for all vCPUs.
+    /// vCPU logs the pages for which it sets D, in all slots; in slots without a log, D is never
+    /// missing. A vCPU's own thread must not call this: it waits for all vCPUs.
     pub fn set_detection(&self, detection: Detection) {
         let _change = self.lock_layout();
         if detection == self.dirty.detection() {
@@ -81,9 +81,8 @@ impl<F: MmuFormat> Mmu<F> {
 
     /// Turns the log of slot `id` on or off. After it returns, writes are logged (on), or are no
     /// longer logged (off). If the slot logs already, `On` changes nothing, not even with other
-    /// settings. After `Off`, a write-protected page in a block that was not collapsed costs one
-    /// more fault at its next write. A vCPU's own thread must not call this: it waits for all
-    /// vCPUs.
+    /// settings. After `Off`, a write-protected page in an uncollapsed block costs one more fault
+    /// at its next write. A vCPU's own thread must not call this: it waits for all vCPUs.
     ///
     /// # Errors
     /// There is no such slot; or all pages should count as written, but there is no bitmap.
@@ -206,9 +205,8 @@ impl<F: MmuFormat> Mmu<F> {
 /// The capacity of an [`Unreported`].
 const REPORTED_AT_ONCE: usize = 32;
 
-/// Leaves without D that are not reported to the host yet. They are reported in groups: the
-/// descriptors of their frames may be anywhere in memory, so each is prefetched while the next
-/// entries are exchanged.
+/// Unreported leaves that have lost D. They are reported in groups: the descriptors of their frames
+/// may be anywhere in memory, so each is prefetched while the next entries are exchanged.
 struct Unreported<'h> {
     host: &'h Host,
     /// The first `count` are not reported yet.

@@ -1,5 +1,5 @@
-//! KVM's part of async page faults with their host side in this process: the guest's accesses to
-//! three registers exit, and events are injected.
+//! KVM's part in async page faults whose host side is this process: the guest's accesses to three
+//! registers exit, and events are injected.
 //!
 //! A page fault is injected as a *pending* exception with its address
 //! (`KVM_CAP_EXCEPTION_PAYLOAD`). An injected exception would not suffice: KVM halts a vCPU while

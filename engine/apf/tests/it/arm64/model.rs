@@ -3,8 +3,8 @@
 //! lists and maps.
 //!
 //! After every step: a token is never 0; at most 64 are queued; no event overwrites an unread one
-//! (the mock guest refuses that); no page-ready comes without its page-not-present, or twice; no
-//! event from before a disable, reset or cancel is delivered after it. At the end every
+//! (the mock guest refuses that); no page-ready is delivered without its page-not-present, or
+//! twice; no event from before a disable, reset or cancel is delivered after it. At the end every
 //! page-not-present that the guest has seen has had its page-ready or a later wake-all.
 
 use super::mock::*;

@@ -14,8 +14,8 @@ impl SysReg {
     /// MPIDR_EL1, which names the vCPU.
     pub const MPIDR: Self = Self::new([3, 0, 0, 0, 5]);
 
-    /// The register with these op0, op1, CRn, CRm and op2. Only as many bits as an instruction has
-    /// count.
+    /// The register with these op0, op1, CRn, CRm and op2. Bits beyond an instruction's fields are
+    /// dropped.
     pub const fn new(numbers: [u8; 5]) -> Self {
         let [op0, op1, crn, crm, op2] = numbers;
         Self(

@@ -177,7 +177,7 @@ pub struct Common {
 }
 
 impl Common {
-    /// All answers that are not four zeros.
+    /// All nonzero answers.
     ///
     /// The vendor is Intel: it decides which of the two vendors' corner cases hold. There is no
     /// FPU, MMX or SSE.
