@@ -7,13 +7,13 @@ use lacuna_machine::{LogReader, Vm};
 pub(crate) struct Changes<'a, V: Vm> {
     vm: &'a V,
     layout: MemoryLayout,
-    /// Pages that were written since the last whole copy, as far as the log was harvested.
+    /// Pages written since the last whole copy, as far as the log was harvested.
     changed: PageSet,
     log: LogReader<'a, V>,
 }
 
 impl<'a, V: Vm> Changes<'a, V> {
-    /// Turns the log on. All pages have changed since no copy.
+    /// Turns the log on. All pages count as changed, because no copy exists yet.
     pub fn log(vm: &'a V) -> Result<Self, MigrateError> {
         let layout = MemoryLayout::of(vm);
         Ok(Self {
@@ -44,13 +44,12 @@ impl<'a, V: Vm> Changes<'a, V> {
         self.changed = PageSet::empty(self.layout.pages());
     }
 
-    /// Pages that were written since the last harvest. They count as changed until a copy is whole,
-    /// so a copy that fails loses none.
+    /// Pages written since the last harvest. They count as changed until a copy is whole, so a
+    /// failed copy loses none.
     pub fn harvest(&mut self) -> Result<PageSet, MigrateError> {
         let mut set = PageSet::empty(self.layout.pages());
         let harvested = self.log.harvest(|slot, index| {
-            // A page of a slot that was added meanwhile has no number: the check at the end finds
-            // it.
+            // A page of a slot added meanwhile has no number: the check at the end finds the slot.
             if let Some(page) = self.layout.number(slot, index) {
                 set.insert(page);
             }
@@ -121,7 +120,7 @@ mod tests {
         write(vm, 7);
         drop(changes);
         assert_eq!(written(vm), [5, 7]);
-        // The VMM does not log any more: nor does the VM, afterwards.
+        // The VMM turns its log off: afterwards the VM does not log either.
         set_logging_everywhere(vm, Logging::Off).expect("a log");
         let changes = Changes::log(vm).expect("a log");
         changes.check_slots().expect("it logs");
@@ -134,7 +133,8 @@ mod tests {
         assert!(!vm.is_logging(id));
     }
 
-    /// Two copies of one memory: neither misses a page that the other has taken from the log.
+    /// Two copies of one memory run at once: each gets the pages that the other has taken from the
+    /// log.
     fn each_has_every_page(builder: &impl Builder) {
         let vm = &*builder.build().expect("a VM");
         let id = vm.memory_slots()[0].id;

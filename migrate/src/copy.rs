@@ -24,8 +24,8 @@ pub trait PageSink {
     /// The pages cannot be taken.
     fn zeros(&mut self, first: SourcePage, pages: u64) -> Result<(), MigrateError>;
 
-    /// A round has ended. Returns when all pages have arrived where they go, so that the time of
-    /// the round says how fast pages are taken.
+    /// A round has ended. Returns when all pages have arrived, so that the round's time shows how
+    /// fast the sink takes pages.
     ///
     /// # Errors
     /// The pages cannot be taken.
@@ -34,12 +34,12 @@ pub trait PageSink {
     }
 }
 
-/// Pages that are read at once: 1 MiB, which stays in a core's cache until it is written out.
+/// Pages read at once: 1 MiB, which stays in a core's cache until it is written out.
 pub(crate) const CHUNK: u64 = 256;
 
-/// Reads the pages of `set` from `vm` and gives each to one of `sinks`, which work at the same
-/// time: the first one on this thread, each other one on a thread of its own. Then each has ended
-/// its round. Calls `each` with the number of pages since the last call.
+/// Reads the pages of `set` from `vm` and gives each to one of `sinks`. The sinks work at the same
+/// time: the first on this thread, each other one on its own thread. Each ends its round before
+/// this returns. Calls `each` with the number of pages since the last call.
 ///
 /// # Errors
 /// A page cannot be read, a sink refuses, or `each` says `Break`.
@@ -67,7 +67,7 @@ pub(crate) fn copy(
             let started =
                 named.spawn_scoped(scope, || work.share(sink, &mut |pages| work.count(pages)));
             if started.is_err() {
-                // The others copy nothing in vain.
+                // The other threads stop: their copies would be in vain.
                 work.is_over.store(true, Ordering::Relaxed);
             }
             started
@@ -111,7 +111,7 @@ struct Work<'a, V, R> {
     is_over: AtomicBool,
 }
 
-/// Runs of pages that are not copied yet.
+/// Runs of pages still to copy.
 struct Runs<R> {
     runs: R,
     /// The rest of the last run.
@@ -181,8 +181,8 @@ pub(crate) fn copy_run(
             .ok_or(MigrateError::SlotsChanged)?;
         let bytes = &mut buffer[..pages as usize * PAGE_SIZE];
         if let (Some(missing), Some(gfns)) = (missing, GfnRange::new(gpa.gfn(), pages)) {
-            // `populate` requests missing pages several at a time; the read alone would ask for one
-            // after the other.
+            // `populate` requests several missing pages at a time. The read alone would request
+            // them one by one.
             missing.populate(gfns)?;
         }
         vm.read(gpa, bytes)?;
@@ -219,7 +219,7 @@ fn split(first: SourcePage, bytes: &[u8], sink: &mut impl PageSink) -> Result<()
 
 /// Whether a page has only zeros.
 fn is_zero(page: &[u8]) -> bool {
-    // In pieces, so that a page with content is left at its first piece with a bit set.
+    // In pieces: the search in a page with content ends at the first piece with a bit set.
     page.chunks(256)
         .all(|piece| piece.iter().fold(0, |or, byte| or | byte) == 0)
 }

@@ -9,8 +9,8 @@ use rustix::io::Errno;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a VM is not saved, restored or moved. The guest of a VM that was being saved or sent resumes
-/// unchanged. A VM that was being restored, or was to receive a guest, is of no use: drop it.
+/// Why a VM is not saved, restored or moved. If a save or a send fails, the guest resumes
+/// unchanged. If a restore or a receive fails, drop the VM: it is of no use.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
@@ -24,10 +24,10 @@ pub enum MigrateError {
         /// What the system says.
         error: io::Error,
     },
-    /// There is something at the place of the new snapshot.
+    /// The place of the new snapshot is not empty.
     #[error("{} exists already: name another path, or remove it first", shown(.0))]
     Exists(PathBuf),
-    /// A file is not what a snapshot has there.
+    /// A file of a snapshot is damaged, or is no such file.
     #[error(
         "{}: {wrong}: the snapshot is damaged, or another program has written it",
         shown(path)
@@ -52,7 +52,7 @@ pub enum MigrateError {
         /// The format of this release.
         known: u32,
     },
-    /// The VM is not one that the state was saved from.
+    /// The VM differs from the saved machine.
     #[error("the VM's {what} is {is}, and the saved machine's is {saved}: make the VM with that")]
     OtherMachine {
         /// What differs.
@@ -92,7 +92,7 @@ pub enum MigrateError {
     /// The caller's progress function has said `Break`.
     #[error("cancelled; the guest keeps running where it ran")]
     Cancelled,
-    /// The host has no memory for what a file has.
+    /// The host has no memory for a file's content.
     #[error("{}: {error}", shown(path))]
     NoRoom {
         /// The file.
@@ -106,13 +106,13 @@ pub enum MigrateError {
          path there", shown(.0)
     )]
     Apart(PathBuf),
-    /// The snapshot whose changes would be saved was removed, or another one is in its place.
+    /// The base of the new diff was removed, or another snapshot is in its place.
     #[error(
         "{}: the last snapshot of this guest is not there any more as it was saved, so its changes \
          cannot be saved: save the guest whole", shown(.0)
     )]
     NoBase(PathBuf),
-    /// A diff would be the first that no restore takes.
+    /// A diff would have more layers than a restore takes.
     #[error(
         "{}: it is made of {max} snapshots, and none can be made of more: save the guest whole",
         shown(.0), max = Snapshot::LAYERS_MAX
@@ -138,7 +138,7 @@ pub enum MigrateError {
         "cannot start a thread: {0}; raise the limit on processes (`ulimit -u`), and try again"
     )]
     Thread(io::Error),
-    /// More than one message of a stream carries.
+    /// A message is longer than a stream carries.
     #[error(
         "the machine's state takes {bytes} bytes, and a stream carries {most}: move a machine of \
          fewer vCPUs"
@@ -149,7 +149,7 @@ pub enum MigrateError {
         /// The most.
         most: usize,
     },
-    /// A plan for another number of connections than there can be.
+    /// The plan has no connection, or too many.
     #[error("a migration has 1 to {max} streams, and the plan says {0}", max = STREAMS_MAX)]
     Streams(u32),
     /// The connection to the other side of a migration has ended.
@@ -164,7 +164,7 @@ pub enum MigrateError {
     /// There is no memory to compress or decompress pages.
     #[error("no memory to compress pages or decompress them: {0}; free memory, and try again")]
     Codec(io::Error),
-    /// The other side of a migration sends what no release of Lacuna sends.
+    /// The other side of a migration sends bytes that no release of Lacuna sends.
     #[error("the stream is damaged: {0}; use one release on both sides, and TLS on a bad network")]
     Stream(String),
     /// The other side of a migration has given up.
@@ -190,7 +190,7 @@ pub enum MigrateError {
     /// A VM without missing memory cannot be restored lazily.
     #[error("the VM has no page source: make it with the source of the snapshot or migration")]
     NoSource,
-    /// A lazy restore, a post-copy or a hybrid of a guest with other memory slots than a new VM's.
+    /// For a lazy restore, a post-copy or a hybrid, the guest's memory slots must be a new VM's.
     #[error("the guest's memory slots differ from a new VM's: use an eager restore or a pre-copy")]
     OtherSlots,
     /// A file is no whole record of first touches.
@@ -224,7 +224,7 @@ fn is_of_this_host(error: &io::Error) -> bool {
         .any(|known| errno == Some(known.raw_os_error()))
 }
 
-/// The longest text of another process that is shown.
+/// The longest text of another process that an error shows.
 const SHOWN_MAX: usize = 4096;
 
 /// Another process's text for a terminal: without control characters, and not too long.
@@ -314,7 +314,7 @@ impl MigrateError {
 mod tests {
     use super::*;
 
-    /// What the other side of a migration has done is not this host's failure.
+    /// A fault of the migration's other side is not this host's failure.
     #[test]
     fn a_cut_is_the_peers_unless_this_host_has_no_descriptor() {
         let cut = |error| MigrateError::Cut(error).kind();
@@ -326,7 +326,7 @@ mod tests {
         assert_eq!(refused.kind(), ErrorKind::Peer);
     }
 
-    /// What another process has written reaches a terminal.
+    /// Another process's text reaches a terminal.
     #[test]
     fn texts_have_no_control_characters_and_an_end() {
         let hostile = format!("\u{1b}[2J\0\r{}", "x".repeat(70_000));

@@ -23,8 +23,8 @@ pub struct SlotLayout {
     pub gfn: u64,
     /// Its size in pages of 4 KiB.
     pub pages: u64,
-    /// [`SlotFlags`] as a number, without the flags of dirty logging and missing memory: these are
-    /// the VMM's, and not the guest's.
+    /// [`SlotFlags`] as a number, without the flags of dirty logging and missing memory: these
+    /// belong to the VMM, not to the guest.
     pub flags: u32,
 }
 
@@ -68,8 +68,8 @@ impl MemoryLayout {
         self.slots.iter().map(|slot| slot.pages).sum()
     }
 
-    /// Checks a layout from outside: slots that a machine can have, in order, no two with one
-    /// number or one page.
+    /// Checks a layout from outside. Its slots must be possible, in order, and share no number and
+    /// no page.
     ///
     /// # Errors
     /// [`MigrateError::Layout`].
@@ -101,8 +101,8 @@ impl MemoryLayout {
         None
     }
 
-    /// Where the pages from `first` on are: the address of the first, and how many of the `pages`
-    /// follow it in its slot. `None` beyond the end.
+    /// The address of the page `first`, and how many of the `pages` from it on are in its slot.
+    /// `None` beyond the end.
     pub fn place(&self, first: SourcePage, pages: u64) -> Option<(Gpa, u64)> {
         let mut at = first.0;
         for slot in &self.slots {
@@ -114,8 +114,7 @@ impl MemoryLayout {
         None
     }
 
-    /// Changes the slots of `vm`, which does not run, to this layout. Its memory becomes zeros
-    /// where slots are new.
+    /// Changes the slots of the stopped `vm` to this layout. The memory of new slots is zeros.
     ///
     /// # Errors
     /// The VM refuses a slot.

@@ -1,15 +1,15 @@
-//! Moves a VM to a file and back, or to another process, over the interface that every backend has.
+//! Moves a VM to a file and back, or to another process, over the interface of every backend.
 //!
 //! ```text
 //!              pages (rounds: all, then those written meanwhile)
 //! running VM ──────────────────────────────────────────────────► snapshot ──► another VM
 //!              pause ─► the last pages, the machine's state
 //! ```
-//! [`save`] writes a snapshot while the guest runs, and pauses it for the last pages only;
-//! [`save_paused`] writes one of a guest that [`Guest::pause`] has paused.
-//! [`Snapshot::open`] checks one, and [`Snapshot::restore`] puts it into a VM that was made for it.
-//! [`Snapshot::restore_lazily`] reads pages when the guest needs them. [`stream`] moves the guest
-//! to another process instead, while it runs.
+//! [`save`] writes a snapshot while the guest runs, and pauses it for the last pages only.
+//! [`save_paused`] saves a guest that [`Guest::pause`] has paused. [`Snapshot::open`] checks a
+//! snapshot, and [`Snapshot::restore`] puts it into a VM made for it. [`Snapshot::restore_lazily`]
+//! reads pages when the guest needs them. [`stream`] moves the guest to another process instead,
+//! while it runs.
 //!
 //! | file | job |
 //! |---|---|
@@ -17,7 +17,7 @@
 //! | `page_set` | a set of pages |
 //! | `copy` | reads pages of a VM for a sink: runs of data, runs of zeros |
 //! | `changes` | the log of a guest's writes, as a copy uses it |
-//! | `rounds` | copies a VM that runs, until few pages are left |
+//! | `rounds` | copies a running VM until few pages are left |
 //! | `state` | a machine: what it is, and its state without memory |
 //! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |
 //! | `stream` | a live migration over sockets (docs/formats.md) |

@@ -95,15 +95,15 @@ impl PageSet {
         &self.words
     }
 
-    /// Adds the pages of `words` of [`PageSet::words`], the first with number `index`, and each
-    /// little-endian. Bits beyond the guest's pages are ignored.
+    /// Adds the pages of `words`, which come from [`PageSet::words`] as little-endian bytes. The
+    /// first word has number `index`. Bits beyond the guest's pages are ignored.
     pub(crate) fn add_words(&mut self, index: usize, words: &[[u8; 8]]) {
         let own = self.words.iter_mut().skip(index).zip(words);
         own.for_each(|(own, word)| *own |= u64::from_le_bytes(*word));
         self.clear_beyond();
     }
 
-    /// Clears the bits of the last word that are beyond the guest's pages.
+    /// Clears the last word's bits beyond the guest's pages.
     fn clear_beyond(&mut self) {
         if let Some(last) = self.words.last_mut()
             && !self.pages.is_multiple_of(64)
@@ -122,7 +122,8 @@ impl PageSet {
         })
     }
 
-    /// The first page from `from` on that is in the set, or is not.
+    /// The first page from `from` on that is in the set, or with `is_in` false, the first that is
+    /// not.
     fn next(&self, from: u64, is_in: bool) -> Option<u64> {
         let flip = if is_in { 0 } else { u64::MAX };
         let mut index = (from / 64) as usize;

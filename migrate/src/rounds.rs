@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 /// A running guest: its VM, its devices, and the pauses of its run
 /// ([`lacuna_machine::run_pausable`]).
 ///
-/// A pause holds the vCPUs. Threads of the VMM that write guest memory, such as its own devices'
-/// threads, must be held by the VMM: while the guest is paused ([`PausedGuest`]), a page that they
-/// write may have been copied already.
+/// A pause holds the vCPUs. The VMM itself must hold its threads that write guest memory, such as
+/// its devices' threads: while the guest is paused ([`PausedGuest`]), a page that they write may have
+/// been copied already.
 pub struct Guest<'a, V: Vm> {
     /// The VM.
     pub vm: &'a V,
@@ -39,8 +39,8 @@ impl<V: Vm> Clone for Guest<'_, V> {
 
 impl<V: Vm> Copy for Guest<'_, V> {}
 
-/// A paused guest, with no vCPU in the middle of an instruction, and its state. It resumes when
-/// this is dropped.
+/// A paused guest, with no vCPU in the middle of an instruction, and its state. The guest resumes
+/// when this is dropped.
 pub struct PausedGuest<'a, V: Vm> {
     state: MachineState,
     since: Instant,
@@ -63,10 +63,11 @@ impl<V: Vm> PausedGuest<'_, V> {
 /// How long a guest may be paused for the last pages.
 #[derive(Clone, Copy, Debug)]
 pub struct Budget {
-    /// The guest is paused when the remaining pages fit into this time at the rate so far. If they
-    /// take more than a sixteenth of it, another round is made first if that more than halves them.
+    /// The guest is paused when the remaining pages fit into this time at the rate so far. Another
+    /// round comes first if they take more than a sixteenth of it, and a round more than halves
+    /// them.
     pub downtime: Duration,
-    /// After that many rounds it is paused, whatever is left.
+    /// After this many rounds the guest is paused, however many pages are left.
     pub rounds: u32,
 }
 
@@ -80,12 +81,12 @@ impl Default for Budget {
     }
 }
 
-/// One round, as it was.
+/// A finished round.
 #[derive(Clone, Copy, Debug)]
 pub struct Round {
-    /// Pages that it copied.
+    /// Pages copied.
     pub pages: u64,
-    /// The time that it took.
+    /// Its duration.
     pub time: Duration,
 }
 
@@ -95,7 +96,7 @@ pub struct Progress {
     /// Which round, from 1; the last one of a pre-copy or snapshot is after the pause. 0: the
     /// destination gets the guest, and then the pages that it lacks.
     pub round: u32,
-    /// Pages of this round that are copied.
+    /// Copied pages of this round.
     pub done: u64,
     /// Pages of this round.
     pub pages: u64,
@@ -103,7 +104,7 @@ pub struct Progress {
 
 /// What a copy does next.
 pub(crate) enum Next {
-    /// Copies the pages that are left while the guest runs.
+    /// Copies the remaining pages while the guest runs.
     Round,
     /// Pauses the guest, and copies the rest.
     Pause,
@@ -112,9 +113,9 @@ pub(crate) enum Next {
 /// How the source slows down a guest that writes pages as fast as they are copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Throttle {
-    /// Not at all: such a guest is paused, whatever is left.
+    /// Not at all: such a guest is paused, however many pages are left.
     Never,
-    /// Its vCPUs are held for that many percent of the time, and for more if that is not enough.
+    /// Its vCPUs are held for this percentage of the time, and for more if that is not enough.
     Held(u32),
 }
 
@@ -157,11 +158,11 @@ impl Throttle {
     }
 }
 
-/// The time in which a slowed guest is held once. It is shorter than a time slice of most guests'
-/// schedulers, so that no process has all of the pause.
+/// How long one hold of a slowed guest takes. Most guests' schedulers have longer time slices, so
+/// no process has all of the pause.
 const HELD_EACH: Duration = Duration::from_millis(10);
 
-/// Says that some work is over, also after a panic.
+/// Marks some work as over, also after a panic.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -170,7 +171,7 @@ impl Drop for Over<'_> {
     }
 }
 
-/// The part of the budget that a pause may take without a further round that would make it shorter.
+/// A pause of at most the budget divided by this needs no further round to make it shorter.
 const SHORT: u32 = 16;
 
 /// What to do after `done` rounds, with `left` pages. Slows the guest down if that may help.
@@ -185,7 +186,7 @@ pub(crate) fn next(budget: &Budget, throttle: &mut Throttle, done: &[Round], lef
     if fits && !is_worth_it || done.len() as u32 >= budget.rounds {
         return Next::Pause;
     }
-    // A guest that writes as fast as pages are copied leaves as many each time.
+    // If the guest writes pages as fast as they are copied, each round leaves as many.
     if done.len() > 1 && left >= last.pages {
         let Some(more) = throttle.next() else {
             return Next::Pause;
@@ -202,21 +203,21 @@ fn rest_takes(done: &[Round], left: u64) -> Duration {
     time.mul_f64(left as f64 / pages.max(1) as f64)
 }
 
-/// A guest that was copied while it ran, and is paused now.
+/// A paused guest, after a copy while it ran.
 pub(crate) struct Copied<'a, V: Vm> {
     pub paused: PausedGuest<'a, V>,
     pub rounds: Vec<Round>,
-    /// Pages that were not copied, or were written since.
+    /// Pages not copied, or written since.
     pub left: PageSet,
 }
 
 impl<V: Vm> Copied<'_, V> {
-    /// Whether the pages that are left fit into the budget, at the rate of the rounds before.
+    /// Whether the remaining pages fit into the budget, at the rate of the rounds before.
     pub fn fits(&self, budget: &Budget) -> bool {
         rest_takes(&self.rounds, self.left.len()) <= budget.downtime
     }
 
-    /// Copies the pages that are left.
+    /// Copies the remaining pages.
     pub fn copy_rest(
         &mut self,
         vm: &V,
@@ -238,8 +239,8 @@ pub type OnPages<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
 /// Gets the progress of a copy, and cancels it by `Break`.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
-/// Copies changed pages of `guest` while it runs, and pauses it when the pages that are left fit
-/// into the budget, or another round would not help.
+/// Copies changed pages of `guest` while it runs. Pauses it when the remaining pages fit into the
+/// budget, or another round would not help.
 pub(crate) fn copy_live<'a, V: Vm>(
     guest: &Guest<'a, V>,
     changes: &mut Changes<'_, V>,
@@ -279,8 +280,8 @@ pub(crate) fn copy_live<'a, V: Vm>(
     })
 }
 
-/// The time between two harvests of rings during a round. A vCPU that writes to a million pages a
-/// second fills a quarter of a ring of 4096 entries in that time.
+/// The time between two harvests of rings during a round. In that time, a vCPU that writes a
+/// million pages a second fills a quarter of a ring of 4096 entries.
 const EMPTIED: Duration = Duration::from_millis(1);
 
 /// The log of writes during a round. A vCPU with a full ring is stopped until the ring is
@@ -409,7 +410,7 @@ impl<'a, V: Vm> Guest<'a, V> {
             let since = Instant::now();
             let paused = self.pause.begin(self.vm);
             let mut paused = paused.ok_or(MigrateError::NotRunning)?;
-            // The guest ends: threads of other vCPUs have left.
+            // The guest ends: other vCPUs' threads have left.
             if paused.vcpus().len() < self.vm.config().vcpus {
                 return Err(MigrateError::NotRunning);
             }
@@ -468,7 +469,7 @@ mod tests {
         }
         let expected = [0, 0, 50, 75, 90].map(Throttle::Held);
         assert_eq!(steps, expected[1..]);
-        // It is not slowed down where rounds help.
+        // The guest is not slowed down while rounds help.
         let mut throttle = Throttle::LAST_RESORT;
         let rounds = [round(1000, 100), round(900, 90)];
         assert!(matches!(

@@ -8,8 +8,8 @@ use lacuna_machine::{
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a VM has to be so that it can take a state: the part of its configuration that the guest
-/// notices.
+/// The part of a VM's configuration that the guest notices. A VM takes a state only if it has the
+/// same.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Machine {
@@ -21,7 +21,7 @@ pub struct Machine {
     pub memory: u64,
     /// Whether the guest was offered asynchronous page faults.
     pub apf: Apf,
-    /// Which processor the guest sees, with the frequency of its TSC if it is the common one.
+    /// The processor that the guest sees, with its TSC's frequency if it is the common one.
     pub cpu: CpuModel,
     /// The memory slots.
     pub layout: MemoryLayout,
@@ -33,7 +33,7 @@ pub struct Machine {
 pub struct MachineState {
     /// The vCPUs, in the order of their numbers.
     pub vcpus: Vec<VcpuState>,
-    /// What they share.
+    /// The state that they share.
     pub shared: SharedState,
     /// The devices of every guest.
     pub devices: DevicesState,
@@ -63,7 +63,7 @@ impl Machine {
         }
     }
 
-    /// Checks that `vm` is such a machine. Its slots may differ: they are changed at the restore.
+    /// Checks that `vm` is such a machine. Its slots may differ: the restore changes them.
     ///
     /// # Errors
     /// [`MigrateError::OtherMachine`].

@@ -1,4 +1,4 @@
-//! What the reader and the writer of a snapshot share.
+//! The parts that a snapshot's reader and writer share.
 
 use crate::{Machine, MachineState, MigrateError};
 use serde::{Deserialize, Serialize};
@@ -7,13 +7,13 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-/// The format of a snapshot that is whole by itself.
+/// The format of a whole snapshot.
 pub(super) const WHOLE: u32 = 1;
-/// The format of one that has the pages only that have changed since another one. Earlier versions
-/// wrote it; its [`MEMORY`] has a hole in place of each other page.
+/// The format of a snapshot with only the pages that have changed since another one. Earlier
+/// versions wrote it. Its [`MEMORY`] has a hole in place of each other page.
 pub(super) const DIFF: u32 = 2;
-/// The format of one whose [`MEMORY`] has its pages with content alone, one after the other, so
-/// that it is as long as they are. It may have a [`Base`].
+/// The format of a snapshot whose [`MEMORY`] has only its pages with content, one after the other.
+/// It may have a [`Base`].
 pub(super) const PACKED: u32 = 3;
 
 pub(super) const STATE: &str = "snapshot.json";
@@ -66,12 +66,12 @@ pub(super) fn entry_of(page: &[u8]) -> u32 {
     crc32fast::hash(page).max(2)
 }
 
-/// Makes a folder that this user alone can enter: it has all of a guest's memory.
+/// Makes a folder that only this user can enter: it has all of a guest's memory.
 pub(super) fn create_folder(path: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(path)
 }
 
-/// Makes a new file that this user alone can read.
+/// Makes a new file that only this user can read.
 pub(super) fn create_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options
@@ -82,16 +82,16 @@ pub(super) fn create_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Gives `partial`, whose content is on the disk, the name `path` beside it. After a power failure
-/// there is nothing with that name, what was there before, or the whole content. After an error a
-/// new name is not given; what was there before may have been replaced.
+/// Renames `partial`, whose content is on the disk, to `path` beside it. After a power failure,
+/// `path` is the whole content, what it was before, or nothing. After an error there is no new
+/// name, but an old file at `path` may have been replaced.
 ///
 /// # Errors
 /// [`MigrateError::Io`].
 pub(super) fn rename_durably(partial: &Path, path: &Path) -> Result<(), MigrateError> {
     let parent = path.parent().filter(|path| !path.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
-    // Opened first: a folder that cannot be opened is found before the name is given.
+    // Opened before the rename, so that an error comes before the new name.
     let folder = File::open(parent).map_err(MigrateError::io(parent, "open the folder"))?;
     let is_new = path.symlink_metadata().is_err();
     let renamed = fs::rename(partial, path);

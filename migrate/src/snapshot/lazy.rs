@@ -28,36 +28,36 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const ZERO_PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
-/// Pages of a record that are put in the order of the file: first a few, because the guest needs
-/// those at once, and then more, because larger parts of the file are read faster.
+/// How many pages of a record are sorted by their order in the file. First a few, because the guest
+/// needs those at once. Then more, because larger parts of the file are read faster.
 const WINDOW_FIRST: usize = 64;
 /// 16 MiB.
 const WINDOW_LAST: usize = 4096;
 
-/// The pages of a snapshot, each read when it is asked for.
+/// The pages of a snapshot, each read on request.
 pub struct SnapshotPages {
     /// One for each layer.
     files: Vec<Box<dyn PageSource>>,
     places: Arc<Places>,
     path: PathBuf,
     recorder: Option<Recorder>,
-    /// Counts pages with content that were asked for and provided.
+    /// Counts requested and provided pages with content.
     provided: Arc<AtomicU64>,
 }
 
 impl SnapshotPages {
-    /// Records from now on which pages are asked for, in their order.
+    /// Records from now on which pages are requested, in this order.
     ///
-    /// A page that [`Snapshot::prefetch`] brings first is not asked for, so it is not in the
-    /// record. To record all first touches of a time, begin to prefetch after that time.
+    /// A page that [`Snapshot::prefetch`] brings first is not requested, so it is not in the
+    /// record. To record all first touches of a period, begin to prefetch after that period.
     #[must_use]
     pub fn recorded(mut self, by: &Recorder) -> Self {
         self.recorder = Some(by.clone());
         self
     }
 
-    /// Adds to `counter` from now on each page with content that was asked for and provided. With
-    /// the counts of [`Snapshot::prefetch`] and [`Snapshot::replay`] they are the pages of
+    /// Counts in `counter` from now on each requested and provided page with content. This count,
+    /// [`Snapshot::prefetch`]'s and [`Snapshot::replay`]'s are in sum the pages of
     /// [`Snapshot::pages`] that the guest has.
     #[must_use]
     pub fn counted(mut self, counter: &Arc<AtomicU64>) -> Self {
@@ -67,7 +67,7 @@ impl SnapshotPages {
 }
 
 impl Snapshot {
-    /// A recorder of first touches, which has none yet.
+    /// An empty recorder of first touches.
     pub fn recorder(&self) -> Recorder {
         Recorder::new(self.id())
     }
@@ -91,9 +91,9 @@ impl Snapshot {
         })
     }
 
-    /// As [`Snapshot::restore`], and reads no page: the guest's requests read them. `vm` was made
-    /// with [`Snapshot::pages_on_demand`] as its page source. The files must stay as they are until
-    /// [`Snapshot::prefetch`] has ended; a page of a file that has changed is lost.
+    /// As [`Snapshot::restore`], but reads no page: the guest's requests do. The page source of
+    /// `vm` must be [`Snapshot::pages_on_demand`]. The files must stay unchanged until
+    /// [`Snapshot::prefetch`] has ended: a page of a changed file is lost.
     ///
     /// # Errors
     /// The VM is another machine, has no page source or other memory slots, or a value of the state
@@ -104,7 +104,7 @@ impl Snapshot {
         devices: &PlatformDevices,
     ) -> Result<Vec<V::Vcpu>, MigrateError> {
         self.machine().check(&**vm)?;
-        // A VM asks its page source for the slots that it was made with, by their order.
+        // A VM asks its page source for its first slots, by their order.
         if MemoryLayout::of(&**vm) != self.machine().layout {
             return Err(MigrateError::OtherSlots);
         }
@@ -116,12 +116,12 @@ impl Snapshot {
     }
 
     /// Provides all pages with content that are still missing, in the order of the file, while the
-    /// guest runs. Calls `each` with the number of pages that the guest lacked, since the last
-    /// call. Afterwards the guest needs no file of the snapshot.
+    /// guest runs. Calls `each` with the number of pages provided since the last call. Afterwards
+    /// the guest needs no file of the snapshot.
     ///
     /// # Errors
-    /// A page is damaged, or `each` says `Break`. The guest runs on; it loses the damaged pages
-    /// when it needs them.
+    /// A page is damaged, or `each` says `Break`. The guest keeps running, and loses the damaged
+    /// pages when it needs them.
     pub fn prefetch<V: Vm>(&self, vm: &V, each: OnPages<'_>) -> Result<(), MigrateError> {
         let missing = missing_memory(vm)?;
         self.read_pages(each, &mut |gpa, bytes| {
@@ -129,13 +129,13 @@ impl Snapshot {
         })
     }
 
-    /// Provides the pages of `touches` that are still missing, zeros included, before the guest
-    /// runs or while it runs: about in the order of the record, and pages side by side at once.
-    /// Calls `each` as [`Snapshot::prefetch`] does: pages of zeros do not count.
-    /// [`Snapshot::prefetch_rest`] brings the other pages.
+    /// Provides the still missing pages of `touches`, zeros included, before the guest runs or
+    /// while it runs. They come about in the record's order, adjacent pages together. Calls `each`
+    /// as [`Snapshot::prefetch`] does: pages of zeros do not count. [`Snapshot::prefetch_rest`]
+    /// brings the other pages.
     ///
     /// The first touches are the pages that a guest uses most. A VMM may replay a part of the
-    /// record before it runs the vCPUs ([`Touches::split_at`]), and the others beside them.
+    /// record before it runs the vCPUs ([`Touches::split_at`]), and the rest while they run.
     ///
     /// # Errors
     /// As [`Snapshot::prefetch`]; [`MigrateError::OtherSnapshot`].
@@ -222,7 +222,7 @@ impl PageSource for SnapshotPages {
     }
 
     fn memory_id(&self) -> MemoryId {
-        // The first has the newest pages; no other snapshot has its file.
+        // The first file has the newest pages, and belongs to no other snapshot.
         self.files[0].memory_id()
     }
 

@@ -6,8 +6,8 @@
 //!      pages           four bytes for each page: what it is, or its checksum
 //!      checksums       of snapshot.json and pages
 //! ```
-//! A snapshot is written beside its place, made durable, and renamed: a folder with the name of a
-//! snapshot is a whole one. `target` has this, and the way of a snapshot to an object store.
+//! A snapshot is written beside its place, made durable, and renamed, so a folder with a snapshot's
+//! name is whole. `target` does this, and puts a snapshot into an object store.
 
 mod files;
 mod lazy;

@@ -1,4 +1,4 @@
-//! Where each page of a snapshot is: in which of its memory files, and at which place there.
+//! Where each page of a snapshot is: its memory file, and the place in that file.
 
 use super::files::{UNCHANGED, ZEROS, has_content};
 use lacuna_machine::SourcePage;
@@ -15,11 +15,11 @@ pub(super) struct Layer {
 
 /// Where each page is.
 pub(super) struct Places {
-    /// As the file `pages` has them; none is [`UNCHANGED`].
+    /// The entries of the file `pages`; none is [`UNCHANGED`].
     entries: Vec<u32>,
-    /// In which layer; empty if there is one layer.
+    /// The layer of each page; empty if there is one layer.
     layers: Vec<u8>,
-    /// Which page of its memory file it is; empty if each has its own number there.
+    /// The number of each page in its memory file; empty if that is its own number.
     numbers: Vec<u32>,
 }
 
@@ -30,14 +30,14 @@ pub(super) struct Place {
     pub entry: u32,
     /// Its layer.
     pub layer: usize,
-    /// Which page of the layer's file it is.
+    /// Its number in the layer's file.
     pub at: SourcePage,
 }
 
 /// The entries of one layer.
 pub(super) struct Entries {
     pub entries: Vec<u32>,
-    /// Whether its memory file has the pages with content alone, one after the other.
+    /// Whether its memory file has only the pages with content, one after the other.
     pub packed: bool,
 }
 
@@ -51,7 +51,7 @@ impl Entries {
         }
     }
 
-    /// Which page of the memory file each page is, if that is not its own number.
+    /// The number of each page in the memory file, if that is not its own number.
     fn numbers(&self) -> Option<Vec<u32>> {
         let mut next = 0;
         let number = |entry: &u32| {
@@ -65,7 +65,7 @@ impl Entries {
 }
 
 impl Places {
-    /// Those of a snapshot of one layer.
+    /// The places of a snapshot of one layer.
     pub fn of(layer: Entries) -> Self {
         Self {
             numbers: layer.numbers().unwrap_or_default(),
@@ -74,7 +74,7 @@ impl Places {
         }
     }
 
-    /// Puts the layer number `number` below: it has the pages that are unchanged so far.
+    /// Puts layer `number` below: it has the pages still marked as unchanged.
     pub fn put_below(&mut self, below: &Entries, number: u8) {
         let numbers = below.numbers();
         if numbers.is_some() && self.numbers.is_empty() {
@@ -116,8 +116,8 @@ impl Places {
         self.entries.iter().filter(|entry| **entry != ZEROS).count() as u64
     }
 
-    /// Pages with content from `page` on that are in one layer, at most `max`. They are one after
-    /// the other in its memory file.
+    /// The number of pages with content from `page` on in one layer, at most `max`. They are
+    /// adjacent in its memory file.
     pub fn run(&self, page: u64, max: usize) -> usize {
         let layer = self.get(page).map(|place| place.layer);
         let places = (page..).map_while(|page| self.get(page));

@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A snapshot on disk, with the snapshots that have its unchanged pages.
+/// A snapshot on disk, and its bases, which have its unchanged pages.
 pub struct Snapshot {
     document: Document,
     places: Arc<Places>,
@@ -25,10 +25,10 @@ pub struct Snapshot {
     id: SnapshotId,
 }
 
-/// Takes whole pages at an address, and says how many it had a use for.
+/// Takes whole pages at an address, and returns how many it has used.
 pub(super) type Put<'a> = &'a mut dyn FnMut(Gpa, &[u8]) -> Result<u64, MigrateError>;
 
-/// Pages that are read at once.
+/// Pages read at once.
 const CHUNK: usize = 256;
 
 /// Room for [`CHUNK`] pages.
@@ -49,11 +49,10 @@ struct Opened {
 }
 
 impl Snapshot {
-    /// The most snapshots that one is made of: itself, its base, the base of that, and so on.
+    /// The most layers of a snapshot: itself, its base, the base's base, and so on.
     pub const LAYERS_MAX: usize = 32;
 
-    /// Opens the snapshot at `path`, and checks everything but the pages, which are checked when
-    /// they are read.
+    /// Opens the snapshot at `path`, and checks everything but the pages. A read checks its pages.
     ///
     /// # Errors
     /// A file is missing or damaged, or has another format.
@@ -102,7 +101,7 @@ impl Snapshot {
         })
     }
 
-    /// The machine that was saved: make a VM of this configuration for [`Snapshot::restore`].
+    /// The saved machine: make a VM of this configuration for [`Snapshot::restore`].
     pub fn machine(&self) -> &Machine {
         &self.document.machine
     }
@@ -156,12 +155,12 @@ impl Snapshot {
         &self.document.state
     }
 
-    /// Reads all pages with content, and gives them to `put`, which says how many it has taken.
+    /// Reads all pages with content, and gives them to `put`.
     pub(super) fn read_pages(&self, each: OnPages<'_>, put: Put<'_>) -> Result<(), MigrateError> {
         self.read_range(0..self.places.pages(), &mut Buffer::default(), each, put)
     }
 
-    /// As [`Snapshot::read_pages`], of the pages of `range`.
+    /// As [`Snapshot::read_pages`], for the pages of `range`.
     pub(super) fn read_range(
         &self,
         range: Range<u64>,
@@ -189,7 +188,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Reads pages with content that are in one layer, and checks them.
+    /// Reads and checks pages with content, all in one layer.
     fn read(&self, first: SourcePage, bytes: &mut [u8]) -> Result<(), MigrateError> {
         let Some(place) = self.places.get(first.0) else {
             return Ok(());
@@ -269,7 +268,7 @@ impl Opened {
     }
 }
 
-/// The snapshot `name` beside that in `folder`.
+/// The snapshot `name` beside the one in `folder`.
 fn beside(folder: &dyn Folder, name: &str) -> Result<Arc<dyn Folder>, MigrateError> {
     if Path::new(name).file_name() != Some(name.as_ref()) {
         let wrong = format!("{name:?} is no name of a snapshot beside it");
@@ -279,8 +278,8 @@ fn beside(folder: &dyn Folder, name: &str) -> Result<Arc<dyn Folder>, MigrateErr
     found.map_err(MigrateError::io(folder.path(), "find the folder"))
 }
 
-/// The longest files that are read whole, where no other file says how long they are. A vCPU's
-/// state has up to 30 KiB.
+/// The longest files that are read whole if no other file says how long they are. A vCPU's state
+/// has up to 30 KiB.
 const CHECKSUMS_MAX: u64 = 4 << 10;
 const STATE_MAX: u64 = 16 << 20;
 
@@ -300,7 +299,7 @@ fn open(folder: &dyn Folder, name: &str) -> Result<Layer, MigrateError> {
     }
 }
 
-/// Opens a file that has that many bytes.
+/// Opens a file of exactly this many bytes.
 fn open_sized(folder: &dyn Folder, name: &str, bytes: u64) -> Result<Layer, MigrateError> {
     let opened = open(folder, name)?;
     match opened.file.length() {

@@ -21,20 +21,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// A place in an object store for a new snapshot.
 #[derive(Clone, Copy)]
 pub struct Store<'a> {
-    /// What is there.
+    /// The objects there.
     pub folder: &'a dyn Folder,
-    /// Makes the object of this name with the content of a file, in place of one that is there.
+    /// Makes the object of this name with a file's content. Replaces an existing object.
     pub put: &'a (dyn Fn(&str, &File) -> io::Result<()> + Sync),
-    /// Removes the object of this name, if it is there.
+    /// Removes the object of this name, if it exists.
     pub remove: &'a (dyn Fn(&str) -> io::Result<()> + Sync),
 }
 
 /// Where a new snapshot goes.
 #[derive(Clone, Copy)]
 pub enum Target<'a> {
-    /// A folder of a file system, which is made.
+    /// A new folder of a file system.
     Folder(&'a Path),
-    /// A place in an object store, which has no snapshot yet.
+    /// A place in an object store without a snapshot.
     Store(Store<'a>),
 }
 
@@ -51,7 +51,7 @@ impl<'a> From<&'a PathBuf> for Target<'a> {
 }
 
 impl Target<'_> {
-    /// Its name; of a store it is a URL or the like.
+    /// Its name: a path, or for a store a URL or the like.
     pub fn path(&self) -> &Path {
         match self {
             Self::Folder(path) => path,
@@ -59,7 +59,7 @@ impl Target<'_> {
         }
     }
 
-    /// Refuses a place where something is already.
+    /// Refuses a place that is not empty.
     ///
     /// # Errors
     /// [`MigrateError::Exists`], or the store cannot be asked.
@@ -116,7 +116,7 @@ impl Target<'_> {
         Ok(partial)
     }
 
-    /// Makes the whole snapshot of the files in `partial`, and removes that folder.
+    /// Makes the snapshot from the files in `partial`, and removes that folder.
     pub(super) fn finish(&self, partial: &Path) -> Result<(), MigrateError> {
         match self {
             Self::Folder(path) => {
@@ -137,7 +137,7 @@ impl Target<'_> {
                     put.map_err(|error| (*name, error))
                 });
                 let Err((name, error)) = done else {
-                    // The objects are there, so what is left of the files does no harm.
+                    // The objects are there, so leftover files do no harm.
                     let _ = fs::remove_dir_all(partial);
                     return Ok(());
                 };

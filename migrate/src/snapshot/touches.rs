@@ -1,4 +1,4 @@
-//! The order in which a guest has asked for the pages of a snapshot, and its file.
+//! The order in which a guest has requested a snapshot's pages, and the file of this order.
 //!
 //! docs/formats.md describes the file. It is not in the snapshot's folder, which stays as it is.
 
@@ -24,13 +24,13 @@ const CHECKSUM: usize = size_of::<u32>();
 /// Which snapshot a record belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct SnapshotId {
-    /// The CRC-32 of its file `checksums`, which stands for all of its content.
+    /// The CRC-32 of the snapshot's file `checksums`, which stands for its whole content.
     pub checksums: u32,
     /// Pages of its memory.
     pub pages: u64,
 }
 
-/// The pages that a guest has asked for after a lazy restore, in the order of first touch.
+/// The pages that a guest has requested after a lazy restore, in the order of first touch.
 /// [`Recorder::touches`] has them, and [`Snapshot::replay`] provides them before the guest asks.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Touches {
@@ -38,7 +38,7 @@ pub struct Touches {
     pages: Vec<SourcePage>,
 }
 
-/// Notes each page that a guest asks for. A clone notes in the same list.
+/// Records each page that a guest requests. A clone records in the same list.
 #[derive(Clone)]
 pub struct Recorder {
     snapshot: SnapshotId,
@@ -58,7 +58,7 @@ impl Recorder {
         asked.unwrap_or_else(PoisonError::into_inner).push(page);
     }
 
-    /// What the guest has asked for so far.
+    /// The pages requested so far.
     pub fn touches(&self) -> Touches {
         let asked = self.asked.lock();
         Touches {
@@ -69,8 +69,8 @@ impl Recorder {
 }
 
 impl Touches {
-    /// Pages for the first part of [`Touches::split_at`], if that is replayed before the vCPUs run:
-    /// 16 MiB. From a file in the page cache they took 50 ms on the soft backend and 70 ms on kvm.
+    /// A size for the first part of [`Touches::split_at`], to replay before the vCPUs run: 16 MiB.
+    /// From a file in the page cache this took 50 ms on the soft backend and 70 ms on kvm.
     pub const HEAD_START: usize = 4096;
 
     /// The first `pages` of the record, or all, and the others.
@@ -92,7 +92,7 @@ impl Touches {
         self.snapshot == snapshot
     }
 
-    /// Writes them to a file at `path`, whole or not at all. A file that is there is replaced.
+    /// Writes the record to `path`, whole or not at all. Replaces an existing file.
     ///
     /// # Errors
     /// [`MigrateError::Io`].
@@ -107,8 +107,8 @@ impl Touches {
         rename_durably(&partial.0, path)
     }
 
-    /// Whether [`Touches::save`] can write there: it is no folder, and the temporary file can be
-    /// made, which is removed again.
+    /// Whether [`Touches::save`] can write there: `path` is no folder, and the temporary file can
+    /// be made. Removes that file again.
     ///
     /// # Errors
     /// [`MigrateError::Io`].
@@ -125,7 +125,7 @@ impl Touches {
         made.map_err(MigrateError::io(&partial.0, "write the file"))
     }
 
-    /// Reads the record at `path`, which has to be of `snapshot`.
+    /// Reads the record at `path`, which must be of `snapshot`.
     ///
     /// # Errors
     /// It cannot be read, is damaged, has another version, or is of another snapshot.
@@ -186,7 +186,7 @@ impl Touches {
             return Err(MigrateError::OtherRecord(path.to_owned()));
         }
         let content = &bytes[..bytes.len() - CHECKSUM];
-        // The length is compared without a multiplication, which could overflow.
+        // The length is compared by a division: a multiplication could overflow.
         let entries = content.len() - HEADER;
         if !entries.is_multiple_of(ENTRY) || (entries / ENTRY) as u64 != number(24) {
             return Err(not_a_record(
@@ -229,9 +229,9 @@ impl Partial {
         Self(path.with_file_name(name))
     }
 
-    /// Makes the file, in place of one that a process with this number has left.
+    /// Makes the file. Replaces a leftover file of an earlier process with this number.
     fn create(&self) -> io::Result<File> {
-        // Most often there is none.
+        // Most often there is no such file.
         let _ = fs::remove_file(&self.0);
         create_file(&self.0)
     }

@@ -25,9 +25,9 @@ use std::time::Duration;
 /// How a snapshot was made.
 #[derive(Clone, Debug)]
 pub struct Saved {
-    /// The rounds; the guest was paused during the last one.
+    /// The rounds. The guest was paused during the last one.
     pub rounds: Vec<Round>,
-    /// How long the guest was paused for it: not at all if it was paused before.
+    /// How long the guest was paused for it: zero if it was paused before.
     pub downtime: Duration,
     /// Pages with content.
     pub pages: u64,
@@ -37,11 +37,11 @@ pub struct Saved {
 /// the result at the end, and resumes afterwards. If it fails, nothing is left at `to`.
 ///
 /// Writes are logged meanwhile ([`lacuna_machine::LogReader`]). A VMM that uses the log itself
-/// leaves it on and does not harvest it meanwhile; afterwards it finds there all pages that were
-/// written, unless its VM delivers by rings alone.
+/// leaves it on and does not harvest it meanwhile. Afterwards it finds there all written pages,
+/// unless its VM delivers by rings alone.
 ///
-/// A page that is missing is asked for. If its source cannot provide it, the page is lost, as it is
-/// when a vCPU needs it.
+/// A missing page is requested. If its source cannot provide it, the page is lost, as after a
+/// vCPU's access.
 ///
 /// # Errors
 /// [`MigrateError`].
@@ -93,13 +93,13 @@ pub enum When<'b, 'a, V: Vm> {
     Paused(&'b PausedGuest<'a, V>),
 }
 
-/// A guest whose writes are logged since its last snapshot, so that the next one has the changed
-/// pages only. Dropped, it ends the log.
+/// A guest whose writes are logged since its last snapshot, so that the next one has only the
+/// changed pages. Drop this to end the log.
 pub struct Tracked<'a, V: Vm> {
     changes: Changes<'a, V>,
     last: PathBuf,
     checksums: u32,
-    /// Snapshots that the last one is made of.
+    /// The last snapshot's number of layers.
     layers: usize,
 }
 
@@ -127,9 +127,9 @@ impl<'a, V: Vm> Tracked<'a, V> {
         Ok((saved, tracked))
     }
 
-    /// Takes what was written since the last snapshot out of the log; the next one has it. On a VM
-    /// whose log is in rings, a vCPU with a full ring is stopped until the next call of this or the
-    /// next snapshot, so call this often between two snapshots.
+    /// Takes the pages written since the last snapshot out of the log; the next snapshot has them.
+    /// On a VM whose log is in rings, a vCPU with a full ring stops until the next harvest or
+    /// snapshot, so call this often between two snapshots.
     ///
     /// # Errors
     /// [`MigrateError`].
@@ -142,13 +142,13 @@ impl<'a, V: Vm> Tracked<'a, V> {
         &self.last
     }
 
-    /// Saves what has changed since the last snapshot at `to`, which is in the same folder or at
-    /// the same place of a store. After an error the last snapshot is still the one to compare
-    /// with. A snapshot is made of at most [`Snapshot::LAYERS_MAX`].
+    /// Saves the changes since the last snapshot at `to`, which is in the same folder or at the
+    /// same place of a store. After an error, the last snapshot is still the base of the next. A
+    /// snapshot has at most [`Snapshot::LAYERS_MAX`] layers.
     ///
     /// # Errors
-    /// [`MigrateError`]. [`MigrateError::NoBase`]: the last snapshot is gone. If it goes while this
-    /// one is saved, no restore takes this one.
+    /// [`MigrateError`]. [`MigrateError::NoBase`]: the last snapshot is gone. If it is removed
+    /// during this save, no restore takes the new one.
     pub fn save_changes<'t>(
         &mut self,
         guest: &Guest<'_, V>,
@@ -227,9 +227,9 @@ fn save_changes<V: Vm>(
     Ok((saved, checksums))
 }
 
-/// A snapshot that is being written. Dropped before [`Writer::finish`], it removes its files.
+/// A snapshot in the making. A drop before [`Writer::finish`] removes its files.
 struct Writer<'t> {
-    /// Its place when it is whole.
+    /// The place of the whole snapshot.
     to: Target<'t>,
     /// The folder of its files until then.
     partial: PathBuf,
@@ -310,12 +310,12 @@ impl<'t> Writer<'t> {
     }
 }
 
-/// Bytes that [`pack`] moves at once, at most: 1 MiB.
+/// The most bytes that [`pack`] moves at once: 1 MiB.
 const MOVED: usize = 256 * PAGE_SIZE;
 
 /// Moves the pages with content to the beginning of `memory`, in their order, and cuts the rest
-/// off. Each page moves towards the beginning, and the pages before it have moved already, so none
-/// is overwritten before it has moved.
+/// off. Each page moves towards the beginning after the pages before it, so none is overwritten
+/// before it has moved.
 fn pack(memory: &File, entries: &[u32]) -> io::Result<()> {
     let (mut buffer, mut from, mut to) = (vec![0; MOVED], 0, 0);
     for run in entries.chunk_by(|a, b| has_content(*a) == has_content(*b)) {

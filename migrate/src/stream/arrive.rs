@@ -24,17 +24,17 @@ use std::time::{Duration, Instant};
 /// A guest that the source has handed to this side.
 #[must_use = "run the vCPUs, and take the remaining pages"]
 pub struct Arrived<V: Vm> {
-    /// Run them: they are in the state in which they were at the source.
+    /// The VMM runs them: they have the state that they had at the source.
     pub vcpus: Vec<V::Vcpu>,
-    /// The pages that are left, and the end of the migration.
+    /// The remaining pages, and the end of the migration.
     pub arriving: Arriving<V>,
 }
 
-/// The pages of a guest that runs here, and that the source has not sent yet. Dropped, it leaves
-/// them to be lost.
+/// The pages that the source has not sent yet, of a guest that runs here. They are lost if this is
+/// dropped.
 pub struct Arriving<V> {
     vm: Arc<V>,
-    /// `None`: it was cut.
+    /// `None`: the connection was cut.
     main: Option<Frames>,
     id: MigrationId,
     layout: MemoryLayout,
@@ -43,7 +43,7 @@ pub struct Arriving<V> {
     departure: Departure,
     /// When its state had arrived.
     came: Instant,
-    /// When it could run here.
+    /// When the guest could run here.
     ran: Option<Instant>,
 }
 
@@ -109,13 +109,14 @@ impl Late {
                 pages: &pages,
                 end_main,
             };
-            // However it ends: an answer may have been lost, so a new connection is needed.
+            // The result does not matter: an answer may have been lost, so a new connection is
+            // needed.
             let _ = take_answers(&pages, answers);
         });
         let thread = thread.map_err(MigrateError::Thread)?;
         self.answers = Some(Answers { end, thread });
-        // Answers are taken already. The source stops reading Wants while its answers are not read,
-        // so without the thread more Wants than the sockets hold would wait for ever.
+        // Answers are taken already. The source stops reading Wants while its answers are not read.
+        // So without the thread, more Wants than the sockets hold would wait for ever.
         self.pages.connect(wants)
     }
 
@@ -144,7 +145,7 @@ impl Drop for Late {
     }
 }
 
-/// Ends what depends on answers, also after a panic.
+/// Ends the waits for answers, also after a panic.
 struct AnswersEnd<'a> {
     pages: &'a RemotePages,
     end_main: HangUp,
@@ -162,8 +163,8 @@ fn take_answers(pages: &RemotePages, mut answers: Frames) -> Result<(), MigrateE
     let mut has_waited = false;
     loop {
         let kind = answers.read_or_idle()?;
-        // A stopped source process keeps its connections. A request may have been made a moment
-        // ago, so it has the next timeout too.
+        // A stopped source process keeps its connections. A new request may be a moment old, so
+        // this waits for one more timeout.
         let waits = kind.is_none() && pages.awaits_answer();
         if waits && has_waited {
             return Err(MigrateError::Cut(io::ErrorKind::TimedOut.into()));
@@ -219,7 +220,7 @@ impl<V: Vm> Arriving<V> {
         self.main.as_mut().ok_or_else(cut)
     }
 
-    /// Waits for the source's word to run the guest.
+    /// Waits for the source's `Go`.
     pub(super) fn until_go(&mut self) -> Result<(), MigrateError> {
         let main = self.main()?;
         main.signal(Kind::Prepared)?;
@@ -229,8 +230,8 @@ impl<V: Vm> Arriving<V> {
     /// The guest runs from now on.
     pub(super) fn run(&mut self) {
         self.ran = Some(Instant::now());
-        // If this does not reach the source, the guest runs here all the same: the source has
-        // handed it over.
+        // The guest runs here even if this message does not reach the source: the source has handed
+        // it over.
         if let Some(main) = &mut self.main {
             let _ = main.signal(Kind::Running);
         }
@@ -265,9 +266,8 @@ impl<V: Vm> Arriving<V> {
         })
     }
 
-    /// Takes the pages that are left, until all have come, while the guest runs. Calls `each` with
-    /// the number of pages since the last call. Afterwards the guest needs no page of the source,
-    /// and the source may end.
+    /// Takes all remaining pages while the guest runs. Calls `each` with the number of pages since
+    /// the last call. Afterwards the guest needs no page of the source, and the source may end.
     ///
     /// # Errors
     /// [`MigrateError::Cut`]: if pages are [awaited](Arriving::awaited), [`Arriving::resume`] takes
@@ -297,7 +297,7 @@ impl<V: Vm> Arriving<V> {
             });
             come.and(installed)
         });
-        // Answers that came before they were asked for, and parts of huge pages.
+        // Answers that came before their requests, and parts of huge pages.
         let come = come.and_then(|()| place.install_last());
         if !matches!(come, Ok(()) | Err(MigrateError::Cancelled)) {
             self.disconnect();
@@ -305,7 +305,7 @@ impl<V: Vm> Arriving<V> {
         come
     }
 
-    /// Takes frames until the source has sent all, and tells it that all have come.
+    /// Takes frames until the source has sent all, and confirms that all have arrived.
     fn until_end(
         &mut self,
         take: &mut dyn FnMut(&Frames, Kind) -> Result<(), MigrateError>,
@@ -324,8 +324,8 @@ impl<V: Vm> Arriving<V> {
         main.signal(Kind::Complete)
     }
 
-    /// The source does not connect again: puts the arrived pages in place. The pages that are
-    /// [awaited](Arriving::awaited) are lost, and a vCPU that needs one fails.
+    /// Ends the wait for the source: puts the arrived pages in place. The
+    /// [awaited](Arriving::awaited) pages are lost, and a vCPU that needs one fails.
     ///
     /// # Errors
     /// A page cannot be put in place. The guest gets it when it needs it.
@@ -345,8 +345,8 @@ impl<V: Vm> Arriving<V> {
         connected.inspect_err(|_| self.disconnect())
     }
 
-    /// The guest has ended here, and needs no page any more: takes the next connection of the
-    /// source, and sends it `why`, in a few words. Then the source ends too.
+    /// For a guest that has ended here and needs no more pages: takes the source's next connection,
+    /// and sends it `why`, in a few words. Then the source ends too.
     ///
     /// # Errors
     /// There is none, or it was cut.
@@ -397,7 +397,7 @@ mod tests {
     use lacuna_source::{Failure, PageRequester};
     use std::os::unix::net::UnixStream;
 
-    /// A connection that is there already.
+    /// An existing connection.
     struct Ready(UnixStream);
 
     impl Connections for Ready {

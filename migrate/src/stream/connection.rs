@@ -9,11 +9,11 @@ pub type HangUp = Box<dyn Fn() + Send + Sync>;
 
 /// One connection: a UNIX or TCP socket, or TLS above one.
 ///
-/// A read or write that fails is a cut, a timeout included. Only a connection that is silent while
-/// the guest needs nothing may let a read time out, any number of times. So timeouts of some
-/// seconds find a peer that hangs, and TCP's keep-alive finds a host that is gone.
+/// A failed read or write is a cut, a timeout included. Only while a silent connection is normal,
+/// because the guest needs nothing, may reads time out any number of times. So timeouts of some
+/// seconds find a hung peer, and TCP's keep-alive finds a lost host.
 pub trait Connection: Read + Write + Send {
-    /// A function that ends the connection, so that reads and writes that wait return.
+    /// A function that ends the connection, so that waiting reads and writes return.
     ///
     /// # Errors
     /// No file descriptor is left.
@@ -24,8 +24,8 @@ pub trait Connection: Read + Write + Send {
 /// one, up to [`STREAMS_MAX`](super::STREAMS_MAX) - 1 more for pages, two more if pages arrive
 /// after the guest, and new ones after a cut.
 pub trait Connections: Sync {
-    /// The next connection. May wait, but not without end: while the destination waits here for a
-    /// further connection, it does not notice that the first one is cut.
+    /// The next connection. The wait must have a limit: while the destination waits here for a
+    /// further connection, it does not notice a cut of the first one.
     ///
     /// # Errors
     /// There is none: the other side does not answer, or has not connected in time.

@@ -10,7 +10,7 @@ use crate::MigrateError;
 use lacuna_addr::PAGE_SIZE;
 use std::io::{self, IoSlice, Read, Write};
 
-/// What a frame says.
+/// The meaning of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// First frame of the source: JSON of `Hello`.
@@ -21,7 +21,7 @@ pub(super) enum Kind {
     Data = 3,
     /// Pages of zeros: the number of the first one and how many, 8 bytes each.
     Zeros = 4,
-    /// The source asks whether everything before has arrived.
+    /// The source asks for a reply when everything before has arrived.
     Sync = 5,
     /// The destination's answer to `Sync`.
     Synced = 6,
@@ -29,9 +29,10 @@ pub(super) enum Kind {
     State = 7,
     /// The destination has memory and state, and waits for `Go`.
     Prepared = 8,
-    /// The destination shall run. The source never runs it again, unless a person decides that.
+    /// The destination must run the guest. The source never runs it again, unless a person decides
+    /// that.
     Go = 9,
-    /// The destination runs.
+    /// The destination runs the guest.
     Running = 10,
     /// The peer gives up: text for people.
     Refused = 11,
@@ -48,7 +49,7 @@ pub(super) enum Kind {
     Complete = 16,
     /// Pages with content: the number of the first one, 8 bytes, and the pages as an LZ4 block.
     Lz4 = 17,
-    /// The same, as a Zstandard frame.
+    /// The same with a Zstandard frame.
     Zstd = 18,
 }
 
@@ -171,8 +172,8 @@ pub(super) fn read_or_idle(
     read_rest(from, head, payload).map(Some)
 }
 
-/// Reads what a peer of a destination sends first: a whole frame, or a head that no frame has. To
-/// read these bytes later as a frame takes no waiting.
+/// Reads the first message of a destination's peer: a whole frame, or a head that no frame has. A
+/// later read of these bytes as a frame does not wait.
 ///
 /// # Errors
 /// The peer has ended the connection, or does not send so many bytes in time.
@@ -255,7 +256,7 @@ mod tests {
         assert!(wrong.to_string().contains("at most 16"), "{wrong}");
     }
 
-    /// A stranger is judged by the bytes that it has sent; nothing waits for more.
+    /// A stranger's bytes are judged at once, without a wait for more.
     #[test]
     fn a_first_message_is_a_frame_or_a_wrong_head() {
         let mut good = framed(Kind::Join, &[], b"{}");
@@ -277,7 +278,7 @@ mod tests {
         }
     }
 
-    /// Only a machine of very many vCPUs has such a state.
+    /// Only a machine with very many vCPUs has such a state.
     #[test]
     fn a_state_that_the_other_side_would_refuse_is_not_sent() {
         let mut bytes = Vec::new();
@@ -299,7 +300,7 @@ mod tests {
             let mut bad = good.clone();
             let index = at.index(bad.len());
             bad[index] ^= 1_u8 << bit;
-            // A longer length finds the end of the stream.
+            // A read with a longer length meets the end of the stream.
             prop_assert!(read(&mut &*bad, &mut Vec::new()).is_err());
             let cut = read(&mut &good[..index], &mut Vec::new());
             prop_assert!(matches!(cut, Err(MigrateError::Cut(_))));

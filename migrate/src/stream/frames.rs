@@ -17,14 +17,13 @@ use std::time::{Duration, Instant};
 const REASON_MAX: usize = 4096;
 /// The longest words of an ending in bytes. In JSON each is at most 6 bytes.
 const ENDED_MAX: usize = 512;
-/// A frame of fewer bytes is written together with others. A copy of it costs less than a system
-/// call.
+/// Smaller frames are written together: a copy costs less than a system call.
 const SMALL: usize = 64 << 10;
-/// So many bytes of small frames are written at once.
+/// Bytes of small frames that are written at once.
 const BATCH: usize = 256 << 10;
-/// Bytes that are read at once, if the rest of a frame is not longer.
+/// Bytes read at once, unless the rest of a frame is longer.
 const READ_AHEAD: usize = 64 << 10;
-/// A source that has no page to send for so long says that it is there.
+/// A source without a page to send for this long shows that it is there.
 const SILENCE: Duration = Duration::from_secs(1);
 /// Bits of one frame of a set.
 const SET_BITS: u64 = SET_BYTES as u64 * 8;
@@ -32,16 +31,16 @@ const SET_BITS: u64 = SET_BYTES as u64 * 8;
 /// A stream of frames in both directions. Dropped, it ends the connection for the other side too.
 pub(super) struct Frames {
     stream: BufReader<Box<dyn Connection>>,
-    /// Small frames that were not written yet: a guest's pages are often in many short runs.
+    /// Small frames still to write: a guest's pages are often in many short runs.
     unwritten: Vec<u8>,
-    /// Ends it. A clone of the descriptor may live on in another thread.
+    /// Ends the connection. A clone of the descriptor may live on in another thread.
     hang_up: HangUp,
-    /// When something was written.
+    /// When the last write was.
     written: Instant,
     /// Compresses pages.
     packer: Option<Packer>,
     unpacker: Unpacker,
-    /// The payload of the last frame that was read.
+    /// The payload of the frame read last.
     pub payload: Vec<u8>,
     /// A compressed payload.
     packed: Vec<u8>,
@@ -78,8 +77,8 @@ impl Frames {
         Ok((frames, welcome))
     }
 
-    /// The destination's end of a further connection, of one of these roles. Connections of other
-    /// programs and of other migrations are refused, and the next one is taken.
+    /// The destination's end of a further connection, of one of these roles. Refuses connections of
+    /// other programs and other migrations, and takes the next one.
     pub fn accept(
         connections: &dyn Connections,
         id: &MigrationId,
@@ -106,7 +105,7 @@ impl Frames {
         Ok(join.role)
     }
 
-    /// The destination's answer to a connection that it has accepted.
+    /// The destination's answer to an accepted connection.
     pub fn welcome(&mut self, stage: Option<Stage>) -> Result<(), MigrateError> {
         let (version, ended) = (VERSION, None);
         self.write_json(
@@ -119,7 +118,7 @@ impl Frames {
         )
     }
 
-    /// The destination's answer to a source that connects again: the guest has ended.
+    /// The destination's answer to a returning source: the guest has ended.
     pub fn has_ended(&mut self, why: &str) -> Result<(), MigrateError> {
         let end = why.floor_char_boundary(ENDED_MAX);
         let welcome = Welcome {
@@ -130,7 +129,7 @@ impl Frames {
         self.write_json(Kind::Welcome, &welcome)
     }
 
-    /// What ends the connection from another thread.
+    /// A function that ends the connection from another thread.
     pub fn hang_up(&self) -> Result<HangUp, MigrateError> {
         self.stream.get_ref().hang_up().map_err(MigrateError::Cut)
     }
@@ -174,7 +173,7 @@ impl Frames {
         self.write(Kind::Zeros, &payload, &[])
     }
 
-    /// Shows the other side that this one is there, if it has not seen anything for a while.
+    /// Shows the other side that this one is there, if nothing was sent for a while.
     pub fn keep_alive(&mut self) -> Result<(), MigrateError> {
         if self.written.elapsed() < SILENCE {
             return Ok(());
@@ -296,7 +295,8 @@ impl Frames {
         Ok(())
     }
 
-    /// Why the other side has ended the connections, if `cut` says that it did and it has told why.
+    /// The other side's reason for the end of the connections, if `cut` is such an end and the
+    /// reason was sent. Otherwise `cut`.
     pub fn reason(&mut self, cut: MigrateError) -> MigrateError {
         use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
         let ended = [
@@ -309,7 +309,7 @@ impl Frames {
             MigrateError::Cut(error) if ended.contains(&error.kind()) => {}
             _ => return cut,
         }
-        // What was written before may still be answered.
+        // Answers to earlier messages may come first.
         loop {
             match self.read() {
                 Ok(_) => {}
@@ -319,7 +319,7 @@ impl Frames {
         }
     }
 
-    /// As [`Frames::reason`], of what has arrived already. Ends the connection.
+    /// As [`Frames::reason`], but reads only what has arrived already. Ends the connection.
     pub fn last_words(&mut self, cut: MigrateError) -> MigrateError {
         (self.hang_up)();
         loop {
@@ -331,7 +331,7 @@ impl Frames {
         }
     }
 
-    /// Sends the other side the reason why this one gives up. It may be gone.
+    /// Sends the other side, which may be gone, the reason why this one gives up.
     pub fn refuse(&mut self, why: &MigrateError) {
         let mut text = match why {
             MigrateError::Refused(text) => text.clone(),
@@ -350,7 +350,7 @@ impl Drop for Frames {
     }
 }
 
-/// Why a connection of something else is refused.
+/// Why a connection of another migration is refused.
 const ANOTHER: &str = "another migration is in progress here: wait for its end, or name another \
                        address";
 

@@ -17,12 +17,12 @@ use std::time::Instant;
 /// [`OutgoingGuest::take_back`] is called.
 #[must_use = "if this is dropped, the run of the guest ends here"]
 pub enum Sent<'a, V: Vm> {
-    /// The destination runs the guest, and has all of its memory, or the guest has
+    /// The guest runs at the destination with all of its memory, or has
     /// [ended](OutgoingGuest::ended) there: drop this.
     Moved(OutgoingGuest<'a, V>),
     /// The destination runs the guest, and lacks pages: the connection was cut, a page could not be
     /// read here, or the caller has said `Break`. [`OutgoingGuest::resume`] continues. If this
-    /// process ends before, the guest is lost.
+    /// process ends first, the guest is lost.
     Cut {
         /// The guest here.
         outgoing: OutgoingGuest<'a, V>,
@@ -30,9 +30,9 @@ pub enum Sent<'a, V: Vm> {
         why: MigrateError,
     },
     /// The stream was cut before the destination could say that it runs the guest.
-    /// [`OutgoingGuest::resume`] asks it. If it does not answer any more, look whether it runs the
-    /// guest. If it does not, end its process first: `Go` may still be on its way to it. Then
-    /// [`OutgoingGuest::take_back`] resumes the guest here.
+    /// [`OutgoingGuest::resume`] asks it. If the destination no longer answers, look whether it
+    /// runs the guest. If not, first end its process, because `Go` may still be on its way there.
+    /// Then [`OutgoingGuest::take_back`] resumes the guest here.
     Unknown {
         /// The guest here.
         outgoing: OutgoingGuest<'a, V>,
@@ -41,8 +41,8 @@ pub enum Sent<'a, V: Vm> {
     },
 }
 
-/// A guest that the source has handed over by `Go`, and that stays paused here. Dropped, it ends
-/// here with [`Ending::Stopped`], because the destination runs it or may run it.
+/// A guest that the source has handed over by `Go`. It stays paused here. If this is dropped, its
+/// run here ends with [`Ending::Stopped`], because the destination runs it or may run it.
 pub struct OutgoingGuest<'a, V: Vm> {
     guest: Guest<'a, V>,
     /// The destination may run it.
@@ -59,8 +59,7 @@ pub struct OutgoingGuest<'a, V: Vm> {
     pub(super) ran: Option<Instant>,
     /// How it has ended there.
     ended: Option<String>,
-    /// The log of writes, still on: to turn it off would lengthen the pause, and a guest that has
-    /// gone needs no log.
+    /// The log of writes. It is still on, because turning it off would lengthen the pause.
     _changes: Option<Changes<'a, V>>,
 }
 
@@ -92,8 +91,8 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         &self.paused
     }
 
-    /// Resumes the guest here. Call it only if the destination does not run the guest, and never
-    /// will: the destination never gets the pages that it lacks.
+    /// Resumes the guest here. Call this only if the destination does not run the guest, and never
+    /// will: it never gets its missing pages.
     pub fn take_back(mut self) {
         self.is_away = false;
     }
@@ -103,12 +102,12 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         &self.rounds
     }
 
-    /// Pages with content that were sent, again and again if they were written.
+    /// Sent pages with content. A page sent several times counts each time.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Pages that the guest has written, and that were not sent again because they are as before.
+    /// Pages that the guest has written without a change, so that they were not sent again.
     pub fn unchanged(&self) -> u64 {
         self.unchanged
     }
@@ -118,12 +117,12 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         self.ran
     }
 
-    /// How the guest has ended at the destination, before that had all of its memory.
+    /// How the guest has ended at the destination, before all of its memory was there.
     pub fn ended(&self) -> Option<&str> {
         self.ended.as_deref()
     }
 
-    /// Pages that the destination lacks, as far as is known here.
+    /// Pages that the destination lacks, as far as this side knows.
     pub fn pages_left(&self) -> u64 {
         self.left.as_ref().map_or(0, |left| left.len())
     }
@@ -172,7 +171,8 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         match talked {
             Ok(()) => Sent::Moved(self),
             Err(why) => {
-                // The guest was handed over before this call, whatever was reached since.
+                // The guest was handed over before this call, even if the destination has not run
+                // it yet.
                 let reached = match self.ran {
                     Some(_) => Reached::Running,
                     None => Reached::Go,
@@ -185,8 +185,8 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
 
 impl<V: Vm> Drop for OutgoingGuest<'_, V> {
     fn drop(&mut self) {
-        // Before the vCPUs' threads get their vCPUs back: they execute nothing more. During a panic
-        // it is not known whether the guest has gone.
+        // This comes before the vCPUs' threads get their vCPUs back, so they execute nothing more.
+        // During a panic, the destination may have the guest.
         if self.is_away || thread::panicking() {
             self.guest.devices.end(Ending::Stopped, self.guest.vm);
         }

@@ -1,4 +1,4 @@
-//! Puts pages that arrive after the guest in place, while it runs.
+//! Puts late pages in place, while the guest runs.
 
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
@@ -15,10 +15,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// What to do with a staged part of a huge page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parts {
-    /// Leave it staged. Other parts may be awaited: a thread that waited for them would outlive a
-    /// cut of the connection, and keep [`super::Arriving::finish`] from its end.
+    /// Leave it staged. Other parts may be awaited: a thread that waits for them would outlive a
+    /// cut of the connection, and [`super::Arriving::finish`] would not return.
     Leave,
-    /// No page is awaited: the VM asks for the other parts, and gets each at once.
+    /// No page is awaited: the VM requests the other parts, and gets each at once.
     Complete,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Installer<'a> {
     missing: &'a dyn MissingMemory,
     layout: &'a MemoryLayout,
     pages: &'a RemotePages,
-    /// The connection has failed: what is staged waits for the next one.
+    /// The connection has failed: staged pages wait for the next one.
     is_over: AtomicBool,
 }
 
@@ -122,7 +122,7 @@ impl<'a> Installer<'a> {
         Ok(())
     }
 
-    /// Puts in place what is staged after all pages have arrived.
+    /// Puts the staged pages in place after all pages have arrived.
     pub fn install_last(&self) -> Result<(), MigrateError> {
         self.install(Parts::Complete)?;
         self.pages.free_void();
@@ -135,7 +135,7 @@ impl<'a> Installer<'a> {
             Ok(_) => Ok(true),
             Err(MemoryError::Refused { .. }) if parts == Parts::Leave => Ok(false),
             Err(MemoryError::Refused { .. }) => {
-                // Huge pages: the VM asks for the other parts of each.
+                // For each huge page, the VM requests the other parts.
                 let gfns = GfnRange::new(gpa.gfn(), (bytes.len() / PAGE_SIZE) as u64);
                 let gfns = gfns.ok_or(MigrateError::SlotsChanged)?;
                 self.missing.populate(gfns)?;

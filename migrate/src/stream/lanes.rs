@@ -1,8 +1,7 @@
 //! The connections on which the source sends pages before the guest goes.
 //!
-//! They take pages at the same time, each on a thread. A page is sent once in each round, and a
-//! round ends when the destination has all of its pages, so it does not matter on which lane a page
-//! goes.
+//! They take pages at the same time, each on a thread. Each round sends a page once, and ends when
+//! the destination has all of the round's pages. So a page may go on any lane.
 
 use super::frame::Kind;
 use super::frames::Frames;
@@ -24,23 +23,23 @@ pub(super) struct Lane {
     rounds: u32,
 }
 
-/// What the destination has, as far as all lanes together know.
+/// The destination's pages, as far as all lanes together know.
 pub(super) struct There {
-    /// Pages that were ever sent with content. All others are zeros at the destination.
+    /// Pages ever sent with content. All others are zeros at the destination.
     pages: Mutex<PageSet, lock_order::PagesThere>,
-    /// Hashes of the pages that were sent after the first round: a guest often writes to a page
-    /// what was there before. Pages of the first round have none: most are never written again.
+    /// Hashes of the pages sent after the first round: a guest often writes a page without a
+    /// change. Pages of the first round have no hash, because most are never written again.
     hashes: Mutex<HashMap<u64, u128>, lock_order::HashesThere>,
     /// Makes it unlikely that two contents have one hash, whatever a guest writes.
     seed: u64,
-    /// Pages with content that were sent.
+    /// Sent pages with content.
     sent: AtomicU64,
-    /// Pages that were written, and were not sent because they have not changed.
+    /// Pages written without a change, and so not sent.
     unchanged: AtomicU64,
 }
 
 impl There {
-    /// It has none of that many pages.
+    /// The destination has none of this many pages.
     pub fn new(pages: u64, seed: u64) -> Arc<Self> {
         Arc::new(Self {
             pages: Mutex::new(PageSet::empty(pages)),
@@ -78,7 +77,7 @@ impl There {
         }
     }
 
-    /// Notes these pages, which are about to be sent, and says of each whether it has changed.
+    /// Records pages before they are sent, and returns for each whether it has changed.
     fn changed(&self, first: SourcePage, bytes: &[u8]) -> Vec<bool> {
         let pages = bytes.chunks_exact(PAGE_SIZE);
         let new: Vec<u128> = pages

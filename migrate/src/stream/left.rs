@@ -5,11 +5,12 @@
 //! another thread  ◄── Want ──
 //!                  ── its page ─────────────────────►
 //! ```
-//! A page leaves the set of pages that are left when a thread takes it in order to send it, so it
-//! is sent once. After a cut the destination says which pages it lacks.
+//! A thread takes a page out of the set of remaining pages before it sends the page, so each is
+//! sent once. After a cut the destination sends the list of pages that it lacks.
 //!
-//! A page that this side cannot read is left until all others are sent. Then the conversation ends
-//! with the error, and after the next connection this side tries to read the page again.
+//! A page that this side cannot read stays in the set until all others are sent. Then the
+//! conversation ends with the error. After the next connection this side tries to read the page
+//! again.
 
 use super::connection::Connections;
 use super::frame::Kind;
@@ -33,9 +34,9 @@ pub(super) struct Links {
     answers: Frames,
 }
 
-/// A destination that was connected to again.
+/// A destination after a new connection.
 pub(super) enum Reconnected {
-    /// It has reached that much, and the connections are there.
+    /// How far it is, and the new connections.
     Open(Box<(Frames, Option<Links>, Reached)>),
     /// The guest has ended there.
     Ended(String),
@@ -63,24 +64,24 @@ impl Links {
     }
 }
 
-/// The memory of a guest that was handed over.
+/// The memory of a handed-over guest.
 pub(super) struct RemainingPages<'a, V: Vm> {
     vm: &'a V,
     layout: MemoryLayout,
-    /// Pages that are left to send.
+    /// Pages still to send.
     pages: Mutex<PageSet, lock_order::PagesLeft>,
     compression: Compression,
-    /// No page remained when the guest was handed over.
+    /// No page remained at the handover of the guest.
     needed_nothing: bool,
-    /// The guest waits for a page that the other thread has taken, and that may lie in its buffer.
+    /// The guest waits for a page that the other thread has taken, perhaps only into its buffer.
     waits: AtomicBool,
     /// The page behind the last `Want`: the guest may need it next. `u64::MAX`: taken.
     near: AtomicU64,
-    /// Pages with content that were sent.
+    /// Sent pages with content.
     sent: AtomicU64,
-    /// Pages that were sent because the guest needs them.
+    /// Pages sent because the guest needs them.
     answered: AtomicU64,
-    /// `End` was sent on the connections in use, or is about to be.
+    /// `End` was sent on the connections in use, or will be at once.
     is_ended: AtomicBool,
     ran: Mutex<Option<Instant>, lock_order::TimeOfRun>,
 }
@@ -102,17 +103,17 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         }
     }
 
-    /// Whether the destination had all pages when the guest was handed over.
+    /// Whether the destination had all pages at the handover of the guest.
     pub fn needed_nothing(&self) -> bool {
         self.needed_nothing
     }
 
-    /// Pages with content that were sent since the last call.
+    /// Pages with content sent since the last call.
     pub fn take_sent(&self) -> u64 {
         self.sent.swap(0, Ordering::Relaxed)
     }
 
-    /// The destination has said that it runs the guest.
+    /// Records that the destination runs the guest.
     fn note_run(&self) {
         let mut ran = self.ran.lock().expect("no panic under this lock");
         ran.get_or_insert_with(Instant::now);
@@ -122,7 +123,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         *self.ran.lock().expect("no panic under this lock")
     }
 
-    /// Pages that are left to send.
+    /// Pages still to send.
     pub fn len(&self) -> u64 {
         self.lock().len()
     }
@@ -167,7 +168,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         Ok(Reconnected::Open(Box::new((main, aside, reached))))
     }
 
-    /// Speaks with the destination, which has `reached` that much, until it has every page.
+    /// Speaks with the destination, which has reached `reached`, until it has every page.
     pub fn talk(
         &self,
         main: &mut Frames,
@@ -186,9 +187,9 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
             let named = thread::Builder::new().name("lacuna-answers".into());
             let answering = named.spawn_scoped(scope, || {
                 let ended = self.answer(wants, answers);
-                // The destination may wait for an answer that was lost.
+                // The destination may wait for a lost answer.
                 end_answers();
-                // After `End` the destination notices that itself. It may have all pages, and have
+                // After `End` the destination itself notices a cut. It may have all pages and have
                 // ended its connections: then `Complete` is on its way on the first one.
                 if !self.is_ended.load(Ordering::SeqCst) {
                     end_main();
@@ -240,7 +241,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         main.expect(Kind::Complete)
     }
 
-    /// The progress report when the guest is handed over.
+    /// The progress report at the handover of the guest.
     fn giving(&self) -> Progress {
         Progress {
             round: 0,
@@ -249,8 +250,8 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         }
     }
 
-    /// Sends all remaining pages. The guest may need the pages behind one that it has requested, so
-    /// they are first.
+    /// Sends all remaining pages. The pages behind a requested one come first: the guest may need
+    /// them next.
     fn push(&self, main: &mut Frames, progress: OnProgress<'_>) -> Result<(), MigrateError> {
         let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
         let mut now = self.giving();
@@ -290,7 +291,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
                 Some(other) => return Err(unexpected(other, Kind::Want)),
             }
             let (page, _) = wants.numbered()?;
-            // A page that is not left has been sent, or the other thread is about to send it.
+            // A page outside the set has been sent, or the other thread is about to send it.
             if !self.lock().remove(page) {
                 self.waits.store(true, Ordering::Relaxed);
             } else {
@@ -306,7 +307,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         }
     }
 
-    /// Leaves pages that could not be read to be sent after the next connection.
+    /// Puts unreadable pages back, to be sent after the next connection.
     ///
     /// # Errors
     /// The first one's error.
@@ -318,7 +319,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         first.map_or(Ok(()), |(_, why)| Err(why))
     }
 
-    /// Sends the pages of `run`. Those that cannot be read go to `unread`: the guest needs the
+    /// Sends the pages of `run`. Unreadable pages go to `unread`, because the guest needs the
     /// others all the same.
     fn send_run(
         &self,
@@ -337,7 +338,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
             Err(MigrateError::Memory(_)) => {}
             done => return done,
         }
-        // One by one: a chunk with such a page has sent nothing.
+        // One by one, because a chunk with an unreadable page sends nothing.
         for page in sent..run.end {
             let each = &mut |_| ControlFlow::Continue(());
             let mut sink = LateSink(frames, &self.sent);
@@ -351,7 +352,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
     }
 }
 
-/// A page that cannot be read, and why.
+/// An unreadable page, and the error.
 type Unread = (SourcePage, MigrateError);
 
 /// Sends pages that the destination lacks.

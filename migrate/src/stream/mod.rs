@@ -1,5 +1,5 @@
-//! Live migration over connections: the guest runs on while its memory is copied, and then on the
-//! other side.
+//! Live migration over connections: the guest keeps running while its memory is copied, and then
+//! resumes on the other side.
 //!
 //! ```text
 //! source                                     destination
@@ -24,8 +24,8 @@
 //! ([`Incoming::page_source`]), which requests an awaited page that the guest needs (`Want`) on a
 //! connection of its own. The source answers on a third one, ahead of the pages that it pushes.
 //!
-//! *Before `Go`* every failure leaves the guest to the source, which keeps running it. The
-//! destination has never run it then. *After `Go`* the source never runs it by itself:
+//! *Before `Go`* the source keeps the guest running after every failure. The destination has never
+//! run it then. *After `Go`* the source never runs it by itself:
 //!
 //! | the connection is cut | source | destination |
 //! |---|---|---|
@@ -35,12 +35,12 @@
 //! | the same, after a pre-copy | [`Sent::Moved`] | runs, and lacks nothing |
 //!
 //! After `Unknown` and `Cut` [`OutgoingGuest::resume`] connects again, and the destination's
-//! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination sends the list of pages
-//! that it lacks, so no arrived page is sent twice. If the guest has ended meanwhile,
-//! [`Arriving::end`] says so, and the source ends too. If the other side never answers again, a
+//! [`Waiting::resume`] or [`Arriving::resume`] accepts it. The destination sends the list of its
+//! missing pages, so no arrived page is sent twice. If the guest has ended meanwhile,
+//! [`Arriving::end`] reports it, and the source ends too. If the other side never answers again, a
 //! person decides: [`OutgoingGuest::take_back`] and [`Waiting::decide_to_run`] carry the decision
-//! out. Without one of them the two sides never run at once: a [`OutgoingGuest`] that is dropped
-//! ends the run at the source.
+//! out. Without one of them, the two sides never run the guest at once: the drop of an
+//! [`OutgoingGuest`] ends the run at the source.
 //!
 //! Timeouts are the caller's: see [`Connection`].
 
@@ -75,8 +75,8 @@ const VERSION: u32 = 5;
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;
 
-/// Names one migration, so that a connection of another one is refused. It is made of the system's
-/// random numbers, but it is no secret.
+/// Names one migration, so that a connection of another one is refused. The name is random, but no
+/// secret.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct MigrationId(String);
 
@@ -100,11 +100,11 @@ struct Join {
     role: Role,
 }
 
-/// What a further connection is for.
+/// The purpose of a further connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 enum Role {
-    /// It replaces the first connection, which was cut after the pause.
+    /// It replaces the first connection, after a cut during or after the pause.
     Main,
     /// It takes pages before the guest goes.
     Pages,
@@ -114,7 +114,7 @@ enum Role {
     Answers,
 }
 
-/// What a reader looks at before it knows the version.
+/// The part of a first message that a reader needs before it knows the version.
 #[derive(Deserialize)]
 struct Version {
     version: u32,
@@ -138,7 +138,7 @@ struct Welcome {
 struct Departure {
     /// Microseconds of its downtime so far.
     paused_us: u64,
-    /// Pages that each round has sent.
+    /// Pages sent in each round.
     rounds: Vec<u64>,
 }
 

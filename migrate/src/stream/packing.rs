@@ -1,4 +1,4 @@
-//! Pages that are compressed on their way.
+//! Compression of pages on their way.
 
 use super::frame::{DATA_PAGES, Kind};
 use crate::MigrateError;
@@ -6,10 +6,10 @@ use lacuna_addr::PAGE_SIZE;
 use lz4_flex::block;
 use zstd::bulk;
 
-/// How pages are compressed. The destination takes each.
+/// How pages are compressed. The destination accepts each way.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Compression {
-    /// Not at all: for a network that is faster than a processor compresses.
+    /// Not at all: for a network faster than a processor's compression.
     #[default]
     None,
     /// LZ4: a few hundred megabytes a second and more.
@@ -35,7 +35,7 @@ enum Method {
 }
 
 impl Packer {
-    /// `None`: pages go as they are.
+    /// `None`: pages are sent uncompressed.
     ///
     /// # Errors
     /// There is no memory.
@@ -54,8 +54,8 @@ impl Packer {
         }))
     }
 
-    /// The frame for pages, at most as many as a frame has: its kind, and the block. `None`: they
-    /// take about as much as they are.
+    /// The frame for pages, at most one frame's: its kind, and the block. `None`: compression would
+    /// save too little.
     pub fn pack(&mut self, pages: &[u8]) -> Option<(Kind, &[u8])> {
         let worthwhile = pages.len() - pages.len() / 8;
         let (kind, bytes) = match &mut self.method {
@@ -73,7 +73,7 @@ impl Packer {
     }
 }
 
-/// Restores pages. A block of a peer takes no more memory than a frame without compression.
+/// Decompresses pages. A peer's block takes no more memory than an uncompressed frame.
 #[derive(Default)]
 pub(super) struct Unpacker {
     zstd: Option<bulk::Decompressor<'static>>,

@@ -29,7 +29,7 @@ pub struct Incoming {
     late: Option<Late>,
 }
 
-/// A guest that is restored, and does not run yet.
+/// A restored guest that does not run yet.
 #[must_use = "the source waits: start it, or drop it to leave the guest to the source"]
 pub struct Prepared<V: Vm> {
     vcpus: Vec<V::Vcpu>,
@@ -45,7 +45,7 @@ pub struct Waiting<V: Vm> {
 }
 
 impl Incoming {
-    /// Takes a connection, and waits for the source's first message on it.
+    /// Takes a connection, and waits there for the source's first message.
     ///
     /// # Errors
     /// There is no connection, it is cut, or its other end is no source of this version.
@@ -89,13 +89,12 @@ impl Incoming {
         &self.machine
     }
 
-    /// When the guest is sent: before, between or after its pages.
+    /// When the guest is sent: before, between, or after its pages.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// The page source with which the VM has to be made; `None` if all memory arrives before the
-    /// guest.
+    /// The page source for the new VM; `None` if all memory arrives before the guest.
     pub fn page_source(&self) -> Option<Arc<dyn PageSource>> {
         let late = self.late.as_ref()?;
         Some(Arc::<RemotePages>::clone(late.pages()))
@@ -176,7 +175,8 @@ impl Incoming {
         let bare = vm.bare_vcpus();
         let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
         let restored = restore_state(&**vm, &mut vcpus, devices, &state);
-        // The state may have needed a page that was lost by a cut, so the cut is the cause.
+        // The restore of the state may have needed a page that a cut has lost, so the cut is the
+        // cause.
         self.late.iter().try_for_each(Late::outlive_cuts)?;
         restored?;
         Ok((vcpus, (departure, came)))
@@ -197,7 +197,7 @@ impl Incoming {
         self.machine.check(vm)?;
         match &self.late {
             None => self.machine.layout.apply(vm),
-            // A VM asks its page source for the slots that it was made with, by their order.
+            // A VM asks its page source for its first slots, by their order.
             Some(_) if MemoryLayout::of(vm) != self.machine.layout => Err(MigrateError::OtherSlots),
             Some(_) if vm.missing_memory().is_none() => Err(MigrateError::NoSource),
             Some(late) => {
@@ -239,7 +239,7 @@ impl<V: Vm> Waiting<V> {
         &self.why
     }
 
-    /// Takes a new connection of the source, and waits for its word to run the guest.
+    /// Takes a new connection of the source, and waits for its `Go`.
     ///
     /// # Errors
     /// [`Waiting`] again.
@@ -255,8 +255,8 @@ impl<V: Vm> Waiting<V> {
         }
     }
 
-    /// Runs the guest here without the source's word: a person has seen that it does not run there,
-    /// and never will.
+    /// Runs the guest here without the source's `Go`: a person has seen that the source does not
+    /// run it, and never will.
     pub fn decide_to_run(self) -> Arrived<V> {
         self.prepared.run()
     }

@@ -5,12 +5,12 @@
 //!                                               ├─ staged: read from the staging file
 //!                                               └─ neither: zeros
 //! ```
-//! Before the guest arrives, its pages are *staged*: they lie in a file in memory, so that a page
-//! that arrives again replaces the older one, and no page of the VM is in place. `Awaited` frames
-//! then say which pages are still at the source: a staged copy of such a page is void.
+//! Before the guest arrives, its pages are *staged*: they lie in a file in memory, and no page of
+//! the VM is in place. So a page that arrives again replaces the older copy. `Awaited` frames then
+//! list the pages still at the source: their staged copies are void.
 //!
 //! A page leaves the set of awaited pages after its content is in place, or staged. In the other
-//! order, a vCPU in between would get zeros.
+//! order, a vCPU could get zeros in between.
 
 use super::frame::Kind;
 use super::frames::Frames;
@@ -27,7 +27,7 @@ use std::sync::{Arc, PoisonError};
 
 const ZERO_PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
-/// The page source of a guest that arrives.
+/// The page source of an arriving guest.
 pub(super) struct RemotePages {
     /// Page `n` is at byte `4096 n`; the other pages are holes.
     staging: File,
@@ -51,7 +51,7 @@ struct Pages {
     abandoned: Option<Arc<str>>,
     /// The connection for answers is in use.
     answers_come: bool,
-    /// A cut ends the migration: the guest is not prepared yet.
+    /// A cut ends the migration, because the guest is not prepared yet.
     needs_connection: bool,
 }
 
@@ -66,7 +66,7 @@ enum Place {
 }
 
 impl RemotePages {
-    /// All pages are at the source. Nothing here depends on their number: a peer has sent it, and
+    /// All pages are at the source. Nothing is allocated by their number: it comes from a peer, and
     /// the VMM has not agreed to it yet.
     pub fn new() -> Result<Arc<Self>, MigrateError> {
         let staging = memfd_create("lacuna-staging", MemfdFlags::CLOEXEC).map(File::from);
@@ -88,12 +88,12 @@ impl RemotePages {
         }))
     }
 
-    /// The VM has that many pages.
+    /// Sets the number of the VM's pages.
     pub fn set_size(&self, pages: u64) {
         self.lock().staged = PageSet::empty(pages);
     }
 
-    /// Keeps pages until the guest arrives.
+    /// Stages pages until the guest arrives.
     pub fn stage(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
         let written = self.staging.write_all_at(bytes, first.0 * PAGE_SIZE as u64);
         written.map_err(MigrateError::Staging)?;
@@ -109,7 +109,7 @@ impl RemotePages {
         (first.0..first.0 + count).for_each(|page| _ = pages.staged.remove(SourcePage(page)));
     }
 
-    /// The guest arrives, and only these pages are at the source.
+    /// Records the guest's arrival: only these pages are at the source.
     pub fn set_awaited(&self, awaited: PageSet) {
         let mut pages = self.lock();
         pages.staged.subtract(&awaited);
@@ -173,7 +173,7 @@ impl RemotePages {
         Ok(())
     }
 
-    /// The requests for an awaited page, which is awaited no more if there are any.
+    /// The requests for an awaited page. If there are any, the page is no longer awaited.
     fn take_asked(&self, page: SourcePage) -> Vec<PageRequest> {
         let mut pages = self.lock();
         let requests = pages.asked.remove(&page.0).unwrap_or_default();
@@ -184,7 +184,8 @@ impl RemotePages {
         requests
     }
 
-    /// Waits until no page is awaited, or the answers have ended. Returns whether all have arrived.
+    /// Waits until no page is awaited, or the answers have ended. Returns whether all pages have
+    /// arrived.
     pub fn wait_for_all(&self) -> bool {
         let mut pages = self.lock();
         while !pages.awaited.is_empty() && pages.answers_come {
@@ -203,13 +204,14 @@ impl RemotePages {
         self.lock().answers_come = true;
     }
 
-    /// The source does not answer until the next connection. If the guest is not prepared, there
-    /// will be none: a thread that restores its state must not wait for a page.
+    /// The source does not answer until the next connection. For an unprepared guest there is no
+    /// next one: the thread that restores its state must not wait for a page.
     pub fn end_answers(&self) {
         let mut pages = self.lock();
         pages.answers_come = false;
         self.changed.notify_all();
-        // Under the same lock: `outlive_cuts` sees the end of the connection, or precedes it.
+        // This is under the same lock, so `outlive_cuts` sees the end of the connection, or
+        // precedes it.
         if pages.needs_connection {
             self.abandon_locked(
                 pages,
@@ -231,7 +233,7 @@ impl RemotePages {
         }
     }
 
-    /// Reads pages; all were staged before.
+    /// Reads staged pages.
     pub fn read_staged(&self, first: SourcePage, bytes: &mut [u8]) -> Result<(), MigrateError> {
         let read = self
             .staging
@@ -246,11 +248,11 @@ impl RemotePages {
         drop(pages);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let (at, length) = (first.0 * PAGE_SIZE as u64, count * PAGE_SIZE as u64);
-        // Only memory is lost if it fails, until the file is closed.
+        // A failure costs only memory, until the file is closed.
         let _ = fallocate(&self.staging, flags, at, length);
     }
 
-    /// Frees staged copies that became void, if no page is staged any more.
+    /// Frees void copies, if no page is staged any more.
     pub fn free_void(&self) {
         if self.lock().staged.is_empty() {
             // As in `installed`.
@@ -258,22 +260,22 @@ impl RemotePages {
         }
     }
 
-    /// Sends `Want`s there from now on, first for all pages that are asked for.
+    /// Sends `Want`s there from now on, first for all requested pages.
     pub fn connect(&self, wants: Frames) -> Result<(), MigrateError> {
         let mut link = self.wants.lock().unwrap_or_else(PoisonError::into_inner);
         let wants = link.insert(wants);
-        // A request made now waits for this lock, and asks again: the source answers once.
+        // A concurrent request waits for this lock, and asks again: the source answers once.
         let asked: Vec<u64> = self.lock().asked.keys().copied().collect();
         asked.iter().try_for_each(|page| want(wants, *page))
     }
 
-    /// The connection for `Want`s is of no use any more.
+    /// Ends the connection for `Want`s.
     pub fn disconnect(&self) {
         let wants = self.wants.lock();
         *wants.unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Pages at the source never arrive: they are lost.
+    /// Gives up the pages at the source: they are lost.
     pub fn abandon(&self, reason: &str) {
         self.abandon_locked(self.lock(), reason);
     }
@@ -314,7 +316,7 @@ impl RemotePages {
 
     fn ask(&self, page: SourcePage) {
         let mut wants = self.wants.lock().unwrap_or_else(PoisonError::into_inner);
-        // Without a connection, the next one begins with all requests.
+        // If there is no connection, the next one begins with all requests.
         if let Some(frames) = &mut *wants
             && want(frames, page.0).is_err()
         {
@@ -333,8 +335,8 @@ impl PageSource for RemotePages {
         "the source of the migration".into()
     }
 
-    /// Writes 16 bytes to the connection if the page is at the source. That waits only if the
-    /// source has not read thousands of `Want`s before.
+    /// Writes 16 bytes to the connection if the page is at the source. This waits only behind
+    /// thousands of unread `Want`s.
     fn fetch(&self, request: PageRequest) {
         let page = request.page();
         let _: Answer = match self.place(&request) {

@@ -20,13 +20,13 @@ use std::sync::Arc;
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// After its memory. A guest that writes as fast as its pages are sent is slowed down, step by
-    /// step; if that does not help, it is paused for longer than the budget.
+    /// step. If that does not help, its pause is longer than the budget.
     #[default]
     PreCopy,
     /// Before its memory.
     PostCopy,
     /// After the memory that it does not write again. If the rest takes longer than the budget, the
-    /// guest goes before the rest.
+    /// guest goes first.
     Hybrid,
 }
 
@@ -35,13 +35,13 @@ pub enum Mode {
 pub struct Plan {
     /// When the guest goes.
     pub mode: Mode,
-    /// The limit of its downtime, and of the rounds before.
+    /// The limit of its downtime and of its rounds.
     pub budget: Budget,
     /// Connections that take pages before the guest goes, at the same time and each with a thread
     /// on both sides: 1 to [`STREAMS_MAX`]. A network that is faster than one processor needs
     /// several.
     pub streams: u32,
-    /// How pages are compressed, except those that the destination has asked for.
+    /// How pages are compressed, except requested pages.
     pub compression: Compression,
 }
 
@@ -59,13 +59,12 @@ impl Default for Plan {
 
 /// Moves `guest` to the other side of `connections`. It runs meanwhile, except for the end.
 ///
-/// Writes are logged meanwhile ([`lacuna_machine::DirtyTracking`]), except in
-/// [`Mode::PostCopy`]. A VMM that uses the log itself leaves it on and does not harvest it
-/// meanwhile; if the guest resumes here, the VMM finds there all pages that were written, unless
-/// its VM delivers by rings alone.
+/// Writes are logged meanwhile ([`lacuna_machine::DirtyTracking`]), except in [`Mode::PostCopy`]. A
+/// VMM that uses the log itself leaves it on and does not harvest it meanwhile. If the guest
+/// resumes here, the VMM finds there all written pages, unless its VM delivers by rings alone.
 ///
-/// `progress` cancels the migration before the destination may run the guest: the call with the
-/// first round 0 is the last that can. Afterwards its `Break` ends this with [`Sent::Cut`].
+/// `progress` can cancel the migration before the destination may run the guest. The first call
+/// with round 0 is the last chance. After it, `Break` ends this with [`Sent::Cut`].
 ///
 /// # Errors
 /// [`MigrateError`]. The guest keeps running here, and the destination does not run it.
@@ -91,7 +90,7 @@ impl MigrationId {
     }
 }
 
-/// Bytes that no guest and no peer can know in advance.
+/// Bytes that no guest and no peer can predict.
 fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
     let mut bytes = [0; N];
     let got = getrandom(&mut bytes, GetRandomFlags::empty());
@@ -102,7 +101,7 @@ fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
 struct Sender<'p> {
     plan: &'p Plan,
     id: MigrationId,
-    /// The first one also carries everything that is not pages.
+    /// The first one also carries everything else.
     lanes: Vec<Lane>,
     there: Arc<There>,
 }
@@ -131,15 +130,15 @@ impl<'p> Sender<'p> {
         &mut self.lanes[0].frames
     }
 
-    /// Sends `why` to the destination, if it is there. If the destination has given a reason for a
+    /// Sends `why` to the destination, if it is there. If the destination has sent a reason for a
     /// cut, on any connection, returns that instead.
     fn give_up(&mut self, why: MigrateError) -> MigrateError {
         match why {
             MigrateError::Refused(_) => why,
             MigrateError::Cut(_) => {
                 let (main, others) = self.lanes.split_first_mut().expect("the first one");
-                // The reason is the last thing that the destination has sent on a connection that
-                // it has ended. Nothing is waited for on the others.
+                // The reason is the destination's last message on an ended connection. This does
+                // not wait on the others.
                 let mut why = why;
                 for lane in others {
                     why = lane.frames.last_words(why);
@@ -147,7 +146,7 @@ impl<'p> Sender<'p> {
                 if let MigrateError::Refused(_) = why {
                     return why;
                 }
-                // The destination may wait for more on this one.
+                // The destination may wait for more on this connection.
                 main.frames.refuse(&why);
                 main.frames.reason(why)
             }
@@ -159,7 +158,7 @@ impl<'p> Sender<'p> {
     }
 
     /// Sends everything up to the state of the paused guest. Returns the guest, and the pages that
-    /// the destination lacks then.
+    /// the destination then lacks.
     fn until_state<'a, V: Vm>(
         &mut self,
         guest: &Guest<'a, V>,
@@ -183,7 +182,7 @@ impl<'p> Sender<'p> {
             mode => {
                 let mut changes = Changes::log(guest.vm)?;
                 let budget = &plan.budget;
-                // A hybrid sends the guest instead.
+                // A hybrid sends the guest early instead.
                 let throttle = match mode {
                     Mode::PreCopy => Throttle::LAST_RESORT,
                     Mode::PostCopy | Mode::Hybrid => Throttle::Never,
@@ -201,7 +200,7 @@ impl<'p> Sender<'p> {
             rounds,
             left,
         } = copied;
-        // Slots that were added or removed since the first message.
+        // Slots were added or removed since the first message.
         if MemoryLayout::of(guest.vm) != layout {
             return Err(MigrateError::SlotsChanged);
         }
@@ -268,7 +267,7 @@ impl<'p> Sender<'p> {
         Ok(())
     }
 
-    /// Gives the guest away, and sends the pages that are left.
+    /// Hands the guest over, and sends the remaining pages.
     fn hand_over<'a, V: Vm>(
         &mut self,
         connections: &dyn Connections,

@@ -1,8 +1,8 @@
-//! Takes the pages that arrive before the guest.
+//! Takes the pages that arrive ahead of the guest.
 //!
-//! They arrive on one connection or on several at the same time. The thread that takes the guest in
-//! reads the first one, a thread of its own each other one. Every round ends on each of them, so
-//! the second copy of a page arrives after the first, on whichever connection.
+//! They arrive on one connection, or on several at the same time. The thread that takes the guest
+//! in reads the first one, and each other one has its own thread. A round ends on all of them, so
+//! the second copy of a page arrives after the first, on any connection.
 
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
@@ -17,17 +17,17 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
-/// Where pages go that arrive before the guest.
+/// Where early pages go.
 pub(super) struct Early<'a, V> {
     pub vm: &'a V,
     pub layout: &'a MemoryLayout,
-    /// In place of the VM's memory, if pages also arrive after the guest.
+    /// Takes the pages instead of the VM's memory, if pages also arrive after the guest.
     pub staging: Option<&'a RemotePages>,
 }
 
 /// The connections beside the first one.
 struct Streams {
-    /// Pages that arrived on them since the last look.
+    /// Pages arrived on them since the last look.
     pages: AtomicU64,
     /// The first connection has no more pages: the state has arrived, or it has failed.
     is_over: AtomicBool,
@@ -61,7 +61,7 @@ const fn is_cut(why: &MigrateError) -> bool {
 }
 
 impl<V: Vm> Early<'_, V> {
-    /// Takes pages until the state arrives on `main`. Returns the pages that the source keeps.
+    /// Takes pages until the state arrives on `main`. Returns the pages that stay at the source.
     pub fn take_all(
         &self,
         main: &mut Frames,
@@ -101,10 +101,10 @@ impl<V: Vm> Early<'_, V> {
             .expect("no panic under this lock")
             .take();
         match (taken, cause) {
-            // A further connection has failed. That is the cause, and not what it has led to.
+            // A further connection has failed: its error is the cause, and the others only follow.
             (Ok(_) | Err(MigrateError::Cut(_)), Some(cause)) => Err(cause),
             (Err(MigrateError::Refused(_)), Some(cause)) if !is_cut(&cause) => Err(cause),
-            // Pages that came on the others after the last look.
+            // Pages arrived on the others after the last look.
             (Ok(awaited), None) => match each(streams.pages.into_inner()).is_break() {
                 true => Err(MigrateError::Cancelled),
                 false => Ok(awaited),
@@ -115,16 +115,16 @@ impl<V: Vm> Early<'_, V> {
 
     /// Takes the pages of a further connection.
     ///
-    /// If this side fails, the source gets the reason on this connection, on which it notices the
-    /// failure. It then ends the first connection. This side does not: the source may have sent
-    /// the reason of a failure of its own there.
+    /// If this side fails, the source notices it on this connection, gets the reason there, and
+    /// ends the first connection. This side does not end that one: the source may have sent a
+    /// failure reason of its own there.
     fn take_or_refuse(&self, mut lane: Frames, streams: &Streams) {
         let Err(why) = self.take_lane(&mut lane, streams) else {
             return;
         };
         let reason = MigrateError::Refused(why.to_string());
         let is_from_there = matches!(why, MigrateError::Cut(_) | MigrateError::Refused(_));
-        // Before the source can end the first connection.
+        // Recorded before the source can end the first connection.
         streams.fail(why);
         if !is_from_there {
             lane.refuse(&reason);
@@ -160,7 +160,7 @@ impl<V: Vm> Early<'_, V> {
     fn take_lane(&self, lane: &mut Frames, streams: &Streams) -> Result<(), MigrateError> {
         loop {
             match lane.read_or_idle()? {
-                // It may be silent while others have pages.
+                // This connection may be silent while others have pages.
                 None if !streams.is_over.load(Ordering::SeqCst) => {}
                 None => return Err(MigrateError::stream("a connection for pages does not end")),
                 Some(Kind::End) => return Ok(()),
@@ -253,8 +253,8 @@ fn check_range(first: SourcePage, count: u64, layout: &MemoryLayout) -> Result<(
     }
 }
 
-/// Calls `each` with the parts of a run of pages that each lie in one slot: the address, and the
-/// pages.
+/// Calls `each` with the address and the pages of each part of a run, where a part lies in one
+/// slot.
 pub(super) fn in_slots(
     layout: &MemoryLayout,
     first: SourcePage,

@@ -1,4 +1,4 @@
-//! A guest that is saved while it runs, and resumes elsewhere.
+//! A guest, saved while it runs and resumed elsewhere.
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{
@@ -18,11 +18,11 @@ use std::thread;
 /// Words in front of a guest's own (the first `rounds` counts): first none, and then words for a
 /// longer run.
 const LONGER: [&str; 3] = ["", "rounds=90", "rounds=900"];
-/// Little, because each test runs some guests to their ends.
+/// Small, because each test runs several guests to their ends.
 pub const MEMORY: u64 = 6 << 20;
 pub const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
 
-/// A VM of the soft backend that has a third of its memory.
+/// A VM of the soft backend with a third of its memory resident.
 pub fn soft(arch: Arch, vcpus: usize) -> lacuna_soft::VmBuilder {
     let pages = PageCount::from_bytes;
     lacuna_soft::VmBuilder {
@@ -47,7 +47,7 @@ pub fn kvm(vcpus: usize) -> lacuna_kvm::VmBuilder {
     builder
 }
 
-/// VMs of the soft backend whose log is in the smallest rings.
+/// VMs of the soft backend with the smallest rings as log.
 pub struct WithRings(pub lacuna_soft::VmBuilder);
 
 impl Builder for WithRings {
@@ -74,7 +74,7 @@ impl Builder for WithRings {
     }
 }
 
-/// Rings of so many bytes alone.
+/// Only rings of this many bytes.
 pub fn rings(bytes: usize) -> Delivery {
     Delivery::Ring {
         size: RingSize::from_bytes(bytes).expect("a size"),
@@ -130,7 +130,7 @@ impl WithSource for lacuna_kvm::VmBuilder {
     }
 }
 
-/// What happens beside a guest whose pages arrive while it runs.
+/// What happens beside a running guest with late pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Beside<'a> {
     /// The guest alone asks for pages.
@@ -157,8 +157,8 @@ impl<B: Builder> Moved<B> {
         }
     }
 
-    /// Runs the guest, and calls `body` beside it. If the guest ends before `body` has saved it,
-    /// because the machine is busy, a guest that checks its memory more often is tried.
+    /// Runs the guest, and calls `body` beside it. On a busy machine the guest may end before
+    /// `body` has saved it: then this tries a guest that checks its memory more often.
     pub fn run<R>(
         &self,
         body: impl Fn(&Guest<'_, B::Vm>) -> Result<R, MigrateError>,
@@ -223,7 +223,7 @@ impl<B: Builder> Moved<B> {
         (ending, saved.expect("a snapshot"))
     }
 
-    /// Saves the guest whole, and then twice what has changed. One between them is cancelled.
+    /// Saves the guest whole, and then the changes twice. One save between them is cancelled.
     pub fn save_diffs(&self, [first, second, third]: &[PathBuf; 3], cancelled: &Path) -> Ending {
         let (ending, saved) = self.run(|guest| {
             for path in [first, second] {
@@ -288,19 +288,19 @@ fn wait_until_it_runs(guest: &Guest<'_, impl Vm>) {
     }
 }
 
-/// What a restored guest asks for.
+/// The requests of a restored guest.
 pub struct Replayed {
     pub ending: Ending,
-    /// What it has asked for.
+    /// The requested pages.
     pub asked: Touches,
-    /// Pages that were provided before it ran.
+    /// Pages provided before it ran.
     pub replayed: u64,
 }
 
 impl<B: WithSource> Moved<B> {
-    /// Restores lazily and saves again at once: the guest begins to run when the save has, so all
-    /// of its pages are missing then. Returns how the guest has ended, and how many pages the
-    /// source was asked for.
+    /// Restores lazily and saves again at once: the guest starts with the save, so all of its pages
+    /// are missing then. Returns how the guest has ended, and the number of pages requested from
+    /// the source.
     pub fn save_while_all_is_missing(&self, path: &Path, again: &Path) -> (Ending, usize) {
         let snapshot = Snapshot::open(path).expect("a snapshot");
         let recorder = snapshot.recorder();
@@ -331,7 +331,7 @@ impl<B: WithSource> Moved<B> {
         (ending, recorder.touches().pages().len())
     }
 
-    /// Restores lazily, brings the pages of `touches`, and runs the guest, which then asks for the
+    /// Restores lazily, brings the pages of `touches`, and runs the guest, which then requests the
     /// others.
     pub fn replay(
         &self,
@@ -386,7 +386,7 @@ impl<B: WithSource> Moved<B> {
         Ok(devices.ending().expect("an ending"))
     }
 
-    /// Restores lazily, and does something else meanwhile, whose result is the second value.
+    /// Restores lazily, and calls a function meanwhile. Its result is the second value.
     pub fn restore_lazily(
         &self,
         path: &Path,

@@ -1,12 +1,12 @@
-//! Snapshots with the pages only that have changed since the one before.
+//! Snapshots with only the pages changed since the one before.
 
 use super::common::{CONTINUE, Moved, kvm, soft};
 use lacuna_machine::{Arch, Builder, Ending};
 use lacuna_migrate::{MigrateError, Snapshot, Tracked, When};
 use std::fs;
 
-/// Each of three snapshots succeeds. Between them, one is cancelled after it has harvested the log:
-/// its pages are in the next one.
+/// Three snapshots succeed. Between them, one is cancelled after its harvest of the log: its pages
+/// are in the next one.
 fn differ(moved: &Moved<impl Builder>) {
     let folder = tempfile::tempdir().expect("a folder");
     let paths = ["first", "second", "third"].map(|name| folder.path().join(name));
@@ -14,8 +14,8 @@ fn differ(moved: &Moved<impl Builder>) {
     assert_eq!(moved.save_diffs(&paths, &cancelled), Ending::Exited(0));
     assert!(!cancelled.exists());
     for path in paths {
-        // The memory of a diff is as long as its own pages with content; that of a whole snapshot
-        // has a place for each page.
+        // A diff's memory is as long as its own pages with content. A whole snapshot's memory has a
+        // place for each page.
         let entries = fs::read(path.join("pages")).expect("a file");
         let entries = entries.chunks_exact(4);
         let is_diff = !path.ends_with("first");
@@ -38,8 +38,8 @@ fn on_kvm() {
     differ(&Moved::new(kvm(2), "verify", "rounds=60"));
 }
 
-/// A diff that no restore would take is refused: one whose base is gone, and one with too many
-/// snapshots below it.
+/// A save refuses a diff that no restore would take: its base is gone, or it would have too many
+/// layers.
 #[test]
 fn a_diff_needs_its_base_and_has_a_depth() {
     let moved = Moved::new(soft(Arch::X86_64, 1), "verify", "rounds=6");

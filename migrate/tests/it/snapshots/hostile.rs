@@ -1,5 +1,5 @@
-//! Folders that no release of Lacuna has written, with checksums that fit: each is refused by the
-//! name of a file, and none makes the reader wait.
+//! Folders that no release of Lacuna writes, with correct checksums. Each is refused with a file's
+//! name, and none makes the reader wait.
 
 use super::common::{Moved, soft};
 use lacuna_machine::Arch;
@@ -71,8 +71,8 @@ fn a_base_is_a_name_beside_it() {
     }
 }
 
-/// A snapshot that is its own base has no end. It cannot be written by chance: its base's checksum
-/// is a part of itself. A long chain stands for it.
+/// A snapshot as its own base would have no end. It cannot be written by chance, because it would
+/// contain its own checksum. A long chain stands for it.
 #[test]
 fn a_chain_has_an_end() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -95,7 +95,7 @@ fn a_chain_has_an_end() {
             32 => assert!(refused(&one).contains("made of more than 32 snapshots")),
             _ => drop(Snapshot::open(&one).expect("a chain that is short enough")),
         }
-        // Its memory file is as large as the guest, and is needed no more than once.
+        // The memory file is as large as the guest, and is needed only once.
         below = one;
     }
 }

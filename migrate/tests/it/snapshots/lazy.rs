@@ -24,7 +24,7 @@ fn comes_lazily(moved: &Moved<impl WithSource>) {
         Ending::Exited(0),
         "saved while it was restored lazily"
     );
-    // The save asks for what the guest has not asked for, so no page is left to ask for.
+    // The save requests the pages that the guest has not requested, so none remains.
     let missing = folder.path().join("missing");
     let (ending, asked) = moved.save_while_all_is_missing(&path, &missing);
     assert_eq!(
@@ -57,7 +57,7 @@ fn a_damaged_page_is_lost() {
         .write(true)
         .open(path.join("memory"))
         .expect("a file");
-    // All pages with content have another one.
+    // All pages with content have another content now.
     let entries = fs::read(path.join("pages")).expect("a file");
     for (page, entry) in entries.chunks_exact(4).enumerate() {
         if entry != [0; 4] {

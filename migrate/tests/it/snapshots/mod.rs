@@ -1,4 +1,4 @@
-//! Snapshots of guests that run, on every backend and architecture.
+//! Snapshots of running guests, on every backend and architecture.
 
 mod common;
 mod diff;

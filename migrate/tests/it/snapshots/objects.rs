@@ -1,4 +1,4 @@
-//! Snapshots in object stores: slow ones, and ones that lose objects or change them.
+//! Snapshots in object stores, also slow ones, and stores that lose or change objects.
 
 use super::common::{CONTINUE, Moved, soft};
 use lacuna_machine::{Arch, Ending, Policy, VcpuError, WhenGone};
@@ -30,7 +30,7 @@ fn open(path: &Path) -> Result<Snapshot, MigrateError> {
     Snapshot::open_in(Arc::new(objects))
 }
 
-/// A snapshot of a guest that checks its memory, and a diff on top of it.
+/// A snapshot of a guest that checks its memory, and a diff of it.
 fn saved(moved: &Moved<lacuna_soft::VmBuilder>, folder: &Path) -> [std::path::PathBuf; 3] {
     let paths = ["first", "second", "third"].map(|name| folder.join(name));
     moved.save_diffs(&paths, &folder.join("cancelled"));
@@ -45,14 +45,14 @@ fn a_local_folder_is_a_store() {
         let snapshot = open(&path).expect("a snapshot");
         let first = moved.replay(&snapshot, None).expect("a restore");
         assert_eq!(first.ending, Ending::Exited(0), "{}", path.display());
-        // The record of a folder is one of the same snapshot in a store.
+        // A record made with a folder fits the same snapshot in a store.
         let local = Snapshot::open(&path).expect("a snapshot");
         let second = moved.replay(&local, Some(&first.asked)).expect("a restore");
         assert_eq!(second.ending, Ending::Exited(0), "{}", path.display());
     }
 }
 
-/// A guest that is saved, in a store whose requests can be made to take a while.
+/// A saved guest, in a store with adjustable delays.
 fn throttled() -> (Moved<lacuna_soft::VmBuilder>, Arc<ThrottledStore<InMemory>>) {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("saved");
@@ -93,8 +93,8 @@ fn a_slow_store() {
     assert_eq!(replayed.ending, Ending::Exited(0));
 }
 
-/// The store does not answer when the guest needs its first pages, and answers later: the guest
-/// has waited, and finds its memory in order.
+/// The store does not answer when the guest needs its first pages, but answers later. The guest
+/// waits, and finds its memory in order.
 #[test]
 fn a_guest_waits_for_a_store_that_does_not_answer() {
     let (moved, store) = throttled();
@@ -138,14 +138,14 @@ fn missing_and_damaged_objects() {
         panic!("{lost:?}");
     };
     assert!(cause.contains("was replaced"), "{cause}");
-    // A new look finds a memory whose pages have other checksums.
+    // A new open finds pages with other checksums.
     let damaged = moved.replay(&open(&path).expect("a snapshot"), None);
     let damaged = damaged.expect("the state alone").ending;
     let Ending::Failed(VcpuError::PageLost { cause, .. }) = &damaged else {
         panic!("{damaged:?}");
     };
     assert!(cause.contains("the snapshot is damaged"), "{cause}");
-    // The object goes while the snapshot is open.
+    // The object is removed while the snapshot is open.
     let snapshot = open(&path).expect("a snapshot");
     fs::remove_file(&memory).expect("a file");
     let gone = moved
@@ -170,8 +170,8 @@ fn into<R>(objects: &Objects, save: impl FnOnce(Target<'_>) -> R) -> R {
     }))
 }
 
-/// A guest is saved to a store, and then what has changed. A place that has a snapshot is refused;
-/// one with the rest of a save that was interrupted is not.
+/// A guest is saved to a store, and then its changes. A place with a snapshot is refused. A place
+/// with the rest of an interrupted save is not.
 #[test]
 fn a_guest_is_saved_to_a_store() {
     let store = Arc::new(InMemory::new());

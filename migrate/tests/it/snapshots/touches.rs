@@ -1,4 +1,4 @@
-//! First touches that are recorded, kept in a file, and replayed, on every backend.
+//! First touches are recorded, kept in a file, and replayed, on every backend.
 
 use super::common::{MEMORY, Moved, WithSource, kvm, soft};
 use lacuna_machine::{Arch, Ending, ErrorKind};
@@ -30,7 +30,7 @@ fn replays(moved: &Moved<impl WithSource>) {
     touches.save(&record).expect("a record");
     let second = moved.replay(&snapshot, Some(&touches)).expect("a restore");
     assert_eq!(second.ending, Ending::Exited(0));
-    // Pages of zeros do not count; that they come too is what the guest does not ask for again.
+    // Pages of zeros do not count. They are provided too: the guest does not request them again.
     assert!((1..=asked as u64).contains(&second.replayed), "{asked}");
     let asked_again = second.asked.pages().len();
     assert!(asked_again * 5 <= asked, "{asked_again} after {asked}");
@@ -47,7 +47,7 @@ fn on_kvm() {
     replays(&Moved::new(kvm(2), "verify", "rounds=60"));
 }
 
-/// What is wrong with the record at `path`.
+/// The error of a load of the record at `path`.
 fn wrong(path: &Path, snapshot: &Snapshot, bytes: &[u8]) -> MigrateError {
     fs::write(path, bytes).expect("a file");
     Touches::load(path, snapshot).expect_err("no record")
@@ -88,7 +88,7 @@ fn records_that_are_none() {
         };
         assert!(expected, "byte {at}: {error}");
     }
-    // A page that the snapshot does not have, in a record that is whole otherwise.
+    // A page beyond the snapshot, in an otherwise whole record.
     let mut bytes = whole[..whole.len() - 4].to_vec();
     bytes[32..40].copy_from_slice(&(MEMORY >> 12).to_le_bytes());
     bytes.extend(crc32fast::hash(&bytes).to_le_bytes());

@@ -1,4 +1,4 @@
-//! Snapshots that are restored with all of their memory.
+//! Snapshots restored with all of their memory.
 
 use super::common::{CONTINUE, Moved, WithRings, kvm, kvm_tsc, rings, soft};
 use lacuna_machine::{Arch, Ending, RingSize};
@@ -81,7 +81,7 @@ fn a_paused_guest_is_saved_and_a_save_is_cancelled() {
     }
 }
 
-/// A guest that was saved on one backend resumes on the other.
+/// A guest saved on one backend resumes on the other.
 #[lacuna_skip::test]
 fn from_soft_to_kvm_and_back() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -91,7 +91,7 @@ fn from_soft_to_kvm_and_back() {
     let soft_guest = Moved::new(on_soft, "verify", "rounds=6 syscall=ud2");
     let (_, saved) = soft_guest.save_while_it_runs(&path);
     saved.expect("it ran when it was saved");
-    // soft takes long for what KVM leaves.
+    // soft takes long for the work that KVM leaves.
     let kvm_guest = Moved::new(on_kvm, "verify", "rounds=30");
     assert_eq!(
         kvm_guest.restore(&path).expect("a restore"),
@@ -137,7 +137,7 @@ fn damage_is_found() {
     );
 }
 
-/// Files that are not what they should be are refused before room is made for them.
+/// Files of another kind or size are refused before memory for them is allocated.
 #[test]
 fn files_of_any_kind_and_size_are_refused() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -188,7 +188,7 @@ fn other_machines_are_refused() {
     assert_eq!(left.len(), 1, "nothing is left of what failed");
 }
 
-/// A guest that is over cannot be saved, and nothing is left.
+/// The save of an ended guest fails, and leaves nothing.
 #[test]
 fn a_guest_that_has_ended_is_not_saved() {
     let folder = tempfile::tempdir().expect("a folder");

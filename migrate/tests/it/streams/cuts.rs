@@ -1,4 +1,4 @@
-//! Links that are cut: one of the two runs the guest to its end, and never both.
+//! Cut links: one of the two sides runs the guest to its end, and never both.
 
 use super::ends::{End, Move, Outcome};
 use super::link::{Cut, UNCUT, link};
@@ -10,10 +10,10 @@ use lacuna_migrate::stream::{Mode, Plan};
 use lacuna_skip::HugePages;
 use lacuna_soft::{MemoryKind, VmBuilder};
 
-/// Where a test moves many guests.
+/// For tests that move many guests.
 const LITTLE: PageCount = PageCount::from_bytes(6 << 20);
 
-/// It is paused after one round, so the stream has about the same length each time.
+/// The guest is paused after one round, so the stream has about the same length each time.
 pub fn little(arch: Arch, mode: Mode, patience: usize) -> Move<VmBuilder, VmBuilder> {
     let machine = || VmBuilder {
         memory: LITTLE,
@@ -37,9 +37,9 @@ pub fn little(arch: Arch, mode: Mode, patience: usize) -> Move<VmBuilder, VmBuil
     }
 }
 
-/// The places where a link is cut that carried so many bytes when it was whole: in the first
-/// message, in memory, in the state, before `Go` and within it; then in the answers: the first, a
-/// `Synced`, before `Prepared`, before `Running`, within it.
+/// Where to cut a link that carried this many bytes when it was whole. In what the source sends: in
+/// the first message, in memory, in the state, before `Go` and within it. In the answers: in the
+/// first, in a `Synced`, before `Prepared`, before `Running` and within it.
 fn places([sent, answered]: [u64; 2]) -> impl Iterator<Item = [Cut; 2]> {
     let of_source = [0, 5, 4000, sent / 2, sent - 2000, sent - 24, sent - 13];
     let of_destination = [
@@ -86,8 +86,8 @@ fn a_cut_leaves_one_guest() {
     }
 }
 
-/// With a connection that is restored, no cut after the pause has an effect, and none before it
-/// costs the guest.
+/// If the connection is restored, no cut after the pause has an effect, and none before it costs
+/// the guest.
 #[test]
 fn a_cut_is_resumed() {
     for mode in [Mode::PreCopy, Mode::PostCopy, Mode::Hybrid] {
@@ -108,10 +108,10 @@ fn a_cut_is_resumed() {
     }
 }
 
-/// A guest whose memory never arrives is lost, and says so. It never runs on zeros.
+/// A guest whose memory never arrives is lost, and the error says so. It never runs on zeros.
 #[test]
 fn a_guest_without_its_memory_is_lost() {
-    // The state, and some pages of the many that the kernel alone has.
+    // The state arrives, and a few pages: the kernel alone has many more.
     let end = little(Arch::X86_64, Mode::PostCopy, 0).carry_out(&[[Cut(60_000), UNCUT]]);
     assert_eq!(end.source, End::Cut, "{end:?}");
     let Some(Ending::Failed(lost)) = &end.destination else {
@@ -123,8 +123,8 @@ fn a_guest_without_its_memory_is_lost() {
     );
 }
 
-/// A cut while the connections beside a new first one are made: the destination, which waits for
-/// one of those, takes the first one anew.
+/// A cut comes while the connections beside a new first one are made. The destination waits for one
+/// of those, and takes the first one anew.
 #[test]
 fn a_cut_between_new_connections_is_resumed() {
     // The first connection of the new link begins with 79 bytes, and the second one with 80.

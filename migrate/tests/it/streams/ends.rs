@@ -12,7 +12,7 @@ use std::thread;
 
 /// A builder of VMs that may have a page source.
 pub trait Machines: Builder + Sync {
-    /// This builder, with that source.
+    /// This builder with this page source.
     fn with_source(&self, source: Option<Arc<dyn PageSource>>) -> Self;
 }
 
@@ -39,8 +39,8 @@ pub enum End {
     Gone,
     /// The connection was never restored: the destination runs it, and lacks memory.
     Cut,
-    /// The connection was never restored, and it stayed paused. If the destination does not run it,
-    /// it then resumed and ran to this end.
+    /// The connection was never restored, and the guest stayed paused. If the destination did not
+    /// run it, it then resumed here and ran to this end.
     Unknown(Option<Ending>),
 }
 
@@ -51,13 +51,13 @@ pub struct Outcome {
     /// How the guest ended on the destination, if it ran there.
     pub destination: Option<Ending>,
     pub rounds: usize,
-    /// Pages with content that were sent.
+    /// Sent pages with content.
     pub pages: u64,
     /// How often both sides continued after a cut.
     pub resumed: usize,
-    /// The side that was killed.
+    /// The killed side.
     pub killed: Option<Side>,
-    /// Bytes that source and destination have written.
+    /// Bytes written by source and destination.
     pub written: [u64; 2],
     /// The errors of source and destination, or nothing.
     pub errors: [String; 2],
@@ -71,20 +71,20 @@ pub struct Move<A, B> {
     pub plan: Plan,
     /// How often the source connects again.
     pub patience: usize,
-    /// The side that is killed at the last cut.
+    /// The side to kill at the last cut.
     pub victim: Option<Side>,
     /// The destination says `Break` at the first pages.
     pub breaks: bool,
 }
 
 impl<A: Machines, B: Machines> Move<A, B> {
-    /// Runs the guest, moves it over a link with these cuts, and lets it end. If it ends before it
-    /// could move, because the machine is busy, a guest that checks its memory more often is tried.
+    /// Runs the guest, moves it over a link with these cuts, and lets it end. On a busy machine it
+    /// may end before it has moved: then this tries a guest that checks its memory more often.
     pub fn carry_out(&self, cuts: &[[Cut; 2]]) -> Outcome {
         self.carry_over(|| link(cuts, self.victim))
     }
 
-    /// As [`Move::carry_out`], over such a link.
+    /// As [`Move::carry_out`], over a link made by `link`.
     pub fn carry_over(&self, link: impl Fn() -> (SourceEnd, DestinationEnd)) -> Outcome {
         // The first `rounds` of the words counts.
         for longer in ["", "rounds=90", "rounds=900"] {
@@ -126,10 +126,10 @@ impl<A: Machines, B: Machines> Move<A, B> {
                 pause: &pause,
             };
             let (fate, outgoing) = self.until_settled(&guest, &link);
-            // The other side must not wait for a connection that is never made.
+            // The other side must not wait for a connection that never comes.
             let (written, killed) = (link.written(), link.killed());
             drop(link);
-            // An arrived guest that lacks memory here ends by that.
+            // This ends an arrived guest that lacks memory.
             let arrived = join();
             let stays = matches!(fate.source, End::Gone | End::Cut) || arrived.is_ok();
             match outgoing {
@@ -231,7 +231,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
                     break;
                 }
             }
-            // Pages that have not arrived are lost from here on.
+            // From here on, missing pages are lost.
             drop(arriving);
             runner.join().expect("no panic");
         });

@@ -1,4 +1,4 @@
-//! A link between both ends of a migration, in one process. It is cut after a number of bytes.
+//! A link between both ends of a migration, in one process. A test cuts it after a number of bytes.
 
 use lacuna_migrate::stream::{Connection, Connections, HangUp};
 use std::collections::VecDeque;
@@ -8,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex};
 
-/// After so many bytes that one side has written on all connections, all of them are cut.
+/// All connections are cut when one side has written this many bytes on all of them together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Cut(pub u64);
 
@@ -21,7 +21,7 @@ pub enum Side {
     Destination,
 }
 
-/// What the connections of one link share. Those after a cut are a new link.
+/// The connections of one link share this. The connections after a cut are a new link.
 struct Wire {
     left: [u64; 2],
     written: [u64; 2],
@@ -29,19 +29,19 @@ struct Wire {
     /// The cuts of the links that follow.
     next: VecDeque<[Cut; 2]>,
     is_cut: bool,
-    /// The side that is killed at the last cut.
+    /// The side to kill at the last cut.
     victim: Option<Side>,
     is_killed: bool,
-    /// Connections that were made.
+    /// The number of connections made.
     made: usize,
     late: Option<Arc<LateComplete>>,
 }
 
-/// `Complete` arrives on the source's first connection after the destination has ended the others,
-/// as between TCP connections. It is lost if the first connection is ended before.
+/// As between TCP connections, `Complete` may arrive on the source's first connection after the
+/// destination has ended the others. It is lost if the first connection ends before.
 #[derive(Default)]
 struct LateComplete {
-    /// Which connections the source has ended, in the order in which they were made.
+    /// Which connections the source has ended. The order is the order of their making.
     ended: Mutex<[bool; 3]>,
     changed: Condvar,
 }
@@ -152,7 +152,7 @@ pub struct SourceEnd {
 /// The destination's end: gets the connections, until the source's end is gone.
 pub struct DestinationEnd(Mutex<Receiver<Cable>>);
 
-/// A link that is cut as `cuts` say, one pair after the other. The last cut kills `victim`: no
+/// A link with the cuts `cuts`, one pair after the other. The last cut kills `victim`: no
 /// connection is restored.
 pub fn link(cuts: &[[Cut; 2]], victim: Option<Side>) -> (SourceEnd, DestinationEnd) {
     let mut wire = Wire {
@@ -176,7 +176,7 @@ pub fn link(cuts: &[[Cut; 2]], victim: Option<Side>) -> (SourceEnd, DestinationE
 }
 
 impl SourceEnd {
-    /// Bytes that source and destination have written.
+    /// Bytes written by source and destination.
     pub fn written(&self) -> [u64; 2] {
         self.wire.lock().unwrap().written
     }
@@ -186,7 +186,7 @@ impl SourceEnd {
         self.wire.lock().unwrap().late = Some(Arc::default());
     }
 
-    /// The side that was killed.
+    /// The killed side.
     pub fn killed(&self) -> Option<Side> {
         let wire = self.wire.lock().unwrap();
         wire.victim.filter(|_| wire.is_killed)

@@ -1,5 +1,4 @@
-//! Guests that move over a stream while they run, on every backend and architecture, and streams
-//! that are cut.
+//! Running guests move over a stream, on every backend and architecture. Some streams are cut.
 
 mod cuts;
 mod ends;
@@ -17,7 +16,7 @@ use puppet::Ready;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-/// Little, because each test runs some guests to their ends.
+/// Small, because each test runs several guests to their ends.
 const MEMORY: PageCount = PageCount::from_bytes(6 << 20);
 
 fn soft(arch: Arch, vcpus: usize) -> lacuna_soft::VmBuilder {
@@ -80,7 +79,7 @@ fn between_soft_machines() {
 }
 
 /// Several connections and each compression bring the same pages. A guest whose memory is not all
-/// random goes in fewer bytes.
+/// random takes fewer bytes.
 #[test]
 fn over_several_streams_and_compressed() {
     let mut written = Vec::new();
@@ -115,7 +114,7 @@ fn over_several_streams_and_compressed() {
                 moved.destination, ending,
                 "{streams} {compression:?}: {moved:?}"
             );
-            // A page that a vCPU waits for is not compressed. Here none waits.
+            // A page is not compressed if a vCPU waits for it. Here no vCPU waits.
             if mode == Mode::PreCopy {
                 let [source, _] = moved.written;
                 written.push(source / moved.pages);
@@ -150,7 +149,7 @@ fn from_soft_to_kvm_and_back() {
     };
     for mode in [Mode::PreCopy, Mode::PostCopy] {
         moves(on_soft(), on_kvm.clone(), "rounds=6 syscall=ud2", mode);
-        // soft takes long for what KVM leaves.
+        // soft takes long for the work that KVM leaves.
         moves(on_kvm.clone(), on_soft(), "rounds=30", mode);
     }
 }
@@ -208,7 +207,7 @@ fn a_destination_that_gives_up_tells_why() {
     }
 }
 
-/// Bytes that are no migration are refused, whatever they are.
+/// Any other bytes than a migration's are refused.
 #[test]
 fn a_stranger_is_refused() {
     for bytes in [

@@ -1,4 +1,4 @@
-//! A peer that a test leads by hand: it sends the frames that the test chooses.
+//! A peer that sends the frames of the test's choice.
 
 use lacuna_machine::{Answer, Apf, Arch, CpuModel, PageRequest, SourcePage};
 use lacuna_migrate::stream::{Connection, Connections, Incoming};
@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 
-/// Connections that are there already.
+/// Existing connections.
 pub struct Ready(Mutex<Vec<UnixStream>>);
 
 impl Ready {
@@ -38,7 +38,7 @@ pub fn write(to: &mut UnixStream, kind: u8, payload: &[u8]) {
     to.write_all(&frame).expect("the other side reads");
 }
 
-/// The first message of a post-copy of a machine with so many pages.
+/// The first message of a post-copy, of a machine with this many pages.
 fn hello(pages: u64) -> Vec<u8> {
     let machine = json!({
         "arch": Arch::X86_64,
@@ -60,7 +60,7 @@ fn incoming(pages: u64) -> Incoming {
     Incoming::accept(&Ready::new([here])).expect("a source")
 }
 
-/// The VMM sees the size that a peer has sent before anything of this size is made.
+/// The VMM sees the size that a peer has sent before anything of this size is allocated.
 #[test]
 fn a_size_costs_nothing_before_the_vmm_agrees_to_it() {
     // One bit for each page of this is 8 GiB.
@@ -84,7 +84,7 @@ impl PageRequester for FirstAnswer {
     }
 }
 
-/// A thread that waits for a page of the VM does not wait for ever if the guest never arrives.
+/// If the guest never arrives, a thread does not wait for ever for a page of the VM.
 #[test]
 fn a_page_of_a_guest_that_is_refused_is_lost() {
     let incoming = incoming(16);

@@ -28,15 +28,15 @@ enum Result {
     /// The source cannot know: it stays paused until a person decides. Then it ran to its end
     /// there.
     UnknownHere,
-    /// The connection or the source was gone after the switch: the destination has said which page
-    /// it lacks.
+    /// The connection or the source was gone after the switch: the destination's error names its
+    /// missing page.
     Lost,
     /// The destination was killed after the switch: the source stays paused.
     KilledThere,
 }
 
-/// Somewhere in what the source sends: in the first messages, around the state of a post-copy,
-/// or in memory.
+/// A place in the source's bytes: in the first messages, around the state of a post-copy, or in
+/// memory.
 fn in_stream(random: &mut Rng) -> Cut {
     Cut(match random.u32(0..8) {
         0 => random.u64(0..4_000),
@@ -92,7 +92,7 @@ fn judge(end: &Outcome, patience: usize) -> Option<Result> {
             None if patience == 0 => Result::Lost,
             None => return None,
         },
-        // It has needed none of the pages that were lost.
+        // The guest has needed none of the lost pages.
         (End::Cut, Some(ending)) if ran(ending) => Result::Moved,
         _ => return None,
     })
@@ -106,8 +106,8 @@ fn from_environment(name: &str) -> Option<u64> {
     )
 }
 
-/// Whatever happens to the link, the guest runs to its end on one side, where it finds all of its
-/// memory, or the outcome is the one that is documented for that case.
+/// Whatever happens to the link, the guest runs to its end on one side with all of its memory, or
+/// has the outcome documented for that case.
 #[test]
 fn migrations_end_as_documented() {
     let one = from_environment("LACUNA_MIGRATION_SEED");

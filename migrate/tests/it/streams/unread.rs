@@ -33,12 +33,12 @@ fn a_page_that_cannot_be_read_keeps_no_other_back() {
         victim: None,
         breaks: false,
     };
-    // All pages arrive after the guest, this one with others.
+    // All pages arrive after the guest, this one among others.
     let end = migration(Mode::PostCopy).carry_out(&[]);
     assert_eq!(end.source, End::Cut, "{end:?}");
     assert!(end.errors[0].contains("the disk is broken"), "{end:?}");
     assert_eq!(end.destination, Some(Ending::Exited(0)), "{end:?}");
-    // Before the guest goes, it stays.
+    // If the read fails before the guest goes, the guest stays.
     let end = migration(Mode::PreCopy).carry_out(&[]);
     assert_eq!(end.source, End::Ran(Ending::Exited(0)), "{end:?}");
     assert!(end.errors[0].contains("the disk is broken"), "{end:?}");
