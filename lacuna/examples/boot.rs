@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     builder.vcpus = 2;
     builder.command_line = arguments.collect::<Vec<_>>().join(" ");
 
-    // A console is any function of a line. The watcher runs on this thread, about ten times
+    // A console is any function that takes a line. The watcher runs on this thread, about ten times
     // a second.
     let console = |line: &str| println!("guest: {line}");
     let end = builder.run_with_console(&image, console, &mut |now| {

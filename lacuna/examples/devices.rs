@@ -10,7 +10,7 @@ use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Adds up what the guest writes to it; a read has the sum.
+/// Adds up the values that the guest writes to it. A read returns the sum.
 #[derive(Default)]
 struct Adder(AtomicU64);
 
@@ -27,7 +27,7 @@ impl Device for Adder {
 
 /// Where the guest finds the adder.
 const ADDER: u64 = 0xd000_0000;
-/// A port that no platform device has: this monitor answers it in its loop.
+/// A port without a platform device: this monitor answers it in its loop.
 const PORT: u16 = 0x700;
 
 /// 64-bit code, entered at its first byte.

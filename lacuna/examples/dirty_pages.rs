@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let vcpus = vm.boot(&image, &builder.full_command_line())?;
     let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
 
-    // From the first D bit that this clears, each write is in one of the harvests.
+    // After this clears the first D bit, each write is in one of the harvests.
     if let Some(choice) = vm.detection() {
         choice.choose(Detection::Pml);
     }
@@ -50,7 +50,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         if let Err(error) = harvested {
             eprintln!("{error}");
         }
-        // Copied after the harvest: a write that comes later is in the next one.
+        // Copied after the harvest, so a later write is in the next one.
         let slots = vm.memory_slots();
         for &(id, index) in &dirty {
             let slot = slots.iter().find(|slot| slot.id == id);

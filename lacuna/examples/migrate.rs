@@ -1,5 +1,5 @@
 //! Moves a guest to another VM while it runs. Both ends are in this process, and the connections
-//! are TCP of this host: each function is what a VMM does on one side.
+//! are TCP on this host. Each function does a VMM's work on one side.
 //!
 //!     cargo run --release --example migrate
 
@@ -19,7 +19,7 @@ type Done = Result<(), Box<dyn Error + Send + Sync>>;
 
 /// The answer to each report of progress.
 const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
-/// A peer that is silent for so long counts as cut off.
+/// A peer that is silent for this long counts as cut off.
 const SILENCE: Duration = Duration::from_secs(30);
 /// The time between two attempts to connect again.
 const RETRY: Duration = Duration::from_secs(1);
@@ -126,7 +126,7 @@ fn destination(at: &dyn Connections) -> Done {
     let Arrived { vcpus, arriving } = loop {
         match started {
             Ok(arrived) => break arrived,
-            // It is not known whether the source has given the guest away. It may come back.
+            // The source may or may not have handed the guest over. It may connect again.
             Err(waiting) => started = waiting.resume(at),
         }
     };
@@ -136,7 +136,8 @@ fn destination(at: &dyn Connections) -> Done {
         arriving.awaited().len()
     );
     thread::scope(|scope| {
-        // Dropped before the scope waits for the run: a vCPU then waits for no page of the source.
+        // This is dropped before the scope waits for the run, so that no vCPU waits for a page of
+        // the source.
         let mut arriving = arriving;
         scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &Pause::default())));
         while let Err(why) = arriving.finish(&mut |_| CONTINUE) {

@@ -21,8 +21,8 @@ impl Snapshot {
     }
 }
 
-/// The source is asked for pages that something other than a vCPU needs: here, the loader, which
-/// writes the guest's code and page tables.
+/// No vCPU requests a page of the source. Here the loader does: it writes the guest's code and page
+/// tables.
 impl PageSource for Snapshot {
     fn describe(&self) -> String {
         "snapshot".into()
@@ -75,8 +75,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     for mut vcpu in vcpus {
         while devices.ending().is_none() {
             match vcpu.run() {
-                // A monitor that has to wait for the page would call `vcpu.accept(token)` first: a
-                // guest that knows async page faults runs another process meanwhile.
+                // If the monitor had to wait for the page, it would call `vcpu.accept(token)`
+                // first: a guest with async page faults runs another process meanwhile.
                 Ok(Exit::MemoryFault { gpa, .. }) => {
                     let page = SourcePage(gpa.get() / PAGE_SIZE as u64);
                     memory.provide(gpa, &Snapshot.page(page))?;

@@ -8,7 +8,7 @@ use std::error::Error;
 use std::sync::atomic::Ordering;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};
 
-/// As a device of another project may be written: it puts a message where the guest expects it.
+/// A device as another project may write it: it puts a message where the guest expects it.
 fn device<M>(memory: &M, queue: GuestAddress) -> Result<(), GuestMemoryError>
 where
     M: Bytes<GuestAddress, E = GuestMemoryError>,
@@ -19,7 +19,7 @@ where
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // 1. Code for `vm-memory`, and a guest of this crate whose pages may be in swap.
+    // 1. Code for `vm-memory`, with a guest of this crate whose pages may be in swap.
     let queue = GuestAddress(2 << 20);
     let vm = soft::VmBuilder::new(
         PageCount::from_bytes(64 << 20),
@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     View(&*vm).read_slice(&mut message, GuestAddress(queue.0 + 64))?;
     println!("the guest sees: {}", String::from_utf8_lossy(&message));
 
-    // 2. This crate's loader, and memory of another monitor.
+    // 2. This crate's loader, with another monitor's memory.
     let size = 64 << 20;
     let theirs = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), size)])?;
     let guest = lacuna_guest::image("hello").ok_or("no guests are built in")?;

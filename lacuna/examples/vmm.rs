@@ -1,10 +1,11 @@
-//! A whole VMM for both backends: arguments, a device, dirty logging, and one function for the
-//! guest, generic over the backend.
+//! A whole VMM for both backends: arguments, a device, dirty logging, and one function generic over
+//! the backend.
 //!
 //!     cargo run --release --example vmm soft|kvm [SECONDS]
 //!
 //! The device is a dial. The guest reads from it how many pages to write, writes them, and counts
-//! its rounds there. This program turns the dial up once a second and prints what was written.
+//! its rounds there. This program turns the dial up once a second and prints the number of written
+//! pages.
 
 use lacuna::{
     Arch, BackendError, Builder, Device, Ending, Gpa, HostClock, Image, Logging, PageCount,
@@ -18,7 +19,7 @@ use std::time::{Duration, Instant};
 
 const USAGE: &str = "usage: vmm soft|kvm [SECONDS]";
 
-/// Between 3 and 4 GiB a guest has no memory: there is room for devices.
+/// A guest has no memory between 3 and 4 GiB, so devices fit there.
 const DIAL: Gpa = Gpa::truncate(0xd000_0000);
 
 /// Register 0: pages to write in a round, 0 to stop. Register 4: rounds done.
@@ -98,7 +99,7 @@ fn start(arguments: &[String]) -> Result<(), String> {
 }
 
 fn monitor<B: Builder>(builder: &B, seconds: u64) -> Result<(), String> {
-    // The kind says whether to ask for something else or for another host.
+    // The kind says whether another request or another host would help.
     let refused = |error: <B::Vm as Vm>::Error| format!("{error} ({:?})", error.kind());
     let start = Gpa::truncate(1 << 20);
     let image = Image {

@@ -1,5 +1,5 @@
 //! Lacuna manages guest memory for a VMM: overcommit, swap, dirty logging, and asynchronous page
-//! faults, by which a guest can run another process while a page arrives.
+//! faults. With these, a guest can run another process while a page arrives.
 //!
 //! # Start a guest
 //! ```no_run
@@ -18,9 +18,9 @@
 //! [`soft`] has software processors and needs nothing of the host. [`kvm`] runs the same images on
 //! `/dev/kvm`. A [`Builder`] makes a [`Vm`], [`Vm::boot`] makes its [`Vcpu`]s, and [`Vcpu::run`]
 //! returns an [`Exit`] when the VMM must act. [`run`] does that on a thread for each vCPU and sends
-//! accesses to [`PlatformDevices`]. Both backends implement these traits, so a VMM that is generic
-//! over [`Builder`] runs on both: only the line with `VmBuilder::new` differs. The example `vmm` is
-//! such a VMM.
+//! accesses to [`PlatformDevices`]. Both backends implement these traits, so a VMM generic over
+//! [`Builder`] runs on both: only the line with `VmBuilder::new` differs. The example `vmm` is such
+//! a VMM.
 //!
 //! # The guest
 //! `guest/build-guest.sh` of Lacuna's repository makes an image of one C file with a `main`. It

@@ -1,10 +1,9 @@
 //! Snapshots of a running guest, and its move to another process.
 //!
-//! [`save`] writes a snapshot while the guest runs, which
-//! [`run_pausable`](crate::run_pausable) has made possible to pause; [`Tracked`] writes what has
-//! changed since the last one. [`Snapshot::restore`] puts it into a new VM of either backend, and
-//! [`Snapshot::restore_lazily`] reads pages when the guest needs them. The format is described in
-//! `docs/formats.md`. The example `snapshot` saves and restores. [`stream`] moves a guest over a
-//! socket instead, and the example `migrate` does that.
+//! [`save`] writes a snapshot while [`run_pausable`](crate::run_pausable) runs the guest.
+//! [`Tracked`] writes only the changes since the last snapshot. [`Snapshot::restore`] puts a
+//! snapshot into a new VM of either backend, and [`Snapshot::restore_lazily`] reads pages when the
+//! guest needs them. The format is described in `docs/formats.md`. The example `snapshot` saves and
+//! restores. [`stream`] moves a guest over a socket instead, and the example `migrate` does that.
 
 pub use lacuna_migrate::*;

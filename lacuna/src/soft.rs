@@ -24,7 +24,7 @@
 //! Three settings of the program that depends on this crate matter for this backend. Cargo reads
 //! none of them from a dependency.
 //!
-//! * Optimise. Without it, a guest runs at a sixth to an eighth of its speed, so a program that is
+//! * Optimise. Without it, a guest runs at a sixth to an eighth of its speed. A program that is
 //!   also run or tested in the `dev` profile needs this in its `Cargo.toml`:
 //!   ```toml
 //!   [profile.dev.package."*"]
@@ -40,7 +40,7 @@
 //!       "-Cllvm-args=-tail-dup-pred-size=10000 -tail-dup-succ-size=10000 -enable-tail-merge=0",
 //!   ]
 //!   ```
-//! * Optimise across crates: a guest's memory access calls functions of several.
+//! * Optimise across crates: a guest's memory access calls functions of several crates.
 //!   ```toml
 //!   [profile.release]
 //!   lto = "thin"

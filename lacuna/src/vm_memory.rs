@@ -1,8 +1,8 @@
 //! Guest memory by the traits of rust-vmm's `vm-memory`, in both directions.
 //!
-//! [`View`] shows a guest of this crate to code that is generic over `Bytes<GuestAddress>`. It is
-//! no `vm_memory::GuestMemory`: that trait lends host addresses, and a page of an overcommitted
-//! guest has none that stays.
+//! [`View`] shows a guest of this crate to code generic over `Bytes<GuestAddress>`. It is no
+//! `vm_memory::GuestMemory`: that trait lends host addresses, and an overcommitted guest's page has
+//! no stable one.
 //!
 //! [`Foreign`] shows another monitor's memory to the loaders of this crate, such as
 //! [`Boot::load`](crate::Boot::load).
@@ -38,7 +38,7 @@ fn error(error: MemoryError) -> GuestMemoryError {
     }
 }
 
-/// `count` bytes at `at` in pieces that lie in one page each: where, and which of the bytes.
+/// `count` bytes at `at` in pieces, each in one page: the address, and the range of the bytes.
 fn pieces(
     at: GuestAddress,
     count: usize,
@@ -56,7 +56,7 @@ fn pieces(
     })
 }
 
-/// Refuses what is no single atomic access.
+/// Refuses an access that is not a single atomic one.
 fn check_atomic<T>(at: GuestAddress) -> Result<(), GuestMemoryError> {
     match size_of::<T>() {
         size @ (1 | 2 | 4 | 8) if at.0.is_multiple_of(size as u64) => Ok(()),
@@ -66,7 +66,7 @@ fn check_atomic<T>(at: GuestAddress) -> Result<(), GuestMemoryError> {
 
 impl<M: GuestMemory> View<'_, M> {
     /// Moves up to `count` bytes through a buffer of this process, a page at a time. `step` returns
-    /// how many of its bytes it has moved.
+    /// the number of moved bytes.
     fn bounce(
         &self,
         at: GuestAddress,
@@ -98,7 +98,7 @@ fn whole(moved: usize, expected: usize) -> Result<(), GuestMemoryError> {
 impl<M: GuestMemory> Bytes<GuestAddress> for View<'_, M> {
     type E = GuestMemoryError;
 
-    /// Writes all of `buf`, or returns an error. The pages before the one that failed are written.
+    /// Writes all of `buf`, or returns an error. The pages before the failed one are written.
     fn write(&self, buf: &[u8], at: GuestAddress) -> Result<usize, GuestMemoryError> {
         self.write_slice(buf, at).map(|()| buf.len())
     }
@@ -234,7 +234,7 @@ where
         read.map_err(|e| refusal(gpa, &e))
     }
 
-    /// Reads. Whether the other monitor's page is resident, this trait does not know.
+    /// Reads. The trait has no way to find out whether the other monitor's page is resident.
     fn peek(&self, gpa: Gpa, into: &mut [u8]) -> bool {
         self.read(gpa, into).is_ok()
     }

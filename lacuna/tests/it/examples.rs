@@ -4,7 +4,7 @@ use lacuna_skip::test;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What an example prints that runs a built-in guest.
+/// The output of an example with a built-in guest.
 fn output_with_guest(example: &str, arguments: &[&str]) -> String {
     if let Some(reason) = lacuna_guest::unavailable() {
         lacuna_skip::skip_test(reason);
@@ -12,14 +12,14 @@ fn output_with_guest(example: &str, arguments: &[&str]) -> String {
     output_of(example, arguments)
 }
 
-/// What an example prints. It must succeed.
+/// The output of an example, which must succeed.
 fn output_of(example: &str, arguments: &[&str]) -> String {
     let (succeeded, text) = run(example, arguments);
     assert!(succeeded, "{example}: {text}");
     text
 }
 
-/// Whether an example succeeds, and what it prints.
+/// Whether an example succeeds, and its output.
 fn run(example: &str, arguments: &[&str]) -> (bool, String) {
     let test = std::env::current_exe().expect("a test knows its own path");
     let profile = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST");

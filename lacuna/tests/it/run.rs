@@ -1,4 +1,4 @@
-//! Runs as a VMM makes them, on both backends.
+//! Runs guests as a VMM does, on both backends.
 
 use lacuna::{
     Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, PageCount,
@@ -92,7 +92,7 @@ fn a_guest_without_memory_is_refused_as_a_bad_request() {
     }
 }
 
-/// Numbers that no host has, and that overflow when they are added or multiplied.
+/// Numbers beyond every host, which overflow when they are added or multiplied.
 #[test]
 fn numbers_that_no_host_has_are_refused_as_bad_requests() {
     for vcpus in [0, 65, usize::MAX / 8, usize::MAX] {
@@ -122,7 +122,7 @@ fn numbers_that_no_host_has_are_refused_as_bad_requests() {
     assert_eq!(soft::Host::minimum_budget(usize::MAX).get(), u64::MAX);
 }
 
-/// Devices that have seen the end of a run do not run another guest.
+/// Devices of an ended run do not run another guest.
 #[test]
 fn devices_of_an_earlier_run_end_a_run_at_once() {
     let devices = Arc::new(PlatformDevices::new(|_: &str| ()));
@@ -136,7 +136,7 @@ fn devices_of_an_earlier_run_end_a_run_at_once() {
     assert_eq!(end.expect("it starts").ending, Ending::Exited(7));
 }
 
-/// Halts with interrupts on and a timer that is armed in the APIC's page.
+/// Halts with interrupts on, after it has armed a timer in the APIC's page.
 const WAITS_FOR_ITS_TIMER: &[u8] = &[
     0xbb, 0x00, 0x00, 0xe0, 0xfe, // mov ebx, 0xfee00000
     0xc7, 0x83, 0xf0, 0, 0, 0, 0xff, 1, 0, 0, // mov dword [rbx + 0xf0], 0x1ff: SVR

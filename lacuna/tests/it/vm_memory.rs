@@ -15,7 +15,7 @@ fn guest() -> Arc<soft::Vm> {
     builder.build().expect("there is memory for it")
 }
 
-/// Bytes that differ from page to page and from byte to byte.
+/// Different bytes from page to page and from byte to byte.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i ^ (i >> 8) ^ (i >> 16)) as u8).collect()
 }
