@@ -8,10 +8,10 @@
 //! workloads/cpubench.* + native/shim.c      --> cpubench-native, for this machine itself
 //! ```
 //! `ARCH` is x86. The compiler's flags are in `kernel/arch/ARCH/cflags` and
-//! `user/arch/ARCH/cflags`, which `build-guest.sh` reads too.
+//! `user/arch/ARCH/cflags`. `build-guest.sh` reads them too.
 //!
-//! A host may have no compiler that makes x86-64 guests. Then the build continues without images:
-//! each file is empty, and `unavailable` has the reason, which the crate gives at run time.
+//! A host may have no compiler for x86-64 guests. Then the build continues without images: each
+//! file is empty, and `unavailable` has the reason for the crate's users.
 
 use std::env;
 use std::ffi::OsString;
@@ -78,7 +78,7 @@ fn workloads() -> Vec<PathBuf> {
     all
 }
 
-/// C and assembly files of a folder, those for the architecture included, without the named ones.
+/// C and assembly files of a folder and of its folder for the architecture, without the named ones.
 /// They are sorted by name alone, so that a file's folder does not decide its place in the image.
 fn sources(folder: &str, without: &[&str]) -> Vec<PathBuf> {
     let folders = [folder.to_owned(), format!("{folder}/arch/{ARCH}")];
@@ -99,7 +99,7 @@ struct Build {
 }
 
 impl Build {
-    /// Why this host's compiler cannot build the guests, if it cannot.
+    /// The reason if this host's compiler cannot build the guests.
     fn unavailable(&self) -> Option<String> {
         let help = "install a C compiler for x86-64 with its assembler and linker (Debian and \
                     Ubuntu: `apt install gcc`; Fedora: `dnf install gcc`; on another processor: \

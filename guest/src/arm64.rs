@@ -48,7 +48,7 @@ pub(crate) const KERNEL_PARAMS: &[Param] = &[
     param("slice_us", "4000", "time slice, microseconds"),
 ];
 
-/// What the x86-64 image of that name does and takes.
+/// The x86-64 image of that name: the purpose and parameters are the same.
 const fn same_as_x86(name: &str) -> &'static Image {
     let mut i = 0;
     while i < catalog::IMAGES.len() {

@@ -1,4 +1,4 @@
-//! The list of images, and the parameters that each takes.
+//! The list of images, and the parameters of each.
 
 use crate::arm64;
 
@@ -13,7 +13,7 @@ pub struct Param {
     pub about: &'static str,
 }
 
-/// The processor that a guest is for.
+/// A guest's processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arch {
     /// x86-64. Images are ELF64 files, built with the crate.
@@ -62,7 +62,7 @@ impl Arch {
 pub struct Image {
     /// The workload's name.
     pub name: &'static str,
-    /// The image, in the form that [`Arch`] says.
+    /// The image, in the form of its [`Arch`].
     pub file: &'static [u8],
     /// What it does, in one line.
     pub about: &'static str,
@@ -486,8 +486,8 @@ pub fn image(name: &str) -> Option<&'static Image> {
     Arch::X86_64.image(name)
 }
 
-/// The reason why no x86-64 images are built in; `None` if there are images. The reason is that the
-/// compiler that built the crate makes no x86-64 programs. Guests of a file run all the same.
+/// The reason why no x86-64 images are built in: the crate's compiler makes no x86-64 programs.
+/// `None` if there are images. Guests from a file run all the same.
 pub fn unavailable() -> Option<&'static str> {
     Arch::X86_64.unavailable()
 }

@@ -8,9 +8,9 @@
 //!  128  entry 1 ...                                                       up to 60 entries
 //! ```
 //! The guest announces the page with a 32-bit write of its frame number to [`crate::PORT_STATUS`].
-//! Threads write their counters with plain aligned stores. So a copy of the page may be taken at
-//! any moment: each counter in it is a value that the thread did write. `include/lacuna/abi.h` is
-//! the C side; a test compares the two.
+//! Threads write their counters with plain aligned stores. So a host may copy the page at any
+//! moment: each counter in the copy is a value that the thread has written. `include/lacuna/abi.h`
+//! is the C side; a test compares the two.
 
 use std::fmt;
 
@@ -35,10 +35,10 @@ pub const STATE_AT: usize = 16;
 pub const EXIT_CODE_AT: usize = 20;
 /// Offset of the counter of page-not-present events, u32. The other five follow it.
 pub const APF_AT: usize = 24;
-/// Offset of the kinds that are paused, u32: bits [`Kind::paused_bit`]. Only the host writes it.
+/// Offset of the paused kinds, u32: bits [`Kind::paused_bit`]. Only the host writes it.
 pub const PAUSED_AT: usize = 48;
-/// Offset of the workload's setting, u32. Only the host writes it; 0 means not set. The workload
-/// `churn` uses it: 1 + the transactions, of 65536, that go to the cold rest of its heap. At the
+/// Offset of the workload's setting, u32. Only the host writes it; 0 means not set. For the
+/// workload `churn`, 1 + how many of 65536 transactions go to the cold rest of its heap. At the
 /// highest value, `u32::MAX`, each transaction writes to all pages of its process. With `gate=1`,
 /// `touch`, `verify` and `zipf` wait until it is set. For `zipf` it is then the accesses' seed.
 pub const SETTING_AT: usize = 52;
@@ -88,17 +88,18 @@ impl Kind {
 /// 2^32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Apf {
-    /// Page-not-present events: each put a thread to sleep, except those in `dummies` and `idle`.
+    /// Page-not-present events: each put a thread to sleep, except the events in `dummies` and
+    /// `idle`.
     pub not_present: u32,
     /// Page-ready events for one token.
     pub ready: u32,
     /// Page-ready events for all waiting threads.
     pub wake_all: u32,
-    /// Of `ready`: those for which no thread waited yet.
+    /// Events in `ready` for which no thread waited yet.
     pub dummies: u32,
-    /// Of `not_present`: those that hit the idle loop, which has no thread to run and halts.
+    /// Events in `not_present` that hit the idle loop, which has no thread to run and halts.
     pub idle: u32,
-    /// Events that have no meaning for the guest. A correct host sends none.
+    /// Events without a meaning for the guest. A correct host sends none.
     pub lost: u32,
 }
 
@@ -122,7 +123,7 @@ pub struct Thread {
     pub goal: Option<u64>,
     /// What the thread does.
     pub kind: Kind,
-    /// The vCPU it runs on.
+    /// The vCPU of the thread.
     pub cpu: u32,
     /// Its name; empty until it gives itself one.
     pub name: String,
@@ -150,8 +151,8 @@ pub struct Status {
     pub state: GuestState,
     /// Async page faults so far.
     pub apf: Apf,
-    /// Thread slots in use so far, by index; a finished thread keeps its last values until its
-    /// slot is used again.
+    /// Thread slots used so far, by index. A finished thread keeps its last values until its slot
+    /// is used again.
     pub threads: Vec<Thread>,
 }
 
@@ -186,7 +187,7 @@ impl std::error::Error for Error {}
 
 impl Status {
     /// Decodes a copy of the page. The guest may have written anything, so every field is checked.
-    /// Names lose what is not printable ASCII, and unknown kinds become [`Kind::Other`].
+    /// Names lose all but printable ASCII, and unknown kinds become [`Kind::Other`].
     pub fn parse(page: &[u8]) -> Result<Self, Error> {
         if page.len() < PAGE_BYTES {
             return Err(Error::Short(page.len()));

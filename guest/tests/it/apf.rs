@@ -1,5 +1,5 @@
-//! The kernel's async page faults without a kernel: tests `kernel/apf.c` and the part of each
-//! architecture with a host written in C.
+//! The kernel's async page faults without a kernel: tests `kernel/apf.c`, and each architecture's
+//! part with a host in C.
 
 use std::path::Path;
 use std::process::Command;

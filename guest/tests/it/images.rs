@@ -1,4 +1,4 @@
-//! Every image is what a loader expects, and the native benchmark runs.
+//! Every image has the form that a loader expects, and the native benchmark runs.
 
 use lacuna_guest::Arch;
 use std::fs;

@@ -1,7 +1,7 @@
 //! Async page faults under QEMU: without KVM, which offers none, and with KVM.
 //!
-//! QEMU offers them if told to. Pages are then missing only if the host happens to swap, so this
-//! checks the registers and the wake-all that follows each enabling, not faults.
+//! QEMU offers them on request. Pages are then missing only if the host happens to swap. So this
+//! checks the registers, and the wake-all after each enabling, not faults.
 
 use super::machine::{Outcome, assert_ended, boot, boot_with, qemu_missing, temp};
 use std::fs::{self, File};
@@ -41,10 +41,9 @@ fn breaking_the_rules_without_async_faults_does_nothing() {
     assert_ended(&outcome, 2, "cannot run with case=9");
 }
 
-/// QEMU with KVM and its async page faults. Three options are for nested `kvm_pvm` hosts:
-/// `-arch-capabilities` because they refuse to set that register; `qboot.rom` because they emulate
-/// firmware, and SeaBIOS takes ten seconds of it; `syscall=ud2` because they have no syscall
-/// instruction.
+/// QEMU with KVM and its async page faults. Three options are for nested `kvm_pvm` hosts.
+/// `-arch-capabilities`: they refuse to set that register. `qboot.rom`: they emulate firmware, and
+/// SeaBIOS takes ten seconds. `syscall=ud2`: they have no syscall instruction.
 fn boot_on_kvm(name: &str, smp: u32, params: &str) -> Outcome {
     let path = temp(&format!("kvm-{name}.elf"));
     let image = lacuna_guest::image(name).expect("in the catalog");
@@ -82,7 +81,7 @@ fn kvm_answers_each_enabling_with_a_wake_all() {
     assert_ended(&off, 0, "wrong=0");
     assert_eq!((number(&off, "enables"), number(&off, "wake_all")), (0, 0));
 
-    // KVM accepts bit 0 of the register alone, and delivers nothing then.
+    // KVM accepts bit 0 alone, and then delivers nothing.
     let original = boot_on_kvm("apfstorm", 1, &format!("{params} apf=pf"));
     assert_ended(&original, 0, "wrong=0");
     assert!(number(&original, "enables") > 0, "{}", original.console);

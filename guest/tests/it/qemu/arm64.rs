@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// Armv8.0: atomic operations are loops of exclusives.
 const A72: &str = "cortex-a72";
-/// All that QEMU has.
+/// All features of QEMU.
 const MAX: &str = "max";
 
 fn qemu_missing() -> bool {
@@ -84,7 +84,7 @@ fn without_semihosting_the_machine_is_powered_off() {
     assert_eq!(status.code(), Some(0), "PSCI has no exit code");
 }
 
-/// QEMU's device tree with one word in place of another, which is as long.
+/// QEMU's device tree with one word in place of another of the same length.
 fn device_tree(from: &str, to: &str) -> PathBuf {
     let path = temp("arm64.dtb");
     let dump = format!("virt,gic-version=3,dumpdtb={}", path.display());
@@ -103,8 +103,8 @@ fn device_tree(from: &str, to: &str) -> PathBuf {
     path
 }
 
-/// QEMU has no device of Lacuna's, but empty virtio transports with a name of that length. One of
-/// them gets the device's name, and QEMU's trace says what the kernel writes there.
+/// QEMU has no Lacuna device, but empty virtio transports with a name of the same length. One of
+/// them gets the device's name, and QEMU's trace has the kernel's writes there.
 #[test]
 fn the_host_device_gets_status_page_and_exit_code() {
     if qemu_missing() {
@@ -253,8 +253,8 @@ fn cpubench_and_reset() {
     assert!(!reset.console.contains("still here"), "{}", reset.console);
 }
 
-/// The lines of `traps` are the same here and on the soft backend. Its test compares with the
-/// same file. A test that fails because the workload was changed prints the new lines.
+/// The lines of `traps` are the same here and on the soft backend, whose test compares with the
+/// same file. After a change of the workload, the failed test prints the new lines.
 #[test]
 fn exceptions_and_translation() {
     if qemu_missing() {
@@ -269,7 +269,7 @@ fn exceptions_and_translation() {
     assert_ended(&refused, 2, "traps: needs a processor with PAN and HAFDBS");
 }
 
-/// QEMU has no vendor services of KVM, so every probe says no.
+/// QEMU has no vendor services of KVM, so every probe fails.
 #[test]
 fn without_async_faults_nothing_is_lost() {
     if qemu_missing() {

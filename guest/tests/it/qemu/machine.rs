@@ -7,13 +7,14 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longer than a guest takes on a machine with many times more work than cores.
+/// Longer than a guest takes on a machine with far more work than cores.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub struct Outcome {
     /// What the guest wrote to its serial line.
     pub console: String,
-    /// The guest's exit code, of x86-64 its low seven bits; `None` if QEMU ended in another way.
+    /// The guest's exit code, on x86-64 only its low seven bits; `None` if QEMU ended in another
+    /// way.
     pub code: Option<i32>,
 }
 
@@ -25,7 +26,8 @@ pub fn qemu_missing() -> bool {
     program_missing("qemu-system-x86_64", "qemu-system-x86")
 }
 
-/// Whether a program does not run here; then the test is skipped, and told the Debian package.
+/// Whether a program does not run here. If so, the test is skipped, and the reason names the Debian
+/// package.
 pub fn program_missing(program: &str, package: &str) -> bool {
     let found = Command::new(program).arg("--version").output().is_ok();
     if !found {
@@ -67,7 +69,7 @@ pub fn boot_with(image: &Path, smp: u32, params: &str, extra: &[&str]) -> Outcom
     }
 }
 
-/// Runs QEMU until it ends: what it wrote to standard output, and how it ended.
+/// Runs QEMU until it ends. Returns its standard output and its exit status.
 pub fn run(qemu: &mut Command) -> (String, ExitStatus) {
     let mut child = qemu
         .stdin(Stdio::null())

@@ -1,4 +1,4 @@
-//! The images boot and work on another machine than Lacuna's: QEMU.
+//! The images also boot and work on QEMU.
 
 mod apf;
 mod arm64;

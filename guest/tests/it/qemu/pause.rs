@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::thread;
 use std::time::Duration;
 
-/// The accesses after which the faulter ends the guest: far more than it makes during the test.
+/// The faulter ends the guest after this many accesses: far more than it makes during the test.
 const GOAL: u64 = 1_000_000_000_000;
 
 /// Guest memory as a file, with the status page somewhere in it.
@@ -17,7 +17,7 @@ struct Memory {
 }
 
 impl Memory {
-    /// Waits until all three threads run; `over` says that they never will.
+    /// Waits until all three threads run, or `over` says that they never will.
     fn find(path: &std::path::Path, over: impl Fn() -> bool) -> Option<Self> {
         while !over() {
             thread::sleep(Duration::from_millis(20));
@@ -104,7 +104,7 @@ fn the_host_pauses_threads_by_kind() {
         let memory = Memory::find(&path, over).expect("the guest runs");
         for kind in [Kind::Faulter, Kind::Worker] {
             memory.pause(kind.paused_bit());
-            // A thread may finish the step it is in; then its counter must not change.
+            // A thread may finish its step. Then its counter must not change.
             while {
                 let (before, after) = memory.while_other_counts(kind, 20_000, over);
                 before != after
