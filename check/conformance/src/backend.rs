@@ -1,4 +1,4 @@
-//! What a body asks of a backend.
+//! The requests of a body to a backend.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use lacuna_machine::{
     Apf, Arch, CpuModel, Image, Logging, PageSource, SlotFlags, SlotId, Vm, set_logging_everywhere,
 };
 
-/// Why a backend cannot do what a body needs, on this machine or at all.
+/// Why a backend cannot run a body, on this machine or at all.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Lacks(String);
 
@@ -39,8 +39,8 @@ pub enum Tracking {
     PmlBitmap,
     /// A ring for each vCPU, as large as the backend has them.
     Ring,
-    /// A small ring for each vCPU, detection as the backend has it. The guest fills it faster than
-    /// it is harvested.
+    /// A small ring for each vCPU, with the backend's detection. The guest fills it faster than the
+    /// monitor harvests it.
     SmallRing,
     /// The smallest ring for each vCPU, writes detected by write protection.
     WriteProtectRing,
@@ -50,16 +50,16 @@ pub enum Tracking {
     PageMap,
 }
 
-/// The pages of a VM whose memory is elsewhere when the guest starts.
+/// The origin of pages that are elsewhere when the guest starts.
 #[derive(Clone, Debug)]
 pub struct Origin {
     /// Provides the pages.
     pub source: Arc<dyn PageSource>,
-    /// What a vCPU does that needs a missing page.
+    /// How a vCPU acts when it needs a missing page.
     pub missing: Missing,
 }
 
-/// What a vCPU does that needs a missing page.
+/// How a vCPU acts when it needs a missing page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Missing {
     /// It waits for the source.
@@ -87,13 +87,13 @@ pub struct Request {
     pub resident: u64,
     /// How many processors it has.
     pub vcpus: usize,
-    /// How long a page takes that is not resident, beyond what the backend's own transfer takes.
+    /// The time to bring an evicted page, beyond the backend's own transfer.
     pub latency: Duration,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
-    /// How its writes are tracked, once a slot is logged.
+    /// How writes to a logged slot are tracked.
     pub tracking: Tracking,
-    /// Which processor the guest sees.
+    /// The processor that the guest sees.
     pub cpu: CpuModel,
     /// The origin of its pages; `None`: they are zeros.
     pub origin: Option<Origin>,
@@ -104,7 +104,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// A VM of `memory` MiB, `resident` of them resident, without latency or async faults.
+    /// A VM of `memory` MiB, with `resident` MiB resident, without latency or async faults.
     pub fn new(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> Self {
         Self {
             memory,
@@ -152,8 +152,8 @@ pub trait Backend: Clone + Send + 'static {
     /// The architecture of its guests.
     fn arch(&self) -> Arch;
 
-    /// What a test holds while it runs. A guest of KVM that waits for another vCPU spins: two such
-    /// guests beside each other take ten times as long as one after the other.
+    /// A lock that a test holds while it runs. On KVM, a guest spins while it waits for another
+    /// vCPU: two such guests side by side take ten times as long as one after the other.
     fn turn(&self) -> Option<MutexGuard<'static, ()>> {
         None
     }
@@ -161,7 +161,7 @@ pub trait Backend: Clone + Send + 'static {
     /// Makes a VM.
     fn build(&self, request: &Request) -> Result<Built<Self>, Lacks>;
 
-    /// The guests are x86-64 ones. `why` says what AArch64 has not.
+    /// Refuses AArch64 guests. `why` says what AArch64 lacks.
     fn x86_only(&self, why: &str) -> Result<(), Lacks> {
         match self.arch() {
             Arch::X86_64 => Ok(()),
@@ -187,7 +187,7 @@ pub trait Backend: Clone + Send + 'static {
         })
     }
 
-    /// Makes a VM whose vCPUs wait for a state to be restored.
+    /// Makes a VM whose vCPUs wait for a restored state.
     fn make_bare(&self, request: &Request) -> Result<Made<Self>, Lacks> {
         let built = self.build(request)?;
         Ok(Made {
@@ -215,7 +215,7 @@ pub fn stop_tracking(vm: &impl Vm) {
     set_logging_everywhere(vm, Logging::Off).expect("slots of this VM");
 }
 
-/// The pages that were written since the last call, by slot. They can be copied when it returns: a
+/// The pages written since the last call, by slot. The caller can copy them after the return: a
 /// later write is in a later harvest.
 pub fn harvest(vm: &impl Vm) -> BTreeSet<(SlotId, usize)> {
     let mut dirty = BTreeSet::new();

@@ -1,5 +1,5 @@
-//! The behaviours, each a function over a backend. `Err` says what the backend lacks; what is wrong
-//! is a panic, as in every test.
+//! The behaviours, each a function over a backend. `Err` says what the backend lacks. A failure is
+//! a panic, as in every test.
 
 pub mod async_faults;
 pub mod between;
@@ -17,5 +17,5 @@ pub mod sources;
 pub mod state;
 pub mod tokens;
 
-/// What a body returns.
+/// A body's result.
 pub type Outcome = Result<(), crate::backend::Lacks>;

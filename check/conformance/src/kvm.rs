@@ -12,10 +12,10 @@ use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Kvm;
 
-/// A ring of 4,096 entries. Where KVM emulates the guest's kernel, it overflows.
+/// A ring of 4,096 entries. If KVM emulates the guest's kernel, the ring overflows.
 const SMALL_RING: usize = 4096 * RingSize::ENTRY_BYTES;
 
-/// How `tracking` is called here.
+/// The kvm backend's names for `tracking`.
 fn mode(tracking: Tracking) -> Result<(Delivery, Tracker), Lacks> {
     let ring = |bytes| {
         let size = RingSize::from_bytes(bytes).expect("a size of a ring");
@@ -24,7 +24,7 @@ fn mode(tracking: Tracking) -> Result<(Delivery, Tracker), Lacks> {
     };
     match tracking {
         Tracking::Bitmap => Ok((Delivery::Bitmap, Tracker::Kvm)),
-        // Where KVM emulates the guest's kernel, each store of that makes an entry.
+        // If KVM emulates the guest's kernel, each of its stores makes an entry.
         Tracking::Ring => ring(RingSize::BYTES_MAX),
         Tracking::SmallRing => ring(SMALL_RING),
         Tracking::PageMap => Ok((Delivery::Bitmap, Tracker::Pagemap)),
@@ -47,7 +47,7 @@ impl Backend for Kvm {
 
     fn turn(&self) -> Option<MutexGuard<'static, ()>> {
         static TURN: Mutex<()> = Mutex::new(());
-        // A test that failed leaves no state behind.
+        // A failed test leaves no state behind.
         Some(TURN.lock().unwrap_or_else(PoisonError::into_inner))
     }
 

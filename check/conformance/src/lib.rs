@@ -1,20 +1,20 @@
 //! One test body per behaviour, for every backend and every architecture of guests.
 //!
-//! A body is a function over [`Backend`], which makes a VM of a description. A backend's tests are
-//! one line, which makes a `#[test]` of each body. [`suites!`](crate::suites) does so for each
-//! architecture, and [`suite!`](crate::suite) for one. A backend that differs from another one by
-//! its memory alone has [`memory_suites!`](crate::memory_suites). A test's name begins with the
-//! architecture: `arm64::exits::a_crash_says_where`.
+//! A body is a function over [`Backend`], which makes a VM from a description. One line makes all
+//! tests of a backend, a `#[test]` for each body: [`suites!`](crate::suites) for each architecture,
+//! [`suite!`](crate::suite) for one. [`memory_suites!`](crate::memory_suites) is for a backend that
+//! differs from another one only by its memory. A test's name begins with the architecture:
+//! `arm64::exits::a_crash_says_where`.
 //!
 //! ```ignore
 //! lacuna_conformance::suites!(lacuna_conformance::Soft::default());
 //! ```
-//! A body names no architecture. It runs a built-in guest, or it writes a small program once with
-//! [`Assembler`](program::Assembler), in instructions that every architecture has. A body about
-//! something that one architecture alone has, such as ports, says so.
+//! A body names no architecture. It runs a built-in guest, or writes a small program once with
+//! [`Assembler`](program::Assembler), in instructions that every architecture has. Only a body
+//! about one architecture's own features, such as ports, names it.
 //!
-//! A backend that cannot do what a body needs says why ([`Lacks`]); the test is then listed as
-//! skipped at the end of `cargo test`, with that reason.
+//! A backend that cannot run a body returns the reason ([`Lacks`]). `cargo test` then lists the
+//! test at its end as skipped, with the reason.
 //!
 //! | module | contents |
 //! |---|---|

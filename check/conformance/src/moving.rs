@@ -1,4 +1,5 @@
-//! A guest moves from one VM to another: its vCPUs stop, their states and the memory are copied.
+//! A guest moves from one VM to another: its vCPUs stop, and their states and the memory are
+//! copied.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -12,7 +13,7 @@ use lacuna_machine::{
 
 use crate::backend::{Backend, Lacks, Made, Request, VcpuOf};
 
-/// How often a run looks whether it has ended.
+/// The time between two looks whether a run has ended.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// Runs the vCPUs for `time`, or until the guest ends.
@@ -46,8 +47,7 @@ pub fn run_for<B: Backend>(made: &mut Made<B>, devices: &PlatformDevices, time: 
     });
 }
 
-/// The states of all vCPUs, which do not run. One that is in the middle of an instruction completes
-/// it first.
+/// The states of all stopped vCPUs. A vCPU in the middle of an instruction completes it first.
 ///
 /// # Panics
 /// If one is not saved.
@@ -86,9 +86,9 @@ pub fn copy_memory(from: &(impl GuestMemory + MemorySlots), to: &impl GuestMemor
     }
 }
 
-/// Calls `attempt`, which runs the guest of `request` to its end and returns how often it moved. If
-/// the guest ended before it had moved `least` times, because the machine is fast or a thread woke
-/// late, the guest gets ten times as much work, and then a hundred times.
+/// Calls `attempt`, which runs the guest of `request` to its end and returns how often it moved. On
+/// a fast machine, or if a thread wakes late, the guest may end before it has moved `least` times.
+/// Then it gets ten times as much work, and then a hundred times.
 ///
 /// # Panics
 /// If that did not suffice.
@@ -126,7 +126,7 @@ fn with_more_work(command_line: &str, times: u64) -> String {
     words.join(" ")
 }
 
-/// Makes a VM of `backend`, and moves the guest of `from` there; the old VM is dropped.
+/// Makes a VM of `backend`, moves the guest of `from` there, and drops the old VM.
 ///
 /// # Panics
 /// If a state is refused.

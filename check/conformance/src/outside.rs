@@ -1,5 +1,4 @@
-//! Memory that a thread fills through a userfaultfd, page by page, as a handler outside of the VMM
-//! does.
+//! A thread fills memory through a userfaultfd, page by page, as a handler outside of the VMM does.
 
 use std::sync::{Arc, Weak};
 use std::thread;
@@ -13,8 +12,8 @@ use crate::backend::Lacks;
 /// How long the handler sleeps between two looks.
 const LOOK: Duration = Duration::from_micros(20);
 
-/// A source for one VM, and a thread that fills each page with zeros when it is touched. The thread
-/// ends after the VM.
+/// A source for one VM, and a thread that fills each touched page with zeros. The thread ends after
+/// the VM.
 pub fn zeros() -> Result<Arc<dyn PageSource>, Lacks> {
     let external = External::threads(&[], Policy::default());
     let external = external
@@ -31,7 +30,7 @@ fn fill(external: &Weak<External>) {
         for uffd in external.userfaultfds() {
             uffd.faults(&mut faults).expect("a userfaultfd");
             for fault in faults.drain(..) {
-                // The page may be there, or be discarded, or its VM may have ended.
+                // The page may be present or discarded already, or its VM may have ended.
                 if uffd.copy(&[0; PAGE_SIZE], fault.page).is_err() {
                     let _ = uffd.wake(fault.page);
                 }

@@ -1,16 +1,15 @@
-//! Guests of a few instructions, for what no whole guest does on purpose.
+//! Guests of a few instructions, for events that no whole guest causes on purpose.
 //!
 //! A body writes such a program once, for every architecture, with an [`Assembler`]. `x86` encodes
-//! it with iced-x86. `arm64` encodes it with a table of its own, because a program needs only two
-//! dozen A64 instructions, each a constant and its operands: an assembler crate would be longer.
+//! it with iced-x86. `arm64` encodes it with its own table: a program needs only two dozen A64
+//! instructions, each a constant and its operands, and an assembler crate would be longer.
 //!
-//! Programs start as every image does. An x86-64 processor is in long mode at CPL 0 with the
-//! identity map and interrupts off. An AArch64 processor is at EL1 with stage 1 off and interrupts
-//! masked, so its accesses must be aligned.
+//! Programs start like every image. An x86-64 processor is in long mode at CPL 0 with the identity
+//! map and interrupts off. An AArch64 processor is at EL1 with stage 1 off and interrupts masked,
+//! so its accesses must be aligned.
 //!
-//! A program reports a value to its VMM, or asks it for one, by an exit: through a port on x86-64,
-//! and through an address without memory on AArch64. [`reported`] and [`is_question`] recognise
-//! both.
+//! A program reports a value to its VMM, or asks for one, by an exit: through a port on x86-64, and
+//! through an address without memory on AArch64. [`reported`] and [`is_question`] recognise both.
 
 mod arm64;
 mod x86;
@@ -22,14 +21,14 @@ pub use x86::{assemble as assemble_x86, msr};
 
 /// The offset of a program in its VM's memory.
 const CODE: u64 = 0x20_0000;
-/// The offset of one past a stack that a program may use.
+/// The offset of the end of a stack that a program may use.
 pub const STACK: u64 = 0x21_0000;
-/// The address of a place where there is no memory in a small VM, and that every program reaches.
+/// An address that has no memory in a small VM, and that every program reaches.
 pub const DEVICE: u64 = 0xd000_0000;
-/// Another such place, for slots that are added later.
+/// Another such place, for later slots.
 pub const LATER: u64 = 0x5000_0000;
 
-/// The address of byte `offset` of the memory that a VM has when it starts.
+/// The address of byte `offset` of a VM's first memory.
 pub const fn ram(arch: Arch, offset: u64) -> u64 {
     match arch {
         Arch::Arm64 => (1 << 30) + offset,
@@ -42,14 +41,14 @@ pub const fn gpa(arch: Arch, offset: u64) -> Gpa {
     Gpa::truncate(ram(arch, offset))
 }
 
-/// Where the first instruction of a program lies.
+/// The address of a program's first instruction.
 pub const fn code(arch: Arch) -> Gpa {
     gpa(arch, CODE)
 }
 
-/// The value that enables asynchronous page faults with the area at `gpa`, which is 64-byte
-/// aligned. On x86-64 that is the value of an MSR: today's contract, at any privilege. On AArch64
-/// it is the argument of a call: the first contract of 2020.
+/// The value that enables asynchronous page faults with the 64-byte aligned area at `gpa`. On
+/// x86-64 this is the value of an MSR: today's contract, at any privilege. On AArch64 it is the
+/// argument of a call: the first contract of 2020.
 pub const fn async_faults_at(arch: Arch, gpa: u64) -> u64 {
     match arch {
         Arch::Arm64 => 1 << 63 | gpa | 1,
@@ -66,7 +65,7 @@ pub const ASK_PORT: u16 = 0x80;
 /// The address for that.
 const ASK_AT: u64 = 0x0a00_0008;
 
-/// The value that a program reports by this exit.
+/// The value that this exit reports.
 pub fn reported(exit: &Exit) -> Option<u32> {
     match *exit {
         Exit::IoOut {
@@ -79,7 +78,7 @@ pub fn reported(exit: &Exit) -> Option<u32> {
     }
 }
 
-/// Whether a program asks for a value by this exit: answer it with `Vcpu::complete_read`.
+/// Whether this exit asks for a value: answer it with `Vcpu::complete_read`.
 pub fn is_question(exit: &Exit) -> bool {
     match exit {
         Exit::IoIn { port, .. } => *port == ASK_PORT,
@@ -259,8 +258,8 @@ impl Assembler {
         self.push(Op::EnableAsyncFaults(value));
     }
 
-    /// From here on, accesses need not be aligned. On AArch64 that takes tables of stage 1, which
-    /// map everything to itself; they are in the first page behind [`STACK`].
+    /// From here on, accesses need not be aligned. On AArch64 this needs stage 1 tables with an
+    /// identity map. They are in the first page behind [`STACK`].
     pub fn allow_unaligned(&mut self) {
         self.push(Op::AllowUnaligned);
     }
@@ -283,7 +282,7 @@ pub struct Code {
     bytes: Vec<u8>,
 }
 
-/// The program that `write` writes.
+/// Assembles the program that `write` writes.
 pub fn assemble(arch: Arch, write: impl FnOnce(&mut Assembler)) -> Code {
     let mut program = Assembler::default();
     write(&mut program);
@@ -294,18 +293,18 @@ pub fn assemble(arch: Arch, write: impl FnOnce(&mut Assembler)) -> Code {
     Code { arch, bytes }
 }
 
-/// Whether a program may be interrupted. None is: it has no timer.
+/// Whether interrupts are on in a program. None ever arrives, because it has no timer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Interrupts {
     /// They are off.
     Off,
-    /// They are on. Then KVM lets a worker of its own bring pages in.
+    /// They are on. Then KVM lets its own worker bring pages in.
     On,
 }
 
-/// A program. A processor makes its accesses on every host. Where KVM emulates CPL 0, that is so
-/// only at CPL 3, so the program runs there on x86-64. It stays at EL1 on AArch64. It may use the
-/// bytes 2 to 4 MiB of its VM's memory.
+/// A program whose accesses a processor makes on every host. Some KVMs emulate CPL 0, so on x86-64
+/// the program runs at CPL 3. On AArch64 it stays at EL1. It may use the bytes 2 to 4 MiB of its
+/// VM's memory.
 ///
 /// Two vCPUs may run it. The second begins after the first has left for the first time: on AArch64
 /// the first switches it on, and on x86-64 a task register cannot be loaded by both at once.

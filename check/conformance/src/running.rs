@@ -15,12 +15,12 @@ use lacuna_machine::{
 
 use crate::backend::{Backend, Lacks, Made, Request};
 
-/// Every guest here ends by itself. If the host's KVM emulates guest kernels, that takes minutes
+/// Every guest here ends by itself. If the host's KVM emulates guest kernels, this takes minutes
 /// instead of moments.
 const HANG: Duration = Duration::from_secs(900);
 
-/// Runs `body` on a thread of its own and panics if it takes too long. A vCPU that hangs in the
-/// host kernel cannot be ended: its thread is left behind.
+/// Runs `body` on a thread of its own and panics if it takes too long. Nothing can end a vCPU that
+/// hangs in the host kernel: its thread stays behind.
 pub fn within<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = channel();
     let name = thread::current().name().unwrap_or("body").to_owned();
@@ -57,11 +57,11 @@ pub fn guest(arch: Arch, name: &str) -> Image<'static> {
     Image::parse(image.file).expect("the image of a built-in guest")
 }
 
-/// How a run went.
+/// The outcome of a run.
 pub struct Finished<B: Backend> {
     /// Why it ended.
     pub ending: Ending,
-    /// What the guest printed, in lines.
+    /// The lines that the guest printed.
     pub printed: Vec<String>,
     /// Its VM.
     pub vm: Arc<B::Vm>,
@@ -70,7 +70,7 @@ pub struct Finished<B: Backend> {
 }
 
 impl<B: Backend> Finished<B> {
-    /// The same, if the guest ended as it should.
+    /// Returns this if the guest ended well.
     ///
     /// # Panics
     /// If it did not.
@@ -94,7 +94,7 @@ pub struct Running<'a, B: Backend> {
 }
 
 impl<B: Backend> Running<'_, B> {
-    /// Whether every vCPU has left for good, so that no guest code runs any more.
+    /// Whether every vCPU has left the guest for the last time.
     pub fn is_over(&self) -> bool {
         self.left.load(Ordering::Acquire) == 0
     }
@@ -119,8 +119,8 @@ pub fn run<B: Backend>(
     beside(backend, request, image, Start::Free, |_| ()).map(|(finished, ())| finished)
 }
 
-/// Which processes of a guest wait from the moment that it announces its status page, until
-/// [`Running::pause`] says otherwise.
+/// The guest's processes that wait after it has announced its status page, until [`Running::pause`]
+/// changes this.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Start {
     /// None.
@@ -129,8 +129,8 @@ pub enum Start {
     Held(Kind),
 }
 
-/// Runs `image` to its end, and `monitor` beside it. When the monitor returns, the guest runs to
-/// its end; a monitor that panics ends it.
+/// Runs `image` to its end, and `monitor` beside it. When the monitor returns, the guest still runs
+/// to its end. A panic of the monitor ends the guest.
 pub fn beside<B: Backend, T>(
     backend: &B,
     request: &Request,

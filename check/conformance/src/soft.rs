@@ -10,7 +10,7 @@ use lacuna_sync::{Clock, HostClock};
 use crate::backend::{Backend, Built, Lacks, Request, Tracking, Unit};
 use crate::outside;
 
-/// What gives this machine huge pages: enough for the bodies that a few threads run.
+/// How to reserve huge pages on this machine: enough for the bodies of a few threads.
 const RESERVE: &str = "as root: echo 200 > /proc/sys/vm/nr_hugepages";
 
 /// VMs of the soft backend.
@@ -26,7 +26,7 @@ pub struct Soft {
     pub filled: Filled,
 }
 
-/// What fills the memory of a VM that is not given a page source.
+/// Fills the memory of a VM without a page source.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Filled {
     /// The backend, with zeros.
@@ -61,7 +61,7 @@ fn ring(bytes: usize) -> Delivery {
     Delivery::Ring { size, backup }
 }
 
-/// How `tracking` is called here; `None` for a detection that is left as it is.
+/// The soft backend's names for `tracking`. `None` leaves the detection as it is.
 fn modes(tracking: Tracking) -> Result<(Option<Detection>, Delivery), Lacks> {
     let (largest, smallest) = (RingSize::BYTES_MAX, RingSize::BYTES_MIN);
     Ok(match tracking {
@@ -93,7 +93,7 @@ impl Backend for Soft {
             return Err(Lacks::because(why));
         }
         let evicts = self.memory_kind == MemoryKind::Budget;
-        // A request with a source, and with a latency of evicted pages, wants both.
+        // A request with a source and a latency of evicted pages wants both.
         let wants_eviction = request.origin.is_none() || !request.latency.is_zero();
         if !evicts && wants_eviction && request.resident < request.memory {
             let why = "soft: only Linux evicts pages of Linux memory";

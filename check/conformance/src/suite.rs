@@ -10,10 +10,9 @@ macro_rules! suites {
     };
 }
 
-/// As [`suites!`](crate::suites), for a backend that differs from another one by its memory alone.
-/// Left out are bodies about vCPUs that take long: guests that go to the other backend, those that
-/// order memory while they move, and those that see the host's processor. The other backend's suite
-/// has them.
+/// As [`suites!`](crate::suites), for a backend that differs from another one only by its memory.
+/// The slow bodies about vCPUs are only in the other backend's suite: guests that go to the other
+/// backend, that order memory while they move, or that see the host's processor.
 #[macro_export]
 macro_rules! memory_suites {
     ($backend:expr) => {
@@ -22,7 +21,7 @@ macro_rules! memory_suites {
     };
 }
 
-/// Makes the tests of a backend: one for each body, named after it, in a module that is named after
+/// Makes the tests of a backend: one for each body, named after the body, in a module named after
 /// the architecture.
 #[macro_export]
 macro_rules! suite {

@@ -8,8 +8,8 @@ use super::Outcome;
 use crate::backend::{Backend, Request};
 use crate::running::{guest, run, within};
 
-/// The parameters by which a guest chooses its contract with the host. The contracts of AArch64 are
-/// two published forms.
+/// The parameters by which a guest chooses its contract with the host. AArch64's contracts are two
+/// published forms.
 pub(super) const fn contracts(arch: Arch) -> &'static [&'static str] {
     match arch {
         Arch::Arm64 => &["apf=abort", "apf=sdei"],
@@ -17,7 +17,7 @@ pub(super) const fn contracts(arch: Arch) -> &'static [&'static str] {
     }
 }
 
-/// Each page-not-present is followed by one page-ready, or by the wake-all of enabling.
+/// One page-ready follows each page-not-present, or else the wake-all of enabling.
 pub fn every_token_comes_back_once<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -31,7 +31,7 @@ pub fn every_token_comes_back_once<B: Backend>(backend: &B) -> Outcome {
             let finished = run(&backend, &request, &guest(backend.arch(), "bm"))?.passed();
             let apf = finished.status.expect("it announces its status page").apf;
             assert!(apf.not_present >= 1000, "{contract}: {apf:?}");
-            // The guest ends when its processes have, so none of them waits for a page.
+            // The guest ends after its processes, so none of them waits for a page.
             assert_eq!(apf.not_present, apf.ready, "{contract}: {apf:?}");
             assert_eq!(apf.lost, 0, "{contract}: {apf:?}");
             assert_eq!(
@@ -43,7 +43,7 @@ pub fn every_token_comes_back_once<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A guest that is not offered them has none.
+/// Without an offer, the guest gets no events.
 pub fn a_guest_gets_no_event_unless_offered<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -55,8 +55,7 @@ pub fn a_guest_gets_no_event_unless_offered<B: Backend>(backend: &B) -> Outcome 
     })
 }
 
-/// `verify` finds any page that was lost or stale; its processes run while others' pages are on
-/// their way.
+/// `verify` finds any lost or stale page. Its processes run while others' pages are on their way.
 pub fn nothing_is_lost_with_async_faults<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -22,7 +22,7 @@ use crate::soft::Soft;
 
 /// How often a guest moves to the other backend and back.
 const ROUND_TRIPS: usize = 3;
-/// Each has save points of its own.
+/// Each seed has its own save points.
 const SEEDS: u64 = 2;
 
 /// The common model with the frequency that `/dev/kvm` gives a TSC here: most hosts have no other.
@@ -45,7 +45,7 @@ macro_rules! with_other {
     }};
 }
 
-/// `verify` finds its memory as it left it, on whichever backend.
+/// On either backend, `verify` finds its memory unchanged.
 pub fn verify_goes_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Outcome {
     with_other!(backend, |here: &_, there: &_| {
         let request = Request::new(8, 6, 2, "rounds=30 pages=600");
@@ -53,7 +53,7 @@ pub fn verify_goes_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Out
     })
 }
 
-/// `bm` with asynchronous page faults: pages on their way stay behind, and are asked for again.
+/// `bm` with asynchronous page faults: pages on their way stay behind, and are requested again.
 pub fn bm_goes_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Outcome {
     with_other!(backend, |here: &_, there: &_| {
         let request = Request {
@@ -73,7 +73,7 @@ fn round_trips<A: Backend, B: Backend>(
 ) -> Outcome {
     let cpu = common()?;
     // kvm_pvm executes SYSCALL without leaving CPL 3, so on such a host the kvm backend's guests
-    // call their kernel by UD2. A guest that moves from soft has to do the same.
+    // call their kernel by UD2. A guest from soft must do the same.
     let command_line = format!("syscall=ud2 {}", request.command_line);
     let request = Request {
         cpu,
@@ -119,7 +119,7 @@ fn round_trips_of<A: Backend, B: Backend>(
     Ok(trips)
 }
 
-/// Where the program has its interrupt table, and what its handlers count.
+/// The addresses of the program's interrupt table, and of its handlers' counters.
 const IDT: u64 = 0x30_0000;
 const IDTR: u64 = 0x30_2000;
 const COUNTS: u64 = 0x30_3000;
@@ -136,8 +136,8 @@ const TSC_DEADLINE: u32 = 0x6e0;
 /// Some milliseconds, at any frequency that a TSC has.
 const SOON: i32 = 40_000_000;
 
-/// Requests an interrupt and arms the timer with interrupts off, reports its round, and is moved
-/// there. Then both interrupts must be delivered, and every register must be as it was.
+/// Requests an interrupt and arms the timer with interrupts off, and reports its round. The test
+/// moves the guest there. Then both interrupts must arrive, with all registers unchanged.
 fn waiting() -> Code {
     assemble_x86(|a| {
         let (mut ipi, mut timer) = (a.create_label(), a.create_label());
@@ -187,7 +187,7 @@ fn waiting() -> Code {
             a.cmp(register, rax)?;
             a.jne(wrong)?;
         }
-        // Each was delivered once.
+        // Each interrupt arrived once.
         a.cmp(dword_ptr(rdi), 1)?;
         a.jne(wrong)?;
         a.cmp(dword_ptr(rdi + 4), 1)?;
@@ -226,7 +226,7 @@ fn handler(a: &mut CodeAssembler, label: &mut CodeLabel, at: i32) -> Result<(), 
     a.iretq()
 }
 
-/// A requested interrupt, an armed timer and the registers go along.
+/// A requested interrupt, an armed timer and the registers move with the guest.
 pub fn interrupts_and_registers_go_to_the_other_backend_and_back<B: Backend>(
     backend: &B,
 ) -> Outcome {

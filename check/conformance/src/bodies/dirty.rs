@@ -1,4 +1,4 @@
-//! Dirty tracking: a monitor copies what each harvest names, and at the end its copy is the
+//! Dirty tracking: a monitor copies the pages of each harvest, and at the end its copy equals the
 //! guest's memory.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,7 +52,7 @@ impl Copy {
         Self(vm.memory_slots().into_iter().map(all).collect())
     }
 
-    /// Copies what was written since the last time; how many pages.
+    /// Copies the pages written since the last time. Returns their number.
     fn harvest<B: Backend>(&mut self, vm: &B::Vm) -> usize {
         let dirty = harvest(vm);
         for (id, page) in &dirty {
@@ -62,7 +62,7 @@ impl Copy {
         dirty.len()
     }
 
-    /// The guest does not run, and everything written was harvested.
+    /// Compares the copy with the memory of the stopped guest, after all harvests.
     fn compare<B: Backend>(&self, vm: &B::Vm) {
         for (id, (gfns, pages)) in &self.0 {
             for (page, bytes) in pages.iter().enumerate() {
@@ -73,8 +73,8 @@ impl Copy {
     }
 }
 
-/// Waits until the guest's processes are prepared: a kernel that boots writes the same pages over
-/// and over.
+/// Waits until the guest's processes are prepared: a booting kernel writes the same pages over and
+/// over.
 fn prepared<B: Backend>(running: &Running<'_, B>) {
     let ready = || {
         let status = running.status()?;
@@ -125,7 +125,7 @@ fn follow<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
     })
 }
 
-/// Bits, detection as the backend has it.
+/// Bits, with the backend's detection.
 pub fn a_bitmap_has_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::Bitmap)
 }
@@ -140,13 +140,13 @@ pub fn a_bitmap_by_pml_has_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::PmlBitmap)
 }
 
-/// Rings, detection as the backend has it.
+/// Rings, with the backend's detection.
 pub fn rings_have_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::Ring)
 }
 
-/// Small rings, which are full now and then, and which KVM may overflow. The guest ends, so a full
-/// ring stops no vCPU for ever.
+/// Small rings are full now and then, and KVM may overflow them. The guest ends, so a full ring
+/// stops no vCPU for ever.
 pub fn small_rings_have_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::SmallRing)
 }
@@ -166,7 +166,7 @@ pub fn the_page_map_has_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::PageMap)
 }
 
-/// What the VMM writes is harvested with the guest's writes, and only while a slot is tracked.
+/// The VMM's writes are harvested with the guest's writes, and only while a slot is tracked.
 pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
     let all = [Tracking::Bitmap, Tracking::Ring, Tracking::PageMap];
     let mut found = Err(Lacks::because("no way to track writes"));
@@ -183,7 +183,7 @@ pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
         let arch = backend.arch();
         let write = |at| vm.write(gpa(arch, at), &[1; 2]).expect("guest memory");
         write(0x3000);
-        // Every page is there: an arriving page counts as written in the page map.
+        // Make every page resident first: an arriving page counts as written in the page map.
         for MemorySlot { gfns, .. } in vm.memory_slots() {
             (0..gfns.pages() as usize).for_each(|page| drop(read::<B>(&vm, gfns, page).to_vec()));
         }
@@ -200,8 +200,8 @@ pub fn host_writes_are_tracked<B: Backend>(backend: &B) -> Outcome {
     found
 }
 
-/// A harvest of a reader may begin another reader, whatever the VM delivers by. A panic in a
-/// harvest loses no page, and a reader that is forgotten blocks no other one.
+/// With every delivery, the harvest of one reader may begin another reader. A panic in a harvest
+/// loses no page, and a forgotten reader blocks no other one.
 pub fn readers_of_the_log_are_nested_anywhere<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -273,7 +273,8 @@ pub fn tracking_begins_and_ends_while_the_guest_runs<B: Backend>(backend: &B) ->
     })
 }
 
-/// A log may begin with every page set; a backend without that refuses by name, and does not log.
+/// A log may begin with every page set. A backend without this feature refuses by name, and does
+/// not log.
 pub fn a_log_begins_with_all_pages_set<B: Backend>(backend: &B) -> Outcome {
     let Made { vm, .. } = backend.make(
         &Request::new(16, 16, 1, ""),

@@ -1,4 +1,4 @@
-//! What a vCPU leaves for, and what it is answered.
+//! A vCPU's exits, and their answers.
 
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ fn small() -> Request {
     Request::new(4, 4, 1, "")
 }
 
-/// One string instruction prints a text and another reads the line status; an absent device reads
-/// as ones and ignores writes; the exit port takes the code.
+/// One string instruction prints a text, and another reads the line status. An absent device reads
+/// as ones and ignores writes. The exit port takes the code.
 pub fn string_ports_device_memory_and_the_exit_port<B: Backend>(backend: &B) -> Outcome {
     backend.has_string_ports()?;
     let code = assemble_x86(|a| {
@@ -83,7 +83,7 @@ pub fn ports_have_every_width<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// What the guest printed before the end is not lost, though its line is not finished.
+/// The guest's last output is not lost, though its line is not finished.
 pub fn an_unfinished_line_is_passed_on<B: Backend>(backend: &B) -> Outcome {
     let code = assemble(backend.arch(), |a| {
         a.set(Reg::A, u64::from(b'x'));
@@ -102,7 +102,7 @@ pub fn an_unfinished_line_is_passed_on<B: Backend>(backend: &B) -> Outcome {
 /// Reads and writes of 1 to 8 bytes leave with their address, width and value, and a read gets the
 /// answer of the VMM.
 pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
-    // Each width, and the offsets that are read and written.
+    // Each width, and the offsets to read and to write.
     const WIDTHS: [(Width, u32, u32); 4] = [
         (Width::Byte, 0, 1),
         (Width::Word, 2, 4),
@@ -147,8 +147,8 @@ pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// The code of a guest that crashes: the handler of its exception raises others for ever. On x86-64
-/// that is a triple fault.
+/// The code of a crashing guest: its exception handler raises exceptions for ever. On x86-64 that
+/// is a triple fault.
 fn crashes(arch: Arch) -> Code {
     assemble(arch, |a| a.crash())
 }
@@ -160,7 +160,7 @@ pub fn a_crash_says_where<B: Backend>(backend: &B) -> Outcome {
         let arch = backend.arch();
         let code = crashes(arch);
         let ending = format!("{:?}", run(&backend, &small(), &image(&code))?.ending);
-        // A KVM that runs guest kernels in its instruction emulator cannot emulate this fault.
+        // If KVM runs guest kernels in its instruction emulator, it cannot emulate this fault.
         let expected = match arch {
             Arch::Arm64 => ["handler cannot be fetched"; 2],
             _ => ["triple fault", "KVM cannot continue"],
@@ -178,7 +178,7 @@ pub fn a_crash_says_where<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// The run of a vCPU that has halted with interrupts off returns when it is kicked, and again.
+/// A kick ends the run of a vCPU that has halted with interrupts off, each time.
 pub fn a_kick_interrupts_a_halted_vcpu<B: Backend>(backend: &B) -> Outcome {
     use lacuna_machine::Kick as _;
     let code = assemble(backend.arch(), |a| {

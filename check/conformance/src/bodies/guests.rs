@@ -36,7 +36,7 @@ fn passes<B: Backend>(backend: &B, request: Request, name: &'static str) -> Outc
     })
 }
 
-/// Two vCPUs change code that the other one executes.
+/// Each of two vCPUs changes code that the other executes.
 pub fn modified_code_is_seen<B: Backend>(backend: &B) -> Outcome {
     passes(backend, Request::new(16, 16, 2, "iters=50"), "smc")
 }

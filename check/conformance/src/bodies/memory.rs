@@ -1,4 +1,4 @@
-//! Slots, faults, and memory that is not resident.
+//! Slots, faults, and evicted memory.
 
 use std::time::Duration;
 
@@ -10,13 +10,13 @@ use crate::backend::{Backend, Made, Request};
 use crate::program::{Assembler, Code, Condition, Label, Reg, assemble, gpa, image, ram};
 use crate::running::{Running, Start, beside, guest, run, within};
 
-/// MiB of the VM in the tests of this file that have a program of their own.
+/// The VM's MiB in this file's tests with their own programs.
 const MIB: u64 = 16;
 /// The offset at which the program's data begin: behind its code and stack.
 const DATA: u64 = 4 << 20;
 
-/// The VMM writes a word into each page, the guest doubles it, and the VMM reads it: at a quarter
-/// of the memory resident, so every page is evicted and read back on the way.
+/// The VMM writes a word into each page, the guest doubles it, and the VMM reads it. Only a quarter
+/// of the memory is resident, so every page is evicted and read back on the way.
 pub fn every_word_is_where_it_was_written<B: Backend>(backend: &B) -> Outcome {
     let end = MIB << 20;
     let arch = backend.arch();
@@ -63,9 +63,9 @@ pub fn every_word_is_where_it_was_written<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// The guest's words that it writes, by size. Each is all zeros or all ones.
+/// The words that the guest writes, by size. Each is all zeros or all ones.
 const BY_GUEST: [(u64, usize); 3] = [(DATA, 8), (DATA + 8, 4), (DATA + 16, 2)];
-/// The guest's words that the VMM writes, in the same way.
+/// The words that the VMM writes, in the same way.
 const BY_HOST: [(u64, usize); 3] = [(DATA + 64, 8), (DATA + 72, 4), (DATA + 80, 2)];
 /// The guest ends when the VMM sets this word.
 const STOP: u64 = DATA + 128;
@@ -73,7 +73,7 @@ const STOP: u64 = DATA + 128;
 const COPIES: usize = 50_000;
 
 /// An aligned copy of 2, 4 or 8 bytes is one access. The VMM and the guest store zeros and ones in
-/// turns, and neither ever reads a word of some zeros and some ones.
+/// turns, and neither ever reads a mixed word.
 pub fn aligned_copies_do_not_tear<B: Backend>(backend: &B) -> Outcome {
     let arch = backend.arch();
     let code = torn_words(arch);
@@ -130,7 +130,7 @@ fn leave_if_torn(a: &mut Assembler, width: Width, torn: Label) {
     a.place(whole);
 }
 
-/// Copies each word, once the guest has begun to store, and then has the guest end.
+/// Waits until the guest stores, copies each word, and then ends the guest.
 fn copy_both_ways<B: Backend>(arch: Arch, running: &Running<'_, B>) {
     let vm = running.vm;
     let read = |at, size: usize| {
@@ -158,7 +158,7 @@ fn copy_both_ways<B: Backend>(arch: Arch, running: &Running<'_, B>) {
     write(STOP, &[1]);
 }
 
-/// `verify` finds any lost or stale page, and any page in another's place.
+/// `verify` finds any lost, stale or misplaced page.
 pub fn nothing_is_lost_at_4x_overcommit<B: Backend>(backend: &B) -> Outcome {
     verify(backend, 1, Duration::ZERO)
 }
@@ -182,7 +182,7 @@ fn verify<B: Backend>(backend: &B, vcpus: usize, latency: Duration) -> Outcome {
     })
 }
 
-/// The VMM's own accesses are refused where there is no slot, with the address.
+/// The VMM's own accesses outside of slots are refused, with the address.
 pub fn memory_outside_of_slots_is_refused<B: Backend>(backend: &B) -> Outcome {
     let Made { vm, .. } = backend.make(
         &Request::new(MIB, MIB, 1, ""),

@@ -48,7 +48,7 @@ enum Content {
 }
 
 impl Words {
-    /// Answers at once, on the thread that asks.
+    /// Answers at once, on the requesting thread.
     pub(super) fn at_once() -> Arc<Self> {
         Arc::new(Self {
             asked: Mutex::default(),
@@ -56,7 +56,7 @@ impl Words {
         })
     }
 
-    /// Answers with zeros, each page `delay` after it was asked for.
+    /// Answers with zeros, each page `delay` after its request.
     pub(super) fn late(delay: Duration) -> Arc<Self> {
         let (sender, requests) = channel::<(Instant, PageRequest)>();
         thread::spawn(move || {
@@ -129,7 +129,7 @@ pub(super) fn program(arch: Arch, interrupts: Interrupts) -> Code {
     })
 }
 
-/// A VM of one vCPU that is about to run [`program`], and the source of its pages.
+/// A VM whose one vCPU is about to run [`program`], and the source of its pages.
 pub(super) fn made<B: Backend>(
     backend: &B,
     missing: Missing,
@@ -180,8 +180,7 @@ fn read<B: Backend>(vm: &B::Vm, gpa: Gpa) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// Without the flag a vCPU waits: the source is asked for what it needs, once, and for no other
-/// page.
+/// Without the flag a vCPU waits. The source gets one request for its page, and no other request.
 pub fn the_source_is_asked_for_what_a_vcpu_needs<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -205,8 +204,8 @@ pub fn a_vcpu_exits_once_for_a_missing_page<B: Backend>(backend: &B) -> Outcome 
     exits_once(backend, Interrupts::Off)
 }
 
-/// The same for a guest that may be interrupted: there a backend may learn of the access, but not
-/// of its kind.
+/// The same for an interruptible guest: there a backend may learn of the access, but not of its
+/// kind.
 pub fn a_vcpu_with_interrupts_exits_once<B: Backend>(backend: &B) -> Outcome {
     exits_once(backend, Interrupts::On)
 }
@@ -232,7 +231,7 @@ fn exits_once<B: Backend>(backend: &B, interrupts: Interrupts) -> Outcome {
         assert_eq!(memory.provide(gpa, &page_of(78)), one(0, 1));
         let (gpa, flags, _) = fault::<B>(vcpu);
         assert_eq!((gpa, flags), (at(WRITTEN), MemoryFaultFlags::WRITE));
-        // A batch: the page itself, its neighbours, and one that is there.
+        // A batch: the page itself, its neighbours, and a present one.
         let batch = page_of(9).repeat(4);
         assert_eq!(memory.provide(at(WRITTEN - 0x1000), &batch), one(4, 0));
         assert_eq!(memory.provide(at(WRITTEN - 0x2000), &batch), one(1, 3));
@@ -255,8 +254,8 @@ fn exits_once<B: Backend>(backend: &B, interrupts: Interrupts) -> Outcome {
     })
 }
 
-/// An access that is not a vCPU's waits for the source, also in a slot that exits; and `populate`
-/// asks for a whole range.
+/// An access from outside of a vCPU waits for the source, also in a slot with exits. `populate`
+/// requests a whole range.
 pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -284,8 +283,8 @@ pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A guest without async faults takes no events. The refused accept makes the next run wait, until
-/// the VMM provides the page, or a kick.
+/// A guest without async faults takes no events. After the refused accept, the next run waits until
+/// the VMM provides the page, or for a kick.
 pub fn a_guest_that_takes_no_events_waits<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -311,7 +310,7 @@ pub fn a_guest_that_takes_no_events_waits<B: Backend>(backend: &B) -> Outcome {
             let (gpa, ..) = fault::<B>(vcpu);
             assert_eq!(gpa, at(WRITTEN), "the wait has ended without another exit");
         });
-        // The source may be asked while the vCPU waits.
+        // The source may get a request while the vCPU waits.
         let (gpa, _, token) = fault::<B>(vcpu);
         assert_eq!(vcpu.accept(token), Err(TokenError::CannotNotify));
         memory.fetch(gpa, None).unwrap();

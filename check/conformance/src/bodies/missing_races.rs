@@ -23,7 +23,7 @@ use crate::backend::{
 use crate::program::{Interrupts, Reg, assemble, async_faults_at, image, ram};
 use crate::running::within;
 
-/// A source that answers at once until it is silenced. From then on it only keeps what it is asked.
+/// A source that answers at once until it is silenced. From then on it only keeps its requests.
 struct Silent {
     is_silent: AtomicBool,
     kept: Mutex<Sender<PageRequest>>,
@@ -68,8 +68,8 @@ fn silent_request(source: &Arc<Silent>, missing: Missing) -> Request {
     }
 }
 
-/// A VM of one vCPU that is about to run [`program`], and the requests to its source, which is
-/// silent from here on.
+/// A VM whose one vCPU is about to run [`program`], and the requests to its source, which is silent
+/// from here on.
 fn silenced<B: Backend>(
     backend: &B,
     interrupts: Interrupts,
@@ -127,7 +127,7 @@ pub fn two_vcpus_need_one_page<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// When the flag is cleared, a vCPU that waits for its VMM asks the source.
+/// When the flag is cleared, a vCPU that waits for its VMM requests the page from the source.
 pub fn the_flag_is_cleared_while_a_vcpu_waits<B: Backend>(backend: &B) -> Outcome {
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();
@@ -207,7 +207,7 @@ pub fn a_silent_source_delays_no_end<B: Backend>(backend: &B) -> Outcome {
     Ok(())
 }
 
-/// A page that the source has lost ends the runs of the vCPUs, and is not read as anything else.
+/// A page lost by the source ends the vCPUs' runs. No vCPU reads other content.
 pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
     for interrupts in [Interrupts::Off, Interrupts::On] {
         let backend = backend.clone();
@@ -217,7 +217,7 @@ pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
             let run = thread::scope(|scope| {
                 let runs = scope.spawn(|| vcpus[0].run());
                 let asked = requests.recv().unwrap();
-                // Words that say otherwise do not make it a panic.
+                // A loss does not become a panic through its text.
                 let words = "the peer is gone: the page source has panicked, and the panic's own \
                              message says where";
                 assert_eq!(asked.fail(words), Answer::Taken);
@@ -241,7 +241,7 @@ pub fn a_lost_page_is_reported<B: Backend>(backend: &B) -> Outcome {
     Ok(())
 }
 
-/// Panics when it is asked for [`READ`].
+/// Panics at a request for [`READ`].
 struct Panics;
 
 impl PageSource for Panics {
@@ -255,7 +255,7 @@ impl PageSource for Panics {
     }
 }
 
-/// A source that panics is an error of the VMM. It ends the run as such, and no page counts as
+/// A panic of the source is an error of the VMM. It ends the run as such, and no page counts as
 /// lost.
 pub fn a_panic_of_the_source_ends_the_run<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
@@ -313,7 +313,7 @@ pub fn a_restored_vcpu_has_no_exit<B: Backend>(backend: &B) -> Outcome {
 }
 
 /// A guest enables async page faults in a page that its source does not provide. A kick ends the
-/// vCPU's run, and the guest's instruction is completed when the page has arrived.
+/// vCPU's run. When the page has arrived, the vCPU completes the instruction.
 pub fn a_kick_ends_the_wait_for_the_area_of_async_faults<B: Backend>(backend: &B) -> Outcome {
     const TOLD: u64 = 77;
     for missing in [Missing::Waits, Missing::Exits] {

@@ -1,5 +1,5 @@
-//! Calls in an order or with arguments that a careful VMM avoids. Each is refused with an error
-//! that says what to do, or does nothing; the guest misses nothing, and no call panics or hangs.
+//! Calls in an order or with arguments that a careful VMM avoids. Each does nothing, or is refused
+//! with an error that says what to do. The guest misses nothing, and no call panics or hangs.
 
 use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
@@ -65,8 +65,8 @@ pub fn an_answer_without_a_question_is_ignored<B: Backend>(backend: &B) -> Outco
     })
 }
 
-/// The accesses of a string instruction are each reported and each answered once, whatever the VMM
-/// answers between them.
+/// Each access of a string instruction is reported and answered once, whatever the VMM answers in
+/// between.
 pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
     backend.has_string_ports()?;
     let backend = backend.clone();
@@ -104,7 +104,7 @@ pub fn a_string_of_ports_keeps_each_access<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// An access of a device across two pages leaves for each of its bytes once, by 1, 2, 4 or 8.
+/// A device access across two pages exits once for each of its bytes, in pieces of 1, 2, 4 or 8.
 pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) -> Outcome {
     const VALUE: u64 = 0x8877_6655_4433_2211;
     let backend = backend.clone();
@@ -157,8 +157,8 @@ pub fn a_device_access_across_pages_has_each_byte_once<B: Backend>(backend: &B) 
     })
 }
 
-/// A state that is restored while an instruction waits for its answer is refused, or is the whole
-/// state of the vCPU from then on.
+/// A restore while an instruction waits for its answer is refused, or replaces the vCPU's whole
+/// state.
 pub fn a_restore_over_half_an_instruction_is_whole<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -202,8 +202,8 @@ pub fn a_restore_over_half_an_instruction_is_whole<B: Backend>(backend: &B) -> O
     })
 }
 
-/// An image that does not fit changes nothing: another one may follow. Sizes and addresses that a
-/// VMM has filled in itself may be anything.
+/// An image that does not fit changes nothing: another one may follow. A VMM may fill in any sizes
+/// and addresses.
 pub fn an_image_that_is_refused_may_be_followed_by_another<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -245,7 +245,7 @@ pub fn an_image_that_is_refused_may_be_followed_by_another<B: Backend>(backend: 
     })
 }
 
-/// Kicks of vCPUs that do not run, do not exist yet, or do not exist any more.
+/// Kicks of stopped, future and dropped vCPUs.
 pub fn kicks_at_any_time<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -308,8 +308,8 @@ const VALUES: [u64; 8] = [
     0x3b,
 ];
 
-/// Asynchronous page faults are enabled at addresses of every kind. What the guest may not write
-/// raises an exception in the guest, and ends nothing but the guest.
+/// Asynchronous page faults are enabled at addresses of every kind. A forbidden value raises an
+/// exception in the guest, and ends nothing but the guest.
 pub fn async_faults_are_enabled_anywhere<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -392,8 +392,8 @@ const ARM64_LATE: [Damage<arm64::State>; 5] = [
     }),
 ];
 
-/// A state with a value that only the hypervisor below can judge is refused by name, and the vCPU
-/// continues as it was.
+/// If only the hypervisor below can judge a state's value, it refuses the state by name, and the
+/// vCPU continues unchanged.
 pub fn a_state_that_is_refused_late_changes_nothing<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -1,5 +1,5 @@
 //! Memory slots of any size, logs in odd ranges, and both while other threads use them. Each call
-//! is refused with an error that says what to do, or does what it says; none panics or hangs.
+//! succeeds, or is refused with an error that says what to do. None panics or hangs.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -59,7 +59,7 @@ pub fn slots_of_any_size_and_place<B: Backend>(backend: &B) -> Outcome {
                     Ok(()) => vm.remove_slot(id).expect("it is there"),
                     Err(error) => {
                         assert!(error.to_string().contains(&id.to_string()), "{error}");
-                        // Only room depends on the host: a number and an address do not.
+                        // Only the size depends on the host: a number and an address do not.
                         let of_size = error.kind() == ErrorKind::Host && pages > 1 << 31;
                         assert!(of_size || error.kind() == ErrorKind::Request, "{error}");
                     }
@@ -79,7 +79,8 @@ pub fn slots_of_any_size_and_place<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A slot that goes while vCPUs and the VMM use it is a device from then on, and is not lost.
+/// If a slot is removed while vCPUs and the VMM use it, its range is a device from then on. No page
+/// counts as lost.
 pub fn a_slot_goes_while_it_is_used<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -134,7 +135,7 @@ pub fn a_slot_goes_while_it_is_used<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// Several threads add and remove slots with the same numbers. A slot that is there has its memory.
+/// Several threads add and remove slots with the same numbers. An existing slot has its memory.
 pub fn slots_with_one_number_are_added_and_removed_by_all<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -197,7 +198,7 @@ pub fn logs_are_switched_while_slots_come_and_go<B: Backend>(backend: &B) -> Out
     })
 }
 
-/// Ranges that a two-step log does not have are refused; an empty one changes nothing.
+/// Ranges outside of a two-step log are refused. An empty range changes nothing.
 pub fn odd_ranges_of_a_log<B: Backend>(backend: &B) -> Outcome {
     let Built { vm, .. } = backend.build(&small())?;
     let (id, mut words) = (vm.memory_slots()[0].id, vec![0; 64]);
@@ -228,8 +229,7 @@ pub fn odd_ranges_of_a_log<B: Backend>(backend: &B) -> Outcome {
     Ok(())
 }
 
-/// Huge pages are allowed where they were never disallowed, or no longer are because the slot has
-/// moved since.
+/// A call allows huge pages in a range without a disallowance, or after the slot has moved away.
 pub fn huge_pages_are_allowed_more_often_than_disallowed<B: Backend>(backend: &B) -> Outcome {
     let Built { vm, .. } = backend.build(&small())?;
     let policy = vm.huge_page_policy();

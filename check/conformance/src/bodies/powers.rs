@@ -1,4 +1,4 @@
-//! What a backend may have beyond the common interface.
+//! Optional features of a backend, beyond the common interface.
 
 use std::thread;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn lacks<T>(power: Option<T>, why: &str) -> Result<T, Lacks> {
     power.ok_or_else(|| Lacks::because(why))
 }
 
-/// Runs `verify` with late pages beside `monitor`, which is called until the guest has ended.
+/// Runs `verify` with late pages, and calls `monitor` until the guest has ended.
 fn beside_verify<B: Backend>(
     backend: &B,
     apf: Apf,
@@ -76,7 +76,7 @@ pub fn async_faults_are_switched<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// How writes are detected changes while slots log and the guest writes.
+/// The detection of writes changes while slots log and the guest writes.
 pub fn detection_is_switched<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -141,7 +141,7 @@ fn next_told<B: Backend>(vcpu: &mut VcpuOf<B>) -> u32 {
     }
 }
 
-/// A page that is discarded reads as zeros, also by a vCPU that has it in its TLB, and is dirty.
+/// A discarded page is dirty and reads as zeros, also for a vCPU that has it in its TLB.
 pub fn discarded_pages_are_zeros<B: Backend>(backend: &B) -> Outcome {
     let arch = backend.arch();
     let code = assemble(arch, |a| {

@@ -1,4 +1,4 @@
-//! Memory slots that are added, moved and removed while there are vCPUs.
+//! Memory slots are added, moved and removed while there are vCPUs.
 
 use std::thread;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::backend::{Backend, Made, Request};
 use crate::program::{Assembler, Code, LATER, Reg, assemble, image, ram, reported};
 use crate::running::{Start, beside, guest, within};
 
-/// Another place beyond the memory that the VM is made with.
+/// Another place beyond the VM's first memory.
 const ELSEWHERE: u64 = 0x6000_0000;
 const SLOT: SlotId = SlotId(7);
 /// 4 MiB.
@@ -46,7 +46,8 @@ fn reports_later(arch: Arch, what: impl FnOnce(&mut Assembler)) -> Code {
     })
 }
 
-/// What a vCPU reports next; a read without memory gets `device`, and a write there is ignored.
+/// The next value that a vCPU reports. A read without memory gets `device`, and a write there is
+/// ignored.
 fn next_told(vcpu: &mut impl Vcpu, device: u64) -> u32 {
     loop {
         let exit = vcpu.run().expect("a vCPU that can continue");
@@ -71,8 +72,8 @@ fn small() -> Request {
     Request::new(16, 16, 1, "")
 }
 
-/// An address is a device until a slot is added there; the slot's content moves with it; what is
-/// removed is a device again, and a new slot in its place is zero.
+/// An address is a device until a slot is added there. The slot's content moves with it. A removed
+/// slot's range is a device again, and a new slot in its place is zero.
 pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -87,7 +88,7 @@ pub fn a_slot_comes_moves_and_goes<B: Backend>(backend: &B) -> Outcome {
 
         vm.add_memory(SLOT, gfns(LATER), SlotFlags::empty())
             .expect("room");
-        // The device has answered the first read of the increment, or not yet.
+        // The device may have answered the first read of the increment already.
         let first = next_told(vcpu, 9);
         assert!([0, 1, 9].contains(&first), "{first}");
         let first = next_told(vcpu, 9);
@@ -153,7 +154,7 @@ pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
         }
         vm.set_slot_flags(SLOT, SlotFlags::empty())
             .expect("it is there");
-        // A backend may execute an instruction again after its write has left as an exit.
+        // A backend may execute an instruction again after the exit for its write.
         let first = next_told(vcpu, 0);
         assert!([77, 5].contains(&first), "{first}");
         assert_eq!(next_told(vcpu, 0), 5, "the guest may write now");
@@ -161,7 +162,7 @@ pub fn writes_to_a_read_only_slot_exit<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// What cannot be is refused with its reason, and changes nothing.
+/// An impossible slot is refused with its reason, and changes nothing.
 pub fn slots_that_cannot_be_are_refused<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

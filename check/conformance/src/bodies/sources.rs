@@ -1,5 +1,5 @@
-//! `verify` from every page source, behind a link that delays, loses and reorders requests, while
-//! kicks and changes of slots arrive.
+//! `verify` runs from every page source, behind a link that delays, loses and reorders requests,
+//! while kicks and changes of slots arrive.
 
 use std::fs::File;
 use std::os::unix::net::UnixListener;
@@ -17,7 +17,7 @@ use crate::running::{Running, Start, beside, guest, within};
 
 const MIB: u64 = 8;
 const VCPUS: usize = 2;
-/// A slot that is added and removed beside the guest's.
+/// A slot to add and remove beside the guest's.
 const BESIDE: SlotId = SlotId(9);
 
 /// Most requests take some time, some take several, and one in ten is lost at least once.
@@ -51,7 +51,7 @@ pub fn verify_from_a_memory_file<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A peer over a socket, whose own source loses requests, too.
+/// A peer over a socket. Its own source loses requests, too.
 pub fn verify_from_a_peer<B: Backend>(backend: &B) -> Outcome {
     let folder = tempfile::tempdir().expect("a folder for a socket");
     let path = folder.path().join("peer");

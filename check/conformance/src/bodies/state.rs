@@ -42,7 +42,7 @@ pub(super) fn counter(arch: Arch) -> Code {
     })
 }
 
-/// What the counter leaves in register H.
+/// The counter leaves this value in register H.
 const UNTOUCHED: u64 = 0x1234_5678_9abc_def0;
 
 /// The next number; the instruction that reports it is complete.
@@ -67,7 +67,7 @@ pub(super) fn registers(state: &VcpuState) -> &x86::State {
     }
 }
 
-/// Asserts that two states are the same but for what time changes, and what the host has.
+/// Asserts that two states are equal, except for time and the host's properties.
 #[track_caller]
 pub(super) fn assert_same(a: &VcpuState, b: &VcpuState, context: &dyn fmt::Display) {
     match (a, b) {
@@ -85,13 +85,13 @@ pub(super) fn assert_same(a: &VcpuState, b: &VcpuState, context: &dyn fmt::Displ
                 "{context}"
             );
         }
-        // Its timers compare with the counter, which no vCPU has.
+        // Its timers compare with the counter, which is in no vCPU.
         (VcpuState::Arm64(a), VcpuState::Arm64(b)) => assert_eq!(a, b, "{context}"),
         (a, b) => panic!("{context}: {a:?}, {b:?}"),
     }
 }
 
-/// A vCPU continues from a restored state, however far it has run since the save.
+/// A vCPU continues from a restored state, even if it has run far since the save.
 pub fn a_vcpu_goes_back_to_a_saved_state<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -144,7 +144,7 @@ pub fn half_an_instruction_is_not_saved<B: Backend>(backend: &B) -> Outcome {
 /// The names that a refusal may have, and the change to the state.
 pub(super) type Damage<S> = (&'static [&'static str], fn(&mut S));
 
-/// KVM refuses the system registers as a whole.
+/// KVM refuses all system registers together.
 const X86_DAMAGES: [Damage<x86::State>; 7] = [
     (&["system.cr4", "system registers"], |s| {
         s.system.cr4 |= 1 << 40
@@ -184,7 +184,7 @@ const ARM64_DAMAGES: [Damage<arm64::State>; 8] = [
     (&["apf"], |s| s.apf.enabled = Some((arm64::Form::Abort, 1))),
 ];
 
-/// A damaged state is refused with the name of what is wrong, and the vCPU continues as it was.
+/// A damaged state is refused with the wrong value's name, and the vCPU continues unchanged.
 pub fn a_damaged_state_is_refused_by_name<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -272,8 +272,7 @@ pub fn bm_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     moves(backend, request, COMMON, "bm")
 }
 
-/// `apfstorm`, which enables and disables asynchronous page faults all the time, moves from VM to
-/// VM.
+/// `apfstorm` moves from VM to VM. It enables and disables asynchronous page faults all the time.
 pub fn apfstorm_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     let request = Request {
         apf: Apf::On,

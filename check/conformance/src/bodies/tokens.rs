@@ -1,4 +1,4 @@
-//! Guests that get events for missing pages while the pages are on their way.
+//! Guests get events for missing pages while the pages are on their way.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ use crate::backend::{Backend, Lacks, Made, Missing, Origin, Request, Unit};
 use crate::program::ram;
 use crate::running::{guest, run, status, within};
 
-/// No vCPU exits: the source is asked, and the guest gets page-not-present meanwhile. Pages are
-/// evicted too, and read back late. A backend that evicts none lacks what this body needs.
+/// No vCPU exits: the source gets the request, and the guest gets page-not-present meanwhile. Pages
+/// are evicted too, and read back late, so this body needs a backend that evicts.
 pub fn nothing_is_lost_with_a_source_and_async_faults<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -50,7 +50,7 @@ pub fn nothing_is_lost_with_a_source_and_async_faults<B: Backend>(backend: &B) -
     })
 }
 
-/// What the guest has configured of async page faults, without the events since.
+/// The guest's configuration of async page faults, without the events since.
 #[derive(PartialEq, Eq, Debug)]
 enum Contract {
     X86(AsyncFaults),
@@ -94,8 +94,8 @@ fn about_to_see(state: &VcpuState) -> u64 {
     }
 }
 
-/// Time slices that are so short that the guest often preempts a process between its access to a
-/// missing page and the exit. Then several pages are missing at once.
+/// With such short time slices, the guest often preempts a process between its access to a missing
+/// page and the exit. Then several pages are missing at once.
 const SHORT_SLICES: &str = "tick_us=300 slice_us=300";
 
 /// A VM of one vCPU, about to run `bm` with six processes that need pages of `source`. The vCPU
@@ -115,9 +115,9 @@ fn check_end(devices: &PlatformDevices) {
     assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
 }
 
-/// A vCPU that gets a state has nothing in flight: accepted tokens are cancelled, and a wake-all
-/// makes the guest try all its accesses again. The VMM says ready for none of them until the end,
-/// and the guest can take events for more pages than a vCPU may have in flight.
+/// After a restore a vCPU has nothing in flight: accepted tokens are cancelled, and a wake-all
+/// makes the guest try all its accesses again. Until the end the VMM says ready for no token, and
+/// the guest takes events for more pages than a vCPU may have in flight.
 pub fn a_restored_vcpu_forgets_accepted_tokens<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -161,7 +161,7 @@ fn forgets_tokens<B: Backend>(backend: &B, contract: &str) -> Outcome {
     Ok(())
 }
 
-/// Of two vCPUs one is idle. It does not exit for the pages that the other one needs.
+/// One of two vCPUs is idle. It does not exit for the other one's pages.
 pub fn the_vcpu_that_needs_a_page_exits<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -195,8 +195,8 @@ pub fn the_vcpu_that_needs_a_page_exits<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// A guest that enables and disables async page faults all the time, with tokens out, gets all of
-/// its pages.
+/// A guest gets all of its pages, although it enables and disables async page faults all the time,
+/// with tokens out.
 pub fn a_guest_that_disables_with_tokens_out_goes_on<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -233,7 +233,7 @@ fn ends_with_a_token<B: Backend>(backend: &B, contract: &str) -> Outcome {
     let memory = vm.missing_memory().expect("it has a source");
     let devices = PlatformDevices::of(backend.arch(), |_: &str| ());
     let mut accepted = None;
-    // One token only: once another process needs the same page, the vCPU exits no more.
+    // Accept only one token: when another process needs the same page, the vCPU does not exit.
     while accepted.is_none() {
         match vcpus[0].run() {
             Ok(Exit::MemoryFault { gpa, token, .. }) => match vcpus[0].accept(token) {
@@ -254,9 +254,9 @@ fn ends_with_a_token<B: Backend>(backend: &B, contract: &str) -> Outcome {
     Ok(())
 }
 
-/// A VMM that says ready for accepted tokens late, and for some of them before their page is there.
-/// The guest's processes get every page all the same, and two events per accepted token: not
-/// present and ready.
+/// A VMM says ready for accepted tokens late, and for some of them before their page is present.
+/// The guest's processes still get every page, and two events for each accepted token: not present
+/// and ready.
 pub fn a_guest_gets_its_events<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -319,14 +319,14 @@ fn gets_events<B: Backend>(backend: &B, contract: &str) -> Outcome {
         (reported.ready, 0),
         "{reported:?}"
     );
-    // An SDEI event that its vCPU has not taken is cancelled when its page is ready.
+    // If a vCPU has not taken an SDEI event when its page is ready, the event is cancelled.
     let cancelled = accepted as u32 - reported.not_present;
     assert!(cancelled == 0 || contract == "apf=sdei", "{reported:?}");
     Ok(())
 }
 
-/// A VMM says ready for pages that it has not provided. They are its own still: the source is not
-/// asked for them, and the guest's next access to each exits.
+/// A VMM says ready for pages that it has not provided. They still belong to the VMM: the source
+/// gets no request, and the guest's next access to each exits.
 pub fn a_page_that_is_ready_and_not_provided_is_the_vmms<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
@@ -371,8 +371,8 @@ fn is_ready_without_pages<B: Backend>(backend: &B, contract: &str) -> Outcome {
 }
 
 /// One thread says ready while another one accepts the token. Either call may be first, and both
-/// outcomes say the same order. No page is provided at its first exit, so the vCPU exits again for
-/// each, whichever call was first.
+/// results agree on the order. No page is provided at its first exit, so in either order the vCPU
+/// exits again for each.
 pub fn a_ready_beside_an_accept_has_one_outcome<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -27,9 +27,9 @@ const SCTLR: u64 = 0x30d0_0801;
 const ERET: u32 = 0xd69f_03e0;
 /// PSCI's `CPU_ON`, with 64-bit arguments.
 const CPU_ON: u64 = 0xc400_0003;
-/// The offset of the vectors in a program that enables asynchronous page faults, and of the one for
-/// the events of the first contract at EL1. The event that a guest gets when it has enabled them
-/// means nothing to a program, so its handler returns.
+/// The offsets of the vectors in a program that enables asynchronous page faults, and of the vector
+/// for the first contract's events at EL1. The event after the enabling means nothing to a program,
+/// so its handler returns.
 const VECTORS: u64 = 0x800;
 const FROM_EL1: u64 = 0x200;
 /// UDF #0. VBAR_EL1 is 0, where there is no memory.
@@ -40,8 +40,8 @@ pub(super) const fn number(reg: Reg) -> u32 {
     19 + reg as u32
 }
 
-/// What [`super::assemble_user`] puts in front of a program. It switches vCPU 1 on, which begins
-/// behind the call. A VM without that vCPU refuses.
+/// The code in front of a program of [`super::assemble_user`]. It switches vCPU 1 on, which begins
+/// behind the call. A VM without that vCPU refuses the call.
 pub(super) fn prologue(interrupts: Interrupts) -> Vec<u32> {
     let call = |entry| {
         let mut words = Words::default();
@@ -59,7 +59,7 @@ pub(super) fn prologue(interrupts: Interrupts) -> Vec<u32> {
     words
 }
 
-/// A branch whose distance is not known yet: the word, the lowest bit and the size of its field,
+/// A branch with a distance still to fill in: the word, the lowest bit and the size of its field,
 /// and the label.
 struct Fixup {
     at: usize,
@@ -180,7 +180,7 @@ impl Words {
         self.words.push(ISB);
     }
 
-    /// MOVZ, then MOVK for each other part that is not zero.
+    /// MOVZ, then MOVK for each other nonzero part.
     fn set(&mut self, to: u32, value: u64) {
         self.words
             .push(0xd280_0000 | (value as u32 & 0xffff) << 5 | to);

@@ -8,7 +8,7 @@ use lacuna_machine::{Arch, Width, port};
 /// The MSR that enables asynchronous page faults (Linux: MSR_KVM_ASYNC_PF_EN).
 const ASYNC_FAULTS: u32 = 0x4b56_4d02;
 
-/// The machine code of a program that uses what this architecture alone has.
+/// The machine code of a program for this architecture only.
 pub fn assemble(program: impl FnOnce(&mut CodeAssembler) -> Result<(), IcedError>) -> Code {
     let mut assembler = CodeAssembler::new(64).expect("64 bits");
     program(&mut assembler).expect("instructions of this mode");
@@ -126,8 +126,8 @@ fn one(op: Op, a: &mut CodeAssembler, labels: &mut [CodeLabel]) -> Result<(), Ic
     }
 }
 
-/// Where a program for CPL 3 has its tables and, downward from the last, its stack: in the page of
-/// its code, so the program needs no page that the image does not have.
+/// The tables of a program for CPL 3, and its stack downward from the last one. They are in the
+/// page of its code, so the image has every page that the program needs.
 const GDT: u64 = CODE + 0x800;
 const GDT_POINTER: u64 = CODE + 0x880;
 const TSS: u64 = CODE + 0x900;
@@ -201,7 +201,7 @@ pub(super) fn user(
     put(GDT, &gdt.map(u64::to_le_bytes).concat());
     put(GDT_POINTER, &(size_of_val(&gdt) as u16 - 1).to_le_bytes());
     put(GDT_POINTER + 2, &GDT.to_le_bytes());
-    // The offset of the I/O bitmap. A bit that is clear permits a port.
+    // The offset of the I/O bitmap. A clear bit permits a port.
     put(TSS + 0x66, &(TSS_BYTES as u16).to_le_bytes());
     put(FRAME, &[]);
     code

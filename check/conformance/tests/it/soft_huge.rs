@@ -1,4 +1,4 @@
-//! Every behaviour of memory on the soft backend with 2 MiB pages wherever there is one.
+//! Every behaviour of memory on the soft backend with 2 MiB pages wherever possible.
 
 use lacuna_conformance::Soft;
 use lacuna_soft::HugePages;

@@ -1,5 +1,5 @@
-//! Every behaviour of memory on the soft backend with memory from Linux that a handler thread
-//! fills.
+//! Every behaviour of memory on the soft backend with memory from Linux, filled by a handler
+//! thread.
 
 use lacuna_conformance::{Filled, Soft};
 use lacuna_soft::MemoryKind;
