@@ -3,10 +3,10 @@
 
 use proc_macro::{Delimiter, Group, Ident, Punct, Spacing, Span, TokenStream, TokenTree};
 
-/// A test that a function which it calls may end as skipped: see `lacuna_skip::skip_test`.
+/// A test whose called functions may end it as skipped: see `lacuna_skip::skip_test`.
 ///
-/// It takes the place of the attribute of the standard library, for a function without parameters
-/// and without a result: `use lacuna_skip::test;` does so for a whole file.
+/// It replaces the standard library's attribute, for functions without parameters and result. `use
+/// lacuna_skip::test;` does so for a whole file.
 #[proc_macro_attribute]
 pub fn test(_: TokenStream, function: TokenStream) -> TokenStream {
     let mut tokens: Vec<TokenTree> = function.into_iter().collect();

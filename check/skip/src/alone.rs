@@ -1,4 +1,4 @@
-//! A test that has a process of its own.
+//! A test with its own process.
 
 use std::process::{Command, Stdio};
 use std::thread;
@@ -6,11 +6,11 @@ use std::thread;
 /// Set in the process of one test. Its value is the process of the whole run.
 pub(crate) const ALONE: &str = "LACUNA_TEST_ALONE";
 
-/// Whether the calling test has a process of its own. If it has none, the test is run again in
-/// one, and the caller returns.
+/// Whether the calling test has its own process. If not, this runs the test again in a new process,
+/// and the caller must return.
 ///
-/// For tests that change or count what the whole process has: limits, signals, descriptors, locked
-/// memory. The other tests of the program run beside them otherwise.
+/// For tests that change or count the state of the whole process: limits, signals, descriptors,
+/// locked memory. Otherwise the program's other tests run beside them.
 ///
 /// ```no_run
 /// if !lacuna_skip::alone() {
@@ -19,7 +19,7 @@ pub(crate) const ALONE: &str = "LACUNA_TEST_ALONE";
 /// ```
 ///
 /// # Panics
-/// If the test fails there. Also if the harness has not named the thread after the test, as under
+/// If the test fails there, or if the harness has not named the thread after the test, as under
 /// `--test-threads=1`.
 pub fn alone() -> bool {
     if std::env::var_os(ALONE).is_some() {

@@ -1,4 +1,4 @@
-//! Huge pages of hugetlbfs for a test, which only root can reserve.
+//! Huge pages of hugetlbfs for a test. Only root can reserve them.
 
 use crate::skip_test;
 use std::fs::{File, read_to_string, write};
@@ -6,8 +6,8 @@ use std::io;
 
 const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Huge pages of 2 MiB that a test has reserved. They are given back at the end. Tests that reserve
-/// some take turns, because each changes the number for the whole machine.
+/// A test's reserved huge pages of 2 MiB. They are released at the end. Tests that reserve some
+/// take turns, because each changes the number for the whole machine.
 #[derive(Debug)]
 pub struct HugePages {
     before: u64,
@@ -33,10 +33,10 @@ impl HugePages {
         reserved
     }
 
-    /// Changes the number of huge pages that this test has reserved, as far as they are free.
+    /// Changes the number of this test's reserved huge pages, as far as they are free.
     ///
     /// # Errors
-    /// The kernel's; it has no memory for as many.
+    /// The kernel's error: it has too little memory.
     pub fn change(&self, wanted: u64) -> io::Result<()> {
         write(RESERVED, (self.before + wanted).to_string())?;
         match reserved()? {

@@ -7,7 +7,7 @@
 //!     return;
 //! }
 //! ```
-//! `println!` is not enough: the test harness shows what a test prints only if the test fails.
+//! `println!` is not enough: the test harness shows a test's output only if the test fails.
 //! [`skip`] writes to stderr, past the harness, and appends a line to a file:
 //!
 //! ```text
@@ -15,11 +15,11 @@
 //! ```
 //! [`HugePages`] reserves huge pages for a test, or ends it as skipped.
 //!
-//! A function deep inside of a test may end it: [`skip_test`], for tests that have the attribute
-//! [`test`] of this crate. [`alone`] gives a test a process of its own.
+//! A function deep inside of a test may end it by [`skip_test`], if the test has the attribute
+//! [`test`] of this crate. [`alone`] gives a test its own process.
 //!
 //! The last test program of the workspace (`check/xtask/tests/skipped.rs`) calls [`report`]. It
-//! prints what the programs of the same parent have recorded, sorted by reason, and removes the
+//! prints the records of all programs with the same parent, sorted by reason, and removes the
 //! files. Records of an earlier run have another parent, so they are not listed.
 #![forbid(unsafe_code)]
 

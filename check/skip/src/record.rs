@@ -1,4 +1,4 @@
-//! The record of a skipped test, and the list that is made of all of them.
+//! The record of a skipped test, and the list of all records.
 
 use crate::alone::ALONE;
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ impl Skipped {
 pub(crate) struct List(BTreeMap<String, Vec<String>>);
 
 impl List {
-    /// What the test programs of one run have recorded in `folder`.
+    /// The records of one run's test programs in `folder`.
     pub(crate) fn read(folder: &Path) -> Self {
         let mut list = Self::default();
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -66,11 +66,11 @@ impl Display for List {
     }
 }
 
-/// Where the test programs of this run record what they skip: beside cargo's `deps`.
+/// The folder for the records of this run's test programs: beside cargo's `deps`.
 pub(crate) fn folder() -> Option<PathBuf> {
     let program = std::env::current_exe().ok()?;
     let profile = program.parent()?.parent()?;
-    // A test in a process of its own belongs to the run that started it.
+    // A test with its own process belongs to the run that started it.
     let run = std::env::var(ALONE).unwrap_or_else(|_| parent_id().to_string());
     Some(profile.join("skipped").join(run))
 }

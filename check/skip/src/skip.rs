@@ -1,4 +1,4 @@
-//! A test says that it does not run.
+//! A test reports that it does not run.
 
 use crate::record::{Skipped, folder};
 use std::fmt::Display;
@@ -6,7 +6,7 @@ use std::io::{self, Write as _};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::thread;
 
-/// Records that the calling test does not run, or runs in part, and why.
+/// Records that the calling test does not run, or runs only in part, and the reason.
 #[track_caller]
 pub fn skip(why: impl Display) {
     let location = Location::caller();
@@ -26,7 +26,7 @@ pub fn skip(why: impl Display) {
             .collect::<Vec<_>>()
             .join(" "),
     };
-    // Not `eprintln`: the harness would keep it.
+    // This is not `eprintln`, because the harness would keep its output.
     let _ = writeln!(io::stderr(), "skipped: {}: {}", skipped.test, skipped.why);
     if let Some(folder) = folder() {
         skipped
@@ -35,21 +35,21 @@ pub fn skip(why: impl Display) {
     }
 }
 
-/// What [`skip_test`] unwinds with.
+/// The payload of [`skip_test`]'s unwinding.
 struct TestSkipped;
 
-/// Records that the calling test does not run, and why, and ends it here, as a success.
+/// Records that the calling test does not run, with the reason, and ends it here as a success.
 ///
-/// The test has the attribute [`test`](crate::test). A thread that the test has started may call
-/// this too, if the test passes its panic on.
+/// The test must have the attribute [`test`](crate::test). A thread of the test may call this too,
+/// if the test passes its panic on.
 #[track_caller]
 pub fn skip_test(why: impl Display) -> ! {
     skip(why);
-    // No panic: the hook would print a message and a trace.
+    // This is no panic, because the hook would print a message and a trace.
     resume_unwind(Box::new(TestSkipped))
 }
 
-/// Calls the body of a test that [`skip_test`] may end.
+/// Calls a test's body, which [`skip_test`] may end.
 #[doc(hidden)]
 pub fn run(body: impl FnOnce()) {
     if let Err(payload) = catch_unwind(AssertUnwindSafe(body))

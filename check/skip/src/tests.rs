@@ -31,7 +31,7 @@ fn a_list_is_by_reason_and_has_each_test_once() {
 fn records_of_dead_runs_are_removed() {
     let dir = tempfile::tempdir().unwrap();
     let mine = std::process::id().to_string();
-    // No process has this id: it is above what Linux gives.
+    // No process has this id: it is above Linux's highest.
     for parent in ["4194305", &mine] {
         skipped("a", "b").record(&dir.path().join(parent)).unwrap();
     }
@@ -47,7 +47,7 @@ fn a_panic_is_no_skip() {
 }
 
 /// Starts this test program again as a child. The child's skip must be on its stderr, although the
-/// harness keeps the output of tests that pass. It must also be in a folder named after the child's
+/// harness keeps the output of passed tests. It must also be in a folder named after the child's
 /// parent, which is this process.
 #[test]
 fn a_skip_reaches_stderr_and_the_list() {

@@ -1,12 +1,12 @@
-//! Code for one architecture of the host lies in a few files, each with a portable form.
+//! Code for one host architecture lies in a few files, each with a portable form.
 //!
 //! A guest's architecture need not be the host's, so only the files listed here depend on the
 //! host's processor.
 
 use crate::finding::Finding;
 
-/// The text that marks code for one architecture of the host. Each is written in two parts, so that
-/// this file does not contain it.
+/// The marks of code for one host architecture. Each is written in two parts, so that this file
+/// does not contain it.
 const MARKS: [&str; 5] = [
     concat!("target_", "arch"),
     concat!("target_", "feature"),
@@ -25,7 +25,7 @@ struct Listed {
 enum Portable {
     /// In the same file, under the opposite condition.
     Here,
-    /// In another file of the list: a test that says why the comparison is skipped.
+    /// In another file of the list: a test that gives the reason for the skipped comparison.
     In(&'static str),
 }
 
@@ -34,13 +34,13 @@ const FILES: &[Listed] = &[
     here("memory/tables/src/backing.rs"),
     // Prefetches, and zeros past the caches.
     here("memory/host/src/pool.rs"),
-    // A load that a signal handler can leave.
+    // A load that a signal handler can end.
     here("base/sys/src/touch/arch.rs"),
     // Compare-and-swap of 16 bytes.
     here("cpu/core/src/pair.rs"),
     // KVM's guests have the host's architecture.
     here("backend/kvm/src/arch.rs"),
-    // The native benchmark runs on the processor that the guests are made for.
+    // The native benchmark runs on the guests' processor.
     here("guest/build.rs"),
     // Comparison of the software processor with the host's.
     elsewhere("cpu/x86/tests/it/native.rs"),

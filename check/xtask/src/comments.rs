@@ -1,7 +1,7 @@
 //! The comments of a Rust, C or assembler file, line by line.
 //!
-//! The lexer of `proc_macro2` drops comments, so this module has a small one of its own. It knows
-//! what can hide the start of a comment: strings, raw strings and character literals.
+//! The lexer of `proc_macro2` drops comments, so this module has its own small lexer. It skips
+//! strings, raw strings and character literals, which can contain the mark of a comment.
 
 /// A comment's text on one line.
 #[derive(PartialEq, Eq, Debug)]
@@ -57,7 +57,7 @@ fn literal(text: &str, at: usize) -> usize {
     }
 }
 
-/// Bytes up to and with the first `quote` that no backslash escapes.
+/// Bytes up to and including the first unescaped `quote`.
 fn until(text: &str, quote: char) -> usize {
     let mut escaped = false;
     for (at, char) in text.char_indices() {

@@ -8,9 +8,9 @@
 //!                  ─► callgrind: instructions per fault and per access      (count.rs)
 //!                  ─► table, JSON                                           (report.rs)
 //! ```
-//! The arm *null* runs the old commit's binary once more. The difference that it shows is the noise
-//! of the method. So a result counts as slower only if its interval excludes 1 and does not meet
-//! the null's interval.
+//! The arm *null* runs the old commit's binary once more. Its difference is the noise of the
+//! method. So a result counts as slower only if its interval excludes 1 and does not meet the
+//! null's interval.
 
 mod arguments;
 mod commit;
@@ -41,7 +41,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// An error with what was attempted.
+/// An error that names the attempt.
 pub fn failure<T>(what: impl fmt::Display) -> Result<T, Failure> {
     Err(Failure(what.to_string()))
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask figures`: the figures that pages quote come from one file, `docs/figures.json`.
+//! `cargo xtask figures`: the pages' figures come from one file, `docs/figures.json`.
 //!
 //! ```text
 //! lacuna lab PART --json out.json ─► cargo xtask figures --add out.json ─► docs/figures.json
@@ -6,7 +6,7 @@
 //!                   └► cargo xtask tidy: a page that differs is a finding
 //! ```
 //! The file has one entry for each run of the lab ([`runs`]). A figure may have several runs, hours
-//! apart, and a run may have some experiments only. [`pages`] says what the markers are.
+//! apart, and a run may have only some experiments. [`pages`] describes the markers.
 
 mod pages;
 mod runs;
@@ -88,8 +88,8 @@ fn renew(root: &Path) -> Result<String, String> {
     Ok(changed)
 }
 
-/// The pages whose figures differ from the file's, and commits that do not exist. `root` is the
-/// root of the workspace.
+/// The pages whose figures differ from the file's, and missing commits. `root` is the root of the
+/// workspace.
 pub fn check(root: &Path) -> io::Result<Vec<Finding>> {
     let runs = match Runs::parse(&fs::read_to_string(root.join(PATH))?) {
         Ok(runs) => runs,
@@ -113,9 +113,8 @@ pub fn check(root: &Path) -> io::Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// The commits of `runs` that are not in the history of `HEAD`: a commit of a branch that was
-/// rebased exists only where it was made. Without git, and in a clone without history, nothing is
-/// known about any.
+/// The commits of `runs` outside of the history of `HEAD`: a commit of a rebased branch exists only
+/// where it was made. Without git, and in a clone without history, the result is empty.
 fn unknown_commits(root: &Path, runs: &Runs) -> Vec<Finding> {
     if git(root, &["rev-parse", "--is-shallow-repository"]).as_deref() != Some("false") {
         return Vec::new();
@@ -128,7 +127,7 @@ fn unknown_commits(root: &Path, runs: &Runs) -> Vec<Finding> {
         .collect()
 }
 
-/// What git prints, without the newline; nothing if it fails or is not installed.
+/// The output of git, without the newline; nothing if git fails or is not installed.
 fn git(root: &Path, arguments: &[&str]) -> Option<String> {
     let mut command = Command::new("git");
     let output = command.arg("-C").arg(root).args(arguments).output().ok()?;

@@ -7,9 +7,9 @@ use std::fmt;
 pub struct Finding {
     /// Path from the root of the workspace.
     pub path: String,
-    /// Line, counted from one; 0 where the whole file is meant.
+    /// Line, counted from one; 0 for the whole file.
     pub line: usize,
-    /// What is wrong, and what to do if that is not obvious.
+    /// The fault, and the remedy if it is not obvious.
     pub what: String,
 }
 

@@ -1,5 +1,5 @@
-//! `cargo xtask guest`: the AArch64 guest images, which are committed because few machines have the
-//! cross compiler.
+//! `cargo xtask guest`: builds the AArch64 guest images. They are committed, because few machines
+//! have the cross compiler.
 //!
 //! ```text
 //! guest/ (C sources) ─► guest/build-guest.sh --arch arm64, once for each workload
@@ -158,7 +158,7 @@ impl Guest {
         fs::create_dir_all(&out).or_else(|e| failure(format!("{}: {e}", out.display())))?;
         let mut workloads = self.workloads().or_else(failure)?;
         let mut images = Images::new();
-        // The first one compiles what all have, before others look for it.
+        // The first one compiles the common objects, before the others look for them.
         if let Some((name, sources)) = workloads.pop() {
             let image = self.build_one(&out, &name, &sources)?;
             images.insert(name, image);
@@ -267,16 +267,16 @@ impl Guest {
         }
     }
 
-    /// The record that the committed images and the present sources have. If it differs from the
-    /// committed one, an image was not built again after a change.
+    /// The record made from the committed images and the present sources. If it differs from the
+    /// committed record, an image was not built again after a change.
     fn record_of_committed(&self) -> io::Result<(String, String)> {
         let recorded = self.recorded()?;
         let found = self.record(&Self::recorded_tools(&recorded), &self.committed()?)?;
         Ok((recorded, found))
     }
 
-    /// The names of the images that a build here makes differently; `Err` has the reason why this
-    /// machine cannot build them.
+    /// The names of the images that a build here changes. `Err` has the reason why this machine
+    /// cannot build them.
     fn differences(&self) -> Result<Vec<String>, Failure> {
         let recorded = Self::recorded_tools(&self.recorded().or_else(failure)?);
         let here = Self::tools()?;

@@ -3,8 +3,8 @@
 use crate::finding::Finding;
 
 /// Every crate of the workspace, and the crates that it may import. Dev-dependencies are not
-/// checked. Some rows allow less than the order of the rows would. `mmu` and `machine` do not
-/// import each other, and the processors import no hypervisor; only `soft` imports all of these.
+/// checked. Some rows allow less than the order of the rows would: `mmu` and `machine` do not
+/// import each other, and the processors import no hypervisor. Only `soft` imports all of these.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-addr", &[]),
     ("lacuna-sync", &[]),
@@ -93,8 +93,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         ],
     ),
     ("lacuna-guest", &[]),
-    // The lab measures threads on a bare userfaultfd (`sys`), to compare VMs with them. It plays
-    // the peer that has a guest's pages (`source`), and restores guests (`migrate`).
+    // The lab measures threads on a bare userfaultfd (`sys`), to compare VMs with them. It acts as
+    // the peer with a guest's pages (`source`), and restores guests (`migrate`).
     (
         "lacuna-lab",
         &[
@@ -169,7 +169,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 /// What a crate may do about `unsafe`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unsafe {
-    /// `#![forbid(unsafe_code)]`: every crate that is not named in [`ROOMS`].
+    /// `#![forbid(unsafe_code)]`: every crate that [`ROOMS`] does not name.
     Forbidden,
     /// `#![deny(unsafe_code)]`, and a reason with each exception.
     Exceptional,
@@ -199,7 +199,7 @@ pub struct Package<'a> {
     pub name: &'a str,
     /// Path of its manifest from the root.
     pub manifest: &'a str,
-    /// Normal and build dependencies that are packages of this workspace.
+    /// Normal and build dependencies within this workspace.
     pub imports: Vec<&'a str>,
 }
 
@@ -258,8 +258,8 @@ mod tests {
         assert!(breaches("lacuna-new", &[])[0].contains("has no row"));
     }
 
-    /// Cargo runs the tests of packages in the order of their names, and the test program that
-    /// lists the skipped tests is in this package.
+    /// Cargo runs the packages' tests in the order of the packages' names. This package, which
+    /// lists the skipped tests, must be the last.
     #[test]
     fn no_package_comes_after_this_one() {
         for (name, _) in MAY_IMPORT {

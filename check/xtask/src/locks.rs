@@ -1,7 +1,7 @@
 //! Every lock of the engine has a place in the lock order.
 //!
 //! `lacuna_sync` has locks with a rank, and debug builds assert the order of docs/locking.md. A
-//! lock of the standard library would take no part in it.
+//! lock of the standard library would escape this check.
 
 use crate::finding::Finding;
 

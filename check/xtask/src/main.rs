@@ -3,8 +3,8 @@
 //!
 //! [`tidy`] checks the rules of the workspace. Each of its modules is one group of rules: a
 //! function from text to [`finding::Finding`]s, with tests on small fixtures. [`compare`] measures
-//! two commits in turns on one machine. [`figures`] renews the figures that pages quote. [`guest`]
-//! builds the images that are committed.
+//! two commits in turns on one machine. [`figures`] renews the pages' figures. [`guest`] builds the
+//! committed images.
 //!
 //! | module | contents |
 //! |---|---|

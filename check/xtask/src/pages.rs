@@ -1,6 +1,6 @@
 //! The rules of Markdown pages: columns, and references.
 //!
-//! A page may name a file, a folder or an item of the code. Each of them must exist, so the commit
+//! A page may name a file, a folder or an item of the code. Each of them must exist, so a commit
 //! that renames or moves one also changes the page.
 
 use std::collections::BTreeSet;
@@ -11,8 +11,8 @@ use crate::finding::Finding;
 /// Longest line of prose. Rows of tables, lines inside of code blocks and lines with a URL may be
 /// longer: they cannot be broken.
 const COLUMNS: usize = 100;
-/// The ends of references to files of this repository. Headers (`.h`) are left out, because most of
-/// the headers that comments name are the kernel's.
+/// The ends of references to files of this repository. Headers (`.h`) are left out, because
+/// comments name mostly the kernel's headers.
 const EXTENSIONS: [&str; 7] = [".rs", ".md", ".c", ".S", ".sh", ".toml", ".txt"];
 /// Names of other projects that pages cite.
 const FOREIGN_NAMES: [&str; 10] = [
@@ -30,12 +30,12 @@ const FOREIGN_NAMES: [&str; 10] = [
 /// The folders of Linux that pages cite.
 const FOREIGN: [&str; 4] = ["include/uapi/", "virt/kvm/", "arch/", "Documentation/"];
 
-/// What exists in the repository. References are compared with it.
+/// The files and names of the repository. References are compared with them.
 #[derive(Default)]
 pub struct Tree {
     /// Files and folders, from the root.
     pub paths: BTreeSet<String>,
-    /// For each source, the names in it: `crate::scan::Scan::names`, and all words of a C file.
+    /// The names in each source: `crate::scan::Scan::names`, or all words of a C file.
     pub names: Vec<BTreeSet<String>>,
 }
 
@@ -54,8 +54,8 @@ impl Tree {
     }
 }
 
-/// The lines of `text` with their numbers, each with whether it is inside of a code block. The
-/// fences are left out.
+/// The lines of `text` with their numbers, and whether each is inside of a code block. The fences
+/// are left out.
 fn lines(text: &str) -> impl Iterator<Item = (usize, &str, bool)> {
     let mut in_block = false;
     (1..).zip(text.lines()).filter_map(move |(number, line)| {
@@ -72,7 +72,7 @@ pub fn columns(path: &str, text: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (number, line, in_block) in lines(text) {
         let columns = line.chars().count();
-        // A row of a table, and the marker of a generated one, are one line each.
+        // A row of a table and the marker of a generated table each take one line.
         let is_row = line.trim_start().starts_with(['|', '<']);
         if columns > COLUMNS && !in_block && !is_row && !line.contains("://") {
             let what = format!("{columns} columns, more than {COLUMNS}: wrap it");
@@ -82,7 +82,7 @@ pub fn columns(path: &str, text: &str) -> Vec<Finding> {
     findings
 }
 
-/// The references of one page that lead nowhere.
+/// The broken references of one page.
 pub fn check(path: &str, text: &str, tree: &Tree) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (number, line, in_block) in lines(text) {
@@ -102,8 +102,8 @@ pub fn check(path: &str, text: &str, tree: &Tree) -> Vec<Finding> {
     findings
 }
 
-/// The files that a line of a page or comment names with their folder (`memory/host/src/block.rs`)
-/// and that do not exist.
+/// The missing files that a line of a page or comment names with their folder
+/// (`memory/host/src/block.rs`).
 pub fn files_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let is_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let foreign = |word: &str| FOREIGN.iter().any(|folder| word.starts_with(folder));
@@ -118,7 +118,7 @@ pub fn files_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
         .collect()
 }
 
-/// The relative links in a line of the page `path` that have no target in the repository.
+/// The relative links without a target in the repository, in a line of the page `path`.
 fn links_missing<'a>(path: &str, line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let targets = line
         .split("](")
@@ -147,8 +147,8 @@ fn resolve(path: &str, target: &str) -> Option<String> {
     Some(resolved.to_string_lossy().into_owned())
 }
 
-/// The items between backticks that no source has. An item is a path (`Mmu::fault`), or a name that
-/// is no ordinary word because it has an underscore or a capital inside (`host_page`, `VcpuMmu`).
+/// The items between backticks that no source has. An item is a path (`Mmu::fault`), or a name with
+/// an underscore or a capital inside (`host_page`, `VcpuMmu`).
 fn items_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let spans = line.split('`').skip(1).step_by(2);
     let is_missing = |span: &&str| {
@@ -161,7 +161,7 @@ fn items_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
     spans.filter(is_missing).collect()
 }
 
-/// Whether `word` is an identifier that is no ordinary word.
+/// Whether `word` is an identifier, and no ordinary word.
 fn is_item(word: &str) -> bool {
     let is_name = word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
     let inner = word.chars().zip(word.chars().skip(1));

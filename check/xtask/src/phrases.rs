@@ -1,13 +1,12 @@
-//! Phrases that a page or a comment does not use, each with what to write instead.
+//! Phrases that no page or comment may use, each with a replacement.
 //!
-//! The list is short on purpose. It has pronouns that do not name the actor, words for which the
-//! field has other words, and references to what is not in the repository. All text of a Markdown
-//! page is checked; of a source, its comments.
+//! The list is short on purpose. It has pronouns that do not name the actor, private words for the
+//! field's terms, and references to things outside of the repository. All text of Markdown pages is
+//! checked, and the comments of sources.
 //!
-//! `check/xtask/phrases.txt` lists the packages and pages that still break these rules, one
-//! `path count` a line. The lines of a page that are too long count there too. A count may only
-//! fall. If there are more, that is a finding. If there are fewer, a note says to what to lower the
-//! entry.
+//! `check/xtask/phrases.txt` lists the packages and pages that still break these rules, one `path
+//! count` a line. A page's overlong lines count there too. A count may only fall: more are a
+//! finding. For fewer, a note gives the new count for the entry.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +15,7 @@ use crate::finding::Finding;
 /// The file of exceptions, from the root of the workspace.
 pub const PATH: &str = "check/xtask/phrases.txt";
 
-/// A phrase in lower case, and what to do about it. `#` stands for a number.
+/// A phrase in lower case, and its remedy. `#` stands for a number.
 const REFUSED: &[(&str, &str)] = &[
     ("whoever", NAME_IT),
     ("who", NAME_IT),
@@ -74,8 +73,8 @@ fn is(word: &str, want: &str) -> bool {
     word == want
 }
 
-/// The findings of all places that have more of them than `exceptions` allows, and notes about
-/// those that have fewer.
+/// The findings of all places with more than `exceptions` allows, and notes about places with
+/// fewer.
 ///
 /// `places` has the findings of each package and page, by its path from the root.
 pub fn ratchet(

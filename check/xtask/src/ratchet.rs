@@ -1,9 +1,9 @@
 //! The exceptions from the limits of length. They may only become smaller.
 //!
-//! `check/xtask/ratchet.txt` lists what is longer than it should be, one `path lines` or
-//! `path::function lines` a line; a comment behind `#` says why. An entry allows exactly what it
-//! says. A longer function is a finding. So is a shorter one, until its entry is lowered or
-//! removed.
+//! `check/xtask/ratchet.txt` lists overlong files and functions, one `path lines` or
+//! `path::function lines` a line. A comment behind `#` gives the reason. An entry allows exactly
+//! its length: a longer function is a finding, and so is a shorter one, until its entry is lowered
+//! or removed.
 
 use std::collections::BTreeMap;
 

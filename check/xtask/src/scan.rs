@@ -1,4 +1,4 @@
-//! Reads a Rust file as tokens, and collects what the rules need.
+//! Reads a Rust file as tokens, and collects the data for the rules.
 //!
 //! There is no parser, because tokens are enough. The lexer leaves out comments, knows strings and
 //! lines, and matches brackets. The bodies of macros (`proptest!`) look like other code.
@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use proc_macro2::{Delimiter, Group, Spacing, TokenStream, TokenTree};
 
-/// What a scan has found in a file.
+/// The result of a file's scan.
 #[derive(Default, Debug)]
 pub struct Scan {
     /// Inner attributes of the crate or module, without spaces: `forbid(unsafe_code)`.
@@ -46,7 +46,7 @@ pub struct Function {
     pub lines: usize,
 }
 
-/// A module in a file of its own.
+/// A module with its own file.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Module {
     /// Inline modules around it, outermost first, and its own name.
@@ -112,7 +112,7 @@ fn word(token: Option<&TokenTree>) -> Option<String> {
     }
 }
 
-/// The words of a text that could be identifiers.
+/// The words of a text that may be identifiers.
 pub fn words(text: &str) -> impl Iterator<Item = String> {
     let words = text.split(|c: char| !c.is_alphanumeric() && c != '_');
     words.filter(|word| !word.is_empty()).map(str::to_owned)

@@ -1,4 +1,4 @@
-//! The rules that one file can break by itself.
+//! The rules for a single file.
 
 use crate::finding::Finding;
 use crate::imports::Unsafe;
@@ -16,7 +16,7 @@ pub const LIB_LINES: usize = 80;
 /// Notes that must not reach the main branch. Each is written in two parts, so that this line does
 /// not contain one.
 const NOTES: [&str; 2] = [concat!("FIX", "ME"), concat!("TO", "DO")];
-/// Macros that stand in place of code.
+/// Placeholder macros for missing code.
 const PLACEHOLDERS: [&str; 3] = ["todo", "unimplemented", "dbg"];
 
 /// A length that [`crate::ratchet`] judges.

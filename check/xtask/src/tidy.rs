@@ -11,7 +11,7 @@ use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package as Cargo
 use crate::finding::Finding;
 use crate::{arch, comments, figures, imports, locks, pages, phrases, ratchet, scan, source, tree};
 
-/// Text that people write in this repository, besides Rust and Markdown.
+/// Handwritten text in this repository, besides Rust and Markdown.
 const OTHER_SOURCES: [&str; 5] = ["c", "h", "S", "ld", "toml"];
 
 /// Prints every finding; fails if there is one.
@@ -38,7 +38,7 @@ pub fn run() -> ExitCode {
     }
 }
 
-/// What the rules have found so far.
+/// The findings so far.
 struct Findings {
     root: PathBuf,
     all: Vec<Finding>,

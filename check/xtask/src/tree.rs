@@ -12,7 +12,7 @@ use crate::scan::{Module, scan};
 const ROWS: [&str; 7] = [
     "base", "memory", "engine", "cpu", "backend", "tools", "check",
 ];
-/// Longest README of a row: its import rule, and what is in it.
+/// Longest README of a row: its import rule, and its contents.
 const README_LINES: usize = 10;
 
 /// Every file below `dir` that has one of `extensions`, sorted. Build outputs and hidden folders
@@ -50,8 +50,8 @@ fn everything(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The root of a program of integration tests. A crate has one, because each is linked with all
-/// that it uses. Models under loom are programs that `cargo test` leaves out.
+/// The root of a program of integration tests. A crate has only one, because each is linked with
+/// all its dependencies. `cargo test` leaves out the programs with models under loom.
 pub fn check_test_program(path: &str) -> Option<Finding> {
     let only = path.ends_with("/tests/it/main.rs") || path == "check/xtask/tests/skipped.rs";
     let what = "a second program of integration tests: make it a module of tests/it/main.rs";
@@ -85,7 +85,7 @@ pub fn reachable(roots: &[PathBuf]) -> BTreeSet<PathBuf> {
     reached
 }
 
-/// The possible paths of the file of `module`, which `file` declares.
+/// The possible paths of the file of `module`, declared in `file`.
 fn candidates(file: &Path, place: FileRole, module: &Module) -> impl Iterator<Item = PathBuf> {
     let dir = file.parent().unwrap_or(Path::new("")).to_path_buf();
     let paths = match &module.file {

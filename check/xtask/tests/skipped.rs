@@ -1,6 +1,5 @@
-//! Prints which tests were skipped and why. Cargo runs test programs in the order of their
-//! packages' names, so this one is the last. It has no harness, because a harness would keep its
-//! output.
+//! Prints the skipped tests and their reasons. Cargo runs test programs in the order of their
+//! packages' names, so this one is the last. It has no harness, which would keep its output.
 
 fn main() {
     // Tools ask a test program for the list of its tests (`--list`). There are none.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// What `--help` prints.
+/// The text of `--help`.
 pub const HELP: &str = "\
 usage: cargo xtask compare OLD [NEW] [OPTIONS]
 
@@ -24,7 +24,7 @@ arguments; 3 the commits could not be compared.";
 /// The default parts. They are short, and each shows one path: a fault, an invalidation, a huge
 /// first touch, a dirtied page.
 const PARTS: [&str; 4] = ["base.fault", "thp.range", "thp.touch", "pml.page"];
-/// Of seven rounds the smallest and the largest ratio enclose the median with 98 %.
+/// The smallest and the largest ratio of seven rounds enclose the median with 98 % probability.
 const ROUNDS: usize = 7;
 
 /// A parsed command line.
@@ -64,7 +64,7 @@ pub struct Arguments {
     pub json: Option<PathBuf>,
 }
 
-/// Parses what follows `compare`; the error says which word is wrong.
+/// Parses the words after `compare`. The error names the wrong word.
 pub fn parse(words: &[String]) -> Result<Request, String> {
     let mut arguments = Arguments {
         old: String::new(),

@@ -4,7 +4,7 @@
 //! target/compare/old/tree      a git worktree at the old commit        new/tree   at the new one
 //!               old/target    cargo's target folder, kept             new/target
 //! ```
-//! A second comparison moves the worktrees to its commits, so cargo compiles only what differs.
+//! A second comparison moves the worktrees to its commits, so cargo compiles only the differences.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use super::lab::tail;
 use super::progress::Progress;
 use super::{Failure, failure};
 
-/// The number of lines that are shown of a failed build.
+/// How many lines of a failed build are shown.
 const TAIL_LINES: usize = 30;
 /// Length of an abbreviated commit.
 const SHORT: usize = 10;
@@ -39,7 +39,7 @@ impl Commit {
 pub struct Built {
     /// The commit.
     pub commit: Commit,
-    /// Its `lacuna`.
+    /// Its `lacuna` program.
     pub binary: PathBuf,
 }
 
@@ -146,8 +146,8 @@ fn build_command(tree: &Path, target: &Path) -> Command {
     command
 }
 
-/// Makes `tree` a worktree at `commit`. A worktree that exists is moved there: the times of
-/// unchanged files stay, so cargo does not compile them again.
+/// Makes `tree` a worktree at `commit`. Moves an existing worktree there: the times of unchanged
+/// files stay, so cargo does not compile them again.
 fn check_out(root: &Path, tree: &Path, commit: &Commit) -> Result<(), Failure> {
     let is_worktree = tree.join(".git").exists();
     if is_worktree {
@@ -157,7 +157,7 @@ fn check_out(root: &Path, tree: &Path, commit: &Commit) -> Result<(), Failure> {
         )?;
     } else {
         let tree = tree.to_string_lossy();
-        // Forced twice, because git may still know a folder that is gone.
+        // Forced twice, because git may still know a deleted folder.
         let force = [
             "worktree", "add", "--quiet", "--force", "--force", "--detach",
         ];

@@ -18,7 +18,7 @@ pub const BAR: f64 = 1.01;
 /// Above this difference in the guest's own work, the table mentions it.
 const SAME_GUEST: f64 = 0.001;
 
-/// Two runs of one guest that differ in the amount of work.
+/// Two runs of one guest with different amounts of work.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Probe {
     /// Names the result.
@@ -42,13 +42,13 @@ pub struct Probe {
 /// A unit of work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unit {
-    /// Steps that the guest counts itself: pages touched, words read, instructions.
+    /// Steps counted by the guest itself: pages touched, words read, instructions.
     Step,
     /// Pages read back from swap.
     SwapIn,
 }
 
-/// What most probes have in common: a guest with all of its memory resident.
+/// The common part of most probes: a guest with all of its memory resident.
 const RESIDENT: Probe = Probe {
     name: "",
     unit: Unit::Step,
@@ -60,7 +60,7 @@ const RESIDENT: Probe = Probe {
     words: [""; 2],
 };
 
-/// A guest that reads at random in twice as much memory as is resident.
+/// A guest that reads at random in twice its resident memory.
 const SWAPPING: Probe = Probe {
     unit: Unit::SwapIn,
     guest: "reads",
@@ -75,7 +75,7 @@ const SWAPPING: Probe = Probe {
 pub enum Arch {
     /// x86-64.
     X86,
-    /// AArch64. A commit that has no such guests fails these probes.
+    /// AArch64. A commit without such guests fails these probes.
     Arm64,
 }
 
@@ -208,7 +208,7 @@ impl Counted {
         self.new.instructions / self.old.instructions
     }
 
-    /// Whether the new commit executes more than the bar allows.
+    /// Whether the new commit executes more instructions than the bar allows.
     pub fn is_slower(&self) -> bool {
         self.ratio() > BAR || self.ratio().is_nan()
     }
@@ -272,7 +272,7 @@ fn run(lacuna: &Path, arguments: &[&str], unit: Unit, folder: &Path) -> Result<R
     })
 }
 
-/// The program's own lines of what was printed. Valgrind's lines begin with its process id.
+/// The program's own lines of the output. Valgrind's lines begin with its process id.
 fn own_words(printed: &str) -> String {
     let lines = printed.lines().filter(|line| !line.starts_with("=="));
     lines.map(|line| format!("{line}\n")).collect()
@@ -284,7 +284,7 @@ fn collected(printed: &str) -> Option<f64> {
     line.rsplit(' ').next()?.parse().ok()
 }
 
-/// Units of work and virtual time in what `lacuna run --json` reported.
+/// Units of work and virtual time in the report of `lacuna run --json`.
 fn work(report: &str, unit: Unit) -> Result<(f64, f64), String> {
     let report: Value = serde_json::from_str(report)
         .map_err(|error| format!("the report of lacuna is not JSON: {error}"))?;

@@ -9,9 +9,9 @@ use super::arguments::Length;
 use super::stats::Better;
 use super::{Failure, failure};
 
-/// Exit code of a `lacuna` that does not know an argument.
+/// Exit code of `lacuna` for an unknown argument.
 const USAGE: i32 = 2;
-/// The number of lines that are shown of a failed command's output.
+/// How many lines of a failed command's output are shown.
 const TAIL_LINES: usize = 5;
 
 /// One result of a lab run.
@@ -31,9 +31,9 @@ pub struct Figure {
 pub enum Outcome {
     /// Its results.
     Figures(Vec<Figure>),
-    /// What it measured before it failed, and why it failed.
+    /// The results before a failure, and its reason.
     EndedEarly(Vec<Figure>, String),
-    /// Why it has none.
+    /// The reason why there are no results.
     Failed(String),
 }
 
@@ -93,7 +93,7 @@ fn figure(result: &Value) -> Result<Figure, String> {
     })
 }
 
-/// The last `lines` lines of `text` that are not empty.
+/// The last `lines` nonempty lines of `text`.
 pub fn tail(text: &str, lines: usize) -> String {
     let all: Vec<&str> = text
         .lines()

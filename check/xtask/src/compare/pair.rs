@@ -29,11 +29,11 @@ pub struct Row {
     pub unit: String,
     /// Which direction is progress.
     pub better: Better,
-    /// What the rounds say about it.
+    /// The finding of the rounds.
     pub found: Found,
 }
 
-/// What the rounds say about a result.
+/// The finding of the rounds about a result.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Found {
     /// Both commits have it.
@@ -42,7 +42,7 @@ pub enum Found {
     OnlyOld(f64),
     /// Only the new commit has it; its median.
     OnlyNew(f64),
-    /// Both commits have it, but it gives no ratio, for this reason.
+    /// Both commits have it, but there is no ratio, for this reason.
     NoRatio(&'static str),
 }
 
@@ -96,7 +96,7 @@ impl Samples {
         }
     }
 
-    /// The results, in the order in which the lab reported them.
+    /// The results, in the lab's order.
     pub fn into_rows(self) -> Vec<Row> {
         let row = |result: Result| Row {
             found: result.found(),
@@ -174,7 +174,7 @@ mod tests {
         }
     }
 
-    /// Rounds of a palindrome in which time runs 1 % slower with each slice.
+    /// Rounds of a palindrome. Time runs 1 % slower with each slice.
     fn drifting(new: f64) -> Row {
         let mut samples = Samples::default();
         for round in 0..7 {
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(found[2], ("in.new", &Found::OnlyNew(3.0)));
     }
 
-    /// A slice that ended early lacks some results. For those results, that round is left out.
+    /// A slice that ended early lacks some results: they leave that round out.
     #[test]
     fn a_round_counts_only_if_every_arm_has_it() {
         let mut samples = Samples::default();

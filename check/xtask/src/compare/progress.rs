@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Write, stderr};
 use std::time::Instant;
 
-/// On a terminal, a status line that is rewritten; elsewhere, one line for each step.
+/// On a terminal, one rewritten status line; elsewhere, one line for each step.
 pub struct Progress {
     start: Instant,
     terminal: bool,
@@ -11,7 +11,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Begins now.
+    /// Starts the clock now.
     pub fn new() -> Self {
         Self {
             start: Instant::now(),
@@ -20,7 +20,7 @@ impl Progress {
         }
     }
 
-    /// Shows what is done now. Without a terminal, prints a line only if the step changes.
+    /// Shows the present step. Without a terminal, prints a line only if the step changes.
     pub fn say(&mut self, what: &str) {
         let seconds = self.start.elapsed().as_secs();
         if self.terminal {
@@ -42,7 +42,7 @@ impl Progress {
     }
 }
 
-/// The step without its details: what stands before the last colon.
+/// The step without its details: the text before the last colon.
 fn step(what: &str) -> &str {
     what.rsplit_once(": ").map_or(what, |(step, _)| step)
 }

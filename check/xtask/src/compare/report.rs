@@ -10,10 +10,10 @@ use super::count::{BAR, Counted};
 use super::pair::{Found, Row};
 use super::stats::{Better, CONFIDENCE, Interval, Verdict};
 
-/// Version of the JSON form. It changes when a field changes its meaning or goes.
+/// Version of the JSON form. It changes when a field changes its meaning or is removed.
 const SCHEMA: u32 = 1;
 
-/// Everything that a comparison found.
+/// All findings of a comparison.
 pub struct Comparison {
     old: Commit,
     new: Commit,
@@ -22,7 +22,7 @@ pub struct Comparison {
     rows: Vec<Row>,
     failures: Vec<Failed>,
     ended_early: Vec<Failed>,
-    /// Instruction counts, if they were asked for.
+    /// Instruction counts, if requested.
     pub counts: Vec<Counted>,
 }
 
@@ -34,7 +34,7 @@ struct Failed {
 }
 
 impl Comparison {
-    /// A comparison that has found nothing yet.
+    /// A comparison without findings.
     pub fn new(old: &Commit, new: &Commit, arguments: &Arguments) -> Self {
         Self {
             old: old.clone(),

@@ -1,7 +1,7 @@
 //! Medians of ratios, their intervals, and the rule by which a difference counts.
 //!
 //! The lab's `stats` computes the same interval. This crate imports nothing of the workspace, so
-//! that it works when the workspace does not compile.
+//! that it also works if the workspace does not compile.
 
 /// Probability that an interval should cover the true median.
 pub const CONFIDENCE: f64 = 0.95;
@@ -77,7 +77,7 @@ pub enum Better {
     Lower,
 }
 
-/// What the samples say about a result.
+/// The judgement of a result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verdict {
     /// The new commit is worse, by more than the null's noise.

@@ -1,4 +1,4 @@
-//! Markers in Markdown, and what is between them.
+//! Markers in Markdown, and the text between them.
 //!
 //! ```text
 //! <!--= thp.call.elsewhere-->9.10 [8.80 .. 9.40]<!--/-->        in a line: value and range
@@ -16,10 +16,11 @@ const INLINE_END: &str = "<!--/-->";
 const BLOCK: &str = "<!--figures ";
 const BLOCK_END: &str = "<!--/figures-->";
 
-/// A line, and what is wrong there.
+/// A line, and its problem.
 pub type Problem = (usize, String);
 
-/// `text` with the figures of `runs`. What cannot be renewed stays as it is, and is a problem.
+/// `text` with the figures of `runs`. A figure that cannot be renewed stays as it is, and is a
+/// problem.
 pub fn renewed(text: &str, runs: &Runs) -> (String, Vec<Problem>) {
     let (mut out, mut problems) = (String::new(), Vec::new());
     let mut lines = (1..).zip(text.split_inclusive('\n'));
@@ -100,7 +101,7 @@ const HEADS: [&str; 9] = [
 ];
 
 fn row(id: &str, figure: &Figure) -> [String; 9] {
-    // Which side of it is good, the verdict says.
+    // The verdict says which side of the limit is good.
     let limit = |limit: Option<f64>| limit.map_or(String::new(), digits);
     let verdict = match (figure.met, figure.bar) {
         (Some(true), _) => "ok",

@@ -7,15 +7,15 @@
 //! ]}
 //! ]}
 //! ```
-//! A run is in the order of measuring, and the runs are in the order in which they were added. A
-//! figure is made of all runs of the newest commit that has it, because a change of the code may
-//! change the figure: its value is the median of their medians, and its range goes from the lowest
-//! lower end to the highest upper end.
+//! A run is in the order of measuring, and the runs are in the order of their adding. A change of
+//! the code may change a figure, so a figure comes from all runs of the newest commit that has it.
+//! Its value is the median of their medians. Its range goes from the lowest lower end to the
+//! highest upper end.
 
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
-/// What is kept of a result.
+/// The kept fields of a result.
 const FIELDS: [&str; 10] = [
     "id",
     "value",
@@ -28,7 +28,7 @@ const FIELDS: [&str; 10] = [
     "met",
     "simulated",
 ];
-/// What is kept of a run.
+/// The kept fields of a run.
 const ABOUT: [&str; 4] = ["commit", "date", "host", "command"];
 
 /// All runs.
@@ -91,7 +91,7 @@ impl Runs {
         text
     }
 
-    /// Adds what the lab wrote, measured at `commit`.
+    /// Adds the lab's report, measured at `commit`.
     pub fn add(&mut self, report: &str, commit: &str) -> Result<(), String> {
         let mut report: Value = serde_json::from_str(report).map_err(|error| error.to_string())?;
         let command = word(&report, "command")?.to_owned();
@@ -106,7 +106,7 @@ impl Runs {
         let date = text("date").get(..10).unwrap_or("unknown").to_owned();
         let cores = host["cores"].as_u64().unwrap_or(0);
         let host = format!("{}, {cores} cores, Linux {}", text("cpu"), text("kernel"));
-        // The path of the program says nothing.
+        // The program's path has no meaning elsewhere.
         let words = command.split_whitespace().skip(1);
         let words: Vec<&str> = words.take_while(|word| *word != "--json").collect();
         let mut run = Map::new();
@@ -122,7 +122,7 @@ impl Runs {
         Self::parse(&self.to_json()).map(drop)
     }
 
-    /// The commits that were measured.
+    /// The measured commits.
     pub fn commits(&self) -> impl Iterator<Item = &str> {
         let mut commits: Vec<&str> = self.0.iter().map(|run| about(run, "commit")).collect();
         commits.sort_unstable();
@@ -182,7 +182,7 @@ impl Runs {
     }
 }
 
-/// The object with those of `fields` that `value` has and that are not null, in their order.
+/// The object with the nonnull `fields` of `value`, in their order.
 fn kept(value: &Value, fields: &[&str]) -> String {
     let kept = fields.iter().filter_map(|field| {
         let found = value.get(field)?;

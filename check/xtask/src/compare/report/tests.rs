@@ -21,7 +21,7 @@ fn empty() -> Comparison {
     Comparison::new(&old, &new, &arguments)
 }
 
-/// Seven rounds in which the new commit costs `new` where the old one costs 100.
+/// Seven rounds: the new commit costs `new`, and the old one 100.
 fn comparison(new: f64) -> Comparison {
     let mut samples = Samples::default();
     for round in 0..7 {
