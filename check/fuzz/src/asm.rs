@@ -189,7 +189,7 @@ impl Asm {
     }
 }
 
-/// A short jump that has no target yet.
+/// A short jump without a target yet.
 #[must_use]
 pub struct Jump(usize);
 

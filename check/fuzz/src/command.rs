@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 const LINES: usize = 8;
 /// The time limit. No line drawn here takes a second on an idle machine; a busy one is slower.
 const LIMIT: Duration = Duration::from_secs(60);
-/// 0 success, 1 the guest failed, 2 wrong arguments or image, 3 the host could not do it.
+/// 0 success, 1 the guest failed, 2 wrong arguments or image, 3 a failure of the host.
 const DOCUMENTED: [i32; 4] = [0, 1, 2, 3];
 
 /// Runs one seed.
@@ -90,7 +90,7 @@ fn drive(binary: &Path, line: &[String], folder: &Path) -> (ExitStatus, String, 
             break status;
         }
         if began.elapsed() > LIMIT {
-            // If the kill fails, the report is the same.
+            // The report is the same if the kill fails.
             let _ = child.kill();
             let _ = child.wait();
             panic!("lacuna {line:?} has not ended in {} s", LIMIT.as_secs());
@@ -103,7 +103,7 @@ fn drive(binary: &Path, line: &[String], folder: &Path) -> (ExitStatus, String, 
 
 fn text_of(pipe: &mut impl std::io::Read) -> String {
     let mut bytes = Vec::new();
-    // Bytes read before an error count.
+    // The bytes before an error count.
     let _ = pipe.read_to_end(&mut bytes);
     String::from_utf8_lossy(&bytes).into_owned()
 }
@@ -216,7 +216,7 @@ fn size(rng: &mut Rng) -> String {
     }
 }
 
-/// A guest that ends soon, in little memory, with options that may be wrong.
+/// A short guest in little memory, with options that may be wrong.
 fn arch(rng: &mut Rng) -> Vec<String> {
     const NAMES: [&str; 7] = ["arm64", "arm64", "x86_64", "aarch64", "ARM64", "", "riscv"];
     match rng.u8(..3) {
@@ -294,8 +294,8 @@ fn run_line(rng: &mut Rng, folder: &Path) -> Vec<String> {
     line
 }
 
-/// Where the memory is, and how much of it is resident: mostly one of the two, which exclude each
-/// other except in the pool.
+/// The kind of memory, and how much of it is resident. Mostly only one of the two, which exclude
+/// each other except in the pool.
 fn kind(rng: &mut Rng) -> Vec<String> {
     let kinds = ["pool", "anonymous", "memfd", "hugetlbfs", "tape"];
     let resident = match rng.u8(..5) {

@@ -14,11 +14,11 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Things that clients do, for each seed.
+/// Acts of clients for each seed.
 const ACTS: usize = 60;
 /// No answer takes a second on an idle machine; a busy one is slower.
 const LIMIT: Duration = Duration::from_secs(60);
-/// The exit code of a guest that was stopped through its socket.
+/// The exit code of a guest stopped through its socket.
 const STOPPED: i32 = 4;
 /// The longest line that a VM reads.
 const LINE_MAX: usize = 32 << 10;
@@ -41,7 +41,7 @@ pub fn run(run: &mut Run<'_>) {
         run.pulse.doing(&format!("{act:?}"));
         run.tally.operations += 1;
         guest.carry_out(&act, run);
-        // Whatever a client does, another one is served.
+        // The VM serves another client, whatever one does.
         let status = guest.served("status");
         let state = status["status"]["state"].as_str();
         let is_known = matches!(state, Some("running" | "pausing" | "paused"));
@@ -51,18 +51,18 @@ pub fn run(run: &mut Run<'_>) {
     guest.stop();
 }
 
-/// What a client does.
+/// An act of a client.
 #[derive(Debug)]
 enum Act {
     /// Sends lines, and reads an answer to each.
     Ask(Vec<Vec<u8>>),
     /// Sends bytes without the end of a line, and leaves.
     Leave(Vec<u8>),
-    /// Sends more than a line may have.
+    /// Sends more bytes than a line may have.
     Flood(usize),
-    /// Asks for the status so often, and reads nothing.
+    /// Asks for the status this often, and reads nothing.
     Deaf(usize),
-    /// So many clients connect at once.
+    /// This many clients connect at once.
     Crowd(usize),
 }
 
@@ -85,7 +85,7 @@ fn draw(rng: &mut Rng, folder: &Path, snapshots: &mut usize) -> Act {
     }
 }
 
-/// A line of at most [`LINE_MAX`] bytes, with its end, that harms nothing outside of `folder`.
+/// A line of at most [`LINE_MAX`] bytes, with its end. It harms nothing outside of `folder`.
 fn line(rng: &mut Rng, folder: &Path, snapshots: &mut usize) -> Vec<u8> {
     let mut bytes = match rng.u8(..8) {
         0 => (0..rng.usize(..200)).map(|_| rng.u8(..)).collect(),
@@ -254,7 +254,7 @@ impl Guest {
     /// Sends all lines at once. Each has one last answer, in their order.
     fn ask(&self, lines: &[Vec<u8>], run: &mut Run<'_>) {
         let mut client = self.connect();
-        // A connection too many is refused with a message, and closed.
+        // The VM refuses a connection too many with a message, and closes it.
         let _ = client.get_mut().write_all(&lines.concat());
         for line in lines {
             let last = last_answer(&mut client);
@@ -274,8 +274,7 @@ impl Guest {
         }
     }
 
-    /// The last answer to `command`, for a client that connects again as long as there are too
-    /// many.
+    /// The last answer to `command`. The client connects again for as long as there are too many.
     fn served(&self, command: &str) -> Value {
         let began = Instant::now();
         loop {
@@ -292,7 +291,7 @@ impl Guest {
         }
     }
 
-    /// Ends the run, which must say so.
+    /// Ends the run, and checks that the program reports it.
     fn stop(&mut self) {
         let began = Instant::now();
         let answer = self.served("stop");

@@ -1,5 +1,5 @@
-//! Mutated images, ELF files and arm64 `Image`s: the loader must return a clear error, or the guest
-//! must run for a while.
+//! Mutated ELF files and arm64 `Image`s: the loader must return a clear error, or the guest must
+//! run for a while.
 
 use crate::run::Run;
 use crate::values;
@@ -22,7 +22,7 @@ const SLICE: u64 = 2000;
 /// Guest memory, in pages.
 const MEMORY: u64 = 8 << 8;
 
-/// Runs one seed: a host, and images for it. A build without guests has the AArch64 images.
+/// Runs one seed: a host, and images for it. A build without guests still has the AArch64 images.
 pub fn run(run: &mut Run<'_>) {
     let x86: Vec<_> = lacuna_guest::images().iter().collect();
     let arm64: Vec<_> = lacuna_guest::Arch::Arm64.images().iter().collect();
@@ -107,7 +107,7 @@ const IMAGE_FIELDS: &[(usize, usize)] = &[
     (60, 4),
 ];
 
-/// Where a file format has what.
+/// The places of a file format's fields.
 struct Format {
     fields: &'static [(usize, usize)],
     segment_fields: &'static [(usize, usize)],
@@ -204,7 +204,7 @@ fn try_image(
         Ok(image) => image,
         Err(error) => return refused(&error, run),
     };
-    // Now and then the VM is for another architecture than the image.
+    // Sometimes the VM has another architecture than the image.
     let arch = match rng.u8(..16) {
         0 => values::pick(rng, &[Arch::X86_64, Arch::Arm64]),
         _ => image.arch,

@@ -33,7 +33,7 @@ const HALT_NS: u64 = 50_000;
 /// vCPU.
 const PATIENCE: u32 = 100;
 const HALT_PATIENCE: u32 = 24;
-/// How far a step may go beyond its fuel: to the end of a basic block.
+/// The most instructions of a step beyond its fuel: to the end of a basic block.
 const BLOCK_MAX: u64 = 4096;
 
 enum VcpuPhase {
@@ -43,7 +43,7 @@ enum VcpuPhase {
     Memory(Nanos),
 }
 
-/// Whether the vCPU that has left so must be reset.
+/// Whether the vCPU must be reset after this exit.
 pub fn ends_vcpu(exit: &Exit) -> bool {
     matches!(exit, Exit::Shutdown(_) | Exit::PoweredOff | Exit::Reset)
 }
@@ -55,8 +55,8 @@ fn registers(vcpu: &Vcpu) -> Vec<u64> {
     all
 }
 
-/// Whether an AArch64 vCPU is at its own vectors, where an instruction that raises an exception
-/// raises it for ever. (On x86-64 that is a triple fault.)
+/// Whether an AArch64 vCPU is at its own vectors. There, an instruction with an exception raises it
+/// for ever. (On x86-64 that is a triple fault.)
 fn is_at_its_vectors(vcpu: &Vcpu) -> bool {
     let Some(vcpu) = vcpu.as_arm64() else {
         return false;
@@ -69,7 +69,7 @@ struct Runner {
     vm: usize,
     vcpu: Vcpu,
     state: VcpuPhase,
-    /// Slices in a row without an instruction retired.
+    /// Slices in a row without a retired instruction.
     stuck: u32,
 }
 
@@ -317,7 +317,7 @@ impl Simulator {
         runner.stuck = 0;
     }
 
-    /// Handles a vCPU that made no progress: it has halted for good, or it is in a livelock.
+    /// Handles a vCPU without progress: it has halted for ever, or it is in a livelock.
     fn unstick(&mut self, index: usize, run: &mut Run<'_>) {
         let runner = &self.runners[index];
         let is_halted = matches!(runner.state, VcpuPhase::Halted);
@@ -328,7 +328,7 @@ impl Simulator {
         self.revive(index);
     }
 
-    /// Handles the case that no vCPU can run: the time jumps to the next event.
+    /// If no vCPU can run, jumps to the time of the next event.
     fn idle(&mut self, run: &mut Run<'_>) {
         run.tally.note("steps", "idle");
         let waits = self.runners.iter().filter_map(|runner| match runner.state {

@@ -1,7 +1,7 @@
 //! Operations of the host and the VMM beside a running guest, drawn one at a time.
 //!
-//! Each may happen while vCPUs run, on a thread that is not a vCPU's. A refusal is a valid answer.
-//! A panic, a hang, or an oracle that fails ends the run.
+//! Each may happen while vCPUs run, on another thread than theirs. A refusal is a valid answer. A
+//! panic, a hang or a failed oracle ends the run.
 
 use crate::place::*;
 use crate::shadow::{Shadow, has_bitmaps, is_refusal, named, pages_of};
@@ -25,7 +25,7 @@ pub const BALLAST: u64 = 768;
 
 /// The VMM's side of one VM.
 pub struct Monitor {
-    /// The source of everything drawn.
+    /// The random source.
     pub rng: Rng,
     /// The oracle of dirty tracking, while the slots log.
     pub shadow: Option<Shadow>,
@@ -37,7 +37,7 @@ pub struct Monitor {
     refused: bool,
 }
 
-/// An operation, and how often it is drawn relative to the others.
+/// An operation, and its weight in the draw.
 type Operation = (&'static str, u32, fn(&mut Monitor, &Subject));
 
 const OPERATIONS: &[Operation] = &[
@@ -123,7 +123,7 @@ impl Monitor {
         }
     }
 
-    /// Reads or writes pages outside all VMs. A read must return what was written last.
+    /// Reads or writes pages outside all VMs. A read must return the last written value.
     fn use_ballast(&mut self) {
         let (first, count) = (self.rng.u64(..BALLAST), self.rng.u64(1..128));
         for index in first..(first + count).min(BALLAST) {
@@ -159,7 +159,7 @@ impl Monitor {
         }
     }
 
-    /// Ends all logs. Dirty pages that are not harvested are lost.
+    /// Ends all logs. Unharvested dirty pages are lost.
     pub fn end_log(&mut self, subject: &Subject) {
         self.shadow = None;
         let recovery = match self.rng.u8(..3) {
@@ -170,7 +170,7 @@ impl Monitor {
         for MemorySlot { id, .. } in vm.memory_slots() {
             vm.mmu().end_logging_as(id, recovery).expect("it is there");
         }
-        // A vCPU that has left because its ring was full can run again.
+        // A vCPU that has left with a full ring can run again.
         if vm.mmu().delivery() != Delivery::Bitmap {
             vm.reap_rings(&mut |_, _| ())
                 .expect("its rings lose no page");
@@ -184,8 +184,8 @@ impl Monitor {
         }
     }
 
-    /// Compares the copy with memory, while the vCPUs are stopped. Every page that they wrote must
-    /// be in this harvest or an earlier one.
+    /// Compares the copy with memory, while the vCPUs are stopped. Every written page must be in
+    /// this harvest or an earlier one.
     pub fn compare(&mut self, subject: &Subject) {
         if let Some(shadow) = &mut self.shadow {
             shadow.harvest(&subject.vm);
@@ -193,7 +193,7 @@ impl Monitor {
         }
     }
 
-    /// Puts dirty marks back, reads them, or clears some of them and copies the pages of those.
+    /// Puts dirty marks back, reads them, or clears some of them and copies their pages.
     fn harvest_some(&mut self, subject: &Subject) {
         let vm = &subject.vm;
         let Some(shadow) = &mut self.shadow else {
@@ -375,13 +375,13 @@ impl Monitor {
         }
     }
 
-    /// Writes to data of the guest, perhaps where it has no memory.
+    /// Writes to the guest's data, perhaps at an address without memory.
     fn write(&mut self, subject: &Subject) {
         let at = match self.rng.u8(..4) {
             0 => address(&mut self.rng, subject) & ((1 << 48) - 1),
             _ => subject.base + values::data(&mut self.rng, subject.memory),
         };
-        // The runtime and what is before it stay as they are.
+        // The runtime and everything before it stay unchanged.
         if (subject.main.guest..subject.base + DATA).contains(&at) {
             return;
         }

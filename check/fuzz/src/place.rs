@@ -39,9 +39,9 @@ pub const AREA: i32 = 0x40;
 pub const VECTORS: u64 = 0x3_0000;
 /// Sequences begun.
 pub const BEGUN: u64 = 0x3_0800;
-/// Acts that were completed, by label.
+/// Completed acts, by label.
 pub const ACTS: u64 = 0x3_1000;
-/// The number of labels that fit.
+/// The most labels.
 pub const LABELS: usize = 512;
 /// Entry states of the sequences.
 pub const STATES: u64 = 0x3_4000;
@@ -57,7 +57,7 @@ pub const SEQUENCE_SIZE: u64 = 512;
 pub const USER_SEQUENCES: u64 = 1 << 30;
 /// Page tables that the guest changes at random: PML4, PDPT, PD and PTs, linked at first.
 pub const PLAY: u64 = 0x6_0000;
-/// How many of these tables there are.
+/// The number of these tables.
 pub const PLAY_TABLES: u64 = 8;
 /// The addresses that they translate, in addition to all others.
 pub const PLAY_VA: u64 = 1 << 39;
@@ -71,7 +71,8 @@ pub const APIC: u64 = 0xfee0_0000;
 pub const LOW_EDGE: u64 = 0x7fff_ffff_f000;
 /// First page of the upper half.
 pub const HIGH_EDGE: u64 = 0xffff_8000_0000_0000;
-/// Where slots besides the guest's main memory begin; there may be one every [`EXTRA_STEP`].
+/// The first address for slots besides the guest's main memory; there may be one every
+/// [`EXTRA_STEP`].
 pub const EXTRA: u64 = 16 << 20;
 /// Distance of two such slots.
 pub const EXTRA_STEP: u64 = 8 << 20;

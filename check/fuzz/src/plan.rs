@@ -1,5 +1,5 @@
-//! The configuration that a seed draws before anything runs: the host, the number of VMs, and what
-//! all VMs have in common.
+//! The configuration that a seed draws before anything runs: the host, the number of VMs, and the
+//! VMs' common settings.
 
 use crate::arm64::BOOT_DATA;
 use crate::monitor::BALLAST;
@@ -25,12 +25,12 @@ pub enum Mode {
     Threads,
 }
 
-/// The drawn configuration. The events at run time are drawn later.
+/// The drawn configuration. Events at run time are drawn later.
 #[derive(Debug)]
 pub struct Plan {
-    /// The host and what its VMs have in common.
+    /// The host, and the common settings of its VMs.
     pub builder: VmBuilder,
-    /// Number of VMs that share the host.
+    /// Number of VMs on the host.
     pub vms: usize,
     /// Where dirty pages are recorded: bitmap or dirty rings.
     pub delivery: Delivery,
@@ -38,7 +38,7 @@ pub struct Plan {
     pub manners: Manners,
 }
 
-/// The folder of the swap file: a tmpfs where there is one, so that no time is spent on a disk.
+/// The folder of the swap file: a tmpfs if there is one, because a disk would cost time.
 fn swap_folder() -> PathBuf {
     let shared = PathBuf::from("/dev/shm");
     match shared.is_dir() {
@@ -70,8 +70,8 @@ fn memory(rng: &mut Rng, arch: Arch) -> u64 {
 }
 
 impl Plan {
-    /// Creates the host that all VMs share. Its swap has room for every page: main memory, slots
-    /// that are added later, and ballast.
+    /// Creates the host that all VMs share. Its swap has room for every page: main memory, later
+    /// slots, and ballast.
     pub fn host(&self, clock: Arc<dyn Clock>) -> Arc<Host> {
         let extras = EXTRAS * 3 * BLOCK;
         let all = self.vms as u64 * (self.builder.memory.get() + extras + BALLAST) + BALLAST;
@@ -92,8 +92,8 @@ impl Plan {
         let least = Host::minimum_budget(vcpus * vms + 1).get();
         let in_memory = rng.u8(..3) == 0;
         let budget = match rng.u8(..4) {
-            // Compressed swap lies inside the budget. So the budget must have room for the pages
-            // that random writes have made incompressible.
+            // Compressed swap lies inside the budget. So the budget must have room for
+            // incompressible pages, which random writes make.
             _ if in_memory => least + 1500 + rng.u64(..2000),
             0 => least,
             1 => least + rng.u64(..256),

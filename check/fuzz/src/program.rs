@@ -1,8 +1,8 @@
 //! Sequences of random instructions. A sequence consists of *acts*: a few instructions with one
 //! purpose.
 //!
-//! An act that completes counts itself under its label in the guest's memory. So the table at the
-//! end shows what was executed, not only what was generated.
+//! A completed act counts itself under its label in the guest's memory. So the table at the end
+//! shows the executed acts, not only the generated ones.
 
 mod data;
 mod system;
@@ -45,7 +45,7 @@ impl Labels {
 
 /// Generates sequences.
 pub struct Author<'a> {
-    /// The source of everything drawn.
+    /// The random source.
     pub rng: &'a mut Rng,
     /// Bytes of main memory.
     pub memory: u64,
@@ -53,7 +53,7 @@ pub struct Author<'a> {
     pub labels: &'a mut Labels,
 }
 
-/// A sequence and the state in which it is entered.
+/// A sequence and its entry state.
 pub struct Sequence {
     /// Its instructions.
     pub code: Vec<u8>,

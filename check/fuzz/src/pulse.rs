@@ -24,7 +24,7 @@ fn text(of: &Mutex<String>) -> String {
     of.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// The frames of a stack that belong to this workspace.
+/// A stack's frames within this workspace.
 fn ours(stack: &str) -> String {
     let lines: Vec<&str> = stack.lines().collect();
     let is_ours = |pair: &&[&str]| pair[1].trim_start().starts_with("at ./");
@@ -50,12 +50,12 @@ impl Pulse {
         pulse
     }
 
-    /// Reports that the run makes progress.
+    /// Reports progress of the run.
     pub fn beat(&self) {
         self.beats.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records what the run begins to do now.
+    /// Records the step that the run begins now.
     pub fn doing(&self, what: &str) {
         self.beat();
         let mut doing = self.doing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,8 +97,8 @@ impl Pulse {
     }
 }
 
-/// What each thread of this process does: its stack by a debugger, or its state from the kernel if
-/// there is no debugger.
+/// The activity of each thread of this process: its stack by a debugger, or without a debugger its
+/// state from the kernel.
 fn threads() -> String {
     let pid = std::process::id().to_string();
     let debugger = Command::new("gdb")

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Instant;
 
-/// What is fuzzed.
+/// The subject of the fuzzing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Whole machines on one thread; a seed gives the same result bit for bit.
@@ -79,7 +79,7 @@ pub struct Run<'a> {
     pub seed: u64,
     /// Its progress, for the watchdog.
     pub pulse: &'a Pulse,
-    /// The counts of what it does.
+    /// The counts of its actions.
     pub tally: &'a mut Tally,
     /// The `lacuna` to run.
     pub binary: &'a PathBuf,
@@ -119,10 +119,10 @@ pub const fn name_of(exit: &Exit) -> &'static str {
     }
 }
 
-/// An oracle that failed.
+/// A failed oracle.
 #[derive(Clone, Debug)]
 pub struct Finding {
-    /// What was fuzzed.
+    /// The subject of the fuzzing.
     pub kind: Kind,
     /// The seed.
     pub seed: u64,
@@ -145,15 +145,15 @@ fn again(kind: Kind, seed: u64) -> String {
 pub struct Campaign {
     pulse: std::sync::Arc<Pulse>,
     binary: PathBuf,
-    /// The counts of what was done so far.
+    /// The counts so far.
     pub tally: Tally,
-    /// What was found.
+    /// The findings.
     pub findings: Vec<Finding>,
 }
 
 impl Campaign {
-    /// A campaign without seeds so far. `binary` is the `lacuna` that is run as a process. From
-    /// now on a watchdog ends the process if it hangs.
+    /// A campaign without seeds so far. `binary` is the `lacuna` to run as a process. From now on a
+    /// watchdog ends this process if it hangs.
     pub fn new(binary: PathBuf) -> Self {
         Self {
             pulse: Pulse::watched(),
@@ -204,7 +204,7 @@ impl Campaign {
     }
 }
 
-/// Of so many seeds of [`Kind::Machine`], one runs twice. Both runs must give the same result.
+/// One in this many seeds of [`Kind::Machine`] runs twice. Both runs must give the same result.
 const TWICE: u64 = 4;
 
 fn body(kind: Kind, run: &mut Run<'_>) {

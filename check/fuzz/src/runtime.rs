@@ -1,10 +1,10 @@
-//! The guest's own runtime: a guest of random instructions continues after any exception.
+//! The guest's own runtime. With it, a guest of random instructions continues after any exception.
 //!
 //! Every vector has an interrupt gate that switches to the interrupt stack of the vCPU (IST 1), so
 //! the handler always has a stack. The handler counts the vector, loads the good page tables, and
 //! acknowledges interrupts and async faults. It never returns: it enters the next sequence, with
-//! the state from that sequence's table. If the runtime cannot continue, there is a triple fault.
-//! The VMM then writes the runtime to memory again and resets the vCPU.
+//! the state from that sequence's table. If the runtime cannot continue, the vCPU ends with a
+//! triple fault. The VMM then writes the runtime to memory again and resets the vCPU.
 
 use crate::asm::{Asm, RAX, RBX, RCX, RDX, Rm, Size};
 use crate::place::*;
@@ -57,8 +57,7 @@ pub struct Manners {
     pub apic: ApicMode,
 }
 
-/// The parts that are the same for all vCPUs and sequences of a guest with `memory` bytes of main
-/// memory.
+/// The common parts of all vCPUs and sequences of a guest with `memory` bytes of main memory.
 pub fn pieces(memory: u64, vcpus: u64, manners: Manners) -> Vec<Piece> {
     let (code, handler) = code(manners.apic);
     let mut pieces = vec![(RUNTIME, code)];
@@ -91,7 +90,7 @@ fn code(apic: ApicMode) -> (Vec<u8>, u64) {
     a.raw(&[0xcd, SYSCALL_VECTOR]);
     let common = a.bytes.len();
     handle(&mut a);
-    // The second pass has the address that the first pass found.
+    // The second pass uses the address found in the first.
     let mut b = Asm::default();
     b.wrmsr(0xc000_0082, syscall);
     let at = find(&a.bytes, 0xc000_0082);
@@ -279,7 +278,7 @@ fn good_tables(memory: u64) -> Vec<Piece> {
     (root[1], root[255], root[256]) = ((PLAY + PAGE) | P | W | U | A, link(6), link(6));
     let mut pdpt = vec![0; 512];
     (pdpt[0], pdpt[1]) = (link(2), link(3));
-    // The local APIC's GiB, and what lies above 4 GiB.
+    // The local APIC's GiB, and the addresses above 4 GiB.
     (pdpt[3], pdpt[4]) = (large(3 << 30, 0), large(4 << 30, U));
     let mut pd: Vec<u64> = (0..512).map(|i| large(i << 21, U)).collect();
     pd[0] = link(4);

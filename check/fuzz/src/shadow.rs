@@ -1,5 +1,5 @@
-//! The oracle of dirty tracking, from outside the VM: it keeps a copy of memory and copies only the
-//! pages that a harvest names. The copy must equal memory.
+//! The oracle of dirty tracking, from outside the VM. It keeps a copy of memory and copies only
+//! harvested pages. The copy must equal memory.
 //!
 //! The copy is a hash of each page. The functions that read pages here also look for words of other
 //! VMs.
@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 /// A page by its slot.
 pub type Name = (SlotId, usize);
 
-/// Whether there are bitmaps: for all writes, or for those that no vCPU makes.
+/// Whether there are bitmaps: for all writes, or for writes that no vCPU makes.
 pub fn has_bitmaps(vm: &Vm) -> bool {
     match vm.mmu().delivery() {
         Delivery::Bitmap => true,
@@ -110,7 +110,7 @@ impl Shadow {
         self.pages.remove(&id);
     }
 
-    /// Copies these pages. Dirty tracking has re-armed them.
+    /// Copies these pages. Dirty tracking detects their next write again.
     pub fn replay(&mut self, vm: &Vm, dirty: &[Name]) {
         for &(id, page) in dirty {
             let known = self
@@ -123,7 +123,7 @@ impl Shadow {
         }
     }
 
-    /// Copies everything written since the last time. Returns the number of pages.
+    /// Copies the pages written since the last time. Returns their number.
     pub fn harvest(&mut self, vm: &Vm) -> usize {
         let mut dirty = Vec::new();
         if vm.mmu().delivery() != Delivery::Bitmap {
@@ -146,7 +146,8 @@ impl Shadow {
         dirty.len()
     }
 
-    /// Compares the copy with memory. The guest does not run, and every written page was harvested.
+    /// Compares the copy with memory, after the guest has stopped and every written page was
+    /// harvested.
     pub fn compare(&self, vm: &Vm) {
         for (id, pages) in &self.pages {
             for (page, copy) in pages.iter().enumerate() {

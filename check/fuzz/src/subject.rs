@@ -3,8 +3,8 @@
 //! ```text
 //! region of a slot      | guard page | the slot's backing ... | guard page |
 //! ```
-//! Every page of data begins with words that have the VM's own key, every guard page with words
-//! that have the host's. A key in a wrong place has leaked.
+//! Every page of data begins with words with the VM's own key, and every guard page with words with
+//! the host's key. A key in a wrong place has leaked.
 
 use crate::arm64;
 use crate::place::*;
@@ -27,12 +27,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 const PAGE: u64 = PAGE_SIZE as u64;
 /// 2 MiB, in pages.
 const BLOCK: u64 = 512;
-/// The upper 48 bits of words that belong to a VM, or to the host.
+/// The upper 48 bits of a VM's or the host's words.
 const KEYS: [u64; 3] = [0xa11c_e5ec_0001, 0xb0b5_5ec2_0002, 0xca4a_21e5_0003];
 /// The host's own key.
 const HOST: usize = 2;
 
-/// A guest's address of any kind, for the architecture of `subject`.
+/// A guest's address of any kind, for `subject`'s architecture.
 pub fn address(rng: &mut Rng, subject: &Subject) -> u64 {
     match subject.arch {
         Arch::Arm64 => arm64::sequence::address(rng, subject.memory),
@@ -76,7 +76,7 @@ pub struct Extra {
 }
 
 impl Extra {
-    /// The slot at `guest` with so many pages.
+    /// The slot at `guest` with this many pages.
     pub fn spec(&self, guest: u64, pages: u64, flags: SlotFlags) -> SlotSpec {
         SlotSpec {
             id: self.id,
@@ -87,7 +87,7 @@ impl Extra {
         }
     }
 
-    /// The guest-physical address at which it is added first.
+    /// The guest-physical address of its first place.
     pub fn home(&self) -> u64 {
         EXTRA + u64::from(self.id.0 - FIRST_EXTRA) * EXTRA_STEP
     }
@@ -107,7 +107,7 @@ fn at(region: BackingRange, index: u64) -> BackingAddr {
 /// Name of the first slot besides the main memory.
 pub const FIRST_EXTRA: u16 = 10;
 
-/// A kick that does nothing: no write to a port ends the run.
+/// A kick without effect: no write to a port ends the run.
 struct Deaf;
 
 impl Kick for Deaf {
@@ -124,7 +124,7 @@ pub struct Subject {
     pub vm: Arc<Vm>,
     /// The architecture of its guest.
     pub arch: Arch,
-    /// Where the memory map of [`place`](crate::place) begins.
+    /// The beginning of the memory map of [`place`](crate::place).
     pub base: u64,
     /// Bytes of its main memory from there on.
     pub memory: u64,
@@ -139,7 +139,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// A VM as `plan` describes it, before the first instruction of its vCPUs.
+    /// A VM by `plan`, before the first instruction of its vCPUs.
     pub fn new(
         plan: &Plan,
         owner: usize,
@@ -230,8 +230,7 @@ impl Subject {
         Gpa::truncate(self.base + RUNTIME)
     }
 
-    /// Fills data pages with words that have the VM's key. Of each block it fills no page, some, or
-    /// all.
+    /// Fills data pages with words with the VM's key. In each block it fills no page, some, or all.
     fn fill(&self, rng: &mut Rng) {
         let mut share = 2;
         for index in DATA / PAGE..self.memory / PAGE {
@@ -355,7 +354,7 @@ impl Subject {
         Ok(())
     }
 
-    /// A port write. The exit port is like any other.
+    /// A port write. The exit port has no special effect.
     pub fn write_port(&self, port: u16, width: lacuna_machine::Width, value: u32) {
         self.devices.write(port, width, value, &Deaf);
     }
@@ -365,7 +364,7 @@ impl Subject {
         self.devices.read(port, width)
     }
 
-    /// A write where there is no memory. The register for the exit code is like any other.
+    /// A write to an address without memory. The register for the exit code has no special effect.
     pub fn write_device(&self, gpa: Gpa, width: lacuna_machine::Width, value: u64) {
         self.devices.mmio_write(gpa, width, value, &Deaf);
     }

@@ -1,5 +1,5 @@
-//! Counts what a run has done, for the table at its end. The table shows whether the fuzzer reaches
-//! what it should.
+//! Counts the actions of a run, for the table at its end. The table shows whether the fuzzer
+//! reaches its targets.
 
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -9,13 +9,13 @@ use std::fmt;
 #[derive(Clone, Default, Debug)]
 pub struct Tally {
     counts: BTreeMap<(&'static str, String), u64>,
-    /// Seeds run.
+    /// Seeds that have run.
     pub seeds: u64,
     /// Guest instructions retired.
     pub instructions: u64,
     /// Operations of the host beside the guest, or inputs tried.
     pub operations: u64,
-    /// How often all invariants were checked.
+    /// Checks of all invariants.
     pub verified: u64,
 }
 

@@ -1,12 +1,12 @@
-//! Whole machines on threads: vCPUs in the run loop that VMMs use, and monitors beside them.
+//! Whole machines on threads: vCPUs in the VMMs' run loop, and monitors beside them.
 //!
 //! ```text
 //! round: each vCPU's thread runs it until it is kicked       | monitors operate (`monitor`)
 //!        a vCPU that shuts down waits for the end            |
 //!        kick all vCPUs; all return                           -> quiet: verify, compare, resets
 //! ```
-//! The threads interleave in another way in each run of a seed, so it may take several runs to
-//! reproduce a finding.
+//! The threads interleave differently in each run of a seed, so a finding may need several runs to
+//! appear again.
 
 use crate::machine::ends_vcpu;
 use crate::monitor::Monitor;
@@ -28,7 +28,7 @@ const ROUNDS: u64 = 16;
 /// The time that a vCPU with a full ring sleeps, so that the monitor gets its core.
 const NAP: Duration = Duration::from_micros(50);
 
-/// A vCPU, and what happened to it in a round.
+/// A vCPU, and its events in a round.
 struct Runner {
     vcpu: Vcpu,
     rng: Rng,
@@ -71,8 +71,8 @@ pub fn run(run: &mut Run<'_>) {
     Subject::count_host(&host, run.tally);
 }
 
-/// Verifies the host. Before that, waits until the threads of its swap device have completed the
-/// operations of vCPUs and monitors. A vCPU starts every read that it needs before it leaves `run`.
+/// Verifies the host, after the threads of its swap device have completed the operations of vCPUs
+/// and monitors. A vCPU starts every read that it needs before it leaves `run`.
 fn verify(host: &Host) {
     while host.stats().in_flight > 0 {
         thread::sleep(NAP);
@@ -206,7 +206,7 @@ fn quiet(guests: &mut [Guest], rng: &mut Rng, run: &mut Run<'_>) {
             runner.vcpu.verify();
             Subject::assert_own_registers(subject.owner, &runner.vcpu);
             run.tally.absorb(std::mem::take(&mut runner.exits));
-            // A vCPU that has halted for good, or is in an endless loop, is restarted some time.
+            // A vCPU that has halted for ever, or is in an endless loop, is restarted some time.
             if std::mem::take(&mut runner.must_revive) || rng.u8(..6) == 0 {
                 revive(subject, monitor, rng);
                 runner.vcpu.reset();

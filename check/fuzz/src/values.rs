@@ -40,7 +40,7 @@ fn offset(rng: &mut Rng) -> u64 {
     }
 }
 
-/// An address in the data of a guest with so much main memory.
+/// An address in the data of a guest with `memory` bytes of main memory.
 pub fn data(rng: &mut Rng, memory: u64) -> u64 {
     let pages = (memory - DATA) / PAGE;
     // Some pages are hot.
@@ -114,7 +114,7 @@ pub fn entry(rng: &mut Rng, memory: u64) -> u64 {
     }
 }
 
-/// The MSRs that are accessed, by name.
+/// The accessed MSRs, by name.
 pub const MSRS: &[(u32, &str)] = &[
     (0x10, "TSC"),
     (0x1b, "APIC_BASE"),
@@ -155,7 +155,7 @@ pub const MSRS: &[(u32, &str)] = &[
     (0x4b56_4d07, "KVM_APF_ACK"),
 ];
 
-/// A value for MSR `index`, usually one that may be accepted.
+/// A value for MSR `index`, usually an acceptable one.
 pub fn for_msr(rng: &mut Rng, index: u32, memory: u64) -> u64 {
     if rng.u8(..5) == 0 {
         return number(rng);
@@ -196,7 +196,7 @@ fn interrupt_command(rng: &mut Rng) -> u64 {
     rng.u64(..4) << 32 | rng.u64(..4) << 18 | rng.u64(..2) << 14 | mode << 8 | vector
 }
 
-/// Enables async page faults for an area that is the guest's own, another page, or no memory.
+/// Enables async page faults for the guest's own area, another page, or an address without memory.
 fn apf_enable(rng: &mut Rng, memory: u64) -> u64 {
     let own = PER_CPU + rng.u64(..4) * PAGE + AREA as u64;
     let area = match rng.u8(..8) {

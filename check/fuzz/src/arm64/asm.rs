@@ -12,19 +12,19 @@ pub const ERET: u32 = 0xd69f_03e0;
 /// ISB.
 pub const ISB: u32 = 0xd503_3fdf;
 
-/// MSR of the register that op0, op1, CRn, CRm and op2 name, from X0.
+/// MSR from X0 to the register that op0, op1, CRn, CRm and op2 name.
 pub const fn sysreg([op0, op1, crn, crm, op2]: [u32; 5]) -> u32 {
     0xd500_0000 | op0 << 19 | op1 << 16 | crn << 12 | crm << 8 | op2 << 5
 }
 
-/// Code under construction, which will be at a known address.
+/// Code under construction, for a known address.
 #[derive(Clone, Debug)]
 pub struct Asm {
     origin: u64,
     words: Vec<u32>,
 }
 
-/// A branch that has no target yet.
+/// A branch without a target yet.
 #[must_use]
 pub struct Hole(usize);
 
@@ -105,7 +105,8 @@ impl Asm {
         self.raw(0xd340_0000 | (bits - 1) << 10 | register << 5 | register)
     }
 
-    /// Adds 1 to the word at `base`; X12 changes. Other vCPUs may count at once, and one is lost.
+    /// Adds 1 to the word at `base`; X12 changes. If another vCPU counts at the same time, one
+    /// count is lost.
     pub fn count(&mut self, base: Reg) -> &mut Self {
         self.load(12, base, 0).add(12, 1).store(12, base, 0)
     }

@@ -1,5 +1,5 @@
-//! AArch64 guests of random instructions: the memory map, the runtime that survives every
-//! exception, and (`sequence`) the random part.
+//! AArch64 guests of random instructions: the memory map, a runtime that survives every exception,
+//! and (`sequence`) the random part.
 //!
 //! The map is as in [`place`](crate::place), from [`BASE`] on, except for these parts:
 //!
@@ -8,13 +8,13 @@
 //! 0x18000  the good tables of stage 1
 //! 0x60000  a table of level 2 and seven of level 3, which the guest changes at random
 //! ```
-//! With stage 1 on, virtual addresses equal guest-physical ones below 2 GiB and from 4 GiB on. At
-//! 2 GiB is an alias of the sequences for EL0, and at 3 GiB what the random tables translate.
+//! With stage 1 on, virtual addresses equal guest-physical ones below 2 GiB and from 4 GiB on. An
+//! alias of the sequences for EL0 is at 2 GiB. The random tables translate the addresses at 3 GiB.
 //!
 //! The handler turns stage 1 off, so it needs no table. It counts the vector, acknowledges
-//! interrupts and async faults, and enters the next sequence with ERET, with stage 1 on or off as
-//! the sequence says. A guest that has lost its vectors raises an exception at its vector for ever,
-//! or its handler cannot be fetched.
+//! interrupts and async faults, and enters the next sequence with ERET, with stage 1 on or off by
+//! the sequence's choice. If a guest has lost its vectors, it raises an exception at its vector for
+//! ever, or cannot fetch its handler.
 
 mod asm;
 pub mod sequence;
@@ -29,15 +29,15 @@ use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::mmio;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-/// Where memory begins.
+/// The beginning of memory.
 pub const START: u64 = 1 << 30;
-/// Where the map of [`place`](crate::place) begins: behind the device tree.
+/// The beginning of the map of [`place`](crate::place), behind the device tree.
 pub const BASE: u64 = START + BOOT_DATA;
-/// Bytes of the memory that the map does not have.
+/// Bytes of memory before the map.
 pub const BOOT_DATA: u64 = 2 << 20;
 /// The alias of the sequences for EL0.
 const USER_SEQUENCES: u64 = 2 << 30;
-/// What the random tables translate.
+/// The addresses that the random tables translate.
 const PLAY_VA: u64 = 3 << 30;
 
 const ENTRY: u64 = BASE + RUNTIME;
@@ -48,7 +48,7 @@ const SDEI_HANDLER: u64 = ENTRY + 0x1800;
 /// Counted in place of a vector: the vCPU has started.
 const STARTED: u64 = 16;
 
-/// SCTLR_EL1 with stage 1 off, and its bit that turns stage 1 on. Alignment is not checked.
+/// SCTLR_EL1 with stage 1 off, and its bit for stage 1. Alignment is not checked.
 const SCTLR: u64 = 0x30d0_0800;
 const STAGE_1: u64 = 1;
 
@@ -100,7 +100,7 @@ pub mod pte {
 }
 use pte::{AF, BLOCK, SHARED, TABLE, USER, UXN};
 
-/// The parts that are the same for all sequences. All addresses are guest-physical.
+/// The common parts of all sequences. All addresses are guest-physical.
 pub fn pieces(vcpus: u64, manners: Manners) -> Vec<Piece> {
     let mut pieces = vec![(ENTRY, runtime())];
     for vcpu in 0..vcpus {

@@ -21,7 +21,7 @@ const VALUE: Reg = 17;
 /// The last instruction at which an act may begin.
 const LIMIT: usize = SEQUENCE_SIZE as usize / 4 - 40;
 
-/// Functions that guests call, and a few that do not exist.
+/// Functions that guests call, and a few missing ones.
 const FUNCTIONS: [u64; 18] = [
     0x8000_0000,
     0x8000_0001,
@@ -71,7 +71,7 @@ const REGISTERS: [[u32; 5]; 22] = [
     [3, 0, 12, 12, 5],
 ];
 
-/// Loads and stores whose base is in bits 9 to 5 and whose register is in bits 4 to 0.
+/// Loads and stores with the base in bits 9 to 5 and the register in bits 4 to 0.
 const ACCESSES: [u32; 7] = [
     0x3900_0000, // unsigned offset
     0x3800_0000, // unscaled
@@ -81,7 +81,7 @@ const ACCESSES: [u32; 7] = [
     0x3820_6800, // register offset
     0x2900_0000, // pair
 ];
-/// Atomic ones, without their size. The second register is in bits 20 to 16.
+/// Atomic instructions, without their size. The second register is in bits 20 to 16.
 const ATOMICS: [u32; 8] = [
     0x3820_0000, // LDADD, and by bits 14 to 12 the others
     0x3820_8000, // SWP
@@ -95,7 +95,7 @@ const ATOMICS: [u32; 8] = [
 
 /// Generates sequences.
 pub struct Author<'a> {
-    /// The source of everything drawn.
+    /// The random source.
     pub rng: &'a mut Rng,
     /// Bytes of the map.
     pub memory: u64,
@@ -275,7 +275,7 @@ impl Author<'_> {
         "arm64 atomic"
     }
 
-    /// A branch that skips the next instruction, or is not taken.
+    /// A branch over the next instruction, taken or not.
     fn branch(&mut self, a: &mut Asm) -> &'static str {
         let word = match self.rng.u8(..4) {
             0 => 0x5400_0040 | self.rng.u32(..16),
@@ -360,7 +360,7 @@ impl Author<'_> {
         "arm64 hypercall"
     }
 
-    /// A call that a guest makes which means to have async faults, in either form.
+    /// A call for async faults, in either form.
     fn async_faults(&mut self, a: &mut Asm) -> &'static str {
         let area = match self.rng.u8(..4) {
             0 => address(self.rng, self.memory) & !63,

@@ -1,10 +1,10 @@
-//! Bases that form a loop, and whose checksums fit all the same.
+//! Bases that form a loop, with correct checksums.
 //!
-//! A CRC-32 is linear: flipping a bit of a text changes the CRC by a value that depends on the
-//! bit's place alone. So the bits that have to flip for a wanted CRC are found by solving linear
-//! equations over GF(2), and `checksums` may have further lines.
+//! A CRC-32 is linear: a flipped bit changes the CRC by a value that depends only on the bit's
+//! place. So linear equations over GF(2) give the bits to flip for a wanted CRC. They can be in a
+//! further line, which `checksums` may have.
 
-/// Letters in the line that is added, more than a CRC has bits.
+/// Letters in the added line: more than a CRC has bits.
 const LETTERS: usize = 60;
 
 /// `text` with a line behind it, so that the CRC-32 of both is `wanted`.
@@ -16,7 +16,7 @@ pub fn with_crc(text: &str, wanted: u32) -> String {
     };
     let crc = |flips: u64| crc32fast::hash(line(flips).as_bytes());
     let plain = crc(0);
-    // A basis of all changes, each with the flips that make it; the leading bits differ.
+    // A basis of all changes, each with its flips; the leading bits differ.
     let mut basis: Vec<(u32, u64)> = Vec::new();
     for at in 0..LETTERS {
         let (change, flips) = reduce(&basis, crc(1 << at) ^ plain, 1 << at);

@@ -8,7 +8,7 @@ use fastrand::Rng;
 const HEAD: usize = 12;
 /// Kinds whose payload is JSON: `Hello`, `Welcome`, `State`, `Join`.
 const JSON: [u8; 4] = [1, 2, 7, 12];
-/// `Go`: the source gives its guest away.
+/// `Go`: the source hands its guest over.
 pub const GO: u8 = 9;
 /// `Running`: the destination runs the guest.
 pub const RUNNING: u8 = 10;
@@ -55,8 +55,8 @@ pub fn encode(frames: &[Frame]) -> Vec<u8> {
     bytes
 }
 
-/// Changed bytes of a stream of `frames`: some of the frames, whose checksums fit afterwards, and
-/// now and then the bytes, so that they do not.
+/// Changes a stream of `frames`: mostly some frames, with correct checksums afterwards, and
+/// sometimes the bytes, so that the checksums are wrong.
 pub fn mutate(mut frames: Vec<Frame>, rng: &mut Rng) -> Vec<u8> {
     if rng.u8(..16) == 0 {
         frames = (0..rng.usize(..40)).map(|_| noise(rng)).collect();
@@ -98,7 +98,7 @@ fn change(frames: &mut Vec<Frame>, rng: &mut Rng) {
     if frames.is_empty() {
         return frames.push(noise(rng));
     }
-    // Frames with documents are few, and have the most to read.
+    // Few frames have documents, and these have the most to read.
     let documents = frames.iter().enumerate();
     let documents: Vec<_> = documents
         .filter(|(_, frame)| JSON.contains(&frame.kind))
@@ -127,7 +127,7 @@ fn change(frames: &mut Vec<Frame>, rng: &mut Rng) {
     }
 }
 
-/// Changes what a frame says.
+/// Changes a frame's payload.
 fn payload(frame: &mut Frame, rng: &mut Rng) {
     let document = serde_json::from_slice(&frame.payload).ok();
     if let Some(mut document) = document.filter(|_| JSON.contains(&frame.kind)) {
@@ -139,7 +139,7 @@ fn payload(frame: &mut Frame, rng: &mut Rng) {
     }
     let payload = &mut frame.payload;
     match rng.u8(..3) {
-        // Numbers and counts of pages are at the begin.
+        // Numbers and counts of pages are at the beginning.
         0 | 1 if payload.len() >= 8 => {
             let at = 8 * rng.usize(..(payload.len() / 8).min(2));
             let number = match rng.bool() {

@@ -1,4 +1,4 @@
-//! Changes in the structure of a JSON document: the document stays one.
+//! Changes the structure of a JSON document, which stays valid.
 
 use crate::values;
 use fastrand::Rng;
@@ -82,7 +82,7 @@ fn change_array(all: &mut Vec<Value>, rng: &mut Rng) {
     }
 }
 
-/// A copy of an element whose numbers differ, so that no two copies are the same.
+/// A copy of an element with other numbers, so that no two copies are equal.
 fn numbered(one: &Value, index: u64) -> Value {
     let mut copy = one.clone();
     if let Value::Object(fields) = &mut copy {

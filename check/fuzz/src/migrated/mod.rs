@@ -1,4 +1,4 @@
-//! What reads a migration or a snapshot, with input that another process may have made.
+//! Readers of migrations and snapshots get input that another process may have made.
 //!
 //! | file | job |
 //! |---|---|
@@ -20,22 +20,21 @@ use crate::run::Run;
 use lacuna_migrate::MigrateError;
 use std::fs;
 
-/// More than any input here needs beside guest memory, tables and its own bytes.
+/// More memory than any input here needs, beside guest memory, tables and its own bytes.
 const GROWTH_MAX: u64 = 256 << 20;
 
-/// Watches how much memory this process has at most.
+/// Watches the peak of this process's memory.
 struct Growth(u64);
 
 impl Growth {
     /// From now on.
     fn watch() -> Self {
-        // The kernel forgets the highest value so far. If it cannot, the bound is checked from the
-        // highest value on.
+        // This resets the kernel's peak value. If it fails, the bound counts from the old peak.
         let _ = fs::write("/proc/self/clear_refs", "5");
         Self(kilobytes("VmHWM:"))
     }
 
-    /// Panics if it has grown too much.
+    /// Panics if the peak has grown too much.
     fn check(&self, what: &str) {
         let grown = kilobytes("VmHWM:").saturating_sub(self.0) << 10;
         assert!(grown < GROWTH_MAX, "{what}: {grown} bytes more memory");
@@ -50,8 +49,8 @@ fn kilobytes(name: &str) -> u64 {
     number.map_or(0, |number| number.parse().expect("a number"))
 }
 
-/// Counts an error. Its text must be one for a person: some words, and nothing that moves a
-/// terminal's cursor.
+/// Counts an error. Its text must be readable: some words, and nothing that moves a terminal's
+/// cursor.
 fn note_error(group: &'static str, error: &MigrateError, run: &mut Run<'_>) {
     let text = error.to_string();
     assert!(text.len() > 12, "an error that says nothing: {text:?}");

@@ -1,5 +1,5 @@
-//! A small guest that has done its work and waits for interrupts. Virtual time is stopped, so none
-//! is delivered, and each process saves the same bytes of it.
+//! A small guest that has finished its work and waits for interrupts. Virtual time is stopped, so
+//! none arrives, and each process saves the same bytes.
 
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{
@@ -14,7 +14,7 @@ use std::thread;
 
 /// Its memory.
 pub const MEMORY: PageCount = PageCount::from_bytes(4 << 20);
-/// More slices than its work needs.
+/// Slices: more than its work needs.
 const SLICES: u64 = 4000;
 /// Instructions in a slice.
 const SLICE: u64 = 2000;
@@ -44,7 +44,7 @@ impl TestHost {
         Arc::clone(&self.clock) as Arc<dyn Clock>
     }
 
-    /// Lets vCPUs run for a while. Only a panic matters.
+    /// Runs vCPUs for a while. Only a panic matters.
     pub fn run(&self, vm: &Vm, vcpus: &mut [Vcpu], devices: &PlatformDevices, slices: u64) {
         for vcpu in vcpus {
             for _ in 0..slices {
@@ -97,7 +97,7 @@ pub struct Resting {
     vcpu: Option<Vcpu>,
 }
 
-/// The architectures of guests that this build has.
+/// The guest architectures of this build.
 pub fn architectures() -> &'static [Arch] {
     match lacuna_guest::unavailable() {
         Some(_) => &[Arch::Arm64],
@@ -132,7 +132,7 @@ impl Resting {
         let mut slices = 0..SLICES;
         assert!(slices.any(|_| before.ending().is_some() || !place.slice(&vm, vcpu, &before)));
         assert_eq!(before.ending(), Some(Ending::Exited(0)), "{arch}");
-        // On AArch64 it switches the machine off before.
+        // On AArch64 it switches the machine off first.
         let rests = slices.filter(|_| !place.slice(&vm, vcpu, &before));
         assert_eq!(rests.take(3).count(), 3, "{arch}: it does not rest");
         Self {

@@ -1,8 +1,8 @@
 //! Damaged and forged snapshots: opened, restored, and restored lazily.
 //!
-//! A guest is saved once for each architecture: whole, and twice what has changed. A seed copies
-//! the three folders, changes some files of one, and mostly makes the checksums fit again, so that
-//! what is behind them is reached.
+//! A guest is saved once for each architecture: whole, and then the changes twice. A seed copies
+//! the three folders, and changes some files of one. Mostly it corrects the checksums, so that the
+//! readers behind them are reached.
 
 use super::resting::{Resting, TestHost, architectures, memory_of};
 use super::{Growth, forged, json, note_error};
@@ -24,7 +24,7 @@ use tempfile::TempDir;
 
 /// Snapshots for each seed.
 const CASES: usize = 12;
-/// The largest VM that is made because a snapshot asks for it.
+/// The largest VM that a test makes at a snapshot's request.
 const LARGEST: u64 = 8 << 20;
 /// The snapshots: each is the base of the next one.
 const NAMES: [&str; 3] = ["whole", "diff", "last"];
@@ -108,7 +108,7 @@ impl Saved {
         }
     }
 
-    /// Links, so that a copy costs nothing. A file that is changed is copied first.
+    /// Links the files, so that a copy costs nothing. A change copies its file first.
     fn copy_to(&self, folder: &Path) {
         for name in NAMES {
             fs::create_dir(folder.join(name)).expect("a new folder");
@@ -143,7 +143,8 @@ fn damage(folder: &Path, rng: &mut Rng) {
     }
 }
 
-/// A file of this case's own, with its bytes. Nothing for what is no regular file any more.
+/// Makes this case's own copy of a file, and returns its bytes; nothing if it is no longer a
+/// regular file.
 fn own(file: &Path) -> Option<Vec<u8>> {
     let found = fs::symlink_metadata(file).ok()?;
     if !found.is_file() || found.len() > 64 << 20 {
@@ -154,10 +155,10 @@ fn own(file: &Path) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Makes a file new, because it may be a link to another case's.
+/// Makes the file anew, because it may be a link to another case's file.
 fn put(file: &Path, bytes: &[u8]) {
     let _ = fs::remove_file(file);
-    // There may be a folder in its place.
+    // A folder may be in its place.
     let _ = fs::write(file, bytes);
 }
 
@@ -180,7 +181,7 @@ fn edit(one: &Path, change: impl FnOnce(&mut Value)) {
     }
 }
 
-/// Names another base, mostly one that cannot be.
+/// Names another base, mostly an impossible one.
 fn change_base(one: &Path, rng: &mut Rng) {
     const HOSTILE: [&str; 14] = [
         "",
@@ -226,7 +227,7 @@ fn change_pages(one: &Path, rng: &mut Rng) {
     put(&file, &bytes);
 }
 
-/// Changes pages, whose entries fit afterwards or do not.
+/// Changes pages, with correct entries afterwards or not.
 fn change_memory(one: &Path, rng: &mut Rng) {
     let (Some(mut entries), Some(mut memory)) = (own(&one.join("pages")), own(&one.join("memory")))
     else {
@@ -266,7 +267,7 @@ fn change_bytes(file: &Path, rng: &mut Rng) {
     put(file, &bytes);
 }
 
-/// Another size, of a sparse file.
+/// Gives a file another size, as a sparse file.
 fn resize(file: &Path, rng: &mut Rng) {
     if own(file).is_none() {
         return;
@@ -280,7 +281,7 @@ fn resize(file: &Path, rng: &mut Rng) {
     let _ = opened.and_then(|file| file.set_len(size));
 }
 
-/// Something else in place of a file.
+/// Puts something else in place of a file.
 fn replace(file: &Path, rng: &mut Rng) {
     let _ = fs::remove_file(file);
     let other = pick(rng, &FILES);
@@ -294,11 +295,11 @@ fn replace(file: &Path, rng: &mut Rng) {
         6 => symlink(other, file),
         _ => fs::write(file, rng.u64(..).to_le_bytes()),
     };
-    // The attack fails if the name is already in use.
+    // The attack fails if the name is in use.
     let _ = done;
 }
 
-/// Makes checksums fit: of `name`, and of the snapshots above it.
+/// Corrects the checksums of `name` and of the snapshots above it.
 fn seal(folder: &Path, name: &str) {
     let first = NAMES
         .iter()
@@ -319,7 +320,7 @@ fn seal(folder: &Path, name: &str) {
     }
 }
 
-/// What `checksums` has to say about a folder.
+/// The correct `checksums` of a folder.
 fn checksums(one: &Path) -> String {
     let line = |file: &str| {
         let bytes = own(&one.join(file)).unwrap_or_default();
@@ -328,7 +329,7 @@ fn checksums(one: &Path) -> String {
     line("snapshot.json") + &line("pages")
 }
 
-/// Each snapshot is below the other one, or below itself, and all checksums fit.
+/// Puts each snapshot below the other one, or below itself, with correct checksums.
 fn form_a_loop(folder: &Path, rng: &mut Rng) {
     let (first, second) = pick(rng, &[("last", "last"), ("last", "diff")]);
     let sums = [rng.u32(..), rng.u32(..)];
@@ -354,7 +355,7 @@ fn form_a_loop(folder: &Path, rng: &mut Rng) {
 struct Case<'a> {
     path: &'a Path,
     place: &'a TestHost,
-    /// The memory that it must have, if it is whole.
+    /// The memory that the snapshot must have, if it is whole.
     expected: Option<&'a [u8]>,
 }
 
@@ -431,7 +432,7 @@ impl Case<'_> {
         Ok("restored lazily")
     }
 
-    /// A VM as `machine` says, if it is a small one.
+    /// A VM for `machine`, if it is a small one.
     fn vm(
         &self,
         machine: &Machine,

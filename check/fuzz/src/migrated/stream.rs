@@ -1,7 +1,7 @@
-//! Both sides of a migration, each with a peer that says what no release of Lacuna would.
+//! Both sides of a migration, each with a peer that sends what no release of Lacuna would.
 //!
-//! The streams of a migration that goes well are recorded once for each architecture. A seed
-//! changes them, and gives them to the destination, or to the source.
+//! The streams of a successful migration are recorded once for each architecture. A seed changes
+//! them, and gives them to the destination or to the source.
 
 use super::frames::{self, Frame};
 use super::resting::{Resting, TestHost, architectures, memory_of};
@@ -28,7 +28,7 @@ use std::time::Duration;
 /// Streams for each seed, for the destination and for the source.
 const ARRIVALS: usize = 12;
 const DEPARTURES: usize = 12;
-/// The largest VM that is made because a stream asks for it.
+/// The largest VM that a test makes at a stream's request.
 const LARGEST: u64 = 8 << 20;
 
 /// Runs one seed.
@@ -65,7 +65,7 @@ pub fn run(run: &mut Run<'_>) {
     );
 }
 
-/// What both sides of a migration have written on each connection, and the sent guest.
+/// The bytes that both sides of a migration have written on each connection, and the sent guest.
 struct Recording {
     source: Vec<Vec<Frame>>,
     destination: Vec<Vec<Frame>>,
@@ -119,7 +119,7 @@ impl Recording {
 }
 
 fn plan(mode: Mode) -> Plan {
-    // No rest fits into it, so a hybrid migration has a second part.
+    // No remaining page fits into it, so a hybrid migration has a second part.
     let downtime = Duration::ZERO;
     let rounds = 1;
     Plan {
@@ -134,7 +134,7 @@ fn plan(mode: Mode) -> Plan {
     }
 }
 
-/// Writes a page as it is, so that each round leaves one.
+/// Writes a page without a change, so that each round leaves one page.
 fn rewrite(vm: &Vm) -> ControlFlow<()> {
     let gpa = vm.memory_slots()[0].gfns.start().gpa();
     let mut bytes = [0; 64];
@@ -145,7 +145,7 @@ fn rewrite(vm: &Vm) -> ControlFlow<()> {
 
 const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
 
-/// The connections of one side, in the order in which they are opened, and what it writes to each.
+/// The connections of one side, in the order of their opening, and its writes to each.
 struct Link<S> {
     left: Mutex<VecDeque<S>>,
     written: Mutex<Vec<Arc<Mutex<Vec<u8>>>>>,
@@ -187,13 +187,13 @@ impl<S: Stream> Connections for Link<S> {
     }
 }
 
-/// A connection that keeps what is written to it.
+/// A connection that keeps the written bytes.
 struct Taped<S> {
     stream: S,
     written: Arc<Mutex<Vec<u8>>>,
 }
 
-/// What a connection is made of.
+/// The parts of a connection.
 trait Stream: Read + Send + 'static {
     fn put(&mut self, bytes: &[u8]) -> io::Result<usize>;
     fn end(&self) -> io::Result<HangUp>;
@@ -209,7 +209,7 @@ impl Stream for UnixStream {
     }
 }
 
-/// A peer that has said everything, and reads everything.
+/// A peer that has sent everything, and reads everything.
 struct Script {
     bytes: Cursor<Vec<u8>>,
     /// How many reads time out at its end, before the connection ends.
@@ -275,7 +275,7 @@ struct Guested {
     devices: PlatformDevices,
 }
 
-/// The stage of a migration at an error.
+/// A migration's stage at an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Until {
     /// The connection, or the VM.
@@ -288,7 +288,7 @@ enum Until {
     Runs,
 }
 
-/// Takes a guest in, as a VMM does: it makes the VM that the stream asks for.
+/// Takes a guest in like a VMM: makes the VM that the stream asks for.
 fn take_in<S: Stream>(link: &Link<S>, place: &TestHost) -> Result<Guested, (Until, MigrateError)> {
     let incoming = Incoming::accept(link).map_err(|why| (Until::Accepted, why))?;
     let Some(vm) = vm_for(&incoming, place) else {
@@ -330,7 +330,7 @@ fn run_in<S: Stream>(
     }
     let mut guest = Guested { vm, vcpus, devices };
     if let Err(why) = done {
-        // Without its memory it is lost, and must say so: it never waits for ever.
+        // Without its memory the guest is lost, and must report it: it never waits for ever.
         drop(arriving);
         let Guested { vm, vcpus, devices } = &mut guest;
         place.run(vm, vcpus, devices, 20);
@@ -339,7 +339,7 @@ fn run_in<S: Stream>(
     Ok(guest)
 }
 
-/// A VM as the stream says, if it is a small one.
+/// A VM for the stream, if it is a small one.
 fn vm_for(incoming: &Incoming, place: &TestHost) -> Option<Arc<Vm>> {
     let machine = incoming.machine();
     let pages = machine.layout.pages().saturating_mul(4096);
@@ -361,7 +361,8 @@ fn vm_for(incoming: &Incoming, place: &TestHost) -> Option<Arc<Vm>> {
     }
 }
 
-/// The scripts of a hostile peer: what a good one has said on each connection, one of them changed.
+/// The scripts of a hostile peer: a good peer's bytes on each connection, with a change in one of
+/// them.
 fn scripts(good: &[Vec<Frame>], is_whole: bool, rng: &mut Rng) -> Link<Script> {
     let changed = match rng.u8(..3) {
         0 => rng.usize(..good.len()),
@@ -371,14 +372,14 @@ fn scripts(good: &[Vec<Frame>], is_whole: bool, rng: &mut Rng) -> Link<Script> {
     if !is_whole {
         all[changed] = frames::mutate(good[changed].clone(), rng);
         if rng.u8(..8) == 0 {
-            // A connection that replaces one.
+            // A replacement for a connection.
             let again = rng.usize(..good.len());
             all.push(frames::mutate(good[again].clone(), rng));
         }
     }
     let script = |(index, bytes)| Script {
         bytes: Cursor::new(bytes),
-        // Those beside the first one may be silent for as long as no page is needed.
+        // The connections beside the first one may be silent while no page is needed.
         silence: match (1..CONNECTIONS).contains(&index) {
             true if is_whole => u32::MAX,
             true => 20,

@@ -1,4 +1,4 @@
-//! Acts that any program may do: arithmetic, memory, strings, stack, control flow.
+//! Acts of any program: arithmetic, memory, strings, stack, control flow.
 
 use super::Author;
 use crate::asm::{Asm, RAX, RCX, RDI, RDX, RSI, Rm, Size};

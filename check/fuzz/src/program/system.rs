@@ -124,7 +124,7 @@ impl Author<'_> {
         name.into()
     }
 
-    /// Accesses the local APIC by its registers in memory, or starts a timer that fires soon.
+    /// Accesses the local APIC by its registers in memory, or starts a short timer.
     pub(super) fn apic(&mut self, a: &mut Asm) -> String {
         match self.rng.u8(..4) {
             0 => {
@@ -297,7 +297,7 @@ impl Author<'_> {
             };
             a.raw(&[byte]);
         }
-        // An instruction that the bytes began ends within these.
+        // The last instruction of the random bytes ends within these.
         a.raw(&[0x90; 12]);
         "noise".into()
     }

@@ -1,13 +1,13 @@
-//! Runs a few seeds of each kind. Checks that there is no finding, and that the fuzzer reaches what
-//! it should: exceptions, interrupts, split locks, started images.
+//! Runs a few seeds of each kind. Checks that there is no finding, and that the fuzzer reaches
+//! exceptions, interrupts, split locks and started images.
 
 use lacuna_fuzz::{Campaign, Kind, Tally};
 use lacuna_machine::Arch;
 use std::ops::Range;
 use std::path::PathBuf;
 
-/// The path at which cargo puts the `lacuna` binary of the profile that this test has. The file
-/// exists only if the binary was built.
+/// The path of cargo's `lacuna` binary in this test's profile. The file exists only if the binary
+/// was built.
 fn binary() -> PathBuf {
     let this = std::env::current_exe().expect("a test is a program");
     let folder = this.parent().and_then(|deps| deps.parent());
