@@ -1,4 +1,4 @@
-//! Decoded code: a cache of basic blocks, the links between them, and what invalidates both.
+//! Decoded code: a cache of basic blocks, the links between them, and their invalidation.
 //!
 //! ```text
 //! ops           [scratch | basic block | basic block | ...]   one arena; the scratch place holds
@@ -10,13 +10,13 @@
 //! ```
 //! Links and jump entries skip the translation of the `pc`, so they are valid for one *epoch*. An
 //! epoch ends when a translation may have changed or a basic block is dropped. Each privilege has
-//! its own epoch. A switch of address space that keeps global pages ends the epoch of user code
-//! only, or parks it ([`Kept`]). No two address spaces have the same epoch. So the links of an
-//! address space are invalid until that address space is current again. Basic blocks are found by
-//! their frame and survive these switches.
+//! its own epoch. A switch of address space that keeps global pages ends or parks ([`Kept`]) only
+//! the epoch of user code. No two address spaces have the same epoch, so the links of an address
+//! space are invalid until it is current again. Basic blocks are found by their frame and survive
+//! these switches.
 //!
-//! The ops of a dropped basic block stay in the arena, unreachable. When the arena is full, all of
-//! it is cleared. So memory is bounded, however often a guest writes new code.
+//! The ops of a dropped basic block stay in the arena, unreachable. A full arena is cleared as a
+//! whole, so memory is bounded, however often a guest writes new code.
 
 use crate::Privilege;
 use lacuna_addr::Gfn;
@@ -25,9 +25,9 @@ use std::collections::HashMap;
 /// The number of ops in the arena, which takes 1 MiB. A `u16` can index them all, so no fetch needs
 /// a bounds check.
 const OPS_MAX: usize = 1 << 16;
-/// Where the first basic block starts; the scratch place is in front of it.
+/// The place of the first basic block, behind the scratch place.
 const FIRST: usize = 64;
-/// The most ops that a basic block has.
+/// The most ops of a basic block.
 const BASIC_BLOCK_MAX: usize = 256;
 const BUCKETS: usize = 1 << 13;
 const JUMPS: usize = 1 << 12;
@@ -37,33 +37,33 @@ pub type Arena<O> = [O; OPS_MAX];
 /// No basic block.
 const NONE: u32 = u32::MAX;
 const EPOCH_MAX: u32 = NEVER - 1;
-/// An epoch in which nothing is linked or remembered.
+/// An epoch without links and jump entries.
 pub const NEVER: u32 = u32::MAX >> 1;
 
-/// A decoded operation, as small as the processor can make it. A basic block ends in a branch
-/// followed by one op that holds the links of its two exits.
+/// A decoded operation, as small as possible. A basic block ends in a branch, and then one op with
+/// the links of its two exits.
 pub trait Op: Copy {
-    /// The op at every place of the arena that holds no decoded instruction.
+    /// The op at every unused place of the arena.
     const UNREACHABLE: Self;
 
-    /// Instruction bytes that are complete with this op.
+    /// Bytes of the instructions that this op completes.
     fn bytes(&self) -> u64;
 
-    /// Instructions that are complete with this op.
+    /// The number of instructions that this op completes.
     fn instructions(&self) -> u64;
 
-    /// This op holds links: sets the target of the exit for `condition`, for one epoch.
+    /// In an op with links, sets the target of the exit for `condition`, for one epoch.
     fn link(&mut self, condition: bool, target: u32, epoch: u32);
 }
 
-/// The address, frame and privilege for which a basic block was decoded.
+/// The address, frame and privilege of a basic block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Key {
     /// Its first instruction's address.
     pub pc: u64,
-    /// The frame that holds it.
+    /// The frame of the basic block.
     pub gfn: Gfn,
-    /// The privilege at which it runs.
+    /// Its privilege.
     pub user: Privilege,
 }
 
@@ -131,7 +131,7 @@ pub enum Kept {
     All,
     /// None.
     Nothing,
-    /// The links that the address space had when it was parked. It is current again.
+    /// The links from the time when the address space, which is current again, was parked.
     Parked(UserCode),
 }
 
@@ -142,7 +142,7 @@ pub struct UserCode {
     era: u64,
 }
 
-/// The guest's instruction that an op came from.
+/// The guest's instruction of an op.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Origin {
     /// Address of the op's instruction.
@@ -153,9 +153,9 @@ pub struct Origin {
 
 /// The decoded code of one processor.
 pub struct CodeCache<O> {
-    /// Every op that a basic block or the scratch place has.
+    /// The ops of all basic blocks and of the scratch place.
     pub ops: Box<Arena<O>>,
-    /// The arena is in use up to here.
+    /// The end of the arena's used part.
     end: usize,
     /// Targets of indirect branches.
     pub jumps: JumpCache,
@@ -167,7 +167,7 @@ pub struct CodeCache<O> {
     era: u64,
     basic_blocks: Vec<BasicBlock>,
     /// Where each basic block starts, ascending. The array is compact, because
-    /// [`CodeCache::origin`] searches it at every exit that is not linked.
+    /// [`CodeCache::origin`] searches it at every unlinked exit.
     starts: Vec<u16>,
     buckets: Box<[u32]>,
     pages: HashMap<Gfn, u32>,
@@ -213,7 +213,7 @@ impl<O: Op> CodeCache<O> {
     /// space.
     pub fn begin_epoch(&mut self, user: Privilege) {
         if self.last_epoch == EPOCH_MAX {
-            // The epochs' numbers begin again, so no link with an old number may be left.
+            // The epochs' numbers begin again, so no link with an old number may remain.
             self.forget_basic_blocks();
             self.jumps = JumpCache::new();
             self.last_epoch = 0;
@@ -267,7 +267,7 @@ impl<O: Op> CodeCache<O> {
         None
     }
 
-    /// Whether a basic block of this page exists, so that the page is write-tracked.
+    /// Whether the page has a basic block, and so is write-tracked.
     pub fn knows_page(&self, gfn: Gfn) -> bool {
         self.pages.contains_key(&gfn)
     }
@@ -329,8 +329,7 @@ impl<O: Op> CodeCache<O> {
         self.new_epoch();
     }
 
-    /// The instruction that the op at `op` belongs to. `scratch` is the address of the scratch
-    /// place.
+    /// The instruction of the op at `op`. `scratch` is the address of the scratch place.
     pub fn origin(&self, op: u16, scratch: u64) -> Origin {
         let after = self.starts.partition_point(|&start| start <= op);
         let (start, pc) = match after.checked_sub(1).map(|i| &self.basic_blocks[i]) {

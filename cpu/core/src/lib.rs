@@ -1,7 +1,7 @@
-//! What every software processor shares: the bus it knows, guest bytes, its TLB, and its cache of
+//! The common parts of all software processors: the bus, guest bytes, the TLB, and the cache of
 //! decoded code.
 //!
-//! A processor knows a [`Bus`], not a hypervisor: it asks for the page behind a guest-physical
+//! A processor knows a [`Bus`], not a hypervisor: it requests the page behind a guest-physical
 //! frame and gets a [`HostPage`] or a [`Stop`]. A hypervisor knows a [`Processor`], not an
 //! instruction set. `lacuna-x86` is one processor.
 //!

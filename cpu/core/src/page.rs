@@ -15,7 +15,7 @@ pub enum Span {
     Block,
 }
 
-/// What a [`HostPage`] says of stores to it.
+/// How a [`HostPage`] treats stores.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stores {
     /// Stores are allowed.
@@ -68,7 +68,7 @@ macro_rules! access {
 impl HostPage {
     /// # Safety
     /// `base` is page-aligned. Any thread may read a page there, and write it if stores are
-    /// allowed, until the vCPU that gets it passes its next quiescent point. All code that accesses
+    /// allowed, until the receiving vCPU passes its next quiescent point. All code that accesses
     /// the page meanwhile uses atomics.
     pub const unsafe fn new(base: NonNull<u8>, stores: Stores) -> Self {
         Self {
@@ -81,8 +81,8 @@ impl HostPage {
     /// The same page, with the description extended to its whole block.
     ///
     /// # Safety
-    /// The promises of [`HostPage::new`] hold for all 2 MiB of the block. The page is given out for
-    /// the frame `gfn` and is number `gfn % 512` of the block. None of its pages is write-tracked.
+    /// The promises of [`HostPage::new`] hold for all 2 MiB of the block. The page is the frame
+    /// `gfn`, and number `gfn % 512` of the block. None of its pages is write-tracked.
     #[must_use]
     pub const unsafe fn of_block(self) -> Self {
         Self {
@@ -91,7 +91,7 @@ impl HostPage {
         }
     }
 
-    /// The same page, for a leaf of the guest that covers no more than `span`.
+    /// The same page, for a guest's leaf that covers no more than `span`.
     #[inline(always)]
     #[must_use]
     pub const fn within(self, span: Span) -> Self {
@@ -101,7 +101,7 @@ impl HostPage {
         }
     }
 
-    /// The range that it describes.
+    /// The described range.
     pub const fn span(self) -> Span {
         self.span
     }
@@ -128,8 +128,8 @@ impl HostPage {
     access!(load_u64, store_u64, AtomicU64, u64, 8);
 
     /// The aligned 8-byte word at `offset` as an atomic, for page-table entries and locked
-    /// operations. The reference is to an atomic, which other threads may write: no plain reference
-    /// to guest bytes is formed. It must not be kept past the next quiescent point.
+    /// operations. Other threads may write this atomic: no plain reference to guest bytes is
+    /// formed. It must not be kept past the next quiescent point.
     #[inline]
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         assert!(

@@ -1,7 +1,7 @@
-//! Compare-and-swap of 16 bytes, for guests whose architecture has it.
+//! Compare-and-swap of 16 bytes, for guest architectures that have it.
 
 /// Replaces the two words at `at` by `new` if they are `old`, as one atomic access, sequentially
-/// consistent. Returns the words that were there; `None` if the host has no such access.
+/// consistent. Returns the old words; `None` if the host has no such access.
 ///
 /// # Safety
 /// `at` is aligned to 16 bytes and valid for writes; all accesses to it are atomic.
@@ -35,7 +35,7 @@ pub(crate) unsafe fn compare_exchange(
     Some([low, high])
 }
 
-/// This host has no such access that is known here.
+/// No such access is known here for this host.
 ///
 /// # Safety
 /// None is needed.

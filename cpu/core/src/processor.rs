@@ -1,4 +1,4 @@
-//! What a hypervisor needs of a processor, whatever its instruction set.
+//! The interface of a processor to a hypervisor, for any instruction set.
 
 use crate::{Bus, Stop, Wake};
 use lacuna_addr::{Gfn, Gpa};
@@ -6,21 +6,21 @@ use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::fmt::Debug;
 use std::sync::Arc;
 
-/// Why a processor returned from its run loop. `A` is the type of the exits that only one
-/// architecture has, such as x86's port I/O. The processor can be entered again, unless an exit of
-/// type `A` says otherwise.
+/// Why a processor returned from its run loop. `A` is the type of one architecture's own exits,
+/// such as x86's port I/O. The processor can be entered again, unless an exit of type `A` says
+/// otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Exit<A> {
-    /// The instructions asked for have been executed.
+    /// The requested number of instructions has been executed.
     Fuel,
     /// The vCPU has a request: take it, handle it, enter again.
     Requested,
-    /// The guest waits for an interrupt: enter again when one may have come.
+    /// The guest waits for an interrupt: enter again when one may be pending.
     Halt,
     /// The bus could not give a page; the instruction is executed again from its start.
     Stop(Stop),
-    /// A load from an address without memory: give the value with [`Processor::complete_read`]
+    /// A load from an address without memory: provide the value with [`Processor::complete_read`]
     /// before the next run.
     MmioRead {
         /// Guest-physical address.
@@ -34,10 +34,10 @@ pub enum Exit<A> {
         gpa: Gpa,
         /// 1 to 8 bytes.
         size: u8,
-        /// What was written, zero-extended.
+        /// The written value, zero-extended.
         value: u64,
     },
-    /// An access that needs every other vCPU stopped: stop them, then [`Processor::run_exclusive`].
+    /// An access during which no other vCPU may run: stop them, then [`Processor::run_exclusive`].
     Exclusive,
     /// An exit of this architecture.
     Own(A),
@@ -76,9 +76,9 @@ pub struct Refused;
 /// It knows a [`Bus`], not a hypervisor. Its owner may call any function of this trait between two
 /// runs. A run is generic over the bus, so that the access path has no virtual call.
 pub trait Processor: Send + Sized {
-    /// The state that the processors of one VM share: the paths of their interrupts.
+    /// The common state of one VM's processors: the paths of their interrupts.
     type Fabric: Send + Sync;
-    /// The exits that this architecture alone has.
+    /// The exits of this architecture only.
     type Own: Debug + Send;
     /// The whole architectural state, between two instructions.
     type State: Clone + PartialEq + Debug + Send;
@@ -94,10 +94,10 @@ pub trait Processor: Send + Sized {
     /// between basic blocks.
     fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit<Self::Own>;
 
-    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`].
+    /// Executes one instruction after [`Exit::Exclusive`], while every other vCPU is stopped.
     fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit<Self::Own>;
 
-    /// Gives the value for which the last exit asked.
+    /// Provides the value that the last exit requested.
     fn complete_read(&mut self, value: u64);
 
     /// Injects `event`.
@@ -110,18 +110,18 @@ pub trait Processor: Send + Sized {
     /// half delivered, and no instruction waits for a device's answer.
     fn is_interruptible(&self) -> bool;
 
-    /// The privilege of the code that would be interrupted.
+    /// The privilege of the code that an interrupt would interrupt.
     fn privilege(&self) -> Privilege;
 
     /// Whether the next run would take an interrupt before its first instruction. A timer that is
     /// due by now counts.
     fn has_interrupt(&mut self) -> bool;
 
-    /// When the processor's own timer raises its next interrupt. It is no later than now if the
-    /// timer has come to be due since the last run: the processor has to run to find out.
+    /// When the processor's own timer raises its next interrupt. If the timer became due since the
+    /// last run, this is no later than now, so that the processor runs and takes note.
     fn next_deadline(&self) -> Option<Nanos>;
 
-    /// Ends the wait for an interrupt. Execution continues behind the instruction that waited.
+    /// Ends the wait for an interrupt. Execution continues behind the waiting instruction.
     fn unhalt(&mut self);
 
     /// Forgets every translation, because the host has taken pages back.
@@ -142,9 +142,9 @@ pub trait Processor: Send + Sized {
     /// Resets the processor. [`Processor::retired`] keeps counting.
     fn reset(&mut self);
 
-    /// The whole architectural state; `None` in the middle of an instruction that a device or the
-    /// machine has to answer. Times are relative to now, so that a state may be restored under
-    /// another clock.
+    /// The whole architectural state; `None` in the middle of an instruction that waits for a
+    /// device's or the machine's answer. Times are relative to now, so that a state may be restored
+    /// under another clock.
     fn save(&mut self) -> Option<Self::State>;
 
     /// Puts the processor into `state`; forgets every translation.

@@ -1,19 +1,19 @@
-//! Accesses of devices, and of registers that the machine answers (x86: KVM's MSRs): how an access
-//! is divided, and the answers that an instruction has got.
+//! Accesses of devices, and of registers that the machine answers (x86: KVM's MSRs): the division
+//! of an access, and the answers to an instruction.
 
 use lacuna_addr::{Gpa, aligned_piece};
 
-/// Device and register accesses that the current instruction has already made.
+/// The device and register accesses of the current instruction so far.
 ///
 /// An instruction that touches a device, or a register that the machine answers, leaves the
-/// processor. It is executed again from its start when the answer has come. It may make several
-/// such accesses, so the answers are kept in order until it completes.
+/// processor. After the answer, it is executed again from its start. It may make several such
+/// accesses, so the answers are kept in order until it completes.
 #[derive(Clone, Debug)]
 pub struct Replay {
     replies: [u64; Replay::MAX],
     known: usize,
     next: usize,
-    /// The instruction has asked for an answer, which has not come yet.
+    /// The instruction waits for an answer.
     asked: bool,
 }
 
@@ -29,12 +29,12 @@ impl Default for Replay {
 }
 
 impl Replay {
-    /// More accesses than one instruction makes. x86's ENTER with 31 levels makes the most: some
-    /// 70. It copies 31 frame pointers that lie one after the other. One of those that it reads,
-    /// and one that it writes, may cross two pages, and is then divided.
+    /// More accesses than one instruction makes. x86's ENTER with 31 levels makes the most, some 70:
+    /// it copies 31 adjacent frame pointers. One read and one write of these may cross two pages,
+    /// and is then divided.
     const MAX: usize = 128;
 
-    /// Whether the current instruction has answers waiting.
+    /// Whether answers wait for the current instruction.
     pub fn is_active(&self) -> bool {
         self.known > 0
     }
@@ -54,7 +54,7 @@ impl Replay {
         (self.known, self.next, self.asked) = (0, 0, false);
     }
 
-    /// Adds the answer to the exit that was just taken.
+    /// Adds the answer to the last exit.
     pub fn push(&mut self, value: u64) {
         self.asked = false;
         if let Some(slot) = self.replies.get_mut(self.known) {
@@ -63,17 +63,17 @@ impl Replay {
         }
     }
 
-    /// As [`Replay::push`], if the instruction has asked. Otherwise the next access, which may be a
-    /// write, would take the value as its answer, and the device would not see that access.
+    /// As [`Replay::push`], if the instruction waits for an answer. Otherwise the next access,
+    /// perhaps a write, would take the value as its answer, and the device would not see that
+    /// access.
     pub fn answer(&mut self, value: u64) {
         if self.asked {
             self.push(value);
         }
     }
 
-    /// The processor is entered. A question that was not answered will be asked again: the
-    /// instruction holds no answer yet, so it is executed from its start, perhaps after an
-    /// interrupt.
+    /// The processor is entered. An unanswered question will be asked again: the instruction has no
+    /// answer yet, so it is executed from its start, perhaps after an interrupt.
     pub fn enter(&mut self) {
         self.asked &= self.is_active();
     }
@@ -88,9 +88,9 @@ impl Replay {
     }
 }
 
-/// The accesses of a device that make up one of `bytes` at `gpa`: for each, the bytes before it and
-/// its size. A device is accessed by 1, 2, 4 or 8 bytes. The part of an access that lies in one of
-/// two pages may have another size, such as 3 bytes, and is divided.
+/// The device accesses that make up one access of `bytes` at `gpa`: for each, the bytes before it
+/// and its size. A device access has 1, 2, 4 or 8 bytes. If an access crosses two pages, its part
+/// in one page may have another size, such as 3 bytes, and is divided.
 pub fn device_pieces(gpa: Gpa, bytes: usize) -> impl Iterator<Item = (usize, usize)> {
     let mut done = 0;
     std::iter::from_fn(move || {

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
-/// Wakes no vCPU, and notes which ones it was asked to wake.
+/// Wakes no vCPU, but records the requests to wake one.
 #[derive(Default)]
 pub struct Wakes(Mutex<Vec<usize>>);
 
@@ -18,7 +18,7 @@ impl Wake for Wakes {
 }
 
 impl Wakes {
-    /// The vCPUs that were woken since the last call, in order.
+    /// The vCPUs woken since the last call, in order.
     ///
     /// # Panics
     /// If a thread has panicked in a call of this type.
@@ -37,10 +37,10 @@ pub struct Ram {
     /// The pages by frame number, up to the highest page added.
     pages: Vec<Option<&'static Page>>,
     tracked: BTreeSet<Gfn>,
-    /// The first frames of blocks. Their pages are given out with [`Span::Block`], as long as no
-    /// page of the block is write-tracked.
+    /// The first frames of blocks. While no page of a block is write-tracked, its pages are given
+    /// out with [`Span::Block`].
     blocks: BTreeSet<u64>,
-    /// Pages that are not resident: touching one stops with [`Stop::Wait`].
+    /// Swapped-out pages: an access to one stops with [`Stop::Wait`].
     pub swapped: BTreeSet<Gfn>,
     /// Every [`Bus::code_written`], in order.
     pub code_written: Vec<Gfn>,
@@ -54,7 +54,7 @@ pub struct Ram {
 struct Page([AtomicU64; PAGE_SIZE / 8]);
 
 impl Ram {
-    /// The page at `gfn`. If there is none yet, a page of zeros is made.
+    /// The page at `gfn`. If there is none, makes a page of zeros.
     ///
     /// # Panics
     /// If it lies past 64 GiB.
@@ -91,7 +91,7 @@ impl Ram {
         self.blocks.insert(gfn.get());
     }
 
-    /// Acts as if the host took every page back. The owner of the processor flushes its TLBs then.
+    /// Acts as if the host took every page back. The processor's owner must then flush its TLBs.
     pub fn take_back(&mut self) {
         self.handed_out.clear();
     }

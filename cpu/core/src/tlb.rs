@@ -9,19 +9,19 @@
 //!   frame : gfn << 1 | executable                              of a block: gfn >> 9 instead
 //! ```
 //!
-//! Loads and stores read only the first array. After a miss there the processor asks
-//! [`Tlb::refill`] before it walks: it copies the page out of its block, if the block is cached
-//! with the right. A block comes from a [`HostPage`] with [`Span::Block`], and only from a leaf of
-//! the guest that covers it. The arrays need not agree. An entry is valid as long as its own page
-//! is, whatever the other array has.
+//! Loads and stores read only the first array. After a miss there the processor tries
+//! [`Tlb::refill`] before it walks: this copies the page out of its block, if the block is cached
+//! with the right. A block comes from a [`HostPage`] with [`Span::Block`], and only from a guest's
+//! leaf that covers the block. The arrays need not agree. An entry is valid as long as its own
+//! page, whatever the other array has.
 //!
-//! A translation is the same for every privilege level that may use it at all. The processor keeps
-//! one `Tlb` for supervisor and one for user accesses, so an entry needs no bit for the privilege.
+//! A translation is the same for every privilege level that may use it. The processor keeps one
+//! `Tlb` for supervisor and one for user accesses, so an entry needs no bit for the privilege.
 //!
-//! An entry is a copy of a [`HostPage`], and is valid as long as that: until the vCPU's next
-//! quiescent point. A thread that removes a page sends the vCPU a request (`VcpuSlot::FLUSH`). The
-//! vCPU's owner then flushes its TLBs before it enters the processor again. That is part of the
-//! contract of the `unsafe trait Bus`.
+//! An entry is a copy of a [`HostPage`], and is valid as long as the original: until the vCPU's
+//! next quiescent point. A thread that removes a page sends the vCPU a request (`VcpuSlot::FLUSH`).
+//! The vCPU's owner then flushes its TLBs before it enters the processor again. The contract of the
+//! `unsafe trait Bus` demands this.
 
 use crate::{HostPage, Span, Stores, Word};
 use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT, PAGE_SIZE};
@@ -39,7 +39,7 @@ const BLOCK_FRAMES: u64 = Level::L2M.pages();
 /// Never equal to a masked address: its low bits are all ones.
 const INVALID: u64 = u64::MAX;
 
-/// What a translation allows beyond reading.
+/// The rights of a translation beyond reading.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rights {
     /// Stores: stage 1 writable with D set, stage 2 writable with D set, page not write-tracked.
@@ -63,12 +63,12 @@ const EMPTY: Entry = Entry {
     frame: INVALID,
 };
 
-/// What a page says of stores that a writable entry was made of.
+/// The stores of a writable entry's page.
 const UNTRACKED: Stores = Stores {
     allowed: true,
     tracked: false,
 };
-/// What a page of any other entry is taken to say.
+/// The assumed stores of any other entry's page.
 const TRACKED: Stores = Stores {
     allowed: false,
     tracked: true,
@@ -95,8 +95,8 @@ impl Entry {
 /// A direct-mapped array of `SIZE` entries, each for `1 << SHIFT` bytes. `WORDS` is `SIZE / 64`.
 struct Array<const SIZE: usize, const WORDS: usize, const SHIFT: u32> {
     entries: Box<[Entry; SIZE]>,
-    /// A bit for each entry that is not empty. So the cost of a flush depends on the entries in
-    /// use, not on the size of the array.
+    /// A bit for each used entry, so that the cost of a flush depends on the used entries, not on
+    /// the size of the array.
     used: Box<[u64; WORDS]>,
 }
 
@@ -223,8 +223,8 @@ impl Tlb {
         true
     }
 
-    /// Stores two aligned words that follow each other, each atomically; false, and nothing is
-    /// stored, on a miss or when `va` is not aligned to a word.
+    /// Stores two adjacent aligned words, each atomically. On a miss, or when `va` is not aligned
+    /// to a word, stores nothing and returns false.
     #[inline(always)]
     pub fn store_pair<T: Word>(&self, va: u64, [first, second]: [T; 2]) -> bool {
         let next = va.wrapping_add(T::BYTES as u64);
@@ -268,21 +268,21 @@ impl Tlb {
             .then(|| entry.host.wrapping_add(va as usize))
     }
 
-    /// The page that holds `va`, if loads may use it.
+    /// The page of `va`, if loads may use it.
     #[inline]
     pub fn readable_page(&self, va: u64) -> Option<HostPage> {
         let entry = self.pages.entry(va);
         (entry.read == va & PAGE_MASK).then(|| Self::page(entry, va, entry.stores()))
     }
 
-    /// The page that holds `va`, if stores may use it.
+    /// The page of `va`, if stores may use it.
     #[inline]
     pub fn writable_page(&self, va: u64) -> Option<HostPage> {
         let entry = self.pages.entry(va);
         (entry.write == va & PAGE_MASK).then(|| Self::page(entry, va, UNTRACKED))
     }
 
-    /// The page that holds `va` and its frame, if instructions may be fetched from it.
+    /// The page of `va` and its frame, if instruction fetches may use it.
     #[inline]
     pub fn executable_page(&self, va: u64) -> Option<(Gfn, HostPage)> {
         let entry = self.pages.entry(va);
@@ -295,7 +295,7 @@ impl Tlb {
         ))
     }
 
-    /// The page that holds `va` and its frame, if `access` may use it.
+    /// The page of `va` and its frame, if `access` may use it.
     #[inline]
     pub fn cached_page(&self, va: u64, access: Access) -> Option<(Gfn, HostPage)> {
         let entry = self.pages.entry(va);
@@ -314,9 +314,8 @@ impl Tlb {
         unsafe { HostPage::new(base, stores) }
     }
 
-    /// Caches that the page of `va` is `page`, with frame `gfn`; if `page` describes its whole
-    /// block, caches the block too. A write right is ignored if the page is read-only or
-    /// write-tracked.
+    /// Caches `page`, with frame `gfn`, as the page of `va`. If `page` describes its whole block,
+    /// caches the block too. A write right is ignored for a read-only or write-tracked page.
     pub fn insert(&mut self, va: u64, gfn: Gfn, page: HostPage, rights: Rights) {
         let tag = va & PAGE_MASK;
         let write = rights.write && page.is_writable() && !page.is_write_tracked();
@@ -346,7 +345,7 @@ impl Tlb {
     }
 
     /// After a miss in the page array: looks for a cached block with the right for `access`. If
-    /// there is one, returns the page that holds `va` and its frame, and gives the page an entry.
+    /// there is one, returns the page of `va` and its frame, and adds an entry for the page.
     #[inline(always)]
     pub fn refill(&mut self, va: u64, access: Access) -> Option<(Gfn, HostPage)> {
         let block = *self.blocks.entry(va);
@@ -372,8 +371,8 @@ impl Tlb {
         self.blocks.flush();
     }
 
-    /// Drops every entry that came from the guest's leaf around `va`. No leaf inserted was larger
-    /// than `max_level`, so the entries lie in the aligned range of that size around `va`.
+    /// Drops every entry of the guest's leaf around `va`. No inserted leaf was larger than
+    /// `max_level`, so the entries lie in the aligned range of that size around `va`.
     pub fn forget(&mut self, va: u64, max_level: Level) {
         let shift = max_level.byte_shift();
         self.pages.forget(va, shift);

@@ -1,5 +1,5 @@
-//! The translations that a processor has cached: for each privilege, and for several address
-//! spaces. An address space has a number ([`Space`]): x86's PCID (SDM vol 3 4.10.1), arm64's ASID.
+//! A processor's cached translations: for each privilege, and for several address spaces. An
+//! address space has a number ([`Space`]): x86's PCID (SDM vol 3 4.10.1), arm64's ASID.
 //!
 //! ```text
 //! front, back   a TLB for the privilege that runs, and one for the other; they change places
@@ -11,11 +11,11 @@
 //!                                                                  was left, else emptied first
 //! ```
 //! Without such numbers every address space is number 0, and nothing is ever parked. A TLB may
-//! forget entries at any time, so the least recently used parked one is dropped when a place is
+//! forget entries at any time, so the least recently used parked TLB is dropped when a place is
 //! needed.
 //!
-//! TLBs hold host pointers. When the machine takes pages back, it calls [`Translations::flush`]. So
-//! that function empties all TLBs, also of parked address spaces.
+//! TLBs hold host pointers. When the machine takes pages back, it calls [`Translations::flush`],
+//! which empties all TLBs, also of parked address spaces.
 
 use crate::code::{Kept, UserCode};
 use crate::{HostPage, Privilege, Rights, Span, Tlb};
@@ -28,12 +28,12 @@ pub const PARKED: usize = 3;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Space(pub u16);
 
-/// A translation of stage 1 and what it permits, for the privilege that was asked for.
+/// A translation of stage 1 and its rights, for the requested privilege.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mapping {
     /// The 4 KiB frame, inside a larger leaf too.
     pub gfn: Gfn,
-    /// Writes are allowed and the leaf is marked dirty already: a TLB may let writes through.
+    /// Writes are allowed and the leaf is already dirty: a TLB may let writes through.
     pub writable: bool,
     /// A user page.
     pub user: bool,
@@ -60,7 +60,7 @@ pub enum Retain {
     Forget,
 }
 
-/// Which links of basic blocks a switch of address space has kept.
+/// The links of basic blocks that a switch of address space has kept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub struct Switched {
@@ -75,11 +75,11 @@ pub struct Switched {
 pub struct Learned {
     /// Their pages.
     pub tlb: Tlb,
-    /// Whether the TLB may have a translation from a page that is not global.
+    /// Whether the TLB may have a translation from a non-global page.
     local: bool,
     /// Whether the TLB may have a translation from a global page.
     global: bool,
-    /// The level of the largest leaf that a translation came from; `None` if the TLB is empty.
+    /// The level of the translations' largest leaf; `None` if the TLB is empty.
     max_level: Option<Level>,
 }
 
@@ -101,7 +101,7 @@ impl Learned {
         self.tlb.insert(va, mapping.gfn, page.within(span), rights);
     }
 
-    /// Drops the translations that came from the leaf of `va`.
+    /// Drops the translations of the leaf of `va`.
     pub fn forget(&mut self, va: u64) {
         if let Some(max_level) = self.max_level {
             self.tlb.forget(va, max_level);
@@ -145,10 +145,10 @@ impl<W: WalkCache> Parked<W> {
     }
 }
 
-/// Every translation that a processor has cached.
+/// All cached translations of a processor.
 #[derive(Default)]
 pub struct Translations<W> {
-    /// For the privilege that runs.
+    /// For the running privilege.
     pub front: Learned,
     /// For the other one.
     back: Learned,
@@ -177,7 +177,7 @@ impl<W: WalkCache> Translations<W> {
 
     /// Forgets everything of every address space; `space` is the current one from now on.
     pub fn flush(&mut self, space: Space) {
-        // Every field is named, so that the compiler refuses a new field that is left out.
+        // Every field is named, so that the compiler refuses a missing new field.
         let Self {
             front,
             back,
@@ -200,8 +200,8 @@ impl<W: WalkCache> Translations<W> {
         }
     }
 
-    /// Drops the translations that this address space has from the
-    /// leaf of `va`, global pages in all address spaces, and this one's paging-structure cache.
+    /// Drops the translations of the leaf of `va`: this address space's, and global ones in all
+    /// address spaces. Drops this one's paging-structure cache too.
     pub fn invalidate(&mut self, va: u64) {
         self.front.forget(va);
         self.back.forget(va);
@@ -241,7 +241,7 @@ impl<W: WalkCache> Translations<W> {
         false
     }
 
-    /// A page fault at `va`: drops what would translate it. The walk has already dropped its own
+    /// A page fault at `va`: drops the translations of `va`. The walk has already dropped its own
     /// cache entry.
     pub fn faulted(&mut self, va: u64) {
         self.front.forget(va);
@@ -249,7 +249,7 @@ impl<W: WalkCache> Translations<W> {
     }
 
     /// Switches to the address space `to`, while code of privilege `running` runs. `code` is the
-    /// links of user code in the address space that is left.
+    /// links of user code in the old address space.
     pub fn switch(
         &mut self,
         to: Space,

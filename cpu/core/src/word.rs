@@ -1,4 +1,4 @@
-//! The integers a processor moves to and from guest memory in one atomic access.
+//! The integers that a processor moves to and from guest memory in one atomic access.
 
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 

@@ -1,4 +1,4 @@
-//! What the arrays contain, and what they must not return.
+//! The content of the arrays, and the entries that they must not return.
 
 use super::*;
 use proptest::prelude::*;
@@ -279,9 +279,9 @@ fn forget_takes_all_of_the_leaf_and_no_more() {
 }
 
 proptest! {
-    /// Compares with a list of all insertions. A hit must be an entry that was inserted for that
-    /// page or its block since the last flush. It must have no right that was not inserted, and
-    /// none that was cleared since.
+    /// Compares with a list of all insertions. A hit must be an entry inserted for that page or its
+    /// block since the last flush. It must have only inserted rights, and none that was cleared
+    /// since.
     #[test]
     fn hits_are_what_was_inserted(steps in prop::collection::vec(step(), 1..60)) {
         let (_memory, page) = block(UNTRACKED);
@@ -344,7 +344,7 @@ impl Known {
 #[derive(Default)]
 struct Model {
     since_flush: Vec<Known>,
-    /// Frames that were protected, each with the number of insertions before that.
+    /// Protected frames, each with the number of insertions before the protection.
     protected: Vec<(Gfn, usize)>,
 }
 
