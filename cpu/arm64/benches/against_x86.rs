@@ -31,7 +31,7 @@ const RESULT: u64 = 0xff_0000;
 const STACK: u64 = 0xf0_0000;
 const FUEL: u64 = 100_000;
 
-/// What a run took, and what the program computed.
+/// A run's time, and the program's result.
 #[derive(Clone, Copy)]
 struct Run {
     seconds: f64,
@@ -174,7 +174,7 @@ fn on_x86(path: &Path, which: u64) -> Run {
     }
 }
 
-/// Seconds that this thread has run; the host may be busy with other threads.
+/// Processor time of this thread in seconds; the host may be busy with other threads.
 fn processor_time() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9

@@ -15,7 +15,7 @@
 //! The fence is behind STLR and not in front of LDAR, because programs load more often than they
 //! store.
 //!
-//! An access that these instructions make must be aligned: there is no FEAT_LSE2.
+//! The accesses of these instructions must be aligned: there is no FEAT_LSE2.
 
 use crate::lower_branch::fence;
 use crate::lower_memory::access;
@@ -38,8 +38,8 @@ pub(crate) fn fence(op: &Op) {
 }
 
 impl Core {
-    /// The page for an atomic access of `bytes` at `va`, which reads and writes. An abort that a
-    /// load raises too is reported as a load's: ISS.WnR is clear (Arm ARM D17.2.37).
+    /// The page for an atomic access of `bytes` at `va`, which reads and writes. If a load would
+    /// abort too, the abort is reported as a load's: ISS.WnR is clear (Arm ARM D17.2.37).
     pub(crate) fn atomic_page(
         &mut self,
         bus: &mut impl Bus,
@@ -67,7 +67,7 @@ impl Core {
         page
     }
 
-    /// The page for a store at `va`, which is aligned, and must not be a device's.
+    /// The page for a store at the aligned `va`, which must not be a device's.
     pub(crate) fn store_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<HostPage> {
         if let Some(page) = self.translations.front.tlb.writable_page(va) {
             return Ok(page);
@@ -81,7 +81,7 @@ impl Core {
         }
     }
 
-    /// The page for a load of `bytes` at `va` that must be aligned, and must not be a device's.
+    /// The page for a load of `bytes` at `va`, which must be aligned, and must not be a device's.
     pub(crate) fn aligned_page(
         &mut self,
         bus: &mut impl Bus,
@@ -107,7 +107,7 @@ impl Core {
     }
 
     /// Replaces the aligned pair of 64-bit words at `va` by `new`, if it is `old`, as one atomic
-    /// access. Returns the pair that was there.
+    /// access. Returns the old pair.
     pub(crate) fn exchange_pair(
         &mut self,
         page: HostPage,
@@ -177,8 +177,8 @@ fn atomic_as<T: Word>(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()>
     Ok(())
 }
 
-/// What the atomic operation with the fields o3 and opc stores: `a` is in memory. Both are
-/// zero-extended from `bytes`.
+/// The value that the atomic operation with the fields o3 and opc stores: `a` is in memory. Both
+/// operands are zero-extended from `bytes`.
 fn combine(kind: u8, bytes: usize, a: u64, b: u64) -> u64 {
     let up = 64 - 8 * bytes as u32;
     let signed = |x: u64| (x << up) as i64;
@@ -214,8 +214,8 @@ fn compare_and_swap_as<T: Word>(core: &mut Core, bus: &mut impl Bus, op: &Op) ->
     Ok(())
 }
 
-/// Replaces the word at `offset` by `new`, if it is `old`, as one atomic access. Returns the word
-/// that was there.
+/// Replaces the word at `offset` by `new`, if it is `old`, as one atomic access. Returns the old
+/// word.
 pub(crate) fn exchange_if<T: Word>(page: HostPage, offset: usize, old: T, new: T) -> T {
     page.update_locked(offset, |found| if found == old { new } else { found })
 }
@@ -239,7 +239,7 @@ pub(crate) fn compare_and_swap_pair(core: &mut Core, bus: &mut impl Bus, op: &Op
     Ok(())
 }
 
-/// Two 32-bit words as they lie in memory.
+/// Two 32-bit words in memory order.
 pub(crate) const fn joined([low, high]: [u64; 2]) -> u64 {
     low & 0xffff_ffff | high << 32
 }

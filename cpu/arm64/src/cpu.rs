@@ -8,10 +8,10 @@
 //!        |    +--- blocked: deliver the exception, or leave with an Exit           |
 //!        +-------------------------------------------------------------------------+
 //! ```
-//! *Stepping* executes one instruction alone, decoded afresh. It is used if the instruction writes
-//! decoded code or repeats a device access, and while SP is misaligned.
+//! *Stepping* executes one instruction alone, decoded afresh: if the instruction writes decoded
+//! code or repeats a device access, and while SP is misaligned.
 //!
-//! outside.rs has the calls that the machine makes between two runs.
+//! outside.rs has the machine's calls between two runs.
 
 mod outside;
 
@@ -37,8 +37,8 @@ use std::sync::Arc;
 
 /// The number of instructions between two reads of the clock, for the timer: some 50 us.
 const SLICE: u64 = 1 << 14;
-/// The most instructions of a load-exclusive and its store-exclusive that run while every other
-/// vCPU is stopped (monitor.rs).
+/// The most instructions from a load-exclusive to its store-exclusive, while every other vCPU is
+/// stopped (monitor.rs).
 const ALONE: usize = 64;
 
 /// One vCPU.
@@ -47,7 +47,7 @@ pub struct Cpu {
     code: CodeCache<Op>,
     /// The basic block being decoded.
     fresh: Vec<Op>,
-    /// The exit of a basic block that led to PC and is not linked yet.
+    /// The unlinked exit of a basic block that led to PC.
     unlinked: Option<Unlinked>,
     /// The instruction being stepped is complete.
     completed: bool,
@@ -127,8 +127,7 @@ impl Cpu {
         exit.unwrap_or(Exit::Fuel)
     }
 
-    /// Begins to execute guest code: first drops the translations that other vCPUs have
-    /// invalidated.
+    /// Begins to execute guest code: first drops the translations invalidated by other vCPUs.
     fn enter(&mut self) {
         let index = self.core.interface.index();
         for what in self.core.fabric.clone().shootdown.enter(index) {
@@ -136,7 +135,7 @@ impl Cpu {
         }
     }
 
-    /// Ends to execute guest code.
+    /// Ends the execution of guest code.
     fn leave(&mut self) {
         self.core
             .fabric
@@ -212,7 +211,7 @@ impl Cpu {
         dispatch(&mut self.core, code, at, bus, slot)
     }
 
-    /// Brings the architectural state to the op at which `dispatch` ended, and acts on the reason.
+    /// Brings the architectural state to the last op of `dispatch`, and acts on the reason.
     /// `scratch` is the address of the scratch place.
     fn left<B: Bus>(
         &mut self,
@@ -223,8 +222,8 @@ impl Cpu {
     ) -> Option<Exit> {
         let at = match leave {
             Leave::Indirect => {
-                // A branch drops the tag of its target (D8.9). The jump cache has no address with
-                // a tag, so such a branch always ends here.
+                // A branch drops the tag of its target (D8.9). The jump cache has no tagged
+                // address, so such a branch always ends here.
                 self.core.pc = untagged(&self.core.sys, self.core.pc);
                 self.completed = true;
                 return None;
@@ -270,8 +269,8 @@ impl Cpu {
         Ok(start)
     }
 
-    /// What is checked before an instruction is fetched. A basic block that has been found was
-    /// checked when it was decoded. PSTATE.IL changes only with an epoch.
+    /// The checks before an instruction fetch. A cached basic block was checked when it was
+    /// decoded. PSTATE.IL changes only with an epoch.
     fn check_fetch(&mut self) -> Touch<()> {
         if !self.core.pc.is_multiple_of(4) {
             return self.core.raise(Exception::pc_alignment(self.core.pc));
@@ -329,7 +328,7 @@ impl Cpu {
     }
 
     /// Drops decoded pages that this processor has written, and lets the bus notify the other
-    /// processors. There are seldom any, so only the check is inlined.
+    /// processors. Such pages are rare, so only the check is inlined.
     #[inline(always)]
     fn drop_written<B: Bus>(&mut self, bus: &mut B) {
         if !self.core.code_written.is_empty() || self.core.translations.walk.wrote_code() {
@@ -349,7 +348,7 @@ impl Cpu {
         }
     }
 
-    /// After [`Exit::Stop`]: the access whose stage-1 walk has stopped. `None` if the access itself
+    /// After [`Exit::Stop`], the access whose stage-1 walk has stopped; `None` if the access itself
     /// has stopped.
     pub fn stopped_walk(&self) -> Option<Access> {
         match self.core.why {
@@ -378,14 +377,14 @@ impl Cpu {
     fn raise(&mut self, exception: Exception) -> Option<Exit> {
         self.core.replay.clear();
         self.core.monitor.clear();
-        // A handler that faults at once must not keep the run loop busy for ever.
+        // A handler that faults at once must not occupy the run loop for ever.
         self.core.budget -= 1;
         exception::enter(&mut self.core, exception)
     }
 
     /// Executes a system op at PC.
     fn system_op<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, op: Op) -> Option<Exit> {
-        // The reason of an earlier exit must not be taken for this instruction's.
+        // An earlier exit's reason must not count as this instruction's.
         self.core.why = Why::Step;
         let done = system::execute(&mut View::new(&mut self.core, bus), op.imm as u32);
         self.drop_written(bus);
@@ -422,11 +421,11 @@ impl Cpu {
         }
     }
 
-    /// Drops the translations that an instruction has invalidated.
+    /// Drops an instruction's invalidated translations.
     fn flush(&mut self, flush: Flush) {
         match flush {
             Flush::All => self.flush_tlb(),
-            // A translation of an address with a tag is not found by the address.
+            // The plain address does not find a tagged address's translation.
             Flush::Address(_) if self.core.tagged => self.flush_tlb(),
             Flush::Address(va) => {
                 self.core.translations.invalidate_everywhere(va);

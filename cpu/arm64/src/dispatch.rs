@@ -5,11 +5,11 @@
 //! The loop ends
 //! - at the end of a basic block: the budget is used up, there is a request, or the exit is not
 //!   linked in this epoch;
-//! - at an op that was blocked, or that only the run loop can execute.
+//! - at a blocked op, or an op that only the run loop can execute.
 //!
 //! It is one function, longer than the usual 70 lines, because the compiler must see every arm to
 //! keep `pc`, the arena and the register file in registers. Each arm is a line. docs/speed-x86.md
-//! says why every arm must end in an indirect jump of its own, and how to check it.
+//! says why every arm must end in its own indirect jump, and how to check it.
 
 use crate::op::{Arena, Code, ZERO};
 use crate::operand::{adds_immediate, displaced, get, imm, indexed, wide};
@@ -20,7 +20,7 @@ use lacuna_cpu::code::JumpCache;
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
 
-/// Why the loop was left, and at which op.
+/// The reason for the loop's end, and its op.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Leave {
     /// The op at this index was not executed: [`Core::why`].
@@ -88,8 +88,8 @@ pub(crate) fn dispatch<B: Bus>(
             continue;
         }};
     }
-    // A call that may be blocked. LLVM copies the loop's head, with its jump, only into an arm that
-    // has a basic block after its last condition: the store makes one (docs/speed-x86.md).
+    // A call that may be blocked. LLVM copies the loop's head, with its jump, only into an arm with
+    // a basic block after its last condition: the store makes one (docs/speed-x86.md).
     macro_rules! call {
         ($touch:expr) => {{
             done!($touch);
@@ -477,7 +477,7 @@ pub(crate) fn dispatch<B: Bus>(
 }
 
 /// Charges the budget for the basic block that ends the run. The function is out of line, so that
-/// the continuing path has a store of its own.
+/// the continuing path has its own store.
 #[cold]
 #[inline(never)]
 fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {

@@ -1,10 +1,9 @@
-//! The A64 encodings that this processor has (Arm ARM C4.1). A word that no row matches is
-//! undefined.
+//! The A64 encodings of this processor (Arm ARM C4.1). A word without a matching row is undefined.
 //!
-//! A pattern has a character for each bit, from bit 31 down: `0` and `1` must match, `.` is an
-//! operand, which the lowering of the class reads. Blanks are for the reader. No two rows match the
-//! same word, which a test checks. The lowering still refuses operands that are not allocated, such
-//! as a shift of a 32-bit register by 32.
+//! A pattern has a character for each bit, from bit 31 down: `0` and `1` must match, and `.` is an
+//! operand for the lowering of the class. Blanks are for the reader. No two rows match the same
+//! word, which a test checks. The lowering still refuses unallocated operands, such as a shift of a
+//! 32-bit register by 32.
 
 /// What an instruction is: one class of the manual, or one instruction of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,10 +71,10 @@ const BRANCHES: &[Row] = &[
     // HINT: NOP, YIELD, WFE, SEV, SEVL, PACs, BTI. WFI, CRm 0 and op2 3, is below.
     //
     // WFE never waits, and so never traps by SCTLR_EL1.nTWE: the architecture lets it end for any
-    // reason. To wait, it would need what ends it: an event register, SEV to other vCPUs, an event
-    // from each exclusive monitor that a store clears, for which plain stores would have to look at
-    // monitors, and the event stream. The price is that a vCPU that waits by WFE executes its loop.
-    // CNTKCTL_EL1 keeps the bits of the event stream, which has no effect.
+    // reason. A wait would need all that ends it: an event register, SEV to other vCPUs, the event
+    // stream, and an event from each exclusive monitor that a store clears, so plain stores would
+    // have to look at monitors. The price: a vCPU that waits by WFE executes its loop. CNTKCTL_EL1
+    // keeps the bits of the event stream, without an effect.
     row("11010101000000110010 .... 1.. 11111", Hint),
     row("11010101000000110010 .... 00. 11111", Hint),
     row("11010101000000110010 ...1 01. 11111", Hint),
@@ -85,7 +84,7 @@ const BRANCHES: &[Row] = &[
     row("11010101000000110010 0000 010 11111", Hint),
     row("11010101000000110010 0000 011 11111", System),
     row("11010101000000110011 .... 010 11111", Clrex),
-    // DSB, which waits for invalidations of TLBs too.
+    // DSB, which also waits for TLB invalidations.
     row("11010101000000110011 .... 100 11111", System),
     // DMB.
     row("11010101000000110011 .... 101 11111", Barrier),

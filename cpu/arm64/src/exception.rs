@@ -24,10 +24,10 @@ const IRQ: u64 = 0x80;
 const FIQ: u64 = 0x100;
 const SYNCHRONOUS: u64 = 0;
 
-/// What the processor takes before its next instruction.
+/// The event before the processor's next instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Interrupt {
-    /// An abort that the machine has injected.
+    /// An injected abort.
     Injected(Exception),
     /// An interrupt of group 1 of the interrupt controller.
     Irq,
@@ -66,8 +66,8 @@ pub(crate) fn interrupt(core: &mut Core, interrupt: Interrupt) -> Option<Exit> {
     }
 }
 
-/// Takes `exception` at PC. The run ends if the processor can never get anywhere: it cannot fetch
-/// the instruction that would handle just this exception.
+/// Takes `exception` at PC. The run ends if no progress is possible: the processor cannot fetch the
+/// instruction to handle this very exception.
 pub(crate) fn enter(core: &mut Core, exception: Exception) -> Option<Exit> {
     let from_el1 = core.user == Privilege::Supervisor;
     if from_el1 && exception.class == 0x20 && core.pc == vector(core) {
@@ -122,7 +122,7 @@ pub(crate) fn exception_return(core: &mut Core) -> Result<Done, Exception> {
     Ok(return_to(core, elr, spsr))
 }
 
-/// Continues at `pc` with a PSTATE in the format of SPSR_EL1. An illegal one sets PSTATE.IL.
+/// Continues at `pc` with a PSTATE in the format of SPSR_EL1. An illegal value sets PSTATE.IL.
 pub(crate) fn return_to(core: &mut Core, pc: u64, spsr: u64) -> Done {
     if is_legal_return(spsr) {
         core.set_pstate(spsr & SPSR_VALID);
@@ -145,8 +145,8 @@ pub(crate) fn return_to(core: &mut Core, pc: u64, spsr: u64) -> Done {
 pub(crate) const SPSR_VALID: u64 =
     NZCV | pstate::DAIF | pstate::PAN | pstate::IL | pstate::EL | pstate::SP;
 
-/// Whether SPSR_EL1 names a state to which EL1 may return: EL0 with its stack pointer, or EL1 with
-/// either one, in AArch64.
+/// Whether EL1 may return to the state in SPSR_EL1: EL0 with its stack pointer, or EL1 with either
+/// one, in AArch64.
 pub(crate) const fn is_legal_return(spsr: u64) -> bool {
     matches!(spsr & 0x1f, 0b0_0000 | 0b0_0100 | 0b0_0101)
 }

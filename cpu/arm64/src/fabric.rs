@@ -1,4 +1,4 @@
-//! What the processors of one machine share.
+//! The common state of one machine's processors.
 
 use crate::gic::Gic;
 use crate::psci::Power;
@@ -8,13 +8,13 @@ use lacuna_cpu::Wake;
 use std::fmt;
 use std::sync::Arc;
 
-/// What the processors of one machine share: the interrupt controller, the power states of the
-/// vCPUs, and the TLB invalidations on their way.
+/// The common state of one machine's processors: the interrupt controller, the power states of the
+/// vCPUs, and the pending TLB invalidations.
 pub struct Fabric {
     /// The interrupt controller. Devices raise interrupts here, from any thread.
     pub gic: Arc<Gic>,
-    /// Which vCPUs run. The hypervisor asks it before it enters a vCPU, and gives it the PSCI
-    /// calls.
+    /// Which vCPUs run. The hypervisor reads this before it enters a vCPU, and passes the PSCI
+    /// calls here.
     pub power: Power,
     /// The counter that all vCPUs read.
     pub counter: Counter,

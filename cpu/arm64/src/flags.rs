@@ -1,6 +1,6 @@
 //! N, Z, C and V, computed when an instruction reads them.
 //!
-//! An instruction that sets flags stores three words, and a reader derives the flags it needs:
+//! An instruction that sets flags stores three words. A reader derives its flags from these:
 //!
 //! ```text
 //!   kind      result            other

@@ -1,4 +1,4 @@
-//! Integer instructions that are too rare for an arm of their own in dispatch.rs.
+//! Integer instructions that are too rare for their own arm in dispatch.rs.
 
 use crate::lower_memory::access;
 use crate::lower_register::unary;
@@ -34,7 +34,8 @@ pub(crate) fn divide_64(a: u64, b: u64) -> u64 {
 }
 
 /// Sets SP. A basic block runs only while SP is aligned to 16 bytes, so no access in it has to
-/// check that. An instruction that makes SP misaligned is executed alone, as those behind it are.
+/// check that. An instruction that misaligns SP is executed alone, and so are the instructions
+/// behind it.
 pub(crate) fn set_sp(core: &mut Core, op: &Op) -> Touch<()> {
     let value = core.r[op.src as usize];
     if value & SP_ALIGNMENT != 0 {
@@ -44,7 +45,7 @@ pub(crate) fn set_sp(core: &mut Core, op: &Op) -> Touch<()> {
     Ok(())
 }
 
-/// The check of SP by an access that is executed alone (Arm ARM D1.8.2).
+/// The check of SP by an access executed alone (Arm ARM D1.8.2).
 pub(crate) fn check_sp(core: &mut Core) -> Touch<()> {
     let enabled = match core.user {
         Privilege::User => sctlr::SA0,
@@ -82,7 +83,7 @@ pub(crate) fn carry(core: &mut Core, op: &Op) {
     core.r[op.dst as usize] = result;
 }
 
-/// The one-source instructions without an arm of their own: `form` is sf.
+/// The one-source instructions without their own arm: `form` is sf.
 pub(crate) fn unary(core: &mut Core, op: &Op) {
     let value = core.r[op.src as usize];
     let both = |narrow: fn(u32) -> u32, wide: fn(u64) -> u64| match op.form {

@@ -18,8 +18,8 @@
 //! | `mmio` | the pages of the distributor and the redistributors |
 //! | `interface` | the CPU interface |
 //!
-//! A vCPU that is signalled a new interrupt is woken after the lock has been released. One thread
-//! can do all of it, so a seeded run repeats.
+//! A vCPU with a newly signalled interrupt is woken after the lock is released. One thread can do
+//! all of this, so a seeded run repeats.
 //!
 //! Left out on purpose: a second security state, LPIs and the ITS (no device sends messages),
 //! message-based SPIs, 1-of-N routing, the range selector, legacy operation without affinity

@@ -1,12 +1,13 @@
 //! A software AArch64 processor: A64 at EL0 and EL1, integer instructions, Armv8.0 with LSE, CRC32
 //! and RCpc.
 //!
-//! The processor uses a [`Bus`](lacuna_cpu::Bus) and knows no hypervisor. It asks the bus for the
-//! page behind a guest frame, and gets a host page or a reason to stop. One [`Cpu`] is one vCPU.
+//! The processor uses a [`Bus`](lacuna_cpu::Bus) and knows no hypervisor. It requests the page
+//! behind a guest frame from the bus, and gets a host page or a reason to stop. One [`Cpu`] is one
+//! vCPU.
 //!
 //! There is no floating point and no Advanced SIMD (`ID_AA64PFR0_EL1` says so). Their instructions
-//! are undefined, as on a processor without them: the exception has class 0, not 7, because class 7
-//! means that software has switched off what the processor has.
+//! are undefined, as on a processor without them: the exception has class 0. Class 7 would mean
+//! that software has switched off an existing feature.
 //!
 //! ```text
 //! decode.rs   words -> encoding.rs: the table of all encodings -> lower*.rs -> 16-byte Ops, one

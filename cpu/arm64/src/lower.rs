@@ -1,5 +1,5 @@
-//! Translates one instruction to ops. Here: data processing with an immediate, and what all
-//! classes use.
+//! Translates one instruction to ops. Here: data processing with an immediate, and helpers for all
+//! classes.
 
 use crate::encoding::{Class, class};
 use crate::op::{Code, Op, SINK, SP, TEMP, ZERO};
@@ -39,7 +39,7 @@ pub(crate) struct Lower<'a> {
     pub(crate) start: usize,
 }
 
-/// Of a pair of codes, the one for 32 or 64 bits.
+/// The code for 32 or 64 bits, from a pair.
 pub(crate) fn by_width(wide: Width, codes: [Code; 2]) -> Code {
     codes[wide as usize]
 }
@@ -79,9 +79,9 @@ impl Lower<'_> {
         flow
     }
 
-    /// Counts the instruction in its last op. Each op before it either can be blocked, which leaves
-    /// the instruction incomplete, or changes only scratch slots. An op that stands for two
-    /// instructions has its count already.
+    /// Counts the instruction in its last op. Each op before it changes only scratch slots, or can
+    /// be blocked, which leaves the instruction incomplete. An op for two instructions has its
+    /// count already.
     fn seal(&mut self, first: usize) {
         let Some(ops) = self.ops.get_mut(first..) else {
             return;
@@ -142,8 +142,8 @@ impl Lower<'_> {
         Ok(Flow::On)
     }
 
-    /// Emits an op that may have SP as its destination. If that can misalign SP, the value goes
-    /// through an op that checks it.
+    /// Emits an op that may have SP as its destination. If the op can misalign SP, the value goes
+    /// through a checking op.
     pub(crate) fn emit_checked(&mut self, op: Op) -> Lowered {
         let keeps = op.code == Code::AddRi64 && op.src == SP && op.imm & 15 == 0;
         if op.dst != SP || keeps {

@@ -1,9 +1,9 @@
-//! Translates one instruction to ops: branches, and what the run loop executes.
+//! Translates one instruction to ops: branches, and instructions for the run loop.
 
 use crate::lower::{Flow, Lower, Lowered, Unallocated, by_width};
 use crate::op::{Code, INVERTED, Op};
 
-/// What [`Code::Fence`] orders, in its `aux`.
+/// The accesses that [`Code::Fence`] orders, in its `aux`.
 pub(crate) mod fence {
     /// Earlier loads with later loads and stores.
     pub(crate) const LOADS: u8 = 1;
@@ -162,8 +162,8 @@ impl Lower<'_> {
     }
 }
 
-/// The branch that also does the operation before it, for the condition `cond`, an even number; and
-/// whether it tests the opposite of that condition.
+/// The branch that also does the operation before it, for the even condition `cond`; and whether
+/// the branch tests the opposite of that condition.
 #[rustfmt::skip]
 fn fused(compare: &Op, cond: u8) -> Option<(Code, bool)> {
     use Code::*;

@@ -4,14 +4,14 @@ use crate::encoding::Class;
 use crate::lower::{Lower, Lowered, Unallocated, destination};
 use crate::op::{Code, Op, SP, TEMP, ZERO};
 
-/// [`Code::Unprivileged`] and [`Code::Ordered`]: what they do, in `aux`. The low bits are log2 of
-/// the size; then come these.
+/// The operation of [`Code::Unprivileged`] and [`Code::Ordered`], in `aux`. The low bits are log2
+/// of the size; then come these.
 pub(crate) mod access {
     pub(crate) const SIZE: u8 = 3;
     pub(crate) const STORE: u8 = 1 << 2;
     /// A load extends the sign.
     pub(crate) const SIGNED: u8 = 1 << 3;
-    /// A load that extends the sign writes 32 bits, not 64.
+    /// A sign-extending load writes 32 bits, not 64.
     pub(crate) const TO_32: u8 = 1 << 4;
     /// Two registers.
     pub(crate) const PAIR: u8 = 1 << 5;
@@ -100,8 +100,7 @@ impl Lower<'_> {
         self.emit(op)
     }
 
-    /// Emits the access, and an op that adds `by` to the base. The first can be blocked, the second
-    /// cannot.
+    /// Emits the access, which can be blocked, and an op that adds `by` to the base, which cannot.
     fn write_back(&mut self, op: Op, by: i32) -> Lowered {
         self.alone_if_misaligning(op.base, by);
         self.emit_access(op)?;
@@ -173,8 +172,8 @@ impl Lower<'_> {
         }
     }
 
-    /// As [`Lower::write_back`]; for 64-bit registers one op does both, because every function
-    /// begins and ends with one.
+    /// As [`Lower::write_back`]. For 64-bit registers one op does both, because every function
+    /// begins and ends with such an access.
     fn write_back_pair(&mut self, op: Op, by: i32) -> Lowered {
         let code = match op.code {
             Code::LoadPair64 => Code::LoadPairBack64,
@@ -189,7 +188,7 @@ impl Lower<'_> {
         })
     }
 
-    /// An instruction that makes SP misaligned is executed alone, as those behind it are.
+    /// An instruction that misaligns SP is executed alone, and so are the instructions behind it.
     fn alone_if_misaligning(&mut self, base: u8, by: i32) {
         if base == SP && by & 15 != 0 {
             self.ops.push(Op::new(Code::Alone));

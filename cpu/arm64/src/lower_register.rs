@@ -3,7 +3,7 @@
 use crate::lower::{Lower, Lowered, Unallocated, Width, by_width};
 use crate::op::{Code, Op, TEMP, ZERO};
 
-/// What [`Code::Unary`] does, in its `aux`: the opcode field of the class.
+/// The operation of [`Code::Unary`], in its `aux`: the opcode field of the class.
 pub(crate) mod unary {
     pub(crate) const RBIT: u8 = 0;
     pub(crate) const REV16: u8 = 1;
@@ -18,7 +18,7 @@ const LSL: u32 = 0;
 const LSR: u32 = 1;
 const ASR: u32 = 2;
 
-/// The ops of one operation with a shifted operand: of 32 and 64 bits.
+/// The ops of one operation with a shifted operand, for 32 and 64 bits.
 struct Shifted {
     plain: [Code; 2],
     /// By LSL and LSR.
@@ -149,7 +149,7 @@ impl Lower<'_> {
         self.shifted(op, codes, kind, amount)
     }
 
-    /// Emits an operation whose `src` is shifted: as one op, or with a shift into [`TEMP`] before.
+    /// Emits an operation with a shifted `src`: as one op, or after a shift into [`TEMP`].
     fn shifted(&mut self, op: Op, codes: Shifted, kind: u32, amount: u32) -> Lowered {
         let width = self.width();
         let imm = amount as i32;
@@ -217,8 +217,8 @@ impl Lower<'_> {
         self.emit_checked(Op { code, src, ..op })
     }
 
-    /// The slot that has `src` extended by `option` and then shifted left: an op before puts it
-    /// into [`TEMP`], if it is not `src` itself.
+    /// The slot of `src`, extended by `option` and then shifted left. If this is not `src` itself,
+    /// an op before puts the value into [`TEMP`].
     pub(crate) fn extended(
         &mut self,
         src: u8,
@@ -329,7 +329,7 @@ impl Lower<'_> {
     }
 }
 
-/// An operation without ops of its own for shifted operands.
+/// An operation without its own ops for shifted operands.
 const fn plain(plain: [Code; 2]) -> Shifted {
     Shifted {
         plain,

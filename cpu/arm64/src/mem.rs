@@ -7,8 +7,7 @@
 //!                memory: the access, by byte atomics if misaligned
 //!                no memory (Stop::Mmio): from the replies of earlier exits, else leave for one
 //! ```
-//! An access that cannot be made returns [`Blocked`] and has changed nothing; the reason is in
-//! [`Core::why`].
+//! A failed access returns [`Blocked`] and has changed nothing; the reason is in [`Core::why`].
 
 use crate::processor::{Core, Why};
 use crate::state::{Exception, Trap, status};
@@ -58,7 +57,7 @@ impl Core {
         self.store_slow(bus, va, value)
     }
 
-    /// Loads two words that follow each other.
+    /// Loads two adjacent words.
     #[inline(always)]
     pub(crate) fn load_pair<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<[T; 2]> {
         let tlb = &self.translations.front.tlb;
@@ -69,8 +68,8 @@ impl Core {
         }
     }
 
-    /// Stores two words that follow each other. Both pages of a crossing pair are translated before
-    /// either is written.
+    /// Stores two adjacent words. Both pages of a crossing pair are translated before either is
+    /// written.
     #[inline(always)]
     pub(crate) fn store_pair<T: Word>(
         &mut self,
@@ -132,8 +131,7 @@ impl Core {
     }
 
     /// The fast path for a TLB miss: one aligned word of plain memory. `None` for everything else.
-    /// It is kept short so that the host's out-of-order execution reaches past it to the next
-    /// access.
+    /// The path is short, so that the host's out-of-order execution reaches the next access.
     #[inline(always)]
     fn refill<T: Word>(
         &mut self,
@@ -222,8 +220,8 @@ impl Core {
         Ok(())
     }
 
-    /// Reads 1 to 8 bytes of a device. The interrupt controller's registers are here; a read of
-    /// them changes nothing, so the instruction may be executed again.
+    /// Reads 1 to 8 bytes of a device. This includes the interrupt controller's registers: a read
+    /// changes nothing there, so the instruction may be executed again.
     #[cold]
     fn device_load(&mut self, gpa: Gpa, bytes: usize) -> Touch<u64> {
         let mut value = 0;
@@ -257,7 +255,7 @@ impl Core {
         Ok(())
     }
 
-    /// Notes that a store is about to change decoded instructions. It must not happen inside a
+    /// Records that a store is about to change decoded instructions. It must not do so inside a
     /// basic block, so the run loop executes the instruction alone ([`Core::stepping`]) and drops
     /// the decoded code afterwards.
     pub(crate) fn note_code_write(&mut self, gfn: Gfn, page: HostPage) -> Touch<()> {
@@ -273,7 +271,7 @@ impl Core {
         Ok(())
     }
 
-    /// The page or two pages that an access touches.
+    /// The page or two pages of an access.
     fn translate_span(
         &mut self,
         bus: &mut impl Bus,
@@ -309,7 +307,7 @@ impl Core {
         user: Privilege,
     ) -> Touch<Target> {
         let learned = self.translations.of(user, self.user);
-        // The callers have looked into the TLB of the privilege that runs.
+        // The callers have already looked into the running privilege's TLB.
         if user != self.user
             && let Some((gfn, page)) = learned.tlb.cached_page(va, access)
         {
@@ -358,7 +356,7 @@ impl Core {
         Ok(Target::Memory(mapping.gfn, page))
     }
 
-    /// The page from which instructions at `va` are fetched. A device's gives an external abort.
+    /// The page to fetch instructions at `va` from. A device's page gives an external abort.
     pub(crate) fn fetch_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<(Gfn, HostPage)> {
         if let Some(found) = self.translations.front.tlb.executable_page(va) {
             return Ok(found);
@@ -369,7 +367,7 @@ impl Core {
         }
     }
 
-    /// Records the reason, and returns what the caller returns.
+    /// Records the reason, and returns the caller's result.
     #[cold]
     pub(crate) fn block<T>(&mut self, why: Why) -> Touch<T> {
         self.why = why;

@@ -3,27 +3,27 @@
 //!
 //! A compare-and-swap of the value that LDXR has loaded is not enough. Another vCPU may store a
 //! second value and then the first one again, and STXR must fail. Plain stores are by far the most
-//! frequent accesses, so none of them looks at a monitor. Two facts make that possible.
+//! frequent accesses, so no plain store looks at a monitor. Two facts make this possible.
 //!
-//! **A quiet pair needs no more than compare-and-swap.** A pair is quiet if this vCPU executes
-//! nothing between LDXR and STXR but operations on registers and branches, and does not leave its
-//! run loop. Suppose that the compare-and-swap of STXR succeeds at time *t*. Then memory has at *t*
-//! the value that LDXR has returned. So the same execution is one in which LDXR loads just before
-//! *t*: no access of this vCPU lies between, so neither this vCPU nor another one can tell the
-//! difference. In that execution nothing is stored between the two, by a vCPU or by the host.
+//! **A quiet pair needs no more than compare-and-swap.** A pair is quiet if this vCPU executes only
+//! register operations and branches between LDXR and STXR, and does not leave its run loop. Suppose
+//! that the compare-and-swap of STXR succeeds at time *t*. Then memory has at *t* the value that
+//! LDXR has returned. So the execution is the same as one in which LDXR loads just before *t*: no
+//! access of this vCPU lies between, so neither this vCPU nor another one can tell the difference.
+//! In that execution neither a vCPU nor the host stores between the two.
 //!
 //! **Another pair runs alone.** If there is a load, a store, a barrier, a system instruction or an
-//! exit between the two, time *t* matters. Such a store-exclusive fails. The vCPU remembers its
-//! load-exclusive. At its repetition, the vCPU executes from there to the store-exclusive with
-//! every other vCPU stopped (`Exit::Exclusive`). So no vCPU stores between. The architecture
+//! exit between the two, time *t* matters. Such a store-exclusive fails, and the vCPU remembers its
+//! load-exclusive. At the repetition, the vCPU executes from there to the store-exclusive while
+//! every other vCPU is stopped (`Exit::Exclusive`). So no vCPU stores in between. The architecture
 //! promises no progress to such loops (B2.10.5), but programs have them: a list whose head is
-//! replaced by LDXR and STXR loads the second element between. What the *host* stores meanwhile is
-//! seen by its value only: devices do not share a word with a guest's exclusive accesses.
+//! replaced by LDXR and STXR loads the second element in between. A store of the *host* in between
+//! is noticed only by its value: devices do not share a word with a guest's exclusive accesses.
 //!
-//! The instructions between are known by counting. The decoder notes in LDXR how many quiet
-//! instructions follow it in its basic block, and in STXR how many precede it. If the two numbers
-//! cover the instructions retired between, the pair is quiet. An exception counts too, so a pair
-//! with a handler between is not quiet; besides, an exception and its return clear the monitor.
+//! A count shows which instructions are in between. The decoder notes in LDXR how many quiet
+//! instructions follow in its basic block, and in STXR how many precede. If the two numbers cover
+//! the instructions retired in between, the pair is quiet. An exception counts too, so a pair with
+//! a handler in between is not quiet. An exception and its return also clear the monitor.
 //!
 //! A store by this vCPU itself does not clear the monitor: the architecture leaves that open.
 //! STXR fails if its address or size differs from LDXR's.
@@ -36,12 +36,12 @@ use crate::processor::{Core, Why};
 use crate::state::Trap;
 use lacuna_cpu::{Bus, HostPage, Word};
 
-/// What the last load-exclusive has marked.
+/// The mark of the last load-exclusive.
 #[derive(Default)]
 pub(crate) struct Monitor {
     mark: Option<Mark>,
-    /// The load-exclusive, by the place of its op, whose store-exclusive has failed because the
-    /// pair was not quiet. It runs alone when it comes again.
+    /// The place of the load-exclusive's op, if its store-exclusive has failed because the pair was
+    /// not quiet. The pair runs alone at its repetition.
     loud: Option<u16>,
 }
 
@@ -52,16 +52,16 @@ struct Mark {
     /// `aux` of the ops: the size, and whether it is a pair.
     size: u8,
     value: [u64; 2],
-    /// Instructions retired before LDXR.
+    /// The number of instructions retired before LDXR.
     at: u64,
-    /// Quiet instructions that follow it.
+    /// The number of quiet instructions behind it.
     quiet: u64,
     /// The place of its op.
     site: u16,
     scope: Scope,
 }
 
-/// Where the vCPU has been since the load-exclusive.
+/// The vCPU's whereabouts since the load-exclusive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Scope {
     /// In its run loop.
@@ -73,7 +73,7 @@ enum Scope {
 }
 
 impl Monitor {
-    /// The marked address belongs to a load-exclusive that runs while every other vCPU is stopped.
+    /// Whether the mark's load-exclusive runs while every other vCPU is stopped.
     pub(crate) fn is_alone(&self) -> bool {
         self.mark.is_some_and(|mark| mark.scope == Scope::Alone)
     }
@@ -98,8 +98,8 @@ const fn is_quiet(code: Code) -> bool {
     (code as u8) < Code::LoadU8 as u8 || branch || matches!(code, Code::Carry | Code::Unary)
 }
 
-/// Tells the exclusive accesses of a basic block where they are in it, and how many quiet
-/// instructions follow or precede them: the low and the high half of `imm`.
+/// Writes into each exclusive access of a basic block its place, and the number of quiet
+/// instructions behind or before it: the low and the high half of `imm`.
 pub(crate) fn mark_quiet(ops: &mut [Op]) {
     let (mut place, mut quiet) = (0, 0);
     for at in 0..ops.len() {
@@ -129,7 +129,7 @@ fn position(core: &Core, op: &Op) -> (u64, u64) {
     (at, u64::from(op.imm as u32 >> 16))
 }
 
-/// Bytes that an exclusive access touches.
+/// The number of bytes of an exclusive access.
 const fn bytes(size: u8) -> usize {
     let one = 1 << (size & access::SIZE);
     if size & access::PAIR == 0 {

@@ -6,9 +6,9 @@
 //! ```
 //! `dst`, `src`, `base`, `index` are slots of the register file: 0-30 are X0 to X30, 31 is the
 //! stack pointer, then come the slots below. Register 31 is decoded to [`SP`], [`ZERO`] or, as a
-//! destination, [`SINK`]. `count` is the number of instructions that are complete with this op.
+//! destination, [`SINK`]. `count` is the number of instructions that this op completes.
 //!
-//! A basic block is ops that end in a branch followed by its links, or in a [`Code::System`] op.
+//! The ops of a basic block end in a branch and its links, or in a [`Code::System`] op.
 
 use lacuna_cpu::code;
 
@@ -21,12 +21,12 @@ pub(crate) const SINK: u8 = 33;
 /// Scratch.
 pub(crate) const TEMP: u8 = 34;
 
-/// On branches, in `form`: the condition tested is the inverse of the instruction's.
+/// On branches, in `form`: the tested condition is the inverse of the instruction's.
 pub(crate) const INVERTED: u8 = 1 << 7;
 
-/// What an op does. Names: `Rr` register-register, `Ri` register-immediate, `Lsl` and `Lsr` with a
-/// shifted second operand, `X` with an index register; an `s` before it sets the flags; then the
-/// width in bits.
+/// The operation of an op. Names: `Rr` register-register, `Ri` register-immediate, `Lsl` and `Lsr`
+/// with a shifted second operand, `X` with an index register; an `s` before it sets the flags; then
+/// the width in bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 #[rustfmt::skip]

@@ -1,4 +1,4 @@
-//! Operands of ops, and results that take more than an expression.
+//! Operands of ops, and results longer than an expression.
 
 use crate::flags::Width;
 use crate::op::Op;

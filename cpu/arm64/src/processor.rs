@@ -20,7 +20,7 @@ use std::sync::Arc;
 pub(crate) enum Why {
     /// An exception or stop, for the guest or the machine.
     Trap(Trap),
-    /// A stop, in a stage-1 walk for this access.
+    /// A stop in a stage-1 walk for this access.
     StoppedWalk(Stop, Access),
     /// A device must answer first.
     DeviceRead(Gpa, u8),
@@ -31,7 +31,7 @@ pub(crate) enum Why {
 }
 
 impl Why {
-    /// Whether the instruction touched a device, which must be asked.
+    /// Whether the instruction touched a device, which must answer.
     pub(crate) const fn is_device(self) -> bool {
         matches!(self, Self::DeviceRead(..) | Self::DeviceWrite(..))
     }
@@ -39,9 +39,8 @@ impl Why {
 
 /// Registers and translations of one processor.
 pub(crate) struct Core {
-    /// The register file: X0 to X30, the current stack pointer, then the slots of op.rs. It has as
-    /// many entries as a `u8` can index, so no access needs a bounds check. The last ones are never
-    /// used.
+    /// The register file: X0 to X30, the current stack pointer, then the slots of op.rs. It has an
+    /// entry for each `u8`, so no access needs a bounds check. The last ones are never used.
     pub(crate) r: [u64; 256],
     /// The address of the next instruction. It is valid outside `dispatch`.
     pub(crate) pc: u64,
@@ -50,29 +49,29 @@ pub(crate) struct Core {
     pstate: u64,
     /// SP_EL0 and SP_EL1. The current one is in the register file instead.
     stack_pointers: [u64; 2],
-    /// Instructions left before `dispatch` leaves; a basic block may overdraw it.
+    /// Instructions left before `dispatch` leaves; a basic block may overdraw this budget.
     pub(crate) budget: i64,
-    /// What the count of retired instructions was, plus the budget, when the budget was granted.
-    /// So `granted - budget` counts instructions at each start of a basic block.
+    /// The count of retired instructions plus the budget, at the time of its grant. So `granted -
+    /// budget` counts instructions at each start of a basic block.
     pub(crate) granted: u64,
-    /// The privilege of the code that runs.
+    /// The privilege of the running code.
     pub(crate) user: Privilege,
     pub(crate) translations: Translations<WalkCache>,
     pub(crate) sys: System,
     pub(crate) interface: CpuInterface,
-    /// What the interrupt controller knows of the timers' lines.
+    /// The levels of the timers' lines at the interrupt controller.
     driven: Driven,
-    /// An abort that the machine has injected. The next run begins with it.
+    /// An injected abort. The next run begins with it.
     pub(crate) injected: Option<Exception>,
     pub(crate) fabric: Arc<Fabric>,
-    /// What the TLB of EL1 has of pages that programs may access.
+    /// The pages in EL1's TLB that programs may access.
     pub(crate) user_pages: UserPages,
-    /// A TLB may hold an address with a tag, which no invalidation by address finds.
+    /// A TLB may hold a tagged address, which no invalidation by address finds.
     pub(crate) tagged: bool,
     pub(crate) monitor: Monitor,
     /// Why the last access was [`crate::mem::Blocked`].
     pub(crate) why: Why,
-    /// One instruction is executed alone: it may write decoded pages.
+    /// An instruction is executed alone: it may write decoded pages.
     pub(crate) stepping: bool,
     /// Every other vCPU is stopped.
     pub(crate) exclusive: bool,
@@ -127,8 +126,8 @@ impl Core {
         self.pstate | self.flags.bits()
     }
 
-    /// Sets PSTATE from an image that has passed the architecture's checks: selects the stack
-    /// pointer and the TLB of its exception level.
+    /// Sets PSTATE from an image checked by the architecture's rules: selects the stack pointer and
+    /// the TLB of its exception level.
     pub(crate) fn set_pstate(&mut self, image: u64) {
         self.flags.set_bits(image);
         self.set_control(image & !NZCV);
@@ -150,12 +149,13 @@ impl Core {
         }
     }
 
-    /// Sets the bits `field` of PSTATE, which are no condition flags.
+    /// Sets the bits `field` of PSTATE, but no condition flags.
     pub(crate) fn set_field(&mut self, field: u64, bits: u64) {
         self.set_control(self.pstate & !field | bits & field);
     }
 
-    /// Tells the interrupt controller what the timers' lines are now. Cheap if none has changed.
+    /// Passes the levels of the timers' lines to the interrupt controller. Cheap if none has
+    /// changed.
     pub(crate) fn tick(&mut self) {
         let now = self.clock.now();
         self.sys
@@ -163,13 +163,13 @@ impl Core {
             .drive(&mut self.driven, now, &self.interface);
     }
 
-    /// When [`Core::tick`] has to be called next.
+    /// The time for the next [`Core::tick`].
     pub(crate) fn next_deadline(&self) -> Option<Nanos> {
         let now = self.clock.now();
         self.sys.timers.next_deadline(&self.driven, now)
     }
 
-    /// Tells the interrupt controller of all lines at the next [`Core::tick`].
+    /// Passes all lines to the interrupt controller at the next [`Core::tick`].
     pub(crate) fn forget_lines(&mut self) {
         self.driven = Driven::default();
     }

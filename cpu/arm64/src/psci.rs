@@ -6,9 +6,9 @@
 //!  ^                                                                                 |
 //!  +------------------------- CPU_OFF of the vCPU itself ----------------------------+
 //! ```
-//! The hypervisor gives each call to [`Power::call`] and acts on the [`Outcome`]. It starts a vCPU
-//! that is [`Power::take_start`]ed at the entry point, at EL1 with stage 1 off, interrupts masked,
-//! and the context in X0.
+//! The hypervisor gives each call to [`Power::call`] and acts on the [`Outcome`]. After
+//! [`Power::take_start`], it starts the vCPU at the entry point, at EL1 with stage 1 off,
+//! interrupts masked, and the context in X0.
 
 use crate::gic::affinity_index;
 use crate::smccc::{Call, NOT_SUPPORTED, SUCCESS};
@@ -18,8 +18,8 @@ use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering};
 use std::fmt;
 use std::sync::Arc;
 
-/// The number of each function in its 32-bit form. Those with addresses or affinities have a 64-bit
-/// form too.
+/// The number of each function in its 32-bit form. Functions with addresses or affinities have a
+/// 64-bit form too.
 mod function {
     pub(super) const VERSION: u32 = 0x8400_0000;
     pub(super) const CPU_SUSPEND: u32 = 0x8400_0001;
@@ -39,7 +39,7 @@ mod function {
 const OWNER: u8 = 4;
 /// PSCI 1.1.
 const VERSION: u64 = 0x1_0001;
-/// `MIGRATE_INFO_TYPE`: no trusted system that would have to move.
+/// `MIGRATE_INFO_TYPE`: there is no trusted system to move.
 const NOTHING_TO_MIGRATE: u64 = 2;
 
 const INVALID_PARAMETERS: u64 = -2_i64 as u64;
@@ -47,7 +47,7 @@ const ALREADY_ON: u64 = -4_i64 as u64;
 const ON_PENDING: u64 = -5_i64 as u64;
 const INVALID_ADDRESS: u64 = -9_i64 as u64;
 
-/// What the hypervisor does after a call.
+/// The hypervisor's action after a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Outcome {
@@ -56,7 +56,7 @@ pub enum Outcome {
     /// Lets the vCPU wait for an interrupt, as WFI does, with [`SUCCESS`]
     /// in X0.
     Suspend,
-    /// Does not enter the vCPU until [`Power::take_start`] says so.
+    /// Does not enter the vCPU until [`Power::take_start`] returns a start.
     Off,
     /// Ends the machine.
     SystemOff,
@@ -64,16 +64,16 @@ pub enum Outcome {
     SystemReset,
 }
 
-/// Where a vCPU starts.
+/// A vCPU's start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Start {
     /// The first instruction's guest-physical address.
     pub entry: Gpa,
-    /// For X0.
+    /// The value for X0.
     pub context: u64,
 }
 
-/// Which vCPUs of a machine run. All threads share it.
+/// Which vCPUs of a machine run. All threads share this.
 pub struct Power {
     vcpus: Box<[Vcpu]>,
     wake: Arc<dyn Wake>,
@@ -86,7 +86,7 @@ struct Vcpu {
 }
 
 impl Vcpu {
-    /// Where it starts, if its state is [`PENDING`].
+    /// The start, if the state is [`PENDING`].
     fn start(&self) -> Start {
         Start {
             entry: Gpa::truncate(self.entry.load(Ordering::Relaxed)),
@@ -102,7 +102,7 @@ const PENDING: u32 = 2;
 const ON: u32 = 3;
 
 impl Power {
-    /// The power states of a machine in which only vCPU 0 runs. `wake` makes a vCPU call
+    /// The power states of a machine: only vCPU 0 runs. `wake` makes a vCPU call
     /// [`Power::take_start`] soon.
     pub fn new(vcpus: usize, wake: Arc<dyn Wake>) -> Self {
         let vcpu = |index| Vcpu {
@@ -149,8 +149,8 @@ impl Power {
         }
     }
 
-    /// If another vCPU has switched vCPU `index` on: where it starts. The vCPU counts as running
-    /// from now on. Its own thread calls this.
+    /// The start of vCPU `index`, if another vCPU has switched it on. From now on it counts as
+    /// running. Its own thread calls this.
     pub fn take_start(&self, index: usize) -> Option<Start> {
         let vcpu = self.vcpus.get(index)?;
         if vcpu.state.load(Ordering::Acquire) != PENDING {
@@ -217,7 +217,7 @@ impl Power {
     }
 
     /// `AFFINITY_INFO` (DEN 0022, 5.7): 0 if a vCPU of the affinity is on, 1 if all are off, 2 if
-    /// one is about to be on. X1 affinity, X2 the lowest level that counts.
+    /// one is about to be on. X1 is the affinity, X2 the lowest level that counts.
     fn affinity_info(&self, call: &Call) -> u64 {
         let level = call.arg(2);
         if level > 3 {
@@ -261,7 +261,7 @@ impl Power {
 pub enum PowerState {
     /// It waits for `CPU_ON`.
     Off,
-    /// `CPU_ON` has switched it on, and it has not started.
+    /// `CPU_ON` has switched it on, but it has not started.
     OnPending(Start),
     /// It runs.
     On,
@@ -359,7 +359,7 @@ mod tests {
         );
     }
 
-    /// DEN 0022, 5.6.2: what is refused, and that it changes nothing.
+    /// DEN 0022, 5.6.2: refused calls change nothing.
     #[test]
     fn wrong_arguments_are_refused() {
         let (power, wakes) = machine(20);

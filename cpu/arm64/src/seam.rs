@@ -1,6 +1,6 @@
-//! The processor as a hypervisor sees any processor: [`lacuna_cpu::Processor`].
+//! The processor's interface to a hypervisor: [`lacuna_cpu::Processor`].
 //!
-//! How a hypervisor drives it, beside that trait:
+//! Beside that trait, a hypervisor drives it so:
 //!
 //! ```text
 //! a VM          one Fabric for all its vCPUs; no memory slot at Gic::register_pages, because the
@@ -32,23 +32,23 @@ use std::sync::Arc;
 /// Why the processor returned from its run loop.
 pub type Exit = lacuna_cpu::Exit<Own>;
 
-/// The exits that arm64 alone has.
+/// The exits of arm64 only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Own {
-    /// HVC of EL1: answer with [`Cpu::complete_hypercall`] before the next run, or let it be made
-    /// again ([`Cpu::repeat_hypercall`]). PC is behind it.
+    /// HVC of EL1: answer with [`Cpu::complete_hypercall`] before the next run, or let the guest
+    /// repeat the call ([`Cpu::repeat_hypercall`]). PC is behind it.
     Hypercall(Call),
-    /// The processor can never get anywhere: this is an instruction abort at the vector of just
-    /// this exception. The guest has crashed.
+    /// No progress is possible: this is an instruction abort at the vector of this very exception.
+    /// The guest has crashed.
     Exception(Exception),
 }
 
-/// A field of a state that no processor can have with this value.
+/// A field of a state, with an impossible value.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Invalid {
     /// Which field.
     pub field: &'static str,
-    /// Its value, or the bits of it that are wrong.
+    /// Its value, or its wrong bits.
     pub value: u64,
 }
 
@@ -57,13 +57,12 @@ pub struct Invalid {
 pub struct State {
     /// The registers that instructions name.
     pub regs: Regs,
-    /// System registers. The counter with which the timers compare belongs to no vCPU
-    /// ([`crate::Counter`]).
+    /// System registers. The timers' counter belongs to no vCPU ([`crate::Counter`]).
     pub system: System,
-    /// The vCPU's part of the interrupt controller. The distributor belongs to no vCPU: it is saved
-    /// by [`crate::gic::Gic::distributor`].
+    /// The vCPU's part of the interrupt controller. The distributor belongs to no vCPU:
+    /// [`crate::gic::Gic::distributor`] saves it.
     pub gic: VcpuGic,
-    /// The abort that the next run begins with.
+    /// The abort at the begin of the next run.
     pub injected: Option<Exception>,
     /// WFI waits for an interrupt.
     pub halted: bool,
@@ -101,7 +100,7 @@ impl Processor for Cpu {
                 interface.gic().post(interface.index(), intid);
                 Ok(())
             }
-            // The async page faults of 2020 are external aborts whose address is the token.
+            // The async page faults of 2020 are external aborts with the token as address.
             Event::AsyncFault { address } => {
                 self.inject_abort(status::EXTERNAL, address);
                 Ok(())

@@ -8,13 +8,13 @@
 //! DSB: B runs, and its inbox is full?
 //!        leave the run loop, try again
 //! ```
-//! A vCPU that does not run has no TLB that matters: it drains its inbox before the first
-//! instruction of its next run. `running` and the inbox are a Dekker exchange with SeqCst fences: B
-//! stores `running` and then looks at the inbox, and A fills the inbox and then looks at `running`.
-//! So B finds the invalidation, or A waits for B (`tests/loom.rs`).
+//! The TLB of a vCPU outside its run loop does not matter: the vCPU drains its inbox before the
+//! first instruction of its next run. `running` and the inbox are a Dekker exchange with SeqCst
+//! fences. B stores `running` and then looks at the inbox, and A fills the inbox and then looks at
+//! `running`. So B finds the invalidation, or A waits for B (`tests/loom.rs`).
 //!
-//! A leaves its run loop while it waits, so it neither holds up a quiescent period nor an
-//! invalidation that B waits for.
+//! A leaves its run loop while it waits, so it delays neither a grace period nor an invalidation
+//! that B waits for.
 
 use crate::system::Flush;
 use lacuna_cpu::{Space, Wake};
@@ -22,14 +22,14 @@ use lacuna_sync::shim::{AtomicBool, Ordering, fence};
 use lacuna_sync::{CachePadded, Mutex, lock_order};
 use std::sync::Arc;
 
-/// What a vCPU must drop from its TLB.
+/// The translations that a vCPU must drop from its TLB.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Invalidation {
     /// Everything.
     All,
     /// The translations of this address, in every address space.
     Address(u64),
-    /// The translations of one address space that are not global.
+    /// The non-global translations of one address space.
     Space(Space),
 }
 
@@ -43,7 +43,7 @@ impl From<Invalidation> for Flush {
     }
 }
 
-/// An inbox that has more becomes one [`Invalidation::All`].
+/// A longer inbox becomes one [`Invalidation::All`].
 const INBOX_MAX: usize = 32;
 
 /// The inboxes of a machine's vCPUs.
@@ -69,7 +69,7 @@ impl Shootdown {
         }
     }
 
-    /// vCPU `index` begins to run: what it must drop first.
+    /// vCPU `index` begins to run. Returns the translations to drop first.
     pub fn enter(&self, index: usize) -> Vec<Invalidation> {
         let Some(vcpu) = self.vcpus.get(index) else {
             return Vec::new();
@@ -84,7 +84,7 @@ impl Shootdown {
         std::mem::take(&mut *inbox)
     }
 
-    /// vCPU `index` has executed its last instruction for now.
+    /// vCPU `index` leaves its run loop.
     pub fn leave(&self, index: usize) {
         if let Some(vcpu) = self.vcpus.get(index) {
             // Its last accesses come before the end of a DSB that sees this.
@@ -104,7 +104,7 @@ impl Shootdown {
                 }
                 _ => inbox.push(what),
             }
-            // A vCPU whose inbox was full has been woken by the thread that filled it.
+            // If the inbox was full, the thread that filled it has woken the vCPU.
             let was_full = vcpu.full.swap(true, Ordering::Relaxed);
             drop(inbox);
             fence(Ordering::SeqCst);
@@ -114,7 +114,7 @@ impl Shootdown {
         }
     }
 
-    /// Whether no vCPU but `by` can still use a translation that has been invalidated before.
+    /// Whether no vCPU but `by` can still use an invalidated translation.
     pub fn is_done(&self, by: usize) -> bool {
         self.others(by).all(|(_, vcpu)| {
             !(vcpu.running.load(Ordering::Acquire) && vcpu.full.load(Ordering::Acquire))

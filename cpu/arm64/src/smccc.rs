@@ -14,7 +14,7 @@ const FAST: u32 = 1 << 31;
 const WIDE: u32 = 1 << 30;
 const OWNER_ARCH: u32 = 0;
 
-/// Of the architecture's own calls (DEN 0028, 7).
+/// The architecture's own calls (DEN 0028, 7).
 const SMCCC_VERSION: u32 = 0x8000_0000;
 const SMCCC_ARCH_FEATURES: u32 = 0x8000_0001;
 /// The version of the convention: 1.1.
@@ -23,11 +23,11 @@ const VERSION_1_1: u64 = 0x1_0001;
 /// The registers of a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Call {
-    /// W0: what is called.
+    /// W0: the function's number.
     pub function: u32,
-    /// X1 to X7. Of a 32-bit call, only the low halves count: [`Call::arg`].
+    /// X1 to X7. In a 32-bit call, only the low halves count: [`Call::arg`].
     pub args: [u64; 7],
-    /// The immediate of the HVC instruction, which the convention wants to be 0.
+    /// The immediate of the HVC instruction: 0 by the convention.
     pub immediate: u16,
 }
 
@@ -59,8 +59,8 @@ impl Call {
         }
     }
 
-    /// The result of a call that the architecture itself owns: the version, and which of these
-    /// calls exist. `None` for calls of other owners.
+    /// The result of the architecture's own calls: the version, and which of these calls exist.
+    /// `None` for calls of other owners.
     pub fn architecture(&self) -> Option<u64> {
         if !self.is_fast() || u32::from(self.owner()) != OWNER_ARCH {
             return None;

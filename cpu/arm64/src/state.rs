@@ -30,7 +30,7 @@ pub mod pstate {
     pub const RESET: u64 = DAIF | EL1 | SP;
 }
 
-/// The privilege of code whose PSTATE is `pstate`.
+/// The privilege of code with PSTATE `pstate`.
 #[inline(always)]
 pub(crate) const fn privilege(pstate: u64) -> Privilege {
     if pstate & pstate::EL == 0 {
@@ -86,7 +86,7 @@ pub struct Exception {
     pub class: u8,
     /// ESR_EL1.ISS, 25 bits.
     pub iss: u32,
-    /// For FAR_EL1, of the classes that write it.
+    /// The value for FAR_EL1, in classes that write it.
     pub far: Option<u64>,
 }
 

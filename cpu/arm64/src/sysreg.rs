@@ -1,4 +1,4 @@
-//! System registers: their values, and one table that says how each is accessed.
+//! System registers: their values, and one table with the access rules of each.
 //!
 //! ```text
 //! MRS/MSR word -> Encoding -> table.rs: Row { name, EL0 access, Kind }
@@ -8,8 +8,8 @@
 //!                                                    what a write changes beside it
 //!                                         Special    access.rs: PSTATE, timers, GIC
 //! ```
-//! A register that is not in the table is undefined. So the table is the list of what exists.
-//! [`System`] has every register that is saved and is not part of PSTATE.
+//! A register outside of the table is undefined, so the table lists all registers. [`System`] has
+//! every saved register that is not part of PSTATE.
 
 mod access;
 mod saved;
@@ -98,7 +98,7 @@ pub struct System {
     pub cntfrq: u64,
     /// The counter and the timers.
     pub timers: Timers,
-    /// MPIDR_EL1, which the processor's number decides.
+    /// MPIDR_EL1, derived from the processor's number.
     pub(crate) mpidr: u64,
     /// PSTATE.PAN, where the walk finds it.
     pub(crate) pan: bool,
@@ -128,7 +128,7 @@ pub(crate) mod sctlr {
     pub(crate) const NTWI: u64 = 1 << 16;
     /// EL0 may execute WFE.
     pub(crate) const NTWE: u64 = 1 << 18;
-    /// What is writable is not executable.
+    /// Writable pages are not executable.
     pub(crate) const WXN: u64 = 1 << 19;
     /// An exception leaves PSTATE.PAN as it is.
     pub(crate) const SPAN: u64 = 1 << 23;
@@ -159,7 +159,7 @@ pub(crate) mod tcr {
     pub(crate) const HA: u64 = 1 << 39;
     /// The walk sets dirty states.
     pub(crate) const HD: u64 = 1 << 40;
-    /// Bits that exist: all but 6 and 35, up to HD.
+    /// Implemented bits: all but 6 and 35, up to HD.
     pub(crate) const WRITABLE: u64 = 0x01f7_ffff_ffbf;
 }
 

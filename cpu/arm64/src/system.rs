@@ -1,5 +1,5 @@
-//! The instructions that end a basic block, which the run loop executes: SVC, HVC, SMC, BRK, HLT,
-//! WFI, DSB, ERET, MSR and SYS; and MRS, which ends none.
+//! Instructions that end a basic block, executed by the run loop: SVC, HVC, SMC, BRK, HLT, WFI,
+//! DSB, ERET, MSR and SYS. Also MRS, which ends none.
 //!
 //! maintenance.rs has the SYS instructions: TLBI, IC, DC and AT.
 
@@ -16,15 +16,14 @@ use crate::sysreg::{self, Encoding, Written, sctlr};
 use lacuna_cpu::{Bus, Privilege, Retain, Space, Stop};
 use lacuna_sync::shim::{Ordering, fence};
 
-/// What the run loop does after such an instruction.
+/// The run loop's action after such an instruction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Done {
     /// It is complete. PC goes to the next instruction.
     Next,
     /// It is complete, and has set PC.
     Jumped,
-    /// As `Jumped`, into the illegal execution state: code that was found before must be looked up
-    /// again.
+    /// As `Jumped`, into the illegal execution state: cached code must be looked up again.
     Illegal,
     /// It is complete, and translations may have changed.
     Flush(Flush),
@@ -34,20 +33,20 @@ pub(crate) enum Done {
     Raise(Exception),
 }
 
-/// What a system instruction has done to translations.
+/// The effect of a system instruction on translations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Flush {
     /// All of them may have changed.
     All,
     /// Translations of this virtual address, in every address space.
     Address(u64),
-    /// Translations of this address space that are not global.
+    /// Non-global translations of this address space.
     Forget(Space),
-    /// The address space is another one.
+    /// The address space has changed.
     Space(Space, Retain),
 }
 
-/// Executes the instruction `word` at PC. An `Err` leaves PC at it.
+/// Executes the instruction `word` at PC. An `Err` leaves PC unchanged.
 pub(crate) fn execute<B: Bus>(view: &mut View<'_, B>, word: u32) -> Result<Done, Trap> {
     let core = &mut *view.core;
     match word >> 24 {
@@ -138,7 +137,7 @@ fn wait(core: &mut Core, encoding: Encoding) -> Result<Done, Exception> {
     core.tick();
     let waits = core.interface.signalled().is_none();
     if waits && core.user == Privilege::User && core.sys.sctlr & sctlr::NTWI == 0 {
-        // Class 1: trapped, with the condition "always" for an instruction that has none.
+        // Class 1: trapped, with the condition "always" for an instruction without one.
         return Err(Exception {
             iss: 1 << 24 | 0xe << 20,
             ..Exception::plain(1)
@@ -148,7 +147,7 @@ fn wait(core: &mut Core, encoding: Encoding) -> Result<Done, Exception> {
     Ok(Done::Next)
 }
 
-/// DSB: earlier stores are visible, and no vCPU uses a translation that was invalidated before.
+/// DSB: earlier stores are visible, and no vCPU uses an invalidated translation.
 fn data_barrier(core: &Core) -> Result<Done, Trap> {
     fence(Ordering::SeqCst);
     if core.fabric.shootdown.is_done(core.interface.index()) {

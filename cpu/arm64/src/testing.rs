@@ -1,7 +1,7 @@
 //! Processors in plain memory, for the tests of system instructions.
 //!
 //! Stage 1 is off. A test's code is at [`CODE`] and ends with HVC. Each vector at [`VECTORS`] is an
-//! HVC with its own immediate, so a run ends wherever the processor gets.
+//! HVC with its own immediate, so every run ends.
 
 use crate::smccc::Call;
 use crate::state::{Regs, pstate};
@@ -11,7 +11,7 @@ use lacuna_cpu::testing::{Ram, Wakes};
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::sync::Arc;
 
-/// Where tests' code lies.
+/// The address of a test's code.
 pub(crate) const CODE: u64 = 0x8000;
 /// VBAR_EL1.
 pub(crate) const VECTORS: u64 = 0x1_0000;
@@ -75,7 +75,7 @@ impl Machine {
         }
     }
 
-    /// Runs processor `index` from where it is.
+    /// Runs processor `index` from its PC.
     pub(crate) fn go(&mut self, index: usize) -> End {
         for _ in 0..100 {
             let slot = self.qsbr.vcpu(index);
@@ -91,7 +91,7 @@ impl Machine {
         panic!("endless")
     }
 
-    /// Executes `code` on processor 0 with PSTATE `pstate`. X0 to X7 stay as they are.
+    /// Executes `code` on processor 0 with PSTATE `pstate`. X0 to X7 keep their values.
     pub(crate) fn exec(&mut self, pstate: u64, code: &[u32]) -> End {
         self.put(CODE, code);
         self.put(CODE + 4 * code.len() as u64, &[HVC]);

@@ -1,21 +1,21 @@
-//! The generic timer: a counter, and two timers that compare with it (Arm ARM, DDI 0487, D11).
+//! The generic timer: a counter, and two timers compared with it (Arm ARM, DDI 0487, D11).
 //!
 //! ```text
 //! counter  1 GHz: one tick for each nanosecond of the processor's clock, plus an offset
 //! timer    ISTATUS = ENABLE and counter >= CVAL     TVAL = CVAL - counter, 32 bits, signed
 //! line     ISTATUS and not IMASK, a level: PPI 27 for the virtual timer, 30 for the physical one
 //! ```
-//! No code does the counting: a line is computed from the clock when the run loop asks, and when
-//! the guest writes a register. The virtual and the physical counter read the same, because there
-//! is no EL2 that could move them apart.
+//! No code counts: the clock gives a line's level when the run loop asks, and when the guest writes
+//! a register. The virtual and the physical counter read the same, because there is no EL2 to set
+//! an offset.
 
 use crate::gic::{CpuInterface, Line};
 use crate::seam::Invalid;
 use lacuna_sync::Nanos;
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
-/// `CNTFRQ_EL0`: ticks a second. Armv8.6 prescribes this frequency, and it makes a tick one
-/// nanosecond of the clock.
+/// `CNTFRQ_EL0`: ticks a second. Armv8.6 prescribes this frequency: a tick is one nanosecond of the
+/// clock.
 pub const FREQUENCY: u64 = 1_000_000_000;
 
 const ENABLE: u64 = 1 << 0;
@@ -50,23 +50,23 @@ pub struct Timer {
 
 /// The counter that all vCPUs of a machine read (D11.1): the processors' clock plus an offset.
 ///
-/// A vCPU has a copy of the offset, which it takes at its reset and when it gets a saved state. So
-/// a machine that is restored gets its counter before its vCPUs get their states.
+/// A vCPU copies the offset at its reset, and when it gets a saved state. So a restored machine
+/// gets its counter before the states of its vCPUs.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// What CNTVCT_EL0 reads while the clock reads `now`.
+    /// The value of CNTVCT_EL0 while the clock reads `now`.
     pub fn value(&self, now: Nanos) -> u64 {
         now.0.wrapping_add(self.offset())
     }
 
-    /// Lets it read `value` while the clock reads `now`. No vCPU runs meanwhile.
+    /// Sets the counter to `value` while the clock reads `now`. No vCPU runs meanwhile.
     pub fn set(&self, value: u64, now: Nanos) {
         self.0.store(value.wrapping_sub(now.0), Ordering::Relaxed);
     }
 
-    /// What it read when the clock read zero.
+    /// The counter's value when the clock read zero.
     pub(crate) fn offset(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -75,7 +75,7 @@ impl Counter {
 /// The timers of one vCPU.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Timers {
-    /// The offset of the machine's [`Counter`]. It is no part of a saved state, and is zero there.
+    /// The offset of the machine's [`Counter`]. A saved state does not include it, and has zero.
     pub(crate) offset: u64,
     /// `CNTV_*`.
     pub virt: Timer,
@@ -83,7 +83,7 @@ pub struct Timers {
     pub phys: Timer,
 }
 
-/// The levels that the interrupt controller has got; `None` before the first time.
+/// The levels last passed to the interrupt controller; `None` before the first time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Driven([Option<Line>; 2]);
 
@@ -105,7 +105,7 @@ impl Timer {
         }
     }
 
-    /// How many ticks after `count` its condition is met, if it raises its line then.
+    /// How many ticks after `count` the timer meets its condition, if it raises its line then.
     fn rises_in(&self, count: u64) -> Option<u64> {
         let raises = self.ctl & (ENABLE | IMASK) == ENABLE;
         raises.then(|| self.cval.saturating_sub(count))
@@ -143,10 +143,10 @@ impl Timers {
         }
     }
 
-    /// When [`Timers::drive`] has to be called next, because a line rises.
+    /// The time for the next [`Timers::drive`], because a line rises.
     ///
     /// That is `now` if the condition was met after the last call: the interrupt controller does
-    /// not know of it yet. A processor that waited on would wait for ever.
+    /// not know of it yet, and a waiting processor would wait for ever.
     pub(crate) fn next_deadline(&self, driven: &Driven, now: Nanos) -> Option<Nanos> {
         let count = self.count(now);
         let timers = [self.virt, self.phys].into_iter().zip(driven.0);
@@ -155,7 +155,7 @@ impl Timers {
         rises.map(|ticks| now.after(ticks)).min()
     }
 
-    /// Tells the interrupt controller of the lines that have changed. Cheap if none has.
+    /// Passes the changed lines to the interrupt controller. Cheap if there is none.
     #[inline]
     pub(crate) fn drive(&self, driven: &mut Driven, now: Nanos, interface: &CpuInterface) {
         let count = self.count(now);
@@ -171,7 +171,7 @@ impl Timers {
         }
     }
 
-    /// The same timers, compared with the counter that has this offset.
+    /// The same timers, compared with a counter with this offset.
     pub(crate) fn with_offset(&self, offset: u64) -> Self {
         Self {
             offset,
@@ -212,7 +212,7 @@ mod tests {
         Nanos(ns)
     }
 
-    /// D11.2.4: the timer condition, and that IMASK and ENABLE act on the line only in their way.
+    /// D11.2.4: the timer condition, and the effect of IMASK and ENABLE on the line.
     #[test]
     fn the_condition_is_an_unsigned_compare() {
         let mut t = Timers::default();

@@ -1,16 +1,16 @@
-//! What EL1's TLB has of pages that programs may access (PSTATE.PAN, Arm ARM D8.4.2).
+//! The pages in EL1's TLB that programs may access (PSTATE.PAN, Arm ARM D8.4.2).
 //!
 //! With PAN set, EL1 may not access such pages. A kernel clears PAN for a few accesses and sets it
-//! again, so a flush of all of EL1's TLB each time would be too much. The pages that came into the
-//! TLB meanwhile are noted, and dropped when PAN is set.
+//! again, so a flush of EL1's whole TLB each time would cost too much. The pages that enter the TLB
+//! meanwhile are recorded, and dropped when PAN is set.
 
 use crate::walk::WalkCache;
 use lacuna_cpu::{Privilege, Translations};
 
-/// The pages that are noted by their addresses; more than these cost a flush of EL1's TLB.
+/// The most pages recorded by their addresses; more cost a flush of EL1's TLB.
 const NOTED: usize = 16;
 
-/// The pages noted so far.
+/// The pages recorded so far.
 #[derive(Default)]
 pub(crate) struct UserPages {
     pages: [u64; NOTED],
@@ -18,7 +18,7 @@ pub(crate) struct UserPages {
 }
 
 impl UserPages {
-    /// EL1's TLB may have the page of `va` from now on.
+    /// Records that EL1's TLB may have the page of `va` from now on.
     pub(crate) fn note(&mut self, va: u64) {
         if let Some(page) = self.pages.get_mut(self.count) {
             *page = va;

@@ -12,15 +12,15 @@
 //! tables themselves.
 //!
 //! The walk reads tables as stage-2 reads. It asks for a table page with [`Access::Write`] only to
-//! set the access flag or the dirty state, as FEAT_HAFDBS does (D8.4.5). A table that has no memory
-//! behind it, or that cannot be written then, raises an external abort on the walk.
+//! set the access flag or the dirty state, as FEAT_HAFDBS does (D8.4.5). A table without memory, or
+//! one that cannot be written then, raises an external abort on the walk.
 //!
-//! Choices where the architecture leaves one: TG0 and TG1 are ignored, because there is one granule
-//! only; TnSZ outside 16 to 39 faults; an IPS above 48 bits counts as 48; a failing access sets no
-//! access flag; the contiguous bit is ignored. Memory types have no effect on accesses.
+//! Choices that the architecture allows: TG0 and TG1 are ignored, because there is only one
+//! granule; TnSZ outside 16 to 39 faults; an IPS above 48 bits counts as 48; a failing access sets
+//! no access flag; the contiguous bit is ignored. Memory types have no effect on accesses.
 //!
-//! A clean leaf with DBM is writable for every rule, while HA and HD are set: for WXN, and for a
-//! kernel's fetch from a page that programs may write. QEMU 7.2 allows that fetch.
+//! While HA and HD are set, a clean leaf with DBM is writable for every rule: for WXN, and for a
+//! kernel's fetch from a program's writable page. QEMU 7.2 allows that fetch.
 
 mod cache;
 
@@ -47,7 +47,7 @@ mod descriptor {
     pub(super) const UXN_TABLE: u64 = 1 << 60;
     pub(super) const NO_USER_TABLE: u64 = 1 << 61;
     pub(super) const READ_ONLY_TABLE: u64 = 1 << 62;
-    /// What a table takes away from everything below it.
+    /// A table's limits for everything below it.
     pub(super) const TABLE_LIMITS: u64 = PXN_TABLE | UXN_TABLE | NO_USER_TABLE | READ_ONLY_TABLE;
     /// The frame in a descriptor: bits 47 to 12.
     pub(super) const FRAME: u64 = 0x0000_ffff_ffff_f000;
@@ -63,14 +63,14 @@ pub(crate) mod fault {
     pub(crate) const EXTERNAL_ON_WALK: u32 = 0x14;
 }
 
-/// After another vCPU has changed so many descriptors during a walk, the walk gives up and returns
-/// to the run loop.
+/// After this many changes of descriptors by other vCPUs, a walk gives up and returns to the run
+/// loop.
 const MAX_RACES: usize = 16;
 /// The smallest and the largest TnSZ.
 const TSZ_MIN: u64 = 16;
 const TSZ_MAX: u64 = 39;
 
-/// What a walk is for.
+/// The purpose of a walk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Purpose {
     /// An instruction's access to memory, or its fetch.
@@ -94,7 +94,7 @@ pub(crate) struct Request {
 pub(crate) struct Found {
     pub(crate) mapping: Mapping,
     /// Loads are allowed too. If not, this is an execute-only page, or the kernel may only fetch
-    /// from it (PAN): no TLB may hold it, because a TLB's entries are readable.
+    /// from it (PAN). No TLB may hold such a page, because a TLB's entries are readable.
     pub(crate) readable: bool,
     /// The address has a tag in its highest byte: invalidations by address may miss a TLB entry.
     pub(crate) tagged: bool,
@@ -124,8 +124,8 @@ fn miss<T>(code: u32, level: u32) -> Result<T, Miss> {
     Err(Miss::Fault(code + level))
 }
 
-/// `va` without its tag: bits 63 to 56 are copies of bit 55 if TCR_EL1 says that they are ignored
-/// (D8.9, AddrTop).
+/// `va` without its tag: bits 63 to 56 become copies of bit 55 if TCR_EL1 ignores them (D8.9,
+/// AddrTop).
 #[inline]
 pub(crate) const fn untagged(sys: &System, va: u64) -> u64 {
     let ignored = if va >> 55 & 1 == 0 {
@@ -180,7 +180,7 @@ pub(crate) fn walk<B: Bus>(
     walker.full_walk()
 }
 
-/// The exception for a failed access.
+/// The exception of a failed access.
 pub(crate) fn abort(request: Request, code: u32) -> Exception {
     match request.access {
         Access::Fetch => Exception::instruction_abort(request.va, code),
@@ -206,19 +206,19 @@ fn flat(request: Request, va: u64) -> Option<Found> {
     })
 }
 
-/// Where a walk begins.
+/// The beginning of a walk.
 #[derive(Clone, Copy)]
 struct Root {
     /// The first table's address.
     table: u64,
-    /// The lowest bit of the address that indexes it.
+    /// The lowest address bit that indexes it.
     shift: u32,
     /// Bits of a physical address.
     output: u32,
 }
 
 impl Root {
-    /// The table that translates `va`, which has no tag any more. `Err` is a status code.
+    /// The first table for the untagged `va`. `Err` is a status code.
     #[inline]
     fn of(sys: &System, va: u64) -> Result<Self, u32> {
         let upper = (va as i64) < 0;
@@ -234,7 +234,7 @@ impl Root {
         if (va as i64) >> size != -i64::from(upper) {
             return Err(fault::TRANSLATION);
         }
-        // 9 bits of the address for each level, the first one has the rest.
+        // Each level has 9 bits of the address; the first one has the rest.
         let shift = 12 + (size - 13) / 9 * 9;
         let below = 1_u64 << (size - shift + 3);
         let output = output_bits(sys.tcr);
@@ -250,7 +250,7 @@ impl Root {
     }
 }
 
-/// Bits of a physical address: TCR_EL1.IPS, at most what the processor has.
+/// Bits of a physical address: TCR_EL1.IPS, at most the processor's.
 fn output_bits(tcr: u64) -> u32 {
     match tcr >> 32 & 7 {
         0 => 32,
@@ -309,7 +309,7 @@ impl<B: Bus> Walker<'_, B> {
         Ok(found)
     }
 
-    /// Level 3; `table` is its table and what the levels above have taken away.
+    /// Level 3; `table` is its table, and the limits of the levels above.
     #[inline(always)]
     fn last_level(&mut self, table: u64) -> Result<Found, Miss> {
         let (place, entry) = self.load(table, 12)?;
@@ -319,7 +319,7 @@ impl<B: Bus> Walker<'_, B> {
         self.leaf(place, entry, table)
     }
 
-    /// The valid descriptor for this level in the table `table`, and its place.
+    /// The valid descriptor for this level in `table`, and its place.
     #[inline(always)]
     fn load(&mut self, table: u64, shift: u32) -> Result<(DescriptorPlace, u64), Miss> {
         // The first table may be smaller than a page, and begin inside one.
@@ -348,7 +348,7 @@ impl<B: Bus> Walker<'_, B> {
         Ok((place, entry))
     }
 
-    /// Bits of the address above those that are translated.
+    /// Address bits above the translated ones.
     fn unused_bits(&self) -> u32 {
         let tsz = if (self.va as i64) < 0 {
             self.sys.tcr >> 16
@@ -375,7 +375,8 @@ impl<B: Bus> Walker<'_, B> {
         if entry & AF == 0 && !updates {
             return miss(fault::ACCESS_FLAG, level(shift));
         }
-        // A read-only leaf with DBM is writable: a write makes it so, which marks it dirty.
+        // A read-only leaf with DBM is writable: a write clears its read-only bit, which marks it
+        // dirty.
         let dirty_by_write = updates
             && self.sys.tcr & tcr::HD != 0
             && entry & (DBM | AP_READ_ONLY) == DBM | AP_READ_ONLY;
@@ -420,7 +421,7 @@ impl<B: Bus> Walker<'_, B> {
         })
     }
 
-    /// What a leaf permits to the request's privilege (D8.4.1 to D8.4.3).
+    /// The rights of the request's privilege at a leaf (D8.4.1 to D8.4.3).
     #[inline(always)]
     fn rights(&self, entry: u64, table: u64, dirty_by_write: bool) -> Rights {
         let user = entry & AP_USER != 0 && table & NO_USER_TABLE == 0;
@@ -440,7 +441,7 @@ impl<B: Bus> Walker<'_, B> {
                     user,
                     read: !denied,
                     write: writable && !denied,
-                    // Code that programs may write is never the kernel's.
+                    // The kernel never executes code that programs may write.
                     fetch: entry & PXN == 0
                         && table & PXN_TABLE == 0
                         && !(writable && (wxn || user)),
@@ -482,7 +483,7 @@ struct DescriptorPlace {
     shift: u32,
 }
 
-/// What a leaf permits.
+/// The rights of a leaf.
 struct Rights {
     /// Programs may access it.
     user: bool,

@@ -1,5 +1,5 @@
-//! The broadcast of TLB invalidations in every interleaving: after DSB, no vCPU uses a translation
-//! that was invalidated before.
+//! The broadcast of TLB invalidations in every interleaving: after DSB, no vCPU uses an invalidated
+//! translation.
 //!
 //! ```text
 //! RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 \
@@ -18,8 +18,8 @@ fn machine(vcpus: usize) -> (Arc<Shootdown>, std::sync::Arc<Wakes>) {
     (Arc::new(Shootdown::new(vcpus, wakes.clone())), wakes)
 }
 
-/// One run of a vCPU: it uses its translation unless it has got a request to drop it. `reused` says
-/// that the page has a new use.
+/// One run of a vCPU: it uses its translation unless it got a request to drop it. `reused`: the
+/// page has a new use.
 fn run(all: &Shootdown, index: usize, reused: &AtomicBool) -> bool {
     let valid = all.enter(index).is_empty();
     if valid {
@@ -84,8 +84,7 @@ fn two_that_invalidate_do_not_wait_for_each_other() {
     });
 }
 
-/// TLBI and the first attempt of DSB. A vCPU that must wait leaves its run, so the other one goes
-/// on.
+/// TLBI and the first attempt of DSB. A waiting vCPU leaves its run, so the other one continues.
 fn invalidate(all: &Shootdown, index: usize) {
     all.enter(index);
     all.send(index, Invalidation::All);

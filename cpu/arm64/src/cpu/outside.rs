@@ -1,4 +1,4 @@
-//! The calls that the machine makes between two runs of a processor.
+//! The machine's calls between two runs of a processor.
 
 use super::Cpu;
 use crate::exception;
@@ -54,8 +54,8 @@ impl Cpu {
         &self.core.sys
     }
 
-    /// Gives the value for the last [`Exit::MmioRead`](lacuna_cpu::Exit::MmioRead). Ignored if the
-    /// last exit was another, or has been answered.
+    /// Provides the value for the last [`Exit::MmioRead`](lacuna_cpu::Exit::MmioRead). Ignored if
+    /// the last exit was another one, or is already answered.
     pub fn complete_read(&mut self, value: u64) {
         self.core.replay.answer(value);
     }
@@ -81,7 +81,7 @@ impl Cpu {
         self.retired
     }
 
-    /// The privilege of the code that runs.
+    /// The privilege of the running code.
     pub fn privilege(&self) -> Privilege {
         self.core.user
     }
@@ -91,8 +91,8 @@ impl Cpu {
         self.core.halted = false;
     }
 
-    /// Puts the processor back into the state that [`Cpu::new`] makes. [`Cpu::retired`] keeps
-    /// counting. Decoded code stays, because it still matches memory.
+    /// Puts the processor back into the state of [`Cpu::new`]. [`Cpu::retired`] keeps counting.
+    /// Decoded code stays, because it still matches memory.
     pub fn reset(&mut self) {
         let index = self.core.interface.index();
         self.core.interface.reset();
@@ -102,8 +102,8 @@ impl Cpu {
         self.unlinked = None;
     }
 
-    /// Puts a processor that has just been reset at the entry point of an image, or of a PSCI
-    /// `CPU_ON`: EL1h, interrupts masked, stage 1 off, `context` in X0 (DEN 0022, 6.4).
+    /// Puts a freshly reset processor at the entry point of an image or a PSCI `CPU_ON`: EL1h,
+    /// interrupts masked, stage 1 off, `context` in X0 (DEN 0022, 6.4).
     pub fn start(&mut self, start: Start) {
         self.core.pc = start.entry.get();
         self.core.r[0] = start.context;
@@ -114,22 +114,22 @@ impl Cpu {
         self.core.r[..4].copy_from_slice(&results);
     }
 
-    /// Gives the result of a hypercall that has only one: X0.
+    /// Gives the result of a hypercall with only one: X0.
     pub fn complete_hypercall_in_x0(&mut self, result: u64) {
         self.core.r[0] = result;
     }
 
     /// Lets the processor execute the instruction of the last
     /// [`Own::Hypercall`](crate::Own::Hypercall) again, instead of giving results: the hypervisor
-    /// has done nothing, because something has to come first. Until then no instruction is half
+    /// has done nothing, because another step must come first. Until then no instruction is half
     /// done, so the processor may take an interrupt, or be saved.
     pub fn repeat_hypercall(&mut self) {
         self.core.pc = self.core.pc.wrapping_sub(4);
     }
 
     /// As a return from firmware: the first general registers become `x`, and execution continues
-    /// at `pc` with `pstate`, which is in the format of SPSR_EL1. An illegal one is treated as by
-    /// ERET (D1.11.4). It ends a wait for an interrupt.
+    /// at `pc` with `pstate`, in the format of SPSR_EL1. An illegal `pstate` acts as in ERET
+    /// (D1.11.4). This ends a wait for an interrupt.
     pub fn return_from_firmware(&mut self, x: &[u64], pc: u64, pstate: u64) {
         self.core.r[..x.len()].copy_from_slice(x);
         self.core.monitor.clear();
@@ -146,22 +146,22 @@ impl Cpu {
     }
 
     /// Sets the level of an input of the processor's own interrupts, 16 to 31. The vCPU's thread
-    /// calls this between two runs, so nothing has to wake it. Other threads call
+    /// calls this between two runs, so no wake-up is needed. Other threads call
     /// [`Gic::set_ppi`](crate::gic::Gic::set_ppi).
     pub fn set_ppi(&mut self, intid: u32, line: Line) {
         let interface = &self.core.interface;
         interface.gic().set_own_ppi(interface.index(), intid, line);
     }
 
-    /// PSCI `CPU_SUSPEND`: the processor waits for an interrupt, as by WFI, and X0 says success.
+    /// PSCI `CPU_SUSPEND`: the processor waits for an interrupt, as by WFI, with success in X0.
     pub fn suspend(&mut self) {
         self.core.r[0] = smccc::SUCCESS;
         self.core.halted = true;
     }
 
     /// Injects a data abort with fault status code `dfsc` and `address` in FAR_EL1. The processor
-    /// must be [`Cpu::interruptible`]. The next run begins with it, before any interrupt; PSTATE
-    /// does not mask it. It ends a wait for an interrupt.
+    /// must be [`Cpu::interruptible`]. The next run begins with the abort, before any interrupt;
+    /// PSTATE does not mask it. It ends a wait for an interrupt.
     pub fn inject_abort(&mut self, dfsc: u32, address: u64) {
         let abort = Exception::data_abort(address, dfsc & 0x3f, Access::Read);
         self.core.injected = Some(abort);
@@ -186,8 +186,8 @@ impl Cpu {
         self.core.replay.is_idle() && (masked || exception::pending(&self.core).is_some())
     }
 
-    /// When a timer raises its next interrupt. A processor that waits need not run before. It is no
-    /// later than now if a timer has come to be due since the processor ran.
+    /// When a timer raises its next interrupt. A waiting processor need not run before. If a timer
+    /// became due since the last run, this is no later than now.
     pub fn next_deadline(&self) -> Option<Nanos> {
         self.core.next_deadline()
     }
@@ -197,7 +197,7 @@ impl Cpu {
         self.core.halted
     }
 
-    /// What the processors of the machine share.
+    /// The common state of the machine's processors.
     pub fn fabric(&self) -> &Arc<Fabric> {
         &self.core.fabric
     }
@@ -205,7 +205,7 @@ impl Cpu {
     /// Whether this processor can be in `state`.
     ///
     /// # Errors
-    /// The first field that it cannot have.
+    /// The first impossible field.
     pub fn check(&self, state: &State) -> Result<(), Invalid> {
         let refused = |field, value| Err(Invalid { field, value });
         if !is_legal_pstate(state.regs.pstate) {
@@ -223,8 +223,8 @@ impl Cpu {
         state.gic.check()
     }
 
-    /// The whole architectural state; `None` in the middle of an instruction that a device has to
-    /// answer.
+    /// The whole architectural state; `None` in the middle of an instruction that waits for a
+    /// device.
     pub fn state(&mut self) -> Option<State> {
         if !self.core.replay.is_idle() {
             return None;
@@ -241,7 +241,7 @@ impl Cpu {
         })
     }
 
-    /// Puts the processor into `state`, which [`Cpu::check`] has passed; forgets every translation.
+    /// Puts the processor into the checked `state` ([`Cpu::check`]), and forgets every translation.
     /// The processor keeps its own number, and compares its timers with the machine's counter.
     pub fn set_state(&mut self, state: &State) {
         let offset = self.core.fabric.counter.offset();

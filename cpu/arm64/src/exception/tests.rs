@@ -17,7 +17,7 @@ const NOP: u32 = 0xd503_201f;
 const EL1T: u64 = pstate::EL1;
 const EL0: u64 = 0;
 
-/// D1.10.2, table D1-7: the vector for each origin; D1.10.1: what is saved.
+/// D1.10.2, table D1-7: the vector for each origin; D1.10.1: the saved state.
 #[test]
 fn entry_saves_and_selects_the_vector() {
     for (from, group) in [(EL1T, 0x000), (EL1H, 0x200), (EL0, 0x400)] {
@@ -53,8 +53,8 @@ fn pan_on_entry() {
     }
 }
 
-/// D17.2.37: the class and the syndrome of each exception that an instruction raises, and whether
-/// it returns to the instruction.
+/// D17.2.37: the class and the syndrome of each exception of an instruction, and whether the
+/// handler returns to the instruction.
 #[test]
 fn classes_and_syndromes() {
     let load_x1 = 0xf940_0001;
@@ -108,8 +108,7 @@ fn classes_and_syndromes() {
     }
 }
 
-/// D1.8.2: a misaligned SP is an exception of its own when it is a base, at the level whose check
-/// is on.
+/// D1.8.2: a misaligned SP as a base raises its own exception, at the level whose check is on.
 #[test]
 fn a_misaligned_stack_pointer() {
     const STR_X1_SP: u32 = 0xf900_03e1;
@@ -163,7 +162,7 @@ fn an_illegal_return() {
         let mut m = Machine::new(1);
         m.cpus[0].core.sys.spsr = mode | 0x9 << 28 | pstate::PAN;
         m.cpus[0].core.sys.elr = CODE;
-        // The instruction at CODE has been executed before, in a legal state.
+        // The instruction at CODE was executed before, in a legal state.
         let end = m.exec(EL1H | pstate::DAIF, &[NOP, ERET, SVC]);
         assert_eq!(end, End::Vector(0x200), "mode {mode:#x}");
         assert_eq!(m.syndrome(), (0x0e, 0), "mode {mode:#x}");
@@ -174,7 +173,7 @@ fn an_illegal_return() {
     }
 }
 
-/// A machine whose interrupts a kernel has enabled.
+/// A machine with interrupts enabled, as by a kernel.
 fn with_interrupts() -> Machine {
     let mut m = Machine::new(1);
     let redistributor = |offset| Gpa::truncate(REDISTRIBUTORS.get() + offset);
@@ -246,7 +245,7 @@ fn the_interrupt_controller_s_pages() {
     );
 }
 
-/// D1.16.2: WFI ends with an interrupt, taken if it is not masked; a timer that is due counts.
+/// D1.16.2: WFI ends with an interrupt, which is taken if unmasked; a due timer counts.
 #[test]
 fn wfi_ends_with_an_interrupt() {
     let mut m = with_interrupts();
@@ -259,8 +258,8 @@ fn wfi_ends_with_an_interrupt() {
     (timers.virt.ctl, timers.virt.cval) = (1, 5000);
     assert_eq!(m.cpus[0].next_deadline(), Some(Nanos(5000)));
     m.clock.advance(5000);
-    // The vCPU's thread asks for the deadline when the processor has said that it waits. The timer
-    // may have become due in between.
+    // The vCPU's thread reads the deadline after the processor has reported its wait. The timer may
+    // have become due in between.
     assert_eq!(m.cpus[0].next_deadline(), Some(Nanos(5000)));
     assert!(m.cpus[0].has_interrupt());
     assert_eq!(m.cpus[0].next_deadline(), None);
@@ -392,7 +391,7 @@ fn a_state_goes_on_under_another_clock() {
     assert_eq!(n.go(1), End::Vector(0x280));
 }
 
-/// A damaged state is refused by the field's name, and no field can bring the processor down.
+/// A damaged state is refused by the field's name, and no field can crash the processor.
 #[test]
 fn states_that_no_processor_has() {
     let mut m = Machine::new(1);

@@ -1,5 +1,5 @@
-//! The state of 32 interrupts, one word of bits for each property, as the registers show it
-//! (GICv3 specification, IHI 0069, 4.1.2 and 12.9).
+//! The state of 32 interrupts, one word of bits for each property, as in the registers (GICv3
+//! specification, IHI 0069, 4.1.2 and 12.9).
 
 /// Interrupts in one bank.
 pub(super) const BANK: u32 = 32;
@@ -60,7 +60,7 @@ pub struct Bank {
     pub priority: [u8; BANK as usize],
 }
 
-/// An interrupt that a processor may be signalled.
+/// An interrupt to signal to a processor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Candidate {
     pub(super) intid: u32,
@@ -87,7 +87,7 @@ impl Bank {
         self.latched | (self.line & !self.edge)
     }
 
-    /// Pending, enabled, not active, and in a group that is forwarded.
+    /// Pending, enabled, not active, and in a forwarded group.
     pub(super) const fn forwarded(&self, groups: Groups) -> u32 {
         let zero = if groups.zero { !self.group } else { 0 };
         let one = if groups.one { self.group } else { 0 };
@@ -125,7 +125,7 @@ impl Bank {
         best
     }
 
-    /// The input of interrupt `bit` has this level from now on. A rising input of an edge-triggered
+    /// Sets the level of the input of interrupt `bit`. A rising input of an edge-triggered
     /// interrupt makes it pending.
     pub(super) const fn set_line(&mut self, bit: u32, line: Line) {
         let mask = 1 << bit;
@@ -145,14 +145,14 @@ impl Bank {
         self.latched &= !(1 << bit);
     }
 
-    /// A priority with bits that do not exist, if there is one.
+    /// A priority with unimplemented bits, if there is one.
     pub(super) fn wrong_priority(&self) -> Option<u8> {
         let is_wrong = |priority: &u8| priority & !PRIORITY_MASK != 0;
         self.priority.into_iter().find(is_wrong)
     }
 }
 
-/// A property of interrupts that a distributor's or redistributor's registers show.
+/// A property of interrupts in a distributor's or redistributor's registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Property {
     Group,
@@ -211,7 +211,7 @@ impl Bank {
     }
 
     /// Writes the bytes of `mask` in the 32-bit register for `property`. `fixed` has the interrupts
-    /// whose configuration cannot be changed.
+    /// with a fixed configuration.
     pub(super) fn write(&mut self, property: Property, value: u32, mask: u32, fixed: u32) {
         let bits = value & mask;
         match property {

@@ -1,5 +1,5 @@
-//! The part of the interrupt controller that all threads share: the distributor with its shared
-//! peripheral interrupts (SPIs), and a redistributor for each vCPU with its private ones.
+//! The shared part of the interrupt controller: the distributor with its shared peripheral
+//! interrupts (SPIs), and a redistributor for each vCPU with its private ones.
 
 use super::bank::{BANK, Bank, Candidate, Group, Groups, Line};
 use crate::seam::Invalid;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 /// Banks of shared peripheral interrupts: INTIDs 32 to 127.
 pub const SPI_BANKS: usize = 3;
-/// The first INTID that is a shared peripheral interrupt.
+/// The first INTID of shared peripheral interrupts.
 pub(super) const FIRST_SPI: u32 = BANK;
 /// Software-generated interrupts: INTIDs 0 to 15, always edge-triggered.
 pub(super) const SGIS: u32 = 0xffff;
@@ -42,7 +42,7 @@ pub struct Gic {
     wake: Arc<dyn Wake>,
 }
 
-/// A distributor's state: what belongs to no vCPU.
+/// A distributor's state, which belongs to no vCPU.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Distributor {
     /// `GICD_CTLR`.EnableGrp0 and EnableGrp1.
@@ -58,11 +58,11 @@ pub struct Distributor {
 pub(super) struct Redistributor {
     /// INTIDs 0 to 31.
     pub(super) private: Bank,
-    /// `GICR_WAKER`.ProcessorSleep: nothing is forwarded. A redistributor starts awake, as KVM's,
-    /// which is always awake. QEMU's starts with this bit set, but forwards nevertheless. So guests
-    /// exist that never clear it.
+    /// `GICR_WAKER`.ProcessorSleep: no interrupt is forwarded. A redistributor starts awake, as
+    /// KVM's, which is always awake. QEMU's starts with this bit set, but forwards nevertheless. So
+    /// some guests never clear the bit.
     pub(super) asleep: bool,
-    /// The groups that the processor's own interface has enabled.
+    /// The groups enabled by the processor's own interface.
     pub(super) interface: Groups,
 }
 
@@ -71,7 +71,7 @@ pub(super) struct GicState {
     pub(super) redistributors: Box<[Redistributor]>,
 }
 
-/// Which vCPUs a change may concern.
+/// The vCPUs that a change may concern.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Concerns {
     None,
@@ -96,7 +96,7 @@ impl Distributor {
         }
     }
 
-    /// The vCPU to which an SPI goes.
+    /// An SPI's target vCPU.
     fn target(&self, bank: usize, bit: u32) -> Option<usize> {
         let route = self.routes[bank][bit as usize];
         index_of((route >> 8) as u32 & 0xff00_0000 | route as u32 & 0xff_ffff)
@@ -141,7 +141,7 @@ impl GicState {
         best
     }
 
-    /// The bank of an interrupt as vCPU `index` sees it, its bit, and the vCPUs that it concerns.
+    /// The bank of an interrupt as seen by vCPU `index`, its bit, and the concerned vCPUs.
     pub(super) fn find(&mut self, index: usize, intid: u32) -> Option<(&mut Bank, u32, Concerns)> {
         let bit = intid % BANK;
         if intid < FIRST_SPI {
@@ -174,8 +174,8 @@ impl Gic {
         self.signals.len()
     }
 
-    /// Sets the level of a shared peripheral interrupt's input. `intid` is 32 or more. An interrupt
-    /// that does not exist is ignored, as an input that is not connected. Any thread may call this.
+    /// Sets the level of a shared peripheral interrupt's input. `intid` is 32 or more. A missing
+    /// interrupt is ignored, like an unconnected input. Any thread may call this.
     pub fn set_spi(&self, intid: u32, line: Line) {
         if intid >= FIRST_SPI {
             self.set_line(None, 0, intid, line);
@@ -225,7 +225,7 @@ impl Gic {
     /// Takes over a saved distributor.
     ///
     /// # Errors
-    /// The first field that no distributor can have; nothing has changed.
+    /// The first impossible field; nothing has changed.
     pub fn set_distributor(&self, saved: &Distributor) -> Result<(), Invalid> {
         let refused = |field, value| Err(Invalid { field, value });
         if let Some(value) = saved.spis.iter().find_map(Bank::wrong_priority) {
@@ -250,14 +250,14 @@ impl Gic {
         });
     }
 
-    /// The most urgent interrupt of vCPU `index`, as the last change left it.
+    /// The most urgent interrupt of vCPU `index` after the last change.
     pub(super) fn signal(&self, index: usize) -> Option<Candidate> {
         let signal = self.signals.get(index)?;
         unpack(signal.load(Ordering::Acquire))
     }
 
-    /// Makes a change, and wakes the vCPUs that have a new interrupt by it. `by` is the vCPU whose
-    /// thread makes the change, which needs no wake-up.
+    /// Makes a change, and wakes the vCPUs with a new interrupt from it. The thread of vCPU `by`
+    /// makes the change, so this vCPU needs no wake-up.
     pub(super) fn change(&self, by: Option<usize>, make: impl FnOnce(&mut GicState) -> Concerns) {
         let mut shared = self.lock();
         let concerns = make(&mut shared);
@@ -283,7 +283,7 @@ impl Gic {
         }
     }
 
-    /// Stores what vCPU `index` is signalled. It is added to `wake` if that is new to it.
+    /// Stores the signalled interrupt of vCPU `index`. A vCPU with a new one is added to `wake`.
     fn publish(&self, shared: &GicState, index: usize, wake: &mut Vec<usize>) {
         let Some(signal) = self.signals.get(index) else {
             return;
@@ -311,8 +311,8 @@ impl fmt::Debug for Gic {
     }
 }
 
-/// The bits of `GICD_IROUTER<n>` that exist: Aff3, and Aff2 to Aff0. No interrupt can go to any one
-/// of several processors, so the bit for that is reserved.
+/// The implemented bits of `GICD_IROUTER<n>`: Aff3, and Aff2 to Aff0. There is no 1-of-N routing,
+/// so its bit is reserved.
 pub(super) const ROUTE_MASK: u64 = 0xff_00ff_ffff;
 
 const NOTHING: u32 = 0;

@@ -9,7 +9,7 @@ use super::fabric::{Concerns, Gic, Redistributor, SGIS, index_of};
 use crate::seam::Invalid;
 use std::sync::Arc;
 
-/// What an acknowledge reads if there is nothing to acknowledge.
+/// The result of an acknowledge without an interrupt.
 pub(crate) const SPURIOUS: u64 = 1023;
 /// The running priority while no interrupt is being handled.
 const IDLE: u8 = 0xff;
@@ -48,7 +48,7 @@ pub struct VcpuGic {
     pub interface: InterfaceRegisters,
     /// INTIDs 0 to 31, the levels of their inputs included.
     pub private: Bank,
-    /// `GICR_WAKER`.ProcessorSleep: nothing is forwarded.
+    /// `GICR_WAKER`.ProcessorSleep: no interrupt is forwarded.
     pub asleep: bool,
 }
 
@@ -69,10 +69,10 @@ const RESET: InterfaceRegisters = InterfaceRegisters {
     active: [0; 2],
 };
 
-/// Which of the groups an access to one of the SGI registers can reach.
+/// The groups that an access to an SGI register can reach.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reach {
-    /// SGIs that are configured as group 0: `ICC_SGI0R_EL1`, `ICC_ASGI1R_EL1`.
+    /// SGIs in group 0: `ICC_SGI0R_EL1`, `ICC_ASGI1R_EL1`.
     Zero,
     /// All SGIs: `ICC_SGI1R_EL1`, with one security state.
     Both,
@@ -97,7 +97,7 @@ impl CpuInterface {
         self.index
     }
 
-    /// The controller that the machine's vCPUs share.
+    /// The controller of the machine's vCPUs.
     pub(crate) fn gic(&self) -> &Arc<Gic> {
         &self.gic
     }
@@ -112,8 +112,8 @@ impl CpuInterface {
         });
     }
 
-    /// The group of the interrupt that the vCPU is signalled now: group 1 is an IRQ, group 0 an
-    /// FIQ. It costs one load, and one compare if nothing is pending.
+    /// The group of the vCPU's present signalled interrupt: group 1 is an IRQ, group 0 an FIQ. This
+    /// costs one load, and one compare if no interrupt is pending.
     #[inline]
     pub(crate) fn signalled(&self) -> Option<Group> {
         let candidate = self.gic.signal(self.index)?;
@@ -143,16 +143,15 @@ impl CpuInterface {
         u64::from(taken.intid)
     }
 
-    /// `ICC_HPPIR0_EL1`, `ICC_HPPIR1_EL1`: what an acknowledge would read if the priority allowed
-    /// it.
+    /// `ICC_HPPIR0_EL1`, `ICC_HPPIR1_EL1`: the result of an acknowledge without regard to priority.
     pub(crate) fn highest_pending(&self, group: Group) -> u64 {
         let candidate = self.gic.signal(self.index).filter(|c| c.group == group);
         candidate.map_or(SPURIOUS, |c| u64::from(c.intid))
     }
 
     /// `ICC_EOIR0_EL1`, `ICC_EOIR1_EL1`: drops the running priority, and deactivates the interrupt
-    /// unless EOImode says otherwise. An end that does not belong to the running priority's group
-    /// drops nothing (unpredictable in the specification).
+    /// unless EOImode is set. An end for another group than the running priority's drops nothing
+    /// (unpredictable in the specification).
     pub(crate) fn end(&mut self, group: Group, value: u64) {
         let intid = value & 0xff_ffff;
         if intid >= SPECIAL {
@@ -171,7 +170,7 @@ impl CpuInterface {
         }
     }
 
-    /// `ICC_DIR_EL1`: deactivates an interrupt, if EOImode leaves that to it.
+    /// `ICC_DIR_EL1`: deactivates an interrupt, if EOImode is set.
     pub(crate) fn deactivate(&mut self, value: u64) {
         let intid = value & 0xff_ffff;
         if self.registers.eoi_mode && intid < SPECIAL {
@@ -305,8 +304,8 @@ impl CpuInterface {
         }
     }
 
-    /// Takes over a state that [`VcpuGic::check`] has passed. Interrupts that are pending here
-    /// until now are forgotten.
+    /// Takes over a state checked by [`VcpuGic::check`]. Forgets the interrupts that were pending
+    /// here.
     pub(crate) fn restore(&mut self, saved: &VcpuGic) {
         self.registers = saved.interface;
         let index = self.index;
@@ -335,10 +334,10 @@ impl VcpuGic {
         }
     }
 
-    /// Whether an interface can have this state.
+    /// Whether this state is possible.
     ///
     /// # Errors
-    /// The first field that it cannot have.
+    /// The first impossible field.
     pub fn check(&self) -> Result<(), Invalid> {
         let InterfaceRegisters { pmr, bpr, .. } = self.interface;
         let private = &self.private;

@@ -5,14 +5,14 @@
 //! REDISTRIBUTORS  128 KiB a vCPU   64 KiB of GICR_* control, 64 KiB for its INTIDs 0 to 31
 //! ```
 //! Accesses have 4 bytes, 1 byte for priorities, and 8 or 4 bytes for the 64-bit registers. Every
-//! other access, and every register that is not here, reads as zero and ignores writes. That is
-//! what the specification asks of reserved registers (IHI 0069, 12.1.3).
+//! other access, and every register that is not here, reads as zero and ignores writes. The
+//! specification demands this of reserved registers (IHI 0069, 12.1.3).
 
 use super::bank::{Property, locate};
 use super::fabric::{Concerns, Gic, GicState, ROUTE_MASK, SPI_BANKS, affinity};
 use lacuna_addr::{GfnRange, Gpa};
 
-/// The distributor's page of 64 KiB, where QEMU's `virt` machine has it.
+/// The distributor's page of 64 KiB, at the address of QEMU's `virt` machine.
 pub const DISTRIBUTOR: Gpa = Gpa::truncate(0x0800_0000);
 /// The first redistributor's pages. The next one's follow after [`REDISTRIBUTOR_STRIDE`].
 pub const REDISTRIBUTORS: Gpa = Gpa::truncate(0x080a_0000);
@@ -20,10 +20,10 @@ pub const REDISTRIBUTORS: Gpa = Gpa::truncate(0x080a_0000);
 pub const REGISTER_PAGE: u64 = 0x1_0000;
 /// Bytes between two redistributors.
 pub const REDISTRIBUTOR_STRIDE: u64 = 2 * REGISTER_PAGE;
-/// The redistributors that there is room for below the machine's other devices.
+/// The most redistributors that fit below the machine's other devices.
 pub const MAX_VCPUS: usize = ((0x0900_0000 - 0x080a_0000) / REDISTRIBUTOR_STRIDE) as usize;
 
-/// Of both kinds of page: the architecture's version is 3.
+/// In both kinds of page: the architecture's version is 3.
 const PIDR2: u32 = 0xffe8;
 const PIDR2_VALUE: u32 = 0x38;
 /// The product is `L`; the implementer has no JEP106 code.
@@ -62,7 +62,7 @@ enum Page {
     Private(usize),
 }
 
-/// One access: the aligned 32-bit register, and the bits of it that are accessed.
+/// One access: the aligned 32-bit register, and its accessed bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Part {
     page: Page,

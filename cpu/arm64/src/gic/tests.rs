@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 const SPURIOUS: u64 = 1023;
 
-/// A machine as a kernel has set it up: everything in group 1, all groups enabled.
+/// A machine after a kernel's setup: everything in group 1, all groups enabled.
 struct Machine {
     gic: Arc<Gic>,
     wakes: Arc<Wakes>,
@@ -82,7 +82,7 @@ impl Machine {
     }
 }
 
-/// 12.9: what a driver reads before it does anything.
+/// 12.9: a driver's first reads.
 #[test]
 fn identification_registers() {
     let m = Machine::reset(3);
@@ -140,8 +140,8 @@ fn a_level_sensitive_interrupt() {
     assert_eq!(m.cpus[0].running_priority(), 0xff);
 }
 
-/// 4.1.2: an edge is latched until it is acknowledged; one that comes while the interrupt is active
-/// makes it active and pending.
+/// 4.1.2: an edge is latched until it is acknowledged. An edge during an active interrupt makes it
+/// active and pending.
 #[test]
 fn an_edge_triggered_interrupt() {
     let mut m = Machine::new(1);
@@ -180,8 +180,8 @@ fn end_and_deactivation_apart() {
     );
 }
 
-/// 4.8.3, 4.8.5: a more urgent interrupt preempts, an equal one does not, and the priority mask
-/// holds back what is not below it.
+/// 4.8.3, 4.8.5: a more urgent interrupt preempts, and an equal one does not. The priority mask
+/// blocks every interrupt that is not below it.
 #[test]
 fn priorities_decide() {
     let mut m = Machine::new(1);
@@ -493,9 +493,9 @@ fn step() -> impl Strategy<Value = Do> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Whatever a guest writes: what is acknowledged was enabled, pending, in the group, above the
-    /// mask and above what is being handled, and no such interrupt was more urgent. After all are
-    /// ended, the running priority is idle.
+    /// Whatever a guest writes, an acknowledged interrupt was enabled, pending, in the group, above
+    /// the mask and above the active interrupt, and no such interrupt was more urgent. After the
+    /// end of all, the running priority is idle.
     #[test]
     fn only_the_most_urgent_is_acknowledged(steps in prop::collection::vec(step(), 1..120)) {
         let mut m = Machine::new(1);
@@ -539,7 +539,7 @@ proptest! {
     }
 }
 
-/// The interrupt that an acknowledge must give, from the registers that the guest can read.
+/// The interrupt that an acknowledge must return, from the guest's readable registers.
 fn model(m: &Machine) -> u64 {
     let enabled_group = m.read4(gicd(0)) >> 1 & 1 != 0;
     let pmr = u64::from(m.cpus[0].registers().pmr);

@@ -1,7 +1,8 @@
-//! Which words are instructions: random ones, and encodings of instructions with some bits changed.
+//! Which words are instructions: random words, and encodings of instructions with some changed
+//! bits.
 //!
-//! The program executes each word once, with registers that are no addresses. Its handler of
-//! signals notes SIGILL, and continues behind the word.
+//! The program executes each word once, without addresses in the registers. Its signal handler
+//! records SIGILL, and continues behind the word.
 
 use super::kinds::{KINDS, random_word};
 use super::{BASE, HEADER, Program, bytes_of, elf_header, is_defined, is_installed, run};
@@ -11,7 +12,7 @@ const WORDS: usize = 1 << 15;
 const SIGILL: u64 = 4;
 /// With SIGTRAP, SIGBUS and SIGSEGV.
 const SIGNALS: [u64; 4] = [SIGILL, 5, 7, 11];
-/// An address at which nothing is mapped.
+/// An unmapped address.
 const NOWHERE: u64 = 0x10;
 /// Four words: the next stub, the next place of output, the stubs left, the last stub's signal.
 const STATE: u64 = BASE + 0x4000;
@@ -24,8 +25,8 @@ const STUBS: u64 = OUTPUT + 8 * WORDS as u64;
 /// PC in the `ucontext_t` of Linux on arm64.
 const FRAME_PC: u32 = 176 + 8 + 31 * 8 + 8;
 
-/// A word of a group that this processor has instructions of. Branches and system instructions are
-/// left out: executing them says nothing, or ends the program.
+/// A word of a group in which this processor has instructions. Branches and system instructions are
+/// left out: their execution shows nothing, or ends the program.
 fn word(rng: &mut Rng) -> u32 {
     loop {
         let word = match rng.u32(..4) {
@@ -50,7 +51,7 @@ fn uses_stub_address(word: u32) -> bool {
     word >> 27 & 1 != 0 && word >> 25 & 1 == 0 && (base == 30 || index == 30)
 }
 
-/// LDLAR and STLLR, which Neoverse N1 has and this processor does not.
+/// LDLAR and STLLR, which Neoverse N1 has and this processor lacks.
 fn is_limited_ordering(word: u32) -> bool {
     word & 0x3fa0_8000 == 0x0880_0000
 }
@@ -63,7 +64,7 @@ fn system_call(p: &mut Program, number: u64, arguments: &[u64]) {
     p.put(0xd400_0001);
 }
 
-/// The program, the address of its handler, and that to which each stub returns.
+/// The program, the address of its handler, and each stub's return address.
 fn program() -> (Program, u64, u64) {
     let mut p = Program::default();
     // sigaltstack, rt_sigaction

@@ -1,11 +1,11 @@
-//! The kinds of instructions that are compared with QEMU.
+//! The kinds of instructions to compare with QEMU.
 
 use fastrand::Rng;
 
-/// The kinds of instructions. A pattern is fields of bits: `0` and `1` are fixed, `.` is random.
-/// Fields of 5 bits: `D` a data register or 31, `N` a data register, `B` x8 or SP, `S` SP, `X` x9,
-/// `W` x7, `E` an even data register. `I7`, `I9` and `I12` are small displacements. A bar divides
-/// the instruction from the second one.
+/// A pattern is fields of bits: `0` and `1` are fixed, `.` is random. Fields of 5 bits: `D` a data
+/// register or 31, `N` a data register, `B` x8 or SP, `S` SP, `X` x9, `W` x7, `E` an even data
+/// register. `I7`, `I9` and `I12` are small displacements. A bar divides the instruction from the
+/// second one.
 pub(super) const KINDS: &[(&str, &str)] = &[
     ("adr", ". .. 10000 ................... D"),
     ("add immediate", ". .. 100010 . ............ D D"),

@@ -1,8 +1,8 @@
-//! Comparison with `qemu-aarch64`, an independent implementation. The tests are skipped where it is
+//! Comparison with `qemu-aarch64`, an independent implementation. The tests are skipped if it is
 //! not installed.
 //!
 //! A test makes one program for many cases, because a process costs more than thousands of cases.
-//! The program needs no assembler and no compiler: [`Program`] has the few encodings it is made of.
+//! The program needs no assembler and no compiler: [`Program`] has its few encodings.
 
 mod defined;
 mod kinds;
@@ -13,13 +13,13 @@ use crate::op::Code;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-/// Where a program is loaded.
+/// The load address of a program.
 const BASE: u64 = 0x40_0000;
 /// The header of its file, in front of the code.
 const HEADER: usize = 0x1000;
 const NOP: u32 = 0xd503_201f;
 
-/// Whether QEMU is there; records the test as skipped if not.
+/// Whether QEMU is installed; if not, records the test as skipped.
 fn is_installed() -> bool {
     let installed = Command::new("qemu-aarch64")
         .arg("--version")
@@ -84,7 +84,7 @@ fn bytes_of(words: &[u32]) -> Vec<u8> {
 }
 
 /// The header of a file of `size` bytes: ELF64, little-endian, executable, AArch64, with one
-/// segment that allows everything.
+/// segment with all rights.
 fn elf_header(size: u64) -> Vec<u8> {
     let entry = BASE + HEADER as u64;
     let mut header = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\xb7\0\x01\0\0\0".to_vec();

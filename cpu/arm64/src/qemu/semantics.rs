@@ -36,7 +36,7 @@ const SETS: usize = 64;
 /// Words of a stub.
 const STUB: usize = 5;
 
-/// One instruction, with what is around it.
+/// One instruction and its surroundings.
 #[derive(Clone, Copy)]
 struct Case {
     kind: &'static str,
@@ -79,7 +79,7 @@ fn is_predictable(word: u32) -> bool {
     !(pair && word & 31 == word >> 10 & 31)
 }
 
-/// Where the parts of the program are.
+/// The addresses of the program's parts.
 struct Layout {
     sets: u64,
     scratch: u64,
@@ -181,7 +181,7 @@ fn harness(layout: &Layout, cases: usize) -> Program {
     p
 }
 
-/// Operands: random, or numbers at which something changes.
+/// Operands: random ones, or edge values.
 fn operand(rng: &mut Rng) -> u64 {
     let special = [
         0,
@@ -207,7 +207,7 @@ fn operands(layout: &Layout, rng: &mut Rng) -> Vec<u64> {
     set[8] = layout.scratch + MIDDLE + rng.u64(..16);
     set[9] = rng.u64(..31).wrapping_sub(15);
     set[10] = layout.scratch + MIDDLE + 16 * rng.u64(..2);
-    // Exclusive and compare-and-swap accesses find what they compare with.
+    // Exclusive and compare-and-swap accesses find the compared value.
     if rng.bool() {
         let at = 12 + (set[10] - layout.scratch) as usize / 8;
         set[0] = set[at];
@@ -216,7 +216,7 @@ fn operands(layout: &Layout, rng: &mut Rng) -> Vec<u64> {
     set
 }
 
-/// The file that `qemu-aarch64` runs, which is also the memory image from [`BASE`] on.
+/// The file for `qemu-aarch64`, which is also the memory image from [`BASE`] on.
 fn image(layout: &Layout, cases: &[Case], rng: &mut Rng) -> Vec<u8> {
     let length = (layout.end - BASE) as usize;
     let mut image = vec![0; length.next_multiple_of(PAGE_SIZE)];
@@ -240,7 +240,7 @@ fn image(layout: &Layout, cases: &[Case], rng: &mut Rng) -> Vec<u8> {
     image
 }
 
-/// What the processor here computes.
+/// The results of the processor here.
 fn executed(layout: &Layout, image: &[u8]) -> Vec<u64> {
     let mut ram = Ram::default();
     let gfn = |at: u64| Gpa::new(at).unwrap().gfn();

@@ -7,10 +7,10 @@ use crate::processor::Core;
 use crate::state::{Exception, pstate};
 use lacuna_cpu::Privilege;
 
-/// What a write has changed beside the register.
+/// The change by a write, beside the register.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Written {
-    /// Nothing that is cached.
+    /// No cached value.
     Nothing,
     /// Perhaps the number of the address space.
     Space,

@@ -10,12 +10,12 @@ use crate::seam::Invalid;
 /// OSLSR_EL1.OSLM: the OS lock is implemented.
 const OSLM: u64 = 1 << 3;
 const OSLK: u64 = 1 << 1;
-/// CCSIDR_EL1, which is one of several registers that CSSELR_EL1 selects.
+/// CCSIDR_EL1: one of several registers, selected by CSSELR_EL1.
 const CCSIDR: Encoding = Encoding::new(3, 1, 0, 0, 0);
 
 impl System {
     /// The registers that a guest can write, without PSTATE, SP_EL0, the timers and the interrupt
-    /// controller's.
+    /// controller.
     pub fn saved(&self) -> impl Iterator<Item = (u16, u64)> + use<> {
         let mut copy = self.clone();
         table::ROWS.iter().filter_map(move |row| {
@@ -29,8 +29,8 @@ impl System {
     }
 
     /// Sets one of the registers of [`System::saved`]. A register that reads as zero and ignores
-    /// writes is accepted with the value zero. Returns `false` if the register is another one, or
-    /// if no write of a guest can have given it this value; nothing has changed then.
+    /// writes is accepted with the value zero. For another register, or a value that no write of a
+    /// guest can give, returns `false` and changes nothing.
     #[must_use]
     pub fn restore_register(&mut self, encoding: u16, value: u64) -> bool {
         let Some(row) = table::find(Encoding(encoding)) else {
@@ -59,7 +59,7 @@ impl System {
         }
     }
 
-    /// Whether a guest can have given the registers these values.
+    /// Whether a guest can give the registers these values.
     ///
     /// # Errors
     /// The first register with another value.
@@ -74,7 +74,7 @@ impl System {
         self.timers.check()
     }
 
-    /// The registers by which a guest learns what the processor is, as EL1 reads them.
+    /// The registers that identify the processor to a guest, as EL1 reads them.
     pub fn id_registers(&self) -> impl Iterator<Item = (u16, u64)> + use<> {
         let mpidr = self.mpidr;
         let is_id = |row: &&Row| {
@@ -97,7 +97,7 @@ impl System {
 mod tests {
     use super::*;
 
-    /// Every bit of every register: what is taken is saved again, and what is refused changes
+    /// Every bit of every register: an accepted value is saved again, and a refused one changes
     /// nothing.
     #[test]
     fn what_a_guest_can_write_is_saved_and_restored() {

@@ -3,8 +3,8 @@
 //! The features that the ID registers announce: Armv8.0 with LSE, CRC32, RCpc, HAFDBS and PAN; the
 //! 4 KiB granule, 48 bits of address, 16 bits of ASID, GICv3 system registers. No EL2 and EL3, no
 //! AArch32, no floating point, no PMU. The smallest debug architecture is announced, with two
-//! breakpoints and two watchpoints: there is no encoding for none or for fewer. They never match.
-//! Their registers, and the registers of the debugger's channel, read as zero.
+//! breakpoints and two watchpoints: no encoding exists for fewer. They never match. Their
+//! registers, and the registers of the debugger's channel, read as zero.
 
 use super::{Encoding, System, sctlr, tcr};
 use crate::gic::Group;
@@ -31,7 +31,7 @@ pub(crate) enum El0 {
     AccessesDebugger,
 }
 
-/// What a write changes beside the register.
+/// The change by a write, beside the register.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Changes {
     /// Nothing.
@@ -42,7 +42,7 @@ pub(crate) enum Changes {
     Translations,
 }
 
-/// What an access of EL1 does.
+/// The effect of an access of EL1.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
     /// Reads as this; a write is undefined.
@@ -59,7 +59,7 @@ pub(crate) enum Kind {
     Special(Special),
 }
 
-/// Registers that are more than a value.
+/// Registers with more than a value.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Special {
     Mpidr,
@@ -123,7 +123,7 @@ const fn is_reserved_id(encoding: Encoding) -> bool {
     number >= Encoding::new(3, 0, 0, 1, 0).0 && number <= Encoding::new(3, 0, 0, 7, 7).0
 }
 
-/// DBGBVR<n>_EL1, DBGBCR<n>_EL1, DBGWVR<n>_EL1, DBGWCR<n>_EL1 of the two that exist.
+/// DBGBVR<n>_EL1, DBGBCR<n>_EL1, DBGWVR<n>_EL1, DBGWCR<n>_EL1 of the existing two.
 const fn is_breakpoint(encoding: Encoding) -> bool {
     let number = encoding.0 & !Encoding::new(0, 0, 0, 1, 3).0;
     number == Encoding::new(2, 0, 0, 0, 4).0
@@ -185,8 +185,8 @@ const EL0PTEN: u64 = 1 << 9;
 
 /// Architecture 0xf: see the ID registers. The implementer is 0, "reserved for software use".
 const MIDR: u64 = 0x000f_4c00;
-/// EL0 and EL1 in AArch64 only; no floating point; GICv3 system registers. CSV2 and CSV3: nothing
-/// is executed speculatively, so a kernel needs no defence against that.
+/// EL0 and EL1 in AArch64 only; no floating point; GICv3 system registers. CSV2 and CSV3: there is
+/// no speculative execution, so a kernel needs no defence against it.
 const PFR0: u64 = 0x1100_0000_01ff_0011;
 /// Debug of Armv8.0 with 2 breakpoints and 2 watchpoints; no PMU, no trace.
 const DFR0: u64 = 0x0010_1006;
@@ -194,7 +194,7 @@ const DFR0: u64 = 0x0010_1006;
 const ISAR0: u64 = 0x0021_0000;
 /// LDAPR.
 const ISAR1: u64 = 0x0010_0000;
-/// 48 bits of physical address, 16 bits of ASID, the 4 KiB granule alone.
+/// 48 bits of physical address, 16 bits of ASID, only the 4 KiB granule.
 const MMFR0: u64 = 0x0f00_0025;
 /// HAFDBS with dirty state, PAN.
 const MMFR1: u64 = 0x0010_0002;

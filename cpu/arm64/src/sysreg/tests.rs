@@ -1,4 +1,4 @@
-//! The table as a whole, and each access rule of Arm ARM D17 that is more than a value.
+//! The table as a whole, and each access rule of Arm ARM D17 beyond a plain value.
 
 use super::*;
 use crate::gic::Group;
@@ -36,8 +36,8 @@ fn the_table_is_in_order_and_finds_every_row() {
     }
 }
 
-/// Every encoding, read and written with several values: nothing panics, and what is not in the
-/// table is undefined.
+/// Every encoding, read and written with several values: nothing panics, and an encoding outside of
+/// the table is undefined.
 #[test]
 fn every_encoding() {
     let mut m = Machine::new(2);
@@ -60,7 +60,7 @@ fn every_encoding() {
     }
 }
 
-/// A register keeps the bits that exist, and only those.
+/// A register keeps its implemented bits, and no others.
 #[test]
 fn values_keep_their_writable_bits() {
     let mut m = Machine::new(1);
@@ -248,8 +248,8 @@ fn the_os_lock() {
     assert_eq!(m.msr(oslsr, 0), UNDEFINED);
 }
 
-/// D17.3: two breakpoints and two watchpoints, the fewest that can be announced, and a channel to a
-/// debugger that is not there.
+/// D17.3: two breakpoints and two watchpoints, the fewest to announce, and a channel without a
+/// debugger.
 #[test]
 fn the_debug_registers() {
     let mut m = Machine::new(1);

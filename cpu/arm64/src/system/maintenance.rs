@@ -1,7 +1,7 @@
 //! SYS: TLBI, IC, DC and AT (Arm ARM C5.1.3, D8.13, D8.9).
 //!
-//! Caches are coherent here, so cache maintenance changes nothing. By address, it still translates
-//! the address, and faults as a load does.
+//! Caches are coherent here, so cache maintenance changes nothing. Maintenance by address still
+//! translates the address, and faults as a load does.
 
 use super::{Done, Flush, x};
 use crate::mem::View;
@@ -13,7 +13,7 @@ use crate::walk::{Found, Purpose, Request, fault, walk};
 use lacuna_addr::Access;
 use lacuna_cpu::{Bus, Privilege, Space};
 
-/// ISS of a data abort by cache maintenance or by AT: CM, and WnR, which is always set then.
+/// ISS of a data abort by cache maintenance or by AT: CM, and always WnR.
 const CM: u32 = 1 << 8 | 1 << 6;
 
 /// Whether an invalidation reaches the other vCPUs.
@@ -61,7 +61,7 @@ fn by_address<B: Bus>(view: &mut View<'_, B>, va: u64, access: Access) -> Result
     }
 }
 
-/// The abort `exception` as cache maintenance and AT report it.
+/// The abort `exception` in the form of cache maintenance and AT.
 fn marked(exception: Exception) -> Trap {
     Trap::Exception(Exception {
         iss: exception.iss | CM,
@@ -126,9 +126,9 @@ fn success(core: &Core, found: Found) -> u64 {
     found.mapping.gfn.gpa().get() | memory_type << 56 | shareability << 7
 }
 
-/// TLBI of EL1 (C5.5). An operand by address has bits 55 to 12 of it in bits 43 to 0; one with an
-/// ASID has that in bits 63 to 48. An invalidation of an address in one address space drops it in
-/// all of them, which is allowed.
+/// TLBI of EL1 (C5.5). An operand has the address's bits 55 to 12 in bits 43 to 0, and an ASID in
+/// bits 63 to 48. The invalidation of an address in one address space drops it in all of them,
+/// which is allowed.
 fn invalidate(core: &Core, reach: Reach, op2: u16, value: u64) -> Result<Done, Trap> {
     let va = ((value << 20) as i64 >> 8) as u64;
     let (flush, everywhere) = match op2 {

@@ -36,7 +36,7 @@ fn a_hypercall() {
     assert_eq!((m.x0(), m.cpus[0].is_halted()), (0, true));
 }
 
-/// The hypervisor has done nothing: the guest makes the call again, as often as needed.
+/// The hypervisor does nothing: the guest repeats the call, as often as needed.
 #[test]
 fn a_hypercall_is_repeated() {
     let mut m = Machine::new(1);
@@ -60,8 +60,8 @@ fn waits_of_el0() {
     assert_eq!(m.exec(EL0, &[WFI]), End::Other(Exit::Halt));
 }
 
-/// D17.2.118, nTWE: WFE traps only if it would wait. SEVL, and all else that WFE may end for, lets
-/// it complete at once.
+/// D17.2.118, nTWE: WFE traps only if it would wait. SEVL, and any other reason to end, lets it
+/// complete at once.
 #[test]
 fn wfe_neither_waits_nor_traps() {
     const SEVL: u32 = 0xd503_20bf;
@@ -127,7 +127,7 @@ fn pstate_by_immediates() {
     );
 }
 
-/// C5.3: what exists of IC and DC, and for which level.
+/// C5.3: the existing forms of IC and DC, and their levels.
 #[test]
 fn cache_maintenance() {
     let mut m = Machine::new(1);
@@ -164,7 +164,7 @@ fn cache_maintenance() {
             );
         }
     }
-    // By address it faults as an access does: a data abort with CM and WnR.
+    // Maintenance by address faults as an access does: a data abort with CM and WnR.
     m.set_x0(1 << 50);
     assert_eq!(m.exec(EL1H, &[sys([3, 7, 10, 1])]), UNDEFINED);
     assert_eq!(m.syndrome(), (0x25, 1 << 8 | 1 << 6));
@@ -200,7 +200,7 @@ fn every_system_instruction() {
     }
 }
 
-/// Page tables at fixed places: VA 0 to 2 MiB by pages, for programs and the kernel.
+/// Page tables at fixed addresses: VA 0 to 2 MiB by pages, for programs and the kernel.
 struct Tables {
     m: Machine,
 }
@@ -212,7 +212,7 @@ const USER: u64 = 1 << 6;
 const CLEAN: u64 = 1 << 51 | 1 << 7;
 
 impl Tables {
-    /// Code, vectors and data are mapped where they are; the kernel's are global.
+    /// Code, vectors and data have an identity map; the kernel's pages are global.
     fn new(vcpus: usize) -> Self {
         let mut tables = Self {
             m: Machine::new(vcpus),
@@ -249,7 +249,7 @@ impl Tables {
             .load_u64((va >> 12) as usize * 8)
     }
 
-    /// What processor 0 loads at EL1; `None` if it faults.
+    /// The value that processor 0 loads at EL1; `None` if it faults.
     fn load(&mut self, va: u64) -> Option<u64> {
         self.m.cpus[0].core.r[1] = va;
         match self.m.exec(EL1H, &[LDR_X0_X1]) {
@@ -278,8 +278,8 @@ fn two_pages(t: &mut Tables) -> [u64; 2] {
     })
 }
 
-/// D8.13: a changed descriptor may be used only after a TLBI, and must be used after it. Each form
-/// that names the page drops it; forms that name other pages need not.
+/// D8.13: the processor may use a changed descriptor only after a TLBI, and must use it then. Each
+/// form that names the page drops it; forms that name other pages need not.
 #[test]
 fn each_form_of_tlbi() {
     let va = 0x3_0000;
@@ -347,7 +347,7 @@ fn address_spaces_are_kept_apart() {
     assert_eq!(user_load(&mut t), 111, "ASID 2 has");
 }
 
-/// D8.4.2: EL1 may not access a page of programs while PAN is set, whatever the TLB has learned.
+/// D8.4.2: EL1 may not access a program's page while PAN is set, whatever the TLB has cached.
 #[test]
 fn pan_reaches_the_tlb() {
     let va = 0x3_0000;
@@ -369,7 +369,7 @@ fn pan_reaches_the_tlb() {
         assert_eq!(t.m.exec(EL1H | pstate::PAN, &[0xf840_0820]), End::Code);
         assert_eq!(t.m.x0(), 111);
     }
-    // More pages than are noted one by one.
+    // More pages than are recorded one by one.
     for page in 0..40 {
         t.map(va + page * 0x1000, one | LEAF | USER);
         assert_eq!(t.load(va + page * 0x1000), Some(111));
@@ -431,7 +431,7 @@ fn a_branch_to_a_tagged_address() {
     }
 }
 
-/// A tagged address is another TLB entry; an invalidation by the address without the tag drops it.
+/// A tagged address has its own TLB entry; an invalidation by the untagged address drops it.
 #[test]
 fn tags_and_invalidation() {
     let va = 0x3_0000;
@@ -526,7 +526,7 @@ fn invalidations_reach_other_vcpus() {
     assert_eq!(t.m.wakes.take(), [], "the other one does not run");
     assert_eq!(other(&mut t), 222, "VAE1IS");
     t.map(va, one | LEAF);
-    // The other one runs: DSB leaves the run loop until it has drained its inbox.
+    // The other vCPU runs: DSB leaves the run loop until that vCPU has drained its inbox.
     assert_eq!(t.m.fabric.shootdown.enter(1), []);
     t.m.set_x0(0);
     let code = [msr([1, 0, 8, 3, 0]), DSB_ISH, mrs([3, 0, 4, 2, 2])];

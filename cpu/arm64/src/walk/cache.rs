@@ -7,8 +7,8 @@ pub(crate) struct WalkCache {
     wrote_code: bool,
 }
 
-/// `tag` is va[55] and va[47:21] below the generation; `table` is the L3 table's address with
-/// what the tables above it take away.
+/// `tag` is va[55] and va[47:21] below the generation; `table` is the L3 table's address, with the
+/// limits of the tables above.
 #[derive(Clone, Copy)]
 struct Slot {
     tag: u64,
@@ -44,13 +44,13 @@ impl WalkCache {
     const SLOTS: usize = 1024;
     const TAG_BITS: u32 = 28;
 
-    /// A walk has written to a page that holds decoded instructions.
+    /// Records that a walk has written to a page with decoded instructions.
     pub(super) fn note_written_code(&mut self) {
         self.wrote_code = true;
     }
 
     /// Whether a walk since the last [`Self::take_wrote_code`] has set an access flag or a dirty
-    /// state in a page that holds decoded instructions.
+    /// state in a page with decoded instructions.
     pub(crate) fn wrote_code(&self) -> bool {
         self.wrote_code
     }

@@ -1,5 +1,5 @@
-//! The walk against a plain model of Arm ARM D8.3 and D8.4, then its faults by a table: address
-//! ranges, output sizes, reserved descriptors, missing tables; its cache and its cost.
+//! The walk against a plain model of Arm ARM D8.3 and D8.4, then a table of its faults: address
+//! ranges, output sizes, reserved descriptors, missing tables. Also its cache and its cost.
 
 use super::*;
 use lacuna_cpu::WalkCache as _;
@@ -33,7 +33,7 @@ fn place(level: usize) -> usize {
     (VA >> SHIFTS[level] & 511) as usize * 8
 }
 
-/// Tables for `VA` with these four descriptors. The frame of each one that is a table is filled in.
+/// Tables for `VA` with these four descriptors. This fills in the frames of table descriptors.
 fn tables(entries: [u64; 4]) -> Ram {
     let mut ram = Ram::default();
     for level in 0..4 {
@@ -76,16 +76,16 @@ fn code(result: Result<Found, Trap>, va: u64) -> u32 {
     }
 }
 
-/// One descriptor, as words describe it.
+/// One descriptor in words.
 #[derive(Clone, Copy, Debug)]
 struct Plain {
     valid: bool,
-    // Of a table.
+    // In a table.
     no_user: bool,
     no_write: bool,
     no_user_fetch: bool,
     no_kernel_fetch: bool,
-    // Of a leaf.
+    // In a leaf.
     user: bool,
     read_only: bool,
     accessed: bool,
@@ -170,7 +170,7 @@ prop_compose! {
     }
 }
 
-/// What the manual says of a translation: the rights, and whether the leaf is marked.
+/// A translation by the manual: the rights, and whether the leaf is marked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Want {
     readable: bool,
@@ -402,7 +402,7 @@ fn tags() {
 }
 
 /// D8.3.1.1: an output address above IPS is an address size fault at the level of its descriptor. A
-/// table inside that range has no memory here, which the next level finds.
+/// table inside that range has no memory here, and the next level fails.
 #[test]
 fn output_addresses() {
     for (ips, bits) in [
@@ -446,7 +446,7 @@ fn output_addresses() {
     }
 }
 
-/// D8.3.1: encodings that are reserved are invalid: a block at level 0, a block at level 3.
+/// D8.3.1: reserved encodings are invalid: a block at level 0, a block at level 3.
 #[test]
 fn reserved_descriptors() {
     for (level, entry) in [
@@ -461,7 +461,7 @@ fn reserved_descriptors() {
         ram.add(gfn(TABLES[level])).store_u64(place(level), entry);
         assert_eq!(code(read(&system(), &mut ram, VA), VA), 0x04 + level as u32);
     }
-    // Bits that are reserved or hints change nothing: contiguous, software bits, NS, nT.
+    // Reserved bits and hints change nothing: contiguous, software bits, NS, nT.
     let mut ram = any_address();
     let noise = 1 << 52 | 0xf << 55 | 1 << 5 | 1 << 63;
     ram.add(gfn(TABLES[3]))
@@ -476,8 +476,8 @@ fn reserved_descriptors() {
     );
 }
 
-/// D8.16.1: a table without memory is an external abort on the walk; one that is swapped out stops
-/// the walk.
+/// D8.16.1: a table without memory is an external abort on the walk. A swapped-out table stops the
+/// walk.
 #[test]
 fn missing_tables() {
     for level in 0..4 {

@@ -1,4 +1,4 @@
-//! Basic blocks: how they end, what drops them, and instructions that are executed again.
+//! Basic blocks: their ends, their removal, and repeated instructions.
 
 use crate::support;
 
@@ -71,8 +71,8 @@ fn a_basic_block_ends_at_the_end_of_its_page() {
 /// Address, bytes, and the value of a store.
 type DeviceAccess = (u64, u8, Option<u64>);
 
-/// Runs on a machine without memory at `device`; the accesses there. A load gives 0x80 plus its
-/// number.
+/// Runs on a machine without memory at `device`. Returns the accesses there. A load gives 0x80 plus
+/// its number.
 fn with_device(program: &[u32], x: &[u64]) -> (Vec<u64>, Vec<DeviceAccess>) {
     let mut ram = memory(program, 4096);
     let mut cpu = processor(x);
@@ -121,8 +121,8 @@ fn stores_to_devices() {
     assert_eq!((x[0], x[4]), (DEVICE + 2, DEVICE + 16));
 }
 
-/// `ldr x1, [x0], #8; ldp x2, x3, [x0], #16; stp x2, x3, [x4], #16`: the pairs cross into pages
-/// that are not resident. Until they are, nothing has changed.
+/// `ldr x1, [x0], #8; ldp x2, x3, [x0], #16; stp x2, x3, [x4], #16`: the pairs cross into
+/// swapped-out pages. Until these are resident, nothing changes.
 #[test]
 fn an_instruction_that_waits_has_changed_nothing() {
     let program = [0xf8408401, 0xa8c10c02, 0xa8810c82, 0x14000000];
@@ -152,7 +152,7 @@ fn an_instruction_that_waits_has_changed_nothing() {
 }
 
 /// `msr ttbr0_el1, x0; msr tcr_el1, x1; ldr x3, [x4]; msr sctlr_el1, x2; isb`: the load stops, and
-/// then the walk for the fetch that follows the start of stage 1.
+/// then the walk for the fetch after the start of stage 1.
 #[test]
 fn a_stopped_walk_is_told_from_a_stopped_access() {
     let program = [0xd5182000, 0xd5182041, 0xf9400083, 0xd5181002, 0xd5033fdf];

@@ -1,4 +1,4 @@
-//! The exclusive monitor: what makes a store-exclusive fail, and that it succeeds in the end.
+//! The exclusive monitor: the reasons for a store-exclusive's failure, and its success in the end.
 
 use crate::support;
 
@@ -142,12 +142,12 @@ fn another_address_size_or_state_makes_it_fail() {
     }
 }
 
-/// Memory in which another vCPU stores twice, at the first look-up of a page.
+/// Memory with another vCPU that stores twice, at the first look-up of a page.
 struct Racing {
     ram: Ram,
     page: Gfn,
     raced: bool,
-    /// What it stores, one after the other.
+    /// The stored values, in order.
     stores: [u64; 2],
 }
 
@@ -171,7 +171,7 @@ unsafe impl Bus for Racing {
     }
 }
 
-/// The two stores come while the processor executes a load between. They restore the value.
+/// The two stores come during the processor's load in between. They restore the value.
 #[test]
 fn stores_during_an_access_between_make_it_fail() {
     // ldxr x1, [x0]; ldr x4, [x5]; stxr w2, x3, [x0]; b .
@@ -189,8 +189,8 @@ fn stores_during_an_access_between_make_it_fail() {
     assert_eq!((cpu.regs().x[2], read(&mut bus.ram, DATA)), (1, 0));
 }
 
-/// The host is not stopped while a pair runs alone. If it has changed the word, the pair fails, and
-/// runs alone again.
+/// The host keeps running while a pair runs alone. If the host changes the word, the pair fails,
+/// and runs alone again.
 #[test]
 fn a_store_of_the_host_makes_a_pair_fail_that_runs_alone() {
     // 1: ldxr x1, [x0]; ldr x4, [x5]; stxr w2, x3, [x0]; cbnz w2, 1b; b .
@@ -207,7 +207,7 @@ fn a_store_of_the_host_makes_a_pair_fail_that_runs_alone() {
     while cpu.regs().pc != CODE + 4 * 4 {
         if cpu.run(&mut bus, qsbr.vcpu(0), 1) == Exit::Exclusive {
             alone += 1;
-            // Without its translations the load between looks the page up, and the host stores.
+            // Without its translations the load in between looks the page up, and the host stores.
             cpu.flush_tlb();
             bus.raced = alone > 1;
             assert_eq!(cpu.run_exclusive(&mut bus, qsbr.vcpu(0)), Exit::Fuel);
@@ -220,7 +220,7 @@ fn a_store_of_the_host_makes_a_pair_fail_that_runs_alone() {
     );
 }
 
-/// A load between makes the pair run alone, at its second try.
+/// A load in between makes the pair run alone, at its second try.
 #[test]
 fn a_pair_with_an_access_between_runs_alone() {
     let mut ram = memory(LOUD, 4096);

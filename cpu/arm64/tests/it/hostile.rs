@@ -1,6 +1,6 @@
 //! Random programs with random system registers, page tables and interrupts: the processor answers
-//! each with an exception of the architecture or an exit, and never panics. Every run ends within
-//! its fuel.
+//! each with an architectural exception or an exit, and never panics. Every run ends within its
+//! fuel.
 
 use lacuna_addr::{Gfn, PAGE_SIZE};
 use lacuna_arm64::gic::Line;
@@ -94,7 +94,7 @@ fn machine(rng: &mut fastrand::Rng) -> (Vec<Cpu>, Ram, Arc<VirtualClock>) {
     (cpus, ram, clock)
 }
 
-/// What a hypervisor does between two runs.
+/// A hypervisor's work between two runs.
 fn answer(rng: &mut fastrand::Rng, cpu: &mut Cpu, exit: Exit) {
     match exit {
         Exit::MmioRead { .. } => cpu.complete_read(rng.u64(..)),
@@ -107,7 +107,7 @@ fn answer(rng: &mut fastrand::Rng, cpu: &mut Cpu, exit: Exit) {
             cpu.fabric().power.set(index, PowerState::On);
         }
         Exit::Own(Own::Exception(_)) => cpu.reset(),
-        // No other vCPU runs here that would end a wait.
+        // No other vCPU runs here to end a wait.
         Exit::Stop(_) if cpu.save().is_some() => state(rng, cpu),
         _ => {}
     }
@@ -143,7 +143,7 @@ fn random_guests() {
         }
         retired += cpus.iter().map(Cpu::retired).sum::<u64>();
     }
-    // The programs do get somewhere.
+    // The programs do make progress.
     assert!(retired > 100_000, "{retired} instructions");
     assert!(exceptions > SEEDS, "{exceptions} runs after an exception");
 }

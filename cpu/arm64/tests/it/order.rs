@@ -2,8 +2,8 @@
 //!
 //! Both threads meet twice in each round. First they store and load without a barrier, which shows
 //! whether they run at the same time: then both load the old value, again and again, because each
-//! has a store buffer. Then they run the test. A run in which the first part has not shown that
-//! says nothing, and is repeated. Without the fences of `atomics.rs` the tests fail.
+//! has a store buffer. Then they run the test. A run without this sign proves nothing, and is
+//! repeated. Without the fences of `atomics.rs` the tests fail.
 
 use crate::support;
 
@@ -13,7 +13,7 @@ use support::{DATA, STRIDE, memory_of, read, run_on_threads};
 const COUNT: u64 = 20_000;
 /// Runs until two threads have met.
 const TRIES: usize = 100;
-/// The places of the variables and of the results of each thread, and of the rounds they are in.
+/// The addresses of the variables, of each thread's results, and of each thread's round.
 const X: u64 = DATA;
 const Y: u64 = X + COUNT * STRIDE;
 const FIRST: u64 = Y + COUNT * STRIDE;
@@ -37,7 +37,7 @@ const MEET: [u32; 8] = [
     0x9100054a, 0xc89ffd0a, 0xd280200c, 0xc8dffd2b, 0xeb0a017f, 0x54000062, 0xf100058c, 0x54ffff81,
 ];
 
-/// The part that shows whether the threads run at the same time, on variables of its own.
+/// The part that shows whether the threads run at the same time. It has its own variables.
 /// ```text
 ///    str x4, [x13], #128
 ///    ldr x5, [x14], #128
@@ -95,10 +95,10 @@ fn rounds(body: &[u32]) -> Vec<u32> {
     words
 }
 
-/// What two threads have loaded in a round of a test: x5 and x6 of each.
+/// The values that two threads have loaded in a round of a test: x5 and x6 of each.
 type Loaded = [(u64, u64); 2];
 
-/// Two threads go over the variables once. `None` if they have hardly met.
+/// Two threads run through the variables once. `None` if they have hardly met.
 fn run_once(programs: [&[u32]; 2], variables: [[u64; 2]; 2]) -> Option<Vec<Loaded>> {
     let words = programs.map(rounds);
     let registers = |me: usize| {
@@ -123,8 +123,8 @@ fn run_once(programs: [&[u32]; 2], variables: [[u64; 2]; 2]) -> Option<Vec<Loade
     (met > COUNT / 20).then_some(all)
 }
 
-/// How many rounds of a test have the outcome `forbidden`. `None`, and the test is skipped, if this
-/// machine has no two processors for it.
+/// How many rounds of a test have the outcome `forbidden`. If this machine has no two processors
+/// for it, skips the test and returns `None`.
 fn count(
     programs: [&[u32]; 2],
     variables: [[u64; 2]; 2],
@@ -191,7 +191,7 @@ fn ordered_accesses_and_barriers_do_not_buffer_stores() {
     }
 }
 
-/// Load buffering: each thread loads a value that the other one stores later.
+/// Load buffering: each thread loads the other one's later store.
 #[test]
 fn no_load_sees_a_store_that_depends_on_it() {
     let [dependence, one, store] = STORE_AFTER;

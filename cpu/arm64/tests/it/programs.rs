@@ -17,7 +17,7 @@ use std::process::Command;
 use support::{EL1, processor, read};
 
 const COMPILER: &str = "aarch64-linux-gnu-gcc";
-/// Where the results are: a word that says that they are complete, and the arrays.
+/// The address of the results: a word that marks them as complete, and the arrays.
 const RESULTS: u64 = 0x90_0000;
 const ARRAYS: usize = 16 * (8 + 4 + 2 + 1);
 const BYTES: usize = 8 + ARRAYS;
@@ -183,7 +183,7 @@ fn program(rng: &mut Rng) -> String {
         let _ = writeln!(writer.text, "static u64 f{f}(u64 x, u64 y);");
     }
     for f in 0..FUNCTIONS {
-        // A function calls later ones only, and seldom, so the program ends soon.
+        // A function calls only later ones, and seldom, so the program ends soon.
         writer.callable = f + 1;
         let _ = writeln!(
             writer.text,
@@ -196,7 +196,7 @@ fn program(rng: &mut Rng) -> String {
     writer.text + TAIL
 }
 
-/// Compiles the program; the path of the executable.
+/// Compiles the program. Returns the path of the executable.
 fn compile(folder: &Path, source: &Path, options: &[&str]) -> PathBuf {
     let path = folder.join("program");
     let output = Command::new(COMPILER)

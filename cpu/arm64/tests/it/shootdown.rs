@@ -1,9 +1,9 @@
-//! TLB invalidations between processors on threads of their own.
+//! TLB invalidations between processors, each on its own thread.
 //!
 //! One processor maps a shared address to one page after the other. Round `n` writes `n` into the
 //! next page, maps it, invalidates the address on all processors, and then stores `n` as the round.
-//! The other processor reads the round, and then the shared address: it must never find a value of
-//! an earlier round, which a stale translation would give it.
+//! The other processor reads the round, and then the shared address. It must never find a value of
+//! an earlier round: a stale translation would give one.
 
 use crate::support;
 
@@ -22,7 +22,7 @@ const TABLES: u64 = DATA;
 const ROUND: u64 = DATA + 0x5000;
 /// Eight pages, so that a page of an earlier round keeps its value for a while.
 const PAGES: u64 = DATA + 0x8000;
-/// The address that is mapped anew.
+/// The remapped address.
 const SHARED: u64 = 0x100_0000;
 /// A valid page with its access flag, inner shareable.
 const LEAF: u64 = 0x703;
@@ -49,7 +49,7 @@ const MAP: &[u32] = &[
     0x1400_0000, // b .
 ];
 
-/// X0 is [`SHARED`]; X6 and X7 as above. X9 counts the values that came from a stale translation.
+/// X0 is [`SHARED`]; X6 and X7 as above. X9 counts the values from stale translations.
 const READ: &[u32] = &[
     0xd280_0009, // mov x9, #0
     0xf940_00c3, // 1: ldr x3, [x6]
@@ -62,7 +62,7 @@ const READ: &[u32] = &[
     0x1400_0000, // b .
 ];
 
-/// Wakes a processor as a hypervisor does: by a request, for which it leaves its run loop.
+/// Wakes a processor like a hypervisor: by a request, so that it leaves its run loop.
 struct Kicks(Arc<Qsbr>);
 
 impl Wake for Kicks {
@@ -71,8 +71,8 @@ impl Wake for Kicks {
     }
 }
 
-/// Code at [`CODE`], the tables, and the first mapping of [`SHARED`]. Code and data are mapped
-/// where they are, by blocks of 2 MiB.
+/// Code at [`CODE`], the tables, and the first mapping of [`SHARED`]. Code and data have an
+/// identity map, by blocks of 2 MiB.
 fn memory() -> Ram {
     let words: Vec<u32> = MAP.iter().chain(READ).copied().collect();
     let mut ram = support::memory(&words, 0x1_0000);

@@ -1,7 +1,7 @@
-//! Hostile translation tables. Descriptors are random, lead back into their own tables, into a
-//! device, into the interrupt controller, beyond the address size, and into pages that are swapped
-//! out. Another thread changes them during the walk. Whatever they say, an access ends, and reaches
-//! only a frame that the descriptors named while it was made.
+//! Hostile translation tables. Descriptors are random, or lead back into their own tables, into a
+//! device, into the interrupt controller, beyond the address size, or into swapped-out pages. They
+//! change during the walk. Whatever they say, an access ends, and reaches only a frame that the
+//! descriptors named during the access.
 
 use crate::support;
 
@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use support::{EL1, read, write};
 
-/// Frames of the hostile tables, which TTBR0 leads to, and of data pages.
+/// Frames of the hostile tables, for TTBR0, and of data pages.
 const TABLES: std::ops::Range<u64> = 0x100..0x106;
 const DATA_PAGES: std::ops::Range<u64> = 0x200..0x204;
 /// The kernel's tables, for TTBR1, and its code.
@@ -43,13 +43,13 @@ const STAY: u32 = 0x1400_0000;
 /// An address of memory.
 type At = u64;
 
-/// Memory with tables that change.
+/// Memory with changing tables.
 struct Hostile {
     ram: Ram,
     rng: Rng,
-    /// What each changed word of the tables has been since the instruction began.
+    /// The values of each changed word of the tables since the instruction began.
     history: BTreeMap<At, BTreeSet<u64>>,
-    /// One in so many look-ups is preceded by a change.
+    /// A change comes before one in this many look-ups.
     changes: u32,
     lookups: u32,
 }
@@ -107,7 +107,7 @@ impl Hostile {
         write(&mut self.ram, at, new);
     }
 
-    /// The values that a descriptor has had.
+    /// The values of a descriptor so far.
     fn values(&mut self, at: At) -> Vec<u64> {
         let now = read(&mut self.ram, at);
         let mut all = self.history.get(&at).cloned().unwrap_or_default();
@@ -159,7 +159,7 @@ unsafe impl Bus for Hostile {
     }
 }
 
-/// What fills a data page. It is no valid descriptor.
+/// The content of a data page: no valid descriptor.
 fn filling(frame: u64) -> u64 {
     frame << 48 | 0xdada_dada_dad0
 }
@@ -249,7 +249,7 @@ fn execute(cpu: &mut Cpu, memory: &mut Hostile, n: usize, va: u64) -> End {
                     memory.ram.page(gpa.gfn(), Access::Read).is_err(),
                     "{gpa:?} is memory"
                 );
-                // The exit is not answered, so the instruction begins again.
+                // The exit has no answer, so the instruction begins again.
                 cpu.reset();
                 *cpu = processor();
                 return End::Waits;
@@ -260,8 +260,8 @@ fn execute(cpu: &mut Cpu, memory: &mut Hostile, n: usize, va: u64) -> End {
     End::Waits
 }
 
-/// What `ldr` and its like have loaded, and what `str` and its like have changed, must be explained
-/// by the tables.
+/// The tables must explain the values that `ldr` and its like have loaded, and the changes by `str`
+/// and its like.
 fn check(cpu: &Cpu, memory: &mut Hostile, n: usize, va: u64, end: End) {
     let mut frames = BTreeSet::new();
     memory.reachable(va, TABLES.start, 0, &mut frames);
@@ -325,8 +325,8 @@ fn hostile_tables_lead_nowhere_else() {
     assert!(ends.iter().all(|&n| n > 100), "{ends:?}");
 }
 
-/// The tables in pages that were never provided, or are swapped out: the instruction waits, and
-/// continues when they are there.
+/// The tables are in missing or swapped-out pages: the instruction waits, and continues when they
+/// are resident.
 #[test]
 fn tables_that_are_swapped_out() {
     let mut rng = Rng::with_seed(1);

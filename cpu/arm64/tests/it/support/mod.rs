@@ -9,7 +9,7 @@ use std::sync::{Arc, RwLock};
 
 pub const CODE: u64 = 0x40_0000;
 pub const DATA: u64 = 0x80_0000;
-/// Bytes between two places of data that no cache line has both of.
+/// Bytes between two places of data in different cache lines.
 pub const STRIDE: u64 = 128;
 /// EL1h, interrupts masked.
 pub const EL1: u64 = 0x3c5;
@@ -73,7 +73,7 @@ pub fn run_to_end(cpu: &mut Cpu, ram: &mut Ram, words: usize, fuel: u64) -> u64 
     panic!("no end: {:x?}", cpu.regs());
 }
 
-/// Runs processors on threads of their own, each from its registers to the end of its program,
+/// Runs each processor on its own thread, from its registers to the end of its program,
 /// `(registers, words)`. They start together. An exclusive access stops the others.
 pub fn run_on_threads(ram: &Ram, programs: &[(Vec<u64>, &[u32])]) {
     let (qsbr, start) = (
@@ -112,7 +112,7 @@ pub fn run_on_threads(ram: &Ram, programs: &[(Vec<u64>, &[u32])]) {
     });
 }
 
-/// Memory for [`run_on_threads`]: each program in a page of its own.
+/// Memory for [`run_on_threads`]: each program in its own page.
 pub fn memory_of(programs: &[(Vec<u64>, &[u32])], bytes: u64) -> Ram {
     let mut ram = memory(&[], bytes);
     for (index, (_, words)) in programs.iter().enumerate() {
