@@ -1,8 +1,8 @@
 //! Guest instructions a second. The programs: an arithmetic loop; random increments over 256 KiB,
 //! 64 MiB and 1 GiB (the last two also with 2 MiB pages); and 100 KiB of generated code with
 //! data-dependent branches. The bus of these programs costs nothing; a stage-2 walk would come on
-//! top. `cargo bench -p lacuna-x86 [NAME]` prints the best of several runs; docs/speed-x86.md says
-//! what they mean.
+//! top. `cargo bench -p lacuna-x86 [NAME]` prints the best of several runs. docs/speed-x86.md
+//! explains them.
 
 #[path = "../tests/it/support/mod.rs"]
 mod support;
@@ -44,7 +44,7 @@ fn rate(machine: &mut Machine) -> f64 {
     (machine.cpu.retired() - before) as f64 / time / 1e6
 }
 
-/// Seconds that this thread has run; the host may be busy with other threads.
+/// Processor time of this thread in seconds; the host may be busy with other threads.
 fn processor_time() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9

@@ -1,5 +1,5 @@
-//! Arithmetic with flags that take more than one line. Hot forms are generic over the type; rare
-//! ones take the width as an argument.
+//! Arithmetic whose flags take more than one line. Hot forms are generic over the type; rare ones
+//! take the width as an argument.
 
 use crate::flags::{AF, CF, Flags, OF};
 use lacuna_cpu::Word;
@@ -14,7 +14,7 @@ pub(crate) trait Arith: Word {
     fn sar(self, flags: &mut Flags, count: u32) -> Self;
     fn inc(self, flags: &mut Flags) -> Self;
     fn dec(self, flags: &mut Flags) -> Self;
-    /// Signed multiplication: the low half. CF and OF tell whether the low half is the whole
+    /// Signed multiplication: the low half. CF and OF are set unless the low half is the whole
     /// product.
     fn multiply(self, by: Self, flags: &mut Flags) -> Self;
 }

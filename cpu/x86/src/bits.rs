@@ -12,15 +12,15 @@ use lacuna_cpu::Bus;
 /// In `aux` of BT, BTS, BTR, BTC: the address already includes the offset of the bit's word.
 pub(crate) const OFFSET_ADDED: u8 = 1 << 2;
 
-/// Offset in bytes of the word that holds the bit, from the memory operand's address. Register
-/// `slot` holds the bit's index, which is signed: the offset may be negative.
+/// Offset in bytes of the bit's word from the memory operand's address. Register `slot` has the
+/// bit's signed index, so the offset may be negative.
 fn word_offset(core: &Core, slot: u8, width: u8) -> u64 {
     let index = extend(width, reg(core, slot, width)) as i64;
     (index >> bits(width).trailing_zeros() << width) as u64
 }
 
-/// `dst` = [`word_offset`] of `src`. A separate op, for addresses that need an op of their own:
-/// that op adds the offset before it wraps the address.
+/// `dst` = [`word_offset`] of `src`. This is a separate op, for addresses with their own op: that
+/// op adds the offset before it wraps the address.
 pub(crate) fn bit_offset(core: &mut Core, op: &Op) {
     core.r[op.dst as usize] = word_offset(core, op.src, op.width());
 }

@@ -9,8 +9,7 @@ use crate::state::{Exception, System, Trap, is_canonical};
 use lacuna_cpu::{Retain, Space};
 use lacuna_sync::Nanos;
 
-/// What the executor must do with its [`Translations`](lacuna_cpu::Translations) after the
-/// instruction.
+/// The executor's action on its [`Translations`](lacuna_cpu::Translations) after the instruction.
 #[must_use]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Flush {
@@ -18,7 +17,7 @@ pub(crate) enum Flush {
     Keep,
     /// INVLPG of this address (SDM vol 3 4.10.4.1).
     Address(u64),
-    /// CR3 was written: this address space is current. Global pages stay.
+    /// After a write to CR3, this address space is current. Global pages stay.
     Space(Space, Retain),
     /// Forget every translation.
     All,
@@ -32,8 +31,8 @@ impl Flush {
 
 const CR0_KEPT: u64 =
     CR0_PE | CR0_MP | CR0_EM | CR0_TS | CR0_NE | CR0_WP | CR0_AM | CR0_NW | CR0_CD | CR0_PG;
-/// CR4 bits of the features that CPUID announces. Left out are SMAP (a TLB would have to know
-/// EFLAGS.AC), FSGSBASE, UMIP, OSFXSR and OSXSAVE.
+/// CR4 bits of CPUID's features. Left out are SMAP (a TLB would have to know EFLAGS.AC), FSGSBASE,
+/// UMIP, OSFXSR and OSXSAVE.
 const CR4_VALID: u64 = CR4_TSD | CR4_DE | CR4_PSE | CR4_PAE | CR4_PGE | CR4_PCIDE | CR4_SMEP;
 const CR4_PAGING: u64 = CR4_PSE | CR4_PGE | CR4_PCIDE | CR4_SMEP;
 /// Bits above the 48 physical address bits.
@@ -133,7 +132,7 @@ fn write_cr4(sys: &mut System, value: u64) -> Result<Flush, Trap> {
     Ok(Flush::if_any(changed & CR4_PAGING))
 }
 
-/// LMSW: the low four bits of CR0; PE cannot be cleared by it.
+/// LMSW: the low four bits of CR0. It cannot clear PE.
 ///
 /// # Errors
 /// #GP(0) above CPL 0.
@@ -154,7 +153,7 @@ pub(crate) fn clts(sys: &mut System) -> Result<(), Trap> {
     Ok(())
 }
 
-/// FWAIT. There is no FPU, so no exception of one is pending.
+/// FWAIT. There is no FPU, so no FPU exception is pending.
 ///
 /// # Errors
 /// #NM with both CR0.MP and CR0.TS (SDM vol 3 2.5).

@@ -9,12 +9,11 @@
 //!        |    +--- blocked: deliver the exception, or leave with an Exit           |
 //!        +-------------------------------------------------------------------------+
 //! ```
-//! *Stepping* executes one instruction alone, decoded afresh. It is used if the instruction writes
-//! decoded code, repeats a device access, is being single-stepped, follows STI, or lies across two
-//! pages.
+//! *Stepping* executes one instruction alone, decoded afresh: if it writes decoded code, repeats a
+//! device access, is single-stepped, follows STI, or lies across two pages.
 //!
-//! events.rs delivers events. outside.rs has the calls that the machine makes between two runs:
-//! registers, answers, injected exceptions.
+//! events.rs delivers events. outside.rs has the machine's calls between two runs: registers,
+//! answers, injected exceptions.
 
 mod events;
 mod outside;
@@ -62,21 +61,21 @@ pub struct Cpu {
     code: CodeCache<Op>,
     /// The basic block being decoded.
     fresh: Vec<Op>,
-    /// The exit of a basic block that led to RIP and is not linked yet.
+    /// The unlinked exit of a basic block that led to RIP.
     unlinked: Option<Unlinked>,
     progress: Progress,
     pub(crate) pending: Pending,
     retired: u64,
 }
 
-/// How far the last instruction got. This decides whether the trap flag raises #DB.
+/// The progress of the last instruction. It decides whether the trap flag raises #DB.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Progress {
-    /// It did not complete: it will be executed again, or a handler was entered.
+    /// It did not complete: the processor executes it again, or has entered a handler.
     None,
     /// It completed, or one iteration of a REP did.
     Done,
-    /// It completed, and raises no #DB although the trap flag was set.
+    /// It completed, and raises no #DB in spite of the trap flag.
     Untrapped,
 }
 
@@ -127,7 +126,7 @@ impl Cpu {
         }
     }
 
-    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`].
+    /// Executes one instruction after [`Exit::Exclusive`], while every other vCPU is stopped.
     pub fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
         self.core.sys.exclusive = true;
         self.core.budget = 1;
@@ -206,7 +205,7 @@ impl Cpu {
         dispatch(&mut self.core, code, at, bus, slot)
     }
 
-    /// Brings the architectural state to the op at which `dispatch` ended, and acts on the reason.
+    /// Brings the architectural state to the last op of `dispatch`, and acts on the reason.
     /// `scratch` is the address of the scratch place.
     fn left<B: Bus>(
         &mut self,
@@ -240,7 +239,7 @@ impl Cpu {
 
     /// The indirect branch at RIP was executed, but its target is not canonical: undoes its effects
     /// and raises #GP(0). The jump cache holds only canonical targets, so such a branch always
-    /// leaves the hot loop, and the loop needs no check of its own.
+    /// leaves the hot loop, and the loop needs no check.
     #[cold]
     fn refuse_branch<B: Bus>(&mut self, bus: &mut B, op: Op) -> Option<Exit> {
         if op.code == Code::Ret {
@@ -357,7 +356,7 @@ impl Cpu {
     }
 
     /// Drops decoded pages that this processor has written, and lets the bus notify the other
-    /// processors. There are seldom any, so only the check is inlined.
+    /// processors. Such pages are rare, so only the check is inlined.
     #[inline(always)]
     fn drop_written<B: Bus>(&mut self, bus: &mut B) {
         if !self.core.code_written.is_empty() || self.core.translations.walk.wrote_code() {
@@ -460,7 +459,7 @@ impl Cpu {
         }
     }
 
-    /// Drops the translations that an instruction has invalidated.
+    /// Drops an instruction's invalidated translations.
     pub(crate) fn flush(&mut self, flush: Flush) {
         match flush {
             Flush::Keep => {}

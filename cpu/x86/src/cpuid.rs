@@ -1,5 +1,5 @@
-//! CPUID: exactly what the executor implements, and KVM's interface; or the leaves that the machine
-//! has set, of a model with less.
+//! CPUID: exactly the executor's features, and KVM's interface. Or the machine's own leaves, for a
+//! model with fewer features.
 //!
 //! The vendor is Intel, because Intel and AMD differ in corner cases, and the executor follows
 //! Intel (SYSRET faults at CPL 0, a null selector clears the FS and GS base). Leaves past the last
@@ -24,16 +24,16 @@ impl From<[u32; 4]> for Leaf {
     }
 }
 
-/// TSC and APIC timer frequency in kHz: both count the clock's nanoseconds. A machine that sets
-/// another rate of the TSC sets the leaves as well.
+/// TSC and APIC timer frequency in kHz: both count the clock's nanoseconds. A machine with another
+/// TSC rate sets the leaves as well.
 const TICKS_KHZ: u32 = 1_000_000;
 
 const MAX_BASIC: u32 = 0x15;
 const MAX_EXTENDED: u32 = 0x8000_0008;
 const MAX_HYPERVISOR: u32 = 0x4000_0010;
 
-/// Family 6, model 15: the first Intel model with all of these features. Few kernels have quirks
-/// for it.
+/// Family 6, model 15: the first Intel model with all of these features, and with few quirks in
+/// kernels.
 const SIGNATURE: u32 = 0x0000_06fb;
 const BRAND: &[u8; 48] = b"Lacuna software vCPU @ 1.00GHz\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0";
 
@@ -85,13 +85,13 @@ const KVM_FEATURES: u32 = 1 << 1;
 pub struct CpuidLeaf {
     /// EAX before.
     pub function: u32,
-    /// ECX before, for a function that looks at it.
+    /// ECX before, for a function that uses it.
     pub index: u32,
     /// EAX, EBX, ECX, EDX after.
     pub answer: [u32; 4],
 }
 
-/// The features that the machine lets the processor announce. A reset keeps it.
+/// The machine's choice of announced features. A reset keeps it.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Announced {
     /// KVM features besides the processor's own.
@@ -125,7 +125,7 @@ pub(crate) fn cpuid(
     answer
 }
 
-/// The answer that the machine has set. A level of the topology beyond the last has the APIC ID.
+/// The machine's own answer. A level of the topology beyond the last has the APIC ID.
 fn set(leaves: &[CpuidLeaf], leaf: u32, subleaf: u32) -> Leaf {
     let looks = matches!(leaf, STRUCTURED | TOPOLOGY);
     let mut of_leaf = leaves.iter().filter(|l| l.function == leaf);

@@ -22,7 +22,7 @@ pub(crate) struct Window {
 }
 
 impl Window {
-    /// The bytes from `offset` in `page` to its end, or as many as a basic block may have.
+    /// The bytes from `offset` in `page` to its end, at most a basic block's.
     pub(crate) fn new(page: HostPage, offset: usize) -> Self {
         let mut window = Self {
             bytes: [0; WINDOW],
@@ -55,7 +55,7 @@ impl Window {
     }
 }
 
-/// What the decoder found at the start of a window.
+/// The decoder's result at the start of a window.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Found {
     /// A basic block was appended.
@@ -76,7 +76,7 @@ pub(crate) fn one(window: &Window, rip: u64, ops: &mut Vec<Op>) -> Found {
 
 fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
     let start = ops.len();
-    // The features that define some of the reserved NOPs are absent.
+    // The features behind some of the reserved NOPs are absent.
     let options = DecoderOptions::FORCE_RESERVED_NOP;
     let mut decoder = Decoder::with_ip(64, window.bytes(), rip, options);
     let mut instruction = Instruction::default();
@@ -119,8 +119,8 @@ fn decode(window: &Window, rip: u64, ops: &mut Vec<Op>, max: u32) -> Found {
     Found::BasicBlock
 }
 
-/// Decodes XCHG of R8 and RAX, which the decoder takes for PAUSE if F3 precedes its REX.B prefix.
-/// `bytes` begin with the instruction. F3 has no effect on XCHG, as CS has none.
+/// Decodes XCHG of R8 and RAX: with F3 before REX.B, the decoder mistakes it for PAUSE. `bytes`
+/// begin with the instruction. Neither F3 nor CS has an effect on XCHG.
 fn pause_or_exchange(instruction: &mut Instruction, bytes: &[u8]) {
     const CS: u8 = 0x2e;
     const F3: u8 = 0xf3;
@@ -137,11 +137,11 @@ fn pause_or_exchange(instruction: &mut Instruction, bytes: &[u8]) {
     Decoder::with_ip(64, &bytes, instruction.ip(), DecoderOptions::NONE).decode_out(instruction);
 }
 
-/// Whether an instruction is longer than 15 bytes. It could not be decoded, and has at least 15
-/// bytes. Longer ones raise #GP, whatever their opcode.
+/// Whether an undecodable instruction of at least 15 bytes is longer than 15. Such an instruction
+/// raises #GP, whatever its opcode.
 ///
 /// The first two bytes are prefixes that change nothing, so the check decodes without them. Then 14
-/// of 16 bytes remain: room for the ModRM byte that the decoder counts for an undefined opcode.
+/// of 16 bytes remain, enough for the ModRM byte that the decoder counts in an undefined opcode.
 fn is_too_long(bytes: &[u8]) -> bool {
     let rest = &bytes[2..bytes.len().min(LONGEST + 1)];
     let options = DecoderOptions::FORCE_RESERVED_NOP | DecoderOptions::NO_INVALID_CHECK;

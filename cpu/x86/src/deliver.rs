@@ -10,8 +10,8 @@
 //!   RIP                         |   #DF + any ---------------------------> Shutdown
 //!   error code, if any
 //! ```
-//! Everything that can fail comes before anything changes. So a stop half-way leaves the
-//! architectural state as it was, and the same event can be delivered again.
+//! Every step that can fail comes before the first change. So a stop half-way leaves the
+//! architectural state unchanged, and the same event can be delivered again.
 
 use crate::linear::{Linear, Width};
 use crate::segments::{self, Descriptor, Segment};
@@ -42,7 +42,7 @@ pub(crate) mod rflags {
     }
 }
 
-/// The registers that control transfers change, as in the executor.
+/// The registers of control transfers, as in the executor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Flow {
     /// The current instruction: the faulting one, or the next one for traps and interrupts.
@@ -83,7 +83,7 @@ pub(crate) enum Outcome {
 const DOUBLE_FAULT: u8 = 8;
 const PAGE_FAULT: u8 = 14;
 
-/// Delivers `event`, or the fault that its delivery raises, and ends the halt and interrupt shadow.
+/// Delivers `event`, or the fault of its delivery, and ends the halt and interrupt shadow.
 ///
 /// # Errors
 /// A stop or exclusive trap of memory: nothing has changed; deliver the same event again later.
@@ -158,7 +158,7 @@ const fn ext(event: Event) -> u32 {
     !matches!(event, Event::Software { .. }) as u32
 }
 
-/// Whether the event is a fault in the strict sense. The frame of a fault has RF set, so that a
+/// Whether the event is a fault in the strict sense. A fault's frame has RF set, so that a
 /// breakpoint on the instruction is not hit twice. #DB, #BP, #OF and the aborts #DF and #MC are not
 /// faults (SDM vol 3 6.8.3).
 const fn is_fault(event: Event) -> bool {

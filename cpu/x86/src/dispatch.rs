@@ -5,12 +5,12 @@
 //! basic block. The loop ends
 //! - at the end of a basic block: the budget is used up, there is a request, or the exit is not
 //!   linked in this epoch;
-//! - at an op that was blocked, or that only the run loop can execute.
+//! - at a blocked op, or an op that only the run loop can execute.
 //!
 //! It is one function, longer than the usual 70 lines, because the compiler must see every arm to
 //! keep `pc`, the arena and the register file in registers. Each arm is a line; rare instructions
 //! are in `general.rs`. docs/speed-x86.md has the measurements, and says how to check that every
-//! arm ends in an indirect jump of its own.
+//! arm ends in its own indirect jump.
 
 use crate::arith::Arith;
 use crate::mem::Touch;
@@ -23,7 +23,7 @@ use lacuna_cpu::code::JumpCache;
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
 
-/// Why the loop was left, and at which op.
+/// The reason for the loop's end, and its op.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Leave {
     /// The op at this index was not executed: [`Core::why`].
@@ -107,8 +107,8 @@ pub(crate) fn dispatch<B: Bus>(
             }
         }};
     }
-    // A call that may be blocked. LLVM copies the loop's head, with its jump, only into an arm that
-    // has a basic block after its last condition: the store makes one (docs/speed-x86.md).
+    // A call that may be blocked. LLVM copies the loop's head, with its jump, only into an arm with
+    // a basic block after its last condition: the store makes one (docs/speed-x86.md).
     macro_rules! call {
         ($touch:expr) => {{
             done!($touch);
@@ -184,7 +184,7 @@ pub(crate) fn dispatch<B: Bus>(
                 continue;
             }};
         }
-        // A fused count-and-branch: jumps if the result, which it keeps, is zero.
+        // A fused count-and-branch: keeps the result, and jumps if it is zero.
         macro_rules! jump_set {
             ($value:expr) => {{
                 let value = $value;
@@ -449,7 +449,7 @@ pub(crate) fn dispatch<B: Bus>(
 }
 
 /// Charges the budget for the basic block that ends the run. The function is out of line, so that
-/// the continuing path has a store of its own.
+/// the continuing path has its own store.
 #[cold]
 #[inline(never)]
 fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {
@@ -457,7 +457,7 @@ fn leave_at(core: &mut Core, budget: i64, leave: Leave) -> Leave {
     leave
 }
 
-/// The slot that CMOVcc's destination takes its value from.
+/// The slot of CMOVcc's source.
 #[inline(always)]
 fn chosen(core: &Core, op: &Op) -> u8 {
     if core.flags.condition(op.aux) {

@@ -12,7 +12,7 @@ use lacuna_cpu::Bus;
 const RAX: u8 = 0;
 const RDX: u8 = 2;
 
-/// Where the upper half of a double-width value is: AH for bytes.
+/// The slot of a double-width value's upper half: AH for bytes.
 fn upper(width: u8) -> u8 {
     if width == 0 { HIGH } else { RDX }
 }

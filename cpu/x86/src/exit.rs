@@ -8,11 +8,11 @@ use lacuna_cpu::Stop;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Exit {
-    /// The instructions asked for have been executed.
+    /// The requested number of instructions has been executed.
     Fuel,
     /// A vCPU request is pending: take its bits, act on them, enter again.
     Requested,
-    /// Halted (HLT with interrupts on): enter again when an interrupt may have come.
+    /// Halted (HLT with interrupts on): enter again when an interrupt may be pending.
     Halt,
     /// The bus could not give a page; the instruction will be executed again from its start.
     Stop(Stop),
@@ -22,10 +22,10 @@ pub enum Exit {
         port: u16,
         /// 1, 2 or 4 bytes.
         size: u8,
-        /// What was written, zero-extended.
+        /// The written value, zero-extended.
         value: u32,
     },
-    /// IN: give the value with [`crate::Cpu::complete_read`] before the next run.
+    /// IN: provide the value with [`crate::Cpu::complete_read`] before the next run.
     IoIn {
         /// Port number.
         port: u16,
@@ -45,7 +45,7 @@ pub enum Exit {
         gpa: Gpa,
         /// 1 to 8 bytes.
         size: u8,
-        /// What was written, zero-extended.
+        /// The written value, zero-extended.
         value: u64,
     },
     /// RDMSR of one of KVM's MSRs, at CPL 0: answer with [`crate::Cpu::complete_msr`] before the
@@ -61,18 +61,17 @@ pub enum Exit {
         /// EDX:EAX.
         value: u64,
     },
-    /// A locked access that is not aligned: stop every other vCPU, then call
-    /// [`crate::Cpu::run_exclusive`].
+    /// A misaligned locked access: stop every other vCPU, then call [`crate::Cpu::run_exclusive`].
     Exclusive,
-    /// Triple fault: the processor cannot run any more.
+    /// Triple fault: the processor can never run again.
     Shutdown(Shutdown),
 }
 
 /// The state at a triple fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shutdown {
-    /// Where the first fault happened.
+    /// RIP of the first fault.
     pub rip: u64,
-    /// The exception that could not be delivered, even as a double fault.
+    /// The exception whose delivery failed, even as a double fault.
     pub first: Exception,
 }

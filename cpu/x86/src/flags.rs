@@ -1,7 +1,7 @@
 //! The arithmetic flags, computed when an instruction reads them.
 //!
 //! Most instructions set flags that the next one overwrites. So an instruction stores three words,
-//! and a reader derives the flags it needs:
+//! and a reader derives its flags from these:
 //!
 //! ```text
 //!   kind          result            other
@@ -10,9 +10,8 @@
 //!   Given width   any result        CF, OF, AF as RFLAGS bits  logic, shifts, INC, MUL, ...
 //!   Explicit      0 if ZF, else 1   all six as RFLAGS bits     POPF, SAHF, BT, ...
 //! ```
-//! ZF is `result == 0` in every kind, so the flag that is read most does not depend on the kind.
-//! Results and `b` are kept zero-extended. Flags that the architecture leaves undefined are zero or
-//! unchanged.
+//! ZF is `result == 0` in every kind, so the most frequently read flag does not depend on the kind.
+//! Results and `b` are kept zero-extended. Architecturally undefined flags are zero or unchanged.
 
 use lacuna_cpu::Word;
 
@@ -226,8 +225,7 @@ impl Flags {
     #[inline]
     fn less(&self) -> bool {
         if self.kind & 12 == SUB {
-            // Both operands are shifted up to bit 63, where they compare as the signed numbers they
-            // are.
+            // Both operands are shifted up to bit 63, where they compare as signed numbers.
             let up = 64 - (8 << (self.kind & 3));
             return ((self.minuend() << up) as i64) < ((self.other << up) as i64);
         }

@@ -1,4 +1,4 @@
-//! The rarer instructions that stay inside a basic block: any width, any operand form.
+//! The rarer instructions inside a basic block: any width, any operand form.
 //!
 //! Operands: E is the r/m operand (`dst`, or memory with [`MEMORY`]), G the other one (`src`, or
 //! `imm` with [`IMMEDIATE`]). Values are kept zero-extended in a `u64` beside `width`, log2 of
@@ -56,7 +56,7 @@ pub(crate) fn extend_g(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()
     Ok(())
 }
 
-/// CMOVcc: E is read whatever the condition is.
+/// CMOVcc: E is read under any condition.
 pub(crate) fn move_conditional(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let value = read(core, bus, op)?;
     let keep = reg(core, op.src, op.width());
@@ -122,8 +122,7 @@ pub(crate) fn flags(core: &mut Core, op: &Op) {
 }
 
 /// Unimplemented instructions, and the instructions of the absent x87
-/// (docs/decisions/0002-no-sse.md). `aux` 1: instructions that raise #GP(0) whenever they are
-/// executed.
+/// (docs/decisions/0002-no-sse.md). `aux` 1: instructions that always raise #GP(0).
 pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
     match op.code {
         Code::Undefined if op.aux != 0 => core.raise(Exception::GP0),
@@ -132,7 +131,7 @@ pub(crate) fn undefined(core: &mut Core, op: &Op) -> Touch<()> {
     }
 }
 
-/// Jcc to a target that is not canonical: falls through, or faults.
+/// Jcc to a non-canonical target: falls through, or faults.
 pub(crate) fn refuse_if(core: &mut Core, op: &Op) -> Touch<()> {
     if core.flags.condition(op.aux) {
         return core.raise(Exception::GP0);
@@ -429,9 +428,9 @@ pub(crate) fn compare_exchange_8(core: &mut Core, bus: &mut impl Bus, op: &Op) -
     Ok(())
 }
 
-/// LOOPcc and JRCXZ: writes 1 to `dst` if the branch that follows shall jump, else 0. `aux`:
-/// 0 LOOPNE, 1 LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size. If `imm` is set, the target
-/// is not canonical: #GP(0) is raised instead of a jump, and RCX keeps its value.
+/// LOOPcc and JRCXZ: writes 1 to `dst` if the next branch must jump, else 0. `aux`: 0 LOOPNE, 1
+/// LOOPE, 2 LOOP, 3 JRCXZ. The width is the address size. If `imm` is set, the target is not
+/// canonical: instead of a jump this raises #GP(0), and RCX keeps its value.
 pub(crate) fn loop_count(core: &mut Core, op: &Op) -> Touch<()> {
     let width = op.width();
     let count = reg(core, RCX, width);

@@ -1,8 +1,8 @@
 //! A software x86-64 processor: long mode, CPL 0 and 3, integer instructions.
 //!
-//! The processor uses a [`Bus`](lacuna_cpu::Bus) and knows no hypervisor. It asks the bus for the
-//! page behind a guest frame, and gets a host page or a reason to stop. One [`Cpu`] is one vCPU. It
-//! shares nothing with other processors except the [`ApicBus`], by which it posts interrupts.
+//! The processor uses a [`Bus`](lacuna_cpu::Bus) and knows no hypervisor. It requests the page
+//! behind a guest frame from the bus, and gets a host page or a reason to stop. One [`Cpu`] is one
+//! vCPU. It shares with other processors only the [`ApicBus`], where it posts interrupts.
 //!
 //! ```text
 //! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time

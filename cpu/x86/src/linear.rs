@@ -1,4 +1,4 @@
-//! Linear memory, as the system instructions and event delivery see it.
+//! Linear memory for the system instructions and event delivery.
 
 use crate::state::{System, Trap};
 use crate::walk::User;
@@ -37,9 +37,9 @@ impl Width {
 /// loads work on them. The executor implements the trait over its TLB.
 ///
 /// Addresses may be misaligned, cross pages and be non-canonical (#GP(0)). The `user` argument is
-/// the privilege of this access, whatever the current CPL is: the processor reads descriptor tables
+/// the privilege of this access, whatever the current CPL: the processor reads descriptor tables
 /// and the TSS as supervisor from CPL 3 too ("implicit supervisor-mode accesses", SDM vol 3 4.6). A
-/// write that fails has written nothing.
+/// failed write has written nothing.
 pub(crate) trait Linear {
     /// The system registers.
     fn system(&self) -> &System;

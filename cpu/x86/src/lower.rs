@@ -155,7 +155,7 @@ impl Lower<'_> {
         op
     }
 
-    /// Fills in the memory operand. Ops before this one compute what does not fit into it.
+    /// Fills in the memory operand. Earlier ops compute the parts that do not fit into it.
     pub(crate) fn memory(&mut self, op: &mut Op) {
         let segment = match self.i.memory_segment() {
             Register::FS => 1,
@@ -195,8 +195,8 @@ impl Lower<'_> {
     }
 
     /// If [`Lower::memory`] computes the address by an earlier op, removes the segment's base from
-    /// that op. Returns another op, to which the caller adds an `index` and a `disp` and which it
-    /// then emits. That op wraps a 32-bit offset, and then adds the base.
+    /// that op. Returns another op: the caller adds an `index` and a `disp` to it, and emits it.
+    /// This op wraps a 32-bit offset, and then adds the base.
     pub(crate) fn split_address(&mut self) -> Option<Op> {
         let address = self.ops.last_mut().filter(|op| op.code == Code::Address)?;
         let rest = Op {
@@ -270,7 +270,7 @@ impl Lower<'_> {
             form: width << 2,
             ..Op::new(Code::Lea64)
         };
-        // LEA takes the offset alone: no segment base, whatever the prefix.
+        // LEA takes only the offset: no segment base, whatever the prefix.
         let mut bare = *self.i;
         bare.set_segment_prefix(Register::None);
         let (start, dst) = (self.start, self.slot(0));
@@ -334,7 +334,7 @@ impl Lower<'_> {
         let wanted = by_width(op.width(), [Code::MovRr32, Code::MovRr64]);
         let whole = self.whole();
         match self.ops[self.start..].last_mut() {
-            // A move into TARGET is not an instruction of its own.
+            // A move into TARGET is no separate instruction.
             Some(copy) if copy.code == wanted && copy.dst == op.dst && copy.len != 0 => {
                 let through = |slot: u8| if slot == op.dst { copy.src } else { slot };
                 let (src, base) = (through(op.src), through(op.base));
@@ -478,7 +478,7 @@ impl Lower<'_> {
     }
 }
 
-/// The file's slot of a general register.
+/// The register file's slot of a general register.
 pub(crate) fn slot(r: Register) -> u8 {
     match r {
         Register::AH | Register::CH | Register::DH | Register::BH => {

@@ -33,7 +33,7 @@ impl Lower<'_> {
         let whole = self.whole();
         if let Some(compare) = self.ops[self.start..].last_mut()
             && let Some(code) = fused(compare.code, cc)
-            // Three instructions may be longer than `len` can express.
+            // Three instructions may be too long for `len`.
             && compare.instructions() == 1
         {
             // The compare's slot becomes the branch, which completes both instructions.
@@ -130,7 +130,7 @@ impl Lower<'_> {
             });
         }
         let back = self.i.next_ip();
-        // The target is canonical, so the instruction completes with the push.
+        // The target is canonical, so the push completes the instruction.
         let len = self.whole();
         if back as i32 as i64 as u64 == back {
             self.emit(Op {

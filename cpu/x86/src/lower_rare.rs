@@ -1,5 +1,5 @@
-//! Translates one instruction to ops: the rare instructions. An instruction without a line here
-//! raises #UD, and CPUID does not announce it.
+//! Translates one rare instruction to ops. An instruction without a line here raises #UD, and CPUID
+//! does not announce it.
 
 use crate::bits::OFFSET_ADDED;
 use crate::lower::{Flow, Lower, slot};
@@ -227,7 +227,7 @@ impl Lower<'_> {
         self.emit(op)
     }
 
-    /// An op with the single operand E, which is 8 bytes of memory.
+    /// An op with the single operand E, 8 bytes of memory.
     fn wide_e(&mut self, code: Code) -> Flow {
         if !self.is_memory(0) {
             return self.undefined();
@@ -250,9 +250,9 @@ impl Lower<'_> {
         self.emit(Op { aux, ..op })
     }
 
-    /// The bit that a register selects may lie in another word than the one at the operand's
-    /// address. If ops before this one compute the address, they add the distance to that word
-    /// before they wrap the sum.
+    /// A register may select a bit in another word than the one at the operand's address. If
+    /// earlier ops compute the address, they add the distance to that word before they wrap the
+    /// sum.
     fn bit_test(&mut self, kind: u8) -> Flow {
         let width = self.width(0);
         let mut op = self.form(Code::BitTest, width, 0, Some(1));
@@ -341,7 +341,7 @@ impl Lower<'_> {
         });
         let mut op = Op::new(Code::MovG);
         self.memory(&mut op);
-        // iced gives AL as the index register, which an address cannot have.
+        // iced gives AL as the index register, which no address can have.
         match self.ops.last_mut() {
             Some(address) if op.base != 3 && address.code == Code::Address => {
                 address.index = TARGET;

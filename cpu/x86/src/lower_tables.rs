@@ -1,14 +1,14 @@
-//! Tables: which instruction forms have a hot code of their own.
+//! Tables: the instruction forms with their own hot code.
 
 use crate::arith::alu;
 use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op};
 
-/// Of a pair of codes, the one for 32 or 64 bits.
+/// The code for 32 or 64 bits, from a pair.
 pub(crate) fn by_width(width: u8, codes: [Code; 2]) -> Code {
     codes[usize::from(width == 3)]
 }
 
-/// `op r, [m]` forms that `dispatch` has.
+/// The `op r, [m]` forms of `dispatch`.
 pub(crate) fn hot_load(kind: u8, width: u8) -> Option<Code> {
     let codes = match kind {
         alu::ADD => [Code::AddRm32, Code::AddRm64],
@@ -31,7 +31,7 @@ pub(crate) enum Registers {
     SecondByte,
 }
 
-/// `op e, g` forms that `dispatch` has.
+/// The `op e, g` forms of `dispatch`.
 pub(crate) fn hot_alu(kind: u8, op: &Op, registers: Registers) -> Option<Code> {
     let plain = registers == Registers::Plain;
     let (memory, immediate, width) = (op.has(MEMORY), op.has(IMMEDIATE), op.width());

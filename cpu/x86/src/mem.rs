@@ -7,8 +7,7 @@
 //!                memory: the access, by byte atomics if misaligned
 //!                no memory (Stop::Mmio): from the replies of earlier exits, else leave for one
 //! ```
-//! An access that cannot be made returns [`Blocked`] and has changed nothing; the reason is in
-//! [`Core::why`].
+//! A failed access returns [`Blocked`] and has changed nothing; the reason is in [`Core::why`].
 
 use crate::linear::{Linear, Width};
 use crate::processor::{Core, Why};
@@ -111,8 +110,7 @@ impl Core {
     }
 
     /// The fast path for a TLB miss: one aligned word of plain memory. `None` for everything else.
-    /// It is kept short so that the host's out-of-order execution reaches past it to the next
-    /// access.
+    /// The path is short, so that the host's out-of-order execution reaches the next access.
     #[inline(always)]
     fn refill<T: Word>(
         &mut self,
@@ -264,7 +262,7 @@ impl Core {
         Ok(())
     }
 
-    /// Notes that a store is about to change decoded instructions. It must not happen inside a
+    /// Records that a store is about to change decoded instructions. It must not do so inside a
     /// basic block, so the run loop executes the instruction alone ([`Core::stepping`]) and drops
     /// the decoded code afterwards.
     pub(crate) fn note_code_write(&mut self, gfn: Gfn, page: HostPage) -> Touch<()> {
@@ -280,7 +278,7 @@ impl Core {
         Ok(())
     }
 
-    /// The page or two pages that an access touches.
+    /// The page or two pages of an access.
     fn translate_span(
         &mut self,
         bus: &mut impl Bus,
@@ -336,7 +334,7 @@ impl Core {
         Ok(Target::Memory(mapping.gfn, page))
     }
 
-    /// The page from which instructions at `va` are fetched. It is never a device's.
+    /// The page to fetch instructions at `va` from. It is never a device's.
     pub(crate) fn fetch_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<(Gfn, HostPage)> {
         if let Some(found) = self.translations.front.tlb.executable_page(va) {
             return Ok(found);
@@ -350,7 +348,7 @@ impl Core {
         }
     }
 
-    /// Records the reason, and returns what the caller returns.
+    /// Records the reason, and returns the caller's result.
     #[cold]
     pub(crate) fn block<T>(&mut self, why: Why) -> Touch<T> {
         self.why = why;

@@ -42,9 +42,8 @@ const TSC_AUX: u32 = 0xc000_0103;
 
 /// MISC_ENABLE: fast strings, thermal control, SpeedStep, MONITOR, CPUID limit, xTPR disable, XD
 /// disable. Only XD disable has an effect: CPUID does not announce NX, and a write of EFER with NXE
-/// raises #GP. If NXE is already set, it stays in force. KVM accepts the bit and gives it no
-/// effect. Here it has the effect that the manual describes, because a guest that sets it expects
-/// that.
+/// raises #GP. If NXE is already set, it stays in force. KVM accepts the bit without an effect.
+/// Here it has the manual's effect, because a guest that sets it expects that.
 const MISC_WRITABLE: u64 =
     1 << 0 | 1 << 3 | 1 << 16 | 1 << 18 | 1 << 22 | 1 << 23 | MISC_XD_DISABLE;
 /// No performance monitoring, branch trace or PEBS: read-only, ignored when written.

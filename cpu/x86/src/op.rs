@@ -7,12 +7,10 @@
 //! `dst`, `src`, `base`, `index` are slots of the register file: 0-15 are the general registers,
 //! then come the constants and scratch slots below. A general register's second byte (AH to BH) is
 //! slot [`HIGH`] + n, which only byte operations use. An absent base or index is [`ZERO`], so every
-//! address is `base + (index << scale) + disp`. What does not fit (segment bases, 32-bit addresses,
-//! far RIP-relative) is computed into a scratch slot by an earlier [`Code::Address`] or
-//! [`Code::Const`] op.
+//! address is `base + (index << scale) + disp`. For other addresses (segment bases, 32 bits, far
+//! RIP-relative), an earlier [`Code::Address`] or [`Code::Const`] op computes a scratch slot.
 //!
-//! A basic block is ops that end in a branch followed by its [`Links`], or in a [`Code::System`]
-//! op.
+//! The ops of a basic block end in a branch and its [`Links`], or in a [`Code::System`] op.
 
 use lacuna_cpu::code;
 /// Always zero.
@@ -30,11 +28,11 @@ pub(crate) const MEMORY: u8 = 1 << 4;
 pub(crate) const IMMEDIATE: u8 = 1 << 5;
 /// LOCK prefix (or XCHG with memory).
 pub(crate) const LOCKED: u8 = 1 << 6;
-/// On branches: the condition tested is the inverse of the instruction's.
+/// On branches: the tested condition is the inverse of the instruction's.
 pub(crate) const INVERTED: u8 = 1 << 7;
 
-/// What an op does. Names: `Rr` register-register, `Ri` register-immediate, `Rm` register from
-/// memory, `Mr` memory from register, `Mi` memory from immediate; then the width in bits.
+/// The operation of an op. Names: `Rr` register-register, `Ri` register-immediate, `Rm` register
+/// from memory, `Mr` memory from register, `Mi` memory from immediate; then the width in bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 #[rustfmt::skip]
@@ -101,7 +99,8 @@ pub(crate) enum System {
     Rdtsc, Rdtscp, In, Out, Swapgs, MovFromCr, MovToCr, MovFromDr, MovToDr, Clts, Lmsw, Smsw,
     Invlpg, Lgdt, Lidt, Sgdt, Sidt, Lldt, Ltr, Sldt, Str, Wbinvd, Wait, Verr, Verw, Lar, Lsl,
     LoadSegment, StoreSegment, PopSegment, LoadFar, JumpFar,
-    /// Not an instruction: the one here continues in the next page, and is decoded when executed.
+    /// Not an instruction: the instruction here continues in the next page, and is decoded when
+    /// executed.
     Crossing,
 }
 
@@ -114,7 +113,7 @@ pub(crate) type Arena = code::Arena<Op>;
 pub(crate) struct Op {
     pub(crate) code: Code,
     pub(crate) form: u8,
-    /// Bits 0-4: instruction bytes, bits 5-6: instructions, that are complete when this op is.
+    /// Bits 0-4: the bytes, and bits 5-6: the number of the instructions that this op completes.
     pub(crate) len: u8,
     /// A kind within the code.
     pub(crate) aux: u8,
@@ -187,19 +186,19 @@ impl Op {
         rip.wrapping_add(self.bytes()).wrapping_add(displacement)
     }
 
-    /// Instruction bytes that are complete with this op.
+    /// Bytes of the instructions that this op completes.
     pub(crate) const fn bytes(&self) -> u64 {
         (self.len & 31) as u64
     }
 
-    /// Instructions that are complete with this op.
+    /// The number of instructions that this op completes.
     pub(crate) const fn instructions(&self) -> u64 {
         ((self.len >> 5) & 3) as u64
     }
 }
 
 /// The second slot of a basic block's end: the targets of its two exits. Index 0 is "not known
-/// yet"; both are invalid when `epoch` is not the code cache's.
+/// yet". Both are invalid unless `epoch` is the code cache's.
 pub(crate) trait Links {
     /// Links without targets, ending a basic block of `instructions`.
     fn unlinked(instructions: u8) -> Self;

@@ -23,15 +23,15 @@ pub(crate) enum Why {
     DeviceRead(Gpa, u8),
     /// A device must take the value first.
     DeviceWrite(Gpa, u8, u64),
-    /// A long string instruction has done a piece. The run loop checks for events, then continues
-    /// it.
+    /// A long string instruction has completed a piece. The run loop checks for events, then
+    /// continues it.
     Again,
     /// The instruction writes decoded instructions, so it must be executed alone.
     Step,
 }
 
 impl Why {
-    /// Whether the instruction touched a device, which must be asked.
+    /// Whether the instruction touched a device, which must answer.
     pub(crate) const fn is_device(self) -> bool {
         matches!(self, Self::DeviceRead(..) | Self::DeviceWrite(..))
     }
@@ -51,29 +51,28 @@ impl Why {
 
 /// Registers and translations of one processor.
 pub(crate) struct Core {
-    /// The register file: 0-15 are the general registers, then come the slots of op.rs. It has as
-    /// many entries as a `u8` can index, so no access needs a bounds check. The last ones are never
-    /// used.
+    /// The register file: 0-15 are the general registers, then come the slots of op.rs. It has an
+    /// entry for each `u8`, so no access needs a bounds check. The last ones are never used.
     pub(crate) r: [u64; 256],
     /// RIP. It is valid outside `dispatch`.
     pub(crate) rip: u64,
     pub(crate) flags: Flags,
     /// RFLAGS without the six arithmetic flags.
     pub(crate) rflags: u64,
-    /// Instructions left before `dispatch` leaves; a basic block may overdraw it.
+    /// Instructions left before `dispatch` leaves; a basic block may overdraw this budget.
     pub(crate) budget: i64,
     pub(crate) user: User,
     pub(crate) translations: Translations<WalkCache>,
     pub(crate) sys: System,
     /// Why the last access was [`crate::mem::Blocked`].
     pub(crate) why: Why,
-    /// One instruction is executed alone: it may write decoded pages.
+    /// An instruction is executed alone: it may write decoded pages.
     pub(crate) stepping: bool,
     /// Decoded pages written while stepping.
     pub(crate) code_written: Vec<Gfn>,
     pub(crate) replay: Replay,
     pub(crate) apic: Lapic,
-    /// The CPUID that the machine has set.
+    /// The CPUID set by the machine.
     pub(crate) announced: Announced,
     pub(crate) clock: Arc<dyn Clock>,
 }
@@ -109,7 +108,7 @@ impl Core {
         }
     }
 
-    /// Whether interrupts are taken before the next instruction.
+    /// Whether the processor takes interrupts before the next instruction.
     pub(crate) fn is_interruptible(&self) -> bool {
         self.rflags & IF != 0 && !self.sys.interrupt_shadow
     }
@@ -119,7 +118,7 @@ impl Core {
         self.rflags | self.flags.bits()
     }
 
-    /// Sets RFLAGS from an image that has passed the architecture's checks.
+    /// Sets RFLAGS from an image checked by the architecture's rules.
     pub(crate) fn set_rflags(&mut self, image: u64) {
         self.flags.set_bits(image & crate::flags::ARITHMETIC);
         self.rflags = image & !crate::flags::ARITHMETIC | ALWAYS;

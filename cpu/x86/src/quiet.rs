@@ -1,4 +1,4 @@
-//! Flags that no instruction can read need not be stored.
+//! Leaves out the store of flags that no instruction can read.
 //!
 //! ```text
 //!   add rcx, rax      flags overwritten below and not read before: QuietAddRr64
@@ -16,7 +16,7 @@ use crate::arith::shift;
 use crate::lower_tables::quiet;
 use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op};
 
-/// What an op that cannot leave the basic block does to the arithmetic flags.
+/// The effect of an op on the arithmetic flags, if the op cannot leave the basic block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Effect {
     /// Neither reads nor writes them.
@@ -43,7 +43,7 @@ pub(crate) fn silence(block: &mut [Op]) {
             (Some(quiet), _) => *op = quiet,
             (_, Effect::None) => {}
             (_, Effect::All) => dead = true,
-            // An op that is kept needs the flags that it does not write.
+            // A kept op needs the flags that it does not write.
             (_, Effect::Some | Effect::Seen) => dead = false,
         }
     }
@@ -85,7 +85,7 @@ fn is_plain_rotate(op: &Op) -> bool {
     plain && matches!(op.aux, shift::ROL | shift::ROR)
 }
 
-/// The op that does the same without flags.
+/// The same op without flags.
 fn without_flags(op: &Op) -> Option<Op> {
     let by = |imm: i32, codes: [Code; 2]| Op {
         code: codes[usize::from(op.width() == 3)],

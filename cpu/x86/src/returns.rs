@@ -13,8 +13,8 @@ use crate::state::bits::EFER_SCE;
 use crate::state::{Exception, System, Trap, is_canonical};
 use crate::walk::User;
 
-/// Flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT AC
-/// ID. RF is dropped: it suppresses a breakpoint for one instruction, and breakpoints are never
+/// The flags that IRET and SYSRET take from their operand at any level: CF PF AF ZF SF TF DF OF NT
+/// AC ID. RF is dropped: it suppresses a breakpoint for one instruction, and breakpoints are never
 /// hit here.
 const USER_FLAGS: u64 = 0x0024_4dd5;
 
@@ -88,7 +88,7 @@ fn returned_flags(cpl: u8, old: u64, popped: u64, width: Width) -> u64 {
     old & !(mask | rflags::RF) | popped & mask | rflags::ONE
 }
 
-/// Far RET with an operand of `width`, which drops `extra` bytes of arguments.
+/// Far RET with an operand of `width`. Drops `extra` bytes of arguments.
 ///
 /// # Errors
 /// As [`iret`], without NT.
@@ -159,7 +159,7 @@ pub(crate) fn jump_far(
     Ok(())
 }
 
-/// Checks the CS that a return pops, and gives the new CPL: its RPL.
+/// Checks the popped CS of a return, and gives the new CPL: its RPL.
 fn return_code(m: &mut impl Linear, cs: u16) -> Result<u8, Trap> {
     if segments::is_null(cs) {
         return Err(Exception::GP0.into());
@@ -182,7 +182,7 @@ fn return_code(m: &mut impl Linear, cs: u16) -> Result<u8, Trap> {
     Ok(rpl)
 }
 
-/// Loads CS, and SS where it was popped.
+/// Loads CS, and SS if it was popped.
 fn enter(sys: &mut System, cs: u16, cpl: u8, ss: Option<u16>) {
     let outer = cpl > sys.cpl;
     sys.selectors[Segment::Cs as usize] = cs;
@@ -195,7 +195,7 @@ fn enter(sys: &mut System, cs: u16, cpl: u8, ss: Option<u16>) {
     }
 }
 
-/// The values that SYSCALL saves in general registers.
+/// SYSCALL's saved values in general registers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Saved {
     /// RIP of the next instruction.
@@ -223,8 +223,8 @@ pub(crate) fn syscall(sys: &mut System, flow: &mut Flow) -> Result<Saved, Trap> 
     Ok(saved)
 }
 
-/// SYSRET with a 64-bit operand, from the RCX and R11 in `saved`. The 32-bit form returns to
-/// compatibility mode, which does not exist here: the executor raises #UD for it.
+/// SYSRET with a 64-bit operand, from the RCX and R11 in `saved`. The executor raises #UD for the
+/// 32-bit form, because its target, compatibility mode, does not exist here.
 ///
 /// # Errors
 /// #UD without EFER.SCE; #GP(0) above CPL 0 and for a non-canonical RCX, both at the caller's

@@ -1,7 +1,7 @@
 //! A processor's state as values, for saving and restoring it between two runs.
 //!
-//! A state may be damaged or hostile. Each value is checked before anything changes. An error names
-//! the field.
+//! A state may be damaged or hostile. Every value is checked before the first change. An error
+//! names the field.
 
 use crate::cpu::{Cpu, Regs};
 use crate::seam::State;
@@ -121,7 +121,7 @@ impl Cpu {
     /// Whether this processor can be in `state`.
     ///
     /// # Errors
-    /// [`Refused`], with the first field that it cannot have.
+    /// [`Refused`], with the first impossible field.
     pub fn check(&self, state: &State) -> Result<(), Refused> {
         check_regs(&state.regs)?;
         check_system(&state.system)?;
@@ -133,8 +133,8 @@ impl Cpu {
         state.exception.as_ref().map_or(Ok(()), check_exception)
     }
 
-    /// The whole state of the processor; `None` in the middle of an instruction that waits for an
-    /// answer of a device or an MSR, or holds one. A timer that is due requests its interrupt.
+    /// The whole state of the processor; `None` in the middle of an instruction that waits for the
+    /// answer of a device or an MSR, or holds one. A due timer requests its interrupt.
     pub(crate) fn state(&mut self) -> Option<State> {
         if !self.core.replay.is_idle() {
             return None;

@@ -1,4 +1,4 @@
-//! The x86 processor as a hypervisor sees any processor: [`lacuna_cpu::Processor`].
+//! The x86 processor's interface to a hypervisor: [`lacuna_cpu::Processor`].
 
 use crate::ApicBus;
 use crate::apic::ApicRegisters;
@@ -11,7 +11,7 @@ use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
 use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
 
-/// The exits that x86 alone has.
+/// The exits of x86 only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Own {
     /// OUT. The instruction is complete.
@@ -20,10 +20,10 @@ pub enum Own {
         port: u16,
         /// 1, 2 or 4 bytes.
         size: u8,
-        /// What was written, zero-extended.
+        /// The written value, zero-extended.
         value: u32,
     },
-    /// IN: give the value with [`Cpu::complete_read`] before the next run.
+    /// IN: provide the value with [`Cpu::complete_read`] before the next run.
     IoIn {
         /// Port number.
         port: u16,
@@ -65,8 +65,8 @@ impl From<Exit> for lacuna_cpu::Exit<Own> {
     }
 }
 
-/// The whole state of an x86 processor, between two instructions. The features that
-/// [`Cpu::set_kvm_features`] has set belong to the machine and are not part of it.
+/// The whole state of an x86 processor, between two instructions. The features of
+/// [`Cpu::set_kvm_features`] belong to the machine and are not included.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct State {
     /// General registers, RIP and RFLAGS.
@@ -76,7 +76,7 @@ pub struct State {
     pub system: System,
     /// The local APIC.
     pub apic: ApicRegisters,
-    /// The exception that the next run begins with.
+    /// The exception at the begin of the next run.
     pub exception: Option<Exception>,
 }
 

@@ -22,7 +22,7 @@ pub(crate) enum Segment {
 #[derive(Clone, Copy)]
 pub(crate) struct Descriptor {
     raw: u64,
-    /// Where it was read.
+    /// The address of the read.
     address: u64,
 }
 
@@ -74,9 +74,8 @@ impl Descriptor {
         (self.raw >> 16 & 0xff_ffff) | (self.raw >> 56 << 24)
     }
 
-    /// LAR. Bits 19 to 16, which the manual leaves undefined, are the descriptor's, as on the
-    /// processors that tests have run on.
-    /// In IA-32e mode an LDT's descriptor is not valid for it (SDM vol 2 table 3-53).
+    /// LAR. Bits 19 to 16 are undefined in the manual; here they are the descriptor's, as on tested
+    /// processors. In IA-32e mode an LDT's descriptor is not valid for LAR (SDM vol 2 table 3-53).
     pub(crate) fn access_rights(self) -> Option<u32> {
         let valid = self.is_segment() || self.is_tss() || self.kind() == CALL_GATE;
         valid.then_some((self.raw >> 32) as u32 & 0x00ff_ff00)
@@ -131,10 +130,10 @@ pub(crate) const fn code(selector: u16) -> u32 {
     (selector & !3) as u32
 }
 
-/// Reads the 8-byte descriptor of a selector that is not null.
+/// Reads the 8-byte descriptor of a non-null selector.
 ///
 /// # Errors
-/// `outside` if the descriptor lies past the table's limit, and what the read itself raises.
+/// `outside` if the descriptor lies past the table's limit, and the errors of the read itself.
 pub(crate) fn fetch(
     m: &mut impl Linear,
     selector: u16,
@@ -149,7 +148,7 @@ pub(crate) fn fetch(
 /// 2 "VERR").
 ///
 /// # Errors
-/// What the read of the descriptor raises.
+/// The errors of the descriptor's read.
 pub(crate) fn visible(m: &mut impl Linear, selector: u16) -> Result<Option<Descriptor>, Trap> {
     let Some(address) = locate(m.system(), selector).filter(|_| !is_null(selector)) else {
         return Ok(None);
@@ -212,8 +211,7 @@ pub(crate) fn load(m: &mut impl Linear, segment: Segment, selector: u16) -> Resu
     Ok(())
 }
 
-/// Checks a selector that becomes SS at privilege `cpl`. Null is allowed in 64-bit mode below CPL
-/// 3.
+/// Checks the new selector of SS at privilege `cpl`. Null is allowed in 64-bit mode below CPL 3.
 ///
 /// # Errors
 /// #GP or #SS with the selector, traps of memory.
@@ -237,8 +235,8 @@ pub(crate) fn stack_segment(m: &mut impl Linear, selector: u16, cpl: u8) -> Resu
     descriptor.touch(m)
 }
 
-/// On a return to an outer level, data segments that the new level may not use become null (SDM vol
-/// 3 5.8.6).
+/// On a return to an outer level, nulls the data segments that the new level may not use (SDM vol 3
+/// 5.8.6).
 pub(crate) fn drop_inner(sys: &mut System) {
     for segment in [Segment::Es, Segment::Ds, Segment::Fs, Segment::Gs] {
         let dpl = &mut sys.segment_dpl[segment as usize];
@@ -327,7 +325,7 @@ fn system_segment(
     let low = fetch(m, selector, bad)?;
     let high = m.read(low.address.wrapping_add(8), Width::W64, User::Supervisor)?;
     let base = low.base() | high << 32;
-    // Bits 12 to 8 of the last doubleword are where a type would be: they must be zero.
+    // Bits 12 to 8 of the last doubleword, at a type's place, must be zero.
     if low.is_segment() || low.kind() != kind || high >> 40 & 0x1f != 0 || !is_canonical(base) {
         return Err(bad.into());
     }

@@ -31,7 +31,7 @@ pub(crate) fn push_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touc
     push(core, bus, op.width(), value)
 }
 
-/// POP into E. An address that uses RSP uses the value after the pop. If an earlier op computes the
+/// POP into E. An address with RSP uses the value after the pop. If an earlier op computes the
 /// address, that op has added the change of RSP.
 pub(crate) fn pop_operand(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()> {
     let (width, rsp) = (op.width(), core.r[RSP]);

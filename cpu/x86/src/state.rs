@@ -1,4 +1,4 @@
-//! Architectural state, and the two ways an instruction can fail to complete.
+//! Architectural state, and the reasons why an instruction does not complete.
 
 use crate::tsc::{Tsc, TscRate};
 use lacuna_cpu::{Space, Stop};
@@ -6,7 +6,7 @@ use lacuna_cpu::{Space, Stop};
 /// Why an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Trap {
-    /// An exception of the architecture: delivered to the guest through its IDT.
+    /// An architectural exception: delivered to the guest through its IDT.
     Exception(Exception),
     /// A stop of the machine: the run loop leaves, and the instruction is executed again later.
     Stop(Stop),
@@ -98,7 +98,7 @@ impl From<Exception> for Trap {
     }
 }
 
-/// A descriptor-table register or TR: where the table or segment lies.
+/// A descriptor-table register or TR: the place of the table or segment.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Table {
     /// Linear base address.
@@ -151,8 +151,8 @@ pub(crate) const fn is_canonical(va: u64) -> bool {
     ((va << 16) as i64 >> 16) as u64 == va
 }
 
-/// System registers: everything but general registers, RIP and the arithmetic flags, which the
-/// executor keeps in its own (lazy) form.
+/// System registers: everything but general registers, RIP and the arithmetic flags. The executor
+/// keeps these in its own (lazy) form.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct System {
     /// CR0; PE and PG are always set (long mode only).
@@ -165,13 +165,13 @@ pub struct System {
     pub cr4: u64,
     /// EFER; LME and LMA are always set.
     pub efer: u64,
-    /// Current privilege level, 0 or 3 (1 and 2 are allowed but nothing uses them).
+    /// Current privilege level, 0 or 3 (1 and 2 are allowed, but unused).
     pub cpl: u8,
     /// Selectors: ES CS SS DS FS GS.
     pub selectors: [u16; 6],
-    /// DPL of the segment in each selector. A return to an outer level uses it to find the
-    /// selectors that become null. It is 3 for a null selector, conforming code, CS and SS, which
-    /// never do.
+    /// DPL of the segment in each selector. A return to an outer level finds here the selectors
+    /// that must become null. It is 3 for a null selector, conforming code, CS and SS, which never
+    /// become null.
     pub segment_dpl: [u8; 6],
     /// FS base.
     pub fs_base: u64,
@@ -218,8 +218,8 @@ pub struct System {
 }
 
 impl System {
-    /// The state in which a vCPU starts: long mode, CPL 0, paging on with the tables at `cr3`, flat
-    /// null segments, empty descriptor tables, a TSC of 1 GHz. Every other register is as after a
+    /// A vCPU's initial state: long mode, CPL 0, paging on with the tables at `cr3`, flat null
+    /// segments, empty descriptor tables, a TSC of 1 GHz. Every other register is as after a
     /// hardware reset.
     pub fn long_mode(cr3: u64) -> Self {
         use bits::{CR0_ET, CR0_NE, CR0_PE, CR0_PG, CR4_PAE, EFER_LMA, EFER_LME};

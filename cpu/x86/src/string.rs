@@ -1,9 +1,9 @@
 //! String instructions: MOVS, STOS, LODS, SCAS, CMPS with their REP prefixes.
 //!
 //! Every iteration leaves the registers as the architecture specifies, so a fault keeps the
-//! iterations that are done. Forward copies and fills go page by page. One execution does a bounded
-//! piece of a long REP and then asks for another ([`Why::Again`]), so that the run loop can check
-//! for interrupts and requests in between. It charges the budget for the iterations.
+//! completed iterations. Forward copies and fills go page by page. One execution completes a
+//! bounded piece of a long REP and then requests another ([`Why::Again`]), so that the run loop can
+//! check for interrupts and requests in between. It charges the budget for the iterations.
 
 use crate::arith::mask;
 use crate::flags::DF;
@@ -44,8 +44,8 @@ pub(crate) fn execute(core: &mut Core, bus: &mut impl Bus, op: &Op) -> Touch<()>
     }
     let mut spent = 0;
     let outcome = s.repeat(core, bus, &mut spent);
-    // A piece costs at least one. Otherwise a long REP that does one iteration at a time would be
-    // free. A piece that is blocked before its first iteration costs nothing.
+    // A piece costs at least one. Otherwise a long REP with one iteration at a time would be free.
+    // A piece blocked before its first iteration costs nothing.
     let piece = u64::from(spent > 0 && outcome.is_err());
     core.budget -= (spent / ITERATIONS_PER_INSTRUCTION).max(piece) as i64;
     outcome
@@ -154,8 +154,8 @@ impl Strings {
         Ok(())
     }
 
-    /// Does as many iterations of a forward MOVS or STOS as fit into the pages they start in; 0 if
-    /// they must be done one by one. The caller updates RCX.
+    /// Completes as many iterations of a forward MOVS or STOS as fit into their first pages; 0 if
+    /// they must go one by one. The caller updates RCX.
     fn block_move(&self, core: &mut Core, bus: &mut impl Bus, count: u64) -> Touch<u64> {
         if !matches!(self.kind, MOVS | STOS) || core.rflags & DF != 0 || core.stepping {
             return Ok(0);
@@ -210,7 +210,7 @@ const fn offset(va: u64) -> usize {
     va as usize & (PAGE_SIZE - 1)
 }
 
-/// Whether a forward copy would read bytes that it has written.
+/// Whether a forward copy would read its own written bytes.
 const fn overruns(to: usize, from: usize, len: usize) -> bool {
     to > from && to - from < len
 }
@@ -225,7 +225,7 @@ fn repeated(value: u64, width: u8) -> u64 {
     }
 }
 
-/// The page for a block move; `None` if the page does not take plain accesses.
+/// The page for a block move; `None` if it does not allow plain accesses.
 fn page(core: &mut Core, bus: &mut impl Bus, va: u64, access: Access) -> Touch<Option<HostPage>> {
     let known = if access.is_write() {
         core.translations.front.tlb.writable_page(va)

@@ -28,7 +28,7 @@ const RDX: usize = 2;
 const RBX: usize = 3;
 const R11: usize = 11;
 
-/// What the run loop does after a system op has completed, or has to wait.
+/// The run loop's action after a system op has completed, or must wait.
 pub(crate) enum Done {
     /// Continue behind it.
     Next,
@@ -36,7 +36,7 @@ pub(crate) enum Done {
     Untrapped,
     /// RIP is set.
     Jumped,
-    /// RIP is set. The trap flag that was loaded, not the old one, decides whether #DB follows.
+    /// RIP is set. The new trap flag, not the old one, decides whether #DB follows.
     SystemCall,
     /// Continue behind it, after a flush.
     Flush(Flush),
@@ -64,7 +64,7 @@ const KINDS: [Sys; 47] = [
     Sys::JumpFar, Sys::Crossing,
 ];
 
-/// Executes `op`; the instruction behind it is at `next`. An error leaves the state as it was.
+/// Executes `op`; the instruction behind it is at `next`. An error leaves the state unchanged.
 pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcome {
     let kind = KINDS[op.aux as usize % KINDS.len()];
     match kind {
@@ -211,7 +211,7 @@ fn pop_flags<B: Bus>(m: &mut View<'_, B>, op: &Op) -> Outcome {
     Ok(Done::Next)
 }
 
-/// The flags after POPF at `cpl`: flags that it may not change stay.
+/// The flags after POPF at `cpl`: forbidden flags stay.
 fn popped_flags(cpl: u8, old: u64, image: u64, width: Width) -> u64 {
     let mut writable = ARITHMETIC | TF | DF | NT | AC | ID;
     if u64::from(cpl) <= (old & IOPL) >> 12 {

@@ -1,4 +1,4 @@
-//! Address spaces by PCID. A model of what a TLB may return checks which translations are used.
+//! Address spaces by PCID. A model of a TLB's possible answers checks the used translations.
 //! Further tests check that certain accesses and switches need no bus look-up.
 
 use crate::Cpu;
@@ -28,8 +28,7 @@ const SHARED: u64 = 0x90;
 /// Frames of small pages, and first frames of large ones.
 const FRAMES: u64 = 0x800;
 const BLOCKS: [u64; 2] = [0x400, 0x600];
-/// Pages accessed: in the 2 MiB that each address space has for itself, and in the 2 MiB of global
-/// pages.
+/// Accessed pages: in each address space's own 2 MiB, and in the 2 MiB of global pages.
 const OWN: [u64; 3] = [0, 1, 511];
 const GLOBALS: [u64; 2] = [512, 513];
 
@@ -49,7 +48,7 @@ struct Guest {
     space: u64,
 }
 
-/// Memory in which each page holds its frame's number.
+/// Memory with each frame's number in its page.
 fn memory() -> Ram {
     let mut ram = Ram::default();
     for block in BLOCKS {
@@ -65,7 +64,7 @@ fn memory() -> Ram {
 }
 
 impl Guest {
-    /// The memory may have been used by another guest.
+    /// Another guest may have used the memory.
     fn new(mut ram: Ram) -> Self {
         ram.take_back();
         for space in 0..SPACES {
@@ -91,8 +90,7 @@ impl Guest {
 
     fn set_cr(&mut self, number: u32, value: u64) {
         let core = &mut self.cpu.core;
-        // Only a kernel may do this, but it matters for the flush which privilege's TLB is in
-        // front.
+        // Only a kernel may do this, but the flush depends on which privilege's TLB is in front.
         let cpl = std::mem::replace(&mut core.sys.cpl, 0);
         let flush = write_cr(&mut core.sys, &mut core.apic, number, value).unwrap();
         core.sys.cpl = cpl;
@@ -141,7 +139,7 @@ impl Guest {
     }
 }
 
-/// What the tables have said, and when.
+/// The values of the tables, with their times.
 #[derive(Default)]
 struct Model {
     now: u64,
@@ -190,7 +188,7 @@ impl Model {
             .map(|&(_, value)| value)
     }
 
-    /// A page fault at `page`: returns what is mapped there now. The fault drops the page from the
+    /// A page fault at `page`: returns the present mapping. The fault drops the page from the
     /// current address space (SDM vol 3A 4.10.4.1); another one may keep its entry for a global
     /// page.
     fn fault(&mut self, space: u64, page: u64) -> Vec<u64> {
@@ -216,8 +214,8 @@ impl Model {
 
     fn invalidate(&mut self, space: u64, page: u64) {
         if page < 512 {
-            // The other pages of a large leaf are dropped with it. Pages of small leaves may stay;
-            // the test does not require that they are dropped here.
+            // The other pages of a large leaf are dropped with it. Pages of small leaves may stay
+            // or be dropped.
             self.own.insert((space, page), self.now);
         } else {
             self.globals.insert(page, self.now);
@@ -270,7 +268,7 @@ fn take(step: Step, guest: &mut Guest, model: &mut Model) {
                         "{frame:#x} was taken back"
                     );
                 }
-                // A page that is reported absent is absent now, or was when last seen.
+                // A page reported as absent is absent now, or was at its last access.
                 None => {
                     let now = model.fault(guest.space, page);
                     assert!(now.is_empty(), "{page} is mapped to {now:#x?}");
@@ -341,7 +339,7 @@ thread_local! {
     static MEMORY: Cell<Option<Ram>> = const { Cell::new(None) };
 }
 
-/// A guest in which every address space maps its own pages and the global ones.
+/// A guest whose address spaces each map their own pages and the global ones.
 fn mapped() -> Guest {
     let (mut guest, mut model) = (
         Guest::new(MEMORY.take().unwrap_or_else(memory)),
@@ -388,7 +386,7 @@ fn as_many_address_spaces_as_it_keeps_walk_once() {
         guest.enter(space, CR3_NO_FLUSH);
         assert_eq!(lookups(&mut guest), 0, "{space} is back");
     }
-    // One more takes the place of the least recently used one: the order was 3, 2, 1, 0.
+    // One more replaces the least recently used one: the order was 3, 2, 1, 0.
     guest.enter(kept, CR3_NO_FLUSH);
     assert!(lookups(&mut guest) > 0);
     for (space, known) in [(0, true), (1, true), (2, true), (3, false)] {
@@ -417,8 +415,8 @@ fn a_switch_that_flushes_leaves_global_pages_and_other_address_spaces() {
     assert!(lookups(&mut guest) > 0, "the current one's own");
 }
 
-/// Host pointers must not outlive a shoot-down. So a flush leaves out no address space, whichever
-/// is current and whatever privilege runs.
+/// Host pointers must not outlive a shoot-down. So a flush includes every address space, whichever
+/// is current, and at any privilege.
 #[test]
 fn a_flush_by_the_host_leaves_nothing_in_any_address_space() {
     let kept = PARKED as u64 + 1;

@@ -50,12 +50,12 @@ impl TscRate {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Tsc {
     rate: TscRate,
-    /// What it read when the clock read zero.
+    /// The TSC's value when the clock read zero.
     offset: u64,
 }
 
 impl Tsc {
-    /// It reads `offset` when the clock reads zero.
+    /// A TSC with the value `offset` when the clock reads zero.
     pub const fn new(rate: TscRate, offset: u64) -> Self {
         Self { rate, offset }
     }
@@ -65,17 +65,17 @@ impl Tsc {
         self.rate
     }
 
-    /// What RDTSC reads at `now`.
+    /// The value of RDTSC at `now`.
     pub const fn at(&self, now: Nanos) -> u64 {
         self.rate.ticks(now).wrapping_add(self.offset)
     }
 
-    /// From now on it counts from `value`.
+    /// Counts from `value` from now on.
     pub(crate) const fn set(&mut self, value: u64, now: Nanos) {
         self.offset = value.wrapping_sub(self.rate.ticks(now));
     }
 
-    /// The first time from `now` on when it reads `value` or more.
+    /// The first time from `now` on when the TSC has `value` or more.
     pub(crate) fn when(&self, value: u64, now: Nanos) -> Nanos {
         let left = value.saturating_sub(self.at(now));
         let ticks = u128::from(self.rate.ticks(now)) + u128::from(left);

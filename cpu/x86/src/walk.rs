@@ -11,10 +11,10 @@
 //! walk that would end in a fault drops its cache entry and reads the tables themselves.
 //!
 //! The walk asks for table pages with [`Access::Write`], as hardware with EPT A/D bits does. A
-//! table without memory behind it reads as all ones, and faults because of its reserved bits. A
-//! table in a read-only slot (firmware keeps its first page tables in ROM) is read, and its A and D
-//! bits stay as they are, set or not: the walk continues as if it had set them. KVM's walker does
-//! the same (Linux, arch/x86/kvm/mmu/paging_tmpl.h, `update_accessed_dirty_bits`).
+//! table without memory reads as all ones, and faults because of its reserved bits. A table in a
+//! read-only slot (firmware keeps its first page tables in ROM) is read, and its A and D bits stay
+//! unchanged: the walk continues as if it had set them. KVM's walker does the same (Linux,
+//! arch/x86/kvm/mmu/paging_tmpl.h, `update_accessed_dirty_bits`).
 
 use crate::state::bits::{CR0_WP, CR4_PGE, CR4_SMEP, EFER_NXE};
 use crate::state::{Exception, System, Trap, is_canonical};
@@ -34,11 +34,10 @@ const NO_EXECUTE: u64 = 1 << 63;
 const FRAME: u64 = 0x0000_ffff_ffff_f000;
 /// Bits above the 48 physical address bits of CPUID 0x80000008.
 const RESERVED_HIGH: u64 = 0x000f_0000_0000_0000;
-/// What an entry grants. NX is kept inverted, so that AND combines the rights of all levels.
+/// The rights of an entry. NX is kept inverted, so that AND combines the rights of all levels.
 const RIGHTS: u64 = WRITE | USER | NO_EXECUTE;
 
-/// After another vCPU has changed so many entries during a walk, the walk gives up and returns to
-/// the run loop.
+/// After this many changes of entries by other vCPUs, a walk gives up and returns to the run loop.
 const MAX_RACES: usize = 16;
 
 /// The privilege of a memory access: `Supervisor` at CPL 0 to 2 and for implicit accesses to
@@ -98,14 +97,14 @@ impl WalkCache {
     const SLOTS: usize = 1024;
     const TAG_BITS: u32 = 27;
 
-    /// Whether a walk since the last [`Self::take_wrote_code`] has set an A or D bit in a page that
-    /// holds decoded instructions.
+    /// Whether a walk since the last [`Self::take_wrote_code`] has set an A or D bit in a page with
+    /// decoded instructions.
     pub(crate) fn wrote_code(&self) -> bool {
         self.wrote_code
     }
 
-    /// Whether a walk since the last call has set an A or D bit in a page that holds decoded
-    /// instructions. The bus has notified the other vCPUs; the caller drops its own.
+    /// As [`Self::wrote_code`], and forgets it. The bus has notified the other vCPUs; the caller
+    /// drops its own decoded instructions.
     pub(crate) fn take_wrote_code(&mut self) -> bool {
         std::mem::take(&mut self.wrote_code)
     }
@@ -264,7 +263,7 @@ impl<B: Bus> Walker<'_, B> {
         Ok((page, gfn, entry ^ NO_EXECUTE))
     }
 
-    /// The table page `gfn`, which cannot be written to.
+    /// The read-only table page `gfn`.
     #[cold]
     fn read_only_table(&mut self, gfn: Gfn) -> Result<HostPage, Miss> {
         match self.bus.page(gfn, Access::Read) {
@@ -337,8 +336,7 @@ impl<B: Bus> Walker<'_, B> {
         })
     }
 
-    /// Sets `bits` in the entry, which was loaded as `entry` (NX inverted), if the table is
-    /// writable.
+    /// Sets `bits` in the entry, loaded as `entry` (NX inverted), if the table is writable.
     #[inline(always)]
     fn update(
         &mut self,
@@ -362,7 +360,7 @@ impl<B: Bus> Walker<'_, B> {
         Ok(())
     }
 
-    /// The error-code bits that depend on the access alone: W/R, U/S, I/D.
+    /// The error-code bits of the access itself: W/R, U/S, I/D.
     fn error_bits(&self) -> u32 {
         let fetch_counts = self.sys.efer & EFER_NXE != 0 || self.sys.cr4 & CR4_SMEP != 0;
         let kind = match self.access {

@@ -1,4 +1,4 @@
-//! The part of each local APIC that other threads use: its IRR, and how it is addressed.
+//! The shared part of each local APIC: its IRR and its address.
 
 use lacuna_cpu::Wake;
 use lacuna_sync::shim::{AtomicU64, Ordering};
@@ -17,8 +17,7 @@ struct Inbox {
     address: AtomicU64,
 }
 
-/// How an APIC is addressed. It is stored as one word, so that a sender never sees half of a
-/// change.
+/// An APIC's address. It is stored as one word, so that a sender never sees half of a change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Address {
     /// LDR; in xAPIC mode bits 31 to 24 count.
@@ -61,8 +60,8 @@ impl Address {
     }
 }
 
-/// The destination of an interrupt. Broadcast has a case of its own: its number differs between the
-/// two modes.
+/// The destination of an interrupt. Broadcast has its own case: its number differs between the two
+/// modes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Destination {
     Physical(u32),
@@ -71,7 +70,7 @@ pub(super) enum Destination {
     AllBut(usize),
 }
 
-/// How many of the addressed APICs get the interrupt.
+/// Which of the addressed APICs get the interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Delivery {
     /// All of them.
@@ -105,8 +104,7 @@ impl ApicBus {
     }
 
     /// Requests `vector` on vCPU `index`, as an edge-triggered message does. Any thread may call
-    /// this. As on hardware, a vector below 16 is ignored, and so is an APIC that is disabled or
-    /// absent.
+    /// this. As on hardware, this ignores a vector below 16, and a disabled or absent APIC.
     pub fn post(&self, index: usize, vector: u8) {
         if self
             .inboxes
@@ -138,8 +136,8 @@ impl ApicBus {
         }
     }
 
-    /// Sets an IRR bit. Wakes the vCPU if the bit was clear. If it was set, the thread that set it
-    /// wakes the vCPU.
+    /// Sets an IRR bit. Wakes the vCPU if the bit was clear; otherwise the thread that has set it
+    /// does.
     fn request(&self, index: usize, vector: u8) {
         if vector >= 16 && self.raise(index, vector) {
             self.wake.wake(index);

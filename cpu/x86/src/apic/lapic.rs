@@ -1,4 +1,4 @@
-//! One vCPU's local APIC, as its processor uses it. The guest's register accesses are in
+//! One vCPU's local APIC, from its processor's side. The guest's register accesses are in
 //! `registers.rs`.
 
 use super::bus::{Address, ApicBus, highest, split};
@@ -8,7 +8,7 @@ use lacuna_addr::{Gfn, Gpa};
 use lacuna_sync::Nanos;
 use std::sync::Arc;
 
-/// Where the xAPIC page lies; it cannot be moved.
+/// The fixed address of the xAPIC page.
 const MMIO_BASE: u64 = 0xfee0_0000;
 /// `IA32_APIC_BASE` bits.
 const BASE_BSP: u64 = 1 << 8;
@@ -43,9 +43,9 @@ impl Mode {
     }
 }
 
-/// The entries of the local vector table that have a source here, by their position from offset
-/// 0x320. The entries between them (thermal sensor, performance counter, LINT0, LINT1) keep what
-/// the guest writes, and never raise an interrupt.
+/// The entries of the local vector table with a source here, by their position from offset 0x320.
+/// The entries between them (thermal sensor, performance counter, LINT0, LINT1) keep the guest's
+/// values, and never raise an interrupt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Lvt {
     Timer = 0,
@@ -61,7 +61,7 @@ pub(crate) struct Lapic {
     pub(super) isr: [u64; 4],
     pub(super) tpr: u8,
     pub(super) svr: u32,
-    /// The errors so far, and those that the guest's last write to ESR has latched.
+    /// The errors so far, and in `esr` the errors latched by the guest's last write to ESR.
     pub(super) errors: u32,
     pub(super) esr: u32,
     pub(super) lvt: [u32; 6],
@@ -120,7 +120,7 @@ impl Lapic {
         self.is_enabled() && self.svr & SVR_ENABLE != 0
     }
 
-    /// Takes a fixed interrupt. The caller is the vCPU's own thread, so no thread has to be woken.
+    /// Takes a fixed interrupt. The caller is the vCPU's own thread, so no wake-up is needed.
     pub(crate) fn receive(&mut self, vector: u8) {
         if !self.is_accepting() {
             return;
@@ -142,9 +142,8 @@ impl Lapic {
         highest(&self.bus.irr(self.index)).filter(|v| v >> 4 > self.ppr() >> 4)
     }
 
-    /// Moves `vector`, which [`Lapic::pending`] returned, from requested to in service, because the
-    /// processor delivers it. Call this after the frame has been pushed: a push may fail, and is
-    /// then repeated.
+    /// Moves `vector`, from [`Lapic::pending`], from requested to in service, because the processor
+    /// delivers it. Call this after the push of the frame: a failed push is repeated.
     pub(crate) fn accept(&mut self, vector: u8) {
         if self.bus.take(self.index, vector) {
             let (word, bit) = split(vector);
@@ -192,7 +191,7 @@ impl Lapic {
         (id >> 4) << 16 | 1 << (id & 15)
     }
 
-    /// Writes `IA32_APIC_BASE`. The BSP bit keeps its value, whatever is written.
+    /// Writes `IA32_APIC_BASE`. The BSP bit keeps its value.
     ///
     /// # Errors
     /// #GP(0) if the page is moved (not supported), for reserved bits, and for the transitions that
@@ -243,7 +242,7 @@ impl Lapic {
         }
     }
 
-    /// Tells the bus how this APIC is addressed now.
+    /// Passes this APIC's present address to the bus.
     pub(super) fn publish(&self) {
         self.bus.set_address(
             self.index,
@@ -263,8 +262,7 @@ impl Lapic {
             return;
         }
         match entry as u8 {
-            // The error entry has a bad vector itself, so the error can be recorded but not
-            // reported.
+            // The error entry itself has a bad vector, so the error is recorded but not reported.
             0..16 if lvt == Lvt::Error => self.errors |= ESR_RECEIVED_ILLEGAL,
             0..16 => self.error(ESR_RECEIVED_ILLEGAL),
             vector => {

@@ -133,7 +133,7 @@ impl Lapic {
             reg::ICR_HIGH => self.icr = u64::from(value) << 32 | u64::from(self.icr as u32),
             reg::LDR => self.ldr = value & 0xff00_0000,
             reg::DFR => self.dfr = value | 0x0fff_ffff,
-            // A register that does not exist, or the reserved timer mode.
+            // A missing register, or the reserved timer mode.
             _ => drop(self.write(number, value, now)),
         }
         self.publish();
@@ -167,7 +167,7 @@ impl Lapic {
     }
 
     fn write(&mut self, number: u32, value: u32, now: Nanos) -> Result<(), Refused> {
-        // A timer that is due fires with the settings that it had when it became due.
+        // A due timer fires with its settings from the moment when it became due.
         self.tick(now);
         match number {
             reg::TPR if value <= 0xff => self.tpr = value as u8,
@@ -205,8 +205,8 @@ impl Lapic {
         Ok(())
     }
 
-    /// Sends the interrupt that ICR describes: `low` is its low half, `to` the destination field in
-    /// the form of the current mode.
+    /// Sends the interrupt of ICR: `low` is its low half, `to` the destination field in the form of
+    /// the current mode.
     fn send(&mut self, low: u32, to: u32) {
         let broadcast = if self.mode == Mode::X2Apic {
             u32::MAX

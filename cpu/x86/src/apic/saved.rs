@@ -85,7 +85,7 @@ impl Lapic {
         for (number, place) in (0..).zip(&mut page) {
             *place = self.mmio_read(number as usize * 16, now);
         }
-        // The registers that a read gives in another form, or in one mode only.
+        // The registers with another form in a read, or with only one mode.
         page[reg::ID as usize] = (self.index() as u32) << 24;
         page[reg::ICR_HIGH as usize] = (self.icr >> 32) as u32;
         page[reg::ESR as usize] = self.esr | self.errors;
@@ -96,8 +96,8 @@ impl Lapic {
         }
     }
 
-    /// Takes over registers that [`ApicRegisters::check`] has passed. Interrupts requested here
-    /// until now are forgotten.
+    /// Takes over registers checked by [`ApicRegisters::check`]. Forgets the interrupts requested
+    /// here before.
     pub(crate) fn set_registers(&mut self, saved: &ApicRegisters, tsc: Tsc, now: Nanos) {
         let Some(mode) = saved.mode(self.index()) else {
             return;
@@ -107,7 +107,7 @@ impl Lapic {
         self.isr = saved.vectors(reg::ISR);
         self.tpr = saved.get(reg::TPR) as u8;
         self.svr = saved.get(reg::SVR);
-        // A guest writes ESR before it reads it, and finds there what was seen until then.
+        // A guest writes ESR before a read, which then returns the errors so far.
         (self.esr, self.errors) = (saved.get(reg::ESR), saved.get(reg::ESR));
         self.ldr = match mode {
             Mode::X2Apic => Self::x2_ldr(self.index()),

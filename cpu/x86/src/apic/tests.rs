@@ -1,4 +1,4 @@
-//! Priorities, timers, messages between processors, and what x2APIC and xAPIC mode refuse.
+//! Priorities, timers, messages between processors, and the refusals of x2APIC and xAPIC mode.
 
 use super::*;
 use crate::state::{Exception, Trap};
@@ -99,7 +99,7 @@ fn priorities() {
     apic.set_cr8(4).unwrap();
     assert_eq!((apic.pending(), apic.cr8()), (Some(0x52), 4));
     assert!(apic.set_cr8(16).is_err());
-    // Accepting a vector that is not requested (a reset took it back) puts nothing in service.
+    // The accept of an unrequested vector (after a reset) puts nothing in service.
     apic.accept(0x99);
     assert_eq!(apic.ppr(), 0x40);
 }
@@ -241,7 +241,7 @@ fn periodic() {
     assert_eq!(apic.next_deadline(), Some(T0.after(600_000)));
     apic.accept(0x40);
     assert_eq!(apic.pending(), None);
-    // The period is too short to run a vCPU in.
+    // The period is too short to run a vCPU.
     set(&mut apic, INITIAL, 1);
     assert_eq!(apic.next_deadline(), Some(T0.after(timer::MIN_PERIOD_NS)));
     apic.tick(Nanos(u64::MAX));

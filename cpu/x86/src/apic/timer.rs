@@ -1,7 +1,7 @@
 //! The APIC timer: one-shot, periodic, TSC deadline (SDM vol 3 11.5.4).
 //!
-//! The timer counts down at 1 GHz divided by its divisor. No code does the counting: an armed timer
-//! is a point in time, and a read of the count computes it from the clock.
+//! The timer counts down at 1 GHz divided by its divisor. No code counts: an armed timer is a point
+//! in time, and a read of the count computes it from the clock.
 
 use crate::tsc::Tsc;
 use lacuna_sync::Nanos;
@@ -26,7 +26,7 @@ impl Mode {
     }
 }
 
-/// The shortest period. A guest that asks for less gets this; otherwise it could keep its vCPU
+/// The shortest period, also for a guest that asks for less: otherwise it could keep its vCPU
 /// thread in timer exits for ever (KVM has `min_timer_period_us` for the same reason).
 pub(super) const MIN_PERIOD_NS: u64 = 20_000;
 
@@ -37,7 +37,7 @@ pub(super) struct Timer {
     initial: u32,
     /// Divide configuration register: bits 3, 1, 0.
     divide: u32,
-    /// When it fires next, if it is armed.
+    /// The next firing time, if the timer is armed.
     due: Option<Nanos>,
     /// `IA32_TSC_DEADLINE`; 0 when disarmed.
     deadline: u64,

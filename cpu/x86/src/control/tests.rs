@@ -1,4 +1,4 @@
-//! Which values the control and debug registers take, and at which level.
+//! The values that control and debug registers accept, and at which level.
 
 use super::*;
 use crate::apic::tests::one;

@@ -1,5 +1,5 @@
-//! Delivers events at RIP: enters their handlers. If a delivery is stopped half-way, keeps the
-//! event.
+//! Delivers events at RIP: enters their handlers. Keeps the event if its delivery is stopped
+//! half-way.
 //!
 //! ```text
 //! exception of an instruction --+
@@ -9,8 +9,7 @@
 //!                         Exit::Stop, and Pending says what the next run starts with
 //! ```
 //! Most events need not be kept: the instruction is executed again and faults again, or the
-//! interrupt is still requested. Events that would not come again are kept as
-//! [`Pending::Exception`].
+//! interrupt is still requested. One-time events are kept as [`Pending::Exception`].
 
 use super::{Cpu, Progress};
 use crate::deliver::{self, Event, Outcome};
@@ -19,20 +18,20 @@ use crate::mem::View;
 use crate::state::{Exception, Trap};
 use lacuna_cpu::Bus;
 
-/// The event that the next run must deliver first. The last run left it, or the machine injected it
-/// since. During a run it is always [`Pending::Nothing`].
+/// The event that the next run must deliver first. The last run has left it, or the machine has
+/// injected it since. During a run it is always [`Pending::Nothing`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Pending {
     #[default]
     Nothing,
-    /// The delivery of an event was stopped, and the event comes again by itself.
+    /// The delivery of a repeating event was stopped.
     Again,
     /// An exception at RIP, before the next instruction and before any interrupt.
     Exception(Exception),
 }
 
 impl Pending {
-    /// The exception, if it would not come again by itself.
+    /// The exception, if it does not repeat by itself.
     pub(crate) fn exception(&self) -> Option<Exception> {
         match self {
             Self::Exception(exception) => Some(*exception),
@@ -57,8 +56,7 @@ impl Cpu {
         }
     }
 
-    /// Delivers an exception at RIP that no instruction would raise again. It stays pending until
-    /// its handler is entered.
+    /// Delivers a one-time exception at RIP. It stays pending until its handler is entered.
     pub(super) fn raise_once<B: Bus>(&mut self, bus: &mut B, exception: Exception) -> Option<Exit> {
         let exit = self.raise(bus, exception);
         if self.pending == Pending::Again {
@@ -91,7 +89,7 @@ impl Cpu {
                 self.progress = Progress::None;
                 self.core.replay.clear();
                 self.core.follow(flow);
-                // A handler that faults at once must not keep the run loop busy for ever.
+                // A handler that faults at once must not occupy the run loop for ever.
                 self.core.budget -= 1;
                 Ok(vector)
             }

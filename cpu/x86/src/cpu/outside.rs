@@ -1,4 +1,4 @@
-//! The calls that the machine makes between two runs of a processor.
+//! The machine's calls between two runs of a processor.
 
 use super::events::Pending;
 use super::{Cpu, Regs};
@@ -46,9 +46,9 @@ impl Cpu {
         self.flush_tlb();
     }
 
-    /// Gives the value for the last [`Exit::IoIn`](crate::Exit::IoIn) or
-    /// [`Exit::MmioRead`](crate::Exit::MmioRead). Ignored if the last exit was another, or has been
-    /// answered.
+    /// Provides the value for the last [`Exit::IoIn`](crate::Exit::IoIn) or
+    /// [`Exit::MmioRead`](crate::Exit::MmioRead). Ignored if the last exit was another one, or is
+    /// already answered.
     pub fn complete_read(&mut self, value: u64) {
         self.core.replay.answer(value);
     }
@@ -93,20 +93,20 @@ impl Cpu {
         }
     }
 
-    /// Sets the KVM features that CPUID announces in EAX of leaf 0x40000001, besides the
-    /// processor's own. They are the features of the MSRs that the machine answers. At first there
-    /// are none; a reset keeps them.
+    /// Sets the KVM features in EAX of CPUID leaf 0x40000001, besides the processor's own. They are
+    /// the features of the MSRs that the machine answers. At first there are none; a reset keeps
+    /// them.
     pub fn set_kvm_features(&mut self, bits: u32) {
         self.core.announced.kvm_features = bits;
     }
 
-    /// Sets what CPUID answers, in place of the processor's own. The caller announces nothing that
-    /// the processor has not, except by a leaf for the TSC's rate. A reset keeps it.
+    /// Sets CPUID's answers, in place of the processor's own. Except for the TSC's rate, the caller
+    /// announces only features of the processor. A reset keeps the answers.
     pub fn set_cpuid(&mut self, leaves: impl IntoIterator<Item = CpuidLeaf>) {
         self.core.announced.leaves = Some(leaves.into_iter().collect());
     }
 
-    /// What CPUID answers now, in EAX, EBX, ECX, EDX.
+    /// CPUID's present answer, in EAX, EBX, ECX, EDX.
     pub fn cpuid(&self, function: u32, index: u32) -> [u32; 4] {
         let core = &self.core;
         let leaf = cpuid(&core.sys, &core.apic, &core.announced, function, index);
@@ -120,9 +120,9 @@ impl Cpu {
         *tsc = Tsc::new(rate, tsc.at(Nanos(0)));
     }
 
-    /// Whether the processor would take an interrupt now, so that a fault may be injected too:
+    /// Whether the processor would take an interrupt now, so that a fault may be injected too.
     /// RFLAGS.IF is set, there is no STI or MOV SS shadow, no event is pending or was stopped
-    /// during its delivery, and no instruction waits for an answer of a device or an MSR, or holds
+    /// during its delivery, and no instruction waits for the answer of a device or an MSR, or holds
     /// one.
     pub fn interruptible(&self) -> bool {
         self.pending == Pending::Nothing
@@ -161,7 +161,7 @@ impl Cpu {
 
     /// Whether the next run would take an interrupt before its first instruction: an interrupt
     /// above the processor's priority is requested, and the processor is [`Cpu::interruptible`]. A
-    /// timer that is due by now counts.
+    /// timer due by now counts.
     pub fn has_interrupt(&mut self) -> bool {
         self.core.apic.tick(self.core.clock.now());
         self.interruptible() && self.core.apic.pending().is_some()
@@ -177,11 +177,10 @@ impl Cpu {
         self.core.sys.halted = false;
     }
 
-    /// Puts the processor back into the state that [`Cpu::new`] makes: registers, the APIC with its
-    /// timer and its requested interrupts, translations, half-done instructions, pending events.
-    /// The caller sets the initial state afterwards. [`Cpu::retired`] keeps counting. The CPUID
-    /// that was set and the TSC's rate stay. Decoded code stays too, because it still matches
-    /// memory.
+    /// Puts the processor back into the state of [`Cpu::new`]: registers, the APIC with its timer
+    /// and its requested interrupts, translations, half-done instructions, pending events. The
+    /// caller sets the initial state afterwards. [`Cpu::retired`] keeps counting. The set CPUID and
+    /// the TSC's rate stay. Decoded code stays too, because it still matches memory.
     pub fn reset(&mut self) {
         let (announced, rate) = (self.core.announced.clone(), self.core.sys.tsc.rate());
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));

@@ -176,7 +176,7 @@ fn software_interrupts_obey_the_gate() {
 
 type Change = fn(&mut Mock);
 
-/// What is wrong with the gate of vector 0x41, and the resulting vector and error code.
+/// The defect of vector 0x41's gate, and the resulting vector and error code.
 const BAD_GATES: &[(&str, Change, u8, u64)] = &[
     (
         "IDT limit",
@@ -273,7 +273,7 @@ fn a_stack_that_cannot_take_the_frame_is_a_stack_fault() {
     assert_eq!(m.get(flow.rsp), 1);
 }
 
-/// What a delivery through a gate does: it succeeds, or it raises #NP (contributory) or #PF.
+/// The result of a delivery through a gate: success, #NP (contributory) or #PF.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Spoil {
     Good,
@@ -364,12 +364,12 @@ fn cr2_is_the_last_page_faults_address() {
     assert_eq!(m.sys.cr2, IST3 - 8);
 }
 
-/// One access of a delivery is stopped, each in turn. Nothing changes, and the delivery after that
-/// gives the same result as without a stop.
+/// Each access of a delivery is stopped in turn. Nothing changes, and the next delivery gives the
+/// same result as without a stop.
 #[test]
 fn a_stop_half_way_changes_nothing() {
     let fault = Event::Exception(Exception::page_fault(7, 0xdead_b000));
-    // First a plain delivery, then one that turns into a double fault.
+    // First a plain delivery, then a double fault.
     for spoil in [Spoil::Good, Spoil::Contributory] {
         let fresh = || {
             let mut m = Mock::user();

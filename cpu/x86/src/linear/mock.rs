@@ -38,11 +38,11 @@ pub(crate) const BASED_DS: u16 = 0x68 | 3;
 pub(crate) const LDT_SEL: u16 = 0x70;
 pub(crate) const GDT_LIMIT: u32 = 0x7f;
 
-/// Bytes, and the faults that accesses to them raise.
+/// Bytes, and the faults of accesses to them.
 pub(crate) struct Mock {
     pub(crate) sys: System,
     bytes: BTreeMap<u64, u8>,
-    /// Pages that are absent: #PF.
+    /// Absent pages: #PF.
     pub(crate) absent: BTreeSet<u64>,
     /// Pages that CPL 3 may not touch.
     pub(crate) supervisor: BTreeSet<u64>,

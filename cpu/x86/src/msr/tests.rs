@@ -1,4 +1,4 @@
-//! Every MSR that exists, every refusal, and random accesses to all other indexes.
+//! Every existing MSR, every refusal, and random accesses to all other indexes.
 
 use super::*;
 use crate::apic::tests::one;
@@ -77,8 +77,8 @@ fn values_that_are_refused() {
         (EFER, EFER_LME | 1 << 1),
         (EFER, EFER_LME | 1 << 12),
         (EFER, EFER_LME | 1 << 63),
-        // KVM's MSRs, if an access gets this far: wall clock and system time old and new, async
-        // page faults, steal time, PV EOI.
+        // KVM's MSRs, if an access reaches this table: wall clock and system time old and new,
+        // async page faults, steal time, PV EOI.
         (0x11, 0),
         (0x12, 0),
         (0x4b56_4d00, 0),
@@ -140,8 +140,8 @@ fn only_cpl_0() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
-    /// Random accesses, in the whole range of indexes and near the existing MSRs: an access to an
-    /// MSR that does not exist changes nothing.
+    /// Random accesses, in the whole range of indexes and near the existing MSRs: an access to a
+    /// missing MSR changes nothing.
     #[test]
     fn nonsense(index: u32, near in 0..8usize, step in 0..0x200u32, value: u64) {
         let (mut sys, mut apic) = cpu();
@@ -160,7 +160,7 @@ proptest! {
     }
 }
 
-/// A sample of all 2^32 indexes, with a stride that is coprime to 2^32.
+/// A sample of all 2^32 indexes, with a stride coprime to 2^32.
 #[test]
 fn the_whole_index_space() {
     let (mut sys, mut apic) = cpu();

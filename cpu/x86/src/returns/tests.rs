@@ -106,7 +106,7 @@ fn narrower_irets_pop_narrower_words() {
     }
 }
 
-/// What is wrong with the frame, and the resulting exception.
+/// The frame's defect, and the resulting exception.
 const REFUSED: &[(&str, [u64; 5], Exception)] = &[
     ("null CS", [RIP, 3, 2, 0, 0x23], Exception::GP0),
     (
@@ -205,7 +205,7 @@ fn iret_refuses() {
     );
 }
 
-/// AC and ID, which a 16-bit operand does not contain.
+/// AC and ID, which are outside of a 16-bit operand.
 const AC_ID: u64 = 1 << 18 | 1 << 21;
 
 #[test]

@@ -1,4 +1,5 @@
-//! Loads of segment, table and task registers: what is accepted, and the error codes of refusals.
+//! Loads of segment, table and task registers: the accepted values, and the error codes of
+//! refusals.
 
 use super::*;
 use crate::linear::mock;
@@ -175,7 +176,7 @@ fn a_limit_in_pages_is_scaled() {
     assert_eq!(descriptor.limit(), 0xf_1234);
 }
 
-/// Selectors, and what VERR, VERW, LAR and LSL find at CPL 0.
+/// Selectors, and the results of VERR, VERW, LAR and LSL at CPL 0.
 #[test]
 fn a_visible_descriptor_gives_rights_and_limit() {
     type Found = Option<(bool, bool, Option<u32>, Option<u32>)>;

@@ -24,8 +24,7 @@ fn system() -> System {
     sys
 }
 
-/// Tables for `VA` with these four entries. The frame of each entry that is not a leaf is filled
-/// in.
+/// Tables for `VA` with these four entries. This fills in the frames of non-leaf entries.
 fn tables(entries: [u64; 4]) -> Ram {
     let mut ram = Ram::default();
     for level in 0..4 {
@@ -64,7 +63,7 @@ fn page_fault(result: Result<Mapping, Trap>) -> u32 {
 const OPEN: u64 = PRESENT | WRITE | USER;
 const LEAF: u64 = OPEN | 0x1_2345_6000;
 
-/// One entry, as words describe it.
+/// One entry in words.
 #[derive(Clone, Copy, Debug)]
 struct Plain {
     present: bool,
@@ -179,7 +178,7 @@ proptest! {
             for _ in 0..2 {
                 let got = walk(&sys, &mut cache, &mut ram, VA, ask.access, ask.user);
                 let want = model(&levels[..depth], ask);
-                // A is set on every table entry that leads further; on the leaf only if it is used.
+                // A is set on every table entry on the way; on the leaf only if it is used.
                 for level in 0..depth {
                     let look = Ask { access: Access::Read, user: User::Supervisor, ..ask };
                     if model(&levels[..=level], look).is_err() {
@@ -211,7 +210,7 @@ proptest! {
         }
     }
 
-    /// Hostile tables: any bytes at all, tables that are their own children, missing memory.
+    /// Hostile tables: any bytes, tables as their own children, missing memory.
     #[test]
     fn any_tables_end(words in prop::collection::vec(any::<u64>(), 64), cr3: u64, vas: [u64; 8]) {
         let mut ram = Ram::default();
@@ -326,7 +325,7 @@ fn non_canonical_is_gp() {
     for va in [1 << 47, 0xffff_7fff_ffff_ffff, VA ^ 1 << 63] {
         let mut cache = WalkCache::default();
         let sys = system();
-        // The cache's tag does not contain the upper bits, so the cache must not answer for them.
+        // The cache's tag lacks the upper bits, so the cache must not answer for such addresses.
         walk(&sys, &mut cache, &mut ram, VA, Access::Read, User::User).unwrap();
         let got = walk(&sys, &mut cache, &mut ram, va, Access::Read, User::User);
         assert_eq!(got, Err(Exception::GP0.into()), "{va:#x}");
@@ -347,7 +346,7 @@ fn the_cache_reads_one_entry_and_forgets_when_told() {
     assert_eq!(lookups(&mut cache, &mut ram), 1);
     cache.flush();
     assert_eq!(lookups(&mut cache, &mut ram), 4);
-    // The last generation that fits: flushing starts over, and still forgets.
+    // The last possible generation: a flush starts over, and still forgets.
     cache.generation = (1 << (64 - WalkCache::TAG_BITS)) - 1;
     lookups(&mut cache, &mut ram);
     cache.flush();
@@ -355,8 +354,8 @@ fn the_cache_reads_one_entry_and_forgets_when_told() {
     assert_eq!(lookups(&mut cache, &mut ram), 4);
 }
 
-/// After more rights are given to a PDE, no INVLPG is needed: a walk that would fault reads the PDE
-/// again. After rights are taken from a PDE, they may still be used until the flush.
+/// A PDE with added rights needs no INVLPG: a walk that would fault reads the PDE again. Rights
+/// removed from a PDE may still be used until the flush.
 #[test]
 fn a_fault_is_never_due_to_the_cache() {
     let sys = system();
@@ -386,7 +385,7 @@ fn setting_bits_in_a_code_page_is_reported_once() {
     assert_eq!(ram.code_written.len(), 1, "nothing was set the second time");
 }
 
-/// An update of an entry that has changed since it was loaded is refused; the entry stays.
+/// The update of an entry fails if the entry has changed since its load; the entry stays.
 #[test]
 fn a_stale_update_is_a_race() {
     let sys = system();

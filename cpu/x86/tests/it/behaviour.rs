@@ -118,7 +118,7 @@ fn an_instruction_across_two_pages_is_fetched_from_both() {
     m.set_regs(|r| (r.rip, r.gpr[1]) = (CODE + 0xffb, 10));
     assert_eq!(m.run(1000), Exit::Halt);
     assert_eq!(m.reg(0), 0x1122_3344_5566_7788);
-    // Only the second page is rewritten. The writer need not tell this processor, because no code
+    // Only the second page is rewritten. The writer need not notify this processor, because no code
     // was decoded there.
     m.memory.write(CODE + 0x1000, &[0x99]);
     m.cpu.drop_code(Gpa::truncate(CODE + 0x1000).gfn());
@@ -161,7 +161,7 @@ fn accesses_across_pages_are_whole_or_not_at_all() {
         a.hlt().unwrap();
     };
     let mut m = Machine::with(SIZE, program);
-    // The second page is missing: the store must not have changed the first.
+    // The second page is missing: the store must not change the first.
     m.memory.absent[((DATA + 0x2000) >> 12) as usize] = true;
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
     assert_eq!(m.memory.read(DATA + 0x1ffd, 3), [0, 0, 0]);

@@ -1,4 +1,4 @@
-//! 2 MiB translations: when one is used, and what invalidates it.
+//! 2 MiB translations: their use and their invalidation.
 
 use crate::support;
 
@@ -24,8 +24,8 @@ fn touch_pages(a: &mut CodeAssembler) {
     a.hlt().unwrap();
 }
 
-/// Starts the program at [`CODE`] again over `pages` pages from `from` on. Returns how many pages
-/// the bus looked up.
+/// Starts the program at [`CODE`] again over `pages` pages from `from` on. Returns the number of
+/// bus look-ups.
 fn touch(m: &mut Machine, from: u64, pages: u64) -> u64 {
     m.set_regs(|r| (r.rip, r.gpr[0], r.gpr[1], r.gpr[7]) = (CODE, 1, pages, from));
     m.cpu.unhalt();
@@ -105,7 +105,8 @@ fn invlpg_of_any_page_and_a_flush_end_a_block() {
     });
     m.memory.write(invlpg, &code);
     let entry = DIRECTORY + (FIRST >> 21) * 8;
-    // The leaf now maps the next block. The old translation may be used until it is invalidated.
+    // The leaf now maps the next block. The processor may use the old translation until its
+    // invalidation.
     let _ = touch(&mut m, FIRST, 1);
     m.memory.write_u64(entry, SECOND | LARGE | RIGHTS);
     m.set_regs(|r| (r.rip, r.gpr[7]) = (invlpg, FIRST + 0x12_3456));
@@ -126,7 +127,7 @@ fn invlpg_of_any_page_and_a_flush_end_a_block() {
     assert_eq!(m.memory.read_u64(SECOND + 511 * 4096), 1);
 }
 
-/// INVLPG drops all translations from a leaf of 1 GiB, whichever of its pages it names.
+/// INVLPG of any page in a leaf of 1 GiB drops all translations of the leaf.
 #[test]
 fn invlpg_ends_every_block_of_a_gib() {
     let mut m = machine(Leaf::Gib);
@@ -148,7 +149,7 @@ fn invlpg_ends_every_block_of_a_gib() {
 }
 
 /// A page of a 2 MiB block becomes code while the block is cached as writable. Writes to the page
-/// are noticed; writes to its neighbours stay plain writes.
+/// are detected; writes to its neighbours stay plain writes.
 #[test]
 fn a_watched_page_takes_its_block_s_write_right() {
     let sub = FIRST + 5 * 4096;
@@ -222,7 +223,7 @@ fn code_in_a_block_rewrites_its_next_instruction() {
     }
 }
 
-/// A write to a page that was only read: the walk must set D, and the block becomes writable.
+/// The first write to a page after reads: the walk must set D, and the block becomes writable.
 #[test]
 fn reads_through_a_clean_leaf_give_no_write_permission() {
     let mut m = Machine::with(SIZE, |a| {

@@ -1,7 +1,7 @@
-//! Flags that no instruction reads are not computed (quiet.rs); a reader sees the right ones.
+//! Flags without a reader are not computed (quiet.rs); a reader gets the right ones.
 //!
-//! A random program runs twice: as one basic block, and with every instruction in a basic block of
-//! its own, so that all flags are computed. In its middle it accesses a device. The exit for that
+//! A random program runs twice: as one basic block, and with every instruction in its own basic
+//! block, so that all flags are computed. In its middle it accesses a device. The exit for this
 //! access shows the flags.
 
 use crate::support;
@@ -16,7 +16,7 @@ const WIDE: [AsmRegister64; 4] = [rax, rcx, rdx, rbx];
 const NARROW: [AsmRegister32; 4] = [eax, ecx, edx, ebx];
 const BYTES: [AsmRegister8; 4] = [al, cl, dl, bl];
 
-/// One random instruction on the four registers, of those that change or read flags.
+/// A random instruction on the four registers that changes or reads flags.
 fn instruction(a: &mut CodeAssembler, rng: &mut Rng) {
     let (x, y) = (rng.usize(..4), rng.usize(..4));
     let (small, count) = (rng.i32(..), rng.u32(..64));
@@ -65,7 +65,7 @@ fn instruction(a: &mut CodeAssembler, rng: &mut Rng) {
     done.unwrap();
 }
 
-/// A count or compare, and the conditional branch that follows it.
+/// A count or compare, and a conditional branch behind it.
 fn branch(a: &mut CodeAssembler, rng: &mut Rng) {
     let small = rng.i32(0..3);
     match rng.u32(..6) {

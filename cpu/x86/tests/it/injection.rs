@@ -1,5 +1,5 @@
-//! Page faults that the machine injects: at which handler they arrive, before which other events,
-//! and that a missing page during delivery neither loses nor repeats them.
+//! Page faults that the machine injects: their handler, and their order among other events. A
+//! missing page during delivery neither loses nor repeats them.
 
 use crate::support;
 
@@ -11,7 +11,7 @@ use support::{CODE, DATA, Machine, STACK, assemble};
 
 const TOKEN: u64 = 0x1234_5000;
 const PF: u64 = HANDLERS + 14 * 0x100;
-/// Where the TSS puts the stack of handlers entered from user level.
+/// The TSS's stack for handlers entered from user level.
 const KERNEL_STACK: u64 = STACK + 0x4000;
 const RF: u64 = 1 << 16;
 
@@ -34,7 +34,7 @@ fn user_loop() -> Machine {
     m
 }
 
-/// The page of `address` is missing for the next access.
+/// Makes the page of `address` missing for the next access.
 fn take_away(m: &mut Machine, address: u64) {
     m.cpu.flush_tlb();
     m.memory.absent[(address >> 12) as usize] = true;
@@ -205,7 +205,7 @@ fn a_stop_says_whether_an_event_was_being_delivered() {
     assert_eq!(m.run(100), Exit::Requested);
     assert!(!m.cpu.interruptible());
     m.slots.vcpu(0).take();
-    // The fault comes up again by itself, or not at all if its cause is gone.
+    // The fault repeats by itself, or ends with its cause.
     let jump = assemble(USER + 0x100, |a| {
         let mut top = a.create_label();
         a.set_label(&mut top).unwrap();
@@ -247,8 +247,8 @@ fn a_single_step_trap_waits_for_the_handlers_stack() {
     assert_eq!(m.reg(3), 1);
 }
 
-/// The trap flag traps after an instruction. No instruction has run here, so no trap comes before
-/// the handler or in it.
+/// The trap flag traps after an instruction. No instruction runs here, so no trap comes before the
+/// handler or in it.
 #[test]
 fn it_does_not_count_as_a_single_step() {
     let mut m = user_loop();

@@ -2,8 +2,7 @@
 //!
 //! Each case is one instruction with random operands. It runs here on a [`Cpu`], and natively in a
 //! small executable buffer, between code that loads and stores all registers. General registers,
-//! the flags that the architecture defines, and the 64 bytes of memory that operands may access
-//! must agree.
+//! the defined flags, and the operands' 64 bytes of memory must agree.
 #![cfg(target_arch = "x86_64")]
 
 use crate::support;
@@ -137,7 +136,7 @@ fn software(machine: &mut Machine, instruction: &[u8], state: &mut State) -> Opt
     machine.cpu.set_system(system);
     let mut exit = machine.run(10);
     if exit == Exit::Exclusive {
-        // A locked access that is not aligned.
+        // A misaligned locked access.
         assert_eq!(machine.run_exclusive(), Exit::Fuel);
         exit = machine.run(10);
     }
@@ -190,7 +189,7 @@ fn random_state(rng: &mut Rng) -> State {
     }
 }
 
-/// The opcodes tried: one byte, or after 0F. ModRM and immediates are random.
+/// The tested opcodes: one byte, or after 0F. ModRM and immediates are random.
 #[rustfmt::skip]
 const ONE: [u8; 105] = [
     0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x08, 0x09, 0x0a, 0x0b, 0x0c, 0x0d, 0x10, 0x11, 0x12,
@@ -250,8 +249,8 @@ fn random_instruction(rng: &mut Rng) -> Option<(Vec<u8>, Instruction)> {
     Some((bytes, instruction))
 }
 
-/// Whether the instruction can be run natively: it uses no stack pointer, no control flow and no
-/// memory outside.
+/// Whether the instruction can run natively: without the stack pointer, control flow or other
+/// memory.
 fn is_fair(i: &Instruction) -> bool {
     use iced_x86::{FlowControl, InstructionInfoFactory, OpAccess, Register as R};
     let memory_ok =
@@ -285,7 +284,7 @@ fn is_fair(i: &Instruction) -> bool {
             | Mnemonic::Cmpxchg16b | Mnemonic::Xsavec | Mnemonic::Xsaves | Mnemonic::Xrstors)
 }
 
-/// The flags that the architecture defines after the instruction on `before`.
+/// The architecturally defined flags after the instruction on `before`.
 fn defined_flags(i: &Instruction, before: &State) -> u64 {
     let count = match i.op_count() {
         n if n >= 2 && i.op_kind(n - 1) == iced_x86::OpKind::Immediate8 => i.immediate8().into(),
@@ -330,7 +329,7 @@ fn size(i: &Instruction) -> u64 {
     }
 }
 
-/// Whether the architecture leaves the results undefined: they are not compared.
+/// Whether the results are architecturally undefined, and so not compared.
 fn is_undefined(i: &Instruction, before: &State) -> bool {
     let count = match i.op2_kind() {
         iced_x86::OpKind::Immediate8 => u64::from(i.immediate8()),
@@ -344,7 +343,7 @@ fn is_undefined(i: &Instruction, before: &State) -> bool {
     }
 }
 
-/// How many instructions are compared: `LACUNA_INSTRUCTIONS`.
+/// The number of instructions to compare: `LACUNA_INSTRUCTIONS`.
 fn instructions() -> u64 {
     let wanted = std::env::var("LACUNA_INSTRUCTIONS");
     wanted.map_or(60_000, |number| number.parse().expect("a number"))
@@ -368,7 +367,7 @@ fn random_instructions_agree_with_the_processor() {
         }
         let mut ours = before;
         if software(&mut machine, &bytes, &mut ours).is_none() {
-            // A native #DE would end the test. Other tests check what raises it.
+            // A native #DE would end the test. Other tests check its causes.
             assert!(
                 matches!(i.mnemonic(), Mnemonic::Div | Mnemonic::Idiv),
                 "{i:?} raised an exception"
@@ -454,7 +453,7 @@ fn what_is_no_operation_agrees_with_the_processor() {
     }
 }
 
-/// VERR, VERW, LAR, LSL and LGS on the segments that Linux gives to programs.
+/// VERR, VERW, LAR, LSL and LGS on Linux's segments for programs.
 #[test]
 fn selectors_are_examined_and_loaded_as_by_the_processor() {
     const GDT: u64 = DATA + 0x1000;
@@ -474,7 +473,7 @@ fn selectors_are_examined_and_loaded_as_by_the_processor() {
         machine.memory.write_u64(GDT + selector, descriptor);
     }
     let mut before = random_state(&mut Rng::with_seed(0x0f00));
-    // Null, the kernel's, the user's, behind the table, and in an LDT that does not exist.
+    // Null, the kernel's, the user's, behind the table, and in a missing LDT.
     for selector in [0, 3, 0x0b, 0x13, 0x1b, 0x23, 0x2b, 0x33, 0xfffb, 0x2f] {
         before.gpr[1] = before.gpr[1] & !0xffff | selector;
         before.memory[0] = before.memory[0] & !0xffff | selector;

@@ -1,5 +1,5 @@
-//! Faults and traps of user mode, compared with the host's own processor: which exception comes, at
-//! which instruction, and that all other state is as before that instruction.
+//! Faults and traps of user mode, compared with the host's own processor: the exception, its
+//! instruction, and all other state, which must be as before that instruction.
 //!
 //! Each program runs to a fault here, at CPL 3 under a minimal kernel, and natively under signal
 //! handlers (support/signals.rs), at the same addresses. The exception and its error code, all
@@ -16,11 +16,11 @@ use support::kernel::{HANDLERS, USER, USER_STACK, handle, kernel};
 use support::signals::{self, Ended, Registers};
 use support::{DATA, Machine, STACK, assemble};
 
-/// The highest page that Linux gives to programs.
+/// Linux's highest page for programs.
 const TOP: u64 = 0x7fff_ffff_e000;
 const NON_CANONICAL: u64 = 1 << 63;
 const NON_CANONICAL_LOW: u64 = 1 << 47;
-/// A place in the page to which programs may jump.
+/// A jump target of programs in the page.
 const BEHIND: u64 = USER + 0x800;
 /// The stack segment's selector, here and under Linux: programs may leave it in RAX.
 const SS: u64 = 0x1b;
@@ -30,10 +30,10 @@ const CF: u64 = 1;
 const ZF: u64 = 1 << 6;
 type Program = fn(&mut CodeAssembler);
 
-/// The stack is compared around the place where it starts.
+/// The number of stack bytes to compare around its start.
 const STACK_BYTES: u64 = 256;
 
-/// The two processors, for one test at a time; `None` if the addresses are taken natively.
+/// The two processors, for one test at a time; `None` if the addresses are in use natively.
 struct Processors {
     software: Machine,
     _turn: MutexGuard<'static, ()>,
@@ -69,8 +69,8 @@ impl Processors {
         })
     }
 
-    /// Runs `code` on both processors, from `registers`. The results must be the same; of RFLAGS,
-    /// the bits in `flags` are compared.
+    /// Runs `code` on both processors, from `registers`. The results must be the same. Only the
+    /// RFLAGS bits in `flags` are compared.
     fn compare(&mut self, name: &str, code: &[u8], registers: Registers, flags: u64) -> Ended {
         let memory = &mut self.software.memory;
         let page = if registers.rip >= TOP { FRAME } else { USER };
@@ -307,8 +307,8 @@ const ACCESSES: [(&[u8], u8); 24] = [
     (&[0xff], 5),
     (&[0xf6], 3),
 ];
-/// Operands that are not canonical, as ModRM, SIB, and the extensions in REX: by RAX, RBX, RBP,
-/// R12, R13, RSP, RAX with RBP as index, RBP as index alone.
+/// Non-canonical operands, as ModRM, SIB, and the extensions in REX: by RAX, RBX, RBP, R12, R13,
+/// RSP, RAX with RBP as index, RBP as index alone.
 const OPERANDS: [(u8, &[u8], u8); 8] = [
     (0x40, &[], 0),
     (0x43, &[], 0),
@@ -340,14 +340,13 @@ fn with_operand(
     code.extend(opcode);
     code.push(modrm | middle << 3);
     code.extend(sib);
-    // The displacement or the last of its four bytes; an immediate, if the instruction has one;
-    // UD2.
+    // The displacement or the last of its four bytes, an immediate if there is one, and UD2.
     code.extend([0, 0x0f, 0x0b]);
     code
 }
 
-/// The accesses of many instructions, by the stack's registers and by others, with the prefixes
-/// that may change which fault a bad address raises.
+/// The accesses of many instructions, by the stack's registers and by others, with prefixes that
+/// may change the fault of a bad address.
 #[test]
 fn the_base_register_decides_whether_a_bad_address_is_a_stack_fault() {
     let Some(mut both) = Processors::new() else {

@@ -1,5 +1,5 @@
-//! Records a skip if the host's processor is not an x86-64, because the software processor can then
-//! be compared with nothing. The comparisons are in `native.rs` and `native_faults.rs`.
+//! Records a skip if the host's processor is not an x86-64: then there is no processor for the
+//! comparisons in `native.rs` and `native_faults.rs`.
 
 #[cfg(not(target_arch = "x86_64"))]
 #[test]

@@ -1,5 +1,4 @@
-//! What the machine around a processor answers and asks: KVM's MSRs and features, interrupts of the
-//! APIC, reset.
+//! The machine's answers and calls: KVM's MSRs and features, interrupts of the APIC, reset.
 
 use crate::support;
 
@@ -110,8 +109,8 @@ fn outside_the_range_and_above_cpl_0_there_is_no_exit() {
     }
 }
 
-/// An MSR that the machine answers is one instruction like any other: for the interrupt shadow, a
-/// pending interrupt and the trap flag.
+/// An access to an MSR that the machine answers is an instruction like any other for the interrupt
+/// shadow, a pending interrupt and the trap flag.
 #[test]
 fn nothing_comes_between_an_msr_and_its_answer() {
     let mut m = kernel(|a| {
@@ -225,7 +224,7 @@ fn the_timer_is_looked_at_before_the_answer() {
     assert!(m.cpu.has_interrupt());
 }
 
-/// A reset while every kind of state is pending. The processor then runs as a new one does.
+/// A reset while every kind of state is pending. The processor then runs like a new one.
 #[test]
 fn reset_leaves_nothing() {
     let mut m = kernel(|a| {
@@ -261,7 +260,7 @@ fn reset_leaves_nothing() {
     assert_eq!((m.cpu.next_deadline(), m.cpu.cpl()), (None, 0));
     assert!(!m.cpu.apic_enabled() && !m.cpu.is_halted() && !m.cpu.interruptible());
 
-    // The data's page was removed meanwhile; no old translation or answer is used.
+    // The data's page was removed meanwhile: the processor uses no old translation or answer.
     m.cpu.set_system(system);
     m.set_regs(|r| (r.rip, r.gpr[4]) = (CODE, STACK));
     m.memory.absent[(DATA >> 12) as usize] = true;

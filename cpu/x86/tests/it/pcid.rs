@@ -1,5 +1,5 @@
-//! A kernel switches between two address spaces, in every way that there is. Each address space
-//! runs its own code on its own data.
+//! A kernel switches between two address spaces in every possible way. Each address space runs its
+//! own code on its own data.
 
 use crate::support;
 
@@ -15,7 +15,7 @@ const NO_FLUSH: u64 = 1 << 63;
 const TABLES: u64 = 0x110_0000;
 const OTHER: u64 = TABLES + 0x1_0000;
 const GLOBAL: u64 = 1 << 8;
-/// A page of the user's code that is a different page in each address space.
+/// A page of the user's code with another frame in each address space.
 const OWN: u64 = USER + 0x1000;
 const ROUNDS: u64 = 500;
 

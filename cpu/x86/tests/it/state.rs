@@ -1,6 +1,5 @@
-//! The whole state of a processor, through the trait that every processor implements. It is saved
-//! at many points of a run and put into another processor. The guest then continues as without
-//! that.
+//! The whole state of a processor, through the trait of all processors. The test saves it at many
+//! points of a run and puts it into another processor. The guest then continues as without this.
 
 use crate::support;
 

@@ -1,6 +1,6 @@
-//! Behaviour of system instructions that a comparison in user mode cannot test: far jumps, branches
-//! at the end of the canonical half, operands in devices, the trap flag around exits and system
-//! calls, and a deadline that has passed.
+//! System instructions beyond a comparison in user mode: far jumps, branches at the end of the
+//! canonical half, operands in devices, the trap flag around exits and system calls, and a deadline
+//! in the past.
 
 use crate::support;
 
@@ -200,7 +200,7 @@ fn what_system_instructions_load_from_a_device_is_asked_for() {
     }
 }
 
-/// Above CPL 0 they are refused before an operand is read.
+/// Above CPL 0 the processor refuses them before it reads an operand.
 #[test]
 fn privileged_loads_do_not_look_at_their_operand() {
     for opcode in [
@@ -246,7 +246,7 @@ fn the_trap_flag_traps_behind_out_and_in() {
     assert_eq!((m.reg(3), m.reg(1)), (3, CODE + 5), "behind IN and NOP");
 }
 
-/// SYSCALL traps by the TF that FMASK leaves, SYSRET by the TF that it loads.
+/// SYSCALL traps by the TF after FMASK, SYSRET by the loaded TF.
 #[test]
 fn the_trap_flag_of_system_calls_is_the_one_they_load() {
     for (masked, traps) in [(0x200, 1), (0x200 | TF, 0)] {
@@ -270,8 +270,8 @@ fn the_trap_flag_of_system_calls_is_the_one_they_load() {
     assert_eq!(stopped(&mut m, false), (DB, USER, STACK));
 }
 
-/// The timer fires at once if the deadline's MSR gets a time that has passed, or if the TSC is
-/// moved past the deadline.
+/// The timer fires at once if the deadline's MSR gets a past time, or if the TSC moves past the
+/// deadline.
 #[test]
 fn a_deadline_in_the_past_fires_before_the_next_instruction() {
     const DEADLINE: u32 = 0x6e0;
@@ -325,7 +325,7 @@ fn fwait_is_device_not_available_with_monitor_and_task_switched() {
     }
 }
 
-/// WBNOINVD is privileged, and nothing to do.
+/// WBNOINVD is privileged, and has no effect.
 #[test]
 fn wbnoinvd_is_wbinvd() {
     let mut m = kernel(|a| {

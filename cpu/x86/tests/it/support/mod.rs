@@ -1,4 +1,4 @@
-//! A processor on flat memory, in which the tests and benches of this crate run guests.
+//! A processor on flat memory, for the guests of this crate's tests and benches.
 //!
 //! ```text
 //! physical and linear (identity, user pages, 4 KiB leaves or what a test asks for):
@@ -28,15 +28,15 @@ pub const STACK: u64 = DATA + 0x8000;
 /// Frames of a 2 MiB block.
 const BLOCK: u64 = 512;
 
-/// Flat guest memory, in huge pages where the host has them.
+/// Flat guest memory, in huge pages if the host has them.
 pub struct Flat {
     memory: NonNull<u8>,
     layout: Layout,
     pub tracked: Vec<bool>,
     /// Write-tracked pages of each block.
     watched_in: Vec<u16>,
-    /// For each block: whether its pages are given out with [`Span::Block`], as long as no page of
-    /// the block is write-tracked.
+    /// For each block: whether its pages are given out with [`Span::Block`] while no page of the
+    /// block is write-tracked.
     pub whole: Vec<bool>,
     /// Calls of [`Bus::page`].
     pub lookups: u64,

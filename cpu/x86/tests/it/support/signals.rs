@@ -1,4 +1,4 @@
-//! User-mode programs on the host's own processor, up to the fault that ends them.
+//! User-mode programs on the host's own processor, up to their final fault.
 //!
 //! ```text
 //! SHARED   of stub and signal handler: registers in and out, steps, the stub's code
@@ -65,13 +65,13 @@ pub fn map(at: u64, bytes: usize) -> Option<()> {
     (mapped as u64 == at).then_some(())
 }
 
-/// Copies to memory that [`map`] gave.
+/// Copies to memory from [`map`].
 pub fn write(at: u64, bytes: &[u8]) {
     // SAFETY: mapped with all rights, and used by nothing else.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at as *mut u8, bytes.len()) }
 }
 
-/// Copies from memory that [`map`] gave.
+/// Copies out of memory from [`map`].
 pub fn read(at: u64, len: usize) -> Vec<u8> {
     // SAFETY: as above.
     unsafe { std::slice::from_raw_parts(at as *const u8, len).to_vec() }
