@@ -9,7 +9,7 @@ pub struct Param {
     pub name: &'static str,
     /// The value if it is not given.
     pub default: &'static str,
-    /// What it does, with its unit.
+    /// Its effect, with its unit.
     pub about: &'static str,
 }
 
@@ -64,7 +64,7 @@ pub struct Image {
     pub name: &'static str,
     /// The image, in the form of its [`Arch`].
     pub file: &'static [u8],
-    /// What it does, in one line.
+    /// Its purpose, in one line.
     pub about: &'static str,
     /// Its parameters.
     pub params: &'static [Param],

@@ -61,7 +61,7 @@ pub const NAME_BYTES: usize = 24;
 /// Offset of the latencies, u32 each, in nanoseconds: median, 99 %, 99.9 %, worst.
 pub const LATENCY_AT: usize = 48;
 
-/// What a thread does.
+/// A thread's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// Computes; its counter is work done.
@@ -121,7 +121,7 @@ pub struct Thread {
     pub counter: u64,
     /// The counter's final value, if the thread knows it.
     pub goal: Option<u64>,
-    /// What the thread does.
+    /// The thread's work.
     pub kind: Kind,
     /// The vCPU of the thread.
     pub cpu: u32,

@@ -1,4 +1,4 @@
-//! The backend that runs anywhere: software processors, reclaim, swap and huge pages.
+//! The backend for any host: software processors, reclaim, swap and huge pages.
 //!
 //! The processors execute integer instructions only: a guest is compiled with
 //! `-mgeneral-regs-only`, and Linux does not boot.

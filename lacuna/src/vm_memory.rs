@@ -56,7 +56,7 @@ fn pieces(
     })
 }
 
-/// Refuses an access that is not a single atomic one.
+/// Refuses an access that no single atomic access can do.
 fn check_atomic<T>(at: GuestAddress) -> Result<(), GuestMemoryError> {
     match size_of::<T>() {
         size @ (1 | 2 | 4 | 8) if at.0.is_multiple_of(size as u64) => Ok(()),

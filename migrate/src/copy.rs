@@ -105,7 +105,7 @@ struct Work<'a, V, R> {
     vm: &'a V,
     layout: &'a MemoryLayout,
     runs: Mutex<Runs<R>, lock_order::RunsToCopy>,
-    /// Pages that other threads than the first one have copied since it told of them.
+    /// Pages copied by other threads than the first, since the first one last reported them.
     copied: AtomicU64,
     /// A thread has failed.
     is_over: AtomicBool,

@@ -19,9 +19,9 @@ pub enum MigrateError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What was tried.
+        /// The attempted action.
         what: &'static str,
-        /// What the system says.
+        /// The system's error.
         error: io::Error,
     },
     /// The place of the new snapshot is not empty.
@@ -55,7 +55,7 @@ pub enum MigrateError {
     /// The VM differs from the saved machine.
     #[error("the VM's {what} is {is}, and the saved machine's is {saved}: make the VM with that")]
     OtherMachine {
-        /// What differs.
+        /// The differing property.
         what: &'static str,
         /// The VM's.
         is: String,

@@ -4,7 +4,7 @@
 //! log writes ─► round 1: all pages ─► harvest ─► round 2: the written pages ─► ... ─► pause
 //!                                                                  harvest, the last pages, state
 //! ```
-//! A guest that is already paused is copied in one round.
+//! An already paused guest is copied in one round.
 
 use crate::changes::Changes;
 use crate::copy::{PageSink, copy};
@@ -102,7 +102,7 @@ pub struct Progress {
     pub pages: u64,
 }
 
-/// What a copy does next.
+/// The next step of a copy.
 pub(crate) enum Next {
     /// Copies the remaining pages while the guest runs.
     Round,
@@ -174,7 +174,8 @@ impl Drop for Over<'_> {
 /// A pause of at most the budget divided by this needs no further round to make it shorter.
 const SHORT: u32 = 16;
 
-/// What to do after `done` rounds, with `left` pages. Slows the guest down if that may help.
+/// The next step after the rounds `done`, with `left` remaining pages. Slows the guest down if that
+/// may help.
 pub(crate) fn next(budget: &Budget, throttle: &mut Throttle, done: &[Round], left: u64) -> Next {
     let Some(last) = done.last() else {
         return Next::Round;

@@ -50,7 +50,7 @@ pub enum Tracking {
     PageMap,
 }
 
-/// The origin of pages that are elsewhere when the guest starts.
+/// The origin of a guest's pages, if they are elsewhere at its start.
 #[derive(Clone, Debug)]
 pub struct Origin {
     /// Provides the pages.

@@ -22,11 +22,11 @@ pub struct Soft {
     pub huge: HugePages,
     /// Where their pages are.
     pub memory_kind: MemoryKind,
-    /// What fills the memory of a VM without a page source.
+    /// How the memory of VMs without a page source is filled.
     pub filled: Filled,
 }
 
-/// Fills the memory of a VM without a page source.
+/// How a VM's memory without a page source is filled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Filled {
     /// The backend, with zeros.

@@ -41,7 +41,7 @@ pub fn run(run: &mut Run<'_>) {
         run.pulse.doing(&format!("{act:?}"));
         run.tally.operations += 1;
         guest.carry_out(&act, run);
-        // The VM serves another client, whatever one does.
+        // Whatever one client does, the VM serves another.
         let status = guest.served("status");
         let state = status["status"]["state"].as_str();
         let is_known = matches!(state, Some("running" | "pausing" | "paused"));

@@ -72,7 +72,7 @@ pub fn run(run: &mut Run<'_>) {
 }
 
 /// Verifies the host, after the threads of its swap device have completed the operations of vCPUs
-/// and monitors. A vCPU starts every read that it needs before it leaves `run`.
+/// and monitors. A vCPU starts every needed read before it leaves `run`.
 fn verify(host: &Host) {
     while host.stats().in_flight > 0 {
         thread::sleep(NAP);

@@ -51,7 +51,7 @@ pub fn data(rng: &mut Rng, memory: u64) -> u64 {
     DATA + page * PAGE + offset(rng)
 }
 
-/// A linear address that is likely to find a bug.
+/// A linear address likely to find a bug.
 pub fn address(rng: &mut Rng, memory: u64) -> u64 {
     match rng.u8(..32) {
         0 => memory - rng.u64(..16),

@@ -48,7 +48,7 @@ fn a_panic_is_no_skip() {
 
 /// Starts this test program again as a child. The child's skip must be on its stderr, although the
 /// harness keeps the output of passed tests. It must also be in a folder named after the child's
-/// parent, which is this process.
+/// parent, this process.
 #[test]
 fn a_skip_reaches_stderr_and_the_list() {
     if std::env::var_os("SKIP_HERE").is_some() {

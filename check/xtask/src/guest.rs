@@ -61,7 +61,7 @@ struct Guest {
 /// Images by name.
 type Images = BTreeMap<String, Vec<u8>>;
 
-/// What made the images.
+/// The tools that made the images.
 #[derive(Debug, PartialEq, Eq)]
 struct Tools {
     compiler: String,

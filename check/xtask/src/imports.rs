@@ -166,7 +166,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// What a crate may do about `unsafe`.
+/// A crate's permission for `unsafe`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Unsafe {
     /// `#![forbid(unsafe_code)]`: every crate that [`ROOMS`] does not name.
@@ -187,7 +187,7 @@ const ROOMS: &[(&str, Unsafe)] = &[
     ("lacuna-kvm", Unsafe::Room),
 ];
 
-/// What `package` may do about `unsafe`.
+/// The permission of `package` for `unsafe`.
 pub fn unsafe_policy(package: &str) -> Unsafe {
     let room = ROOMS.iter().find(|(name, _)| *name == package);
     room.map_or(Unsafe::Forbidden, |(_, policy)| *policy)

@@ -104,7 +104,7 @@ fn candidates(file: &Path, place: FileRole, module: &Module) -> impl Iterator<It
     paths.into_iter()
 }
 
-/// Checks that every row below `root` has its README, and that it is short.
+/// Checks that every row below `root` has a short README.
 pub fn check_readmes(root: &Path) -> Vec<Finding> {
     let check = |row: &&str| {
         let path = format!("{row}/README.md");

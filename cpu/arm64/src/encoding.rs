@@ -5,7 +5,7 @@
 //! word, which a test checks. The lowering still refuses unallocated operands, such as a shift of a
 //! 32-bit register by 32.
 
-/// What an instruction is: one class of the manual, or one instruction of it.
+/// An instruction's class: one class of the manual, or one instruction of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[rustfmt::skip]
 pub(crate) enum Class {

@@ -5,9 +5,9 @@
 //!     fast   64-bit  owner   0       number      X0..X3  results
 //! ```
 
-/// A call that is not supported: the result in X0.
+/// An unsupported call: the result in X0.
 pub const NOT_SUPPORTED: u64 = -1_i64 as u64;
-/// A call that succeeded: the result in X0.
+/// A successful call: the result in X0.
 pub const SUCCESS: u64 = 0;
 
 const FAST: u32 = 1 << 31;

@@ -22,11 +22,11 @@ pub enum Stop {
 /// The machine around a processor, from the processor's side.
 ///
 /// # Safety
-/// A page returned by [`Bus::page`] must stay readable (and writable, if it says so) until the
-/// calling vCPU passes its next quiescent point, that is, until it returns from its run loop.
-/// Processors keep such pages in a [`crate::Tlb`]. So a thread that takes a page back waits for the
-/// vCPU's next quiescent point, and only then reuses the page. The processor's TLBs are flushed
-/// before that vCPU enters its run loop again.
+/// A page from [`Bus::page`] must stay readable (and writable, if it says so) until the calling
+/// vCPU's next quiescent point: its return from its run loop. Processors keep such pages in a
+/// [`crate::Tlb`]. So a thread that takes a page back waits for the vCPU's next quiescent point,
+/// and only then reuses the page. The processor's TLBs are flushed before that vCPU enters its run
+/// loop again.
 pub unsafe trait Bus {
     /// The page behind `gfn` for `access`: stage 2, faults included. Page walks use
     /// [`Access::Write`], as hardware with EPT A/D bits does (SDM vol 3 29.3.5).

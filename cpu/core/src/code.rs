@@ -124,14 +124,14 @@ impl JumpCache {
     }
 }
 
-/// The links between basic blocks that are valid after a switch of address space.
+/// The valid links between basic blocks after a switch of address space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kept {
     /// All of them.
     All,
     /// None.
     Nothing,
-    /// The links from the time when the address space, which is current again, was parked.
+    /// The links from the time when the address space was parked. It is current again.
     Parked(UserCode),
 }
 
@@ -196,7 +196,7 @@ impl<O: Op> CodeCache<O> {
         }
     }
 
-    /// The epoch of code that runs as `user`.
+    /// The epoch of code of privilege `user`.
     #[inline(always)]
     pub fn epoch(&self, user: Privilege) -> u32 {
         self.epochs[user as usize]
@@ -209,7 +209,7 @@ impl<O: Op> CodeCache<O> {
         self.begin_epoch(Privilege::User);
     }
 
-    /// Invalidates links and jump entries of code that runs as `user`, in the current address
+    /// Invalidates links and jump entries of code of privilege `user`, in the current address
     /// space.
     pub fn begin_epoch(&mut self, user: Privilege) {
         if self.last_epoch == EPOCH_MAX {
@@ -231,7 +231,7 @@ impl<O: Op> CodeCache<O> {
         }
     }
 
-    /// Keeps or invalidates the links of code that runs as `user`, after a switch of address space.
+    /// Keeps or invalidates the links of code of privilege `user`, after a switch of address space.
     pub fn follow(&mut self, user: Privilege, kept: Kept) {
         match kept {
             Kept::All => {}

@@ -20,7 +20,7 @@
 //! is a raw pointer to a page that other threads write as well. Every access through it is an
 //! atomic (aligned, up to 8 bytes) or a series of byte atomics. No reference to guest memory is
 //! ever formed. The pointer stays valid until the vCPU's next quiescent point
-//! (`lacuna_sync::Qsbr`); that is a promise of the `unsafe trait Bus`.
+//! (`lacuna_sync::Qsbr`); the `unsafe trait Bus` promises this.
 
 mod bus;
 pub mod code;

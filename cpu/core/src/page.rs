@@ -179,8 +179,8 @@ impl HostPage {
     }
 
     /// Replaces the two aligned words at `offset`, a multiple of 16, by `new` if they are `old`, as
-    /// one atomic access, sequentially consistent. Returns the words that were there; `None` if the
-    /// host has no such access. The page must be writable.
+    /// one atomic access, sequentially consistent. Returns the old words; `None` if the host has no
+    /// such access. The page must be writable.
     pub fn compare_exchange_pair(
         self,
         offset: usize,

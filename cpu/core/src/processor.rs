@@ -113,8 +113,8 @@ pub trait Processor: Send + Sized {
     /// The privilege of the code that an interrupt would interrupt.
     fn privilege(&self) -> Privilege;
 
-    /// Whether the next run would take an interrupt before its first instruction. A timer that is
-    /// due by now counts.
+    /// Whether the next run would take an interrupt before its first instruction. A timer due by
+    /// now counts.
     fn has_interrupt(&mut self) -> bool;
 
     /// When the processor's own timer raises its next interrupt. If the timer became due since the

@@ -121,7 +121,7 @@ impl Learned {
     }
 }
 
-/// An address space that is not current.
+/// A parked address space.
 #[derive(Default)]
 struct Parked<W> {
     space: Space,

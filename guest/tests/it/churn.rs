@@ -1,4 +1,4 @@
-//! The check of `churn` finds every kind of damage that it should, and its percentiles are right.
+//! The check of `churn` finds every kind of damage, and its percentiles are right.
 
 use std::path::Path;
 use std::process::Command;

@@ -6,8 +6,8 @@
 //! replay, prefetch: a thread of the VMM ─┬─ the pages of a record of first touches, in its order
 //!                                        └─ the other pages with content, in the order of the file
 //! ```
-//! The page that is provided first counts. Both ways check a page's checksum before the guest gets
-//! it.
+//! The first provided page counts. Both ways check a page's checksum before the guest gets the
+//! page.
 
 use super::files::{ZEROS, entry_of};
 use super::places::{Layer, Place, Places};
@@ -115,9 +115,9 @@ impl Snapshot {
         Ok(vcpus)
     }
 
-    /// Provides all pages with content that are still missing, in the order of the file, while the
-    /// guest runs. Calls `each` with the number of pages provided since the last call. Afterwards
-    /// the guest needs no file of the snapshot.
+    /// Provides all still missing pages with content, in the order of the file, while the guest
+    /// runs. Calls `each` with the number of pages provided since the last call. Afterwards the
+    /// guest needs no file of the snapshot.
     ///
     /// # Errors
     /// A page is damaged, or `each` says `Break`. The guest keeps running, and loses the damaged

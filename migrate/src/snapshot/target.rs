@@ -59,7 +59,7 @@ impl Target<'_> {
         }
     }
 
-    /// Refuses a place that is not empty.
+    /// Refuses a nonempty place.
     ///
     /// # Errors
     /// [`MigrateError::Exists`], or the store cannot be asked.

@@ -30,8 +30,7 @@ pub struct Arrived<V: Vm> {
     pub arriving: Arriving<V>,
 }
 
-/// The pages that the source has not sent yet, of a guest that runs here. They are lost if this is
-/// dropped.
+/// The pages, still at the source, of a guest that runs here. They are lost if this is dropped.
 pub struct Arriving<V> {
     vm: Arc<V>,
     /// `None`: the connection was cut.

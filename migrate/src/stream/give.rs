@@ -50,16 +50,17 @@ pub struct OutgoingGuest<'a, V: Vm> {
     paused: PausedGuest<'a, V>,
     id: MigrationId,
     rounds: Vec<Round>,
-    /// Pages with content that were sent.
+    /// Sent pages with content.
     pub(super) pages: u64,
     unchanged: u64,
     /// The pages that the destination may lack, after an interruption.
     left: Option<RemainingPages<'a, V>>,
-    /// When the destination has said that it runs.
+    /// When the destination reported that it runs the guest.
     pub(super) ran: Option<Instant>,
     /// How it has ended there.
     ended: Option<String>,
-    /// The log of writes. It is still on, because turning it off would lengthen the pause.
+    /// The log of writes. It stays on: turning it off would lengthen the pause, and a moved guest
+    /// needs no log.
     _changes: Option<Changes<'a, V>>,
 }
 
@@ -112,7 +113,7 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         self.unchanged
     }
 
-    /// When the destination has said that it runs the guest.
+    /// When the destination reported that it runs the guest.
     pub fn ran(&self) -> Option<Instant> {
         self.ran
     }

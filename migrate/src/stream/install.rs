@@ -12,7 +12,7 @@ use lacuna_machine::{Answer, MemoryError, MissingMemory, SourcePage};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What to do with a staged part of a huge page.
+/// The treatment of a huge page's staged part.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parts {
     /// Leave it staged. Other parts may be awaited: a thread that waits for them would outlive a

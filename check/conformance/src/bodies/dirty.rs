@@ -151,12 +151,12 @@ pub fn small_rings_have_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::SmallRing)
 }
 
-/// Small rings, which are full now and then, by write protection.
+/// Small rings, sometimes full, by write protection.
 pub fn rings_by_write_protection_have_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::WriteProtectRing)
 }
 
-/// Small rings, which are full now and then, by page-modification logging.
+/// Small rings, sometimes full, by page-modification logging.
 pub fn rings_by_pml_have_every_write<B: Backend>(backend: &B) -> Outcome {
     follow(backend, Tracking::PmlRing)
 }

@@ -1,4 +1,4 @@
-//! Pages that are elsewhere when the guest starts: waits, exits to the VMM, and tokens.
+//! Missing pages at the guest's start: waits, exits to the VMM, and tokens.
 
 use std::collections::BTreeSet;
 use std::sync::mpsc::{Sender, channel};

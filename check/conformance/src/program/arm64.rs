@@ -22,7 +22,7 @@ const MSR_VBAR: u32 = 0xd518_c000;
 const MSR_SCTLR: u32 = 0xd518_1000;
 /// T0SZ is 25, walks are cacheable and inner shareable, TTBR1 is not walked; 48 bits of output.
 const TCR: u64 = 5 << 32 | 1 << 23 | 0b11_01_01 << 8 | 25;
-/// M, and the bits that are always 1. A is 0.
+/// M, and the always-1 bits. A is 0.
 const SCTLR: u64 = 0x30d0_0801;
 const ERET: u32 = 0xd69f_03e0;
 /// PSCI's `CPU_ON`, with 64-bit arguments.

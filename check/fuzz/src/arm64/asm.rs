@@ -57,7 +57,7 @@ impl Asm {
         self
     }
 
-    /// Zeros, which are undefined instructions, up to `address`.
+    /// Zeros (undefined instructions) up to `address`.
     pub fn pad_to(&mut self, address: u64) {
         assert!(self.here() <= address, "the code before is too long");
         self.words.resize((address - self.origin) as usize / 4, 0);

@@ -103,7 +103,7 @@ pub struct Author<'a> {
     pub labels: &'a mut Labels,
 }
 
-/// A virtual address that is likely to find a bug.
+/// A virtual address likely to find a bug.
 pub fn address(rng: &mut Rng, memory: u64) -> u64 {
     match rng.u8(..32) {
         0 => BASE + memory - rng.u64(..16),

@@ -166,7 +166,7 @@ impl Probe {
 struct Run {
     instructions: f64,
     units: f64,
-    /// Virtual time, which is about the number of guest instructions.
+    /// Virtual time: about the number of guest instructions.
     guest_ns: f64,
 }
 

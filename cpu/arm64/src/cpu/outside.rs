@@ -179,7 +179,7 @@ impl Cpu {
     }
 
     /// Whether the next run would take an interrupt or an injected abort before its first
-    /// instruction, or continue behind a WFI. A timer that is due by now counts.
+    /// instruction, or continue behind a WFI. A timer due by now counts.
     pub fn has_interrupt(&mut self) -> bool {
         self.core.tick();
         let masked = self.core.halted && self.core.interface.signalled().is_some();

@@ -168,8 +168,8 @@ pub(super) enum Property {
     Configuration(u32),
 }
 
-/// The bank and the property behind a register offset, which is the same in a distributor's page
-/// and in a redistributor's second page (IHI 0069, tables 12-25 and 12-29).
+/// The bank and the property behind a register offset. The offsets are the same in a distributor's
+/// page and in a redistributor's second page (IHI 0069, tables 12-25 and 12-29).
 pub(super) const fn locate(offset: u32) -> Option<(u32, Property)> {
     let word = (offset & 0x7f) / 4;
     let property = match offset & !0x7f {

@@ -58,9 +58,9 @@ pub struct Distributor {
 pub(super) struct Redistributor {
     /// INTIDs 0 to 31.
     pub(super) private: Bank,
-    /// `GICR_WAKER`.ProcessorSleep: no interrupt is forwarded. A redistributor starts awake, as
-    /// KVM's, which is always awake. QEMU's starts with this bit set, but forwards nevertheless. So
-    /// some guests never clear the bit.
+    /// `GICR_WAKER`.ProcessorSleep: no interrupt is forwarded. A redistributor starts awake. KVM's
+    /// is always awake. QEMU's starts with this bit set, but forwards nevertheless. So some guests
+    /// never clear the bit.
     pub(super) asleep: bool,
     /// The groups enabled by the processor's own interface.
     pub(super) interface: Groups,

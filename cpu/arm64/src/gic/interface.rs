@@ -37,7 +37,7 @@ pub struct InterfaceRegisters {
     pub eoi_mode: bool,
     /// `ICC_IGRPEN0_EL1` and `ICC_IGRPEN1_EL1`.
     pub enabled: [bool; 2],
-    /// `ICC_AP0R0_EL1` and `ICC_AP1R0_EL1`: a bit for each priority that is being handled.
+    /// `ICC_AP0R0_EL1` and `ICC_AP1R0_EL1`: a bit for each active priority.
     pub active: [u32; 2],
 }
 

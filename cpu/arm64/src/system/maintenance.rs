@@ -127,8 +127,8 @@ fn success(core: &Core, found: Found) -> u64 {
 }
 
 /// TLBI of EL1 (C5.5). An operand has the address's bits 55 to 12 in bits 43 to 0, and an ASID in
-/// bits 63 to 48. The invalidation of an address in one address space drops it in all of them,
-/// which is allowed.
+/// bits 63 to 48. The invalidation of an address in one address space drops it in all of them: this
+/// is allowed.
 fn invalidate(core: &Core, reach: Reach, op2: u16, value: u64) -> Result<Done, Trap> {
     let va = ((value << 20) as i64 >> 8) as u64;
     let (flush, everywhere) = match op2 {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 const TIMEOUT: Duration = Duration::from_secs(300);
 
 pub struct Outcome {
-    /// What the guest wrote to its serial line.
+    /// The guest's output on its serial line.
     pub console: String,
     /// The guest's exit code, on x86-64 only its low seven bits; `None` if QEMU ended in another
     /// way.

@@ -130,7 +130,7 @@ impl WithSource for lacuna_kvm::VmBuilder {
     }
 }
 
-/// What happens beside a running guest with late pages.
+/// The work beside a running guest with late pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Beside<'a> {
     /// The guest alone asks for pages.

@@ -124,7 +124,7 @@ fn a_guest_without_its_memory_is_lost() {
 }
 
 /// A cut comes while the connections beside a new first one are made. The destination waits for one
-/// of those, and takes the first one anew.
+/// of these connections, and takes the first one again.
 #[test]
 fn a_cut_between_new_connections_is_resumed() {
     // The first connection of the new link begins with 79 bytes, and the second one with 80.

@@ -30,7 +30,7 @@ impl Machines for lacuna_kvm::VmBuilder {
     }
 }
 
-/// What became of the guest on the source.
+/// The guest's fate on the source.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum End {
     /// It resumed there, and ran to this end.
@@ -44,7 +44,7 @@ pub enum End {
     Unknown(Option<Ending>),
 }
 
-/// What became of a migration.
+/// The outcome of a migration.
 #[derive(Debug)]
 pub struct Outcome {
     pub source: End,
@@ -239,10 +239,10 @@ impl<A: Machines, B: Machines> Move<A, B> {
     }
 }
 
-/// What [`DestinationEnd`] says when the source's end is gone.
+/// The error of [`DestinationEnd`] when the source's end is gone.
 const NO_LINK: &str = "not connected";
 
-/// What the source knows at the end.
+/// The source's knowledge at the end.
 struct Fate {
     source: End,
     rounds: usize,

@@ -14,7 +14,7 @@ use lacuna_migrate::stream::{Compression, Mode};
 use std::collections::BTreeMap;
 use std::env;
 
-/// What becomes of a guest.
+/// A guest's fate.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Result {
     /// It ran to its end on the source.
