@@ -29,9 +29,9 @@ impl Default for Replay {
 }
 
 impl Replay {
-    /// More accesses than one instruction makes. x86's ENTER with 31 levels makes the most, some 70:
-    /// it copies 31 adjacent frame pointers. One read and one write of these may cross two pages,
-    /// and is then divided.
+    /// More accesses than one instruction makes. x86's ENTER with 31 levels makes the most: about
+    /// 70, because it copies 31 adjacent frame pointers. One read and one write of these may cross
+    /// two pages, and is then divided.
     const MAX: usize = 128;
 
     /// Whether answers wait for the current instruction.
