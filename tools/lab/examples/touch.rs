@@ -1,4 +1,4 @@
-//! Touches fresh pages in guests for a while: something to hold a profiler to.
+//! Touches fresh pages in guests for a while, to be profiled.
 //! `cargo run --release -p lacuna-lab --example touch [vcpus] [pages] [rounds] [vms]`
 use lacuna_lab::base::{Fixture, touch_together};
 

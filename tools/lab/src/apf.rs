@@ -1,5 +1,5 @@
-//! `lacuna lab apf`: what asynchronous page faults give to processes that compute, and to processes
-//! that fault.
+//! `lacuna lab apf`: the gain of asynchronous page faults for computing processes, and for faulting
+//! ones.
 //!
 //! | id | what is compared |
 //! |---|---|
@@ -7,11 +7,11 @@
 //! | `apf.worker_ratio.DEVICE` | workers beside faulters, on / off: the 2010 talk's figure |
 //! | `apf.faulter_ratio.DEVICE` | faulters beside workers, on / off |
 //! | `apf.faulter_alone_ratio.DEVICE` | faulters without workers, on / off |
-//! | `apf.break_even_us` | the injected page latency from which no process does worse with them |
+//! | `apf.break_even_us` | the injected page latency from which no process loses by async faults |
 //! | `apf.memory_alone_time_ratio` | the time of a memory-bound program alone, on / off |
 //! | `apf.kvm.task_share_percent.LATENCY` | the worker's share under `/dev/kvm` |
-//! | `apf.kvm.source_share_percent.1ms` | the same, pages from a source: exits that are accepted |
-//! | `apf.kvm.faults` | asynchronous faults that KVM completed, if every token came back |
+//! | `apf.kvm.source_share_percent.1ms` | the same, pages from a source: accepted exits |
+//! | `apf.kvm.faults` | asynchronous faults completed by KVM, if every token came back |
 //!
 //! *On* and *off* are one guest in one VM at different times. Between slices of a fraction of a
 //! second, `slices` switches the mechanism itself and pauses processes by a word on the status
@@ -52,14 +52,13 @@ const RESIDENT_MIB: u64 = 64;
 const SLICE_US: u64 = 4000;
 /// The guest's timer tick, in microseconds.
 const TICK_US: u64 = 1000;
-/// Faults a vCPU may have outstanding (KVM's `ASYNC_PF_PER_VCPU`, and ours).
+/// The most outstanding faults of a vCPU (KVM's `ASYNC_PF_PER_VCPU`, and ours).
 const OUTSTANDING: u64 = 64;
 
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. Results whose needs this machine does not
-/// meet are skipped.
+/// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let steps = device::DEVICES.len() + sweep::steps(options) + 1;
     let progress = Progress::new(
@@ -135,7 +134,7 @@ fn bm_words(each: usize) -> String {
     )
 }
 
-/// `result` with what every experiment with [`bm`] has in common.
+/// `result` with the parameters that all experiments with [`bm`] share.
 fn with_params(result: Measurement, pace: Pace) -> Measurement {
     result
         .param("memory_mib", MEMORY_MIB)

@@ -1,5 +1,5 @@
-//! `lacuna lab apf-arm64`: the experiment with which the cover letter of the arm64 series of 2020
-//! (RFCv2) showed what asynchronous page faults give.
+//! `lacuna lab apf-arm64`: the experiment in the cover letter of the arm64 series of 2020 (RFCv2).
+//! It measures the gain of asynchronous page faults.
 //!
 //! Half of the guest's memory is resident. A memory-bound thread allocates all memory, accesses and
 //! frees it. A CPU-bound process counts on the same vCPU.
@@ -48,7 +48,7 @@ struct Form {
     id: &'static str,
     /// For people.
     about: &'static str,
-    /// The word of the guest kernel's command line that chooses it.
+    /// The word that chooses it on the guest kernel's command line.
     word: &'static str,
 }
 
@@ -77,8 +77,8 @@ fn forms(arch: Arch) -> &'static [Form] {
     }
 }
 
-/// Memory of the guest for each vCPU in MiB; half of it is resident. Small, so that the
-/// memory-bound thread goes through all of it in some seconds.
+/// Guest memory for each vCPU in MiB; half of it is resident. It is small, so that the memory-bound
+/// thread goes through all of it in some seconds.
 const MEMORY_MIB: u64 = 6;
 /// The guest's time slice in microseconds: as in [`crate::apf`].
 const SLICE_US: u64 = 4000;
@@ -88,7 +88,7 @@ const TICK_US: u64 = 1000;
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out.
+/// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let forms = forms(options.arch);
     let steps = forms.len() * (pair::VCPUS.len() + 2);
@@ -134,8 +134,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 /// The parts that can be measured alone.
 pub const PARTS: &[&str] = &["pair", "alone", "share"];
 
-/// A VM for `membound` with a memory-bound thread for each vCPU and `more` words, which runs until
-/// it is ended. Its swap-ins take no time until the latency is set.
+/// A VM for `membound` with a memory-bound thread for each vCPU, and with `more` words on the
+/// command line. The guest runs until it is ended. Its swap-ins take no time until the latency is
+/// set.
 fn membound(form: &Form, vcpus: usize, more: &str, options: &Options) -> VmBuilder {
     let mib = MEMORY_MIB * vcpus as u64;
     let [memory, resident] = [mib, mib / 2].map(|mib| PageCount::from_bytes(mib << 20));

@@ -1,4 +1,4 @@
-//! Free memory of this machine that the machine below it has backed.
+//! Makes the hypervisor below this machine back the machine's free memory.
 //!
 //! A Linux guest may report free memory to its hypervisor, which takes it back. The next touch then
 //! waits for the hypervisor: here 512 MiB take up to 1.0 s, and 0.07 s otherwise. That time would
@@ -12,16 +12,16 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-/// Longer than Linux takes to report what was freed: `PAGE_REPORTING_DELAY`, 2 s, and some time for
-/// the work. What was freed in an earlier slice is reported before the next one begins, and not in
-/// the middle of it.
+/// Longer than Linux takes to report freed memory: `PAGE_REPORTING_DELAY`, 2 s, and some time for
+/// the work. So memory freed in one slice is reported before the next slice begins, and not in the
+/// middle of it.
 const REPORTED: Duration = Duration::from_millis(2500);
 
-/// Less memory than this is touched in so short a time that the lab does not wait for a report.
+/// Touching less memory than this takes so little time that the lab does not wait for a report.
 const LITTLE: u64 = 256 << 20;
 
-/// Touches that many bytes and a quarter more, and gives them back to the kernel. If the kernel
-/// reports free memory, waits before for the report of what was freed earlier.
+/// Touches `bytes` bytes and a quarter more, and gives them back to the kernel. If the kernel
+/// reports free memory, waits first for the report of earlier freed memory.
 ///
 /// # Errors
 /// The kernel has less memory.

@@ -31,8 +31,7 @@ pub use micro::{Fixture, Touch, touch_together};
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. Results that need QEMU are skipped without
-/// it.
+/// The error of the first failed experiment. Results that need QEMU are skipped without it.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(8, options.verbosity);
     if options.wants("memory") {

@@ -11,8 +11,8 @@
 //! | a whole `KVM_RUN`, with the return to the VMM | 2528 to 2576 | the same message |
 //!
 //! The first row is quoted from memory. The second can be looked up, and is 549 to 655 ns at 2.1 to
-//! 2.45 GHz; its message names no clock. So 619 ns stays, and a return to the VMM costs as much
-//! more as in the message.
+//! 2.45 GHz; its message names no clock. So 619 ns stays, and the cost of a return to the VMM is
+//! 619 ns times the message's ratio.
 
 /// Nanoseconds of an exit that the kernel handles, and of the entry after it.
 pub const EXIT_NS: f64 = 1300.0 / 2.1;

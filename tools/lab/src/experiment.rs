@@ -1,4 +1,4 @@
-//! What all experiments have in common: their options, and why one could not be carried out.
+//! The options of all experiments, and their errors.
 
 use crate::report::Verbosity;
 use crate::result::Report;
@@ -50,8 +50,8 @@ pub enum LabError {
     /// A guest did not do what the experiment needs.
     #[error("{0}")]
     Guest(String),
-    /// Other programs took the processors, so that what is to be measured did not happen. The
-    /// function `skip_if_busy` skips the result then.
+    /// Other programs took the processors, so the event to be measured did not happen. The function
+    /// `skip_if_busy` skips the result then.
     #[error("{0}: leave this machine's processors to the lab")]
     Busy(String),
     /// The user asked for the end: see [`crate::interrupt`].
@@ -105,7 +105,7 @@ impl Options {
         self.parts.is_empty() || self.parts.contains(&part)
     }
 
-    /// Whether `part`, which has x86-64 guests only, is to be measured. If it is wanted with other
+    /// Whether `part`, with x86-64 guests only, is to be measured. If it is wanted with other
     /// guests, its results `ids` are skipped.
     pub(crate) fn wants_x86<I: Into<String>>(
         &self,
@@ -122,7 +122,7 @@ impl Options {
     }
 }
 
-/// The result of an experiment, where a busy machine is no error: then `ids` are skipped.
+/// The result of an experiment. A busy machine is no error here: `ids` are skipped.
 pub(crate) fn skip_if_busy<I: Into<String>>(
     report: &mut Report,
     ids: impl IntoIterator<Item = I>,
@@ -157,7 +157,7 @@ mod tests {
         }
     }
 
-    /// No experiment leaves a part of its own out without a word.
+    /// A part that is wanted and cannot run is reported as skipped.
     #[test]
     fn parts_for_x86_guests_are_skipped_with_other_guests() {
         for (arch, parts, wanted, skips) in [

@@ -19,7 +19,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// The most output that is read from a program: a guest that prints for ever must not fill our
+/// The most output that is read from a program: an endlessly printing guest must not fill our
 /// memory.
 const OUTPUT_LIMIT: u64 = 1 << 20;
 /// How often a program is polled for its end.
@@ -74,7 +74,7 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// The count in `field` of `END`, divided by the seconds; `None` if there is none.
+    /// The count in `field` of `END`, divided by the seconds; `None` without that field.
     pub fn rate(&self, field: &str) -> Option<f64> {
         let count: u64 = self.fields.get(field)?.parse().ok()?;
         Some(count as f64 / self.seconds)
@@ -168,9 +168,8 @@ pub fn bochs() -> ExternalError {
 /// Runs `elf` as a program of this host with `arguments`, for at most `limit`.
 ///
 /// # Errors
-/// [`ExternalError::Unavailable`] when `elf` is empty, which is how `lacuna_guest` says that it was
-/// built for another machine; [`ExternalError::Start`] where the temporary directory does not
-/// allow programs.
+/// [`ExternalError::Unavailable`] when `elf` is empty: `lacuna_guest` was built for another
+/// machine. [`ExternalError::Start`] where the temporary directory does not allow programs.
 pub fn native(elf: &[u8], arguments: &[&str], limit: Duration) -> Result<Run, ExternalError> {
     if elf.is_empty() {
         let why = "there is no native build of this benchmark";
@@ -268,7 +267,7 @@ fn run(command: Command, limit: Duration) -> Result<Run, ExternalError> {
     }
 }
 
-/// Starts `command`, and passes the lines on that it prints, with their times.
+/// Starts `command`, and passes on its printed lines with their times.
 pub(crate) fn spawn(mut command: Command) -> io::Result<(Reaped, Receiver<(Instant, String)>)> {
     let (reader, writer) = io::pipe()?;
     command
@@ -301,7 +300,7 @@ fn last_lines(output: &str) -> String {
     lines[lines.len().saturating_sub(5)..].join(" | ")
 }
 
-/// A child process that is killed when this is dropped.
+/// A child process; it is killed when this value is dropped.
 pub(crate) struct Reaped(Child);
 
 impl Reaped {

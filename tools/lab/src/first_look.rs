@@ -11,11 +11,11 @@
 //! The speed of the vCPU is no gain of a mechanism. It is a line of its own, beside native speed.
 //!
 //! The rows are measurements of the experiments ([`crate::apf`], [`crate::thp`], [`crate::pml`],
-//! [`crate::paging`], [`crate::base`]), with the same ids and fewer rounds. Each row has a time.
-//! The rounds that begin within it are counted, but at least six, because with fewer an interval
-//! does not cover 95 %.
+//! [`crate::paging`], [`crate::base`]), with the same ids and fewer rounds. Each row has a time. A
+//! round counts if it begins within that time. At least six rounds count, because with fewer an
+//! interval does not cover 95 %.
 //!
-//! A row whose interval includes 1.0 is *undecided*, and so is one with fewer than six rounds.
+//! A row is *undecided* if its interval includes 1.0, or if it has fewer than six rounds.
 
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure, wrap};
@@ -117,11 +117,11 @@ const PARTS: [Part; 7] = [
     ("resident fault", Arch::X86_64, 4, base::fault_first_look),
     (SPEED, Arch::X86_64, 4, base::vcpu_first_look),
 ];
-/// The part that is no row.
+/// The part without a row.
 const SPEED: &str = "vCPU";
 
-/// The experiment of the x86 row with arm64 guests. The published figure is of a memory-bound
-/// thread with other swap-in times, which takes minutes: `lacuna lab apf-arm64`.
+/// The experiment of the x86 row, with arm64 guests. The published figure is for a memory-bound
+/// thread with other swap-in times. Measuring that takes minutes: `lacuna lab apf-arm64`.
 fn arm64_apf(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let Found { row, results } = apf::first_look(options, rounds)?;
     let published = "1.178x of another load (RFCv2)";
@@ -151,7 +151,7 @@ fn beside(results: &[Measurement]) -> String {
 }
 
 impl FirstLook {
-    /// A first look in which nothing is measured yet.
+    /// A first look without measurements.
     pub fn new(command: impl Into<String>) -> Self {
         let mut report = Report::new(command);
         report.say(
@@ -169,7 +169,7 @@ impl FirstLook {
     /// Measures everything. Results from before an error are kept.
     ///
     /// # Errors
-    /// The first part that could not be carried out.
+    /// The error of the first failed part.
     pub fn run(&mut self, options: &Options) -> Result<(), LabError> {
         let progress = Progress::new(PARTS.len() as u64, options.verbosity);
         for (system, arch, seconds, measure) in PARTS {

@@ -82,8 +82,8 @@ pub fn boot(
     Ok((vm, vcpus))
 }
 
-/// [`boot`] of machine code, which is given as pieces of memory with their addresses. The vCPUs
-/// start at the first piece.
+/// [`boot`] of machine code: pieces of memory with their addresses. The vCPUs start at the first
+/// piece.
 ///
 /// # Errors
 /// The VM could not be made.

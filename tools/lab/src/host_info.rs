@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// What a reader must know about the machine to judge a figure.
+/// The properties of the machine that a reader needs to judge a figure.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HostInfo {
     /// Processor, as the kernel names it.
@@ -22,8 +22,8 @@ pub struct HostInfo {
 }
 
 impl HostInfo {
-    /// Reads this machine's. A value that cannot be read is `unknown` and no error, because a
-    /// report without the processor's name is better than none.
+    /// Describes this machine. An unreadable value is `unknown` and no error, because a report
+    /// without the processor's name is better than none.
     pub fn detect() -> Self {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();

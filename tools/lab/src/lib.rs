@@ -12,9 +12,9 @@
 //! * [`result`]: the stable JSON form; result ids are part of the interface.
 //! * [`report`]: the table for people, and progress on stderr.
 //! * [`host_info`]: the machine a figure was measured on.
-//! * [`native`]: the cost of the host kernel's own page fault, which ours is compared with.
+//! * [`native`]: the cost of the host kernel's own page fault, to compare ours with.
 //! * [`interrupt`]: ends an experiment early.
-//! * [`experiment`]: what all experiments have in common. [`base`], [`apf`], [`apf_arm64`],
+//! * [`experiment`]: the options and errors of all experiments. [`base`], [`apf`], [`apf_arm64`],
 //!   [`thp`], [`pml`], [`paging`], [`postcopy`], [`restore`], [`migrate`]: the experiments.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
 //! * [`external`]: the same guest program natively and in other machines (QEMU).

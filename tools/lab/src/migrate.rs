@@ -21,9 +21,10 @@
 //! The guest of `migrate.rate` is full of incompressible pages. A plain copy goes into untouched
 //! memory over such a connection.
 //!
-//! The same on `/dev/kvm` has ids that begin with `migrate.kvm`. Guests have two vCPUs, but one in
-//! the last row (`worker`). Blackout and total are measured with the guest `churn`, which continues
-//! its transactions. Both ends are in this process, on threads of their own.
+//! The ids of the same results on `/dev/kvm` begin with `migrate.kvm`. Guests have two vCPUs,
+//! except one vCPU for `migrate.worker_kept_percent` (`worker`). Blackout and total are measured
+//! with the guest `churn`, which continues its transactions. Both ends are in this process, on
+//! threads of their own.
 
 mod against;
 mod beats;
@@ -56,15 +57,15 @@ const MEMORY: u64 = 512;
 /// The size for a quick run.
 const QUICK: u64 = 64;
 const VCPUS: usize = 2;
-/// The part of the plain rate at which a guest has to move.
+/// The least share of the plain rate for the move of a guest.
 const RATE: f64 = 0.8;
-/// Rounds of that: on kvm, an arm twice differs by a third.
+/// Rounds of `migrate.rate`: on kvm, two runs of one arm differ by a third.
 const RATE_ROUNDS: usize = 15;
 
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out.
+/// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(2 * PARTS.len() as u64 - 1, options.verbosity);
     report.say(
@@ -136,7 +137,7 @@ where
     Ok(())
 }
 
-/// Of a guest that fills its memory with words that no compressor packs, and then sleeps.
+/// The command line of a guest that fills its memory with incompressible words, and then sleeps.
 const FULL: &str = "rate=0 hot=1M period_us=1000000 beat_us=1000000 seconds=1000000";
 
 fn rate<B: GuestBuilder + Sync>(

@@ -19,12 +19,12 @@ use memmap2::{Advice, MmapMut};
 use rustix::time::{ClockId, clock_gettime};
 
 const PAGE: usize = 4096;
-/// Pages of one hot map. 8 MiB stay in a last-level cache, and the work that is done once for each
-/// map is small against their faults in both arms.
+/// Pages of one hot map. 8 MiB stay in a last-level cache. In both arms, the work once for each map
+/// is small against the faults.
 pub const HOT_PAGES: usize = 2048;
 /// Pages touched between two flushes: enough that reading the clock does not count.
 const COLD_PAGES: usize = 256;
-/// More than one thread's share of the last-level cache on the machines that we have measured.
+/// More than one thread's share of the last-level cache on all measured machines.
 const FLUSH_BYTES: usize = 64 << 20;
 
 /// CPU time this thread has used, in nanoseconds.
@@ -59,7 +59,7 @@ impl CacheFlush {
 /// least `faults` faults, for [`crate::stats::compare`].
 ///
 /// # Errors
-/// As mapping anonymous memory.
+/// Anonymous memory could not be mapped.
 pub fn hot_fault_ns(faults: usize) -> io::Result<f64> {
     let maps = faults.div_ceil(HOT_PAGES).max(1);
     let mut spent = 0;
@@ -73,7 +73,7 @@ pub fn hot_fault_ns(faults: usize) -> io::Result<f64> {
 /// As [`hot_fault_ns`] with cold caches: `flush` runs between batches of faults.
 ///
 /// # Errors
-/// As mapping anonymous memory.
+/// Anonymous memory could not be mapped.
 pub fn cold_fault_ns(faults: usize, flush: &CacheFlush) -> io::Result<f64> {
     let batches = faults.div_ceil(COLD_PAGES).max(1);
     let mut area = small_pages(batches * COLD_PAGES)?;

@@ -1,4 +1,4 @@
-//! `lacuna lab paging`: memory that is elsewhere when the guest starts, page by page.
+//! `lacuna lab paging`: a guest starts without its memory, and gets it page by page.
 //!
 //! It is the demand-paging test of the 2023 series: each vCPU touches its own share of the memory
 //! once, or all touch the same. The arms differ in how a missing page is provided:
@@ -9,10 +9,10 @@
 //! exits            vCPU exits, its own thread provides the page, and enters it again
 //! exits_apf        vCPU exits, the guest gets the event and runs; another thread provides the page
 //! ```
-//! All copy the same page. In Linux memory that is UFFDIO_COPY in each arm: the queue is the
-//! kernel's, of a userfaultfd with N readers or of one for each vCPU (`kernel_queue`), and exits
-//! provide by [`MissingMemory::provide`]. In the pool, the queue is a list of the lab's own
-//! (`queue`), and all arms provide by that call.
+//! All copy the same page. For Linux memory each arm uses UFFDIO_COPY. The queue is the kernel's
+//! (`kernel_queue`): one userfaultfd with N readers, or one for each vCPU. Exits provide by
+//! [`MissingMemory::provide`]. For the pool, the queue is a list of the lab's own (`queue`), and
+//! all arms provide by that call.
 //!
 //! | id | what is compared |
 //! |---|---|
@@ -24,7 +24,7 @@
 //! | `paging.exit_vs_queue.Nvcpu_batch` | 512 pages are provided for each fault |
 //! | `paging.hugetlb.exit_vs_queue.Nvcpu` | the same for huge pages, which one copy fills |
 //! | `paging.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs in two processes |
-//! | `paging.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less that of threads |
+//! | `paging.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less the threads' loss |
 //! | `paging.sim.queue_error_percent` | a simulation against 1 to 16 host threads here |
 //! | `paging.sim.exits_error_percent` | the same for threads that fill their own pages |
 //! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
@@ -57,9 +57,9 @@ use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::MissingMemory;
 use lacuna_soft::MemoryKind;
 
-/// What every page contains: the guest expects zeros. All arms copy from here.
+/// The content of all pages: the guest expects zeros. All arms copy from here.
 static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];
-/// The most pages that are provided at once: 2 MiB.
+/// The most pages provided at once: 2 MiB.
 const MOST_AT_ONCE: usize = 512;
 
 /// vCPUs, and thousand pages a second in the 2023 series: through one userfaultfd, and by exits.
@@ -80,7 +80,7 @@ const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 c
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out.
+/// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(
         2 * (arms::STEPS + crowd::STEPS) + curve::STEPS,

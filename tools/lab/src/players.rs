@@ -1,8 +1,8 @@
 //! VMs that take turns: one runs, for some milliseconds, and the others are paused.
 //!
 //! Machines are noisy at every scale. On the test machine a guest's rates in two adjacent slices of
-//! 10 ms differ by 6 to 10 %, and in one second by as much (docs/speed-pml.md). So long slices show
-//! no more than short ones. It helps to change arms often.
+//! 10 ms differ by 6 to 10 %, and in one second by as much (docs/speed-pml.md). Therefore long
+//! slices show no more than short ones, and it helps to change arms often.
 //!
 //! But an arm has its own rhythm, such as a harvest every second, or a mapping that is restored
 //! page by page. Turns must not interrupt it. Hence there is a VM for each arm, and between two
@@ -13,9 +13,9 @@
 //! VM a        a─────────a─────a─a─── ...       its second is fifty turns of its own
 //! ```
 //! A VM without a turn has no vCPU and no background thread at work. So each VM pays for its own
-//! work and for nothing of another's. The threads of its vCPUs wait at a gate (`gate`), which
-//! closes by a kick of all vCPUs. Frames differ in speed by where they lie in memory, so arms
-//! change VMs, too ([`crate::turns::shifts`]).
+//! work only. The threads of its vCPUs wait at a gate (`gate`), which closes by a kick of all
+//! vCPUs. Frames differ in speed by where they lie in memory, so arms change VMs, too
+//! ([`crate::turns::shifts`]).
 
 mod gate;
 mod machine;

@@ -3,7 +3,7 @@
 //! | id | what is compared |
 //! |---|---|
 //! | `pml.score_percent.ARM.SET` | transactions a second, with logging / without |
-//! | `pml.ns_per_dirty_page.ARM.SET` | CPU time of a dirtied page, beyond that without logging |
+//! | `pml.ns_per_dirty_page.ARM.SET` | CPU time of a dirtied page, less the time without logging |
 //! | `pml.cost_ratio.SET` | the same, write protection / PML |
 //! | `pml.kvm.exit_ns` | an exit to the VMM on this host's KVM |
 //! | `pml.always_on_loss_percent` | PML on while no slot logs / PML off |
@@ -15,9 +15,10 @@
 //! | `pml.kvm.score_percent.WAY`, `pml.kvm.ns_per_dirty_page.WAY` | as above, on `/dev/kvm` |
 //!
 //! ARM is `wp` or `pml` with a bitmap, `wp_ring` or `pml_ring` with a ring for each vCPU. SET is
-//! `raw` or `exitcost`. In `exitcost` each exit is charged what it costs on hardware, and the
-//! figure is marked as simulated; in `exitcost_here`, what one costs on this host's KVM. A dirtied
-//! page also has the set `refill`: the refill of the TLB after a harvest counts, an exit does not.
+//! `raw` or `exitcost`. In `exitcost` each exit is charged its cost on hardware, and the figure is
+//! marked as simulated. In `exitcost_here` each is charged the cost of an exit on this host's KVM.
+//! A dirtied page also has the set `refill`: the refill of the TLB after a harvest counts, an exit
+//! does not.
 
 pub use score_page::first_look;
 
@@ -40,8 +41,7 @@ use crate::result::Report;
 /// Measures everything.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. Results whose needs this machine does not
-/// meet are skipped.
+/// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let steps = score::STEPS + 1 + ending::STEPS + harvest::STEPS + kvm::STEPS;
     let progress = Progress::new(steps, options.verbosity);

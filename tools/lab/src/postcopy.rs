@@ -22,8 +22,8 @@
 //! | `postcopy.*.1ms_window256` | the last two, with 256 pushed pages in flight instead of 64 |
 //!
 //! Each is measured for Linux memory, which a userfaultfd fills, and for the soft backend's own
-//! pool of frames, with ids that begin with `postcopy.pool`. The guest has one vCPU, so that a core
-//! is left for the peer, which would be another machine.
+//! pool of frames, with ids that begin with `postcopy.pool`. The guest has one vCPU, so a core is
+//! left for the peer. In practice the peer is another machine.
 
 mod arms;
 mod fill;
@@ -50,8 +50,7 @@ const TICK_US: u64 = 1000;
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. Results whose needs this machine does not
-/// meet are skipped.
+/// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(2 * (worker::STEPS + fill::STEPS), options.verbosity);
     report.say(
@@ -94,7 +93,7 @@ const fn about(kind: MemoryKind) -> &'static str {
     }
 }
 
-/// Why this host has no memory of this kind whose pages can be missing.
+/// Why pages of this kind of memory cannot be missing on this host.
 fn unavailable(kind: MemoryKind) -> Option<LabError> {
     let builder = VmBuilder {
         memory_kind: kind,

@@ -12,15 +12,14 @@
 //! |---|---|
 //! | `restore.first_output_ratio` | time until the guest's first line, lazy / eager |
 //! | `restore.verify_ratio` | time until the guest has checked all of its memory, lazy / eager |
-//! | `restore.replay_saved` | pages that the guest had to ask for: saved by replay, of lazy's |
+//! | `restore.replay_saved` | the share of lazy's requested pages that replay saves |
 //!
-//! Times begin before the snapshot is opened and the VM is made. The same on `/dev/kvm` has ids
-//! that begin with `restore.kvm`. Guests have two vCPUs.
+//! Times begin before the snapshot is opened and the VM is made. The ids of the same results on
+//! `/dev/kvm` begin with `restore.kvm`. Guests have two vCPUs.
 //!
 //! The first two have the guest `verify`, saved between two passes over its memory. The third has
-//! the guest `zipf`, saved when its memory is prepared. Its processes then use the same pages in
-//! each run, which lie scattered over the memory, and choose among them by another seed than the
-//! recorded run.
+//! the guest `zipf`, saved when its memory is prepared. Its processes then use the same scattered
+//! pages in each run. They choose among them by another seed than in the recorded run.
 
 mod arms;
 
@@ -50,7 +49,7 @@ const RECORDED: u32 = 1;
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out.
+/// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(2 * PARTS.len() as u64, options.verbosity);
     report.say(
@@ -118,7 +117,7 @@ fn rounds(options: &Options) -> Rounds {
     Rounds::Count(if options.quick { 2 } else { 9 })
 }
 
-/// The arms of [`measures`]: what is compared with, its null, and what is compared.
+/// The arms of [`measures`]: the base, its null, and the compared arm.
 const BASE: usize = 0;
 const NULL: usize = 1;
 

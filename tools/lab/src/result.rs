@@ -69,8 +69,8 @@ impl Report {
         }
     }
 
-    /// The results that follow are of an experiment that runs on any processor, here on `arch`.
-    /// Results of arm64 guests have ids that begin with `arm64`.
+    /// Begins the results of an experiment that runs on any processor, here on `arch`. Results of
+    /// arm64 guests have ids that begin with `arm64`.
     pub fn begin(&mut self, arch: Arch) {
         self.prefix = match arch {
             Arch::Arm64 => "arm64.",
@@ -171,7 +171,7 @@ pub struct Measurement {
     #[serde(default)]
     pub wanted: Option<f64>,
     /// Whether the *worse* end of the interval meets the bar; `None` without a bar, and where the
-    /// noise of the measurement is wider than what the bar asks.
+    /// measurement is too noisy to decide.
     #[serde(default)]
     pub met: Option<bool>,
     /// A published figure to compare with.
@@ -224,7 +224,7 @@ impl Measurement {
         self
     }
 
-    /// With the value that the project promises, which this measurement cannot decide.
+    /// With the value that the project promises. This measurement cannot decide whether it is met.
     #[must_use]
     pub fn undecided(mut self, bar: f64) -> Self {
         self.bar = Some(bar);

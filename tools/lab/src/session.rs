@@ -1,9 +1,9 @@
 //! A guest under measurement: what it counts, and what may be changed while it runs.
 //!
 //! One guest lives through a whole experiment, on any backend ([`on`]). Two slices of time differ
-//! in a word on the guest's status page, which says which processes pause, or in a switch of the
-//! VM, such as whether faults are taken asynchronously. They differ in nothing else: the processes,
-//! the pages and the swap device are the same.
+//! in a word on the guest's status page, which names the paused processes, or in a switch of the
+//! VM, such as async page faults. They differ in nothing else: the processes, the pages and the
+//! swap device are the same.
 
 use crate::experiment::LabError;
 use crate::interrupt;
@@ -130,8 +130,8 @@ impl<'a> Guest<'a> {
         }
     }
 
-    /// The bytes of its arena, which ends where its memory ends. The guest's kernel makes the page
-    /// that says so directly after the status page.
+    /// The bytes of its arena, which ends where its memory ends. The guest's kernel writes this
+    /// number into the page directly after the status page.
     pub fn arena_bytes(&self) -> Result<u64, LabError> {
         let info = self.page.checked_add(PAGE_BYTES as u64);
         let mut bytes = [0; 8];
@@ -140,7 +140,7 @@ impl<'a> Guest<'a> {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// Waits until its first process has counted to 1, which says that the guest is prepared.
+    /// Waits until its first process has counted to 1: the guest is then prepared.
     pub fn prepared(&self) -> Result<(), LabError> {
         self.run_until(PREPARE, |status| {
             (status.threads.first()?.counter > 0).then_some(())
@@ -188,7 +188,7 @@ impl<V: Vm> Session<'_, V> {
     }
 }
 
-/// The last line that a guest has printed, for the message when it fails.
+/// A guest's last printed line, for the message when it fails.
 #[derive(Clone, Default)]
 pub struct LastWords(Arc<Mutex<String>>);
 
@@ -281,7 +281,7 @@ mod tests {
     fn small(words: &str) -> VmBuilder {
         let [memory, resident] = [32, 8].map(|mib| PageCount::from_bytes(mib << 20));
         VmBuilder {
-            // Not compressed memory: what bm writes at random compresses worse and worse.
+            // Not compressed memory: pages with bm's random writes compress worse and worse.
             swap: Swap::File(std::env::temp_dir()),
             apf: Apf::On,
             command_line: words.into(),
@@ -321,7 +321,7 @@ mod tests {
             let more = |status: &Status| (status.apf.not_present != before).then_some(());
             guest.run_until(PREPARE, more)?;
             session.set_apf(Apf::Off);
-            // What was on its way arrives; after that the count stays.
+            // Pages in flight arrive; after that the counts stay.
             let mut last = guest.status()?.apf;
             let deadline = Instant::now() + PREPARE;
             loop {

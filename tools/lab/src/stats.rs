@@ -16,7 +16,7 @@
 //! smallest and the k-th largest of n runs, with a probability that depends on n and k alone, for
 //! every distribution. No random numbers are needed, so the same samples always give the same
 //! interval. With fewer than six runs even the full range covers less than 95 %;
-//! [`Summary::coverage`] is what it covers.
+//! [`Summary::coverage`] has the true coverage.
 
 use crate::experiment::LabError;
 use crate::{interrupt, turns};

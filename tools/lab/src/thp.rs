@@ -1,4 +1,4 @@
-//! `lacuna lab thp`: what huge pages give, and what their invalidation costs.
+//! `lacuna lab thp`: the gain of huge pages, and the cost of their invalidation.
 //!
 //! | id | what is compared |
 //! |---|---|
@@ -40,8 +40,7 @@ use crate::result::Report;
 /// Measures everything, in the order of the table above.
 ///
 /// # Errors
-/// The first experiment that could not be carried out. Results whose needs this machine does not
-/// meet are skipped.
+/// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(range::STEPS + pressure::STEPS + 5, options.verbosity);
     report.say(

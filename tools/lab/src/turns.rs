@@ -26,7 +26,7 @@ pub enum Last {
 /// warm.
 ///
 /// # Errors
-/// The first of a turn.
+/// The first error of a turn.
 pub fn round<E>(
     arms: usize,
     pairs: usize,

@@ -22,7 +22,8 @@ use serde_json::Value;
 use std::time::{Duration, Instant};
 
 const ID: &str = "apf.memory_alone_time_ratio";
-/// Of x86-64 guests. Small, so that a round takes about a second and the experiment has many.
+/// Guest memory on x86-64. It is small, so a round takes about a second and the experiment has many
+/// rounds.
 const MEMORY_MIB: u64 = 4;
 const RESIDENT_MIB: u64 = 2;
 
@@ -182,8 +183,8 @@ pub(crate) struct Round {
 }
 
 impl<'a> Rounds<'a> {
-    /// Waits for the beginning of the program. The first round that [`Rounds::next`] returns began
-    /// before.
+    /// Waits for the beginning of the program. The first round of [`Rounds::next`] has begun before
+    /// this call.
     pub(crate) fn start(session: &'a Session<'a, Vm>) -> Result<Self, LabError> {
         let begun = |status: &Status| {
             let (counter, goal) = status.threads.iter().find_map(program)?;

@@ -96,7 +96,7 @@ fn pace(device: &Device, options: &Options) -> Pace {
 }
 
 impl Device {
-    /// How long the disk under it takes for a page; `None` if there is none, or no direct I/O.
+    /// The read latency of the disk under it; `None` without a disk, or without direct I/O.
     fn read_latency(&self, options: &Options) -> Result<Option<ReadLatency>, LabError> {
         match self.medium {
             Medium::File => ReadLatency::measure(&options.swap_dir),
@@ -104,7 +104,7 @@ impl Device {
         }
     }
 
-    /// The ids of its results, for the guests that this host's users would have.
+    /// The ids of its results with the default guests.
     pub fn ids(&self) -> [String; 4] {
         Guests::default().ids(self)
     }
@@ -176,7 +176,7 @@ struct Scene<'a> {
     device: &'a Device,
     guests: Guests,
     pace: Pace,
-    /// How long the disk takes for a page; `None` if there is no disk.
+    /// The disk's read latency; `None` without a disk.
     latency: Option<ReadLatency>,
 }
 

@@ -4,18 +4,18 @@
 //! The experiment is the soft backend's: the same guest image, the same slices, the same arms, over
 //! the backend interface. One thing differs. KVM has no [`ApfSwitch`](lacuna_machine::ApfSwitch):
 //! it offers async page faults for the whole life of a VM. So *on* and *off* are two VMs, one after
-//! the other, each with the worker alone in turns. The figure is a share of that, and the two VMs
-//! are not compared with each other.
+//! the other, each with the worker alone in turns. The figure is a share of the worker's speed
+//! alone, and the two VMs are not compared with each other.
 //!
 //! *Off* is not a vCPU that sleeps until the page is there. KVM halts the vCPU while a worker
 //! thread of the kernel fetches the page. The guest's timer tick ends that halt, so a time slice of
 //! the guest still ends in time.
 //!
-//! What is measured is the mechanism, also on a host that emulates every instruction of the guest's
-//! kernel (`kvm_pvm`: about 1 us each). Four choices keep that cost out of the figure. All are in
-//! the results:
+//! The figure is for the mechanism, also on a host that emulates every instruction of the guest's
+//! kernel (`kvm_pvm`: about 1 us each). Four choices keep the cost of emulation out of the figure.
+//! All are in the results:
 //! * The worker and the faulter are threads of one process, which saves changes of CR3.
-//! * The tick is as long as the guest's time slice, because ending slices is all it is for.
+//! * The tick is as long as the guest's time slice, because the tick only ends slices.
 //! * A paused faulter looks rarely whether its pause is over: each look slows the worker that is
 //!   measured alone.
 //! * Slices are short and many, because such hosts are disturbed for a second or more at times.
@@ -74,7 +74,7 @@ pub(super) fn pace(options: &Options, apf: Apf) -> Pace {
     }
 }
 
-/// `apf.kvm.*`; skipped where there is no `/dev/kvm` to use.
+/// `apf.kvm.*`; skipped without a usable `/dev/kvm`.
 pub fn measure(
     options: &Options,
     report: &mut Report,

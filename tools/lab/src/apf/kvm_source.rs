@@ -1,5 +1,5 @@
 //! The worker's share under `/dev/kvm` while the guest's pages come from a source, each at its
-//! first touch: exits that the VMM accepts, and each of the two mechanisms alone.
+//! first touch: accepted exits, and each of the two mechanisms alone.
 //!
 //! | arm | a missing page |
 //! |---|---|
@@ -64,7 +64,7 @@ const ARMS: [Way; 3] = [
     },
 ];
 
-/// Zeros, each page [`LATENCY`] after it was asked for.
+/// A source of zeros. Each page comes [`LATENCY`] after its request.
 #[derive(Debug)]
 struct Late(Mutex<Sender<(Instant, PageRequest)>>);
 
@@ -73,7 +73,7 @@ impl Late {
     fn start() -> Arc<Self> {
         let (sender, requests) = channel::<(Instant, PageRequest)>();
         thread::spawn(move || {
-            // The delay is the same for all, so they are due in the order of the requests.
+            // All requests have the same delay, so they are due in their order.
             for (due, request) in requests {
                 thread::sleep(due.saturating_duration_since(Instant::now()));
                 // Late: the VM has ended.
@@ -91,12 +91,12 @@ impl PageSource for Late {
 
     fn fetch(&self, request: PageRequest) {
         let sender = self.0.lock().expect("no panic under this lock");
-        // A request that is dropped says that the page is lost.
+        // A dropped request says that the page is lost.
         let _ = sender.send((Instant::now() + LATENCY, request));
     }
 }
 
-/// `apf.kvm.source_share_percent.1ms`, where there is a `/dev/kvm` to use.
+/// `apf.kvm.source_share_percent.1ms`, with a usable `/dev/kvm`.
 ///
 /// # Errors
 /// The guest ends, or its memory cannot be read.

@@ -1,8 +1,8 @@
-//! How long the disk under a swap file takes for a page: the quantity that decides what
-//! asynchronous faults can give on it.
+//! The read latency of the disk under a swap file. It decides how much asynchronous faults can gain
+//! there.
 //!
-//! The reads are as a swap file has them: 4 KiB at random places of a file without a name, past the
-//! page cache. One is in flight at a time, and no guest runs.
+//! The reads are a swap file's: 4 KiB at random places of an unnamed file, past the page cache. One
+//! is in flight at a time, and no guest runs.
 
 use crate::experiment::LabError;
 use crate::report::time;

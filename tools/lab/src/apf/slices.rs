@@ -63,7 +63,7 @@ impl Arm {
 /// Rounds, and the times of a slice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pace {
-    /// Counted rounds; one more goes before them. Each has two slices of every arm.
+    /// Counted rounds, after one uncounted round. Each has two slices of every arm.
     pub rounds: Rounds,
     /// The counted part of a slice.
     pub slice: Duration,
@@ -75,9 +75,9 @@ pub struct Pace {
 /// The processes that a rate counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
-    /// The processes that compute.
+    /// The computing processes.
     Workers,
-    /// The processes that fault.
+    /// The faulting processes.
     Faulters,
 }
 

@@ -51,7 +51,7 @@ fn pace(options: &Options, latency: Duration) -> Pace {
     let (rounds, slice) = if options.quick { (2, 50) } else { (9, 80) };
     Pace {
         rounds: Rounds::Count(rounds),
-        // Long enough for some faults where a page takes long.
+        // Long enough for some faults, also at a long latency.
         slice: Duration::from_millis(slice).max(25 * latency),
         settle: Duration::from_millis(15).max(3 * latency),
     }

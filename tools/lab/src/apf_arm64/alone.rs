@@ -1,5 +1,6 @@
 //! The memory-bound thread alone, round by round: asynchronous faults cannot help it, so its time
-//! shows what they cost. And the block of statistics that the cover letter has of such a run.
+//! shows what they cost. This file also prints the cover letter's block of statistics for such a
+//! run.
 
 use super::calibrate::{self, calibrate, share};
 use super::{Form, MEMORY_MIB, SLICE_US, TICK_US, disk, membound};
@@ -27,7 +28,7 @@ struct Run {
     /// Each arm's rounds: seconds of the program, and the share of them that the vCPU waited.
     rounds: Vec<[Vec<f64>; 2]>,
     stalls: Vec<Vec<Stalls>>,
-    /// Seconds of all rounds with asynchronous faults, and those faults.
+    /// Seconds of all rounds with asynchronous faults, and the counts of these faults.
     on_seconds: f64,
     faults: ApfStats,
 }

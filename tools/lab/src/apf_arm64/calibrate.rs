@@ -1,5 +1,5 @@
-//! The work of the memory-bound thread: so much that it waits for pages 30 % of its time, if it is
-//! alone and waits without asynchronous faults.
+//! Calibrates the work of the memory-bound thread. Alone and without asynchronous faults, the
+//! thread then waits for pages 30 % of its time.
 
 use super::disk;
 use crate::apf::alone::{Round, Rounds};
@@ -22,7 +22,7 @@ const fn rounds_of_a_try(options: &Options) -> usize {
     if options.quick { 2 } else { 4 }
 }
 
-/// What was found.
+/// The result of the search.
 #[derive(Clone, Copy, Debug)]
 pub struct Found {
     /// Steps of computing on each page.
@@ -36,7 +36,7 @@ impl Found {
         (self.share - SHARE).abs()
     }
 
-    /// Why it is not what the experiment needs.
+    /// Why it does not suit the experiment.
     pub fn refused(&self) -> Option<String> {
         let percent = 100.0 * self.share;
         (self.off() > TOLERANCE).then(|| {

@@ -22,7 +22,7 @@ const NUMBER: usize = 1 << 16;
 /// How many swap-ins lie between the places at which two rounds of an experiment begin.
 const APART: u64 = 4096;
 
-/// The sequence, which all VMs of the experiment have.
+/// The sequence, the same for all VMs of the experiment.
 pub fn latency() -> LatencySetting {
     LatencySetting::sequence(&TIMES.sequence(SEED, NUMBER))
 }

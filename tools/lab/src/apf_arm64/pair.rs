@@ -15,12 +15,12 @@ use std::time::Duration;
 /// The numbers of vCPUs; the bars are for one, as in the letter.
 pub const VCPUS: [usize; 3] = [1, 2, 4];
 
-/// The numbers that are measured.
+/// The measured numbers of vCPUs.
 pub fn counts(options: &Options) -> &'static [usize] {
     if options.quick { &VCPUS[..1] } else { &VCPUS }
 }
 
-/// The CPU-bound process counts so many steps for a block.
+/// Steps of the CPU-bound process in a block.
 const BLOCK: f64 = 1024.0;
 /// The letter's ratio, which is the bar for the median.
 const LETTER: f64 = 1.178;
@@ -65,7 +65,8 @@ pub fn measure(
         let mut program = Program::start(session)?;
         let found = calibrate(&mut program, guest, latency, vcpus, options)?;
         let mut slices = 0;
-        // A round has two slices of each arm. The first that are not counted are another round.
+        // A round has two slices of each arm. The uncounted slices at the beginning are one more
+        // round.
         let begin = || {
             disk::begin(latency, slices / (2 * ARMS.len() as u64));
             slices += 1;

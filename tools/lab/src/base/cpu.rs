@@ -59,8 +59,8 @@ const OURS: usize = 0;
 const NATIVE: usize = 1;
 const QEMU: usize = 2;
 
-/// `cpu.x86.*`, beside native and QEMU; of arm64 guests `cpu.minstr_per_s.*` alone, because this
-/// machine runs none natively.
+/// `cpu.x86.*`, beside native and QEMU. For arm64 guests only `cpu.minstr_per_s.*`, because this
+/// machine does not run their code natively.
 pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
     if options.arch == Arch::Arm64 {
         return arm64_rates(options, report, progress);

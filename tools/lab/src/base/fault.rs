@@ -117,8 +117,8 @@ pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// `fault.scaling_2vcpu`, and beside it the same with two VMs that share nothing but the machine.
-/// What two VMs lose, too, is not a cost of the engine.
+/// `fault.scaling_2vcpu`, and beside it the same with two VMs that share nothing but the machine. A
+/// loss that two VMs have as well is not a cost of the engine.
 pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let id = SCALING;
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {

@@ -2,10 +2,10 @@
 //! exits through a port. When it is entered again, it does the same again.
 //!
 //! So the figure is of the resident fault path alone. The guest has no kernel, no timer and no page
-//! table of its own. The boot tables map by 2 MiB leaves, so the stage-1 walk is short. Timed is
-//! the vCPU's thread inside [`Vcpu::run`]: the access, the TLB miss, the walks, the violation, the
-//! frame and its zeroing, the install, the TLB fill, the retry, and the three instructions of the
-//! loop.
+//! table of its own. The boot tables map by 2 MiB leaves, so the stage-1 walk is short. The clock
+//! covers the vCPU's thread inside [`Vcpu::run`]: the access, the TLB miss, the walks, the
+//! violation, the frame and its zeroing, the install, the TLB fill, the retry, and the three
+//! instructions of the loop.
 
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, builder, slot};
@@ -37,7 +37,7 @@ pub struct Touch {
 /// A VM whose vCPUs touch their shares of fresh pages, as often as wanted.
 ///
 /// The pages are a memory slot with a region of its own. Both are new for each touch, so every page
-/// faults. The host allocates the frames that were freed last.
+/// faults. The host allocates the last freed frames.
 pub struct Fixture {
     vm: Arc<Vm>,
     vcpus: Vec<Vcpu>,

@@ -11,12 +11,13 @@
 //! | `migrate.vs_qemu.resume.MODE` | from the last instruction until each thread has printed |
 //!
 //! Lacuna's downtime begins with the pause of the source's vCPUs, and ends when the source knows
-//! that the destination runs the guest. QEMU's is the time between its events `STOP` and `RESUME`.
-//! What `query-migrate` says is noted beside it: it leaves out what the destination does.
+//! that the destination runs the guest. QEMU's downtime is the time between its events `STOP` and
+//! `RESUME`. The downtime of `query-migrate` is noted beside it: it leaves out the destination's
+//! work.
 //!
-//! Modes are `precopy` and `postcopy`. Soft is compared with QEMU's translator (TCG), kvm with
-//! QEMU on `/dev/kvm`. QEMU moves a guest in two ways by each mode: with multifd or without, and
-//! with preempt or without. Each row has the way whose figure is better.
+//! Modes are `precopy` and `postcopy`. Soft is compared with QEMU's translator (TCG), kvm with QEMU
+//! on `/dev/kvm`. QEMU has two ways for each mode: pre-copy with multifd or without, post-copy with
+//! preempt or without. Each row has the better of the two figures.
 //!
 //! A row is met if its whole interval is at most 1, missed if none of it is, and undecided
 //! otherwise.
@@ -40,18 +41,18 @@ use std::fs;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Pages a second that the guest writes.
+/// Written pages a second.
 const RATE: u64 = 10_000;
 const PACED: &str = "rate=10000 hot=64M seconds=1000000";
 const QUICK_PACED: &str = "rate=10000 hot=8M seconds=1000000";
 /// The longest time that a guest may be silent.
 const LIMIT: Duration = Duration::from_secs(60);
-/// How often QEMU moves a guest again that did not survive.
+/// How often a move by QEMU is tried if the guest is damaged.
 const TRIES: usize = 4;
 
 /// The figures of a move that are compared. In seconds.
 const FIGURES: [&str; 3] = ["downtime", "total", "resume"];
-/// The place of one more: the downtime that QEMU says.
+/// The index of one more figure: the downtime that QEMU reports.
 const SAID: usize = 3;
 
 /// What moves the guest.
@@ -214,14 +215,14 @@ where
     Ok(())
 }
 
-/// Moves, and those after which the guest was damaged.
+/// The number of moves, and of moves that damaged the guest.
 #[derive(Default)]
 struct Damaged {
     moves: Cell<usize>,
     damaged: Cell<usize>,
 }
 
-/// One row. `None`: there is no round in which both have the figure.
+/// One row. `None`: no round has the figure of both.
 fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Option<Measurement> {
     // A round without a figure is left out of the pairs.
     let both = |a: usize, b: usize| {
@@ -252,7 +253,7 @@ fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Op
     Some(found.arm("null", both(OURS, NULL)?.1))
 }
 
-/// Moves a guest that boots now.
+/// Boots a guest and moves it.
 fn ours<B: GuestBuilder + Sync>(
     builder: &B,
     scene: &Scene,
@@ -283,7 +284,7 @@ fn is_of_machine(word: &str) -> bool {
         .any(|name| word.starts_with(name))
 }
 
-/// When each thread has printed a line where it has come.
+/// When each thread has printed a line at the destination.
 fn until_all_print<V: Vm>(here: &Here<'_, V>) -> Result<Instant, LabError> {
     let mut beats = Beats::new(VCPUS);
     let seen = beats.listen(&here.lines, LIMIT);
@@ -295,7 +296,7 @@ fn until_all_print<V: Vm>(here: &Here<'_, V>) -> Result<Instant, LabError> {
     }
 }
 
-/// As [`ours`], by QEMU. A figure that there is not is no number.
+/// As [`ours`], by QEMU. A lacking figure is NaN.
 fn of_qemu(scene: &Scene, way: qemu::Way, damaged: &Damaged) -> Result<[f64; 4], LabError> {
     let mut tries = 0;
     loop {

@@ -45,7 +45,7 @@ impl Beats {
         Seen::All
     }
 
-    /// Whether something is found wrong a little later.
+    /// Whether the guest reports damage a little later.
     pub fn is_damaged_later(&self, lines: &Receiver<(Instant, String)>) -> bool {
         let deadline = Instant::now() + WATCH;
         loop {

@@ -25,23 +25,23 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub struct Moved {
     /// When its pause on the source began: no instruction ran there afterwards.
     pub paused: Instant,
-    /// When the source knew that the destination runs it.
+    /// When the source knew that the destination runs the guest.
     pub ran: Instant,
     /// Seconds until the destination had every page.
     pub total: f64,
-    /// Seconds of these in which the destination made its VM.
+    /// Seconds of `total` in which the destination made its VM.
     pub made: f64,
     /// Pages with content that were sent.
     pub pages: u64,
 }
 
-/// A guest that has come, and runs.
+/// An arrived, running guest.
 pub struct Here<'a, V> {
     /// Its VM.
     pub vm: &'a V,
     /// Its devices.
     pub devices: &'a PlatformDevices,
-    /// Pages that have come by themselves since then.
+    /// Pushed pages that have arrived since then.
     pub come: &'a AtomicU64,
     /// What it prints.
     pub lines: Receiver<(Instant, String)>,
@@ -94,7 +94,7 @@ where
 pub struct Way {
     /// When its memory goes.
     pub mode: Mode,
-    /// Where it goes.
+    /// The route of its connections.
     pub route: Route,
     /// Whether it runs there.
     pub runs: bool,
@@ -111,8 +111,8 @@ impl Way {
     }
 }
 
-/// Moves `guest` to a VM of `builder`, and calls `watch` there when it is started. When that has
-/// returned and all memory has arrived, that VM ends. The guest resumes here.
+/// Moves `guest` to a VM of `builder`, and calls `watch` when it runs there. That VM ends when
+/// `watch` has returned and all memory has arrived. The guest then resumes here.
 ///
 /// # Errors
 /// It could not be moved, or an error of `watch`.
@@ -128,7 +128,7 @@ where
     move_and(builder, guest, way, watch, || Ok(()))
 }
 
-/// As [`move_guest`], and calls `meanwhile` when all memory has gone. The guest runs on both sides
+/// As [`move_guest`], and calls `meanwhile` when all memory was sent. The guest runs on both sides
 /// then.
 ///
 /// # Errors
@@ -153,7 +153,7 @@ where
         let sent = send_all(guest, &source, mode);
         let sent = sent.and_then(|moved| meanwhile().map(|()| moved));
         let arrived = arriving.join().expect("the thread does not panic");
-        // What went wrong at the destination is the cause of a cut here.
+        // An error at the destination is the cause of a cut here.
         match (sent, arrived) {
             (Ok(moved), Ok((made, found))) => Ok((Moved { made, ..moved }, found)),
             (_, Err(why)) | (Err(why), _) => Err(why),
@@ -187,8 +187,8 @@ fn send_all<V: Vm>(guest: &Guest<'_, V>, to: &Source, mode: Mode) -> Result<Move
     }
 }
 
-/// Takes a guest, and lets it run until `watch` returns and all of its memory has come. Returns the
-/// seconds in which its VM was made, too.
+/// Receives a guest, and lets it run until `watch` returns and all of its memory has arrived. Also
+/// returns the seconds in which its VM was made.
 fn arrive<B: GuestBuilder, T>(
     builder: &B,
     connections: &dyn Connections,
@@ -245,12 +245,12 @@ where
     last.settle(Some(found.map(|found| (made, found))), &ending)
 }
 
-/// When a process on each vCPU had counted on, by vCPU.
+/// For each vCPU, when a process on it had made progress.
 pub fn counted<V: Vm>(here: &Here<'_, V>) -> Result<Vec<Instant>, LabError> {
     let guest = session::Guest::attach(here.vm, here.devices);
     let guest = guest.ok_or_else(|| LabError::Guest("it has no status page".into()))?;
     let vcpus = here.vm.config().vcpus;
-    // There is one on each vCPU.
+    // Each vCPU has one such process.
     let counters = |status: &Status| -> Vec<u64> {
         let workers = status.threads.iter().filter(|t| t.kind == Kind::Worker);
         workers.map(|thread| thread.counter).collect()

@@ -1,4 +1,4 @@
-//! A link between two ends in this process that takes time, as one between two machines does.
+//! A link between two ends in this process, as slow as a link between two machines.
 //!
 //! ```text
 //! write ─► waits until the line is free ─► length / rate ─► latency ─► read
@@ -35,7 +35,7 @@ struct Line {
 }
 
 struct LinkState {
-    /// Bytes on their way, with the time at which they come.
+    /// Bytes in flight, with their times of arrival.
     pieces: VecDeque<(Instant, Vec<u8>)>,
     /// Bytes of the first piece that were read.
     read: usize,

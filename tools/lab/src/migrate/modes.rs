@@ -1,4 +1,4 @@
-//! Pre-copy, post-copy and hybrid: blackout and total. And the blackout of a large guest.
+//! Pre-copy, post-copy and hybrid: blackout and total. Also the blackout of a large guest.
 
 use super::VCPUS;
 use super::ends::{Moved, Way, beside, counted, move_guest};
@@ -19,8 +19,8 @@ const BLACKOUT: f64 = 50.0;
 /// The heaps of `churn`: the hot one is written again and again, the cold one rarely.
 const CHURN: &str = "hot=4M writes=100 frees=0 seconds=1000000";
 
-/// Milliseconds from the last instruction on the source until a process had counted on, of each
-/// vCPU.
+/// For each vCPU, milliseconds from the last instruction on the source until a process on it had
+/// made progress.
 fn blackouts(moved: &Moved, counted: &[Instant]) -> Vec<f64> {
     let since = |at: &Instant| (*at - moved.paused).as_secs_f64() * 1e3;
     counted.iter().map(since).collect()
@@ -117,7 +117,7 @@ where
     let moves = if options.quick { 3 } else { 25 };
     let (mut each, mut of_all, mut totals) = (Vec::new(), Vec::new(), Vec::new());
     beside(builder, "churn", CHURN, |guest| {
-        // The first is not counted.
+        // The first move is not counted.
         move_once(builder, guest, Mode::PostCopy)?;
         for _ in 0..moves {
             let (moved, blackouts) = move_once(builder, guest, Mode::PostCopy)?;

@@ -1,4 +1,4 @@
-//! Plain copies over a TCP connection of this host: what a guest's move is compared with.
+//! Plain copies over a TCP connection of this host: the moves of guests are compared with them.
 
 use crate::backed::back;
 use crate::experiment::LabError;
@@ -7,11 +7,10 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::thread;
 use std::time::Instant;
 
-/// Bytes of one write: as many as of a frame of pages.
+/// Bytes of one write, as many as in a frame of pages.
 const AT_ONCE: usize = 1 << 20;
 
-/// Sends that many bytes out of memory, into memory that no thread has touched before. Returns the
-/// seconds.
+/// Sends `bytes` bytes from memory into untouched memory. Returns the seconds.
 ///
 /// # Errors
 /// The system refuses a connection.

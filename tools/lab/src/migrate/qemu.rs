@@ -1,4 +1,4 @@
-//! A guest that moves between two processes of QEMU, which are driven by QMP over UNIX sockets.
+//! Moves a guest between two processes of QEMU, driven by QMP over UNIX sockets.
 
 use super::beats::{Beats, Seen, beats};
 use crate::backed::back;
@@ -59,9 +59,9 @@ pub struct Scene {
 pub struct Found {
     /// From its event `STOP` on the source to its event `RESUME` on the destination.
     pub downtime: f64,
-    /// What `query-migrate` says of the downtime. It leaves out what the destination does.
+    /// The downtime that `query-migrate` reports, without the destination's work.
     pub said: f64,
-    /// What `query-migrate` says.
+    /// The total time that `query-migrate` reports.
     pub total: f64,
     /// From the end of the guest on the source until each of its threads has printed a line on the
     /// destination. `None`: one never has.
@@ -116,7 +116,7 @@ pub fn move_once(scene: &Scene, way: Way, folder: &Path) -> Result<Found, LabErr
     let mut listening = Beats::new(scene.vcpus);
     let seen = listening.listen(&destination.lines, LIMIT / 6);
     let is_damaged = seen != Seen::All || listening.is_damaged_later(&destination.lines);
-    // It may have ended, if the guest is damaged; the events before are there all the same.
+    // After damage to the guest, QEMU may have ended. Its earlier events are there all the same.
     let _ = destination.ask("query-status", &json!({}));
     let resumed = destination.time("RESUME")?;
     let seconds = |name: &str| moved[name].as_f64().unwrap_or_default() / 1e3;
@@ -163,7 +163,7 @@ struct Qemu {
     lines: Receiver<(Instant, String)>,
     answers: BufReader<UnixStream>,
     commands: UnixStream,
-    /// Events that came, with their time.
+    /// Received events, with their times.
     events: Vec<(Instant, Value)>,
     /// One moment on two clocks.
     now: (SystemTime, Instant),
@@ -213,7 +213,7 @@ impl Qemu {
             events: Vec::new(),
             now: (SystemTime::now(), Instant::now()),
         };
-        // Its greeting.
+        // QEMU's greeting.
         qemu.read()?;
         qemu.execute("qmp_capabilities", &json!({}))?;
         Ok(qemu)
@@ -277,7 +277,7 @@ impl Qemu {
         }
     }
 
-    /// Waits until the guest has moved. Returns when it has stopped here, and what QEMU says.
+    /// Waits until the guest has moved. Returns when the guest stopped here, and QEMU's report.
     fn until_moved(&mut self) -> Result<(Instant, Value), ExternalError> {
         let is_status = |event: &Value, status: &str| {
             event["event"] == "MIGRATION" && event["data"]["status"] == status
@@ -302,7 +302,7 @@ impl Qemu {
         Ok((self.time("STOP")?, self.times()?))
     }
 
-    /// What QEMU says of the migration's times. It sets them after its event `completed`.
+    /// QEMU's report of the migration's times. QEMU sets them after its event `completed`.
     fn times(&mut self) -> Result<Value, ExternalError> {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -317,7 +317,7 @@ impl Qemu {
         }
     }
 
-    /// When an event was that has come.
+    /// The time of a received event.
     fn time(&self, event: &str) -> Result<Instant, ExternalError> {
         let found = self
             .events

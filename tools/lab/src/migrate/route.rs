@@ -1,4 +1,4 @@
-//! Where the connections of a migration in this process lead.
+//! The routes of connections of a migration in this process.
 //!
 //! ```text
 //! tcp    TCP over the loopback device

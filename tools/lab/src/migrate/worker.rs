@@ -1,8 +1,8 @@
-//! What a process that computes keeps of its speed while the pages of its guest come.
+//! The speed that a computing process keeps while the pages of its guest arrive.
 //!
-//! The guest `bm` has one vCPU, a process that computes (the worker) and one that touches random
-//! pages (the faulter). It has moved by post-copy over a link that is 0.5 ms long in each direction
-//! and carries 128 MiB a second. Arms:
+//! The guest `bm` has one vCPU, a computing process (the worker) and one that touches random pages
+//! (the faulter). It has moved by post-copy over a link that is 0.5 ms long in each direction and
+//! carries 128 MiB a second. Arms:
 //!
 //! ```text
 //! alone     all pages are here, the faulter rests ─┐ the same pages arrive over the same link for
@@ -42,7 +42,7 @@ const SPEED: Speed = Speed {
     bytes_per_second: (128 << 20) as f64,
 };
 const BM: &str = "workers=1 faulters=1 populate=1 seconds=1000000 slice_us=4000 tick_us=1000";
-/// How often the pages that have come are counted.
+/// How often the arrived pages are counted.
 const LOOK: Duration = Duration::from_micros(500);
 /// The longest time that pages may take, and the pause of a paused process.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -67,7 +67,7 @@ const ARMS: [Arm; 5] = [
     Arm::Waiting,
 ];
 
-/// The worker's steps a second, the faulter's, and bytes a second that came.
+/// The worker's steps a second, the faulter's, and arrived bytes a second.
 type Rates = [f64; 3];
 
 /// `migrate.worker_kept_percent.1ms`.
@@ -165,8 +165,8 @@ fn one(builder: &VmBuilder, guest: &Guest<'_>, arm: Arm) -> Result<Rates, LabErr
     }
 }
 
-/// Counts in a guest that has all of its pages, while pages come for another VM. `receiver` gets
-/// how many, when the first ones come and when counting ends.
+/// Counts in a guest that has all of its pages, while pages arrive for another VM. `receiver` gets
+/// the number of these pages when the first ones arrive, and when counting ends.
 fn count_beside(
     here: &Here<'_, Vm>,
     arm: Arm,
@@ -191,7 +191,7 @@ fn next(receiver: &Receiver<u64>) -> Result<u64, LabError> {
     })
 }
 
-/// Waits until that many pages have come, and returns how many have.
+/// Waits until `pages` pages have arrived, and returns how many have.
 fn wait_for(here: &Here<'_, Vm>, pages: u64) -> Result<u64, LabError> {
     let deadline = Instant::now() + LIMIT;
     loop {

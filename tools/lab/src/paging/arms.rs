@@ -41,7 +41,7 @@ const NULL: usize = 1;
 const ONE_READER: usize = 2;
 
 /// The least ratios with each exit charged, for one vCPU and for two: the published ones, and five
-/// for the pool, which publishes none.
+/// for the pool, for which none was published.
 const LINUX_BARS: [f64; 2] = [2.3, 2.5];
 const POOL_BAR: f64 = 5.0;
 
@@ -167,8 +167,8 @@ fn measure_arms(
 ) -> Result<Rates, LabError> {
     let fixture = Fixture::new(kind, work)?;
     let wakes = usize::from(cores() > 1);
-    // One more turn of each round wakes an idle thread: what a queue costs depends on that time,
-    // and a machine does not keep it.
+    // One more turn of each round wakes an idle thread: the cost of a queue depends on that time,
+    // and the time drifts on a machine.
     let mut runs = rounds(arms.len() + wakes, times, |arm| match arms.get(arm) {
         Some(arm) => fixture.rate(*arm),
         None => wake_up_us(),
@@ -188,7 +188,7 @@ fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// `paging.wake_up_us`: it decides most of what a queue costs.
+/// `paging.wake_up_us`: it decides most of the cost of a queue.
 fn push_wake_up(kind: MemoryKind, wakes: &[f64], report: &mut Report) {
     match wake_up(kind, wakes) {
         Some(result) => report.push(result),
@@ -209,8 +209,8 @@ fn wake_up(kind: MemoryKind, wakes: &[f64]) -> Option<Measurement> {
     Some(result.param("what", what))
 }
 
-/// `rate` if each page had cost the exit of its arm: it takes time of a vCPU's thread, and as many
-/// of them run as there are cores.
+/// `rate` if each page had cost the exit of its arm: the exit takes time of a vCPU's thread, and at
+/// most as many threads run as there are cores.
 fn charged(rate: f64, arm: Arm, vcpus: usize) -> f64 {
     let exit_ns = match arm {
         Arm::Exits | Arm::ExitsTold => VMM_EXIT_NS,

@@ -88,7 +88,7 @@ impl Sample {
     /// Measures, with `pages` pages where threads touch.
     ///
     /// # Errors
-    /// The system refused something.
+    /// The system refused a call.
     pub fn take(pages: u64) -> Result<Self, LabError> {
         interrupt::check()?;
         let fills = area(FILLS)?;
@@ -173,8 +173,8 @@ impl Measured {
         let longer = (median(&|s| s.alone.wall) - steps).max(0.0) / 2.0;
         let call = median(&|s| s.idle_wakes[GAPS / 2].call);
         let wake_idle = (call - wake).clamp(0.0, longer);
-        // The other program sleeps and wakes by other calls. What it takes longer at the gap of
-        // `alone` is taken for all gaps.
+        // The thread of `alone` sleeps and wakes by other calls than `idle_wakes`. Its additional
+        // time at the gap of `alone` is assumed for all gaps.
         let tenths = |of: &dyn Fn(&Sample) -> Tenths| Tenths(from_fn(|i| median(&|s| of(s).0[i])));
         let runs = |gap: usize| tenths(&|s| s.idle_wakes[gap].until_it_runs);
         let beside = longer - wake_idle - runs(GAPS / 2).mean();
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
     use crate::paging::sim::{Setting, queue};
 
-    /// From times that the model makes, the parts come back, and the model of one thread and one
+    /// From times of the model, the parts are found again, and the model of one thread and one
     /// reader takes the measured time.
     #[test]
     fn the_parts_of_a_cycle_add_up_to_it() {

@@ -1,4 +1,4 @@
-//! Whether vCPUs that exit delay each other: two vCPUs against two VMs, and more vCPUs than cores
+//! Whether exiting vCPUs delay each other: two vCPUs against two VMs, and more vCPUs than cores
 //! against as many plain threads.
 
 use super::fixture::{Arm, Fixture, Share, Work, prefix};
@@ -104,7 +104,7 @@ fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> Result<Measuremen
         .arm("null", paired(&rates[2], &rates[3])))
 }
 
-/// What `vcpus` vCPUs lose against two, less what as many plain threads lose against two. The
+/// The loss of `vcpus` vCPUs against two, less the loss of as many plain threads against two. The
 /// threads provide pages by the same call, without a vCPU.
 fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measurement, LabError> {
     let pages = pages(options);

@@ -76,7 +76,7 @@ fn off_by(report: &Report) -> Option<String> {
 }
 
 /// Measures threads on this machine's cores, and simulates them. The service times are measured in
-/// the same rounds, because a machine does not stay as fast as it is.
+/// the same rounds, because the speed of a machine drifts.
 fn check(pages: u64, runs: usize, report: &mut Report) -> Result<Measured, LabError> {
     let memory = area(pages)?;
     let count = CHECKED.len();
@@ -89,8 +89,8 @@ fn check(pages: u64, runs: usize, report: &mut Report) -> Result<Measured, LabEr
             return Ok(0.0);
         }
         let threads = CHECKED[arm % count];
-        // In place no thread sleeps. So the threads' CPU time has the rate, and other programs on
-        // the machine count little.
+        // No thread sleeps when threads fill pages in place. So the rate follows from the threads'
+        // CPU time, and other programs on the machine count little.
         Ok::<_, LabError>(if arm < count {
             through_queue(&memory, pages, threads, Cores::Across)?.rate()
         } else {
@@ -153,8 +153,8 @@ const fn here(threads: usize) -> Setting {
     }
 }
 
-/// How far `simulated` is from what was measured, in percent. The ends are the errors against the
-/// ends of the interval.
+/// The distance of `simulated` from the measured rate, in percent. The ends are the errors against
+/// the ends of the interval.
 fn error(simulated: f64, measured: Summary) -> Summary {
     let off = |rate: f64| 100.0 * (simulated / rate - 1.0).abs();
     let [low, high] = [measured.low, measured.high].map(off);

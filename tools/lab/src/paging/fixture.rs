@@ -1,9 +1,9 @@
-//! VMs whose memory is missing: the guest `touch` needs each of its pages once, and an arm says how
-//! the pages are provided.
+//! VMs with missing memory. The guest `touch` needs each of its pages once. An arm says how the
+//! pages are provided.
 //!
-//! A VM's pages are provided once, so each slice has a VM of its own. Its host lives on, so that a
-//! later slice has the frames of an earlier one and the kernel has backed them. The guest boots,
-//! waits at a gate until the host opens it, and times the touching itself.
+//! A VM's pages are provided once, so each slice has a VM of its own. Its host stays, so a later
+//! slice has the frames of an earlier one, and the kernel has backed them. The guest boots, waits
+//! at a gate until the host opens it, and times the touching itself.
 
 use super::machine::Machine;
 use super::queue::Queues;
@@ -29,7 +29,7 @@ pub const fn prefix(kind: MemoryKind) -> &'static str {
     }
 }
 
-/// Why this host has no memory of this kind whose pages can be missing.
+/// Why pages of this kind of memory cannot be missing on this host.
 pub fn unavailable(kind: MemoryKind) -> Option<LabError> {
     let work = Work {
         arch: Arch::X86_64,
@@ -41,14 +41,14 @@ pub fn unavailable(kind: MemoryKind) -> Option<LabError> {
     unavailable_for(kind, work)
 }
 
-/// As [`unavailable`], for guests that do this.
+/// As [`unavailable`], for guests with this `work`.
 pub fn unavailable_for(kind: MemoryKind, work: Work) -> Option<LabError> {
     let source = Arc::new(Queues::new(1));
     let vm = Fixture::new(kind, work).and_then(|fixture| fixture.vm(Apf::Off, source));
     vm.err()
 }
 
-/// How a missing page comes.
+/// How a missing page is provided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Arm {
     /// All vCPUs put their requests into one queue. This number of threads read it.
@@ -98,15 +98,15 @@ pub struct Work {
     pub arch: Arch,
     /// The number of vCPUs, with a thread of the guest each.
     pub vcpus: usize,
-    /// Pages that are touched, of all vCPUs together.
+    /// Touched pages, of all vCPUs together.
     pub pages: u64,
     /// How the vCPUs share them.
     pub share: Share,
-    /// Pages that are provided for each fault: the aligned run that has the page. A power of two.
+    /// Pages provided for each fault: the aligned run around the page. A power of two.
     pub batch: usize,
 }
 
-/// A host, and what the guests in it do.
+/// A host, and the work of its guests.
 pub struct Fixture {
     pub(super) builder: VmBuilder,
     host: Arc<Host>,
@@ -140,7 +140,7 @@ impl Fixture {
         })
     }
 
-    /// What its guests do.
+    /// The work of its guests.
     pub const fn work(&self) -> Work {
         self.work
     }

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// How long a reader sleeps before it asks whether it is to end.
+/// How long a reader sleeps before it checks whether it is to end.
 const LOOK: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 5_000_000,
@@ -33,19 +33,19 @@ pub struct KernelQueues {
 pub enum Fill {
     /// The page.
     Page,
-    /// The aligned run of pages that the page is in.
+    /// The aligned run of pages around the page.
     Run {
         /// The length of a run, a power of two.
         pages: usize,
-        /// The first pages of the runs that were put in place.
+        /// The first pages of the provided runs.
         filled: Mutex<HashSet<Hva>>,
     },
-    /// The huge page of 2 MiB that the page is in.
+    /// The huge page of 2 MiB around the page.
     Huge,
 }
 
 impl Fill {
-    /// Of memory in 4 KiB pages, `pages` for a fault.
+    /// For memory in 4 KiB pages, `pages` of them for a fault.
     pub fn of(pages: usize) -> Self {
         match pages {
             1 => Self::Page,
@@ -83,7 +83,7 @@ impl KernelQueues {
         self.filled.len()
     }
 
-    /// Faults that were answered through each descriptor so far.
+    /// Answered faults of each descriptor so far.
     pub fn filled(&self) -> Vec<u64> {
         let filled = self.filled.iter();
         filled.map(|count| count.load(Ordering::Relaxed)).collect()
@@ -98,7 +98,7 @@ impl KernelQueues {
     /// (`EPOLLEXCLUSIVE`), as in the kernel's own test.
     ///
     /// # Errors
-    /// The kernel refused something.
+    /// The kernel refused a call.
     pub fn read(&self, queue: usize) -> Result<(), LabError> {
         let uffd = self.external.userfaultfds().nth(queue);
         let uffd = uffd.expect("a reader for a descriptor");
@@ -146,7 +146,7 @@ impl KernelQueues {
     }
 }
 
-/// The first page of the aligned run of `pages` pages that `page` is in.
+/// The first page of the aligned run of `pages` pages around `page`.
 fn aligned(page: Hva, pages: usize) -> Hva {
     let bytes = (pages * PAGE_SIZE) as u64;
     Hva::new(page.get() / bytes * bytes)
@@ -168,8 +168,8 @@ fn fill(uffd: &Userfaultfd, page: Hva, content: &[[u8; PAGE_SIZE]]) -> Result<()
     }
 }
 
-/// Puts the pages from `first` on in place, and wakes the threads that sleep for one of them. Pages
-/// that are there stay as they are.
+/// Puts the pages from `first` on in place, and wakes the threads that sleep for one of them.
+/// Present pages stay as they are.
 fn fill_run(uffd: &Userfaultfd, first: Hva, content: &[[u8; PAGE_SIZE]]) -> Result<(), LabError> {
     let mut at = 0;
     while at < content.len() {

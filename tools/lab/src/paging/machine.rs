@@ -22,7 +22,8 @@ use std::time::{Duration, Instant};
 
 /// The longest time for the boot of a guest, and for its touching.
 const LIMIT: Duration = Duration::from_secs(120);
-/// How often the end of a guest is looked for. Rarely, because it takes time from the vCPUs.
+/// How often the lab checks for the end of a guest. The check is rare, because it takes time from
+/// the vCPUs.
 const LOOK: Duration = Duration::from_millis(2);
 /// The beginning of the guest's last line.
 const RESULT: &str = "RESULT threads=";
@@ -120,7 +121,7 @@ impl Machine {
         command_line: &str,
         first_core: Option<usize>,
     ) -> Result<(), LabError> {
-        // Before the boot, which loads the guest into memory that is missing.
+        // Start the readers before the boot, which loads the guest into missing memory.
         if matches!(self.arm, Arm::Queue(_) | Arm::QueueEach) {
             self.start_readers(scope);
         }
@@ -180,7 +181,7 @@ impl Machine {
         }
     }
 
-    /// Faults that were answered through each descriptor of the kernel's queue.
+    /// Answered faults of each descriptor of the kernel's queue.
     pub fn filled(&self) -> Option<Vec<u64>> {
         match &self.queues {
             Waiting::Listed(_) => None,
@@ -198,8 +199,8 @@ impl Machine {
         loop {
             let exit = vcpu.run();
             if let Ok(Exit::MemoryFault { gpa, token, .. }) = exit {
-                // Whether the run is over is not asked here: the answer is under a lock that all
-                // vCPUs share. The end kicks every vCPU, which is another exit.
+                // This loop does not ask whether the run is over: all vCPUs share the lock of the
+                // answer. The end kicks every vCPU, which is another exit.
                 if let Err(error) = self.bring(&mut vcpu, gpa, token, accepted) {
                     self.fail(vcpu.index(), &error.to_string());
                 }
@@ -233,7 +234,7 @@ impl Machine {
             if let Err(error) = self.memory().provide(gpa, &PAGES[0]) {
                 self.fail(token.vcpu(), &error.to_string());
             }
-            // Unknown, if the VM has ended.
+            // The token is unknown if the VM has ended.
             let _ = self.memory().ready(token);
         }
     }
@@ -287,8 +288,8 @@ impl Machine {
         }
     }
 
-    /// The pages that were touched, and the nanoseconds from the opening of the gate until the last
-    /// was, as the guest has timed them.
+    /// The number of touched pages, and the nanoseconds from the opening of the gate until the last
+    /// touch, by the guest's clock.
     pub fn touched(&self) -> Result<(f64, f64), LabError> {
         let lines = self.lines.lock().expect("no panic under this lock");
         let found = lines.iter().find(|line| line.starts_with(RESULT));

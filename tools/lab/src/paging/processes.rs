@@ -1,9 +1,9 @@
-//! VMs in processes of their own: two VMs with one vCPU each, and the VM with two vCPUs that is
-//! compared with them.
+//! VMs in processes of their own: two VMs with one vCPU each, and for comparison one VM with two
+//! vCPUs.
 //!
-//! Two VMs in one process would share its address space, and so a part of what two vCPUs share.
-//! The VM with two vCPUs has a process of its own too: the lab's has run other guests before. Each
-//! child is this program. It lives for all slices, so that its host's memory stays.
+//! Two VMs in one process would share its address space, and so a part of what two vCPUs share. The
+//! VM with two vCPUs has a process of its own too, because the lab's process has run other guests
+//! before. Each child is this program. It lives for all slices, so that its host's memory stays.
 //!
 //! ```text
 //! parent   boot ─►            go ─► (to all children)
@@ -29,7 +29,7 @@ const READY: &str = "ready";
 /// first vCPU runs on core number `core`, and the others on the cores after it.
 ///
 /// # Errors
-/// The parent's words are not those above, or a guest failed.
+/// The parent sent an unknown word, or a guest failed.
 pub fn serve(
     kind: MemoryKind,
     (vcpus, pages): (usize, u64),

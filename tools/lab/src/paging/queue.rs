@@ -1,5 +1,5 @@
-//! A page source that puts its requests into queues, and the threads that answer them: for the pool
-//! of frames what a userfaultfd and its readers (`kernel_queue`) are for Linux memory.
+//! A page source that puts its requests into queues, and the answering threads. They serve the pool
+//! of frames, as a userfaultfd and its readers (`kernel_queue`) serve Linux memory.
 
 use super::PAGES;
 use crate::experiment::LabError;
@@ -15,8 +15,8 @@ thread_local! {
     static QUEUE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// The requests of this thread go into queue number `queue` of its source, modulo the number of
-/// queues.
+/// From now on the requests of this thread go into queue number `queue` of its source, modulo the
+/// number of queues.
 pub fn use_queue(queue: usize) {
     QUEUE.set(queue);
 }
@@ -24,7 +24,7 @@ pub fn use_queue(queue: usize) {
 /// A source whose pages all have the same content.
 pub struct Queues {
     queues: Vec<Queue>,
-    /// Until then, the thread that asks gets its page at once: the guest is being loaded.
+    /// Until it is open, each asking thread gets its page at once: the guest is being loaded.
     is_open: AtomicBool,
 }
 

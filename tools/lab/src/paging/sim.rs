@@ -7,14 +7,13 @@
 //! ```
 //! The lock protects the descriptor's two wait queues. A fill scans them for threads that wait for
 //! its page, and all sleeping threads are in them, so the lock is held the longer the more threads
-//! sleep. A thread needs a core while it works, also while it spins for the lock. Readers and the
-//! threads that fault have cores of their own. Ready threads take them in the order in which they
-//! became ready; none is preempted.
+//! sleep. A thread needs a core while it works, also while it spins for the lock. Readers and
+//! faulting threads have separate cores. Ready threads take them in the order in which they became
+//! ready; none is preempted.
 //!
-//! A thread's own work and the wake-up of an idle core vary as they were measured to vary. This
-//! matters: some threads on one core and their reader either run in step, where both cores sleep
-//! once for each batch, or beside each other, where neither sleeps. Variation is what takes them
-//! from one to the other.
+//! A thread's own work and the wake-up of an idle core vary as measured. This matters: some threads
+//! on one core and their reader either run in step, where both cores sleep once for each batch, or
+//! beside each other, where neither sleeps. Variation is what takes them from one to the other.
 //!
 //! Costs are nanoseconds. `line` is the transfer of a cache line between two cores. It counts once
 //! for each sleeping thread that a scan passes, twice for a change of a wait queue (the lock, and
@@ -49,7 +48,7 @@ pub struct Costs {
     pub copy: f64,
     /// The lock, while a fill looks for sleeping threads.
     pub scan: f64,
-    /// The same for each thread that sleeps.
+    /// The same for each sleeping thread.
     pub scan_each: f64,
     /// Making a thread ready.
     pub wake: f64,
@@ -57,13 +56,13 @@ pub struct Costs {
     pub wake_idle: f64,
     /// From then on until the thread runs on a core that was idle.
     pub idle: Idle,
-    /// A core's change from a thread that sleeps to one that is ready.
+    /// A core's switch from a sleeping thread to a ready one.
     pub switch: f64,
     /// The transfer of a cache line between two cores.
     pub line: f64,
 }
 
-/// A figure that varies: ten values that are equally likely.
+/// A varying figure: ten equally likely values.
 #[derive(Clone, Copy, PartialEq, Debug, Default)]
 pub struct Tenths(pub [f64; 10]);
 
@@ -82,7 +81,7 @@ impl Tenths {
         }))
     }
 
-    /// A figure that does not vary.
+    /// A constant figure.
     #[cfg(test)]
     pub const fn always(value: f64) -> Self {
         Self([value; 10])
@@ -128,17 +127,17 @@ impl Idle {
 /// The threads and cores that take part.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Setting {
-    /// Threads that fault.
+    /// Faulting threads.
     pub threads: usize,
     /// Threads that provide pages.
     pub readers: usize,
-    /// Cores for the threads that fault. Each reader has one more.
+    /// Cores for the faulting threads. Each reader has one more.
     pub cores: usize,
     /// The most faults that a reader takes at once.
     pub batch: usize,
 }
 
-/// What serves one customer after the other, in the order in which they come.
+/// A server of one customer after the other, in the order of their arrival.
 #[derive(Default)]
 struct Server {
     free_at: Ps,
@@ -168,7 +167,7 @@ enum Step {
 
 #[derive(Default)]
 struct Thread {
-    /// It is off its core, or was never on one.
+    /// The thread has left its core, or was never on one.
     sleeps: bool,
     /// Its page came before it slept.
     is_woken: bool,
@@ -183,7 +182,7 @@ struct World<'a> {
     /// Numbers events, so that equal times have one order.
     number: u64,
     lock: Server,
-    /// Of the threads that fault, and of the readers: since when each idle core is idle.
+    /// Since when each idle core is idle: the faulting threads' cores, and the readers' cores.
     idle_cores: [Vec<Ps>; 2],
     ready: [VecDeque<(usize, Step)>; 2],
     /// Threads from this number on are readers.
@@ -249,7 +248,7 @@ impl World<'_> {
         now
     }
 
-    /// Whose cores the thread has: 0 of those that fault, 1 of the readers.
+    /// The kind of core that the thread has: 0 for faulting threads, 1 for readers.
     fn side(&self, thread: usize) -> usize {
         usize::from(thread >= self.readers_from)
     }
@@ -259,7 +258,7 @@ impl World<'_> {
         self.events.push(Reverse((time, self.number, thread, step)));
     }
 
-    /// After work of its own that takes `mean`.
+    /// The thread takes `step` after work of its own, which takes `mean` on average.
     fn after_work(&mut self, now: Ps, mean: f64, (thread, step): (usize, Step)) {
         let factor = self.costs.varies.0[self.rng.usize(..10)];
         self.at(now + ps(mean * factor), thread, step);

@@ -1,4 +1,4 @@
-//! Host threads on a real userfaultfd: what vCPU threads do, without a guest.
+//! Host threads on a real userfaultfd do the work of vCPU threads, without a guest.
 
 use super::PAGES;
 use super::sim::Tenths;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, Builder, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long a reader sleeps before it asks whether it is to end.
+/// How long a reader sleeps before it checks whether it is to end.
 const LOOK: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 5_000_000,
@@ -34,7 +34,7 @@ pub enum Cores {
     Any,
     /// All on one core.
     Same,
-    /// The reader on the first core, and the threads that touch on the second.
+    /// The reader on the first core, and the touching threads on the second.
     Across,
 }
 
@@ -78,10 +78,10 @@ pub fn line_ns() -> f64 {
     })
 }
 
-/// What it costs to wake a thread on a core that has been idle for some time, in nanoseconds.
+/// The cost of waking a thread on a core that has been idle for some time, in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct IdleWake {
-    /// CPU time of the call that wakes.
+    /// CPU time of the wake-up call.
     pub call: f64,
     /// From the beginning of the call until the thread runs.
     pub until_it_runs: Tenths,
@@ -145,7 +145,7 @@ pub fn wake_up_us() -> Result<f64, LabError> {
 pub struct Took {
     /// By the wall clock.
     pub wall: f64,
-    /// CPU time of the threads that touch.
+    /// CPU time of the touching threads.
     pub touchers: f64,
     /// CPU time of the reader.
     pub reader: f64,
@@ -157,7 +157,7 @@ impl Took {
         1e9 / self.wall
     }
 
-    /// Pages a second if the threads that touch had this number of cores for themselves.
+    /// Pages a second if the touching threads had this number of cores for themselves.
     pub fn rate_on(&self, cores: usize) -> f64 {
         cores as f64 * 1e9 / self.touchers
     }
@@ -308,14 +308,14 @@ fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
         .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// What the wait queues cost if `sleepers` threads wait for their pages: CPU time in nanoseconds.
+/// The cost of the wait queues if `sleepers` threads wait for their pages: CPU time in nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueCosts {
     /// Reading one fault, with many read by one call.
     pub read_each: f64,
     /// The calls that ask for faults when there is none.
     pub read_none: f64,
-    /// A call that wakes no thread: it takes the lock and looks at all that sleep.
+    /// A call that wakes no thread: it takes the lock and passes all sleeping threads.
     pub scan: f64,
 }
 

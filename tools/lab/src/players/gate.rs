@@ -20,7 +20,7 @@ struct Inside {
     closed: bool,
     /// vCPUs that have entered and not left.
     vcpus: usize,
-    /// Nanoseconds of all turns that are over: by the wall clock, and by the threads' clocks.
+    /// Nanoseconds of all finished turns: by the wall clock, and by the threads' clocks.
     ns: [u64; 2],
 }
 

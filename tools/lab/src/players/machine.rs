@@ -1,4 +1,4 @@
-//! A VM that takes turns: its vCPUs' threads, and what starts and stops them.
+//! A VM that takes turns: its vCPUs' threads, and their start and stop.
 
 use super::gate::Gate;
 use super::{Cast, Done, InBackground, Player, reap};
@@ -80,7 +80,7 @@ impl Machine {
         (read(&self.rings_full), read(&self.reaped))
     }
 
-    /// The time of its vCPUs in turns that are over: by the wall clock, and by their threads'.
+    /// The time of its vCPUs in finished turns: by the wall clock, and by their threads' clocks.
     pub(super) fn spent_ns(&self) -> [f64; 2] {
         self.gate.spent_ns()
     }

@@ -1,5 +1,5 @@
-//! What a guest loses when dirty logging ends and its huge leaves come back. They are refaulted one
-//! by one, as in KVM before 2022, or collapsed in place.
+//! The guest time that is lost when dirty logging ends and the huge leaves come back. They are
+//! refaulted one by one, as in KVM before 2022, or collapsed in place.
 //!
 //! ```text
 //! slice   on: every huge leaf is split | the guest writes | off | a second; gaps are counted

@@ -2,9 +2,9 @@
 //! instructions writes to a port again and again. The scores are charged with it as well, beside
 //! the published constant ([`crate::exit_cost`]).
 //!
-//! It is an upper bound for what detection costs: a write fault and a full log are handled in the
-//! kernel. Where KVM has no hardware support (`kvm_pvm`), it also has the emulation of the guest's
-//! instructions in it.
+//! This time is an upper bound for the cost of detection: a write fault and a full log are handled
+//! in the kernel. Where KVM has no hardware support (`kvm_pvm`), it includes the emulation of the
+//! guest's instructions.
 
 use super::kvm::is_lacking;
 use crate::experiment::{LabError, Options};

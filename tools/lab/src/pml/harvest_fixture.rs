@@ -27,7 +27,7 @@ pub struct Fixture {
     pages: u64,
     /// The bits of a harvest; empty if writes are recorded in a ring.
     words: Vec<u64>,
-    /// The place, in the order of pages, of the next page to be written.
+    /// The place of the next page to be written, in the order of pages.
     next: u64,
     orders: Sender<Range<u64>>,
     answers: Receiver<Result<Wrote, String>>,

@@ -1,10 +1,11 @@
-//! Dirty tracking on `/dev/kvm`: what `churn` keeps of its speed while a monitor asks once a second
-//! which pages were written. KVM's bitmap, KVM's rings, or Linux's page table (userfaultfd's
+//! Dirty tracking on `/dev/kvm`: the speed that `churn` keeps while a monitor asks once a second
+//! for the written pages. KVM's bitmap, KVM's rings, or Linux's page table (userfaultfd's
 //! asynchronous write protection and `PAGEMAP_SCAN`) answer.
 //!
-//! How writes are detected is chosen when a VM is made, so each of the three is a VM of its own. It
-//! is compared with itself while no slot logs: *off*, *off again* and *on* are slices of one run.
-//! The monitor knows nothing but the backend interface, so the experiment runs on soft as well.
+//! The detection of writes is chosen when a VM is made, so each of the three has a VM of its own.
+//! Each VM is compared with itself while no slot logs: *off*, *off again* and *on* are slices of
+//! one run. The monitor knows nothing but the backend interface, so the experiment runs on soft as
+//! well.
 //!
 //! ```text
 //! slice   settle ─ switch on ─┬─ 1 s ─ harvest ─┬─ switch off
@@ -63,7 +64,7 @@ const VCPUS: usize = 1;
 /// The guest's timer tick, in microseconds. It is long, because a wake-up is expensive where KVM
 /// emulates the guest's kernel.
 const TICK_US: u64 = 100_000;
-/// Exists where KVM is the one without hardware support.
+/// This folder exists where KVM has no hardware support.
 const PVM: &str = "/sys/module/kvm_pvm";
 
 fn score_id(way: &str) -> String {
@@ -118,7 +119,7 @@ const OFF: usize = 0;
 const NULL: usize = 1;
 const ON: usize = 2;
 
-/// `pml.kvm.*`. Those whose needs this host does not meet are skipped.
+/// `pml.kvm.*`. Results that this host cannot measure are skipped.
 pub fn measure(
     options: &Options,
     report: &mut Report,
@@ -221,7 +222,7 @@ where
     })
 }
 
-/// The thread that watches the guest.
+/// The watching thread.
 struct Monitor<'a, V> {
     session: &'a Session<'a, V>,
     /// Each slot's dirty bits of the last harvest.
@@ -287,8 +288,8 @@ impl<'a, V: Vm> Monitor<'a, V> {
     }
 }
 
-/// The processor time so far of all threads of the process but the calling one, the monitor. Of
-/// those only the vCPU's works while it is measured.
+/// The processor time so far of all threads of the process except the calling one, the monitor.
+/// During a measurement only the vCPU's thread of these works.
 fn vcpu_time() -> Duration {
     let spent = |clock| {
         let time = clock_gettime(clock);

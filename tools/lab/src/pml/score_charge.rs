@@ -1,4 +1,4 @@
-//! The exits that dirty logging would have on hardware: they are counted here, and each is charged
+//! The exits of dirty logging on hardware: they are counted here, and each is charged
 //! ([`crate::exit_cost`]).
 //!
 //! | exit | how often |
@@ -94,7 +94,7 @@ pub struct Search {
 }
 
 impl Search {
-    /// A search that begins.
+    /// A new search.
     pub fn new() -> Self {
         Self {
             low: 0.0,

@@ -4,9 +4,9 @@
 //! which may have no core of its own, and other programs do not count as a cost. The rate by the
 //! wall clock is in the results, too.
 //!
-//! Pages that are write-protected when logging ends stay so until they are written. Each would cost
-//! the next arm a fault. So the guest writes to all of its pages in between, uncounted
-//! ([`Churn::watch`]).
+//! Pages that are write-protected at the end of logging stay write-protected until they are
+//! written. Each would cost the next arm a fault. So the guest writes to all of its pages in
+//! between, uncounted ([`Churn::watch`]).
 
 use super::score_charge::Counted;
 use crate::experiment::LabError;
@@ -134,7 +134,8 @@ impl<'a> Churn<'a> {
         Ok(())
     }
 
-    /// Only while no slot logs: a VM that has rings alone refuses host writes to a slot that logs.
+    /// Call it only while no slot logs: a VM with rings alone refuses host writes to a logging
+    /// slot.
     fn write_setting(&self, to: u32) -> Result<(), LabError> {
         let page = self.player.devices().status_page();
         let page = page.expect("the guest was attached by it").gpa();
@@ -235,8 +236,8 @@ pub fn with_churns<T>(
     })
 }
 
-/// Lets each VM play each of `arms` for `rounds` periods; returns the periods of each arm. Before
-/// these periods each VM has one that is not counted.
+/// Lets each VM play each of `arms` for `rounds` periods; returns the periods of each arm. Each VM
+/// has one uncounted period before these.
 ///
 /// # Errors
 /// A guest ends.

@@ -2,12 +2,12 @@
 //! byte to each of its pages, in a pseudo-random order, and exits. That is a sweep. Then the host
 //! harvests. There is a VM for each arm, and a turn is one sweep.
 //!
-//! Timed is the vCPU's thread inside `Vcpu::run`. The time of the arm without logging is
+//! The clock covers the vCPU's thread inside `Vcpu::run`. The time of the arm without logging is
 //! subtracted. The guest maps 4 KiB pages by its own tables and loads CR3 before each sweep. So
 //! every write walks, in every arm, and the difference is the cost of detection.
 //!
-//! `.refill` is the whole cost of a dirtied page: CR3 is not loaded, only a harvest's flush causes
-//! walks, so the arms that log also pay for the TLB's refill. The details have one more figure:
+//! `.refill` is the whole cost of a dirtied page: CR3 is not loaded, and only a harvest's flush
+//! causes walks. So logging arms also pay for the TLB's refill. The details have one more figure:
 //! with four times as many pages as the TLB has entries, most writes miss the TLB anyway.
 
 use super::score::{Set, rings};
@@ -71,7 +71,8 @@ const LOOK_ARMS: [Arm; 4] = [ARMS[NONE], ("wp_again", ARMS[WP].1), ARMS[WP], ARM
 
 /// The costs of all arms.
 struct Costs {
-    /// For each arm, set and round: nanoseconds of a dirtied page beyond those without logging.
+    /// For each arm, set and round: nanoseconds of a dirtied page, less the nanoseconds without
+    /// logging.
     ns: Vec<[Vec<f64>; 2]>,
     none_ns: Vec<f64>,
 }
@@ -133,7 +134,8 @@ fn record(report: &mut Report, suffix: &str, pages: u64, costs: &Costs) {
     }
 }
 
-/// The costs with the refill of the TLB. What a guest loses to a harvest is this, and exits.
+/// The costs with the refill of the TLB. A guest loses this time, and the time of exits, to a
+/// harvest.
 fn tell_refill(report: &mut Report, suffix: &str, pages: u64, costs: &Costs) {
     let of = |arm: usize| &costs.ns[arm][Set::Raw as usize];
     for arm in [WP, PML] {

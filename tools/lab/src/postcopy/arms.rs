@@ -1,8 +1,8 @@
 //! The arms, and the slices of time in which they take turns in one guest.
 //!
-//! Two arms differ in the flag of the memory slot, in the switch of async page faults, in which
-//! processes pause, and in whether pages are pushed. All are switched while the guest runs. Memory
-//! is missing only once, so each round has a VM of its own, whose guest boots with a near peer.
+//! Arms differ in the flag of the memory slot, in the switch of async page faults, in the paused
+//! processes, and in whether pages are pushed. All are switched while the guest runs. Memory is
+//! missing only once, so each round has a VM of its own. Its guest boots with a near peer.
 
 use super::peer::{Pages, Remote};
 use super::push::{Pace, Push};
@@ -20,7 +20,7 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What is switched for a slice.
+/// The settings of a slice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Arm {
     /// Its name in results.
@@ -29,7 +29,7 @@ pub struct Arm {
     pub on_missing: OnMissing,
     /// Whether the guest may get an event for a missing page.
     pub apf: Apf,
-    /// The processes that do not run.
+    /// The paused processes.
     pub paused: &'static [Kind],
     /// Whether pages are pushed.
     pub pushes: Pushes,
@@ -75,7 +75,7 @@ pub struct Scene {
     pub kind: MemoryKind,
     /// Its size in MiB.
     pub memory_mib: u64,
-    /// The guest's processes that compute, and those that need pages.
+    /// The numbers of the guest's computing and faulting processes.
     pub processes: [usize; 2],
     /// The peer's distance.
     pub latency: Duration,
@@ -93,13 +93,13 @@ pub struct Scene {
 /// What is counted in a slice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rate {
-    /// Steps a second of the processes that compute.
+    /// Steps a second of the computing processes.
     Workers,
-    /// Accesses a second of the processes that need pages.
+    /// Accesses a second of the faulting processes.
     Faulters,
-    /// Pages a second that came because a vCPU needed them.
+    /// Demanded pages a second: a vCPU needed them.
     Demanded,
-    /// Pages a second that were pushed.
+    /// Pushed pages a second.
     Pushed,
 }
 
@@ -114,7 +114,7 @@ struct ArmRuns {
     arm: Arm,
     /// One figure for each round, for each [`Rate`].
     rates: [Vec<f64>; RATES],
-    /// One for each round: 99 of 100 stalls of the round were not longer, in nanoseconds.
+    /// The 99th percentile of the stalls of each round, in nanoseconds.
     p99: Vec<f64>,
     stalls: Vec<Stalls>,
 }
@@ -258,7 +258,7 @@ impl Runs {
         Summary::of(&self.of(arm).rates[rate as usize])
     }
 
-    /// `rate` in `arm` over that in `base`, paired by round.
+    /// `rate` in `arm` over `rate` in `base`, paired by round.
     ///
     /// # Errors
     /// [`LabError::Busy`]: nothing was counted in a round of `base`.
@@ -267,7 +267,7 @@ impl Runs {
         compared(base, figures(base), figures(arm))
     }
 
-    /// The longest of 99 in 100 stalls in `arm` over that in `base`, paired by round.
+    /// The 99th percentile of the stalls in `arm`, over the percentile in `base`, paired by round.
     ///
     /// # Errors
     /// [`LabError::Busy`]: no vCPU waited in a round of `base`.

@@ -6,9 +6,9 @@
 //!                  page in place ◄── the connection's reader thread ◄───────────┘
 //! ```
 //! Demands and pushed pages have a connection each, so that a demand waits in no socket behind
-//! pushed pages. A page that was asked for by one of them is not asked for by the other. A delay is
-//! a queue by time ([`Injected`]), so any number of requests overlap: the link has latency and no
-//! limit of its bandwidth. The peer lives in this process, on threads of its own.
+//! pushed pages. A page that was requested on one of them is not requested on the other. A delay is
+//! a queue by time ([`Injected`]), so any number of requests overlap: the link has latency and
+//! unlimited bandwidth. The peer lives in this process, on threads of its own.
 
 use crate::experiment::LabError;
 use lacuna_addr::{PAGE_SIZE, PageCount};
@@ -26,22 +26,22 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// The content of pages that a guest loads while it boots.
+/// The content of the pages of a booting guest.
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 /// The content of all pages after that. The protocol sends a page of zeros without its bytes.
 static CONTENT: [u8; PAGE_SIZE] = [0xa5; PAGE_SIZE];
 
 thread_local! {
-    /// What this thread asks pages for.
+    /// The purpose of this thread's requests.
     static PURPOSE: Cell<Purpose> = const { Cell::new(Purpose::Demand) };
 }
 
-/// What a page is asked for.
+/// The purpose of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Purpose {
     /// A vCPU needs it.
     Demand,
-    /// It is the next one.
+    /// The page is the next one to push.
     Push,
 }
 
@@ -180,7 +180,7 @@ impl Pages {
         self.pages.get()
     }
 
-    /// The pages that came because a vCPU needed them, and those that were pushed.
+    /// The numbers of demanded pages and of pushed pages that have arrived.
     pub fn provided(&self) -> [u64; 2] {
         [&self.demand, &self.push].map(|peer| peer.stats().provided)
     }
@@ -279,7 +279,7 @@ mod tests {
     impl PageRequester for Keep {
         fn answer(&self, key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
             let sender = self.0.lock().unwrap();
-            // The request's end is an answer too, which comes late.
+            // The end of the request is a late answer.
             content.map_or(Answer::Late, |content| {
                 sender.send((key, content[0], Instant::now())).unwrap();
                 Answer::Taken

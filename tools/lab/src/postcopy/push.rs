@@ -33,7 +33,7 @@ pub struct Push<'a> {
 }
 
 impl<'a> Push<'a> {
-    /// A push to a guest of `arch` that is off.
+    /// A push to a guest of `arch`, switched off at first.
     pub fn new(
         (memory, arch): (&'a dyn MissingMemory, Arch),
         pages: &'a Pages,
@@ -50,7 +50,7 @@ impl<'a> Push<'a> {
         }
     }
 
-    /// Carries out `experiment` while a thread pushes, as far as it is switched on.
+    /// Carries out `experiment` while a thread pushes whenever the push is on.
     ///
     /// # Errors
     /// An error of the experiment; and a push that failed or ran out of pages before the end.
@@ -76,7 +76,7 @@ impl<'a> Push<'a> {
         })
     }
 
-    /// Switches it.
+    /// Switches the push on or off.
     pub fn set_on(&self, is_on: bool) {
         self.is_on.store(is_on, Ordering::Relaxed);
     }
@@ -97,7 +97,7 @@ impl<'a> Push<'a> {
                 }
                 Pace::Full => room,
             };
-            // A page that is there is not asked for, and does not count.
+            // A present page is not requested, and does not count.
             let end = self.pages.asked_to_push() + count;
             while self.pages.asked_to_push() < end {
                 if next == self.pages.count() {

@@ -1,4 +1,4 @@
-//! A process that computes beside processes that need pages: what each does in each arm.
+//! A computing process beside faulting processes: the speed of each in each arm.
 
 use super::arms::{Arm, OnMissing, Rate, Runs, Scene};
 use super::push::Pace;
@@ -37,11 +37,11 @@ struct Distance {
 /// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = DISTANCES.len() as u64 + 1;
 
-/// Pages a second that are pushed in all arms. It is few against the memory, so that nearly all
-/// pages that a faulter touches are missing.
+/// Pushed pages a second in all arms: few against the memory, so that nearly all pages that a
+/// faulter touches are missing.
 const PUSH: u64 = 1000;
 
-/// The worker alone: what it loses in the other arms, it loses to faults.
+/// The worker alone. Its loss in the other arms is due to faults.
 const ALONE: Arm = Arm {
     paused: &[Kind::Faulter],
     ..Arm::new("alone", OnMissing::Wait, Apf::Off)
@@ -92,7 +92,7 @@ const CROWDED: Measure = Measure {
     bar: None,
 };
 
-/// The distance that the bars are for.
+/// The distance with bars.
 const WITH_BARS: &str = "1ms";
 
 fn scene(kind: MemoryKind, distance: Distance, faulters: usize, options: &Options) -> Scene {

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How the pages of a guest come.
+/// How a guest's pages are provided.
 pub enum Arm<'a> {
     /// All before it runs.
     Eager,
@@ -34,17 +34,17 @@ pub struct Took {
     pub begins: f64,
     /// Until its end.
     pub end: f64,
-    /// The pages that it had to ask for.
+    /// The pages that it requested.
     pub touches: Touches,
 }
 
-/// What experiments set of a backend's builder for one guest.
+/// The settings of a backend's builder that experiments change for one guest.
 pub trait GuestBuilder: Builder + Clone {
     /// The same, with these words of the guest's command line.
     fn with(&self, words: &str) -> Self;
 
     /// The same for an incoming guest, as `lacuna run --incoming` and `lacuna snapshot restore`
-    /// have it.
+    /// make it.
     fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self;
 }
 
@@ -170,7 +170,7 @@ where
             let (waits, may_run) = mpsc::channel();
             let (snapshot, vm, devices) = (&snapshot, &*vm, &devices);
             let background = scope.spawn(move || background(arm, snapshot, vm, devices, waits));
-            // Nothing is sent. It returns when the thread has dropped `waits`.
+            // Nothing is sent: the call returns when the thread has dropped `waits`.
             let _ = may_run.recv();
             begins = began.elapsed().as_secs_f64();
             drop(run_pausable(vcpus, devices, vm, &Pause::default()));
@@ -183,7 +183,7 @@ where
     }
 }
 
-/// Brings pages, most of them while the guest runs. Drops `waits` when it may run.
+/// Brings pages, most of them while the guest runs. Drops `waits` when the guest may run.
 fn background<V: Vm>(
     arm: &Arm<'_>,
     snapshot: &Snapshot,
@@ -254,7 +254,7 @@ impl FirstLine {
         }
     }
 
-    /// The result of a guest that has ended.
+    /// The result of an ended guest.
     fn took(
         &self,
         began: Instant,

@@ -7,9 +7,9 @@
 //! elsewhere   the block was never touched by the vCPU: the shoot-down concerns no vCPU
 //! holding     the vCPU keeps touching the block: each call waits until its TLB is flushed
 //! ```
-//! Each call says whether it waited. A call of `elsewhere` that waited is left out, and so is one
-//! of `holding` that did not. The shoot-down is the same in both arms, so a long one makes any
-//! ratio small: it is printed beside.
+//! Each call says whether it waited. A call of `elsewhere` is left out if it waited, and a call of
+//! `holding` if it did not. The shoot-down is the same in both arms, so a long one makes any ratio
+//! small. Its time is printed beside the ratio.
 
 use super::neighbour::{OTHERS, WORKER, cores, joined, wait_until};
 use super::scene::{Call, Scene, Toucher, Untouched};
@@ -38,7 +38,7 @@ const SOURCE: &str = "> 5x (KVM series v3, 2012)";
 /// The longest time of a slice.
 const SLICE: Duration = Duration::from_secs(60);
 
-/// Which of its VM's blocks is invalidated while a vCPU runs.
+/// Which block of the VM is invalidated while a vCPU runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Vcpu {
     /// One that no vCPU uses.
@@ -70,7 +70,7 @@ struct Took {
     shootdown: Vec<f64>,
 }
 
-/// What [`compare`] found.
+/// The result of [`compare`].
 struct Compared {
     /// In the order of [`ARMS`].
     arms: Vec<Took>,
@@ -233,7 +233,7 @@ impl<'a> Caller<'a> {
         if self.vcpu == Vcpu::Elsewhere {
             self.untouched.map()?;
             let call = scene.call(walk, self.untouched.range());
-            // A vCPU that has not used its residency filter yet is waited for.
+            // A call also waits for a vCPU that has not used its residency filter yet.
             return Ok((call.leaves == 1 && !call.waited).then_some(call));
         }
         let before = scene.faults();

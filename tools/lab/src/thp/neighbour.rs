@@ -1,5 +1,5 @@
-//! One vCPU keeps touching a range, and the host keeps invalidating it. Measured are the time of
-//! such an invalidation, and what a vCPU loses that works in the block next to the range.
+//! One vCPU keeps touching a range, and the host keeps invalidating it. The lab measures the time
+//! of such an invalidation, and the loss of a vCPU that works in the next block.
 
 use super::fixture::{BLOCK, Fixture};
 use super::scene::{Scene, Toucher, Worker};
@@ -35,7 +35,7 @@ fn repeats(options: &Options) -> usize {
     if options.quick { 2 } else { 31 }
 }
 
-/// The thread that invalidates: what it is to do, and what it has done.
+/// The invalidating thread: its orders, and its count.
 #[derive(Default)]
 struct Taking {
     on: AtomicBool,
@@ -81,8 +81,8 @@ pub(super) fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Joins a thread; a panic there continues here. What pins itself to a core runs in such a thread,
-/// so that this one stays free to run anywhere.
+/// Joins a thread; a panic there continues here. Code that pins itself to a core runs in such a
+/// thread, so the calling thread stays unpinned.
 pub(super) fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
     thread
         .join()
@@ -287,9 +287,9 @@ fn take_once(scene: &Scene, pages: u64) -> Result<Option<Duration>, LabError> {
         wait_until(|| scene.faults() >= before + pages)?;
         return Ok(Some(taken.spent));
     }
-    // A fault is counted before its leaf is installed, and this call came in between. How many
-    // faults are to come is not known. So wait for the leaves themselves. The next call does not
-    // count either: this thread has just read the table entries.
+    // A fault is counted before its leaf is installed, and this call came in between. The number of
+    // faults to come is unknown, so wait for the leaves themselves. The next call does not count
+    // either: this thread has just read the table entries.
     wait_until(|| scene.is_mapped())?;
     let before = scene.faults();
     let leaves = scene.take().leaves;

@@ -1,5 +1,5 @@
 //! Skewed access to more memory than is resident, with huge pages and without. The null is a second
-//! VM without huge pages: it shows what differs between two VMs that are made alike.
+//! VM without huge pages: it shows the difference between two VMs that are made alike.
 
 use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
 use crate::fixture::builder;
@@ -23,7 +23,7 @@ const SMALL: usize = 0;
 const HUGE: usize = 1;
 const NULL: usize = 2;
 
-/// Where the guest's hot pages are, and what is promised of it.
+/// Where the guest's hot pages are, and the figures promised for it.
 struct PressurePlace {
     suffix: &'static str,
     about: &'static str,

@@ -16,7 +16,7 @@ use lacuna_soft::{HugePages, RmapWalk, Steps};
 use serde_json::{Value, json};
 use std::time::Instant;
 
-/// What is invalidated.
+/// The invalidated range.
 struct Work {
     suffix: &'static str,
     about: &'static str,

@@ -16,7 +16,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         VmBuilder {
             huge,
             command_line: format!("huge=1 bytes={mib}M seconds=1000000"),
-            // Room for the kernel and its tables beside what is read.
+            // Room for the kernel and its tables, beside the memory to be read.
             ..resident(mib + 64, 1)
         }
     };

@@ -23,7 +23,7 @@ const TOUCHED_BYTES: u32 = 2 << 20;
 const UNTOUCHED: u32 = 12 << 20;
 const MEMORY_MIB: u64 = 32;
 
-/// The guest, and the range that is invalidated.
+/// The guest, and the invalidated range.
 pub struct Scene {
     vm: Arc<Vm>,
     first: Gfn,
@@ -47,7 +47,7 @@ pub struct Call {
     pub shootdown: Duration,
     /// Leaves removed.
     pub leaves: u64,
-    /// Whether some vCPU had to be waited for.
+    /// Whether the call had to wait for a vCPU.
     pub waited: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct Call {
 pub struct Taken {
     /// How long it took.
     pub spent: Duration,
-    /// Leaves removed. They are not all, if the vCPU had not touched the whole range again.
+    /// Leaves removed. Fewer than all, if the vCPU had not touched the whole range again.
     pub leaves: u64,
 }
 

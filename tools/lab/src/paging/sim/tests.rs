@@ -104,7 +104,7 @@ fn one_reader_that_is_saturated_sets_the_rate() {
     near(queue(&c, &setting(64, 1, 128), PAGES), 1e9 / service, 0.5);
 }
 
-/// The scan passes every thread that sleeps: nearly all, if there are many.
+/// The scan passes every sleeping thread: nearly all threads, if there are many.
 #[test]
 fn the_rate_falls_with_the_length_of_the_queue() {
     let c = Costs {
