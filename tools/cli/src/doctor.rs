@@ -17,11 +17,11 @@ use serde::Serialize;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// All that Lacuna can use is there.
+    /// The host has all that Lacuna can use.
     Ok,
-    /// There, but with less than Lacuna can use.
+    /// The host has it, but with less than Lacuna can use.
     Limited,
-    /// Not there.
+    /// The host lacks it.
     Missing,
 }
 
@@ -139,7 +139,7 @@ impl Diagnosis {
 mod tests {
     use super::*;
 
-    /// On any Linux at all: every check answers, and what is not there comes with advice.
+    /// On any Linux, every check answers, and a missing feature comes with advice.
     #[test]
     fn every_check_answers_and_what_is_missing_comes_with_advice() {
         let dir = tempfile::tempdir().unwrap();

@@ -53,12 +53,13 @@ pub enum Exit {
     Stopped,
     /// The other side of a migration has failed, or has refused.
     Peer,
-    /// A signal asked for the end; what was measured until then has been printed.
+    /// A signal asked for the end; the results until then have been printed.
     Interrupted(Signal),
 }
 
 impl Exit {
-    /// The process exit code. A signal's is what a shell reports for a process killed by it.
+    /// The process exit code. A signal's code is the one that a shell reports for a process killed
+    /// by it.
     pub const fn code(self) -> u8 {
         match self {
             Self::Done => 0,

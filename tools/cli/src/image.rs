@@ -10,8 +10,8 @@ use lacuna_soft::ErrorKind;
 use crate::args::{self, RunArgs};
 use crate::size::Size;
 
-/// The largest file that is accepted as an image, because the whole file is read. A kernel with all
-/// its debugging information is smaller.
+/// The largest file accepted as an image: the whole file is read. A kernel with all its debugging
+/// information is smaller.
 const FILE_MAX: Size = Size(1 << 30);
 
 /// Why there is no image.
@@ -23,9 +23,9 @@ pub enum LoadError {
         built_in(*arch)
     )]
     Unknown {
-        /// What was asked for.
+        /// The requested name.
         name: String,
-        /// For which processor.
+        /// The requested processor.
         arch: Arch,
         /// The system's words.
         source: io::Error,
@@ -36,7 +36,7 @@ pub enum LoadError {
          `lacuna run path/to/guest.file`"
     )]
     NotBuiltIn {
-        /// What was asked for.
+        /// The requested name.
         name: String,
         /// Why the build made none.
         reason: &'static str,
@@ -81,7 +81,7 @@ pub struct TooMuchMemory {
     limit: Size,
 }
 
-/// Refuses more memory than a built-in guest can use: it would panic once it runs.
+/// Refuses more memory than a built-in guest can use: the guest would panic once it runs.
 ///
 /// # Errors
 /// When the guest has no tables for so much memory.

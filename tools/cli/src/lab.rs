@@ -104,8 +104,8 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
     (exit, table(&report), report.to_json())
 }
 
-/// The exit code, and why not everything was measured. What was measured before an error is printed
-/// all the same.
+/// The exit code, and the reason for an early end. Results from before an error are printed all the
+/// same.
 fn settled(done: Result<(), LabError>, signals: &Signals) -> (Exit, Option<String>) {
     let (exit, why) = match (done, signals.caught()) {
         (Ok(()), _) => return (Exit::Done, None),

@@ -5,7 +5,8 @@
 //! work-0   1.2M              410k/s
 //! resident 512M of 512M (guest: 2G)   swap in 81k out 64k   faults zero 130k major 81k
 //! ```
-//! No line is wider than a terminal of 60 columns or more. What does not fit has further lines.
+//! No line is wider than a terminal of 60 columns or more. Text that does not fit has further
+//! lines.
 
 use std::fmt::Write;
 use std::io::IsTerminal;
@@ -22,9 +23,9 @@ use crate::size::Size;
 const BAR: usize = 24;
 /// A line of a thread, without its name and its bar: blanks, the percentage, and the rate.
 const BESIDE_BAR: usize = 16;
-/// The columns of a terminal that does not say how many it has.
+/// The columns of a terminal that does not report their number.
 const COLUMNS: usize = 80;
-/// What is between two parts of a line.
+/// The gap between two parts of a line.
 const GAP: &str = "   ";
 
 /// A live view on stderr, for a [`RunSample`] several times a second.
@@ -113,7 +114,7 @@ pub fn columns() -> usize {
 }
 
 /// `text` in lines of at most `columns`. A line ends between two parts, or between two words of a
-/// part that is wider than a line. A word that is wider stays whole.
+/// part wider than a line. A wider word stays whole.
 pub fn fit(text: &str, columns: usize) -> String {
     let mut lines = String::new();
     let mut at = 0;

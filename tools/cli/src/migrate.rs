@@ -121,7 +121,7 @@ pub(crate) const fn words(mode: Mode) -> &'static str {
     }
 }
 
-/// What to do about a pause that is longer than asked.
+/// The advice about a pause longer than requested.
 fn advice(args: &MigrateArgs, migrated: &Migrated) -> String {
     let asked = args.downtime.unwrap_or(Budget::default().downtime);
     let is_longer = Duration::from_micros(migrated.downtime_us) > asked;

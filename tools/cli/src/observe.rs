@@ -17,7 +17,7 @@ pub struct Observer {
 }
 
 impl Observer {
-    /// Before the run. `last` has the optional parts that this run will have.
+    /// An observer before the run. `last` has the optional parts that this run will have.
     pub fn new(last: RunSample, pages: Option<Arc<GuestPages>>) -> Self {
         Self { last, pages }
     }
@@ -85,7 +85,7 @@ pub trait Watched: lacuna_machine::Vm {
     /// The kernel has less memory.
     fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError>;
 
-    /// Its run is over: pages come without simulated latency from now on.
+    /// Its run is over: pages arrive without simulated latency from now on.
     fn end_latency(&self);
 }
 
@@ -118,7 +118,7 @@ impl Watched for lacuna_kvm::Vm {
         ];
     }
 
-    /// Linux backs it at first touch.
+    /// Linux backs the memory at first touch.
     fn prefault(&self, _: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
         Ok(())
     }

@@ -1,11 +1,10 @@
 //! What the command prints, and where. A result goes to stdout as text, and to the target of
 //! `--json` as JSON. The guest's lines and error messages go to stderr.
 //!
-//! The caller decides what becomes of stdout. A reader that has gone (`lacuna doctor | head -1`) is
-//! no error, and neither is `/dev/null`. A stdout that the caller has closed (`>&-`) is `/dev/null`
-//! too: Rust's runtime opens it there before `main`, in the same way as some callers open it to
-//! discard output, and the two cannot be distinguished. A write that fails, as on a full disk, is
-//! an error.
+//! The caller decides where stdout goes. A departed reader (`lacuna doctor | head -1`) is no error,
+//! and neither is `/dev/null`. A closed stdout (`>&-`) is `/dev/null` too: Rust's runtime opens
+//! `/dev/null` there before `main`. Some callers open it to discard output, and the two cases
+//! cannot be distinguished. A failed write, as on a full disk, is an error.
 
 use std::borrow::Cow;
 use std::fs::OpenOptions;
@@ -68,7 +67,7 @@ pub fn write_result(output: &Output, text: &str, json: &str) -> Result<(), Write
 /// the JSON goes to a named pipe that no process reads, waits for one, unless there is a signal.
 ///
 /// # Errors
-/// The JSON or the text cannot be written. If both fail, the error is that of the JSON.
+/// The JSON or the text cannot be written. If both fail, the error is the JSON's.
 pub fn write_result_until_signal(
     output: &Output,
     text: &str,

@@ -16,16 +16,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The source of a run, whose counters are shown.
+/// The source of a run, with counters.
 pub type Source = Arc<Measured<Box<dyn PageSource>>>;
 
 /// Why a run has no page source.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// A memory file that is of no use.
+    /// An unusable memory file.
     #[error(transparent)]
     File(#[from] FileError),
-    /// A peer that cannot be reached, or is of no use.
+    /// An unreachable or unusable peer.
     #[error("{from}: {error}")]
     Peer {
         /// The option's value.
@@ -33,7 +33,7 @@ pub enum SourceError {
         /// What is wrong.
         error: PeerError,
     },
-    /// A handler that cannot be had here.
+    /// A handler, in a process that gets no userfaultfd.
     #[error(
         "{from}: this process gets no userfaultfd ({cause}); allow the system call or \
          /dev/userfaultfd"
@@ -44,7 +44,7 @@ pub enum SourceError {
         /// The system's words.
         cause: String,
     },
-    /// Pages that come when the host has them, in a run that has to repeat.
+    /// Pages that arrive in real time, in a seeded run.
     #[error(
         "--seed repeats a run only with zeros, because pages from {0} come in real time: leave one \
          of the two out"
@@ -146,23 +146,23 @@ pub fn exit_on_missing<V: Vm>(vm: &V) -> Result<(), MemorySlotError> {
     Ok(())
 }
 
-/// Which pages of a guest are here.
+/// The present pages of a guest.
 pub enum Here {
-    /// Those that its source has provided.
+    /// The pages that its source has provided.
     Provided,
-    /// Those of a snapshot that are restored.
+    /// The restored pages of a snapshot.
     Restored(Arc<Restoring>),
-    /// A migration brings them, and counts those that were asked for too.
+    /// A migration brings the pages, and its count includes the requested ones.
     IncomingGuest(Arc<IncomingGuest>),
 }
 
-/// How far a lazy restore is.
+/// The progress of a lazy restore.
 pub struct Restoring {
-    /// Pages of the snapshot with content; the others are zeros, and need nothing of it.
+    /// Pages of the snapshot with content; the others are zeros, and need no file.
     content: u64,
-    /// Pages with content that the guest has asked for.
+    /// Requested pages with content.
     pub on_demand: Arc<AtomicU64>,
-    /// Pages with content that came before the guest needed them.
+    /// Pages with content that arrived before the guest needed them.
     pub prefetched: AtomicU64,
     /// The guest needs nothing of the snapshot any more.
     pub is_whole: AtomicBool,
@@ -179,7 +179,7 @@ impl Restoring {
         }
     }
 
-    /// Pages with content that are missing.
+    /// Missing pages with content.
     fn missing(&self) -> u64 {
         if self.is_whole.load(Ordering::Relaxed) {
             return 0;
@@ -189,7 +189,7 @@ impl Restoring {
     }
 }
 
-/// The pages of a guest that has a page source.
+/// The pages of a guest with a page source.
 pub struct GuestPages {
     source: Source,
     total: u64,
@@ -197,7 +197,7 @@ pub struct GuestPages {
 }
 
 impl GuestPages {
-    /// Those of a guest with `total` pages.
+    /// The pages of a guest with `total` pages.
     pub fn new(source: Source, total: PageCount, here: Here) -> Self {
         let total = total.get();
         Self {
@@ -252,11 +252,11 @@ impl GuestPages {
 #[derive(Default)]
 pub struct Outages {
     is_out: bool,
-    /// What was said last, and when.
+    /// The last message, and its time.
     last: Option<(String, Instant)>,
 }
 
-/// The time before the same words are said again.
+/// The time before the same message is repeated.
 const REPEAT: Duration = Duration::from_secs(60);
 
 impl Outages {

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::thread::sleep;
 use std::time::Duration;
 
-/// How often a signal is looked for.
+/// The time between two checks for a signal.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Whether the file at `path` is a named pipe.
@@ -25,7 +25,7 @@ pub fn is_pipe(path: &Path) -> bool {
 /// The pipe cannot be opened or written; or a signal has been caught, and no process reads it.
 pub fn write(path: &Path, bytes: &[u8], signals: &Signals, waits: impl FnOnce()) -> io::Result<()> {
     let pipe = open(path, signals, waits)?;
-    // A signal that has ended the command does not end the write, which a reader takes.
+    // A signal that has ended the command does not end the write: a process reads the pipe.
     let before = signals.caught();
     let mut rest = bytes;
     while !rest.is_empty() {

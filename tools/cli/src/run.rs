@@ -41,16 +41,16 @@ pub type Refusal = (Exit, String);
 pub enum Start<'a> {
     /// With the first instruction of its kernel.
     Image(&'a Image<'a>),
-    /// Where a saved one was, with all of its memory.
+    /// At the state of a saved guest, with all of its memory.
     Snapshot(&'a Snapshot),
-    /// Where a saved one was; its pages come while it runs.
+    /// At the state of a saved guest; its pages arrive while it runs.
     Lazily(&'a Lazy<'a>),
-    /// Where it is when it comes from another process.
+    /// At the state of a guest that arrives from another process.
     Incoming(&'a Arrival<'a>),
 }
 
 impl Start<'_> {
-    /// The machine that is given.
+    /// The given machine.
     fn machine(&self) -> Option<&Machine> {
         match self {
             Self::Image(_) => None,
@@ -186,7 +186,7 @@ fn check_arch(args: &RunArgs, image: Arch) -> Result<(), String> {
     }
 }
 
-/// The backend of a run. `auto` never fails: soft runs everywhere, and every image.
+/// The backend of a run. `auto` never fails: soft runs everywhere, and it runs every image.
 fn choose(args: &RunArgs, arch: Arch) -> Result<Backend, Refusal> {
     let option = args.needs_soft();
     match (args.backend, option) {
@@ -287,8 +287,8 @@ impl Job<'_> {
         self.control.as_ref().map(ControlSocket::actions)
     }
 
-    /// Calls `end`, unless a guest that has gone needs pages of this process. Returns whether it
-    /// was called.
+    /// Calls `end`, unless a guest that was handed over needs pages of this process. Returns
+    /// whether `end` was called.
     fn unless_needed(&self, end: impl FnOnce()) -> bool {
         match self.client_actions() {
             Some(actions) => actions.unless_needed(end),
@@ -299,7 +299,7 @@ impl Job<'_> {
         }
     }
 
-    /// Ends the guest. A vCPU may wait for a page that is at the guest's source.
+    /// Ends the guest, and the waits of its vCPUs for pages of an incoming guest's source.
     fn stop<V: Vm>(&self, devices: &PlatformDevices, vm: &V) {
         devices.end(Ending::Stopped, vm);
         if let Some(arrival) = self.start.arrival() {
@@ -337,7 +337,7 @@ impl Job<'_> {
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
             memory_kind: args.kind_on_soft().on_soft(),
-            // `threads::run` does it, so that a signal can end it.
+            // `threads::run` does the prefault, so that a signal can end it.
             prefault: false,
             huge: args.thp.unwrap_or_default().pages(),
             swap: match swap.medium {

@@ -19,9 +19,9 @@ pub struct RunSample {
     pub threads: Vec<Thread>,
     /// Memory that the guest sees, in bytes.
     pub memory_bytes: u64,
-    /// Host memory that it may have, in bytes.
+    /// Host memory that the guest may have, in bytes.
     pub budget_bytes: u64,
-    /// Host memory that it has, in bytes.
+    /// Host memory that the guest has, in bytes.
     pub resident_bytes: u64,
     /// The highest resident memory of this process, with the swap page cache, in bytes.
     pub peak_bytes: u64,
@@ -41,12 +41,12 @@ pub struct RunSample {
     pub pages: Option<Pages>,
 }
 
-/// The pages of a guest that has a page source.
+/// The pages of a guest with a page source.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Pages {
     /// Pages of the guest.
     pub total: u64,
-    /// Pages that are here: that the source has provided, or that are zeros in a snapshot.
+    /// Present pages: the source has provided them, or they are zeros in a snapshot.
     pub present: u64,
     /// Pages that only the source has.
     pub missing: u64,
@@ -54,13 +54,13 @@ pub struct Pages {
     pub lost: u64,
     /// Whether all pages are here, so that the guest needs its source no more.
     pub whole: bool,
-    /// Pages that the source was asked for and has not answered.
+    /// Requested pages that the source has not answered.
     pub in_flight: u64,
     /// Pages a second since the sample before; at the end of the run, since its start.
     pub rate: f64,
-    /// Half of the pages came within this time, in nanoseconds.
+    /// Half of the pages arrived within this time, in nanoseconds.
     pub p50_ns: u64,
-    /// 99 of 100 pages came within this time.
+    /// 99 of 100 pages arrived within this time.
     pub p99_ns: u64,
 }
 
@@ -137,7 +137,7 @@ pub struct Faults {
     pub count: u64,
 }
 
-/// Times a vCPU could not run because a page was missing.
+/// The stalls of one vCPU: it could not run because of a missing page.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Stalls {
     /// Index of the vCPU.
@@ -171,15 +171,15 @@ pub struct RunReport {
     pub trace_hash: Option<String>,
     /// The snapshot from which it was restored; `None` for a guest that began with its image.
     pub restored: Option<Restored>,
-    /// The guest that came from another process; `None` without `--incoming`.
+    /// The guest that arrived from another process; `None` without `--incoming`.
     pub received: Option<Received>,
-    /// How the guest went to another process; `None` if it stayed.
+    /// How the guest moved to another process; `None` if it stayed.
     pub migrated: Option<Migrated>,
     /// The run at its end.
     pub last: RunSample,
 }
 
-/// What was read before a run from a snapshot.
+/// The snapshot that was read before a run.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Restored {
     /// The snapshot.
@@ -188,7 +188,7 @@ pub struct Restored {
     pub pages: u64,
     /// The time until the guest could run.
     pub seconds: f64,
-    /// What came while the guest ran; `None` for an eager restore.
+    /// Pages that arrived while the guest ran; `None` for an eager restore.
     pub lazy: Option<LazyPages>,
 }
 
@@ -199,12 +199,12 @@ impl Restored {
     }
 }
 
-/// The pages of a lazy restore, by the reason why they came.
+/// The pages of a lazy restore, by the reason for their arrival.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct LazyPages {
-    /// Pages that the guest needed before they had come.
+    /// Pages that the guest needed before they had arrived.
     pub demand_faults: u64,
-    /// Pages with content of a record of first touches that came before the guest needed them;
+    /// Pages with content of a record of first touches that arrived before the guest needed them;
     /// `None` without `--replay`.
     pub replayed: Option<u64>,
     /// Other pages that were read in the background.
@@ -230,24 +230,24 @@ impl LazyPages {
     }
 }
 
-/// A guest that came from another process before its run.
+/// A guest that arrived from another process before its run.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Received {
-    /// The address at which it came.
+    /// The address at which it arrived.
     pub at: String,
-    /// When it came.
+    /// The order in which the guest and its memory were sent.
     pub mode: Mode,
-    /// Pages with content that came before it, some of them several times.
+    /// Pages with content that arrived before it, some of them several times.
     pub pages: u64,
-    /// Pages that were missing when it came.
+    /// Pages that were missing when it arrived.
     pub late: u64,
-    /// Pages of them that have never come.
+    /// Missing pages that never arrived.
     pub missing: u64,
-    /// Where those are: the first thousand ranges.
+    /// The first thousand ranges of pages that never arrived.
     pub ranges: Vec<Range>,
     /// How often the connection was cut after the guest had been prepared.
     pub cuts: u32,
-    /// Bytes that went over the connections.
+    /// Bytes over the connections.
     pub bytes: u64,
     /// Pages that arrived again: in all rounds but the first, and the late ones if there was a
     /// round.
@@ -258,12 +258,12 @@ pub struct Received {
     pub seconds: f64,
 }
 
-/// What was done before a run, if it does not begin with an image.
+/// The preparation of a run that does not begin with an image.
 #[derive(Clone, PartialEq, Debug, Default)]
 pub struct Before {
     /// A snapshot was read.
     pub restored: Option<Restored>,
-    /// A guest has come.
+    /// A guest has arrived.
     pub received: Option<Received>,
 }
 

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often the live line is renewed, and a signal is looked for.
+/// How often the live line is renewed and signals are checked.
 const LOOK: Duration = Duration::from_millis(200);
 
 /// The result of `lacuna serve`, as JSON.
@@ -38,8 +38,7 @@ struct ServeReport {
     p99_ns: u128,
 }
 
-/// Serves pages as `args` say, until a signal comes; prints what was served and returns the exit
-/// code.
+/// Serves pages as `args` say, until a signal arrives; prints a summary and returns the exit code.
 pub fn serve(args: &ServeArgs) -> Exit {
     match serve_until_signal(args) {
         Ok(exit) => exit,
@@ -120,7 +119,7 @@ fn no_thread(error: &io::Error) -> String {
     format!("cannot start a thread that serves pages: {error}")
 }
 
-/// A line on stderr that is renewed, if stderr is a terminal.
+/// The live line on stderr, if stderr is a terminal.
 fn live_line() -> ProgressBar {
     let target = ProgressDrawTarget::stderr_with_hz(5);
     let style = ProgressStyle::with_template("{msg}").expect("the template is well formed");

@@ -7,8 +7,8 @@
 //! ```
 //! A command that was started with SIGHUP ignored, as `nohup` does, ignores it.
 //!
-//! The second is for a command that cannot react to the first, for example because it waits for a
-//! swap device that no longer answers.
+//! The second signal is for a command that cannot react to the first, for example because it waits
+//! for an unresponsive swap device.
 
 use std::fmt;
 use std::fs;

@@ -83,7 +83,7 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
     Ok(Exit::Done)
 }
 
-/// The URL that `path` is, if it is one.
+/// `path` as a URL, if it is one.
 pub(crate) fn url(path: &Path) -> Option<&str> {
     path.to_str().filter(|text| text.contains("://"))
 }
@@ -161,7 +161,7 @@ fn exit(error: &ObjectsError) -> Exit {
 /// How long first touches are recorded.
 const RECORD_FOR: Duration = Duration::from_secs(10);
 
-/// What `args` say of the pages that come while the guest runs.
+/// The settings in `args` for pages that arrive while the guest runs.
 fn lazy<'a>(
     args: &'a RestoreArgs,
     snapshot: &'a Snapshot,
@@ -172,7 +172,7 @@ fn lazy<'a>(
         .map(|path| Touches::load(path, snapshot))
         .transpose()?;
     let record = args.record.as_deref().map(|path| {
-        // A record that cannot be written is refused before the guest runs.
+        // An unwritable record is refused before the guest runs.
         Touches::check_target(path).map(|()| Record {
             path,
             time: args.record_for.unwrap_or(RECORD_FOR),

@@ -1,4 +1,4 @@
-//! A UNIX socket that a command listens at.
+//! A listening UNIX socket of a command.
 
 use crate::exit::Exit;
 use rustix::fs::{Mode, fchmod};
@@ -22,8 +22,8 @@ pub struct Socket<'a> {
 type FileId = (u64, u64);
 
 impl<'a> Socket<'a> {
-    /// Listens at `path`, where there must be nothing yet. This user alone can connect: what comes
-    /// over a socket is a guest, its memory, or power over it.
+    /// Listens at `path`, where there must be nothing yet. This user alone can connect: a socket
+    /// carries a guest, its memory, or control of it.
     ///
     /// # Errors
     /// The exit code and the text for the user.
@@ -84,7 +84,7 @@ pub fn is_socket(path: &Path) -> bool {
         .is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// What to do about a name that is taken.
+/// The advice about a taken name.
 fn taken(path: &Path) -> &'static str {
     if !is_socket(path) {
         return "it is not a socket: choose another name";

@@ -52,7 +52,7 @@ impl LabArgs {
         let parts_of = |experiment: &Experiment| {
             let named = self.experiments.iter();
             let named = named.filter(|name| name.experiment == *experiment);
-            // An experiment that is named as a whole and by a part is measured as a whole.
+            // If an experiment is named both as a whole and by a part, all of it is measured.
             let parts: Option<Vec<_>> = named.clone().map(|name| name.part).collect();
             named
                 .clone()
@@ -153,7 +153,7 @@ pub enum Experiment {
 }
 
 impl Experiment {
-    /// Those that compare a mechanism with its absence.
+    /// The experiments that compare a mechanism with its absence.
     const SYSTEMS: [Self; 8] = [
         Self::Apf,
         Self::ApfArm64,
@@ -165,7 +165,7 @@ impl Experiment {
         Self::Migrate,
     ];
 
-    /// The parts that have no arm64 form.
+    /// The parts without an arm64 form.
     const fn only_x86(self) -> &'static [&'static str] {
         match self {
             Self::Apf => &["kvm", "source"],

@@ -6,7 +6,7 @@ use lacuna_machine::CpuModel;
 use lacuna_migrate::Machine;
 use std::path::PathBuf;
 
-/// What is left to choose for such a run.
+/// The remaining choices for such a run.
 pub(crate) struct RunOn {
     pub backend: Backend,
     pub memory_kind: Option<MemoryKind>,

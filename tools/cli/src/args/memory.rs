@@ -5,7 +5,7 @@ use crate::size::Size;
 use clap::ValueEnum;
 use std::fmt;
 
-/// What is resident of a guest with more memory than that, unless `--resident` says otherwise.
+/// The resident part of a guest with more memory than this, unless `--resident` says otherwise.
 const RESIDENT: Size = Size(512 << 20);
 /// A huge page of hugetlbfs.
 const HUGE: Size = Size(2 << 20);
@@ -51,7 +51,7 @@ impl fmt::Display for MemoryKind {
 /// Options that contradict each other.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum WrongMemory {
-    /// What a handler gets is private memory, or huge pages.
+    /// A handler gets private memory, or huge pages.
     #[error(
         "--pages-from handler: a page-fault handler fills anonymous or hugetlbfs memory, and not \
          {0}; leave --memory-kind out, or give one of the two"

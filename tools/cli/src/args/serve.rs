@@ -41,7 +41,7 @@ pub struct ServeArgs {
 }
 
 impl ServeArgs {
-    /// The faults of the link; `None`: none is wanted.
+    /// The faults of the link; `None` without any.
     pub fn faults(&self) -> Option<Faults> {
         let wanted = self.latency > Duration::ZERO || self.loss > 0.0 || self.reordering > 0.0;
         wanted.then(|| Faults {

@@ -49,7 +49,7 @@ impl TlsArgs {
     }
 }
 
-/// Refuses files that `address` does not take, and their absence if it needs them.
+/// Refuses files if `address` takes none, and their absence if it needs them.
 ///
 /// # Errors
 /// What to do.

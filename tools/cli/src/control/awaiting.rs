@@ -1,4 +1,4 @@
-//! A process that waits for a guest of another one, before a guest is announced.
+//! A process that waits for the guest of another process, before a guest is announced.
 
 use super::message::{Answer, PROTOCOL, Refused, Request, State, Status};
 use super::{Answers, ClientActions};
@@ -10,13 +10,13 @@ use std::sync::Arc;
 pub struct Awaiting<'a> {
     at: String,
     actions: &'a ClientActions,
-    /// The wait ends with it.
+    /// Cutting it ends the wait.
     link: Arc<Link>,
 }
 
 impl<'a> Awaiting<'a> {
-    /// A guest is waited for at `at`. A request that ends the wait is noted in `ends`, and cuts
-    /// `link`.
+    /// The process waits for a guest at `at`. A request to end the wait is noted in `ends`, and
+    /// cuts `link`.
     pub const fn new(at: String, actions: &'a ClientActions, link: Arc<Link>) -> Self {
         Self { at, actions, link }
     }

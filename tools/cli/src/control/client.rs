@@ -28,7 +28,7 @@ pub enum AskError {
         /// The system's words.
         error: io::Error,
     },
-    /// The VM has gone meanwhile.
+    /// The VM has ended meanwhile.
     #[error(
         "{}: the VM has closed its control socket before it answered: {cause}; its own output says \
          why it ended",
@@ -37,7 +37,7 @@ pub enum AskError {
     Gone {
         /// The socket.
         path: PathBuf,
-        /// What was found instead of an answer.
+        /// The cause of the lacking answer.
         cause: String,
     },
     /// The VM has refused.
@@ -83,7 +83,7 @@ impl Client {
         })
     }
 
-    /// Asks, and waits for the last answer. `each` gets the progress until then.
+    /// Sends a request, and waits for the last answer. `each` gets the progress until then.
     ///
     /// # Errors
     /// [`AskError`].
@@ -94,8 +94,8 @@ impl Client {
     ) -> Result<Answer, AskError> {
         let mut line = serde_json::to_vec(request).expect("a path is checked to be text");
         line.push(b'\n');
-        // A VM that has no room for another client says so and closes the connection, perhaps
-        // before this write.
+        // A VM without room for another client says so and closes the connection, perhaps before
+        // this write.
         let _ = self.stream.get_mut().write_all(&line);
         loop {
             match self.read()? {

@@ -1,4 +1,4 @@
-//! What clients of the control socket have done to the run.
+//! The clients' part in the end of a run.
 
 use super::migration::Migrated;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,8 +28,8 @@ impl ClientActions {
         *self.needed() = needed;
     }
 
-    /// Calls `end`, unless the guest needs pages of this process. It does not begin to need them
-    /// meanwhile. Returns whether it was called.
+    /// Calls `end`, unless the guest needs pages of this process. The guest does not begin to need
+    /// them meanwhile. Returns whether `end` was called.
     pub fn unless_needed(&self, end: impl FnOnce()) -> bool {
         let needed = self.needed();
         if !*needed {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// The time between two messages of progress.
 pub(super) const PROGRESS: Duration = Duration::from_millis(100);
-/// The time between two looks whether the run has begun.
+/// The time between two checks whether the run has begun.
 const BEGIN: Duration = Duration::from_millis(1);
 /// The longest pause that a request may ask for: a day.
 const DOWNTIME_MAX_MS: u64 = 86_400_000;
@@ -27,7 +27,7 @@ pub struct Controlled<'a, V: Vm> {
     pub(super) guest: Guest<'a, V>,
     since: OnceLock<Instant>,
     phase: Mutex<Phase<'a, V>>,
-    /// The migration by which it comes here.
+    /// The migration that brings the guest here.
     incoming_guest: Option<Arc<IncomingGuest>>,
     /// Its pages, if they have a source.
     pages: Option<Arc<GuestPages>>,
@@ -37,19 +37,19 @@ pub struct Controlled<'a, V: Vm> {
     pub(super) actions: &'a ClientActions,
 }
 
-/// Where the guest's vCPUs are.
+/// The holder of the guest's vCPUs.
 pub(super) enum Phase<'a, V: Vm> {
-    /// Their threads.
+    /// Their threads have them.
     Runs,
     /// A thread waits for them.
     Pausing,
-    /// This value.
+    /// This value has them.
     Paused(PausedGuest<'a, V>),
-    /// A thread saves the guest, which was paused before, or was not.
+    /// A thread saves the guest. The [`State`] says whether it was paused before.
     Saves(Saving, State),
     /// A thread sends the guest elsewhere.
     Moves(OutgoingMigration),
-    /// This value, because the guest was handed over, and the attempts to connect again were
+    /// This value has them: the guest was handed over, and the attempts to connect again were
     /// cancelled.
     Undecided(Box<Undecided<'a, V>>),
 }
@@ -74,7 +74,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// The guest begins to run, or to run on.
+    /// The guest begins to run, or resumes.
     pub fn begins(&self) {
         self.since.get_or_init(Instant::now);
     }
@@ -149,7 +149,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// Refuses a request that comes while another thread has the vCPUs.
+    /// Refuses a request while another thread has the vCPUs.
     pub(super) fn refused(&self, phase: &Phase<'a, V>) -> Refused {
         match phase {
             Phase::Saves(progress, _) => Refused::request(format!(
@@ -168,7 +168,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// Waits until the run has begun, and refuses one that is over, or that waits for another
+    /// Waits until the run has begun. Refuses a finished run, and a run that waits for another
     /// process.
     pub(super) fn check_runs(&self) -> Result<(), Refused> {
         let devices = self.guest.devices;
@@ -186,7 +186,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// Whether the guest has not come yet.
+    /// Whether the guest has not arrived yet.
     fn is_awaited(&self) -> bool {
         let is_over = self.guest.devices.ending().is_some();
         !is_over
@@ -196,7 +196,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 .is_some_and(|guest| guest.is_awaited())
     }
 
-    /// Refuses to copy a guest whose memory is not here.
+    /// Refuses to copy a guest with missing memory.
     pub(super) fn check_whole(&self) -> Result<(), Refused> {
         let incoming_guest = self.incoming_guest.as_ref();
         incoming_guest.map_or(Ok(()), |guest| guest.check_whole())
@@ -213,7 +213,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// Ends a migration, or the waiting for its other side.
+    /// Ends a migration, or the wait for its other side.
     fn cancel(&self) -> Result<(), Refused> {
         let is_moving = matches!(&*self.phase(), Phase::Moves(_));
         match self.incoming_guest.as_ref().filter(|_| !is_moving) {
@@ -270,7 +270,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
 }
 
 impl<V: Vm> Answers for Controlled<'_, V> {
-    /// A client that goes away cancels its snapshot or its migration.
+    /// A client that disconnects cancels its snapshot or its migration.
     fn answer(&self, request: Request, send: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer {
         let status =
             |done: Result<(), Refused>| done.map(|()| Answer::Status(Box::new(self.status())));

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 /// The time between two attempts to accept a connection, if the first one failed.
 const PAUSE: Duration = Duration::from_millis(100);
-/// How long a source is waited for after its guest has ended here, if its connection was cut.
+/// How long this side waits for a source after its guest has ended here, if the connection was cut.
 const LINGER: Duration = Duration::from_secs(5);
 /// Why a guest cannot be kept by a run that has ended.
 const OVER: &str = "the run is over: the guest does not run here";
@@ -37,20 +37,20 @@ type Missing = Box<dyn Fn() -> PageSet + Send + Sync>;
 
 struct IncomingState {
     now: Arriving,
-    /// `None`: the guest has not come.
+    /// `None`: the guest has not arrived.
     missing: Option<Missing>,
     decision: Option<Decision>,
     /// The source knows that all pages have arrived, or a client has decided without it.
     is_settled: bool,
     /// The guest has ended.
     is_over: bool,
-    /// How, if a client or a signal has ended it.
+    /// How the guest has ended, if a client or a signal has ended it.
     ended: Option<String>,
 }
 
 impl IncomingState {
-    /// How far the guest is, if these pages are missing. It is whole as soon as none is, although
-    /// pages that have come may not be in place yet: the VM gets those at once.
+    /// The guest's stage, if these pages are missing. The guest is whole as soon as no page is
+    /// missing, although arrived pages may not be in place yet: the VM gets those at once.
     fn stage(&self, missing: Option<&PageSet>) -> ArrivingStage {
         match self.now.stage {
             ArrivingStage::Rest if missing.is_some_and(PageSet::is_empty) => ArrivingStage::Whole,
@@ -69,14 +69,14 @@ impl IncomingState {
 pub enum Decision {
     /// The guest runs here, although its source has not said so.
     Keep,
-    /// The source is not waited for: pages that are missing are lost.
+    /// This side does not wait for the source: missing pages are lost.
     Cancel,
     /// The run ends.
     End,
 }
 
 impl IncomingGuest {
-    /// A guest that has been announced at `at`.
+    /// A guest announced at `at`.
     pub fn new(at: String, incoming: &Incoming, link: &Arc<Link>) -> Self {
         let now = Arriving {
             at,
@@ -99,7 +99,7 @@ impl IncomingGuest {
         }
     }
 
-    /// How far it is. Of the missing pages, the first `ranges` ranges are named.
+    /// Its progress, with the first `ranges` ranges of missing pages.
     pub fn progress(&self, ranges: usize) -> Arriving {
         let state = self.locked();
         let missing = state.missing.as_ref().map(|missing| missing());
@@ -122,7 +122,7 @@ impl IncomingGuest {
         }
     }
 
-    /// Pages of the guest that are here.
+    /// Present pages of the guest.
     pub fn present(&self) -> u64 {
         let missing = self
             .locked()
@@ -140,7 +140,7 @@ impl IncomingGuest {
         )
     }
 
-    /// Refuses to copy a guest whose memory is not here.
+    /// Refuses to copy a guest with missing memory.
     pub fn check_whole(&self) -> Result<(), Refused> {
         match self.locked().stage_now() {
             ArrivingStage::Whole => Ok(()),
@@ -155,7 +155,7 @@ impl IncomingGuest {
         }
     }
 
-    /// What is not settled, and what to do.
+    /// What is undecided, and what to do.
     pub fn undecided(&self) -> Option<String> {
         let now = self.progress(RANGES_SHOWN);
         let cut = now.cut.unwrap_or_default();
@@ -187,7 +187,7 @@ impl IncomingGuest {
         state.now.came
     }
 
-    /// The guest is prepared, and the connection was cut. Returns what is decided; `None`: take the
+    /// The guest is prepared, and the connection was cut. Returns the decision; `None`: take the
     /// next connection.
     pub fn was_cut_while_prepared(&self, why: &MigrateError) -> Option<Decision> {
         self.was_cut(ArrivingStage::Unknown, why);
@@ -206,7 +206,7 @@ impl IncomingGuest {
         state.missing = Some(missing);
         // The source has to know how the guest ends, so a signal ends the guest first.
         self.link.outlive_signals();
-        // A `keep` that arrived after the source had handed the guest over.
+        // A `keep` may have arrived after the source had handed the guest over: it is too late.
         state.decision = None;
         self.enter(state, ArrivingStage::Rest);
     }
@@ -235,14 +235,14 @@ impl IncomingGuest {
         }
     }
 
-    /// All pages have come, and the source knows it.
+    /// All pages have arrived, and the source knows it.
     pub fn set_whole(&self) {
         let mut state = self.locked();
         state.is_settled = true;
         self.enter(state, ArrivingStage::Whole);
     }
 
-    /// The pages that are missing never come.
+    /// The missing pages never arrive.
     pub fn set_lost(&self) {
         let state = self.locked();
         if state.now.stage != ArrivingStage::Whole {
@@ -277,8 +277,8 @@ impl IncomingGuest {
         self.changed.notify_all();
     }
 
-    /// What is decided of the next connection; `None`: take it. Waits a little after one that
-    /// `failed`.
+    /// The decision about the next connection; `None`: take it. Waits a little after a connection
+    /// that `failed`.
     pub fn next(&self, failed: bool) -> Option<Decision> {
         if failed {
             let state = self.locked();
@@ -289,11 +289,11 @@ impl IncomingGuest {
         self.decision()
     }
 
-    /// What is decided; `None`: take the next connection, which nothing has cut yet.
+    /// The decision; `None`: take the next connection, which nothing has cut yet.
     fn decision(&self) -> Option<Decision> {
         let mut state = self.locked();
-        // `decide` notes a decision and cuts the link under this lock. A decision that was made
-        // before is taken here, and its cut with it. The cut of a later one stays.
+        // `decide` notes a decision and cuts the link under this lock. An earlier decision is taken
+        // here, and its cut with it. The cut of a later decision stays.
         self.link.renew();
         let is_done = state.is_over && state.is_settled;
         let ends = is_done || !self.link.is_open();
@@ -352,8 +352,8 @@ impl IncomingGuest {
         }))
     }
 
-    /// The guest has ended. `why`: a client or a signal has ended it, so the rest of its memory is
-    /// not waited for.
+    /// The guest has ended. `why`: a client or a signal has ended it, so this side does not wait
+    /// for the rest of its memory.
     pub fn end(&self, why: Option<&str>) {
         let mut state = self.locked();
         state.is_over = true;
@@ -408,7 +408,7 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// A guest whose connection was cut while its source gave it away.
+    /// A guest whose connection was cut while its source handed it over.
     fn unknown() -> IncomingGuest {
         let now = Arriving {
             stage: ArrivingStage::Unknown,

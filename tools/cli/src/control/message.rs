@@ -16,7 +16,7 @@ pub const PROTOCOL: u32 = 1;
 /// each is at most 6 in JSON.
 pub const LINE_MAX: usize = 32 << 10;
 
-/// What a client asks for. An unknown field is an error: it could be one that matters.
+/// A client's request. An unknown field is an error: it could matter.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "lowercase", deny_unknown_fields)]
 pub enum Request {
@@ -46,7 +46,7 @@ pub enum Request {
     Migrate {
         /// Where to, as the command line takes it. A path is absolute.
         to: String,
-        /// When the guest goes.
+        /// The order in which the guest and its memory are sent.
         #[serde(default)]
         mode: Option<Mode>,
         /// The limit of the guest's downtime for it, in milliseconds.
@@ -62,8 +62,7 @@ pub enum Request {
         #[serde(default)]
         tls: Option<TlsFiles>,
     },
-    /// The migration that another client has asked for is not wanted any more; or the other side is
-    /// not waited for any more.
+    /// Cancels the migration of another client's request, or ends the wait for the other side.
     Cancel {},
     /// Resumes the guest here: the other side of a migration does not run it, and never will.
     Keep {},
@@ -108,18 +107,18 @@ pub struct Status {
     /// Why the source provides no pages at present.
     #[serde(default)]
     pub outage: Option<String>,
-    /// The snapshot that is being saved.
+    /// The snapshot in progress.
     pub saving: Option<Saving>,
     /// The migration in progress.
     pub migrating: Option<Moving>,
     /// The incoming or arrived guest.
     #[serde(default)]
     pub arriving: Option<Arriving>,
-    /// The address at which a guest is waited for; null as soon as one is announced.
+    /// The address at which the run waits for a guest; null as soon as one is announced.
     #[serde(default)]
     pub waiting: Option<String>,
-    /// Why it is not known where the guest runs, or why it lacks memory there, and what to do. It
-    /// stays paused here meanwhile.
+    /// Why it is undecided which side runs the guest, or why the guest lacks memory there, and what
+    /// to do. The guest stays paused here meanwhile.
     pub undecided: Option<String>,
     /// How the run has ended.
     pub ending: Option<String>,
@@ -129,9 +128,9 @@ pub struct Status {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
-    /// None was announced. The backend and the machine are not known.
+    /// No guest was announced. The backend and the machine are unknown.
     Waiting,
-    /// It has not come yet.
+    /// It has not arrived yet.
     Arriving,
     /// It runs.
     Running,
@@ -143,7 +142,7 @@ pub enum State {
     Ended,
 }
 
-/// How far a request is.
+/// The progress of a request.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Progress {
@@ -153,20 +152,20 @@ pub enum Progress {
     Moving(Moving),
 }
 
-/// How far a snapshot is.
+/// The progress of a snapshot.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Saving {
     /// Its folder.
     pub path: PathBuf,
     /// Which round, from 1; 0 before the first.
     pub round: u32,
-    /// Pages of this round that are copied.
+    /// Copied pages of this round.
     pub done: u64,
     /// Pages of this round.
     pub pages: u64,
 }
 
-/// A snapshot that is whole.
+/// A whole snapshot.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Saved {
     /// Its folder.
@@ -205,7 +204,7 @@ pub enum Kind {
 }
 
 impl Refused {
-    /// A request that is wrong, or comes at a wrong time.
+    /// A wrong request, or a request at a wrong time.
     pub fn request(text: impl Into<String>) -> Self {
         let (kind, text) = (Kind::Request, text.into());
         Self { kind, text }
@@ -224,7 +223,7 @@ impl Refused {
         Self { kind, text }
     }
 
-    /// How a command ends that has asked.
+    /// The exit code of the requesting command.
     pub const fn exit(&self) -> Exit {
         match self.kind {
             Kind::Request => Exit::Usage,

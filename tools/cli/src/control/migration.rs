@@ -9,24 +9,24 @@ use std::fmt;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// How far a migration is.
+/// The progress of a migration.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Moving {
     /// Where to.
     pub to: String,
-    /// When the guest goes.
+    /// The order in which the guest and its memory are sent.
     pub mode: Mode,
     /// Where the guest is.
     pub stage: MovingStage,
-    /// Which round, from 1; 0 before the first, and after the guest has gone.
+    /// Which round, from 1; 0 before the first, and after the hand-over.
     pub round: u32,
-    /// Pages of this round that were sent.
+    /// Sent pages of this round.
     pub done: u64,
     /// Pages of this round.
     pub pages: u64,
     /// Remaining pages of this round.
     pub remaining: u64,
-    /// Bytes that went over the connections so far.
+    /// Bytes over the connections so far.
     pub bytes: u64,
     /// Bytes a second, lately.
     pub rate: f64,
@@ -37,7 +37,7 @@ pub struct Moving {
     pub cut: Option<String>,
 }
 
-/// Where a guest is that moves.
+/// Where a moving guest is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MovingStage {
@@ -55,13 +55,13 @@ pub enum MovingStage {
 /// A guest that another process sends, or has sent.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Arriving {
-    /// The address at which it comes.
+    /// The address at which it arrives.
     pub at: String,
-    /// When it goes.
+    /// The order in which the guest and its memory are sent.
     pub mode: Mode,
-    /// How far it is.
+    /// Its stage.
     pub stage: ArrivingStage,
-    /// Pages with content that came before the guest, some of them several times.
+    /// Pages with content that arrived before the guest, some of them several times.
     pub came: u64,
     /// Pages that were missing when the guest arrived; 0 before.
     pub late: u64,
@@ -72,12 +72,12 @@ pub struct Arriving {
     pub downtime_us: u64,
     /// Seconds from its announcement until it ran here, or until now.
     pub seconds: f64,
-    /// Pages that are still at the source; null before that is known.
+    /// Pages that only the source has; null before this is known.
     pub missing: Option<u64>,
     /// Where they are in the guest's memory, while the connection is cut: the first
     /// [`RANGES_SHOWN`] ranges.
     pub ranges: Vec<Range>,
-    /// Bytes that went over the connections so far.
+    /// Bytes over the connections so far.
     pub bytes: u64,
     /// Bytes a second, lately.
     pub rate: f64,
@@ -110,36 +110,35 @@ pub struct Range {
     pub pages: u64,
 }
 
-/// How far a guest is that comes.
+/// The stage of an incoming guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ArrivingStage {
-    /// Its memory comes, and it runs at its source.
+    /// Its memory arrives, and it runs at its source.
     #[default]
     Memory,
-    /// It is prepared, and the connection was cut before the source could give it away.
+    /// It is prepared, and the connection was cut before the source could hand it over.
     Unknown,
-    /// It runs here, and the rest of its memory comes.
+    /// It runs here, and the rest of its memory arrives.
     Rest,
-    /// It runs here, and the connection was cut before all of its memory had come.
+    /// It runs here, and the connection was cut before all of its memory had arrived.
     Cut,
-    /// It runs here, and what is missing is lost: a client has said that the source is not waited
-    /// for.
+    /// It runs here, and the missing pages are lost: a client has ended the wait for the source.
     Lost,
     /// It has all of its memory.
     Whole,
 }
 
-/// A guest that has moved.
+/// A moved guest.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Migrated {
     /// Where to.
     pub to: String,
-    /// When it has gone.
+    /// The order in which the guest and its memory were sent.
     pub mode: Mode,
     /// Pages that each round has sent. Pages of zeros count, though they take no bytes.
     pub rounds: Vec<u64>,
-    /// Pages that were sent after the guest had gone.
+    /// Pages sent after the guest.
     pub late: u64,
     /// Pages with content that were sent, some of them several times.
     pub pages: u64,
@@ -149,20 +148,20 @@ pub struct Migrated {
     /// How often the connection was cut after the hand-over, attempts to connect again
     /// included.
     pub cuts: u32,
-    /// Bytes that went over the connections.
+    /// Bytes over the connections.
     pub bytes: u64,
     /// The guest's downtime in microseconds.
     pub downtime_us: u64,
     /// How long it took in all.
     pub seconds: f64,
-    /// How the guest has ended there, if that was before all of its memory had come; null
+    /// How the guest has ended there, if that was before all of its memory had arrived; null
     /// otherwise.
     #[serde(default)]
     pub ended: Option<String>,
 }
 
 impl Migrated {
-    /// What has become of the guest, in words.
+    /// The outcome for the guest, in words.
     pub fn outcome(&self) -> String {
         match &self.ended {
             None => format!("moved to {}", self.to),

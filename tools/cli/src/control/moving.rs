@@ -31,7 +31,7 @@ pub(super) struct Fields {
 }
 
 impl Order {
-    /// What a request asks for.
+    /// The order of a request.
     pub fn of(fields: Fields) -> Result<Self, Refused> {
         let to = address(&fields.to)?;
         let tls = fields.tls;
@@ -58,7 +58,7 @@ impl Order {
 }
 
 /// A guest that was handed over, while it is undecided which side runs it, or with which memory.
-/// Dropped, its run here ends.
+/// When the value is dropped, the guest's run here ends.
 pub(super) struct Undecided<'a, V: Vm> {
     outgoing: OutgoingGuest<'a, V>,
     migration: OutgoingMigration,
@@ -78,7 +78,7 @@ impl<V: Vm> Undecided<'_, V> {
     }
 }
 
-/// What the mover's thread begins with.
+/// The input of the mover's thread.
 type Begin<'a, V> = (OutgoingMigration, Option<Undecided<'a, V>>);
 
 impl<'a, V: Vm> Controlled<'a, V> {
@@ -218,7 +218,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 }
                 Wanted::Keep => {
                     self.actions.set_needed(false);
-                    // First: the next migration or snapshot must find the log as the VMM has it.
+                    // Take the guest back first: the next migration or snapshot must find the log
+                    // as the VMM has it.
                     outgoing.take_back();
                     *self.phase() = Phase::Runs;
                     migration.has_kept();
@@ -295,8 +296,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
         })
     }
 
-    /// Why a migration that has failed was not wanted any more. A peer that was silent meanwhile
-    /// has been cut off.
+    /// Why a failed migration was no longer wanted. A peer that was silent meanwhile has been cut
+    /// off.
     fn unwanted(&self, migration: &OutgoingMigration) -> Option<Refused> {
         if let Some(ending) = self.guest.devices.ending() {
             let text = format!("the run has ended before the guest moved: {ending}");
@@ -308,7 +309,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             .then(|| Refused::of(ErrorKind::Cancelled, &text))
     }
 
-    /// Cancels the migration. The client that has asked for it gets the answer when it has ended.
+    /// Cancels the migration. The requesting client gets the answer when the migration has ended.
     pub(super) fn cancel_at_source(&self) -> Result<(), Refused> {
         let migration = match &*self.phase() {
             Phase::Moves(migration) => migration.clone(),

@@ -29,7 +29,7 @@ pub(super) struct OutgoingMigration(Arc<OutgoingShared>);
 
 struct OutgoingShared {
     link: Arc<Link>,
-    /// Bytes that went over connections of an earlier request.
+    /// Bytes over the connections of an earlier request.
     before: u64,
     state: Mutex<OutgoingState>,
     changed: Condvar,
@@ -48,16 +48,16 @@ struct OutgoingState {
     is_over: bool,
 }
 
-/// What clients want of a migration.
+/// A client's decision about a migration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Wanted {
-    /// That it continues.
+    /// Continue it.
     Continue,
-    /// That the guest stays here; after the hand-over: that this side connects no more.
+    /// Keep the guest here; after the hand-over: do not connect again.
     Cancel,
-    /// That the guest resumes here, although it was handed over.
+    /// Resume the guest here, although it was handed over.
     Keep,
-    /// The end of the run.
+    /// End the run.
     End,
 }
 
@@ -78,8 +78,8 @@ impl OutgoingMigration {
         Self::with_state(state, link, 0)
     }
 
-    /// The same, after a client has cancelled the attempts to connect again, and another one wants
-    /// them again.
+    /// The same migration with new attempts to connect. A client wants them after another client
+    /// has cancelled the earlier ones.
     pub fn again(&self, to: &Address, link: Arc<Link>) -> Self {
         let before = self.bytes();
         let state = self.locked();
@@ -114,7 +114,7 @@ impl OutgoingMigration {
         self.locked().now.to.clone()
     }
 
-    /// How far it is.
+    /// Its progress.
     pub fn progress(&self) -> Moving {
         Moving {
             bytes: self.bytes(),
@@ -131,7 +131,7 @@ impl OutgoingMigration {
         }
     }
 
-    /// Pages that were sent after the guest had gone.
+    /// Pages sent after the guest.
     pub fn late(&self) -> u64 {
         self.locked().late
     }
@@ -208,7 +208,7 @@ impl OutgoingMigration {
         if before == stage {
             return;
         }
-        // What was wanted of an earlier stage is too late. Above all, a guest running there is not
+        // A decision about an earlier stage is too late. Above all, a guest running there is not
         // kept here. The attempts to connect again may be cancelled in both of their stages.
         let is_cancelled_attempt = state.wanted == Wanted::Cancel && before != MovingStage::Here;
         let holds = match stage {
@@ -261,8 +261,7 @@ impl OutgoingMigration {
         }
     }
 
-    /// The client that has asked for the migration has gone: the guest stays here, unless it was
-    /// handed over.
+    /// The requesting client has disconnected: the guest stays here, unless it was handed over.
     pub fn leave(&self) {
         let mut state = self.locked();
         if state.now.stage == MovingStage::Here {
@@ -286,7 +285,7 @@ impl OutgoingMigration {
         self.locked().wanted == Wanted::Cancel
     }
 
-    /// Refuses to run a guest here that is known to run there, or to be here.
+    /// Refuses to run a guest here if it is known to run there, or to be here.
     pub fn check_keep(&self) -> Result<(), Refused> {
         let state = self.locked();
         match state.now.stage {
@@ -328,7 +327,7 @@ impl OutgoingMigration {
         self.0.changed.notify_all();
     }
 
-    /// It has ended.
+    /// The migration has ended.
     pub fn settle(&self) {
         self.locked().is_over = true;
         self.0.changed.notify_all();
@@ -366,8 +365,8 @@ mod tests {
         MigrateError::Cut(io::ErrorKind::ConnectionReset.into())
     }
 
-    /// The attempt that is under way when a client decides to keep the guest finds that the other
-    /// side runs it.
+    /// A client decides to keep the guest during an attempt to connect. The attempt finds that the
+    /// other side runs the guest.
     #[test]
     fn a_guest_that_runs_there_is_not_kept() {
         let migration = migration();
@@ -381,8 +380,8 @@ mod tests {
         assert!(migration.is_needed());
     }
 
-    /// The decision to keep the guest and another request came at one time, and the other one was
-    /// carried out.
+    /// A decision to keep the guest and another request arrive at one time, and the other request
+    /// is carried out.
     #[test]
     fn a_guest_that_was_not_kept_is_not_said_to_be() {
         let migration = migration();
@@ -394,8 +393,8 @@ mod tests {
         migration.keep().unwrap();
     }
 
-    /// A cancel that comes too late does not end the attempts to connect again; a later one does,
-    /// and so does the end of the run.
+    /// A late cancel does not end the attempts to connect again. The next cancel does, and so does
+    /// the end of the run.
     #[test]
     fn what_is_wanted_depends_on_the_stage() {
         let migration = migration();

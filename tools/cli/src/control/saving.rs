@@ -45,7 +45,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                     gone.store(true, Ordering::Relaxed);
                 }
                 if self.guest.devices.ending().is_some() {
-                    // It ends a wait for an object store too.
+                    // The flag also ends a wait for an object store.
                     gone.store(true, Ordering::Relaxed);
                 }
             }
@@ -127,8 +127,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         // One snapshot is saved at a time.
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
         if !matches!(plan.kind, Kind::Since(_)) && !guest.vm.delivery().has_bitmaps() {
-            // Rings have one reader, so this log ends before the save. What can be refused is
-            // refused first.
+            // Rings have one reader, so this log ends before the save. So all checks come first.
             to.check_new().map_err(|error| refusal(&error))?;
             *tracked = None;
         }
@@ -182,7 +181,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// What the fields of a request ask for.
+    /// The plan for the fields of a request.
     pub fn of(
         path: PathBuf,
         downtime_ms: Option<u64>,
@@ -217,7 +216,7 @@ enum Kind {
     Alone,
     /// Whole; later ones may have it as their base.
     First,
-    /// What has changed since this one.
+    /// Changes since this snapshot.
     Since(PathBuf),
 }
 

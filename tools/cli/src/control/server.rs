@@ -21,12 +21,12 @@ use std::time::Duration;
 
 /// Most connections at a time. Each has a thread.
 const CLIENTS: usize = 16;
-/// How often a paused guest is looked at, whether its run has ended.
+/// The time between two checks whether the run of a paused guest has ended.
 const LOOK: Duration = Duration::from_millis(100);
 /// How long a client may leave an answer unread when the socket's buffer is full.
 const UNREAD: Duration = Duration::from_secs(1);
 
-/// What answers the requests of clients.
+/// Answers the requests of clients.
 pub trait Answers: Sync {
     /// Does what `request` says. Meanwhile `send` gets messages of progress; it returns `Break`
     /// when the client has gone.
@@ -62,7 +62,7 @@ struct Open<'scope> {
 }
 
 impl<'a> ControlSocket<'a> {
-    /// Makes the socket, which this user alone can connect to. Clients wait until
+    /// Makes the socket. This user alone can connect to it. Clients wait until
     /// [`ControlSocket::serve`].
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl<'a> ControlSocket<'a> {
                     PollFd::new(&self.bell, PollFlags::IN),
                 ];
                 let look = Timespec::try_from(LOOK).expect("a tenth of a second");
-                // Interrupted: as if a client had come.
+                // After an interruption the loop continues, as after a new client.
                 let _ = poll(&mut fds, Some(&look));
                 match self.socket.listener().accept() {
                     Ok((stream, _)) => self.connect(scope, stream, guest, &mut open),
@@ -116,7 +116,8 @@ impl<'a> ControlSocket<'a> {
             if self.phase() == OVER {
                 for Open { stream, .. } in &open {
                     // The connection's thread reads no further request, and ends after an answer
-                    // that it is about to write. It fails only if the client has closed it before.
+                    // that it is about to write. The call fails only if the client has closed the
+                    // connection before.
                     let _ = stream.shutdown(Shutdown::Read);
                 }
             }
@@ -126,7 +127,7 @@ impl<'a> ControlSocket<'a> {
         });
         if self.phase() == HANDS_OVER {
             *self.left.lock().unwrap_or_else(PoisonError::into_inner) = left;
-            // It was rung once.
+            // The bell was rung once.
             let _ = rustix::io::read(&self.bell, &mut [0; 8]);
             self.phase.store(SERVES, Ordering::Release);
         }
@@ -144,7 +145,7 @@ impl<'a> ControlSocket<'a> {
 
     fn ring(&self, phase: u8) {
         self.phase.store(phase, Ordering::Release);
-        // It fails only if the counter is full: then the threads are woken anyway.
+        // The write fails only if the counter is full: then the threads are woken anyway.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
@@ -157,7 +158,7 @@ impl<'a> ControlSocket<'a> {
         std::mem::take(&mut *left)
     }
 
-    /// Takes a connection. A client that gets none gets the reason, if that is possible.
+    /// Takes a connection. A refused client gets the reason, if possible.
     fn connect<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -236,7 +237,7 @@ impl<'a> ControlSocket<'a> {
             PollFd::new(stream, PollFlags::IN),
             PollFd::new(&self.bell, PollFlags::IN),
         ];
-        // Interrupted: the read waits.
+        // After an interruption the read waits.
         let _ = poll(&mut fds, None);
         self.phase() != HANDS_OVER
     }

@@ -159,8 +159,8 @@ fn selected(setting: &str) -> Option<&str> {
         .find_map(|word| word.strip_prefix('[')?.strip_suffix(']'))
 }
 
-/// Whether userfaultfd works, and for which faults. Safe code cannot make the system call itself.
-/// The kernel's settings give the same answer, except inside a seccomp filter.
+/// Whether userfaultfd works, and for which faults. Safe code cannot make the system call. The
+/// kernel's settings give the same answer, except inside a seccomp filter.
 pub(super) fn userfaultfd() -> Check {
     let setting = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
     let device = OpenOptions::new()

@@ -1,5 +1,5 @@
-//! The end of a migration, at its destination: the source gives the guest away, and the pages that
-//! are left come. After a cut, the source may connect again.
+//! The end of a migration, at its destination: the source hands the guest over, and the remaining
+//! pages arrive. After a cut, the source may connect again.
 
 use super::incoming::{Arrival, has_not_come};
 use super::{Job, Refusal};
@@ -16,7 +16,7 @@ use std::time::Duration;
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Waits until the guest may run here: its source says so, or a client. The caller starts its vCPUs
-/// afterwards, so the pages that are missing now are all that come after the guest.
+/// afterwards, so all pages that arrive after the guest are missing now.
 pub(super) fn start<V: Vm>(
     job: &Job<'_>,
     arrival: &Arrival<'_>,
@@ -41,7 +41,7 @@ fn until_started<V: Vm>(
             Ok(arrived) => return Ok(arrived),
             Err(waiting) => waiting,
         };
-        // A source that refuses has not given the guest away.
+        // A refusing source has not handed the guest over.
         if let MigrateError::Refused(_) = waiting.why() {
             return Err(has_not_come(job, waiting.why()));
         }
@@ -69,7 +69,7 @@ pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>)
         let mut failed = false;
         loop {
             if let Some(decision) = incoming_guest.next(failed) {
-                // Pages that are missing are lost from here on.
+                // Missing pages are lost from here on.
                 let left = match decision {
                     Decision::Cancel => arriving.give_up(),
                     Decision::Keep => Ok(()),

@@ -1,8 +1,8 @@
 //! Looks after the guest's page source, from the first access to a page to the last.
 //!
-//! A vCPU that waits for a missing page stops to wait when the run ends. Other waits do not look
+//! A vCPU that waits for a missing page stops waiting when the run ends. Other waits do not look
 //! for an end: the main thread's, when it loads an image, restores a vCPU or reads the status page,
-//! and a vCPU's when it writes the words of async page faults. A source that is away may keep them
+//! and a vCPU's when it writes the words of async page faults. An absent source may keep them
 //! waiting for ever. So a thread of its own ends these waits:
 //!
 //! ```text
@@ -26,7 +26,7 @@ const LOOK: Duration = Duration::from_millis(100);
 const BEGINS: u8 = 0;
 /// The guest runs; a signal ends the run.
 const RUNS: u8 = 1;
-/// A signal has come before.
+/// A signal has arrived before.
 const INTERRUPTED: u8 = 2;
 /// The run is over, and so is the thread.
 const OVER: u8 = 3;
@@ -58,7 +58,7 @@ impl Attended {
 
     fn attend(&self, job: &Job<'_>, pages: &GuestPages, devices: &PlatformDevices) {
         let (mut outages, mut has_ended) = (Outages::default(), false);
-        // An incoming guest has a source that ends itself.
+        // The source of an incoming guest ends its waits itself.
         let may_interrupt = job.start.arrival().is_none();
         while self.phase.load(Ordering::Acquire) != OVER {
             outages.look(pages);
@@ -85,7 +85,7 @@ impl Attended {
     /// The guest is about to run.
     ///
     /// # Errors
-    /// A signal has come before, and the guest's pages do not come any more.
+    /// A signal has arrived before, and the guest's pages no longer arrive.
     pub fn runs(&self, job: &Job<'_>) -> Result<(), Refusal> {
         match (self.leave(RUNS), job.signals.caught()) {
             (false, Some(signal)) => {

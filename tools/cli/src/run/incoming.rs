@@ -5,8 +5,8 @@
 //!   ▲                           │ is none
 //!   └──── refused, reason ◄─────┘
 //! ```
-//! All connections are looked at, at the same time. One that announces no machine is refused, and
-//! the command keeps waiting; nothing is made for it. The first connection that announces a machine
+//! The command watches all connections at the same time. It refuses a connection that announces no
+//! machine, makes nothing for it, and keeps waiting. The first connection that announces a machine
 //! brings the guest. Every failure from then on ends the command, and the source gets the reason.
 
 use super::threads::{EndServing, failed};
@@ -34,23 +34,23 @@ const RANGES_REPORTED: usize = 1000;
 /// The most vCPUs of a guest, as `--vcpus` has it.
 const VCPUS_MAX: usize = 64;
 
-/// A guest that has been announced.
+/// An announced guest.
 pub struct Arrival<'a> {
     at: Address,
     machine: Machine,
     connections: Accepted<'a>,
     incoming_guest: Arc<IncomingGuest>,
-    /// `None`: it has been taken.
+    /// `None`: the guest has been taken.
     incoming: Mutex<Option<Incoming>>,
 }
 
 impl<'a> Arrival<'a> {
-    /// The machine that comes.
+    /// The machine of the incoming guest.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// How far it is.
+    /// Its progress.
     pub(crate) fn incoming_guest(&self) -> &Arc<IncomingGuest> {
         &self.incoming_guest
     }
@@ -59,14 +59,14 @@ impl<'a> Arrival<'a> {
         &self.connections
     }
 
-    /// What its VM asks for pages; `None` if all of them come before it.
+    /// The page source of its VM; `None` if all pages arrive before the guest.
     pub(super) fn page_source(&self) -> Option<Arc<dyn PageSource>> {
         let incoming = self.incoming.lock();
         let incoming = incoming.unwrap_or_else(PoisonError::into_inner);
         incoming.as_ref()?.page_source()
     }
 
-    /// How it has come, at the end of its run.
+    /// How the guest arrived, for the end of its run.
     pub(super) fn received(&self) -> Received {
         let now = self.incoming_guest.progress(RANGES_REPORTED);
         Received {
@@ -130,7 +130,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let done = arrival
         .check()
         .and_then(|()| run_controlled(&run, Start::Incoming(&arrival), &signals, control));
-    // If it has not been taken, no VM could be made for it.
+    // If the guest has not been taken, no VM could be made for it.
     if let (Err((_, why)), Some(incoming)) = (&done, arrival.take()) {
         incoming.refuse(&MigrateError::NoVm(why.clone()));
     }
@@ -157,8 +157,8 @@ fn wait_controlled<'a>(
     })
 }
 
-/// Waits until a connection has announced a guest. Others are refused. `None`: a signal or a client
-/// has ended the wait.
+/// Waits until a connection has announced a guest. Other connections are refused. `None`: a signal
+/// or a client has ended the wait.
 fn wait<'a>(listener: &'a Listener<'a>) -> Result<Option<Arrival<'a>>, Refusal> {
     while listener.link().is_open() {
         let next = listener.next().map_err(|error| {
@@ -210,8 +210,8 @@ fn before_it_came(signals: &Signals, is_stopped: bool, when: &str) -> Refusal {
     }
 }
 
-/// Takes memory and state of the guest into `vm` and `devices`, with progress on a terminal. Pages
-/// may be left.
+/// Takes memory and state of the guest into `vm` and `devices`, with progress on a terminal. Some
+/// pages may remain at the source.
 pub(super) fn receive<V: Vm>(
     job: &Job<'_>,
     arrival: &Arrival<'_>,
@@ -237,14 +237,14 @@ pub(super) fn receive<V: Vm>(
     });
     live.finish_and_clear();
     let prepared = taken.map_err(|why| has_not_come(job, &why))?;
-    // A run that cannot begin must not be given the guest.
+    // The source must not hand the guest to a run that cannot begin.
     if let Err(error) = devices.check_memory(&vm.memory_slots()) {
         return Err((Exit::Host, format!("the run cannot start: {error}")));
     }
     Ok(prepared)
 }
 
-/// The exit code and the text for a guest that has not come.
+/// The exit code and the text for a guest that has not arrived.
 pub(super) fn has_not_come(job: &Job<'_>, why: &MigrateError) -> Refusal {
     let is_stopped = job.client_actions().is_some_and(ClientActions::has_stopped);
     let is_asked_for = job.signals.caught().is_some() || is_stopped;

@@ -47,12 +47,12 @@ fn limit<B: Builder>(args: &RunArgs) -> Size {
     }
 }
 
-/// A run that is over.
+/// A finished run.
 pub(super) struct Finished<'a, V> {
     pub end: &'a RunEnd<V>,
     /// The counters at its end.
     pub last: RunSample,
-    /// What was done before it.
+    /// The preparation before it.
     pub before: Before,
     /// How the guest has moved elsewhere.
     pub migrated: Option<Migrated>,
@@ -154,7 +154,7 @@ pub struct Asked {
     pub signal: Option<Signal>,
     /// Whether a client of the control socket has stopped it.
     pub stopped: bool,
-    /// What has become of a guest that has moved.
+    /// The outcome of a moved guest.
     pub moved: Option<String>,
 }
 
@@ -208,7 +208,7 @@ fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOpti
         seed: args.seed,
         append: match start {
             Start::Image(_) => builder.full_command_line(),
-            // The guest has the one with which it was started.
+            // The guest keeps the command line with which it was started.
             _ => String::new(),
         },
     }

@@ -45,7 +45,7 @@ pub(super) fn restore<V: Vm>(
     Ok((vcpus, done(job, snapshot.pages(), began)))
 }
 
-/// Puts the state of `snapshot` into `vm` and `devices`. Its pages come later.
+/// Puts the state of `snapshot` into `vm` and `devices`. Its pages arrive later.
 pub(super) fn restore_lazily<V: Vm>(
     job: &Job<'_>,
     snapshot: &Snapshot,
@@ -67,15 +67,15 @@ fn done(job: &Job<'_>, pages: u64, began: Instant) -> Restored {
     }
 }
 
-/// A snapshot whose pages come while its guest runs.
+/// A snapshot whose pages arrive while its guest runs.
 pub struct Lazy<'a> {
     /// The snapshot.
     pub snapshot: &'a Snapshot,
-    /// What becomes of a page that cannot be read at present.
+    /// The policy for a page that cannot be read at present.
     pub policy: Policy,
-    /// How many pages are here.
+    /// The counts of present pages.
     pub counts: Arc<Restoring>,
-    /// Set, it ends the wait of a thread for an object store.
+    /// When set, it ends the wait of a thread for an object store.
     pub interrupt: &'a Arc<AtomicBool>,
     /// First touches to record.
     pub record: Option<Record<'a>>,
@@ -83,13 +83,13 @@ pub struct Lazy<'a> {
     pub replay: Option<Touches>,
 }
 
-/// A record of first touches that is being made.
+/// A record of first touches in progress.
 pub struct Record<'a> {
     /// Its file.
     pub path: &'a Path,
     /// How long it takes, unless the run ends before.
     pub time: Duration,
-    /// What the guest has asked for.
+    /// Notes the guest's requests.
     pub recorder: Recorder,
 }
 
@@ -174,7 +174,7 @@ pub(super) fn prefetch<V: Vm>(
     came
 }
 
-/// Counts what came on demand in a run that is over.
+/// Counts the demanded pages of a finished run.
 pub(super) fn count_demands(job: &Job<'_>, restored: &mut Option<Restored>) {
     let lazy = restored
         .as_mut()

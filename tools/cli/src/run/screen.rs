@@ -1,4 +1,4 @@
-//! What is shown while a guest runs: its lines, and the live view on a terminal.
+//! The output while a guest runs: its lines, and the live view on a terminal.
 
 use crate::args::Output;
 use crate::live::Live;
@@ -20,8 +20,8 @@ pub(super) struct Screen {
 
 impl Screen {
     pub fn new(output: &Output) -> Self {
-        // Bounded, because a guest may print faster than a terminal scrolls. Lines that do not fit
-        // are counted.
+        // The channel is bounded, because a guest may print faster than a terminal scrolls. Lines
+        // beyond the bound are counted.
         let (lines, printed) = mpsc::sync_channel(LINES);
         Self {
             live: (!output.quiet).then(Live::on_stderr).flatten(),

@@ -26,7 +26,7 @@ use std::time::Duration;
 /// The time between two looks at a thread that is about to end.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Makes the VM and runs it to its end. The second value says what was done before.
+/// Makes the VM and runs it to its end. The second value describes the preparation.
 pub(super) fn run<B: Builder>(
     job: &Job<'_>,
     builder: &B,
@@ -38,7 +38,8 @@ where
 {
     let vm = builder.build().map_err(|error| refusal(&error))?;
     if let Start::Image(_) = job.start {
-        // The pages of other guests come one after the other, and the guest waits for them.
+        // Only a new guest needs this: the pages of other guests arrive one by one, and the guest
+        // waits for them.
         prefault(job, &*vm)?;
     }
     let devices = PlatformDevices::of(vm.config().arch, console);
@@ -114,7 +115,7 @@ pub(super) fn failed(error: io::Error) -> Refusal {
     (Exit::Host, format!("the run cannot start: {error}"))
 }
 
-/// Runs a guest to its end, while pages come that it lacks. Returns what came of a lazy restore.
+/// Runs a guest to its end, while its missing pages arrive. Returns the result of a lazy restore.
 fn run_begun<V: Vm>(
     job: &Job<'_>,
     begun: Begun<'_, V>,
@@ -130,7 +131,7 @@ fn run_begun<V: Vm>(
             let named = thread::Builder::new().name("lacuna-prefetch".into());
             let work = move || prefetch(job, lazy, vm, devices, waits);
             background = Some(named.spawn_scoped(scope, work).map_err(failed)?);
-            // Nothing is sent. It returns when the thread has dropped `waits`.
+            // Nothing is sent: the call returns when the thread has dropped `waits`.
             let _ = may_run.recv();
         }
         begun.threads.run_watched(begun.vcpus, clock, watch);
@@ -167,7 +168,7 @@ fn end_arriving(
     }
 }
 
-/// What a thread returns; a panic of it continues here.
+/// The return value of a thread; its panic continues here.
 fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     let joined = thread.join();
     joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -182,7 +183,7 @@ struct Begun<'scope, V: Vm> {
 }
 
 /// Puts the guest into `vm` and its devices, and starts the threads that it needs on `scope`.
-/// `before` gets what was done.
+/// `before` gets the preparation.
 fn begin<'scope, 'a: 'scope, B: Builder>(
     scope: &'scope Scope<'scope, '_>,
     job: &Job<'a>,
@@ -235,7 +236,7 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     let (gate, given) = mpsc::channel();
     let named = thread::Builder::new().name("lacuna-arriving".into());
     let taking = named.spawn_scoped(scope, move || {
-        // An error: the guest does not come.
+        // An error says that the guest does not arrive.
         if let Ok(arriving) = given.recv() {
             take_rest(arrival, arriving);
         }
@@ -247,7 +248,7 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     let Arrived { vcpus, arriving } = started.inspect_err(|_| {
         arrival.incoming_guest().end(Some("it has not come"));
     })?;
-    // The thread waits for it: it has not ended.
+    // The other thread waits for this value, so it has not ended.
     let _ = gate.send(arriving);
     Ok(Begun {
         vcpus,
@@ -265,15 +266,15 @@ fn refusal(error: &impl BackendError) -> Refusal {
     (error.kind().into(), error.to_string())
 }
 
-/// Ends the control socket's thread. After a panic it also ends what waits for the source of a
-/// guest: a thread, and clients.
+/// Ends the control socket's thread. After a panic it also ends the waits for a guest's source, of
+/// a thread and of clients.
 pub(super) struct EndServing<'a> {
     control: Option<&'a ControlSocket<'a>>,
     incoming_guest: Option<&'a Arc<IncomingGuest>>,
 }
 
 impl<'a> EndServing<'a> {
-    /// Of a socket alone.
+    /// Ends the thread of `socket` and no other wait.
     pub const fn of(socket: &'a ControlSocket<'a>) -> Self {
         Self {
             control: Some(socket),

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
-/// The most connections that are kept while their peers have not introduced themselves.
+/// The most open connections whose peers have not introduced themselves.
 pub(super) const CANDIDATES_MAX: usize = 16;
 
 /// A connection that a peer has made.
@@ -35,7 +35,8 @@ pub struct Candidate {
 pub(super) struct Candidates {
     tls: Option<Arc<Tls>>,
     link: Arc<Link>,
-    /// Those whose threads run, the oldest first: the number of each, and what ends it.
+    /// Candidates with running threads, the oldest first: the number of each, and the call that
+    /// ends it.
     waiting: VecDeque<(u64, HangUp)>,
     accepted: u64,
     /// Counts the candidates in `done`.
@@ -45,7 +46,7 @@ pub(super) struct Candidates {
 }
 
 impl Candidates {
-    /// None yet. Their waits end when `link` says so.
+    /// No candidates yet. Their waits end when `link` says so.
     ///
     /// # Errors
     /// No file descriptor is left.
@@ -63,8 +64,8 @@ impl Candidates {
         })
     }
 
-    /// Waits for what the peer of `socket` sends. If there are too many such peers, the oldest one
-    /// is given up.
+    /// Waits for the first message of the peer of `socket`. If there are too many such peers, the
+    /// oldest one is given up.
     ///
     /// # Errors
     /// The peer may be gone already, or no thread is left.
@@ -82,7 +83,7 @@ impl Candidates {
         named.spawn(move || {
             let connection = introduce(tls.as_deref(), stream);
             let _ = sender.send((number, Candidate { from, connection }));
-            // It fails only if the counter is full.
+            // The write fails only if the counter is full.
             let _ = rustix::io::write(&bell, &1_u64.to_ne_bytes());
         })?;
         self.accepted += 1;
@@ -95,12 +96,12 @@ impl Candidates {
         Ok(())
     }
 
-    /// The next one whose peer has introduced itself, or has failed to.
+    /// The next candidate whose peer has introduced itself, or has failed to.
     pub fn next(&mut self) -> Option<Candidate> {
         while rustix::io::read(&self.bell, &mut [0; 8]).is_ok() {
             let (number, candidate) = self.done.try_recv().ok()?;
             let place = self.waiting.iter().position(|(waits, _)| *waits == number);
-            // Otherwise it was given up.
+            // Otherwise the candidate was given up.
             if let Some(place) = place {
                 self.waiting.remove(place);
                 return Some(candidate);

@@ -53,12 +53,12 @@ impl Connector {
         Ok(())
     }
 
-    /// Where to.
+    /// The destination.
     pub fn to(&self) -> &Address {
         &self.to
     }
 
-    /// What its connections share.
+    /// The shared part of its connections.
     pub fn link(&self) -> &Arc<Link> {
         &self.link
     }
@@ -87,7 +87,7 @@ impl Connector {
         let to = self.to.clone();
         let named = thread::Builder::new().name("lacuna-dial".into());
         named.spawn(move || {
-            // If nothing waits for it any more, the connection ends.
+            // If nothing waits for the connection any more, it ends.
             let _ = sender.send(dial(&to));
         })?;
         let began = Instant::now();

@@ -1,9 +1,9 @@
-//! The time in which a peer that has connected to a destination has to introduce itself.
+//! The time in which a connected peer has to introduce itself to a destination.
 //!
-//! Its first message says which machine comes, or to which migration the connection belongs. The
+//! Its first message announces a machine, or says to which migration the connection belongs. The
 //! destination writes nothing before it has read that message, except for the handshake of TLS. So
 //! the first write above TLS ends the introduction. Until then the time is absolute: a peer that
-//! sends a byte now and then gets no more of it.
+//! sends a byte now and then gets no more time.
 
 use lacuna_migrate::stream::{Connection, HangUp};
 use std::io::{self, IoSlice, Read, Write};
@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a peer that has connected may take.
+/// How long a connected peer may take.
 const GREETING: Duration = Duration::from_secs(10);
 
-/// How long one peer has. Clones are of the same peer.
+/// The time of one peer. Clones belong to the same peer.
 #[derive(Clone)]
 pub(super) struct Introduction {
     until: Instant,
@@ -39,7 +39,7 @@ impl Introduction {
         }
     }
 
-    /// What is left of it, and at most `most`, for a peer that never introduces itself.
+    /// The remaining time, at most `most`, for a peer that never introduces itself.
     pub fn shortened(&self, most: Duration) -> Self {
         Self {
             until: self.until.min(Instant::now() + most),
@@ -57,7 +57,7 @@ impl Introduction {
         self.is_over.load(Ordering::Relaxed) || Instant::now() < self.until
     }
 
-    /// Whether a call may wait on.
+    /// Whether a call may keep waiting.
     pub fn check(&self) -> io::Result<()> {
         match self.is_open() {
             true => Ok(()),
@@ -73,7 +73,7 @@ impl Introduction {
 pub(super) struct Introduced {
     connection: Box<dyn Connection>,
     introduction: Introduction,
-    /// The rest of what was read of it: the next bytes.
+    /// Bytes that were read from it, and are returned next.
     first: io::Cursor<Vec<u8>>,
 }
 
@@ -131,7 +131,7 @@ mod tests {
     use crate::transport::{Link, Stream};
     use std::os::unix::net::UnixStream;
 
-    /// Bytes that come do not give a stranger more time. The destination's first answer does.
+    /// Received bytes give a stranger no more time. The destination's first answer does.
     #[test]
     fn a_stranger_has_little_time() {
         let (here, mut there) = UnixStream::pair().unwrap();
@@ -163,7 +163,7 @@ mod tests {
         assert!(!passed.is_open(), "it does not become longer");
     }
 
-    /// A peer that sends bytes without end does not keep this side from its end.
+    /// An endlessly sending peer does not keep this side from ending.
     #[test]
     fn a_refused_peer_is_read_for_a_short_time() {
         let (here, mut there) = UnixStream::pair().unwrap();

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 /// How long a peer may be silent. After that the connection counts as cut.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long it is waited for in all after the migration was cancelled.
+/// How long this side waits for the peer, in all, after the migration was cancelled.
 const HURRIED: Duration = Duration::from_secs(1);
-/// How often a socket that waits looks at its [`Link`].
+/// How often a waiting socket checks its [`Link`].
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// The shortest time over which a rate is taken.
 const WINDOW: Duration = Duration::from_millis(500);
@@ -20,7 +20,7 @@ pub struct Link {
     hurried: Mutex<Option<Instant>>,
     /// A thread of this process has ended all waiting.
     cut: AtomicBool,
-    /// A signal has, unless `outlives_signals`.
+    /// A signal has ended all waiting, unless `outlives_signals`.
     interrupted: Arc<AtomicBool>,
     outlives_signals: AtomicBool,
     /// When waiting for a peer to connect ends.
@@ -85,7 +85,8 @@ impl Link {
         *self.hurried() = None;
     }
 
-    /// A peer that has not connected until then is not waited for. One that is connected is.
+    /// After `deadline`, this side does not wait for a peer to connect. It still waits for a
+    /// connected peer.
     pub fn wait_until(&self, deadline: Instant) {
         *self.deadline() = Some(deadline);
     }
@@ -110,7 +111,7 @@ impl Link {
         self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Bytes that were sent and received, with everything that the transport adds.
+    /// Sent and received bytes, including the transport's own.
     pub fn bytes(&self) -> u64 {
         self.sent.load(Ordering::Relaxed) + self.received.load(Ordering::Relaxed)
     }
@@ -134,7 +135,7 @@ impl Link {
         self.received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Whether a call that has waited for `silent` may wait on.
+    /// Whether a call that has waited for `silent` may keep waiting.
     pub(super) fn check(&self, silent: Duration) -> io::Result<()> {
         if self.is_cut() {
             return Err(io::Error::new(

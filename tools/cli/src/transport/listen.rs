@@ -77,7 +77,7 @@ impl<'a> Listener<'a> {
         &self.at
     }
 
-    /// What its connections share.
+    /// The shared part of its connections.
     pub fn link(&self) -> &Arc<Link> {
         &self.link
     }
@@ -136,14 +136,14 @@ impl AsFd for Waits<'_> {
     }
 }
 
-/// Waits for a short time until one of both has something.
+/// Waits for a short time until one of the two is readable.
 fn wait_for_either(one: &impl AsFd, other: &impl AsFd) {
     let mut fds = [
         PollFd::new(one, PollFlags::IN),
         PollFd::new(other, PollFlags::IN),
     ];
     let look = Timespec::try_from(LOOK).expect("a tenth of a second");
-    // Interrupted: as if the time had passed.
+    // An interruption counts as the end of the time.
     let _ = poll(&mut fds, Some(&look));
 }
 
@@ -160,7 +160,7 @@ impl<'a> Accepted<'a> {
         Self { listener, first }
     }
 
-    /// What its connections share.
+    /// The shared part of its connections.
     pub fn link(&self) -> &Arc<Link> {
         self.listener.link()
     }
@@ -233,7 +233,7 @@ mod tests {
         Connector::new(to, tls, Arc::new(Link::of_source())).unwrap()
     }
 
-    /// Peers that say nothing.
+    /// Silent peers.
     fn strangers(listener: &Listener<'_>, count: usize) -> Vec<TcpStream> {
         let (Address::Tcp(place) | Address::Tls(place)) = listener.address() else {
             panic!("{}", listener.address());
@@ -289,8 +289,8 @@ mod tests {
         }
     }
 
-    /// Strangers that say nothing come before the first connection of a migration, and others
-    /// before the second one.
+    /// Silent strangers connect before the first connection of a migration, and others before the
+    /// second one.
     #[test]
     fn idle_strangers_do_not_keep_the_source_waiting() {
         let began = Instant::now();

@@ -5,15 +5,14 @@
 //! | `link` | what the connections of one migration share: patience, counters |
 //! | `stream` | one connection: waits in short steps, so that a silent peer is noticed |
 //! | `connect` | the source's side: makes connections |
-//! | `introduction` | how long a peer has to say what it wants |
-//! | `candidates` | connections whose peers have not said it yet, all at the same time |
+//! | `introduction` | how long a peer has to introduce itself |
+//! | `candidates` | connections before the peers' introductions, all at the same time |
 //! | `tls` | TLS above a connection |
-//! | `listen` | the destination's side: accepts them |
+//! | `listen` | the destination's side: accepts connections |
 //!
 //! A peer that is silent for 30 s counts as cut off. After a cancel it has one second in all. A
 //! peer that has connected to a destination has 10 s to introduce itself: to end the handshake of
-//! TLS, and to say which machine comes, or, on a later connection, to which migration the
-//! connection belongs.
+//! TLS, and to announce a machine, or, on a later connection, to say to which migration it belongs.
 
 mod candidates;
 mod connect;
@@ -58,7 +57,7 @@ pub enum TransportError {
         /// What to do.
         advice: &'static str,
     },
-    /// The files for TLS are of no use.
+    /// The files for TLS are unusable.
     #[error(transparent)]
     Tls(#[from] TlsError),
     /// The socket's name is taken, or cannot be used.

@@ -33,7 +33,7 @@ pub(super) enum Socket {
 }
 
 impl Stream {
-    /// A connection that is open.
+    /// An open connection.
     pub(super) fn new(socket: Socket, link: Arc<Link>) -> io::Result<Self> {
         match &socket {
             Socket::Unix(stream) => {
@@ -75,7 +75,8 @@ impl Stream {
     }
 
     /// Ends a connection that was accepted, so that a refused peer can read what was written. The
-    /// system discards that if bytes of the peer are not read, so they are read for a short time.
+    /// system discards the written bytes if bytes of the peer are unread, so this side reads those
+    /// for a short time.
     pub(super) fn end_gently(mut self) {
         // It fails only if the other side has ended the connection.
         let _ = match &self.socket {
@@ -87,7 +88,7 @@ impl Stream {
         while self.read(&mut [0; 4096]).is_ok() {}
     }
 
-    /// What the connections of this migration share.
+    /// The shared part of this migration's connections.
     pub fn link(&self) -> &Arc<Link> {
         &self.link
     }
@@ -109,7 +110,7 @@ impl Connection for Stream {
     }
 }
 
-/// Makes `call` until it ends, or `link` or the peer's introduction does not wait any longer.
+/// Repeats `call` until it ends, or until `link` or the peer's introduction ends the wait.
 fn patiently<T>(
     link: &Link,
     introduction: Option<&Introduction>,

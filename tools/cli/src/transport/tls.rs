@@ -24,13 +24,13 @@ use std::sync::Arc;
 /// is smaller.
 const FILE_MAX: Size = Size(1 << 20);
 
-/// What both sides of a connection need.
+/// The TLS configurations of both sides of a connection.
 pub struct Tls {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
 }
 
-/// Files that are of no use for TLS: what is wrong, and what to do.
+/// Files unusable for TLS: what is wrong, and what to do.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct TlsError(String);
@@ -45,7 +45,7 @@ impl Tls {
     /// Reads the files.
     ///
     /// # Errors
-    /// A file cannot be read, or has something else.
+    /// A file cannot be read, or has other content.
     pub fn load(files: &TlsFiles) -> Result<Self, TlsError> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let mut roots = RootCertStore::empty();
@@ -144,7 +144,7 @@ fn read(path: &Path, advice: &str) -> Result<Vec<u8>, TlsError> {
     }
 }
 
-/// An error of TLS as people read it.
+/// An error of TLS in words.
 fn in_words(error: io::Error) -> io::Error {
     let inner = error
         .get_ref()

@@ -1,9 +1,9 @@
-//! The command as a script uses it: what a successful run prints. `table` has those that fail.
+//! The command as a script uses it: what a successful run prints. `table` has the failing runs.
 
 use assert_cmd::Command;
 use lacuna_skip::test;
 
-/// In a build without guests, a test that runs one ends as skipped.
+/// In a build without guests, a test with a guest ends as skipped.
 fn lacuna(line: &str) -> assert_cmd::assert::Assert {
     if let Some(reason) = lacuna_guest::unavailable()
         && !line.starts_with("doctor")

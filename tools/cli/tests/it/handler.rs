@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 /// Where the handler listens.
 const SOCKET: &str = "LACUNA_TEST_HANDLER";
-/// After how many pages it ends itself.
+/// The number of pages after which it ends itself.
 const DIES_AFTER: &str = "LACUNA_TEST_HANDLER_DIES_AFTER";
 
 /// A handler process; it ends with the test.
@@ -44,7 +44,7 @@ impl Handler {
 
 impl Drop for Handler {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -98,7 +98,7 @@ fn receive(vmm: &UnixStream) -> (Vec<Region>, Userfaultfd) {
     (regions.collect(), Userfaultfd::try_from(uffd).unwrap())
 }
 
-/// Fills pages with zeros: each twice, and the last fault that was read first.
+/// Fills pages with zeros: each twice, and the last fault of a read first.
 fn fill(uffd: &Userfaultfd, regions: &[Region], dies_after: Option<u64>, over: &AtomicBool) {
     let (mut faults, mut filled) = (Vec::new(), 0);
     while !over.load(Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! The command lines that the pages show are ones that the command accepts.
+//! The command accepts the command lines of the documentation pages.
 
 use clap::Parser;
 use lacuna_cli::args::Cli;
@@ -12,8 +12,8 @@ const PAGES: [&str; 5] = [
     "docs/speed-x86.md",
 ];
 
-/// The words after `lacuna` of every command in the code blocks of `text`. A command with a word in
-/// capitals, which stands for something else, is left out.
+/// The words after `lacuna` of every command in the code blocks of `text`. A command with a
+/// placeholder, a word in capitals, is left out.
 fn commands(text: &str) -> Vec<Vec<&str>> {
     let blocks = text.split("```").skip(1).step_by(2);
     let lines = blocks.flat_map(str::lines).map(str::trim);

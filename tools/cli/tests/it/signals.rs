@@ -151,7 +151,7 @@ fn an_ignored_hangup_stays_ignored() {
     assert_eq!(running.wait().code(), Some(143));
 }
 
-/// A result for a named pipe waits for a process that reads it, and says so. A signal ends the
+/// A command with a result for a named pipe waits for a reader, and says so. A signal ends the
 /// wait.
 #[test]
 fn a_result_waits_for_a_reader_of_its_pipe_or_a_signal() {
@@ -191,7 +191,7 @@ fn the_first_signal_ends_the_lab_and_what_was_measured_is_told() {
     assert!(json["results"].is_array(), "{json}");
 }
 
-/// A guest runs from the pages that another process serves over a bad link.
+/// A guest runs from pages of another process over a bad link.
 #[test]
 fn a_process_serves_pages_to_another_until_a_signal() {
     let dir = tempfile::tempdir().unwrap();
@@ -248,7 +248,7 @@ fn a_second_signal_ends_what_is_stuck() {
     let (_reader, stdout) = full_pipe();
     let mut running = Running::start(ENDLESS, stdout);
     let deadline = Instant::now() + LIMIT;
-    // One signal alone cannot end it, because the summary goes into the full pipe.
+    // One signal alone cannot end the command, because the summary goes into the full pipe.
     while running.ended().is_none() {
         assert!(Instant::now() < deadline, "no signal ends it");
         running.send(Signal::TERM);

@@ -1,4 +1,4 @@
-//! `lacuna run --pages-from`: a guest whose memory comes from a source, and sources that fail.
+//! `lacuna run --pages-from`: a guest with memory from a source, and failing sources.
 
 use assert_cmd::Command;
 use lacuna_addr::PageCount;
@@ -287,11 +287,11 @@ fn a_guest_that_waits_forever_is_ended_by_a_signal() {
     if let Some(reason) = lacuna_guest::unavailable() {
         lacuna_skip::skip_test(reason);
     }
-    // With no page at all, the loader waits, before there is a vCPU.
+    // Without any page, the loader waits, before there is a vCPU.
     for (provides, exits) in [(4096, ""), (4096, "--exit-on-missing"), (0, "")] {
         let folder = TempDir::new().unwrap();
         let path = folder.path().join("peer");
-        // A new one each time: a late request of one run is none of the next.
+        // Make a new source each time: the next run must not see a late request of this one.
         let keeps = Arc::new(Keeps {
             provides,
             ..Keeps::default()
@@ -301,7 +301,7 @@ fn a_guest_that_waits_forever_is_ended_by_a_signal() {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_lacuna"));
         let command = command.args(line.split_whitespace());
         let mut child = command.stdout(Stdio::null()).spawn().unwrap();
-        // A page is waited for.
+        // Wait until the run requests a page.
         while keeps.kept().is_empty() {
             std::thread::sleep(Duration::from_millis(1));
         }

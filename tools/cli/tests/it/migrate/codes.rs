@@ -1,5 +1,5 @@
-//! Migrations that fail: the exit code of each side says whose failure it is, and both sides get
-//! the reason.
+//! Migrations that fail: the exit code of each side says which side failed, and both sides get the
+//! reason.
 
 use super::destination::Destination;
 use super::{ENDLESS, Guest, migrate};
@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use tempfile::TempDir;
 
-/// The swap of the destination is full, on whichever connection the page arrived that did not fit.
+/// The destination's swap is full. The page that does not fit may arrive on any connection.
 #[test]
 fn a_destination_without_swap_tells_why() {
     for streams in [1, 4, 4] {
@@ -52,7 +52,7 @@ fn a_destination_without_swap_tells_why() {
     }
 }
 
-/// Passes the bytes of one connection on, with one of them changed.
+/// Passes on the bytes of one connection, with one byte changed.
 fn damage(listener: UnixListener, to: String) {
     let (source, _) = listener.accept().unwrap();
     let destination = UnixStream::connect(to).unwrap();
@@ -100,7 +100,7 @@ fn a_damaged_stream_is_the_peers_failure() {
     relay.join().unwrap();
 }
 
-/// What a client has asked wrongly keeps its own code.
+/// A client's wrong request keeps its own exit code.
 #[test]
 fn a_wrong_request_is_no_failure_of_a_peer() {
     let folder = TempDir::new().unwrap();

@@ -1,4 +1,4 @@
-//! A process that waits for a guest, and a relay that ends the connection to it.
+//! A process that waits for a guest, and a relay that cuts the connection to it.
 
 use crate::guest::{Client, LIMIT};
 use rustix::process::{Pid, Signal, kill_process};
@@ -30,7 +30,7 @@ impl Destination {
         Self::start_after("true", folder, address, options)
     }
 
-    /// As [`Destination::start`], by a shell that executes `first` before, such as `ulimit`.
+    /// As [`Destination::start`], by a shell that first executes `first`, such as `ulimit`.
     pub fn start_after(first: &str, folder: &Path, address: &str, options: &str) -> Self {
         let (control, json) = (folder.join("there"), folder.join("there.json"));
         let mut command = Command::new("sh");
@@ -74,11 +74,11 @@ impl Destination {
 
     /// Asks it to end.
     pub fn terminate(&self) {
-        // It may have ended.
+        // The process may have ended.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
     }
 
-    /// Its exit code, its JSON if it has written one, and what it has printed.
+    /// Its exit code, its JSON if it has written one, and its printed lines.
     pub fn end(mut self) -> (Option<i32>, Value, String) {
         let deadline = Instant::now() + LIMIT;
         let status = loop {
@@ -109,12 +109,12 @@ impl Drop for Destination {
 pub enum Until {
     /// The source has sent so many bytes.
     Bytes(usize),
-    /// The destination has sent a frame of this kind. It is passed on, and nothing of the source
-    /// after it.
+    /// The destination has sent a frame of this kind. The frame is passed on, and nothing from the
+    /// source after it.
     Answer(u8),
 }
 
-/// Passes the bytes of one migration on, from a socket of its own to `to`. Then it stops, and
+/// Passes on the bytes of one migration, from a socket of its own to `to`. Then it stops, and
 /// `then` is called before both connections are closed.
 pub fn relay(
     folder: &Path,
@@ -173,7 +173,7 @@ fn pass_on(
     Ok(())
 }
 
-/// Passes frames on until one of kind `last` was.
+/// Passes on frames, up to one of kind `last`.
 fn answers(
     mut from: &UnixStream,
     mut to: &UnixStream,
@@ -186,7 +186,7 @@ fn answers(
         let bytes = u32::from_le_bytes([head[4], head[5], head[6], head[7]]);
         let mut payload = vec![0; bytes as usize];
         from.read_exact(&mut payload)?;
-        // The source answers it, and that is not passed on.
+        // The source's answer to this frame is not passed on.
         is_last.store(last == Some(head[0]), Ordering::SeqCst);
         to.write_all(&[&head[..], &payload].concat())?;
         if last == Some(head[0]) {

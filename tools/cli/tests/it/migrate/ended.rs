@@ -1,4 +1,4 @@
-//! Guests that are ended at the destination while the rest of their memory comes.
+//! Guests that are ended at the destination while the rest of their memory arrives.
 
 use super::destination::Destination;
 use super::proxy::{Moment, Proxy};
@@ -15,8 +15,8 @@ enum By {
     Signal(Signal),
 }
 
-/// The destination ends with the code of what has ended the guest, and the source ends too: its
-/// pages are needed nowhere.
+/// The destination's exit code says what has ended the guest. The source ends too: its pages are
+/// needed nowhere.
 #[test]
 fn a_guest_that_is_ended_there_needs_its_source_no_more() {
     for (mode, by, code, reason) in [
@@ -42,7 +42,7 @@ fn a_guest_that_is_ended_there_needs_its_source_no_more() {
         let folder = TempDir::new().unwrap();
         let to = Destination::start(folder.path(), "tcp:127.0.0.1:0", "");
         let proxy = Proxy::start(folder.path(), &to.address);
-        // The state, and some of the pages that it lacks, have passed. No more of them does.
+        // The state, and some of the missing pages, have passed. No more of these pages pass.
         let (end, is_over) = channel::<()>();
         proxy.at(Moment::Bytes(SOME as u64), move || _ = is_over.recv());
         let guest = Guest::start(folder.path(), ENDLESS);

@@ -42,8 +42,8 @@ fn is_too_late(answer: &Value) -> bool {
     answer.is_null() || too_late.iter().any(|told| error.contains(told))
 }
 
-/// Checks what both sides report of a guest that has moved from `guest` to `to`, and has ended
-/// there.
+/// Checks the reports of both sides about a guest that has moved from `guest` to `to`, and has
+/// ended there.
 fn has_moved(guest: Guest, to: Destination, answer: &Value) {
     let moved = &answer["migrated"];
     let sent = moved["pages"].as_u64().unwrap();
@@ -89,8 +89,8 @@ struct Way<'a> {
     compression: &'a str,
 }
 
-/// A guest checks its memory here, and there. If it has ended before it could move, because the
-/// machine is busy, a guest that checks it more often is tried.
+/// A guest checks its memory here, and there. On a busy machine the guest may end before it can
+/// move. Then the test tries a guest with more checks.
 fn moves(way: &Way<'_>) -> Value {
     for rounds in [8, 80, 800] {
         let folder = TempDir::new().unwrap();
@@ -221,8 +221,8 @@ fn is_moving(guest: &Guest) {
     }
 }
 
-/// A destination that never answers is left by a cancel, and by a client that goes away. The guest
-/// keeps running, and can be stopped.
+/// A cancel, or a client that disconnects, ends the wait for a silent destination. The guest keeps
+/// running, and can be stopped.
 #[test]
 fn a_migration_is_cancelled() {
     let folder = TempDir::new().unwrap();
@@ -293,7 +293,7 @@ fn the_destination_is_killed() {
     assert_eq!(guest.end().0, 4);
 }
 
-/// The source is killed while memory comes: the destination ends, and says why.
+/// The source is killed while memory arrives: the destination ends, and says why.
 #[test]
 fn the_source_is_killed() {
     let folder = TempDir::new().unwrap();
@@ -355,7 +355,7 @@ fn a_person_decides() {
     }
 }
 
-/// The status of a guest, when it is as wanted.
+/// The status of a guest, once it is as wanted.
 fn until(client: &mut Client, wanted: impl Fn(&Value) -> bool) -> Value {
     let deadline = Instant::now() + LIMIT;
     loop {
@@ -371,7 +371,7 @@ fn keeps_at_source(guest: Guest, to: Destination, middle: &str) -> [Option<i32>;
     assert_eq!(to.client().state("stop"), "ended");
     let (there, _, errors) = to.end();
     assert!(errors.contains("before the guest had come"), "{errors}");
-    // It connects no more, then it does again.
+    // The source stops connecting, and later connects again.
     let mut client = guest.client();
     let control = guest.socket.display().to_string();
     let output = lacuna(&format!("migrate --cancel --control {control}"));

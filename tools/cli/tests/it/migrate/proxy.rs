@@ -1,4 +1,4 @@
-//! A process of the network between two sides: it passes connections on, and cuts them.
+//! A process of the network between two sides: it passes on connections, and cuts them.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -16,7 +16,7 @@ type Event = Box<dyn FnOnce() + Send>;
 pub enum Moment {
     /// So many bytes have gone through, in both directions of all connections.
     Bytes(u64),
-    /// A frame of this kind has come (docs/formats.md), and is not passed on yet.
+    /// A frame of this kind has arrived (docs/formats.md), and is not passed on yet.
     Frame(u8),
 }
 
@@ -76,7 +76,7 @@ impl Proxy {
         move || shared.cut()
     }
 
-    /// From now on no connection passes, or they do again.
+    /// From now on no connection passes, or connections pass again.
     pub fn set_down(&self, is_down: bool) {
         self.shared.is_down.store(is_down, Ordering::SeqCst);
         if is_down {
@@ -140,7 +140,7 @@ impl ProxyState {
                 to.write(&buffer[..passed])?;
                 event();
             }
-            // Bytes are passed on as they came, or not at all.
+            // Bytes are passed on unchanged, or not at all.
             if read == 0 || self.cuts.load(Ordering::SeqCst) != cuts {
                 return Ok(());
             }
@@ -154,7 +154,7 @@ impl ProxyState {
 #[derive(Default)]
 struct FrameStarts {
     head: Vec<u8>,
-    /// Bytes of the payload that have not come.
+    /// Bytes of the payload that have not arrived.
     left: usize,
 }
 

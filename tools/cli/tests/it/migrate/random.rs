@@ -18,19 +18,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// How many migrations there are, if the variable does not say it.
+/// The number of migrations without the variable.
 const FEW: u64 = 6;
 /// The number of migrations.
 const NUMBER: &str = "LACUNA_PROCESS_MIGRATIONS";
 /// The seed of the first one; each other has the next.
 const SEED: &str = "LACUNA_PROCESS_SEED";
-/// Bytes that a migration of this guest takes, more or less: an accident may come too late.
+/// Bytes that a migration of this guest takes, more or less: an accident may happen too late.
 const BYTES: u64 = 5 << 20;
 /// Kinds of frames at which an accident may happen: State, Prepared, Go, Running, Join, Awaited,
 /// Want, End, Complete.
 const KINDS: [u8; 9] = [7, 8, 9, 10, 12, 13, 14, 15, 16];
-/// Rounds of the guest. If it ends before it could move, because the machine is busy, a guest with
-/// ten times as many is tried.
+/// Rounds of the guest. On a busy machine it may end before it can move. Then a guest with ten
+/// times as many is tried.
 const ROUNDS: [u64; 3] = [12, 120, 1200];
 /// The time between two looks at both sides.
 const LOOK: Duration = Duration::from_millis(20);
@@ -60,7 +60,7 @@ enum By {
 }
 
 impl By {
-    /// The exit code of a run that was ended so.
+    /// The exit code of a run with this end.
     const fn code(self) -> i32 {
         match self {
             Self::Stop => 4,
@@ -82,12 +82,12 @@ impl By {
     }
 }
 
-/// What became of a guest.
+/// The outcome for a guest.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Fate {
     /// It ended on the destination, and had found all of its memory.
     Moved,
-    /// It ended on the source, which had never given it away, or not for good.
+    /// It ended on the source, which had never handed it over, or not finally.
     Stayed,
     /// It ended on the source, by a decision for it.
     Kept,
@@ -95,9 +95,9 @@ enum Fate {
     KeptThere,
     /// It was on the side that was killed.
     Killed,
-    /// It needed a page that only the side had that was killed: it ended, and said so.
+    /// It needed a page that only the killed side had: it ended, and said so.
     PageLost,
-    /// A client or a signal ended it, on the side that it was on.
+    /// A client or a signal ended it, on the guest's side.
     Ended,
     /// It ended before it could move.
     Early,
@@ -175,7 +175,7 @@ fn pages_of(ranges: &Value) -> u64 {
 }
 
 impl Sides {
-    /// Looks at both until they have ended, and decides what only a person can decide.
+    /// Watches both sides until they have ended, and makes the decisions of a person.
     fn settle(&mut self) -> Fate {
         let deadline = Instant::now() + LIMIT * 2;
         while self.ends.iter().any(Option::is_none) {
@@ -311,7 +311,7 @@ impl Sides {
         }
     }
 
-    /// Checks both exit codes: they are what docs/commands.md and docs/control.md say.
+    /// Checks both exit codes: they are as in docs/commands.md and docs/control.md.
     fn check_codes(&self, accident: Accident, fate: Fate) {
         let [source, destination] = self.ends.each_ref().map(|end| end.as_ref().unwrap());
         let is_asked_for = |side: usize, code: i32| self.ended[side].contains(&code);
@@ -326,7 +326,7 @@ impl Sides {
             None => accident == Accident::DestinationKilled,
             Some(0) => destination.1["outcome"] == "done",
             Some(3) => fate == Fate::PageLost,
-            // It has not come.
+            // The guest has not arrived.
             Some(5) => matches!(
                 fate,
                 Fate::Stayed | Fate::Early | Fate::Killed | Fate::Ended
@@ -364,7 +364,7 @@ fn with_rounds(case: &Case, rounds: u64) -> (Fate, Sides) {
     let source = Guest::start_with(folder.path(), &words, Some(&append));
     let kill = |child| {
         let pid = Pid::from_child(child);
-        // It may have ended before.
+        // The process may have ended before.
         move || _ = kill_process(pid, Signal::KILL)
     };
     let mut ended = [Vec::new(), Vec::new()];
@@ -413,7 +413,7 @@ fn with_rounds(case: &Case, rounds: u64) -> (Fate, Sides) {
 #[test]
 fn known_accidents() {
     let [prepared, go, running, end, complete] = [8, 9, 10, 15, 16].map(Moment::Frame);
-    // The state, and some pages of those that the kernel alone has.
+    // The state, and some of a booted kernel's pages.
     let some = Moment::Bytes(60_000);
     for (mode, accident, moment, fates) in [
         ("precopy", Accident::Cut, go, &[Fate::Moved][..]),

@@ -1,4 +1,4 @@
-//! Requests to move a guest that name files or hosts of no use. The run stays under control.
+//! Requests to move a guest that name unusable files or hosts. The run stays under control.
 
 use super::{ENDLESS, Guest, is_moving, migrate};
 use lacuna_skip::test;
@@ -35,8 +35,8 @@ fn only_small_files_are_read_for_tls() {
     assert_eq!(guest.end().0, 4);
 }
 
-/// A socket whose peer accepts nothing keeps each process waiting that connects. The run is under
-/// control meanwhile.
+/// A socket whose peer accepts nothing blocks each connecting process. The run stays under control
+/// meanwhile.
 #[test]
 fn a_peer_that_accepts_nothing_does_not_hold_the_run() {
     for command in ["cancel", "stop"] {
@@ -44,7 +44,7 @@ fn a_peer_that_accepts_nothing_does_not_hold_the_run() {
         let path = folder.path().join("full");
         let listener = UnixListener::bind(&path).unwrap();
         listen(&listener, 0).unwrap();
-        // The only one that there is room for.
+        // The only connection that there is room for.
         let _waits = UnixStream::connect(&path).unwrap();
         let guest = Guest::start(folder.path(), ENDLESS);
         let mut asking = guest.client();

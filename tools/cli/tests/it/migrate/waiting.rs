@@ -6,8 +6,8 @@ use lacuna_skip::test;
 use serde_json::json;
 use tempfile::TempDir;
 
-/// It says where it waits, and refuses what needs a guest. A client stays connected when one
-/// comes.
+/// The destination says where it waits, and refuses requests that need a guest. A client stays
+/// connected when a guest arrives.
 #[test]
 fn a_destination_answers_before_its_guest_comes() {
     let folder = TempDir::new().unwrap();
@@ -26,7 +26,7 @@ fn a_destination_answers_before_its_guest_comes() {
         let text = client.refused(json!({ "command": command }));
         assert!(text.contains(told) && text.contains(&to.address), "{text}");
     }
-    // A part of a line, whose rest comes when the guest is there.
+    // A part of a line; the rest follows when the guest is there.
     client.send(b"{\"command\":");
     let guest = Guest::start(folder.path(), ENDLESS);
     let answer = guest.client().ask(migrate(&to.address));

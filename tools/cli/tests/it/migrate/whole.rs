@@ -1,4 +1,4 @@
-//! What a destination says and does when its source has said that the guest has moved.
+//! The state of a destination once its source has reported the move.
 
 use super::destination::Destination;
 use super::{Guest, migrate};
@@ -6,7 +6,7 @@ use lacuna_skip::test;
 use serde_json::json;
 use tempfile::TempDir;
 
-/// A guest that has moved can be saved at once, however it has come.
+/// A moved guest can be saved at once, after a move by any mode.
 #[test]
 fn a_guest_that_has_moved_is_whole() {
     for (mode, from) in [

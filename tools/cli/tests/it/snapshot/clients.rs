@@ -145,10 +145,10 @@ fn a_socket_that_is_there_already() {
     assert!(errors.contains("cannot be used with"), "{errors}");
 }
 
-/// Pages of this guest come slowly from swap, so a snapshot takes a while.
+/// Pages of this guest are read slowly from swap, so a snapshot takes a while.
 const SLOW: &str = "bm --memory 64M --resident 8M --swap mem,latency=1ms --append seconds=1000000";
 
-/// A client that goes away cancels its snapshot: nothing is left, and the guest keeps running.
+/// A client that disconnects cancels its snapshot: nothing is left, and the guest keeps running.
 #[test]
 fn a_client_that_goes_away_cancels_its_snapshot() {
     let folder = TempDir::new().unwrap();
@@ -163,7 +163,7 @@ fn a_client_that_goes_away_cancels_its_snapshot() {
         let answer = client.ask(json!({"command": "pause"}));
         match answer["error"]["text"].as_str() {
             Some(text) => assert!(text.contains("the guest is being saved"), "{text}"),
-            // The snapshot of a guest that has only just started may be over.
+            // The snapshot of a guest that started just now may be over.
             None => assert_eq!(client.state("resume"), "running"),
         }
     }

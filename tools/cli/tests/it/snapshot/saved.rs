@@ -1,4 +1,4 @@
-//! Snapshots that are saved and restored, and those that cannot be.
+//! Snapshots that are saved and restored, and refused ones.
 
 use super::stopped::ENDLESS;
 use crate::guest::{Guest, failure, has_kvm, lacuna};
@@ -13,8 +13,8 @@ const VERIFY: &str = "verify --memory 6M --resident 3M";
 /// All of its pages.
 const PAGES: u64 = (6 << 20) / 4096;
 
-/// Starts a guest, has it saved while it runs, and pauses it. If it has ended before, because the
-/// machine is busy, one that checks its memory more often is tried.
+/// Starts a guest, has it saved while it runs, and pauses it. On a busy machine the guest may end
+/// before that. Then the test tries a guest with more checks.
 pub fn saved_and_paused(folder: &Path, options: &str, append: &str, request: &Value) -> Guest {
     for rounds in [10, 100, 1000] {
         let words = format!("{VERIFY} {options}");
@@ -32,7 +32,7 @@ pub fn saved_and_paused(folder: &Path, options: &str, append: &str, request: &Va
             "{paused}"
         );
         let path = request["path"].as_str().unwrap();
-        // It may have ended before it could be saved.
+        // The guest may have ended before it could be saved.
         let _ = std::fs::remove_dir_all(path);
     }
     panic!("it always ends before it is saved");
@@ -123,12 +123,12 @@ fn from_soft_to_kvm() {
     is_saved("--cpu common --apf off", "syscall=ud2", &["--backend kvm"]);
 }
 
-/// Asks for a snapshot of what has changed since `base`.
+/// Requests a snapshot of the changes since `base`.
 fn since(path: &Path, base: &Path) -> Value {
     json!({"command": "snapshot", "path": path, "base": base})
 }
 
-/// Each snapshot has what has changed since the one before, and each is restored with its bases.
+/// Each snapshot has the changes since the one before, and each is restored with its bases.
 #[test]
 fn diffs() {
     let folder = TempDir::new().unwrap();

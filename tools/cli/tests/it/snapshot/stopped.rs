@@ -70,8 +70,7 @@ fn a_signal_ends_a_paused_guest() {
     assert_eq!(code, 143, "{json}");
 }
 
-/// Saves a guest that has async page faults, so that the restore of a vCPU reads the guest's
-/// memory.
+/// Saves a guest with async page faults, so that the restore of a vCPU reads the guest's memory.
 fn saved(folder: &Path, path: &Path) {
     let guest = Guest::start(folder, ENDLESS);
     let mut client = guest.client();
@@ -111,7 +110,7 @@ fn a_signal_ends_a_restore_whose_store_is_away() {
 
 /// The snapshot that [`restoring_process`] restores.
 const RESTORES: &str = "LACUNA_TEST_RESTORES";
-/// What it says when it waits for a page.
+/// Its message when it waits for a page.
 const ASKED: &str = "the snapshot was asked for a page";
 
 /// The first signal ends a lazy restore whose store no longer answers, before the guest runs: a
@@ -138,8 +137,8 @@ fn a_signal_ends_a_lazy_restore_that_has_not_begun() {
 }
 
 /// The process of the test above; without its variable this is no test. It is
-/// `lacuna snapshot restore --lazy --patience forever` from a store that is away once the snapshot
-/// is open.
+/// `lacuna snapshot restore --lazy --patience forever` from a store that is unavailable once the
+/// snapshot is open.
 #[test]
 fn restoring_process() {
     let Some(path) = std::env::var_os(RESTORES) else {
@@ -169,7 +168,7 @@ fn restoring_process() {
     std::process::exit(exit.code().into());
 }
 
-/// A store that has no page any more once its files are open.
+/// A store without pages, once its files are open.
 struct Leaves(LocalFolder);
 
 impl Folder for Leaves {

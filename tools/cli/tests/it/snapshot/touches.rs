@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// What a restore says of the pages that came while the guest ran.
+/// The report of a restore about the pages that arrived while the guest ran.
 fn pages_of(folder: &TempDir, words: &str) -> Value {
     let json = folder.path().join("json");
     let output = lacuna(&format!("{words} --json {}", json.display()));
@@ -47,7 +47,7 @@ fn first_touches() {
         asked > 20 && pages["recorded"] == asked && pages["prefetched"] == 0,
         "{pages}"
     );
-    // A record that is complete while the guest runs, and has nothing yet.
+    // An early complete record, without entries, while the guest runs.
     let early = format!("{words} --record {record}.early --record-for 1ns");
     assert!(pages_of(&folder, &early)["recorded"].as_u64().unwrap() < asked);
     let pages = pages_of(&folder, &format!("{words} --replay {record}"));

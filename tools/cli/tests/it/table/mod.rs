@@ -1,8 +1,8 @@
-//! Every way in which the command refuses or fails: the command line, the message, the exit code.
+//! All refusals and failures of the command: the command line, the message, the exit code.
 //!
-//! A row is a line for `sh`, run in a folder of its own, because limits and redirections are a part
-//! of it. `$LACUNA` is the command; `text.elf` is a guest that prints control characters; `big.elf`
-//! has 32 MiB to be loaded; `loop.elf` has 8 MiB, and loops for ever.
+//! A row is a line for `sh`, run in a folder of its own. It may contain limits and redirections.
+//! `$LACUNA` is the command; `text.elf` is a guest that prints control characters; `big.elf` has 32
+//! MiB to load; `loop.elf` has 8 MiB, and loops for ever.
 
 mod elf;
 mod rows;
@@ -24,7 +24,7 @@ const AS_USER: [&str; 5] = [
     "sh",
 ];
 
-/// What is missing to run a row here, if anything.
+/// The missing need of a row here, if any.
 fn lacking(needs: Needs) -> Option<&'static str> {
     let works = |program: &str, args: &[&str]| {
         let tried = std::process::Command::new(program).args(args).output();
@@ -106,10 +106,8 @@ fn every_refusal_and_failure_has_its_message_and_code() {
     );
 }
 
-/// Under any limit of address space the command ends by itself: it runs the guest, or reports that
-/// this host cannot run it.
 /// Why there is no guest for `line`, if it needs one and the build has none. The refusal of a name
-/// lists the guests that are built in, so that row needs them too.
+/// lists the built-in guests, so that row needs them too.
 fn no_guest_for(line: &str) -> Option<&'static str> {
     let name = line
         .split_once("run ")
@@ -119,6 +117,8 @@ fn no_guest_for(line: &str) -> Option<&'static str> {
     lacuna_guest::unavailable().filter(|_| needs_one)
 }
 
+/// Under any limit of address space the command ends by itself: it runs the guest, or reports that
+/// this host cannot run it.
 #[test]
 fn every_limit_of_address_space_is_a_refusal_at_worst() {
     if let Some(reason) = lacuna_guest::unavailable() {

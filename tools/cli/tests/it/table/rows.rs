@@ -1,6 +1,6 @@
-//! The rows: every way in which the command refuses or fails.
+//! The rows: all refusals and failures of the command.
 
-/// What a row needs of the machine.
+/// The needs of a row.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Needs {
     Nothing,
@@ -316,7 +316,7 @@ pub const TABLE: &[Row] = &[
         3,
         &["cannot start its thread", "fewer vCPUs", "ulimit -u"],
     ),
-    // Snapshots: nothing is left of one that fails, and the guest runs until it is stopped.
+    // Snapshots: nothing is left of a failed one, and the guest runs until it is stopped.
     (
         Mount,
         "{ $LACUNA run loop.elf --memory 16M --resident 16M --vcpus 1 --control c --quiet & }; \
