@@ -5,8 +5,7 @@
 //! work-0   1.2M              410k/s
 //! resident 512M of 512M (guest: 2G)   swap in 81k out 64k   faults zero 130k major 81k
 //! ```
-//! No line is wider than a terminal of 60 columns or more. Text that does not fit has further
-//! lines.
+//! No line is wider than a terminal of 60 columns or more. Longer text has further lines.
 
 use std::fmt::Write;
 use std::io::IsTerminal;

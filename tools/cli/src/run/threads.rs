@@ -38,8 +38,7 @@ where
 {
     let vm = builder.build().map_err(|error| refusal(&error))?;
     if let Start::Image(_) = job.start {
-        // Only a new guest needs this: the pages of other guests arrive one by one, and the guest
-        // waits for them.
+        // The pages of other guests arrive one by one, and the guest waits for them.
         prefault(job, &*vm)?;
     }
     let devices = PlatformDevices::of(vm.config().arch, console);
