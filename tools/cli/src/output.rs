@@ -64,7 +64,7 @@ pub fn write_result(output: &Output, text: &str, json: &str) -> Result<(), Write
 }
 
 /// Writes a result to where `output` says. With `--json -`, stdout gets the JSON and no text. If
-/// the JSON goes to a named pipe that no process reads, waits for one, unless there is a signal.
+/// the JSON goes to a named pipe, waits for a process that reads it, unless there is a signal.
 ///
 /// # Errors
 /// The JSON or the text cannot be written. If both fail, the error is the JSON's.

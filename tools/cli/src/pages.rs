@@ -30,7 +30,7 @@ pub enum SourceError {
     Peer {
         /// The option's value.
         from: PagesFrom,
-        /// What is wrong.
+        /// The problem.
         error: PeerError,
     },
     /// A handler, in a process that gets no userfaultfd.
@@ -237,7 +237,7 @@ impl GuestPages {
         }
     }
 
-    /// Why the source provides no page at present. A guest that has all of its memory needs none.
+    /// Why the source provides no page at present. A guest with all of its memory needs no source.
     pub fn outage(&self) -> Option<String> {
         let reason = self.source.outage()?;
         let now = self.count(&Pages::default(), Duration::ZERO);

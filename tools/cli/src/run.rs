@@ -125,7 +125,7 @@ pub fn run_from(args: &RunArgs, start: Start<'_>, signals: &Signals) -> Result<E
     run_controlled(args, start, signals, control.transpose()?)
 }
 
-/// As [`run_from`], with a control socket that is open.
+/// As [`run_from`], with an open control socket.
 fn run_controlled(
     args: &RunArgs,
     start: Start<'_>,

@@ -75,7 +75,7 @@ pub struct Huge {
     pub fallbacks: u64,
     /// Pages that reclaim has split.
     pub splits: u64,
-    /// Pages that were collapsed from 4 KiB pages.
+    /// Pages collapsed from 4 KiB pages.
     pub collapses: u64,
 }
 
@@ -86,7 +86,7 @@ pub struct Apf {
     pub taken: u64,
     /// Faults without an event: the vCPU halted until the page had arrived.
     pub halted: u64,
-    /// Faults on a page that was already on its way: the vCPU halted for it.
+    /// Faults on a page already in flight: the vCPU halted for it.
     pub repeated: u64,
     /// The shortest time from a fault to its page, in nanoseconds.
     pub swap_in_min_ns: u64,
@@ -161,7 +161,7 @@ pub struct RunReport {
     pub host: HostInfo,
     /// The command line that reproduces it.
     pub command: String,
-    /// Everything that was chosen, defaults included.
+    /// All options, defaults included.
     pub options: RunOptions,
     /// `done`, or the reason why the guest did not succeed, in words.
     pub outcome: String,
@@ -179,12 +179,12 @@ pub struct RunReport {
     pub last: RunSample,
 }
 
-/// The snapshot that was read before a run.
+/// The snapshot read before a run.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Restored {
     /// The snapshot.
     pub from: String,
-    /// Pages with content that were read; 0 for a lazy restore.
+    /// Read pages with content; 0 for a lazy restore.
     pub pages: u64,
     /// The time until the guest could run.
     pub seconds: f64,
@@ -207,9 +207,9 @@ pub struct LazyPages {
     /// Pages with content of a record of first touches that arrived before the guest needed them;
     /// `None` without `--replay`.
     pub replayed: Option<u64>,
-    /// Other pages that were read in the background.
+    /// Other pages read in the background.
     pub prefetched: u64,
-    /// First touches that were written to the record; `None` without `--record`.
+    /// First touches written to the record; `None` without `--record`.
     pub recorded: Option<u64>,
     /// Why the record is not written.
     pub record_error: Option<String>,
@@ -239,7 +239,7 @@ pub struct Received {
     pub mode: Mode,
     /// Pages with content that arrived before it, some of them several times.
     pub pages: u64,
-    /// Pages that were missing when it arrived.
+    /// Missing pages at its arrival.
     pub late: u64,
     /// Missing pages that never arrived.
     pub missing: u64,

@@ -5,7 +5,7 @@
 //!           exit code 129 for SIGHUP, 130 for SIGINT (Ctrl-C), 143 for SIGTERM
 //! second    the process ends at once; nothing is printed; exit code likewise
 //! ```
-//! A command that was started with SIGHUP ignored, as `nohup` does, ignores it.
+//! A command started with SIGHUP ignored, as `nohup` does, ignores it.
 //!
 //! The second signal is for a command that cannot react to the first, for example because it waits
 //! for an unresponsive swap device.
@@ -62,7 +62,7 @@ impl fmt::Display for Signal {
     }
 }
 
-/// The signals that were caught so far.
+/// The caught signals so far.
 #[derive(Clone, Default)]
 pub struct Signals {
     /// The number of the last signal, or 0.

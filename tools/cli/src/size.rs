@@ -57,7 +57,7 @@ impl FromStr for Size {
     }
 }
 
-/// In the largest unit that is not larger than the value, with at most one decimal: `1.5G`, `768M`.
+/// In the largest unit up to the value, with at most one decimal: `1.5G`, `768M`.
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [("T", 40), ("G", 30), ("M", 20), ("K", 10)];

@@ -72,7 +72,7 @@ fn bind_private(path: &Path) -> Result<UnixListener, Errno> {
     Ok(socket.into())
 }
 
-/// The file that has the name `path`.
+/// The file with the name `path`.
 fn id(path: &Path) -> Option<FileId> {
     let id = |found: Metadata| (found.dev(), found.ino());
     symlink_metadata(path).ok().map(id)

@@ -131,7 +131,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The parts that can be measured alone.
+/// The separately measurable parts.
 pub const PARTS: &[&str] = &["pair", "alone", "share"];
 
 /// A VM for `membound` with a memory-bound thread for each vCPU, and with `more` words on the

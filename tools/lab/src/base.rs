@@ -54,7 +54,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The parts that can be measured alone.
+/// The separately measurable parts.
 pub const PARTS: &[&str] = &["memory", "fault", "scaling", "cpu"];
 
 /// The rounds of each experiment.

@@ -42,7 +42,7 @@ pub enum LabError {
     /// The system refused something.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried.
+        /// The attempted operation.
         what: String,
         /// The system's words.
         source: std::io::Error,
@@ -89,7 +89,7 @@ pub struct Options {
     pub quick: bool,
     /// The architecture of the guests.
     pub arch: Arch,
-    /// The path of the `lacuna` program, for measurements that need a process of their own.
+    /// The path of the `lacuna` program, for measurements in a process of their own.
     pub lacuna: PathBuf,
     /// The folder for swap files.
     pub swap_dir: PathBuf,

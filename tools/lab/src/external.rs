@@ -55,7 +55,7 @@ pub enum ExternalError {
     Protocol {
         /// The program.
         program: String,
-        /// What is wrong with its output.
+        /// The problem with its output.
         problem: String,
         /// The last lines it printed.
         tail: String,

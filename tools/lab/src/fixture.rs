@@ -3,7 +3,7 @@
 //! | fixture | what it has | for |
 //! |---|---|---|
 //! | [`crate::session`] | one running guest, any backend | arms that are switched while it runs |
-//! | [`crate::players`] | VMs with one guest image that take turns | arms that need a VM each |
+//! | [`crate::players`] | VMs with one guest image that take turns | arms with a VM each |
 //! | [`boot_code`] | a VM that runs some bytes of machine code | one path, without a guest kernel |
 //! | [`Tables`] | slots, tables and a host, without a processor | work on tables alone |
 
@@ -167,7 +167,7 @@ pub fn needs_guests() {
 /// short slice of time. On a busy machine, a thread may get no processor time in one slice.
 ///
 /// # Panics
-/// If no attempt succeeds, with what the last one says.
+/// If no attempt succeeds, with the message of the last one.
 #[cfg(test)]
 pub fn eventually<T>(mut attempt: impl FnMut() -> Result<T, String>) -> T {
     use std::time::{Duration, Instant};

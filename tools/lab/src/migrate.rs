@@ -49,7 +49,7 @@ use lacuna_migrate::stream::Mode;
 use lacuna_soft::VmBuilder;
 use route::Route;
 
-/// The parts that can be measured alone.
+/// The separately measurable parts.
 pub const PARTS: &[&str] = &["modes", "large", "rate", "worker", "qemu"];
 
 /// Memory of the guests in MiB.

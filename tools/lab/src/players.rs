@@ -56,7 +56,7 @@ pub struct Cast {
 pub struct Slice {
     /// The first part, in which caches become warm.
     pub settle: Duration,
-    /// The part that is counted.
+    /// The counted part.
     pub counted: Duration,
 }
 
@@ -70,7 +70,7 @@ pub struct Took {
     pub host: HostStats,
 }
 
-/// What a VM did in its turns.
+/// The work of a VM in its turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Done {
     /// Transactions of all its processes.
@@ -124,7 +124,7 @@ impl Player<'_> {
         self.machine.full_rings()
     }
 
-    /// Lets it run until `during` has returned; returns what it did.
+    /// Lets it run until `during` has returned; returns its work.
     ///
     /// # Errors
     /// An error of `during`; and the end of the guest.
@@ -148,7 +148,7 @@ impl Player<'_> {
         Ok(done)
     }
 
-    /// Lets it run for `time`; returns what it did.
+    /// Lets it run for `time`; returns its work.
     ///
     /// # Errors
     /// The end of the guest.

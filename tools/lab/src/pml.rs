@@ -64,5 +64,5 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The parts that can be measured alone.
+/// The separately measurable parts.
 pub const PARTS: &[&str] = &["score", "page", "ending", "harvest", "kvm"];

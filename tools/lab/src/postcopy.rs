@@ -2,7 +2,7 @@
 //! faults, or both.
 //!
 //! A process that computes (a worker) shares the vCPU with one that touches random pages of the
-//! peer (a faulter). Four arms differ in what a missing page does to the vCPU:
+//! peer (a faulter). Four arms differ in the effect of a missing page on the vCPU:
 //!
 //! ```text
 //! neither  vCPU sleeps until the page has arrived; the engine asks the peer
@@ -74,7 +74,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The parts that can be measured alone.
+/// The separately measurable parts.
 pub const PARTS: &[&str] = &["worker", "push"];
 
 /// The beginning of the result ids for this kind of memory.

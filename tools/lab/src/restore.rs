@@ -35,7 +35,7 @@ use lacuna_machine::{Apf, Arch, Vm};
 use lacuna_soft::VmBuilder;
 use std::cell::Cell;
 
-/// The parts that can be measured alone.
+/// The separately measurable parts.
 pub const PARTS: &[&str] = &["time", "replay"];
 
 /// Memory of the guests in MiB.

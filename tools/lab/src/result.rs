@@ -1,4 +1,4 @@
-//! The stable JSON form of what a command measured.
+//! The stable JSON form of a command's measurements.
 //!
 //! ```text
 //! {"schema":1, "host":{...}, "command":"...", "results":[
@@ -37,7 +37,7 @@ pub struct Report {
     /// What was measured, and the findings in words: paragraphs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub about: Vec<String>,
-    /// What was measured, in the order of measuring.
+    /// The measurements, in their order.
     pub results: Vec<Measurement>,
     /// What was not measured, and why.
     #[serde(default)]
@@ -120,7 +120,7 @@ impl Report {
     /// The JSON form, indented, with a newline at the end.
     ///
     /// # Panics
-    /// Never, because every field has a JSON form. A figure that is not finite becomes `null`.
+    /// Never, because every field has a JSON form. An infinite or undefined figure becomes `null`.
     pub fn to_json(&self) -> String {
         let mut text = serde_json::to_string_pretty(self).expect("a report has a JSON form");
         text.push('\n');

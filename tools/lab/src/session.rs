@@ -19,7 +19,7 @@ const LOOK: Duration = Duration::from_micros(200);
 /// The longest time that a guest may take for its preparations.
 const PREPARE: Duration = Duration::from_secs(120);
 
-/// What the guest had done at one moment.
+/// The guest's progress at one moment.
 #[derive(Clone, Copy, Debug)]
 pub struct Count {
     /// When the counters were read.
@@ -148,7 +148,7 @@ impl<'a> Guest<'a> {
     }
 }
 
-/// A VM that can be measured.
+/// A measurable VM.
 pub trait Measured: Vm {
     /// Each vCPU's stalls since its VM began; empty where the backend does not count them. They are
     /// not in the backend interface: soft times every wait of its vCPUs, but on `/dev/kvm` a vCPU
@@ -200,8 +200,8 @@ impl LastWords {
     }
 
     /// The result of an experiment, if the experiment ended the guest. Otherwise the error says why
-    /// the guest ended. That holds also after all was measured, because the guest may have found
-    /// something wrong.
+    /// the guest ended. The error also counts after the last measurement, because the guest may
+    /// have found something wrong.
     pub fn settle<T>(
         &self,
         result: Option<Result<T, LabError>>,

@@ -75,5 +75,5 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The parts that can be measured alone.
+/// The separately measurable parts.
 pub const PARTS: &[&str] = &["call", "range", "neighbour", "touch", "reads", "pressure"];

@@ -55,8 +55,8 @@ pub(super) enum Phase<'a, V: Vm> {
 }
 
 impl<'a, V: Vm> Controlled<'a, V> {
-    /// Controls `guest`; `incoming_guest` if it comes from another process. A request that ends the
-    /// run is noted in `ends`. The status has the counts of its `pages`.
+    /// Controls `guest`; `incoming_guest` if it arrives from another process. A request that ends
+    /// the run is noted in `ends`. The status has the counts of its `pages`.
     pub fn new(
         guest: Guest<'a, V>,
         actions: &'a ClientActions,

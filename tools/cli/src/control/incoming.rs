@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 const PAUSE: Duration = Duration::from_millis(100);
 /// How long this side waits for a source after its guest has ended here, if the connection was cut.
 const LINGER: Duration = Duration::from_secs(5);
-/// Why a guest cannot be kept by a run that has ended.
+/// Why an ended run cannot keep a guest.
 const OVER: &str = "the run is over: the guest does not run here";
 
 /// An incoming or arrived guest. Any thread may call its methods.
@@ -32,7 +32,7 @@ pub struct IncomingGuest {
     changed: Condvar,
 }
 
-/// Pages that are still at the source.
+/// Pages that only the source has.
 type Missing = Box<dyn Fn() -> PageSet + Send + Sync>;
 
 struct IncomingState {
@@ -64,7 +64,7 @@ impl IncomingState {
     }
 }
 
-/// What a client or the end of the run has decided.
+/// The decision of a client, or the end of the run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Decision {
     /// The guest runs here, although its source has not said so.

@@ -38,7 +38,7 @@ pub enum Request {
         /// Whether a later snapshot may have this one as its base.
         #[serde(default)]
         track: bool,
-        /// Save only what has changed since this snapshot, the last one.
+        /// Save only the changes since this snapshot, the last one.
         #[serde(default)]
         base: Option<PathBuf>,
     },
@@ -68,7 +68,7 @@ pub enum Request {
     Keep {},
 }
 
-/// What the VM answers: an object with one field, the answer's name.
+/// The VM's answer: an object with one field, the answer's name.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Answer {
@@ -80,7 +80,7 @@ pub enum Answer {
     Snapshot(Saved),
     /// The last answer to `migrate`.
     Migrated(Migrated),
-    /// The last answer to a request that was refused or has failed.
+    /// The last answer to a refused or failed request.
     Error(Refused),
 }
 
@@ -101,7 +101,7 @@ pub struct Status {
     pub memory_bytes: u64,
     /// Time since the guest has started.
     pub seconds: f64,
-    /// The pages of a guest that has a page source; its rate is the mean since the start.
+    /// The pages of a guest with a page source; its rate is the mean since the start.
     #[serde(default)]
     pub pages: Option<Pages>,
     /// Why the source provides no pages at present.

@@ -63,7 +63,7 @@ pub struct Arriving {
     pub stage: ArrivingStage,
     /// Pages with content that arrived before the guest, some of them several times.
     pub came: u64,
-    /// Pages that were missing when the guest arrived; 0 before.
+    /// Missing pages at the guest's arrival; 0 before.
     pub late: u64,
     /// Pages that arrived again: in all rounds but the first, and the late ones if there was a
     /// round; 0 before the guest arrived.
@@ -87,7 +87,7 @@ pub struct Arriving {
     pub cut: Option<String>,
 }
 
-/// Pages that were sent again, in these rounds and of `late` pages after the guest.
+/// Pages sent again, in these rounds and of `late` pages after the guest.
 pub fn again(rounds: &[u64], late: u64) -> u64 {
     // The numbers of a destination come from its peer.
     match rounds {
@@ -140,10 +140,9 @@ pub struct Migrated {
     pub rounds: Vec<u64>,
     /// Pages sent after the guest.
     pub late: u64,
-    /// Pages with content that were sent, some of them several times.
+    /// Sent pages with content, some of them several times.
     pub pages: u64,
-    /// Pages that were sent again: in all rounds but the first, and the late ones if there was a
-    /// round.
+    /// Pages sent again: in all rounds but the first, and the late ones if there was a round.
     pub again: u64,
     /// How often the connection was cut after the hand-over, attempts to connect again
     /// included.

@@ -104,7 +104,7 @@ impl OutgoingMigration {
         }))
     }
 
-    /// Bytes that went over its connections.
+    /// Bytes over its connections.
     pub fn bytes(&self) -> u64 {
         self.0.before + self.0.link.bytes()
     }

@@ -131,7 +131,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             to.check_new().map_err(|error| refusal(&error))?;
             *tracked = None;
         }
-        // A whole save that fails leaves the log since the last snapshot as it is.
+        // A failed whole save leaves the log since the last snapshot as it is.
         let saved = match (&plan.kind, tracked.as_mut()) {
             (Kind::Since(base), Some(tracked)) if tracked.last() == base => {
                 tracked.save_changes(guest, when, to, progress)

@@ -28,8 +28,8 @@ const UNREAD: Duration = Duration::from_secs(1);
 
 /// Answers the requests of clients.
 pub trait Answers: Sync {
-    /// Does what `request` says. Meanwhile `send` gets messages of progress; it returns `Break`
-    /// when the client has gone.
+    /// Does what `request` says. Meanwhile `tell` gets messages of progress; it returns `Break`
+    /// when the client has disconnected.
     fn answer(&self, request: Request, send: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer;
 
     /// Is called ten times a second.

@@ -147,10 +147,10 @@ fn received_in_words(received: &Received) -> String {
     text + "\n"
 }
 
-/// What has asked for the end of a run.
+/// The requests for the end of a run.
 #[derive(Clone, Default)]
 pub struct Asked {
-    /// The signal that came during the run.
+    /// The signal during the run.
     pub signal: Option<Signal>,
     /// Whether a client of the control socket has stopped it.
     pub stopped: bool,

@@ -23,7 +23,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::Duration;
 
-/// The time between two looks at a thread that is about to end.
+/// The time between two looks at an ending thread.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Makes the VM and runs it to its end. The second value describes the preparation.
@@ -173,7 +173,7 @@ fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// A guest that can run.
+/// A runnable guest.
 struct Begun<'scope, V: Vm> {
     vcpus: Vec<V::Vcpu>,
     threads: VcpuThreads<'scope, V>,

@@ -1,4 +1,4 @@
-//! What the connections of one migration share: the patience with a silent peer, and counters.
+//! The shared state of one migration's connections: the patience with a silent peer, and counters.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,7 +14,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// The shortest time over which a rate is taken.
 const WINDOW: Duration = Duration::from_millis(500);
 
-/// What the connections of one migration share. Any thread may call its methods.
+/// The shared state of one migration's connections. Any thread may call its methods.
 pub struct Link {
     /// When the migration was cancelled.
     hurried: Mutex<Option<Instant>>,

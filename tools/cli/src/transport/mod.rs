@@ -2,7 +2,7 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `link` | what the connections of one migration share: patience, counters |
+//! | `link` | the shared state of one migration's connections: patience, counters |
 //! | `stream` | one connection: waits in short steps, so that a silent peer is noticed |
 //! | `connect` | the source's side: makes connections |
 //! | `introduction` | how long a peer has to introduce itself |
@@ -11,8 +11,8 @@
 //! | `listen` | the destination's side: accepts connections |
 //!
 //! A peer that is silent for 30 s counts as cut off. After a cancel it has one second in all. A
-//! peer that has connected to a destination has 10 s to introduce itself: to end the handshake of
-//! TLS, and to announce a machine, or, on a later connection, to say to which migration it belongs.
+//! connected peer has 10 s to introduce itself to a destination: to end the handshake of TLS, and
+//! to announce a machine, or, on a later connection, to say to which migration it belongs.
 
 mod candidates;
 mod connect;

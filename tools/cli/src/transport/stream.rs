@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A connection that is idle for so long is probed.
+/// The idle time after which a connection is probed.
 const IDLE: Duration = Duration::from_secs(5);
 /// The time between two probes.
 const PROBES: Duration = Duration::from_secs(5);
@@ -74,9 +74,9 @@ impl Stream {
         self.introduction.as_ref()
     }
 
-    /// Ends a connection that was accepted, so that a refused peer can read what was written. The
-    /// system discards the written bytes if bytes of the peer are unread, so this side reads those
-    /// for a short time.
+    /// Ends an accepted connection, so that a refused peer can read the written bytes. The system
+    /// discards these if bytes of the peer are unread, so this side reads the peer's bytes for a
+    /// short time.
     pub(super) fn end_gently(mut self) {
         // It fails only if the other side has ended the connection.
         let _ = match &self.socket {

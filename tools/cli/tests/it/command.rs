@@ -1,4 +1,4 @@
-//! The command as a script uses it: what a successful run prints. `table` has the failing runs.
+//! The command as a script uses it: the output of successful runs. `table` has the failing runs.
 
 use assert_cmd::Command;
 use lacuna_skip::test;

@@ -13,7 +13,7 @@ use crate::stats::{Rounds, Summary};
 use lacuna_soft::Swap;
 use std::time::Duration;
 
-/// A swap device, and what the project promises with it.
+/// A swap device, and the project's promises for it.
 pub struct Device {
     /// Its word in result ids, and the part that measures it alone.
     pub id: &'static str,

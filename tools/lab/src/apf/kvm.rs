@@ -1,5 +1,5 @@
-//! Asynchronous page faults of `/dev/kvm`. KVM is the host side there, so the guest's code meets
-//! an implementation of the ABI that is not ours.
+//! Asynchronous page faults of `/dev/kvm`. KVM is the host side there, so the guest's code meets an
+//! implementation of the ABI other than ours.
 //!
 //! The experiment is the soft backend's: the same guest image, the same slices, the same arms, over
 //! the backend interface. One thing differs. KVM has no [`ApfSwitch`](lacuna_machine::ApfSwitch):
@@ -45,7 +45,7 @@ const RESIDENT_MIB: u64 = 16;
 const TICK_US: u64 = SLICE_US;
 /// How often a paused thread looks whether its pause is over, in milliseconds.
 const LOOK_MS: u64 = 50;
-/// How long announced tokens may take to come back once the faulter is paused.
+/// How long announced tokens may take to return once the faulter is paused.
 const COME_BACK: Duration = Duration::from_secs(60);
 
 /// A page's latency in milliseconds, its word in the id, and the bar of the share.
@@ -117,7 +117,7 @@ pub fn measure(
     Ok(())
 }
 
-/// The completed faults. None counts unless every announced token came back.
+/// The completed faults. None counts unless every announced token has returned.
 fn faults(counters: Counters) -> Measurement {
     let Counters {
         not_present,

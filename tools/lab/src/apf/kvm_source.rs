@@ -1,5 +1,5 @@
-//! The worker's share under `/dev/kvm` while the guest's pages come from a source, each at its
-//! first touch: accepted exits, and each of the two mechanisms alone.
+//! The worker's share under `/dev/kvm` while a source provides the guest's pages, each at its first
+//! touch: accepted exits, and each of the two mechanisms alone.
 //!
 //! | arm | a missing page |
 //! |---|---|

@@ -41,8 +41,8 @@ impl Arm {
         }
     }
 
-    /// How faults are taken in a VM that was made with `offered`. Workers alone cause none; faults
-    /// of the slice before are completed in the VM's own way.
+    /// How faults are taken in a VM made with `offered`. Workers alone cause none; faults of the
+    /// slice before are completed in the VM's own way.
     pub const fn apf(self, offered: Apf) -> Apf {
         match self {
             Self::Off | Self::OffAgain | Self::FaultersOff => Apf::Off,

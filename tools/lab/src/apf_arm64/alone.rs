@@ -1,6 +1,5 @@
 //! The memory-bound thread alone, round by round: asynchronous faults cannot help it, so its time
-//! shows what they cost. This file also prints the cover letter's block of statistics for such a
-//! run.
+//! shows their cost. This file also prints the cover letter's block of statistics for such a run.
 
 use super::calibrate::{self, calibrate, share};
 use super::{Form, MEMORY_MIB, SLICE_US, TICK_US, disk, membound};

@@ -52,7 +52,8 @@ impl Fixture {
     /// touched, so that the host's kernel has backed them.
     pub fn new(vcpus: usize, pages: u64) -> Result<Self, LabError> {
         let boot = PageCount::new(AREA / PAGE_SIZE as u64);
-        // Room for the per-CPU page caches, and for what a VM needs beside the touched pages.
+        // Room for the per-CPU page caches, and for the other needs of a VM beside the touched
+        // pages.
         let frames = PageCount::new(vcpus as u64 * pages + boot.get() + 4096);
         let builder = builder(boot, frames, vcpus);
         let code = program(pages * PAGE_SIZE as u64);

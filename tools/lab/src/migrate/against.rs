@@ -50,7 +50,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// How often a move by QEMU is tried if the guest is damaged.
 const TRIES: usize = 4;
 
-/// The figures of a move that are compared. In seconds.
+/// The compared figures of a move, in seconds.
 const FIGURES: [&str; 3] = ["downtime", "total", "resume"];
 /// The index of one more figure: the downtime that QEMU reports.
 const SAID: usize = 3;

@@ -1,4 +1,4 @@
-//! The lines of the guest `paced`: signs of life, and what it finds wrong.
+//! The lines of the guest `paced`: signs of life, and reports of damage.
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};

@@ -31,7 +31,7 @@ pub struct Moved {
     pub total: f64,
     /// Seconds of `total` in which the destination made its VM.
     pub made: f64,
-    /// Pages with content that were sent.
+    /// Sent pages with content.
     pub pages: u64,
 }
 
@@ -43,7 +43,7 @@ pub struct Here<'a, V> {
     pub devices: &'a PlatformDevices,
     /// Pushed pages that have arrived since then.
     pub come: &'a AtomicU64,
-    /// What it prints.
+    /// Its printed lines.
     pub lines: Receiver<(Instant, String)>,
 }
 
@@ -92,7 +92,7 @@ where
 
 /// How a guest is moved.
 pub struct Way {
-    /// When its memory goes.
+    /// The order in which the guest and its memory are sent.
     pub mode: Mode,
     /// The route of its connections.
     pub route: Route,

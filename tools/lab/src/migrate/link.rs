@@ -24,7 +24,7 @@ pub struct Speed {
 
 /// Bytes that a sender may be ahead of the line, as in a socket's buffer.
 const AHEAD: Duration = Duration::from_millis(2);
-/// The most bytes that are written at once.
+/// The most bytes written at once.
 const PIECE: usize = 64 << 10;
 
 /// One direction of a connection.
@@ -37,7 +37,7 @@ struct Line {
 struct LinkState {
     /// Bytes in flight, with their times of arrival.
     pieces: VecDeque<(Instant, Vec<u8>)>,
-    /// Bytes of the first piece that were read.
+    /// Read bytes of the first piece.
     read: usize,
     /// When the last byte has left.
     free: Instant,

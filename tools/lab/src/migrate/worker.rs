@@ -146,7 +146,7 @@ fn one(builder: &VmBuilder, guest: &Guest<'_>, arm: Arm) -> Result<Rates, LabErr
             };
             let watch = move |here: &Here<'_, Vm>| count_beside(here, arm, &receiver);
             let meanwhile = || {
-                // The same pages for a VM that does not run.
+                // The same pages for a stopped VM.
                 let way = Way {
                     runs: false,
                     ..way(SPEED)

@@ -1,6 +1,5 @@
-//! A curve to 256 vCPUs, simulated with service times that are measured in the same run, and the
-//! check of the simulation against threads of this machine. The curve is reported only if the
-//! check passes.
+//! A curve to 256 vCPUs, simulated with service times from the same run, and the check of the
+//! simulation against threads of this machine. The curve is reported only if the check passes.
 
 use super::costs::{Measured, Sample};
 use super::sim::{Costs, Setting, Tenths, exits, queue};
@@ -18,7 +17,7 @@ use std::thread;
 const LINE_NS: [f64; 2] = [51.0, 197.0];
 const LINE_SOURCE: &str = "github.com/nviennot/core-to-core-latency";
 
-/// Numbers of threads that are measured and simulated.
+/// Measured and simulated numbers of threads.
 const CHECKED: [usize; 5] = [1, 2, 4, 8, 16];
 /// The largest error of the simulation, in percent.
 const BAR: f64 = 15.0;
@@ -355,7 +354,7 @@ mod tests {
         assert_eq!(found.runs, 9);
     }
 
-    /// A simulation that is off by more than its bar has no curve.
+    /// There is no curve if the simulation is off by more than its bar.
     #[test]
     fn a_missed_error_bar_is_the_reason_for_no_curve() {
         for (error, missed) in [(BAR - 1.0, false), (BAR + 1.0, true)] {

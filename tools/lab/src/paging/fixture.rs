@@ -91,7 +91,7 @@ pub enum CorePlace {
     From(usize),
 }
 
-/// What the guest does.
+/// The work of the guest.
 #[derive(Clone, Copy, Debug)]
 pub struct Work {
     /// The processor of the guest.
@@ -311,7 +311,8 @@ mod tests {
         machines[0].filled().unwrap()[0]
     }
 
-    /// Runs of pages come at once, also where the guest's kernel has brought in some of them.
+    /// Runs of pages are provided at once, also where the guest's kernel has brought in some of
+    /// them.
     #[test]
     fn a_fault_brings_in_a_run_of_pages() {
         needs_guests();
@@ -320,7 +321,7 @@ mod tests {
         assert!(faults < 2048, "{faults} for 2048 pages and the kernel's");
     }
 
-    /// Every arm brings in all pages, in a host that is used again and again.
+    /// Every arm brings in all pages, in a reused host.
     #[test]
     fn every_arm_touches_all_pages() {
         needs_guests();
@@ -347,8 +348,8 @@ mod tests {
         }
     }
 
-    /// In the arms with a queue, all pages come through the userfaultfd; with one for each vCPU,
-    /// each vCPU's share through its own.
+    /// In the arms with a queue, all pages are provided through the userfaultfd; with one for each
+    /// vCPU, each vCPU's share through its own.
     #[test]
     fn pages_of_linux_memory_come_through_the_kernels_queues() {
         needs_guests();
@@ -365,11 +366,11 @@ mod tests {
         }
     }
 
-    /// Huge pages come as a whole, by exits and through the kernel's queue.
+    /// Huge pages are provided as a whole, by exits and through the kernel's queue.
     #[test]
     fn huge_pages_come_as_a_whole() {
         needs_guests();
-        // 8 MiB, and what the guest has beside them.
+        // 8 MiB, and the guest's other memory.
         let _reserved = lacuna_skip::HugePages::reserve(4 + BESIDE_MIB / 2);
         if let Some(why) = unavailable_for(MemoryKind::Hugetlbfs, batches()) {
             lacuna_skip::skip_test(why.to_string());

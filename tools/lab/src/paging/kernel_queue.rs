@@ -29,7 +29,7 @@ pub struct KernelQueues {
     is_over: AtomicBool,
 }
 
-/// What a reader puts in place for a fault.
+/// The memory that a reader fills for a fault.
 pub enum Fill {
     /// The page.
     Page,

@@ -48,7 +48,7 @@ enum Waiting {
 }
 
 impl Waiting {
-    /// For Linux memory that is read through queues, the kernel's.
+    /// For Linux memory through queues, the kernel's queue.
     fn of(fixture: &Fixture, arm: Arm) -> Result<Self, LabError> {
         let kernel = |parts: &[_], fill| KernelQueues::new(parts, fill).map(Self::Kernel);
         let pages = fixture.work().batch;

@@ -25,8 +25,8 @@ const BOOT: &str = "boot";
 const GO: &str = "go";
 const READY: &str = "ready";
 
-/// The work of a child: VMs whose pages come by exits, one for each `boot`. The thread of their
-/// first vCPU runs on core number `core`, and the others on the cores after it.
+/// The work of a child: VMs whose pages are provided by exits, one for each `boot`. The thread of
+/// their first vCPU runs on core number `core`, and the others on the cores after it.
 ///
 /// # Errors
 /// The parent sent an unknown word, or a guest failed.

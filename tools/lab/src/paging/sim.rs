@@ -1,12 +1,12 @@
-//! A simulation in discrete events: threads that fault on missing pages, through one userfaultfd or
-//! by exits.
+//! A simulation in discrete events: threads fault on missing pages, through one userfaultfd or by
+//! exits.
 //!
 //! ```text
 //! thread   fault ─► lock: enqueue ─► wake a reader ─► sleep ............................► fault
 //! reader                              look ─► lock: read ─► copy ─► lock: scan ─► wake ─► look
 //! ```
 //! The lock protects the descriptor's two wait queues. A fill scans them for threads that wait for
-//! its page, and all sleeping threads are in them, so the lock is held the longer the more threads
+//! its page, and all sleeping threads are in them, so the lock is held longer when more threads
 //! sleep. A thread needs a core while it works, also while it spins for the lock. Readers and
 //! faulting threads have separate cores. Ready threads take them in the order in which they became
 //! ready; none is preempted.
@@ -54,7 +54,7 @@ pub struct Costs {
     pub wake: f64,
     /// The same in addition, if a core is idle.
     pub wake_idle: f64,
-    /// From then on until the thread runs on a core that was idle.
+    /// From then on until the thread runs on the idle core.
     pub idle: Idle,
     /// A core's switch from a sleeping thread to a ready one.
     pub switch: f64,
@@ -144,14 +144,14 @@ struct Server {
 }
 
 impl Server {
-    /// The end of a service that is asked for at `now`. Calls come in the order of `now`.
+    /// The end of a service requested at `now`. Calls are in the order of `now`.
     fn serve(&mut self, now: Ps, service: Ps) -> Ps {
         self.free_at = self.free_at.max(now) + service;
         self.free_at
     }
 }
 
-/// What a thread does at an event. It has a core.
+/// The action of a thread at an event. The thread has a core.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Step {
     Runs,
@@ -169,7 +169,7 @@ enum Step {
 struct Thread {
     /// The thread has left its core, or was never on one.
     sleeps: bool,
-    /// Its page came before it slept.
+    /// Its page was provided before it slept.
     is_woken: bool,
     /// Faults that a reader has read.
     batch: VecDeque<usize>,
@@ -343,7 +343,7 @@ impl World<'_> {
     fn make_ready(&mut self, now: Ps, thread: usize, step: Step) {
         self.threads[thread].sleeps = false;
         let side = self.side(thread);
-        // The core that has gone idle last.
+        // The last core to become idle.
         if let Some(since) = self.idle_cores[side].pop() {
             let gap = now.saturating_sub(since) as f64 / 1e3;
             let idle = self.costs.idle.after(gap, self.rng.usize(..10));

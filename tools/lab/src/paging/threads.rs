@@ -134,7 +134,7 @@ pub fn idle_wake(gap: Duration) -> Result<IdleWake, LabError> {
 }
 
 /// The mean time until an idle thread runs after it is woken, in microseconds. Its core has been
-/// idle for about as long as a page takes to come through a queue.
+/// idle for about as long as a page takes through a queue.
 pub fn wake_up_us() -> Result<f64, LabError> {
     let wake = idle_wake(Duration::from_micros(25))?;
     Ok(wake.until_it_runs.mean() / 1e3)

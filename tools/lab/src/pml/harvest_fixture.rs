@@ -33,7 +33,7 @@ pub struct Fixture {
     answers: Receiver<Result<Wrote, String>>,
 }
 
-/// How far the writer has come with an order.
+/// The progress of the writer with an order.
 enum Wrote {
     /// To its end.
     All,
@@ -92,7 +92,7 @@ impl Fixture {
         let done = thread::scope(|scope| {
             scope.spawn(|| writer.run());
             let done = fixture.prepare().and_then(|()| experiment(&mut fixture));
-            // The writer ends when no more orders can come.
+            // The writer ends when no more orders can arrive.
             drop(fixture);
             done
         });
@@ -193,7 +193,7 @@ struct Writer<'a> {
     answers: Sender<Result<Wrote, String>>,
 }
 
-/// Whether more orders can come.
+/// Whether more orders can arrive.
 enum Wanted {
     Yes,
     No,
@@ -242,7 +242,7 @@ impl Writer<'_> {
                 Ok(()) => None,
             };
             if let Some(answer) = answer {
-                // A failed send means that the fixture is gone. Then no order comes either.
+                // A failed send means that the fixture is dropped. Then no order arrives either.
                 let _ = self.answers.send(answer);
             }
         }

@@ -4,16 +4,15 @@
 //!
 //! The detection of writes is chosen when a VM is made, so each of the three has a VM of its own.
 //! Each VM is compared with itself while no slot logs: *off*, *off again* and *on* are slices of
-//! one run. The monitor knows nothing but the backend interface, so the experiment runs on soft as
-//! well.
+//! one run. The monitor uses only the backend interface, so the experiment runs on soft as well.
 //!
 //! ```text
 //! slice   settle ─ switch on ─┬─ 1 s ─ harvest ─┬─ switch off
 //!                             └──── counted ────┘
 //! ```
 //! Every transaction goes to the cold part of the heap, so the guest writes all of it again within
-//! a fraction of a second. So a slice dirties about as many pages as there are. The pages that are
-//! write-protected when logging ends are written while the next slice settles.
+//! a fraction of a second. So a slice dirties about as many pages as there are. Pages still
+//! write-protected at the end of logging are written while the next slice settles.
 //!
 //! There is one vCPU: the monitor works on another core, and no page waits for KVM's one lock over
 //! all shadow pages. The score is by the wall clock. A page's cost is by the processor time of the
@@ -140,7 +139,7 @@ pub fn measure(
     Ok(())
 }
 
-/// Whether this host lacks what the experiment needs. Any other refusal is a failure.
+/// Whether this host lacks a need of the experiment. Any other refusal is a failure.
 pub fn is_lacking(why: &LabError) -> bool {
     match why {
         LabError::Kvm(why) => matches!(

@@ -5,7 +5,7 @@
 //! status page sets that rate: it is the share of transactions that write to cold pages. The lab
 //! searches for the rate at which write protection leaves 92 % of the score without logging, as in
 //! the cover letter of the KVM PML series (2015). The set `.raw` is as measured. In `.exitcost`
-//! each exit is charged what it costs on hardware ([`charged`](super::score_charge)). If even the
+//! each exit is charged its cost on hardware ([`charged`](super::score_charge)). If even the
 //! highest rate leaves more than 92 %, that rate is used, and the results have no bar. The runs of
 //! `.exitcost` are also charged the time of an exit on this host's KVM: `.exitcost_here`.
 

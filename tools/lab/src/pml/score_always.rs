@@ -1,5 +1,4 @@
-//! The cost of PML that is on while no slot logs: every vCPU checks for pages to log, and there are
-//! none.
+//! The cost of PML without logging slots: every vCPU checks for pages to log, and there are none.
 
 use super::score_charge::COLD_MAX;
 use super::score_guest::{Churn, Period, Setup, Watch, play};

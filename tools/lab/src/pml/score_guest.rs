@@ -4,9 +4,9 @@
 //! which may have no core of its own, and other programs do not count as a cost. The rate by the
 //! wall clock is in the results, too.
 //!
-//! Pages that are write-protected at the end of logging stay write-protected until they are
-//! written. Each would cost the next arm a fault. So the guest writes to all of its pages in
-//! between, uncounted ([`Churn::watch`]).
+//! At the end of logging, unwritten pages stay write-protected until they are written. Each would
+//! cost the next arm a fault. So the guest writes to all of its pages in between, uncounted
+//! ([`Churn::watch`]).
 
 use super::score_charge::Counted;
 use crate::experiment::LabError;
@@ -124,7 +124,7 @@ impl<'a> Churn<'a> {
     /// Lets the guest write to all of its pages.
     fn write_all(&mut self) -> Result<(), LabError> {
         self.write_setting(SWEEP)?;
-        // The first transaction of a process may be an ordinary one that had begun before, and the
+        // The first transaction of a process may be an ordinary one, begun before, and the
         // processes are not equally fast.
         let enough = 4 * self.player.vm().config().vcpus as u64;
         let mut sweeps = 0;

@@ -286,7 +286,7 @@ fn one_round(rigs: &mut [Rig], vms: &[usize], sweeps: u64) -> Result<Vec<[f64; 3
     Ok(found.collect())
 }
 
-/// One vCPU, its pages, and a host that has frames for all of them.
+/// One vCPU, its pages, and a host with frames for all of them.
 struct Rig {
     vm: Arc<Vm>,
     vcpu: Vcpu,

@@ -25,7 +25,7 @@ use std::time::Duration;
 pub struct Arm {
     /// Its name in results.
     pub name: &'static str,
-    /// What the vCPU does about a missing page.
+    /// What the vCPU does at a missing page.
     pub on_missing: OnMissing,
     /// Whether the guest may get an event for a missing page.
     pub apf: Apf,
@@ -35,7 +35,7 @@ pub struct Arm {
     pub pushes: Pushes,
 }
 
-/// What a vCPU does about a missing page.
+/// What a vCPU does at a missing page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OnMissing {
     /// It waits, or notifies the guest. The engine asks for the page.
@@ -90,7 +90,7 @@ pub struct Scene {
     pub settle: Duration,
 }
 
-/// What is counted in a slice.
+/// The counted events of a slice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Rate {
     /// Steps a second of the computing processes.

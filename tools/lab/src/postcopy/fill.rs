@@ -1,4 +1,4 @@
-//! Demands beside a background fill that brings in all pages in order, as fast as they come.
+//! Demands beside a background fill that brings in all pages in order, as fast as they arrive.
 
 use super::arms::{Arm, OnMissing, Pushes, Rate, Runs, Scene};
 use super::push::Pace;
@@ -16,7 +16,7 @@ struct Variant {
     id: &'static str,
     /// The most pushed pages in flight.
     window: u64,
-    /// The guest's memory. It has more pages than come in a round.
+    /// The guest's memory. It has more pages than arrive in a round.
     memory_mib: u64,
 }
 

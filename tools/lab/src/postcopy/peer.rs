@@ -1,4 +1,4 @@
-//! The peer that has a guest's pages, and the source by which a VM asks it.
+//! The peer with a guest's pages, and the source by which a VM asks it.
 //!
 //! ```text
 //! vCPU, or its VMM ─► Pages ─► demand connection ─► server ─► delay ─► content ─┐
@@ -50,7 +50,7 @@ pub fn ask_for(purpose: Purpose) {
     PURPOSE.set(purpose);
 }
 
-/// A peer that has all pages of any guest.
+/// A peer with all pages of any guest.
 pub struct Remote {
     is_far: Arc<AtomicBool>,
     demand: Endpoint,
@@ -313,7 +313,7 @@ mod tests {
             assert!((10..30).contains(page) && *first == CONTENT[0]);
             assert!(*at - began >= latency, "page {page} came too early");
         }
-        // An answer is counted after it has come, and before its request is dropped.
+        // An answer is counted after its arrival, and before its request is dropped.
         while Arc::strong_count(&keep) > 1 {
             std::thread::yield_now();
         }

@@ -13,7 +13,7 @@ use std::time::Duration;
 pub enum Pace {
     /// Pages a second.
     Rate(u64),
-    /// As fast as they come.
+    /// As fast as they arrive.
     Full,
 }
 

@@ -1,4 +1,4 @@
-//! A guest that is saved at its gate, and resumes from there in several ways.
+//! A guest is saved at its gate, and resumes from there in several ways.
 
 use crate::backed::back;
 use crate::experiment::LabError;
@@ -26,7 +26,8 @@ pub enum Arm<'a> {
     Demand,
 }
 
-/// What a restored guest did. Times are in seconds, from before the snapshot was opened.
+/// The times and touches of a restored guest. Times are in seconds, from before the snapshot was
+/// opened.
 pub struct Took {
     /// Until its first line.
     pub first_output: f64,
@@ -79,7 +80,7 @@ impl GuestBuilder for lacuna_kvm::VmBuilder {
     }
 }
 
-/// A guest that is saved at its gate.
+/// A guest, saved at its gate.
 pub struct Scene<'a, B> {
     builder: &'a B,
     path: PathBuf,

@@ -76,7 +76,7 @@ struct Compared {
     arms: Vec<Took>,
     /// Calls that count; each waited for a vCPU, or none did.
     counted: u64,
-    /// Calls that do not count.
+    /// Uncounted calls.
     left_out: u64,
     /// The share of the time that the vCPU's thread had a processor.
     vcpu_share: f64,
@@ -326,7 +326,7 @@ fn rows(vcpu: Vcpu, found: &Compared) -> [[String; 5]; 3] {
 mod tests {
     use super::*;
 
-    /// No call waits for a vCPU that does not use the block, and each waits for one that does.
+    /// Each call waits for a vCPU that uses the block, and no call waits for another vCPU.
     #[test]
     fn calls_wait_for_the_vcpu_that_holds_the_block_alone() {
         if cores() < 2 {

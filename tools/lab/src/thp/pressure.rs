@@ -1,5 +1,5 @@
 //! Skewed access to more memory than is resident, with huge pages and without. The null is a second
-//! VM without huge pages: it shows the difference between two VMs that are made alike.
+//! VM without huge pages: it shows the difference between two equal VMs.
 
 use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
 use crate::fixture::builder;
@@ -87,7 +87,7 @@ pub fn measure(
             take_turns(options, place, &mut players)
         })?;
         if Summary::of(&found[SMALL][2]).median == 0.0 {
-            // A guest that has the processor accesses more than is resident.
+            // A guest with a processor accesses more than is resident.
             let ids = ["pressure_ratio", "kept_percent"].map(|name| id(name, place));
             let busy = LabError::Busy("the guest read no page from swap".into());
             skip_if_busy(report, ids, Err(busy))?;
@@ -102,8 +102,8 @@ fn id(name: &str, place: &PressurePlace) -> String {
     format!("thp.{name}{}", place.suffix)
 }
 
-/// The runs of each arm: accesses a second, the share of the resident memory that is in huge pages
-/// in percent, and pages a second read from swap.
+/// The runs of each arm: accesses a second, the share of huge pages in the resident memory in
+/// percent, and pages a second read from swap.
 type Found = Vec<[Vec<f64>; 3]>;
 
 fn take_turns(

@@ -23,8 +23,7 @@ use tempfile::TempDir;
 
 /// A guest that runs until it is stopped.
 const ENDLESS: &str = "bm --memory 16M --resident 8M --append=seconds=1000000";
-/// A guest that checks its memory and ends, and that runs longer than it takes to ask for its
-/// migration.
+/// A guest that checks its memory and ends. It runs longer than a request for its migration takes.
 const VERIFY: &str = "verify --memory 6M --resident 6M";
 /// Bytes of a migration that has begun: it sends more, even if its guest has only booted.
 const SOME: usize = 60_000;

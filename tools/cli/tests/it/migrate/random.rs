@@ -93,7 +93,7 @@ enum Fate {
     Kept,
     /// It ended on the destination, by a decision for it.
     KeptThere,
-    /// It was on the side that was killed.
+    /// It was on the killed side.
     Killed,
     /// It needed a page that only the killed side had: it ended, and said so.
     PageLost,
@@ -148,7 +148,7 @@ impl Case {
     }
 }
 
-/// Both sides, and the client that has asked for the migration.
+/// Both sides, and the client that requested the migration.
 #[derive(Debug)]
 struct Sides {
     source: Option<Guest>,
@@ -434,7 +434,7 @@ fn known_accidents() {
             some,
             &[Fate::Killed],
         ),
-        // A guest that has only booted has few pages: all may have been sent.
+        // A just booted guest has few pages: all may have been sent.
         (
             "postcopy",
             Accident::SourceKilled,

@@ -9,7 +9,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// A device without an end, a pipe without a writer, and a file that is too large.
+/// A device without an end, a pipe without a writer, and a too large file.
 #[test]
 fn only_small_files_are_read_for_tls() {
     let folder = TempDir::new().unwrap();

@@ -1,4 +1,4 @@
-//! Guests that move over TLS, and certificates that are refused.
+//! Guests that move over TLS, and refused certificates.
 
 use super::destination::Destination;
 use super::proxy::{Moment, Proxy};
@@ -62,7 +62,7 @@ fn a_guest_moves_over_tls() {
     assert!(json["received"]["bytes"].as_u64().unwrap() > 4096, "{json}");
 }
 
-/// A probe of the port comes between the first connection of a migration and the next one.
+/// A probe of the port connects between the first connection of a migration and the next one.
 #[test]
 fn a_probe_of_the_port_does_not_end_a_migration() {
     for (mode, streams) in [("postcopy", 1), ("precopy", 2)] {

@@ -144,7 +144,7 @@ fn diffs() {
     );
     let text = client.refused(since(Path::new("/nowhere/x"), &first));
     assert!(text.contains("has to be in the folder of"), "{text}");
-    // A snapshot that fails loses no page of the next one.
+    // A failed snapshot loses no page of the next one.
     std::fs::create_dir(&failed).unwrap();
     let whole = |track| json!({"command": "snapshot", "path": failed, "track": track});
     for request in [since(&failed, &first), whole(true), whole(false)] {

@@ -456,7 +456,7 @@ pub const TABLE: &[Row] = &[
         0,
         &["code 0"],
     ),
-    // What the guest prints.
+    // The guest's output.
     (
         Nothing,
         "$LACUNA run text.elf --memory 16M --resident 16M --vcpus 1 --quiet",
