@@ -1,9 +1,9 @@
 //! A guest under measurement: what it counts, and what may be changed while it runs.
 //!
 //! One guest lives through a whole experiment, on any backend ([`on`]). Two slices of time differ
-//! in a word on the guest's status page, which names the paused processes, or in a switch of the
-//! VM, such as async page faults. They differ in nothing else: the processes, the pages and the
-//! swap device are the same.
+//! in one word on the guest's status page (the paused processes), or in one switch of the VM (such
+//! as async page faults). They differ in nothing else: the processes, the pages and the swap device
+//! are the same.
 
 use crate::experiment::LabError;
 use crate::interrupt;
