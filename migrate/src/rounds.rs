@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 /// ([`lacuna_machine::run_pausable`]).
 ///
 /// A pause holds the vCPUs. The VMM itself must hold its threads that write guest memory, such as
-/// its devices' threads: while the guest is paused ([`PausedGuest`]), a page that they write may have
-/// been copied already.
+/// its devices' threads: while the guest is paused ([`PausedGuest`]), a page that they write may
+/// have been copied already.
 pub struct Guest<'a, V: Vm> {
     /// The VM.
     pub vm: &'a V,

@@ -91,8 +91,8 @@ impl Control {
                 Ok(Request::None)
             }
             Msr::Acknowledge => Ok(match self.enabled {
-                // Only a page-ready interrupt is acknowledged. After a #PF the guest only zeroes the
-                // word.
+                // Only a page-ready interrupt is acknowledged. After a #PF the guest only zeroes
+                // the word.
                 Some(enabled) if enabled.ready_by == ReadyBy::Interrupt && value & 1 != 0 => {
                     Request::Acknowledged
                 }
