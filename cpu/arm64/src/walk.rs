@@ -375,8 +375,7 @@ impl<B: Bus> Walker<'_, B> {
         if entry & AF == 0 && !updates {
             return miss(fault::ACCESS_FLAG, level(shift));
         }
-        // A read-only leaf with DBM is writable: a write clears its read-only bit, which marks it
-        // dirty.
+        // A read-only leaf with DBM is writable: a write makes it dirty.
         let dirty_by_write = updates
             && self.sys.tcr & tcr::HD != 0
             && entry & (DBM | AP_READ_ONLY) == DBM | AP_READ_ONLY;

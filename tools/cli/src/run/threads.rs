@@ -50,14 +50,12 @@ where
     };
     let control = job.control.as_ref();
     let controlled = control.map(|socket| {
+        let (actions, pages) = (socket.actions(), job.pages.clone());
         let incoming_guest = incoming_guest(job).map(Arc::clone);
-        let controlled = Controlled::new(
-            controls,
-            socket.actions(),
-            incoming_guest,
-            job.pages.clone(),
-        );
-        (socket, controlled)
+        (
+            socket,
+            Controlled::new(controls, actions, incoming_guest, pages),
+        )
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
     let attended = Attended::default();

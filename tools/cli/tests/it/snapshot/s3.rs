@@ -57,7 +57,7 @@ impl Server {
                 break port.trim().parse().unwrap();
             }
         };
-        // It writes a line a request, so somebody has to read.
+        // The server writes a line a request, and waits when the pipe is full.
         std::thread::spawn(move || lines.count());
         Self {
             child,
