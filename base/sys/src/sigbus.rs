@@ -68,8 +68,9 @@ unsafe impl Send for TakenPages {}
 unsafe impl Sync for TakenPages {}
 
 impl TakenPages {
-    /// From now on, if the kernel takes away a page of `range`, an access to it finds zeros, and
-    /// the page is recorded. Installs the handler of `SIGBUS` if this process has not yet done so.
+    /// From now on, an access to a page of `range` that the kernel has taken away, before or after
+    /// this call, finds zeros, and the page is recorded. Installs the handler of `SIGBUS` if this
+    /// process has not yet done so.
     ///
     /// # Safety
     /// The range is memory of the caller's, readable and writable. It stays mapped while this value

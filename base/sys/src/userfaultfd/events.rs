@@ -25,8 +25,8 @@ pub enum Event {
     /// A thread waits for a page.
     Fault(Fault),
     /// A thread takes these pages away (`MADV_DONTNEED`, `MADV_REMOVE`), and waits until this event
-    /// is read. Until then every fill fails with `AGAIN`. The answer to a later fault there is
-    /// zeros. That fault may be read before this event.
+    /// is read. Until then every fill fails with `AGAIN`. The reader has to answer a later fault
+    /// there with zeros. That fault may be read before this event.
     Removed(HvaRange),
     /// The kernel's number of an event that no descriptor of this crate asks for.
     Other(u8),

@@ -402,8 +402,8 @@ fn poison_beside_faults() {
     }
 }
 
-/// An unmapped page of the file waits for UFFDIO_CONTINUE. The call fails for a page outside the
-/// file. For a mapped page its error is harmless.
+/// An unmapped page of the file waits for UFFDIO_CONTINUE. The call fails for a page that the file
+/// lacks (a hole). For a mapped page its error is harmless.
 #[test]
 fn pages_of_a_file_are_continued() {
     let uffd = or_skip(Userfaultfd::open_user_shared(Minor::Waits));

@@ -134,7 +134,8 @@ fn a_poisoned_page() {
     assert_eq!(memory.read(0), 0x0707_0707_0707_0707);
 }
 
-/// An access to a discarded page finds zeros and is not recorded.
+/// A page was taken away, replaced and then discarded: the next access finds zeros and is not
+/// recorded.
 #[test]
 fn the_kernel_gives_memory_again() {
     let (memory, file) = Memory::file();
