@@ -8,10 +8,10 @@
 //! 2 MiB, allowed      nothing         a huge leaf
 //! 2 MiB, allowed      small leaves    collapsed in place to a huge one
 //! ```
-//! The fault read the invalidation sequence; then the host reported the whole block; then the
-//! cursor found the sequence unchanged. So no page of the block was moved in between, and its small
-//! leaves map the frames that a huge leaf maps. If they do not (a bug, or rights that cannot be
-//! combined), the page gets its small leaf.
+//! The fault read the invalidation sequence; then the host reported that it has the block whole;
+//! then the cursor found the sequence unchanged. So no page of the block was moved in between, and
+//! its small leaves map the frames that a huge leaf maps. If they do not (a bug, or rights that
+//! cannot be combined), the page gets its small leaf.
 
 use crate::fault::ResolvedPage;
 use crate::rmap::{BLOCK, Rmap};

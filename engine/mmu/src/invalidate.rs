@@ -147,8 +147,9 @@ const MANY: u32 = 64;
 impl<F: MmuFormat> Mmu<F> {
     /// Unmaps `part`, which is inside the visit's block. Visits each level once.
     ///
-    /// If many small leaves map a whole block, their table is unlinked as one. The visit descends
-    /// the tables for that: page by page, the reverse map costs more than twice as much.
+    /// If the part is a whole block with at least [`MANY`] small leaves, their table is unlinked as
+    /// one. The visit descends the tables for that: page by page, the reverse map costs more than
+    /// twice as much.
     #[inline]
     pub(crate) fn unmap_part<C: Counter>(&self, part: GfnRange, visit: &mut Visit<'_, '_, F, C>) {
         let rmap = visit.rmap;

@@ -49,8 +49,8 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Sets how writes are detected, also in slots that log already. With [`Detection::Pml`] every
-    /// vCPU logs the pages for which it sets D, in all slots; in slots without a log, D is never
-    /// missing. A vCPU's own thread must not call this: it waits for all vCPUs.
+    /// vCPU logs the pages for which it sets D, in all slots; in slots that do not log, D is
+    /// never missing. A vCPU's own thread must not call this: it waits for all vCPUs.
     pub fn set_detection(&self, detection: Detection) {
         let _change = self.lock_layout();
         if detection == self.dirty.detection() {

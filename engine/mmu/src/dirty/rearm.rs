@@ -2,8 +2,8 @@
 //! cleared (PML), block by block. To *re-arm* a page means either.
 //!
 //! The last writer of a dirty page's entry was a vCPU, so the entry's cache line is in the cache of
-//! that vCPU's core. An atomic exchange waits for the line: some 100 ns for each of several distant
-//! pages. So the entries of the next [`AHEAD`] blocks are prefetched while a block is re-armed.
+//! that vCPU's core. An atomic exchange waits for the line: some 100 ns a page if the pages are far
+//! apart. So the entries of the next [`AHEAD`] blocks are prefetched while a block is re-armed.
 
 use crate::rmap::{BLOCK, Rmap, parts};
 use crate::{Mmu, MmuFormat};
@@ -17,9 +17,9 @@ use std::ops::Range;
 const WORD: usize = u64::BITS as usize;
 /// Words in the bitmap of one block.
 const BLOCK_WORDS: usize = BLOCK as usize / WORD;
-/// The number of blocks whose entries are prefetched while one block is re-armed. In a large guest,
-/// a full ring has some tens of pages in each block, a sparse bitmap one or two. With 4 blocks
-/// instead of 16, a page of a full ring takes a fifth longer.
+/// How many blocks ahead of the re-armed block the entries are prefetched. In a large guest, a full
+/// ring has some tens of pages in each block, a sparse bitmap one or two. With 4 blocks instead of
+/// 16, a page of a full ring takes a fifth longer.
 const AHEAD: usize = 16;
 
 impl<F: MmuFormat> Mmu<F> {
@@ -163,8 +163,8 @@ impl Found {
     }
 }
 
-/// Sorts `numbers` by `bits`. This is a radix sort, lowest digit first: a comparison sort of the 65
-/// 536 pages of a full ring takes a fifth of the harvest.
+/// Sorts `numbers` by `bits`. This is a radix sort, lowest digit first: a comparison sort of a
+/// full ring's 65 536 pages takes a fifth of the harvest.
 fn sort_by_bits(numbers: &mut [u64], bits: Range<u32>) {
     let first = numbers.first().copied().unwrap_or(0);
     let differ = numbers

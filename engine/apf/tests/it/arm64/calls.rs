@@ -133,8 +133,8 @@ fn the_block_must_be_memory_when_it_is_enabled() {
     }
 }
 
-/// Bits 5:0 are flags. An unaligned block cannot be named: the published forms ignore the bits that
-/// are no flags.
+/// Bits 5:0 are flags. A block that is not aligned to 64 bytes cannot be named: the published forms
+/// ignore the bits that are no flags.
 #[test]
 fn a_misaligned_block_is_the_aligned_one() {
     for switch in SWITCHES {
