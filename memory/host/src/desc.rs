@@ -55,8 +55,8 @@ pub struct Desc {
     /// then; that costs a needless write.
     dirty: AtomicU8,
     /// Reclaim spares the page for one turn of the clock hand. Either it was swapped in since the
-    /// hand last passed, so the faulting vCPU may not have retried yet. Or another thread has found
-    /// it accessed.
+    /// hand last passed, so the faulting vCPU may not have retried yet. Or a thread other than
+    /// the hand's has found it accessed.
     recent: AtomicU8,
 }
 
@@ -101,7 +101,7 @@ impl Desc {
         self.set_state(FrameState::Used);
     }
 
-    /// Changes the state. No other thread may change it.
+    /// Changes the state. The caller is the only thread that may change it.
     #[inline]
     pub fn set_state(&self, state: FrameState) {
         self.state.store(state as u8, Ordering::Release);

@@ -16,11 +16,11 @@
 //! with W gets D at once. A walk inside the table can set A, and D where there is W; and its leaf
 //! is a part of the large leaf, like a TLB entry.
 //!
-//! If in addition all pages are known to map the large leaf's frames, step 1 has only to find out
-//! whether any page has W. Without fast page faults W changes only under the cursor. So the search
-//! may stop at the first page with W, and its result stays true until 2. D follows from W. A is
-//! set, because reading it in 512 places is not worth it: reclaim looks again at a block that looks
-//! accessed, but splits a block that does not.
+//! If in addition all pages are known to map the large leaf's frames, with rights that differ only
+//! in W, step 1 has only to find out whether any page has W. Without fast page faults W changes
+//! only under the cursor. So the search may stop at the first page with W, and its result stays
+//! true until 2. D follows from W. A is set, because reading it in 512 places is not worth it:
+//! reclaim looks again at a block that looks accessed, but splits a block that does not.
 //!
 //! **Rights, A and D.** A and D are *or*-ed. The large leaf's D stands for the whole block, so
 //! clean pages then count as dirty, and no dirty page is forgotten. W is set if any page has it.

@@ -266,7 +266,7 @@ impl LinuxMemory {
     }
 
     /// Takes a huge page of zeros for the unit at `index`, where the file has none. An access maps
-    /// it, because only pages outside of the file are missing.
+    /// it, because only pages that the file lacks are missing.
     pub(super) fn allocate_unit(&self, index: u64) -> Result<(), Errno> {
         let Some(shared) = &self.shared else {
             return Ok(());

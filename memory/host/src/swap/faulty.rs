@@ -84,7 +84,8 @@ impl FaultyStore {
         inner.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the end of a stall. Returns the device and its fault; clears the fault if `one`.
+    /// Waits for the end of a stall. Returns the device and its fault. If the fault is `one`, also
+    /// clears it in the device.
     fn begin(&self, one: Fault) -> (MutexGuard<'_, Inner>, Option<Fault>) {
         let mut inner = self.lock();
         inner.stalled += 1;

@@ -22,7 +22,8 @@ pub(crate) struct SwapMap {
     checksums: Vec<u32>,
     used: usize,
     capacity: u32,
-    /// The entry at which the device last had no room; `capacity` if it had.
+    /// The lowest entry for which the device had no room; `capacity` if it has had room since, or
+    /// never lacked it.
     limit: u32,
     hint: u32,
     /// The reason why the device had no room at `limit`.
