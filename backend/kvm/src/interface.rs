@@ -256,8 +256,9 @@ impl MemorySlots for Vm {
 }
 
 impl Vm {
-    /// Replaces flags that KVM knows. KVM deletes the slot and its log and adds the slot again. A
-    /// vCPU in between would find no memory there.
+    /// Replaces flags that KVM knows. KVM cannot change them, so this deletes the slot and adds it
+    /// again. A vCPU in between would find no memory there. KVM deletes the slot's log, so this
+    /// saves the log's pages first.
     fn change_by_kvm(&self, slot: &KvmSlot, flags: SlotFlags) -> Result<(), MemorySlotError> {
         let _paused = self.kicks.pause();
         let preserved = self.log().preserve(slot);

@@ -123,7 +123,7 @@ impl Memory {
     }
 }
 
-/// Copies `bytes` to address `at`. Aligned guest words are never torn.
+/// Copies `bytes` to address `at`. Guest words that are aligned to their size are never torn.
 ///
 /// # Safety
 /// The range lies in a mapping of guest memory.
@@ -147,7 +147,7 @@ pub unsafe fn copy_in(at: Hva, bytes: &[u8]) {
     }
 }
 
-/// Copies from address `at`. Aligned guest words are never torn.
+/// Copies from address `at`. Guest words that are aligned to their size are never torn.
 ///
 /// # Safety
 /// The range lies in a mapping of guest memory.

@@ -77,8 +77,8 @@ impl Vcpu {
             return None;
         }
         let gpa = self.provider()?.provision.exits(missing.page)?;
-        // The page's page-not-present is delivered: another process of the guest needs the page, or
-        // a worker acts for another vCPU. KVM has halted the vCPU that needs it.
+        // If the page's page-not-present was delivered, another process of the guest needs the
+        // page, or a worker acts for another vCPU. KVM has halted the vCPU that needs it.
         let awaits = self.with_apf(|apf, _| apf.awaits(gpa.gfn()));
         let waits = |last: Faulted| last.waits && last.missing.page == missing.page;
         if awaits == Some(true) || self.faulted.is_some_and(waits) {
