@@ -172,8 +172,8 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         match talked {
             Ok(()) => Sent::Moved(self),
             Err(why) => {
-                // The guest was handed over before this call, even if the destination has not run
-                // it yet.
+                // The guest was handed over before this call, so `Go` counts as reached, even if
+                // the destination has reached less.
                 let reached = match self.ran {
                     Some(_) => Reached::Running,
                     None => Reached::Go,

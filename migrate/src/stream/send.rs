@@ -200,7 +200,7 @@ impl<'p> Sender<'p> {
             rounds,
             left,
         } = copied;
-        // Slots were added or removed since the first message.
+        // Fails if slots were added or removed since the first message.
         if MemoryLayout::of(guest.vm) != layout {
             return Err(MigrateError::SlotsChanged);
         }

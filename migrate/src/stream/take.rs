@@ -27,7 +27,7 @@ pub(super) struct Early<'a, V> {
 
 /// The connections beside the first one.
 struct Streams {
-    /// Pages arrived on them since the last look.
+    /// The number of pages that arrived on them since the last look.
     pages: AtomicU64,
     /// The first connection has no more pages: the state has arrived, or it has failed.
     is_over: AtomicBool,
@@ -104,7 +104,7 @@ impl<V: Vm> Early<'_, V> {
             // A further connection has failed: its error is the cause, and the others only follow.
             (Ok(_) | Err(MigrateError::Cut(_)), Some(cause)) => Err(cause),
             (Err(MigrateError::Refused(_)), Some(cause)) if !is_cut(&cause) => Err(cause),
-            // Pages arrived on the others after the last look.
+            // Report the pages that arrived on the others after the last look.
             (Ok(awaited), None) => match each(streams.pages.into_inner()).is_break() {
                 true => Err(MigrateError::Cancelled),
                 false => Ok(awaited),
