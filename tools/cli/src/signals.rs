@@ -82,33 +82,37 @@ impl Signals {
         let signals = Self::default();
         let registered = signals.register(stop);
         before.thread_set_mask()?;
+        // With a small stack, the main thread only waits for this one, and its signals are not
+        // blocked: one that came before its last action was registered has not set `stop`.
+        if signals.caught().is_some() {
+            stop.store(true, Ordering::SeqCst);
+        }
         registered.map(|()| signals)
     }
 
     fn register(&self, stop: &Arc<AtomicBool>) -> io::Result<()> {
-        for signal in Signal::ALL {
-            let number = signal.number();
-            if signal == Signal::Hangup && is_ignored(number) {
-                continue;
-            }
+        for number in wanted() {
             // Actions run in the order of their registration. So the first signal does not exit,
             // because `stop` is set only after the check; the second exits.
             flag::register_usize(number, Arc::clone(&self.caught), number as usize)?;
-            let code = i32::from(signal.exit_code());
+            let code = 128 + number;
             flag::register_conditional_shutdown(number, code, Arc::clone(stop))?;
             flag::register(number, Arc::clone(stop))?;
         }
         Ok(())
     }
 
-    /// A flag that each signal sets from now on.
+    /// A flag that each signal sets. It is set already if there was one.
     ///
     /// # Errors
     /// The kernel refuses a handler.
     pub fn flag(&self) -> io::Result<Arc<AtomicBool>> {
-        let set = Arc::default();
-        for signal in Signal::ALL {
-            flag::register(signal.number(), Arc::clone(&set))?;
+        let set = Arc::<AtomicBool>::default();
+        for number in wanted() {
+            flag::register(number, Arc::clone(&set))?;
+        }
+        if self.caught().is_some() {
+            set.store(true, Ordering::SeqCst);
         }
         Ok(set)
     }
@@ -119,6 +123,12 @@ impl Signals {
         let is_it = |signal: &Signal| signal.number() as usize == number;
         Signal::ALL.into_iter().find(is_it)
     }
+}
+
+/// The numbers of the signals to catch.
+fn wanted() -> impl Iterator<Item = i32> {
+    let numbers = Signal::ALL.into_iter().map(Signal::number);
+    numbers.filter(|number| *number != SIGHUP as i32 || !is_ignored(*number))
 }
 
 /// Whether the process ignores the signal `number`: `SigIgn` of proc(5).

@@ -5,7 +5,8 @@
 //! <!--figures thp.call.* thp.kept_percent-->                    a block: a table
 //! <!--/figures-->
 //! ```
-//! A block names ids; `*` at the end of one stands for the rest. Its rows are in that order.
+//! A block names ids; `*` at the end of one stands for the rest. Its rows are in that order. `id@16`
+//! is the figure of hosts with 16 cores; without a number, of hosts with two.
 
 use std::fmt::Write;
 
@@ -62,7 +63,8 @@ fn in_line(line: &str, runs: &Runs, problem: &mut impl FnMut(String)) -> String 
             problem(format!("a marker has no end: {INLINE_END}"));
             break;
         };
-        let new = runs.figure(id).map(|figure| {
+        let (plain, runs) = on_host(id, runs);
+        let new = runs.figure(plain).map(|figure| {
             let [value, low, high] = [figure.value, figure.low, figure.high].map(digits);
             format!("{value} [{low} .. {high}]")
         });
@@ -81,19 +83,27 @@ fn in_line(line: &str, runs: &Runs, problem: &mut impl FnMut(String)) -> String 
 fn table(wanted: &str, runs: &Runs) -> Result<String, String> {
     let mut rows = vec![HEADS.map(str::to_owned)];
     for word in wanted.split_whitespace() {
-        let ids = match word.strip_suffix('*') {
+        let (plain, runs) = on_host(word, runs);
+        let ids = match plain.strip_suffix('*') {
             Some(prefix) => runs.ids(prefix),
-            None => vec![word],
+            None => vec![plain],
         };
         if ids.is_empty() {
             return Err(format!("no run has {word}"));
         }
         for id in ids {
             let figure = runs.figure(id).ok_or(format!("no run has {id}"))?;
-            rows.push(row(id, &figure));
+            let cores = word.split_once('@').map(|(_, cores)| format!("@{cores}"));
+            rows.push(row(&(id.to_owned() + &cores.unwrap_or_default()), &figure));
         }
     }
     Ok(format!("```text\n{}```\n", aligned(&rows)))
+}
+
+/// An id without its number of cores, and the runs on hosts with so many.
+fn on_host<'w>(word: &'w str, runs: &Runs) -> (&'w str, Runs) {
+    let (id, cores) = word.split_once('@').unwrap_or((word, "2"));
+    (id, runs.on(cores))
 }
 
 const HEADS: [&str; 9] = [
@@ -164,24 +174,28 @@ mod tests {
 
     fn runs() -> Runs {
         Runs::parse(
-            r#"{"runs":[{"commit":"abcdef1","date":"2026-11-24","host":"H","command":"C",
+            r#"{"runs":[{"commit":"abcdef1","date":"2026-11-24","host":"H, 2 cores, L","command":"C",
             "results":[
             {"id":"a.b","value":2.0,"min":1.5,"max":2.5,"runs":6,"unit":"x","bar":1.2,"met":true},
             {"id":"a.c.d","value":120.4,"min":100,"max":130,"runs":6,"unit":"us"},
             {"id":"a.c.e","value":0.5,"min":0.4,"max":0.6,"runs":6,"unit":"%","bar":0.5,
              "met":false,"simulated":true},
-            {"id":"a.f","value":1,"min":0.9,"max":1.1,"runs":6,"unit":"x","bar":1.0}]}]}"#,
+            {"id":"a.f","value":1,"min":0.9,"max":1.1,"runs":6,"unit":"x","bar":1.0}]},
+            {"commit":"abcdef1","date":"2026-11-24","host":"H, 16 cores, L","command":"C",
+            "results":[{"id":"a.b","value":7.0,"min":6,"max":8,"runs":6,"unit":"x"}]}]}"#,
         )
         .unwrap()
     }
 
     #[test]
     fn markers_in_a_line_get_value_and_range() {
-        let text = "It is <!--= a.b-->old<!--/--> and <!--= a.c.d--><!--/-->.\nNo marker.\n";
+        let text = "It is <!--= a.b-->old<!--/--> and <!--= a.c.d--><!--/-->.\nNo marker.\n\
+                    <!--= a.b@16--><!--/--> with 16 cores.\n";
         let (new, problems) = renewed(text, &runs());
         assert_eq!(problems, []);
         let expected = "It is <!--= a.b-->2.00 [1.50 .. 2.50]<!--/--> and \
-                        <!--= a.c.d-->120 [100 .. 130]<!--/-->.\nNo marker.\n";
+                        <!--= a.c.d-->120 [100 .. 130]<!--/-->.\nNo marker.\n\
+                        <!--= a.b@16-->7.00 [6.00 .. 8.00]<!--/--> with 16 cores.\n";
         assert_eq!(new, expected);
         assert_eq!(renewed(&new, &runs()).0, new);
     }

@@ -8,7 +8,8 @@
 //! ]}
 //! ```
 //! A run is in the order of measuring, and the runs are in the order of their adding. A change of
-//! the code may change a figure, so a figure comes from all runs of the newest commit that has it.
+//! the code may change a figure, so a figure comes from all runs of the newest commit that has it,
+//! on the host of its newest run.
 //! Its value is the median of their medians. Its range goes from the lowest lower end to the
 //! highest upper end.
 
@@ -122,6 +123,14 @@ impl Runs {
         Self::parse(&self.to_json()).map(drop)
     }
 
+    /// The runs on hosts with so many cores.
+    pub fn on(&self, cores: &str) -> Self {
+        let host = format!(", {cores} cores,");
+        let runs = self.0.iter();
+        let runs = runs.filter(|run| about(run, "host").contains(&host));
+        Self(runs.cloned().collect())
+    }
+
     /// The measured commits.
     pub fn commits(&self) -> impl Iterator<Item = &str> {
         let mut commits: Vec<&str> = self.0.iter().map(|run| about(run, "commit")).collect();
@@ -152,7 +161,9 @@ impl Runs {
         let all: Vec<(&Value, &Value)> = all.collect();
         let (newest, last) = *all.last()?;
         let commit = about(newest, "commit");
-        let same = all.iter().filter(|(run, _)| about(run, "commit") == commit);
+        let same = all.iter().filter(|(run, _)| {
+            ["commit", "host"].map(|name| about(run, name)) == [commit, about(newest, "host")]
+        });
         let same: Vec<&Value> = same.map(|(_, result)| *result).collect();
         let numbers = |name: &str| -> Vec<f64> {
             let mut all: Vec<f64> = same.iter().filter_map(|one| one[name].as_f64()).collect();

@@ -6,6 +6,7 @@
 #![cfg(target_arch = "x86_64")]
 
 use crate::support;
+use crate::support::is_intel;
 
 use fastrand::Rng;
 use iced_x86::code_asm::*;
@@ -339,6 +340,8 @@ fn is_undefined(i: &Instruction, before: &State) -> bool {
         Code::Shld_rm16_r16_imm8 | Code::Shrd_rm16_r16_imm8 => count & 31 > 16,
         Code::Shld_rm16_r16_CL | Code::Shrd_rm16_r16_CL => count & 31 > 16,
         Code::Bswap_r16 => true,
+        // With REX.B it exchanges registers on a processor of AMD, and nothing on one of Intel.
+        Code::Pause => is_intel(),
         _ => false,
     }
 }
@@ -427,7 +430,8 @@ fn compare(machine: &mut Machine, native: &Native, instruction: &[u8], before: &
     assert_eq!(ours, *theirs, "{instruction:02x?}, before: {before:x?}");
 }
 
-/// 90 is NOP, PAUSE or XCHG with RAX by its prefixes. FWAIT does nothing without an FPU.
+/// 90 is NOP, PAUSE or XCHG with RAX by its prefixes. FWAIT does nothing without an FPU. F3 before
+/// REX.B and 90 is PAUSE on a processor of Intel; ours is AMD's, with XCHG.
 #[test]
 fn what_is_no_operation_agrees_with_the_processor() {
     let (native, mut machine) = (Native::new(), Machine::new(16 << 20));
@@ -447,6 +451,10 @@ fn what_is_no_operation_agrees_with_the_processor() {
             for opcode in [0x90, 0x9b] {
                 let instruction: Vec<u8> =
                     legacy.iter().copied().chain(rex).chain([opcode]).collect();
+                let is_extended = rex.is_some_and(|rex| rex & 1 == 1);
+                if is_intel() && is_extended && opcode == 0x90 && legacy.contains(&0xf3) {
+                    continue;
+                }
                 compare(&mut machine, &native, &instruction, &before);
             }
         }

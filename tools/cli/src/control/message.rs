@@ -4,7 +4,7 @@ use super::migration::{Arriving, Migrated, Moving};
 use crate::args::{Compress, TlsFiles};
 use crate::exit::Exit;
 use crate::sample::Pages;
-use lacuna_machine::ErrorKind;
+use lacuna_machine::{Ending, ErrorKind};
 use lacuna_migrate::stream::Mode;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -221,6 +221,17 @@ impl Refused {
         };
         let text = text.to_string();
         Self { kind, text }
+    }
+
+    /// The run has ended meanwhile. `what` says so, and what was not done yet.
+    pub fn ended(what: &str, ending: &Ending) -> Self {
+        let kind = match ending {
+            Ending::Stopped => ErrorKind::Cancelled,
+            Ending::Exited(_) | Ending::PoweredOff | Ending::Reset => ErrorKind::Request,
+            Ending::Shutdown(_) => ErrorKind::Guest,
+            Ending::Failed(error) => error.kind(),
+        };
+        Self::of(kind, &format!("{what}: {ending}"))
     }
 
     /// The exit code of the requesting command.

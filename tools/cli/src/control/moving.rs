@@ -214,7 +214,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 Wanted::End => {
                     drop(outgoing);
                     *self.phase() = Phase::Runs;
-                    return Err(Refused::request(format!("the run has ended: {text}")));
+                    return Err(Refused::of(
+                        ErrorKind::Cancelled,
+                        &format!("the run has ended: {text}"),
+                    ));
                 }
                 Wanted::Keep => {
                     self.actions.set_needed(false);
@@ -224,7 +227,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                     *self.phase() = Phase::Runs;
                     migration.has_kept();
                     let text = "the guest has not moved: a client has decided to keep it here";
-                    return Err(Refused::request(text));
+                    return Err(Refused::of(ErrorKind::Cancelled, &text));
                 }
                 Wanted::Cancel => {
                     self.actions.set_needed(false);
@@ -300,8 +303,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// off.
     fn unwanted(&self, migration: &OutgoingMigration) -> Option<Refused> {
         if let Some(ending) = self.guest.devices.ending() {
-            let text = format!("the run has ended before the guest moved: {ending}");
-            return Some(Refused::of(ErrorKind::Cancelled, &text));
+            let what = "the run has ended before the guest moved";
+            return Some(Refused::ended(what, ending));
         }
         let text = "the migration was cancelled: the guest keeps running here";
         migration

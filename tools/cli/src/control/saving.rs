@@ -164,9 +164,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// Why there is no snapshot.
     fn not_saved(&self, why: &MigrateError) -> Refused {
         match self.guest.devices.ending() {
-            Some(ending) => Refused::request(format!(
-                "the run has ended before the snapshot was whole: {ending}"
-            )),
+            Some(ending) => {
+                Refused::ended("the run has ended before the snapshot was whole", ending)
+            }
             None => refusal(why),
         }
     }

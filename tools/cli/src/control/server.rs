@@ -28,7 +28,7 @@ const UNREAD: Duration = Duration::from_secs(1);
 
 /// Answers the requests of clients.
 pub trait Answers: Sync {
-    /// Does what `request` says. Meanwhile `tell` gets messages of progress; it returns `Break`
+    /// Does what `request` says. Meanwhile `send` gets messages of progress; it returns `Break`
     /// when the client has disconnected.
     fn answer(&self, request: Request, send: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer;
 
@@ -166,7 +166,8 @@ impl<'a> ControlSocket<'a> {
         guest: &'scope impl Answers,
         open: &mut Vec<Open<'scope>>,
     ) {
-        open.retain(|open: &Open<'_>| !open.thread.is_finished());
+        // A connection that its thread has handed over is finished too, and kept.
+        open.retain(|open: &Open<'_>| !open.thread.is_finished() || self.phase() == HANDS_OVER);
         // On Linux an accepted connection does not inherit the listener's mode.
         let _ = stream.set_write_timeout(Some(UNREAD));
         if open.len() >= CLIENTS {

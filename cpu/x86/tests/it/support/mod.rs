@@ -19,7 +19,7 @@ use lacuna_sync::{Qsbr, VirtualClock};
 use lacuna_x86::{ApicBus, Cpu, Exit, Regs, System};
 use std::alloc::Layout;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 pub const CODE: u64 = 0x40_0000;
 pub const DATA: u64 = 0x80_0000;
@@ -27,6 +27,16 @@ pub const STACK: u64 = DATA + 0x8000;
 
 /// Frames of a 2 MiB block.
 const BLOCK: u64 = 512;
+
+/// Whether this host's processor is Intel's. Where the processors of AMD and Intel differ, ours is
+/// as AMD's.
+pub fn is_intel() -> bool {
+    static IS_INTEL: LazyLock<bool> = LazyLock::new(|| {
+        let processors = std::fs::read_to_string("/proc/cpuinfo").expect("procfs");
+        processors.contains("GenuineIntel")
+    });
+    *IS_INTEL
+}
 
 /// Flat guest memory, in huge pages if the host has them.
 pub struct Flat {

@@ -58,6 +58,7 @@ fn a_peer_that_accepts_nothing_does_not_hold_the_run() {
         while !answer["progress"].is_null() {
             answer = asking.answer();
         }
+        assert_eq!(answer["error"]["kind"], "cancelled", "{answer}");
         let text = answer["error"]["text"].as_str().unwrap();
         let told = match command {
             "cancel" => "was cancelled: the guest keeps running here",

@@ -220,6 +220,7 @@ fn the_end_of_a_run_cancels_its_snapshot() {
         if let Some(text) = answer["error"]["text"].as_str() {
             let told = "the run has ended before the snapshot was whole: ";
             assert!(text.starts_with(told), "{text}");
+            assert_eq!(answer["error"]["kind"], "cancelled", "{answer}");
             return;
         }
     }

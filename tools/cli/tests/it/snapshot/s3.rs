@@ -72,6 +72,7 @@ impl Server {
         vec![
             ("AWS_ENDPOINT_URL", endpoint),
             ("AWS_ALLOW_HTTP", "true".into()),
+            ("NO_PROXY", "localhost".into()),
             ("AWS_ACCESS_KEY_ID", "id".into()),
             ("AWS_SECRET_ACCESS_KEY", "key".into()),
         ]
