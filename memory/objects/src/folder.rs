@@ -105,7 +105,8 @@ impl Objects {
     }
 
     /// The objects below `url`: `file:///folder`, or with the feature `s3` a store with S3's
-    /// protocol, `s3://bucket/prefix`. The environment has the store's settings.
+    /// protocol, `s3://bucket/prefix`. The environment has the store's settings. For S3 this
+    /// installs `ring` as the process's provider of `rustls`, unless there is one.
     ///
     /// # Errors
     /// [`ObjectsError`].

@@ -256,7 +256,19 @@ impl std::fmt::Display for TryError {
                 f,
                 "the object was replaced after the guest was started from it: {error}"
             ),
-            Self::Store(error) => error.fmt(f),
+            Self::Store(error) => {
+                error.fmt(f)?;
+                // Such as a certificate that is not trusted: the error itself says only that the
+                // request failed.
+                let mut cause: &dyn std::error::Error = error;
+                while let Some(next) = cause.source() {
+                    cause = next;
+                }
+                match cause.to_string() {
+                    said if error.to_string().contains(&said) => Ok(()),
+                    unsaid => write!(f, ": {unsaid}"),
+                }
+            }
         }
     }
 }

@@ -304,7 +304,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     fn unwanted(&self, migration: &OutgoingMigration) -> Option<Refused> {
         if let Some(ending) = self.guest.devices.ending() {
             let what = "the run has ended before the guest moved";
-            return Some(Refused::ended(what, ending));
+            return Some(Refused::ended(what, &ending));
         }
         let text = "the migration was cancelled: the guest keeps running here";
         migration

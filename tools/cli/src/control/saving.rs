@@ -165,7 +165,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     fn not_saved(&self, why: &MigrateError) -> Refused {
         match self.guest.devices.ending() {
             Some(ending) => {
-                Refused::ended("the run has ended before the snapshot was whole", ending)
+                Refused::ended("the run has ended before the snapshot was whole", &ending)
             }
             None => refusal(why),
         }

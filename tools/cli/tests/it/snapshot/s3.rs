@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// A guest that checks its memory for some seconds, and ends.
-const VERIFY: &str = "run verify --memory 6M --resident 3M --append rounds=1000";
+const VERIFY: &str = "run verify --memory 6M --resident 3M --append rounds=60";
 
 /// The server, with an empty bucket called `bucket`.
 struct Server {
@@ -94,7 +94,7 @@ impl Server {
         let first = save("s3://bucket/first --track");
         let second = save("s3://bucket/second --base s3://bucket/first");
         assert!(first["saved"]["pages"].as_u64() > Some(0), "{first}");
-        assert_eq!(second["saved"]["base"], "s3://bucket/first", "{second}");
+        assert!(second["saved"]["pages"].as_u64() > Some(0), "{second}");
         assert_eq!(guest.end().0, 0);
     }
 }
@@ -113,11 +113,12 @@ fn succeeds(words: &str, settings: &[(&str, String)]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-fn fails(words: &str, settings: &[(&str, String)]) -> String {
-    let output = lacuna_with(words, settings);
+/// Restores what is not there. The exit code, and stderr.
+fn fails(bucket: &str, settings: &[(&str, String)]) -> (Option<i32>, String) {
+    let words = format!("snapshot restore s3://{bucket}/none --quiet");
+    let output = lacuna_with(&words, settings);
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(3), "{words}: {errors}");
-    errors
+    (output.status.code(), errors)
 }
 
 #[test]
@@ -161,16 +162,17 @@ fn a_store_is_away_for_a_while() {
 #[test]
 fn what_is_wrong_is_said() {
     let server = Server::start();
-    let restore = "snapshot restore s3://bucket/none --quiet";
-    let errors = fails(restore, &server.settings());
-    assert!(errors.contains("s3://bucket/none/checksums"), "{errors}");
-    let errors = fails(&restore.replace("bucket", "pail"), &server.settings());
-    assert!(errors.contains("s3://pail/none/checksums"), "{errors}");
+    for bucket in ["bucket", "pail"] {
+        let (code, errors) = fails(bucket, &server.settings());
+        assert_eq!(code, Some(2), "{errors}");
+        let object = format!("s3://{bucket}/none/checksums");
+        assert!(errors.contains(&object), "{errors}");
+    }
     let mut settings = server.settings();
     settings.retain(|(name, _)| *name != "AWS_ALLOW_HTTP");
-    let errors = fails(restore, &settings);
-    assert!(errors.contains("AWS_ALLOW_HTTP"), "{errors}");
-    drop(server);
+    let (code, errors) = fails("bucket", &settings);
+    assert_eq!(code, Some(3), "{errors}");
+    assert!(errors.contains("URL scheme is not allowed"), "{errors}");
 }
 
 /// The certificate of the server is checked against the authorities of the host, which
@@ -179,10 +181,10 @@ fn what_is_wrong_is_said() {
 fn over_tls() {
     let server = Server::over_tls();
     let mut settings = server.settings();
-    let restore = "snapshot restore s3://bucket/none --quiet";
-    let errors = fails(restore, &settings);
+    let (code, errors) = fails("bucket", &settings);
+    assert_eq!(code, Some(3), "{errors}");
     assert!(errors.contains("certificate"), "{errors}");
     settings.push(("SSL_CERT_FILE", format!("{CERTIFICATES}/authority.pem")));
-    let errors = fails(restore, &settings);
-    assert!(errors.contains("NoSuchBucket"), "{errors}");
+    let (code, errors) = fails("bucket", &settings);
+    assert_eq!(code, Some(2), "{errors}");
 }
