@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     const JSON: &str = r#"{"runs":[
-{"commit":"abcdef1","date":"2026-11-24","host":"H, 2 cores, L","command":"lacuna lab base","results":[
+{"commit":"abcdef1","date":"2026-11-24","host":"H, 2 cores, L","command":"lab base","results":[
 {"id":"a.b","value":2.0,"min":1.5,"max":2.5,"runs":6,"unit":"x","better":"higher"}
 ]}
 ]}

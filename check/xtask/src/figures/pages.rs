@@ -5,8 +5,8 @@
 //! <!--figures thp.call.* thp.kept_percent-->                    a block: a table
 //! <!--/figures-->
 //! ```
-//! A block names ids; `*` at the end of one stands for the rest. Its rows are in that order. `id@16`
-//! is the figure of hosts with 16 cores; without a number, of hosts with two.
+//! A block names ids; `*` at the end of one stands for the rest. Its rows are in that order.
+//! `id@16` is the figure of hosts with 16 cores; without a number, of hosts with two.
 
 use std::fmt::Write;
 
@@ -174,8 +174,8 @@ mod tests {
 
     fn runs() -> Runs {
         Runs::parse(
-            r#"{"runs":[{"commit":"abcdef1","date":"2026-11-24","host":"H, 2 cores, L","command":"C",
-            "results":[
+            r#"{"runs":[{"commit":"abcdef1","date":"2026-11-24","host":"H, 2 cores, L",
+            "command":"C","results":[
             {"id":"a.b","value":2.0,"min":1.5,"max":2.5,"runs":6,"unit":"x","bar":1.2,"met":true},
             {"id":"a.c.d","value":120.4,"min":100,"max":130,"runs":6,"unit":"us"},
             {"id":"a.c.e","value":0.5,"min":0.4,"max":0.6,"runs":6,"unit":"%","bar":0.5,

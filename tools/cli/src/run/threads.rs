@@ -51,11 +51,8 @@ where
     let control = job.control.as_ref();
     let controlled = control.map(|socket| {
         let (actions, pages) = (socket.actions(), job.pages.clone());
-        let incoming_guest = incoming_guest(job).map(Arc::clone);
-        (
-            socket,
-            Controlled::new(controls, actions, incoming_guest, pages),
-        )
+        let incoming = incoming_guest(job).map(Arc::clone);
+        (socket, Controlled::new(controls, actions, incoming, pages))
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
     let attended = Attended::default();
