@@ -182,7 +182,8 @@ pub(crate) fn next(budget: &Budget, throttle: &mut Throttle, done: &[Round], lef
     };
     let rest = rest_takes(done, left);
     let fits = rest <= budget.downtime;
-    // The guest writes few pages while as many are copied: another round makes its pause shorter.
+    // A round leaves less than half of the pages that it copies: another one makes the downtime
+    // shorter.
     let is_worth_it = 2 * left < last.pages && rest > budget.downtime / SHORT;
     if fits && !is_worth_it || done.len() as u32 >= budget.rounds {
         return Next::Pause;

@@ -197,7 +197,7 @@ struct Timed {
 
 impl PageRequester for Timed {
     fn answer(&self, _key: u64, content: Result<&[u8; PAGE_SIZE], Failure<'_>>) -> Answer {
-        // A request that was answered is dropped as one that fails.
+        // The end of a request calls this with a failure, also after an answer.
         if self.is_answered.swap(true, Ordering::Relaxed) {
             return Answer::Late;
         }

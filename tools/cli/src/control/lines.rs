@@ -1,4 +1,4 @@
-//! The lines of a connection to the control socket, and the requests that they are.
+//! The lines of a connection to the control socket, parsed as requests.
 
 use super::message::{LINE_MAX, Request};
 use std::io::{self, Read as _};
@@ -16,7 +16,7 @@ pub(super) enum Line {
 /// The lines of a connection.
 pub(super) struct Lines {
     stream: UnixStream,
-    /// What was read, and is no line yet.
+    /// The bytes after the last whole line.
     bytes: Vec<u8>,
     /// The client sends no more.
     is_over: bool,

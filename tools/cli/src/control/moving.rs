@@ -103,7 +103,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
             let mover = named.spawn_scoped(scope, || {
                 let moved = match take() {
                     None => self.send(&migration, order),
-                    Some(Undecided { outgoing, .. }) => self.give(&migration, order, outgoing),
+                    Some(Undecided { outgoing, .. }) => {
+                        self.continue_handed_over(&migration, order, outgoing)
+                    }
                 };
                 migration.settle();
                 client.unpark();
@@ -179,7 +181,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     }
 
     /// Continues with a guest that an earlier request has handed over.
-    fn give(
+    fn continue_handed_over(
         &self,
         migration: &OutgoingMigration,
         order: &Order,

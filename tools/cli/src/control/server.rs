@@ -115,8 +115,8 @@ impl<'a> ControlSocket<'a> {
             }
             if self.phase() == OVER {
                 for Open { stream, .. } in &open {
-                    // The connection's thread reads no further request, and ends after an answer
-                    // that it is about to write. The call fails only if the client has closed the
+                    // The connection's thread reads no further bytes, and ends after its answers to
+                    // the lines that it has. The call fails only if the client has closed the
                     // connection before.
                     let _ = stream.shutdown(Shutdown::Read);
                 }

@@ -31,7 +31,7 @@ const INTERRUPTED: u8 = 2;
 /// The run is over, and so is the thread.
 const OVER: u8 = 3;
 
-/// What the thread and the run know of each other.
+/// The state that the attending thread and the run share.
 #[derive(Default)]
 pub(super) struct Attended {
     phase: AtomicU8,
