@@ -71,8 +71,9 @@ pub struct Signals {
 
 impl Signals {
     /// Installs handlers for every [`Signal`]. The first signal sets `stop`; a signal that finds
-    /// `stop` set, by a signal or by the caller, ends the process. The process has no other thread
-    /// yet: a signal that comes meanwhile waits until its handler is complete.
+    /// `stop` set, by a signal or by the caller, ends the process. No other thread runs yet, except
+    /// a main thread that waits for this one. A signal that comes meanwhile waits until its handler
+    /// is complete.
     ///
     /// # Errors
     /// The kernel refuses a handler.
@@ -82,8 +83,8 @@ impl Signals {
         let signals = Self::default();
         let registered = signals.register(stop);
         before.thread_set_mask()?;
-        // With a small stack, the main thread only waits for this one, and its signals are not
-        // blocked: one that came before its last action was registered has not set `stop`.
+        // A waiting main thread does not block signals. A signal that it took before the last
+        // action was registered has not set `stop`.
         if signals.caught().is_some() {
             stop.store(true, Ordering::SeqCst);
         }

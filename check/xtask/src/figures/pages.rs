@@ -63,8 +63,8 @@ fn in_line(line: &str, runs: &Runs, problem: &mut impl FnMut(String)) -> String 
             problem(format!("a marker has no end: {INLINE_END}"));
             break;
         };
-        let (plain, runs) = on_host(id, runs);
-        let new = runs.figure(plain).map(|figure| {
+        let (plain, cores) = on_host(id);
+        let new = runs.figure(plain, cores).map(|figure| {
             let [value, low, high] = [figure.value, figure.low, figure.high].map(digits);
             format!("{value} [{low} .. {high}]")
         });
@@ -83,27 +83,27 @@ fn in_line(line: &str, runs: &Runs, problem: &mut impl FnMut(String)) -> String 
 fn table(wanted: &str, runs: &Runs) -> Result<String, String> {
     let mut rows = vec![HEADS.map(str::to_owned)];
     for word in wanted.split_whitespace() {
-        let (plain, runs) = on_host(word, runs);
+        let (plain, cores) = on_host(word);
+        let host = &word[plain.len()..];
         let ids = match plain.strip_suffix('*') {
-            Some(prefix) => runs.ids(prefix),
+            Some(prefix) => runs.ids(prefix, cores),
             None => vec![plain],
         };
         if ids.is_empty() {
             return Err(format!("no run has {word}"));
         }
         for id in ids {
-            let figure = runs.figure(id).ok_or(format!("no run has {id}"))?;
-            let cores = word.split_once('@').map(|(_, cores)| format!("@{cores}"));
-            rows.push(row(&(id.to_owned() + &cores.unwrap_or_default()), &figure));
+            let name = format!("{id}{host}");
+            let figure = runs.figure(id, cores);
+            rows.push(row(&name, &figure.ok_or(format!("no run has {name}"))?));
         }
     }
     Ok(format!("```text\n{}```\n", aligned(&rows)))
 }
 
-/// An id without its number of cores, and the runs on hosts with so many.
-fn on_host<'w>(word: &'w str, runs: &Runs) -> (&'w str, Runs) {
-    let (id, cores) = word.split_once('@').unwrap_or((word, "2"));
-    (id, runs.on(cores))
+/// An id without its host, and the host's number of cores.
+fn on_host(word: &str) -> (&str, &str) {
+    word.split_once('@').unwrap_or((word, "2"))
 }
 
 const HEADS: [&str; 9] = [

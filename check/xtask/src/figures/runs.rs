@@ -124,11 +124,10 @@ impl Runs {
     }
 
     /// The runs on hosts with so many cores.
-    pub fn on(&self, cores: &str) -> Self {
+    fn on(&self, cores: &str) -> impl DoubleEndedIterator<Item = &Value> {
         let host = format!(", {cores} cores,");
         let runs = self.0.iter();
-        let runs = runs.filter(|run| about(run, "host").contains(&host));
-        Self(runs.cloned().collect())
+        runs.filter(move |run| about(run, "host").contains(&host))
     }
 
     /// The measured commits.
@@ -140,9 +139,9 @@ impl Runs {
     }
 
     /// The ids that begin with `prefix`, in the order of measuring of the newest run that has them.
-    pub fn ids(&self, prefix: &str) -> Vec<&str> {
+    pub fn ids(&self, prefix: &str, cores: &str) -> Vec<&str> {
         let mut found: Vec<&str> = Vec::new();
-        for run in self.0.iter().rev() {
+        for run in self.on(cores).rev() {
             let ids = results(run).map(|result| about(result, "id"));
             let new: Vec<&str> = ids
                 .filter(|id| id.starts_with(prefix) && !found.contains(id))
@@ -153,8 +152,8 @@ impl Runs {
     }
 
     /// The figure named `id`.
-    pub fn figure(&self, id: &str) -> Option<Figure> {
-        let all = self.0.iter().flat_map(|run| {
+    pub fn figure(&self, id: &str, cores: &str) -> Option<Figure> {
+        let all = self.on(cores).flat_map(|run| {
             let own = results(run).filter(|result| about(result, "id") == id);
             own.map(move |result| (run, result))
         });
@@ -249,21 +248,25 @@ mod tests {
         for value in [9.0, 4.0, 8.0] {
             runs.add(&report(value, value > 5.0), "abcdef1").unwrap();
         }
-        let figure = runs.figure("thp.call").unwrap();
+        let figure = runs.figure("thp.call", "2").unwrap();
         assert_eq!((figure.value, figure.low, figure.high), (8.0, 3.0, 10.0));
         assert_eq!((figure.runs, figure.rounds), (3, 45));
         assert_eq!((figure.bar, figure.met), (Some(5.0), Some(false)));
         runs.add(&report(20.0, true), "abcdef2").unwrap();
-        let figure = runs.figure("thp.call").unwrap();
+        let figure = runs.figure("thp.call", "2").unwrap();
         assert_eq!(
             (figure.value, figure.runs),
             (20.0, 1),
             "the newest commit's"
         );
         assert_eq!((&*figure.commit, figure.met), ("abcdef2", Some(true)));
+        let elsewhere = report(30.0, true).replace("Some CPU", "Another CPU");
+        runs.add(&elsewhere, "abcdef2").unwrap();
+        let figure = runs.figure("thp.call", "2").unwrap();
+        assert_eq!((figure.value, figure.runs), (30.0, 1), "the newest host's");
         assert_eq!(runs.commits().collect::<Vec<_>>(), ["abcdef1", "abcdef2"]);
-        assert_eq!(runs.ids("thp."), ["thp.call"]);
-        assert_eq!(runs.figure("thp.gone"), None);
+        assert_eq!(runs.ids("thp.", "2"), ["thp.call"]);
+        assert_eq!(runs.figure("thp.gone", "2"), None);
     }
 
     #[test]

@@ -151,7 +151,7 @@ fn a_store_is_away_for_a_while() {
             break;
         }
         assert_eq!(status["status"]["state"], "running", "{status}");
-        assert!(Instant::now() < deadline, "no outage is told: {status}");
+        assert!(Instant::now() < deadline, "no outage is reported: {status}");
         std::thread::sleep(Duration::from_millis(100));
     }
     server.send(Signal::CONT);
