@@ -174,14 +174,6 @@ impl Objects {
     }
 }
 
-/// The path in a `file:///` URL; `None` for another text.
-pub fn local_path(url: &str) -> Option<PathBuf> {
-    let parsed = Url::parse(url).ok()?;
-    (parsed.scheme() == "file")
-        .then(|| parsed.to_file_path().ok())
-        .flatten()
-}
-
 /// The store of a bucket. Its own retries are short, because this crate tries again.
 #[cfg(feature = "s3")]
 fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, object_store::Error> {

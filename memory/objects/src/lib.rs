@@ -59,5 +59,5 @@ mod folder;
 mod place;
 mod write;
 
-pub use folder::{Objects, ObjectsError, Options, local_path};
+pub use folder::{Objects, ObjectsError, Options};
 pub use object_store;

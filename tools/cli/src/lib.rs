@@ -42,4 +42,5 @@ pub mod signals;
 pub mod size;
 pub mod snapshot;
 pub mod socket;
+mod store;
 pub mod transport;

@@ -7,11 +7,11 @@ use crate::exit::Exit;
 use crate::output::{check_target, write_result};
 use crate::pages::Restoring;
 use crate::run::{Lazy, Record, Refusal, Start, catch_signals, exit_of, run_from};
+use crate::store::{self, url};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::time;
 use lacuna_lab::result::SCHEMA;
 use lacuna_migrate::{MigrateError, Snapshot, Touches};
-use lacuna_objects::{Objects, ObjectsError, Options};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -83,11 +83,6 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
     Ok(Exit::Done)
 }
 
-/// `path` as a URL, if it is one.
-pub(crate) fn url(path: &Path) -> Option<&str> {
-    path.to_str().filter(|text| text.contains("://"))
-}
-
 /// The place of a snapshot, as the VM takes it.
 fn place(path: &Path) -> Result<PathBuf, Refusal> {
     match url(path) {
@@ -138,24 +133,11 @@ fn open(args: &RestoreArgs, interrupt: &Arc<AtomicBool>) -> Result<Snapshot, Ref
     let opened = match url(&args.folder) {
         None => Snapshot::open(&args.folder),
         Some(url) => {
-            let options = Options {
-                patience: Patience::of_threads(args.patience),
-                ..Options::default()
-            };
-            let objects = Objects::open(url, options);
-            let objects = objects.map_err(|error| (exit(&error), error.to_string()))?;
-            Snapshot::open_in(Arc::new(objects.interrupted_by(interrupt)))
+            let patience = Patience::of_threads(args.patience);
+            Snapshot::open_in(store::open(url, patience, interrupt)?)
         }
     };
     opened.map_err(|error| refusal(&error))
-}
-
-/// How the command ends without an object store.
-fn exit(error: &ObjectsError) -> Exit {
-    match error {
-        ObjectsError::Threads(_) => Exit::Host,
-        _ => Exit::Usage,
-    }
 }
 
 /// How long first touches are recorded.

@@ -57,8 +57,8 @@ pub struct SaveArgs {
 #[derive(Clone, PartialEq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct RestoreArgs {
-    /// The snapshot: a folder of lacuna snapshot save, or the URL of one in an object store, such
-    /// as file:///folder or (in builds with the feature s3) s3://bucket/folder
+    /// The snapshot: a folder of lacuna snapshot save, or in builds with the feature s3 the URL of
+    /// one in an object store, s3://bucket/folder
     pub folder: PathBuf,
     /// Start the guest at once: pages are read when it needs them, and in the background. The
     /// snapshot must stay until all are read

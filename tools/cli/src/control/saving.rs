@@ -2,13 +2,9 @@
 
 use super::controlled::{Controlled, PROGRESS, Phase, budget, refusal};
 use super::message::{Answer, Progress, Refused, Saved, Saving, State};
-use crate::snapshot::url;
+use crate::store::{self, url};
 use lacuna_machine::{ErrorKind, Vm};
-use lacuna_migrate::{
-    Budget, MigrateError, PausedGuest, Store, Target, Tracked, When, save, save_paused,
-};
-use lacuna_objects::{Objects, ObjectsError, Options, local_path};
-use std::fs::File;
+use lacuna_migrate::{Budget, MigrateError, PausedGuest, Target, Tracked, When, save, save_paused};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -87,20 +83,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let Some(url) = url(&plan.path) else {
             return self.save(plan, Target::Folder(&plan.path), paused, gone);
         };
-        let objects = Objects::open(url, Options::default()).map_err(|error| {
-            let kind = match error {
-                ObjectsError::Threads(_) => ErrorKind::Host,
-                _ => ErrorKind::Request,
-            };
-            Refused::of(kind, &error.to_string())
-        })?;
-        let objects = objects.interrupted_by(gone);
-        let store = Store {
-            folder: &objects,
-            put: &|name: &str, file: &File| objects.put(name, file),
-            remove: &|name: &str| objects.remove(name),
-        };
-        self.save(plan, Target::Store(store), paused, gone)
+        store::with(url, gone, |store| {
+            self.save(plan, Target::Store(store), paused, gone)
+        })
     }
 
     fn save(
@@ -188,8 +173,6 @@ impl Plan {
         track: bool,
         base: Option<PathBuf>,
     ) -> Result<Self, Refused> {
-        let local = |path: PathBuf| url(&path).and_then(local_path).unwrap_or(path);
-        let (path, base) = (local(path), base.map(local));
         if !path.is_absolute() && url(&path).is_none() {
             let text = format!(
                 "path {:?} is relative, and the VM has a current folder of its own: give the path \

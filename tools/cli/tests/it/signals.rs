@@ -36,7 +36,7 @@ impl Running {
     }
 
     /// A signal that arrives before the command catches it kills the process.
-    fn wait_for_handlers(&self) {
+    pub fn wait_for_handlers(&self) {
         self.wait_until(|| self.catches(Signal::TERM));
     }
 

@@ -2,6 +2,7 @@
 
 use crate::guest::{Guest, LIMIT, lacuna_with};
 use crate::migrate::tls::CERTIFICATES;
+use crate::signals::Running;
 use lacuna_skip::test;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -157,6 +158,27 @@ fn a_store_is_away_for_a_while() {
     server.send(Signal::CONT);
     let (code, json) = guest.end();
     assert_eq!((code, &json["outcome"]), (0, &json!("done")));
+}
+
+/// The first signal ends a restore that waits until it can open its snapshot.
+#[test]
+fn a_signal_ends_a_restore_whose_store_is_away() {
+    let server = Server::start();
+    server.send(Signal::STOP);
+    for lazily in ["", "--lazy"] {
+        let words = format!("snapshot restore s3://bucket/saved --patience forever {lazily}");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+        command.args(words.split_whitespace()).envs(server.settings());
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut restore = Running(command.spawn().unwrap());
+        restore.wait_for_handlers();
+        restore.send(Signal::TERM);
+        assert_eq!(restore.wait().code(), Some(143), "{lazily}");
+        let mut errors = String::new();
+        let mut pipe = restore.0.stderr.take().unwrap();
+        pipe.read_to_string(&mut errors).unwrap();
+        assert!(errors.contains("interrupted by SIGTERM"), "{lazily}: {errors}");
+    }
 }
 
 #[test]

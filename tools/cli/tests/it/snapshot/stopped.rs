@@ -88,26 +88,6 @@ fn saved(folder: &Path, path: &Path) {
     assert_eq!(guest.end().0, 4);
 }
 
-/// The first signal ends a restore that waits until it can open its snapshot.
-#[test]
-fn a_signal_ends_a_restore_whose_store_is_away() {
-    let folder = TempDir::new().unwrap();
-    // A file in place of the folder: the store fails each request, and each is tried again.
-    let store = folder.path().join("store");
-    std::fs::write(&store, "").unwrap();
-    for lazily in ["", "--lazy"] {
-        let store = store.display();
-        let line = format!("snapshot restore file://{store}/saved --patience forever {lazily}");
-        let mut restore = Running::with_errors_to(&line, Stdio::null(), Stdio::piped());
-        restore.send(Signal::TERM);
-        assert_eq!(restore.wait().code(), Some(143), "{lazily}");
-        let errors = BufReader::new(restore.0.stderr.take().unwrap()).lines();
-        let mut errors = errors.map(Result::unwrap);
-        let told = errors.any(|line| line.contains("interrupted by SIGTERM"));
-        assert!(told, "{lazily}");
-    }
-}
-
 /// The snapshot that [`restoring_process`] restores.
 const RESTORES: &str = "LACUNA_TEST_RESTORES";
 /// Its message when it waits for a page.
