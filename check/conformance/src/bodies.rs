@@ -12,6 +12,7 @@ pub mod missing_races;
 pub mod misuse;
 pub mod odd_slots;
 pub mod powers;
+pub mod processors;
 pub mod slots;
 pub mod sources;
 pub mod state;

@@ -1,13 +1,11 @@
 //! One test body per behaviour, for every backend and every architecture of guests.
 //!
-//! A body is a function over [`Backend`], which makes a VM from a description. One line makes all
-//! tests of a backend, a `#[test]` for each body: [`suites!`](crate::suites) for each architecture,
-//! [`suite!`](crate::suite) for one. [`memory_suites!`](crate::memory_suites) is for a backend that
-//! differs from another one only by its memory. A test's name begins with the architecture:
-//! `arm64::exits::a_crash_says_where`.
+//! A body is a function over [`Backend`], which makes a VM from a description.
+//! [`suite!`](crate::suite) makes a `#[test]` for each body on each backend. The test's name is that
+//! of the body, then the backend, then the architecture: `exits::a_crash_says_where::soft_arm64`.
 //!
 //! ```ignore
-//! lacuna_conformance::suites!(lacuna_conformance::Soft::default());
+//! lacuna_conformance::suite! { { soft_x86_64: lacuna_conformance::Soft::default(); } {} }
 //! ```
 //! A body names no architecture. It runs a built-in guest, or writes a small program once with
 //! [`Assembler`](program::Assembler), in instructions that every architecture has. Only a body

@@ -1,64 +1,29 @@
-//! A `#[test]` for each body.
+//! A `#[test]` for each body on each backend.
 
-/// Makes the tests of a backend whose guests may have any architecture: the tests of
-/// [`suite!`](crate::suite), once for each architecture.
-#[macro_export]
-macro_rules! suites {
-    ($backend:expr) => {
-        $crate::suite!(x86_64: $backend.on(::lacuna_machine::Arch::X86_64));
-        $crate::suite!(arm64: $backend.on(::lacuna_machine::Arch::Arm64));
-    };
-}
-
-/// As [`suites!`](crate::suites), for a backend that differs from another one only by its memory.
-/// The slow bodies about vCPUs are only in the other backend's suite: guests that go to the other
-/// backend, that order memory while they move, or that see the host's processor.
-#[macro_export]
-macro_rules! memory_suites {
-    ($backend:expr) => {
-        $crate::suite!(memory x86_64: $backend.on(::lacuna_machine::Arch::X86_64));
-        $crate::suite!(memory arm64: $backend.on(::lacuna_machine::Arch::Arm64));
-    };
-}
-
-/// Makes the tests of a backend: one for each body, named after the body, in a module named after
-/// the architecture.
+/// Makes a test of each body on each backend. The backends in the second braces differ from an
+/// earlier one only by their memory. They leave out slow bodies about vCPUs: guests that go to the
+/// other backend, that order memory while they move, or that see the host's processor.
+///
+/// A test's name begins with its body. So while a guest runs on KVM, where one test runs at a time
+/// ([`Backend::turn`](crate::Backend::turn)), another one runs on soft.
 #[macro_export]
 macro_rules! suite {
-    ($arch:ident: $backend:expr) => {
-        mod $arch {
-            use super::*;
-            $crate::suite!(@common $backend);
-            $crate::suite!(@ $backend;
-                between:
-                    verify_goes_to_the_other_backend_and_back,
-                    bm_goes_to_the_other_backend_and_back,
-                    interrupts_and_registers_go_to_the_other_backend_and_back,
-                    the_common_model_has_its_cpuid;
-                state:
-                    a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
-                    a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
-                    a_guest_with_the_hosts_processor_moves,
-                    verify_moves_through_fresh_vms, litmus_moves_through_fresh_vms,
-                    bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
-            );
-        }
-    };
-    (memory $arch:ident: $backend:expr) => {
-        mod $arch {
-            use super::*;
-            $crate::suite!(@common $backend);
-            $crate::suite!(@ $backend;
-                state:
-                    a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
-                    a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
-                    verify_moves_through_fresh_vms,
-                    bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
-            );
-        }
-    };
-    (@common $backend:expr) => {
-        $crate::suite!(@ $backend;
+    ($whole:tt $memory:tt) => {
+        $crate::suite!(@bodies $whole {};
+            between:
+                verify_goes_to_the_other_backend_and_back,
+                bm_goes_to_the_other_backend_and_back,
+                interrupts_and_registers_go_to_the_other_backend_and_back,
+                the_common_model_has_its_cpuid;
+            processors:
+                a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;
+        );
+        $crate::suite!(@bodies $whole $memory;
+            state:
+                a_vcpu_goes_back_to_a_saved_state, half_an_instruction_is_not_saved,
+                a_damaged_state_is_refused_by_name, a_restored_state_is_saved_again,
+                verify_moves_through_fresh_vms,
+                bm_moves_through_fresh_vms, apfstorm_moves_through_fresh_vms;
             exits:
                 ports_have_every_width, string_ports_device_memory_and_the_exit_port,
                 an_unfinished_line_is_passed_on, device_memory_has_every_width,
@@ -123,17 +88,24 @@ macro_rules! suite {
                 huge_pages_are_allowed_more_often_than_disallowed;
         );
     };
-    (@ $backend:expr; $($module:ident: $($body:ident),+;)+) => {
+    (@bodies $whole:tt $memory:tt; $($module:ident: $($body:ident),+;)+) => {
         $(mod $module {
             use super::*;
-            $(#[::lacuna_skip::test]
-            fn $body() {
-                let backend = $backend;
-                let _turn = $crate::Backend::turn(&backend);
-                if let Err(lacks) = $crate::bodies::$module::$body(&backend) {
-                    ::lacuna_skip::skip(lacks);
-                }
+            $(mod $body {
+                use super::*;
+                $crate::suite!(@on $module $body $whole);
+                $crate::suite!(@on $module $body $memory);
             })+
         })+
+    };
+    (@on $module:ident $body:ident { $($name:ident: $backend:expr;)* }) => {
+        $(#[::lacuna_skip::test]
+        fn $name() {
+            let backend = $backend;
+            let _turn = $crate::Backend::turn(&backend);
+            if let Err(lacks) = $crate::bodies::$module::$body(&backend) {
+                ::lacuna_skip::skip(lacks);
+            }
+        })*
     };
 }

@@ -1,7 +1,7 @@
 //! A seed chooses points at which the whole vCPU states are saved. The guest resumes in a fresh VM
 //! with a fresh host and a fresh clock.
 //!
-//! The environment variable `LACUNA_SAVE_POINTS` is the number of points for each guest, 4 by
+//! The environment variable `LACUNA_SAVE_POINTS` is the number of points for each guest, 2 by
 //! default:
 //!
 //! ```sh
@@ -212,7 +212,7 @@ impl Guest {
     /// Moves again and again, for the requested number of points. After its end, the guest begins
     /// again with another seed.
     fn moves_at_seeded_points(&self) {
-        let points = from_env("LACUNA_SAVE_POINTS", 4);
+        let points = from_env("LACUNA_SAVE_POINTS", 2);
         let mut done = 0;
         for seed in 1..=4 * points {
             done += self.run(seed, points - done);

@@ -15,7 +15,7 @@ use super::Outcome;
 use crate::backend::{Backend, Missing, Origin, Request, exit_on_missing};
 use crate::running::{Running, Start, beside, guest, within};
 
-const MIB: u64 = 8;
+const MIB: u64 = 6;
 const VCPUS: usize = 2;
 /// A slot to add and remove beside the guest's.
 const BESIDE: SlotId = SlotId(9);
@@ -90,7 +90,7 @@ fn verify<B: Backend>(
             drop(finished.passed());
             let stats = source.stats();
             assert_eq!(stats.failed, 0, "{missing:?}, {apf:?}: {stats:?}");
-            assert!(stats.provided > 1000, "{missing:?}, {apf:?}: {stats:?}");
+            assert!(stats.provided > 600, "{missing:?}, {apf:?}: {stats:?}");
         }
         Ok(())
     })

@@ -250,24 +250,12 @@ pub fn verify_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     moves(backend, request, COMMON, "verify")
 }
 
-/// `verify` with the host's processor model, whose guests have an FPU on KVM.
-pub fn a_guest_with_the_hosts_processor_moves<B: Backend>(backend: &B) -> Outcome {
-    let request = Request::new(8, 6, 2, "rounds=30 pages=600");
-    moves(backend, request, CpuModel::Host, "verify")
-}
-
-/// `litmus` moves from VM to VM. Its vCPUs check the order of each other's accesses.
-pub fn litmus_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
-    let request = Request::new(16, 16, 2, "iters=8000 adds=8000");
-    moves(backend, request, COMMON, "litmus")
-}
-
 /// `bm` with asynchronous page faults moves from VM to VM.
 pub fn bm_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     let request = Request {
         apf: Apf::On,
         latency: Duration::from_micros(200),
-        ..Request::new(16, 8, 2, "faulters=4 workers=2 accesses=4000 populate=1")
+        ..Request::new(16, 8, 2, "faulters=4 workers=2 accesses=2000 populate=1")
     };
     moves(backend, request, COMMON, "bm")
 }
@@ -281,7 +269,13 @@ pub fn apfstorm_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
     moves(backend, request, COMMON, "apfstorm")
 }
 
-fn moves<B: Backend>(backend: &B, request: Request, cpu: CpuModel, name: &'static str) -> Outcome {
+/// The guest `name` moves from VM to VM, with this processor.
+pub(super) fn moves<B: Backend>(
+    backend: &B,
+    request: Request,
+    cpu: CpuModel,
+    name: &'static str,
+) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let request = Request { cpu, ..request };

@@ -1,9 +1,49 @@
-//! The integration tests of this crate, in one program.
+//! Every behaviour on every backend.
 
-mod kvm;
-mod soft;
-mod soft_huge;
-mod soft_hugetlb;
-mod soft_linux;
-mod soft_outside;
-mod soft_shared;
+use lacuna_conformance::{Filled, Kvm, Soft};
+use lacuna_machine::Arch::{Arm64, X86_64};
+use lacuna_soft::{HugePages, MemoryKind};
+
+/// 2 MiB pages wherever possible.
+fn huge() -> Soft {
+    Soft {
+        huge: HugePages::Always,
+        ..Soft::default()
+    }
+}
+
+/// Memory of another kind than the budget's.
+fn memory(memory_kind: MemoryKind) -> Soft {
+    Soft {
+        memory_kind,
+        ..Soft::default()
+    }
+}
+
+/// Memory from Linux, filled by a handler thread.
+fn outside() -> Soft {
+    Soft {
+        filled: Filled::FromOutside,
+        ..memory(MemoryKind::Linux)
+    }
+}
+
+lacuna_conformance::suite! {
+    {
+        kvm_x86_64: Kvm;
+        soft_x86_64: Soft::default();
+        soft_arm64: Soft::default().on(Arm64);
+    }
+    {
+        huge_x86_64: huge().on(X86_64);
+        huge_arm64: huge().on(Arm64);
+        hugetlb_x86_64: memory(MemoryKind::Hugetlbfs).on(X86_64);
+        hugetlb_arm64: memory(MemoryKind::Hugetlbfs).on(Arm64);
+        linux_x86_64: memory(MemoryKind::Linux).on(X86_64);
+        linux_arm64: memory(MemoryKind::Linux).on(Arm64);
+        outside_x86_64: outside().on(X86_64);
+        outside_arm64: outside().on(Arm64);
+        shared_x86_64: memory(MemoryKind::Shared).on(X86_64);
+        shared_arm64: memory(MemoryKind::Shared).on(Arm64);
+    }
+}

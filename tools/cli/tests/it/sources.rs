@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use tempfile::TempDir;
 
-const RUN: &str = "run verify --memory 32M --resident 8M --append rounds=1 --json - --pages-from";
+const RUN: &str = "run verify --memory 16M --resident 4M --append rounds=1 --json - --pages-from";
 
 /// Exit code, JSON and errors of a run; skipped in a build without guests.
 fn run(options: &str) -> (i32, serde_json::Value, String) {
@@ -39,10 +39,10 @@ fn assert_done(options: &str) {
     assert_eq!(json["outcome"], "done", "{options}: {errors}");
     let pages = &json["last"]["pages"];
     let count = |name: &str| pages[name].as_u64().unwrap();
-    assert_eq!(count("total"), 8192, "{options}: {pages}");
+    assert_eq!(count("total"), 4096, "{options}: {pages}");
     assert_eq!(
         count("present") + count("missing"),
-        8192,
+        4096,
         "{options}: {pages}"
     );
     assert_eq!(count("lost"), 0, "{options}: {pages}");
@@ -55,7 +55,7 @@ fn a_guest_runs_from_each_source() {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("memory");
     let sparse = std::fs::File::create(&file).unwrap();
-    sparse.set_len(32 << 20).unwrap();
+    sparse.set_len(16 << 20).unwrap();
     let peer = folder.path().join("peer");
     let faults = Faults {
         loss: 0.05,
@@ -63,7 +63,7 @@ fn a_guest_runs_from_each_source() {
         reordering: 0.2,
         ..Faults::latency(Duration::from_micros(200))
     };
-    let _server = serves(&peer, 32 << 20, Injected::new(Zeros, faults).unwrap());
+    let _server = serves(&peer, 16 << 20, Injected::new(Zeros, faults).unwrap());
     let (file, peer) = (file.display(), peer.display());
     for options in [
         "zeros".into(),
@@ -85,11 +85,11 @@ fn an_aarch64_guest_is_told_of_missing_pages() {
     let folder = TempDir::new().unwrap();
     let peer = folder.path().join("peer");
     let slow = Faults::latency(Duration::from_micros(200));
-    let _server = serves(&peer, 32 << 20, Injected::new(Zeros, slow).unwrap());
+    let _server = serves(&peer, 16 << 20, Injected::new(Zeros, slow).unwrap());
     for form in ["abort", "sdei"] {
         for exits in ["", "--exit-on-missing"] {
             let mut command = Command::cargo_bin("lacuna").expect("cargo builds it for this test");
-            let line = "run verify --arch arm64 --memory 32M --resident 8M --json - --pages-from";
+            let line = "run verify --arch arm64 --memory 16M --resident 4M --json - --pages-from";
             let words = format!("rounds=1 apf={form}");
             let output = command
                 .args(line.split_whitespace())
@@ -108,7 +108,7 @@ fn an_aarch64_guest_is_told_of_missing_pages() {
                 &apf["guest"]["ready"],
             ];
             let counts = counts.map(|count| count.as_u64().unwrap());
-            assert!(counts.iter().all(|count| *count > 1000), "{words}: {apf}");
+            assert!(counts.iter().all(|count| *count > 500), "{words}: {apf}");
             assert_eq!(apf["guest"]["lost"], 0, "{words}: {apf}");
         }
     }
@@ -131,12 +131,12 @@ fn sources_that_cannot_be_used_are_refused() {
         (
             format!("file:{short}"),
             2,
-            "has 1 pages of 4 KiB and the guest needs 8192",
+            "has 1 pages of 4 KiB and the guest needs 4096",
         ),
         (
             format!("peer:{few}"),
             2,
-            "the peer has 256 pages and the guest needs 8192",
+            "the peer has 256 pages and the guest needs 4096",
         ),
         (
             format!("file:{short} --seed 3"),
@@ -215,7 +215,7 @@ impl PageSource for Ends {
 
     fn fetch(&self, request: PageRequest) {
         let _ = match request.page().0 {
-            0..4096 => request.provide(&[0; 4096]),
+            0..2048 => request.provide(&[0; 4096]),
             _ => request.fail("the disk has failed"),
         };
     }
@@ -225,7 +225,7 @@ impl PageSource for Ends {
 fn a_page_that_a_source_loses_ends_the_run_and_is_never_zeros() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("peer");
-    let _server = serves(&path, 32 << 20, Ends);
+    let _server = serves(&path, 16 << 20, Ends);
     for options in ["", "--exit-on-missing"] {
         let (code, json, errors) = run(&format!("peer:{} {options}", path.display()));
         assert_eq!(code, 3, "{json} {errors}");
@@ -246,7 +246,7 @@ struct Keeps {
 impl Default for Keeps {
     fn default() -> Self {
         Self {
-            provides: 4096,
+            provides: 2048,
             kept: Mutex::default(),
         }
     }
@@ -275,7 +275,7 @@ impl PageSource for Keeps {
 fn patience_says_when_a_page_is_lost() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("peer");
-    let _server = serves(&path, 32 << 20, Keeps::default());
+    let _server = serves(&path, 16 << 20, Keeps::default());
     let (code, json, errors) = run(&format!("peer:{} --patience 1s", path.display()));
     assert_eq!(code, 3, "{json} {errors}");
     let outcome = json["outcome"].as_str().unwrap();
@@ -288,7 +288,7 @@ fn a_guest_that_waits_forever_is_ended_by_a_signal() {
         lacuna_skip::skip_test(reason);
     }
     // Without any page, the loader waits, before there is a vCPU.
-    for (provides, exits) in [(4096, ""), (4096, "--exit-on-missing"), (0, "")] {
+    for (provides, exits) in [(2048, ""), (2048, "--exit-on-missing"), (0, "")] {
         let folder = TempDir::new().unwrap();
         let path = folder.path().join("peer");
         // Make a new source each time: the next run must not see a late request of this one.
@@ -296,7 +296,7 @@ fn a_guest_that_waits_forever_is_ended_by_a_signal() {
             provides,
             ..Keeps::default()
         });
-        let _server = serves(&path, 32 << 20, Arc::clone(&keeps));
+        let _server = serves(&path, 16 << 20, Arc::clone(&keeps));
         let line = format!("{RUN} peer:{} --patience forever {exits}", path.display());
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_lacuna"));
         let command = command.args(line.split_whitespace());
@@ -321,7 +321,7 @@ fn a_guest_that_waits_for_a_process_that_died_says_so() {
     let folder = TempDir::new().unwrap();
     let (path, control) = (folder.path().join("peer"), folder.path().join("control"));
     let keeps = Arc::new(Keeps::default());
-    let server = serves(&path, 32 << 20, Arc::clone(&keeps));
+    let server = serves(&path, 16 << 20, Arc::clone(&keeps));
     let line = format!("{RUN} peer:{} --patience forever --quiet", path.display());
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_lacuna"));
     command
@@ -354,7 +354,7 @@ fn a_guest_that_waits_for_a_process_that_died_says_so() {
     assert_eq!(status["pages"]["whole"], false, "{status}");
     std::fs::remove_file(&path).unwrap();
     // Its name is the first server's, so it has the same memory.
-    let _server = serves(&path, 32 << 20, Named(Zeros));
+    let _server = serves(&path, 16 << 20, Named(Zeros));
     told("provides pages again");
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }

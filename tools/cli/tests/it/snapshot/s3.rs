@@ -168,7 +168,9 @@ fn a_signal_ends_a_restore_whose_store_is_away() {
     for lazily in ["", "--lazy"] {
         let words = format!("snapshot restore s3://bucket/saved --patience forever {lazily}");
         let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
-        command.args(words.split_whitespace()).envs(server.settings());
+        command
+            .args(words.split_whitespace())
+            .envs(server.settings());
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut restore = Running(command.spawn().unwrap());
         restore.wait_for_handlers();
@@ -177,7 +179,10 @@ fn a_signal_ends_a_restore_whose_store_is_away() {
         let mut errors = String::new();
         let mut pipe = restore.0.stderr.take().unwrap();
         pipe.read_to_string(&mut errors).unwrap();
-        assert!(errors.contains("interrupted by SIGTERM"), "{lazily}: {errors}");
+        assert!(
+            errors.contains("interrupted by SIGTERM"),
+            "{lazily}: {errors}"
+        );
     }
 }
 

@@ -1,3 +1,0 @@
-//! Every behaviour on the soft backend.
-
-lacuna_conformance::suites!(lacuna_conformance::Soft::default());
