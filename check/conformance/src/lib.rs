@@ -1,8 +1,8 @@
 //! One test body per behaviour, for every backend and every architecture of guests.
 //!
 //! A body is a function over [`Backend`], which makes a VM from a description.
-//! [`suite!`](crate::suite) makes a `#[test]` for each body on each backend. The test's name is that
-//! of the body, then the backend, then the architecture: `exits::a_crash_says_where::soft_arm64`.
+//! [`suite!`](crate::suite) makes a `#[test]` for each body on each backend. A test's name has the
+//! body, the backend and the architecture: `exits::a_crash_says_where::soft_arm64`.
 //!
 //! ```ignore
 //! lacuna_conformance::suite! { { soft_x86_64: lacuna_conformance::Soft::default(); } {} }

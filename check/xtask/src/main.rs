@@ -11,6 +11,7 @@
 //! | [`tidy`] | walks the workspace and applies the rules below |
 //! | [`imports`] | which crate may import which; which crates may hold `unsafe` |
 //! | [`source`] | one file: columns, lengths, SAFETY comments, leftovers |
+//! | [`circles`] | files of a crate do not import each other in circles |
 //! | [`tree`] | no orphan file; every row of folders has its README |
 //! | [`ratchet`] | the exceptions in length, which may only shrink |
 //! | [`phrases`] | phrases that pages and comments do not use |
@@ -21,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod arch;
+mod circles;
 mod comments;
 mod compare;
 mod figures;

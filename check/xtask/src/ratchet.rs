@@ -1,9 +1,10 @@
-//! The exceptions from the limits of length. They may only become smaller.
+//! The exceptions from the limits of length, and from the rule against circles. They may only
+//! become smaller.
 //!
-//! `check/xtask/ratchet.txt` lists overlong files and functions, one `path lines` or
-//! `path::function lines` a line. A comment behind `#` gives the reason. An entry allows exactly
-//! its length: a longer function is a finding, and so is a shorter one, until its entry is lowered
-//! or removed.
+//! `check/xtask/ratchet.txt` lists overlong files and functions, and crates with files that import
+//! each other in circles: a line is `path lines`, `path::function lines` or
+//! `folder::circles files`. A comment behind `#` gives the reason. An entry allows exactly its
+//! number: more is a finding, and so is less, until the entry is lowered or removed.
 
 use std::collections::BTreeMap;
 
@@ -22,6 +23,7 @@ pub fn check(ratchet: &str, lengths: &[Length]) -> Vec<Finding> {
             line,
             lines,
             limit,
+            unit,
         } = length;
         let path = what.split("::").next().unwrap_or(what);
         let allowed = exceptions.remove(what.as_str());
@@ -32,7 +34,7 @@ pub fn check(ratchet: &str, lengths: &[Length]) -> Vec<Finding> {
             Some(_) if lines <= limit => format!("take its entry out of {PATH}"),
             _ if *lines > allowed.unwrap_or(*limit) => {
                 let limit = allowed.unwrap_or(*limit);
-                format!("{what} has {lines} lines, more than {limit}")
+                format!("{what} has {lines} {unit}, more than {limit}")
             }
             _ => continue,
         };
@@ -58,7 +60,7 @@ fn parse(ratchet: &str) -> (BTreeMap<&str, usize>, Vec<Finding>) {
             _ => findings.push(Finding::at(
                 PATH,
                 number,
-                "want one `path lines` or `path::fn lines`",
+                "want one `path lines`, `path::fn lines` or `folder::circles files`",
             )),
         }
     }
@@ -75,6 +77,7 @@ mod tests {
             line: 3,
             lines,
             limit: 70,
+            unit: "lines".into(),
         };
         check(ratchet, &[length])
             .into_iter()

@@ -101,11 +101,13 @@ fn line(token: &TokenTree) -> usize {
     token.span().start().line
 }
 
-fn is_punct(token: Option<&TokenTree>, char: char) -> bool {
+/// Whether a token is this punctuation.
+pub fn is_punct(token: Option<&TokenTree>, char: char) -> bool {
     matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == char)
 }
 
-fn word(token: Option<&TokenTree>) -> Option<String> {
+/// The identifier that a token is.
+pub fn word(token: Option<&TokenTree>) -> Option<String> {
     match token? {
         TokenTree::Ident(ident) => Some(ident.to_string()),
         _ => None,
@@ -211,7 +213,7 @@ fn path_attribute(before: &[TokenTree]) -> Option<String> {
 }
 
 /// If `group` is the body of a module: the name of the module.
-fn inline_module(before: &[TokenTree], group: &Group) -> Option<String> {
+pub fn inline_module(before: &[TokenTree], group: &Group) -> Option<String> {
     let [.., keyword, name] = before else {
         return None;
     };

@@ -19,17 +19,19 @@ const NOTES: [&str; 2] = [concat!("FIX", "ME"), concat!("TO", "DO")];
 /// Placeholder macros for missing code.
 const PLACEHOLDERS: [&str; 3] = ["todo", "unimplemented", "dbg"];
 
-/// A length that [`crate::ratchet`] judges.
+/// A number with a limit, which [`crate::ratchet`] judges.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Length {
-    /// `path` or `path::function`.
+    /// `path`, `path::function` or `folder::circles`.
     pub what: String,
     /// Line to point at.
     pub line: usize,
-    /// Its length.
+    /// Its length, in `unit`.
     pub lines: usize,
     /// The limit.
     pub limit: usize,
+    /// What is counted.
+    pub unit: String,
 }
 
 /// Rules about lines, for any text file.
@@ -137,6 +139,7 @@ pub fn lengths(path: &str, text: &str, scan: &Scan) -> Vec<Length> {
         line: function.line,
         lines: function.lines,
         limit: FUNCTION_LINES,
+        unit: "lines".into(),
     });
     let mut lengths: Vec<Length> = functions.collect();
     if !path
@@ -153,6 +156,7 @@ pub fn lengths(path: &str, text: &str, scan: &Scan) -> Vec<Length> {
             line: 0,
             lines: product_lines(text),
             limit,
+            unit: "lines".into(),
         });
     }
     lengths

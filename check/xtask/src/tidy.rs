@@ -9,7 +9,9 @@ use std::process::ExitCode;
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package as CargoPackage};
 
 use crate::finding::Finding;
-use crate::{arch, comments, figures, imports, locks, pages, phrases, ratchet, scan, source, tree};
+use crate::{
+    arch, circles, comments, figures, imports, locks, pages, phrases, ratchet, scan, source, tree,
+};
 
 /// Handwritten text in this repository, besides Rust and Markdown.
 const OTHER_SOURCES: [&str; 5] = ["c", "h", "S", "ld", "toml"];
@@ -126,6 +128,7 @@ impl Findings {
         let policy = imports::unsafe_policy(package.name.as_str());
         let place = relative(&self.root, dir.as_std_path());
         self.phrases.entry(place.clone()).or_default();
+        let (src, mut circles) = (dir.as_std_path().join("src"), circles::Files::default());
         for file in tree::files(dir.as_std_path(), &["rs"])? {
             let (path, text) = (relative(&self.root, &file), fs::read_to_string(&file)?);
             self.text(&place, &path, &text);
@@ -149,7 +152,21 @@ impl Findings {
                 self.all.extend(breaches);
             }
             self.tree.names.push(scan.names);
+            if let Ok(inside) = file.strip_prefix(&src) {
+                circles.add(inside, &text)?;
+            }
         }
+        let files = circles.in_circles();
+        self.lengths.push(source::Length {
+            what: format!("{place}::circles"),
+            line: 0,
+            lines: files.len(),
+            limit: 0,
+            unit: format!(
+                "files that import each other in circles ({})",
+                files.join(", ")
+            ),
+        });
         for file in tree::files(dir.as_std_path(), &OTHER_SOURCES)? {
             let text = fs::read_to_string(&file)?;
             self.text(&place, &relative(&self.root, &file), &text);
