@@ -172,7 +172,7 @@ fn a_seeded_vm_whose_huge_pages_come_and_go(arch: Arch) {
     for vcpus in [1, 2, 4] {
         let builder = || VmBuilder {
             huge: HugePages::Always,
-            ..builder_for(arch, (32, 16), vcpus, "huge=1 accesses=60000 writes=30")
+            ..builder_for(arch, (32, 16), vcpus, "huge=1 accesses=30000 writes=30")
         };
         let (trace, stats) = seeded_in(5, 1, builder(), "zipf");
         assert!(stats.huge_faults > 0 && stats.splits > 0, "{stats:?}");
