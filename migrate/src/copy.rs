@@ -1,6 +1,5 @@
 //! Reads pages of a VM for a sink.
 
-use crate::rounds::OnPages;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_machine::{SourcePage, Vm};
@@ -33,6 +32,9 @@ pub trait PageSink {
         Ok(())
     }
 }
+
+/// Gets the number of pages since the last call, and cancels the work by `Break`.
+pub type OnPages<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
 
 /// Pages read at once: 1 MiB, which stays in a core's cache until it is written out.
 pub(crate) const CHUNK: u64 = 256;

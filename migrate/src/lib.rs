@@ -35,12 +35,12 @@ mod snapshot;
 mod state;
 pub mod stream;
 
-pub use copy::PageSink;
+pub use copy::{OnPages, PageSink};
 pub use error::MigrateError;
 pub use lacuna_source::{Folder, LocalFolder, StoredFile};
 pub use layout::{MemoryLayout, SlotLayout};
 pub use page_set::PageSet;
-pub use rounds::{Budget, Guest, OnPages, OnProgress, PausedGuest, Progress, Round};
+pub use rounds::{Budget, Guest, OnProgress, PausedGuest, Progress, Round};
 pub use snapshot::{
     Recorder, Saved, Snapshot, SnapshotPages, Store, Target, Touches, Tracked, When, save,
     save_paused,

@@ -235,9 +235,6 @@ impl<V: Vm> Copied<'_, V> {
     }
 }
 
-/// Gets the number of pages since the last call, and cancels the work by `Break`.
-pub type OnPages<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
-
 /// Gets the progress of a copy, and cancels it by `Break`.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 

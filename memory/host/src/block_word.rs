@@ -34,12 +34,9 @@
 //! changes the block word, then publishes the descriptors of the frames. Before that last step
 //! reclaim cannot take a frame from its page.
 
-use crate::residency::PageNo;
-use lacuna_addr::{Level, Pfn};
+use crate::page_no::{BLOCK, PageNo};
+use lacuna_addr::Pfn;
 use lacuna_sync::shim::{AtomicU64, Ordering};
-
-/// Pages in a block.
-pub const BLOCK: usize = Level::L2M.pages() as usize;
 
 const TAG_BITS: u32 = 2;
 

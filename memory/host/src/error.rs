@@ -198,3 +198,9 @@ pub struct WriteFailed {
     /// The failure.
     pub error: SwapError,
 }
+
+/// The failed writes since the last successful one.
+pub(crate) struct Failure {
+    pub error: HostError,
+    pub count: usize,
+}

@@ -1,52 +1,29 @@
 //! The manager: its parts, its configuration, and its regions.
 
-use crate::block_word::{BLOCK, PageBlockState};
-use crate::collapse::Collapser;
-use crate::desc::Desc;
-use crate::error::{HostError, LostPage};
-use crate::frames::{BATCH, Frames, StoreFrames};
+use crate::block_word::PageBlockState;
+use crate::core::{Core, minimum_budget};
+use crate::counters::Counters;
+use crate::error::HostError;
+use crate::frames::desc::Desc;
+use crate::frames::pool::{FramePtr, MAX_FRAMES, Pool};
+use crate::frames::{Frames, StoreFrames};
 use crate::io::{Executor, Io};
-use crate::linux::{LinuxAddresses, Losses};
-use crate::per_cpu_pages::{MAX_PINNED, PerCpuPages, SharedCache};
-use crate::pool::{FramePtr, MAX_FRAMES, Page, Pool};
-use crate::region::{MmuNotifier, Regions};
-use crate::residency::PageNo;
-use crate::sampled_split::SampledSplits;
+use crate::linux::addresses::LinuxAddresses;
+use crate::linux::loss_list::Losses;
+use crate::lock::lock;
+use crate::origin::Origin;
+use crate::page_no::{BLOCK, PageNo};
+use crate::per_cpu_pages::PerCpuPages;
+use crate::region::{HugePages, MmuNotifier, Regions};
 use crate::settled::Settled;
-use crate::source::Origin;
 use crate::spare_caches::SpareCaches;
-use crate::stats::Counters;
-use crate::swap::{Reads, SwapEntry, SwapMap, SwapStore};
-use crate::ticket::Ticket;
-use crate::writeback::Failure;
+use crate::swap::{Reads, SwapMap, SwapStore};
 use lacuna_addr::{BackingAddr, BackingRange, Level, PageCount, Pfn, room_for, room_for_threads};
 use lacuna_source::{PageSource, SourcePage};
-use lacuna_sync::lock_order::{self, LockClass};
-use lacuna_sync::{Clock, Mutex, MutexGuard, Nanos};
-use std::collections::BTreeMap;
+use lacuna_sync::{Clock, Mutex, Nanos};
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError};
-use std::thread::Thread;
-
-/// Frames that must exist in addition to the vCPUs' frames: a cluster that is being written out,
-/// and the swap store's reserve.
-const BASE_FRAMES: u64 = 64;
-/// The frames that one more vCPU can keep from all others: its pinned pages and a full per-CPU page
-/// cache.
-const FRAMES_PER_VCPU: u64 = (MAX_PINNED + BATCH) as u64;
-
-/// Where the host makes compound pages: aligned blocks of 2 MiB.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
-pub enum HugePages {
-    /// Nowhere.
-    #[default]
-    Never,
-    /// Where [`Host::advise_huge`] was called.
-    Madvise,
-    /// Wherever a block of frames is free.
-    Always,
-}
 
 /// The configuration of a [`Host`].
 pub struct HostConfig {
@@ -68,58 +45,6 @@ pub struct Host {
     pub(crate) io: Executor,
     /// Page caches for threads that are not vCPUs', between two operations.
     pub(crate) spare_caches: SpareCaches,
-}
-
-/// The state that the executor's threads share with all others.
-pub(crate) struct Core {
-    pub frames: Arc<Frames>,
-    /// The used parts of the addresses for Linux memory.
-    pub linux: LinuxAddresses,
-    /// Pages of Linux memory that the kernel has taken away.
-    pub losses: Losses,
-    pub regions: Regions,
-    pub huge: HugePages,
-    pub store: Box<dyn SwapStore>,
-    pub device: String,
-    pub entries: Mutex<SwapMap, lock_order::SwapEntries>,
-    /// Pages in flight, from swap or from a source, by page.
-    pub tickets: Mutex<BTreeMap<PageNo, Ticket>, lock_order::Tickets>,
-    pub lost: Mutex<BTreeMap<PageNo, LostPage>, lock_order::LostPages>,
-    caches: Mutex<Vec<Arc<SharedCache>>, lock_order::PageCaches>,
-    /// The clock hand: the next window of frames that reclaim looks at.
-    pub hand: AtomicUsize,
-    /// The compound page in use that will be split next.
-    pub sampled_splits: Mutex<SampledSplits, lock_order::SampledSplit>,
-    /// Held while a collapse changes page words to Collapsed and then the block word to Compound. A
-    /// fault that sees a state in between waits for this lock.
-    pub collapsing: Mutex<(), lock_order::Collapsing>,
-    /// The next block for background collapse.
-    pub collapser: Mutex<Collapser, lock_order::CollapseHand>,
-    /// Buffers for pages in write-out.
-    pub buffers: Mutex<Vec<Vec<Page>>, lock_order::WriteBuffers>,
-    /// Pages being written out.
-    pub writing: AtomicUsize,
-    /// Completions that a thread is delivering.
-    pub completing: AtomicUsize,
-    /// Pages only in swap.
-    pub swapped_out_now: AtomicI64,
-    /// Whether the simulated latency of the device has ended.
-    pub at_once: AtomicBool,
-    pub settled: Settled,
-    pub stats: Counters,
-    pub clock: Arc<dyn Clock>,
-    /// The failure of the last write-out; `None` after a successful one.
-    pub failure: Mutex<Option<Failure>, lock_order::WriteFailure>,
-    pub background: Mutex<Option<Thread>, lock_order::BackgroundThread>,
-}
-
-/// The stop flag of a wait that cannot be stopped.
-pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
-
-#[track_caller]
-pub(crate) fn lock<T, C: LockClass>(mutex: &Mutex<T, C>) -> MutexGuard<'_, T> {
-    // Each critical section of this crate leaves its data consistent at each step that may panic.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Host {
@@ -179,7 +104,7 @@ impl Host {
             hand: AtomicUsize::new(0),
             sampled_splits: Mutex::default(),
             collapsing: Mutex::default(),
-            collapser: Mutex::default(),
+            collapser: Mutex::new(PageNo::new(0)),
             buffers: Mutex::default(),
             writing: AtomicUsize::new(0),
             completing: AtomicUsize::new(0),
@@ -212,7 +137,7 @@ impl Host {
 
     /// The smallest budget in which `vcpus` vCPUs make progress, whatever their guests do.
     pub const fn minimum_budget(vcpus: usize) -> PageCount {
-        PageCount::new(BASE_FRAMES.saturating_add(FRAMES_PER_VCPU.saturating_mul(vcpus as u64)))
+        minimum_budget(vcpus)
     }
 
     /// Makes the per-CPU page cache of one more vCPU. [`HostError::BudgetTooSmall`] if the budget
@@ -244,7 +169,7 @@ impl Host {
         pages: PageCount,
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<BackingRange, HostError> {
-        let origin = Origin::new(&self.core, source, first);
+        let origin = Origin::new(self.core.answers(), source, first);
         self.core.regions.add(pages, notifier, Some(origin), None)
     }
 
@@ -347,8 +272,8 @@ impl Host {
 
     /// Delivers the arrived completions that are due at `now`; returns their number. In virtual
     /// time nothing else delivers them. In real time this saves the wake-up of a thread; it costs a
-    /// few nanoseconds if nothing has arrived. Callbacks run here ([`Ticket::on_done`]), so the
-    /// caller holds no lock.
+    /// few nanoseconds if nothing has arrived. Callbacks run here
+    /// ([`Ticket::on_done`](crate::Ticket::on_done)), so the caller holds no lock.
     pub fn poll(&self, now: Nanos) -> usize {
         self.io.poll(&self.core, now)
     }
@@ -402,61 +327,4 @@ fn check_budget(budget: PageCount, vcpus: usize) -> Result<(), HostError> {
         });
     }
     Ok(())
-}
-
-impl Core {
-    pub fn register(&self, cache: &Arc<SharedCache>) {
-        let mut caches = lock(&self.caches);
-        caches.push(cache.clone());
-        self.promise_to(caches.len());
-    }
-
-    fn promise_to(&self, vcpus: usize) {
-        let minimum = Host::minimum_budget(vcpus).get();
-        self.frames.promise(minimum as usize);
-    }
-
-    pub fn unregister(&self, cache: &Arc<SharedCache>) {
-        let mut caches = lock(&self.caches);
-        caches.retain(|other| !Arc::ptr_eq(other, cache));
-        self.promise_to(caches.len());
-        // Under the lock, so that `Core::stats` counts this cache's faults exactly once.
-        self.stats.absorb(&cache.count);
-    }
-
-    pub fn with_caches<T>(&self, read: impl FnOnce(&[Arc<SharedCache>]) -> T) -> T {
-        read(&lock(&self.caches))
-    }
-
-    /// The pages on which an instruction in progress has faulted, ascending.
-    pub fn pinned_pages(&self) -> Vec<PageNo> {
-        let mut pinned = Vec::new();
-        self.with_caches(|caches| caches.iter().for_each(|cache| cache.gather(&mut pinned)));
-        pinned.sort_unstable();
-        pinned
-    }
-
-    /// Frees a swap entry. Its content is no longer needed, and no write to it is in flight.
-    pub fn free_entry(&self, entry: SwapEntry) {
-        // Discard first: once the entry is free, another thread may write to it.
-        self.store.discard(entry);
-        lock(&self.entries).free(entry);
-    }
-
-    pub fn lost_page(&self, page: PageNo) -> LostPage {
-        let lost = lock(&self.lost).get(&page).cloned();
-        lost.unwrap_or_else(|| {
-            let reason = self.reason_of_loss(page);
-            LostPage::new(page.addr(), reason.unwrap_or("no region holds it"))
-        })
-    }
-
-    /// Records that the page is lost, and why.
-    pub fn note_lost(&self, page: PageNo, lost: &LostPage) {
-        let lost = LostPage {
-            page: page.addr(),
-            ..lost.clone()
-        };
-        lock(&self.lost).insert(page, lost);
-    }
 }

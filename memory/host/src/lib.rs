@@ -24,55 +24,54 @@
 //!
 //! `unsafe` is for the frame pool. Each block outside of `pool` says why its thread owns the frame.
 
-mod balance;
-mod block;
 mod block_word;
-mod collapse;
 mod copy;
-mod desc;
+mod core;
+mod counters;
 mod error;
 mod flight;
 mod frames;
-mod free;
 mod host;
 mod io;
 mod linux;
-mod patience;
+mod lock;
+mod origin;
+mod page_no;
 mod per_cpu_pages;
-mod pool;
 mod provide;
 mod reclaim;
 mod region;
 mod removal;
 mod residency;
 mod resolve;
-mod sampled_split;
 mod settled;
+mod shared_cache;
 mod source;
+mod span;
 mod spare_caches;
 mod stats;
 mod striped;
 mod swap;
 mod swapin;
+mod threads;
 mod ticket;
-mod turns;
 mod verify;
-mod writeback;
 
-pub use balance::{Background, Progress};
-pub use collapse::Collapse;
 pub use error::{HostError, LostPage, SwapError, WriteFailed};
 pub use frames::StoreFrames;
-pub use host::{Host, HostConfig, HugePages, Polling};
+pub use frames::pool::{FramePtr, Page};
+pub use host::{Host, HostConfig, Polling};
 pub use io::{Io, fine_sleeps};
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_sync::LatencySetting;
 pub use lacuna_sys::Toucher;
 pub use linux::{LinuxBacking, SeenLosses, SharedFill, SharedMemory};
-pub use per_cpu_pages::{MAX_PINNED, PerCpuPages};
-pub use pool::{FramePtr, Page};
-pub use region::MmuNotifier;
+pub use per_cpu_pages::PerCpuPages;
+pub use reclaim::balance::{Background, Progress};
+pub use reclaim::collapse::Collapse;
+pub use region::{HugePages, MmuNotifier};
 pub use resolve::{Frame, Resolution};
+pub use shared_cache::MAX_PINNED;
 pub use stats::HostStats;
 pub use swap::{
     Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Reads, SwapEntry, SwapStore,

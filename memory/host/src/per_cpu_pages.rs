@@ -3,18 +3,16 @@
 //! A fault on a resident page changes only this cache, the page word and one frame descriptor. So
 //! it takes no shared lock. Reclaim and statistics read [`SharedCache`], which one thread writes.
 
+use crate::core::Core;
 use crate::frames::BATCH;
-use crate::host::Core;
+use crate::frames::turns::Turn;
+use crate::page_no::PageNo;
 use crate::region::Region;
-use crate::residency::PageNo;
-use crate::turns::Turn;
+use crate::shared_cache::SharedCache;
 use lacuna_addr::Pfn;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
-/// The most pages that one vCPU pins: more than any instruction touches, page walks of both stages
-/// included.
-pub const MAX_PINNED: usize = 64;
 const REGIONS: usize = 4;
 
 /// The per-CPU page cache of one vCPU, or of another thread that calls [`crate::Host::resolve`].
@@ -26,127 +24,6 @@ pub struct PerCpuPages {
     /// The last used regions, latest first. A VM with few slots uses one or two.
     regions: Vec<Arc<Region>>,
     pub(crate) shared: Arc<SharedCache>,
-}
-
-/// The part of a [`PerCpuPages`] that reclaim and statistics read. Only its vCPU writes it, so
-/// plain loads and stores suffice.
-#[repr(align(128))]
-pub(crate) struct SharedCache {
-    /// Number of valid entries in `pinned`.
-    pinned_count: AtomicU32,
-    /// Number of free frames in the cache.
-    pub cached: AtomicU32,
-    pub count: FaultCounters,
-    /// Frames that pages of the last used region have got since the last report to the region.
-    unreported: AtomicI64,
-    /// A page of that region.
-    reports_to: AtomicU64,
-    /// Pages on which the instruction in progress has faulted, as hazard pointers. Reclaim reads
-    /// them once a batch and skips these pages. If a page is pinned too late for one batch, the
-    /// next batch skips it. So reclaim takes a page from an instruction at most once.
-    pinned: [AtomicU64; MAX_PINNED],
-}
-
-/// Faults by kind.
-#[derive(Default)]
-pub(crate) struct FaultCounters {
-    pub zero_fill: AtomicU64,
-    pub resident: AtomicU64,
-    pub rescued: AtomicU64,
-    pub swap_in: AtomicU64,
-    pub shared_ticket: AtomicU64,
-    pub huge_fill: AtomicU64,
-    pub huge_fallback: AtomicU64,
-    pub zeroing_ns: AtomicU64,
-    pub missing: AtomicU64,
-    pub provided: AtomicU64,
-}
-
-impl FaultCounters {
-    /// Adds 1. Only the owning thread calls this.
-    #[inline]
-    pub fn bump(counter: &AtomicU64) {
-        Self::add(counter, 1);
-    }
-
-    /// Adds `count`. Only the owning thread calls this.
-    #[inline]
-    pub fn add(counter: &AtomicU64, count: u64) {
-        counter.store(counter.load(Ordering::Relaxed) + count, Ordering::Relaxed);
-    }
-
-    pub fn all(&self) -> [&AtomicU64; 10] {
-        [
-            &self.zero_fill,
-            &self.resident,
-            &self.rescued,
-            &self.swap_in,
-            &self.shared_ticket,
-            &self.huge_fill,
-            &self.huge_fallback,
-            &self.zeroing_ns,
-            &self.missing,
-            &self.provided,
-        ]
-    }
-}
-
-impl SharedCache {
-    fn new() -> Self {
-        Self {
-            pinned_count: AtomicU32::new(0),
-            cached: AtomicU32::new(0),
-            count: FaultCounters::default(),
-            unreported: AtomicI64::new(0),
-            reports_to: AtomicU64::new(0),
-            pinned: [const { AtomicU64::new(0) }; MAX_PINNED],
-        }
-    }
-
-    /// Adds the pinned pages to `out`.
-    pub fn gather(&self, out: &mut Vec<PageNo>) {
-        let count = (self.pinned_count.load(Ordering::Acquire) as usize).min(MAX_PINNED);
-        let pages = self.pinned[..count].iter();
-        out.extend(pages.map(|page| PageNo::new(page.load(Ordering::Relaxed))));
-    }
-
-    /// Pins a page. No instruction faults on more than [`MAX_PINNED`] pages; if one did, its oldest
-    /// pin would be overwritten.
-    #[inline]
-    pub fn pin(&self, page: PageNo) {
-        let count = self.pinned_count.load(Ordering::Relaxed) as usize;
-        // A slice, not `take`: its loop has a quarter of the instructions.
-        let mut known = self.pinned[..count.min(MAX_PINNED)].iter();
-        if known.any(|pinned| pinned.load(Ordering::Relaxed) == page.get()) {
-            return;
-        }
-        self.pinned[count % MAX_PINNED].store(page.get(), Ordering::Relaxed);
-        self.pinned_count
-            .store((count as u32).wrapping_add(1), Ordering::Release);
-    }
-
-    #[inline]
-    pub fn allocated(&self) {
-        self.unreported.store(
-            self.unreported.load(Ordering::Relaxed) + 1,
-            Ordering::Relaxed,
-        );
-    }
-
-    fn unreported(&self) -> i64 {
-        self.unreported.load(Ordering::Relaxed)
-    }
-
-    /// Resident pages of `region` that the region has not counted yet, for `verify`.
-    pub fn unreported_to(&self, region: &Region) -> i64 {
-        let own = region.contains(PageNo::new(self.reports_to.load(Ordering::Relaxed)));
-        if own { self.unreported() } else { 0 }
-    }
-
-    fn report_to(&self, region: &Region) {
-        region.add_resident(self.unreported());
-        self.unreported.store(0, Ordering::Relaxed);
-    }
 }
 
 impl PerCpuPages {

@@ -5,11 +5,14 @@
 //! one page, the second gets [`Answer::Late`].
 
 use crate::block_word::{BlockWord, PageBlockState};
-use crate::desc::Dirt;
+use crate::core::Core;
+use crate::counters::FaultCounters;
 use crate::error::HostError;
-use crate::host::{Core, Host};
-use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
-use crate::residency::{PageNo, PageState, PageWord};
+use crate::frames::desc::Dirt;
+use crate::host::Host;
+use crate::page_no::PageNo;
+use crate::per_cpu_pages::PerCpuPages;
+use crate::residency::{PageState, PageWord};
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};

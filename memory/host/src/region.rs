@@ -14,16 +14,29 @@
 //! are allocated as zeros, for which the kernel takes no memory until they are written. No thread
 //! writes the page words of an untouched block, and its removal does not read them.
 
-use crate::block_word::{BLOCK, BlockNo, BlockWord, PageBlockState};
+use crate::block_word::{BlockNo, BlockWord, PageBlockState};
 use crate::error::HostError;
-use crate::host::HugePages;
-use crate::linux::LinuxMemory;
-use crate::residency::{PageNo, PageState, PageWord};
-use crate::source::Origin;
+use crate::linux::memory::LinuxMemory;
+use crate::origin::Origin;
+use crate::page_no::{BLOCK, PageNo};
+use crate::residency::{PageState, PageWord};
+use crate::span::Span;
 use lacuna_addr::{BackingRange, PAGE_SHIFT, PageCount};
 use lacuna_sync::{CachePadded, Mutex, RwLock, lock_order};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
+
+/// Where the host makes compound pages: aligned blocks of 2 MiB.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub enum HugePages {
+    /// Nowhere.
+    #[default]
+    Never,
+    /// Where [`Host::advise_huge`](crate::Host::advise_huge) was called.
+    Madvise,
+    /// Wherever a block of frames is free.
+    Always,
+}
 
 /// Handles the mappings of the manager's pages, and is called before a page loses its frame. The
 /// reclaiming thread calls it, and holds no lock.
@@ -67,14 +80,6 @@ pub(crate) struct Region {
     /// Pages with a frame. A per-CPU page cache reports its count at a refill, so the value may be
     /// a batch too low. Padded, because every fault reads the neighbouring fields.
     resident: CachePadded<AtomicI64>,
-}
-
-/// A block of a region's pages.
-#[derive(Clone, Copy)]
-pub(crate) struct Span<'a> {
-    pub first: PageNo,
-    pub block_word: &'a BlockWord,
-    pub words: &'a [PageWord],
 }
 
 /// Where a page is, according to its page word or its block word.

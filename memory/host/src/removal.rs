@@ -11,13 +11,17 @@
 //! A page without a frame is not mapped, so only its word and its swap entry are freed. A block
 //! without any fault so far has no page state but its block word, so its page words are not read.
 
-use crate::balance::TICK;
-use crate::block_word::{BLOCK, BlockNo, PageBlockState};
-use crate::desc::FrameState;
+use crate::block_word::{BlockNo, PageBlockState};
+use crate::core::Core;
 use crate::error::HostError;
-use crate::host::{Core, Host, lock};
-use crate::region::{Region, Span};
-use crate::residency::{PageNo, PageState, PageWord};
+use crate::frames::desc::FrameState;
+use crate::host::Host;
+use crate::lock::lock;
+use crate::page_no::{BLOCK, PageNo};
+use crate::region::Region;
+use crate::residency::{PageState, PageWord};
+use crate::settled::TICK;
+use crate::span::Span;
 use lacuna_addr::{BackingRange, Pfn};
 use std::sync::atomic::Ordering;
 

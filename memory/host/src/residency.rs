@@ -37,9 +37,8 @@
 //!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 
-use crate::block_word::BLOCK;
-use crate::swap::SwapEntry;
-use lacuna_addr::{BackingAddr, BackingRange, PAGE_SHIFT, Pfn};
+use crate::swap::entry::SwapEntry;
+use lacuna_addr::Pfn;
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
 /// Number of bits of a frame number in a page word.
@@ -47,53 +46,6 @@ pub const FRAME_BITS: u32 = 29;
 const STATE_BITS: u32 = 3;
 const ENTRY_SHIFT: u32 = 32;
 const _: () = assert!(STATE_BITS + FRAME_BITS == ENTRY_SHIFT);
-
-/// A page number: a [`BackingAddr`] divided by 4 KiB. No page has number zero.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub struct PageNo(u64);
-
-impl PageNo {
-    pub const fn new(number: u64) -> Self {
-        Self(number)
-    }
-
-    pub const fn of(addr: BackingAddr) -> Self {
-        Self(addr.get() >> PAGE_SHIFT)
-    }
-
-    pub const fn get(self) -> u64 {
-        self.0
-    }
-
-    pub const fn addr(self) -> BackingAddr {
-        BackingAddr::new(self.0 << PAGE_SHIFT)
-    }
-
-    /// The page `count` pages later.
-    pub const fn plus(self, count: usize) -> Self {
-        Self(self.0 + count as u64)
-    }
-
-    /// Its index in its block.
-    pub const fn in_block(self) -> usize {
-        self.0 as usize % BLOCK
-    }
-
-    /// The first page of its block.
-    pub const fn block_start(self) -> Self {
-        Self(self.0 - self.in_block() as u64)
-    }
-
-    /// The block that begins with this page.
-    pub fn block_range(self) -> BackingRange {
-        BackingRange::new(self.addr(), BLOCK as u64).expect("aligned")
-    }
-
-    /// This page alone.
-    pub fn range(self) -> BackingRange {
-        BackingRange::new(self.addr(), 1).expect("aligned")
-    }
-}
 
 /// Where a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

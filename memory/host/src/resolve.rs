@@ -1,12 +1,17 @@
 //! From an address to a frame: the fault path. It never sleeps and does no I/O.
 
-use crate::block::Marked;
 use crate::block_word::{BlockNo, BlockWord, PageBlockState};
-use crate::desc::Dirt;
+use crate::core::Core;
+use crate::counters::FaultCounters;
 use crate::error::LostPage;
-use crate::host::{Core, Host, HugePages, lock};
-use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
-use crate::residency::{PageNo, PageState, PageWord};
+use crate::frames::block::Marked;
+use crate::frames::desc::Dirt;
+use crate::host::Host;
+use crate::lock::lock;
+use crate::page_no::PageNo;
+use crate::per_cpu_pages::PerCpuPages;
+use crate::region::HugePages;
+use crate::residency::{PageState, PageWord};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, Level, Pfn};
 use std::sync::atomic::Ordering;

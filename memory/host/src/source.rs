@@ -21,47 +21,20 @@
 //! A provided page is dirty: reclaim writes it to swap, and swap brings it back. The source gets no
 //! second request, so it may forget a provided page.
 
+use crate::core::Core;
+use crate::counters::Counters;
 use crate::error::LostPage;
-use crate::host::{Core, lock};
-use crate::linux::UnitContent;
-use crate::residency::{PageNo, PageState, PageWord};
-use crate::stats::Counters;
+use crate::linux::gathering::UnitContent;
+use crate::lock::lock;
+use crate::origin::Origin;
+use crate::page_no::PageNo;
+use crate::residency::{PageState, PageWord};
 use crate::ticket::Ticket;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_source::{Answer, Failure, PageRequest, PageRequester, PageSource, SourcePage};
+use lacuna_source::{Answer, Failure, PageRequester};
 use std::slice::from_ref;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-
-/// The source of a region.
-pub(crate) struct Origin {
-    source: Arc<dyn PageSource>,
-    /// The source's page that is the region's first page.
-    first: SourcePage,
-    requester: Arc<dyn PageRequester>,
-}
-
-impl Origin {
-    pub fn new(core: &Arc<Core>, source: Arc<dyn PageSource>, first: SourcePage) -> Self {
-        Self {
-            source,
-            first,
-            requester: Arc::new(Answers(Arc::downgrade(core))),
-        }
-    }
-
-    /// The source's name.
-    pub fn describe(&self) -> String {
-        self.source.describe()
-    }
-
-    /// Requests the page at `index` of the region, whose number in the host is `page`.
-    fn fetch(&self, index: u64, page: PageNo) {
-        let wanted = SourcePage(self.first.0 + index);
-        let requester = Arc::clone(&self.requester);
-        PageRequest::new(requester, page.get(), wanted).send(&*self.source);
-    }
-}
 
 /// Takes the answers. Weak, because the source of a region of the host keeps the requests.
 struct Answers(Weak<Core>);
@@ -76,6 +49,11 @@ impl PageRequester for Answers {
 }
 
 impl Core {
+    /// Takes the answers of the regions' sources.
+    pub fn answers(self: &Arc<Self>) -> Arc<dyn PageRequester> {
+        Arc::new(Answers(Arc::downgrade(self)))
+    }
+
     /// Requests the page of a ticket from the region's source; the caller has started the ticket.
     pub fn ask_source(&self, ticket: &Ticket) {
         if self.ask_outside(ticket) {

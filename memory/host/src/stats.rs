@@ -1,57 +1,10 @@
 //! Counters: the manager's work, and the use of its frames.
 
-use crate::host::{Core, Host, lock};
-use crate::per_cpu_pages::FaultCounters;
+use crate::core::Core;
+use crate::host::Host;
+use crate::lock::lock;
 use lacuna_addr::PAGE_SIZE;
 use std::sync::atomic::{AtomicU64, Ordering};
-
-/// Counters of the cold paths, and of the fault paths of dropped vCPUs.
-#[derive(Default)]
-pub(crate) struct Counters {
-    pub faults: FaultCounters,
-    pub swapped_in: AtomicU64,
-    pub provided: AtomicU64,
-    pub reads_started: AtomicU64,
-    pub polled: AtomicU64,
-    pub swapped_out: AtomicU64,
-    pub write_clusters: AtomicU64,
-    pub write_failures: AtomicU64,
-    /// Frames that reclaim has freed.
-    pub freed: AtomicU64,
-    pub zero_dropped: AtomicU64,
-    pub clean_dropped: AtomicU64,
-    pub scanned: AtomicU64,
-    pub young: AtomicU64,
-    pub direct_reclaims: AtomicU64,
-    /// Existing compound pages.
-    pub huge_pages: AtomicU64,
-    pub splits: AtomicU64,
-    pub collapses: AtomicU64,
-    pub collapse_failures: AtomicU64,
-}
-
-impl Counters {
-    pub fn add(counter: &AtomicU64, count: u64) {
-        counter.fetch_add(count, Ordering::Relaxed);
-    }
-
-    /// Counts a new compound page.
-    pub fn add_compound(&self) {
-        Self::add(&self.huge_pages, 1);
-    }
-
-    /// Counts a removed compound page.
-    pub fn remove_compound(&self) {
-        self.huge_pages.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    /// Adds the counts of a dropped vCPU.
-    pub fn absorb(&self, gone: &FaultCounters) {
-        for (total, part) in self.faults.all().into_iter().zip(gone.all()) {
-            Self::add(total, part.load(Ordering::Relaxed));
-        }
-    }
-}
 
 /// A reading of all counters, at about one moment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -1,10 +1,13 @@
 //! Swap-in: from a ticket to a page.
 
+use crate::core::Core;
+use crate::counters::Counters;
 use crate::error::{HostError, LostPage, SwapError};
-use crate::host::{Core, Host, NEVER, lock};
-use crate::residency::{PageNo, PageState, PageWord};
-use crate::stats::Counters;
-use crate::swap::SwapEntry;
+use crate::host::Host;
+use crate::lock::{NEVER, lock};
+use crate::page_no::PageNo;
+use crate::residency::{PageState, PageWord};
+use crate::swap::entry::SwapEntry;
 use crate::ticket::Ticket;
 use std::sync::atomic::AtomicBool;
 

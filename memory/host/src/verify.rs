@@ -1,14 +1,18 @@
 //! Checks the manager's data structures: for tests, between steps, while no other thread uses it.
 
-use crate::block::FrameBlockState;
-use crate::block_word::{BLOCK, BlockNo, PageBlockState};
-use crate::desc::FrameState;
-use crate::host::{Core, Host, lock};
-use crate::linux::LinuxMemory;
-use crate::per_cpu_pages::SharedCache;
-use crate::region::{Region, Span};
-use crate::residency::{PageNo, PageState, PageWord};
-use crate::swap::SwapEntry;
+use crate::block_word::{BlockNo, PageBlockState};
+use crate::core::Core;
+use crate::frames::block::FrameBlockState;
+use crate::frames::desc::FrameState;
+use crate::host::Host;
+use crate::linux::memory::LinuxMemory;
+use crate::lock::lock;
+use crate::page_no::{BLOCK, PageNo};
+use crate::region::Region;
+use crate::residency::{PageState, PageWord};
+use crate::shared_cache::SharedCache;
+use crate::span::Span;
+use crate::swap::entry::SwapEntry;
 use lacuna_addr::Pfn;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;

@@ -7,26 +7,33 @@
 
 #[path = "../src/block_word.rs"]
 mod block_word;
-#[path = "../src/desc.rs"]
-mod desc;
 #[path = "../src/flight.rs"]
 mod flight;
+#[path = "../src/frames"]
+mod frames {
+    pub mod desc;
+}
+#[path = "../src/page_no.rs"]
+mod page_no;
 #[path = "../src/residency.rs"]
 mod residency;
 #[path = "../src/io/watch.rs"]
 mod watch;
 mod swap {
-    pub use lacuna_host::SwapEntry;
+    pub mod entry {
+        pub use lacuna_host::SwapEntry;
+    }
 }
 
-use desc::{Desc, Dirt, FrameState};
 use flight::Flight;
+use frames::desc::{Desc, Dirt, FrameState};
 use lacuna_addr::Pfn;
 use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
-use residency::{PageNo, PageState, PageWord};
-use swap::SwapEntry;
+use page_no::PageNo;
+use residency::{PageState, PageWord};
+use swap::entry::SwapEntry;
 
 const PAGE: PageNo = PageNo::new(77);
 

@@ -6,26 +6,32 @@
 #![cfg(loom)]
 #![allow(dead_code, reason = "the modules are whole, each model uses its part")]
 
-#[path = "../src/block.rs"]
-mod block;
 #[path = "../src/block_word.rs"]
 mod block_word;
-#[path = "../src/desc.rs"]
-mod desc;
+#[path = "../src/frames"]
+mod frames {
+    pub mod block;
+    pub mod desc;
+}
+#[path = "../src/page_no.rs"]
+mod page_no;
 #[path = "../src/residency.rs"]
 mod residency;
 mod swap {
-    pub use lacuna_host::SwapEntry;
+    pub mod entry {
+        pub use lacuna_host::SwapEntry;
+    }
 }
 
-use block::{BlockDesc, FrameBlockState, Marked, Parts};
 use block_word::{BlockNo, BlockWord, PageBlockState};
-use desc::{Desc, Dirt, FrameState};
+use frames::block::{BlockDesc, FrameBlockState, Marked, Parts};
+use frames::desc::{Desc, Dirt, FrameState};
 use lacuna_addr::Pfn;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
-use residency::{PageNo, PageState, PageWord};
+use page_no::PageNo;
+use residency::{PageState, PageWord};
 
 fn frame(index: u32) -> Pfn {
     Pfn::new(index)

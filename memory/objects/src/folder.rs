@@ -1,6 +1,7 @@
 //! Objects as a folder.
 
 use crate::chunks::Chunks;
+use crate::options::Options;
 use crate::place::Place;
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_source::{
@@ -12,34 +13,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
 use url::Url;
-
-/// How objects are read.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Options {
-    /// Bytes of one request, a multiple of 4 KiB.
-    pub chunk: usize,
-    /// Bytes of each object's cache in memory.
-    pub cache: usize,
-    /// The most requests in flight.
-    pub parallel: usize,
-    /// How long a thread waits for a failing or silent store; `Duration::MAX`: for ever. The
-    /// requests of a page source have a [`Policy`] of their own.
-    pub patience: Duration,
-}
-
-impl Default for Options {
-    /// Chunks of 1 MiB, 64 of them in memory, 16 requests at a time, ten seconds.
-    fn default() -> Self {
-        Self {
-            chunk: 1 << 20,
-            cache: 64 << 20,
-            parallel: 16,
-            patience: Duration::from_secs(10),
-        }
-    }
-}
 
 /// Why objects cannot be read.
 #[derive(Debug, thiserror::Error)]

@@ -44,6 +44,7 @@
 //! | file | job |
 //! |---|---|
 //! | `folder` | [`Objects`]: the URL of a store, and its objects |
+//! | `options` | sizes, and how long to wait |
 //! | `write` | makes objects of files, and removes them |
 //! | `place` | the store, its threads, and tries |
 //! | `chunks` | the chunks of one object: cache, requests, retries |
@@ -56,8 +57,10 @@
 mod cache;
 mod chunks;
 mod folder;
+mod options;
 mod place;
 mod write;
 
-pub use folder::{Objects, ObjectsError, Options};
+pub use folder::{Objects, ObjectsError};
 pub use object_store;
+pub use options::Options;

@@ -1,6 +1,6 @@
 //! A store, its threads, and the tries to read from it.
 
-use crate::folder::Options;
+use crate::options::Options;
 use object_store::path::Path as ObjectPath;
 use object_store::{Error, GetOptions, ObjectMeta, ObjectStore};
 use std::future::Future;

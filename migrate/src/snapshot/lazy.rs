@@ -13,7 +13,7 @@ use super::files::{ZEROS, entry_of};
 use super::places::{Layer, Place, Places};
 use super::reader::{Buffer, Snapshot};
 use super::touches::{Recorder, Touches};
-use crate::rounds::OnPages;
+use crate::copy::OnPages;
 use crate::state::restore_state;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{PAGE_SIZE, PageCount};

@@ -4,8 +4,7 @@ use super::files::{
     CHECKSUMS, DIFF, Document, MEMORY, PACKED, PAGES, STATE, Version, WHOLE, entry_of,
 };
 use super::places::{Entries, Layer, Places};
-use super::touches::SnapshotId;
-use crate::rounds::OnPages;
+use crate::copy::OnPages;
 use crate::state::restore_state;
 use crate::{Machine, MachineState, MigrateError};
 use lacuna_addr::{Gpa, PAGE_SIZE, room_for};
@@ -15,6 +14,15 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// Which snapshot a record belongs to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct SnapshotId {
+    /// The CRC-32 of the snapshot's file `checksums`, which stands for its whole content.
+    pub checksums: u32,
+    /// Pages of its memory.
+    pub pages: u64,
+}
 
 /// A snapshot on disk, and its bases, which have its unchanged pages.
 pub struct Snapshot {

@@ -3,7 +3,7 @@
 //! docs/formats.md describes the file. It is not in the snapshot's folder, which stays as it is.
 
 use super::files::{create_file, rename_durably};
-use super::reader::Snapshot;
+use super::reader::{Snapshot, SnapshotId};
 use crate::MigrateError;
 use lacuna_addr::room_for;
 use lacuna_machine::SourcePage;
@@ -20,15 +20,6 @@ const VERSION: u32 = 1;
 const HEADER: usize = 32;
 const ENTRY: usize = size_of::<u64>();
 const CHECKSUM: usize = size_of::<u32>();
-
-/// Which snapshot a record belongs to.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct SnapshotId {
-    /// The CRC-32 of the snapshot's file `checksums`, which stands for its whole content.
-    pub checksums: u32,
-    /// Pages of its memory.
-    pub pages: u64,
-}
 
 /// The pages that a guest has requested after a lazy restore, in the order of first touch.
 /// [`Recorder::touches`] has them, and [`Snapshot::replay`] provides them before the guest asks.

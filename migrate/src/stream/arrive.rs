@@ -12,7 +12,7 @@ use super::frames::{Frames, unexpected};
 use super::install::Installer;
 use super::remote::RemotePages;
 use super::{Departure, MigrationId, Role, Stage};
-use crate::rounds::OnPages;
+use crate::copy::OnPages;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{SourcePage, Vm};

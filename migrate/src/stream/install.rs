@@ -5,7 +5,7 @@ use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
 use super::take::{in_slots, pages_of, zeros_of};
 use crate::copy::CHUNK;
-use crate::rounds::OnPages;
+use crate::copy::OnPages;
 use crate::{MemoryLayout, MigrateError};
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{Answer, MemoryError, MissingMemory, SourcePage};

@@ -7,7 +7,7 @@ use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
 use super::take::Early;
 use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage};
-use crate::rounds::OnPages;
+use crate::copy::OnPages;
 use crate::state::{MachineState, restore_state};
 use crate::{Machine, MemoryLayout, MigrateError};
 use lacuna_machine::{PageSource, PlatformDevices, Vm};

@@ -7,7 +7,7 @@
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
-use crate::rounds::OnPages;
+use crate::copy::OnPages;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{SourcePage, Vm};

@@ -23,18 +23,18 @@ mod watch;
 
 pub use timer::fine_sleeps;
 
-use crate::balance::TICK;
+use crate::core::Core;
 use crate::error::{LostPage, SwapError, WriteFailed};
-use crate::host::{Core, lock};
+use crate::lock::lock;
+use crate::reclaim::writeback::WriteBatch;
 use crate::region::Region;
+use crate::settled::TICK;
 use crate::ticket::Ticket;
-use crate::writeback::WriteBatch;
 use lacuna_sync::Nanos;
 use real::Real;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::Duration;
 use virt::Virtual;
 
@@ -72,14 +72,6 @@ pub(crate) enum Reading {
 pub(crate) enum Executor {
     Real(Real),
     Virtual(Virtual),
-}
-
-/// Waits for the end of an executor's thread. If that thread itself drops the last reference to the
-/// host, it runs this, and must not wait for itself. A panicked thread has reported its panic.
-pub(crate) fn join(thread: JoinHandle<()>) {
-    if thread.thread().id() != std::thread::current().id() {
-        let _ = thread.join();
-    }
 }
 
 /// An operation that the device has finished, before its delivery.

@@ -2,7 +2,8 @@
 
 use super::Completion;
 use super::timer::Timer;
-use crate::host::{Core, lock};
+use crate::core::Core;
+use crate::lock::lock;
 use crate::ticket::Ticket;
 use lacuna_sync::{Condvar, Mutex, Nanos, lock_order};
 use std::collections::VecDeque;
@@ -71,7 +72,7 @@ impl Readers {
         lock(&self.shared.queue).stop = true;
         self.shared.read.notify_all();
         let handles = std::mem::take(&mut *lock(&self.handles));
-        handles.into_iter().for_each(super::join);
+        handles.into_iter().for_each(crate::threads::join);
     }
 
     fn spawn(&self) -> bool {

@@ -14,11 +14,13 @@
 //! after the completion, the page word says Reading and the ticket is claimed. So no other thread
 //! touches the frame. The ring is emptied before the pool is dropped (`shut_down`).
 
+use super::Completion;
 use super::readers::Readers;
 use super::timer::Timer;
 use super::watch::{POLLERS_LATE, Watch};
-use super::{Completion, join};
-use crate::host::{Core, lock};
+use crate::core::Core;
+use crate::lock::lock;
+use crate::threads::join;
 use crate::ticket::Ticket;
 use io_uring::{IoUring, opcode, squeue, types};
 use lacuna_addr::PAGE_SIZE;

@@ -3,10 +3,12 @@
 //! Completions are delivered with no lock held, by a polling thread, or else by the timer's thread.
 //! This thread starts when first needed, and wakes once for each due time.
 
+use super::Completion;
 use super::watch::{POLLERS_LATE, Watch};
-use super::{Completion, join};
-use crate::host::{Core, lock};
+use crate::core::Core;
+use crate::lock::lock;
 use crate::region::Region;
+use crate::threads::join;
 use lacuna_sync::{Mutex, Nanos, lock_order};
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;

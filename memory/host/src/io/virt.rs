@@ -2,7 +2,8 @@
 //! completion is delivered at a later virtual time.
 
 use super::Completion;
-use crate::host::{Core, lock};
+use crate::core::Core;
+use crate::lock::lock;
 use crate::ticket::Ticket;
 use lacuna_sync::{Mutex, Nanos, lock_order};
 use std::collections::BTreeMap;

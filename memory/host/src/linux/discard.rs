@@ -11,12 +11,14 @@
 //! Without the intermediate state, a vCPU might put zeros in place and write to them before
 //! `MADV_DONTNEED`, and the write would be lost.
 
-use super::LinuxMemory;
-use super::units::UnitContent;
+use super::gathering::UnitContent;
+use super::memory::LinuxMemory;
+use crate::core::Core;
 use crate::error::HostError;
-use crate::host::{Core, Host};
+use crate::host::Host;
+use crate::page_no::PageNo;
 use crate::region::Region;
-use crate::residency::{PageNo, PageState};
+use crate::residency::PageState;
 use lacuna_addr::{BackingRange, PAGE_SIZE};
 use lacuna_sys::Errno;
 use std::sync::atomic::Ordering;

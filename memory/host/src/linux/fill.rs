@@ -3,15 +3,18 @@
 //! Two threads may fill one page at once. The kernel lets one of them put its page in place, and
 //! the other gets `EEXIST`. The content in place counts: its thread gets [`Answer::Taken`].
 
-use super::LinuxMemory;
+use super::memory::LinuxMemory;
 use super::units::part_of_huge_page;
+use crate::core::Core;
+use crate::counters::{Counters, FaultCounters};
 use crate::error::{HostError, LostPage};
-use crate::host::{Core, lock};
-use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
-use crate::pool::FramePtr;
-use crate::residency::{PageNo, PageState, PageWord};
+use crate::frames::pool::FramePtr;
+use crate::linux::memory::Run;
+use crate::lock::lock;
+use crate::page_no::PageNo;
+use crate::per_cpu_pages::PerCpuPages;
+use crate::residency::{PageState, PageWord};
 use crate::resolve::{Resolution, small};
-use crate::stats::Counters;
 use crate::ticket::Ticket;
 use lacuna_addr::{HvaRange, PAGE_SIZE};
 use lacuna_source::Answer;
@@ -23,14 +26,6 @@ use std::sync::atomic::Ordering;
 const ATTEMPTS: usize = 1 << 16;
 
 const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
-
-/// A run of pages that one system call put in place.
-#[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Run {
-    pub len: usize,
-    /// The number of pages whose content counts.
-    pub taken: usize,
-}
 
 /// The result of a fill.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

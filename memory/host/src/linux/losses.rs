@@ -13,75 +13,23 @@
 //! count only if no loss is unsettled. The count moves before the zeros are mapped, so no thread
 //! that has read them finds the old count.
 
-use super::LinuxMemory;
+use super::memory::LinuxMemory;
+use crate::core::Core;
 use crate::error::{HostError, LostPage};
-use crate::host::{Core, Host, lock};
+use crate::host::Host;
+use crate::linux::loss_list::{List, Loss, SeenLosses};
+use crate::lock::lock;
+use crate::page_no::PageNo;
 use crate::region::{MmuNotifier, Region};
-use crate::residency::{PageNo, PageState, PageWord};
+use crate::residency::{PageState, PageWord};
 use lacuna_addr::{BackingRange, Pfn};
-use lacuna_sync::{Mutex, lock_order};
 use lacuna_sys::TakenPages;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// The reason of a loss, for pages that the kernel has taken away.
 const REASON: &str = "Linux has taken its memory away: a memory error, a memory file that became \
                       shorter, or no huge page left";
-
-/// The pages that the kernel has taken away, as far as the host knows.
-#[derive(Default)]
-pub(crate) struct Losses {
-    list: Mutex<List, lock_order::LostLinuxPages>,
-    /// The count of taken pages whose words say Lost.
-    settled: AtomicU64,
-}
-
-#[derive(Default)]
-struct List {
-    /// All regions of Linux memory.
-    regions: Vec<Arc<Region>>,
-    /// The losses of existing VMs, in the order in which they were settled.
-    lost: Vec<Loss>,
-    /// The number of losses so far.
-    count: usize,
-}
-
-struct Loss {
-    /// The number of earlier losses.
-    number: usize,
-    page: PageNo,
-    /// Whether a vCPU may have read it: no fetch was in flight.
-    read: bool,
-    owner: Weak<dyn MmuNotifier>,
-}
-
-/// The losses that a reader has looked at.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct SeenLosses {
-    count: u64,
-    listed: usize,
-}
-
-impl SeenLosses {
-    /// Whether the reader has looked at all of `count` losses ([`Host::losses`]).
-    #[inline]
-    pub const fn is_all(self, count: u64) -> bool {
-        self.count == count
-    }
-}
-
-impl Losses {
-    pub fn add(&self, region: Arc<Region>) {
-        lock(&self.list).regions.push(region);
-    }
-
-    fn remove(&self, region: &Region) {
-        let mut list = lock(&self.list);
-        list.regions.retain(|other| !std::ptr::eq(&**other, region));
-        // The vCPUs of dropped notifiers are gone, and nothing asks for their losses.
-        list.lost.retain(|loss| loss.owner.strong_count() > 0);
-    }
-}
 
 impl Host {
     /// Called before a thread accesses frames of Linux memory. From now on the thread takes

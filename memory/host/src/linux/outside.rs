@@ -1,5 +1,5 @@
-//! Linux memory that is filled from outside ([`External`]): by another process, or by threads of
-//! the VMM that read the userfaultfd.
+//! Linux memory that is filled from outside ([`External`](lacuna_source::External)): by another
+//! process, or by threads of the VMM that read the userfaultfd.
 //!
 //! ```text
 //! fault on an Empty page: Missing(ticket), as with any page source
@@ -28,270 +28,22 @@
 //! handler gets no event, and its own late copy fails (ENOENT). Otherwise that copy would bring the
 //! old content back.
 
-use super::LinuxMemory;
-use crate::balance::TICK;
+use super::handler::{FillHandler, Touch, Touching};
+use super::memory::LinuxMemory;
+use crate::core::Core;
+use crate::counters::Counters;
 use crate::error::{HostError, LostPage};
-use crate::host::{Core, Host, lock};
+use crate::host::Host;
+use crate::page_no::PageNo;
 use crate::region::Region;
-use crate::stats::Counters;
+use crate::settled::TICK;
 use crate::ticket::Ticket;
-use lacuna_source::{Answer, External, PageSource, SourcePage};
-use lacuna_sync::{Condvar, Mutex, lock_order};
-use lacuna_sys::{Errno, Touched, Toucher, Userfaultfd};
-use std::collections::VecDeque;
-use std::io;
+use lacuna_source::Answer;
+use lacuna_sys::{Touched, Toucher};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, PoisonError, Weak};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-
-/// The most threads that touch pages for others. It bounds the handler's requests at a time, in
-/// addition to the vCPUs' own threads.
-const MOST_THREADS: usize = 16;
-
-/// A region's handler, and the threads that touch pages for it.
-pub(crate) struct FillHandler {
-    source: Arc<dyn PageSource>,
-    /// The source's page that is the region's first page.
-    first: SourcePage,
-    /// Threads that touch a page, or are about to.
-    inside: AtomicUsize,
-    threads: Mutex<Vec<Touching>, lock_order::LinuxTouchers>,
-    /// The region is being removed, or the host ends.
-    over: AtomicBool,
-    core: Weak<Core>,
-    pool: Mutex<Pool, lock_order::LinuxTouches>,
-    more: Condvar,
-    /// A thread checks deadlines.
-    is_timed: AtomicBool,
-    /// Wakes that thread at the end.
-    ends: Condvar,
-}
-
-/// A thread that touches a page.
-#[derive(Clone)]
-struct Touching {
-    toucher: Arc<Toucher>,
-    deadline: Option<Instant>,
-}
-
-/// Threads that touch pages for callers that do not wait, or cannot be interrupted.
-#[derive(Default)]
-struct Pool {
-    waiting: VecDeque<Ticket>,
-    handles: Vec<JoinHandle<()>>,
-    threads: usize,
-    idle: usize,
-}
-
-/// A thread that touches pages of the region; dropping it ends the count.
-struct Inside<'a>(&'a FillHandler, Arc<Toucher>);
-
-impl Drop for Inside<'_> {
-    fn drop(&mut self) {
-        let mut threads = lock(&self.0.threads);
-        let own = threads
-            .iter()
-            .position(|other| Arc::ptr_eq(&other.toucher, &self.1));
-        own.map(|own| threads.swap_remove(own));
-        drop(threads);
-        self.0.inside.fetch_sub(1, Ordering::Release);
-    }
-}
-
-impl FillHandler {
-    /// For a region whose first page is page `first` of `source`; `None` if `source` itself gets
-    /// the requests for pages.
-    ///
-    /// # Errors
-    /// Threads of this process cannot touch missing pages.
-    pub fn of(
-        core: &Arc<Core>,
-        source: &Arc<dyn PageSource>,
-        first: SourcePage,
-    ) -> Result<Option<Arc<Self>>, Errno> {
-        let Some(external) = source.external() else {
-            return Ok(None);
-        };
-        Toucher::check()?;
-        let outside = Arc::new(Self {
-            source: Arc::clone(source),
-            first,
-            inside: AtomicUsize::new(0),
-            threads: Mutex::default(),
-            over: AtomicBool::new(false),
-            core: Arc::downgrade(core),
-            pool: Mutex::default(),
-            more: Condvar::new(),
-            is_timed: AtomicBool::new(false),
-            ends: Condvar::new(),
-        });
-        let region = Arc::downgrade(&outside);
-        external.on_gone(move || {
-            if let Some(outside) = region.upgrade() {
-                outside.interrupt();
-            }
-        });
-        Ok(Some(outside))
-    }
-
-    fn external(&self) -> &External {
-        self.source.external().expect("checked by `of`")
-    }
-
-    /// The source that fills the region.
-    pub fn source(&self) -> Arc<dyn PageSource> {
-        Arc::clone(&self.source)
-    }
-
-    /// The descriptor for the page at `index` of the region.
-    pub fn userfaultfd(&self, index: u64) -> &Userfaultfd {
-        self.external()
-            .userfaultfd_of(SourcePage(self.first.0 + index))
-    }
-
-    /// The pages with the indices `pages`, cut where another descriptor begins.
-    pub fn parts(&self, pages: Range<u64>) -> impl Iterator<Item = (Range<u64>, &Userfaultfd)> {
-        let first = self.first.0;
-        let parts = self
-            .external()
-            .parts_of(first + pages.start..first + pages.end);
-        parts.map(move |(part, uffd)| (part.start - first..part.end - first, uffd))
-    }
-
-    fn enter(&self, touching: Touching) -> Inside<'_> {
-        self.inside.fetch_add(1, Ordering::SeqCst);
-        let toucher = Arc::clone(&touching.toucher);
-        lock(&self.threads).push(touching);
-        Inside(self, toucher)
-    }
-
-    /// Starts the thread that checks deadlines, if none runs. Without it a wait has no limit.
-    fn time(self: &Arc<Self>, patience: Duration) {
-        // The first test keeps the cache line shared.
-        if self.is_timed.load(Ordering::Relaxed) {
-            return;
-        }
-        let mut pool = lock(&self.pool);
-        if self.is_over() || self.is_timed.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        let outside = Arc::clone(self);
-        let named = std::thread::Builder::new().name("lacuna-patience".into());
-        match named.spawn(move || outside.look_at_deadlines(patience)) {
-            Ok(handle) => pool.handles.push(handle),
-            // The next wait tries again.
-            Err(_) => self.is_timed.store(false, Ordering::Relaxed),
-        }
-    }
-
-    fn look_at_deadlines(&self, patience: Duration) {
-        let pause = (patience / 8).clamp(Duration::from_millis(1), Duration::from_secs(1));
-        let mut pool = lock(&self.pool);
-        while !self.is_over() {
-            let waited = self.ends.wait_timeout(pool, pause);
-            drop(waited.unwrap_or_else(PoisonError::into_inner));
-            let now = Instant::now();
-            let threads = lock(&self.threads).clone();
-            let late = |thread: &&Touching| thread.deadline.is_some_and(|at| at <= now);
-            threads
-                .iter()
-                .filter(late)
-                .for_each(|thread| thread.toucher.interrupt());
-            pool = lock(&self.pool);
-        }
-    }
-
-    /// Makes all touching threads check again whether they have a reason to stop. The caller has
-    /// set the reason.
-    pub fn interrupt(&self) {
-        let threads = lock(&self.threads).clone();
-        threads.iter().for_each(|thread| thread.toucher.interrupt());
-    }
-
-    /// Whether a thread may sleep for a page that the caller has filled.
-    fn is_touched(&self) -> bool {
-        fence(Ordering::SeqCst);
-        self.inside.load(Ordering::SeqCst) != 0
-    }
-
-    /// Queues a page for a thread of the pool.
-    ///
-    /// # Errors
-    /// The pool has no thread, and none can be started.
-    fn start(self: &Arc<Self>, ticket: &Ticket) -> io::Result<()> {
-        let mut pool = lock(&self.pool);
-        pool.waiting.push_back(ticket.clone());
-        if pool.idle < pool.waiting.len() && pool.threads < MOST_THREADS {
-            let outside = Arc::clone(self);
-            let named = std::thread::Builder::new().name("lacuna-touch".into());
-            match named.spawn(move || outside.run()) {
-                Ok(handle) => {
-                    pool.handles.push(handle);
-                    pool.threads += 1;
-                }
-                Err(error) if pool.threads == 0 => {
-                    let unstarted = pool.waiting.pop_back();
-                    drop(pool);
-                    drop(unstarted);
-                    return Err(error);
-                }
-                // The other threads take the page later.
-                Err(_) => {}
-            }
-        }
-        drop(pool);
-        self.more.notify_one();
-        Ok(())
-    }
-
-    fn run(self: &Arc<Self>) {
-        let toucher = Arc::default();
-        while let Some(ticket) = self.next() {
-            let Some(core) = self.core.upgrade() else {
-                return;
-            };
-            // A lost page is found when it is resolved again.
-            let _ = core.touch_until(&ticket, self, &toucher, &self.over);
-        }
-    }
-
-    fn next(&self) -> Option<Ticket> {
-        let mut pool = lock(&self.pool);
-        pool.idle += 1;
-        let waits = |pool: &mut Pool| pool.waiting.is_empty() && !self.is_over();
-        let waited = self.more.wait_while(pool, waits);
-        pool = waited.unwrap_or_else(PoisonError::into_inner);
-        pool.idle -= 1;
-        match self.is_over() {
-            true => None,
-            false => pool.waiting.pop_front(),
-        }
-    }
-
-    fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire)
-    }
-
-    /// Ends all touches and the pool. Either no page of the region is in flight any more, or the
-    /// host ends.
-    pub fn end(&self) {
-        self.over.store(true, Ordering::SeqCst);
-        self.interrupt();
-        let mut pool = lock(&self.pool);
-        let handles = std::mem::take(&mut pool.handles);
-        let waiting = std::mem::take(&mut pool.waiting);
-        drop(pool);
-        drop(waiting);
-        self.more.notify_all();
-        self.ends.notify_all();
-        handles.into_iter().for_each(crate::io::join);
-        while self.inside.load(Ordering::Acquire) != 0 {
-            std::thread::yield_now();
-        }
-    }
-}
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 impl LinuxMemory {
     /// Wakes the threads that sleep for one of `pages`, which the caller has filled.
@@ -310,8 +62,9 @@ impl LinuxMemory {
 
 impl Host {
     /// As [`Host::wait_until`], for a thread that other threads interrupt by `toucher` after they
-    /// have set `stop`. If the page is missing and filled from outside ([`PageSource::external`]),
-    /// the thread touches it and sleeps in the kernel's queue.
+    /// have set `stop`. If the page is missing and filled from outside
+    /// ([`PageSource::external`](crate::PageSource::external)), the thread touches it and sleeps in
+    /// the kernel's queue.
     ///
     /// # Panics
     /// As [`Host::start`].
@@ -337,6 +90,15 @@ impl Region {
     }
 }
 
+impl Touch for Core {
+    fn touch(&self, page: PageNo, handler: &Arc<FillHandler>, toucher: &Arc<Toucher>) {
+        if let Some(ticket) = self.ticket_with(page) {
+            // A lost page is found when it is resolved again.
+            let _ = self.touch_until(&ticket, handler, toucher, &handler.over);
+        }
+    }
+}
+
 impl Core {
     /// Requests the page of `ticket`, which the caller has started: a thread touches it. If no
     /// thread can, the page is lost.
@@ -344,7 +106,7 @@ impl Core {
         let Some(outside) = ticket.region().outside() else {
             return false;
         };
-        if let Err(error) = outside.start(ticket) {
+        if let Err(error) = outside.start(ticket.number()) {
             let reason = format!(
                 "no thread can be started that waits for the page: {error}; let this process have \
                  more threads (ulimit -u) or more memory"

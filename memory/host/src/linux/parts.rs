@@ -12,7 +12,7 @@ use std::ops::Range;
 const LEAST: u64 = 8192;
 
 /// Parts of equal length, of whole huge pages. The last part may be shorter.
-pub(super) struct Parts {
+pub(crate) struct Parts {
     /// Pages of each part.
     each: u64,
     uffds: Box<[Userfaultfd]>,

@@ -9,11 +9,12 @@
 //! the addresses are free, at once or when no handler outside may fill them any more (`addresses`)
 //! ```
 
-use crate::balance::TICK;
+use crate::core::Core;
 use crate::error::HostError;
-use crate::host::{Core, Host};
+use crate::host::Host;
 use crate::region::Region;
 use crate::removal::Removal;
+use crate::settled::TICK;
 
 impl Host {
     /// As [`Host::remove_region`], for a region already removed from the list.

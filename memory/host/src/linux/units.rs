@@ -16,98 +16,22 @@
 //!
 //! A fault that finds the first word InPlace, and its own word still Empty, moves its own word.
 
-use super::LinuxMemory;
-use super::fill::Run;
-use crate::block_word::BLOCK;
+use super::memory::{LinuxMemory, Run};
+use crate::core::Core;
+use crate::counters::FaultCounters;
 use crate::error::{HostError, LostPage};
-use crate::host::{Core, Host, lock};
-use crate::per_cpu_pages::{FaultCounters, PerCpuPages};
+use crate::host::Host;
+use crate::linux::gathering::{Gathered, UnitContent};
+use crate::lock::lock;
+use crate::page_no::{BLOCK, PageNo};
+use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
-use crate::residency::{PageNo, PageState};
+use crate::residency::PageState;
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE, PageCount};
 use lacuna_source::{Answer, Failure};
 use std::sync::atomic::Ordering;
-
-/// The end of a unit's fetch.
-pub(crate) enum UnitContent<'a> {
-    Pages(&'a [[u8; PAGE_SIZE]]),
-    Zeros,
-    /// Why the pages are lost.
-    Fails(Failure<'a>),
-}
-
-/// The pages of a unit that have arrived so far.
-#[derive(Default)]
-pub(crate) enum Gathering {
-    #[default]
-    Nothing,
-    Some(Box<Pages>),
-    /// All have arrived, or the unit was provided in another way.
-    Over,
-}
-
-pub(crate) struct Pages {
-    bytes: Vec<u8>,
-    came: [bool; BLOCK],
-    left: usize,
-}
-
-/// The result for an arrived page.
-pub(crate) enum Gathered {
-    /// It arrived earlier, or is no longer wanted.
-    Late,
-    /// Other pages of the unit are missing.
-    Partly,
-    /// It was the last page. These are all.
-    Wholly(Box<Pages>),
-}
-
-impl Pages {
-    fn new() -> Box<Self> {
-        Box::new(Self {
-            bytes: vec![0; BLOCK * PAGE_SIZE],
-            came: [false; BLOCK],
-            left: BLOCK,
-        })
-    }
-
-    fn all(&self) -> &[[u8; PAGE_SIZE]] {
-        self.bytes.as_chunks().0
-    }
-}
-
-impl Gathering {
-    pub fn add(&mut self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
-        if let Self::Nothing = self {
-            *self = Self::Some(Pages::new());
-        }
-        let Self::Some(pages) = self else {
-            return Gathered::Late;
-        };
-        if std::mem::replace(&mut pages.came[at], true) {
-            return Gathered::Late;
-        }
-        pages.bytes.as_chunks_mut::<PAGE_SIZE>().0[at] = *content;
-        pages.left -= 1;
-        match pages.left {
-            0 => match std::mem::replace(self, Self::Over) {
-                Self::Some(pages) => Gathered::Wholly(pages),
-                Self::Nothing | Self::Over => Gathered::Late,
-            },
-            _ => Gathered::Partly,
-        }
-    }
-
-    pub fn has(&self, at: usize) -> bool {
-        match self {
-            Self::Nothing => false,
-            Self::Some(pages) => pages.came[at],
-            Self::Over => true,
-        }
-    }
-}
 
 impl Region {
     /// The number of pages that are filled together: a hugetlbfs page's pages, or one.

@@ -2,7 +2,7 @@
 
 use super::{SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
-use crate::pool::Page;
+use crate::frames::pool::Page;
 use lacuna_addr::PageCount;
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::collections::BTreeMap;

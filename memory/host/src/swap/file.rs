@@ -2,7 +2,7 @@
 
 use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{HostError, SwapError, WriteFailed};
-use crate::pool::Page;
+use crate::frames::pool::Page;
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use rustix::fs::{
     Advice, CWD, FallocateFlags, Mode, OFlags, fadvise, fallocate, open, openat, unlink,

@@ -3,7 +3,7 @@
 use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
-use crate::pool::Page;
+use crate::frames::pool::Page;
 use lacuna_addr::PageCount;
 use lacuna_sync::LatencySetting;
 

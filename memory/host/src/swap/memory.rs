@@ -12,7 +12,7 @@
 use super::{Reads, SwapEntry, SwapStore};
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
-use crate::pool::Page;
+use crate::frames::pool::Page;
 use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lz4_flex::block::{

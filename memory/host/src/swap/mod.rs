@@ -3,6 +3,7 @@
 //! A device is synchronous and knows entries and bytes only. Other files decide which thread calls
 //! it and when its completion is delivered (`io`), and which entries are in use (`map`).
 
+pub(crate) mod entry;
 mod faulty;
 mod file;
 mod latency;
@@ -10,6 +11,7 @@ mod log_normal;
 mod map;
 mod memory;
 
+pub use entry::SwapEntry;
 pub use faulty::{Fault, FaultyStore};
 pub use file::FileStore;
 pub use latency::Latency;
@@ -19,36 +21,9 @@ pub use memory::MemoryStore;
 
 use crate::error::{SwapError, WriteFailed};
 use crate::frames::StoreFrames;
-use crate::pool::Page;
-use lacuna_addr::{PAGE_SIZE, PageCount};
+use crate::frames::pool::Page;
+use lacuna_addr::PageCount;
 use std::os::fd::BorrowedFd;
-
-/// A place for one page on a swap device.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
-pub struct SwapEntry(u32);
-
-impl SwapEntry {
-    /// Place number `index`; `u32::MAX` is not a place.
-    pub const fn new(index: u32) -> Self {
-        assert!(index != u32::MAX);
-        Self(index)
-    }
-
-    /// Its number.
-    pub const fn get(self) -> u32 {
-        self.0
-    }
-
-    /// Its byte offset on a device laid out flat.
-    pub const fn offset(self) -> u64 {
-        self.0 as u64 * PAGE_SIZE as u64
-    }
-
-    /// The place `count` further on.
-    pub const fn plus(self, count: u32) -> Self {
-        Self::new(self.0 + count)
-    }
-}
 
 /// How the entries of a swap device are read.
 #[derive(Clone, Copy, Debug)]

@@ -5,28 +5,20 @@
 //! the swap entry holds the page as it was at the copy. If the guest has written to the page since,
 //! the dirty mark is set, and the entry is stale.
 
-use crate::desc::FrameState;
-use crate::error::{HostError, SwapError, WriteFailed};
-use crate::frames::BATCH;
-use crate::host::{Core, lock};
-use crate::pool::Page;
-use crate::reclaim::Victim;
+use crate::core::Core;
+use crate::counters::Counters;
+use crate::error::{Failure, HostError, SwapError, WriteFailed};
+use crate::frames::desc::FrameState;
+use crate::frames::pool::Page;
+use crate::lock::lock;
+use crate::reclaim::round::{CLUSTER, Victim};
 use crate::region::Region;
 use crate::residency::PageState;
-use crate::stats::Counters;
-use crate::swap::{Run, SwapEntry, SwapSpace};
+use crate::swap::entry::SwapEntry;
+use crate::swap::{Run, SwapSpace};
 use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-
-/// The most pages of one write: 128 KiB.
-pub(crate) const CLUSTER: usize = BATCH;
-
-/// The failed writes since the last successful one.
-pub(crate) struct Failure {
-    pub error: HostError,
-    pub count: usize,
-}
 
 /// A write in flight. Its frames stay isolated and its entries taken until it completes.
 pub(crate) struct WriteBatch {

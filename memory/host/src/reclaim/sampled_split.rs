@@ -24,14 +24,15 @@
 //!
 //! A wrong choice costs little: no page moves, and the pages are collapsed in place.
 
-use crate::block::{FrameBlockState, Warmth, Youth};
-use crate::block_word::{BLOCK, BlockNo};
-use crate::collapse::Gathered;
-use crate::host::{Core, lock};
-use crate::reclaim::{Round, ScanPriority};
+use crate::block_word::BlockNo;
+use crate::core::Core;
+use crate::counters::Counters;
+use crate::frames::block::{FrameBlockState, Warmth, Youth};
+use crate::lock::lock;
+use crate::page_no::{BLOCK, PageNo};
+use crate::reclaim::collapse::Gathered;
+use crate::reclaim::round::{Round, ScanPriority, Window};
 use crate::region::Region;
-use crate::residency::PageNo;
-use crate::stats::Counters;
 use lacuna_addr::Pfn;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -44,26 +45,6 @@ const READ_BACK: u64 = 64;
 /// rate at which a page in swap is read back. Half of that rate is enough, because a compound page
 /// saves faults and TLB entries.
 const ASKED: u64 = 8;
-
-/// How reclaim handles a window of frames.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Window {
-    /// It looks at each frame.
-    Frames,
-    /// It skips all of them: they are a compound page, or a sampled split.
-    Passed,
-}
-
-/// The compound pages that the clock hand has met in this round.
-#[derive(Default)]
-pub(crate) struct SampledSplits {
-    met: usize,
-    coldest: Option<(Warmth, BlockNo)>,
-    /// The block to split when the hand meets it again.
-    chosen: Option<BlockNo>,
-    /// Pages read back from swap until the choice of the last sampled split.
-    read_back: u64,
-}
 
 /// A compound page that this thread has isolated.
 struct IsolatedBlock {

@@ -10,7 +10,8 @@
 //! Frames are taken lowest first, so frames in use gather at the low end and other blocks stay
 //! whole. The last block is never whole if the pool's end cuts it.
 
-use crate::block_word::{BLOCK, BlockNo};
+use crate::block_word::BlockNo;
+use crate::page_no::BLOCK;
 use lacuna_addr::Pfn;
 
 const WORDS: usize = BLOCK / 64;

@@ -18,13 +18,16 @@
 //! The swap entries of the pages are freed. A compound page has no copy in swap, so pages with a
 //! swap entry count as dirty.
 
-use crate::block_word::{BLOCK, BlockNo, PageBlockState};
-use crate::desc::{Desc, Dirt, FrameState};
-use crate::host::{Core, Host, HugePages, lock};
-use crate::reclaim::{Round, ScanPriority};
-use crate::region::{Region, RegionList};
-use crate::residency::{PageNo, PageState};
-use crate::stats::Counters;
+use crate::block_word::{BlockNo, PageBlockState};
+use crate::core::Core;
+use crate::counters::Counters;
+use crate::frames::desc::{Desc, Dirt, FrameState};
+use crate::host::Host;
+use crate::lock::lock;
+use crate::page_no::{BLOCK, PageNo};
+use crate::reclaim::round::{Round, ScanPriority};
+use crate::region::{HugePages, Region, RegionList};
+use crate::residency::PageState;
 use lacuna_addr::{BackingRange, Pfn};
 use std::sync::Arc;
 
@@ -48,18 +51,6 @@ pub enum Collapse {
     /// No block was collapsed, and there is nothing more to do for now: this was the last block, or
     /// free memory is low, or the host never makes huge pages.
     Idle,
-}
-
-/// The next block for background collapse.
-pub(crate) struct Collapser {
-    next: PageNo,
-}
-
-impl Default for Collapser {
-    fn default() -> Self {
-        let next = PageNo::new(0);
-        Self { next }
-    }
 }
 
 /// The pages of a split block, all isolated: none leaves its frame before [`Core::let_be`].
@@ -129,12 +120,12 @@ impl Core {
 
     /// The next block. After the last block it returns `None` once, then starts again at the first.
     fn next_block(&self, regions: &RegionList) -> Option<(Arc<Region>, PageNo)> {
-        let mut collapser = lock(&self.collapser);
+        let mut hand = lock(&self.collapser);
         let next = regions.iter().find_map(|region| {
-            let first = PageNo::of(region.range().start()).max(collapser.next);
+            let first = PageNo::of(region.range().start()).max(*hand);
             region.span(first).map(|span| (region.clone(), span.first))
         });
-        collapser.next = match &next {
+        *hand = match &next {
             Some((_, first)) => first.plus(BLOCK),
             None => PageNo::new(0),
         };

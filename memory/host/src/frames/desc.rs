@@ -14,7 +14,7 @@
 //! per-CPU page cache, swap store). So only `Used -> Isolated` needs a compare-and-swap, and a
 //! fault does none on a descriptor.
 
-use crate::residency::PageNo;
+use crate::page_no::PageNo;
 use lacuna_sync::shim::AtomicU64;
 use lacuna_sync::shim::atomic::{AtomicU8, Ordering};
 

@@ -18,8 +18,9 @@
 
 mod linux;
 
-use crate::block_word::{BLOCK, BlockNo};
+use crate::block_word::BlockNo;
 use crate::error::HostError;
+use crate::page_no::BLOCK;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn, aligned_piece};
 use lacuna_sys::TakenPages;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};

@@ -2,17 +2,20 @@
 //! watermark. If a fault finds no free frame, its thread reclaims by itself (direct reclaim) and
 //! waits in a queue for a frame.
 
-use crate::collapse::Collapse;
+use crate::core::Core;
+use crate::counters::Counters;
 use crate::error::HostError;
 use crate::frames::Frames;
-use crate::host::{Core, Host, HugePages, NEVER, lock};
-use crate::patience::{Outlook, Patience};
+use crate::frames::turns::Turn;
+use crate::host::Host;
+use crate::lock::{NEVER, lock};
 use crate::per_cpu_pages::PerCpuPages;
-use crate::reclaim::ScanPriority;
-use crate::stats::Counters;
+use crate::reclaim::collapse::Collapse;
+use crate::reclaim::patience::{Outlook, Patience};
+use crate::reclaim::round::{CLUSTER, ScanPriority};
+use crate::region::HugePages;
+use crate::settled::TICK;
 use crate::ticket::Ticket;
-use crate::turns::Turn;
-use crate::writeback::CLUSTER;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -34,9 +37,6 @@ const MAX_TURNS: usize = 4;
 /// for the device to recover. There direct reclaim returns the device's error after so many
 /// failures in a row.
 const MAX_FAILURES: usize = 4;
-/// Longest single wait for an event that notifies no waiter. Example: another thread ends its
-/// isolation of a frame.
-pub(crate) const TICK: Duration = Duration::from_millis(1);
 
 /// Pause of the background thread between two steps of collapse, and after a reclaim in vain. A
 /// collapse by copy takes about 1/50 of this.

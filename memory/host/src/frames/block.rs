@@ -22,8 +22,9 @@
 //! It is a Dekker exchange: at least one of the two threads sees the other's store.
 
 use crate::block_word::{BlockNo, BlockWord, PageBlockState};
-use crate::desc::{Desc, Dirt};
-use crate::residency::{PageNo, PageState, PageWord};
+use crate::frames::desc::{Desc, Dirt};
+use crate::page_no::PageNo;
+use crate::residency::{PageState, PageWord};
 use lacuna_sync::shim::atomic::AtomicU8;
 use lacuna_sync::shim::{AtomicU32, AtomicU64, Ordering, fence};
 

@@ -10,13 +10,20 @@
 //! vCPU may need to make progress. A thread that finds no free frame waits in a queue; the free map
 //! keeps one frame for each thread in the queue (`turns`).
 
-use crate::block::{BlockDesc, FrameBlockState, Marked, Parts};
-use crate::block_word::{BLOCK, BlockNo};
-use crate::desc::{Desc, FrameState};
-use crate::free::FreeMap;
-use crate::pool::{FramePtr, Pool, prefetch, table_of};
-use crate::region::Span;
-use crate::turns::{Turn, Turns};
+pub(crate) mod block;
+pub(crate) mod desc;
+mod free;
+pub(crate) mod pool;
+pub(crate) mod turns;
+
+use crate::block_word::BlockNo;
+use crate::frames::block::{BlockDesc, FrameBlockState, Marked, Parts};
+use crate::frames::desc::{Desc, FrameState};
+use crate::frames::free::FreeMap;
+use crate::frames::pool::{FramePtr, Pool, prefetch, table_of};
+use crate::frames::turns::{Turn, Turns};
+use crate::page_no::BLOCK;
+use crate::span::Span;
 use lacuna_addr::{Level, Pfn};
 use lacuna_sync::{CachePadded, Mutex, MutexGuard, lock_order};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,0 +1,84 @@
+//! The content of a unit, whose pages arrive one by one and are filled together.
+
+use crate::page_no::BLOCK;
+use lacuna_addr::PAGE_SIZE;
+use lacuna_source::Failure;
+
+/// The end of a unit's fetch.
+pub(crate) enum UnitContent<'a> {
+    Pages(&'a [[u8; PAGE_SIZE]]),
+    Zeros,
+    /// Why the pages are lost.
+    Fails(Failure<'a>),
+}
+
+/// The pages of a unit that have arrived so far.
+#[derive(Default)]
+pub(crate) enum Gathering {
+    #[default]
+    Nothing,
+    Some(Box<Pages>),
+    /// All have arrived, or the unit was provided in another way.
+    Over,
+}
+
+pub(crate) struct Pages {
+    bytes: Vec<u8>,
+    came: [bool; BLOCK],
+    left: usize,
+}
+
+/// The result for an arrived page.
+pub(crate) enum Gathered {
+    /// It arrived earlier, or is no longer wanted.
+    Late,
+    /// Other pages of the unit are missing.
+    Partly,
+    /// It was the last page. These are all.
+    Wholly(Box<Pages>),
+}
+
+impl Pages {
+    fn new() -> Box<Self> {
+        Box::new(Self {
+            bytes: vec![0; BLOCK * PAGE_SIZE],
+            came: [false; BLOCK],
+            left: BLOCK,
+        })
+    }
+
+    pub fn all(&self) -> &[[u8; PAGE_SIZE]] {
+        self.bytes.as_chunks().0
+    }
+}
+
+impl Gathering {
+    pub fn add(&mut self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
+        if let Self::Nothing = self {
+            *self = Self::Some(Pages::new());
+        }
+        let Self::Some(pages) = self else {
+            return Gathered::Late;
+        };
+        if std::mem::replace(&mut pages.came[at], true) {
+            return Gathered::Late;
+        }
+        pages.bytes.as_chunks_mut::<PAGE_SIZE>().0[at] = *content;
+        pages.left -= 1;
+        match pages.left {
+            0 => match std::mem::replace(self, Self::Over) {
+                Self::Some(pages) => Gathered::Wholly(pages),
+                Self::Nothing | Self::Over => Gathered::Late,
+            },
+            _ => Gathered::Partly,
+        }
+    }
+
+    pub fn has(&self, at: usize) -> bool {
+        match self {
+            Self::Nothing => false,
+            Self::Some(pages) => pages.came[at],
+            Self::Over => true,
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! A shared memory file.
+
+use crate::error::HostError;
+use lacuna_addr::{Level, PAGE_SIZE, PageCount};
+use lacuna_sys::Errno;
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, fstatfs, ftruncate, memfd_create};
+use rustix::io::retry_on_intr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// The kind of a region's Linux memory.
+#[derive(Clone, Debug, Default)]
+pub enum LinuxBacking {
+    /// Private memory of this process.
+    #[default]
+    Anonymous,
+    /// A shared memory file.
+    Shared(SharedMemory),
+}
+
+/// How a page source fills a shared memory file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum SharedFill {
+    /// Its answers are copied in.
+    #[default]
+    CopiedIn,
+    /// It may write to the file, and then calls
+    /// [`Host::provide_from_file`](crate::Host::provide_from_file).
+    InFile,
+}
+
+/// A shared memory file, or a part of one. If another process makes the file shorter, the removed
+/// pages are lost.
+#[derive(Clone, Debug)]
+pub struct SharedMemory {
+    file: Arc<OwnedFd>,
+    pub(super) first: u64,
+    pub(super) fill: SharedFill,
+    /// The number of pages that one fill puts in place: more than one in huge pages of hugetlbfs.
+    pub(super) unit: u64,
+    /// A write by other code to a page of the file may also put its neighbours in place, as zeros:
+    /// the file is in a tmpfs with transparent huge pages.
+    has_neighbours: bool,
+}
+
+/// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
+const TMPFS: u32 = 0x0102_1994;
+const HUGETLBFS: u32 = 0x9584_58f6;
+
+impl SharedMemory {
+    /// A new file of `pages` pages of zeros.
+    ///
+    /// # Errors
+    /// Linux cannot make such a file.
+    pub fn new(pages: PageCount, fill: SharedFill) -> Result<Self, HostError> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let made = memfd_create("lacuna-memory", flags);
+        let made = made.and_then(|file| ftruncate(&file, pages.bytes()).map(|()| file));
+        let file = made.map_err(|errno| HostError::SharedMemory {
+            reason: errno.to_string(),
+        })?;
+        Ok(Self {
+            file: Arc::new(file),
+            first: 0,
+            fill,
+            unit: 1,
+            has_neighbours: false,
+        })
+    }
+
+    /// A new file of `pages` pages of zeros, in reserved huge pages of 2 MiB. Adding a region of
+    /// the file takes its huge pages from the machine's reserve, so none is missing later. With a
+    /// page source, the 512 pages of a huge page are provided together.
+    ///
+    /// # Errors
+    /// The pages do not fill huge pages, or this machine has no such pages.
+    pub fn huge(pages: PageCount) -> Result<Self, HostError> {
+        let unit = Level::L2M.pages();
+        let refused = |errno| no_huge_pages(pages, errno);
+        if !pages.get().is_multiple_of(unit) {
+            return Err(HostError::SharedMemory {
+                reason: format!("{pages} pages do not fill huge pages of {unit}"),
+            });
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let file = memfd_create("lacuna-huge", flags).map_err(refused)?;
+        ftruncate(&file, pages.bytes()).map_err(refused)?;
+        Ok(Self {
+            file: Arc::new(file),
+            first: 0,
+            fill: SharedFill::CopiedIn,
+            unit,
+            has_neighbours: false,
+        })
+    }
+
+    /// The file `file` from its page `first` on. Another process may have it too.
+    ///
+    /// # Errors
+    /// It is not a memory file of small pages.
+    pub fn of_file(file: OwnedFd, first: u64, fill: SharedFill) -> Result<Self, HostError> {
+        let refused = |reason: &str| HostError::SharedMemory {
+            reason: reason.into(),
+        };
+        let system = fstatfs(&file).map_err(|errno| refused(&errno.to_string()))?;
+        // The type of the number differs from architecture to architecture.
+        match u32::try_from(system.f_type) {
+            Ok(TMPFS) => {}
+            Ok(HUGETLBFS) => {
+                return Err(refused(
+                    "the file is in hugetlbfs; SharedMemory::huge makes memory in huge pages",
+                ));
+            }
+            // A thread can wait only for missing pages of memory files.
+            _ => {
+                return Err(refused(
+                    "it is no memory file (memfd_create, or a file of tmpfs)",
+                ));
+            }
+        }
+        // tmpfs reports its preferred page size as the block size.
+        let block = fstat(&file).map_or(0, |stat| stat.st_blksize);
+        Ok(Self {
+            file: Arc::new(file),
+            first,
+            fill,
+            unit: 1,
+            has_neighbours: usize::try_from(block) != Ok(PAGE_SIZE),
+        })
+    }
+
+    /// Refuses a file whose pages a page source cannot fill one by one.
+    pub(super) fn check_source(&self) -> Result<(), HostError> {
+        match self.has_neighbours {
+            false => Ok(()),
+            true => Err(HostError::SharedMemory {
+                reason: "its tmpfs makes huge pages: a write to one page puts zeros in the place \
+                         of others, which the source has not provided; mount it with huge=never, \
+                         or give the memory no source"
+                    .into(),
+            }),
+        }
+    }
+
+    /// The same file, from its page `pages` on.
+    #[must_use]
+    pub fn part(&self, pages: u64) -> Self {
+        let first = self.first.saturating_add(pages);
+        Self {
+            first,
+            ..self.clone()
+        }
+    }
+
+    /// The file, to be sent to another process.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// The byte offset of its first page in the file, if it has at least `pages` pages.
+    pub(super) fn offset(&self, pages: PageCount) -> Result<u64, HostError> {
+        let refused = |reason: String| HostError::SharedMemory { reason };
+        if !(self.first | pages.get()).is_multiple_of(self.unit) {
+            let unit = self.unit;
+            return Err(refused(format!(
+                "{pages} pages do not fill huge pages of {unit}"
+            )));
+        }
+        let size = fstat(&self.file).map_err(|errno| refused(errno.to_string()))?;
+        let has = u64::try_from(size.st_size).unwrap_or(0) / PAGE_SIZE as u64;
+        match self.first.checked_add(pages.get()) {
+            Some(end) if end <= has => Ok(self.first * PAGE_SIZE as u64),
+            _ => Err(refused(format!(
+                "the file has {has} pages, and the region has {pages} from its page {} on; make \
+                 the file longer",
+                self.first
+            ))),
+        }
+    }
+
+    /// Whether its pages are huge pages of hugetlbfs ([`SharedMemory::huge`]).
+    pub const fn is_huge(&self) -> bool {
+        self.unit > 1
+    }
+
+    /// Why `pages` pages cannot be allocated.
+    pub(super) fn refused(&self, pages: PageCount, errno: Errno) -> HostError {
+        match self.is_huge() {
+            true => no_huge_pages(pages, errno),
+            false => HostError::SharedMemory {
+                reason: errno.to_string(),
+            },
+        }
+    }
+
+    /// Takes huge pages of zeros for `pages` pages from byte `offset` of the file on, where the
+    /// file has none. Small pages are allocated on first touch.
+    pub(super) fn take_huge_pages(&self, offset: u64, pages: PageCount) -> Result<(), HostError> {
+        let taken = self.allocate(offset, pages.bytes());
+        taken.map_err(|errno| self.refused(pages, errno))
+    }
+
+    pub(super) fn allocate(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
+        if !self.is_huge() {
+            return Ok(());
+        }
+        // A file shortened by another process stays short. A pending signal ends the call between
+        // two huge pages; the next call continues there.
+        retry_on_intr(|| fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset, bytes))
+    }
+}
+
+/// The error if the process locks a memory file that a page source is to fill.
+pub(super) fn locked() -> HostError {
+    HostError::SharedMemory {
+        reason: "this process locks its memory (mlockall, MCL_FUTURE): the file gets all of its \
+                 pages at once, and none is missing; do not lock memory that a source fills"
+            .into(),
+    }
+}
+
+fn no_huge_pages(pages: PageCount, errno: Errno) -> HostError {
+    let help = match errno {
+        Errno::NOMEM | Errno::NOSPC => "; reserve more of them (/proc/sys/vm/nr_hugepages)",
+        _ => "",
+    };
+    let count = pages.get() / Level::L2M.pages();
+    HostError::SharedMemory {
+        reason: format!("no {count} huge pages of 2 MiB: {errno}{help}"),
+    }
+}
