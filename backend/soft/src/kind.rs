@@ -48,7 +48,7 @@ const fn host(error: &HostError) -> ErrorKind {
         | HostError::NoSuchRegion(_) => ErrorKind::Request,
         HostError::Map { .. }
         | HostError::Tables(_)
-        | HostError::SwapSetup { .. }
+        | HostError::SwapSetup(_)
         | HostError::SwapFull { .. }
         | HostError::SwapWrite { .. }
         | HostError::Exhausted { .. }

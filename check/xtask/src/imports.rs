@@ -19,10 +19,17 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "lacuna-objects",
         &["lacuna-addr", "lacuna-sync", "lacuna-source"],
     ),
+    ("lacuna-swap", &["lacuna-addr", "lacuna-sync"]),
     (
         "lacuna-host",
         // sys: Linux memory is filled by userfaultfd.
-        &["lacuna-addr", "lacuna-sync", "lacuna-source", "lacuna-sys"],
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-source",
+            "lacuna-swap",
+            "lacuna-sys",
+        ],
     ),
     (
         "lacuna-stage2",

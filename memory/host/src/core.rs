@@ -2,7 +2,6 @@
 
 use crate::counters::Counters;
 use crate::error::{Failure, LostPage};
-use crate::frames::pool::Page;
 use crate::frames::{BATCH, Frames};
 use crate::linux::addresses::LinuxAddresses;
 use crate::linux::loss_list::Losses;
@@ -12,10 +11,9 @@ use crate::reclaim::samples::SampledSplits;
 use crate::region::{HugePages, Regions};
 use crate::settled::Settled;
 use crate::shared_cache::{MAX_PINNED, SharedCache};
-use crate::swap::entry::SwapEntry;
-use crate::swap::{SwapMap, SwapStore};
 use crate::ticket::Ticket;
 use lacuna_addr::PageCount;
+use lacuna_swap::{Page, SwapEntry, SwapMap, SwapStore};
 use lacuna_sync::{Clock, Mutex, lock_order};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -2,6 +2,7 @@
 
 use lacuna_addr::{BackingAddr, NoRoom, PageCount};
 use lacuna_source::FailureKind;
+use lacuna_swap::SetupFailed;
 use std::sync::Arc;
 
 /// Why the host memory manager cannot carry out a request. It can be cloned, because one error may
@@ -50,13 +51,8 @@ pub enum HostError {
     #[error("no region begins at {0} with that length")]
     NoSuchRegion(BackingAddr),
     /// The swap device cannot be opened.
-    #[error("cannot create a swap file in {path}: {reason}")]
-    SwapSetup {
-        /// The directory.
-        path: String,
-        /// The system's error.
-        reason: String,
-    },
+    #[error(transparent)]
+    SwapSetup(#[from] SetupFailed),
     /// Nothing more fits on the swap device. Nothing was lost.
     #[error(
         "swap device full: {device}: {reason}; give it more space, or the guest a larger budget"
@@ -167,36 +163,6 @@ impl HostError {
             _ => FailureKind::Lost,
         }
     }
-}
-
-/// Why a swap device failed a command.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SwapError {
-    /// No space is left.
-    #[error("{0}")]
-    Full(String),
-    /// The device has no room for this entry or any after it. Earlier entries can be used.
-    #[error("{0}")]
-    Ends(String),
-    /// The device failed.
-    #[error("{0}")]
-    Io(String),
-    /// The read bytes differ from the written ones.
-    #[error(
-        "it is not what was written there: the device, or another program that wrote to it, has \
-         damaged it; check the device, and start the guest anew"
-    )]
-    Damaged,
-}
-
-/// A write that stopped part-way: only the first `done` pages are stored.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{error} (after {done} pages)")]
-pub struct WriteFailed {
-    /// Pages stored before the failure.
-    pub done: usize,
-    /// The failure.
-    pub error: SwapError,
 }
 
 /// The failed writes since the last successful one.

@@ -6,7 +6,7 @@ use crate::counters::Counters;
 use crate::error::HostError;
 use crate::frames::desc::Desc;
 use crate::frames::pool::{FramePtr, MAX_FRAMES, Pool};
-use crate::frames::{Frames, StoreFrames};
+use crate::frames::{BudgetFrames, Frames};
 use crate::io::{Executor, Io};
 use crate::linux::addresses::LinuxAddresses;
 use crate::linux::loss_list::Losses;
@@ -17,9 +17,9 @@ use crate::per_cpu_pages::PerCpuPages;
 use crate::region::{HugePages, MmuNotifier, Regions};
 use crate::settled::Settled;
 use crate::spare_caches::SpareCaches;
-use crate::swap::{Reads, SwapMap, SwapStore};
 use lacuna_addr::{BackingAddr, BackingRange, Level, PageCount, Pfn, room_for, room_for_threads};
 use lacuna_source::{PageSource, SourcePage};
+use lacuna_swap::{Reads, SwapMap, SwapStore};
 use lacuna_sync::{Clock, Mutex, Nanos};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -88,7 +88,7 @@ impl Host {
         let frames = Arc::new(Frames::new(pool));
         // One for the thread that waits for a swap file.
         room_for_threads(1)?;
-        store.attach(StoreFrames::new(frames.clone()));
+        store.attach(Arc::new(BudgetFrames(frames.clone())));
         let core = Core {
             frames,
             linux: LinuxAddresses::default(),

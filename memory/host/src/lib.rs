@@ -51,18 +51,20 @@ mod span;
 mod spare_caches;
 mod stats;
 mod striped;
-mod swap;
 mod swapin;
 mod threads;
 mod ticket;
 mod verify;
 
-pub use error::{HostError, LostPage, SwapError, WriteFailed};
-pub use frames::StoreFrames;
-pub use frames::pool::{FramePtr, Page};
+pub use error::{HostError, LostPage};
+pub use frames::pool::FramePtr;
 pub use host::{Host, HostConfig, Polling};
 pub use io::{Io, fine_sleeps};
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
+pub use lacuna_swap::{
+    Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Page, Reads, SetupFailed,
+    StoreFrames, SwapEntry, SwapError, SwapStore, WriteFailed,
+};
 pub use lacuna_sync::LatencySetting;
 pub use lacuna_sys::Toucher;
 pub use linux::{LinuxBacking, SeenLosses, SharedFill, SharedMemory};
@@ -73,7 +75,4 @@ pub use region::{HugePages, MmuNotifier};
 pub use resolve::{Frame, Resolution};
 pub use shared_cache::MAX_PINNED;
 pub use stats::HostStats;
-pub use swap::{
-    Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Reads, SwapEntry, SwapStore,
-};
 pub use ticket::Ticket;

@@ -37,8 +37,8 @@
 //!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 
-use crate::swap::entry::SwapEntry;
 use lacuna_addr::Pfn;
+use lacuna_swap::SwapEntry;
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
 /// Number of bits of a frame number in a page word.

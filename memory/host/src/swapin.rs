@@ -2,13 +2,13 @@
 
 use crate::core::Core;
 use crate::counters::Counters;
-use crate::error::{HostError, LostPage, SwapError};
+use crate::error::{HostError, LostPage};
 use crate::host::Host;
 use crate::lock::{NEVER, lock};
 use crate::page_no::PageNo;
 use crate::residency::{PageState, PageWord};
-use crate::swap::entry::SwapEntry;
 use crate::ticket::Ticket;
+use lacuna_swap::{SwapEntry, SwapError};
 use std::sync::atomic::AtomicBool;
 
 impl Host {

@@ -12,8 +12,8 @@ use crate::region::Region;
 use crate::residency::{PageState, PageWord};
 use crate::shared_cache::SharedCache;
 use crate::span::Span;
-use crate::swap::entry::SwapEntry;
 use lacuna_addr::Pfn;
+use lacuna_swap::SwapEntry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 

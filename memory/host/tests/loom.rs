@@ -19,21 +19,16 @@ mod page_no;
 mod residency;
 #[path = "../src/io/watch.rs"]
 mod watch;
-mod swap {
-    pub mod entry {
-        pub use lacuna_host::SwapEntry;
-    }
-}
 
 use flight::Flight;
 use frames::desc::{Desc, Dirt, FrameState};
 use lacuna_addr::Pfn;
+use lacuna_swap::SwapEntry;
 use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 use page_no::PageNo;
 use residency::{PageState, PageWord};
-use swap::entry::SwapEntry;
 
 const PAGE: PageNo = PageNo::new(77);
 

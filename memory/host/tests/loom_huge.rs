@@ -17,11 +17,6 @@ mod frames {
 mod page_no;
 #[path = "../src/residency.rs"]
 mod residency;
-mod swap {
-    pub mod entry {
-        pub use lacuna_host::SwapEntry;
-    }
-}
 
 use block_word::{BlockNo, BlockWord, PageBlockState};
 use frames::block::{BlockDesc, FrameBlockState, Marked, Parts};

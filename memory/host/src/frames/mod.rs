@@ -20,11 +20,12 @@ use crate::block_word::BlockNo;
 use crate::frames::block::{BlockDesc, FrameBlockState, Marked, Parts};
 use crate::frames::desc::{Desc, FrameState};
 use crate::frames::free::FreeMap;
-use crate::frames::pool::{FramePtr, Pool, prefetch, table_of};
+use crate::frames::pool::{Pool, prefetch, table_of};
 use crate::frames::turns::{Turn, Turns};
 use crate::page_no::BLOCK;
 use crate::span::Span;
 use lacuna_addr::{Level, Pfn};
+use lacuna_swap::StoreFrames;
 use lacuna_sync::{CachePadded, Mutex, MutexGuard, lock_order};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -312,27 +313,19 @@ impl Frames {
     }
 }
 
-/// A swap store's access to the budget: its frames are charged to the budget.
-#[derive(Clone)]
-pub struct StoreFrames(Arc<Frames>);
+/// The budget, for a swap device that keeps pages in it.
+pub(crate) struct BudgetFrames(pub Arc<Frames>);
 
-impl StoreFrames {
-    pub(crate) const fn new(frames: Arc<Frames>) -> Self {
-        Self(frames)
-    }
-
-    /// Frames of the whole budget.
-    pub fn budget(&self) -> usize {
+impl StoreFrames for BudgetFrames {
+    fn budget(&self) -> usize {
         self.0.len()
     }
 
-    /// Reserves the last `frames` free frames for the store.
-    pub fn reserve(&self, frames: usize) {
+    fn reserve(&self, frames: usize) {
         self.0.count.reserve.store(frames, Ordering::Relaxed);
     }
 
-    /// Takes a frame, also from the reserve. `None` when no frame is free.
-    pub fn take(&self) -> Option<Pfn> {
+    fn take(&self) -> Option<Pfn> {
         let mut free = self.0.lock();
         let mut taken = Vec::with_capacity(1);
         free.map.take(1, &mut taken);
@@ -343,20 +336,29 @@ impl StoreFrames {
         Some(pfn)
     }
 
-    /// Gives a frame of [`StoreFrames::take`] back.
-    pub fn give(&self, pfn: Pfn) {
-        assert_eq!(
-            self.0.desc(pfn).state(),
-            FrameState::Store,
-            "not the store's frame"
-        );
+    fn give(&self, pfn: Pfn) {
+        self.check(pfn);
         self.0.count.store.fetch_sub(1, Ordering::Relaxed);
         self.0.give([pfn.index() as u32]);
     }
 
-    /// The bytes of a store's frame.
-    pub fn frame(&self, pfn: Pfn) -> FramePtr<'_> {
-        self.0.pool.frame(pfn)
+    fn read(&self, pfn: Pfn, offset: usize, into: &mut [u8]) {
+        self.check(pfn);
+        self.0.pool.frame(pfn).read(offset, into);
+    }
+
+    fn write(&self, pfn: Pfn, offset: usize, bytes: &[u8]) {
+        self.check(pfn);
+        self.0.pool.frame(pfn).write(offset, bytes);
+    }
+}
+
+impl BudgetFrames {
+    /// # Panics
+    /// If the device has not taken the frame.
+    fn check(&self, pfn: Pfn) {
+        let state = self.0.desc(pfn).state();
+        assert_eq!(state, FrameState::Store, "not the store's frame");
     }
 }
 

@@ -22,6 +22,7 @@ use crate::block_word::BlockNo;
 use crate::error::HostError;
 use crate::page_no::BLOCK;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn, aligned_piece};
+use lacuna_swap::Page;
 use lacuna_sys::TakenPages;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::marker::PhantomData;
@@ -38,30 +39,6 @@ const READ_WRITE: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
 fn bytes_of(range: HvaRange) -> usize {
     range.pages() as usize * PAGE_SIZE
 }
-
-/// One page of bytes outside the pool. A swap device writes such pages.
-#[derive(Clone)]
-#[repr(C, align(4096))]
-pub struct Page(pub [u8; PAGE_SIZE]);
-
-impl Page {
-    /// A page of zeros.
-    pub const ZERO: Self = Self([0; PAGE_SIZE]);
-
-    /// A checksum of its bytes, against accidents; it does not protect against forgery.
-    pub(crate) fn checksum(&self) -> u32 {
-        crc32fast::hash(&self.0)
-    }
-
-    /// A row of pages as one run of bytes.
-    pub const fn bytes(pages: &[Self]) -> &[u8] {
-        // SAFETY: a Page is exactly its PAGE_SIZE bytes (checked below), and pages lie back to
-        // back.
-        unsafe { std::slice::from_raw_parts(pages.as_ptr().cast(), pages.len() * PAGE_SIZE) }
-    }
-}
-
-const _: () = assert!(size_of::<Page>() == PAGE_SIZE);
 
 /// `len` values for a table with about one entry for each frame, which is read at random. It is on
 /// the host's large pages if possible: then a lookup does not miss the host's TLB as well.
@@ -94,12 +71,6 @@ pub(crate) fn prefetch<T>(value: &T) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = value;
-}
-
-impl Default for Page {
-    fn default() -> Self {
-        Self::ZERO
-    }
 }
 
 /// A frame's bytes, shared: every access is a relaxed atomic.

@@ -26,12 +26,13 @@ use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::HostError;
 use crate::frames::desc::{Dirt, FrameState};
-use crate::frames::pool::{Content, Page};
+use crate::frames::pool::Content;
 use crate::host::Host;
 use crate::page_no::{BLOCK, PageNo};
 use crate::reclaim::round::{CLUSTER, Round, ScanPriority, Victim, Window};
 use crate::residency::PageState;
 use lacuna_addr::{BackingRange, Pfn};
+use lacuna_swap::Page;
 use std::sync::atomic::Ordering;
 
 /// Frames in one window of the clock hand: a part of one block.

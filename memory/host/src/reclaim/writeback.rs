@@ -7,16 +7,14 @@
 
 use crate::core::Core;
 use crate::counters::Counters;
-use crate::error::{Failure, HostError, SwapError, WriteFailed};
+use crate::error::{Failure, HostError};
 use crate::frames::desc::FrameState;
-use crate::frames::pool::Page;
 use crate::lock::lock;
 use crate::reclaim::round::{CLUSTER, Victim};
 use crate::region::Region;
 use crate::residency::PageState;
-use crate::swap::entry::SwapEntry;
-use crate::swap::{Run, SwapSpace};
 use lacuna_addr::Pfn;
+use lacuna_swap::{Page, Run, SwapEntry, SwapError, SwapSpace, WriteFailed};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

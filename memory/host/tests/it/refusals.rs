@@ -5,11 +5,9 @@ use crate::common;
 use common::{Use, Vm, huge_host, virtual_host};
 use lacuna_addr::{Access, BackingAddr, Level, PageCount};
 use lacuna_host::{
-    Fault, FaultyStore, FileStore, Host, HostConfig, HostError, HugePages, Io, MemoryStore,
-    Resolution,
+    Fault, FaultyStore, Host, HostConfig, HostError, HugePages, Io, MemoryStore, Resolution,
 };
 use lacuna_sync::HostClock;
-use std::path::Path;
 use std::sync::Arc;
 
 fn config(budget: u64) -> HostConfig {
@@ -58,22 +56,6 @@ fn memory_that_the_kernel_does_not_have_is_refused() {
     let refused = refusal(config(1 << 29));
     let begin = "cannot get 2199023255552 bytes of memory for the budget: ";
     assert!(refused.starts_with(begin), "{refused}");
-}
-
-#[test]
-fn a_swap_directory_that_is_not_there() {
-    let error = FileStore::create(Path::new("/nonexistent/dir"), PageCount::new(1));
-    assert_eq!(
-        error.err().expect("refused").to_string(),
-        "cannot create a swap file in /nonexistent/dir: No such file or directory (os error 2)"
-    );
-}
-
-#[test]
-fn the_swap_file_has_no_name() {
-    let dir = tempfile::tempdir().unwrap();
-    let _store = FileStore::create(dir.path(), PageCount::new(10)).unwrap();
-    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
 #[test]

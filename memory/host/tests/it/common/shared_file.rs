@@ -29,7 +29,8 @@ impl SwapStore for SharedFile {
     }
 
     fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
-        let written = self.0.write_all_at(Page::bytes(pages), first.offset());
+        let bytes: Vec<u8> = pages.iter().flat_map(|page| page.0).collect();
+        let written = self.0.write_all_at(&bytes, first.offset());
         written.map_err(|error| WriteFailed {
             done: 0,
             error: SwapError::Io(error.to_string()),

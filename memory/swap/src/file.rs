@@ -1,13 +1,14 @@
 //! Swap on an unnamed file.
 
-use super::{Reads, SwapEntry, SwapStore};
-use crate::error::{HostError, SwapError, WriteFailed};
-use crate::frames::pool::Page;
+use crate::entry::SwapEntry;
+use crate::error::{SetupFailed, SwapError, WriteFailed};
+use crate::page::Page;
+use crate::store::{Reads, SwapStore};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use rustix::fs::{
     Advice, CWD, FallocateFlags, Mode, OFlags, fadvise, fallocate, open, openat, unlink,
 };
-use rustix::io::{Errno, pread, pwrite};
+use rustix::io::{Errno, IoSlice, pread, pwritev};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -30,6 +31,8 @@ pub struct FileStore {
 /// end, excludes its readers; io_uring then hands their reads to its own threads, at twice the
 /// cost.
 const GROWTH: u64 = 16 << 20;
+/// The most pages of one system call: `IOV_MAX`, limits.h.
+const SLICES_MAX: usize = 1024;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Caching {
@@ -39,8 +42,8 @@ enum Caching {
 
 impl FileStore {
     /// A swap file of at most `capacity` pages in `dir`.
-    pub fn create(dir: &Path, capacity: PageCount) -> Result<Self, HostError> {
-        let failed = |error: Errno| HostError::SwapSetup {
+    pub fn create(dir: &Path, capacity: PageCount) -> Result<Self, SetupFailed> {
+        let failed = |error: Errno| SetupFailed {
             path: dir.display().to_string(),
             reason: error.to_string(),
         };
@@ -147,11 +150,18 @@ impl SwapStore for FileStore {
     }
 
     fn write(&self, first: SwapEntry, pages: &[Page]) -> Result<(), WriteFailed> {
-        let bytes = Page::bytes(pages);
-        self.reserve(first.offset() + bytes.len() as u64);
+        let bytes = pages.len() * PAGE_SIZE;
+        self.reserve(first.offset() + bytes as u64);
         let mut done = 0;
-        while done < bytes.len() {
-            match pwrite(&self.file, &bytes[done..], first.offset() + done as u64) {
+        while done < bytes {
+            let (page, within) = (done / PAGE_SIZE, done % PAGE_SIZE);
+            let rest = pages[page + 1..].iter().take(SLICES_MAX - 1);
+            let whole = rest.map(|page| IoSlice::new(&page.0));
+            let slices: Vec<_> = [IoSlice::new(&pages[page].0[within..])]
+                .into_iter()
+                .chain(whole)
+                .collect();
+            match pwritev(&self.file, &slices, first.offset() + done as u64) {
                 Ok(count) if count > 0 => done += count,
                 Err(Errno::INTR) => {}
                 result => {

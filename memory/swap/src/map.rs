@@ -11,11 +11,11 @@
 //! entry up to the last one that was ever used: a thousandth of the swapped-out memory, outside the
 //! budget.
 
-use super::SwapEntry;
+use crate::entry::SwapEntry;
 
 /// A bitmap that grows with its use. The search is next-fit, so that the pages of one batch get
 /// neighbouring entries.
-pub(crate) struct SwapMap {
+pub struct SwapMap {
     /// One bit an entry; set = used. Entries past the end are free.
     words: Vec<u64>,
     /// One checksum for each bit of `words`.
@@ -32,16 +32,20 @@ pub(crate) struct SwapMap {
 
 /// `count` adjacent entries, taken by the caller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Run {
+pub struct Run {
+    /// The first of them.
     pub first: SwapEntry,
+    /// Their number.
     pub count: u32,
 }
 
 /// Whether entries are free below the limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
-pub(crate) enum SwapSpace {
+pub enum SwapSpace {
+    /// At least one is free.
     Left,
+    /// None is free.
     Full,
 }
 

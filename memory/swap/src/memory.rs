@@ -9,17 +9,18 @@
 //! device may take, so that one more page can be compressed when no other frame is free. The device
 //! never takes the last part of the budget: pages must have somewhere to be used.
 
-use super::{Reads, SwapEntry, SwapStore};
+use crate::entry::SwapEntry;
 use crate::error::{SwapError, WriteFailed};
-use crate::frames::StoreFrames;
-use crate::frames::pool::Page;
+use crate::page::Page;
+use crate::store::StoreFrames;
+use crate::store::{Reads, SwapStore};
 use lacuna_addr::{PAGE_SIZE, PageCount, Pfn};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lz4_flex::block::{
     CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
 };
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 
 /// The sizes of places in bytes: multiples of 8, chosen so that little of a frame is wasted. A page
 /// that does not fit the last but one is stored uncompressed.
@@ -47,7 +48,7 @@ const _: () = assert!(
 /// Compressed memory within the budget.
 #[derive(Default)]
 pub struct MemoryStore {
-    frames: Option<StoreFrames>,
+    frames: Option<Arc<dyn StoreFrames>>,
     inner: Mutex<Inner, lock_order::CompressedStore>,
 }
 
@@ -88,18 +89,16 @@ impl MemoryStore {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn frames(&self) -> Result<&StoreFrames, SwapError> {
+    fn frames(&self) -> Result<&dyn StoreFrames, SwapError> {
         let missing = || SwapError::Io("the device was not attached to a budget".into());
-        self.frames.as_ref().ok_or_else(missing)
+        self.frames.as_deref().ok_or_else(missing)
     }
 
     fn store(&self, entry: SwapEntry, bytes: &[u8]) -> Result<(), SwapError> {
         let frames = self.frames()?;
         let place = self.lock().take(frames, entry, bytes.len())?;
         // Outside the lock: no other thread has this place, and the frame stays while it is used.
-        frames
-            .frame(Pfn::new(place.frame))
-            .write(place.offset(), bytes);
+        frames.write(Pfn::new(place.frame), place.offset(), bytes);
         Ok(())
     }
 }
@@ -107,7 +106,7 @@ impl MemoryStore {
 impl Inner {
     fn take(
         &mut self,
-        frames: &StoreFrames,
+        frames: &dyn StoreFrames,
         entry: SwapEntry,
         len: usize,
     ) -> Result<SlabPlace, SwapError> {
@@ -140,7 +139,7 @@ impl Inner {
         Ok(place)
     }
 
-    fn grow(&mut self, frames: &StoreFrames, class: usize) -> Result<u32, SwapError> {
+    fn grow(&mut self, frames: &dyn StoreFrames, class: usize) -> Result<u32, SwapError> {
         let taken = self.slabs.len();
         let full = || {
             SwapError::Full(format!(
@@ -156,7 +155,7 @@ impl Inner {
         Ok(frame)
     }
 
-    fn free(&mut self, frames: &StoreFrames, place: SlabPlace) {
+    fn free(&mut self, frames: &dyn StoreFrames, place: SlabPlace) {
         let class = usize::from(place.class);
         let Some(used) = self.slabs.get_mut(&place.frame) else {
             return;
@@ -183,7 +182,7 @@ impl SwapStore for MemoryStore {
         PageCount::new(u64::from(u32::MAX))
     }
 
-    fn attach(&mut self, frames: StoreFrames) {
+    fn attach(&mut self, frames: Arc<dyn StoreFrames>) {
         let budget = frames.budget();
         // Room for a cluster of compressible pages, and for a few others.
         frames.reserve((budget / 64).clamp(8, 64));
@@ -200,14 +199,14 @@ impl SwapStore for MemoryStore {
             .copied()
             .flatten();
         let place = place.ok_or_else(|| SwapError::Io("the swap entry is empty".into()))?;
-        let frame = self.frames()?.frame(Pfn::new(place.frame));
+        let (frames, frame) = (self.frames()?, Pfn::new(place.frame));
         if usize::from(place.class) == RAW {
-            frame.read(0, &mut page.0);
+            frames.read(frame, 0, &mut page.0);
             return Ok(());
         }
         let mut bytes = [0; CLASSES[RAW - 1] as usize];
         let bytes = &mut bytes[..usize::from(place.len)];
-        frame.read(place.offset(), bytes);
+        frames.read(frame, place.offset(), bytes);
         match decompress_into(bytes, &mut page.0) {
             Ok(PAGE_SIZE) => Ok(()),
             Ok(len) => Err(SwapError::Io(format!("decompressed to {len} bytes"))),
@@ -239,7 +238,7 @@ impl SwapStore for MemoryStore {
             .places
             .get_mut(entry.get() as usize)
             .and_then(Option::take);
-        if let (Some(place), Some(frames)) = (place, &self.frames) {
+        if let (Some(place), Some(frames)) = (place, self.frames.as_deref()) {
             inner.free(frames, place);
         }
     }

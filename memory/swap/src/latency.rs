@@ -1,14 +1,16 @@
 //! A device with an added latency.
 
-use super::{Reads, SwapEntry, SwapStore};
+use crate::entry::SwapEntry;
 use crate::error::{SwapError, WriteFailed};
-use crate::frames::StoreFrames;
-use crate::frames::pool::Page;
+use crate::page::Page;
+use crate::store::StoreFrames;
+use crate::store::{Reads, SwapStore};
 use lacuna_addr::PageCount;
 use lacuna_sync::LatencySetting;
+use std::sync::Arc;
 
 /// Adds a latency to every operation of another device. It is the same for all, or each read takes
-/// the next one of a sequence ([`LogNormal`](super::LogNormal) makes one). The latency counts from
+/// the next one of a sequence ([`LogNormal`](crate::LogNormal) makes one). The latency counts from
 /// submission, so any number of operations wait in parallel. This type only states the latency; the
 /// executor delays the completions, and no thread waits for a single operation.
 pub struct Latency<S> {
@@ -36,7 +38,7 @@ impl<S: SwapStore> SwapStore for Latency<S> {
         self.inner.capacity()
     }
 
-    fn attach(&mut self, frames: StoreFrames) {
+    fn attach(&mut self, frames: Arc<dyn StoreFrames>) {
         self.inner.attach(frames);
     }
 

@@ -1,29 +1,11 @@
-//! Swap devices: they store the pages that reclaim evicts.
-//!
-//! A device is synchronous and knows entries and bytes only. Other files decide which thread calls
-//! it and when its completion is delivered (`io`), and which entries are in use (`map`).
+//! What a swap device does.
 
-pub(crate) mod entry;
-mod faulty;
-mod file;
-mod latency;
-mod log_normal;
-mod map;
-mod memory;
-
-pub use entry::SwapEntry;
-pub use faulty::{Fault, FaultyStore};
-pub use file::FileStore;
-pub use latency::Latency;
-pub use log_normal::LogNormal;
-pub(crate) use map::{Run, SwapMap, SwapSpace};
-pub use memory::MemoryStore;
-
+use crate::entry::SwapEntry;
 use crate::error::{SwapError, WriteFailed};
-use crate::frames::StoreFrames;
-use crate::frames::pool::Page;
-use lacuna_addr::PageCount;
+use crate::page::Page;
+use lacuna_addr::{PageCount, Pfn};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 /// How the entries of a swap device are read.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +19,28 @@ pub enum Reads<'a> {
     File(BorrowedFd<'a>),
 }
 
+/// Frames of a budget, for a device that keeps pages in memory. Each is as large as a page, and is
+/// charged to the budget while the device has it.
+pub trait StoreFrames: Send + Sync {
+    /// Frames of the whole budget.
+    fn budget(&self) -> usize;
+
+    /// Reserves the last `frames` free frames for the device.
+    fn reserve(&self, frames: usize);
+
+    /// Takes a frame, also from the reserve. `None` when no frame is free.
+    fn take(&self) -> Option<Pfn>;
+
+    /// Gives a taken frame back.
+    fn give(&self, frame: Pfn);
+
+    /// Reads bytes of a taken frame, from its byte `offset` on.
+    fn read(&self, frame: Pfn, offset: usize, into: &mut [u8]);
+
+    /// Writes bytes of a taken frame, from its byte `offset` on.
+    fn write(&self, frame: Pfn, offset: usize, bytes: &[u8]);
+}
+
 /// A swap device. Several threads may call it at once, but not for the same entry.
 pub trait SwapStore: Send + Sync {
     /// Its name in error messages, such as `swap file in /tmp`.
@@ -47,7 +51,7 @@ pub trait SwapStore: Send + Sync {
 
     /// Called once, before all other calls: frames of the budget, for a device that keeps pages in
     /// memory.
-    fn attach(&mut self, frames: StoreFrames) {
+    fn attach(&mut self, frames: Arc<dyn StoreFrames>) {
         drop(frames);
     }
 
@@ -91,7 +95,7 @@ impl<S: SwapStore + ?Sized> SwapStore for Box<S> {
         (**self).capacity()
     }
 
-    fn attach(&mut self, frames: StoreFrames) {
+    fn attach(&mut self, frames: Arc<dyn StoreFrames>) {
         (**self).attach(frames);
     }
 

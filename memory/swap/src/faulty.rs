@@ -1,8 +1,9 @@
 //! A swap device that fails, stalls or damages pages on request, for tests.
 
-use super::{SwapEntry, SwapStore};
+use crate::entry::SwapEntry;
 use crate::error::{SwapError, WriteFailed};
-use crate::frames::pool::Page;
+use crate::page::Page;
+use crate::store::SwapStore;
 use lacuna_addr::PageCount;
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::collections::BTreeMap;
