@@ -10,6 +10,7 @@ use lacuna_machine::{
     Apf, Arch, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PageSource,
     PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
 };
+use lacuna_swap::Swap;
 use lacuna_sync::{Clock, HostClock, LatencySetting};
 use std::path::Path;
 use std::sync::Arc;
@@ -19,14 +20,13 @@ use std::sync::Arc;
 pub struct VmBuilder {
     /// The memory that the guest sees.
     pub memory: PageCount,
-    /// How many of these pages the guest may have mapped at a time, at least 2 MiB. A smaller
-    /// number saves no memory of the host: an evicted page moves to a second mapping of this
-    /// process, and stays in the host's memory there. It makes the guest wait for pages, for
-    /// experiments with [`latency`](Self::latency). The soft backend saves memory.
+    /// How many of these pages may be resident, at least 2 MiB. The others are on the swap device.
     pub resident: PageCount,
     /// The number of its processors.
     pub vcpus: usize,
-    /// How long a swapped-out page takes to arrive.
+    /// Where the other pages are.
+    pub swap: Swap,
+    /// How long a swapped-out page takes to arrive, in addition to the read from the device.
     pub latency: LatencySetting,
     /// Whether this also holds for a page at its first touch.
     pub first_touch: FirstTouch,
@@ -59,6 +59,7 @@ impl VmBuilder {
             memory,
             resident,
             vcpus: 1,
+            swap: Swap::Memory,
             latency: LatencySetting::default(),
             first_touch: FirstTouch::default(),
             apf: Apf::On,
@@ -85,6 +86,7 @@ impl Builder for VmBuilder {
         };
         let source = SourceConfig {
             resident: self.resident,
+            swap: self.swap.clone(),
             latency: self.latency.clone(),
             first_touch: self.first_touch,
             from: self.source.clone(),

@@ -3,6 +3,7 @@
 use crate::memory::MapError;
 use lacuna_machine::{BackendError, BootError, DeviceError, ErrorKind};
 use lacuna_slots::{DirtyError, SlotError};
+use lacuna_swap::SetupFailed;
 use lacuna_sys::Errno;
 
 const DEVICE: &str = "/dev/kvm";
@@ -126,6 +127,9 @@ pub enum KvmError {
     /// A thread of the run cannot be started.
     #[error("cannot start a thread of the run: {0}; raise the limit on processes (ulimit -u)")]
     Thread(String),
+    /// The swap device cannot be opened.
+    #[error(transparent)]
+    Swap(#[from] SetupFailed),
     /// The page source cannot start.
     #[error("userfaultfd: cannot {step}: {errno}")]
     Userfaultfd {
@@ -164,6 +168,7 @@ impl BackendError for KvmError {
             | Self::Dirty(_)
             | Self::Memory(MapError::Map { .. })
             | Self::Thread(_)
+            | Self::Swap(_)
             | Self::Userfaultfd { .. }
             | Self::Kvm { .. } => ErrorKind::Host,
         }

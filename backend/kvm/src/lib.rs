@@ -69,6 +69,7 @@ pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};
 pub use lacuna_slots::{
     Backup, ClearError, Delivery, DirtyError, Logging, RingSize, RingSizeError, SlotId,
 };
+pub use lacuna_swap::Swap;
 pub use lacuna_sync::LatencySetting;
 pub use memory::MapError;
 pub use pages::FirstTouch;

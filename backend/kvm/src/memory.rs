@@ -1,5 +1,5 @@
 //! The guest's memory: one anonymous mapping, and a second one of the same size, the store, for
-//! evicted pages.
+//! evicted pages on probation.
 //!
 //! UNSAFETY: mappings are made and unmapped, and bytes of the guest are read and written. All
 //! references to guest memory are to atomics, because vCPUs write it at the same time. A mapping
@@ -53,6 +53,31 @@ impl Mapping {
         Hva::new(self.range.start().get() + u64::from(index) * PAGE_SIZE as u64)
     }
 
+    /// Address of the byte at `offset` of the page at `index`.
+    pub fn byte(&self, index: u32, offset: usize) -> Hva {
+        Hva::new(self.page(index).get() + offset as u64)
+    }
+
+    /// Takes the content of `pages` away. Their memory goes back to Linux. Neighbours that follow
+    /// each other take one system call.
+    pub fn discard(&self, pages: &[u32]) {
+        for run in pages.chunk_by(|page, next| page + 1 == *next) {
+            let at = self.page(run[0]).get() as usize;
+            let bytes = run.len() * PAGE_SIZE;
+            // SAFETY: 1. the range is in this mapping. 2. Accesses to it are atomic, and may find
+            // zeros instead of bytes.
+            let given = unsafe {
+                madvise(
+                    ptr::with_exposed_provenance_mut(at),
+                    bytes,
+                    Advice::LinuxDontNeed,
+                )
+            };
+            // Linux refuses locked memory: the pages then stay, and are overwritten later.
+            debug_assert!(given.is_ok(), "{given:?}");
+        }
+    }
+
     /// Index of the page at `hva`, if the mapping contains it.
     pub fn index(&self, hva: Hva) -> Option<u32> {
         let offset = hva.get().checked_sub(self.range.start().get())?;
@@ -76,7 +101,7 @@ impl Drop for Mapping {
 pub struct Memory {
     /// The memory that the guest sees: its slots one after the other.
     pub guest: Mapping,
-    /// The content of evicted pages, each at its offset in `guest`.
+    /// The content of pages on probation, each at its offset in `guest`.
     pub store: Mapping,
     /// The slots' places in the guest's address space.
     pub layout: Layout,

@@ -63,6 +63,8 @@ pub struct Pages {
     /// Every page on probation once, oldest first.
     probation: VecDeque<Page>,
     in_flight: usize,
+    /// Pages of the budget that the swap device has.
+    charged: usize,
     budget: usize,
 }
 
@@ -82,6 +84,7 @@ impl Pages {
             mapped: VecDeque::new(),
             probation: VecDeque::new(),
             in_flight: 0,
+            charged: 0,
             budget,
         }
     }
@@ -140,7 +143,8 @@ impl Pages {
         if self.has_all() {
             return None;
         }
-        let max = (self.budget - self.budget / 8).min(self.budget.saturating_sub(self.in_flight));
+        let budget = self.budget - self.charged;
+        let max = (budget - budget / 8).min(budget.saturating_sub(self.in_flight));
         (self.mapped.len() > max.max(Self::BUDGET_MIN / 2))
             .then(|| self.mapped.pop_front())
             .flatten()
@@ -157,13 +161,27 @@ impl Pages {
         self.mapped.push_back(page);
     }
 
-    /// Makes the oldest pages on probation swapped out while the budget is exceeded.
-    pub fn end_probation(&mut self) {
+    /// The oldest pages on probation that exceed the budget, at most `most`. The caller swaps them
+    /// out, and then calls [`swapped_out`](Self::swapped_out).
+    pub fn excess(&self, most: usize) -> Vec<Page> {
         let excess = self.resident().saturating_sub(self.budget);
-        let count = excess.min(self.probation.len());
+        self.probation
+            .iter()
+            .take(excess.min(most))
+            .copied()
+            .collect()
+    }
+
+    /// The `count` oldest pages on probation are swapped out.
+    pub fn swapped_out(&mut self, count: usize) {
         for page in self.probation.drain(..count) {
             self.places[page as usize] = PagePlace::SwappedOut;
         }
+    }
+
+    /// The swap device has `pages` pages of the budget.
+    pub fn charge(&mut self, pages: usize) {
+        self.charged = pages;
     }
 
     /// Whether the budget suffices for all pages, so that none is evicted.
@@ -173,7 +191,7 @@ impl Pages {
 
     /// Pages that count against the budget.
     pub fn resident(&self) -> usize {
-        self.mapped.len() + self.probation.len() + self.in_flight
+        self.mapped.len() + self.probation.len() + self.in_flight + self.charged
     }
 }
 
@@ -181,13 +199,18 @@ impl Pages {
 mod tests {
     use super::*;
 
+    fn end_probation(pages: &mut Pages) {
+        let excess = pages.excess(usize::MAX);
+        pages.swapped_out(excess.len());
+    }
+
     /// Touches `page` as the source does, with a latency of zero.
     fn touch(pages: &mut Pages, page: Page) -> Need {
         let need = pages.touched(page);
         while let Some(victim) = pages.victim() {
             pages.evicted(victim);
         }
-        pages.end_probation();
+        end_probation(pages);
         pages.arrived(page);
         need
     }
@@ -274,7 +297,7 @@ mod tests {
             while let Some(victim) = pages.victim() {
                 pages.evicted(victim);
             }
-            pages.end_probation();
+            end_probation(&mut pages);
         }
         assert_eq!(pages.mapped.len(), Pages::BUDGET_MIN / 2);
     }

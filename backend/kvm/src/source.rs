@@ -11,7 +11,8 @@
 //! A swapped-out page arrives at its deadline. The deadline counts from the moment the thread
 //! receives the fault, so no page arrives early. Any number of pages may be in flight.
 //!
-//! `UFFDIO_MOVE` evicts a page into the store, and another move brings it back. A thread writes to
+//! `UFFDIO_MOVE` evicts a page into the store, and another move brings it back from probation. From
+//! the store, pages over the budget go to the swap device (`swap`). A thread writes to
 //! the page before the move, or faults and waits, so no write is lost. Linux notifies KVM of each
 //! move by KVM's MMU notifier.
 //!
@@ -20,7 +21,9 @@
 
 mod missing;
 mod provision;
+mod room;
 mod shared;
+mod swap;
 mod untouched;
 
 pub use provision::{PageState, Provider, Provision};
@@ -31,20 +34,24 @@ use crate::memory::Memory;
 use crate::pages::{FirstTouch, Need, Page, Pages};
 use crate::slots::SlotTable;
 use crate::tracker::Tracker;
-use lacuna_addr::{HvaRange, PAGE_SIZE};
+use lacuna_addr::HvaRange;
 use lacuna_machine::FailureKind;
+use lacuna_swap::SwapStore;
 use lacuna_sys::{Errno, Fault, Pagemap, Userfaultfd};
 use missing::Handled;
 use provision::Budget;
+use room::NotPlaced;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use shared::{SourceShared, count};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::fmt::Display;
 use std::num::NonZeroU64;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+use swap::SwapSide;
 
 /// A running page source, until it is dropped.
 pub struct Source {
@@ -73,8 +80,8 @@ impl Source {
         }
     }
 
-    /// Starts to supply `memory`, which `slots` describes. If a page cannot be supplied, the source
-    /// ends the run with `kicks`.
+    /// Starts to supply `memory`, which `slots` describes. Pages beyond the budget go to `device`.
+    /// If a page cannot be supplied, the source ends the run with `kicks`.
     ///
     /// # Errors
     /// As userfaultfd; the text names the failed step.
@@ -83,6 +90,7 @@ impl Source {
         memory: Arc<Memory>,
         slots: &Arc<SlotTable>,
         config: SourceConfig,
+        device: Box<dyn SwapStore>,
         kicks: Arc<VcpuKicks>,
     ) -> Result<Self, (&'static str, Errno)> {
         for mapping in [&memory.guest, &memory.store] {
@@ -118,8 +126,12 @@ impl Source {
         let all_fit = resident >= count && config.first_touch == FirstTouch::Immediate;
         let pagemap = (all_fit && provider.is_none()).then(Pagemap::open);
         let guest = memory.guest.range();
+        // With all pages resident the device is never used.
+        let swap = SwapSide::new(device, count, resident.min(count))
+            .map_err(|e| ("map memory for compressed pages", e))?;
         let mut worker = Worker {
             pages: Pages::new(count, resident, first_touch),
+            swap,
             shared: Arc::clone(&shared),
             in_flight: BinaryHeap::new(),
             short_since: None,
@@ -235,8 +247,6 @@ const END_MAX: Duration = Duration::from_secs(1);
 /// How long a failed source waits for vCPUs to leave the guest, before it wakes the threads that
 /// wait for pages.
 const LEAVE_MAX: Duration = Duration::from_millis(100);
-/// The number of refused pages that end one attempt to make room.
-const REFUSALS_MAX: usize = 8;
 
 /// The result of an attempt to supply a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -248,8 +258,6 @@ enum Supply {
     Later,
 }
 
-static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
-
 struct Worker {
     uffd: Arc<Userfaultfd>,
     memory: Arc<Memory>,
@@ -257,6 +265,7 @@ struct Worker {
     provider: Option<Arc<Provider>>,
     shared: Arc<SourceShared>,
     pages: Pages,
+    swap: SwapSide,
     in_flight: BinaryHeap<Reverse<InFlight>>,
     /// Since when Linux has lacked memory.
     short_since: Option<Instant>,
@@ -396,7 +405,8 @@ impl Worker {
                 }
                 return Supply::Done;
             }
-            Err(errno) => errno,
+            Err(NotPlaced::Kernel(errno)) => errno,
+            Err(NotPlaced::Device(error)) => return self.cannot_supply(page, &error),
         };
         let now = Instant::now();
         let over = self.shared.kicks.is_stopping();
@@ -404,60 +414,18 @@ impl Worker {
             Errno::AGAIN | Errno::BUSY if !over => return Supply::Later,
             Errno::AGAIN | Errno::BUSY => (&mut self.over_since, END_MAX),
             Errno::NOMEM => (&mut self.short_since, SHORTAGE_MAX),
-            _ => return self.cannot_supply(page, errno),
+            _ => return self.cannot_supply(page, &errno),
         };
         if now - *since.get_or_insert(now) < limit {
             return Supply::Later;
         }
-        self.cannot_supply(page, errno)
+        self.cannot_supply(page, &errno)
     }
 
-    fn cannot_supply(&self, page: Page, errno: Errno) -> Supply {
+    fn cannot_supply(&self, page: Page, why: &dyn Display) -> Supply {
         let gpa = self.memory.gpa(page);
-        self.fail(format!("cannot supply guest page {gpa:?}: {errno}"));
+        self.fail(format!("cannot supply guest page {gpa:?}: {why}"));
         Supply::Done
-    }
-
-    fn place(&self, page: Page) -> Result<(), Errno> {
-        let (guest, store) = (self.memory.guest.page(page), self.memory.store.page(page));
-        // SAFETY: 1. the store is registered with this descriptor.
-        match unsafe { self.uffd.shift(store, guest) } {
-            Err(Errno::NOENT) if self.provider.is_none() => {
-                self.uffd.copy(&ZEROS, guest)?;
-                count(&self.shared.counters.first_touches, 1);
-                Ok(())
-            }
-            result => result,
-        }
-    }
-
-    /// Evicts pages until the guest is within its budget. Pages in flight count as resident.
-    fn make_room(&mut self) {
-        let mut refusals = 0;
-        while let Some(page) = self.pages.victim() {
-            let (guest, store) = (self.memory.guest.page(page), self.memory.store.page(page));
-            // SAFETY: 1. the guest's memory is registered with this descriptor.
-            match unsafe { self.uffd.shift(guest, store) } {
-                Ok(()) => {
-                    self.pages.evicted(page);
-                    count(&self.shared.counters.evicted, 1);
-                }
-                // The page is pinned, or another thread changes its mapping.
-                Err(Errno::BUSY | Errno::AGAIN | Errno::NOMEM) => {
-                    self.pages.refused(page);
-                    count(&self.shared.counters.refused, 1);
-                    refusals += 1;
-                    if refusals == REFUSALS_MAX {
-                        break;
-                    }
-                }
-                Err(errno) => {
-                    self.pages.refused(page);
-                    return self.fail(format!("cannot evict guest page {page}: {errno}"));
-                }
-            }
-        }
-        self.pages.end_probation();
     }
 
     fn fail(&self, cause: String) {
@@ -483,3 +451,6 @@ mod tests;
 
 #[cfg(test)]
 mod provided_tests;
+
+#[cfg(test)]
+mod swap_tests;

@@ -17,7 +17,7 @@ use crate::source::{Source, SourceConfig, SourceStats};
 use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
-use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
+use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{Apf, GuestMemory, Kick, LogReaders, MemoryError, VmConfig};
 use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
@@ -75,10 +75,13 @@ impl Vm {
         let kicks = Arc::new(VcpuKicks::new(config.vcpus));
         let dirty = Dirty::new(config.delivery, tracker)?;
         let slots = Arc::new(SlotTable::new());
+        // Twice the memory, so that runs of free places for clusters are easy to find.
+        let capacity = PageCount::new(config.memory.get().saturating_mul(2));
+        let device = source.swap.open(capacity)?;
         let source = Source::open(tracker)
             .and_then(|uffd| {
                 let (memory, kicks) = (Arc::clone(&memory), Arc::clone(&kicks));
-                Source::start(uffd, memory, &slots, source, kicks)
+                Source::start(uffd, memory, &slots, source, device, kicks)
             })
             .map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
         let fd = create(&kvm)?;

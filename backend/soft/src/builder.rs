@@ -8,8 +8,8 @@ use crate::vm::{BootMemory, MemoryKind, Vm, check_vcpus};
 use lacuna_addr::{Level, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
-    FileStore, Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting,
-    MemoryStore, PageSource, SwapStore,
+    Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting, PageSource,
+    Swap, SwapStore,
 };
 use lacuna_machine::{
     Apf, Arch, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed,
@@ -17,18 +17,7 @@ use lacuna_machine::{
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
 use std::sync::Arc;
-
-/// The place of swapped-out pages.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Swap {
-    /// An unlinked file in this folder.
-    File(PathBuf),
-    /// Compressed, inside the resident budget. If the pages do not compress well enough, the guest
-    /// ends with `VcpuError::NoMemory`. A file has room for all of them.
-    Memory,
-}
 
 /// The description of a run.
 #[derive(Clone, Debug)]
@@ -128,10 +117,7 @@ impl VmBuilder {
         };
         // Twice the memory, so that runs of free places for clusters are easy to find.
         let capacity = PageCount::new(self.memory.get().saturating_mul(2));
-        let swap = match &self.swap {
-            Swap::File(dir) => self.delayed(FileStore::create(dir, capacity)?),
-            Swap::Memory => self.delayed(MemoryStore::new()),
-        };
+        let swap = self.delayed(self.swap.open(capacity)?);
         let config = HostConfig {
             budget: self.resident,
             huge: self.huge,

@@ -53,14 +53,14 @@ mod vcpu;
 mod vm;
 mod x86;
 
-pub use builder::{RunSummary, Swap, VmBuilder};
+pub use builder::{RunSummary, VmBuilder};
 pub use either::Vcpu;
 pub use entry::Entry;
 pub use error::SoftError;
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
     Background, Host, HostError, HostStats, HugePages, LatencySetting, LogNormal, MmuNotifier,
-    SharedFill, SharedMemory,
+    SharedFill, SharedMemory, Swap,
 };
 pub use lacuna_machine::{Apf, CpuModel, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Tracker, Vm, VmBuilder, available};
+use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Swap, Tracker, Vm, VmBuilder, available};
 use lacuna_machine::{Arch, Backup, Builder as _, Delivery, RingSize};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking};
@@ -58,6 +58,7 @@ impl Backend for Kvm {
             memory: PageCount::from_bytes(request.memory << 20),
             resident: PageCount::from_bytes(request.resident << 20),
             vcpus: request.vcpus,
+            swap: Swap::File(std::env::temp_dir()),
             latency: LatencySetting::default(),
             first_touch: FirstTouch::Immediate,
             apf: request.apf,

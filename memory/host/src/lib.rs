@@ -63,7 +63,7 @@ pub use io::{Io, fine_sleeps};
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_swap::{
     Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Page, Reads, SetupFailed,
-    StoreFrames, SwapEntry, SwapError, SwapStore, WriteFailed,
+    StoreFrames, Swap, SwapEntry, SwapError, SwapStore, WriteFailed,
 };
 pub use lacuna_sync::LatencySetting;
 pub use lacuna_sys::Toucher;

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | `store` | [`SwapStore`]: what a device does; [`StoreFrames`]: what one in memory needs |
 //! | `entry`, `map` | places on a device; which of them are in use, and their checksums |
+//! | `kind` | [`Swap`]: which device a VM gets |
 //! | `file` | pages in an unnamed file |
 //! | `memory` | compressed pages in frames of the budget |
 //! | `latency`, `log_normal`, `faulty` | devices that are slow, or fail, as a test says |
@@ -18,6 +19,7 @@ mod entry;
 mod error;
 mod faulty;
 mod file;
+mod kind;
 mod latency;
 mod log_normal;
 mod map;
@@ -29,6 +31,7 @@ pub use entry::SwapEntry;
 pub use error::{SetupFailed, SwapError, WriteFailed};
 pub use faulty::{Fault, FaultyStore};
 pub use file::FileStore;
+pub use kind::Swap;
 pub use latency::Latency;
 pub use log_normal::LogNormal;
 pub use map::{Run, SwapMap, SwapSpace};

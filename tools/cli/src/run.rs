@@ -340,10 +340,7 @@ impl Job<'_> {
             // `threads::run` does the prefault, so that a signal can end it.
             prefault: false,
             huge: args.thp.unwrap_or_default().pages(),
-            swap: match swap.medium {
-                SwapMedium::File { dir } => Swap::File(dir),
-                SwapMedium::Memory => Swap::Memory,
-            },
+            swap: device(swap.medium),
             latency: LatencySetting::new(swap.latency),
             apf: self.apf(),
             cpu,
@@ -353,15 +350,16 @@ impl Job<'_> {
         }
     }
 
-    /// The builder for the kvm backend. Evicted pages are kept in memory, as `--swap mem` says.
+    /// The builder for the kvm backend.
     fn kvm(&self, cpu: CpuModel) -> lacuna_kvm::VmBuilder {
         let args = self.args;
-        let latency = args.swap.as_ref().map(|swap| swap.latency);
+        let swap = args.swap.clone().unwrap_or_default();
         lacuna_kvm::VmBuilder {
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
-            latency: LatencySetting::new(latency.unwrap_or_default()),
+            swap: device(swap.medium),
+            latency: LatencySetting::new(swap.latency),
             first_touch: lacuna_kvm::FirstTouch::Immediate,
             apf: self.apf(),
             delivery: Delivery::Bitmap,
@@ -370,6 +368,13 @@ impl Job<'_> {
             source: self.source(),
             command_line: args.append.clone(),
         }
+    }
+}
+
+fn device(medium: SwapMedium) -> Swap {
+    match medium {
+        SwapMedium::File { dir } => Swap::File(dir),
+        SwapMedium::Memory => Swap::Memory,
     }
 }
 

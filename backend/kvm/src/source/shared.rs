@@ -6,6 +6,7 @@ use crate::kick::VcpuKicks;
 use crate::pages::FirstTouch;
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_machine::{FailureKind, PageSource};
+use lacuna_swap::Swap;
 use lacuna_sync::{LatencySetting, Mutex, lock_order};
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,7 +17,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub struct SourceConfig {
     /// The largest number of resident pages, at least 2 MiB.
     pub resident: PageCount,
-    /// How long a swapped-out page takes to arrive.
+    /// Where the other pages are.
+    pub swap: Swap,
+    /// How long a swapped-out page takes to arrive, in addition to the read from the device.
     pub latency: LatencySetting,
     /// Whether this also holds for a page at its first touch.
     pub first_touch: FirstTouch,

@@ -3,14 +3,18 @@
 use super::*;
 use crate::memory::{copy_in, copy_out};
 use io_uring::IoUring;
-use lacuna_addr::PageCount;
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_swap::Swap;
 use lacuna_sync::LatencySetting;
 use std::sync::mpsc;
 
 const PAGES: u64 = 4096;
+/// A page that is on probation after all pages were touched in turn: 448 pages are mapped then, and
+/// the 64 before them are in the store.
+const ON_PROBATION: Page = PAGES as Page - 480;
 
-/// A source whose oldest pages are in the store. `None` if this host has no userfaultfd; the skip
-/// is recorded then.
+/// A source whose oldest pages are swapped out, to a file. `None` if this host has no userfaultfd;
+/// the skip is recorded then.
 fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
     let uffd = match Source::open(Tracker::Kvm) {
         Ok(uffd) => uffd,
@@ -23,6 +27,7 @@ fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
     let kicks = Arc::new(VcpuKicks::new(1));
     let config = SourceConfig {
         resident: PageCount::new(Pages::BUDGET_MIN as u64),
+        swap: Swap::File(std::env::temp_dir()),
         latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
         from: None,
@@ -32,7 +37,8 @@ fn source() -> Option<(Source, Arc<Memory>, Arc<VcpuKicks>)> {
         uffd,
         Arc::clone(&memory),
         &slots,
-        config,
+        config.clone(),
+        config.swap.open(PageCount::new(PAGES)).unwrap(),
         Arc::clone(&kicks),
     );
     let source = source.unwrap();
@@ -78,10 +84,12 @@ fn a_busy_page_is_retried() {
     let Some((source, memory, _kicks)) = source() else {
         return;
     };
-    let Some(ring) = pin(&memory, 0) else { return };
+    let Some(ring) = pin(&memory, ON_PROBATION) else {
+        return;
+    };
     let (sender, receiver) = mpsc::channel();
     let reader = Arc::clone(&memory);
-    let waits = thread::spawn(move || sender.send(read(&reader, 0)).unwrap());
+    let waits = thread::spawn(move || sender.send(read(&reader, ON_PROBATION)).unwrap());
     // A source with a limit on its retries would give up within this time.
     thread::sleep(Duration::from_millis(2500));
     assert_eq!(source.failure(), None);
@@ -91,9 +99,10 @@ fn a_busy_page_is_retried() {
         "the pinned page cannot have arrived"
     );
     ring.submitter().unregister_buffers().unwrap();
-    assert_eq!(receiver.recv().unwrap(), 1);
+    let word = u64::from(ON_PROBATION) + 1;
+    assert_eq!(receiver.recv().unwrap(), word);
     waits.join().unwrap();
-    assert_eq!(read(&memory, 0), 1);
+    assert_eq!(read(&memory, ON_PROBATION), word);
     assert_eq!(source.failure(), None);
 }
 
@@ -103,9 +112,11 @@ fn a_busy_page_does_not_delay_the_end() {
     let Some((source, memory, kicks)) = source() else {
         return;
     };
-    let Some(ring) = pin(&memory, 0) else { return };
+    let Some(ring) = pin(&memory, ON_PROBATION) else {
+        return;
+    };
     let reader = Arc::clone(&memory);
-    let waits = thread::spawn(move || read(&reader, 0));
+    let waits = thread::spawn(move || read(&reader, ON_PROBATION));
     while source.stats().faults <= PAGES {
         thread::yield_now();
     }

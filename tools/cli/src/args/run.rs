@@ -49,9 +49,8 @@ pub struct RunArgs {
     /// handler]
     #[arg(long, value_enum, value_name = "KIND", hide_possible_values = true)]
     pub memory_kind: Option<MemoryKind>,
-    /// How much of the guest's memory is resident at a time; for the pool, and on kvm, where it
-    /// saves no memory of the host: an evicted page stays in this process, in a second mapping
-    /// [default: all of it, and at most 512M]
+    /// How much of the guest's memory is resident at a time; for the pool, and on kvm [default: all
+    /// of it, and at most 512M]
     #[arg(long, value_name = "SIZE")]
     pub resident: Option<Size>,
     /// Virtual processors; on soft, each takes 2.5M of this process beside --resident
@@ -59,7 +58,7 @@ pub struct RunArgs {
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub vcpus: u32,
     /// Where pages are swapped out to: file or mem (compressed memory), with ,latency=TIME and
-    /// ,dir=PATH if wanted, as in file,dir=/var/tmp,latency=1ms [default: file on soft, mem on kvm]
+    /// ,dir=PATH if wanted, as in file,dir=/var/tmp,latency=1ms [default: file]
     #[arg(long, value_name = "DEVICE")]
     pub swap: Option<SwapSpec>,
     /// Whether the guest is offered asynchronous page faults
@@ -120,7 +119,6 @@ pub enum Backend {
 impl RunArgs {
     /// The first option that only the soft backend has, as the user has written it.
     pub fn needs_soft(&self) -> Option<&'static str> {
-        let file = |swap: &SwapSpec| matches!(swap.medium, SwapMedium::File { .. });
         match () {
             () if self.seed.is_some() => Some("--seed"),
             () if self.thp.is_some() => Some("--thp"),
@@ -128,7 +126,6 @@ impl RunArgs {
             () if matches!(self.pages_from, Some(PagesFrom::Handler(_))) => {
                 Some("--pages-from handler")
             }
-            () if self.swap.as_ref().is_some_and(file) => Some("--swap file"),
             () => None,
         }
     }

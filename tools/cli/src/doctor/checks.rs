@@ -6,7 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{Apf, FirstTouch, KvmError, LatencySetting, SourceConfig, Tracker, Vm, VmConfig};
+use lacuna_kvm::{
+    Apf, FirstTouch, KvmError, LatencySetting, SourceConfig, Swap, Tracker, Vm, VmConfig,
+};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -206,6 +208,7 @@ pub(super) fn kvm() -> Check {
     };
     let source = SourceConfig {
         resident: PageCount::from_bytes(4 << 20),
+        swap: Swap::Memory,
         latency: LatencySetting::default(),
         first_touch: FirstTouch::Immediate,
         from: None,

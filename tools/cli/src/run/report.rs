@@ -92,7 +92,6 @@ pub(super) fn finish<B: Builder>(
     if let Some(migrated) = &run.migrated {
         words.push_str(&crate::migrate::summary(migrated));
     }
-    words.push_str(no_saving::<B>(args));
     words.push_str(&format!("outcome   {text}\n"));
     (report.restored, report.received) = (restored, received);
     report.migrated = run.migrated;
@@ -102,18 +101,6 @@ pub(super) fn finish<B: Builder>(
     written
         .map(|()| exit)
         .map_err(|error| (Exit::Host, error.to_string()))
-}
-
-/// Says that the budget of a run on kvm has saved no memory, if it was to save some.
-fn no_saving<B: Builder>(args: &RunArgs) -> &'static str {
-    let kvm = B::Vm::BACKEND == lacuna_machine::Backend::Kvm;
-    match kvm && limit::<B>(args).0 < args.memory.0 {
-        true => {
-            "note      --resident saves no memory on kvm: an evicted page stays in this process, \
-             in a second mapping; use --backend soft to save memory\n"
-        }
-        false => "",
-    }
 }
 
 fn received_in_words(received: &Received) -> String {

@@ -111,12 +111,6 @@ pub const TABLE: &[Row] = &[
     ),
     (
         Nothing,
-        "$LACUNA run hello --backend kvm --swap file",
-        2,
-        &["--swap file needs the soft backend"],
-    ),
-    (
-        Nothing,
         "$LACUNA run hello --backend kvm --memory-kind pool",
         2,
         &["--memory-kind needs the soft backend"],
