@@ -12,7 +12,7 @@ pub struct Options {
     /// The most requests in flight.
     pub parallel: usize,
     /// How long a thread waits for a failing or silent store; `Duration::MAX`: for ever. The
-    /// requests of a page source have a [`Policy`] of their own.
+    /// requests of a page source have a [`Policy`](lacuna_source::Policy) of their own.
     pub patience: Duration,
 }
 
