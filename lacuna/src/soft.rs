@@ -40,11 +40,6 @@
 //!       "-Cllvm-args=-tail-dup-pred-size=10000 -tail-dup-succ-size=10000 -enable-tail-merge=0",
 //!   ]
 //!   ```
-//! * Optimise across crates: a guest's memory access calls functions of several crates.
-//!   ```toml
-//!   [profile.release]
-//!   lto = "thin"
-//!   ```
 
 pub use lacuna_soft::{
     ApfStats, Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuError,
