@@ -73,7 +73,7 @@ impl Mapping {
                     Advice::LinuxDontNeed,
                 )
             };
-            // Linux refuses locked memory: the pages then stay, and are overwritten later.
+            // Linux refuses locked memory: the pages stay, which costs memory and nothing else.
             debug_assert!(given.is_ok(), "{given:?}");
         }
     }

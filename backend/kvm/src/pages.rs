@@ -161,15 +161,15 @@ impl Pages {
         self.mapped.push_back(page);
     }
 
-    /// The oldest pages on probation that exceed the budget, at most `most`. The caller swaps them
-    /// out, and then calls [`swapped_out`](Self::swapped_out).
-    pub fn excess(&self, most: usize) -> Vec<Page> {
-        let excess = self.resident().saturating_sub(self.budget);
-        self.probation
-            .iter()
-            .take(excess.min(most))
-            .copied()
-            .collect()
+    /// The oldest pages on probation, if the budget is exceeded: as many as exceed it, and up to
+    /// `cluster` if so many are on probation twice, so that few writes are of one page. The caller
+    /// swaps them out, and then calls [`swapped_out`](Self::swapped_out).
+    pub fn excess(&self, cluster: usize) -> Vec<Page> {
+        let wanted = match self.resident().saturating_sub(self.budget) {
+            0 => 0,
+            excess => excess.max(cluster.min(self.probation.len() / 2)),
+        };
+        self.probation.iter().take(wanted).copied().collect()
     }
 
     /// The `count` oldest pages on probation are swapped out.
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     fn end_probation(pages: &mut Pages) {
-        let excess = pages.excess(usize::MAX);
+        let excess = pages.excess(0);
         pages.swapped_out(excess.len());
     }
 

@@ -61,8 +61,9 @@ pub struct Source {
     uffd: Weak<Userfaultfd>,
     /// Provides pages at their first touch, instead of zeros from this source.
     provider: Option<Arc<Provider>>,
-    /// The guest's memory.
+    /// The guest's memory, and the store.
     guest: HvaRange,
+    store: HvaRange,
     /// The page table, if an untouched page has zeros and no page is evicted.
     pagemap: Option<Pagemap>,
 }
@@ -125,8 +126,7 @@ impl Source {
         };
         let all_fit = resident >= count && config.first_touch == FirstTouch::Immediate;
         let pagemap = (all_fit && provider.is_none()).then(Pagemap::open);
-        let guest = memory.guest.range();
-        // With all pages resident the device is never used.
+        let (guest, store) = (memory.guest.range(), memory.store.range());
         let swap = SwapSide::new(device, count, resident.min(count))
             .map_err(|e| ("map memory for compressed pages", e))?;
         let mut worker = Worker {
@@ -151,6 +151,7 @@ impl Source {
             uffd: lent,
             provider,
             guest,
+            store,
             // Without the page table, each page that the VMM accesses is touched.
             pagemap: pagemap.and_then(Result::ok),
         })
@@ -180,8 +181,10 @@ impl Source {
         self.shared.notify(&self.shared.quit);
         // A closed descriptor has already woken these threads.
         if let Some(uffd) = self.uffd.upgrade() {
-            let unregistered = uffd.unregister(self.guest);
-            debug_assert!(unregistered.is_ok(), "{unregistered:?}");
+            for mapping in [self.guest, self.store] {
+                let unregistered = uffd.unregister(mapping);
+                debug_assert!(unregistered.is_ok(), "{unregistered:?}");
+            }
         }
     }
 
@@ -320,7 +323,7 @@ impl Worker {
         let _ = rustix::io::read(&self.shared.doorbell, &mut [0; 8]);
     }
 
-    fn supply_due(&mut self) {
+    pub fn supply_due(&mut self) {
         let (now, over) = (Instant::now(), self.shared.kicks.is_stopping());
         let mut later = Vec::new();
         while let Some(&Reverse(next)) = self.in_flight.peek() {
@@ -345,7 +348,7 @@ impl Worker {
     fn touched(&mut self, fault: Fault, now: Instant) {
         count(&self.shared.counters.faults, 1);
         let Some(page) = self.memory.guest.index(fault.page) else {
-            // Only an access by this process makes the store fault, and no code accesses it.
+            // Only this thread accesses the store, and only pages that are on probation there.
             return self.fail(format!("page fault in the page store at {:?}", fault.page));
         };
         if self.never_provided(page, fault) == Handled::Yes {

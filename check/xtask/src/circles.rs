@@ -1,7 +1,8 @@
 //! Circles of files: files of one crate that import each other, directly or by way of others.
 //!
 //! An import is a path from `crate`, `super` or `self`, in a `use` or elsewhere in the code. The
-//! root of the crate, and code for tests, do not count.
+//! root of the crate, and code for tests, do not count. A file may also name the modules of its own
+//! folder without `self`: the file and its folder are one room.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -13,6 +13,9 @@
 
 use crate::entry::SwapEntry;
 
+/// The least number of entries that are tried first.
+const NEAR_MIN: u64 = 4096;
+
 /// A bitmap that grows with its use. The search is next-fit, so that the pages of one batch get
 /// neighbouring entries.
 pub struct SwapMap {
@@ -75,24 +78,39 @@ impl SwapMap {
     /// halving `want` until one fits. `None` when every entry is taken.
     pub fn take(&mut self, want: u32) -> Option<Run> {
         let halves = || std::iter::successors(Some(want), |n| Some(n / 2)).take_while(|&n| n > 0);
-        let below = halves().find_map(|count| {
-            let found = self.find(self.hint, self.limit, count);
-            let found = found.or_else(|| self.find(0, self.limit, count));
+        let near = self.limit.min(self.near());
+        let in_use = halves().find_map(|count| {
+            let found = self.find(self.hint, near, count);
+            let found = found.or_else(|| self.find(0, near, count));
             found.map(|first| (first, count))
         });
+        let below = || {
+            halves().find_map(|count| {
+                let found = self.find(self.hint, self.limit, count);
+                let found = found.or_else(|| self.find(0, self.limit, count));
+                found.map(|first| (first, count))
+            })
+        };
         let beyond = || {
             halves().find_map(|count| {
                 let found = self.find(self.limit, self.capacity, count);
                 found.map(|first| (first, count))
             })
         };
-        let (first, count) = below.or_else(beyond)?;
+        let (first, count) = in_use.or_else(below).or_else(beyond)?;
         (first..first + count).for_each(|entry| self.set(entry));
         self.hint = first + count;
         Some(Run {
             first: SwapEntry::new(first),
             count,
         })
+    }
+
+    /// The end of the entries that are tried first. Half of them are free, so a device without a
+    /// limit does not grow with each write, and neither does this map.
+    fn near(&self) -> u32 {
+        let entries = 2 * self.used as u64 + NEAR_MIN;
+        u32::try_from(entries).unwrap_or(u32::MAX)
     }
 
     /// Frees an entry.
@@ -214,6 +232,22 @@ mod tests {
         );
         assert_eq!(map.take(1), None);
         assert_eq!(map.used(), 8);
+    }
+
+    /// Pages that come and go do not use up the entries of a device without a limit.
+    #[test]
+    fn entries_are_used_again() {
+        let mut map = SwapMap::new(u64::MAX);
+        let mut used = std::collections::VecDeque::new();
+        for _ in 0..100_000 {
+            let run = map.take(32).unwrap();
+            assert_eq!(run.count, 32);
+            used.extend((0..32).map(|at| run.first.plus(at)));
+            while used.len() > 2000 {
+                map.free(used.pop_front().unwrap());
+            }
+        }
+        assert!(map.checksums.len() <= 2 * 2032 + 4096 + 64);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! frame of class 1024: | page a | page b | (free) | page c |   a slab: one class, a bitmap
 //! frame of class 4096: | a page that lz4 does not halve, as it is |
 //! ```
-//! All stored pages are charged to the budget, because they take its frames. Only 8 bytes an entry
+//! All stored pages are charged to the budget, because they take its frames. Only 12 bytes an entry
 //! and one small tree entry a frame lie outside. Reclaim always leaves a few frames that only this
 //! device may take, so that one more page can be compressed when no other frame is free. The device
 //! never takes the last part of the budget: pages must have somewhere to be used.

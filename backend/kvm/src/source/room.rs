@@ -33,14 +33,24 @@ impl Worker {
         // SAFETY: 1. the store is registered with this descriptor.
         match unsafe { self.uffd.shift(store, guest) } {
             Err(Errno::NOENT) => {}
-            result => return result.map_err(NotPlaced::Kernel),
+            Err(errno) => return Err(NotPlaced::Kernel(errno)),
+            Ok(()) => {
+                // It has an entry if Linux did not take its memory after the write.
+                self.swap.arrived(page);
+                self.pages.charge(self.swap.charged());
+                return Ok(());
+            }
         }
         let content = self.swap.read(page).map_err(NotPlaced::Device)?;
-        let copied = match &content {
-            Content::Bytes(bytes) => self.uffd.copy(&bytes.0, guest),
-            Content::Zeros | Content::Untouched => self.uffd.copy(&ZEROS, guest),
+        let bytes = match &content {
+            Content::Bytes(bytes) => &bytes.0,
+            // The page source has provided it, so its bytes must be somewhere.
+            Content::Untouched if self.provider.is_some() => {
+                return Err(NotPlaced::Kernel(Errno::NOENT));
+            }
+            Content::Zeros | Content::Untouched => &ZEROS,
         };
-        copied.map_err(NotPlaced::Kernel)?;
+        self.uffd.copy(bytes, guest).map_err(NotPlaced::Kernel)?;
         if let (Content::Untouched, None) = (&content, &self.provider) {
             count(&self.shared.counters.first_touches, 1);
         }
@@ -79,8 +89,8 @@ impl Worker {
     }
 
     /// Writes the oldest pages on probation to the swap device until the guest is within its
-    /// budget. While the device refuses, no page arrives: the guest stands still, and does not
-    /// exceed its budget.
+    /// budget. While the device refuses, only the pages arrive that are on their way, which the
+    /// budget has counted already; their entries become free.
     fn swap_out(&mut self) {
         let mut refused_since = None;
         loop {
@@ -102,6 +112,7 @@ impl Worker {
                     return;
                 }
                 if since.elapsed() < REFUSED_MAX {
+                    self.supply_due();
                     thread::sleep(RETRY);
                     continue;
                 }

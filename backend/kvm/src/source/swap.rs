@@ -4,10 +4,12 @@
 //! on probation, in the store ──► copied, checksum ──► write to free entries ──► MADV_DONTNEED
 //! touched ──► read of the entry, checksum compared ──► UFFDIO_COPY into the guest's mapping
 //! ```
-//! Only the page source's thread uses it. The thread moves a page to the store first, so no other
-//! thread can write to it, and no write is lost between the copy and `MADV_DONTNEED`. A page of
-//! zeros is not written. An entry is free again as soon as its page has arrived: KVM does not say
-//! whether the guest writes to the page.
+//! Only the page source's thread uses it. The thread moves a page to the store first, so no access
+//! by address reaches it, and no write is lost between the copy and `MADV_DONTNEED`. Linux refuses
+//! to move a page that is pinned for a device.
+//!
+//! A page of zeros is not written. An entry is free again as soon as its page has arrived: KVM does
+//! not say whether the guest writes to the page.
 
 use super::Page;
 use crate::memory::{Mapping, copy_in, copy_out};
@@ -148,7 +150,8 @@ impl SwapSide {
                     }
                 }
                 Some(error) if done == 0 => return Err(error),
-                Some(_) | None => {}
+                Some(_) => {}
+                None => self.map.has_room_at(first),
             }
             if done > 0 {
                 return Ok(done);
@@ -198,7 +201,6 @@ struct Frames {
     memory: Mapping,
     used: Box<[AtomicU64]>,
     taken: AtomicUsize,
-    reserve: AtomicUsize,
 }
 
 impl Frames {
@@ -209,7 +211,6 @@ impl Frames {
                 .map(|_| AtomicU64::new(0))
                 .collect(),
             taken: AtomicUsize::new(0),
-            reserve: AtomicUsize::new(0),
         })
     }
 }
@@ -219,9 +220,8 @@ impl StoreFrames for Frames {
         self.memory.range().pages() as usize
     }
 
-    fn reserve(&self, frames: usize) {
-        self.reserve.store(frames, Ordering::Relaxed);
-    }
+    /// Guest pages never take these frames, so all of them are the device's.
+    fn reserve(&self, _: usize) {}
 
     fn take(&self) -> Option<Pfn> {
         for (at, word) in self.used.iter().enumerate() {
@@ -240,10 +240,11 @@ impl StoreFrames for Frames {
     fn give(&self, frame: Pfn) {
         let index = frame.index();
         let bit = 1 << (index % 64);
+        // First, because another thread may take the frame once it is free.
+        self.memory.discard(&[index as u32]);
         let before = self.used[index / 64].fetch_and(!bit, Ordering::Relaxed);
         assert!(before & bit != 0, "{frame:?} was not taken");
         self.taken.fetch_sub(1, Ordering::Relaxed);
-        self.memory.discard(&[index as u32]);
     }
 
     fn read(&self, frame: Pfn, offset: usize, into: &mut [u8]) {
