@@ -9,8 +9,9 @@
 //! states a longer latency. While most of the last polls ended without the page, the vCPU polls for
 //! one fault in [`PROBE_EVERY`], to find out when the device has become fast.
 
-/// The longest poll: about the price of a notification.
-pub const POLL_NS: u64 = 50_000;
+/// The longest poll: more than a fast disk takes for a page, and less than a slow one
+/// (docs/speed-apf.md).
+pub const POLL_NS: u64 = 35_000;
 
 /// On a device that seems slow, the vCPU polls for one fault in so many.
 const PROBE_EVERY: u32 = 64;
