@@ -161,9 +161,10 @@ impl Pages {
         self.mapped.push_back(page);
     }
 
-    /// The oldest pages on probation, if the budget is exceeded: as many as exceed it, and up to
-    /// `cluster` if so many are on probation twice, so that few writes are of one page. The caller
-    /// swaps them out, and then calls [`swapped_out`](Self::swapped_out).
+    /// The oldest pages on probation, if the budget is exceeded; otherwise none. Usually one page
+    /// exceeds it. To write more than one at once, this returns up to `cluster` pages, but then at
+    /// most half of those on probation. The caller swaps them out, and then calls
+    /// [`swapped_out`](Self::swapped_out).
     pub fn excess(&self, cluster: usize) -> Vec<Page> {
         let wanted = match self.resident().saturating_sub(self.budget) {
             0 => 0,

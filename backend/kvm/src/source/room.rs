@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// The number of refused pages that end one attempt to make room.
 const REFUSALS_MAX: usize = 8;
-/// How long the swap device may refuse every write. The soft backend waits as long.
+/// How long the swap device may refuse every write.
 const REFUSED_MAX: Duration = Duration::from_secs(2);
 
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];

@@ -59,7 +59,7 @@ pub struct SwapSide {
 }
 
 impl SwapSide {
-    /// For a guest of `pages` pages, of which `budget` may be resident.
+    /// For a guest with `pages` pages and a budget of `budget` resident pages.
     ///
     /// # Errors
     /// The kernel has no addresses for compressed pages.
