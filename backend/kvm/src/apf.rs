@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! vCPU: touches a missing page ─► KVM starts a worker, halts the vCPU; the worker waits
-//! page source's thread: the event; note the page, kick the vCPU
+//! reader of faults: the event; note the page, kick the vCPU
 //! vCPU's thread, outside:
 //!     slot exits:  Exit::MemoryFault; the VMM accepts ─► not_present ─► #PF pending
 //!     slot waits, or the page is swapped out ─► not_present ─► #PF pending

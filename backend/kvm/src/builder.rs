@@ -1,16 +1,15 @@
 //! Describes a VM, makes it, and runs an image in it: the counterpart of `lacuna_soft::VmBuilder`.
 
 use crate::error::KvmError;
-use crate::pages::FirstTouch;
-use crate::source::SourceConfig;
+use crate::memory::MemoryConfig;
 use crate::tracker::Tracker;
 use crate::vm::Vm;
 use lacuna_addr::PageCount;
+use lacuna_host::{MemoryKind, Swap};
 use lacuna_machine::{
     Apf, Arch, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PageSource,
     PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
 };
-use lacuna_swap::Swap;
 use lacuna_sync::{Clock, HostClock, LatencySetting};
 use std::path::Path;
 use std::sync::Arc;
@@ -22,14 +21,15 @@ pub struct VmBuilder {
     pub memory: PageCount,
     /// How many of these pages may be resident, at least 2 MiB. The others are on the swap device.
     pub resident: PageCount,
+    /// The kind of memory for the guest's pages. Only [`MemoryKind::Budget`] is ever swapped out,
+    /// and only if `resident` is less than `memory`: otherwise it is as [`MemoryKind::Linux`].
+    pub memory_kind: MemoryKind,
     /// The number of its processors.
     pub vcpus: usize,
     /// Where the other pages are.
     pub swap: Swap,
-    /// How long a swapped-out page takes to arrive, in addition to the read from the device.
+    /// The delay added to every swap transfer. Reads may have a sequence of delays.
     pub latency: LatencySetting,
-    /// Whether this also holds for a page at its first touch.
-    pub first_touch: FirstTouch,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,
     /// Where dirty logging records writes.
@@ -38,8 +38,8 @@ pub struct VmBuilder {
     pub tracker: Tracker,
     /// Which processor the guest sees.
     pub cpu: CpuModel,
-    /// Provides the pages of guest memory at their first touch; `first_touch` is not used then.
-    /// `None`: they are zeros.
+    /// Provides the pages of the guest's memory when they are first needed, numbered from 0 in the
+    /// order of the memory slots; `None`: they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
     /// The guest kernel's command line, to which the run adds `smp=`, `ap=` and the words for the
     /// host's KVM.
@@ -58,10 +58,10 @@ impl VmBuilder {
         Self {
             memory,
             resident,
+            memory_kind: MemoryKind::default(),
             vcpus: 1,
             swap: Swap::Memory,
             latency: LatencySetting::default(),
-            first_touch: FirstTouch::default(),
             apf: Apf::On,
             delivery: Delivery::default(),
             tracker: Tracker::default(),
@@ -84,14 +84,16 @@ impl Builder for VmBuilder {
             delivery: self.delivery,
             cpu: self.cpu,
         };
-        let source = SourceConfig {
+        let memory = MemoryConfig {
+            size: self.memory,
+            kind: self.memory_kind,
             resident: self.resident,
             swap: self.swap.clone(),
             latency: self.latency.clone(),
-            first_touch: self.first_touch,
-            from: self.source.clone(),
+            source: self.source.clone(),
+            tracker: self.tracker,
         };
-        Vm::new(config, source, self.tracker)
+        Vm::new(config, memory)
     }
 
     fn full_command_line(&self) -> String {

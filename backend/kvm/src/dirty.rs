@@ -8,9 +8,9 @@
 //! implement `AsFd`.
 
 use crate::kick::VcpuKicks;
+use crate::memory::Memory;
 use crate::ring::Ring;
 use crate::slots::{KvmSlot, SlotTable, set_logging_flag};
-use crate::source::Source;
 use crate::tracker::Tracker;
 use kvm_bindings::{
     KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, kvm_enable_cap,
@@ -127,7 +127,7 @@ pub struct Log<'a> {
     pub dirty: &'a Dirty,
     pub fd: &'a VmFd,
     pub slots: &'a SlotTable,
-    pub source: &'a Source,
+    pub memory: &'a Memory,
     pub kicks: &'a VcpuKicks,
 }
 
@@ -148,7 +148,7 @@ impl Log<'_> {
             ));
         }
         match (self.dirty.tracker, on) {
-            (Tracker::Pagemap, _) if !slot.attach.has_source() => {
+            (Tracker::Pagemap, _) if !slot.attach.is_of_boot() => {
                 return Err(DirtyError::Unsupported(
                     "the page map of memory added later",
                 ));
@@ -157,7 +157,7 @@ impl Log<'_> {
                 state.take_bits(&slot, &mut vec![0; words(&slot)])?;
             }
             (Tracker::Pagemap, false) => {
-                let result = self.source.unprotect(slot.backing);
+                let result = self.memory.unprotect(slot.backing);
                 result.map_err(refused("remove the write protection"))?;
             }
             (Tracker::Kvm, _) => {

@@ -1,9 +1,9 @@
 //! Why a run cannot start: the machine lacks a requirement, or a request is refused.
 
-use crate::memory::MapError;
+use lacuna_host::{HostError, SetupFailed};
 use lacuna_machine::{BackendError, BootError, DeviceError, ErrorKind};
 use lacuna_slots::{DirtyError, SlotError};
-use lacuna_swap::SetupFailed;
+
 use lacuna_sys::Errno;
 
 const DEVICE: &str = "/dev/kvm";
@@ -109,9 +109,15 @@ pub enum KvmError {
     /// Dirty tracking failed.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
+    /// Page numbers of this backend have 32 bits.
+    #[error(
+        "guest memory of {0} bytes: this backend takes less than 16T; give less, or use the soft \
+         backend"
+    )]
+    TooLarge(u64),
     /// There is no memory for the guest.
     #[error(transparent)]
-    Memory(#[from] MapError),
+    Memory(#[from] HostError),
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
@@ -130,7 +136,7 @@ pub enum KvmError {
     /// The swap device cannot be opened.
     #[error(transparent)]
     Swap(#[from] SetupFailed),
-    /// The page source cannot start.
+    /// The guest's missing pages cannot be brought.
     #[error("userfaultfd: cannot {step}: {errno}")]
     Userfaultfd {
         /// The refused step.
@@ -155,18 +161,19 @@ impl BackendError for KvmError {
             | Self::Resident { .. }
             | Self::Ring { .. }
             | Self::PartlyResident
-            | Self::Memory(MapError::TooLarge(_))
+            | Self::TooLarge(_)
+            | Self::Memory(HostError::BudgetTooSmall { .. })
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
             Self::Device(error) => error.kind(),
-            Self::Boot(error) | Self::Memory(MapError::Boot(error)) => error.kind(),
+            Self::Boot(error) => error.kind(),
             Self::Unavailable(_)
             | Self::NoApf
             | Self::NoFeature(_)
             | Self::TscFrequency { .. }
             | Self::NoRing
             | Self::Dirty(_)
-            | Self::Memory(MapError::Map { .. })
+            | Self::Memory(_)
             | Self::Thread(_)
             | Self::Swap(_)
             | Self::Userfaultfd { .. }

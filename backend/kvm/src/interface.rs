@@ -2,13 +2,13 @@
 
 use crate::boot;
 use crate::error::KvmError;
-use crate::memory::Mapping;
+use crate::mapping::Mapping;
 use crate::slots::{KvmSlot, Refusal, SlotSpec, check_slot, spec_of};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
-    ApfSwitch, Backend, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
+    ApfSwitch, Backend, Balloon, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
     LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedState, StateError,
     TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
 };
@@ -59,13 +59,16 @@ impl lacuna_machine::Vm for Vm {
     }
 
     fn stats(&self) -> VmStats {
-        let source = self.source.stats();
+        let host = self.memory.host.stats();
         let mut stats = VmStats::default();
-        let supplied = source.first_touches + source.fetched + source.reprieved;
-        stats.resident = PageCount::new(supplied.saturating_sub(source.evicted));
-        stats.first_touches = source.first_touches;
-        stats.pages_in = source.fetched + source.reprieved;
-        stats.pages_out = source.evicted;
+        stats.resident = self.memory.resident();
+        stats.first_touches = match self.memory.is_filled_by_linux() {
+            // None of them has left.
+            true => stats.resident.get(),
+            false => host.faults_zero_fill,
+        };
+        stats.pages_in = host.swapped_in;
+        stats.pages_out = host.swapped_out;
         let vcpu = |exits: &std::sync::atomic::AtomicU64| {
             let mut vcpu = VcpuStats::default();
             vcpu.exits = exits.load(Ordering::Relaxed);
@@ -82,7 +85,11 @@ impl lacuna_machine::Vm for Vm {
     }
 
     fn missing_memory(&self) -> Option<&dyn MissingMemory> {
-        self.source.provider().map(|_| self as &dyn MissingMemory)
+        self.provider().map(|_| self as &dyn MissingMemory)
+    }
+
+    fn balloon(&self) -> Option<&dyn Balloon> {
+        (!self.memory.is_mapped_by_moves()).then_some(self)
     }
 
     /// `None`: CPUID offers asynchronous page faults for the VM's whole life.
@@ -217,7 +224,7 @@ impl MemorySlots for Vm {
     fn remove_slot(&self, id: SlotId) -> Result<(), MemorySlotError> {
         let _logs = self.dirty.state();
         let removed = self.slots.remove(&self.fd, id);
-        self.source.slots_changed();
+        self.faults.slots_changed();
         removed.map_err(refused(id))
     }
 
@@ -238,7 +245,7 @@ impl MemorySlots for Vm {
         flags.check(id, SUPPORTED)?;
         let _logs = self.dirty.state();
         let slot = self.slots.get(id)?;
-        let has_source = slot.attach.has_source() && self.source.provider().is_some();
+        let has_source = slot.attach.is_of_boot() && self.provider().is_some();
         if flags.contains(SlotFlags::EXIT_ON_MISSING) && !has_source {
             return Err(SlotError::NoSource { id }.into());
         }
@@ -250,7 +257,7 @@ impl MemorySlots for Vm {
             true => self.change_by_kvm(&slot, flags),
             false => Ok(self.slots.set_own_flags(id, flags)?),
         };
-        self.source.slots_changed();
+        self.faults.slots_changed();
         changed
     }
 }

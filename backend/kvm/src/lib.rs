@@ -1,22 +1,22 @@
 //! The kvm backend: x86-64 guests on `/dev/kvm`, with memory by userfaultfd.
 //!
-//! A [`VmBuilder`] makes a [`Vm`] or runs an image. KVM runs the vCPUs. Linux manages the memory.
-//! Lacuna's [page source](SourceConfig) answers the page faults, with a chosen latency and a budget
-//! of resident pages. KVM is the host side of asynchronous page faults, so an image for the soft
-//! backend runs here with KVM's own ABI. In a VM with its own source of pages, this crate is the
-//! host side.
+//! A [`VmBuilder`] makes a [`Vm`] or runs an image. KVM runs the vCPUs. The memory is the host
+//! manager's (`lacuna_host`), as on the soft backend: it asks page sources, keeps the budget of
+//! resident pages, and swaps. KVM is the host side of asynchronous page faults, so an image for the
+//! soft backend runs here with KVM's own ABI. In a VM with its own source of pages, this crate is
+//! the host side.
 //!
 //! | file | job |
 //! |---|---|
 //! | `error` | why a run cannot start |
 //! | `available` | whether this machine can run the backend |
-//! | `memory` | the guest's memory in this process |
-//! | `pages` | the state of each page, and the choice of the page to evict |
+//! | `memory` | the guest's memory: pages of the host manager, and where KVM sees them |
+//! | `window` | pages of a budget: moved between their frames and the guest's addresses |
+//! | `mapping` | mappings of this process, and copies from and to guest memory |
+//! | `faults` | threads on userfaultfds that bring missing pages |
+//! | `provider` | pages that the VM's own source, or its VMM, provides |
 //! | `tokens` | tokens of exits on missing memory |
-//! | `source` | the page source: a thread on userfaultfd that supplies and evicts pages |
-//! | `source/shared` | state shared with that thread: configuration, counters, notices |
-//! | `source/provision` | pages that the VM's own source, or its VMM, provides |
-//! | `source/missing` | faults of never-provided pages |
+//! | `balloon` | pages that the VMM takes back |
 //! | `arch` | the parts that depend on the architecture, for x86-64 and for others |
 //! | `arch/x86/apf` | registers and events of async page faults |
 //! | `arch/x86/msrs` | model-specific registers, one by one |
@@ -31,49 +31,49 @@
 //! | `slots` | memory slots: this process's table, and KVM's |
 //! | `tracker` | the detector of the guest's writes |
 //! | `interface` | the backend interface of `lacuna_machine` |
-//! | `vm` | one VM: descriptors, slots, memory, source |
+//! | `vm` | one VM: descriptors, slots, memory, readers of faults |
 //! | `dirty` | dirty tracking: KVM's bitmap, its rings, Linux's page table |
 //! | `ring` | a vCPU's dirty ring, as KVM maps it |
 //! | `builder` | describes a VM, makes it, runs an image in it |
 //!
 //! # Unsafe
 //! This crate may hold `unsafe` because KVM and userfaultfd act on this process's memory by
-//! address. Pointers are in `memory` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's
-//! shared page), `ring` (its dirty ring), `vm`, `dirty` and `source` (registration of ranges). The
-//! header of each of these files has its reason.
+//! address. Pointers are in `mapping` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's
+//! shared page), `ring` (its dirty ring), `vm`, `dirty`, `memory` and `window` (ranges that are
+//! registered, and moves). The header of each of these files has its reason.
 
 mod apf;
 mod arch;
 mod available;
+mod balloon;
 mod boot;
 mod builder;
 mod dirty;
 mod error;
+mod faults;
 mod interface;
 mod kick;
+mod mapping;
 mod memory;
 mod missing;
-mod pages;
+mod provider;
 mod ring;
 mod slots;
-mod source;
 mod tokens;
 mod tracker;
 mod vcpu;
 mod vm;
+mod window;
 
 pub use available::{available, tsc_khz};
 pub use builder::VmBuilder;
 pub use error::{KvmError, Unavailable};
+pub use lacuna_host::{MemoryKind, SharedMemory, Swap};
 pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};
 pub use lacuna_slots::{
     Backup, ClearError, Delivery, DirtyError, Logging, RingSize, RingSizeError, SlotId,
 };
-pub use lacuna_swap::Swap;
 pub use lacuna_sync::LatencySetting;
-pub use memory::MapError;
-pub use pages::FirstTouch;
-pub use source::{SourceConfig, SourceStats};
 pub use tracker::Tracker;
 pub use vcpu::Vcpu;
 pub use vm::Vm;

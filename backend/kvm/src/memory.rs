@@ -1,135 +1,208 @@
-//! The guest's memory: one anonymous mapping, and a second one of the same size, the store, for
-//! evicted pages on probation.
+//! A guest's memory: pages of the host manager (`lacuna_host`), at addresses that KVM's slots use.
 //!
-//! UNSAFETY: mappings are made and unmapped, and bytes of the guest are read and written. All
-//! references to guest memory are to atomics, because vCPUs write it at the same time. A mapping
-//! lives as long as its [`Memory`] or its slot.
+//! | memory | its pages are | a missing page |
+//! |---|---|---|
+//! | all resident, no page source | Linux memory | none: Linux fills it with zeros |
+//! | all resident, a page source | Linux memory | the manager fills it in place (`UFFDIO_COPY`) |
+//! | more than the budget | in frames of the budget | is moved into the window (`window`) |
+//!
+//! Linux memory is private, or in a shared memory file.
+//!
+//! The slots of the boot layout lie one after the other in one region of the manager. A slot added
+//! later has a mapping of its own (`slots`).
+//!
+//! UNSAFETY: Linux memory is registered so that the kernel records writes to it.
 
-use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount, aligned_piece};
-use lacuna_machine::{BootError, Layout};
-use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
-use std::ptr;
-use std::sync::atomic::Ordering::Relaxed;
-use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
+use crate::error::KvmError;
+use crate::tracker::Tracker;
+pub use crate::window::Page;
+use crate::window::{Mapped, Window};
+use lacuna_addr::{
+    Access, BackingAddr, BackingRange, Gpa, Hva, HvaRange, Level, PAGE_SIZE, PageCount,
+};
+use lacuna_host::{
+    Background, Host, HostConfig, HugePages, Io, Latency, LinuxBacking, MemoryKind, MmuNotifier,
+    PageSource, PerCpuPages, Resolution, SharedMemory, SourcePage, Swap, Touched,
+};
+use lacuna_machine::Layout;
+use lacuna_sync::{HostClock, LatencySetting};
+use lacuna_sys::{Errno, Pagemap, Userfaultfd};
+use std::ops::Range;
+use std::sync::Arc;
 
-/// Anonymous memory of the process, in 4 KiB pages.
-pub struct Mapping {
-    range: HvaRange,
+/// The smallest budget for a part of a guest's pages. The pages of every vCPU's last few
+/// instructions stay mapped.
+pub const BUDGET_MIN: u64 = 512;
+
+/// What a guest's memory is made from.
+pub struct MemoryConfig {
+    /// What the guest sees.
+    pub size: PageCount,
+    /// The place of its pages.
+    pub kind: MemoryKind,
+    /// How many of its pages may be resident, of [`MemoryKind::Budget`].
+    pub resident: PageCount,
+    /// Where the other pages are.
+    pub swap: Swap,
+    /// The delay added to every swap transfer.
+    pub latency: LatencySetting,
+    /// Provides each page once; `None`: they are zeros.
+    pub source: Option<Arc<dyn PageSource>>,
+    /// The detector of writes.
+    pub tracker: Tracker,
 }
 
-impl Mapping {
-    pub fn new(pages: PageCount) -> Result<Self, Errno> {
-        let bytes = usize::try_from(pages.bytes()).map_err(|_| Errno::NOMEM)?;
-        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: 1. a new mapping at an address of the kernel's choice touches no memory of ours.
-        let base = unsafe {
-            mmap_anonymous(
-                ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                flags,
-            )
-        }?;
-        let start = Hva::new(base.expose_provenance() as u64);
-        let range = HvaRange::new(start, pages.get()).ok_or(Errno::INVAL)?;
-        let this = Self { range };
-        // The small pages of a huge page cannot be evicted or fault one by one. Linux does not move
-        // pages shared with a child process.
-        for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
-            // SAFETY: 1. the range is the mapping just made; 2. the advice keeps its content.
-            unsafe { madvise(base, bytes, advice) }?;
-        }
-        Ok(this)
-    }
-
-    /// Its addresses.
-    pub fn range(&self) -> HvaRange {
-        self.range
-    }
-
-    /// Address of the page at `index`.
-    pub fn page(&self, index: u32) -> Hva {
-        Hva::new(self.range.start().get() + u64::from(index) * PAGE_SIZE as u64)
-    }
-
-    /// Address of the byte at `offset` of the page at `index`.
-    pub fn byte(&self, index: u32, offset: usize) -> Hva {
-        Hva::new(self.page(index).get() + offset as u64)
-    }
-
-    /// Takes the content of `pages` away. Their memory goes back to Linux. Neighbours that follow
-    /// each other take one system call.
-    pub fn discard(&self, pages: &[u32]) {
-        for run in pages.chunk_by(|page, next| page + 1 == *next) {
-            let at = self.page(run[0]).get() as usize;
-            let bytes = run.len() * PAGE_SIZE;
-            // SAFETY: 1. the range is in this mapping. 2. Accesses to it are atomic, and may find
-            // zeros instead of bytes.
-            let given = unsafe {
-                madvise(
-                    ptr::with_exposed_provenance_mut(at),
-                    bytes,
-                    Advice::LinuxDontNeed,
-                )
-            };
-            // Linux refuses locked memory: the pages stay, which costs memory and nothing else.
-            debug_assert!(given.is_ok(), "{given:?}");
-        }
-    }
-
-    /// Index of the page at `hva`, if the mapping contains it.
-    pub fn index(&self, hva: Hva) -> Option<u32> {
-        let offset = hva.get().checked_sub(self.range.start().get())?;
-        let index = offset / PAGE_SIZE as u64;
-        (index < self.range.pages()).then_some(index as u32)
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        let bytes = self.range.pages() as usize * PAGE_SIZE;
-        let base = ptr::with_exposed_provenance_mut(self.range.start().get() as usize);
-        // SAFETY: 1. the range is this whole mapping, and is unmapped only here. 2. All users of
-        // its addresses (KVM's slots, the page source) end before: see `Vm`'s field order.
-        let unmapped = unsafe { munmap(base, bytes) };
-        debug_assert!(unmapped.is_ok(), "the range is a mapping");
+impl MemoryConfig {
+    /// Whether no page is ever swapped out.
+    pub fn is_whole(&self) -> bool {
+        self.kind != MemoryKind::Budget || self.resident >= self.size
     }
 }
 
 /// A guest's memory.
 pub struct Memory {
-    /// The memory that the guest sees: its slots one after the other.
-    pub guest: Mapping,
-    /// The content of pages on probation, each at its offset in `guest`.
-    pub store: Mapping,
     /// The slots' places in the guest's address space.
     pub layout: Layout,
+    pub host: Arc<Host>,
+    /// Its pages in the host manager.
+    region: BackingRange,
+    /// Its pages in this process, where KVM's slots are.
+    addresses: HvaRange,
+    kind: Kind,
+    /// Whether a page source, or the VMM, provides its pages.
+    pub has_source: bool,
+    /// The page table, of Linux memory.
+    pagemap: Option<Pagemap>,
+    /// The file with its pages. `None`: they are private.
+    pub file: Option<SharedMemory>,
+    /// Dropped with the memory.
+    _background: Option<Background>,
+}
+
+enum Kind {
+    /// Linux memory, with the descriptors of its parts, or with a descriptor that records writes.
+    Linux {
+        parts: Vec<(HvaRange, Arc<Userfaultfd>)>,
+        recorder: Option<Userfaultfd>,
+    },
+    /// Frames of the budget.
+    Frames(Arc<Window>),
+}
+
+/// KVM has an MMU notifier of its own: Linux calls it whenever it takes a page away.
+struct KvmsOwn;
+
+impl MmuNotifier for KvmsOwn {
+    fn invalidate(&self, _: &[BackingRange]) {}
+    fn age(&self, _: &[BackingRange], _: &mut [bool]) {}
+    fn split_huge(&self, _: BackingRange) {}
+    fn end_of_aging(&self) {}
 }
 
 impl Memory {
-    /// Zero-filled memory of `size`.
-    pub fn new(size: PageCount) -> Result<Self, MapError> {
-        let layout = Layout::new(size)?;
-        if u32::try_from(size.get()).is_err() {
-            return Err(MapError::TooLarge(size.bytes()));
+    /// Zero-filled memory.
+    ///
+    /// # Errors
+    /// The size is not possible, or the kernel refuses.
+    pub fn new(config: MemoryConfig) -> Result<Self, KvmError> {
+        let layout = Layout::new(config.size)?;
+        if u32::try_from(config.size.get()).is_err() {
+            return Err(KvmError::TooLarge(config.size.bytes()));
         }
-        let map = || {
-            Mapping::new(size).map_err(|errno| MapError::Map {
-                bytes: size.bytes(),
-                errno,
-            })
+        match config.is_whole() {
+            true => Self::linux(layout, config),
+            false => Self::frames(layout, config),
+        }
+    }
+
+    fn linux(layout: Layout, config: MemoryConfig) -> Result<Self, KvmError> {
+        let MemoryConfig {
+            size,
+            kind,
+            source,
+            tracker,
+            ..
+        } = config;
+        let file = kind.file(size)?;
+        let backing = match &file {
+            None => LinuxBacking::Anonymous,
+            Some(file) => LinuxBacking::Shared(file.clone()),
         };
+        // Nothing is swapped out. The manager needs a device and a few frames all the same.
+        let budget = Host::minimum_budget(1);
+        let room = size.get().next_multiple_of(Level::L2M.pages());
+        let host = HostConfig {
+            budget,
+            huge: HugePages::Never,
+            swap: Swap::Memory.open(budget)?,
+            io: Io::Threads { readers: 1 },
+            clock: Arc::new(HostClock::default()),
+        };
+        let host = Host::with_linux_memory(host, PageCount::new(room))?;
+        let touched = match tracker {
+            Tracker::Kvm => Touched::Sleeps,
+            Tracker::Pagemap => Touched::SleepsAndRecords,
+        };
+        let has_source = source.is_some();
+        let origin = source.map(|source| (source, SourcePage(0)));
+        let notifier = Arc::new(KvmsOwn);
+        let region = host.add_guest_region(backing, origin, size, touched, notifier)?;
+        let addresses = host.addresses(region).expect("Linux memory has addresses");
+        let recorder = match (tracker, has_source) {
+            (Tracker::Pagemap, false) => Some(record(addresses)?),
+            _ => None,
+        };
+        let parts = host.userfaultfds(region);
         Ok(Self {
-            guest: map()?,
-            store: map()?,
             layout,
+            region,
+            addresses,
+            kind: Kind::Linux { parts, recorder },
+            has_source,
+            // Without the page table, each page that the VMM accesses is touched.
+            pagemap: Pagemap::open().ok(),
+            file,
+            host,
+            _background: None,
+        })
+    }
+
+    fn frames(layout: Layout, config: MemoryConfig) -> Result<Self, KvmError> {
+        let size = config.size;
+        // Twice the memory, so that runs of free places for clusters are easy to find.
+        let capacity = PageCount::new(size.get().saturating_mul(2));
+        let host = Host::new(HostConfig {
+            budget: config.resident,
+            huge: HugePages::Never,
+            swap: Box::new(Latency::new(config.swap.open(capacity)?, config.latency)),
+            io: Io::Ring { readers: 4 },
+            clock: Arc::new(HostClock::default()),
+        })?;
+        let window = Window::new(&host, size);
+        let window = window.map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
+        let (window, has_source) = (Arc::new(window), config.source.is_some());
+        let notifier = Arc::clone(&window) as Arc<dyn MmuNotifier>;
+        let region = match config.source {
+            Some(source) => host.add_region_from(source, SourcePage(0), size, notifier)?,
+            None => host.add_region(size, notifier)?,
+        };
+        window.set_first(region.start());
+        Ok(Self {
+            layout,
+            region,
+            addresses: window.range(),
+            kind: Kind::Frames(window),
+            has_source,
+            pagemap: None,
+            file: None,
+            _background: Some(host.spawn_background()?),
+            host,
         })
     }
 
     /// Each slot: its guest address, its host address, its size in bytes.
     pub fn slots(&self) -> impl Iterator<Item = (Gpa, Hva, u64)> {
-        let mut at = self.guest.range().start().get();
+        let mut at = self.addresses.start().get();
         self.layout.ranges().iter().map(move |range| {
             let bytes = range.pages() * PAGE_SIZE as u64;
             let hva = Hva::new(at);
@@ -138,127 +211,140 @@ impl Memory {
         })
     }
 
-    /// The guest address of `page`.
-    pub fn gpa(&self, page: u32) -> Option<Gpa> {
-        let hva = self.guest.page(page).get();
-        self.slots().find_map(|(gpa, start, bytes)| {
-            let offset = hva.checked_sub(start.get())?;
-            (offset < bytes).then(|| Gpa::truncate(gpa.get() + offset))
-        })
+    /// The address of `page` in this process.
+    pub fn hva(&self, page: Page) -> Hva {
+        Hva::new(self.addresses.start().get() + u64::from(page) * PAGE_SIZE as u64)
     }
-}
 
-/// Copies `bytes` to address `at`. Guest words that are aligned to their size are never torn.
-///
-/// # Safety
-/// The range lies in a mapping of guest memory.
-pub unsafe fn copy_in(at: Hva, bytes: &[u8]) {
-    let mut address = at.get() as usize;
-    let mut rest = bytes;
-    while !rest.is_empty() {
-        let size = aligned_piece(address, rest.len());
-        let (now, later) = rest.split_at(size);
-        // SAFETY: 1. the contract. 2. A piece lies on a multiple of its size.
-        unsafe {
-            match size {
-                8 => atomic::<AtomicU64>(address).store(u64::from_ne_bytes(chunk(now)), Relaxed),
-                4 => atomic::<AtomicU32>(address).store(u32::from_ne_bytes(chunk(now)), Relaxed),
-                2 => atomic::<AtomicU16>(address).store(u16::from_ne_bytes(chunk(now)), Relaxed),
-                _ => atomic::<AtomicU8>(address).store(now[0], Relaxed),
+    /// The page at `hva`, if it lies in this memory.
+    pub fn page(&self, hva: Hva) -> Option<Page> {
+        let offset = hva.get().checked_sub(self.addresses.start().get())?;
+        let index = offset / PAGE_SIZE as u64;
+        (index < self.addresses.pages()).then_some(index as Page)
+    }
+
+    /// The host manager's address of `page`.
+    pub fn backing(&self, page: Page) -> BackingAddr {
+        let addr = self.region.start().checked_add_pages(u64::from(page));
+        addr.expect("a page of the region")
+    }
+
+    /// The pages that are provided together with `page`: those of its huge page, or it alone.
+    pub fn provided_with(&self, page: Page) -> Range<Page> {
+        let together = self.host.provided_with(self.backing(page));
+        let first = (together.start().get() - self.region.start().get()) / PAGE_SIZE as u64;
+        first as Page..(first + together.pages()) as Page
+    }
+
+    /// Whether neither the page source nor the VMM has provided `page` yet.
+    pub fn is_missing(&self, page: Page) -> bool {
+        self.has_source && self.host.was_never_provided(self.backing(page))
+    }
+
+    /// The descriptors that report faults.
+    pub fn userfaultfds(&self) -> Vec<Arc<Userfaultfd>> {
+        match &self.kind {
+            Kind::Linux { parts, .. } => parts.iter().map(|(_, uffd)| Arc::clone(uffd)).collect(),
+            Kind::Frames(window) => vec![Arc::clone(window.userfaultfd())],
+        }
+    }
+
+    /// Whether Linux fills each page with zeros at its first touch.
+    pub fn is_filled_by_linux(&self) -> bool {
+        matches!(self.kind, Kind::Linux { .. }) && !self.has_source
+    }
+
+    /// Whether a resident page has to be mapped ([`Memory::map`]) before a thread finds it.
+    pub fn is_mapped_by_moves(&self) -> bool {
+        matches!(self.kind, Kind::Frames(_))
+    }
+
+    /// Maps `page` where the guest sees it, if it is resident, and wakes the threads that wait for
+    /// it.
+    pub fn map(&self, page: Page, cache: &mut PerCpuPages) -> Mapped {
+        let addr = self.backing(page);
+        match &self.kind {
+            Kind::Frames(window) => window.map(&self.host, (page, addr), cache),
+            Kind::Linux { parts, .. } => {
+                let resolution = self.host.resolve(addr, Access::Write, Level::L4K, cache);
+                cache.unpin_all();
+                match resolution {
+                    // It was filled while the fault was being reported.
+                    Resolution::Ready(_) => {
+                        let hva = self.hva(page);
+                        let part = parts.iter().find(|(part, _)| part.contains(hva));
+                        let woken = part.map_or(Ok(()), |(_, uffd)| uffd.wake(hva));
+                        woken.map_or_else(Mapped::Refused, |()| Mapped::Yes)
+                    }
+                    other => Mapped::No(other),
+                }
             }
         }
-        address += size;
-        rest = later;
     }
-}
 
-/// Copies from address `at`. Guest words that are aligned to their size are never torn.
-///
-/// # Safety
-/// The range lies in a mapping of guest memory.
-pub unsafe fn copy_out(at: Hva, into: &mut [u8]) {
-    let mut address = at.get() as usize;
-    let mut rest = into;
-    while !rest.is_empty() {
-        let size = aligned_piece(address, rest.len());
-        let (now, later) = rest.split_at_mut(size);
-        // SAFETY: 1. the contract. 2. A piece lies on a multiple of its size.
-        unsafe {
-            match size {
-                8 => now.copy_from_slice(&atomic::<AtomicU64>(address).load(Relaxed).to_ne_bytes()),
-                4 => now.copy_from_slice(&atomic::<AtomicU32>(address).load(Relaxed).to_ne_bytes()),
-                2 => now.copy_from_slice(&atomic::<AtomicU16>(address).load(Relaxed).to_ne_bytes()),
-                _ => now[0] = atomic::<AtomicU8>(address).load(Relaxed),
+    /// Ends the waits of all threads for missing pages, because the VM ends: they find zeros.
+    pub fn close(&self) {
+        match &self.kind {
+            Kind::Frames(window) => window.close(),
+            Kind::Linux { parts, .. } => {
+                for (part, uffd) in parts {
+                    let unregistered = uffd.unregister(*part);
+                    debug_assert!(unregistered.is_ok(), "{unregistered:?}");
+                }
             }
         }
-        address += size;
-        rest = later;
     }
-}
 
-/// The bytes of an integer.
-fn chunk<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes.try_into().expect("a piece has its size")
-}
+    /// Allows writes to `range` without a record.
+    ///
+    /// # Errors
+    /// As [`Userfaultfd::unprotect`].
+    pub fn unprotect(&self, range: HvaRange) -> Result<(), Errno> {
+        let Kind::Linux { parts, recorder } = &self.kind else {
+            return Ok(());
+        };
+        if let Some(recorder) = recorder {
+            return recorder.unprotect(range);
+        }
+        let parts = parts.iter();
+        let parts = parts.filter_map(|(part, uffd)| Some((part.intersect(range)?, uffd)));
+        parts
+            .into_iter()
+            .try_for_each(|(part, uffd)| uffd.unprotect(part))
+    }
 
-/// # Safety
-/// `A` is an atomic integer. Its bytes at `address`, a multiple of its size, lie in a mapping of
-/// guest memory that outlives `'a`.
-unsafe fn atomic<'a, A>(address: usize) -> &'a A {
-    // SAFETY: 1. and 2. the contract. 3. All of this process touches guest memory by atomics.
-    unsafe { &*ptr::with_exposed_provenance::<A>(address) }
-}
+    /// Whether each page of `range` was ever touched: an untouched page has zeros. `None`: only an
+    /// access can tell.
+    pub fn touched(&self, range: HvaRange) -> Option<Vec<bool>> {
+        // Another process may have written to a page of a file.
+        let has_zeros = self.is_filled_by_linux() && self.file.is_none();
+        let pagemap = self.pagemap.as_ref().filter(|_| has_zeros)?;
+        let is_inside = self.addresses.intersect(range) == Some(range);
+        is_inside.then(|| pagemap.touched(range).ok()).flatten()
+    }
 
-/// Brings in `pages` pages from `at` on, as writes would, but changes none (`MADV_POPULATE_WRITE`,
-/// Linux 5.14). Waits for missing pages.
-pub fn populate(at: Hva, pages: u64) -> Result<(), Errno> {
-    let base = ptr::with_exposed_provenance_mut(at.get() as usize);
-    let bytes = pages as usize * PAGE_SIZE;
-    loop {
-        // SAFETY: 1. the advice changes no byte. 2. The kernel checks the range.
-        match unsafe { madvise(base, bytes, Advice::LinuxPopulateWrite) } {
-            Err(Errno::INTR | Errno::AGAIN) => {}
-            result => return result,
+    /// Pages in memory at present.
+    pub fn resident(&self) -> PageCount {
+        match &self.kind {
+            Kind::Frames(_) => PageCount::new(self.host.stats().resident),
+            Kind::Linux { .. } if self.has_source => self.host.linux_pages(),
+            Kind::Linux { .. } => {
+                let pagemap = self.pagemap.as_ref();
+                let present = pagemap.and_then(|pagemap| pagemap.present(self.addresses).ok());
+                PageCount::new(present.unwrap_or(0))
+            }
         }
     }
 }
 
-/// Whether Linux has every page of these bytes in memory (`mincore(2)`).
-pub fn is_mapped(at: Hva, bytes: usize) -> bool {
-    let address = at.get() as usize;
-    let first = address / PAGE_SIZE * PAGE_SIZE;
-    let pages = (address + bytes).div_ceil(PAGE_SIZE) - first / PAGE_SIZE;
-    let mut present = vec![0; pages];
-    // SAFETY: 1. it writes one byte for each page, for which `present` has room. 2. It reads no
-    // memory at `first`.
-    let result = unsafe {
-        libc::mincore(
-            ptr::without_provenance_mut(first),
-            pages * PAGE_SIZE,
-            present.as_mut_ptr(),
-        )
+fn record(addresses: HvaRange) -> Result<Userfaultfd, KvmError> {
+    let refused = |errno| KvmError::Userfaultfd {
+        step: "record writes without a message for each (Linux 6.7)",
+        errno,
     };
-    result == 0 && present.iter().all(|page| page & 1 != 0)
-}
-
-/// Why there is no memory for a guest.
-#[derive(Debug, thiserror::Error)]
-pub enum MapError {
-    /// The size is not possible for a guest.
-    #[error(transparent)]
-    Boot(#[from] BootError),
-    /// Page numbers of this backend have 32 bits.
-    #[error(
-        "guest memory of {0} bytes: this backend takes less than 16T; give less, or use the soft \
-         backend"
-    )]
-    TooLarge(u64),
-    /// The kernel refused the mapping.
-    #[error("cannot map {bytes} bytes for the guest's memory: {errno}")]
-    Map {
-        /// The size of the mapping.
-        bytes: u64,
-        /// The kernel's error.
-        errno: Errno,
-    },
+    let recorder = Userfaultfd::open_recording().map_err(refused)?;
+    // SAFETY: 1. the range is Linux memory of the manager, which `Memory` keeps longer than the
+    // descriptor. 2. It is accessed by atomics only.
+    unsafe { recorder.register(addresses) }.map_err(refused)?;
+    Ok(recorder)
 }

@@ -1,14 +1,17 @@
 //! Missing memory: exits to the VMM, and pages that the VMM provides.
 
 use crate::apf::{ExitedVcpu, VcpuApf};
+use crate::faults::Failure;
 use crate::kick::{Comes, MissingPage};
-use crate::memory;
+use crate::mapping;
+use crate::memory::Page;
+use crate::provider::Provider;
 use crate::slots::KvmSlot;
-use crate::source::{Failure, PageState, Provider};
 use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
 use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE};
 use lacuna_apf::Completion;
+use lacuna_host::HostError;
 use lacuna_machine::{
     Exit, FailureKind, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided,
     ReadyOutcome, TokenError, VcpuError,
@@ -24,7 +27,7 @@ const AREA_LOOK: Duration = Duration::from_micros(200);
 
 impl Vcpu {
     fn provider(&self) -> Option<&Provider> {
-        self.vm.source.provider()
+        self.vm.provider()
     }
 
     /// Ends the last exit, because the vCPU is entered. If the VMM could not notify the guest, the
@@ -32,7 +35,7 @@ impl Vcpu {
     pub(crate) fn end_exit(&mut self) {
         let answered = self.faulted.is_some_and(|faulted| !faulted.waits);
         if let (true, Some(provider)) = (answered, self.provider()) {
-            provider.provision.tokens.enter(self.index);
+            provider.tokens.enter(self.index);
         }
     }
 
@@ -61,7 +64,7 @@ impl Vcpu {
     /// ever.
     fn exit_again(&mut self) -> Option<Exit> {
         let last = self.faulted.take_if(|faulted| !faulted.waits)?;
-        let held = self.provider()?.provision.state(last.missing.page) == PageState::Held;
+        let held = self.provider()?.is_held(last.missing.page);
         held.then(|| self.exit_for(last.missing)).flatten()
     }
 
@@ -72,11 +75,11 @@ impl Vcpu {
         if self.is_idle() && self.vm.kicks.pass_on(self.index, missing) {
             return None;
         }
-        if let Comes::ByItself { arrivals } = missing.comes {
-            self.tell_of(missing, arrivals);
+        if missing.comes == Comes::ByItself {
+            self.tell_of(missing);
             return None;
         }
-        let gpa = self.provider()?.provision.exits(missing.page)?;
+        let gpa = self.provider()?.exits(missing.page)?;
         // If the page's page-not-present was delivered, another process of the guest needs the
         // page, or a worker acts for another vCPU. KVM has halted the vCPU that needs it.
         let awaits = self.with_apf(|apf, _| apf.awaits(gpa.gfn()));
@@ -92,13 +95,15 @@ impl Vcpu {
         if self.with_apf(|apf, vcpu| apf.can_notify(gpa.gfn(), vcpu)) == Some(true) {
             flags |= MemoryFaultFlags::CAN_NOTIFY;
         }
-        let token = self.provider()?.provision.tokens.exit(self.index);
+        let token = self.provider()?.tokens.exit(self.index);
         self.vm.kicks.set_waits(self.index, None);
         let waits = false;
         self.faulted = Some(Faulted { missing, waits });
+        let together = self.vm.memory.provided_with(missing.page);
+        let before = u64::from(missing.page - together.start) * PAGE_SIZE as u64;
         Some(Exit::MemoryFault {
-            gpa,
-            size: PAGE_SIZE as u64,
+            gpa: Gpa::truncate(gpa.get() - before),
+            size: together.len() as u64 * PAGE_SIZE as u64,
             flags,
             token,
         })
@@ -113,10 +118,11 @@ impl Vcpu {
         let accessed = |apf: &mut VcpuApf, _: &ExitedVcpu<'_>| apf.page_accessed_by(index, value);
         let gfn = self.with_apf(accessed)??;
         let slot = self.vm.slot_at(gfn.gpa()).ok()?;
-        let provider = self.vm.provider_of(&slot)?;
+        self.vm.provider_of(&slot)?;
         let page = self.vm.page_at(slot.backing_of(gfn));
-        provider.ask(page);
-        while provider.provision.state(page).is_missing() {
+        // If it is lost, the access fails.
+        let _ = self.vm.faults.state.fetch(page);
+        while self.vm.memory.is_missing(page) {
             let kicks = &self.vm.kicks;
             if kicks.take_request(self.index) || kicks.is_stopping() {
                 return Some(Exit::Interrupted);
@@ -134,16 +140,19 @@ impl Vcpu {
     }
 
     /// Delivers page-not-present for a page that arrives without the VMM, if possible now.
-    fn tell_of(&mut self, missing: MissingPage, arrivals: u8) -> Option<()> {
+    fn tell_of(&mut self, missing: MissingPage) -> Option<()> {
         let completion = self.not_present(missing)?;
-        let provision = &self.provider()?.provision;
-        provision.complete_later(missing.page, arrivals, completion);
+        match self.vm.faults.state.fetch(missing.page) {
+            Ok(Some(ticket)) => ticket.on_done(move || completion.complete()),
+            // It has arrived meanwhile; or it is lost, and the guest's next access finds that.
+            Ok(None) | Err(_) => completion.complete(),
+        }
         Some(())
     }
 
     /// Delivers page-not-present. `None`: it cannot be delivered now.
     fn not_present(&mut self, missing: MissingPage) -> Option<Completion> {
-        let hva = self.vm.memory.guest.page(missing.page);
+        let hva = self.vm.memory.hva(missing.page);
         let (_, gpa) = self.vm.slots.at(hva)?;
         let notify = |apf: &mut VcpuApf, vcpu: &ExitedVcpu<'_>| {
             apf.not_present(gpa.gfn(), missing.access, vcpu)
@@ -153,10 +162,10 @@ impl Vcpu {
 
     pub(crate) fn accept_fault(&mut self, token: FaultToken) -> Result<(), TokenError> {
         let provider = self.provider().ok_or(TokenError::Unknown)?;
-        provider.provision.tokens.check(self.index, token)?;
+        provider.tokens.check(self.index, token)?;
         let faulted = self.faulted.ok_or(TokenError::Unknown)?;
         let completion = self.not_present(faulted.missing);
-        let tokens = &self.provider().ok_or(TokenError::Unknown)?.provision.tokens;
+        let tokens = &self.provider().ok_or(TokenError::Unknown)?.tokens;
         let page = faulted.missing.page;
         if let Some(completion) = completion {
             // After an early ready, keep the exit: if the page is not provided, the vCPU exits for
@@ -182,18 +191,19 @@ impl Vcpu {
         let kicks = &self.vm.kicks;
         let found = std::iter::from_fn(|| kicks.take_missing(self.index));
         for missing in found.chain(last.map(|last| last.missing)) {
-            if provider.provision.state(missing.page) == PageState::Held {
-                provider.ask(missing.page);
+            if provider.is_held(missing.page) {
+                // If it is lost, the vCPU's access fails.
+                let _ = self.vm.faults.state.fetch(missing.page);
             }
         }
         kicks.set_waits(self.index, None);
-        provider.provision.tokens.reset(self.index);
+        provider.tokens.reset(self.index);
     }
 
     /// Returns the source's failure: the vCPU cannot continue.
     pub(crate) fn check_source(&self) -> Result<(), VcpuError> {
         let vcpu = self.index;
-        match self.vm.source.failure() {
+        match self.vm.faults.state.failure() {
             None => Ok(()),
             Some(Failure { lost, kind, cause }) => Err(match lost {
                 Some(gpa) => VcpuError::no_page(vcpu, gpa, kind, cause),
@@ -206,7 +216,7 @@ impl Vcpu {
 impl Vm {
     /// Refuses `gpa` if the VM has failed.
     pub(crate) fn check_source(&self, gpa: Gpa) -> Result<(), MemoryError> {
-        let failure = self.source.failure();
+        let failure = self.faults.state.failure();
         failure.map_or(Ok(()), |failure| {
             let cause = match failure.lost {
                 Some(lost) => format!("the VM has lost its page {lost}: {}", failure.cause),
@@ -217,39 +227,54 @@ impl Vm {
         })
     }
 
-    /// The page source, if it provides the pages of `slot`.
-    fn provider_of(&self, slot: &KvmSlot) -> Option<&Provider> {
-        let provider = self.source.provider();
-        provider.filter(|_| slot.attach.has_source())
+    pub(crate) fn provider(&self) -> Option<&Provider> {
+        self.faults.state.provider.as_ref()
     }
 
-    fn slot_at(&self, gpa: Gpa) -> Result<Arc<KvmSlot>, MemoryError> {
+    /// The provider of the pages of `slot`. `None`: none of them is ever missing.
+    fn provider_of(&self, slot: &KvmSlot) -> Option<&Provider> {
+        self.provider().filter(|_| slot.attach.is_of_boot())
+    }
+
+    pub(crate) fn slot_at(&self, gpa: Gpa) -> Result<Arc<KvmSlot>, MemoryError> {
         let slots = self.slots.snapshot();
         let slot = slots.find(gpa.gfn()).ok_or(MemoryError::NoSlot(gpa))?;
         Ok(Arc::clone(slot))
     }
 
     /// The page's number in the boot layout.
-    fn page_at(&self, hva: Hva) -> u32 {
-        let page = self.memory.guest.index(hva);
-        page.expect("a slot with a source lies in the guest's mapping")
+    pub(crate) fn page_at(&self, hva: Hva) -> Page {
+        let page = self.memory.page(hva);
+        page.expect("a slot of the boot layout lies in the guest's memory")
     }
 
-    fn populate_batch(&self, slot: &KvmSlot, range: HvaRange) -> Result<(), String> {
-        if let Some(provider) = self.provider_of(slot) {
+    fn populate_batch(&self, slot: &KvmSlot, range: HvaRange, gpa: Gpa) -> Result<(), MemoryError> {
+        if self.provider_of(slot).is_some() {
             let first = self.page_at(range.start());
-            for page in first..first + range.pages() as u32 {
-                provider.ask(page);
+            for page in first..first + range.pages() as Page {
+                let fetched = self.faults.state.fetch(page);
+                fetched.map_err(|error| backing(gpa, &error))?;
             }
         }
-        let populated = memory::populate(range.start(), range.pages());
-        populated.map_err(|errno| format!("cannot bring its pages in: {errno}"))
+        let populated = mapping::populate(range.start(), range.pages());
+        populated.map_err(|errno| MemoryError::Backing {
+            gpa,
+            kind: FailureKind::Lost,
+            cause: format!("cannot bring its pages in: {errno}"),
+        })
     }
 }
 
-const fn no_memory(gpa: Gpa, cause: String) -> MemoryError {
-    let kind = FailureKind::Lost;
-    MemoryError::Backing { gpa, kind, cause }
+/// The error of an access at `gpa` that the host manager has refused.
+pub(crate) fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
+    let cause = error.to_string();
+    match error {
+        HostError::PartOfHugePage { .. } => MemoryError::Refused { gpa, cause },
+        _ => {
+            let kind = error.failure_kind();
+            MemoryError::Backing { gpa, kind, cause }
+        }
+    }
 }
 
 impl MissingMemory for Vm {
@@ -273,12 +298,14 @@ impl MissingMemory for Vm {
             match self.provider_of(&slot) {
                 // Linux supplies the slot's pages, so none is missing.
                 None => provided.late += now.len() as u64,
-                Some(provider) => {
+                Some(_) => {
                     let page = self.page_at(slot.backing_of(here.gfn()));
-                    let filled = provider.provision.fill(page, now);
-                    let filled = filled.map_err(|cause| no_memory(here, cause))?;
-                    provided.taken += filled.taken;
-                    provided.late += filled.late;
+                    let host = &self.memory.host;
+                    let taken = host.provide_pages(self.memory.backing(page), now);
+                    self.faults.state.provided(page..page + now.len() as Page);
+                    let taken = taken.map_err(|error| backing(here, &error))?;
+                    provided.taken += taken as u64;
+                    provided.late += (now.len() - taken) as u64;
                 }
             }
             at = here.checked_add(size_of_val(now) as u64);
@@ -290,8 +317,8 @@ impl MissingMemory for Vm {
     fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError> {
         let slot = self.slot_at(gpa)?;
         let is_open = |token| {
-            let provider = self.source.provider();
-            provider.is_some_and(|provider| provider.provision.tokens.is_open(token))
+            let provider = self.provider();
+            provider.is_some_and(|provider| provider.tokens.is_open(token))
         };
         if token.is_some_and(|token| !is_open(token)) {
             return Err(TokenError::Unknown.refuses(gpa));
@@ -302,10 +329,21 @@ impl MissingMemory for Vm {
             return Ok(());
         };
         let page = self.page_at(slot.backing_of(gpa.gfn()));
-        if let Some(token) = token {
-            provider.provision.ready_when_arrived(page, token);
+        let coming = self.faults.state.fetch(page);
+        match (coming.map_err(|error| backing(gpa, &error))?, token) {
+            (Some(ticket), Some(token)) => {
+                if provider.ready_when(page, token) {
+                    let state = Arc::downgrade(&self.faults.state);
+                    ticket.on_done(move || {
+                        let state = state.upgrade();
+                        let provider = state.as_ref().and_then(|state| state.provider.as_ref());
+                        provider.into_iter().for_each(|all| all.has_come(page));
+                    });
+                }
+            }
+            (None, Some(token)) => _ = provider.tokens.ready(token),
+            (_, None) => {}
         }
-        provider.ask(page);
         self.check_source(gpa)
     }
 
@@ -316,8 +354,8 @@ impl MissingMemory for Vm {
             let part = slot.gfns.intersect(gfns).expect("the slot has the page");
             let pages = (part.end_raw() - gfn.get()).min(BATCH);
             let range = HvaRange::new(slot.backing_of(gfn), pages);
-            let populated = self.populate_batch(&slot, range.expect("a part of the slot's memory"));
-            populated.map_err(|cause| no_memory(gfn.gpa(), cause))?;
+            let range = range.expect("a part of the slot's memory");
+            self.populate_batch(&slot, range, gfn.gpa())?;
             self.check_source(gfn.gpa())?;
             next = gfn.checked_add(pages);
         }
@@ -325,11 +363,11 @@ impl MissingMemory for Vm {
     }
 
     fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
-        let provider = self.source.provider().ok_or(TokenError::Unknown)?;
-        let (outcome, page) = provider.provision.tokens.ready(token)?;
+        let provider = self.provider().ok_or(TokenError::Unknown)?;
+        let (outcome, page) = provider.tokens.ready(token)?;
         // A worker of KVM still waits for the page, and KVM reports its fault only once. So the
         // vCPU exits again for the page.
-        let missing = page.filter(|page| provider.provision.state(*page) == PageState::Held);
+        let missing = page.filter(|page| provider.is_held(*page));
         if let Some(page) = missing {
             let missing = MissingPage {
                 page,

@@ -1,13 +1,13 @@
 //! The VM's memory slots: this process's table, and KVM's, which this file keeps equal.
 //!
-//! The slots of a boot layout lie in the guest's mapping, whose pages the page source supplies. A
-//! slot added later has a mapping of its own, whose pages Linux supplies as zeros.
+//! The slots of a boot layout lie in the guest's memory (`memory`). A slot added later has a
+//! mapping of its own, whose pages Linux supplies as zeros.
 //!
 //! UNSAFETY: a memory slot gives KVM addresses of this process. They lie in a mapping that lives as
 //! long as the slot: the VM's own, or the mapping of the slot's [`SlotState`], which is dropped
 //! after KVM has deleted the slot.
 
-use crate::memory::Mapping;
+use crate::mapping::Mapping;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, VmFd};
 use lacuna_addr::{Gpa, Hva, PAGE_SIZE, PageCount};
@@ -51,8 +51,8 @@ impl SlotState {
         self.logging.store(on, Ordering::Release);
     }
 
-    /// Whether the page source supplies the slot's pages.
-    pub fn has_source(&self) -> bool {
+    /// Whether the slot's memory is a part of the boot layout.
+    pub fn is_of_boot(&self) -> bool {
         self.own.is_none()
     }
 }

@@ -1,6 +1,6 @@
 //! Tokens of exits on missing memory.
 
-use crate::pages::Page;
+use crate::memory::Page;
 use lacuna_apf::Completion;
 use lacuna_machine::{FaultToken, Ready, ReadyOutcome, TokenError, TokenLife};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};

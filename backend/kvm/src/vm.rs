@@ -1,4 +1,4 @@
-//! One VM on `/dev/kvm`: descriptors, memory, page source.
+//! One VM on `/dev/kvm`: descriptors, slots, memory, and the readers of its faults.
 //!
 //! UNSAFETY: this file reads and writes the guest's bytes at addresses in the mapping of their
 //! slot. KVM may access these mappings until the last descriptor of the VM is closed, so they must
@@ -8,16 +8,17 @@ use crate::arch::{self, Features};
 use crate::available::open;
 use crate::dirty::{Dirty, Log};
 use crate::error::KvmError;
+use crate::faults::Faults;
 use crate::kick::VcpuKicks;
-use crate::memory::{self, Memory};
-use crate::pages::Pages;
+use crate::mapping;
+use crate::memory::{BUDGET_MIN, Memory, MemoryConfig};
 use crate::ring;
 use crate::slots::{KvmSlot, Refusal, SlotSpec, SlotTable};
-use crate::source::{Source, SourceConfig, SourceStats};
 use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
-use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
+use lacuna_host::{Host, SharedMemory};
 use lacuna_machine::{Apf, GuestMemory, Kick, LogReaders, MemoryError, VmConfig};
 use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
@@ -28,13 +29,13 @@ pub struct Vm {
     /// Dropped first, because it maps the vCPUs' dirty rings: such a mapping keeps KVM's VM alive
     /// after all descriptors are closed.
     pub(crate) dirty: Dirty,
-    /// Dropped before `slots`, `source` and `memory`: until the descriptor is closed, KVM uses the
+    /// Dropped before `slots`, `faults` and `memory`: until the descriptor is closed, KVM uses the
     /// memory. The close waits for KVM's async page fault workers, so [`Vm::drop`] ends their waits
     /// for pages.
     pub(crate) fd: VmFd,
     /// The memory slots. A slot added after boot has its own mapping here.
     pub(crate) slots: Arc<SlotTable>,
-    pub(crate) source: Source,
+    pub(crate) faults: Faults,
     pub(crate) memory: Arc<Memory>,
     pub(crate) features: Features,
     pub(crate) config: VmConfig,
@@ -52,17 +53,13 @@ pub struct Vm {
 const VCPUS_MAX: usize = 64;
 
 impl Vm {
-    /// Makes a VM whose memory is empty. A page source configured by `source` supplies its pages.
+    /// Makes a VM whose memory is empty.
     ///
     /// # Errors
     /// The configuration is invalid, or this machine or its KVM lacks a requirement.
-    pub fn new(
-        config: VmConfig,
-        source: SourceConfig,
-        tracker: Tracker,
-    ) -> Result<Arc<Self>, KvmError> {
+    pub(crate) fn new(config: VmConfig, memory: MemoryConfig) -> Result<Arc<Self>, KvmError> {
         let kvm = open()?;
-        check(&kvm, &config, &source, tracker)?;
+        check(&kvm, &config, &memory)?;
         let features = Features::of(&kvm, &config).map_err(KvmError::step("read its features"))?;
         if config.apf == Apf::On && !features.has_apf() {
             return Err(KvmError::NoApf);
@@ -70,34 +67,27 @@ impl Vm {
         if let Some(feature) = features.missing() {
             return Err(KvmError::NoFeature(feature));
         }
-        let own_apf = has_own_apf(&config, &source).then(|| features.kvm_features());
-        let memory = Arc::new(Memory::new(config.memory)?);
+        let own_apf = has_own_apf(&config, &memory).then(|| features.kvm_features());
+        let dirty = Dirty::new(config.delivery, memory.tracker)?;
+        let memory = Arc::new(Memory::new(memory)?);
         let kicks = Arc::new(VcpuKicks::new(config.vcpus));
-        let dirty = Dirty::new(config.delivery, tracker)?;
         let slots = Arc::new(SlotTable::new());
-        // Twice the memory, so that runs of free places for clusters are easy to find.
-        let capacity = PageCount::new(config.memory.get().saturating_mul(2));
-        let device = source.swap.open(capacity)?;
-        let source = Source::open(tracker)
-            .and_then(|uffd| {
-                let (memory, kicks) = (Arc::clone(&memory), Arc::clone(&kicks));
-                Source::start(uffd, memory, &slots, source, device, kicks)
-            })
-            .map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
+        let faults = Faults::start(Arc::clone(&memory), Arc::clone(&slots), Arc::clone(&kicks));
+        let faults = faults.map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
         let fd = create(&kvm)?;
         if let Delivery::Ring { size, .. } = config.delivery {
             use_rings(&fd, size)?;
         }
-        if let (Some(_), Some(provider)) = (own_apf, source.provider()) {
+        if let (Some(_), Some(provider)) = (own_apf, &faults.state.provider) {
             arch::apf::take(&fd)?;
-            provider.provision.tell_guest();
+            provider.tell_guest();
         }
         add_boot_slots(&fd, &slots, &memory)?;
         Ok(Arc::new(Self {
             dirty,
             fd,
             slots,
-            source,
+            faults,
             memory,
             features,
             kicks,
@@ -112,7 +102,7 @@ impl Vm {
     /// Ends the run: no vCPU enters the guest again, and pages arrive without latency.
     pub fn end_latency(&self) {
         self.kicks.stop();
-        self.source.wake();
+        self.memory.host.end_latency();
     }
 
     /// The parts of this VM that dirty logging uses.
@@ -121,24 +111,32 @@ impl Vm {
             dirty: &self.dirty,
             fd: &self.fd,
             slots: &self.slots,
-            source: &self.source,
+            memory: &self.memory,
             kicks: &self.kicks,
         }
     }
 
-    /// The counters of the VM's page source.
-    pub fn source_stats(&self) -> SourceStats {
-        self.source.stats()
+    /// The file with its boot memory, for [`MemoryKind::Shared`](lacuna_host::MemoryKind::Shared)
+    /// and [`MemoryKind::Hugetlbfs`](lacuna_host::MemoryKind::Hugetlbfs). It has the slots' pages
+    /// one after the other.
+    pub fn shared_memory(&self) -> Option<&SharedMemory> {
+        self.memory.file.as_ref()
+    }
+
+    /// The manager of its memory, for its counters.
+    pub fn host(&self) -> &Arc<Host> {
+        &self.memory.host
+    }
+
+    /// Faults that its guest, KVM or the VMM has waited for so far. Several threads that wait for
+    /// one page may count as one or as several.
+    pub fn faults(&self) -> u64 {
+        self.faults.count()
     }
 }
 
 /// Refuses an invalid configuration, before the VM is made.
-fn check(
-    kvm: &Kvm,
-    config: &VmConfig,
-    source: &SourceConfig,
-    tracker: Tracker,
-) -> Result<(), KvmError> {
+fn check(kvm: &Kvm, config: &VmConfig, memory: &MemoryConfig) -> Result<(), KvmError> {
     let max = kvm.get_max_vcpus().min(VCPUS_MAX);
     if !(1..=max).contains(&config.vcpus) {
         return Err(KvmError::Vcpus {
@@ -146,14 +144,17 @@ fn check(
             max,
         });
     }
-    let resident = source.resident.get().min(config.memory.get());
-    if resident < Pages::BUDGET_MIN as u64 {
+    let resident = match memory.is_whole() {
+        true => memory.size.get(),
+        false => memory.resident.get(),
+    };
+    if resident < BUDGET_MIN {
         return Err(KvmError::Resident {
             pages: resident,
-            min: Pages::BUDGET_MIN as u64,
+            min: BUDGET_MIN,
         });
     }
-    if tracker == Tracker::Pagemap && resident < config.memory.get() {
+    if memory.tracker == Tracker::Pagemap && !memory.is_whole() {
         return Err(KvmError::PartlyResident);
     }
     Ok(())
@@ -164,8 +165,8 @@ fn check(
 ///
 /// It writes to two words of the guest's memory. KVM records such writes in a vCPU's dirty ring,
 /// and this process cannot.
-fn has_own_apf(config: &VmConfig, source: &SourceConfig) -> bool {
-    config.apf == Apf::On && source.from.is_some() && config.delivery.has_bitmaps()
+fn has_own_apf(config: &VmConfig, memory: &MemoryConfig) -> bool {
+    config.apf == Apf::On && memory.source.is_some() && config.delivery.has_bitmaps()
 }
 
 /// Makes KVM's VM, with interrupt controllers.
@@ -184,7 +185,7 @@ fn create(kvm: &Kvm) -> Result<VmFd, KvmError> {
     Ok(fd)
 }
 
-/// Adds the slots of the boot layout. They lie in the guest's mapping.
+/// Adds the slots of the boot layout. They lie in the guest's memory.
 fn add_boot_slots(fd: &VmFd, slots: &SlotTable, memory: &Memory) -> Result<(), KvmError> {
     for (id, (gpa, hva, bytes)) in (0..).map(SlotId).zip(memory.slots()) {
         let spec = SlotSpec {
@@ -242,7 +243,7 @@ impl Drop for Vm {
     /// for the workers.
     fn drop(&mut self) {
         self.kicks.stop();
-        self.source.close();
+        self.faults.close();
     }
 }
 
@@ -284,35 +285,12 @@ impl Vm {
 const MANY: usize = 4;
 
 impl Vm {
-    /// Writes `bytes` to `piece`. Puts whole untouched pages in place.
-    fn copy_in(&self, piece: &Piece, bytes: &[u8]) {
-        let mut done = 0;
-        while done < bytes.len() {
-            let rest = &bytes[done..];
-            let hva = Hva::new(piece.hva.get() + done as u64);
-            let offset = hva.get() as usize % PAGE_SIZE;
-            let (pages, _) = rest.as_chunks();
-            if offset == 0 {
-                done += self.source.place(hva, pages) * PAGE_SIZE;
-            }
-            // Copy the page at which `place` has stopped, or an unaligned part.
-            let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) else {
-                break;
-            };
-            let now = rest.len().min(PAGE_SIZE - offset);
-            let hva = Hva::new(piece.hva.get() + done as u64);
-            // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
-            unsafe { memory::copy_in(hva, &rest[..now]) };
-            done += now;
-        }
-    }
-
     /// Reads `piece`. Untouched pages stay untouched.
     fn copy_out(&self, piece: &Piece, into: &mut [u8]) {
         let is_aligned = piece.hva.get().is_multiple_of(PAGE_SIZE as u64);
         let range = HvaRange::new(piece.hva, (into.len() / PAGE_SIZE) as u64);
         let touched = range.filter(|range| is_aligned && range.pages() >= MANY as u64);
-        let touched = touched.and_then(|range| self.source.touched(range));
+        let touched = touched.and_then(|range| self.memory.touched(range));
         let mut done = 0;
         for run in touched
             .unwrap_or_default()
@@ -322,14 +300,14 @@ impl Vm {
             let hva = Hva::new(piece.hva.get() + done as u64);
             match run[0] {
                 // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
-                true => unsafe { memory::copy_out(hva, part) },
+                true => unsafe { mapping::copy_out(hva, part) },
                 false => part.fill(0),
             }
             done += run.len() * PAGE_SIZE;
         }
         let hva = Hva::new(piece.hva.get() + done as u64);
         // SAFETY: as above.
-        unsafe { memory::copy_out(hva, &mut into[done..]) };
+        unsafe { mapping::copy_out(hva, &mut into[done..]) };
     }
 }
 
@@ -345,7 +323,8 @@ impl GuestMemory for Vm {
             });
         }
         for piece in &pieces {
-            self.copy_in(piece, &bytes[piece.done..piece.done + piece.len]);
+            // SAFETY: 1. the piece lies in its slot's mapping, which the slot keeps.
+            unsafe { mapping::copy_in(piece.hva, &bytes[piece.done..piece.done + piece.len]) };
             let first = piece.slot.page(piece.at.gfn());
             let last = (piece.at.offset() + piece.len - 1) / PAGE_SIZE;
             for page in first..=first + last {
@@ -369,7 +348,7 @@ impl GuestMemory for Vm {
         };
         pieces
             .iter()
-            .all(|piece| memory::is_mapped(piece.hva, piece.len))
+            .all(|piece| mapping::is_mapped(piece.hva, piece.len))
             && self.read(gpa, into).is_ok()
     }
 }
@@ -378,7 +357,7 @@ impl GuestMemory for Vm {
 mod tests {
     use super::*;
     use crate::kick::{install_handler, signal};
-    use crate::memory::Mapping;
+    use crate::mapping::Mapping;
     use lacuna_addr::PageCount;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::thread;

@@ -4,12 +4,12 @@ use crate::either::Vcpu;
 use crate::error::SoftError;
 use crate::seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 use crate::stall::Stalls;
-use crate::vm::{BootMemory, MemoryKind, Vm, check_vcpus};
+use crate::vm::{BootMemory, Vm, check_vcpus};
 use lacuna_addr::{Level, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
-    Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting, PageSource,
-    Swap, SwapStore,
+    Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting, MemoryKind,
+    PageSource, Swap, SwapStore,
 };
 use lacuna_machine::{
     Apf, Arch, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed,

@@ -4,8 +4,9 @@ use crate::builder::VmBuilder;
 use crate::either::Vcpu;
 use crate::error::SoftError;
 use crate::meter::Meter;
-use crate::vm::{MemoryKind, Vm};
+use crate::vm::Vm;
 use lacuna_addr::{GfnRange, PageCount};
+use lacuna_host::MemoryKind;
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
     MissingMemory, Observed, PlatformDevices, RunEnd, SharedState, StateError, VcpuStats, VmConfig,

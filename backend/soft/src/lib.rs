@@ -59,8 +59,8 @@ pub use entry::Entry;
 pub use error::SoftError;
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
-    Background, Host, HostError, HostStats, HugePages, LatencySetting, LogNormal, MmuNotifier,
-    SharedFill, SharedMemory, Swap,
+    Background, Host, HostError, HostStats, HugePages, LatencySetting, LogNormal, MemoryKind,
+    MmuNotifier, SharedFill, SharedMemory, Swap,
 };
 pub use lacuna_machine::{Apf, CpuModel, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{
@@ -77,4 +77,4 @@ pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Timed, Trace};
 pub use stall::Stalls;
 pub use step::{Step, Wait};
 pub use vcpu::VcpuOf;
-pub use vm::{BootMemory, MemoryKind, Vm};
+pub use vm::{BootMemory, Vm};

@@ -12,7 +12,7 @@ use lacuna_addr::{BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_cpu::Wake;
 use lacuna_host::{
-    Background, Host, HostError, LinuxBacking, PageSource, SharedFill, SharedMemory, SourcePage,
+    Background, Host, HostError, LinuxBacking, MemoryKind, PageSource, SharedMemory, SourcePage,
 };
 use lacuna_machine::{
     Apf, Arch, CpuModel, Delivery, HandlerRegion, Kick, Layout, LogReaders, VmConfig,
@@ -41,23 +41,6 @@ impl Wake for VcpuKicks {
         self.qsbr.vcpu(index).request(VcpuSlot::KICK);
         self.parkers[index].wake();
     }
-}
-
-/// The place of the pages of a VM's boot layout.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum MemoryKind {
-    /// In frames of the resident budget. Reclaim evicts them to swap.
-    #[default]
-    Budget,
-    /// In memory that Linux gives to this process page by page, beside the budget. This backend
-    /// never evicts them; Linux may swap them. A VM with a page source needs userfaultfd, without
-    /// any privilege.
-    Linux,
-    /// As `Linux`, in a shared memory file ([`BootMemory::shared`]).
-    Shared,
-    /// As `Shared`, in the machine's reserved huge pages of 2 MiB of hugetlbfs
-    /// ([`SharedMemory::huge`]). The memory is a multiple of 2 MiB.
-    Hugetlbfs,
 }
 
 /// The memory of a VM's boot layout.
@@ -184,10 +167,8 @@ impl Vm {
             .unwrap_or(0);
         CodeMap::check_room(end)?;
         let shared = match (boot.kind, boot.shared) {
-            (MemoryKind::Budget | MemoryKind::Linux, _) => None,
-            (_, Some(shared)) => Some(shared),
-            (MemoryKind::Shared, None) => Some(SharedMemory::new(memory, SharedFill::CopiedIn)?),
-            (MemoryKind::Hugetlbfs, None) => Some(SharedMemory::huge(memory)?),
+            (MemoryKind::Shared | MemoryKind::Hugetlbfs, Some(shared)) => Some(shared),
+            (kind, _) => kind.file(memory)?,
         };
         let vm = Self {
             shared,

@@ -79,6 +79,7 @@ classes! {
     Outer:
         RegionNumbers "Regions::numbers (host)",
         CompressedStore "MemoryStore::inner (host)",
+        KvmWindow "Window::table (kvm)",
         Serial "PlatformDevices::serial";
     Leaf:
         TableLists "Arena::lists",
@@ -145,8 +146,9 @@ classes! {
         SoftTokens "Vm::tokens (soft)",
         Touches "Recorder::asked (migrate)",
         KvmKick "VcpuKick::state (kvm)",
-        KvmSourceFailure "Shared::failure (kvm)",
-        KvmArrived "Shared::arrived (kvm)",
+        KvmFailure "FaultState::failure (kvm)",
+        KvmAgain "FaultState::again (kvm)",
         KvmTokens "Tokens (kvm)",
-        KvmReadyLater "Provision::ready_later (kvm)";
+        KvmHeld "Provider::held (kvm)",
+        KvmComing "Provider::coming (kvm)";
 }

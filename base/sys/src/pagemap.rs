@@ -61,6 +61,26 @@ struct PageRegion {
 // The first size is part of the ioctl's number; both are the kernel's (linux/fs.h).
 const _: () = assert!(size_of::<PmScanArg>() == 96 && size_of::<PageRegion>() == 24);
 
+impl PmScanArg {
+    /// A scan of `range` for nothing.
+    fn of(range: HvaRange) -> Self {
+        Self {
+            size: size_of::<Self>() as u64,
+            flags: 0,
+            start: range.start().get(),
+            end: range.end().get(),
+            walk_end: 0,
+            vec: 0,
+            vec_len: RANGES as u64,
+            max_pages: 0,
+            category_inverted: 0,
+            category_mask: 0,
+            category_anyof_mask: 0,
+            return_mask: 0,
+        }
+    }
+}
+
 /// The treatment of the pages that a scan finds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Written {
@@ -96,24 +116,40 @@ impl Pagemap {
         then: Written,
         mut each: impl FnMut(HvaRange),
     ) -> io::Result<()> {
-        let mut found = [PageRegion::default(); RANGES];
-        let mut scan = PmScanArg {
-            size: size_of::<PmScanArg>() as u64,
+        let scan = PmScanArg {
             flags: match then {
                 Written::Keep => CHECK_WPASYNC,
                 Written::Protect => CHECK_WPASYNC | WP_MATCHING,
             },
-            start: range.start().get(),
-            end: range.end().get(),
-            walk_end: 0,
-            vec: 0,
-            vec_len: RANGES as u64,
-            max_pages: 0,
-            category_inverted: 0,
             category_mask: WRITTEN,
             category_anyof_mask: PRESENT | SWAPPED,
             return_mask: WRITTEN,
+            ..PmScanArg::of(range)
         };
+        self.scan(scan, |region| {
+            pages(region).into_iter().for_each(&mut each);
+        })
+    }
+
+    /// The number of pages of `range` that are in memory.
+    ///
+    /// # Errors
+    /// `NOTTY`: Linux before 6.7.
+    pub fn present(&self, range: HvaRange) -> io::Result<u64> {
+        let scan = PmScanArg {
+            category_mask: PRESENT,
+            return_mask: PRESENT,
+            ..PmScanArg::of(range)
+        };
+        let mut present = 0;
+        self.scan(scan, |region| {
+            present += pages(region).map_or(0, HvaRange::pages);
+        })?;
+        Ok(present)
+    }
+
+    fn scan(&self, mut scan: PmScanArg, mut each: impl FnMut(&PageRegion)) -> io::Result<()> {
+        let mut found = [PageRegion::default(); RANGES];
         while scan.start < scan.end {
             // Each call needs a new pointer: a read of `found` between two calls ends an older
             // pointer's right to write it.
@@ -121,7 +157,7 @@ impl Pagemap {
             // SAFETY: 1. PAGEMAP_SCAN takes a `struct pm_scan_arg`. 2. It writes at most `vec_len`
             // regions at `vec`, which `found` has. 3. Protecting pages changes no byte of them.
             let filled = unsafe { ioctl(&self.0, Counted::<SCAN, _>::new(&mut scan)) }?;
-            found[..filled].iter().filter_map(pages).for_each(&mut each);
+            found[..filled].iter().for_each(&mut each);
             scan.start = scan.walk_end;
         }
         Ok(())

@@ -158,6 +158,15 @@ impl Userfaultfd {
         Self::with(features, MODE_MISSING | MODE_WP)
     }
 
+    /// As [`open_tracking`](Self::open_tracking), for memory that has no missing pages: the kernel
+    /// records writes, and fills a page with zeros at its first touch.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_recording() -> io::Result<Self> {
+        Self::with(FEATURE_WP_ASYNC, MODE_WP)
+    }
+
     fn with(features: u64, modes: u64) -> io::Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
         Self::enable(place::descriptor(flags)?, features, modes)
@@ -185,9 +194,31 @@ impl Userfaultfd {
     /// # Errors
     /// `INVAL`: not anonymous memory; `BUSY`: registered with another descriptor.
     pub unsafe fn register(&self, range: HvaRange) -> io::Result<()> {
+        // SAFETY: 1. this function's contract.
+        unsafe { self.register_for(range, self.modes) }
+    }
+
+    /// From now on, [`shift`](Self::shift) may move pages to and from `range`, whose pages are
+    /// never missing: a thread that touches one finds a page of zeros.
+    ///
+    /// # Safety
+    /// As [`register`](Self::register), for private anonymous memory.
+    ///
+    /// # Errors
+    /// As [`register`](Self::register).
+    pub unsafe fn register_for_moves(&self, range: HvaRange) -> io::Result<()> {
+        // The kernel moves pages to memory of any registration. This one has no effect of its own,
+        // because no page of the range is ever write-protected.
+        // SAFETY: 1. this function's contract.
+        unsafe { self.register_for(range, MODE_WP) }
+    }
+
+    /// # Safety
+    /// As [`register`](Self::register).
+    unsafe fn register_for(&self, range: HvaRange, mode: u64) -> io::Result<()> {
         let mut register = Register {
             range: all(range),
-            mode: self.modes,
+            mode,
             ioctls: 0,
         };
         // SAFETY: 1. UFFDIO_REGISTER takes a `struct uffdio_register`. 2. Its effect on the range
@@ -218,7 +249,8 @@ impl Userfaultfd {
     /// then.
     ///
     /// # Safety
-    /// `from` lies in a range given to [`register`](Self::register), of this or another descriptor.
+    /// `from` lies in a range given to [`register`](Self::register) or
+    /// [`register_for_moves`](Self::register_for_moves), of this or another descriptor.
     ///
     /// # Errors
     /// `BUSY`: pinned, shared or part of a huge page; `NOENT`: nothing at `from`; `EXIST`:

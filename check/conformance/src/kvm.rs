@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{FirstTouch, KvmError, LatencySetting, Swap, Tracker, Vm, VmBuilder, available};
+use lacuna_kvm::{KvmError, LatencySetting, MemoryKind, Swap, Tracker, Vm, VmBuilder, available};
 use lacuna_machine::{Arch, Backup, Builder as _, Delivery, RingSize};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking};
@@ -57,10 +57,10 @@ impl Backend for Kvm {
         let builder = VmBuilder {
             memory: PageCount::from_bytes(request.memory << 20),
             resident: PageCount::from_bytes(request.resident << 20),
+            memory_kind: MemoryKind::Budget,
             vcpus: request.vcpus,
             swap: Swap::File(std::env::temp_dir()),
             latency: LatencySetting::default(),
-            first_touch: FirstTouch::Immediate,
             apf: request.apf,
             delivery,
             tracker,

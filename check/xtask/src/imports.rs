@@ -95,7 +95,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-sys",
             "lacuna-slots",
             "lacuna-source",
-            "lacuna-swap",
+            "lacuna-host",
             "lacuna-apf",
             "lacuna-machine",
         ],

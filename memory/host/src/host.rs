@@ -17,7 +17,10 @@ use crate::per_cpu_pages::PerCpuPages;
 use crate::region::{HugePages, MmuNotifier, Regions};
 use crate::settled::Settled;
 use crate::spare_caches::SpareCaches;
-use lacuna_addr::{BackingAddr, BackingRange, Level, PageCount, Pfn, room_for, room_for_threads};
+use lacuna_addr::{
+    BackingAddr, BackingRange, HvaRange, Level, PAGE_SIZE, PageCount, Pfn, room_for,
+    room_for_threads,
+};
 use lacuna_source::{PageSource, SourcePage};
 use lacuna_swap::{Reads, SwapMap, SwapStore};
 use lacuna_sync::{Clock, Mutex, Nanos};
@@ -197,6 +200,25 @@ impl Host {
         let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
         region.advise(range);
         Ok(())
+    }
+
+    /// Prepares all frames for a caller that maps a page by moving it out of its frame to memory of
+    /// its own, and unmaps it by moving it back (`UFFDIO_MOVE`). The kernel then backs them page by
+    /// page, and no child process shares them. Returns their addresses, in the order of their
+    /// numbers. A page that is moved back finds its frame's address empty, unless a thread has read
+    /// there meanwhile: reclaim may do so until it sees that the page was taken back.
+    ///
+    /// [`Host::copy_in`], [`Host::copy_out`] and [`Host::peek`] do not see a page's bytes while it
+    /// is away.
+    ///
+    /// # Errors
+    /// As `madvise(2)`.
+    pub fn frames_to_move(&self) -> Result<HvaRange, HostError> {
+        let range = self.core.frames.pool.in_single_pages();
+        range.map_err(|errno| HostError::Map {
+            bytes: self.core.frames.len() as u64 * PAGE_SIZE as u64,
+            reason: errno.to_string(),
+        })
     }
 
     /// The bytes of frame `pfn`. The caller knows their page, from a [`crate::Resolution::Ready`]

@@ -67,7 +67,7 @@ pub use lacuna_swap::{
 };
 pub use lacuna_sync::LatencySetting;
 pub use lacuna_sys::Toucher;
-pub use linux::{LinuxBacking, SeenLosses, SharedFill, SharedMemory};
+pub use linux::{LinuxBacking, MemoryKind, SeenLosses, SharedFill, SharedMemory, Touched};
 pub use per_cpu_pages::PerCpuPages;
 pub use reclaim::balance::{Background, Progress};
 pub use reclaim::collapse::Collapse;

@@ -12,6 +12,7 @@ use crate::frames::desc::Dirt;
 use crate::host::Host;
 use crate::page_no::PageNo;
 use crate::per_cpu_pages::PerCpuPages;
+use crate::region::Region;
 use crate::residency::{PageState, PageWord};
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
@@ -40,6 +41,13 @@ impl Host {
         self.core.is_never_provided(PageNo::of(addr), cache)
     }
 
+    /// As [`Host::is_missing`], for a thread that has no page cache.
+    pub fn was_never_provided(&self, addr: BackingAddr) -> bool {
+        let page = PageNo::of(addr);
+        let region = self.core.regions.find(page);
+        region.is_some_and(|region| region.lacks(page))
+    }
+
     /// Provides the page at `addr`. If a thread waits for the page, or the source has a request for
     /// it, this counts as the source's answer. [`Answer::Late`]: the page was already provided, or
     /// its region has no source; nothing has changed. A page in a huge page is provided with its
@@ -48,7 +56,7 @@ impl Host {
     /// The call may reclaim, and wait for it. The caller holds no lock.
     ///
     /// # Errors
-    /// No frame can be freed, or no region has the page.
+    /// No frame can be freed, no region has the page, or it is lost.
     pub fn provide(
         &self,
         addr: BackingAddr,
@@ -182,6 +190,15 @@ impl Host {
         coming.iter().try_for_each(|ticket| self.wait(ticket))
     }
 
+    /// Calls `use_cache` with a page cache that no vCPU has, for a thread that resolves pages now
+    /// and then.
+    pub fn with_spare_cache<T>(&self, use_cache: impl FnOnce(&mut PerCpuPages) -> T) -> T {
+        let mut cache = self.borrow_cache();
+        let result = use_cache(&mut cache);
+        self.spare_caches.put(cache);
+        result
+    }
+
     /// A page cache for one operation of a thread that is not a vCPU's.
     pub(crate) fn borrow_cache(&self) -> PerCpuPages {
         let spare = self.spare_caches.take();
@@ -189,24 +206,28 @@ impl Host {
     }
 }
 
-impl Core {
+impl Region {
+    /// Whether its source, or the VMM, has yet to provide `page`.
     #[inline]
-    fn is_never_provided(&self, page: PageNo, cache: &mut PerCpuPages) -> bool {
-        if cache.find(page).is_none() {
+    fn lacks(&self, page: PageNo) -> bool {
+        if self.origin.is_none() {
             return false;
         }
-        let region = cache.region();
-        if region.origin.is_none() {
-            return false;
-        }
-        match region.word(page).map(PageWord::load) {
+        match self.word(page).map(PageWord::load) {
             Some(PageState::Fetching { .. }) => true,
             Some(PageState::Empty) => !matches!(
-                region.block_word(page).map(BlockWord::load),
+                self.block_word(page).map(BlockWord::load),
                 Some(PageBlockState::Compound { .. } | PageBlockState::Gone)
             ),
             _ => false,
         }
+    }
+}
+
+impl Core {
+    #[inline]
+    fn is_never_provided(&self, page: PageNo, cache: &mut PerCpuPages) -> bool {
+        cache.find(page).is_some() && cache.region().lacks(page)
     }
 
     /// `None`: no frame is free.
@@ -233,7 +254,7 @@ impl Core {
                 Some(PageState::Fetching { .. }) => {
                     return Some(Ok(self.answer(page, Ok(content))));
                 }
-                None | Some(PageState::Gone) => return lost(),
+                None | Some(PageState::Gone | PageState::Lost) => return lost(),
                 Some(_) => return Some(Ok(Answer::Late)),
             }
             let block_word = cache.region().block_word(page);

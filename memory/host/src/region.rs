@@ -21,7 +21,7 @@ use crate::origin::Origin;
 use crate::page_no::{BLOCK, PageNo};
 use crate::residency::{PageState, PageWord};
 use crate::span::Span;
-use lacuna_addr::{BackingRange, PAGE_SHIFT, PageCount};
+use lacuna_addr::{BackingAddr, BackingRange, PAGE_SHIFT, PageCount};
 use lacuna_sync::{CachePadded, Mutex, RwLock, lock_order};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -45,6 +45,14 @@ pub trait MmuNotifier: Send + Sync {
     /// them and no vCPU can touch them. Calls [`crate::Host::mark_dirty`] for every removed leaf
     /// with D.
     fn invalidate(&self, ranges: &[BackingRange]);
+
+    /// As [`MmuNotifier::invalidate`], for pages that reclaim would like to take. Pages that cannot
+    /// be unmapped now, such as a page that a device has pinned, are added to `kept`, and stay
+    /// resident.
+    fn try_invalidate(&self, ranges: &[BackingRange], kept: &mut Vec<BackingAddr>) {
+        let _ = kept;
+        self.invalidate(ranges);
+    }
 
     /// Tests and clears the accessed bit of every leaf that maps a page of `ranges[i]`, and stores
     /// in `young[i]` whether any was set.

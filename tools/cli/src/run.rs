@@ -138,10 +138,8 @@ fn run_controlled(
         _ => unreachable!("a guest without an image has a machine"),
     };
     let backend = choose(args, arch)?;
-    if backend == Backend::Soft {
-        let checked = args.check_on_soft();
-        checked.map_err(|wrong| (Exit::Usage, wrong.to_string()))?;
-    }
+    let checked = args.check_kind();
+    checked.map_err(|wrong| (Exit::Usage, wrong.to_string()))?;
     let (source, here) = match start {
         Start::Lazily(lazy) => {
             let here = Here::Restored(Arc::clone(&lazy.counts));
@@ -336,7 +334,7 @@ impl Job<'_> {
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
-            memory_kind: args.kind_on_soft().on_soft(),
+            memory_kind: args.kind().of_builder(),
             // `threads::run` does the prefault, so that a signal can end it.
             prefault: false,
             huge: args.thp.unwrap_or_default().pages(),
@@ -357,10 +355,10 @@ impl Job<'_> {
         lacuna_kvm::VmBuilder {
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
+            memory_kind: args.kind().of_builder(),
             vcpus: args.vcpus as usize,
             swap: device(swap.medium),
             latency: LatencySetting::new(swap.latency),
-            first_touch: lacuna_kvm::FirstTouch::Immediate,
             apf: self.apf(),
             delivery: Delivery::Bitmap,
             tracker: lacuna_kvm::Tracker::default(),

@@ -1,7 +1,7 @@
 //! Accesses to missing pages: finds the accessing vCPU, and makes it leave the guest.
 //!
 //! ```text
-//! vCPU's thread, in KVM_RUN        page source's thread               vCPU's thread, outside
+//! vCPU's thread, in KVM_RUN        reader of faults                   vCPU's thread, outside
 //! waits in userfaultfd ──────────► report: note the page, kick
 //! leaves with EINTR ────────────────────────────────────────────────► take_missing: the exit
 //! waits again, same entry ───────► report: it cannot leave (`Stays`)
@@ -12,7 +12,7 @@
 //! makes the access.
 
 use super::{VcpuKick, VcpuKicks};
-use crate::pages::Page;
+use crate::memory::Page;
 use lacuna_addr::Access;
 use lacuna_sys::VcpuStatistic;
 use std::collections::VecDeque;
@@ -54,10 +54,7 @@ pub enum Comes {
     /// The VMM has to provide the page: the vCPU exits.
     FromVmm,
     /// The source was asked, or the page was swapped out. The vCPU notifies its guest, if it can.
-    ByItself {
-        /// The page's arrivals before: see `Provision::arrivals`.
-        arrivals: u8,
-    },
+    ByItself,
 }
 
 /// The reaction of a vCPU that waits for a missing page.

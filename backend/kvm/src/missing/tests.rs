@@ -31,10 +31,10 @@ fn vm() -> Option<(Arc<Vm>, Vcpu)> {
     Some((vm, vcpu))
 }
 
-/// Acts as the page source's thread when a worker of KVM waits for `page`.
+/// Acts as a reader of faults when a worker of KVM waits for `page`.
 fn worker_waits_for(vm: &Vm, page: u32) {
-    let provider = vm.source.provider().expect("the VM has a source");
-    assert!(provider.provision.hold(page));
+    let provider = vm.provider().expect("the VM has a source");
+    assert!(provider.hold(page));
     vm.kicks.report_for_any(MissingPage {
         page,
         access: Access::Write,

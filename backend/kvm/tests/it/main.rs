@@ -3,4 +3,5 @@
 mod common;
 mod dirty;
 mod guests;
+mod kinds;
 mod slots;

@@ -77,6 +77,16 @@ impl Userfaultfd {
         Self::user_with(FEATURE_SIGBUS | memory, MODE_MISSING)
     }
 
+    /// A non-blocking descriptor for faults of user space and of the kernel, KVM included, in
+    /// private memory and memory files of any page size.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), but `INVAL` only before Linux 4.14.
+    pub fn open_for_guest() -> io::Result<Self> {
+        let memory = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS;
+        Self::with(FEATURE_THREAD_ID | memory, MODE_MISSING)
+    }
+
     pub(super) fn user_with(features: u64, modes: u64) -> io::Result<Self> {
         let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
         let flags = flags | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY);

@@ -33,6 +33,18 @@ fn or_skip<T>(uffd: Result<T, Errno>) -> Option<T> {
 
 /// Four untouched pages, registered. They stay mapped: a test may leave threads behind.
 fn register(uffd: &Userfaultfd) -> impl Fn(u64) -> Hva + use<> {
+    let range = map();
+    // SAFETY: 1. the mapping stays for ever and is accessed only by atomics.
+    unsafe { uffd.register(range) }.unwrap();
+    pages_of(range)
+}
+
+fn pages_of(range: HvaRange) -> impl Fn(u64) -> Hva + use<> {
+    move |index| Hva::new(range.start().get() + index * PAGE_SIZE as u64)
+}
+
+/// Four untouched pages.
+fn map() -> HvaRange {
     let bytes = 4 * PAGE_SIZE;
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: 1. a new mapping at an address of the kernel's choice.
@@ -40,9 +52,7 @@ fn register(uffd: &Userfaultfd) -> impl Fn(u64) -> Hva + use<> {
     // SAFETY: 1. the advice keeps the content of the mapping just made.
     unsafe { madvise(base, bytes, Advice::LinuxNoHugepage) }.unwrap();
     let start = base.expose_provenance() as u64;
-    // SAFETY: 1. the mapping stays for ever and is accessed only by atomics.
-    unsafe { uffd.register(HvaRange::new(Hva::new(start), 4).unwrap()) }.unwrap();
-    move |index| Hva::new(start + index * PAGE_SIZE as u64)
+    HvaRange::new(Hva::new(start), 4).unwrap()
 }
 
 fn word(page: Hva) -> &'static AtomicU64 {
@@ -117,6 +127,57 @@ fn a_thread_that_touches_a_missing_page_waits_and_is_reported() {
     // SAFETY: 1. both pages are registered.
     unsafe { uffd.shift(from, faults[0].page) }.unwrap();
     assert_eq!(reader.join().unwrap(), 0x0505_0505_0505_0505);
+}
+
+/// A page moves from plain memory into place and back, with its new content. In plain memory a page
+/// that has left reads as zeros, and then no page can be moved there until the zeros are dropped.
+#[test]
+fn a_page_moves_between_plain_memory_and_its_place() {
+    let Some(uffd) = open() else { return };
+    let (place, plain) = (register(&uffd), map());
+    // SAFETY: 1. the mapping stays for ever and is accessed only by atomics.
+    unsafe { uffd.register_for_moves(plain) }.unwrap();
+    let frame = pages_of(plain);
+    word(frame(0)).store(5, Ordering::Relaxed);
+    // SAFETY: 1. all pages are registered.
+    let shift = |from, to| unsafe { uffd.shift(from, to) };
+    assert_eq!(shift(frame(0), place(2)), Ok(()));
+    assert_eq!(word(place(2)).swap(6, Ordering::Relaxed), 5);
+    assert_eq!(shift(place(2), frame(0)), Ok(()));
+    assert_eq!(word(frame(0)).load(Ordering::Relaxed), 6);
+    assert_eq!(shift(frame(0), place(2)), Ok(()));
+    assert_eq!(word(frame(0)).load(Ordering::Relaxed), 0);
+    assert_eq!(shift(place(2), frame(0)), Err(Errno::EXIST));
+    let stale = ptr::with_exposed_provenance_mut(frame(0).get() as usize);
+    // SAFETY: 1. the page is in the mapping, whose bytes are accessed by atomics alone.
+    unsafe { madvise(stale, PAGE_SIZE, Advice::LinuxDontNeed) }.unwrap();
+    assert_eq!(shift(place(2), frame(0)), Ok(()));
+    assert_eq!(word(frame(0)).load(Ordering::Relaxed), 6);
+}
+
+/// Memory without missing pages: its first touch is not recorded as late, and writes are.
+#[test]
+fn the_kernel_records_writes_to_memory_without_missing_pages() {
+    let Some(uffd) = or_skip(Userfaultfd::open_recording()) else {
+        return;
+    };
+    let page = register(&uffd);
+    let range = HvaRange::new(page(0), 4).unwrap();
+    let pagemap = Pagemap::open().unwrap();
+    let count = |then| {
+        let mut pages = 0;
+        let scanned = pagemap.written(range, then, |run| pages += run.pages());
+        scanned.map(|()| pages)
+    };
+    assert_eq!(pagemap.present(range), Ok(0));
+    for index in [0, 2] {
+        word(page(index)).store(1, Ordering::Relaxed);
+    }
+    assert_eq!(pagemap.present(range), Ok(2));
+    assert_eq!(count(Written::Protect), Ok(2));
+    assert_eq!(count(Written::Keep), Ok(0));
+    word(page(2)).store(2, Ordering::Relaxed);
+    assert_eq!(count(Written::Keep), Ok(1));
 }
 
 #[test]

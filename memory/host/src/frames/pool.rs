@@ -24,6 +24,7 @@ use crate::page_no::BLOCK;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn, aligned_piece};
 use lacuna_swap::Page;
 use lacuna_sys::TakenPages;
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::marker::PhantomData;
 use std::ops::{ControlFlow, Range};
@@ -112,7 +113,7 @@ impl Pool {
             ),
         };
         let map_len = end * PAGE_SIZE + HUGE;
-        let failed = |e: rustix::io::Errno| HostError::Map {
+        let failed = |e: Errno| HostError::Map {
             bytes: (end * PAGE_SIZE) as u64,
             reason: e.to_string(),
         };
@@ -161,6 +162,21 @@ impl Pool {
             })?;
         }
         Ok(())
+    }
+
+    /// From now on the kernel backs the budget page by page, and no child of this process shares
+    /// it: the caller moves single pages away and back. Returns the addresses of all frames.
+    pub fn in_single_pages(&self) -> Result<HvaRange, Errno> {
+        let range = self.range(Pfn::new(0), self.frames);
+        for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
+            // SAFETY: the range lies inside the mapping; both advices keep the bytes.
+            match unsafe { madvise(self.base.as_ptr().cast(), bytes_of(range), advice) } {
+                // A kernel without transparent huge pages makes none.
+                Ok(()) | Err(Errno::INVAL) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(range)
     }
 
     /// The number of frames in the budget.

@@ -61,11 +61,14 @@ impl LinuxMemory {
         };
         let page = self.hva(index);
         for _ in 0..ATTEMPTS {
-            match uffd.place(content, page, Waiters::LeaveAsleep) {
+            match uffd.place(content, page, self.waiters()) {
                 Ok(()) => return Ok(Filled::Here),
                 Err(partial) => match partial.errno {
                     Errno::EXIST => {
                         self.map_from_file(index)?;
+                        if self.waiters() == Waiters::Wake {
+                            uffd.wake(page)?;
+                        }
                         return Ok(Filled::Before);
                     }
                     // The address space of this process is changing.
@@ -78,7 +81,11 @@ impl LinuxMemory {
     }
 
     /// Poisons the missing page or unit at `index` of the region, where the kernel supports that.
+    /// Threads that sleep for a page would find zeros, so their memory is not poisoned.
     fn poison(&self, index: u64) {
+        if self.waiters() == Waiters::Wake {
+            return;
+        }
         let page = HvaRange::new(self.hva(index), self.unit());
         if let (Some(parts), Some(page)) = (&self.parts, page) {
             let _ = parts.of(index).poison(page);
@@ -170,7 +177,7 @@ impl Core {
                 drop(user);
                 return Ok(self.answer(page, Ok(content)));
             }
-            PageState::Gone => return Err(self.lost_page(page).into()),
+            PageState::Gone | PageState::Lost => return Err(self.lost_page(page).into()),
             _ => return Ok(Answer::Late),
         }
         let filled = linux.fill(region.index_of(page), from_ref(content));
@@ -237,7 +244,7 @@ impl Core {
             .take_while(|word| word.load() == PageState::Empty)
             .count();
         let to = linux.hva(index);
-        run.len = match uffd.place(&pages[..empty], to, Waiters::LeaveAsleep) {
+        run.len = match uffd.place(&pages[..empty], to, linux.waiters()) {
             Ok(()) => empty,
             // The caller tries the next page alone.
             Err(partial) => partial.done,

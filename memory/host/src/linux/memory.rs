@@ -9,13 +9,13 @@
 
 use super::addresses::LinuxAddresses;
 use super::handler::FillHandler;
-use super::parts::Parts;
+use super::parts::{Parts, Touched};
 use super::shared_file::{LinuxBacking, SharedMemory, locked};
 use crate::error::HostError;
 use crate::frames::pool::Pool;
 use crate::striped::Striped;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
-use lacuna_sys::{Errno, TakenPages, Userfaultfd};
+use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering, fence};
@@ -89,7 +89,7 @@ impl LinuxMemory {
                 let offset = shared.offset(pages)?;
                 match filled {
                     Filled::ByLinux => shared.take_huge_pages(offset, pages)?,
-                    Filled::BySource | Filled::FromOutside(_) => shared.check_source()?,
+                    Filled::BySource(_) | Filled::FromOutside(_) => shared.check_source()?,
                 }
                 Some((offset, shared))
             }
@@ -110,7 +110,7 @@ impl LinuxMemory {
                 parts,
                 outside: match filled {
                     Filled::FromOutside(outside) => Some(outside),
-                    Filled::BySource | Filled::ByLinux => None,
+                    Filled::BySource(_) | Filled::ByLinux => None,
                 },
                 shared,
                 users: Striped::default(),
@@ -154,18 +154,20 @@ impl LinuxMemory {
         }
         match filled {
             Filled::ByLinux => Ok(None),
-            Filled::BySource => {
+            Filled::BySource(touched) => {
                 // An access past the page words, or to a page that other code has removed from a
                 // memory file, gets SIGBUS: the page is lost. With events instead, the thread would
                 // sleep for ever: no thread reads them.
-                let parts = Parts::open(pages as u64).map_err(|errno| match errno {
+                let parts = Parts::open(pages as u64, *touched).map_err(|errno| match errno {
                     Errno::MFILE => HostError::Userfaultfd(format!(
                         "{errno}: a region takes up to {} descriptors, raise `ulimit -n`",
                         Parts::MOST
                     )),
                     errno => refused(errno),
                 })?;
-                parts.cut(0..pages as u64).try_for_each(register)?;
+                let mut all = parts.cut(0..pages as u64);
+                all.try_for_each(|(part, uffd)| register((part, uffd)))?;
+                drop(all);
                 Ok(Some(parts))
             }
             Filled::FromOutside(outside) => {
@@ -200,8 +202,16 @@ impl LinuxMemory {
     pub fn uffd_of(&self, index: u64) -> Option<&Userfaultfd> {
         match &self.outside {
             Some(outside) => Some(outside.userfaultfd(index)),
-            None => self.parts.as_ref().map(|parts| parts.of(index)),
+            None => self.parts.as_ref().map(|parts| &**parts.of(index)),
         }
+    }
+
+    /// Whether a fill wakes the threads that sleep for its pages. Otherwise see
+    /// [`LinuxMemory::wake_touching`].
+    pub fn waiters(&self) -> Waiters {
+        self.parts
+            .as_ref()
+            .map_or(Waiters::LeaveAsleep, Parts::waiters)
     }
 
     /// Where the pages with the indices `pages` are filled, cut where another userfaultfd begins.
@@ -210,7 +220,7 @@ impl LinuxMemory {
         let own = self.parts.iter();
         let own = own.flat_map({
             let pages = pages.clone();
-            move |parts| parts.cut(pages.clone())
+            move |parts| parts.cut(pages.clone()).map(|(part, uffd)| (part, &**uffd))
         });
         let outside = self.outside.iter();
         own.chain(outside.flat_map(move |outside| outside.parts(pages.clone())))
@@ -252,7 +262,7 @@ impl LinuxMemory {
 /// The provider of a page at its first touch.
 pub(crate) enum Filled {
     /// The region's page source, or the VMM.
-    BySource,
+    BySource(Touched),
     /// Linux, with zeros.
     ByLinux,
     /// A handler outside of this host, or the VMM.

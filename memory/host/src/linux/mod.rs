@@ -39,7 +39,8 @@ mod shared_file;
 mod units;
 
 pub use loss_list::SeenLosses;
-pub use shared_file::{LinuxBacking, SharedFill, SharedMemory};
+pub use parts::Touched;
+pub use shared_file::{LinuxBacking, MemoryKind, SharedFill, SharedMemory};
 
 use crate::core::Core;
 use crate::error::HostError;
@@ -51,7 +52,7 @@ use crate::region::{MmuNotifier, Region};
 use handler::FillHandler;
 use lacuna_addr::{BackingRange, HvaRange, PageCount, Pfn};
 use lacuna_source::{PageSource, SourcePage};
-use lacuna_sys::Errno;
+use lacuna_sys::{Errno, Userfaultfd};
 use std::sync::Arc;
 
 impl Region {
@@ -96,11 +97,68 @@ impl Host {
             Some((source, first)) => {
                 match FillHandler::of(Arc::downgrade(core) as _, source, *first).map_err(refused)? {
                     Some(outside) => Filled::FromOutside(outside),
-                    None => Filled::BySource,
+                    None => Filled::BySource(Touched::Signals),
                 }
             }
             None => Filled::ByLinux,
         };
+        self.add_linux((filled, backing), origin, pages, notifier)
+    }
+
+    /// Adds a region of Linux memory of the kind `backing`, for a guest such as KVM's, whose
+    /// accesses do not resolve pages first. Without a source, Linux fills a page with zeros at its
+    /// first touch. With one, a thread that touches a missing page sleeps, as `touched` says, until
+    /// the page is filled: the caller reads [`Host::userfaultfds`], and resolves and starts the
+    /// page of each fault.
+    ///
+    /// # Errors
+    /// As [`Host::add_linux_region`]. A source that a handler fills from outside
+    /// ([`PageSource::external`](crate::PageSource::external)) is refused.
+    pub fn add_guest_region(
+        &self,
+        backing: LinuxBacking,
+        origin: Option<(Arc<dyn PageSource>, SourcePage)>,
+        pages: PageCount,
+        touched: Touched,
+        notifier: Arc<dyn MmuNotifier>,
+    ) -> Result<BackingRange, HostError> {
+        let filled = match &origin {
+            Some((source, _)) if source.external().is_some() => {
+                let reason = "a handler fills memory only of guests that resolve their pages";
+                return Err(HostError::Userfaultfd(reason.into()));
+            }
+            Some(_) => Filled::BySource(touched),
+            None => Filled::ByLinux,
+        };
+        self.add_linux((filled, backing), origin, pages, notifier)
+    }
+
+    /// The descriptors of a region of [`Host::add_guest_region`] with a source, each with the
+    /// addresses of its part. They report the faults of threads that sleep. Empty for other
+    /// regions.
+    pub fn userfaultfds(&self, region: BackingRange) -> Vec<(HvaRange, Arc<Userfaultfd>)> {
+        let found = self.core.regions.find(PageNo::of(region.start()));
+        let linux = found.as_ref().and_then(|region| region.linux.as_ref());
+        let Some((linux, parts)) = linux.and_then(|linux| linux.parts.as_ref().map(|p| (linux, p)))
+        else {
+            return Vec::new();
+        };
+        let parts = parts.cut(0..linux.addresses.pages());
+        let part = |(pages, uffd): (std::ops::Range<u64>, &Arc<Userfaultfd>)| {
+            let part = HvaRange::new(linux.hva(pages.start), pages.end - pages.start);
+            (part.expect("in the region"), Arc::clone(uffd))
+        };
+        parts.map(part).collect()
+    }
+
+    fn add_linux(
+        &self,
+        (filled, backing): (Filled, LinuxBacking),
+        origin: Option<(Arc<dyn PageSource>, SourcePage)>,
+        pages: PageCount,
+        notifier: Arc<dyn MmuNotifier>,
+    ) -> Result<BackingRange, HostError> {
+        let core = &self.core;
         let linux = LinuxMemory::new(&core.frames.pool, &core.linux, pages, (filled, backing))?;
         let first = linux.first;
         let origin = origin.map(|(source, first)| Origin::new(core.answers(), source, first));

@@ -118,7 +118,7 @@ impl Core {
         let _user = linux.enter();
         match word.load() {
             PageState::Empty | PageState::Fetching { .. } => {}
-            PageState::Gone => return Err(lost()),
+            PageState::Gone | PageState::Lost => return Err(lost()),
             _ => return Ok(Answer::Late),
         }
         let mapped = linux.map_from_file(region.index_of(page));

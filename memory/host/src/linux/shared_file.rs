@@ -8,6 +8,36 @@ use rustix::io::retry_on_intr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+/// The place of a guest's pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum MemoryKind {
+    /// In frames of the resident budget. Reclaim evicts them to swap.
+    #[default]
+    Budget,
+    /// In memory that Linux gives to this process page by page, beside the budget. The host never
+    /// evicts them; Linux may swap them. With a page source they need userfaultfd.
+    Linux,
+    /// As `Linux`, in a shared memory file ([`SharedMemory::new`]).
+    Shared,
+    /// As `Shared`, in the machine's reserved huge pages of 2 MiB of hugetlbfs
+    /// ([`SharedMemory::huge`]). The memory is a multiple of 2 MiB.
+    Hugetlbfs,
+}
+
+impl MemoryKind {
+    /// A new file of `pages` pages, if memory of this kind is in a file.
+    ///
+    /// # Errors
+    /// As [`SharedMemory::new`] and [`SharedMemory::huge`].
+    pub fn file(self, pages: PageCount) -> Result<Option<SharedMemory>, HostError> {
+        match self {
+            Self::Budget | Self::Linux => Ok(None),
+            Self::Shared => SharedMemory::new(pages, SharedFill::CopiedIn).map(Some),
+            Self::Hugetlbfs => SharedMemory::huge(pages).map(Some),
+        }
+    }
+}
+
 /// The kind of a region's Linux memory.
 #[derive(Clone, Debug, Default)]
 pub enum LinuxBacking {

@@ -144,7 +144,7 @@ impl Core {
         let _user = linux.enter();
         match word.load() {
             PageState::Empty | PageState::Fetching { .. } => {}
-            PageState::Gone => return Err(lost()),
+            PageState::Gone | PageState::Lost => return Err(lost()),
             _ => return Ok(Answer::Late),
         }
         let filled = linux.fill(region.index_of(first), content);

@@ -164,9 +164,15 @@ impl Core {
                 Err(_) => self.keep(victim),
             }
         }
+        let mut kept = Vec::new();
         for group in evicting.chunk_by(|a, b| a.region.listener == b.region.listener) {
             let pages = group.iter().map(|victim| victim.page.range());
-            group[0].region.notifier.invalidate(&joined(pages));
+            let notifier = &group[0].region.notifier;
+            notifier.try_invalidate(&joined(pages), &mut kept);
+        }
+        for victim in evicting.extract_if(.., |victim| kept.contains(&victim.page.addr())) {
+            let _ = victim.word().advance(PageState::rescued);
+            self.keep(victim);
         }
         evicting
     }

@@ -52,8 +52,8 @@ fn a_copy_of_a_lost_page_fails() {
         let found = host.resolve(vm.addr(page), Access::Read, Level::L4K, &mut vm.cache);
         assert!(matches!(found, Resolution::Lost(_)), "{found:?}");
         assert!(host.fetch(vm.addr(page)).is_err());
-        let late = host.provide(vm.addr(page), &[9; PAGE_SIZE]);
-        assert_eq!(late, Ok(Answer::Late));
+        let refused = host.provide(vm.addr(page), &[9; PAGE_SIZE]).unwrap_err();
+        assert!(is_lost(&refused), "{refused}");
     }
     assert_eq!((host.losses(), host.linux_pages()), (3, PageCount::new(17)));
     let lost = host.lost_since(&mut seen, &*vm.mmu).unwrap();

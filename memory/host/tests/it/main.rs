@@ -6,6 +6,7 @@ mod common;
 mod damage;
 mod holes;
 mod huge;
+mod kept;
 mod limits;
 mod linux;
 mod locked;

@@ -173,7 +173,8 @@ fn a_unit_is_lost_as_a_whole() {
         }
         assert_eq!(source.answer(vm.addr(9)), Answer::Late);
         let content = contents(vm.addr(0), UNIT);
-        assert_eq!(host.provide_pages(vm.addr(0), &content), Ok(0));
+        let refused = host.provide_pages(vm.addr(0), &content).unwrap_err();
+        assert!(matches!(refused, HostError::Lost(_)), "{refused}");
         (UNIT..2 * UNIT).for_each(|page| vm.touch(page, Use::Read).unwrap());
         host.verify();
         host.discard(vm.range).unwrap();

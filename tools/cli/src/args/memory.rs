@@ -13,24 +13,19 @@ const HUGE: Size = Size(2 << 20);
 /// `--memory-kind`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum MemoryKind {
-    /// Frames of a budget of this process, which swaps pages out; soft only
+    /// Frames of a budget of this process, which swaps pages out
     Pool,
     /// Private memory of Linux, which alone may swap it out
     Anonymous,
-    /// A shared memory file (memfd_create); soft only
+    /// A shared memory file (memfd_create)
     Memfd,
-    /// A shared memory file in reserved huge pages of 2 MiB; soft only
+    /// A shared memory file in reserved huge pages of 2 MiB
     Hugetlbfs,
 }
 
 impl MemoryKind {
-    /// Whether only the soft backend has it.
-    pub const fn needs_soft(self) -> bool {
-        !matches!(self, Self::Anonymous)
-    }
-
-    /// The soft backend's word for it.
-    pub const fn on_soft(self) -> lacuna_soft::MemoryKind {
+    /// The backends' word for it.
+    pub const fn of_builder(self) -> lacuna_soft::MemoryKind {
         match self {
             Self::Pool => lacuna_soft::MemoryKind::Budget,
             Self::Anonymous => lacuna_soft::MemoryKind::Linux,
@@ -74,8 +69,8 @@ pub enum WrongMemory {
 }
 
 impl RunArgs {
-    /// Where a guest on the soft backend has its memory.
-    pub fn kind_on_soft(&self) -> MemoryKind {
+    /// Where the guest has its memory.
+    pub fn kind(&self) -> MemoryKind {
         self.memory_kind.unwrap_or(match self.pages_from {
             // A handler fills memory of Linux only.
             Some(PagesFrom::Handler(_)) => MemoryKind::Anonymous,
@@ -89,12 +84,12 @@ impl RunArgs {
         self.resident.unwrap_or(Size(most))
     }
 
-    /// Refuses options that the soft backend does not have for this kind of memory.
+    /// Refuses options that do not exist for this kind of memory.
     ///
     /// # Errors
     /// The first of them.
-    pub fn check_on_soft(&self) -> Result<(), WrongMemory> {
-        let kind = self.kind_on_soft();
+    pub fn check_kind(&self) -> Result<(), WrongMemory> {
+        let kind = self.kind();
         let option = match () {
             () if kind == MemoryKind::Pool => None,
             () if self.resident.is_some() => Some("--resident"),
@@ -126,8 +121,8 @@ mod tests {
         let Some(Command::Run(args)) = parse(&line).unwrap().command else {
             panic!("{line}");
         };
-        let checked = args.check_on_soft().map_err(|wrong| wrong.to_string());
-        checked.map(|()| args.kind_on_soft())
+        let checked = args.check_kind().map_err(|wrong| wrong.to_string());
+        checked.map(|()| args.kind())
     }
 
     #[test]

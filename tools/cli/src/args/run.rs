@@ -122,7 +122,6 @@ impl RunArgs {
         match () {
             () if self.seed.is_some() => Some("--seed"),
             () if self.thp.is_some() => Some("--thp"),
-            () if self.memory_kind.is_some_and(MemoryKind::needs_soft) => Some("--memory-kind"),
             () if matches!(self.pages_from, Some(PagesFrom::Handler(_))) => {
                 Some("--pages-from handler")
             }

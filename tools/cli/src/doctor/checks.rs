@@ -6,11 +6,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{
-    Apf, FirstTouch, KvmError, LatencySetting, SourceConfig, Swap, Tracker, Vm, VmConfig,
-};
+use lacuna_kvm::{KvmError, VmBuilder};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
+use lacuna_machine::Builder as _;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::Check;
@@ -200,20 +199,9 @@ pub(super) fn kvm() -> Check {
     if let Err(why) = lacuna_kvm::available() {
         return Check::missing("kvm", why.to_string(), nested);
     }
-    let config = VmConfig {
-        memory: PageCount::from_bytes(4 << 20),
-        vcpus: 1,
-        apf: Apf::On,
-        ..VmConfig::default()
-    };
-    let source = SourceConfig {
-        resident: PageCount::from_bytes(4 << 20),
-        swap: Swap::Memory,
-        latency: LatencySetting::default(),
-        first_touch: FirstTouch::Immediate,
-        from: None,
-    };
-    match Vm::new(config, source, Tracker::default()) {
+    // Less than its memory is resident, because that needs most of the kernel.
+    let [memory, resident] = [8, 4].map(|mib| PageCount::from_bytes(mib << 20));
+    match VmBuilder::new(memory, resident).build() {
         Ok(_) => Check::ok("kvm", "/dev/kvm runs guests, with asynchronous page faults"),
         Err(KvmError::NoApf) => Check::limited(
             "kvm",

@@ -22,7 +22,7 @@ pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages
     let huge = args.thp.unwrap_or_default().pages() != HugePages::Never;
     RunSample {
         memory_bytes: args.memory.0,
-        budget_bytes: limit::<B>(args).0,
+        budget_bytes: limit(args).0,
         huge: (soft && huge).then(Default::default),
         apf: (soft && args.apf == args::Apf::On).then(Default::default),
         pages: pages.map(|pages| pages.count(&Pages::default(), Duration::ZERO)),
@@ -30,18 +30,9 @@ pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages
     }
 }
 
-/// Where the guest's memory is on this backend.
-fn kind<B: Builder>(args: &RunArgs) -> MemoryKind {
-    match B::Vm::BACKEND {
-        lacuna_machine::Backend::Soft => args.kind_on_soft(),
-        lacuna_machine::Backend::Kvm => MemoryKind::Anonymous,
-    }
-}
-
 /// How much of the guest's memory may be resident: all, where this process evicts nothing.
-fn limit<B: Builder>(args: &RunArgs) -> Size {
-    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
-    match soft && args.kind_on_soft() != MemoryKind::Pool {
+fn limit(args: &RunArgs) -> Size {
+    match args.kind() != MemoryKind::Pool {
         true => args.memory,
         false => args.budget(),
     }
@@ -181,8 +172,8 @@ fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOpti
         image: args.image.clone(),
         backend: B::Vm::BACKEND.name().into(),
         memory_bytes: args.memory.0,
-        memory_kind: kind::<B>(args).to_string(),
-        resident_bytes: limit::<B>(args).0,
+        memory_kind: args.kind().to_string(),
+        resident_bytes: limit(args).0,
         vcpus: args.vcpus,
         swap: swap.unwrap_or_else(|| match soft {
             true => crate::args::SwapSpec::default().to_string(),

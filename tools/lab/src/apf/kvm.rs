@@ -29,7 +29,7 @@ use crate::session::{Measured, image, on};
 use crate::stats::{Rounds, Summary};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
-use lacuna_kvm::{FirstTouch, LatencySetting, VmBuilder};
+use lacuna_kvm::{LatencySetting, VmBuilder};
 use lacuna_machine::{Apf, Arch, Builder, Vm};
 use serde_json::json;
 use std::time::{Duration, Instant};
@@ -163,7 +163,6 @@ struct Shares {
 fn shares_on_kvm(options: &Options, apf: Apf) -> Result<Shares, LabError> {
     let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
     let builder = VmBuilder {
-        first_touch: FirstTouch::Immediate,
         apf,
         command_line: words("populate=1"),
         ..VmBuilder::new(memory, resident)

@@ -12,7 +12,7 @@ use crate::native::thread_cpu_ns;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, rounds};
 use lacuna_addr::{Gpa, PageCount};
-use lacuna_kvm::{FirstTouch, VmBuilder};
+use lacuna_kvm::VmBuilder;
 use lacuna_machine::{Apf, Arch, Builder as _, Exit, Image, Segment, Vcpu as _, Vm as _};
 
 /// Its result.
@@ -45,7 +45,6 @@ fn exit_ns(options: &Options) -> Result<Summary, LabError> {
     let memory = PageCount::from_bytes(MEMORY);
     let builder = VmBuilder {
         vcpus: 1,
-        first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         ..VmBuilder::new(memory, memory)
     };

@@ -28,7 +28,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures, paired};
 use lacuna_addr::PageCount;
-use lacuna_kvm::{FirstTouch, KvmError, Tracker, VmBuilder};
+use lacuna_kvm::{KvmError, Tracker, VmBuilder};
 use lacuna_machine::{
     Apf, Arch, Backup, Builder, Delivery, DirtyError, Logging, MemorySlot, RingSize, SlotId, Vm,
     harvest, set_logging_everywhere,
@@ -194,7 +194,6 @@ fn builder(pace: Pace, (delivery, tracker): (Delivery, Tracker)) -> VmBuilder {
     let memory = PageCount::from_bytes(pace.mib << 20);
     VmBuilder {
         vcpus: VCPUS,
-        first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         delivery,
         tracker,

@@ -3,7 +3,7 @@
 
 use lacuna_addr::PageCount;
 use lacuna_kvm::{
-    Apf, CpuModel, Delivery, FirstTouch, LatencySetting, Swap, Tracker, Vm, VmBuilder, available,
+    Apf, CpuModel, Delivery, LatencySetting, MemoryKind, Swap, Tracker, Vm, VmBuilder, available,
 };
 use lacuna_machine::{Builder as _, Ending, Image, RunEnd};
 use std::sync::mpsc::channel;
@@ -53,10 +53,10 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
     VmBuilder {
         memory: PageCount::from_bytes(memory << 20),
         resident: PageCount::from_bytes(resident << 20),
+        memory_kind: MemoryKind::Budget,
         vcpus,
         swap: Swap::Memory,
         latency: LatencySetting::default(),
-        first_touch: FirstTouch::Immediate,
         apf: Apf::Off,
         delivery: Delivery::Bitmap,
         tracker: Tracker::default(),
@@ -88,7 +88,7 @@ pub fn pass(builder: &VmBuilder, name: &'static str) -> (RunEnd<Vm>, String) {
     assert!(
         matches!(ending, Ending::Exited(0)),
         "{builder:?}: {ending:?} {:?}\n{text}",
-        end.vm.source_stats()
+        lacuna_machine::Vm::stats(&*end.vm)
     );
     (end, text)
 }

@@ -100,6 +100,8 @@ impl Leaves {
 pub struct FakeMmu {
     host: OnceLock<Weak<Host>>,
     leaves: Mutex<Leaves>,
+    /// The page that reclaim cannot unmap.
+    pub pinned: Mutex<Option<BackingAddr>>,
 }
 
 impl FakeMmu {
@@ -146,6 +148,17 @@ impl MmuNotifier for FakeMmu {
                 }
             }
         }
+    }
+
+    fn try_invalidate(&self, ranges: &[BackingRange], kept: &mut Vec<BackingAddr>) {
+        let pinned = *self.pinned.lock().unwrap();
+        let pages = ranges.iter().flat_map(|range| {
+            (0..range.pages()).map(|page| range.start().checked_add_pages(page).unwrap())
+        });
+        let (stay, go): (Vec<_>, Vec<_>) = pages.partition(|page| Some(*page) == pinned);
+        let go = go.into_iter().map(|page| BackingRange::new(page, 1));
+        self.invalidate(&go.map(Option::unwrap).collect::<Vec<_>>());
+        kept.extend(stay);
     }
 
     fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {

@@ -1,0 +1,130 @@
+//! Pages that the VM's own source, or its VMM, provides: which slots exit for them, and which exits
+//! become ready when a page has arrived.
+
+use crate::memory::{Memory, Page};
+use crate::slots::SlotTable;
+use crate::tokens::Tokens;
+use lacuna_addr::Gpa;
+use lacuna_machine::FaultToken;
+use lacuna_slots::SlotFlags;
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The provided pages of a VM's boot layout.
+pub struct Provider {
+    memory: Arc<Memory>,
+    slots: Arc<SlotTable>,
+    pub tokens: Tokens,
+    /// Missing pages for which a thread waits in the kernel and the VMM got an exit. The source was
+    /// not asked for them.
+    held: Mutex<BTreeSet<Page>, lock_order::KvmHeld>,
+    /// Tokens that become ready when a page has arrived, by page.
+    coming: Mutex<HashMap<Page, Vec<FaultToken>>, lock_order::KvmComing>,
+    /// Whether the host side of the guest's async page faults is in this process.
+    notifies_guest: AtomicBool,
+}
+
+impl Provider {
+    pub fn new(memory: Arc<Memory>, slots: Arc<SlotTable>, vcpus: usize) -> Self {
+        Self {
+            memory,
+            slots,
+            tokens: Tokens::new(vcpus),
+            held: Mutex::default(),
+            coming: Mutex::default(),
+            notifies_guest: AtomicBool::new(false),
+        }
+    }
+
+    /// From now on, vCPUs leave the guest to notify it of missing pages.
+    pub fn tell_guest(&self) {
+        self.notifies_guest.store(true, Ordering::Release);
+    }
+
+    /// Whether [`Provider::tell_guest`] was called.
+    pub fn notifies_guest(&self) -> bool {
+        self.notifies_guest.load(Ordering::Acquire)
+    }
+
+    /// The guest address of `page`, if the page is missing in a slot that exits.
+    pub fn exits(&self, page: Page) -> Option<Gpa> {
+        if !self.memory.is_missing(page) {
+            return None;
+        }
+        let (slot, gpa) = self.slots.at(self.memory.hva(page))?;
+        slot.flags
+            .contains(SlotFlags::EXIT_ON_MISSING)
+            .then_some(gpa)
+    }
+
+    /// A thread waits for the missing `page`, and the VMM gets an exit. Returns whether it is the
+    /// first.
+    pub fn hold(&self, page: Page) -> bool {
+        self.held().insert(page)
+    }
+
+    /// The page is not held any more: the source is asked for it, or it was provided.
+    pub fn release(&self, pages: Range<Page>) {
+        let mut held = self.held();
+        if !held.is_empty() {
+            held.retain(|page| !pages.contains(page));
+        }
+    }
+
+    /// Whether a thread waits for the missing `page`, and the source was not asked.
+    pub fn is_held(&self, page: Page) -> bool {
+        self.held().contains(&page) && self.memory.is_missing(page)
+    }
+
+    /// The held pages of slots that exit no longer.
+    pub fn held_without_exit(&self) -> Vec<Page> {
+        let mut held: Vec<_> = self.held().iter().copied().collect();
+        held.retain(|page| self.exits(*page).is_none());
+        held
+    }
+
+    fn held(&self) -> MutexGuard<'_, BTreeSet<Page>> {
+        self.held.lock().expect("no panic under this lock")
+    }
+
+    /// Notes that `token` becomes ready when `page` has arrived. Returns whether the caller has to
+    /// arrange a call of [`Provider::has_come`]: an earlier caller may have done that. A page keeps
+    /// each token once, and no completed token, so endless calls do not use endless memory.
+    pub fn ready_when(&self, page: Page, token: FaultToken) -> bool {
+        if !self.tokens.is_open(token) {
+            return false;
+        }
+        // Tokens have a lock of their own.
+        let earlier = self.coming().get(&page).cloned();
+        let mut gone = earlier.unwrap_or_default();
+        gone.retain(|other| *other == token || !self.tokens.is_open(*other));
+        let mut coming = self.coming();
+        let is_first = !coming.contains_key(&page);
+        let kept = coming.entry(page).or_default();
+        kept.retain(|other| !gone.contains(other));
+        kept.push(token);
+        is_first
+    }
+
+    /// Reports the tokens that wait for `page` ready.
+    pub fn has_come(&self, page: Page) {
+        let tokens = self.coming().remove(&page);
+        for token in tokens.into_iter().flatten() {
+            // The call fails if the token is already completed.
+            let _ = self.tokens.ready(token);
+        }
+    }
+
+    fn coming(&self) -> MutexGuard<'_, HashMap<Page, Vec<FaultToken>>> {
+        self.coming.lock().expect("no panic under this lock")
+    }
+
+    /// The number of tokens that wait for `page`.
+    #[cfg(test)]
+    pub fn waiting_for(&self, page: Page) -> usize {
+        self.coming().get(&page).map_or(0, Vec::len)
+    }
+}

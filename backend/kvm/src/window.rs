@@ -1,0 +1,258 @@
+//! The window: the memory that a guest sees, if not all of its pages may be resident.
+//!
+//! ```text
+//! frames of the host manager     f f f f f f f      in the budget, swapped out by the manager
+//!                                 │ ▲
+//!      map: UFFDIO_MOVE           ▼ │               invalidate, age: UFFDIO_MOVE back
+//! window, in KVM's slots         . p . . p . . .    a touch of a missing page is a fault
+//! ```
+//! The window is to KVM what stage 2 is to the soft backend: a page is *mapped* while its memory is
+//! here and not in its frame. The host manager decides which page is in which frame, and calls
+//! [`MmuNotifier`] before it takes a frame. A move is atomic: a thread writes before it, or faults
+//! and waits. Linux notifies KVM of each move by KVM's own MMU notifier. So no write is lost, and a
+//! page takes memory once.
+//!
+//! Linux shows a process no accessed bits of KVM's tables. So a page counts as accessed if it is
+//! mapped, and aging unmaps it. If it is touched until the clock hand comes again, a short fault
+//! maps it; otherwise it goes to swap.
+//!
+//! The lock excludes a move into the window from a move out of it. A page is resolved under the
+//! lock. Either the manager has already begun to take the page, and then the resolution takes the
+//! page back; or it calls this notifier afterwards, and the page moves back to its frame.
+//!
+//! UNSAFETY: pages are moved by address, between the window and the manager's frames. Both mappings
+//! live as long as the `Window` and its caller, and all code accesses them by atomics alone.
+
+use crate::mapping::{Mapping, drop_bytes};
+use lacuna_addr::{
+    Access, BackingAddr, BackingRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn,
+};
+use lacuna_host::{Host, MmuNotifier, PerCpuPages, Resolution};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use lacuna_sys::{Errno, Userfaultfd};
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::thread;
+use std::time::Duration;
+
+/// A page of a guest's memory, by its number there.
+pub type Page = u32;
+
+/// The pause between two attempts to unmap a page that must be unmapped.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// A guest's window over its pages.
+pub struct Window {
+    mapping: Mapping,
+    /// The manager's frames.
+    frames: HvaRange,
+    uffd: Arc<Userfaultfd>,
+    /// The manager's number of the first page.
+    first: OnceLock<BackingAddr>,
+    table: Mutex<Table, lock_order::KvmWindow>,
+}
+
+struct Table {
+    /// For each page the number of its frame plus 1 while it is mapped; otherwise 0.
+    frames: Vec<u32>,
+    /// The VM has ended: missing pages are zeros, and no page moves.
+    is_closed: bool,
+}
+
+/// The result of an attempt to map a page.
+#[derive(Debug)]
+pub enum Mapped {
+    /// The page is mapped, and the threads that wait for it are woken.
+    Yes,
+    /// Linux cannot move the page now: it is pinned, or memory is short.
+    Later(Errno),
+    /// The page is not in a frame.
+    No(Resolution),
+    /// Linux refuses.
+    Refused(Errno),
+}
+
+impl Window {
+    /// A window for `pages` pages, over the frames of `host`.
+    ///
+    /// # Errors
+    /// The step that the kernel refused.
+    pub fn new(host: &Host, pages: PageCount) -> Result<Self, (&'static str, Errno)> {
+        let mapping = Mapping::new(pages).map_err(|errno| ("map memory", errno))?;
+        let uffd = Userfaultfd::open().map_err(|errno| ("open", errno))?;
+        let frames = host.frames_to_move();
+        let frames = frames.map_err(|_| ("prepare memory", Errno::NOMEM))?;
+        // SAFETY: 1. the window is this value's own; the frames are the manager's, whose notifier
+        // this is. Both stay mapped while they are used here. 2. They are accessed by atomics only.
+        let registered = unsafe {
+            let window = uffd.register(mapping.range());
+            window.and_then(|()| uffd.register_for_moves(frames))
+        };
+        registered.map_err(|errno| ("register memory", errno))?;
+        let table = Table {
+            frames: vec![0; pages.get() as usize],
+            is_closed: false,
+        };
+        Ok(Self {
+            mapping,
+            frames,
+            uffd: Arc::new(uffd),
+            first: OnceLock::new(),
+            table: Mutex::new(table),
+        })
+    }
+
+    /// Sets the manager's number of the first page, once.
+    pub fn set_first(&self, first: BackingAddr) {
+        let set = self.first.set(first);
+        debug_assert!(set.is_ok(), "a window has one region");
+    }
+
+    /// Its addresses.
+    pub fn range(&self) -> HvaRange {
+        self.mapping.range()
+    }
+
+    /// Where the faults of its missing pages are read.
+    pub fn userfaultfd(&self) -> &Arc<Userfaultfd> {
+        &self.uffd
+    }
+
+    /// Ends the window, because the VM ends: threads that wait find zeros.
+    pub fn close(&self) {
+        self.table().is_closed = true;
+        let unregistered = self.uffd.unregister(self.range());
+        debug_assert!(unregistered.is_ok(), "{unregistered:?}");
+    }
+
+    /// Maps the page at `index`, which is the manager's page `addr`, if it is in a frame. KVM does
+    /// not say whether a guest writes to a page, so a mapped page counts as written.
+    pub fn map(
+        &self,
+        host: &Host,
+        (index, addr): (Page, BackingAddr),
+        cache: &mut PerCpuPages,
+    ) -> Mapped {
+        let mut table = self.table();
+        if table.is_closed {
+            return Mapped::Yes;
+        }
+        let resolution = host.resolve(addr, Access::Write, Level::L4K, cache);
+        let mapped = match resolution {
+            Resolution::Ready(frame) => self.put(&mut table, index, frame.pfn),
+            other => Mapped::No(other),
+        };
+        drop(table);
+        cache.unpin_all();
+        mapped
+    }
+
+    fn put(&self, table: &mut Table, index: Page, frame: Pfn) -> Mapped {
+        let entry = &mut table.frames[index as usize];
+        let moved = match *entry {
+            // The page was mapped while the fault was being reported.
+            mapped if mapped != 0 => self.uffd.wake(self.page(index)),
+            // SAFETY: 1. both mappings are registered. 2. The lock is held, and the page was
+            // resolved under it: the frame has the page's bytes.
+            _ => unsafe { self.uffd.shift(self.frame(frame), self.page(index)) },
+        };
+        match moved {
+            Ok(()) => {
+                *entry = frame.index() as u32 + 1;
+                Mapped::Yes
+            }
+            Err(errno @ (Errno::AGAIN | Errno::BUSY | Errno::NOMEM)) => Mapped::Later(errno),
+            Err(errno) => Mapped::Refused(errno),
+        }
+    }
+
+    /// Moves the page back to its frame. Returns whether it was mapped.
+    fn unmap(&self, index: Page) -> Result<bool, Errno> {
+        let mut table = self.table();
+        let Some(frame) = table.frames[index as usize].checked_sub(1) else {
+            return Ok(false);
+        };
+        if table.is_closed {
+            return Ok(false);
+        }
+        let frame = self.frame(Pfn::new(frame));
+        loop {
+            // SAFETY: 1. both mappings are registered. 2. The lock is held, so the page is in the
+            // window, and its frame has no bytes that count.
+            match unsafe { self.uffd.shift(self.page(index), frame) } {
+                Ok(()) => break,
+                // Reclaim has read the empty frame, before it saw that the page was taken back.
+                Err(Errno::EXIST) => {
+                    let frame = HvaRange::new(frame, 1).expect("a frame is a page");
+                    // SAFETY: as above.
+                    unsafe { drop_bytes(frame) }?;
+                }
+                // The address space is changing.
+                Err(Errno::AGAIN) => thread::yield_now(),
+                Err(errno) => return Err(errno),
+            }
+        }
+        table.frames[index as usize] = 0;
+        Ok(true)
+    }
+
+    fn page(&self, index: Page) -> Hva {
+        at(self.mapping.range(), u64::from(index))
+    }
+
+    fn frame(&self, frame: Pfn) -> Hva {
+        at(self.frames, frame.get())
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().expect("no panic under this lock")
+    }
+
+    /// The indices of the pages of `range`.
+    fn pages(&self, range: BackingRange) -> impl Iterator<Item = Page> + use<> {
+        let first = self.first.get().map_or(0, |first| first.get());
+        let start = (range.start().get() - first) / PAGE_SIZE as u64;
+        (start..start + range.pages()).map(|index| index as Page)
+    }
+}
+
+/// The address of page `index` of `range`.
+fn at(range: HvaRange, index: u64) -> Hva {
+    Hva::new(range.start().get() + index * PAGE_SIZE as u64)
+}
+
+impl MmuNotifier for Window {
+    /// Waits for a page that a device has pinned.
+    fn invalidate(&self, ranges: &[BackingRange]) {
+        for index in ranges.iter().flat_map(|range| self.pages(*range)) {
+            while self.unmap(index).is_err() {
+                thread::sleep(PAUSE);
+            }
+        }
+    }
+
+    fn try_invalidate(&self, ranges: &[BackingRange], kept: &mut Vec<BackingAddr>) {
+        for range in ranges {
+            for (page, index) in (0..).zip(self.pages(*range)) {
+                if self.unmap(index).is_err() {
+                    kept.extend(range.start().checked_add_pages(page));
+                }
+            }
+        }
+    }
+
+    /// A mapped page counts as accessed, and is unmapped. A pinned page stays.
+    fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
+        for (range, young) in ranges.iter().zip(young) {
+            for index in self.pages(*range) {
+                *young |= self.unmap(index) != Ok(false);
+            }
+        }
+    }
+
+    /// The manager makes no huge pages here.
+    fn split_huge(&self, _: BackingRange) {}
+
+    /// Linux has flushed each page that was moved.
+    fn end_of_aging(&self) {}
+}
