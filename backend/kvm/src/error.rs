@@ -162,9 +162,9 @@ impl BackendError for KvmError {
             | Self::Ring { .. }
             | Self::PartlyResident
             | Self::TooLarge(_)
-            | Self::Memory(HostError::BudgetTooSmall { .. })
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
+            Self::Memory(error) if error.is_of_request() => ErrorKind::Request,
             Self::Device(error) => error.kind(),
             Self::Boot(error) => error.kind(),
             Self::Unavailable(_)

@@ -5,7 +5,6 @@
 //! before the code compiles.
 
 use crate::error::SoftError;
-use lacuna_host::HostError;
 use lacuna_machine::ErrorKind;
 use lacuna_mmu::MmuError;
 use lacuna_slots::SlotError;
@@ -26,7 +25,8 @@ impl SoftError {
             // Only this slot error is due to the host. The type is open to new errors.
             Self::Slot(SlotError::NoRoom { .. }) | Self::Tables(_) => ErrorKind::Host,
             Self::Slot(_) => ErrorKind::Request,
-            Self::Host(error) => host(error),
+            Self::Host(error) if error.is_of_request() => ErrorKind::Request,
+            Self::Host(_) => ErrorKind::Host,
             Self::Mmu(MmuError::Arena(ArenaError::Cap(_))) => ErrorKind::Request,
             Self::Mmu(MmuError::Arena(ArenaError::Reserve { .. }) | MmuError::Exhausted(_)) => {
                 ErrorKind::Host
@@ -34,27 +34,5 @@ impl SoftError {
             Self::Boot(error) => error.kind(),
             Self::Device(error) => error.kind(),
         }
-    }
-}
-
-const fn host(error: &HostError) -> ErrorKind {
-    match error {
-        HostError::BudgetTooSmall { .. }
-        | HostError::BudgetTooLarge { .. }
-        | HostError::BadRegion(_)
-        | HostError::LinuxRoom { .. }
-        | HostError::SharedMemory { .. }
-        | HostError::PartOfHugePage { .. }
-        | HostError::NoSuchRegion(_) => ErrorKind::Request,
-        HostError::Map { .. }
-        | HostError::Tables(_)
-        | HostError::SwapSetup(_)
-        | HostError::SwapFull { .. }
-        | HostError::SwapWrite { .. }
-        | HostError::Exhausted { .. }
-        | HostError::Userfaultfd(_)
-        | HostError::Discard { .. }
-        | HostError::Lost(_)
-        | HostError::Thread(_) => ErrorKind::Host,
     }
 }

@@ -156,6 +156,29 @@ impl LostPage {
 }
 
 impl HostError {
+    /// Whether another request could be carried out. Otherwise the cause lies in this machine.
+    pub const fn is_of_request(&self) -> bool {
+        match self {
+            Self::BudgetTooSmall { .. }
+            | Self::BudgetTooLarge { .. }
+            | Self::BadRegion(_)
+            | Self::LinuxRoom { .. }
+            | Self::SharedMemory { .. }
+            | Self::PartOfHugePage { .. }
+            | Self::NoSuchRegion(_) => true,
+            Self::Map { .. }
+            | Self::Tables(_)
+            | Self::SwapSetup(_)
+            | Self::SwapFull { .. }
+            | Self::SwapWrite { .. }
+            | Self::Exhausted { .. }
+            | Self::Userfaultfd(_)
+            | Self::Discard { .. }
+            | Self::Lost(_)
+            | Self::Thread(_) => false,
+        }
+    }
+
     /// The kind of a failure to provide a page.
     pub const fn failure_kind(&self) -> FailureKind {
         match self {

@@ -111,9 +111,9 @@ pub const TABLE: &[Row] = &[
     ),
     (
         Nothing,
-        "$LACUNA run hello --backend kvm --memory-kind pool",
+        "$LACUNA run hello --backend kvm --memory-kind memfd --swap mem",
         2,
-        &["--memory-kind needs the soft backend"],
+        &["--swap is for --memory-kind pool"],
     ),
     (
         Nothing,
