@@ -14,7 +14,7 @@
 //!
 //! Linux shows a process no accessed bits of KVM's tables. So a page counts as accessed if it is
 //! mapped, and aging unmaps it. If it is touched until the clock hand comes again, a short fault
-//! maps it; otherwise it goes to swap.
+//! maps it, and the hand's next turns spare it; otherwise it goes to swap.
 //!
 //! The lock excludes a move into the window from a move out of it. A page is resolved under the
 //! lock. Either the manager has already begun to take the page, and then the resolution takes the
@@ -53,10 +53,44 @@ pub struct Window {
 }
 
 struct Table {
-    /// For each page the number of its frame plus 1 while it is mapped; otherwise 0.
-    frames: Vec<u32>,
+    entries: Vec<Entry>,
     /// The VM has ended: missing pages are zeros, and no page moves.
     is_closed: bool,
+}
+
+/// The entry of a page: the number of its frame plus 1 while it is mapped, otherwise 0; and how many
+/// turns of the clock hand spare it. All zeros: neither mapped, nor unmapped by aging.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+struct Entry(u32);
+
+impl Entry {
+    /// Frame numbers have fewer bits.
+    const TURNS_SHIFT: u32 = 30;
+    const FRAME: u32 = (1 << Self::TURNS_SHIFT) - 1;
+    /// A page that is touched again after aging has unmapped it.
+    const IN_USE: u32 = 3;
+    /// Unmapped by aging.
+    const AGED: Self = Self(1 << Self::TURNS_SHIFT);
+
+    const fn frame(self) -> Option<Pfn> {
+        match self.0 & Self::FRAME {
+            0 => None,
+            frame => Some(Pfn::new(frame - 1)),
+        }
+    }
+
+    /// The entry of the page when it is mapped.
+    fn mapped(self, frame: Pfn) -> Self {
+        let turns = if self == Self::AGED { Self::IN_USE } else { 0 };
+        Self((frame.index() as u32 + 1) | (turns << Self::TURNS_SHIFT))
+    }
+
+    /// Whether this turn of the hand spares the page, which then has one turn less.
+    fn is_spared(&mut self) -> bool {
+        let is_spared = self.0 >> Self::TURNS_SHIFT != 0;
+        self.0 -= u32::from(is_spared) << Self::TURNS_SHIFT;
+        is_spared
+    }
 }
 
 /// The result of an attempt to map a page.
@@ -90,7 +124,7 @@ impl Window {
         };
         registered.map_err(|errno| ("register memory", errno))?;
         let table = Table {
-            frames: vec![0; pages.get() as usize],
+            entries: vec![Entry::default(); pages.get() as usize],
             is_closed: false,
         };
         Ok(Self {
@@ -148,17 +182,22 @@ impl Window {
     }
 
     fn put(&self, table: &mut Table, index: Page, frame: Pfn) -> Mapped {
-        let entry = &mut table.frames[index as usize];
-        let moved = match *entry {
+        let entry = &mut table.entries[index as usize];
+        let moved = match entry.frame() {
             // The page was mapped while the fault was being reported.
-            mapped if mapped != 0 => self.uffd.wake(self.page(index)),
+            Some(_) => {
+                return match self.uffd.wake(self.page(index)) {
+                    Ok(()) => Mapped::Yes,
+                    Err(errno) => Mapped::Refused(errno),
+                };
+            }
             // SAFETY: 1. both mappings are registered. 2. The lock is held, and the page was
             // resolved under it: the frame has the page's bytes.
-            _ => unsafe { self.uffd.shift(self.frame(frame), self.page(index)) },
+            None => unsafe { self.uffd.shift(self.frame(frame), self.page(index)) },
         };
         match moved {
             Ok(()) => {
-                *entry = frame.index() as u32 + 1;
+                *entry = entry.mapped(frame);
                 Mapped::Yes
             }
             Err(errno @ (Errno::AGAIN | Errno::BUSY | Errno::NOMEM)) => Mapped::Later(errno),
@@ -166,21 +205,44 @@ impl Window {
         }
     }
 
-    /// Moves the page back to its frame. Returns whether it was mapped.
-    fn unmap(&self, index: Page) -> Result<bool, Errno> {
+    /// Whether the page counts as accessed. If no turn spares it, it is unmapped. A pinned page
+    /// stays.
+    fn age_page(&self, index: Page) -> bool {
         let mut table = self.table();
-        let Some(frame) = table.frames[index as usize].checked_sub(1) else {
-            return Ok(false);
-        };
-        if table.is_closed {
-            return Ok(false);
+        let entry = &mut table.entries[index as usize];
+        match entry.frame() {
+            None => false,
+            Some(_) if entry.is_spared() => true,
+            Some(frame) => {
+                let is_open = !table.is_closed;
+                if is_open && self.take_back(index, frame).is_ok() {
+                    table.entries[index as usize] = Entry::AGED;
+                }
+                is_open
+            }
         }
-        let frame = self.frame(Pfn::new(frame));
+    }
+
+    /// Moves the page back to its frame, if it is mapped.
+    fn unmap(&self, index: Page) -> Result<(), Errno> {
+        let mut table = self.table();
+        if let Some(frame) = table.entries[index as usize].frame()
+            && !table.is_closed
+        {
+            self.take_back(index, frame)?;
+        }
+        table.entries[index as usize] = Entry::default();
+        Ok(())
+    }
+
+    /// Moves a page from the window to `frame`. The caller has the lock.
+    fn take_back(&self, index: Page, frame: Pfn) -> Result<(), Errno> {
+        let frame = self.frame(frame);
         loop {
             // SAFETY: 1. both mappings are registered. 2. The lock is held, so the page is in the
             // window, and its frame has no bytes that count.
             match unsafe { self.uffd.shift(self.page(index), frame) } {
-                Ok(()) => break,
+                Ok(()) => return Ok(()),
                 // Reclaim has read the empty frame, before it saw that the page was taken back.
                 Err(Errno::EXIST) => {
                     let frame = HvaRange::new(frame, 1).expect("a frame is a page");
@@ -192,8 +254,6 @@ impl Window {
                 Err(errno) => return Err(errno),
             }
         }
-        table.frames[index as usize] = 0;
-        Ok(true)
     }
 
     fn page(&self, index: Page) -> Hva {
@@ -241,11 +301,10 @@ impl MmuNotifier for Window {
         }
     }
 
-    /// A mapped page counts as accessed, and is unmapped. A pinned page stays.
     fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
         for (range, young) in ranges.iter().zip(young) {
             for index in self.pages(*range) {
-                *young |= self.unmap(index) != Ok(false);
+                *young |= self.age_page(index);
             }
         }
     }
