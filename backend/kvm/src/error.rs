@@ -106,6 +106,12 @@ pub enum KvmError {
          resident, or let KVM detect writes (`Tracker::Kvm`)"
     )]
     PartlyResident,
+    /// This memory is in small pages.
+    #[error(
+        "huge pages are for private memory that is all resident and has no page source: give the \
+         guest a budget of all its memory, memory in hugetlbfs, or the soft backend"
+    )]
+    HugePages,
     /// Dirty tracking failed.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
@@ -161,6 +167,7 @@ impl BackendError for KvmError {
             | Self::Resident { .. }
             | Self::Ring { .. }
             | Self::PartlyResident
+            | Self::HugePages
             | Self::TooLarge(_)
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
@@ -183,6 +190,12 @@ impl BackendError for KvmError {
 }
 
 impl KvmError {
+    /// For `map_err`: Linux has no transparent huge pages.
+    pub(crate) fn no_huge_pages(errno: Errno) -> Self {
+        let step = "use transparent huge pages (CONFIG_TRANSPARENT_HUGEPAGE)";
+        Self::Kvm { step, errno }
+    }
+
     /// For `map_err`: KVM refused to `step`.
     pub(crate) fn step(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         move |e| Self::Kvm {

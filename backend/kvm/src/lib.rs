@@ -68,7 +68,7 @@ mod window;
 pub use available::{available, tsc_khz};
 pub use builder::VmBuilder;
 pub use error::{KvmError, Unavailable};
-pub use lacuna_host::{MemoryKind, SharedMemory, Swap};
+pub use lacuna_host::{HugePages, MemoryKind, SharedMemory, Swap};
 pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};
 pub use lacuna_slots::{
     Backup, ClearError, Delivery, DirtyError, Logging, RingSize, RingSizeError, SlotId,

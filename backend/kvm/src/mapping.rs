@@ -119,6 +119,14 @@ unsafe fn atomic<'a, A>(address: usize) -> &'a A {
     unsafe { &*ptr::with_exposed_provenance::<A>(address) }
 }
 
+/// From now on Linux may back `range` with huge pages.
+pub fn advise_huge(range: HvaRange) -> Result<(), Errno> {
+    let base = ptr::with_exposed_provenance_mut(range.start().get() as usize);
+    let bytes = range.pages() as usize * PAGE_SIZE;
+    // SAFETY: 1. the advice changes no byte. 2. The kernel checks the range.
+    unsafe { madvise(base, bytes, Advice::LinuxHugepage) }
+}
+
 /// Brings in `pages` pages from `at` on, as writes would, but changes none (`MADV_POPULATE_WRITE`,
 /// Linux 5.14). Waits for missing pages.
 pub fn populate(at: Hva, pages: u64) -> Result<(), Errno> {

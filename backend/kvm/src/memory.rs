@@ -14,6 +14,7 @@
 //! UNSAFETY: Linux memory is registered so that the kernel records writes to it.
 
 use crate::error::KvmError;
+use crate::mapping;
 use crate::tracker::Tracker;
 pub use crate::window::Page;
 use crate::window::{Mapped, Window};
@@ -40,6 +41,8 @@ pub struct MemoryConfig {
     pub size: PageCount,
     /// The place of its pages.
     pub kind: MemoryKind,
+    /// Whether Linux may back it with huge pages. The VMM advises them for all of the memory.
+    pub huge: HugePages,
     /// How many of its pages may be resident, of [`MemoryKind::Budget`].
     pub resident: PageCount,
     /// Where the other pages are.
@@ -56,6 +59,12 @@ impl MemoryConfig {
     /// Whether no page is ever swapped out.
     pub fn is_whole(&self) -> bool {
         self.kind != MemoryKind::Budget || self.resident >= self.size
+    }
+
+    /// Whether it is private memory that Linux fills with zeros.
+    fn is_filled_by_linux(&self) -> bool {
+        let is_private = matches!(self.kind, MemoryKind::Budget | MemoryKind::Linux);
+        is_private && self.is_whole() && self.source.is_none()
     }
 }
 
@@ -109,6 +118,9 @@ impl Memory {
         if u32::try_from(config.size.get()).is_err() {
             return Err(KvmError::TooLarge(config.size.bytes()));
         }
+        if config.huge != HugePages::Never && !config.is_filled_by_linux() {
+            return Err(KvmError::HugePages);
+        }
         match config.is_whole() {
             true => Self::linux(layout, config),
             false => Self::frames(layout, config),
@@ -119,6 +131,7 @@ impl Memory {
         let MemoryConfig {
             size,
             kind,
+            huge,
             source,
             tracker,
             ..
@@ -148,6 +161,10 @@ impl Memory {
         let notifier = Arc::new(KvmsOwn);
         let region = host.add_guest_region(backing, origin, size, touched, notifier)?;
         let addresses = host.addresses(region).expect("Linux memory has addresses");
+        if huge != HugePages::Never {
+            let advised = mapping::advise_huge(addresses);
+            advised.map_err(KvmError::no_huge_pages)?;
+        }
         let recorder = match (tracker, has_source) {
             (Tracker::Pagemap, false) => Some(record(addresses)?),
             _ => None,

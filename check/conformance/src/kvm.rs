@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{KvmError, LatencySetting, MemoryKind, Swap, Tracker, Vm, VmBuilder, available};
+use lacuna_kvm::{
+    HugePages, KvmError, LatencySetting, MemoryKind, Swap, Tracker, Vm, VmBuilder, available,
+};
 use lacuna_machine::{Arch, Backup, Builder as _, Delivery, RingSize};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking};
@@ -58,6 +60,7 @@ impl Backend for Kvm {
             memory: PageCount::from_bytes(request.memory << 20),
             resident: PageCount::from_bytes(request.resident << 20),
             memory_kind: MemoryKind::Budget,
+            huge: HugePages::Never,
             vcpus: request.vcpus,
             swap: Swap::File(std::env::temp_dir()),
             latency: LatencySetting::default(),

@@ -356,6 +356,7 @@ impl Job<'_> {
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
             memory_kind: args.kind().of_builder(),
+            huge: args.thp.unwrap_or_default().pages(),
             vcpus: args.vcpus as usize,
             swap: device(swap.medium),
             latency: LatencySetting::new(swap.latency),

@@ -8,7 +8,7 @@ use crate::slots::SlotSpec;
 use crate::tracker::Tracker;
 use io_uring::IoUring;
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
-use lacuna_host::{HostError, HostStats, MemoryKind, Swap};
+use lacuna_host::{HostError, HostStats, HugePages, MemoryKind, Swap};
 use lacuna_machine::{Answer, PageSource, TokenError};
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_source::{PageRequest, SourcePage};
@@ -56,6 +56,7 @@ fn bench_from(flags: SlotFlags, budget: u64, from: Option<Arc<dyn PageSource>>) 
     let memory = Memory::new(MemoryConfig {
         size: PageCount::new(PAGES),
         kind: MemoryKind::Budget,
+        huge: HugePages::Never,
         resident: PageCount::new(budget),
         swap: Swap::File(std::env::temp_dir()),
         latency: LatencySetting::default(),

@@ -117,6 +117,40 @@ fn pages_of_each_kind_are_discarded() {
     }
 }
 
+/// A guest's memory is in huge pages where they are wanted and possible, and is discarded in small
+/// ones.
+#[test]
+fn private_memory_may_have_huge_pages() {
+    if !can_run() {
+        return;
+    }
+    let wanted = |huge| VmBuilder {
+        huge,
+        ..of(MemoryKind::Linux)
+    };
+    let (end, _) = pass(&wanted(lacuna_kvm::HugePages::Always), "verify");
+    let first = Gfn::new(513).unwrap();
+    let before = end.vm.stats().resident.get();
+    let pages = GfnRange::new(first, 3).unwrap();
+    end.vm.write(first.gpa(), &[1; 3 * PAGE_SIZE]).unwrap();
+    end.vm.balloon().unwrap().discard(pages).unwrap();
+    assert_eq!(end.vm.stats().resident.get(), before - 3);
+    let source = Some(Arc::new(Zeros) as Arc<dyn PageSource>);
+    for refused in [
+        VmBuilder {
+            source,
+            ..wanted(lacuna_kvm::HugePages::Always)
+        },
+        VmBuilder {
+            memory_kind: MemoryKind::Budget,
+            ..wanted(lacuna_kvm::HugePages::Madvise)
+        },
+    ] {
+        let error = refused.build().map(drop).unwrap_err();
+        assert!(matches!(error, KvmError::HugePages), "{error}");
+    }
+}
+
 /// Frames of a budget are reclaim's.
 #[test]
 fn frames_of_a_budget_are_not_discarded() {

@@ -68,7 +68,8 @@ pub struct RunArgs {
     /// backend has, so that a snapshot can be restored on the other one)
     #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host)]
     pub cpu: Cpu,
-    /// Where host memory is allocated in 2 MiB pages; soft only [default: never]
+    /// Where host memory is allocated in 2 MiB pages; on kvm only of a guest whose memory is all
+    /// resident [default: never]
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
@@ -121,7 +122,6 @@ impl RunArgs {
     pub fn needs_soft(&self) -> Option<&'static str> {
         match () {
             () if self.seed.is_some() => Some("--seed"),
-            () if self.thp.is_some() => Some("--thp"),
             () if matches!(self.pages_from, Some(PagesFrom::Handler(_))) => {
                 Some("--pages-from handler")
             }

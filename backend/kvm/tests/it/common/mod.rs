@@ -3,7 +3,8 @@
 
 use lacuna_addr::PageCount;
 use lacuna_kvm::{
-    Apf, CpuModel, Delivery, LatencySetting, MemoryKind, Swap, Tracker, Vm, VmBuilder, available,
+    Apf, CpuModel, Delivery, HugePages, LatencySetting, MemoryKind, Swap, Tracker, Vm, VmBuilder,
+    available,
 };
 use lacuna_machine::{Builder as _, Ending, Image, RunEnd};
 use std::sync::mpsc::channel;
@@ -54,6 +55,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         memory: PageCount::from_bytes(memory << 20),
         resident: PageCount::from_bytes(resident << 20),
         memory_kind: MemoryKind::Budget,
+        huge: HugePages::Never,
         vcpus,
         swap: Swap::Memory,
         latency: LatencySetting::default(),

@@ -105,9 +105,9 @@ pub const TABLE: &[Row] = &[
     ),
     (
         Nothing,
-        "$LACUNA run hello --backend kvm --thp never",
+        "$LACUNA run hello --backend kvm --memory 64M --resident 32M --thp always",
         2,
-        &["--thp needs the soft backend"],
+        &["huge pages are for private memory that is all resident"],
     ),
     (
         Nothing,
