@@ -16,6 +16,7 @@ pub use events::Event;
 pub use place::{Partial, Waiters};
 pub use shared::Minor;
 
+use crate::pagemap::Pagemap;
 use lacuna_addr::{Access, Hva, HvaRange, PAGE_SIZE};
 use rustix::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use rustix::fs::readlink;
@@ -131,6 +132,8 @@ pub struct Userfaultfd {
     fd: OwnedFd,
     /// The modes of a registration.
     modes: u64,
+    /// Says what has become of a page whose move has failed. Only a descriptor that moves has it.
+    pagemap: Option<Pagemap>,
 }
 
 impl Userfaultfd {
@@ -173,7 +176,11 @@ impl Userfaultfd {
     }
 
     fn enable(fd: OwnedFd, features: u64, modes: u64) -> io::Result<Self> {
-        let this = Self { fd, modes };
+        let pagemap = match features & FEATURE_MOVE {
+            0 => None,
+            _ => Some(Pagemap::open()?),
+        };
+        let this = Self { fd, modes, pagemap };
         let mut api = Api {
             api: UFFD_API,
             features,
@@ -248,6 +255,12 @@ impl Userfaultfd {
     /// places, or half of it. Wakes the threads that wait at `to`. The page at `from` is missing
     /// then.
     ///
+    /// Linux 6.17 and later may report `EEXIST` although it has moved the page: if the page's entry
+    /// changes during the move, `move_pages` in `mm/userfaultfd.c` tries again after the successful
+    /// attempt, and finds the page at `to`. So this call looks whether the page at `from` is still
+    /// there. No thread may put another page there meanwhile; one that reads zeros there does no
+    /// harm.
+    ///
     /// # Safety
     /// `from` lies in a range given to [`register`](Self::register) or
     /// [`register_for_moves`](Self::register_for_moves), of this or another descriptor.
@@ -266,7 +279,16 @@ impl Userfaultfd {
         };
         // SAFETY: 1. UFFDIO_MOVE takes a `struct uffdio_move`. 2. The destination may change by the
         // contract of `register`, the source by this function's.
-        unsafe { self.update::<{ MOVE }, _>(&mut shift) }
+        match unsafe { self.update::<{ MOVE }, _>(&mut shift) } {
+            Err(Errno::EXIST) if !self.has_memory(from)? => self.wake(to),
+            moved => moved,
+        }
+    }
+
+    fn has_memory(&self, page: Hva) -> io::Result<bool> {
+        self.pagemap
+            .as_ref()
+            .map_or(Ok(true), |pagemap| pagemap.has_memory(page))
     }
 
     /// Lets the threads that wait at `page` try again.
@@ -335,6 +357,7 @@ impl TryFrom<OwnedFd> for Userfaultfd {
             b"anon_inode:[userfaultfd]" => Ok(Self {
                 fd,
                 modes: MODE_MISSING,
+                pagemap: None,
             }),
             _ => Err(Errno::INVAL),
         }

@@ -155,6 +155,45 @@ fn a_page_moves_between_plain_memory_and_its_place() {
     assert_eq!(word(frame(0)).load(Ordering::Relaxed), 6);
 }
 
+/// A page goes to and fro while a thread writes to it. The processor changes the page's entry
+/// during moves, after which Linux 6.18 reports some successful moves as failed.
+#[test]
+fn a_page_moves_while_it_is_written() {
+    let Some(uffd) = open() else { return };
+    let (page, plain) = (register(&uffd), map());
+    // SAFETY: 1. the mapping stays for ever and is accessed only by atomics.
+    unsafe { uffd.register_for_moves(plain) }.unwrap();
+    let (here, away) = (page(0), pages_of(plain)(0));
+    uffd.copy(&[0; PAGE_SIZE], here).unwrap();
+    let writes = AtomicU64::new(1);
+    thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let mut count = 0;
+            while writes.load(Ordering::Relaxed) != 0 {
+                count = word(here).fetch_add(1, Ordering::Relaxed) + 1;
+            }
+            count
+        });
+        for _ in 0..100_000 {
+            // From now on the next write changes the entry.
+            let old = ptr::with_exposed_provenance_mut(here.get() as usize);
+            // SAFETY: 1. the advice keeps the content of a page of the mapping.
+            unsafe { madvise(old, PAGE_SIZE, Advice::LinuxCold) }.unwrap();
+            // SAFETY: 1. both pages are registered.
+            let moved = unsafe { uffd.shift(here, away).and_then(|()| uffd.shift(away, here)) };
+            if moved.is_err() {
+                // The writer goes on, so that the test ends.
+                writes.store(0, Ordering::Relaxed);
+                uffd.unregister(HvaRange::new(here, 4).unwrap()).unwrap();
+            }
+            assert_eq!(moved, Ok(()));
+        }
+        writes.store(0, Ordering::Relaxed);
+        let count = writer.join().unwrap();
+        assert_eq!(word(here).load(Ordering::Relaxed), count);
+    });
+}
+
 /// Memory without missing pages: its first touch is not recorded as late, and writes are.
 #[test]
 fn the_kernel_records_writes_to_memory_without_missing_pages() {
