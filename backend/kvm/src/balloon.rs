@@ -23,11 +23,14 @@ impl Balloon for Vm {
             let first = self.memory.backing(self.page_at(slot.backing_of(gfn)));
             let range = BackingRange::new(first, part.pages()).expect("pages of the region");
             let discarded = self.memory.host.discard(range);
-            discarded.map_err(|error| backing(gpa, &error))?;
-            // A mark before the change could be harvested before it.
+            // A mark before the change could be harvested before it. After an error, some pages may
+            // be discarded.
             for gfn in part.iter() {
                 let _ = slot.attach.host_writes.mark(slot.page(gfn));
             }
+            // A thread may wait for one of them, which no source and no VMM will provide now.
+            self.faults.slots_changed();
+            discarded.map_err(|error| backing(gpa, &error))?;
             next = gfn.checked_add(part.pages());
         }
         Ok(())

@@ -26,6 +26,7 @@ use crate::window::Mapped;
 use lacuna_host::{PerCpuPages, Resolution, Ticket};
 use lacuna_sys::{Errno, Fault, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::AsFd as _;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -93,10 +94,11 @@ impl Faults {
         self.state.faults.load(Ordering::Relaxed)
     }
 
-    /// Slots were changed. Asks the source for the held pages of slots that exit no longer.
+    /// Slots were changed, or pages were discarded. Brings the held pages that cause no exit any
+    /// more.
     pub fn slots_changed(&self) {
         if self.state.provider.is_some() {
-            self.state.notify(&self.state.slots_changed);
+            self.state.slots_changed();
         }
     }
 
@@ -104,21 +106,28 @@ impl Faults {
     /// the VM is being dropped, and no guest reads them. This call does not wait for a reader,
     /// which may be the caller: a page source may drop the VM during a request.
     pub fn close(&self) {
-        self.state.notify(&self.state.quit);
+        self.state.end();
         self.state.memory.close();
     }
 }
 
 impl Drop for Faults {
     fn drop(&mut self) {
-        self.state.notify(&self.state.quit);
+        self.state.end();
         let own = thread::current().id();
         for thread in self.threads.drain(..) {
-            // If a page source drops the VM during a request, this may be the thread itself.
-            if thread.thread().id() != own {
-                let ended = thread.join();
-                debug_assert!(ended.is_ok(), "a reader does not panic");
+            // A page source may drop the VM during a request: this is the thread itself. It holds
+            // the state until it ends.
+            if thread.thread().id() == own {
+                return;
             }
+            let ended = thread.join();
+            debug_assert!(ended.is_ok(), "a reader does not panic");
+        }
+        // A thread of the host manager may be mapping a page. It must not drop the state last,
+        // because the manager's end waits for that thread.
+        while Arc::strong_count(&self.state) > 1 {
+            thread::yield_now();
         }
     }
 }
@@ -158,8 +167,6 @@ impl Reader {
                 self.touched(fault);
             }
         }
-        // The other readers wait for the doorbell, which only the first one takes.
-        self.state.ring();
         // Waiting threads will find zeros. A vCPU in the guest would continue with these zeros.
         if self.state.failure().is_some() {
             self.state.kicks.wait_until_left(LEAVE_MAX);
@@ -174,10 +181,12 @@ impl Reader {
             tv_nsec: i64::from(RETRY.subsec_nanos()),
         };
         let timeout = (!self.again.is_empty()).then_some(&retry);
-        let doorbell = PollFd::new(&self.state.doorbell, PollFlags::IN);
-        let uffds = self.uffds.iter();
-        let uffds = uffds.map(|uffd| PollFd::new(&**uffd, PollFlags::IN));
-        let mut fds: Vec<_> = uffds.chain([doorbell]).collect();
+        let wait_for = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let uffds = self.uffds.iter().map(|uffd| wait_for(uffd.as_fd()));
+        let mut fds: Vec<_> = uffds.chain([wait_for(self.state.end.as_fd())]).collect();
+        if self.is_first {
+            fds.push(wait_for(self.state.doorbell.as_fd()));
+        }
         // A signal may end the wait early; the caller checks everything.
         let _ = poll(&mut fds, timeout);
     }
@@ -217,11 +226,8 @@ impl Reader {
 
     /// Brings `page` to the threads that wait for it. Returns its ticket if it is on its way.
     fn bring(&mut self, page: Page) -> Option<Ticket> {
-        let state = Arc::clone(&self.state);
-        if let Some(provider) = &state.provider {
-            provider.release(page..page + 1);
-        }
-        let host = &state.memory.host;
+        self.state.release(page);
+        let host = Arc::clone(&self.state.memory.host);
         host.with_spare_cache(|cache| self.bring_with(page, cache))
     }
 
@@ -243,7 +249,7 @@ impl Reader {
                     return Some(ticket);
                 }
                 Mapped::No(Resolution::NoMemory) => {
-                    if let Err(error) = host.reclaim_direct_until(cache, &state.quit) {
+                    if let Err(error) = host.reclaim_direct_until(cache, &state.over) {
                         state.cannot("make room for a page", &error);
                         return None;
                     }

@@ -36,7 +36,11 @@ impl Mapping {
         // pages shared with a child process.
         for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
             // SAFETY: 1. the range is the mapping just made; 2. the advice keeps its content.
-            unsafe { madvise(base, bytes, advice) }?;
+            match unsafe { madvise(base, bytes, advice) } {
+                // A kernel without transparent huge pages makes none.
+                Ok(()) | Err(Errno::INVAL) => {}
+                Err(errno) => return Err(errno),
+            }
         }
         Ok(this)
     }
@@ -159,7 +163,8 @@ pub fn is_mapped(at: Hva, bytes: usize) -> bool {
     result == 0 && present.iter().all(|page| page & 1 != 0)
 }
 
-/// Gives the pages of `range` back to Linux: they are zeros then, or missing.
+/// Gives the pages of `range` back to Linux: they are zeros then, or missing. Also where this
+/// process has locked its memory (`mlockall(2)`).
 ///
 /// # Safety
 /// No thread needs their bytes. All code accesses them by atomics.
@@ -167,5 +172,10 @@ pub unsafe fn drop_bytes(range: HvaRange) -> Result<(), Errno> {
     let base = ptr::with_exposed_provenance_mut(range.start().get() as usize);
     let bytes = range.pages() as usize * PAGE_SIZE;
     // SAFETY: the contract.
-    unsafe { madvise(base, bytes, Advice::LinuxDontNeed) }
+    match unsafe { madvise(base, bytes, Advice::LinuxDontneedLocked) } {
+        // Linux before 5.18.
+        // SAFETY: the contract.
+        Err(Errno::INVAL) => unsafe { madvise(base, bytes, Advice::LinuxDontNeed) },
+        dropped => dropped,
+    }
 }

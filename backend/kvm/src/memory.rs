@@ -195,8 +195,7 @@ impl Memory {
             io: Io::Ring { readers: 4 },
             clock: Arc::new(HostClock::default()),
         })?;
-        let window = Window::new(&host, size);
-        let window = window.map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
+        let window = Window::new(&host, size)?;
         let (window, has_source) = (Arc::new(window), config.source.is_some());
         let notifier = Arc::clone(&window) as Arc<dyn MmuNotifier>;
         let region = match config.source {

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// The number of pages that `populate` requests at a time.
-const BATCH: u64 = 512;
+/// The number of pages that `populate` requests at a time. Each has a frame until it has arrived.
+const BATCH: u64 = 32;
 /// The time between two looks for the page of the area shared by guest and host.
 const AREA_LOOK: Duration = Duration::from_micros(200);
 
@@ -120,8 +120,8 @@ impl Vcpu {
         let slot = self.vm.slot_at(gfn.gpa()).ok()?;
         self.vm.provider_of(&slot)?;
         let page = self.vm.page_at(slot.backing_of(gfn));
-        // If it is lost, the access fails.
-        let _ = self.vm.faults.state.fetch(page);
+        // If it is lost, or there is no room for it, the access finds that too.
+        self.vm.faults.state.fetch(page).ok()?;
         while self.vm.memory.is_missing(page) {
             let kicks = &self.vm.kicks;
             if kicks.take_request(self.index) || kicks.is_stopping() {
@@ -269,7 +269,9 @@ impl Vm {
 pub(crate) fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
     let cause = error.to_string();
     match error {
-        HostError::PartOfHugePage { .. } => MemoryError::Refused { gpa, cause },
+        HostError::PartOfHugePage { .. } | HostError::Discard { .. } => {
+            MemoryError::Refused { gpa, cause }
+        }
         _ => {
             let kind = error.failure_kind();
             MemoryError::Backing { gpa, kind, cause }

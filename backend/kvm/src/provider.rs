@@ -22,7 +22,7 @@ pub struct Provider {
     /// not asked for them.
     held: Mutex<BTreeSet<Page>, lock_order::KvmHeld>,
     /// Tokens that become ready when a page has arrived, by page.
-    coming: Mutex<HashMap<Page, Vec<FaultToken>>, lock_order::KvmComing>,
+    coming: Mutex<HashMap<Page, Vec<FaultToken>>, lock_order::KvmReadyLater>,
     /// Whether the host side of the guest's async page faults is in this process.
     notifies_guest: AtomicBool,
 }
@@ -66,12 +66,15 @@ impl Provider {
         self.held().insert(page)
     }
 
-    /// The page is not held any more: the source is asked for it, or it was provided.
-    pub fn release(&self, pages: Range<Page>) {
+    /// Takes the held pages among `pages` for which `is_over` holds: the source is asked for them,
+    /// or they were provided.
+    pub fn release(&self, pages: Range<Page>, is_over: impl Fn(Page) -> bool) -> Vec<Page> {
+        let mut released: Vec<_> = self.held().range(pages).copied().collect();
+        // The host manager has locks of its own.
+        released.retain(|page| is_over(*page));
         let mut held = self.held();
-        if !held.is_empty() {
-            held.retain(|page| !pages.contains(page));
-        }
+        released.retain(|page| held.remove(page));
+        released
     }
 
     /// Whether a thread waits for the missing `page`, and the source was not asked.

@@ -23,6 +23,7 @@
 //! UNSAFETY: pages are moved by address, between the window and the manager's frames. Both mappings
 //! live as long as the `Window` and its caller, and all code accesses them by atomics alone.
 
+use crate::error::KvmError;
 use crate::mapping::{Mapping, drop_bytes};
 use lacuna_addr::{
     Access, BackingAddr, BackingRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn,
@@ -40,6 +41,9 @@ pub type Page = u32;
 
 /// The pause between two attempts to unmap a page that must be unmapped.
 const PAUSE: Duration = Duration::from_millis(1);
+
+/// How often a thread tries to move a page before it gives up for a while.
+const ATTEMPTS: usize = 20;
 
 /// A guest's window over its pages.
 pub struct Window {
@@ -110,19 +114,21 @@ impl Window {
     /// A window for `pages` pages, over the frames of `host`.
     ///
     /// # Errors
-    /// The step that the kernel refused.
-    pub fn new(host: &Host, pages: PageCount) -> Result<Self, (&'static str, Errno)> {
-        let mapping = Mapping::new(pages).map_err(|errno| ("map memory", errno))?;
-        let uffd = Userfaultfd::open().map_err(|errno| ("open", errno))?;
-        let frames = host.frames_to_move();
-        let frames = frames.map_err(|_| ("prepare memory", Errno::NOMEM))?;
+    /// The kernel refuses.
+    pub fn new(host: &Host, pages: PageCount) -> Result<Self, KvmError> {
+        let refused = |step| move |errno| KvmError::Userfaultfd { step, errno };
+        let mapping = Mapping::new(pages).map_err(refused("map memory"))?;
+        let uffd = Userfaultfd::open().map_err(refused("open"))?;
+        let frames = host.frames_to_move()?;
         // SAFETY: 1. the window is this value's own; the frames are the manager's, whose notifier
         // this is. Both stay mapped while they are used here. 2. They are accessed by atomics only.
         let registered = unsafe {
             let window = uffd.register(mapping.range());
-            window.and_then(|()| uffd.register_for_moves(frames))
+            let both = window.and_then(|()| uffd.register_for_moves(frames));
+            // If this process locks its memory, all pages are there at once, and none is missing.
+            both.and_then(|()| drop_bytes(mapping.range()))
         };
-        registered.map_err(|errno| ("register memory", errno))?;
+        registered.map_err(refused("register memory"))?;
         let table = Table {
             entries: vec![Entry::default(); pages.get() as usize],
             is_closed: false,
@@ -192,8 +198,9 @@ impl Window {
                 };
             }
             // SAFETY: 1. both mappings are registered. 2. The lock is held, and the page was
-            // resolved under it: the frame has the page's bytes.
-            None => unsafe { self.uffd.shift(self.frame(frame), self.page(index)) },
+            // resolved under it: the frame has the page's bytes. Only reclaim may read the frame
+            // after the move.
+            None => unsafe { self.shift_soon(self.frame(frame), self.page(index)) },
         };
         match moved {
             Ok(()) => {
@@ -203,6 +210,21 @@ impl Window {
             Err(errno @ (Errno::AGAIN | Errno::BUSY | Errno::NOMEM)) => Mapped::Later(errno),
             Err(errno) => Mapped::Refused(errno),
         }
+    }
+
+    /// Moves a page. A read from swap keeps the frame pinned for a moment after it is done.
+    ///
+    /// # Safety
+    /// As [`Userfaultfd::shift`].
+    unsafe fn shift_soon(&self, from: Hva, to: Hva) -> Result<(), Errno> {
+        for _ in 0..ATTEMPTS {
+            // SAFETY: the contract.
+            match unsafe { self.uffd.shift(from, to) } {
+                Err(Errno::BUSY | Errno::AGAIN) => thread::yield_now(),
+                moved => return moved,
+            }
+        }
+        Err(Errno::BUSY)
     }
 
     /// Whether the page counts as accessed. If no turn spares it, it is unmapped. A pinned page

@@ -150,5 +150,6 @@ classes! {
         KvmAgain "FaultState::again (kvm)",
         KvmTokens "Tokens (kvm)",
         KvmHeld "Provider::held (kvm)",
-        KvmComing "Provider::coming (kvm)";
+        KvmReadyLater "Provider::coming (kvm)",
+        KvmComing "FaultState::coming (kvm)";
 }

@@ -9,10 +9,11 @@ use crate::window::Mapped;
 use lacuna_addr::Gpa;
 use lacuna_host::{HostError, LostPage, Resolution, Ticket};
 use lacuna_machine::FailureKind;
-use lacuna_sync::{Mutex, lock_order};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::Errno;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
@@ -36,15 +37,19 @@ pub struct FaultState {
     pub kicks: Arc<VcpuKicks>,
     /// `None`: no page is ever missing.
     pub provider: Option<Provider>,
-    /// The readers end.
-    pub(super) quit: AtomicBool,
+    /// The readers end: the VM has ended, or has failed.
+    pub(super) over: AtomicBool,
     /// Whether slots have changed.
     pub(super) slots_changed: AtomicBool,
     failure: Mutex<Option<Failure>, lock_order::KvmFailure>,
+    /// Pages in flight that are mapped when they have arrived.
+    coming: Mutex<BTreeSet<Page>, lock_order::KvmComing>,
     /// Pages that the first reader tries to map again.
     again: Mutex<Vec<Page>, lock_order::KvmAgain>,
-    /// Wakes the first reader, which also handles changed slots.
+    /// Wakes the first reader, which handles changed slots and pages to be mapped again.
     pub(super) doorbell: OwnedFd,
+    /// Wakes all readers, because they end. No thread reads it.
+    pub(super) end: OwnedFd,
     /// Faults read so far.
     pub(super) faults: AtomicU64,
 }
@@ -63,11 +68,13 @@ impl FaultState {
             slots,
             kicks,
             provider,
-            quit: AtomicBool::new(false),
+            over: AtomicBool::new(false),
             slots_changed: AtomicBool::new(false),
             failure: Mutex::default(),
+            coming: Mutex::default(),
             again: Mutex::default(),
             doorbell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             faults: AtomicU64::new(0),
             memory,
         })
@@ -91,9 +98,7 @@ impl FaultState {
     /// # Errors
     /// The page is lost, or there is no room for it.
     pub fn fetch(self: &Arc<Self>, page: Page) -> Result<Option<Ticket>, HostError> {
-        if let Some(provider) = &self.provider {
-            provider.release(page..page + 1);
-        }
+        self.release(page);
         let ticket = self.memory.host.fetch(self.memory.backing(page))?;
         ticket
             .iter()
@@ -101,27 +106,45 @@ impl FaultState {
         Ok(ticket)
     }
 
-    /// The VMM has provided `pages`: maps those that are in frames.
-    pub fn provided(&self, pages: Range<Page>) {
+    /// No thread waits for the VMM to provide `page`, or a page that is provided with it.
+    pub(super) fn release(&self, page: Page) {
         if let Some(provider) = &self.provider {
-            provider.release(pages.clone());
+            provider.release(self.memory.provided_with(page), |_| true);
         }
+    }
+
+    /// The VMM has provided some of `pages`: those for which a thread waits are mapped.
+    pub fn provided(&self, pages: Range<Page>) {
+        let Some(provider) = &self.provider else {
+            return;
+        };
+        let held = provider.release(pages, |page| !self.memory.is_missing(page));
         if self.memory.is_mapped_by_moves() {
-            pages.for_each(|page| self.map_now(page));
+            held.into_iter().for_each(|page| self.map_now(page));
         }
     }
 
     /// Maps `page`, or ends the run, when `ticket` is done.
     pub(super) fn map_later(self: &Arc<Self>, page: Page, ticket: &Ticket) {
+        // One call for each page is enough: if the page has left again, the call looks again.
+        if !self.coming().insert(page) {
+            return;
+        }
         // Weak: a page source of the VM may keep its ticket for ever.
         let (state, done) = (Arc::downgrade(self), ticket.clone());
         ticket.on_done(move || {
-            if let Some(state) = state.upgrade()
-                && (state.memory.is_mapped_by_moves() || done.is_lost())
-            {
+            let Some(state) = state.upgrade() else {
+                return;
+            };
+            state.coming().remove(&page);
+            if state.memory.is_mapped_by_moves() || done.is_lost() {
                 state.map_now(page);
             }
         });
+    }
+
+    fn coming(&self) -> MutexGuard<'_, BTreeSet<Page>> {
+        self.coming.lock().expect("no panic under this lock")
     }
 
     /// Maps `page`, which has just become resident. If that is not possible, a reader tries again.
@@ -154,7 +177,7 @@ impl FaultState {
             .expect("no panic under this lock")
             .get_or_insert(failure);
         self.kicks.stop();
-        self.ring();
+        self.end();
     }
 
     pub(super) fn cannot(&self, what: &str, why: &dyn Display) {
@@ -165,18 +188,28 @@ impl FaultState {
         });
     }
 
-    /// Sets `notice`, and wakes the first reader, which looks for it.
-    pub(super) fn notify(&self, notice: &AtomicBool) {
-        notice.store(true, Ordering::Release);
+    /// Slots were changed, or pages were discarded.
+    pub(super) fn slots_changed(&self) {
+        self.slots_changed.store(true, Ordering::Release);
         self.ring();
     }
 
-    pub(super) fn ring(&self) {
-        let rung = rustix::io::write(&self.doorbell, &1u64.to_ne_bytes());
-        debug_assert!(rung.is_ok(), "an eventfd is never full of ones");
+    /// Ends the readers.
+    pub(super) fn end(&self) {
+        self.over.store(true, Ordering::Release);
+        wake(&self.end);
+    }
+
+    fn ring(&self) {
+        wake(&self.doorbell);
     }
 
     pub(super) fn is_over(&self) -> bool {
-        self.quit.load(Ordering::Acquire) || self.failure().is_some()
+        self.over.load(Ordering::Acquire)
     }
+}
+
+fn wake(readers: &OwnedFd) {
+    let rung = rustix::io::write(readers, &1u64.to_ne_bytes());
+    debug_assert!(rung.is_ok(), "an eventfd is never full of ones");
 }

@@ -7,7 +7,7 @@ use crate::memory::{BUDGET_MIN, MemoryConfig};
 use crate::slots::SlotSpec;
 use crate::tracker::Tracker;
 use io_uring::IoUring;
-use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::{HostError, HostStats, HugePages, MemoryKind, Swap};
 use lacuna_machine::{Answer, PageSource, TokenError};
 use lacuna_slots::{SlotFlags, SlotId};
@@ -332,6 +332,50 @@ fn a_held_page_comes_from_the_vmm() {
         });
         assert!(requests.try_recv().is_err());
     }
+}
+
+/// A held page that the VMM discards is zeros for the thread that waits for it.
+#[test]
+fn a_held_page_is_discarded() {
+    let Some((bench, requests)) = bench(SlotFlags::EXIT_ON_MISSING, PAGES) else {
+        return;
+    };
+    bench.kicks.set_waits(0, Some(5));
+    thread::scope(|scope| {
+        let reads = scope.spawn(|| bench.read_in_guest(5));
+        while !bench.provider().is_held(5) {
+            thread::yield_now();
+        }
+        let range = BackingRange::new(bench.memory.backing(4), 3).unwrap();
+        bench.memory.host.discard(range).unwrap();
+        bench.faults.slots_changed();
+        assert_eq!(reads.join().unwrap(), 0);
+    });
+    assert_eq!(bench.provide(4, &[content(8); 3]), Ok(0));
+    assert!(requests.try_recv().is_err());
+}
+
+/// More pages are provided at once than fit, while a vCPU waits for the first of them.
+#[test]
+fn more_pages_are_provided_than_fit() {
+    let Some((bench, requests)) = bench(SlotFlags::EXIT_ON_MISSING, BUDGET_MIN) else {
+        return;
+    };
+    bench.kicks.set_waits(0, Some(5));
+    thread::scope(|scope| {
+        let reads = scope.spawn(|| bench.read_in_guest(5));
+        while !bench.provider().is_held(5) {
+            thread::yield_now();
+        }
+        let all = vec![content(3); PAGES as usize];
+        assert_eq!(bench.provide(0, &all), Ok(PAGES as usize));
+        assert_eq!(reads.join().unwrap(), 3);
+    });
+    assert!(
+        bench.host().swapped_in <= 1,
+        "the others stay where they are"
+    );
+    assert!(requests.try_recv().is_err());
 }
 
 /// A VMM may provide a page for which a vCPU sleeps, and the source's answer is late then.

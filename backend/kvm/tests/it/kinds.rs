@@ -130,9 +130,9 @@ fn private_memory_may_have_huge_pages() {
     };
     let (end, _) = pass(&wanted(lacuna_kvm::HugePages::Always), "verify");
     let first = Gfn::new(513).unwrap();
-    let before = end.vm.stats().resident.get();
     let pages = GfnRange::new(first, 3).unwrap();
     end.vm.write(first.gpa(), &[1; 3 * PAGE_SIZE]).unwrap();
+    let before = end.vm.stats().resident.get();
     end.vm.balloon().unwrap().discard(pages).unwrap();
     assert_eq!(end.vm.stats().resident.get(), before - 3);
     let source = Some(Arc::new(Zeros) as Arc<dyn PageSource>);

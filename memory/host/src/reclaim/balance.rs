@@ -15,6 +15,7 @@ use crate::reclaim::patience::{Outlook, Patience};
 use crate::reclaim::round::{CLUSTER, ScanPriority};
 use crate::region::HugePages;
 use crate::settled::TICK;
+use crate::threads::join;
 use crate::ticket::Ticket;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -386,8 +387,7 @@ impl Drop for Background {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // If the thread panicked, the panic hook has printed it.
-            let _ = thread.join();
+            join(thread);
         }
     }
 }
