@@ -62,8 +62,8 @@ struct Table {
     is_closed: bool,
 }
 
-/// The entry of a page: the number of its frame plus 1 while it is mapped, otherwise 0; and how many
-/// turns of the clock hand spare it. All zeros: neither mapped, nor unmapped by aging.
+/// The entry of a page: the number of its frame plus 1 while it is mapped, otherwise 0; and how
+/// many turns of the clock hand spare it. All zeros: neither mapped, nor unmapped by aging.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 struct Entry(u32);
 

@@ -255,11 +255,10 @@ impl Userfaultfd {
     /// places, or half of it. Wakes the threads that wait at `to`. The page at `from` is missing
     /// then.
     ///
-    /// Linux 6.17 and later may report `EEXIST` although it has moved the page: if the page's entry
-    /// changes during the move, `move_pages` in `mm/userfaultfd.c` tries again after the successful
-    /// attempt, and finds the page at `to`. So this call looks whether the page at `from` is still
-    /// there. No thread may put another page there meanwhile; one that reads zeros there does no
-    /// harm.
+    /// Linux 6.17 and later may report `EEXIST` although it has moved the page. If the page's entry
+    /// changes during the move, the kernel tries again, also after the attempt that succeeds, and
+    /// finds the page at `to`. So this call looks whether the page at `from` is still there. No
+    /// thread may put another page there meanwhile; one that reads zeros there does no harm.
     ///
     /// # Safety
     /// `from` lies in a range given to [`register`](Self::register) or
