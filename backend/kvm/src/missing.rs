@@ -7,6 +7,7 @@ use crate::mapping;
 use crate::memory::Page;
 use crate::provider::Provider;
 use crate::slots::KvmSlot;
+use crate::tokens::report;
 use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
 use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE};
@@ -35,7 +36,7 @@ impl Vcpu {
     pub(crate) fn end_exit(&mut self) {
         let answered = self.faulted.is_some_and(|faulted| !faulted.waits);
         if let (true, Some(provider)) = (answered, self.provider()) {
-            provider.tokens.enter(self.index);
+            provider.tokens(self.index).enter();
         }
     }
 
@@ -95,7 +96,7 @@ impl Vcpu {
         if self.with_apf(|apf, vcpu| apf.can_notify(gpa.gfn(), vcpu)) == Some(true) {
             flags |= MemoryFaultFlags::CAN_NOTIFY;
         }
-        let token = self.provider()?.tokens.exit(self.index);
+        let token = self.provider()?.tokens(self.index).exit(self.index);
         self.vm.kicks.set_waits(self.index, None);
         let waits = false;
         self.faulted = Some(Faulted { missing, waits });
@@ -162,19 +163,20 @@ impl Vcpu {
 
     pub(crate) fn accept_fault(&mut self, token: FaultToken) -> Result<(), TokenError> {
         let provider = self.provider().ok_or(TokenError::Unknown)?;
-        provider.tokens.check(self.index, token)?;
+        provider.tokens(self.index).check(token)?;
         let faulted = self.faulted.ok_or(TokenError::Unknown)?;
         let completion = self.not_present(faulted.missing);
-        let tokens = &self.provider().ok_or(TokenError::Unknown)?.tokens;
+        let provider = self.provider().ok_or(TokenError::Unknown)?;
+        let tokens = Arc::clone(provider.tokens(self.index));
         let page = faulted.missing.page;
         if let Some(completion) = completion {
             // After an early ready, keep the exit: if the page is not provided, the vCPU exits for
             // it again.
-            tokens.accepted(self.index, token, page, completion)?;
+            tokens.accepted(token, page, move || report(completion))?;
             self.faulted = None;
             return Ok(());
         }
-        tokens.enter(self.index);
+        tokens.enter();
         self.vm.kicks.set_waits(self.index, Some(page));
         let waits = true;
         self.faulted = Some(Faulted { waits, ..faulted });
@@ -197,7 +199,7 @@ impl Vcpu {
             }
         }
         kicks.set_waits(self.index, None);
-        provider.tokens.reset(self.index);
+        provider.tokens(self.index).reset();
     }
 
     /// Returns the source's failure: the vCPU cannot continue.
@@ -318,32 +320,28 @@ impl MissingMemory for Vm {
 
     fn fetch(&self, gpa: Gpa, token: Option<FaultToken>) -> Result<(), MemoryError> {
         let slot = self.slot_at(gpa)?;
-        let is_open = |token| {
-            let provider = self.provider();
-            provider.is_some_and(|provider| provider.tokens.is_open(token))
+        let of_vcpu = |token: FaultToken| {
+            let tokens = self.provider().and_then(|all| all.tokens_of(token).ok());
+            let tokens = tokens.filter(|tokens| tokens.is_open(token));
+            let tokens = tokens.ok_or_else(|| TokenError::Unknown.refuses(gpa));
+            tokens.map(|tokens| (tokens, token))
         };
-        if token.is_some_and(|token| !is_open(token)) {
-            return Err(TokenError::Unknown.refuses(gpa));
-        }
-        let Some(provider) = self.provider_of(&slot) else {
+        let token = token.map(of_vcpu).transpose()?;
+        if self.provider_of(&slot).is_none() {
             // No page of the slot is missing.
-            let _ = token.map(|token| self.ready(token));
+            let _ = token.map(|(_, token)| self.ready(token));
             return Ok(());
-        };
+        }
         let page = self.page_at(slot.backing_of(gpa.gfn()));
         let coming = self.faults.state.fetch(page);
         match (coming.map_err(|error| backing(gpa, &error))?, token) {
-            (Some(ticket), Some(token)) => {
-                if provider.ready_when(page, token) {
-                    let state = Arc::downgrade(&self.faults.state);
-                    ticket.on_done(move || {
-                        let state = state.upgrade();
-                        let provider = state.as_ref().and_then(|state| state.provider.as_ref());
-                        provider.into_iter().for_each(|all| all.has_come(page));
-                    });
+            (Some(ticket), Some((tokens, token))) => {
+                if tokens.ready_when(page, token) {
+                    let tokens = Arc::clone(tokens);
+                    ticket.on_done(move || tokens.has_come(page));
                 }
             }
-            (None, Some(token)) => _ = provider.tokens.ready(token),
+            (None, Some((tokens, token))) => _ = tokens.ready(token),
             (_, None) => {}
         }
         self.check_source(gpa)
@@ -366,7 +364,7 @@ impl MissingMemory for Vm {
 
     fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
         let provider = self.provider().ok_or(TokenError::Unknown)?;
-        let (outcome, page) = provider.tokens.ready(token)?;
+        let (outcome, page) = provider.tokens_of(token)?.ready(token)?;
         // A worker of KVM still waits for the page, and KVM reports its fault only once. So the
         // vCPU exits again for the page.
         let missing = page.filter(|page| provider.is_held(*page));

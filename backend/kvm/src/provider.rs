@@ -1,14 +1,14 @@
-//! Pages that the VM's own source, or its VMM, provides: which slots exit for them, and which exits
-//! become ready when a page has arrived.
+//! Pages that the VM's own source, or its VMM, provides: which slots exit for them, and the tokens
+//! of these exits.
 
 use crate::memory::{Memory, Page};
 use crate::slots::SlotTable;
 use crate::tokens::Tokens;
 use lacuna_addr::Gpa;
-use lacuna_machine::FaultToken;
+use lacuna_machine::{FaultToken, TokenError};
 use lacuna_slots::SlotFlags;
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,12 +17,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub struct Provider {
     memory: Arc<Memory>,
     slots: Arc<SlotTable>,
-    pub tokens: Tokens,
+    /// The tokens of each vCPU's exits.
+    tokens: Box<[Arc<Tokens>]>,
     /// Missing pages for which a thread waits in the kernel and the VMM got an exit. The source was
     /// not asked for them.
     held: Mutex<BTreeSet<Page>, lock_order::KvmHeld>,
-    /// Tokens that become ready when a page has arrived, by page.
-    coming: Mutex<HashMap<Page, Vec<FaultToken>>, lock_order::KvmReadyLater>,
     /// Whether the host side of the guest's async page faults is in this process.
     notifies_guest: AtomicBool,
 }
@@ -32,9 +31,8 @@ impl Provider {
         Self {
             memory,
             slots,
-            tokens: Tokens::new(vcpus),
+            tokens: (0..vcpus).map(|_| Arc::default()).collect(),
             held: Mutex::default(),
-            coming: Mutex::default(),
             notifies_guest: AtomicBool::new(false),
         }
     }
@@ -47,6 +45,19 @@ impl Provider {
     /// Whether [`Provider::tell_guest`] was called.
     pub fn notifies_guest(&self) -> bool {
         self.notifies_guest.load(Ordering::Acquire)
+    }
+
+    /// The tokens of `vcpu`.
+    pub fn tokens(&self, vcpu: usize) -> &Arc<Tokens> {
+        &self.tokens[vcpu]
+    }
+
+    /// The tokens of the vCPU that `token` names.
+    ///
+    /// # Errors
+    /// There is no such vCPU.
+    pub fn tokens_of(&self, token: FaultToken) -> Result<&Arc<Tokens>, TokenError> {
+        self.tokens.get(token.vcpu()).ok_or(TokenError::Unknown)
     }
 
     /// The guest address of `page`, if the page is missing in a slot that exits.
@@ -91,43 +102,5 @@ impl Provider {
 
     fn held(&self) -> MutexGuard<'_, BTreeSet<Page>> {
         self.held.lock().expect("no panic under this lock")
-    }
-
-    /// Notes that `token` becomes ready when `page` has arrived. Returns whether the caller has to
-    /// arrange a call of [`Provider::has_come`]: an earlier caller may have done that. A page keeps
-    /// each token once, and no completed token, so endless calls do not use endless memory.
-    pub fn ready_when(&self, page: Page, token: FaultToken) -> bool {
-        if !self.tokens.is_open(token) {
-            return false;
-        }
-        // Tokens have a lock of their own.
-        let earlier = self.coming().get(&page).cloned();
-        let mut gone = earlier.unwrap_or_default();
-        gone.retain(|other| *other == token || !self.tokens.is_open(*other));
-        let mut coming = self.coming();
-        let is_first = !coming.contains_key(&page);
-        let kept = coming.entry(page).or_default();
-        kept.retain(|other| !gone.contains(other));
-        kept.push(token);
-        is_first
-    }
-
-    /// Reports the tokens that wait for `page` ready.
-    pub fn has_come(&self, page: Page) {
-        let tokens = self.coming().remove(&page);
-        for token in tokens.into_iter().flatten() {
-            // The call fails if the token is already completed.
-            let _ = self.tokens.ready(token);
-        }
-    }
-
-    fn coming(&self) -> MutexGuard<'_, HashMap<Page, Vec<FaultToken>>> {
-        self.coming.lock().expect("no panic under this lock")
-    }
-
-    /// The number of tokens that wait for `page`.
-    #[cfg(test)]
-    pub fn waiting_for(&self, page: Page) -> usize {
-        self.coming().get(&page).map_or(0, Vec::len)
     }
 }

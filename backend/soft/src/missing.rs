@@ -8,7 +8,7 @@ use crate::tokens::{Faulted, Tokens};
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
-use lacuna_apf::{NotPresent, POLL_NS};
+use lacuna_apf::{Completion, NotPresent, POLL_NS};
 use lacuna_host::{HostError, SharedMemory, Ticket};
 use lacuna_machine::{
     Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, ReadyOutcome,
@@ -195,13 +195,14 @@ impl<P: Platform> VcpuOf<P> {
     pub(crate) fn accept_fault(&mut self, token: FaultToken) -> Result<(), TokenError> {
         self.tokens().check(token)?;
         let faulted = self.faulted.as_mut().ok_or(TokenError::Unknown)?;
-        let (gfn, access) = (faulted.gfn, faulted.access);
+        let (gfn, page, access) = (faulted.gfn, faulted.page, faulted.access);
         if self.vm.apf() == Apf::On {
             let now = self.vm.clock.now();
             match self.apf.not_present(gfn, access, now, &mut self.entry) {
                 NotPresent::Injected(completion) => {
                     self.publish();
-                    self.tokens().accepted(token, completion)?;
+                    let report = move || report(completion);
+                    self.tokens().accepted(token, page, report)?;
                     self.faulted = None;
                     return Ok(());
                 }
@@ -216,6 +217,17 @@ impl<P: Platform> VcpuOf<P> {
         }
         self.tokens().enter();
         Err(TokenError::CannotNotify)
+    }
+}
+
+/// Delivers page-ready, unless the guest has cancelled the fault.
+fn report(completion: Completion) -> ReadyOutcome {
+    match completion.is_cancelled() {
+        true => ReadyOutcome::Cancelled,
+        false => {
+            completion.complete();
+            ReadyOutcome::Notified
+        }
     }
 }
 
@@ -313,6 +325,7 @@ impl MissingMemory for Vm {
 
     fn ready(&self, token: FaultToken) -> Result<ReadyOutcome, TokenError> {
         let tokens = self.tokens.get(token.vcpu());
-        tokens.ok_or(TokenError::Unknown)?.ready(token)
+        let (outcome, _) = tokens.ok_or(TokenError::Unknown)?.ready(token)?;
+        Ok(outcome)
     }
 }

@@ -150,6 +150,5 @@ classes! {
         KvmAgain "FaultState::again (kvm)",
         KvmTokens "Tokens (kvm)",
         KvmHeld "Provider::held (kvm)",
-        KvmReadyLater "Provider::coming (kvm)",
         KvmComing "FaultState::coming (kvm)";
 }

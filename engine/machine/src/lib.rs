@@ -34,6 +34,7 @@ mod run;
 mod slots;
 mod state;
 mod token_life;
+mod tokens;
 mod vm;
 
 pub use apf::Apf;
@@ -68,7 +69,7 @@ pub use run::{
 };
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
 pub use state::{SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
-pub use token_life::{Ready, TokenLife};
+pub use tokens::Tokens;
 pub use vm::{
     ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, Observed, RunEnd,
     VcpuStats, Vm, VmConfig, VmStats,

@@ -1,4 +1,4 @@
-//! The life of one vCPU's tokens, for backends: the table of [`crate::MissingMemory`] as a value.
+//! The life of one vCPU's tokens: the table of [`crate::MissingMemory`] as a value.
 
 use crate::missing::{FaultToken, TokenError};
 use std::collections::HashMap;
@@ -6,9 +6,11 @@ use std::collections::HashMap;
 /// The tokens of one vCPU. It has at most one pending token, from its last exit, and as many
 /// accepted ones as its queue of async page faults has faults in flight.
 ///
-/// The vCPU's thread makes tokens of both kinds, and any thread may report ready, so a backend
-/// keeps this value under a lock. The backend needs an `A` to deliver page-ready for an accepted
-/// token. This type only gives the `A` back, and the backend uses it after the lock.
+/// The vCPU's thread makes tokens of both kinds, and any thread may report ready, so [`Tokens`]
+/// keeps this value under a lock. An `A` delivers page-ready for an accepted token. This type only
+/// gives the `A` back, which is used after the lock.
+///
+/// [`Tokens`]: crate::Tokens
 #[derive(Debug)]
 pub struct TokenLife<A> {
     exits: u64,

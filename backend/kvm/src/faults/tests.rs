@@ -9,7 +9,7 @@ use crate::tracker::Tracker;
 use io_uring::IoUring;
 use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::{HostError, HostStats, HugePages, MemoryKind, Swap};
-use lacuna_machine::{Answer, PageSource, TokenError};
+use lacuna_machine::{Answer, PageSource};
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_source::{PageRequest, SourcePage};
 use lacuna_sync::LatencySetting;
@@ -512,24 +512,4 @@ fn a_source_may_end_the_vm_while_it_is_asked() {
             ends.has_ended.store(true, Ordering::SeqCst);
         });
     }
-}
-
-/// A page keeps one entry for each uncompleted token, however often it is fetched.
-#[test]
-fn tokens_that_wait_for_a_page_are_bounded() {
-    let Some((bench, _requests)) = bench(SlotFlags::EXIT_ON_MISSING, PAGES) else {
-        return;
-    };
-    let provider = bench.provider();
-    let mut token = provider.tokens.exit(0);
-    assert!(provider.ready_when(5, token));
-    for _ in 0..100 {
-        assert!(!provider.ready_when(5, token), "a call is arranged");
-        token = provider.tokens.exit(0);
-    }
-    assert!(!provider.ready_when(5, token));
-    assert_eq!(provider.waiting_for(5), 1);
-    provider.has_come(5);
-    assert_eq!(provider.waiting_for(5), 0);
-    assert_eq!(provider.tokens.ready(token), Err(TokenError::Ready));
 }
