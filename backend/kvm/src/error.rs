@@ -1,7 +1,7 @@
 //! Why a run cannot start: the machine lacks a requirement, or a request is refused.
 
 use lacuna_host::{HostError, SetupFailed};
-use lacuna_machine::{BackendError, BootError, DeviceError, ErrorKind};
+use lacuna_machine::{BackendError, BootError, DeviceError, ErrorKind, HandlerError};
 use lacuna_slots::{DirtyError, SlotError};
 
 use lacuna_sys::Errno;
@@ -112,6 +112,21 @@ pub enum KvmError {
          guest a budget of all its memory, memory in hugetlbfs, or the soft backend"
     )]
     HugePages,
+    /// A handler fills private memory that is all resident.
+    #[error(
+        "a handler outside of this process fills private memory that is all resident: give the \
+         guest a budget of all its memory, or the soft backend"
+    )]
+    HandlerMemory,
+    /// The handler's userfaultfd knows no accesses of the kernel.
+    #[error(
+        "KVM's accesses to the guest's memory would not wait for the handler: make it with \
+         `External::for_kernel`"
+    )]
+    HandlerOfUserSpace,
+    /// The handler does not take the guest's memory.
+    #[error(transparent)]
+    Handler(#[from] HandlerError),
     /// Dirty tracking failed.
     #[error(transparent)]
     Dirty(#[from] DirtyError),
@@ -168,6 +183,8 @@ impl BackendError for KvmError {
             | Self::Ring { .. }
             | Self::PartlyResident
             | Self::HugePages
+            | Self::HandlerMemory
+            | Self::HandlerOfUserSpace
             | Self::TooLarge(_)
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
@@ -183,6 +200,7 @@ impl BackendError for KvmError {
             | Self::Memory(_)
             | Self::Thread(_)
             | Self::Swap(_)
+            | Self::Handler(_)
             | Self::Userfaultfd { .. }
             | Self::Kvm { .. } => ErrorKind::Host,
         }

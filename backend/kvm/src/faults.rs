@@ -69,6 +69,16 @@ impl Faults {
                 None => readers.push(vec![uffd]),
             }
         }
+        if let Some(handler) = state.memory.handler() {
+            // One that reads no faults, and ends the waits of all threads if the VM fails.
+            readers.push(Vec::new());
+            let state = Arc::downgrade(&state);
+            handler.on_gone(move || {
+                if let Some(state) = state.upgrade() {
+                    state.handler_is_gone();
+                }
+            });
+        }
         let mut this = Self {
             state,
             threads: Vec::new(),

@@ -6,12 +6,15 @@
 //! | all resident, a page source | Linux memory | the manager fills it in place (`UFFDIO_COPY`) |
 //! | more than the budget | in frames of the budget | is moved into the window (`window`) |
 //!
-//! Linux memory is private, or in a shared memory file.
+//! Linux memory is private, or in a shared memory file. A handler may fill private memory
+//! (`lacuna_source::External`): threads that touch a missing page wait for it in the kernel, and
+//! this process takes no part.
 //!
 //! The slots of the boot layout lie one after the other in one region of the manager. A slot added
 //! later has a mapping of its own (`slots`).
 //!
-//! UNSAFETY: Linux memory is registered so that the kernel records writes to it.
+//! UNSAFETY: Linux memory is registered so that the kernel records writes to it, or so that a
+//! handler fills it.
 
 use crate::error::KvmError;
 use crate::mapping;
@@ -25,7 +28,7 @@ use lacuna_host::{
     Background, Host, HostConfig, HugePages, Io, Latency, LinuxBacking, MemoryKind, MmuNotifier,
     PageSource, PerCpuPages, Resolution, SharedMemory, SourcePage, Swap, Touched,
 };
-use lacuna_machine::Layout;
+use lacuna_machine::{External, HandlerRegion, Layout};
 use lacuna_sync::{HostClock, LatencySetting};
 use lacuna_sys::{Errno, Pagemap, Userfaultfd};
 use std::ops::Range;
@@ -63,8 +66,17 @@ impl MemoryConfig {
 
     /// Whether it is private memory that Linux fills with zeros.
     fn is_filled_by_linux(&self) -> bool {
-        let is_private = matches!(self.kind, MemoryKind::Budget | MemoryKind::Linux);
-        is_private && self.is_whole() && self.source.is_none()
+        self.is_private() && self.is_whole() && self.source.is_none()
+    }
+
+    const fn is_private(&self) -> bool {
+        matches!(self.kind, MemoryKind::Budget | MemoryKind::Linux)
+    }
+
+    /// Whether a handler fills it, and not this process.
+    pub fn has_handler(&self) -> bool {
+        let source = self.source.as_ref();
+        source.is_some_and(|source| source.external().is_some())
     }
 }
 
@@ -89,10 +101,14 @@ pub struct Memory {
 }
 
 enum Kind {
-    /// Linux memory, with the descriptors of its parts, or with a descriptor that records writes.
+    /// Linux memory.
     Linux {
+        /// The descriptors of its parts, if a page source fills it.
         parts: Vec<(HvaRange, Arc<Userfaultfd>)>,
+        /// Records writes, where `parts` do not.
         recorder: Option<Userfaultfd>,
+        /// Fills it instead of a page source.
+        handler: Option<Arc<dyn PageSource>>,
     },
     /// Frames of the budget.
     Frames(Arc<Window>),
@@ -121,6 +137,9 @@ impl Memory {
         if config.huge != HugePages::Never && !config.is_filled_by_linux() {
             return Err(KvmError::HugePages);
         }
+        if config.has_handler() && !(config.is_whole() && config.is_private()) {
+            return Err(KvmError::HandlerMemory);
+        }
         match config.is_whole() {
             true => Self::linux(layout, config),
             false => Self::frames(layout, config),
@@ -128,6 +147,7 @@ impl Memory {
     }
 
     fn linux(layout: Layout, config: MemoryConfig) -> Result<Self, KvmError> {
+        let has_handler = config.has_handler();
         let MemoryConfig {
             size,
             kind,
@@ -156,6 +176,10 @@ impl Memory {
             Tracker::Kvm => Touched::Sleeps,
             Tracker::Pagemap => Touched::SleepsAndRecords,
         };
+        let (handler, source) = match has_handler {
+            true => (source, None),
+            false => (None, source),
+        };
         let has_source = source.is_some();
         let origin = source.map(|source| (source, SourcePage(0)));
         let notifier = Arc::new(KvmsOwn);
@@ -169,12 +193,19 @@ impl Memory {
             (Tracker::Pagemap, false) => Some(record(addresses)?),
             _ => None,
         };
+        if let Some(external) = handler.as_ref().and_then(|handler| handler.external()) {
+            wait_for(external, addresses)?;
+        }
         let parts = host.userfaultfds(region);
         Ok(Self {
             layout,
             region,
             addresses,
-            kind: Kind::Linux { parts, recorder },
+            kind: Kind::Linux {
+                parts,
+                recorder,
+                handler,
+            },
             has_source,
             // Without the page table, each page that the VMM accesses is touched.
             pagemap: Pagemap::open().ok(),
@@ -267,7 +298,16 @@ impl Memory {
 
     /// Whether Linux fills each page with zeros at its first touch.
     pub fn is_filled_by_linux(&self) -> bool {
-        matches!(self.kind, Kind::Linux { .. }) && !self.has_source
+        let is_linux = matches!(self.kind, Kind::Linux { .. });
+        is_linux && !self.has_source && self.handler().is_none()
+    }
+
+    /// The handler that fills it.
+    pub fn handler(&self) -> Option<&External> {
+        match &self.kind {
+            Kind::Linux { handler, .. } => handler.as_ref()?.external(),
+            Kind::Frames(_) => None,
+        }
     }
 
     /// Whether a resident page has to be mapped ([`Memory::map`]) before a thread finds it.
@@ -303,8 +343,11 @@ impl Memory {
         match &self.kind {
             Kind::Frames(window) => window.close(),
             Kind::Linux { parts, .. } => {
-                for (part, uffd) in parts {
-                    let unregistered = uffd.unregister(*part);
+                let of_handler = self.handler().into_iter();
+                let of_handler = of_handler.flat_map(|handler| parts_of(handler, self.addresses));
+                let own = parts.iter().map(|(part, uffd)| (*part, &**uffd));
+                for (part, uffd) in own.chain(of_handler) {
+                    let unregistered = uffd.unregister(part);
                     debug_assert!(unregistered.is_ok(), "{unregistered:?}");
                 }
             }
@@ -316,7 +359,10 @@ impl Memory {
     /// # Errors
     /// As [`Userfaultfd::unprotect`].
     pub fn unprotect(&self, range: HvaRange) -> Result<(), Errno> {
-        let Kind::Linux { parts, recorder } = &self.kind else {
+        let Kind::Linux {
+            parts, recorder, ..
+        } = &self.kind
+        else {
             return Ok(());
         };
         if let Some(recorder) = recorder {
@@ -351,6 +397,43 @@ impl Memory {
             }
         }
     }
+}
+
+/// The parts of `addresses`, each with the descriptor of its handler.
+fn parts_of(
+    handler: &External,
+    addresses: HvaRange,
+) -> impl Iterator<Item = (HvaRange, &Userfaultfd)> {
+    let parts = handler.parts_of(0..addresses.pages());
+    parts.map(move |(pages, uffd)| {
+        let start = addresses.start().checked_add_pages(pages.start);
+        let part = start.and_then(|start| HvaRange::new(start, pages.end - pages.start));
+        (part.expect("a part of the addresses"), uffd)
+    })
+}
+
+/// From now on, threads that touch a page wait for `handler`, which gets the addresses.
+fn wait_for(handler: &External, addresses: HvaRange) -> Result<(), KvmError> {
+    if !handler.is_for_kernel() {
+        return Err(KvmError::HandlerOfUserSpace);
+    }
+    let refused = |errno| KvmError::Userfaultfd {
+        step: "register memory",
+        errno,
+    };
+    for (part, uffd) in parts_of(handler, addresses) {
+        // SAFETY: 1. the range is Linux memory of the manager, which `Memory` keeps until it is
+        // closed. 2. It is accessed by atomics only.
+        unsafe { uffd.register(part) }.map_err(refused)?;
+    }
+    // SAFETY: 1. no thread has used the memory yet.
+    unsafe { mapping::drop_bytes(addresses) }.map_err(refused)?;
+    handler.begin(&[HandlerRegion {
+        memory: addresses,
+        first: SourcePage(0),
+        page: Level::L4K,
+    }])?;
+    Ok(())
 }
 
 fn record(addresses: HvaRange) -> Result<Userfaultfd, KvmError> {

@@ -166,7 +166,8 @@ fn check(kvm: &Kvm, config: &VmConfig, memory: &MemoryConfig) -> Result<(), KvmE
 /// It writes to two words of the guest's memory. KVM records such writes in a vCPU's dirty ring,
 /// and this process cannot.
 fn has_own_apf(config: &VmConfig, memory: &MemoryConfig) -> bool {
-    config.apf == Apf::On && memory.source.is_some() && config.delivery.has_bitmaps()
+    let provides = memory.source.is_some() && !memory.has_handler();
+    config.apf == Apf::On && provides && config.delivery.has_bitmaps()
 }
 
 /// Makes KVM's VM, with interrupt controllers.

@@ -29,6 +29,7 @@ pub struct External {
     shared: Arc<ExternalShared>,
     counts: Counts,
     socket: Option<PathBuf>,
+    is_for_kernel: bool,
     /// The connection to another process, once it exists.
     handler: Mutex<Option<Handler>, lock_order::SourceHandler>,
 }
@@ -90,8 +91,28 @@ impl External {
             }),
             counts: Counts::default(),
             socket: None,
+            is_for_kernel: false,
             handler: Mutex::default(),
         })
+    }
+
+    /// The same for memory that the kernel accesses for a guest, as KVM does: those accesses wait
+    /// for the handler too. For memory that is not registered yet.
+    ///
+    /// # Errors
+    /// As [`Userfaultfd::open_for_guest`]: it needs more rights.
+    pub fn for_kernel(mut self) -> Result<Self, Errno> {
+        for part in &mut self.parts {
+            part.uffd = Userfaultfd::open_for_guest()?;
+        }
+        self.is_for_kernel = true;
+        Ok(self)
+    }
+
+    /// Whether accesses of the kernel wait for the handler ([`External::for_kernel`]). Otherwise
+    /// they fail.
+    pub const fn is_for_kernel(&self) -> bool {
+        self.is_for_kernel
     }
 
     /// The descriptors, in the order of the parts.

@@ -1,6 +1,6 @@
 //! The page source of a run: `--pages-from`, and its counters.
 
-use crate::args::{PagesFrom, Patience, RunArgs};
+use crate::args::{Backend, PagesFrom, Patience, RunArgs};
 use crate::control::IncomingGuest;
 use crate::exit::Exit;
 use crate::output::complain;
@@ -71,7 +71,7 @@ impl SourceError {
 ///
 /// # Errors
 /// The source cannot be used for this run.
-pub fn open(args: &RunArgs) -> Result<Option<Source>, SourceError> {
+pub fn open(args: &RunArgs, backend: Backend) -> Result<Option<Source>, SourceError> {
     let Some(from) = &args.pages_from else {
         return Ok(None);
     };
@@ -79,7 +79,14 @@ pub fn open(args: &RunArgs) -> Result<Option<Source>, SourceError> {
         return Err(SourceError::Seed(from.clone()));
     }
     let pages = PageCount::from_bytes(args.memory.0);
-    let source = source(from, pages, Patience::policy(args.patience))?;
+    let policy = Patience::policy(args.patience);
+    let source = match (from, backend) {
+        (PagesFrom::Handler(path), Backend::Kvm) => {
+            let external = External::process(path.as_ref(), policy).and_then(External::for_kernel);
+            Box::new(external.map_err(|errno| no_handler(from, errno))?)
+        }
+        _ => source(from, pages, policy)?,
+    };
     Ok(Some(Arc::new(Measured::new(source))))
 }
 
@@ -123,12 +130,16 @@ pub fn source(
         }
         PagesFrom::Handler(path) => {
             let external = External::process(path, policy);
-            Box::new(external.map_err(|errno| SourceError::Handler {
-                from: from.clone(),
-                cause: errno.to_string(),
-            })?)
+            Box::new(external.map_err(|errno| no_handler(from, errno))?)
         }
     })
+}
+
+fn no_handler(from: &PagesFrom, errno: impl ToString) -> SourceError {
+    SourceError::Handler {
+        from: from.clone(),
+        cause: errno.to_string(),
+    }
 }
 
 /// Makes vCPUs exit for missing pages, in every slot that may have such exits.

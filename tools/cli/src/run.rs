@@ -153,7 +153,7 @@ fn run_controlled(
             )
         }
         _ => {
-            let source = pages::open(args);
+            let source = pages::open(args, backend);
             let failed = |error: SourceError| (error.exit(), format!("--pages-from: {error}"));
             (source.map_err(failed)?, Here::Provided)
         }
@@ -219,8 +219,11 @@ impl Job<'_> {
         B::Vm: Watched,
     {
         let (args, signals) = (self.args, self.signals);
-        let first = at_first::<B>(args, self.pages.as_ref());
-        let mut observer = Observer::new(first, self.pages.clone());
+        // On kvm nothing in this process sees the pages that a handler fills.
+        let is_seen = B::Vm::BACKEND == lacuna_machine::Backend::Soft || !args.has_handler();
+        let pages = self.pages.clone().filter(|_| is_seen);
+        let first = at_first::<B>(args, pages.as_ref());
+        let mut observer = Observer::new(first, pages);
         let mut set_exits = args.exit_on_missing;
         let mut screen = Screen::new(&args.output);
         let console = screen.console();

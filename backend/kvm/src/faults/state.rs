@@ -8,7 +8,7 @@ use crate::slots::SlotTable;
 use crate::window::Mapped;
 use lacuna_addr::Gpa;
 use lacuna_host::{HostError, LostPage, Resolution, Ticket};
-use lacuna_machine::FailureKind;
+use lacuna_machine::{External, FailureKind};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::Errno;
 use rustix::event::{EventfdFlags, eventfd};
@@ -167,6 +167,19 @@ impl FaultState {
             lost: gpa,
             kind: lost.kind,
             cause: lost.reason.to_string(),
+        });
+    }
+
+    /// The handler that fills the memory fills no more pages.
+    pub(super) fn handler_is_gone(&self) {
+        let gone = self.memory.handler().and_then(External::gone);
+        self.fail(Failure {
+            lost: None,
+            kind: FailureKind::Lost,
+            cause: format!(
+                "the handler of the guest's memory: {}",
+                gone.unwrap_or_default()
+            ),
         });
     }
 

@@ -3,5 +3,6 @@
 mod common;
 mod dirty;
 mod guests;
+mod handlers;
 mod kinds;
 mod slots;

@@ -78,6 +78,11 @@ impl RunArgs {
         })
     }
 
+    /// Whether a page-fault handler fills the guest's memory.
+    pub const fn has_handler(&self) -> bool {
+        matches!(self.pages_from, Some(PagesFrom::Handler(_)))
+    }
+
     /// How much of the guest's memory may be in frames or pages that the backend evicts.
     pub fn budget(&self) -> Size {
         let most = RESIDENT.0.min(self.memory.0);

@@ -122,9 +122,6 @@ impl RunArgs {
     pub fn needs_soft(&self) -> Option<&'static str> {
         match () {
             () if self.seed.is_some() => Some("--seed"),
-            () if matches!(self.pages_from, Some(PagesFrom::Handler(_))) => {
-                Some("--pages-from handler")
-            }
             () => None,
         }
     }

@@ -212,8 +212,24 @@ fn a_handler_that_is_not_there_is_refused() {
     let errors = String::from_utf8_lossy(&ran.stderr);
     assert_eq!(ran.status.code(), Some(3), "{errors}");
     assert!(errors.contains("start it first"), "{errors}");
-    let ran = run(&socket, "--backend kvm").output().unwrap();
-    let errors = String::from_utf8_lossy(&ran.stderr);
-    assert_eq!(ran.status.code(), Some(2), "{errors}");
-    assert!(errors.contains("needs the soft backend"), "{errors}");
+}
+
+/// The guest's vCPUs wait in the kernel for the other process, and the run ends with it.
+#[test]
+fn another_process_fills_a_guests_memory_on_kvm() {
+    if let Err(reason) = lacuna_kvm::available() {
+        lacuna_skip::skip_test(reason);
+    }
+    let folder = TempDir::new().unwrap();
+    for (dies_after, code) in [(None, 0), (Some(1), 3), (Some(700), 3)] {
+        let socket = folder.path().join(format!("handler{dies_after:?}"));
+        let _handler = Handler::start(&socket, dies_after);
+        let ran = run(&socket, "--backend kvm").output().unwrap();
+        let told = [&*ran.stdout, &*ran.stderr]
+            .map(String::from_utf8_lossy)
+            .concat();
+        assert_eq!(ran.status.code(), Some(code), "{dies_after:?}: {told}");
+        let reason = "has closed its connection or died";
+        assert_eq!(told.contains(reason), dies_after.is_some(), "{told}");
+    }
 }

@@ -154,9 +154,9 @@ fn sources_that_cannot_be_used_are_refused() {
             "use zeros, file:PATH, peer:PATH or handler:PATH",
         ),
         (
-            "zeros --backend kvm --thp always".into(),
+            "zeros --backend kvm --seed 3".into(),
             2,
-            "--thp needs the soft backend",
+            "--seed needs the soft backend",
         ),
     ] {
         let (found, _, errors) = run(&options);

@@ -105,13 +105,7 @@ pub const TABLE: &[Row] = &[
     ),
     (
         Nothing,
-        "$LACUNA run hello --backend kvm --memory 64M --resident 32M --thp always",
-        2,
-        &["huge pages are for private memory that is all resident"],
-    ),
-    (
-        Nothing,
-        "$LACUNA run hello --backend kvm --memory-kind memfd --swap mem",
+        "$LACUNA run hello --memory-kind memfd --swap mem",
         2,
         &["--swap is for --memory-kind pool"],
     ),
