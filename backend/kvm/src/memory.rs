@@ -84,6 +84,9 @@ impl MemoryConfig {
 pub struct Memory {
     /// The slots' places in the guest's address space.
     pub layout: Layout,
+    /// Dropped before `host`: the end of its thread must not be the end of the host, which waits
+    /// for the thread that drops the memory if that is one of the host's.
+    _background: Option<Background>,
     pub host: Arc<Host>,
     /// Its pages in the host manager.
     region: BackingRange,
@@ -96,8 +99,6 @@ pub struct Memory {
     pagemap: Option<Pagemap>,
     /// The file with its pages. `None`: they are private.
     pub file: Option<SharedMemory>,
-    /// Dropped with the memory.
-    _background: Option<Background>,
 }
 
 enum Kind {
@@ -396,6 +397,12 @@ impl Memory {
                 PageCount::new(present.unwrap_or(0))
             }
         }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.handler().into_iter().for_each(External::finish);
     }
 }
 

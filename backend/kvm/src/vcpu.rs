@@ -339,6 +339,7 @@ impl lacuna_machine::Vcpu for Vcpu {
     }
 
     fn run(&mut self) -> Result<Exit, VcpuError> {
+        self.vm.memory.host.unblock_sigbus();
         self.end_exit();
         let exit = loop {
             self.check_source()?;
@@ -357,7 +358,12 @@ impl lacuna_machine::Vcpu for Vcpu {
                 break exit;
             }
             let full_before = self.ring_full;
-            match self.enter()? {
+            let entered = self.enter();
+            // The guest may have read zeros in place of a page that Linux has taken away.
+            if self.vm.faults.state.has_losses() {
+                self.check_source()?;
+            }
+            match entered? {
                 None => {}
                 Some(Exit::DirtyRingFull)
                     if self.ring_full != full_before && self.empty_full_ring()? => {}

@@ -18,9 +18,9 @@ use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
-use lacuna_host::{Host, SharedMemory};
+use lacuna_host::{Host, MemoryKind, SharedMemory};
 use lacuna_machine::{Apf, GuestMemory, Kick, LogReaders, MemoryError, VmConfig};
-use lacuna_slots::{Delivery, RingSize, SlotFlags, SlotId};
+use lacuna_slots::{Delivery, DirtyError, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
@@ -116,9 +116,8 @@ impl Vm {
         }
     }
 
-    /// The file with its boot memory, for [`MemoryKind::Shared`](lacuna_host::MemoryKind::Shared)
-    /// and [`MemoryKind::Hugetlbfs`](lacuna_host::MemoryKind::Hugetlbfs). It has the slots' pages
-    /// one after the other.
+    /// The file with its boot memory, for [`MemoryKind::Shared`] and [`MemoryKind::Hugetlbfs`]. It
+    /// has the slots' pages one after the other.
     pub fn shared_memory(&self) -> Option<&SharedMemory> {
         self.memory.file.as_ref()
     }
@@ -154,7 +153,13 @@ fn check(kvm: &Kvm, config: &VmConfig, memory: &MemoryConfig) -> Result<(), KvmE
             min: BUDGET_MIN,
         });
     }
-    if memory.tracker == Tracker::Pagemap && !memory.is_whole() {
+    // Linux may swap pages of a memory file, and forgets then that they were written.
+    let leaves = !memory.is_whole() || memory.kind == MemoryKind::Shared;
+    if memory.tracker == Tracker::Pagemap && memory.has_handler() {
+        let what = "the page map of memory that a handler fills";
+        return Err(DirtyError::Unsupported(what).into());
+    }
+    if memory.tracker == Tracker::Pagemap && leaves {
         return Err(KvmError::PartlyResident);
     }
     Ok(())
@@ -259,7 +264,9 @@ struct Piece {
 }
 
 impl Vm {
+    /// The parts of an access, which the calling thread is about to make.
     fn pieces(&self, gpa: Gpa, len: usize) -> Result<Vec<Piece>, MemoryError> {
+        self.memory.host.unblock_sigbus();
         let slots = self.slots.snapshot();
         let (mut pieces, mut done) = (Vec::new(), 0);
         while done < len {

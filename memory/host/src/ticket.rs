@@ -62,11 +62,6 @@ impl Ticket {
         self.0.flight.is_done()
     }
 
-    /// Whether the page is lost.
-    pub fn is_lost(&self) -> bool {
-        self.is_done() && matches!(self.result(), Some(Err(_)))
-    }
-
     /// Whether a thread carries out the read, or the source has the request.
     pub fn is_started(&self) -> bool {
         self.0.flight.is_started()

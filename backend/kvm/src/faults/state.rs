@@ -19,6 +19,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+const TAKEN_AWAY: &str = "Linux has taken a page of the guest's memory away: a memory error, a \
+                          memory file that became shorter, or no huge page left";
+
 /// Why the VM cannot continue: a page is lost, or cannot be put in place.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Failure {
@@ -82,8 +85,21 @@ impl FaultState {
 
     /// Why the VM cannot continue, if it cannot.
     pub fn failure(&self) -> Option<Failure> {
+        if self.has_losses() && !self.is_over() {
+            self.fail(Failure {
+                lost: None,
+                kind: FailureKind::Lost,
+                cause: TAKEN_AWAY.into(),
+            });
+        }
         let failure = self.failure.lock();
         failure.expect("no panic under this lock").clone()
+    }
+
+    /// Whether Linux has taken a page of the guest away. There are zeros in its place, on which
+    /// nothing may depend that leaves the VM.
+    pub fn has_losses(&self) -> bool {
+        self.memory.host.losses() != 0
     }
 
     /// Takes the pages that a reader has to map again.
@@ -98,8 +114,8 @@ impl FaultState {
     /// # Errors
     /// The page is lost, or there is no room for it.
     pub fn fetch(self: &Arc<Self>, page: Page) -> Result<Option<Ticket>, HostError> {
-        self.release(page);
         let ticket = self.memory.host.fetch(self.memory.backing(page))?;
+        self.release(page);
         ticket
             .iter()
             .for_each(|ticket| self.map_later(page, ticket));
@@ -124,20 +140,17 @@ impl FaultState {
         }
     }
 
-    /// Maps `page`, or ends the run, when `ticket` is done.
+    /// Maps `page` when `ticket` is done, or ends the run if it is lost.
     pub(super) fn map_later(self: &Arc<Self>, page: Page, ticket: &Ticket) {
         // One call for each page is enough: if the page has left again, the call looks again.
         if !self.coming().insert(page) {
             return;
         }
         // Weak: a page source of the VM may keep its ticket for ever.
-        let (state, done) = (Arc::downgrade(self), ticket.clone());
+        let state = Arc::downgrade(self);
         ticket.on_done(move || {
-            let Some(state) = state.upgrade() else {
-                return;
-            };
-            state.coming().remove(&page);
-            if state.memory.is_mapped_by_moves() || done.is_lost() {
+            if let Some(state) = state.upgrade() {
+                state.coming().remove(&page);
                 state.map_now(page);
             }
         });

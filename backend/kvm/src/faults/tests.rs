@@ -452,6 +452,40 @@ fn a_lost_page_ends_the_run_and_is_not_late() {
     }
 }
 
+/// Linux takes a page away: the thread that touches it goes on, and the run ends.
+#[test]
+fn a_page_that_linux_takes_away_ends_the_run() {
+    let Some(bench) = bench_from(SlotFlags::empty(), PAGES, None) else {
+        return;
+    };
+    bench.write(5, 55);
+    let page = BackingRange::new(bench.memory.backing(5), 1).unwrap();
+    bench.memory.host.take_away(page).unwrap();
+    assert_eq!(bench.faults.state.failure(), None, "nothing has read it");
+    assert_eq!(bench.read(5), 0);
+    let failure = bench.faults.state.failure().unwrap();
+    assert!(failure.cause.contains("has taken a page"), "{failure:?}");
+    assert!(bench.kicks.is_stopping());
+}
+
+/// A VM ends while its source keeps a request: its memory and its source go all the same.
+#[test]
+fn a_request_that_is_kept_keeps_no_memory() {
+    for budget in BUDGETS {
+        let Some((bench, requests)) = bench(SlotFlags::empty(), budget) else {
+            return;
+        };
+        assert!(bench.faults.state.fetch(5).unwrap().is_some());
+        let asked = requests.recv().unwrap();
+        let memory = Arc::downgrade(&bench.memory);
+        drop(bench);
+        assert_eq!(memory.strong_count(), 0);
+        assert_eq!(asked.provide(&content(1)), Answer::Late);
+        // The source is gone with the memory that it provided.
+        assert!(requests.recv().is_err());
+    }
+}
+
 /// Drops or closes what it is given at its first request, and keeps the requests.
 struct Ends {
     vm: std::sync::Mutex<Option<Arc<Faults>>>,

@@ -122,6 +122,9 @@ impl RunArgs {
     pub fn needs_soft(&self) -> Option<&'static str> {
         match () {
             () if self.seed.is_some() => Some("--seed"),
+            () if self.exit_on_missing && self.has_handler() => {
+                Some("--exit-on-missing with a page-fault handler")
+            }
             () => None,
         }
     }
