@@ -7,7 +7,6 @@ use crate::mapping;
 use crate::memory::Page;
 use crate::provider::Provider;
 use crate::slots::KvmSlot;
-use crate::tokens::report;
 use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
 use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE};
@@ -172,7 +171,7 @@ impl Vcpu {
         if let Some(completion) = completion {
             // After an early ready, keep the exit: if the page is not provided, the vCPU exits for
             // it again.
-            tokens.accepted(token, page, move || report(completion))?;
+            tokens.accepted(token, page, move || completion.report())?;
             self.faulted = None;
             return Ok(());
         }

@@ -8,7 +8,7 @@ use crate::tokens::{Faulted, Tokens};
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
-use lacuna_apf::{Completion, NotPresent, POLL_NS};
+use lacuna_apf::{NotPresent, POLL_NS};
 use lacuna_host::{HostError, SharedMemory, Ticket};
 use lacuna_machine::{
     Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, ReadyOutcome,
@@ -201,7 +201,7 @@ impl<P: Platform> VcpuOf<P> {
             match self.apf.not_present(gfn, access, now, &mut self.entry) {
                 NotPresent::Injected(completion) => {
                     self.publish();
-                    let report = move || report(completion);
+                    let report = move || completion.report();
                     self.tokens().accepted(token, page, report)?;
                     self.faulted = None;
                     return Ok(());
@@ -217,17 +217,6 @@ impl<P: Platform> VcpuOf<P> {
         }
         self.tokens().enter();
         Err(TokenError::CannotNotify)
-    }
-}
-
-/// Delivers page-ready, unless the guest has cancelled the fault.
-fn report(completion: Completion) -> ReadyOutcome {
-    match completion.is_cancelled() {
-        true => ReadyOutcome::Cancelled,
-        false => {
-            completion.complete();
-            ReadyOutcome::Notified
-        }
     }
 }
 

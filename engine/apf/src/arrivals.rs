@@ -77,6 +77,11 @@ impl Completion {
     /// Reports that the page has arrived. The calling thread takes a lock for a moment, and then
     /// kicks the vCPU.
     pub fn complete(self) {}
+
+    /// As [`Completion::complete`]. Returns whether the report has an effect.
+    pub fn report(self) -> bool {
+        !self.is_cancelled()
+    }
 }
 
 impl Drop for Completion {

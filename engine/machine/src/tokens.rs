@@ -7,8 +7,8 @@ use lacuna_sync::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::hash::Hash;
 
-/// Reports to the guest that a page is ready.
-type Report = Box<dyn FnOnce() -> ReadyOutcome + Send>;
+/// Reports to the guest that a page is ready. Returns whether the guest still waits for it.
+type Report = Box<dyn FnOnce() -> bool + Send>;
 
 /// The tokens of one vCPU of a backend whose pages have the names `P`, under a lock of the class
 /// `L`. No call holds the lock while it reports to the guest.
@@ -76,8 +76,9 @@ impl<P: Copy + Eq + Hash, L: LockClass> Tokens<P, L> {
         self.lock().life.is_open(token)
     }
 
-    /// The guest got page-not-present for `token`, whose page is `page`. `report` tells it that the
-    /// page is ready; if it is dropped, the guest gets page-ready too.
+    /// The guest got page-not-present for `token`, whose page is `page`. `report` gives it
+    /// page-ready, and returns whether it still waits for that; if it is dropped, the guest gets
+    /// page-ready too.
     ///
     /// # Errors
     /// Another thread has reported ready since [`Tokens::check`]: the token counts as not accepted,
@@ -86,7 +87,7 @@ impl<P: Copy + Eq + Hash, L: LockClass> Tokens<P, L> {
         &self,
         token: FaultToken,
         page: P,
-        report: impl FnOnce() -> ReadyOutcome + Send + 'static,
+        report: impl FnOnce() -> bool + Send + 'static,
     ) -> Result<(), TokenError> {
         let report = Some(Box::new(report) as Report);
         let accepted = self.lock().life.accept(token, Accepted { page, report });
@@ -129,7 +130,10 @@ impl<P: Copy + Eq + Hash, L: LockClass> Tokens<P, L> {
         Ok(match ready {
             Ready::Early => (ReadyOutcome::Early, None),
             Ready::Accepted(Accepted { page, report }) => {
-                let outcome = report.map_or(ReadyOutcome::Cancelled, |report| report());
+                let outcome = match report.is_some_and(|report| report()) {
+                    true => ReadyOutcome::Notified,
+                    false => ReadyOutcome::Cancelled,
+                };
                 (outcome, Some(page))
             }
         })
@@ -167,7 +171,7 @@ mod tests {
         let tokens = Tokens::<u32, SoftTokens>::default();
         let [first, second] = [7, 8].map(|page| {
             let token = tokens.exit(0);
-            let accepted = tokens.accepted(token, page, || ReadyOutcome::Notified);
+            let accepted = tokens.accepted(token, page, || true);
             accepted.unwrap();
             token
         });
