@@ -1,7 +1,6 @@
-//! The backend on Linux's `/dev/kvm`. Its memory is Linux's; its pages come by userfaultfd.
-//!
-//! Pages beyond the budget ([`VmBuilder::resident`]) go to the swap device
-//! ([`VmBuilder::swap`](crate::kvm::VmBuilder::swap)), as on [`soft`](crate::soft).
+//! The backend on Linux's `/dev/kvm`. The host manager has the guests' memory, as on
+//! [`soft`](crate::soft): pages beyond the budget ([`VmBuilder::resident`]) go to the swap device
+//! ([`VmBuilder::swap`](crate::kvm::VmBuilder::swap)).
 //!
 //! [`available`] returns whether this machine can run it, and if not, why. On a host without
 //! hardware support for guests (`kvm_pvm`), KVM emulates the instructions of guest kernels one by

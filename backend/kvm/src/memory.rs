@@ -277,7 +277,7 @@ impl Memory {
         addr.expect("a page of the region")
     }
 
-    /// The pages that are provided together with `page`: those of its huge page, or it alone.
+    /// The pages that are provided together with `page`: its huge page's pages, or it alone.
     pub fn provided_with(&self, page: Page) -> Range<Page> {
         let together = self.host.provided_with(self.backing(page));
         let first = (together.start().get() - self.region.start().get()) / PAGE_SIZE as u64;

@@ -204,7 +204,7 @@ impl Vcpu {
     /// Returns the source's failure: the vCPU cannot continue.
     pub(crate) fn check_source(&self) -> Result<(), VcpuError> {
         let vcpu = self.index;
-        match self.vm.faults.state.failure() {
+        match self.vm.faults.state.failure_or_loss() {
             None => Ok(()),
             Some(Failure { lost, kind, cause }) => Err(match lost {
                 Some(gpa) => VcpuError::no_page(vcpu, gpa, kind, cause),
@@ -217,7 +217,7 @@ impl Vcpu {
 impl Vm {
     /// Refuses `gpa` if the VM has failed.
     pub(crate) fn check_source(&self, gpa: Gpa) -> Result<(), MemoryError> {
-        let failure = self.faults.state.failure();
+        let failure = self.faults.state.failure_or_loss();
         failure.map_or(Ok(()), |failure| {
             let cause = match failure.lost {
                 Some(lost) => format!("the VM has lost its page {lost}: {}", failure.cause),

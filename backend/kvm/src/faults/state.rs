@@ -33,14 +33,14 @@ pub struct Failure {
     pub cause: String,
 }
 
-/// What the readers share with each other, and with the threads that complete pages.
+/// The state that the readers share with each other, and with the threads that complete pages.
 pub struct FaultState {
     pub memory: Arc<Memory>,
     slots: Arc<SlotTable>,
     pub kicks: Arc<VcpuKicks>,
     /// `None`: no page is ever missing.
     pub provider: Option<Provider>,
-    /// The readers end: the VM has ended, or has failed.
+    /// The VM has ended, or has failed. The readers end.
     pub(super) over: AtomicBool,
     /// Whether slots have changed.
     pub(super) slots_changed: AtomicBool,
@@ -85,6 +85,12 @@ impl FaultState {
 
     /// Why the VM cannot continue, if it cannot.
     pub fn failure(&self) -> Option<Failure> {
+        let failure = self.failure.lock();
+        failure.expect("no panic under this lock").clone()
+    }
+
+    /// As [`FaultState::failure`]. First ends the run if Linux has taken a page of the guest away.
+    pub fn failure_or_loss(&self) -> Option<Failure> {
         if self.has_losses() && !self.is_over() {
             self.fail(Failure {
                 lost: None,
@@ -92,12 +98,11 @@ impl FaultState {
                 cause: TAKEN_AWAY.into(),
             });
         }
-        let failure = self.failure.lock();
-        failure.expect("no panic under this lock").clone()
+        self.failure()
     }
 
-    /// Whether Linux has taken a page of the guest away. There are zeros in its place, on which
-    /// nothing may depend that leaves the VM.
+    /// Whether Linux has taken a page of the guest away. The guest finds zeros in its place. No
+    /// exit and no byte that this VM returns may depend on these zeros.
     pub fn has_losses(&self) -> bool {
         self.memory.host.losses() != 0
     }

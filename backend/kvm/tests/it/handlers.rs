@@ -96,7 +96,8 @@ fn a_guest_runs_on_a_handlers_pages() {
     assert!(u64::MAX - handler.may_fill.load(Ordering::Relaxed) > 1000);
 }
 
-/// The run ends with the handler's reason. Threads of the VMM that wait for a page go on.
+/// The run ends with the handler's reason. The end also wakes threads of the VMM that wait for a
+/// page.
 #[test]
 fn a_handler_that_ends_ends_the_run() {
     if !can_run() {

@@ -182,7 +182,7 @@ fn a_page_moves_while_it_is_written() {
             // SAFETY: 1. both pages are registered.
             let moved = unsafe { uffd.shift(here, away).and_then(|()| uffd.shift(away, here)) };
             if moved.is_err() {
-                // The writer goes on, so that the test ends.
+                // Wakes the writer, so that the test ends.
                 writes.store(0, Ordering::Relaxed);
                 uffd.unregister(HvaRange::new(here, 4).unwrap()).unwrap();
             }
