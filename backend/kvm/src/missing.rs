@@ -270,9 +270,7 @@ impl Vm {
 pub(crate) fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
     let cause = error.to_string();
     match error {
-        HostError::PartOfHugePage { .. } | HostError::Discard { .. } => {
-            MemoryError::Refused { gpa, cause }
-        }
+        HostError::Discard { .. } => MemoryError::Refused { gpa, cause },
         _ => {
             let kind = error.failure_kind();
             MemoryError::Backing { gpa, kind, cause }

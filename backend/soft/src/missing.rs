@@ -223,7 +223,7 @@ impl<P: Platform> VcpuOf<P> {
 fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
     let cause = error.to_string();
     match error {
-        HostError::PartOfHugePage { .. } => MemoryError::Refused { gpa, cause },
+        HostError::Discard { .. } => MemoryError::Refused { gpa, cause },
         _ => {
             let kind = error.failure_kind();
             MemoryError::Backing { gpa, kind, cause }

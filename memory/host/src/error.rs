@@ -87,19 +87,6 @@ pub enum HostError {
         /// The reason.
         reason: String,
     },
-    /// The caller provided part of a unit: its pages are only provided together.
-    #[error(
-        "{pages} pages from {from} on cannot be provided: the memory is in huge pages, each of \
-         which comes at once; provide whole and aligned runs of {unit} pages"
-    )]
-    PartOfHugePage {
-        /// The first page.
-        from: BackingAddr,
-        /// The given pages.
-        pages: PageCount,
-        /// Pages of a huge page.
-        unit: u64,
-    },
     /// The page's content is gone.
     #[error(transparent)]
     Lost(#[from] LostPage),
@@ -123,12 +110,12 @@ pub enum HostError {
          /dev/userfaultfd for this process, or take the memory from the host's own budget"
     )]
     Userfaultfd(String),
-    /// The kernel does not take discarded pages back.
+    /// The pages cannot be discarded.
     #[error("cannot discard pages from {from} on: {reason}; they keep their bytes")]
     Discard {
         /// The first page.
         from: BackingAddr,
-        /// The system's error.
+        /// The reason.
         reason: String,
     },
     /// A thread of the manager could not be started.
@@ -164,7 +151,6 @@ impl HostError {
             | Self::BadRegion(_)
             | Self::LinuxRoom { .. }
             | Self::SharedMemory { .. }
-            | Self::PartOfHugePage { .. }
             | Self::NoSuchRegion(_) => true,
             Self::Map { .. }
             | Self::Tables(_)

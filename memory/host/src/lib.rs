@@ -28,6 +28,7 @@ mod block_word;
 mod copy;
 mod core;
 mod counters;
+mod discard;
 mod error;
 mod flight;
 mod frames;

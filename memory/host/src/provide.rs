@@ -50,8 +50,7 @@ impl Host {
 
     /// Provides the page at `addr`. If a thread waits for the page, or the source has a request for
     /// it, this counts as the source's answer. [`Answer::Late`]: the page was already provided, or
-    /// its region has no source; nothing has changed. A page in a huge page is provided with its
-    /// others: see [`Host::provide_pages`].
+    /// its region has no source; nothing has changed.
     ///
     /// The call may reclaim, and wait for it. The caller holds no lock.
     ///
@@ -84,12 +83,12 @@ impl Host {
 
     /// Provides the pages from `addr` on, which lie in one region, and returns how many of them
     /// were [`Answer::Taken`]. In Linux memory, one system call puts each run of missing pages in
-    /// place. Memory in huge pages ([`SharedMemory::huge`](crate::SharedMemory::huge)) is provided
-    /// in whole huge pages. As [`Host::provide`] otherwise.
+    /// place. In memory in huge pages ([`SharedMemory::huge`](crate::SharedMemory::huge)), a huge
+    /// page is in place when its last part has arrived. This process keeps the parts until then, in
+    /// up to 2 MiB for each huge page. As [`Host::provide`] otherwise.
     ///
     /// # Errors
     /// As [`Host::provide`]; pages before the failed one are provided.
-    /// [`HostError::PartOfHugePage`]: no page is provided.
     pub fn provide_pages(
         &self,
         addr: BackingAddr,

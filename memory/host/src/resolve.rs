@@ -143,9 +143,8 @@ impl Core {
                         }
                     }
                 }
-                PageState::InPlace | PageState::Discarding => {
-                    self.resolve_linux(page, state, cache)
-                }
+                PageState::Discarding => Some(Resolution::Busy),
+                PageState::InPlace => self.resolve_linux(page, state, cache),
                 PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(page))),
             };
             // None: another thread changed the page meanwhile; look again.

@@ -68,6 +68,10 @@ impl Core {
             if at != 0 && ticket.is_done() {
                 break;
             }
+            // The VMM has provided it.
+            if region.has_units() && ticket.has_gathered(at as usize) {
+                continue;
+            }
             origin.fetch(region.index_of(page) + at, page.plus(at as usize));
         }
     }

@@ -1,4 +1,4 @@
-//! Discards pages, as a balloon does: their bytes are no longer needed.
+//! Discards pages of Linux memory.
 //!
 //! ```text
 //! page words -> Discarding   a fault from here on is Busy: its vCPU goes offline and tries again
@@ -6,7 +6,7 @@
 //! wait for users             nor has another thread
 //! filled from outside?       then the pages leave the userfaultfd: see `outside`
 //! MADV_DONTNEED
-//! page words -> Zero         the next fault puts zeros in place
+//! page words -> Zero, Empty  the next fault puts zeros in place, or asks the source
 //! ```
 //! Without the intermediate state, a vCPU might put zeros in place and write to them before
 //! `MADV_DONTNEED`, and the write would be lost.
@@ -14,8 +14,8 @@
 use super::gathering::UnitContent;
 use super::memory::LinuxMemory;
 use crate::core::Core;
+use crate::discard::Discarded;
 use crate::error::HostError;
-use crate::host::Host;
 use crate::page_no::PageNo;
 use crate::region::Region;
 use crate::residency::PageState;
@@ -23,58 +23,20 @@ use lacuna_addr::{BackingRange, PAGE_SIZE};
 use lacuna_sys::Errno;
 use std::sync::atomic::Ordering;
 
-/// The most pages discarded at once. Their vCPUs are asked to flush once.
-const AT_ONCE: u64 = 1 << 15;
-
-impl Host {
-    /// Discards the bytes of `range`, which lies in one region of Linux memory: its pages read as
-    /// zeros from now on, and the page source gets no request for them. A lost page stays lost.
-    ///
-    /// Waits for vCPUs as [`MmuNotifier::invalidate`](crate::MmuNotifier::invalidate) does. The
-    /// caller holds no lock.
-    ///
-    /// # Errors
-    /// The range is not inside one region of Linux memory, or Linux refuses.
-    pub fn discard(&self, range: BackingRange) -> Result<(), HostError> {
-        let region = self.core.regions.find(PageNo::of(range.start()));
-        let region = region.filter(|region| region.range().intersect(range) == Some(range));
-        let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
-        if region.linux.is_none() {
-            return Err(HostError::Discard {
-                from: range.start(),
-                reason: "they belong to the resident budget, which reclaim frees".into(),
-            });
-        }
-        let index = region.index_of(PageNo::of(range.start()));
-        let whole = |linux: &LinuxMemory| linux.is_whole(index, range.pages());
-        if !region.linux.as_ref().is_some_and(whole) {
-            return Err(HostError::Discard {
-                from: range.start(),
-                reason: "they are parts of huge pages".into(),
-            });
-        }
-        let mut from = 0;
-        while from < range.pages() {
-            let start = range.start().checked_add_pages(from).expect("in the range");
-            let pages = AT_ONCE.min(range.pages() - from);
-            let part = BackingRange::new(start, pages).expect("aligned");
-            self.core.discard(&region, part)?;
-            from += pages;
-        }
-        Ok(())
-    }
-}
-
 impl Core {
-    fn discard(&self, region: &Region, range: BackingRange) -> Result<(), HostError> {
-        let Some(linux) = &region.linux else {
-            return Ok(());
-        };
+    /// Discards the pages of `range`, which lies in `region`.
+    pub fn discard_linux(
+        &self,
+        region: &Region,
+        linux: &LinuxMemory,
+        range: BackingRange,
+        to: Discarded,
+    ) -> Result<(), HostError> {
         let first = PageNo::of(range.start());
         let pages = || (0..range.pages() as usize).map(|i| first.plus(i));
         let mut taken = Vec::with_capacity(range.pages() as usize);
         for page in pages() {
-            taken.extend(self.begin_discard(region, page).map(|was| (page, was)));
+            taken.extend(self.begin_discard(region, page, to).map(|was| (page, was)));
         }
         // The region is removed, or all pages are lost. Another region may have its addresses.
         if taken.is_empty() {
@@ -98,7 +60,7 @@ impl Core {
             in_place += i64::from(was == PageState::InPlace);
             // If discarding failed, the pages keep their bytes.
             let now = match dropped {
-                Ok(()) => PageState::Zero,
+                Ok(()) => to.state(),
                 Err(_) if self.reason_of_loss(page).is_some() => {
                     if was == PageState::InPlace {
                         linux.note_lost();
@@ -150,10 +112,11 @@ impl Core {
     }
 
     /// Returns the old state, or `None` if the page has no readable bytes.
-    fn begin_discard(&self, region: &Region, page: PageNo) -> Option<PageState> {
+    fn begin_discard(&self, region: &Region, page: PageNo, to: Discarded) -> Option<PageState> {
         let word = region.word(page)?;
         loop {
             match word.load() {
+                PageState::Fetching { .. } if to == Discarded::Missing => return None,
                 PageState::Fetching { .. } => {
                     // The source's answer is no longer needed. An answer in progress ends soon.
                     match self.ticket_with(page).filter(|_| region.has_units()) {

@@ -4,7 +4,6 @@
 //! the other gets `EEXIST`. The content in place counts: its thread gets [`Answer::Taken`].
 
 use super::memory::LinuxMemory;
-use super::units::part_of_huge_page;
 use crate::core::Core;
 use crate::counters::{Counters, FaultCounters};
 use crate::error::{HostError, LostPage};
@@ -167,7 +166,11 @@ impl Core {
             return Ok(Answer::Late);
         };
         if linux.unit() > 1 {
-            return Err(part_of_huge_page(page, 1, linux));
+            let taken = self.provide_part(page, from_ref(content), (cache, linux))?;
+            return Ok(match taken {
+                0 => Answer::Late,
+                _ => Answer::Taken,
+            });
         }
         let user = linux.enter();
         match word.load() {

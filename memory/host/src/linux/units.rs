@@ -29,7 +29,7 @@ use crate::region::Region;
 use crate::residency::PageState;
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
-use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE, PageCount};
+use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE};
 use lacuna_source::{Answer, Failure};
 use std::sync::atomic::Ordering;
 
@@ -106,46 +106,72 @@ impl Core {
         None
     }
 
-    /// Provides whole units from `first` on; `cache` has found the region.
+    /// Provides pages from `first` on, as whole units and parts of them; `cache` has found the
+    /// region.
     pub fn provide_units(
         &self,
         first: PageNo,
         pages: &[[u8; PAGE_SIZE]],
         cache: &PerCpuPages,
     ) -> Result<Run, HostError> {
-        let region = cache.region();
-        let lost = |page| HostError::from(self.lost_page(page));
-        let linux = region.linux.as_ref().ok_or_else(|| lost(first))?;
-        if !linux.is_whole(region.index_of(first), pages.len() as u64) {
-            return Err(part_of_huge_page(first, pages.len(), linux));
-        }
+        let lost = || HostError::from(self.lost_page(first));
+        let linux = cache.region().linux.as_ref().ok_or_else(lost)?;
         let mut run = Run::default();
-        for (unit, content) in pages.chunks_exact(BLOCK).enumerate() {
-            let first = first.plus(unit * BLOCK);
-            let answer = self.provide_unit(first, content, (region, linux))?;
-            run.len += BLOCK;
-            run.taken += match answer {
-                Answer::Taken => BLOCK,
-                Answer::Late => 0,
+        while run.len < pages.len() {
+            let at = first.plus(run.len);
+            let len = (BLOCK - at.in_block()).min(pages.len() - run.len);
+            let now = &pages[run.len..run.len + len];
+            run.taken += match len {
+                BLOCK => self.provide_unit(at, now, (cache, linux))?,
+                _ => self.provide_part(at, now, (cache, linux))?,
             };
+            run.len += len;
         }
-        FaultCounters::add(&cache.shared.count.provided, run.taken as u64);
         Ok(run)
+    }
+
+    /// Provides a part of a unit, from `first` on. The unit's ticket keeps it until the rest
+    /// arrives, from the VMM or, once a thread needs the unit, from the source.
+    pub(super) fn provide_part(
+        &self,
+        first: PageNo,
+        pages: &[[u8; PAGE_SIZE]],
+        (cache, linux): (&PerCpuPages, &LinuxMemory),
+    ) -> Result<usize, HostError> {
+        let unit = first.block_start();
+        let lost = || HostError::from(self.lost_page(unit));
+        let word = cache.region().word(unit).ok_or_else(lost)?;
+        let frame = linux.pfn(cache.region().index_of(unit));
+        let mut taken = 0;
+        for (page, content) in pages.iter().enumerate() {
+            if word.load() == PageState::Empty {
+                // If another thread is first, the page goes to that thread's ticket.
+                let fetching = PageState::Fetching { frame };
+                let _ = self.put_in_flight(unit, PageState::Empty, fetching, cache);
+            }
+            let answer = self.answer(first.plus(page), Ok(content));
+            taken += usize::from(answer == Answer::Taken);
+        }
+        match word.load() {
+            PageState::Gone | PageState::Lost => Err(lost()),
+            _ => Ok(taken),
+        }
     }
 
     fn provide_unit(
         &self,
         first: PageNo,
         content: &[[u8; PAGE_SIZE]],
-        (region, linux): (&Region, &LinuxMemory),
-    ) -> Result<Answer, HostError> {
+        (cache, linux): (&PerCpuPages, &LinuxMemory),
+    ) -> Result<usize, HostError> {
+        let region = cache.region();
         let lost = || HostError::from(self.lost_page(first));
         let word = region.word(first).ok_or_else(lost)?;
         let _user = linux.enter();
         match word.load() {
             PageState::Empty | PageState::Fetching { .. } => {}
             PageState::Gone | PageState::Lost => return Err(lost()),
-            _ => return Ok(Answer::Late),
+            _ => return Ok(0),
         }
         let filled = linux.fill(region.index_of(first), content);
         let filled = filled.map_err(|errno| linux.not_filled(first, errno))?;
@@ -154,7 +180,12 @@ impl Core {
         if word.load() == PageState::InPlace {
             self.follow(region, first, &Ok(()));
         }
-        Ok(answer)
+        let taken = match answer {
+            Answer::Taken => BLOCK,
+            Answer::Late => 0,
+        };
+        FaultCounters::add(&cache.shared.count.provided, taken as u64);
+        Ok(taken)
     }
 
     /// The source's answer for `page`, which is filled together with the other pages of `ticket`.
@@ -236,14 +267,5 @@ impl Core {
         if let Some(linux) = &region.linux {
             linux.note_in_place(in_place);
         }
-    }
-}
-
-/// The error for pages that can only be filled together with others.
-pub(super) fn part_of_huge_page(from: PageNo, pages: usize, linux: &LinuxMemory) -> HostError {
-    HostError::PartOfHugePage {
-        from: from.addr(),
-        pages: PageCount::new(pages as u64),
-        unit: linux.unit(),
     }
 }

@@ -216,7 +216,7 @@ impl Core {
         Some(pages)
     }
 
-    fn isolate_from(&self, frame: Pfn, page: PageNo) -> bool {
+    pub fn isolate_from(&self, frame: Pfn, page: PageNo) -> bool {
         let desc = self.frames.desc(frame);
         match desc.isolate() {
             Some(owner) if owner == page => true,

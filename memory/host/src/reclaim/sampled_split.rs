@@ -134,6 +134,18 @@ impl Core {
         })
     }
 
+    /// Splits the compound page in `block` whose first page is `first`, because its pages are about
+    /// to be discarded. `false`: another thread has isolated it.
+    pub fn split_to_discard(&self, block: BlockNo, first: PageNo) -> bool {
+        match self.isolate_compound(block) {
+            Some(isolated) if isolated.first == first => self.split(isolated, Grace::None),
+            // The block has been given to other pages.
+            Some(isolated) => self.frames.block(isolated.block).publish(),
+            None => return false,
+        }
+        true
+    }
+
     /// Enters an accessed compound page into the round. A chosen block is split now, when the hand
     /// meets it, so that its pages have a whole turn.
     fn enter(&self, warmth: Warmth, block: BlockNo) -> Verdict {

@@ -124,11 +124,9 @@ fn requests_beyond_the_room_are_refused() {
         let refused = host.discard(range);
         assert!(matches!(refused, Err(HostError::NoSuchRegion(_))));
     }
-    let budget = host
-        .add_region(PageCount::new(8), FakeMmu::of(&host))
-        .unwrap();
-    let refused = host.discard(budget).unwrap_err().to_string();
-    assert!(refused.contains("the resident budget"), "{refused}");
+    // No source would provide its pages.
+    let refused = host.make_missing(second).unwrap_err().to_string();
+    assert!(refused.contains("no page source"), "{refused}");
     host.remove_region(second).unwrap();
     host.remove_region(third).unwrap();
     assert!(add(2 * BLOCK).is_ok());
@@ -182,6 +180,34 @@ fn discarded_pages_are_zeros() {
     assert_eq!(word(&host, at(range, 15)), 9);
     host.discard(part).unwrap();
     assert_eq!(word(&host, at(range, 15)), 0);
+    host.verify();
+}
+
+/// A page that is missing again has the source's content, whether it was in place or discarded.
+#[lacuna_skip::test]
+fn discarded_pages_are_missing_again() {
+    let host = host(BLOCK);
+    let source = TestSource::new();
+    let mut vm = vm(&host, Some(&source), 64);
+    (0..20).for_each(|page| vm.touch(page, Use::Write(!0)).unwrap());
+    let found = host.resolve(vm.addr(20), Access::Read, Level::L4K, &mut vm.cache);
+    let Resolution::Missing(ticket) = found else {
+        panic!("{found:?}");
+    };
+    let part = BackingRange::new(vm.addr(10), 20).unwrap();
+    for _ in 0..2 {
+        host.discard(BackingRange::new(vm.addr(5), 10).unwrap())
+            .unwrap();
+        host.make_missing(part).unwrap();
+        source.lacks_again(part);
+        host.verify();
+        (5..10).for_each(|page| _ = vm.model.insert(vm.addr(page).get(), 0));
+        (10..30).for_each(|page| _ = vm.model.remove(&vm.addr(page).get()));
+        assert!(!ticket.is_done(), "its request stays");
+        assert_eq!(host.linux_pages(), PageCount::new(5));
+        assert!((10..30).all(|page| host.was_never_provided(vm.addr(page))));
+    }
+    vm.check_all();
     host.verify();
 }
 

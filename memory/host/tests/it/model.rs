@@ -56,6 +56,13 @@ enum Op {
         vm: usize,
         page: u64,
     },
+    /// Discards pages: they are zeros, or missing again if the VM has a source.
+    Discard {
+        vm: usize,
+        page: u64,
+        count: u64,
+        missing: bool,
+    },
     /// Some steps of collapsing blocks, if there is memory.
     Collapse,
     Advise {
@@ -116,6 +123,8 @@ fn op(size: Size) -> impl Strategy<Value = Op> {
         2 => (vm.clone(), page.clone(), value)
             .prop_map(|(vm, page, value)| Op::CopyIn { vm, page, value }),
         1 => (vm.clone(), page.clone()).prop_map(|(vm, page)| Op::CopyOut { vm, page }),
+        3 => (vm.clone(), page.clone(), 1..size.sweep, any::<bool>())
+            .prop_map(|(vm, page, count, missing)| Op::Discard { vm, page, count, missing }),
         3 => Just(Op::Collapse),
         1 => (vm.clone(), page).prop_map(|(vm, page)| Op::Advise { vm, page }),
         1 => (vm, prop_oneof![Just(Level::L4K), Just(Level::L2M)])
@@ -245,6 +254,25 @@ impl Fixture {
                         assert_eq!(u64::from_le_bytes(word), vm.expected(addr));
                     }
                     Err(error) => self.may_fail(&error),
+                }
+            }
+            Op::Discard {
+                vm,
+                page,
+                count,
+                missing,
+            } => {
+                let vm = &mut self.vms[vm];
+                let from = BackingRange::new(vm.addr(page), count).unwrap();
+                let range = vm.range.intersect(from).unwrap();
+                let pages = (0..range.pages()).map(|i| range.start().get() + (i << 12));
+                if let Some(source) = vm.source.as_ref().filter(|_| missing) {
+                    self.host.make_missing(range).unwrap();
+                    source.lacks_again(range);
+                    pages.for_each(|page| _ = vm.model.remove(&page));
+                } else {
+                    self.host.discard(range).unwrap();
+                    vm.model.extend(pages.map(|page| (page, 0)));
                 }
             }
             Op::Collapse => while self.host.collapse_step() != Collapse::Idle {},

@@ -85,6 +85,13 @@ impl TestSource {
         true
     }
 
+    /// The pages of `range` are missing again: there may be a second request for each.
+    pub fn lacks_again(&self, range: BackingRange) {
+        let pages = range.start().get()..range.end().get();
+        let mut state = self.state.lock().unwrap();
+        state.seen.retain(|addr| !pages.contains(addr));
+    }
+
     /// Waits until a page is requested.
     pub fn wait(&self) {
         let state = self.state.lock().unwrap();
