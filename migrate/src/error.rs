@@ -155,9 +155,6 @@ pub enum MigrateError {
     /// The connection to the other side of a migration has ended.
     #[error("the connection was cut: {0}")]
     Cut(io::Error),
-    /// The file in memory for pages that arrive before the guest.
-    #[error("the arrived pages cannot be kept in memory: {0}; free memory, and try again")]
-    Staging(io::Error),
     /// The system gives no random numbers for the name of a migration.
     #[error("the system gives no random numbers: {0}; try again")]
     Random(io::Error),
@@ -279,9 +276,7 @@ impl MigrateError {
             Self::Stream(_) | Self::Refused(_) | Self::PeerVersion { .. } => ErrorKind::Peer,
             Self::Cut(error) if is_of_this_host(error) => ErrorKind::Host,
             Self::Cut(_) => ErrorKind::Peer,
-            Self::Staging(_) | Self::Thread(_) | Self::Random(_) | Self::Codec(_) => {
-                ErrorKind::Host
-            }
+            Self::Thread(_) | Self::Random(_) | Self::Codec(_) => ErrorKind::Host,
             Self::Source(FileError::Thread(_)) => ErrorKind::Host,
             Self::Source(_) => ErrorKind::Request,
             Self::Busy(_) => ErrorKind::Guest,

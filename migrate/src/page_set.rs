@@ -67,6 +67,22 @@ impl PageSet {
         words.for_each(|(word, other)| *word |= other);
     }
 
+    /// Removes the pages that are not in `other`, a set of the same guest.
+    pub(crate) fn keep(&mut self, other: &Self) {
+        let words = self.words.iter_mut().zip(&other.words);
+        words.for_each(|(word, other)| *word &= other);
+    }
+
+    /// Adds the rest of each unit of which the set has a page: `unit` pages, from a multiple of
+    /// `unit` on.
+    pub(crate) fn widen(&mut self, unit: u64) {
+        let runs: Vec<_> = self.runs().collect();
+        for run in runs {
+            let end = run.end.next_multiple_of(unit).min(self.pages);
+            (run.start - run.start % unit..end).for_each(|page| self.insert(SourcePage(page)));
+        }
+    }
+
     /// Whether the page is in the set.
     pub fn contains(&self, page: SourcePage) -> bool {
         page.0 < self.pages && self.words[(page.0 / 64) as usize] >> (page.0 % 64) & 1 == 1

@@ -1,12 +1,23 @@
-//! Pages that the VMM takes back: Linux memory of the boot layout.
+//! Discarded pages of the boot layout: the VMM takes them back, or makes them missing again.
 
 use crate::missing::backing;
 use crate::vm::Vm;
 use lacuna_addr::{BackingRange, GfnRange};
+use lacuna_host::{Host, HostError};
 use lacuna_machine::{Balloon, MemoryError};
+
+/// What the host manager does with the pages: [`Host::discard`], or [`Host::make_missing`].
+type Discard = fn(&Host, BackingRange) -> Result<(), HostError>;
 
 impl Balloon for Vm {
     fn discard(&self, gfns: GfnRange) -> Result<(), MemoryError> {
+        self.discard_by(gfns, Host::discard)
+    }
+}
+
+impl Vm {
+    /// Discards the pages of `gfns` by `discard`.
+    pub(crate) fn discard_by(&self, gfns: GfnRange, discard: Discard) -> Result<(), MemoryError> {
         let mut next = Some(gfns.start());
         while let Some(gfn) = next.filter(|gfn| gfns.contains(*gfn)) {
             let gpa = gfn.gpa();
@@ -22,7 +33,7 @@ impl Balloon for Vm {
             let part = GfnRange::new(gfn, part.end_raw() - gfn.get()).expect("its end is later");
             let first = self.memory.backing(self.page_at(slot.backing_of(gfn)));
             let range = BackingRange::new(first, part.pages()).expect("pages of the region");
-            let discarded = self.memory.host.discard(range);
+            let discarded = discard(&self.memory.host, range);
             // A mark before the change could be harvested before it. After an error, some pages may
             // be discarded.
             for gfn in part.iter() {

@@ -90,8 +90,7 @@ impl lacuna_machine::Vm for Vm {
 
     fn balloon(&self) -> Option<&dyn Balloon> {
         // A handler would fill a discarded page again, with its old content.
-        let is_own = !self.memory.is_mapped_by_moves() && self.memory.handler().is_none();
-        is_own.then_some(self)
+        self.memory.handler().is_none().then_some(self)
     }
 
     /// `None`: CPUID offers asynchronous page faults for the VM's whole life.

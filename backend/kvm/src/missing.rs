@@ -9,9 +9,9 @@ use crate::provider::Provider;
 use crate::slots::KvmSlot;
 use crate::vcpu::{Faulted, Register, Vcpu};
 use crate::vm::Vm;
-use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, PAGE_SIZE};
+use lacuna_addr::{Access, GfnRange, Gpa, Hva, HvaRange, Level, PAGE_SIZE, PageCount};
 use lacuna_apf::Completion;
-use lacuna_host::HostError;
+use lacuna_host::{Host, HostError, SharedMemory};
 use lacuna_machine::{
     Exit, FailureKind, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided,
     ReadyOutcome, TokenError, VcpuError,
@@ -279,6 +279,15 @@ pub(crate) fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
 }
 
 impl MissingMemory for Vm {
+    fn unit(&self) -> PageCount {
+        let is_huge = self.shared_memory().is_some_and(SharedMemory::is_huge);
+        PageCount::new(if is_huge { Level::L2M.pages() } else { 1 })
+    }
+
+    fn make_missing(&self, gfns: GfnRange) -> Result<(), MemoryError> {
+        self.discard_by(gfns, Host::make_missing)
+    }
+
     fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError> {
         let (mut pages, rest) = pages.as_chunks::<PAGE_SIZE>();
         if gpa.offset() != 0 || !rest.is_empty() {

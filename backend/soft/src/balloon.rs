@@ -1,7 +1,9 @@
-//! Pages that the VMM takes back: Linux memory of the boot layout.
+//! Discarded pages: the VMM takes them back, or makes them missing again.
 
+use crate::missing::backing;
 use crate::vm::Vm;
 use lacuna_addr::{BackingRange, Gfn, GfnRange};
+use lacuna_host::{Host, HostError};
 use lacuna_machine::{Balloon, MemoryError};
 use lacuna_mmu::Rmap;
 use lacuna_slots::Slot;
@@ -9,6 +11,9 @@ use std::sync::Arc;
 
 /// A part of a request, in one slot.
 type Part = (Arc<Slot<Rmap>>, GfnRange);
+
+/// What the host manager does with the pages: [`Host::discard`], or [`Host::make_missing`].
+pub type Discard = fn(&Host, BackingRange) -> Result<(), HostError>;
 
 impl Vm {
     /// Splits `gfns` at the ends of slots.
@@ -40,30 +45,32 @@ impl Vm {
         Ok(())
     }
 
-    fn discard_part(&self, (slot, part): &Part) -> Result<(), MemoryError> {
+    fn discard_part(&self, (slot, part): &Part, discard: Discard) -> Result<(), MemoryError> {
         let first = part.start();
         // If a log cannot take the marks, refuse here, before a byte has changed.
         self.mark_changed(slot, first)?;
         let range = BackingRange::new(slot.backing_of(first), part.pages());
-        let discarded = self.host.discard(range.expect("a part of the slot"));
-        discarded.map_err(|error| MemoryError::Backing {
-            gpa: first.gpa(),
-            kind: error.failure_kind(),
-            cause: error.to_string(),
-        })?;
+        let discarded = discard(&self.host, range.expect("a part of the slot"));
+        discarded.map_err(|error| backing(first.gpa(), &error))?;
         // Mark after the change: if a harvest misses this mark, the next one has it, and the page
         // is copied then.
         let mut pages = (0..part.pages()).filter_map(|page| first.checked_add(page));
         pages.try_for_each(|gfn| self.mark_changed(slot, gfn))
     }
+
+    /// Discards the pages of `gfns` by `discard`.
+    pub fn discard_by(&self, gfns: GfnRange, discard: Discard) -> Result<(), MemoryError> {
+        let parts = self.parts(gfns)?;
+        let each = |part| self.discard_part(part, discard);
+        let discarded = parts.iter().try_for_each(each);
+        // The pages may have held code.
+        self.forget_code();
+        discarded
+    }
 }
 
 impl Balloon for Vm {
     fn discard(&self, gfns: GfnRange) -> Result<(), MemoryError> {
-        let parts = self.parts(gfns)?;
-        let discarded = parts.iter().try_for_each(|part| self.discard_part(part));
-        // The pages may have held code.
-        self.forget_code();
-        discarded
+        self.discard_by(gfns, Host::discard)
     }
 }

@@ -6,7 +6,6 @@ use crate::error::SoftError;
 use crate::meter::Meter;
 use crate::vm::Vm;
 use lacuna_addr::{GfnRange, PageCount};
-use lacuna_host::MemoryKind;
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
     MissingMemory, Observed, PlatformDevices, RunEnd, SharedState, StateError, VcpuStats, VmConfig,
@@ -90,7 +89,7 @@ impl lacuna_machine::Vm for Vm {
     }
 
     fn balloon(&self) -> Option<&dyn Balloon> {
-        (self.memory_kind != MemoryKind::Budget).then_some(self)
+        Some(self)
     }
 
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {

@@ -7,9 +7,11 @@ use crate::step::{Step, Wait};
 use crate::tokens::{Faulted, Tokens};
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
-use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, PAGE_SIZE};
+use lacuna_addr::{
+    Access, BackingAddr, BackingRange, Gfn, GfnRange, Gpa, Level, PAGE_SIZE, PageCount,
+};
 use lacuna_apf::{NotPresent, POLL_NS};
-use lacuna_host::{HostError, SharedMemory, Ticket};
+use lacuna_host::{Host, HostError, SharedMemory, Ticket};
 use lacuna_machine::{
     Apf, Exit, FaultToken, MemoryError, MemoryFaultFlags, MissingMemory, Provided, ReadyOutcome,
     TokenError,
@@ -220,7 +222,8 @@ impl<P: Platform> VcpuOf<P> {
     }
 }
 
-fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
+/// The error of an access at `gpa` that the host manager has refused.
+pub fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
     let cause = error.to_string();
     match error {
         HostError::Discard { .. } => MemoryError::Refused { gpa, cause },
@@ -240,6 +243,15 @@ impl Vm {
 }
 
 impl MissingMemory for Vm {
+    fn unit(&self) -> PageCount {
+        let is_huge = self.shared_memory().is_some_and(SharedMemory::is_huge);
+        PageCount::new(if is_huge { Level::L2M.pages() } else { 1 })
+    }
+
+    fn make_missing(&self, gfns: GfnRange) -> Result<(), MemoryError> {
+        self.discard_by(gfns, Host::make_missing)
+    }
+
     fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError> {
         let (chunks, cut) = pages.as_chunks::<PAGE_SIZE>();
         if gpa.offset() != 0 || !cut.is_empty() {

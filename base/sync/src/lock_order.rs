@@ -130,6 +130,7 @@ classes! {
         PlatformEnding "PlatformDevices::ending",
         RunPause "Pause::state (machine)",
         RemotePages "RemotePages::pages (migrate)",
+        EarlyPages "EarlyPages::placed (migrate)",
         PagesLeft "RemainingPages::pages (migrate)",
         TimeOfRun "RemainingPages::ran (migrate)",
         RunsToCopy "Work::runs (migrate)",

@@ -40,7 +40,7 @@ macro_rules! suite {
                 devices_wait_where_vcpus_exit, a_guest_that_takes_no_events_waits,
                 tokens_are_accepted_once, nothing_is_lost_with_exits,
                 nothing_is_lost_with_exits_and_tokens,
-                a_vcpu_with_interrupts_exits_once;
+                a_vcpu_with_interrupts_exits_once, pages_are_missing_again;
             tokens:
                 a_guest_gets_its_events, nothing_is_lost_with_a_source_and_async_faults,
                 a_restored_vcpu_forgets_accepted_tokens, the_vcpu_that_needs_a_page_exits,

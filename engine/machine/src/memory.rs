@@ -73,7 +73,7 @@ pub trait Balloon {
     /// pages, as after a write.
     ///
     /// # Errors
-    /// No slot holds all of `gfns`, or the backend cannot discard pages of that slot. Pages before
-    /// it may be discarded.
+    /// No slot holds all of `gfns`, or the backend cannot discard pages of that slot: parts of huge
+    /// pages of a memory file, for example. Pages before it may be discarded.
     fn discard(&self, gfns: GfnRange) -> Result<(), MemoryError>;
 }

@@ -1,7 +1,7 @@
 //! Memory whose pages the VMM provides to a running guest.
 
 use crate::{ErrorKind, MemoryError};
-use lacuna_addr::{GfnRange, Gpa};
+use lacuna_addr::{GfnRange, Gpa, PageCount};
 
 /// Names one exit on missing memory, among all exits of its VM. [`MissingMemory`] has the table of
 /// its states.
@@ -121,15 +121,30 @@ pub struct Provided {
 /// [`MissingMemory::populate`] or in [`GuestMemory`](crate::GuestMemory), another thread must
 /// provide pages.
 pub trait MissingMemory: Send + Sync {
-    /// Provides whole pages from `gpa` on. Address and length are multiples of 4 KiB, or of 2 MiB
-    /// for memory in huge pages, whose exits have that size. A page provided before keeps its
-    /// content. An exited vCPU needs no wake-up. Threads that wait for one of the pages are woken.
-    /// Any thread may call this; it may wait for free memory.
+    /// How many pages are missing together, and are put in place together: 512 for memory in huge
+    /// pages, whose exits have that size; otherwise 1.
+    fn unit(&self) -> PageCount;
+
+    /// Provides whole pages from `gpa` on. Address and length are multiples of 4 KiB. A page
+    /// provided before keeps its content. A part of a huge page takes 2 MiB of this process until
+    /// the rest is provided. An exited vCPU needs no wake-up. Threads that wait for one of the
+    /// pages are woken. Any thread may call this; it may wait for free memory.
     ///
     /// # Errors
     /// [`MemoryError::NoSlot`], [`MemoryError::Refused`] for unaligned addresses or sizes,
     /// [`MemoryError::Backing`]. The pages before the failed one are provided.
     fn provide(&self, gpa: Gpa, pages: &[u8]) -> Result<Provided, MemoryError>;
+
+    /// Discards the pages of `gfns`, which lie in slots of the boot layout: they are missing again,
+    /// as if they were never provided. A page whose request is in flight stays so, and the answer
+    /// counts; so do the provided parts of its huge page. On return no vCPU sees the old bytes.
+    /// Dirty tracking reports the pages, as after a write.
+    ///
+    /// # Errors
+    /// No slot holds all of `gfns`; or [`MemoryError::Refused`]: a part of a huge page
+    /// ([`MissingMemory::unit`]), or pages that no source provides. Pages before it may be
+    /// discarded.
+    fn make_missing(&self, gfns: GfnRange) -> Result<(), MemoryError>;
 
     /// Asks the VM's page source for the page at `gpa`, unless the page is present or already
     /// requested. If `token` is given, the VM reports it ready when the page has arrived. Returns

@@ -190,6 +190,9 @@ impl Core {
         page: PageNo,
         copy: impl FnOnce(FramePtr<'_>),
     ) -> Option<()> {
+        if self.frames.is_linux(frame.pfn) {
+            return self.while_in_place(page, copy);
+        }
         if frame.level != Level::L4K {
             let desc = self.frames.block(BlockNo::of(frame.pfn));
             let owner = desc.isolate()?;
@@ -201,9 +204,6 @@ impl Core {
             return own.then_some(());
         }
         let frame = frame.pfn;
-        if self.frames.is_linux(frame) {
-            return self.while_in_place(page, copy);
-        }
         let desc = self.frames.desc(frame);
         let owner = desc.isolate()?;
         if owner == page {

@@ -10,6 +10,7 @@ use crate::counters::FaultCounters;
 use crate::error::HostError;
 use crate::frames::desc::Dirt;
 use crate::host::Host;
+use crate::lock::NEVER;
 use crate::page_no::PageNo;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
@@ -19,6 +20,7 @@ use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
 use lacuna_source::Answer;
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// When the guest needs a filled page.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -127,6 +129,18 @@ impl Host {
     /// # Errors
     /// The page is lost, or no frame can be freed.
     pub fn fetch(&self, addr: BackingAddr) -> Result<Option<Ticket>, HostError> {
+        self.fetch_until(addr, &NEVER)
+    }
+
+    /// As [`Host::fetch`]. Returns `None` too if `stop` is set while the call waits for free memory.
+    ///
+    /// # Errors
+    /// As [`Host::fetch`].
+    pub fn fetch_until(
+        &self,
+        addr: BackingAddr,
+        stop: &AtomicBool,
+    ) -> Result<Option<Ticket>, HostError> {
         let mut cache = self.borrow_cache();
         let ticket = loop {
             let resolution = self.resolve(addr, Access::Read, Level::L4K, &mut cache);
@@ -134,7 +148,8 @@ impl Host {
             match resolution {
                 Resolution::Ready(_) => break None,
                 Resolution::Pending(ticket) | Resolution::Missing(ticket) => break Some(ticket),
-                Resolution::NoMemory => drop(self.reclaim_direct(&mut cache)?),
+                Resolution::NoMemory if stop.load(Ordering::Acquire) => break None,
+                Resolution::NoMemory => drop(self.reclaim_direct_until(&mut cache, stop)?),
                 Resolution::Busy => std::thread::yield_now(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }

@@ -3,7 +3,6 @@
 //! ```text
 //! this thread     ◄── remaining pages ─── source: put in place
 //! "lacuna-answers" ◄── requested pages ─── the requests are answered
-//! "lacuna-staged" puts staged pages in place
 //! ```
 
 use super::connection::{Connections, HangUp};
@@ -39,6 +38,8 @@ pub struct Arriving<V> {
     layout: MemoryLayout,
     /// `None`: all memory has arrived before the guest.
     late: Option<Late>,
+    /// See [`Installer::parts`].
+    parts: PageSet,
     departure: Departure,
     /// When its state had arrived.
     came: Instant,
@@ -82,7 +83,7 @@ impl Late {
         let beside = |role| -> Result<_, MigrateError> {
             let (mut frames, joined) = Frames::accept(connections, id, &[role, Role::Main])?;
             if joined == role {
-                frames.welcome(None)?;
+                frames.welcome(None, None)?;
             }
             Ok((frames, joined == Role::Main))
         };
@@ -206,8 +207,9 @@ impl<V: Vm> Arriving<V> {
             vm,
             main: Some(main),
             id,
-            layout,
             late,
+            parts: PageSet::empty(layout.pages()),
+            layout,
             departure,
             came,
             ran: None,
@@ -281,23 +283,15 @@ impl<V: Vm> Arriving<V> {
         let pages = Arc::clone(&late.pages);
         let vm = Arc::clone(&self.vm);
         let missing = vm.missing_memory().ok_or(MigrateError::NoSource)?;
-        let place = Installer::new(missing, &layout, &pages);
-        let come = thread::scope(|scope| {
-            let named = thread::Builder::new().name("lacuna-staged".into());
-            let installing = named.spawn_scoped(scope, || place.install_staged());
-            let installing = installing.map_err(MigrateError::Thread)?;
-            let come = self.until_end(&mut |frames, kind| place.take(frames, kind, each));
-            // Staged pages wait for the next connection too, if there is one.
-            if come.is_err() && !pages.awaited().is_empty() {
-                place.end();
-            }
-            let installed = installing.join().unwrap_or_else(|panic| {
-                std::panic::resume_unwind(panic);
-            });
-            come.and(installed)
-        });
-        // Answers that came before their requests, and parts of huge pages.
-        let come = come.and_then(|()| place.install_last());
+        let mut place = Installer {
+            missing,
+            layout: &layout,
+            pages: &pages,
+            parts: self.parts.clone(),
+        };
+        let come = self.until_end(&mut |frames, kind| place.take(frames, kind, each));
+        let come = come.and_then(|()| place.complete());
+        self.parts = place.parts;
         if !matches!(come, Ok(()) | Err(MigrateError::Cancelled)) {
             self.disconnect();
         }
@@ -321,18 +315,6 @@ impl<V: Vm> Arriving<V> {
             return Err(MigrateError::Cut(io::ErrorKind::ConnectionAborted.into()));
         }
         main.signal(Kind::Complete)
-    }
-
-    /// Ends the wait for the source: puts the arrived pages in place. The
-    /// [awaited](Arriving::awaited) pages are lost, and a vCPU that needs one fails.
-    ///
-    /// # Errors
-    /// A page cannot be put in place. The guest gets it when it needs it.
-    pub fn give_up(self) -> Result<(), MigrateError> {
-        let (Some(late), Some(missing)) = (&self.late, self.vm.missing_memory()) else {
-            return Ok(());
-        };
-        Installer::new(missing, &self.layout, &late.pages).install_staged()
     }
 
     /// Takes a new connection of the source after a cut. Then [`Arriving::finish`] continues.
@@ -363,7 +345,7 @@ impl<V: Vm> Arriving<V> {
         self.disconnect();
         let (mut main, _) = Frames::accept(connections, &self.id, &[Role::Main])?;
         loop {
-            main.welcome(Some(stage))?;
+            main.welcome(Some(stage), None)?;
             main.write_set(&self.awaited())?;
             main.signal(Kind::Synced)?;
             let newer = match &mut self.late {
@@ -420,8 +402,7 @@ mod tests {
         here.set_read_timeout(Some(Duration::from_millis(1)))
             .unwrap();
         let answers = Frames::open(&Ready(here)).unwrap();
-        let pages = RemotePages::new().unwrap();
-        pages.set_size(4);
+        let pages = RemotePages::new();
         pages.set_awaited(PageSet::full(4));
         pages.begin_answers();
         pages.fetch(PageRequest::new(Arc::new(Waits), 0, SourcePage(3)));

@@ -6,7 +6,7 @@ use super::packing::{Packer, Unpacker};
 use super::{Compression, Join, MigrationId, Role, Stage, VERSION, Version, Welcome};
 use crate::error::printable;
 use crate::{MigrateError, PageSet};
-use lacuna_addr::PAGE_SIZE;
+use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::SourcePage;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -106,16 +106,18 @@ impl Frames {
     }
 
     /// The destination's answer to an accepted connection.
-    pub fn welcome(&mut self, stage: Option<Stage>) -> Result<(), MigrateError> {
-        let (version, ended) = (VERSION, None);
-        self.write_json(
-            Kind::Welcome,
-            &Welcome {
-                version,
-                stage,
-                ended,
-            },
-        )
+    pub fn welcome(
+        &mut self,
+        stage: Option<Stage>,
+        unit: Option<PageCount>,
+    ) -> Result<(), MigrateError> {
+        let welcome = Welcome {
+            version: VERSION,
+            stage,
+            unit: unit.map(PageCount::get),
+            ended: None,
+        };
+        self.write_json(Kind::Welcome, &welcome)
     }
 
     /// The destination's answer to a returning source: the guest has ended.
@@ -124,6 +126,7 @@ impl Frames {
         let welcome = Welcome {
             version: VERSION,
             stage: Some(Stage::Running),
+            unit: None,
             ended: Some(why[..end].into()),
         };
         self.write_json(Kind::Welcome, &welcome)

@@ -46,6 +46,7 @@
 
 mod arrive;
 mod connection;
+mod early;
 mod frame;
 mod frames;
 mod give;
@@ -70,7 +71,7 @@ use crate::Machine;
 use serde::{Deserialize, Serialize};
 
 /// The version of the stream. The sides refuse each other if theirs differ.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;
@@ -127,6 +128,10 @@ struct Welcome {
     /// In answer to [`Role::Main`]: how far the destination is.
     #[serde(default)]
     stage: Option<Stage>,
+    /// In answer to [`Hello`]: how many pages are missing together there, if pages arrive after the
+    /// guest. A power of two.
+    #[serde(default)]
+    unit: Option<u64>,
     /// How the guest has ended there. Nothing follows.
     #[serde(default)]
     ended: Option<String>,

@@ -2,6 +2,7 @@
 
 use super::arrive::{Arrived, Arriving, Late};
 use super::connection::Connections;
+use super::early::EarlyPages;
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
@@ -10,7 +11,7 @@ use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage};
 use crate::copy::OnPages;
 use crate::state::{MachineState, restore_state};
 use crate::{Machine, MemoryLayout, MigrateError};
-use lacuna_machine::{PageSource, PlatformDevices, Vm};
+use lacuna_machine::{MissingMemory, PageSource, PlatformDevices, Vm};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -64,7 +65,7 @@ impl Incoming {
             }
             let late = match hello.mode {
                 Mode::PreCopy => None,
-                Mode::PostCopy | Mode::Hybrid => Some(Late::new(RemotePages::new()?)),
+                Mode::PostCopy | Mode::Hybrid => Some(Late::new(RemotePages::new())),
             };
             Ok((hello, late))
         });
@@ -144,15 +145,17 @@ impl Incoming {
         devices: &PlatformDevices,
         each: OnPages<'_>,
     ) -> Result<(Vec<V::Vcpu>, Came), MigrateError> {
-        self.prepare(&**vm)?;
-        self.main.welcome(None)?;
+        let missing = self.prepare(&**vm)?;
+        self.main.welcome(None, missing.map(MissingMemory::unit))?;
         let lanes = self.accept_lanes(connections)?;
         let place = Early {
             vm: &**vm,
             layout: &self.machine.layout,
-            staging: self.late.as_ref().map(|late| &**late.pages()),
+            late: missing.map(|missing| EarlyPages::new(&**vm, missing, &self.machine.layout)),
         };
         let awaited = place.take_all(&mut self.main, lanes, each)?;
+        let made = place.late.map(|late| late.make_missing(&awaited));
+        made.transpose()?;
         let came = Instant::now();
         let (machine, state, departure): (Machine, MachineState, Departure) = self.main.json()?;
         if machine.layout != self.machine.layout {
@@ -186,25 +189,24 @@ impl Incoming {
     fn accept_lanes(&self, connections: &dyn Connections) -> Result<Vec<Frames>, MigrateError> {
         let accept = |_| {
             let (mut frames, _) = Frames::accept(connections, &self.id, &[Role::Pages])?;
-            frames.welcome(None)?;
+            frames.welcome(None, None)?;
             Ok(frames)
         };
         (1..self.streams).map(accept).collect()
     }
 
-    /// Makes the memory of `vm` ready for pages.
-    fn prepare(&self, vm: &impl Vm) -> Result<(), MigrateError> {
+    /// Makes the memory of `vm` ready for pages. Returns its missing memory, if pages arrive after
+    /// the guest.
+    fn prepare<'v>(&self, vm: &'v impl Vm) -> Result<Option<&'v dyn MissingMemory>, MigrateError> {
         self.machine.check(vm)?;
-        match &self.late {
-            None => self.machine.layout.apply(vm),
-            // A VM asks its page source for its first slots, by their order.
-            Some(_) if MemoryLayout::of(vm) != self.machine.layout => Err(MigrateError::OtherSlots),
-            Some(_) if vm.missing_memory().is_none() => Err(MigrateError::NoSource),
-            Some(late) => {
-                late.pages().set_size(self.machine.layout.pages());
-                Ok(())
-            }
+        if self.late.is_none() {
+            return self.machine.layout.apply(vm).map(|()| None);
         }
+        // A VM asks its page source for its first slots, by their order.
+        if MemoryLayout::of(vm) != self.machine.layout {
+            return Err(MigrateError::OtherSlots);
+        }
+        vm.missing_memory().ok_or(MigrateError::NoSource).map(Some)
     }
 }
 

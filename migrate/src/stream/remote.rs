@@ -2,15 +2,13 @@
 //!
 //! ```text
 //! vCPU needs a page ─► the VM asks RemotePages ─┬─ awaited: `Want` ─► source ─► its answer
-//!                                               ├─ staged: read from the staging file
-//!                                               └─ neither: zeros
+//!                                               └─ not awaited: zeros
 //! ```
-//! Before the guest arrives, its pages are *staged*: they lie in a file in memory, and no page of
-//! the VM is in place. So a page that arrives again replaces the older copy. `Awaited` frames then
-//! list the pages still at the source: their staged copies are void.
+//! Pages that arrive before the guest are put in place, and their later copies are written over
+//! them. `Awaited` frames then list the pages still at the source: those are missing again.
 //!
-//! A page leaves the set of awaited pages after its content is in place, or staged. In the other
-//! order, a vCPU could get zeros in between.
+//! A page leaves the set of awaited pages after its content is in place. In the other order, a vCPU
+//! could get zeros in between.
 
 use super::frame::Kind;
 use super::frames::Frames;
@@ -18,19 +16,14 @@ use crate::{MigrateError, PageSet};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{Answer, PageRequest, PageSource, SourcePage};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
-use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::ErrorKind;
-use std::os::unix::fs::FileExt;
 use std::sync::{Arc, PoisonError};
 
 const ZERO_PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 
 /// The page source of an arriving guest.
 pub(super) struct RemotePages {
-    /// Page `n` is at byte `4096 n`; the other pages are holes.
-    staging: File,
     pages: Mutex<Pages, lock_order::RemotePages>,
     /// `awaited` or `answers_come` has changed.
     changed: Condvar,
@@ -43,8 +36,6 @@ struct Pages {
     has_arrived: bool,
     /// Pages at the source.
     awaited: PageSet,
-    /// Pages with content in the staging file.
-    staged: PageSet,
     /// Requests for awaited pages.
     asked: BTreeMap<u64, Vec<PageRequest>>,
     /// Why awaited pages never arrive.
@@ -60,7 +51,6 @@ type PagesGuard<'a> = MutexGuard<'a, Pages>;
 /// Where a page is.
 enum Place {
     Awaited,
-    Staged,
     Zeros,
     Lost(Arc<str>),
 }
@@ -68,51 +58,25 @@ enum Place {
 impl RemotePages {
     /// All pages are at the source. Nothing is allocated by their number: it comes from a peer, and
     /// the VMM has not agreed to it yet.
-    pub fn new() -> Result<Arc<Self>, MigrateError> {
-        let staging = memfd_create("lacuna-staging", MemfdFlags::CLOEXEC).map(File::from);
-        let staging = staging.map_err(|errno| MigrateError::Staging(errno.into()))?;
+    pub fn new() -> Arc<Self> {
         let pages = Pages {
             has_arrived: false,
             awaited: PageSet::empty(0),
-            staged: PageSet::empty(0),
             asked: BTreeMap::new(),
             abandoned: None,
             answers_come: false,
             needs_connection: true,
         };
-        Ok(Arc::new(Self {
-            staging,
+        Arc::new(Self {
             pages: Mutex::new(pages),
             changed: Condvar::new(),
             wants: Mutex::new(None),
-        }))
-    }
-
-    /// Sets the number of the VM's pages.
-    pub fn set_size(&self, pages: u64) {
-        self.lock().staged = PageSet::empty(pages);
-    }
-
-    /// Stages pages until the guest arrives.
-    pub fn stage(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
-        let written = self.staging.write_all_at(bytes, first.0 * PAGE_SIZE as u64);
-        written.map_err(MigrateError::Staging)?;
-        let mut pages = self.lock();
-        (first.0..first.0 + (bytes.len() / PAGE_SIZE) as u64)
-            .for_each(|page| pages.staged.insert(SourcePage(page)));
-        Ok(())
-    }
-
-    /// These staged pages are zeros now.
-    pub fn stage_zeros(&self, first: SourcePage, count: u64) {
-        let mut pages = self.lock();
-        (first.0..first.0 + count).for_each(|page| _ = pages.staged.remove(SourcePage(page)));
+        })
     }
 
     /// Records the guest's arrival: only these pages are at the source.
     pub fn set_awaited(&self, awaited: PageSet) {
         let mut pages = self.lock();
-        pages.staged.subtract(&awaited);
         pages.awaited = awaited;
         pages.has_arrived = true;
         // Answer requests from before `awaited` was known, or ask the source.
@@ -130,11 +94,6 @@ impl RemotePages {
     /// Pages at the source.
     pub fn awaited(&self) -> PageSet {
         self.lock().awaited.clone()
-    }
-
-    /// Pages in the staging file.
-    pub fn staged(&self) -> PageSet {
-        self.lock().staged.clone()
     }
 
     /// These pages have arrived, and are in place or zeros. Returns the requests for them.
@@ -156,16 +115,17 @@ impl RemotePages {
     }
 
     /// The source's answer to a `Want`.
+    ///
+    /// # Errors
+    /// The VM has no request for the page.
     pub fn answered(
         &self,
         page: SourcePage,
         content: &[u8; PAGE_SIZE],
     ) -> Result<(), MigrateError> {
-        // While a request waits for its answer, the VM makes no other one for this page.
-        let mut requests = self.take_asked(page);
+        let requests = self.take_asked(page);
         if requests.is_empty() {
-            self.stage(page, content)?;
-            requests = self.arrived(page, 1);
+            return Err(MigrateError::stream("an answer to no request"));
         }
         for request in requests {
             let _: Answer = request.provide(content);
@@ -233,33 +193,6 @@ impl RemotePages {
         }
     }
 
-    /// Reads staged pages.
-    pub fn read_staged(&self, first: SourcePage, bytes: &mut [u8]) -> Result<(), MigrateError> {
-        let read = self
-            .staging
-            .read_exact_at(bytes, first.0 * PAGE_SIZE as u64);
-        read.map_err(MigrateError::Staging)
-    }
-
-    /// These staged pages are in place: their copies are freed.
-    pub fn installed(&self, first: SourcePage, count: u64) {
-        let mut pages = self.lock();
-        (first.0..first.0 + count).for_each(|page| _ = pages.staged.remove(SourcePage(page)));
-        drop(pages);
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let (at, length) = (first.0 * PAGE_SIZE as u64, count * PAGE_SIZE as u64);
-        // A failure costs only memory, until the file is closed.
-        let _ = fallocate(&self.staging, flags, at, length);
-    }
-
-    /// Frees void copies, if no page is staged any more.
-    pub fn free_void(&self) {
-        if self.lock().staged.is_empty() {
-            // As in `installed`.
-            let _ = self.staging.set_len(0);
-        }
-    }
-
     /// Sends `Want`s there from now on, first for all requested pages.
     pub fn connect(&self, wants: Frames) -> Result<(), MigrateError> {
         let mut link = self.wants.lock().unwrap_or_else(PoisonError::into_inner);
@@ -299,12 +232,7 @@ impl RemotePages {
         let mut pages = self.lock();
         let page = request.page();
         match &pages.abandoned {
-            _ if pages.has_arrived && !pages.awaited.contains(page) => {
-                match pages.staged.contains(page) {
-                    true => Place::Staged,
-                    false => Place::Zeros,
-                }
-            }
+            _ if pages.has_arrived && !pages.awaited.contains(page) => Place::Zeros,
             Some(reason) => Place::Lost(Arc::clone(reason)),
             None => {
                 let asked = pages.asked.entry(page.0).or_default();
@@ -341,13 +269,6 @@ impl PageSource for RemotePages {
         let page = request.page();
         let _: Answer = match self.place(&request) {
             Place::Awaited => return self.ask(page),
-            Place::Staged => {
-                let mut content = [0; PAGE_SIZE];
-                match self.read_staged(page, &mut content) {
-                    Ok(()) => request.provide(&content),
-                    Err(error) => request.fail(&error.to_string()),
-                }
-            }
             Place::Zeros => request.provide(&ZERO_PAGE),
             Place::Lost(reason) => request.fail(&reason),
         };

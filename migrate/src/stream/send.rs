@@ -6,7 +6,7 @@ use super::frames::Frames;
 use super::give::{OutgoingGuest, Sent};
 use super::lanes::{Lane, There};
 use super::left::{Links, Reached, RemainingPages};
-use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION};
+use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION, Welcome};
 use crate::changes::Changes;
 use crate::rounds::{Budget, Copied, Guest, OnProgress, PausedGuest, Throttle, copy_live};
 use crate::{Machine, MemoryLayout, MigrateError, PageSet};
@@ -14,6 +14,9 @@ use lacuna_machine::Vm;
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+
+/// The most pages that are missing together: a huge page of 1 GiB.
+const UNIT_MAX: u64 = 1 << 18;
 
 /// When the guest goes to the destination.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -167,7 +170,7 @@ impl<'p> Sender<'p> {
     ) -> Result<(OutgoingGuest<'a, V>, RemainingPages<'a, V>), MigrateError> {
         let layout = MemoryLayout::of(guest.vm);
         let plan = self.plan;
-        self.introduce(guest, &layout)?;
+        let unit = self.introduce(guest, &layout)?;
         self.open_lanes(connections)?;
         let lanes = &mut self.lanes[..];
         let (copied, changes) = match plan.mode {
@@ -198,8 +201,9 @@ impl<'p> Sender<'p> {
         let Copied {
             paused,
             rounds,
-            left,
+            mut left,
         } = copied;
+        left.widen(unit);
         // Fails if slots were added or removed since the first message.
         if MemoryLayout::of(guest.vm) != layout {
             return Err(MigrateError::SlotsChanged);
@@ -225,12 +229,12 @@ impl<'p> Sender<'p> {
         ))
     }
 
-    /// The first messages.
+    /// The first messages. Returns how many pages are missing together at the destination.
     fn introduce<V: Vm>(
         &mut self,
         guest: &Guest<'_, V>,
         layout: &MemoryLayout,
-    ) -> Result<(), MigrateError> {
+    ) -> Result<u64, MigrateError> {
         // The destination's VM needs the frequency of the vCPUs' TSC, which is in their state.
         let machine = {
             let paused: PausedGuest<'_, V> = guest.pause()?;
@@ -247,7 +251,14 @@ impl<'p> Sender<'p> {
         let main = self.main();
         main.write_json(Kind::Hello, &hello)?;
         main.expect(Kind::Welcome)?;
-        main.check_version()
+        main.check_version()?;
+        let welcome: Welcome = main.json()?;
+        match welcome.unit.unwrap_or(1) {
+            unit if unit.is_power_of_two() && unit <= UNIT_MAX => Ok(unit),
+            unit => Err(MigrateError::stream(format!(
+                "a Welcome with units of {unit} pages"
+            ))),
+        }
     }
 
     /// A post-copy has no pages for them.

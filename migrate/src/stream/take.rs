@@ -4,9 +4,9 @@
 //! in reads the first one, and each other one has its own thread. A round ends on all of them, so
 //! the second copy of a page arrives after the first, on any connection.
 
+use super::early::EarlyPages;
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
-use super::remote::RemotePages;
 use crate::copy::OnPages;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{Gpa, PAGE_SIZE};
@@ -21,8 +21,8 @@ use std::thread;
 pub(super) struct Early<'a, V> {
     pub vm: &'a V,
     pub layout: &'a MemoryLayout,
-    /// Takes the pages instead of the VM's memory, if pages also arrive after the guest.
-    pub staging: Option<&'a RemotePages>,
+    /// Puts the pages in place, if others arrive after the guest.
+    pub late: Option<EarlyPages<'a, V>>,
 }
 
 /// The connections beside the first one.
@@ -177,16 +177,16 @@ impl<V: Vm> Early<'_, V> {
         match kind {
             Kind::Data => {
                 let (first, bytes) = pages_of(frames, self.layout)?;
-                match self.staging {
-                    Some(pages) => pages.stage(first, bytes)?,
+                match &self.late {
+                    Some(pages) => pages.put(first, bytes)?,
                     None => self.write(first, bytes)?,
                 }
                 Ok((bytes.len() / PAGE_SIZE) as u64)
             }
             Kind::Zeros => {
                 let (first, count) = zeros_of(frames, self.layout)?;
-                match self.staging {
-                    Some(pages) => pages.stage_zeros(first, count),
+                match &self.late {
+                    Some(pages) => pages.put_zeros(first, count)?,
                     None => self.write_zeros(first, count)?,
                 }
                 Ok(0)
@@ -199,8 +199,7 @@ impl<V: Vm> Early<'_, V> {
     fn write(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
         let count = (bytes.len() / PAGE_SIZE) as u64;
         in_slots(self.layout, first, count, &mut |gpa, pages| {
-            let bytes = &bytes[pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE];
-            Ok(self.vm.write(gpa, bytes)?)
+            Ok(self.vm.write(gpa, &bytes[bytes_of(&pages)])?)
         })
     }
 
@@ -269,4 +268,9 @@ pub(super) fn in_slots(
         at += now;
     }
     Ok(())
+}
+
+/// The bytes of these pages of a run.
+pub(super) fn bytes_of(pages: &Range<u64>) -> Range<usize> {
+    pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE
 }

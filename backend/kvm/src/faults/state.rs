@@ -114,12 +114,13 @@ impl FaultState {
     }
 
     /// Asks the page source for `page`, or begins to read it back. Returns the ticket if the page
-    /// is not there.
+    /// is not there. If the VM ends meanwhile, returns `None`.
     ///
     /// # Errors
     /// The page is lost, or there is no room for it.
     pub fn fetch(self: &Arc<Self>, page: Page) -> Result<Option<Ticket>, HostError> {
-        let ticket = self.memory.host.fetch(self.memory.backing(page))?;
+        let page_addr = self.memory.backing(page);
+        let ticket = self.memory.host.fetch_until(page_addr, &self.over)?;
         self.release(page);
         ticket
             .iter()

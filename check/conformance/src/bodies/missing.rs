@@ -283,6 +283,60 @@ pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
+/// Pages that were provided, written and evicted are missing again, also for a vCPU that has them in
+/// its TLB.
+pub fn pages_are_missing_again<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let at = places(&backend);
+        for resident in [16, 4] {
+            let source = Words::at_once();
+            let code = program(backend.arch(), Interrupts::Off);
+            let request = Request {
+                resident,
+                ..request(&source, Missing::Exits)
+            };
+            let Made { vm, mut vcpus, .. } = backend.make(&request, &image(&code))?;
+            let vcpu = &mut vcpus[0];
+            let memory = vm.missing_memory().expect("it has a source");
+            assert_eq!(memory.unit().get(), 1);
+            let two = GfnRange::new(at(READ).gfn(), 6).unwrap();
+            for round in 0..3 {
+                needs::<B>(vcpu, at(READ));
+                memory.provide(at(READ), &page_of(70 + round)).unwrap();
+                needs::<B>(vcpu, at(WRITTEN));
+                memory.provide(at(WRITTEN), &page_of(9)).unwrap();
+                assert_eq!(value::<B>(vcpu), 70 + round as u32);
+                assert_eq!(read::<B>(&vm, at(WRITTEN)), 70 + round);
+                if round == 1 {
+                    // More than the guest may have resident.
+                    let bytes = vec![1; 6 << 20];
+                    vm.write(at(4 << 20), &bytes).unwrap();
+                }
+                memory.make_missing(two).unwrap();
+            }
+            memory.make_missing(two).unwrap();
+            memory.populate(two).unwrap();
+            assert_eq!(value::<B>(vcpu), word(source_page(READ)) as u32);
+            assert_eq!(read::<B>(&vm, at(WRITTEN + 8)), word(source_page(WRITTEN)));
+            let beyond = GfnRange::new(at(15 << 20).gfn(), 1000).unwrap();
+            assert!(memory.make_missing(beyond).is_err());
+        }
+        Ok(())
+    })
+}
+
+/// Runs until the vCPU exits for the missing page at `gpa`.
+fn needs<B: Backend>(vcpu: &mut VcpuOf<B>, page: Gpa) {
+    loop {
+        match vcpu.run().expect("a vCPU that can continue") {
+            Exit::MemoryFault { gpa, .. } => return assert_eq!(gpa, page),
+            // It reports what it read before the page was missing again.
+            other => assert!(reported(&other).is_some() || other == Exit::Interrupted),
+        }
+    }
+}
+
 /// A guest without async faults takes no events. After the refused accept, the next run waits until
 /// the VMM provides the page, or for a kick.
 pub fn a_guest_that_takes_no_events_waits<B: Backend>(backend: &B) -> Outcome {

@@ -151,7 +151,11 @@ impl Frames {
 
     fn mark_block_dirty(&self, pfn: Pfn) {
         let block = BlockNo::of(pfn);
-        if self.block(block).mark_dirty() == Marked::Split {
+        // As above.
+        let Some(desc) = self.blocks.get(block.index()) else {
+            return;
+        };
+        if desc.mark_dirty() == Marked::Split {
             let first = block.index() * BLOCK;
             let frames = &self.descs[first..first + BLOCK];
             frames.iter().for_each(Desc::mark_dirty);

@@ -13,9 +13,9 @@ use crate::lock::lock;
 use crate::page_no::PageNo;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::residency::{PageState, PageWord};
-use crate::resolve::{Resolution, small};
+use crate::resolve::{Frame, Resolution};
 use crate::ticket::Ticket;
-use lacuna_addr::{HvaRange, PAGE_SIZE};
+use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
 use lacuna_source::Answer;
 use lacuna_sys::{Errno, Waiters};
 use std::slice::from_ref;
@@ -123,12 +123,18 @@ impl Core {
         match state {
             PageState::InPlace => {
                 FaultCounters::bump(&cache.shared.count.resident);
-                Some(Resolution::Ready(small(frame)))
+                let level = match region.has_units() {
+                    true => Level::L2M,
+                    false => Level::L4K,
+                };
+                Some(Resolution::Ready(Frame { pfn: frame, level }))
             }
             PageState::Empty if region.origin.is_some() && region.has_units() => {
                 self.resolve_in_unit(page, cache)
             }
-            PageState::Zero if region.has_units() => self.zeros_for_unit(page, cache),
+            PageState::Empty | PageState::Zero if region.has_units() => {
+                self.zeros_for_unit(page, state, cache)
+            }
             PageState::Empty if region.origin.is_some() => {
                 let fetching = PageState::Fetching { frame };
                 let ticket = self.put_in_flight(page, PageState::Empty, fetching, cache)?;

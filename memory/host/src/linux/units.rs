@@ -86,12 +86,18 @@ impl Core {
         }
     }
 
-    /// A fault on a page of a discarded unit.
-    pub fn zeros_for_unit(&self, page: PageNo, cache: &PerCpuPages) -> Option<Resolution> {
+    /// A fault on a page of a discarded unit, or of a new one without a source: zeros, or what the
+    /// file has.
+    pub fn zeros_for_unit(
+        &self,
+        page: PageNo,
+        state: PageState,
+        cache: &PerCpuPages,
+    ) -> Option<Resolution> {
         let region = cache.region();
         let linux = region.linux.as_ref()?;
         let _user = linux.enter();
-        if region.word(page)?.load() != PageState::Zero {
+        if region.word(page)?.load() != state {
             return None;
         }
         let first = page.block_start();
@@ -99,7 +105,7 @@ impl Core {
             return Some(Resolution::Lost(linux.not_filled(page, errno)));
         }
         let words = (0..BLOCK).filter_map(|at| region.word(first.plus(at)));
-        let moved = words.filter(|word| word.change(PageState::Zero, PageState::InPlace).is_ok());
+        let moved = words.filter(|word| word.change(state, PageState::InPlace).is_ok());
         let moved = moved.count();
         linux.note_in_place(moved as i64);
         FaultCounters::add(&cache.shared.count.zero_fill, moved as u64);

@@ -4,7 +4,6 @@
 use super::incoming::{Arrival, has_not_come};
 use super::{Job, Refusal};
 use crate::control::Decision;
-use crate::output::complain;
 use lacuna_machine::Vm;
 use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Arrived, Arriving, Prepared};
@@ -69,18 +68,11 @@ pub(super) fn take_rest<V: Vm>(arrival: &Arrival<'_>, mut arriving: Arriving<V>)
         let mut failed = false;
         loop {
             if let Some(decision) = incoming_guest.next(failed) {
-                // Missing pages are lost from here on.
-                let left = match decision {
-                    Decision::Cancel => arriving.give_up(),
-                    Decision::Keep => Ok(()),
-                    Decision::End => {
-                        say_that_it_has_ended(arrival, &mut arriving);
-                        Ok(())
-                    }
-                };
-                if let Err(why) = left {
-                    complain(&format!("{why}; the guest keeps running"));
+                if decision == Decision::End {
+                    say_that_it_has_ended(arrival, &mut arriving);
                 }
+                // Missing pages are lost from here on.
+                drop(arriving);
                 return incoming_guest.set_lost();
             }
             failed = arriving.resume(arrival.connections()).is_err();

@@ -1,0 +1,104 @@
+//! Puts pages in place that arrive before the guest, where others arrive after it.
+//!
+//! A page may arrive again, or stay at the source in the end: then it is missing again.
+
+use super::take::{bytes_of, in_slots};
+use crate::{MemoryLayout, MigrateError, PageSet};
+use lacuna_addr::{GfnRange, PAGE_SIZE};
+use lacuna_machine::{MissingMemory, SourcePage, Vm};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
+
+/// The memory of a VM whose guest has not arrived.
+pub(super) struct EarlyPages<'a, V> {
+    vm: &'a V,
+    missing: &'a dyn MissingMemory,
+    layout: &'a MemoryLayout,
+    /// Pages in place.
+    placed: Mutex<PageSet, lock_order::EarlyPages>,
+}
+
+impl<'a, V: Vm> EarlyPages<'a, V> {
+    pub fn new(vm: &'a V, missing: &'a dyn MissingMemory, layout: &'a MemoryLayout) -> Self {
+        Self {
+            vm,
+            missing,
+            layout,
+            placed: Mutex::new(PageSet::empty(layout.pages())),
+        }
+    }
+
+    /// Puts pages in place, or writes over their older copies.
+    pub fn put(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
+        let count = (bytes.len() / PAGE_SIZE) as u64;
+        self.fill_units(first, count)?;
+        in_slots(self.layout, first, count, &mut |gpa, pages| {
+            let part = &bytes[bytes_of(&pages)];
+            if self.missing.provide(gpa, part)?.late > 0 {
+                self.vm.write(gpa, part)?;
+            }
+            Ok(())
+        })?;
+        let mut placed = self.placed();
+        (first.0..first.0 + count).for_each(|page| placed.insert(SourcePage(page)));
+        Ok(())
+    }
+
+    /// These pages are zeros. Only pages in place are written: after the guest's arrival, the page
+    /// source has zeros for a page that is neither in place nor awaited.
+    pub fn put_zeros(&self, first: SourcePage, count: u64) -> Result<(), MigrateError> {
+        let pages = (first.0..first.0 + count).map(SourcePage);
+        let older: Vec<_> = {
+            let placed = self.placed();
+            pages.filter(|page| placed.contains(*page)).collect()
+        };
+        older
+            .into_iter()
+            .try_for_each(|page| self.put(page, &[0; PAGE_SIZE]))
+    }
+
+    /// Puts the huge pages of these pages in place, as zeros, because a part of one could not be
+    /// written before the rest has arrived.
+    fn fill_units(&self, first: SourcePage, count: u64) -> Result<(), MigrateError> {
+        let unit = self.missing.unit().get();
+        if unit == 1 {
+            return Ok(());
+        }
+        for start in (first.0 - first.0 % unit..first.0 + count).step_by(unit as usize) {
+            if self.placed().contains(SourcePage(start)) {
+                continue;
+            }
+            let zeros = vec![0; unit as usize * PAGE_SIZE];
+            in_slots(self.layout, SourcePage(start), unit, &mut |gpa, pages| {
+                self.missing.provide(gpa, &zeros[bytes_of(&pages)])?;
+                Ok(())
+            })?;
+            let mut placed = self.placed();
+            (start..start + unit).for_each(|page| placed.insert(SourcePage(page)));
+        }
+        Ok(())
+    }
+
+    /// The guest arrives, and these pages are still at the source: they are missing again.
+    pub fn make_missing(&self, awaited: &PageSet) -> Result<(), MigrateError> {
+        let mut again = self.placed().clone();
+        again.keep(awaited);
+        for run in again.runs() {
+            let pages = run.end - run.start;
+            in_slots(
+                self.layout,
+                SourcePage(run.start),
+                pages,
+                &mut |gpa, pages| {
+                    let gfns = GfnRange::new(gpa.gfn(), pages.end - pages.start);
+                    let gfns = gfns.ok_or(MigrateError::SlotsChanged)?;
+                    Ok(self.missing.make_missing(gfns)?)
+                },
+            )?;
+        }
+        Ok(())
+    }
+
+    fn placed(&self) -> MutexGuard<'_, PageSet> {
+        self.placed.lock().expect("no panic under this lock")
+    }
+}
