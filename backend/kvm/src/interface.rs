@@ -3,7 +3,7 @@
 use crate::boot;
 use crate::error::KvmError;
 use crate::mapping::Mapping;
-use crate::slots::{KvmSlot, Refusal, SlotSpec, check_slot, spec_of};
+use crate::slots::{KvmSlot, Refusal, SlotSpec, check_address, check_slot, spec_of};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
@@ -204,7 +204,7 @@ impl MemorySlots for Vm {
             return Err(SlotError::NoSource { id }.into());
         }
         let pages = PageCount::new(gfns.pages());
-        check_slot(&self.fd, id, pages)?;
+        check_slot(&self.fd, id, gfns, self.features.address_bits())?;
         let _logs = self.dirty.state();
         let own = Mapping::new(pages);
         let own = own.map_err(|errno| MemorySlotError::Host {
@@ -234,6 +234,7 @@ impl MemorySlots for Vm {
         let slot = self.slots.get(id)?;
         if let Some(gfns) = GfnRange::new(start, slot.gfns.pages()) {
             check_reserved(self.config.arch, id, gfns)?;
+            check_address(id, gfns, self.features.address_bits())?;
         }
         let spec = SlotSpec {
             guest: start.gpa().get(),

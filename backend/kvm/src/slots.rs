@@ -10,7 +10,7 @@
 use crate::mapping::Mapping;
 use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, VmFd};
-use lacuna_addr::{Gpa, Hva, PAGE_SIZE, PageCount};
+use lacuna_addr::{GfnRange, Gpa, Hva, PAGE_SHIFT, PAGE_SIZE, PageCount};
 use lacuna_machine::MemorySlotError;
 use lacuna_slots::{DirtyBitmap, Limits, Logging, Slot, SlotError, SlotFlags, SlotId};
 use lacuna_slots::{SlotData, Slots, Snapshot};
@@ -174,17 +174,32 @@ impl SlotTable {
 const PAGES_MAX: PageCount = PageCount::new((1 << 31) - 1);
 
 /// Refuses a number or a size that KVM does not support, before tables for the slot are made.
-pub fn check_slot(fd: &VmFd, id: SlotId, pages: PageCount) -> Result<(), MemorySlotError> {
+pub fn check_slot(
+    fd: &VmFd,
+    id: SlotId,
+    gfns: GfnRange,
+    address_bits: u32,
+) -> Result<(), MemorySlotError> {
     let slots = fd.check_extension_int(Cap::NrMemslots);
     let last = u16::try_from(slots - 1).unwrap_or(u16::MAX);
     if id.0 > last {
         return Err(MemorySlotError::Number { id, last });
     }
+    let pages = PageCount::new(gfns.pages());
     if pages > PAGES_MAX {
         let max = PAGES_MAX;
         return Err(MemorySlotError::Size { id, pages, max });
     }
-    Ok(())
+    check_address(id, gfns, address_bits)
+}
+
+/// Whether addresses of `bits` bits reach the slot's end.
+pub fn check_address(id: SlotId, gfns: GfnRange, bits: u32) -> Result<(), MemorySlotError> {
+    let frames = 1_u64.checked_shl(bits.saturating_sub(PAGE_SHIFT));
+    match frames.is_none_or(|frames| gfns.end_raw() <= frames) {
+        true => Ok(()),
+        false => Err(MemorySlotError::Address { id, bits }),
+    }
 }
 
 /// The description of an existing slot.

@@ -49,6 +49,14 @@ pub enum MemorySlotError {
         /// The largest size.
         max: PageCount,
     },
+    /// The guest's processors have no such address.
+    #[error("{id}: the guest's physical addresses have {bits} bits here: choose a lower address")]
+    Address {
+        /// The slot.
+        id: SlotId,
+        /// The number of bits of a guest-physical address.
+        bits: u32,
+    },
     /// The host has no memory for the slot, or the host's kernel refuses.
     #[error("{id}: {cause}")]
     Host {
@@ -64,7 +72,9 @@ impl MemorySlotError {
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Slot(SlotError::NoRoom { .. }) | Self::Host { .. } => ErrorKind::Host,
-            Self::Slot(_) | Self::Number { .. } | Self::Size { .. } => ErrorKind::Request,
+            Self::Slot(_) | Self::Number { .. } | Self::Size { .. } | Self::Address { .. } => {
+                ErrorKind::Request
+            }
         }
     }
 }

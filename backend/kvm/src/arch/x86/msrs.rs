@@ -4,6 +4,7 @@ use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::VcpuFd;
 use lacuna_machine::StateError;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 pub const TSC: u32 = 0x10;
 pub const TSC_DEADLINE: u32 = 0x6e0;
@@ -13,12 +14,18 @@ const APF_ACKNOWLEDGE: u32 = 0x4b56_4d07;
 /// The registers outside a state's list: a state has a field of its own for each, or lacks it.
 const ELSEWHERE: [u32; 5] = [TSC, TSC_DEADLINE, APF_ENABLE, APF_VECTOR, APF_ACKNOWLEDGE];
 
+/// Hyper-V's registers. KVM's list has them where the kernel was built with Hyper-V's interface,
+/// and some of them count by themselves. A guest has them only if its CPUID says so, which ours
+/// never does.
+const HYPER_V: Range<u32> = 0x4000_0000..0x4001_0000;
+
 /// The values of model-specific registers before the vCPU runs.
 pub type Fresh = BTreeMap<u32, u64>;
 
 /// The present values of the registers in `indices` that KVM can read.
 pub fn fresh(fd: &VcpuFd, indices: &[u32]) -> Fresh {
-    let known = indices.iter().filter(|index| !ELSEWHERE.contains(index));
+    let is_ours = |index: &&u32| !ELSEWHERE.contains(index) && !HYPER_V.contains(index);
+    let known = indices.iter().filter(is_ours);
     known
         .filter_map(|index| Some((*index, read(fd, *index)?)))
         .collect()

@@ -29,6 +29,8 @@ const APF_VMEXIT: u32 = 1 << 10;
 const X2APIC: u32 = 1 << 21;
 const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
+/// The leaf of CPUID with the sizes of addresses.
+const SIZES: u32 = 0x8000_0008;
 
 /// The features of the guest's processors. Only the processors' numbers differ.
 pub struct Features {
@@ -71,6 +73,14 @@ impl Features {
         let leaf = self.supported.as_slice().iter();
         let features = leaf.filter(|e| e.function == FEATURES).map(|e| e.eax);
         features.fold(0, |all, eax| all | eax) & APF_BITS == APF_BITS
+    }
+
+    /// The number of bits of a physical address on this host. KVM with two-dimensional paging
+    /// refuses slots above.
+    pub fn address_bits(&self) -> u32 {
+        let [eax, ..] = answer(self.supported.as_slice(), SIZES, 0);
+        // A processor without the leaf has 36.
+        (eax & 0xff).max(36)
     }
 
     /// The features announced in KVM's own leaf of CPUID.
