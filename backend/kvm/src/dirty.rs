@@ -13,7 +13,8 @@ use crate::ring::Ring;
 use crate::slots::{KvmSlot, SlotTable, set_logging_flag};
 use crate::tracker::Tracker;
 use kvm_bindings::{
-    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, kvm_enable_cap,
+    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET,
+    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, kvm_enable_cap,
 };
 use kvm_ioctls::VmFd;
 use lacuna_addr::PAGE_SIZE;
@@ -23,6 +24,10 @@ use lacuna_sys::{Errno, Pagemap, Written, clear_dirty_log, reset_dirty_rings};
 use rustix::fd::{AsRawFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Pages of a new log that one call clears, 64 MiB: KVM holds its MMU lock during the call, and a
+/// vCPU's fault waits for the lock.
+const CLEARED_AT_ONCE: usize = 16384;
 
 /// For `map_err`: the kernel refused to `step`.
 fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
@@ -36,6 +41,9 @@ fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
 pub struct Dirty {
     delivery: Delivery,
     tracker: Tracker,
+    /// Whether KVM's bitmaps begin with all pages set. With this setting, a cleared bit also
+    /// write-protects the huge leaf over its page. So it must not change while a slot logs.
+    begins_set: bool,
     state: Mutex<DirtyState, lock_order::KvmDirty>,
     /// How often the rings were reset.
     resets: AtomicU64,
@@ -53,9 +61,11 @@ pub struct DirtyState {
 }
 
 impl Dirty {
+    /// `begins_set`: this KVM has `MemoryCapability::LogInitiallySet`.
+    ///
     /// # Errors
     /// The page map cannot be opened, or the delivery is a ring, which a page map cannot fill.
-    pub fn new(delivery: Delivery, tracker: Tracker) -> Result<Self, DirtyError> {
+    pub fn new(delivery: Delivery, tracker: Tracker, begins_set: bool) -> Result<Self, DirtyError> {
         let pagemap = match (tracker, delivery) {
             (Tracker::Pagemap, Delivery::Bitmap) => {
                 Some(Pagemap::open().map_err(refused("open the page map"))?)
@@ -74,6 +84,7 @@ impl Dirty {
         Ok(Self {
             delivery,
             tracker,
+            begins_set: begins_set && (tracker, delivery) == (Tracker::Kvm, Delivery::Bitmap),
             state: Mutex::new(state),
             resets: AtomicU64::new(0),
         })
@@ -140,9 +151,14 @@ impl Log<'_> {
         if slot.attach.is_logging() == on {
             return Ok(());
         }
-        if let Logging::On { initially, .. } = logging
-            && initially == Initially::AllSet
-        {
+        let begins_set = matches!(
+            logging,
+            Logging::On {
+                initially: Initially::AllSet,
+                ..
+            }
+        );
+        if begins_set && !self.dirty.begins_set {
             return Err(DirtyError::Unsupported(
                 "a log in which all pages are set at first",
             ));
@@ -162,10 +178,14 @@ impl Log<'_> {
             }
             (Tracker::Kvm, _) => {
                 if on && self.dirty.delivery == Delivery::Bitmap {
-                    enable_manual_protect(self.fd)?;
+                    self.enable_manual_protect()?;
                 }
-                let set = set_logging_flag(self.fd, &slot, logging);
-                set.map_err(refused("switch a slot's logging"))?;
+                let set = |logging| set_logging_flag(self.fd, &slot, logging);
+                set(logging).map_err(refused("switch a slot's logging"))?;
+                if on && !begins_set {
+                    let cleared = self.clear_set_log(&slot);
+                    cleared.inspect_err(|_| _ = set(Logging::Off))?;
+                }
             }
         }
         if on {
@@ -401,21 +421,39 @@ impl Log<'_> {
         cleared.map_err(refused("clear the log"))
     }
 
+    /// KVM has begun a log of `slot`. Clears the bits that are set at first, so that no page counts
+    /// as written, and arms all pages.
+    pub fn clear_set_log(&self, slot: &KvmSlot) -> Result<(), DirtyError> {
+        if !self.dirty.begins_set {
+            return Ok(());
+        }
+        let pages = slot.backing.pages() as usize;
+        let all = [!0; CLEARED_AT_ONCE / 64];
+        let mut firsts = (0..pages).step_by(CLEARED_AT_ONCE);
+        firsts.try_for_each(|first| {
+            self.clear_log(slot, first, CLEARED_AT_ONCE.min(pages - first), &all)
+        })
+    }
+
+    /// Enables manual protect: only `KVM_CLEAR_DIRTY_LOG` clears KVM's log and re-arms its pages.
+    fn enable_manual_protect(&self) -> Result<(), DirtyError> {
+        let mut flags = KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE;
+        if self.dirty.begins_set {
+            flags |= KVM_DIRTY_LOG_INITIALLY_SET;
+        }
+        let mut cap = kvm_enable_cap {
+            cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+            ..Default::default()
+        };
+        cap.args[0] = flags.into();
+        let enabled = self.fd.enable_cap(&cap);
+        enabled.map_err(|e| refused("enable manual protect of its log (Linux 5.1)")(errno(e)))
+    }
+
     fn raw(&self) -> BorrowedFd<'_> {
         // SAFETY: 1. the descriptor is open as long as `self` is borrowed.
         unsafe { BorrowedFd::borrow_raw(self.fd.as_raw_fd()) }
     }
-}
-
-/// Enables manual protect: only `KVM_CLEAR_DIRTY_LOG` clears KVM's log and re-arms its pages.
-fn enable_manual_protect(vm: &VmFd) -> Result<(), DirtyError> {
-    let mut cap = kvm_enable_cap {
-        cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
-        ..Default::default()
-    };
-    cap.args[0] = u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE);
-    let enabled = vm.enable_cap(&cap);
-    enabled.map_err(|e| refused("enable manual protect of its log (Linux 5.1)")(errno(e)))
 }
 
 fn errno(error: kvm_ioctls::Error) -> Errno {

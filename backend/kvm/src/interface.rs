@@ -276,6 +276,11 @@ impl Vm {
             cause: error.to_string(),
         })?;
         let changed = self.slots.set_flags(&self.fd, slot.id, flags);
-        changed.map_err(refused(slot.id))
+        changed.map_err(refused(slot.id))?;
+        if slot.attach.is_logging() {
+            // If this fails, the next harvest has more pages than were written.
+            let _ = self.log().clear_set_log(slot);
+        }
+        Ok(())
     }
 }

@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `error` | why a run cannot start |
 //! | `available` | whether this machine can run the backend |
+//! | `capabilities` | what its KVM can do with a guest's memory beyond that |
 //! | `memory` | the guest's memory: pages of the host manager, and where KVM sees them |
 //! | `window` | pages of a budget: moved between their frames and the guest's addresses |
 //! | `mapping` | mappings of this process, and copies from and to guest memory |
@@ -23,6 +24,7 @@
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `apf` | the host side of async page faults, for VMs with a page source |
 //! | `vcpu` | `KVM_RUN` and its exits |
+//! | `stopped` | messages for the stops after which a vCPU cannot continue |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
 //! | `kick/missing` | which vCPU exits for a missing page |
 //! | `missing` | exits on missing memory, and pages that the VMM provides |
@@ -48,6 +50,7 @@ mod available;
 mod balloon;
 mod boot;
 mod builder;
+mod capabilities;
 mod dirty;
 mod error;
 mod faults;
@@ -59,6 +62,7 @@ mod missing;
 mod provider;
 mod ring;
 mod slots;
+mod stopped;
 mod tokens;
 mod tracker;
 mod vcpu;
@@ -67,6 +71,7 @@ mod window;
 
 pub use available::{available, tsc_khz};
 pub use builder::VmBuilder;
+pub use capabilities::{MemoryCapability, memory_capabilities};
 pub use error::{KvmError, Unavailable};
 pub use lacuna_host::{HugePages, MemoryKind, SharedMemory, Swap};
 pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};

@@ -8,10 +8,9 @@
 use crate::apf::{self, ExitedVcpu, VcpuApf};
 use crate::arch::{self, Fresh};
 use crate::kick::MissingPage;
+use crate::stopped;
 use crate::vm::Vm;
-use kvm_bindings::{
-    KVM_EXIT_DIRTY_RING_FULL, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
-};
+use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use lacuna_addr::{Gpa, aligned_piece};
 use lacuna_machine::{
@@ -195,7 +194,11 @@ impl Vcpu {
                 return Ok(Some(Exit::Shutdown(text)));
             }
             Ok(VcpuExit::InternalError) => {
-                let what = format!("KVM cannot continue: {}", self.internal_error());
+                let what = self.internal_error();
+                return Err(self.failed(&what));
+            }
+            Ok(VcpuExit::MemoryFault { gpa, .. }) => {
+                let what = stopped::no_page(Some(Gpa::truncate(gpa)));
                 return Err(self.failed(&what));
             }
             Ok(other) => {
@@ -204,6 +207,9 @@ impl Vcpu {
             }
             Err(e) if matches!(e.errno(), libc::EINTR | libc::EAGAIN) => {
                 return Ok(self.requested());
+            }
+            Err(e) if e.errno() == libc::EFAULT => {
+                return Err(self.failed(&stopped::no_page(None)));
             }
             Err(e) => return Err(self.failed(&format!("KVM_RUN: {e}"))),
         };
@@ -282,11 +288,7 @@ impl Vcpu {
         // SAFETY: 1. the exit was KVM_EXIT_INTERNAL_ERROR, so KVM has filled the union's
         // `internal`.
         let code = unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror };
-        match code {
-            KVM_INTERNAL_ERROR_EMULATION => "an instruction that it cannot emulate".into(),
-            KVM_INTERNAL_ERROR_DELIVERY_EV => "an event that it cannot deliver".into(),
-            other => format!("internal error {other}"),
-        }
+        stopped::internal_error(code)
     }
 
     fn failed(&self, what: &str) -> VcpuError {

@@ -6,6 +6,7 @@
 
 use crate::arch::{self, Features};
 use crate::available::open;
+use crate::capabilities::MemoryCapability;
 use crate::dirty::{Dirty, Log};
 use crate::error::KvmError;
 use crate::faults::Faults;
@@ -68,7 +69,9 @@ impl Vm {
             return Err(KvmError::NoFeature(feature));
         }
         let own_apf = has_own_apf(&config, &memory).then(|| features.kvm_features());
-        let dirty = Dirty::new(config.delivery, memory.tracker)?;
+        let begins_set = MemoryCapability::LogInitiallySet
+            .is_offered(|extension| kvm.check_extension_raw(extension.into()));
+        let dirty = Dirty::new(config.delivery, memory.tracker, begins_set)?;
         let memory = Arc::new(Memory::new(memory)?);
         let kicks = Arc::new(VcpuKicks::new(config.vcpus));
         let slots = Arc::new(SlotTable::new());

@@ -31,6 +31,7 @@ fn a_clear_that_kvm_refuses_keeps_the_writes_of_the_vmm() {
     refused(vm.clear_dirty(id, 64, 64, &mut [1 << 6]));
     refused(vm.get_dirty(id, &mut words));
     set_logging_flag(&vm.fd, &slot, Logging::LAZY).unwrap();
+    vm.log().clear_set_log(&slot).unwrap();
     vm.get_dirty(id, &mut words).unwrap();
     assert_eq!((words[0], words[1]), (1 << 1, 1 << 6));
 }

@@ -10,7 +10,7 @@ use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_guest::status::Kind;
 use lacuna_machine::{
     DirtyError, DirtyTracking as _, GuestMemory as _, HugeLeaves, Initially, LogReader, Logging,
-    MemorySlot, MemorySlots as _, SlotId,
+    MemorySlot, MemorySlots as _, SlotId, set_logging_everywhere,
 };
 
 use super::Outcome;
@@ -25,6 +25,11 @@ const CHURN: &str = "transactions=5000 cold=5000 tick_us=20000";
 
 /// Its processes work only once the monitor is ready.
 const HELD: Start = Start::Held(Kind::Worker);
+
+const ALL_SET: Logging = Logging::On {
+    initially: Initially::AllSet,
+    huge: HugeLeaves::Lazy,
+};
 
 type Page = [u8; PAGE_SIZE];
 
@@ -45,8 +50,18 @@ impl Copy {
     /// Starts tracking, then copies everything.
     fn begin<B: Backend>(vm: &B::Vm) -> Self {
         start_tracking(vm);
+        Self::of::<B>(vm, |gfns, page| read::<B>(vm, gfns, page))
+    }
+
+    /// Starts tracking with all pages set, and copies nothing: the first harvest has every page.
+    fn begin_set<B: Backend>(vm: &B::Vm) -> Self {
+        set_logging_everywhere(vm, ALL_SET).expect("slots of this VM");
+        Self::of::<B>(vm, |_, _| [0; PAGE_SIZE])
+    }
+
+    fn of<B: Backend>(vm: &B::Vm, page: impl Fn(GfnRange, usize) -> Page) -> Self {
         let all = |MemorySlot { id, gfns, .. }| {
-            let pages = (0..gfns.pages() as usize).map(|page| read::<B>(vm, gfns, page));
+            let pages = (0..gfns.pages() as usize).map(|at| page(gfns, at));
             (id, (gfns, pages.collect()))
         };
         Self(vm.memory_slots().into_iter().map(all).collect())
@@ -87,6 +102,10 @@ fn prepared<B: Backend>(running: &Running<'_, B>) {
 
 /// Runs `churn` beside a monitor with one and two vCPUs.
 fn follow<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
+    follow_from(backend, tracking, Copy::begin::<B>)
+}
+
+fn follow_from<B: Backend>(backend: &B, tracking: Tracking, begin: fn(&B::Vm) -> Copy) -> Outcome {
     let backend = backend.clone();
     within(move || {
         for vcpus in [1, 2] {
@@ -101,7 +120,7 @@ fn follow<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
                 HELD,
                 |running| {
                     prepared(running);
-                    let mut copy = Copy::begin::<B>(running.vm);
+                    let mut copy = begin(running.vm);
                     if !running.is_over() {
                         running.pause(0);
                     }
@@ -273,24 +292,20 @@ pub fn tracking_begins_and_ends_while_the_guest_runs<B: Backend>(backend: &B) ->
     })
 }
 
-/// A log may begin with every page set. A backend without this feature refuses by name, and does
-/// not log.
+/// A log may begin with every page set, and then has every write. A backend without this feature
+/// refuses by name, and does not log.
 pub fn a_log_begins_with_all_pages_set<B: Backend>(backend: &B) -> Outcome {
     let Made { vm, .. } = backend.make(
         &Request::new(16, 16, 1, ""),
         &guest(backend.arch(), "hello"),
     )?;
     let id = vm.memory_slots()[0].id;
-    let all_set = Logging::On {
-        initially: Initially::AllSet,
-        huge: HugeLeaves::Lazy,
-    };
-    match vm.set_logging(id, all_set) {
+    match vm.set_logging(id, ALL_SET) {
         Ok(()) => {
             let pages = harvest(&*vm).len() as u64;
             assert_eq!(pages, vm.memory_slots()[0].gfns.pages());
             assert_eq!(harvest(&*vm), BTreeSet::new(), "taken");
-            Ok(())
+            follow_from(backend, Tracking::Bitmap, Copy::begin_set::<B>)
         }
         Err(refused @ DirtyError::Unsupported(_)) => {
             let refused_again = vm.get_dirty(id, &mut [0; 64]);
