@@ -80,7 +80,7 @@ pub struct Diagnosis {
 /// Examines this host; swap files would go to `swap_dir`.
 pub fn examine(swap_dir: &Path) -> Diagnosis {
     let host = HostInfo::detect();
-    let checks = vec![
+    let mut checks = vec![
         checks::cpu(&host),
         checks::memory(),
         checks::cgroup(),
@@ -89,9 +89,9 @@ pub fn examine(swap_dir: &Path) -> Diagnosis {
         checks::huge_pages(),
         checks::userfaultfd(),
         checks::kvm(),
-        checks::compiler(),
-        checks::qemu(),
     ];
+    checks.extend(checks::kvm_memory());
+    checks.extend([checks::compiler(), checks::qemu()]);
     Diagnosis {
         schema: SCHEMA,
         host,

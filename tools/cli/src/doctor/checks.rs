@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use lacuna_addr::PageCount;
-use lacuna_kvm::{KvmError, VmBuilder};
+use lacuna_kvm::{KvmError, MemoryCapability, VmBuilder};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
 use lacuna_machine::Builder as _;
@@ -212,6 +212,50 @@ pub(super) fn kvm() -> Check {
     }
 }
 
+/// KVM's capabilities for a guest's memory, and what Lacuna does with each. None without KVM.
+pub(super) fn kvm_memory() -> Vec<Check> {
+    let Ok(offered) = lacuna_kvm::memory_capabilities() else {
+        return Vec::new();
+    };
+    let all = MemoryCapability::ALL.into_iter();
+    all.map(|one| kvm_capability(one, offered.contains(&one)))
+        .collect()
+}
+
+fn kvm_capability(capability: MemoryCapability, is_offered: bool) -> Check {
+    use MemoryCapability::{LogInitiallySet, MappedGuestMemfd, MemoryFaultExit, PreFault};
+    let (id, name, since) = match capability {
+        LogInitiallySet => ("kvm_log", "KVM_DIRTY_LOG_INITIALLY_SET", "5.7"),
+        MemoryFaultExit => ("kvm_fault", "KVM_EXIT_MEMORY_FAULT", "6.8"),
+        PreFault => ("kvm_prefault", "KVM_PRE_FAULT_MEMORY", "6.12"),
+        MappedGuestMemfd => ("kvm_memfd", "guest_memfd with mmap", "6.18"),
+    };
+    let found = match is_offered {
+        true => name.to_owned(),
+        false => format!("no {name} (Linux {since})"),
+    };
+    let not_used = |why| Check::ok(id, format!("{found}; not used: {why}"));
+    match (capability, is_offered) {
+        (LogInitiallySet, true) => Check::ok(id, format!("{found} begins logs of writes")),
+        (LogInitiallySet, false) => Check::limited(
+            id,
+            found,
+            "logs of writes begin more slowly, and none with all pages set",
+        ),
+        (MemoryFaultExit, true) => Check::ok(
+            id,
+            format!("{found} gives errors an address, where KVM has one"),
+        ),
+        (MemoryFaultExit, false) => Check::limited(
+            id,
+            found,
+            "errors do not name the address of a failed access",
+        ),
+        (PreFault, _) => not_used("guests map what they touch"),
+        (MappedGuestMemfd, _) => not_used("userfaultfd does not take it"),
+    }
+}
+
 pub(super) fn compiler() -> Check {
     match ["cc", "gcc", "clang"].into_iter().find_map(find) {
         Some(path) => Check::ok("cc", path.display().to_string()),
@@ -236,6 +280,7 @@ pub(super) fn qemu() -> Check {
 
 #[cfg(test)]
 mod tests {
+    use super::super::State;
     use super::*;
 
     #[test]
@@ -271,6 +316,18 @@ mod tests {
             limit("5:cpu,memory:/x\n4:freezer:/\n", &v1),
             Some(128 << 20)
         );
+    }
+
+    /// Only a capability that Lacuna uses is ever lacking.
+    #[test]
+    fn capabilities_of_kvm_are_named_with_their_use() {
+        for capability in MemoryCapability::ALL {
+            let [with, without] = [true, false].map(|has| kvm_capability(capability, has));
+            assert_eq!((with.id, with.state), (without.id, State::Ok));
+            assert!(without.found.starts_with("no "), "{}", without.found);
+            let is_used = !with.found.contains("not used");
+            assert_eq!(is_used, without.state == State::Limited, "{}", with.id);
+        }
     }
 
     #[test]
