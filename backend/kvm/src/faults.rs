@@ -83,11 +83,13 @@ impl Faults {
             state,
             threads: Vec::new(),
         };
+        let is_sure = is_in_initial_pid_namespace();
         for (number, uffds) in readers.into_iter().enumerate() {
             let mut reader = Reader {
                 state: Arc::clone(&this.state),
                 uffds,
                 is_first: number == 0,
+                is_sure,
                 again: Vec::new(),
                 short_since: None,
             };
@@ -147,6 +149,10 @@ struct Reader {
     uffds: Vec<Arc<Userfaultfd>>,
     /// Whether it handles the notices.
     is_first: bool,
+    /// Whether a number of a thread names one thread. Linux reports a worker of KVM by its number
+    /// in the initial PID namespace. In another namespace, a thread of this process may have the
+    /// same number.
+    is_sure: bool,
     /// Pages to be tried again after [`RETRY`].
     again: Vec<Page>,
     /// Since when Linux has lacked memory.
@@ -300,6 +306,10 @@ impl Reader {
     /// | the same, for an access of KVM's own | the source is asked |
     /// | a worker of KVM, for its async page fault | a vCPU exits |
     /// | another thread of this process | the source is asked |
+    ///
+    /// A worker that seems to be a vCPU is treated as one. But KVM reports its fault only once, so
+    /// the page is held: the vCPU exits for it until it is provided, and it is mapped then. A
+    /// worker that seems to be another thread gets its page from the source.
     fn exit(&self, provider: &Provider, page: Page, fault: Fault) -> Waits {
         let missing = MissingPage {
             page,
@@ -310,8 +320,12 @@ impl Reader {
         let kicks = &self.state.kicks;
         match kicks.vcpu_of(fault.thread) {
             Some(vcpu) => match kicks.report(vcpu, missing) {
-                Reported::Leaves | Reported::Left => {}
-                Reported::Waits => _ = provider.hold(page),
+                Reported::Leaves | Reported::Left if self.is_sure => {}
+                Reported::Leaves | Reported::Waits => _ = provider.hold(page),
+                Reported::Left => {
+                    provider.hold(page);
+                    kicks.report_for_any(missing);
+                }
                 Reported::Stays => return Waits::ForTheSource,
             },
             None if is_of_this_process(fault.thread) => return Waits::ForTheSource,
@@ -362,6 +376,13 @@ fn is_of_this_process(thread: u32) -> bool {
     // SAFETY: 1. signal 0 is not sent: the call only looks for the thread.
     let found = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, 0) };
     found == 0
+}
+
+/// Whether this process is in the initial PID namespace, which has this number in every kernel
+/// (`PROC_PID_INIT_INO`).
+fn is_in_initial_pid_namespace() -> bool {
+    let namespace = std::fs::read_link("/proc/self/ns/pid");
+    namespace.is_ok_and(|namespace| namespace.as_os_str() == "pid:[4026531836]")
 }
 
 /// Gives the calling thread real-time priority, if that is permitted, and exact timers: vCPUs wait

@@ -122,7 +122,8 @@ pub struct Fault {
     /// A write, or any other access.
     pub access: Access,
     /// The waiting thread's number from `gettid(2)`. A kernel thread that acts for this process has
-    /// a number too.
+    /// a number too: its number in the initial PID namespace. In another PID namespace, a thread of
+    /// this process may have the same number.
     pub thread: u32,
 }
 

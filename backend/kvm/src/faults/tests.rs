@@ -7,7 +7,7 @@ use crate::memory::{BUDGET_MIN, MemoryConfig};
 use crate::slots::SlotSpec;
 use crate::tracker::Tracker;
 use io_uring::IoUring;
-use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
+use lacuna_addr::{Access, BackingRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_host::{HostError, HostStats, HugePages, MemoryKind, Swap};
 use lacuna_machine::{Answer, PageSource};
 use lacuna_slots::{SlotFlags, SlotId};
@@ -337,6 +337,38 @@ fn a_held_page_comes_from_the_vmm() {
         assert_eq!(read, 8);
         assert!(!bench.provider().is_held(5));
         assert!(requests.try_recv().is_err());
+    }
+}
+
+/// A worker of KVM has the number of a vCPU's thread. It gets its page when the VMM provides it,
+/// although the vCPU exits and does not need the page.
+#[test]
+fn a_page_is_held_for_a_worker_that_seems_to_be_a_vcpu() {
+    let Some((bench, _requests)) = bench(SlotFlags::EXIT_ON_MISSING, PAGES) else {
+        return;
+    };
+    let immediate_exit = AtomicU8::new(0);
+    let at = NonNull::new(immediate_exit.as_ptr()).unwrap();
+    // SAFETY: 1. the byte outlives the entry.
+    let _entry = unsafe { bench.kicks.enter(0, at) };
+    for (page, is_sure) in [(5, true), (6, false)] {
+        let reader = Reader {
+            state: Arc::clone(&bench.faults.state),
+            uffds: Vec::new(),
+            is_first: false,
+            is_sure,
+            again: Vec::new(),
+            short_since: None,
+        };
+        let fault = Fault {
+            page: bench.memory.hva(page),
+            access: Access::Read,
+            thread: rustix::thread::gettid().as_raw_nonzero().get() as u32,
+        };
+        assert!(reader.exit(bench.provider(), page, fault) == Waits::ForTheVmm);
+        let exits = bench.kicks.take_missing(0).map(|missing| missing.page);
+        assert_eq!(exits, Some(page));
+        assert_eq!(bench.provider().is_held(page), !is_sure);
     }
 }
 
