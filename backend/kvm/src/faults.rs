@@ -307,9 +307,10 @@ impl Reader {
     /// | a worker of KVM, for its async page fault | a vCPU exits |
     /// | another thread of this process | the source is asked |
     ///
-    /// A worker that seems to be a vCPU is treated as one. But KVM reports its fault only once, so
-    /// the page is held: the vCPU exits for it until it is provided, and it is mapped then. A
-    /// worker that seems to be another thread gets its page from the source.
+    /// A worker that seems to be a vCPU is treated as one. But KVM reports its fault only once. So
+    /// if a provided page has to be mapped, it is held: the vCPU exits for it until it is provided,
+    /// and it is mapped then. A worker that seems to be another thread gets its page from the
+    /// source.
     fn exit(&self, provider: &Provider, page: Page, fault: Fault) -> Waits {
         let missing = MissingPage {
             page,
@@ -320,12 +321,13 @@ impl Reader {
         let kicks = &self.state.kicks;
         match kicks.vcpu_of(fault.thread) {
             Some(vcpu) => match kicks.report(vcpu, missing) {
-                Reported::Leaves | Reported::Left if self.is_sure => {}
-                Reported::Leaves | Reported::Waits => _ = provider.hold(page),
-                Reported::Left => {
+                Reported::Left if !self.is_sure => {
                     provider.hold(page);
                     kicks.report_for_any(missing);
                 }
+                Reported::Leaves if self.is_sure || !self.state.memory.is_mapped_by_moves() => {}
+                Reported::Leaves | Reported::Waits => _ = provider.hold(page),
+                Reported::Left => {}
                 Reported::Stays => return Waits::ForTheSource,
             },
             None if is_of_this_process(fault.thread) => return Waits::ForTheSource,

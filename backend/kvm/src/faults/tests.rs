@@ -344,7 +344,7 @@ fn a_held_page_comes_from_the_vmm() {
 /// although the vCPU exits and does not need the page.
 #[test]
 fn a_page_is_held_for_a_worker_that_seems_to_be_a_vcpu() {
-    let Some((bench, _requests)) = bench(SlotFlags::EXIT_ON_MISSING, PAGES) else {
+    let Some((bench, _requests)) = bench(SlotFlags::EXIT_ON_MISSING, BUDGET_MIN) else {
         return;
     };
     let immediate_exit = AtomicU8::new(0);
