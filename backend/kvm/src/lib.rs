@@ -9,8 +9,7 @@
 //! | file | job |
 //! |---|---|
 //! | `error` | why a run cannot start |
-//! | `available` | whether this machine can run the backend |
-//! | `capabilities` | what its KVM can do with a guest's memory beyond that |
+//! | `available` | whether this machine can run the backend, and what its KVM can do beyond that |
 //! | `memory` | the guest's memory: pages of the host manager, and where KVM sees them |
 //! | `window` | pages of a budget: moved between their frames and the guest's addresses |
 //! | `mapping` | mappings of this process, and copies from and to guest memory |
@@ -23,8 +22,7 @@
 //! | `arch/x86/msrs` | model-specific registers, one by one |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `apf` | the host side of async page faults, for VMs with a page source |
-//! | `vcpu` | `KVM_RUN` and its exits |
-//! | `stopped` | messages for the stops after which a vCPU cannot continue |
+//! | `vcpu`, `stopped` | `KVM_RUN` and its exits; messages for the stops of a vCPU |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
 //! | `kick/missing` | which vCPU exits for a missing page |
 //! | `missing` | exits on missing memory, and pages that the VMM provides |
@@ -50,7 +48,6 @@ mod available;
 mod balloon;
 mod boot;
 mod builder;
-mod capabilities;
 mod dirty;
 mod error;
 mod faults;
@@ -69,9 +66,8 @@ mod vcpu;
 mod vm;
 mod window;
 
-pub use available::{available, tsc_khz};
+pub use available::{MemoryCapability, available, memory_capabilities, tsc_khz};
 pub use builder::VmBuilder;
-pub use capabilities::{MemoryCapability, memory_capabilities};
 pub use error::{KvmError, Unavailable};
 pub use lacuna_host::{HugePages, MemoryKind, SharedMemory, Swap};
 pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};

@@ -193,13 +193,9 @@ impl Vcpu {
                 let text = format!("vCPU {}: {}", self.index, self.describe("triple fault"));
                 return Ok(Some(Exit::Shutdown(text)));
             }
-            Ok(VcpuExit::InternalError) => {
-                let what = self.internal_error();
-                return Err(self.failed(&what));
-            }
+            Ok(VcpuExit::InternalError) => return Err(self.internal_error()),
             Ok(VcpuExit::MemoryFault { gpa, .. }) => {
-                let what = stopped::no_page(Some(Gpa::truncate(gpa)));
-                return Err(self.failed(&what));
+                return Err(self.failed(&stopped::no_page(Some(Gpa::truncate(gpa)))));
             }
             Ok(other) => {
                 let what = format!("KVM stopped it: {other:?}");
@@ -284,11 +280,11 @@ impl Vcpu {
         AccessAddress::Port(port, width(usize::from(size)))
     }
 
-    fn internal_error(&mut self) -> String {
+    fn internal_error(&mut self) -> VcpuError {
         // SAFETY: 1. the exit was KVM_EXIT_INTERNAL_ERROR, so KVM has filled the union's
         // `internal`.
         let code = unsafe { self.fd.get_kvm_run().__bindgen_anon_1.internal.suberror };
-        stopped::internal_error(code)
+        self.failed(&stopped::internal_error(code))
     }
 
     fn failed(&self, what: &str) -> VcpuError {

@@ -5,8 +5,7 @@
 //! outlive the descriptors. [`Vm`] declares its fields in that order, and Rust drops them in it.
 
 use crate::arch::{self, Features};
-use crate::available::open;
-use crate::capabilities::MemoryCapability;
+use crate::available::{MemoryCapability, open};
 use crate::dirty::{Dirty, Log};
 use crate::error::KvmError;
 use crate::faults::Faults;
