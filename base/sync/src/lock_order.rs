@@ -83,7 +83,7 @@ classes! {
         Serial "PlatformDevices::serial";
     Leaf:
         TableLists "Arena::lists",
-        FreeFrames "Frames::free (host)",
+        FreeFrames "Frames::free (frames)",
         RegionTable "Regions::list (host)",
         LinuxAddresses "LinuxAddresses (host)",
         LinuxTouchers "FillHandler::threads (host)",

@@ -33,7 +33,7 @@ const FILES: &[Listed] = &[
     // Prefetches.
     here("memory/tables/src/backing.rs"),
     // Prefetches, and zeros past the caches.
-    here("memory/host/src/frames/pool.rs"),
+    here("memory/frames/src/pool.rs"),
     // A load that a signal handler can end.
     here("base/sys/src/touch/arch.rs"),
     // Compare-and-swap of 16 bytes.
@@ -106,11 +106,11 @@ mod tests {
         let one = conditional(|arch| arch);
         assert_eq!(check("base/addr/src/lib.rs", &one).len(), 1);
         assert_eq!(check("base/addr/src/lib.rs", &format!("// {one}")).len(), 0);
-        assert_eq!(check("memory/host/src/frames/pool.rs", &one).len(), 1);
+        assert_eq!(check("memory/frames/src/pool.rs", &one).len(), 1);
         let both = one.clone() + &conditional(|arch| format!("not({arch})"));
-        assert_eq!(check("memory/host/src/frames/pool.rs", &both).len(), 0);
+        assert_eq!(check("memory/frames/src/pool.rs", &both).len(), 0);
         assert_eq!(
-            check("memory/host/src/frames/pool.rs", "fn f() {}").len(),
+            check("memory/frames/src/pool.rs", "fn f() {}").len(),
             1,
             "listed in vain"
         );

@@ -21,11 +21,18 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     ("lacuna-swap", &["lacuna-addr", "lacuna-sync"]),
     (
+        "lacuna-frames",
+        // swap: page words name swap entries, and a device may keep pages in frames. sys: the pool
+        // watches for pages that the kernel takes away.
+        &["lacuna-addr", "lacuna-sync", "lacuna-swap", "lacuna-sys"],
+    ),
+    (
         "lacuna-host",
         // sys: Linux memory is filled by userfaultfd.
         &[
             "lacuna-addr",
             "lacuna-sync",
+            "lacuna-frames",
             "lacuna-source",
             "lacuna-swap",
             "lacuna-sys",
@@ -188,6 +195,7 @@ pub enum Unsafe {
 /// The crates that may hold `unsafe`, each with its reason in its own header.
 const ROOMS: &[(&str, Unsafe)] = &[
     ("lacuna-tables", Unsafe::Room),
+    ("lacuna-frames", Unsafe::Room),
     ("lacuna-host", Unsafe::Room),
     ("lacuna-cpu", Unsafe::Room),
     ("lacuna-soft", Unsafe::Exceptional),

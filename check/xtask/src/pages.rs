@@ -103,7 +103,7 @@ pub fn check(path: &str, text: &str, tree: &Tree) -> Vec<Finding> {
 }
 
 /// The missing files that a line of a page or comment names with their folder
-/// (`memory/host/src/frames/block.rs`).
+/// (`memory/frames/src/block.rs`).
 pub fn files_missing<'a>(line: &'a str, tree: &Tree) -> Vec<&'a str> {
     let is_path = |c: char| c.is_ascii_alphanumeric() || "_-./".contains(c);
     let foreign = |word: &str| FOREIGN.iter().any(|folder| word.starts_with(folder));

@@ -5,19 +5,16 @@
 //! only at the beginning of a batch. So a copy isolates the frame while it runs, as a reclaimer
 //! does.
 
-use crate::block_word::BlockNo;
 use crate::core::Core;
 use crate::error::HostError;
-use crate::frames::pool::FramePtr;
 use crate::host::Host;
 use crate::linux::memory::LinuxMemory;
-use crate::page_no::PageNo;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::PageLocation;
-use crate::residency::PageState;
 use crate::resolve::{Frame, Resolution, small};
 use crate::settled::TICK;
 use lacuna_addr::{Access, BackingAddr, Level, PAGE_SIZE};
+use lacuna_frames::{BlockNo, FramePtr, PageNo, PageState};
 
 /// How often [`Host::peek`] tries a page that reclaim has isolated.
 const PEEKS: usize = 64;

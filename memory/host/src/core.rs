@@ -2,17 +2,16 @@
 
 use crate::counters::Counters;
 use crate::error::{Failure, LostPage};
-use crate::frames::{BATCH, Frames};
 use crate::linux::addresses::LinuxAddresses;
 use crate::linux::loss_list::Losses;
 use crate::lock::lock;
-use crate::page_no::PageNo;
 use crate::reclaim::samples::SampledSplits;
 use crate::region::{HugePages, Regions};
 use crate::settled::Settled;
 use crate::shared_cache::{MAX_PINNED, SharedCache};
 use crate::ticket::Ticket;
 use lacuna_addr::PageCount;
+use lacuna_frames::{BATCH, Frames, PageNo};
 use lacuna_swap::{Page, SwapEntry, SwapMap, SwapStore};
 use lacuna_sync::{Clock, Mutex, lock_order};
 use std::collections::BTreeMap;

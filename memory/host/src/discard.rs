@@ -11,16 +11,14 @@
 //! A page without a frame is not mapped, so only its word and its swap entry change. For Linux
 //! memory, see `linux::discard`.
 
-use crate::block_word::PageBlockState;
 use crate::core::Core;
 use crate::error::HostError;
 use crate::host::Host;
 use crate::linux::memory::LinuxMemory;
-use crate::page_no::PageNo;
 use crate::region::Region;
-use crate::residency::PageState;
 use crate::settled::TICK;
 use lacuna_addr::{BackingRange, PAGE_SIZE, Pfn};
+use lacuna_frames::{PageBlockState, PageNo, PageState};
 use std::sync::atomic::Ordering;
 
 /// The most pages discarded at once. Their vCPUs are asked to flush once.

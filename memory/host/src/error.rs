@@ -1,6 +1,7 @@
 //! The errors of the host memory manager. Each message says what happened, where, and what to do.
 
 use lacuna_addr::{BackingAddr, NoRoom, PageCount};
+use lacuna_frames::MapFailed;
 use lacuna_source::FailureKind;
 use lacuna_swap::SetupFailed;
 use std::sync::Arc;
@@ -31,16 +32,8 @@ pub enum HostError {
         maximum: PageCount,
     },
     /// The kernel refused the memory of the budget.
-    #[error(
-        "cannot get {bytes} bytes of memory for the budget: {reason}; give a smaller budget, or \
-         raise the limit on this process's memory (ulimit -v, cgroup)"
-    )]
-    Map {
-        /// The requested bytes.
-        bytes: u64,
-        /// The system's error.
-        reason: String,
-    },
+    #[error(transparent)]
+    Map(#[from] MapFailed),
     /// The manager's own tables do not fit.
     #[error(transparent)]
     Tables(#[from] NoRoom),
@@ -152,7 +145,7 @@ impl HostError {
             | Self::LinuxRoom { .. }
             | Self::SharedMemory { .. }
             | Self::NoSuchRegion(_) => true,
-            Self::Map { .. }
+            Self::Map(_)
             | Self::Tables(_)
             | Self::SwapSetup(_)
             | Self::SwapFull { .. }

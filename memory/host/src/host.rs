@@ -1,25 +1,22 @@
 //! The manager: its parts, its configuration, and its regions.
 
-use crate::block_word::PageBlockState;
 use crate::core::{Core, minimum_budget};
 use crate::counters::Counters;
 use crate::error::HostError;
-use crate::frames::desc::Desc;
-use crate::frames::pool::{FramePtr, MAX_FRAMES, Pool};
-use crate::frames::{BudgetFrames, Frames};
 use crate::io::{Executor, Io};
 use crate::linux::addresses::LinuxAddresses;
 use crate::linux::loss_list::Losses;
 use crate::lock::lock;
 use crate::origin::Origin;
-use crate::page_no::{BLOCK, PageNo};
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::{HugePages, MmuNotifier, Regions};
 use crate::settled::Settled;
 use crate::spare_caches::SpareCaches;
 use lacuna_addr::{
-    BackingAddr, BackingRange, HvaRange, Level, PAGE_SIZE, PageCount, Pfn, room_for,
-    room_for_threads,
+    BackingAddr, BackingRange, HvaRange, Level, PageCount, Pfn, room_for, room_for_threads,
+};
+use lacuna_frames::{
+    BLOCK, BudgetFrames, Desc, FramePtr, Frames, MAX_FRAMES, PageBlockState, PageNo, Pool,
 };
 use lacuna_source::{PageSource, SourcePage};
 use lacuna_swap::{Reads, SwapMap, SwapStore};
@@ -135,7 +132,7 @@ impl Host {
     /// # Errors
     /// The kernel has not enough memory.
     pub fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
-        self.core.frames.pool.prefault(each)
+        Ok(self.core.frames.pool.prefault(each)?)
     }
 
     /// The smallest budget in which `vcpus` vCPUs make progress, whatever their guests do.
@@ -149,7 +146,7 @@ impl Host {
         // These caches belong to no vCPU, and hold frames that the new vCPU may need.
         self.spare_caches.drain();
         let vcpus = lock(&self.core.caches).len() + 1;
-        check_budget(PageCount::new(self.core.frames.len() as u64), vcpus)?;
+        check_budget(PageCount::new(self.core.frames.budget() as u64), vcpus)?;
         Ok(PerCpuPages::new(self.core.clone()))
     }
 
@@ -214,11 +211,7 @@ impl Host {
     /// # Errors
     /// As `madvise(2)`.
     pub fn frames_to_move(&self) -> Result<HvaRange, HostError> {
-        let range = self.core.frames.pool.in_single_pages();
-        range.map_err(|errno| HostError::Map {
-            bytes: self.core.frames.len() as u64 * PAGE_SIZE as u64,
-            reason: errno.to_string(),
-        })
+        Ok(self.core.frames.pool.in_single_pages()?)
     }
 
     /// The bytes of frame `pfn`. The caller knows their page, from a [`crate::Resolution::Ready`]

@@ -9,9 +9,8 @@
 //! ```
 //! VMs share a [`Host`]. Their memory slots point into *regions*, which the host numbers itself
 //! ([`lacuna_addr::BackingAddr`]); these numbers are not pointers. A page's 64-bit word says where
-//! the page is (`residency`). A frame's descriptor says which thread may take the frame from its
-//! page (`desc`). 512 pages may be one compound page in an aligned block of frames: the block's
-//! word says so (`block_word`), and a descriptor says which thread may split it (`block`). Reclaim
+//! the page is, and a frame's descriptor says which thread may take the frame from its page
+//! (`lacuna_frames`). 512 pages may be one compound page in an aligned block of frames. Reclaim
 //! splits compound pages (`sampled_split`), a background thread makes them (`collapse`).
 //!
 //! * **No thread waits under a lock.** [`Host::resolve`] never sleeps. A waiting thread has none.
@@ -22,33 +21,29 @@
 //! * **No page is silently wrong.** A page whose checksum differs when it is read back is lost.
 //! * **No guest reads another's bytes.** A frame is zeroed or overwritten before it changes hands.
 //!
-//! `unsafe` is for the frame pool. Each block outside of `pool` says why its thread owns the frame.
+//! An *unsafe room*: a thread fills a frame by plain stores, and says why it owns the frame.
+//! `io::ring` shares the queues of io_uring with the kernel.
 
-mod block_word;
 mod copy;
 mod core;
 mod counters;
 mod discard;
 mod error;
 mod flight;
-mod frames;
 mod host;
 mod io;
 mod linux;
 mod lock;
 mod origin;
-mod page_no;
 mod per_cpu_pages;
 mod provide;
 mod reclaim;
 mod region;
 mod removal;
-mod residency;
 mod resolve;
 mod settled;
 mod shared_cache;
 mod source;
-mod span;
 mod spare_caches;
 mod stats;
 mod striped;
@@ -58,9 +53,9 @@ mod ticket;
 mod verify;
 
 pub use error::{HostError, LostPage};
-pub use frames::pool::FramePtr;
 pub use host::{Host, HostConfig, Polling};
 pub use io::{Io, fine_sleeps};
+pub use lacuna_frames::{FramePtr, MapFailed};
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_swap::{
     Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Page, Reads, SetupFailed,

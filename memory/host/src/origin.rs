@@ -1,6 +1,6 @@
 //! The page source of a region.
 
-use crate::page_no::PageNo;
+use lacuna_frames::PageNo;
 use lacuna_source::{PageRequest, PageRequester, PageSource, SourcePage};
 use std::sync::Arc;
 

@@ -4,12 +4,10 @@
 //! it takes no shared lock. Reclaim and statistics read [`SharedCache`], which one thread writes.
 
 use crate::core::Core;
-use crate::frames::BATCH;
-use crate::frames::turns::Turn;
-use crate::page_no::PageNo;
 use crate::region::Region;
 use crate::shared_cache::SharedCache;
 use lacuna_addr::Pfn;
+use lacuna_frames::{BATCH, PageNo, Turn};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

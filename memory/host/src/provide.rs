@@ -4,20 +4,17 @@
 //! from Empty to Resident. So it takes no shared lock and makes no ticket. If two threads provide
 //! one page, the second gets [`Answer::Late`].
 
-use crate::block_word::{BlockWord, PageBlockState};
 use crate::core::Core;
 use crate::counters::FaultCounters;
 use crate::error::HostError;
-use crate::frames::desc::Dirt;
 use crate::host::Host;
 use crate::lock::NEVER;
-use crate::page_no::PageNo;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
-use crate::residency::{PageState, PageWord};
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
+use lacuna_frames::{BlockWord, Dirt, PageBlockState, PageNo, PageState, PageWord};
 use lacuna_source::Answer;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -14,14 +14,13 @@
 //! are allocated as zeros, for which the kernel takes no memory until they are written. No thread
 //! writes the page words of an untouched block, and its removal does not read them.
 
-use crate::block_word::{BlockNo, BlockWord, PageBlockState};
 use crate::error::HostError;
 use crate::linux::memory::LinuxMemory;
 use crate::origin::Origin;
-use crate::page_no::{BLOCK, PageNo};
-use crate::residency::{PageState, PageWord};
-use crate::span::Span;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SHIFT, PageCount};
+use lacuna_frames::{
+    BLOCK, BlockNo, BlockWord, PageBlockState, PageNo, PageState, PageWord, Span, empty_words,
+};
 use lacuna_sync::{CachePadded, Mutex, RwLock, lock_order};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -158,7 +157,10 @@ impl Region {
     /// Every page without a block word, with its page word.
     pub fn tail(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
         let from = self.block_words.len() * BLOCK;
-        numbered(self.first.plus(from), &self.words[from..])
+        let (first, words) = (self.first.plus(from), self.words[from..].iter());
+        words
+            .enumerate()
+            .map(move |(i, word)| (first.plus(i), word))
     }
 
     /// The range of those pages; `None` if blocks fill the region.
@@ -227,20 +229,6 @@ struct Numbers {
     next_listener: usize,
 }
 
-impl Span<'_> {
-    /// Every page with its word.
-    pub fn pages(&self) -> impl Iterator<Item = (PageNo, &PageWord)> {
-        numbered(self.first, self.words)
-    }
-}
-
-fn numbered(first: PageNo, words: &[PageWord]) -> impl Iterator<Item = (PageNo, &PageWord)> {
-    words
-        .iter()
-        .enumerate()
-        .map(move |(i, word)| (first.plus(i), word))
-}
-
 impl Default for Numbers {
     fn default() -> Self {
         // Page 0 is never a page, so zero can mean none. Every region begins with a block. The
@@ -255,30 +243,6 @@ impl Default for Numbers {
 
 /// One past the highest page number that an address can have.
 const MAX_PAGES: u64 = 1 << (u64::BITS - PAGE_SHIFT);
-
-/// The words of `pages` empty pages; the kernel has backed none yet.
-#[cfg(not(loom))]
-fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
-    let bytes = pages.get().saturating_mul(size_of::<PageWord>() as u64);
-    let no_room = lacuna_addr::NoRoom { bytes };
-    let count = usize::try_from(pages.get()).map_err(|_| no_room)?;
-    let layout = std::alloc::Layout::array::<PageWord>(count).map_err(|_| no_room)?;
-    assert!(layout.size() > 0, "a region has pages");
-    // SAFETY: the layout is not empty.
-    let words = unsafe { std::alloc::alloc_zeroed(layout) }.cast::<PageWord>();
-    if words.is_null() {
-        return Err(no_room.into());
-    }
-    // SAFETY: a fresh allocation by the global allocator, of just this layout; a word of zeros is
-    // an empty page's (`PageState::encode`).
-    Ok(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(words, count)) })
-}
-
-/// Under loom an atomic is more than its bits.
-#[cfg(loom)]
-fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, HostError> {
-    Ok((0..pages.get()).map(|_| PageWord::new()).collect())
-}
 
 impl Regions {
     pub fn snapshot(&self) -> RegionList {
@@ -326,7 +290,7 @@ impl Regions {
         let region = Arc::new(Region {
             first,
             words,
-            block_words: (0..block_words).map(|_| BlockWord::new()).collect(),
+            block_words: (0..block_words).map(|_| BlockWord::default()).collect(),
             advised: (0..block_words.div_ceil(64))
                 .map(|_| AtomicU64::new(0))
                 .collect(),

@@ -11,18 +11,16 @@
 //! A page without a frame is not mapped, so only its word and its swap entry are freed. A block
 //! without any fault so far has no page state but its block word, so its page words are not read.
 
-use crate::block_word::{BlockNo, PageBlockState};
 use crate::core::Core;
 use crate::error::HostError;
-use crate::frames::desc::FrameState;
 use crate::host::Host;
 use crate::lock::lock;
-use crate::page_no::{BLOCK, PageNo};
 use crate::region::Region;
-use crate::residency::{PageState, PageWord};
 use crate::settled::TICK;
-use crate::span::Span;
 use lacuna_addr::{BackingRange, Pfn};
+use lacuna_frames::{
+    BLOCK, BlockNo, FrameState, PageBlockState, PageNo, PageState, PageWord, Span,
+};
 use std::sync::atomic::Ordering;
 
 #[derive(PartialEq, Eq)]

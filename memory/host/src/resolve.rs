@@ -1,19 +1,17 @@
 //! From an address to a frame: the fault path. It never sleeps and does no I/O.
 
-use crate::block_word::{BlockNo, BlockWord, PageBlockState};
 use crate::core::Core;
 use crate::counters::FaultCounters;
 use crate::error::LostPage;
-use crate::frames::block::Marked;
-use crate::frames::desc::Dirt;
 use crate::host::Host;
 use crate::lock::lock;
-use crate::page_no::PageNo;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::HugePages;
-use crate::residency::{PageState, PageWord};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, Level, Pfn};
+use lacuna_frames::{
+    BlockNo, BlockWord, Dirt, Marked, PageBlockState, PageNo, PageState, PageWord,
+};
 use std::sync::atomic::Ordering;
 
 /// A page's frame.

@@ -1,8 +1,8 @@
 //! The part of a per-CPU page cache that other threads read.
 
 use crate::counters::FaultCounters;
-use crate::page_no::PageNo;
 use crate::region::Region;
+use lacuna_frames::PageNo;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 
 /// The most pages that one vCPU pins: more than any instruction touches, page walks of both stages

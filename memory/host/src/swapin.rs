@@ -5,9 +5,8 @@ use crate::counters::Counters;
 use crate::error::{HostError, LostPage};
 use crate::host::Host;
 use crate::lock::{NEVER, lock};
-use crate::page_no::PageNo;
-use crate::residency::{PageState, PageWord};
 use crate::ticket::Ticket;
+use lacuna_frames::{PageNo, PageState, PageWord};
 use lacuna_swap::{SwapEntry, SwapError};
 use std::sync::atomic::AtomicBool;
 

@@ -1,18 +1,15 @@
 //! Checks the manager's data structures: for tests, between steps, while no other thread uses it.
 
-use crate::block_word::{BlockNo, PageBlockState};
 use crate::core::Core;
-use crate::frames::block::FrameBlockState;
-use crate::frames::desc::FrameState;
 use crate::host::Host;
 use crate::linux::memory::LinuxMemory;
 use crate::lock::lock;
-use crate::page_no::{BLOCK, PageNo};
 use crate::region::Region;
-use crate::residency::{PageState, PageWord};
 use crate::shared_cache::SharedCache;
-use crate::span::Span;
 use lacuna_addr::Pfn;
+use lacuna_frames::{
+    BLOCK, BlockNo, FrameBlockState, FrameState, PageBlockState, PageNo, PageState, PageWord, Span,
+};
 use lacuna_swap::SwapEntry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
@@ -58,13 +55,13 @@ impl Core {
         self.verify_blocks(&found);
         let mut count = BTreeMap::new();
         let mut resting = 0;
-        for index in 0..self.frames.len() {
+        for index in 0..self.frames.budget() {
             let frame = Pfn::new(index as u32);
             let state = self.frames.desc(frame).state();
             *count.entry(state as u8).or_insert(0usize) += 1;
             let in_page = found.frames.contains(&index);
             let in_block = found.blocks.contains(&BlockNo::of(frame).index());
-            let free = self.frames.with_free(|map| map.contains(frame));
+            let free = self.frames.is_free(frame);
             resting += usize::from(in_block);
             match state {
                 FrameState::Used | FrameState::Isolated => {
@@ -86,10 +83,7 @@ impl Core {
             );
         }
         let of = |state: FrameState| count.get(&(state as u8)).copied().unwrap_or(0);
-        let free = self.frames.with_free(|map| {
-            map.verify();
-            map.len()
-        });
+        let free = self.frames.verify_free();
         let frees = of(FrameState::Free);
         assert_eq!(free + resting, frees, "free map against descriptors");
         assert_eq!(free, self.frames.free_now(), "free count");
@@ -106,12 +100,12 @@ impl Core {
             "per-CPU page caches and reads"
         );
         let total = free + cached_free + found.resident() + store;
-        assert_eq!(total, self.frames.len(), "every frame is somewhere");
+        assert_eq!(total, self.frames.budget(), "every frame is somewhere");
     }
 
     /// Compares every block descriptor with the block words.
     fn verify_blocks(&self, found: &Found) {
-        for index in 0..self.frames.len() / BLOCK {
+        for index in 0..self.frames.budget() / BLOCK {
             let state = self.frames.block(BlockNo::new(index as u32)).state();
             assert_eq!(
                 state != FrameBlockState::Split,

@@ -5,30 +5,18 @@
 #![cfg(loom)]
 #![allow(dead_code, reason = "the modules are whole, each model uses its part")]
 
-#[path = "../src/block_word.rs"]
-mod block_word;
 #[path = "../src/flight.rs"]
 mod flight;
-#[path = "../src/frames"]
-mod frames {
-    pub mod desc;
-}
-#[path = "../src/page_no.rs"]
-mod page_no;
-#[path = "../src/residency.rs"]
-mod residency;
 #[path = "../src/io/watch.rs"]
 mod watch;
 
 use flight::Flight;
-use frames::desc::{Desc, Dirt, FrameState};
 use lacuna_addr::Pfn;
+use lacuna_frames::{Desc, Dirt, FrameState, PageNo, PageState, PageWord};
 use lacuna_swap::SwapEntry;
 use loom::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
-use page_no::PageNo;
-use residency::{PageState, PageWord};
 
 const PAGE: PageNo = PageNo::new(77);
 
@@ -49,7 +37,7 @@ fn frame(index: u32) -> Pfn {
 
 impl Fixture {
     fn new() -> Self {
-        let descs = [Desc::new(), Desc::new()];
+        let descs = [Desc::default(), Desc::default()];
         descs
             .iter()
             .for_each(|desc| desc.set_state(FrameState::Cached));

@@ -4,27 +4,13 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom_window --release`
 #![cfg(loom)]
-#![allow(dead_code, reason = "the modules are whole, the model uses its part")]
 
-#[path = "../src/block_word.rs"]
-mod block_word;
-#[path = "../src/frames"]
-mod frames {
-    pub mod desc;
-}
-#[path = "../src/page_no.rs"]
-mod page_no;
-#[path = "../src/residency.rs"]
-mod residency;
-
-use frames::desc::{Desc, Dirt, FrameState};
 use lacuna_addr::Pfn;
+use lacuna_frames::{Desc, Dirt, FrameState, PageNo, PageState, PageWord};
 use lacuna_swap::SwapEntry;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
-use page_no::PageNo;
-use residency::{PageState, PageWord};
 
 const PAGE: PageNo = PageNo::new(77);
 /// No page is at this place. A read finds zeros.
@@ -47,7 +33,7 @@ impl Fixture {
     fn new() -> Arc<Self> {
         let fixture = Self {
             word: PageWord::new(),
-            desc: Desc::new(),
+            desc: Desc::default(),
             table: Mutex::new(false),
             frame: AtomicU64::new(FIRST),
             window: AtomicU64::new(ABSENT),

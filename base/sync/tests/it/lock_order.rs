@@ -87,7 +87,10 @@ mod violations {
             let _frames = frames.lock();
             let _layout = layout.lock();
         });
-        let (taken, held) = ("Mmu::layout of rank Vm", "Frames::free (host) of rank Leaf");
+        let (taken, held) = (
+            "Mmu::layout of rank Vm",
+            "Frames::free (frames) of rank Leaf",
+        );
         names(&message, taken, held);
         // The refused lock is neither held nor poisoned, and no lock is recorded.
         drop(layout.lock().unwrap());
@@ -106,7 +109,7 @@ mod violations {
                 let _frames = frames.lock();
                 take(&table);
             });
-            let (taken, held) = ("Regions::list (host)", "Frames::free (host)");
+            let (taken, held) = ("Regions::list (host)", "Frames::free (frames)");
             let of = |name| format!("{name} of rank Leaf");
             names(&message, &of(taken), &of(held));
         }
@@ -124,7 +127,7 @@ mod violations {
         });
         let (taken, held) = (
             "Slots::writer of rank Slots",
-            "Frames::free (host) of rank Leaf",
+            "Frames::free (frames) of rank Leaf",
         );
         names(&message, taken, held);
     }

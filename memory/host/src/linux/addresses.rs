@@ -1,10 +1,9 @@
 //! The part of the addresses for Linux memory that each region has.
 
 use crate::error::HostError;
-use crate::frames::pool::Pool;
 use crate::lock::lock;
-use crate::page_no::BLOCK;
 use lacuna_addr::{PageCount, Pfn};
+use lacuna_frames::{BLOCK, Pool};
 use lacuna_source::PageSource;
 use lacuna_sync::{Mutex, lock_order};
 use std::collections::BTreeMap;

@@ -16,10 +16,9 @@ use super::memory::LinuxMemory;
 use crate::core::Core;
 use crate::discard::Discarded;
 use crate::error::HostError;
-use crate::page_no::PageNo;
 use crate::region::Region;
-use crate::residency::PageState;
 use lacuna_addr::{BackingRange, PAGE_SIZE};
+use lacuna_frames::{PageNo, PageState};
 use lacuna_sys::Errno;
 use std::sync::atomic::Ordering;
 

@@ -1,7 +1,7 @@
 //! The content of a unit, whose pages arrive one by one and are filled together.
 
-use crate::page_no::BLOCK;
 use lacuna_addr::PAGE_SIZE;
+use lacuna_frames::BLOCK;
 use lacuna_source::Failure;
 
 /// The end of a unit's fetch.

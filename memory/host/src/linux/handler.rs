@@ -1,8 +1,8 @@
 //! The handler of a region, and the threads that touch pages for it: see `outside`.
 
 use crate::lock::lock;
-use crate::page_no::PageNo;
 use crate::threads::join;
+use lacuna_frames::PageNo;
 use lacuna_source::{External, PageSource, SourcePage};
 use lacuna_sync::{Condvar, Mutex, lock_order};
 use lacuna_sys::{Errno, Toucher, Userfaultfd};

@@ -20,10 +20,9 @@ use crate::core::Core;
 use crate::error::HostError;
 use crate::host::Host;
 use crate::linux::shared_file::SharedFill;
-use crate::page_no::PageNo;
 use crate::region::Region;
-use crate::residency::{PageState, PageWord};
 use lacuna_addr::{BackingRange, HvaRange, PAGE_SIZE};
+use lacuna_frames::{PageNo, PageState, PageWord};
 use lacuna_source::Answer;
 use lacuna_sys::Errno;
 

@@ -23,13 +23,12 @@ use crate::error::{HostError, LostPage};
 use crate::host::Host;
 use crate::linux::gathering::{Gathered, UnitContent};
 use crate::lock::lock;
-use crate::page_no::{BLOCK, PageNo};
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
-use crate::residency::PageState;
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE};
+use lacuna_frames::{BLOCK, PageNo, PageState};
 use lacuna_source::{Answer, Failure};
 use std::sync::atomic::Ordering;
 

@@ -5,8 +5,6 @@
 use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::HostError;
-use crate::frames::Frames;
-use crate::frames::turns::Turn;
 use crate::host::Host;
 use crate::lock::{NEVER, lock};
 use crate::per_cpu_pages::PerCpuPages;
@@ -17,6 +15,7 @@ use crate::region::HugePages;
 use crate::settled::TICK;
 use crate::threads::join;
 use crate::ticket::Ticket;
+use lacuna_frames::{Frames, Turn};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -210,11 +209,11 @@ impl Host {
         let failures = || core.stats.write_failures.load(Ordering::Relaxed);
         let enough = failures() + MAX_FAILURES as u64;
         while core.frames.available() + core.pages_writing() < core.frames.queued().max(1)
-            && sweep.progress.scanned < MAX_TURNS * core.frames.len()
+            && sweep.progress.scanned < MAX_TURNS * core.frames.budget()
             && failures() < enough
             && !stop.load(Ordering::Acquire)
         {
-            let turn = sweep.progress.scanned / core.frames.len();
+            let turn = sweep.progress.scanned / core.frames.budget();
             let gentle = rounds < GENTLE && turn < TURNS_SPARING_ACCESSED;
             let priority = if gentle {
                 ScanPriority::SpareAccessed
@@ -268,7 +267,8 @@ impl Host {
                 }
                 if progress.scanned == 0 {
                     self.io.help(&self.core, seen, TICK);
-                } else if self.failure().is_some() || barren > MAX_TURNS * self.core.frames.len() {
+                } else if self.failure().is_some() || barren > MAX_TURNS * self.core.frames.budget()
+                {
                     // The swap device fails or is full, or no page may be taken. Do not spin.
                     std::thread::park_timeout(PACE);
                     barren = 0;
@@ -349,7 +349,7 @@ impl Core {
         if let Some(failure) = &*lock(&self.failure) {
             return failure.error.clone();
         }
-        let budget = self.frames.len();
+        let budget = self.frames.budget();
         HostError::Exhausted {
             in_use: budget - self.frames.free_now(),
             budget,

@@ -18,17 +18,14 @@
 //! The swap entries of the pages are freed. A compound page has no copy in swap, so pages with a
 //! swap entry count as dirty.
 
-use crate::block_word::{BlockNo, PageBlockState};
 use crate::core::Core;
 use crate::counters::Counters;
-use crate::frames::desc::{Desc, Dirt, FrameState};
 use crate::host::Host;
 use crate::lock::lock;
-use crate::page_no::{BLOCK, PageNo};
 use crate::reclaim::round::{Round, ScanPriority};
 use crate::region::{HugePages, Region, RegionList};
-use crate::residency::PageState;
 use lacuna_addr::{BackingRange, Pfn};
+use lacuna_frames::{BLOCK, BlockNo, Desc, Dirt, FrameState, PageBlockState, PageNo, PageState};
 use std::sync::Arc;
 
 /// The most pages without a frame (they read as zeros) in a collapsed block. A collapse gives each

@@ -25,13 +25,10 @@ pub(crate) mod writeback;
 use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::HostError;
-use crate::frames::desc::{Dirt, FrameState};
-use crate::frames::pool::Content;
 use crate::host::Host;
-use crate::page_no::{BLOCK, PageNo};
 use crate::reclaim::round::{CLUSTER, Round, ScanPriority, Victim, Window};
-use crate::residency::PageState;
 use lacuna_addr::{BackingRange, Pfn};
+use lacuna_frames::{BLOCK, Content, Dirt, FrameState, PageNo, PageState};
 use lacuna_swap::Page;
 use std::sync::atomic::Ordering;
 
@@ -87,7 +84,7 @@ impl Core {
     /// Isolates the next pages under the clock hand that may be taken. Returns them sorted by
     /// notifier and address.
     fn pick(&self, round: &mut Round) -> Vec<Victim> {
-        let total = self.frames.len();
+        let total = self.frames.budget();
         let mut picked = Vec::with_capacity(PICK);
         let mut looks = 0;
         while picked.len() < PICK && looks < SCAN && round.scanned < total {

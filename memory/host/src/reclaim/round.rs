@@ -1,11 +1,9 @@
 //! One batch of the clock: whose pages it may take, and what it has isolated.
 
 use crate::core::Core;
-use crate::frames::BATCH;
-use crate::page_no::PageNo;
 use crate::region::{MmuNotifier, Region, RegionList};
-use crate::residency::PageWord;
 use lacuna_addr::{BackingRange, Pfn};
+use lacuna_frames::{BATCH, PageNo, PageWord};
 use std::sync::Arc;
 
 /// The most pages of one write: 128 KiB.
@@ -61,7 +59,7 @@ impl Round {
     pub fn new(core: &Core, priority: ScanPriority) -> Self {
         let regions = core.regions.snapshot();
         // Frames of a store in memory are not shared among the regions.
-        let pages = core.frames.len() - core.frames.in_store();
+        let pages = core.frames.budget() - core.frames.in_store();
         let allowance = regions
             .iter()
             .map(|region| region.resident() - region.floor(pages, regions.len()))

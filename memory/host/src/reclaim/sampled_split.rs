@@ -24,16 +24,14 @@
 //!
 //! A wrong choice costs little: no page moves, and the pages are collapsed in place.
 
-use crate::block_word::BlockNo;
 use crate::core::Core;
 use crate::counters::Counters;
-use crate::frames::block::{FrameBlockState, Warmth, Youth};
 use crate::lock::lock;
-use crate::page_no::{BLOCK, PageNo};
 use crate::reclaim::collapse::Gathered;
 use crate::reclaim::round::{Round, ScanPriority, Window};
 use crate::region::Region;
 use lacuna_addr::Pfn;
+use lacuna_frames::{BLOCK, BlockNo, FrameBlockState, PageNo, Warmth, Youth};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

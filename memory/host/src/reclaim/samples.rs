@@ -1,7 +1,6 @@
 //! The compound pages from which reclaim chooses the next sampled split.
 
-use crate::block_word::BlockNo;
-use crate::frames::block::Warmth;
+use lacuna_frames::{BlockNo, Warmth};
 
 /// The compound pages that the clock hand has met in this round.
 #[derive(Default)]

@@ -8,12 +8,11 @@
 use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::{Failure, HostError};
-use crate::frames::desc::FrameState;
 use crate::lock::lock;
 use crate::reclaim::round::{CLUSTER, Victim};
 use crate::region::Region;
-use crate::residency::PageState;
 use lacuna_addr::Pfn;
+use lacuna_frames::{FrameState, PageState};
 use lacuna_swap::{Page, Run, SwapEntry, SwapError, SwapSpace, WriteFailed};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -112,7 +111,7 @@ impl Core {
     /// without a frame. The pages count as dirty from now on. Returns the number of freed entries.
     fn shed_entries(&self) -> usize {
         let mut shed = 0;
-        for index in 0..self.frames.len() {
+        for index in 0..self.frames.budget() {
             let frame = Pfn::new(index as u32);
             let desc = self.frames.desc(frame);
             if desc.state() != FrameState::Used {

@@ -37,7 +37,7 @@
 //!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 
-use lacuna_addr::Pfn;
+use lacuna_addr::{NoRoom, PageCount, Pfn};
 use lacuna_swap::SwapEntry;
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
@@ -49,6 +49,10 @@ const _: () = assert!(STATE_BITS + FRAME_BITS == ENTRY_SHIFT);
 
 /// Where a page is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[allow(
+    missing_docs,
+    reason = "each variant says what its frame and its swap entry are"
+)]
 pub enum PageState {
     /// Never provided: the region's page source will provide it, or else it reads as zeros.
     Empty,
@@ -376,6 +380,30 @@ impl PageWord {
             }
         }
     }
+}
+
+/// The words of `pages` empty pages; the kernel has backed none yet.
+#[cfg(not(loom))]
+pub fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, NoRoom> {
+    let bytes = pages.get().saturating_mul(size_of::<PageWord>() as u64);
+    let no_room = NoRoom { bytes };
+    let count = usize::try_from(pages.get()).map_err(|_| no_room)?;
+    let layout = std::alloc::Layout::array::<PageWord>(count).map_err(|_| no_room)?;
+    assert!(layout.size() > 0, "a region has pages");
+    // SAFETY: the layout is not empty.
+    let words = unsafe { std::alloc::alloc_zeroed(layout) }.cast::<PageWord>();
+    if words.is_null() {
+        return Err(no_room);
+    }
+    // SAFETY: a fresh allocation by the global allocator, of just this layout; a word of zeros is
+    // an empty page's (`PageState::encode`).
+    Ok(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(words, count)) })
+}
+
+/// Under loom an atomic is more than its bits.
+#[cfg(loom)]
+pub fn empty_words(pages: PageCount) -> Result<Box<[PageWord]>, NoRoom> {
+    Ok((0..pages.get()).map(|_| PageWord::new()).collect())
 }
 
 #[cfg(test)]

@@ -64,8 +64,8 @@ pub struct Desc {
 #[cfg(not(loom))]
 const _: () = assert!(size_of::<Desc>() == 16);
 
-impl Desc {
-    pub fn new() -> Self {
+impl Default for Desc {
+    fn default() -> Self {
         Self {
             owner: AtomicU64::new(0),
             state: AtomicU8::new(FrameState::Free as u8),
@@ -73,7 +73,9 @@ impl Desc {
             recent: AtomicU8::new(0),
         }
     }
+}
 
+impl Desc {
     /// The frame goes to the free map.
     pub fn free(&self) {
         self.dirty.store(0, Ordering::Relaxed);
@@ -107,6 +109,8 @@ impl Desc {
         self.state.store(state as u8, Ordering::Release);
     }
 
+    /// The present state.
+    #[inline]
     pub fn state(&self) -> FrameState {
         FrameState::ALL[usize::from(self.state.load(Ordering::Acquire))]
     }
@@ -114,6 +118,7 @@ impl Desc {
     /// Takes the right to move the page away from its frame. `None` if another thread has the
     /// right, or no page is in the frame. Ends with [`Desc::publish`], or when the frame is given
     /// back.
+    #[inline]
     pub fn isolate(&self) -> Option<PageNo> {
         let (used, isolated) = (FrameState::Used as u8, FrameState::Isolated as u8);
         self.state
@@ -123,6 +128,7 @@ impl Desc {
     }
 
     /// The page in the frame. Valid while Used or Isolated.
+    #[inline]
     pub fn owner(&self) -> PageNo {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
@@ -137,6 +143,7 @@ impl Desc {
     }
 
     /// Reads the mark.
+    #[inline]
     pub fn dirt(&self) -> Dirt {
         if self.dirty.load(Ordering::Acquire) != 0 {
             Dirt::Dirty
@@ -146,6 +153,7 @@ impl Desc {
     }
 
     /// Reads and clears the mark. Only for an unmapped page.
+    #[inline]
     pub fn take_dirty(&self) -> Dirt {
         if self.dirty.swap(0, Ordering::AcqRel) != 0 {
             Dirt::Dirty
@@ -154,11 +162,14 @@ impl Desc {
         }
     }
 
+    /// Makes reclaim spare the page for one turn of the clock hand.
+    #[inline]
     pub fn mark_recent(&self) {
         self.recent.store(1, Ordering::Relaxed);
     }
 
     /// Clears the mark. Returns whether it was set.
+    #[inline]
     pub fn take_recent(&self) -> bool {
         self.recent.load(Ordering::Relaxed) != 0 && {
             self.recent.store(0, Ordering::Relaxed);

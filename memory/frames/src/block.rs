@@ -22,7 +22,7 @@
 //! It is a Dekker exchange: at least one of the two threads sees the other's store.
 
 use crate::block_word::{BlockNo, BlockWord, PageBlockState};
-use crate::frames::desc::{Desc, Dirt};
+use crate::desc::{Desc, Dirt};
 use crate::page_no::PageNo;
 use crate::residency::{PageState, PageWord};
 use lacuna_sync::shim::atomic::AtomicU8;
@@ -75,8 +75,8 @@ pub enum Marked {
     Split,
 }
 
-impl BlockDesc {
-    pub fn new() -> Self {
+impl Default for BlockDesc {
+    fn default() -> Self {
         Self {
             owner: AtomicU64::new(0),
             state: AtomicU8::new(FrameBlockState::Split as u8),
@@ -87,7 +87,9 @@ impl BlockDesc {
             read_back: AtomicU32::new(0),
         }
     }
+}
 
+impl BlockDesc {
     /// Sets the future owner, before the block word names a block of fresh frames.
     pub fn prepare(&self, owner: PageNo, dirty: Dirt) {
         self.adopt(owner);
@@ -117,6 +119,8 @@ impl BlockDesc {
         fence(Ordering::SeqCst);
     }
 
+    /// The present state.
+    #[inline]
     pub fn state(&self) -> FrameBlockState {
         match self.state.load(Ordering::Acquire) {
             0 => FrameBlockState::Split,
@@ -127,6 +131,7 @@ impl BlockDesc {
 
     /// Takes the right to split the block, or to prevent a split. `None` if another thread has that
     /// right, or if the block is split.
+    #[inline]
     pub fn isolate(&self) -> Option<PageNo> {
         let (used, isolated) = (FrameBlockState::Used as u8, FrameBlockState::Isolated as u8);
         self.state
@@ -136,6 +141,7 @@ impl BlockDesc {
     }
 
     /// The first page of the compound page. Valid while Used or Isolated.
+    #[inline]
     pub fn owner(&self) -> PageNo {
         PageNo::new(self.owner.load(Ordering::Relaxed))
     }
@@ -184,6 +190,7 @@ impl BlockDesc {
         (read_back as u32).wrapping_sub(self.read_back.load(Ordering::Relaxed))
     }
 
+    /// Whether a sampled split is in progress.
     pub fn is_sampled(&self) -> bool {
         self.sampled.load(Ordering::Relaxed) != 0
     }
@@ -213,10 +220,15 @@ pub enum Youth {
 /// A block of pages with its present or future block of frames.
 #[derive(Clone, Copy)]
 pub struct Parts<'a> {
+    /// The word of the block of pages.
     pub block_word: &'a BlockWord,
+    /// The words of its pages.
     pub words: &'a [PageWord],
+    /// The block of frames.
     pub number: BlockNo,
+    /// Its descriptor.
     pub desc: &'a BlockDesc,
+    /// The descriptors of its frames.
     pub frames: &'a [Desc],
 }
 

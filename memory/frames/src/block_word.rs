@@ -45,6 +45,7 @@ const TAG_BITS: u32 = 2;
 pub struct BlockNo(u32);
 
 impl BlockNo {
+    /// Block `number`.
     pub const fn new(number: u32) -> Self {
         Self(number)
     }
@@ -54,6 +55,7 @@ impl BlockNo {
         Self((frame.index() / BLOCK) as u32)
     }
 
+    /// Its number.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
@@ -77,7 +79,10 @@ pub enum PageBlockState {
     /// Each page has its own word, which says where the page is.
     Split,
     /// All 512 pages are in `block`.
-    Compound { block: BlockNo },
+    Compound {
+        /// The block of frames.
+        block: BlockNo,
+    },
     /// Its region was removed.
     Gone,
 }
@@ -119,12 +124,14 @@ impl PageBlockState {
 /// The state of one block of pages.
 pub struct BlockWord(AtomicU64);
 
-impl BlockWord {
+impl Default for BlockWord {
     /// The word of an untouched block.
-    pub fn new() -> Self {
+    fn default() -> Self {
         Self(AtomicU64::new(Untouched.encode()))
     }
+}
 
+impl BlockWord {
     /// The present state.
     #[inline]
     pub fn load(&self) -> PageBlockState {
@@ -133,6 +140,7 @@ impl BlockWord {
 
     /// Changes the word from `from` to `to`. If the word is no longer `from`, changes nothing and
     /// returns the current state. No other function changes the word.
+    #[inline]
     pub fn change(&self, from: PageBlockState, to: PageBlockState) -> Result<(), PageBlockState> {
         debug_assert!(from.may_become(to), "{from:?} to {to:?}");
         self.0

@@ -19,7 +19,7 @@
 mod linux;
 
 use crate::block_word::BlockNo;
-use crate::error::HostError;
+use crate::error::MapFailed;
 use crate::page_no::BLOCK;
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn, aligned_piece};
 use lacuna_swap::Page;
@@ -81,7 +81,8 @@ pub struct FramePtr<'a> {
     pool: PhantomData<&'a Pool>,
 }
 
-pub(crate) struct Pool {
+/// The memory of the budget, and the addresses for Linux memory.
+pub struct Pool {
     map: *mut u8,
     map_len: usize,
     base: NonNull<u8>,
@@ -102,7 +103,7 @@ unsafe impl Sync for Pool {}
 
 impl Pool {
     /// Memory of `frames` frames, and addresses for `linux` pages of Linux memory.
-    pub fn new(frames: usize, linux: usize) -> Result<Self, HostError> {
+    pub fn new(frames: usize, linux: usize) -> Result<Self, MapFailed> {
         let len = frames * PAGE_SIZE;
         let (end, flags) = match linux {
             0 => (frames, MapFlags::PRIVATE),
@@ -113,7 +114,7 @@ impl Pool {
             ),
         };
         let map_len = end * PAGE_SIZE + HUGE;
-        let failed = |e: Errno| HostError::Map {
+        let failed = |e: Errno| MapFailed {
             bytes: (end * PAGE_SIZE) as u64,
             reason: e.to_string(),
         };
@@ -146,7 +147,7 @@ impl Pool {
 
     /// Lets the kernel back all memory of the budget now. Calls `each` before each step, and stops
     /// unless it says `Continue`. The bytes do not change.
-    pub fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
+    pub fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), MapFailed> {
         let len = self.frames * PAGE_SIZE;
         for start in (0..len).step_by(PREFAULT) {
             if each().is_break() {
@@ -156,7 +157,7 @@ impl Pool {
             let at = self.base.as_ptr().wrapping_add(start).cast();
             // SAFETY: the range lies inside the mapping; the kernel changes no bytes.
             let touched = unsafe { madvise(at, step, Advice::LinuxPopulateWrite) };
-            touched.map_err(|errno| HostError::Map {
+            touched.map_err(|errno| MapFailed {
                 bytes: len as u64,
                 reason: errno.to_string(),
             })?;
@@ -166,14 +167,19 @@ impl Pool {
 
     /// From now on the kernel backs the budget page by page, and no child of this process shares
     /// it: the caller moves single pages away and back. Returns the addresses of all frames.
-    pub fn in_single_pages(&self) -> Result<HvaRange, Errno> {
+    pub fn in_single_pages(&self) -> Result<HvaRange, MapFailed> {
         let range = self.range(Pfn::new(0), self.frames);
         for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
             // SAFETY: the range lies inside the mapping; both advices keep the bytes.
             match unsafe { madvise(self.base.as_ptr().cast(), bytes_of(range), advice) } {
                 // A kernel without transparent huge pages makes none.
                 Ok(()) | Err(Errno::INVAL) => {}
-                Err(errno) => return Err(errno),
+                Err(errno) => {
+                    return Err(MapFailed {
+                        bytes: bytes_of(range) as u64,
+                        reason: errno.to_string(),
+                    });
+                }
             }
         }
         Ok(range)
@@ -263,6 +269,7 @@ impl Pool {
         clippy::mut_from_ref,
         reason = "the exclusivity is the caller's, by frame"
     )]
+    #[inline]
     pub unsafe fn exclusive(&self, pfn: Pfn) -> &mut Page {
         // SAFETY: in bounds and page-aligned by `at`; exclusive by the contract; any bytes are a
         // Page.
@@ -385,7 +392,7 @@ impl FramePtr<'_> {
     }
 
     /// Copies the page, unless it contains only zeros. Returns which case it was.
-    pub(crate) fn snapshot(self, page: &mut Page) -> Content {
+    pub fn snapshot(self, page: &mut Page) -> Content {
         let first = (0..WORDS).find(|&i| self.word(i).load(Ordering::Relaxed) != 0);
         if first.is_none() {
             return Content::Zero;
@@ -442,7 +449,7 @@ atomics!(AtomicU8, u8; AtomicU16, u16; AtomicU32, u32; AtomicU64, u64);
 /// The content of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
-pub(crate) enum Content {
+pub enum Content {
     /// Only zeros. It need not be written to swap.
     Zero,
     /// Other content, copied.
@@ -450,4 +457,4 @@ pub(crate) enum Content {
 }
 
 /// The largest budget that a page word can name.
-pub(crate) const MAX_FRAMES: PageCount = PageCount::new(1 << crate::residency::FRAME_BITS);
+pub const MAX_FRAMES: PageCount = PageCount::new(1 << crate::residency::FRAME_BITS);

@@ -10,18 +10,22 @@ pub const BLOCK: usize = Level::L2M.pages() as usize;
 pub struct PageNo(u64);
 
 impl PageNo {
+    /// Page `number`.
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
+    /// The page at `addr`.
     pub const fn of(addr: BackingAddr) -> Self {
         Self(addr.get() >> PAGE_SHIFT)
     }
 
+    /// Its number.
     pub const fn get(self) -> u64 {
         self.0
     }
 
+    /// Its address.
     pub const fn addr(self) -> BackingAddr {
         BackingAddr::new(self.0 << PAGE_SHIFT)
     }

@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 
 /// A place in the queue.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Turn(u64);
+pub struct Turn(u64);
 
 /// The queue. The lock of the free map guards it.
 #[derive(Default)]

@@ -10,20 +10,14 @@
 //! vCPU may need to make progress. A thread that finds no free frame waits in a queue; the free map
 //! keeps one frame for each thread in the queue (`turns`).
 
-pub(crate) mod block;
-pub(crate) mod desc;
-mod free;
-pub(crate) mod pool;
-pub(crate) mod turns;
-
+use crate::block::{BlockDesc, FrameBlockState, Marked, Parts};
 use crate::block_word::BlockNo;
-use crate::frames::block::{BlockDesc, FrameBlockState, Marked, Parts};
-use crate::frames::desc::{Desc, FrameState};
-use crate::frames::free::FreeMap;
-use crate::frames::pool::{Pool, prefetch, table_of};
-use crate::frames::turns::{Turn, Turns};
+use crate::desc::{Desc, FrameState};
+use crate::free::FreeMap;
 use crate::page_no::BLOCK;
+use crate::pool::{Pool, prefetch, table_of};
 use crate::span::Span;
+use crate::turns::{Turn, Turns};
 use lacuna_addr::{Level, Pfn};
 use lacuna_swap::StoreFrames;
 use lacuna_sync::{CachePadded, Mutex, MutexGuard, lock_order};
@@ -31,17 +25,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 
 /// Frames that a per-CPU page cache takes at once while free frames are few.
-pub(crate) const BATCH: usize = 32;
+pub const BATCH: usize = 32;
 /// The most that it takes at once while many frames are free. Each refill moves about ten cache
 /// lines that other vCPUs have just written, and may wait for the lock.
 const BATCH_MAX: usize = 256;
 
-pub(crate) struct Frames {
+/// The budget: its memory, and which frames are free.
+pub struct Frames {
+    /// The memory.
     pub pool: Pool,
     descs: Box<[Desc]>,
     /// One for each block that the pool's end does not cut.
     blocks: Box<[BlockDesc]>,
+    /// Below this number of free frames, reclaim in the background is woken.
     pub low: usize,
+    /// Reclaim in the background stops at this number of free frames.
     pub high: usize,
     /// `free` and `count` are padded: a vCPU writes both when it refills its per-CPU page cache,
     /// and reads the fields above at every fault.
@@ -70,12 +68,13 @@ struct Free {
 }
 
 impl Frames {
+    /// All frames of `pool`, free.
     pub fn new(pool: Pool) -> Self {
         let frames = pool.frames();
         let low = (frames / 64).clamp(16, 4096).min(frames / 4);
         Self {
-            descs: table_of(frames, Desc::new),
-            blocks: (0..frames / BLOCK).map(|_| BlockDesc::new()).collect(),
+            descs: table_of(frames, Desc::default),
+            blocks: (0..frames / BLOCK).map(|_| BlockDesc::default()).collect(),
             low,
             high: low * 2,
             pool,
@@ -93,32 +92,39 @@ impl Frames {
         }
     }
 
-    pub fn len(&self) -> usize {
+    /// The number of frames in the budget.
+    #[inline]
+    pub fn budget(&self) -> usize {
         self.descs.len()
     }
 
+    /// The descriptor of a frame of the budget.
     #[inline]
     pub fn desc(&self, pfn: Pfn) -> &Desc {
         &self.descs[pfn.index()]
     }
 
     /// Whether `pfn` is Linux memory, not a frame of the budget.
+    #[inline]
     pub fn is_linux(&self, pfn: Pfn) -> bool {
         pfn.index() >= self.descs.len()
     }
 
+    /// The descriptor of a block of frames.
     #[inline]
     pub fn block(&self, block: BlockNo) -> &BlockDesc {
         &self.blocks[block.index()]
     }
 
     /// The block of `frame`; `None` if the pool's end cuts the block.
+    #[inline]
     pub fn block_of(&self, frame: Pfn) -> Option<(BlockNo, &BlockDesc)> {
         let block = BlockNo::of(frame);
         self.blocks.get(block.index()).map(|desc| (block, desc))
     }
 
     /// The pages of `span` with `block`, their present or future block of frames.
+    #[inline]
     pub fn parts<'a>(&'a self, span: Span<'a>, block: BlockNo) -> Parts<'a> {
         let first = block.index() * BLOCK;
         Parts {
@@ -130,7 +136,7 @@ impl Frames {
         }
     }
 
-    /// See [`crate::Host::prefetch`].
+    /// Prefetches the descriptor of frame `pfn`, because [`Frames::mark_dirty`] will follow soon.
     #[inline]
     pub fn prefetch(&self, pfn: Pfn) {
         // Linux memory has no descriptors.
@@ -139,7 +145,7 @@ impl Frames {
         }
     }
 
-    /// See [`crate::Host::mark_dirty`].
+    /// Records that the page in `pfn`, or the block of pages that begins there, was written.
     #[inline]
     pub fn mark_dirty(&self, pfn: Pfn, level: Level) {
         match level {
@@ -163,11 +169,13 @@ impl Frames {
     }
 
     /// The number of frames in the free map, a moment ago.
+    #[inline]
     pub fn free_now(&self) -> usize {
         self.count.free.load(Ordering::Relaxed)
     }
 
     /// The number of free frames that a fault may take.
+    #[inline]
     pub fn available(&self) -> usize {
         self.free_now()
             .saturating_sub(self.count.reserve.load(Ordering::Relaxed))
@@ -273,6 +281,7 @@ impl Frames {
     }
 
     /// Whether the free frames stay above the high watermark after a block is taken.
+    #[inline]
     pub fn has_plenty(&self) -> bool {
         self.available() >= self.high + BLOCK
     }
@@ -302,9 +311,19 @@ impl Frames {
             || blocks.any(|state| state == FrameBlockState::Isolated)
     }
 
-    /// The free map, for `verify`.
-    pub fn with_free<T>(&self, read: impl FnOnce(&FreeMap) -> T) -> T {
-        read(&self.lock().map)
+    /// Whether `pfn` is in the free map, for `verify`.
+    pub fn is_free(&self, pfn: Pfn) -> bool {
+        self.lock().map.contains(pfn)
+    }
+
+    /// Checks the free map, and returns how many frames it has.
+    ///
+    /// # Panics
+    /// If its counts do not match.
+    pub fn verify_free(&self) -> usize {
+        let free = self.lock();
+        free.map.verify();
+        free.map.len()
     }
 
     fn note_free(&self, now: usize) {
@@ -318,11 +337,11 @@ impl Frames {
 }
 
 /// The budget, for a swap device that keeps pages in it.
-pub(crate) struct BudgetFrames(pub Arc<Frames>);
+pub struct BudgetFrames(pub Arc<Frames>);
 
 impl StoreFrames for BudgetFrames {
     fn budget(&self) -> usize {
-        self.0.len()
+        self.0.budget()
     }
 
     fn reserve(&self, frames: usize) {

@@ -2,31 +2,17 @@
 //! descriptors, split and merge are the real ones, on two pages instead of 512; the other steps are
 //! the manager's, in the same order.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-host --test loom_huge --release`
+//! `RUSTFLAGS="--cfg loom" cargo test -p lacuna-frames --test loom_huge --release`
 #![cfg(loom)]
-#![allow(dead_code, reason = "the modules are whole, each model uses its part")]
 
-#[path = "../src/block_word.rs"]
-mod block_word;
-#[path = "../src/frames"]
-mod frames {
-    pub mod block;
-    pub mod desc;
-}
-#[path = "../src/page_no.rs"]
-mod page_no;
-#[path = "../src/residency.rs"]
-mod residency;
-
-use block_word::{BlockNo, BlockWord, PageBlockState};
-use frames::block::{BlockDesc, FrameBlockState, Marked, Parts};
-use frames::desc::{Desc, Dirt, FrameState};
 use lacuna_addr::Pfn;
+use lacuna_frames::{
+    BlockDesc, BlockNo, BlockWord, Desc, Dirt, FrameBlockState, FrameState, Marked, PageBlockState,
+    PageNo, PageState, PageWord, Parts,
+};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use loom::thread;
-use page_no::PageNo;
-use residency::{PageState, PageWord};
 
 fn frame(index: u32) -> Pfn {
     Pfn::new(index)
@@ -65,10 +51,10 @@ impl Block {
     fn new() -> Self {
         let number = |_| AtomicU64::new(0);
         Self {
-            block_word: BlockWord::new(),
+            block_word: BlockWord::default(),
             words: [(); 2].map(|()| PageWord::new()),
-            desc: BlockDesc::new(),
-            frames: [(); 2].map(|()| Desc::new()),
+            desc: BlockDesc::default(),
+            frames: [(); 2].map(|()| Desc::default()),
             bytes: [0, 1].map(number),
             elsewhere: [0, 1].map(number),
             collapsing: loom::sync::Mutex::new(()),
