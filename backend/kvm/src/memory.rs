@@ -25,8 +25,8 @@ use lacuna_addr::{
     Access, BackingAddr, BackingRange, Gpa, Hva, HvaRange, Level, PAGE_SIZE, PageCount,
 };
 use lacuna_host::{
-    Background, Host, HostConfig, HugePages, Io, Latency, LinuxBacking, MemoryKind, MmuNotifier,
-    PageSource, PerCpuPages, Resolution, SharedMemory, SourcePage, Swap, Touched,
+    Background, Host, HostConfig, HostError, HugePages, Io, Latency, LinuxBacking, MemoryKind,
+    MmuNotifier, PageSource, PerCpuPages, Resolution, SharedMemory, SourcePage, Swap, Touched,
 };
 use lacuna_machine::{External, HandlerRegion, Layout};
 use lacuna_sync::{HostClock, LatencySetting};
@@ -157,7 +157,7 @@ impl Memory {
             tracker,
             ..
         } = config;
-        let file = kind.file(size)?;
+        let file = kind.file(size).map_err(HostError::from)?;
         let backing = match &file {
             None => LinuxBacking::Anonymous,
             Some(file) => LinuxBacking::Shared(file.clone()),

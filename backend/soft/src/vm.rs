@@ -168,7 +168,7 @@ impl Vm {
         CodeMap::check_room(end)?;
         let shared = match (boot.kind, boot.shared) {
             (MemoryKind::Shared | MemoryKind::Hugetlbfs, Some(shared)) => Some(shared),
-            (kind, _) => kind.file(memory)?,
+            (kind, _) => kind.file(memory).map_err(HostError::from)?,
         };
         let vm = Self {
             shared,

@@ -9,7 +9,8 @@
 //!   protocol).
 //! * [`Mutex`], [`RwLock`], [`Condvar`]: locks with a place in the [order of all
 //!   locks](lock_order), which debug builds assert.
-//! * [`CachePadded`]: values on cache lines of their own.
+//! * [`CachePadded`], [`Striped`]: values on cache lines of their own, or one for each of several
+//!   groups of threads.
 //! * [`RangeLocks`]: the range locks of the stage-2 cursor, with their invalidation sequences.
 //!
 //! It imports no other crate of the workspace and has no `unsafe`.
@@ -24,14 +25,18 @@ mod padded;
 mod qsbr;
 mod range_locks;
 pub mod shim;
+mod striped;
+mod threads;
 mod tlb_filter;
 
 pub use clock::{Clock, HostClock, Nanos, VirtualClock};
 pub use latency_setting::LatencySetting;
 pub use locks::{
-    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, assert_may_wait,
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, assert_may_wait, lock,
 };
 pub use padded::CachePadded;
 pub use qsbr::{GracePeriod, KickAll, Qsbr, VcpuSlot};
 pub use range_locks::{InvalidateSeq, RangeGuard, RangeLocks};
+pub use striped::Striped;
+pub use threads::join;
 pub use tlb_filter::Blocks;

@@ -24,6 +24,14 @@ pub struct Mutex<T, C> {
     class: PhantomData<fn() -> C>,
 }
 
+/// Takes the lock, also after a thread has panicked while it held the lock: for data that is
+/// consistent at each step that may panic.
+#[inline]
+#[track_caller]
+pub fn lock<T, C: LockClass>(mutex: &Mutex<T, C>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A held [`Mutex`]. Dropping it unlocks.
 #[must_use = "dropping it unlocks"]
 pub struct MutexGuard<'a, T> {

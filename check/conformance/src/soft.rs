@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{Arch, Backup, Delivery, Detection, RingSize, VmConfig};
-use lacuna_soft::{BootMemory, HostError, HugePages, MemoryKind, SoftError, Swap, Vm, VmBuilder};
+use lacuna_soft::{
+    BootMemory, HostError, HugePages, LinuxError, MemoryKind, SoftError, Swap, Vm, VmBuilder,
+};
 use lacuna_sync::{Clock, HostClock};
 
 use crate::backend::{Backend, Built, Lacks, Request, Tracking, Unit};
@@ -134,10 +136,10 @@ impl Backend for Soft {
             ..BootMemory::default()
         };
         let vm = match Vm::with_memory(Arc::clone(&host), clock, config, memory) {
-            Err(refused @ SoftError::Host(HostError::Userfaultfd(_))) => {
+            Err(refused @ SoftError::Host(HostError::Linux(LinuxError::Userfaultfd(_)))) => {
                 return Err(Lacks::because(refused));
             }
-            Err(SoftError::Host(HostError::SharedMemory { reason }))
+            Err(SoftError::Host(HostError::Linux(LinuxError::SharedMemory { reason })))
                 if reason.contains("reserve more") =>
             {
                 return Err(Lacks::because(format!("soft: {reason}; {RESERVE}")));

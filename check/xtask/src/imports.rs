@@ -27,12 +27,23 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &["lacuna-addr", "lacuna-sync", "lacuna-swap", "lacuna-sys"],
     ),
     (
+        "lacuna-linux",
+        &[
+            "lacuna-addr",
+            "lacuna-sync",
+            "lacuna-sys",
+            "lacuna-frames",
+            "lacuna-source",
+        ],
+    ),
+    (
         "lacuna-host",
         // sys: Linux memory is filled by userfaultfd.
         &[
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-frames",
+            "lacuna-linux",
             "lacuna-source",
             "lacuna-swap",
             "lacuna-sys",

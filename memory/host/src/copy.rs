@@ -8,13 +8,13 @@
 use crate::core::Core;
 use crate::error::HostError;
 use crate::host::Host;
-use crate::linux::memory::LinuxMemory;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::PageLocation;
 use crate::resolve::{Frame, Resolution, small};
 use crate::settled::TICK;
 use lacuna_addr::{Access, BackingAddr, Level, PAGE_SIZE};
 use lacuna_frames::{BlockNo, FramePtr, PageNo, PageState};
+use lacuna_linux::LinuxMemory;
 
 /// How often [`Host::peek`] tries a page that reclaim has isolated.
 const PEEKS: usize = 64;

@@ -2,9 +2,7 @@
 
 use crate::counters::Counters;
 use crate::error::{Failure, LostPage};
-use crate::linux::addresses::LinuxAddresses;
 use crate::linux::loss_list::Losses;
-use crate::lock::lock;
 use crate::reclaim::samples::SampledSplits;
 use crate::region::{HugePages, Regions};
 use crate::settled::Settled;
@@ -12,8 +10,9 @@ use crate::shared_cache::{MAX_PINNED, SharedCache};
 use crate::ticket::Ticket;
 use lacuna_addr::PageCount;
 use lacuna_frames::{BATCH, Frames, PageNo};
+use lacuna_linux::LinuxAddresses;
 use lacuna_swap::{Page, SwapEntry, SwapMap, SwapStore};
-use lacuna_sync::{Clock, Mutex, lock_order};
+use lacuna_sync::{Clock, Mutex, lock, lock_order};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize};

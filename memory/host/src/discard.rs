@@ -14,11 +14,11 @@
 use crate::core::Core;
 use crate::error::HostError;
 use crate::host::Host;
-use crate::linux::memory::LinuxMemory;
 use crate::region::Region;
 use crate::settled::TICK;
 use lacuna_addr::{BackingRange, PAGE_SIZE, Pfn};
 use lacuna_frames::{PageBlockState, PageNo, PageState};
+use lacuna_linux::LinuxMemory;
 use std::sync::atomic::Ordering;
 
 /// The most pages discarded at once. Their vCPUs are asked to flush once.

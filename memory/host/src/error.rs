@@ -2,6 +2,7 @@
 
 use lacuna_addr::{BackingAddr, NoRoom, PageCount};
 use lacuna_frames::MapFailed;
+use lacuna_linux::LinuxError;
 use lacuna_source::FailureKind;
 use lacuna_swap::SetupFailed;
 use std::sync::Arc;
@@ -74,35 +75,12 @@ pub enum HostError {
         /// Frames of the budget.
         budget: usize,
     },
-    /// A shared memory file cannot be guest memory, or does not have a page.
-    #[error("shared memory: {reason}")]
-    SharedMemory {
-        /// The reason.
-        reason: String,
-    },
     /// The page's content is gone.
     #[error(transparent)]
     Lost(#[from] LostPage),
-    /// More Linux memory than the host has addresses for.
-    #[error(
-        "no room for {pages} pages of Linux memory: the host has addresses for {room} pages, some \
-         of them in use; let it reserve more when it is made, or end the handlers that may still \
-         fill the memory of {late} regions that were removed"
-    )]
-    LinuxRoom {
-        /// The requested pages.
-        pages: PageCount,
-        /// Pages that the host has addresses for, or could have.
-        room: PageCount,
-        /// Removed regions with handlers that still exist.
-        late: usize,
-    },
-    /// The kernel refused a userfaultfd.
-    #[error(
-        "cannot use userfaultfd for the guest's memory: {0}; allow the system call or \
-         /dev/userfaultfd for this process, or take the memory from the host's own budget"
-    )]
-    Userfaultfd(String),
+    /// There is no such Linux memory.
+    #[error(transparent)]
+    Linux(#[from] LinuxError),
     /// The pages cannot be discarded.
     #[error("cannot discard pages from {from} on: {reason}; they keep their bytes")]
     Discard {
@@ -139,11 +117,10 @@ impl HostError {
     /// Whether another request could be carried out. Otherwise the cause lies in this machine.
     pub const fn is_of_request(&self) -> bool {
         match self {
+            Self::Linux(error) => error.is_of_request(),
             Self::BudgetTooSmall { .. }
             | Self::BudgetTooLarge { .. }
             | Self::BadRegion(_)
-            | Self::LinuxRoom { .. }
-            | Self::SharedMemory { .. }
             | Self::NoSuchRegion(_) => true,
             Self::Map(_)
             | Self::Tables(_)
@@ -151,7 +128,6 @@ impl HostError {
             | Self::SwapFull { .. }
             | Self::SwapWrite { .. }
             | Self::Exhausted { .. }
-            | Self::Userfaultfd(_)
             | Self::Discard { .. }
             | Self::Lost(_)
             | Self::Thread(_) => false,

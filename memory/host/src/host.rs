@@ -4,9 +4,7 @@ use crate::core::{Core, minimum_budget};
 use crate::counters::Counters;
 use crate::error::HostError;
 use crate::io::{Executor, Io};
-use crate::linux::addresses::LinuxAddresses;
 use crate::linux::loss_list::Losses;
-use crate::lock::lock;
 use crate::origin::Origin;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::{HugePages, MmuNotifier, Regions};
@@ -18,9 +16,10 @@ use lacuna_addr::{
 use lacuna_frames::{
     BLOCK, BudgetFrames, Desc, FramePtr, Frames, MAX_FRAMES, PageBlockState, PageNo, Pool,
 };
+use lacuna_linux::{LinuxAddresses, LinuxError};
 use lacuna_source::{PageSource, SourcePage};
 use lacuna_swap::{Reads, SwapMap, SwapStore};
-use lacuna_sync::{Clock, Mutex, Nanos};
+use lacuna_sync::{Clock, Mutex, Nanos, lock};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
@@ -78,11 +77,12 @@ impl Host {
             .saturating_sub(budget.get() + 2 * BLOCK as u64);
         let room = PageCount::new(room);
         if linux > room {
-            return Err(HostError::LinuxRoom {
+            return Err(LinuxError::Room {
                 pages: linux,
                 room,
                 late: 0,
-            });
+            }
+            .into());
         }
         let pool = Pool::new(budget.get() as usize, linux.get() as usize)?;
         let frames = Arc::new(Frames::new(pool));

@@ -33,7 +33,6 @@ mod flight;
 mod host;
 mod io;
 mod linux;
-mod lock;
 mod origin;
 mod per_cpu_pages;
 mod provide;
@@ -46,9 +45,7 @@ mod shared_cache;
 mod source;
 mod spare_caches;
 mod stats;
-mod striped;
 mod swapin;
-mod threads;
 mod ticket;
 mod verify;
 
@@ -56,6 +53,7 @@ pub use error::{HostError, LostPage};
 pub use host::{Host, HostConfig, Polling};
 pub use io::{Io, fine_sleeps};
 pub use lacuna_frames::{FramePtr, MapFailed};
+pub use lacuna_linux::{LinuxBacking, LinuxError, MemoryKind, SharedFill, SharedMemory, Touched};
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_swap::{
     Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Page, Reads, SetupFailed,
@@ -63,7 +61,7 @@ pub use lacuna_swap::{
 };
 pub use lacuna_sync::LatencySetting;
 pub use lacuna_sys::Toucher;
-pub use linux::{LinuxBacking, MemoryKind, SeenLosses, SharedFill, SharedMemory, Touched};
+pub use linux::SeenLosses;
 pub use per_cpu_pages::PerCpuPages;
 pub use reclaim::balance::{Background, Progress};
 pub use reclaim::collapse::Collapse;

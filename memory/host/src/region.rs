@@ -15,12 +15,12 @@
 //! writes the page words of an untouched block, and its removal does not read them.
 
 use crate::error::HostError;
-use crate::linux::memory::LinuxMemory;
 use crate::origin::Origin;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SHIFT, PageCount};
 use lacuna_frames::{
     BLOCK, BlockNo, BlockWord, PageBlockState, PageNo, PageState, PageWord, Span, empty_words,
 };
+use lacuna_linux::LinuxMemory;
 use lacuna_sync::{CachePadded, Mutex, RwLock, lock_order};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};

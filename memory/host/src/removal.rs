@@ -14,13 +14,13 @@
 use crate::core::Core;
 use crate::error::HostError;
 use crate::host::Host;
-use crate::lock::lock;
 use crate::region::Region;
 use crate::settled::TICK;
 use lacuna_addr::{BackingRange, Pfn};
 use lacuna_frames::{
     BLOCK, BlockNo, FrameState, PageBlockState, PageNo, PageState, PageWord, Span,
 };
+use lacuna_sync::lock;
 use std::sync::atomic::Ordering;
 
 #[derive(PartialEq, Eq)]

@@ -4,7 +4,6 @@ use crate::core::Core;
 use crate::counters::FaultCounters;
 use crate::error::LostPage;
 use crate::host::Host;
-use crate::lock::lock;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::HugePages;
 use crate::ticket::Ticket;
@@ -12,6 +11,7 @@ use lacuna_addr::{Access, BackingAddr, Level, Pfn};
 use lacuna_frames::{
     BlockNo, BlockWord, Dirt, Marked, PageBlockState, PageNo, PageState, PageWord,
 };
+use lacuna_sync::lock;
 use std::sync::atomic::Ordering;
 
 /// A page's frame.

@@ -1,13 +1,16 @@
 //! The end of operations in flight, for which direct reclaim and region removal wait.
 
-use crate::lock::lock;
-use lacuna_sync::{Condvar, Mutex, lock_order};
+use lacuna_sync::{Condvar, Mutex, lock, lock_order};
 use std::sync::PoisonError;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// Longest single wait for an event that notifies no waiter. Example: another thread ends its
 /// isolation of a frame.
 pub(crate) const TICK: Duration = Duration::from_millis(1);
+
+/// The stop flag of a wait that cannot be stopped.
+pub(crate) static NEVER: AtomicBool = AtomicBool::new(false);
 
 /// A generation that moves whenever frames are freed or an operation completes.
 #[derive(Default)]

@@ -24,13 +24,13 @@
 use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::LostPage;
-use crate::linux::gathering::UnitContent;
-use crate::lock::lock;
 use crate::origin::Origin;
 use crate::ticket::Ticket;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_frames::{PageNo, PageState, PageWord};
+use lacuna_linux::UnitContent;
 use lacuna_source::{Answer, Failure, PageRequester};
+use lacuna_sync::lock;
 use std::slice::from_ref;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};

@@ -4,10 +4,8 @@
 //! lock of the host. vCPUs that fill their own pages do this for each page. With one list for all
 //! threads, they would contend for its lock. So each group of threads has a list.
 
-use crate::lock::lock;
 use crate::per_cpu_pages::PerCpuPages;
-use crate::striped::Striped;
-use lacuna_sync::{Mutex, lock_order};
+use lacuna_sync::{Mutex, Striped, lock, lock_order};
 
 #[derive(Default)]
 pub(crate) struct SpareCaches(Striped<Mutex<Vec<PerCpuPages>, lock_order::SpareCaches>>);

@@ -2,8 +2,8 @@
 
 use crate::core::Core;
 use crate::host::Host;
-use crate::lock::lock;
 use lacuna_addr::PAGE_SIZE;
+use lacuna_sync::lock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A reading of all counters, at about one moment.

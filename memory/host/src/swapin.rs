@@ -4,10 +4,11 @@ use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::{HostError, LostPage};
 use crate::host::Host;
-use crate::lock::{NEVER, lock};
+use crate::settled::NEVER;
 use crate::ticket::Ticket;
 use lacuna_frames::{PageNo, PageState, PageWord};
 use lacuna_swap::{SwapEntry, SwapError};
+use lacuna_sync::lock;
 use std::sync::atomic::AtomicBool;
 
 impl Host {

@@ -9,10 +9,10 @@
 
 use crate::error::LostPage;
 use crate::flight::Flight;
-use crate::linux::gathering::{Gathered, Gathering};
 use crate::region::Region;
 use lacuna_addr::{BackingAddr, PAGE_SIZE, Pfn};
 use lacuna_frames::PageNo;
+use lacuna_linux::{Gathered, Gathering};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;

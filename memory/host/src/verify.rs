@@ -2,15 +2,15 @@
 
 use crate::core::Core;
 use crate::host::Host;
-use crate::linux::memory::LinuxMemory;
-use crate::lock::lock;
 use crate::region::Region;
 use crate::shared_cache::SharedCache;
 use lacuna_addr::Pfn;
 use lacuna_frames::{
     BLOCK, BlockNo, FrameBlockState, FrameState, PageBlockState, PageNo, PageState, PageWord, Span,
 };
+use lacuna_linux::LinuxMemory;
 use lacuna_swap::SwapEntry;
+use lacuna_sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 

@@ -14,10 +14,10 @@
 
 use crate::holes::Holes;
 use crate::policy::{Asked, Outage, Policy};
-use crate::readers::{ReadError, ReadPages, Readers, join};
+use crate::readers::{ReadError, ReadPages, Readers};
 use crate::{MemoryId, PageRequest, PageSource};
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use lacuna_sync::{Mutex, MutexGuard, join, lock_order};
 use lacuna_sys::{PageReads, Waker};
 use rustix::io::Errno;
 use std::collections::VecDeque;

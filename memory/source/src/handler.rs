@@ -12,8 +12,8 @@
 //! closes it when the handler dies.
 
 use crate::SourcePage;
-use crate::readers::join;
 use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
+use lacuna_sync::join;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, send, sendmsg};
 use std::fmt::Write;

@@ -1,8 +1,7 @@
 //! Faults of a link, from a seed: latency, loss and reordering.
 
-use crate::readers::join;
 use crate::{MemoryId, PageRequest, PageSource};
-use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
+use lacuna_sync::{Condvar, Mutex, MutexGuard, join, lock_order};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

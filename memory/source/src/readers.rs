@@ -2,7 +2,7 @@
 
 use crate::policy::{Asked, Outage};
 use lacuna_addr::PAGE_SIZE;
-use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
+use lacuna_sync::{Condvar, Mutex, MutexGuard, join, lock_order};
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -111,16 +111,6 @@ impl<R> Drop for Readers<R> {
         let threads = self.threads.get_mut();
         let threads = threads.unwrap_or_else(PoisonError::into_inner);
         threads.drain(..).for_each(join);
-    }
-}
-
-/// Waits for the end of a source's thread. If a thread's answer ends the VM, the thread itself
-/// drops the source, and must not wait for itself.
-pub(crate) fn join(thread: JoinHandle<()>) {
-    if thread.thread().id() != std::thread::current().id() {
-        // A panicked thread has reported its panic.
-        let ended = thread.join();
-        debug_assert!(ended.is_ok() || std::thread::panicking());
     }
 }
 

@@ -8,7 +8,7 @@ use lacuna_machine::{
     PageSource, PlatformDevices, SlotFlags, Vcpu as _, Vm as _, dispatch, run,
 };
 use lacuna_skip::HugePages;
-use lacuna_soft::{HostError, MemoryKind, SoftError, Vcpu, Vm, VmBuilder};
+use lacuna_soft::{HostError, LinuxError, MemoryKind, SoftError, Vcpu, Vm, VmBuilder};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -45,7 +45,7 @@ fn boot(arch: Arch, apf: Apf, source: &Arc<Zeros>) -> (HugePages, Arc<Vm>, Vec<V
         ..builder_for(arch, (MEMORY, 24), 2, "faulters=2 workers=1 accesses=500")
     };
     let vm = match builder.build() {
-        Err(SoftError::Host(refused @ HostError::Userfaultfd(_))) => {
+        Err(SoftError::Host(refused @ HostError::Linux(LinuxError::Userfaultfd(_)))) => {
             lacuna_skip::skip_test(refused)
         }
         made => made.unwrap(),

@@ -12,7 +12,9 @@ use lacuna_machine::{
     SaveRestore as _, Vcpu as _, VcpuError, Vm as _, run,
 };
 use lacuna_skip::test;
-use lacuna_soft::{BootMemory, Host, HostError, MemoryKind, SoftError, Vcpu, Vm, VmBuilder};
+use lacuna_soft::{
+    BootMemory, Host, HostError, LinuxError, MemoryKind, SoftError, Vcpu, Vm, VmBuilder,
+};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::thread::{scope, yield_now};
@@ -63,7 +65,7 @@ fn boot_in(
     };
     let vm = match Vm::with_memory(Arc::clone(&host), clock, config, memory) {
         Ok(vm) => vm,
-        Err(SoftError::Host(refused @ HostError::Userfaultfd(_))) => {
+        Err(SoftError::Host(refused @ HostError::Linux(LinuxError::Userfaultfd(_)))) => {
             lacuna_skip::skip_test(refused)
         }
         Err(error) => panic!("{error}"),

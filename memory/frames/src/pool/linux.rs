@@ -6,7 +6,7 @@
 
 use super::{Pool, READ_WRITE, bytes_of};
 use lacuna_addr::{PAGE_SIZE, Pfn};
-use lacuna_sys::TakenPages;
+use lacuna_sys::{TakenPages, Userfaultfd};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, madvise, mmap, mmap_anonymous, munmap};
@@ -28,6 +28,21 @@ impl Pool {
             }
         }
         Ok(())
+    }
+
+    /// Makes the pages missing, which are not there yet: see [`Userfaultfd::register`].
+    pub fn register_linux(
+        &self,
+        first: Pfn,
+        pages: usize,
+        uffd: &Userfaultfd,
+    ) -> Result<(), Errno> {
+        let range = self.range(first, pages);
+        assert!(self.linux().contains(&first.index()), "not Linux memory");
+        // SAFETY: the range is memory of the pool, anonymous or a shared memory file. The kernel
+        // ends the registration when another mapping replaces it, or when the pool is unmapped. All
+        // accesses go through `FramePtr`, which uses atomics, except the load of a touch.
+        unsafe { uffd.register(range) }
     }
 
     /// Discards the bytes of Linux memory: they read as zeros, or are missing if a userfaultfd is

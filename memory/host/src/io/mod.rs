@@ -25,13 +25,12 @@ pub use timer::fine_sleeps;
 
 use crate::core::Core;
 use crate::error::LostPage;
-use crate::lock::lock;
 use crate::reclaim::writeback::WriteBatch;
 use crate::region::Region;
 use crate::settled::TICK;
 use crate::ticket::Ticket;
 use lacuna_swap::{SwapError, WriteFailed};
-use lacuna_sync::Nanos;
+use lacuna_sync::{Nanos, lock};
 use real::Real;
 use std::ops::Range;
 use std::sync::Arc;

@@ -3,9 +3,8 @@
 use super::Completion;
 use super::timer::Timer;
 use crate::core::Core;
-use crate::lock::lock;
 use crate::ticket::Ticket;
-use lacuna_sync::{Condvar, Mutex, Nanos, lock_order};
+use lacuna_sync::{Condvar, Mutex, Nanos, join, lock, lock_order};
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
@@ -72,7 +71,7 @@ impl Readers {
         lock(&self.shared.queue).stop = true;
         self.shared.read.notify_all();
         let handles = std::mem::take(&mut *lock(&self.handles));
-        handles.into_iter().for_each(crate::threads::join);
+        handles.into_iter().for_each(join);
     }
 
     fn spawn(&self) -> bool {

@@ -6,10 +6,8 @@
 use super::Completion;
 use super::watch::{POLLERS_LATE, Watch};
 use crate::core::Core;
-use crate::lock::lock;
 use crate::region::Region;
-use crate::threads::join;
-use lacuna_sync::{Mutex, Nanos, lock_order};
+use lacuna_sync::{Mutex, Nanos, join, lock, lock_order};
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::sync::Arc;

@@ -3,9 +3,8 @@
 
 use super::Completion;
 use crate::core::Core;
-use crate::lock::lock;
 use crate::ticket::Ticket;
-use lacuna_sync::{Mutex, Nanos, lock_order};
+use lacuna_sync::{Mutex, Nanos, lock, lock_order};
 use std::collections::BTreeMap;
 use std::ops::Range;
 

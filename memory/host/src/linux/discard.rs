@@ -11,16 +11,14 @@
 //! Without the intermediate state, a vCPU might put zeros in place and write to them before
 //! `MADV_DONTNEED`, and the write would be lost.
 
-use super::gathering::UnitContent;
-use super::memory::LinuxMemory;
 use crate::core::Core;
 use crate::discard::Discarded;
 use crate::error::HostError;
 use crate::region::Region;
 use lacuna_addr::{BackingRange, PAGE_SIZE};
 use lacuna_frames::{PageNo, PageState};
+use lacuna_linux::{LinuxMemory, UnitContent};
 use lacuna_sys::Errno;
-use std::sync::atomic::Ordering;
 
 impl Core {
     /// Discards the pages of `range`, which lies in `region`.
@@ -78,11 +76,7 @@ impl Core {
             from: range.start(),
             reason: errno.to_string(),
         })?;
-        linux
-            .users
-            .own()
-            .in_place
-            .fetch_sub(in_place, Ordering::Relaxed);
+        linux.note_in_place(-in_place);
         Ok(())
     }
 

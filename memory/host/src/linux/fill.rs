@@ -3,108 +3,20 @@
 //! Two threads may fill one page at once. The kernel lets one of them put its page in place, and
 //! the other gets `EEXIST`. The content in place counts: its thread gets [`Answer::Taken`].
 
-use super::memory::LinuxMemory;
+use super::units::{Run, not_filled};
 use crate::core::Core;
 use crate::counters::{Counters, FaultCounters};
 use crate::error::{HostError, LostPage};
-use crate::linux::memory::Run;
-use crate::lock::lock;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::resolve::{Frame, Resolution};
 use crate::ticket::Ticket;
-use lacuna_addr::{HvaRange, Level, PAGE_SIZE};
+use lacuna_addr::{Level, PAGE_SIZE};
 use lacuna_frames::{FramePtr, PageNo, PageState, PageWord};
+use lacuna_linux::{LinuxMemory, Placed};
 use lacuna_source::Answer;
-use lacuna_sys::{Errno, Waiters};
+use lacuna_sync::lock;
 use std::slice::from_ref;
 use std::sync::atomic::Ordering;
-
-/// The most tries of a fill while the kernel returns `EAGAIN`.
-const ATTEMPTS: usize = 1 << 16;
-
-const ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
-
-/// The result of a fill.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Filled {
-    /// This thread's content is in place.
-    Here,
-    /// Another thread was first.
-    Before,
-}
-
-impl LinuxMemory {
-    /// Puts `content`, a page or a unit, in place at `index` of the region, unless it is there.
-    pub(super) fn fill(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Filled, Errno> {
-        let filled = self.fill_silently(index, content);
-        // Also after EEXIST: the other thread's fill may not have woken the sleeping threads.
-        self.wake_touching(index..index + content.len() as u64);
-        filled
-    }
-
-    /// Puts a page of zeros in place, if the page is not there.
-    fn fill_with_zeros(&self, index: u64) -> Result<Filled, Errno> {
-        match self.fill(index, from_ref(&ZEROS)) {
-            // A discarded page has left the userfaultfd: Linux fills it with zeros.
-            Err(Errno::NOENT) if self.outside.is_some() => Ok(Filled::Before),
-            filled => filled,
-        }
-    }
-
-    fn fill_silently(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Filled, Errno> {
-        let Some(uffd) = self.uffd_of(index) else {
-            // Only a region with a userfaultfd has missing pages.
-            return Ok(Filled::Before);
-        };
-        let page = self.hva(index);
-        for _ in 0..ATTEMPTS {
-            match uffd.place(content, page, self.waiters()) {
-                Ok(()) => return Ok(Filled::Here),
-                Err(partial) => match partial.errno {
-                    Errno::EXIST => {
-                        self.map_from_file(index)?;
-                        if self.waiters() == Waiters::Wake {
-                            uffd.wake(page)?;
-                        }
-                        return Ok(Filled::Before);
-                    }
-                    // The address space of this process is changing.
-                    Errno::AGAIN => std::thread::yield_now(),
-                    errno => return Err(errno),
-                },
-            }
-        }
-        Err(Errno::AGAIN)
-    }
-
-    /// Poisons the missing page or unit at `index` of the region, where the kernel supports that.
-    /// Threads that sleep for a page would find zeros, so their memory is not poisoned.
-    fn poison(&self, index: u64) {
-        if self.waiters() == Waiters::Wake {
-            return;
-        }
-        let page = HvaRange::new(self.hva(index), self.unit());
-        if let (Some(parts), Some(page)) = (&self.parts, page) {
-            let _ = parts.of(index).poison(page);
-        }
-    }
-
-    pub(super) fn not_filled(&self, page: PageNo, errno: Errno) -> LostPage {
-        let help = match errno {
-            Errno::NOMEM | Errno::NOSPC if self.unit() > 1 => {
-                "; no huge page is free: reserve more of them (/proc/sys/vm/nr_hugepages)"
-            }
-            _ => "",
-        };
-        let reason = format!("Linux cannot put it in place: {errno}{help}");
-        LostPage::new(page.addr(), reason)
-    }
-
-    pub(super) fn note_in_place(&self, pages: i64) {
-        let own = self.users.own();
-        own.in_place.fetch_add(pages, Ordering::Relaxed);
-    }
-}
 
 impl Core {
     /// The first fault on a page that was never in place.
@@ -146,7 +58,7 @@ impl Core {
                     return None;
                 }
                 if let Err(errno) = linux.fill_with_zeros(region.index_of(page)) {
-                    return Some(Resolution::Lost(linux.not_filled(page, errno)));
+                    return Some(Resolution::Lost(not_filled(linux, page, errno)));
                 }
                 if word.change(state, PageState::InPlace).is_ok() {
                     linux.note_in_place(1);
@@ -188,7 +100,7 @@ impl Core {
             _ => return Ok(Answer::Late),
         }
         let filled = linux.fill(region.index_of(page), from_ref(content));
-        let filled = filled.map_err(|errno| linux.not_filled(page, errno))?;
+        let filled = filled.map_err(|errno| not_filled(linux, page, errno))?;
         let answer = self.note_filled(page, word, filled, linux);
         if answer == Answer::Taken {
             FaultCounters::bump(&cache.shared.count.provided);
@@ -202,7 +114,7 @@ impl Core {
         &self,
         page: PageNo,
         word: &PageWord,
-        filled: Filled,
+        filled: Placed,
         linux: &LinuxMemory,
     ) -> Answer {
         match word.change(PageState::Empty, PageState::InPlace) {
@@ -214,8 +126,8 @@ impl Core {
             Err(_) => return Answer::Late,
         }
         match filled {
-            Filled::Here => Answer::Taken,
-            Filled::Before => Answer::Late,
+            Placed::Here => Answer::Taken,
+            Placed::Before => Answer::Late,
         }
     }
 
@@ -258,7 +170,7 @@ impl Core {
         };
         linux.wake_touching(index..index + run.len as u64);
         for (i, word) in words().take(run.len).enumerate() {
-            let answer = self.note_filled(first.plus(i), word, Filled::Here, linux);
+            let answer = self.note_filled(first.plus(i), word, Placed::Here, linux);
             run.taken += usize::from(answer == Answer::Taken);
         }
         FaultCounters::add(&cache.shared.count.provided, run.taken as u64);
@@ -287,13 +199,13 @@ impl Core {
         let page = ticket.number();
         // The page word says Fetching, so no thread takes the page away before it is settled.
         match linux.fill(ticket.region().index_of(page), content) {
-            Ok(Filled::Here) => {
+            Ok(Placed::Here) => {
                 Counters::add(&self.stats.provided, content.len() as u64);
                 (Answer::Taken, Ok(()))
             }
-            Ok(Filled::Before) => (Answer::Late, Ok(())),
+            Ok(Placed::Before) => (Answer::Late, Ok(())),
             Err(errno) => {
-                let lost = linux.not_filled(page, errno);
+                let lost = not_filled(linux, page, errno);
                 self.note_lost(page, &lost);
                 (Answer::Taken, Err(lost))
             }

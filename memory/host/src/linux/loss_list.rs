@@ -1,9 +1,8 @@
 //! The list of pages that the kernel has taken away.
 
-use crate::lock::lock;
 use crate::region::{MmuNotifier, Region};
 use lacuna_frames::PageNo;
-use lacuna_sync::{Mutex, lock_order};
+use lacuna_sync::{Mutex, lock, lock_order};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 

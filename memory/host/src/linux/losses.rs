@@ -13,15 +13,14 @@
 //! count only if no loss is unsettled. The count moves before the zeros are mapped, so no thread
 //! that has read them finds the old count.
 
-use super::memory::LinuxMemory;
 use crate::core::Core;
 use crate::error::{HostError, LostPage};
 use crate::host::Host;
 use crate::linux::loss_list::{List, Loss, SeenLosses};
-use crate::lock::lock;
 use crate::region::{MmuNotifier, Region};
 use lacuna_addr::{BackingRange, Pfn};
 use lacuna_frames::{PageNo, PageState, PageWord};
+use lacuna_sync::lock;
 use lacuna_sys::TakenPages;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -237,12 +236,6 @@ impl Region {
             linux.note_lost();
         }
         !matches!(lost, Err(PageState::Fetching { .. }))
-    }
-}
-
-impl LinuxMemory {
-    pub fn note_lost(&self) {
-        self.users.own().in_place.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -16,41 +16,32 @@
 //! without a system call: the frame number of a page follows from its number. There are no
 //! descriptors, so reclaim, aging and compound pages never see Linux memory.
 //!
-//! A region with a page source is registered with userfaultfds (see `parts`): a never provided page
-//! is missing, and no access reads it as zeros. No thread touches a missing page, because every
-//! access first reads the page word.
+//! A region with a page source is registered with userfaultfds: a never provided page is missing,
+//! and no access reads it as zeros. No thread touches a missing page, because every access first
+//! reads the page word.
 //!
 //! Another process may fill a region from outside: see `outside`. The pages of a huge page are
 //! filled together: see `units`.
 
-pub(crate) mod addresses;
 mod discard;
 mod fill;
-pub(crate) mod gathering;
-mod handler;
 pub(crate) mod loss_list;
 mod losses;
-pub(crate) mod memory;
 mod outside;
-mod parts;
 mod remove;
 mod shared;
-mod shared_file;
 mod units;
 
 pub use loss_list::SeenLosses;
-pub use parts::Touched;
-pub use shared_file::{LinuxBacking, MemoryKind, SharedFill, SharedMemory};
 
 use crate::core::Core;
 use crate::error::HostError;
 use crate::host::Host;
-use crate::linux::memory::{Filled, LinuxMemory};
 use crate::origin::Origin;
 use crate::region::{MmuNotifier, Region};
-use handler::FillHandler;
 use lacuna_addr::{BackingRange, HvaRange, PageCount, Pfn};
 use lacuna_frames::PageNo;
+use lacuna_linux::{FillHandler, Filled, LinuxBacking, LinuxError, LinuxMemory, Touched};
 use lacuna_source::{PageSource, SourcePage};
 use lacuna_sys::{Errno, Userfaultfd};
 use std::sync::Arc;
@@ -92,7 +83,7 @@ impl Host {
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<BackingRange, HostError> {
         let core = &self.core;
-        let refused = |errno: Errno| HostError::Userfaultfd(errno.to_string());
+        let refused = |errno: Errno| LinuxError::Userfaultfd(errno.to_string());
         let filled = match &origin {
             Some((source, first)) => {
                 match FillHandler::of(Arc::downgrade(core) as _, source, *first).map_err(refused)? {
@@ -125,7 +116,7 @@ impl Host {
         let filled = match &origin {
             Some((source, _)) if source.external().is_some() => {
                 let reason = "a handler fills memory only of guests that resolve their pages";
-                return Err(HostError::Userfaultfd(reason.into()));
+                return Err(LinuxError::Userfaultfd(reason.into()).into());
             }
             Some(_) => Filled::BySource(touched),
             None => Filled::ByLinux,
@@ -139,16 +130,7 @@ impl Host {
     pub fn userfaultfds(&self, region: BackingRange) -> Vec<(HvaRange, Arc<Userfaultfd>)> {
         let found = self.core.regions.find(PageNo::of(region.start()));
         let linux = found.as_ref().and_then(|region| region.linux.as_ref());
-        let Some((linux, parts)) = linux.and_then(|linux| linux.parts.as_ref().map(|p| (linux, p)))
-        else {
-            return Vec::new();
-        };
-        let parts = parts.cut(0..linux.addresses.pages());
-        let part = |(pages, uffd): (std::ops::Range<u64>, &Arc<Userfaultfd>)| {
-            let part = HvaRange::new(linux.hva(pages.start), pages.end - pages.start);
-            (part.expect("in the region"), Arc::clone(uffd))
-        };
-        parts.map(part).collect()
+        linux.map_or_else(Vec::new, LinuxMemory::userfaultfds)
     }
 
     fn add_linux(
@@ -159,6 +141,9 @@ impl Host {
         notifier: Arc<dyn MmuNotifier>,
     ) -> Result<BackingRange, HostError> {
         let core = &self.core;
+        if pages.get() == 0 {
+            return Err(HostError::BadRegion(pages));
+        }
         let linux = LinuxMemory::new(&core.frames.pool, &core.linux, pages, (filled, backing))?;
         let first = linux.first;
         let origin = origin.map(|(source, first)| Origin::new(core.answers(), source, first));

@@ -28,8 +28,6 @@
 //! handler gets no event, and its own late copy fails (ENOENT). Otherwise that copy would bring the
 //! old content back.
 
-use super::handler::{FillHandler, Touch, Touching};
-use super::memory::LinuxMemory;
 use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::{HostError, LostPage};
@@ -38,27 +36,12 @@ use crate::region::Region;
 use crate::settled::TICK;
 use crate::ticket::Ticket;
 use lacuna_frames::PageNo;
+use lacuna_linux::{FillHandler, Touch, Touching};
 use lacuna_source::Answer;
 use lacuna_sys::{Touched, Toucher};
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
-
-impl LinuxMemory {
-    /// Wakes the threads that sleep for one of `pages`, which the caller has filled.
-    pub fn wake_touching(&self, pages: Range<u64>) {
-        let Some(outside) = self.outside.as_ref().filter(|outside| outside.is_touched()) else {
-            return;
-        };
-        // Threads touch a unit at its first page.
-        for index in pages.step_by(self.unit() as usize) {
-            // It fails only for an address outside of this process's memory.
-            let woken = outside.userfaultfd(index).wake(self.hva(index));
-            debug_assert!(woken.is_ok(), "{woken:?}");
-        }
-    }
-}
 
 impl Host {
     /// As [`Host::wait_until`], for a thread that other threads interrupt by `toucher` after they

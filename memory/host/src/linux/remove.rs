@@ -6,7 +6,7 @@
 //! wait for users            nor has another thread; no thread touches a page
 //! settle losses             pages of it that the kernel has taken away are recorded
 //! unregister, new mapping   threads that sleep on the userfaultfd wake, the bytes are gone
-//! the addresses are free, at once or when no handler outside may fill them any more (`addresses`)
+//! the addresses are free, at once or when no handler outside may fill them any more
 //! ```
 
 use crate::core::Core;

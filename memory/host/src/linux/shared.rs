@@ -15,61 +15,15 @@
 //! a discard in another region of the same file. If a source fills the region, the next access to
 //! that page gets `SIGBUS`, and the page is lost.
 
-use super::memory::LinuxMemory;
 use crate::core::Core;
 use crate::error::HostError;
 use crate::host::Host;
-use crate::linux::shared_file::SharedFill;
 use crate::region::Region;
-use lacuna_addr::{BackingRange, HvaRange, PAGE_SIZE};
+use lacuna_addr::BackingRange;
 use lacuna_frames::{PageNo, PageState, PageWord};
+use lacuna_linux::{LinuxError, LinuxMemory};
 use lacuna_source::Answer;
 use lacuna_sys::Errno;
-
-impl LinuxMemory {
-    /// Whether its file may have content that no page word records.
-    pub fn is_shared(&self) -> bool {
-        self.shared.is_some()
-    }
-
-    /// The number of pages that are filled together: a huge page's pages, or one.
-    pub fn unit(&self) -> u64 {
-        self.shared.as_ref().map_or(1, |shared| shared.unit)
-    }
-
-    /// Whether `pages` pages from `index` on are whole huge pages, if its pages are huge.
-    pub fn is_whole(&self, index: u64, pages: u64) -> bool {
-        (index | pages).is_multiple_of(self.unit())
-    }
-
-    /// Takes a huge page of zeros for the unit at `index`, where the file has none. An access maps
-    /// it, because only pages that the file lacks are missing.
-    pub(super) fn allocate_unit(&self, index: u64) -> Result<(), Errno> {
-        let Some(shared) = &self.shared else {
-            return Ok(());
-        };
-        let page = PAGE_SIZE as u64;
-        shared.allocate((shared.first + index) * page, shared.unit * page)
-    }
-
-    /// Maps the page that a fill has found, where the kernel does not.
-    pub(super) fn map_from_file(&self, index: u64) -> Result<(), Errno> {
-        let Some((parts, shared)) = self.parts.as_ref().zip(self.shared.as_ref()) else {
-            return Ok(());
-        };
-        if shared.fill == SharedFill::CopiedIn {
-            return Ok(());
-        }
-        let page = HvaRange::new(self.hva(index), 1).expect("in the region");
-        loop {
-            match parts.of(index).resume(page) {
-                Ok(_) | Err(Errno::EXIST) => return Ok(()),
-                Err(Errno::AGAIN) => std::thread::yield_now(),
-                Err(errno) => return Err(errno),
-            }
-        }
-    }
-}
 
 impl Host {
     /// Provides the pages of `range`, which lies in one region of shared memory with a page source:
@@ -85,13 +39,9 @@ impl Host {
         let region = region.filter(|region| region.range().intersect(range) == Some(range));
         let region = region.ok_or(HostError::NoSuchRegion(range.start()))?;
         let linux = region.linux.as_ref();
-        let is_filled_there = |linux: &&LinuxMemory| {
-            let fill = linux.shared.as_ref().map(|shared| shared.fill);
-            linux.parts.is_some() && fill == Some(SharedFill::InFile)
-        };
         let linux = linux
-            .filter(is_filled_there)
-            .ok_or_else(|| HostError::SharedMemory {
+            .filter(|linux| linux.is_filled_in_file())
+            .ok_or_else(|| LinuxError::SharedMemory {
                 reason: "the region is not one that its source fills in the file".into(),
             })?;
         let mut taken = 0;
@@ -121,7 +71,7 @@ impl Core {
             _ => return Ok(Answer::Late),
         }
         let mapped = linux.map_from_file(region.index_of(page));
-        mapped.map_err(|errno| HostError::SharedMemory {
+        mapped.map_err(|errno| LinuxError::SharedMemory {
             reason: match errno {
                 Errno::FAULT => format!("the file does not have page {}: write it", page.addr()),
                 errno => format!("page {} cannot be mapped: {errno}", page.addr()),

@@ -16,21 +16,29 @@
 //!
 //! A fault that finds the first word InPlace, and its own word still Empty, moves its own word.
 
-use super::memory::{LinuxMemory, Run};
 use crate::core::Core;
 use crate::counters::FaultCounters;
 use crate::error::{HostError, LostPage};
 use crate::host::Host;
-use crate::linux::gathering::{Gathered, UnitContent};
-use crate::lock::lock;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
 use crate::resolve::Resolution;
 use crate::ticket::Ticket;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE};
 use lacuna_frames::{BLOCK, PageNo, PageState};
+use lacuna_linux::{Gathered, LinuxMemory, UnitContent};
 use lacuna_source::{Answer, Failure};
+use lacuna_sync::lock;
+use lacuna_sys::Errno;
 use std::sync::atomic::Ordering;
+
+/// A run of pages that one system call put in place.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Run {
+    pub len: usize,
+    /// The number of pages whose content counts.
+    pub taken: usize,
+}
 
 impl Region {
     /// The number of pages that are filled together: a hugetlbfs page's pages, or one.
@@ -101,7 +109,7 @@ impl Core {
         }
         let first = page.block_start();
         if let Err(errno) = linux.allocate_unit(region.index_of(first)) {
-            return Some(Resolution::Lost(linux.not_filled(page, errno)));
+            return Some(Resolution::Lost(not_filled(linux, page, errno)));
         }
         let words = (0..BLOCK).filter_map(|at| region.word(first.plus(at)));
         let moved = words.filter(|word| word.change(state, PageState::InPlace).is_ok());
@@ -179,7 +187,7 @@ impl Core {
             _ => return Ok(0),
         }
         let filled = linux.fill(region.index_of(first), content);
-        let filled = filled.map_err(|errno| linux.not_filled(first, errno))?;
+        let filled = filled.map_err(|errno| not_filled(linux, first, errno))?;
         let answer = self.note_filled(first, word, filled, linux);
         // Otherwise another thread is answering. It finds the unit in place, and moves the words.
         if word.load() == PageState::InPlace {
@@ -232,7 +240,7 @@ impl Core {
             UnitContent::Zeros => {
                 let first = ticket.number();
                 let filled = linux.allocate_unit(ticket.region().index_of(first));
-                let filled = filled.map_err(|errno| linux.not_filled(first, errno));
+                let filled = filled.map_err(|errno| not_filled(linux, first, errno));
                 if let Err(lost) = &filled {
                     self.note_lost(first, lost);
                 }
@@ -273,4 +281,16 @@ impl Core {
             linux.note_in_place(in_place);
         }
     }
+}
+
+/// The loss of `page`, which Linux cannot put in place.
+pub(super) fn not_filled(linux: &LinuxMemory, page: PageNo, errno: Errno) -> LostPage {
+    let help = match errno {
+        Errno::NOMEM | Errno::NOSPC if linux.unit() > 1 => {
+            "; no huge page is free: reserve more of them (/proc/sys/vm/nr_hugepages)"
+        }
+        _ => "",
+    };
+    let reason = format!("Linux cannot put it in place: {errno}{help}");
+    LostPage::new(page.addr(), reason)
 }

@@ -21,11 +21,11 @@
 use crate::core::Core;
 use crate::counters::Counters;
 use crate::host::Host;
-use crate::lock::lock;
 use crate::reclaim::round::{Round, ScanPriority};
 use crate::region::{HugePages, Region, RegionList};
 use lacuna_addr::{BackingRange, Pfn};
 use lacuna_frames::{BLOCK, BlockNo, Desc, Dirt, FrameState, PageBlockState, PageNo, PageState};
+use lacuna_sync::lock;
 use std::sync::Arc;
 
 /// The most pages without a frame (they read as zeros) in a collapsed block. A collapse gives each

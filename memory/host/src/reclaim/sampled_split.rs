@@ -26,12 +26,12 @@
 
 use crate::core::Core;
 use crate::counters::Counters;
-use crate::lock::lock;
 use crate::reclaim::collapse::Gathered;
 use crate::reclaim::round::{Round, ScanPriority, Window};
 use crate::region::Region;
 use lacuna_addr::Pfn;
 use lacuna_frames::{BLOCK, BlockNo, FrameBlockState, PageNo, Warmth, Youth};
+use lacuna_sync::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

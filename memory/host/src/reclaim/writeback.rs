@@ -8,12 +8,12 @@
 use crate::core::Core;
 use crate::counters::Counters;
 use crate::error::{Failure, HostError};
-use crate::lock::lock;
 use crate::reclaim::round::{CLUSTER, Victim};
 use crate::region::Region;
 use lacuna_addr::Pfn;
 use lacuna_frames::{FrameState, PageState};
 use lacuna_swap::{Page, Run, SwapEntry, SwapError, SwapSpace, WriteFailed};
+use lacuna_sync::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

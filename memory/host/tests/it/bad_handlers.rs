@@ -6,7 +6,7 @@ use common::FakeMmu;
 use common::linux::{BLOCK, read};
 use common::source::{TestSource, page_of, page_with};
 use lacuna_addr::{BackingRange, Hva, HvaRange, Level, PageCount};
-use lacuna_host::{Host, HostError, PageSource, SourcePage, Toucher};
+use lacuna_host::{Host, HostError, LinuxError, PageSource, SourcePage, Toucher};
 use lacuna_skip::test;
 use lacuna_source::{External, HandlerRegion, Policy, WhenGone};
 use lacuna_sys::Errno;
@@ -110,7 +110,7 @@ fn a_process_keeps_addresses_until_its_end() {
     let all = loop {
         match add(&host, TestSource::new(), 2 * BLOCK) {
             Ok(range) => break range,
-            Err(HostError::LinuxRoom { .. }) => thread::yield_now(),
+            Err(HostError::Linux(LinuxError::Room { .. })) => thread::yield_now(),
             Err(error) => panic!("{error}"),
         }
     };

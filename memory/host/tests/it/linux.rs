@@ -7,7 +7,7 @@ use common::linux::{BLOCK, host, read};
 use common::source::{TestSource, page_of, page_with, word_of};
 use common::{FakeMmu, Use, Vm};
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
-use lacuna_host::{Answer, Host, HostError, LinuxBacking, Resolution};
+use lacuna_host::{Answer, Host, HostError, LinuxBacking, LinuxError, Resolution};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -116,7 +116,10 @@ fn requests_beyond_the_room_are_refused() {
     let refused = add(2 * BLOCK + 1).unwrap_err().to_string();
     assert!(refused.contains("1025 pages"), "{refused}");
     let (first, second) = (add(1).unwrap(), add(BLOCK).unwrap());
-    assert!(matches!(add(1), Err(HostError::LinuxRoom { .. })));
+    assert!(matches!(
+        add(1),
+        Err(HostError::Linux(LinuxError::Room { .. }))
+    ));
     host.remove_region(first).unwrap();
     let third = add(BLOCK).unwrap();
     let outside = BackingRange::new(third.start(), BLOCK + 1).unwrap();

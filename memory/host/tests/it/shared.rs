@@ -6,7 +6,9 @@ use common::linux::{BLOCK, host, read};
 use common::source::{TestSource, page_of, page_with};
 use common::{FakeMmu, Use, Vm};
 use lacuna_addr::{Access, BackingRange, Level, PAGE_SIZE, PageCount};
-use lacuna_host::{Answer, Host, HostError, LinuxBacking, Resolution, SharedFill, SharedMemory};
+use lacuna_host::{
+    Answer, Host, HostError, LinuxBacking, LinuxError, Resolution, SharedFill, SharedMemory,
+};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::{pread, pwrite};
 use std::os::fd::OwnedFd;
@@ -267,14 +269,14 @@ fn files_of_the_vmm() {
     );
     let refused = add(&of_file(file(bytes), u64::MAX).unwrap()).unwrap_err();
     assert!(
-        matches!(refused, HostError::SharedMemory { .. }),
+        matches!(refused, HostError::Linux(LinuxError::SharedMemory { .. })),
         "{refused}"
     );
     let sealed = file(bytes);
     fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
     let refused = add(&of_file(sealed, 0).unwrap()).unwrap_err();
     assert!(
-        matches!(refused, HostError::SharedMemory { .. }),
+        matches!(refused, HostError::Linux(LinuxError::SharedMemory { .. })),
         "{refused}"
     );
     let ordinary = OwnedFd::from(tempfile::tempfile_in("/var/tmp").unwrap());

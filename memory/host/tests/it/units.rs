@@ -7,7 +7,7 @@ use common::source::{TestSource, page_of, page_with, word_of};
 use common::{FakeMmu, Use, Vm};
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Answer, Host, HostError, LinuxBacking, Resolution, SharedMemory, Ticket, Toucher,
+    Answer, Host, HostError, LinuxBacking, LinuxError, Resolution, SharedMemory, Ticket, Toucher,
 };
 use lacuna_skip::HugePages;
 use lacuna_source::{External, Policy};
@@ -279,7 +279,9 @@ fn a_reserve_that_is_too_small() {
     host.verify();
     reserved.change(4).unwrap();
     let mut vm = match add(&host, &memory, 4 * UNIT, Some(&source)) {
-        Err(refused @ HostError::Userfaultfd(_)) => lacuna_skip::skip_test(refused),
+        Err(refused @ HostError::Linux(LinuxError::Userfaultfd(_))) => {
+            lacuna_skip::skip_test(refused)
+        }
         added => added.unwrap(),
     };
     vm.check_all();
@@ -296,7 +298,9 @@ fn a_file_that_becomes_shorter() {
         let memory = SharedMemory::huge(PageCount::new(3 * UNIT)).unwrap();
         let source = Some(&source).filter(|_| with_source);
         let mut vm = match add(&host, &memory, 3 * UNIT, source) {
-            Err(refused @ HostError::Userfaultfd(_)) => lacuna_skip::skip_test(refused),
+            Err(refused @ HostError::Linux(LinuxError::Userfaultfd(_))) => {
+                lacuna_skip::skip_test(refused)
+            }
             added => added.unwrap(),
         };
         vm.touch(0, Use::Read).unwrap();
@@ -341,7 +345,9 @@ fn many_threads_fill_units() {
         let (host, source) = (host(UNITS * UNIT), TestSource::new());
         let memory = SharedMemory::huge(PageCount::new(UNITS * UNIT)).unwrap();
         let vm = match add(&host, &memory, UNITS * UNIT, Some(&source)) {
-            Err(refused @ HostError::Userfaultfd(_)) => lacuna_skip::skip_test(refused),
+            Err(refused @ HostError::Linux(LinuxError::Userfaultfd(_))) => {
+                lacuna_skip::skip_test(refused)
+            }
             added => added.unwrap(),
         };
         let range = vm.range;

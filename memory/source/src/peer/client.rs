@@ -13,10 +13,9 @@
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
 use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
 use crate::policy::{Asked, Outage, Policy, WhenGone};
-use crate::readers::join;
 use crate::{MemoryId, PageRequest, PageSource, SourcePage};
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use lacuna_sync::{Mutex, MutexGuard, join, lock_order};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{

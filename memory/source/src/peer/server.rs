@@ -9,10 +9,9 @@
 
 use super::wire::{Decoder, HELLO, Hello, Message, encode};
 use super::{HELLO_WAIT, IN_FLIGHT, PeerError};
-use crate::readers::join;
 use crate::{Answer, Failure, MemoryId, PageRequest, PageRequester, PageSource, SourcePage};
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use lacuna_sync::{Mutex, MutexGuard, join, lock_order};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};

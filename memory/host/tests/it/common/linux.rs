@@ -4,7 +4,8 @@ use super::source::TestSource;
 use super::{FakeMmu, Vm};
 use lacuna_addr::{BackingAddr, PageCount};
 use lacuna_host::{
-    FaultyStore, Host, HostConfig, HostError, HugePages, Io, LinuxBacking, PageSource, SourcePage,
+    FaultyStore, Host, HostConfig, HostError, HugePages, Io, LinuxBacking, LinuxError, PageSource,
+    SourcePage,
 };
 use lacuna_sync::{HostClock, VirtualClock};
 use std::sync::Arc;
@@ -58,7 +59,9 @@ pub fn vm(
 ) -> Vm {
     match add(host, backing, pages, source) {
         Ok(vm) => vm,
-        Err(refused @ HostError::Userfaultfd(_)) => lacuna_skip::skip_test(refused),
+        Err(refused @ HostError::Linux(LinuxError::Userfaultfd(_))) => {
+            lacuna_skip::skip_test(refused)
+        }
         Err(error) => panic!("{error}"),
     }
 }

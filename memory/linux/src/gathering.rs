@@ -5,8 +5,10 @@ use lacuna_frames::BLOCK;
 use lacuna_source::Failure;
 
 /// The end of a unit's fetch.
-pub(crate) enum UnitContent<'a> {
+pub enum UnitContent<'a> {
+    /// Its 512 pages have arrived.
     Pages(&'a [[u8; PAGE_SIZE]]),
+    /// It is discarded.
     Zeros,
     /// Why the pages are lost.
     Fails(Failure<'a>),
@@ -14,22 +16,24 @@ pub(crate) enum UnitContent<'a> {
 
 /// The pages of a unit that have arrived so far.
 #[derive(Default)]
-pub(crate) enum Gathering {
+pub enum Gathering {
     #[default]
+    /// None.
     Nothing,
+    /// These.
     Some(Box<Pages>),
     /// All have arrived, or the unit was provided in another way.
     Over,
 }
 
-pub(crate) struct Pages {
+pub struct Pages {
     bytes: Vec<u8>,
     came: [bool; BLOCK],
     left: usize,
 }
 
 /// The result for an arrived page.
-pub(crate) enum Gathered {
+pub enum Gathered {
     /// It arrived earlier, or is no longer wanted.
     Late,
     /// Other pages of the unit are missing.
@@ -47,12 +51,14 @@ impl Pages {
         })
     }
 
+    /// The bytes of all pages.
     pub fn all(&self) -> &[[u8; PAGE_SIZE]] {
         self.bytes.as_chunks().0
     }
 }
 
 impl Gathering {
+    /// Adds page `at` of the unit.
     pub fn add(&mut self, at: usize, content: &[u8; PAGE_SIZE]) -> Gathered {
         if let Self::Nothing = self {
             *self = Self::Some(Pages::new());
@@ -74,6 +80,7 @@ impl Gathering {
         }
     }
 
+    /// Whether page `at` of the unit has arrived.
     pub fn has(&self, at: usize) -> bool {
         match self {
             Self::Nothing => false,

@@ -19,7 +19,7 @@ pub enum Touched {
     /// reads the page word.
     Signals,
     /// It sleeps until the page is filled: a guest for which the kernel maps the memory, as KVM
-    /// does. A reader of [`Host::userfaultfds`](crate::Host::userfaultfds) has to resolve the page.
+    /// does. A reader of the region's userfaultfds has to resolve the page.
     Sleeps,
     /// As `Sleeps`, and the kernel also records writes
     /// ([`Userfaultfd::open_tracking`](lacuna_sys::Userfaultfd::open_tracking)).
@@ -37,7 +37,7 @@ impl Touched {
 }
 
 /// Parts of equal length, of whole huge pages. The last part may be shorter.
-pub(crate) struct Parts {
+pub struct Parts {
     /// Pages of each part.
     each: u64,
     uffds: Box<[Arc<Userfaultfd>]>,

@@ -1,10 +1,8 @@
 //! The handler of a region, and the threads that touch pages for it: see `outside`.
 
-use crate::lock::lock;
-use crate::threads::join;
 use lacuna_frames::PageNo;
 use lacuna_source::{External, PageSource, SourcePage};
-use lacuna_sync::{Condvar, Mutex, lock_order};
+use lacuna_sync::{Condvar, Mutex, join, lock, lock_order};
 use lacuna_sys::{Errno, Toucher, Userfaultfd};
 use std::collections::VecDeque;
 use std::io;
@@ -19,13 +17,13 @@ use std::time::{Duration, Instant};
 const MOST_THREADS: usize = 16;
 
 /// Waits for pages that a handler puts in place.
-pub(crate) trait Touch: Send + Sync {
+pub trait Touch: Send + Sync {
     /// Touches `page` until it is there, or until no thread needs it any more.
     fn touch(&self, page: PageNo, handler: &Arc<FillHandler>, toucher: &Arc<Toucher>);
 }
 
 /// A region's handler, and the threads that touch pages for it.
-pub(crate) struct FillHandler {
+pub struct FillHandler {
     source: Arc<dyn PageSource>,
     /// The source's page that is the region's first page.
     first: SourcePage,
@@ -45,8 +43,10 @@ pub(crate) struct FillHandler {
 
 /// A thread that touches a page.
 #[derive(Clone)]
-pub(crate) struct Touching {
+pub struct Touching {
+    /// Interrupts the thread.
     pub toucher: Arc<Toucher>,
+    /// When the handler is too late; `None`: never.
     pub deadline: Option<Instant>,
 }
 
@@ -60,7 +60,7 @@ struct Pool {
 }
 
 /// A thread that touches pages of the region; dropping it ends the count.
-pub(crate) struct Inside<'a>(&'a FillHandler, Arc<Toucher>);
+pub struct Inside<'a>(&'a FillHandler, Arc<Toucher>);
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
@@ -110,6 +110,7 @@ impl FillHandler {
         Ok(Some(outside))
     }
 
+    /// The connection to the handler.
     pub fn external(&self) -> &External {
         self.source.external().expect("checked by `of`")
     }
@@ -134,6 +135,7 @@ impl FillHandler {
         parts.map(move |(part, uffd)| (part.start - first..part.end - first, uffd))
     }
 
+    /// Counts the calling thread, until the result is dropped: it is about to touch a page.
     pub fn enter(&self, touching: Touching) -> Inside<'_> {
         self.inside.fetch_add(1, Ordering::SeqCst);
         let toucher = Arc::clone(&touching.toucher);
@@ -241,6 +243,7 @@ impl FillHandler {
         }
     }
 
+    /// Whether the region is being removed, or the host ends.
     pub fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }

@@ -1,6 +1,6 @@
 //! A shared memory file.
 
-use crate::error::HostError;
+use crate::error::LinuxError;
 use lacuna_addr::{Level, PAGE_SIZE, PageCount};
 use lacuna_sys::Errno;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, fstatfs, ftruncate, memfd_create};
@@ -29,7 +29,7 @@ impl MemoryKind {
     ///
     /// # Errors
     /// As [`SharedMemory::new`] and [`SharedMemory::huge`].
-    pub fn file(self, pages: PageCount) -> Result<Option<SharedMemory>, HostError> {
+    pub fn file(self, pages: PageCount) -> Result<Option<SharedMemory>, LinuxError> {
         match self {
             Self::Budget | Self::Linux => Ok(None),
             Self::Shared => SharedMemory::new(pages, SharedFill::CopiedIn).map(Some),
@@ -54,8 +54,7 @@ pub enum SharedFill {
     /// Its answers are copied in.
     #[default]
     CopiedIn,
-    /// It may write to the file, and then calls
-    /// [`Host::provide_from_file`](crate::Host::provide_from_file).
+    /// It may write to the file, and then calls `Host::provide_from_file`.
     InFile,
 }
 
@@ -82,11 +81,11 @@ impl SharedMemory {
     ///
     /// # Errors
     /// Linux cannot make such a file.
-    pub fn new(pages: PageCount, fill: SharedFill) -> Result<Self, HostError> {
+    pub fn new(pages: PageCount, fill: SharedFill) -> Result<Self, LinuxError> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let made = memfd_create("lacuna-memory", flags);
         let made = made.and_then(|file| ftruncate(&file, pages.bytes()).map(|()| file));
-        let file = made.map_err(|errno| HostError::SharedMemory {
+        let file = made.map_err(|errno| LinuxError::SharedMemory {
             reason: errno.to_string(),
         })?;
         Ok(Self {
@@ -104,11 +103,11 @@ impl SharedMemory {
     ///
     /// # Errors
     /// The pages do not fill huge pages, or this machine has no such pages.
-    pub fn huge(pages: PageCount) -> Result<Self, HostError> {
+    pub fn huge(pages: PageCount) -> Result<Self, LinuxError> {
         let unit = Level::L2M.pages();
         let refused = |errno| no_huge_pages(pages, errno);
         if !pages.get().is_multiple_of(unit) {
-            return Err(HostError::SharedMemory {
+            return Err(LinuxError::SharedMemory {
                 reason: format!("{pages} pages do not fill huge pages of {unit}"),
             });
         }
@@ -128,8 +127,8 @@ impl SharedMemory {
     ///
     /// # Errors
     /// It is not a memory file of small pages.
-    pub fn of_file(file: OwnedFd, first: u64, fill: SharedFill) -> Result<Self, HostError> {
-        let refused = |reason: &str| HostError::SharedMemory {
+    pub fn of_file(file: OwnedFd, first: u64, fill: SharedFill) -> Result<Self, LinuxError> {
+        let refused = |reason: &str| LinuxError::SharedMemory {
             reason: reason.into(),
         };
         let system = fstatfs(&file).map_err(|errno| refused(&errno.to_string()))?;
@@ -160,10 +159,10 @@ impl SharedMemory {
     }
 
     /// Refuses a file whose pages a page source cannot fill one by one.
-    pub(super) fn check_source(&self) -> Result<(), HostError> {
+    pub(super) fn check_source(&self) -> Result<(), LinuxError> {
         match self.has_neighbours {
             false => Ok(()),
-            true => Err(HostError::SharedMemory {
+            true => Err(LinuxError::SharedMemory {
                 reason: "its tmpfs makes huge pages: a write to one page puts zeros in the place \
                          of others, which the source has not provided; mount it with huge=never, \
                          or give the memory no source"
@@ -188,8 +187,8 @@ impl SharedMemory {
     }
 
     /// The byte offset of its first page in the file, if it has at least `pages` pages.
-    pub(super) fn offset(&self, pages: PageCount) -> Result<u64, HostError> {
-        let refused = |reason: String| HostError::SharedMemory { reason };
+    pub(super) fn offset(&self, pages: PageCount) -> Result<u64, LinuxError> {
+        let refused = |reason: String| LinuxError::SharedMemory { reason };
         if !(self.first | pages.get()).is_multiple_of(self.unit) {
             let unit = self.unit;
             return Err(refused(format!(
@@ -214,10 +213,10 @@ impl SharedMemory {
     }
 
     /// Why `pages` pages cannot be allocated.
-    pub(super) fn refused(&self, pages: PageCount, errno: Errno) -> HostError {
+    pub(super) fn refused(&self, pages: PageCount, errno: Errno) -> LinuxError {
         match self.is_huge() {
             true => no_huge_pages(pages, errno),
-            false => HostError::SharedMemory {
+            false => LinuxError::SharedMemory {
                 reason: errno.to_string(),
             },
         }
@@ -225,7 +224,7 @@ impl SharedMemory {
 
     /// Takes huge pages of zeros for `pages` pages from byte `offset` of the file on, where the
     /// file has none. Small pages are allocated on first touch.
-    pub(super) fn take_huge_pages(&self, offset: u64, pages: PageCount) -> Result<(), HostError> {
+    pub(super) fn take_huge_pages(&self, offset: u64, pages: PageCount) -> Result<(), LinuxError> {
         let taken = self.allocate(offset, pages.bytes());
         taken.map_err(|errno| self.refused(pages, errno))
     }
@@ -241,21 +240,21 @@ impl SharedMemory {
 }
 
 /// The error if the process locks a memory file that a page source is to fill.
-pub(super) fn locked() -> HostError {
-    HostError::SharedMemory {
+pub(super) fn locked() -> LinuxError {
+    LinuxError::SharedMemory {
         reason: "this process locks its memory (mlockall, MCL_FUTURE): the file gets all of its \
                  pages at once, and none is missing; do not lock memory that a source fills"
             .into(),
     }
 }
 
-fn no_huge_pages(pages: PageCount, errno: Errno) -> HostError {
+fn no_huge_pages(pages: PageCount, errno: Errno) -> LinuxError {
     let help = match errno {
         Errno::NOMEM | Errno::NOSPC => "; reserve more of them (/proc/sys/vm/nr_hugepages)",
         _ => "",
     };
     let count = pages.get() / Level::L2M.pages();
-    HostError::SharedMemory {
+    LinuxError::SharedMemory {
         reason: format!("no {count} huge pages of 2 MiB: {errno}{help}"),
     }
 }

@@ -1,6 +1,6 @@
 //! A value for each of several groups of threads, so that two threads rarely share a cache line.
 
-use lacuna_sync::CachePadded;
+use crate::padded::CachePadded;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The number of groups. Threads join them in turn, so up to this number of threads share none.
@@ -8,7 +8,7 @@ const GROUPS: usize = 16;
 
 /// One `T` for each group of threads.
 #[derive(Default)]
-pub(crate) struct Striped<T>([CachePadded<T>; GROUPS]);
+pub struct Striped<T>([CachePadded<T>; GROUPS]);
 
 impl<T> Striped<T> {
     /// The value of the calling thread's group. A thread keeps its group.

@@ -7,55 +7,48 @@
 //! users. So either that thread sees the user and waits, or the user sees the changed word. Without
 //! this order a user's late copy could land in the next region at these addresses.
 
-use super::addresses::LinuxAddresses;
-use super::handler::FillHandler;
-use super::parts::{Parts, Touched};
-use super::shared_file::{LinuxBacking, SharedMemory, locked};
-use crate::error::HostError;
-use crate::striped::Striped;
+use crate::addresses::LinuxAddresses;
+use crate::error::LinuxError;
+use crate::handler::FillHandler;
+use crate::parts::{Parts, Touched};
+use crate::shared_file::{LinuxBacking, SharedFill, SharedMemory, locked};
 use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
 use lacuna_frames::Pool;
+use lacuna_sync::Striped;
 use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering, fence};
 
-/// A run of pages that one system call put in place.
-#[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Run {
-    pub len: usize,
-    /// The number of pages whose content counts.
-    pub taken: usize,
-}
-
 /// The Linux memory of one region.
-pub(crate) struct LinuxMemory {
+pub struct LinuxMemory {
     /// The frame number of the region's first page.
     pub first: Pfn,
+    /// Its addresses in this process.
     pub addresses: HvaRange,
     /// Where missing pages are filled; `None`: Linux fills them with zeros on first touch, or a
     /// handler does.
-    pub parts: Option<Parts>,
+    pub(crate) parts: Option<Parts>,
     /// A handler fills the region, with its own userfaultfds.
     pub outside: Option<Arc<FillHandler>>,
     /// The mapped file; `None`: the memory is anonymous.
-    pub shared: Option<SharedMemory>,
-    pub users: Striped<Users>,
+    pub(crate) shared: Option<SharedMemory>,
+    users: Striped<Users>,
 }
 
 /// The counts of one group of threads. A vCPU that fills its own pages writes here several times a
 /// page.
 #[derive(Default)]
-pub(crate) struct Users {
+struct Users {
     /// Threads that copy or fill.
-    pub inside: AtomicUsize,
+    inside: AtomicUsize,
     /// Pages put in place, less pages discarded, for statistics.
-    pub in_place: AtomicI64,
+    in_place: AtomicI64,
 }
 
 /// A thread that uses pages of the region, see the module's documentation.
 #[must_use]
-pub(crate) struct User<'a>(&'a Users);
+pub struct User<'a>(&'a Users);
 
 impl Drop for User<'_> {
     fn drop(&mut self) {
@@ -71,16 +64,14 @@ impl LinuxMemory {
         addresses: &LinuxAddresses,
         pages: PageCount,
         (filled, backing): (Filled, LinuxBacking),
-    ) -> Result<Self, HostError> {
-        if pages.get() == 0 {
-            return Err(HostError::BadRegion(pages));
-        }
+    ) -> Result<Self, LinuxError> {
+        assert!(pages.get() > 0, "a region has pages");
         let shared = match backing {
             LinuxBacking::Anonymous => None,
             LinuxBacking::Shared(shared)
                 if matches!(filled, Filled::FromOutside(_)) && !shared.is_huge() =>
             {
-                return Err(HostError::SharedMemory {
+                return Err(LinuxError::SharedMemory {
                     reason: "a handler outside of this process fills private memory, or huge pages"
                         .into(),
                 });
@@ -131,17 +122,13 @@ impl LinuxMemory {
         first: Pfn,
         pages: usize,
         (filled, shared): (&Filled, Option<&SharedMemory>),
-    ) -> Result<Option<Parts>, HostError> {
-        let refused = |errno: rustix::io::Errno| HostError::Userfaultfd(errno.to_string());
+    ) -> Result<Option<Parts>, LinuxError> {
+        let refused = |errno: rustix::io::Errno| LinuxError::Userfaultfd(errno.to_string());
         pool.advise_linux(first, pages).map_err(refused)?;
         let register = |(part, uffd): (Range<u64>, &Userfaultfd)| {
             let from = Pfn::new(first.index() as u32 + part.start as u32);
-            let part = pool.range(from, (part.end - part.start) as usize);
-            // SAFETY: the range is memory of the pool, anonymous or a shared memory file. It stays
-            // mapped while it is registered: `remove` unregisters it before it replaces the
-            // mapping, and the pool is unmapped when no region is left. All accesses go through
-            // `FramePtr`, which uses atomics, except the load of a touch.
-            unsafe { uffd.register(part) }.map_err(refused)
+            let pages = (part.end - part.start) as usize;
+            pool.register_linux(from, pages, uffd).map_err(refused)
         };
         match shared {
             _ if matches!(filled, Filled::ByLinux) => {}
@@ -159,7 +146,7 @@ impl LinuxMemory {
                 // memory file, gets SIGBUS: the page is lost. With events instead, the thread would
                 // sleep for ever: no thread reads them.
                 let parts = Parts::open(pages as u64, *touched).map_err(|errno| match errno {
-                    Errno::MFILE => HostError::Userfaultfd(format!(
+                    Errno::MFILE => LinuxError::Userfaultfd(format!(
                         "{errno}: a region takes up to {} descriptors, raise `ulimit -n`",
                         Parts::MOST
                     )),
@@ -175,6 +162,32 @@ impl LinuxMemory {
                 Ok(None)
             }
         }
+    }
+
+    /// Whether its file may have content that no page word records.
+    pub fn is_shared(&self) -> bool {
+        self.shared.is_some()
+    }
+
+    /// The number of pages that are filled together: a huge page's pages, or one.
+    pub fn unit(&self) -> u64 {
+        self.shared.as_ref().map_or(1, |shared| shared.unit)
+    }
+
+    /// Whether `pages` pages from `index` on are whole huge pages, if its pages are huge.
+    pub fn is_whole(&self, index: u64, pages: u64) -> bool {
+        (index | pages).is_multiple_of(self.unit())
+    }
+
+    /// Counts `pages` more pages in place, or fewer.
+    pub fn note_in_place(&self, pages: i64) {
+        let own = self.users.own();
+        own.in_place.fetch_add(pages, Ordering::Relaxed);
+    }
+
+    /// Counts a page less, which the kernel has taken away.
+    pub fn note_lost(&self) {
+        self.users.own().in_place.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Pages in place.
@@ -226,6 +239,23 @@ impl LinuxMemory {
         own.chain(outside.flat_map(move |outside| outside.parts(pages.clone())))
     }
 
+    /// The descriptors of a region that this process fills, each with the addresses of its part.
+    pub fn userfaultfds(&self) -> Vec<(HvaRange, Arc<Userfaultfd>)> {
+        let parts = self.parts.iter();
+        let parts = parts.flat_map(|parts| parts.cut(0..self.addresses.pages()));
+        let part = |(pages, uffd): (Range<u64>, &Arc<Userfaultfd>)| {
+            let part = HvaRange::new(self.hva(pages.start), pages.end - pages.start);
+            (part.expect("in the region"), Arc::clone(uffd))
+        };
+        parts.map(part).collect()
+    }
+
+    /// Whether its page source fills it in its file ([`SharedFill::InFile`]).
+    pub fn is_filled_in_file(&self) -> bool {
+        let fill = self.shared.as_ref().map(|shared| shared.fill);
+        self.parts.is_some() && fill == Some(SharedFill::InFile)
+    }
+
     /// Ends the registration of the pages with the indices `pages`. Threads that sleep for these
     /// pages find zeros.
     pub fn unregister(&self, pages: Range<u64>) -> Result<(), Errno> {
@@ -260,7 +290,7 @@ impl LinuxMemory {
 }
 
 /// The provider of a page at its first touch.
-pub(crate) enum Filled {
+pub enum Filled {
     /// The region's page source, or the VMM.
     BySource(Touched),
     /// Linux, with zeros.

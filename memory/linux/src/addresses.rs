@@ -1,18 +1,17 @@
 //! The part of the addresses for Linux memory that each region has.
 
-use crate::error::HostError;
-use crate::lock::lock;
+use crate::error::LinuxError;
 use lacuna_addr::{PageCount, Pfn};
 use lacuna_frames::{BLOCK, Pool};
 use lacuna_source::PageSource;
-use lacuna_sync::{Mutex, lock_order};
+use lacuna_sync::{Mutex, lock, lock_order};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 /// The parts in use.
 #[derive(Default)]
-pub(crate) struct LinuxAddresses(Mutex<Parts, lock_order::LinuxAddresses>);
+pub struct LinuxAddresses(Mutex<Parts, lock_order::LinuxAddresses>);
 
 #[derive(Default)]
 struct Parts {
@@ -31,7 +30,7 @@ struct Late {
 
 impl LinuxAddresses {
     /// Takes the first large enough gap. Each region begins with a block.
-    pub fn take(&self, pool: &Pool, pages: PageCount) -> Result<Pfn, HostError> {
+    pub fn take(&self, pool: &Pool, pages: PageCount) -> Result<Pfn, LinuxError> {
         let all = pool.linux();
         let mut parts = lock(&self.0);
         let over = parts.give_late();
@@ -42,7 +41,7 @@ impl LinuxAddresses {
                 parts.used.insert(first, end);
                 Ok(Pfn::new(first as u32))
             }
-            None => Err(HostError::LinuxRoom {
+            None => Err(LinuxError::Room {
                 pages,
                 room: PageCount::new(all.len() as u64),
                 late: parts.late.iter().map(|late| late.parts.len()).sum(),
