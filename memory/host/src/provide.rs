@@ -8,10 +8,11 @@ use crate::core::Core;
 use crate::counters::FaultCounters;
 use crate::error::HostError;
 use crate::host::Host;
-use crate::lock::NEVER;
+
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
 use crate::resolve::Resolution;
+use crate::settled::NEVER;
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
 use lacuna_frames::{BlockWord, Dirt, PageBlockState, PageNo, PageState, PageWord};
