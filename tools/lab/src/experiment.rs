@@ -197,11 +197,12 @@ mod tests {
             "fault.soft_vs_host fault.soft_vs_host.cold fault.host_ns fault.host_ns.cold \
              fault.scaling_2vcpu"
         );
-        let paging = none(crate::paging::run, &["crowd", "curve"]);
+        let paging = none(crate::paging::run, &["crowd", "curve", "kvm"]);
         for id in [
             "paging.pool.scaling_2vcpu",
             "paging.pool.crowd_loss_points.16vcpu",
             "paging.sim.*",
+            "paging.kvm.exit_vs_queue.2vcpu_batch",
         ] {
             assert!(paging.contains(id), "{paging}");
         }

@@ -25,15 +25,17 @@
 //! | `paging.hugetlb.exit_vs_queue.Nvcpu` | the same for huge pages, which one copy fills |
 //! | `paging.scaling_2vcpu` | pages a second by exits, two vCPUs / two VMs in two processes |
 //! | `paging.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less the threads' loss |
+//! | `paging.kvm.exit_vs_queue.Nvcpu` | the first, on `/dev/kvm`; and `.Nvcpu_batch` |
+//! | `paging.kvm.exit_vs_source.Nvcpu` | exits / vCPUs that sleep until a page source answers |
 //! | `paging.sim.queue_error_percent` | a simulation against 1 to 16 host threads here |
 //! | `paging.sim.exits_error_percent` | the same for threads that fill their own pages |
 //! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
 //!
 //! The last is reported only if the simulation meets its own error bars in the same run.
 //!
-//! All but `paging.hugetlb` and the last three are measured twice: for Linux memory, which a
-//! userfaultfd fills, and for the soft backend's own pool of frames, with ids that begin with
-//! `paging.pool`.
+//! All but `paging.hugetlb`, `paging.kvm` and the last three are measured twice: for Linux memory,
+//! which a userfaultfd fills, and for the soft backend's own pool of frames, with ids that begin
+//! with `paging.pool`.
 
 pub use arms::first_look;
 
@@ -43,6 +45,7 @@ mod crowd;
 mod curve;
 mod fixture;
 mod kernel_queue;
+mod kvm;
 mod machine;
 pub mod processes;
 mod queue;
@@ -83,7 +86,7 @@ const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 c
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(
-        2 * (arms::STEPS + crowd::STEPS) + curve::STEPS,
+        2 * (arms::STEPS + crowd::STEPS) + curve::STEPS + kvm::STEPS,
         options.verbosity,
     );
     report.say(
@@ -108,8 +111,11 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     if options.wants_x86("curve", [curve::IDS], report) {
         curve::measure(options, report, &progress)?;
     }
+    if options.wants_x86("kvm", kvm::ids(), report) {
+        kvm::measure(options, report, &progress)?;
+    }
     Ok(())
 }
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["arms", "crowd", "curve"];
+pub const PARTS: &[&str] = &["arms", "crowd", "curve", "kvm"];

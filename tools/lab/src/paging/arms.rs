@@ -4,7 +4,7 @@
 //! on hardware ([`crate::exit_cost`]), in both arms: a vCPU that sleeps in a queue has left the
 //! guest too. An exit to the VMM costs more, because the thread also returns from the kernel.
 
-use super::fixture::{Arm, Fixture, Share, Work, prefix, unavailable, unavailable_for};
+use super::fixture::{Arm, Fixture, Maker, Share, Work, prefix, unavailable, unavailable_for};
 use super::threads::wake_up_us;
 use super::{MOST_AT_ONCE, SERIES, SOURCE};
 use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
@@ -36,9 +36,9 @@ const HEADS: [&str; 7] = [
     "with apf",
 ];
 
-const EXITS: usize = 0;
+pub const EXITS: usize = 0;
 const NULL: usize = 1;
-const ONE_READER: usize = 2;
+pub const ONE_READER: usize = 2;
 
 /// The least ratios with each exit charged, for one vCPU and for two: the published ones, and five
 /// for the pool, for which none was published.
@@ -46,11 +46,11 @@ const LINUX_BARS: [f64; 2] = [2.3, 2.5];
 const POOL_BAR: f64 = 5.0;
 
 /// Pages a second of each arm, and the wake-up time of an idle thread in the same rounds.
-struct Rates {
+pub struct Rates {
     /// In the order of the arms.
-    arms: Vec<Vec<f64>>,
+    pub arms: Vec<Vec<f64>>,
     /// In microseconds; empty on a machine with one core.
-    wake_up_us: Vec<f64>,
+    pub wake_up_us: Vec<f64>,
 }
 
 /// All arms for a number of vCPUs; the second is the null.
@@ -165,7 +165,15 @@ fn measure_arms(
     arms: &[Arm],
     times: impl Into<Rounds>,
 ) -> Result<Rates, LabError> {
-    let fixture = Fixture::new(kind, work)?;
+    rates_of(&Fixture::new(kind, work)?, arms, times)
+}
+
+/// Measures `arms` in turns, with VMs of `fixture`.
+pub fn rates_of<M: Maker>(
+    fixture: &Fixture<M>,
+    arms: &[Arm],
+    times: impl Into<Rounds>,
+) -> Result<Rates, LabError> {
     let wakes = usize::from(cores() > 1);
     // One more turn of each round wakes an idle thread: the cost of a queue depends on that time,
     // and the time drifts on a machine.
@@ -214,7 +222,7 @@ fn wake_up(kind: MemoryKind, wakes: &[f64]) -> Option<Measurement> {
 fn charged(rate: f64, arm: Arm, vcpus: usize) -> f64 {
     let exit_ns = match arm {
         Arm::Exits | Arm::ExitsTold => VMM_EXIT_NS,
-        Arm::Queue(_) | Arm::QueueEach => EXIT_NS,
+        Arm::Queue(_) | Arm::QueueEach | Arm::Source => EXIT_NS,
     };
     1.0 / (1.0 / rate + exit_ns / 1e9 / vcpus.min(cores()) as f64)
 }
@@ -262,6 +270,25 @@ fn exit_charged(rates: &Rates, arms: &[Arm], arm: usize, vcpus: usize) -> Vec<f6
     rates.map(|&rate| charged(rate, arms[arm], vcpus)).collect()
 }
 
+/// Exits against arm number `queue`, with the rates of all arms.
+pub fn against(id: String, work: Work, arms: &[Arm], rates: &Rates, queue: usize) -> Measurement {
+    let of = |arm: usize| rates.arms[arm].clone();
+    let result = compared(id, work, arms[queue], [EXITS, NULL, queue].map(of));
+    let others = arms.iter().zip(&rates.arms).skip(NULL);
+    others.fold(result, |result, (arm, rates)| {
+        result.arm(&arm.name(), Summary::of(rates))
+    })
+}
+
+/// The pages a second of `exits` over those of `queue`.
+fn compared(id: String, work: Work, arm: Arm, [exits, null, queue]: [Vec<f64>; 3]) -> Measurement {
+    Measurement::new(id, "x", Better::Higher, paired(&queue, &exits))
+        .param("pages", work.pages)
+        .param("at_once", work.batch)
+        .param("queue", arm.name())
+        .arm("null", paired(&exits, &null))
+}
+
 /// The results of one number of vCPUs.
 fn results_of(kind: MemoryKind, work: Work, arms: &[Arm], rates: &Rates) -> Vec<Measurement> {
     let id = |measure: &str| {
@@ -274,23 +301,15 @@ fn results_of(kind: MemoryKind, work: Work, arms: &[Arm], rates: &Rates) -> Vec<
         };
         format!("{}.{measure}.{}vcpu{kind_of}", prefix(kind), work.vcpus)
     };
-    let result = |id: String, queue: usize, of: &dyn Fn(usize) -> Vec<f64>| {
-        let ratio = paired(&of(queue), &of(EXITS));
-        Measurement::new(id, "x", Better::Higher, ratio)
-            .param("pages", work.pages)
-            .param("at_once", work.batch)
-            .param("queue", arms[queue].name())
-            .arm("null", paired(&of(EXITS), &of(NULL)))
-    };
-    let raw = |arm: usize| rates.arms[arm].clone();
-    let mut one = result(id("exit_vs_queue"), ONE_READER, &raw);
-    for (arm, rates) in arms.iter().zip(&rates.arms).skip(NULL) {
-        one = one.arm(&arm.name(), Summary::of(rates));
-    }
+    let one = against(id("exit_vs_queue"), work, arms, rates, ONE_READER);
     if work.share != Share::Own || work.batch != 1 {
         return vec![one];
     }
     let best = best_queue(arms, &rates.arms);
+    let result = |id: String, queue: usize, of: &dyn Fn(usize) -> Vec<f64>| {
+        compared(id, work, arms[queue], [EXITS, NULL, queue].map(of))
+    };
+    let raw = |arm: usize| rates.arms[arm].clone();
     let of = |arm: usize| exit_charged(rates, arms, arm, work.vcpus);
     let with_cost = result(format!("{}.exitcost", id("exit_vs_best_queue")), best, &of)
         .simulated()

@@ -1,7 +1,7 @@
 //! Whether exiting vCPUs delay each other: two vCPUs against two VMs, and more vCPUs than cores
 //! against as many plain threads.
 
-use super::fixture::{Arm, Fixture, Share, Work, prefix};
+use super::fixture::{Arm, Fixture, Maker as _, Share, Work, prefix};
 use super::processes::{self, Process};
 use super::{PAGES, queue::Queues};
 use crate::experiment::{LabError, Options};
@@ -141,7 +141,7 @@ fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measuremen
 /// share.
 fn threads(fixture: &Fixture, count: usize, pages: u64) -> Result<f64, LabError> {
     let source = Arc::new(Queues::new(1)) as Arc<dyn PageSource>;
-    let vm = fixture.vm(Apf::Off, source)?;
+    let vm = fixture.maker.vm(Apf::Off, source)?;
     let memory = vm.missing_memory().expect("it has a source");
     assert!(
         PageCount::new(pages) <= vm.config().memory,

@@ -10,9 +10,9 @@ use super::queue::Queues;
 use crate::experiment::LabError;
 use crate::fixture::resident;
 use crate::session::Guest;
-use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::{Apf, Arch, CpuModel, PageSource, SourcePage, VmConfig};
-use lacuna_soft::{BootMemory, Host, MemoryKind, Vm, VmBuilder};
+use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_machine::{Apf, Arch, CpuModel, PageSource, SourcePage, Vm, VmConfig};
+use lacuna_soft::{BootMemory, Host, MemoryKind, VmBuilder};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -44,7 +44,7 @@ pub fn unavailable(kind: MemoryKind) -> Option<LabError> {
 /// As [`unavailable`], for guests with this `work`.
 pub fn unavailable_for(kind: MemoryKind, work: Work) -> Option<LabError> {
     let source = Arc::new(Queues::new(1));
-    let vm = Fixture::new(kind, work).and_then(|fixture| fixture.vm(Apf::Off, source));
+    let vm = Fixture::new(kind, work).and_then(|fixture| fixture.maker.vm(Apf::Off, source));
     vm.err()
 }
 
@@ -59,6 +59,8 @@ pub enum Arm {
     Exits,
     /// The vCPU exits, the guest gets the event, and another thread provides the page.
     ExitsTold,
+    /// No exit: the backend asks a page source, which answers at once.
+    Source,
 }
 
 impl Arm {
@@ -69,6 +71,7 @@ impl Arm {
             Self::QueueEach => "queue_each".into(),
             Self::Exits => "exits".into(),
             Self::ExitsTold => "exits_apf".into(),
+            Self::Source => "source".into(),
         }
     }
 }
@@ -106,11 +109,82 @@ pub struct Work {
     pub batch: usize,
 }
 
-/// A host, and the work of its guests.
-pub struct Fixture {
+/// The megabytes and the command line of a guest with this `work`.
+pub fn guest_of(work: Work) -> (u64, String) {
+    let bytes = work.pages * PAGE_SIZE as u64;
+    let overlap = u8::from(work.share == Share::Same);
+    let words = format!(
+        "gate=1 threads={} bytes={bytes} overlap={overlap}",
+        work.vcpus
+    );
+    ((bytes >> 20) + BESIDE_MIB, words)
+}
+
+/// Makes a VM for each slice.
+pub trait Maker {
+    /// The type of the VMs.
+    type Vm: Vm<Error: Into<LabError>>;
+
+    /// A VM whose pages `source` provides.
+    ///
+    /// # Errors
+    /// The VM could not be made.
+    fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Self::Vm>, LabError>;
+
+    /// What its memory is made from.
+    fn kind(&self) -> MemoryKind;
+
+    /// The pages of its memory.
+    fn memory(&self) -> PageCount;
+
+    /// The command line of its guest.
+    fn command_line(&self) -> String;
+}
+
+/// Makes VMs on soft, with one host after the other.
+pub struct OnSoft {
     pub(super) builder: VmBuilder,
     host: Arc<Host>,
     clock: Arc<dyn Clock>,
+}
+
+impl Maker for OnSoft {
+    type Vm = lacuna_soft::Vm;
+
+    fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Self::Vm>, LabError> {
+        let config = VmConfig {
+            arch: self.builder.arch,
+            memory: self.builder.memory,
+            vcpus: self.builder.vcpus,
+            apf,
+            cpu: CpuModel::Host,
+            ..VmConfig::default()
+        };
+        let (host, clock) = (Arc::clone(&self.host), Arc::clone(&self.clock));
+        let memory = BootMemory {
+            kind: self.builder.memory_kind,
+            source: Some(source),
+            shared: None,
+        };
+        Ok(lacuna_soft::Vm::with_memory(host, clock, config, memory)?)
+    }
+
+    fn kind(&self) -> MemoryKind {
+        self.builder.memory_kind
+    }
+
+    fn memory(&self) -> PageCount {
+        self.builder.memory
+    }
+
+    fn command_line(&self) -> String {
+        self.builder.full_command_line()
+    }
+}
+
+/// A host, and the work of its guests.
+pub struct Fixture<M = OnSoft> {
+    pub(super) maker: M,
     work: Work,
     /// The first page that the guest touches, once a guest has booted.
     arena: OnceLock<u64>,
@@ -122,22 +196,27 @@ impl Fixture {
     /// # Errors
     /// The host could not be made.
     pub fn new(kind: MemoryKind, work: Work) -> Result<Self, LabError> {
-        let bytes = work.pages * PAGE_SIZE as u64;
-        let overlap = u8::from(work.share == Share::Same);
-        let vcpus = work.vcpus;
-        let mut builder = resident((bytes >> 20) + BESIDE_MIB, vcpus);
+        let (mib, words) = guest_of(work);
+        let mut builder = resident(mib, work.vcpus);
         builder.arch = work.arch;
         builder.memory_kind = kind;
-        builder.command_line = format!("gate=1 threads={vcpus} bytes={bytes} overlap={overlap}");
+        builder.command_line = words;
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = builder.host(Arc::clone(&clock))?;
-        Ok(Self {
+        let maker = OnSoft {
             builder,
             host,
             clock,
-            work,
-            arena: OnceLock::new(),
-        })
+        };
+        Ok(Self::of(maker, work))
+    }
+}
+
+impl<M: Maker> Fixture<M> {
+    /// VMs of `maker`, whose guests have this `work`.
+    pub const fn of(maker: M, work: Work) -> Self {
+        let arena = OnceLock::new();
+        Self { maker, work, arena }
     }
 
     /// The work of its guests.
@@ -163,7 +242,7 @@ impl Fixture {
     }
 
     fn booted(&self, guest: &Guest<'_>) -> Result<(), LabError> {
-        let (arena, memory) = (guest.arena_bytes()?, self.builder.memory);
+        let (arena, memory) = (guest.arena_bytes()?, self.maker.memory());
         let first = memory.get().checked_sub(arena / PAGE_SIZE as u64);
         let first = first.filter(|first| first + self.work.pages <= memory.get());
         let first = first.ok_or_else(|| {
@@ -173,28 +252,6 @@ impl Fixture {
         })?;
         let _ = self.arena.set(first);
         Ok(())
-    }
-
-    /// A VM whose pages `source` provides.
-    ///
-    /// # Errors
-    /// The VM could not be made.
-    pub fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Vm>, LabError> {
-        let config = VmConfig {
-            arch: self.builder.arch,
-            memory: self.builder.memory,
-            vcpus: self.builder.vcpus,
-            apf,
-            cpu: CpuModel::Host,
-            ..VmConfig::default()
-        };
-        let (host, clock) = (Arc::clone(&self.host), Arc::clone(&self.clock));
-        let memory = BootMemory {
-            kind: self.builder.memory_kind,
-            source: Some(source),
-            shared: None,
-        };
-        Ok(Vm::with_memory(host, clock, config, memory)?)
     }
 
     /// Pages a second of a fresh VM.
@@ -210,7 +267,11 @@ impl Fixture {
 ///
 /// # Errors
 /// A VM could not be made, or its guest failed.
-pub fn together(fixtures: &[&Fixture], arm: Arm, place: CorePlace) -> Result<f64, LabError> {
+pub fn together<M: Maker>(
+    fixtures: &[&Fixture<M>],
+    arm: Arm,
+    place: CorePlace,
+) -> Result<f64, LabError> {
     let machines = fixtures
         .iter()
         .map(|fixture| Machine::new(fixture, arm))
@@ -225,7 +286,11 @@ pub fn together(fixtures: &[&Fixture], arm: Arm, place: CorePlace) -> Result<f64
 }
 
 /// Runs the VMs until all of their guests have touched their pages.
-fn run(machines: &[Machine], fixtures: &[&Fixture], place: CorePlace) -> Result<(), LabError> {
+fn run<M: Maker>(
+    machines: &[Machine<M::Vm>],
+    fixtures: &[&Fixture<M>],
+    place: CorePlace,
+) -> Result<(), LabError> {
     run_gated(machines, fixtures, place, || Ok(()))
 }
 
@@ -234,9 +299,9 @@ fn run(machines: &[Machine], fixtures: &[&Fixture], place: CorePlace) -> Result<
 ///
 /// # Errors
 /// As [`together`], and an error of `gate`.
-pub fn run_gated(
-    machines: &[Machine],
-    fixtures: &[&Fixture],
+pub fn run_gated<M: Maker>(
+    machines: &[Machine<M::Vm>],
+    fixtures: &[&Fixture<M>],
     place: CorePlace,
     gate: impl FnOnce() -> Result<(), LabError>,
 ) -> Result<(), LabError> {
@@ -247,8 +312,8 @@ pub fn run_gated(
             CorePlace::From(core) => Some(core),
         };
         for (machine, fixture) in machines.iter().zip(fixtures) {
-            machine.start(scope, &fixture.builder.full_command_line(), core)?;
-            core = core.map(|core| core + fixture.builder.vcpus);
+            machine.start(scope, &fixture.maker.command_line(), core)?;
+            core = core.map(|core| core + fixture.work.vcpus);
         }
         let guests = machines
             .iter()
@@ -340,9 +405,9 @@ mod tests {
         for share in [Share::Own, Share::Same] {
             let fixture = Fixture::new(kind, work(share)).unwrap();
             for arm in ARMS {
-                let before = fixture.host.stats().provided;
+                let before = fixture.maker.host.stats().provided;
                 assert!(fixture.rate(arm).unwrap() > 0.0, "{arm:?}");
-                let provided = fixture.host.stats().provided - before;
+                let provided = fixture.maker.host.stats().provided - before;
                 assert!(provided >= 512, "{arm:?}: {provided} pages were provided");
             }
         }
@@ -392,7 +457,7 @@ mod tests {
     fn a_guest_that_refuses_says_why() {
         needs_guests();
         let mut fixture = Fixture::new(MemoryKind::Budget, work(Share::Own)).unwrap();
-        fixture.builder.command_line = "gate=1 threads=100".into();
+        fixture.maker.builder.command_line = "gate=1 threads=100".into();
         let error = fixture.rate(Arm::Exits).unwrap_err().to_string();
         assert!(error.contains("cannot run with"), "{error}");
     }

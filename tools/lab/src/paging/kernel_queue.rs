@@ -5,7 +5,7 @@ use super::PAGES;
 use super::threads::refused;
 use crate::experiment::LabError;
 use lacuna_addr::{Hva, PAGE_SIZE};
-use lacuna_machine::{External, PageSource, Policy, SourcePage};
+use lacuna_machine::{Backend, External, PageSource, Policy, SourcePage};
 use lacuna_sys::{Errno, Userfaultfd, Waiters};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -58,12 +58,17 @@ impl Fill {
 }
 
 impl KernelQueues {
-    /// A descriptor for the pages from 0 on, and one from each of `parts` on.
+    /// For memory of `backend`: a descriptor for the pages from 0 on, and one from each of `parts`
+    /// on.
     ///
     /// # Errors
     /// This process gets no userfaultfd.
-    pub fn new(parts: &[SourcePage], fill: Fill) -> Result<Self, LabError> {
+    pub fn new(backend: Backend, parts: &[SourcePage], fill: Fill) -> Result<Self, LabError> {
         let external = External::threads(parts, Policy::default());
+        let external = external.and_then(|external| match backend {
+            Backend::Kvm => external.for_kernel(),
+            Backend::Soft => Ok(external),
+        });
         let external = external.map_err(refused("userfaultfd"))?;
         Ok(Self {
             filled: external.userfaultfds().map(|_| AtomicU64::new(0)).collect(),

@@ -2,7 +2,7 @@
 //! says at the end.
 
 use super::PAGES;
-use super::fixture::{Arm, Fixture};
+use super::fixture::{Arm, Fixture, Maker};
 use super::kernel_queue::{Fill, KernelQueues};
 use super::queue::{Queues, use_queue};
 use crate::base::pin;
@@ -11,10 +11,10 @@ use crate::interrupt;
 use crate::session::{Guest, image};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Arch, Ending, Exit, FaultToken, MemoryError, MemorySlots as _, MissingMemory, Next,
-    PageSource, PlatformDevices, SlotFlags, Vcpu as _, VcpuError, Vm as _, dispatch,
+    Apf, Arch, Ending, Exit, FaultToken, MemoryError, MissingMemory, Next, PageSource,
+    PlatformDevices, SlotFlags, Vcpu, VcpuError, Vm, dispatch,
 };
-use lacuna_soft::{MemoryKind, Vcpu, Vm};
+use lacuna_soft::MemoryKind;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, Scope};
@@ -28,8 +28,8 @@ const LOOK: Duration = Duration::from_millis(2);
 /// The beginning of the guest's last line.
 const RESULT: &str = "RESULT threads=";
 
-pub struct Machine {
-    vm: Arc<Vm>,
+pub struct Machine<V> {
+    vm: Arc<V>,
     queues: Waiting,
     devices: PlatformDevices,
     lines: Arc<Mutex<Vec<String>>>,
@@ -49,15 +49,18 @@ enum Waiting {
 
 impl Waiting {
     /// For Linux memory through queues, the kernel's queue.
-    fn of(fixture: &Fixture, arm: Arm) -> Result<Self, LabError> {
-        let kernel = |parts: &[_], fill| KernelQueues::new(parts, fill).map(Self::Kernel);
+    fn of<M: Maker>(fixture: &Fixture<M>, arm: Arm) -> Result<Self, LabError> {
+        let kernel = |parts: &[_], fill| {
+            let queues = KernelQueues::new(M::Vm::BACKEND, parts, fill);
+            queues.map(Self::Kernel)
+        };
         let pages = fixture.work().batch;
-        match (fixture.builder.memory_kind, arm) {
+        match (fixture.maker.kind(), arm) {
             (MemoryKind::Hugetlbfs, Arm::Queue(_)) => kernel(&[], Fill::Huge),
             (MemoryKind::Linux, Arm::Queue(_)) => kernel(&[], Fill::of(pages)),
             (MemoryKind::Linux, Arm::QueueEach) => kernel(&fixture.shares()?, Fill::of(pages)),
             (MemoryKind::Budget, Arm::QueueEach) => {
-                let queues = Queues::new(fixture.builder.vcpus);
+                let queues = Queues::new(fixture.work().vcpus);
                 Ok(Self::Listed(Arc::new(queues)))
             }
             _ => Ok(Self::Listed(Arc::new(Queues::new(1)))),
@@ -89,8 +92,8 @@ impl Waiting {
 /// An accepted exit.
 type Accepted = (Gpa, FaultToken);
 
-impl Machine {
-    pub fn new(fixture: &Fixture, arm: Arm) -> Result<Self, LabError> {
+impl<V: Vm<Error: Into<LabError>>> Machine<V> {
+    pub fn new<M: Maker<Vm = V>>(fixture: &Fixture<M>, arm: Arm) -> Result<Self, LabError> {
         let queues = Waiting::of(fixture, arm)?;
         let apf = match arm {
             Arm::ExitsTold => Apf::On,
@@ -103,12 +106,12 @@ impl Machine {
             lines.push(line.to_owned());
         };
         Ok(Self {
-            vm: fixture.vm(apf, queues.source())?,
+            vm: fixture.maker.vm(apf, queues.source())?,
             queues,
-            devices: PlatformDevices::of(fixture.builder.arch, keep),
+            devices: PlatformDevices::of(fixture.work().arch, keep),
             lines,
             arm,
-            arch: fixture.builder.arch,
+            arch: fixture.work().arch,
             batch: fixture.work().batch,
         })
     }
@@ -125,7 +128,8 @@ impl Machine {
         if matches!(self.arm, Arm::Queue(_) | Arm::QueueEach) {
             self.start_readers(scope);
         }
-        let vcpus = self.vm.boot(&image(self.arch, "touch")?, command_line)?;
+        let vcpus = self.vm.boot(&image(self.arch, "touch")?, command_line);
+        let vcpus = vcpus.map_err(Into::into)?;
         let (accepted, tokens) = channel();
         match self.arm {
             Arm::Exits => self.exit_on_missing()?,
@@ -134,6 +138,7 @@ impl Machine {
                 scope.spawn(move || self.provide_accepted(&tokens));
             }
             Arm::Queue(_) | Arm::QueueEach => self.open(),
+            Arm::Source => {}
         }
         for (index, vcpu) in vcpus.into_iter().enumerate() {
             let accepted = accepted.clone();
@@ -194,7 +199,7 @@ impl Machine {
     }
 
     /// The work of one vCPU's thread.
-    fn drive(&self, mut vcpu: Vcpu, accepted: &Sender<Accepted>) {
+    fn drive(&self, mut vcpu: V::Vcpu, accepted: &Sender<Accepted>) {
         let _end = self.end_when_dropped();
         loop {
             let exit = vcpu.run();
@@ -212,7 +217,7 @@ impl Machine {
 
     fn bring(
         &self,
-        vcpu: &mut Vcpu,
+        vcpu: &mut V::Vcpu,
         gpa: Gpa,
         token: FaultToken,
         accepted: &Sender<Accepted>,
@@ -324,15 +329,15 @@ impl Machine {
     }
 
     /// Ends the guest and the readers when the value is dropped, also after an error or a panic.
-    pub fn end_when_dropped(&self) -> End<'_> {
+    pub fn end_when_dropped(&self) -> End<'_, V> {
         End(self)
     }
 }
 
 /// See [`Machine::end_when_dropped`].
-pub struct End<'a>(&'a Machine);
+pub struct End<'a, V: Vm>(&'a Machine<V>);
 
-impl Drop for End<'_> {
+impl<V: Vm> Drop for End<'_, V> {
     fn drop(&mut self) {
         let Self(machine) = self;
         machine.devices.end(Ending::Stopped, &*machine.vm);

@@ -1,0 +1,177 @@
+//! Missing memory of a guest on `/dev/kvm`: exits, against vCPUs that sleep in a userfaultfd.
+//!
+//! ```text
+//! exits            fault ─► userfaultfd ─► our reader: kick ─► KVM_RUN ends ─► exit
+//!                                         the vCPU's thread provides the page, and enters again
+//! queue_N_readers  fault ─► userfaultfd ─► one of N readers of the lab copies the page ─► wake-up
+//! source           fault ─► userfaultfd ─► our reader asks the page source ─► wake-up
+//! ```
+//! KVM has no exit for memory that a userfaultfd fills, so the backend makes one of a fault's event
+//! and a kick. An exit here takes the same two wake-ups as a queue, and a signal and an entry more.
+//! `source` differs from `exits` in the slots' flag alone. The readers of `queue_N_readers` are the
+//! lab's, as for Linux memory on soft. They copy the page and do nothing else.
+
+use super::MOST_AT_ONCE;
+use super::arms::{EXITS, ONE_READER, against, rates_of};
+use super::fixture::{Arm, Fixture, Maker, Share, Work, guest_of};
+use crate::experiment::{LabError, Options};
+use crate::report::{Progress, short};
+use crate::result::Report;
+use crate::stats::Summary;
+use lacuna_addr::PageCount;
+use lacuna_kvm::{Vm, VmBuilder};
+use lacuna_machine::{Apf, Arch, Builder as _, PageSource};
+use lacuna_soft::MemoryKind;
+use std::sync::Arc;
+
+/// The number of steps that [`measure`] reports as progress.
+pub const STEPS: u64 = 2 * VCPUS.len() as u64;
+
+const VCPUS: [usize; 2] = [1, 2];
+
+/// The second is the null, and the last one is for several vCPUs.
+const ARMS: [Arm; 5] = [
+    Arm::Exits,
+    Arm::Exits,
+    Arm::Queue(1),
+    Arm::Source,
+    Arm::Queue(2),
+];
+const SOURCE: usize = 3;
+
+fn id(other: &str, vcpus: usize) -> String {
+    format!("paging.kvm.exit_vs_{other}.{vcpus}vcpu")
+}
+
+fn batch_id(vcpus: usize) -> String {
+    format!("{}_batch", id("queue", vcpus))
+}
+
+/// The ids of its results.
+pub fn ids() -> impl Iterator<Item = String> {
+    let of = |vcpus| [id("queue", vcpus), id("source", vcpus), batch_id(vcpus)];
+    VCPUS.into_iter().flat_map(of)
+}
+
+/// Makes VMs on `/dev/kvm`.
+struct OnKvm(VmBuilder);
+
+impl Maker for OnKvm {
+    type Vm = Vm;
+
+    fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Vm>, LabError> {
+        let source = Some(source);
+        let builder = VmBuilder {
+            apf,
+            source,
+            ..self.0.clone()
+        };
+        Ok(builder.build()?)
+    }
+
+    fn kind(&self) -> MemoryKind {
+        self.0.memory_kind
+    }
+
+    fn memory(&self) -> PageCount {
+        self.0.memory
+    }
+
+    fn command_line(&self) -> String {
+        self.0.full_command_line()
+    }
+}
+
+fn fixture(work: Work) -> Fixture<OnKvm> {
+    let (mib, command_line) = guest_of(work);
+    let memory = PageCount::from_bytes(mib << 20);
+    let builder = VmBuilder {
+        memory_kind: MemoryKind::Linux,
+        vcpus: work.vcpus,
+        command_line,
+        ..VmBuilder::new(memory, memory)
+    };
+    Fixture::of(OnKvm(builder), work)
+}
+
+/// `paging.kvm.*`; skipped without a usable `/dev/kvm`.
+///
+/// # Errors
+/// A VM could not be made, or its guest failed.
+pub fn measure(
+    options: &Options,
+    report: &mut Report,
+    progress: &Progress,
+) -> Result<(), LabError> {
+    if let Err(why) = lacuna_kvm::available() {
+        ids().for_each(|id| report.skip(id, &why));
+        return Ok(());
+    }
+    // A VM takes some tenths of a second to boot here.
+    let (rounds, pages) = if options.quick { (1, 1024) } else { (9, 8192) };
+    for vcpus in VCPUS {
+        progress.step(format!("/dev/kvm, missing pages, {vcpus} vCPUs"))?;
+        let work = Work {
+            arch: Arch::X86_64,
+            vcpus,
+            pages,
+            share: Share::Own,
+            batch: 1,
+        };
+        let arms = if vcpus == 1 {
+            &ARMS[..=SOURCE]
+        } else {
+            &ARMS[..]
+        };
+        let rates = rates_of(&fixture(work), arms, rounds)?;
+        for (other, queue) in [("queue", ONE_READER), ("source", SOURCE)] {
+            report.push(against(id(other, vcpus), work, arms, &rates, queue));
+        }
+        let rate = |arm: usize| short(Summary::of(&rates.arms[arm]).median);
+        report.say(format!(
+            "/dev/kvm, {vcpus} vCPUs: {} missing pages a second by exits, {} through one \
+             userfaultfd with one reader, and {} by a page source without exits.",
+            rate(EXITS),
+            rate(ONE_READER),
+            rate(SOURCE),
+        ));
+        progress.step(format!("/dev/kvm, {vcpus} vCPUs, 512 pages at once"))?;
+        let work = Work {
+            pages: 8 * pages,
+            batch: MOST_AT_ONCE,
+            ..work
+        };
+        let arms = &ARMS[..=ONE_READER];
+        let rates = rates_of(&fixture(work), arms, rounds)?;
+        report.push(against(batch_id(vcpus), work, arms, &rates, ONE_READER));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::needs_guests;
+    use lacuna_skip::test;
+
+    /// Single pages and runs of pages arrive in every arm that provides them.
+    #[test]
+    fn every_arm_touches_all_pages() {
+        needs_guests();
+        if let Err(why) = lacuna_kvm::available() {
+            lacuna_skip::skip_test(why.to_string());
+        }
+        for (batch, arms) in [(1, &ARMS[..]), (MOST_AT_ONCE, &ARMS[..=ONE_READER])] {
+            let fixture = fixture(Work {
+                arch: Arch::X86_64,
+                vcpus: 2,
+                pages: 1024,
+                share: Share::Own,
+                batch,
+            });
+            for arm in arms {
+                assert!(fixture.rate(*arm).unwrap() > 0.0, "{arm:?}");
+            }
+        }
+    }
+}
