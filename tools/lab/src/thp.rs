@@ -16,6 +16,8 @@
 //! | `thp.random_read_ratio` | random reads a second, 2 MiB / 4 KiB TLB entries |
 //! | `thp.pressure_ratio` | accesses under memory pressure, huge pages / none |
 //! | `thp.kept_percent` | the share of resident memory that stays in huge pages meanwhile |
+//! | `thp.kvm.small_vs_huge.CASE` | the time to take 2 MiB from a guest on `/dev/kvm` |
+//! | `thp.kvm.slots_growth_512.SIZE` | the same, 512 slots / 1 slot |
 //!
 //! Arms differ in the host's policy ([`HugePages`](lacuna_soft::HugePages)) or in the rmap walk
 //! strategy, and in nothing else: the guest image and its command line are the same. In every arm
@@ -25,6 +27,7 @@ pub use call::first_look;
 
 mod call;
 mod fixture;
+mod kvm;
 mod neighbour;
 mod pressure;
 mod range;
@@ -33,7 +36,7 @@ mod scene;
 mod spread;
 mod touch;
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::Report;
 
@@ -42,7 +45,7 @@ use crate::result::Report;
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let progress = Progress::new(range::STEPS + pressure::STEPS + 5, options.verbosity);
+    let progress = Progress::new(range::STEPS + pressure::STEPS + 6, options.verbosity);
     report.say(
         "thp: the host backs guest memory by 2 MiB pages where it can. The cost of invalidating a \
          range depends on the leaves that are mapped there, not on the length of the range. A \
@@ -72,8 +75,21 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     if options.wants("pressure") {
         pressure::measure(options, report, &progress)?;
     }
+    if options.wants("kvm") {
+        progress.step("discards on /dev/kvm")?;
+        let done = kvm::measure(options, report);
+        skip_if_busy(report, kvm::ids(), done)?;
+    }
     Ok(())
 }
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["call", "range", "neighbour", "touch", "reads", "pressure"];
+pub const PARTS: &[&str] = &[
+    "call",
+    "range",
+    "neighbour",
+    "touch",
+    "reads",
+    "pressure",
+    "kvm",
+];
