@@ -164,16 +164,16 @@ impl Reader {
         raise_priority();
         let mut faults = Vec::new();
         while !self.state.is_over() {
-            self.wait();
-            if self.is_first {
+            let (uffds, has_notice) = self.wait();
+            if has_notice {
                 self.take_notices();
             }
             for page in std::mem::take(&mut self.again) {
                 self.bring(page);
             }
             faults.clear();
-            for uffd in &self.uffds {
-                if let Err(errno) = uffd.faults(&mut faults) {
+            for uffd in uffds {
+                if let Err(errno) = self.uffds[uffd].faults(&mut faults) {
                     self.state
                         .cannot("read page faults from userfaultfd", &errno);
                 }
@@ -189,8 +189,10 @@ impl Reader {
         }
     }
 
-    /// Waits for a fault, a notice, or the time to try again.
-    fn wait(&self) {
+    /// Waits for a fault, a notice, or the time to try again. Returns the descriptors with faults,
+    /// and whether there is a notice. A read of each descriptor would be up to 16 system calls for
+    /// a fault.
+    fn wait(&self) -> (Vec<usize>, bool) {
         let retry = Timespec {
             tv_sec: 0,
             tv_nsec: i64::from(RETRY.subsec_nanos()),
@@ -202,8 +204,13 @@ impl Reader {
         if self.is_first {
             fds.push(wait_for(self.state.doorbell.as_fd()));
         }
-        // A signal may end the wait early; the caller checks everything.
+        // If a signal ends the wait early, nothing is ready.
         let _ = poll(&mut fds, timeout);
+        let (uffds, notices) = fds.split_at(self.uffds.len());
+        // An error is ready too: the read returns it.
+        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let ready = (0..uffds.len()).filter(|at| is_ready(&uffds[*at]));
+        (ready.collect(), notices.get(1).is_some_and(is_ready))
     }
 
     /// Takes notices: pages to be mapped again, and changed slots.
