@@ -109,15 +109,24 @@ pub struct Work {
     pub batch: usize,
 }
 
-/// The megabytes and the command line of a guest with this `work`.
-pub fn guest_of(work: Work) -> (u64, String) {
-    let bytes = work.pages * PAGE_SIZE as u64;
-    let overlap = u8::from(work.share == Share::Same);
-    let words = format!(
-        "gate=1 threads={} bytes={bytes} overlap={overlap}",
-        work.vcpus
-    );
-    ((bytes >> 20) + BESIDE_MIB, words)
+impl Work {
+    /// The MiB of its guest.
+    const fn mib(self) -> u64 {
+        (self.pages * PAGE_SIZE as u64 >> 20) + BESIDE_MIB
+    }
+
+    /// The memory of its guest.
+    pub const fn memory(self) -> PageCount {
+        PageCount::from_bytes(self.mib() << 20)
+    }
+
+    /// The parameters of its guest.
+    pub fn words(self) -> String {
+        let bytes = self.pages * PAGE_SIZE as u64;
+        let overlap = u8::from(self.share == Share::Same);
+        let threads = self.vcpus;
+        format!("gate=1 threads={threads} bytes={bytes} overlap={overlap}")
+    }
 }
 
 /// Makes a VM for each slice.
@@ -133,9 +142,6 @@ pub trait Maker {
 
     /// What its memory is made from.
     fn kind(&self) -> MemoryKind;
-
-    /// The pages of its memory.
-    fn memory(&self) -> PageCount;
 
     /// The command line of its guest.
     fn command_line(&self) -> String;
@@ -173,10 +179,6 @@ impl Maker for OnSoft {
         self.builder.memory_kind
     }
 
-    fn memory(&self) -> PageCount {
-        self.builder.memory
-    }
-
     fn command_line(&self) -> String {
         self.builder.full_command_line()
     }
@@ -196,11 +198,10 @@ impl Fixture {
     /// # Errors
     /// The host could not be made.
     pub fn new(kind: MemoryKind, work: Work) -> Result<Self, LabError> {
-        let (mib, words) = guest_of(work);
-        let mut builder = resident(mib, work.vcpus);
+        let mut builder = resident(work.mib(), work.vcpus);
         builder.arch = work.arch;
         builder.memory_kind = kind;
-        builder.command_line = words;
+        builder.command_line = work.words();
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = builder.host(Arc::clone(&clock))?;
         let maker = OnSoft {
@@ -242,7 +243,7 @@ impl<M: Maker> Fixture<M> {
     }
 
     fn booted(&self, guest: &Guest<'_>) -> Result<(), LabError> {
-        let (arena, memory) = (guest.arena_bytes()?, self.maker.memory());
+        let (arena, memory) = (guest.arena_bytes()?, self.work.memory());
         let first = memory.get().checked_sub(arena / PAGE_SIZE as u64);
         let first = first.filter(|first| first + self.work.pages <= memory.get());
         let first = first.ok_or_else(|| {

@@ -13,12 +13,11 @@
 
 use super::MOST_AT_ONCE;
 use super::arms::{EXITS, ONE_READER, against, rates_of};
-use super::fixture::{Arm, Fixture, Maker, Share, Work, guest_of};
+use super::fixture::{Arm, Fixture, Maker, Share, Work};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, short};
 use crate::result::Report;
 use crate::stats::Summary;
-use lacuna_addr::PageCount;
 use lacuna_kvm::{Vm, VmBuilder};
 use lacuna_machine::{Apf, Arch, Builder as _, PageSource};
 use lacuna_soft::MemoryKind;
@@ -73,23 +72,17 @@ impl Maker for OnKvm {
         self.0.memory_kind
     }
 
-    fn memory(&self) -> PageCount {
-        self.0.memory
-    }
-
     fn command_line(&self) -> String {
         self.0.full_command_line()
     }
 }
 
 fn fixture(work: Work) -> Fixture<OnKvm> {
-    let (mib, command_line) = guest_of(work);
-    let memory = PageCount::from_bytes(mib << 20);
     let builder = VmBuilder {
         memory_kind: MemoryKind::Linux,
         vcpus: work.vcpus,
-        command_line,
-        ..VmBuilder::new(memory, memory)
+        command_line: work.words(),
+        ..VmBuilder::new(work.memory(), work.memory())
     };
     Fixture::of(OnKvm(builder), work)
 }
