@@ -8,7 +8,6 @@ use crate::core::Core;
 use crate::counters::FaultCounters;
 use crate::error::HostError;
 use crate::host::Host;
-
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
 use crate::resolve::Resolution;
