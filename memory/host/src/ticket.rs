@@ -113,6 +113,11 @@ impl Ticket {
         self.lock().unit.add(at, content)
     }
 
+    /// Whether some pages of the ticket's unit have arrived, and others have not.
+    pub(crate) fn has_parts(&self) -> bool {
+        matches!(self.lock().unit, Gathering::Some(_))
+    }
+
     /// Whether page number `at` of the ticket's unit has arrived.
     pub(crate) fn has_gathered(&self, at: usize) -> bool {
         self.lock().unit.has(at)

@@ -140,7 +140,10 @@ impl FaultState {
         let Some(provider) = &self.provider else {
             return;
         };
-        let held = provider.release(pages, |page| !self.memory.is_missing(page));
+        // The last part of a huge page may be another one than the page for which a thread waits.
+        let first = self.memory.provided_with(pages.start).start;
+        let end = self.memory.provided_with(pages.end - 1).end;
+        let held = provider.release(first..end, |page| !self.memory.is_missing(page));
         if self.memory.is_mapped_by_moves() {
             held.into_iter().for_each(|page| self.map_now(page));
         }

@@ -163,7 +163,7 @@ fn frames_of_a_budget_are_not_discarded() {
 
 /// A vCPU exits for a huge page as a whole, and gets it as a whole.
 #[test]
-fn a_huge_page_is_provided_as_a_whole() {
+fn a_huge_page_is_in_place_when_all_parts_are_provided() {
     if !can_run() {
         return;
     }
@@ -190,9 +190,14 @@ fn a_huge_page_is_provided_as_a_whole() {
         };
         assert_eq!((gpa.get() % size, size), (0, 2 << 20));
         assert!(flags.intersects(MemoryFaultFlags::READ | MemoryFaultFlags::WRITE));
-        assert!(vm.provide(gpa, &[0; PAGE_SIZE]).is_err(), "a part of it");
+        assert_eq!(vm.unit().get(), 512);
         let all = vec![0; size as usize];
-        assert_eq!(vm.provide(gpa, &all).unwrap().taken, 512);
+        assert_eq!(vm.provide(gpa, &all[PAGE_SIZE..]).unwrap().taken, 511);
+        let Exit::MemoryFault { gpa: again, .. } = vcpus[0].run().unwrap() else {
+            panic!("a part of it is missing");
+        };
+        assert_eq!(again, gpa);
+        assert_eq!(vm.provide(gpa, &all).unwrap().taken, 1);
         return;
     }
     panic!("it does not exit for a missing page");

@@ -134,9 +134,11 @@ impl Core {
             let at = first.plus(run.len);
             let len = (BLOCK - at.in_block()).min(pages.len() - run.len);
             let now = &pages[run.len..run.len + len];
-            run.taken += match len {
-                BLOCK => self.provide_unit(at, now, (cache, linux))?,
-                _ => self.provide_part(at, now, (cache, linux))?,
+            // Pages that have arrived keep their content.
+            let has_parts = || self.ticket_with(at).is_some_and(|ticket| ticket.has_parts());
+            run.taken += match len == BLOCK && !has_parts() {
+                true => self.provide_unit(at, now, (cache, linux))?,
+                false => self.provide_part(at, now, (cache, linux))?,
             };
             run.len += len;
         }

@@ -11,6 +11,7 @@ use lacuna_host::{
 };
 use lacuna_sync::{Clock, VirtualClock};
 use proptest::prelude::*;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -261,20 +262,7 @@ impl Fixture {
                 page,
                 count,
                 missing,
-            } => {
-                let vm = &mut self.vms[vm];
-                let from = BackingRange::new(vm.addr(page), count).unwrap();
-                let range = vm.range.intersect(from).unwrap();
-                let pages = (0..range.pages()).map(|i| range.start().get() + (i << 12));
-                if let Some(source) = vm.source.as_ref().filter(|_| missing) {
-                    self.host.make_missing(range).unwrap();
-                    source.lacks_again(range);
-                    pages.for_each(|page| _ = vm.model.remove(&page));
-                } else {
-                    self.host.discard(range).unwrap();
-                    vm.model.extend(pages.map(|page| (page, 0)));
-                }
-            }
+            } => self.discard(vm, page..page + count, missing),
             Op::Collapse => while self.host.collapse_step() != Collapse::Idle {},
             Op::Advise { vm, page } => {
                 let range = self.vms[vm].range;
@@ -287,6 +275,21 @@ impl Fixture {
             Op::MaxLevel { vm, max_level } => self.vms[vm].max_level = max_level,
         }
         self.host.verify();
+    }
+
+    fn discard(&mut self, vm: usize, pages: Range<u64>, missing: bool) {
+        let vm = &mut self.vms[vm];
+        let from = BackingRange::new(vm.addr(pages.start), pages.end - pages.start).unwrap();
+        let range = vm.range.intersect(from).unwrap();
+        let pages = (0..range.pages()).map(|i| range.start().get() + (i << 12));
+        if let Some(source) = vm.source.as_ref().filter(|_| missing) {
+            self.host.make_missing(range).unwrap();
+            source.lacks_again(range);
+            pages.for_each(|page| _ = vm.model.remove(&page));
+        } else {
+            self.host.discard(range).unwrap();
+            vm.model.extend(pages.map(|page| (page, 0)));
+        }
     }
 
     fn touch(&mut self, vm: usize, page: u64, how: Use) {
