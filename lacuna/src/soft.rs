@@ -42,6 +42,7 @@
 //!   ```
 
 pub use lacuna_soft::{
-    ApfStats, Background, Host, HostError, HostStats, HugePages, LatencySetting, MmuError,
-    RunSummary, SoftError, Stalls, Swap, Trace, Vcpu, Vm, VmBuilder,
+    ApfStats, Background, Host, HostError, HostStats, HugePages, LatencySetting, LinuxBacking,
+    MemoryKind, MmuError, PrivateFile, RunSummary, SharedFill, SharedMemory, SoftError, Stalls,
+    Swap, Trace, Vcpu, Vm, VmBuilder,
 };

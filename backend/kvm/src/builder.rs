@@ -5,7 +5,7 @@ use crate::memory::MemoryConfig;
 use crate::tracker::Tracker;
 use crate::vm::Vm;
 use lacuna_addr::PageCount;
-use lacuna_host::{HugePages, MemoryKind, Swap};
+use lacuna_host::{HugePages, LinuxBacking, MemoryKind, Swap};
 use lacuna_machine::{
     Apf, Arch, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PageSource,
     PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
@@ -24,6 +24,9 @@ pub struct VmBuilder {
     /// The kind of memory for the guest's pages. Only [`MemoryKind::Budget`] is ever swapped out,
     /// and only if `resident` is less than `memory`: otherwise it is as [`MemoryKind::Linux`].
     pub memory_kind: MemoryKind,
+    /// The VMM's own memory for the guest's pages, such as a file, which has the slots' pages one
+    /// after the other. It is all resident: `memory_kind` and `resident` have no effect on it.
+    pub backing: Option<LinuxBacking>,
     /// Whether Linux may back the guest's memory with its transparent huge pages. Only private
     /// memory that is all resident and has no page source can have them.
     pub huge: HugePages,
@@ -62,6 +65,7 @@ impl VmBuilder {
             memory,
             resident,
             memory_kind: MemoryKind::default(),
+            backing: None,
             huge: HugePages::Never,
             vcpus: 1,
             swap: Swap::Memory,
@@ -91,6 +95,7 @@ impl Builder for VmBuilder {
         let memory = MemoryConfig {
             size: self.memory,
             kind: self.memory_kind,
+            backing: self.backing.clone(),
             huge: self.huge,
             resident: self.resident,
             swap: self.swap.clone(),

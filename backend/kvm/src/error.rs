@@ -118,6 +118,12 @@ pub enum KvmError {
          guest a budget of all its memory, or the soft backend"
     )]
     HandlerMemory,
+    /// A discarded page of a private file would leave the userfaultfd that records writes.
+    #[error(
+        "the page map records no writes to a private file: give the VM Tracker::Kvm, or another \
+         memory"
+    )]
+    RecordedFile,
     /// The handler's userfaultfd knows no accesses of the kernel.
     #[error(
         "KVM's accesses to the guest's memory would not wait for the handler: make it with \
@@ -184,6 +190,7 @@ impl BackendError for KvmError {
             | Self::PartlyResident
             | Self::HugePages
             | Self::HandlerMemory
+            | Self::RecordedFile
             | Self::HandlerOfUserSpace
             | Self::TooLarge(_)
             | Self::Slot(_)

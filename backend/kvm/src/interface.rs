@@ -9,8 +9,8 @@ use crate::vm::Vm;
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, Balloon, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
-    LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedState, StateError,
-    TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
+    LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedFile, SharedState,
+    StateError, TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
@@ -80,6 +80,14 @@ impl lacuna_machine::Vm for Vm {
 
     /// `None`: the guest's memory is in small pages, because a huge page's parts cannot be evicted
     /// one by one.
+    fn shared_file(&self) -> Option<SharedFile<'_>> {
+        let shared = self.memory.backing.shared()?;
+        Some(SharedFile {
+            file: shared.file(),
+            offset: shared.first() * PAGE_SIZE as u64,
+        })
+    }
+
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {
         None
     }

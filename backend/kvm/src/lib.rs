@@ -15,17 +15,15 @@
 //! | `mapping` | mappings of this process, and copies from and to guest memory |
 //! | `faults` | threads on userfaultfds that bring missing pages |
 //! | `provider` | pages that the VM's own source, or its VMM, provides |
-//! | `tokens` | tokens of exits on missing memory |
 //! | `balloon` | pages that the VMM takes back |
 //! | `arch` | the parts that depend on the architecture, for x86-64 and for others |
-//! | `arch/x86/apf` | registers and events of async page faults |
-//! | `arch/x86/msrs` | model-specific registers, one by one |
+//! | `arch/x86/apf`, `arch/x86/msrs` | registers and events of async page faults; MSRs |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `apf` | the host side of async page faults, for VMs with a page source |
 //! | `vcpu`, `stopped` | `KVM_RUN` and its exits; messages for the stops of a vCPU |
 //! | `kick` | makes vCPUs leave `KVM_RUN` |
 //! | `kick/missing` | which vCPU exits for a missing page |
-//! | `missing` | exits on missing memory, and pages that the VMM provides |
+//! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
 //! | `boot` | makes a VM's vCPUs |
 //! | `arch/x86/state` | a vCPU's whole state, saved and restored |
 //! | `slots` | memory slots: this process's table, and KVM's |
@@ -69,7 +67,9 @@ mod window;
 pub use available::{MemoryCapability, available, memory_capabilities, tsc_khz};
 pub use builder::VmBuilder;
 pub use error::{KvmError, Unavailable};
-pub use lacuna_host::{HugePages, MemoryKind, SharedMemory, Swap};
+pub use lacuna_host::{
+    HugePages, LinuxBacking, MemoryKind, PrivateFile, SharedFill, SharedMemory, Swap,
+};
 pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};
 pub use lacuna_slots::{
     Backup, ClearError, Delivery, DirtyError, Logging, RingSize, RingSizeError, SlotId,

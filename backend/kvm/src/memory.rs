@@ -26,7 +26,7 @@ use lacuna_addr::{
 };
 use lacuna_host::{
     Background, Host, HostConfig, HostError, HugePages, Io, Latency, LinuxBacking, MemoryKind,
-    MmuNotifier, PageSource, PerCpuPages, Resolution, SharedMemory, SourcePage, Swap, Touched,
+    MmuNotifier, PageSource, PerCpuPages, Resolution, SourcePage, Swap, Touched,
 };
 use lacuna_machine::{External, HandlerRegion, Layout};
 use lacuna_sync::{HostClock, LatencySetting};
@@ -44,6 +44,8 @@ pub struct MemoryConfig {
     pub size: PageCount,
     /// The place of its pages.
     pub kind: MemoryKind,
+    /// The VMM's own memory, in place of memory of `kind`.
+    pub backing: Option<LinuxBacking>,
     /// Whether Linux may back it with huge pages. The VMM advises them for all of the memory.
     pub huge: HugePages,
     /// How many of its pages may be resident, of [`MemoryKind::Budget`].
@@ -61,16 +63,28 @@ pub struct MemoryConfig {
 impl MemoryConfig {
     /// Whether no page is ever swapped out.
     pub fn is_whole(&self) -> bool {
-        self.kind != MemoryKind::Budget || self.resident >= self.size
+        let is_linux = self.backing.is_some() || self.kind != MemoryKind::Budget;
+        is_linux || self.resident >= self.size
     }
 
     /// Whether it is private memory that Linux fills with zeros.
     fn is_filled_by_linux(&self) -> bool {
-        self.is_private() && self.is_whole() && self.source.is_none()
+        self.is_anonymous() && self.is_whole() && self.source.is_none()
     }
 
-    const fn is_private(&self) -> bool {
-        matches!(self.kind, MemoryKind::Budget | MemoryKind::Linux)
+    /// The Linux memory of a guest that is all resident.
+    fn linux_backing(&self) -> Result<LinuxBacking, HostError> {
+        match &self.backing {
+            Some(backing) => Ok(backing.clone()),
+            None => Ok(self.kind.backing(self.size)?.unwrap_or_default()),
+        }
+    }
+
+    fn is_anonymous(&self) -> bool {
+        match &self.backing {
+            Some(backing) => !backing.is_file(),
+            None => matches!(self.kind, MemoryKind::Budget | MemoryKind::Linux),
+        }
     }
 
     /// Whether a handler fills it, and not this process.
@@ -97,8 +111,8 @@ pub struct Memory {
     pub has_source: bool,
     /// The page table, of Linux memory.
     pagemap: Option<Pagemap>,
-    /// The file with its pages. `None`: they are private.
-    pub file: Option<SharedMemory>,
+    /// What Linux memory is made of.
+    pub backing: LinuxBacking,
 }
 
 enum Kind {
@@ -138,8 +152,12 @@ impl Memory {
         if config.huge != HugePages::Never && !config.is_filled_by_linux() {
             return Err(KvmError::HugePages);
         }
-        if config.has_handler() && !(config.is_whole() && config.is_private()) {
+        if config.has_handler() && !(config.is_whole() && config.is_anonymous()) {
             return Err(KvmError::HandlerMemory);
+        }
+        let is_recorded = config.tracker == Tracker::Pagemap;
+        if is_recorded && matches!(config.backing, Some(LinuxBacking::Private(_))) {
+            return Err(KvmError::RecordedFile);
         }
         match config.is_whole() {
             true => Self::linux(layout, config),
@@ -148,20 +166,14 @@ impl Memory {
     }
 
     fn linux(layout: Layout, config: MemoryConfig) -> Result<Self, KvmError> {
-        let has_handler = config.has_handler();
+        let (has_handler, backing) = (config.has_handler(), config.linux_backing()?);
         let MemoryConfig {
             size,
-            kind,
             huge,
             source,
             tracker,
             ..
         } = config;
-        let file = kind.file(size).map_err(HostError::from)?;
-        let backing = match &file {
-            None => LinuxBacking::Anonymous,
-            Some(file) => LinuxBacking::Shared(file.clone()),
-        };
         // Nothing is swapped out. The manager needs a device and a few frames all the same.
         let budget = Host::minimum_budget(1);
         let room = size.get().next_multiple_of(Level::L2M.pages());
@@ -184,7 +196,7 @@ impl Memory {
         let has_source = source.is_some();
         let origin = source.map(|source| (source, SourcePage(0)));
         let notifier = Arc::new(KvmsOwn);
-        let region = host.add_guest_region(backing, origin, size, touched, notifier)?;
+        let region = host.add_guest_region(backing.clone(), origin, size, touched, notifier)?;
         let addresses = host.addresses(region).expect("Linux memory has addresses");
         if huge != HugePages::Never {
             let advised = mapping::advise_huge(addresses);
@@ -210,7 +222,7 @@ impl Memory {
             has_source,
             // Without the page table, each page that the VMM accesses is touched.
             pagemap: Pagemap::open().ok(),
-            file,
+            backing,
             host,
             _background: None,
         })
@@ -242,7 +254,7 @@ impl Memory {
             kind: Kind::Frames(window),
             has_source,
             pagemap: None,
-            file: None,
+            backing: LinuxBacking::default(),
             _background: Some(host.spawn_background()?),
             host,
         })
@@ -379,8 +391,8 @@ impl Memory {
     /// Whether each page of `range` was ever touched: an untouched page has zeros. `None`: only an
     /// access can tell.
     pub fn touched(&self, range: HvaRange) -> Option<Vec<bool>> {
-        // Another process may have written to a page of a file.
-        let has_zeros = self.is_filled_by_linux() && self.file.is_none();
+        // A page of a file may have content before its first touch.
+        let has_zeros = self.is_filled_by_linux() && !self.backing.is_file();
         let pagemap = self.pagemap.as_ref().filter(|_| has_zeros)?;
         let is_inside = self.addresses.intersect(range) == Some(range);
         is_inside.then(|| pagemap.touched(range).ok()).flatten()

@@ -280,7 +280,8 @@ pub(crate) fn backing(gpa: Gpa, error: &HostError) -> MemoryError {
 
 impl MissingMemory for Vm {
     fn unit(&self) -> PageCount {
-        let is_huge = self.shared_memory().is_some_and(SharedMemory::is_huge);
+        let shared = self.memory.backing.shared();
+        let is_huge = shared.is_some_and(SharedMemory::is_huge);
         PageCount::new(if is_huge { Level::L2M.pages() } else { 1 })
     }
 

@@ -14,8 +14,8 @@ use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use lacuna_addr::{Gpa, aligned_piece};
 use lacuna_machine::{
-    Exit, FaultToken, MissingMemory, SaveRestore, StateError, TokenError, VcpuError, VcpuState,
-    Width,
+    Exit, FaultToken, GuestMemory as _, MissingMemory, SaveRestore, StateError, TokenError,
+    VcpuError, VcpuState, Width,
 };
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -217,6 +217,20 @@ impl Vcpu {
         Ok(None)
     }
 
+    /// Reads a byte where a device access lies in guest memory. If Linux cannot bring a page of a
+    /// file, or has taken a page away, KVM's emulator takes it for a device; the read records the
+    /// loss, and the run ends with it.
+    fn touch_memory(&self) {
+        let direction = self.io.as_ref().map(|io| &io.direction);
+        let (Some(Direction::In(at, _)) | Some(Direction::Out(at))) = direction else {
+            return;
+        };
+        if let AccessAddress::Memory(gpa) = at {
+            // Outside of all slots it is a device's.
+            let _ = self.vm.read(*gpa, &mut [0]);
+        }
+    }
+
     /// Handles an entry ended by a signal or `immediate_exit`: [`Exit::Interrupted`] if the VMM has
     /// requested this vCPU, otherwise `None`.
     fn requested(&self) -> Option<Exit> {
@@ -357,6 +371,7 @@ impl lacuna_machine::Vcpu for Vcpu {
             }
             let full_before = self.ring_full;
             let entered = self.enter();
+            self.touch_memory();
             // The guest may have read zeros in place of a page that Linux has taken away.
             if self.vm.faults.state.has_losses() {
                 self.check_source()?;

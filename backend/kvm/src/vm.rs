@@ -18,7 +18,7 @@ use crate::tracker::Tracker;
 use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_enable_cap};
 use kvm_ioctls::{Kvm, VmFd};
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
-use lacuna_host::{Host, MemoryKind, SharedMemory};
+use lacuna_host::{Host, MemoryKind};
 use lacuna_machine::{Apf, GuestMemory, Kick, LogReaders, MemoryError, VmConfig};
 use lacuna_slots::{Delivery, DirtyError, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
@@ -116,12 +116,6 @@ impl Vm {
             memory: &self.memory,
             kicks: &self.kicks,
         }
-    }
-
-    /// The file with its boot memory, for [`MemoryKind::Shared`] and [`MemoryKind::Hugetlbfs`]. It
-    /// has the slots' pages one after the other.
-    pub fn shared_memory(&self) -> Option<&SharedMemory> {
-        self.memory.file.as_ref()
     }
 
     /// The manager of its memory, for its counters.

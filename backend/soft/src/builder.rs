@@ -8,8 +8,8 @@ use crate::vm::{BootMemory, Vm, check_vcpus};
 use lacuna_addr::{Level, PageCount};
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::{
-    Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting, MemoryKind,
-    PageSource, Swap, SwapStore,
+    Host, HostConfig, HostError, HostStats, HugePages, Io, Latency, LatencySetting, LinuxBacking,
+    MemoryKind, PageSource, Swap, SwapStore,
 };
 use lacuna_machine::{
     Apf, Arch, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed,
@@ -35,6 +35,9 @@ pub struct VmBuilder {
     pub vcpus: usize,
     /// The kind of memory for the guest's pages.
     pub memory_kind: MemoryKind,
+    /// The VMM's own memory for the guest's pages, such as a file. `memory_kind` and `resident`
+    /// have no effect on it.
+    pub backing: Option<LinuxBacking>,
     /// Whether the kernel backs all of `resident` when the VM is made ([`Host::prefault`]). If not,
     /// the VM is made at once, and the kernel backs memory at its first touch.
     pub prefault: bool,
@@ -94,6 +97,7 @@ impl VmBuilder {
             resident,
             vcpus: 1,
             memory_kind: MemoryKind::default(),
+            backing: None,
             prefault: false,
             huge: HugePages::Never,
             swap: Swap::Memory,
@@ -134,8 +138,9 @@ impl VmBuilder {
 
     /// The Linux memory for which the host reserves addresses.
     fn linux_memory(&self) -> PageCount {
-        match (self.memory_kind, Layout::of(self.arch, self.memory)) {
-            (MemoryKind::Linux | MemoryKind::Shared | MemoryKind::Hugetlbfs, Ok(layout)) => {
+        let is_linux = self.backing.is_some() || self.memory_kind != MemoryKind::Budget;
+        match Layout::of(self.arch, self.memory) {
+            Ok(layout) if is_linux => {
                 let slots = layout.ranges().iter();
                 // Each slot has a region of whole blocks.
                 let pages = slots.map(|slot| slot.pages().next_multiple_of(Level::L2M.pages()));
@@ -242,7 +247,7 @@ impl VmBuilder {
         let memory = BootMemory {
             kind: self.memory_kind,
             source: self.source.clone(),
-            shared: None,
+            backing: self.backing.clone(),
         };
         let vm = Vm::make(host, clock, self.config(), memory)?;
         Ok((vm, time))

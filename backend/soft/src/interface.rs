@@ -5,11 +5,11 @@ use crate::either::Vcpu;
 use crate::error::SoftError;
 use crate::meter::Meter;
 use crate::vm::Vm;
-use lacuna_addr::{GfnRange, PageCount};
+use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
-    MissingMemory, Observed, PlatformDevices, RunEnd, SharedState, StateError, VcpuStats, VmConfig,
-    VmStats,
+    MissingMemory, Observed, PlatformDevices, RunEnd, SharedFile, SharedState, StateError,
+    VcpuStats, VmConfig, VmStats,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -78,6 +78,14 @@ impl lacuna_machine::Vm for Vm {
         };
         stats.vcpus = self.meters.iter().map(vcpu).collect();
         stats
+    }
+
+    fn shared_file(&self) -> Option<SharedFile<'_>> {
+        let shared = self.shared_memory()?;
+        Some(SharedFile {
+            file: shared.file(),
+            offset: shared.first() * PAGE_SIZE as u64,
+        })
     }
 
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {

@@ -31,7 +31,7 @@ impl Vm {
     /// Frees `backing` if it was made for slot `id`. The number alone does not identify the
     /// backing: another thread may have added a slot with the same number.
     fn free_backing(&self, id: SlotId, backing: BackingRange) {
-        let mut all = self.backing.lock().expect("no panic under this lock");
+        let mut all = self.regions.lock().expect("no panic under this lock");
         let place = all.iter().position(|entry| *entry == (Some(id), backing));
         let found = place.map(|place| all.swap_remove(place));
         drop(all);

@@ -59,8 +59,8 @@ pub use entry::Entry;
 pub use error::SoftError;
 pub use lacuna_apf::Stats as ApfStats;
 pub use lacuna_host::{
-    Background, Host, HostError, HostStats, HugePages, LatencySetting, LinuxError, LogNormal,
-    MemoryKind, MmuNotifier, SharedFill, SharedMemory, Swap,
+    Background, Host, HostError, HostStats, HugePages, LatencySetting, LinuxBacking, LinuxError,
+    LogNormal, MemoryKind, MmuNotifier, PrivateFile, SharedFill, SharedMemory, Swap,
 };
 pub use lacuna_machine::{Apf, CpuModel, ErrorKind, Observed, VmConfig};
 pub use lacuna_mmu::{

@@ -50,9 +50,9 @@ pub struct BootMemory {
     pub kind: MemoryKind,
     /// Provides its pages; without it they are zeros.
     pub source: Option<Arc<dyn PageSource>>,
-    /// The file for [`MemoryKind::Shared`] and [`MemoryKind::Hugetlbfs`]. It has the slots' pages
-    /// one after the other. `None`: the VM makes a file.
-    pub shared: Option<SharedMemory>,
+    /// The VMM's own memory in place of memory of `kind`, which has no effect then. A file has the
+    /// slots' pages one after the other. `None`: the VM makes memory of `kind`.
+    pub backing: Option<LinuxBacking>,
 }
 
 /// One virtual machine.
@@ -78,15 +78,13 @@ pub struct Vm {
     arm64: OnceLock<Arc<lacuna_arm64::Fabric>>,
     /// Each vCPU's exits on missing memory.
     pub(crate) tokens: Box<[Arc<Tokens>]>,
-    /// The place of the pages of the boot layout.
-    pub(crate) memory_kind: MemoryKind,
-    /// The file with its boot memory.
-    shared: Option<SharedMemory>,
+    /// The Linux memory of the boot layout; `None`: its pages are in frames.
+    pub(crate) backing: Option<LinuxBacking>,
     /// Provides the pages of the boot layout; without it they are zeros.
     pub(crate) source: Option<Arc<dyn PageSource>>,
     /// Regions of the host with this VM's memory. A region with a slot number is removed with that
     /// slot.
-    pub(crate) backing: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
+    pub(crate) regions: Mutex<Vec<(Option<SlotId>, BackingRange)>, lock_order::SoftBacking>,
     /// The host's background thread, if it works for this VM alone. It ends with the VM.
     pub(crate) background: Option<Background>,
 }
@@ -166,12 +164,12 @@ impl Vm {
             .max()
             .unwrap_or(0);
         CodeMap::check_room(end)?;
-        let shared = match (boot.kind, boot.shared) {
-            (MemoryKind::Shared | MemoryKind::Hugetlbfs, Some(shared)) => Some(shared),
-            (kind, _) => kind.file(memory).map_err(HostError::from)?,
+        let backing = match boot.backing {
+            Some(backing) => Some(backing),
+            None => boot.kind.backing(memory).map_err(HostError::from)?,
         };
         let vm = Self {
-            shared,
+            backing,
             code: CodeMap::new(end, vcpus),
             exclusive: Exclusive::default(),
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
@@ -181,10 +179,9 @@ impl Vm {
             apf_paused: AtomicBool::new(apf == Apf::Off),
             log_readers: LogReaders::default(),
             stands_still: false,
-            backing: Mutex::new(Vec::new()),
+            regions: Mutex::new(Vec::new()),
             background: None,
             tokens: (0..vcpus).map(|_| Arc::default()).collect(),
-            memory_kind: boot.kind,
             source: boot.source,
             config,
             layout,
@@ -202,11 +199,7 @@ impl Vm {
         let mut first = SourcePage(0);
         for (id, range) in (0..).map(SlotId).zip(self.layout.ranges()) {
             let origin = self.source.clone().map(|source| (source, first));
-            let linux = match (self.memory_kind, &self.shared) {
-                (MemoryKind::Budget, _) => None,
-                (_, None) => Some(LinuxBacking::Anonymous),
-                (_, Some(shared)) => Some(LinuxBacking::Shared(shared.part(first.0))),
-            };
+            let linux = self.backing.as_ref().map(|backing| backing.part(first.0));
             let backing = self.add_backing(linux, PageCount::new(range.pages()), origin)?;
             first.0 += range.pages();
             self.keep_backing(None, backing);
@@ -228,11 +221,11 @@ impl Vm {
             return Ok(());
         };
         let backing = self
-            .backing
+            .regions
             .lock()
             .expect("no panic under this lock")
             .clone();
-        let page = match self.shared.as_ref().is_some_and(SharedMemory::is_huge) {
+        let page = match self.shared_memory().is_some_and(SharedMemory::is_huge) {
             true => Level::L2M,
             false => Level::L4K,
         };
@@ -274,13 +267,13 @@ impl Vm {
     }
 
     pub(crate) fn keep_backing(&self, slot: Option<SlotId>, backing: BackingRange) {
-        let mut all = self.backing.lock().expect("no panic under this lock");
+        let mut all = self.regions.lock().expect("no panic under this lock");
         all.push((slot, backing));
     }
 
-    /// The file with its boot memory, for [`MemoryKind::Shared`] and [`MemoryKind::Hugetlbfs`].
-    pub fn shared_memory(&self) -> Option<&SharedMemory> {
-        self.shared.as_ref()
+    /// The shared file with its boot memory.
+    pub(crate) fn shared_memory(&self) -> Option<&SharedMemory> {
+        self.backing.as_ref()?.shared()
     }
 
     /// Its memory-management unit.
@@ -378,7 +371,7 @@ impl Kick for Vm {
 impl Drop for Vm {
     fn drop(&mut self) {
         for (_, range) in self
-            .backing
+            .regions
             .get_mut()
             .expect("no panic under this lock")
             .drain(..)

@@ -9,6 +9,7 @@ use std::time::Duration;
 use lacuna_machine::{
     Apf, Arch, CpuModel, Image, Logging, PageSource, SlotFlags, SlotId, Vm, set_logging_everywhere,
 };
+use lacuna_soft::LinuxBacking;
 
 /// Why a backend cannot run a body, on this machine or at all.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -99,6 +100,8 @@ pub struct Request {
     pub origin: Option<Origin>,
     /// The size in which pages are provided and discarded.
     pub unit: Unit,
+    /// The VMM's own memory for the guest; `None`: the backend's.
+    pub backing: Option<LinuxBacking>,
     /// The guest kernel's parameters.
     pub command_line: String,
 }
@@ -116,6 +119,7 @@ impl Request {
             cpu: CpuModel::default(),
             origin: None,
             unit: Unit::default(),
+            backing: None,
             command_line: command_line.to_owned(),
         }
     }

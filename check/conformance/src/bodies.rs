@@ -5,6 +5,7 @@ pub mod async_faults;
 pub mod between;
 pub mod dirty;
 pub mod exits;
+pub mod files;
 pub mod guests;
 pub mod memory;
 pub mod missing;

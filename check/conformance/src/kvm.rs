@@ -60,6 +60,7 @@ impl Backend for Kvm {
             memory: PageCount::from_bytes(request.memory << 20),
             resident: PageCount::from_bytes(request.resident << 20),
             memory_kind: MemoryKind::Budget,
+            backing: request.backing.clone(),
             huge: HugePages::Never,
             vcpus: request.vcpus,
             swap: Swap::File(std::env::temp_dir()),

@@ -111,6 +111,7 @@ impl Backend for Soft {
             arch: self.arch,
             vcpus: request.vcpus,
             memory_kind: self.memory_kind,
+            backing: request.backing.clone(),
             huge: self.huge,
             swap: Swap::File(std::env::temp_dir()),
             apf: request.apf,
@@ -133,7 +134,7 @@ impl Backend for Soft {
         let memory = BootMemory {
             kind: self.memory_kind,
             source: builder.source.clone(),
-            ..BootMemory::default()
+            backing: builder.backing.clone(),
         };
         let vm = match Vm::with_memory(Arc::clone(&host), clock, config, memory) {
             Err(refused @ SoftError::Host(HostError::Linux(LinuxError::Userfaultfd(_)))) => {

@@ -1,8 +1,9 @@
 //! A `#[test]` for each body on each backend.
 
 /// Makes a test of each body on each backend. The backends in the second braces differ from an
-/// earlier one only by their memory. They leave out slow bodies about vCPUs: guests that go to the
-/// other backend, that order memory while they move, or that see the host's processor.
+/// earlier one only by their memory. They leave out bodies about the VMM's memory, and slow bodies
+/// about vCPUs: guests that go to the other backend, that order memory while they move, or that see
+/// the host's processor.
 ///
 /// A test's name begins with its body. So while a guest runs on KVM, where one test runs at a time
 /// ([`Backend::turn`](crate::Backend::turn)), another one runs on soft.
@@ -15,6 +16,9 @@ macro_rules! suite {
                 bm_goes_to_the_other_backend_and_back,
                 interrupts_and_registers_go_to_the_other_backend_and_back,
                 the_common_model_has_its_cpuid;
+            files:
+                a_shared_file_is_the_guests_memory, vms_share_the_pages_of_a_private_file,
+                a_page_behind_the_end_of_a_file_is_lost;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;
         );

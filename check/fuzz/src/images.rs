@@ -34,6 +34,7 @@ pub fn run(run: &mut Run<'_>) {
         resident: PageCount::new(1024),
         vcpus: 1,
         memory_kind: MemoryKind::Budget,
+        backing: None,
         prefault: false,
         huge: HugePages::Never,
         swap: Swap::Memory,

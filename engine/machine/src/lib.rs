@@ -72,5 +72,5 @@ pub use state::{SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
 pub use tokens::Tokens;
 pub use vm::{
     ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, Observed, RunEnd,
-    VcpuStats, Vm, VmConfig, VmStats,
+    SharedFile, VcpuStats, Vm, VmConfig, VmStats,
 };

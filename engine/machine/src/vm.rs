@@ -13,6 +13,7 @@ use lacuna_slots::Delivery;
 use lacuna_sync::Nanos;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Which backend a VM belongs to.
@@ -98,6 +99,17 @@ pub struct VcpuStats {
     pub instructions: Option<u64>,
 }
 
+/// A file with a VM's memory. A process that gets the descriptor maps the guest's memory, as a
+/// vhost-user device does.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedFile<'a> {
+    /// The file.
+    pub file: BorrowedFd<'a>,
+    /// The byte at which the first slot of the boot layout begins. The others follow one after the
+    /// other, by their addresses. Slots that were added later are not in the file.
+    pub offset: u64,
+}
+
 /// One virtual machine.
 pub trait Vm:
     GuestMemory + MemorySlots + DirtyTracking + Kick + fmt::Debug + Send + Sync + Sized
@@ -145,6 +157,9 @@ pub trait Vm:
 
     /// Its counters.
     fn stats(&self) -> VmStats;
+
+    /// The file with its memory, if other processes can map it too.
+    fn shared_file(&self) -> Option<SharedFile<'_>>;
 
     /// The policy of huge pages for its memory, if the VMM may set it.
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy>;

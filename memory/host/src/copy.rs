@@ -167,8 +167,8 @@ impl Core {
         };
         match region.place(page) {
             Some(PageLocation::Page(PageState::Empty)) => {
-                let shared = region.linux.as_ref().is_some_and(LinuxMemory::is_shared);
-                region.origin.is_none() && !shared
+                let has_content = region.linux.as_ref().is_some_and(LinuxMemory::has_content);
+                region.origin.is_none() && !has_content
             }
             place => place == Some(PageLocation::Page(PageState::Zero)),
         }

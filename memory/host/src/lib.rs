@@ -53,7 +53,9 @@ pub use error::{HostError, LostPage};
 pub use host::{Host, HostConfig, Polling};
 pub use io::{Io, fine_sleeps};
 pub use lacuna_frames::{FramePtr, MapFailed};
-pub use lacuna_linux::{LinuxBacking, LinuxError, MemoryKind, SharedFill, SharedMemory, Touched};
+pub use lacuna_linux::{
+    LinuxBacking, LinuxError, MemoryKind, PrivateFile, SharedFill, SharedMemory, Touched,
+};
 pub use lacuna_source::{Answer, PageRequest, PageSource, SourcePage};
 pub use lacuna_swap::{
     Fault, FaultyStore, FileStore, Latency, LogNormal, MemoryStore, Page, Reads, SetupFailed,
@@ -63,8 +65,7 @@ pub use lacuna_sync::LatencySetting;
 pub use lacuna_sys::Toucher;
 pub use linux::SeenLosses;
 pub use per_cpu_pages::PerCpuPages;
-pub use reclaim::balance::{Background, Progress};
-pub use reclaim::collapse::Collapse;
+pub use reclaim::{balance::Background, balance::Progress, collapse::Collapse};
 pub use region::{HugePages, MmuNotifier};
 pub use resolve::{Frame, Resolution};
 pub use shared_cache::MAX_PINNED;

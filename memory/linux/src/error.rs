@@ -5,8 +5,8 @@ use lacuna_addr::PageCount;
 /// Why Linux memory cannot be had.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LinuxError {
-    /// A shared memory file cannot be guest memory, or does not have a page.
-    #[error("shared memory: {reason}")]
+    /// A file cannot be guest memory, or does not have a page.
+    #[error("memory file: {reason}")]
     SharedMemory {
         /// The reason.
         reason: String,

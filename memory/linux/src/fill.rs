@@ -80,7 +80,7 @@ impl LinuxMemory {
     /// Takes a huge page of zeros for the unit at `index`, where the file has none. An access maps
     /// it, because only pages that the file lacks are missing.
     pub fn allocate_unit(&self, index: u64) -> Result<(), Errno> {
-        let Some(shared) = &self.shared else {
+        let Some(shared) = self.backing.shared() else {
             return Ok(());
         };
         let page = PAGE_SIZE as u64;
@@ -89,7 +89,7 @@ impl LinuxMemory {
 
     /// Maps the page that a fill has found, where the kernel does not.
     pub fn map_from_file(&self, index: u64) -> Result<(), Errno> {
-        let Some((parts, shared)) = self.parts.as_ref().zip(self.shared.as_ref()) else {
+        let Some((parts, shared)) = self.parts.as_ref().zip(self.backing.shared()) else {
             return Ok(());
         };
         if shared.fill == SharedFill::CopiedIn {

@@ -17,6 +17,7 @@
 //! | `parts` | the userfaultfds of a region that this process fills |
 //! | `handler` | a region that a handler fills from outside, and the threads that touch its pages |
 //! | `shared_file` | memory files, and the kinds of memory |
+//! | `private_file` | files that are copied as they are written |
 //! | `gathering` | a unit's pages, which arrive one by one |
 //!
 //! The mappings themselves belong to the pool of `lacuna-frames`, so this crate has no `unsafe`.
@@ -29,6 +30,7 @@ mod gathering;
 mod handler;
 mod memory;
 mod parts;
+mod private_file;
 mod shared_file;
 
 pub use addresses::LinuxAddresses;
@@ -38,4 +40,5 @@ pub use gathering::{Gathered, Gathering, UnitContent};
 pub use handler::{FillHandler, Touch, Touching};
 pub use memory::{Filled, LinuxMemory};
 pub use parts::Touched;
+pub use private_file::PrivateFile;
 pub use shared_file::{LinuxBacking, MemoryKind, SharedFill, SharedMemory};

@@ -16,6 +16,7 @@ use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, Pfn};
 use lacuna_frames::Pool;
 use lacuna_sync::Striped;
 use lacuna_sys::{Errno, TakenPages, Userfaultfd, Waiters};
+use rustix::mm::MapFlags;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering, fence};
@@ -31,8 +32,8 @@ pub struct LinuxMemory {
     pub(crate) parts: Option<Parts>,
     /// A handler fills the region, with its own userfaultfds.
     pub outside: Option<Arc<FillHandler>>,
-    /// The mapped file; `None`: the memory is anonymous.
-    pub(crate) shared: Option<SharedMemory>,
+    /// What the memory is made of.
+    pub backing: LinuxBacking,
     users: Striped<Users>,
 }
 
@@ -66,34 +67,24 @@ impl LinuxMemory {
         (filled, backing): (Filled, LinuxBacking),
     ) -> Result<Self, LinuxError> {
         assert!(pages.get() > 0, "a region has pages");
-        let shared = match backing {
-            LinuxBacking::Anonymous => None,
-            LinuxBacking::Shared(shared)
-                if matches!(filled, Filled::FromOutside(_)) && !shared.is_huge() =>
-            {
-                return Err(LinuxError::SharedMemory {
-                    reason: "a handler outside of this process fills private memory, or huge pages"
-                        .into(),
-                });
-            }
-            LinuxBacking::Shared(shared) => {
-                let offset = shared.offset(pages)?;
-                match filled {
-                    Filled::ByLinux => shared.take_huge_pages(offset, pages)?,
-                    Filled::BySource(_) | Filled::FromOutside(_) => shared.check_source()?,
-                }
-                Some((offset, shared))
-            }
-        };
+        let offset = filled.offset(&backing, pages)?;
         let first = addresses.take(pool, pages)?;
         let count = pages.get() as usize;
-        let registered = shared.as_ref().map_or(Ok(()), |(offset, shared)| {
-            let mapped = pool.map_linux(first, count, shared.file(), *offset);
-            mapped.map_err(|errno| shared.refused(pages, errno))
-        });
-        let shared = shared.map(|(_, shared)| shared);
-        let registered = registered
-            .and_then(|()| Self::register(pool, first, count, (&filled, shared.as_ref())));
+        let mapped = match &backing {
+            LinuxBacking::Anonymous => Ok(()),
+            LinuxBacking::Shared(shared) => pool
+                .map_linux(first, count, (shared.file(), offset), MapFlags::SHARED)
+                .map_err(|errno| shared.refused(pages, errno)),
+            LinuxBacking::Private(file) => {
+                let sharing = MapFlags::PRIVATE | MapFlags::NORESERVE;
+                let mapped = pool.map_linux(first, count, (file.file(), offset), sharing);
+                mapped.map_err(|errno| LinuxError::SharedMemory {
+                    reason: errno.to_string(),
+                })
+            }
+        };
+        let registered =
+            mapped.and_then(|()| Self::register(pool, first, count, (&filled, backing.shared())));
         match registered {
             Ok(parts) => Ok(Self {
                 first,
@@ -103,7 +94,7 @@ impl LinuxMemory {
                     Filled::FromOutside(outside) => Some(outside),
                     Filled::BySource(_) | Filled::ByLinux => None,
                 },
-                shared,
+                backing,
                 users: Striped::default(),
             }),
             Err(error) => {
@@ -165,13 +156,13 @@ impl LinuxMemory {
     }
 
     /// Whether its file may have content that no page word records.
-    pub fn is_shared(&self) -> bool {
-        self.shared.is_some()
+    pub fn has_content(&self) -> bool {
+        self.backing.is_file()
     }
 
     /// The number of pages that are filled together: a huge page's pages, or one.
     pub fn unit(&self) -> u64 {
-        self.shared.as_ref().map_or(1, |shared| shared.unit)
+        self.backing.shared().map_or(1, |shared| shared.unit)
     }
 
     /// Whether `pages` pages from `index` on are whole huge pages, if its pages are huge.
@@ -252,7 +243,7 @@ impl LinuxMemory {
 
     /// Whether its page source fills it in its file ([`SharedFill::InFile`]).
     pub fn is_filled_in_file(&self) -> bool {
-        let fill = self.shared.as_ref().map(|shared| shared.fill);
+        let fill = self.backing.shared().map(|shared| shared.fill);
         self.parts.is_some() && fill == Some(SharedFill::InFile)
     }
 
@@ -297,4 +288,32 @@ pub enum Filled {
     ByLinux,
     /// A handler outside of this host, or the VMM.
     FromOutside(Arc<FillHandler>),
+}
+
+impl Filled {
+    /// The byte offset of the first of `pages` pages in the file of `backing`, if they can be
+    /// filled in this way. Huge pages are taken from the machine's reserve.
+    fn offset(&self, backing: &LinuxBacking, pages: PageCount) -> Result<u64, LinuxError> {
+        let refused = |reason: &str| LinuxError::SharedMemory {
+            reason: reason.into(),
+        };
+        match (backing, self) {
+            (LinuxBacking::Anonymous, _) => Ok(0),
+            (LinuxBacking::Private(file), Self::ByLinux) => file.offset(pages),
+            (LinuxBacking::Private(_), _) => Err(refused(
+                "a private file has the guest's whole memory: leave the page source out",
+            )),
+            (LinuxBacking::Shared(shared), Self::FromOutside(_)) if !shared.is_huge() => Err(
+                refused("a handler outside of this process fills private memory, or huge pages"),
+            ),
+            (LinuxBacking::Shared(shared), _) => {
+                let offset = shared.offset(pages)?;
+                match self {
+                    Self::ByLinux => shared.take_huge_pages(offset, pages)?,
+                    Self::BySource(_) | Self::FromOutside(_) => shared.check_source()?,
+                }
+                Ok(offset)
+            }
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! A shared memory file.
 
 use crate::error::LinuxError;
+use crate::private_file::{PrivateFile, offset_in};
 use lacuna_addr::{Level, PAGE_SIZE, PageCount};
 use lacuna_sys::Errno;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, fstatfs, ftruncate, memfd_create};
@@ -25,27 +26,56 @@ pub enum MemoryKind {
 }
 
 impl MemoryKind {
-    /// A new file of `pages` pages, if memory of this kind is in a file.
+    /// New Linux memory of `pages` pages; `None`: memory of this kind is in frames.
     ///
     /// # Errors
     /// As [`SharedMemory::new`] and [`SharedMemory::huge`].
-    pub fn file(self, pages: PageCount) -> Result<Option<SharedMemory>, LinuxError> {
-        match self {
-            Self::Budget | Self::Linux => Ok(None),
-            Self::Shared => SharedMemory::new(pages, SharedFill::CopiedIn).map(Some),
-            Self::Hugetlbfs => SharedMemory::huge(pages).map(Some),
-        }
+    pub fn backing(self, pages: PageCount) -> Result<Option<LinuxBacking>, LinuxError> {
+        let shared = match self {
+            Self::Budget => return Ok(None),
+            Self::Linux => return Ok(Some(LinuxBacking::Anonymous)),
+            Self::Shared => SharedMemory::new(pages, SharedFill::CopiedIn),
+            Self::Hugetlbfs => SharedMemory::huge(pages),
+        };
+        shared.map(|shared| Some(LinuxBacking::Shared(shared)))
     }
 }
 
-/// The kind of a region's Linux memory.
+/// What Linux memory is made of.
 #[derive(Clone, Debug, Default)]
 pub enum LinuxBacking {
-    /// Private memory of this process.
+    /// Private memory of this process, zeros at first.
     #[default]
     Anonymous,
-    /// A shared memory file.
+    /// A shared memory file: its content is the guest's memory.
     Shared(SharedMemory),
+    /// A file whose content is the guest's memory at first. No write changes the file.
+    Private(PrivateFile),
+}
+
+impl LinuxBacking {
+    /// The same, from its page `pages` on.
+    #[must_use]
+    pub fn part(&self, pages: u64) -> Self {
+        match self {
+            Self::Anonymous => Self::Anonymous,
+            Self::Shared(shared) => Self::Shared(shared.part(pages)),
+            Self::Private(file) => Self::Private(file.part(pages)),
+        }
+    }
+
+    /// The shared memory file.
+    pub const fn shared(&self) -> Option<&SharedMemory> {
+        match self {
+            Self::Shared(shared) => Some(shared),
+            Self::Anonymous | Self::Private(_) => None,
+        }
+    }
+
+    /// Whether its pages may have content at first.
+    pub const fn is_file(&self) -> bool {
+        !matches!(self, Self::Anonymous)
+    }
 }
 
 /// How a page source fills a shared memory file.
@@ -186,6 +216,11 @@ impl SharedMemory {
         self.file.as_fd()
     }
 
+    /// The number of the file's page at which this memory begins.
+    pub const fn first(&self) -> u64 {
+        self.first
+    }
+
     /// The byte offset of its first page in the file, if it has at least `pages` pages.
     pub(super) fn offset(&self, pages: PageCount) -> Result<u64, LinuxError> {
         let refused = |reason: String| LinuxError::SharedMemory { reason };
@@ -195,16 +230,7 @@ impl SharedMemory {
                 "{pages} pages do not fill huge pages of {unit}"
             )));
         }
-        let size = fstat(&self.file).map_err(|errno| refused(errno.to_string()))?;
-        let has = u64::try_from(size.st_size).unwrap_or(0) / PAGE_SIZE as u64;
-        match self.first.checked_add(pages.get()) {
-            Some(end) if end <= has => Ok(self.first * PAGE_SIZE as u64),
-            _ => Err(refused(format!(
-                "the file has {has} pages, and the region has {pages} from its page {} on; make \
-                 the file longer",
-                self.first
-            ))),
-        }
+        offset_in(self.file(), self.first, pages)
     }
 
     /// Whether its pages are huge pages of hugetlbfs ([`SharedMemory::huge`]).
@@ -217,7 +243,17 @@ impl SharedMemory {
         match self.is_huge() {
             true => no_huge_pages(pages, errno),
             false => LinuxError::SharedMemory {
-                reason: errno.to_string(),
+                reason: match errno {
+                    Errno::ACCESS => "its descriptor is for reads only, or for writes only; open \
+                                      the file for both"
+                        .into(),
+                    Errno::PERM => {
+                        "the file is sealed against writes; give one without that seal, \
+                                    or map it privately (LinuxBacking::Private)"
+                            .into()
+                    }
+                    errno => errno.to_string(),
+                },
             },
         }
     }

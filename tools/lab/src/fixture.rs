@@ -27,6 +27,7 @@ pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilde
         resident,
         vcpus,
         memory_kind: MemoryKind::Budget,
+        backing: None,
         prefault: true,
         huge: HugePages::Never,
         swap: Swap::Memory,

@@ -54,6 +54,7 @@ fn bench(flags: SlotFlags, budget: u64) -> Option<(Bench, Receiver<PageRequest>)
 
 fn bench_from(flags: SlotFlags, budget: u64, from: Option<Arc<dyn PageSource>>) -> Option<Bench> {
     let memory = Memory::new(MemoryConfig {
+        backing: None,
         size: PageCount::new(PAGES),
         kind: MemoryKind::Budget,
         huge: HugePages::Never,

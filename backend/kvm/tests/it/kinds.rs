@@ -66,7 +66,7 @@ fn another_process_sees_a_shared_file() {
     let _reserved = HugePages::reserve(16);
     for kind in [MemoryKind::Shared, MemoryKind::Hugetlbfs] {
         let Some(vm) = built(&of(kind)) else { return };
-        let file = vm.shared_memory().expect("it is in a file").file();
+        let file = vm.shared_file().expect("it is in a file").file;
         let file = File::from(file.try_clone_to_owned().unwrap());
         let at = Gpa::new(5 << 20).unwrap();
         vm.write(at, b"from the VMM").unwrap();
@@ -83,7 +83,7 @@ fn another_process_sees_a_shared_file() {
             assert_eq!(&page[..12], b"from outside");
         }
     }
-    assert!(built(&of(MemoryKind::Linux)).is_some_and(|vm| vm.shared_memory().is_none()));
+    assert!(built(&of(MemoryKind::Linux)).is_some_and(|vm| vm.shared_file().is_none()));
 }
 
 /// Discarded pages read as zeros, take no memory, and are dirty.

@@ -167,7 +167,7 @@ fn a_memory_file_becomes_shorter() {
         while vm.retired()[0] < 100_000 {
             yield_now();
         }
-        let file = vm.shared_memory().unwrap().file();
+        let file = vm.shared_file().unwrap().file;
         rustix::fs::ftruncate(file, DATA).unwrap();
         running.join().unwrap()
     });

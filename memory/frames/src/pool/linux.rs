@@ -84,14 +84,15 @@ impl Pool {
         unsafe { madvise(at, PAGE_SIZE, Advice::LinuxPopulateRead) }.is_ok()
     }
 
-    /// Maps the pages of `file` from byte `offset` on in place of Linux memory. If this is refused,
-    /// the Linux memory is still there.
+    /// Maps the pages of `file` from byte `offset` on in place of Linux memory. With
+    /// [`MapFlags::SHARED`] in `sharing` writes change the file, with [`MapFlags::PRIVATE`] they do
+    /// not. If this is refused, the Linux memory is still there.
     pub fn map_linux(
         &self,
         first: Pfn,
         pages: usize,
-        file: BorrowedFd<'_>,
-        offset: u64,
+        (file, offset): (BorrowedFd<'_>, u64),
+        sharing: MapFlags,
     ) -> Result<(), Errno> {
         let range = self.range(first, pages);
         assert!(self.linux().contains(&first.index()), "not Linux memory");
@@ -100,19 +101,10 @@ impl Pool {
         // too few pages. Then any other mapping of this process may be placed there. So the file is
         // first mapped elsewhere: the pages stay reserved for the file. SAFETY: a new mapping, at
         // an address that the kernel chooses.
-        let trial = unsafe {
-            mmap(
-                ptr::null_mut(),
-                bytes,
-                READ_WRITE,
-                MapFlags::SHARED,
-                file,
-                offset,
-            )
-        }?;
+        let trial = unsafe { mmap(ptr::null_mut(), bytes, READ_WRITE, sharing, file, offset) }?;
         // SAFETY: the mapping is this function's own, and no pointer to it is left.
         unsafe { munmap(trial, bytes) }?;
-        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        let flags = sharing | MapFlags::FIXED;
         // SAFETY: as in `renew_linux`. If the file becomes shorter, an access finds zeros, because
         // `taken` watches the range.
         unsafe { mmap(at, bytes, READ_WRITE, flags, file, offset) }.map(|_| ())
@@ -141,7 +133,7 @@ impl Pool {
     /// Takes Linux memory away so that each access gets `SIGBUS`: maps an empty memory file there.
     pub fn break_linux(&self, first: Pfn, pages: usize) -> Result<(), Errno> {
         let file = memfd_create("lacuna-no-memory", MemfdFlags::CLOEXEC)?;
-        self.map_linux(first, pages, file.as_fd(), 0)
+        self.map_linux(first, pages, (file.as_fd(), 0), MapFlags::SHARED)
     }
 
     /// How often the kernel has taken a page of Linux memory away.
@@ -190,7 +182,7 @@ mod tests {
         }
         let pool = Pool::new(512, PAGES).unwrap();
         let first = Pfn::new(pool.linux().start as u32);
-        let refused = pool.map_linux(first, PAGES, file.as_fd(), huge / 2);
+        let refused = pool.map_linux(first, PAGES, (file.as_fd(), huge / 2), MapFlags::SHARED);
         assert_eq!(refused, Err(Errno::NOMEM));
         // `madvise` is refused where nothing is mapped.
         assert_eq!(pool.drop_linux(first, PAGES), Ok(()));

@@ -17,7 +17,7 @@ use crate::error::HostError;
 use crate::region::Region;
 use lacuna_addr::{BackingRange, PAGE_SIZE};
 use lacuna_frames::{PageNo, PageState};
-use lacuna_linux::{LinuxMemory, UnitContent};
+use lacuna_linux::{LinuxBacking, LinuxMemory, UnitContent};
 use lacuna_sys::Errno;
 
 impl Core {
@@ -98,9 +98,14 @@ impl Core {
 
     fn drop_bytes(&self, linux: &LinuxMemory, index: u64, pages: u64) -> Result<(), Errno> {
         let (pool, first, pages) = (&self.frames.pool, linux.pfn(index), pages as usize);
-        match linux.is_shared() {
-            true => pool.punch_linux(first, pages),
-            false => pool.drop_linux(first, pages),
+        match &linux.backing {
+            LinuxBacking::Anonymous => pool.drop_linux(first, pages),
+            LinuxBacking::Shared(_) => pool.punch_linux(first, pages),
+            // A dropped page would have the file's content again.
+            LinuxBacking::Private(_) => {
+                pool.renew_linux(first, pages)?;
+                pool.advise_linux(first, pages)
+            }
         }
     }
 

@@ -14,6 +14,7 @@ mod losses;
 mod model;
 mod outside;
 mod overhead;
+mod private;
 mod refusals;
 mod refused;
 mod ring;

@@ -11,7 +11,8 @@ use lacuna_host::{
 };
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::{pread, pwrite};
-use std::os::fd::OwnedFd;
+use std::fs::File;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -274,11 +275,14 @@ fn files_of_the_vmm() {
     );
     let sealed = file(bytes);
     fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
-    let refused = add(&of_file(sealed, 0).unwrap()).unwrap_err();
-    assert!(
-        matches!(refused, HostError::Linux(LinuxError::SharedMemory { .. })),
-        "{refused}"
-    );
+    let for_reads = File::open(format!("/proc/self/fd/{}", sealed.as_raw_fd())).unwrap();
+    for (file, expected) in [
+        (sealed, "sealed against writes"),
+        (OwnedFd::from(for_reads), "for reads only"),
+    ] {
+        let refused = add(&of_file(file, 0).unwrap()).unwrap_err().to_string();
+        assert!(refused.contains(expected), "{refused}");
+    }
     let ordinary = OwnedFd::from(tempfile::tempfile_in("/var/tmp").unwrap());
     // It may be a tmpfs. Other file systems have no seals.
     if rustix::fs::fcntl_get_seals(&ordinary).is_err() {

@@ -170,7 +170,7 @@ impl Maker for OnSoft {
         let memory = BootMemory {
             kind: self.builder.memory_kind,
             source: Some(source),
-            shared: None,
+            backing: None,
         };
         Ok(lacuna_soft::Vm::with_memory(host, clock, config, memory)?)
     }

@@ -55,6 +55,7 @@ pub fn builder(memory: u64, resident: u64, vcpus: usize, command_line: &str) -> 
         memory: PageCount::from_bytes(memory << 20),
         resident: PageCount::from_bytes(resident << 20),
         memory_kind: MemoryKind::Budget,
+        backing: None,
         huge: HugePages::Never,
         vcpus,
         swap: Swap::Memory,

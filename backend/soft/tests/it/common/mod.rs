@@ -109,6 +109,7 @@ pub fn builder_for(
         resident: PageCount::from_bytes(resident * MIB),
         vcpus,
         memory_kind: MemoryKind::Budget,
+        backing: None,
         prefault: false,
         huge: HugePages::Never,
         swap: Swap::File(std::env::temp_dir()),
