@@ -1,8 +1,8 @@
 //! The memory slots of a VM, and the numbers of their pages.
 
 use crate::MigrateError;
-use lacuna_addr::{Gfn, GfnRange, Gpa};
-use lacuna_machine::{MemorySlots, SlotFlags, SlotId, SourcePage};
+use lacuna_addr::{Gfn, GfnRange, Gpa, PageCount};
+use lacuna_machine::{Arch, Layout, MemorySlots, SlotFlags, SlotId, SourcePage};
 use serde::{Deserialize, Serialize};
 
 /// The memory slots of a VM. Their pages have numbers from 0, slot after slot, in ascending order
@@ -56,6 +56,20 @@ impl MemoryLayout {
         Self {
             slots: slots.collect(),
         }
+    }
+
+    /// The layout of a VM with `memory` bytes as it is made. `None`: there is no such VM.
+    pub(crate) fn as_made(arch: Arch, memory: u64) -> Option<Self> {
+        let layout = Layout::of(arch, PageCount::from_bytes(memory)).ok()?;
+        let slots = (0..).zip(layout.ranges()).map(|(id, range)| SlotLayout {
+            id,
+            gfn: range.start().get(),
+            pages: range.pages(),
+            flags: 0,
+        });
+        Some(Self {
+            slots: slots.collect(),
+        })
     }
 
     /// The slots, in ascending order of their addresses.

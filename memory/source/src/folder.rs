@@ -46,6 +46,11 @@ pub trait StoredFile: Send + Sync {
         pages: PageCount,
         policy: Policy,
     ) -> Result<Box<dyn PageSource>, FileError>;
+
+    /// The file, if it is one of this machine's file systems.
+    fn local(&self) -> Option<&File> {
+        None
+    }
 }
 
 /// A folder of a file system.
@@ -106,5 +111,9 @@ impl StoredFile for LocalFile {
         policy: Policy,
     ) -> Result<Box<dyn PageSource>, FileError> {
         Ok(Box::new(MemoryFile::open(&self.path, pages, policy)?))
+    }
+
+    fn local(&self) -> Option<&File> {
+        Some(&self.file)
     }
 }

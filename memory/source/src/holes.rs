@@ -9,7 +9,7 @@ use std::ops::Range;
 /// Answers from the kernel's last answer, a stretch of data or a hole. The caller makes sure that
 /// the file does not change.
 #[derive(Default)]
-pub(crate) struct Holes {
+pub struct Holes {
     known: Option<Stretch>,
 }
 

@@ -34,11 +34,10 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `request` | requests to a source, and the outcome of its answers |
-//! | `policy` | how long a source tries, and what happens then |
+//! | `request`, `policy` | requests and the outcome of answers; how long a source tries |
 //! | `measured`, `memory_id` | counters and fetch times; which memory a source provides |
 //! | `zeros`, `file`, `folder` | sources; files of pages |
-//! | `holes`, `readers` | parts of `file`: holes, which need no read; reading threads |
+//! | `holes`, `readers` | holes of files, which need no read; the reading threads of `file` |
 //! | `peer` | the protocol between processes, and its two sides |
 //! | `injected` | faults of a link, from a seed |
 //! | `external`, `handler` | a handler's memory; Firecracker's handshake with its process |
@@ -64,6 +63,7 @@ pub use external::{AskedOutside, External};
 pub use file::{FileError, MemoryFile};
 pub use folder::{Folder, LocalFolder, StoredFile};
 pub use handler::{Handler, HandlerError, HandlerRegion, send_regions};
+pub use holes::Holes;
 pub use injected::{Fate, Faults, Injected};
 pub use measured::{Measured, SourceStats};
 pub use memory_id::MemoryId;

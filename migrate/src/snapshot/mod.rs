@@ -10,6 +10,7 @@
 //! name is whole. `target` does this, and puts a snapshot into an object store.
 
 mod files;
+mod in_place;
 mod lazy;
 mod places;
 mod reader;

@@ -147,6 +147,10 @@ impl Snapshot {
         Ok(vcpus)
     }
 
+    pub(super) fn format(&self) -> u32 {
+        self.document.format
+    }
+
     pub(super) fn id(&self) -> SnapshotId {
         self.id
     }

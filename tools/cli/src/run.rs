@@ -28,7 +28,7 @@ use lacuna_machine::{
     PlatformDevices, VcpuError, Vm,
 };
 use lacuna_migrate::{Machine, Snapshot};
-use lacuna_soft::{LatencySetting, Swap};
+use lacuna_soft::{LatencySetting, LinuxBacking, Swap};
 use report::{Finished, at_first, finish};
 use screen::Screen;
 use std::sync::Arc;
@@ -75,6 +75,8 @@ struct Job<'a> {
     start: Start<'a>,
     /// The guest's pages, if they have a source.
     pages: Option<Arc<GuestPages>>,
+    /// The snapshot's memory file, if the guest's pages stay there.
+    backing: Option<LinuxBacking>,
     signals: &'a Signals,
     control: Option<ControlSocket<'a>>,
 }
@@ -164,6 +166,7 @@ fn run_controlled(
         args,
         start,
         pages,
+        backing: restored::in_place(args, start, backend)?,
         signals,
         control,
     };
@@ -338,6 +341,7 @@ impl Job<'_> {
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
             memory_kind: args.kind().of_builder(),
+            backing: self.backing.clone(),
             // `threads::run` does the prefault, so that a signal can end it.
             prefault: false,
             huge: args.thp.unwrap_or_default().pages(),
@@ -359,6 +363,7 @@ impl Job<'_> {
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
             memory_kind: args.kind().of_builder(),
+            backing: self.backing.clone(),
             huge: args.thp.unwrap_or_default().pages(),
             vcpus: args.vcpus as usize,
             swap: device(swap.medium),

@@ -188,6 +188,8 @@ pub struct Restored {
     pub pages: u64,
     /// The time until the guest could run.
     pub seconds: f64,
+    /// Whether the pages that the guest has not written are in the snapshot's memory file.
+    pub in_place: bool,
     /// Pages that arrived while the guest ran; `None` for an eager restore.
     pub lazy: Option<LazyPages>,
 }

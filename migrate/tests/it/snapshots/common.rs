@@ -9,6 +9,7 @@ use lacuna_migrate::{
     Budget, Guest, MigrateError, Progress, Recorder, Saved, Snapshot, Touches, Tracked, When, save,
     save_paused,
 };
+use lacuna_soft::{LinuxBacking, PrivateFile};
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -105,9 +106,10 @@ fn guest(name: &str, arch: Arch) -> Vec<u8> {
         .to_vec()
 }
 
-/// A builder whose VMs get their pages from a source.
+/// A builder whose VMs get their pages from a source, or have memory of the VMM's own.
 pub trait WithSource: Builder + Clone {
     fn with_source(&self, source: Arc<dyn PageSource>) -> Self;
+    fn with_backing(&self, backing: LinuxBacking) -> Self;
 }
 
 impl WithSource for lacuna_soft::VmBuilder {
@@ -118,6 +120,13 @@ impl WithSource for lacuna_soft::VmBuilder {
             ..self.clone()
         }
     }
+
+    fn with_backing(&self, backing: LinuxBacking) -> Self {
+        Self {
+            backing: Some(backing),
+            ..self.clone()
+        }
+    }
 }
 
 impl WithSource for lacuna_kvm::VmBuilder {
@@ -125,6 +134,13 @@ impl WithSource for lacuna_kvm::VmBuilder {
         let source = Some(source);
         Self {
             source,
+            ..self.clone()
+        }
+    }
+
+    fn with_backing(&self, backing: LinuxBacking) -> Self {
+        Self {
+            backing: Some(backing),
             ..self.clone()
         }
     }
@@ -298,6 +314,20 @@ pub struct Replayed {
 }
 
 impl<B: WithSource> Moved<B> {
+    /// Restores into a VM that maps the memory file.
+    pub fn restore_in_place(&self, path: &Path) -> Result<Ending, MigrateError> {
+        let snapshot = Snapshot::open(path)?;
+        let file = snapshot.memory_file().expect("a file that can be mapped");
+        let private = PrivateFile::of_file(file, 0).expect("a file");
+        let builder = self.builder.with_backing(LinuxBacking::Private(private));
+        let vm = builder.build().expect("a VM");
+        let arch = vm.config().arch;
+        let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
+        let vcpus = snapshot.restore_in_place(&vm, &devices, &mut |_| CONTINUE)?;
+        drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
+        Ok(devices.ending().expect("an ending"))
+    }
+
     /// Restores lazily and saves again at once: the guest starts with the save, so all of its pages
     /// are missing then. Returns how the guest has ended, and the number of pages requested from
     /// the source.

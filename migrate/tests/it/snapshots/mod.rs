@@ -3,6 +3,7 @@
 mod common;
 mod diff;
 mod hostile;
+mod in_place;
 mod lazy;
 mod objects;
 mod touches;

@@ -70,8 +70,11 @@ pub(super) fn finish<B: Builder>(
     let Before { restored, received } = run.before;
     if let Some(restored) = &restored {
         words.push_str(&format!(
-            "restored  {} pages from {} in {:.1} s\n",
-            restored.pages, restored.from, restored.seconds
+            "restored  {} pages from {} in {:.1} s{}\n",
+            restored.pages,
+            restored.from,
+            restored.seconds,
+            if restored.in_place { ", in place" } else { "" }
         ));
         if let Some(lazy) = &restored.lazy {
             words.push_str(&lazy.text());

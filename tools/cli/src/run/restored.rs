@@ -1,6 +1,7 @@
 //! Puts a snapshot into a VM: whole, or its state first and its pages while the guest runs.
 
-use super::{Job, Refusal};
+use super::{Job, Refusal, Start};
+use crate::args::{Backend, MemoryKind, RunArgs, Thp};
 use crate::exit::Exit;
 use crate::output::complain;
 use crate::pages::Restoring;
@@ -8,6 +9,7 @@ use crate::sample::{LazyPages, Restored};
 use crate::snapshot::{bar, refusal};
 use lacuna_machine::{PlatformDevices, Vm};
 use lacuna_migrate::{MigrateError, Recorder, Snapshot, Touches};
+use lacuna_soft::{LinuxBacking, PrivateFile};
 use lacuna_source::Policy;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -15,6 +17,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// The memory file of a guest that has its pages there: those that it does not write are in memory
+/// once for all guests of the snapshot. Such a guest has memory of Linux, and an unpacked snapshot.
+pub(super) fn in_place(
+    args: &RunArgs,
+    start: Start<'_>,
+    backend: Backend,
+) -> Result<Option<LinuxBacking>, Refusal> {
+    let Start::Snapshot(snapshot) = start else {
+        return Ok(None);
+    };
+    let is_linux = match args.kind() {
+        MemoryKind::Anonymous => true,
+        // A budget of all the guest's memory is memory of Linux there.
+        MemoryKind::Pool => {
+            let is_huge = args.thp.is_some_and(|thp| thp != Thp::Never);
+            backend == Backend::Kvm && args.budget() >= args.memory && !is_huge
+        }
+        MemoryKind::Memfd | MemoryKind::Hugetlbfs => false,
+    };
+    let file = snapshot.memory_file().filter(|_| is_linux);
+    let file = file.map(|file| PrivateFile::of_file(file, 0)).transpose();
+    let file = file.map_err(|error| (Exit::Host, error.to_string()))?;
+    Ok(file.map(LinuxBacking::Private))
+}
 
 /// Reads all of `snapshot` into `vm` and `devices`, with progress on a terminal. A signal ends it.
 pub(super) fn restore<V: Vm>(
@@ -26,13 +53,17 @@ pub(super) fn restore<V: Vm>(
     let (began, live) = (Instant::now(), bar(job.args.output.quiet));
     live.set_length(snapshot.pages());
     live.set_message("restoring");
-    let restored = snapshot.restore(vm, devices, &mut |pages| {
+    let mut each = |pages| {
         live.inc(pages);
         match job.signals.caught() {
             None => ControlFlow::Continue(()),
             Some(_) => ControlFlow::Break(()),
         }
-    });
+    };
+    let restored = match job.backing {
+        None => snapshot.restore(vm, devices, &mut each),
+        Some(_) => snapshot.restore_in_place(vm, devices, &mut each),
+    };
     live.finish_and_clear();
     let vcpus = restored.map_err(|error| match (error, job.signals.caught()) {
         // The restore was cancelled, or its wait for an object store was interrupted.
@@ -63,6 +94,7 @@ fn done(job: &Job<'_>, pages: u64, began: Instant) -> Restored {
         from: job.args.image.clone(),
         pages,
         seconds: began.elapsed().as_secs_f64(),
+        in_place: job.backing.is_some(),
         lazy: None,
     }
 }

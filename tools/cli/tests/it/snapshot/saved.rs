@@ -49,6 +49,11 @@ fn restores(path: &Path, options: &str) {
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(json["outcome"], "done", "{json}");
     assert_eq!(json["restored"]["from"], path.to_string(), "{json}");
+    let has_linux_memory = ["anonymous", "kvm"]
+        .iter()
+        .any(|word| options.contains(word));
+    let in_place = has_linux_memory && !options.contains("--lazy");
+    assert_eq!(json["restored"]["in_place"], in_place, "{options}: {json}");
     let read = json["restored"]["pages"].as_u64().unwrap();
     let present = json["last"]["pages"]["present"].as_u64();
     match options.contains("--lazy") {
