@@ -78,8 +78,6 @@ impl lacuna_machine::Vm for Vm {
         stats
     }
 
-    /// `None`: the guest's memory is in small pages, because a huge page's parts cannot be evicted
-    /// one by one.
     fn shared_file(&self) -> Option<SharedFile<'_>> {
         let shared = self.memory.backing.shared()?;
         Some(SharedFile {
@@ -88,6 +86,8 @@ impl lacuna_machine::Vm for Vm {
         })
     }
 
+    /// `None`: the guest's memory is in small pages, because a huge page's parts cannot be evicted
+    /// one by one.
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {
         None
     }
