@@ -1,9 +1,10 @@
 //! The memory slots of a VM, and the numbers of their pages.
 
 use crate::MigrateError;
-use lacuna_addr::{Gfn, GfnRange, Gpa, PageCount};
+use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Arch, Layout, MemorySlots, SlotFlags, SlotId, SourcePage};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// The memory slots of a VM. Their pages have numbers from 0, slot after slot, in ascending order
 /// of their addresses: a memory file has its bytes in this order.
@@ -156,4 +157,27 @@ impl MemoryLayout {
         }
         Ok(())
     }
+}
+
+/// Calls `each` with the address and the pages of each part of a run, where a part lies in one
+/// slot.
+pub(crate) fn in_slots(
+    layout: &MemoryLayout,
+    first: SourcePage,
+    count: u64,
+    each: &mut dyn FnMut(Gpa, Range<u64>) -> Result<(), MigrateError>,
+) -> Result<(), MigrateError> {
+    let (mut at, end) = (first.0, first.0 + count);
+    while at < end {
+        let place = layout.place(SourcePage(at), end - at);
+        let (gpa, now) = place.ok_or(MigrateError::SlotsChanged)?;
+        each(gpa, at - first.0..at - first.0 + now)?;
+        at += now;
+    }
+    Ok(())
+}
+
+/// The bytes of these pages of a run.
+pub(crate) fn bytes_of(pages: &Range<u64>) -> Range<usize> {
+    pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE
 }

@@ -129,7 +129,8 @@ impl Host {
         self.fetch_until(addr, &NEVER)
     }
 
-    /// As [`Host::fetch`]. Returns `None` too if `stop` is set while the call waits for free memory.
+    /// As [`Host::fetch`]. Also returns `None` if `stop` is set while the call waits for free
+    /// memory.
     ///
     /// # Errors
     /// As [`Host::fetch`].

@@ -2,7 +2,7 @@
 //!
 //! A page may arrive again, or stay at the source in the end: then it is missing again.
 
-use super::take::{bytes_of, in_slots};
+use crate::layout::{bytes_of, in_slots};
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_machine::{MissingMemory, SourcePage, Vm};

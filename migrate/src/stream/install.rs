@@ -3,8 +3,9 @@
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::remote::RemotePages;
-use super::take::{bytes_of, in_slots, pages_of, zeros_of};
+use super::take::{pages_of, zeros_of};
 use crate::copy::OnPages;
+use crate::layout::{bytes_of, in_slots};
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_machine::{Answer, MissingMemory, SourcePage};

@@ -8,12 +8,12 @@ use super::early::EarlyPages;
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use crate::copy::OnPages;
+use crate::layout::{bytes_of, in_slots};
 use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{SourcePage, Vm};
 use lacuna_sync::{Mutex, lock_order};
 use std::io;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
@@ -250,27 +250,4 @@ fn check_range(first: SourcePage, count: u64, layout: &MemoryLayout) -> Result<(
             "{first} and the {count} pages from there on are beyond the machine's memory"
         ))),
     }
-}
-
-/// Calls `each` with the address and the pages of each part of a run, where a part lies in one
-/// slot.
-pub(super) fn in_slots(
-    layout: &MemoryLayout,
-    first: SourcePage,
-    count: u64,
-    each: &mut dyn FnMut(Gpa, Range<u64>) -> Result<(), MigrateError>,
-) -> Result<(), MigrateError> {
-    let (mut at, end) = (first.0, first.0 + count);
-    while at < end {
-        let place = layout.place(SourcePage(at), end - at);
-        let (gpa, now) = place.ok_or(MigrateError::SlotsChanged)?;
-        each(gpa, at - first.0..at - first.0 + now)?;
-        at += now;
-    }
-    Ok(())
-}
-
-/// The bytes of these pages of a run.
-pub(super) fn bytes_of(pages: &Range<u64>) -> Range<usize> {
-    pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE
 }

@@ -283,8 +283,8 @@ pub fn devices_wait_where_vcpus_exit<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
-/// Pages that were provided, written and evicted are missing again, also for a vCPU that has them in
-/// its TLB.
+/// Pages that were provided, written and evicted are missing again, also for a vCPU that has them
+/// in its TLB.
 pub fn pages_are_missing_again<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

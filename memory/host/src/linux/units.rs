@@ -135,7 +135,10 @@ impl Core {
             let len = (BLOCK - at.in_block()).min(pages.len() - run.len);
             let now = &pages[run.len..run.len + len];
             // Pages that have arrived keep their content.
-            let has_parts = || self.ticket_with(at).is_some_and(|ticket| ticket.has_parts());
+            let has_parts = || {
+                self.ticket_with(at)
+                    .is_some_and(|ticket| ticket.has_parts())
+            };
             run.taken += match len == BLOCK && !has_parts() {
                 true => self.provide_unit(at, now, (cache, linux))?,
                 false => self.provide_part(at, now, (cache, linux))?,

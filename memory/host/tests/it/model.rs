@@ -244,19 +244,7 @@ impl Fixture {
                     Err(error) => self.may_fail(&error),
                 }
             }
-            Op::CopyOut { vm, page } => {
-                if let Err(error) = self.provide(vm, page) {
-                    return self.may_fail(&error);
-                }
-                let vm = &self.vms[vm];
-                let (addr, mut word) = (vm.addr(page), [0; 8]);
-                match self.host.copy_out(addr, &mut word) {
-                    Ok(()) => {
-                        assert_eq!(u64::from_le_bytes(word), vm.expected(addr));
-                    }
-                    Err(error) => self.may_fail(&error),
-                }
-            }
+            Op::CopyOut { vm, page } => self.copy_out(vm, page),
             Op::Discard {
                 vm,
                 page,
@@ -275,6 +263,18 @@ impl Fixture {
             Op::MaxLevel { vm, max_level } => self.vms[vm].max_level = max_level,
         }
         self.host.verify();
+    }
+
+    fn copy_out(&mut self, vm: usize, page: u64) {
+        if let Err(error) = self.provide(vm, page) {
+            return self.may_fail(&error);
+        }
+        let vm = &self.vms[vm];
+        let (addr, mut word) = (vm.addr(page), [0; 8]);
+        match self.host.copy_out(addr, &mut word) {
+            Ok(()) => assert_eq!(u64::from_le_bytes(word), vm.expected(addr)),
+            Err(error) => self.may_fail(&error),
+        }
     }
 
     fn discard(&mut self, vm: usize, pages: Range<u64>, missing: bool) {
