@@ -151,17 +151,7 @@ fn private_memory_may_have_huge_pages() {
     }
 }
 
-/// Frames of a budget are reclaim's.
-#[test]
-fn frames_of_a_budget_are_not_discarded() {
-    if !can_run() {
-        return;
-    }
-    let vm = builder(32, 8, 1, "").build().unwrap();
-    assert!(vm.balloon().is_none());
-}
-
-/// A vCPU exits for a huge page as a whole, and gets it as a whole.
+/// A vCPU exits for a huge page as a whole, and gets it when its last part is provided.
 #[test]
 fn a_huge_page_is_in_place_when_all_parts_are_provided() {
     if !can_run() {

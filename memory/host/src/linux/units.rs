@@ -108,7 +108,11 @@ impl Core {
             return None;
         }
         let first = page.block_start();
-        if let Err(errno) = linux.allocate_unit(region.index_of(first)) {
+        // A new unit was allocated with its region. If the file is shorter now, an access finds
+        // that.
+        if state == PageState::Zero
+            && let Err(errno) = linux.allocate_unit(region.index_of(first))
+        {
             return Some(Resolution::Lost(not_filled(linux, page, errno)));
         }
         let words = (0..BLOCK).filter_map(|at| region.word(first.plus(at)));

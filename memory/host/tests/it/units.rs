@@ -375,7 +375,6 @@ fn many_threads_fill_units() {
                     for unit in (first..UNITS).step_by(2) {
                         let content = contents(at(unit * UNIT), UNIT);
                         let filled = host.provide_pages(at(unit * UNIT), &content).unwrap();
-                        assert!(filled == 0 || filled == 512);
                         taken.fetch_add(filled, Ordering::Relaxed);
                     }
                 });
@@ -481,10 +480,11 @@ fn the_first_content_counts() {
         assert_eq!(source.answer(vm.addr(page)), Answer::Taken);
     }
     let own = vec![page_with(5).0; 512];
-    assert_eq!(host.provide_pages(vm.addr(0), &own), Ok(512));
+    assert_eq!(host.provide_pages(vm.addr(0), &own), Ok(1));
     assert_eq!(source.answer(vm.addr(511)), Answer::Late);
-    for page in [0, 300, 511] {
-        assert_eq!(read(&host, vm.addr(page)), Ok(5));
+    for page in [0, 300] {
+        assert_eq!(read(&host, vm.addr(page)), Ok(word_of(vm.addr(page))));
     }
+    assert_eq!(read(&host, vm.addr(511)), Ok(5));
     host.verify();
 }
