@@ -112,7 +112,7 @@ pub struct Work {
 impl Work {
     /// The MiB of its guest.
     const fn mib(self) -> u64 {
-        (self.pages * PAGE_SIZE as u64 >> 20) + BESIDE_MIB
+        ((self.pages * PAGE_SIZE as u64) >> 20) + BESIDE_MIB
     }
 
     /// The memory of its guest.
