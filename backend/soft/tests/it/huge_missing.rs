@@ -73,8 +73,8 @@ fn exits_name_what_comes_together(arch: Arch) {
                     let exit = vcpu.run();
                     if let Ok(Exit::MemoryFault { gpa, size, .. }) = exit {
                         assert_eq!((gpa.get() % UNIT, size), (0, UNIT));
-                        let part = vm.provide(gpa, &[0; 4096]).unwrap_err().to_string();
-                        assert!(part.contains("runs of 512 pages"), "{part}");
+                        let part = vm.provide(gpa, &[0; 4096]).unwrap();
+                        assert_eq!(part.taken + part.late, 1);
                         let provided = vm.provide(gpa, &vec![0; size as usize]).unwrap();
                         assert_eq!(provided.taken + provided.late, 512);
                         exits.fetch_add(u64::from(provided.taken > 0), Ordering::Relaxed);
