@@ -190,6 +190,12 @@ pub enum MigrateError {
     /// For a lazy restore, a post-copy or a hybrid, the guest's memory slots must be a new VM's.
     #[error("the guest's memory slots differ from a new VM's: use an eager restore or a pre-copy")]
     OtherSlots,
+    /// A restore in place needs a VM whose memory is the snapshot's file.
+    #[error(
+        "the VM's memory is not the snapshot's file: make the VM with a private mapping of \
+         Snapshot::memory_file, or restore into it by Snapshot::restore"
+    )]
+    OtherMemory,
     /// A file is no whole record of first touches.
     #[error("{}: {wrong}: record the first touches anew", shown(path))]
     NoRecord {
@@ -267,6 +273,7 @@ impl MigrateError {
             | Self::HasSource
             | Self::Dirty(DirtyError::InUse)
             | Self::OtherSlots
+            | Self::OtherMemory
             | Self::NoRecord { .. }
             | Self::OtherRecord(_)
             | Self::OtherSnapshot

@@ -63,7 +63,7 @@ impl lacuna_machine::Vm for Vm {
         let mut stats = VmStats::default();
         stats.resident = self.memory.resident();
         stats.first_touches = match self.memory.is_filled_by_linux() {
-            // None of them has left.
+            // Of private memory none has left. Pages of a file may have.
             true => stats.resident.get(),
             false => host.faults_zero_fill,
         };

@@ -2,11 +2,11 @@
 //!
 //! | memory | its pages are | a missing page |
 //! |---|---|---|
-//! | all resident, no page source | Linux memory | none: Linux fills it with zeros |
+//! | all resident, no page source | Linux memory | none: Linux fills it, with zeros or from a file |
 //! | all resident, a page source | Linux memory | the manager fills it in place (`UFFDIO_COPY`) |
 //! | more than the budget | in frames of the budget | is moved into the window (`window`) |
 //!
-//! Linux memory is private, or in a shared memory file. A handler may fill private memory
+//! Linux memory is anonymous, or in a shared or private file. A handler may fill anonymous memory
 //! (`lacuna_source::External`): threads that touch a missing page wait for it in the kernel, and
 //! this process takes no part.
 //!
@@ -309,7 +309,7 @@ impl Memory {
         }
     }
 
-    /// Whether Linux fills each page with zeros at its first touch.
+    /// Whether Linux fills each page at its first touch.
     pub fn is_filled_by_linux(&self) -> bool {
         let is_linux = matches!(self.kind, Kind::Linux { .. });
         is_linux && !self.has_source && self.handler().is_none()

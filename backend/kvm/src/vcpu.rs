@@ -17,6 +17,7 @@ use lacuna_machine::{
     Exit, FaultToken, GuestMemory as _, MissingMemory, SaveRestore, StateError, TokenError,
     VcpuError, VcpuState, Width,
 };
+use lacuna_slots::SlotFlags;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -195,6 +196,8 @@ impl Vcpu {
             }
             Ok(VcpuExit::InternalError) => return Err(self.internal_error()),
             Ok(VcpuExit::MemoryFault { gpa, .. }) => {
+                // If Linux has lost the page, this read records it.
+                let _ = self.vm.read(Gpa::truncate(gpa), &mut [0]);
                 return Err(self.failed(&stopped::no_page(Some(Gpa::truncate(gpa)))));
             }
             Ok(other) => {
@@ -225,8 +228,13 @@ impl Vcpu {
         let (Some(Direction::In(at, _)) | Some(Direction::Out(at))) = direction else {
             return;
         };
-        if let AccessAddress::Memory(gpa) = at {
-            // Outside of all slots it is a device's.
+        let AccessAddress::Memory(gpa) = at else {
+            return;
+        };
+        // Outside of all slots it is a device's. A write to a read-only slot needs no page.
+        let is_write = matches!(direction, Some(Direction::Out(_)));
+        let slot = self.vm.slot_at(*gpa);
+        if slot.is_ok_and(|slot| !(is_write && slot.flags.contains(SlotFlags::READONLY))) {
             let _ = self.vm.read(*gpa, &mut [0]);
         }
     }

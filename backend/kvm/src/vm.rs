@@ -150,7 +150,11 @@ fn check(kvm: &Kvm, config: &VmConfig, memory: &MemoryConfig) -> Result<(), KvmE
         });
     }
     // Linux may swap pages of a memory file, and forgets then that they were written.
-    let leaves = !memory.is_whole() || memory.kind == MemoryKind::Shared;
+    let is_shared = match &memory.backing {
+        Some(backing) => backing.shared().is_some_and(|shared| !shared.is_huge()),
+        None => memory.kind == MemoryKind::Shared,
+    };
+    let leaves = !memory.is_whole() || is_shared;
     if memory.tracker == Tracker::Pagemap && memory.has_handler() {
         let what = "the page map of memory that a handler fills";
         return Err(DirtyError::Unsupported(what).into());

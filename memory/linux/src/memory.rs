@@ -27,8 +27,7 @@ pub struct LinuxMemory {
     pub first: Pfn,
     /// Its addresses in this process.
     pub addresses: HvaRange,
-    /// Where missing pages are filled; `None`: Linux fills them with zeros on first touch, or a
-    /// handler does.
+    /// Where missing pages are filled; `None`: Linux fills them on first touch, or a handler does.
     pub(crate) parts: Option<Parts>,
     /// A handler fills the region, with its own userfaultfds.
     pub outside: Option<Arc<FillHandler>>,
@@ -202,7 +201,7 @@ impl LinuxMemory {
         Hva::new(self.addresses.start().get() + index * PAGE_SIZE as u64)
     }
 
-    /// Where the page at `index` of the region is filled; `None`: Linux fills it with zeros.
+    /// Where the page at `index` of the region is filled; `None`: Linux fills it.
     pub fn uffd_of(&self, index: u64) -> Option<&Userfaultfd> {
         match &self.outside {
             Some(outside) => Some(outside.userfaultfd(index)),
@@ -284,7 +283,7 @@ impl LinuxMemory {
 pub enum Filled {
     /// The region's page source, or the VMM.
     BySource(Touched),
-    /// Linux, with zeros.
+    /// Linux: with zeros, or from the file.
     ByLinux,
     /// A handler outside of this host, or the VMM.
     FromOutside(Arc<FillHandler>),

@@ -5,8 +5,9 @@
 //! same file have its unchanged pages in memory once, and without a page source or a userfaultfd.
 
 use crate::error::LinuxError;
+use crate::shared_file::HUGETLBFS;
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, fstatfs};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 ///
 /// Its content must not change while it is mapped: a page that the guest has not written yet
 /// changes with the file. If the file becomes shorter, or a page of it cannot be read, the page is
-/// lost. The file may be deleted.
+/// lost. The file may be deleted, except on a network file system.
 #[derive(Clone, Debug)]
 pub struct PrivateFile {
     file: Arc<OwnedFd>,
@@ -32,14 +33,21 @@ impl PrivateFile {
             reason: reason.into(),
         };
         let failed = |errno: Errno| refused(&errno.to_string());
+        let system = fstatfs(&file).map_err(failed)?;
+        // The type of the number differs from architecture to architecture.
+        if u32::try_from(system.f_type) == Ok(HUGETLBFS) {
+            return Err(refused(
+                "the file is in hugetlbfs, whose pages are not copied one by one",
+            ));
+        }
         let found = fstat(&file).map_err(failed)?;
         if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
             return Err(refused("it is no regular file and no memory file"));
         }
         let flags = fcntl_getfl(&file).map_err(failed)?;
-        if flags & OFlags::RWMODE == OFlags::WRONLY {
+        if flags & OFlags::RWMODE == OFlags::WRONLY || flags.contains(OFlags::PATH) {
             return Err(refused(
-                "its descriptor is for writes only; open the file for reads",
+                "its descriptor is not for reads; open the file for reads",
             ));
         }
         Ok(Self {

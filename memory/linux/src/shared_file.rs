@@ -104,7 +104,7 @@ pub struct SharedMemory {
 
 /// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
 const TMPFS: u32 = 0x0102_1994;
-const HUGETLBFS: u32 = 0x9584_58f6;
+pub(crate) const HUGETLBFS: u32 = 0x9584_58f6;
 
 impl SharedMemory {
     /// A new file of `pages` pages of zeros.

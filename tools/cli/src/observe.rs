@@ -86,6 +86,9 @@ struct Rarely {
     next: Instant,
 }
 
+/// The longest time between two counts of a running guest.
+const RARELY_MAX: Duration = Duration::from_secs(2);
+
 impl Rarely {
     fn new() -> Self {
         Self {
@@ -98,7 +101,7 @@ impl Rarely {
         let began = Instant::now();
         if began >= self.next {
             work();
-            self.next = began + began.elapsed() * 100;
+            self.next = began + (began.elapsed() * 100).min(RARELY_MAX);
         }
     }
 }

@@ -7,7 +7,8 @@ use common::{builder, can_run, image, within};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, Status};
 use lacuna_kvm::{
-    Backup, Delivery, DirtyError, KvmError, Logging, RingSize, SlotId, Tracker, Vm, VmBuilder,
+    Backup, Delivery, DirtyError, KvmError, LinuxBacking, Logging, RingSize, SharedFill,
+    SharedMemory, SlotId, Tracker, Vm, VmBuilder,
 };
 use lacuna_machine::{
     Builder as _, DirtyRings as _, DirtyTracking as _, Ending, GuestMemory as _, MemoryError, Next,
@@ -228,6 +229,12 @@ fn impossible_requests_are_refused_with_a_reason() {
     builder.tracker = Tracker::Pagemap;
     let partly = builder.build().map(drop).unwrap_err();
     assert!(matches!(partly, KvmError::PartlyResident), "{partly}");
+    // Linux may swap pages of the VMM's own file too.
+    let memory = SharedMemory::new(builder.memory, SharedFill::CopiedIn).unwrap();
+    builder.backing = Some(LinuxBacking::Shared(memory));
+    let shared = builder.build().map(drop).unwrap_err();
+    assert!(matches!(shared, KvmError::PartlyResident), "{shared}");
+    builder.backing = None;
     builder.tracker = Tracker::Kvm;
     builder.delivery = ring(LARGE, Backup::None);
     if has(builder.delivery) {
