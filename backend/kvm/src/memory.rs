@@ -2,7 +2,7 @@
 //!
 //! | memory | its pages are | a missing page |
 //! |---|---|---|
-//! | all resident, no page source | Linux memory | none: Linux fills it, with zeros or from a file |
+//! | all resident, no page source | Linux memory | none: Linux fills it, or has it in a file |
 //! | all resident, a page source | Linux memory | the manager fills it in place (`UFFDIO_COPY`) |
 //! | more than the budget | in frames of the budget | is moved into the window (`window`) |
 //!

@@ -196,9 +196,7 @@ impl Vcpu {
             }
             Ok(VcpuExit::InternalError) => return Err(self.internal_error()),
             Ok(VcpuExit::MemoryFault { gpa, .. }) => {
-                // If Linux has lost the page, this read records it.
-                let _ = self.vm.read(Gpa::truncate(gpa), &mut [0]);
-                return Err(self.failed(&stopped::no_page(Some(Gpa::truncate(gpa)))));
+                return Err(self.has_no_page(Gpa::truncate(gpa)));
             }
             Ok(other) => {
                 let what = format!("KVM stopped it: {other:?}");
@@ -218,6 +216,13 @@ impl Vcpu {
             left: data.len(),
         });
         Ok(None)
+    }
+
+    /// The end of a run in which KVM found no page at `gpa`.
+    fn has_no_page(&self, gpa: Gpa) -> VcpuError {
+        // If Linux has lost the page, this read records it.
+        let _ = self.vm.read(gpa, &mut [0]);
+        self.failed(&stopped::no_page(Some(gpa)))
     }
 
     /// Reads a byte where a device access lies in guest memory. If Linux cannot bring a page of a

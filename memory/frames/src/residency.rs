@@ -32,8 +32,8 @@
 //! changes it to Resident. For `Empty` the block word is read too: if the first touch of a block
 //! made a compound page, all its page words are Empty.
 //!
-//! `Discarding`: a thread discards the page's bytes, and then makes it Zero or Empty. `InPlace` is a
-//! state of Linux memory, whose pages have no frame of the budget: `lacuna-host` draws it.
+//! `Discarding`: a thread discards the page's bytes, and then makes it Zero or Empty. `InPlace` is
+//! a state of Linux memory, whose pages have no frame of the budget: `lacuna-host` draws it.
 //!
 //! The word: bits 0..3 state, 3..32 frame, 32..64 swap entry + 1 (0 for none).
 

@@ -5,12 +5,14 @@
 //! same file have its unchanged pages in memory once, and without a page source or a userfaultfd.
 
 use crate::error::LinuxError;
-use crate::shared_file::HUGETLBFS;
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use rustix::fs::{FileType, OFlags, fcntl_getfl, fstat, fstatfs};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+
+/// `HUGETLBFS_MAGIC` of `linux/magic.h`.
+pub(crate) const HUGETLBFS: u32 = 0x9584_58f6;
 
 /// A file that is mapped privately, or a part of one.
 ///

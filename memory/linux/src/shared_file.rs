@@ -1,7 +1,7 @@
 //! A shared memory file.
 
 use crate::error::LinuxError;
-use crate::private_file::{PrivateFile, offset_in};
+use crate::private_file::{HUGETLBFS, PrivateFile, offset_in};
 use lacuna_addr::{Level, PAGE_SIZE, PageCount};
 use lacuna_sys::Errno;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, fstatfs, ftruncate, memfd_create};
@@ -102,9 +102,8 @@ pub struct SharedMemory {
     has_neighbours: bool,
 }
 
-/// `TMPFS_MAGIC` and `HUGETLBFS_MAGIC` of `linux/magic.h`.
+/// `TMPFS_MAGIC` of `linux/magic.h`.
 const TMPFS: u32 = 0x0102_1994;
-pub(crate) const HUGETLBFS: u32 = 0x9584_58f6;
 
 impl SharedMemory {
     /// A new file of `pages` pages of zeros.

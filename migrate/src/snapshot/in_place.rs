@@ -38,7 +38,8 @@ impl Snapshot {
     }
 
     /// As [`Snapshot::restore`], but leaves the pages where they are: `vm` has been made with a
-    /// private mapping of [`Snapshot::memory_file`]. Reads the file once, checks each page, and calls `each` with the number of pages since the last call.
+    /// private mapping of [`Snapshot::memory_file`]. Reads the file once, checks each page, and
+    /// calls `each` with the number of pages since the last call.
     ///
     /// The check ends with this call: if Linux reads a page from the disk again later, its checksum
     /// is not compared. The file must not change while the VM exists. It may be deleted.
