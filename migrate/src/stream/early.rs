@@ -4,9 +4,10 @@
 
 use crate::layout::{bytes_of, in_slots};
 use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_addr::{GfnRange, PAGE_SIZE};
+use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{MissingMemory, SourcePage, Vm};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
+use std::ops::Range;
 
 /// The memory of a VM whose guest has not arrived.
 pub(super) struct EarlyPages<'a, V> {
@@ -33,9 +34,15 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
         self.fill_units(first, count)?;
         in_slots(self.layout, first, count, &mut |gpa, pages| {
             let part = &bytes[bytes_of(&pages)];
-            if self.missing.provide(gpa, part)?.late > 0 {
-                self.vm.write(gpa, part)?;
+            if self.missing.provide(gpa, part)?.late == 0 {
+                return Ok(());
             }
+            if self.missing.unit().get() > 1 {
+                return Ok(self.vm.write(gpa, part)?);
+            }
+            // A write would first bring evicted pages back.
+            self.missing.make_missing(gfns_at(gpa, &pages)?)?;
+            self.missing.provide(gpa, part)?;
             Ok(())
         })?;
         let mut placed = self.placed();
@@ -88,11 +95,7 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
                 self.layout,
                 SourcePage(run.start),
                 pages,
-                &mut |gpa, pages| {
-                    let gfns = GfnRange::new(gpa.gfn(), pages.end - pages.start);
-                    let gfns = gfns.ok_or(MigrateError::SlotsChanged)?;
-                    Ok(self.missing.make_missing(gfns)?)
-                },
+                &mut |gpa, pages| Ok(self.missing.make_missing(gfns_at(gpa, &pages)?)?),
             )?;
         }
         Ok(())
@@ -101,4 +104,10 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
     fn placed(&self) -> MutexGuard<'_, PageSet> {
         self.placed.lock().expect("no panic under this lock")
     }
+}
+
+/// The frames of these pages of a run, whose first one is at `gpa`.
+fn gfns_at(gpa: Gpa, pages: &Range<u64>) -> Result<GfnRange, MigrateError> {
+    let gfns = GfnRange::new(gpa.gfn(), pages.end - pages.start);
+    gfns.ok_or(MigrateError::SlotsChanged)
 }
