@@ -84,7 +84,7 @@ pub enum PageState {
     Collapsed,
     /// In its region's Linux memory: see `linux`.
     InPlace,
-    /// In Linux memory; a thread is discarding its bytes.
+    /// A thread is discarding its bytes.
     Discarding,
 }
 

@@ -2,6 +2,7 @@
 //!
 //! A page may arrive again, or stay at the source in the end: then it is missing again.
 
+use super::remote::RemotePages;
 use crate::layout::{bytes_of, in_slots};
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
@@ -14,16 +15,22 @@ pub(super) struct EarlyPages<'a, V> {
     vm: &'a V,
     missing: &'a dyn MissingMemory,
     layout: &'a MemoryLayout,
+    pages: &'a RemotePages,
     /// Pages in place.
     placed: Mutex<PageSet, lock_order::EarlyPages>,
 }
 
 impl<'a, V: Vm> EarlyPages<'a, V> {
-    pub fn new(vm: &'a V, missing: &'a dyn MissingMemory, layout: &'a MemoryLayout) -> Self {
+    pub fn new(
+        (vm, missing): (&'a V, &'a dyn MissingMemory),
+        layout: &'a MemoryLayout,
+        pages: &'a RemotePages,
+    ) -> Self {
         Self {
             vm,
             missing,
             layout,
+            pages,
             placed: Mutex::new(PageSet::empty(layout.pages())),
         }
     }
@@ -45,6 +52,7 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
             self.missing.provide(gpa, part)?;
             Ok(())
         })?;
+        self.pages.forget(first, count);
         let mut placed = self.placed();
         (first.0..first.0 + count).for_each(|page| placed.insert(SourcePage(page)));
         Ok(())
@@ -79,6 +87,7 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
                 self.missing.provide(gpa, &zeros[bytes_of(&pages)])?;
                 Ok(())
             })?;
+            self.pages.forget(SourcePage(start), unit);
             let mut placed = self.placed();
             (start..start + unit).for_each(|page| placed.insert(SourcePage(page)));
         }

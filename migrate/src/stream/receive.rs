@@ -151,7 +151,9 @@ impl Incoming {
         let place = Early {
             vm: &**vm,
             layout: &self.machine.layout,
-            late: missing.map(|missing| EarlyPages::new(&**vm, missing, &self.machine.layout)),
+            late: missing.zip(self.late.as_ref()).map(|(missing, late)| {
+                EarlyPages::new((&**vm, missing), &self.machine.layout, late.pages())
+            }),
         };
         let awaited = place.take_all(&mut self.main, lanes, each)?;
         let made = place.late.map(|late| late.make_missing(&awaited));

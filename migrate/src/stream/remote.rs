@@ -96,6 +96,18 @@ impl RemotePages {
         self.lock().awaited.clone()
     }
 
+    /// These pages are in place before the guest: the requests for them are answered. A request
+    /// that stayed would take the answer for a page that is missing again.
+    pub fn forget(&self, first: SourcePage, count: u64) {
+        let mut pages = self.lock();
+        let mut rest = pages.asked.split_off(&first.0);
+        let mut after = rest.split_off(&(first.0 + count));
+        pages.asked.append(&mut after);
+        drop(pages);
+        // A dropped request calls the VM, which ignores it.
+        drop(rest);
+    }
+
     /// These pages have arrived, and are in place or zeros. Returns the requests for them.
     pub fn arrived(&self, first: SourcePage, count: u64) -> Vec<PageRequest> {
         let mut pages = self.lock();
