@@ -36,8 +36,8 @@ pub enum Resolution {
     /// Never provided, and the region has a page source. The ticket is used as in `Pending`; a VMM
     /// may instead provide the page itself.
     Missing(Ticket),
-    /// Another thread discards the page's bytes ([`Host::discard`]) and waits for vCPUs: a vCPU
-    /// goes offline, then resolves again.
+    /// Another thread discards the page's bytes ([`Host::discard`], [`Host::make_missing`]) and
+    /// waits for vCPUs: a vCPU goes offline, then resolves again.
     Busy,
     /// No frame is free: release all locks, call [`Host::reclaim_direct`], then resolve again.
     NoMemory,

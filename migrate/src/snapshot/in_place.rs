@@ -20,8 +20,8 @@ use std::sync::Arc;
 impl Snapshot {
     /// The memory file, if its bytes are the memory of a VM as it is made: a whole snapshot, with a
     /// memory that is not packed, in a local folder (in a tmpfs, without holes), of a machine
-    /// without added memory slots. Make
-    /// the VM for [`Snapshot::restore_in_place`] with a private mapping of it.
+    /// without added memory slots. Make the VM for [`Snapshot::restore_in_place`] with a private
+    /// mapping of it.
     ///
     /// `None` is no error: [`Snapshot::restore`] takes every snapshot.
     pub fn memory_file(&self) -> Option<OwnedFd> {

@@ -35,7 +35,7 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
         }
     }
 
-    /// Puts pages in place, or writes over their older copies.
+    /// Puts pages in place, in place of older copies.
     pub fn put(&self, first: SourcePage, bytes: &[u8]) -> Result<(), MigrateError> {
         let count = (bytes.len() / PAGE_SIZE) as u64;
         self.fill_units(first, count)?;
@@ -58,7 +58,7 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
         Ok(())
     }
 
-    /// These pages are zeros. Only pages in place are written: after the guest's arrival, the page
+    /// These pages are zeros. Only pages in place are replaced: after the guest's arrival, the page
     /// source has zeros for a page that is neither in place nor awaited.
     pub fn put_zeros(&self, first: SourcePage, count: u64) -> Result<(), MigrateError> {
         let pages = (first.0..first.0 + count).map(SourcePage);

@@ -4,11 +4,12 @@
 //! vCPU needs a page ─► the VM asks RemotePages ─┬─ awaited: `Want` ─► source ─► its answer
 //!                                               └─ not awaited: zeros
 //! ```
-//! Pages that arrive before the guest are put in place, and their later copies are written over
-//! them. `Awaited` frames then list the pages still at the source: those are missing again.
+//! Pages that arrive before the guest are put in place, and later copies replace them. `Awaited`
+//! frames then list the pages still at the source: those are missing again.
 //!
-//! A page leaves the set of awaited pages after its content is in place. In the other order, a vCPU
-//! could get zeros in between.
+//! A pushed page leaves the set of awaited pages after its content is in place. In the other order,
+//! a vCPU could get zeros in between. The answer to a request may leave the set first: the VM makes
+//! no second request while one is in flight.
 
 use super::frame::Kind;
 use super::frames::Frames;

@@ -80,8 +80,8 @@ impl Observer {
     }
 }
 
-/// Work that takes at most 1 % of a thread's time. On kvm, a count of the resident pages walks the
-/// page table of all of the guest's memory, 2.7 ms a GiB.
+/// Work that takes at most 1 % of a thread's time, or is done every two seconds. On kvm, a count
+/// of the resident pages walks the page table of all of the guest's memory, 2.7 ms a GiB.
 struct Rarely {
     next: Instant,
 }

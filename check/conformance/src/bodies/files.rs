@@ -147,7 +147,7 @@ pub fn vms_share_the_pages_of_a_private_file<B: Backend>(backend: &B) -> Outcome
 }
 
 /// The file becomes shorter before the guest reads a page behind its new end. The guest fails, and
-/// does not go on with zeros.
+/// does not continue with zeros.
 pub fn a_page_behind_the_end_of_a_file_is_lost<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

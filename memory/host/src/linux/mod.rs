@@ -9,7 +9,8 @@
 //!         | discard                                                   |   ^
 //!         '--------------> Discarding <-------------------------------'   | fault: zeros
 //!                              | unmapped everywhere, MADV_DONTNEED       | into place
-//!                              '------------------------------> Zero -----'
+//!                              |------------------------------> Zero -----'
+//!                              '--> Empty (made missing again)
 //!         any state at rest --> Gone (region removed)
 //! ```
 //! Only this module puts pages in place, so the page words alone record it. So a fault is answered
