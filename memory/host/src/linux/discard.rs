@@ -30,10 +30,19 @@ impl Core {
         to: Discarded,
     ) -> Result<(), HostError> {
         let first = PageNo::of(range.start());
-        let pages = || (0..range.pages() as usize).map(|i| first.plus(i));
+        let unit = linux.unit() as usize;
         let mut taken = Vec::with_capacity(range.pages() as usize);
-        for page in pages() {
-            taken.extend(self.begin_discard(region, page, to).map(|was| (page, was)));
+        for at in (0..range.pages() as usize).step_by(unit) {
+            let mut pages = (at..at + unit).map(|i| first.plus(i));
+            let mut take = |page| {
+                let was = self.begin_discard(region, page, to)?;
+                taken.push((page, was));
+                Some(())
+            };
+            // If the first page of a unit stays, the others do.
+            if pages.next().and_then(&mut take).is_some() {
+                pages.for_each(|page| _ = take(page));
+            }
         }
         // The region is removed, or all pages are lost. Another region may have its addresses.
         if taken.is_empty() {
@@ -53,7 +62,7 @@ impl Core {
             false => self.drop_some(region, linux, &taken),
         };
         let mut in_place = 0_i64;
-        for (page, was) in taken {
+        for (page, was) in taken.into_iter().rev() {
             in_place += i64::from(was == PageState::InPlace);
             // If discarding failed, the pages keep their bytes.
             let now = match dropped {
@@ -80,20 +89,26 @@ impl Core {
         Ok(())
     }
 
-    /// Discards the bytes of these ascending pages. Skips a unit with only a part of its pages
-    /// among them: it is lost, or its region is being removed. Zeros are in its place, or will be.
+    /// Discards the bytes of these ascending pages, which lie in `region`. Skips a unit with only a
+    /// part of its pages among them: it is lost, or its region is being removed. Zeros are in its
+    /// place, or will be.
     fn drop_some(
         &self,
         region: &Region,
         linux: &LinuxMemory,
         pages: &[(PageNo, PageState)],
     ) -> Result<(), Errno> {
-        let unit = linux.unit();
-        let unit_of = |page: &(PageNo, PageState)| region.index_of(page.0) / unit;
-        let units = pages.chunk_by(|a, b| unit_of(a) == unit_of(b));
-        units
-            .filter(|pages| pages.len() as u64 == unit)
-            .try_for_each(|pages| self.drop_bytes(linux, unit_of(&pages[0]) * unit, unit))
+        let mut runs = pages.chunk_by(|a, b| a.0.plus(1) == b.0);
+        runs.try_for_each(|run| {
+            let start = region.index_of(run[0].0);
+            let end = start + run.len() as u64;
+            let start = start.next_multiple_of(linux.unit());
+            let end = end - end % linux.unit();
+            match start < end {
+                true => self.drop_bytes(linux, start, end - start),
+                false => Ok(()),
+            }
+        })
     }
 
     fn drop_bytes(&self, linux: &LinuxMemory, index: u64, pages: u64) -> Result<(), Errno> {
@@ -109,12 +124,15 @@ impl Core {
         }
     }
 
-    /// Returns the old state, or `None` if the page has no readable bytes.
+    /// Returns the old state, or `None` if the page stays as it is: it has no readable bytes, or it
+    /// is missing and shall be.
     fn begin_discard(&self, region: &Region, page: PageNo, to: Discarded) -> Option<PageState> {
         let word = region.word(page)?;
         loop {
             match word.load() {
-                PageState::Fetching { .. } if to == Discarded::Missing => return None,
+                PageState::Empty | PageState::Fetching { .. } if to == Discarded::Missing => {
+                    return None;
+                }
                 PageState::Fetching { .. } => {
                     // The source's answer is no longer needed. An answer in progress ends soon.
                     match self.ticket_with(page).filter(|_| region.has_units()) {

@@ -218,11 +218,18 @@ impl Core {
         let Some(word) = ticket.region().word(page) else {
             return;
         };
+        // A thread that takes the page away waits for users: the unit's other words follow before.
+        let user = linux.enter();
+        // Word and ticket change under one lock, as in `put_in_flight`: afterwards the page may be
+        // missing again, and have a new ticket.
+        let mut tickets = lock(&self.tickets);
         let moved = match &result {
             Ok(()) => word.advance(PageState::arrived_in_place),
             Err(_) => word.advance(PageState::arrival_failed),
         };
         debug_assert!(moved.is_ok(), "only the caller completes this ticket");
+        tickets.remove(&page);
+        drop(tickets);
         let is_lost = result.is_err();
         match is_lost {
             false => linux.note_in_place(1),
@@ -233,7 +240,7 @@ impl Core {
         if linux.unit() > 1 {
             self.follow(ticket.region(), page, &result);
         }
-        lock(&self.tickets).remove(&page);
+        drop(user);
         ticket.complete(result);
         if let (true, Some(outside)) = (is_lost, &linux.outside) {
             outside.interrupt();

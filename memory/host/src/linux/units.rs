@@ -12,9 +12,12 @@
 //! ```
 //! The first page's word decides which thread puts the unit in place. The other words change after
 //! it, never before. A thread that takes a unit away also changes the first word first. Each other
-//! word has then either moved or is still Empty: the thread takes both.
+//! word has then either moved or is still Empty: the thread takes both. It takes no word of a unit
+//! that is in flight or lost. It gives the words back in the opposite order.
 //!
-//! A fault that finds the first word InPlace, and its own word still Empty, moves its own word.
+//! A fault that finds the first word InPlace, and its own word still Empty, moves its own word. A
+//! thread that moves words because the first one says InPlace is a user of the region meanwhile, so
+//! that they do not move after the unit is missing again.
 
 use crate::core::Core;
 use crate::counters::FaultCounters;
@@ -82,12 +85,18 @@ impl Core {
             }
             PageState::Fetching { .. } => self.join(first, cache).map(Resolution::Missing),
             PageState::InPlace => {
+                let _user = linux.enter();
+                if region.word(first)?.load() != PageState::InPlace {
+                    return None;
+                }
                 let word = region.word(page)?;
                 if word.change(PageState::Empty, PageState::InPlace).is_ok() {
                     linux.note_in_place(1);
                 }
                 None
             }
+            // The other words follow.
+            PageState::Lost | PageState::Gone => Some(Resolution::Lost(self.lost_page(first))),
             // Another thread takes the unit away, and will soon change this word.
             _ => Some(Resolution::Busy),
         }
@@ -264,7 +273,8 @@ impl Core {
         answer
     }
 
-    /// Moves the other words if they are still empty, after the word of the unit's first page.
+    /// Moves the other words if they are still empty, after the word of the unit's first page. The
+    /// caller is a user of the region.
     pub fn follow(&self, region: &Region, first: PageNo, result: &Result<(), LostPage>) {
         let mut in_place = 0;
         for page in (1..BLOCK).map(|at| first.plus(at)) {

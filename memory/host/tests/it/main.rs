@@ -25,3 +25,4 @@ mod sparse;
 mod thousand;
 mod threads;
 mod units;
+mod units_missing;
