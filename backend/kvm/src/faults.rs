@@ -169,7 +169,7 @@ impl Reader {
                 self.take_notices();
             }
             for page in std::mem::take(&mut self.again) {
-                self.bring(page);
+                self.bring(page, Asks::UnlessItExits);
             }
             faults.clear();
             for uffd in uffds {
@@ -222,7 +222,7 @@ impl Reader {
             && let Some(provider) = &self.state.provider
         {
             for page in provider.held_without_exit() {
-                self.bring(page);
+                self.bring(page, Asks::UnlessItExits);
             }
         }
     }
@@ -233,13 +233,19 @@ impl Reader {
             let why = format!("{:?} is not the guest's", fault.page);
             return self.state.cannot("handle a page fault", &why);
         };
-        if let Some(provider) = &self.state.provider
-            && provider.exits(page).is_some()
-            && self.exit(provider, page, fault) == Waits::ForTheVmm
-        {
+        if self.state.lose_if_removed(page) {
             return;
         }
-        if let Some(ticket) = self.bring(page)
+        let asks = match &self.state.provider {
+            Some(provider) if provider.exits(page).is_some() => {
+                match self.exit(provider, page, fault) {
+                    None => return,
+                    Some(asks) => asks,
+                }
+            }
+            _ => Asks::UnlessItExits,
+        };
+        if let Some(ticket) = self.bring(page, asks)
             && !ticket.is_done()
         {
             self.comes_by_itself(page, fault);
@@ -247,17 +253,26 @@ impl Reader {
     }
 
     /// Brings `page` to the threads that wait for it. Returns its ticket if it is on its way.
-    fn bring(&mut self, page: Page) -> Option<Ticket> {
+    fn bring(&mut self, page: Page, asks: Asks) -> Option<Ticket> {
         self.state.release(page);
         let host = Arc::clone(&self.state.memory.host);
-        host.with_spare_cache(|cache| self.bring_with(page, cache))
+        host.with_spare_cache(|cache| self.bring_with(page, asks, cache))
     }
 
-    fn bring_with(&mut self, page: Page, cache: &mut PerCpuPages) -> Option<Ticket> {
+    fn bring_with(&mut self, page: Page, asks: Asks, cache: &mut PerCpuPages) -> Option<Ticket> {
         let state = Arc::clone(&self.state);
         let host = &state.memory.host;
         loop {
             match state.memory.map(page, cache) {
+                // It was made missing again. Its threads fault again, and the VMM gets an exit.
+                Mapped::No(Resolution::Missing(_))
+                    if asks == Asks::UnlessItExits && state.exits(page) =>
+                {
+                    if let Err(errno) = state.memory.wake(page) {
+                        state.cannot("wake the threads that wait for a page", &errno);
+                    }
+                    return None;
+                }
                 Mapped::Yes => {
                     self.short_since = None;
                     return None;
@@ -318,7 +333,9 @@ impl Reader {
     /// if a provided page has to be mapped, it is held: the vCPU exits for it until it is provided,
     /// and it is mapped then. A worker that seems to be another thread gets its page from the
     /// source.
-    fn exit(&self, provider: &Provider, page: Page, fault: Fault) -> Waits {
+    ///
+    /// `None`: the VMM provides the page.
+    fn exit(&self, provider: &Provider, page: Page, fault: Fault) -> Option<Asks> {
         let missing = MissingPage {
             page,
             access: fault.access,
@@ -335,9 +352,9 @@ impl Reader {
                 Reported::Leaves if self.is_sure || !self.state.memory.is_mapped_by_moves() => {}
                 Reported::Leaves | Reported::Waits => _ = provider.hold(page),
                 Reported::Left => {}
-                Reported::Stays => return Waits::ForTheSource,
+                Reported::Stays => return Some(Asks::TheSource),
             },
-            None if is_of_this_process(fault.thread) => return Waits::ForTheSource,
+            None if is_of_this_process(fault.thread) => return Some(Asks::TheSource),
             // If the page is held, the VMM already got an exit. This worker may act for another
             // vCPU, which may get the event too.
             None => {
@@ -347,10 +364,8 @@ impl Reader {
             }
         }
         // The VMM may have provided the page before it was held.
-        match self.state.memory.is_missing(page) {
-            true => Waits::ForTheVmm,
-            false => Waits::ForTheSource,
-        }
+        let is_missing = self.state.memory.is_missing(page);
+        (!is_missing).then_some(Asks::UnlessItExits)
     }
 
     /// A thread waits for a page that arrives without the VMM. If the thread is a worker of KVM, a
@@ -372,11 +387,11 @@ impl Reader {
     }
 }
 
-/// What provides the page that a thread waits for.
+/// Whether the source is asked for a page that turns out to be missing.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Waits {
-    ForTheVmm,
-    ForTheSource,
+enum Asks {
+    TheSource,
+    UnlessItExits,
 }
 
 /// Whether `thread` belongs to this process. KVM's threads for async page faults belong to the

@@ -328,21 +328,31 @@ impl Memory {
         matches!(self.kind, Kind::Frames(_))
     }
 
+    /// Wakes the threads that wait for `page`. Where it is missing, they fault again.
+    pub fn wake(&self, page: Page) -> Result<(), Errno> {
+        let hva = self.hva(page);
+        match &self.kind {
+            Kind::Frames(window) => window.userfaultfd().wake(hva),
+            Kind::Linux { parts, .. } => {
+                let part = parts.iter().find(|(part, _)| part.contains(hva));
+                part.map_or(Ok(()), |(_, uffd)| uffd.wake(hva))
+            }
+        }
+    }
+
     /// Maps `page` where the guest sees it, if it is resident, and wakes the threads that wait for
     /// it.
     pub fn map(&self, page: Page, cache: &mut PerCpuPages) -> Mapped {
         let addr = self.backing(page);
         match &self.kind {
             Kind::Frames(window) => window.map(&self.host, (page, addr), cache),
-            Kind::Linux { parts, .. } => {
+            Kind::Linux { .. } => {
                 let resolution = self.host.resolve(addr, Access::Write, Level::L4K, cache);
                 cache.unpin_all();
                 match resolution {
                     // It was filled while the fault was being reported.
                     Resolution::Ready(_) => {
-                        let hva = self.hva(page);
-                        let part = parts.iter().find(|(part, _)| part.contains(hva));
-                        let woken = part.map_or(Ok(()), |(_, uffd)| uffd.wake(hva));
+                        let woken = self.wake(page);
                         woken.map_or_else(Mapped::Refused, |()| Mapped::Yes)
                     }
                     other => Mapped::No(other),

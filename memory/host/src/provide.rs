@@ -51,7 +51,8 @@ impl Host {
     /// it, this counts as the source's answer. [`Answer::Late`]: the page was already provided, or
     /// its region has no source; nothing has changed.
     ///
-    /// The call may reclaim, and wait for it. The caller holds no lock.
+    /// The call may reclaim, and wait for it. It also waits while another thread discards the page
+    /// ([`Host::make_missing`]), which waits for vCPUs. The caller holds no lock.
     ///
     /// # Errors
     /// No frame can be freed, no region has the page, or it is lost.
@@ -265,6 +266,11 @@ impl Core {
                 // If another thread is answering now, its content counts.
                 Some(PageState::Fetching { .. }) => {
                     return Some(Ok(self.answer(page, Ok(content))));
+                }
+                // It may be missing afterwards.
+                Some(PageState::Discarding) => {
+                    std::thread::yield_now();
+                    continue;
                 }
                 None | Some(PageState::Gone | PageState::Lost) => return lost(),
                 Some(_) => return Some(Ok(Answer::Late)),

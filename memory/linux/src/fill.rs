@@ -39,6 +39,17 @@ impl LinuxMemory {
         }
     }
 
+    /// Whether the file has no page at `index` of the region, where one was put in place. Then
+    /// zeros are there afterwards, and the threads that sleep for the page sleep on.
+    pub fn is_removed(&self, index: u64) -> bool {
+        let Some((uffd, shared)) = self.uffd_of(index).zip(self.backing.shared()) else {
+            return false;
+        };
+        let zeros = vec![ZEROS; shared.unit as usize];
+        let page = self.hva(index - index % shared.unit);
+        uffd.place(&zeros, page, Waiters::LeaveAsleep).is_ok()
+    }
+
     fn fill_silently(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Placed, Errno> {
         let Some(uffd) = self.uffd_of(index) else {
             // Only a region with a userfaultfd has missing pages.

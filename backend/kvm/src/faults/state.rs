@@ -183,13 +183,38 @@ impl FaultState {
         }
     }
 
+    /// A thread waits for `page`. Ends the run if the page was in place, and another process has
+    /// removed it from its file. It reads as zeros then. No vCPU returns what it has made of them:
+    /// each asks for the failure first, and waits here for the lock.
+    pub(super) fn lose_if_removed(&self, page: Page) -> bool {
+        let failure = self.failure.lock();
+        let mut failure = failure.expect("no panic under this lock");
+        let Some(lost) = self.memory.host.find_removed(self.memory.backing(page)) else {
+            return false;
+        };
+        failure.get_or_insert(self.loss(page, &lost));
+        drop(failure);
+        self.stop();
+        true
+    }
+
+    /// Whether `page` is missing in a slot that exits.
+    pub(super) fn exits(&self, page: Page) -> bool {
+        let provider = self.provider.as_ref();
+        provider.is_some_and(|provider| provider.exits(page).is_some())
+    }
+
     pub(super) fn lose(&self, page: Page, lost: &LostPage) {
+        self.fail(self.loss(page, lost));
+    }
+
+    fn loss(&self, page: Page, lost: &LostPage) -> Failure {
         let gpa = self.slots.at(self.memory.hva(page)).map(|(_, gpa)| gpa);
-        self.fail(Failure {
+        Failure {
             lost: gpa,
             kind: lost.kind,
             cause: lost.reason.to_string(),
-        });
+        }
     }
 
     /// The handler that fills the memory fills no more pages.
@@ -211,6 +236,10 @@ impl FaultState {
         first
             .expect("no panic under this lock")
             .get_or_insert(failure);
+        self.stop();
+    }
+
+    fn stop(&self) {
         self.kicks.stop();
         self.end();
     }

@@ -13,6 +13,7 @@ use lacuna_machine::{Answer, PageSource};
 use lacuna_slots::{SlotFlags, SlotId};
 use lacuna_source::{PageRequest, SourcePage};
 use lacuna_sync::LatencySetting;
+use rustix::fs::FallocateFlags;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU8};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -53,10 +54,19 @@ fn bench(flags: SlotFlags, budget: u64) -> Option<(Bench, Receiver<PageRequest>)
 }
 
 fn bench_from(flags: SlotFlags, budget: u64, from: Option<Arc<dyn PageSource>>) -> Option<Bench> {
+    bench_in(MemoryKind::Budget, flags, budget, from)
+}
+
+fn bench_in(
+    kind: MemoryKind,
+    flags: SlotFlags,
+    budget: u64,
+    from: Option<Arc<dyn PageSource>>,
+) -> Option<Bench> {
     let memory = Memory::new(MemoryConfig {
         backing: None,
         size: PageCount::new(PAGES),
-        kind: MemoryKind::Budget,
+        kind,
         huge: HugePages::Never,
         resident: PageCount::new(budget),
         swap: Swap::File(std::env::temp_dir()),
@@ -248,6 +258,43 @@ fn a_pinned_page_stays() {
     assert_eq!(bench.faults.state.failure(), None);
 }
 
+/// A page is touched while it is made missing again, in a slot that exits. The VMM gets an exit,
+/// and the source no request.
+#[test]
+fn a_page_is_touched_while_it_is_made_missing() {
+    let Some((bench, requests)) = bench(SlotFlags::EXIT_ON_MISSING, BUDGET_MIN) else {
+        return;
+    };
+    bench.provide(6, &[content(6), content(7)]).unwrap();
+    assert_eq!((bench.read(6), bench.read(7)), (6, 7));
+    let Some(ring) = pin(&bench.memory, 7) else {
+        return;
+    };
+    let both = BackingRange::new(bench.memory.backing(6), 2).unwrap();
+    thread::scope(|scope| {
+        // It waits for the pinned page.
+        let discards = scope.spawn(|| bench.memory.host.make_missing(both));
+        while crate::mapping::is_mapped(bench.memory.hva(6), PAGE_SIZE) {
+            thread::yield_now();
+        }
+        let faults = bench.faults.count();
+        bench.kicks.set_waits(0, Some(6));
+        let reads = scope.spawn(|| bench.read_in_guest(6));
+        while bench.faults.count() == faults {
+            thread::yield_now();
+        }
+        ring.submitter().unregister_buffers().unwrap();
+        discards.join().unwrap().unwrap();
+        while !bench.provider().is_held(6) {
+            assert!(requests.try_recv().is_err(), "the source was asked");
+            thread::yield_now();
+        }
+        assert_eq!(bench.provide(6, &[content(66)]), Ok(1));
+        assert_eq!(reads.join().unwrap(), 66);
+    });
+    assert!(requests.try_recv().is_err());
+}
+
 /// If several threads provide one page, one succeeds.
 #[test]
 fn each_page_is_provided_once() {
@@ -366,7 +413,7 @@ fn a_page_is_held_for_a_worker_that_seems_to_be_a_vcpu() {
             access: Access::Read,
             thread: rustix::thread::gettid().as_raw_nonzero().get() as u32,
         };
-        assert!(reader.exit(bench.provider(), page, fault) == Waits::ForTheVmm);
+        assert!(reader.exit(bench.provider(), page, fault).is_none());
         let exits = bench.kicks.take_missing(0).map(|missing| missing.page);
         assert_eq!(exits, Some(page));
         assert_eq!(bench.provider().is_held(page), !is_sure);
@@ -479,6 +526,32 @@ fn a_lost_page_ends_the_run_and_is_not_late() {
         let refused = bench.provide(5, &[content(2)]).unwrap_err();
         assert!(refused.to_string().contains("no such disk"), "{refused}");
     }
+}
+
+/// Another process removes a page from the memory file. The next touch ends the run.
+#[test]
+fn a_page_that_another_process_removes_ends_the_run() {
+    let (sender, _requests) = channel();
+    let source = Arc::new(Keeps(sender));
+    let kind = MemoryKind::Shared;
+    let Some(bench) = bench_in(kind, SlotFlags::empty(), PAGES, Some(source)) else {
+        return;
+    };
+    bench.provide(4, &[content(4), content(5)]).unwrap();
+    assert_eq!((bench.read(4), bench.read(5)), (4, 5));
+    let file = bench.memory.backing.shared().unwrap().file();
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let page = PAGE_SIZE as u64;
+    rustix::fs::fallocate(file, hole, 5 * page, page).unwrap();
+    assert_eq!(bench.read(4), 4);
+    assert_eq!(
+        bench.read(5),
+        0,
+        "the thread continues when the run has ended"
+    );
+    let failure = bench.faults.state.failure().unwrap();
+    assert_eq!(failure.lost, Gpa::new(5 * page));
+    assert!(failure.cause.contains("removed"), "{}", failure.cause);
 }
 
 /// Linux takes a page away: a thread that touches it reads zeros, and the run ends.

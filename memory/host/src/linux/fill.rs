@@ -88,17 +88,24 @@ impl Core {
                 _ => Answer::Taken,
             });
         }
-        let user = linux.enter();
-        match word.load() {
-            PageState::Empty => {}
-            // If another thread is answering now, its content counts.
-            PageState::Fetching { .. } => {
-                drop(user);
-                return Ok(self.answer(page, Ok(content)));
+        let _user = loop {
+            let user = linux.enter();
+            match word.load() {
+                PageState::Empty => break user,
+                // It may be missing afterwards. That thread waits for users.
+                PageState::Discarding => {
+                    drop(user);
+                    std::thread::yield_now();
+                }
+                // If another thread is answering now, its content counts.
+                PageState::Fetching { .. } => {
+                    drop(user);
+                    return Ok(self.answer(page, Ok(content)));
+                }
+                PageState::Gone | PageState::Lost => return Err(self.lost_page(page).into()),
+                _ => return Ok(Answer::Late),
             }
-            PageState::Gone | PageState::Lost => return Err(self.lost_page(page).into()),
-            _ => return Ok(Answer::Late),
-        }
+        };
         let filled = linux.fill(region.index_of(page), from_ref(content));
         let filled = filled.map_err(|errno| not_filled(linux, page, errno))?;
         let answer = self.note_filled(page, word, filled, linux);

@@ -18,7 +18,7 @@ use crate::error::{HostError, LostPage};
 use crate::host::Host;
 use crate::linux::loss_list::{List, Loss, SeenLosses};
 use crate::region::{MmuNotifier, Region};
-use lacuna_addr::{BackingRange, Pfn};
+use lacuna_addr::{BackingAddr, BackingRange, Pfn};
 use lacuna_frames::{PageNo, PageState, PageWord};
 use lacuna_sync::lock;
 use lacuna_sys::TakenPages;
@@ -45,6 +45,22 @@ impl Host {
     #[inline]
     pub fn losses(&self) -> u64 {
         self.core.losses_counted()
+    }
+
+    /// The loss of the page at `addr`, for which a thread sleeps, if its word says that it is in
+    /// place, but its file has it no longer: another process has removed it. It reads as zeros
+    /// then, and the caller ends the guest.
+    pub fn find_removed(&self, addr: BackingAddr) -> Option<LostPage> {
+        let page = PageNo::of(addr);
+        let region = self.core.regions.find(page)?;
+        let linux = region.linux.as_ref()?;
+        // A page that this process discards has another word before it leaves the file.
+        let _user = linux.enter();
+        if region.word(page).map(PageWord::load) != Some(PageState::InPlace) {
+            return None;
+        }
+        let is_removed = linux.is_removed(region.index_of(page));
+        is_removed.then(|| LostPage::new(addr, "it was removed from the memory file"))
     }
 
     /// The losses so far, for a reader that does not ask for the single ones.

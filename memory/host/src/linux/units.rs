@@ -175,6 +175,9 @@ impl Core {
         let frame = linux.pfn(cache.region().index_of(unit));
         let mut taken = 0;
         for (page, content) in pages.iter().enumerate() {
+            while word.load() == PageState::Discarding {
+                std::thread::yield_now();
+            }
             if word.load() == PageState::Empty {
                 // If another thread is first, the page goes to that thread's ticket.
                 let fetching = PageState::Fetching { frame };
@@ -198,12 +201,19 @@ impl Core {
         let region = cache.region();
         let lost = || HostError::from(self.lost_page(first));
         let word = region.word(first).ok_or_else(lost)?;
-        let _user = linux.enter();
-        match word.load() {
-            PageState::Empty | PageState::Fetching { .. } => {}
-            PageState::Gone | PageState::Lost => return Err(lost()),
-            _ => return Ok(0),
-        }
+        let _user = loop {
+            let user = linux.enter();
+            match word.load() {
+                PageState::Empty | PageState::Fetching { .. } => break user,
+                // As in `provide_linux`.
+                PageState::Discarding => {
+                    drop(user);
+                    std::thread::yield_now();
+                }
+                PageState::Gone | PageState::Lost => return Err(lost()),
+                _ => return Ok(0),
+            }
+        };
         let filled = linux.fill(region.index_of(first), content);
         let filled = filled.map_err(|errno| not_filled(linux, first, errno))?;
         let answer = self.note_filled(first, word, filled, linux);
