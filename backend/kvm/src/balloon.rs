@@ -1,5 +1,6 @@
 //! Discarded pages of the boot layout: the VMM takes them back, or makes them missing again.
 
+use crate::memory::Page;
 use crate::missing::backing;
 use crate::vm::Vm;
 use lacuna_addr::{BackingRange, GfnRange};
@@ -31,16 +32,17 @@ impl Vm {
             }
             let part = slot.gfns.intersect(gfns).expect("the slot has the page");
             let part = GfnRange::new(gfn, part.end_raw() - gfn.get()).expect("its end is later");
-            let first = self.memory.backing(self.page_at(slot.backing_of(gfn)));
-            let range = BackingRange::new(first, part.pages()).expect("pages of the region");
+            let first = self.page_at(slot.backing_of(gfn));
+            let range = BackingRange::new(self.memory.backing(first), part.pages());
+            let range = range.expect("pages of the region");
             let discarded = discard(&self.memory.host, range);
             // A mark before the change could be harvested before it. After an error, some pages may
             // be discarded.
             for gfn in part.iter() {
                 let _ = slot.attach.host_writes.mark(slot.page(gfn));
             }
-            // A thread may wait for one of them, which no source and no VMM will provide now.
-            self.faults.slots_changed();
+            let pages = first..first + part.pages() as Page;
+            self.faults.state.discarded(pages);
             discarded.map_err(|error| backing(gpa, &error))?;
             next = gfn.checked_add(part.pages());
         }

@@ -106,8 +106,7 @@ impl Faults {
         self.state.faults.load(Ordering::Relaxed)
     }
 
-    /// Slots were changed, or pages were discarded. Brings the held pages that cause no exit any
-    /// more.
+    /// Slots were changed. Brings the held pages that cause no exit any more.
     pub fn slots_changed(&self) {
         if self.state.provider.is_some() {
             self.state.slots_changed();
@@ -213,7 +212,7 @@ impl Reader {
         (ready.collect(), notices.get(1).is_some_and(is_ready))
     }
 
-    /// Takes notices: pages to be mapped again, and changed slots.
+    /// Takes notices: pages to be brought again, and changed slots.
     fn take_notices(&mut self) {
         // The read fails if there was no wake-up, which is no error.
         let _ = rustix::io::read(&self.state.doorbell, &mut [0; 8]);

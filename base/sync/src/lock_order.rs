@@ -80,7 +80,6 @@ classes! {
         RegionNumbers "Regions::numbers (host)",
         CompressedStore "MemoryStore::inner (host)",
         KvmWindow "Window::table (kvm)",
-        KvmFailure "FaultState::failure (kvm)",
         Serial "PlatformDevices::serial";
     Leaf:
         TableLists "Arena::lists",
@@ -148,6 +147,7 @@ classes! {
         SoftTokens "Vm::tokens (soft)",
         Touches "Recorder::asked (migrate)",
         KvmKick "VcpuKick::state (kvm)",
+        KvmFailure "FaultState::failure (kvm)",
         KvmAgain "FaultState::again (kvm)",
         KvmTokens "Tokens (kvm)",
         KvmHeld "Provider::held (kvm)",

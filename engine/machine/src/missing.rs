@@ -128,7 +128,8 @@ pub trait MissingMemory: Send + Sync {
     /// Provides whole pages from `gpa` on. Address and length are multiples of 4 KiB. A page
     /// provided before keeps its content. A part of a huge page takes 2 MiB of this process until
     /// the rest is provided. An exited vCPU needs no wake-up. Threads that wait for one of the
-    /// pages are woken. Any thread may call this; it may wait for free memory.
+    /// pages are woken. Any thread may call this; it may wait for free memory, and for the end of a
+    /// call that discards one of the pages.
     ///
     /// # Errors
     /// [`MemoryError::NoSlot`], [`MemoryError::Refused`] for unaligned addresses or sizes,

@@ -11,7 +11,7 @@ use crate::host::Host;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
 use crate::resolve::Resolution;
-use crate::settled::NEVER;
+use crate::settled::{NEVER, TICK};
 use crate::ticket::Ticket;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE};
 use lacuna_frames::{BlockWord, Dirt, PageBlockState, PageNo, PageState, PageWord};
@@ -131,7 +131,7 @@ impl Host {
     }
 
     /// As [`Host::fetch`]. Also returns `None` if `stop` is set while the call waits for free
-    /// memory.
+    /// memory, or for the end of a discard.
     ///
     /// # Errors
     /// As [`Host::fetch`].
@@ -149,6 +149,7 @@ impl Host {
                 Resolution::Pending(ticket) | Resolution::Missing(ticket) => break Some(ticket),
                 Resolution::NoMemory if stop.load(Ordering::Acquire) => break None,
                 Resolution::NoMemory => drop(self.reclaim_direct_until(&mut cache, stop)?),
+                Resolution::Busy if stop.load(Ordering::Acquire) => break None,
                 Resolution::Busy => std::thread::yield_now(),
                 Resolution::Lost(lost) => return Err(lost.into()),
             }
@@ -269,7 +270,7 @@ impl Core {
                 }
                 // It may be missing afterwards.
                 Some(PageState::Discarding) => {
-                    std::thread::yield_now();
+                    self.settled.wait_past(self.settled.generation(), TICK);
                     continue;
                 }
                 None | Some(PageState::Gone | PageState::Lost) => return lost(),

@@ -39,15 +39,15 @@ impl LinuxMemory {
         }
     }
 
-    /// Whether the file has no page at `index` of the region, where one was put in place. Then
-    /// zeros are there afterwards, and the threads that sleep for the page sleep on.
+    /// Whether the file has no page at `index` of the region, where one was put in place. If it has
+    /// one, it is mapped.
     pub fn is_removed(&self, index: u64) -> bool {
-        let Some((uffd, shared)) = self.uffd_of(index).zip(self.backing.shared()) else {
+        let Some((parts, shared)) = self.parts.as_ref().zip(self.backing.shared()) else {
             return false;
         };
-        let zeros = vec![ZEROS; shared.unit as usize];
-        let page = self.hva(index - index % shared.unit);
-        uffd.place(&zeros, page, Waiters::LeaveAsleep).is_ok()
+        let unit = HvaRange::new(self.hva(index - index % shared.unit), shared.unit);
+        let unit = unit.expect("in the region");
+        parts.of(index).resume(unit) == Err(Errno::FAULT)
     }
 
     fn fill_silently(&self, index: u64, content: &[[u8; PAGE_SIZE]]) -> Result<Placed, Errno> {

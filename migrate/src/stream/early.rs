@@ -2,6 +2,8 @@
 //!
 //! A page may arrive again, or stay at the source in the end: then it is missing again.
 
+use super::frame::DATA_PAGES;
+use super::frames::Frames;
 use super::remote::RemotePages;
 use crate::layout::{bytes_of, in_slots};
 use crate::{MemoryLayout, MigrateError, PageSet};
@@ -9,6 +11,9 @@ use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{MissingMemory, SourcePage, Vm};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::ops::Range;
+
+/// The most pages that are made missing between two looks at the connection: whole units.
+const AT_ONCE: usize = 1 << 15;
 
 /// The memory of a VM whose guest has not arrived.
 pub(super) struct EarlyPages<'a, V> {
@@ -61,14 +66,35 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
     /// These pages are zeros. Only pages in place are replaced: after the guest's arrival, the page
     /// source has zeros for a page that is neither in place nor awaited.
     pub fn put_zeros(&self, first: SourcePage, count: u64) -> Result<(), MigrateError> {
-        let pages = (first.0..first.0 + count).map(SourcePage);
         let older: Vec<_> = {
             let placed = self.placed();
-            pages.filter(|page| placed.contains(*page)).collect()
+            let pages = first.0..first.0 + count;
+            pages
+                .filter(|page| placed.contains(SourcePage(*page)))
+                .collect()
         };
-        older
-            .into_iter()
-            .try_for_each(|page| self.put(page, &[0; PAGE_SIZE]))
+        for run in older.chunk_by(|a, b| a + 1 == *b) {
+            if self.missing.unit().get() == 1 {
+                self.take_back(run[0]..run[0] + run.len() as u64)?;
+                continue;
+            }
+            let zeros = vec![0; run.len().min(DATA_PAGES) * PAGE_SIZE];
+            for part in run.chunks(DATA_PAGES) {
+                self.put(SourcePage(part[0]), &zeros[..part.len() * PAGE_SIZE])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// These pages, whole units, are missing again.
+    fn take_back(&self, pages: Range<u64>) -> Result<(), MigrateError> {
+        let (first, count) = (SourcePage(pages.start), pages.end - pages.start);
+        in_slots(self.layout, first, count, &mut |gpa, pages| {
+            Ok(self.missing.make_missing(gfns_at(gpa, &pages)?)?)
+        })?;
+        let mut placed = self.placed();
+        pages.for_each(|page| _ = placed.remove(SourcePage(page)));
+        Ok(())
     }
 
     /// Puts the huge pages of these pages in place, as zeros, because a part of one could not be
@@ -94,18 +120,16 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
         Ok(())
     }
 
-    /// The guest arrives, and these pages are still at the source: they are missing again.
-    pub fn make_missing(&self, awaited: &PageSet) -> Result<(), MigrateError> {
+    /// The guest arrives, and these pages are still at the source: they are missing again. Shows
+    /// the source meanwhile that this side is there.
+    pub fn make_missing(&self, awaited: &PageSet, source: &mut Frames) -> Result<(), MigrateError> {
         let mut again = self.placed().clone();
         again.keep(awaited);
         for run in again.runs() {
-            let pages = run.end - run.start;
-            in_slots(
-                self.layout,
-                SourcePage(run.start),
-                pages,
-                &mut |gpa, pages| Ok(self.missing.make_missing(gfns_at(gpa, &pages)?)?),
-            )?;
+            for start in run.clone().step_by(AT_ONCE) {
+                self.take_back(start..run.end.min(start + AT_ONCE as u64))?;
+                source.keep_alive()?;
+            }
         }
         Ok(())
     }

@@ -249,6 +249,22 @@ impl Frames {
         }
     }
 
+    /// As [`Frames::expect`], where the other side may work for some time before. Calls `waits` each
+    /// time that it shows that it is there ([`Frames::keep_alive`]).
+    pub fn expect_after_work(
+        &mut self,
+        kind: Kind,
+        waits: &mut dyn FnMut() -> Result<(), MigrateError>,
+    ) -> Result<(), MigrateError> {
+        loop {
+            match self.read()? {
+                found if found == kind => return Ok(()),
+                Kind::Zeros if self.payload.ends_with(&0_u64.to_le_bytes()) => waits()?,
+                found => return Err(unexpected(found, kind)),
+            }
+        }
+    }
+
     pub fn json<T: DeserializeOwned>(&self) -> Result<T, MigrateError> {
         let parsed = serde_json::from_slice(&self.payload);
         parsed.map_err(|error| MigrateError::stream(error.to_string()))

@@ -7,7 +7,7 @@ use super::take::{pages_of, zeros_of};
 use crate::copy::OnPages;
 use crate::layout::{bytes_of, in_slots};
 use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_addr::{GfnRange, PAGE_SIZE};
+use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{Answer, MissingMemory, SourcePage};
 
 /// Where late pages are put in place.
@@ -66,15 +66,15 @@ impl Installer<'_> {
         Ok(())
     }
 
-    /// All pages have arrived: puts the huge pages in place whose other parts are zeros.
+    /// All pages have arrived: puts the huge pages in place whose other parts are zeros. A page that
+    /// has arrived keeps its content, and a huge page that the guest has given back stays away.
     pub fn complete(&self) -> Result<(), MigrateError> {
         let unit = self.missing.unit().get();
+        let zeros = vec![0; unit as usize * PAGE_SIZE];
         for start in self.parts.runs().flatten() {
             in_slots(self.layout, SourcePage(start), unit, &mut |gpa, pages| {
-                let gfns = GfnRange::new(gpa.gfn(), pages.end - pages.start);
-                Ok(self
-                    .missing
-                    .populate(gfns.ok_or(MigrateError::SlotsChanged)?)?)
+                self.missing.provide(gpa, &zeros[bytes_of(&pages)])?;
+                Ok(())
             })?;
         }
         Ok(())

@@ -224,11 +224,14 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         progress: OnProgress<'_>,
     ) -> Result<(), MigrateError> {
         if *reached != Reached::Running {
-            main.expect(Kind::Prepared)?;
-            // The last moment at which the guest can stay here.
-            if *reached == Reached::State && progress(self.giving()).is_break() {
-                return Err(MigrateError::Cancelled);
-            }
+            // Until `Prepared`, the guest can stay here.
+            let may_stay = *reached == Reached::State;
+            let mut goes_on = || match may_stay && progress(self.giving()).is_break() {
+                true => Err(MigrateError::Cancelled),
+                false => Ok(()),
+            };
+            main.expect_after_work(Kind::Prepared, &mut goes_on)?;
+            goes_on()?;
             *reached = Reached::Go;
             main.signal(Kind::Go)?;
             main.expect(Kind::Running)?;

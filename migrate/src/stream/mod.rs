@@ -71,7 +71,7 @@ use crate::Machine;
 use serde::{Deserialize, Serialize};
 
 /// The version of the stream. The sides refuse each other if theirs differ.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;

@@ -11,6 +11,7 @@ use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage};
 use crate::copy::OnPages;
 use crate::state::{MachineState, restore_state};
 use crate::{Machine, MemoryLayout, MigrateError};
+use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::{MissingMemory, PageSource, PlatformDevices, Vm};
 use std::sync::Arc;
 use std::time::Instant;
@@ -156,8 +157,9 @@ impl Incoming {
             }),
         };
         let awaited = place.take_all(&mut self.main, lanes, each)?;
-        let made = place.late.map(|late| late.make_missing(&awaited));
-        made.transpose()?;
+        if let Some(late) = place.late {
+            late.make_missing(&awaited, &mut self.main)?;
+        }
         let came = Instant::now();
         let (machine, state, departure): (Machine, MachineState, Departure) = self.main.json()?;
         if machine.layout != self.machine.layout {
@@ -208,7 +210,14 @@ impl Incoming {
         if MemoryLayout::of(vm) != self.machine.layout {
             return Err(MigrateError::OtherSlots);
         }
-        vm.missing_memory().ok_or(MigrateError::NoSource).map(Some)
+        let missing = vm.missing_memory().ok_or(MigrateError::NoSource)?;
+        // A slot that was added after boot has no page source, and refuses this.
+        for slot in self.machine.layout.slots() {
+            let unit = Gfn::new(slot.gfn);
+            let unit = unit.and_then(|first| GfnRange::new(first, missing.unit().get()));
+            missing.make_missing(unit.ok_or(MigrateError::OtherSlots)?)?;
+        }
+        Ok(Some(missing))
     }
 }
 

@@ -47,9 +47,9 @@ pub struct FaultState {
     failure: Mutex<Option<Failure>, lock_order::KvmFailure>,
     /// Pages in flight that are mapped when they have arrived.
     coming: Mutex<BTreeSet<Page>, lock_order::KvmComing>,
-    /// Pages that the first reader tries to map again.
+    /// Pages that the first reader brings again.
     again: Mutex<Vec<Page>, lock_order::KvmAgain>,
-    /// Wakes the first reader, which handles changed slots and pages to be mapped again.
+    /// Wakes the first reader, which handles changed slots and pages to be brought again.
     pub(super) doorbell: OwnedFd,
     /// Wakes all readers, because they end. No thread reads it.
     pub(super) end: OwnedFd,
@@ -107,7 +107,7 @@ impl FaultState {
         self.memory.host.losses() != 0
     }
 
-    /// Takes the pages that a reader has to map again.
+    /// Takes the pages that a reader has to bring again.
     pub(super) fn take_again(&self) -> Vec<Page> {
         let again = self.again.lock();
         std::mem::take(&mut *again.expect("no panic under this lock"))
@@ -175,27 +175,34 @@ impl FaultState {
         match host.with_spare_cache(|cache| self.memory.map(page, cache)) {
             Mapped::Yes => {}
             Mapped::No(Resolution::Lost(lost)) => self.lose(page, &lost),
-            Mapped::Later(_) | Mapped::No(_) | Mapped::Refused(_) => {
-                let again = self.again.lock();
-                again.expect("no panic under this lock").push(page);
-                self.ring();
+            Mapped::Later(_) | Mapped::No(_) | Mapped::Refused(_) => self.bring_again(vec![page]),
+        }
+    }
+
+    /// `pages` were discarded, or made missing. A reader looks again at those for which a thread
+    /// waits: meanwhile their exits may have been taken for exits in vain.
+    pub fn discarded(&self, pages: Range<Page>) {
+        if let Some(provider) = &self.provider {
+            let held = provider.release(pages, |_| true);
+            if !held.is_empty() {
+                self.bring_again(held);
             }
         }
     }
 
+    /// A reader brings `pages`.
+    fn bring_again(&self, pages: Vec<Page>) {
+        let again = self.again.lock();
+        again.expect("no panic under this lock").extend(pages);
+        self.ring();
+    }
+
     /// A thread waits for `page`. Ends the run if the page was in place, and another process has
-    /// removed it from its file. It reads as zeros then. No vCPU returns what it has made of them:
-    /// each asks for the failure first, and waits here for the lock.
+    /// removed it from its file.
     pub(super) fn lose_if_removed(&self, page: Page) -> bool {
-        let failure = self.failure.lock();
-        let mut failure = failure.expect("no panic under this lock");
-        let Some(lost) = self.memory.host.find_removed(self.memory.backing(page)) else {
-            return false;
-        };
-        failure.get_or_insert(self.loss(page, &lost));
-        drop(failure);
-        self.stop();
-        true
+        let lost = self.memory.host.find_removed(self.memory.backing(page));
+        lost.iter().for_each(|lost| self.lose(page, lost));
+        lost.is_some()
     }
 
     /// Whether `page` is missing in a slot that exits.
@@ -205,16 +212,12 @@ impl FaultState {
     }
 
     pub(super) fn lose(&self, page: Page, lost: &LostPage) {
-        self.fail(self.loss(page, lost));
-    }
-
-    fn loss(&self, page: Page, lost: &LostPage) -> Failure {
         let gpa = self.slots.at(self.memory.hva(page)).map(|(_, gpa)| gpa);
-        Failure {
+        self.fail(Failure {
             lost: gpa,
             kind: lost.kind,
             cause: lost.reason.to_string(),
-        }
+        });
     }
 
     /// The handler that fills the memory fills no more pages.
@@ -236,10 +239,6 @@ impl FaultState {
         first
             .expect("no panic under this lock")
             .get_or_insert(failure);
-        self.stop();
-    }
-
-    fn stop(&self) {
         self.kicks.stop();
         self.end();
     }
@@ -252,7 +251,7 @@ impl FaultState {
         });
     }
 
-    /// Slots were changed, or pages were discarded.
+    /// Slots were changed.
     pub(super) fn slots_changed(&self) {
         self.slots_changed.store(true, Ordering::Release);
         self.ring();

@@ -9,6 +9,7 @@ use crate::counters::{Counters, FaultCounters};
 use crate::error::{HostError, LostPage};
 use crate::per_cpu_pages::PerCpuPages;
 use crate::resolve::{Frame, Resolution};
+use crate::settled::TICK;
 use crate::ticket::Ticket;
 use lacuna_addr::{Level, PAGE_SIZE};
 use lacuna_frames::{FramePtr, PageNo, PageState, PageWord};
@@ -95,7 +96,7 @@ impl Core {
                 // It may be missing afterwards. That thread waits for users.
                 PageState::Discarding => {
                     drop(user);
-                    std::thread::yield_now();
+                    self.settled.wait_past(self.settled.generation(), TICK);
                 }
                 // If another thread is answering now, its content counts.
                 PageState::Fetching { .. } => {

@@ -48,8 +48,7 @@ impl Host {
     }
 
     /// The loss of the page at `addr`, for which a thread sleeps, if its word says that it is in
-    /// place, but its file has it no longer: another process has removed it. It reads as zeros
-    /// then, and the caller ends the guest.
+    /// place, but its file has it no longer: another process has removed it.
     pub fn find_removed(&self, addr: BackingAddr) -> Option<LostPage> {
         let page = PageNo::of(addr);
         let region = self.core.regions.find(page)?;

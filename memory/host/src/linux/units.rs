@@ -26,6 +26,7 @@ use crate::host::Host;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
 use crate::resolve::Resolution;
+use crate::settled::TICK;
 use crate::ticket::Ticket;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE};
 use lacuna_frames::{BLOCK, PageNo, PageState};
@@ -176,7 +177,7 @@ impl Core {
         let mut taken = 0;
         for (page, content) in pages.iter().enumerate() {
             while word.load() == PageState::Discarding {
-                std::thread::yield_now();
+                self.settled.wait_past(self.settled.generation(), TICK);
             }
             if word.load() == PageState::Empty {
                 // If another thread is first, the page goes to that thread's ticket.
@@ -208,7 +209,7 @@ impl Core {
                 // As in `provide_linux`.
                 PageState::Discarding => {
                     drop(user);
-                    std::thread::yield_now();
+                    self.settled.wait_past(self.settled.generation(), TICK);
                 }
                 PageState::Gone | PageState::Lost => return Err(lost()),
                 _ => return Ok(0),
