@@ -55,6 +55,13 @@ impl PageSet {
         Some(start..start + taken)
     }
 
+    /// The first run of pages in `pages`.
+    pub(crate) fn first_run(&self, pages: Range<u64>) -> Option<Range<u64>> {
+        let start = self.next(pages.start, true)?;
+        let end = self.next(start, false).unwrap_or(self.pages);
+        (start < pages.end).then(|| start..end.min(pages.end))
+    }
+
     /// Removes the pages of `other`, a set of the same guest.
     pub fn subtract(&mut self, other: &Self) {
         let words = self.words.iter_mut().zip(&other.words);
@@ -199,6 +206,14 @@ mod tests {
             let mut without = PageSet::full(pages);
             chosen.iter().for_each(|page| _ = without.remove(SourcePage(*page)));
             prop_assert_eq!(without.len(), pages - set.len());
+            let mut pieces = Vec::new();
+            let mut from = pages / 3;
+            while let Some(run) = set.first_run(from..pages - pages / 4) {
+                from = run.end;
+                pieces.extend(run);
+            }
+            let inside = expected.iter().filter(|p| (pages / 3..pages - pages / 4).contains(*p));
+            prop_assert!(pieces.iter().eq(inside));
             for page in 0..pages + 2 {
                 let is_gone = !without.contains(SourcePage(page)) && page < pages;
                 prop_assert_eq!(is_gone, set.contains(SourcePage(page)));

@@ -409,4 +409,33 @@ mod tests {
         let ended = take_answers(&pages, answers);
         assert!(matches!(ended, Err(MigrateError::Cut(_))), "{ended:?}");
     }
+
+    /// The destination works between State and Prepared.
+    #[test]
+    fn a_source_waits_while_the_destination_works() {
+        let pair = UnixStream::pair().unwrap();
+        let (mut here, mut there) = (
+            Frames::open(&Ready(pair.0)).unwrap(),
+            Frames::open(&Ready(pair.1)).unwrap(),
+        );
+        for _ in 0..2 {
+            there.write_zeros(SourcePage(0), 0).unwrap();
+        }
+        there.signal(Kind::Prepared).unwrap();
+        let mut waits = 0;
+        let prepared = here.expect_after_work(Kind::Prepared, &mut || {
+            waits += 1;
+            Ok(())
+        });
+        assert!(prepared.is_ok() && waits == 2, "{prepared:?}, {waits}");
+
+        there.write_zeros(SourcePage(0), 0).unwrap();
+        there.write_zeros(SourcePage(0), 1).unwrap();
+        there.flush().unwrap();
+        let cancelled = &mut || Err(MigrateError::Cancelled);
+        let ended = here.expect_after_work(Kind::Prepared, cancelled);
+        assert!(matches!(ended, Err(MigrateError::Cancelled)), "{ended:?}");
+        let odd = here.expect_after_work(Kind::Prepared, &mut || Ok(()));
+        assert!(matches!(odd, Err(MigrateError::Stream(_))), "{odd:?}");
+    }
 }

@@ -2,7 +2,6 @@
 //!
 //! A page may arrive again, or stay at the source in the end: then it is missing again.
 
-use super::frame::DATA_PAGES;
 use super::frames::Frames;
 use super::remote::RemotePages;
 use crate::layout::{bytes_of, in_slots};
@@ -64,26 +63,34 @@ impl<'a, V: Vm> EarlyPages<'a, V> {
     }
 
     /// These pages are zeros. Only pages in place are replaced: after the guest's arrival, the page
-    /// source has zeros for a page that is neither in place nor awaited.
+    /// source has zeros for a page that is neither in place nor awaited. So units in place become
+    /// missing, and a second frame for them is no work.
     pub fn put_zeros(&self, first: SourcePage, count: u64) -> Result<(), MigrateError> {
-        let older: Vec<_> = {
-            let placed = self.placed();
-            let pages = first.0..first.0 + count;
-            pages
-                .filter(|page| placed.contains(SourcePage(*page)))
-                .collect()
-        };
-        for run in older.chunk_by(|a, b| a + 1 == *b) {
-            if self.missing.unit().get() == 1 {
-                self.take_back(run[0]..run[0] + run.len() as u64)?;
-                continue;
-            }
-            let zeros = vec![0; run.len().min(DATA_PAGES) * PAGE_SIZE];
-            for part in run.chunks(DATA_PAGES) {
-                self.put(SourcePage(part[0]), &zeros[..part.len() * PAGE_SIZE])?;
+        let unit = self.missing.unit().get();
+        let (mut from, end) = (first.0, first.0 + count);
+        loop {
+            let Some(run) = self.placed().first_run(from..end) else {
+                return Ok(());
+            };
+            from = run.end.min(run.start - run.start % unit + AT_ONCE as u64);
+            let whole = run.start.next_multiple_of(unit)..from - from % unit;
+            if whole.start < whole.end {
+                self.write_zeros(run.start..whole.start)?;
+                self.take_back(whole.clone())?;
+                self.write_zeros(whole.end..from)?;
+            } else {
+                self.write_zeros(run.start..from)?;
             }
         }
-        Ok(())
+    }
+
+    /// Writes zeros to parts of units in place.
+    fn write_zeros(&self, pages: Range<u64>) -> Result<(), MigrateError> {
+        let zeros = vec![0; (pages.end - pages.start) as usize * PAGE_SIZE];
+        match zeros.is_empty() {
+            true => Ok(()),
+            false => self.put(SourcePage(pages.start), &zeros),
+        }
     }
 
     /// These pages, whole units, are missing again.

@@ -249,8 +249,8 @@ impl Frames {
         }
     }
 
-    /// As [`Frames::expect`], where the other side may work for some time before. Calls `waits` each
-    /// time that it shows that it is there ([`Frames::keep_alive`]).
+    /// As [`Frames::expect`], where the other side may work for any time before. Calls `waits` each
+    /// time that it shows that it is there ([`Frames::keep_alive`]): an error ends the wait.
     pub fn expect_after_work(
         &mut self,
         kind: Kind,
@@ -259,7 +259,7 @@ impl Frames {
         loop {
             match self.read()? {
                 found if found == kind => return Ok(()),
-                Kind::Zeros if self.payload.ends_with(&0_u64.to_le_bytes()) => waits()?,
+                Kind::Zeros if self.payload.get(NUMBER..) == Some(&[0; 8]) => waits()?,
                 found => return Err(unexpected(found, kind)),
             }
         }

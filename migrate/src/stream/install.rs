@@ -66,8 +66,9 @@ impl Installer<'_> {
         Ok(())
     }
 
-    /// All pages have arrived: puts the huge pages in place whose other parts are zeros. A page that
-    /// has arrived keeps its content, and a huge page that the guest has given back stays away.
+    /// All pages have arrived: puts the huge pages in place whose other parts are zeros. A page
+    /// that has arrived keeps its content, and a huge page that the guest has given back stays
+    /// away.
     pub fn complete(&self) -> Result<(), MigrateError> {
         let unit = self.missing.unit().get();
         let zeros = vec![0; unit as usize * PAGE_SIZE];

@@ -213,8 +213,8 @@ impl Incoming {
         let missing = vm.missing_memory().ok_or(MigrateError::NoSource)?;
         // A slot that was added after boot has no page source, and refuses this.
         for slot in self.machine.layout.slots() {
-            let unit = Gfn::new(slot.gfn);
-            let unit = unit.and_then(|first| GfnRange::new(first, missing.unit().get()));
+            let pages = slot.pages.min(missing.unit().get());
+            let unit = Gfn::new(slot.gfn).and_then(|first| GfnRange::new(first, pages));
             missing.make_missing(unit.ok_or(MigrateError::OtherSlots)?)?;
         }
         Ok(Some(missing))
