@@ -21,7 +21,8 @@
 //! | `rounds` | copies a running VM until few pages are left |
 //! | `state` | a machine: what it is, and its state without memory |
 //! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |
-//! | `stream` | a live migration over sockets (docs/formats.md) |
+//! | `stream` | a live migration over connections (docs/formats.md) |
+//! | `transport` | the connections: UNIX sockets, TCP, TLS |
 //!
 //! It sees `machine` and page sources, and no backend, so it is the same code for all of them.
 #![forbid(unsafe_code)]
@@ -35,6 +36,7 @@ mod rounds;
 mod snapshot;
 mod state;
 pub mod stream;
+pub mod transport;
 
 pub use copy::{OnPages, PageSink};
 pub use error::MigrateError;

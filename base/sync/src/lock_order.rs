@@ -66,6 +66,7 @@ classes! {
         LogReaders "LogReaders (machine)";
     Vm:
         MmuLayout "Mmu::layout",
+        IncomingConnections "Listener::candidates (migrate)",
         KvmDirty "Dirty::state (kvm)",
         ExclusiveTurn "Exclusive::turn (soft)";
     Vcpus:
@@ -137,6 +138,8 @@ classes! {
         PagesThere "There::pages (migrate)",
         HashesThere "There::hashes (migrate)",
         CauseOfEnd "Streams::cause (migrate)",
+        MigrationLink "Link (migrate)",
+        FirstConnection "Connector::first, Accepted::first (migrate)",
         Gic "Gic::shared (arm64)",
         TlbInbox "Vcpu::inbox (arm64)",
         SoftParker "Parker::state (soft)",

@@ -11,7 +11,6 @@
 //! lacuna doctor                   what this host can do
 //! ```
 
-mod address;
 mod lab;
 mod machine;
 mod memory;
@@ -22,7 +21,6 @@ mod serve;
 mod snapshot;
 mod tls;
 
-pub use address::{Address, HostPort};
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
 pub(crate) use machine::RunOn;
 pub use memory::{MemoryKind, WrongMemory};
@@ -32,8 +30,7 @@ pub use run::{Apf, Arch, Backend, Cpu, RunArgs, SwapMedium, SwapSpec, Thp, temp_
 pub use serve::ServeArgs;
 pub use snapshot::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
 
-pub(crate) use tls::check as check_tls;
-pub use tls::{TlsArgs, TlsFiles};
+pub use tls::TlsArgs;
 
 use std::path::PathBuf;
 use std::str::FromStr;

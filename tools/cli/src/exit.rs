@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use lacuna_lab::experiment::LabError;
+use lacuna_migrate::transport::TransportError;
 use lacuna_soft::ErrorKind;
 
 use crate::signals::Signal;
@@ -89,6 +90,11 @@ impl From<ErrorKind> for Exit {
             ErrorKind::Cancelled => Self::Stopped,
         }
     }
+}
+
+/// The exit code and the text for the user.
+pub(crate) fn transport_refusal(error: TransportError) -> (Exit, String) {
+    (error.kind().into(), error.to_string())
 }
 
 impl From<&LabError> for Exit {

@@ -12,9 +12,8 @@
 //! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
 //! * [`snapshot`], [`migrate`], [`control`]: `lacuna snapshot`, `lacuna migrate`, and the control
 //!   socket of a running guest.
-//! * [`transport`]: connections between the two sides of a migration.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
-//! * [`serve`], [`socket`]: `lacuna serve`.
+//! * [`serve`]: `lacuna serve`.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
@@ -41,6 +40,4 @@ pub mod serve;
 pub mod signals;
 pub mod size;
 pub mod snapshot;
-pub mod socket;
 mod store;
-pub mod transport;

@@ -1,6 +1,6 @@
 //! `lacuna migrate`: moves a running guest to another process.
 
-use crate::args::{Address, MigrateArgs, TlsFiles};
+use crate::args::MigrateArgs;
 use crate::control::client::Client;
 use crate::control::message::{Answer, Progress, Request};
 use crate::control::migration::{Migrated, Moving, MovingStage};
@@ -14,6 +14,7 @@ use lacuna_lab::report::{short, time};
 use lacuna_lab::result::SCHEMA;
 use lacuna_migrate::Budget;
 use lacuna_migrate::stream::Mode;
+use lacuna_migrate::transport::{Address, TlsFiles};
 use serde::Serialize;
 use std::time::Duration;
 

@@ -78,7 +78,7 @@ struct Job<'a> {
     /// The snapshot's memory file, if the guest's pages stay there.
     backing: Option<LinuxBacking>,
     signals: &'a Signals,
-    control: Option<ControlSocket<'a>>,
+    control: Option<ControlSocket>,
 }
 
 /// Runs a guest as `args` say; prints the result and returns the exit code.
@@ -132,7 +132,7 @@ fn run_controlled(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,
-    control: Option<ControlSocket<'_>>,
+    control: Option<ControlSocket>,
 ) -> Result<Exit, Refusal> {
     let (arch, cpu) = match (start, start.machine()) {
         (_, Some(machine)) => (machine.arch, machine.cpu),

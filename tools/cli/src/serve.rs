@@ -1,16 +1,16 @@
 //! `lacuna serve`: provides a guest's memory to other processes, page by page.
 
 use crate::args::{PagesFrom, ServeArgs};
-use crate::exit::Exit;
+use crate::exit::{Exit, transport_refusal};
 use crate::live::{columns, fit};
 use crate::output::{check_target, complain, write_result_until_signal};
 use crate::pages;
 use crate::signals::Signals;
 use crate::size::Size;
-use crate::socket::Socket;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_lab::report::{short, time};
+use lacuna_migrate::transport::PrivateSocket;
 use lacuna_source::{Injected, Measured, PageSource, Policy, Server, SourceStats, serve as start};
 use serde::Serialize;
 use std::io;
@@ -74,7 +74,7 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
         source = Box::new(link.map_err(|error| host(&no_thread(&error)))?);
     }
     let source = Arc::new(Measured::new(source));
-    let socket = Socket::bind(&args.socket)?;
+    let socket = PrivateSocket::bind(&args.socket).map_err(transport_refusal)?;
     let asked = Arc::clone(&source) as Arc<dyn PageSource>;
     let listener = socket.listener().try_clone();
     let listener = listener.map_err(|error| host(&format!("no descriptor is left: {error}")))?;

@@ -1,10 +1,11 @@
 //! The options of `lacuna migrate`.
 
-use super::{Address, Output, TlsArgs};
+use super::{Output, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::parse_duration;
 use clap::{Args, ValueEnum};
 use lacuna_migrate::stream::{Compression, Mode};
+use lacuna_migrate::transport::Address;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;

@@ -1,11 +1,12 @@
 //! The options of `lacuna run`.
 
-use super::{Address, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
+use super::{MemoryKind, Output, PagesFrom, Patience, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::builder::ArgPredicate;
 use clap::{Args, ValueEnum};
 use lacuna_machine::CpuModel;
+use lacuna_migrate::transport::Address;
 use lacuna_soft::HugePages;
 use std::fmt;
 use std::path::PathBuf;

@@ -1,8 +1,7 @@
 //! `--tls-ca`, `--tls-cert` and `--tls-key`.
 
-use super::Address;
 use clap::Args;
-use serde::{Deserialize, Serialize};
+use lacuna_migrate::transport::{Address, TlsFiles};
 use std::path::PathBuf;
 
 /// The options for addresses `tls:HOST:PORT`.
@@ -19,18 +18,6 @@ pub struct TlsArgs {
     pub tls_key: Option<PathBuf>,
 }
 
-/// The files that TLS needs.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TlsFiles {
-    /// The authority whose certificates the other side may have.
-    pub ca: PathBuf,
-    /// This side's certificate.
-    pub cert: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
-}
-
 impl TlsArgs {
     /// The files for `address`.
     ///
@@ -45,23 +32,9 @@ impl TlsArgs {
             }),
             _ => None,
         };
-        check(address, files)
-    }
-}
-
-/// Refuses files if `address` takes none, and their absence if it needs them.
-///
-/// # Errors
-/// What to do.
-pub fn check(address: &Address, files: Option<TlsFiles>) -> Result<Option<TlsFiles>, String> {
-    match (address, &files) {
-        (Address::Tls(_), None) => Err(format!(
-            "{address}: both sides need certificates: give an authority, a certificate and its \
-             key (--tls-ca, --tls-cert, --tls-key)"
-        )),
-        (Address::Unix(_) | Address::Tcp(_), Some(_)) => Err(format!(
-            "{address} takes no certificates: give an address tls:HOST:PORT, or leave them out"
-        )),
-        _ => Ok(files),
+        match address.check_tls(files.as_ref()) {
+            Ok(()) => Ok(files),
+            Err(error) => Err(format!("{error} (--tls-ca, --tls-cert, --tls-key)")),
+        }
     }
 }

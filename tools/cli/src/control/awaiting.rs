@@ -2,7 +2,7 @@
 
 use super::message::{Answer, PROTOCOL, Refused, Request, State, Status};
 use super::{Answers, ClientActions};
-use crate::transport::Link;
+use lacuna_migrate::transport::Link;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 

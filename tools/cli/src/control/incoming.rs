@@ -10,8 +10,8 @@
 use super::message::Refused;
 use super::migration::{Arriving, ArrivingStage, RANGES_SHOWN, Range, again, missing_in_words};
 use crate::output::{complain, visible};
-use crate::transport::Link;
 use lacuna_migrate::stream::Incoming;
+use lacuna_migrate::transport::Link;
 use lacuna_migrate::{MemoryLayout, MigrateError, PageSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -1,11 +1,12 @@
 //! Requests and answers of a control socket: each is a JSON object on a line of its own.
 
 use super::migration::{Arriving, Migrated, Moving};
-use crate::args::{Compress, TlsFiles};
+use crate::args::Compress;
 use crate::exit::Exit;
 use crate::sample::Pages;
 use lacuna_machine::{Ending, ErrorKind};
 use lacuna_migrate::stream::Mode;
+use lacuna_migrate::transport::TlsFiles;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 

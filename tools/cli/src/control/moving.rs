@@ -4,11 +4,11 @@ use super::controlled::{Controlled, PROGRESS, Phase, budget};
 use super::message::{Answer, Progress, Refused};
 use super::migration::{Migrated, again};
 use super::outgoing::{OutgoingMigration, Wanted};
-use crate::args::{Address, Compress, TlsFiles, check_tls};
-use crate::transport::{Connector, Link};
+use crate::args::Compress;
 use lacuna_machine::{ErrorKind, Vm};
 use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Mode, OutgoingGuest, Plan, STREAMS_MAX, Sent, send};
+use lacuna_migrate::transport::{Address, AddressError, Connector, Link, TlsFiles};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -39,7 +39,6 @@ impl Order {
         if let Some(path) = paths.into_iter().find(|path| !path.is_absolute()) {
             return Err(relative(&path.display()));
         }
-        let tls = check_tls(&to, tls).map_err(Refused::request)?;
         let plan = Plan {
             mode: fields.mode.unwrap_or_default(),
             budget: budget(fields.downtime_ms)?,
@@ -357,7 +356,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
 /// The address of a request.
 fn address(text: &str) -> Result<Address, Refused> {
-    let address: Address = text.parse().map_err(Refused::request)?;
+    let address: Address = text
+        .parse()
+        .map_err(|error: AddressError| Refused::request(error.to_string()))?;
     match &address {
         Address::Unix(path) if !path.is_absolute() => Err(relative(&address)),
         _ => Ok(address),

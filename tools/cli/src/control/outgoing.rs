@@ -10,10 +10,9 @@
 
 use super::message::{Refused, State};
 use super::migration::{Moving, MovingStage};
-use crate::args::Address;
-use crate::transport::Link;
 use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::Mode;
+use lacuna_migrate::transport::{Address, Link};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

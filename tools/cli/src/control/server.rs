@@ -3,9 +3,9 @@
 use super::client_actions::ClientActions;
 use super::lines::{Line, Lines};
 use super::message::{Answer, LINE_MAX, Refused, Request};
-use crate::exit::Exit;
+use crate::exit::{Exit, transport_refusal};
 use crate::run::Refusal;
-use crate::socket::Socket;
+use lacuna_migrate::transport::PrivateSocket;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -37,8 +37,8 @@ pub trait Answers: Sync {
 }
 
 /// The control socket of one run, which is removed when the value is dropped.
-pub struct ControlSocket<'a> {
-    socket: Socket<'a>,
+pub struct ControlSocket {
+    socket: PrivateSocket,
     /// Wakes all threads, for the end.
     bell: OwnedFd,
     phase: AtomicU8,
@@ -61,14 +61,14 @@ struct Open<'scope> {
     thread: ScopedJoinHandle<'scope, Option<Lines>>,
 }
 
-impl<'a> ControlSocket<'a> {
+impl ControlSocket {
     /// Makes the socket. This user alone can connect to it. Clients wait until
     /// [`ControlSocket::serve`].
     ///
     /// # Errors
     /// The exit code and the text for the user.
-    pub fn open(path: &'a Path) -> Result<Self, Refusal> {
-        let socket = Socket::bind(path)?;
+    pub fn open(path: &Path) -> Result<Self, Refusal> {
+        let socket = PrivateSocket::bind(path).map_err(transport_refusal)?;
         let failed = |error: io::Error| {
             let text = format!("the control socket {}: {error}", path.display());
             (Exit::Host, text)

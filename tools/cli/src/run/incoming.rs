@@ -11,18 +11,18 @@
 
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Start, run_controlled};
-use crate::args::{Address, RunArgs};
+use crate::args::RunArgs;
 use crate::control::{Awaiting, ClientActions, ControlSocket, IncomingGuest};
-use crate::exit::Exit;
+use crate::exit::{Exit, transport_refusal};
 use crate::migrate::{line, words};
 use crate::output::{check_target, complain, visible};
 use crate::sample::Received;
 use crate::signals::Signals;
 use crate::size::Size;
-use crate::transport::{Accepted, Candidate, Link, Listener};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{PageSource, PlatformDevices, Vm};
 use lacuna_migrate::stream::{Incoming, Prepared};
+use lacuna_migrate::transport::{Accepted, Address, Candidate, Link, Listener};
 use lacuna_migrate::{Machine, MigrateError};
 use std::ops::ControlFlow;
 use std::sync::atomic::AtomicBool;
@@ -114,7 +114,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let link = Arc::new(Link::of_destination(cut));
     let listener = Listener::open(at, files.as_ref(), link);
-    let listener = listener.map_err(|error| (error.kind().into(), error.to_string()))?;
+    let listener = listener.map_err(transport_refusal)?;
     complain(&format!("waiting for a guest at {}", listener.address()));
     let arrival = match &control {
         None => wait(&listener)?,
@@ -139,8 +139,8 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
 
 /// As [`wait`], while clients of a control socket are served. A client may end the wait.
 fn wait_controlled<'a>(
-    listener: &'a Listener<'a>,
-    socket: &ControlSocket<'_>,
+    listener: &'a Listener,
+    socket: &ControlSocket,
 ) -> Result<Option<Arrival<'a>>, Refusal> {
     let (at, link) = (listener.address().to_string(), Arc::clone(listener.link()));
     let awaiting = Awaiting::new(at, socket.actions(), link);
@@ -159,7 +159,7 @@ fn wait_controlled<'a>(
 
 /// Waits until a connection has announced a guest. Other connections are refused. `None`: a signal
 /// or a client has ended the wait.
-fn wait<'a>(listener: &'a Listener<'a>) -> Result<Option<Arrival<'a>>, Refusal> {
+fn wait<'a>(listener: &'a Listener) -> Result<Option<Arrival<'a>>, Refusal> {
     while listener.link().is_open() {
         let next = listener.next().map_err(|error| {
             let text = format!(

@@ -263,13 +263,13 @@ fn refusal(error: &impl BackendError) -> Refusal {
 /// Ends the control socket's thread. After a panic it also ends the waits for a guest's source, of
 /// a thread and of clients.
 pub(super) struct EndServing<'a> {
-    control: Option<&'a ControlSocket<'a>>,
+    control: Option<&'a ControlSocket>,
     incoming_guest: Option<&'a Arc<IncomingGuest>>,
 }
 
 impl<'a> EndServing<'a> {
     /// Ends the thread of `socket` and no other wait.
-    pub const fn of(socket: &'a ControlSocket<'a>) -> Self {
+    pub const fn of(socket: &'a ControlSocket) -> Self {
         Self {
             control: Some(socket),
             incoming_guest: None,

@@ -433,12 +433,9 @@ fn a_guest_that_cannot_run_there() {
     );
 
     for (address, told) in [
-        (
-            "unix:/nowhere/socket",
-            "start lacuna run --incoming there first",
-        ),
+        ("unix:/nowhere/socket", "start the destination first"),
         ("unix:socket", "give the path from / on"),
-        ("tcp:127.0.0.1:1", "start lacuna run --incoming there first"),
+        ("tcp:127.0.0.1:1", "start the destination first"),
         ("somewhere", "is no address; use unix:PATH"),
     ] {
         let text = client.refused(migrate(address));

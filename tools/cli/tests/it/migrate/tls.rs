@@ -10,8 +10,10 @@ use std::net::TcpStream;
 use std::sync::mpsc::channel;
 use tempfile::TempDir;
 
-pub const CERTIFICATES: &str =
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/migrate/certificates");
+pub const CERTIFICATES: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../migrate/tests/certificates"
+);
 
 /// The options for the certificate `own`, and the authority of the other side.
 fn options(authority: &str, own: &str) -> String {

@@ -5,7 +5,7 @@
 //! the first write above TLS ends the introduction. Until then the time is absolute: a peer that
 //! sends a byte now and then gets no more time.
 
-use lacuna_migrate::stream::{Connection, HangUp};
+use crate::stream::{Connection, HangUp};
 use std::io::{self, IoSlice, Read, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -78,8 +78,8 @@ pub(super) struct Introduced {
 }
 
 impl Introduced {
-    /// `connection` lies above a [`Stream`](super::Stream) of this introduction. The bytes of
-    /// `first` were read from it, and are read again.
+    /// `connection` lies above a stream of this introduction. The bytes of `first` were read from
+    /// it, and are read again.
     pub fn new(
         connection: Box<dyn Connection>,
         introduction: Introduction,
@@ -127,8 +127,8 @@ impl Connection for Introduced {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transport::stream::Socket;
-    use crate::transport::{Link, Stream};
+    use crate::transport::link::Link;
+    use crate::transport::stream::{Socket, Stream};
     use std::os::unix::net::UnixStream;
 
     /// Received bytes give a stranger no more time. The destination's first answer does.

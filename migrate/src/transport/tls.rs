@@ -1,9 +1,8 @@
 //! TLS 1.3 above a connection. Each side has a certificate, and checks the other side's.
 
-use super::Stream;
-use crate::args::TlsFiles;
-use crate::size::Size;
-use lacuna_migrate::stream::{Connection, HangUp};
+use super::stream::Stream;
+use super::{TlsError, TlsFiles};
+use crate::stream::{Connection, HangUp};
 use rustix::fs::OFlags;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -22,23 +21,12 @@ use std::sync::Arc;
 
 /// The largest file with certificates or a key. A file with all authorities of the web
 /// is smaller.
-const FILE_MAX: Size = Size(1 << 20);
+const FILE_MAX: u64 = 1 << 20;
 
 /// The TLS configurations of both sides of a connection.
 pub struct Tls {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
-}
-
-/// Files unusable for TLS: what is wrong, and what to do.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct TlsError(String);
-
-impl TlsError {
-    fn of(path: &Path, error: &dyn Display, advice: &str) -> Self {
-        Self(format!("{}: {error}; {advice}", path.display()))
-    }
 }
 
 impl Tls {
@@ -95,15 +83,20 @@ impl Tls {
         Ok(Box::new(Secured(StreamOwned::new(connection, stream))))
     }
 
-    /// The destination's end of `stream`.
-    pub(super) fn accept(&self, mut stream: Stream) -> io::Result<Box<dyn Connection>> {
+    /// The destination's end of `stream`. An error comes with the stream, on which the other side
+    /// may have got an alert.
+    pub(super) fn accept(
+        &self,
+        mut stream: Stream,
+    ) -> Result<Box<dyn Connection>, (Stream, io::Error)> {
         let connection = ServerConnection::new(Arc::clone(&self.server));
-        let mut connection = connection.map_err(io::Error::other)?;
+        let mut connection = match connection {
+            Ok(connection) => connection,
+            Err(error) => return Err((stream, io::Error::other(error))),
+        };
         while connection.is_handshaking() {
             if let Err(error) = connection.complete_io(&mut stream) {
-                // The other side has got the alert.
-                stream.end_gently();
-                return Err(in_words(error));
+                return Err((stream, in_words(error)));
             }
         }
         Ok(Box::new(Secured(StreamOwned::new(connection, stream))))
@@ -136,10 +129,10 @@ fn read(path: &Path, advice: &str) -> Result<Vec<u8>, TlsError> {
         return Err(failed(&"no regular file"));
     }
     let mut content = Vec::new();
-    let read = file.take(FILE_MAX.0 + 1).read_to_end(&mut content);
+    let read = file.take(FILE_MAX + 1).read_to_end(&mut content);
     read.map_err(|error| failed(&error))?;
-    match content.len() as u64 > FILE_MAX.0 {
-        true => Err(failed(&format_args!("larger than {FILE_MAX}"))),
+    match content.len() as u64 > FILE_MAX {
+        true => Err(failed(&"larger than 1M")),
         false => Ok(content),
     }
 }
@@ -154,12 +147,12 @@ fn in_words(error: io::Error) -> io::Error {
     };
     let text = match inner {
         Error::AlertReceived(alert) => format!(
-            "the other side refuses this side's certificate (TLS alert {alert:?}): give one of the \
-             authority that the other side has as --tls-ca"
+            "the other side refuses this side's certificate (TLS alert {alert:?}): give one of an \
+             authority that the other side accepts"
         ),
         Error::InvalidCertificate(why) => format!(
-            "the other side's certificate is refused ({why}): it has to be of the authority of \
-             --tls-ca, and for the name or address of that host"
+            "the other side's certificate is refused ({why}): it has to be of the authority \
+             that this side accepts, and for the name or address of that host"
         ),
         Error::NoCertificatesPresented => "the other side has no certificate".into(),
         other => format!("this is no TLS of a migration: {other}"),

@@ -1,6 +1,6 @@
-//! A listening UNIX socket of a command.
+//! A listening UNIX socket with a name.
 
-use crate::exit::Exit;
+use super::TransportError;
 use rustix::fs::{Mode, fchmod};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, listen, socket_with};
@@ -8,11 +8,11 @@ use std::fs::{Metadata, symlink_metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A socket whose file is removed when the value is dropped.
-pub struct Socket<'a> {
-    path: &'a Path,
+pub struct PrivateSocket {
+    path: PathBuf,
     /// The file, if it could be found after it was made.
     file: Option<FileId>,
     listener: UnixListener,
@@ -21,16 +21,16 @@ pub struct Socket<'a> {
 /// The device and the number of an inode.
 type FileId = (u64, u64);
 
-impl<'a> Socket<'a> {
+impl PrivateSocket {
     /// Listens at `path`, where there must be nothing yet. This user alone can connect: a socket
     /// carries a guest, its memory, or control of it.
     ///
     /// # Errors
-    /// The exit code and the text for the user.
-    pub fn bind(path: &'a Path) -> Result<Self, (Exit, String)> {
+    /// [`TransportError::Listen`].
+    pub fn bind(path: &Path) -> Result<Self, TransportError> {
         match bind_private(path) {
             Ok(listener) => Ok(Self {
-                path,
+                path: path.to_owned(),
                 file: id(path),
                 listener,
             }),
@@ -43,11 +43,11 @@ impl<'a> Socket<'a> {
                     }
                     _ => "name a socket in a folder that this user can write to",
                 };
-                let (path, error) = (path.display(), io::Error::from(errno));
-                Err((
-                    Exit::Usage,
-                    format!("cannot listen at {path}: {error}; {advice}"),
-                ))
+                Err(TransportError::Listen {
+                    at: path.display().to_string(),
+                    error: errno.into(),
+                    advice,
+                })
             }
         }
     }
@@ -98,13 +98,13 @@ fn taken(path: &Path) -> &'static str {
     }
 }
 
-impl Drop for Socket<'_> {
+impl Drop for PrivateSocket {
     fn drop(&mut self) {
         // Another process may have removed the file, and a third one may have made its own under
         // this name. The kernel keeps the inode of our file until the listener is closed, so no
         // other file has its number.
-        if self.file.is_some() && self.file == id(self.path) {
-            let _ = std::fs::remove_file(self.path);
+        if self.file.is_some() && self.file == id(&self.path) {
+            let _ = std::fs::remove_file(&self.path);
         }
     }
 }
@@ -118,13 +118,13 @@ mod tests {
     fn only_the_own_file_is_removed() {
         let dir = tempfile::tempdir().unwrap();
         let [path, other] = ["socket", "other"].map(|name| dir.path().join(name));
-        let own = Socket::bind(&path).unwrap();
+        let own = PrivateSocket::bind(&path).unwrap();
         drop(own);
         assert!(!path.exists());
 
-        let first = Socket::bind(&path).unwrap();
+        let first = PrivateSocket::bind(&path).unwrap();
         remove_file(&path).unwrap();
-        let second = Socket::bind(&path).unwrap();
+        let second = PrivateSocket::bind(&path).unwrap();
         drop(first);
         UnixStream::connect(&path).unwrap();
         rename(&path, &other).unwrap();
@@ -137,7 +137,12 @@ mod tests {
     fn a_taken_name_has_advice() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("name");
-        let refused = |path| Socket::bind(path).err().expect("refused").1;
+        let refused = |path| {
+            PrivateSocket::bind(path)
+                .err()
+                .expect("refused")
+                .to_string()
+        };
         let socket = UnixListener::bind(&path).unwrap();
         assert!(refused(&path).ends_with("another process serves there: choose another name"));
         drop(socket);

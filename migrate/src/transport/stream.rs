@@ -2,7 +2,7 @@
 
 use super::introduction::Introduction;
 use super::link::{LOOK, Link};
-use lacuna_migrate::stream::{Connection, HangUp};
+use crate::stream::{Connection, HangUp};
 use rustix::net::sockopt;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -86,11 +86,6 @@ impl Stream {
         let introduction = self.introduction.as_ref();
         self.introduction = introduction.map(|left| left.shortened(DRAIN));
         while self.read(&mut [0; 4096]).is_ok() {}
-    }
-
-    /// The shared part of this migration's connections.
-    pub fn link(&self) -> &Arc<Link> {
-        &self.link
     }
 }
 

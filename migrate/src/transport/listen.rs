@@ -1,56 +1,56 @@
 //! The destination's side: accepts connections.
 
 use super::candidates::{Candidate, Candidates};
-use super::link::LOOK;
+use super::link::{LOOK, Link};
 use super::stream::Socket;
-use super::{Link, Tls, TransportError};
-use crate::args::{Address, HostPort, TlsFiles};
-use crate::socket::Socket as Named;
-use lacuna_migrate::stream::{Connection, Connections};
+use super::tls::Tls;
+use super::{Address, HostPort, PrivateSocket, TlsFiles, TransportError};
+use crate::stream::{Connection, Connections};
+use lacuna_sync::{Mutex, lock, lock_order};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long a source may take for each further connection.
 const FURTHER: Duration = Duration::from_secs(30);
 
 /// Accepts connections at one address. The socket's file is removed when the value is dropped.
-pub struct Listener<'a> {
+pub struct Listener {
     at: Address,
-    waits: Waits<'a>,
+    waits: Waits,
     link: Arc<Link>,
-    candidates: Mutex<Candidates>,
+    candidates: Mutex<Candidates, lock_order::IncomingConnections>,
 }
 
-enum Waits<'a> {
-    Unix(Named<'a>),
+enum Waits {
+    Unix(PrivateSocket),
     Tcp(TcpListener),
 }
 
-impl<'a> Listener<'a> {
+impl Listener {
     /// Listens at `at`. A UNIX socket is for this user alone. `tls` has the files for it, if the
     /// address needs some. All connections share `link`.
     ///
     /// # Errors
     /// [`TransportError`].
     pub fn open(
-        at: &'a Address,
+        at: &Address,
         tls: Option<&TlsFiles>,
         link: Arc<Link>,
     ) -> Result<Self, TransportError> {
+        at.check_tls(tls)?;
         let tls = tls.map(Tls::load).transpose()?;
         let failed = |error: io::Error| TransportError::Listen {
-            at: at.clone(),
+            at: at.to_string(),
             advice: advice(&error),
             error,
         };
         let (at, waits) = match at {
             Address::Unix(path) => {
-                let named = Named::bind(path);
-                let named = named.map_err(|(exit, text)| TransportError::Socket(exit, text))?;
+                let named = PrivateSocket::bind(path)?;
                 named.listener().set_nonblocking(true).map_err(failed)?;
                 (at.clone(), Waits::Unix(named))
             }
@@ -88,8 +88,7 @@ impl<'a> Listener<'a> {
     /// # Errors
     /// No connection can be accepted.
     pub fn next(&self) -> io::Result<Option<Candidate>> {
-        let candidates = self.candidates.lock();
-        let mut candidates = candidates.unwrap_or_else(PoisonError::into_inner);
+        let mut candidates = lock(&self.candidates);
         if let Some(candidate) = candidates.next() {
             return Ok(Some(candidate));
         }
@@ -127,7 +126,7 @@ impl<'a> Listener<'a> {
     }
 }
 
-impl AsFd for Waits<'_> {
+impl AsFd for Waits {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match self {
             Self::Unix(named) => named.listener().as_fd(),
@@ -149,13 +148,13 @@ fn wait_for_either(one: &impl AsFd, other: &impl AsFd) {
 
 /// The connections of one migration. The first one has been accepted.
 pub struct Accepted<'a> {
-    listener: &'a Listener<'a>,
-    first: Mutex<Option<Box<dyn Connection>>>,
+    listener: &'a Listener,
+    first: Mutex<Option<Box<dyn Connection>>, lock_order::FirstConnection>,
 }
 
 impl<'a> Accepted<'a> {
     /// Begins with `first`. A wait for another one ends when the listener's [`Link`] says so.
-    pub fn new(listener: &'a Listener<'a>, first: Box<dyn Connection>) -> Self {
+    pub fn new(listener: &'a Listener, first: Box<dyn Connection>) -> Self {
         let first = Mutex::new(Some(first));
         Self { listener, first }
     }
@@ -168,11 +167,7 @@ impl<'a> Accepted<'a> {
 
 impl Connections for Accepted<'_> {
     fn open(&self) -> io::Result<Box<dyn Connection>> {
-        let first = self
-            .first
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let first = lock(&self.first).take();
         if let Some(first) = first {
             return Ok(first);
         }
@@ -223,18 +218,18 @@ mod tests {
     /// The first message of a source, as far as this side looks at it: a frame without a payload.
     const FIRST: [u8; 12] = [1, 0, 0, 0, 0, 0, 0, 0, b'g', b'u', b's', b't'];
 
-    fn listener<'a>(at: &'a Address, tls: Option<&TlsFiles>) -> Listener<'a> {
+    fn listener(at: &Address, tls: Option<&TlsFiles>) -> Listener {
         let link = Arc::new(Link::of_destination(Arc::default()));
         Listener::open(at, tls, link).unwrap()
     }
 
-    fn source(listener: &Listener<'_>, tls: Option<&TlsFiles>) -> Connector {
+    fn source(listener: &Listener, tls: Option<&TlsFiles>) -> Connector {
         let to = listener.address().clone();
         Connector::new(to, tls, Arc::new(Link::of_source())).unwrap()
     }
 
     /// Silent peers.
-    fn strangers(listener: &Listener<'_>, count: usize) -> Vec<TcpStream> {
+    fn strangers(listener: &Listener, count: usize) -> Vec<TcpStream> {
         let (Address::Tcp(place) | Address::Tls(place)) = listener.address() else {
             panic!("{}", listener.address());
         };
@@ -243,7 +238,7 @@ mod tests {
     }
 
     /// The next peer that has introduced itself.
-    fn next(listener: &Listener<'_>) -> Candidate {
+    fn next(listener: &Listener) -> Candidate {
         loop {
             if let Some(candidate) = listener.next().unwrap() {
                 return candidate;
@@ -277,10 +272,7 @@ mod tests {
     }
 
     fn certificates() -> TlsFiles {
-        let folder = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/tests/it/migrate/certificates/"
-        );
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/certificates/");
         let file = |name: &str| PathBuf::from(folder).join(name);
         TlsFiles {
             ca: file("authority.pem"),
@@ -294,10 +286,8 @@ mod tests {
     #[test]
     fn idle_strangers_do_not_keep_the_source_waiting() {
         let began = Instant::now();
-        for (at, tls) in [
-            ("tcp:127.0.0.1:0", None),
-            ("tls:127.0.0.1:0", Some(certificates())),
-        ] {
+        let tls = cfg!(feature = "tls").then(|| ("tls:127.0.0.1:0", Some(certificates())));
+        for (at, tls) in [("tcp:127.0.0.1:0", None)].into_iter().chain(tls) {
             let any = at.parse().unwrap();
             let listener = listener(&any, tls.as_ref());
             let _strangers = strangers(&listener, 5);
@@ -358,8 +348,8 @@ mod tests {
     #[test]
     fn errors_say_what_to_do() {
         for (text, expected) in [
-            ("unix:/nowhere/socket", "start lacuna run --incoming"),
-            ("tcp:127.0.0.1:1", "start lacuna run --incoming"),
+            ("unix:/nowhere/socket", "start the destination first"),
+            ("tcp:127.0.0.1:1", "start the destination first"),
         ] {
             let to: Address = text.parse().unwrap();
             let connector = Connector::new(to, None, Arc::new(Link::of_source())).unwrap();

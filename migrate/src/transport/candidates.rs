@@ -8,9 +8,10 @@
 //! ```
 
 use super::introduction::{Introduced, Introduction};
-use super::stream::Socket;
-use super::{Link, Stream, Tls};
-use lacuna_migrate::stream::{Connection, HangUp, first_message};
+use super::link::Link;
+use super::stream::{Socket, Stream};
+use super::tls::Tls;
+use crate::stream::{Connection, HangUp, first_message};
 use rustix::event::{EventfdFlags, eventfd};
 use std::collections::VecDeque;
 use std::io;
@@ -123,7 +124,10 @@ fn introduce(tls: Option<&Tls>, stream: Stream) -> io::Result<Box<dyn Connection
     let introduction = stream.introduction().cloned();
     let introduction = introduction.unwrap_or_else(Introduction::begins);
     let mut connection: Box<dyn Connection> = match tls {
-        Some(tls) => tls.accept(stream)?,
+        Some(tls) => tls.accept(stream).map_err(|(stream, error)| {
+            stream.end_gently();
+            error
+        })?,
         None => Box::new(stream),
     };
     let first = first_message(&mut connection)?;

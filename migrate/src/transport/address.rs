@@ -1,5 +1,7 @@
-//! The address of the other side of a migration.
+//! The address of the other side of a migration, and the files that TLS needs.
 
+use super::TransportError;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -24,27 +26,62 @@ pub struct HostPort {
     pub port: u16,
 }
 
-impl FromStr for Address {
-    type Err = String;
+/// The files that TLS needs.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TlsFiles {
+    /// The authority whose certificates the other side may have.
+    pub ca: PathBuf,
+    /// This side's certificate.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
 
-    fn from_str(text: &str) -> Result<Self, String> {
+/// Why a text is no address, with an example of one.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct AddressError(String);
+
+impl Address {
+    /// Refuses files if the address takes none, and their absence if it needs them.
+    ///
+    /// # Errors
+    /// [`TransportError::NoFiles`], [`TransportError::NeedlessFiles`].
+    pub fn check_tls(&self, files: Option<&TlsFiles>) -> Result<(), TransportError> {
+        match (self, files) {
+            (Self::Tls(_), None) => Err(TransportError::NoFiles(self.clone())),
+            (Self::Unix(_) | Self::Tcp(_), Some(_)) => {
+                Err(TransportError::NeedlessFiles(self.clone()))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
         match text.split_once(':') {
             Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
             Some(("tcp", place)) => place.parse().map(Self::Tcp),
             Some(("tls", place)) => place.parse().map(Self::Tls),
-            _ => Err(format!(
+            _ => Err(AddressError(format!(
                 "{text:?} is no address; use unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
-            )),
+            ))),
         }
     }
 }
 
 impl FromStr for HostPort {
-    type Err = String;
+    type Err = AddressError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, AddressError> {
         let wrong = |what: &str| {
-            format!("{text:?} {what}; write for example host.example:7000 or [::1]:7000")
+            AddressError(format!(
+                "{text:?} {what}; write for example host.example:7000 or [::1]:7000"
+            ))
         };
         let (host, port) = text.rsplit_once(':').ok_or_else(|| wrong("has no port"))?;
         let port = port.parse();
@@ -122,7 +159,7 @@ mod tests {
             ("tcp:host:", "a port from 0 to 65535"),
             ("tcp:::1:7000", "without brackets"),
         ] {
-            let error = text.parse::<Address>().unwrap_err();
+            let error = text.parse::<Address>().unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");
         }
     }

@@ -1,8 +1,9 @@
 //! The shared state of one migration's connections: the patience with a silent peer, and counters.
 
+use lacuna_sync::{Mutex, MutexGuard, lock, lock_order};
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long a peer may be silent. After that the connection counts as cut.
@@ -17,17 +18,17 @@ const WINDOW: Duration = Duration::from_millis(500);
 /// The shared state of one migration's connections. Any thread may call its methods.
 pub struct Link {
     /// When the migration was cancelled.
-    hurried: Mutex<Option<Instant>>,
+    hurried: Mutex<Option<Instant>, lock_order::MigrationLink>,
     /// A thread of this process has ended all waiting.
     cut: AtomicBool,
     /// A signal has ended all waiting, unless `outlives_signals`.
     interrupted: Arc<AtomicBool>,
     outlives_signals: AtomicBool,
     /// When waiting for a peer to connect ends.
-    deadline: Mutex<Option<Instant>>,
+    deadline: Mutex<Option<Instant>, lock_order::MigrationLink>,
     sent: AtomicU64,
     received: AtomicU64,
-    meter: Mutex<Meter>,
+    meter: Mutex<Meter, lock_order::MigrationLink>,
 }
 
 /// Bytes at two moments of the past.
@@ -71,7 +72,7 @@ impl Link {
     }
 
     fn hurried(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.hurried.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.hurried)
     }
 
     /// Ends all waiting on these connections and for others, with an error.
@@ -108,7 +109,7 @@ impl Link {
     }
 
     fn deadline(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.deadline.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.deadline)
     }
 
     /// Sent and received bytes, including the transport's own.
@@ -119,7 +120,7 @@ impl Link {
     /// Bytes a second, lately.
     pub fn rate(&self) -> f64 {
         let now = (Instant::now(), self.bytes());
-        let mut meter = self.meter.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut meter = lock(&self.meter);
         if now.0 - meter.last.0 >= WINDOW {
             (meter.before, meter.last) = (meter.last, now);
         }

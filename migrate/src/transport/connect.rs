@@ -1,15 +1,16 @@
 //! The source's side: makes connections.
 
-use super::link::LOOK;
-use super::stream::Socket;
-use super::{Link, Stream, Tls, TransportError};
-use crate::args::{Address, HostPort, TlsFiles};
-use lacuna_migrate::stream::{Connection, Connections};
+use super::link::{LOOK, Link};
+use super::stream::{Socket, Stream};
+use super::tls::Tls;
+use super::{Address, HostPort, TlsFiles, TransportError};
+use crate::stream::{Connection, Connections};
+use lacuna_sync::{Mutex, lock, lock_order};
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,19 +23,20 @@ pub struct Connector {
     tls: Option<Tls>,
     link: Arc<Link>,
     /// The first connection, until the migration takes it.
-    first: Mutex<Option<Box<dyn Connection>>>,
+    first: Mutex<Option<Box<dyn Connection>>, lock_order::FirstConnection>,
 }
 
 impl Connector {
     /// Connections to `to`. `tls` has the files for it, if the address needs some.
     ///
     /// # Errors
-    /// [`TransportError::Tls`].
+    /// [`TransportError`].
     pub fn new(
         to: Address,
         tls: Option<&TlsFiles>,
         link: Arc<Link>,
     ) -> Result<Self, TransportError> {
+        to.check_tls(tls)?;
         Ok(Self {
             to,
             tls: tls.map(Tls::load).transpose()?,
@@ -49,7 +51,7 @@ impl Connector {
     /// [`TransportError::Connect`].
     pub fn connect_first(&self) -> Result<(), TransportError> {
         let connected = self.connect()?;
-        *self.first.lock().unwrap_or_else(PoisonError::into_inner) = Some(connected);
+        *lock(&self.first) = Some(connected);
         Ok(())
     }
 
@@ -105,11 +107,7 @@ impl Connector {
 
 impl Connections for Connector {
     fn open(&self) -> io::Result<Box<dyn Connection>> {
-        let first = self
-            .first
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let first = lock(&self.first).take();
         match first {
             Some(stream) => Ok(stream),
             None => self.connect().map_err(io::Error::other),
@@ -139,12 +137,12 @@ fn connect(place: &HostPort) -> io::Result<TcpStream> {
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
-            "start lacuna run --incoming there first, and give the address that it names"
+            "start the destination first, and give the address at which it waits"
         }
-        io::ErrorKind::PermissionDenied => "use the user that runs lacuna run --incoming there",
+        io::ErrorKind::PermissionDenied => "use the user that runs the destination",
         io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable => {
             "see whether the host runs, and whether a firewall lets this port through"
         }
-        _ => "see what lacuna run --incoming says there",
+        _ => "see what the destination says",
     }
 }

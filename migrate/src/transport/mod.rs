@@ -1,0 +1,45 @@
+//! Connections between the two sides of a migration: UNIX sockets, TCP, or TLS above TCP.
+//!
+//! A source has a [`Connector`] to an [`Address`], and a destination a [`Listener`] at one.
+//!
+//! | file | job |
+//! |---|---|
+//! | `address` | addresses, and the files that TLS needs |
+//! | `error` | why there is no connection |
+//! | `link` | the shared state of one migration's connections: patience, counters |
+//! | `stream` | one connection: waits in short steps, so that a silent peer is noticed |
+//! | `connect` | the source's side: makes connections |
+//! | `introduction` | how long a peer has to introduce itself |
+//! | `candidates` | connections before the peers' introductions, all at the same time |
+//! | `tls` | TLS above a connection; without the feature `tls`: `no_tls`, which refuses it |
+//! | `socket` | a UNIX socket with a name, for this user alone |
+//! | `listen` | the destination's side: accepts connections |
+//!
+//! A peer that is silent for 30 s counts as cut off. After a cancel it has one second in all. A
+//! connected peer has 10 s to introduce itself to a destination: to end the handshake of TLS, and
+//! to announce a machine, or, on a later connection, to say to which migration it belongs.
+
+mod address;
+mod candidates;
+mod connect;
+mod error;
+mod introduction;
+mod link;
+mod listen;
+#[cfg(not(feature = "tls"))]
+mod no_tls;
+mod socket;
+mod stream;
+#[cfg(feature = "tls")]
+mod tls;
+
+#[cfg(not(feature = "tls"))]
+use no_tls as tls;
+
+pub use address::{Address, AddressError, HostPort, TlsFiles};
+pub use candidates::Candidate;
+pub use connect::Connector;
+pub use error::{TlsError, TransportError};
+pub use link::Link;
+pub use listen::{Accepted, Listener};
+pub use socket::{PrivateSocket, is_socket};
