@@ -221,6 +221,9 @@ impl Window {
             // SAFETY: the contract.
             match unsafe { self.uffd.shift(from, to) } {
                 Err(Errno::BUSY | Errno::AGAIN) => thread::yield_now(),
+                // Only the page itself can be at `to`: Linux has moved it, and reclaim has read
+                // zeros in the empty frame since.
+                Err(Errno::EXIST) => return self.uffd.wake(to),
                 moved => return moved,
             }
         }

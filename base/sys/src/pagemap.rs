@@ -25,8 +25,6 @@ const WRITTEN: u64 = 1 << 1;
 const PRESENT: u64 = 1 << 3;
 /// `PAGE_IS_SWAPPED`.
 const SWAPPED: u64 = 1 << 4;
-/// `PAGE_IS_PFNZERO`: the kernel's page of zeros.
-const PFNZERO: u64 = 1 << 5;
 /// `PM_SCAN_WP_MATCHING`.
 const WP_MATCHING: u64 = 1;
 /// `PM_SCAN_CHECK_WPASYNC`: refuse untracked ranges instead of skipping them.
@@ -150,16 +148,13 @@ impl Pagemap {
         Ok(present)
     }
 
-    /// Whether the page at `page` has memory of its own: it is in memory or in swap, and is not the
-    /// kernel's page of zeros.
+    /// Whether a page is at `page`: in memory, in swap, or the kernel's page of zeros.
     ///
     /// # Errors
     /// `NOTTY`: Linux before 6.7.
-    pub fn has_memory(&self, page: Hva) -> io::Result<bool> {
+    pub fn has_page(&self, page: Hva) -> io::Result<bool> {
         let page = HvaRange::new(page.page(), 1).ok_or(Errno::INVAL)?;
         let scan = PmScanArg {
-            category_inverted: PFNZERO,
-            category_mask: PFNZERO,
             category_anyof_mask: PRESENT | SWAPPED,
             return_mask: PRESENT | SWAPPED,
             ..PmScanArg::of(page)

@@ -258,37 +258,62 @@ impl Userfaultfd {
     ///
     /// Linux 6.17 and later may report `EEXIST` although it has moved the page. If the page's entry
     /// changes during the move, the kernel tries again, also after the attempt that succeeds, and
-    /// finds the page at `to`. So this call looks whether the page at `from` is still there. No
-    /// thread may put another page there meanwhile; one that reads zeros there does no harm.
+    /// finds the page at `to`. So this call looks whether a page is still at `from`. A thread that
+    /// reads there meanwhile finds the kernel's page of zeros, and this call then reports `EXIST`:
+    /// the moved page may itself be that page, as a huge page's pages of zeros are after a split.
+    ///
+    /// If the page is part of a huge page, the kernel splits that first.
     ///
     /// # Safety
     /// `from` lies in a range given to [`register`](Self::register) or
     /// [`register_for_moves`](Self::register_for_moves), of this or another descriptor.
     ///
     /// # Errors
-    /// `BUSY`: pinned, shared or part of a huge page; `NOENT`: nothing at `from`; `EXIST`:
+    /// `BUSY`: pinned or shared; `NOENT`: nothing at `from`; `EXIST`:
     /// something at `to`; `AGAIN`: try again; `INVAL`: `to` is not registered, or the two mappings
     /// differ in protection.
     pub unsafe fn shift(&self, from: Hva, to: Hva) -> io::Result<()> {
-        let mut shift = Move {
-            dst: to.get(),
-            src: from.get(),
-            len: PAGE_SIZE as u64,
-            mode: 0,
-            done: 0,
-        };
-        // SAFETY: 1. UFFDIO_MOVE takes a `struct uffdio_move`. 2. The destination may change by the
-        // contract of `register`, the source by this function's.
-        match unsafe { self.update::<{ MOVE }, _>(&mut shift) } {
-            Err(Errno::EXIST) if !self.has_memory(from)? => self.wake(to),
-            moved => moved,
-        }
+        // SAFETY: 1. the contract.
+        unsafe { self.shift_run(from, to, 1) }.map_err(|partial| partial.errno)
     }
 
-    fn has_memory(&self, page: Hva) -> io::Result<bool> {
-        self.pagemap
-            .as_ref()
-            .map_or(Ok(true), |pagemap| pagemap.has_memory(page))
+    /// As [`shift`](Self::shift), for `pages` pages one after the other. The kernel moves a huge
+    /// page as a whole if both addresses are multiples of its size, and no page table is at `to`.
+    ///
+    /// # Safety
+    /// As [`shift`](Self::shift).
+    ///
+    /// # Errors
+    /// As [`shift`](Self::shift), for the first page that was not moved.
+    pub unsafe fn shift_run(&self, from: Hva, to: Hva, pages: usize) -> Result<(), Partial> {
+        let mut done = 0;
+        while done < pages {
+            let offset = (done * PAGE_SIZE) as u64;
+            let (from, to) = (Hva::new(from.get() + offset), Hva::new(to.get() + offset));
+            let mut shift = Move {
+                dst: to.get(),
+                src: from.get(),
+                len: ((pages - done) * PAGE_SIZE) as u64,
+                mode: 0,
+                done: 0,
+            };
+            // SAFETY: 1. UFFDIO_MOVE takes a `struct uffdio_move`. 2. The destination may change
+            // by the contract of `register`, the source by this function's.
+            let moved = unsafe { self.update::<{ MOVE }, _>(&mut shift) };
+            let step = match moved {
+                Ok(()) => Ok(pages - done),
+                Err(_) if shift.done > 0 => Ok(shift.done as usize / PAGE_SIZE),
+                Err(Errno::EXIST) if !self.has_page(from) => self.wake(to).map(|()| 1),
+                Err(errno) => Err(errno),
+            };
+            done += step.map_err(|errno| Partial { done, errno })?;
+        }
+        Ok(())
+    }
+
+    fn has_page(&self, page: Hva) -> bool {
+        let pagemap = self.pagemap.as_ref();
+        pagemap.is_none_or(|pagemap| pagemap.has_page(page) != Ok(false))
     }
 
     /// Lets the threads that wait at `page` try again.

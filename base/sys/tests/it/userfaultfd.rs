@@ -155,6 +155,45 @@ fn a_page_moves_between_plain_memory_and_its_place() {
     assert_eq!(word(frame(0)).load(Ordering::Relaxed), 6);
 }
 
+/// After a split of a huge page, its pages of zeros are the kernel's one. The move of such a page
+/// over another one fails, and is not taken for the bug of Linux.
+#[test]
+fn a_page_of_zeros_is_not_lost() {
+    let Some(uffd) = open() else { return };
+    let (here, plain) = (pages_of(map()), map());
+    // SAFETY: 1. both mappings stay for ever and are accessed only by atomics.
+    unsafe {
+        uffd.register_for_moves(HvaRange::new(here(0), 4).unwrap())
+            .unwrap();
+        uffd.register_for_moves(plain).unwrap();
+    }
+    let frame = pages_of(plain);
+    let touch = |page| word(page).load(Ordering::Relaxed);
+    assert_eq!((touch(here(0)), touch(frame(0))), (0, 0));
+    // SAFETY: 1. all pages are registered.
+    let shift = |to| unsafe { uffd.shift(here(0), to) };
+    assert_eq!(shift(frame(0)), Err(Errno::EXIST));
+    assert_eq!(shift(frame(1)), Ok(()));
+    assert_eq!(shift(frame(2)), Err(Errno::NOENT));
+}
+
+/// A run of pages moves until its first page that cannot.
+#[test]
+fn a_run_of_pages_moves_together() {
+    let Some(uffd) = open() else { return };
+    let (place, plain) = (register(&uffd), map());
+    // SAFETY: 1. the mapping stays for ever and is accessed only by atomics.
+    unsafe { uffd.register_for_moves(plain) }.unwrap();
+    let frame = pages_of(plain);
+    (0..3).for_each(|page| word(frame(page)).store(page + 5, Ordering::Relaxed));
+    // SAFETY: 1. all pages are registered.
+    let moved = unsafe { uffd.shift_run(frame(0), place(0), 4) };
+    let errno = Errno::NOENT;
+    assert_eq!(moved, Err(Partial { done: 3, errno }));
+    let arrived = [0, 1, 2].map(|page| word(place(page)).load(Ordering::Relaxed));
+    assert_eq!(arrived, [5, 6, 7]);
+}
+
 /// A page goes to and fro while a thread writes to it. The processor changes the page's entry
 /// during moves, after which Linux 6.18 reports some successful moves as failed.
 #[test]
