@@ -165,11 +165,13 @@ impl Pool {
         Ok(())
     }
 
-    /// From now on the kernel backs the budget page by page, and no child of this process shares
-    /// it: the caller moves single pages away and back. Returns the addresses of all frames.
-    pub fn in_single_pages(&self) -> Result<HvaRange, MapFailed> {
+    /// From now on no child of this process shares the budget, and the kernel backs it page by
+    /// page, unless pages are moved in `whole_blocks` too: the caller moves pages away and back.
+    /// Returns the addresses of all frames.
+    pub fn to_be_moved(&self, whole_blocks: bool) -> Result<HvaRange, MapFailed> {
         let range = self.range(Pfn::new(0), self.frames);
-        for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
+        let single = (!whole_blocks).then_some(Advice::LinuxNoHugepage);
+        for advice in single.into_iter().chain([Advice::LinuxDontFork]) {
             // SAFETY: the range lies inside the mapping; both advices keep the bytes.
             match unsafe { madvise(self.base.as_ptr().cast(), bytes_of(range), advice) } {
                 // A kernel without transparent huge pages makes none.

@@ -200,10 +200,11 @@ impl Host {
     }
 
     /// Prepares all frames for a caller that maps a page by moving it out of its frame to memory of
-    /// its own, and unmaps it by moving it back (`UFFDIO_MOVE`). The kernel then backs them page by
-    /// page, and no child process shares them. Returns their addresses, in the order of their
-    /// numbers. A page that is moved back finds its frame's address empty, unless a thread has read
-    /// there meanwhile: reclaim may do so until it sees that the page was taken back.
+    /// its own, and unmaps it by moving it back (`UFFDIO_MOVE`). No child process shares them then,
+    /// and the kernel backs them page by page if the host never makes huge pages. Returns their
+    /// addresses, in the order of their numbers. A page that is moved back finds its frame's address
+    /// empty, unless a thread has read there meanwhile: reclaim may do so until it sees that the
+    /// page was taken back.
     ///
     /// [`Host::copy_in`], [`Host::copy_out`] and [`Host::peek`] do not see a page's bytes while it
     /// is away.
@@ -211,7 +212,8 @@ impl Host {
     /// # Errors
     /// As `madvise(2)`.
     pub fn frames_to_move(&self) -> Result<HvaRange, HostError> {
-        Ok(self.core.frames.pool.in_single_pages()?)
+        let whole_blocks = self.core.huge != HugePages::Never;
+        Ok(self.core.frames.pool.to_be_moved(whole_blocks)?)
     }
 
     /// The bytes of frame `pfn`. The caller knows their page, from a [`crate::Resolution::Ready`]

@@ -191,7 +191,8 @@ impl Core {
     fn ready_in(&self, block: BlockNo, page: PageNo, access: Access) -> Resolution {
         let pfn = block.frame_of(page);
         if access.is_write() && self.frames.block(block).mark_dirty() == Marked::Split {
-            self.frames.desc(pfn).mark_dirty();
+            // Only this page is marked, so the caller may not map the others for writes.
+            return self.ready(pfn, access);
         }
         let level = Level::L2M;
         Resolution::Ready(Frame { pfn, level })
