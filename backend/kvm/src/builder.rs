@@ -27,8 +27,9 @@ pub struct VmBuilder {
     /// The VMM's own memory for the guest's pages, such as a file, which has the slots' pages one
     /// after the other. It is all resident: `memory_kind` and `resident` have no effect on it.
     pub backing: Option<LinuxBacking>,
-    /// Whether Linux may back the guest's memory with its transparent huge pages. Only private
-    /// memory that is all resident and has no page source can have them.
+    /// Whether the guest's memory may be in huge pages: the manager's where `resident` is less than
+    /// `memory`, otherwise transparent ones of Linux. Those are for private memory without a page
+    /// source.
     pub huge: HugePages,
     /// The number of its processors.
     pub vcpus: usize,

@@ -108,8 +108,8 @@ pub enum KvmError {
     PartlyResident,
     /// This memory is in small pages.
     #[error(
-        "huge pages are for private memory that is all resident and has no page source: give the \
-         guest a budget of all its memory, memory in hugetlbfs, or the soft backend"
+        "of memory that is all resident, only private memory without a page source may have huge \
+         pages: give the guest a smaller budget, memory in hugetlbfs, or the soft backend"
     )]
     HugePages,
     /// A handler fills private memory that is all resident.

@@ -86,8 +86,7 @@ impl lacuna_machine::Vm for Vm {
         })
     }
 
-    /// `None`: the guest's memory is in small pages, because a huge page's parts cannot be evicted
-    /// one by one.
+    /// `None`: the memory manager and Linux choose for all of the guest's memory.
     fn huge_page_policy(&self) -> Option<&dyn HugePagePolicy> {
         None
     }

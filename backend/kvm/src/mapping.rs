@@ -4,21 +4,24 @@
 //! references to guest memory are to atomics, because vCPUs write it at the same time. A mapping
 //! lives as long as its owner: the VM's window, or a slot.
 
-use lacuna_addr::{Hva, HvaRange, PAGE_SIZE, PageCount, aligned_piece};
+use lacuna_addr::{Hva, HvaRange, Level, PAGE_SIZE, PageCount, aligned_piece};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use std::io;
 use std::ptr;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64};
 
-/// Anonymous memory of the process, in 4 KiB pages.
+/// Anonymous memory of the process, in 4 KiB pages, from a multiple of 2 MiB on.
 pub struct Mapping {
+    mapped: HvaRange,
     range: HvaRange,
 }
 
 impl Mapping {
     pub fn new(pages: PageCount) -> Result<Self, Errno> {
-        let bytes = usize::try_from(pages.bytes()).map_err(|_| Errno::NOMEM)?;
+        let mapped = PageCount::new(pages.get() + Level::L2M.pages());
+        let bytes = usize::try_from(mapped.bytes()).map_err(|_| Errno::NOMEM)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: 1. a new mapping at an address of the kernel's choice touches no memory of ours.
         let base = unsafe {
@@ -29,11 +32,14 @@ impl Mapping {
                 flags,
             )
         }?;
-        let start = Hva::new(base.expose_provenance() as u64);
-        let range = HvaRange::new(start, pages.get()).ok_or(Errno::INVAL)?;
-        let this = Self { range };
-        // The small pages of a huge page cannot be evicted or fault one by one. Linux does not move
-        // pages shared with a child process.
+        let start = base.expose_provenance() as u64;
+        let first = start.next_multiple_of(Level::L2M.bytes());
+        let this = Self {
+            mapped: HvaRange::new(Hva::new(start), mapped.get()).ok_or(Errno::INVAL)?,
+            range: HvaRange::new(Hva::new(first), pages.get()).ok_or(Errno::INVAL)?,
+        };
+        // Linux makes no huge page here by itself: moves and faults are of small pages, and a huge
+        // page arrives by a move. Linux does not move pages shared with a child process.
         for advice in [Advice::LinuxNoHugepage, Advice::LinuxDontFork] {
             // SAFETY: 1. the range is the mapping just made; 2. the advice keeps its content.
             match unsafe { madvise(base, bytes, advice) } {
@@ -53,8 +59,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        let bytes = self.range.pages() as usize * PAGE_SIZE;
-        let base = ptr::with_exposed_provenance_mut(self.range.start().get() as usize);
+        let bytes = self.mapped.pages() as usize * PAGE_SIZE;
+        let base = ptr::with_exposed_provenance_mut(self.mapped.start().get() as usize);
         // SAFETY: 1. the range is this whole mapping, and is unmapped only here. 2. All users of
         // its addresses (KVM's slots, the readers of faults) end before: see `Vm`'s field order.
         let unmapped = unsafe { munmap(base, bytes) };
@@ -129,6 +135,17 @@ pub fn advise_huge(range: HvaRange) -> Result<(), Errno> {
     let bytes = range.pages() as usize * PAGE_SIZE;
     // SAFETY: 1. the advice changes no byte. 2. The kernel checks the range.
     unsafe { madvise(base, bytes, Advice::LinuxHugepage) }
+}
+
+/// Makes `range`, an aligned 2 MiB of pages that are all there, one huge page (Linux 6.1).
+pub fn collapse(range: HvaRange) -> Result<(), Errno> {
+    let base = ptr::with_exposed_provenance_mut(range.start().get() as usize);
+    let bytes = range.pages() as usize * PAGE_SIZE;
+    // SAFETY: 1. the advice changes no byte. 2. The kernel checks the range.
+    match unsafe { libc::madvise(base, bytes, libc::MADV_COLLAPSE) } {
+        0 => Ok(()),
+        _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),
+    }
 }
 
 /// Brings in `pages` pages from `at` on, as writes would, but changes none (`MADV_POPULATE_WRITE`,

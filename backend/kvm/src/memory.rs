@@ -46,7 +46,8 @@ pub struct MemoryConfig {
     pub kind: MemoryKind,
     /// The VMM's own memory, in place of memory of `kind`.
     pub backing: Option<LinuxBacking>,
-    /// Whether Linux may back it with huge pages. The VMM advises them for all of the memory.
+    /// Whether it may be in huge pages: of the manager if it is more than the budget, otherwise of
+    /// Linux. The VMM advises them for all of the memory.
     pub huge: HugePages,
     /// How many of its pages may be resident, of [`MemoryKind::Budget`].
     pub resident: PageCount,
@@ -149,7 +150,7 @@ impl Memory {
         if u32::try_from(config.size.get()).is_err() {
             return Err(KvmError::TooLarge(config.size.bytes()));
         }
-        if config.huge != HugePages::Never && !config.is_filled_by_linux() {
+        if config.huge != HugePages::Never && config.is_whole() && !config.is_filled_by_linux() {
             return Err(KvmError::HugePages);
         }
         if config.has_handler() && !(config.is_whole() && config.is_anonymous()) {
@@ -234,7 +235,7 @@ impl Memory {
         let capacity = PageCount::new(size.get().saturating_mul(2));
         let host = Host::new(HostConfig {
             budget: config.resident,
-            huge: HugePages::Never,
+            huge: config.huge,
             swap: Box::new(Latency::new(config.swap.open(capacity)?, config.latency)),
             io: Io::Ring { readers: 4 },
             clock: Arc::new(HostClock::default()),
@@ -247,6 +248,7 @@ impl Memory {
             None => host.add_region(size, notifier)?,
         };
         window.set_first(region.start());
+        host.advise_huge(region)?;
         Ok(Self {
             layout,
             region,

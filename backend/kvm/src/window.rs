@@ -16,6 +16,12 @@
 //! mapped, and aging unmaps it. If it is touched until the clock hand comes again, a short fault
 //! maps it, and the hand's next turns spare it; otherwise it goes to swap.
 //!
+//! A compound page is mapped and unmapped as a whole. The kernel moves it as one entry of 2 MiB if
+//! it is a huge page of Linux, and its new place has no page table. So the window asks Linux to make
+//! it a huge page, and drops the table. KVM then maps the 2 MiB by one entry too. Nothing depends on
+//! that: the kernel moves 512 small pages otherwise. When the manager splits a compound page, it is
+//! unmapped, and its pages are then moved one by one.
+//!
 //! The lock excludes a move into the window from a move out of it. A page is resolved under the
 //! lock. Either the manager has already begun to take the page, and then the resolution takes the
 //! page back; or it calls this notifier afterwards, and the page moves back to its frame.
@@ -24,13 +30,14 @@
 //! live as long as the `Window` and its caller, and all code accesses them by atomics alone.
 
 use crate::error::KvmError;
-use crate::mapping::{Mapping, drop_bytes};
+use crate::mapping::{Mapping, collapse, drop_bytes, populate};
 use lacuna_addr::{
     Access, BackingAddr, BackingRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn,
 };
 use lacuna_host::{Host, MmuNotifier, PerCpuPages, Resolution};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Userfaultfd};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::thread;
@@ -44,6 +51,9 @@ const PAUSE: Duration = Duration::from_millis(1);
 
 /// How often a thread tries to move a page before it gives up for a while.
 const ATTEMPTS: usize = 20;
+
+/// Pages in a block.
+const BLOCK: Page = Level::L2M.pages() as Page;
 
 /// A guest's window over its pages.
 pub struct Window {
@@ -89,9 +99,14 @@ impl Entry {
         Self((frame.index() as u32 + 1) | (turns << Self::TURNS_SHIFT))
     }
 
+    /// The turns that spare the page.
+    const fn turns(self) -> u32 {
+        self.0 >> Self::TURNS_SHIFT
+    }
+
     /// Whether this turn of the hand spares the page, which then has one turn less.
     fn is_spared(&mut self) -> bool {
-        let is_spared = self.0 >> Self::TURNS_SHIFT != 0;
+        let is_spared = self.turns() != 0;
         self.0 -= u32::from(is_spared) << Self::TURNS_SHIFT;
         is_spared
     }
@@ -177,9 +192,14 @@ impl Window {
         if table.is_closed {
             return Mapped::Yes;
         }
-        let resolution = host.resolve(addr, Access::Write, Level::L4K, cache);
+        let resolution = host.resolve(addr, Access::Write, Level::L2M, cache);
         let mapped = match resolution {
-            Resolution::Ready(frame) => self.put(&mut table, index, frame.pfn),
+            Resolution::Ready(frame) => {
+                if frame.level == Level::L2M {
+                    self.put_block(&mut table, index, frame.pfn);
+                }
+                self.put(&mut table, index, frame.pfn)
+            }
             other => Mapped::No(other),
         };
         drop(table);
@@ -190,7 +210,7 @@ impl Window {
     fn put(&self, table: &mut Table, index: Page, frame: Pfn) -> Mapped {
         let entry = &mut table.entries[index as usize];
         let moved = match entry.frame() {
-            // The page was mapped while the fault was being reported.
+            // The page was mapped with its block, or while the fault was being reported.
             Some(_) => {
                 return match self.uffd.wake(self.page(index)) {
                     Ok(()) => Mapped::Yes,
@@ -209,6 +229,58 @@ impl Window {
             }
             Err(errno @ (Errno::AGAIN | Errno::BUSY | Errno::NOMEM)) => Mapped::Later(errno),
             Err(errno) => Mapped::Refused(errno),
+        }
+    }
+
+    /// Maps the block of the page at `index`, which is in `frame`, if none of its pages is mapped.
+    /// The pages after one that cannot be moved stay unmapped.
+    fn put_block(&self, table: &mut Table, index: Page, frame: Pfn) {
+        let entry = table.entries[index as usize];
+        let at = index - index % BLOCK;
+        let entries = table.block(at);
+        if entries.iter().any(|entry| entry.frame().is_some()) {
+            return;
+        }
+        let first = frame.get() - frame.get() % u64::from(BLOCK);
+        let frames = self.frame(Pfn::new(first as u32));
+        // Linux collapses no page of zeros that all processes share. Errors only make moves slower.
+        let _ = populate(frames, u64::from(BLOCK)).and_then(|()| collapse(block(frames)));
+        // SAFETY: 1. both mappings are registered. 2. The lock is held, and the block was resolved
+        // under it: the frames have its bytes, and the window has none.
+        let moved = unsafe { self.shift_block(frames, self.page(at)) };
+        for (entry_of, frame) in entries[..moved].iter_mut().zip(first as u32..) {
+            *entry_of = entry.mapped(Pfn::new(frame));
+        }
+    }
+
+    /// Moves the block that begins at `at` back to its frames, if it is mapped as a whole, and
+    /// returns whether it was. The entries of the moved pages are then `entry`. A block that this
+    /// turn of the clock hand spares is not aged.
+    fn unmap_block(&self, at: Page, entry: Entry) -> bool {
+        let mut table = self.table();
+        let is_spared = entry == Entry::AGED && table.entries[at as usize].turns() != 0;
+        let Some(frame) = table.frames_of(at).filter(|_| !is_spared) else {
+            return false;
+        };
+        // SAFETY: 1. both mappings are registered. 2. The lock is held, so the block is in the
+        // window, and its frames have no bytes that count.
+        let moved = unsafe { self.shift_block(self.page(at), self.frame(frame)) };
+        table.block(at)[..moved].fill(entry);
+        moved > 0
+    }
+
+    /// Moves a block, and returns the number of moved pages. Page tables and zeros at `to` would
+    /// prevent the move of a huge page.
+    ///
+    /// # Safety
+    /// As [`Userfaultfd::shift`]. `to` has no bytes that count.
+    unsafe fn shift_block(&self, from: Hva, to: Hva) -> usize {
+        // SAFETY: the contract.
+        unsafe {
+            // If this fails, the move does.
+            let _ = drop_bytes(block(to));
+            let moved = self.uffd.shift_run(from, to, BLOCK as usize);
+            moved.map_or_else(|partial| partial.done, |()| BLOCK as usize)
         }
     }
 
@@ -294,11 +366,47 @@ impl Window {
     }
 
     /// The indices of the pages of `range`.
-    fn pages(&self, range: BackingRange) -> impl Iterator<Item = Page> + use<> {
+    fn pages(&self, range: BackingRange) -> Range<Page> {
         let first = self.first.get().map_or(0, |first| first.get());
         let start = (range.start().get() - first) / PAGE_SIZE as u64;
-        (start..start + range.pages()).map(|index| index as Page)
+        start as Page..(start + range.pages()) as Page
     }
+
+    /// Unmaps the blocks wholly inside `pages` that are mapped as a whole: see
+    /// [`Self::unmap_block`]. Returns whether there was one.
+    fn unmap_blocks(&self, pages: &Range<Page>, entry: Entry) -> bool {
+        let mut at = pages.start.next_multiple_of(BLOCK);
+        let mut any = false;
+        while at + BLOCK <= pages.end {
+            any |= self.unmap_block(at, entry);
+            at += BLOCK;
+        }
+        any
+    }
+}
+
+impl Table {
+    /// The entries of the block that begins at `at`.
+    fn block(&mut self, at: Page) -> &mut [Entry] {
+        &mut self.entries[at as usize..(at + BLOCK) as usize]
+    }
+
+    /// The first frame of the block that begins at `at`, if all of it is mapped and one aligned
+    /// block of frames is its place.
+    fn frames_of(&mut self, at: Page) -> Option<Pfn> {
+        let is_open = !self.is_closed;
+        let entries = self.block(at);
+        let first = entries[0];
+        let mut own = (first.0..).zip(entries);
+        let is_whole = is_open && own.all(|(own, entry)| own == entry.0);
+        let frame = first.frame().filter(|_| is_whole)?;
+        frame.get().is_multiple_of(BLOCK.into()).then_some(frame)
+    }
+}
+
+/// The addresses of a block that begins at `start`.
+fn block(start: Hva) -> HvaRange {
+    HvaRange::new(start, u64::from(BLOCK)).expect("a block is a range")
 }
 
 /// The address of page `index` of `range`.
@@ -309,16 +417,21 @@ fn at(range: HvaRange, index: u64) -> Hva {
 impl MmuNotifier for Window {
     /// Waits for a page that a device has pinned.
     fn invalidate(&self, ranges: &[BackingRange]) {
-        for index in ranges.iter().flat_map(|range| self.pages(*range)) {
-            while self.unmap(index).is_err() {
-                thread::sleep(PAUSE);
+        for pages in ranges.iter().map(|range| self.pages(*range)) {
+            self.unmap_blocks(&pages, Entry::default());
+            for index in pages {
+                while self.unmap(index).is_err() {
+                    thread::sleep(PAUSE);
+                }
             }
         }
     }
 
     fn try_invalidate(&self, ranges: &[BackingRange], kept: &mut Vec<BackingAddr>) {
         for range in ranges {
-            for (page, index) in (0..).zip(self.pages(*range)) {
+            let pages = self.pages(*range);
+            self.unmap_blocks(&pages, Entry::default());
+            for (page, index) in (0..).zip(pages) {
                 if self.unmap(index).is_err() {
                     kept.extend(range.start().checked_add_pages(page));
                 }
@@ -328,15 +441,22 @@ impl MmuNotifier for Window {
 
     fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
         for (range, young) in ranges.iter().zip(young) {
-            for index in self.pages(*range) {
+            let pages = self.pages(*range);
+            *young |= self.unmap_blocks(&pages, Entry::AGED);
+            for index in pages {
                 *young |= self.age_page(index);
             }
         }
     }
 
-    /// The manager makes no huge pages here.
-    fn split_huge(&self, _: BackingRange) {}
+    /// Unmaps the pages, because a page counts as accessed while it is mapped.
+    fn split_huge(&self, range: BackingRange) {
+        self.try_invalidate(&[range], &mut Vec::new());
+    }
 
     /// Linux has flushed each page that was moved.
     fn end_of_aging(&self) {}
 }
+
+#[cfg(test)]
+mod tests;

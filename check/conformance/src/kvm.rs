@@ -11,8 +11,11 @@ use lacuna_machine::{Arch, Backup, Builder as _, Delivery, RingSize};
 use crate::backend::{Backend, Built, Lacks, Request, Tracking};
 
 /// VMs on `/dev/kvm`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Kvm;
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Kvm {
+    /// Where their pages are 2 MiB.
+    pub huge: HugePages,
+}
 
 /// A ring of 4,096 entries. If KVM emulates the guest's kernel, the ring overflows.
 const SMALL_RING: usize = 4096 * RingSize::ENTRY_BYTES;
@@ -61,7 +64,7 @@ impl Backend for Kvm {
             resident: PageCount::from_bytes(request.resident << 20),
             memory_kind: MemoryKind::Budget,
             backing: request.backing.clone(),
-            huge: HugePages::Never,
+            huge: self.huge,
             vcpus: request.vcpus,
             swap: Swap::File(std::env::temp_dir()),
             latency: LatencySetting::default(),

@@ -142,7 +142,7 @@ fn private_memory_may_have_huge_pages() {
             ..wanted(lacuna_kvm::HugePages::Always)
         },
         VmBuilder {
-            memory_kind: MemoryKind::Budget,
+            memory_kind: MemoryKind::Shared,
             ..wanted(lacuna_kvm::HugePages::Madvise)
         },
     ] {

@@ -27,7 +27,7 @@ const SEEDS: u64 = 2;
 
 /// The common model with the frequency that `/dev/kvm` gives a TSC here: most hosts have no other.
 fn common() -> Result<CpuModel, Lacks> {
-    let mut made = Kvm.make_bare(&small())?;
+    let mut made = Kvm::default().make_bare(&small())?;
     let state = made.vcpus[0].save().expect("a fresh vCPU");
     let tsc_khz = Some(registers(&state).tsc.khz);
     Ok(CpuModel::Common { tsc_khz })
@@ -39,7 +39,7 @@ macro_rules! with_other {
         $backend.x86_only("the guests of the other backend are x86-64 ones")?;
         let backend = $backend.clone();
         within(move || match B::Vm::BACKEND {
-            lacuna_machine::Backend::Soft => $body(&backend, &Kvm),
+            lacuna_machine::Backend::Soft => $body(&backend, &Kvm::default()),
             lacuna_machine::Backend::Kvm => $body(&backend, &Soft::default()),
         })
     }};

@@ -30,7 +30,7 @@ fn outside() -> Soft {
 
 lacuna_conformance::suite! {
     {
-        kvm_x86_64: Kvm;
+        kvm_x86_64: Kvm::default();
         soft_x86_64: Soft::default();
         soft_arm64: Soft::default().on(Arm64);
     }
@@ -46,4 +46,19 @@ lacuna_conformance::suite! {
         shared_x86_64: memory(MemoryKind::Shared).on(X86_64);
         shared_arm64: memory(MemoryKind::Shared).on(Arm64);
     }
+}
+
+/// Bodies of guests that are larger than their budget, on KVM with huge pages.
+mod over_budget {
+    use super::*;
+
+    lacuna_conformance::suite!(@bodies {
+        huge_kvm_x86_64: Kvm { huge: HugePages::Always };
+    } {};
+        memory: nothing_is_lost_at_4x_overcommit, nothing_is_lost_with_late_pages;
+        missing: nothing_is_lost_with_exits;
+        async_faults: nothing_is_lost_with_async_faults;
+        state: verify_moves_through_fresh_vms, bm_moves_through_fresh_vms;
+        dirty: tracking_begins_and_ends_while_the_guest_runs;
+    );
 }

@@ -69,8 +69,8 @@ pub struct RunArgs {
     /// backend has, so that a snapshot can be restored on the other one)
     #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host)]
     pub cpu: Cpu,
-    /// Where host memory is allocated in 2 MiB pages; on kvm only of a guest whose memory is all
-    /// resident [default: never]
+    /// Where host memory is allocated in 2 MiB pages; on kvm not of a guest that is all resident and
+    /// has a page source [default: never]
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a

@@ -170,7 +170,6 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
 fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOptions {
     let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
     let swap = args.swap.as_ref().map(ToString::to_string);
-    let thp = args.thp.unwrap_or_default().to_string();
     RunOptions {
         image: args.image.clone(),
         backend: B::Vm::BACKEND.name().into(),
@@ -183,7 +182,7 @@ fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOpti
             false => "mem".into(),
         }),
         apf: args.apf == args::Apf::On,
-        thp: if soft { thp } else { "never".into() },
+        thp: args.thp.unwrap_or_default().to_string(),
         pages_from: args.pages_from.as_ref().map(ToString::to_string),
         exit_on_missing: args.exit_on_missing,
         seed: args.seed,
