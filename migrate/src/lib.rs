@@ -22,6 +22,7 @@
 //! | `state` | a machine: what it is, and its state without memory |
 //! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |
 //! | `stream` | a live migration over connections (docs/formats.md) |
+//! | `session` | a whole migration on each side, with its connections and decisions |
 //! | `transport` | the connections: UNIX sockets, TCP, TLS |
 //!
 //! It sees `machine` and page sources, and no backend, so it is the same code for all of them.
@@ -33,6 +34,7 @@ mod error;
 mod layout;
 mod page_set;
 mod rounds;
+pub mod session;
 mod snapshot;
 mod state;
 pub mod stream;

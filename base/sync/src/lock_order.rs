@@ -81,7 +81,9 @@ classes! {
         RegionNumbers "Regions::numbers (host)",
         CompressedStore "MemoryStore::inner (host)",
         KvmWindow "Window::table (kvm)",
-        Serial "PlatformDevices::serial";
+        Serial "PlatformDevices::serial",
+        OutgoingSession "OutgoingHandle's state (migrate)",
+        IncomingSession "IncomingHandle's state (migrate)";
     Leaf:
         TableLists "Arena::lists",
         FreeFrames "Frames::free (frames)",

@@ -31,16 +31,12 @@ impl Connector {
     ///
     /// # Errors
     /// [`TransportError`].
-    pub fn new(
-        to: Address,
-        tls: Option<&TlsFiles>,
-        link: Arc<Link>,
-    ) -> Result<Self, TransportError> {
+    pub fn new(to: Address, tls: Option<&TlsFiles>) -> Result<Self, TransportError> {
         to.check_tls(tls)?;
         Ok(Self {
             to,
             tls: tls.map(Tls::load).transpose()?,
-            link,
+            link: Arc::new(Link::of_source()),
             first: Mutex::new(None),
         })
     }

@@ -225,7 +225,7 @@ mod tests {
 
     fn source(listener: &Listener, tls: Option<&TlsFiles>) -> Connector {
         let to = listener.address().clone();
-        Connector::new(to, tls, Arc::new(Link::of_source())).unwrap()
+        Connector::new(to, tls).unwrap()
     }
 
     /// Silent peers.
@@ -352,7 +352,7 @@ mod tests {
             ("tcp:127.0.0.1:1", "start the destination first"),
         ] {
             let to: Address = text.parse().unwrap();
-            let connector = Connector::new(to, None, Arc::new(Link::of_source())).unwrap();
+            let connector = Connector::new(to, None).unwrap();
             let error = connector.connect_first().unwrap_err().to_string();
             assert!(error.contains(text) && error.contains(expected), "{error}");
         }

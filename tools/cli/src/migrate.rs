@@ -3,7 +3,6 @@
 use crate::args::MigrateArgs;
 use crate::control::client::Client;
 use crate::control::message::{Answer, Progress, Request};
-use crate::control::migration::{Migrated, Moving, MovingStage};
 use crate::exit::Exit;
 use crate::output::{check_target, visible, write_result};
 use crate::run::{Refusal, exit_of};
@@ -13,6 +12,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::{short, time};
 use lacuna_lab::result::SCHEMA;
 use lacuna_migrate::Budget;
+use lacuna_migrate::session::{Migrated, OutgoingProgress, OutgoingStage};
 use lacuna_migrate::stream::Mode;
 use lacuna_migrate::transport::{Address, TlsFiles};
 use serde::Serialize;
@@ -169,21 +169,21 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
     )
 }
 
-fn progress(now: &Moving) -> String {
-    let Moving { to, remaining, .. } = now;
+fn progress(now: &OutgoingProgress) -> String {
+    let OutgoingProgress { to, remaining, .. } = now;
     let remaining = short(*remaining as f64);
     let mode = words(now.mode);
     let rate = format!("{} sent, {}/s", Size(now.bytes), Size(now.rate as u64));
     let percent = (now.done * 100).checked_div(now.pages).unwrap_or(0);
     match now.stage {
-        MovingStage::Here => format!(
+        OutgoingStage::Here => format!(
             "moving to {to} ({mode}): round {} {percent} %, {remaining} pages left; {rate}",
             now.round
         ),
-        MovingStage::There => {
+        OutgoingStage::There => {
             format!("the guest runs at {to} ({mode}): {remaining} pages left; {rate}")
         }
-        MovingStage::Cut | MovingStage::Unknown => format!(
+        OutgoingStage::Cut | OutgoingStage::Unknown => format!(
             "connecting to {to} again ({} cuts and attempts): {}",
             now.cuts,
             visible(now.cut.as_deref().unwrap_or_default())
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_migration_in_words() {
-        let now = Moving {
+        let now = OutgoingProgress {
             to: "tcp:h:1".into(),
             round: 2,
             done: 250,
@@ -215,9 +215,9 @@ mod tests {
             remaining: 750,
             bytes: 5 << 20,
             rate: 1024.0 * 1024.0,
-            ..Moving::default()
+            ..OutgoingProgress::default()
         };
-        let at = |stage| Moving {
+        let at = |stage| OutgoingProgress {
             stage,
             mode: Mode::Hybrid,
             cuts: 3,
@@ -230,17 +230,17 @@ mod tests {
                 "moving to tcp:h:1 (precopy): round 2 25 %, 750 pages left; 5M sent, 1M/s",
             ),
             (
-                at(MovingStage::There),
+                at(OutgoingStage::There),
                 "the guest runs at tcp:h:1 (hybrid): 750 pages left; 5M sent, 1M/s",
             ),
             (
-                at(MovingStage::Unknown),
+                at(OutgoingStage::Unknown),
                 "connecting to tcp:h:1 again (3 cuts and attempts): refused",
             ),
         ] {
             assert_eq!(progress(&now), line);
         }
-        let first = progress(&Moving::default());
+        let first = progress(&OutgoingProgress::default());
         assert!(first.contains("round 0 0 %"), "{first}");
     }
 

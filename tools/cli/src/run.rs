@@ -13,7 +13,6 @@ pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
 
 use crate::args::{self, Backend, RunArgs, SwapMedium};
-use crate::control::migration::Migrated;
 use crate::control::{ClientActions, ControlSocket};
 use crate::exit::Exit;
 use crate::image::{check_limits, load};
@@ -27,6 +26,7 @@ use lacuna_machine::{
     Apf, Arch, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, PageSource,
     PlatformDevices, VcpuError, Vm,
 };
+use lacuna_migrate::session::Migrated;
 use lacuna_migrate::{Machine, Snapshot};
 use lacuna_soft::{LatencySetting, LinuxBacking, Swap};
 use report::{Finished, at_first, finish};

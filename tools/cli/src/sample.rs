@@ -3,9 +3,9 @@
 
 use std::time::Duration;
 
-use crate::control::migration::{Migrated, Range};
 use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::result::SCHEMA;
+use lacuna_migrate::session::{Migrated, MissingRange};
 use lacuna_migrate::stream::Mode;
 use serde::{Deserialize, Serialize};
 
@@ -246,7 +246,7 @@ pub struct Received {
     /// Missing pages that never arrived.
     pub missing: u64,
     /// The first thousand ranges of pages that never arrived.
-    pub ranges: Vec<Range>,
+    pub ranges: Vec<MissingRange>,
     /// How often the connection was cut after the guest had been prepared.
     pub cuts: u32,
     /// Bytes over the connections.

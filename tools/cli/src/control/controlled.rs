@@ -1,14 +1,14 @@
 //! What a request does to the guest.
 
 use super::message::{Answer, PROTOCOL, Refused, Request, Saving, State, Status};
-use super::migration::RANGES_SHOWN;
-use super::moving::{Fields, Order, Undecided};
-use super::outgoing::OutgoingMigration;
+use super::moving::{Fields, undecided_text};
 use super::saving::Plan;
+use super::words::{RANGES_SHOWN, undecided_at_source};
 use super::{Answers, ClientActions, IncomingGuest};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
 use lacuna_machine::{Arch, Ending, Vm};
+use lacuna_migrate::session::{OutgoingHandle, OutgoingStage, Undecided};
 use lacuna_migrate::{Budget, Guest, MigrateError, PausedGuest, Tracked};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -48,7 +48,7 @@ pub(super) enum Phase<'a, V: Vm> {
     /// A thread saves the guest. The [`State`] says whether it was paused before.
     Saves(Saving, State),
     /// A thread sends the guest elsewhere.
-    Moves(OutgoingMigration),
+    Moves(OutgoingHandle),
     /// This value has them: the guest was handed over, and the attempts to connect again were
     /// cancelled.
     Undecided(Box<Undecided<'a, V>>),
@@ -111,13 +111,18 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 saving = Some(progress.clone());
                 *state
             }
-            Phase::Moves(migration) => {
-                migrating = Some(migration.progress());
-                undecided = migration.undecided();
-                migration.state()
+            Phase::Moves(handle) => {
+                let now = handle.progress();
+                undecided = undecided_at_source(handle);
+                let state = match now.stage {
+                    OutgoingStage::Here => State::Running,
+                    _ => State::Paused,
+                };
+                migrating = Some(now);
+                state
             }
             Phase::Undecided(guest) => {
-                undecided = Some(guest.text());
+                undecided = Some(undecided_text(guest.handle()));
                 State::Paused
             }
         };
@@ -157,13 +162,13 @@ impl<'a, V: Vm> Controlled<'a, V> {
                  asked for it, which cancels it",
                 progress.path.display()
             )),
-            Phase::Moves(migration) => {
-                Refused::request(migration.undecided().unwrap_or_else(|| {
-                    let to = migration.to();
+            Phase::Moves(handle) => {
+                Refused::request(undecided_at_source(handle).unwrap_or_else(|| {
+                    let to = handle.progress().to;
                     format!("the guest is being moved to {to}: wait for its end, or cancel it")
                 }))
             }
-            Phase::Undecided(guest) => Refused::request(guest.text()),
+            Phase::Undecided(guest) => Refused::request(undecided_text(guest.handle())),
             _ => Refused::request("another client pauses the guest: ask for the status, and again"),
         }
     }
@@ -296,15 +301,16 @@ impl<V: Vm> Answers for Controlled<'_, V> {
                 streams,
                 compress,
                 tls,
-            } => Order::of(Fields {
+            } => Fields {
                 to,
                 mode,
                 tls,
                 downtime_ms,
                 streams,
                 compress,
-            })
-            .and_then(|order| self.migrate(&order, send))
+            }
+            .migration()
+            .and_then(|outgoing| self.migrate(outgoing, send))
             .map(Answer::Migrated),
         };
         done.unwrap_or_else(Answer::Error)

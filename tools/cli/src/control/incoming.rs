@@ -8,8 +8,9 @@
 //! ```
 
 use super::message::Refused;
-use super::migration::{Arriving, ArrivingStage, RANGES_SHOWN, Range, again, missing_in_words};
+use super::words::{RANGES_SHOWN, undecided_at_destination};
 use crate::output::{complain, visible};
+use lacuna_migrate::session::{IncomingProgress, IncomingStage, MissingRange, again};
 use lacuna_migrate::stream::Incoming;
 use lacuna_migrate::transport::Link;
 use lacuna_migrate::{MemoryLayout, MigrateError, PageSet};
@@ -36,7 +37,7 @@ pub struct IncomingGuest {
 type Missing = Box<dyn Fn() -> PageSet + Send + Sync>;
 
 struct IncomingState {
-    now: Arriving,
+    now: IncomingProgress,
     /// `None`: the guest has not arrived.
     missing: Option<Missing>,
     decision: Option<Decision>,
@@ -51,14 +52,14 @@ struct IncomingState {
 impl IncomingState {
     /// The guest's stage, if these pages are missing. The guest is whole as soon as no page is
     /// missing, although arrived pages may not be in place yet: the VM gets those at once.
-    fn stage(&self, missing: Option<&PageSet>) -> ArrivingStage {
+    fn stage(&self, missing: Option<&PageSet>) -> IncomingStage {
         match self.now.stage {
-            ArrivingStage::Rest if missing.is_some_and(PageSet::is_empty) => ArrivingStage::Whole,
+            IncomingStage::Rest if missing.is_some_and(PageSet::is_empty) => IncomingStage::Whole,
             stage => stage,
         }
     }
 
-    fn stage_now(&self) -> ArrivingStage {
+    fn stage_now(&self) -> IncomingStage {
         let missing = self.missing.as_ref().map(|missing| missing());
         self.stage(missing.as_ref())
     }
@@ -78,10 +79,10 @@ pub enum Decision {
 impl IncomingGuest {
     /// A guest announced at `at`.
     pub fn new(at: String, incoming: &Incoming, link: &Arc<Link>) -> Self {
-        let now = Arriving {
+        let now = IncomingProgress {
             at,
             mode: incoming.mode(),
-            ..Arriving::default()
+            ..IncomingProgress::default()
         };
         Self {
             layout: incoming.machine().layout.clone(),
@@ -100,16 +101,18 @@ impl IncomingGuest {
     }
 
     /// Its progress, with the first `ranges` ranges of missing pages.
-    pub fn progress(&self, ranges: usize) -> Arriving {
+    pub fn progress(&self, ranges: usize) -> IncomingProgress {
         let state = self.locked();
         let missing = state.missing.as_ref().map(|missing| missing());
         let stage = state.stage(missing.as_ref());
         let shown = match stage {
-            ArrivingStage::Cut | ArrivingStage::Lost => missing.as_ref(),
+            IncomingStage::Cut | IncomingStage::Lost => missing.as_ref(),
             _ => None,
         };
-        Arriving {
-            ranges: shown.map_or_else(Vec::new, |shown| Range::of(&self.layout, shown, ranges)),
+        IncomingProgress {
+            ranges: shown.map_or_else(Vec::new, |shown| {
+                MissingRange::of(&self.layout, shown, ranges)
+            }),
             stage,
             missing: missing.map(|missing| missing.len()),
             seconds: match state.missing {
@@ -136,15 +139,15 @@ impl IncomingGuest {
     pub fn is_awaited(&self) -> bool {
         matches!(
             self.locked().now.stage,
-            ArrivingStage::Memory | ArrivingStage::Unknown
+            IncomingStage::Memory | IncomingStage::Unknown
         )
     }
 
     /// Refuses to copy a guest with missing memory.
     pub fn check_whole(&self) -> Result<(), Refused> {
         match self.locked().stage_now() {
-            ArrivingStage::Whole => Ok(()),
-            ArrivingStage::Lost => Err(Refused::request(
+            IncomingStage::Whole => Ok(()),
+            IncomingStage::Lost => Err(Refused::request(
                 "pages of the guest were lost when its source ended, and a copy of its memory \
                  would need them, which ends the run: let the guest run, or stop it",
             )),
@@ -157,27 +160,7 @@ impl IncomingGuest {
 
     /// What is undecided, and what to do.
     pub fn undecided(&self) -> Option<String> {
-        let now = self.progress(RANGES_SHOWN);
-        let cut = now.cut.unwrap_or_default();
-        match now.stage {
-            ArrivingStage::Unknown => Some(format!(
-                "the guest is prepared here, and then {cut}: it is not known whether its source \
-                 has handed it over. It is paused here, and the source may connect again at {}. If \
-                 it runs there, or shall run there, end it here: {{\"command\":\"stop\"}}. If not, \
-                 end it there first, and then resume it here: {{\"command\":\"keep\"}}, which is \
-                 lacuna migrate --keep",
-                now.at
-            )),
-            ArrivingStage::Cut => Some(format!(
-                "the guest runs here, and then {cut}: it lacks {}. A vCPU that needs one of them \
-                 waits, and the source may connect again at {}. If the source has ended, say so: \
-                 {{\"command\":\"cancel\"}}, which is lacuna migrate --cancel; the pages are lost \
-                 then, and the guest runs until it needs one",
-                missing_in_words(now.missing.unwrap_or(0), &now.ranges),
-                now.at
-            )),
-            _ => None,
-        }
+        undecided_at_destination(&self.progress(RANGES_SHOWN))
     }
 
     /// Pages with content have arrived before the guest.
@@ -190,7 +173,7 @@ impl IncomingGuest {
     /// The guest is prepared, and the connection was cut. Returns the decision; `None`: take the
     /// next connection.
     pub fn was_cut_while_prepared(&self, why: &MigrateError) -> Option<Decision> {
-        self.was_cut(ArrivingStage::Unknown, why);
+        self.was_cut(IncomingStage::Unknown, why);
         let decision = self.decision();
         self.locked().is_settled = decision == Some(Decision::Keep);
         decision
@@ -208,16 +191,16 @@ impl IncomingGuest {
         self.link.outlive_signals();
         // A `keep` may have arrived after the source had handed the guest over: it is too late.
         state.decision = None;
-        self.enter(state, ArrivingStage::Rest);
+        self.enter(state, IncomingStage::Rest);
     }
 
     /// The connection was cut, or a page cannot be put in place.
     pub fn was_cut_while_running(&self, why: &MigrateError) {
         let lacks = self.present() < self.layout.pages();
         let stage = match lacks {
-            true => ArrivingStage::Cut,
+            true => IncomingStage::Cut,
             // Only its source does not know that yet.
-            false => ArrivingStage::Whole,
+            false => IncomingStage::Whole,
         };
         self.was_cut(stage, why);
     }
@@ -229,9 +212,9 @@ impl IncomingGuest {
             // The request and the source arrived at the same time.
             state.decision = None;
         }
-        if state.now.stage == ArrivingStage::Cut {
+        if state.now.stage == IncomingStage::Cut {
             complain("the source of the guest has connected again");
-            self.enter(state, ArrivingStage::Rest);
+            self.enter(state, IncomingStage::Rest);
         }
     }
 
@@ -239,18 +222,18 @@ impl IncomingGuest {
     pub fn set_whole(&self) {
         let mut state = self.locked();
         state.is_settled = true;
-        self.enter(state, ArrivingStage::Whole);
+        self.enter(state, IncomingStage::Whole);
     }
 
     /// The missing pages never arrive.
     pub fn set_lost(&self) {
         let state = self.locked();
-        if state.now.stage != ArrivingStage::Whole {
-            self.enter(state, ArrivingStage::Lost);
+        if state.now.stage != IncomingStage::Whole {
+            self.enter(state, IncomingStage::Lost);
         }
     }
 
-    fn was_cut(&self, stage: ArrivingStage, why: &MigrateError) {
+    fn was_cut(&self, stage: IncomingStage, why: &MigrateError) {
         let why = visible(&why.to_string()).into_owned();
         let is_first = {
             let mut state = self.locked();
@@ -271,7 +254,7 @@ impl IncomingGuest {
         }
     }
 
-    fn enter(&self, mut state: MutexGuard<'_, IncomingState>, stage: ArrivingStage) {
+    fn enter(&self, mut state: MutexGuard<'_, IncomingState>, stage: IncomingStage) {
         state.now.stage = stage;
         drop(state);
         self.changed.notify_all();
@@ -308,8 +291,8 @@ impl IncomingGuest {
             return Err(Refused::request(OVER));
         }
         match state.now.stage {
-            ArrivingStage::Unknown => {}
-            ArrivingStage::Memory => {
+            IncomingStage::Unknown => {}
+            IncomingStage::Memory => {
                 return Err(Refused::request(
                     "the guest has not arrived: it is with its source",
                 ));
@@ -321,12 +304,12 @@ impl IncomingGuest {
             }
         }
         self.decide(&mut state, Decision::Keep);
-        while state.now.stage == ArrivingStage::Unknown && !state.is_over {
+        while state.now.stage == IncomingStage::Unknown && !state.is_over {
             let waited = self.changed.wait(state);
             state = waited.unwrap_or_else(PoisonError::into_inner);
         }
         match state.now.stage {
-            ArrivingStage::Unknown => Err(Refused::request(OVER)),
+            IncomingStage::Unknown => Err(Refused::request(OVER)),
             _ => Ok(()),
         }
     }
@@ -335,18 +318,18 @@ impl IncomingGuest {
     pub fn cancel(&self) -> Result<(), Refused> {
         let mut state = self.locked();
         Err(Refused::request(match state.stage_now() {
-            ArrivingStage::Cut => {
+            IncomingStage::Cut => {
                 self.decide(&mut state, Decision::Cancel);
                 return Ok(());
             }
-            ArrivingStage::Memory => {
+            IncomingStage::Memory => {
                 "the guest has not come: cancel its migration at its source, or stop this run"
             }
-            ArrivingStage::Unknown => {
+            IncomingStage::Unknown => {
                 "it is not known whether the guest was handed over: keep it here, or stop this run"
             }
-            ArrivingStage::Rest => "the rest of the guest's memory is on its way: wait for its end",
-            ArrivingStage::Lost | ArrivingStage::Whole => {
+            IncomingStage::Rest => "the rest of the guest's memory is on its way: wait for its end",
+            IncomingStage::Lost | IncomingStage::Whole => {
                 "no migration is in progress: ask for the status"
             }
         }))
@@ -358,9 +341,9 @@ impl IncomingGuest {
         let mut state = self.locked();
         state.is_over = true;
         let waits_for_source = match state.now.stage {
-            ArrivingStage::Rest | ArrivingStage::Cut => true,
-            ArrivingStage::Whole => !state.is_settled,
-            ArrivingStage::Memory | ArrivingStage::Unknown | ArrivingStage::Lost => false,
+            IncomingStage::Rest | IncomingStage::Cut => true,
+            IncomingStage::Whole => !state.is_settled,
+            IncomingStage::Memory | IncomingStage::Unknown | IncomingStage::Lost => false,
         };
         let linger = if waits_for_source {
             LINGER
@@ -388,7 +371,7 @@ impl IncomingGuest {
     /// How a client or a signal has ended the guest, if its source waits for more.
     pub fn has_ended(&self) -> Option<String> {
         let state = self.locked();
-        let is_known = state.is_settled || state.now.stage == ArrivingStage::Lost;
+        let is_known = state.is_settled || state.now.stage == IncomingStage::Lost;
         state.ended.clone().filter(|_| !is_known)
     }
 
@@ -410,9 +393,9 @@ mod tests {
 
     /// A guest whose connection was cut while its source handed it over.
     fn unknown() -> IncomingGuest {
-        let now = Arriving {
-            stage: ArrivingStage::Unknown,
-            ..Arriving::default()
+        let now = IncomingProgress {
+            stage: IncomingStage::Unknown,
+            ..IncomingProgress::default()
         };
         IncomingGuest {
             layout: serde_json::from_str(r#"{"slots":[]}"#).unwrap(),

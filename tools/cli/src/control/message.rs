@@ -1,10 +1,10 @@
 //! Requests and answers of a control socket: each is a JSON object on a line of its own.
 
-use super::migration::{Arriving, Migrated, Moving};
 use crate::args::Compress;
 use crate::exit::Exit;
 use crate::sample::Pages;
 use lacuna_machine::{Ending, ErrorKind};
+use lacuna_migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
 use lacuna_migrate::stream::Mode;
 use lacuna_migrate::transport::TlsFiles;
 use serde::{Deserialize, Serialize};
@@ -111,10 +111,10 @@ pub struct Status {
     /// The snapshot in progress.
     pub saving: Option<Saving>,
     /// The migration in progress.
-    pub migrating: Option<Moving>,
+    pub migrating: Option<OutgoingProgress>,
     /// The incoming or arrived guest.
     #[serde(default)]
-    pub arriving: Option<Arriving>,
+    pub arriving: Option<IncomingProgress>,
     /// The address at which the run waits for a guest; null as soon as one is announced.
     #[serde(default)]
     pub waiting: Option<String>,
@@ -150,7 +150,7 @@ pub enum Progress {
     /// A snapshot.
     Saving(Saving),
     /// A migration.
-    Moving(Moving),
+    Moving(OutgoingProgress),
 }
 
 /// The progress of a snapshot.

@@ -11,11 +11,10 @@
 //! | file | job |
 //! |---|---|
 //! | `message` | requests and answers |
-//! | `migration` | the reports about a migration |
 //! | `controlled` | what a request does to the guest |
 //! | `saving` | a snapshot |
-//! | `moving` | a migration, until it has an end |
-//! | `outgoing` | a migration in progress: its stage, and what clients want of it |
+//! | `moving` | a migration |
+//! | `words` | where a migration stands, in words |
 //! | `awaiting` | answers before a guest is announced |
 //! | `incoming` | an incoming or arrived guest: the same |
 //! | `client_actions` | what clients have done to the run |
@@ -30,11 +29,10 @@ mod controlled;
 mod incoming;
 mod lines;
 pub mod message;
-pub mod migration;
 mod moving;
-mod outgoing;
 mod saving;
 mod server;
+pub mod words;
 
 pub use awaiting::Awaiting;
 pub use client_actions::ClientActions;

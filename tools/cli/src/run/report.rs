@@ -2,7 +2,7 @@
 
 use super::{Refusal, Start};
 use crate::args::{self, MemoryKind, RunArgs};
-use crate::control::migration::{Migrated, RANGES_SHOWN, missing_in_words};
+use crate::control::words::{RANGES_SHOWN, missing_in_words};
 use crate::exit::Exit;
 use crate::live::summary;
 use crate::output::write_result_until_signal;
@@ -12,6 +12,7 @@ use crate::signals::{Signal, Signals};
 use crate::size::Size;
 use lacuna_lab::report::time;
 use lacuna_machine::{Builder, Ending, RunEnd, Vm as _};
+use lacuna_migrate::session::Migrated;
 use lacuna_soft::HugePages;
 use std::sync::Arc;
 use std::time::Duration;

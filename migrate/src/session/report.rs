@@ -1,9 +1,9 @@
-//! The reports about a migration: by its source, and by its destination.
+//! The reports about a migration: by its source, and by its destination. They have a JSON form.
 
+use crate::stream::Mode;
+use crate::{MemoryLayout, PageSet};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::SourcePage;
-use lacuna_migrate::stream::Mode;
-use lacuna_migrate::{MemoryLayout, PageSet};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -11,13 +11,13 @@ const PAGE: u64 = PAGE_SIZE as u64;
 
 /// The progress of a migration.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
-pub struct Moving {
+pub struct OutgoingProgress {
     /// Where to.
     pub to: String,
     /// The order in which the guest and its memory are sent.
     pub mode: Mode,
     /// Where the guest is.
-    pub stage: MovingStage,
+    pub stage: OutgoingStage,
     /// Which round, from 1; 0 before the first, and after the hand-over.
     pub round: u32,
     /// Sent pages of this round.
@@ -40,7 +40,7 @@ pub struct Moving {
 /// Where a moving guest is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum MovingStage {
+pub enum OutgoingStage {
     /// It runs here, until it is paused for the last pages.
     #[default]
     Here,
@@ -54,13 +54,13 @@ pub enum MovingStage {
 
 /// A guest that another process sends, or has sent.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
-pub struct Arriving {
+pub struct IncomingProgress {
     /// The address at which it arrives.
     pub at: String,
     /// The order in which the guest and its memory are sent.
     pub mode: Mode,
     /// Its stage.
-    pub stage: ArrivingStage,
+    pub stage: IncomingStage,
     /// Pages with content that arrived before the guest, some of them several times.
     pub came: u64,
     /// Missing pages at the guest's arrival; 0 before.
@@ -74,9 +74,9 @@ pub struct Arriving {
     pub seconds: f64,
     /// Pages that only the source has; null before this is known.
     pub missing: Option<u64>,
-    /// Where they are in the guest's memory, while the connection is cut: the first
-    /// [`RANGES_SHOWN`] ranges.
-    pub ranges: Vec<Range>,
+    /// Where they are in the guest's memory, while the connection is cut or they are lost: as many
+    /// ranges as the caller asked for.
+    pub ranges: Vec<MissingRange>,
     /// Bytes over the connections so far.
     pub bytes: u64,
     /// Bytes a second, lately.
@@ -98,12 +98,9 @@ pub fn again(rounds: &[u64], late: u64) -> u64 {
     }
 }
 
-/// How many ranges of missing pages are reported.
-pub const RANGES_SHOWN: usize = 16;
-
 /// Consecutive pages of a guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Range {
+pub struct MissingRange {
     /// Guest-physical address of the first one.
     pub address: u64,
     /// How many.
@@ -113,7 +110,7 @@ pub struct Range {
 /// The stage of an incoming guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum ArrivingStage {
+pub enum IncomingStage {
     /// Its memory arrives, and it runs at its source.
     #[default]
     Memory,
@@ -169,7 +166,7 @@ impl Migrated {
     }
 }
 
-impl Range {
+impl MissingRange {
     /// The first `most` ranges of `pages`.
     pub fn of(layout: &MemoryLayout, pages: &PageSet, most: usize) -> Vec<Self> {
         let mut ranges = Vec::new();
@@ -193,50 +190,10 @@ impl Range {
     }
 }
 
-/// Missing pages in words: how many, and where.
-pub fn missing_in_words(missing: u64, ranges: &[Range]) -> String {
-    let shown: Vec<String> = ranges.iter().map(ToString::to_string).collect();
-    let reported: u64 = ranges.iter().map(|range| range.pages).sum();
-    let more = match missing.saturating_sub(reported) {
-        0 => String::new(),
-        more => format!(" and {more} pages behind them"),
-    };
-    match ranges.is_empty() {
-        true => format!("{missing} pages"),
-        false => format!("{missing} pages, at {}{more}", shown.join(", ")),
-    }
-}
-
 /// The addresses of its first and its last byte.
-impl fmt::Display for Range {
+impl fmt::Display for MissingRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { address, pages } = self;
         write!(f, "{address:#x}-{:#x}", address + pages * PAGE - 1)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn missing_pages_in_words() {
-        let ranges =
-            [(0x1000, 1), (0x10_0000, 256)].map(|(address, pages)| Range { address, pages });
-        for (missing, ranges, expected) in [
-            (0, &[][..], "0 pages"),
-            (
-                257,
-                &ranges,
-                "257 pages, at 0x1000-0x1fff, 0x100000-0x1fffff",
-            ),
-            (
-                300,
-                &ranges,
-                "300 pages, at 0x1000-0x1fff, 0x100000-0x1fffff and 43 pages behind them",
-            ),
-        ] {
-            assert_eq!(missing_in_words(missing, ranges), expected);
-        }
     }
 }

@@ -1,0 +1,26 @@
+//! The sessions of a migration: a whole migration on each side, with its connections, its reports,
+//! and the decisions that end it.
+//!
+//! ```text
+//! source                                       destination
+//! Outgoing::send: connects, sends,    ──────►
+//!   connects again until it is settled
+//!   OutgoingHandle: cancel, keep, progress
+//! ```
+//! The calls block. Other threads use the handles meanwhile.
+//!
+//! | file | job |
+//! |---|---|
+//! | `report` | how far a migration is, and how it has ended |
+//! | `outgoing` | the source: sends the guest, and connects again when the connection is cut |
+//! | `outgoing_handle` | its stage, and what other threads want of it |
+
+mod outgoing;
+mod outgoing_handle;
+mod report;
+
+pub use outgoing::{Moved, Outcome, Outgoing, Stayed, Undecided};
+pub use outgoing_handle::OutgoingHandle;
+pub use report::{
+    IncomingProgress, IncomingStage, Migrated, MissingRange, OutgoingProgress, OutgoingStage, again,
+};
