@@ -17,10 +17,10 @@
 //! maps it, and the hand's next turns spare it; otherwise it goes to swap.
 //!
 //! A compound page is mapped and unmapped as a whole. The kernel moves it as one entry of 2 MiB if
-//! it is a huge page of Linux, and its new place has no page table. So the window asks Linux to make
-//! it a huge page, and drops the table. KVM then maps the 2 MiB by one entry too. Nothing depends on
-//! that: the kernel moves 512 small pages otherwise. When the manager splits a compound page, it is
-//! unmapped, and its pages are then moved one by one.
+//! it is a huge page of Linux, and its new place has no page table. So the window asks Linux to
+//! make it a huge page, and drops the table. KVM then maps the 2 MiB by one entry too. Nothing
+//! depends on that: the kernel moves 512 small pages otherwise. When the manager splits a compound
+//! page, it is unmapped, and its pages are then moved one by one.
 //!
 //! The lock excludes a move into the window from a move out of it. A page is resolved under the
 //! lock. Either the manager has already begun to take the page, and then the resolution takes the

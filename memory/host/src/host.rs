@@ -202,9 +202,9 @@ impl Host {
     /// Prepares all frames for a caller that maps a page by moving it out of its frame to memory of
     /// its own, and unmaps it by moving it back (`UFFDIO_MOVE`). No child process shares them then,
     /// and the kernel backs them page by page if the host never makes huge pages. Returns their
-    /// addresses, in the order of their numbers. A page that is moved back finds its frame's address
-    /// empty, unless a thread has read there meanwhile: reclaim may do so until it sees that the
-    /// page was taken back.
+    /// addresses, in the order of their numbers. A page that is moved back finds its frame's
+    /// address empty, unless a thread has read there meanwhile: reclaim may do so until it sees
+    /// that the page was taken back.
     ///
     /// [`Host::copy_in`], [`Host::copy_out`] and [`Host::peek`] do not see a page's bytes while it
     /// is away.

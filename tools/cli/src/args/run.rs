@@ -69,7 +69,7 @@ pub struct RunArgs {
     /// backend has, so that a snapshot can be restored on the other one)
     #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host)]
     pub cpu: Cpu,
-    /// Where host memory is allocated in 2 MiB pages; on kvm not of a guest that is all resident and
+    /// Where host memory is allocated in 2 MiB pages; on kvm not if the guest is all resident and
     /// has a page source [default: never]
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
