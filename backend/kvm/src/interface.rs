@@ -1,16 +1,17 @@
 //! [`Vm`] implements the traits of `lacuna_machine`'s backend interface.
 
-use crate::boot;
 use crate::error::KvmError;
 use crate::mapping::Mapping;
 use crate::slots::{KvmSlot, Refusal, SlotSpec, check_address, check_slot, spec_of};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
+use crate::{arch, boot};
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, Balloon, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
-    LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory, SharedFile, SharedState,
-    StateError, TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
+    InterruptController, InterruptError, InterruptLines, LogReaders, MemorySlot, MemorySlotError,
+    MemorySlots, MissingMemory, Msi, SharedFile, SharedState, StateError, TwoStepLog, VcpuStats,
+    VmConfig, VmStats, check_reserved,
 };
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
@@ -48,14 +49,11 @@ impl lacuna_machine::Vm for Vm {
     }
 
     fn save_shared(&self) -> Result<SharedState, StateError> {
-        Ok(SharedState::X86)
+        arch::interrupts::save_shared(&self.fd)
     }
 
     fn restore_shared(&self, state: &SharedState) -> Result<(), StateError> {
-        match state {
-            SharedState::X86 => Ok(()),
-            _ => Err(StateError::Architecture),
-        }
+        arch::interrupts::restore_shared(&self.fd, state)
     }
 
     fn stats(&self) -> VmStats {
@@ -103,6 +101,20 @@ impl lacuna_machine::Vm for Vm {
     /// `None`: CPUID offers asynchronous page faults for the VM's whole life.
     fn apf_switch(&self) -> Option<&dyn ApfSwitch> {
         None
+    }
+}
+
+impl InterruptController for Vm {
+    fn interrupt_lines(&self) -> &InterruptLines {
+        &self.interrupt_lines
+    }
+
+    fn set_line(&self, number: u32, level: bool) {
+        arch::interrupts::set_line(&self.fd, number, level);
+    }
+
+    fn send_msi(&self, msi: Msi) -> Result<(), InterruptError> {
+        arch::interrupts::send_msi(&self.fd, msi)
     }
 }
 

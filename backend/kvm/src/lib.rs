@@ -17,7 +17,7 @@
 //! | `provider` | pages that the VM's own source, or its VMM, provides |
 //! | `balloon` | pages that the VMM takes back |
 //! | `arch` | the parts that depend on the architecture, for x86-64 and for others |
-//! | `arch/x86/apf`, `arch/x86/msrs` | registers and events of async page faults; MSRs |
+//! | `arch/x86/apf`, `msrs`, `interrupts` | events of async page faults; MSRs; the I/O APIC |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `apf` | the host side of async page faults, for VMs with a page source |
 //! | `vcpu`, `stopped` | `KVM_RUN` and its exits; messages for the stops of a vCPU |

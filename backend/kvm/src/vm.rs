@@ -19,7 +19,7 @@ use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_e
 use kvm_ioctls::{Kvm, VmFd};
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
 use lacuna_host::{Host, MemoryKind};
-use lacuna_machine::{Apf, GuestMemory, Kick, LogReaders, MemoryError, VmConfig};
+use lacuna_machine::{Apf, GuestMemory, InterruptLines, Kick, LogReaders, MemoryError, VmConfig};
 use lacuna_slots::{Delivery, DirtyError, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -47,6 +47,7 @@ pub struct Vm {
     /// this process. Otherwise it is KVM.
     pub(crate) own_apf: Option<u32>,
     pub(crate) log_readers: LogReaders,
+    pub(crate) interrupt_lines: InterruptLines,
 }
 
 /// The largest number of vCPUs: `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
@@ -97,6 +98,7 @@ impl Vm {
             booted: AtomicBool::new(false),
             own_apf,
             log_readers: LogReaders::default(),
+            interrupt_lines: InterruptLines::new(config.arch),
             config,
         }))
     }

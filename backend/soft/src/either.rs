@@ -145,16 +145,15 @@ impl Vm {
     pub(crate) fn save_any(&self) -> SharedState {
         match self.config.arch {
             Arch::Arm64 => self.save_arm64(),
-            _ => SharedState::X86,
+            _ => self.save_x86(),
         }
     }
 
     /// [`lacuna_machine::Vm::restore_shared`].
     pub(crate) fn restore_any(&self, state: &SharedState) -> Result<(), StateError> {
-        match (self.config.arch, state) {
-            (Arch::Arm64, _) => self.restore_arm64(state),
-            (_, SharedState::X86) => Ok(()),
-            _ => Err(StateError::Architecture),
+        match self.config.arch {
+            Arch::Arm64 => self.restore_arm64(state),
+            _ => self.restore_x86(state),
         }
     }
 

@@ -1,5 +1,7 @@
 //! This backend's implementation of the backend interface of `lacuna_machine`.
 
+mod interrupts;
+
 use crate::builder::VmBuilder;
 use crate::either::Vcpu;
 use crate::error::SoftError;

@@ -15,7 +15,8 @@ use lacuna_host::{
     Background, Host, HostError, LinuxBacking, MemoryKind, PageSource, SharedMemory, SourcePage,
 };
 use lacuna_machine::{
-    Apf, Arch, CpuModel, Delivery, HandlerRegion, Kick, Layout, LogReaders, VmConfig,
+    Apf, Arch, CpuModel, Delivery, HandlerRegion, InterruptLines, Kick, Layout, LogReaders,
+    VmConfig,
 };
 use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotFlags, SlotId};
@@ -76,6 +77,9 @@ pub struct Vm {
     pub(crate) has_shared_state: AtomicBool,
     /// The state shared by the processors of an AArch64 VM, made at its first use.
     arm64: OnceLock<Arc<lacuna_arm64::Fabric>>,
+    /// The same of an x86-64 VM.
+    x86: OnceLock<Arc<lacuna_x86::ApicBus>>,
+    pub(crate) interrupt_lines: InterruptLines,
     /// Each vCPU's exits on missing memory.
     pub(crate) tokens: Box<[Arc<Tokens>]>,
     /// The Linux memory of the boot layout; `None`: its pages are in frames.
@@ -176,6 +180,8 @@ impl Vm {
             booted: AtomicBool::new(false),
             has_shared_state: AtomicBool::new(false),
             arm64: OnceLock::new(),
+            x86: OnceLock::new(),
+            interrupt_lines: InterruptLines::new(config.arch),
             apf_paused: AtomicBool::new(apf == Apf::Off),
             log_readers: LogReaders::default(),
             stands_still: false,
@@ -326,6 +332,14 @@ impl Vm {
         self.arm64.get_or_init(|| {
             let wake = Arc::clone(&self.kicks) as Arc<dyn Wake>;
             Arc::new(lacuna_arm64::Fabric::new(self.config.vcpus, wake))
+        })
+    }
+
+    /// The interrupt controllers of an x86-64 VM, as [`Vm::arm64_fabric`].
+    pub(crate) fn apic_bus(&self) -> &Arc<lacuna_x86::ApicBus> {
+        self.x86.get_or_init(|| {
+            let wake = Arc::clone(&self.kicks) as Arc<dyn Wake>;
+            Arc::new(lacuna_x86::ApicBus::new(self.config.vcpus, wake))
         })
     }
 

@@ -9,8 +9,9 @@ use lacuna_apf::x86::{Control, Features, Msr};
 use lacuna_machine::x86::cpuid::{Common, Leaf};
 use lacuna_machine::{Apf, Boot, BootError, CpuModel, Exit, Image, VmConfig};
 use lacuna_stage2::Ept;
-use lacuna_x86::{Cpu, CpuidLeaf, Own, Regs, Shutdown, System, Table, TscRate};
+use lacuna_x86::{ApicBus, Cpu, CpuidLeaf, Own, Regs, Shutdown, System, Table, TscRate};
 use std::num::NonZeroU32;
+use std::sync::Arc;
 
 impl Platform for Cpu {
     type Format = Ept;
@@ -19,6 +20,10 @@ impl Platform for Cpu {
 
     fn load(vm: &Vm, image: &Image<'_>, command_line: &str) -> Result<Boot, BootError> {
         Boot::load(image, &vm.layout, command_line, vm)
+    }
+
+    fn fabric_of(vm: &Vm) -> Arc<ApicBus> {
+        Arc::clone(vm.apic_bus())
     }
 
     fn contract(offered: Apf) -> Control {
@@ -34,6 +39,9 @@ impl Platform for Cpu {
             self.set_cpuid(common_leaves(config, index, rate));
         }
         if let Some(boot) = boot {
+            if index == 0 {
+                self.apic_bus().reset_io_apic();
+            }
             self.set_system(boot_system(boot));
             self.set_regs(&boot_regs(boot));
         }

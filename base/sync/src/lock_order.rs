@@ -81,6 +81,7 @@ classes! {
         RegionNumbers "Regions::numbers (host)",
         CompressedStore "MemoryStore::inner (host)",
         KvmWindow "Window::table (kvm)",
+        InterruptLines "InterruptLines::raised (machine)",
         Serial "PlatformDevices::serial",
         OutgoingSession "OutgoingHandle's state (migrate)",
         IncomingSession "IncomingHandle's state (migrate)";
@@ -143,6 +144,7 @@ classes! {
         MigrationLink "Link (migrate)",
         FirstConnection "Connector::first, Accepted::first (migrate)",
         Gic "Gic::shared (arm64)",
+        IoApic "ApicBus::io_apic (x86)",
         TlbInbox "Vcpu::inbox (arm64)",
         SoftParker "Parker::state (soft)",
         SoftInbox "CodeMap::inboxes (soft)",

@@ -7,6 +7,7 @@ pub mod dirty;
 pub mod exits;
 pub mod files;
 pub mod guests;
+pub mod interrupts;
 pub mod memory;
 pub mod missing;
 pub mod missing_races;

@@ -17,7 +17,7 @@ mod x86;
 use lacuna_addr::Gpa;
 use lacuna_machine::{Arch, Exit, Image, Segment, VcpuState, Width};
 
-pub use x86::{assemble as assemble_x86, msr};
+pub use x86::{X2APIC_EOI, assemble as assemble_x86, msr, take_interrupts};
 
 /// The offset of a program in its VM's memory.
 const CODE: u64 = 0x20_0000;

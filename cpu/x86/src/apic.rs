@@ -1,27 +1,32 @@
-//! The local APIC (SDM vol 3 chapter 11). The guest reaches its registers as x2APIC MSRs or by the
-//! xAPIC page.
+//! The local APIC (SDM vol 3 chapter 11), whose registers the guest reaches as x2APIC MSRs or by
+//! the xAPIC page; and the I/O APIC (`ioapic`).
 //!
 //! ```text
 //! any thread            ApicBus (shared)                     Lapic (its vCPU's own)
 //! post(i, vector) --->  Inbox i: IRR, 256 atomic bits  ---> pending(): highest IRR above PPR
-//!   + Wake::wake(i)     LDR: the APIC's address              accept(v): IRR -> ISR, then EOI
-//!                                                            timer: deadline in Nanos, tick(now)
+//!   + Wake::wake(i)     TMR, LDR: the APIC's address         accept(v): IRR -> ISR, then EOI
+//! set_pin -> I/O APIC ----^     <-- end_level -------------- EOI of a level-triggered interrupt
+//! signal_msi -------------'                                  timer: deadline in Nanos, tick(now)
 //! ```
 //! A requested interrupt is one bit, so a storm of posts allocates nothing and wakes the target
 //! once.
 //!
 //! Left out on purpose: INIT and SIPI (Lacuna starts every vCPU in long mode), NMI, SMI and ExtINT
-//! delivery (no device raises them), level triggering (there is no I/O APIC), lowest-priority
-//! arbitration (the lowest-numbered destination takes the interrupt), moving the xAPIC page. ICR
-//! and LVT accept INIT, SIPI, NMI, SMI and ExtINT and ignore them.
+//! delivery, lowest-priority arbitration (the lowest-numbered destination takes the interrupt),
+//! moving the xAPIC page. ICR, LVT, redirection entries and messages accept INIT, SIPI, NMI, SMI
+//! and ExtINT and ignore them.
 
 mod bus;
+mod ioapic;
 mod lapic;
+mod message;
 mod registers;
 mod saved;
 mod timer;
 
 pub use bus::ApicBus;
+pub(crate) use ioapic::io_apic_offset;
+pub use ioapic::{IoApicRegisters, PINS};
 pub(crate) use lapic::Lapic;
 pub use saved::ApicRegisters;
 

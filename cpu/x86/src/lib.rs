@@ -2,7 +2,8 @@
 //!
 //! The processor uses a [`Bus`](lacuna_cpu::Bus) and knows no hypervisor. It requests the page
 //! behind a guest frame from the bus, and gets a host page or a reason to stop. One [`Cpu`] is one
-//! vCPU. It shares with other processors only the [`ApicBus`], where it posts interrupts.
+//! vCPU. It shares with other processors only the [`ApicBus`], where it posts interrupts, with the
+//! I/O APIC.
 //!
 //! ```text
 //! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time
@@ -51,7 +52,7 @@ mod translations_tests;
 mod tsc;
 mod walk;
 
-pub use apic::{ApicBus, ApicRegisters};
+pub use apic::{ApicBus, ApicRegisters, IoApicRegisters, PINS as IO_APIC_PINS};
 pub use cpu::{Cpu, Regs};
 pub use cpuid::CpuidLeaf;
 pub use exit::{Exit, Shutdown};

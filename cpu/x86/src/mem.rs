@@ -9,6 +9,7 @@
 //! ```
 //! A failed access returns [`Blocked`] and has changed nothing; the reason is in [`Core::why`].
 
+use crate::apic::io_apic_offset;
 use crate::linear::{Linear, Width};
 use crate::processor::{Core, Why};
 use crate::state::{Exception, System, Trap, is_canonical};
@@ -214,6 +215,9 @@ impl Core {
                 let now = self.clock.now();
                 Ok(self.apic.mmio_read(gpa.offset() & !3, now).into())
             }
+            Target::Device(gpa) if let Some(offset) = io_apic_offset(gpa) => {
+                Ok(self.apic.bus().io_apic_read(offset).into())
+            }
             Target::Device(gpa) => self.device_load(gpa, bytes),
         }
     }
@@ -231,6 +235,9 @@ impl Core {
             Target::Device(gpa) if self.apic.mmio_frame() == Some(gpa.gfn()) => {
                 let now = self.clock.now();
                 self.apic.mmio_write(gpa.offset(), value as u32, now);
+            }
+            Target::Device(gpa) if let Some(offset) = io_apic_offset(gpa) => {
+                self.apic.bus().io_apic_write(offset, value as u32);
             }
             Target::Device(gpa) => return self.device_store(gpa, bytes, value),
         }

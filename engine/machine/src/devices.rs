@@ -200,7 +200,7 @@ const NO_STATUS: u64 = u64::MAX;
 ///
 /// A VMM adds [`Device`]s of its own, at ports and at guest-physical addresses, before the guest
 /// starts. Every other port and address reads as ones and ignores writes, as an empty bus does.
-/// A device cannot interrupt the guest yet.
+/// A device interrupts the guest by a [`Line`](crate::Line).
 pub struct PlatformDevices {
     arch: Arch,
     serial: Mutex<Uart, lock_order::Serial>,

@@ -9,7 +9,7 @@
 //! * [`Image`], [`Boot`], [`boot::arm64::Boot`]: an ELF64 kernel with the PVH note, or Linux's
 //!   arm64 `Image`, becomes a plan of writes and an entry state.
 //! * [`PlatformDevices`]: the devices of every guest (serial line, exit code, status page), and an
-//!   embedder's [`Device`]s.
+//!   embedder's [`Device`]s. [`Interrupts`]: their interrupt [`Line`]s and messages.
 //! * [`run`]: one thread for each vCPU until the guest ends; [`run_watched`] also calls a watcher.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
@@ -24,6 +24,7 @@ mod devices;
 mod dirty;
 mod exit;
 mod image;
+mod interrupts;
 mod kick;
 mod kind;
 mod log_reader;
@@ -50,6 +51,7 @@ pub use dirty::{
 };
 pub use exit::{Exit, MemoryFaultFlags, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};
+pub use interrupts::{InterruptController, InterruptError, InterruptLines, Interrupts, Line, Msi};
 pub use kick::Kick;
 pub use kind::ErrorKind;
 pub use lacuna_slots::{

@@ -23,10 +23,26 @@ pub enum VcpuState {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum SharedState {
-    /// An x86-64 VM: its vCPUs share nothing.
+    /// An x86-64 VM whose I/O APIC is as after a reset. Earlier versions saved no other.
     X86,
+    /// An x86-64 VM.
+    X86Shared(Box<x86::Shared>),
     /// An AArch64 VM.
     Arm64(Box<arm64::Shared>),
+}
+
+impl SharedState {
+    /// The state of an x86-64 VM, with possible values.
+    ///
+    /// # Errors
+    /// [`StateError`]: it is another VM's, or a field is wrong.
+    pub fn x86(&self) -> Result<x86::Shared, StateError> {
+        match self {
+            Self::X86 => Ok(x86::Shared::default()),
+            Self::X86Shared(shared) => shared.io_apic.check().map(|()| **shared),
+            Self::Arm64(_) => Err(StateError::Architecture),
+        }
+    }
 }
 
 /// Why a state is not saved or not restored.

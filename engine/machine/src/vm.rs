@@ -5,8 +5,9 @@
 //! returns as an `Option`.
 
 use crate::{
-    Apf, Arch, Balloon, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, Kick,
-    MemorySlots, MissingMemory, PlatformDevices, SaveRestore, SharedState, StateError,
+    Apf, Arch, Balloon, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image,
+    InterruptController, Interrupts, Kick, MemorySlots, MissingMemory, PlatformDevices,
+    SaveRestore, SharedState, StateError,
 };
 use lacuna_addr::PageCount;
 use lacuna_slots::Delivery;
@@ -112,7 +113,16 @@ pub struct SharedFile<'a> {
 
 /// One virtual machine.
 pub trait Vm:
-    GuestMemory + MemorySlots + DirtyTracking + Kick + fmt::Debug + Send + Sync + Sized
+    GuestMemory
+    + MemorySlots
+    + DirtyTracking
+    + Kick
+    + InterruptController
+    + fmt::Debug
+    + Send
+    + Sync
+    + Sized
+    + 'static
 {
     /// The type of its processors.
     type Vcpu: SaveRestore;
@@ -154,6 +164,11 @@ pub trait Vm:
     /// # Errors
     /// [`StateError`], with the name of the field; the VM keeps its state.
     fn restore_shared(&self, state: &SharedState) -> Result<(), StateError>;
+
+    /// The interrupts of its devices.
+    fn interrupts(self: &Arc<Self>) -> Interrupts {
+        Interrupts::of(self)
+    }
 
     /// Its counters.
     fn stats(&self) -> VmStats;

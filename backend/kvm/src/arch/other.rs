@@ -138,3 +138,23 @@ pub mod apf {
         refused()
     }
 }
+
+/// No VM has an interrupt controller.
+pub mod interrupts {
+    use kvm_ioctls::VmFd;
+    use lacuna_machine::{Arch, InterruptError, Msi, SharedState, StateError};
+
+    pub fn set_line(_: &VmFd, _: u32, _: bool) {}
+
+    pub fn send_msi(_: &VmFd, _: Msi) -> Result<(), InterruptError> {
+        Err(InterruptError::NoMessages(Arch::Arm64))
+    }
+
+    pub fn save_shared(_: &VmFd) -> Result<SharedState, StateError> {
+        Err(StateError::Architecture)
+    }
+
+    pub fn restore_shared(_: &VmFd, _: &SharedState) -> Result<(), StateError> {
+        Err(StateError::Architecture)
+    }
+}

@@ -1,6 +1,7 @@
 //! The parts of the backend for x86-64.
 
 pub mod apf;
+pub mod interrupts;
 mod msrs;
 mod setup;
 mod state;
@@ -27,7 +28,8 @@ pub fn make_controllers(vm: &VmFd) -> Result<(), KvmError> {
     vm.set_tss_address(TSS_ADDRESS)
         .map_err(KvmError::step("place the TSS"))?;
     vm.create_irq_chip()
-        .map_err(KvmError::step("make interrupt controllers"))
+        .map_err(KvmError::step("make interrupt controllers"))?;
+    interrupts::connect(vm)
 }
 
 /// A vCPU's program counter, for messages.

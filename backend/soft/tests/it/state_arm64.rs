@@ -310,8 +310,8 @@ fn the_vms_own_state_comes_first() {
         ..builder(16, 16, 1, "")
     };
     let x86 = x86.build().unwrap();
-    assert_eq!(x86.save_shared(), Ok(SharedState::X86));
     x86.restore_shared(&SharedState::X86).unwrap();
+    x86.restore_shared(&x86.save_shared().unwrap()).unwrap();
     let mut vcpu = x86.bare_vcpus().unwrap().pop().unwrap();
     assert_eq!(restore(&mut vcpu, &state), Err(StateError::Architecture));
     let other = vm.save_shared().unwrap();

@@ -12,11 +12,12 @@ use lacuna_machine::{
 };
 
 use super::Outcome;
+use super::interrupts::in_flight;
 use super::state::{next_told, registers, small};
 use crate::backend::{Backend, Lacks, Made, Request};
 use crate::kvm::Kvm;
 use crate::moving::{move_at_least, move_to, run_for};
-use crate::program::{Code, REPORT_PORT, STACK, assemble_x86, image, msr};
+use crate::program::{Code, REPORT_PORT, X2APIC_EOI, assemble_x86, image, msr, take_interrupts};
 use crate::running::{guest, within};
 use crate::soft::Soft;
 
@@ -119,19 +120,14 @@ fn round_trips_of<A: Backend, B: Backend>(
     Ok(trips)
 }
 
-/// The addresses of the program's interrupt table, and of its handlers' counters.
-const IDT: u64 = 0x30_0000;
-const IDTR: u64 = 0x30_2000;
+/// The address of the handlers' counters.
 const COUNTS: u64 = 0x30_3000;
 const IPI: u32 = 0x40;
 const TIMER: u32 = 0x41;
 /// The value that the program reports when a register has changed.
 const WRONG: u32 = 0xbad;
-const X2APIC_EOI: u32 = 0x80b;
-const X2APIC_SVR: u32 = 0x80f;
 const X2APIC_LVT_TIMER: u32 = 0x832;
 const X2APIC_SELF_IPI: u32 = 0x83f;
-const APIC_BASE: u32 = 0x1b;
 const TSC_DEADLINE: u32 = 0x6e0;
 /// Some milliseconds, at any frequency that a TSC has.
 const SOON: i32 = 40_000_000;
@@ -143,19 +139,7 @@ fn waiting() -> Code {
         let (mut ipi, mut timer) = (a.create_label(), a.create_label());
         let (mut round, mut wait, mut wrong) =
             (a.create_label(), a.create_label(), a.create_label());
-        a.mov(rsp, STACK)?;
-        gate(a, IPI, ipi)?;
-        gate(a, TIMER, timer)?;
-        a.mov(rdi, IDTR)?;
-        a.mov(word_ptr(rdi), 0xfff)?;
-        a.mov(rax, IDT)?;
-        a.mov(qword_ptr(rdi + 2), rax)?;
-        a.lidt(ptr(rdi))?;
-        a.mov(ecx, APIC_BASE)?;
-        a.rdmsr()?;
-        a.or(eax, 0xc00)?;
-        a.wrmsr()?;
-        msr(a, X2APIC_SVR, 0x1ff)?;
+        take_interrupts(a, &[(IPI, ipi), (TIMER, timer)])?;
         msr(a, X2APIC_LVT_TIMER, TIMER | 2 << 17)?;
         a.xor(ebx, ebx)?;
         a.set_label(&mut round)?;
@@ -201,17 +185,6 @@ fn waiting() -> Code {
     })
 }
 
-/// An interrupt gate for code below 4G.
-fn gate(a: &mut CodeAssembler, vector: u32, handler: CodeLabel) -> Result<(), IcedError> {
-    a.mov(rdi, IDT + u64::from(vector) * 16)?;
-    a.lea(rax, ptr(handler))?;
-    a.mov(word_ptr(rdi), ax)?;
-    a.mov(word_ptr(rdi + 2), cs)?;
-    a.mov(word_ptr(rdi + 4), 0x8e00)?;
-    a.shr(rax, 16)?;
-    a.mov(word_ptr(rdi + 6), ax)
-}
-
 /// Counts, and ends the interrupt.
 fn handler(a: &mut CodeAssembler, label: &mut CodeLabel, at: i32) -> Result<(), IcedError> {
     a.set_label(label)?;
@@ -248,6 +221,18 @@ fn wait_in_turns<A: Backend, B: Backend>(first: &A, second: &B) -> Outcome {
         here = move_to(first, &request, there, &devices)?;
     }
     Ok(())
+}
+
+/// Interrupts of devices that are requested or in service move with the guest.
+pub fn interrupts_of_devices_go_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Outcome {
+    with_other!(backend, |here: &_, there: &_| {
+        let request = Request {
+            cpu: common()?,
+            ..small()
+        };
+        in_flight(here, there, &request)?;
+        in_flight(there, here, &request)
+    })
 }
 
 /// CPUID of the common model is its table, at CPL 0.

@@ -1,6 +1,6 @@
 //! Programs in x86-64 machine code.
 
-use super::{ASK_PORT, Assembler, CODE, Code, Condition, Interrupts, Op, REPORT_PORT, Reg};
+use super::{ASK_PORT, Assembler, CODE, Code, Condition, Interrupts, Op, REPORT_PORT, Reg, STACK};
 use iced_x86::IcedError;
 use iced_x86::code_asm::*;
 use lacuna_machine::{Arch, Width, port};
@@ -27,6 +27,55 @@ pub fn msr(a: &mut CodeAssembler, index: u32, value: u32) -> Result<(), IcedErro
     a.mov(eax, value)?;
     a.xor(edx, edx)?;
     a.wrmsr()
+}
+
+/// The x2APIC's MSR that ends an interrupt.
+pub const X2APIC_EOI: u32 = 0x80b;
+const X2APIC_ID: u32 = 0x802;
+const X2APIC_SVR: u32 = 0x80f;
+const APIC_BASE: u32 = 0x1b;
+/// The addresses of a program's interrupt table, and of its pointer.
+const IDT: u64 = 0x30_0000;
+const IDTR: u64 = 0x30_2000;
+
+/// A stack for each vCPU, interrupt gates for these vectors, and an enabled x2APIC. Interrupts stay
+/// off.
+///
+/// # Errors
+/// As the assembler's.
+pub fn take_interrupts(
+    a: &mut CodeAssembler,
+    handlers: &[(u32, CodeLabel)],
+) -> Result<(), IcedError> {
+    for (vector, handler) in handlers {
+        gate(a, *vector, *handler)?;
+    }
+    a.mov(rdi, IDTR)?;
+    a.mov(word_ptr(rdi), 0xfff)?;
+    a.mov(rax, IDT)?;
+    a.mov(qword_ptr(rdi + 2), rax)?;
+    a.lidt(ptr(rdi))?;
+    a.mov(ecx, APIC_BASE)?;
+    a.rdmsr()?;
+    a.or(eax, 0xc00)?;
+    a.wrmsr()?;
+    msr(a, X2APIC_SVR, 0x1ff)?;
+    a.mov(ecx, X2APIC_ID)?;
+    a.rdmsr()?;
+    a.shl(eax, 12)?;
+    a.mov(rsp, STACK)?;
+    a.sub(rsp, rax)
+}
+
+/// An interrupt gate for code below 4G.
+fn gate(a: &mut CodeAssembler, vector: u32, handler: CodeLabel) -> Result<(), IcedError> {
+    a.mov(rdi, IDT + u64::from(vector) * 16)?;
+    a.lea(rax, ptr(handler))?;
+    a.mov(word_ptr(rdi), ax)?;
+    a.mov(word_ptr(rdi + 2), cs)?;
+    a.mov(word_ptr(rdi + 4), 0x8e00)?;
+    a.shr(rax, 16)?;
+    a.mov(word_ptr(rdi + 6), ax)
 }
 
 /// One register by its four sizes. RAX, RCX and RDX hold values within one operation.

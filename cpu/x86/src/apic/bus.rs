@@ -1,19 +1,24 @@
-//! The shared part of each local APIC: its IRR and its address.
+//! The shared part of each local APIC: its IRR, its TMR and its address; and interrupt messages.
 
+use super::ioapic::IoApicRegisters;
+use super::message::{Delivery, Destination, Message, Trigger};
 use lacuna_cpu::Wake;
 use lacuna_sync::shim::{AtomicU64, Ordering};
+use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::fmt;
 use std::sync::Arc;
 
 /// The interrupt bus of one machine, shared by its vCPUs and devices.
 pub struct ApicBus {
     inboxes: Box<[Inbox]>,
+    io_apic: Mutex<IoApicRegisters, lock_order::IoApic>,
     wake: Arc<dyn Wake>,
 }
 
-/// One APIC's part: 256 requested vectors, and an [`Address`].
+/// One APIC's part: 256 requested vectors, which of them are level-triggered, and an [`Address`].
 struct Inbox {
     irr: [AtomicU64; 4],
+    tmr: [AtomicU64; 4],
     address: AtomicU64,
 }
 
@@ -60,27 +65,18 @@ impl Address {
     }
 }
 
-/// The destination of an interrupt. Broadcast has its own case: its number differs between the two
-/// modes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Destination {
-    Physical(u32),
-    Logical(u32),
-    All,
-    AllBut(usize),
-}
-
-/// Which of the addressed APICs get the interrupt.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Delivery {
-    /// All of them.
-    Fixed,
-    /// One: the lowest-numbered.
-    LowestPriority,
+/// The outcome of a message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[must_use]
+struct Delivered {
+    /// An APIC has taken it.
+    accepted: bool,
+    /// A bit for each vCPU that [`ApicBus::wake`] wakes, after all locks are released.
+    wake: u64,
 }
 
 impl ApicBus {
-    /// A bus for vCPUs 0 to `vcpus` - 1. The APIC ID of a vCPU is its number.
+    /// A bus for vCPUs 0 to `vcpus` - 1, at most 64. The APIC ID of a vCPU is its number.
     pub fn new(vcpus: usize, wake: Arc<dyn Wake>) -> Self {
         let closed = Address {
             ldr: 0,
@@ -90,10 +86,12 @@ impl ApicBus {
         };
         let inbox = |_| Inbox {
             irr: std::array::from_fn(|_| AtomicU64::new(0)),
+            tmr: std::array::from_fn(|_| AtomicU64::new(0)),
             address: AtomicU64::new(closed.pack()),
         };
         Self {
             inboxes: (0..vcpus).map(inbox).collect(),
+            io_apic: Mutex::new(IoApicRegisters::new()),
             wake,
         }
     }
@@ -106,48 +104,87 @@ impl ApicBus {
     /// Requests `vector` on vCPU `index`, as an edge-triggered message does. Any thread may call
     /// this. As on hardware, this ignores a vector below 16, and a disabled or absent APIC.
     pub fn post(&self, index: usize, vector: u8) {
-        if self
-            .inboxes
-            .get(index)
-            .is_some_and(|inbox| inbox.address().accepting)
-        {
-            self.request(index, vector);
+        // No vCPU has so high a number.
+        let id = u32::try_from(index).unwrap_or(u32::MAX);
+        self.send(Message {
+            to: Destination::Physical(id),
+            delivery: Delivery::Fixed,
+            vector,
+            trigger: Trigger::Edge,
+        });
+    }
+
+    /// Sends the message of a device's write of `data` to `address`, which lies in
+    /// 0xfee0_0000..=0xfeef_ffff (SDM vol 3 11.11). Any thread may call this.
+    pub fn signal_msi(&self, address: u32, data: u32) {
+        let (hint, logical) = (address & 1 << 3 != 0, address & 1 << 2 != 0);
+        let (destination, is_level) = ((address >> 12) as u8, data & 1 << 15 != 0);
+        let message = Message::from_device(destination, logical, data, is_level);
+        if let Some(mut message) = message {
+            if hint {
+                message.delivery = Delivery::LowestPriority;
+            }
+            self.send(message);
         }
     }
 
-    pub(super) fn send(&self, to: Destination, delivery: Delivery, vector: u8) {
-        if let Destination::Physical(id) = to {
-            return self.post(id as usize, vector);
-        }
-        for (index, inbox) in self.inboxes.iter().enumerate() {
+    pub(super) fn send(&self, message: Message) {
+        self.wake(self.request(message).wake);
+    }
+
+    /// Sets the IRR bits of the addressed APICs, and wakes no vCPU.
+    fn request(&self, message: Message) -> Delivered {
+        let Message {
+            to,
+            delivery,
+            vector,
+            trigger,
+        } = message;
+        let mut delivered = Delivered::default();
+        let (skip, take) = match to {
+            Destination::Physical(id) => (id as usize, 1),
+            _ => (0, usize::MAX),
+        };
+        for (index, inbox) in self.inboxes.iter().enumerate().skip(skip).take(take) {
             let address = inbox.address();
             let addressed = match to {
-                Destination::Physical(id) => id as usize == index,
+                Destination::Physical(_) | Destination::All => true,
                 Destination::Logical(id) => address.answers(id),
-                Destination::All => true,
                 Destination::AllBut(sender) => sender != index,
             };
-            if address.accepting && addressed {
-                self.request(index, vector);
+            if address.accepting && addressed && vector >= 16 {
+                delivered.accepted = true;
+                // If the bit was set already, the thread that has set it wakes the vCPU.
+                delivered.wake |= u64::from(self.raise(index, vector, trigger)) << index;
                 if delivery == Delivery::LowestPriority {
-                    return;
+                    break;
                 }
             }
         }
+        delivered
     }
 
-    /// Sets an IRR bit. Wakes the vCPU if the bit was clear; otherwise the thread that has set it
-    /// does.
-    fn request(&self, index: usize, vector: u8) {
-        if vector >= 16 && self.raise(index, vector) {
-            self.wake.wake(index);
+    /// Wakes the vCPUs of [`Delivered::wake`].
+    fn wake(&self, mut vcpus: u64) {
+        while vcpus != 0 {
+            self.wake.wake(vcpus.trailing_zeros() as usize);
+            vcpus &= vcpus - 1;
         }
     }
 
     /// Sets an IRR bit and wakes no vCPU. Returns whether the bit was clear.
-    pub(super) fn raise(&self, index: usize, vector: u8) -> bool {
+    pub(super) fn raise(&self, index: usize, vector: u8, trigger: Trigger) -> bool {
         let (word, bit) = split(vector);
-        self.inboxes[index].irr[word].fetch_or(bit, Ordering::AcqRel) & bit == 0
+        let inbox = &self.inboxes[index];
+        // TMR is first: the vCPU reads it after it has taken the vector from IRR.
+        let tmr = &inbox.tmr[word];
+        let is_level = tmr.load(Ordering::Relaxed) & bit != 0;
+        match trigger {
+            Trigger::Level if !is_level => _ = tmr.fetch_or(bit, Ordering::Relaxed),
+            Trigger::Edge if is_level => _ = tmr.fetch_and(!bit, Ordering::Relaxed),
+            _ => {}
+        }
+        inbox.irr[word].fetch_or(bit, Ordering::AcqRel) & bit == 0
     }
 
     /// Clears an IRR bit. Returns whether it was set.
@@ -157,11 +194,14 @@ impl ApicBus {
     }
 
     pub(super) fn clear(&self, index: usize) {
-        self.set_irr(index, [0; 4]);
+        self.set_requests(index, [0; 4], [0; 4]);
     }
 
-    pub(super) fn set_irr(&self, index: usize, irr: [u64; 4]) {
-        for (word, bits) in self.inboxes[index].irr.iter().zip(irr) {
+    /// Replaces IRR and TMR.
+    pub(super) fn set_requests(&self, index: usize, irr: [u64; 4], tmr: [u64; 4]) {
+        let inbox = &self.inboxes[index];
+        let words = inbox.tmr.iter().chain(&inbox.irr);
+        for (word, bits) in words.zip(tmr.into_iter().chain(irr)) {
             word.store(bits, Ordering::Release);
         }
     }
@@ -171,10 +211,75 @@ impl ApicBus {
         std::array::from_fn(|i| irr[i].load(Ordering::Acquire))
     }
 
+    pub(super) fn tmr(&self, index: usize) -> [u64; 4] {
+        let tmr = &self.inboxes[index].tmr;
+        std::array::from_fn(|i| tmr[i].load(Ordering::Acquire))
+    }
+
     pub(super) fn set_address(&self, index: usize, address: Address) {
         self.inboxes[index]
             .address
             .store(address.pack(), Ordering::Release);
+    }
+}
+
+impl ApicBus {
+    /// Sets the level of an input of the I/O APIC. Any thread may call this. A pin that does not
+    /// exist is ignored.
+    pub fn set_pin(&self, pin: usize, high: bool) {
+        self.change_io_apic(|io, send| io.set_pin(pin, high, send));
+    }
+
+    /// A read of the I/O APIC's memory.
+    pub(crate) fn io_apic_read(&self, offset: u64) -> u32 {
+        self.lock_io_apic().read(offset)
+    }
+
+    /// A write to the I/O APIC's memory.
+    pub(crate) fn io_apic_write(&self, offset: u64, value: u32) {
+        self.change_io_apic(|io, send| io.write(offset, value, send));
+    }
+
+    /// A local APIC has ended the level-triggered interrupt `vector`.
+    pub(super) fn end_level(&self, vector: u8) {
+        self.change_io_apic(|io, send| io.end(vector, send));
+    }
+
+    /// The I/O APIC, for saving it. A machine saves it before its local APICs: an interrupt that a
+    /// device raises between the two is then in a local APIC, or comes again.
+    pub fn io_apic(&self) -> IoApicRegisters {
+        self.lock_io_apic().clone()
+    }
+
+    /// Takes over a saved I/O APIC. Bits that do not exist are dropped. Nothing is delivered: the
+    /// requests are in the states of the local APICs.
+    pub fn set_io_apic(&self, saved: &IoApicRegisters) {
+        *self.lock_io_apic() = saved.existing();
+    }
+
+    /// Resets the I/O APIC: every pin is low and masked.
+    pub fn reset_io_apic(&self) {
+        *self.lock_io_apic() = IoApicRegisters::new();
+    }
+
+    /// Makes a change of the I/O APIC, which may send messages. The requests are made under the
+    /// lock, so a saved remote IRR always has its request, or its interrupt in service, in a local
+    /// APIC. The vCPUs are woken after it.
+    fn change_io_apic(
+        &self,
+        change: impl FnOnce(&mut IoApicRegisters, &mut dyn FnMut(Message) -> bool),
+    ) {
+        let mut wake = 0;
+        change(&mut self.lock_io_apic(), &mut |message| {
+            let delivered = self.request(message);
+            wake |= delivered.wake;
+            delivered.accepted
+        });
+        self.wake(wake);
+    }
+
+    fn lock_io_apic(&self) -> MutexGuard<'_, IoApicRegisters> {
+        self.io_apic.lock().expect("no panic under this lock")
     }
 }
 

@@ -2,6 +2,7 @@
 //! `registers.rs`.
 
 use super::bus::{Address, ApicBus, highest, split};
+use super::message::Trigger;
 use super::timer::Timer;
 use crate::state::{Exception, Trap};
 use lacuna_addr::{Gfn, Gpa};
@@ -52,7 +53,7 @@ pub(super) enum Lvt {
     Error = 5,
 }
 
-/// A local APIC. IRR lives in its [`ApicBus`] inbox; everything else belongs to the vCPU.
+/// A local APIC. IRR and TMR live in its [`ApicBus`] inbox; everything else belongs to the vCPU.
 #[derive(Debug)]
 pub(crate) struct Lapic {
     pub(super) index: usize,
@@ -105,6 +106,11 @@ impl Lapic {
         self.index
     }
 
+    /// The bus, with the I/O APIC.
+    pub(crate) fn bus(&self) -> &ApicBus {
+        &self.bus
+    }
+
     /// How many vCPUs share the bus.
     pub(crate) fn vcpus(&self) -> usize {
         self.bus.vcpus()
@@ -128,7 +134,7 @@ impl Lapic {
         match vector {
             0..16 => self.error(ESR_RECEIVED_ILLEGAL),
             vector => {
-                self.bus.raise(self.index, vector);
+                self.bus.raise(self.index, vector, Trigger::Edge);
             }
         }
     }
@@ -239,6 +245,9 @@ impl Lapic {
         if let Some(vector) = highest(&self.isr) {
             let (word, bit) = split(vector);
             self.isr[word] &= !bit;
+            if self.bus.tmr(self.index)[word] & bit != 0 {
+                self.bus.end_level(vector);
+            }
         }
     }
 
@@ -266,7 +275,7 @@ impl Lapic {
             0..16 if lvt == Lvt::Error => self.errors |= ESR_RECEIVED_ILLEGAL,
             0..16 => self.error(ESR_RECEIVED_ILLEGAL),
             vector => {
-                self.bus.raise(self.index, vector);
+                self.bus.raise(self.index, vector, Trigger::Edge);
             }
         }
     }

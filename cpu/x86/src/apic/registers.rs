@@ -1,8 +1,8 @@
 //! The guest's accesses: x2APIC MSRs 0x800 to 0x8ff, and the xAPIC page. Both name a register by
 //! the same number: MSR 0x800 + n is page offset n * 16.
 
-use super::bus::{Delivery, Destination};
 use super::lapic::{ESR_SENT_ILLEGAL, LVT_MASKED, Lapic, Lvt, Mode, SVR_ENABLE};
+use super::message::{Delivery, Destination, Message, Trigger};
 use super::timer;
 use crate::state::{Exception, Trap};
 use crate::tsc::Tsc;
@@ -149,8 +149,7 @@ impl Lapic {
             reg::DFR => self.dfr,
             reg::SVR => self.svr,
             reg::ISR..reg::TMR => word(self.isr, number - reg::ISR),
-            // No level-triggered interrupts: TMR is always zero.
-            reg::TMR..reg::IRR => 0,
+            reg::TMR..reg::IRR => word(self.bus.tmr(self.index), number - reg::TMR),
             reg::IRR..=reg::IRR_END => word(self.bus.irr(self.index), number - reg::IRR),
             reg::ESR => self.esr,
             reg::ICR => self.icr as u32,
@@ -228,7 +227,12 @@ impl Lapic {
         };
         match low as u8 {
             0..16 => self.error(ESR_SENT_ILLEGAL),
-            vector => self.bus.send(destination, delivery, vector),
+            vector => self.bus.send(Message {
+                to: destination,
+                delivery,
+                vector,
+                trigger: Trigger::Edge,
+            }),
         }
     }
 

@@ -44,13 +44,15 @@ impl ApicRegisters {
             id if id == (index as u32) << 24 => {}
             id => return Err(Refused::Unsupported("apic.id", id.into())),
         }
-        for (field, first) in [("apic.isr", reg::ISR), ("apic.irr", reg::IRR)] {
+        let vectors = [
+            ("apic.isr", reg::ISR),
+            ("apic.tmr", reg::TMR),
+            ("apic.irr", reg::IRR),
+        ];
+        for (field, first) in vectors {
             if self.get(first) & 0xffff != 0 {
                 return invalid(field, self.get(first) & 0xffff);
             }
-        }
-        if let Some(bits) = self.vectors(reg::TMR).into_iter().find(|bits| *bits != 0) {
-            return Err(Refused::Unsupported("apic.tmr", bits));
         }
         let masks = [
             ("apic.tpr", reg::TPR, 0xff),
@@ -126,7 +128,8 @@ impl Lapic {
                 .restore(mode, initial, divide, saved.get(reg::CURRENT), now);
             self.timer.set_deadline(saved.tsc_deadline, tsc, now);
         }
-        self.bus.set_irr(self.index(), saved.vectors(reg::IRR));
+        let (irr, tmr) = (saved.vectors(reg::IRR), saved.vectors(reg::TMR));
+        self.bus.set_requests(self.index(), irr, tmr);
         self.publish();
     }
 }

@@ -3,7 +3,6 @@
 use super::*;
 use crate::state::{Exception, Trap};
 use crate::tsc::{Tsc, TscRate};
-use bus::Destination;
 use lacuna_cpu::Wake;
 use lacuna_sync::Nanos;
 use proptest::prelude::*;
@@ -23,7 +22,7 @@ impl Wake for Wakes {
 }
 
 impl Wakes {
-    fn take(&self) -> Vec<usize> {
+    pub(super) fn take(&self) -> Vec<usize> {
         std::mem::take(&mut self.0.lock().unwrap())
     }
 }
@@ -53,7 +52,7 @@ fn machine(vcpus: usize) -> (Vec<Lapic>, Arc<Wakes>) {
 }
 
 /// One enabled x2APIC of `vcpus`.
-fn x2(vcpus: usize) -> (Vec<Lapic>, Arc<Wakes>) {
+pub(super) fn x2(vcpus: usize) -> (Vec<Lapic>, Arc<Wakes>) {
     let (mut apics, wakes) = machine(vcpus);
     for (i, apic) in apics.iter_mut().enumerate() {
         apic.set_base(X2 | if i == 0 { 0x100 } else { 0 }).unwrap();
@@ -62,7 +61,7 @@ fn x2(vcpus: usize) -> (Vec<Lapic>, Arc<Wakes>) {
     (apics, wakes)
 }
 
-fn set(apic: &mut Lapic, msr: u32, value: u64) {
+pub(super) fn set(apic: &mut Lapic, msr: u32, value: u64) {
     apic.wrmsr(msr, value, T0).unwrap();
 }
 
@@ -371,9 +370,7 @@ const fn all_of<const N: usize>() -> [usize; N] {
 fn a_storm_wakes_once() {
     let (apics, wakes) = x2(2);
     for _ in 0..1000 {
-        apics[0]
-            .bus
-            .send(Destination::Physical(1), bus::Delivery::Fixed, 0x50);
+        apics[0].bus.post(1, 0x50);
     }
     assert_eq!(wakes.take(), [1]);
 }

@@ -2,6 +2,7 @@
 
 use super::events::Pending;
 use super::{Cpu, Regs};
+use crate::apic::ApicBus;
 use crate::cpuid::{CpuidLeaf, cpuid};
 use crate::processor::Core;
 use crate::state::bits::CR0_PG;
@@ -152,6 +153,11 @@ impl Cpu {
     /// A vector below 16 sets the APIC's receive error (SDM vol 3 11.5.3) and raises no interrupt.
     pub fn raise_interrupt(&mut self, vector: u8) {
         self.core.apic.receive(vector);
+    }
+
+    /// The bus of its APIC, with the I/O APIC.
+    pub fn apic_bus(&self) -> &ApicBus {
+        self.core.apic.bus()
     }
 
     /// Whether the APIC takes interrupts: `IA32_APIC_BASE` and SVR both enable it.

@@ -1,10 +1,11 @@
-//! The state of an x86-64 vCPU.
+//! The state of an x86-64 vCPU, and the state shared by a VM's vCPUs.
 //!
 //! Values are as the guest would read them, in the form of KVM's ioctls where the architecture
 //! leaves a choice. Every number is plain: a backend checks it when it restores.
 
 pub mod cpuid;
 
+use crate::StateError;
 use cpuid::Features;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -238,4 +239,69 @@ pub enum RunState {
     Halted,
     /// It waits for INIT and start-up.
     WaitingForStartup,
+}
+
+/// The state of a VM that belongs to none of its vCPUs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Shared {
+    /// The I/O APIC.
+    pub io_apic: IoApic,
+}
+
+/// The I/O APIC.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IoApic {
+    /// Its ID: 0 to 15.
+    pub id: u8,
+    /// IOREGSEL.
+    pub select: u8,
+    /// The redirection entries.
+    pub entries: [u64; 24],
+    /// A bit for each high line, except those whose edge was delivered. The edge is in IRR of a
+    /// local APIC then.
+    pub high: u32,
+}
+
+impl IoApic {
+    const LEVEL: u64 = 1 << 15;
+    const MASKED: u64 = 1 << 16;
+
+    /// An I/O APIC with these registers; `high` has a bit for each high line.
+    pub fn new(id: u8, select: u8, entries: [u64; 24], mut high: u32) -> Self {
+        for (pin, entry) in entries.iter().enumerate() {
+            if entry & (Self::LEVEL | Self::MASKED) == 0 {
+                high &= !(1 << pin);
+            }
+        }
+        Self {
+            id,
+            select,
+            entries,
+            high,
+        }
+    }
+
+    /// Whether an I/O APIC can have these values. Reserved bits of the entries do not count: KVM
+    /// keeps what a guest writes there.
+    pub(crate) fn check(&self) -> Result<(), StateError> {
+        for (field, value, valid) in [
+            ("io_apic.id", u32::from(self.id), 15),
+            ("io_apic.high", self.high, (1 << self.entries.len()) - 1),
+        ] {
+            if value & !valid != 0 {
+                let value = value.into();
+                return Err(StateError::Invalid { field, value });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Default for IoApic {
+    /// As after a reset.
+    fn default() -> Self {
+        Self::new(0, 0, [Self::MASKED; 24], 0)
+    }
 }
