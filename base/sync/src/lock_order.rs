@@ -142,7 +142,7 @@ classes! {
         HashesThere "There::hashes (migrate)",
         CauseOfEnd "Streams::cause (migrate)",
         MigrationLink "Link (migrate)",
-        FirstConnection "Connector::first, Accepted::first (migrate)",
+        FirstConnection "first of Connector and Accepted, Arrival::incoming (migrate)",
         Gic "Gic::shared (arm64)",
         IoApic "ApicBus::io_apic (x86)",
         TlbInbox "Vcpu::inbox (arm64)",

@@ -3,9 +3,9 @@
 //!
 //! ```text
 //! source                                       destination
-//! Outgoing::send: connects, sends,    ──────►
-//!   connects again until it is settled
-//!   OutgoingHandle: cancel, keep, progress
+//! Outgoing::send: connects, sends,    ──────►  Destination::wait: an Arrival, whose caller makes
+//!   connects again until it is settled           a VM; receive, start, take_rest
+//! OutgoingHandle: progress, cancel, keep       IncomingHandle: progress, cancel, keep, end
 //! ```
 //! The calls block. Other threads use the handles meanwhile.
 //!
@@ -14,13 +14,19 @@
 //! | `report` | how far a migration is, and how it has ended |
 //! | `outgoing` | the source: sends the guest, and connects again when the connection is cut |
 //! | `outgoing_handle` | its stage, and what other threads want of it |
+//! | `destination` | the destination: waits for a guest, and takes it |
+//! | `incoming_handle` | its stage, and what other threads want of it |
 
+mod destination;
+mod incoming_handle;
 mod outgoing;
 mod outgoing_handle;
 mod report;
 
+pub use destination::{Arrival, Destination};
+pub use incoming_handle::{IncomingEvent, IncomingHandle};
 pub use outgoing::{Moved, Outcome, Outgoing, Stayed, Undecided};
 pub use outgoing_handle::OutgoingHandle;
 pub use report::{
-    IncomingProgress, IncomingStage, Migrated, MissingRange, OutgoingProgress, OutgoingStage, again,
+    IncomingProgress, IncomingStage, Migrated, MissingRange, OutgoingProgress, OutgoingStage,
 };

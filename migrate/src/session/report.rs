@@ -88,7 +88,7 @@ pub struct IncomingProgress {
 }
 
 /// Pages sent again, in these rounds and of `late` pages after the guest.
-pub fn again(rounds: &[u64], late: u64) -> u64 {
+pub(super) fn again(rounds: &[u64], late: u64) -> u64 {
     // The numbers of a destination come from its peer.
     match rounds {
         [] => 0,

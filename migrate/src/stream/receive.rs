@@ -252,6 +252,11 @@ impl<V: Vm> Waiting<V> {
         &self.why
     }
 
+    /// Leaves the guest to its source.
+    pub fn give_up(self) -> MigrateError {
+        self.why
+    }
+
     /// Takes a new connection of the source, and waits for its `Go`.
     ///
     /// # Errors

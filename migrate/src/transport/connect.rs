@@ -45,7 +45,7 @@ impl Connector {
     ///
     /// # Errors
     /// [`TransportError::Connect`].
-    pub fn connect_first(&self) -> Result<(), TransportError> {
+    pub(crate) fn connect_first(&self) -> Result<(), TransportError> {
         let connected = self.connect()?;
         *lock(&self.first) = Some(connected);
         Ok(())
@@ -57,7 +57,7 @@ impl Connector {
     }
 
     /// The shared part of its connections.
-    pub fn link(&self) -> &Arc<Link> {
+    pub(crate) fn link(&self) -> &Arc<Link> {
         &self.link
     }
 

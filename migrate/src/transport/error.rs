@@ -30,6 +30,14 @@ pub enum TransportError {
         /// What to do.
         advice: &'static str,
     },
+    /// No connection can be accepted.
+    #[error("{at}: no connection can be accepted: {error}")]
+    Accept {
+        /// The address.
+        at: Address,
+        /// The system's words.
+        error: io::Error,
+    },
     /// The address needs files for TLS.
     #[error("{0}: both sides need certificates: give an authority, a certificate and its key")]
     NoFiles(Address),
@@ -44,7 +52,10 @@ pub enum TransportError {
 impl TransportError {
     /// Where the cause lies.
     pub const fn kind(&self) -> ErrorKind {
-        ErrorKind::Request
+        match self {
+            Self::Accept { .. } => ErrorKind::Host,
+            _ => ErrorKind::Request,
+        }
     }
 }
 

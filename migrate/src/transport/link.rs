@@ -80,6 +80,13 @@ impl Link {
         self.cut.store(true, Ordering::Relaxed);
     }
 
+    /// As a new link, for another guest. The counters continue.
+    pub fn begin_again(&self) {
+        self.renew();
+        *self.deadline() = None;
+        self.outlives_signals.store(false, Ordering::Relaxed);
+    }
+
     /// Takes [`Link::cut`] and [`Link::hurry`] back, for new connections.
     pub fn renew(&self) {
         self.cut.store(false, Ordering::Relaxed);

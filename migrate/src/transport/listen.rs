@@ -12,6 +12,7 @@ use std::io;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// How long a source may take for each further connection.
@@ -32,14 +33,14 @@ enum Waits {
 
 impl Listener {
     /// Listens at `at`. A UNIX socket is for this user alone. `tls` has the files for it, if the
-    /// address needs some. All connections share `link`.
+    /// address needs some. When `interrupted` is set, every wait ends, until a guest runs here.
     ///
     /// # Errors
     /// [`TransportError`].
     pub fn open(
         at: &Address,
         tls: Option<&TlsFiles>,
-        link: Arc<Link>,
+        interrupted: Arc<AtomicBool>,
     ) -> Result<Self, TransportError> {
         at.check_tls(tls)?;
         let tls = tls.map(Tls::load).transpose()?;
@@ -63,6 +64,7 @@ impl Listener {
                 (Address::Tls(place), Waits::Tcp(listener))
             }
         };
+        let link = Arc::new(Link::of_destination(interrupted));
         let candidates = Candidates::new(tls, Arc::clone(&link)).map_err(failed)?;
         Ok(Self {
             at,
@@ -78,7 +80,7 @@ impl Listener {
     }
 
     /// The shared part of its connections.
-    pub fn link(&self) -> &Arc<Link> {
+    pub(crate) fn link(&self) -> &Arc<Link> {
         &self.link
     }
 
@@ -87,7 +89,7 @@ impl Listener {
     ///
     /// # Errors
     /// No connection can be accepted.
-    pub fn next(&self) -> io::Result<Option<Candidate>> {
+    pub(crate) fn next(&self) -> io::Result<Option<Candidate>> {
         let mut candidates = lock(&self.candidates);
         if let Some(candidate) = candidates.next() {
             return Ok(Some(candidate));
@@ -160,7 +162,7 @@ impl<'a> Accepted<'a> {
     }
 
     /// The shared part of its connections.
-    pub fn link(&self) -> &Arc<Link> {
+    pub(crate) fn link(&self) -> &Arc<Link> {
         self.listener.link()
     }
 }
@@ -219,8 +221,7 @@ mod tests {
     const FIRST: [u8; 12] = [1, 0, 0, 0, 0, 0, 0, 0, b'g', b'u', b's', b't'];
 
     fn listener(at: &Address, tls: Option<&TlsFiles>) -> Listener {
-        let link = Arc::new(Link::of_destination(Arc::default()));
-        Listener::open(at, tls, link).unwrap()
+        Listener::open(at, tls, Arc::default()).unwrap()
     }
 
     fn source(listener: &Listener, tls: Option<&TlsFiles>) -> Connector {
@@ -264,8 +265,7 @@ mod tests {
         assert!(from.starts_with("127.0.0.1:"), "{from}");
         assert_eq!(next_says(connection), FIRST);
         assert_eq!((listener.link().bytes(), source.link().bytes()), (12, 12));
-        let link = Arc::clone(listener.link());
-        let error = Listener::open(listener.address(), None, link)
+        let error = Listener::open(listener.address(), None, Arc::default())
             .map(drop)
             .unwrap_err();
         assert!(error.to_string().contains("choose another one"), "{error}");
@@ -357,8 +357,7 @@ mod tests {
             assert!(error.contains(text) && error.contains(expected), "{error}");
         }
         let at = "unix:/nowhere/socket".parse().unwrap();
-        let link = Arc::new(Link::of_source());
-        let error = Listener::open(&at, None, link).map(drop);
+        let error = Listener::open(&at, None, Arc::default()).map(drop);
         let error = error.unwrap_err().to_string();
         assert!(error.contains("name a socket in a folder"), "{error}");
     }

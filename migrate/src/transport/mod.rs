@@ -1,6 +1,7 @@
 //! Connections between the two sides of a migration: UNIX sockets, TCP, or TLS above TCP.
 //!
-//! A source has a [`Connector`] to an [`Address`], and a destination a [`Listener`] at one.
+//! A source has a [`Connector`] to an [`Address`], and a destination a [`Listener`] at one. The
+//! [sessions](crate::session) use them.
 //!
 //! | file | job |
 //! |---|---|
@@ -37,9 +38,10 @@ mod tls;
 use no_tls as tls;
 
 pub use address::{Address, AddressError, HostPort, TlsFiles};
-pub use candidates::Candidate;
+pub(crate) use candidates::Candidate;
 pub use connect::Connector;
 pub use error::{TlsError, TransportError};
-pub use link::Link;
-pub use listen::{Accepted, Listener};
+pub(crate) use link::Link;
+pub(crate) use listen::Accepted;
+pub use listen::Listener;
 pub use socket::{PrivateSocket, is_socket};

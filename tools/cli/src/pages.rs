@@ -1,7 +1,6 @@
 //! The page source of a run: `--pages-from`, and its counters.
 
 use crate::args::{Backend, PagesFrom, Patience, RunArgs};
-use crate::control::IncomingGuest;
 use crate::exit::Exit;
 use crate::output::complain;
 use crate::run::{Lazy, Refusal};
@@ -9,6 +8,7 @@ use crate::sample::Pages;
 use lacuna_addr::PageCount;
 use lacuna_machine::{MemorySlotError, SlotFlags, Vm};
 use lacuna_migrate::Snapshot;
+use lacuna_migrate::session::IncomingHandle;
 use lacuna_source::{
     External, FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, Zeros,
 };
@@ -164,7 +164,7 @@ pub enum Here {
     /// The restored pages of a snapshot.
     Restored(Arc<Restoring>),
     /// A migration brings the pages, and its count includes the requested ones.
-    IncomingGuest(Arc<IncomingGuest>),
+    IncomingGuest(IncomingHandle),
 }
 
 /// The progress of a lazy restore.

@@ -1,6 +1,5 @@
 //! `lacuna run`, and the run of `lacuna snapshot restore`: one guest, live.
 
-mod arriving;
 mod attend;
 mod incoming;
 mod report;
@@ -8,7 +7,6 @@ mod restored;
 mod screen;
 mod threads;
 
-pub use incoming::Arrival;
 pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
 
@@ -26,7 +24,7 @@ use lacuna_machine::{
     Apf, Arch, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, PageSource,
     PlatformDevices, VcpuError, Vm,
 };
-use lacuna_migrate::session::Migrated;
+use lacuna_migrate::session::{Arrival, Migrated};
 use lacuna_migrate::{Machine, Snapshot};
 use lacuna_soft::{LatencySetting, LinuxBacking, Swap};
 use report::{Finished, at_first, finish};
@@ -149,10 +147,7 @@ fn run_controlled(
         }
         Start::Incoming(arrival) => {
             let source = arrival.page_source().map(pages::of_migration);
-            (
-                source,
-                Here::IncomingGuest(Arc::clone(arrival.incoming_guest())),
-            )
+            (source, Here::IncomingGuest(arrival.handle().clone()))
         }
         _ => {
             let source = pages::open(args, backend);
@@ -263,7 +258,7 @@ impl Job<'_> {
         restored::count_demands(self, &mut before.restored);
         let actions = self.client_actions();
         if let Some(arrival) = self.start.arrival() {
-            before.received = Some(arrival.received());
+            before.received = Some(incoming::received(arrival.handle()));
         }
         let migrated = actions.and_then(|actions| actions.moved().cloned());
         let asked = Asked {
@@ -307,7 +302,7 @@ impl Job<'_> {
     fn stop<V: Vm>(&self, devices: &PlatformDevices, vm: &V) {
         devices.end(Ending::Stopped, vm);
         if let Some(arrival) = self.start.arrival() {
-            arrival.incoming_guest().end(Some(&self.why_stopped()));
+            arrival.handle().end(Some(&self.why_stopped()));
         }
     }
 

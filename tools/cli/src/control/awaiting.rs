@@ -2,23 +2,23 @@
 
 use super::message::{Answer, PROTOCOL, Refused, Request, State, Status};
 use super::{Answers, ClientActions};
-use lacuna_migrate::transport::Link;
+use lacuna_migrate::session::Destination;
 use std::ops::ControlFlow;
-use std::sync::Arc;
 
 /// Answers clients while no guest is announced.
 pub struct Awaiting<'a> {
-    at: String,
+    destination: &'a Destination,
     actions: &'a ClientActions,
-    /// Cutting it ends the wait.
-    link: Arc<Link>,
 }
 
 impl<'a> Awaiting<'a> {
-    /// The process waits for a guest at `at`. A request to end the wait is noted in `ends`, and
-    /// cuts `link`.
-    pub const fn new(at: String, actions: &'a ClientActions, link: Arc<Link>) -> Self {
-        Self { at, actions, link }
+    /// The process waits for a guest at `destination`. A request to end the wait is noted in
+    /// `actions`.
+    pub const fn new(destination: &'a Destination, actions: &'a ClientActions) -> Self {
+        Self {
+            destination,
+            actions,
+        }
     }
 
     fn status(&self) -> Status {
@@ -41,7 +41,7 @@ impl<'a> Awaiting<'a> {
             saving: None,
             migrating: None,
             arriving: None,
-            waiting: (!is_over).then(|| self.at.clone()),
+            waiting: (!is_over).then(|| self.destination.address().to_string()),
             undecided: None,
             ending: is_over.then(|| ending.into()),
         }
@@ -50,12 +50,12 @@ impl<'a> Awaiting<'a> {
 
 impl Answers for Awaiting<'_> {
     fn answer(&self, request: Request, _: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer {
-        let at = &self.at;
+        let at = self.destination.address();
         let text = match request {
             Request::Status {} => return Answer::Status(Box::new(self.status())),
             Request::Stop {} => {
                 self.actions.stop();
-                self.link.cut();
+                self.destination.end_wait();
                 return Answer::Status(Box::new(self.status()));
             }
             Request::Cancel {} | Request::Keep {} => format!(

@@ -3,12 +3,14 @@
 use super::message::{Answer, PROTOCOL, Refused, Request, Saving, State, Status};
 use super::moving::{Fields, undecided_text};
 use super::saving::Plan;
-use super::words::{RANGES_SHOWN, undecided_at_source};
-use super::{Answers, ClientActions, IncomingGuest};
+use super::words::{RANGES_SHOWN, undecided_at_destination, undecided_at_source};
+use super::{Answers, ClientActions};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
 use lacuna_machine::{Arch, Ending, Vm};
-use lacuna_migrate::session::{OutgoingHandle, OutgoingStage, Undecided};
+use lacuna_migrate::session::{
+    IncomingHandle, IncomingStage, OutgoingHandle, OutgoingStage, Undecided,
+};
 use lacuna_migrate::{Budget, Guest, MigrateError, PausedGuest, Tracked};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -28,7 +30,7 @@ pub struct Controlled<'a, V: Vm> {
     since: OnceLock<Instant>,
     phase: Mutex<Phase<'a, V>>,
     /// The migration that brings the guest here.
-    incoming_guest: Option<Arc<IncomingGuest>>,
+    incoming_guest: Option<IncomingHandle>,
     /// Its pages, if they have a source.
     pages: Option<Arc<GuestPages>>,
     /// The log of writes since the last snapshot, if the next one shall have it as its base.
@@ -60,7 +62,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     pub fn new(
         guest: Guest<'a, V>,
         actions: &'a ClientActions,
-        incoming_guest: Option<Arc<IncomingGuest>>,
+        incoming_guest: Option<IncomingHandle>,
         pages: Option<Arc<GuestPages>>,
     ) -> Self {
         Self {
@@ -126,12 +128,13 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 State::Paused
             }
         };
-        let incoming_guest = self.incoming_guest.as_ref();
-        let state = match incoming_guest.filter(|guest| guest.is_awaited()) {
-            _ if ending.is_some() => State::Ended,
-            Some(_) => State::Arriving,
+        let state = match ending {
+            Some(_) => State::Ended,
+            None if self.is_awaited() => State::Arriving,
             None => state,
         };
+        let arriving = self.incoming_guest.as_ref();
+        let arriving = arriving.map(|guest| guest.progress(RANGES_SHOWN));
         let config = self.guest.vm.config();
         let ran = self.since.get().map_or(Duration::ZERO, Instant::elapsed);
         let pages = self.pages.as_ref();
@@ -147,8 +150,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
             outage: pages.and_then(|pages| pages.outage()),
             saving,
             migrating,
-            arriving: incoming_guest.map(|guest| guest.progress(RANGES_SHOWN)),
-            undecided: undecided.or_else(|| incoming_guest?.undecided()),
+            undecided: undecided.or_else(|| undecided_at_destination(arriving.as_ref()?)),
+            arriving,
             waiting: None,
             ending,
         }
@@ -203,8 +206,17 @@ impl<'a, V: Vm> Controlled<'a, V> {
 
     /// Refuses to copy a guest with missing memory.
     pub(super) fn check_whole(&self) -> Result<(), Refused> {
-        let incoming_guest = self.incoming_guest.as_ref();
-        incoming_guest.map_or(Ok(()), |guest| guest.check_whole())
+        match self.incoming_guest.as_ref().map(IncomingHandle::stage) {
+            None | Some(IncomingStage::Whole) => Ok(()),
+            Some(IncomingStage::Lost) => Err(Refused::request(
+                "pages of the guest were lost when its source ended, and a copy of its memory \
+                 would need them, which ends the run: let the guest run, or stop it",
+            )),
+            Some(_) => Err(Refused::request(
+                "the rest of the guest's memory has not arrived: wait until the status says \
+                 that it is whole",
+            )),
+        }
     }
 
     /// Resumes the guest here, although it is undecided which side runs it.
@@ -212,7 +224,13 @@ impl<'a, V: Vm> Controlled<'a, V> {
         match self.incoming_guest.as_ref().filter(|_| self.is_awaited()) {
             None => self.keep_at_source(),
             Some(incoming_guest) => {
-                incoming_guest.keep()?;
+                incoming_guest.keep().map_err(|stage| {
+                    Refused::request(match stage {
+                        IncomingStage::Unknown => "the run is over: the guest does not run here",
+                        IncomingStage::Memory => "the guest has not arrived: it is with its source",
+                        _ => "no migration waits for a decision: ask for the status",
+                    })
+                })?;
                 self.check_runs()
             }
         }
@@ -223,7 +241,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let is_moving = matches!(&*self.phase(), Phase::Moves(_));
         match self.incoming_guest.as_ref().filter(|_| !is_moving) {
             None => self.cancel_at_source(),
-            Some(incoming_guest) => incoming_guest.cancel(),
+            Some(incoming_guest) => incoming_guest.cancel().map_err(nothing_to_cancel),
         }
     }
 
@@ -319,6 +337,22 @@ impl<V: Vm> Answers for Controlled<'_, V> {
     fn look(&self) {
         self.release_at_the_end();
     }
+}
+
+/// Why there is no wait for a source to cancel.
+fn nothing_to_cancel(stage: IncomingStage) -> Refused {
+    Refused::request(match stage {
+        IncomingStage::Memory => {
+            "the guest has not come: cancel its migration at its source, or stop this run"
+        }
+        IncomingStage::Unknown => {
+            "it is not known whether the guest was handed over: keep it here, or stop this run"
+        }
+        IncomingStage::Rest => "the rest of the guest's memory is on its way: wait for its end",
+        IncomingStage::Cut | IncomingStage::Lost | IncomingStage::Whole => {
+            "no migration is in progress: ask for the status"
+        }
+    })
 }
 
 /// The budget of a request.

@@ -16,7 +16,6 @@
 //! | `moving` | a migration |
 //! | `words` | where a migration stands, in words |
 //! | `awaiting` | answers before a guest is announced |
-//! | `incoming` | an incoming or arrived guest: the same |
 //! | `client_actions` | what clients have done to the run |
 //! | `server` | the socket, and its connections |
 //! | `lines` | the lines of a connection |
@@ -26,7 +25,6 @@ mod awaiting;
 pub mod client;
 mod client_actions;
 mod controlled;
-mod incoming;
 mod lines;
 pub mod message;
 mod moving;
@@ -37,5 +35,4 @@ pub mod words;
 pub use awaiting::Awaiting;
 pub use client_actions::ClientActions;
 pub use controlled::Controlled;
-pub use incoming::{Decision, IncomingGuest};
 pub use server::{Answers, ControlSocket};

@@ -1,11 +1,10 @@
 //! A run on threads, with a control socket if there is one.
 
-use super::arriving::{start, take_rest};
 use super::attend::Attended;
-use super::incoming::{Arrival, receive};
+use super::incoming::{has_not_come, receive};
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start};
-use crate::control::{ControlSocket, Controlled, IncomingGuest};
+use crate::control::{ControlSocket, Controlled};
 use crate::exit::Exit;
 use crate::observe::Watched;
 use crate::sample::{Before, LazyPages};
@@ -14,6 +13,7 @@ use lacuna_machine::{
     Vm, status_page,
 };
 use lacuna_migrate::Guest;
+use lacuna_migrate::session::{Arrival, IncomingHandle};
 use lacuna_migrate::stream::Arrived;
 use lacuna_sync::{Clock as _, HostClock};
 use std::io;
@@ -51,7 +51,7 @@ where
     let control = job.control.as_ref();
     let controlled = control.map(|socket| {
         let (actions, pages) = (socket.actions(), job.pages.clone());
-        let incoming = incoming_guest(job).map(Arc::clone);
+        let incoming = incoming_guest(job).cloned();
         (socket, Controlled::new(controls, actions, incoming, pages))
     });
     let (mut before, mut clock) = (Before::default(), HostClock::default());
@@ -144,7 +144,7 @@ fn run_begun<V: Vm>(
 /// The guest has ended. Waits until its source knows that, or a signal ends the wait.
 fn end_arriving(
     job: &Job<'_>,
-    incoming_guest: &IncomingGuest,
+    incoming_guest: &IncomingHandle,
     devices: &PlatformDevices,
     arriving: &ScopedJoinHandle<'_, ()>,
 ) {
@@ -232,16 +232,14 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     let taking = named.spawn_scoped(scope, move || {
         // An error says that the guest does not arrive.
         if let Ok(arriving) = given.recv() {
-            take_rest(arrival, arriving);
+            arrival.take_rest(arriving);
         }
     });
     let taking = taking.map_err(failed)?;
     let prepared = receive(job, arrival, vm, guest.devices)?;
     // A client that asks to keep the guest waits for the end of this call.
-    let started = start(job, arrival, prepared);
-    let Arrived { vcpus, arriving } = started.inspect_err(|_| {
-        arrival.incoming_guest().end(Some("it has not come"));
-    })?;
+    let started = arrival.start(prepared);
+    let Arrived { vcpus, arriving } = started.map_err(|why| has_not_come(job, &why))?;
     // The other thread waits for this value, so it has not ended.
     let _ = gate.send(arriving);
     Ok(Begun {
@@ -252,8 +250,8 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
 }
 
 /// The incoming guest.
-fn incoming_guest<'j>(job: &'j Job<'_>) -> Option<&'j Arc<IncomingGuest>> {
-    job.start.arrival().map(|arrival| arrival.incoming_guest())
+fn incoming_guest<'j>(job: &'j Job<'_>) -> Option<&'j IncomingHandle> {
+    job.start.arrival().map(|arrival| arrival.handle())
 }
 
 fn refusal(error: &impl BackendError) -> Refusal {
@@ -264,7 +262,7 @@ fn refusal(error: &impl BackendError) -> Refusal {
 /// a thread and of clients.
 pub(super) struct EndServing<'a> {
     control: Option<&'a ControlSocket>,
-    incoming_guest: Option<&'a Arc<IncomingGuest>>,
+    incoming_guest: Option<&'a IncomingHandle>,
 }
 
 impl<'a> EndServing<'a> {

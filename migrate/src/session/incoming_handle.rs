@@ -1,4 +1,4 @@
-//! An incoming or arrived guest: its stage, and what clients want of it.
+//! An incoming or arrived guest: its stage, and what other threads want of it.
 //!
 //! ```text
 //! Memory ──► Rest ──────────► Whole
@@ -7,30 +7,53 @@
 //! Unknown ───┘ Cut ──► Lost
 //! ```
 
-use super::message::Refused;
-use super::words::{RANGES_SHOWN, undecided_at_destination};
-use crate::output::{complain, visible};
-use lacuna_migrate::session::{IncomingProgress, IncomingStage, MissingRange, again};
-use lacuna_migrate::stream::Incoming;
-use lacuna_migrate::transport::Link;
-use lacuna_migrate::{MemoryLayout, MigrateError, PageSet};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use super::report::{IncomingProgress, IncomingStage, MissingRange, again};
+use crate::error::printable;
+use crate::stream::Incoming;
+use crate::transport::Link;
+use crate::{MemoryLayout, MigrateError, PageSet};
+use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The time between two attempts to accept a connection, if the first one failed.
 const PAUSE: Duration = Duration::from_millis(100);
 /// How long this side waits for a source after its guest has ended here, if the connection was cut.
 const LINGER: Duration = Duration::from_secs(5);
-/// Why an ended run cannot keep a guest.
-const OVER: &str = "the run is over: the guest does not run here";
+
+/// What a destination reports to its VMM meanwhile.
+#[non_exhaustive]
+pub enum IncomingEvent<'a> {
+    /// A connection that has announced no guest was refused.
+    Refused {
+        /// Its other end.
+        from: &'a str,
+        /// Why.
+        why: &'a MigrateError,
+    },
+    /// The connection was cut, and the source has the guest's memory, or may have the guest: the
+    /// stage is `Unknown` or `Cut`.
+    Cut(&'a IncomingHandle),
+    /// The source has connected again after such a cut.
+    Reconnected,
+    /// The guest has ended. This side waits for so long until its source knows that.
+    Lingers(Duration),
+}
+
+/// The VMM's function for events. Any thread may call it.
+pub(super) type OnEvent = Arc<dyn Fn(IncomingEvent<'_>) + Send + Sync>;
 
 /// An incoming or arrived guest. Any thread may call its methods.
-pub struct IncomingGuest {
+#[derive(Clone)]
+pub struct IncomingHandle(Arc<IncomingShared>);
+
+struct IncomingShared {
     layout: MemoryLayout,
     link: Arc<Link>,
     since: Instant,
-    state: Mutex<IncomingState>,
+    state: Mutex<IncomingState, lock_order::IncomingSession>,
     changed: Condvar,
+    on_event: OnEvent,
 }
 
 /// Pages that only the source has.
@@ -41,11 +64,11 @@ struct IncomingState {
     /// `None`: the guest has not arrived.
     missing: Option<Missing>,
     decision: Option<Decision>,
-    /// The source knows that all pages have arrived, or a client has decided without it.
+    /// The source knows that all pages have arrived, or it was decided without it.
     is_settled: bool,
     /// The guest has ended.
     is_over: bool,
-    /// How the guest has ended, if a client or a signal has ended it.
+    /// How the guest has ended, if it was ended from outside.
     ended: Option<String>,
 }
 
@@ -65,9 +88,9 @@ impl IncomingState {
     }
 }
 
-/// The decision of a client, or the end of the run.
+/// A decision, or the end of the run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Decision {
+pub(super) enum Decision {
     /// The guest runs here, although its source has not said so.
     Keep,
     /// This side does not wait for the source: missing pages are lost.
@@ -76,17 +99,36 @@ pub enum Decision {
     End,
 }
 
-impl IncomingGuest {
+impl IncomingHandle {
     /// A guest announced at `at`.
-    pub fn new(at: String, incoming: &Incoming, link: &Arc<Link>) -> Self {
+    pub(super) fn new(
+        at: String,
+        incoming: &Incoming,
+        link: &Arc<Link>,
+        on_event: OnEvent,
+    ) -> Self {
         let now = IncomingProgress {
             at,
             mode: incoming.mode(),
             ..IncomingProgress::default()
         };
-        Self {
-            layout: incoming.machine().layout.clone(),
-            link: Arc::clone(link),
+        Self::with_stage(
+            now,
+            incoming.machine().layout.clone(),
+            Arc::clone(link),
+            on_event,
+        )
+    }
+
+    fn with_stage(
+        now: IncomingProgress,
+        layout: MemoryLayout,
+        link: Arc<Link>,
+        on_event: OnEvent,
+    ) -> Self {
+        Self(Arc::new(IncomingShared {
+            layout,
+            link,
             since: Instant::now(),
             state: Mutex::new(IncomingState {
                 now,
@@ -97,7 +139,8 @@ impl IncomingGuest {
                 ended: None,
             }),
             changed: Condvar::new(),
-        }
+            on_event,
+        }))
     }
 
     /// Its progress, with the first `ranges` ranges of missing pages.
@@ -111,16 +154,16 @@ impl IncomingGuest {
         };
         IncomingProgress {
             ranges: shown.map_or_else(Vec::new, |shown| {
-                MissingRange::of(&self.layout, shown, ranges)
+                MissingRange::of(&self.0.layout, shown, ranges)
             }),
             stage,
             missing: missing.map(|missing| missing.len()),
             seconds: match state.missing {
                 Some(_) => state.now.seconds,
-                None => self.since.elapsed().as_secs_f64(),
+                None => self.0.since.elapsed().as_secs_f64(),
             },
-            bytes: self.link.bytes(),
-            rate: self.link.rate(),
+            bytes: self.0.link.bytes(),
+            rate: self.0.link.rate(),
             ..state.now.clone()
         }
     }
@@ -132,7 +175,12 @@ impl IncomingGuest {
             .missing
             .as_ref()
             .map(|missing| missing().len());
-        self.layout.pages().saturating_sub(missing.unwrap_or(0))
+        self.0.layout.pages().saturating_sub(missing.unwrap_or(0))
+    }
+
+    /// Its stage.
+    pub fn stage(&self) -> IncomingStage {
+        self.locked().stage_now()
     }
 
     /// Whether the guest does not run here yet.
@@ -143,36 +191,14 @@ impl IncomingGuest {
         )
     }
 
-    /// Refuses to copy a guest with missing memory.
-    pub fn check_whole(&self) -> Result<(), Refused> {
-        match self.locked().stage_now() {
-            IncomingStage::Whole => Ok(()),
-            IncomingStage::Lost => Err(Refused::request(
-                "pages of the guest were lost when its source ended, and a copy of its memory \
-                 would need them, which ends the run: let the guest run, or stop it",
-            )),
-            _ => Err(Refused::request(
-                "the rest of the guest's memory has not arrived: wait until the status says \
-                 that it is whole",
-            )),
-        }
-    }
-
-    /// What is undecided, and what to do.
-    pub fn undecided(&self) -> Option<String> {
-        undecided_at_destination(&self.progress(RANGES_SHOWN))
-    }
-
     /// Pages with content have arrived before the guest.
-    pub fn count_arrived(&self, pages: u64) -> u64 {
-        let mut state = self.locked();
-        state.now.came += pages;
-        state.now.came
+    pub(super) fn count_arrived(&self, pages: u64) {
+        self.locked().now.came += pages;
     }
 
     /// The guest is prepared, and the connection was cut. Returns the decision; `None`: take the
     /// next connection.
-    pub fn was_cut_while_prepared(&self, why: &MigrateError) -> Option<Decision> {
+    pub(super) fn was_cut_while_prepared(&self, why: &MigrateError) -> Option<Decision> {
         self.was_cut(IncomingStage::Unknown, why);
         let decision = self.decision();
         self.locked().is_settled = decision == Some(Decision::Keep);
@@ -180,23 +206,23 @@ impl IncomingGuest {
     }
 
     /// The guest runs, and these pages are missing.
-    pub fn set_running(&self, missing: Missing, downtime: Duration, rounds: &[u64]) {
+    pub(super) fn set_running(&self, missing: Missing, downtime: Duration, rounds: &[u64]) {
         let mut state = self.locked();
         state.now.late = missing().len();
         state.now.downtime_us = downtime.as_micros() as u64;
         state.now.again = again(rounds, state.now.late);
-        state.now.seconds = self.since.elapsed().as_secs_f64();
+        state.now.seconds = self.0.since.elapsed().as_secs_f64();
         state.missing = Some(missing);
         // The source has to know how the guest ends, so a signal ends the guest first.
-        self.link.outlive_signals();
+        self.0.link.outlive_signals();
         // A `keep` may have arrived after the source had handed the guest over: it is too late.
         state.decision = None;
         self.enter(state, IncomingStage::Rest);
     }
 
     /// The connection was cut, or a page cannot be put in place.
-    pub fn was_cut_while_running(&self, why: &MigrateError) {
-        let lacks = self.present() < self.layout.pages();
+    pub(super) fn was_cut_while_running(&self, why: &MigrateError) {
+        let lacks = self.present() < self.0.layout.pages();
         let stage = match lacks {
             true => IncomingStage::Cut,
             // Only its source does not know that yet.
@@ -206,27 +232,27 @@ impl IncomingGuest {
     }
 
     /// The source has connected again.
-    pub fn reconnected(&self) {
+    pub(super) fn reconnected(&self) {
         let mut state = self.locked();
         if state.decision == Some(Decision::Cancel) {
             // The request and the source arrived at the same time.
             state.decision = None;
         }
         if state.now.stage == IncomingStage::Cut {
-            complain("the source of the guest has connected again");
             self.enter(state, IncomingStage::Rest);
+            (self.0.on_event)(IncomingEvent::Reconnected);
         }
     }
 
     /// All pages have arrived, and the source knows it.
-    pub fn set_whole(&self) {
+    pub(super) fn set_whole(&self) {
         let mut state = self.locked();
         state.is_settled = true;
         self.enter(state, IncomingStage::Whole);
     }
 
     /// The missing pages never arrive.
-    pub fn set_lost(&self) {
+    pub(super) fn set_lost(&self) {
         let state = self.locked();
         if state.now.stage != IncomingStage::Whole {
             self.enter(state, IncomingStage::Lost);
@@ -234,7 +260,7 @@ impl IncomingGuest {
     }
 
     fn was_cut(&self, stage: IncomingStage, why: &MigrateError) {
-        let why = visible(&why.to_string()).into_owned();
+        let why = printable(&why.to_string());
         let is_first = {
             let mut state = self.locked();
             if state.ended.is_some() {
@@ -247,26 +273,26 @@ impl IncomingGuest {
             self.enter(state, stage);
             is_first
         };
-        // Otherwise the run ends anyway.
-        let is_news = is_first && self.link.is_open();
-        if let Some(text) = self.undecided().filter(|_| is_news) {
-            complain(&text);
+        let is_undecided = matches!(stage, IncomingStage::Unknown | IncomingStage::Cut);
+        // If the link is not open, the run ends anyway.
+        if is_first && is_undecided && self.0.link.is_open() {
+            (self.0.on_event)(IncomingEvent::Cut(self));
         }
     }
 
     fn enter(&self, mut state: MutexGuard<'_, IncomingState>, stage: IncomingStage) {
         state.now.stage = stage;
         drop(state);
-        self.changed.notify_all();
+        self.0.changed.notify_all();
     }
 
     /// The decision about the next connection; `None`: take it. Waits a little after a connection
     /// that `failed`.
-    pub fn next(&self, failed: bool) -> Option<Decision> {
+    pub(super) fn next(&self, failed: bool) -> Option<Decision> {
         if failed {
             let state = self.locked();
             if state.decision.is_none() {
-                drop(self.changed.wait_timeout(state, PAUSE));
+                drop(self.0.changed.wait_timeout(state, PAUSE));
             }
         }
         self.decision()
@@ -277,66 +303,50 @@ impl IncomingGuest {
         let mut state = self.locked();
         // `decide` notes a decision and cuts the link under this lock. An earlier decision is taken
         // here, and its cut with it. The cut of a later decision stays.
-        self.link.renew();
+        self.0.link.renew();
         let is_done = state.is_over && state.is_settled;
-        let ends = is_done || !self.link.is_open();
+        let ends = is_done || !self.0.link.is_open();
         let decision = state.decision.take();
         decision.or(ends.then_some(Decision::End))
     }
 
-    /// The guest shall run here, although its source has not said so. Waits until it does.
-    pub fn keep(&self) -> Result<(), Refused> {
+    /// The guest shall run here, although its source has not said so. First end the source, or make
+    /// sure that it has ended. Waits until the guest runs.
+    ///
+    /// # Errors
+    /// The stage, which leaves nothing to decide. [`IncomingStage::Unknown`]: the run is over.
+    pub fn keep(&self) -> Result<(), IncomingStage> {
         let mut state = self.locked();
-        if state.is_over {
-            return Err(Refused::request(OVER));
-        }
-        match state.now.stage {
-            IncomingStage::Unknown => {}
-            IncomingStage::Memory => {
-                return Err(Refused::request(
-                    "the guest has not arrived: it is with its source",
-                ));
-            }
-            _ => {
-                return Err(Refused::request(
-                    "no migration waits for a decision: ask for the status",
-                ));
-            }
+        if state.now.stage != IncomingStage::Unknown || state.is_over {
+            return Err(state.stage_now());
         }
         self.decide(&mut state, Decision::Keep);
-        while state.now.stage == IncomingStage::Unknown && !state.is_over {
-            let waited = self.changed.wait(state);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
-        }
-        match state.now.stage {
-            IncomingStage::Unknown => Err(Refused::request(OVER)),
+        let is_open =
+            |state: &mut IncomingState| state.now.stage == IncomingStage::Unknown && !state.is_over;
+        let waited = self.0.changed.wait_while(state, is_open);
+        match waited.unwrap_or_else(PoisonError::into_inner).now.stage {
+            IncomingStage::Unknown => Err(IncomingStage::Unknown),
             _ => Ok(()),
         }
     }
 
-    /// Ends the wait for the source: the missing pages are lost.
-    pub fn cancel(&self) -> Result<(), Refused> {
+    /// Ends the wait for the source of a running guest: the missing pages are lost.
+    ///
+    /// # Errors
+    /// The stage, if it is not [`IncomingStage::Cut`].
+    pub fn cancel(&self) -> Result<(), IncomingStage> {
         let mut state = self.locked();
-        Err(Refused::request(match state.stage_now() {
+        match state.stage_now() {
             IncomingStage::Cut => {
                 self.decide(&mut state, Decision::Cancel);
-                return Ok(());
+                Ok(())
             }
-            IncomingStage::Memory => {
-                "the guest has not come: cancel its migration at its source, or stop this run"
-            }
-            IncomingStage::Unknown => {
-                "it is not known whether the guest was handed over: keep it here, or stop this run"
-            }
-            IncomingStage::Rest => "the rest of the guest's memory is on its way: wait for its end",
-            IncomingStage::Lost | IncomingStage::Whole => {
-                "no migration is in progress: ask for the status"
-            }
-        }))
+            stage => Err(stage),
+        }
     }
 
-    /// The guest has ended. `why`: a client or a signal has ended it, so this side does not wait
-    /// for the rest of its memory.
+    /// The guest has ended. `why`: it was ended from outside, so this side does not wait for the
+    /// rest of its memory.
     pub fn end(&self, why: Option<&str>) {
         let mut state = self.locked();
         state.is_over = true;
@@ -357,19 +367,17 @@ impl IncomingGuest {
                 self.decide(&mut state, Decision::End);
             }
             None if !waits_for_source => self.decide(&mut state, Decision::End),
-            None => self.changed.notify_all(),
+            None => self.0.changed.notify_all(),
         }
-        self.link.wait_until(Instant::now() + linger);
+        self.0.link.wait_until(Instant::now() + linger);
+        drop(state);
         if why.is_none() && waits_for_source {
-            complain(&format!(
-                "the guest has ended; this side ends when its source knows that, and waits \
-                 {LINGER:?} for another connection if there is none"
-            ));
+            (self.0.on_event)(IncomingEvent::Lingers(LINGER));
         }
     }
 
-    /// How a client or a signal has ended the guest, if its source waits for more.
-    pub fn has_ended(&self) -> Option<String> {
+    /// How the guest was ended from outside, if its source waits for more.
+    pub(super) fn has_ended(&self) -> Option<String> {
         let state = self.locked();
         let is_known = state.is_settled || state.now.stage == IncomingStage::Lost;
         state.ended.clone().filter(|_| !is_known)
@@ -377,12 +385,12 @@ impl IncomingGuest {
 
     fn decide(&self, state: &mut IncomingState, decision: Decision) {
         state.decision = Some(decision);
-        self.link.cut();
-        self.changed.notify_all();
+        self.0.link.cut();
+        self.0.changed.notify_all();
     }
 
     fn locked(&self) -> MutexGuard<'_, IncomingState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0.state)
     }
 }
 
@@ -392,61 +400,47 @@ mod tests {
     use std::thread;
 
     /// A guest whose connection was cut while its source handed it over.
-    fn unknown() -> IncomingGuest {
+    fn unknown() -> IncomingHandle {
         let now = IncomingProgress {
             stage: IncomingStage::Unknown,
             ..IncomingProgress::default()
         };
-        IncomingGuest {
-            layout: serde_json::from_str(r#"{"slots":[]}"#).unwrap(),
-            link: Arc::new(Link::of_destination(Arc::default())),
-            since: Instant::now(),
-            state: Mutex::new(IncomingState {
-                now,
-                missing: None,
-                decision: None,
-                is_settled: false,
-                is_over: false,
-                ended: None,
-            }),
-            changed: Condvar::new(),
-        }
+        let layout = serde_json::from_str(r#"{"slots":[]}"#).unwrap();
+        let link = Arc::new(Link::of_destination(Arc::default()));
+        IncomingHandle::with_stage(now, layout, link, Arc::new(|_| ()))
     }
 
     /// A decision also cuts the link, which must not count as the end of the run.
     #[test]
     fn a_decision_is_taken_whenever_it_comes() {
-        let incoming_guest = unknown();
+        let handle = unknown();
         assert_eq!(
-            incoming_guest.was_cut_while_prepared(&MigrateError::Cancelled),
+            handle.was_cut_while_prepared(&MigrateError::Cancelled),
             None
         );
-        incoming_guest.decide(&mut incoming_guest.locked(), Decision::Keep);
+        handle.decide(&mut handle.locked(), Decision::Keep);
         assert!(
-            !incoming_guest.link.is_open(),
+            !handle.0.link.is_open(),
             "a connection that is awaited ends"
         );
-        assert_eq!(incoming_guest.decision(), Some(Decision::Keep));
-        assert!(
-            incoming_guest.link.is_open(),
-            "the source may connect again"
-        );
-        incoming_guest.decide(&mut incoming_guest.locked(), Decision::Keep);
+        assert_eq!(handle.decision(), Some(Decision::Keep));
+        assert!(handle.0.link.is_open(), "the source may connect again");
+        handle.decide(&mut handle.locked(), Decision::Keep);
         assert_eq!(
-            incoming_guest.was_cut_while_prepared(&MigrateError::Cancelled),
+            handle.was_cut_while_prepared(&MigrateError::Cancelled),
             Some(Decision::Keep)
         );
     }
 
     #[test]
-    fn a_run_that_ends_answers_a_client_that_keeps_its_guest() {
-        let incoming_guest = unknown();
+    fn a_run_that_ends_answers_a_thread_that_keeps_its_guest() {
+        let handle = unknown();
         let kept = thread::scope(|scope| {
-            let keeping = scope.spawn(|| incoming_guest.keep());
-            incoming_guest.end(Some("stopped"));
+            let keeping = scope.spawn(|| handle.keep());
+            handle.end(Some("stopped"));
             keeping.join().unwrap()
         });
-        assert_eq!(kept, Err(Refused::request(OVER)));
-        assert_eq!(incoming_guest.decision(), Some(Decision::End));
+        assert_eq!(kept, Err(IncomingStage::Unknown));
+        assert_eq!(handle.decision(), Some(Decision::End));
     }
 }

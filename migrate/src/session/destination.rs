@@ -1,0 +1,232 @@
+//! The destination's session: waits for a guest, takes it, and takes the pages that are left.
+//!
+//! ```text
+//! wait ─► a connection ─► its first message ─► Arrival: receive ─► start ─► take_rest
+//!   ▲                          │ is none
+//!   └──── refused, reason ◄────┘
+//! ```
+//! All connections are watched at the same time. A connection that announces no machine is refused,
+//! and the wait continues. The first connection that announces one brings the guest.
+
+use super::incoming_handle::{Decision, IncomingEvent, IncomingHandle, OnEvent};
+use crate::stream::{Arrived, Arriving, Incoming, Prepared};
+use crate::transport::{Accepted, Address, Candidate, Listener, TransportError};
+use crate::{Machine, MigrateError};
+use lacuna_machine::{PageSource, PlatformDevices, Vm};
+use lacuna_sync::{Mutex, lock, lock_order};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+/// The time between two attempts to take a connection.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// Waits for guests, one at a time.
+pub struct Destination {
+    listener: Listener,
+    on_event: OnEvent,
+}
+
+/// An announced guest. When the value is dropped, its [`Destination`] may wait for another one.
+pub struct Arrival<'a> {
+    machine: Machine,
+    connections: Accepted<'a>,
+    handle: IncomingHandle,
+    /// `None`: the guest has been taken.
+    incoming: Mutex<Option<Incoming>, lock_order::FirstConnection>,
+}
+
+impl Destination {
+    /// Waits at the address of `listener`. `on_event` gets reports, on any thread.
+    pub fn new(
+        listener: Listener,
+        on_event: impl Fn(IncomingEvent<'_>) + Send + Sync + 'static,
+    ) -> Self {
+        let on_event = Arc::new(on_event);
+        Self { listener, on_event }
+    }
+
+    /// Where it waits.
+    pub fn address(&self) -> &Address {
+        self.listener.address()
+    }
+
+    /// Ends [`Destination::wait`]. Any thread may call this.
+    pub fn end_wait(&self) {
+        self.listener.link().cut();
+    }
+
+    /// Waits until a connection has announced a guest. Other connections are refused. `None`: the
+    /// wait was ended.
+    ///
+    /// # Errors
+    /// [`TransportError::Accept`].
+    pub fn wait(&self) -> Result<Option<Arrival<'_>>, TransportError> {
+        let (at, link) = (self.address(), self.listener.link());
+        while link.is_open() {
+            let next = self
+                .listener
+                .next()
+                .map_err(|error| TransportError::Accept {
+                    at: at.clone(),
+                    error,
+                })?;
+            let Some(Candidate { from, connection }) = next else {
+                continue;
+            };
+            let announced = connection.map_err(MigrateError::Cut).and_then(|first| {
+                let connections = Accepted::new(&self.listener, first);
+                Ok((Incoming::accept(&connections)?, connections))
+            });
+            match announced {
+                Ok((incoming, connections)) => {
+                    let on_event = Arc::clone(&self.on_event);
+                    return Ok(Some(Arrival {
+                        handle: IncomingHandle::new(at.to_string(), &incoming, link, on_event),
+                        machine: incoming.machine().clone(),
+                        connections,
+                        incoming: Mutex::new(Some(incoming)),
+                    }));
+                }
+                Err(why) => (self.on_event)(IncomingEvent::Refused {
+                    from: &from,
+                    why: &why,
+                }),
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Arrival<'_> {
+    /// The machine of the incoming guest. Make such a VM for it.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Its progress, and the decisions about it.
+    pub fn handle(&self) -> &IncomingHandle {
+        &self.handle
+    }
+
+    /// The page source of its VM; `None` if all pages arrive before the guest.
+    pub fn page_source(&self) -> Option<Arc<dyn PageSource>> {
+        lock(&self.incoming).as_ref()?.page_source()
+    }
+
+    fn take(&self) -> Option<Incoming> {
+        lock(&self.incoming).take()
+    }
+
+    /// Sends the source the reason why no VM is made for its guest. Does nothing after
+    /// [`Arrival::receive`].
+    pub fn refuse(&self, why: impl Into<String>) {
+        if let Some(incoming) = self.take() {
+            incoming.refuse(&MigrateError::NoVm(why.into()));
+        }
+    }
+
+    /// Takes memory and state of the guest into `vm` and `devices`. Some pages may remain at the
+    /// source. `each` is called after each part, and may end it.
+    ///
+    /// # Errors
+    /// The guest keeps running at its source.
+    ///
+    /// # Panics
+    /// The guest was taken or refused before.
+    pub fn receive<V: Vm>(
+        &self,
+        vm: &Arc<V>,
+        devices: &PlatformDevices,
+        each: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Prepared<V>, MigrateError> {
+        let incoming = self.take().expect("a guest is taken once");
+        incoming.receive(&self.connections, vm, devices, &mut |more| {
+            self.handle.count_arrived(more);
+            each()
+        })
+    }
+
+    /// Waits until the guest may run here: its source says so, or [`IncomingHandle::keep`]. The
+    /// caller starts its vCPUs afterwards, so all pages that arrive after it are missing now.
+    ///
+    /// # Errors
+    /// The guest does not run here.
+    pub fn start<V: Vm>(&self, prepared: Prepared<V>) -> Result<Arrived<V>, MigrateError> {
+        let arrived = self.until_started(prepared);
+        match &arrived {
+            Ok(Arrived { arriving, .. }) => self.handle.set_running(
+                arriving.awaited_now(),
+                arriving.downtime(),
+                arriving.rounds(),
+            ),
+            Err(_) => self.handle.end(Some("it has not come")),
+        }
+        arrived
+    }
+
+    fn until_started<V: Vm>(&self, prepared: Prepared<V>) -> Result<Arrived<V>, MigrateError> {
+        let mut started = prepared.start();
+        loop {
+            let waiting = match started {
+                Ok(arrived) => return Ok(arrived),
+                Err(waiting) => waiting,
+            };
+            // A refusing source has not handed the guest over.
+            if let MigrateError::Refused(_) = waiting.why() {
+                return Err(waiting.give_up());
+            }
+            match self.handle.was_cut_while_prepared(waiting.why()) {
+                None => started = waiting.resume(&self.connections),
+                Some(Decision::Keep) => return Ok(waiting.decide_to_run()),
+                Some(Decision::Cancel | Decision::End) => return Err(waiting.give_up()),
+            }
+        }
+    }
+
+    /// Takes the remaining pages, as often as the source connects, until all have arrived and the
+    /// run has ended ([`IncomingHandle::end`]).
+    pub fn take_rest<V: Vm>(&self, mut arriving: Arriving<V>) {
+        let handle = &self.handle;
+        loop {
+            match arriving.finish(&mut |_| ControlFlow::Continue(())) {
+                Ok(()) => handle.set_whole(),
+                Err(why) => handle.was_cut_while_running(&why),
+            }
+            let mut failed = false;
+            loop {
+                if let Some(decision) = handle.next(failed) {
+                    if decision == Decision::End {
+                        self.say_that_it_has_ended(&mut arriving);
+                    }
+                    // Missing pages are lost from here on.
+                    drop(arriving);
+                    return handle.set_lost();
+                }
+                failed = arriving.resume(&self.connections).is_err();
+                if !failed {
+                    break;
+                }
+            }
+            handle.reconnected();
+        }
+    }
+
+    /// Sends the source the reason why the guest has ended here, if the source waits for more.
+    fn say_that_it_has_ended<V: Vm>(&self, arriving: &mut Arriving<V>) {
+        let Some(why) = self.handle.has_ended() else {
+            return;
+        };
+        let connections = &self.connections;
+        while connections.link().is_open() && arriving.end(connections, &why).is_err() {
+            thread::sleep(LOOK);
+        }
+    }
+}
+
+impl Drop for Arrival<'_> {
+    fn drop(&mut self) {
+        self.connections.link().begin_again();
+    }
+}
