@@ -51,8 +51,15 @@ pub struct Plan {
 impl Default for Plan {
     /// A pre-copy over one connection, without compression.
     fn default() -> Self {
+        Mode::default().into()
+    }
+}
+
+impl From<Mode> for Plan {
+    /// This mode, over one connection, without compression.
+    fn from(mode: Mode) -> Self {
         Self {
-            mode: Mode::default(),
+            mode,
             budget: Budget::default(),
             streams: 1,
             compression: Compression::default(),
