@@ -34,6 +34,7 @@
 //! | to | a VMM uses |
 //! |---|---|
 //! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`] |
+//! | interrupt the guest | [`Vm::interrupts`]: a [`Line`], or an [`Msi`] |
 //! | read and write guest memory | [`GuestMemory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`] |
 //! | learn which pages the guest has written | [`LogReader`] |

@@ -143,3 +143,26 @@ pub(crate) fn restore_state<V: Vm>(
     pairs.try_for_each(|(vcpu, state)| vcpu.restore(state))?;
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_machine::x86::{IoApic, Shared};
+
+    /// Snapshots of earlier versions have no I/O APIC, and values that no I/O APIC has are refused.
+    #[test]
+    fn the_shared_state_of_an_x86_vm_is_read() {
+        let read = |json: &str| serde_json::from_str::<SharedState>(json).unwrap();
+        assert_eq!(read("\"X86\"").x86(), Ok(Shared::default()));
+        let io_apic = IoApic::new(1, 0x12, [1 << 15; 24], 5);
+        let mut shared = Shared { io_apic };
+        let saved = SharedState::X86Shared(Box::new(shared));
+        let json = serde_json::to_string(&saved).unwrap();
+        assert_eq!(read(&json), saved);
+        assert_eq!(saved.x86(), Ok(shared));
+        shared.io_apic.high = 1 << 24;
+        let (field, value) = ("io_apic.high", 1 << 24);
+        let hostile = SharedState::X86Shared(Box::new(shared));
+        assert_eq!(hostile.x86(), Err(StateError::Invalid { field, value }));
+    }
+}

@@ -1,20 +1,21 @@
 //! A vCPU's whole state, saved and restored: the processor's own form (`lacuna_x86::State`) from
-//! and to the neutral form of `lacuna_machine`, and the async-fault MSRs. `arm64` does this for
-//! AArch64.
+//! and to the neutral form of `lacuna_machine`, and the async-fault MSRs; and the I/O APIC of a VM.
+//! `arm64` does this for AArch64.
 
 mod arm64;
 
 use crate::vcpu::VcpuOf;
+use crate::vm::Vm;
 use lacuna_apf::x86::Msr;
 use lacuna_cpu::Processor as _;
 use lacuna_machine::x86::cpuid::Features;
 use lacuna_machine::x86::{
-    Apic, AsyncFaults, COMMON_MSRS, Debug, Events, Exception, Regs, RunState, Segment, State,
-    System, Table, Tsc, segment,
+    Apic, AsyncFaults, COMMON_MSRS, Debug, Events, Exception, IoApic, Regs, RunState, Segment,
+    Shared, State, System, Table, Tsc, segment,
 };
-use lacuna_machine::{SaveRestore, StateError, VcpuState};
+use lacuna_machine::{SaveRestore, SharedState, StateError, VcpuState};
 use lacuna_sync::Nanos;
-use lacuna_x86::{ApicRegisters, Cpu, Refused, TscRate};
+use lacuna_x86::{ApicRegisters, Cpu, IoApicRegisters, Refused, TscRate};
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
 
@@ -362,4 +363,35 @@ fn processor_system(state: &State) -> Result<lacuna_x86::System, StateError> {
         }
     }
     Ok(sys)
+}
+
+impl Vm {
+    /// [`lacuna_machine::Vm::save_shared`] of an x86-64 VM.
+    pub(crate) fn save_x86(&self) -> SharedState {
+        let IoApicRegisters {
+            id,
+            select,
+            entries,
+            high,
+        } = self.apic_bus().io_apic();
+        let io_apic = IoApic::new(id, select, entries, high);
+        SharedState::X86Shared(Box::new(Shared { io_apic }))
+    }
+
+    /// [`lacuna_machine::Vm::restore_shared`] of an x86-64 VM.
+    pub(crate) fn restore_x86(&self, state: &SharedState) -> Result<(), StateError> {
+        let IoApic {
+            id,
+            select,
+            entries,
+            high,
+        } = state.x86()?.io_apic;
+        self.apic_bus().set_io_apic(&IoApicRegisters {
+            id,
+            select,
+            entries,
+            high,
+        });
+        Ok(())
+    }
 }

@@ -541,3 +541,18 @@ fn every_state_of_a_run_is_taken_over_as_it_is() {
         println!("{form}, {vcpus} vCPUs: {seen:?}");
     }
 }
+
+/// A device's line is an input of the distributor, and is in its state.
+#[test]
+fn a_line_is_an_input_of_the_distributor() {
+    let vm = arm64(1, "").build().unwrap();
+    let level = || match vm.save_shared().unwrap() {
+        SharedState::Arm64(shared) => shared.distributor.spis[1].interrupts.level,
+        other => panic!("{other:?}"),
+    };
+    let line = vm.interrupts().line(64 + 5).unwrap();
+    line.raise();
+    assert_eq!(level(), 1 << 5);
+    drop(line);
+    assert_eq!(level(), 0);
+}

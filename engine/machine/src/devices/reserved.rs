@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 
 type Addresses = RangeInclusive<u64>;
 
-/// The I/O APIC, which KVM emulates in the kernel, and the local APIC.
+/// The I/O APIC and the local APIC.
 const APICS: [Addresses; 2] = [0xfec0_0000..=0xfec0_00ff, 0xfee0_0000..=0xfee0_0fff];
 
 /// The GIC, with redistributors for as many vCPUs as a VM may have.
