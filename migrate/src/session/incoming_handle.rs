@@ -31,8 +31,8 @@ pub enum IncomingEvent<'a> {
         /// Why.
         why: &'a MigrateError,
     },
-    /// The connection was cut, and the source has the guest's memory, or may have the guest: the
-    /// stage is `Unknown` or `Cut`.
+    /// The connection was cut, and the stage is [`IncomingStage::Unknown`] or
+    /// [`IncomingStage::Cut`].
     Cut(&'a IncomingHandle),
     /// The source has connected again after such a cut.
     Reconnected,
