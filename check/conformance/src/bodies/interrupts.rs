@@ -1,7 +1,7 @@
 //! Interrupts of devices: lines and messages.
 //!
-//! The guest obeys the test: at each question of its port it gets a number. [`WINDOW`] and [`HALT`]
-//! let it take interrupts, [`REPORT`] makes it report [`READY`], and every other number is a
+//! The guest obeys the test: at each question of its port it gets a number. `WINDOW` and `HALT`
+//! let it take interrupts, `REPORT` makes it report `READY`, and every other number is a
 //! register of the I/O APIC, whose new value is the next answer. A handler reports its vector, then
 //! ends the interrupt.
 
