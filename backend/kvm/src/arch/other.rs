@@ -49,6 +49,10 @@ impl Features {
         match self.0 {}
     }
 
+    pub fn address_bits(&self) -> u32 {
+        match self.0 {}
+    }
+
     pub fn kvm_features(&self) -> u32 {
         match self.0 {}
     }
