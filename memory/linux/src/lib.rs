@@ -38,7 +38,7 @@ pub use error::LinuxError;
 pub use fill::Placed;
 pub use gathering::{Gathered, Gathering, UnitContent};
 pub use handler::{FillHandler, Touch, Touching};
-pub use memory::{Filled, LinuxMemory};
+pub use memory::{Filled, LinuxMemory, User};
 pub use parts::Touched;
 pub use private_file::PrivateFile;
 pub use shared_file::{LinuxBacking, MemoryKind, SharedFill, SharedMemory};

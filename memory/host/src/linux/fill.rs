@@ -13,7 +13,7 @@ use crate::settled::TICK;
 use crate::ticket::Ticket;
 use lacuna_addr::{Level, PAGE_SIZE};
 use lacuna_frames::{FramePtr, PageNo, PageState, PageWord};
-use lacuna_linux::{LinuxMemory, Placed};
+use lacuna_linux::{LinuxMemory, Placed, User};
 use lacuna_source::Answer;
 use lacuna_sync::lock;
 use std::slice::from_ref;
@@ -89,24 +89,17 @@ impl Core {
                 _ => Answer::Taken,
             });
         }
-        let _user = loop {
-            let user = linux.enter();
-            match word.load() {
-                PageState::Empty => break user,
-                // It may be missing afterwards. That thread waits for users.
-                PageState::Discarding => {
-                    drop(user);
-                    self.settled.wait_past(self.settled.generation(), TICK);
-                }
-                // If another thread is answering now, its content counts.
-                PageState::Fetching { .. } => {
-                    drop(user);
-                    return Ok(self.answer(page, Ok(content)));
-                }
-                PageState::Gone | PageState::Lost => return Err(self.lost_page(page).into()),
-                _ => return Ok(Answer::Late),
+        let (user, state) = self.enter_after_discards(linux, word);
+        match state {
+            PageState::Empty => {}
+            // If another thread is answering now, its content counts.
+            PageState::Fetching { .. } => {
+                drop(user);
+                return Ok(self.answer(page, Ok(content)));
             }
-        };
+            PageState::Gone | PageState::Lost => return Err(self.lost_page(page).into()),
+            _ => return Ok(Answer::Late),
+        }
         let filled = linux.fill(region.index_of(page), from_ref(content));
         let filled = filled.map_err(|errno| not_filled(linux, page, errno))?;
         let answer = self.note_filled(page, word, filled, linux);
@@ -114,6 +107,24 @@ impl Core {
             FaultCounters::bump(&cache.shared.count.provided);
         }
         Ok(answer)
+    }
+
+    /// Makes this thread a user of the region at a moment when no thread discards the page of
+    /// `word`, and returns the page's state then: a page may be missing after a discard. A thread
+    /// that discards waits for users, so this thread is none while it waits.
+    pub(super) fn enter_after_discards<'a>(
+        &self,
+        linux: &'a LinuxMemory,
+        word: &PageWord,
+    ) -> (User<'a>, PageState) {
+        loop {
+            let user = linux.enter();
+            match word.load() {
+                PageState::Discarding => drop(user),
+                state => return (user, state),
+            }
+            self.settled.wait_past(self.settled.generation(), TICK);
+        }
     }
 
     /// Records a fill of `page`, whose word said Empty: the page is in place, unless it is no

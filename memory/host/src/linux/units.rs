@@ -26,7 +26,6 @@ use crate::host::Host;
 use crate::per_cpu_pages::PerCpuPages;
 use crate::region::Region;
 use crate::resolve::Resolution;
-use crate::settled::TICK;
 use crate::ticket::Ticket;
 use lacuna_addr::{BackingAddr, BackingRange, PAGE_SIZE};
 use lacuna_frames::{BLOCK, PageNo, PageState};
@@ -176,10 +175,9 @@ impl Core {
         let frame = linux.pfn(cache.region().index_of(unit));
         let mut taken = 0;
         for (page, content) in pages.iter().enumerate() {
-            while word.load() == PageState::Discarding {
-                self.settled.wait_past(self.settled.generation(), TICK);
-            }
-            if word.load() == PageState::Empty {
+            let (user, state) = self.enter_after_discards(linux, word);
+            drop(user);
+            if state == PageState::Empty {
                 // If another thread is first, the page goes to that thread's ticket.
                 let fetching = PageState::Fetching { frame };
                 let _ = self.put_in_flight(unit, PageState::Empty, fetching, cache);
@@ -202,19 +200,12 @@ impl Core {
         let region = cache.region();
         let lost = || HostError::from(self.lost_page(first));
         let word = region.word(first).ok_or_else(lost)?;
-        let _user = loop {
-            let user = linux.enter();
-            match word.load() {
-                PageState::Empty | PageState::Fetching { .. } => break user,
-                // As in `provide_linux`.
-                PageState::Discarding => {
-                    drop(user);
-                    self.settled.wait_past(self.settled.generation(), TICK);
-                }
-                PageState::Gone | PageState::Lost => return Err(lost()),
-                _ => return Ok(0),
-            }
-        };
+        let (_user, state) = self.enter_after_discards(linux, word);
+        match state {
+            PageState::Empty | PageState::Fetching { .. } => {}
+            PageState::Gone | PageState::Lost => return Err(lost()),
+            _ => return Ok(0),
+        }
         let filled = linux.fill(region.index_of(first), content);
         let filled = filled.map_err(|errno| not_filled(linux, first, errno))?;
         let answer = self.note_filled(first, word, filled, linux);
