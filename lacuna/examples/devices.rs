@@ -3,8 +3,8 @@
 //!     cargo run --release --example devices
 
 use lacuna::{
-    Arch, Builder, Device, Ending, Exit, Gpa, Image, MemorySlots, PageCount, PlatformDevices,
-    Segment, Vcpu, Vm as _, Width, dispatch, soft,
+    Access, Arch, Builder, Device, DeviceState, Ending, Exit, Gpa, Image, MemorySlots, PageCount,
+    PlatformDevices, Segment, Vcpu, Vm as _, dispatch, soft,
 };
 use std::error::Error;
 use std::sync::Arc;
@@ -15,13 +15,33 @@ use std::sync::atomic::{AtomicU64, Ordering};
 struct Adder(AtomicU64);
 
 impl Device for Adder {
-    fn read(&self, _offset: u64, _width: Width) -> u64 {
+    fn read(&self, _access: Access) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 
-    fn write(&self, _offset: u64, _width: Width, value: u64) -> Option<Ending> {
+    fn write(&self, _access: Access, value: u64) -> Option<Ending> {
         self.0.fetch_add(value, Ordering::Relaxed);
         None
+    }
+
+    // A snapshot or a migration has the sum. A device without a state needs none of these.
+    fn version(&self) -> u32 {
+        1
+    }
+
+    fn save(&self) -> Vec<u8> {
+        self.0.load(Ordering::Relaxed).to_le_bytes().into()
+    }
+
+    fn restore(&self, state: &DeviceState) -> Result<(), String> {
+        let bytes = state.bytes.as_slice().try_into();
+        let bytes = bytes.map_err(|_| format!("{} bytes, not 8", state.bytes.len()))?;
+        self.0.store(u64::from_le_bytes(bytes), Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn reset(&self) {
+        self.0.store(0, Ordering::Relaxed);
     }
 }
 
@@ -59,8 +79,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let vm = soft::VmBuilder::new(size, size).build()?;
 
     let adder = Arc::new(Adder::default());
-    let mut devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
-    devices.add_mmio(Gpa::new(ADDER).ok_or("below 2^48")?, 4, adder.clone())?;
+    let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
+    let start = Gpa::new(ADDER).ok_or("below 2^48")?;
+    devices.add_mmio("adder", start, 4, adder.clone())?;
 
     devices.check_memory(&vm.memory_slots())?;
 
@@ -75,6 +96,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
     }
+
+    // What a snapshot has of the devices. It is restored into devices of the same names.
+    let state = devices.pause()?.save()?;
+    println!("saved: {:?}", state.versions());
 
     println!("the adder has {}", adder.0.load(Ordering::Relaxed));
     match devices.ending() {

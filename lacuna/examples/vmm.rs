@@ -8,8 +8,8 @@
 //! pages.
 
 use lacuna::{
-    Arch, BackendError, Builder, Device, Ending, Gpa, HostClock, Image, Logging, PageCount,
-    PlatformDevices, Segment, Vm, Width, harvest, kvm, run_watched, set_logging_everywhere, soft,
+    Access, Arch, BackendError, Builder, Device, Ending, Gpa, HostClock, Image, Logging, PageCount,
+    PlatformDevices, Segment, Vm, harvest, kvm, run_watched, set_logging_everywhere, soft,
 };
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -29,12 +29,12 @@ struct Dial {
 }
 
 impl Device for Dial {
-    fn read(&self, _offset: u64, _width: Width) -> u64 {
+    fn read(&self, _access: Access) -> u64 {
         self.pages.load(Ordering::Relaxed)
     }
 
-    fn write(&self, offset: u64, _width: Width, value: u64) -> Option<Ending> {
-        if offset == 4 {
+    fn write(&self, access: Access, value: u64) -> Option<Ending> {
+        if access.offset == 4 {
             self.rounds.store(value, Ordering::Relaxed);
         }
         None
@@ -119,8 +119,8 @@ fn monitor<B: Builder>(builder: &B, seconds: u64) -> Result<(), String> {
         pages: AtomicU64::new(1000),
         rounds: AtomicU64::new(0),
     });
-    let mut devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
-    let added = devices.add_mmio(DIAL, 8, dial.clone());
+    let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
+    let added = devices.add_mmio("dial", DIAL, 8, dial.clone());
     added.map_err(|error| error.to_string())?;
     set_logging_everywhere(&*vm, Logging::LAZY).map_err(|error| error.to_string())?;
 

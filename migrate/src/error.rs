@@ -265,7 +265,6 @@ impl MigrateError {
             | Self::SlotsChanged
             | Self::LogEnded
             | Self::Layout(_)
-            | Self::State(_)
             | Self::NoSource
             | Self::Apart(_)
             | Self::NoBase(_)
@@ -286,6 +285,8 @@ impl MigrateError {
             Self::Thread(_) | Self::Random(_) | Self::Codec(_) => ErrorKind::Host,
             Self::Source(FileError::Thread(_)) => ErrorKind::Host,
             Self::Source(_) => ErrorKind::Request,
+            Self::State(StateError::Device(error)) => error.kind(),
+            Self::State(_) => ErrorKind::Request,
             Self::Busy(_) => ErrorKind::Guest,
             Self::Memory(error) => error.kind(),
             Self::Slot(error) => error.kind(),

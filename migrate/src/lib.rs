@@ -18,6 +18,7 @@
 //! | `page_set` | a set of pages |
 //! | `copy` | reads pages of a VM for a sink: runs of data, runs of zeros |
 //! | `changes` | the log of a guest's writes, as a copy uses it |
+//! | `guest` | a guest, running and paused |
 //! | `rounds` | copies a running VM until few pages are left |
 //! | `state` | a machine: what it is, and its state without memory |
 //! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |
@@ -31,6 +32,7 @@
 mod changes;
 mod copy;
 mod error;
+mod guest;
 mod layout;
 mod page_set;
 mod rounds;
@@ -42,10 +44,11 @@ pub mod transport;
 
 pub use copy::{OnPages, PageSink};
 pub use error::MigrateError;
+pub use guest::{Guest, PausedGuest};
 pub use lacuna_source::{Folder, LocalFolder, StoredFile};
 pub use layout::{MemoryLayout, SlotLayout};
 pub use page_set::PageSet;
-pub use rounds::{Budget, Guest, OnProgress, PausedGuest, Progress, Round};
+pub use rounds::{Budget, OnProgress, Progress, Round};
 pub use snapshot::{
     Recorder, Saved, Snapshot, SnapshotPages, Store, Target, Touches, Tracked, When, save,
     save_paused,

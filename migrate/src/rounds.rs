@@ -8,57 +8,13 @@
 
 use crate::changes::Changes;
 use crate::copy::{PageSink, copy};
-use crate::state::{MachineState, save_state};
+use crate::guest::{Guest, PausedGuest};
 use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_machine::{Pause, Paused, PlatformDevices, StateError, Vm};
+use lacuna_machine::Vm;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-
-/// A running guest: its VM, its devices, and the pauses of its run
-/// ([`lacuna_machine::run_pausable`]).
-///
-/// A pause holds the vCPUs. The VMM itself must hold its threads that write guest memory, such as
-/// its devices' threads: while the guest is paused ([`PausedGuest`]), a page that they write may
-/// have been copied already.
-pub struct Guest<'a, V: Vm> {
-    /// The VM.
-    pub vm: &'a V,
-    /// Its devices.
-    pub devices: &'a PlatformDevices,
-    /// Pauses its vCPUs.
-    pub pause: &'a Pause<V::Vcpu>,
-}
-
-impl<V: Vm> Clone for Guest<'_, V> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<V: Vm> Copy for Guest<'_, V> {}
-
-/// A paused guest, with no vCPU in the middle of an instruction, and its state. The guest resumes
-/// when this is dropped.
-pub struct PausedGuest<'a, V: Vm> {
-    state: MachineState,
-    since: Instant,
-    /// Holds the vCPUs.
-    _paused: Paused<'a, V::Vcpu>,
-}
-
-impl<V: Vm> PausedGuest<'_, V> {
-    /// Its state without memory.
-    pub fn state(&self) -> &MachineState {
-        &self.state
-    }
-
-    /// When its pause began.
-    pub fn since(&self) -> Instant {
-        self.since
-    }
-}
 
 /// How long a guest may be paused for the last pages.
 #[derive(Clone, Copy, Debug)]
@@ -383,57 +339,6 @@ fn one_round<V: Vm>(
     })?;
     let time = start.elapsed();
     Ok(Round { pages, time })
-}
-
-/// How often a pause is tried again.
-const TRIES: usize = 100;
-/// The time between two tries.
-const PAUSE: Duration = Duration::from_millis(1);
-
-impl<'a, V: Vm> Guest<'a, V> {
-    /// Pauses the guest. Waits for another thread that has paused it.
-    ///
-    /// # Errors
-    /// [`MigrateError::NotRunning`], [`MigrateError::Busy`], [`MigrateError::State`].
-    pub fn pause(&self) -> Result<PausedGuest<'a, V>, MigrateError> {
-        self.pause_between(&mut || Ok(()))
-    }
-
-    /// As [`Guest::pause`], and calls `between` before each further try.
-    fn pause_between(
-        &self,
-        between: &mut dyn FnMut() -> Result<(), MigrateError>,
-    ) -> Result<PausedGuest<'a, V>, MigrateError> {
-        let mut tries = 0;
-        loop {
-            let since = Instant::now();
-            let paused = self.pause.begin(self.vm);
-            let mut paused = paused.ok_or(MigrateError::NotRunning)?;
-            // The guest ends: other vCPUs' threads have left.
-            if paused.vcpus().len() < self.vm.config().vcpus {
-                return Err(MigrateError::NotRunning);
-            }
-            match save_state(self.vm, paused.vcpus(), self.devices) {
-                Ok(state) => {
-                    return Ok(PausedGuest {
-                        state,
-                        since,
-                        _paused: paused,
-                    });
-                }
-                Err(error @ StateError::MidInstruction { .. }) if tries == TRIES => {
-                    return Err(MigrateError::Busy(error));
-                }
-                Err(StateError::MidInstruction { .. }) => {}
-                Err(error) => return Err(error.into()),
-            }
-            // The guest resumes, and completes its instruction.
-            drop(paused);
-            between()?;
-            thread::sleep(PAUSE);
-            tries += 1;
-        }
-    }
 }
 
 #[cfg(test)]

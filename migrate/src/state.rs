@@ -2,10 +2,11 @@
 
 use crate::{MemoryLayout, MigrateError};
 use lacuna_machine::{
-    Apf, Arch, CpuModel, DevicesState, PlatformDevices, SaveRestore, SharedState, StateError,
-    VcpuState, Vm,
+    Apf, Arch, CpuModel, DevicesState, PausedDevices, PlatformDevices, SaveRestore, SharedState,
+    StateError, VcpuState, Vm,
 };
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// The part of a VM's configuration that the guest notices. A VM takes a state only if it has the
@@ -27,6 +28,10 @@ pub struct Machine {
     pub layout: MemoryLayout,
 }
 
+/// The longest JSON form of a [`MachineState`]: a vCPU's state has up to 30 KiB, and a byte of an
+/// embedder's device has two digits.
+pub(crate) const JSON_MAX: usize = (16 << 20) + 2 * DevicesState::BYTES_MAX;
+
 /// The state of a machine, without its memory.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -35,16 +40,16 @@ pub struct MachineState {
     pub vcpus: Vec<VcpuState>,
     /// The state that they share.
     pub shared: SharedState,
-    /// The devices of every guest.
+    /// The devices.
     pub devices: DevicesState,
 }
 
 impl Machine {
-    /// The machine of `vm` in `state`.
-    pub(crate) fn saved(vm: &impl Vm, layout: MemoryLayout, state: &MachineState) -> Self {
+    /// The machine of `vm`, whose vCPUs have these states.
+    pub(crate) fn saved(vm: &impl Vm, layout: MemoryLayout, vcpus: &[VcpuState]) -> Self {
         let mut machine = Self::of(vm, layout);
         if let (CpuModel::Common { tsc_khz }, Some(VcpuState::X86(vcpu))) =
-            (&mut machine.cpu, state.vcpus.first())
+            (&mut machine.cpu, vcpus.first())
         {
             *tsc_khz = Some(vcpu.tsc.khz);
         }
@@ -111,11 +116,21 @@ fn same<T: PartialEq + fmt::Display>(
     }
 }
 
-/// The state of a machine whose vCPUs are paused.
+/// Checks that the devices are the saved ones, by their names, and accept the versions of their
+/// states.
+pub(crate) fn check_devices(
+    devices: &PlatformDevices,
+    saved: &BTreeMap<String, u32>,
+) -> Result<(), MigrateError> {
+    let checked = devices.check_versions(saved);
+    checked.map_err(|error| StateError::from(error).into())
+}
+
+/// The state of a machine whose vCPUs and devices are paused.
 pub(crate) fn save_state<V: Vm>(
     vm: &V,
     vcpus: &mut [V::Vcpu],
-    devices: &PlatformDevices,
+    devices: &PausedDevices<'_>,
 ) -> Result<MachineState, StateError> {
     let shared = vm.save_shared()?;
     let vcpus = vcpus
@@ -125,11 +140,12 @@ pub(crate) fn save_state<V: Vm>(
     Ok(MachineState {
         vcpus,
         shared,
-        devices: devices.save(),
+        devices: devices.save()?,
     })
 }
 
-/// Puts a VM that has its memory into a state.
+/// Puts a VM that has its memory into a state. The embedder's devices stay paused until the guest
+/// runs.
 pub(crate) fn restore_state<V: Vm>(
     vm: &V,
     vcpus: &mut [V::Vcpu],
@@ -137,11 +153,11 @@ pub(crate) fn restore_state<V: Vm>(
     state: &MachineState,
 ) -> Result<(), MigrateError> {
     same("number of vCPUs", &vcpus.len(), &state.vcpus.len())?;
-    devices.restore(&state.devices)?;
     vm.restore_shared(&state.shared)?;
     let mut pairs = vcpus.iter_mut().zip(&state.vcpus);
     pairs.try_for_each(|(vcpu, state)| vcpu.restore(state))?;
-    Ok(())
+    // A device raises its line of the restored interrupt controller again.
+    Ok(devices.restore(&state.devices)?)
 }
 
 #[cfg(test)]

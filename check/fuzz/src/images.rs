@@ -264,13 +264,17 @@ fn drive(vcpu: &mut Vcpu, arch: Arch, host: &Host, clock: &VirtualClock, run: &m
             Step::Exit(exit) => {
                 run.note_exit(&exit);
                 match exit {
-                    Exit::IoOut { port, width, value } => devices.write(port, width, value, &Deaf),
-                    Exit::IoIn { port, width } => vcpu.complete_read(devices.read(port, width)),
+                    Exit::IoOut { port, width, value } => {
+                        devices.write(port, width, value, 0, &Deaf)
+                    }
+                    Exit::IoIn { port, width } => {
+                        vcpu.complete_read(devices.read(port, width, 0, &Deaf))
+                    }
                     Exit::MmioRead { gpa, width } => {
-                        vcpu.complete_read(devices.mmio_read(gpa, width));
+                        vcpu.complete_read(devices.mmio_read(gpa, width, 0, &Deaf));
                     }
                     Exit::MmioWrite { gpa, width, value } => {
-                        devices.mmio_write(gpa, width, value, &Deaf);
+                        devices.mmio_write(gpa, width, value, 0, &Deaf);
                     }
                     _ => {}
                 }

@@ -356,17 +356,17 @@ impl Subject {
 
     /// A port write. The exit port has no special effect.
     pub fn write_port(&self, port: u16, width: lacuna_machine::Width, value: u32) {
-        self.devices.write(port, width, value, &Deaf);
+        self.devices.write(port, width, value, 0, &Deaf);
     }
 
     /// A port read.
     pub fn read_port(&self, port: u16, width: lacuna_machine::Width) -> u64 {
-        self.devices.read(port, width)
+        self.devices.read(port, width, 0, &Deaf)
     }
 
     /// A write to an address without memory. The register for the exit code has no special effect.
     pub fn write_device(&self, gpa: Gpa, width: lacuna_machine::Width, value: u64) {
-        self.devices.mmio_write(gpa, width, value, &Deaf);
+        self.devices.mmio_write(gpa, width, value, 0, &Deaf);
     }
 
     /// Panics if the registers of `vcpu` hold data of another VM or of the host.

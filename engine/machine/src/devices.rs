@@ -1,23 +1,31 @@
 //! The devices of a guest: the devices of every guest, and an embedder's own.
 
+mod device;
+mod error;
+mod life;
 mod lines;
 pub mod mmio;
 mod pl011;
 mod reserved;
 mod state;
+mod table;
 mod uart;
 
-use crate::{Arch, ErrorKind, Kick, MemorySlot, VcpuError, Width};
+use crate::{Arch, Kick, MemorySlot, VcpuError, Width};
 use lacuna_addr::{Gfn, Gpa, PAGE_SIZE};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lines::Lines;
-use reserved::{OWN, controllers, overlap, own};
+use reserved::{OWN, overlap};
 use std::fmt;
 use std::ops::RangeInclusive;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError};
+use table::{Bus, Devices};
 use uart::Uart;
 
+pub use device::{Access, Device, DeviceState};
+pub use error::DeviceError;
+pub use life::PausedDevices;
 pub use lines::Console;
 pub use reserved::check_reserved;
 pub use state::{DevicesState, SerialRegisters};
@@ -50,6 +58,8 @@ pub enum Ending {
     Reset,
     /// A vCPU could not continue.
     Failed(VcpuError),
+    /// A device of the embedder's has failed.
+    Device(DeviceError),
     /// The VMM stopped the run.
     Stopped,
 }
@@ -62,86 +72,8 @@ impl fmt::Display for Ending {
             Self::PoweredOff => f.write_str("the guest switched its machine off"),
             Self::Reset => f.write_str("the guest asked for a reset of its machine"),
             Self::Failed(error) => error.fmt(f),
+            Self::Device(error) => error.fmt(f),
             Self::Stopped => f.write_str("the VMM stopped the run"),
-        }
-    }
-}
-
-/// A device of an embedder's own. Several vCPUs may access it at once.
-pub trait Device: Send + Sync {
-    /// A read, `offset` bytes from the beginning of the device's range. Bits beyond `width` are
-    /// dropped.
-    fn read(&self, offset: u64, width: Width) -> u64;
-
-    /// A write of `value`, which is zero-extended. To end the run, the device returns the ending.
-    fn write(&self, offset: u64, width: Width, value: u64) -> Option<Ending>;
-}
-
-/// Why a device is not added.
-#[derive(Debug, thiserror::Error, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DeviceError {
-    /// Another device has a part of the range.
-    #[error("{from:#x}..={to:#x} overlaps a device that is there already: choose another range")]
-    Overlap {
-        /// First port or address.
-        from: u64,
-        /// Last port or address.
-        to: u64,
-    },
-    /// An interrupt controller of the VM has a part of the range, on one backend at least.
-    #[error(
-        "{from:#x}..={to:#x} overlaps an interrupt controller, which gets the accesses: choose \
-         another range"
-    )]
-    InterruptController {
-        /// First port or address.
-        from: u64,
-        /// Last port or address.
-        to: u64,
-    },
-    /// The devices are for guests of another architecture.
-    #[error(
-        "the devices are for {devices} guests, and the image is for {image}: make them with \
-             `PlatformDevices::of` for {image}"
-    )]
-    Arch {
-        /// The architecture of the devices.
-        devices: Arch,
-        /// The architecture of the image.
-        image: Arch,
-    },
-    /// A memory slot of the VM has a part of the range.
-    #[error(
-        "the device at {from:#x}..={to:#x} overlaps the guest's memory, which gets the accesses: \
-         put the device where the VM has no memory slot, such as 0xc000_0000 to 0xfebf_ffff for \
-         x86-64, and 0x0a00_0000 to 0x3fff_ffff for AArch64"
-    )]
-    Memory {
-        /// First address.
-        from: u64,
-        /// Last address.
-        to: u64,
-    },
-    /// The range is empty, or exceeds the address space.
-    #[error("a device of {bytes} bytes at {from:#x}: give it at least one byte, below 2^48")]
-    Range {
-        /// First address.
-        from: u64,
-        /// Its size.
-        bytes: u64,
-    },
-}
-
-impl DeviceError {
-    /// The kind of the cause.
-    pub const fn kind(&self) -> ErrorKind {
-        match self {
-            Self::Overlap { .. }
-            | Self::InterruptController { .. }
-            | Self::Arch { .. }
-            | Self::Memory { .. }
-            | Self::Range { .. } => ErrorKind::Request,
         }
     }
 }
@@ -151,33 +83,6 @@ fn offset_in(range: &RangeInclusive<u64>, gpa: Gpa) -> Option<u64> {
     range
         .contains(&gpa.get())
         .then(|| gpa.get() - range.start())
-}
-
-/// The devices of one address space. Their ranges do not overlap.
-#[derive(Default)]
-struct Space(Vec<(RangeInclusive<u64>, Arc<dyn Device>)>);
-
-impl Space {
-    fn add(
-        &mut self,
-        range: RangeInclusive<u64>,
-        device: Arc<dyn Device>,
-    ) -> Result<(), DeviceError> {
-        let (from, to) = (*range.start(), *range.end());
-        if self.0.iter().any(|(other, _)| overlap(other, &range)) {
-            return Err(DeviceError::Overlap { from, to });
-        }
-        self.0.push((range, device));
-        Ok(())
-    }
-
-    /// The device with a range that contains the whole access, and the access's offset in it.
-    fn find(&self, at: u64, width: Width) -> Option<(&dyn Device, u64)> {
-        let last = at.checked_add(width as u64 - 1)?;
-        let mut devices = self.0.iter();
-        let (range, device) = devices.find(|(r, _)| r.contains(&at) && r.contains(&last))?;
-        Some((&**device, at - range.start()))
-    }
 }
 
 const NO_STATUS: u64 = u64::MAX;
@@ -199,15 +104,15 @@ const NO_STATUS: u64 = u64::MAX;
 /// | `HOST` + 4 | long | frame number of the guest's status page, if the guest has one |
 ///
 /// A VMM adds [`Device`]s of its own, at ports and at guest-physical addresses, before the guest
-/// starts. Every other port and address reads as ones and ignores writes, as an empty bus does.
-/// A device interrupts the guest by a [`Line`](crate::Line).
+/// starts or while it runs. Every other port and address reads as ones and ignores writes, as an
+/// empty bus does. A device interrupts the guest by a [`Line`](crate::Line).
 pub struct PlatformDevices {
     arch: Arch,
     serial: Mutex<Uart, lock_order::Serial>,
     status: AtomicU64,
     ending: Mutex<Option<Ending>, lock_order::PlatformEnding>,
-    ports: Space,
-    mmio: Space,
+    /// The embedder's.
+    embedded: Devices,
 }
 
 impl fmt::Debug for PlatformDevices {
@@ -231,77 +136,13 @@ impl PlatformDevices {
             serial: Mutex::new(Uart::new(arch, Lines::new(console))),
             status: AtomicU64::new(NO_STATUS),
             ending: Mutex::new(None),
-            ports: Space::default(),
-            mmio: Space::default(),
+            embedded: Devices::default(),
         }
     }
 
     /// The architecture of the guests for which the devices are.
     pub fn arch(&self) -> Arch {
         self.arch
-    }
-
-    /// Adds `device` at `ports`. The ports of [`port`] and of the PICs are reserved.
-    ///
-    /// # Errors
-    /// [`DeviceError`]; nothing has changed then.
-    pub fn add_ports(
-        &mut self,
-        ports: RangeInclusive<u16>,
-        device: Arc<dyn Device>,
-    ) -> Result<(), DeviceError> {
-        let (from, to) = (u64::from(*ports.start()), u64::from(*ports.end()));
-        if from > to {
-            return Err(DeviceError::Range { from, bytes: 0 });
-        }
-        let own = [
-            port::SERIAL..=port::SERIAL_LAST,
-            port::EXIT..=port::EXIT,
-            port::STATUS..=port::STATUS,
-        ];
-        if own.iter().any(|own| overlap(own, &ports)) {
-            return Err(DeviceError::Overlap { from, to });
-        }
-        if PICS.iter().any(|pic| overlap(pic, &ports)) {
-            return Err(DeviceError::InterruptController { from, to });
-        }
-        self.ports.add(from..=to, device)
-    }
-
-    /// Adds `device` at `bytes` guest-physical addresses from `start` on. The addresses of
-    /// interrupt controllers are reserved: for x86-64 the I/O APIC (0xfec0_0000) and the local APIC
-    /// (0xfee0_0000), for AArch64 the GIC. For AArch64, the addresses of the devices of every guest
-    /// are reserved too.
-    ///
-    /// If a memory slot overlaps the device, the guest accesses the memory. This function does not
-    /// know the VM, so [`PlatformDevices::check_memory`] checks for overlaps before the run.
-    /// [`Layout`](crate::Layout) names the addresses without memory at boot.
-    ///
-    /// # Errors
-    /// [`DeviceError`]; nothing has changed then.
-    pub fn add_mmio(
-        &mut self,
-        start: Gpa,
-        bytes: u64,
-        device: Arc<dyn Device>,
-    ) -> Result<(), DeviceError> {
-        let from = start.get();
-        let last = bytes
-            .checked_sub(1)
-            .and_then(|last| start.checked_add(last));
-        let last = last.ok_or(DeviceError::Range { from, bytes })?;
-        let range = from..=last.get();
-        let to = last.get();
-        if controllers(self.arch)
-            .iter()
-            .any(|taken| overlap(taken, &range))
-        {
-            return Err(DeviceError::InterruptController { from, to });
-        }
-        if own(self.arch).iter().any(|taken| overlap(taken, &range)) {
-            return Err(DeviceError::Overlap { from, to });
-        }
-        self.mmio.add(range, device)
     }
 
     /// Checks that the devices are for guests of the architecture of an image.
@@ -329,8 +170,8 @@ impl PlatformDevices {
             start..=start + (slot.gfns.pages() * page - 1)
         };
         let over = |range: &RangeInclusive<u64>| slots.iter().any(|s| overlap(&bytes(s), range));
-        match self.mmio.0.iter().find(|(range, _)| over(range)) {
-            Some((range, _)) => Err(DeviceError::Memory {
+        match self.embedded.now().mmio_ranges().find(|range| over(range)) {
+            Some(range) => Err(DeviceError::Memory {
                 from: *range.start(),
                 to: *range.end(),
             }),
@@ -338,16 +179,12 @@ impl PlatformDevices {
         }
     }
 
-    /// A write to an address without memory.
-    pub fn mmio_write(&self, gpa: Gpa, width: Width, value: u64, kick: &impl Kick) {
+    /// A write of vCPU `vcpu` to an address without memory.
+    pub fn mmio_write(&self, gpa: Gpa, width: Width, value: u64, vcpu: usize, kick: &impl Kick) {
         if self.arch == Arch::Arm64 && self.own_write(gpa, width, value, kick) {
             return;
         }
-        let found = self.mmio.find(gpa.get(), width);
-        let ending = found.and_then(|(device, offset)| device.write(offset, width, value));
-        if let Some(ending) = ending {
-            self.end(ending, kick);
-        }
+        self.embedded_write((Bus::Mmio, gpa.get()), (width, vcpu), value, kick);
     }
 
     /// A write to a device of every AArch64 guest. Returns `false` if no such device is there.
@@ -366,22 +203,19 @@ impl PlatformDevices {
         true
     }
 
-    /// A read from an address without memory.
-    pub fn mmio_read(&self, gpa: Gpa, width: Width) -> u64 {
+    /// A read of vCPU `vcpu` from an address without memory.
+    pub fn mmio_read(&self, gpa: Gpa, width: Width, vcpu: usize, kick: &impl Kick) -> u64 {
         if self.arch == Arch::Arm64
             && let Some(offset) = offset_in(&OWN[0], gpa)
             && let Uart::Pl011(line) = &*self.serial()
         {
             return line.read(offset, width);
         }
-        let found = self.mmio.find(gpa.get(), width);
-        found.map_or(width.ones(), |(device, offset)| {
-            device.read(offset, width) & width.ones()
-        })
+        self.embedded_read((Bus::Mmio, gpa.get()), (width, vcpu), kick)
     }
 
-    /// A port write.
-    pub fn write(&self, port: u16, width: Width, value: u32, kick: &impl Kick) {
+    /// A port write of vCPU `vcpu`.
+    pub fn write(&self, port: u16, width: Width, value: u32, vcpu: usize, kick: &impl Kick) {
         match port {
             port::SERIAL..=port::SERIAL_LAST if width == Width::Byte => {
                 if let Uart::Com1(serial) = &mut *self.serial() {
@@ -395,29 +229,54 @@ impl PlatformDevices {
                 self.status.store(u64::from(value), Ordering::Release);
             }
             _ => {
-                let found = self.ports.find(u64::from(port), width);
-                let write = |(device, offset): (&dyn Device, u64)| {
-                    device.write(offset, width, u64::from(value))
-                };
-                if let Some(ending) = found.and_then(write) {
-                    self.end(ending, kick);
-                }
+                let at = (Bus::Ports, port.into());
+                self.embedded_write(at, (width, vcpu), value.into(), kick);
             }
         }
     }
 
-    /// A port read.
-    pub fn read(&self, port: u16, width: Width) -> u64 {
+    /// A port read of vCPU `vcpu`.
+    pub fn read(&self, port: u16, width: Width, vcpu: usize, kick: &impl Kick) -> u64 {
         match port {
             port::SERIAL..=port::SERIAL_LAST if width == Width::Byte => match &mut *self.serial() {
                 Uart::Com1(serial) => u64::from(serial.read((port - port::SERIAL) as u8)),
                 Uart::Pl011(_) => width.ones(),
             },
-            _ => match self.ports.find(u64::from(port), width) {
-                Some((device, offset)) => device.read(offset, width) & width.ones(),
-                None => width.ones(),
-            },
+            _ => self.embedded_read((Bus::Ports, port.into()), (width, vcpu), kick),
         }
+    }
+
+    fn embedded_write(&self, at: (Bus, u64), by: (Width, usize), value: u64, kick: &impl Kick) {
+        let write = |device: &dyn Device, access| device.write(access, value);
+        if let Some(Some(ending)) = self.access(at, by, kick, write) {
+            self.end(ending, kick);
+        }
+    }
+
+    fn embedded_read(&self, at: (Bus, u64), by: (Width, usize), kick: &impl Kick) -> u64 {
+        let value = self.access(at, by, kick, |device, access| device.read(access));
+        value.unwrap_or(u64::MAX) & by.0.ones()
+    }
+
+    /// An access to a device of the embedder's. `None`: there is none, or it has panicked.
+    fn access<T>(
+        &self,
+        (bus, at): (Bus, u64),
+        (width, vcpu): (Width, usize),
+        kick: &impl Kick,
+        code: impl FnOnce(&dyn Device, Access) -> T,
+    ) -> Option<T> {
+        let (entry, offset) = self.embedded.find(bus, at, width)?;
+        let access = Access {
+            offset,
+            width,
+            vcpu,
+        };
+        let called = self.call(&entry, |device| code(device, access));
+        called.unwrap_or_else(|_| {
+            kick.kick_all();
+            None
+        })
     }
 
     /// The last status page that the guest has announced.
@@ -430,11 +289,15 @@ impl PlatformDevices {
 
     /// Ends the run and kicks every vCPU. Only the first call sets the ending.
     pub fn end(&self, ending: Ending, kick: &impl Kick) {
+        self.set_ending(ending);
+        kick.kick_all();
+    }
+
+    fn set_ending(&self, ending: Ending) {
         self.ending
             .lock()
             .expect("no panic under this lock")
             .get_or_insert(ending);
-        kick.kick_all();
     }
 
     /// How the run ended; `None` until then.

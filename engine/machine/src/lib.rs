@@ -43,8 +43,8 @@ pub use arch::Arch;
 pub use boot::x86::Boot;
 pub use boot::{BootError, Layout};
 pub use devices::{
-    Console, Device, DeviceError, DevicesState, Ending, PlatformDevices, SerialRegisters,
-    check_reserved, mmio, port,
+    Access, Console, Device, DeviceError, DeviceState, DevicesState, Ending, PausedDevices,
+    PlatformDevices, SerialRegisters, check_reserved, mmio, port,
 };
 pub use dirty::{
     DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog, harvest, set_logging_everywhere,

@@ -36,11 +36,18 @@ pub fn dispatch(
     devices: &PlatformDevices,
     kick: &impl Kick,
 ) -> Next {
+    let index = vcpu.index();
     match exit {
-        Ok(Exit::IoOut { port, width, value }) => devices.write(port, width, value, kick),
-        Ok(Exit::IoIn { port, width }) => vcpu.complete_read(devices.read(port, width)),
-        Ok(Exit::MmioRead { gpa, width }) => vcpu.complete_read(devices.mmio_read(gpa, width)),
-        Ok(Exit::MmioWrite { gpa, width, value }) => devices.mmio_write(gpa, width, value, kick),
+        Ok(Exit::IoOut { port, width, value }) => devices.write(port, width, value, index, kick),
+        Ok(Exit::IoIn { port, width }) => {
+            vcpu.complete_read(devices.read(port, width, index, kick));
+        }
+        Ok(Exit::MmioRead { gpa, width }) => {
+            vcpu.complete_read(devices.mmio_read(gpa, width, index, kick));
+        }
+        Ok(Exit::MmioWrite { gpa, width, value }) => {
+            devices.mmio_write(gpa, width, value, index, kick);
+        }
         Ok(Exit::Interrupted) => {}
         // Another thread harvests, and needs the core. Until the ring has room, each entry ends
         // with this exit again.
@@ -113,6 +120,7 @@ pub fn run_pausable<V: Vcpu>(
     kick: &impl Kick,
     pause: &Pause<V>,
 ) -> Vec<V> {
+    devices.resume();
     pause.enter(vcpus.len());
     thread::scope(|scope| {
         let start = |vcpu: V| {
@@ -244,6 +252,7 @@ impl<'scope, V: Vm> VcpuThreads<'scope, V> {
     ) {
         let (vm, devices) = (self.vm, self.devices);
         assert_eq!(vcpus.len(), self.threads.len(), "a thread for each vCPU");
+        devices.resume();
         self.pause.enter(vcpus.len());
         let enter = |(waiting, vcpu): (Waiting<'scope, V::Vcpu>, V::Vcpu)| {
             // The thread has not ended: it waits for this vCPU.

@@ -5,7 +5,7 @@ pub mod arm64;
 mod words;
 pub mod x86;
 
-use crate::Vcpu;
+use crate::{DeviceError, Vcpu};
 use serde::{Deserialize, Serialize};
 
 /// The state of a vCPU, tagged by its architecture.
@@ -102,6 +102,9 @@ pub enum StateError {
         /// Its value.
         value: u64,
     },
+    /// A device of the embedder's.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// The hypervisor below refused.
     #[error("cannot {step}: {cause}")]
     Host {

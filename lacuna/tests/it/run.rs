@@ -1,8 +1,8 @@
 //! Runs guests as a VMM does, on both backends.
 
 use lacuna::{
-    Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, PageCount,
-    PlatformDevices, Segment, Vcpu as _, VcpuError, Vm, Width, kvm, soft,
+    Access, Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image,
+    PageCount, PlatformDevices, Segment, Vcpu as _, VcpuError, Vm, kvm, soft,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -164,20 +164,20 @@ fn a_vm_with_a_seed_does_not_wait_for_time_in_another_loop() {
 struct Unreachable;
 
 impl Device for Unreachable {
-    fn read(&self, offset: u64, _: Width) -> u64 {
-        panic!("a read at {offset}")
+    fn read(&self, access: Access) -> u64 {
+        panic!("a read: {access:?}")
     }
 
-    fn write(&self, offset: u64, _: Width, _: u64) -> Option<Ending> {
-        panic!("a write at {offset}")
+    fn write(&self, access: Access, _: u64) -> Option<Ending> {
+        panic!("a write: {access:?}")
     }
 }
 
 /// The last page of the guest's memory belongs to the device too.
 fn refuses_a_device_over_memory<B: Builder>(builder: &B) {
-    let mut devices = PlatformDevices::new(|_: &str| ());
+    let devices = PlatformDevices::new(|_: &str| ());
     let last = Gpa::truncate(SIZE.bytes() - 0x1000);
-    let added = devices.add_mmio(last, 0x2000, Arc::new(Unreachable));
+    let added = devices.add_mmio("unreachable", last, 0x2000, Arc::new(Unreachable));
     added.expect("the VM is not known yet");
     let run = builder.run(&image(EXITS_WITH_SEVEN), Arc::new(devices), &mut |_| {});
     let error = run.expect_err("the guest's memory would hide the device");

@@ -14,6 +14,7 @@ use crate::transport::{Accepted, Address, Candidate, Listener, TransportError};
 use crate::{Machine, MigrateError};
 use lacuna_machine::{PageSource, PlatformDevices, Vm};
 use lacuna_sync::{Mutex, lock, lock_order};
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::thread;
@@ -31,6 +32,7 @@ pub struct Destination {
 /// An announced guest. When the value is dropped, its [`Destination`] may wait for another one.
 pub struct Arrival<'a> {
     machine: Machine,
+    devices: BTreeMap<String, u32>,
     connections: Accepted<'a>,
     handle: IncomingHandle,
     /// `None`: the guest has been taken.
@@ -85,6 +87,7 @@ impl Destination {
                     return Ok(Some(Arrival {
                         handle: IncomingHandle::new(at.to_string(), &incoming, link, on_event),
                         machine: incoming.machine().clone(),
+                        devices: incoming.devices().clone(),
                         connections,
                         incoming: Mutex::new(Some(incoming)),
                     }));
@@ -103,6 +106,12 @@ impl Arrival<'_> {
     /// The machine of the incoming guest. Make such a VM for it.
     pub fn machine(&self) -> &Machine {
         &self.machine
+    }
+
+    /// The names of the embedder's devices at the source, and the versions of their states. The
+    /// devices for [`Arrival::receive`] must be the same, and accept these versions.
+    pub fn devices(&self) -> &BTreeMap<String, u32> {
+        &self.devices
     }
 
     /// Its progress, and the decisions about it.

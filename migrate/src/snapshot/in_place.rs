@@ -53,7 +53,7 @@ impl Snapshot {
         devices: &PlatformDevices,
         each: OnPages<'_>,
     ) -> Result<Vec<V::Vcpu>, MigrateError> {
-        self.machine().check(&**vm)?;
+        self.check(&**vm, devices)?;
         if vm.missing_memory().is_some() {
             return Err(MigrateError::HasSource);
         }

@@ -103,7 +103,7 @@ impl Snapshot {
         vm: &Arc<V>,
         devices: &PlatformDevices,
     ) -> Result<Vec<V::Vcpu>, MigrateError> {
-        self.machine().check(&**vm)?;
+        self.check(&**vm, devices)?;
         // A VM asks its page source for its first slots, by their order.
         if MemoryLayout::of(&**vm) != self.machine().layout {
             return Err(MigrateError::OtherSlots);

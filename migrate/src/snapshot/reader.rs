@@ -5,11 +5,12 @@ use super::files::{
 };
 use super::places::{Entries, Layer, Places};
 use crate::copy::OnPages;
-use crate::state::restore_state;
+use crate::state::{check_devices, restore_state};
 use crate::{Machine, MachineState, MigrateError};
 use lacuna_addr::{Gpa, PAGE_SIZE, room_for};
 use lacuna_machine::{PlatformDevices, SourcePage, Vm};
 use lacuna_source::{Folder, LocalFolder};
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -114,25 +115,32 @@ impl Snapshot {
         &self.document.machine
     }
 
+    /// The names of the embedder's devices, and the versions of their states. The devices for a
+    /// restore must be the same, and accept these versions.
+    pub fn devices(&self) -> BTreeMap<String, u32> {
+        self.document.state.devices.versions()
+    }
+
     /// Pages with content.
     pub fn pages(&self) -> u64 {
         self.places.with_content()
     }
 
     /// Puts memory and state into `vm`, a new VM without an image, and `devices`, new ones. Returns
-    /// the vCPUs, which continue where the saved ones were. Calls `each` with the number of pages
+    /// the vCPUs, which continue where the saved ones were. The embedder's devices stay paused
+    /// until the guest runs ([`PlatformDevices::resume`]). Calls `each` with the number of pages
     /// since the last call.
     ///
     /// # Errors
-    /// The VM is another machine or has a page source, a page is damaged, a value of the state is
-    /// refused, or `each` says `Break`.
+    /// The VM is another machine, has other devices or a page source, a page is damaged, a value of
+    /// the state is refused, or `each` says `Break`.
     pub fn restore<V: Vm>(
         &self,
         vm: &Arc<V>,
         devices: &PlatformDevices,
         each: OnPages<'_>,
     ) -> Result<Vec<V::Vcpu>, MigrateError> {
-        self.document.machine.check(&**vm)?;
+        self.check(&**vm, devices)?;
         if vm.missing_memory().is_some() {
             return Err(MigrateError::HasSource);
         }
@@ -145,6 +153,16 @@ impl Snapshot {
         let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
         restore_state(&**vm, &mut vcpus, devices, &self.document.state)?;
         Ok(vcpus)
+    }
+
+    /// Checks that the VM and its devices are those of the snapshot, before anything is loaded.
+    pub(super) fn check(
+        &self,
+        vm: &impl Vm,
+        devices: &PlatformDevices,
+    ) -> Result<(), MigrateError> {
+        self.document.machine.check(vm)?;
+        check_devices(devices, &self.devices())
     }
 
     pub(super) fn format(&self) -> u32 {
@@ -290,10 +308,9 @@ fn beside(folder: &dyn Folder, name: &str) -> Result<Arc<dyn Folder>, MigrateErr
     found.map_err(MigrateError::io(folder.path(), "find the folder"))
 }
 
-/// The longest files that are read whole if no other file says how long they are. A vCPU's state
-/// has up to 30 KiB.
+/// The longest files that are read whole if no other file says how long they are.
 const CHECKSUMS_MAX: u64 = 4 << 10;
-const STATE_MAX: u64 = 16 << 20;
+const STATE_MAX: u64 = crate::state::JSON_MAX as u64;
 
 /// Opens a regular file.
 fn open(folder: &dyn Folder, name: &str) -> Result<Layer, MigrateError> {

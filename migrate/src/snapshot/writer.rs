@@ -8,9 +8,8 @@ use super::reader::checksums_of;
 use super::target::Target;
 use crate::changes::Changes;
 use crate::copy::PageSink;
-use crate::rounds::{
-    Budget, Guest, OnProgress, PausedGuest, Round, Throttle, copy_all, copy_live, copy_paused,
-};
+use crate::guest::{Guest, PausedGuest};
+use crate::rounds::{Budget, OnProgress, Round, Throttle, copy_all, copy_live, copy_paused};
 use crate::{Machine, MachineState, MemoryLayout, MigrateError, Snapshot};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{SourcePage, Vm};
@@ -76,7 +75,7 @@ pub fn save_paused<'t, V: Vm>(
     let layout = MemoryLayout::of(guest.vm);
     let mut writer = Writer::create(to.into(), layout.pages(), None)?;
     let round = copy_all(guest.vm, &layout, slice::from_mut(&mut writer), progress)?;
-    let machine = Machine::saved(guest.vm, layout, paused.state());
+    let machine = Machine::saved(guest.vm, layout, &paused.state().vcpus);
     let (pages, _) = writer.finish(machine, paused.state().clone())?;
     Ok(Saved {
         rounds: vec![round],
@@ -206,14 +205,14 @@ fn save_changes<V: Vm>(
                 progress,
             )?;
             let state = copied.paused.state().clone();
-            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state);
+            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state.vcpus);
             let downtime = copied.paused.since().elapsed();
             (copied.rounds, downtime, machine, state)
         }
         When::Paused(paused) => {
             let round = copy_paused(guest.vm, changes, slice::from_mut(&mut writer), progress)?;
             let state = paused.state().clone();
-            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state);
+            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state.vcpus);
             (vec![round], Duration::ZERO, machine, state)
         }
     };

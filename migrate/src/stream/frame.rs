@@ -7,6 +7,7 @@
 //! cannot make it allocate more than the longest payload of that kind.
 
 use crate::MigrateError;
+use crate::state::JSON_MAX;
 use lacuna_addr::PAGE_SIZE;
 use std::io::{self, IoSlice, Read, Write};
 
@@ -92,7 +93,8 @@ impl Kind {
         match self {
             Self::Data | Self::Lz4 | Self::Zstd => NUMBER + DATA_PAGES * PAGE_SIZE,
             Self::Zeros => 16,
-            Self::Hello | Self::State => 16 << 20,
+            Self::Hello => 16 << 20,
+            Self::State => JSON_MAX,
             Self::Welcome | Self::Refused | Self::Join => 4 << 10,
             Self::Awaited => NUMBER + SET_BYTES,
             Self::Want => NUMBER,
@@ -282,10 +284,10 @@ mod tests {
     #[test]
     fn a_state_that_the_other_side_would_refuse_is_not_sent() {
         let mut bytes = Vec::new();
-        let body = vec![b' '; (16 << 20) + 1];
+        let body = vec![b' '; JSON_MAX + 1];
         let refused = write(&mut bytes, Kind::State, &[], &body);
         let why = refused.expect_err("too long").to_string();
-        assert!(why.contains("16777217") && bytes.is_empty(), "{why}");
+        assert!(why.contains("50331649") && bytes.is_empty(), "{why}");
     }
 
     proptest! {

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! source                                     destination
-//! send:  Hello { machine } ────────────────► Incoming::accept; its caller makes such a VM
+//! send:  Hello { machine, devices } ───────► Incoming::accept; its caller makes such a VM
 //!                          ◄──────────────── Welcome
 //!        rounds: Data, Zeros, Sync ────────► Incoming::receive: takes them
 //!                          ◄──────────────── Synced
@@ -69,9 +69,10 @@ pub use send::{Mode, Plan, send};
 
 use crate::Machine;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// The version of the stream. The sides refuse each other if theirs differ.
-const VERSION: u32 = 7;
+const VERSION: u32 = 8;
 
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;
@@ -91,6 +92,8 @@ struct Hello {
     /// [`Role::Pages`].
     streams: u32,
     machine: Machine,
+    /// The embedder's devices by their names, and the versions of their states.
+    devices: BTreeMap<String, u32>,
 }
 
 /// The first message of the source on every further connection.

@@ -9,10 +9,11 @@ use super::remote::RemotePages;
 use super::take::Early;
 use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage};
 use crate::copy::OnPages;
-use crate::state::{MachineState, restore_state};
+use crate::state::{MachineState, check_devices, restore_state};
 use crate::{Machine, MemoryLayout, MigrateError};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::{MissingMemory, PageSource, PlatformDevices, Vm};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -27,6 +28,8 @@ pub struct Incoming {
     /// Connections that take pages before the guest arrives.
     streams: u32,
     machine: Machine,
+    /// The embedder's devices at the source, and the versions of their states.
+    devices: BTreeMap<String, u32>,
     /// `None`: all memory arrives before the guest. Dropped, it fails requests of the VM.
     late: Option<Late>,
 }
@@ -77,6 +80,7 @@ impl Incoming {
                 mode: hello.mode,
                 streams: hello.streams,
                 machine: hello.machine,
+                devices: hello.devices,
                 late,
             }),
             Err(why) => {
@@ -89,6 +93,12 @@ impl Incoming {
     /// The incoming guest's machine: make a VM of this configuration for [`Incoming::receive`].
     pub fn machine(&self) -> &Machine {
         &self.machine
+    }
+
+    /// The names of the embedder's devices at the source, and the versions of their states. The
+    /// devices for [`Incoming::receive`] must be the same, and accept these versions.
+    pub fn devices(&self) -> &BTreeMap<String, u32> {
+        &self.devices
     }
 
     /// When the guest is sent: before, between, or after its pages.
@@ -107,7 +117,8 @@ impl Incoming {
         self.main.refuse(why);
     }
 
-    /// Takes memory and state into `vm`, a new VM without an image, and `devices`, new ones. Calls
+    /// Takes memory and state into `vm`, a new VM without an image, and `devices`, new ones. The
+    /// embedder's devices stay paused until the guest runs ([`PlatformDevices::resume`]). Calls
     /// `each` with the number of pages since the last call. `connections` accepted this migration's
     /// first connection.
     ///
@@ -146,6 +157,7 @@ impl Incoming {
         devices: &PlatformDevices,
         each: OnPages<'_>,
     ) -> Result<(Vec<V::Vcpu>, Came), MigrateError> {
+        check_devices(devices, &self.devices)?;
         let missing = self.prepare(&**vm)?;
         self.main.welcome(None, missing.map(MissingMemory::unit))?;
         let lanes = self.accept_lanes(connections)?;

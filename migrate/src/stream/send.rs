@@ -8,9 +8,10 @@ use super::lanes::{Lane, There};
 use super::left::{Links, Reached, RemainingPages};
 use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION, Welcome};
 use crate::changes::Changes;
-use crate::rounds::{Budget, Copied, Guest, OnProgress, PausedGuest, Throttle, copy_live};
+use crate::guest::Guest;
+use crate::rounds::{Budget, Copied, OnProgress, Throttle, copy_live};
 use crate::{Machine, MemoryLayout, MigrateError, PageSet};
-use lacuna_machine::Vm;
+use lacuna_machine::{StateError, Vm};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -220,7 +221,7 @@ impl<'p> Sender<'p> {
         }
         self.lanes.truncate(1);
         self.main().write_set(&left)?;
-        let machine = Machine::saved(guest.vm, layout.clone(), paused.state());
+        let machine = Machine::saved(guest.vm, layout.clone(), &paused.state().vcpus);
         let departure = Departure {
             paused_us: paused.since().elapsed().as_micros() as u64,
             rounds: rounds.iter().map(|round| round.pages).collect(),
@@ -243,10 +244,8 @@ impl<'p> Sender<'p> {
         layout: &MemoryLayout,
     ) -> Result<u64, MigrateError> {
         // The destination's VM needs the frequency of the vCPUs' TSC, which is in their state.
-        let machine = {
-            let paused: PausedGuest<'_, V> = guest.pause()?;
-            Machine::saved(guest.vm, layout.clone(), paused.state())
-        };
+        let machine = Machine::saved(guest.vm, layout.clone(), &guest.vcpus()?);
+        let devices = guest.devices.versions().map_err(StateError::from)?;
         let (version, id) = (VERSION, self.id.clone());
         let hello = Hello {
             version,
@@ -254,6 +253,7 @@ impl<'p> Sender<'p> {
             mode: self.plan.mode,
             streams: self.streams(),
             machine,
+            devices,
         };
         let main = self.main();
         main.write_json(Kind::Hello, &hello)?;

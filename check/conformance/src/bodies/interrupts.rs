@@ -11,8 +11,8 @@ use std::thread;
 
 use iced_x86::code_asm::*;
 use lacuna_machine::{
-    Arch, Device, Ending, Exit, InterruptError, Line, Msi, Next, PlatformDevices, Vcpu as _,
-    Vm as _, Width, dispatch,
+    Access, Arch, Device, Ending, Exit, InterruptError, Line, Msi, Next, PlatformDevices,
+    Vcpu as _, Vm as _, dispatch,
 };
 
 use super::Outcome;
@@ -322,12 +322,12 @@ struct Scripted {
 }
 
 impl Device for Scripted {
-    fn read(&self, _: u64, _: Width) -> u64 {
+    fn read(&self, _: Access) -> u64 {
         let mut commands = self.commands.lock().expect("no panic under this lock");
         commands.pop_front().expect("a command").into()
     }
 
-    fn write(&self, _: u64, _: Width, value: u64) -> Option<Ending> {
+    fn write(&self, _: Access, value: u64) -> Option<Ending> {
         match value as u32 {
             READY => self.line.raise(),
             _ => self.line.lower(),
@@ -352,9 +352,9 @@ pub fn a_device_interrupts_from_its_write<B: Backend>(backend: &B) -> Outcome {
             line: line::<B>(&vm, HELD_PIN),
             seen: Mutex::default(),
         });
-        let mut devices = PlatformDevices::of(Arch::X86_64, |_: &str| ());
+        let devices = PlatformDevices::of(Arch::X86_64, |_: &str| ());
         devices
-            .add_ports(ASK_PORT..=REPORT_PORT + 3, device.clone())
+            .add_ports("scripted", ASK_PORT..=REPORT_PORT + 3, device.clone())
             .expect("free ports");
         let vcpu = &mut vcpus[0];
         loop {

@@ -80,10 +80,10 @@ impl TestHost {
 
 fn answer(vcpu: &mut Vcpu, exit: Exit, devices: &PlatformDevices, kick: &Vm) {
     match exit {
-        Exit::IoOut { port, width, value } => devices.write(port, width, value, kick),
-        Exit::IoIn { port, width } => vcpu.complete_read(devices.read(port, width)),
-        Exit::MmioRead { gpa, width } => vcpu.complete_read(devices.mmio_read(gpa, width)),
-        Exit::MmioWrite { gpa, width, value } => devices.mmio_write(gpa, width, value, kick),
+        Exit::IoOut { port, width, value } => devices.write(port, width, value, 0, kick),
+        Exit::IoIn { port, width } => vcpu.complete_read(devices.read(port, width, 0, kick)),
+        Exit::MmioRead { gpa, width } => vcpu.complete_read(devices.mmio_read(gpa, width, 0, kick)),
+        Exit::MmioWrite { gpa, width, value } => devices.mmio_write(gpa, width, value, 0, kick),
         _ => {}
     }
 }
@@ -135,10 +135,11 @@ impl Resting {
         // On AArch64 it switches the machine off first.
         let rests = slices.filter(|_| !place.slice(&vm, vcpu, &before));
         assert_eq!(rests.take(3).count(), 3, "{arch}: it does not rest");
+        let saved = before.pause().and_then(|paused| paused.save());
         Self {
             place,
             vm,
-            devices: before.save(),
+            devices: saved.expect("no device of an embedder's"),
             vcpu: vcpus.pop(),
         }
     }

@@ -1,17 +1,19 @@
-//! The state of a guest's devices, saved with the VM. An embedder moves its own devices itself.
+//! The state of a guest's devices, saved with the VM.
 
 use super::lines::{LINE_MAX, Lines};
 use super::pl011::Pl011;
+use super::table::NAME_MAX;
 use super::uart::{NoInterrupt, Uart};
-use super::{NO_STATUS, PlatformDevices};
-use crate::{Arch, StateError};
+use super::{DeviceState, NO_STATUS, PausedDevices, PlatformDevices};
+use crate::{Arch, DeviceError, StateError};
 use lacuna_addr::Gfn;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use vm_superio::Serial;
 use vm_superio::serial::{NoEvents, SerialState};
 
-/// The state of [`PlatformDevices`], without an embedder's own devices.
+/// The state of [`PlatformDevices`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DevicesState {
@@ -21,6 +23,22 @@ pub struct DevicesState {
     pub line: Vec<u8>,
     /// Registers of the serial line.
     pub serial: SerialRegisters,
+    /// The embedder's devices by their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub devices: BTreeMap<String, DeviceState>,
+}
+
+impl DevicesState {
+    /// The most bytes that an embedder's devices may have together.
+    pub const BYTES_MAX: usize = 16 << 20;
+
+    /// The embedder's devices, and the versions of their states.
+    pub fn versions(&self) -> BTreeMap<String, u32> {
+        let devices = self.devices.iter();
+        devices
+            .map(|(name, state)| (name.clone(), state.version))
+            .collect()
+    }
 }
 
 /// Registers of a serial line.
@@ -34,9 +52,33 @@ pub enum SerialRegisters {
     Pl011([u32; 8]),
 }
 
+impl PausedDevices<'_> {
+    /// The devices' state.
+    ///
+    /// # Errors
+    /// [`DeviceError::TooLong`], [`DeviceError::Panicked`]. After a panic, the run has this ending.
+    pub fn save(&self) -> Result<DevicesState, DeviceError> {
+        let (mut devices, mut bytes) = (BTreeMap::new(), 0);
+        for entry in &self.entries {
+            let saved = self.devices.call(entry, |device| DeviceState {
+                version: device.version(),
+                bytes: device.save(),
+            });
+            // It may have been removed meanwhile.
+            let Some(state) = saved? else { continue };
+            bytes += state.bytes.len();
+            let name = entry.name.clone();
+            if bytes > DevicesState::BYTES_MAX {
+                return Err(DeviceError::TooLong { name });
+            }
+            devices.insert(name, state);
+        }
+        Ok(self.devices.own_state(devices))
+    }
+}
+
 impl PlatformDevices {
-    /// The devices' present state. No vCPU runs.
-    pub fn save(&self) -> DevicesState {
+    fn own_state(&self, devices: BTreeMap<String, DeviceState>) -> DevicesState {
         let mut serial = self.serial();
         let registers = match &*serial {
             Uart::Com1(line) => SerialRegisters::Com1(com1_registers(&line.state())),
@@ -46,13 +88,55 @@ impl PlatformDevices {
             status_page: self.status_page().map(Gfn::get),
             line: serial.lines().partial().to_vec(),
             serial: registers,
+            devices,
         }
     }
 
-    /// Puts the devices into `state`. No vCPU runs.
+    /// The embedder's devices, and the versions of the states that they save.
     ///
     /// # Errors
-    /// [`StateError`]; nothing has changed then.
+    /// [`DeviceError::Panicked`]. The run has this ending then.
+    pub fn versions(&self) -> Result<BTreeMap<String, u32>, DeviceError> {
+        let mut versions = BTreeMap::new();
+        for entry in self.embedded.now().devices() {
+            if let Some(version) = self.call(entry, |device| device.version())? {
+                versions.insert(entry.name.clone(), version);
+            }
+        }
+        Ok(versions)
+    }
+
+    /// Checks that the embedder's devices are the saved ones, and accept the versions of their
+    /// states.
+    ///
+    /// # Errors
+    /// [`DeviceError::Missing`], [`DeviceError::Extra`], [`DeviceError::Version`], with the name of
+    /// the first such device; [`DeviceError::Panicked`].
+    pub fn check_versions(&self, saved: &BTreeMap<String, u32>) -> Result<(), DeviceError> {
+        let now = self.embedded.now();
+        if let Some(name) = (saved.keys()).find(|name| now.devices().all(|e| e.name != **name)) {
+            // The name comes from a file or a peer.
+            let end = name.floor_char_boundary(NAME_MAX);
+            return Err(DeviceError::Missing(name[..end].to_owned()));
+        }
+        for entry in now.devices() {
+            let name = entry.name.clone();
+            let Some(&version) = saved.get(&name) else {
+                return Err(DeviceError::Extra(name));
+            };
+            if self.call(entry, |device| device.accepts(version))? == Some(false) {
+                return Err(DeviceError::Version { name, version });
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the devices into `state`. No vCPU runs, and the VM has its memory, its shared state and
+    /// the states of its vCPUs. The embedder's devices are paused first, and stay paused until
+    /// [`PlatformDevices::resume`].
+    ///
+    /// # Errors
+    /// [`StateError`]. If it is not due to a device of the embedder's, nothing has changed then.
     pub fn restore(&self, state: &DevicesState) -> Result<(), StateError> {
         let status = match state.status_page {
             None => NO_STATUS,
@@ -73,6 +157,7 @@ impl PlatformDevices {
         if arch != self.arch {
             return Err(StateError::Architecture);
         }
+        self.restore_embedded(state)?;
         let mut serial = self.serial();
         let mut lines = serial.take_lines(self.arch);
         lines.set_partial(state.line.clone());
@@ -83,6 +168,28 @@ impl PlatformDevices {
             }
         };
         self.status.store(status, Ordering::Release);
+        Ok(())
+    }
+
+    fn restore_embedded(&self, state: &DevicesState) -> Result<(), DeviceError> {
+        self.check_versions(&state.versions())?;
+        let mut left = DevicesState::BYTES_MAX;
+        for (name, device) in &state.devices {
+            let rest = left.checked_sub(device.bytes.len());
+            left = rest.ok_or_else(|| DeviceError::TooLong { name: name.clone() })?;
+        }
+        for entry in self.pause()?.hold() {
+            let Some(saved) = state.devices.get(&entry.name) else {
+                continue;
+            };
+            if let Some(Err(wrong)) = self.call(&entry, |device| device.restore(saved))? {
+                return Err(DeviceError::Refused {
+                    name: entry.name.clone(),
+                    version: saved.version,
+                    wrong,
+                });
+            }
+        }
         Ok(())
     }
 }

@@ -41,6 +41,11 @@ impl Uart {
         }
     }
 
+    /// The UART after power-on. An unfinished line stays.
+    pub(super) fn reset(&mut self, arch: Arch) {
+        *self = Self::new(arch, self.take_lines(arch));
+    }
+
     /// Takes the writer away. Bytes written before it is put back are lost.
     pub(super) fn take_lines(&mut self, arch: Arch) -> Lines {
         let nowhere = Self::new(arch, Lines::new(|_: &str| {}));

@@ -3,8 +3,8 @@
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_machine::boot::arm64::{Boot, Machine};
 use lacuna_machine::{
-    Arch, BootError, Device, DeviceError, Ending, GuestMemory, Image, ImageError, Kick, Layout,
-    MemoryError, PlatformDevices, Width, mmio,
+    Access, Arch, BootError, Device, DeviceError, Ending, GuestMemory, Image, ImageError, Kick,
+    Layout, MemoryError, PlatformDevices, Width, mmio,
 };
 use proptest::prelude::*;
 use std::cell::RefCell;
@@ -170,11 +170,11 @@ impl Kick for NoKick {
 struct Nothing;
 
 impl Device for Nothing {
-    fn read(&self, _: u64, _: Width) -> u64 {
+    fn read(&self, _: Access) -> u64 {
         7
     }
 
-    fn write(&self, _: u64, _: Width, _: u64) -> Option<Ending> {
+    fn write(&self, _: Access, _: u64) -> Option<Ending> {
         None
     }
 }
@@ -190,30 +190,30 @@ fn the_guest_prints_announces_its_status_page_and_ends() {
     let console = move |line: &str| seen.lock().unwrap().push(line.to_owned());
     let devices = PlatformDevices::of(Arch::Arm64, console);
     for byte in b"one\r\ntwo" {
-        devices.mmio_write(mmio::UART, Width::Long, u64::from(*byte), &NoKick);
+        devices.mmio_write(mmio::UART, Width::Long, u64::from(*byte), 0, &NoKick);
     }
     devices.flush();
     assert_eq!(*lines.lock().unwrap(), ["one", "two"]);
-    let flags = devices.mmio_read(at(mmio::UART, 0x18), Width::Long);
+    let flags = devices.mmio_read(at(mmio::UART, 0x18), Width::Long, 0, &NoKick);
     assert_eq!(flags, 0x90, "both FIFOs are empty");
     let status = at(mmio::HOST, mmio::HOST_STATUS);
-    devices.mmio_write(status, Width::Word, 5, &NoKick);
+    devices.mmio_write(status, Width::Word, 5, 0, &NoKick);
     assert_eq!(devices.status_page(), None, "the register takes 32 bits");
-    devices.mmio_write(status, Width::Long, 0x40123, &NoKick);
+    devices.mmio_write(status, Width::Long, 0x40123, 0, &NoKick);
     assert_eq!(devices.status_page().unwrap().get(), 0x40123);
     assert_eq!(devices.ending(), None);
     let exit = at(mmio::HOST, mmio::HOST_EXIT);
-    devices.mmio_write(exit, Width::Long, 3, &NoKick);
+    devices.mmio_write(exit, Width::Long, 3, 0, &NoKick);
     assert_eq!(devices.ending(), Some(Ending::Exited(3)));
 }
 
 #[test]
 fn an_x86_guest_has_none_of_these_devices() {
     let devices = PlatformDevices::new(|_: &str| panic!("a line"));
-    devices.mmio_write(mmio::UART, Width::Long, 10, &NoKick);
-    devices.mmio_write(mmio::HOST, Width::Long, 1, &NoKick);
+    devices.mmio_write(mmio::UART, Width::Long, 10, 0, &NoKick);
+    devices.mmio_write(mmio::HOST, Width::Long, 1, 0, &NoKick);
     assert_eq!(devices.ending(), None);
-    assert_eq!(devices.mmio_read(mmio::UART, Width::Byte), 0xff);
+    assert_eq!(devices.mmio_read(mmio::UART, Width::Byte, 0, &NoKick), 0xff);
     let refused = devices.check_arch(Arch::Arm64).unwrap_err().to_string();
     assert!(refused.contains("PlatformDevices::of"), "{refused}");
     assert_eq!(devices.check_arch(Arch::X86_64), Ok(()));
@@ -221,8 +221,15 @@ fn an_x86_guest_has_none_of_these_devices() {
 
 #[test]
 fn a_device_of_the_embedder_lies_beside_those_of_the_guest() {
-    let mut devices = PlatformDevices::of(Arch::Arm64, |_: &str| ());
-    let mut add = |start: Gpa, bytes| devices.add_mmio(start, bytes, Arc::new(Nothing));
+    let devices = PlatformDevices::of(Arch::Arm64, |_: &str| ());
+    let add = |start: Gpa, bytes| {
+        devices.add_mmio(
+            &format!("{:x}", start.get()),
+            start,
+            bytes,
+            Arc::new(Nothing),
+        )
+    };
     for taken in [
         at(mmio::DISTRIBUTOR, 0xffff),
         at(mmio::REDISTRIBUTORS, 0x7f_ffff),
@@ -242,7 +249,7 @@ fn a_device_of_the_embedder_lies_beside_those_of_the_guest() {
     assert_eq!(add(free, 0x100), Ok(()));
     // The local APIC of x86-64 guests is memory here.
     assert_eq!(add(Gpa::truncate(0xfee0_0000), 0x100), Ok(()));
-    assert_eq!(devices.mmio_read(free, Width::Byte), 7);
+    assert_eq!(devices.mmio_read(free, Width::Byte, 0, &NoKick), 7);
 }
 
 proptest! {

@@ -2,8 +2,8 @@
 
 use lacuna_addr::{Gfn, GfnRange, Gpa, PageCount};
 use lacuna_machine::{
-    Arch, Device, DeviceError, Ending, Kick, Layout, MemorySlot, PlatformDevices, SlotFlags,
-    SlotId, Width, port,
+    Access, Arch, Device, DeviceError, Ending, Kick, Layout, MemorySlot, PlatformDevices,
+    SlotFlags, SlotId, Width, port,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -13,23 +13,29 @@ use std::sync::{Arc, Mutex};
 #[derive(Default)]
 struct Latch {
     last: AtomicU64,
-    writes: Mutex<Vec<(u64, Width)>>,
+    writes: Mutex<Vec<Access>>,
 }
 
 impl Device for Latch {
-    fn read(&self, offset: u64, _: Width) -> u64 {
-        self.last.load(Ordering::Relaxed) + offset
+    fn read(&self, access: Access) -> u64 {
+        self.last.load(Ordering::Relaxed) + access.offset
     }
 
-    fn write(&self, offset: u64, width: Width, value: u64) -> Option<Ending> {
-        self.writes.lock().unwrap().push((offset, width));
+    fn write(&self, access: Access, value: u64) -> Option<Ending> {
+        self.writes.lock().unwrap().push(access);
         self.last.store(value, Ordering::Relaxed);
         (value == 99).then_some(Ending::Exited(9))
     }
 }
 
 #[derive(Default)]
-struct Kicks(AtomicUsize);
+pub struct Kicks(AtomicUsize);
+
+impl Kicks {
+    pub fn count(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
 
 impl Kick for Kicks {
     fn kick(&self, _: usize) {}
@@ -42,10 +48,12 @@ impl Kick for Kicks {
 const BASE: Gpa = Gpa::truncate(0xd000_0000);
 
 fn with_latch() -> (PlatformDevices, Arc<Latch>) {
-    let mut devices = PlatformDevices::new(|_: &str| ());
+    let devices = PlatformDevices::new(|_: &str| ());
     let latch = Arc::<Latch>::default();
-    devices.add_ports(0x600..=0x603, latch.clone()).unwrap();
-    devices.add_mmio(BASE, 0x100, latch.clone()).unwrap();
+    let ports = devices.add_ports("ports", 0x600..=0x603, latch.clone());
+    ports.unwrap();
+    let mmio = devices.add_mmio("mmio", BASE, 0x100, latch.clone());
+    mmio.unwrap();
     (devices, latch)
 }
 
@@ -53,23 +61,31 @@ fn with_latch() -> (PlatformDevices, Arc<Latch>) {
 fn a_device_gets_the_accesses_of_its_range_by_their_offset() {
     let (devices, latch) = with_latch();
     let kicks = Kicks::default();
-    devices.write(0x602, Width::Byte, 5, &kicks);
-    devices.mmio_write(Gpa::truncate(BASE.get() + 0xf8), Width::Quad, 7, &kicks);
+    devices.write(0x602, Width::Byte, 5, 3, &kicks);
+    devices.mmio_write(Gpa::truncate(BASE.get() + 0xf8), Width::Quad, 7, 0, &kicks);
+    let access = |offset, width, vcpu| Access {
+        offset,
+        width,
+        vcpu,
+    };
     let seen = latch.writes.lock().unwrap().clone();
-    assert_eq!(seen, [(2, Width::Byte), (0xf8, Width::Quad)]);
-    assert_eq!(devices.read(0x601, Width::Byte), 8);
-    assert_eq!(devices.mmio_read(BASE, Width::Long), 7);
-    assert_eq!(kicks.0.load(Ordering::Relaxed), 0);
+    let expected = [access(2, Width::Byte, 3), access(0xf8, Width::Quad, 0)];
+    assert_eq!(seen, expected);
+    assert_eq!(devices.read(0x601, Width::Byte, 0, &kicks), 8);
+    assert_eq!(devices.mmio_read(BASE, Width::Long, 0, &kicks), 7);
+    assert_eq!(kicks.count(), 0);
 }
 
 #[test]
 fn an_access_outside_or_across_the_end_reads_as_ones() {
     let (devices, latch) = with_latch();
     let end = Gpa::truncate(BASE.get() + 0xfc);
-    assert_eq!(devices.mmio_read(end, Width::Quad), u64::MAX);
-    assert_eq!(devices.mmio_read(Gpa::truncate(0x1000), Width::Byte), 0xff);
-    assert_eq!(devices.read(0x603, Width::Word), 0xffff);
-    devices.mmio_write(end, Width::Quad, 1, &Kicks::default());
+    let kicks = &Kicks::default();
+    let empty = Gpa::truncate(0x1000);
+    assert_eq!(devices.mmio_read(end, Width::Quad, 0, kicks), u64::MAX);
+    assert_eq!(devices.mmio_read(empty, Width::Byte, 0, kicks), 0xff);
+    assert_eq!(devices.read(0x603, Width::Word, 0, kicks), 0xffff);
+    devices.mmio_write(end, Width::Quad, 1, 0, kicks);
     assert!(latch.writes.lock().unwrap().is_empty());
 }
 
@@ -77,34 +93,34 @@ fn an_access_outside_or_across_the_end_reads_as_ones() {
 fn a_device_ends_the_run() {
     let (devices, _) = with_latch();
     let kicks = Kicks::default();
-    devices.mmio_write(BASE, Width::Byte, 99, &kicks);
+    devices.mmio_write(BASE, Width::Byte, 99, 0, &kicks);
     assert!(matches!(devices.ending(), Some(Ending::Exited(9))));
-    assert_eq!(kicks.0.load(Ordering::Relaxed), 1);
+    assert_eq!(kicks.count(), 1);
 }
 
 #[test]
 fn devices_do_not_overlap() {
-    let (mut devices, latch) = with_latch();
+    let (devices, latch) = with_latch();
     for ports in [
         0x5ff..=0x600,
         0x603..=0x700,
         port::EXIT..=port::EXIT,
         0x3f0..=0x3f8,
     ] {
-        let refused = devices.add_ports(ports, latch.clone());
+        let refused = devices.add_ports("more", ports, latch.clone());
         assert!(matches!(refused, Err(DeviceError::Overlap { .. })));
     }
     let inside = Gpa::truncate(BASE.get() + 0xff);
-    let refused = devices.add_mmio(inside, 1, latch.clone());
+    let refused = devices.add_mmio("more", inside, 1, latch.clone());
     assert!(matches!(refused, Err(DeviceError::Overlap { .. })));
-    let refused = devices.add_mmio(BASE, 0, latch.clone());
+    let refused = devices.add_mmio("more", BASE, 0, latch.clone());
     assert!(matches!(refused, Err(DeviceError::Range { .. })));
-    devices.add_ports(0x604..=0x604, latch).unwrap();
+    devices.add_ports("more", 0x604..=0x604, latch).unwrap();
 }
 
 #[test]
 fn an_interrupt_controller_keeps_its_range() {
-    let (mut devices, latch) = with_latch();
+    let (devices, latch) = with_latch();
     for (start, bytes, taken) in [
         (0xfebf_ff00, 0x100, false),
         (0xfebf_ff00, 0x101, true),
@@ -114,19 +130,24 @@ fn an_interrupt_controller_keeps_its_range() {
         (0xfee0_0fff, 1, true),
         (0xfee0_1000, 0x1000, false),
     ] {
-        let added = devices.add_mmio(Gpa::truncate(start), bytes, latch.clone());
+        let added = devices.add_mmio(
+            &format!("{start:x}"),
+            Gpa::truncate(start),
+            bytes,
+            latch.clone(),
+        );
         let refused = matches!(added, Err(DeviceError::InterruptController { .. }));
         assert_eq!(refused, taken, "{start:#x} {added:?}");
         assert_eq!(added.is_ok(), !taken, "{start:#x} {added:?}");
     }
     for ports in [0x1f..=0x20, 0x21..=0x21, 0xa0..=0xa0, 0x4d1..=0x4d2] {
-        let refused = devices.add_ports(ports, latch.clone());
+        let refused = devices.add_ports("more", ports, latch.clone());
         assert!(matches!(
             refused,
             Err(DeviceError::InterruptController { .. })
         ));
     }
-    devices.add_ports(0x22..=0x9f, latch).unwrap();
+    devices.add_ports("more", 0x22..=0x9f, latch).unwrap();
 }
 
 fn slot(first: u64, pages: u64) -> MemorySlot {
@@ -169,9 +190,9 @@ fn a_device_fits_where_the_error_says() {
         ),
     ] {
         assert!(text.contains(named), "{text}");
-        let mut devices = PlatformDevices::of(arch, |_: &str| ());
+        let devices = PlatformDevices::of(arch, |_: &str| ());
         let latch = Arc::<Latch>::default();
-        let added = devices.add_mmio(Gpa::truncate(start), end - start, latch);
+        let added = devices.add_mmio("all", Gpa::truncate(start), end - start, latch);
         assert_eq!(added, Ok(()), "{arch:?}");
         let layout = Layout::of(arch, PageCount::from_bytes(64 << 40)).unwrap();
         let slot = |&gfns: &GfnRange| MemorySlot { gfns, ..slot(0, 1) };
@@ -191,13 +212,14 @@ fn a_console_may_panic() {
     });
     let print = |text: &str| {
         for byte in text.bytes() {
-            devices.write(port::SERIAL, Width::Byte, byte.into(), &Kicks::default());
+            devices.write(port::SERIAL, Width::Byte, byte.into(), 0, &Kicks::default());
         }
     };
     let bad = catch_unwind(AssertUnwindSafe(|| print("bad\n")));
     assert!(bad.is_err());
     print("good\nunfinished");
-    assert_eq!(devices.read(port::SERIAL + 5, Width::Byte) & 0x20, 0x20);
+    let status = devices.read(port::SERIAL + 5, Width::Byte, 0, &Kicks::default());
+    assert_eq!(status & 0x20, 0x20);
     devices.flush();
     assert_eq!(*lines.lock().unwrap(), ["good", "unfinished"]);
 }

@@ -2,4 +2,5 @@
 
 mod boot;
 mod boot_arm64;
+mod device_life;
 mod devices;

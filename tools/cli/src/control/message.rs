@@ -231,6 +231,7 @@ impl Refused {
             Ending::Exited(_) | Ending::PoweredOff | Ending::Reset => ErrorKind::Request,
             Ending::Shutdown(_) => ErrorKind::Guest,
             Ending::Failed(error) => error.kind(),
+            Ending::Device(error) => error.kind(),
         };
         Self::of(kind, &format!("{what}: {ending}"))
     }

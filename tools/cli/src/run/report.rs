@@ -152,6 +152,7 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
         (Ending::Reset, _) => (Exit::GuestFailed, ending.to_string()),
         (Ending::Shutdown(text), _) => (Exit::GuestFailed, text.clone()),
         (Ending::Failed(error), _) => (error.kind().into(), error.to_string()),
+        (Ending::Device(error), _) => (error.kind().into(), error.to_string()),
         (Ending::Stopped, _) if let Some(moved) = &asked.moved => (Exit::Done, moved.clone()),
         (Ending::Stopped, Some(signal)) => (
             Exit::Interrupted(signal),
