@@ -1,5 +1,6 @@
 //! The integration tests of this crate, in one program.
 
+mod devices;
 mod sessions;
 mod snapshots;
 mod streams;

@@ -1,6 +1,6 @@
 //! Snapshots of running guests, on every backend and architecture.
 
-mod common;
+pub mod common;
 mod diff;
 mod hostile;
 mod in_place;
