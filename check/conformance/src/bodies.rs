@@ -3,6 +3,7 @@
 
 pub mod async_faults;
 pub mod between;
+pub mod devices;
 pub mod dirty;
 pub mod exits;
 pub mod files;

@@ -16,14 +16,18 @@ macro_rules! suite {
                 bm_goes_to_the_other_backend_and_back,
                 interrupts_and_registers_go_to_the_other_backend_and_back,
                 interrupts_of_devices_go_to_the_other_backend_and_back,
+                a_device_goes_to_the_other_backend_and_back,
                 the_common_model_has_its_cpuid;
+            devices:
+                devices_come_and_go_beside_a_guest, a_panic_of_a_device_ends_the_run,
+                a_device_interrupts_from_its_write, a_device_moves_with_its_line;
             files:
                 a_shared_file_is_the_guests_memory, vms_share_the_pages_of_a_private_file,
                 a_page_behind_the_end_of_a_file_is_lost;
             interrupts:
                 an_edge_is_one_interrupt_and_lost_if_masked,
                 a_level_comes_again_until_it_is_low, a_message_reaches_its_vcpu,
-                interrupts_in_flight_move, a_device_interrupts_from_its_write,
+                interrupts_in_flight_move,
                 an_interrupt_wakes_a_halted_vcpu_each_time;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;

@@ -12,6 +12,7 @@ use lacuna_machine::{
 };
 
 use super::Outcome;
+use super::devices::device_moves;
 use super::interrupts::in_flight;
 use super::state::{next_told, registers, small};
 use crate::backend::{Backend, Lacks, Made, Request};
@@ -232,6 +233,18 @@ pub fn interrupts_of_devices_go_to_the_other_backend_and_back<B: Backend>(backen
         };
         in_flight(here, there, &request)?;
         in_flight(there, here, &request)
+    })
+}
+
+/// A device's state and its line move with the guest.
+pub fn a_device_goes_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Outcome {
+    with_other!(backend, |here: &_, there: &_| {
+        let request = Request {
+            cpu: common()?,
+            ..small()
+        };
+        device_moves(here, there, &request)?;
+        device_moves(there, here, &request)
     })
 }
 

@@ -5,15 +5,11 @@
 //! register of the I/O APIC, whose new value is the next answer. A handler reports its vector, then
 //! ends the interrupt.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 
 use iced_x86::code_asm::*;
-use lacuna_machine::{
-    Access, Arch, Device, Ending, Exit, InterruptError, Line, Msi, Next, PlatformDevices,
-    Vcpu as _, Vm as _, dispatch,
-};
+use lacuna_machine::{Arch, Exit, InterruptError, Line, Msi, PlatformDevices, Vcpu as _, Vm as _};
 
 use super::Outcome;
 use super::state::small;
@@ -26,23 +22,23 @@ use crate::program::{
 use crate::running::within;
 
 /// The guest enables interrupts for some instructions.
-const WINDOW: u32 = 0;
+pub(super) const WINDOW: u32 = 0;
 /// The guest halts until an interrupt.
-const HALT: u32 = 1;
+pub(super) const HALT: u32 = 1;
 /// The guest reports [`READY`].
-const REPORT: u32 = 2;
-const READY: u32 = 0x100;
+pub(super) const REPORT: u32 = 2;
+pub(super) const READY: u32 = 0x100;
 
 const IO_APIC: u64 = 0xfec0_0000;
 /// Bits of a redirection entry.
-const LEVEL: u64 = 1 << 15;
+pub(super) const LEVEL: u64 = 1 << 15;
 const MASKED: u64 = 1 << 16;
 
 /// The vectors with a handler.
 const EDGE: u32 = 0x40;
-const HELD: u32 = 0x51;
+pub(super) const HELD: u32 = 0x51;
 const EDGE_PIN: u32 = 5;
-const HELD_PIN: u32 = 20;
+pub(super) const HELD_PIN: u32 = 20;
 
 /// Reports the vector, and ends the interrupt.
 fn handler(a: &mut CodeAssembler, label: &mut CodeLabel, vector: u32) -> Result<(), IcedError> {
@@ -59,7 +55,7 @@ fn handler(a: &mut CodeAssembler, label: &mut CodeLabel, vector: u32) -> Result<
     a.iretq()
 }
 
-fn guest() -> Code {
+pub(super) fn guest() -> Code {
     assemble_x86(|a| {
         let (mut edge, mut held) = (a.create_label(), a.create_label());
         let (mut again, mut halt, mut report) =
@@ -127,7 +123,7 @@ fn window<B: Backend>(vcpu: &mut VcpuOf<B>) -> Vec<u32> {
 }
 
 /// The words that write the entry of `pin`.
-fn entry(pin: u32, entry: u64) -> [u32; 4] {
+pub(super) fn entry(pin: u32, entry: u64) -> [u32; 4] {
     let register = 0x10 + 2 * pin;
     [register + 1, (entry >> 32) as u32, register, entry as u32]
 }
@@ -147,11 +143,11 @@ fn make<B: Backend>(backend: &B, request: &Request) -> Result<Made<B>, Lacks> {
     Ok(made)
 }
 
-fn line<B: Backend>(vm: &Arc<B::Vm>, number: u32) -> Line {
+pub(super) fn line<B: Backend>(vm: &Arc<B::Vm>, number: u32) -> Line {
     vm.interrupts().line(number).expect("a line of this VM")
 }
 
-fn x86_only(backend: &impl Backend) -> Result<(), Lacks> {
+pub(super) fn x86_only(backend: &impl Backend) -> Result<(), Lacks> {
     backend.x86_only("its controller is no I/O APIC")
 }
 
@@ -311,63 +307,6 @@ pub(super) fn in_flight<A: Backend, B: Backend>(
         assert_eq!(window::<B>(vcpu), [HELD]);
     }
     Ok(())
-}
-
-/// A device with the guest's two ports. It raises its line when the guest reports [`READY`], and
-/// lowers it in the handler.
-struct Scripted {
-    commands: Mutex<VecDeque<u32>>,
-    line: Line,
-    seen: Mutex<Vec<u32>>,
-}
-
-impl Device for Scripted {
-    fn read(&self, _: Access) -> u64 {
-        let mut commands = self.commands.lock().expect("no panic under this lock");
-        commands.pop_front().expect("a command").into()
-    }
-
-    fn write(&self, _: Access, value: u64) -> Option<Ending> {
-        match value as u32 {
-            READY => self.line.raise(),
-            _ => self.line.lower(),
-        }
-        let mut seen = self.seen.lock().expect("no panic under this lock");
-        seen.push(value as u32);
-        seen.dedup();
-        (seen.len() == 4).then_some(Ending::Exited(0))
-    }
-}
-
-/// A device interrupts from the thread of the vCPU that accesses it.
-pub fn a_device_interrupts_from_its_write<B: Backend>(backend: &B) -> Outcome {
-    x86_only(backend)?;
-    let backend = backend.clone();
-    within(move || {
-        let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&guest()))?;
-        let program = entry(HELD_PIN, u64::from(HELD) | LEVEL);
-        let commands = [program.to_vec(), vec![REPORT, HALT, REPORT, WINDOW]].concat();
-        let device = Arc::new(Scripted {
-            commands: Mutex::new(commands.into()),
-            line: line::<B>(&vm, HELD_PIN),
-            seen: Mutex::default(),
-        });
-        let devices = PlatformDevices::of(Arch::X86_64, |_: &str| ());
-        devices
-            .add_ports("scripted", ASK_PORT..=REPORT_PORT + 3, device.clone())
-            .expect("free ports");
-        let vcpu = &mut vcpus[0];
-        loop {
-            let exit = vcpu.run();
-            if dispatch(vcpu, exit, &devices, &*vm) == Next::Stop {
-                break;
-            }
-        }
-        assert_eq!(devices.ending(), Some(Ending::Exited(0)));
-        let seen = device.seen.lock().expect("no panic under this lock");
-        assert_eq!(*seen, [READY, HELD, READY, HELD]);
-        Ok(())
-    })
 }
 
 /// Halts of the guest that one edge ends, and edges beside a guest that halts between them.
