@@ -28,6 +28,8 @@ pub enum Rank {
     Slots,
     /// Range locks of stage 2.
     Blocks,
+    /// Registers of devices: the holder raises an interrupt line.
+    Devices,
     /// Locks whose holders take one leaf lock, or call a console.
     Outer,
     /// Locks under which no other lock is taken.
@@ -77,6 +79,8 @@ classes! {
         SlotsWriter "Slots::writer";
     Blocks:
         RangeLock "range lock";
+    Devices:
+        VirtioRegisters "Shared::registers (virtio)";
     Outer:
         RegionNumbers "Regions::numbers (host)",
         CompressedStore "MemoryStore::inner (host)",
@@ -143,6 +147,8 @@ classes! {
         CauseOfEnd "Streams::cause (migrate)",
         MigrationLink "Link (migrate)",
         FirstConnection "first of Connector and Accepted, Arrival::incoming (migrate)",
+        VirtioInput "Console::input (virtio)",
+        VirtioOutput "Console::output (virtio)",
         Gic "Gic::shared (arm64)",
         IoApic "ApicBus::io_apic (x86)",
         TlbInbox "Vcpu::inbox (arm64)",

@@ -118,6 +118,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-machine",
         ],
     ),
+    (
+        "lacuna-virtio",
+        &["lacuna-addr", "lacuna-sync", "lacuna-machine"],
+    ),
     ("lacuna-guest", &[]),
     // The lab measures threads on a bare userfaultfd (`sys`), to compare VMs with them. It acts as
     // the peer with a guest's pages (`source`), and restores guests (`migrate`).
@@ -144,6 +148,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-soft",
             "lacuna-kvm",
             "lacuna-migrate",
+            "lacuna-virtio",
         ],
     ),
     (
@@ -185,6 +190,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-kvm",
             "lacuna-guest",
             "lacuna-skip",
+            "lacuna-virtio",
         ],
     ),
     ("lacuna-skip", &["lacuna-skip-attribute"]),

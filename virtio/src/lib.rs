@@ -1,0 +1,62 @@
+//! Virtio devices for the guests of any backend: entropy, block, console and balloon.
+//!
+//! A device is an [`Mmio`]: the registers of virtio-mmio (virtio 1.2, 4.2) before one of [`Rng`],
+//! [`Block`], [`Console`] and [`Balloon`], or before a [`VirtioDevice`] of the VMM's own. The VMM
+//! makes the VM first, because the device uses its memory and one of its interrupt lines:
+//!
+//! ```
+//! use lacuna_addr::{Gpa, PageCount};
+//! use lacuna_machine::{Builder, PlatformDevices, Vm};
+//! use lacuna_virtio::{Mmio, Rng};
+//! use std::sync::Arc;
+//!
+//! let size = PageCount::from_bytes(16 << 20);
+//! let vm = lacuna_soft::VmBuilder::new(size, size).build()?;
+//! let rng = Arc::new(Mmio::new(&vm, vm.interrupts().line(5)?, Rng)?);
+//! let mut devices = PlatformDevices::new(|line: &str| println!("{line}"));
+//! devices.add_mmio(Gpa::new(0xd000_0000).ok_or("below 2^48")?, Mmio::<Rng>::BYTES, rng)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//! A Linux guest finds the device with `virtio_mmio.device=0x200@0xd0000000:5` on its command line.
+//!
+//! # Threads
+//! ```text
+//! vCPU's thread: Device::write(QueueNotify)      worker thread of the device
+//!   notes the queue, wakes the worker     ──►    pops a chain, VirtioDevice::handle, pushes it
+//!                                                raises the line
+//! ```
+//! A vCPU's thread waits only for the request in progress, when it resets the device or a queue. The
+//! worker may wait for missing pages of the guest: another thread must provide them. A device refers
+//! to its VM weakly. After the VM's end its requests stay where they are.
+//!
+//! # Hostile drivers
+//! A driver that breaks a rule of the rings gets DEVICE_NEEDS_RESET, and [`Mmio::fault`] has the
+//! reason. The device accesses only the memory that the driver named.
+//!
+//! | file | what |
+//! |---|---|
+//! | `guest.rs` | what a device uses of its VM, and the faults of drivers |
+//! | `queue.rs` | the split virtqueue |
+//! | `device.rs` | the interface between transport and device |
+//! | `registers.rs` | the registers that are saved |
+//! | `shared.rs` | the worker thread |
+//! | `mmio.rs`, `life.rs` | the register map; pause, resume, save, restore, reset |
+//! | `rng.rs`, `block.rs`, `console.rs`, `balloon.rs` | the devices |
+#![forbid(unsafe_code)]
+
+mod device;
+mod guest;
+mod life;
+mod mmio;
+mod queue;
+mod registers;
+mod rng;
+mod shared;
+
+pub use device::{Answer, VirtioDevice};
+pub use guest::{Fault, Guest};
+pub use life::MmioState;
+pub use mmio::Mmio;
+pub use queue::{Buffers, Chain, QueueState};
+pub use registers::Registers;
+pub use rng::Rng;
