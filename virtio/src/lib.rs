@@ -13,8 +13,9 @@
 //! let size = PageCount::from_bytes(16 << 20);
 //! let vm = lacuna_soft::VmBuilder::new(size, size).build()?;
 //! let rng = Arc::new(Mmio::new(&vm, vm.interrupts().line(5)?, Rng)?);
-//! let mut devices = PlatformDevices::new(|line: &str| println!("{line}"));
-//! devices.add_mmio(Gpa::new(0xd000_0000).ok_or("below 2^48")?, Mmio::<Rng>::BYTES, rng)?;
+//! let devices = PlatformDevices::new(|line: &str| println!("{line}"));
+//! let at = Gpa::new(0xd000_0000).ok_or("below 2^48")?;
+//! devices.add_mmio("rng0", at, Mmio::<Rng>::BYTES, rng)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //! A Linux guest finds the device with `virtio_mmio.device=0x200@0xd0000000:5` on its command line.

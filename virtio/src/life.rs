@@ -29,12 +29,12 @@ fn invalid(field: &'static str, value: impl Into<u64>) -> StateError {
 impl<D: VirtioDevice> Mmio<D> {
     /// Waits for the end of the request in progress, and lets no other begin. The driver's further
     /// requests stay in its rings. Guest memory does not change through this device any more.
-    pub fn pause(&self) {
+    pub(crate) fn quiesce(&self) {
         self.shared.quiet().paused = true;
     }
 
     /// Handles requests again.
-    pub fn resume(&self) {
+    pub(crate) fn wake(&self) {
         let _vm = self.shared.hold();
         let mut control = self.shared.lock();
         control.paused = false;
@@ -46,7 +46,7 @@ impl<D: VirtioDevice> Mmio<D> {
 
     /// The present state. A request in progress ends first; pause the device, or guest memory may
     /// change after this.
-    pub fn save(&self) -> MmioState {
+    pub fn state(&self) -> MmioState {
         let control = self.shared.quiet();
         MmioState {
             device: self.device().id(),
@@ -60,7 +60,7 @@ impl<D: VirtioDevice> Mmio<D> {
     ///
     /// # Errors
     /// [`StateError`], with the name of the field; no register has changed then.
-    pub fn restore(&self, state: &MmioState) -> Result<(), StateError> {
+    pub fn set_state(&self, state: &MmioState) -> Result<(), StateError> {
         let new = &state.registers;
         if state.device != self.device().id() {
             return Err(invalid("virtio.device", state.device));
@@ -94,7 +94,7 @@ impl<D: VirtioDevice> Mmio<D> {
     }
 
     /// Resets the device, as its driver does. A request in progress ends first.
-    pub fn reset(&self) {
+    pub(crate) fn clear(&self) {
         let _vm = self.shared.hold();
         self.shared.reset(&mut self.shared.quiet());
     }

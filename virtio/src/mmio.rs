@@ -5,7 +5,7 @@ use crate::guest::{Fault, Host};
 use crate::queue::SIZE_MAX;
 use crate::registers::Registers;
 use crate::shared::{Control, Shared};
-use lacuna_machine::{Device, Ending, Line, Vm, Width};
+use lacuna_machine::{Access, Device, DeviceState, Ending, Line, Vm, Width};
 use std::fmt;
 use std::io;
 use std::sync::{Arc, Weak};
@@ -18,6 +18,8 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_INDIRECT_DESC;
 const MAGIC: u32 = 0x7472_6976;
 /// Ours; drivers ignore it.
 const VENDOR: u32 = u32::from_le_bytes(*b"LCNA");
+/// The version of the states that devices save.
+const VERSION: u32 = 1;
 /// The status bits that a driver sets.
 const DRIVER_STATUS: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE
     | VIRTIO_CONFIG_S_DRIVER
@@ -176,7 +178,7 @@ fn set_queue(registers: &mut Registers, offset: u32, value: u32) {
 }
 
 impl<D: VirtioDevice> Device for Mmio<D> {
-    fn read(&self, offset: u64, width: Width) -> u64 {
+    fn read(&self, Access { offset, width, .. }: Access) -> u64 {
         let Some(from) = offset.checked_sub(VIRTIO_MMIO_CONFIG.into()) else {
             // The registers are accessed by 32 bits.
             return match width == Width::Long && offset.is_multiple_of(4) {
@@ -192,7 +194,7 @@ impl<D: VirtioDevice> Device for Mmio<D> {
         })
     }
 
-    fn write(&self, offset: u64, width: Width, value: u64) -> Option<Ending> {
+    fn write(&self, Access { offset, width, .. }: Access, value: u64) -> Option<Ending> {
         match offset.checked_sub(VIRTIO_MMIO_CONFIG.into()) {
             Some(from) => {
                 let driver = self.device().driver_config();
@@ -210,6 +212,32 @@ impl<D: VirtioDevice> Device for Mmio<D> {
             None => {}
         }
         None
+    }
+
+    fn pause(&self) {
+        self.quiesce();
+    }
+
+    fn resume(&self) {
+        self.wake();
+    }
+
+    fn version(&self) -> u32 {
+        VERSION
+    }
+
+    /// A [`MmioState`](crate::MmioState) in JSON.
+    fn save(&self) -> Vec<u8> {
+        serde_json::to_vec(&self.state()).expect("numbers and bytes have a JSON form")
+    }
+
+    fn restore(&self, state: &DeviceState) -> Result<(), String> {
+        let state = serde_json::from_slice(&state.bytes).map_err(|error| error.to_string())?;
+        self.set_state(&state).map_err(|error| error.to_string())
+    }
+
+    fn reset(&self) {
+        self.clear();
     }
 }
 

@@ -1,7 +1,7 @@
 //! A driver: it lays out rings in guest memory, and accesses the registers as a vCPU does.
 
 use lacuna_addr::{Gpa, PageCount};
-use lacuna_machine::{Builder, Device, GuestMemory, Line, Vm as _, Width};
+use lacuna_machine::{Access, Builder, Device, GuestMemory, Line, Vm as _, Width};
 use lacuna_soft::{Vm, VmBuilder};
 use lacuna_virtio::{Mmio, VirtioDevice};
 use std::sync::Arc;
@@ -62,13 +62,13 @@ impl<D: VirtioDevice> Driver<D> {
     }
 
     pub fn get(&self, register: u32) -> u32 {
-        self.device.read(register.into(), Width::Long) as u32
+        self.device.read(access(register.into(), Width::Long)) as u32
     }
 
     pub fn set(&self, register: u32, value: u32) {
         let ending = self
             .device
-            .write(register.into(), Width::Long, value.into());
+            .write(access(register.into(), Width::Long), value.into());
         assert_eq!(ending, None);
     }
 
@@ -227,5 +227,14 @@ impl<D: VirtioDevice> Driver<D> {
         assert!(self.device.fault().is_some());
         let interrupt = self.get(VIRTIO_MMIO_INTERRUPT_STATUS);
         assert_ne!(interrupt & VIRTIO_MMIO_INT_CONFIG, 0);
+    }
+}
+
+/// An access of the first vCPU.
+pub fn access(offset: u64, width: Width) -> Access {
+    Access {
+        offset,
+        width,
+        vcpu: 0,
     }
 }

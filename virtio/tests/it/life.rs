@@ -1,7 +1,7 @@
 //! Pause, resume, save, restore and reset.
 
 use crate::driver::{Driver, WRITE, line};
-use lacuna_machine::StateError;
+use lacuna_machine::{Device, StateError};
 use lacuna_virtio::{Mmio, MmioState, Rng};
 use virtio_bindings::virtio_mmio::*;
 
@@ -14,11 +14,11 @@ fn a_device_moves_with_requests_in_its_ring() {
     assert_eq!(driver.request(0, &[(AT, 16, WRITE)]), 16);
     driver.device.pause();
     driver.submit(0, &[(AT, 32, WRITE)]);
-    let state = driver.device.save();
+    let state = driver.device.state();
     assert_eq!(driver.used_index(0), 1);
     driver.device = Mmio::new(&driver.vm, line(&driver.vm), Rng).expect("a thread");
-    driver.device.restore(&state).expect("a good state");
-    assert_eq!(driver.device.save(), state);
+    driver.device.set_state(&state).expect("a good state");
+    assert_eq!(driver.device.state(), state);
     assert_eq!(driver.get(VIRTIO_MMIO_INTERRUPT_STATUS), 1);
     assert_eq!(driver.used_index(0), 1, "it is paused");
     driver.device.resume();
@@ -39,11 +39,11 @@ fn a_paused_device_is_reset() {
 #[test]
 fn a_damaged_state_is_refused_by_name() {
     let driver = Driver::ready(Rng);
-    let good = driver.device.save();
+    let good = driver.device.state();
     let refused = |damage: &dyn Fn(&mut MmioState)| {
         let mut state = good.clone();
         damage(&mut state);
-        match driver.device.restore(&state) {
+        match driver.device.set_state(&state) {
             Err(StateError::Invalid { field, .. }) => field,
             other => panic!("{other:?}"),
         }
@@ -62,6 +62,6 @@ fn a_damaged_state_is_refused_by_name() {
         "virtio.config"
     );
     assert_eq!(refused(&|state| state.own.push(0)), "virtio.own");
-    assert_eq!(driver.device.save(), good);
+    assert_eq!(driver.device.state(), good);
     assert_eq!(driver.request(0, &[(AT, 16, WRITE)]), 16);
 }

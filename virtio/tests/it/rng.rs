@@ -1,6 +1,6 @@
 //! The entropy device, and the transport by its example.
 
-use crate::driver::{Driver, INDIRECT, SIZE, USED_BUFFER, VERSION_1, WRITE, wait};
+use crate::driver::{Driver, INDIRECT, SIZE, USED_BUFFER, VERSION_1, WRITE, access, wait};
 use lacuna_machine::{Device, Logging, Width, harvest, set_logging_everywhere};
 use lacuna_virtio::Rng;
 use virtio_bindings::virtio_config::*;
@@ -79,12 +79,14 @@ fn the_driver_may_suppress_interrupts() {
 fn registers_have_32_bits() {
     let driver = Driver::of(Rng);
     for width in [Width::Byte, Width::Word, Width::Quad] {
-        assert_eq!(driver.device.read(0, width), 0);
-        driver.device.write(VIRTIO_MMIO_STATUS.into(), width, 1);
+        assert_eq!(driver.device.read(access(0, width)), 0);
+        driver
+            .device
+            .write(access(VIRTIO_MMIO_STATUS.into(), width), 1);
     }
     driver
         .device
-        .write(u64::from(VIRTIO_MMIO_STATUS) + 1, Width::Long, 1);
+        .write(access(u64::from(VIRTIO_MMIO_STATUS) + 1, Width::Long), 1);
     assert_eq!(driver.get(VIRTIO_MMIO_STATUS), 0);
 }
 
