@@ -34,6 +34,8 @@
 //! | to | a VMM uses |
 //! |---|---|
 //! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`] |
+//! | add a device while the guest runs | [`PlatformDevices::add_mmio`]; `remove` takes it away |
+//! | save and move a device with the guest | [`Device::save`], [`Device::pause`] |
 //! | interrupt the guest | [`Vm::interrupts`]: a [`Line`], or an [`Msi`] |
 //! | read and write guest memory | [`GuestMemory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`] |

@@ -117,6 +117,7 @@ impl Simulator {
 
     /// Adds a VM.
     pub fn add(&mut self, guest: SimulatedVm) {
+        guest.devices.resume();
         let index = self.guests.len();
         let runner = |vcpu| Runner {
             guest: index,

@@ -245,7 +245,10 @@ impl<'p> Sender<'p> {
     ) -> Result<u64, MigrateError> {
         // The destination's VM needs the frequency of the vCPUs' TSC, which is in their state.
         let machine = Machine::saved(guest.vm, layout.clone(), &guest.vcpus()?);
-        let devices = guest.devices.versions().map_err(StateError::from)?;
+        let devices = guest.devices.versions();
+        // After a panic of a device, the run has an ending, and running vCPUs do not see it.
+        let devices = devices.inspect_err(|_| guest.vm.kick_all());
+        let devices = devices.map_err(StateError::from)?;
         let (version, id) = (VERSION, self.id.clone());
         let hello = Hello {
             version,

@@ -95,7 +95,7 @@ impl PlatformDevices {
     /// The embedder's devices, and the versions of the states that they save.
     ///
     /// # Errors
-    /// [`DeviceError::Panicked`]. The run has this ending then.
+    /// [`DeviceError::Panicked`]. The run has this ending then; kick vCPUs that run.
     pub fn versions(&self) -> Result<BTreeMap<String, u32>, DeviceError> {
         let mut versions = BTreeMap::new();
         for entry in self.embedded.now().devices() {
