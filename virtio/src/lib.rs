@@ -45,6 +45,9 @@
 //! | `rng.rs`, `block.rs`, `console.rs`, `balloon.rs` | the devices |
 #![forbid(unsafe_code)]
 
+mod balloon;
+mod block;
+mod console;
 mod device;
 mod guest;
 mod life;
@@ -54,6 +57,9 @@ mod registers;
 mod rng;
 mod shared;
 
+pub use balloon::Balloon;
+pub use block::Block;
+pub use console::Console;
 pub use device::{Answer, VirtioDevice};
 pub use guest::{Fault, Guest};
 pub use life::MmioState;

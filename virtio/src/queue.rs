@@ -16,6 +16,8 @@ pub(crate) const SIZE_MAX: u16 = 256;
 /// The most buffers in a chain. Linux makes a table of indirect descriptors longer than the ring if
 /// a request needs it.
 const CHAIN_MAX: usize = 1024;
+/// The most bytes in a chain.
+const CHAIN_BYTES_MAX: u64 = u32::MAX as u64;
 
 /// The registers of a queue, and the device's places in its rings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -188,7 +190,11 @@ impl Chain {
             false => return Err(Fault::Driver("a readable buffer is behind a writable one")),
         };
         buffers.0.push((descriptor.at, descriptor.bytes));
-        Ok(())
+        // The bound of the specification (2.7.5.2) bounds the time of each request.
+        match self.readable.bytes() + self.writable.bytes() {
+            0..=CHAIN_BYTES_MAX => Ok(()),
+            _ => Err(Fault::Driver("a chain has 4 GiB or more")),
+        }
     }
 }
 

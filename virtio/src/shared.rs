@@ -114,7 +114,6 @@ impl<D: VirtioDevice> Shared<D> {
     }
 
     /// Replaces the configuration space but the driver's bytes, and notifies the driver.
-    #[allow(dead_code)]
     pub fn change_config(&self) {
         let _vm = self.hold();
         let mut control = self.lock();

@@ -23,9 +23,11 @@ pub const SIZE: u16 = 16;
 const RINGS: u64 = 1 << 20;
 const HANG: Duration = Duration::from_secs(120);
 
-pub fn vm() -> Arc<Vm> {
-    let size = PageCount::from_bytes(MEMORY);
-    VmBuilder::new(size, size).build().expect("a VM")
+/// A VM with so many resident bytes.
+pub fn vm(resident: u64) -> Arc<Vm> {
+    let pages = PageCount::from_bytes;
+    let builder = VmBuilder::new(pages(MEMORY), pages(resident));
+    builder.build().expect("a VM")
 }
 
 pub fn line(vm: &Arc<Vm>) -> Line {
@@ -49,7 +51,10 @@ pub struct Driver<D: VirtioDevice> {
 impl<D: VirtioDevice> Driver<D> {
     /// A device that no driver has found yet.
     pub fn of(device: D) -> Self {
-        let vm = vm();
+        Self::on(vm(MEMORY), device)
+    }
+
+    pub fn on(vm: Arc<Vm>, device: D) -> Self {
         let device = Mmio::new(&vm, line(&vm), device).expect("a thread");
         Self { vm, device }
     }

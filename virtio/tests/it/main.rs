@@ -1,6 +1,10 @@
 //! The devices, with a driver that plays the guest.
 
+mod balloon;
+mod block;
+mod console;
 mod driver;
 mod hostile;
 mod life;
 mod rng;
+mod slow;
