@@ -34,8 +34,8 @@
 //! | to | a VMM uses |
 //! |---|---|
 //! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`] |
-//! | add a device while the guest runs | [`PlatformDevices::add_mmio`]; `remove` takes it away |
-//! | save and move a device with the guest | [`Device::save`], [`Device::pause`] |
+//! | add a device, and move it with the guest | [`PlatformDevices::add_mmio`], [`Device::save`] |
+//! | give the guest a disk, a console, a balloon or entropy | [`virtio`] |
 //! | interrupt the guest | [`Vm::interrupts`]: a [`Line`], or an [`Msi`] |
 //! | read and write guest memory | [`GuestMemory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`] |
@@ -70,6 +70,8 @@
 pub mod kvm;
 pub mod migrate;
 pub mod soft;
+#[cfg(feature = "virtio")]
+pub mod virtio;
 #[cfg(feature = "vm-memory")]
 pub mod vm_memory;
 

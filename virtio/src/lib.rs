@@ -26,9 +26,9 @@
 //!   notes the queue, wakes the worker     ──►    pops a chain, VirtioDevice::handle, pushes it
 //!                                                raises the line
 //! ```
-//! A vCPU's thread waits only for the request in progress, when it resets the device or a queue. The
-//! worker may wait for missing pages of the guest: another thread must provide them. A device refers
-//! to its VM weakly. After the VM's end its requests stay where they are.
+//! A vCPU's thread waits only for the request in progress, when it resets the device or a queue.
+//! The worker may wait for missing pages of the guest: another thread must provide them. A device
+//! refers to its VM weakly. After the VM's end its requests stay where they are.
 //!
 //! # Hostile drivers
 //! A driver that breaks a rule of the rings gets DEVICE_NEEDS_RESET, and [`Mmio::fault`] has the

@@ -1,7 +1,7 @@
 //! The order of the locks (`docs/locking.md`).
 //!
-//! Each lock of the memory, engine, processor, backend and migration crates has a type here, which
-//! is a parameter of the lock's own type:
+//! Each lock of the memory, engine, processor, backend, migration and virtio crates has a type
+//! here, which is a parameter of the lock's own type:
 //!
 //! ```
 //! use lacuna_sync::{Mutex, lock_order};
@@ -80,7 +80,7 @@ classes! {
     Blocks:
         RangeLock "range lock";
     Devices:
-        VirtioRegisters "Shared::registers (virtio)";
+        VirtioRegisters "Shared::control (virtio)";
     Outer:
         RegionNumbers "Regions::numbers (host)",
         CompressedStore "MemoryStore::inner (host)",

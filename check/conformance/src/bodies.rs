@@ -20,6 +20,7 @@ pub mod slots;
 pub mod sources;
 pub mod state;
 pub mod tokens;
+pub mod virtio;
 
 /// A body's result.
 pub type Outcome = Result<(), crate::backend::Lacks>;

@@ -85,6 +85,8 @@ macro_rules! suite {
                 huge_pages_are_disallowed_and_allowed, async_faults_are_switched,
                 detection_is_switched, a_bitmap_is_read_and_cleared_in_two_steps,
                 discarded_pages_are_zeros;
+            virtio:
+                a_guest_reads_its_disk, a_disk_interrupts_its_guest;
             slots:
                 a_slot_comes_moves_and_goes, writes_to_a_read_only_slot_exit,
                 slots_that_cannot_be_are_refused, slots_change_beside_a_guest;

@@ -1,6 +1,6 @@
 //! The balloon device.
 
-use crate::driver::{Driver, MEMORY, WRITE, line};
+use crate::driver::{Driver, MEMORY, WRITE, access, line};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Device, Vm as _, Width};
 use lacuna_virtio::{Balloon, Mmio};
@@ -91,13 +91,13 @@ fn the_target_is_configuration() {
     assert_eq!(driver.get(VIRTIO_MMIO_CONFIG), 100);
     driver.set(VIRTIO_MMIO_CONFIG, 7);
     driver.set(VIRTIO_MMIO_CONFIG + 4, 0x1234);
-    driver.device.write(0x105, Width::Byte, 0x56);
+    driver.device.write(access(0x105, Width::Byte), 0x56);
     assert_eq!(driver.device.actual(), PageCount::new(0x5634));
     assert_eq!(driver.get(VIRTIO_MMIO_CONFIG), 100);
-    let state = driver.device.save();
+    let state = driver.device.state();
     driver.device = Mmio::new(&driver.vm, line(&driver.vm), Balloon::new()).expect("a thread");
-    driver.device.restore(&state).expect("a good state");
-    assert_eq!(driver.device.save(), state);
+    driver.device.set_state(&state).expect("a good state");
+    assert_eq!(driver.device.state(), state);
     assert_eq!(driver.device.actual(), PageCount::new(0x5634));
     driver.device.reset();
     assert_eq!(driver.device.actual(), PageCount::new(0));

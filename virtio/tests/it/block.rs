@@ -1,6 +1,6 @@
 //! The block device.
 
-use crate::driver::{Driver, MEMORY, VERSION_1, WRITE, vm};
+use crate::driver::{Driver, MEMORY, VERSION_1, WRITE, access, vm};
 use lacuna_machine::{Device, Width};
 use lacuna_virtio::Block;
 use std::fs::File;
@@ -47,14 +47,14 @@ fn request(driver: &Driver<Block>, kind: u32, sector: u64, data: &[(u64, u32, u1
 #[test]
 fn the_driver_sees_the_size() {
     let driver = Driver::ready(Block::new(file()).expect("its size"));
-    assert_eq!(driver.device.read(0x100, Width::Quad), SECTORS);
-    assert_eq!(driver.device.read(0x104, Width::Long), 0);
-    assert_eq!(driver.device.read(0x101, Width::Byte), SECTORS >> 8);
+    assert_eq!(driver.device.read(access(0x100, Width::Quad)), SECTORS);
+    assert_eq!(driver.device.read(access(0x104, Width::Long)), 0);
+    assert_eq!(driver.device.read(access(0x101, Width::Byte)), SECTORS >> 8);
     // The end of the space, and behind it.
-    assert_eq!(driver.device.read(0x138, Width::Quad), 1);
-    assert_eq!(driver.device.read(0x200, Width::Quad), 0);
-    driver.device.write(0x100, Width::Quad, 0);
-    assert_eq!(driver.device.read(0x100, Width::Quad), SECTORS);
+    assert_eq!(driver.device.read(access(0x138, Width::Quad)), 1);
+    assert_eq!(driver.device.read(access(0x200, Width::Quad)), 0);
+    driver.device.write(access(0x100, Width::Quad), 0);
+    assert_eq!(driver.device.read(access(0x100, Width::Quad)), SECTORS);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The console device.
 
 use crate::driver::{Driver, WRITE, line};
+use lacuna_machine::Device;
 use lacuna_virtio::{Console, Mmio};
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
@@ -65,10 +66,10 @@ fn input_is_bounded_and_moves() {
     assert_eq!(driver.device.input(b"bc"), 1);
     assert_eq!(driver.device.input(b"c"), 0);
     driver.device.pause();
-    let state = driver.device.save();
+    let state = driver.device.state();
     let fresh = Console::new(Sink::default());
     driver.device = Mmio::new(&driver.vm, line(&driver.vm), fresh).expect("a thread");
-    driver.device.restore(&state).expect("a good state");
+    driver.device.set_state(&state).expect("a good state");
     driver.device.resume();
     let size = Console::INPUT_MAX as u32;
     assert_eq!(driver.request(0, &[(AT, size + 1, WRITE)]), size);

@@ -1,6 +1,7 @@
 //! Requests in progress: the test says when a request ends.
 
 use crate::driver::{Driver, WRITE};
+use lacuna_machine::Device;
 use lacuna_virtio::{Answer, Chain, Fault, Guest, VirtioDevice};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -63,7 +64,7 @@ fn beside(life: fn(&Driver<Slow>)) -> (Arc<Driver<Slow>>, Sender<()>, Receiver<(
     assert_eq!(other.join().expect("no panic"), (1, b"done".to_vec()));
     driver.publish(0, 0);
     driver.notify(0);
-    drop(driver.device.save());
+    drop(driver.device.state());
     assert!(begun.try_recv().is_err());
     (driver, end, begun)
 }

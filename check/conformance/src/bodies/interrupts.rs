@@ -130,7 +130,7 @@ pub(super) fn entry(pin: u32, entry: u64) -> [u32; 4] {
 
 fn program<B: Backend>(vcpu: &mut VcpuOf<B>, pin: u32, value: u64) {
     for word in entry(pin, value) {
-        assert_eq!(obey::<B>(vcpu, word, |_| ()), []);
+        assert_eq!(obey::<B>(vcpu, word, |_| ()), [0_u32; 0]);
     }
 }
 
@@ -160,18 +160,18 @@ pub fn an_edge_is_one_interrupt_and_lost_if_masked<B: Backend>(backend: &B) -> O
         let vcpu = &mut vcpus[0];
         let line = line::<B>(&vm, EDGE_PIN);
         program::<B>(vcpu, EDGE_PIN, EDGE.into());
-        assert_eq!(window::<B>(vcpu), []);
+        assert_eq!(window::<B>(vcpu), [0_u32; 0]);
         line.pulse();
         assert_eq!(window::<B>(vcpu), [EDGE]);
         line.raise();
         line.raise();
         assert_eq!(window::<B>(vcpu), [EDGE]);
-        assert_eq!(window::<B>(vcpu), []);
+        assert_eq!(window::<B>(vcpu), [0_u32; 0]);
         line.lower();
         program::<B>(vcpu, EDGE_PIN, u64::from(EDGE) | MASKED);
         line.raise();
         program::<B>(vcpu, EDGE_PIN, EDGE.into());
-        assert_eq!(window::<B>(vcpu), []);
+        assert_eq!(window::<B>(vcpu), [0_u32; 0]);
         drop(line);
         self::line::<B>(&vm, EDGE_PIN).pulse();
         assert_eq!(window::<B>(vcpu), [EDGE], "the handle lowered its line");
@@ -212,7 +212,7 @@ pub fn a_level_comes_again_until_it_is_low<B: Backend>(backend: &B) -> Outcome {
             });
             assert!((3..=3 + late::<B>()).contains(&taken.len()), "{taken:x?}");
             assert!(taken.iter().all(|vector| *vector == HELD), "{taken:x?}");
-            assert_eq!(window::<B>(vcpu), []);
+            assert_eq!(window::<B>(vcpu), [0_u32; 0]);
         }
         // Lowered before it is taken: the request stays, as in hardware.
         line.raise();
@@ -245,7 +245,7 @@ pub fn a_message_reaches_its_vcpu<B: Backend>(backend: &B) -> Outcome {
         for (target, other) in [(0, 1), (1, 0)] {
             interrupts.signal_msi(to(target, EDGE)).expect("an APIC");
             interrupts.signal_msi(to(target, HELD)).expect("an APIC");
-            assert_eq!(window::<B>(&mut vcpus[other as usize]), []);
+            assert_eq!(window::<B>(&mut vcpus[other as usize]), [0_u32; 0]);
             assert_eq!(window::<B>(&mut vcpus[target as usize]), [HELD, EDGE]);
         }
         let lost = interrupts.signal_msi(to(7, EDGE));

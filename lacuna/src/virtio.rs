@@ -1,0 +1,3 @@
+//! Virtio devices for guests of either backend.
+
+pub use lacuna_virtio::*;
