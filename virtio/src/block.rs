@@ -118,8 +118,8 @@ impl Block {
         Ok(0)
     }
 
-    /// Discards or zeroes ranges. Both make holes, which read as zeros.
-    fn clear(&self, data: &Data<'_>, known_flags: u32) -> Result<u64, Refusal> {
+    /// Discards or zeroes ranges. Zeroed ranges keep their blocks, unless a flag allows a hole.
+    fn clear(&self, data: &Data<'_>, kind: u32) -> Result<u64, Refusal> {
         self.check_writable()?;
         let ranges = data.count / RANGE as u64;
         if !data.count.is_multiple_of(RANGE as u64) || ranges > RANGES_MAX.into() {
@@ -134,24 +134,31 @@ impl Block {
                 u32::from_le_bytes([a, b, c, d]),
                 u32::from_le_bytes([e, f, g, h]),
             );
-            if flags & !known_flags != 0 {
-                return Err(Refusal::Unsupported);
-            }
+            let is_hole = match (kind, flags) {
+                (VIRTIO_BLK_T_DISCARD, 0) => true,
+                (VIRTIO_BLK_T_WRITE_ZEROES, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP) => true,
+                (VIRTIO_BLK_T_WRITE_ZEROES, 0) => false,
+                _ => return Err(Refusal::Unsupported),
+            };
             if count > RANGE_MAX {
                 return Err(Refusal::Error);
             }
             let range = self.range(u64::from_le_bytes(sector), u64::from(count) * SECTOR)?;
             if !range.is_empty() {
-                self.punch(range)?;
+                self.zero(range, is_hole)?;
             }
         }
         Ok(0)
     }
 
-    fn punch(&self, range: Range<u64>) -> Result<(), Refusal> {
-        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fn zero(&self, range: Range<u64>, is_hole: bool) -> Result<(), Refusal> {
+        let zeros = match is_hole {
+            true => FallocateFlags::PUNCH_HOLE,
+            false => FallocateFlags::ZERO_RANGE,
+        };
+        let zeros = zeros | FallocateFlags::KEEP_SIZE;
         let bytes = range.end - range.start;
-        rustix::io::retry_on_intr(|| fallocate(&self.file, hole, range.start, bytes)).map_err(
+        rustix::io::retry_on_intr(|| fallocate(&self.file, zeros, range.start, bytes)).map_err(
             |error| match error {
                 Errno::OPNOTSUPP => Refusal::Unsupported,
                 _ => Refusal::Error,
@@ -179,10 +186,7 @@ impl Block {
                 return Ok(count);
             }
             VIRTIO_BLK_T_OUT => self.write(sector, &for_device()?)?,
-            VIRTIO_BLK_T_DISCARD => self.clear(&for_device()?, 0)?,
-            VIRTIO_BLK_T_WRITE_ZEROES => {
-                self.clear(&for_device()?, VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP)?
-            }
+            VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES => self.clear(&for_device()?, kind)?,
             VIRTIO_BLK_T_FLUSH => 0,
             _ => return Err(Refusal::Unsupported),
         };

@@ -28,7 +28,8 @@
 //! ```
 //! A vCPU's thread waits only for the request in progress, when it resets the device or a queue.
 //! The worker may wait for missing pages of the guest: another thread must provide them. A device
-//! refers to its VM weakly. After the VM's end its requests stay where they are.
+//! refers to its VM weakly, and strongly during a request. After the VM's end, requests stay in
+//! their rings.
 //!
 //! # Hostile drivers
 //! A driver that breaks a rule of the rings gets DEVICE_NEEDS_RESET, and [`Mmio::fault`] has the

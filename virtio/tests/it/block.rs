@@ -109,11 +109,9 @@ fn ranges_are_discarded_and_zeroed() {
         driver.put(DATA, &raw);
     };
     let data = [(DATA, 16, 0)];
-    for (kind, sector) in [
-        (VIRTIO_BLK_T_DISCARD, 64),
-        (VIRTIO_BLK_T_WRITE_ZEROES, 1024),
-    ] {
-        range(sector, 64, 0);
+    let zeroes = VIRTIO_BLK_T_WRITE_ZEROES;
+    for (kind, sector, flags) in [(VIRTIO_BLK_T_DISCARD, 64, 0), (zeroes, 1024, 1)] {
+        range(sector, 64, flags);
         assert_eq!(request(&driver, kind, 0, &data), (0, 1));
         assert_eq!(content(&file, sector, 64 * 512), [0; 64 * 512]);
         assert_eq!(content(&file, sector + 64, 512), [(sector + 64) as u8; 512]);
@@ -129,6 +127,15 @@ fn ranges_are_discarded_and_zeroed() {
         assert_eq!(request(&driver, kind, 0, &many), (VIRTIO_BLK_S_IOERR, 1));
     }
     assert!(file.metadata().expect("the file").blocks() < before);
+    range(2048, 64, 0);
+    // Not each file system zeroes a range without a hole.
+    match request(&driver, zeroes, 0, &data) {
+        (VIRTIO_BLK_S_OK, 1) => assert_eq!(content(&file, 2048, 64 * 512), [0; 64 * 512]),
+        refused => assert_eq!(refused, (VIRTIO_BLK_S_UNSUPP, 1)),
+    }
+    range(2048, 64, 1);
+    let unsupported = request(&driver, VIRTIO_BLK_T_DISCARD, 0, &data);
+    assert_eq!(unsupported, (VIRTIO_BLK_S_UNSUPP, 1));
     assert_eq!(content(&file, 0, 512), [0; 512]);
     assert_eq!(content(&file, SECTORS - 1, 512), [255; 512]);
 }

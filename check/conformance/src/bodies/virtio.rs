@@ -8,11 +8,12 @@ use iced_x86::code_asm::*;
 use lacuna_machine::{
     Arch, GuestMemory as _, PlatformDevices, Vcpu as _, Vm as _, Width, dispatch,
 };
+use lacuna_source::Zeros;
 use lacuna_virtio::{Block, Mmio};
 
 use super::Outcome;
 use super::state::small;
-use crate::backend::{Backend, Made};
+use crate::backend::{Backend, Made, Missing, Origin, Request};
 use crate::program::{
     Code, Condition, DEVICE, REPORT_PORT, Reg, X2APIC_EOI, assemble, assemble_x86, gpa, image, msr,
     ram, reported, take_interrupts,
@@ -130,9 +131,9 @@ fn interrupted() -> Code {
 }
 
 /// The first two reports of a guest with a disk.
-fn run<B: Backend>(backend: B, code: &Code) -> Outcome {
+fn run<B: Backend>(backend: &B, request: &Request, code: &Code) -> Outcome {
     let arch = backend.arch();
-    let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(code))?;
+    let Made { vm, mut vcpus, .. } = backend.make(request, &image(code))?;
     for (offset, bytes) in rings(arch) {
         vm.write(gpa(arch, offset), &bytes).expect("guest memory");
     }
@@ -172,12 +173,22 @@ fn run<B: Backend>(backend: B, code: &Code) -> Outcome {
     Ok(())
 }
 
-/// A guest reads a sector, and polls for the end of its request.
+/// A guest reads a sector, and polls for the end of its request. Then all of its memory is missing,
+/// and a source provides what the device needs.
 pub fn a_guest_reads_its_disk<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let code = polling(backend.arch());
-        run(backend, &code)
+        run(&backend, &small(), &code)?;
+        let origin = Origin {
+            source: Arc::new(Zeros),
+            missing: Missing::Waits,
+        };
+        let request = Request {
+            origin: Some(origin),
+            ..small()
+        };
+        run(&backend, &request, &code)
     })
 }
 
@@ -185,5 +196,5 @@ pub fn a_guest_reads_its_disk<B: Backend>(backend: &B) -> Outcome {
 pub fn a_disk_interrupts_its_guest<B: Backend>(backend: &B) -> Outcome {
     backend.x86_only("its controller is no I/O APIC")?;
     let backend = backend.clone();
-    within(move || run(backend, &interrupted()))
+    within(move || run(&backend, &small(), &interrupted()))
 }
