@@ -60,7 +60,7 @@ fn some_seeds_of_each_kind() {
         Some(reason) => lacuna_skip::skip(reason),
         None => assert!(started(Arch::X86_64) > 20, "{images}"),
     }
-    let stream = run(Kind::Stream, 1..9);
+    let stream = run(Kind::Stream, 1..65);
     assert!(stream.count("streams", "the guest arrived") > 3, "{stream}");
     assert!(stream.count("answers", "moved") > 3, "{stream}");
     let snapshot = run(Kind::Snapshot, 1..9);
