@@ -42,7 +42,7 @@
 //! | `device.rs` | the interface between transport and device |
 //! | `registers.rs` | the registers that are saved |
 //! | `shared.rs` | the worker thread |
-//! | `mmio.rs`, `life.rs` | the register map; pause, resume, save, restore, reset |
+//! | `mmio.rs`, `life.rs` | the register map, pause, resume and reset; the state |
 //! | `rng.rs`, `block.rs`, `console.rs`, `balloon.rs` | the devices |
 #![forbid(unsafe_code)]
 

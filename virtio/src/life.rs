@@ -1,4 +1,4 @@
-//! A device's life: pause, resume, save, restore and reset, once for all devices.
+//! The state of a device, saved and restored, once for all devices.
 
 use crate::device::VirtioDevice;
 use crate::mmio::Mmio;
@@ -27,23 +27,6 @@ fn invalid(field: &'static str, value: impl Into<u64>) -> StateError {
 }
 
 impl<D: VirtioDevice> Mmio<D> {
-    /// Waits for the end of the request in progress, and lets no other begin. The driver's further
-    /// requests stay in its rings. Guest memory does not change through this device any more.
-    pub(crate) fn quiesce(&self) {
-        self.shared.quiet().paused = true;
-    }
-
-    /// Handles requests again.
-    pub(crate) fn wake(&self) {
-        let _vm = self.shared.hold();
-        let mut control = self.shared.lock();
-        control.paused = false;
-        // The guest may have been restored since: the line has its device's level, and requests
-        // that were made before are found.
-        self.shared.set_line(&control.registers);
-        self.shared.notify(&mut control, u32::MAX);
-    }
-
     /// The present state. A request in progress ends first; pause the device, or guest memory may
     /// change after this.
     pub fn state(&self) -> MmioState {
@@ -91,11 +74,5 @@ impl<D: VirtioDevice> Mmio<D> {
         control.fault = None;
         control.paused = true;
         Ok(())
-    }
-
-    /// Resets the device, as its driver does. A request in progress ends first.
-    pub(crate) fn clear(&self) {
-        let _vm = self.shared.hold();
-        self.shared.reset(&mut self.shared.quiet());
     }
 }

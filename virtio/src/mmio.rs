@@ -214,12 +214,21 @@ impl<D: VirtioDevice> Device for Mmio<D> {
         None
     }
 
+    /// Waits for the end of the request in progress, and lets no other begin. The driver's further
+    /// requests stay in its rings. Guest memory does not change through this device any more.
     fn pause(&self) {
-        self.quiesce();
+        self.shared.quiet().paused = true;
     }
 
+    /// Handles requests again.
     fn resume(&self) {
-        self.wake();
+        let _vm = self.shared.hold();
+        let mut control = self.shared.lock();
+        control.paused = false;
+        // The guest may have been restored since: the line has its device's level, and requests
+        // that were made before are found.
+        self.shared.set_line(&control.registers);
+        self.shared.notify(&mut control, u32::MAX);
     }
 
     fn version(&self) -> u32 {
@@ -236,8 +245,10 @@ impl<D: VirtioDevice> Device for Mmio<D> {
         self.set_state(&state).map_err(|error| error.to_string())
     }
 
+    /// Resets the device, as its driver does. A request in progress ends first.
     fn reset(&self) {
-        self.clear();
+        let _vm = self.shared.hold();
+        self.shared.reset(&mut self.shared.quiet());
     }
 }
 

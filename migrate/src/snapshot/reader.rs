@@ -155,7 +155,7 @@ impl Snapshot {
         Ok(vcpus)
     }
 
-    /// Checks that the VM and its devices are those of the snapshot, before anything is loaded.
+    /// Checks that the VM and its devices match the snapshot, before anything is loaded.
     pub(super) fn check(
         &self,
         vm: &impl Vm,

@@ -28,7 +28,7 @@ pub struct Access {
 /// time, and no vCPU accesses the device meanwhile.
 ///
 /// If a function panics, the run ends with [`Ending::Device`], which names the device. The vCPUs'
-/// threads go on, and end with the run.
+/// threads survive the panic, and end with the run.
 pub trait Device: Send + Sync {
     /// A read. Bits beyond its width are dropped.
     fn read(&self, access: Access) -> u64;
