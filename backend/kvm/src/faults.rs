@@ -23,7 +23,7 @@ use crate::memory::{Memory, Page};
 use crate::provider::Provider;
 use crate::slots::SlotTable;
 use crate::window::Mapped;
-use lacuna_host::{PerCpuPages, Resolution, Ticket};
+use lacuna_host::{Arrivals, PerCpuPages, Resolution, Ticket};
 use lacuna_sys::{Errno, Fault, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::AsFd as _;
@@ -162,8 +162,11 @@ impl Reader {
     fn run(&mut self) {
         raise_priority();
         let mut faults = Vec::new();
+        let host = Arc::clone(&self.state.memory.host);
+        let arrivals = host.arrivals();
         while !self.state.is_over() {
-            let (uffds, has_notice) = self.wait();
+            let (uffds, has_notice) = self.wait(arrivals.as_ref());
+            arrivals.iter().for_each(|arrivals| _ = arrivals.take());
             if has_notice {
                 self.take_notices();
             }
@@ -191,7 +194,7 @@ impl Reader {
     /// Waits for a fault, a notice, or the time to try again. Returns the descriptors with faults,
     /// and whether there is a notice. A read of each descriptor would be up to 16 system calls for
     /// a fault.
-    fn wait(&self) -> (Vec<usize>, bool) {
+    fn wait(&self, arrivals: Option<&Arrivals<'_>>) -> (Vec<usize>, bool) {
         let retry = Timespec {
             tv_sec: 0,
             tv_nsec: i64::from(RETRY.subsec_nanos()),
@@ -203,13 +206,14 @@ impl Reader {
         if self.is_first {
             fds.push(wait_for(self.state.doorbell.as_fd()));
         }
+        fds.extend(arrivals.map(|arrivals| wait_for(arrivals.as_fd())));
         // If a signal ends the wait early, nothing is ready.
         let _ = poll(&mut fds, timeout);
         let (uffds, notices) = fds.split_at(self.uffds.len());
         // An error is ready too: the read returns it.
         let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
         let ready = (0..uffds.len()).filter(|at| is_ready(&uffds[*at]));
-        (ready.collect(), notices.get(1).is_some_and(is_ready))
+        (ready.collect(), self.is_first && is_ready(&notices[1]))
     }
 
     /// Takes notices: pages to be brought again, and changed slots.
@@ -307,7 +311,6 @@ impl Reader {
                     }
                     break;
                 }
-                // A device may keep a page pinned for any time. Other pages arrive meanwhile.
                 Mapped::Later(_) => break,
                 Mapped::Refused(errno) => {
                     state.cannot("put a page in place", &errno);

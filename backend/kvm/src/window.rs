@@ -3,14 +3,17 @@
 //! ```text
 //! frames of the host manager     f f f f f f f      in the budget, swapped out by the manager
 //!                                 │ ▲
-//!      map: UFFDIO_MOVE           ▼ │               invalidate, age: UFFDIO_MOVE back
+//!      map: UFFDIO_COPY           ▼ │               invalidate, age: UFFDIO_MOVE back
 //! window, in KVM's slots         . p . . p . . .    a touch of a missing page is a fault
 //! ```
-//! The window is to KVM what stage 2 is to the soft backend: a page is *mapped* while its memory is
-//! here and not in its frame. The host manager decides which page is in which frame, and calls
-//! [`MmuNotifier`] before it takes a frame. A move is atomic: a thread writes before it, or faults
-//! and waits. Linux notifies KVM of each move by KVM's own MMU notifier. So no write is lost, and a
-//! page takes memory once.
+//! The window is to KVM what stage 2 is to the soft backend: a page is *mapped* while its bytes are
+//! here, and those in its frame do not count. The host manager decides which page is in which
+//! frame, and calls [`MmuNotifier`] before it takes a frame. The move back is atomic: a thread
+//! writes before it, or faults and waits. Linux notifies KVM of each move by KVM's own MMU
+//! notifier. So no write is lost.
+//!
+//! A copy flushes no TLB, and a move out of a frame does. The frames of copied pages are emptied
+//! [`COPIED_MAX`] at a time, with one flush: only so many pages take memory twice.
 //!
 //! Linux shows a process no accessed bits of KVM's tables. So a page counts as accessed if it is
 //! mapped, and aging unmaps it. If it is touched until the clock hand comes again, a short fault
@@ -22,7 +25,7 @@
 //! depends on that: the kernel moves 512 small pages otherwise. When the manager splits a compound
 //! page, it is unmapped, and its pages are then moved one by one.
 //!
-//! The lock excludes a move into the window from a move out of it. A page is resolved under the
+//! The lock excludes a copy into the window from a move out of it. A page is resolved under the
 //! lock. Either the manager has already begun to take the page, and then the resolution takes the
 //! page back; or it calls this notifier afterwards, and the page moves back to its frame.
 //!
@@ -30,7 +33,7 @@
 //! live as long as the `Window` and its caller, and all code accesses them by atomics alone.
 
 use crate::error::KvmError;
-use crate::mapping::{Mapping, collapse, drop_bytes, populate};
+use crate::mapping::{Mapping, collapse, drop_bytes, drop_pages, populate};
 use lacuna_addr::{
     Access, BackingAddr, BackingRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn,
 };
@@ -49,8 +52,8 @@ pub type Page = u32;
 /// The pause between two attempts to unmap a page that must be unmapped.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// How often a thread tries to move a page before it gives up for a while.
-const ATTEMPTS: usize = 20;
+/// Mapped pages whose frames are emptied together.
+const COPIED_MAX: usize = 64;
 
 /// Pages in a block.
 const BLOCK: Page = Level::L2M.pages() as Page;
@@ -68,6 +71,8 @@ pub struct Window {
 
 struct Table {
     entries: Vec<Entry>,
+    /// Pages that were copied to the window, and whose frames are not emptied yet.
+    copied: Vec<Page>,
     /// The VM has ended: missing pages are zeros, and no page moves.
     is_closed: bool,
 }
@@ -117,7 +122,7 @@ impl Entry {
 pub enum Mapped {
     /// The page is mapped, and the threads that wait for it are woken.
     Yes,
-    /// Linux cannot move the page now: it is pinned, or memory is short.
+    /// Linux cannot map the page now: the address space is changing, or memory is short.
     Later(Errno),
     /// The page is not in a frame.
     No(Resolution),
@@ -146,6 +151,7 @@ impl Window {
         registered.map_err(refused("register memory"))?;
         let table = Table {
             entries: vec![Entry::default(); pages.get() as usize],
+            copied: Vec::new(),
             is_closed: false,
         };
         Ok(Self {
@@ -209,27 +215,40 @@ impl Window {
 
     fn put(&self, table: &mut Table, index: Page, frame: Pfn) -> Mapped {
         let entry = &mut table.entries[index as usize];
-        let moved = match entry.frame() {
+        if entry.frame().is_some() {
             // The page was mapped with its block, or while the fault was being reported.
-            Some(_) => {
-                return match self.uffd.wake(self.page(index)) {
-                    Ok(()) => Mapped::Yes,
-                    Err(errno) => Mapped::Refused(errno),
-                };
-            }
-            // SAFETY: 1. both mappings are registered. 2. The lock is held, and the page was
-            // resolved under it: the frame has the page's bytes. Only reclaim may read the frame
-            // after the move.
-            None => unsafe { self.shift_soon(self.frame(frame), self.page(index)) },
-        };
-        match moved {
+            return match self.uffd.wake(self.page(index)) {
+                Ok(()) => Mapped::Yes,
+                Err(errno) => Mapped::Refused(errno),
+            };
+        }
+        // SAFETY: 1. the window is registered. 2. The lock is held, and the page was resolved under
+        // it: the frame has the page's bytes, and no thread writes there.
+        match unsafe { self.uffd.copy_from(self.frame(frame), self.page(index)) } {
             Ok(()) => {
                 *entry = entry.mapped(frame);
+                table.copied.push(index);
+                if table.copied.len() == COPIED_MAX {
+                    self.empty_copied(table);
+                }
                 Mapped::Yes
             }
-            Err(errno @ (Errno::AGAIN | Errno::BUSY | Errno::NOMEM)) => Mapped::Later(errno),
+            Err(errno @ (Errno::AGAIN | Errno::NOMEM)) => Mapped::Later(errno),
             Err(errno) => Mapped::Refused(errno),
         }
+    }
+
+    /// Empties the frames of the copied pages that are still mapped. Each flush of other
+    /// processors' TLBs costs as much as the copies of many pages.
+    fn empty_copied(&self, table: &mut Table) {
+        let mapped = |index| table.entries[index as usize].frame();
+        let frames = table.copied.iter().filter_map(|index| mapped(*index));
+        let frames: Vec<_> = frames.map(|frame| self.frame(frame)).collect();
+        // SAFETY: the lock is held, so these pages are in the window, and their frames have no
+        // bytes that count.
+        let dropped = unsafe { drop_pages(&frames) };
+        debug_assert!(dropped.is_ok(), "{dropped:?}");
+        table.copied.clear();
     }
 
     /// Maps the block of the page at `index`, which is in `frame`, if none of its pages is mapped.
@@ -282,24 +301,6 @@ impl Window {
             let moved = self.uffd.shift_run(from, to, BLOCK as usize);
             moved.map_or_else(|partial| partial.done, |()| BLOCK as usize)
         }
-    }
-
-    /// Moves a page. A read from swap keeps the frame pinned for a moment after it is done.
-    ///
-    /// # Safety
-    /// As [`Userfaultfd::shift`].
-    unsafe fn shift_soon(&self, from: Hva, to: Hva) -> Result<(), Errno> {
-        for _ in 0..ATTEMPTS {
-            // SAFETY: the contract.
-            match unsafe { self.uffd.shift(from, to) } {
-                Err(Errno::BUSY | Errno::AGAIN) => thread::yield_now(),
-                // Only the page itself can be at `to`: Linux has moved it, and reclaim has read
-                // zeros in the empty frame since.
-                Err(Errno::EXIST) => return self.uffd.wake(to),
-                moved => return moved,
-            }
-        }
-        Err(Errno::BUSY)
     }
 
     /// Whether the page counts as accessed. If no turn spares it, it is unmapped. A pinned page

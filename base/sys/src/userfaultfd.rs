@@ -252,6 +252,19 @@ impl Userfaultfd {
         unsafe { self.update::<{ COPY }, _>(&mut copy) }
     }
 
+    /// As [`copy`](Self::copy), with the content of the page at `from`.
+    ///
+    /// # Safety
+    /// `from` is a page of memory, and no thread writes to it during the call.
+    ///
+    /// # Errors
+    /// As [`copy`](Self::copy).
+    pub unsafe fn copy_from(&self, from: Hva, to: Hva) -> io::Result<()> {
+        let content = std::ptr::with_exposed_provenance(from.get() as usize);
+        // SAFETY: the contract.
+        self.copy(unsafe { &*content }, to)
+    }
+
     /// Moves the page at `from` to the missing page `to` without a copy: no thread sees it in both
     /// places, or half of it. Wakes the threads that wait at `to`. The page at `from` is missing
     /// then.

@@ -3,7 +3,7 @@
 use crate::core::{Core, minimum_budget};
 use crate::counters::Counters;
 use crate::error::HostError;
-use crate::io::{Executor, Io};
+use crate::io::{Arrivals, Executor, Io};
 use crate::linux::loss_list::Losses;
 use crate::origin::Origin;
 use crate::per_cpu_pages::PerCpuPages;
@@ -199,12 +199,12 @@ impl Host {
         Ok(())
     }
 
-    /// Prepares all frames for a caller that maps a page by moving it out of its frame to memory of
+    /// Prepares all frames for a caller that maps a page by copying it from its frame to memory of
     /// its own, and unmaps it by moving it back (`UFFDIO_MOVE`). No child process shares them then,
     /// and the kernel backs them page by page if the host never makes huge pages. Returns their
-    /// addresses, in the order of their numbers. A page that is moved back finds its frame's
-    /// address empty, unless a thread has read there meanwhile: reclaim may do so until it sees
-    /// that the page was taken back.
+    /// addresses, in the order of their numbers. The caller empties the frame of a page that is
+    /// away, at the latest before it moves the page back: reclaim may read there until it sees that
+    /// the page was taken back.
     ///
     /// [`Host::copy_in`], [`Host::copy_out`] and [`Host::peek`] do not see a page's bytes while it
     /// is away.
@@ -309,6 +309,14 @@ impl Host {
     pub fn polling(&self) -> Polling<'_> {
         self.io.join();
         Polling(self)
+    }
+
+    /// The calling thread promises to handle the arrivals of the reads that it starts, for the life
+    /// of the result: wherever it sleeps, it sleeps in `poll(2)` on this descriptor too, and calls
+    /// [`Arrivals::take`] when it wakes. This saves the wake-up of another thread for each read.
+    /// Other threads' reads may arrive there too. `None` if no io_uring reads.
+    pub fn arrivals(&self) -> Option<Arrivals<'_>> {
+        self.io.arrivals()
     }
 }
 

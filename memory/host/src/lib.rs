@@ -51,7 +51,7 @@ mod verify;
 
 pub use error::{HostError, LostPage};
 pub use host::{Host, HostConfig, Polling};
-pub use io::{Io, fine_sleeps};
+pub use io::{Arrivals, Io, fine_sleeps};
 pub use lacuna_frames::{FramePtr, MapFailed};
 pub use lacuna_linux::{
     LinuxBacking, LinuxError, MemoryKind, PrivateFile, SharedFill, SharedMemory, Touched,

@@ -21,6 +21,7 @@ mod timer;
 mod virt;
 mod watch;
 
+pub use ring::Arrivals;
 pub use timer::fine_sleeps;
 
 use crate::core::Core;
@@ -230,6 +231,14 @@ impl Executor {
         match self {
             Self::Real(real) => real.poll(now),
             Self::Virtual(world) => world.deliver_until(core, now),
+        }
+    }
+
+    /// See [`crate::Host::arrivals`].
+    pub fn arrivals(&self) -> Option<Arrivals<'_>> {
+        match self {
+            Self::Real(real) => real.arrivals(),
+            Self::Virtual(_) => None,
         }
     }
 

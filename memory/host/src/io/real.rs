@@ -2,7 +2,7 @@
 //! time.
 
 use super::readers::Readers;
-use super::ring::{Onward, Ring};
+use super::ring::{Arrivals, Onward, Ring};
 use super::timer::{Slept, Timer, sleep_until};
 use super::watch::Watch;
 use super::{Completion, Reading};
@@ -201,6 +201,11 @@ impl Real {
             Reads::Immediate => self.timer.first(),
             Reads::Blocking | Reads::File(_) => None,
         }
+    }
+
+    /// What arrives in the calling thread's ring.
+    pub fn arrivals(&self) -> Option<Arrivals<'_>> {
+        self.own_ring().map(Ring::arrivals)
     }
 
     pub fn join(&self) {

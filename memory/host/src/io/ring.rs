@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! start:  flight number -> submission queue -> io_uring_enter, on the caller's thread
-//! arrive: completion queue <- a polling thread (try_lock), else the reaper in io_uring_enter
+//! arrive: completion queue <- a polling thread (try_lock), or one that sleeps on the ring's
+//!                             descriptor, else the reaper in io_uring_enter
 //! ```
 //! A read that did not bring a whole page goes to the reader threads. They read it again like any
 //! other read: they retry if possible, and report final errors. Reads beyond [`ENTRIES`] in flight
@@ -23,7 +24,7 @@ use crate::ticket::Ticket;
 use io_uring::{IoUring, opcode, squeue, types};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_sync::{Mutex, MutexGuard, Nanos, join, lock, lock_order};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, TryLockError};
 use std::thread::JoinHandle;
@@ -52,6 +53,8 @@ pub(crate) struct Onward {
 struct SharedRing {
     ring: IoUring,
     onward: Onward,
+    /// Threads that sleep on the ring's descriptor, and handle what arrives: see [`Arrivals`].
+    sleepers: Watch,
     /// The right to use the submission queue. Not held while the kernel takes entries from it.
     submission: Mutex<(), lock_order::RingSubmission>,
     /// The right to use the completion queue.
@@ -81,6 +84,7 @@ impl Ring {
                 .setup_taskrun_flag()
                 .build(ENTRIES)?,
             onward,
+            sleepers: Watch::default(),
             submission: Mutex::default(),
             completion: Mutex::default(),
             flights: Mutex::new(Flights {
@@ -115,7 +119,7 @@ impl Ring {
         );
         let sqe = sqe.offset(entry.offset()).build();
         shared.submit(&sqe.user_data(u64::from(number)));
-        if !shared.onward.watch.is_polled() {
+        if !shared.is_watched() {
             self.wake();
         }
         Ok(())
@@ -161,9 +165,41 @@ impl Ring {
         }
     }
 
+    /// The calling thread handles what arrives, until it drops the result.
+    pub fn arrivals(&self) -> Arrivals<'_> {
+        self.shared.sleepers.join();
+        Arrivals(self)
+    }
+
     fn wake(&self) {
         if let Some(reaper) = &self.reaper {
             reaper.thread().unpark();
+        }
+    }
+}
+
+/// A thread's duty to handle the reads that arrive in its ring, until the value is dropped: it
+/// sleeps until the descriptor is readable, and then calls [`Arrivals::take`].
+#[must_use]
+pub struct Arrivals<'r>(&'r Ring);
+
+impl Arrivals<'_> {
+    /// Handles the arrived reads, and returns their number.
+    pub fn take(&self) -> usize {
+        self.0.poll()
+    }
+}
+
+impl AsFd for Arrivals<'_> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.shared.ring.as_fd()
+    }
+}
+
+impl Drop for Arrivals<'_> {
+    fn drop(&mut self) {
+        if self.0.shared.sleepers.leave() {
+            self.0.take_over();
         }
     }
 }
@@ -235,6 +271,11 @@ impl SharedRing {
         reads
     }
 
+    /// Whether a thread handles what arrives. The caller has counted its read in `pending`.
+    fn is_watched(&self) -> bool {
+        self.onward.watch.is_polled() || self.sleepers.is_polled()
+    }
+
     /// The reaper's loop.
     fn run(&self) {
         loop {
@@ -247,10 +288,10 @@ impl SharedRing {
                 std::thread::park();
                 continue;
             }
-            if self.onward.watch.is_polled() && !stop {
+            if self.is_watched() && !stop {
                 // A poller may be late: preempted, or in a long string instruction.
                 std::thread::park_timeout(POLLERS_LATE);
-                if self.onward.watch.is_polled() {
+                if self.is_watched() {
                     self.reap(lock(&self.completion));
                 }
                 continue;

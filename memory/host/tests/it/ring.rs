@@ -124,17 +124,39 @@ fn the_drop_of_a_host_waits_for_all_completions() {
 }
 
 #[test]
-fn reads_that_the_last_poller_leaves_arrive() {
+fn reads_that_the_last_watcher_leaves_arrive() {
+    for sleeps in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut guest = Guest::swapped_out(Box::new(file(&dir)));
+        let host = guest.host.clone();
+        let polling = (!sleeps).then(|| host.polling());
+        let arrivals = sleeps.then(|| host.arrivals());
+        let tickets = guest.start_all();
+        drop((polling, arrivals));
+        // No thread waits inside the host: only its own threads can bring the pages.
+        while !tickets.iter().all(Ticket::is_done) {
+            std::thread::yield_now();
+        }
+        guest.check();
+    }
+}
+
+/// The ring's own thread stays asleep.
+#[test]
+fn a_thread_takes_the_arrivals_of_its_own_reads() {
     let dir = tempfile::tempdir().unwrap();
     let mut guest = Guest::swapped_out(Box::new(file(&dir)));
     let host = guest.host.clone();
-    let polling = host.polling();
+    let Some(arrivals) = host.arrivals() else {
+        return;
+    };
     let tickets = guest.start_all();
-    drop(polling);
-    // No thread waits inside the host: only its own threads can bring the pages.
+    let mut taken = 0;
     while !tickets.iter().all(Ticket::is_done) {
+        taken += arrivals.take();
         std::thread::yield_now();
     }
+    assert!(taken >= 256, "as many as the ring takes at once: {taken}");
     guest.check();
 }
 
