@@ -280,6 +280,19 @@ impl Frames {
         Some(block)
     }
 
+    /// Takes the frame at `place` of `block`, or of any free block, if enough free frames remain.
+    pub fn take_at(&self, place: usize, block: Option<BlockNo>) -> Option<Pfn> {
+        let mut free = self.lock();
+        if self.spare(&free) < self.high + BLOCK {
+            return None;
+        }
+        let frame = free.map.take_at(place, block)?;
+        self.note_free(free.map.len());
+        drop(free);
+        self.desc(frame).set_state(FrameState::Cached);
+        Some(frame)
+    }
+
     /// Whether the free frames stay above the high watermark after a block is taken.
     #[inline]
     pub fn has_plenty(&self) -> bool {

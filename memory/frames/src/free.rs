@@ -1,14 +1,18 @@
 //! The free frames: a bit each, counted by block, so that whole blocks are found at once.
 //!
 //! ```text
-//! block       0         1         2         3      (cut)
-//! bits    [..#.#..] [........] [#######] [......]         . = free
-//! counts      5         8          0        6
-//! partial     x                             x      <- single frames: the lowest of these
-//! whole                 x                          <- then the lowest of these, broken up
+//! block       0         1         2         3         4      (cut)
+//! bits    [..#.#..] [........] [#######] [..###..] [......]           . = free
+//! counts      5         8          0        4         6
+//! partial     x                                       x    <- single frames: the lowest of these
+//! whole                 x                                  <- then the lowest of these, broken up
+//! placed                                    x              <- then the lowest of these
 //! ```
 //! Frames are taken lowest first, so frames in use gather at the low end and other blocks stay
 //! whole. The last block is never whole if the pool's end cuts it.
+//!
+//! In a *placed* block, each used frame was asked for by its number: the pages of one block lie in
+//! it in order, and its free frames are kept for the rest of them.
 
 use crate::block_word::BlockNo;
 use crate::page_no::BLOCK;
@@ -24,6 +28,8 @@ pub(crate) struct FreeMap {
     partial: BlockSet,
     /// Blocks with all frames free.
     free: BlockSet,
+    /// As `partial`, but placed.
+    placed: BlockSet,
     len: usize,
 }
 
@@ -36,6 +42,7 @@ impl FreeMap {
             counts: vec![0; blocks].into(),
             partial: BlockSet::new(blocks),
             free: BlockSet::new(blocks),
+            placed: BlockSet::new(blocks),
             len: 0,
         };
         let whole = frames / BLOCK;
@@ -59,7 +66,8 @@ impl FreeMap {
     pub fn take(&mut self, count: usize, out: &mut Vec<u32>) {
         let end = out.len() + count;
         while out.len() < end {
-            let Some(block) = self.partial.first().or_else(|| self.free.first()) else {
+            let sets = [&self.partial, &self.free, &self.placed];
+            let Some(block) = sets.into_iter().find_map(BlockSet::first) else {
                 return;
             };
             let before = out.len();
@@ -82,6 +90,22 @@ impl FreeMap {
         self.len -= BLOCK;
         self.recount(block, 0);
         Some(BlockNo::new(block as u32))
+    }
+
+    /// Takes the frame at `place` of `block`, or of a whole block, which is then placed.
+    pub fn take_at(&mut self, place: usize, block: Option<BlockNo>) -> Option<Pfn> {
+        let block = block.map(BlockNo::index).or_else(|| self.free.first())?;
+        let (bits, bit) = (&mut self.bits[block][place / 64], 1 << (place % 64));
+        if *bits & bit == 0 {
+            return None;
+        }
+        *bits &= !bit;
+        self.len -= 1;
+        if self.free.contains(block) {
+            self.placed.insert(block);
+        }
+        self.recount(block, usize::from(self.counts[block]) - 1);
+        Some(BlockNo::new(block as u32).frame(place))
     }
 
     /// Frees one frame.
@@ -109,14 +133,18 @@ impl FreeMap {
             0 => {
                 self.partial.remove(block);
                 self.free.remove(block);
+                self.placed.remove(block);
             }
             BLOCK => {
                 self.partial.remove(block);
+                self.placed.remove(block);
                 self.free.insert(block);
             }
             _ => {
                 self.free.remove(block);
-                self.partial.insert(block);
+                if !self.placed.contains(block) {
+                    self.partial.insert(block);
+                }
             }
         }
     }
@@ -132,8 +160,10 @@ impl FreeMap {
                 "free in block {block}"
             );
             assert_eq!(self.free.contains(block), count == BLOCK, "block {block}");
-            let partial = 0 < count && count < BLOCK;
-            assert_eq!(self.partial.contains(block), partial, "block {block}");
+            let is_partial = 0 < count && count < BLOCK;
+            let sets = [&self.partial, &self.placed].map(|set| set.contains(block));
+            assert_eq!(sets[0] != sets[1], is_partial, "block {block}");
+            assert!(sets != [true; 2], "block {block}");
             len += count;
         }
         assert_eq!(len, self.len, "free frames");
@@ -207,6 +237,24 @@ mod tests {
         assert_eq!(map.take_block(), Some(BlockNo::new(1)), "it has healed");
         assert_eq!(take(&mut map, 1), [], "the rest is in use");
         assert_eq!(map.len(), 0);
+    }
+
+    #[test]
+    fn a_placed_block_is_broken_up_last() {
+        let mut map = FreeMap::new(3 * BLOCK);
+        let first = BlockNo::new(0);
+        assert_eq!(map.take_at(7, None), Some(first.frame(7)));
+        assert_eq!(map.take_at(8, Some(first)), Some(first.frame(8)));
+        assert_eq!(map.take_at(8, Some(first)), None, "it is in use");
+        assert_eq!(map.take_at(7, None), Some(BlockNo::new(1).frame(7)));
+        assert_eq!(take(&mut map, 2), [1024, 1025], "of the whole block");
+        assert_eq!(take(&mut map, BLOCK - 1).last(), Some(&0));
+        map.give(7);
+        map.verify();
+        assert_eq!(take(&mut map, 1), [1], "the block is still placed");
+        (0..2).chain(8..9).for_each(|frame| map.give(frame));
+        map.verify();
+        assert_eq!(map.take_block(), Some(first), "it has healed");
     }
 
     #[test]

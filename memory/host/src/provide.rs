@@ -304,8 +304,8 @@ impl Core {
         needed: Needed,
         cache: &mut PerCpuPages,
     ) -> Option<Answer> {
-        let frame = cache.take()?;
-        // SAFETY: this thread took the frame from its own `cache`, and no page word names it yet.
+        let frame = self.frame_for(page, cache)?;
+        // SAFETY: this thread took the frame, and no page word names it yet.
         unsafe { self.frames.pool.exclusive(frame) }
             .0
             .copy_from_slice(content);

@@ -357,11 +357,35 @@ impl Core {
         Some(Resolution::Pending(ticket))
     }
 
+    /// A free frame for a page of a split block. If the block shall become a compound page again,
+    /// and memory is plenty, the frame is at the page's own place in a block of frames: that of its
+    /// neighbours, or a free one. So the block can be collapsed in place, without a free block.
+    pub fn frame_for(&self, page: PageNo, cache: &mut PerCpuPages) -> Option<Pfn> {
+        self.own_place(page, cache).or_else(|| cache.take())
+    }
+
+    fn own_place(&self, page: PageNo, cache: &PerCpuPages) -> Option<Pfn> {
+        let region = cache.region();
+        if !region.wants_huge(self.huge, page) || !self.frames.has_plenty() {
+            return None;
+        }
+        let frames = region
+            .span(page)?
+            .words
+            .iter()
+            .map(|word| word.load().frame());
+        let placed = frames.enumerate().find_map(|(place, frame)| {
+            let block = BlockNo::of(frame?);
+            (block.frame(place) == frame?).then_some(block)
+        });
+        self.frames.take_at(page.in_block(), placed)
+    }
+
     /// Gives a never provided page a frame and a ticket. The source's bytes are in no swap entry,
     /// so the page is dirty.
     #[cold]
     fn begin_fetch(&self, page: PageNo, cache: &mut PerCpuPages) -> Option<Resolution> {
-        let Some(frame) = cache.take() else {
+        let Some(frame) = self.frame_for(page, cache) else {
             return Some(Resolution::NoMemory);
         };
         self.frames.desc(frame).prepare(page, Dirt::Dirty);

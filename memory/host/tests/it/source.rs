@@ -286,6 +286,28 @@ fn no_compound_page_is_made_of_missing_pages() {
     fixture.host.verify();
 }
 
+/// Pages that come in any order lie in blocks, and are collapsed although two blocks are free.
+#[test]
+fn pages_that_come_in_any_order_become_blocks() {
+    let pages = 8 * 512;
+    let host = huge_host(10 * 512, store(), HugePages::Always);
+    let mut fixture = Fixture::on(host, pages);
+    let in_any_order = || (0..pages).map(|turn| turn * 1_723 % pages);
+    for page in in_any_order().filter(|page| page % 3 == 0) {
+        let addr = fixture.vm.addr(page);
+        let content = page_with(word_of(addr));
+        let answer = fixture.host.provide(addr, &content.0).unwrap();
+        assert_eq!(answer, Answer::Taken);
+    }
+    in_any_order().for_each(|page| fixture.vm.touch(page, Use::Read).unwrap());
+    assert_eq!(fixture.host.stats().huge_faults, 0);
+    while fixture.host.collapse_step() != Collapse::Idle {}
+    let stats = fixture.host.stats();
+    assert_eq!((stats.collapses, stats.huge_pages), (8, 8), "{stats:?}");
+    fixture.vm.check_all();
+    fixture.host.verify();
+}
+
 /// A VMM provides pages by address: before a fault, instead of the source's answer, and too late.
 #[test]
 fn a_vmm_provides_pages_by_address() {
