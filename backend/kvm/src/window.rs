@@ -32,6 +32,10 @@
 //! UNSAFETY: pages are moved by address, between the window and the manager's frames. Both mappings
 //! live as long as the `Window` and its caller, and all code accesses them by atomics alone.
 
+mod table;
+
+pub use self::table::Page;
+use self::table::{BLOCK, Entry, Stream, Table};
 use crate::error::KvmError;
 use crate::mapping::{Mapping, collapse, drop_bytes, drop_pages, populate};
 use lacuna_addr::{
@@ -46,17 +50,14 @@ use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
 
-/// A page of a guest's memory, by its number there.
-pub type Page = u32;
-
 /// The pause between two attempts to unmap a page that must be unmapped.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Mapped pages whose frames are emptied together.
 const COPIED_MAX: usize = 64;
 
-/// Pages in a block.
-const BLOCK: Page = Level::L2M.pages() as Page;
+/// The most pages that are mapped ahead of a guest that touches its memory in order.
+const AHEAD_MAX: Page = 15;
 
 /// A guest's window over its pages.
 pub struct Window {
@@ -67,54 +68,6 @@ pub struct Window {
     /// The manager's number of the first page.
     first: OnceLock<BackingAddr>,
     table: Mutex<Table, lock_order::KvmWindow>,
-}
-
-struct Table {
-    entries: Vec<Entry>,
-    /// Pages that were copied to the window, and whose frames are not emptied yet.
-    copied: Vec<Page>,
-    /// The VM has ended: missing pages are zeros, and no page moves.
-    is_closed: bool,
-}
-
-/// The entry of a page: the number of its frame plus 1 while it is mapped, otherwise 0; and how
-/// many turns of the clock hand spare it. All zeros: neither mapped, nor unmapped by aging.
-#[derive(Clone, Copy, PartialEq, Eq, Default)]
-struct Entry(u32);
-
-impl Entry {
-    /// Frame numbers have fewer bits.
-    const TURNS_SHIFT: u32 = 30;
-    const FRAME: u32 = (1 << Self::TURNS_SHIFT) - 1;
-    /// A page that is touched again after aging has unmapped it.
-    const IN_USE: u32 = 3;
-    /// Unmapped by aging.
-    const AGED: Self = Self(1 << Self::TURNS_SHIFT);
-
-    const fn frame(self) -> Option<Pfn> {
-        match self.0 & Self::FRAME {
-            0 => None,
-            frame => Some(Pfn::new(frame - 1)),
-        }
-    }
-
-    /// The entry of the page when it is mapped.
-    fn mapped(self, frame: Pfn) -> Self {
-        let turns = if self == Self::AGED { Self::IN_USE } else { 0 };
-        Self((frame.index() as u32 + 1) | (turns << Self::TURNS_SHIFT))
-    }
-
-    /// The turns that spare the page.
-    const fn turns(self) -> u32 {
-        self.0 >> Self::TURNS_SHIFT
-    }
-
-    /// Whether this turn of the hand spares the page, which then has one turn less.
-    fn is_spared(&mut self) -> bool {
-        let is_spared = self.turns() != 0;
-        self.0 -= u32::from(is_spared) << Self::TURNS_SHIFT;
-        is_spared
-    }
 }
 
 /// The result of an attempt to map a page.
@@ -149,17 +102,12 @@ impl Window {
             both.and_then(|()| drop_bytes(mapping.range()))
         };
         registered.map_err(refused("register memory"))?;
-        let table = Table {
-            entries: vec![Entry::default(); pages.get() as usize],
-            copied: Vec::new(),
-            is_closed: false,
-        };
         Ok(Self {
             mapping,
             frames,
             uffd: Arc::new(uffd),
             first: OnceLock::new(),
-            table: Mutex::new(table),
+            table: Mutex::new(Table::new(pages)),
         })
     }
 
@@ -198,6 +146,7 @@ impl Window {
         if table.is_closed {
             return Mapped::Yes;
         }
+        let is_first = host.is_untouched(addr, cache);
         let resolution = host.resolve(addr, Access::Write, Level::L2M, cache);
         let mapped = match resolution {
             Resolution::Ready(frame) => {
@@ -208,9 +157,43 @@ impl Window {
             }
             other => Mapped::No(other),
         };
+        if is_first && matches!(mapped, Mapped::Yes) {
+            self.map_ahead(&mut table, host, (index, addr), cache);
+        }
         drop(table);
         cache.unpin_all();
         mapped
+    }
+
+    /// Maps pages of the same block that no thread has touched, after the page at `index` was
+    /// touched first. The next block may become a huge page.
+    fn map_ahead(
+        &self,
+        table: &mut Table,
+        host: &Host,
+        (index, addr): (Page, BackingAddr),
+        cache: &mut PerCpuPages,
+    ) {
+        let ahead = match table.stream.next == index {
+            true => (2 * table.stream.ahead + 1).min(AHEAD_MAX),
+            false => 0,
+        };
+        let mut next = index + 1;
+        while next <= index + ahead && !next.is_multiple_of(BLOCK) {
+            let addr = addr.checked_add_pages(u64::from(next - index));
+            let Some(addr) = addr.filter(|addr| host.is_untouched(*addr, cache)) else {
+                break;
+            };
+            let Resolution::Ready(frame) = host.resolve(addr, Access::Write, Level::L4K, cache)
+            else {
+                break;
+            };
+            if !matches!(self.put(table, next, frame.pfn), Mapped::Yes) {
+                break;
+            }
+            next += 1;
+        }
+        table.stream = Stream { next, ahead };
     }
 
     fn put(&self, table: &mut Table, index: Page, frame: Pfn) -> Mapped {
@@ -383,25 +366,6 @@ impl Window {
             at += BLOCK;
         }
         any
-    }
-}
-
-impl Table {
-    /// The entries of the block that begins at `at`.
-    fn block(&mut self, at: Page) -> &mut [Entry] {
-        &mut self.entries[at as usize..(at + BLOCK) as usize]
-    }
-
-    /// The first frame of the block that begins at `at`, if all of it is mapped and one aligned
-    /// block of frames is its place.
-    fn frames_of(&mut self, at: Page) -> Option<Pfn> {
-        let is_open = !self.is_closed;
-        let entries = self.block(at);
-        let first = entries[0];
-        let mut own = (first.0..).zip(entries);
-        let is_whole = is_open && own.all(|(own, entry)| own == entry.0);
-        let frame = first.frame().filter(|_| is_whole)?;
-        frame.get().is_multiple_of(BLOCK.into()).then_some(frame)
     }
 }
 

@@ -40,6 +40,13 @@ impl Host {
         self.core.is_never_provided(PageNo::of(addr), cache)
     }
 
+    /// Whether the page at `addr` reads as zeros because no thread has touched it: its region has
+    /// no page source. A page of zeros that was touched and dropped is none.
+    pub fn is_untouched(&self, addr: BackingAddr, cache: &mut PerCpuPages) -> bool {
+        let page = PageNo::of(addr);
+        cache.find(page).is_some() && cache.region().is_untouched(page)
+    }
+
     /// As [`Host::is_missing`], for a thread that has no page cache.
     pub fn was_never_provided(&self, addr: BackingAddr) -> bool {
         let page = PageNo::of(addr);
@@ -229,12 +236,21 @@ impl Region {
         }
         match self.word(page).map(PageWord::load) {
             Some(PageState::Fetching { .. }) => true,
-            Some(PageState::Empty) => !matches!(
-                self.block_word(page).map(BlockWord::load),
-                Some(PageBlockState::Compound { .. } | PageBlockState::Gone)
-            ),
-            _ => false,
+            state => state == Some(PageState::Empty) && self.is_empty(page),
         }
+    }
+
+    fn is_untouched(&self, page: PageNo) -> bool {
+        let is_empty = || self.word(page).map(PageWord::load) == Some(PageState::Empty);
+        self.origin.is_none() && is_empty() && self.is_empty(page)
+    }
+
+    /// Whether the word of an empty page counts: its block is no compound page.
+    fn is_empty(&self, page: PageNo) -> bool {
+        !matches!(
+            self.block_word(page).map(BlockWord::load),
+            Some(PageBlockState::Compound { .. } | PageBlockState::Gone)
+        )
     }
 }
 

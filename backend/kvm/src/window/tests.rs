@@ -17,11 +17,11 @@ struct Bench {
 }
 
 /// `None` if this host has no userfaultfd; the skip is recorded then.
-fn bench(budget: Page) -> Option<Bench> {
+fn bench(budget: Page, huge: HugePages) -> Option<Bench> {
     let pages = PageCount::new(PAGES.into());
     let host = Host::new(HostConfig {
         budget: PageCount::new(budget.into()),
-        huge: HugePages::Always,
+        huge,
         swap: Swap::Memory.open(pages).unwrap(),
         io: Io::Threads { readers: 1 },
         clock: Arc::new(HostClock::default()),
@@ -106,7 +106,7 @@ impl Bench {
 /// Also after Linux has split its huge page, and has replaced the pages of zeros in it.
 #[test]
 fn a_compound_page_is_mapped_and_unmapped_as_a_whole() {
-    let Some(bench) = bench(8 * BLOCK) else {
+    let Some(bench) = bench(8 * BLOCK, HugePages::Always) else {
         return;
     };
     let block = bench.pages(BLOCK, BLOCK);
@@ -145,7 +145,7 @@ fn a_compound_page_is_mapped_and_unmapped_as_a_whole() {
 /// A compound page is split for a discard, and collapsed again because its pages are in use.
 #[test]
 fn a_block_in_use_is_collapsed_and_moved_as_a_whole() {
-    let Some(bench) = bench(8 * BLOCK) else {
+    let Some(bench) = bench(8 * BLOCK, HugePages::Always) else {
         return;
     };
     let all = BLOCK..2 * BLOCK;
@@ -168,13 +168,37 @@ fn a_block_in_use_is_collapsed_and_moved_as_a_whole() {
     }
 }
 
+/// As many pages as were touched, to the end of the block, without pages that were touched before.
+#[test]
+fn first_touches_in_order_map_pages_ahead() {
+    let Some(bench) = bench(8 * BLOCK, HugePages::Never) else {
+        return;
+    };
+    for (touched, mapped) in [(0, 2), (2, 6), (6, 14), (14, 30), (30, 46)] {
+        bench.map(touched);
+        assert_eq!(bench.mapped(), mapped);
+    }
+    while bench.mapped() < BLOCK.into() {
+        bench.map(bench.mapped() as Page);
+    }
+    assert_eq!(bench.mapped(), BLOCK.into());
+    bench.map(602);
+    bench.window.invalidate(&[bench.pages(602, 1)]);
+    for (touched, mapped) in [(600, 1), (601, 2), (603, 3), (605, 4), (602, 5)] {
+        bench.map(touched);
+        assert_eq!(bench.mapped(), u64::from(BLOCK) + mapped);
+    }
+}
+
 /// Apart from the frames that are still to be emptied, the window and the frames never take more
 /// memory together than the budget, and no write is lost, while compound pages are made, split,
 /// swapped out page by page and collapsed.
 #[test]
 fn huge_pages_stay_in_the_budget() {
     let budget = 5 * BLOCK;
-    let Some(bench) = bench(budget) else { return };
+    let Some(bench) = bench(budget, HugePages::Always) else {
+        return;
+    };
     for round in 0..3 {
         for turn in 0..PAGES {
             // The first half of the memory in order, and one page of 8 at random.
