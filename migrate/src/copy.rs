@@ -1,5 +1,6 @@
 //! Reads pages of a VM for a sink.
 
+use crate::bandwidth::Bandwidth;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_addr::{GfnRange, PAGE_SIZE};
 use lacuna_machine::{SourcePage, Vm};
@@ -31,6 +32,14 @@ pub trait PageSink {
     fn end_round(&mut self) -> Result<(), MigrateError> {
         Ok(())
     }
+
+    /// No page comes for a while. This is called now and then meanwhile.
+    ///
+    /// # Errors
+    /// The sink takes no more pages.
+    fn idle(&mut self) -> Result<(), MigrateError> {
+        Ok(())
+    }
 }
 
 /// Gets the number of pages since the last call, and cancels the work by `Break`.
@@ -41,7 +50,8 @@ pub(crate) const CHUNK: u64 = 256;
 
 /// Reads the pages of `set` from `vm` and gives each to one of `sinks`. The sinks work at the same
 /// time: the first on this thread, each other one on its own thread. Each ends its round before
-/// this returns. Calls `each` with the number of pages since the last call.
+/// this returns. Calls `each` with the number of pages since the last call. No sink gets pages
+/// while `limit` forbids to send them.
 ///
 /// # Errors
 /// A page cannot be read, a sink refuses, or `each` says `Break`.
@@ -50,6 +60,7 @@ pub(crate) fn copy(
     layout: &MemoryLayout,
     set: &PageSet,
     sinks: &mut [impl PageSink + Send],
+    limit: Option<&Bandwidth>,
     each: OnPages<'_>,
 ) -> Result<(), MigrateError> {
     let (first, others) = sinks.split_first_mut().expect("pages go somewhere");
@@ -59,7 +70,9 @@ pub(crate) fn copy(
         runs: Mutex::new(Runs {
             runs: set.runs(),
             rest: 0..0,
+            most: limit.map_or(CHUNK, |limit| limit.pages_at_once(CHUNK)),
         }),
+        limit,
         copied: AtomicU64::new(0),
         is_over: AtomicBool::new(false),
     };
@@ -107,6 +120,7 @@ struct Work<'a, V, R> {
     vm: &'a V,
     layout: &'a MemoryLayout,
     runs: Mutex<Runs<R>, lock_order::RunsToCopy>,
+    limit: Option<&'a Bandwidth>,
     /// Pages copied by other threads than the first, since the first one last reported them.
     copied: AtomicU64,
     /// A thread has failed.
@@ -118,6 +132,8 @@ struct Runs<R> {
     runs: R,
     /// The rest of the last run.
     rest: Range<u64>,
+    /// The most pages of one run.
+    most: u64,
 }
 
 impl<V: Vm, R: Iterator<Item = Range<u64>>> Work<'_, V, R> {
@@ -132,16 +148,40 @@ impl<V: Vm, R: Iterator<Item = Range<u64>>> Work<'_, V, R> {
 
     fn copy_runs(&self, sink: &mut impl PageSink, each: OnPages<'_>) -> Result<(), MigrateError> {
         let mut buffer = vec![0; CHUNK as usize * PAGE_SIZE];
-        while !self.is_over.load(Ordering::Relaxed) {
+        loop {
+            self.wait(sink, each)?;
+            if self.is_over() {
+                return Ok(());
+            }
             let Some(run) = self.next() else {
                 return sink.end_round();
             };
             copy_run(self.vm, self.layout, run, &mut buffer, sink, each)?;
         }
-        Ok(())
     }
 
-    /// The next run: at most [`CHUNK`] pages.
+    /// Waits until more pages may be sent, or another thread has failed.
+    fn wait(&self, sink: &mut impl PageSink, each: OnPages<'_>) -> Result<(), MigrateError> {
+        let Some(limit) = self.limit else {
+            return Ok(());
+        };
+        limit.wait(&mut || {
+            if self.is_over() {
+                return Ok(ControlFlow::Break(()));
+            }
+            sink.idle()?;
+            match each(0) {
+                ControlFlow::Break(()) => Err(MigrateError::Cancelled),
+                go_on => Ok(go_on),
+            }
+        })
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+
+    /// The next run.
     fn next(&self) -> Option<Range<u64>> {
         self.runs.lock().expect("no panic under this lock").next()
     }
@@ -157,7 +197,7 @@ impl<R: Iterator<Item = Range<u64>>> Runs<R> {
         if self.rest.is_empty() {
             self.rest = self.runs.next()?;
         }
-        let end = self.rest.end.min(self.rest.start + CHUNK);
+        let end = self.rest.end.min(self.rest.start + self.most);
         let run = self.rest.start..end;
         self.rest.start = end;
         Some(run)

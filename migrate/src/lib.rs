@@ -19,6 +19,7 @@
 //! | `copy` | reads pages of a VM for a sink: runs of data, runs of zeros |
 //! | `changes` | the log of a guest's writes, as a copy uses it |
 //! | `guest` | a guest, running and paused |
+//! | `bandwidth` | a limit of the bytes that a migration sends in a second |
 //! | `rounds` | copies a running VM until few pages are left |
 //! | `state` | a machine: what it is, and its state without memory |
 //! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |
@@ -29,6 +30,7 @@
 //! It sees `machine` and page sources, and no backend, so it is the same code for all of them.
 #![forbid(unsafe_code)]
 
+mod bandwidth;
 mod changes;
 mod copy;
 mod error;

@@ -6,6 +6,7 @@
 //! ```
 //! An already paused guest is copied in one round.
 
+use crate::bandwidth::Bandwidth;
 use crate::changes::Changes;
 use crate::copy::{PageSink, copy};
 use crate::guest::{Guest, PausedGuest};
@@ -184,7 +185,7 @@ impl<V: Vm> Copied<'_, V> {
         progress: OnProgress<'_>,
     ) -> Result<(), MigrateError> {
         let before = self.rounds.len();
-        let round = one_round(vm, layout, &self.left, before, sinks, progress)?;
+        let round = one_round(vm, layout, (&self.left, before), sinks, None, progress)?;
         self.rounds.push(round);
         self.left = PageSet::empty(layout.pages());
         Ok(())
@@ -194,12 +195,20 @@ impl<V: Vm> Copied<'_, V> {
 /// Gets the progress of a copy, and cancels it by `Break`.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
+/// How a copy goes on while the guest runs.
+pub(crate) struct Pace<'p> {
+    pub budget: &'p Budget,
+    pub throttle: Throttle,
+    /// The pages of a paused guest are sent without it.
+    pub limit: Option<&'p Bandwidth>,
+}
+
 /// Copies changed pages of `guest` while it runs. Pauses it when the remaining pages fit into the
 /// budget, or another round would not help.
 pub(crate) fn copy_live<'a, V: Vm>(
     guest: &Guest<'a, V>,
     changes: &mut Changes<'_, V>,
-    (budget, mut throttle): (&Budget, Throttle),
+    mut pace: Pace<'_>,
     sinks: &mut [impl PageSink + Send],
     progress: OnProgress<'_>,
 ) -> Result<Copied<'a, V>, MigrateError> {
@@ -207,15 +216,15 @@ pub(crate) fn copy_live<'a, V: Vm>(
     changes.harvest()?;
     let mut left = changes.changed().clone();
     let mut rounds = Vec::new();
-    while let Next::Round = next(budget, &mut throttle, &rounds, left.len()) {
+    while let Next::Round = next(pace.budget, &mut pace.throttle, &rounds, left.len()) {
         let before = rounds.len();
         let mut rings = Rings::of(changes);
-        let round = throttle.during(guest, || {
+        let round = pace.throttle.during(guest, || {
             let each = &mut |now| {
                 rings.empty()?;
                 progress(now)
             };
-            one_round(guest.vm, &layout, &left, before, sinks, each)
+            one_round(guest.vm, &layout, (&left, before), sinks, pace.limit, each)
         });
         // An error of the log cancels the round.
         left = rings.end()?;
@@ -295,7 +304,8 @@ pub(crate) fn copy_paused<V: Vm>(
 ) -> Result<Round, MigrateError> {
     changes.harvest()?;
     changes.check_slots()?;
-    one_round(vm, changes.layout(), changes.changed(), 0, sinks, progress)
+    let all = (changes.changed(), 0);
+    one_round(vm, changes.layout(), all, sinks, None, progress)
 }
 
 /// Copies all pages of a paused guest.
@@ -305,22 +315,16 @@ pub(crate) fn copy_all(
     sinks: &mut [impl PageSink + Send],
     progress: OnProgress<'_>,
 ) -> Result<Round, MigrateError> {
-    one_round(
-        vm,
-        layout,
-        &PageSet::full(layout.pages()),
-        0,
-        sinks,
-        progress,
-    )
+    let all = PageSet::full(layout.pages());
+    one_round(vm, layout, (&all, 0), sinks, None, progress)
 }
 
 fn one_round<V: Vm>(
     vm: &V,
     layout: &MemoryLayout,
-    set: &PageSet,
-    before: usize,
+    (set, before): (&PageSet, usize),
     sinks: &mut [impl PageSink + Send],
+    limit: Option<&Bandwidth>,
     progress: OnProgress<'_>,
 ) -> Result<Round, MigrateError> {
     let start = Instant::now();
@@ -333,7 +337,7 @@ fn one_round<V: Vm>(
     if progress(now).is_break() {
         return Err(MigrateError::Cancelled);
     }
-    copy(vm, layout, set, sinks, &mut |more| {
+    copy(vm, layout, set, sinks, limit, &mut |more| {
         now.done += more;
         progress(now)
     })?;

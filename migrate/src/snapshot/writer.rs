@@ -9,7 +9,7 @@ use super::target::Target;
 use crate::changes::Changes;
 use crate::copy::PageSink;
 use crate::guest::{Guest, PausedGuest};
-use crate::rounds::{Budget, OnProgress, Round, Throttle, copy_all, copy_live, copy_paused};
+use crate::rounds::{Budget, OnProgress, Pace, Round, Throttle, copy_all, copy_live, copy_paused};
 use crate::{Machine, MachineState, MemoryLayout, MigrateError, Snapshot};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::{SourcePage, Vm};
@@ -194,7 +194,11 @@ fn save_changes<V: Vm>(
             let mut copied = copy_live(
                 guest,
                 changes,
-                (budget, Throttle::Never),
+                Pace {
+                    budget,
+                    throttle: Throttle::Never,
+                    limit: None,
+                },
                 slice::from_mut(&mut writer),
                 progress,
             )?;

@@ -81,7 +81,8 @@ pub(super) const DATA_PAGES: usize = 256;
 pub(super) const NUMBER: usize = 8;
 /// The most bytes of bits of one [`Kind::Awaited`]: 4 GiB of guest memory.
 pub(super) const SET_BYTES: usize = 128 << 10;
-const HEAD: usize = 12;
+/// Bytes before a frame's payload.
+pub(super) const HEAD: usize = 12;
 
 impl Kind {
     fn of(number: u8) -> Option<Self> {

@@ -1,9 +1,10 @@
 //! A connection as frames in both directions.
 
 use super::connection::{Connection, Connections, HangUp};
-use super::frame::{self, DATA_PAGES, Kind, NUMBER, SET_BYTES};
-use super::packing::{Packer, Unpacker};
-use super::{Compression, Join, MigrationId, Role, Stage, VERSION, Version, Welcome};
+use super::frame::{self, DATA_PAGES, HEAD, Kind, NUMBER, SET_BYTES};
+use super::packing::{Carriage, Packer, Unpacker};
+use super::{Join, MigrationId, Role, Stage, VERSION, Version, Welcome};
+use crate::bandwidth::Bandwidth;
 use crate::error::printable;
 use crate::{MigrateError, PageSet};
 use lacuna_addr::{PAGE_SIZE, PageCount};
@@ -11,6 +12,7 @@ use lacuna_machine::SourcePage;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, BufReader, Write as _};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The longest reason in bytes.
@@ -39,6 +41,8 @@ pub(super) struct Frames {
     written: Instant,
     /// Compresses pages.
     packer: Option<Packer>,
+    /// Counts what is written.
+    limit: Option<Arc<Bandwidth>>,
     unpacker: Unpacker,
     /// The payload of the frame read last.
     pub payload: Vec<u8>,
@@ -56,6 +60,7 @@ impl Frames {
             unwritten: Vec::new(),
             written: Instant::now(),
             packer: None,
+            limit: None,
             unpacker: Unpacker::default(),
             payload: Vec::new(),
             packed: Vec::new(),
@@ -139,6 +144,9 @@ impl Frames {
 
     /// Writes a frame. If it is small, it may wait for others until [`Frames::flush`].
     pub fn write(&mut self, kind: Kind, head: &[u8], body: &[u8]) -> Result<(), MigrateError> {
+        if let Some(limit) = &self.limit {
+            limit.count(HEAD + head.len() + body.len());
+        }
         if body.len() < SMALL {
             frame::write(&mut self.unwritten, kind, head, body)?;
             return match self.unwritten.len() < BATCH {
@@ -150,9 +158,10 @@ impl Frames {
         frame::write(self.stream.get_mut(), kind, head, body)
     }
 
-    /// From now on, pages are compressed.
-    pub fn pack(&mut self, compression: Compression) -> Result<(), MigrateError> {
-        self.packer = Packer::new(compression)?;
+    /// From now on, this connection carries pages so.
+    pub fn carry(&mut self, how: &Carriage) -> Result<(), MigrateError> {
+        self.packer = Packer::new(how.compression)?;
+        self.limit.clone_from(&how.limit);
         Ok(())
     }
 
@@ -183,6 +192,15 @@ impl Frames {
         }
         self.write_zeros(SourcePage(0), 0)?;
         self.flush()
+    }
+
+    /// No page is sent for a while. This sends what waits for others, or shows now and then that
+    /// this side is there.
+    pub fn idle(&mut self) -> Result<(), MigrateError> {
+        match self.unwritten.is_empty() {
+            true => self.keep_alive(),
+            false => self.flush(),
+        }
     }
 
     fn write_out(&mut self) -> Result<(), MigrateError> {

@@ -148,6 +148,10 @@ impl PageSink for Lane {
         self.frames.signal(Kind::Sync)?;
         self.frames.expect(Kind::Synced)
     }
+
+    fn idle(&mut self) -> Result<(), MigrateError> {
+        self.frames.idle()
+    }
 }
 
 #[cfg(test)]

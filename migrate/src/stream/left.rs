@@ -15,7 +15,8 @@
 use super::connection::Connections;
 use super::frame::Kind;
 use super::frames::{Frames, unexpected};
-use super::{Compression, MigrationId, Role, Stage};
+use super::packing::Carriage;
+use super::{MigrationId, Role, Stage};
 use crate::copy::{CHUNK, PageSink, copy_run};
 use crate::error::printable;
 use crate::rounds::{OnProgress, Progress};
@@ -70,7 +71,7 @@ pub(super) struct RemainingPages<'a, V: Vm> {
     layout: MemoryLayout,
     /// Pages still to send.
     pages: Mutex<PageSet, lock_order::PagesLeft>,
-    compression: Compression,
+    carriage: Carriage,
     /// No page remained at the handover of the guest.
     needed_nothing: bool,
     /// The guest waits for a page that the other thread has taken, perhaps only into its buffer.
@@ -87,11 +88,11 @@ pub(super) struct RemainingPages<'a, V: Vm> {
 }
 
 impl<'a, V: Vm> RemainingPages<'a, V> {
-    pub fn new(vm: &'a V, layout: MemoryLayout, pages: PageSet, compression: Compression) -> Self {
+    pub fn new(vm: &'a V, layout: MemoryLayout, pages: PageSet, carriage: Carriage) -> Self {
         Self {
             vm,
             layout,
-            compression,
+            carriage,
             needed_nothing: pages.is_empty(),
             pages: Mutex::new(pages),
             waits: AtomicBool::new(false),
@@ -139,7 +140,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         id: &MigrationId,
     ) -> Result<Reconnected, MigrateError> {
         let (mut main, welcome) = Frames::join(connections, id, Role::Main)?;
-        main.pack(self.compression)?;
+        main.carry(&self.carriage)?;
         let reached = match welcome.stage {
             Some(Stage::Prepared) => Reached::State,
             Some(Stage::Running) => Reached::Running,
@@ -260,23 +261,39 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         let mut now = self.giving();
         let pages = now.pages;
         let answered = self.answered.load(Ordering::Relaxed);
+        let mut report = |pushed| {
+            now.done = pages.min(pushed + self.answered.load(Ordering::Relaxed) - answered);
+            match progress(now).is_break() {
+                true => Err(MigrateError::Cancelled),
+                false => Ok(now.done == pages),
+            }
+        };
+        let limit = self.carriage.limit.as_deref();
+        let most = limit.map_or(CHUNK, |limit| limit.pages_at_once(CHUNK));
         let (mut next, mut pushed) = (0, 0);
         let mut unread = Vec::new();
         loop {
+            if let Some(limit) = limit {
+                limit.wait(&mut || {
+                    main.idle()?;
+                    // The guest may have requested all pages that remained.
+                    Ok(match report(pushed)? {
+                        true => ControlFlow::Break(()),
+                        false => ControlFlow::Continue(()),
+                    })
+                })?;
+            }
             let near = self.near.swap(u64::MAX, Ordering::Relaxed);
             if near != u64::MAX {
                 next = near;
             }
-            let Some(run) = self.lock().take_run(SourcePage(next), CHUNK) else {
+            let Some(run) = self.lock().take_run(SourcePage(next), most) else {
                 main.flush()?;
                 return self.put_back(unread);
             };
             next = run.end;
             pushed += run.end - run.start;
-            now.done = pages.min(pushed + self.answered.load(Ordering::Relaxed) - answered);
-            if progress(now).is_break() {
-                return Err(MigrateError::Cancelled);
-            }
+            report(pushed)?;
             self.send_run(run, main, &mut buffer, &mut unread)?;
             if self.waits.swap(false, Ordering::Relaxed) {
                 main.flush()?;

@@ -1,9 +1,11 @@
-//! Compression of pages on their way.
+//! Pages on their way: their compression, and the limit of their bandwidth.
 
 use super::frame::{DATA_PAGES, Kind};
 use crate::MigrateError;
+use crate::bandwidth::Bandwidth;
 use lacuna_addr::PAGE_SIZE;
 use lz4_flex::block;
+use std::sync::Arc;
 use zstd::bulk;
 
 /// How pages are compressed. The destination accepts each way.
@@ -22,6 +24,13 @@ pub enum Compression {
 const LEVEL: i32 = 1;
 /// The most bytes of one frame's pages.
 const WHOLE: usize = DATA_PAGES * PAGE_SIZE;
+
+/// How pages are sent, except requested pages.
+#[derive(Clone)]
+pub(super) struct Carriage {
+    pub compression: Compression,
+    pub limit: Option<Arc<Bandwidth>>,
+}
 
 /// Compresses pages.
 pub(super) struct Packer {

@@ -6,14 +6,17 @@ use super::frames::Frames;
 use super::give::{OutgoingGuest, Sent};
 use super::lanes::{Lane, There};
 use super::left::{Links, Reached, RemainingPages};
+use super::packing::Carriage;
 use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION, Welcome};
+use crate::bandwidth::Bandwidth;
 use crate::changes::Changes;
 use crate::guest::Guest;
-use crate::rounds::{Budget, Copied, OnProgress, Throttle, copy_live};
+use crate::rounds::{Budget, Copied, OnProgress, Pace, Throttle, copy_live};
 use crate::{Machine, MemoryLayout, MigrateError, PageSet};
 use lacuna_machine::{StateError, Vm};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 /// The most pages that are missing together: a huge page of 1 GiB.
@@ -47,23 +50,30 @@ pub struct Plan {
     pub streams: u32,
     /// How pages are compressed, except requested pages.
     pub compression: Compression,
+    /// The most bytes a second that are sent on the connections for pages, before TLS and TCP:
+    /// frames of the stream, with their pages as compressed. It holds while the guest runs, here or
+    /// there. The last pages of a paused guest are sent without it, and so are requested pages,
+    /// which have a connection of their own. The mean stays under it; up to 60 ms of it are sent at
+    /// once. A limit is shared by one connection for each MiB a second of it, and by no more.
+    pub bandwidth: Option<NonZeroU64>,
 }
 
 impl Default for Plan {
-    /// A pre-copy over one connection, without compression.
+    /// A pre-copy over one connection, without compression and limit.
     fn default() -> Self {
         Mode::default().into()
     }
 }
 
 impl From<Mode> for Plan {
-    /// This mode, over one connection, without compression.
+    /// This mode, over one connection, without compression and limit.
     fn from(mode: Mode) -> Self {
         Self {
             mode,
             budget: Budget::default(),
             streams: 1,
             compression: Compression::default(),
+            bandwidth: None,
         }
     }
 }
@@ -111,6 +121,7 @@ fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
 
 struct Sender<'p> {
     plan: &'p Plan,
+    carriage: Carriage,
     id: MigrationId,
     /// The first one also carries everything else.
     lanes: Vec<Lane>,
@@ -124,13 +135,18 @@ impl<'p> Sender<'p> {
         plan: &'p Plan,
     ) -> Result<Self, MigrateError> {
         let mut main = Frames::open(connections)?;
-        main.pack(plan.compression)?;
+        let carriage = Carriage {
+            compression: plan.compression,
+            limit: plan.bandwidth.map(|limit| Arc::new(Bandwidth::new(limit))),
+        };
+        main.carry(&carriage)?;
         let there = There::new(
             MemoryLayout::of(guest.vm).pages(),
             u64::from_ne_bytes(random()?),
         );
         Ok(Self {
             plan,
+            carriage,
             id: MigrationId::new()?,
             lanes: vec![Lane::new(main, Arc::clone(&there))],
             there,
@@ -198,7 +214,11 @@ impl<'p> Sender<'p> {
                     Mode::PreCopy => Throttle::LAST_RESORT,
                     Mode::PostCopy | Mode::Hybrid => Throttle::Never,
                 };
-                let pace = (budget, throttle);
+                let pace = Pace {
+                    budget,
+                    throttle,
+                    limit: self.carriage.limit.as_deref(),
+                };
                 let mut copied = copy_live(guest, &mut changes, pace, lanes, progress)?;
                 if mode == Mode::PreCopy || copied.fits(budget) {
                     copied.copy_rest(guest.vm, &layout, lanes, progress)?;
@@ -228,7 +248,7 @@ impl<'p> Sender<'p> {
         };
         self.main()
             .write_json(Kind::State, &(machine, paused.state(), departure))?;
-        let left = RemainingPages::new(guest.vm, layout, left, plan.compression);
+        let left = RemainingPages::new(guest.vm, layout, left, self.carriage.clone());
         let id = self.id.clone();
         let log = (rounds, changes);
         Ok((
@@ -271,18 +291,23 @@ impl<'p> Sender<'p> {
         }
     }
 
-    /// A post-copy has no pages for them.
+    /// A post-copy has no pages for them. Under a low limit, a connection without a page would be
+    /// silent for so long that it counts as cut.
     fn streams(&self) -> u32 {
+        let most = |limit: NonZeroU64| (limit.get() >> 20).clamp(1, u64::from(STREAMS_MAX)) as u32;
         match self.plan.mode {
             Mode::PostCopy => 1,
-            Mode::PreCopy | Mode::Hybrid => self.plan.streams,
+            Mode::PreCopy | Mode::Hybrid => self
+                .plan
+                .streams
+                .min(self.plan.bandwidth.map_or(STREAMS_MAX, most)),
         }
     }
 
     fn open_lanes(&mut self, connections: &dyn Connections) -> Result<(), MigrateError> {
         for _ in 1..self.streams() {
             let (mut frames, _) = Frames::join(connections, &self.id, Role::Pages)?;
-            frames.pack(self.plan.compression)?;
+            frames.carry(&self.carriage)?;
             self.lanes.push(Lane::new(frames, Arc::clone(&self.there)));
         }
         Ok(())

@@ -58,6 +58,7 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
         mode: args.mode.map(Into::into),
         streams: args.streams,
         compress: args.compress,
+        bandwidth: args.bandwidth,
         downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
     };
     let live = line(args.output.quiet);

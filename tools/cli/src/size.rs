@@ -1,6 +1,7 @@
 //! Numbers as people write them: `512M`, `2G`, `250us`, `10s`.
 
 use std::fmt;
+use std::num::NonZeroU64;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -20,6 +21,9 @@ pub enum SizeError {
     /// A number without the unit that it needs.
     #[error("{0:?} has no unit; add one of {1}")]
     NoUnit(String, &'static str),
+    /// Not a size a second, or zero.
+    #[error("{0:?} is no size a second; write for example 100M/s")]
+    NoRate(String),
     /// Larger than 64 bits hold.
     #[error("{0:?} is too large")]
     TooLarge(String),
@@ -76,6 +80,18 @@ impl fmt::Display for Size {
 /// [`SizeError`].
 pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
     parse(text, DURATION_UNITS, "250us", "ns us ms s min").map(Duration::from_nanos)
+}
+
+/// Reads a size a second: `100M/s`.
+///
+/// # Errors
+/// [`SizeError`].
+pub fn parse_rate(text: &str) -> Result<NonZeroU64, SizeError> {
+    let size = text.trim().strip_suffix("/s");
+    let size: Size = size
+        .ok_or_else(|| SizeError::NoRate(text.into()))?
+        .parse()?;
+    NonZeroU64::new(size.0).ok_or_else(|| SizeError::NoRate(text.into()))
 }
 
 fn parse(
@@ -165,6 +181,18 @@ mod tests {
         assert_eq!(parse_duration("0ms"), Ok(Duration::ZERO));
         let error = parse_duration("10").unwrap_err().to_string();
         assert_eq!(error, "\"10\" has no unit; add one of ns us ms s min");
+    }
+
+    #[test]
+    fn a_rate_is_a_size_a_second() {
+        let rate = |text| parse_rate(text).map_err(|error| error.to_string());
+        assert_eq!(rate("100M/s"), Ok(NonZeroU64::new(100 << 20).unwrap()));
+        for text in ["100M", "0/s", "0G/s", "100M/min"] {
+            let error = format!("{text:?} is no size a second; write for example 100M/s");
+            assert_eq!(rate(text), Err(error));
+        }
+        let error = rate("5X/s").unwrap_err();
+        assert_eq!(error, "\"X\" is no unit here; use one of B K M G T");
     }
 
     #[test]

@@ -139,6 +139,7 @@ fn plan(mode: Mode) -> Plan {
             Mode::PostCopy => Compression::None,
             Mode::Hybrid => Compression::Zstd,
         },
+        bandwidth: None,
     }
 }
 

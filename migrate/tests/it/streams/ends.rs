@@ -5,10 +5,12 @@ use lacuna_machine::{
     Arch, Builder, Ending, Image, PageSource, Pause, PlatformDevices, Vm, run_pausable,
 };
 use lacuna_migrate::stream::{Arrived, Incoming, OutgoingGuest, Plan, Sent, send};
-use lacuna_migrate::{Guest, MigrateError};
+use lacuna_migrate::{Guest, MigrateError, Progress};
+use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 
 /// A builder of VMs that may have a page source.
 pub trait Machines: Builder + Sync {
@@ -43,6 +45,9 @@ pub enum End {
     /// run it, it then resumed here and ran to this end.
     Unknown(Option<Ending>),
 }
+
+/// A limit in bytes a second. A second page follows the first one after an hour.
+pub const NO_PUSH: NonZeroU64 = NonZeroU64::MIN;
 
 /// The outcome of a migration.
 #[derive(Debug)]
@@ -163,7 +168,8 @@ impl<A: Machines, B: Machines> Move<A, B> {
         guest: &Guest<'a, V>,
         link: &SourceEnd,
     ) -> (Fate, Option<OutgoingGuest<'a, V>>) {
-        let mut each = |_| ControlFlow::Continue(());
+        let began = Instant::now();
+        let mut each = |now| self.check_limit(now, link.written()[0], began.elapsed());
         let mut fate = Fate::default();
         let mut sent = match send(guest, link, &self.plan, &mut each) {
             Ok(sent) => sent,
@@ -187,6 +193,23 @@ impl<A: Machines, B: Machines> Move<A, B> {
             }
             fate.resumed += 1;
             sent = outgoing.resume(link, &mut each);
+        }
+    }
+
+    /// Checks that this many bytes in this time fit into the limit while the guest runs here. There
+    /// it gets requested pages beside the limit. If there are some, [`NO_PUSH`] has shown that.
+    fn check_limit(&self, now: Progress, written: u64, took: Duration) -> ControlFlow<()> {
+        let Some(limit) = self.plan.bandwidth else {
+            return ControlFlow::Continue(());
+        };
+        if now.round == 1 {
+            let streams = f64::from(self.plan.streams);
+            let fits = limit.get() as f64 * (took.as_secs_f64() + 0.06 * streams);
+            assert!(written as f64 <= fits + 8192.0, "{written} in {took:?}");
+        }
+        match now.round == 0 && limit == NO_PUSH && now.done > 1 {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
         }
     }
 

@@ -14,6 +14,7 @@ use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Compression, Incoming, Mode, Plan};
 use puppet::Ready;
 use std::io::{Read, Write};
+use std::num::NonZeroU64;
 use std::os::unix::net::UnixStream;
 
 /// Small, because each test runs several guests to their ends.
@@ -128,6 +129,28 @@ fn over_several_streams_and_compressed() {
         several > &(one / 2) && lz4 < &(one / 2) && zstd < &(one / 2),
         "bytes a page: {written:?}"
     );
+}
+
+/// A slower test machine takes longer, and sends no more.
+#[test]
+fn under_a_limit_of_bandwidth() {
+    for streams in [1, 3] {
+        let mut migration = cuts::little(Arch::X86_64, Mode::PreCopy, 0);
+        migration.plan.streams = streams;
+        migration.plan.bandwidth = NonZeroU64::new(4 << 20);
+        let moved = migration.carry_out(&[]);
+        assert_eq!(moved.source, End::Gone, "{streams}: {moved:?}");
+    }
+}
+
+/// The guest gets the pages that it requests, although the limit allows to push one page.
+#[test]
+fn requested_pages_are_sent_beside_the_limit() {
+    let mut migration = cuts::little(Arch::X86_64, Mode::PostCopy, 0);
+    migration.plan.bandwidth = Some(ends::NO_PUSH);
+    let moved = migration.carry_out(&[]);
+    assert_eq!(moved.source, End::Cut, "{moved:?}");
+    assert!(moved.errors[0].contains("cancelled"), "{moved:?}");
 }
 
 #[lacuna_skip::test]

@@ -2,11 +2,12 @@
 
 use super::{Output, TlsArgs};
 use crate::exit::EXIT_CODES;
-use crate::size::parse_duration;
+use crate::size::{parse_duration, parse_rate};
 use clap::{Args, ValueEnum};
 use lacuna_migrate::stream::{Compression, Mode};
 use lacuna_migrate::transport::Address;
 use serde::{Deserialize, Serialize};
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -43,13 +44,21 @@ pub struct MigrateArgs {
     /// second) or zstd (for slower ones) [default: none]
     #[arg(long, value_enum, value_name = "METHOD", hide_possible_values = true)]
     pub compress: Option<Compress>,
+    /// The most that is sent for the guest's memory while the guest runs, such as 100M/s; its last
+    /// pages, and pages that it needs at once, are sent beside this limit [default: none]
+    #[arg(long, value_name = "SIZE/s", value_parser = parse_rate)]
+    pub bandwidth: Option<NonZeroU64>,
     /// Resume the guest at this side, if the connection was cut while the guest was handed over.
     /// First end the other side, or make sure that it has ended
-    #[arg(long, conflicts_with_all = ["to", "downtime", "mode", "streams", "compress", "cancel"])]
+    #[arg(long, conflicts_with_all = [
+        "to", "downtime", "mode", "streams", "compress", "bandwidth", "cancel",
+    ])]
     pub keep: bool,
     /// At the source: end the migration, or the attempts to connect again. At the destination, when
     /// the source has ended: wait no longer for the pages that only it had
-    #[arg(long, conflicts_with_all = ["to", "downtime", "mode", "streams", "compress"])]
+    #[arg(long, conflicts_with_all = [
+        "to", "downtime", "mode", "streams", "compress", "bandwidth",
+    ])]
     pub cancel: bool,
     /// Where the result goes
     #[command(flatten)]
@@ -115,13 +124,14 @@ mod tests {
         assert_eq!(args.to, Some("tcp:h:7000".parse().unwrap()));
         assert_eq!(args.downtime, Some(Duration::from_millis(5)));
         assert_eq!((args.mode, args.cancel), (None, false));
-        let args = "--mode hybrid --streams 4 --compress zstd";
+        let args = "--mode hybrid --streams 4 --compress zstd --bandwidth 1M/s";
         let args = migrate(&format!("lacuna migrate --control c unix:/s {args}"));
         assert_eq!(args.mode, Some(MoveMode::Hybrid));
         assert_eq!(
             (args.streams, args.compress),
             (Some(4), Some(Compress::Zstd))
         );
+        assert_eq!(args.bandwidth, NonZeroU64::new(1 << 20));
         assert!(migrate("lacuna migrate --control c --cancel").cancel);
         let args = migrate("lacuna migrate --control c --keep");
         assert_eq!((args.to, args.keep), (None, true));
@@ -136,6 +146,10 @@ mod tests {
             (
                 "lacuna migrate --control c tcp:h:1 --streams 65",
                 "65 is not in 1..=64",
+            ),
+            (
+                "lacuna migrate --control c tcp:h:1 --bandwidth 1M",
+                "no size a second",
             ),
             (
                 "lacuna migrate --control c --keep --cancel",

@@ -318,6 +318,7 @@ impl<V: Vm> Answers for Controlled<'_, V> {
                 downtime_ms,
                 streams,
                 compress,
+                bandwidth,
                 tls,
             } => Fields {
                 to,
@@ -326,6 +327,7 @@ impl<V: Vm> Answers for Controlled<'_, V> {
                 downtime_ms,
                 streams,
                 compress,
+                bandwidth,
             }
             .migration()
             .and_then(|outgoing| self.migrate(outgoing, send))

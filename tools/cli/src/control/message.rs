@@ -8,6 +8,7 @@ use lacuna_migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
 use lacuna_migrate::stream::Mode;
 use lacuna_migrate::transport::TlsFiles;
 use serde::{Deserialize, Serialize};
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 /// The version of these messages. Fields and commands may be added to it.
@@ -59,6 +60,9 @@ pub enum Request {
         /// How pages are compressed.
         #[serde(default)]
         compress: Option<Compress>,
+        /// The most bytes a second for the guest's memory while the guest runs.
+        #[serde(default)]
+        bandwidth: Option<NonZeroU64>,
         /// Files with certificates; absolute.
         #[serde(default)]
         tls: Option<TlsFiles>,
@@ -266,6 +270,7 @@ mod tests {
                     mode: None,
                     streams: None,
                     compress: None,
+                    bandwidth: None,
                     downtime_ms: None,
                     tls: None,
                 },
@@ -294,6 +299,10 @@ mod tests {
             (
                 r#"{"command":"migrate","to":"tcp:h:1","mode":"fast"}"#,
                 "unknown variant `fast`, expected one of `precopy`",
+            ),
+            (
+                r#"{"command":"migrate","to":"tcp:h:1","bandwidth":0}"#,
+                "expected a nonzero u64",
             ),
             (r#"{"command":"snapshot"}"#, "missing field `path`"),
             (r#"{"command":"status"} {"command":"stop"}"#, "trailing"),

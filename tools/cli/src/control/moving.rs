@@ -10,6 +10,7 @@ use lacuna_migrate::session::{
 };
 use lacuna_migrate::stream::{Mode, Plan, STREAMS_MAX};
 use lacuna_migrate::transport::{Address, AddressError, Connector, TlsFiles};
+use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -22,6 +23,7 @@ pub(super) struct Fields {
     pub downtime_ms: Option<u64>,
     pub streams: Option<u32>,
     pub compress: Option<Compress>,
+    pub bandwidth: Option<NonZeroU64>,
 }
 
 impl Fields {
@@ -38,6 +40,7 @@ impl Fields {
             budget: budget(self.downtime_ms)?,
             streams: self.streams.unwrap_or(1),
             compression: self.compress.map(Into::into).unwrap_or_default(),
+            bandwidth: self.bandwidth,
         };
         if !(1..=STREAMS_MAX).contains(&plan.streams) {
             let text = format!("streams {}: give 1 to {STREAMS_MAX}", plan.streams);

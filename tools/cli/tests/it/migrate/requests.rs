@@ -1,11 +1,14 @@
 //! Requests to move a guest that name unusable files or hosts. The run stays under control.
 
+use super::destination::Destination;
 use super::{ENDLESS, Guest, is_moving, migrate};
+use crate::guest::failure;
 use lacuna_skip::test;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::net::listen;
 use serde_json::json;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -72,4 +75,33 @@ fn a_peer_that_accepts_nothing_does_not_hold_the_run() {
         let waited = began.elapsed();
         assert!(waited < Duration::from_secs(20), "{waited:?}");
     }
+}
+
+/// A limit under which a page takes an hour: the guest's memory is never sent.
+#[test]
+fn a_limited_migration_waits_and_can_be_cancelled() {
+    let folder = TempDir::new().unwrap();
+    let to = Destination::start(folder.path(), "tcp:127.0.0.1:0", "--resident 16M");
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let control = guest.socket.display();
+    let words = format!("migrate {} --control {control} --bandwidth 1/s", to.address);
+    let moving = thread::spawn(move || failure(&words));
+    is_moving(&guest);
+    let mut client = guest.client();
+    loop {
+        let status = client.ask(json!({"command": "status"}))["status"].clone();
+        let now = &status["migrating"];
+        assert!(now["bytes"].as_u64() < Some(100_000), "{status}");
+        // The first round has begun.
+        if now["round"] == 1 {
+            break;
+        }
+    }
+    assert_eq!(client.state("cancel"), "running");
+    let (code, errors) = moving.join().unwrap();
+    assert!(errors.contains("the migration was cancelled"), "{errors}");
+    assert_eq!(code, 4, "{errors}");
+    assert_eq!(client.state("stop"), "ended");
+    assert_eq!(guest.end().0, 4);
+    assert_eq!(to.end().0, Some(5));
 }
