@@ -10,8 +10,8 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
-//! * [`snapshot`], [`migrate`], [`control`]: `lacuna snapshot`, `lacuna migrate`, and the control
-//!   socket of a running guest.
+//! * [`snapshot`], [`migrate`], [`ctl`], [`control`]: `lacuna snapshot`, `lacuna migrate`, `lacuna
+//!   ctl`, and the control socket of a running guest.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
 //! * [`serve`]: `lacuna serve`.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
@@ -24,6 +24,7 @@
 
 pub mod args;
 pub mod control;
+pub mod ctl;
 pub mod doctor;
 pub mod exit;
 pub mod image;

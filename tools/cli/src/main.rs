@@ -8,6 +8,7 @@ use std::thread::{self, JoinHandle};
 
 use clap::Parser;
 use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, temp_dir};
+use lacuna_cli::ctl::ctl;
 use lacuna_cli::exit::Exit;
 use lacuna_cli::lab::{lab, lab_vm};
 use lacuna_cli::migrate::migrate;
@@ -60,6 +61,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Serve(args)) => serve(&args),
         Some(Command::Snapshot(args)) => snapshot(&args),
         Some(Command::Migrate(args)) => migrate(&args),
+        Some(Command::Ctl(args)) => ctl(&args),
         Some(Command::Lab(args)) => lab(&args),
         Some(Command::LabVm(args)) => lab_vm(&args),
         None => lab(&LabArgs::default()),

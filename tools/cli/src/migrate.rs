@@ -16,6 +16,7 @@ use lacuna_migrate::session::{Migrated, OutgoingProgress, OutgoingStage};
 use lacuna_migrate::stream::Mode;
 use lacuna_migrate::transport::{Address, TlsFiles};
 use serde::Serialize;
+use std::path::Path;
 use std::time::Duration;
 
 /// Does what `args` say; prints the result and returns the exit code.
@@ -64,7 +65,7 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
     let live = line(args.output.quiet);
     let mut show = |now: Progress| {
         if let Progress::Moving(now) = now {
-            live.set_message(progress(&now));
+            live.set_message(format!("moving {}", progress(&now)));
             live.tick();
         }
     };
@@ -73,7 +74,7 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
     live.finish_and_clear();
     let answer = answer.map_err(|error| (error.exit(), error.to_string()))?;
     let Answer::Migrated(migrated) = answer else {
-        return Err(no_answer(args));
+        return Err(no_answer(&args.control));
     };
     let text = summary(&migrated) + &advice(args, &migrated);
     let outcome = migrated.outcome();
@@ -86,12 +87,13 @@ fn decide(args: &MigrateArgs, request: &Request, outcome: &str) -> Result<Exit, 
     let answer = client.and_then(|mut client| client.ask(request, &mut |_| {}));
     match answer.map_err(|error| (error.exit(), error.to_string()))? {
         Answer::Status(_) => report(args, format!("{outcome}\n"), outcome.into(), None),
-        _ => Err(no_answer(args)),
+        _ => Err(no_answer(&args.control)),
     }
 }
 
-fn no_answer(args: &MigrateArgs) -> Refusal {
-    let text = format!("{}: no answer to this request", args.control.display());
+/// The VM has answered something else.
+pub(crate) fn no_answer(control: &Path) -> Refusal {
+    let text = format!("{}: no answer to this request", control.display());
     (Exit::Host, text)
 }
 
@@ -170,7 +172,8 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
     )
 }
 
-fn progress(now: &OutgoingProgress) -> String {
+/// A migration in progress, in one line behind `moving`.
+pub(crate) fn progress(now: &OutgoingProgress) -> String {
     let OutgoingProgress { to, remaining, .. } = now;
     let remaining = short(*remaining as f64);
     let mode = words(now.mode);
@@ -178,14 +181,14 @@ fn progress(now: &OutgoingProgress) -> String {
     let percent = (now.done * 100).checked_div(now.pages).unwrap_or(0);
     match now.stage {
         OutgoingStage::Here => format!(
-            "moving to {to} ({mode}): round {} {percent} %, {remaining} pages left; {rate}",
+            "to {to} ({mode}): round {} {percent} %, {remaining} pages left; {rate}",
             now.round
         ),
         OutgoingStage::There => {
-            format!("the guest runs at {to} ({mode}): {remaining} pages left; {rate}")
+            format!("to {to} ({mode}), where it runs: {remaining} pages left; {rate}")
         }
         OutgoingStage::Cut | OutgoingStage::Unknown => format!(
-            "connecting to {to} again ({} cuts and attempts): {}",
+            "to {to}, connecting again ({} cuts and attempts): {}",
             now.cuts,
             visible(now.cut.as_deref().unwrap_or_default())
         ),
@@ -228,15 +231,15 @@ mod tests {
         for (now, line) in [
             (
                 now.clone(),
-                "moving to tcp:h:1 (precopy): round 2 25 %, 750 pages left; 5M sent, 1M/s",
+                "to tcp:h:1 (precopy): round 2 25 %, 750 pages left; 5M sent, 1M/s",
             ),
             (
                 at(OutgoingStage::There),
-                "the guest runs at tcp:h:1 (hybrid): 750 pages left; 5M sent, 1M/s",
+                "to tcp:h:1 (hybrid), where it runs: 750 pages left; 5M sent, 1M/s",
             ),
             (
                 at(OutgoingStage::Unknown),
-                "connecting to tcp:h:1 again (3 cuts and attempts): refused",
+                "to tcp:h:1, connecting again (3 cuts and attempts): refused",
             ),
         ] {
             assert_eq!(progress(&now), line);

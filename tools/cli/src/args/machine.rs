@@ -14,6 +14,7 @@ pub(crate) struct RunOn {
     pub swap: Option<SwapSpec>,
     pub thp: Option<Thp>,
     pub control: Option<PathBuf>,
+    pub paused: bool,
     pub output: Output,
 }
 
@@ -49,6 +50,7 @@ impl RunOn {
             seed: None,
             append: String::new(),
             control: self.control,
+            paused: self.paused,
             output: self.output,
         }
     }
@@ -64,6 +66,7 @@ impl RunArgs {
             swap: self.swap.clone(),
             thp: self.thp,
             control: self.control.clone(),
+            paused: self.paused,
             output: self.output.clone(),
         };
         options.machine(from, machine)

@@ -94,6 +94,10 @@ pub struct RunArgs {
     /// it runs: docs/control.md, lacuna snapshot save, lacuna migrate
     #[arg(long, value_name = "SOCKET", conflicts_with = "seed")]
     pub control: Option<PathBuf>,
+    /// Start the guest paused: its first instruction follows a resume through --control, as by
+    /// lacuna ctl SOCKET resume
+    #[arg(long, requires = "control", conflicts_with = "incoming")]
+    pub paused: bool,
     /// Words that are appended to the guest's command line
     #[arg(
         long,

@@ -100,6 +100,9 @@ pub struct RestoreArgs {
     /// As lacuna run --control
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// As lacuna run --paused
+    #[arg(long, requires = "control")]
+    pub paused: bool,
     /// Where the result goes
     #[command(flatten)]
     pub output: Output,
@@ -115,6 +118,7 @@ impl RestoreArgs {
             swap: self.swap.clone(),
             thp: self.thp,
             control: self.control.clone(),
+            paused: self.paused,
             output: self.output.clone(),
         };
         options.machine(self.folder.display().to_string(), machine)

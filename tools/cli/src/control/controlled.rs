@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 /// The time between two messages of progress.
 pub(super) const PROGRESS: Duration = Duration::from_millis(100);
-/// The time between two checks whether the run has begun.
+/// The time between two checks whether the run has begun, or shall begin.
 const BEGIN: Duration = Duration::from_millis(1);
 /// The longest pause that a request may ask for: a day.
 const DOWNTIME_MAX_MS: u64 = 86_400_000;
@@ -41,6 +41,8 @@ pub struct Controlled<'a, V: Vm> {
 
 /// The holder of the guest's vCPUs.
 pub(super) enum Phase<'a, V: Vm> {
+    /// The thread that begins the run has them, and waits for a client.
+    NotStarted,
     /// Their threads have them.
     Runs,
     /// A thread waits for them.
@@ -58,7 +60,7 @@ pub(super) enum Phase<'a, V: Vm> {
 
 impl<'a, V: Vm> Controlled<'a, V> {
     /// Controls `guest`; `incoming_guest` if it arrives from another process. A request that ends
-    /// the run is noted in `ends`. The status has the counts of its `pages`.
+    /// the run is noted in `actions`. The status has the counts of its `pages`.
     pub fn new(
         guest: Guest<'a, V>,
         actions: &'a ClientActions,
@@ -76,9 +78,29 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
-    /// The guest begins to run, or resumes.
-    pub fn begins(&self) {
-        self.since.get_or_init(Instant::now);
+    /// The guest starts paused: [`Controlled::begins`] waits for a client.
+    pub fn start_paused(&self) {
+        *self.phase() = Phase::NotStarted;
+    }
+
+    /// The guest begins to run, or resumes. If it starts paused, this waits until a client resumes
+    /// it or ends the run. A signal, which `has_signal` looks for, ends the run too.
+    pub fn begins(&self, has_signal: &dyn Fn() -> bool) {
+        let devices = self.guest.devices;
+        while self.waits_to_start() && devices.ending().is_none() {
+            if has_signal() {
+                devices.end(Ending::Stopped, self.guest.vm);
+            }
+            thread::sleep(BEGIN);
+        }
+        if devices.ending().is_none() {
+            self.since.get_or_init(Instant::now);
+        }
+    }
+
+    /// Whether the guest was started paused, and no client has resumed it.
+    fn waits_to_start(&self) -> bool {
+        matches!(*self.phase(), Phase::NotStarted)
     }
 
     /// Releases a paused guest after the end of its run, so that its threads end.
@@ -108,7 +130,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let state = match &*self.phase() {
             Phase::Runs => State::Running,
             Phase::Pausing => State::Pausing,
-            Phase::Paused(_) => State::Paused,
+            Phase::NotStarted | Phase::Paused(_) => State::Paused,
             Phase::Saves(progress, state) => {
                 saving = Some(progress.clone());
                 *state
@@ -172,6 +194,9 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 }))
             }
             Phase::Undecided(guest) => Refused::request(undecided_text(guest.handle())),
+            Phase::NotStarted => Refused::request(
+                "the guest was started with --paused, and has not begun: resume it first",
+            ),
             _ => Refused::request("another client pauses the guest: ask for the status, and again"),
         }
     }
@@ -185,7 +210,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 "the guest does not run here yet: ask for the status",
             ));
         }
-        while devices.ending().is_none() && !self.guest.pause.has_begun() {
+        let begins = || !self.guest.pause.has_begun() && !self.waits_to_start();
+        while devices.ending().is_none() && begins() {
             thread::sleep(BEGIN);
         }
         match devices.ending() {
@@ -249,7 +275,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.check_runs()?;
         let mut phase = self.phase();
         match &*phase {
-            Phase::Paused(_) | Phase::Undecided(_) => return Ok(()),
+            Phase::NotStarted | Phase::Paused(_) | Phase::Undecided(_) => return Ok(()),
             Phase::Runs => *phase = Phase::Pausing,
             other => return Err(self.refused(other)),
         }
@@ -271,7 +297,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let mut phase = self.phase();
         match &*phase {
             Phase::Runs => {}
-            Phase::Paused(_) => *phase = Phase::Runs,
+            Phase::NotStarted | Phase::Paused(_) => *phase = Phase::Runs,
             other => return Err(self.refused(other)),
         }
         Ok(())

@@ -49,11 +49,7 @@ where
         pause: &pause,
     };
     let control = job.control.as_ref();
-    let controlled = control.map(|socket| {
-        let (actions, pages) = (socket.actions(), job.pages.clone());
-        let incoming = incoming_guest(job).cloned();
-        (socket, Controlled::new(controls, actions, incoming, pages))
-    });
+    let controlled = control.map(|socket| (socket, controlled_by(socket, job, controls)));
     let (mut before, mut clock) = (Before::default(), HostClock::default());
     let attended = Attended::default();
     let status = thread::scope(|scope| {
@@ -70,8 +66,10 @@ where
             };
             let begun = begin(scope, job, builder, &vm, &controls, &mut before);
             let run = attended.runs(job).and(begun).and_then(|begun| {
+                if let Some((_, guest)) = &controlled {
+                    guest.begins(&|| job.signals.caught().is_some());
+                }
                 clock = HostClock::default();
-                controlled.iter().for_each(|(_, guest)| guest.begins());
                 run_begun(job, begun, &controls, &clock, watch)
             });
             // Clients wait until the run begins or ends.
@@ -94,6 +92,20 @@ where
         vm,
     };
     Ok((end, before))
+}
+
+/// The guest under control of the clients of `socket`.
+fn controlled_by<'a, V: Vm>(
+    socket: &'a ControlSocket,
+    job: &Job<'_>,
+    guest: Guest<'a, V>,
+) -> Controlled<'a, V> {
+    let (actions, pages) = (socket.actions(), job.pages.clone());
+    let controlled = Controlled::new(guest, actions, incoming_guest(job).cloned(), pages);
+    if job.args.paused {
+        controlled.start_paused();
+    }
+    controlled
 }
 
 /// Backs the budget of a new guest with memory. A signal ends it, and then the run.

@@ -1,6 +1,7 @@
 //! The integration tests of this crate, in one program.
 
 mod command;
+mod ctl;
 mod guest;
 mod handler;
 mod migrate;

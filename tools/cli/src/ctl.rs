@@ -1,0 +1,139 @@
+//! `lacuna ctl`: one request to the control socket of a guest.
+
+use crate::args::{CtlArgs, CtlCommand};
+use crate::control::client::Client;
+use crate::control::message::{Answer, Request, State, Status};
+use crate::exit::Exit;
+use crate::migrate::{no_answer, progress};
+use crate::output::{check_target, visible, write_result};
+use crate::run::{Refusal, exit_of};
+use crate::size::Size;
+use lacuna_lab::result::SCHEMA;
+use serde::Serialize;
+
+/// The result of `lacuna ctl`, as JSON.
+#[derive(Serialize)]
+struct CtlReport {
+    schema: u32,
+    command: String,
+    outcome: &'static str,
+    exit_code: u8,
+    /// After the request.
+    status: Status,
+}
+
+/// Sends the request; prints the guest's status after it and returns the exit code.
+pub fn ctl(args: &CtlArgs) -> Exit {
+    exit_of(ask(args))
+}
+
+fn ask(args: &CtlArgs) -> Result<Exit, Refusal> {
+    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    let request = match args.command {
+        CtlCommand::Status => Request::Status {},
+        CtlCommand::Pause => Request::Pause {},
+        CtlCommand::Resume => Request::Resume {},
+        CtlCommand::Stop => Request::Stop {},
+    };
+    let client = Client::connect(&args.control);
+    let answer = client.and_then(|mut client| client.ask(&request, &mut |_| {}));
+    let Answer::Status(status) = answer.map_err(|error| (error.exit(), error.to_string()))? else {
+        return Err(no_answer(&args.control));
+    };
+    let text = in_words(&status);
+    let report = CtlReport {
+        schema: SCHEMA,
+        command: std::env::args().collect::<Vec<_>>().join(" "),
+        outcome: "done",
+        exit_code: 0,
+        status: *status,
+    };
+    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
+    let written = write_result(&args.output, &text, &(json + "\n"));
+    written.map_err(|error| (Exit::Host, error.to_string()))?;
+    Ok(Exit::Done)
+}
+
+/// A status in lines, each with a name in front.
+fn in_words(status: &Status) -> String {
+    let state = match status.state {
+        State::Waiting => "waiting",
+        State::Arriving => "arriving",
+        State::Running => "running",
+        State::Pausing => "pausing",
+        State::Paused => "paused",
+        State::Ended => "ended",
+    };
+    let machine = (status.vcpus > 0).then(|| {
+        let (backend, arch) = (visible(&status.backend), visible(&status.arch));
+        let memory = Size(status.memory_bytes);
+        format!("{backend} {arch}, {} vCPUs, {memory}", status.vcpus)
+    });
+    let pages = status.pages.as_ref().map(|pages| {
+        let (present, total) = (pages.present, pages.total);
+        format!("{present} of {total} present, {} lost", pages.lost)
+    });
+    let saving = status.saving.as_ref().map(|now| {
+        let path = now.path.display();
+        let (round, done, pages) = (now.round, now.done, now.pages);
+        format!("to {path}: round {round}, {done} of {pages} pages")
+    });
+    let arriving = status.arriving.as_ref().map(|now| {
+        let missing = now.missing.map_or_else(String::new, |pages| {
+            format!(", {pages} pages only at its source")
+        });
+        format!("at {}: {:?}{missing}", now.at, now.stage).to_lowercase()
+    });
+    let lines = [
+        ("state", Some(state.to_owned())),
+        ("machine", machine),
+        (
+            "ran",
+            (status.seconds > 0.0).then(|| format!("{:.1} s", status.seconds)),
+        ),
+        ("pages", pages),
+        ("outage", status.outage.clone()),
+        ("saving", saving),
+        ("moving", status.migrating.as_ref().map(progress)),
+        ("arriving", arriving),
+        (
+            "waiting",
+            status.waiting.as_ref().map(|at| format!("at {at}")),
+        ),
+        ("undecided", status.undecided.clone()),
+        ("ending", status.ending.clone()),
+    ];
+    let known = lines
+        .iter()
+        .filter_map(|(name, text)| Some((name, text.as_ref()?)));
+    known
+        .map(|(name, text)| format!("{name:<10}{}\n", visible(text)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_in_words() {
+        let status = serde_json::json!({
+            "protocol": 1, "state": "running", "backend": "soft", "arch": "x86_64", "vcpus": 2,
+            "memory_bytes": 16 << 20, "seconds": 1.25, "saving": null, "undecided": null,
+            "migrating": {
+                "to": "tcp:h:1", "mode": "hybrid", "stage": "here", "round": 1, "done": 1,
+                "pages": 4, "remaining": 3, "bytes": 4096, "rate": 0.0, "cuts": 0, "cut": null,
+            },
+            "ending": "a\u{1b}[2J",
+        });
+        let status = serde_json::from_value(status).unwrap();
+        let expected = "\
+state     running
+machine   soft x86_64, 2 vCPUs, 16M
+ran       1.2 s
+moving    to tcp:h:1 (hybrid): round 1 25 %, 3 pages left; 4K sent, 0B/s
+ending    a\\u{1b}[2J
+";
+        assert_eq!(in_words(&status), expected);
+    }
+}
