@@ -15,6 +15,7 @@ use crate::{Machine, MigrateError};
 use lacuna_machine::{PageSource, PlatformDevices, Vm};
 use lacuna_sync::{Mutex, lock, lock_order};
 use std::collections::BTreeMap;
+use std::io;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::thread;
@@ -63,17 +64,18 @@ impl Destination {
     /// wait was ended.
     ///
     /// # Errors
-    /// [`TransportError::Accept`].
+    /// [`TransportError::Accept`]: for [`Address::Fd`] and [`Address::Exec`] also if their only
+    /// connection announces no guest. [`TransportError::Single`]: a second wait at an
+    /// [`Address::Fd`]. [`TransportError::Listen`]: the command cannot be started.
     pub fn wait(&self) -> Result<Option<Arrival<'_>>, TransportError> {
         let (at, link) = (self.address(), self.listener.link());
+        let failed = |error| TransportError::Accept {
+            at: at.clone(),
+            error,
+        };
+        self.listener.begin()?;
         while link.is_open() {
-            let next = self
-                .listener
-                .next()
-                .map_err(|error| TransportError::Accept {
-                    at: at.clone(),
-                    error,
-                })?;
+            let next = self.listener.next().map_err(failed)?;
             let Some(Candidate { from, connection }) = next else {
                 continue;
             };
@@ -91,6 +93,9 @@ impl Destination {
                         connections,
                         incoming: Mutex::new(Some(incoming)),
                     }));
+                }
+                Err(why) if self.listener.is_single() => {
+                    return Err(failed(io::Error::other(why)));
                 }
                 Err(why) => (self.on_event)(IncomingEvent::Refused {
                     from: &from,

@@ -111,7 +111,9 @@ impl Outgoing {
     /// elsewhere, and with `false` when it no longer does.
     pub fn send<'a, V: Vm>(&self, guest: &Guest<'a, V>, needed: &dyn Fn(bool)) -> Outcome<'a, V> {
         let (began, devices) = (Instant::now(), guest.devices);
-        if let Err(error) = self.connector.connect_first() {
+        let needed_connections = self.plan.connections();
+        let connected = self.connector.check_connections(needed_connections);
+        if let Err(error) = connected.and_then(|()| self.connector.connect_first()) {
             return self.failed(devices, error.into());
         }
         let note = &mut |now| self.note(devices, needed, &now);

@@ -58,6 +58,17 @@ pub struct Plan {
     pub bandwidth: Option<NonZeroU64>,
 }
 
+impl Plan {
+    /// The most connections that it takes, if none is cut.
+    pub(crate) fn connections(&self) -> u32 {
+        let after_the_guest = match self.mode {
+            Mode::PreCopy => 0,
+            Mode::PostCopy | Mode::Hybrid => 2,
+        };
+        self.streams + after_the_guest
+    }
+}
+
 impl Default for Plan {
     /// A pre-copy over one connection, without compression and limit.
     fn default() -> Self {

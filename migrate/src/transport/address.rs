@@ -15,6 +15,11 @@ pub enum Address {
     Tcp(HostPort),
     /// A TCP port with TLS, at which each side checks the other's certificate.
     Tls(HostPort),
+    /// A connected stream socket that this process has inherited, by its number: one connection.
+    Fd(i32),
+    /// A command of the shell, whose stdin and stdout are a connection. A source starts it for each
+    /// connection; a destination has one.
+    Exec(String),
 }
 
 /// A host and a TCP port of it.
@@ -51,10 +56,22 @@ impl Address {
     pub fn check_tls(&self, files: Option<&TlsFiles>) -> Result<(), TransportError> {
         match (self, files) {
             (Self::Tls(_), None) => Err(TransportError::NoFiles(self.clone())),
-            (Self::Unix(_) | Self::Tcp(_), Some(_)) => {
-                Err(TransportError::NeedlessFiles(self.clone()))
-            }
-            _ => Ok(()),
+            (Self::Tls(_), Some(_)) | (_, None) => Ok(()),
+            (_, Some(_)) => Err(TransportError::NeedlessFiles(self.clone())),
+        }
+    }
+}
+
+impl Address {
+    /// What to do if it cannot be used, where no host or path is to blame.
+    pub(super) const fn advice(&self) -> Option<&'static str> {
+        match self {
+            Self::Unix(_) | Self::Tcp(_) | Self::Tls(_) => None,
+            Self::Fd(_) => Some(
+                "give the number of a connected UNIX or TCP socket that the process which runs the \
+                 guest got when it was started",
+            ),
+            Self::Exec(_) => Some("see whether /bin/sh can be started"),
         }
     }
 }
@@ -67,8 +84,16 @@ impl FromStr for Address {
             Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(path.into())),
             Some(("tcp", place)) => place.parse().map(Self::Tcp),
             Some(("tls", place)) => place.parse().map(Self::Tls),
+            Some(("fd", number)) => match number.parse() {
+                Ok(number @ 0..) => Ok(Self::Fd(number)),
+                _ => Err(AddressError(format!(
+                    "{number:?} is no number of a descriptor; write for example fd:3"
+                ))),
+            },
+            Some(("exec", command)) if !command.trim().is_empty() => Ok(Self::Exec(command.into())),
             _ => Err(AddressError(format!(
-                "{text:?} is no address; use unix:PATH, tcp:HOST:PORT or tls:HOST:PORT"
+                "{text:?} is no address; use unix:PATH, tcp:HOST:PORT, tls:HOST:PORT, fd:N or \
+                 exec:COMMAND"
             ))),
         }
     }
@@ -122,6 +147,8 @@ impl fmt::Display for Address {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
             Self::Tcp(place) => write!(f, "tcp:{place}"),
             Self::Tls(place) => write!(f, "tls:{place}"),
+            Self::Fd(number) => write!(f, "fd:{number}"),
+            Self::Exec(command) => write!(f, "exec:{command}"),
         }
     }
 }
@@ -143,6 +170,11 @@ mod tests {
             ("tls:host:7000", Address::Tls(place("host", 7000))),
             ("tcp:[::1]:0", Address::Tcp(place("::1", 0))),
             ("tcp:host.example:1", Address::Tcp(place("host.example", 1))),
+            ("fd:3", Address::Fd(3)),
+            (
+                "exec:ssh h nc -U :s",
+                Address::Exec("ssh h nc -U :s".into()),
+            ),
         ] {
             assert_eq!(text.parse(), Ok(address.clone()));
             assert_eq!(address.to_string(), text);
@@ -152,6 +184,9 @@ mod tests {
             ("host:7000", "is no address; use unix:PATH"),
             ("unix:", "is no address"),
             ("tcp:", "has no port"),
+            ("fd:", "write for example fd:3"),
+            ("fd:-1", "write for example fd:3"),
+            ("exec: ", "is no address"),
             ("tcp:host", "has no port"),
             ("tcp::7000", "has no host"),
             ("tcp:[]:7000", "has no host"),

@@ -1,5 +1,7 @@
 //! The source's side: makes connections.
 
+use super::command::execute;
+use super::inherited::inherited;
 use super::link::{LOOK, Link};
 use super::stream::{Socket, Stream};
 use super::tls::Tls;
@@ -10,6 +12,7 @@ use std::io;
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -24,6 +27,8 @@ pub struct Connector {
     link: Arc<Link>,
     /// The first connection, until the migration takes it.
     first: Mutex<Option<Box<dyn Connection>>, lock_order::FirstConnection>,
+    /// A connection was made.
+    is_used: AtomicBool,
 }
 
 impl Connector {
@@ -38,6 +43,7 @@ impl Connector {
             tls: tls.map(Tls::load).transpose()?,
             link: Arc::new(Link::of_source()),
             first: Mutex::new(None),
+            is_used: AtomicBool::new(false),
         })
     }
 
@@ -61,7 +67,18 @@ impl Connector {
         &self.link
     }
 
+    /// Whether it can make this many connections.
+    pub(crate) fn check_connections(&self, needed: u32) -> Result<(), TransportError> {
+        match self.to {
+            Address::Fd(_) if needed > 1 => Err(TransportError::Single(self.to.clone())),
+            _ => Ok(()),
+        }
+    }
+
     fn connect(&self) -> Result<Box<dyn Connection>, TransportError> {
+        if self.is_used.swap(true, Ordering::Relaxed) {
+            self.check_connections(2)?;
+        }
         let stream = self
             .dial()
             .and_then(|socket| Stream::new(socket, Arc::clone(&self.link)));
@@ -71,7 +88,7 @@ impl Connector {
         });
         secured.map_err(|error| TransportError::Connect {
             to: self.to.clone(),
-            advice: advice(&error),
+            advice: advice(&self.to, &error),
             error,
         })
     }
@@ -115,6 +132,10 @@ fn dial(to: &Address) -> io::Result<Socket> {
     match to {
         Address::Unix(path) => UnixStream::connect(path).map(Socket::Unix),
         Address::Tcp(place) | Address::Tls(place) => connect(place).map(Socket::Tcp),
+        Address::Fd(number) => inherited(*number),
+        Address::Exec(command) => {
+            execute(command).map(|(stream, end)| Socket::Command(stream, end))
+        }
     }
 }
 
@@ -130,7 +151,10 @@ fn connect(place: &HostPort) -> io::Result<TcpStream> {
     Err(last)
 }
 
-fn advice(error: &io::Error) -> &'static str {
+fn advice(to: &Address, error: &io::Error) -> &'static str {
+    if let Some(advice) = to.advice() {
+        return advice;
+    }
     match error.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
             "start the destination first, and give the address at which it waits"

@@ -38,6 +38,12 @@ pub enum TransportError {
         /// The system's words.
         error: io::Error,
     },
+    /// The address is one connection, which has ended, or the migration needs several.
+    #[error(
+        "{0} is one connection: it takes one pre-copy over 1 stream; give a socket's address for \
+         more"
+    )]
+    Single(Address),
     /// The address needs files for TLS.
     #[error("{0}: both sides need certificates: give an authority, a certificate and its key")]
     NoFiles(Address),

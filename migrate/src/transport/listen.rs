@@ -1,6 +1,8 @@
 //! The destination's side: accepts connections.
 
 use super::candidates::{Candidate, Candidates};
+use super::command::execute;
+use super::inherited::inherited;
 use super::link::{LOOK, Link};
 use super::stream::Socket;
 use super::tls::Tls;
@@ -21,14 +23,16 @@ const FURTHER: Duration = Duration::from_secs(30);
 /// Accepts connections at one address. The socket's file is removed when the value is dropped.
 pub struct Listener {
     at: Address,
-    waits: Waits,
     link: Arc<Link>,
-    candidates: Mutex<Candidates, lock_order::IncomingConnections>,
+    candidates: Mutex<(Waits, Candidates), lock_order::IncomingConnections>,
 }
 
 enum Waits {
     Unix(PrivateSocket),
     Tcp(TcpListener),
+    /// The only connection. It counts as accepted when its peer has sent something. `None`: it was
+    /// accepted.
+    Single(Option<Socket>),
 }
 
 impl Listener {
@@ -46,7 +50,7 @@ impl Listener {
         let tls = tls.map(Tls::load).transpose()?;
         let failed = |error: io::Error| TransportError::Listen {
             at: at.to_string(),
-            advice: advice(&error),
+            advice: advice(at, &error),
             error,
         };
         let (at, waits) = match at {
@@ -63,14 +67,18 @@ impl Listener {
                 let (listener, place) = listen(place).map_err(failed)?;
                 (Address::Tls(place), Waits::Tcp(listener))
             }
+            Address::Fd(number) => {
+                let socket = inherited(*number).map_err(failed)?;
+                (at.clone(), Waits::Single(Some(socket)))
+            }
+            Address::Exec(_) => (at.clone(), Waits::Single(None)),
         };
         let link = Arc::new(Link::of_destination(interrupted));
         let candidates = Candidates::new(tls, Arc::clone(&link)).map_err(failed)?;
         Ok(Self {
             at,
-            waits,
             link,
-            candidates: Mutex::new(candidates),
+            candidates: Mutex::new((waits, candidates)),
         })
     }
 
@@ -84,37 +92,77 @@ impl Listener {
         &self.link
     }
 
+    /// Whether its address is one connection.
+    pub(crate) fn is_single(&self) -> bool {
+        matches!(self.at, Address::Fd(_) | Address::Exec(_))
+    }
+
+    /// Begins to wait for a guest. A command is started for it, and an inherited socket may have
+    /// had its only guest.
+    pub(crate) fn begin(&self) -> Result<(), TransportError> {
+        let failed = |error: io::Error| TransportError::Listen {
+            at: self.at.to_string(),
+            advice: advice(&self.at, &error),
+            error,
+        };
+        if let Waits::Single(accepted @ None) = &mut lock(&self.candidates).0 {
+            *accepted = match &self.at {
+                Address::Exec(command) => {
+                    let (stream, end) = execute(command).map_err(failed)?;
+                    Some(Socket::Command(stream, end))
+                }
+                _ => return Err(TransportError::Single(self.at.clone())),
+            };
+        }
+        Ok(())
+    }
+
     /// The next connection whose peer has introduced itself, or has failed to. `None`: there was
     /// none for a short time.
     ///
     /// # Errors
     /// No connection can be accepted.
     pub(crate) fn next(&self) -> io::Result<Option<Candidate>> {
-        let mut candidates = lock(&self.candidates);
+        let (waits, candidates) = &mut *lock(&self.candidates);
         if let Some(candidate) = candidates.next() {
             return Ok(Some(candidate));
         }
-        wait_for_either(&self.waits, &*candidates);
+        is_readable(waits.fd().into_iter().chain([candidates.as_fd()]), LOOK);
         if let Some(candidate) = candidates.next() {
             return Ok(Some(candidate));
         }
-        if let Some((socket, from)) = self.try_accept()? {
+        if let Some((socket, from)) = waits.try_accept()? {
             // A peer may be gone already. Without a thread for it, the source connects again.
             let _ = candidates.add(socket, from);
         }
         Ok(None)
     }
+}
+
+impl Waits {
+    /// Readable if there may be a connection.
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Unix(named) => Some(named.listener().as_fd()),
+            Self::Tcp(listener) => Some(listener.as_fd()),
+            Self::Single(socket) => socket.as_ref().map(AsFd::as_fd),
+        }
+    }
 
     /// The next connection with the name of its other end. `None`: there is none now.
-    fn try_accept(&self) -> io::Result<Option<(Socket, String)>> {
-        let accepted = match &self.waits {
-            Waits::Unix(named) => named
+    fn try_accept(&mut self) -> io::Result<Option<(Socket, String)>> {
+        let accepted = match self {
+            Self::Unix(named) => named
                 .listener()
                 .accept()
                 .map(|(stream, _)| (Socket::Unix(stream), "a process of this host".into())),
-            Waits::Tcp(listener) => listener
+            Self::Tcp(listener) => listener
                 .accept()
                 .map(|(stream, from)| (Socket::Tcp(stream), from.to_string())),
+            Self::Single(socket) => {
+                let accepted = socket.take_if(|it| is_readable([it.as_fd()], Duration::ZERO));
+                return Ok(accepted.map(|socket| (socket, "the only connection".into())));
+            }
         };
         match accepted {
             Ok(accepted) => Ok(Some(accepted)),
@@ -128,24 +176,13 @@ impl Listener {
     }
 }
 
-impl AsFd for Waits {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Unix(named) => named.listener().as_fd(),
-            Self::Tcp(listener) => listener.as_fd(),
-        }
-    }
-}
-
-/// Waits for a short time until one of the two is readable.
-fn wait_for_either(one: &impl AsFd, other: &impl AsFd) {
-    let mut fds = [
-        PollFd::new(one, PollFlags::IN),
-        PollFd::new(other, PollFlags::IN),
-    ];
-    let look = Timespec::try_from(LOOK).expect("a tenth of a second");
-    // An interruption counts as the end of the time.
-    let _ = poll(&mut fds, Some(&look));
+/// Waits for at most `time` until one of these is readable. An interruption counts as the end of
+/// the time.
+fn is_readable<'f>(fds: impl IntoIterator<Item = BorrowedFd<'f>>, time: Duration) -> bool {
+    let poll_fd = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+    let mut fds: Vec<_> = fds.into_iter().map(poll_fd).collect();
+    let time = Timespec::try_from(time).expect("a short time");
+    poll(&mut fds, Some(&time)).is_ok_and(|readable| readable > 0)
 }
 
 /// The connections of one migration. The first one has been accepted.
@@ -173,6 +210,10 @@ impl Connections for Accepted<'_> {
         if let Some(first) = first {
             return Ok(first);
         }
+        if self.listener.is_single() {
+            let single = TransportError::Single(self.listener.address().clone());
+            return Err(io::Error::other(single));
+        }
         let deadline = Instant::now() + FURTHER;
         while self.link().is_open() && Instant::now() < deadline {
             // A stranger may be gone, or have no TLS. The source may be the next peer.
@@ -199,7 +240,10 @@ fn listen(place: &HostPort) -> io::Result<(TcpListener, HostPort)> {
     Ok((listener, HostPort { host, port }))
 }
 
-fn advice(error: &io::Error) -> &'static str {
+fn advice(at: &Address, error: &io::Error) -> &'static str {
+    if let Some(advice) = at.advice() {
+        return advice;
+    }
     match error.kind() {
         io::ErrorKind::AddrInUse => "another process has this port: choose another one",
         io::ErrorKind::PermissionDenied => "choose a port from 1024 on",

@@ -1,4 +1,5 @@
-//! Connections between the two sides of a migration: UNIX sockets, TCP, or TLS above TCP.
+//! Connections between the two sides of a migration: UNIX sockets, TCP, TLS above TCP, an inherited
+//! socket, or a command.
 //!
 //! A source has a [`Connector`] to an [`Address`], and a destination a [`Listener`] at one. The
 //! [sessions](crate::session) use them.
@@ -13,6 +14,8 @@
 //! | `introduction` | how long a peer has to introduce itself |
 //! | `candidates` | connections before the peers' introductions, all at the same time |
 //! | `tls` | TLS above a connection; without the feature `tls`: `no_tls`, which refuses it |
+//! | `inherited` | a connected socket that this process has inherited |
+//! | `command` | a command of the shell as the other end |
 //! | `socket` | a UNIX socket with a name, for this user alone |
 //! | `listen` | the destination's side: accepts connections |
 //!
@@ -22,8 +25,10 @@
 
 mod address;
 mod candidates;
+mod command;
 mod connect;
 mod error;
+mod inherited;
 mod introduction;
 mod link;
 mod listen;

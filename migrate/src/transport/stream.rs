@@ -1,11 +1,13 @@
 //! One connection, which waits for a silent peer in short steps.
 
+use super::command::CommandEnd;
 use super::introduction::Introduction;
 use super::link::{LOOK, Link};
 use crate::stream::{Connection, HangUp};
 use rustix::net::sockopt;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,13 +32,39 @@ pub struct Stream {
 pub(super) enum Socket {
     Unix(UnixStream),
     Tcp(TcpStream),
+    /// The stdin and stdout of a command.
+    Command(UnixStream, CommandEnd),
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(stream) | Self::Command(stream, _) => stream.as_fd(),
+            Self::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Socket {
+    /// The error, or the exit status if it is the end of a command.
+    fn with_status(&self, error: io::Error) -> io::Error {
+        match (self, error.kind()) {
+            (
+                Self::Command(_, end),
+                kind @ (io::ErrorKind::UnexpectedEof
+                | io::ErrorKind::BrokenPipe
+                | io::ErrorKind::ConnectionReset),
+            ) => io::Error::new(kind, end.in_words()),
+            _ => error,
+        }
+    }
 }
 
 impl Stream {
     /// An open connection.
     pub(super) fn new(socket: Socket, link: Arc<Link>) -> io::Result<Self> {
         match &socket {
-            Socket::Unix(stream) => {
+            Socket::Unix(stream) | Socket::Command(stream, _) => {
                 stream.set_read_timeout(Some(LOOK))?;
                 stream.set_write_timeout(Some(LOOK))?;
             }
@@ -80,7 +108,7 @@ impl Stream {
     pub(super) fn end_gently(mut self) {
         // It fails only if the other side has ended the connection.
         let _ = match &self.socket {
-            Socket::Unix(stream) => stream.shutdown(Shutdown::Write),
+            Socket::Unix(stream) | Socket::Command(stream, _) => stream.shutdown(Shutdown::Write),
             Socket::Tcp(stream) => stream.shutdown(Shutdown::Write),
         };
         let introduction = self.introduction.as_ref();
@@ -93,7 +121,7 @@ impl Connection for Stream {
     fn hang_up(&self) -> io::Result<HangUp> {
         // It fails only if the other side has ended the connection.
         Ok(match &self.socket {
-            Socket::Unix(stream) => {
+            Socket::Unix(stream) | Socket::Command(stream, _) => {
                 let stream = stream.try_clone()?;
                 Box::new(move || _ = stream.shutdown(Shutdown::Both))
             }
@@ -136,14 +164,13 @@ impl Read for Stream {
             introduction,
         } = self;
         let read = patiently(link, introduction.as_ref(), || match socket {
-            Socket::Unix(stream) => stream.read(buffer),
+            Socket::Unix(stream) | Socket::Command(stream, _) => stream.read(buffer),
             Socket::Tcp(stream) => stream.read(buffer),
-        })?;
+        });
+        let read = read.map_err(|error| socket.with_status(error))?;
         if read == 0 && !buffer.is_empty() {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the other side has closed it",
-            ));
+            let closed = "the other side has closed it";
+            return Err(socket.with_status(io::Error::new(io::ErrorKind::UnexpectedEof, closed)));
         }
         link.has_received(read);
         Ok(read)
@@ -162,9 +189,10 @@ impl Write for Stream {
             introduction,
         } = self;
         let written = patiently(link, introduction.as_ref(), || match socket {
-            Socket::Unix(stream) => stream.write_vectored(slices),
+            Socket::Unix(stream) | Socket::Command(stream, _) => stream.write_vectored(slices),
             Socket::Tcp(stream) => stream.write_vectored(slices),
-        })?;
+        });
+        let written = written.map_err(|error| socket.with_status(error))?;
         link.has_sent(written);
         Ok(written)
     }

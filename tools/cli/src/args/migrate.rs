@@ -15,8 +15,9 @@ use std::time::Duration;
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct MigrateArgs {
-    /// Where a lacuna run --incoming waits for the guest: unix:PATH, tcp:HOST:PORT or
-    /// tls:HOST:PORT
+    /// Where a lacuna run --incoming waits for the guest: unix:PATH, tcp:HOST:PORT, tls:HOST:PORT,
+    /// fd:N or exec:COMMAND. The process that runs the guest has the descriptor N, or executes the
+    /// command
     #[arg(value_name = "ADDRESS", required_unless_present_any = ["keep", "cancel"])]
     pub to: Option<Address>,
     /// The control socket of the guest, as in lacuna run --control SOCKET. With --keep and

@@ -26,8 +26,9 @@ pub struct RunArgs {
         default_value_if("incoming", ArgPredicate::IsPresent, "")
     )]
     pub image: String,
-    /// Wait at this address (unix:PATH, tcp:HOST:PORT or tls:HOST:PORT) for a guest that lacuna
-    /// migrate sends, and run it. The guest brings its number of processors and its memory size
+    /// Wait at this address (unix:PATH, tcp:HOST:PORT, tls:HOST:PORT, fd:N or exec:COMMAND) for a
+    /// guest that lacuna migrate sends, and run it. The guest brings its number of processors and
+    /// its memory size
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = [
         "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append"
     ])]

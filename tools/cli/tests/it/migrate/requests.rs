@@ -105,3 +105,36 @@ fn a_limited_migration_waits_and_can_be_cancelled() {
     assert_eq!(guest.end().0, 4);
     assert_eq!(to.end().0, Some(5));
 }
+
+/// Descriptors and commands are the VM's. The run stays under control.
+#[test]
+fn wrong_descriptors_and_commands_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let mut client = guest.client();
+    let own = format!("/proc/{}/fd", guest.child.id());
+    let socket = std::fs::read_dir(own).unwrap().flatten().find_map(|fd| {
+        let target = std::fs::read_link(fd.path()).ok()?;
+        let is_socket = target.to_str()?.starts_with("socket:");
+        is_socket.then(|| fd.file_name().into_string().unwrap())
+    });
+    for (to, told) in [
+        ("fd:1".into(), "no stream socket; give the number"),
+        ("fd:999".into(), "no such descriptor is open; give"),
+        (format!("fd:{}", socket.unwrap()), "not inherited; give"),
+        ("fd:x".into(), "write for example fd:3"),
+        ("exec:exit 7".into(), "ended with exit status: 7"),
+        (
+            "exec:/nowhere/program 2>/dev/null".into(),
+            "exit status: 127",
+        ),
+    ] {
+        let text = client.refused(migrate(&to));
+        assert!(text.contains(told), "{to}: {text}");
+    }
+    assert_eq!(client.state("stop"), "ended");
+    assert_eq!(guest.end().0, 4);
+    let (code, errors) = failure("run --incoming exec:false");
+    assert!(errors.contains("exit status: 1"), "{errors}");
+    assert_eq!(code, 3, "{errors}");
+}
