@@ -5,8 +5,9 @@
 //! IMAGE is an ELF64 kernel with the PVH note; without it, a small built-in guest writes a pattern
 //! to all of its memory and reads it again.
 
-use lacuna::{Builder, Ending, Image, PageCount, Vm, soft};
+use lacuna::{Builder, Ending, Image, PageCount, PlatformDevices, Vm, soft};
 use std::error::Error;
+use std::time::Duration;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
@@ -23,18 +24,19 @@ fn main() -> Result<(), Box<dyn Error>> {
     builder.vcpus = 2;
     builder.command_line = arguments.collect::<Vec<_>>().join(" ");
 
-    // A console is any function that takes a line. The watcher runs on this thread, about ten times
-    // a second.
-    let console = |line: &str| println!("guest: {line}");
-    let end = builder.run_with_console(&image, console, &mut |now| {
-        let stats = now.vm.stats();
+    // A console is any function that takes a line.
+    let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
+    let running = builder.start(&image, devices)?;
+    while !running.wait_timeout(Duration::from_millis(100)) {
+        let stats = running.stats();
         eprintln!(
             "{} ms, {} pages resident, {} swapped in",
-            now.now.0 / 1_000_000,
+            running.now().0 / 1_000_000,
             stats.resident.get(),
             stats.pages_in
         );
-    })?;
+    }
+    let end = running.wait();
 
     let stats = end.vm.stats();
     println!(

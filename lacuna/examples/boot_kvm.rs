@@ -3,7 +3,7 @@
 //!
 //!     cargo run --release --example boot_kvm [IMAGE [COMMAND LINE]]
 
-use lacuna::{Builder, Ending, Image, PageCount, kvm};
+use lacuna::{Builder, Ending, Image, PageCount, PlatformDevices, kvm};
 use std::error::Error;
 use std::time::Duration;
 
@@ -31,9 +31,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     );
     builder.latency.set(Duration::from_millis(1));
     builder.command_line = arguments.collect::<Vec<_>>().join(" ");
-    let console = |line: &str| println!("guest: {line}");
-    let end = builder.run_with_console(&image, console, &mut |_| {})?;
-    match end.ending {
+    let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
+    match builder.start(&image, devices)?.wait().ending {
         Ending::Exited(0) => Ok(()),
         other => Err(other.to_string().into()),
     }

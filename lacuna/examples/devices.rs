@@ -85,7 +85,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     devices.check_memory(&vm.memory_slots())?;
 
-    // `lacuna::run` has this loop, with a thread for each vCPU.
+    // `lacuna::Machine` has this loop, with a thread for each vCPU.
     for mut vcpu in vm.boot(&image, "")? {
         while devices.ending().is_none() {
             match vcpu.run() {

@@ -6,12 +6,12 @@
 //! each harvest.
 
 use lacuna::{
-    Builder, Detection, DirtyTracking, Ending, GuestMemory, HostClock, Image, Logging, MemorySlots,
-    PAGE_SIZE, PageCount, PlatformDevices, Vm as _, harvest, run_watched, set_logging_everywhere,
-    soft,
+    Builder, Detection, DirtyTracking, GuestMemory, Image, Logging, Machine, MemorySlots,
+    PAGE_SIZE, PageCount, PlatformDevices, Vm as _, harvest, set_logging_everywhere, soft,
 };
 use std::error::Error;
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let seconds: u64 = match std::env::args().nth(1) {
@@ -35,16 +35,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         choice.choose(Detection::Pml);
     }
     set_logging_everywhere(&*vm, Logging::LAZY)?;
+    let running = Machine::new(Arc::clone(&vm), devices)?.start(vcpus);
     let mut page = vec![0; PAGE_SIZE];
-    let (mut next, end) = (
-        Instant::now(),
-        Instant::now() + Duration::from_secs(seconds),
-    );
-    run_watched(&vm, vcpus, &devices, &HostClock::default(), &mut |_| {
-        if Instant::now() < next {
-            return;
+    for _ in 0..seconds {
+        if running.wait_timeout(Duration::from_secs(1)) {
+            return Err(running.wait().ending.to_string().into());
         }
-        next += Duration::from_secs(1);
         let mut dirty = Vec::new();
         let harvested = harvest(&*vm, |slot, page| dirty.push((slot, page)));
         if let Err(error) = harvested {
@@ -59,9 +55,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             assert!(matches!(copied, Some(Ok(()))), "a dirty page is in a slot");
         }
         println!("{} pages written", dirty.len());
-        if Instant::now() >= end {
-            devices.end(Ending::Stopped, &*vm);
-        }
-    })?;
+    }
+    // When `running` is dropped, the guest ends.
     Ok(())
 }

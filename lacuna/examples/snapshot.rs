@@ -4,14 +4,13 @@
 //!
 //! FOLDER is where the snapshot is written; it must not exist.
 
-use lacuna::migrate::{Budget, Guest, Snapshot, save};
-use lacuna::{
-    Arch, Builder, Ending, Image, PageCount, Pause, PlatformDevices, Vm, run_pausable, soft,
-};
+use lacuna::migrate::{Budget, Snapshot, save};
+use lacuna::{Builder, Ending, Image, Machine, PageCount, PlatformDevices, soft};
 use std::error::Error;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::thread;
+use std::time::Duration;
 
 /// The answer to each report of progress.
 const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
@@ -29,24 +28,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         PageCount::from_bytes(32 << 20),
     );
     let builder = soft::VmBuilder::new(memory, resident);
-    let vm = builder.build()?;
-    let devices = PlatformDevices::of(Arch::X86_64, |line: &str| println!("first VM: {line}"));
-    let vcpus = vm.boot(&image, &builder.full_command_line())?;
-    let pause = Pause::default();
-
-    // The run has the vCPUs. The snapshot is made beside it.
-    let saved = thread::scope(|scope| {
-        scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-        while devices.status_page().is_none() && devices.ending().is_none() {
-            thread::yield_now();
-        }
-        let guest = Guest {
-            vm: &*vm,
-            devices: &devices,
-            pause: &pause,
-        };
-        save(&guest, &folder, &Budget::default(), &mut |_| CONTINUE)
-    })?;
+    let devices = PlatformDevices::new(|line: &str| println!("first VM: {line}"));
+    let guest = builder.start(&image, devices)?;
+    while guest.devices().status_page().is_none() && !guest.wait_timeout(Duration::ZERO) {
+        thread::yield_now();
+    }
+    let saved = save(&guest, &folder, &Budget::default(), &mut |_| CONTINUE)?;
+    // The guest ends here.
+    drop(guest);
     println!(
         "{}: {} pages with content, in {} rounds; the guest's downtime was {:?}",
         folder.display(),
@@ -57,11 +46,11 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let snapshot = Snapshot::open(&folder)?;
     let vm = builder.build()?;
-    let devices = PlatformDevices::of(Arch::X86_64, |line: &str| println!("second VM: {line}"));
-    let vcpus = snapshot.restore(&vm, &devices, &mut |_| CONTINUE)?;
-    drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
-    match devices.ending() {
-        Some(Ending::Exited(0)) => Ok(()),
-        other => Err(format!("{other:?}").into()),
+    let devices = PlatformDevices::new(|line: &str| println!("second VM: {line}"));
+    let machine = Machine::new(vm, devices)?;
+    let vcpus = snapshot.restore(machine.vm(), machine.devices(), &mut |_| CONTINUE)?;
+    match machine.start(vcpus).wait().ending {
+        Ending::Exited(0) => Ok(()),
+        other => Err(other.to_string().into()),
     }
 }

@@ -8,14 +8,14 @@
 //! pages.
 
 use lacuna::{
-    Access, Arch, BackendError, Builder, Device, Ending, Gpa, HostClock, Image, Logging, PageCount,
-    PlatformDevices, Segment, Vm, harvest, kvm, run_watched, set_logging_everywhere, soft,
+    Access, Arch, BackendError, Builder, Device, Ending, Gpa, Image, Logging, Machine, PageCount,
+    PlatformDevices, Segment, Vm, harvest, kvm, set_logging_everywhere, soft,
 };
 use std::collections::BTreeSet;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const USAGE: &str = "usage: vmm soft|kvm [SECONDS]";
 
@@ -112,9 +112,6 @@ fn monitor<B: Builder>(builder: &B, seconds: u64) -> Result<(), String> {
         entry: start,
     };
     let vm = builder.build().map_err(refused)?;
-    let vcpus = vm.boot(&image, &builder.full_command_line());
-    let vcpus = vcpus.map_err(refused)?;
-
     let dial = Arc::new(Dial {
         pages: AtomicU64::new(1000),
         rounds: AtomicU64::new(0),
@@ -124,13 +121,13 @@ fn monitor<B: Builder>(builder: &B, seconds: u64) -> Result<(), String> {
     added.map_err(|error| error.to_string())?;
     set_logging_everywhere(&*vm, Logging::LAZY).map_err(|error| error.to_string())?;
 
-    let (begin, mut second, mut before) = (Instant::now(), 1, 0);
-    let run = run_watched(&vm, vcpus, &devices, &HostClock::default(), &mut |_| {
-        if begin.elapsed() < Duration::from_secs(second) {
-            return;
-        }
+    let machine = Machine::new(vm, devices).map_err(|error| error.to_string())?;
+    let vcpus = machine.vm().boot(&image, &builder.full_command_line());
+    let running = machine.start(vcpus.map_err(refused)?);
+    let (mut second, mut before) = (1, 0);
+    while !running.wait_timeout(Duration::from_secs(1)) {
         let mut dirty = BTreeSet::new();
-        let harvested = harvest(&*vm, |slot, page| {
+        let harvested = harvest(&**running.vm(), |slot, page| {
             dirty.insert((slot, page));
         });
         if let Err(error) = harvested {
@@ -145,11 +142,9 @@ fn monitor<B: Builder>(builder: &B, seconds: u64) -> Result<(), String> {
         (second, before) = (second + 1, rounds);
         let pages = if second > seconds { 0 } else { 1000 * second };
         dial.pages.store(pages, Ordering::Relaxed);
-    });
-    run.map_err(|error| error.to_string())?;
-    match devices.ending() {
-        Some(Ending::Exited(0)) => Ok(()),
-        Some(ending) => Err(ending.to_string()),
-        None => Err("the guest has not ended".into()),
+    }
+    match running.wait().ending {
+        Ending::Exited(0) => Ok(()),
+        ending => Err(ending.to_string()),
     }
 }

@@ -3,24 +3,28 @@
 //!
 //! # Start a guest
 //! ```no_run
-//! use lacuna::{Builder, Image, PageCount, soft};
+//! use lacuna::{Builder, Image, PageCount, PlatformDevices, soft};
 //!
 //! let file = std::fs::read("kernel.elf")?;
 //! let image = Image::parse(&file)?;
 //! // A guest with 256 MiB of memory, at most 64 MiB of it in this host's memory.
 //! let (memory, resident) = (PageCount::from_bytes(256 << 20), PageCount::from_bytes(64 << 20));
 //! let builder = soft::VmBuilder::new(memory, resident);
-//! let console = |line: &str| println!("{line}");
-//! let end = builder.run_with_console(&image, console, &mut |_| {})?;
-//! println!("{}", end.ending);
+//! let devices = PlatformDevices::new(|line: &str| println!("{line}"));
+//! let guest = builder.start(&image, devices)?;
+//! println!("{}", guest.wait().ending);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //! [`soft`] has software processors and needs nothing of the host. [`kvm`] runs the same images on
-//! `/dev/kvm`. A [`Builder`] makes a [`Vm`], [`Vm::boot`] makes its [`Vcpu`]s, and [`Vcpu::run`]
-//! returns an [`Exit`] when the VMM must act. [`run`] does that on a thread for each vCPU and sends
-//! accesses to [`PlatformDevices`]. Both backends implement these traits, so a VMM generic over
-//! [`Builder`] runs on both: only the line with `VmBuilder::new` differs. The example `vmm` is such
-//! a VMM.
+//! `/dev/kvm`. Both implement the same traits, so a VMM generic over [`Builder`] runs on both: only
+//! the line with `VmBuilder::new` differs. The example `vmm` is such a VMM.
+//!
+//! [`Builder::start`] makes a [`Vm`] and boots it in a [`Machine`], which has a thread for each
+//! [`Vcpu`] and sends the guest's accesses to [`PlatformDevices`]. A VMM with more to do calls
+//! [`Builder::build`], [`Machine::new`], [`Vm::boot`] or a restore, and [`Machine::start`]. The
+//! result is a [`Running`] guest: pause it, save it, send it elsewhere, watch it, wait for its end.
+//! It ends when it is dropped. A VMM may also have a loop of its own: [`Vcpu::run`] returns an
+//! [`Exit`] when the VMM must act.
 //!
 //! # The guest
 //! `guest/build-guest.sh` of Lacuna's repository makes an image of one C file with a `main`. It
@@ -40,10 +44,10 @@
 //! | read and write guest memory | [`GuestMemory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`] |
 //! | learn which pages the guest has written | [`LogReader`] |
-//! | hold all vCPUs for a while | [`run_pausable`] and [`Pause`] |
+//! | hold all vCPUs for a while | [`Running::pause`] |
 //! | start a guest whose memory is elsewhere | [`PageSource`], [`MissingMemory`] |
 //! | make vCPUs leave the guest and return to the VMM | [`Kick`] |
-//! | end the run | [`PlatformDevices::end`] |
+//! | end the guest | [`Running::stop`], [`PlatformDevices::end`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`Vm::save_shared`] |
 //! | save a whole guest, or move it to another process | [`migrate`] |
 //!
@@ -55,7 +59,7 @@
 //! VM meanwhile: read and write guest memory, change slots, harvest the log, provide pages, kick.
 //! A change of slots, a harvest and a pause wait until every vCPU has left the guest, so the thread
 //! of a vCPU must not call them. [`MemorySlots`], [`DirtyTracking`], [`LogReader`],
-//! [`MissingMemory`] and [`Pause`] have the rules of their calls.
+//! [`MissingMemory`] and [`Running`] have the rules of their calls.
 //!
 //! # Guest memory by `vm-memory`'s traits
 //! The default feature `vm-memory` adds two adapters. [`vm_memory::View`] gives code for rust-vmm's

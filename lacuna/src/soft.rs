@@ -4,9 +4,8 @@
 //! `-mgeneral-regs-only`, and Linux does not boot.
 //!
 //! # A run loop of your own
-//! [`Builder::build`](crate::Builder::build) makes a VM for a VMM that calls
-//! [`run_watched`](crate::run_watched), [`run`](crate::run) or [`Vcpu::run`](crate::Vcpu::run)
-//! itself. A thread of the VM reclaims memory in the background until the VM is dropped.
+//! [`Builder::build`](crate::Builder::build) makes a VM for a [`Machine`](crate::Machine), or for a
+//! VMM that calls [`Vcpu::run`](crate::Vcpu::run) itself. A thread of the VM reclaims memory in the background until the VM is dropped.
 //!
 //! ```
 //! use lacuna::{Builder, PageCount, soft};
@@ -16,8 +15,9 @@
 //! // Boot `vm` and run its vCPUs here.
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-//! Such a loop needs a builder without [`VmBuilder::seed`]. Only `Builder::run` moves the time of a
-//! VM with a seed; in another loop, a vCPU that waits for time to pass fails with
+//! Both need a builder without [`VmBuilder::seed`]. Only [`VmBuilder::run_seeded`] moves the time of
+//! a VM with a seed: it runs all vCPUs on the calling thread, and each run is the same. Elsewhere, a
+//! vCPU that waits for time to pass fails with
 //! [`VcpuError::TimeStandsStill`](crate::VcpuError::TimeStandsStill).
 //!
 //! # Speed

@@ -6,7 +6,7 @@
 //!              pause ─► the last pages, the machine's state
 //! ```
 //! [`save`] writes a snapshot while the guest runs, and pauses it for the last pages only.
-//! [`save_paused`] saves a guest that [`Guest::pause`] has paused. [`Snapshot::open`] checks a
+//! [`save_paused`] saves a guest that [`PausedGuest::pause`] has paused. [`Snapshot::open`] checks a
 //! snapshot, and [`Snapshot::restore`] puts it into a VM made for it.
 //! [`Snapshot::restore_in_place`] leaves the pages in the snapshot's file, and VMs share them;
 //! [`Snapshot::restore_lazily`] reads pages when the guest needs them. [`stream`] moves the guest
@@ -18,7 +18,7 @@
 //! | `page_set` | a set of pages |
 //! | `copy` | reads pages of a VM for a sink: runs of data, runs of zeros |
 //! | `changes` | the log of a guest's writes, as a copy uses it |
-//! | `guest` | a guest, running and paused |
+//! | `guest` | a paused guest |
 //! | `bandwidth` | a limit of the bytes that a migration sends in a second |
 //! | `rounds` | copies a running VM until few pages are left |
 //! | `state` | a machine: what it is, and its state without memory |
@@ -46,7 +46,7 @@ pub mod transport;
 
 pub use copy::{OnPages, PageSink};
 pub use error::MigrateError;
-pub use guest::{Guest, PausedGuest};
+pub use guest::PausedGuest;
 pub use lacuna_source::{Folder, LocalFolder, StoredFile};
 pub use layout::{MemoryLayout, SlotLayout};
 pub use page_set::PageSet;
@@ -55,4 +55,4 @@ pub use snapshot::{
     Recorder, Saved, Snapshot, SnapshotPages, Store, Target, Touches, Tracked, When, save,
     save_paused,
 };
-pub use state::{Machine, MachineState};
+pub use state::{MachineConfig, MachineState};

@@ -9,9 +9,9 @@
 use crate::bandwidth::Bandwidth;
 use crate::changes::Changes;
 use crate::copy::{PageSink, copy};
-use crate::guest::{Guest, PausedGuest};
+use crate::guest::PausedGuest;
 use crate::{MemoryLayout, MigrateError, PageSet};
-use lacuna_machine::Vm;
+use lacuna_machine::{Running, Vm};
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -91,7 +91,7 @@ impl Throttle {
     }
 
     /// Does `work` while the guest is slowed down.
-    fn during<V: Vm, T>(self, guest: &Guest<'_, V>, work: impl FnOnce() -> T) -> T {
+    fn during<V: Vm, T>(self, guest: &Running<V>, work: impl FnOnce() -> T) -> T {
         let Self::Held(percent @ 1..) = self else {
             return work();
         };
@@ -103,7 +103,7 @@ impl Throttle {
             let _ = named.spawn_scoped(scope, || {
                 while !is_over.load(Ordering::Relaxed) {
                     // The guest may have ended.
-                    let paused = guest.pause.begin(guest.vm);
+                    let paused = guest.pause();
                     thread::sleep(held);
                     drop(paused);
                     thread::sleep(HELD_EACH - held);
@@ -206,7 +206,7 @@ pub(crate) struct Pace<'p> {
 /// Copies changed pages of `guest` while it runs. Pauses it when the remaining pages fit into the
 /// budget, or another round would not help.
 pub(crate) fn copy_live<'a, V: Vm>(
-    guest: &Guest<'a, V>,
+    guest: &'a Running<V>,
     changes: &mut Changes<'_, V>,
     mut pace: Pace<'_>,
     sinks: &mut [impl PageSink + Send],
@@ -224,14 +224,15 @@ pub(crate) fn copy_live<'a, V: Vm>(
                 rings.empty()?;
                 progress(now)
             };
-            one_round(guest.vm, &layout, (&left, before), sinks, pace.limit, each)
+            let (vm, set) = (&**guest.vm(), (&left, before));
+            one_round(vm, &layout, set, sinks, pace.limit, each)
         });
         // An error of the log cancels the round.
         left = rings.end()?;
         rounds.push(round?);
     }
     // A vCPU whose dirty ring is full completes its instruction after a harvest.
-    let paused = guest.pause_between(&mut || {
+    let paused = PausedGuest::pause_between(guest, &mut || {
         left.add(&changes.harvest()?);
         Ok(())
     })?;

@@ -13,7 +13,7 @@ use std::fmt;
 /// same.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Machine {
+pub struct MachineConfig {
     /// The architecture.
     pub arch: Arch,
     /// The number of vCPUs.
@@ -44,7 +44,7 @@ pub struct MachineState {
     pub devices: DevicesState,
 }
 
-impl Machine {
+impl MachineConfig {
     /// The machine of `vm`, whose vCPUs have these states.
     pub(crate) fn saved(vm: &impl Vm, layout: MemoryLayout, vcpus: &[VcpuState]) -> Self {
         let mut machine = Self::of(vm, layout);

@@ -6,11 +6,8 @@ use crate::tracker::Tracker;
 use crate::vm::Vm;
 use lacuna_addr::PageCount;
 use lacuna_host::{HugePages, LinuxBacking, MemoryKind, Swap};
-use lacuna_machine::{
-    Apf, Arch, Builder, CpuModel, Delivery, Ending, Image, MemorySlots as _, Observed, PageSource,
-    PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
-};
-use lacuna_sync::{Clock, HostClock, LatencySetting};
+use lacuna_machine::{Apf, Arch, Builder, CpuModel, Delivery, PageSource, VmConfig};
+use lacuna_sync::LatencySetting;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -116,28 +113,5 @@ impl Builder for VmBuilder {
         format!("smp={} ap=direct {host}{}", self.vcpus, self.command_line)
             .trim_end()
             .to_owned()
-    }
-
-    fn run(
-        &self,
-        image: &Image<'_>,
-        devices: Arc<PlatformDevices>,
-        watch: &mut dyn FnMut(&Observed<'_, Vm>),
-    ) -> Result<RunEnd<Vm>, KvmError> {
-        let vm = self.build()?;
-        devices.check_memory(&vm.memory_slots())?;
-        let vcpus = lacuna_machine::Vm::boot(&vm, image, &self.full_command_line())?;
-        let clock = HostClock::default();
-        let run = run_watched(&vm, vcpus, &devices, &clock, watch);
-        run.map_err(|error| KvmError::Thread(error.to_string()))?;
-        // The status page may be swapped out.
-        vm.end_latency();
-        Ok(RunEnd {
-            ending: devices.ending().unwrap_or(Ending::Stopped),
-            end: clock.now(),
-            status: status_page(&*vm, &devices),
-            trace_hash: None,
-            vm,
-        })
     }
 }

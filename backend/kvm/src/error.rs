@@ -1,7 +1,7 @@
 //! Why a run cannot start: the machine lacks a requirement, or a request is refused.
 
 use lacuna_host::{HostError, SetupFailed};
-use lacuna_machine::{BackendError, BootError, DeviceError, ErrorKind, HandlerError};
+use lacuna_machine::{BackendError, BootError, ErrorKind, HandlerError, MachineError};
 use lacuna_slots::{DirtyError, SlotError};
 
 use lacuna_sys::Errno;
@@ -151,15 +151,12 @@ pub enum KvmError {
     /// The memory does not fit into slots.
     #[error(transparent)]
     Slot(#[from] SlotError),
-    /// A device of the VMM's own lies over the guest's memory.
+    /// The guest cannot start.
     #[error(transparent)]
-    Device(#[from] DeviceError),
+    Machine(#[from] MachineError),
     /// The VM has its vCPUs already.
     #[error("this VM has its vCPUs already: make another one")]
     Booted,
-    /// A thread of the run cannot be started.
-    #[error("cannot start a thread of the run: {0}; raise the limit on processes (ulimit -u)")]
-    Thread(String),
     /// The swap device cannot be opened.
     #[error(transparent)]
     Swap(#[from] SetupFailed),
@@ -196,7 +193,7 @@ impl BackendError for KvmError {
             | Self::Slot(_)
             | Self::Booted => ErrorKind::Request,
             Self::Memory(error) if error.is_of_request() => ErrorKind::Request,
-            Self::Device(error) => error.kind(),
+            Self::Machine(error) => error.kind(),
             Self::Boot(error) => error.kind(),
             Self::Unavailable(_)
             | Self::NoApf
@@ -205,7 +202,6 @@ impl BackendError for KvmError {
             | Self::NoRing
             | Self::Dirty(_)
             | Self::Memory(_)
-            | Self::Thread(_)
             | Self::Swap(_)
             | Self::Handler(_)
             | Self::Userfaultfd { .. }

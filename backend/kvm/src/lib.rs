@@ -70,7 +70,7 @@ pub use error::{KvmError, Unavailable};
 pub use lacuna_host::{
     HugePages, LinuxBacking, MemoryKind, PrivateFile, SharedFill, SharedMemory, Swap,
 };
-pub use lacuna_machine::{Apf, CpuModel, Observed, VmConfig};
+pub use lacuna_machine::{Apf, CpuModel, VmConfig};
 pub use lacuna_slots::{
     Backup, ClearError, Delivery, DirtyError, Logging, RingSize, RingSizeError, SlotId,
 };

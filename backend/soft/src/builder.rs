@@ -1,6 +1,5 @@
 //! Describes and executes a run, for `lacuna run`, the lab and the tests.
 
-use crate::either::Vcpu;
 use crate::error::SoftError;
 use crate::seeded::{SimulatedVm, Simulator, SimulatorConfig, Trace};
 use crate::stall::Stalls;
@@ -12,8 +11,8 @@ use lacuna_host::{
     MemoryKind, PageSource, Swap, SwapStore,
 };
 use lacuna_machine::{
-    Apf, Arch, Console, CpuModel, Ending, Image, Layout, MemorySlots as _, Observed,
-    PlatformDevices, RunEnd, VmConfig, run_watched, status_page,
+    Apf, Arch, Builder as _, Console, CpuModel, Ending, Image, Layout, MachineError,
+    MemorySlots as _, PlatformDevices, RunEnd, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::ops::ControlFlow;
@@ -23,7 +22,6 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct VmBuilder {
     /// The architecture of its processors, for [`Builder::build`](lacuna_machine::Builder::build).
-    /// A run has the architecture of its image.
     pub arch: Arch,
     /// The memory that the guest sees.
     pub memory: PageCount,
@@ -55,7 +53,8 @@ pub struct VmBuilder {
     /// Which processor the guest sees.
     pub cpu: CpuModel,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
-    /// threads and real time. It is for `Builder::run`. A VM from `build` with a seed has stopped
+    /// threads and real time. It is for
+    /// [`VmBuilder::run_seeded`]. A VM from `build` with a seed has stopped
     /// virtual time: a vCPU that waits for time to pass fails with
     /// [`VcpuError::TimeStandsStill`](lacuna_machine::VcpuError::TimeStandsStill).
     pub seed: Option<u64>,
@@ -165,8 +164,7 @@ impl VmBuilder {
         line.trim_end().to_owned()
     }
 
-    /// As [`Builder::run_with_console`](lacuna_machine::Builder::run_with_console); the result has
-    /// this backend's own counters.
+    /// Runs `image` to its end, in real time or, with a seed, in virtual time.
     ///
     /// # Errors
     /// The reason why the run cannot start. A started run has an [`Ending`].
@@ -174,83 +172,75 @@ impl VmBuilder {
         &self,
         image: &Image<'_>,
         console: impl Console + 'static,
-        mut watch: impl FnMut(&Observed<'_, Vm>),
     ) -> Result<RunSummary, SoftError> {
         let devices = Arc::new(PlatformDevices::of(image.arch, console));
-        let (end, trace) = self.run_with(image, devices, &mut watch)?;
-        Ok(RunSummary::of(end, trace))
+        if self.seed.is_some() {
+            let (end, trace) = self.run_seeded(image, devices, &mut |_, _| ())?;
+            return Ok(RunSummary::of(end, Some(trace)));
+        }
+        Ok(RunSummary::of(self.start(image, devices)?.wait(), None))
     }
 
-    /// As [`VmBuilder::run_to_summary`], with the caller's devices.
-    pub(crate) fn run_with(
+    /// Runs `image` to its end on the calling thread, in virtual time: each run with one seed is
+    /// the same. `watch` is called between steps of the guest, with its VM and its time. It may end
+    /// the guest: `devices.end(Ending::Stopped, vm)`.
+    ///
+    /// # Errors
+    /// The reason why the run cannot start. A started run has an [`Ending`].
+    ///
+    /// # Panics
+    /// The builder has no seed.
+    pub fn run_seeded(
         &self,
         image: &Image<'_>,
         devices: Arc<PlatformDevices>,
-        watch: &mut dyn FnMut(&Observed<'_, Vm>),
-    ) -> Result<(RunEnd<Vm>, Option<Trace>), SoftError> {
-        let this = Self {
-            arch: image.arch,
-            ..self.clone()
-        };
-        let (vm, time) = this.vm()?;
-        let vm = Arc::new(vm);
-        devices.check_arch(image.arch)?;
-        devices.check_memory(&vm.memory_slots())?;
-        let vcpus = vm.boot_any(image, &this.full_command_line())?;
-        let trace = match time {
-            Time::Real(clock) => {
-                let background = vm.host().spawn_background()?;
-                let run = run_watched(&vm, vcpus, &devices, &*clock, watch);
-                run.map_err(|error| HostError::Thread(error.to_string()))?;
-                drop(background);
-                // The status page may be in swap.
-                vm.host().end_latency();
-                None
-            }
-            Time::Virtual { clock, seed } => {
-                Some(simulate(&vm, vcpus, &devices, (clock, seed), watch))
-            }
-        };
-        let end = RunEnd {
-            ending: devices.ending().unwrap_or(Ending::Stopped),
-            end: vm.clock.now(),
-            status: status_page(&*vm, &devices),
-            trace_hash: trace.map(|trace| trace.hash),
-            vm,
-        };
-        Ok((end, trace))
+        watch: &mut dyn FnMut(&Vm, Nanos),
+    ) -> Result<(RunEnd<Vm>, Trace), SoftError> {
+        let seed = self.seed.expect("a seeded VM");
+        let clock = Arc::<VirtualClock>::default();
+        let vm = Arc::new(self.vm(Arc::clone(&clock) as Arc<dyn Clock>)?);
+        let checked = devices.check_arch(self.arch);
+        let checked = checked.and_then(|()| devices.check_memory(&vm.memory_slots()));
+        checked.map_err(MachineError::from)?;
+        let vcpus = vm.boot_any(image, &self.full_command_line())?;
+        let mut simulator = Simulator::new(SimulatorConfig {
+            seed,
+            clock: Arc::clone(&clock),
+            host: Arc::clone(vm.host()),
+        });
+        simulator.add(SimulatedVm {
+            vm: Arc::clone(&vm),
+            vcpus,
+            devices: Arc::clone(&devices),
+        });
+        let trace = simulator.run(|| watch(&vm, clock.now()));
+        let end = clock.now();
+        Ok((RunEnd::new(vm, devices, end), trace))
     }
 
     /// Makes the VM for the VMM's own run loop. Unless it has a seed, its host works in the
     /// background until the VM is dropped.
     pub(crate) fn vm_with_background(&self) -> Result<Vm, SoftError> {
-        let (mut vm, time) = self.vm()?;
-        match time {
-            Time::Real(_) => vm.background = Some(vm.host.spawn_background()?),
-            Time::Virtual { .. } => vm.stands_still = true,
+        if self.seed.is_some() {
+            let mut vm = self.vm(Arc::<VirtualClock>::default())?;
+            vm.stands_still = true;
+            return Ok(vm);
         }
+        let mut vm = self.vm(Arc::<HostClock>::default())?;
+        vm.background = Some(vm.host.spawn_background()?);
         Ok(vm)
     }
 
     /// Makes the VM, with a memory manager of its own.
-    fn vm(&self) -> Result<(Vm, Time), SoftError> {
+    fn vm(&self, clock: Arc<dyn Clock>) -> Result<Vm, SoftError> {
         self.check()?;
-        let time = match self.seed {
-            None => Time::Real(Arc::new(HostClock::default())),
-            Some(seed) => Time::Virtual {
-                clock: Arc::default(),
-                seed,
-            },
-        };
-        let clock = time.clock();
         let host = self.host(Arc::clone(&clock))?;
         let memory = BootMemory {
             kind: self.memory_kind,
             source: self.source.clone(),
             backing: self.backing.clone(),
         };
-        let vm = Vm::make(host, clock, self.config(), memory)?;
-        Ok((vm, time))
+        Vm::make(host, clock, self.config(), memory)
     }
 
     /// Refuses impossible sizes, before memory and files are allocated for them. The budget must
@@ -282,65 +272,20 @@ impl VmBuilder {
     }
 }
 
-/// The clock of a run.
-enum Time {
-    /// The host's clock, and threads.
-    Real(Arc<dyn Clock>),
-    /// The simulator's clock.
-    Virtual {
-        /// Its clock.
-        clock: Arc<VirtualClock>,
-        /// Its seed.
-        seed: u64,
-    },
-}
-
-impl Time {
-    fn clock(&self) -> Arc<dyn Clock> {
-        match self {
-            Self::Real(clock) => Arc::clone(clock),
-            Self::Virtual { clock, .. } => Arc::clone(clock) as Arc<dyn Clock>,
-        }
-    }
-}
-
-fn simulate(
-    vm: &Arc<Vm>,
-    vcpus: Vec<Vcpu>,
-    devices: &Arc<PlatformDevices>,
-    (clock, seed): (Arc<VirtualClock>, u64),
-    watch: &mut dyn FnMut(&Observed<'_, Vm>),
-) -> Trace {
-    let mut simulator = Simulator::new(SimulatorConfig {
-        seed,
-        clock: Arc::clone(&clock),
-        host: Arc::clone(vm.host()),
-    });
-    simulator.add(SimulatedVm {
-        vm: Arc::clone(vm),
-        vcpus,
-        devices: Arc::clone(devices),
-    });
-    simulator.run(|| {
-        watch(&Observed {
-            vm: &**vm,
-            devices,
-            now: clock.now(),
-        })
-    })
-}
-
 impl RunSummary {
     fn of(end: RunEnd<Vm>, trace: Option<Trace>) -> Self {
-        let vm = end.vm;
+        let vm = &end.vm;
+        // The status page may be in swap.
+        vm.host().end_latency();
+        let status = end.status();
         Self {
-            ending: end.ending,
             host: vm.host().stats(),
             stalls: vm.stalls(),
             apf: vm.apf_stats(),
             retired: vm.retired(),
-            status: end.status,
+            status,
             end: end.end,
+            ending: end.ending,
             trace,
         }
     }

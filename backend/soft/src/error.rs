@@ -2,7 +2,7 @@
 
 use lacuna_addr::NoRoom;
 use lacuna_host::HostError;
-use lacuna_machine::{Arch, BootError, DeviceError, DirtyError, HandlerError};
+use lacuna_machine::{Arch, BootError, DirtyError, HandlerError, MachineError};
 use lacuna_mmu::MmuError;
 use lacuna_slots::SlotError;
 
@@ -48,9 +48,9 @@ pub enum SoftError {
     /// The image does not fit.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// A device of the VMM's own lies over the guest's memory.
+    /// The guest cannot start.
     #[error(transparent)]
-    Device(#[from] DeviceError),
+    Machine(#[from] MachineError),
     /// The VM does not support this delivery of dirty pages.
     #[error(transparent)]
     Dirty(#[from] DirtyError),

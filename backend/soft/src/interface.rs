@@ -10,8 +10,7 @@ use crate::vm::Vm;
 use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
-    MissingMemory, Observed, PlatformDevices, RunEnd, SharedFile, SharedState, StateError,
-    VcpuStats, VmConfig, VmStats,
+    MissingMemory, SharedFile, SharedState, StateError, VcpuStats, VmConfig, VmStats,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -135,14 +134,5 @@ impl Builder for VmBuilder {
 
     fn full_command_line(&self) -> String {
         Self::full_command_line(self)
-    }
-
-    fn run(
-        &self,
-        image: &Image<'_>,
-        devices: Arc<PlatformDevices>,
-        watch: &mut dyn FnMut(&Observed<'_, Vm>),
-    ) -> Result<RunEnd<Vm>, SoftError> {
-        self.run_with(image, devices, watch).map(|(end, _)| end)
     }
 }

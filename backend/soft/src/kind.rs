@@ -32,7 +32,7 @@ impl SoftError {
                 ErrorKind::Host
             }
             Self::Boot(error) => error.kind(),
-            Self::Device(error) => error.kind(),
+            Self::Machine(error) => error.kind(),
         }
     }
 }

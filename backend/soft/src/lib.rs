@@ -62,7 +62,7 @@ pub use lacuna_host::{
     Background, Host, HostError, HostStats, HugePages, LatencySetting, LinuxBacking, LinuxError,
     LogNormal, MemoryKind, MmuNotifier, PrivateFile, SharedFill, SharedMemory, Swap,
 };
-pub use lacuna_machine::{Apf, CpuModel, ErrorKind, Observed, VmConfig};
+pub use lacuna_machine::{Apf, CpuModel, ErrorKind, VmConfig};
 pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Mmu,
     MmuError, Outcome as Fault, RingSize, RingSpace, SlotSpec, VcpuMmu,

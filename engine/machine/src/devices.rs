@@ -157,9 +157,9 @@ impl PlatformDevices {
         }
     }
 
-    /// Checks that no device lies over a memory slot. [`Builder::run`](crate::Builder::run) and
-    /// [`run_watched`](crate::run_watched) call this. A VMM with a run loop of its own calls it
-    /// with [`MemorySlots::memory_slots`](crate::MemorySlots::memory_slots) before the first run.
+    /// Checks that no device lies over a memory slot. [`Machine::new`](crate::Machine::new) calls
+    /// this. A VMM with a run loop of its own calls it before the first run, with
+    /// [`MemorySlots::memory_slots`](crate::MemorySlots::memory_slots).
     ///
     /// # Errors
     /// [`DeviceError::Memory`], with the range of the first such device.

@@ -158,7 +158,7 @@ pub enum VcpuError {
     /// The vCPU waits for time to pass, but the time of its VM is stopped.
     #[error(
         "vCPU {vcpu}: it waits, and the time of this VM is stopped, because the VM has a seed: \
-         run it with `Builder::run`, or build it without a seed"
+         run it with `VmBuilder::run_seeded`, or build it without a seed"
     )]
     TimeStandsStill {
         /// Which vCPU.

@@ -1,4 +1,4 @@
-//! The outside of a virtual machine: exits, devices, images and the run loop.
+//! The outside of a virtual machine: exits, devices, images and the machine that runs a guest.
 //!
 //! * [`Vm`], [`Builder`]: the interface that every backend implements, and its optional powers.
 //! * [`Vcpu`], [`Exit`]: one processor and its returns to the VMM; [`SaveRestore`]: its whole state
@@ -10,7 +10,7 @@
 //!   arm64 `Image`, becomes a plan of writes and an entry state.
 //! * [`PlatformDevices`]: the devices of every guest (serial line, exit code, status page), and an
 //!   embedder's [`Device`]s. [`Interrupts`]: their interrupt [`Line`]s and messages.
-//! * [`run`]: one thread for each vCPU until the guest ends; [`run_watched`] also calls a watcher.
+//! * [`Machine`], [`Running`]: a VM with its devices and a thread for each vCPU.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
 //! This crate knows no processor, no tables and no memory manager. It and `lacuna-mmu` do not
@@ -28,6 +28,7 @@ mod interrupts;
 mod kick;
 mod kind;
 mod log_reader;
+mod machine;
 mod memory;
 mod missing;
 mod pause;
@@ -63,16 +64,15 @@ pub use lacuna_source::{
     SourcePage, WhenGone,
 };
 pub use log_reader::{LogReader, LogReaders};
+pub use machine::{Machine, MachineError, Running};
 pub use memory::{Balloon, GuestMemory, MemoryError};
 pub use missing::{FaultToken, MissingMemory, Provided, ReadyOutcome, TokenError};
-pub use pause::{Pause, Paused};
-pub use run::{
-    Next, VcpuThreads, dispatch, run, run_pausable, run_watched, run_watched_pausable, status_page,
-};
+pub use pause::Paused;
+pub use run::{Next, dispatch};
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
 pub use state::{SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
 pub use tokens::Tokens;
 pub use vm::{
-    ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, Observed, RunEnd,
-    SharedFile, VcpuStats, Vm, VmConfig, VmStats,
+    ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, RunEnd, SharedFile,
+    VcpuStats, Vm, VmConfig, VmStats,
 };

@@ -11,7 +11,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// How often a waiting thread looks for the run's ending.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Pauses of one run. [`run_pausable`](crate::run_pausable) takes it.
+/// Pauses of one [`Running`](crate::Running).
 ///
 /// ```text
 /// controller                        vCPU's thread
@@ -21,8 +21,8 @@ const LOOK: Duration = Duration::from_millis(100);
 /// drop(Paused) ───────────────────► takes its vCPU back, and continues
 /// ```
 ///
-/// Any thread but a vCPU's may pause a run. Meanwhile another controller waits in [`Pause::begin`].
-pub struct Pause<V> {
+/// Any thread but a vCPU's may pause a run. Meanwhile another controller waits in `Pause::begin`.
+pub(crate) struct Pause<V> {
     /// A controller waits for the vCPUs, or has them.
     wanted: AtomicBool,
     state: Mutex<PauseState<V>, lock_order::RunPause>,
@@ -48,18 +48,24 @@ struct PauseState<V> {
     ended: u64,
 }
 
-/// The paused vCPUs of a run. They run again when this value is dropped.
+/// The paused vCPUs of a [`Running`](crate::Running). They run again when this value is dropped.
 ///
 /// If this value is forgotten ([`std::mem::forget`]), the guest stays paused, and another
-/// [`Pause::begin`] waits, until the run has an ending. The vCPUs' threads then wait for 60 s and
-/// end without their vCPUs: [`run_pausable`](crate::run_pausable) returns, and `begin` returns
-/// `None`. The same happens if a controller keeps this value for 60 s after the ending. Its vCPUs
-/// are dropped with the [`Pause`].
+/// [`Running::pause`](crate::Running::pause) waits, until the guest has an ending. The vCPUs'
+/// threads then wait for 60 s and end without their vCPUs. The same happens if a controller keeps
+/// this value for 60 s after the ending.
 pub struct Paused<'a, V> {
     pause: &'a Pause<V>,
     vcpus: Vec<V>,
     /// The numbers of these vCPUs.
     numbers: Vec<usize>,
+}
+
+impl<V> PauseState<V> {
+    /// Whether all threads have ended.
+    const fn is_over(&self) -> bool {
+        self.has_begun && self.running + self.threads_waiting == 0
+    }
 }
 
 impl<V> Default for Pause<V> {
@@ -83,19 +89,11 @@ impl<V> Default for Pause<V> {
 }
 
 impl<V: Vcpu> Pause<V> {
-    /// Waits until every vCPU of the run has left the guest and no other thread has them, and
-    /// returns them. `None`: the run is over, or has not begun.
-    ///
-    /// A vCPU that waits for a page or a device leaves too. If the vCPU is in the middle of an
-    /// instruction, its save is refused with
-    /// [`StateError::MidInstruction`](crate::StateError::MidInstruction): end the pause, and begin
-    /// another one.
-    ///
-    /// The thread of a vCPU must not call this.
+    /// [`Running::pause`](crate::Running::pause).
     pub fn begin(&self, kick: &impl Kick) -> Option<Paused<'_, V>> {
         let mut state = self.lock();
         while state.is_paused {
-            if state.has_begun && state.running + state.threads_waiting == 0 {
+            if state.is_over() {
                 return None;
             }
             state = self.changed.wait(state).expect("no panic under this lock");
@@ -124,12 +122,19 @@ impl<V: Vcpu> Pause<V> {
         (!paused.vcpus.is_empty()).then_some(paused)
     }
 
-    /// Whether a run with this `Pause` has begun. The run may be over.
+    /// Whether the run has begun. It may be over.
     pub fn has_begun(&self) -> bool {
         self.lock().has_begun
     }
 
-    /// A run with `vcpus` vCPUs is about to start their threads.
+    /// Waits for `time` at most, and returns whether all threads have ended.
+    pub fn wait_end(&self, time: Duration) -> bool {
+        let runs = |state: &mut PauseState<V>| !state.is_over();
+        let waited = self.changed.wait_timeout_while(self.lock(), time, runs);
+        waited.expect("no panic under this lock").is_over()
+    }
+
+    /// `vcpus` threads are about to run their vCPUs.
     pub(crate) fn enter(&self, vcpus: usize) {
         let mut state = self.lock();
         state.has_begun = true;

@@ -127,7 +127,8 @@ pub enum StateError {
 /// Only the hypervisor below can refuse half-way ([`StateError::Host`]); the vCPU must then be
 /// restored again or dropped.
 ///
-/// The vCPU's owning thread calls this: see [`Pause`](crate::Pause) for running vCPUs.
+/// The vCPU's owning thread calls this: see [`Running::pause`](crate::Running::pause) for running
+/// vCPUs.
 ///
 /// Pages on their way to the guest are not part of a state. If the guest has enabled asynchronous
 /// page faults, it gets a *wake-all* after a restore: every thread waiting for a page retries its

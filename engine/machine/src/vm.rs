@@ -5,11 +5,11 @@
 //! returns as an `Option`.
 
 use crate::{
-    Apf, Arch, Balloon, Console, DirtyTracking, Ending, ErrorKind, GuestMemory, Image,
-    InterruptController, Interrupts, Kick, MemorySlots, MissingMemory, PlatformDevices,
+    Apf, Arch, Balloon, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, InterruptController,
+    Interrupts, Kick, Machine, MachineError, MemorySlots, MissingMemory, PlatformDevices, Running,
     SaveRestore, SharedState, StateError,
 };
-use lacuna_addr::PageCount;
+use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_slots::Delivery;
 use lacuna_sync::Nanos;
 use serde::{Deserialize, Serialize};
@@ -69,7 +69,7 @@ pub struct VmConfig {
 }
 
 /// The error of a backend.
-pub trait BackendError: std::error::Error + Send + Sync + 'static {
+pub trait BackendError: std::error::Error + From<MachineError> + Send + Sync + 'static {
     /// The kind of the cause.
     fn kind(&self) -> ErrorKind;
 }
@@ -125,7 +125,7 @@ pub trait Vm:
     + 'static
 {
     /// The type of its processors.
-    type Vcpu: SaveRestore;
+    type Vcpu: SaveRestore + 'static;
     /// The type of its errors.
     type Error: BackendError;
 
@@ -212,28 +212,38 @@ pub trait ApfSwitch {
     fn set_apf(&self, apf: Apf);
 }
 
-/// The watcher's view of [`Builder::run`].
-pub struct Observed<'a, V> {
-    /// The VM.
-    pub vm: &'a V,
-    /// Its devices.
-    pub devices: &'a PlatformDevices,
-    /// The guest's time.
-    pub now: Nanos,
-}
-
-/// The result of a run. The VM still exists, so its counters can be read.
+/// An ended guest. The VM still exists, so its counters and its memory can be read.
+#[non_exhaustive]
 pub struct RunEnd<V> {
     /// The VM.
     pub vm: Arc<V>,
-    /// Why the run ended.
+    /// Its devices.
+    pub devices: Arc<PlatformDevices>,
+    /// Why the guest ended.
     pub ending: Ending,
     /// The guest's time at the end.
     pub end: Nanos,
-    /// The guest's status page, if it announced one.
-    pub status: Option<Vec<u8>>,
-    /// For a seeded run: the hash of everything that happened.
-    pub trace_hash: Option<u64>,
+}
+
+impl<V: Vm> RunEnd<V> {
+    /// The end of a guest with these `devices`. For backends.
+    pub fn new(vm: Arc<V>, devices: Arc<PlatformDevices>, end: Nanos) -> Self {
+        Self {
+            ending: devices.ending().unwrap_or(Ending::Stopped),
+            vm,
+            devices,
+            end,
+        }
+    }
+
+    /// A copy of the status page, if the guest announced one. If the page is swapped out, it is
+    /// read back first.
+    pub fn status(&self) -> Option<Vec<u8>> {
+        let mut page = vec![0; PAGE_SIZE];
+        let gpa = self.devices.status_page()?.gpa();
+        self.vm.read(gpa, &mut page).ok()?;
+        Some(page)
+    }
 }
 
 impl<V> fmt::Debug for RunEnd<V> {
@@ -241,13 +251,12 @@ impl<V> fmt::Debug for RunEnd<V> {
         f.debug_struct("RunEnd")
             .field("ending", &self.ending)
             .field("end", &self.end)
-            .field("trace_hash", &self.trace_hash)
             .finish_non_exhaustive()
     }
 }
 
-/// Describes a VM and a run of it. [`Builder::build`] makes the VM alone; [`Builder::run`] makes a
-/// VM and runs an image in it.
+/// Describes a VM. [`Builder::build`] makes the VM alone; [`Builder::start`] also runs an image in
+/// it.
 pub trait Builder {
     /// The type of the VM.
     type Vm: Vm;
@@ -262,35 +271,19 @@ pub trait Builder {
     /// words that describe the VM to the kernel.
     fn full_command_line(&self) -> String;
 
-    /// Runs `image` to its end. The calling thread calls `watch`, about ten times a second unless
-    /// the run is seeded. It may end the run: `seen.devices.end(Ending::Stopped, seen.vm)`. Each
-    /// run needs devices of its own: if `devices` have an ending already, as after an earlier run,
-    /// the guest executes nothing, and that ending is the result.
+    /// Makes a [`Machine`] with a VM and these devices, and runs `image` in it. Each machine needs
+    /// devices of its own. A seeded VM of the backend `soft` runs otherwise: time stands still for
+    /// the threads of a machine.
     ///
     /// # Errors
-    /// The reason why the run cannot start. A run that started has an [`Ending`] instead.
-    fn run(
+    /// The reason why the guest cannot start.
+    fn start(
         &self,
         image: &Image<'_>,
-        devices: Arc<PlatformDevices>,
-        watch: &mut dyn FnMut(&Observed<'_, Self::Vm>),
-    ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error>;
-
-    /// As [`Builder::run`], with the devices of [`PlatformDevices::of`] for the image; `console`
-    /// gets the guest's lines.
-    ///
-    /// # Errors
-    /// As [`Builder::run`].
-    fn run_with_console(
-        &self,
-        image: &Image<'_>,
-        console: impl Console + 'static,
-        watch: &mut dyn FnMut(&Observed<'_, Self::Vm>),
-    ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error> {
-        self.run(
-            image,
-            Arc::new(PlatformDevices::of(image.arch, console)),
-            watch,
-        )
+        devices: impl Into<Arc<PlatformDevices>>,
+    ) -> Result<Running<Self::Vm>, <Self::Vm as Vm>::Error> {
+        let machine = Machine::new(self.build()?, devices)?;
+        let vcpus = machine.vm().boot(image, &self.full_command_line())?;
+        Ok(machine.start(vcpus))
     }
 }

@@ -1,7 +1,7 @@
 //! Runs guests as a VMM does, on both backends.
 
 use lacuna::{
-    Access, Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image,
+    Access, Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, Machine,
     PageCount, PlatformDevices, Segment, Vcpu as _, VcpuError, Vm, kvm, soft,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -31,16 +31,13 @@ fn image(code: &[u8]) -> Image<'_> {
 /// A guest that never ends: a jump to itself.
 const ENDLESS: &[u8] = &[0xeb, 0xfe];
 
-fn a_panic_of_the_watcher_arrives<B: Builder + Send + 'static>(builder: B) {
+fn a_panic_of_the_vmm_arrives<B: Builder + Send + 'static>(builder: B) {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         let run = || {
-            builder
-                .run_with_console(&image(ENDLESS), |_: &str| (), &mut |_| {
-                    panic!("the watcher panics")
-                })
-                .map(drop)
-                .map_err(|error| error.to_string())
+            let running = builder.start(&image(ENDLESS), PlatformDevices::new(|_: &str| ()));
+            let running = running.expect("it starts");
+            assert!(running.wait_timeout(Duration::ZERO), "the VMM panics");
         };
         let _ = sender.send(catch_unwind(AssertUnwindSafe(run)).is_err());
     });
@@ -48,10 +45,10 @@ fn a_panic_of_the_watcher_arrives<B: Builder + Send + 'static>(builder: B) {
 }
 
 #[test]
-fn a_panic_of_the_watcher_ends_the_run() {
-    a_panic_of_the_watcher_arrives(soft::VmBuilder::new(SIZE, SIZE));
+fn a_panic_of_the_vmm_ends_the_guest() {
+    a_panic_of_the_vmm_arrives(soft::VmBuilder::new(SIZE, SIZE));
     if kvm::available().is_ok() {
-        a_panic_of_the_watcher_arrives(kvm::VmBuilder::new(SIZE, SIZE));
+        a_panic_of_the_vmm_arrives(kvm::VmBuilder::new(SIZE, SIZE));
     }
 }
 
@@ -59,8 +56,9 @@ fn a_panic_of_the_watcher_ends_the_run() {
 const EXITS_WITH_SEVEN: &[u8] = &[0xb8, 7, 0, 0, 0, 0xe7, 0xf4, 0xf4];
 
 fn ends_with_seven<B: Builder>(builder: &B) {
-    let end = builder.run_with_console(&image(EXITS_WITH_SEVEN), |_: &str| (), &mut |_| {});
-    let end = end.expect("it starts");
+    let devices = PlatformDevices::new(|_: &str| ());
+    let running = builder.start(&image(EXITS_WITH_SEVEN), devices);
+    let end = running.expect("it starts").wait();
     assert_eq!(end.ending, Ending::Exited(7), "{end:?} of {:?}", end.vm);
     assert_eq!(end.ending.to_string(), "the guest exited with code 7");
 }
@@ -122,6 +120,56 @@ fn numbers_that_no_host_has_are_refused_as_bad_requests() {
     assert_eq!(soft::Host::minimum_budget(usize::MAX).get(), u64::MAX);
 }
 
+fn is_held_and_dropped<B: Builder>(builder: &B) {
+    let devices = Arc::new(PlatformDevices::new(|_: &str| ()));
+    let running = builder.start(&image(ENDLESS), Arc::clone(&devices));
+    let running = running.expect("it starts");
+    let vm = Arc::downgrade(running.vm());
+    let mut paused = running.pause().expect("it runs");
+    assert_eq!(paused.vcpus().len(), 1);
+    drop(paused);
+    assert!(!running.wait_timeout(Duration::from_millis(1)));
+    assert_eq!(devices.ending(), None);
+    drop(running);
+    assert_eq!(devices.ending(), Some(Ending::Stopped));
+    assert!(vm.upgrade().is_none(), "no thread has it");
+}
+
+/// The VMM has no loop for its guest: it holds a value, and drops it.
+#[test]
+fn a_dropped_guest_ends() {
+    is_held_and_dropped(&soft::VmBuilder::new(SIZE, SIZE));
+    if kvm::available().is_ok() {
+        is_held_and_dropped(&kvm::VmBuilder::new(SIZE, SIZE));
+    }
+}
+
+/// A destination drops its machine if no guest arrives, and uses its devices again.
+#[test]
+fn a_machine_that_is_not_started_does_not_end_its_devices() {
+    let devices = Arc::new(PlatformDevices::new(|_: &str| ()));
+    let builder = soft::VmBuilder::new(SIZE, SIZE);
+    let vm = builder.build().expect("a VM");
+    let machine = Machine::new(Arc::clone(&vm), Arc::clone(&devices)).expect("threads");
+    drop(machine);
+    assert_eq!((Arc::strong_count(&vm), devices.ending()), (1, None));
+    let running = builder.start(&image(EXITS_WITH_SEVEN), devices);
+    assert_eq!(running.expect("it starts").wait().ending, Ending::Exited(7));
+}
+
+/// Writes an empty line to the serial line, and never ends.
+const PRINTS: &[u8] = &[0x66, 0xba, 0xf8, 0x03, 0xb0, 0x0a, 0xee, 0xeb, 0xfe];
+
+/// A panic on a vCPU's thread ends the guest, and is the waiting thread's.
+#[test]
+fn a_panic_of_the_console_arrives() {
+    let devices = PlatformDevices::new(|_: &str| panic!("the console panics"));
+    let mut builder = soft::VmBuilder::new(SIZE, SIZE);
+    builder.vcpus = 2;
+    let running = builder.start(&image(PRINTS), devices).expect("it starts");
+    assert!(catch_unwind(AssertUnwindSafe(|| running.wait())).is_err());
+}
+
 /// Devices of an ended run do not run another guest.
 #[test]
 fn devices_of_an_earlier_run_end_a_run_at_once() {
@@ -129,11 +177,11 @@ fn devices_of_an_earlier_run_end_a_run_at_once() {
     let builder = soft::VmBuilder::new(SIZE, SIZE);
     for _ in 0..2 {
         let code = image(EXITS_WITH_SEVEN);
-        let end = builder.run(&code, Arc::clone(&devices), &mut |_| {});
-        assert_eq!(end.expect("it starts").ending, Ending::Exited(7));
+        let running = builder.start(&code, Arc::clone(&devices));
+        assert_eq!(running.expect("it starts").wait().ending, Ending::Exited(7));
     }
-    let end = builder.run(&image(ENDLESS), devices, &mut |_| {});
-    assert_eq!(end.expect("it starts").ending, Ending::Exited(7));
+    let running = builder.start(&image(ENDLESS), devices);
+    assert_eq!(running.expect("it starts").wait().ending, Ending::Exited(7));
 }
 
 /// Halts with interrupts on, after it has armed a timer in the APIC's page.
@@ -174,13 +222,16 @@ impl Device for Unreachable {
 }
 
 /// The last page of the guest's memory belongs to the device too.
-fn refuses_a_device_over_memory<B: Builder>(builder: &B) {
+fn over_memory() -> PlatformDevices {
     let devices = PlatformDevices::new(|_: &str| ());
     let last = Gpa::truncate(SIZE.bytes() - 0x1000);
     let added = devices.add_mmio("unreachable", last, 0x2000, Arc::new(Unreachable));
     added.expect("the VM is not known yet");
-    let run = builder.run(&image(EXITS_WITH_SEVEN), Arc::new(devices), &mut |_| {});
-    let error = run.expect_err("the guest's memory would hide the device");
+    devices
+}
+
+fn refuses_over_memory<T, E: BackendError>(run: Result<T, E>) {
+    let error = run.err().expect("the guest's memory would hide the device");
     assert_eq!(error.kind(), ErrorKind::Request, "{error}");
     let text = error.to_string();
     assert!(text.contains("overlaps the guest's memory"), "{text}");
@@ -188,11 +239,13 @@ fn refuses_a_device_over_memory<B: Builder>(builder: &B) {
 
 #[test]
 fn a_device_over_memory_is_refused_before_the_guest_runs() {
-    refuses_a_device_over_memory(&soft::VmBuilder::new(SIZE, SIZE));
+    let code = image(EXITS_WITH_SEVEN);
+    refuses_over_memory(soft::VmBuilder::new(SIZE, SIZE).start(&code, over_memory()));
     let mut seeded = soft::VmBuilder::new(SIZE, SIZE);
     seeded.seed = Some(1);
-    refuses_a_device_over_memory(&seeded);
+    let devices = Arc::new(over_memory());
+    refuses_over_memory(seeded.run_seeded(&code, devices, &mut |_, _| ()));
     if kvm::available().is_ok() {
-        refuses_a_device_over_memory(&kvm::VmBuilder::new(SIZE, SIZE));
+        refuses_over_memory(kvm::VmBuilder::new(SIZE, SIZE).start(&code, over_memory()));
     }
 }

@@ -11,13 +11,13 @@
 use super::incoming_handle::{Decision, IncomingEvent, IncomingHandle, OnEvent};
 use crate::stream::{Arrived, Arriving, Incoming, Prepared};
 use crate::transport::{Accepted, Address, Candidate, Listener, TransportError};
-use crate::{Machine, MigrateError};
-use lacuna_machine::{PageSource, PlatformDevices, Vm};
+use crate::{MachineConfig, MigrateError};
+use lacuna_machine::{Ending, Machine, PageSource, PlatformDevices, RunEnd, Running, Vm};
 use lacuna_sync::{Mutex, lock, lock_order};
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::ControlFlow;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ pub struct Destination {
 
 /// An announced guest. When the value is dropped, its [`Destination`] may wait for another one.
 pub struct Arrival<'a> {
-    machine: Machine,
+    machine: MachineConfig,
     devices: BTreeMap<String, u32>,
     connections: Accepted<'a>,
     handle: IncomingHandle,
@@ -109,7 +109,7 @@ impl Destination {
 
 impl Arrival<'_> {
     /// The machine of the incoming guest. Make such a VM for it.
-    pub fn machine(&self) -> &Machine {
+    pub fn machine(&self) -> &MachineConfig {
         &self.machine
     }
 
@@ -227,6 +227,41 @@ impl Arrival<'_> {
         }
     }
 
+    /// Takes the guest into the VM and the devices of `machine`, and runs it to its end, while its
+    /// remaining pages arrive. Calls `beside` as soon as it runs here. `each` as in
+    /// [`Arrival::receive`].
+    ///
+    /// # Errors
+    /// The guest does not run here.
+    pub fn run<V: Vm>(
+        &self,
+        machine: Machine<V>,
+        each: &mut dyn FnMut() -> ControlFlow<()>,
+        beside: impl FnOnce(&Running<V>),
+    ) -> Result<RunEnd<V>, MigrateError> {
+        // Nothing may fail once the source has handed the guest over, so the thread comes first.
+        let (gate, given) = mpsc::channel();
+        thread::scope(|scope| {
+            let named = thread::Builder::new().name("lacuna-arriving".into());
+            let take_rest = move || given.recv().map(|arriving| self.take_rest(arriving));
+            let taking = named.spawn_scoped(scope, take_rest);
+            taking.map_err(MigrateError::Thread)?;
+            let prepared = self.receive(machine.vm(), machine.devices(), each)?;
+            let Arrived { vcpus, arriving } = self.start(prepared)?;
+            // After a panic of `beside`, the other thread must not wait for the source.
+            let panicked = EndOnPanic(&self.handle);
+            let running = machine.start(vcpus);
+            let _ = gate.send(arriving);
+            beside(&running);
+            let end = running.wait();
+            drop(panicked);
+            let is_stopped = end.ending == Ending::Stopped;
+            let why = is_stopped.then(|| end.ending.to_string());
+            self.handle.end(why.as_deref());
+            Ok(end)
+        })
+    }
+
     /// Sends the source the reason why the guest has ended here, if the source waits for more.
     fn say_that_it_has_ended<V: Vm>(&self, arriving: &mut Arriving<V>) {
         let Some(why) = self.handle.has_ended() else {
@@ -235,6 +270,16 @@ impl Arrival<'_> {
         let connections = &self.connections;
         while connections.link().is_open() && arriving.end(connections, &why).is_err() {
             thread::sleep(LOOK);
+        }
+    }
+}
+
+struct EndOnPanic<'a>(&'a IncomingHandle);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.end(Some("a thread has panicked"));
         }
     }
 }

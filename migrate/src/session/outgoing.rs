@@ -4,8 +4,8 @@ use super::outgoing_handle::{OutgoingHandle, Wanted};
 use super::report::{Migrated, OutgoingStage, again};
 use crate::stream::{OutgoingGuest, Plan, Sent, send};
 use crate::transport::{Connector, TransportError};
-use crate::{Guest, MigrateError, Progress};
-use lacuna_machine::{ErrorKind, PlatformDevices, Vm};
+use crate::{MigrateError, Progress};
+use lacuna_machine::{ErrorKind, PlatformDevices, Running, Vm};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Instant;
@@ -109,8 +109,8 @@ impl Outgoing {
 
     /// Sends `guest`. Calls `needed` with `true` before the guest may need pages of this process
     /// elsewhere, and with `false` when it no longer does.
-    pub fn send<'a, V: Vm>(&self, guest: &Guest<'a, V>, needed: &dyn Fn(bool)) -> Outcome<'a, V> {
-        let (began, devices) = (Instant::now(), guest.devices);
+    pub fn send<'a, V: Vm>(&self, guest: &'a Running<V>, needed: &dyn Fn(bool)) -> Outcome<'a, V> {
+        let (began, devices) = (Instant::now(), guest.devices());
         let needed_connections = self.plan.connections();
         let connected = self.connector.check_connections(needed_connections);
         if let Err(error) = connected.and_then(|()| self.connector.connect_first()) {

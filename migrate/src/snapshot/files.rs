@@ -1,6 +1,6 @@
 //! The parts that a snapshot's reader and writer share.
 
-use crate::{Machine, MachineState, MigrateError};
+use crate::{MachineConfig, MachineState, MigrateError};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -30,7 +30,7 @@ pub(super) struct Document {
     /// [`DIFF`] has one, and [`PACKED`] may.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Base>,
-    pub machine: Machine,
+    pub machine: MachineConfig,
     pub state: MachineState,
 }
 

@@ -6,7 +6,7 @@ use super::files::{
 use super::places::{Entries, Layer, Places};
 use crate::copy::OnPages;
 use crate::state::{check_devices, restore_state};
-use crate::{Machine, MachineState, MigrateError};
+use crate::{MachineConfig, MachineState, MigrateError};
 use lacuna_addr::{Gpa, PAGE_SIZE, room_for};
 use lacuna_machine::{PlatformDevices, SourcePage, Vm};
 use lacuna_source::{Folder, LocalFolder};
@@ -111,7 +111,7 @@ impl Snapshot {
     }
 
     /// The saved machine: make a VM of this configuration for [`Snapshot::restore`].
-    pub fn machine(&self) -> &Machine {
+    pub fn machine(&self) -> &MachineConfig {
         &self.document.machine
     }
 

@@ -8,11 +8,11 @@ use super::reader::checksums_of;
 use super::target::Target;
 use crate::changes::Changes;
 use crate::copy::PageSink;
-use crate::guest::{Guest, PausedGuest};
+use crate::guest::PausedGuest;
 use crate::rounds::{Budget, OnProgress, Pace, Round, Throttle, copy_all, copy_live, copy_paused};
-use crate::{Machine, MachineState, MemoryLayout, MigrateError, Snapshot};
+use crate::{MachineConfig, MachineState, MemoryLayout, MigrateError, Snapshot};
 use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::{SourcePage, Vm};
+use lacuna_machine::{Running, SourcePage, Vm};
 use rustix::fs::{FallocateFlags, fallocate};
 use std::fs::{self, File};
 use std::io;
@@ -45,12 +45,12 @@ pub struct Saved {
 /// # Errors
 /// [`MigrateError`].
 pub fn save<'t, V: Vm>(
-    guest: &Guest<'_, V>,
+    guest: &Running<V>,
     to: impl Into<Target<'t>>,
     budget: &Budget,
     progress: OnProgress<'_>,
 ) -> Result<Saved, MigrateError> {
-    let mut changes = Changes::log(guest.vm)?;
+    let mut changes = Changes::log(&**guest.vm())?;
     let saved = save_changes(
         guest,
         &mut changes,
@@ -67,15 +67,20 @@ pub fn save<'t, V: Vm>(
 /// # Errors
 /// [`MigrateError`].
 pub fn save_paused<'t, V: Vm>(
-    guest: &Guest<'_, V>,
+    guest: &Running<V>,
     paused: &PausedGuest<'_, V>,
     to: impl Into<Target<'t>>,
     progress: OnProgress<'_>,
 ) -> Result<Saved, MigrateError> {
-    let layout = MemoryLayout::of(guest.vm);
+    let layout = MemoryLayout::of(&**guest.vm());
     let mut writer = Writer::create(to.into(), layout.pages(), None)?;
-    let round = copy_all(guest.vm, &layout, slice::from_mut(&mut writer), progress)?;
-    let machine = Machine::saved(guest.vm, layout, &paused.state().vcpus);
+    let round = copy_all(
+        &**guest.vm(),
+        &layout,
+        slice::from_mut(&mut writer),
+        progress,
+    )?;
+    let machine = MachineConfig::saved(&**guest.vm(), layout, &paused.state().vcpus);
     let (pages, _) = writer.finish(machine, paused.state().clone())?;
     Ok(Saved {
         rounds: vec![round],
@@ -108,13 +113,13 @@ impl<'a, V: Vm> Tracked<'a, V> {
     /// # Errors
     /// [`MigrateError`].
     pub fn save_first<'t>(
-        guest: &Guest<'a, V>,
+        guest: &'a Running<V>,
         when: When<'_, '_, V>,
         to: impl Into<Target<'t>>,
         progress: OnProgress<'_>,
     ) -> Result<(Saved, Self), MigrateError> {
         let to = to.into();
-        let mut changes = Changes::log(guest.vm)?;
+        let mut changes = Changes::log(&**guest.vm())?;
         let (saved, checksums) = save_changes(guest, &mut changes, when, (to, None), progress)?;
         let last = to.path().to_owned();
         let tracked = Self {
@@ -150,7 +155,7 @@ impl<'a, V: Vm> Tracked<'a, V> {
     /// during this save, no restore takes the new one.
     pub fn save_changes<'t>(
         &mut self,
-        guest: &Guest<'_, V>,
+        guest: &Running<V>,
         when: When<'_, '_, V>,
         to: impl Into<Target<'t>>,
         progress: OnProgress<'_>,
@@ -182,7 +187,7 @@ impl<'a, V: Vm> Tracked<'a, V> {
 
 /// Saves the changed pages and the state. Returns the CRC-32 of the new [`CHECKSUMS`] too.
 fn save_changes<V: Vm>(
-    guest: &Guest<'_, V>,
+    guest: &Running<V>,
     changes: &mut Changes<'_, V>,
     when: When<'_, '_, V>,
     (to, base): (Target<'_>, Option<Base>),
@@ -203,20 +208,27 @@ fn save_changes<V: Vm>(
                 progress,
             )?;
             copied.copy_rest(
-                guest.vm,
+                &**guest.vm(),
                 changes.layout(),
                 slice::from_mut(&mut writer),
                 progress,
             )?;
             let state = copied.paused.state().clone();
-            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state.vcpus);
+            let machine =
+                MachineConfig::saved(&**guest.vm(), changes.layout().clone(), &state.vcpus);
             let downtime = copied.paused.since().elapsed();
             (copied.rounds, downtime, machine, state)
         }
         When::Paused(paused) => {
-            let round = copy_paused(guest.vm, changes, slice::from_mut(&mut writer), progress)?;
+            let round = copy_paused(
+                &**guest.vm(),
+                changes,
+                slice::from_mut(&mut writer),
+                progress,
+            )?;
             let state = paused.state().clone();
-            let machine = Machine::saved(guest.vm, changes.layout().clone(), &state.vcpus);
+            let machine =
+                MachineConfig::saved(&**guest.vm(), changes.layout().clone(), &state.vcpus);
             (vec![round], Duration::ZERO, machine, state)
         }
     };
@@ -270,7 +282,11 @@ impl<'t> Writer<'t> {
 
     /// Writes the other files, makes all durable, and gives the snapshot its name. Returns the
     /// number of its own pages with content, and the CRC-32 of [`CHECKSUMS`].
-    fn finish(mut self, machine: Machine, state: MachineState) -> Result<(u64, u32), MigrateError> {
+    fn finish(
+        mut self,
+        machine: MachineConfig,
+        state: MachineState,
+    ) -> Result<(u64, u32), MigrateError> {
         let base = self.base.take();
         // Holes cost nothing in a file. An object has none.
         let saves = base.is_some() || matches!(self.to, Target::Store(_));

@@ -7,9 +7,9 @@ use super::lanes::There;
 use super::left::{Reached, Reconnected, RemainingPages};
 use crate::MigrateError;
 use crate::changes::Changes;
-use crate::guest::{Guest, PausedGuest};
+use crate::guest::PausedGuest;
 use crate::rounds::{OnProgress, Round};
-use lacuna_machine::{Ending, Vm};
+use lacuna_machine::{Running, Vm};
 use std::thread;
 use std::time::Instant;
 
@@ -45,7 +45,7 @@ pub enum Sent<'a, V: Vm> {
 /// A guest that the source has handed over by `Go`. It stays paused here. If this is dropped, its
 /// run here ends with [`Ending::Stopped`], because the destination runs it or may run it.
 pub struct OutgoingGuest<'a, V: Vm> {
-    guest: Guest<'a, V>,
+    guest: &'a Running<V>,
     /// The destination may run it.
     pub(super) is_away: bool,
     paused: PausedGuest<'a, V>,
@@ -67,14 +67,14 @@ pub struct OutgoingGuest<'a, V: Vm> {
 
 impl<'a, V: Vm> OutgoingGuest<'a, V> {
     pub(super) fn new(
-        guest: &Guest<'a, V>,
+        guest: &'a Running<V>,
         paused: PausedGuest<'a, V>,
         id: MigrationId,
         (rounds, changes): (Vec<Round>, Option<Changes<'a, V>>),
         there: &There,
     ) -> Self {
         Self {
-            guest: *guest,
+            guest,
             is_away: false,
             paused,
             id,
@@ -190,7 +190,7 @@ impl<V: Vm> Drop for OutgoingGuest<'_, V> {
         // This comes before the vCPUs' threads get their vCPUs back, so they execute nothing more.
         // During a panic, the destination may have the guest.
         if self.is_away || thread::panicking() {
-            self.guest.devices.end(Ending::Stopped, self.guest.vm);
+            self.guest.stop();
         }
     }
 }

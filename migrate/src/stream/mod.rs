@@ -67,7 +67,7 @@ pub use packing::Compression;
 pub use receive::{Incoming, Prepared, Waiting};
 pub use send::{Mode, Plan, send};
 
-use crate::Machine;
+use crate::MachineConfig;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -91,7 +91,7 @@ struct Hello {
     /// How many connections take pages before the guest goes: this one, and others with
     /// [`Role::Pages`].
     streams: u32,
-    machine: Machine,
+    machine: MachineConfig,
     /// The embedder's devices by their names, and the versions of their states.
     devices: BTreeMap<String, u32>,
 }

@@ -10,7 +10,7 @@ use super::take::Early;
 use super::{Departure, Hello, MigrationId, Mode, Role, STREAMS_MAX, Stage};
 use crate::copy::OnPages;
 use crate::state::{MachineState, check_devices, restore_state};
-use crate::{Machine, MemoryLayout, MigrateError};
+use crate::{MachineConfig, MemoryLayout, MigrateError};
 use lacuna_addr::{Gfn, GfnRange};
 use lacuna_machine::{MissingMemory, PageSource, PlatformDevices, Vm};
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ pub struct Incoming {
     mode: Mode,
     /// Connections that take pages before the guest arrives.
     streams: u32,
-    machine: Machine,
+    machine: MachineConfig,
     /// The embedder's devices at the source, and the versions of their states.
     devices: BTreeMap<String, u32>,
     /// `None`: all memory arrives before the guest. Dropped, it fails requests of the VM.
@@ -91,7 +91,7 @@ impl Incoming {
     }
 
     /// The incoming guest's machine: make a VM of this configuration for [`Incoming::receive`].
-    pub fn machine(&self) -> &Machine {
+    pub fn machine(&self) -> &MachineConfig {
         &self.machine
     }
 
@@ -173,7 +173,8 @@ impl Incoming {
             late.make_missing(&awaited, &mut self.main)?;
         }
         let came = Instant::now();
-        let (machine, state, departure): (Machine, MachineState, Departure) = self.main.json()?;
+        let (machine, state, departure): (MachineConfig, MachineState, Departure) =
+            self.main.json()?;
         if machine.layout != self.machine.layout {
             return Err(MigrateError::SlotsChanged);
         }

@@ -10,10 +10,10 @@ use super::packing::Carriage;
 use super::{Compression, Departure, Hello, MigrationId, Role, STREAMS_MAX, VERSION, Welcome};
 use crate::bandwidth::Bandwidth;
 use crate::changes::Changes;
-use crate::guest::Guest;
+use crate::guest::{self, PausedGuest};
 use crate::rounds::{Budget, Copied, OnProgress, Pace, Throttle, copy_live};
-use crate::{Machine, MemoryLayout, MigrateError, PageSet};
-use lacuna_machine::{StateError, Vm};
+use crate::{MachineConfig, MemoryLayout, MigrateError, PageSet};
+use lacuna_machine::{Running, StateError, Vm};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
@@ -101,7 +101,7 @@ impl From<Mode> for Plan {
 /// # Errors
 /// [`MigrateError`]. The guest keeps running here, and the destination does not run it.
 pub fn send<'a, V: Vm>(
-    guest: &Guest<'a, V>,
+    guest: &'a Running<V>,
     connections: &dyn Connections,
     plan: &Plan,
     progress: OnProgress<'_>,
@@ -141,7 +141,7 @@ struct Sender<'p> {
 
 impl<'p> Sender<'p> {
     fn new<V: Vm>(
-        guest: &Guest<'_, V>,
+        guest: &Running<V>,
         connections: &dyn Connections,
         plan: &'p Plan,
     ) -> Result<Self, MigrateError> {
@@ -152,7 +152,7 @@ impl<'p> Sender<'p> {
         };
         main.carry(&carriage)?;
         let there = There::new(
-            MemoryLayout::of(guest.vm).pages(),
+            MemoryLayout::of(&**guest.vm()).pages(),
             u64::from_ne_bytes(random()?),
         );
         Ok(Self {
@@ -199,11 +199,11 @@ impl<'p> Sender<'p> {
     /// the destination then lacks.
     fn until_state<'a, V: Vm>(
         &mut self,
-        guest: &Guest<'a, V>,
+        guest: &'a Running<V>,
         connections: &dyn Connections,
         progress: OnProgress<'_>,
     ) -> Result<(OutgoingGuest<'a, V>, RemainingPages<'a, V>), MigrateError> {
-        let layout = MemoryLayout::of(guest.vm);
+        let layout = MemoryLayout::of(&**guest.vm());
         let plan = self.plan;
         let unit = self.introduce(guest, &layout)?;
         self.open_lanes(connections)?;
@@ -211,14 +211,14 @@ impl<'p> Sender<'p> {
         let (copied, changes) = match plan.mode {
             Mode::PostCopy => {
                 let copied = Copied {
-                    paused: guest.pause()?,
+                    paused: PausedGuest::pause(guest)?,
                     rounds: Vec::new(),
                     left: PageSet::full(layout.pages()),
                 };
                 (copied, None)
             }
             mode => {
-                let mut changes = Changes::log(guest.vm)?;
+                let mut changes = Changes::log(&**guest.vm())?;
                 let budget = &plan.budget;
                 // A hybrid sends the guest early instead.
                 let throttle = match mode {
@@ -232,7 +232,7 @@ impl<'p> Sender<'p> {
                 };
                 let mut copied = copy_live(guest, &mut changes, pace, lanes, progress)?;
                 if mode == Mode::PreCopy || copied.fits(budget) {
-                    copied.copy_rest(guest.vm, &layout, lanes, progress)?;
+                    copied.copy_rest(&**guest.vm(), &layout, lanes, progress)?;
                 }
                 (copied, Some(changes))
             }
@@ -244,7 +244,7 @@ impl<'p> Sender<'p> {
         } = copied;
         left.widen(unit);
         // Fails if slots were added or removed since the first message.
-        if MemoryLayout::of(guest.vm) != layout {
+        if MemoryLayout::of(&**guest.vm()) != layout {
             return Err(MigrateError::SlotsChanged);
         }
         for lane in &mut self.lanes[1..] {
@@ -252,14 +252,14 @@ impl<'p> Sender<'p> {
         }
         self.lanes.truncate(1);
         self.main().write_set(&left)?;
-        let machine = Machine::saved(guest.vm, layout.clone(), &paused.state().vcpus);
+        let machine = MachineConfig::saved(&**guest.vm(), layout.clone(), &paused.state().vcpus);
         let departure = Departure {
             paused_us: paused.since().elapsed().as_micros() as u64,
             rounds: rounds.iter().map(|round| round.pages).collect(),
         };
         self.main()
             .write_json(Kind::State, &(machine, paused.state(), departure))?;
-        let left = RemainingPages::new(guest.vm, layout, left, self.carriage.clone());
+        let left = RemainingPages::new(&**guest.vm(), layout, left, self.carriage.clone());
         let id = self.id.clone();
         let log = (rounds, changes);
         Ok((
@@ -271,14 +271,14 @@ impl<'p> Sender<'p> {
     /// The first messages. Returns how many pages are missing together at the destination.
     fn introduce<V: Vm>(
         &mut self,
-        guest: &Guest<'_, V>,
+        guest: &Running<V>,
         layout: &MemoryLayout,
     ) -> Result<u64, MigrateError> {
         // The destination's VM needs the frequency of the vCPUs' TSC, which is in their state.
-        let machine = Machine::saved(guest.vm, layout.clone(), &guest.vcpus()?);
-        let devices = guest.devices.versions();
+        let machine = MachineConfig::saved(&**guest.vm(), layout.clone(), &guest::vcpus(guest)?);
+        let devices = guest.devices().versions();
         // After a panic of a device, the run has an ending, and running vCPUs do not see it.
-        let devices = devices.inspect_err(|_| guest.vm.kick_all());
+        let devices = devices.inspect_err(|_| guest.vm().kick_all());
         let devices = devices.map_err(StateError::from)?;
         let (version, id) = (VERSION, self.id.clone());
         let hello = Hello {

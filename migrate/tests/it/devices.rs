@@ -1,15 +1,15 @@
 //! An embedder's devices in snapshots and migrations.
 
-use crate::snapshots::common::{CONTINUE, kvm, kvm_tsc, soft};
+use crate::snapshots::common::{CONTINUE, kvm, kvm_tsc, soft, start};
 use lacuna_addr::Gpa;
 use lacuna_machine::{
-    Access, Arch, Builder, Device, DeviceState, Ending, Image, Pause, PlatformDevices, Segment, Vm,
-    run_pausable,
+    Access, Arch, Builder, Device, DeviceState, Ending, Image, Machine, PlatformDevices, RunEnd,
+    Running, Segment, Vm,
 };
 use lacuna_migrate::session::{Destination, Outcome, Outgoing, Stayed};
-use lacuna_migrate::stream::{Arrived, Plan};
+use lacuna_migrate::stream::Plan;
 use lacuna_migrate::transport::{Address, Connector, Listener};
-use lacuna_migrate::{Budget, Guest, MigrateError, Snapshot, save};
+use lacuna_migrate::{Budget, MigrateError, Snapshot, save};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -129,7 +129,7 @@ fn with<V: Vm + 'static>(counter: &Arc<Counter<V>>) -> PlatformDevices {
 }
 
 /// Runs `body` beside the guest and its counter, and ends the run.
-fn beside<B: Builder>(builder: &B, body: impl FnOnce(&Guest<'_, B::Vm>, &Counter<B::Vm>))
+fn beside<B: Builder>(builder: &B, body: impl FnOnce(&Running<B::Vm>, &Counter<B::Vm>))
 where
     B::Vm: 'static,
 {
@@ -144,31 +144,10 @@ where
     };
     let vm = builder.build().unwrap();
     let counter = Counter::of(&vm);
-    let (devices, pause) = (with(&counter), Pause::default());
     let vcpus = vm.boot(&image, "").unwrap();
-    let guest = Guest {
-        vm: &*vm,
-        devices: &devices,
-        pause: &pause,
-    };
-    thread::scope(|scope| {
-        let runner = scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-        // Also after a panic of `body`.
-        let end = End(&guest);
-        counter.wait_for_more();
-        body(&guest, &counter);
-        drop(end);
-        runner.join().unwrap();
-    });
-}
-
-/// Ends the run when it is dropped.
-struct End<'a, V: Vm>(&'a Guest<'a, V>);
-
-impl<V: Vm> Drop for End<'_, V> {
-    fn drop(&mut self) {
-        self.0.devices.end(Ending::Stopped, self.0.vm);
-    }
+    let guest = start(vm, with(&counter), vcpus);
+    counter.wait_for_more();
+    body(&guest, &counter);
 }
 
 /// The count in the memory of `vm`.
@@ -178,24 +157,12 @@ fn marked(vm: &impl Vm) -> u64 {
     u64::from_le_bytes(mark)
 }
 
-/// Runs a restored guest to its end.
-fn run_on<V: Vm>(
-    vm: &Arc<V>,
-    vcpus: Vec<V::Vcpu>,
-    counter: &Counter<V>,
-    devices: &PlatformDevices,
-) {
-    assert_eq!(
-        counter.calls(),
-        ["pause", "restore"],
-        "paused until it runs"
-    );
-    let saved = counter.count();
-    assert_eq!(marked(&**vm), saved, "written in the pause");
-    drop(run_pausable(vcpus, devices, &**vm, &Pause::default()));
-    assert_eq!(devices.ending(), Some(Ending::Exited(0)));
+/// A guest that resumed with the state of its device has ended.
+fn assert_ended<V: Vm>(counter: &Counter<V>, end: &RunEnd<V>) {
+    assert_eq!(end.ending, Ending::Exited(0));
     assert_eq!(counter.calls(), ["pause", "restore", "resume"]);
-    assert!(counter.count() >= saved + 1000);
+    let marked = marked(&*end.vm);
+    assert!(marked > 0 && counter.count() >= marked + 1000);
 }
 
 fn is_saved_and_restored<A: Builder, B: Builder>(from: &A, to: &B)
@@ -240,7 +207,13 @@ where
     let counter = Counter::of(&vm);
     let devices = with(&counter);
     let vcpus = snapshot.restore(&vm, &devices, &mut |_| CONTINUE).unwrap();
-    run_on(&vm, vcpus, &counter, &devices);
+    assert_eq!(
+        counter.calls(),
+        ["pause", "restore"],
+        "paused until it runs"
+    );
+    assert_eq!(marked(&*vm), counter.count(), "written in the pause");
+    assert_ended(&counter, &start(vm, devices, vcpus).wait());
 }
 
 /// Devices that a destination refuses, and parts of the reasons.
@@ -293,17 +266,13 @@ where
     let vm = to.build().unwrap();
     let counter = Counter::of(&vm);
     let devices = with(&counter);
-    let prepared = arrival.receive(&vm, &devices, &mut || CONTINUE).unwrap();
-    let Arrived { vcpus, arriving } = arrival.start(prepared).unwrap();
-    thread::scope(|scope| {
-        scope.spawn(|| arrival.take_rest(arriving));
-        run_on(&vm, vcpus, &counter, &devices);
-        arrival.handle().end(None);
-    });
+    let machine = Machine::new(vm, devices).unwrap();
+    let end = arrival.run(machine, &mut || CONTINUE, |_| ()).unwrap();
+    assert_ended(&counter, &end);
 }
 
 /// Sends the guest until it has moved. Returns why it stayed before.
-fn send<V: Vm>(guest: &Guest<'_, V>, counter: &Counter<V>, to: &Address) -> Vec<String> {
+fn send<V: Vm>(guest: &Running<V>, counter: &Counter<V>, to: &Address) -> Vec<String> {
     let mut reasons = Vec::new();
     loop {
         let connector = Connector::new(to.clone(), None).unwrap();
@@ -328,7 +297,7 @@ where
     let listener = Listener::open(&any, None, Arc::default()).unwrap();
     let destination = Destination::new(listener, |_| ());
     beside(from, |guest, counter| {
-        let (address, devices) = (destination.address().clone(), guest.devices);
+        let (address, devices) = (destination.address().clone(), guest.devices());
         let reasons = thread::scope(|scope| {
             // A panic there drops the destination, so the source does not wait for it.
             scope.spawn(move || arrive(&destination, to, devices));

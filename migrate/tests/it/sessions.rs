@@ -1,19 +1,19 @@
 //! Sessions, which make their own connections.
 
+use crate::snapshots::common::wait_for_program;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Arch, Builder as _, CpuModel, Ending, Image, Pause, PlatformDevices, Vm as _, run_pausable,
+    Arch, Builder as _, CpuModel, Ending, Image, Machine, PlatformDevices, Running,
 };
+use lacuna_migrate::MigrateError;
 use lacuna_migrate::session::{Destination, IncomingStage, Outcome, Outgoing, Stayed};
-use lacuna_migrate::stream::{Arrived, Mode, Plan};
+use lacuna_migrate::stream::{Mode, Plan};
 use lacuna_migrate::transport::{Address, Connector, Listener, TransportError};
-use lacuna_migrate::{Guest, MigrateError};
 use rustix::fs::{CWD, FileType, Mode as FileMode, mknodat};
 use rustix::io::{FdFlags, fcntl_setfd};
 use std::ops::ControlFlow;
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixStream;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::thread;
 
@@ -48,23 +48,18 @@ fn arrive(destination: &Destination) {
 /// Takes a guest, and stops it when it is whole.
 fn take(destination: &Destination) {
     let arrival = destination.wait().unwrap().expect("a guest again");
-    let (vm, devices) = (builder().build().unwrap(), devices());
-    let prepared = arrival.receive(&vm, &devices, &mut || ControlFlow::Continue(()));
-    let Arrived { vcpus, arriving } = arrival.start(prepared.unwrap()).unwrap();
-    let pause = Pause::default();
-    thread::scope(|scope| {
-        scope.spawn(|| arrival.take_rest(arriving));
-        scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
+    let machine = Machine::new(builder().build().unwrap(), devices()).unwrap();
+    let end = arrival.run(machine, &mut || ControlFlow::Continue(()), |guest| {
         while arrival.handle().stage() != IncomingStage::Whole {
             thread::yield_now();
         }
-        devices.end(Ending::Stopped, &*vm);
-        arrival.handle().end(None);
+        guest.stop();
     });
+    assert_eq!(end.unwrap().ending, Ending::Stopped);
 }
 
 /// Sends the guest until it has moved. Returns why it stayed before.
-fn send(guest: &Guest<'_, lacuna_soft::Vm>, to: &Address) -> Vec<String> {
+fn send(guest: &Running<lacuna_soft::Vm>, to: &Address) -> Vec<String> {
     let mut reasons = Vec::new();
     loop {
         let connector = Connector::new(to.clone(), None).unwrap();
@@ -81,30 +76,17 @@ fn send(guest: &Guest<'_, lacuna_soft::Vm>, to: &Address) -> Vec<String> {
 }
 
 /// Runs a guest that does not end, and ends it after `body`.
-fn with_guest(body: impl FnOnce(&Guest<'_, lacuna_soft::Vm>)) {
+fn with_guest(body: impl FnOnce(&Running<lacuna_soft::Vm>)) {
     if let Some(why) = lacuna_guest::unavailable() {
         lacuna_skip::skip_test(why);
     }
     let image = lacuna_guest::image("verify").expect("a built-in guest");
     let image = Image::parse(image.file).unwrap();
-    let (vm, devices, pause) = (builder().build().unwrap(), devices(), Pause::default());
-    let line = format!("{} rounds=100000", builder().full_command_line());
-    let vcpus = vm.boot(&image, &line).unwrap();
-    let guest = Guest {
-        vm: &*vm,
-        devices: &devices,
-        pause: &pause,
-    };
-    thread::scope(|scope| {
-        scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-        while devices.status_page().is_none() && devices.ending().is_none() {
-            thread::yield_now();
-        }
-        // A failed test must not wait for the guest.
-        let passed = catch_unwind(AssertUnwindSafe(|| body(&guest)));
-        devices.end(Ending::Stopped, &*vm);
-        passed.unwrap_or_else(|failure| resume_unwind(failure));
-    });
+    let mut builder = builder();
+    builder.command_line = "rounds=100000".into();
+    let guest = builder.start(&image, devices()).unwrap();
+    wait_for_program(&guest);
+    body(&guest);
 }
 
 fn destination(at: &str) -> Destination {

@@ -4,8 +4,9 @@ use crate::pages::GuestPages;
 use crate::sample::{Apf, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
 use lacuna_addr::PageCount;
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
-use lacuna_machine::{Observed, RunEnd};
+use lacuna_machine::{PlatformDevices, RunEnd};
 use lacuna_soft::{ApfStats, HostError, HostStats};
+use lacuna_sync::Nanos;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,26 +29,30 @@ impl Observer {
     }
 
     /// Takes a sample now.
-    pub fn look<V: Watched>(&mut self, now: &Observed<'_, V>) -> &RunSample {
-        let elapsed = Duration::from_nanos(now.now.0);
-        if let Some(status) = read_status(now) {
+    pub fn look<V: Watched>(
+        &mut self,
+        vm: &V,
+        devices: &PlatformDevices,
+        now: Nanos,
+    ) -> &RunSample {
+        let elapsed = Duration::from_nanos(now.0);
+        if let Some(status) = read_status(vm, devices) {
             self.read(&status, elapsed);
         }
         self.count_pages(elapsed.saturating_sub(self.last.elapsed));
         self.last.elapsed = elapsed;
-        self.counting.call(|| now.vm.count(&mut self.last));
+        self.counting.call(|| vm.count(&mut self.last));
         &self.last
     }
 
-    /// Takes a sample at the end of the run.
-    pub fn last<V: Watched>(&self, end: &RunEnd<V>) -> RunSample {
+    /// Takes a sample at the end of the run, with the guest's status page.
+    pub fn last<V: Watched>(&self, end: &RunEnd<V>, status: Option<&[u8]>) -> RunSample {
         let mut last = Self {
             last: self.last.clone(),
             pages: self.pages.clone(),
             counting: Rarely::new(),
         };
         let elapsed = Duration::from_nanos(end.end.0);
-        let status = end.status.as_ref();
         if let Some(status) = status.and_then(|page| Status::parse(page).ok()) {
             last.read(&status, elapsed);
         }
@@ -224,11 +229,10 @@ fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
 }
 
 /// The status page, if it is resident: a look at a run causes no swap-in.
-fn read_status<V: Watched>(now: &Observed<'_, V>) -> Option<Status> {
+fn read_status<V: Watched>(vm: &V, devices: &PlatformDevices) -> Option<Status> {
     let mut page = vec![0; PAGE_BYTES];
-    let gpa = now.devices.status_page()?.gpa();
-    now.vm
-        .peek(gpa, &mut page)
+    let gpa = devices.status_page()?.gpa();
+    vm.peek(gpa, &mut page)
         .then(|| Status::parse(&page).ok())
         .flatten()
 }

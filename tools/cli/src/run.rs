@@ -21,15 +21,17 @@ use crate::sample::{Before, Restored};
 use crate::signals::Signals;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Apf, Arch, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, Observed, PageSource,
+    Apf, Arch, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, PageSource,
     PlatformDevices, VcpuError, Vm,
 };
 use lacuna_migrate::session::{Arrival, Migrated};
-use lacuna_migrate::{Machine, Snapshot};
-use lacuna_soft::{LatencySetting, LinuxBacking, Swap};
+use lacuna_migrate::{MachineConfig, Snapshot};
+use lacuna_soft::{LatencySetting, LinuxBacking, SoftError, Swap};
+use lacuna_sync::Nanos;
 use report::{Finished, at_first, finish};
 use screen::Screen;
 use std::sync::Arc;
+use threads::{Ended, Watch};
 
 /// Why a command ends before its work begins: the exit code, and the text for the user.
 pub type Refusal = (Exit, String);
@@ -49,7 +51,7 @@ pub enum Start<'a> {
 
 impl Start<'_> {
     /// The given machine.
-    fn machine(&self) -> Option<&Machine> {
+    fn machine(&self) -> Option<&MachineConfig> {
         match self {
             Self::Image(_) => None,
             Self::Snapshot(snapshot) => Some(snapshot.machine()),
@@ -166,9 +168,25 @@ fn run_controlled(
         control,
     };
     match backend {
-        Backend::Kvm => job.run_on(&job.kvm(cpu)),
-        Backend::Soft | Backend::Auto => job.run_on(&job.soft(arch, cpu)),
+        Backend::Kvm => job.run_on(&job.kvm(cpu), |_, _, _, _| unreachable!("soft has seeds")),
+        Backend::Soft | Backend::Auto => job.run_on(&job.soft(arch, cpu), run_seeded),
     }
+}
+
+/// Runs a guest in virtual time.
+fn run_seeded(
+    builder: &lacuna_soft::VmBuilder,
+    image: &Image<'_>,
+    devices: Arc<PlatformDevices>,
+    watch: Watch<'_, lacuna_soft::Vm>,
+) -> Result<Ended<lacuna_soft::Vm>, SoftError> {
+    let mut look = |vm: &lacuna_soft::Vm, now| watch(vm, &devices, now);
+    let (end, trace) = builder.run_seeded(image, Arc::clone(&devices), &mut look)?;
+    let ended = Ended::of(end);
+    Ok(Ended {
+        trace_hash: Some(trace.hash),
+        ..ended
+    })
 }
 
 /// Refuses a file for another processor than `--arch` names.
@@ -212,7 +230,16 @@ fn choose(args: &RunArgs, arch: Arch) -> Result<Backend, Refusal> {
 
 impl Job<'_> {
     /// Runs the guest on any backend.
-    fn run_on<B: Builder>(&self, builder: &B) -> Result<Exit, Refusal>
+    fn run_on<B: Builder>(
+        &self,
+        builder: &B,
+        seeded: impl FnOnce(
+            &B,
+            &Image<'_>,
+            Arc<PlatformDevices>,
+            Watch<'_, B::Vm>,
+        ) -> Result<Ended<B::Vm>, <B::Vm as Vm>::Error>,
+    ) -> Result<Exit, Refusal>
     where
         B::Vm: Watched,
     {
@@ -226,17 +253,17 @@ impl Job<'_> {
         let mut screen = Screen::new(&args.output);
         let console = screen.console();
         let mut has_told = false;
-        let mut watch = |now: &Observed<'_, B::Vm>| {
+        let mut watch = |vm: &B::Vm, devices: &PlatformDevices, now: Nanos| {
             if std::mem::take(&mut set_exits)
-                && let Err(error) = pages::exit_on_missing(now.vm)
+                && let Err(error) = pages::exit_on_missing(vm)
             {
                 let cause = format!("--exit-on-missing: {error}");
                 let failed = VcpuError::Host { vcpu: 0, cause };
-                now.devices.end(Ending::Failed(failed), now.vm);
+                devices.end(Ending::Failed(failed), vm);
             }
-            screen.show(observer.look(now));
+            screen.show(observer.look(vm, devices, now));
             if signals.caught().is_some()
-                && !self.unless_needed(|| self.stop(now.devices, now.vm))
+                && !self.unless_needed(|| self.stop(devices, vm))
                 && !std::mem::replace(&mut has_told, true)
             {
                 complain(
@@ -247,7 +274,8 @@ impl Job<'_> {
         };
         let done = match (self.start, args.seed) {
             (Start::Image(image), Some(_)) => {
-                let run = builder.run_with_console(image, console, &mut watch);
+                let devices = Arc::new(PlatformDevices::of(image.arch, console));
+                let run = seeded(builder, image, devices, &mut watch);
                 run.map(|end| (end, Before::default()))
                     .map_err(|error| (error.kind().into(), error.to_string()))
             }
@@ -267,14 +295,14 @@ impl Job<'_> {
             moved: migrated.as_ref().map(Migrated::outcome),
         };
         let record_failed = before.restored.as_ref().and_then(Restored::record_error);
-        let verdict = match (verdict(&end.ending, &asked), record_failed) {
+        let verdict = match (verdict(&end.end.ending, &asked), record_failed) {
             ((Exit::Done, _), Some(error)) => (Exit::Host, error.to_owned()),
             (verdict, _) => verdict,
         };
         let run = Finished {
-            last: observer.last(&end),
+            last: observer.last(&end.end, end.status.as_deref()),
             verdict,
-            end: &end,
+            trace_hash: end.trace_hash,
             before,
             migrated,
         };

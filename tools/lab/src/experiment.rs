@@ -15,6 +15,9 @@ pub enum LabError {
     /// A VM could not be started on `/dev/kvm`.
     #[error(transparent)]
     Kvm(#[from] lacuna_kvm::KvmError),
+    /// A machine could not be started.
+    #[error(transparent)]
+    Machine(#[from] lacuna_machine::MachineError),
     /// The host's memory manager refused.
     #[error(transparent)]
     Host(#[from] lacuna_soft::HostError),
@@ -68,6 +71,7 @@ impl LabError {
             Self::Busy(_)
             | Self::Soft(_)
             | Self::Kvm(_)
+            | Self::Machine(_)
             | Self::Host(_)
             | Self::Dirty(_)
             | Self::Mmu(_)

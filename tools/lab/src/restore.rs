@@ -29,7 +29,7 @@ use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use arms::{Arm, Scene, Took};
-pub(crate) use arms::{GuestBuilder, wait_at_gate};
+pub(crate) use arms::{GuestBuilder, beside};
 use lacuna_addr::PageCount;
 use lacuna_machine::{Apf, Arch, Vm};
 use lacuna_soft::VmBuilder;

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// How often [`Guest::run_until`] reads the status page.
 const LOOK: Duration = Duration::from_micros(200);
+/// How often [`on`] looks for a status page.
+const ATTACH: Duration = Duration::from_millis(10);
 /// The longest time that a guest may take for its preparations.
 const PREPARE: Duration = Duration::from_secs(120);
 
@@ -255,17 +257,20 @@ where
     LabError: From<<B::Vm as Vm>::Error>,
 {
     let words = LastWords::default();
-    let (mut experiment, mut result) = (Some(experiment), None);
-    let end = builder.run_with_console(image, words.console(), &mut |now| {
-        let Some(guest) = Guest::attach(now.vm, now.devices) else {
-            return;
-        };
-        if let Some(experiment) = experiment.take() {
-            result = Some(experiment(&Session { guest, vm: now.vm }));
-            now.devices.end(Ending::Stopped, now.vm);
+    let devices = PlatformDevices::of(image.arch, words.console());
+    let running = builder.start(image, devices)?;
+    let vm = &**running.vm();
+    let result = loop {
+        if let Some(guest) = Guest::attach(vm, running.devices()) {
+            let result = experiment(&Session { guest, vm });
+            running.stop();
+            break Some(result);
         }
-    })?;
-    words.settle(result, &end.ending)
+        if running.wait_timeout(ATTACH) {
+            break None;
+        }
+    };
+    words.settle(result, &running.wait().ending)
 }
 
 #[cfg(test)]

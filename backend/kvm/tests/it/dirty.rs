@@ -36,7 +36,7 @@ const LARGE: usize = RingSize::BYTES_MAX;
 fn has(delivery: Delivery) -> bool {
     let mut builder = builder(16, 16, 1, "");
     builder.delivery = delivery;
-    match builder.run_with_console(&image("hello"), |_: &str| (), &mut |_| ()) {
+    match builder.start(&image("hello"), PlatformDevices::new(|_: &str| ())) {
         Ok(_) => true,
         Err(why @ (KvmError::NoRing | KvmError::Ring { .. } | KvmError::Userfaultfd { .. })) => {
             lacuna_skip::skip(why);

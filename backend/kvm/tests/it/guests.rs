@@ -42,8 +42,11 @@ fn bad_input_is_refused_with_a_reason() {
         return;
     }
     let fails = |builder: VmBuilder| {
-        let run = builder.run_with_console(&image("hello"), |_: &str| (), &mut |_| ());
-        run.map(drop).unwrap_err()
+        let devices = PlatformDevices::new(|_: &str| ());
+        builder
+            .start(&image("hello"), devices)
+            .map(drop)
+            .unwrap_err()
     };
     let few = fails(builder(16, 16, 0, ""));
     assert!(matches!(few, KvmError::Vcpus { asked: 0, .. }), "{few}");

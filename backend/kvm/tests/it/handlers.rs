@@ -6,8 +6,8 @@ use common::{builder, can_run, image, within};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_kvm::{KvmError, VmBuilder};
 use lacuna_machine::{
-    Builder as _, Ending, External, GuestMemory as _, PageSource, PlatformDevices, Policy, Vm as _,
-    run,
+    Builder as _, Ending, External, GuestMemory as _, Machine, PageSource, PlatformDevices, Policy,
+    Vm as _,
 };
 use lacuna_skip::test;
 use std::sync::Arc;
@@ -74,14 +74,13 @@ impl Handler {
             let builder = handler.builder();
             let vm = builder.build().unwrap();
             assert!(vm.balloon().is_none() && vm.missing_memory().is_none());
-            let vcpus = vm.boot(&image("verify"), &builder.full_command_line());
-            let devices = PlatformDevices::new(|_: &str| ());
-            if let Ok(vcpus) = vcpus {
-                run(vcpus, &devices, &*vm);
-            }
+            let machine = Machine::new(vm, PlatformDevices::new(|_: &str| ())).unwrap();
+            let line = builder.full_command_line();
+            let vcpus = machine.vm().boot(&image("verify"), &line).unwrap();
+            let ending = machine.start(vcpus).wait().ending;
             handler.over.store(true, Ordering::Relaxed);
             served.join().unwrap();
-            devices.ending().unwrap()
+            ending
         })
     }
 }

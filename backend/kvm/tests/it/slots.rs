@@ -6,12 +6,12 @@ use common::{builder, can_run, image, within};
 use lacuna_addr::{Gfn, GfnRange, Gpa};
 use lacuna_kvm::SlotId;
 use lacuna_machine::{
-    Builder as _, Ending, Exit, GuestMemory as _, Kick as _, Logging, MemorySlotError,
-    MemorySlots as _, PlatformDevices, SlotError, SlotFlags, Vcpu as _, Vm as _, harvest, run,
+    Builder as _, Ending, Exit, GuestMemory as _, Kick as _, Logging, Machine, MemorySlotError,
+    MemorySlots as _, PlatformDevices, SlotError, SlotFlags, Vcpu as _, Vm as _, harvest,
     set_logging_everywhere,
 };
 use lacuna_skip::test;
-use std::thread;
+use std::sync::Arc;
 use std::time::Duration;
 
 const LATER: SlotId = SlotId(7);
@@ -80,21 +80,18 @@ fn flags_change_beside_a_running_guest() {
             .boot(&image("verify"), &builder.full_command_line())
             .unwrap();
         let devices = PlatformDevices::new(|_: &str| ());
-        thread::scope(|scope| {
-            let runner = scope.spawn(|| drop(run(vcpus, &devices, &*vm)));
-            vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
-                .unwrap();
-            let mut flags = SlotFlags::READONLY;
-            while !runner.is_finished() {
-                vm.set_slot_flags(LATER, flags).unwrap();
-                flags.toggle(SlotFlags::READONLY);
-                // A change keeps every vCPU out of the guest for a moment.
-                thread::sleep(Duration::from_millis(1));
-            }
-        });
-        devices.ending()
+        let running = Machine::new(Arc::clone(&vm), devices).unwrap().start(vcpus);
+        vm.add_memory(LATER, gfns(0x10_0000, 16), SlotFlags::empty())
+            .unwrap();
+        let mut flags = SlotFlags::READONLY;
+        // A change keeps every vCPU out of the guest for a moment.
+        while !running.wait_timeout(Duration::from_millis(1)) {
+            vm.set_slot_flags(LATER, flags).unwrap();
+            flags.toggle(SlotFlags::READONLY);
+        }
+        running.wait().ending
     });
-    assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
+    assert!(matches!(ending, Ending::Exited(0)), "{ending:?}");
 }
 
 #[test]

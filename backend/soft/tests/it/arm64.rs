@@ -2,7 +2,7 @@
 
 use crate::common;
 
-use common::{Lines, builder};
+use common::{Lines, builder, start};
 use lacuna_addr::Gpa;
 use lacuna_machine::{
     Arch, Builder as _, CpuModel, Ending, GuestMemory as _, Image, PlatformDevices, Vm as _,
@@ -20,7 +20,7 @@ fn image(name: &str) -> Image<'static> {
 
 fn run(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     let lines = Lines::default();
-    let done = builder.run_to_summary(&image(name), lines.sink(), |_| ());
+    let done = builder.run_to_summary(&image(name), lines.sink());
     (done.unwrap(), lines.text())
 }
 
@@ -101,8 +101,8 @@ fn what_does_not_fit_its_architecture_is_refused() {
         ..builder(32, 32, 1, "")
     };
     let refused = |builder: &VmBuilder, devices| {
-        let done = builder.run(&image("hello"), Arc::new(devices), &mut |_| ());
-        done.expect_err("refused").to_string()
+        let done = builder.start(&image("hello"), devices);
+        done.map(drop).expect_err("refused").to_string()
     };
     let x86 = PlatformDevices::new(|_: &str| ());
     let text = refused(&arm64, x86);
@@ -134,8 +134,8 @@ fn a_machine_is_reset_and_runs_again() {
     let mut vcpus = vm.boot(&image("touch"), &line).unwrap();
     for _ in 0..2 {
         let lines = Lines::default();
-        let devices = PlatformDevices::of(Arch::Arm64, lines.sink());
-        vcpus = lacuna_machine::run(vcpus, &devices, &*vm);
+        let devices = Arc::new(PlatformDevices::of(Arch::Arm64, lines.sink()));
+        vcpus = start(&vm, vcpus, &devices).into_vcpus();
         assert_eq!(
             devices.ending(),
             Some(Ending::Exited(0)),

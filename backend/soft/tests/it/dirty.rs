@@ -4,10 +4,10 @@
 use crate::common;
 
 use common::shadow::{DETECTIONS, Shadow, ring};
-use common::{boot_with, builder_for, on_both};
+use common::{boot_with, builder_for, on_both, start};
 use lacuna_machine::{
     Apf, Arch, DirtyRings as _, DirtyTracking as _, Ending, Exit, GuestMemory as _, MemoryError,
-    MemorySlot, MemorySlots as _, PlatformDevices, Vcpu as _,
+    MemorySlot, MemorySlots as _, Vcpu as _,
 };
 use lacuna_soft::{
     Backup, Delivery, Detection, HugePages, Logging, SlotFlags, SlotId, Vm, VmBuilder,
@@ -15,7 +15,6 @@ use lacuna_soft::{
 use lacuna_sync::HostClock;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
-use std::thread::{panicking, scope, sleep};
 use std::time::Duration;
 
 /// Runs `name` to its end beside a monitor, which calls `between` between two harvests. Returns the
@@ -34,18 +33,14 @@ fn follow(
     vm.set_detection(detection);
     let mut copy = Shadow::begin(&vm);
     let mut harvested = 0;
-    scope(|scope| {
-        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &devices, &*vm)));
-        let _end = EndOnPanic(&devices, &vm);
-        for round in 0.. {
-            if runner.is_finished() {
-                break;
-            }
-            sleep(Duration::from_millis(2));
-            harvested += copy.harvest(&vm);
-            between(&vm, round);
-        }
-    });
+    let running = start(&vm, vcpus, &devices);
+    let mut round = 0;
+    while !running.wait_timeout(Duration::from_millis(2)) {
+        harvested += copy.harvest(&vm);
+        between(&vm, round);
+        round += 1;
+    }
+    running.wait();
     let ending = devices.ending();
     assert!(
         matches!(ending, Some(Ending::Exited(0))),
@@ -66,18 +61,6 @@ on_both!(
     huge_pages_asynchronous_faults_and_switches_on_the_way,
     a_full_ring_stops_the_vcpu_until_it_is_reset,
 );
-
-/// Ends the VM if the monitor panics: otherwise the test would wait for vCPUs with full rings for
-/// ever.
-struct EndOnPanic<'a>(&'a PlatformDevices, &'a Vm);
-
-impl Drop for EndOnPanic<'_> {
-    fn drop(&mut self) {
-        if panicking() {
-            self.0.end(Ending::Stopped, self.1);
-        }
-    }
-}
 
 fn every_detection_with_every_delivery(arch: Arch) {
     for vcpus in [1, 2] {

@@ -7,7 +7,7 @@
 use crate::common;
 
 use common::shadow::{DETECTIONS, Shadow, end_logging, ring};
-use common::{boot_with, builder_for, from_env, on_both, second_quarter};
+use common::{boot_with, builder_for, from_env, on_both, second_quarter, start};
 use fastrand::Rng;
 use lacuna_machine::{Apf, Arch, DirtyRings as _, Ending, MemorySlot, MemorySlots as _};
 use lacuna_soft::{Backup, Delivery, Host, HugePages, SlotFlags, Vm, VmBuilder};
@@ -15,7 +15,7 @@ use lacuna_sync::HostClock;
 use std::io::Write as _;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::{scope, sleep, spawn};
+use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
 on_both!(many_vcpus_end_under_all_switches_at_once);
@@ -143,28 +143,27 @@ fn storm(
         steps_done.send(text).unwrap();
     };
     let began = Instant::now();
-    scope(|scope| {
-        let runner = scope.spawn(|| drop(lacuna_machine::run(vcpus, &devices, &*vm)));
-        for step in 0..steps {
-            let began = Instant::now();
-            let what = monitor.step();
-            tell(step, what, began);
-            if runner.is_finished() {
-                break;
-            }
-            // The monitor must not outrun the guest: otherwise the guest would not end.
-            sleep(Duration::from_millis(1));
+    let running = start(&vm, vcpus, &devices);
+    for step in 0..steps {
+        let began = Instant::now();
+        let what = monitor.step();
+        tell(step, what, began);
+        if running.wait_timeout(Duration::ZERO) {
+            break;
         }
-        if monitor.shadow.is_none() && !runner.is_finished() {
-            monitor.start();
-        }
-        while !runner.is_finished() {
-            let began = Instant::now();
-            monitor.harvest();
-            tell(steps, "harvest", began);
-            sleep(Duration::from_millis(2));
-        }
-    });
+        // The monitor must not outrun the guest: otherwise the guest would not end.
+        sleep(Duration::from_millis(1));
+    }
+    if monitor.shadow.is_none() && !running.wait_timeout(Duration::ZERO) {
+        monitor.start();
+    }
+    while !running.wait_timeout(Duration::ZERO) {
+        let began = Instant::now();
+        monitor.harvest();
+        tell(steps, "harvest", began);
+        sleep(Duration::from_millis(2));
+    }
+    running.wait();
     let ending = devices.ending();
     assert!(
         matches!(ending, Some(Ending::Exited(0))),

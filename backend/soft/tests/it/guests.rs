@@ -2,7 +2,7 @@
 
 use crate::common;
 
-use common::{Lines, boot, boot_image, builder, image, pass, program, run};
+use common::{Lines, boot, boot_image, builder, image, pass, program, run, start};
 use iced_x86::code_asm::*;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::Status;
@@ -237,7 +237,7 @@ fn run_faulty(fault: Fault) -> (Ending, Lines) {
     let builder = builder(32, 8, 2, "rounds=3");
     let (vm, vcpus, devices, lines) = boot(&builder, &host, clock, "verify");
     store.set_fault(Some(fault));
-    drop(lacuna_machine::run(vcpus, &devices, &*vm));
+    start(&vm, vcpus, &devices).wait();
     (devices.ending().expect("it ended"), lines)
 }
 
@@ -271,7 +271,7 @@ fn a_full_disk_ends_the_run_with_nothing_lost() {
     let host = host.unwrap();
     let builder = builder(32, 8, 2, "rounds=3");
     let (vm, vcpus, devices, lines) = boot(&builder, &host, clock, "verify");
-    drop(lacuna_machine::run(vcpus, &devices, &*vm));
+    start(&vm, vcpus, &devices).wait();
     let ending = devices.ending();
     let Some(Ending::Failed(VcpuError::NoMemory { cause, .. })) = &ending else {
         panic!("{ending:?}\n{}", lines.text())
@@ -303,7 +303,7 @@ fn memory_that_does_not_compress_fills_the_compressed_device() {
 #[test]
 fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
     let refused = |builder: VmBuilder| {
-        let done = builder.run_to_summary(&image("hello"), |_: &str| (), |_| ());
+        let done = builder.run_to_summary(&image("hello"), |_: &str| ());
         done.map(|outcome| outcome.ending).unwrap_err().to_string()
     };
     let mut small = builder(32, 1, 4, "");

@@ -2,10 +2,10 @@
 
 use crate::common;
 
-use common::{Lines, builder_for, image_for, on_both};
+use common::{Lines, builder_for, image_for, on_both, start};
 use lacuna_machine::{
     Apf, Arch, Builder as _, Ending, Exit, MemorySlots as _, MissingMemory as _, Next, PageRequest,
-    PageSource, PlatformDevices, SlotFlags, Vcpu as _, Vm as _, dispatch, run,
+    PageSource, PlatformDevices, SlotFlags, Vcpu as _, Vm as _, dispatch,
 };
 use lacuna_skip::HugePages;
 use lacuna_soft::{HostError, LinuxError, MemoryKind, SoftError, Vcpu, Vm, VmBuilder};
@@ -101,7 +101,7 @@ fn the_run_loop_fetches_units(arch: Arch) {
         let (_reserved, vm, vcpus) = boot(arch, apf, &source);
         let lines = Lines::default();
         let devices = Arc::new(PlatformDevices::of(arch, lines.sink()));
-        run(vcpus, &devices, &*vm);
+        start(&vm, vcpus, &devices).wait();
         assert_eq!(
             devices.ending(),
             Some(Ending::Exited(0)),

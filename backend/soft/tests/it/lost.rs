@@ -4,12 +4,12 @@
 use crate::common;
 
 use common::program::{self, CODE, Piece, assemble, tell};
-use common::{Lines, builder, image};
+use common::{Lines, builder, image, start};
 use iced_x86::code_asm::*;
 use lacuna_addr::{BackingRange, Gpa};
 use lacuna_machine::{
     Ending, Exit, GuestMemory as _, Image, MemoryError, PageRequest, PageSource, PlatformDevices,
-    SaveRestore as _, Vcpu as _, VcpuError, Vm as _, run,
+    SaveRestore as _, Vcpu as _, VcpuError, Vm as _,
 };
 use lacuna_skip::test;
 use lacuna_soft::{
@@ -208,18 +208,16 @@ fn a_page_is_taken_from_a_device() {
 fn all_memory_is_taken() {
     let builder = builder(16, 24, 2, "faulters=2 workers=2 accesses=1000000");
     let (host, vm, vcpus) = boot(&builder, &image("bm"));
-    let devices = PlatformDevices::new(Lines::default().sink());
-    let mut vcpus = scope(|scope| {
-        let running = scope.spawn(|| run(vcpus, &devices, &*vm));
-        while vm.retired().iter().any(|&retired| retired < 1_000_000) {
-            yield_now();
-            assert!(devices.ending().is_none());
-        }
-        for slot in vm.mmu().slots().iter() {
-            take_away(&vm, slot.gfns.start().gpa(), slot.gfns.pages());
-        }
-        running.join().unwrap()
-    });
+    let devices = Arc::new(PlatformDevices::new(Lines::default().sink()));
+    let running = start(&vm, vcpus, &devices);
+    while vm.retired().iter().any(|&retired| retired < 1_000_000) {
+        yield_now();
+        assert!(devices.ending().is_none());
+    }
+    for slot in vm.mmu().slots().iter() {
+        take_away(&vm, slot.gfns.start().gpa(), slot.gfns.pages());
+    }
+    let mut vcpus = running.into_vcpus();
     let ending = devices.ending();
     assert!(
         matches!(ending, Some(Ending::Failed(VcpuError::PageLost { .. }))),

@@ -3,7 +3,7 @@
 
 use crate::common;
 
-use common::{boot, builder_for, on_both, pass, second_quarter};
+use common::{boot, builder_for, on_both, pass, second_quarter, start};
 use lacuna_machine::{Arch, Ending};
 use lacuna_soft::{
     HostStats, HugePages, LatencySetting, SimulatedVm, Simulator, SimulatorConfig, Swap, Trace, Vm,
@@ -86,7 +86,7 @@ fn two_vms_in_one_budget(arch: Arch) {
             scope.spawn(|| {
                 let (vm, vcpus, devices, lines) =
                     boot(&builder, &host, Arc::clone(&clock), "verify");
-                drop(lacuna_machine::run(vcpus, &devices, &*vm));
+                start(&vm, vcpus, &devices).wait();
                 let ending = devices.ending();
                 let text = lines.text();
                 assert!(

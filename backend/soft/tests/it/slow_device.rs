@@ -3,7 +3,7 @@
 use crate::common;
 
 use common::{Lines, MIB, builder, image, run};
-use lacuna_machine::Ending;
+use lacuna_machine::{Builder as _, Ending, PlatformDevices};
 use lacuna_skip::test;
 use lacuna_soft::{Apf, HostStats, LatencySetting, Swap, VmBuilder};
 use std::io::Write;
@@ -24,20 +24,21 @@ fn the_end_of_a_run_does_not_wait_for_pages() {
             ..builder(24, 6, 2, "rounds=1000")
         };
         let lines = Lines::default();
+        let devices = PlatformDevices::new(lines.sink());
+        let running = builder.start(&image("verify"), devices).unwrap();
         let mut looks = 0;
-        let outcome = builder.run_to_summary(&image("verify"), lines.sink(), |now| {
+        while !running.wait_timeout(Duration::from_millis(100)) {
             looks += 1;
-            if now.vm.host().stats().swapped_in > 1000 {
+            if running.vm().host().stats().swapped_in > 1000 {
                 dial.set(Duration::from_secs(3600));
             }
             // Now all vCPUs wait for pages that do not arrive.
             if looks > 20 && dial.ns() > 0 {
-                now.devices.end(Ending::Stopped, now.vm);
+                running.stop();
             }
-        });
-        let outcome = outcome.unwrap();
+        }
         assert!(
-            matches!(outcome.ending, Ending::Stopped),
+            matches!(running.wait().ending, Ending::Stopped),
             "{}",
             lines.text()
         );
@@ -114,14 +115,16 @@ fn beside(volume: &Volume, when: fn(&HostStats) -> bool, upset: impl FnOnce() + 
         });
         let lines = Lines::default();
         let mut sender = Some(sender);
-        let outcome = on(volume).run_to_summary(&image("verify"), lines.sink(), |now| {
-            if when(&now.vm.host().stats())
+        let devices = PlatformDevices::new(lines.sink());
+        let running = on(volume).start(&image("verify"), devices).unwrap();
+        while !running.wait_timeout(Duration::from_millis(100)) {
+            if when(&running.vm().host().stats())
                 && let Some(sender) = sender.take()
             {
                 sender.send(()).unwrap();
             }
-        });
-        let ending = outcome.unwrap().ending;
+        }
+        let ending = running.wait().ending;
         assert!(sender.is_none(), "that never happened");
         assert!(
             matches!(ending, Ending::Exited(0)),

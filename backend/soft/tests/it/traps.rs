@@ -12,9 +12,7 @@ fn printed(memory_mib: u64, resident_mib: u64, vcpus: usize) -> String {
     let image = Image::parse(image.expect("it is committed").file).unwrap();
     let lines = Lines::default();
     let builder = builder(memory_mib, resident_mib, vcpus, "count=4000");
-    let done = builder
-        .run_to_summary(&image, lines.sink(), |_| ())
-        .unwrap();
+    let done = builder.run_to_summary(&image, lines.sink()).unwrap();
     assert!(
         matches!(done.ending, Ending::Exited(0)),
         "{:?}",

@@ -7,8 +7,8 @@ use std::thread;
 
 use lacuna_addr::Gpa;
 use lacuna_machine::{
-    Access, Arch, Device, DeviceError, DeviceState, Ending, Line, Next, PlatformDevices,
-    StateError, Vcpu as _, Width, dispatch, run,
+    Access, Arch, Device, DeviceError, DeviceState, Ending, Line, Machine, Next, PlatformDevices,
+    StateError, Vcpu as _, Width, dispatch,
 };
 
 use super::Outcome;
@@ -114,6 +114,7 @@ pub fn devices_come_and_go_beside_a_guest<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let (Made { vm, vcpus, .. }, devices, steady) = with_steady(&backend)?;
+        let devices = Arc::new(devices);
         let wait_for_more = |counter: &AtomicU64| {
             let before = counter.load(Ordering::SeqCst);
             // An access of before may still be on its way to the counter.
@@ -122,20 +123,19 @@ pub fn devices_come_and_go_beside_a_guest<B: Backend>(backend: &B) -> Outcome {
                 thread::yield_now();
             }
         };
-        thread::scope(|scope| {
-            scope.spawn(|| drop(run(vcpus, &devices, &*vm)));
-            for _ in 0..TIMES {
-                let comes = Arc::<Comes>::default();
-                let added = devices.add_mmio("it", Gpa::truncate(DEVICE), 4, comes.clone());
-                added.expect("a free name");
-                wait_for_more(&steady.here);
-                devices.remove("it").expect("it was added");
-                comes.0.store(true, Ordering::SeqCst);
-                wait_for_more(&steady.absent);
-            }
-            steady.is_over.store(true, Ordering::SeqCst);
-        });
-        assert_eq!(devices.ending(), Some(Ending::Exited(0)));
+        let machine = Machine::new(vm, Arc::clone(&devices)).expect("threads");
+        let running = machine.start(vcpus);
+        for _ in 0..TIMES {
+            let comes = Arc::<Comes>::default();
+            let added = devices.add_mmio("it", Gpa::truncate(DEVICE), 4, comes.clone());
+            added.expect("a free name");
+            wait_for_more(&steady.here);
+            devices.remove("it").expect("it was added");
+            comes.0.store(true, Ordering::SeqCst);
+            wait_for_more(&steady.absent);
+        }
+        steady.is_over.store(true, Ordering::SeqCst);
+        assert_eq!(running.wait().ending, Ending::Exited(0));
         Ok(())
     })
 }
@@ -145,9 +145,11 @@ pub fn a_panic_of_a_device_ends_the_run<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let (Made { vm, vcpus, .. }, devices, _) = with_steady(&backend)?;
+        let devices = Arc::new(devices);
         let added = devices.add_mmio("bad", Gpa::truncate(DEVICE), 4, Arc::new(Bad));
         added.expect("free addresses");
-        let vcpus = run(vcpus, &devices, &*vm);
+        let machine = Machine::new(vm, Arc::clone(&devices)).expect("threads");
+        let vcpus = machine.start(vcpus).into_vcpus();
         let numbers: Vec<_> = vcpus.iter().map(|vcpu| vcpu.index()).collect();
         assert_eq!(numbers, [0, 1]);
         match devices.ending() {

@@ -2,9 +2,12 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
 
 use lacuna_addr::{GfnRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{Arch, Ending, GuestMemory as _, PlatformDevices, SharedFile, Vm as _, Width};
+use lacuna_machine::{
+    Arch, Ending, GuestMemory as _, Machine, PlatformDevices, SharedFile, Vm as _, Width,
+};
 use lacuna_soft::{LinuxBacking, PrivateFile, SharedFill, SharedMemory};
 
 use super::Outcome;
@@ -46,8 +49,9 @@ fn run<B: Backend>(
     let devices = PlatformDevices::of(backend.arch(), |_: &str| ());
     before();
     let vcpus = std::mem::take(&mut made.vcpus);
-    drop(lacuna_machine::run(vcpus, &devices, &*made.vm));
-    Ok((made, devices.ending().expect("an ending")))
+    let machine = Machine::new(Arc::clone(&made.vm), devices).expect("threads");
+    let ending = machine.start(vcpus).wait().ending;
+    Ok((made, ending))
 }
 
 /// As [`run`], of a guest that ends well.

@@ -1,9 +1,10 @@
 //! Slots, faults, and evicted memory.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use lacuna_addr::PAGE_SIZE;
-use lacuna_machine::{Arch, Ending, GuestMemory as _, MemoryError, Vm as _, Width};
+use lacuna_machine::{Arch, Ending, GuestMemory as _, Machine, MemoryError, Vm as _, Width};
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request};
@@ -44,9 +45,9 @@ pub fn every_word_is_where_it_was_written<B: Backend>(backend: &B) -> Outcome {
                 .expect("guest memory");
         }
         let devices = lacuna_machine::PlatformDevices::of(arch, |_: &str| ());
-        drop(lacuna_machine::run(vcpus, &devices, &*vm));
-        let ending = devices.ending();
-        assert!(matches!(ending, Some(Ending::Exited(0))), "{ending:?}");
+        let machine = Machine::new(Arc::clone(&vm), devices).expect("threads");
+        let ending = machine.start(vcpus).wait().ending;
+        assert!(matches!(ending, Ending::Exited(0)), "{ending:?}");
         for at in words() {
             let mut word = [0; 24];
             vm.read(gpa(arch, at - 8), &mut word).expect("guest memory");

@@ -3,14 +3,13 @@
 
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_machine::{
-    Arch, CpuModel, DevicesState, Ending, Exit, GuestMemory as _, Image, Kick, MemorySlots as _,
-    Pause, PlatformDevices, Vcpu as _, Vm as _, run_pausable,
+    Arch, CpuModel, DevicesState, Ending, Exit, GuestMemory as _, Image, Machine, MemorySlots as _,
+    PlatformDevices, Running, Vcpu as _, Vm as _,
 };
-use lacuna_migrate::Guest;
 use lacuna_soft::{Apf, Host, Step, Swap, Vcpu, Vm, VmBuilder, VmConfig, Wait};
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
-use std::thread;
+use std::time::Duration;
 
 /// Its memory.
 pub const MEMORY: PageCount = PageCount::from_bytes(4 << 20);
@@ -145,30 +144,17 @@ impl Resting {
     }
 
     /// Runs `body` beside the guest.
-    pub fn beside<R>(&mut self, body: impl FnOnce(&Guest<'_, Vm>) -> R) -> R {
-        let vm = &*self.vm;
-        let devices = &PlatformDevices::of(vm.config().arch, |_: &str| ());
+    pub fn beside<R>(&mut self, body: impl FnOnce(&Running<Vm>) -> R) -> R {
+        let devices = PlatformDevices::of(self.vm.config().arch, |_: &str| ());
         devices.restore(&self.devices).expect("its own state");
         let vcpus = vec![self.vcpu.take().expect("no finding so far")];
-        let pause = Pause::default();
-        let (done, mut vcpus) = thread::scope(|scope| {
-            let runner = scope.spawn(|| run_pausable(vcpus, devices, vm, &pause));
-            while !pause.has_begun() {
-                thread::yield_now();
-            }
-            // A panic of `body` must not leave the guest running.
-            let end = End { vm, devices };
-            let done = body(&Guest {
-                vm,
-                devices,
-                pause: &pause,
-            });
-            assert!(!runner.is_finished(), "the guest does not run any more");
-            drop(end);
-            (done, runner.join().expect("no panic"))
-        });
-        vm.withdraw_kicks();
-        self.vcpu = vcpus.pop();
+        let machine = Machine::new(Arc::clone(&self.vm), devices).expect("a thread");
+        let guest = machine.start(vcpus);
+        let done = body(&guest);
+        assert!(!guest.wait_timeout(Duration::ZERO), "the guest has ended");
+        guest.stop();
+        self.vcpu = guest.into_vcpus().pop();
+        self.vm.withdraw_kicks();
         self.place.host.verify();
         done
     }
@@ -176,19 +162,6 @@ impl Resting {
     /// All of its memory.
     pub fn memory(&self) -> Vec<u8> {
         memory_of(&self.vm)
-    }
-}
-
-/// Ends a run when it is dropped.
-struct End<'a> {
-    vm: &'a Vm,
-    devices: &'a PlatformDevices,
-}
-
-impl Drop for End<'_> {
-    fn drop(&mut self) {
-        self.devices.end(Ending::Stopped, self.vm);
-        self.vm.kick_all();
     }
 }
 

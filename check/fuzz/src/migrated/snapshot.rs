@@ -11,7 +11,7 @@ use crate::values::pick;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_machine::{Arch, GuestMemory as _, MemorySlots as _, PlatformDevices, Policy};
-use lacuna_migrate::{Machine, MigrateError, Snapshot, Tracked, When};
+use lacuna_migrate::{MachineConfig, MigrateError, PausedGuest, Snapshot, Tracked, When};
 use lacuna_soft::{Vm, VmConfig};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
@@ -86,7 +86,7 @@ impl Saved {
         let last_pages = guest.vm.memory_slots()[0].gfns;
         guest.beside(|guest| {
             let progress = &mut |_| CONTINUE;
-            let paused = guest.pause().expect("it runs");
+            let paused = PausedGuest::pause(guest).expect("it runs");
             let first = Tracked::save_first(guest, When::Paused(&paused), &whole, progress);
             let (_, mut tracked) = first.expect("a snapshot");
             for (path, byte) in [(&diff, 1), (&last, 2)] {
@@ -94,7 +94,7 @@ impl Saved {
                     let gfn = last_pages.end_raw() - 1 - page * u64::from(byte);
                     let gfn = lacuna_addr::Gfn::new(gfn).expect("inside of the slot");
                     guest
-                        .vm
+                        .vm()
                         .write(gfn.gpa(), &[byte; 64])
                         .expect("guest memory");
                 }
@@ -435,7 +435,7 @@ impl Case<'_> {
     /// A VM for `machine`, if it is a small one.
     fn vm(
         &self,
-        machine: &Machine,
+        machine: &MachineConfig,
         make: impl FnOnce(VmConfig) -> Option<Arc<Vm>>,
     ) -> Option<Arc<Vm>> {
         let pages = machine.layout.pages().saturating_mul(4096);

@@ -10,11 +10,11 @@ use crate::run::Run;
 use crate::values::pick;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
-use lacuna_machine::{Arch, GuestMemory as _, MemorySlots as _, PlatformDevices};
+use lacuna_machine::{Arch, GuestMemory as _, MemorySlots as _, PlatformDevices, Running};
 use lacuna_migrate::stream::{
     Arrived, Compression, Connection, Connections, HangUp, Incoming, Mode, Plan, Sent, send,
 };
-use lacuna_migrate::{Budget, Guest, MigrateError};
+use lacuna_migrate::{Budget, MigrateError, PausedGuest};
 use lacuna_soft::{Vcpu, Vm, VmConfig};
 use std::collections::VecDeque;
 use std::io::{self, Cursor, Read, Write};
@@ -100,7 +100,7 @@ impl Recording {
                     memory_of(&arrived.unwrap_or_else(|(_, error)| panic!("{error}")).vm)
                 });
                 let plan = plan(mode);
-                let sent = send(guest, &source, &plan, &mut |_| rewrite(guest.vm));
+                let sent = send(guest, &source, &plan, &mut |_| rewrite(guest.vm()));
                 let Ok(Sent::Moved(outgoing)) = sent else {
                     panic!("it goes well");
                 };
@@ -436,15 +436,15 @@ fn arrive(recorded: &Recording, place: &TestHost, rng: &mut Rng, run: &mut Run<'
 /// The answers of a hostile destination.
 fn depart(
     (recorded, mode): (&Recording, Mode),
-    guest: &Guest<'_, Vm>,
+    guest: &Running<Vm>,
     rng: &mut Rng,
     run: &mut Run<'_>,
 ) {
-    let slots = guest.vm.memory_slots();
-    let before = guest.pause().expect("it runs").state().clone();
+    let slots = guest.vm().memory_slots();
+    let before = PausedGuest::pause(guest).expect("it runs").state().clone();
     let is_whole = rng.u8(..24) == 0;
     let link = scripts(&recorded.destination, is_whole, rng);
-    match send(guest, &link, &plan(mode), &mut |_| rewrite(guest.vm)) {
+    match send(guest, &link, &plan(mode), &mut |_| rewrite(guest.vm())) {
         Ok(Sent::Moved(outgoing)) => {
             assert!(link.has_said(frames::GO), "it is gone without a word");
             run.tally.note("answers", "moved");
@@ -474,10 +474,10 @@ fn depart(
             note_error("answers refused", &error, run);
         }
     }
-    let after = guest.pause().expect("the guest runs at the source");
+    let after = PausedGuest::pause(guest).expect("the guest runs at the source");
     assert!(
         *after.state() == before,
         "the guest at the source has changed"
     );
-    assert_eq!(guest.vm.memory_slots(), slots, "its slots have changed");
+    assert_eq!(guest.vm().memory_slots(), slots, "its slots have changed");
 }

@@ -105,8 +105,9 @@ impl PlatformDevices {
         Ok(paused)
     }
 
-    /// Resumes the devices that [`PlatformDevices::restore`] has paused. [`run`](crate::run) and
-    /// its variants call this; a VMM with a run loop of its own calls it when the guest runs.
+    /// Resumes the devices that [`PlatformDevices::restore`] has paused.
+    /// [`Machine::start`](crate::Machine::start) calls this; a VMM with a run loop of its own calls
+    /// it when the guest runs.
     pub fn resume(&self) {
         for entry in self.embedded.now().devices() {
             if entry.is_held.swap(false, Ordering::SeqCst) {

@@ -1,5 +1,6 @@
 use super::*;
-use crate::{Ending, FaultToken, MissingMemory, PlatformDevices, TokenError, run_pausable};
+use crate::run::run_one;
+use crate::{Ending, FaultToken, MissingMemory, PlatformDevices, TokenError};
 use lacuna_addr::Gpa;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
@@ -82,15 +83,22 @@ fn runs_with<R: Send>(
         index,
         seen: Arc::clone(&seen),
     };
-    let vcpus = (0..VCPUS).map(busy).collect();
+    pause.enter(VCPUS);
     thread::scope(|scope| {
-        let runner = scope.spawn(|| run_pausable(vcpus, &devices, &*seen, &pause));
+        let start = |vcpu| {
+            let (devices, seen, pause) = (&devices, &*seen, &pause);
+            scope.spawn(move || run_one(vcpu, devices, seen, pause))
+        };
+        let threads: Vec<_> = (0..VCPUS).map(busy).map(start).collect();
         while seen.runs.load(Ordering::SeqCst) == 0 {
             thread::yield_now();
         }
         let result = body(&pause, &seen, &devices);
         devices.end(Ending::Stopped, &*seen);
-        (result, runner.join().expect("no panic").len())
+        let joined = threads
+            .into_iter()
+            .filter_map(|t| t.join().expect("no panic"));
+        (result, joined.count())
     })
 }
 

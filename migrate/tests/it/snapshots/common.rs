@@ -2,12 +2,12 @@
 
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Arch, Backup, Builder, CpuModel, Delivery, Ending, Image, Observed, PageSource, Pause,
-    PlatformDevices, Policy, RingSize, RunEnd, Vm, run_pausable,
+    Arch, Backup, Builder, CpuModel, Delivery, Ending, Image, Machine, PageSource, PlatformDevices,
+    Policy, RingSize, Running, Vm,
 };
 use lacuna_migrate::{
-    Budget, Guest, MigrateError, Progress, Recorder, Saved, Snapshot, Touches, Tracked, When, save,
-    save_paused,
+    Budget, MigrateError, PausedGuest, Progress, Recorder, Saved, Snapshot, Touches, Tracked, When,
+    save, save_paused,
 };
 use lacuna_soft::{LinuxBacking, PrivateFile};
 use std::fs;
@@ -15,6 +15,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 /// Words in front of a guest's own (the first `rounds` counts): first none, and then words for a
 /// longer run.
@@ -63,15 +64,6 @@ impl Builder for WithRings {
 
     fn full_command_line(&self) -> String {
         self.0.full_command_line()
-    }
-
-    fn run(
-        &self,
-        image: &Image<'_>,
-        devices: Arc<PlatformDevices>,
-        watch: &mut dyn FnMut(&Observed<'_, Self::Vm>),
-    ) -> Result<RunEnd<Self::Vm>, <Self::Vm as Vm>::Error> {
-        self.0.run(image, devices, watch)
     }
 }
 
@@ -157,6 +149,22 @@ pub enum Beside<'a> {
     Save(&'a Path),
 }
 
+/// Runs a guest on threads.
+pub fn start<V: Vm>(
+    vm: Arc<V>,
+    devices: impl Into<Arc<PlatformDevices>>,
+    vcpus: Vec<V::Vcpu>,
+) -> Running<V> {
+    Machine::new(vm, devices).expect("threads").start(vcpus)
+}
+
+/// Waits until the guest has announced its status page: its program runs.
+pub fn wait_for_program(guest: &Running<impl Vm>) {
+    while guest.devices().status_page().is_none() && !guest.wait_timeout(Duration::ZERO) {
+        thread::yield_now();
+    }
+}
+
 /// A guest, and VMs for it.
 pub struct Moved<B> {
     builder: B,
@@ -177,7 +185,7 @@ impl<B: Builder> Moved<B> {
     /// `body` has saved it: then this tries a guest that checks its memory more often.
     pub fn run<R>(
         &self,
-        body: impl Fn(&Guest<'_, B::Vm>) -> Result<R, MigrateError>,
+        body: impl Fn(&Running<B::Vm>) -> Result<R, MigrateError>,
     ) -> (Ending, Result<R, MigrateError>) {
         for longer in LONGER {
             let (ending, result) = self.run_with(longer, &body);
@@ -189,7 +197,7 @@ impl<B: Builder> Moved<B> {
     }
 
     /// Runs the guest with these words in front of its own, and calls `body` beside it.
-    fn run_with<R>(&self, words: &str, body: impl FnOnce(&Guest<'_, B::Vm>) -> R) -> (Ending, R) {
+    fn run_with<R>(&self, words: &str, body: impl FnOnce(&Running<B::Vm>) -> R) -> (Ending, R) {
         let vm = self.builder.build().expect("a VM");
         let arch = vm.config().arch;
         let file = guest(self.name, arch);
@@ -201,20 +209,10 @@ impl<B: Builder> Moved<B> {
         );
         let vcpus = vm.boot(&image, &line).expect("it boots");
         let devices = PlatformDevices::of(arch, |line: &str| println!("saved: {line}"));
-        let pause = Pause::default();
-        let result = thread::scope(|scope| {
-            let runner = scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-            // The guest has announced its status page: its program runs.
-            while devices.status_page().is_none() && !runner.is_finished() {
-                thread::yield_now();
-            }
-            body(&Guest {
-                vm: &vm,
-                devices: &devices,
-                pause: &pause,
-            })
-        });
-        (devices.ending().expect("an ending"), result)
+        let running = start(vm, devices, vcpus);
+        wait_for_program(&running);
+        let result = body(&running);
+        (running.wait().ending, result)
     }
 
     pub fn save_while_it_runs(&self, path: &Path) -> (Ending, Result<Saved, MigrateError>) {
@@ -226,7 +224,7 @@ impl<B: Builder> Moved<B> {
         let (ending, saved) = self.run(|guest| {
             // Of a guest that has ended too early.
             let _ = fs::remove_dir_all(path);
-            let paused = guest.pause()?;
+            let paused = PausedGuest::pause(guest)?;
             let saved = save_paused(guest, &paused, path, &mut |_| CONTINUE);
             drop(paused);
             let stop = &mut |_| ControlFlow::Break(());
@@ -253,7 +251,7 @@ impl<B: Builder> Moved<B> {
                 Err(MigrateError::Cancelled) => {}
                 other => panic!("{:?}", other?),
             }
-            let paused = guest.pause()?;
+            let paused = PausedGuest::pause(guest)?;
             let saved = tracked.save_changes(guest, When::Paused(&paused), second, progress)?;
             assert_eq!(saved.rounds.len(), 1);
             drop(paused);
@@ -268,7 +266,7 @@ impl<B: Builder> Moved<B> {
 
     pub fn save_after_the_end(&self, path: &Path) -> Result<Saved, MigrateError> {
         let (_, result) = self.run_with("", |guest| {
-            while guest.devices.ending().is_none() {
+            while !guest.wait_timeout(Duration::MAX) {
                 thread::yield_now();
             }
             save(guest, path, &Budget::default(), &mut |_| CONTINUE)
@@ -281,8 +279,7 @@ impl<B: Builder> Moved<B> {
         let arch = vm.config().arch;
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
         let vcpus = Snapshot::open(path)?.restore(&vm, &devices, &mut |_| CONTINUE)?;
-        drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
-        Ok(devices.ending().expect("an ending"))
+        Ok(start(vm, devices, vcpus).wait().ending)
     }
 }
 
@@ -293,14 +290,6 @@ impl<B: Builder> Moved<B> {
         let devices = PlatformDevices::of(vm.config().arch, |_: &str| {});
         let restored = Snapshot::open(path)?.restore_lazily(&vm, &devices);
         restored.map(drop)
-    }
-}
-
-/// Waits until the guest's run has begun.
-fn wait_until_it_runs(guest: &Guest<'_, impl Vm>) {
-    while matches!(guest.pause(), Err(MigrateError::NotRunning)) && guest.devices.ending().is_none()
-    {
-        thread::yield_now();
     }
 }
 
@@ -324,8 +313,7 @@ impl<B: WithSource> Moved<B> {
         let arch = vm.config().arch;
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
         let vcpus = snapshot.restore_in_place(&vm, &devices, &mut |_| CONTINUE)?;
-        drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
-        Ok(devices.ending().expect("an ending"))
+        Ok(start(vm, devices, vcpus).wait().ending)
     }
 
     /// Restores lazily and saves again at once: the guest starts with the save, so all of its pages
@@ -340,24 +328,10 @@ impl<B: WithSource> Moved<B> {
         let arch = vm.config().arch;
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
         let vcpus = snapshot.restore_lazily(&vm, &devices).expect("a restore");
-        let (pause, mut vcpus) = (Pause::default(), Some(vcpus));
-        thread::scope(|scope| {
-            let guest = Guest {
-                vm: &*vm,
-                devices: &devices,
-                pause: &pause,
-            };
-            let saved = save(&guest, again, &Budget::default(), &mut |_| {
-                if let Some(vcpus) = vcpus.take() {
-                    scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-                    // Until its run has begun.
-                    wait_until_it_runs(&guest);
-                }
-                CONTINUE
-            });
-            saved.expect("it is saved");
-        });
-        let ending = devices.ending().expect("an ending");
+        let guest = start(vm, devices, vcpus);
+        let saved = save(&guest, again, &Budget::default(), &mut |_| CONTINUE);
+        saved.expect("it is saved");
+        let ending = guest.wait().ending;
         (ending, recorder.touches().pages().len())
     }
 
@@ -382,14 +356,13 @@ impl<B: WithSource> Moved<B> {
                 CONTINUE
             })?;
         }
-        drop(run_pausable(vcpus, &devices, &*vm, &Pause::default()));
+        let end = start(vm, devices, vcpus).wait();
         let asked = recorder.touches();
         if let Some(touches) = touches {
-            snapshot.prefetch_rest(&*vm, touches, &mut |_| CONTINUE)?;
+            snapshot.prefetch_rest(&*end.vm, touches, &mut |_| CONTINUE)?;
         }
-        let ending = devices.ending().expect("an ending");
         Ok(Replayed {
-            ending,
+            ending: end.ending,
             asked,
             replayed,
         })
@@ -409,11 +382,9 @@ impl<B: WithSource> Moved<B> {
         let arch = vm.config().arch;
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
         let vcpus = snapshot.restore_lazily(&vm, &devices)?;
-        thread::scope(|scope| {
-            scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &Pause::default())));
-            beside(&recorder);
-        });
-        Ok(devices.ending().expect("an ending"))
+        let guest = start(vm, devices, vcpus);
+        beside(&recorder);
+        Ok(guest.wait().ending)
     }
 
     /// Restores lazily, and calls a function meanwhile. Its result is the second value.
@@ -432,23 +403,14 @@ impl<B: WithSource> Moved<B> {
         let arch = vm.config().arch;
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
         let vcpus = snapshot.restore_lazily(&vm, &devices)?;
-        let pause = Pause::default();
-        let done = thread::scope(|scope| {
-            scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-            match beside {
-                Beside::Nothing => Ok(()),
-                Beside::Prefetch => snapshot.prefetch(&*vm, &mut |_| CONTINUE),
-                Beside::Save(path) => {
-                    let guest = Guest {
-                        vm: &*vm,
-                        devices: &devices,
-                        pause: &pause,
-                    };
-                    wait_until_it_runs(&guest);
-                    save(&guest, path, &Budget::default(), &mut |_| CONTINUE).map(drop)
-                }
+        let guest = start(vm, devices, vcpus);
+        let done = match beside {
+            Beside::Nothing => Ok(()),
+            Beside::Prefetch => snapshot.prefetch(&**guest.vm(), &mut |_| CONTINUE),
+            Beside::Save(path) => {
+                save(&guest, path, &Budget::default(), &mut |_| CONTINUE).map(drop)
             }
-        });
-        Ok((devices.ending().expect("an ending"), done))
+        };
+        Ok((guest.wait().ending, done))
     }
 }

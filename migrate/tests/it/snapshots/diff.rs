@@ -2,7 +2,7 @@
 
 use super::common::{CONTINUE, Moved, kvm, soft};
 use lacuna_machine::{Arch, Builder, Ending};
-use lacuna_migrate::{MigrateError, Snapshot, Tracked, When};
+use lacuna_migrate::{MigrateError, PausedGuest, Snapshot, Tracked, When};
 use std::fs;
 
 /// Three snapshots succeed. Between them, one is cancelled after its harvest of the log: its pages
@@ -47,7 +47,7 @@ fn a_diff_needs_its_base_and_has_a_depth() {
     let path = |number: usize| folder.path().join(number.to_string());
     let last = Snapshot::LAYERS_MAX - 1;
     let (_, saved) = moved.run(|guest| {
-        let paused = guest.pause()?;
+        let paused = PausedGuest::pause(guest)?;
         let (when, each) = (|| When::Paused(&paused), &mut |_| CONTINUE);
         let (_, mut tracked) = Tracked::save_first(guest, when(), &path(0), each)?;
         let away = folder.path().join("away");

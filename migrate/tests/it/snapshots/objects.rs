@@ -3,7 +3,7 @@
 use super::common::{CONTINUE, Moved, soft};
 use lacuna_machine::{Arch, Ending, Policy, VcpuError, WhenGone};
 use lacuna_migrate::{
-    Folder as _, MigrateError, Snapshot, Store, Target, Tracked, When, save_paused,
+    Folder as _, MigrateError, PausedGuest, Snapshot, Store, Target, Tracked, When, save_paused,
 };
 use lacuna_objects::object_store::memory::InMemory;
 use lacuna_objects::object_store::throttle::{ThrottleConfig, ThrottledStore};
@@ -183,7 +183,7 @@ fn a_guest_is_saved_to_a_store() {
     place("first").put("memory", &rest).expect("an object");
     let moved = Moved::new(soft(Arch::X86_64, 2), "verify", "rounds=6");
     let (_, saved) = moved.run(|guest| {
-        let paused = guest.pause()?;
+        let paused = PausedGuest::pause(guest)?;
         let (when, each) = (|| When::Paused(&paused), &mut |_| CONTINUE);
         let (whole, mut tracked) = into(&place("first"), |to| {
             Tracked::save_first(guest, when(), to, each)

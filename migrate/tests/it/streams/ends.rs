@@ -1,11 +1,10 @@
 //! Both ends of a migration in one process, on threads of their own.
 
 use super::link::{Cut, DestinationEnd, Side, SourceEnd, link};
-use lacuna_machine::{
-    Arch, Builder, Ending, Image, PageSource, Pause, PlatformDevices, Vm, run_pausable,
-};
+use crate::snapshots::common::{start, wait_for_program};
+use lacuna_machine::{Arch, Builder, Ending, Image, PageSource, PlatformDevices, Running, Vm};
 use lacuna_migrate::stream::{Arrived, Incoming, OutgoingGuest, Plan, Sent, send};
-use lacuna_migrate::{Guest, MigrateError, Progress};
+use lacuna_migrate::{MigrateError, Progress};
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -119,53 +118,43 @@ impl<A: Machines, B: Machines> Move<A, B> {
         let line = format!("{} {longer} {}", self.from.full_command_line(), self.words);
         let vcpus = vm.boot(&image, &line).expect("it boots");
         let devices = PlatformDevices::of(arch, |line: &str| println!("source: {line}"));
-        let pause = Pause::default();
-        thread::scope(|scope| {
-            let runner = scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-            while devices.status_page().is_none() && !runner.is_finished() {
-                thread::yield_now();
-            }
-            let guest = Guest {
-                vm: &*vm,
-                devices: &devices,
-                pause: &pause,
-            };
-            let (fate, outgoing) = self.until_settled(&guest, &link);
-            // The other side must not wait for a connection that never comes.
-            let (written, killed) = (link.written(), link.killed());
-            drop(link);
-            // This ends an arrived guest that lacks memory.
-            let arrived = join();
-            let stays = matches!(fate.source, End::Gone | End::Cut) || arrived.is_ok();
-            match outgoing {
-                Some(outgoing) if !stays => outgoing.take_back(),
-                // Its run here ends.
-                outgoing => drop(outgoing),
-            }
-            runner.join().expect("no panic");
-            let ending = (!stays).then(|| devices.ending().expect("an ending"));
-            let refused = arrived.as_ref().err().map(ToString::to_string);
-            Outcome {
-                source: match (fate.source, ending) {
-                    (End::Unknown(_), ending) => End::Unknown(ending),
-                    (End::Ran(_), Some(ending)) => End::Ran(ending),
-                    (other, _) => other,
-                },
-                rounds: fate.rounds,
-                pages: fate.pages,
-                resumed: fate.resumed,
-                killed,
-                written,
-                errors: [fate.error, refused.unwrap_or_default()],
-                destination: arrived.ok(),
-            }
-        })
+        let guest = start(vm, devices, vcpus);
+        wait_for_program(&guest);
+        let (fate, outgoing) = self.until_settled(&guest, &link);
+        // The other side must not wait for a connection that never comes.
+        let (written, killed) = (link.written(), link.killed());
+        drop(link);
+        // This ends an arrived guest that lacks memory.
+        let arrived = join();
+        let stays = matches!(fate.source, End::Gone | End::Cut) || arrived.is_ok();
+        match stays {
+            false => outgoing.map(OutgoingGuest::take_back),
+            // Its run here ends.
+            true => outgoing.map(drop),
+        };
+        let ending = guest.wait().ending;
+        let ending = (!stays).then_some(ending);
+        let refused = arrived.as_ref().err().map(ToString::to_string);
+        Outcome {
+            source: match (fate.source, ending) {
+                (End::Unknown(_), ending) => End::Unknown(ending),
+                (End::Ran(_), Some(ending)) => End::Ran(ending),
+                (other, _) => other,
+            },
+            rounds: fate.rounds,
+            pages: fate.pages,
+            resumed: fate.resumed,
+            killed,
+            written,
+            errors: [fate.error, refused.unwrap_or_default()],
+            destination: arrived.ok(),
+        }
     }
 
     /// Sends the guest, and connects again after each cut.
     fn until_settled<'a, V: Vm>(
         &self,
-        guest: &Guest<'a, V>,
+        guest: &'a Running<V>,
         link: &SourceEnd,
     ) -> (Fate, Option<OutgoingGuest<'a, V>>) {
         let began = Instant::now();
@@ -238,27 +227,20 @@ impl<A: Machines, B: Machines> Move<A, B> {
                 Err(waiting) => started = waiting.resume(link),
             }
         };
-        thread::scope(|scope| {
-            let pause = Pause::default();
-            let runner = scope.spawn(|| {
-                let pause = pause;
-                drop(run_pausable(vcpus, &devices, &*vm, &pause));
-            });
-            let mut arriving = arriving;
-            while let Err(why) = arriving.finish(&mut |_| ControlFlow::Continue(())) {
-                assert!(matches!(why, MigrateError::Cut(_)), "{why}");
-                if arriving
-                    .resume(link)
-                    .is_err_and(|why| why.to_string().contains(NO_LINK))
-                {
-                    break;
-                }
+        let guest = start(vm, devices, vcpus);
+        let mut arriving = arriving;
+        while let Err(why) = arriving.finish(&mut |_| ControlFlow::Continue(())) {
+            assert!(matches!(why, MigrateError::Cut(_)), "{why}");
+            if arriving
+                .resume(link)
+                .is_err_and(|why| why.to_string().contains(NO_LINK))
+            {
+                break;
             }
-            // From here on, missing pages are lost.
-            drop(arriving);
-            runner.join().expect("no panic");
-        });
-        Ok(devices.ending().expect("an ending"))
+        }
+        // From here on, missing pages are lost.
+        drop(arriving);
+        Ok(guest.wait().ending)
     }
 }
 

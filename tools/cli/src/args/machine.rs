@@ -3,7 +3,7 @@
 use super::{Apf, Arch, Backend, Cpu, MemoryKind, Output, RunArgs, SwapSpec, Thp, TlsArgs};
 use crate::size::Size;
 use lacuna_machine::CpuModel;
-use lacuna_migrate::Machine;
+use lacuna_migrate::MachineConfig;
 use std::path::PathBuf;
 
 /// The remaining choices for such a run.
@@ -20,7 +20,7 @@ pub(crate) struct RunOn {
 
 impl RunOn {
     /// The run of `machine`, which comes from `from`.
-    pub fn machine(self, from: String, machine: &Machine) -> RunArgs {
+    pub fn machine(self, from: String, machine: &MachineConfig) -> RunArgs {
         RunArgs {
             image: from,
             incoming: None,
@@ -58,7 +58,7 @@ impl RunOn {
 
 impl RunArgs {
     /// As these options, but for `machine`, which comes from `from`.
-    pub fn on(&self, from: String, machine: &Machine) -> Self {
+    pub fn on(&self, from: String, machine: &MachineConfig) -> Self {
         let options = RunOn {
             backend: self.backend,
             memory_kind: self.memory_kind,

@@ -4,7 +4,7 @@ use super::{Backend, MemoryKind, Output, Patience, RunArgs, RunOn, SwapSpec, Thp
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand};
-use lacuna_migrate::Machine;
+use lacuna_migrate::MachineConfig;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -110,7 +110,7 @@ pub struct RestoreArgs {
 
 impl RestoreArgs {
     /// The run of the saved machine.
-    pub fn run(&self, machine: &Machine) -> RunArgs {
+    pub fn run(&self, machine: &MachineConfig) -> RunArgs {
         let options = RunOn {
             backend: self.backend,
             memory_kind: self.memory_kind,

@@ -7,11 +7,11 @@ use super::words::{RANGES_SHOWN, undecided_at_destination, undecided_at_source};
 use super::{Answers, ClientActions};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
-use lacuna_machine::{Arch, Ending, Vm};
+use lacuna_machine::{Arch, Ending, PlatformDevices, Running, Vm};
 use lacuna_migrate::session::{
     IncomingHandle, IncomingStage, OutgoingHandle, OutgoingStage, Undecided,
 };
-use lacuna_migrate::{Budget, Guest, MigrateError, PausedGuest, Tracked};
+use lacuna_migrate::{Budget, MigrateError, PausedGuest, Tracked};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -24,9 +24,19 @@ const BEGIN: Duration = Duration::from_millis(1);
 /// The longest pause that a request may ask for: a day.
 const DOWNTIME_MAX_MS: u64 = 86_400_000;
 
+/// A guest, before its run and during it.
+pub struct Guest<'a, V: Vm> {
+    /// Its VM.
+    pub vm: &'a V,
+    /// Its devices.
+    pub devices: &'a PlatformDevices,
+    /// The guest, once it runs.
+    pub running: &'a OnceLock<Running<V>>,
+}
+
 /// A running guest under control of clients. Any thread may call its methods.
 pub struct Controlled<'a, V: Vm> {
-    pub(super) guest: Guest<'a, V>,
+    pub(super) guest: &'a Guest<'a, V>,
     since: OnceLock<Instant>,
     phase: Mutex<Phase<'a, V>>,
     /// The migration that brings the guest here.
@@ -62,7 +72,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     /// Controls `guest`; `incoming_guest` if it arrives from another process. A request that ends
     /// the run is noted in `actions`. The status has the counts of its `pages`.
     pub fn new(
-        guest: Guest<'a, V>,
+        guest: &'a Guest<'a, V>,
         actions: &'a ClientActions,
         incoming_guest: Option<IncomingHandle>,
         pages: Option<Arc<GuestPages>>,
@@ -210,7 +220,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 "the guest does not run here yet: ask for the status",
             ));
         }
-        let begins = || !self.guest.pause.has_begun() && !self.waits_to_start();
+        let begins = || self.guest.running.get().is_none() && !self.waits_to_start();
         while devices.ending().is_none() && begins() {
             thread::sleep(BEGIN);
         }
@@ -218,6 +228,11 @@ impl<'a, V: Vm> Controlled<'a, V> {
             None => Ok(()),
             Some(ending) => Err(Refused::request(format!("the run is over: {ending}"))),
         }
+    }
+
+    /// The running guest.
+    pub(super) fn running(&self) -> Result<&'a Running<V>, MigrateError> {
+        self.guest.running.get().ok_or(MigrateError::NotRunning)
     }
 
     /// Whether the guest has not arrived yet.
@@ -280,7 +295,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             other => return Err(self.refused(other)),
         }
         drop(phase);
-        let paused = self.guest.pause();
+        let paused = self.running().and_then(PausedGuest::pause);
         let mut phase = self.phase();
         match paused {
             Ok(paused) => *phase = Phase::Paused(paused),

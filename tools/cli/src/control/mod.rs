@@ -34,5 +34,5 @@ pub mod words;
 
 pub use awaiting::Awaiting;
 pub use client_actions::ClientActions;
-pub use controlled::Controlled;
+pub use controlled::{Controlled, Guest};
 pub use server::{Answers, ControlSocket};

@@ -6,7 +6,7 @@ use super::words::{no_decision, undecided_at_source};
 use crate::args::Compress;
 use lacuna_machine::{ErrorKind, Vm};
 use lacuna_migrate::session::{
-    Migrated, Outcome, Outgoing, OutgoingHandle, OutgoingStage, Undecided,
+    Migrated, Outcome, Outgoing, OutgoingHandle, OutgoingStage, Stayed, Undecided,
 };
 use lacuna_migrate::stream::{Mode, Plan, STREAMS_MAX};
 use lacuna_migrate::transport::{Address, AddressError, Connector, TlsFiles};
@@ -147,7 +147,10 @@ impl<'a, V: Vm> Controlled<'a, V> {
                     // This log would lack the pages that the migration harvests.
                     *self.tracked.lock().unwrap_or_else(PoisonError::into_inner) = None;
                 }
-                outgoing.send(&self.guest, &needed)
+                match self.running() {
+                    Ok(guest) => outgoing.send(guest, &needed),
+                    Err(why) => Outcome::Stayed(Stayed::Failed(why)),
+                }
             }
         };
         let (phase, done) = match outcome {

@@ -107,11 +107,12 @@ impl<'a, V: Vm> Controlled<'a, V> {
                 false => ControlFlow::Continue(()),
             }
         };
-        let (guest, progress) = (&self.guest, &mut progress);
+        let guest = self.running().map_err(|error| refusal(&error))?;
+        let progress = &mut progress;
         let when = paused.map_or(When::Runs(&plan.budget), When::Paused);
         // One snapshot is saved at a time.
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
-        if !matches!(plan.kind, Kind::Since(_)) && !guest.vm.delivery().has_bitmaps() {
+        if !matches!(plan.kind, Kind::Since(_)) && !guest.vm().delivery().has_bitmaps() {
             // Rings have one reader, so this log ends before the save. So all checks come first.
             to.check_new().map_err(|error| refusal(&error))?;
             *tracked = None;

@@ -20,7 +20,7 @@ use lacuna_machine::{PlatformDevices, Vm};
 use lacuna_migrate::session::{Arrival, Destination, IncomingEvent, IncomingHandle};
 use lacuna_migrate::stream::Prepared;
 use lacuna_migrate::transport::{Address, Listener};
-use lacuna_migrate::{Machine, MigrateError};
+use lacuna_migrate::{MachineConfig, MigrateError};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -50,7 +50,7 @@ pub(super) fn received(handle: &IncomingHandle) -> Received {
 }
 
 /// Refuses a machine that no command line could ask for.
-fn check(machine: &Machine) -> Result<(), Refusal> {
+fn check(machine: &MachineConfig) -> Result<(), Refusal> {
     match machine.vcpus {
         1..=VCPUS_MAX => Ok(()),
         vcpus => {

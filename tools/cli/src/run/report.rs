@@ -11,7 +11,7 @@ use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
 use crate::size::Size;
 use lacuna_lab::report::time;
-use lacuna_machine::{Builder, Ending, RunEnd, Vm as _};
+use lacuna_machine::{Builder, Ending, Vm as _};
 use lacuna_migrate::session::Migrated;
 use lacuna_soft::HugePages;
 use std::sync::Arc;
@@ -40,8 +40,9 @@ fn limit(args: &RunArgs) -> Size {
 }
 
 /// A finished run.
-pub(super) struct Finished<'a, V> {
-    pub end: &'a RunEnd<V>,
+pub(super) struct Finished {
+    /// The hash of a seeded run.
+    pub trace_hash: Option<u64>,
     /// The counters at its end.
     pub last: RunSample,
     /// The preparation before it.
@@ -58,12 +59,12 @@ pub(super) fn finish<B: Builder>(
     builder: &B,
     start: Start<'_>,
     signals: &Signals,
-    run: Finished<'_, B::Vm>,
+    run: Finished,
 ) -> Result<Exit, Refusal> {
     let (exit, text) = run.verdict;
     let mut report = RunReport::new(options(args, builder, start), run.last);
     report.exit_code = exit.code();
-    report.trace_hash = run.end.trace_hash.map(|hash| format!("{hash:016x}"));
+    report.trace_hash = run.trace_hash.map(|hash| format!("{hash:016x}"));
     let mut words = summary(&report.last);
     if let Some(hash) = &report.trace_hash {
         words.push_str(&format!("trace     {hash}\n"));

@@ -4,35 +4,59 @@ use super::attend::Attended;
 use super::incoming::{has_not_come, receive};
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start};
-use crate::control::{ControlSocket, Controlled};
+use crate::control::{ControlSocket, Controlled, Guest};
 use crate::exit::Exit;
 use crate::observe::Watched;
 use crate::sample::{Before, LazyPages};
 use lacuna_machine::{
-    BackendError, Builder, Console, Ending, Observed, Pause, PlatformDevices, RunEnd, VcpuThreads,
-    Vm, status_page,
+    BackendError, Builder, Console, Ending, Machine, PlatformDevices, RunEnd, Vm,
 };
-use lacuna_migrate::Guest;
 use lacuna_migrate::session::{Arrival, IncomingHandle};
 use lacuna_migrate::stream::Arrived;
-use lacuna_sync::{Clock as _, HostClock};
+use lacuna_sync::Nanos;
 use std::io;
 use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::Duration;
 
 /// The time between two looks at an ending thread.
 const LOOK: Duration = Duration::from_millis(10);
+/// The time between two looks at the guest.
+const WATCH: Duration = Duration::from_millis(100);
 
-/// Makes the VM and runs it to its end. The second value describes the preparation.
+/// Looks at a running guest at a time of its.
+pub(super) type Watch<'w, V> = &'w mut dyn FnMut(&V, &PlatformDevices, Nanos);
+
+/// An ended guest.
+pub(super) struct Ended<V> {
+    pub end: RunEnd<V>,
+    /// Its status page, if it announced one.
+    pub status: Option<Vec<u8>>,
+    /// The hash of everything that happened in a seeded run.
+    pub trace_hash: Option<u64>,
+}
+
+impl<V: Vm> Ended<V> {
+    /// Reads the status page, so no latency is simulated any more.
+    pub fn of(end: RunEnd<V>) -> Self {
+        Self {
+            status: end.status(),
+            end,
+            trace_hash: None,
+        }
+    }
+}
+
+/// Makes the VM and runs it to its end. Also returns the status page at the end, and describes the
+/// preparation.
 pub(super) fn run<B: Builder>(
     job: &Job<'_>,
     builder: &B,
     console: impl Console + 'static,
-    watch: &mut dyn FnMut(&Observed<'_, B::Vm>),
-) -> Result<(RunEnd<B::Vm>, Before), Refusal>
+    watch: Watch<'_, B::Vm>,
+) -> Result<(Ended<B::Vm>, Before), Refusal>
 where
     B::Vm: Watched,
 {
@@ -41,19 +65,18 @@ where
         // The pages of other guests arrive one by one, and the guest waits for them.
         prefault(job, &*vm)?;
     }
-    let devices = PlatformDevices::of(vm.config().arch, console);
-    let pause = Pause::default();
-    let controls = Guest {
-        vm: &*vm,
-        devices: &devices,
-        pause: &pause,
-    };
+    let devices = Arc::new(PlatformDevices::of(vm.config().arch, console));
     let control = job.control.as_ref();
-    let controlled = control.map(|socket| (socket, controlled_by(socket, job, controls)));
-    let (mut before, mut clock) = (Before::default(), HostClock::default());
     let attended = Attended::default();
-    let status = thread::scope(|scope| {
+    thread::scope(|scope| {
         let _attending = attended.start(scope, job, &devices).map_err(failed)?;
+        let (mut before, running) = (Before::default(), OnceLock::new());
+        let guest = Guest {
+            vm: &*vm,
+            devices: &devices,
+            running: &running,
+        };
+        let controlled = control.map(|socket| (socket, controlled_by(socket, job, &guest)));
         thread::scope(|scope| {
             if let Some((socket, guest)) = &controlled {
                 let named = thread::Builder::new().name("lacuna-control".into());
@@ -64,13 +87,20 @@ where
                 control,
                 incoming_guest: incoming_guest(job),
             };
-            let begun = begin(scope, job, builder, &vm, &controls, &mut before);
+            let machine = Machine::new(Arc::clone(&vm), Arc::clone(&devices));
+            let begun = machine
+                .map_err(|error| {
+                    (
+                        error.kind().into(),
+                        format!("the run cannot start: {error}"),
+                    )
+                })
+                .and_then(|machine| begin(scope, job, builder, machine, &mut before));
             let run = attended.runs(job).and(begun).and_then(|begun| {
                 if let Some((_, guest)) = &controlled {
                     guest.begins(&|| job.signals.caught().is_some());
                 }
-                clock = HostClock::default();
-                run_begun(job, begun, &controls, &clock, watch)
+                run_begun(job, begun, &guest, watch)
             });
             // Clients wait until the run begins or ends.
             let lazy = run.inspect_err(|_| devices.end(Ending::Stopped, &*vm))?;
@@ -79,26 +109,19 @@ where
             }
             Ok::<_, Refusal>(())
         })?;
+        drop(controlled);
+        let end = running.into_inner().expect("it has run").wait();
         // The status page may be swapped out, or missing.
         vm.end_latency();
-        Ok::<_, Refusal>(status_page(&*vm, &devices))
-    })?;
-    drop(controlled);
-    let end = RunEnd {
-        ending: devices.ending().unwrap_or(Ending::Stopped),
-        end: clock.now(),
-        status,
-        trace_hash: None,
-        vm,
-    };
-    Ok((end, before))
+        Ok((Ended::of(end), before))
+    })
 }
 
 /// The guest under control of the clients of `socket`.
 fn controlled_by<'a, V: Vm>(
     socket: &'a ControlSocket,
     job: &Job<'_>,
-    guest: Guest<'a, V>,
+    guest: &'a Guest<'a, V>,
 ) -> Controlled<'a, V> {
     let (actions, pages) = (socket.actions(), job.pages.clone());
     let controlled = Controlled::new(guest, actions, incoming_guest(job).cloned(), pages);
@@ -126,8 +149,7 @@ fn run_begun<V: Vm>(
     job: &Job<'_>,
     begun: Begun<'_, V>,
     guest: &Guest<'_, V>,
-    clock: &HostClock,
-    watch: &mut dyn FnMut(&Observed<'_, V>),
+    watch: Watch<'_, V>,
 ) -> Result<Option<LazyPages>, Refusal> {
     let (vm, devices) = (guest.vm, guest.devices);
     thread::scope(|scope| {
@@ -140,7 +162,14 @@ fn run_begun<V: Vm>(
             // Nothing is sent: the call returns when the thread has dropped `waits`.
             let _ = may_run.recv();
         }
-        begun.threads.run_watched(begun.vcpus, clock, watch);
+        let start = || begun.machine.start(begun.vcpus);
+        let running = guest.running.get_or_init(start);
+        loop {
+            watch(vm, devices, running.now());
+            if running.wait_timeout(WATCH) {
+                break;
+            }
+        }
         if let Start::Lazily(lazy) = job.start {
             // The thread that brings pages may wait for an object store.
             lazy.interrupt.store(true, Ordering::Relaxed);
@@ -182,23 +211,22 @@ fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
 
 /// A runnable guest.
 struct Begun<'scope, V: Vm> {
+    machine: Machine<V>,
     vcpus: Vec<V::Vcpu>,
-    threads: VcpuThreads<'scope, V>,
     /// Takes the pages that the source of the guest still has.
     arriving: Option<ScopedJoinHandle<'scope, ()>>,
 }
 
-/// Puts the guest into `vm` and its devices, and starts the threads that it needs on `scope`.
-/// `before` gets the preparation.
+/// Puts the guest into `machine`, and starts the thread that it needs on `scope`. `before` gets the
+/// preparation.
 fn begin<'scope, 'a: 'scope, B: Builder>(
     scope: &'scope Scope<'scope, '_>,
     job: &Job<'a>,
     builder: &B,
-    vm: &Arc<B::Vm>,
-    guest: &Guest<'scope, B::Vm>,
+    machine: Machine<B::Vm>,
     before: &mut Before,
 ) -> Result<Begun<'scope, B::Vm>, Refusal> {
-    let devices = guest.devices;
+    let (vm, devices) = (machine.vm(), machine.devices());
     let vcpus = match job.start {
         Start::Image(image) => {
             let vcpus = vm.boot(image, &builder.full_command_line());
@@ -214,12 +242,11 @@ fn begin<'scope, 'a: 'scope, B: Builder>(
             before.restored = Some(restored);
             vcpus
         }
-        Start::Incoming(arrival) => return begin_arrived(scope, job, arrival, vm, guest),
+        Start::Incoming(arrival) => return begin_arrived(scope, job, arrival, machine),
     };
-    let threads = VcpuThreads::start(scope, vcpus.len(), guest.vm, devices, guest.pause);
     Ok(Begun {
+        machine,
         vcpus,
-        threads: threads.map_err(failed)?,
         arriving: None,
     })
 }
@@ -233,12 +260,8 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
     scope: &'scope Scope<'scope, '_>,
     job: &Job<'_>,
     arrival: &'a Arrival<'a>,
-    vm: &Arc<V>,
-    guest: &Guest<'scope, V>,
+    machine: Machine<V>,
 ) -> Result<Begun<'scope, V>, Refusal> {
-    let count = vm.config().vcpus;
-    let threads = VcpuThreads::start(scope, count, guest.vm, guest.devices, guest.pause);
-    let threads = threads.map_err(failed)?;
     let (gate, given) = mpsc::channel();
     let named = thread::Builder::new().name("lacuna-arriving".into());
     let taking = named.spawn_scoped(scope, move || {
@@ -248,15 +271,15 @@ fn begin_arrived<'scope, 'a: 'scope, V: Vm>(
         }
     });
     let taking = taking.map_err(failed)?;
-    let prepared = receive(job, arrival, vm, guest.devices)?;
+    let prepared = receive(job, arrival, machine.vm(), machine.devices())?;
     // A client that asks to keep the guest waits for the end of this call.
     let started = arrival.start(prepared);
     let Arrived { vcpus, arriving } = started.map_err(|why| has_not_come(job, &why))?;
     // The other thread waits for this value, so it has not ended.
     let _ = gate.send(arriving);
     Ok(Begun {
+        machine,
         vcpus,
-        threads,
         arriving: Some(taking),
     })
 }

@@ -262,7 +262,7 @@ mod tests {
                 ..membound(arch, format!("rounds={rounds}"))
             };
             let image = image(arch, "membound").unwrap();
-            let run = builder.run_to_summary(&image, |_: &str| (), |_| ());
+            let run = builder.run_to_summary(&image, |_: &str| ());
             run.unwrap().host.swapped_in
         };
         let a_round =

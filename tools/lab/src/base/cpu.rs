@@ -201,7 +201,7 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
         }
     };
     let image = Image::parse(guest.file).map_err(|e| LabError::Guest(e.to_string()))?;
-    let outcome = builder.run_to_summary(&image, console, |_| ())?;
+    let outcome = builder.run_to_summary(&image, console)?;
     if !matches!(outcome.ending, Ending::Exited(0)) {
         return Err(LabError::Guest(format!(
             "cpubench ended with {:?}",

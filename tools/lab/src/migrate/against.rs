@@ -23,12 +23,12 @@
 //! otherwise.
 
 use super::beats::{Beats, Seen};
-use super::ends::{Here, Way, beside, move_guest};
+use super::ends::{Here, Way, move_guest};
 use super::qemu::{self, Accelerator, Scene};
 use super::route::Route;
 use super::{MEMORY, QUICK, VCPUS};
 use crate::experiment::{LabError, Options};
-use crate::restore::GuestBuilder;
+use crate::restore::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
 use crate::session::guests;
 use crate::stats::{Rounds, Summary, measures, paired};

@@ -4,13 +4,13 @@ use super::route::{Route, Source};
 use crate::backed::back;
 use crate::experiment::LabError;
 use crate::interrupt;
-use crate::restore::{GuestBuilder, wait_at_gate};
-use crate::session::{self, LastWords, image};
+use crate::restore::GuestBuilder;
+use crate::session::{self, LastWords};
 use lacuna_guest::status::{Kind, Status};
-use lacuna_machine::{Ending, Pause, PlatformDevices, Vm, run_pausable};
-use lacuna_migrate::Guest;
+use lacuna_machine::{Ending, Machine, PlatformDevices, Running, Vm};
 use lacuna_migrate::stream::{Arrived, Connections, Incoming, Mode, Plan, Sent, send};
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -47,49 +47,6 @@ pub struct Here<'a, V> {
     pub lines: Receiver<(Instant, String)>,
 }
 
-/// Ends the run of a guest, also after an error or a panic.
-struct End<'a, V: Vm>(&'a PlatformDevices, &'a V);
-
-impl<V: Vm> Drop for End<'_, V> {
-    fn drop(&mut self) {
-        self.0.end(Ending::Stopped, self.1);
-    }
-}
-
-/// Runs `guest` with `words` until it is prepared, and then `work` beside it.
-///
-/// # Errors
-/// The guest could not be run, or an error of `work`.
-pub fn beside<B: GuestBuilder + Sync, T>(
-    builder: &B,
-    guest: &str,
-    words: &str,
-    work: impl FnOnce(&Guest<'_, B::Vm>) -> Result<T, LabError>,
-) -> Result<T, LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
-    let starts = builder.with(words);
-    let vm = starts.build()?;
-    let arch = vm.config().arch;
-    let last = LastWords::default();
-    let devices = PlatformDevices::of(arch, last.console());
-    let vcpus = vm.boot(&image(arch, guest)?, &starts.full_command_line())?;
-    let pause = Pause::default();
-    let done = thread::scope(|scope| {
-        scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-        let _end = End(&devices, &*vm);
-        wait_at_gate(&*vm, &devices)?;
-        work(&Guest {
-            vm: &*vm,
-            devices: &devices,
-            pause: &pause,
-        })
-    });
-    let ending = devices.ending().unwrap_or(Ending::Stopped);
-    last.settle(Some(done), &ending)
-}
-
 /// How a guest is moved.
 pub struct Way {
     /// The order in which the guest and its memory are sent.
@@ -118,7 +75,7 @@ impl Way {
 /// It could not be moved, or an error of `watch`.
 pub fn move_guest<B: GuestBuilder + Sync, T: Send>(
     builder: &B,
-    guest: &Guest<'_, B::Vm>,
+    guest: &Running<B::Vm>,
     way: Way,
     watch: impl FnOnce(&Here<'_, B::Vm>) -> Result<T, LabError> + Send,
 ) -> Result<(Moved, T), LabError>
@@ -135,7 +92,7 @@ where
 /// As [`move_guest`], and an error of `meanwhile`.
 pub fn move_and<B: GuestBuilder + Sync, T: Send>(
     builder: &B,
-    guest: &Guest<'_, B::Vm>,
+    guest: &Running<B::Vm>,
     way: Way,
     watch: impl FnOnce(&Here<'_, B::Vm>) -> Result<T, LabError> + Send,
     meanwhile: impl FnOnce() -> Result<(), LabError>,
@@ -146,7 +103,7 @@ where
     interrupt::check()?;
     let Way { mode, route, runs } = way;
     let Route { source, listening } = route;
-    back(guest.vm.config().memory.bytes())?;
+    back(guest.vm().config().memory.bytes())?;
     thread::scope(|scope| {
         // It owns the listening end: after an error there, the source is refused.
         let arriving = scope.spawn(move || arrive(builder, &*listening, runs, watch));
@@ -161,7 +118,7 @@ where
     })
 }
 
-fn send_all<V: Vm>(guest: &Guest<'_, V>, to: &Source, mode: Mode) -> Result<Moved, LabError> {
+fn send_all<V: Vm>(guest: &Running<V>, to: &Source, mode: Mode) -> Result<Moved, LabError> {
     let plan = Plan {
         mode,
         ..Plan::default()
@@ -212,6 +169,8 @@ where
         let _ = sender.send((Instant::now(), line.to_owned()));
     };
     let devices = PlatformDevices::of(vm.config().arch, console);
+    let machine = Machine::new(vm, devices)?;
+    let (vm, devices) = (Arc::clone(machine.vm()), Arc::clone(machine.devices()));
     let prepared = incoming.receive(connections, &vm, &devices, progress)?;
     let Arrived {
         vcpus,
@@ -226,11 +185,8 @@ where
         come: &come,
         lines,
     };
+    let running = runs.then(|| machine.start(vcpus));
     let found = thread::scope(|scope| {
-        if runs {
-            scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &Pause::default())));
-        }
-        let _end = End(&devices, &*vm);
         let coming = scope.spawn(|| {
             arriving.finish(&mut |pages| {
                 come.fetch_add(pages, Ordering::Relaxed);
@@ -241,7 +197,8 @@ where
         coming.join().expect("the thread does not panic")?;
         found
     });
-    let ending = devices.ending().unwrap_or(Ending::Stopped);
+    devices.end(Ending::Stopped, &*vm);
+    let ending = running.map_or(Ending::Stopped, |running| running.wait().ending);
     last.settle(Some(found.map(|found| (made, found))), &ending)
 }
 
@@ -289,6 +246,7 @@ mod tests {
     use super::super::link::Speed;
     use super::*;
     use crate::fixture::{needs_guests, resident};
+    use crate::restore::beside;
     use lacuna_addr::Gpa;
     use lacuna_machine::GuestMemory as _;
     use lacuna_skip::test;
@@ -335,12 +293,9 @@ mod tests {
     fn a_guest_whose_pages_are_lost_finds_that() {
         needs_guests();
         let lost = beside(&resident(16, 2), "paced", PACED, |guest| {
-            guest
-                .vm
-                .write(Gpa::new(6 << 20).unwrap(), &vec![0; 4 << 20])?;
-            while guest.devices.ending().is_none() {
-                thread::sleep(LOOK);
-            }
+            let at = Gpa::new(6 << 20).unwrap();
+            guest.vm().write(at, &vec![0; 4 << 20])?;
+            while !guest.wait_timeout(LIMIT) {}
             Ok(())
         });
         let text = lost.unwrap_err().to_string();

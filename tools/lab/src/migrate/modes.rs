@@ -1,14 +1,13 @@
 //! Pre-copy, post-copy and hybrid: blackout and total. Also the blackout of a large guest.
 
 use super::VCPUS;
-use super::ends::{Moved, Way, beside, counted, move_guest};
+use super::ends::{Moved, Way, counted, move_guest};
 use super::route::Route;
 use crate::experiment::{LabError, Options};
-use crate::restore::GuestBuilder;
+use crate::restore::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna_machine::Vm;
-use lacuna_migrate::Guest;
+use lacuna_machine::{Running, Vm};
 use lacuna_migrate::stream::Mode;
 use std::time::Instant;
 
@@ -33,7 +32,7 @@ fn longest(blackouts: &[f64]) -> f64 {
 /// One move over TCP, with the blackouts of its vCPUs.
 fn move_once<B: GuestBuilder + Sync>(
     builder: &B,
-    guest: &Guest<'_, B::Vm>,
+    guest: &Running<B::Vm>,
     mode: Mode,
 ) -> Result<(Moved, Vec<f64>), LabError>
 where

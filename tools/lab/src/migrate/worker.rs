@@ -15,16 +15,17 @@
 //! have arrived.
 
 use super::QUICK;
-use super::ends::{Here, Moved, Way, beside, counted, move_and, move_guest};
+use super::ends::{Here, Moved, Way, counted, move_and, move_guest};
 use super::link::Speed;
 use super::route::Route;
 use crate::experiment::{LabError, Options};
 use crate::interrupt;
+use crate::restore::beside;
 use crate::result::{Better, Measurement, Report};
 use crate::session;
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna_guest::status::{Kind, Thread};
-use lacuna_machine::{Apf, Vm as _};
+use lacuna_machine::{Apf, Running, Vm as _};
 use lacuna_migrate::stream::Mode;
 use lacuna_soft::{Vm, VmBuilder};
 use std::sync::atomic::Ordering;
@@ -46,8 +47,6 @@ const BM: &str = "workers=1 faulters=1 populate=1 seconds=1000000 slice_us=4000 
 const LOOK: Duration = Duration::from_micros(500);
 /// The longest time that pages may take, and the pause of a paused process.
 const LIMIT: Duration = Duration::from_secs(60);
-
-type Guest<'a> = lacuna_migrate::Guest<'a, Vm>;
 
 /// What differs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -83,7 +82,8 @@ pub fn measure(
     };
     let rounds = Rounds::Count(if options.quick { 1 } else { ROUNDS });
     let runs = beside(&builder, "bm", BM, |guest| {
-        let started = session::Guest::attach(guest.vm, guest.devices).expect("it is prepared");
+        let started =
+            session::Guest::attach(&**guest.vm(), guest.devices()).expect("it is prepared");
         started.run_until(LIMIT, |status| {
             let mut threads = status.threads.iter();
             let counts = |kind| move |t: &Thread| t.kind == kind && t.counter > 0;
@@ -121,7 +121,7 @@ pub fn measure(
     Ok(())
 }
 
-fn one(builder: &VmBuilder, guest: &Guest<'_>, arm: Arm) -> Result<Rates, LabError> {
+fn one(builder: &VmBuilder, guest: &Running<Vm>, arm: Arm) -> Result<Rates, LabError> {
     let way = |speed| Way::new(Mode::PostCopy, Route::link(speed));
     let pages = builder.memory.get();
     match arm {

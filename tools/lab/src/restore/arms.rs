@@ -5,9 +5,9 @@ use crate::experiment::LabError;
 use crate::interrupt;
 use crate::session::{Guest, LastWords, image};
 use lacuna_machine::{
-    Builder, Console, Ending, PageSource, Pause, PlatformDevices, Policy, Vm, run_pausable,
+    Builder, Console, Ending, Machine, PageSource, PlatformDevices, Policy, Running, Vm,
 };
-use lacuna_migrate::{MigrateError, Recorder, Snapshot, Touches, save_paused};
+use lacuna_migrate::{MigrateError, PausedGuest, Recorder, Snapshot, Touches, save_paused};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -89,13 +89,30 @@ pub struct Scene<'a, B> {
 /// The longest time that a guest may take to its gate.
 const PREPARE: Duration = Duration::from_secs(300);
 
-/// Ends the run of a guest, also after an error or a panic.
-struct End<'a, V: Vm>(&'a PlatformDevices, &'a V);
-
-impl<V: Vm> Drop for End<'_, V> {
-    fn drop(&mut self) {
-        self.0.end(Ending::Stopped, self.1);
-    }
+/// Runs `guest` with `words` until it waits at its gate, and then `work` beside it.
+///
+/// # Errors
+/// The guest could not be run, or an error of `work`.
+pub fn beside<B: GuestBuilder, T>(
+    builder: &B,
+    guest: &str,
+    words: &str,
+    work: impl FnOnce(&Running<B::Vm>) -> Result<T, LabError>,
+) -> Result<T, LabError>
+where
+    LabError: From<<B::Vm as Vm>::Error>,
+{
+    let starts = builder.with(words);
+    let vm = starts.build()?;
+    let arch = vm.config().arch;
+    let last = LastWords::default();
+    let machine = Machine::new(vm, PlatformDevices::of(arch, last.console()))?;
+    let line = starts.full_command_line();
+    let vcpus = machine.vm().boot(&image(arch, guest)?, &line)?;
+    let guest = machine.start(vcpus);
+    let done = wait_at_gate(&guest).and_then(|()| work(&guest));
+    guest.stop();
+    last.settle(Some(done), &guest.wait().ending)
 }
 
 impl<'a, B: GuestBuilder> Scene<'a, B>
@@ -108,28 +125,11 @@ where
     /// The guest could not be run or saved.
     pub fn save(builder: &'a B, guest: &str, words: &str, folder: &Path) -> Result<Self, LabError> {
         let path = folder.join(guest);
-        let starts = builder.with(words);
-        let vm = starts.build()?;
-        let arch = vm.config().arch;
-        let last = LastWords::default();
-        let devices = PlatformDevices::of(arch, last.console());
-        let vcpus = vm.boot(&image(arch, guest)?, &starts.full_command_line())?;
-        let pause = Pause::default();
-        let saved = thread::scope(|scope| {
-            scope.spawn(|| drop(run_pausable(vcpus, &devices, &*vm, &pause)));
-            let _end = End(&devices, &*vm);
-            wait_at_gate(&*vm, &devices)?;
-            let guest = lacuna_migrate::Guest {
-                vm: &*vm,
-                devices: &devices,
-                pause: &pause,
-            };
-            let still = guest.pause()?;
-            save_paused(&guest, &still, &path, &mut |_| ControlFlow::Continue(()))?;
-            Ok::<_, LabError>(())
-        });
-        let ending = devices.ending().unwrap_or(Ending::Stopped);
-        last.settle(Some(saved), &ending)?;
+        beside(builder, guest, words, |guest| {
+            let paused = PausedGuest::pause(guest)?;
+            save_paused(guest, &paused, &path, &mut |_| ControlFlow::Continue(()))?;
+            Ok(())
+        })?;
         Ok(Self { builder, path })
     }
 
@@ -158,23 +158,26 @@ where
         let vm = self.builder.coming(source).build()?;
         let first = FirstLine::default();
         let devices = PlatformDevices::of(vm.config().arch, first.console());
+        let machine = Machine::new(vm, devices)?;
+        let (vm, devices) = (machine.vm(), machine.devices());
         let progress = &mut |_| ControlFlow::Continue(());
         let vcpus = match arm {
-            Arm::Eager => snapshot.restore(&vm, &devices, progress)?,
-            _ => snapshot.restore_lazily(&vm, &devices)?,
+            Arm::Eager => snapshot.restore(vm, devices, progress)?,
+            _ => snapshot.restore_lazily(vm, devices)?,
         };
-        let guest = Guest::attach(&*vm, &devices);
+        let guest = Guest::attach(&**vm, devices);
         let guest = guest.ok_or_else(|| LabError::Guest("it has no status page".into()))?;
         guest.set(seed)?;
         let mut begins = 0.0;
+        let (vm, devices) = (Arc::clone(vm), Arc::clone(devices));
         let prefetched = thread::scope(|scope| {
             let (waits, may_run) = mpsc::channel();
-            let (snapshot, vm, devices) = (&snapshot, &*vm, &devices);
+            let (snapshot, vm, devices) = (&snapshot, &*vm, &*devices);
             let background = scope.spawn(move || background(arm, snapshot, vm, devices, waits));
             // Nothing is sent: the call returns when the thread has dropped `waits`.
             let _ = may_run.recv();
             begins = began.elapsed().as_secs_f64();
-            drop(run_pausable(vcpus, devices, vm, &Pause::default()));
+            machine.start(vcpus).wait();
             background.join().expect("the thread does not panic")
         });
         let end = began.elapsed().as_secs_f64();
@@ -216,8 +219,9 @@ fn background<V: Vm>(
 }
 
 /// Waits until all processes of the guest wait at its gate.
-pub fn wait_at_gate(vm: &impl Vm, devices: &PlatformDevices) -> Result<(), LabError> {
+fn wait_at_gate(guest: &Running<impl Vm>) -> Result<(), LabError> {
     let deadline = Instant::now() + PREPARE;
+    let (vm, devices) = (&**guest.vm(), guest.devices());
     let guest = loop {
         if let Some(guest) = Guest::attach(vm, devices) {
             break guest;

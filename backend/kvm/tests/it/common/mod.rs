@@ -6,7 +6,7 @@ use lacuna_kvm::{
     Apf, CpuModel, Delivery, HugePages, LatencySetting, MemoryKind, Swap, Tracker, Vm, VmBuilder,
     available,
 };
-use lacuna_machine::{Builder as _, Ending, Image, RunEnd};
+use lacuna_machine::{Builder as _, Ending, Image, PlatformDevices, RunEnd};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -76,9 +76,8 @@ pub fn run(builder: &VmBuilder, name: &'static str) -> (RunEnd<Vm>, String) {
     let builder = builder.clone();
     let end = within(120, move || {
         let console = move |line: &str| sink.lock().unwrap().push(line.to_owned());
-        builder
-            .run_with_console(&image(name), console, &mut |_| ())
-            .unwrap()
+        let devices = PlatformDevices::new(console);
+        builder.start(&image(name), devices).unwrap().wait()
     });
     let text = lines.lock().unwrap().join("\n");
     (end, text)

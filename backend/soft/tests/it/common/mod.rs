@@ -7,7 +7,9 @@ pub mod program;
 pub mod shadow;
 
 use lacuna_addr::{GfnRange, PageCount};
-use lacuna_machine::{Arch, Ending, Image, MemorySlots as _, PlatformDevices, Vm as _};
+use lacuna_machine::{
+    Arch, Ending, Image, Machine, MemorySlots as _, PlatformDevices, Running, Vm as _,
+};
 use lacuna_soft::{
     Apf, CpuModel, HugePages, LatencySetting, MemoryKind, RunSummary, Swap, Vcpu, Vm, VmBuilder,
     VmConfig,
@@ -125,7 +127,7 @@ pub fn builder_for(
 pub fn run(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     let lines = Lines::default();
     let outcome = builder
-        .run_to_summary(&image_for(builder.arch, name), lines.sink(), |_| ())
+        .run_to_summary(&image_for(builder.arch, name), lines.sink())
         .unwrap();
     (outcome, lines.text())
 }
@@ -139,6 +141,12 @@ pub fn pass(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
         "{builder:?}: {ending:?}\n{text}"
     );
     (outcome, text)
+}
+
+/// Runs `vcpus` on their threads.
+pub fn start(vm: &Arc<Vm>, vcpus: Vec<Vcpu>, devices: &Arc<PlatformDevices>) -> Running<Vm> {
+    let machine = Machine::new(Arc::clone(vm), Arc::clone(devices));
+    machine.unwrap().start(vcpus)
 }
 
 /// The second quarter of a VM's memory.
