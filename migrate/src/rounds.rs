@@ -49,6 +49,7 @@ pub struct Round {
 
 /// How far a copy is.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Progress {
     /// Which round, from 1; the last one of a pre-copy or snapshot is after the pause. 0: the
     /// destination gets the guest, and then the pages that it lacks.

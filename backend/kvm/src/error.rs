@@ -51,6 +51,7 @@ pub enum Unavailable {
 
 /// Why a run cannot start.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum KvmError {
     /// The backend cannot run on this machine.
     #[error(transparent)]

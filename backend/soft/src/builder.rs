@@ -63,6 +63,7 @@ pub struct VmBuilder {
 }
 
 /// The result of a run.
+#[non_exhaustive]
 pub struct RunSummary {
     /// Why it ended.
     pub ending: Ending,

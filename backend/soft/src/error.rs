@@ -8,6 +8,7 @@ use lacuna_slots::SlotError;
 
 /// Why a VM cannot be made.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum SoftError {
     /// The configuration is not valid.
     #[error("{0} vCPUs: give 1 to 64")]

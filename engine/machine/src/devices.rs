@@ -47,6 +47,7 @@ const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1]
 
 /// How a run ended. Its `Display` is one line for the user of the VMM.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum Ending {
     /// The guest wrote its exit code.
     Exited(u32),

@@ -112,6 +112,7 @@ pub enum Exit {
 
 /// A vCPU cannot continue; the run ends.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum VcpuError {
     /// The content of a page is gone.
     #[error(

@@ -50,6 +50,7 @@ pub enum Stayed {
 }
 
 /// A guest that has moved. When the value is dropped, the guest's run here ends.
+#[non_exhaustive]
 pub struct Moved<'a, V: Vm> {
     /// How it has moved.
     pub report: Migrated,

@@ -23,6 +23,7 @@ use std::time::Duration;
 
 /// How a snapshot was made.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Saved {
     /// The rounds. The guest was paused during the last one.
     pub rounds: Vec<Round>,

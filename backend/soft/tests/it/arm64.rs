@@ -20,6 +20,10 @@ fn image(name: &str) -> Image<'static> {
 
 fn run(builder: &VmBuilder, name: &str) -> (RunSummary, String) {
     let lines = Lines::default();
+    let builder = VmBuilder {
+        arch: Arch::Arm64,
+        ..builder.clone()
+    };
     let done = builder.run_to_summary(&image(name), lines.sink());
     (done.unwrap(), lines.text())
 }

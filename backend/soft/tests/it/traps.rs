@@ -3,15 +3,15 @@
 
 use crate::common;
 
-use common::{Lines, builder};
-use lacuna_machine::{Ending, Image};
+use common::{Lines, builder_for};
+use lacuna_machine::{Arch, Ending, Image};
 use lacuna_skip::test;
 
 fn printed(memory_mib: u64, resident_mib: u64, vcpus: usize) -> String {
     let image = lacuna_guest::Arch::Arm64.image("traps");
     let image = Image::parse(image.expect("it is committed").file).unwrap();
     let lines = Lines::default();
-    let builder = builder(memory_mib, resident_mib, vcpus, "count=4000");
+    let builder = builder_for(Arch::Arm64, (memory_mib, resident_mib), vcpus, "count=4000");
     let done = builder.run_to_summary(&image, lines.sink()).unwrap();
     assert!(
         matches!(done.ending, Ending::Exited(0)),

@@ -233,9 +233,9 @@ impl Refused {
         let kind = match ending {
             Ending::Stopped => ErrorKind::Cancelled,
             Ending::Exited(_) | Ending::PoweredOff | Ending::Reset => ErrorKind::Request,
-            Ending::Shutdown(_) => ErrorKind::Guest,
             Ending::Failed(error) => error.kind(),
             Ending::Device(error) => error.kind(),
+            _ => ErrorKind::Guest,
         };
         Self::of(kind, &format!("{what}: {ending}"))
     }

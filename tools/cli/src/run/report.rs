@@ -150,8 +150,6 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
             format!("the guest failed with code {code}"),
         ),
         (Ending::PoweredOff, _) => (Exit::Done, ending.to_string()),
-        (Ending::Reset, _) => (Exit::GuestFailed, ending.to_string()),
-        (Ending::Shutdown(text), _) => (Exit::GuestFailed, text.clone()),
         (Ending::Failed(error), _) => (error.kind().into(), error.to_string()),
         (Ending::Device(error), _) => (error.kind().into(), error.to_string()),
         (Ending::Stopped, _) if let Some(moved) = &asked.moved => (Exit::Done, moved.clone()),
@@ -167,6 +165,7 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
             Exit::GuestFailed,
             "stopped before the guest was done".into(),
         ),
+        _ => (Exit::GuestFailed, ending.to_string()),
     }
 }
 
