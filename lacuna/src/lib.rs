@@ -16,15 +16,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //! [`soft`] has software processors and needs nothing of the host. [`kvm`] runs the same images on
-//! `/dev/kvm`. Both implement the same traits, so a VMM generic over [`Builder`] runs on both: only
-//! the line with `VmBuilder::new` differs. The example `vmm` is such a VMM.
+//! `/dev/kvm`. A VMM generic over [`Builder`] runs on both, as `examples/vmm.rs` does.
 //!
-//! [`Builder::start`] makes a [`Vm`] and boots it in a [`Machine`], which has a thread for each
-//! [`Vcpu`] and sends the guest's accesses to [`PlatformDevices`]. A VMM with more to do calls
-//! [`Builder::build`], [`Machine::new`], [`Vm::boot`] or a restore, and [`Machine::start`]. The
-//! result is a [`Running`] guest: pause it, save it, send it elsewhere, watch it, wait for its end.
-//! It ends when it is dropped. A VMM may also have a loop of its own: [`Vcpu::run`] returns an
-//! [`Exit`] when the VMM must act.
+//! [`Builder::start`] boots a [`Vm`] in a [`Machine`], which has a thread for each [`Vcpu`] and
+//! sends accesses to [`PlatformDevices`]. With more to do, call [`Builder::build`],
+//! [`Machine::new`], [`Vm::boot`] or a restore, and [`Machine::start`]. The [`Running`] guest is
+//! paused, saved, moved and watched, and ends when it is dropped. In a loop of your own,
+//! [`Vcpu::run`] returns an [`Exit`] when the VMM must act.
 //!
 //! # The guest
 //! `guest/build-guest.sh` of Lacuna's repository makes an image of one C file with a `main`. It
@@ -50,9 +48,6 @@
 //! | end the guest | [`Running::stop`], [`PlatformDevices::end`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`Vm::save_shared`] |
 //! | save a whole guest, or move it to another process | [`migrate`] |
-//!
-//! `examples/` has programs: `boot`, `boot_kvm`, `devices`, `dirty_pages`, `migrate`, `missing`,
-//! `snapshot`, `vmm`, `vm_memory`.
 //!
 //! # Threads
 //! A vCPU belongs to one thread at a time, which calls its functions. Any other thread may use the

@@ -5,7 +5,8 @@
 //!
 //! # A run loop of your own
 //! [`Builder::build`](crate::Builder::build) makes a VM for a [`Machine`](crate::Machine), or for a
-//! VMM that calls [`Vcpu::run`](crate::Vcpu::run) itself. A thread of the VM reclaims memory in the background until the VM is dropped.
+//! VMM that calls [`Vcpu::run`](crate::Vcpu::run) itself. A thread of the VM reclaims memory in the
+//! background until the VM is dropped.
 //!
 //! ```
 //! use lacuna::{Builder, PageCount, soft};
@@ -15,9 +16,9 @@
 //! // Boot `vm` and run its vCPUs here.
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-//! Both need a builder without [`VmBuilder::seed`]. Only [`VmBuilder::run_seeded`] moves the time of
-//! a VM with a seed: it runs all vCPUs on the calling thread, and each run is the same. Elsewhere, a
-//! vCPU that waits for time to pass fails with
+//! Both need a builder without [`VmBuilder::seed`]. Only [`VmBuilder::run_seeded`] moves the time
+//! of a VM with a seed: it runs all vCPUs on the calling thread, and each run is the same.
+//! Elsewhere, a vCPU that waits for time to pass fails with
 //! [`VcpuError::TimeStandsStill`](crate::VcpuError::TimeStandsStill).
 //!
 //! # Speed

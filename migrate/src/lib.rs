@@ -6,8 +6,8 @@
 //!              pause ─► the last pages, the machine's state
 //! ```
 //! [`save`] writes a snapshot while the guest runs, and pauses it for the last pages only.
-//! [`save_paused`] saves a guest that [`PausedGuest::pause`] has paused. [`Snapshot::open`] checks a
-//! snapshot, and [`Snapshot::restore`] puts it into a VM made for it.
+//! [`save_paused`] saves a guest that [`PausedGuest::pause`] has paused. [`Snapshot::open`] checks
+//! a snapshot, and [`Snapshot::restore`] puts it into a VM made for it.
 //! [`Snapshot::restore_in_place`] leaves the pages in the snapshot's file, and VMs share them;
 //! [`Snapshot::restore_lazily`] reads pages when the guest needs them. [`stream`] moves the guest
 //! to another process instead, while it runs.

@@ -4,7 +4,7 @@
 //! step:  handle requests -> page-ready for arrived pages -> run the processor (`entry`)
 //!        -> a page is missing: page-not-present to the guest, or Wait
 //!        -> Ran | Exit | Wait(for what) | Failed
-//! run:   step; wait for what it names; until Exit              (threads: `lacuna_machine::Machine`)
+//! run:   step; wait for what it names; until Exit              (threads: `machine::Machine`)
 //! Simulator: step; record what it names; step another          (one thread: `seeded`)
 //! ```
 

@@ -21,17 +21,17 @@ use crate::sample::{Before, Restored};
 use crate::signals::Signals;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
-    Apf, Arch, BackendError as _, Builder, CpuModel, Delivery, Ending, Image, PageSource,
-    PlatformDevices, VcpuError, Vm,
+    Apf, Arch, Builder, CpuModel, Delivery, Ending, Image, PageSource, PlatformDevices, VcpuError,
+    Vm,
 };
 use lacuna_migrate::session::{Arrival, Migrated};
 use lacuna_migrate::{MachineConfig, Snapshot};
-use lacuna_soft::{LatencySetting, LinuxBacking, SoftError, Swap};
+use lacuna_soft::{LatencySetting, LinuxBacking, Swap};
 use lacuna_sync::Nanos;
 use report::{Finished, at_first, finish};
 use screen::Screen;
 use std::sync::Arc;
-use threads::{Ended, Watch};
+use threads::{Ended, Watch, refusal};
 
 /// Why a command ends before its work begins: the exit code, and the text for the user.
 pub type Refusal = (Exit, String);
@@ -173,19 +173,26 @@ fn run_controlled(
     }
 }
 
-/// Runs a guest in virtual time.
+/// Runs a guest in virtual time, if its backend can.
+type Seeded<B> = fn(
+    &B,
+    &Image<'_>,
+    Arc<PlatformDevices>,
+    Watch<'_, <B as Builder>::Vm>,
+) -> Result<Ended<<B as Builder>::Vm>, Refusal>;
+
 fn run_seeded(
     builder: &lacuna_soft::VmBuilder,
     image: &Image<'_>,
     devices: Arc<PlatformDevices>,
     watch: Watch<'_, lacuna_soft::Vm>,
-) -> Result<Ended<lacuna_soft::Vm>, SoftError> {
+) -> Result<Ended<lacuna_soft::Vm>, Refusal> {
     let mut look = |vm: &lacuna_soft::Vm, now| watch(vm, &devices, now);
-    let (end, trace) = builder.run_seeded(image, Arc::clone(&devices), &mut look)?;
-    let ended = Ended::of(end);
+    let run = builder.run_seeded(image, Arc::clone(&devices), &mut look);
+    let (end, trace) = run.map_err(|error| refusal(&error))?;
     Ok(Ended {
         trace_hash: Some(trace.hash),
-        ..ended
+        ..Ended::of(end)
     })
 }
 
@@ -230,16 +237,7 @@ fn choose(args: &RunArgs, arch: Arch) -> Result<Backend, Refusal> {
 
 impl Job<'_> {
     /// Runs the guest on any backend.
-    fn run_on<B: Builder>(
-        &self,
-        builder: &B,
-        seeded: impl FnOnce(
-            &B,
-            &Image<'_>,
-            Arc<PlatformDevices>,
-            Watch<'_, B::Vm>,
-        ) -> Result<Ended<B::Vm>, <B::Vm as Vm>::Error>,
-    ) -> Result<Exit, Refusal>
+    fn run_on<B: Builder>(&self, builder: &B, seeded: Seeded<B>) -> Result<Exit, Refusal>
     where
         B::Vm: Watched,
     {
@@ -277,7 +275,6 @@ impl Job<'_> {
                 let devices = Arc::new(PlatformDevices::of(image.arch, console));
                 let run = seeded(builder, image, devices, &mut watch);
                 run.map(|end| (end, Before::default()))
-                    .map_err(|error| (error.kind().into(), error.to_string()))
             }
             _ => threads::run(self, builder, console, &mut watch),
         };

@@ -289,7 +289,7 @@ fn incoming_guest<'j>(job: &'j Job<'_>) -> Option<&'j IncomingHandle> {
     job.start.arrival().map(|arrival| arrival.handle())
 }
 
-fn refusal(error: &impl BackendError) -> Refusal {
+pub(super) fn refusal(error: &impl BackendError) -> Refusal {
     (error.kind().into(), error.to_string())
 }
 
