@@ -43,7 +43,8 @@ pub enum Sent<'a, V: Vm> {
 }
 
 /// A guest that the source has handed over by `Go`. It stays paused here. If this is dropped, its
-/// run here ends with [`Ending::Stopped`], because the destination runs it or may run it.
+/// run here ends with [`Ending::Stopped`](lacuna_machine::Ending::Stopped), because the destination
+/// runs it or may run it.
 pub struct OutgoingGuest<'a, V: Vm> {
     guest: &'a Running<V>,
     /// The destination may run it.
