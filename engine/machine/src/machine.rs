@@ -122,8 +122,8 @@ impl<V: Vm> Machine<V> {
     /// # Panics
     /// These are not all of its vCPUs.
     pub fn start(self, vcpus: Vec<V::Vcpu>) -> Running<V> {
+        assert_eq!(vcpus.len(), self.gates.len(), "all vCPUs of the VM");
         let Self { gates, mut running } = self;
-        assert_eq!(vcpus.len(), gates.len(), "all vCPUs of the VM");
         running.devices.resume();
         running.pause.enter(vcpus.len());
         running.clock = HostClock::default();
