@@ -8,7 +8,7 @@
 //! pages.
 
 use lacuna::{
-    Access, Arch, BackendError, Builder, Device, Ending, Gpa, Image, Logging, Machine, PageCount,
+    Access, Arch, BackendError, Builder, Device, Ending, Gpa, Image, Logging, PageCount,
     PlatformDevices, Segment, Vm, harvest, kvm, set_logging_everywhere, soft,
 };
 use std::collections::BTreeSet;
@@ -111,7 +111,6 @@ fn monitor<B: Builder>(builder: &B, seconds: u64) -> Result<(), String> {
         }],
         entry: start,
     };
-    let vm = builder.build().map_err(refused)?;
     let dial = Arc::new(Dial {
         pages: AtomicU64::new(1000),
         rounds: AtomicU64::new(0),
@@ -119,15 +118,14 @@ fn monitor<B: Builder>(builder: &B, seconds: u64) -> Result<(), String> {
     let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
     let added = devices.add_mmio("dial", DIAL, 8, dial.clone());
     added.map_err(|error| error.to_string())?;
-    set_logging_everywhere(&*vm, Logging::LAZY).map_err(|error| error.to_string())?;
 
-    let machine = Machine::new(vm, devices).map_err(|error| error.to_string())?;
-    let vcpus = machine.vm().boot(&image, &builder.full_command_line());
-    let running = machine.start(vcpus.map_err(refused)?);
+    let running = builder.start(&image, devices).map_err(refused)?;
+    let vm = &**running.vm();
+    set_logging_everywhere(vm, Logging::LAZY).map_err(|error| error.to_string())?;
     let (mut second, mut before) = (1, 0);
     while !running.wait_timeout(Duration::from_secs(1)) {
         let mut dirty = BTreeSet::new();
-        let harvested = harvest(&**running.vm(), |slot, page| {
+        let harvested = harvest(vm, |slot, page| {
             dirty.insert((slot, page));
         });
         if let Err(error) = harvested {
