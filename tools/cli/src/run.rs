@@ -78,7 +78,7 @@ struct Job<'a> {
     /// The snapshot's memory file, if the guest's pages stay there.
     backing: Option<LinuxBacking>,
     signals: &'a Signals,
-    control: Option<ControlSocket>,
+    control: Option<&'a ControlSocket>,
 }
 
 /// Runs a guest as `args` say; prints the result and returns the exit code.
@@ -124,7 +124,7 @@ pub fn catch_signals() -> Result<Signals, Refusal> {
 /// The run cannot start, or its result cannot be written.
 pub fn run_from(args: &RunArgs, start: Start<'_>, signals: &Signals) -> Result<Exit, Refusal> {
     let control = args.control.as_deref().map(ControlSocket::open);
-    run_controlled(args, start, signals, control.transpose()?)
+    run_controlled(args, start, signals, control.transpose()?.as_ref())
 }
 
 /// As [`run_from`], with an open control socket.
@@ -132,7 +132,7 @@ fn run_controlled(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,
-    control: Option<ControlSocket>,
+    control: Option<&ControlSocket>,
 ) -> Result<Exit, Refusal> {
     let (arch, cpu) = match (start, start.machine()) {
         (_, Some(machine)) => (machine.arch, machine.cpu),
@@ -308,7 +308,7 @@ impl Job<'_> {
 
     /// How clients have ended the run.
     fn client_actions(&self) -> Option<&ClientActions> {
-        self.control.as_ref().map(ControlSocket::actions)
+        self.control.map(ControlSocket::actions)
     }
 
     /// Calls `end`, unless a guest that was handed over needs pages of this process. Returns

@@ -24,6 +24,7 @@ impl RunOn {
         RunArgs {
             image: from,
             incoming: None,
+            wait_again: false,
             tls: TlsArgs::default(),
             arch: Some(match machine.arch {
                 lacuna_machine::Arch::Arm64 => Arch::Arm64,
@@ -69,6 +70,9 @@ impl RunArgs {
             paused: self.paused,
             output: self.output.clone(),
         };
-        options.machine(from, machine)
+        Self {
+            wait_again: self.wait_again,
+            ..options.machine(from, machine)
+        }
     }
 }

@@ -33,6 +33,9 @@ pub struct RunArgs {
         "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append"
     ])]
     pub incoming: Option<Address>,
+    /// After a failed attempt of a source, say why and wait for the guest again, instead of ending
+    #[arg(long, requires = "incoming")]
+    pub wait_again: bool,
     /// Certificates for --incoming tls:HOST:PORT
     #[command(flatten)]
     pub tls: TlsArgs,

@@ -1,8 +1,8 @@
 //! `lacuna run --incoming`: waits for a guest, takes it, and resumes it.
 //!
 //! The command refuses a connection that announces no machine, makes nothing for it, and keeps
-//! waiting. The first connection that announces a machine brings the guest. Every failure from then
-//! on ends the command, and the source gets the reason.
+//! waiting. The first connection that announces a machine brings the guest. A failure from then on
+//! ends the command, or with `--wait-again` the attempt, and the source gets the reason.
 
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Start, run_controlled};
@@ -74,23 +74,31 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let destination = Destination::new(listener, report);
     let at = destination.address().to_string();
     complain(&format!("waiting for a guest at {at}"));
-    let arrival = match &control {
-        None => destination.wait().map_err(transport_refusal)?,
-        Some(socket) => wait_controlled(&destination, socket)?,
+    let control = control.as_ref();
+    let is_stopped = || control.is_some_and(|it| it.actions().has_stopped());
+    loop {
+        let arrival = match control {
+            None => destination.wait().map_err(transport_refusal)?,
+            Some(socket) => wait_controlled(&destination, socket)?,
+        };
+        let arrival =
+            arrival.ok_or_else(|| before_it_came(&signals, is_stopped(), "before a guest came"))?;
+        let run = args.on(at.clone(), arrival.machine());
+        let done = check(arrival.machine())
+            .and_then(|()| run_controlled(&run, Start::Incoming(&arrival), &signals, control));
+        if let Err((_, why)) = &done {
+            arrival.refuse(why);
+        }
+        let has_run = !arrival.handle().is_awaited();
+        match done {
+            Err((_, why))
+                if args.wait_again && !has_run && !is_stopped() && signals.caught().is_none() =>
+            {
+                complain(&format!("{why}; waiting again at {at}"));
+            }
+            done => return done,
+        }
     }
-    .ok_or_else(|| {
-        let is_stopped = control
-            .as_ref()
-            .is_some_and(|it| it.actions().has_stopped());
-        before_it_came(&signals, is_stopped, "before a guest came")
-    })?;
-    let run = args.on(at, arrival.machine());
-    let done = check(arrival.machine())
-        .and_then(|()| run_controlled(&run, Start::Incoming(&arrival), &signals, control));
-    if let Err((_, why)) = &done {
-        arrival.refuse(why);
-    }
-    done
 }
 
 /// Shows an event of the migration.

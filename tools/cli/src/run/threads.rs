@@ -66,7 +66,7 @@ where
         prefault(job, &*vm)?;
     }
     let devices = Arc::new(PlatformDevices::of(vm.config().arch, console));
-    let control = job.control.as_ref();
+    let control = job.control;
     let attended = Attended::default();
     thread::scope(|scope| {
         let _attending = attended.start(scope, job, &devices).map_err(failed)?;
@@ -83,7 +83,7 @@ where
                 let started = named.spawn_scoped(scope, || socket.serve(guest));
                 started.map_err(failed)?;
             }
-            let _end = EndServing {
+            let end = EndServing {
                 control,
                 incoming_guest: incoming_guest(job),
             };
@@ -103,7 +103,11 @@ where
                 run_begun(job, begun, &guest, watch)
             });
             // Clients wait until the run begins or ends.
-            let lazy = run.inspect_err(|_| devices.end(Ending::Stopped, &*vm))?;
+            let run = run.inspect_err(|_| devices.end(Ending::Stopped, &*vm));
+            if run.is_err() && job.args.wait_again {
+                end.hand_over();
+            }
+            let lazy = run?;
             if let Some(restored) = &mut before.restored {
                 restored.lazy = lazy;
             }
@@ -309,7 +313,8 @@ impl<'a> EndServing<'a> {
         }
     }
 
-    /// The clients stay connected, and are served when the guest's machine is made.
+    /// The clients stay connected, and are served when the guest's machine is made, or during the
+    /// next wait for a guest.
     pub fn hand_over(mut self) {
         if let Some(socket) = self.control.take() {
             socket.hand_over();

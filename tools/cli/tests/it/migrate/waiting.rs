@@ -1,7 +1,7 @@
 //! The control socket of a destination while no guest is announced.
 
-use super::destination::Destination;
-use super::{ENDLESS, Guest, migrate};
+use super::destination::{Destination, Until, relay};
+use super::{ENDLESS, Guest, SOME, migrate};
 use lacuna_skip::test;
 use serde_json::json;
 use tempfile::TempDir;
@@ -49,4 +49,51 @@ fn a_client_ends_the_waiting() {
     assert_eq!(code, Some(4), "{errors}");
     let told = "stopped through its control socket before a guest came";
     assert!(errors.contains(told), "{errors}");
+}
+
+/// The first attempt is cut while the memory arrives. The client of the control socket stays
+/// connected, and the next attempt of the same source brings the guest.
+#[test]
+fn a_destination_waits_again() {
+    let folder = TempDir::new().unwrap();
+    let address = format!("unix:{}/in", folder.path().display());
+    let to = Destination::start(folder.path(), &address, "--resident 16M --wait-again");
+    let mut client = to.client();
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let (through, relay) = relay(folder.path(), &address, Until::Bytes(SOME), || {});
+    let text = guest.client().refused(migrate(&through));
+    assert!(text.contains("keeps running here"), "{text}");
+    relay.join().unwrap();
+    // The attempt ends soon.
+    while client.state("status") != "waiting" {}
+    let answer = guest.client().ask(migrate(&address));
+    assert!(!answer["migrated"].is_null(), "{answer}");
+    assert_eq!(client.state("status"), "running");
+    assert_eq!(client.state("stop"), "ended");
+    let (code, _, errors) = to.end();
+    assert_eq!(code, Some(4), "{errors}");
+    let told = format!("it is with its source; waiting again at {address}");
+    assert!(errors.contains(&told), "{errors}");
+    assert_eq!(guest.end().0, 0);
+}
+
+/// A client's stop during an attempt ends the waiting too.
+#[test]
+fn a_stopped_attempt_is_the_last_one() {
+    let folder = TempDir::new().unwrap();
+    let to = Destination::start(
+        folder.path(),
+        "tcp:127.0.0.1:0",
+        "--resident 16M --wait-again",
+    );
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let mut asking = guest.client();
+    let request = json!({"command": "migrate", "to": to.address, "bandwidth": 1});
+    asking.send(format!("{request}\n").as_bytes());
+    let mut client = to.client();
+    while client.state("status") == "waiting" {}
+    assert_eq!(client.state("stop"), "ended");
+    assert_eq!(to.end().0, Some(4));
+    assert_eq!(guest.client().state("stop"), "ended");
+    assert_eq!(guest.end().0, 4);
 }
