@@ -48,7 +48,7 @@ pub struct Round {
 }
 
 /// How far a copy is.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct Progress {
     /// Which round, from 1; the last one of a pre-copy or snapshot is after the pause. 0: the
@@ -58,6 +58,11 @@ pub struct Progress {
     pub done: u64,
     /// Pages of this round.
     pub pages: u64,
+    /// How many pages a second the running guest has written during the last round. A page counts
+    /// once for a round, however often it was written.
+    pub dirty_rate: u64,
+    /// For how many percent of the time the guest's vCPUs are held, so that it writes fewer pages.
+    pub throttle: u32,
 }
 
 /// The next step of a copy.
@@ -80,6 +85,14 @@ pub(crate) enum Throttle {
 impl Throttle {
     /// Not yet, and step by step when other rounds do not help.
     pub const LAST_RESORT: Self = Self::Held(0);
+
+    /// For how many percent of the time the vCPUs are held.
+    const fn percent(self) -> u32 {
+        match self {
+            Self::Never => 0,
+            Self::Held(percent) => percent,
+        }
+    }
 
     /// The next step. `None`: there is none.
     const fn next(self) -> Option<Self> {
@@ -216,21 +229,28 @@ pub(crate) fn copy_live<'a, V: Vm>(
     let layout = changes.layout().clone();
     changes.harvest()?;
     let mut left = changes.changed().clone();
-    let mut rounds = Vec::new();
+    let (mut rounds, mut dirty_rate) = (Vec::new(), 0);
     while let Next::Round = next(pace.budget, &mut pace.throttle, &rounds, left.len()) {
         let before = rounds.len();
         let mut rings = Rings::of(changes);
+        let throttle = pace.throttle.percent();
         let round = pace.throttle.during(guest, || {
             let each = &mut |now| {
                 rings.empty()?;
-                progress(now)
+                progress(Progress {
+                    dirty_rate,
+                    throttle,
+                    ..now
+                })
             };
             let (vm, set) = (&**guest.vm(), (&left, before));
             one_round(vm, &layout, set, sinks, pace.limit, each)
         });
         // An error of the log cancels the round.
         left = rings.end()?;
-        rounds.push(round?);
+        let round = round?;
+        dirty_rate = (left.len() as f64 / round.time.as_secs_f64()) as u64;
+        rounds.push(round);
     }
     // A vCPU whose dirty ring is full completes its instruction after a harvest.
     let paused = PausedGuest::pause_between(guest, &mut || {
@@ -333,8 +353,8 @@ fn one_round<V: Vm>(
     let pages = set.len();
     let mut now = Progress {
         round: before as u32 + 1,
-        done: 0,
         pages,
+        ..Progress::default()
     };
     if progress(now).is_break() {
         return Err(MigrateError::Cancelled);

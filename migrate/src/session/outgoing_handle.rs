@@ -37,6 +37,8 @@ struct OutgoingShared {
 struct OutgoingState {
     /// The last report.
     now: OutgoingProgress,
+    /// When the round of this report began.
+    began: Instant,
     /// Pages that remained when the guest was handed over.
     late: u64,
     /// Pages that the destination lacks, as far as is known here.
@@ -68,6 +70,7 @@ impl OutgoingHandle {
                 mode,
                 ..OutgoingProgress::default()
             },
+            began: Instant::now(),
             late: 0,
             lacks: 0,
             wanted: Wanted::Continue,
@@ -114,10 +117,14 @@ impl OutgoingHandle {
 
     /// Its progress.
     pub fn progress(&self) -> OutgoingProgress {
+        let (bytes, rate) = (self.bytes(), self.0.link.rate());
+        let state = self.locked();
+        let now = state.now.clone();
         OutgoingProgress {
-            bytes: self.bytes(),
-            rate: self.0.link.rate(),
-            ..self.locked().now.clone()
+            bytes,
+            rate,
+            seconds_left: seconds_left(state.began.elapsed(), now.done, now.remaining),
+            ..now
         }
     }
 
@@ -148,6 +155,11 @@ impl OutgoingHandle {
         if state.now.stage == OutgoingStage::Here && state.wanted != Wanted::Continue {
             return ControlFlow::Break(());
         }
+        if state.now.round != now.round || state.now.done > now.done {
+            state.began = Instant::now();
+        }
+        state.now.dirty_rate = now.dirty_rate;
+        state.now.throttle = now.throttle;
         state.now.round = now.round;
         state.now.done = now.done;
         state.now.pages = now.pages;
@@ -307,6 +319,11 @@ impl OutgoingHandle {
     }
 }
 
+/// How long the remaining pages take if `done` pages took this time.
+fn seconds_left(took: Duration, done: u64, remaining: u64) -> Option<f64> {
+    (done > 0).then(|| took.as_secs_f64() * remaining as f64 / done as f64)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -364,12 +381,32 @@ mod tests {
         migration.was_cut(true, &cut(), 9);
         assert_eq!(migration.wait(&|| false), Wanted::End);
         let now = Progress {
-            round: 0,
             done: 1,
             pages: 5,
+            ..Progress::default()
         };
         assert!(migration.note(&now).is_continue());
         assert_eq!(migration.cancel(), Err(OutgoingStage::There));
         assert_eq!((migration.late(), migration.progress().remaining), (5, 4));
+    }
+
+    #[test]
+    fn the_report_has_the_pace() {
+        let migration = migration();
+        let mut now = Progress {
+            round: 2,
+            pages: 1000,
+            dirty_rate: 300,
+            throttle: 50,
+            ..Progress::default()
+        };
+        assert!(migration.note(&now).is_continue());
+        assert_eq!(migration.progress().seconds_left, None);
+        now.done = 250;
+        assert!(migration.note(&now).is_continue());
+        let report = migration.progress();
+        assert_eq!((report.dirty_rate, report.throttle), (300, 50));
+        assert!(report.seconds_left.is_some());
+        assert_eq!(seconds_left(Duration::from_secs(2), 250, 750), Some(6.0));
     }
 }

@@ -26,6 +26,17 @@ pub struct OutgoingProgress {
     pub pages: u64,
     /// Remaining pages of this round.
     pub remaining: u64,
+    /// Seconds until these are sent, at the rate of this round so far; null before its first page.
+    /// Another round may follow.
+    #[serde(default)]
+    pub seconds_left: Option<f64>,
+    /// Pages a second that the guest has written during the last round here. A page counts once for
+    /// a round, however often it was written.
+    #[serde(default)]
+    pub dirty_rate: u64,
+    /// For how many percent of the time the guest is held here, so that it writes fewer pages.
+    #[serde(default)]
+    pub throttle: u32,
     /// Bytes over the connections so far.
     pub bytes: u64,
     /// Bytes a second, lately.

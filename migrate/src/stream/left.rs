@@ -248,9 +248,8 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
     /// The progress report at the handover of the guest.
     fn giving(&self) -> Progress {
         Progress {
-            round: 0,
-            done: 0,
             pages: self.len(),
+            ..Progress::default()
         }
     }
 

@@ -175,17 +175,28 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
 /// A migration in progress, in one line behind `moving`.
 pub(crate) fn progress(now: &OutgoingProgress) -> String {
     let OutgoingProgress { to, remaining, .. } = now;
-    let remaining = short(*remaining as f64);
+    let seconds = now
+        .seconds_left
+        .map_or_else(String::new, |s| format!(", {s:.1} s"));
+    let remaining = format!("{} pages left{seconds}", short(*remaining as f64));
+    let written = match now.dirty_rate {
+        0 => String::new(),
+        pages => format!("; the guest writes {} pages/s", short(pages as f64)),
+    };
+    let held = match now.throttle {
+        0 => String::new(),
+        percent => format!("; it is held for {percent} % of the time"),
+    };
     let mode = words(now.mode);
     let rate = format!("{} sent, {}/s", Size(now.bytes), Size(now.rate as u64));
     let percent = (now.done * 100).checked_div(now.pages).unwrap_or(0);
     match now.stage {
         OutgoingStage::Here => format!(
-            "to {to} ({mode}): round {} {percent} %, {remaining} pages left; {rate}",
+            "to {to} ({mode}): round {} {percent} %, {remaining}; {rate}{written}{held}",
             now.round
         ),
         OutgoingStage::There => {
-            format!("to {to} ({mode}), where it runs: {remaining} pages left; {rate}")
+            format!("to {to} ({mode}), where it runs: {remaining}; {rate}")
         }
         OutgoingStage::Cut | OutgoingStage::Unknown => format!(
             "to {to}, connecting again ({} cuts and attempts): {}",
@@ -232,6 +243,16 @@ mod tests {
             (
                 now.clone(),
                 "to tcp:h:1 (precopy): round 2 25 %, 750 pages left; 5M sent, 1M/s",
+            ),
+            (
+                OutgoingProgress {
+                    seconds_left: Some(1.5),
+                    dirty_rate: 500,
+                    throttle: 75,
+                    ..now.clone()
+                },
+                "to tcp:h:1 (precopy): round 2 25 %, 750 pages left, 1.5 s; 5M sent, 1M/s; the \
+                 guest writes 500 pages/s; it is held for 75 % of the time",
             ),
             (
                 at(OutgoingStage::There),

@@ -5,6 +5,7 @@ use crate::snapshots::common::{start, wait_for_program};
 use lacuna_machine::{Arch, Builder, Ending, Image, PageSource, PlatformDevices, Running, Vm};
 use lacuna_migrate::stream::{Arrived, Incoming, OutgoingGuest, Plan, Sent, send};
 use lacuna_migrate::{MigrateError, Progress};
+use std::cell::Cell;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -57,6 +58,8 @@ pub struct Outcome {
     pub rounds: usize,
     /// Sent pages with content.
     pub pages: u64,
+    /// The highest reported one.
+    pub dirty_rate: u64,
     /// How often both sides continued after a cut.
     pub resumed: usize,
     /// The killed side.
@@ -143,6 +146,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
             },
             rounds: fate.rounds,
             pages: fate.pages,
+            dirty_rate: fate.dirty_rate,
             resumed: fate.resumed,
             killed,
             written,
@@ -158,7 +162,11 @@ impl<A: Machines, B: Machines> Move<A, B> {
         link: &SourceEnd,
     ) -> (Fate, Option<OutgoingGuest<'a, V>>) {
         let began = Instant::now();
-        let mut each = |now| self.check_limit(now, link.written()[0], began.elapsed());
+        let dirty_rate = Cell::new(0);
+        let mut each = |now: Progress| {
+            dirty_rate.set(now.dirty_rate.max(dirty_rate.get()));
+            self.check_limit(now, link.written()[0], began.elapsed())
+        };
         let mut fate = Fate::default();
         let mut sent = match send(guest, link, &self.plan, &mut each) {
             Ok(sent) => sent,
@@ -175,6 +183,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
             };
             (fate.source, fate.rounds) = (end, outgoing.rounds().len());
             fate.pages = outgoing.pages();
+            fate.dirty_rate = dirty_rate.get();
             assert_eq!(outgoing.ran().is_some(), fate.source != End::Unknown(None));
             fate.error = why.as_ref().map(ToString::to_string).unwrap_or_default();
             if why.is_none() || fate.resumed == self.patience {
@@ -252,6 +261,7 @@ struct Fate {
     source: End,
     rounds: usize,
     pages: u64,
+    dirty_rate: u64,
     resumed: usize,
     error: String,
 }
@@ -263,6 +273,7 @@ impl Default for Fate {
             source: End::Ran(Ending::Stopped),
             rounds: 0,
             pages: 0,
+            dirty_rate: 0,
             resumed: 0,
             error: String::new(),
         }
