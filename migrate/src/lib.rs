@@ -25,7 +25,7 @@
 //! | `snapshot` | the files of a snapshot (docs/formats.md), written and read |
 //! | `stream` | a live migration over connections (docs/formats.md) |
 //! | `session` | a whole migration on each side, with its connections and decisions |
-//! | `transport` | the connections: UNIX sockets, TCP, TLS |
+//! | `transport` | the connections: UNIX sockets, TCP, TLS, inherited sockets, commands |
 //!
 //! It sees `machine` and page sources, and no backend, so it is the same code for all of them.
 #![forbid(unsafe_code)]
