@@ -8,7 +8,7 @@
 //!      └─────────────────────── page in place ◄──────────────────────┴ slot exits: a vCPU exits
 //! ```
 //! The host manager (`lacuna_host`) asks the page source, reads from swap and makes room. A page
-//! that it has filled in Linux memory is in place. A page in a frame of the budget is moved into
+//! that it has filled in Linux memory is in place. A page in a frame of the budget is mapped in
 //! the window, by the thread that has completed it.
 //!
 //! UNSAFETY: a system call that asks whether a thread belongs to this process, and one that sets
@@ -90,6 +90,7 @@ impl Faults {
                 uffds,
                 is_first: number == 0,
                 is_sure,
+                arrivals: None,
                 again: Vec::new(),
                 short_since: None,
             };
@@ -152,6 +153,8 @@ struct Reader {
     /// in the initial PID namespace. In another namespace, a thread of this process may have the
     /// same number.
     is_sure: bool,
+    /// What arrives in the ring of its own reads.
+    arrivals: Option<Arrivals>,
     /// Pages to be tried again after [`RETRY`].
     again: Vec<Page>,
     /// Since when Linux has lacked memory.
@@ -162,11 +165,10 @@ impl Reader {
     fn run(&mut self) {
         raise_priority();
         let mut faults = Vec::new();
-        let host = Arc::clone(&self.state.memory.host);
-        let arrivals = host.arrivals();
+        self.arrivals = self.state.memory.host.arrivals();
         while !self.state.is_over() {
-            let (uffds, has_notice) = self.wait(arrivals.as_ref());
-            arrivals.iter().for_each(|arrivals| _ = arrivals.take());
+            let (uffds, has_notice) = self.wait();
+            self.arrivals.iter().for_each(|ring| _ = ring.take());
             if has_notice {
                 self.take_notices();
             }
@@ -184,6 +186,7 @@ impl Reader {
                 self.touched(fault);
             }
         }
+        self.arrivals = None;
         // Waiting threads will find zeros. A vCPU in the guest would continue with these zeros.
         if self.state.failure().is_some() {
             self.state.kicks.wait_until_left(LEAVE_MAX);
@@ -194,7 +197,7 @@ impl Reader {
     /// Waits for a fault, a notice, or the time to try again. Returns the descriptors with faults,
     /// and whether there is a notice. A read of each descriptor would be up to 16 system calls for
     /// a fault.
-    fn wait(&self, arrivals: Option<&Arrivals<'_>>) -> (Vec<usize>, bool) {
+    fn wait(&self) -> (Vec<usize>, bool) {
         let retry = Timespec {
             tv_sec: 0,
             tv_nsec: i64::from(RETRY.subsec_nanos()),
@@ -206,7 +209,7 @@ impl Reader {
         if self.is_first {
             fds.push(wait_for(self.state.doorbell.as_fd()));
         }
-        fds.extend(arrivals.map(|arrivals| wait_for(arrivals.as_fd())));
+        fds.extend(self.arrivals.as_ref().map(|ring| wait_for(ring.as_fd())));
         // If a signal ends the wait early, nothing is ready.
         let _ = poll(&mut fds, timeout);
         let (uffds, notices) = fds.split_at(self.uffds.len());
@@ -289,6 +292,7 @@ impl Reader {
                     return Some(ticket);
                 }
                 Mapped::No(Resolution::NoMemory) => {
+                    let _asleep = self.arrivals.as_ref().map(Arrivals::set_aside);
                     if let Err(error) = host.reclaim_direct_until(cache, &state.over) {
                         state.cannot("make room for a page", &error);
                         return None;

@@ -197,8 +197,8 @@ pub unsafe fn drop_bytes(range: HvaRange) -> Result<(), Errno> {
     }
 }
 
-/// As [`drop_bytes`] for each page of `pages`. Linux 6.15 and later flush the TLBs of other
-/// processors once for all of them.
+/// As [`drop_bytes`] for each page of `pages`. A recent Linux flushes the TLBs of other processors
+/// once for all of them.
 ///
 /// # Safety
 /// As [`drop_bytes`].

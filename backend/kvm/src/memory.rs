@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | all resident, no page source | Linux memory | none: Linux fills it, or has it in a file |
 //! | all resident, a page source | Linux memory | the manager fills it in place (`UFFDIO_COPY`) |
-//! | more than the budget | in frames of the budget | is moved into the window (`window`) |
+//! | more than the budget | in frames of the budget | is mapped in the window (`window`) |
 //!
 //! Linux memory is anonymous, or in a shared or private file. A handler may fill anonymous memory
 //! (`lacuna_source::External`): threads that touch a missing page wait for it in the kernel, and

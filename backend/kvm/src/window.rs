@@ -3,7 +3,7 @@
 //! ```text
 //! frames of the host manager     f f f f f f f      in the budget, swapped out by the manager
 //!                                 │ ▲
-//!      map: UFFDIO_COPY           ▼ │               invalidate, age: UFFDIO_MOVE back
+//!      map: UFFDIO_COPY (or MOVE) ▼ │               invalidate, age: UFFDIO_MOVE back
 //! window, in KVM's slots         . p . . p . . .    a touch of a missing page is a fault
 //! ```
 //! The window is to KVM what stage 2 is to the soft backend: a page is *mapped* while its bytes are
@@ -13,7 +13,8 @@
 //! notifier. So no write is lost.
 //!
 //! A copy flushes no TLB, and a move out of a frame does. The frames of copied pages are emptied
-//! [`COPIED_MAX`] at a time, with one flush: only so many pages take memory twice.
+//! [`COPIED_MAX`] at a time, with one flush: only so many pages take memory twice. If frames may be
+//! huge pages of Linux, a page is moved out of its frame.
 //!
 //! Linux shows a process no accessed bits of KVM's tables. So a page counts as accessed if it is
 //! mapped, and aging unmaps it. If it is touched until the clock hand comes again, a short fault
@@ -23,7 +24,7 @@
 //! it is a huge page of Linux, and its new place has no page table. So the window asks Linux to
 //! make it a huge page, and drops the table. KVM then maps the 2 MiB by one entry too. Nothing
 //! depends on that: the kernel moves 512 small pages otherwise. When the manager splits a compound
-//! page, it is unmapped, and its pages are then moved one by one.
+//! page, it is unmapped, and its pages are then mapped one by one.
 //!
 //! The lock excludes a copy into the window from a move out of it. A page is resolved under the
 //! lock. Either the manager has already begun to take the page, and then the resolution takes the
@@ -41,7 +42,7 @@ use crate::mapping::{Mapping, collapse, drop_bytes, drop_pages, populate};
 use lacuna_addr::{
     Access, BackingAddr, BackingRange, Hva, HvaRange, Level, PAGE_SIZE, PageCount, Pfn,
 };
-use lacuna_host::{Host, MmuNotifier, PerCpuPages, Resolution};
+use lacuna_host::{Host, HugePages, MmuNotifier, PerCpuPages, Resolution};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Userfaultfd};
 use std::ops::Range;
@@ -53,7 +54,10 @@ use std::time::Duration;
 /// The pause between two attempts to unmap a page that must be unmapped.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// Mapped pages whose frames are emptied together.
+/// How often a thread tries to move a page before it gives up for a while.
+const ATTEMPTS: usize = 20;
+
+/// Copied pages whose frames are emptied together.
 const COPIED_MAX: usize = 64;
 
 /// The most pages that are mapped ahead of a guest that touches its memory in order.
@@ -68,6 +72,9 @@ pub struct Window {
     /// The manager's number of the first page.
     first: OnceLock<BackingAddr>,
     table: Mutex<Table, lock_order::KvmWindow>,
+    /// Single pages are mapped by copies. If frames may be huge pages of Linux, they are moved:
+    /// Linux keeps all of a huge page until its last page is emptied.
+    copies: bool,
 }
 
 /// The result of an attempt to map a page.
@@ -75,7 +82,8 @@ pub struct Window {
 pub enum Mapped {
     /// The page is mapped, and the threads that wait for it are woken.
     Yes,
-    /// Linux cannot map the page now: the address space is changing, or memory is short.
+    /// Linux cannot map the page now: it is pinned, the address space is changing, or memory is
+    /// short.
     Later(Errno),
     /// The page is not in a frame.
     No(Resolution),
@@ -108,6 +116,7 @@ impl Window {
             uffd: Arc::new(uffd),
             first: OnceLock::new(),
             table: Mutex::new(Table::new(pages)),
+            copies: host.huge_pages() == HugePages::Never,
         })
     }
 
@@ -179,7 +188,8 @@ impl Window {
             false => 0,
         };
         let mut next = index + 1;
-        while next <= index + ahead && !next.is_multiple_of(BLOCK) {
+        let end = table.entries.len() as Page;
+        while next <= index + ahead && next < end && !next.is_multiple_of(BLOCK) {
             let addr = addr.checked_add_pages(u64::from(next - index));
             let Some(addr) = addr.filter(|addr| host.is_untouched(*addr, cache)) else {
                 break;
@@ -205,25 +215,54 @@ impl Window {
                 Err(errno) => Mapped::Refused(errno),
             };
         }
-        // SAFETY: 1. the window is registered. 2. The lock is held, and the page was resolved under
-        // it: the frame has the page's bytes, and no thread writes there.
-        match unsafe { self.uffd.copy_from(self.frame(frame), self.page(index)) } {
+        let (from, to) = (self.frame(frame), self.page(index));
+        // SAFETY: 1. both mappings are registered. 2. The lock is held, and the page was resolved
+        // under it: the frame has the page's bytes, and no thread writes there. Only reclaim may
+        // read the frame afterwards.
+        let mapped = unsafe {
+            match self.copies {
+                true => self.uffd.copy_from(from, to),
+                false => self.shift_soon(from, to),
+            }
+        };
+        match mapped {
             Ok(()) => {
                 *entry = entry.mapped(frame);
-                table.copied.push(index);
-                if table.copied.len() == COPIED_MAX {
-                    self.empty_copied(table);
+                if self.copies {
+                    self.empty_later(table, index);
                 }
                 Mapped::Yes
             }
-            Err(errno @ (Errno::AGAIN | Errno::NOMEM)) => Mapped::Later(errno),
+            Err(errno @ (Errno::AGAIN | Errno::BUSY | Errno::NOMEM)) => Mapped::Later(errno),
             Err(errno) => Mapped::Refused(errno),
         }
     }
 
-    /// Empties the frames of the copied pages that are still mapped. Each flush of other
-    /// processors' TLBs costs as much as the copies of many pages.
-    fn empty_copied(&self, table: &mut Table) {
+    /// Moves a page. A read from swap keeps the frame pinned for a moment after it is done.
+    ///
+    /// # Safety
+    /// As [`Userfaultfd::shift`].
+    unsafe fn shift_soon(&self, from: Hva, to: Hva) -> Result<(), Errno> {
+        for _ in 0..ATTEMPTS {
+            // SAFETY: the contract.
+            match unsafe { self.uffd.shift(from, to) } {
+                Err(Errno::BUSY | Errno::AGAIN) => thread::yield_now(),
+                // Only the page itself can be at `to`: Linux has moved it, and reclaim has read
+                // zeros in the empty frame since.
+                Err(Errno::EXIST) => return self.uffd.wake(to),
+                moved => return moved,
+            }
+        }
+        Err(Errno::BUSY)
+    }
+
+    /// Empties the frame of the copied page with others, if they are still mapped: each flush of
+    /// other processors' TLBs costs as much as the copies of many pages.
+    fn empty_later(&self, table: &mut Table, index: Page) {
+        table.copied.push(index);
+        if table.copied.len() < COPIED_MAX {
+            return;
+        }
         let mapped = |index| table.entries[index as usize].frame();
         let frames = table.copied.iter().filter_map(|index| mapped(*index));
         let frames: Vec<_> = frames.map(|frame| self.frame(frame)).collect();

@@ -199,6 +199,11 @@ impl Host {
         Ok(())
     }
 
+    /// Its policy.
+    pub fn huge_pages(&self) -> HugePages {
+        self.core.huge
+    }
+
     /// Prepares all frames for a caller that maps a page by copying it from its frame to memory of
     /// its own, and unmaps it by moving it back (`UFFDIO_MOVE`). No child process shares them then,
     /// and the kernel backs them page by page if the host never makes huge pages. Returns their
@@ -312,10 +317,11 @@ impl Host {
     }
 
     /// The calling thread promises to handle the arrivals of the reads that it starts, for the life
-    /// of the result: wherever it sleeps, it sleeps in `poll(2)` on this descriptor too, and calls
-    /// [`Arrivals::take`] when it wakes. This saves the wake-up of another thread for each read.
-    /// Other threads' reads may arrive there too. `None` if no io_uring reads.
-    pub fn arrivals(&self) -> Option<Arrivals<'_>> {
+    /// of the result: it sleeps in `poll(2)` on this descriptor too, and calls [`Arrivals::take`]
+    /// when it wakes. If it may sleep elsewhere, it calls [`Arrivals::set_aside`]. This saves the
+    /// wake-up of another thread for each read. Other threads' reads may arrive there too. `None`
+    /// if no io_uring reads.
+    pub fn arrivals(&self) -> Option<Arrivals> {
         self.io.arrivals()
     }
 }

@@ -81,12 +81,11 @@ impl PerCpuPages {
         Some(Pfn::new(index))
     }
 
-    /// Puts back a frame that no page word has named.
-    pub(crate) fn untake(&mut self, pfn: Pfn) {
-        self.free.push(pfn.index() as u32);
-        self.shared
-            .cached
-            .store(self.free.len() as u32, Ordering::Relaxed);
+    /// Gives back a frame that no page word has named: to the budget, so that its block of frames
+    /// may be whole again.
+    pub(crate) fn untake(&self, pfn: Pfn) {
+        self.core.frames.give([pfn.index() as u32]);
+        self.core.settled.bump();
     }
 
     /// Refills the empty cache of a thread in the queue for frames; returns how many frames it has.

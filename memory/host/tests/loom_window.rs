@@ -71,7 +71,7 @@ impl Fixture {
         is_ready
     }
 
-    /// `Window::empty_copied`.
+    /// `Window::empty_later`.
     fn empty(&self) {
         let mapped = self.table.lock().unwrap();
         if *mapped {

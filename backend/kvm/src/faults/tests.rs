@@ -407,6 +407,7 @@ fn a_page_is_held_for_a_worker_that_seems_to_be_a_vcpu() {
             uffds: Vec::new(),
             is_first: false,
             is_sure,
+            arrivals: None,
             again: Vec::new(),
             short_since: None,
         };

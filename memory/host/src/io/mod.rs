@@ -235,7 +235,7 @@ impl Executor {
     }
 
     /// See [`crate::Host::arrivals`].
-    pub fn arrivals(&self) -> Option<Arrivals<'_>> {
+    pub fn arrivals(&self) -> Option<Arrivals> {
         match self {
             Self::Real(real) => real.arrivals(),
             Self::Virtual(_) => None,

@@ -83,7 +83,7 @@ impl Real {
         }
     }
 
-    /// The calling thread's ring. Threads get rings in the order of their first reads.
+    /// The calling thread's ring. Threads get rings in the order in which they first need one.
     fn own_ring(&self) -> Option<&Ring> {
         let (executor, place) = PLACE.get();
         let place = if executor == self.number {
@@ -96,7 +96,7 @@ impl Real {
         self.rings.get(place.checked_rem(self.rings.len())?)
     }
 
-    /// The calling thread's ring, if the thread has read.
+    /// The calling thread's ring, if the thread has one.
     fn used_ring(&self) -> Option<&Ring> {
         let (executor, _) = PLACE.get();
         (executor == self.number).then(|| self.own_ring())?
@@ -204,7 +204,7 @@ impl Real {
     }
 
     /// What arrives in the calling thread's ring.
-    pub fn arrivals(&self) -> Option<Arrivals<'_>> {
+    pub fn arrivals(&self) -> Option<Arrivals> {
         self.own_ring().map(Ring::arrivals)
     }
 

@@ -26,8 +26,8 @@ use lacuna_addr::PAGE_SIZE;
 use lacuna_sync::{Mutex, MutexGuard, Nanos, join, lock, lock_order};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, TryLockError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, OnceLock, TryLockError};
+use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 
 /// The most reads in flight. The completion queue has twice as many entries: it cannot overflow.
@@ -60,6 +60,8 @@ struct SharedRing {
     /// The right to use the completion queue.
     completion: Mutex<(), lock_order::RingCompletion>,
     flights: Mutex<Flights, lock_order::RingFlights>,
+    /// The thread that handles what arrives while no other does.
+    reaper: OnceLock<Thread>,
     /// The number of flights, for statistics.
     pending: AtomicUsize,
     /// Whether the submission queue has entries that the kernel has not taken.
@@ -91,6 +93,7 @@ impl Ring {
                 reads: (0..ENTRIES).map(|_| None).collect(),
                 free: (0..ENTRIES).rev().collect(),
             }),
+            reaper: OnceLock::new(),
             pending: AtomicUsize::new(0),
             owed: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -98,6 +101,7 @@ impl Ring {
         let runs = shared.clone();
         let named = std::thread::Builder::new().name("lacuna-reap".into());
         let reaper = named.spawn(move || runs.run())?;
+        let _ = shared.reaper.set(reaper.thread().clone());
         Ok(Self {
             shared,
             reaper: Some(reaper),
@@ -119,8 +123,9 @@ impl Ring {
         );
         let sqe = sqe.offset(entry.offset()).build();
         shared.submit(&sqe.user_data(u64::from(number)));
-        if !shared.is_watched() {
-            self.wake();
+        // A thread that sleeps on the ring does not learn of a read that the kernel has not taken.
+        if !shared.is_watched() || shared.owed.load(Ordering::Relaxed) {
+            shared.wake();
         }
         Ok(())
     }
@@ -160,47 +165,58 @@ impl Ring {
 
     /// Called when the last poller has stopped.
     pub fn take_over(&self) {
-        if self.shared.pending.load(Ordering::Relaxed) > 0 {
-            self.wake();
-        }
+        self.shared.take_over();
     }
 
     /// The calling thread handles what arrives, until it drops the result.
-    pub fn arrivals(&self) -> Arrivals<'_> {
+    pub fn arrivals(&self) -> Arrivals {
         self.shared.sleepers.join();
-        Arrivals(self)
-    }
-
-    fn wake(&self) {
-        if let Some(reaper) = &self.reaper {
-            reaper.thread().unpark();
-        }
+        Arrivals(Arc::clone(&self.shared))
     }
 }
 
 /// A thread's duty to handle the reads that arrive in its ring, until the value is dropped: it
 /// sleeps until the descriptor is readable, and then calls [`Arrivals::take`].
 #[must_use]
-pub struct Arrivals<'r>(&'r Ring);
+pub struct Arrivals(Arc<SharedRing>);
 
-impl Arrivals<'_> {
+impl Arrivals {
     /// Handles the arrived reads, and returns their number.
     pub fn take(&self) -> usize {
-        self.0.poll()
-    }
-}
-
-impl AsFd for Arrivals<'_> {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.shared.ring.as_fd()
-    }
-}
-
-impl Drop for Arrivals<'_> {
-    fn drop(&mut self) {
-        if self.0.shared.sleepers.leave() {
-            self.0.take_over();
+        if self.0.pending.load(Ordering::Relaxed) == 0 {
+            return 0;
         }
+        self.0.pay();
+        // Not `try_lock`: the descriptor stays readable, and this thread would try again and again.
+        self.0.reap(lock(&self.0.completion))
+    }
+
+    /// Gives the duty back for the life of the result, because the thread may sleep elsewhere.
+    pub fn set_aside(&self) -> SetAside<'_> {
+        self.0.leave();
+        SetAside(self)
+    }
+}
+
+impl AsFd for Arrivals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.ring.as_fd()
+    }
+}
+
+impl Drop for Arrivals {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+/// See [`Arrivals::set_aside`].
+#[must_use]
+pub struct SetAside<'a>(&'a Arrivals);
+
+impl Drop for SetAside<'_> {
+    fn drop(&mut self) {
+        self.0.0.sleepers.join();
     }
 }
 
@@ -211,13 +227,32 @@ impl Drop for Ring {
         self.shared
             .submit(&opcode::Nop::new().build().user_data(WAKE));
         if let Some(reaper) = self.reaper.take() {
-            reaper.thread().unpark();
+            self.shared.wake();
             join(reaper);
         }
     }
 }
 
 impl SharedRing {
+    fn wake(&self) {
+        if let Some(reaper) = self.reaper.get() {
+            reaper.unpark();
+        }
+    }
+
+    fn take_over(&self) {
+        if self.pending.load(Ordering::Relaxed) > 0 {
+            self.wake();
+        }
+    }
+
+    /// A sleeping thread gives its duty back.
+    fn leave(&self) {
+        if self.sleepers.leave() {
+            self.take_over();
+        }
+    }
+
     fn submit(&self, sqe: &squeue::Entry) {
         let turn = lock(&self.submission);
         // SAFETY: `turn` makes this the only view of the submission queue.
@@ -291,6 +326,7 @@ impl SharedRing {
             if self.is_watched() && !stop {
                 // A poller may be late: preempted, or in a long string instruction.
                 std::thread::park_timeout(POLLERS_LATE);
+                self.pay();
                 if self.is_watched() {
                     self.reap(lock(&self.completion));
                 }

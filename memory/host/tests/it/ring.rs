@@ -8,8 +8,8 @@ use common::FakeMmu;
 use common::shared_file::SharedFile;
 use lacuna_addr::{Access, BackingAddr, BackingRange, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{
-    Fault, FaultyStore, FileStore, Host, HostConfig, HugePages, Io, Latency, LatencySetting,
-    PerCpuPages, Resolution, SwapStore, Ticket,
+    Arrivals, Fault, FaultyStore, FileStore, Host, HostConfig, HugePages, Io, Latency,
+    LatencySetting, PerCpuPages, Resolution, SwapStore, Ticket,
 };
 use lacuna_sync::HostClock;
 use std::sync::Arc;
@@ -124,21 +124,37 @@ fn the_drop_of_a_host_waits_for_all_completions() {
 }
 
 #[test]
-fn reads_that_the_last_watcher_leaves_arrive() {
-    for sleeps in [false, true] {
+fn reads_that_the_last_poller_leaves_arrive() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut guest = Guest::swapped_out(Box::new(file(&dir)));
+    let host = guest.host.clone();
+    let polling = host.polling();
+    let tickets = guest.start_all();
+    drop(polling);
+    arrive_alone(&guest, &tickets);
+}
+
+#[test]
+fn reads_of_a_thread_that_no_longer_sleeps_on_its_ring_arrive() {
+    for sleeps_elsewhere in [false, true] {
         let dir = tempfile::tempdir().unwrap();
         let mut guest = Guest::swapped_out(Box::new(file(&dir)));
-        let host = guest.host.clone();
-        let polling = (!sleeps).then(|| host.polling());
-        let arrivals = sleeps.then(|| host.arrivals());
+        let mut arrivals = guest.host.arrivals();
         let tickets = guest.start_all();
-        drop((polling, arrivals));
-        // No thread waits inside the host: only its own threads can bring the pages.
-        while !tickets.iter().all(Ticket::is_done) {
-            std::thread::yield_now();
+        if !sleeps_elsewhere {
+            arrivals = None;
         }
-        guest.check();
+        let _aside = arrivals.as_ref().map(Arrivals::set_aside);
+        arrive_alone(&guest, &tickets);
     }
+}
+
+/// Waits until the host's own threads have brought the pages.
+fn arrive_alone(guest: &Guest, tickets: &[Ticket]) {
+    while !tickets.iter().all(Ticket::is_done) {
+        std::thread::yield_now();
+    }
+    guest.check();
 }
 
 /// The ring's own thread stays asleep.
