@@ -191,8 +191,8 @@ fn first_touches_in_order_map_pages_ahead() {
 }
 
 /// Apart from frames that are still to be emptied, the window and the frames never take more memory
-/// together than the budget, and no write is lost, while compound pages are made, split, swapped out
-/// page by page and collapsed.
+/// together than the budget, and no write is lost, while compound pages are made, split, swapped
+/// out page by page and collapsed.
 #[test]
 fn huge_pages_stay_in_the_budget() {
     pages_stay_in_the_budget(HugePages::Always);
