@@ -209,7 +209,7 @@ impl<V: Vm> Copied<'_, V> {
 /// Gets the progress of a copy, and cancels it by `Break`.
 pub type OnProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
-/// How a copy goes on while the guest runs.
+/// When a copy of a running guest pauses it, and what slows down the guest or the copy.
 pub(crate) struct Pace<'p> {
     pub budget: &'p Budget,
     pub throttle: Throttle,

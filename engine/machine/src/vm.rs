@@ -272,8 +272,9 @@ pub trait Builder {
     fn full_command_line(&self) -> String;
 
     /// Makes a [`Machine`] with a VM and these devices, and runs `image` in it. Each machine needs
-    /// devices of its own. A seeded VM of the backend `soft` runs otherwise: time stands still for
-    /// the threads of a machine.
+    /// devices of its own. In a machine, the time of a seeded VM of the backend `soft` stands
+    /// still, and a guest that waits for it ends with an error: `soft::VmBuilder::run_seeded` runs
+    /// it.
     ///
     /// # Errors
     /// The reason why the guest cannot start.

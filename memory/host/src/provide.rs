@@ -236,17 +236,17 @@ impl Region {
         }
         match self.word(page).map(PageWord::load) {
             Some(PageState::Fetching { .. }) => true,
-            state => state == Some(PageState::Empty) && self.is_empty(page),
+            state => state == Some(PageState::Empty) && self.word_counts(page),
         }
     }
 
     fn is_untouched(&self, page: PageNo) -> bool {
         let is_empty = || self.word(page).map(PageWord::load) == Some(PageState::Empty);
-        self.origin.is_none() && is_empty() && self.is_empty(page)
+        self.origin.is_none() && is_empty() && self.word_counts(page)
     }
 
-    /// Whether the word of an empty page counts: its block is no compound page.
-    fn is_empty(&self, page: PageNo) -> bool {
+    /// Whether the page's own word says where it is: its block is neither compound nor gone.
+    fn word_counts(&self, page: PageNo) -> bool {
         !matches!(
             self.block_word(page).map(BlockWord::load),
             Some(PageBlockState::Compound { .. } | PageBlockState::Gone)

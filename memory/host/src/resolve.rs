@@ -357,9 +357,9 @@ impl Core {
         Some(Resolution::Pending(ticket))
     }
 
-    /// A free frame for a page of a split block. If the block shall become a compound page again,
-    /// and memory is plenty, the frame is at the page's own place in a block of frames: that of its
-    /// neighbours, or a free one. So the block can be collapsed in place, without a free block.
+    /// A free frame for a page of a split block. If the policy wants the block to be a compound
+    /// page, and memory is plenty, the frame is at the page's own place in a block of frames: in
+    /// its neighbours' block, or in a free one. So a collapse needs no copy and no free block.
     pub fn frame_for(&self, page: PageNo, cache: &mut PerCpuPages) -> Option<Pfn> {
         self.own_place(page, cache).or_else(|| cache.take())
     }
@@ -396,7 +396,7 @@ impl Core {
         Some(Resolution::Missing(ticket))
     }
 
-    /// Changes the page word to a state in flight, and makes the ticket. Puts the frame back if
+    /// Changes the page word to a state in flight, and makes the ticket. Gives the frame back if
     /// another thread has changed the page.
     fn take_off(
         &self,

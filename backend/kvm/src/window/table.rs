@@ -8,6 +8,7 @@ pub type Page = u32;
 /// Pages in a block.
 pub(super) const BLOCK: Page = Level::L2M.pages() as Page;
 
+/// The state of a window, under its lock.
 pub(super) struct Table {
     pub entries: Vec<Entry>,
     /// Pages that were copied to the window, and whose frames are not emptied yet.
@@ -17,9 +18,9 @@ pub(super) struct Table {
     pub is_closed: bool,
 }
 
-/// First touches in the order of addresses. Each is a fault that costs two wake-ups, so the pages
-/// after it are mapped with it: as many as the stream has touched, so a guest that stops has at
-/// most twice the pages that it has touched.
+/// First touches in the order of addresses. Each fault costs two wake-ups, so the window maps pages
+/// after the touched one too. It maps no more of them than the guest has touched in this order: a
+/// guest that stops has at most twice the pages that it has touched.
 #[derive(Default)]
 pub(super) struct Stream {
     /// The page after the last one that was touched or mapped ahead.
@@ -69,7 +70,7 @@ impl Entry {
 }
 
 impl Table {
-    /// The table of `pages` pages, of which none is mapped.
+    /// A table for `pages` pages. None is mapped.
     pub fn new(pages: PageCount) -> Self {
         Self {
             entries: vec![Entry::default(); pages.get() as usize],
