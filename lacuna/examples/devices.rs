@@ -2,9 +2,11 @@
 //!
 //!     cargo run --release --example devices
 
+use lacuna::boot::Segment;
+use lacuna::device::{Access, DeviceState, dispatch};
 use lacuna::{
-    Access, Arch, Builder, Device, DeviceState, Ending, Exit, Gpa, Image, MemorySlots, PageCount,
-    PlatformDevices, Segment, Vcpu, Vm as _, dispatch, soft,
+    Arch, Builder, Device, Ending, Exit, Gpa, Image, MemorySlots, PageCount, PlatformDevices, Vcpu,
+    Vm as _, soft,
 };
 use std::error::Error;
 use std::sync::Arc;

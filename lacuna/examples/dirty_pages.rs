@@ -5,9 +5,10 @@
 //! A monitor that migrates the guest does the same: it copies all memory once, then the pages of
 //! each harvest.
 
+use lacuna::dirty::{Detection, Logging, harvest, set_logging_everywhere};
 use lacuna::{
-    Builder, Detection, DirtyTracking, GuestMemory, Image, Logging, Machine, MemorySlots,
-    PAGE_SIZE, PageCount, PlatformDevices, Vm as _, harvest, set_logging_everywhere, soft,
+    Builder, DirtyTracking, GuestMemory, Image, Machine, MemorySlots, PAGE_SIZE, PageCount,
+    PlatformDevices, Vm as _, soft,
 };
 use std::error::Error;
 use std::sync::Arc;

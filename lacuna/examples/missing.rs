@@ -3,9 +3,13 @@
 //!
 //!     cargo run --release --example missing
 
+use lacuna::boot::Segment;
+use lacuna::device::dispatch;
+use lacuna::memory::SlotFlags;
+use lacuna::source::{PageRequest, PageSource, SourcePage};
 use lacuna::{
-    Arch, Builder, Exit, Gpa, Image, MemorySlots, PAGE_SIZE, PageCount, PageRequest, PageSource,
-    PlatformDevices, Segment, SlotFlags, SourcePage, Vcpu, Vm as _, dispatch, soft,
+    Arch, Builder, Exit, Gpa, Image, MemorySlots, PAGE_SIZE, PageCount, PlatformDevices, Vcpu,
+    Vm as _, soft,
 };
 use std::error::Error;
 use std::sync::Arc;

@@ -7,9 +7,12 @@
 //! its rounds there. This program turns the dial up once a second and prints the number of written
 //! pages.
 
+use lacuna::boot::Segment;
+use lacuna::device::Access;
+use lacuna::dirty::{Logging, harvest, set_logging_everywhere};
 use lacuna::{
-    Access, Arch, BackendError, Builder, Device, Ending, Gpa, Image, Logging, PageCount,
-    PlatformDevices, Segment, Vm, harvest, kvm, set_logging_everywhere, soft,
+    Arch, BackendError, Builder, Device, Ending, Gpa, Image, PageCount, PlatformDevices, Vm, kvm,
+    soft,
 };
 use std::collections::BTreeSet;
 use std::process::ExitCode;

@@ -7,6 +7,6 @@
 //! one: work at CPL 0 is far slower there than on [`soft`](crate::soft).
 
 pub use lacuna_kvm::{
-    HugePages, KvmError, LatencySetting, LinuxBacking, MemoryKind, PrivateFile, SharedFill,
-    SharedMemory, Swap, Tracker, Unavailable, Vcpu, Vm, VmBuilder, available,
+    KvmError, MemoryCapability, Tracker, Unavailable, Vcpu, Vm, VmBuilder, available,
+    memory_capabilities, tsc_khz,
 };

@@ -17,36 +17,29 @@
 //! ```
 //! [`soft`] has software processors and needs nothing of the host. [`kvm`] runs the same images on
 //! `/dev/kvm`. A VMM generic over [`Builder`] runs on both, as `examples/vmm.rs` does.
-//!
 //! [`Builder::start`] boots a [`Vm`] in a [`Machine`], which has a thread for each [`Vcpu`] and
 //! sends accesses to [`PlatformDevices`]. With more to do, call [`Builder::build`],
 //! [`Machine::new`], [`Vm::boot`] or a restore, and [`Machine::start`]. The [`Running`] guest is
 //! paused, saved, moved and watched, and ends when it is dropped. In a loop of your own,
 //! [`Vcpu::run`] returns an [`Exit`] when the VMM must act.
 //!
-//! # The guest
-//! `guest/build-guest.sh` of Lacuna's repository makes an image of one C file with a `main`. It
-//! runs as a process on Lacuna's guest kernel. For a kernel of your own, [`Image`] describes the
-//! file, [`Boot`] the state in which it starts, [`Layout`] the addresses of its memory, and
-//! [`PlatformDevices`] the devices. A workspace with the path dependency `lacuna-guest` has the
-//! built-in guests: `lacuna_guest::image("churn")`.
-//!
 //! # What a VMM can do
 //!
 //! | to | a VMM uses |
 //! |---|---|
-//! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`] |
+//! | make a guest, and boot a kernel of your own | [`boot`], [`Layout`] |
+//! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`]: [`device`] |
 //! | add a device, and move it with the guest | [`PlatformDevices::add_mmio`], [`Device::save`] |
 //! | give the guest a disk, a console, a balloon or entropy | [`virtio`] |
-//! | interrupt the guest | [`Vm::interrupts`]: a [`Line`], or an [`Msi`] |
-//! | read and write guest memory | [`GuestMemory`] |
-//! | add, move or remove memory while the guest runs | [`MemorySlots`] |
-//! | learn which pages the guest has written | [`LogReader`] |
+//! | interrupt the guest | [`Vm::interrupts`], [`interrupt`] |
+//! | read and write guest memory | [`GuestMemory`]; by rust-vmm's traits: [`vm_memory`] |
+//! | add, move or remove memory while the guest runs | [`MemorySlots`], [`memory`] |
+//! | learn which pages the guest has written | [`LogReader`], [`dirty`] |
 //! | hold all vCPUs for a while | [`Running::pause`] |
-//! | start a guest whose memory is elsewhere | [`PageSource`], [`MissingMemory`] |
+//! | start a guest whose memory is elsewhere | a page [`source`], [`MissingMemory`] |
 //! | make vCPUs leave the guest and return to the VMM | [`Kick`] |
 //! | end the guest | [`Running::stop`], [`PlatformDevices::end`] |
-//! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`Vm::save_shared`] |
+//! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`state`] |
 //! | save a whole guest, or move it to another process | [`migrate`] |
 //!
 //! # Threads
@@ -56,24 +49,32 @@
 //! of a vCPU must not call them. [`MemorySlots`], [`DirtyTracking`], [`LogReader`],
 //! [`MissingMemory`] and [`Running`] have the rules of their calls.
 //!
-//! # Guest memory by `vm-memory`'s traits
-//! The default feature `vm-memory` adds two adapters. [`vm_memory::View`] gives code for rust-vmm's
-//! `Bytes<GuestAddress>` access to a guest of this crate. [`vm_memory::Foreign`] lets the loaders
-//! of this crate write into guest memory of another VMM.
-//!
-//! # Speed
-//! A program that depends on this crate has to set three things itself: see [`soft`]. The [`kvm`]
-//! backend needs none of them.
+//! [`soft`] has two settings for speed in a program that depends on this crate.
 #![forbid(unsafe_code)]
 
+pub mod boot;
+pub mod device;
+pub mod dirty;
+pub mod interrupt;
 pub mod kvm;
+pub mod memory;
 pub mod migrate;
+pub mod missing;
+#[cfg(feature = "objects")]
+pub mod objects;
 pub mod soft;
+pub mod source;
+pub mod state;
 #[cfg(feature = "virtio")]
 pub mod virtio;
 #[cfg(feature = "vm-memory")]
 pub mod vm_memory;
 
 pub use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
-pub use lacuna_machine::*;
+pub use lacuna_machine::{
+    Apf, ApfSwitch, Arch, Backend, BackendError, Boot, Builder, CpuModel, Device, DirtyTracking,
+    Ending, ErrorKind, Exit, GuestMemory, Image, Interrupts, Kick, Layout, LogReader, Machine,
+    MachineError, MemorySlots, MissingMemory, Paused, PlatformDevices, RunEnd, Running,
+    SaveRestore, Vcpu, VcpuError, VcpuStats, Vm, VmConfig, VmStats,
+};
 pub use lacuna_sync::{Clock, HostClock, Nanos};

@@ -22,8 +22,8 @@
 //! [`VcpuError::TimeStandsStill`](crate::VcpuError::TimeStandsStill).
 //!
 //! # Speed
-//! Three settings of the program that depends on this crate matter for this backend. Cargo reads
-//! none of them from a dependency.
+//! Two settings of the program that depends on this crate matter for this backend. Cargo reads
+//! neither of them from a dependency.
 //!
 //! * Optimise. Without it, a guest runs at a sixth to an eighth of its speed. A program that is
 //!   also run or tested in the `dev` profile needs this in its `Cargo.toml`:
@@ -43,7 +43,5 @@
 //!   ```
 
 pub use lacuna_soft::{
-    ApfStats, Background, Host, HostError, HostStats, HugePages, LatencySetting, LinuxBacking,
-    MemoryKind, MmuError, PrivateFile, RunSummary, SharedFill, SharedMemory, SoftError, Stalls,
-    Swap, Trace, Vcpu, Vm, VmBuilder,
+    ApfStats, Background, MmuError, RunSummary, SoftError, Stalls, Trace, Vcpu, Vm, VmBuilder,
 };

@@ -7,7 +7,9 @@
 //! [`Foreign`] shows another monitor's memory to the loaders of this crate, such as
 //! [`Boot::load`](crate::Boot::load).
 
-use crate::{FailureKind, GuestMemory, MemoryError, PAGE_SIZE};
+use crate::memory::MemoryError;
+use crate::source::FailureKind;
+use crate::{GuestMemory, PAGE_SIZE};
 use lacuna_addr::Gpa;
 use std::io;
 use std::sync::atomic::{Ordering, fence};

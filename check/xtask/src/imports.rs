@@ -144,6 +144,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &[
             "lacuna-addr",
             "lacuna-sync",
+            "lacuna-source",
+            "lacuna-objects",
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-kvm",
@@ -151,21 +153,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-virtio",
         ],
     ),
-    (
-        "lacuna-cli",
-        &[
-            "lacuna-addr",
-            "lacuna-sync",
-            "lacuna-machine",
-            "lacuna-migrate",
-            "lacuna-soft",
-            "lacuna-kvm",
-            "lacuna-source",
-            "lacuna-objects",
-            "lacuna-guest",
-            "lacuna-lab",
-        ],
-    ),
+    // The command stands where any VMM stands.
+    ("lacuna-cli", &["lacuna", "lacuna-guest", "lacuna-lab"]),
     (
         "lacuna-fuzz",
         &[

@@ -1,8 +1,10 @@
 //! Runs guests as a VMM does, on both backends.
 
+use lacuna::boot::Segment;
+use lacuna::device::Access;
 use lacuna::{
-    Access, Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, Machine,
-    PageCount, PlatformDevices, Segment, Vcpu as _, VcpuError, Vm, kvm, soft,
+    Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, Machine,
+    PageCount, PlatformDevices, Vcpu as _, VcpuError, Vm, kvm, memory, soft,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -117,7 +119,7 @@ fn numbers_that_no_host_has_are_refused_as_bad_requests() {
         odd.host(Arc::new(HostClock::default())).is_ok(),
         "swap that grows"
     );
-    assert_eq!(soft::Host::minimum_budget(usize::MAX).get(), u64::MAX);
+    assert_eq!(memory::Host::minimum_budget(usize::MAX).get(), u64::MAX);
 }
 
 fn is_held_and_dropped<B: Builder>(builder: &B) {

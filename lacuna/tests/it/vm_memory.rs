@@ -1,8 +1,9 @@
 //! Guest memory by `vm-memory`'s traits.
 #![cfg(feature = "vm-memory")]
 
+use lacuna::memory::MemoryError;
 use lacuna::vm_memory::{Foreign, View};
-use lacuna::{Builder, Gpa, GuestMemory, MemoryError, PAGE_SIZE, PageCount, soft};
+use lacuna::{Builder, Gpa, GuestMemory, PAGE_SIZE, PageCount, soft};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError, GuestMemoryMmap};

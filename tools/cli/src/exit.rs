@@ -2,9 +2,9 @@
 
 use std::process::ExitCode;
 
+use lacuna::ErrorKind;
+use lacuna::migrate::transport::TransportError;
 use lacuna_lab::experiment::LabError;
-use lacuna_migrate::transport::TransportError;
-use lacuna_soft::ErrorKind;
 
 use crate::signals::Signal;
 

@@ -4,8 +4,8 @@ use std::borrow::Cow;
 use std::fs::{self, File};
 use std::io::{self, Read};
 
+use lacuna::ErrorKind;
 use lacuna_guest::Arch;
-use lacuna_soft::ErrorKind;
 
 use crate::args::{self, RunArgs};
 use crate::size::Size;

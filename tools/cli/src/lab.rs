@@ -4,14 +4,14 @@ use crate::args::{Chosen, Experiment, LabArgs, LabVmArgs, Parts, arch_of, temp_d
 use crate::exit::Exit;
 use crate::output::{check_target, complain, write_result_until_signal};
 use crate::signals::Signals;
+use lacuna::Arch;
+use lacuna::memory::MemoryKind;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::paging::processes::serve;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
 use lacuna_lab::{apf, apf_arm64, base, interrupt, migrate, paging, pml, postcopy, restore, thp};
-use lacuna_machine::Arch;
-use lacuna_soft::MemoryKind;
 use std::io;
 
 /// Measures what `args` choose and prints the results.

@@ -2,11 +2,10 @@
 
 use crate::pages::GuestPages;
 use crate::sample::{Apf, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
-use lacuna_addr::PageCount;
+use lacuna::memory::{HostError, HostStats};
+use lacuna::soft::ApfStats;
+use lacuna::{Nanos, PageCount, PlatformDevices, RunEnd};
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
-use lacuna_machine::{PlatformDevices, RunEnd};
-use lacuna_soft::{ApfStats, HostError, HostStats};
-use lacuna_sync::Nanos;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -112,7 +111,7 @@ impl Rarely {
 }
 
 /// A VM whose counters `lacuna run` shows.
-pub trait Watched: lacuna_machine::Vm {
+pub trait Watched: lacuna::Vm {
     /// Puts its counters into `last`.
     fn count(&self, last: &mut RunSample);
 
@@ -126,7 +125,7 @@ pub trait Watched: lacuna_machine::Vm {
     fn end_latency(&self);
 }
 
-impl Watched for lacuna_soft::Vm {
+impl Watched for lacuna::soft::Vm {
     fn count(&self, last: &mut RunSample) {
         count_host(last, &self.host().stats(), &self.stalls());
         last.resident_bytes += self.host().linux_pages().bytes();
@@ -142,9 +141,9 @@ impl Watched for lacuna_soft::Vm {
     }
 }
 
-impl Watched for lacuna_kvm::Vm {
+impl Watched for lacuna::kvm::Vm {
     fn count(&self, last: &mut RunSample) {
-        let stats = lacuna_machine::Vm::stats(self);
+        let stats = lacuna::Vm::stats(self);
         last.resident_bytes = stats.resident.bytes();
         last.peak_bytes = last.peak_bytes.max(peak_resident());
         last.swap_in = stats.pages_in;
@@ -189,7 +188,7 @@ fn count_apf(last: &mut RunSample, vcpus: &[ApfStats]) {
     };
 }
 
-fn count_host(last: &mut RunSample, host: &HostStats, stalls: &[lacuna_soft::Stalls]) {
+fn count_host(last: &mut RunSample, host: &HostStats, stalls: &[lacuna::soft::Stalls]) {
     last.resident_bytes = PageCount::new(host.resident + host.store).bytes();
     let page_cache = PageCount::new(host.page_cache).bytes();
     last.peak_bytes = last.peak_bytes.max(peak_resident() + page_cache);
@@ -217,7 +216,7 @@ fn count_host(last: &mut RunSample, host: &HostStats, stalls: &[lacuna_soft::Sta
         .collect();
 }
 
-fn stall(vcpu: u32, stalls: &lacuna_soft::Stalls) -> Stalls {
+fn stall(vcpu: u32, stalls: &lacuna::soft::Stalls) -> Stalls {
     let [p50_ns, p99_ns, p999_ns] = [0.5, 0.99, 0.999].map(|q| stalls.quantile_ns(q));
     Stalls {
         vcpu,

@@ -5,13 +5,13 @@ use crate::exit::Exit;
 use crate::output::complain;
 use crate::run::{Lazy, Refusal};
 use crate::sample::Pages;
-use lacuna_addr::PageCount;
-use lacuna_machine::{MemorySlotError, SlotFlags, Vm};
-use lacuna_migrate::Snapshot;
-use lacuna_migrate::session::IncomingHandle;
-use lacuna_source::{
+use lacuna::memory::{MemorySlotError, SlotFlags};
+use lacuna::migrate::Snapshot;
+use lacuna::migrate::session::IncomingHandle;
+use lacuna::source::{
     External, FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, Zeros,
 };
+use lacuna::{PageCount, Vm};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};

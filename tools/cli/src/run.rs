@@ -19,15 +19,14 @@ use crate::output::{check_target, complain};
 use crate::pages::{self, GuestPages, Here, SourceError};
 use crate::sample::{Before, Restored};
 use crate::signals::Signals;
-use lacuna_addr::PageCount;
-use lacuna_machine::{
-    Apf, Arch, Builder, CpuModel, Delivery, Ending, Image, PageSource, PlatformDevices, VcpuError,
-    Vm,
+use lacuna::dirty::Delivery;
+use lacuna::memory::{LatencySetting, LinuxBacking, Swap};
+use lacuna::migrate::session::{Arrival, Migrated};
+use lacuna::migrate::{MachineConfig, Snapshot};
+use lacuna::source::PageSource;
+use lacuna::{
+    Apf, Arch, Builder, CpuModel, Ending, Image, Nanos, PageCount, PlatformDevices, VcpuError, Vm,
 };
-use lacuna_migrate::session::{Arrival, Migrated};
-use lacuna_migrate::{MachineConfig, Snapshot};
-use lacuna_soft::{LatencySetting, LinuxBacking, Swap};
-use lacuna_sync::Nanos;
 use report::{Finished, at_first, finish};
 use screen::Screen;
 use std::sync::Arc;
@@ -182,12 +181,12 @@ type Seeded<B> = fn(
 ) -> Result<Ended<<B as Builder>::Vm>, Refusal>;
 
 fn run_seeded(
-    builder: &lacuna_soft::VmBuilder,
+    builder: &lacuna::soft::VmBuilder,
     image: &Image<'_>,
     devices: Arc<PlatformDevices>,
-    watch: Watch<'_, lacuna_soft::Vm>,
-) -> Result<Ended<lacuna_soft::Vm>, Refusal> {
-    let mut look = |vm: &lacuna_soft::Vm, now| watch(vm, &devices, now);
+    watch: Watch<'_, lacuna::soft::Vm>,
+) -> Result<Ended<lacuna::soft::Vm>, Refusal> {
+    let mut look = |vm: &lacuna::soft::Vm, now| watch(vm, &devices, now);
     let run = builder.run_seeded(image, Arc::clone(&devices), &mut look);
     let (end, trace) = run.map_err(|error| refusal(&error))?;
     Ok(Ended {
@@ -221,14 +220,14 @@ fn choose(args: &RunArgs, arch: Arch) -> Result<Backend, Refusal> {
             let text = format!("--backend kvm runs x86-64 guests, not {arch}: give --backend soft");
             Err((Exit::Usage, text))
         }
-        (Backend::Kvm, None) => match lacuna_kvm::available() {
+        (Backend::Kvm, None) => match lacuna::kvm::available() {
             Ok(()) => Ok(Backend::Kvm),
             Err(why) => {
                 let text = format!("--backend kvm: {why}; --backend soft needs no KVM");
                 Err((Exit::Host, text))
             }
         },
-        (Backend::Auto, None) if arch == Arch::X86_64 && lacuna_kvm::available().is_ok() => {
+        (Backend::Auto, None) if arch == Arch::X86_64 && lacuna::kvm::available().is_ok() => {
             Ok(Backend::Kvm)
         }
         (Backend::Soft | Backend::Auto, _) => Ok(Backend::Soft),
@@ -243,7 +242,7 @@ impl Job<'_> {
     {
         let (args, signals) = (self.args, self.signals);
         // On kvm nothing in this process sees the pages that a handler fills.
-        let is_seen = B::Vm::BACKEND == lacuna_machine::Backend::Soft || !args.has_handler();
+        let is_seen = B::Vm::BACKEND == lacuna::Backend::Soft || !args.has_handler();
         let pages = self.pages.clone().filter(|_| is_seen);
         let first = at_first::<B>(args, pages.as_ref());
         let mut observer = Observer::new(first, pages);
@@ -352,10 +351,10 @@ impl Job<'_> {
         Some(source as Arc<dyn PageSource>)
     }
 
-    fn soft(&self, arch: Arch, cpu: CpuModel) -> lacuna_soft::VmBuilder {
+    fn soft(&self, arch: Arch, cpu: CpuModel) -> lacuna::soft::VmBuilder {
         let args = self.args;
         let swap = args.swap.clone().unwrap_or_default();
-        lacuna_soft::VmBuilder {
+        lacuna::soft::VmBuilder {
             arch,
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
@@ -376,10 +375,10 @@ impl Job<'_> {
     }
 
     /// The builder for the kvm backend.
-    fn kvm(&self, cpu: CpuModel) -> lacuna_kvm::VmBuilder {
+    fn kvm(&self, cpu: CpuModel) -> lacuna::kvm::VmBuilder {
         let args = self.args;
         let swap = args.swap.clone().unwrap_or_default();
-        lacuna_kvm::VmBuilder {
+        lacuna::kvm::VmBuilder {
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
             memory_kind: args.kind().of_builder(),
@@ -390,7 +389,7 @@ impl Job<'_> {
             latency: LatencySetting::new(swap.latency),
             apf: self.apf(),
             delivery: Delivery::Bitmap,
-            tracker: lacuna_kvm::Tracker::default(),
+            tracker: lacuna::kvm::Tracker::default(),
             cpu,
             source: self.source(),
             command_line: args.append.clone(),

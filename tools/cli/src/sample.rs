@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
+use lacuna::migrate::session::{Migrated, MissingRange};
+use lacuna::migrate::stream::Mode;
 use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::result::SCHEMA;
-use lacuna_migrate::session::{Migrated, MissingRange};
-use lacuna_migrate::stream::Mode;
 use serde::{Deserialize, Serialize};
 
 /// The counters of a run at one moment. All counts are since its start.

@@ -33,10 +33,10 @@ mod s3 {
     use crate::control::message::Refused;
     use crate::exit::Exit;
     use crate::run::Refusal;
-    use lacuna_machine::ErrorKind;
-    use lacuna_migrate::Store;
-    use lacuna_objects::{Objects, ObjectsError, Options};
-    use lacuna_source::Folder;
+    use lacuna::ErrorKind;
+    use lacuna::migrate::Folder;
+    use lacuna::migrate::Store;
+    use lacuna::objects::{Objects, ObjectsError, Options};
     use std::fs::File;
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
@@ -88,8 +88,8 @@ mod without {
     use crate::control::message::Refused;
     use crate::exit::Exit;
     use crate::run::Refusal;
-    use lacuna_migrate::Store;
-    use lacuna_source::Folder;
+    use lacuna::migrate::Folder;
+    use lacuna::migrate::Store;
     use std::sync::Arc;
     use std::sync::atomic::AtomicBool;
     use std::time::Duration;

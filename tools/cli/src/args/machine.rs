@@ -2,8 +2,8 @@
 
 use super::{Apf, Arch, Backend, Cpu, MemoryKind, Output, RunArgs, SwapSpec, Thp, TlsArgs};
 use crate::size::Size;
-use lacuna_machine::CpuModel;
-use lacuna_migrate::MachineConfig;
+use lacuna::CpuModel;
+use lacuna::migrate::MachineConfig;
 use std::path::PathBuf;
 
 /// The remaining choices for such a run.
@@ -27,7 +27,7 @@ impl RunOn {
             wait_again: false,
             tls: TlsArgs::default(),
             arch: Some(match machine.arch {
-                lacuna_machine::Arch::Arm64 => Arch::Arm64,
+                lacuna::Arch::Arm64 => Arch::Arm64,
                 _ => Arch::X86_64,
             }),
             backend: self.backend,
@@ -37,8 +37,8 @@ impl RunOn {
             vcpus: u32::try_from(machine.vcpus).unwrap_or(u32::MAX),
             swap: self.swap,
             apf: match machine.apf {
-                lacuna_machine::Apf::On => Apf::On,
-                lacuna_machine::Apf::Off => Apf::Off,
+                lacuna::Apf::On => Apf::On,
+                lacuna::Apf::Off => Apf::Off,
             },
             cpu: match machine.cpu {
                 CpuModel::Host => Cpu::Host,

@@ -25,12 +25,12 @@ pub enum MemoryKind {
 
 impl MemoryKind {
     /// The backends' word for it.
-    pub const fn of_builder(self) -> lacuna_soft::MemoryKind {
+    pub const fn of_builder(self) -> lacuna::memory::MemoryKind {
         match self {
-            Self::Pool => lacuna_soft::MemoryKind::Budget,
-            Self::Anonymous => lacuna_soft::MemoryKind::Linux,
-            Self::Memfd => lacuna_soft::MemoryKind::Shared,
-            Self::Hugetlbfs => lacuna_soft::MemoryKind::Hugetlbfs,
+            Self::Pool => lacuna::memory::MemoryKind::Budget,
+            Self::Anonymous => lacuna::memory::MemoryKind::Linux,
+            Self::Memfd => lacuna::memory::MemoryKind::Shared,
+            Self::Hugetlbfs => lacuna::memory::MemoryKind::Hugetlbfs,
         }
     }
 }

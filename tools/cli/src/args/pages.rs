@@ -1,7 +1,7 @@
 //! `--pages-from`: where the guest's memory comes from.
 
 use crate::size::parse_duration;
-use lacuna_source::{Policy, WhenGone};
+use lacuna::source::{Policy, WhenGone};
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;

@@ -5,9 +5,9 @@ use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::builder::ArgPredicate;
 use clap::{Args, ValueEnum};
-use lacuna_machine::CpuModel;
-use lacuna_migrate::transport::Address;
-use lacuna_soft::HugePages;
+use lacuna::CpuModel;
+use lacuna::memory::HugePages;
+use lacuna::migrate::transport::Address;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -149,7 +149,7 @@ pub enum Arch {
     Arm64,
 }
 
-impl From<Arch> for lacuna_machine::Arch {
+impl From<Arch> for lacuna::Arch {
     fn from(arch: Arch) -> Self {
         match arch {
             Arch::X86_64 => Self::X86_64,
@@ -179,9 +179,9 @@ pub enum Cpu {
 impl Cpu {
     /// The machine's word for it. The TSC of the common processor has the frequency of this host's
     /// KVM, if there is one, because KVM may be unable to change it.
-    pub fn model(self, arch: lacuna_machine::Arch) -> CpuModel {
+    pub fn model(self, arch: lacuna::Arch) -> CpuModel {
         let tsc_khz = || match arch {
-            lacuna_machine::Arch::X86_64 => lacuna_kvm::tsc_khz(),
+            lacuna::Arch::X86_64 => lacuna::kvm::tsc_khz(),
             _ => None,
         };
         match self {

@@ -4,7 +4,7 @@ use super::{Output, PagesFrom};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::Args;
-use lacuna_source::Faults;
+use lacuna::source::Faults;
 use std::path::PathBuf;
 use std::time::Duration;
 

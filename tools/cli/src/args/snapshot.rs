@@ -4,7 +4,7 @@ use super::{Backend, MemoryKind, Output, Patience, RunArgs, RunOn, SwapSpec, Thp
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand};
-use lacuna_migrate::MachineConfig;
+use lacuna::migrate::MachineConfig;
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! `--tls-ca`, `--tls-cert` and `--tls-key`.
 
 use clap::Args;
-use lacuna_migrate::transport::{Address, TlsFiles};
+use lacuna::migrate::transport::{Address, TlsFiles};
 use std::path::PathBuf;
 
 /// The options for addresses `tls:HOST:PORT`.

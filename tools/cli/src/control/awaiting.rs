@@ -2,7 +2,7 @@
 
 use super::message::{Answer, PROTOCOL, Refused, Request, State, Status};
 use super::{Answers, ClientActions};
-use lacuna_migrate::session::Destination;
+use lacuna::migrate::session::Destination;
 use std::ops::ControlFlow;
 
 /// Answers clients while no guest is announced.

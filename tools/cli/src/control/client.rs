@@ -2,7 +2,7 @@
 
 use super::message::{Answer, Progress, Refused, Request};
 use crate::exit::Exit;
-use lacuna_migrate::transport::is_socket;
+use lacuna::migrate::transport::is_socket;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! The clients' part in the end of a run.
 
-use lacuna_migrate::session::Migrated;
+use lacuna::migrate::session::Migrated;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 

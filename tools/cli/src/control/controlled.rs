@@ -7,11 +7,11 @@ use super::words::{RANGES_SHOWN, undecided_at_destination, undecided_at_source};
 use super::{Answers, ClientActions};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
-use lacuna_machine::{Arch, Ending, PlatformDevices, Running, Vm};
-use lacuna_migrate::session::{
+use lacuna::migrate::session::{
     IncomingHandle, IncomingStage, OutgoingHandle, OutgoingStage, Undecided,
 };
-use lacuna_migrate::{Budget, MigrateError, PausedGuest, Tracked};
+use lacuna::migrate::{Budget, MigrateError, PausedGuest, Tracked};
+use lacuna::{Arch, Ending, PlatformDevices, Running, Vm};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;

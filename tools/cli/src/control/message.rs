@@ -3,10 +3,10 @@
 use crate::args::Compress;
 use crate::exit::Exit;
 use crate::sample::Pages;
-use lacuna_machine::{Ending, ErrorKind};
-use lacuna_migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
-use lacuna_migrate::stream::Mode;
-use lacuna_migrate::transport::TlsFiles;
+use lacuna::migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
+use lacuna::migrate::stream::Mode;
+use lacuna::migrate::transport::TlsFiles;
+use lacuna::{Ending, ErrorKind};
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
 use std::path::PathBuf;

@@ -4,12 +4,12 @@ use super::controlled::{Controlled, PROGRESS, Phase, budget};
 use super::message::{Answer, Progress, Refused};
 use super::words::{no_decision, undecided_at_source};
 use crate::args::Compress;
-use lacuna_machine::{ErrorKind, Vm};
-use lacuna_migrate::session::{
+use lacuna::migrate::session::{
     Migrated, Outcome, Outgoing, OutgoingHandle, OutgoingStage, Stayed, Undecided,
 };
-use lacuna_migrate::stream::{Mode, Plan, STREAMS_MAX};
-use lacuna_migrate::transport::{Address, AddressError, Connector, TlsFiles};
+use lacuna::migrate::stream::{Mode, Plan, STREAMS_MAX};
+use lacuna::migrate::transport::{Address, AddressError, Connector, TlsFiles};
+use lacuna::{ErrorKind, Vm};
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::sync::{Mutex, PoisonError};

@@ -3,8 +3,10 @@
 use super::controlled::{Controlled, PROGRESS, Phase, budget, refusal};
 use super::message::{Answer, Progress, Refused, Saved, Saving, State};
 use crate::store::{self, url};
-use lacuna_machine::{ErrorKind, Vm};
-use lacuna_migrate::{Budget, MigrateError, PausedGuest, Target, Tracked, When, save, save_paused};
+use lacuna::migrate::{
+    Budget, MigrateError, PausedGuest, Target, Tracked, When, save, save_paused,
+};
+use lacuna::{ErrorKind, Vm};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -95,7 +97,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         paused: Option<&PausedGuest<'a, V>>,
         gone: &AtomicBool,
     ) -> Result<Saved, Refused> {
-        let mut progress = |now: lacuna_migrate::Progress| {
+        let mut progress = |now: lacuna::migrate::Progress| {
             if let Phase::Saves(progress, _) = &mut *self.phase() {
                 progress.round = now.round;
                 progress.done = now.done;

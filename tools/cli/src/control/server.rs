@@ -5,7 +5,7 @@ use super::lines::{Line, Lines};
 use super::message::{Answer, LINE_MAX, Refused, Request};
 use crate::exit::{Exit, transport_refusal};
 use crate::run::Refusal;
-use lacuna_migrate::transport::PrivateSocket;
+use lacuna::migrate::transport::PrivateSocket;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io::{self, Write};
 use std::net::Shutdown;

@@ -1,6 +1,6 @@
 //! Where a migration stands, in words.
 
-use lacuna_migrate::session::{
+use lacuna::migrate::session::{
     IncomingProgress, IncomingStage, MissingRange, OutgoingHandle, OutgoingStage,
 };
 

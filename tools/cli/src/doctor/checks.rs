@@ -5,11 +5,10 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use lacuna_addr::PageCount;
-use lacuna_kvm::{KvmError, MemoryCapability, VmBuilder};
+use lacuna::kvm::{KvmError, MemoryCapability, VmBuilder};
+use lacuna::{Builder as _, PageCount};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
-use lacuna_machine::Builder as _;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::Check;
@@ -196,7 +195,7 @@ pub(super) fn userfaultfd() -> Check {
 /// Makes a VM, because a kernel's build options do not say what it allows.
 pub(super) fn kvm() -> Check {
     let nested = "in a virtual machine, turn on nested virtualisation; the soft backend needs none";
-    if let Err(why) = lacuna_kvm::available() {
+    if let Err(why) = lacuna::kvm::available() {
         return Check::missing("kvm", why.to_string(), nested);
     }
     // Less than its memory is resident, because that needs most of the kernel.
@@ -214,7 +213,7 @@ pub(super) fn kvm() -> Check {
 
 /// KVM's capabilities for a guest's memory, and what Lacuna does with each. None without KVM.
 pub(super) fn kvm_memory() -> Vec<Check> {
-    let Ok(offered) = lacuna_kvm::memory_capabilities() else {
+    let Ok(offered) = lacuna::kvm::memory_capabilities() else {
         return Vec::new();
     };
     let all = MemoryCapability::ALL.into_iter();

@@ -13,7 +13,7 @@
 use super::{Job, Refusal};
 use crate::exit::Exit;
 use crate::pages::{GuestPages, Outages};
-use lacuna_machine::PlatformDevices;
+use lacuna::PlatformDevices;
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread::{self, Scope, Thread};

@@ -10,16 +10,16 @@ use crate::pages::GuestPages;
 use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
 use crate::size::Size;
+use lacuna::memory::HugePages;
+use lacuna::migrate::session::Migrated;
+use lacuna::{Builder, Ending, Vm as _};
 use lacuna_lab::report::time;
-use lacuna_machine::{Builder, Ending, Vm as _};
-use lacuna_migrate::session::Migrated;
-use lacuna_soft::HugePages;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// The sample before a run has begun, with the parts that this backend and these options have.
 pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages>>) -> RunSample {
-    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
+    let soft = B::Vm::BACKEND == lacuna::Backend::Soft;
     let huge = args.thp.unwrap_or_default().pages() != HugePages::Never;
     RunSample {
         memory_bytes: args.memory.0,
@@ -170,7 +170,7 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
 }
 
 fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOptions {
-    let soft = B::Vm::BACKEND == lacuna_machine::Backend::Soft;
+    let soft = B::Vm::BACKEND == lacuna::Backend::Soft;
     let swap = args.swap.as_ref().map(ToString::to_string);
     RunOptions {
         image: args.image.clone(),
@@ -199,8 +199,8 @@ fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOpti
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lacuna_addr::Gpa;
-    use lacuna_machine::VcpuError;
+    use lacuna::Gpa;
+    use lacuna::VcpuError;
 
     #[test]
     fn an_ending_has_the_code_of_its_cause() {

@@ -8,12 +8,10 @@ use crate::control::{ControlSocket, Controlled, Guest};
 use crate::exit::Exit;
 use crate::observe::Watched;
 use crate::sample::{Before, LazyPages};
-use lacuna_machine::{
-    BackendError, Builder, Console, Ending, Machine, PlatformDevices, RunEnd, Vm,
-};
-use lacuna_migrate::session::{Arrival, IncomingHandle};
-use lacuna_migrate::stream::Arrived;
-use lacuna_sync::Nanos;
+use lacuna::device::Console;
+use lacuna::migrate::session::{Arrival, IncomingHandle};
+use lacuna::migrate::stream::Arrived;
+use lacuna::{BackendError, Builder, Ending, Machine, Nanos, PlatformDevices, RunEnd, Vm};
 use std::io;
 use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;

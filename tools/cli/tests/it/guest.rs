@@ -201,7 +201,7 @@ pub fn failure(words: &str) -> (i32, String) {
 
 /// Ends the test as skipped where there is no KVM.
 pub fn has_kvm() {
-    if let Err(error) = lacuna_kvm::available() {
+    if let Err(error) = lacuna::kvm::available() {
         lacuna_skip::skip_test(error);
     }
 }

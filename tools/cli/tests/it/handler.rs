@@ -2,7 +2,8 @@
 //! guest's memory, as Firecracker's handlers do. The process is this test's program, started again
 //! for the test `handler_process`.
 
-use lacuna_addr::{Hva, PAGE_SIZE};
+use lacuna::PAGE_SIZE;
+use lacuna_addr::Hva;
 use lacuna_skip::test;
 use lacuna_sys::{Errno, Userfaultfd};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -217,7 +218,7 @@ fn a_handler_that_is_not_there_is_refused() {
 /// The guest's vCPUs wait in the kernel for the other process, and the run ends with it.
 #[test]
 fn another_process_fills_a_guests_memory_on_kvm() {
-    if let Err(reason) = lacuna_kvm::available() {
+    if let Err(reason) = lacuna::kvm::available() {
         lacuna_skip::skip_test(reason);
     }
     let folder = TempDir::new().unwrap();

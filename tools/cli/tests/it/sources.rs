@@ -1,9 +1,9 @@
 //! `lacuna run --pages-from`: a guest with memory from a source, and failing sources.
 
 use assert_cmd::Command;
-use lacuna_addr::PageCount;
+use lacuna::PageCount;
+use lacuna::source::{Faults, Injected, PageRequest, PageSource, Server, Zeros, serve};
 use lacuna_skip::test;
-use lacuna_source::{Faults, Injected, PageRequest, PageSource, Server, Zeros, serve};
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -197,7 +197,7 @@ fn memory_that_cannot_be_served_is_refused() {
 
 #[test]
 fn a_guest_on_kvm_runs_from_a_source() {
-    if let Err(reason) = lacuna_kvm::available() {
+    if let Err(reason) = lacuna::kvm::available() {
         lacuna_skip::skip_test(reason);
     }
     assert_done("zeros --backend kvm");

@@ -3,13 +3,13 @@
 use crate::guest::{Guest, has_kvm};
 use crate::signals::Running;
 use clap::Parser as _;
-use lacuna_addr::PageCount;
+use lacuna::PageCount;
+use lacuna::migrate::{Folder, LocalFolder, Snapshot, StoredFile};
+use lacuna::source::{FileError, PageRequest, PageSource, Policy};
 use lacuna_cli::args::{self, Cli, Patience};
 use lacuna_cli::pages::Restoring;
 use lacuna_cli::run::{Lazy, Start, exit_of, run_from};
-use lacuna_migrate::{Folder, LocalFolder, Snapshot, StoredFile};
 use lacuna_skip::test;
-use lacuna_source::{FileError, PageRequest, PageSource, Policy};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::io::{self, BufRead as _, BufReader};

@@ -1,0 +1,3 @@
+//! Snapshots in an object store: a folder for [`migrate::Store`](crate::migrate::Store).
+
+pub use lacuna_objects::{Objects, ObjectsError, Options};

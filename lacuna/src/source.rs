@@ -1,0 +1,10 @@
+//! Page sources: the pages of a guest whose memory is elsewhere when it starts.
+//!
+//! A [`PageSource`] answers each [`PageRequest`] once, on any thread. [`serve`] makes this process
+//! the source of another.
+
+pub use lacuna_source::{
+    Answer, External, Failure, FailureKind, Faults, FileError, HandlerError, HandlerRegion,
+    Injected, Measured, MemoryFile, Outage, PageRequest, PageSource, Peer, PeerError, Policy,
+    Server, SourcePage, SourceStats, WhenGone, Zeros, serve,
+};
