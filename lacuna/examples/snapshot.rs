@@ -12,9 +12,6 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-/// The answer to each report of progress.
-const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
-
 fn main() -> Result<(), Box<dyn Error>> {
     let folder = std::env::args_os().nth(1).map(PathBuf::from);
     let folder = folder.unwrap_or_else(|| std::env::temp_dir().join("lacuna-snapshot"));
@@ -33,7 +30,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     while guest.devices().status_page().is_none() && !guest.wait_timeout(Duration::ZERO) {
         thread::yield_now();
     }
-    let saved = save(&guest, &folder, &Budget::default(), &mut |_| CONTINUE)?;
+    let saved = save(&guest, &folder, &Budget::default(), &mut |_| {
+        ControlFlow::Continue(())
+    })?;
     // The guest ends here.
     drop(guest);
     println!(
@@ -48,7 +47,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let vm = builder.build()?;
     let devices = PlatformDevices::new(|line: &str| println!("second VM: {line}"));
     let machine = Machine::new(vm, devices)?;
-    let vcpus = snapshot.restore(machine.vm(), machine.devices(), &mut |_| CONTINUE)?;
+    let vcpus = snapshot.restore(machine.vm(), machine.devices(), &mut |_| {
+        ControlFlow::Continue(())
+    })?;
     match machine.start(vcpus).wait().ending {
         Ending::Exited(0) => Ok(()),
         other => Err(other.to_string().into()),

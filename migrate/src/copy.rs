@@ -45,6 +45,24 @@ pub trait PageSink {
 /// Gets the number of pages since the last call, and cancels the work by `Break`.
 pub type OnPages<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
 
+/// How a copy of a running guest is ended early.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stop {
+    /// It is cancelled. The guest keeps running.
+    Cancel,
+    /// The guest is paused now, however many pages are left. A [`stream::Mode::Hybrid`] sends them
+    /// after the guest; every other copy takes them from the paused guest. Without effect on a
+    /// guest that is paused or has gone.
+    ///
+    /// [`stream::Mode::Hybrid`]: crate::stream::Mode::Hybrid
+    Pause,
+}
+
+/// Whether a copy is cancelled. It has no running guest to pause.
+pub(crate) fn is_cancelled(step: ControlFlow<Stop>) -> bool {
+    step == ControlFlow::Break(Stop::Cancel)
+}
+
 /// Pages read at once: 1 MiB, which stays in a core's cache until it is written out.
 pub(crate) const CHUNK: u64 = 256;
 
@@ -53,16 +71,20 @@ pub(crate) const CHUNK: u64 = 256;
 /// this returns. Calls `each` with the number of pages since the last call. No sink gets pages
 /// while `limit` forbids to send them.
 ///
+/// Returns the pages that were not copied because `each` said [`Stop::Pause`]: the sinks then only
+/// finish their runs.
+///
 /// # Errors
-/// A page cannot be read, a sink refuses, or `each` says `Break`.
+/// A page cannot be read, a sink refuses, or `each` says [`Stop::Cancel`].
 pub(crate) fn copy(
     vm: &impl Vm,
     layout: &MemoryLayout,
     set: &PageSet,
     sinks: &mut [impl PageSink + Send],
     limit: Option<&Bandwidth>,
-    each: OnPages<'_>,
-) -> Result<(), MigrateError> {
+    each: &mut dyn FnMut(u64) -> ControlFlow<Stop>,
+) -> Result<PageSet, MigrateError> {
+    let mut rest = PageSet::empty(layout.pages());
     let (first, others) = sinks.split_first_mut().expect("pages go somewhere");
     let work = Work {
         vm,
@@ -74,6 +96,7 @@ pub(crate) fn copy(
         }),
         limit,
         copied: AtomicU64::new(0),
+        is_asked: AtomicBool::new(false),
         is_over: AtomicBool::new(false),
     };
     thread::scope(|scope| {
@@ -88,7 +111,14 @@ pub(crate) fn copy(
             started
         };
         let started: Vec<_> = others.iter_mut().map(start).collect();
-        let mut told = |pages| each(pages + work.copied.swap(0, Ordering::Relaxed));
+        let mut told = |pages| match each(pages + work.copied.swap(0, Ordering::Relaxed)) {
+            ControlFlow::Break(Stop::Cancel) => ControlFlow::Break(()),
+            ControlFlow::Break(Stop::Pause) => {
+                work.take_rest(&mut rest);
+                ControlFlow::Continue(())
+            }
+            ControlFlow::Continue(()) => ControlFlow::Continue(()),
+        };
         let mut ends = vec![work.share(first, &mut told)];
         ends.extend(started.into_iter().map(|thread| match thread {
             Ok(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
@@ -99,7 +129,8 @@ pub(crate) fn copy(
             true => Err(MigrateError::Cancelled),
             false => Ok(()),
         }
-    })
+    })?;
+    Ok(rest)
 }
 
 /// If threads have failed, the first error that is not a cut, or else the first cut. A failure on
@@ -123,6 +154,8 @@ struct Work<'a, V, R> {
     limit: Option<&'a Bandwidth>,
     /// Pages copied by other threads than the first, since the first one last reported them.
     copied: AtomicU64,
+    /// The copy is paused: [`Work::take_rest`].
+    is_asked: AtomicBool,
     /// A thread has failed.
     is_over: AtomicBool,
 }
@@ -160,13 +193,13 @@ impl<V: Vm, R: Iterator<Item = Range<u64>>> Work<'_, V, R> {
         }
     }
 
-    /// Waits until more pages may be sent, or another thread has failed.
+    /// Waits until more pages may be sent, or no run is left, or another thread has failed.
     fn wait(&self, sink: &mut impl PageSink, each: OnPages<'_>) -> Result<(), MigrateError> {
         let Some(limit) = self.limit else {
             return Ok(());
         };
         limit.wait(&mut || {
-            if self.is_over() {
+            if self.is_over() || self.is_asked.load(Ordering::Relaxed) {
                 return Ok(ControlFlow::Break(()));
             }
             sink.idle()?;
@@ -184,6 +217,15 @@ impl<V: Vm, R: Iterator<Item = Range<u64>>> Work<'_, V, R> {
     /// The next run.
     fn next(&self) -> Option<Range<u64>> {
         self.runs.lock().expect("no panic under this lock").next()
+    }
+
+    /// Moves all runs that no thread has taken to `rest`.
+    fn take_rest(&self, rest: &mut PageSet) {
+        let mut runs = self.runs.lock().expect("no panic under this lock");
+        while let Some(run) = runs.next() {
+            run.for_each(|page| rest.insert(SourcePage(page)));
+        }
+        self.is_asked.store(true, Ordering::Relaxed);
     }
 
     fn count(&self, pages: u64) -> ControlFlow<()> {

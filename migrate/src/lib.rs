@@ -44,7 +44,7 @@ mod state;
 pub mod stream;
 pub mod transport;
 
-pub use copy::{OnPages, PageSink};
+pub use copy::{OnPages, PageSink, Stop};
 pub use error::MigrateError;
 pub use guest::PausedGuest;
 pub use lacuna_source::{Folder, LocalFolder, StoredFile};

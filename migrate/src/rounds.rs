@@ -8,7 +8,7 @@
 
 use crate::bandwidth::Bandwidth;
 use crate::changes::Changes;
-use crate::copy::{PageSink, copy};
+use crate::copy::{PageSink, Stop, copy, is_cancelled};
 use crate::guest::PausedGuest;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_machine::{Running, Vm};
@@ -182,12 +182,25 @@ pub(crate) struct Copied<'a, V: Vm> {
     pub rounds: Vec<Round>,
     /// Pages not copied, or written since.
     pub left: PageSet,
+    /// The caller has asked for the pause: [`Stop::Pause`].
+    is_asked: bool,
 }
 
-impl<V: Vm> Copied<'_, V> {
-    /// Whether the remaining pages fit into the budget, at the rate of the rounds before.
+impl<'a, V: Vm> Copied<'a, V> {
+    /// A guest that was paused before any copy.
+    pub fn nothing(paused: PausedGuest<'a, V>, pages: u64) -> Self {
+        Self {
+            paused,
+            rounds: Vec::new(),
+            left: PageSet::full(pages),
+            is_asked: true,
+        }
+    }
+
+    /// Whether the guest waits for the remaining pages: they fit into the budget, at the rate of
+    /// the rounds before.
     pub fn fits(&self, budget: &Budget) -> bool {
-        rest_takes(&self.rounds, self.left.len()) <= budget.downtime
+        !self.is_asked && rest_takes(&self.rounds, self.left.len()) <= budget.downtime
     }
 
     /// Copies the remaining pages.
@@ -199,15 +212,15 @@ impl<V: Vm> Copied<'_, V> {
         progress: OnProgress<'_>,
     ) -> Result<(), MigrateError> {
         let before = self.rounds.len();
-        let round = one_round(vm, layout, (&self.left, before), sinks, None, progress)?;
+        let round = last_round(vm, layout, (&self.left, before), sinks, progress)?;
         self.rounds.push(round);
         self.left = PageSet::empty(layout.pages());
         Ok(())
     }
 }
 
-/// Gets the progress of a copy, and cancels it by `Break`.
-pub type OnProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
+/// Gets the progress of a copy, and ends it by `Break`.
+pub type OnProgress<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<Stop>;
 
 /// When a copy of a running guest pauses it, and what slows down the guest or the copy.
 pub(crate) struct Pace<'p> {
@@ -229,26 +242,32 @@ pub(crate) fn copy_live<'a, V: Vm>(
     let layout = changes.layout().clone();
     changes.harvest()?;
     let mut left = changes.changed().clone();
-    let (mut rounds, mut dirty_rate) = (Vec::new(), 0);
-    while let Next::Round = next(pace.budget, &mut pace.throttle, &rounds, left.len()) {
+    let (mut rounds, mut dirty_rate, mut is_asked) = (Vec::new(), 0, false);
+    while !is_asked && let Next::Round = next(pace.budget, &mut pace.throttle, &rounds, left.len())
+    {
         let before = rounds.len();
         let mut rings = Rings::of(changes);
         let throttle = pace.throttle.percent();
         let round = pace.throttle.during(guest, || {
             let each = &mut |now| {
-                rings.empty()?;
-                progress(Progress {
+                if rings.empty().is_break() {
+                    return ControlFlow::Break(Stop::Cancel);
+                }
+                let step = progress(Progress {
                     dirty_rate,
                     throttle,
                     ..now
-                })
+                });
+                is_asked |= step == ControlFlow::Break(Stop::Pause);
+                step
             };
             let (vm, set) = (&**guest.vm(), (&left, before));
             one_round(vm, &layout, set, sinks, pace.limit, each)
         });
         // An error of the log cancels the round.
         left = rings.end()?;
-        let round = round?;
+        let (round, rest) = round?;
+        left.add(&rest);
         dirty_rate = (left.len() as f64 / round.time.as_secs_f64()) as u64;
         rounds.push(round);
     }
@@ -263,6 +282,7 @@ pub(crate) fn copy_live<'a, V: Vm>(
         paused,
         rounds,
         left,
+        is_asked,
     })
 }
 
@@ -327,7 +347,7 @@ pub(crate) fn copy_paused<V: Vm>(
     changes.harvest()?;
     changes.check_slots()?;
     let all = (changes.changed(), 0);
-    one_round(vm, changes.layout(), all, sinks, None, progress)
+    last_round(vm, changes.layout(), all, sinks, progress)
 }
 
 /// Copies all pages of a paused guest.
@@ -338,9 +358,26 @@ pub(crate) fn copy_all(
     progress: OnProgress<'_>,
 ) -> Result<Round, MigrateError> {
     let all = PageSet::full(layout.pages());
-    one_round(vm, layout, (&all, 0), sinks, None, progress)
+    last_round(vm, layout, (&all, 0), sinks, progress)
 }
 
+/// Copies the pages of a paused guest.
+fn last_round<V: Vm>(
+    vm: &V,
+    layout: &MemoryLayout,
+    set: (&PageSet, usize),
+    sinks: &mut [impl PageSink + Send],
+    progress: OnProgress<'_>,
+) -> Result<Round, MigrateError> {
+    let each = &mut |now| match is_cancelled(progress(now)) {
+        true => ControlFlow::Break(Stop::Cancel),
+        false => ControlFlow::Continue(()),
+    };
+    Ok(one_round(vm, layout, set, sinks, None, each)?.0)
+}
+
+/// Copies the pages of `set` after the rounds before. Returns what it has not copied, because of
+/// [`Stop::Pause`].
 fn one_round<V: Vm>(
     vm: &V,
     layout: &MemoryLayout,
@@ -348,7 +385,7 @@ fn one_round<V: Vm>(
     sinks: &mut [impl PageSink + Send],
     limit: Option<&Bandwidth>,
     progress: OnProgress<'_>,
-) -> Result<Round, MigrateError> {
+) -> Result<(Round, PageSet), MigrateError> {
     let start = Instant::now();
     let pages = set.len();
     let mut now = Progress {
@@ -356,15 +393,18 @@ fn one_round<V: Vm>(
         pages,
         ..Progress::default()
     };
-    if progress(now).is_break() {
+    if is_cancelled(progress(now)) {
         return Err(MigrateError::Cancelled);
     }
-    copy(vm, layout, set, sinks, limit, &mut |more| {
+    let rest = copy(vm, layout, set, sinks, limit, &mut |more| {
         now.done += more;
         progress(now)
     })?;
-    let time = start.elapsed();
-    Ok(Round { pages, time })
+    let round = Round {
+        pages: pages - rest.len(),
+        time: start.elapsed(),
+    };
+    Ok((round, rest))
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ mod report;
 pub use destination::{Arrival, Destination};
 pub use incoming_handle::{IncomingEvent, IncomingHandle};
 pub use outgoing::{Moved, Outcome, Outgoing, Stayed, Undecided};
-pub use outgoing_handle::OutgoingHandle;
+pub use outgoing_handle::{NoPostCopy, OutgoingHandle};
 pub use report::{
     IncomingProgress, IncomingStage, Migrated, MissingRange, OutgoingProgress, OutgoingStage,
 };

@@ -4,7 +4,7 @@ use super::outgoing_handle::{OutgoingHandle, Wanted};
 use super::report::{Migrated, OutgoingStage, again};
 use crate::stream::{OutgoingGuest, Plan, Sent, send};
 use crate::transport::{Connector, TransportError};
-use crate::{MigrateError, Progress};
+use crate::{MigrateError, Progress, Stop};
 use lacuna_machine::{ErrorKind, PlatformDevices, Running, Vm};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -222,7 +222,7 @@ impl Outgoing {
         devices: &PlatformDevices,
         needed: &dyn Fn(bool),
         now: &Progress,
-    ) -> ControlFlow<()> {
+    ) -> ControlFlow<Stop> {
         // From round 0 on the VMM does not end the run. If it has ended it before, the guest stays
         // here.
         if now.round == 0 {
@@ -230,7 +230,7 @@ impl Outgoing {
         }
         let noted = match devices.ending() {
             None => self.handle.note(now),
-            Some(_) => ControlFlow::Break(()),
+            Some(_) => ControlFlow::Break(Stop::Cancel),
         };
         needed(self.handle.is_needed());
         noted

@@ -11,7 +11,7 @@
 use super::report::{OutgoingProgress, OutgoingStage};
 use crate::stream::Mode;
 use crate::transport::{Address, Link};
-use crate::{MigrateError, Progress};
+use crate::{MigrateError, Progress, Stop};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
@@ -44,9 +44,26 @@ struct OutgoingState {
     /// Pages that the destination lacks, as far as is known here.
     lacks: u64,
     wanted: Wanted,
+    /// The guest shall go before the rest of its memory.
+    goes_now: bool,
     /// The guest is resumed here by a decision.
     is_kept: bool,
     is_over: bool,
+}
+
+/// Why a migration does not become a post-copy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum NoPostCopy {
+    /// The other side was told that the memory comes first.
+    #[error(
+        "this migration sends all memory before the guest: only one that begins as `hybrid` can \
+         send the guest first"
+    )]
+    PreCopy,
+    /// The guest was handed over before.
+    #[error("the guest was handed over already")]
+    Gone,
 }
 
 /// A decision about a migration.
@@ -74,6 +91,7 @@ impl OutgoingHandle {
             late: 0,
             lacks: 0,
             wanted: Wanted::Continue,
+            goes_now: false,
             is_kept: false,
             is_over: false,
         };
@@ -148,12 +166,12 @@ impl OutgoingHandle {
         self.locked().lacks
     }
 
-    /// Notes a report. `Break`: the migration shall end.
-    pub(super) fn note(&self, now: &Progress) -> ControlFlow<()> {
+    /// Notes a report. `Break`: what shall happen instead.
+    pub(super) fn note(&self, now: &Progress) -> ControlFlow<Stop> {
         let mut state = self.locked();
         // Round 0 asks whether the guest may be handed over.
         if state.now.stage == OutgoingStage::Here && state.wanted != Wanted::Continue {
-            return ControlFlow::Break(());
+            return ControlFlow::Break(Stop::Cancel);
         }
         if state.now.round != now.round || state.now.done > now.done {
             state.began = Instant::now();
@@ -170,7 +188,8 @@ impl OutgoingHandle {
             self.enter(&mut state, OutgoingStage::There);
         }
         match state.wanted {
-            Wanted::End => ControlFlow::Break(()),
+            Wanted::End => ControlFlow::Break(Stop::Cancel),
+            _ if state.goes_now => ControlFlow::Break(Stop::Pause),
             _ => ControlFlow::Continue(()),
         }
     }
@@ -243,6 +262,21 @@ impl OutgoingHandle {
                 Ok(())
             }
         }
+    }
+
+    /// The guest shall go now, and the rest of its memory after it. Its pause is then as short as
+    /// in a post-copy.
+    ///
+    /// # Errors
+    /// [`NoPostCopy`]: the other side expects all memory before the guest, or the guest has gone.
+    pub fn post_copy(&self) -> Result<(), NoPostCopy> {
+        let mut state = self.locked();
+        match (state.now.mode, state.now.stage) {
+            (Mode::PreCopy, _) => return Err(NoPostCopy::PreCopy),
+            (_, OutgoingStage::Here) => state.goes_now = true,
+            _ => return Err(NoPostCopy::Gone),
+        }
+        Ok(())
     }
 
     /// The guest shall stay here, unless it was handed over.
@@ -387,6 +421,7 @@ mod tests {
         };
         assert!(migration.note(&now).is_continue());
         assert_eq!(migration.cancel(), Err(OutgoingStage::There));
+        assert_eq!(migration.post_copy(), Err(NoPostCopy::Gone));
         assert_eq!((migration.late(), migration.progress().remaining), (5, 4));
     }
 

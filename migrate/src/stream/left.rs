@@ -17,7 +17,7 @@ use super::frame::Kind;
 use super::frames::{Frames, unexpected};
 use super::packing::Carriage;
 use super::{MigrationId, Role, Stage};
-use crate::copy::{CHUNK, PageSink, copy_run};
+use crate::copy::{CHUNK, PageSink, copy_run, is_cancelled};
 use crate::error::printable;
 use crate::rounds::{OnProgress, Progress};
 use crate::{MemoryLayout, MigrateError, PageSet};
@@ -227,7 +227,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         if *reached != Reached::Running {
             // Until `Prepared`, the guest can stay here.
             let may_stay = *reached == Reached::State;
-            let mut goes_on = || match may_stay && progress(self.giving()).is_break() {
+            let mut goes_on = || match may_stay && is_cancelled(progress(self.giving())) {
                 true => Err(MigrateError::Cancelled),
                 false => Ok(()),
             };
@@ -262,7 +262,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
         let answered = self.answered.load(Ordering::Relaxed);
         let mut report = |pushed| {
             now.done = pages.min(pushed + self.answered.load(Ordering::Relaxed) - answered);
-            match progress(now).is_break() {
+            match is_cancelled(progress(now)) {
                 true => Err(MigrateError::Cancelled),
                 false => Ok(now.done == pages),
             }

@@ -12,7 +12,7 @@ use crate::bandwidth::Bandwidth;
 use crate::changes::Changes;
 use crate::guest::{self, PausedGuest};
 use crate::rounds::{Budget, Copied, OnProgress, Pace, Throttle, copy_live};
-use crate::{MachineConfig, MemoryLayout, MigrateError, PageSet};
+use crate::{MachineConfig, MemoryLayout, MigrateError};
 use lacuna_machine::{Running, StateError, Vm};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
@@ -96,7 +96,8 @@ impl From<Mode> for Plan {
 /// resumes here, the VMM finds there all written pages, unless its VM delivers by rings alone.
 ///
 /// `progress` can cancel the migration before the destination may run the guest. The first call
-/// with round 0 is the last chance. After it, `Break` ends this with [`Sent::Cut`].
+/// with round 0 is the last chance. After it, [`Stop::Cancel`](crate::Stop::Cancel) ends this with
+/// [`Sent::Cut`].
 ///
 /// # Errors
 /// [`MigrateError`]. The guest keeps running here, and the destination does not run it.
@@ -210,12 +211,8 @@ impl<'p> Sender<'p> {
         let lanes = &mut self.lanes[..];
         let (copied, changes) = match plan.mode {
             Mode::PostCopy => {
-                let copied = Copied {
-                    paused: PausedGuest::pause(guest)?,
-                    rounds: Vec::new(),
-                    left: PageSet::full(layout.pages()),
-                };
-                (copied, None)
+                let paused = PausedGuest::pause(guest)?;
+                (Copied::nothing(paused, layout.pages()), None)
             }
             mode => {
                 let mut changes = Changes::log(&**guest.vm())?;
@@ -241,6 +238,7 @@ impl<'p> Sender<'p> {
             paused,
             rounds,
             mut left,
+            ..
         } = copied;
         left.widen(unit);
         // Fails if slots were added or removed since the first message.

@@ -1,6 +1,6 @@
 //! An embedder's devices in snapshots and migrations.
 
-use crate::snapshots::common::{CONTINUE, kvm, kvm_tsc, soft, start};
+use crate::snapshots::common::{kvm, kvm_tsc, soft, start};
 use lacuna_addr::Gpa;
 use lacuna_machine::{
     Access, Arch, Builder, Device, DeviceState, Ending, Image, Machine, PlatformDevices, RunEnd,
@@ -9,7 +9,7 @@ use lacuna_machine::{
 use lacuna_migrate::session::{Destination, Outcome, Outgoing, Stayed};
 use lacuna_migrate::stream::Plan;
 use lacuna_migrate::transport::{Address, Connector, Listener};
-use lacuna_migrate::{Budget, MigrateError, Snapshot, save};
+use lacuna_migrate::{Budget, MigrateError, Snapshot, Stop, save};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -180,14 +180,14 @@ where
             &*path,
             &budget,
             &mut |_| match counter.calls().len() {
-                0 => CONTINUE,
-                _ => ControlFlow::Break(()),
+                0 => ControlFlow::Continue(()),
+                _ => ControlFlow::Break(Stop::Cancel),
             },
         );
         assert!(matches!(cancelled, Err(MigrateError::Cancelled)));
         assert_eq!(counter.calls(), ["pause", "save", "resume"]);
         counter.wait_for_more();
-        save(guest, &*path, &budget, &mut |_| CONTINUE).unwrap();
+        save(guest, &*path, &budget, &mut |_| ControlFlow::Continue(())).unwrap();
         counter.wait_for_more();
         assert_eq!(counter.calls()[3..], ["pause", "save", "resume"]);
     });
@@ -206,7 +206,9 @@ where
     assert_eq!(marked(&*vm), 0);
     let counter = Counter::of(&vm);
     let devices = with(&counter);
-    let vcpus = snapshot.restore(&vm, &devices, &mut |_| CONTINUE).unwrap();
+    let vcpus = snapshot
+        .restore(&vm, &devices, &mut |_| ControlFlow::Continue(()))
+        .unwrap();
     assert_eq!(
         counter.calls(),
         ["pause", "restore"],
@@ -255,7 +257,7 @@ where
         let late = Counter::of(&vm);
         // The first page adds it.
         let _ = source.add_ports("late", 0x601..=0x601, late);
-        CONTINUE
+        ControlFlow::Continue(())
     });
     let error = received.map(drop).unwrap_err().to_string();
     assert!(error.contains("\"late\""), "{error}");
@@ -267,7 +269,9 @@ where
     let counter = Counter::of(&vm);
     let devices = with(&counter);
     let machine = Machine::new(vm, devices).unwrap();
-    let end = arrival.run(machine, &mut || CONTINUE, |_| ()).unwrap();
+    let end = arrival
+        .run(machine, &mut || ControlFlow::Continue(()), |_| ())
+        .unwrap();
     assert_ended(&counter, &end);
 }
 

@@ -24,6 +24,7 @@ pub fn migrate(args: &MigrateArgs) -> Exit {
     exit_of(match &args.to {
         Some(to) => move_to(args, to),
         None if args.cancel => decide(args, &Request::Cancel {}, "cancelled"),
+        None if args.post_copy => decide(args, &Request::PostCopy {}, "the guest goes now"),
         None => decide(args, &Request::Keep {}, "the guest is resumed here"),
     })
 }
@@ -35,7 +36,7 @@ struct MigrateReport {
     command: String,
     outcome: String,
     exit_code: u8,
-    /// `None` after `--keep` and `--cancel`.
+    /// `None` after `--keep`, `--cancel` and `--post-copy`.
     migrated: Option<Migrated>,
 }
 

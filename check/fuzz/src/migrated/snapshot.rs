@@ -29,7 +29,6 @@ const LARGEST: u64 = 8 << 20;
 /// The snapshots: each is the base of the next one.
 const NAMES: [&str; 3] = ["whole", "diff", "last"];
 const FILES: [&str; 4] = ["snapshot.json", "pages", "memory", "checksums"];
-const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
 
 /// Runs one seed.
 pub fn run(run: &mut Run<'_>) {
@@ -85,7 +84,7 @@ impl Saved {
         let mut guest = Resting::new(arch);
         let last_pages = guest.vm.memory_slots()[0].gfns;
         guest.beside(|guest| {
-            let progress = &mut |_| CONTINUE;
+            let progress = &mut |_| ControlFlow::Continue(());
             let paused = PausedGuest::pause(guest).expect("it runs");
             let first = Tracked::save_first(guest, When::Paused(&paused), &whole, progress);
             let (_, mut tracked) = first.expect("a snapshot");
@@ -401,7 +400,7 @@ impl Case<'_> {
             return Ok("for a VM that cannot be made");
         };
         let devices = PlatformDevices::of(snapshot.machine().arch, |_: &str| ());
-        let mut vcpus = snapshot.restore(&vm, &devices, &mut |_| CONTINUE)?;
+        let mut vcpus = snapshot.restore(&vm, &devices, &mut |_| ControlFlow::Continue(()))?;
         if let Some(expected) = self.expected {
             assert!(memory_of(&vm) == expected, "memory differs");
         }
@@ -423,7 +422,7 @@ impl Case<'_> {
         if self.expected.is_none() {
             self.place.run(&vm, &mut vcpus, &devices, 20);
         }
-        let prefetched = snapshot.prefetch(&*vm, &mut |_| CONTINUE);
+        let prefetched = snapshot.prefetch(&*vm, &mut |_| ControlFlow::Continue(()));
         vm.mmu().verify();
         prefetched?;
         if let Some(expected) = self.expected {

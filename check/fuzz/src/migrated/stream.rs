@@ -144,15 +144,13 @@ fn plan(mode: Mode) -> Plan {
 }
 
 /// Writes a page without a change, so that each round leaves one page.
-fn rewrite(vm: &Vm) -> ControlFlow<()> {
+fn rewrite(vm: &Vm) -> ControlFlow<lacuna_migrate::Stop> {
     let gpa = vm.memory_slots()[0].gfns.start().gpa();
     let mut bytes = [0; 64];
     vm.read(gpa, &mut bytes).expect("guest memory");
     vm.write(gpa, &bytes).expect("guest memory");
-    CONTINUE
+    ControlFlow::Continue(())
 }
-
-const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
 
 /// The connections of one side, in the order of their opening, and its writes to each.
 struct Link<S> {
@@ -306,7 +304,7 @@ fn take_in<S: Stream>(link: &Link<S>, place: &TestHost) -> Result<Guested, (Unti
         return Err((Until::Refused, why));
     };
     let devices = PlatformDevices::of(incoming.machine().arch, |_: &str| ());
-    let prepared = incoming.receive(link, &vm, &devices, &mut |_| CONTINUE);
+    let prepared = incoming.receive(link, &vm, &devices, &mut |_| ControlFlow::Continue(()));
     let prepared = prepared.map_err(|why| (Until::Refused, why))?;
     let waiting = match prepared.start() {
         Ok(arrived) => return run_in(arrived, link, place, vm, devices),
@@ -333,9 +331,9 @@ fn run_in<S: Stream>(
         vcpus,
         mut arriving,
     } = arrived;
-    let mut done = arriving.finish(&mut |_| CONTINUE);
+    let mut done = arriving.finish(&mut |_| ControlFlow::Continue(()));
     if done.is_err() && arriving.resume(link).is_ok() {
-        done = arriving.finish(&mut |_| CONTINUE);
+        done = arriving.finish(&mut |_| ControlFlow::Continue(()));
     }
     let mut guest = Guested { vm, vcpus, devices };
     if let Err(why) = done {
@@ -457,7 +455,7 @@ fn depart(
                 "the source has let go of the guest without Go"
             );
             run.tally.note("answers", "not known, or cut");
-            match outgoing.resume(&link, &mut |_| CONTINUE) {
+            match outgoing.resume(&link, &mut |_| ControlFlow::Continue(())) {
                 Sent::Moved(outgoing)
                 | Sent::Unknown { outgoing, .. }
                 | Sent::Cut { outgoing, .. } => {

@@ -6,8 +6,8 @@ use lacuna_machine::{
     Policy, RingSize, Running, Vm,
 };
 use lacuna_migrate::{
-    Budget, MigrateError, PausedGuest, Progress, Recorder, Saved, Snapshot, Touches, Tracked, When,
-    save, save_paused,
+    Budget, MigrateError, PausedGuest, Progress, Recorder, Saved, Snapshot, Stop, Touches, Tracked,
+    When, save, save_paused,
 };
 use lacuna_soft::{LinuxBacking, PrivateFile};
 use std::fs;
@@ -22,7 +22,6 @@ use std::time::Duration;
 const LONGER: [&str; 3] = ["", "rounds=90", "rounds=900"];
 /// Small, because each test runs several guests to their ends.
 pub const MEMORY: u64 = 6 << 20;
-pub const CONTINUE: ControlFlow<()> = ControlFlow::Continue(());
 
 /// A VM of the soft backend with a third of its memory resident.
 pub fn soft(arch: Arch, vcpus: usize) -> lacuna_soft::VmBuilder {
@@ -216,7 +215,11 @@ impl<B: Builder> Moved<B> {
     }
 
     pub fn save_while_it_runs(&self, path: &Path) -> (Ending, Result<Saved, MigrateError>) {
-        self.run(|guest| save(guest, path, &Budget::default(), &mut |_| CONTINUE))
+        self.run(|guest| {
+            save(guest, path, &Budget::default(), &mut |_| {
+                ControlFlow::Continue(())
+            })
+        })
     }
 
     /// Saves the guest while it is paused, and cancels another save of the running guest.
@@ -225,9 +228,9 @@ impl<B: Builder> Moved<B> {
             // Of a guest that has ended too early.
             let _ = fs::remove_dir_all(path);
             let paused = PausedGuest::pause(guest)?;
-            let saved = save_paused(guest, &paused, path, &mut |_| CONTINUE);
+            let saved = save_paused(guest, &paused, path, &mut |_| ControlFlow::Continue(()));
             drop(paused);
-            let stop = &mut |_| ControlFlow::Break(());
+            let stop = &mut |_| ControlFlow::Break(Stop::Cancel);
             match save(guest, cancelled, &Budget::default(), stop) {
                 Err(MigrateError::Cancelled) => saved,
                 Err(other) => Err(other),
@@ -244,9 +247,11 @@ impl<B: Builder> Moved<B> {
                 // Of a guest that has ended too early.
                 let _ = fs::remove_dir_all(path);
             }
-            let (budget, progress) = (&Budget::default(), &mut |_: Progress| CONTINUE);
+            let (budget, progress) = (&Budget::default(), &mut |_: Progress| {
+                ControlFlow::Continue(())
+            });
             let (_, mut tracked) = Tracked::save_first(guest, When::Runs(budget), first, progress)?;
-            let stop = &mut |_: Progress| ControlFlow::Break(());
+            let stop = &mut |_: Progress| ControlFlow::Break(Stop::Cancel);
             match tracked.save_changes(guest, When::Runs(budget), cancelled, stop) {
                 Err(MigrateError::Cancelled) => {}
                 other => panic!("{:?}", other?),
@@ -269,7 +274,9 @@ impl<B: Builder> Moved<B> {
             while !guest.wait_timeout(Duration::MAX) {
                 thread::yield_now();
             }
-            save(guest, path, &Budget::default(), &mut |_| CONTINUE)
+            save(guest, path, &Budget::default(), &mut |_| {
+                ControlFlow::Continue(())
+            })
         });
         result
     }
@@ -278,7 +285,8 @@ impl<B: Builder> Moved<B> {
         let vm = self.builder.build().expect("a VM");
         let arch = vm.config().arch;
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
-        let vcpus = Snapshot::open(path)?.restore(&vm, &devices, &mut |_| CONTINUE)?;
+        let vcpus =
+            Snapshot::open(path)?.restore(&vm, &devices, &mut |_| ControlFlow::Continue(()))?;
         Ok(start(vm, devices, vcpus).wait().ending)
     }
 }
@@ -312,7 +320,7 @@ impl<B: WithSource> Moved<B> {
         let vm = builder.build().expect("a VM");
         let arch = vm.config().arch;
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
-        let vcpus = snapshot.restore_in_place(&vm, &devices, &mut |_| CONTINUE)?;
+        let vcpus = snapshot.restore_in_place(&vm, &devices, &mut |_| ControlFlow::Continue(()))?;
         Ok(start(vm, devices, vcpus).wait().ending)
     }
 
@@ -329,7 +337,9 @@ impl<B: WithSource> Moved<B> {
         let devices = PlatformDevices::of(arch, |line: &str| println!("restored: {line}"));
         let vcpus = snapshot.restore_lazily(&vm, &devices).expect("a restore");
         let guest = start(vm, devices, vcpus);
-        let saved = save(&guest, again, &Budget::default(), &mut |_| CONTINUE);
+        let saved = save(&guest, again, &Budget::default(), &mut |_| {
+            ControlFlow::Continue(())
+        });
         saved.expect("it is saved");
         let ending = guest.wait().ending;
         (ending, recorder.touches().pages().len())
@@ -353,13 +363,13 @@ impl<B: WithSource> Moved<B> {
         if let Some(touches) = touches {
             snapshot.replay(&*vm, touches, &mut |pages| {
                 replayed += pages;
-                CONTINUE
+                ControlFlow::Continue(())
             })?;
         }
         let end = start(vm, devices, vcpus).wait();
         let asked = recorder.touches();
         if let Some(touches) = touches {
-            snapshot.prefetch_rest(&*end.vm, touches, &mut |_| CONTINUE)?;
+            snapshot.prefetch_rest(&*end.vm, touches, &mut |_| ControlFlow::Continue(()))?;
         }
         Ok(Replayed {
             ending: end.ending,
@@ -406,10 +416,13 @@ impl<B: WithSource> Moved<B> {
         let guest = start(vm, devices, vcpus);
         let done = match beside {
             Beside::Nothing => Ok(()),
-            Beside::Prefetch => snapshot.prefetch(&**guest.vm(), &mut |_| CONTINUE),
-            Beside::Save(path) => {
-                save(&guest, path, &Budget::default(), &mut |_| CONTINUE).map(drop)
+            Beside::Prefetch => {
+                snapshot.prefetch(&**guest.vm(), &mut |_| ControlFlow::Continue(()))
             }
+            Beside::Save(path) => save(&guest, path, &Budget::default(), &mut |_| {
+                ControlFlow::Continue(())
+            })
+            .map(drop),
         };
         Ok((guest.wait().ending, done))
     }

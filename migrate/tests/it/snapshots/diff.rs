@@ -1,9 +1,10 @@
 //! Snapshots with only the pages changed since the one before.
 
-use super::common::{CONTINUE, Moved, kvm, soft};
+use super::common::{Moved, kvm, soft};
 use lacuna_machine::{Arch, Builder, Ending};
 use lacuna_migrate::{MigrateError, PausedGuest, Snapshot, Tracked, When};
 use std::fs;
+use std::ops::ControlFlow;
 
 /// Three snapshots succeed. Between them, one is cancelled after its harvest of the log: its pages
 /// are in the next one.
@@ -48,7 +49,7 @@ fn a_diff_needs_its_base_and_has_a_depth() {
     let last = Snapshot::LAYERS_MAX - 1;
     let (_, saved) = moved.run(|guest| {
         let paused = PausedGuest::pause(guest)?;
-        let (when, each) = (|| When::Paused(&paused), &mut |_| CONTINUE);
+        let (when, each) = (|| When::Paused(&paused), &mut |_| ControlFlow::Continue(()));
         let (_, mut tracked) = Tracked::save_first(guest, when(), &path(0), each)?;
         let away = folder.path().join("away");
         fs::rename(path(0), &away).expect("a snapshot");

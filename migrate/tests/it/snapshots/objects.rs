@@ -1,6 +1,6 @@
 //! Snapshots in object stores, also slow ones, and stores that lose or change objects.
 
-use super::common::{CONTINUE, Moved, soft};
+use super::common::{Moved, soft};
 use lacuna_machine::{Arch, Ending, Policy, VcpuError, WhenGone};
 use lacuna_migrate::{
     Folder as _, MigrateError, PausedGuest, Snapshot, Store, Target, Tracked, When, save_paused,
@@ -9,6 +9,7 @@ use lacuna_objects::object_store::memory::InMemory;
 use lacuna_objects::object_store::throttle::{ThrottleConfig, ThrottledStore};
 use lacuna_objects::{Objects, Options};
 use std::fs::{self, File};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -184,7 +185,7 @@ fn a_guest_is_saved_to_a_store() {
     let moved = Moved::new(soft(Arch::X86_64, 2), "verify", "rounds=6");
     let (_, saved) = moved.run(|guest| {
         let paused = PausedGuest::pause(guest)?;
-        let (when, each) = (|| When::Paused(&paused), &mut |_| CONTINUE);
+        let (when, each) = (|| When::Paused(&paused), &mut |_| ControlFlow::Continue(()));
         let (whole, mut tracked) = into(&place("first"), |to| {
             Tracked::save_first(guest, when(), to, each)
         })?;

@@ -1,8 +1,9 @@
 //! Snapshots restored with all of their memory.
 
-use super::common::{CONTINUE, Moved, WithRings, kvm, kvm_tsc, rings, soft};
+use super::common::{Moved, WithRings, kvm, kvm_tsc, rings, soft};
 use lacuna_machine::{Arch, Ending, RingSize};
 use lacuna_migrate::{Budget, MigrateError, Progress, Snapshot, Tracked, When};
+use std::ops::ControlFlow;
 use std::time::Duration;
 use std::{fs, thread};
 
@@ -44,7 +45,9 @@ fn x86_on_soft_with_rings() {
     // The rings are full when the log ends.
     let folder = tempfile::tempdir().expect("a folder");
     let (ending, saved) = moved.run(|guest| {
-        let (path, each) = (folder.path().join("saved"), &mut |_: Progress| CONTINUE);
+        let (path, each) = (folder.path().join("saved"), &mut |_: Progress| {
+            ControlFlow::Continue(())
+        });
         let _ = fs::remove_dir_all(&path);
         let when = When::Runs(&Budget::default());
         let tracked = Tracked::save_first(guest, when, &path, each)?;

@@ -34,6 +34,7 @@ pub fn little(arch: Arch, mode: Mode, patience: usize) -> Move<VmBuilder, VmBuil
         patience,
         victim: None,
         breaks: false,
+        pauses: false,
     }
 }
 

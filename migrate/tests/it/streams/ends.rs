@@ -4,7 +4,7 @@ use super::link::{Cut, DestinationEnd, Side, SourceEnd, link};
 use crate::snapshots::common::{start, wait_for_program};
 use lacuna_machine::{Arch, Builder, Ending, Image, PageSource, PlatformDevices, Running, Vm};
 use lacuna_migrate::stream::{Arrived, Incoming, OutgoingGuest, Plan, Sent, send};
-use lacuna_migrate::{MigrateError, Progress};
+use lacuna_migrate::{MigrateError, Progress, Stop};
 use std::cell::Cell;
 use std::num::NonZeroU64;
 use std::ops::ControlFlow;
@@ -82,6 +82,8 @@ pub struct Move<A, B> {
     pub victim: Option<Side>,
     /// The destination says `Break` at the first pages.
     pub breaks: bool,
+    /// The source asks for the pause as soon as it has sent a page.
+    pub pauses: bool,
 }
 
 impl<A: Machines, B: Machines> Move<A, B> {
@@ -165,7 +167,11 @@ impl<A: Machines, B: Machines> Move<A, B> {
         let dirty_rate = Cell::new(0);
         let mut each = |now: Progress| {
             dirty_rate.set(now.dirty_rate.max(dirty_rate.get()));
-            self.check_limit(now, link.written()[0], began.elapsed())
+            let step = self.check_limit(now, link.written()[0], began.elapsed());
+            match self.pauses && now.done > 0 && step.is_continue() {
+                true => ControlFlow::Break(Stop::Pause),
+                false => step,
+            }
         };
         let mut fate = Fate::default();
         let mut sent = match send(guest, link, &self.plan, &mut each) {
@@ -196,7 +202,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
 
     /// Checks that this many bytes in this time fit into the limit while the guest runs here. There
     /// it gets requested pages beside the limit. If there are some, [`NO_PUSH`] has shown that.
-    fn check_limit(&self, now: Progress, written: u64, took: Duration) -> ControlFlow<()> {
+    fn check_limit(&self, now: Progress, written: u64, took: Duration) -> ControlFlow<Stop> {
         let Some(limit) = self.plan.bandwidth else {
             return ControlFlow::Continue(());
         };
@@ -206,7 +212,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
             assert!(written as f64 <= fits + 8192.0, "{written} in {took:?}");
         }
         match now.round == 0 && limit == NO_PUSH && now.done > 1 {
-            true => ControlFlow::Break(()),
+            true => ControlFlow::Break(Stop::Cancel),
             false => ControlFlow::Continue(()),
         }
     }

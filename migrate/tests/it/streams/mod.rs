@@ -59,6 +59,7 @@ fn moves(from: impl Machines, to: impl Machines, words: &'static str, mode: Mode
         patience: 0,
         victim: None,
         breaks: false,
+        pauses: false,
     };
     let moved = migration.carry_out(&[]);
     assert_eq!(moved.source, End::Gone, "{mode:?}: {moved:?}");
@@ -80,6 +81,32 @@ fn between_soft_machines() {
         for mode in MODES {
             moves(soft(arch, 2), soft(arch, 2), "rounds=6", mode);
         }
+    }
+}
+
+/// The rest of the memory then comes after the guest, or while it is paused.
+#[test]
+fn a_guest_goes_when_its_source_asks_for_it() {
+    for (mode, rounds) in [(Mode::PreCopy, 2), (Mode::Hybrid, 1)] {
+        let plan = Plan {
+            streams: 3,
+            ..by(mode)
+        };
+        let migration = Move {
+            from: soft(Arch::X86_64, 2),
+            to: soft(Arch::X86_64, 2),
+            words: "rounds=6",
+            plan,
+            patience: 0,
+            victim: None,
+            breaks: false,
+            pauses: true,
+        };
+        let moved = migration.carry_out(&[]);
+        assert_eq!(moved.source, End::Gone, "{mode:?}: {moved:?}");
+        let ending = Some(Ending::Exited(0));
+        assert_eq!(moved.destination, ending, "{mode:?}: {moved:?}");
+        assert_eq!(moved.rounds, rounds, "{mode:?}: {moved:?}");
     }
 }
 
@@ -107,6 +134,7 @@ fn over_several_streams_and_compressed() {
                 patience: 0,
                 victim: None,
                 breaks: false,
+                pauses: false,
             };
             let moved = migration.carry_out(&[]);
             assert_eq!(
@@ -194,6 +222,7 @@ fn another_machine_is_refused() {
             patience: 3,
             victim: None,
             breaks: false,
+            pauses: false,
         };
         let end = moved.carry_out(&[]);
         assert_eq!(end.source, End::Ran(Ending::Exited(0)));
@@ -224,6 +253,7 @@ fn a_destination_that_gives_up_tells_why() {
             patience: 0,
             victim: None,
             breaks: true,
+            pauses: false,
         };
         let end = moved.carry_out(&[]);
         assert_eq!(end.source, End::Ran(Ending::Exited(0)));

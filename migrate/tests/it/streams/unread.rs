@@ -32,6 +32,7 @@ fn a_page_that_cannot_be_read_keeps_no_other_back() {
         patience: 0,
         victim: None,
         breaks: false,
+        pauses: false,
     };
     // All pages arrive after the guest, this one among others.
     let end = migration(Mode::PostCopy).carry_out(&[]);

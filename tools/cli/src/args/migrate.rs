@@ -18,10 +18,10 @@ pub struct MigrateArgs {
     /// Where a lacuna run --incoming waits for the guest: unix:PATH, tcp:HOST:PORT, tls:HOST:PORT,
     /// fd:N or exec:COMMAND. The process that runs the guest has the descriptor N, or executes the
     /// command
-    #[arg(value_name = "ADDRESS", required_unless_present_any = ["keep", "cancel"])]
+    #[arg(value_name = "ADDRESS", required_unless_present = "decision")]
     pub to: Option<Address>,
     /// The control socket of the guest, as in lacuna run --control SOCKET. With --keep and
-    /// --cancel, either side's
+    /// --cancel, either side's; with --post-copy, the source's
     #[arg(long, value_name = "SOCKET")]
     pub control: PathBuf,
     /// Certificates for tls:HOST:PORT
@@ -51,20 +51,22 @@ pub struct MigrateArgs {
     pub bandwidth: Option<NonZeroU64>,
     /// Resume the guest at this side, if the connection was cut while the guest was handed over.
     /// First end the other side, or make sure that it has ended
-    #[arg(long, conflicts_with_all = [
-        "to", "downtime", "mode", "streams", "compress", "bandwidth", "cancel",
-    ])]
+    #[arg(long, group = "decision", conflicts_with_all = MOVING)]
     pub keep: bool,
     /// At the source: end the migration, or the attempts to connect again. At the destination, when
     /// the source has ended: wait no longer for the pages that only it had
-    #[arg(long, conflicts_with_all = [
-        "to", "downtime", "mode", "streams", "compress", "bandwidth",
-    ])]
+    #[arg(long, group = "decision", conflicts_with_all = MOVING)]
     pub cancel: bool,
+    /// At the source of a hybrid: the guest goes now, and the rest of its memory after it
+    #[arg(long, group = "decision", conflicts_with_all = MOVING)]
+    pub post_copy: bool,
     /// Where the result goes
     #[command(flatten)]
     pub output: Output,
 }
+
+/// The options of a new migration, which do not go with a decision about another one.
+const MOVING: [&str; 6] = ["to", "downtime", "mode", "streams", "compress", "bandwidth"];
 
 /// `--mode`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -134,6 +136,7 @@ mod tests {
         );
         assert_eq!(args.bandwidth, NonZeroU64::new(1 << 20));
         assert!(migrate("lacuna migrate --control c --cancel").cancel);
+        assert!(migrate("lacuna migrate --control c --post-copy").post_copy);
         let args = migrate("lacuna migrate --control c --keep");
         assert_eq!((args.to, args.keep), (None, true));
         for (line, reason) in [

@@ -58,7 +58,7 @@ impl Answers for Awaiting<'_> {
                 self.destination.end_wait();
                 return Answer::Status(Box::new(self.status()));
             }
-            Request::Cancel {} | Request::Keep {} => format!(
+            Request::Cancel {} | Request::Keep {} | Request::PostCopy {} => format!(
                 "no guest was announced at {at}: there is no migration to decide on; to end the \
                  wait, stop this run"
             ),

@@ -345,6 +345,7 @@ impl<V: Vm> Answers for Controlled<'_, V> {
             Request::Stop {} => status(self.stop()),
             Request::Cancel {} => status(self.cancel()),
             Request::Keep {} => status(self.keep()),
+            Request::PostCopy {} => status(self.post_copy()),
             Request::Snapshot {
                 path,
                 downtime_ms,

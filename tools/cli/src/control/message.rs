@@ -69,6 +69,8 @@ pub enum Request {
     },
     /// Cancels the migration of another client's request, or ends the wait for the other side.
     Cancel {},
+    /// Hands the guest over before the rest of its memory.
+    PostCopy {},
     /// Resumes the guest here: the other side of a migration does not run it, and never will.
     Keep {},
 }

@@ -5,7 +5,7 @@ use super::message::{Answer, Progress, Refused};
 use super::words::{no_decision, undecided_at_source};
 use crate::args::Compress;
 use lacuna::migrate::session::{
-    Migrated, Outcome, Outgoing, OutgoingHandle, OutgoingStage, Stayed, Undecided,
+    Migrated, NoPostCopy, Outcome, Outgoing, OutgoingHandle, OutgoingStage, Stayed, Undecided,
 };
 use lacuna::migrate::stream::{Mode, Plan, STREAMS_MAX};
 use lacuna::migrate::transport::{Address, AddressError, Connector, TlsFiles};
@@ -184,17 +184,34 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
+    /// The migration in progress.
+    fn moving(&self) -> Option<OutgoingHandle> {
+        match &*self.phase() {
+            Phase::Moves(handle) => Some(handle.clone()),
+            _ => None,
+        }
+    }
+
+    /// Hands the guest over before the rest of its memory.
+    pub(super) fn post_copy(&self) -> Result<(), Refused> {
+        let handle = self.moving();
+        let handle = handle.ok_or_else(|| Refused::request("no migration is in progress"))?;
+        handle.post_copy().map_err(|why| {
+            Refused::request(match why {
+                NoPostCopy::PreCopy => format!("{why}; cancel it, and ask again in that mode"),
+                _ => why.to_string(),
+            })
+        })
+    }
+
     /// Cancels the migration. The requesting client gets the answer when the migration has ended.
     pub(super) fn cancel_at_source(&self) -> Result<(), Refused> {
-        let handle = match &*self.phase() {
-            Phase::Moves(handle) => handle.clone(),
-            _ => {
-                return Err(Refused::request(
-                    "no migration is in progress; a snapshot is cancelled by its client, which \
-                     closes its connection",
-                ));
-            }
-        };
+        let handle = self.moving().ok_or_else(|| {
+            Refused::request(
+                "no migration is in progress; a snapshot is cancelled by its client, which closes \
+                 its connection",
+            )
+        })?;
         handle.cancel().map_err(|_| {
             let to = handle.progress().to;
             Refused::request(format!(

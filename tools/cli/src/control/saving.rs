@@ -4,7 +4,7 @@ use super::controlled::{Controlled, PROGRESS, Phase, budget, refusal};
 use super::message::{Answer, Progress, Refused, Saved, Saving, State};
 use crate::store::{self, url};
 use lacuna::migrate::{
-    Budget, MigrateError, PausedGuest, Target, Tracked, When, save, save_paused,
+    Budget, MigrateError, PausedGuest, Stop, Target, Tracked, When, save, save_paused,
 };
 use lacuna::{ErrorKind, Vm};
 use std::ops::ControlFlow;
@@ -105,7 +105,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             }
             let over = gone.load(Ordering::Relaxed) || self.guest.devices.ending().is_some();
             match over {
-                true => ControlFlow::Break(()),
+                true => ControlFlow::Break(Stop::Cancel),
                 false => ControlFlow::Continue(()),
             }
         };

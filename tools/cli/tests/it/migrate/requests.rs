@@ -1,7 +1,7 @@
 //! Requests to move a guest that name unusable files or hosts. The run stays under control.
 
 use super::destination::Destination;
-use super::{ENDLESS, Guest, is_moving, migrate};
+use super::{ENDLESS, Guest, is_moving, migrate, until};
 use crate::guest::failure;
 use lacuna_skip::test;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -104,6 +104,46 @@ fn a_limited_migration_waits_and_can_be_cancelled() {
     assert_eq!(client.state("stop"), "ended");
     assert_eq!(guest.end().0, 4);
     assert_eq!(to.end().0, Some(5));
+}
+
+/// The first round of a hybrid never ends under this limit. A precopy cannot send the guest first.
+#[test]
+fn a_hybrid_becomes_a_post_copy_on_request() {
+    let folder = TempDir::new().unwrap();
+    let to = Destination::start(
+        folder.path(),
+        "tcp:127.0.0.1:0",
+        "--resident 16M --wait-again",
+    );
+    let guest = Guest::start(folder.path(), ENDLESS);
+    let control = guest.socket.display();
+    let decide = format!("migrate --control {control} --post-copy");
+    assert!(failure(&decide).1.contains("no migration is in progress"));
+    for (mode, told) in [("precopy", "begins as `hybrid`"), ("hybrid", "")] {
+        let words = format!(
+            "migrate {} --control {control} --bandwidth 1/s --mode {mode}",
+            to.address
+        );
+        let moving = thread::spawn(move || failure(&words));
+        let mut client = guest.client();
+        until(&mut client, |now| now["migrating"]["round"] == 1);
+        let (code, errors) = failure(&decide);
+        assert!(errors.contains(told), "{errors}");
+        if mode == "precopy" {
+            assert_eq!(code, 2, "{errors}");
+            assert_eq!(client.state("cancel"), "running");
+            assert_eq!(moving.join().unwrap().0, 4);
+            continue;
+        }
+        assert_eq!(code, 0, "{errors}");
+        until(&mut client, |now| now["migrating"]["stage"] == "there");
+        assert_eq!(to.client().state("stop"), "ended");
+        let (code, errors) = moving.join().unwrap();
+        assert_eq!(code, 0, "{errors}");
+    }
+    let (code, json) = guest.end();
+    assert_eq!((code, &json["migrated"]["mode"]), (0, &json!("hybrid")));
+    assert!(json["migrated"]["late"].as_u64() > Some(0), "{json}");
 }
 
 /// Descriptors and commands are the VM's. The run stays under control.
