@@ -15,8 +15,8 @@
 //! println!("{}", guest.wait().ending);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-//! [`soft`] has software processors and needs nothing of the host. [`kvm`] runs the same images on
-//! `/dev/kvm`. A VMM generic over [`Builder`] runs on both, as `examples/vmm.rs` does.
+//! [`soft`] has software processors. [`kvm`] runs the same images on `/dev/kvm`. A VMM generic over
+//! [`Builder`] runs on both, as `examples/vmm.rs` does.
 //! [`Builder::start`] boots a [`Vm`] in a [`Machine`], which has a thread for each [`Vcpu`] and
 //! sends accesses to [`PlatformDevices`]. With more to do, call [`Builder::build`],
 //! [`Machine::new`], [`Vm::boot`] or a restore, and [`Machine::start`]. The [`Running`] guest is
@@ -27,7 +27,6 @@
 //!
 //! | to | a VMM uses |
 //! |---|---|
-//! | make a guest, and boot a kernel of your own | [`boot`], [`Layout`] |
 //! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`]: [`device`] |
 //! | add a device, and move it with the guest | [`PlatformDevices::add_mmio`], [`Device::save`] |
 //! | give the guest a disk, a console, a balloon or entropy | [`virtio`] |
@@ -35,10 +34,10 @@
 //! | read and write guest memory | [`GuestMemory`]; by rust-vmm's traits: [`vm_memory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`], [`memory`] |
 //! | learn which pages the guest has written | [`LogReader`], [`dirty`] |
+//! | read or export the counters | [`Vm::metrics`] |
 //! | hold all vCPUs for a while | [`Running::pause`] |
 //! | start a guest whose memory is elsewhere | a page [`source`], [`MissingMemory`] |
-//! | make vCPUs leave the guest and return to the VMM | [`Kick`] |
-//! | end the guest | [`Running::stop`], [`PlatformDevices::end`] |
+//! | make vCPUs return to the VMM; end the guest | [`Kick`]; [`Running::stop`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`state`] |
 //! | save a whole guest, or move it to another process | [`migrate`] |
 //!
@@ -58,6 +57,7 @@ pub mod dirty;
 pub mod interrupt;
 pub mod kvm;
 pub mod memory;
+pub mod metrics;
 pub mod migrate;
 pub mod missing;
 #[cfg(feature = "objects")]

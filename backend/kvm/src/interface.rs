@@ -13,6 +13,7 @@ use lacuna_machine::{
     MemorySlots, MissingMemory, Msi, SharedFile, SharedState, StateError, TwoStepLog, VcpuStats,
     VmConfig, VmStats, check_reserved,
 };
+use lacuna_metrics::Metrics;
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
 use std::sync::Arc;
@@ -74,6 +75,13 @@ impl lacuna_machine::Vm for Vm {
         };
         stats.vcpus = self.exits.iter().map(vcpu).collect();
         stats
+    }
+
+    fn metrics(&self) -> Metrics {
+        let mut metrics = Metrics::default();
+        self.stats().fill(&mut metrics);
+        self.memory.host.stats().fill(&mut metrics, &[]);
+        metrics
     }
 
     fn shared_file(&self) -> Option<SharedFile<'_>> {

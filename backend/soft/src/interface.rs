@@ -12,6 +12,7 @@ use lacuna_machine::{
     Apf, ApfSwitch, Backend, BackendError, Balloon, Builder, ErrorKind, HugePagePolicy, Image,
     MissingMemory, SharedFile, SharedState, StateError, VcpuStats, VmConfig, VmStats,
 };
+use lacuna_metrics::Metrics;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -79,6 +80,20 @@ impl lacuna_machine::Vm for Vm {
         };
         stats.vcpus = self.meters.iter().map(vcpu).collect();
         stats
+    }
+
+    fn metrics(&self) -> Metrics {
+        let mut metrics = Metrics::default();
+        self.stats().fill(&mut metrics);
+        self.host.stats().fill(&mut metrics, &[]);
+        let (apf, dirty, stalls) = (self.apf_stats(), self.mmu.dirty_stats(), self.stalls());
+        for (vcpu, ((apf, dirty), stalls)) in apf.iter().zip(&dirty).zip(&stalls).enumerate() {
+            let labels = &[("vcpu", &*vcpu.to_string())];
+            apf.fill(&mut metrics, labels);
+            dirty.fill(&mut metrics, labels);
+            stalls.fill(&mut metrics, labels);
+        }
+        metrics
     }
 
     fn shared_file(&self) -> Option<SharedFile<'_>> {

@@ -1,6 +1,7 @@
 //! The times for which a vCPU waited for memory.
 
 use hdrhistogram::Histogram;
+use lacuna_metrics::{Kind, Metrics, Summary, Value};
 use lacuna_sync::Nanos;
 
 /// Stalls of one vCPU, in nanoseconds, with two significant digits, from 100 ns to a minute.
@@ -35,6 +36,21 @@ impl Stalls {
     /// The stall, in nanoseconds, that a share `quantile` (0 to 1) of all stalls does not exceed.
     pub fn quantile_ns(&self, quantile: f64) -> u64 {
         self.0.value_at_quantile(quantile)
+    }
+
+    /// Puts them into `to` with `labels`.
+    pub(crate) fn fill(&self, to: &mut Metrics, labels: &[(&'static str, &str)]) {
+        let seconds = |ns: u64| ns as f64 / 1e9;
+        let summary = Summary {
+            count: self.count(),
+            sum: Some(seconds(self.total_ns())),
+            quantiles: [0.5, 0.99, 0.999]
+                .map(|quantile| (quantile, seconds(self.quantile_ns(quantile))))
+                .to_vec(),
+        };
+        let help = "Waits of a vCPU for memory.";
+        let of = ("lacuna_vcpu_stall_seconds", help, Kind::Summary);
+        to.add(of, labels, Value::Summary(summary));
     }
 
     /// The stalls after `earlier`, an earlier reading of the same vCPU.

@@ -7,13 +7,17 @@ use crate::finding::Finding;
 /// import each other, and the processors import no hypervisor. Only `soft` imports all of these.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-addr", &[]),
+    ("lacuna-metrics", &[]),
     ("lacuna-sync", &[]),
     ("lacuna-sys", &["lacuna-addr"]),
     ("lacuna-tables", &["lacuna-addr", "lacuna-sync"]),
-    ("lacuna-slots", &["lacuna-addr", "lacuna-sync"]),
+    (
+        "lacuna-slots",
+        &["lacuna-metrics", "lacuna-addr", "lacuna-sync"],
+    ),
     (
         "lacuna-source",
-        &["lacuna-addr", "lacuna-sync", "lacuna-sys"],
+        &["lacuna-metrics", "lacuna-addr", "lacuna-sync", "lacuna-sys"],
     ),
     (
         "lacuna-objects",
@@ -40,6 +44,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "lacuna-host",
         // sys: Linux memory is filled by userfaultfd.
         &[
+            "lacuna-metrics",
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-frames",
@@ -66,13 +71,17 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     (
         "lacuna-machine",
         &[
+            "lacuna-metrics",
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-slots",
             "lacuna-source",
         ],
     ),
-    ("lacuna-apf", &["lacuna-addr", "lacuna-sync"]),
+    (
+        "lacuna-apf",
+        &["lacuna-metrics", "lacuna-addr", "lacuna-sync"],
+    ),
     ("lacuna-cpu", &["lacuna-addr", "lacuna-sync"]),
     ("lacuna-x86", &["lacuna-addr", "lacuna-sync", "lacuna-cpu"]),
     (
@@ -83,6 +92,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "lacuna-migrate",
         // source: a snapshot whose pages are read on demand is a page source.
         &[
+            "lacuna-metrics",
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-source",
@@ -92,6 +102,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     (
         "lacuna-soft",
         &[
+            "lacuna-metrics",
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-slots",
@@ -108,6 +119,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     (
         "lacuna-kvm",
         &[
+            "lacuna-metrics",
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-sys",
@@ -142,6 +154,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     (
         "lacuna",
         &[
+            "lacuna-metrics",
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-source",
@@ -171,6 +184,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     (
         "lacuna-conformance",
         &[
+            "lacuna-metrics",
             "lacuna-addr",
             "lacuna-source",
             "lacuna-sync",

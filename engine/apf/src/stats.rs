@@ -1,37 +1,42 @@
 //! Counters of one vCPU's faults.
 
-/// A reading of one vCPU's counters, or a sum over vCPUs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Stats {
-    /// Faults with a delivered page-not-present.
-    pub taken: u64,
-    /// Faults whose page-not-present could not be delivered: artificial halts for which a read was
-    /// started.
-    pub halted: u64,
-    /// Faults on a page already on its way to this vCPU: artificial halts without a new read.
-    pub repeated: u64,
-    /// Synchronous waits because the queue was full.
-    pub waited_full: u64,
-    /// Synchronous waits because the vCPU was not interruptible.
-    pub waited_uninterruptible: u64,
-    /// Synchronous waits for a page evicted a moment after it was made ready.
-    pub waited_recent: u64,
-    /// Faults whose page arrived while the vCPU polled for it, before the guest was notified.
-    pub waited_polled: u64,
-    /// Delivered page-ready events.
-    pub ready: u64,
-    /// Arrivals without an event for the guest: it had no token for the page, it had not taken the
-    /// event with the token yet, or the word in its memory could not be written. The vCPU only
-    /// became runnable.
-    pub spurious: u64,
-    /// Arrivals that could be mapped before the retry.
-    pub prefaulted: u64,
-    /// Wake-alls delivered.
-    pub wake_alls: u64,
-    /// Faults in flight at a cancel, a disable or a reset.
-    pub cancelled: u64,
-    /// The time from the fault until the vCPU dequeued the page's arrival.
-    pub swap_in: SwapIn,
+use lacuna_metrics::{Kind, Metrics, Summary, Value, counters};
+
+counters! {
+    /// A reading of one vCPU's counters, or a sum over vCPUs.
+    pub struct Stats as "lacuna_apf" {
+        /// Faults with a delivered page-not-present.
+        counter taken,
+        /// Faults whose page-not-present could not be delivered: artificial halts for which a read
+        /// was started.
+        counter halted,
+        /// Faults on a page already on its way to this vCPU: artificial halts without a new read.
+        counter repeated,
+        /// Synchronous waits because the queue was full.
+        counter waited_full,
+        /// Synchronous waits because the vCPU was not interruptible.
+        counter waited_uninterruptible,
+        /// Synchronous waits for a page evicted a moment after it was made ready.
+        counter waited_recent,
+        /// Faults whose page arrived while the vCPU polled for it, before the guest was notified.
+        counter waited_polled,
+        /// Delivered page-ready events.
+        counter ready,
+        /// Arrivals without an event for the guest: it had no token for the page, it had not taken
+        /// the event with the token yet, or the word in its memory could not be written. The vCPU
+        /// only became runnable.
+        counter spurious,
+        /// Arrivals that could be mapped before the retry.
+        counter prefaulted,
+        /// Wake-alls delivered.
+        counter wake_alls,
+        /// Faults in flight at a cancel, a disable or a reset.
+        counter cancelled,
+        also {
+            /// The time from the fault until the vCPU dequeued the page's arrival.
+            swap_in: SwapIn,
+        }
+    }
 }
 
 /// Swap-in times in nanoseconds: number, sum, shortest and longest.
@@ -68,6 +73,18 @@ impl SwapIn {
         });
     }
 
+    /// Puts the times into `to` with `labels`.
+    pub fn fill(&self, to: &mut Metrics, labels: &[(&'static str, &str)]) {
+        let summary = Summary {
+            count: self.number,
+            sum: Some(self.total_ns as f64 / 1e9),
+            quantiles: Vec::new(),
+        };
+        let help = "From a fault until the vCPU has dequeued its page's arrival.";
+        let of = ("lacuna_apf_swap_in_seconds", help, Kind::Summary);
+        to.add(of, labels, Value::Summary(summary));
+    }
+
     /// Adds another vCPU's.
     pub fn merge(&mut self, other: &Self) {
         self.min_ns = match (self.number, other.number) {
@@ -78,41 +95,6 @@ impl SwapIn {
         self.number += other.number;
         self.total_ns = self.total_ns.saturating_add(other.total_ns);
         self.max_ns = self.max_ns.max(other.max_ns);
-    }
-}
-
-impl Stats {
-    /// Adds another vCPU's.
-    pub fn merge(&mut self, other: &Self) {
-        // Every field is named, so that the compiler refuses a new counter that is not merged.
-        let Self {
-            taken,
-            halted,
-            repeated,
-            waited_full,
-            waited_uninterruptible,
-            waited_recent,
-            waited_polled,
-            ready,
-            spurious,
-            prefaulted,
-            wake_alls,
-            cancelled,
-            swap_in,
-        } = other;
-        self.taken += taken;
-        self.halted += halted;
-        self.repeated += repeated;
-        self.waited_full += waited_full;
-        self.waited_uninterruptible += waited_uninterruptible;
-        self.waited_recent += waited_recent;
-        self.waited_polled += waited_polled;
-        self.ready += ready;
-        self.spurious += spurious;
-        self.prefaulted += prefaulted;
-        self.wake_alls += wake_alls;
-        self.cancelled += cancelled;
-        self.swap_in.merge(swap_in);
     }
 }
 

@@ -10,6 +10,7 @@ use crate::{
     SaveRestore, SharedState, StateError,
 };
 use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_metrics::{Kind, Metrics, Value};
 use lacuna_slots::Delivery;
 use lacuna_sync::Nanos;
 use serde::{Deserialize, Serialize};
@@ -100,6 +101,52 @@ pub struct VcpuStats {
     pub instructions: Option<u64>,
 }
 
+impl VmStats {
+    /// Puts the counters into `to`.
+    pub fn fill(&self, to: &mut Metrics) {
+        let resident = (
+            "lacuna_vm_resident_bytes",
+            "Guest memory in the host's.",
+            Kind::Gauge,
+        );
+        to.add(resident, &[], Value::Whole(self.resident.bytes()));
+        let pages = [
+            (
+                "lacuna_vm_first_touches_total",
+                "Pages of zeros.",
+                self.first_touches,
+            ),
+            (
+                "lacuna_vm_pages_in_total",
+                "Evicted pages brought back.",
+                self.pages_in,
+            ),
+            (
+                "lacuna_vm_pages_out_total",
+                "Pages evicted.",
+                self.pages_out,
+            ),
+        ];
+        for (name, help, value) in pages {
+            to.add((name, help, Kind::Counter), &[], Value::Whole(value));
+        }
+        for (vcpu, stats) in self.vcpus.iter().enumerate() {
+            let labels = &[("vcpu", &*vcpu.to_string())];
+            let exits = (
+                "lacuna_vcpu_exits_total",
+                "Exits to the VMM.",
+                Kind::Counter,
+            );
+            to.add(exits, labels, Value::Whole(stats.exits));
+            if let Some(retired) = stats.instructions {
+                let help = "Instructions retired.";
+                let of = ("lacuna_vcpu_instructions_total", help, Kind::Counter);
+                to.add(of, labels, Value::Whole(retired));
+            }
+        }
+    }
+}
+
 /// A file with a VM's memory. A process that gets the descriptor maps the guest's memory, as a
 /// vhost-user device does.
 #[derive(Clone, Copy, Debug)]
@@ -172,6 +219,10 @@ pub trait Vm:
 
     /// Its counters.
     fn stats(&self) -> VmStats;
+
+    /// Reads all counters of the VM and of its memory by name. A read takes locks of the memory
+    /// manager for microseconds: once a second is often enough.
+    fn metrics(&self) -> Metrics;
 
     /// The file with its memory, if other processes can map it too.
     fn shared_file(&self) -> Option<SharedFile<'_>>;

@@ -3,79 +3,81 @@
 use crate::core::Core;
 use crate::host::Host;
 use lacuna_addr::PAGE_SIZE;
+use lacuna_metrics::counters;
 use lacuna_sync::lock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A reading of all counters, at about one moment.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct HostStats {
-    /// Frames of the budget.
-    pub budget: u64,
-    /// Frames that now hold a page of a region, in transit included.
-    pub resident: u64,
-    /// The most frames in use so far, per-CPU page caches included.
-    pub in_use_peak: u64,
-    /// Frames of the swap store: compressed pages, charged to the budget.
-    pub store: u64,
-    /// Pages being written out, and requested pages that are not back yet, also before their read
-    /// has begun. At 0, no thread of the swap device works on the host.
-    pub in_flight: u64,
-    /// Entries of the swap device in use, including entries of clean resident pages.
-    pub swap_entries: u64,
-    /// The most pages that the host's page cache may hold for the swap device: none for direct I/O,
-    /// otherwise the entries in use.
-    pub page_cache: u64,
-    /// Faults that took a frame of zeros.
-    pub faults_zero_fill: u64,
-    /// Faults that found the page resident.
-    pub faults_resident: u64,
-    /// Faults that took back a page in eviction.
-    pub faults_rescued: u64,
-    /// Faults that began a swap-in.
-    pub faults_swap_in: u64,
-    /// Faults that found a swap-in in progress.
-    pub faults_shared_ticket: u64,
-    /// Faults that found a page not yet provided by its source, and gave it a ticket.
-    pub faults_missing: u64,
-    /// Pages that page sources and VMMs have provided.
-    pub provided: u64,
-    /// Pages read from the swap device.
-    pub swapped_in: u64,
-    /// Reads begun for callers that do not wait, in real time.
-    pub reads_started: u64,
-    /// Arrivals that [`Host::poll`] handled and due completions that it delivered, in real time.
-    pub polled: u64,
-    /// Pages written to the swap device.
-    pub swapped_out: u64,
-    /// Write operations that the swap pages took.
-    pub write_clusters: u64,
-    /// Write operations that failed, wholly or in part.
-    pub write_failures: u64,
-    /// Pages evicted as all zeros, unwritten.
-    pub zero_dropped: u64,
-    /// Pages evicted as clean, unwritten.
-    pub clean_dropped: u64,
-    /// Frames that the clock hand passed.
-    pub scanned: u64,
-    /// Pages that the clock hand spared because they were accessed.
-    pub young: u64,
-    /// Direct reclaims by threads that found no free frame.
-    pub direct_reclaims: u64,
-    /// Existing compound pages.
-    pub huge_pages: u64,
-    /// Faults that made a compound page.
-    pub huge_faults: u64,
-    /// Faults that would have made a compound page, but no block of frames was free, or too few
-    /// frames.
-    pub huge_fallbacks: u64,
-    /// Nanoseconds that the zeroing in `huge_faults` took: nearly all of their time.
-    pub zeroing_ns: u64,
-    /// Compound pages that reclaim has split.
-    pub splits: u64,
-    /// Blocks that were collapsed into compound pages.
-    pub collapses: u64,
-    /// Collapses that failed: a fault took a page back, or no block of frames was free.
-    pub collapse_failures: u64,
+counters! {
+    /// A reading of all counters, at about one moment.
+    pub struct HostStats as "lacuna_host" {
+        /// Frames of the budget.
+        gauge budget,
+        /// Frames that now hold a page of a region, in transit included.
+        gauge resident,
+        /// The most frames in use so far, per-CPU page caches included.
+        gauge in_use_peak,
+        /// Frames of the swap store: compressed pages, charged to the budget.
+        gauge store,
+        /// Pages being written out, and requested pages that are not back yet, also before their
+        /// read has begun. At 0, no thread of the swap device works on the host.
+        gauge in_flight,
+        /// Entries of the swap device in use, including entries of clean resident pages.
+        gauge swap_entries,
+        /// The most pages that the host's page cache may hold for the swap device: none for direct
+        /// I/O, otherwise the entries in use.
+        gauge page_cache,
+        /// Faults that took a frame of zeros.
+        counter faults_zero_fill,
+        /// Faults that found the page resident.
+        counter faults_resident,
+        /// Faults that took back a page in eviction.
+        counter faults_rescued,
+        /// Faults that began a swap-in.
+        counter faults_swap_in,
+        /// Faults that found a swap-in in progress.
+        counter faults_shared_ticket,
+        /// Faults that found a page not yet provided by its source, and gave it a ticket.
+        counter faults_missing,
+        /// Pages that page sources and VMMs have provided.
+        counter provided,
+        /// Pages read from the swap device.
+        counter swapped_in,
+        /// Reads begun for callers that do not wait, in real time.
+        counter reads_started,
+        /// Arrivals that `Host::poll` handled and due completions that it delivered, in real time.
+        counter polled,
+        /// Pages written to the swap device.
+        counter swapped_out,
+        /// Write operations that the swap pages took.
+        counter write_clusters,
+        /// Write operations that failed, wholly or in part.
+        counter write_failures,
+        /// Pages evicted as all zeros, unwritten.
+        counter zero_dropped,
+        /// Pages evicted as clean, unwritten.
+        counter clean_dropped,
+        /// Frames that the clock hand passed.
+        counter scanned,
+        /// Pages that the clock hand spared because they were accessed.
+        counter young,
+        /// Direct reclaims by threads that found no free frame.
+        counter direct_reclaims,
+        /// Existing compound pages.
+        gauge huge_pages,
+        /// Faults that made a compound page.
+        counter huge_faults,
+        /// Faults that would have made a compound page, but no block of frames was free, or too few
+        /// frames.
+        counter huge_fallbacks,
+        /// Nanoseconds that the zeroing in `huge_faults` took: nearly all of their time.
+        counter zeroing_ns,
+        /// Compound pages that reclaim has split.
+        counter splits,
+        /// Blocks that were collapsed into compound pages.
+        counter collapses,
+        /// Collapses that failed: a fault took a page back, or no block of frames was free.
+        counter collapse_failures,
+    }
 }
 
 impl HostStats {

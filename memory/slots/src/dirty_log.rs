@@ -4,6 +4,7 @@
 //! it is recorded ([`Delivery`]).
 
 use crate::{ClearError, RingSize, SlotError, SlotId};
+use lacuna_metrics::counters;
 
 /// How a write is detected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -157,17 +158,18 @@ pub enum DirtyError {
     },
 }
 
-/// Costs of dirty logging for one vCPU.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct DirtyStats {
-    /// Write faults that marked a page under its range lock.
-    pub faults: u64,
-    /// Write faults that the fast page fault handled, without a lock.
-    pub fast_page_faults: u64,
-    /// Walks that ended because the log was full.
-    pub log_full: u64,
-    /// Flushes of the vCPU's log when it was not empty.
-    pub flushes: u64,
-    /// Pages logged.
-    pub logged: u64,
+counters! {
+    /// Costs of dirty logging for one vCPU.
+    pub struct DirtyStats as "lacuna_dirty" {
+        /// Write faults that marked a page under its range lock.
+        counter faults,
+        /// Write faults that the fast page fault handled, without a lock.
+        counter fast_page_faults,
+        /// Walks that ended because the log was full.
+        counter log_full,
+        /// Flushes of the vCPU's log when it was not empty.
+        counter flushes,
+        /// Pages logged.
+        counter logged,
+    }
 }

@@ -3,6 +3,7 @@
 use crate::{Answer, External, Failure, MemoryId, PageRequest, PageRequester, PageSource};
 use hdrhistogram::Histogram;
 use lacuna_addr::PAGE_SIZE;
+use lacuna_metrics::{Kind, Metrics, Summary, Value};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,6 +25,37 @@ pub struct SourceStats {
     pub p50: Duration,
     /// 99 of 100 provided pages arrived within this time.
     pub p99: Duration,
+}
+
+impl SourceStats {
+    /// Puts the counters into `to`.
+    pub fn fill(&self, to: &mut Metrics) {
+        let Self {
+            asked,
+            provided,
+            failed,
+            in_flight,
+            p50,
+            p99,
+        } = *self;
+        for (name, help, value) in [
+            ("lacuna_source_asked_total", "Requested pages.", asked),
+            ("lacuna_source_failed_total", "Lost pages.", failed),
+        ] {
+            to.add((name, help, Kind::Counter), &[], Value::Whole(value));
+        }
+        let help = "Requested pages without an answer.";
+        let of = ("lacuna_source_in_flight", help, Kind::Gauge);
+        to.add(of, &[], Value::Whole(in_flight));
+        let times = Summary {
+            count: provided,
+            sum: None,
+            quantiles: vec![(0.5, p50.as_secs_f64()), (0.99, p99.as_secs_f64())],
+        };
+        let help = "From the request of a page until it is provided.";
+        let of = ("lacuna_source_fetch_seconds", help, Kind::Summary);
+        to.add(of, &[], Value::Summary(times));
+    }
 }
 
 /// A source whose counters can be read while it works. It answers as `S` does, until

@@ -4,6 +4,7 @@ use crate::stream::Mode;
 use crate::{MemoryLayout, PageSet};
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::SourcePage;
+use lacuna_metrics::{Kind, Metrics, Value};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -46,6 +47,53 @@ pub struct OutgoingProgress {
     pub cuts: u32,
     /// How the last one was cut; null before.
     pub cut: Option<String>,
+}
+
+impl OutgoingProgress {
+    /// Puts the progress into `to`.
+    pub fn fill(&self, to: &mut Metrics) {
+        use Kind::{Counter, Gauge};
+        for (name, help, kind, value) in [
+            (
+                "lacuna_migration_sent_bytes_total",
+                "Sent bytes.",
+                Counter,
+                self.bytes,
+            ),
+            (
+                "lacuna_migration_cuts_total",
+                "Cuts of the connection.",
+                Counter,
+                self.cuts.into(),
+            ),
+            (
+                "lacuna_migration_round",
+                "The round, from 1.",
+                Gauge,
+                self.round.into(),
+            ),
+            (
+                "lacuna_migration_remaining_pages",
+                "Of this round.",
+                Gauge,
+                self.remaining,
+            ),
+            (
+                "lacuna_migration_dirty_pages_per_second",
+                "Pages that the guest has written in the last round.",
+                Gauge,
+                self.dirty_rate,
+            ),
+            (
+                "lacuna_migration_throttle_percent",
+                "The part of the time in which the guest is held.",
+                Gauge,
+                self.throttle.into(),
+            ),
+        ] {
+            to.add((name, help, kind), &[], Value::Whole(value));
+        }
+    }
 }
 
 /// Where a moving guest is.

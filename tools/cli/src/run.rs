@@ -2,6 +2,7 @@
 
 mod attend;
 mod incoming;
+mod metrics;
 mod report;
 mod restored;
 mod screen;

@@ -4,6 +4,7 @@ use super::{Apf, Arch, Backend, Cpu, MemoryKind, Output, RunArgs, SwapSpec, Thp,
 use crate::size::Size;
 use lacuna::CpuModel;
 use lacuna::migrate::MachineConfig;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 /// The remaining choices for such a run.
@@ -14,6 +15,7 @@ pub(crate) struct RunOn {
     pub swap: Option<SwapSpec>,
     pub thp: Option<Thp>,
     pub control: Option<PathBuf>,
+    pub metrics: Option<SocketAddr>,
     pub paused: bool,
     pub output: Output,
 }
@@ -51,6 +53,7 @@ impl RunOn {
             seed: None,
             append: String::new(),
             control: self.control,
+            metrics: self.metrics,
             paused: self.paused,
             output: self.output,
         }
@@ -67,6 +70,7 @@ impl RunArgs {
             swap: self.swap.clone(),
             thp: self.thp,
             control: self.control.clone(),
+            metrics: self.metrics,
             paused: self.paused,
             output: self.output.clone(),
         };

@@ -9,6 +9,7 @@ use lacuna::CpuModel;
 use lacuna::memory::HugePages;
 use lacuna::migrate::transport::Address;
 use std::fmt;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -98,6 +99,11 @@ pub struct RunArgs {
     /// it runs: docs/control.md, lacuna snapshot save, lacuna migrate
     #[arg(long, value_name = "SOCKET", conflicts_with = "seed")]
     pub control: Option<PathBuf>,
+    /// Answer HTTP requests for /metrics at this address with the counters of the guest and its
+    /// memory, in the text format of Prometheus. Every process that reaches the port can read them;
+    /// port 0 lets the system choose one, which is printed
+    #[arg(long, value_name = "IP:PORT", conflicts_with = "seed")]
+    pub metrics: Option<SocketAddr>,
     /// Start the guest paused: its first instruction follows a resume through --control, as by
     /// lacuna ctl SOCKET resume
     #[arg(long, requires = "control", conflicts_with = "incoming")]

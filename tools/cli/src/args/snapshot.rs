@@ -5,6 +5,7 @@ use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand};
 use lacuna::migrate::MachineConfig;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -100,6 +101,9 @@ pub struct RestoreArgs {
     /// As lacuna run --control
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// As lacuna run --metrics
+    #[arg(long, value_name = "IP:PORT")]
+    pub metrics: Option<SocketAddr>,
     /// As lacuna run --paused
     #[arg(long, requires = "control")]
     pub paused: bool,
@@ -118,6 +122,7 @@ impl RestoreArgs {
             swap: self.swap.clone(),
             thp: self.thp,
             control: self.control.clone(),
+            metrics: self.metrics,
             paused: self.paused,
             output: self.output.clone(),
         };

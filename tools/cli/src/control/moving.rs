@@ -185,7 +185,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
     }
 
     /// The migration in progress.
-    fn moving(&self) -> Option<OutgoingHandle> {
+    pub fn moving(&self) -> Option<OutgoingHandle> {
         match &*self.phase() {
             Phase::Moves(handle) => Some(handle.clone()),
             _ => None,

@@ -2,6 +2,7 @@
 
 use super::attend::Attended;
 use super::incoming::{has_not_come, receive};
+use super::metrics::MetricsSocket;
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start};
 use crate::control::{ControlSocket, Controlled, Guest};
@@ -9,9 +10,11 @@ use crate::exit::Exit;
 use crate::observe::Watched;
 use crate::sample::{Before, LazyPages};
 use lacuna::device::Console;
+use lacuna::metrics::Metrics;
 use lacuna::migrate::session::{Arrival, IncomingHandle};
 use lacuna::migrate::stream::Arrived;
 use lacuna::{BackendError, Builder, Ending, Machine, Nanos, PlatformDevices, RunEnd, Vm};
+use std::error::Error;
 use std::io;
 use std::ops::ControlFlow;
 use std::sync::atomic::Ordering;
@@ -64,6 +67,7 @@ where
         prefault(job, &*vm)?;
     }
     let devices = Arc::new(PlatformDevices::of(vm.config().arch, console));
+    let metrics = job.args.metrics.map(MetricsSocket::open).transpose()?;
     let control = job.control;
     let attended = Attended::default();
     thread::scope(|scope| {
@@ -75,7 +79,10 @@ where
             running: &running,
         };
         let controlled = control.map(|socket| (socket, controlled_by(socket, job, &guest)));
+        let read = || counters(job, &*vm, controlled.as_ref().map(|(_, guest)| guest));
         thread::scope(|scope| {
+            let counted = metrics.as_ref().map(|socket| socket.start(scope, &read));
+            let _counted = counted.transpose().map_err(failed)?;
             if let Some((socket, guest)) = &controlled {
                 let named = thread::Builder::new().name("lacuna-control".into());
                 let started = named.spawn_scoped(scope, || socket.serve(guest));
@@ -86,14 +93,9 @@ where
                 incoming_guest: incoming_guest(job),
             };
             let machine = Machine::new(Arc::clone(&vm), Arc::clone(&devices));
-            let begun = machine
-                .map_err(|error| {
-                    (
-                        error.kind().into(),
-                        format!("the run cannot start: {error}"),
-                    )
-                })
-                .and_then(|machine| begin(scope, job, builder, machine, &mut before));
+            let machine = machine.map_err(|error| (error.kind().into(), cannot_start(&error)));
+            let begun =
+                machine.and_then(|machine| begin(scope, job, builder, machine, &mut before));
             let run = attended.runs(job).and(begun).and_then(|begun| {
                 if let Some((_, guest)) = &controlled {
                     guest.begins(&|| job.signals.caught().is_some());
@@ -117,6 +119,18 @@ where
         vm.end_latency();
         Ok((Ended::of(end), before))
     })
+}
+
+/// What `--metrics` shows.
+fn counters<V: Vm>(job: &Job<'_>, vm: &V, controlled: Option<&Controlled<'_, V>>) -> Metrics {
+    let mut metrics = vm.metrics();
+    if let Some(pages) = &job.pages {
+        pages.source().stats().fill(&mut metrics);
+    }
+    if let Some(moving) = controlled.and_then(Controlled::moving) {
+        moving.progress().fill(&mut metrics);
+    }
+    metrics
 }
 
 /// The guest under control of the clients of `socket`.
@@ -143,7 +157,11 @@ fn prefault<V: Watched>(job: &Job<'_>, vm: &V) -> Result<(), Refusal> {
 }
 
 pub(super) fn failed(error: io::Error) -> Refusal {
-    (Exit::Host, format!("the run cannot start: {error}"))
+    (Exit::Host, cannot_start(&error))
+}
+
+fn cannot_start(error: &dyn Error) -> String {
+    format!("the run cannot start: {error}")
 }
 
 /// Runs a guest to its end, while its missing pages arrive. Returns the result of a lazy restore.

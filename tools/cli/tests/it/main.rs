@@ -4,6 +4,7 @@ mod command;
 mod ctl;
 mod guest;
 mod handler;
+mod metrics;
 mod migrate;
 mod pages;
 mod signals;
