@@ -4,51 +4,28 @@ use crate::report::Verbosity;
 use crate::result::Report;
 use lacuna_machine::Arch;
 use lacuna_soft::ErrorKind;
+use std::io;
 use std::path::PathBuf;
 
 /// Why an experiment could not be carried out.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// A VM could not be started.
-    #[error(transparent)]
-    Soft(#[from] lacuna_soft::SoftError),
     /// A VM could not be started on `/dev/kvm`.
     #[error(transparent)]
     Kvm(#[from] lacuna_kvm::KvmError),
-    /// A machine could not be started.
-    #[error(transparent)]
-    Machine(#[from] lacuna_machine::MachineError),
-    /// The host's memory manager refused.
-    #[error(transparent)]
-    Host(#[from] lacuna_soft::HostError),
     /// A call about dirty pages was refused.
     #[error(transparent)]
     Dirty(#[from] lacuna_soft::DirtyError),
-    /// An MMU could not be made.
+    /// Another call of the library was refused, or another program failed.
     #[error(transparent)]
-    Mmu(#[from] lacuna_soft::MmuError),
-    /// A slot was refused.
-    #[error(transparent)]
-    Slot(#[from] lacuna_soft::SlotError),
-    /// A change of memory slots was refused.
-    #[error(transparent)]
-    MemorySlot(#[from] lacuna_machine::MemorySlotError),
-    /// A guest's memory could not be read or written.
-    #[error(transparent)]
-    Memory(#[from] lacuna_machine::MemoryError),
-    /// A guest could not be saved or restored.
-    #[error(transparent)]
-    Migrate(#[from] lacuna_migrate::MigrateError),
-    /// Another program failed.
-    #[error(transparent)]
-    External(#[from] crate::external::ExternalError),
+    Other(Box<dyn std::error::Error + Send + Sync>),
     /// The system refused something.
     #[error("{what}: {source}")]
     Io {
         /// The attempted operation.
         what: String,
         /// The system's words.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// A guest did not do what the experiment needs.
     #[error("{0}")]
@@ -68,22 +45,40 @@ impl LabError {
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Self::Guest(_) => ErrorKind::Guest,
-            Self::Busy(_)
-            | Self::Soft(_)
-            | Self::Kvm(_)
-            | Self::Machine(_)
-            | Self::Host(_)
-            | Self::Dirty(_)
-            | Self::Mmu(_)
-            | Self::Slot(_)
-            | Self::MemorySlot(_)
-            | Self::Memory(_)
-            | Self::Migrate(_)
-            | Self::External(_)
-            | Self::Io { .. }
-            | Self::Interrupted => ErrorKind::Host,
+            _ => ErrorKind::Host,
         }
     }
+
+    /// [`LabError::Io`] for an attempt to do `what`.
+    pub(crate) fn io<E: Into<io::Error>>(what: impl Into<String>) -> impl Fn(E) -> Self {
+        let what = what.into();
+        move |source| Self::Io {
+            what: what.clone(),
+            source: source.into(),
+        }
+    }
+}
+
+macro_rules! from_others {
+    ($($error:ty)*) => {
+        $(impl From<$error> for LabError {
+            fn from(error: $error) -> Self {
+                Self::Other(Box::new(error))
+            }
+        })*
+    };
+}
+
+from_others! {
+    lacuna_machine::MachineError
+    lacuna_machine::MemoryError
+    lacuna_machine::MemorySlotError
+    lacuna_migrate::MigrateError
+    lacuna_soft::HostError
+    lacuna_soft::MmuError
+    lacuna_soft::SlotError
+    lacuna_soft::SoftError
+    crate::external::ExternalError
 }
 
 /// What an experiment is to measure, and where.

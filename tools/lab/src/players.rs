@@ -13,18 +13,17 @@
 //! VM a        a─────────a─────a─a─── ...       its second is fifty turns of its own
 //! ```
 //! A VM without a turn has no vCPU and no background thread at work. So each VM pays for its own
-//! work only. The threads of its vCPUs wait at a gate (`gate`), which closes by a kick of all
-//! vCPUs. Frames differ in speed by where they lie in memory, so arms change VMs, too
-//! ([`crate::turns::shifts`]).
+//! work only. Its vCPUs leave by a kick, and their threads wait (`machine`). Frames differ in speed
+//! by where they lie in memory, so arms change VMs, too ([`crate::turns::shifts`]).
 
-mod gate;
 mod machine;
 
 use crate::experiment::LabError;
 use crate::session::Guest;
 use lacuna_machine::{DirtyRings as _, Ending, PlatformDevices, Vm as _};
 use lacuna_soft::{Delivery, HostStats, Vm, VmBuilder};
-use machine::{End, Machine};
+use machine::{Closed, End, Machine};
+use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::Duration;
 
@@ -91,20 +90,13 @@ impl Done {
             cpu: self.cpu + more.cpu,
         }
     }
-
-    fn since(&self, before: &Self) -> Self {
-        Self {
-            transactions: self.transactions - before.transactions,
-            wall: self.wall - before.wall,
-            cpu: self.cpu - before.cpu,
-        }
-    }
 }
 
 /// A VM with a guest that counts transactions. It runs only during a [`Player::turn`].
 pub struct Player<'a> {
     machine: &'a Machine,
     guest: Guest<'a>,
+    closed: Option<Closed<'a>>,
     last: Done,
 }
 
@@ -121,7 +113,8 @@ impl Player<'_> {
 
     /// How often a vCPU found its ring full, and how many pages such vCPUs reaped.
     pub fn full_rings(&self) -> (u64, u64) {
-        self.machine.full_rings()
+        let [found, reaped] = self.machine.full_rings.each_ref();
+        (found.load(Relaxed), reaped.load(Relaxed))
     }
 
     /// Lets it run until `during` has returned; returns its work.
@@ -133,9 +126,9 @@ impl Player<'_> {
         during: impl FnOnce(&Vm) -> Result<(), LabError>,
     ) -> Result<Done, LabError> {
         let background = self.machine.background()?;
-        self.machine.open();
+        self.machine.open(self.closed.take());
         let result = during(&self.machine.vm);
-        self.machine.close();
+        self.closed = Some(self.machine.close());
         drop(background);
         result?;
         if let Some(ending) = self.machine.devices.ending() {
@@ -143,9 +136,12 @@ impl Player<'_> {
             return Err(LabError::Guest(text));
         }
         let now = self.done()?;
-        let done = now.since(&self.last);
-        self.last = now;
-        Ok(done)
+        let before = std::mem::replace(&mut self.last, now);
+        Ok(Done {
+            transactions: now.transactions - before.transactions,
+            wall: now.wall - before.wall,
+            cpu: now.cpu - before.cpu,
+        })
     }
 
     /// Lets it run for `time`; returns its work.
@@ -164,8 +160,7 @@ impl Player<'_> {
     /// # Errors
     /// The end of the guest.
     pub fn slice(&mut self, slice: Slice) -> Result<Took, LabError> {
-        let machine = self.machine;
-        let guest = machine.guest()?;
+        let guest = self.guest;
         let mut took = None;
         self.turn(|vm| {
             guest.run_for(slice.settle)?;
@@ -186,7 +181,8 @@ impl Player<'_> {
 
     fn done(&self) -> Result<Done, LabError> {
         let vcpus = self.machine.vm.config().vcpus as f64;
-        let [wall, cpu] = self.machine.spent_ns().map(|ns| ns / vcpus / 1e9);
+        let ns = self.machine.ns.each_ref().map(|ns| ns.load(Relaxed));
+        let [wall, cpu] = ns.map(|ns| ns as f64 / vcpus / 1e9);
         Ok(Done {
             transactions: self.guest.count()?.workers,
             wall,

@@ -45,6 +45,7 @@ impl Count {
 }
 
 /// A running guest, seen from outside, on any backend.
+#[derive(Clone, Copy)]
 pub struct Guest<'a> {
     memory: &'a dyn GuestMemory,
     devices: &'a PlatformDevices,

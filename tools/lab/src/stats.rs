@@ -60,6 +60,18 @@ impl Summary {
         }
     }
 
+    /// A summary for tests.
+    #[cfg(test)]
+    pub fn example(low: f64, median: f64, high: f64) -> Self {
+        Self {
+            median,
+            low,
+            high,
+            runs: 7,
+            coverage: 0.98,
+        }
+    }
+
     /// The same summary in another unit: every figure times `factor`.
     ///
     /// # Panics

@@ -12,7 +12,7 @@ use lacuna_addr::PAGE_SIZE;
 use memmap2::MmapMut;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
-use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::time::Instant;
@@ -33,21 +33,8 @@ impl ReadLatency {
     /// # Errors
     /// The file cannot be made, written or read.
     pub fn measure(dir: &Path) -> Result<Option<Self>, LabError> {
-        let failed = |source| LabError::Io {
-            what: format!("measure reads of a swap file in {}", dir.display()),
-            source,
-        };
-        let file = tempfile::tempfile_in(dir).map_err(failed)?;
-        let flags = fcntl_getfl(&file).map_err(|errno| failed(errno.into()))?;
-        match fcntl_setfl(&file, flags | OFlags::DIRECT) {
-            Ok(()) => {}
-            Err(Errno::INVAL) => return Ok(None),
-            Err(errno) => return Err(failed(errno.into())),
-        }
-        fill(&file)
-            .and_then(|()| read(&file))
-            .map_err(failed)
-            .map(Some)
+        let what = format!("measure reads of a swap file in {}", dir.display());
+        measure(dir).map_err(LabError::io(what))
     }
 
     /// The time, in nanoseconds, that a share `quantile` (0 to 1) of the reads does not exceed.
@@ -69,32 +56,30 @@ impl ReadLatency {
     }
 }
 
-/// Direct I/O needs aligned memory.
-fn aligned(pages: usize) -> std::io::Result<MmapMut> {
-    MmapMut::map_anon(pages * PAGE_SIZE)
-}
-
-fn fill(file: &File) -> std::io::Result<()> {
-    let mut cluster = aligned(CLUSTER)?;
+fn measure(dir: &Path) -> io::Result<Option<ReadLatency>> {
+    let file = tempfile::tempfile_in(dir)?;
+    let flags = fcntl_getfl(&file)?;
+    match fcntl_setfl(&file, flags | OFlags::DIRECT) {
+        Err(Errno::INVAL) => return Ok(None),
+        other => other?,
+    }
+    // Direct I/O needs aligned memory.
+    let mut cluster = MmapMut::map_anon(CLUSTER * PAGE_SIZE)?;
     for first in (0..PAGES).step_by(CLUSTER) {
         fastrand::fill(&mut cluster);
         file.write_all_at(&cluster, first * PAGE_SIZE as u64)?;
     }
-    file.sync_all()
-}
-
-fn read(file: &File) -> std::io::Result<ReadLatency> {
-    let mut page = aligned(1)?;
+    file.sync_all()?;
     let times = Histogram::new_with_bounds(100, 60_000_000_000, 2);
     let mut times = times.expect("constant bounds are valid");
     for _ in 0..READS {
         let at = fastrand::u64(..PAGES) * PAGE_SIZE as u64;
         let start = Instant::now();
-        file.read_exact_at(&mut page, at)?;
+        file.read_exact_at(&mut cluster[..PAGE_SIZE], at)?;
         let ns = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         times.saturating_record(ns);
     }
-    Ok(ReadLatency(times))
+    Ok(Some(ReadLatency(times)))
 }
 
 #[cfg(test)]

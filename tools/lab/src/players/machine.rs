@@ -1,14 +1,18 @@
 //! A VM that takes turns: its vCPUs' threads, and their start and stop.
+//!
+//! The threads are not a [`lacuna_machine::Machine`]'s: they report the processor time of their
+//! turns, and a vCPU with a full ring reaps it.
 
-use super::gate::Gate;
 use super::{Cast, Done, InBackground, Player, reap};
 use crate::experiment::LabError;
 use crate::fixture::boot;
+use crate::native::thread_cpu_ns;
 use crate::session::{Guest, LastWords, image};
-use lacuna_machine::{Ending, Exit, Kick as _, PlatformDevices, Vcpu as _, VcpuError, dispatch};
+use lacuna_machine::{Ending, Exit, Kick as _, PlatformDevices, Vcpu as _, dispatch};
 use lacuna_soft::{Background, Vcpu, Vm, VmBuilder};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, RwLock, RwLockWriteGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,44 +24,50 @@ pub(super) struct Machine {
     pub(super) devices: PlatformDevices,
     pub(super) words: LastWords,
     background: InBackground,
-    gate: Gate,
-    rings_full: AtomicU64,
-    reaped: AtomicU64,
+    /// A vCPU's thread reads during a turn. The lock for writing is the time between two turns.
+    turn: RwLock<()>,
+    /// The vCPUs shall leave.
+    closed: AtomicBool,
+    /// Nanoseconds of the vCPUs' finished turns: by the wall clock, and by their threads' clocks.
+    pub(super) ns: [AtomicU64; 2],
+    /// How often a vCPU found its ring full, and how many pages such vCPUs reaped.
+    pub(super) full_rings: [AtomicU64; 2],
 }
+
+/// The time between two turns.
+pub(super) type Closed<'a> = RwLockWriteGuard<'a, ()>;
 
 impl Machine {
     pub(super) fn new(builder: &VmBuilder, cast: Cast) -> Result<(Self, Vec<Vcpu>), LabError> {
         let command_line = builder.full_command_line();
-        let (vm, vcpus) = boot(
-            builder,
-            cast.delivery,
-            &image(builder.arch, cast.guest)?,
-            &command_line,
-        )?;
+        let image = image(builder.arch, cast.guest)?;
+        let (vm, vcpus) = boot(builder, cast.delivery, &image, &command_line)?;
         let words = LastWords::default();
         let machine = Self {
             devices: PlatformDevices::new(words.console()),
             vm,
             words,
             background: cast.background,
-            gate: Gate::default(),
-            rings_full: AtomicU64::new(0),
-            reaped: AtomicU64::new(0),
+            turn: RwLock::default(),
+            closed: AtomicBool::new(false),
+            ns: Default::default(),
+            full_rings: Default::default(),
         };
         Ok((machine, vcpus))
     }
 
     /// Lets the vCPUs run.
-    pub(super) fn open(&self) {
-        self.gate.open();
+    pub(super) fn open(&self, closed: Option<Closed<'_>>) {
+        self.closed.store(false, Relaxed);
+        drop(closed);
     }
 
     /// Stops the vCPUs; on return, none runs. If a vCPU is kicked outside of the guest, its next
     /// run returns at once, and the run after that continues.
-    pub(super) fn close(&self) {
-        self.gate.shut();
+    pub(super) fn close(&self) -> Closed<'_> {
+        self.closed.store(true, Relaxed);
         self.vm.kick_all();
-        self.gate.wait();
+        self.turn.write().expect("no panic under this lock")
     }
 
     /// The threads of the host, which work until they are dropped.
@@ -68,39 +78,29 @@ impl Machine {
         })
     }
 
-    /// The guest, which has announced its status page.
-    pub(super) fn guest(&self) -> Result<Guest<'_>, LabError> {
-        let guest = Guest::attach(&*self.vm, &self.devices);
-        guest.ok_or_else(|| LabError::Guest("the guest did not announce its status page".into()))
-    }
-
-    /// How often a vCPU found its ring full, and how many pages such vCPUs reaped.
-    pub(super) fn full_rings(&self) -> (u64, u64) {
-        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        (read(&self.rings_full), read(&self.reaped))
-    }
-
-    /// The time of its vCPUs in finished turns: by the wall clock, and by their threads' clocks.
-    pub(super) fn spent_ns(&self) -> [f64; 2] {
-        self.gate.spent_ns()
-    }
-
     /// The work of one vCPU's thread.
     pub(super) fn drive(&self, mut vcpu: Vcpu) {
         let _end = End(self);
-        let mut turn = Some(self.gate.enter());
         while self.devices.ending().is_none() {
-            self.gate.pass(&mut turn);
-            let exit = vcpu.run();
-            self.exit(&mut vcpu, exit);
+            let _turn = self.turn.read().expect("no panic under this lock");
+            let (wall, cpu_ns) = (Instant::now(), thread_cpu_ns());
+            while !self.closed.load(Relaxed) && self.devices.ending().is_none() {
+                self.step(&mut vcpu);
+            }
+            let wall = wall.elapsed().as_nanos();
+            let wall = u64::try_from(wall).expect("a turn is shorter than centuries");
+            self.ns[0].fetch_add(wall, Relaxed);
+            self.ns[1].fetch_add(thread_cpu_ns() - cpu_ns, Relaxed);
         }
     }
 
-    /// Handles an exit. A vCPU whose ring is full reaps itself, as QEMU's vCPU threads do.
-    fn exit(&self, vcpu: &mut Vcpu, exit: Result<Exit, VcpuError>) {
+    /// Runs a vCPU to its next exit. A vCPU whose ring is full reaps itself, as QEMU's vCPU threads
+    /// do.
+    fn step(&self, vcpu: &mut Vcpu) {
+        let exit = vcpu.run();
         if let Ok(Exit::DirtyRingFull) = exit {
-            self.rings_full.fetch_add(1, Ordering::Relaxed);
-            self.reaped.fetch_add(reap(&self.vm), Ordering::Relaxed);
+            self.full_rings[0].fetch_add(1, Relaxed);
+            self.full_rings[1].fetch_add(reap(&self.vm), Relaxed);
         } else {
             // The loop asks the devices whether to continue.
             let _ = dispatch(vcpu, exit, &self.devices, &*self.vm);
@@ -111,19 +111,23 @@ impl Machine {
     pub(super) fn attach(&self) -> Result<Player<'_>, LabError> {
         let background = self.background()?;
         let deadline = Instant::now() + LIMIT;
-        while self.devices.status_page().is_none() {
+        let guest = loop {
+            if let Some(guest) = Guest::attach(&*self.vm, &self.devices) {
+                break guest;
+            }
             if self.devices.ending().is_some() || Instant::now() > deadline {
-                break;
+                let why = "the guest did not announce its status page";
+                return Err(LabError::Guest(why.into()));
             }
             thread::sleep(Duration::from_millis(1));
-        }
-        let guest = self.guest()?;
+        };
         guest.prepared()?;
-        self.close();
+        let closed = Some(self.close());
         drop(background);
         let mut player = Player {
             machine: self,
             guest,
+            closed,
             last: Done::default(),
         };
         player.last = player.done()?;
@@ -137,6 +141,5 @@ pub(super) struct End<'a>(pub(super) &'a Machine);
 impl Drop for End<'_> {
     fn drop(&mut self) {
         self.0.devices.end(Ending::Stopped, &*self.0.vm);
-        self.0.gate.open();
     }
 }
