@@ -11,7 +11,7 @@ use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::paging::processes::serve;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
-use lacuna_lab::{apf, apf_arm64, base, interrupt, migrate, paging, pml, postcopy, restore, thp};
+use lacuna_lab::{apf, base, interrupt, migrate, paging, pml, postcopy, restore, thp};
 use std::io;
 
 /// Measures what `args` choose and prints the results.
@@ -87,7 +87,7 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
                     _ => options.arch,
                 });
                 match experiment {
-                    Experiment::ApfArm64 => apf_arm64::run(&options, &mut report),
+                    Experiment::ApfArm64 => apf::arm64::run(&options, &mut report),
                     Experiment::Apf => apf::run(&options, &mut report),
                     Experiment::Thp => thp::run(&options, &mut report),
                     Experiment::Pml => pml::run(&options, &mut report),

@@ -26,12 +26,12 @@
 
 pub use device::first_look;
 
-pub(crate) mod alone;
-pub(crate) mod device;
+mod alone;
+pub mod arm64;
+mod device;
 mod kvm;
-mod kvm_source;
 mod read_latency;
-pub(crate) mod slices;
+mod slices;
 mod sweep;
 
 use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
@@ -42,7 +42,6 @@ use lacuna_addr::PageCount;
 use lacuna_machine::Arch;
 use lacuna_soft::{Apf, Swap, VmBuilder};
 use slices::Pace;
-use std::time::Duration;
 
 /// Guest memory in MiB: four times [`RESIDENT_MIB`].
 const MEMORY_MIB: u64 = 256;
@@ -61,10 +60,7 @@ const OUTSTANDING: u64 = 64;
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let steps = device::DEVICES.len() + sweep::steps(options) + 1;
-    let progress = Progress::new(
-        steps as u64 + kvm::STEPS + kvm_source::STEPS,
-        options.verbosity,
-    );
+    let progress = Progress::new(steps as u64 + kvm::STEPS, options.verbosity);
     report.say(format!(
         "apf: when a page must be read from swap, the guest gets an event and runs another \
          process. It gets another event when the page is there. The guest has {vcpus} vCPUs and \
@@ -78,8 +74,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     for device in &device::DEVICES {
         if options.wants("device") || options.wants(device.id) {
             progress.step(format!("on and off: {}", device.about))?;
-            let done = device::measure(device, device::Guests::default(), options, report);
-            skip_if_busy(report, device.ids(), done)?;
+            let guests = device::Guests::APF;
+            let done = device::measure(device, guests, options, report);
+            skip_if_busy(report, guests.ids(device), done)?;
         }
     }
     if options.wants("sweep") {
@@ -90,15 +87,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         progress.step("a memory-bound program alone")?;
         alone::measure(options, report)?;
     }
-    if options.wants_x86("kvm", kvm::ids(), report) {
-        let done = kvm::measure(options, report, &progress);
-        skip_if_busy(report, kvm::ids(), done)?;
-    }
-    if options.wants_x86("source", kvm_source::ids(), report) {
-        let done = kvm_source::measure(options, report, &progress);
-        skip_if_busy(report, kvm_source::ids(), done)?;
-    }
-    Ok(())
+    kvm::measure(options, report, &progress)
 }
 
 /// The separately measurable parts.
@@ -113,30 +102,26 @@ pub const PARTS: &[&str] = &[
     "source",
 ];
 
-/// A VM for `bm`, with a worker and a faulter for each vCPU. The guest runs until it is ended.
-fn bm(arch: Arch, swap: Swap) -> VmBuilder {
-    let vcpus = vcpus();
+/// A VM for `bm`, with a worker and a faulter for each vCPU, and with `more` words on the command
+/// line. The guest runs until it is ended.
+fn bm(arch: Arch, swap: Swap, more: &str) -> VmBuilder {
+    let each = vcpus();
     let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
     VmBuilder {
         arch,
         swap,
         apf: Apf::On,
-        command_line: bm_words(vcpus),
-        ..builder(memory, resident, vcpus)
+        command_line: format!(
+            "workers={each} faulters={each} populate=1 seconds=1000000 slice_us={SLICE_US} \
+             tick_us={TICK_US} {more}"
+        ),
+        ..builder(memory, resident, each)
     }
-}
-
-/// The command line of `bm` with `each` workers and as many faulters.
-fn bm_words(each: usize) -> String {
-    format!(
-        "workers={each} faulters={each} populate=1 seconds=1000000 \
-         slice_us={SLICE_US} tick_us={TICK_US}"
-    )
 }
 
 /// `result` with the parameters that all experiments with [`bm`] share.
 fn with_params(result: Measurement, pace: Pace) -> Measurement {
-    result
+    pace.with_params(result)
         .param("memory_mib", MEMORY_MIB)
         .param("resident_mib", RESIDENT_MIB)
         .param("vcpus", vcpus())
@@ -146,14 +131,4 @@ fn with_params(result: Measurement, pace: Pace) -> Measurement {
         .param("guest_slice_us", SLICE_US)
         .param("guest_tick_us", TICK_US)
         .param("outstanding_per_vcpu", OUTSTANDING)
-        .param("slice_ms", ms(pace.slice))
-        .param("settle_ms", ms(pace.settle))
-}
-
-pub(crate) fn ms(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
-}
-
-fn us(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

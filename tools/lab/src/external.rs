@@ -11,11 +11,11 @@
 //! A line takes some microseconds to arrive, so a phase should last a tenth of a second. If a
 //! machine is not installed ([`ExternalError::Unavailable`]), its results are *skipped*.
 
-use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, PipeReader, Read, Write};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -40,22 +40,12 @@ pub enum ExternalError {
         /// The host's reason.
         source: io::Error,
     },
-    /// It did not end within its time.
-    #[error("{program} did not end within {limit:?}; its last lines: {tail}")]
-    Timeout {
-        /// The program.
-        program: String,
-        /// The time it had.
-        limit: Duration,
-        /// The last lines it printed.
-        tail: String,
-    },
-    /// It ended, but not with a well-formed list of phases.
+    /// It did not end in time, or not with a well-formed list of phases.
     #[error("{program}: {problem}; its last lines: {tail}")]
     Protocol {
         /// The program.
         program: String,
-        /// The problem with its output.
+        /// The problem with it.
         problem: String,
         /// The last lines it printed.
         tail: String,
@@ -69,85 +59,44 @@ pub struct Phase {
     pub name: String,
     /// Host seconds from `BEGIN` to `END`.
     pub seconds: f64,
-    /// The fields of its `END`: always `ops`; a checksum or other counts if the program has them.
-    pub fields: BTreeMap<String, String>,
+    /// The fields of its `END`, `name=value`: always `ops`; a checksum or other counts if the
+    /// program has them.
+    pub fields: String,
 }
 
 impl Phase {
     /// The count in `field` of `END`, divided by the seconds; `None` without that field.
     pub fn rate(&self, field: &str) -> Option<f64> {
-        let count: u64 = self.fields.get(field)?.parse().ok()?;
-        Some(count as f64 / self.seconds)
+        Some(count(&self.fields, field)? as f64 / self.seconds)
     }
 }
 
-/// A program's run.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Run {
-    /// Its phases, in order.
-    pub phases: Vec<Phase>,
-    /// How it ended.
-    pub status: ExitStatus,
-    /// Everything it printed.
-    pub output: String,
+fn count(fields: &str, name: &str) -> Option<u64> {
+    let mut words = fields.split_whitespace();
+    let value = words.find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+    value?.parse().ok()
 }
 
-impl Run {
-    /// The value that the guest wrote to QEMU's `isa-debug-exit` port. QEMU's exit code is twice
-    /// that, plus one. `None` if it ended in another way.
-    pub fn debug_exit(&self) -> Option<i32> {
-        self.status
-            .code()
-            .filter(|code| code % 2 == 1)
-            .map(|code| code / 2)
-    }
-}
-
-/// The machine that QEMU emulates.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct QemuMachine {
-    /// Guest memory, in MiB.
-    pub memory_mib: u32,
-    /// Processors.
-    pub vcpus: u32,
-}
-
-/// Runs the PVH image `elf` in system QEMU without KVM (TCG), for at most `limit`.
+/// Runs the PVH image `elf` in system QEMU without KVM (TCG), on one processor with `memory_mib`
+/// MiB, for at most `limit`. Returns its phases, in order.
 ///
 /// # Errors
 /// [`ExternalError::Unavailable`] when QEMU is not installed.
 pub fn qemu_tcg(
     elf: &Path,
     append: &str,
-    machine: QemuMachine,
+    memory_mib: u32,
     limit: Duration,
-) -> Result<Run, ExternalError> {
+) -> Result<Vec<Phase>, ExternalError> {
     const PROGRAM: &str = "qemu-system-x86_64";
+    const WORDS: &str = "-nodefaults -no-user-config -accel tcg -M q35 -cpu max -display none \
+                         -serial stdio -no-reboot -device isa-debug-exit,iobase=0xf4,iosize=4";
     let program = find(PROGRAM)
         .ok_or_else(|| ExternalError::Unavailable(format!("{PROGRAM} is not installed")))?;
     let mut command = Command::new(program);
     command
-        .args([
-            "-nodefaults",
-            "-no-user-config",
-            "-accel",
-            "tcg",
-            "-M",
-            "q35",
-        ])
-        .args([
-            "-cpu",
-            "max",
-            "-display",
-            "none",
-            "-serial",
-            "stdio",
-            "-no-reboot",
-        ])
-        .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=4"])
-        .args(["-m", &format!("{}M", machine.memory_mib)])
-        .args(["-smp", &machine.vcpus.to_string()])
-        .args(["-append", append])
+        .args(WORDS.split(' '))
+        .args(["-m", &format!("{memory_mib}M"), "-append", append])
         .arg("-kernel")
         .arg(elf);
     run(command, limit)
@@ -165,12 +114,16 @@ pub fn bochs() -> ExternalError {
     })
 }
 
-/// Runs `elf` as a program of this host with `arguments`, for at most `limit`.
+/// Runs `elf` as a program of this host with `arguments`, for at most `limit`. Returns its phases.
 ///
 /// # Errors
 /// [`ExternalError::Unavailable`] when `elf` is empty: `lacuna_guest` was built for another
 /// machine. [`ExternalError::Start`] where the temporary directory does not allow programs.
-pub fn native(elf: &[u8], arguments: &[&str], limit: Duration) -> Result<Run, ExternalError> {
+pub fn native(
+    elf: &[u8],
+    arguments: &[&str],
+    limit: Duration,
+) -> Result<Vec<Phase>, ExternalError> {
     if elf.is_empty() {
         let why = "there is no native build of this benchmark";
         return Err(ExternalError::Unavailable(why.into()));
@@ -198,7 +151,6 @@ pub fn native(elf: &[u8], arguments: &[&str], limit: Duration) -> Result<Run, Ex
 }
 
 fn write_program(bytes: &[u8]) -> io::Result<tempfile::TempPath> {
-    use std::os::unix::fs::PermissionsExt;
     let mut file = tempfile::Builder::new()
         .prefix("lacuna-bench-")
         .tempfile()?;
@@ -214,7 +166,6 @@ pub fn find(program: &str) -> Option<PathBuf> {
 }
 
 fn find_in(path: &OsStr, program: &str) -> Option<PathBuf> {
-    use std::os::unix::fs::PermissionsExt;
     let executable = |path: &PathBuf| {
         path.metadata()
             .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
@@ -225,46 +176,34 @@ fn find_in(path: &OsStr, program: &str) -> Option<PathBuf> {
 }
 
 /// Runs `command` to its end and notes when each line arrives.
-fn run(command: Command, limit: Duration) -> Result<Run, ExternalError> {
+fn run(command: Command, limit: Duration) -> Result<Vec<Phase>, ExternalError> {
     let program = command.get_program().to_string_lossy().into_owned();
     let deadline = Instant::now() + limit;
     let (mut child, lines) = spawn(command).map_err(|source| ExternalError::Start {
         program: program.clone(),
         source,
     })?;
-    let mut output = String::new();
+    let mut printed = Vec::new();
     let mut phases = Phases::default();
-    let ended = loop {
+    let in_time = loop {
         match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok((at, line)) => {
-                output.push_str(&line);
-                output.push('\n');
                 phases.line(at, &line);
+                printed.push(line);
             }
-            Err(RecvTimeoutError::Disconnected) => break child.wait_until(deadline),
-            Err(RecvTimeoutError::Timeout) => break None,
+            Err(RecvTimeoutError::Disconnected) => break child.ends_before(deadline),
+            Err(RecvTimeoutError::Timeout) => break false,
         }
     };
-    let tail = || last_lines(&output);
-    let Some(status) = ended else {
-        return Err(ExternalError::Timeout {
-            program,
-            limit,
-            tail: tail(),
-        });
+    let found = match in_time {
+        true => phases.finish(),
+        false => Err(format!("it did not end within {limit:?}")),
     };
-    match phases.finish() {
-        Ok(phases) => Ok(Run {
-            phases,
-            status,
-            output,
-        }),
-        Err(problem) => Err(ExternalError::Protocol {
-            program,
-            problem,
-            tail: tail(),
-        }),
-    }
+    found.map_err(|problem| ExternalError::Protocol {
+        program,
+        problem,
+        tail: printed[printed.len().saturating_sub(5)..].join(" | "),
+    })
 }
 
 /// Starts `command`, and passes on its printed lines with their times.
@@ -295,23 +234,18 @@ fn read_lines(reader: PipeReader, lines: &mpsc::Sender<(Instant, String)>) {
     }
 }
 
-fn last_lines(output: &str) -> String {
-    let lines: Vec<&str> = output.lines().collect();
-    lines[lines.len().saturating_sub(5)..].join(" | ")
-}
-
 /// A child process; it is killed when this value is dropped.
 pub(crate) struct Reaped(Child);
 
 impl Reaped {
-    /// How it ended, or `None` if it still runs at `deadline`.
-    fn wait_until(&mut self, deadline: Instant) -> Option<ExitStatus> {
+    /// Whether it has ended by `deadline`.
+    fn ends_before(&mut self, deadline: Instant) -> bool {
         loop {
-            if let Ok(Some(status)) = self.0.try_wait() {
-                return Some(status);
+            if let Ok(Some(_)) = self.0.try_wait() {
+                return true;
             }
             if Instant::now() >= deadline {
-                return None;
+                return false;
             }
             std::thread::sleep(POLL);
         }
@@ -336,49 +270,29 @@ pub(crate) struct Phases {
 
 impl Phases {
     pub(crate) fn line(&mut self, at: Instant, line: &str) {
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let step = match words[..] {
-            ["BEGIN", name] => self.begin(at, name),
-            ["END", name, ref fields @ ..] => self.end(at, name, fields),
-            _ => Ok(()),
+        let (word, rest) = line.split_once(' ').unwrap_or_default();
+        let (name, fields) = rest.split_once(' ').unwrap_or((rest, ""));
+        let problem = match word {
+            "BEGIN" => match self.open.replace((name.trim().to_owned(), at)) {
+                None => return,
+                Some((open, _)) => format!("BEGIN {rest} inside of {open}"),
+            },
+            "END" if count(fields, "ops").is_none() => format!("END {name} without ops=N"),
+            "END" => match self.open.take() {
+                Some((open, since)) if open == name => {
+                    let (seconds, fields) = ((at - since).as_secs_f64(), fields.to_owned());
+                    let name = open;
+                    return self.done.push(Phase {
+                        name,
+                        seconds,
+                        fields,
+                    });
+                }
+                _ => format!("END {name} without its BEGIN"),
+            },
+            _ => return,
         };
-        if let Err(problem) = step {
-            self.problem.get_or_insert(problem);
-        }
-    }
-
-    fn begin(&mut self, at: Instant, name: &str) -> Result<(), String> {
-        match self.open.replace((name.to_owned(), at)) {
-            None => Ok(()),
-            Some((open, _)) => Err(format!("BEGIN {name} inside of {open}")),
-        }
-    }
-
-    fn end(&mut self, at: Instant, name: &str, fields: &[&str]) -> Result<(), String> {
-        let pair = |field: &&str| {
-            field
-                .split_once('=')
-                .map(|(k, v)| (k.to_owned(), v.to_owned()))
-        };
-        let fields: BTreeMap<_, _> = fields.iter().filter_map(pair).collect();
-        if fields
-            .get("ops")
-            .is_none_or(|count| count.parse::<u64>().is_err())
-        {
-            return Err(format!("END {name} without ops=N"));
-        }
-        match self.open.take() {
-            Some((open, since)) if open == name => {
-                let seconds = at.duration_since(since).as_secs_f64();
-                self.done.push(Phase {
-                    name: open,
-                    seconds,
-                    fields,
-                });
-                Ok(())
-            }
-            _ => Err(format!("END {name} without its BEGIN")),
-        }
+        self.problem.get_or_insert(problem);
     }
 
     pub(crate) fn finish(self) -> Result<Vec<Phase>, String> {
@@ -402,16 +316,11 @@ mod tests {
         let script = b"#!/bin/sh\necho hello\necho BEGIN alu\nsleep 1\n\
                        echo END alu ops=$1\n\
                        printf 'BEGIN mem\\r\\nEND mem ops=7 sum=1f\\r\\n'\nexit 3\n";
-        let run = native(script, &["1000"], LIMIT).unwrap();
-        assert_eq!((run.status.code(), run.debug_exit()), (Some(3), Some(1)));
-        assert!(run.output.starts_with("hello\n"));
-        let [alu, mem] = &run.phases[..] else {
-            panic!("{:?}", run.phases)
+        let phases = native(script, &["1000"], LIMIT).unwrap();
+        let [alu, mem] = &phases[..] else {
+            panic!("{phases:?}")
         };
-        assert_eq!(
-            (alu.name.as_str(), mem.fields["sum"].as_str()),
-            ("alu", "1f")
-        );
+        assert_eq!((&*alu.name, &*mem.fields), ("alu", "ops=7 sum=1f"));
         assert!(alu.seconds > 0.15);
         assert_eq!(alu.rate("ops"), Some(1000.0 / alu.seconds));
         assert_eq!((mem.rate("insns"), mem.rate("sum")), (None, None));
@@ -440,8 +349,11 @@ mod tests {
         let limit = Duration::from_secs(3);
         let start = Instant::now();
         let error = native(b"#!/bin/sh\necho BEGIN x\nexec sleep 60\n", &[], limit).unwrap_err();
-        assert!(matches!(error, ExternalError::Timeout { .. }), "{error}");
-        assert!(error.to_string().ends_with("BEGIN x"));
+        let text = error.to_string();
+        assert!(
+            text.contains("did not end within 3s; its last lines: BEGIN x"),
+            "{text}"
+        );
         assert!(start.elapsed() < Duration::from_secs(20));
     }
 

@@ -14,14 +14,13 @@
 //! * [`host_info`]: the machine a figure was measured on.
 //! * [`native`]: the cost of the host kernel's own page fault, to compare ours with.
 //! * [`interrupt`]: ends an experiment early.
-//! * [`experiment`]: the options and errors of all experiments. [`base`], [`apf`], [`apf_arm64`],
+//! * [`experiment`]: the options and errors of all experiments. [`base`], [`apf`], [`apf::arm64`],
 //!   [`thp`], [`pml`], [`paging`], [`postcopy`], [`restore`], [`migrate`]: the experiments.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
 //! * [`external`]: the same guest program natively and in other machines (QEMU).
 #![forbid(unsafe_code)]
 
 pub mod apf;
-pub mod apf_arm64;
 mod backed;
 pub mod base;
 mod exit_cost;

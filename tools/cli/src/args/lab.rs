@@ -179,7 +179,7 @@ impl Experiment {
     const fn parts(self) -> &'static [&'static str] {
         match self {
             Self::Apf => lacuna_lab::apf::PARTS,
-            Self::ApfArm64 => lacuna_lab::apf_arm64::PARTS,
+            Self::ApfArm64 => lacuna_lab::apf::arm64::PARTS,
             Self::Thp => lacuna_lab::thp::PARTS,
             Self::Pml => lacuna_lab::pml::PARTS,
             Self::Paging => lacuna_lab::paging::PARTS,

@@ -3,13 +3,20 @@
 //!
 //! The experiment is the soft backend's: the same guest image, the same slices, the same arms, over
 //! the backend interface. One thing differs. KVM has no [`ApfSwitch`](lacuna_machine::ApfSwitch):
-//! it offers async page faults for the whole life of a VM. So *on* and *off* are two VMs, one after
-//! the other, each with the worker alone in turns. The figure is a share of the worker's speed
-//! alone, and the two VMs are not compared with each other.
+//! it offers async page faults for the whole life of a VM. So each arm is a VM of its own, one
+//! after the other, with the worker alone in turns. The figure is a share of the worker's speed
+//! alone, and the VMs are not compared with each other.
 //!
-//! *Off* is not a vCPU that sleeps until the page is there. KVM halts the vCPU while a worker
-//! thread of the kernel fetches the page. The guest's timer tick ends that halt, so a time slice of
-//! the guest still ends in time.
+//! | part | arm | a missing page |
+//! |---|---|---|
+//! | `kvm` | on | is swapped out; KVM notifies the guest |
+//! | | off | the same, and KVM halts the vCPU while a worker thread of the kernel fetches it |
+//! | `source` | both | exits; the run loop accepts, and asks the source; the guest is notified |
+//! | | exits alone | exits; the guest is offered no async page faults: its vCPU waits |
+//! | | async faults alone | no exit: the backend asks the source and notifies the guest |
+//!
+//! The guest's timer tick ends KVM's halt, so a time slice of the guest still ends in time. A page
+//! is missing from a source once, so that guest's memory is larger than what the faulter touches.
 //!
 //! The figure is for the mechanism, also on a host that emulates every instruction of the guest's
 //! kernel (`kvm_pvm`: about 1 us each). Four choices keep the cost of emulation out of the figure.
@@ -21,26 +28,34 @@
 //! * Slices are short and many, because such hosts are disturbed for a second or more at times.
 
 use super::SLICE_US;
-use super::slices::{Arm, Pace, Role, Runs, take_turns};
-use crate::experiment::{LabError, Options};
+use super::slices::{Arm, Gain, Pace, Role, Runs, take_turns};
+use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Measured, image, on};
-use crate::stats::{Rounds, Summary};
-use lacuna_addr::PageCount;
+use crate::stats::Summary;
+use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_guest::status::{Apf as Counters, Kind};
 use lacuna_kvm::{LatencySetting, VmBuilder};
-use lacuna_machine::{Apf, Arch, Builder, Vm};
+use lacuna_machine::{
+    Apf, Arch, Builder, MemorySlots as _, PageRequest, PageSource, SlotFlags, Vm,
+};
 use serde_json::json;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// The number of steps that [`measure`] reports as progress.
-pub const STEPS: u64 = 2;
+pub const STEPS: u64 = 2 + SOURCE_ARMS.len() as u64;
 
 const FAULTS: &str = "apf.kvm.faults";
 const FAULTS_BAR: f64 = 1000.0;
+const SOURCE: &str = "apf.kvm.source_share_percent.1ms";
+/// Guest memory whose pages are swapped out, and whose pages a source provides.
 const MEMORY_MIB: u64 = 64;
 const RESIDENT_MIB: u64 = 16;
+const SOURCE_MIB: u64 = 256;
 /// The guest's timer tick, in microseconds.
 const TICK_US: u64 = SLICE_US;
 /// How often a paused thread looks whether its pause is over, in milliseconds.
@@ -48,30 +63,20 @@ const LOOK_MS: u64 = 50;
 /// How long announced tokens may take to return once the faulter is paused.
 const COME_BACK: Duration = Duration::from_secs(60);
 
-/// A page's latency in milliseconds, its word in the id, and the bar of the share.
-const LATENCIES: [(u64, &str, f64); 2] = [(1, "1ms", 85.0), (5, "5ms", 95.0)];
+/// A page's latency in milliseconds, and the bar of the share.
+const LATENCIES: [(u64, f64); 2] = [(1, 85.0), (5, 95.0)];
+/// The latency of a source.
+const SOURCE_MS: u64 = 1;
 
-/// The ids of its results.
-pub fn ids() -> impl Iterator<Item = String> {
-    let shares = LATENCIES.map(|(_, word, _)| id(word));
-    shares.into_iter().chain([FAULTS.to_owned()])
-}
+/// The arms with a source: whether the guest is offered async page faults, and the slots' flags.
+const SOURCE_ARMS: [(&str, Apf, SlotFlags); 3] = [
+    ("both", Apf::On, SlotFlags::EXIT_ON_MISSING),
+    ("exits_alone", Apf::Off, SlotFlags::EXIT_ON_MISSING),
+    ("async_alone", Apf::On, SlotFlags::empty()),
+];
 
-fn id(word: &str) -> String {
-    format!("apf.kvm.task_share_percent.{word}")
-}
-
-pub(super) fn pace(options: &Options, apf: Apf) -> Pace {
-    let rounds = match (options.quick, apf) {
-        (true, _) => 2,
-        (false, Apf::On) => 24,
-        (false, Apf::Off) => 4,
-    };
-    Pace {
-        rounds: Rounds::Count(rounds),
-        slice: Duration::from_millis(100),
-        settle: Duration::from_millis(LOOK_MS + 10),
-    }
+fn id(ms: u64) -> String {
+    format!("apf.kvm.task_share_percent.{ms}ms")
 }
 
 /// `apf.kvm.*`; skipped without a usable `/dev/kvm`.
@@ -80,40 +85,98 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    if let Err(why) = lacuna_kvm::available() {
-        ids().for_each(|id| report.skip(id, &why));
-        return Ok(());
+    type Part = fn(&Options, &mut Report, &Progress) -> Result<(), LabError>;
+    let shares = LATENCIES.map(|(ms, _)| id(ms));
+    let parts: [(_, Vec<String>, Part); 2] = [
+        ("kvm", [&shares[..], &[FAULTS.into()]].concat(), swapped),
+        ("source", vec![SOURCE.into()], provided),
+    ];
+    for (part, ids, measure) in parts {
+        if !options.wants_x86(part, ids.clone(), report) {
+            continue;
+        }
+        match lacuna_kvm::available() {
+            Ok(()) => {
+                let done = measure(options, report, progress);
+                skip_if_busy(report, ids, done)?;
+            }
+            Err(why) => ids.into_iter().for_each(|id| report.skip(id, &why)),
+        }
     }
-    progress.step("/dev/kvm, with asynchronous faults")?;
-    let on = shares_on_kvm(options, Apf::On)?;
-    progress.step("/dev/kvm, without")?;
-    let off = shares_on_kvm(options, Apf::Off)?;
-    let share = |of: &Shares, beside| -> Result<Vec<Summary>, LabError> {
-        let ratio = |runs: &Runs| runs.ratio(Arm::Alone, beside, Role::Workers);
-        let ratios = of.runs.iter().map(ratio);
-        ratios.map(|ratio| Ok(ratio?.scaled(100.0))).collect()
+    Ok(())
+}
+
+fn pace(options: &Options, apf: Apf) -> Pace {
+    let rounds = match (options.quick, apf) {
+        (true, _) => 2,
+        (false, Apf::On) => 24,
+        (false, Apf::Off) => 4,
     };
+    Pace::new(rounds, 100, LOOK_MS + 10)
+}
+
+/// The command line of `bm`, with `more`.
+fn words(more: &str) -> String {
+    format!(
+        "workers=1 faulters=1 processes=0 look_ms={LOOK_MS} {more} seconds=1000000 \
+         slice_us={SLICE_US} tick_us={TICK_US}"
+    )
+}
+
+/// The worker's share of its speed alone, in percent.
+fn share(runs: &Runs, apf: Apf) -> Result<Summary, LabError> {
+    let gain = Gain::new(Arm::ALONE, Arm::beside(apf), Role::Workers);
+    Ok(runs.ratio(gain)?.scaled(100.0))
+}
+
+/// Part `kvm`: swapped-out pages, at each of [`LATENCIES`].
+fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
+    let in_vm = |apf| {
+        let sizes = [MEMORY_MIB, RESIDENT_MIB];
+        let [memory, resident] = sizes.map(|mib| PageCount::from_bytes(mib << 20));
+        let builder = VmBuilder {
+            apf,
+            command_line: words("populate=1"),
+            ..VmBuilder::new(memory, resident)
+        };
+        shares(&builder, &builder.latency, apf, pace(options, apf))
+    };
+    progress.step("/dev/kvm, with asynchronous faults")?;
+    let (on, counters) = in_vm(Apf::On)?;
+    progress.step("/dev/kvm, without")?;
+    let (off, _) = in_vm(Apf::Off)?;
+    let results = LATENCIES.iter().zip(on.iter().zip(&off));
+    let results = results.map(|((ms, bar), (on, off))| {
+        let result = on.result(id(*ms), Gain::SHARE)?.bar(*bar);
+        Ok::<_, LabError>((result, share(off, Apf::Off)?))
+    });
     // All shares before the first result: on a busy machine all are skipped.
-    let (with, without) = (share(&on, Arm::On)?, share(&off, Arm::Off)?);
-    for (at, (ms, word, bar)) in LATENCIES.into_iter().enumerate() {
-        let (runs, with, without) = (&on.runs[at], with[at], without[at]);
-        report.detail(runs.table(&format!("/dev/kvm, {ms} ms of injected latency, on")));
-        report.detail(off.runs[at].table(&format!("/dev/kvm, {ms} ms of injected latency, off")));
+    let results = results.collect::<Result<Vec<_>, _>>()?;
+    for (at, (result, without)) in results.into_iter().enumerate() {
+        let title = format!("/dev/kvm, {} ms of injected latency", LATENCIES[at].0);
+        report.detail(on[at].table(&format!("{title}, on")));
+        report.detail(off[at].table(&format!("{title}, off")));
         report.say(format!(
-            "/dev/kvm, {ms} ms of injected latency: beside a faulter, a worker keeps {:.0} % of \
-             its speed with asynchronous faults, and {:.0} % without. Both are threads of one \
-             process.",
-            with.median, without.median,
+            "{title}: beside a faulter, a worker keeps {:.0} % of its speed with asynchronous \
+             faults, and {:.0} % without. Both are threads of one process.",
+            result.value, without.median,
         ));
-        let result = Measurement::new(id(word), "%", Better::Higher, with).bar(bar);
         report.push(
-            with_params(result, pace(options, Apf::On))
-                .arm("alone", runs.arm(Arm::Alone, Role::Workers))
-                .arm("on", runs.arm(Arm::On, Role::Workers))
+            pace(options, Apf::On)
+                .with_params(result)
+                .param("memory_mib", MEMORY_MIB)
+                .param("resident_mib", RESIDENT_MIB)
+                .param("vcpus", 1)
+                .param("workers", 1)
+                .param("faulters", 1)
+                .param("guest_slice_us", SLICE_US)
+                .param("guest_tick_us", TICK_US)
+                .param("guest_processes", 1)
+                .param("guest_look_ms", LOOK_MS)
                 .arm("share_percent_off", without),
         );
     }
-    report.push(faults(on.counters));
+    report.push(faults(counters));
     Ok(())
 }
 
@@ -127,17 +190,12 @@ fn faults(counters: Counters) -> Measurement {
         idle,
         lost,
     } = counters;
-    let matched = if not_present == ready && lost == 0 {
-        not_present
-    } else {
-        0
+    let matched = match not_present == ready && lost == 0 {
+        true => not_present,
+        false => 0,
     };
-    let result = Measurement::new(
-        FAULTS,
-        "faults",
-        Better::Higher,
-        Summary::of(&[f64::from(matched)]),
-    );
+    let summary = Summary::of(&[f64::from(matched)]);
+    let result = Measurement::new(FAULTS, "faults", Better::Higher, summary);
     result.bar(FAULTS_BAR).arm(
         "guest",
         json!({"not_present": not_present, "ready": ready, "wake_all": wake_all,
@@ -145,51 +203,23 @@ fn faults(counters: Counters) -> Measurement {
     )
 }
 
-/// The command line of `bm`, with `more`.
-pub(super) fn words(more: &str) -> String {
-    format!(
-        "workers=1 faulters=1 processes=0 look_ms={LOOK_MS} {more} seconds=1000000 \
-         slice_us={SLICE_US} tick_us={TICK_US}"
-    )
-}
-
-struct Shares {
-    /// One for each of [`LATENCIES`].
-    runs: Vec<Runs>,
-    /// The guest's counters when no page was on its way any more, or after [`COME_BACK`].
-    counters: Counters,
-}
-
-fn shares_on_kvm(options: &Options, apf: Apf) -> Result<Shares, LabError> {
-    let [memory, resident] = [MEMORY_MIB, RESIDENT_MIB].map(|mib| PageCount::from_bytes(mib << 20));
-    let builder = VmBuilder {
-        apf,
-        command_line: words("populate=1"),
-        ..VmBuilder::new(memory, resident)
-    };
-    shares(&builder, &builder.latency, apf, pace(options, apf))
-}
-
-/// The worker alone, and beside the faulter, at each of [`LATENCIES`]; on any backend.
+/// The worker alone, and beside the faulter, at each of [`LATENCIES`]; on any backend. Returns also
+/// the guest's counters when no page was on its way any more, or after [`COME_BACK`].
 fn shares<B: Builder>(
     builder: &B,
     latency: &LatencySetting,
     apf: Apf,
     pace: Pace,
-) -> Result<Shares, LabError>
+) -> Result<(Vec<Runs>, Counters), LabError>
 where
     B::Vm: Measured,
     LabError: From<<B::Vm as Vm>::Error>,
 {
-    let beside = match apf {
-        Apf::On => Arm::On,
-        Apf::Off => Arm::Off,
-    };
     on(builder, &image(Arch::X86_64, "bm")?, |session| {
         session.guest.prepared()?;
-        let run = |(ms, _, _)| {
+        let run = |(ms, _)| {
             latency.set(Duration::from_millis(ms));
-            take_turns(session, &[Arm::Alone, beside], pace)
+            take_turns(session, &[Arm::ALONE, Arm::beside(apf)], pace, |_| ())
         };
         let runs = LATENCIES.into_iter().map(run).collect::<Result<_, _>>()?;
         session.guest.pause(&[Kind::Faulter])?;
@@ -199,25 +229,90 @@ where
             let counters = session.guest.status()?.apf;
             // If a token is lost, this is no error: the result is that no fault counts.
             if counters.not_present == counters.ready || Instant::now() > deadline {
-                return Ok(Shares { runs, counters });
+                return Ok((runs, counters));
             }
         }
     })
 }
 
-fn with_params(result: Measurement, pace: Pace) -> Measurement {
-    result
-        .param("memory_mib", MEMORY_MIB)
-        .param("resident_mib", RESIDENT_MIB)
+/// Part `source`.
+fn provided(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
+    let mut all = Vec::new();
+    for (name, apf, flags) in SOURCE_ARMS {
+        progress.step(format!("/dev/kvm, pages from a source, {name}"))?;
+        let memory = PageCount::from_bytes(SOURCE_MIB << 20);
+        let builder = VmBuilder {
+            apf,
+            source: Some(Late::start()),
+            command_line: words("populate=0"),
+            ..VmBuilder::new(memory, memory)
+        };
+        let runs = on(&builder, &image(Arch::X86_64, "bm")?, |session| {
+            session.guest.prepared()?;
+            for slot in session.vm.memory_slots() {
+                session.vm.set_slot_flags(slot.id, flags)?;
+            }
+            let arms = [Arm::ALONE, Arm::beside(apf)];
+            take_turns(session, &arms, pace(options, Apf::On), |_| ())
+        })?;
+        let pages = runs.rate(Arm::beside(apf), Role::Faulters);
+        all.push((name, share(&runs, apf)?, pages, runs));
+    }
+    let (_, both, ..) = all[0];
+    let mut result = Measurement::new(SOURCE, "%", Better::Higher, both)
+        .param("memory_mib", SOURCE_MIB)
         .param("vcpus", 1)
         .param("workers", 1)
         .param("faulters", 1)
-        .param("guest_slice_us", SLICE_US)
-        .param("guest_tick_us", TICK_US)
-        .param("guest_processes", 1)
-        .param("guest_look_ms", LOOK_MS)
-        .param("slice_ms", super::ms(pace.slice))
-        .param("settle_ms", super::ms(pace.settle))
+        .param("injected_latency_ms", SOURCE_MS)
+        .param("guest_slice_us", SLICE_US);
+    for (name, share, pages, runs) in all {
+        let title = format!("/dev/kvm, a source {SOURCE_MS} ms (injected) away, {name}");
+        report.detail(runs.table(&title));
+        report.say(format!(
+            "{title}: beside a faulter, a worker keeps {:.0} % of its speed, and the faulter makes \
+             {:.0} accesses a second.",
+            share.median, pages.median,
+        ));
+        result = result
+            .arm(&format!("share_percent_{name}"), share)
+            .arm(&format!("faulter_{name}"), pages);
+    }
+    report.push(result);
+    Ok(())
+}
+
+/// A source of zeros. Each page comes [`SOURCE_MS`] after its request.
+#[derive(Debug)]
+struct Late(Mutex<Sender<(Instant, PageRequest)>>);
+
+impl Late {
+    /// A source whose thread ends when it is dropped.
+    fn start() -> Arc<Self> {
+        let (sender, requests) = channel::<(Instant, PageRequest)>();
+        thread::spawn(move || {
+            // All requests have the same delay, so they are due in their order.
+            for (due, request) in requests {
+                thread::sleep(due.saturating_duration_since(Instant::now()));
+                // Late: the VM has ended.
+                let _ = request.provide(&[0; PAGE_SIZE]);
+            }
+        });
+        Arc::new(Self(Mutex::new(sender)))
+    }
+}
+
+impl PageSource for Late {
+    fn describe(&self) -> String {
+        format!("zeros, {SOURCE_MS} ms away")
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let due = Instant::now() + Duration::from_millis(SOURCE_MS);
+        let sender = self.0.lock().expect("no panic under this lock");
+        // A dropped request says that the page is lost.
+        let _ = sender.send((due, request));
+    }
 }
 
 #[cfg(test)]
@@ -229,12 +324,7 @@ mod tests {
     #[test]
     fn the_experiment_is_the_same_on_soft() {
         needs_guests();
-        let pace = Pace {
-            rounds: Rounds::Count(1),
-            slice: Duration::from_millis(50),
-            settle: Duration::from_millis(LOOK_MS + 10),
-        };
-        for (apf, beside) in [(Apf::On, Arm::On), (Apf::Off, Arm::Off)] {
+        for apf in [Apf::On, Apf::Off] {
             let counters = eventually(|| {
                 let [memory, resident] = [32, 8].map(|mib| PageCount::from_bytes(mib << 20));
                 let builder = lacuna_soft::VmBuilder {
@@ -242,40 +332,38 @@ mod tests {
                     command_line: words("populate=1"),
                     ..builder(memory, resident, 1)
                 };
-                let Shares { runs, counters } =
-                    shares(&builder, &builder.latency, apf, pace).unwrap();
+                let pace = Pace::new(1, 50, LOOK_MS + 10);
+                let (runs, counters) = shares(&builder, &builder.latency, apf, pace).unwrap();
                 assert_eq!(runs.len(), LATENCIES.len());
-                let faulted = |runs: &Runs| runs.rate(beside, Role::Faulters).median > 0.0;
+                let rate = |runs: &Runs| runs.rate(Arm::beside(apf), Role::Faulters).median;
                 let notified = apf == Apf::Off || counters.not_present > 0;
-                match notified && runs.iter().all(faulted) {
+                match notified && runs.iter().all(|runs| rate(runs) > 0.0) {
                     true => Ok(counters),
                     false => Err(format!("no step of the faulter, or no event: {counters:?}")),
                 }
             });
-            let Counters {
-                not_present,
-                ready,
-                lost,
-                ..
-            } = counters;
-            assert_eq!((not_present > 0, lost), (apf == Apf::On, 0));
-            assert_eq!(not_present, ready, "nothing is on its way any more");
+            assert_eq!(
+                (counters.not_present > 0, counters.lost),
+                (apf == Apf::On, 0)
+            );
+            // Nothing is on its way any more.
+            assert_eq!(counters.not_present, counters.ready);
         }
     }
 
     #[test]
     fn faults_count_only_when_every_token_came_back() {
-        let counters = |ready, lost| Counters {
-            not_present: 2000,
-            ready,
-            wake_all: 1,
-            dummies: 3,
-            idle: 0,
-            lost,
-        };
-        assert_eq!(faults(counters(2000, 0)).value, 2000.0);
-        assert_eq!(faults(counters(2000, 0)).met, Some(true));
-        assert_eq!(faults(counters(1999, 0)).met, Some(false));
-        assert_eq!(faults(counters(2000, 1)).met, Some(false));
+        for (ready, lost, value) in [(2000, 0, 2000.0), (1999, 0, 0.0), (2000, 1, 0.0)] {
+            let counters = Counters {
+                not_present: 2000,
+                ready,
+                wake_all: 1,
+                dummies: 3,
+                idle: 0,
+                lost,
+            };
+            let result = faults(counters);
+            assert_eq!((result.value, result.met), (value, Some(value > 0.0)));
+        }
     }
 }

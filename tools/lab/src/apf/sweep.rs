@@ -17,14 +17,14 @@
 //! upper end from the lower ends of both ratios, and its lower end from the upper ends. The bar is
 //! for the upper end. The break-even is infinite if not even the longest latency qualifies.
 
-use super::slices::{Arm, Pace, Role, Runs, take_turns};
+use super::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role, take_turns};
 use super::{bm, with_params};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stalls::{STALLS, stalls_text};
-use crate::stats::{Rounds, Summary};
+use crate::stats::Summary;
 use lacuna_soft::{LatencySetting, Swap, Vm};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -35,7 +35,6 @@ const BAR_US: f64 = 100.0;
 pub const ID: &str = "apf.break_even_us";
 /// If a null's interval reaches farther from 1 than this, its latency is not judged.
 const NOISE_MAX: f64 = 0.2;
-const ARMS: [Arm; 3] = [Arm::Off, Arm::OffAgain, Arm::On];
 
 /// The number of steps that [`measure`] reports as progress.
 pub fn steps(options: &Options) -> usize {
@@ -49,11 +48,12 @@ fn latencies(options: &Options) -> impl Iterator<Item = u64> + use<> {
 
 fn pace(options: &Options, latency: Duration) -> Pace {
     let (rounds, slice) = if options.quick { (2, 50) } else { (9, 80) };
+    let pace = Pace::new(rounds, slice, 15);
     Pace {
-        rounds: Rounds::Count(rounds),
         // Long enough for some faults, also at a long latency.
-        slice: Duration::from_millis(slice).max(25 * latency),
-        settle: Duration::from_millis(15).max(3 * latency),
+        slice: pace.slice.max(25 * latency),
+        settle: pace.settle.max(3 * latency),
+        ..pace
     }
 }
 
@@ -74,7 +74,7 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    let builder = bm(options.arch, Swap::Memory);
+    let builder = bm(options.arch, Swap::Memory, "");
     let points = on(&builder, &image(options.arch, "bm")?, |session| {
         session.guest.prepared()?;
         latencies(options)
@@ -97,23 +97,28 @@ fn point(
 ) -> Result<Point, LabError> {
     let latency = Duration::from_micros(us);
     setting.set(latency);
-    let runs = take_turns(session, &ARMS, pace(options, latency))?;
-    let ratio = |arm, role| runs.ratio(Arm::Off, arm, role);
+    let runs = take_turns(session, &OFF_NULL_ON, pace(options, latency), |_| ())?;
+    let [workers, faulters] = [runs.ratio(Gain::WORKERS)?, runs.ratio(Gain::FAULTERS)?];
     let nulls = [
-        ratio(Arm::OffAgain, Role::Workers)?,
-        ratio(Arm::OffAgain, Role::Faulters)?,
+        runs.ratio(Gain::WORKERS.null())?,
+        runs.ratio(Gain::FAULTERS.null())?,
     ];
-    let (workers, faulters) = (
-        ratio(Arm::On, Role::Workers)?,
-        ratio(Arm::On, Role::Faulters)?,
-    );
+    let both = |arm| {
+        let [workers, faulters] = [Role::Workers, Role::Faulters].map(|role| runs.arm(arm, role));
+        json!({"workers": workers, "faulters": faulters})
+    };
+    let [null_workers, null_faulters] = nulls.map(Value::from);
     Ok(Point {
         us,
         workers,
         faulters,
         noise: noise(&nulls),
-        stalls: [Arm::Off, Arm::On].map(|arm| stalls_text(runs.stalls(arm))),
-        arms: arms(&runs, workers, faulters, nulls),
+        stalls: [Arm::OFF, Arm::ON].map(|arm| stalls_text(runs.stalls(arm))),
+        arms: json!({
+            "worker_ratio": Value::from(workers), "faulter_ratio": Value::from(faulters),
+            "null": {"workers": null_workers, "faulters": null_faulters},
+            "off": both(Arm::OFF), "on": both(Arm::ON),
+        }),
     })
 }
 
@@ -121,17 +126,6 @@ fn point(
 fn noise(nulls: &[Summary]) -> f64 {
     let ends = nulls.iter().flat_map(|null| [null.low, null.high]);
     ends.map(|end| (end - 1.0).abs()).fold(0.0, f64::max)
-}
-
-fn arms(runs: &Runs, workers: Summary, faulters: Summary, [a, b]: [Summary; 2]) -> Value {
-    json!({
-        "worker_ratio": Value::from(workers), "faulter_ratio": Value::from(faulters),
-        "null": {"workers": Value::from(a), "faulters": Value::from(b)},
-        "off": {"workers": runs.arm(Arm::Off, Role::Workers),
-                "faulters": runs.arm(Arm::Off, Role::Faulters)},
-        "on": {"workers": runs.arm(Arm::On, Role::Workers),
-               "faulters": runs.arm(Arm::On, Role::Faulters)},
-    })
 }
 
 /// The smallest latency from which on `no_worse` holds; infinite if there is none.
@@ -199,16 +193,6 @@ fn record(points: &[Point], pace: Pace) -> Measurement {
 mod tests {
     use super::*;
 
-    fn summary(low: f64, median: f64, high: f64) -> Summary {
-        Summary {
-            median,
-            low,
-            high,
-            runs: 6,
-            coverage: 0.97,
-        }
-    }
-
     fn point(us: u64, workers: Summary, faulters: Summary) -> Point {
         Point {
             us,
@@ -220,25 +204,19 @@ mod tests {
         }
     }
 
-    const PACE: Pace = Pace {
-        rounds: Rounds::Count(6),
-        slice: Duration::ZERO,
-        settle: Duration::ZERO,
-    };
-
     /// Workers and faulters must both do no worse, at this latency and all longer ones.
     #[test]
     fn break_even_is_where_no_process_loses_any_more() {
-        let good = summary(1.1, 1.2, 1.3);
+        let good = Summary::example(1.1, 1.2, 1.3);
         let points = [
             point(10, good, good),
-            point(20, good, summary(0.8, 0.9, 0.95)),
-            point(50, summary(0.9, 0.97, 1.0), good),
-            point(100, good, summary(0.97, 0.99, 1.1)),
-            point(200, summary(0.98, 1.0, 1.1), good),
+            point(20, good, Summary::example(0.8, 0.9, 0.95)),
+            point(50, Summary::example(0.9, 0.97, 1.0), good),
+            point(100, good, Summary::example(0.97, 0.99, 1.1)),
+            point(200, Summary::example(0.98, 1.0, 1.1), good),
             point(500, good, good),
         ];
-        let result = record(&points, PACE);
+        let result = record(&points, Pace::new(6, 0, 0));
         assert_eq!((result.min, result.value, result.max), (50.0, 100.0, 200.0));
         assert_eq!(result.met, Some(false));
         assert_eq!(result.arms.keys().next().unwrap(), "00010us");
@@ -246,14 +224,14 @@ mod tests {
 
     #[test]
     fn without_a_break_even_the_bar_is_missed() {
-        let bad = summary(0.5, 0.6, 0.7);
-        let good = summary(1.1, 1.2, 1.3);
+        let bad = Summary::example(0.5, 0.6, 0.7);
+        let good = Summary::example(1.1, 1.2, 1.3);
         let noisy = Point {
             noise: 0.3,
             ..point(10, good, good)
         };
         for points in [[point(10, bad, bad)], [noisy]] {
-            let result = record(&points, PACE);
+            let result = record(&points, Pace::new(6, 0, 0));
             assert_eq!(result.value, f64::INFINITY);
             assert_eq!(result.met, Some(false));
         }
@@ -261,7 +239,10 @@ mod tests {
 
     #[test]
     fn noise_is_the_farthest_end_of_the_nulls() {
-        let nulls = [summary(0.97, 1.0, 1.01), summary(0.99, 1.0, 1.05)];
+        let nulls = [
+            Summary::example(0.97, 1.0, 1.01),
+            Summary::example(0.99, 1.0, 1.05),
+        ];
         assert!((noise(&nulls) - 0.05).abs() < 1e-12);
     }
 }

@@ -1,7 +1,7 @@
 //! Instructions a second of one program: on a soft vCPU, natively, and in QEMU, in turns.
 
 use crate::experiment::{LabError, Options};
-use crate::external::{ExternalError, Phases, QemuMachine, bochs, native, qemu_tcg};
+use crate::external::{ExternalError, Phases, bochs, native, qemu_tcg};
 use crate::first_look::{Found, Row};
 use crate::fixture::resident;
 use crate::report::{Progress, short};
@@ -215,21 +215,15 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
 
 fn run_native(test: &Test, iterations: u64) -> Result<f64, ExternalError> {
     let arguments = arguments(test, iterations);
-    let run = native(
-        native_cpubench(),
-        &arguments.each_ref().map(String::as_str),
-        LIMIT,
-    )?;
-    Ok(rate(run.phases.first()).unwrap_or(f64::NAN))
+    let arguments = arguments.each_ref().map(String::as_str);
+    let phases = native(native_cpubench(), &arguments, LIMIT)?;
+    Ok(rate(phases.first()).unwrap_or(f64::NAN))
 }
 
 fn run_qemu(elf: &std::path::Path, test: &Test, iterations: u64) -> Result<f64, ExternalError> {
-    let machine = QemuMachine {
-        memory_mib: MEMORY_MIB,
-        vcpus: 1,
-    };
-    let run = qemu_tcg(elf, &arguments(test, iterations).join(" "), machine, LIMIT)?;
-    Ok(rate(run.phases.first()).unwrap_or(f64::NAN))
+    let append = arguments(test, iterations).join(" ");
+    let phases = qemu_tcg(elf, &append, MEMORY_MIB, LIMIT)?;
+    Ok(rate(phases.first()).unwrap_or(f64::NAN))
 }
 
 /// Millions of instructions a second.
