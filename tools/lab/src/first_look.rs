@@ -83,9 +83,8 @@ pub struct Found {
 pub struct FirstLook {
     /// Its JSON form.
     pub report: Report,
-    rows: Vec<Row>,
-    /// The times that move the ratio of each row, in words.
-    beside: Vec<String>,
+    /// Each with the times that move its ratio, in words.
+    rows: Vec<(Row, String)>,
     /// The speed of the vCPU, beside native speed.
     speed: Option<Row>,
 }
@@ -133,15 +132,11 @@ fn arm64_apf(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
 fn beside(results: &[Measurement]) -> String {
     let times = results.iter().filter(|result| result.unit == "us");
     let words = times.filter_map(|result| {
-        let name = result
-            .id
-            .split('.')
-            .find_map(|word| word.strip_suffix("_us"))?;
-        Some(format!(
-            "{} {} us",
-            name.replace('_', "-"),
-            figure(result.value)
-        ))
+        let mut words = result.id.split('.');
+        let name = words
+            .find_map(|word| word.strip_suffix("_us"))?
+            .replace('_', "-");
+        Some(format!("{name} {} us", figure(result.value)))
     });
     let words: Vec<String> = words.collect();
     match &words[..] {
@@ -161,7 +156,6 @@ impl FirstLook {
         Self {
             report,
             rows: Vec::new(),
-            beside: Vec::new(),
             speed: None,
         }
     }
@@ -187,8 +181,7 @@ impl FirstLook {
             if system == SPEED {
                 self.speed = Some(row);
             } else {
-                self.rows.push(row);
-                self.beside.push(beside(&results));
+                self.rows.push((row, beside(&results)));
             }
             self.report.begin(arch);
             results
@@ -210,28 +203,18 @@ impl FirstLook {
     pub fn text(&self) -> String {
         let mut text = wrap(ABOUT);
         text.push_str("\n\n");
-        let figures = self.rows.iter().map(Row::figures);
-        let header = std::iter::once(HEADER.map(str::to_owned));
-        let lines: Vec<_> = header.chain(figures).collect();
-        let aligned = align(&lines);
+        let header = HEADER.map(str::to_owned);
+        let figures = self.rows.iter().map(|(row, _)| row.figures());
+        let aligned = align(&std::iter::once(header).chain(figures).collect::<Vec<_>>());
         let mut lines = aligned.lines();
         let _ = writeln!(text, "{}", lines.next().unwrap_or_default());
-        let beside = self.beside.iter().map(String::as_str);
-        let rows = self.rows.iter().zip(beside.chain(std::iter::repeat("")));
-        for ((row, beside), figures) in rows.zip(lines) {
+        for ((row, beside), figures) in self.rows.iter().zip(lines) {
             let _ = writeln!(text, "{}: {}{beside}\n{figures}", row.system, row.what);
         }
-        if let Some(Row {
-            system,
-            what,
-            without,
-            with,
-            ratio,
-            ..
-        }) = &self.speed
-        {
-            let share = figure(ratio.median);
-            let _ = writeln!(text, "{system}: {with}, {share} of {without}; {what}");
+        if let Some(row) = &self.speed {
+            let (share, system) = (figure(row.ratio.median), row.system);
+            let (with, without) = (&row.with, &row.without);
+            let _ = writeln!(text, "{system}: {with}, {share} of {without}; {}", row.what);
         }
         for alike in self.report.skipped.chunk_by(|a, b| a.why == b.why) {
             let ids: Vec<&str> = alike.iter().map(|skipped| &*skipped.id).collect();
@@ -275,16 +258,6 @@ mod tests {
     use super::*;
     use crate::result::Better;
 
-    fn summary(low: f64, median: f64, high: f64) -> Summary {
-        Summary {
-            median,
-            low,
-            high,
-            runs: 12,
-            coverage: 0.96,
-        }
-    }
-
     fn row(system: &'static str, ratio: Summary) -> Row {
         Row {
             system,
@@ -292,23 +265,23 @@ mod tests {
             without: "12345 M/s".into(),
             with: "123456 M/s".into(),
             ratio,
-            null: summary(0.987, 1.0, 1.012),
+            null: Summary::example(0.987, 1.0, 1.012),
             published: "2.1x (cover",
         }
     }
 
     fn look(rows: Vec<Row>) -> FirstLook {
         let mut look = FirstLook::new("lacuna");
-        look.rows = rows;
+        look.rows = rows.into_iter().map(|row| (row, String::new())).collect();
         look
     }
 
     /// Every row, every skip with a long reason, and an early end.
     #[test]
     fn the_longest_look_has_forty_lines_of_a_hundred_columns() {
-        let ratio = summary(0.987, 123.4, 12345.6);
+        let ratio = Summary::example(0.987, 123.4, 12345.6);
         let mut look = look(PARTS.map(|(system, ..)| row(system, ratio)).into());
-        look.speed = look.rows.pop();
+        look.speed = look.rows.pop().map(|(row, _)| row);
         for id in ["apf.kvm", "pml.kvm"] {
             let why = format!("{id}: {}", "no reason is longer than this one ".repeat(4));
             look.report.skip(id, why);
@@ -327,8 +300,8 @@ mod tests {
     #[test]
     fn a_row_is_a_heading_and_its_figures_under_the_names_of_the_columns() {
         let rows = vec![
-            row("x86 async page faults", summary(1.9, 1.99, 2.1)),
-            row("page-modification logging", summary(0.9, 1.2, 1.5)),
+            row("x86 async page faults", Summary::example(1.9, 1.99, 2.1)),
+            row("page-modification logging", Summary::example(0.9, 1.2, 1.5)),
         ];
         let mut look = look(rows);
         look.report.host.date = "2026-01-31T00:00:00Z".into();
@@ -348,13 +321,13 @@ mod tests {
     fn an_interval_around_one_or_of_few_rounds_decides_nothing() {
         let few = Summary {
             runs: 2,
-            ..summary(1.9, 2.0, 2.1)
+            ..Summary::example(1.9, 2.0, 2.1)
         };
         for (ratio, decided) in [
-            (summary(1.01, 1.1, 1.2), true),
-            (summary(0.8, 0.9, 0.99), true),
-            (summary(0.99, 1.1, 1.2), false),
-            (summary(1.0, 1.1, 1.2), false),
+            (Summary::example(1.01, 1.1, 1.2), true),
+            (Summary::example(0.8, 0.9, 0.99), true),
+            (Summary::example(0.99, 1.1, 1.2), false),
+            (Summary::example(1.0, 1.1, 1.2), false),
             (few, false),
         ] {
             assert_eq!(row("x", ratio).is_decided(), decided, "{ratio:?}");
@@ -364,13 +337,11 @@ mod tests {
     /// The times among a row's results are in its heading, and the vCPU's speed is no row.
     #[test]
     fn what_moves_a_ratio_is_beside_it() {
-        let time = |id: &str| Measurement::new(id, "us", Better::Lower, summary(20.0, 21.5, 30.0));
-        let ratio = Measurement::new(
-            "thp.call.elsewhere",
-            "x",
-            Better::Higher,
-            summary(6.0, 7.0, 8.0),
-        );
+        let time = |id: &str| {
+            Measurement::new(id, "us", Better::Lower, Summary::example(20.0, 21.5, 30.0))
+        };
+        let ratio = Summary::example(6.0, 7.0, 8.0);
+        let ratio = Measurement::new("thp.call.elsewhere", "x", Better::Higher, ratio);
         assert_eq!(beside(std::slice::from_ref(&ratio)), "");
         let results = [
             ratio,
@@ -378,28 +349,18 @@ mod tests {
             time("paging.wake_up_us"),
         ];
         assert_eq!(beside(&results), " (shootdown 21.5 us, wake-up 21.5 us)");
-        let mut look = look(vec![row("huge pages, 2012", summary(6.0, 7.0, 8.0))]);
-        look.beside.push(beside(&results));
-        look.speed = Some(row("vCPU", summary(0.3, 0.33, 0.4)));
+        let mut look = look(vec![row(
+            "huge pages, 2012",
+            Summary::example(6.0, 7.0, 8.0),
+        )]);
+        look.rows[0].1 = beside(&results);
+        look.speed = Some(row("vCPU", Summary::example(0.3, 0.33, 0.4)));
         let text = look.text();
-        assert!(
-            text.contains("guest that waits (shootdown 21.5 us, wake-up 21.5 us)\n"),
-            "{text}"
-        );
-        assert!(
-            text.contains("vCPU: 123456 M/s, 0.330 of 12345 M/s; what it gives"),
-            "{text}"
-        );
-    }
-
-    #[test]
-    fn the_json_form_is_that_of_every_report() {
-        let mut look = look(Vec::new());
-        let ratio = summary(1.9, 2.0, 2.1);
-        let result = Measurement::new("apf.worker_ratio.latency_1ms", "x", Better::Higher, ratio);
-        look.report.push(result);
-        let json: serde_json::Value = serde_json::from_str(&look.report.to_json()).unwrap();
-        assert_eq!(json["schema"], 1);
-        assert_eq!(json["results"][0]["id"], "apf.worker_ratio.latency_1ms");
+        for line in [
+            "guest that waits (shootdown 21.5 us, wake-up 21.5 us)\n",
+            "vCPU: 123456 M/s, 0.330 of 12345 M/s; what it gives",
+        ] {
+            assert!(text.contains(line), "{text}");
+        }
     }
 }

@@ -118,9 +118,6 @@ impl Player<'_> {
     }
 
     /// Lets it run until `during` has returned; returns its work.
-    ///
-    /// # Errors
-    /// An error of `during`; and the end of the guest.
     pub fn turn(
         &mut self,
         during: impl FnOnce(&Vm) -> Result<(), LabError>,
@@ -145,9 +142,6 @@ impl Player<'_> {
     }
 
     /// Lets it run for `time`; returns its work.
-    ///
-    /// # Errors
-    /// The end of the guest.
     pub fn run_for(&mut self, time: Duration) -> Result<Done, LabError> {
         self.turn(|_| {
             thread::sleep(time);
@@ -156,9 +150,6 @@ impl Player<'_> {
     }
 
     /// Lets it run for a slice; returns the counts.
-    ///
-    /// # Errors
-    /// The end of the guest.
     pub fn slice(&mut self, slice: Slice) -> Result<Took, LabError> {
         let guest = self.guest;
         let mut took = None;
@@ -193,9 +184,6 @@ impl Player<'_> {
 
 /// Starts a VM with the guest of `cast` for each of `builders`. Each VM starts when the one before
 /// it is prepared and paused. Then carries out `experiment`, and ends the VMs.
-///
-/// # Errors
-/// An error of the experiment or the builders; and a guest that ends before the experiment does.
 pub fn with_players<T>(
     builders: &[VmBuilder],
     cast: Cast,

@@ -200,17 +200,11 @@ mod tests {
 
     #[test]
     fn figures_have_three_digits() {
-        for (value, text) in [
-            (0.0, "0.00"),
-            (0.384, "0.384"),
-            (1.0, "1.00"),
-            (19.951, "20.0"),
-            (840.4, "840"),
-            (12345.6, "12346"),
-            (-3.256, "-3.26"),
-        ] {
-            assert_eq!(figure(value), text);
-        }
+        let figures = [0.0, 0.384, 1.0, 19.951, 840.4, 12345.6, -3.256].map(figure);
+        assert_eq!(
+            figures,
+            ["0.00", "0.384", "1.00", "20.0", "840", "12346", "-3.26"]
+        );
     }
 
     #[test]
@@ -228,32 +222,17 @@ mod tests {
 
     #[test]
     fn rates_and_times_are_short() {
-        let rates = [
-            (640.0, "640"),
-            (12_500.0, "12.5k"),
-            (2e6, "2.0M"),
-            (3.2e11, "320G"),
-        ];
-        for (rate, text) in rates {
-            assert_eq!(short(rate), text);
-        }
-        let times = [(900, "900 ns"), (61_500, "61.5 us"), (2_500_000, "2.5 ms")];
-        for (ns, text) in times {
-            assert_eq!(time(ns), text);
-        }
+        let rates = [640.0, 12_500.0, 2e6, 3.2e11].map(short);
+        assert_eq!(rates, ["640", "12.5k", "2.0M", "320G"]);
+        let times = [900, 61_500, 2_500_000].map(time);
+        assert_eq!(times, ["900 ns", "61.5 us", "2.5 ms"]);
     }
 
     #[test]
     fn a_table_is_aligned_and_names_what_was_missed_or_skipped() {
         let mut report = Report::new("lacuna lab base");
         report.host.date = "2026-01-31T00:00:00Z".into();
-        let summary = Summary {
-            median: 0.38,
-            low: 0.36,
-            high: 0.41,
-            runs: 15,
-            coverage: 0.96,
-        };
+        let summary = Summary::example(0.36, 0.38, 0.41);
         let fault = Measurement::new("fault.soft_vs_host", "x", Better::Lower, summary);
         let rate = Measurement::new(
             "cpu.x86.minstr_per_s.alu",
@@ -268,8 +247,8 @@ mod tests {
         let lines: Vec<&str> = text.lines().collect();
         let expected = [
             "result                      value   95 % interval  runs       bar    wanted",
-            "fault.soft_vs_host        0.380 x  0.360 .. 0.410    15  <= 0.500  <= 0.400  ok",
-            "cpu.x86.minstr_per_s.alu  380 M/s      360 .. 410    15    >= 600            MISSED",
+            "fault.soft_vs_host        0.380 x  0.360 .. 0.410     7  <= 0.500  <= 0.400  ok",
+            "cpu.x86.minstr_per_s.alu  380 M/s      360 .. 410     7    >= 600            MISSED",
             "cpu.x86.vs_qemu_tcg.mem64m  skipped: no QEMU",
         ];
         assert_eq!(lines[..4], expected);

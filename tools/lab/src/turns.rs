@@ -24,9 +24,6 @@ pub enum Last {
 /// Calls `turn` for each turn of a round. A round is the turns of all arms, there and back, `pairs`
 /// times. Each time another arm is first, because an arm with two turns in a row finds its caches
 /// warm.
-///
-/// # Errors
-/// The first error of a turn.
 pub fn round<E>(
     arms: usize,
     pairs: usize,

@@ -34,16 +34,13 @@ use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Measured, image, on};
 use crate::stats::Summary;
-use lacuna_addr::{PAGE_SIZE, PageCount};
+use lacuna_addr::PageCount;
 use lacuna_guest::status::{Apf as Counters, Kind};
 use lacuna_kvm::{LatencySetting, VmBuilder};
-use lacuna_machine::{
-    Apf, Arch, Builder, MemorySlots as _, PageRequest, PageSource, SlotFlags, Vm,
-};
+use lacuna_machine::{Apf, Arch, Builder, MemorySlots as _, SlotFlags, Vm};
+use lacuna_source::{Faults, Injected, Zeros};
 use serde_json::json;
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
-use std::thread;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The number of steps that [`measure`] reports as progress.
@@ -241,9 +238,11 @@ fn provided(options: &Options, report: &mut Report, progress: &Progress) -> Resu
     for (name, apf, flags) in SOURCE_ARMS {
         progress.step(format!("/dev/kvm, pages from a source, {name}"))?;
         let memory = PageCount::from_bytes(SOURCE_MIB << 20);
+        let link = Faults::latency(Duration::from_millis(SOURCE_MS));
+        let source = Injected::new(Zeros, link).map_err(LabError::io("start a source"))?;
         let builder = VmBuilder {
             apf,
-            source: Some(Late::start()),
+            source: Some(Arc::new(source)),
             command_line: words("populate=0"),
             ..VmBuilder::new(memory, memory)
         };
@@ -280,39 +279,6 @@ fn provided(options: &Options, report: &mut Report, progress: &Progress) -> Resu
     }
     report.push(result);
     Ok(())
-}
-
-/// A source of zeros. Each page comes [`SOURCE_MS`] after its request.
-#[derive(Debug)]
-struct Late(Mutex<Sender<(Instant, PageRequest)>>);
-
-impl Late {
-    /// A source whose thread ends when it is dropped.
-    fn start() -> Arc<Self> {
-        let (sender, requests) = channel::<(Instant, PageRequest)>();
-        thread::spawn(move || {
-            // All requests have the same delay, so they are due in their order.
-            for (due, request) in requests {
-                thread::sleep(due.saturating_duration_since(Instant::now()));
-                // Late: the VM has ended.
-                let _ = request.provide(&[0; PAGE_SIZE]);
-            }
-        });
-        Arc::new(Self(Mutex::new(sender)))
-    }
-}
-
-impl PageSource for Late {
-    fn describe(&self) -> String {
-        format!("zeros, {SOURCE_MS} ms away")
-    }
-
-    fn fetch(&self, request: PageRequest) {
-        let due = Instant::now() + Duration::from_millis(SOURCE_MS);
-        let sender = self.0.lock().expect("no panic under this lock");
-        // A dropped request says that the page is lost.
-        let _ = sender.send((due, request));
-    }
 }
 
 #[cfg(test)]

@@ -129,9 +129,6 @@ struct ArmRuns {
 
 /// Lets `arms` take turns in one VM, whatever its backend. `begin` is called before each slice,
 /// with the number of its round; round 0 is not counted.
-///
-/// # Errors
-/// The guest ends, or its memory cannot be read.
 pub fn take_turns<V: Measured>(
     session: &Session<'_, V>,
     arms: &[Arm],
@@ -180,11 +177,8 @@ impl Runs {
         Summary::of(self.rates(arm, role))
     }
 
-    /// A gain, paired by round.
-    ///
-    /// # Errors
-    /// [`LabError::Busy`]: the processes did no step in a round of the base, so there is nothing to
-    /// compare with.
+    /// A gain, paired by round. [`LabError::Busy`]: the processes did no step in a round of the
+    /// base, so there is nothing to compare with.
     pub fn ratio(&self, gain: Gain) -> Result<Summary, LabError> {
         let Gain { base, arm, role } = gain;
         let base_rates = self.rates(base, role);
@@ -199,9 +193,6 @@ impl Runs {
 
     /// A gain as a result: in percent if its base is [`Arm::ALONE`], and with a null if its base is
     /// [`Arm::OFF`].
-    ///
-    /// # Errors
-    /// As [`Runs::ratio`].
     pub fn result(&self, id: impl Into<String>, gain: Gain) -> Result<Measurement, LabError> {
         let ratio = self.ratio(gain)?;
         let (name, unit, ratio) = match gain.base {
