@@ -178,37 +178,38 @@ mod tests {
 
     #[test]
     fn whole_experiments_with_arm64_guests_say_what_they_leave_out() {
-        let none = |run: fn(&Options, &mut Report) -> Result<(), LabError>,
-                    x86: &[&'static str]| {
+        type Run = fn(&Options, &mut Report) -> Result<(), LabError>;
+        let left_out = |run: Run, x86: &[&'static str]| {
             let mut report = Report::new("lacuna lab");
             run(&options(Arch::Arm64, x86.to_vec()), &mut report).unwrap();
             assert!(report.results.is_empty());
-            report
-                .skipped
-                .into_iter()
-                .map(|s| s.id)
-                .collect::<Vec<_>>()
-                .join(" ")
+            report.skipped.into_iter().map(|s| s.id).collect::<Vec<_>>()
         };
-        let base = none(crate::base::run, &["fault", "scaling"]);
         assert_eq!(
-            base,
-            "fault.soft_vs_host fault.soft_vs_host.cold fault.host_ns fault.host_ns.cold \
-             fault.scaling_2vcpu"
+            left_out(crate::base::run, &["fault", "scaling"]),
+            [
+                "fault.soft_vs_host",
+                "fault.soft_vs_host.cold",
+                "fault.host_ns",
+                "fault.host_ns.cold",
+                "fault.scaling_2vcpu"
+            ]
         );
-        let paging = none(crate::paging::run, &["crowd", "curve", "kvm"]);
+        let paging = left_out(crate::paging::run, &["crowd", "curve", "kvm"]);
         for id in [
             "paging.pool.scaling_2vcpu",
             "paging.pool.crowd_loss_points.16vcpu",
             "paging.sim.*",
             "paging.kvm.exit_vs_queue.2vcpu_batch",
         ] {
-            assert!(paging.contains(id), "{paging}");
+            assert!(paging.iter().any(|left| left == id), "{paging:?}");
         }
-        let apf = none(crate::apf::run, &["kvm", "source"]);
-        assert!(apf.contains("apf.kvm.faults"), "{apf}");
-        assert!(apf.contains("apf.kvm.source_share_percent.1ms"), "{apf}");
-        assert_eq!(none(crate::apf::run, &["kvm"]).matches("source").count(), 0);
+        let apf = left_out(crate::apf::run, &["kvm", "source"]);
+        assert_eq!(
+            apf[2..],
+            ["apf.kvm.faults", "apf.kvm.source_share_percent.1ms"]
+        );
+        assert_eq!(left_out(crate::apf::run, &["kvm"]), apf[..3]);
     }
 
     #[test]

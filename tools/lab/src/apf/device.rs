@@ -22,7 +22,7 @@ pub struct Device {
     /// It is a file, and not compressed memory.
     is_file: bool,
     /// Injected: added to each read and write.
-    latency: Duration,
+    pub latency: Duration,
     /// The bars of [`RESULTS`].
     bars: [Option<f64>; 4],
     /// Enough that the median's interval is narrower than its distance from the bars.
@@ -48,15 +48,18 @@ pub const DEVICES: [Device; 3] = [
         bars: [None, Some(1.35), Some(1.0), None],
         rounds: 21,
     },
-    Device {
-        id: "mem",
-        about: "compressed memory",
-        is_file: false,
-        latency: Duration::ZERO,
-        bars: [None; 4],
-        rounds: 9,
-    },
+    MEMORY,
 ];
+
+/// Compressed memory, which takes a few microseconds.
+pub const MEMORY: Device = Device {
+    id: "mem",
+    about: "compressed memory",
+    is_file: false,
+    latency: Duration::ZERO,
+    bars: [None; 4],
+    rounds: 9,
+};
 
 /// The results of a device: the name in the id, and the gain.
 const RESULTS: [(&str, Gain); 4] = [
@@ -135,7 +138,7 @@ pub fn measure(
             false => None,
         },
     };
-    let runs = run(&scene, options, &ARMS)?;
+    let runs = run(device, guests, scene.pace, options, &ARMS)?;
     report.detail(runs.table(&format!("{} {}", device.about, guests.form)));
     // All ratios before the first result: on a busy machine all are skipped.
     let results = results(&scene, &runs)?;
@@ -162,8 +165,14 @@ pub fn measure(
     Ok(())
 }
 
-fn run(scene: &Scene<'_>, options: &Options, arms: &[Arm]) -> Result<Runs, LabError> {
-    let Scene { device, guests, .. } = scene;
+/// Lets `arms` take turns in one VM.
+pub fn run(
+    device: &Device,
+    guests: Guests,
+    pace: Pace,
+    options: &Options,
+    arms: &[Arm],
+) -> Result<Runs, LabError> {
     let swap = match device.is_file {
         true => Swap::File(options.swap_dir.clone()),
         false => Swap::Memory,
@@ -172,7 +181,7 @@ fn run(scene: &Scene<'_>, options: &Options, arms: &[Arm]) -> Result<Runs, LabEr
     on(&builder, &image(options.arch, "bm")?, |session| {
         session.guest.prepared()?;
         builder.latency.set(device.latency);
-        take_turns(session, arms, scene.pace, |_| ())
+        take_turns(session, arms, pace, |_| ())
     })
 }
 
@@ -208,7 +217,7 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
         pace: Pace::new(rounds, 120, 30),
         latency: None,
     };
-    let runs = run(&scene, options, &OFF_NULL_ON)?;
+    let runs = run(device, scene.guests, scene.pace, options, &OFF_NULL_ON)?;
     let rate = |arm| format!("{}/s", short(runs.rate(arm, Role::Workers).median));
     let row = Row {
         system: "x86 async page faults",

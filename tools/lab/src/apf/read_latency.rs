@@ -94,11 +94,10 @@ mod tests {
         times.record_n(30_000, 90).unwrap();
         times.record_n(200_000, 10).unwrap();
         let latency = ReadLatency(times);
-        let ratio = Summary::of(&[1.0]);
+        let ratio = Summary::example(1.0, 1.0, 1.0);
         let result = Measurement::new("a.b", "x", Better::Higher, ratio);
-        let result = latency.with_params(result);
-        let p50 = result.params["swap_read_p50_ns"].as_u64().unwrap();
-        assert!(p50.abs_diff(30_000) < 500, "{p50}");
+        let p50 = &latency.with_params(result).params["swap_read_p50_ns"];
+        assert!(p50.as_u64().unwrap().abs_diff(30_000) < 500, "{p50}");
         assert!(latency.text().starts_with("30"), "{}", latency.text());
     }
 

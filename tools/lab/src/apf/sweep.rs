@@ -1,10 +1,8 @@
 //! The injected page latency from which asynchronous faults pay.
 //!
 //! The swap device is compressed memory, which takes a few microseconds, with the wanted latency
-//! injected. A file takes tens of microseconds by itself, so shorter latencies could not be set.
-//! (`bm` writes random words, so pages compress worse the longer it runs. There is room for some
-//! million writes, ten times as many as the sweep needs.) At each latency the arms take turns, and
-//! are judged by these rules:
+//! injected. A file takes tens of microseconds by itself, so shorter latencies could not be set. At
+//! each latency the arms take turns in a VM, and are judged by these rules:
 //!
 //! ```text
 //! noise(L)      the largest distance from 1 of the nulls' intervals, of workers and of faulters
@@ -17,15 +15,14 @@
 //! upper end from the lower ends of both ratios, and its lower end from the upper ends. The bar is
 //! for the upper end. The break-even is infinite if not even the longest latency qualifies.
 
-use super::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role, take_turns};
-use super::{bm, with_params};
+use super::device::{Guests, MEMORY, run};
+use super::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role};
+use super::with_params;
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, image, on};
 use crate::stalls::{STALLS, stalls_text};
 use crate::stats::Summary;
-use lacuna_soft::{LatencySetting, Swap, Vm};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -74,40 +71,28 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    let builder = bm(options.arch, Swap::Memory, "");
-    let points = on(&builder, &image(options.arch, "bm")?, |session| {
-        session.guest.prepared()?;
-        latencies(options)
-            .map(|us| {
-                progress.step(format!("break-even: {us} us a page (injected)"))?;
-                point(session, &builder.latency, us, options)
-            })
-            .collect::<Result<Vec<_>, _>>()
-    })?;
+    let points = latencies(options).map(|us| {
+        progress.step(format!("break-even: {us} us a page (injected)"))?;
+        point(us, options)
+    });
+    let points = points.collect::<Result<Vec<_>, _>>()?;
     report.detail(table(&points));
     report.push(record(&points, pace(options, Duration::ZERO)));
     Ok(())
 }
 
-fn point(
-    session: &Session<'_, Vm>,
-    setting: &LatencySetting,
-    us: u64,
-    options: &Options,
-) -> Result<Point, LabError> {
+fn point(us: u64, options: &Options) -> Result<Point, LabError> {
     let latency = Duration::from_micros(us);
-    setting.set(latency);
-    let runs = take_turns(session, &OFF_NULL_ON, pace(options, latency), |_| ())?;
-    let [workers, faulters] = [runs.ratio(Gain::WORKERS)?, runs.ratio(Gain::FAULTERS)?];
+    let mut device = MEMORY;
+    device.latency = latency;
+    let pace = pace(options, latency);
+    let runs = run(&device, Guests::APF, pace, options, &OFF_NULL_ON)?;
+    let (workers, faulters) = (runs.ratio(Gain::WORKERS)?, runs.ratio(Gain::FAULTERS)?);
     let nulls = [
         runs.ratio(Gain::WORKERS.null())?,
         runs.ratio(Gain::FAULTERS.null())?,
     ];
-    let both = |arm| {
-        let [workers, faulters] = [Role::Workers, Role::Faulters].map(|role| runs.arm(arm, role));
-        json!({"workers": workers, "faulters": faulters})
-    };
-    let [null_workers, null_faulters] = nulls.map(Value::from);
+    let both = |of: &dyn Fn(Role) -> Value| json!({"workers": of(Role::Workers), "faulters": of(Role::Faulters)});
     Ok(Point {
         us,
         workers,
@@ -115,9 +100,11 @@ fn point(
         noise: noise(&nulls),
         stalls: [Arm::OFF, Arm::ON].map(|arm| stalls_text(runs.stalls(arm))),
         arms: json!({
-            "worker_ratio": Value::from(workers), "faulter_ratio": Value::from(faulters),
-            "null": {"workers": null_workers, "faulters": null_faulters},
-            "off": both(Arm::OFF), "on": both(Arm::ON),
+            "worker_ratio": Value::from(workers),
+            "faulter_ratio": Value::from(faulters),
+            "null": both(&|role| nulls[role as usize].into()),
+            "off": both(&|role| runs.arm(Arm::OFF, role)),
+            "on": both(&|role| runs.arm(Arm::ON, role)),
         }),
     })
 }
@@ -174,16 +161,13 @@ fn record(points: &[Point], pace: Pace) -> Measurement {
         median: by(|ratio| ratio.median),
         low: by(|ratio| ratio.high),
         high: by(|ratio| ratio.low),
-        runs: points.first().map_or(0, |point| point.workers.runs),
-        coverage: points.first().map_or(0.0, |point| point.workers.coverage),
+        ..points[0].workers
     };
     let result = Measurement::new(ID, "us", Better::Lower, summary).bar(BAR_US);
+    let latencies: Vec<u64> = points.iter().map(|point| point.us).collect();
     let result = with_params(result, pace)
         .param("swap", "compressed memory with injected latency")
-        .param(
-            "latencies_us",
-            points.iter().map(|p| p.us).collect::<Vec<_>>(),
-        );
+        .param("latencies_us", latencies);
     points.iter().fold(result, |result, point| {
         result.arm(&format!("{:05}us", point.us), point.arms.clone())
     })
@@ -226,14 +210,11 @@ mod tests {
     fn without_a_break_even_the_bar_is_missed() {
         let bad = Summary::example(0.5, 0.6, 0.7);
         let good = Summary::example(1.1, 1.2, 1.3);
-        let noisy = Point {
-            noise: 0.3,
-            ..point(10, good, good)
-        };
+        let mut noisy = point(10, good, good);
+        noisy.noise = 0.3;
         for points in [[point(10, bad, bad)], [noisy]] {
             let result = record(&points, Pace::new(6, 0, 0));
-            assert_eq!(result.value, f64::INFINITY);
-            assert_eq!(result.met, Some(false));
+            assert_eq!((result.value, result.met), (f64::INFINITY, Some(false)));
         }
     }
 
