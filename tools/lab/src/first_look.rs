@@ -97,24 +97,15 @@ type Part = (
     fn(&Options, Rounds) -> Result<Found, LabError>,
 );
 
+const X86: Arch = Arch::X86_64;
 const PARTS: [Part; 7] = [
-    (
-        "x86 async page faults, 2010",
-        Arch::X86_64,
-        9,
-        apf::first_look,
-    ),
-    ("huge pages, 2012", Arch::X86_64, 4, thp::first_look),
-    (
-        "page-modification logging, 2015",
-        Arch::X86_64,
-        7,
-        pml::first_look,
-    ),
+    ("x86 async page faults, 2010", X86, 9, apf::first_look),
+    ("huge pages, 2012", X86, 4, thp::first_look),
+    ("page-modification logging, 2015", X86, 7, pml::first_look),
     ("arm64 async page faults, 2020", Arch::Arm64, 9, arm64_apf),
-    ("missing memory, 2023", Arch::X86_64, 8, paging::first_look),
-    ("resident fault", Arch::X86_64, 4, base::fault_first_look),
-    (SPEED, Arch::X86_64, 4, base::vcpu_first_look),
+    ("missing memory, 2023", X86, 8, paging::first_look),
+    ("resident fault", X86, 4, base::fault_first_look),
+    (SPEED, X86, 4, base::vcpu_first_look),
 ];
 /// The part without a row.
 const SPEED: &str = "vCPU";

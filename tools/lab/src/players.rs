@@ -128,10 +128,7 @@ impl Player<'_> {
         self.closed = Some(self.machine.close());
         drop(background);
         result?;
-        if let Some(ending) = self.machine.devices.ending() {
-            let text = format!("the guest ended while it was measured: {ending:?}");
-            return Err(LabError::Guest(text));
-        }
+        self.guest.runs()?;
         let now = self.done()?;
         let before = std::mem::replace(&mut self.last, now);
         Ok(Done {
@@ -203,14 +200,13 @@ pub fn with_players<T>(
         }
         experiment(players)
     });
-    let mut result = Some(result);
     for machine in &machines {
-        let ending = machine.devices.ending().unwrap_or(Ending::Stopped);
-        if !matches!(ending, Ending::Stopped) {
-            return machine.words.settle(result.take(), &ending);
+        match machine.devices.ending() {
+            None | Some(Ending::Stopped) => {}
+            Some(ending) => return machine.words.settle(None, &ending),
         }
     }
-    result.take().expect("not taken above")
+    result
 }
 
 /// Reaps all rings of a VM; returns how many pages were in them.

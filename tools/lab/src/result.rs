@@ -148,6 +148,7 @@ pub enum Better {
 }
 
 /// One figure, with everything needed to judge it.
+#[must_use]
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Measurement {
     /// `experiment.measure.variant`.
@@ -214,7 +215,6 @@ impl Measurement {
     }
 
     /// With the value that the project promises.
-    #[must_use]
     pub fn bar(mut self, bar: f64) -> Self {
         self.bar = Some(bar);
         self.met = Some(match self.better {
@@ -225,21 +225,18 @@ impl Measurement {
     }
 
     /// With the value that the project promises. This measurement cannot decide whether it is met.
-    #[must_use]
     pub fn undecided(mut self, bar: f64) -> Self {
         self.bar = Some(bar);
         self
     }
 
     /// With the better value that the project aims for.
-    #[must_use]
     pub fn wanted(mut self, wanted: f64) -> Self {
         self.wanted = Some(wanted);
         self
     }
 
     /// With a published figure to compare with.
-    #[must_use]
     pub fn reference(mut self, value: f64, source: &str) -> Self {
         self.reference = Some(value);
         self.reference_source = Some(source.to_owned());
@@ -247,21 +244,18 @@ impl Measurement {
     }
 
     /// Marked as partly computed.
-    #[must_use]
     pub fn simulated(mut self) -> Self {
         self.simulated = true;
         self
     }
 
     /// With one parameter of the experiment.
-    #[must_use]
     pub fn param(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.params.insert(name.to_owned(), value.into());
         self
     }
 
     /// With one arm: its median, its interval and other figures.
-    #[must_use]
     pub fn arm(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.arms.insert(name.to_owned(), value.into());
         self
@@ -271,14 +265,8 @@ impl Measurement {
 /// An arm's own figures, for [`Measurement::arm`].
 impl From<Summary> for Value {
     fn from(summary: Summary) -> Self {
-        let Summary {
-            median,
-            low,
-            high,
-            runs,
-            ..
-        } = summary;
-        serde_json::json!({"value": median, "min": low, "max": high, "runs": runs})
+        let Summary { low, high, .. } = summary;
+        serde_json::json!({"value": summary.median, "min": low, "max": high, "runs": summary.runs})
     }
 }
 

@@ -55,11 +55,10 @@ pub struct Guest<'a> {
 impl<'a> Guest<'a> {
     /// The guest of `devices`, once it has announced its status page.
     pub fn attach(memory: &'a dyn GuestMemory, devices: &'a PlatformDevices) -> Option<Self> {
-        let page = devices.status_page()?.gpa();
         Some(Self {
             memory,
             devices,
-            page,
+            page: devices.status_page()?.gpa(),
         })
     }
 
@@ -105,6 +104,11 @@ impl<'a> Guest<'a> {
     pub fn run_for(&self, time: Duration) -> Result<(), LabError> {
         interrupt::check()?;
         std::thread::sleep(time);
+        self.runs()
+    }
+
+    /// Returns an error if the guest has ended.
+    pub fn runs(&self) -> Result<(), LabError> {
         match self.devices.ending() {
             None => Ok(()),
             Some(ending) => Err(LabError::Guest(format!(

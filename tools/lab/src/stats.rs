@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 const CONFIDENCE: f64 = 0.95;
 
 /// A median with its confidence interval.
+#[must_use]
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Summary {
     /// The median of the runs.
@@ -76,7 +77,6 @@ impl Summary {
     ///
     /// # Panics
     /// If `factor` is not positive: the ends of the interval would change places.
-    #[must_use]
     pub fn scaled(self, factor: f64) -> Self {
         assert!(factor > 0.0, "a unit is positive");
         Self {
@@ -91,7 +91,6 @@ impl Summary {
     ///
     /// # Panics
     /// If an end of the interval is not positive: the order of the ends would change.
-    #[must_use]
     pub fn inverse(self) -> Self {
         assert!(self.low > 0.0, "a ratio of costs or rates is positive");
         Self {
@@ -180,7 +179,6 @@ impl Rounds {
     pub const LEAST: usize = 6;
 
     /// The rounds of each of `parts` series that share this time.
-    #[must_use]
     pub fn split(self, parts: usize) -> Self {
         match self {
             Self::Count(_) => self,
@@ -272,11 +270,7 @@ pub fn measures<const M: usize>(
 /// # Panics
 /// If the arms have different numbers of runs.
 pub fn paired(a: &[f64], b: &[f64]) -> Summary {
-    assert_eq!(
-        a.len(),
-        b.len(),
-        "arms of one experiment have the same rounds"
-    );
+    assert_eq!(a.len(), b.len(), "arms have the same rounds");
     let ratios: Vec<f64> = a.iter().zip(b).map(|(a, b)| b / a).collect();
     Summary::of(&ratios)
 }

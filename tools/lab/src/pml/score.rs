@@ -69,7 +69,6 @@ impl Set {
     }
 
     /// Marks a figure of this set as simulated, if it is.
-    #[must_use]
     pub fn marked(self, measurement: Measurement) -> Measurement {
         match self {
             Self::Raw => measurement,
