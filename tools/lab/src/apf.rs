@@ -18,11 +18,7 @@
 //! page. So the arms differ in nothing else, such as the place of pages in memory or the host's
 //! caches.
 //!
-//! | device | what it is |
-//! |---|---|
-//! | `latency_1ms` | compressed memory with an injected latency of 1 ms, any number at a time |
-//! | `file` | a file, by direct I/O where the file system allows; its read latency is measured |
-//! | `mem` | compressed memory (lz4): a page takes a few microseconds |
+//! `DEVICE` is `latency_1ms` (injected into compressed memory), `file` or `mem`.
 
 pub use device::first_look;
 
@@ -119,16 +115,26 @@ fn bm(arch: Arch, swap: Swap, more: &str) -> VmBuilder {
     }
 }
 
+/// `result` with the parameters of `bm` with `each` workers and faulters.
+fn with_bm(
+    result: Measurement,
+    pace: Pace,
+    [memory, resident]: [u64; 2],
+    each: usize,
+) -> Measurement {
+    pace.with_params(result)
+        .param("memory_mib", memory)
+        .param("resident_mib", resident)
+        .param("vcpus", each)
+        .param("workers", each)
+        .param("faulters", each)
+        .param("guest_slice_us", SLICE_US)
+}
+
 /// `result` with the parameters that all experiments with [`bm`] share.
 fn with_params(result: Measurement, pace: Pace) -> Measurement {
-    pace.with_params(result)
-        .param("memory_mib", MEMORY_MIB)
-        .param("resident_mib", RESIDENT_MIB)
-        .param("vcpus", vcpus())
-        .param("workers", vcpus())
-        .param("faulters", vcpus())
+    with_bm(result, pace, [MEMORY_MIB, RESIDENT_MIB], vcpus())
         .param("write_percent", 50)
-        .param("guest_slice_us", SLICE_US)
         .param("guest_tick_us", TICK_US)
         .param("outstanding_per_vcpu", OUTSTANDING)
 }

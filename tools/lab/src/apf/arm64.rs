@@ -176,12 +176,12 @@ fn measure_alone(form: &Form, options: &Options, report: &mut Report) -> Result<
     let run = alone::run(&builder, options, rounds, |round| {
         builder.latency.begin(round * APART);
     })?;
-    if let Some(why) = run.calibrated.refused() {
+    if let Some(why) = run.calibrated.refused(alone::TOLERANCE) {
         report.skip(id, why);
         return Ok(());
     }
     let bar = alone::BAR;
-    let decided = is_decided(&run.null());
+    let decided = is_decided(&run.null);
     report.say(format!(
         "{}, memory-bound thread alone: it waits {:.1} % of its time without asynchronous faults \
          (work {}). With them it takes {:.4} times as long (the letter: {bar}), and swap-ins take \
@@ -189,7 +189,7 @@ fn measure_alone(form: &Form, options: &Options, report: &mut Report) -> Result<
         form.about,
         100.0 * run.calibrated.share,
         run.calibrated.work,
-        run.ratio().median,
+        run.ratio.median,
         swap_in_percent(&run),
         match decided {
             true => "",
@@ -244,7 +244,7 @@ fn block(form: &Form, run: &alone::Run) -> String {
         swap_in_percent(run),
         time(swap_in.min_ns),
         time(swap_in.max_ns),
-        run.stalls_table(),
+        run.runs.stalls_table(),
     )
 }
 

@@ -27,8 +27,8 @@
 //!   measured alone.
 //! * Slices are short and many, because such hosts are disturbed for a second or more at times.
 
-use super::SLICE_US;
 use super::slices::{Arm, Gain, Pace, Role, Runs, take_turns};
+use super::{SLICE_US, with_bm};
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -158,15 +158,9 @@ fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> Resul
              faults, and {:.0} % without. Both are threads of one process.",
             result.value, without.median,
         ));
+        let sizes = [MEMORY_MIB, RESIDENT_MIB];
         report.push(
-            pace(options, Apf::On)
-                .with_params(result)
-                .param("memory_mib", MEMORY_MIB)
-                .param("resident_mib", RESIDENT_MIB)
-                .param("vcpus", 1)
-                .param("workers", 1)
-                .param("faulters", 1)
-                .param("guest_slice_us", SLICE_US)
+            with_bm(result, pace(options, Apf::On), sizes, 1)
                 .param("guest_tick_us", TICK_US)
                 .param("guest_processes", 1)
                 .param("guest_look_ms", LOOK_MS)

@@ -18,7 +18,7 @@ pub struct Arm {
     pub name: &'static str,
     paused: &'static [Kind],
     /// How faults are taken; `None`: in the VM's own way.
-    apf: Option<Apf>,
+    pub apf: Option<Apf>,
 }
 
 impl Arm {
@@ -51,13 +51,17 @@ impl Arm {
 /// The arms of a comparison with a null.
 pub const OFF_NULL_ON: [Arm; 3] = [Arm::OFF, Arm::NULL, Arm::ON];
 
-/// The processes that a rate counts.
+/// What is counted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
-    /// The computing processes.
+    /// Steps a second of the computing processes.
     Workers,
-    /// The faulting processes.
+    /// Steps a second of the faulting processes.
     Faulters,
+    /// Seconds of a round of a program.
+    Time,
+    /// The share of these seconds that it waited.
+    Waits,
 }
 
 /// The rate of `role` in `arm`, over the rate in `base`.
@@ -117,18 +121,47 @@ impl Pace {
     }
 }
 
-/// The rates of all arms.
-pub struct Runs(Vec<ArmRuns>);
+/// What was counted in all arms.
+pub struct Runs {
+    roles: [Role; 2],
+    arms: Vec<ArmRuns>,
+}
 
 struct ArmRuns {
     arm: Arm,
-    /// Steps a second in each round: workers, faulters.
-    rates: [Vec<f64>; 2],
+    /// One figure for each round, of each of `roles`.
+    figures: [Vec<f64>; 2],
     stalls: Vec<Stalls>,
 }
 
-/// Lets `arms` take turns in one VM, whatever its backend. `begin` is called before each slice,
-/// with the number of its round; round 0 is not counted.
+/// Lets `arms` take turns, and counts `roles`. `begin` is called before each turn, with the number
+/// of its round; round 0 is not counted. `turn` adds its stalls.
+pub fn turns(
+    arms: &[Arm],
+    rounds: impl Into<Rounds>,
+    roles: [Role; 2],
+    begin: impl Fn(u64),
+    mut turn: impl FnMut(Arm, &mut Vec<Stalls>) -> Result<[f64; 2], LabError>,
+) -> Result<Runs, LabError> {
+    let mut stalls = vec![Vec::new(); arms.len()];
+    // A round has two turns of each arm.
+    let mut number = (0..).flat_map(|round| std::iter::repeat_n(round, 2 * arms.len()));
+    let figures = measures(arms.len(), rounds, |index| {
+        begin(number.next().unwrap_or_default());
+        turn(arms[index], &mut stalls[index])
+    })?;
+    let arms = arms.iter().zip(figures).zip(stalls);
+    let arms = arms.map(|((&arm, figures), stalls)| ArmRuns {
+        arm,
+        figures,
+        stalls,
+    });
+    let arms = arms.collect();
+    Ok(Runs { roles, arms })
+}
+
+/// Lets `arms` take turns in one VM, slice by slice, whatever its backend. `begin` is as in
+/// [`turns`].
 pub fn take_turns<V: Measured>(
     session: &Session<'_, V>,
     arms: &[Arm],
@@ -136,59 +169,53 @@ pub fn take_turns<V: Measured>(
     begin: impl Fn(u64),
 ) -> Result<Runs, LabError> {
     let guest = &session.guest;
-    let mut stalls = vec![Vec::new(); arms.len()];
-    let mut slices = 0..;
-    let rates = measures(arms.len(), pace.rounds, |index| {
-        // A round has two slices of each arm.
-        begin(slices.next().unwrap_or_default() / (2 * arms.len() as u64));
-        let arm = arms[index];
+    let roles = [Role::Workers, Role::Faulters];
+    turns(arms, pace.rounds, roles, begin, |arm, stalls| {
         session.set_apf(arm.apf.unwrap_or(session.vm.config().apf));
         guest.pause(arm.paused)?;
         guest.run_for(pace.settle)?;
         let (before, stalls_before) = (guest.count()?, session.vm.stalls());
         guest.run_for(pace.slice)?;
         let (after, stalls_after) = (guest.count()?, session.vm.stalls());
-        add_stalls(&mut stalls[index], &stalls_before, &stalls_after);
+        add_stalls(stalls, &stalls_before, &stalls_after);
         Ok(after.rates_since(&before))
-    })?;
-    let arms = arms.iter().zip(rates).zip(stalls);
-    let arms = arms.map(|((&arm, rates), stalls)| ArmRuns { arm, rates, stalls });
-    Ok(Runs(arms.collect()))
+    })
 }
 
 impl Runs {
     fn of(&self, arm: Arm) -> &ArmRuns {
-        let found = self.0.iter().find(|runs| runs.arm == arm);
+        let found = self.arms.iter().find(|runs| runs.arm == arm);
         found.expect("asked for an arm that took part")
     }
 
     /// Whether the arms of `gain` took part.
     pub fn has(&self, gain: Gain) -> bool {
-        let has = |arm| self.0.iter().any(|runs| runs.arm == arm);
+        let has = |arm| self.arms.iter().any(|runs| runs.arm == arm);
         has(gain.base) && has(gain.arm)
     }
 
-    fn rates(&self, arm: Arm, role: Role) -> &[f64] {
-        &self.of(arm).rates[role as usize]
+    fn figures(&self, arm: Arm, role: Role) -> &[f64] {
+        let place = self.roles.iter().position(|counted| *counted == role);
+        &self.of(arm).figures[place.expect("it was counted")]
     }
 
-    /// The steps a second of the processes of `role` in `arm`.
+    /// The figures of `role` in `arm`.
     pub fn rate(&self, arm: Arm, role: Role) -> Summary {
-        Summary::of(self.rates(arm, role))
+        Summary::of(self.figures(arm, role))
     }
 
     /// A gain, paired by round. [`LabError::Busy`]: the processes did no step in a round of the
     /// base, so there is nothing to compare with.
     pub fn ratio(&self, gain: Gain) -> Result<Summary, LabError> {
         let Gain { base, arm, role } = gain;
-        let base_rates = self.rates(base, role);
+        let base_rates = self.figures(base, role);
         if base_rates.contains(&0.0) {
             let name = base.name;
             return Err(LabError::Busy(format!(
                 "{role:?} did no step in a whole round of arm `{name}`"
             )));
         }
-        Ok(paired(base_rates, self.rates(arm, role)))
+        Ok(paired(base_rates, self.figures(arm, role)))
     }
 
     /// A gain as a result: in percent if its base is [`Arm::ALONE`], and with a null if its base is
@@ -213,7 +240,7 @@ impl Runs {
         &self.of(arm).stalls
     }
 
-    /// An arm for a result: the rate of `role`, in steps a second, and each vCPU's stalls.
+    /// An arm for a result: the figure of `role`, and each vCPU's stalls.
     pub fn arm(&self, arm: Arm, role: Role) -> Value {
         let mut value = Value::from(self.rate(arm, role));
         value["stalls"] = stalls_json(self.stalls(arm));
@@ -224,8 +251,11 @@ impl Runs {
     pub fn table(&self, title: &str) -> String {
         let header = [title, "workers/s", "faulters/s", STALLS];
         let mut rows = vec![header.map(str::to_owned)];
-        rows.extend(self.0.iter().map(|runs| {
-            let [workers, faulters] = runs.rates.each_ref().map(|rates| Summary::of(rates).median);
+        rows.extend(self.arms.iter().map(|runs| {
+            let [workers, faulters] = runs
+                .figures
+                .each_ref()
+                .map(|rates| Summary::of(rates).median);
             [
                 format!("  {}", runs.arm.name),
                 short(workers),
@@ -234,5 +264,14 @@ impl Runs {
             ]
         }));
         align(&rows)
+    }
+
+    /// The arms' stalls for people, a line for each.
+    pub fn stalls_table(&self) -> String {
+        let line = |runs: &ArmRuns| {
+            let stalls = stalls_text(&runs.stalls);
+            format!("  {:<4}  {stalls}\n", runs.arm.name)
+        };
+        self.arms.iter().map(line).collect()
     }
 }

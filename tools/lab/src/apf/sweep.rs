@@ -92,7 +92,10 @@ fn point(us: u64, options: &Options) -> Result<Point, LabError> {
         runs.ratio(Gain::WORKERS.null())?,
         runs.ratio(Gain::FAULTERS.null())?,
     ];
-    let both = |of: &dyn Fn(Role) -> Value| json!({"workers": of(Role::Workers), "faulters": of(Role::Faulters)});
+    let both = |of: &dyn Fn(Role) -> Value| {
+        let (workers, faulters) = (of(Role::Workers), of(Role::Faulters));
+        json!({"workers": workers, "faulters": faulters})
+    };
     Ok(Point {
         us,
         workers,

@@ -12,7 +12,7 @@ use lacuna_machine::{Ending, Exit, Kick as _, PlatformDevices, Vcpu as _, dispat
 use lacuna_soft::{Background, Vcpu, Vm, VmBuilder};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, RwLock, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -67,7 +67,7 @@ impl Machine {
     pub(super) fn close(&self) -> Closed<'_> {
         self.closed.store(true, Relaxed);
         self.vm.kick_all();
-        self.turn.write().expect("no panic under this lock")
+        self.turn.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The threads of the host, which work until they are dropped.
@@ -82,7 +82,7 @@ impl Machine {
     pub(super) fn drive(&self, mut vcpu: Vcpu) {
         let _end = End(self);
         while self.devices.ending().is_none() {
-            let _turn = self.turn.read().expect("no panic under this lock");
+            let _turn = self.turn.read().unwrap_or_else(PoisonError::into_inner);
             let (wall, cpu_ns) = (Instant::now(), thread_cpu_ns());
             while !self.closed.load(Relaxed) && self.devices.ending().is_none() {
                 self.step(&mut vcpu);

@@ -1,7 +1,7 @@
 //! The memory-bound thread beside the CPU-bound process, on each vCPU.
 
 use super::{APART, Form, MEMORY_MIB, membound};
-use crate::apf::alone::{Program, calibrate};
+use crate::apf::alone::{Program, TOLERANCE, calibrate};
 use crate::apf::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role, Runs, take_turns};
 use crate::experiment::{LabError, Options};
 use crate::report::short;
@@ -52,7 +52,7 @@ pub fn measure(
         Ok((found, take_turns(session, &OFF_NULL_ON, pace, begin)?))
     })?;
     let ids = ids(form, vcpus);
-    if let Some(why) = found.refused() {
+    if let Some(why) = found.refused(TOLERANCE) {
         ids.into_iter().for_each(|id| report.skip(id, &why));
         return Ok(());
     }
