@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 /// How often [`Guest::run_until`] reads the status page.
 const LOOK: Duration = Duration::from_micros(200);
-/// How often [`on`] looks for a status page.
-const ATTACH: Duration = Duration::from_millis(10);
+/// How often [`Guest::wait_for`] looks for a status page.
+const ATTACH: Duration = Duration::from_millis(1);
 /// The longest time that a guest may take for its preparations.
 const PREPARE: Duration = Duration::from_secs(120);
 
@@ -60,6 +60,25 @@ impl<'a> Guest<'a> {
             devices,
             page: devices.status_page()?.gpa(),
         })
+    }
+
+    /// Waits until the guest of `devices` has announced its status page.
+    pub fn wait_for(
+        memory: &'a dyn GuestMemory,
+        devices: &'a PlatformDevices,
+    ) -> Result<Self, LabError> {
+        let deadline = Instant::now() + PREPARE;
+        loop {
+            interrupt::check()?;
+            if let Some(guest) = Self::attach(memory, devices) {
+                return Ok(guest);
+            }
+            if devices.ending().is_some() || Instant::now() > deadline {
+                let why = "the guest did not announce its status page";
+                return Err(LabError::Guest(why.into()));
+            }
+            std::thread::sleep(ATTACH);
+        }
     }
 
     /// Reads its status page.
@@ -265,17 +284,10 @@ where
     let devices = PlatformDevices::of(image.arch, words.console());
     let running = builder.start(image, devices)?;
     let vm = &**running.vm();
-    let result = loop {
-        if let Some(guest) = Guest::attach(vm, running.devices()) {
-            let result = experiment(&Session { guest, vm });
-            running.stop();
-            break Some(result);
-        }
-        if running.wait_timeout(ATTACH) {
-            break None;
-        }
-    };
-    words.settle(result, &running.wait().ending)
+    let guest = Guest::wait_for(vm, running.devices());
+    let result = guest.and_then(|guest| experiment(&Session { guest, vm }));
+    running.stop();
+    words.settle(Some(result), &running.wait().ending)
 }
 
 #[cfg(test)]

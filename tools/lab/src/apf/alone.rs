@@ -51,8 +51,10 @@ pub struct Program<'a> {
 }
 
 /// A finished round.
-pub struct Round {
+struct Round {
     seconds: f64,
+    /// The share of the vCPUs' time in which they waited.
+    share: f64,
     /// Each vCPU's stalls in it.
     stalls: Vec<Stalls>,
 }
@@ -87,9 +89,11 @@ impl<'a> Program<'a> {
         let mut stalls = Vec::new();
         add_stalls(&mut stalls, &self.stalls, &after);
         self.stalls = after;
-        let time = now - std::mem::replace(&mut self.began, now);
+        let seconds = (now - std::mem::replace(&mut self.began, now)).as_secs_f64();
+        let stalled: u64 = stalls.iter().map(Stalls::total_ns).sum();
         Ok(Round {
-            seconds: time.as_secs_f64(),
+            seconds,
+            share: stalled as f64 / 1e9 / (seconds * stalls.len() as f64),
             stalls,
         })
     }
@@ -100,14 +104,6 @@ fn progress(status: &Status) -> Option<(u64, Option<u64>)> {
     let mut threads = status.threads.iter();
     let program = threads.find(|thread| thread.kind == Kind::Faulter)?;
     Some((program.counter, program.goal))
-}
-
-impl Round {
-    /// The share of the vCPUs' time in which they waited.
-    fn share(&self) -> f64 {
-        let stalled: u64 = self.stalls.iter().map(Stalls::total_ns).sum();
-        stalled as f64 / 1e9 / (self.seconds * self.stalls.len() as f64)
-    }
 }
 
 /// The result of the search.
@@ -159,7 +155,7 @@ pub fn calibrate(
         for _ in 0..rounds {
             let round = program.next(Apf::Off)?;
             seconds += round.seconds;
-            stalled += round.seconds * round.share();
+            stalled += round.seconds * round.share;
         }
         let share = stalled / seconds;
         let found = Calibrated { work, share };
@@ -217,7 +213,7 @@ pub fn run(
             if arm == Arm::ON {
                 on_seconds += round.seconds;
             }
-            Ok([round.seconds, round.share()])
+            Ok([round.seconds, round.share])
         })?;
         calibrated.share = runs.rate(Arm::OFF, Role::Waits).median;
         Ok(Run {

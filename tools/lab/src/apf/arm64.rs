@@ -29,7 +29,8 @@
 
 mod pair;
 
-use super::{SLICE_US, TICK_US, alone, device};
+use super::device::{self, DEVICES, Guests};
+use super::{SLICE_US, TICK_US, alone};
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::fixture::builder;
 use crate::report::{Progress, figure, time};
@@ -41,31 +42,23 @@ use lacuna_soft::{Apf, ApfStats, LatencySetting, LogNormal, VmBuilder};
 use serde_json::json;
 use std::time::Duration;
 
-/// A contract between host and guest.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Form {
-    /// Its word in result ids.
-    id: &'static str,
-    /// For people.
-    about: &'static str,
-    /// The word that chooses it on the guest kernel's command line.
-    word: &'static str,
-}
-
-const ARM64: [Form; 2] = [
-    Form {
-        id: "rfcv2",
+const ARM64: [Guests; 2] = [
+    Guests {
+        form: "rfcv2",
         about: "arm64, RFCv2: both events are data aborts",
         word: "apf=abort",
+        ..X86[0]
     },
-    Form {
-        id: "v4",
+    Guests {
+        form: "v4",
         about: "arm64, v1 to v4: an SDEI event and an interrupt",
         word: "apf=sdei",
+        ..X86[0]
     },
 ];
-const X86: [Form; 1] = [Form {
-    id: "x86",
+const X86: [Guests; 1] = [Guests {
+    experiment: "apf_arm64",
+    form: "x86",
     about: "x86-64: a page fault and an interrupt",
     word: "apf=int",
 }];
@@ -94,11 +87,11 @@ const APART: u64 = 4096;
 /// # Errors
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let forms: &[Form] = match options.arch {
+    let all: &[Guests] = match options.arch {
         Arch::Arm64 => &ARM64,
         _ => &X86,
     };
-    let steps = forms.len() * (pair::VCPUS.len() + 2);
+    let steps = all.len() * (pair::VCPUS.len() + 2);
     let progress = Progress::new(steps as u64, options.verbosity);
     report.say(format!(
         "apf-arm64: the experiment of the arm64 series' cover letter (RFCv2, 2020), with {} \
@@ -110,27 +103,25 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         options.arch,
         SLICE_US / 1000,
     ));
-    for form in forms {
+    for guests in all {
         if options.wants("pair") {
             for &vcpus in pair::counts(options) {
-                progress.step(format!("{}, {vcpus} vCPUs: both threads", form.id))?;
-                let done = pair::measure(form, vcpus, options, report);
-                skip_if_busy(report, pair::ids(form, vcpus), done)?;
+                progress.step(format!("{}, {vcpus} vCPUs: both threads", guests.form))?;
+                let done = pair::measure(guests, vcpus, options, report);
+                skip_if_busy(report, pair::ids(guests, vcpus), done)?;
             }
         }
         if options.wants("alone") {
-            progress.step(format!("{}: the memory-bound thread alone", form.id))?;
-            measure_alone(form, options, report)?;
+            progress.step(format!("{}: the memory-bound thread alone", guests.form))?;
+            measure_alone(guests, options, report)?;
         }
         if options.wants("share") {
-            progress.step(format!("{}: workers and faulters, 1 ms a page", form.id))?;
-            let [device, ..] = &device::DEVICES;
-            let guests = device::Guests {
-                experiment: "apf_arm64",
-                form: form.id,
-                words: form.word,
-            };
-            let done = device::measure(device, guests, options, report);
+            progress.step(format!(
+                "{}: workers and faulters, 1 ms a page",
+                guests.form
+            ))?;
+            let [device, ..] = &DEVICES;
+            let done = device::measure(device, *guests, options, report);
             skip_if_busy(report, guests.ids(device), done)?;
         }
     }
@@ -143,7 +134,7 @@ pub const PARTS: &[&str] = &["pair", "alone", "share"];
 /// A VM for `membound` with a memory-bound thread for each vCPU, and with `more` words on the
 /// command line. The guest runs until it is ended. Its swap-ins take no time until the sequence of
 /// latencies begins, the same for all VMs of the experiment.
-fn membound(form: &Form, vcpus: usize, more: &str, options: &Options) -> VmBuilder {
+fn membound(guests: &Guests, vcpus: usize, more: &str, options: &Options) -> VmBuilder {
     let mib = MEMORY_MIB * vcpus as u64;
     let [memory, resident] = [mib, mib / 2].map(|mib| PageCount::from_bytes(mib << 20));
     VmBuilder {
@@ -153,7 +144,7 @@ fn membound(form: &Form, vcpus: usize, more: &str, options: &Options) -> VmBuild
         command_line: format!(
             "threads={vcpus} rounds={} {} slice_us={SLICE_US} tick_us={TICK_US} {more}",
             alone::ROUNDS,
-            form.word,
+            guests.word,
         ),
         ..builder(memory, resident, vcpus)
     }
@@ -169,9 +160,9 @@ fn with_params(result: Measurement) -> Measurement {
 }
 
 /// `apf_arm64.alone_time_ratio` with this form.
-fn measure_alone(form: &Form, options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let id = format!("apf_arm64.alone_time_ratio.{}", form.id);
-    let builder = membound(form, 1, "", options);
+fn measure_alone(guests: &Guests, options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let id = format!("apf_arm64.alone_time_ratio.{}", guests.form);
+    let builder = membound(guests, 1, "", options);
     let rounds = if options.quick { 2 } else { 8 };
     let run = alone::run(&builder, options, rounds, |round| {
         builder.latency.begin(round * APART);
@@ -186,7 +177,7 @@ fn measure_alone(form: &Form, options: &Options, report: &mut Report) -> Result<
         "{}, memory-bound thread alone: it waits {:.1} % of its time without asynchronous faults \
          (work {}). With them it takes {:.4} times as long (the letter: {bar}), and swap-ins take \
          {:.0} % of that time (the letter: 30 %).{}",
-        form.about,
+        guests.about,
         100.0 * run.calibrated.share,
         run.calibrated.work,
         run.ratio.median,
@@ -196,7 +187,7 @@ fn measure_alone(form: &Form, options: &Options, report: &mut Report) -> Result<
             false => " The null's interval is wider than what is asked, so this is undecided.",
         },
     ));
-    report.detail(block(form, &run));
+    report.detail(block(guests, &run));
     let ApfStats { swap_in, taken, .. } = run.faults;
     let statistics = json!({
         "faults": swap_in.number, "notified": taken,
@@ -226,7 +217,7 @@ fn swap_in_percent(run: &alone::Run) -> f64 {
 }
 
 /// The letter's block of statistics beside ours, and the stalls.
-fn block(form: &Form, run: &alone::Run) -> String {
+fn block(guests: &Guests, run: &alone::Run) -> String {
     let swap_in = run.faults.swap_in;
     format!(
         "memory-bound thread alone, {}\n\
@@ -237,7 +228,7 @@ fn block(form: &Form, run: &alone::Run) -> String {
          \x20 shortest swap-in                         36.2 us  {:>20}\n\
          \x20 longest swap-in                          55.7 ms  {:>20}\n\
          \x20 stalls of the vCPU: p50 / p99 / p99.9\n{}",
-        form.about,
+        guests.about,
         swap_in.number,
         figure(run.on_seconds),
         figure(swap_in.total_ns as f64 / 1e9),

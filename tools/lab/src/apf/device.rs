@@ -69,6 +69,8 @@ const RESULTS: [(&str, Gain); 4] = [
     ("faulter_alone_ratio", FAULTERS_ALONE),
 ];
 const FAULTERS_ALONE: Gain = Gain::new(Arm::FAULTERS_OFF, Arm::FAULTERS_ON, Role::Faulters);
+/// The share of their speed that workers keep without asynchronous faults.
+const KEPT: Gain = Gain::new(Arm::ALONE, Arm::OFF, Role::Workers);
 
 const ARMS: [Arm; 6] = [
     Arm::OFF,
@@ -79,15 +81,17 @@ const ARMS: [Arm; 6] = [
     Arm::FAULTERS_ON,
 ];
 
-/// The guests with which a device is measured, and the words of their result ids.
+/// The guests of an experiment, and the words of their result ids.
 #[derive(Clone, Copy, Debug)]
 pub struct Guests {
     /// The first word.
     pub experiment: &'static str,
-    /// The last word; none if empty.
+    /// The last word: the contract between host and guest. None if empty.
     pub form: &'static str,
-    /// Words of the kernel's command line.
-    pub words: &'static str,
+    /// The contract, for people.
+    pub about: &'static str,
+    /// The word that chooses it on the guest kernel's command line.
+    pub word: &'static str,
 }
 
 impl Guests {
@@ -95,7 +99,8 @@ impl Guests {
     pub const APF: Self = Self {
         experiment: "apf",
         form: "",
-        words: "",
+        about: "",
+        word: "",
     };
 
     /// The ids of the results of `device`.
@@ -110,15 +115,6 @@ impl Guests {
     }
 }
 
-/// A device with the guests on it.
-struct Scene<'a> {
-    device: &'a Device,
-    guests: Guests,
-    pace: Pace,
-    /// The read latency of the disk under it; `None` without a disk, or without direct I/O.
-    latency: Option<ReadLatency>,
-}
-
 /// The four results of `device` with `guests`.
 pub fn measure(
     device: &Device,
@@ -126,22 +122,19 @@ pub fn measure(
     options: &Options,
     report: &mut Report,
 ) -> Result<(), LabError> {
-    let scene = Scene {
-        device,
-        guests,
-        pace: match options.quick {
-            true => Pace::new(2, 80, 30),
-            false => Pace::new(device.rounds, 150, 30),
-        },
-        latency: match device.is_file {
-            true => ReadLatency::measure(&options.swap_dir)?,
-            false => None,
-        },
+    let pace = match options.quick {
+        true => Pace::new(2, 80, 30),
+        false => Pace::new(device.rounds, 150, 30),
     };
-    let runs = run(device, guests, scene.pace, options, &ARMS)?;
+    // None without a disk, or without direct I/O.
+    let latency = match device.is_file {
+        true => ReadLatency::measure(&options.swap_dir)?,
+        false => None,
+    };
+    let runs = run(device, guests, pace, options, &ARMS)?;
     report.detail(runs.table(&format!("{} {}", device.about, guests.form)));
     // All ratios before the first result: on a busy machine all are skipped.
-    let results = results(&scene, &runs)?;
+    let results = results(device, guests, pace, latency.as_ref(), &runs)?;
     report.say(format!(
         "{}{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, and \
          {:.0} % without. Faulters are {:.2} times as fast with them as without.{}",
@@ -151,12 +144,9 @@ pub fn measure(
             form => format!(" ({form})"),
         },
         results[0].value,
-        100.0
-            * runs
-                .ratio(Gain::new(Arm::ALONE, Arm::OFF, Role::Workers))?
-                .median,
+        100.0 * runs.ratio(KEPT)?.median,
         results[2].value,
-        match &scene.latency {
+        match &latency {
             Some(latency) => format!(" The disk reads a page in {}.", latency.text()),
             None => String::new(),
         },
@@ -177,7 +167,7 @@ pub fn run(
         true => Swap::File(options.swap_dir.clone()),
         false => Swap::Memory,
     };
-    let builder = bm(options.arch, swap, guests.words);
+    let builder = bm(options.arch, swap, guests.word);
     on(&builder, &image(options.arch, "bm")?, |session| {
         session.guest.prepared()?;
         builder.latency.set(device.latency);
@@ -186,16 +176,21 @@ pub fn run(
 }
 
 /// Those of [`RESULTS`] whose arms took part.
-fn results(scene: &Scene<'_>, runs: &Runs) -> Result<Vec<Measurement>, LabError> {
-    let device = scene.device;
-    let ids = scene.guests.ids(device).into_iter();
+fn results(
+    device: &Device,
+    guests: Guests,
+    pace: Pace,
+    latency: Option<&ReadLatency>,
+    runs: &Runs,
+) -> Result<Vec<Measurement>, LabError> {
+    let ids = guests.ids(device).into_iter();
     let all = ids.zip(RESULTS).zip(device.bars);
     let measured = all.filter(|((_, (_, gain)), _)| runs.has(*gain));
     let result = |((id, (_, gain)), bar): ((String, (_, Gain)), Option<f64>)| {
-        let result = with_params(runs.result(id, gain)?, scene.pace)
+        let result = with_params(runs.result(id, gain)?, pace)
             .param("swap", device.about)
             .param("injected_latency_us", device.latency.as_micros() as u64);
-        let result = match &scene.latency {
+        let result = match latency {
             Some(latency) => latency.with_params(result),
             None => result,
         };
@@ -211,13 +206,8 @@ fn results(scene: &Scene<'_>, runs: &Runs) -> Result<Vec<Measurement>, LabError>
 /// The first row of the first look: workers beside faulters on the first device.
 pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
     let [device, ..] = &DEVICES;
-    let scene = Scene {
-        device,
-        guests: Guests::APF,
-        pace: Pace::new(rounds, 120, 30),
-        latency: None,
-    };
-    let runs = run(device, scene.guests, scene.pace, options, &OFF_NULL_ON)?;
+    let pace = Pace::new(rounds, 120, 30);
+    let runs = run(device, Guests::APF, pace, options, &OFF_NULL_ON)?;
     let rate = |arm| format!("{}/s", short(runs.rate(arm, Role::Workers).median));
     let row = Row {
         system: "x86 async page faults",
@@ -228,6 +218,6 @@ pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> 
         null: runs.ratio(Gain::WORKERS.null())?,
         published: "1.995x (KVM Forum 2010)",
     };
-    let results = results(&scene, &runs)?;
+    let results = results(device, Guests::APF, pace, None, &runs)?;
     Ok(Found { row, results })
 }

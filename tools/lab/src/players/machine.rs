@@ -13,11 +13,7 @@ use lacuna_soft::{Background, Vcpu, Vm, VmBuilder};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
-use std::thread;
-use std::time::{Duration, Instant};
-
-/// The longest time until a guest has announced its status page.
-const LIMIT: Duration = Duration::from_secs(60);
+use std::time::Instant;
 
 pub(super) struct Machine {
     pub(super) vm: Arc<Vm>,
@@ -110,17 +106,7 @@ impl Machine {
     /// Lets the guest boot and prepare itself, and stops it.
     pub(super) fn attach(&self) -> Result<Player<'_>, LabError> {
         let background = self.background()?;
-        let deadline = Instant::now() + LIMIT;
-        let guest = loop {
-            if let Some(guest) = Guest::attach(&*self.vm, &self.devices) {
-                break guest;
-            }
-            if self.devices.ending().is_some() || Instant::now() > deadline {
-                let why = "the guest did not announce its status page";
-                return Err(LabError::Guest(why.into()));
-            }
-            thread::sleep(Duration::from_millis(1));
-        };
+        let guest = Guest::wait_for(&*self.vm, &self.devices)?;
         guest.prepared()?;
         let closed = Some(self.close());
         drop(background);

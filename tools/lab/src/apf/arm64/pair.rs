@@ -1,6 +1,6 @@
 //! The memory-bound thread beside the CPU-bound process, on each vCPU.
 
-use super::{APART, Form, MEMORY_MIB, membound};
+use super::{APART, Guests, MEMORY_MIB, membound};
 use crate::apf::alone::{Program, TOLERANCE, calibrate};
 use crate::apf::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role, Runs, take_turns};
 use crate::experiment::{LabError, Options};
@@ -25,14 +25,14 @@ const LETTER: f64 = 1.178;
 const WORSE_END: f64 = 1.10;
 
 /// The ids of the results of a number of vCPUs.
-pub fn ids(form: &Form, vcpus: usize) -> [String; 2] {
+pub fn ids(guests: &Guests, vcpus: usize) -> [String; 2] {
     ["cpu_bound_ratio", "memory_bound_ratio"]
-        .map(|name| format!("apf_arm64.{name}.{}.{vcpus}vcpu", form.id))
+        .map(|name| format!("apf_arm64.{name}.{}.{vcpus}vcpu", guests.form))
 }
 
 /// `apf_arm64.cpu_bound_ratio` and `apf_arm64.memory_bound_ratio` with this form.
 pub fn measure(
-    form: &Form,
+    guests: &Guests,
     vcpus: usize,
     options: &Options,
     report: &mut Report,
@@ -42,7 +42,7 @@ pub fn measure(
         (false, 1) => Pace::new(9, 3000, 100),
         (false, _) => Pace::new(6, 2000, 100),
     };
-    let builder = membound(form, vcpus, "nop=1", options);
+    let builder = membound(guests, vcpus, "nop=1", options);
     let begin = |round| builder.latency.begin(round * APART);
     let image = image(options.arch, "membound")?;
     let (found, runs) = on(&builder, &image, |session| {
@@ -51,7 +51,7 @@ pub fn measure(
         let found = calibrate(&mut program, options, || begin(0))?;
         Ok((found, take_turns(session, &OFF_NULL_ON, pace, begin)?))
     })?;
-    let ids = ids(form, vcpus);
+    let ids = ids(guests, vcpus);
     if let Some(why) = found.refused(TOLERANCE) {
         ids.into_iter().for_each(|id| report.skip(id, &why));
         return Ok(());
@@ -61,14 +61,14 @@ pub fn measure(
         runs.result(cpu, Gain::WORKERS)?,
         runs.result(memory, Gain::FAULTERS)?,
     );
-    report.detail(table(form, vcpus, &runs));
+    report.detail(table(guests, vcpus, &runs));
     let gain_percent = |ratio: f64| 100.0 * (ratio - 1.0);
     report.say(format!(
         "{}, {vcpus} vCPUs: alone and without asynchronous faults, the memory-bound thread waits \
          {:.1} % of its time (work {}). Beside each other, asynchronous faults change the progress \
          of the CPU-bound process by {:+.1} % (the letter: {:+.1} %), and of the memory-bound \
          thread by {:+.1} %.",
-        form.about,
+        guests.about,
         100.0 * found.share,
         found.work,
         gain_percent(cpu.value),
@@ -101,8 +101,8 @@ fn with_bar(result: Measurement) -> Measurement {
     result
 }
 
-fn table(form: &Form, vcpus: usize, runs: &Runs) -> String {
-    let title = format!("{}, {vcpus} vCPUs, steps", form.about);
+fn table(guests: &Guests, vcpus: usize, runs: &Runs) -> String {
+    let title = format!("{}, {vcpus} vCPUs, steps", guests.about);
     let mut text = runs.table(&title);
     for arm in [Arm::OFF, Arm::ON] {
         let a_minute = |role| runs.rate(arm, role).median * 60.0;
