@@ -30,7 +30,7 @@ mod read_latency;
 mod slices;
 mod sweep;
 
-use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
+use crate::experiment::{LabResult, Options, skip_if_busy, vcpus};
 use crate::fixture::builder;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
@@ -54,7 +54,7 @@ const OUTSTANDING: u64 = 64;
 ///
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let steps = device::DEVICES.len() + sweep::steps(options) + 1;
     let progress = Progress::new(steps as u64 + kvm::STEPS, options.verbosity);
     report.say(format!(

@@ -39,6 +39,9 @@ pub enum LabError {
     Interrupted,
 }
 
+/// The result of an experiment, or of a part of one.
+pub type LabResult<T = ()> = Result<T, LabError>;
+
 impl LabError {
     /// Where the cause lies. The lab chooses sizes and images itself, so a refusal of them is due
     /// to this host.
@@ -125,8 +128,8 @@ impl Options {
 pub(crate) fn skip_if_busy<I: Into<String>>(
     report: &mut Report,
     ids: impl IntoIterator<Item = I>,
-    done: Result<(), LabError>,
-) -> Result<(), LabError> {
+    done: LabResult,
+) -> LabResult {
     match done {
         Err(busy @ LabError::Busy(_)) => {
             ids.into_iter().for_each(|id| report.skip(id, &busy));
@@ -178,7 +181,7 @@ mod tests {
 
     #[test]
     fn whole_experiments_with_arm64_guests_say_what_they_leave_out() {
-        type Run = fn(&Options, &mut Report) -> Result<(), LabError>;
+        type Run = fn(&Options, &mut Report) -> LabResult;
         let left_out = |run: Run, x86: &[&'static str]| {
             let mut report = Report::new("lacuna lab");
             run(&options(Arch::Arm64, x86.to_vec()), &mut report).unwrap();

@@ -17,7 +17,7 @@
 //!
 //! A row is *undecided* if its interval includes 1.0, or if it has fewer than six rounds.
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::report::{Progress, align, figure, wrap};
 use crate::result::{Measurement, Report};
 use crate::stats::{Rounds, Summary};
@@ -94,7 +94,7 @@ type Part = (
     &'static str,
     Arch,
     u64,
-    fn(&Options, Rounds) -> Result<Found, LabError>,
+    fn(&Options, Rounds) -> LabResult<Found>,
 );
 
 const X86: Arch = Arch::X86_64;
@@ -112,7 +112,7 @@ const SPEED: &str = "vCPU";
 
 /// The experiment of the x86 row, with arm64 guests. The published figure is for a memory-bound
 /// thread with other swap-in times. Measuring that takes minutes: `lacuna lab apf-arm64`.
-fn arm64_apf(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
+fn arm64_apf(options: &Options, rounds: Rounds) -> LabResult<Found> {
     let Found { row, results } = apf::first_look(options, rounds)?;
     let published = "1.178x of another load (RFCv2)";
     let row = Row { published, ..row };
@@ -155,7 +155,7 @@ impl FirstLook {
     ///
     /// # Errors
     /// The error of the first failed part.
-    pub fn run(&mut self, options: &Options) -> Result<(), LabError> {
+    pub fn run(&mut self, options: &Options) -> LabResult {
         let progress = Progress::new(PARTS.len() as u64, options.verbosity);
         for (system, arch, seconds, measure) in PARTS {
             progress.step(format!("{system}: without it and with it, in turns"))?;

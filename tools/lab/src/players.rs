@@ -18,7 +18,7 @@
 
 mod machine;
 
-use crate::experiment::LabError;
+use crate::experiment::LabResult;
 use crate::session::Guest;
 use lacuna_machine::{DirtyRings as _, Ending, PlatformDevices, Vm as _};
 use lacuna_soft::{Delivery, HostStats, Vm, VmBuilder};
@@ -118,10 +118,7 @@ impl Player<'_> {
     }
 
     /// Lets it run until `during` has returned; returns its work.
-    pub fn turn(
-        &mut self,
-        during: impl FnOnce(&Vm) -> Result<(), LabError>,
-    ) -> Result<Done, LabError> {
+    pub fn turn(&mut self, during: impl FnOnce(&Vm) -> LabResult) -> LabResult<Done> {
         let background = self.machine.background()?;
         self.machine.open(self.closed.take());
         let result = during(&self.machine.vm);
@@ -139,7 +136,7 @@ impl Player<'_> {
     }
 
     /// Lets it run for `time`; returns its work.
-    pub fn run_for(&mut self, time: Duration) -> Result<Done, LabError> {
+    pub fn run_for(&mut self, time: Duration) -> LabResult<Done> {
         self.turn(|_| {
             thread::sleep(time);
             Ok(())
@@ -147,7 +144,7 @@ impl Player<'_> {
     }
 
     /// Lets it run for a slice; returns the counts.
-    pub fn slice(&mut self, slice: Slice) -> Result<Took, LabError> {
+    pub fn slice(&mut self, slice: Slice) -> LabResult<Took> {
         let guest = self.guest;
         let mut took = None;
         self.turn(|vm| {
@@ -167,7 +164,7 @@ impl Player<'_> {
         Ok(took.expect("the turn was counted"))
     }
 
-    fn done(&self) -> Result<Done, LabError> {
+    fn done(&self) -> LabResult<Done> {
         let vcpus = self.machine.vm.config().vcpus as f64;
         let ns = self.machine.ns.each_ref().map(|ns| ns.load(Relaxed));
         let [wall, cpu] = ns.map(|ns| ns as f64 / vcpus / 1e9);
@@ -184,8 +181,8 @@ impl Player<'_> {
 pub fn with_players<T>(
     builders: &[VmBuilder],
     cast: Cast,
-    experiment: impl FnOnce(Vec<Player<'_>>) -> Result<T, LabError>,
-) -> Result<T, LabError> {
+    experiment: impl FnOnce(Vec<Player<'_>>) -> LabResult<T>,
+) -> LabResult<T> {
     let made = builders.iter().map(|builder| Machine::new(builder, cast));
     let made = made.collect::<Result<Vec<_>, _>>()?;
     let (machines, vcpus): (Vec<_>, Vec<_>) = made.into_iter().unzip();
@@ -227,6 +224,7 @@ pub fn turns_of(time: Duration) -> (usize, Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::LabError;
     use crate::fixture::{eventually, needs_guests, resident};
     use lacuna_skip::test;
     use lacuna_soft::HugePages;

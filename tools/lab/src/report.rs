@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::experiment::LabError;
+use crate::experiment::LabResult;
 use crate::interrupt;
 use crate::result::{Better, Measurement, Report};
 
@@ -179,7 +179,7 @@ impl Progress {
     ///
     /// # Errors
     /// The user asked for the end: [`crate::interrupt`].
-    pub fn step(&self, what: impl Into<Cow<'static, str>>) -> Result<(), LabError> {
+    pub fn step(&self, what: impl Into<Cow<'static, str>>) -> LabResult {
         interrupt::check()?;
         self.0.inc(1);
         self.0.set_message(what);

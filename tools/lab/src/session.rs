@@ -5,7 +5,7 @@
 //! as async page faults). They differ in nothing else: the processes, the pages and the swap device
 //! are the same.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::interrupt;
 use lacuna_addr::Gpa;
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, SETTING_AT, Status};
@@ -63,10 +63,7 @@ impl<'a> Guest<'a> {
     }
 
     /// Waits until the guest of `devices` has announced its status page.
-    pub fn wait_for(
-        memory: &'a dyn GuestMemory,
-        devices: &'a PlatformDevices,
-    ) -> Result<Self, LabError> {
+    pub fn wait_for(memory: &'a dyn GuestMemory, devices: &'a PlatformDevices) -> LabResult<Self> {
         let deadline = Instant::now() + PREPARE;
         loop {
             interrupt::check()?;
@@ -82,14 +79,14 @@ impl<'a> Guest<'a> {
     }
 
     /// Reads its status page.
-    pub fn status(&self) -> Result<Status, LabError> {
+    pub fn status(&self) -> LabResult<Status> {
         let mut page = vec![0; PAGE_BYTES];
         self.memory.read(self.page, &mut page)?;
         Status::parse(&page).map_err(|error| LabError::Guest(error.to_string()))
     }
 
     /// Reads its counters.
-    pub fn count(&self) -> Result<Count, LabError> {
+    pub fn count(&self) -> LabResult<Count> {
         let status = self.status()?;
         let sum = |kind| {
             let of_kind = status.threads.iter().filter(|thread| thread.kind == kind);
@@ -103,31 +100,31 @@ impl<'a> Guest<'a> {
     }
 
     /// Makes the processes of `kinds` pause, and all others run.
-    pub fn pause(&self, kinds: &[Kind]) -> Result<(), LabError> {
+    pub fn pause(&self, kinds: &[Kind]) -> LabResult {
         let mask = kinds.iter().fold(0, |mask, kind| mask | kind.paused_bit());
         self.write_word(PAUSED_AT, mask)
     }
 
     /// Gives the workload its setting, whose meaning is the workload's.
-    pub fn set(&self, setting: u32) -> Result<(), LabError> {
+    pub fn set(&self, setting: u32) -> LabResult {
         self.write_word(SETTING_AT, setting)
     }
 
-    fn write_word(&self, offset: usize, word: u32) -> Result<(), LabError> {
+    fn write_word(&self, offset: usize, word: u32) -> LabResult {
         let at = self.page.checked_add(offset as u64);
         let at = at.expect("inside the status page");
         Ok(self.memory.write(at, &word.to_le_bytes())?)
     }
 
     /// Lets the guest run for `time`.
-    pub fn run_for(&self, time: Duration) -> Result<(), LabError> {
+    pub fn run_for(&self, time: Duration) -> LabResult {
         interrupt::check()?;
         std::thread::sleep(time);
         self.runs()
     }
 
     /// Returns an error if the guest has ended.
-    pub fn runs(&self) -> Result<(), LabError> {
+    pub fn runs(&self) -> LabResult {
         match self.devices.ending() {
             None => Ok(()),
             Some(ending) => Err(LabError::Guest(format!(
@@ -141,7 +138,7 @@ impl<'a> Guest<'a> {
         &self,
         limit: Duration,
         mut what: impl FnMut(&Status) -> Option<T>,
-    ) -> Result<T, LabError> {
+    ) -> LabResult<T> {
         let deadline = Instant::now() + limit;
         loop {
             if let Some(found) = what(&self.status()?) {
@@ -158,7 +155,7 @@ impl<'a> Guest<'a> {
 
     /// The bytes of its arena, which ends where its memory ends. The guest's kernel writes this
     /// number into the page directly after the status page.
-    pub fn arena_bytes(&self) -> Result<u64, LabError> {
+    pub fn arena_bytes(&self) -> LabResult<u64> {
         let info = self.page.checked_add(PAGE_BYTES as u64);
         let mut bytes = [0; 8];
         self.memory
@@ -167,7 +164,7 @@ impl<'a> Guest<'a> {
     }
 
     /// Waits until its first process has counted to 1: the guest is then prepared.
-    pub fn prepared(&self) -> Result<(), LabError> {
+    pub fn prepared(&self) -> LabResult {
         self.run_until(PREPARE, |status| {
             (status.threads.first()?.counter > 0).then_some(())
         })
@@ -228,11 +225,7 @@ impl LastWords {
     /// The result of an experiment, if the experiment ended the guest. Otherwise the error says why
     /// the guest ended. The error also counts after the last measurement, because the guest may
     /// have found something wrong.
-    pub fn settle<T>(
-        &self,
-        result: Option<Result<T, LabError>>,
-        ending: &Ending,
-    ) -> Result<T, LabError> {
+    pub fn settle<T>(&self, result: Option<LabResult<T>>, ending: &Ending) -> LabResult<T> {
         match (result, ending) {
             (Some(result), Ending::Stopped) => result,
             _ => {
@@ -246,7 +239,7 @@ impl LastWords {
 }
 
 /// A built-in image of `arch`.
-pub fn image(arch: Arch, name: &str) -> Result<Image<'static>, LabError> {
+pub fn image(arch: Arch, name: &str) -> LabResult<Image<'static>> {
     let guests = guests(arch);
     let found = guests.image(name).map(|image| Image::parse(image.file));
     match found {
@@ -275,8 +268,8 @@ pub const fn guests(arch: Arch) -> lacuna_guest::Arch {
 pub fn on<B: Builder, T>(
     builder: &B,
     image: &Image<'_>,
-    experiment: impl FnOnce(&Session<'_, B::Vm>) -> Result<T, LabError>,
-) -> Result<T, LabError>
+    experiment: impl FnOnce(&Session<'_, B::Vm>) -> LabResult<T>,
+) -> LabResult<T>
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {
@@ -313,7 +306,7 @@ mod tests {
 
     /// Waits for two readings between which the threads of `kind` did nothing and the others
     /// something.
-    fn still(guest: &Guest<'_>, kind: Kind) -> Result<(), LabError> {
+    fn still(guest: &Guest<'_>, kind: Kind) -> LabResult {
         for _ in 0..1000 {
             let before = guest.count()?;
             guest.run_for(Duration::from_millis(20))?;

@@ -18,7 +18,7 @@
 //! interval. With fewer than six runs even the full range covers less than 95 %;
 //! [`Summary::coverage`] has the true coverage.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::{interrupt, turns};
 use std::time::{Duration, Instant};
 
@@ -148,9 +148,9 @@ pub struct Comparison {
 /// If no round is counted.
 pub fn compare(
     rounds: impl Into<Rounds>,
-    mut a: impl FnMut() -> Result<f64, LabError>,
-    mut b: impl FnMut() -> Result<f64, LabError>,
-) -> Result<Comparison, LabError> {
+    mut a: impl FnMut() -> LabResult<f64>,
+    mut b: impl FnMut() -> LabResult<f64>,
+) -> LabResult<Comparison> {
     let runs = self::rounds(3, rounds, |arm| if arm == B { b() } else { a() })?;
     Ok(Comparison {
         a: Summary::of(&runs[A]),
@@ -190,10 +190,7 @@ impl Rounds {
     ///
     /// # Errors
     /// The first error of a round, and [`interrupt`].
-    pub fn repeat(
-        self,
-        mut round: impl FnMut() -> Result<(), LabError>,
-    ) -> Result<usize, LabError> {
+    pub fn repeat(self, mut round: impl FnMut() -> LabResult) -> LabResult<usize> {
         let (began, mut done) = (Instant::now(), 0);
         while self.continues(done, began.elapsed()) {
             interrupt::check()?;
@@ -226,8 +223,8 @@ impl From<usize> for Rounds {
 pub fn rounds(
     arms: usize,
     rounds: impl Into<Rounds>,
-    mut slice: impl FnMut(usize) -> Result<f64, LabError>,
-) -> Result<Vec<Vec<f64>>, LabError> {
+    mut slice: impl FnMut(usize) -> LabResult<f64>,
+) -> LabResult<Vec<Vec<f64>>> {
     let runs = measures(arms, rounds, |arm| slice(arm).map(|figure| [figure]))?;
     Ok(runs.into_iter().map(|[run]| run).collect())
 }
@@ -240,8 +237,8 @@ pub fn rounds(
 pub fn measures<const M: usize>(
     arms: usize,
     rounds: impl Into<Rounds>,
-    mut slice: impl FnMut(usize) -> Result<[f64; M], LabError>,
-) -> Result<Vec<[Vec<f64>; M]>, LabError> {
+    mut slice: impl FnMut(usize) -> LabResult<[f64; M]>,
+) -> LabResult<Vec<[Vec<f64>; M]>> {
     let mut round = || {
         let mut sums = vec![[0.0; M]; arms];
         turns::round(arms, 1, |arm, _| {

@@ -9,7 +9,7 @@
 //! asynchronous faults it shall wait for 30 % of its time.
 
 use super::slices::{Arm, Gain, OFF_NULL_ON, Role, Runs, turns};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::fixture::builder;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
@@ -62,7 +62,7 @@ struct Round {
 impl<'a> Program<'a> {
     /// Waits for the beginning of the program. The first round of [`Program::next`] has begun
     /// before this call.
-    pub fn start(session: &'a Session<'a, Vm>) -> Result<Self, LabError> {
+    pub fn start(session: &'a Session<'a, Vm>) -> LabResult<Self> {
         let begun = |status: &Status| {
             let (counter, goal) = progress(status)?;
             Some((counter, goal?))
@@ -79,7 +79,7 @@ impl<'a> Program<'a> {
     }
 
     /// Waits for the end of the round, whose faults are taken as `apf` says.
-    fn next(&mut self, apf: Apf) -> Result<Round, LabError> {
+    fn next(&mut self, apf: Apf) -> LabResult<Round> {
         self.session.set_apf(apf);
         let next = self.next;
         let over = |status: &Status| (progress(status)?.0 >= next).then_some(());
@@ -138,7 +138,7 @@ pub fn calibrate(
     program: &mut Program<'_>,
     options: &Options,
     begin: impl Fn(),
-) -> Result<Calibrated, LabError> {
+) -> LabResult<Calibrated> {
     let guest = program.session.guest;
     let rounds = if options.quick { 2 } else { 4 };
     // The first round touches fresh memory, which should not wait. The second begins with pages of
@@ -199,7 +199,7 @@ pub fn run(
     options: &Options,
     rounds: usize,
     begin: impl Fn(u64),
-) -> Result<Run, LabError> {
+) -> LabResult<Run> {
     on(builder, &image(options.arch, "membound")?, |session| {
         let mut program = Program::start(session)?;
         let mut calibrated = calibrate(&mut program, options, || begin(0))?;
@@ -270,7 +270,7 @@ fn membound(arch: Arch, rounds: u64) -> VmBuilder {
 }
 
 /// `apf.memory_alone_time_ratio`.
-pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report) -> LabResult {
     let builder = membound(options.arch, ROUNDS);
     let (rounds, us) = if options.quick { (2, 500) } else { (12, 1000) };
     let run = run(&builder, options, rounds, |_| {

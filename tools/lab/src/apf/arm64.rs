@@ -31,7 +31,7 @@ mod pair;
 
 use super::device::{self, DEVICES, Guests};
 use super::{SLICE_US, TICK_US, alone};
-use crate::experiment::{LabError, Options, skip_if_busy};
+use crate::experiment::{LabResult, Options, skip_if_busy};
 use crate::fixture::builder;
 use crate::report::{Progress, figure, time};
 use crate::result::{Measurement, Report};
@@ -86,7 +86,7 @@ const APART: u64 = 4096;
 ///
 /// # Errors
 /// The error of the first failed experiment.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let all: &[Guests] = match options.arch {
         Arch::Arm64 => &ARM64,
         _ => &X86,
@@ -160,7 +160,7 @@ fn with_params(result: Measurement) -> Measurement {
 }
 
 /// `apf_arm64.alone_time_ratio` with this form.
-fn measure_alone(guests: &Guests, options: &Options, report: &mut Report) -> Result<(), LabError> {
+fn measure_alone(guests: &Guests, options: &Options, report: &mut Report) -> LabResult {
     let id = format!("apf_arm64.alone_time_ratio.{}", guests.form);
     let builder = membound(guests, 1, "", options);
     let rounds = if options.quick { 2 } else { 8 };

@@ -4,7 +4,7 @@
 use super::read_latency::ReadLatency;
 use super::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role, Runs, take_turns};
 use super::{bm, with_params};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::first_look::{Found, Row};
 use crate::report::short;
 use crate::result::{Measurement, Report};
@@ -121,7 +121,7 @@ pub fn measure(
     guests: Guests,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let pace = match options.quick {
         true => Pace::new(2, 80, 30),
         false => Pace::new(device.rounds, 150, 30),
@@ -162,7 +162,7 @@ pub fn run(
     pace: Pace,
     options: &Options,
     arms: &[Arm],
-) -> Result<Runs, LabError> {
+) -> LabResult<Runs> {
     let swap = match device.is_file {
         true => Swap::File(options.swap_dir.clone()),
         false => Swap::Memory,
@@ -182,7 +182,7 @@ fn results(
     pace: Pace,
     latency: Option<&ReadLatency>,
     runs: &Runs,
-) -> Result<Vec<Measurement>, LabError> {
+) -> LabResult<Vec<Measurement>> {
     let ids = guests.ids(device).into_iter();
     let all = ids.zip(RESULTS).zip(device.bars);
     let measured = all.filter(|((_, (_, gain)), _)| runs.has(*gain));
@@ -204,7 +204,7 @@ fn results(
 }
 
 /// The first row of the first look: workers beside faulters on the first device.
-pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
+pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
     let [device, ..] = &DEVICES;
     let pace = Pace::new(rounds, 120, 30);
     let runs = run(device, Guests::APF, pace, options, &OFF_NULL_ON)?;

@@ -29,7 +29,7 @@
 
 use super::slices::{Arm, Gain, Pace, Role, Runs, take_turns};
 use super::{SLICE_US, with_bm};
-use crate::experiment::{LabError, Options, skip_if_busy};
+use crate::experiment::{LabError, LabResult, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Measured, image, on};
@@ -77,12 +77,8 @@ fn id(ms: u64) -> String {
 }
 
 /// `apf.kvm.*`; skipped without a usable `/dev/kvm`.
-pub fn measure(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
-    type Part = fn(&Options, &mut Report, &Progress) -> Result<(), LabError>;
+pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+    type Part = fn(&Options, &mut Report, &Progress) -> LabResult;
     let shares = LATENCIES.map(|(ms, _)| id(ms));
     let parts: [(_, Vec<String>, Part); 2] = [
         ("kvm", [&shares[..], &[FAULTS.into()]].concat(), swapped),
@@ -121,13 +117,13 @@ fn words(more: &str) -> String {
 }
 
 /// The worker's share of its speed alone, in percent.
-fn share(runs: &Runs, apf: Apf) -> Result<Summary, LabError> {
+fn share(runs: &Runs, apf: Apf) -> LabResult<Summary> {
     let gain = Gain::new(Arm::ALONE, Arm::beside(apf), Role::Workers);
     Ok(runs.ratio(gain)?.scaled(100.0))
 }
 
 /// Part `kvm`: swapped-out pages, at each of [`LATENCIES`].
-fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
+fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let in_vm = |apf| {
         let sizes = [MEMORY_MIB, RESIDENT_MIB];
         let [memory, resident] = sizes.map(|mib| PageCount::from_bytes(mib << 20));
@@ -201,7 +197,7 @@ fn shares<B: Builder>(
     latency: &LatencySetting,
     apf: Apf,
     pace: Pace,
-) -> Result<(Vec<Runs>, Counters), LabError>
+) -> LabResult<(Vec<Runs>, Counters)>
 where
     B::Vm: Measured,
     LabError: From<<B::Vm as Vm>::Error>,
@@ -227,7 +223,7 @@ where
 }
 
 /// Part `source`.
-fn provided(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
+fn provided(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let mut all = Vec::new();
     for (name, apf, flags) in SOURCE_ARMS {
         progress.step(format!("/dev/kvm, pages from a source, {name}"))?;

@@ -4,7 +4,7 @@
 //! The reads are a swap file's: 4 KiB at random places of an unnamed file, past the page cache. One
 //! is in flight at a time, and no guest runs.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::report::time;
 use crate::result::Measurement;
 use hdrhistogram::Histogram;
@@ -32,7 +32,7 @@ impl ReadLatency {
     ///
     /// # Errors
     /// The file cannot be made, written or read.
-    pub fn measure(dir: &Path) -> Result<Option<Self>, LabError> {
+    pub fn measure(dir: &Path) -> LabResult<Option<Self>> {
         let what = format!("measure reads of a swap file in {}", dir.display());
         measure(dir).map_err(LabError::io(what))
     }

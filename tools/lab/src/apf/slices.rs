@@ -1,6 +1,6 @@
 //! The arms of an experiment, and the slices of time in which they take turns in one guest.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::report::{align, short};
 use crate::result::{Better, Measurement};
 use crate::session::{Measured, Session};
@@ -141,8 +141,8 @@ pub fn turns(
     rounds: impl Into<Rounds>,
     roles: [Role; 2],
     begin: impl Fn(u64),
-    mut turn: impl FnMut(Arm, &mut Vec<Stalls>) -> Result<[f64; 2], LabError>,
-) -> Result<Runs, LabError> {
+    mut turn: impl FnMut(Arm, &mut Vec<Stalls>) -> LabResult<[f64; 2]>,
+) -> LabResult<Runs> {
     let mut stalls = vec![Vec::new(); arms.len()];
     // A round has two turns of each arm.
     let mut number = (0..).flat_map(|round| std::iter::repeat_n(round, 2 * arms.len()));
@@ -167,7 +167,7 @@ pub fn take_turns<V: Measured>(
     arms: &[Arm],
     pace: Pace,
     begin: impl Fn(u64),
-) -> Result<Runs, LabError> {
+) -> LabResult<Runs> {
     let guest = &session.guest;
     let roles = [Role::Workers, Role::Faulters];
     turns(arms, pace.rounds, roles, begin, |arm, stalls| {
@@ -206,7 +206,7 @@ impl Runs {
 
     /// A gain, paired by round. [`LabError::Busy`]: the processes did no step in a round of the
     /// base, so there is nothing to compare with.
-    pub fn ratio(&self, gain: Gain) -> Result<Summary, LabError> {
+    pub fn ratio(&self, gain: Gain) -> LabResult<Summary> {
         let Gain { base, arm, role } = gain;
         let base_rates = self.figures(base, role);
         if base_rates.contains(&0.0) {
@@ -220,7 +220,7 @@ impl Runs {
 
     /// A gain as a result: in percent if its base is [`Arm::ALONE`], and with a null if its base is
     /// [`Arm::OFF`].
-    pub fn result(&self, id: impl Into<String>, gain: Gain) -> Result<Measurement, LabError> {
+    pub fn result(&self, id: impl Into<String>, gain: Gain) -> LabResult<Measurement> {
         let ratio = self.ratio(gain)?;
         let (name, unit, ratio) = match gain.base {
             Arm::ALONE => ("alone", "%", ratio.scaled(100.0)),

@@ -18,7 +18,7 @@
 use super::device::{Guests, MEMORY, run};
 use super::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role};
 use super::with_params;
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::report::{Progress, align, figure};
 use crate::result::{Better, Measurement, Report};
 use crate::stalls::{STALLS, stalls_text};
@@ -66,11 +66,7 @@ struct Point {
 }
 
 /// `apf.break_even_us`.
-pub fn measure(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let points = latencies(options).map(|us| {
         progress.step(format!("break-even: {us} us a page (injected)"))?;
         point(us, options)
@@ -81,7 +77,7 @@ pub fn measure(
     Ok(())
 }
 
-fn point(us: u64, options: &Options) -> Result<Point, LabError> {
+fn point(us: u64, options: &Options) -> LabResult<Point> {
     let latency = Duration::from_micros(us);
     let mut device = MEMORY;
     device.latency = latency;

@@ -4,7 +4,7 @@
 //! turns, and a vCPU with a full ring reaps it.
 
 use super::{Cast, Done, InBackground, Player, reap};
-use crate::experiment::LabError;
+use crate::experiment::LabResult;
 use crate::fixture::boot;
 use crate::native::thread_cpu_ns;
 use crate::session::{Guest, LastWords, image};
@@ -34,7 +34,7 @@ pub(super) struct Machine {
 pub(super) type Closed<'a> = RwLockWriteGuard<'a, ()>;
 
 impl Machine {
-    pub(super) fn new(builder: &VmBuilder, cast: Cast) -> Result<(Self, Vec<Vcpu>), LabError> {
+    pub(super) fn new(builder: &VmBuilder, cast: Cast) -> LabResult<(Self, Vec<Vcpu>)> {
         let command_line = builder.full_command_line();
         let image = image(builder.arch, cast.guest)?;
         let (vm, vcpus) = boot(builder, cast.delivery, &image, &command_line)?;
@@ -67,7 +67,7 @@ impl Machine {
     }
 
     /// The threads of the host, which work until they are dropped.
-    pub(super) fn background(&self) -> Result<Option<Background>, LabError> {
+    pub(super) fn background(&self) -> LabResult<Option<Background>> {
         Ok(match self.background {
             InBackground::Nothing => None,
             InBackground::Reclaim => Some(self.vm.host().spawn_background()?),
@@ -104,7 +104,7 @@ impl Machine {
     }
 
     /// Lets the guest boot and prepare itself, and stops it.
-    pub(super) fn attach(&self) -> Result<Player<'_>, LabError> {
+    pub(super) fn attach(&self) -> LabResult<Player<'_>> {
         let background = self.background()?;
         let guest = Guest::wait_for(&*self.vm, &self.devices)?;
         guest.prepared()?;

@@ -3,7 +3,7 @@
 use super::{APART, Guests, MEMORY_MIB, membound};
 use crate::apf::alone::{Program, TOLERANCE, calibrate};
 use crate::apf::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role, Runs, take_turns};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::report::short;
 use crate::result::{Measurement, Report};
 use crate::session::{image, on};
@@ -31,12 +31,7 @@ pub fn ids(guests: &Guests, vcpus: usize) -> [String; 2] {
 }
 
 /// `apf_arm64.cpu_bound_ratio` and `apf_arm64.memory_bound_ratio` with this form.
-pub fn measure(
-    guests: &Guests,
-    vcpus: usize,
-    options: &Options,
-    report: &mut Report,
-) -> Result<(), LabError> {
+pub fn measure(guests: &Guests, vcpus: usize, options: &Options, report: &mut Report) -> LabResult {
     let pace = match (options.quick, vcpus) {
         (true, _) => Pace::new(6, 1000, 100),
         (false, 1) => Pace::new(9, 3000, 100),
