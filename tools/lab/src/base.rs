@@ -40,9 +40,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     }
     if options.wants_x86("fault", fault::IDS, report) {
         progress.step("fault, warm caches")?;
-        fault::hot(options, report)?;
+        fault::measure(options, report, false)?;
         progress.step("fault, cold caches")?;
-        fault::cold(options, report)?;
+        fault::measure(options, report, true)?;
     }
     if options.wants_x86("scaling", [fault::SCALING], report) {
         progress.step("fault, 1 and 2 vCPUs")?;

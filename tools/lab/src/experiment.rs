@@ -78,8 +78,6 @@ from_others! {
     lacuna_machine::MemorySlotError
     lacuna_migrate::MigrateError
     lacuna_soft::HostError
-    lacuna_soft::MmuError
-    lacuna_soft::SlotError
     lacuna_soft::SoftError
     crate::external::ExternalError
 }

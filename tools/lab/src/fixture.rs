@@ -5,16 +5,16 @@
 //! | [`crate::session`] | one running guest, any backend | arms that are switched while it runs |
 //! | [`crate::players`] | VMs with one guest image that take turns | arms with a VM each |
 //! | [`boot_code`] | a VM that runs some bytes of machine code | one path, without a guest kernel |
-//! | [`Tables`] | slots, tables and a host, without a processor | work on tables alone |
 
 use crate::experiment::LabError;
-use lacuna_addr::{BackingRange, Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Arch, Image, Layout, Segment, Vm as _};
+use crate::native::thread_cpu_ns;
+use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
+use lacuna_machine::{Arch, Exit, Image, Layout, Segment, Vm as _};
 use lacuna_soft::{
-    Apf, CpuModel, Delivery, Host, HugePages, LatencySetting, MemoryKind, Mmu, MmuNotifier,
-    SlotFlags, SlotId, SlotSpec, Swap, Vcpu, Vm, VmBuilder, VmConfig,
+    Apf, CpuModel, Delivery, HugePages, LatencySetting, MemoryKind, Swap, Vcpu, Vm, VmBuilder,
+    VmConfig,
 };
-use lacuna_sync::{Clock, HostClock, Qsbr};
+use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 
 /// A VM with `memory` and as many frames as `resident`: 4 KiB pages, compressed memory as swap, no
@@ -83,77 +83,53 @@ pub fn boot(
     Ok((vm, vcpus))
 }
 
-/// [`boot`] of machine code: pieces of memory with their addresses. The vCPUs start at the first
+/// Machine code as an image: pieces of memory with their addresses. The vCPUs start at the first
 /// piece.
-///
-/// # Errors
-/// The VM could not be made.
 ///
 /// # Panics
 /// If there is no piece, or an address is too large.
-pub fn boot_code(
-    builder: &VmBuilder,
-    delivery: Delivery,
-    pieces: &[(u64, &[u8])],
-) -> Result<(Arc<Vm>, Vec<Vcpu>), LabError> {
+pub fn code<'a>(pieces: &[(u64, &'a [u8])]) -> Image<'a> {
     let at = |address: u64| Gpa::new(address).expect("a small address");
     let segments = pieces.iter().map(|&(address, bytes)| Segment {
         gpa: at(address),
         bytes,
         size: bytes.len() as u64,
     });
-    let image = Image {
+    Image {
         arch: Arch::X86_64,
         segments: segments.collect(),
         entry: at(pieces[0].0),
-    };
-    boot(builder, delivery, &image, "")
-}
-
-/// The memory of a VM without its processors, for measuring work on tables and reverse maps.
-pub struct Tables {
-    /// The host memory manager.
-    pub host: Arc<Host>,
-    /// Quiescent states, for one vCPU.
-    pub qsbr: Arc<Qsbr>,
-    /// Its memory-management unit.
-    pub mmu: Arc<Mmu>,
-}
-
-impl Tables {
-    /// Memory without slots, with at most `tables` table pages.
-    ///
-    /// # Errors
-    /// The host or the MMU could not be made.
-    pub fn new(builder: &VmBuilder, tables: u32) -> Result<Self, LabError> {
-        let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
-        let host = builder.host(clock)?;
-        let qsbr = Arc::new(Qsbr::new(1));
-        let mmu = Mmu::new(Arc::clone(&host), Arc::clone(&qsbr), tables)?;
-        Ok(Self { host, qsbr, mmu })
-    }
-
-    /// Adds a slot of `pages` pages at `guest`, with a region of its own behind it.
-    ///
-    /// # Errors
-    /// The region or the slot was refused.
-    pub fn add_slot(&self, id: SlotId, guest: u64, pages: u64) -> Result<BackingRange, LabError> {
-        let notifier = Arc::clone(&self.mmu) as Arc<dyn MmuNotifier>;
-        let region = self.host.add_region(PageCount::new(pages), notifier)?;
-        self.mmu.add_slot(slot(id, guest, region))?;
-        Ok(region)
     }
 }
 
-/// A slot at `guest`, without flags, with all of `region` behind it.
-pub fn slot(id: SlotId, guest: u64, region: BackingRange) -> SlotSpec {
-    SlotSpec {
-        id,
-        guest,
-        backing: region.start(),
-        bytes: region.pages() * PAGE_SIZE as u64,
-        flags: SlotFlags::empty(),
+/// [`boot`] of machine code.
+///
+/// # Errors
+/// The VM could not be made.
+pub fn boot_code(
+    builder: &VmBuilder,
+    delivery: Delivery,
+    pieces: &[(u64, &[u8])],
+) -> Result<(Arc<Vm>, Vec<Vcpu>), LabError> {
+    boot(builder, delivery, &code(pieces), "")
+}
+
+/// Lets the guest run until it writes to a port.
+///
+/// # Errors
+/// The guest left for another reason.
+pub fn run_to_port(vcpu: &mut impl lacuna_machine::Vcpu) -> Result<(), LabError> {
+    match vcpu.run() {
+        Ok(Exit::IoOut { .. }) => Ok(()),
+        other => Err(LabError::Guest(format!("the guest left with {other:?}"))),
     }
+}
+
+/// As [`run_to_port`]. Returns nanoseconds of the thread's CPU time.
+pub fn time_to_port(vcpu: &mut impl lacuna_machine::Vcpu) -> Result<u64, LabError> {
+    let start = thread_cpu_ns();
+    run_to_port(vcpu)?;
+    Ok(thread_cpu_ns() - start)
 }
 
 /// Ends the test as skipped where the build has no guests.

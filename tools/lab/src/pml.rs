@@ -20,19 +20,15 @@
 //! A dirtied page also has the set `refill`: the refill of the TLB after a harvest counts, an exit
 //! does not.
 
-pub use score_page::first_look;
+pub use page::first_look;
 
+mod churn;
 mod ending;
-mod ending_loss;
-mod exit_here;
 mod harvest;
-mod harvest_fixture;
 mod kvm;
+mod page;
+mod rig;
 mod score;
-mod score_always;
-mod score_charge;
-mod score_guest;
-mod score_page;
 
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
@@ -43,17 +39,18 @@ use crate::result::Report;
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let steps = score::STEPS + 1 + ending::STEPS + harvest::STEPS + kvm::STEPS;
+    let steps = score::STEPS + 2 + harvest::STEPS + kvm::STEPS;
     let progress = Progress::new(steps, options.verbosity);
     if options.wants("score") {
         score::measure(options, report, &progress)?;
     }
     if options.wants("page") {
         progress.step("costs of a dirtied page")?;
-        score_page::measure(options, report)?;
+        page::measure(options, report)?;
     }
     if options.wants("ending") {
-        ending::measure(options, report, &progress)?;
+        progress.step("ending logging")?;
+        ending::measure(options, report)?;
     }
     if options.wants("harvest") {
         harvest::measure(options, report, &progress)?;

@@ -5,14 +5,8 @@
 //! | `thp.call.elsewhere` | a whole notifier call for 2 MiB, page loop / Lacuna's; no vCPU waits |
 //! | `thp.call.holding` | the same for a block that a running vCPU holds |
 //! | `thp.call.shootdown_us.STATE` | the shoot-down in it, the same for both |
-//! | `thp.range_vs_page.SLOTS` | work to find the leaf of a 2 MiB page: page loop / Lacuna's walk |
-//! | `thp.range_vs_page.SLOTS.WORK` | the same for 4 KiB pages and for 64 MiB |
-//! | `thp.slots_growth_512` | Lacuna's walk, 512 slots / 1 slot |
-//! | `thp.slot_steps_512` | nodes of the slots' index that it reads; a count |
-//! | `thp.total_us.STATE.PAGES` | the whole invalidation of 2 MiB, vCPUs idle or using the range |
+//! | `thp.total_us.STATE.PAGES` | Lacuna's whole call, vCPUs idle or using the block |
 //! | `thp.neighbour_loss_percent` | CPU time that a vCPU loses if the next block is invalidated |
-//! | `thp.first_touch_fault_ratio` | CPU time of faults without zeroing, 4 KiB / 2 MiB pages |
-//! | `thp.first_touch_ratio` | the same with zeroing: the whole first touch |
 //! | `thp.random_read_ratio` | random reads a second, 2 MiB / 4 KiB TLB entries |
 //! | `thp.pressure_ratio` | accesses under memory pressure, huge pages / none |
 //! | `thp.kept_percent` | the share of resident memory that stays in huge pages meanwhile |
@@ -22,19 +16,18 @@
 //! Arms differ in the host's policy ([`HugePages`](lacuna_soft::HugePages)) or in the rmap walk
 //! strategy, and in nothing else: the guest image and its command line are the same. In every arm
 //! the guest maps its memory by 2 MiB pages (`huge=1`).
+//!
+//! Work on tables alone is measured by the benches of `engine/mmu`: `thp.range_vs_page.*` and
+//! `thp.slots_growth_512` by `invalidate`, `thp.first_touch_*` by `fault`.
 
 pub use call::first_look;
 
 mod call;
-mod fixture;
 mod kvm;
 mod neighbour;
 mod pressure;
-mod range;
 mod reads;
 mod scene;
-mod spread;
-mod touch;
 
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::report::Progress;
@@ -45,7 +38,7 @@ use crate::result::Report;
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let progress = Progress::new(range::STEPS + pressure::STEPS + 6, options.verbosity);
+    let progress = Progress::new(pressure::STEPS + 4, options.verbosity);
     report.say(
         "thp: the host backs guest memory by 2 MiB pages where it can. The cost of invalidating a \
          range depends on the leaves that are mapped there, not on the length of the range. A \
@@ -55,18 +48,9 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         progress.step("whole notifier calls")?;
         call::measure(options, report)?;
     }
-    if options.wants("range") {
-        range::measure(options, report, &progress)?;
-        progress.step("whole invalidations")?;
-        neighbour::total(options, report)?;
-    }
     if options.wants("neighbour") {
         progress.step("a vCPU next to a range that is invalidated")?;
         neighbour::measure(options, report)?;
-    }
-    if options.wants("touch") {
-        progress.step("first touch")?;
-        touch::measure(options, report)?;
     }
     if options.wants("reads") {
         progress.step("random reads")?;
@@ -84,12 +68,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 }
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &[
-    "call",
-    "range",
-    "neighbour",
-    "touch",
-    "reads",
-    "pressure",
-    "kvm",
-];
+pub const PARTS: &[&str] = &["call", "neighbour", "reads", "pressure", "kvm"];
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}

@@ -18,40 +18,14 @@ use std::time::{Duration, Instant};
 const LIMIT: Duration = Duration::from_secs(120);
 const MEMORY_MIB: u32 = 256;
 
-/// One loop, and its iterations in a slice on a soft vCPU, natively, and in QEMU: a few tenths of a
-/// second each.
-struct Test {
-    name: &'static str,
-    iterations: [u64; 3],
-    bar: Option<f64>,
-    wanted: Option<f64>,
-}
-
+/// One loop: its name, its iterations in a slice on a soft vCPU, natively, and in QEMU (a few tenths
+/// of a second each), and the wanted rate.
+type Test = (&'static str, [u64; 3], Option<f64>);
 const TESTS: [Test; 4] = [
-    Test {
-        name: "alu",
-        iterations: [30_000_000, 200_000_000, 60_000_000],
-        bar: None,
-        wanted: Some(600.0),
-    },
-    Test {
-        name: "mem256k",
-        iterations: [20_000_000, 200_000_000, 60_000_000],
-        bar: None,
-        wanted: None,
-    },
-    Test {
-        name: "mem64m",
-        iterations: [4_000_000, 40_000_000, 4_000_000],
-        bar: None,
-        wanted: None,
-    },
-    Test {
-        name: "branchy",
-        iterations: [3_000, 40_000, 8_000],
-        bar: None,
-        wanted: Some(150.0),
-    },
+    ("alu", [30_000_000, 200_000_000, 60_000_000], Some(600.0)),
+    ("mem256k", [20_000_000, 200_000_000, 60_000_000], None),
+    ("mem64m", [4_000_000, 40_000_000, 4_000_000], None),
+    ("branchy", [3_000, 40_000, 8_000], Some(150.0)),
 ];
 
 /// The arms.
@@ -62,54 +36,33 @@ const QEMU: usize = 2;
 /// `cpu.x86.*`, beside native and QEMU. For arm64 guests only `cpu.minstr_per_s.*`, because this
 /// machine does not run their code natively.
 pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Result<(), LabError> {
-    if options.arch == Arch::Arm64 {
-        return arm64_rates(options, report, progress);
-    }
-    let guest = image("cpubench").expect("built in");
+    let guest = guests(options.arch).image("cpubench").expect("built in");
+    let is_x86 = options.arch == Arch::X86_64;
     let elf = write_image(guest)?;
-    let machines = match run_qemu(&elf, &TESTS[0], 1000) {
-        Ok(_) => 3,
-        Err(ExternalError::Unavailable(why)) => {
-            report.skip("cpu.x86.vs_qemu_tcg.mem64m", why);
-            2
-        }
-        Err(error) => return Err(error.into()),
-    };
-    report.skip("cpu.x86.vs_bochs.mem64m", bochs());
+    let mut machines = 1;
+    if is_x86 {
+        report.skip("cpu.x86.vs_bochs.mem64m", bochs());
+        machines = match run_qemu(&elf, &TESTS[0], 1000) {
+            Ok(_) => 3,
+            Err(ExternalError::Unavailable(why)) => {
+                report.skip("cpu.x86.vs_qemu_tcg.mem64m", why);
+                2
+            }
+            Err(error) => return Err(error.into()),
+        };
+    }
     for test in &TESTS {
-        progress.step(format!("instructions a second: {}", test.name))?;
+        progress.step(format!("instructions a second: {}", test.0))?;
         let divisor = if options.quick { 10 } else { 1 };
         let arms = rounds(machines, super::rounds(options), |machine| {
-            let iterations = test.iterations[machine] / divisor;
+            let iterations = test.1[machine] / divisor;
             match machine {
                 OURS => run_ours(guest, test, iterations),
                 NATIVE => Ok(run_native(test, iterations)?),
                 _ => Ok(run_qemu(&elf, test, iterations)?),
             }
         })?;
-        record(report, test, &arms);
-    }
-    Ok(())
-}
-
-fn arm64_rates(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
-    let guest = guests(Arch::Arm64).image("cpubench").expect("committed");
-    for test in &TESTS {
-        progress.step(format!("instructions a second: {}", test.name))?;
-        let divisor = if options.quick { 10 } else { 1 };
-        let iterations = test.iterations[OURS] / divisor;
-        let arms = rounds(1, super::rounds(options), |_| {
-            run_ours(guest, test, iterations)
-        })?;
-        let id = format!("cpu.minstr_per_s.{}", test.name);
-        let ours = Summary::of(&arms[0]);
-        report.push(
-            Measurement::new(id, "M/s", Better::Higher, ours).param("iterations", iterations),
-        );
+        record(report, is_x86, test, &arms);
     }
     Ok(())
 }
@@ -120,8 +73,8 @@ pub fn first_look(_: &Options, repeats: Rounds) -> Result<Found, LabError> {
     let guest = image("cpubench").expect("built in");
     // A tenth of an experiment's slice. The second arm is the null.
     let arms = rounds(3, repeats, |arm| match arm {
-        2 => run_ours(guest, test, test.iterations[OURS] / 10),
-        _ => Ok(run_native(test, test.iterations[NATIVE] / 10)?),
+        2 => run_ours(guest, test, test.1[OURS] / 10),
+        _ => Ok(run_native(test, test.1[NATIVE] / 10)?),
     })?;
     let [native, null, ours] = [0, 1, 2].map(|arm: usize| &arms[arm]);
     let rate = |rates: &[f64]| format!("{}/s", short(1e6 * Summary::of(rates).median));
@@ -134,34 +87,43 @@ pub fn first_look(_: &Options, repeats: Rounds) -> Result<Found, LabError> {
         null: paired(native, null),
         published: "none",
     };
-    let id = format!("cpu.x86.minstr_per_s.{}", test.name);
+    let id = format!("cpu.x86.minstr_per_s.{}", test.0);
     let result = Measurement::new(id, "M/s", Better::Higher, Summary::of(ours))
-        .param("iterations", test.iterations[OURS] / 10)
+        .param("iterations", test.1[OURS] / 10)
         .arm("native", Summary::of(native));
     let results = vec![result];
     Ok(Found { row, results })
 }
 
-fn record(report: &mut Report, test: &Test, arms: &[Vec<f64>]) {
-    let ours = Summary::of(&arms[OURS]);
-    let id = format!("cpu.x86.minstr_per_s.{}", test.name);
-    let mut result = Measurement::new(id, "M/s", Better::Higher, ours)
-        .param("iterations", test.iterations[OURS])
-        .arm("native", Summary::of(&arms[NATIVE]));
-    if let Some(qemu) = arms.get(QEMU) {
-        result = result.arm("qemu_tcg", Summary::of(qemu));
+fn record(
+    report: &mut Report,
+    is_x86: bool,
+    &(name, iterations, wanted): &Test,
+    arms: &[Vec<f64>],
+) {
+    let new = |id: String, arm: usize| {
+        Measurement::new(id, "M/s", Better::Higher, Summary::of(&arms[arm]))
+    };
+    let prefix = if is_x86 { "cpu.x86" } else { "cpu" };
+    let mut result = new(format!("{prefix}.minstr_per_s.{name}"), OURS);
+    result = result.param("iterations", iterations[OURS]);
+    for (arm, machine) in ["ours", "native", "qemu_tcg"]
+        .into_iter()
+        .enumerate()
+        .skip(NATIVE)
+    {
+        if let Some(rates) = arms.get(arm) {
+            result = result.arm(machine, Summary::of(rates));
+        }
     }
-    if let Some(bar) = test.bar {
-        result = result.bar(bar);
-    }
-    if let Some(wanted) = test.wanted {
+    if let (true, Some(wanted)) = (is_x86, wanted) {
         result = result.wanted(wanted);
     }
     report.push(result);
-    let id = format!("cpu.x86.native_minstr_per_s.{}", test.name);
-    let native = Summary::of(&arms[NATIVE]);
-    report.push(Measurement::new(id, "M/s", Better::Higher, native));
-    if let (Some(qemu), "mem64m") = (arms.get(QEMU), test.name) {
+    if is_x86 {
+        report.push(new(format!("cpu.x86.native_minstr_per_s.{name}"), NATIVE));
+    }
+    if let (Some(qemu), "mem64m") = (arms.get(QEMU), name) {
         let ratio = paired(qemu, &arms[OURS]);
         let id = "cpu.x86.vs_qemu_tcg.mem64m";
         report.push(Measurement::new(id, "x", Better::Higher, ratio).wanted(1.0));
@@ -181,7 +143,7 @@ fn write_image(guest: &GuestImage) -> Result<tempfile::TempPath, LabError> {
 }
 
 fn arguments(test: &Test, iterations: u64) -> [String; 2] {
-    [format!("test={}", test.name), format!("iters={iterations}")]
+    [format!("test={}", test.0), format!("iters={iterations}")]
 }
 
 fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, LabError> {

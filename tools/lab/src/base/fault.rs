@@ -1,6 +1,6 @@
 //! The cost of a resident stage-2 fault, and whether the faults of two vCPUs delay each other.
 
-use crate::base::{Fixture, Touch, touch_together};
+use crate::base::{Fixture, touch_together};
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
 use crate::native::{CacheFlush, HOT_PAGES, cold_fault_ns, hot_fault_ns};
@@ -33,39 +33,18 @@ pub const IDS: [&str; 4] = [
 /// The result of two vCPUs beside one.
 pub const SCALING: &str = "fault.scaling_2vcpu";
 
-fn host_error(source: std::io::Error) -> LabError {
-    LabError::Io {
-        what: "map anonymous memory".into(),
-        source,
-    }
-}
-
-/// One slice of guest touches: CPU nanoseconds a page.
-fn soft_ns(fixture: &mut Fixture, touches: u64, before: impl Fn()) -> Result<f64, LabError> {
-    let (mut cpu, mut pages) = (0, 0);
-    for _ in 0..touches {
-        let Touch {
-            pages: touched,
-            cpu_ns,
-            ..
-        } = fixture.touch(&before)?;
-        cpu += cpu_ns;
-        pages += touched;
-    }
-    Ok(cpu as f64 / pages as f64)
-}
-
-/// `fault.soft_vs_host`.
-pub fn hot(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let found = compare_hot(super::rounds(options).into())?;
-    report.push(told_hot(&found));
-    report.push(Measurement::new(IDS[2], "ns", Better::Lower, found.a));
+/// `fault.soft_vs_host` and `fault.host_ns`, with warm caches or with cold ones.
+pub fn measure(options: &Options, report: &mut Report, is_cold: bool) -> Result<(), LabError> {
+    let found = compare_faults(super::rounds(options).into(), is_cold)?;
+    report.push(ratio(&found, is_cold));
+    let id = IDS[2 + usize::from(is_cold)];
+    report.push(Measurement::new(id, "ns", Better::Lower, found.a));
     Ok(())
 }
 
 /// The row of the first look, from `fault.soft_vs_host`.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let found = compare_hot(rounds)?;
+    let found = compare_faults(rounds, false)?;
     let ns = |cost: Summary| time(cost.median as u64);
     let row = Row {
         system: "resident fault",
@@ -76,45 +55,53 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
         null: found.null.inverse(),
         published: "none",
     };
-    let results = vec![told_hot(&found)];
+    let results = vec![ratio(&found, false)];
     Ok(Found { row, results })
 }
 
-fn compare_hot(rounds: Rounds) -> Result<Comparison, LabError> {
-    let mut fixture = Fixture::new(1, HOT)?;
-    let host = || hot_fault_ns(SLICE as usize).map_err(host_error);
-    let soft = || soft_ns(&mut fixture, SLICE / HOT, || ());
+/// CPU nanoseconds a page, of the host's fault and of a guest's touch.
+fn compare_faults(rounds: Rounds, is_cold: bool) -> Result<Comparison, LabError> {
+    let pages = pages(is_cold);
+    let touches = if is_cold { 16 } else { SLICE / pages };
+    let mut fixtures = [Fixture::new(1, pages)?];
+    let flush = is_cold.then(CacheFlush::default);
+    let host = || {
+        let faults = (touches * pages) as usize;
+        let ns = match &flush {
+            Some(flush) => cold_fault_ns(faults, flush),
+            None => hot_fault_ns(faults),
+        };
+        ns.map_err(|source| LabError::Io {
+            what: "map anonymous memory".into(),
+            source,
+        })
+    };
+    let soft = || {
+        let mut cpu_ns = 0;
+        for _ in 0..touches {
+            let before = || flush.iter().for_each(CacheFlush::run);
+            cpu_ns += touch_together(&mut fixtures, before)?.cpu_ns;
+        }
+        Ok(cpu_ns as f64 / (touches * pages) as f64)
+    };
     compare(rounds, host, soft)
 }
 
-fn told_hot(found: &Comparison) -> Measurement {
-    Measurement::new(IDS[0], "x", Better::Lower, found.ratio)
-        .bar(0.5)
-        .wanted(0.4)
-        .param("pages_per_touch", HOT)
-        .arm("host_ns", found.a)
-        .arm("soft_ns", found.b)
-        .arm("null", found.null)
+const fn pages(is_cold: bool) -> u64 {
+    if is_cold { COLD_PAGES } else { HOT }
 }
 
-/// `fault.soft_vs_host.cold`.
-pub fn cold(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let mut fixture = Fixture::new(1, COLD_PAGES)?;
-    let flush = CacheFlush::default();
-    let touches = 16;
-    let host = || cold_fault_ns((touches * COLD_PAGES) as usize, &flush).map_err(host_error);
-    let soft = || soft_ns(&mut fixture, touches, || flush.run());
-    let found = compare(super::rounds(options), host, soft)?;
-    let result = Measurement::new(IDS[1], "x", Better::Lower, found.ratio);
-    report.push(
+fn ratio(found: &Comparison, is_cold: bool) -> Measurement {
+    let result = Measurement::new(IDS[usize::from(is_cold)], "x", Better::Lower, found.ratio)
+        .param("pages_per_touch", pages(is_cold))
+        .arm("host_ns", found.a)
+        .arm("soft_ns", found.b)
+        .arm("null", found.null);
+    if is_cold {
         result
-            .param("pages_per_touch", COLD_PAGES)
-            .arm("host_ns", found.a)
-            .arm("soft_ns", found.b)
-            .arm("null", found.null),
-    );
-    report.push(Measurement::new(IDS[3], "ns", Better::Lower, found.a));
-    Ok(())
+    } else {
+        result.bar(0.5).wanted(0.4)
+    }
 }
 
 /// `fault.scaling_2vcpu`, and beside it the same with two VMs that share nothing but the machine. A
@@ -144,24 +131,21 @@ pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
         let wall_ns = touches[touches.len() / 2];
         Ok::<_, LabError>(SCALING_PAGES as f64 * 1e9 / wall_ns as f64)
     })?;
-    let measured = |id, value| Measurement::new(id, "x", Better::Higher, value);
-    report.push(
-        measured(id, paired(&rates[0], &rates[1]))
-            .bar(1.8)
+    let measured = |id, of: usize| {
+        Measurement::new(id, "x", Better::Higher, paired(&rates[of], &rates[1]))
             .param("pages", SCALING_PAGES)
+            .arm("null", paired(&rates[1], &rates[3]))
+    };
+    report.push(
+        measured(id, 0)
+            .bar(1.8)
             .arm("one_vcpu_pages_per_s", Summary::of(&rates[0]))
-            .arm("two_vcpus_pages_per_s", Summary::of(&rates[1]))
-            .arm("null", paired(&rates[1], &rates[3])),
+            .arm("two_vcpus_pages_per_s", Summary::of(&rates[1])),
     );
     report.push(
-        measured(
-            "fault.scaling_2vcpu.vs_two_vms",
-            paired(&rates[2], &rates[1]),
-        )
-        .param("pages", SCALING_PAGES)
-        .arm("two_vms_pages_per_s", Summary::of(&rates[2]))
-        .arm("two_vms_scaling", paired(&rates[0], &rates[2]))
-        .arm("null", paired(&rates[1], &rates[3])),
+        measured("fault.scaling_2vcpu.vs_two_vms", 2)
+            .arm("two_vms_pages_per_s", Summary::of(&rates[2]))
+            .arm("two_vms_scaling", paired(&rates[0], &rates[2])),
     );
     Ok(())
 }

@@ -8,11 +8,10 @@
 //! instructions of the loop.
 
 use crate::experiment::LabError;
-use crate::fixture::{boot_code, builder, slot};
-use crate::native::thread_cpu_ns;
-use lacuna_addr::{BackingRange, PAGE_SIZE, PageCount};
-use lacuna_machine::{Exit, MemorySlots as _, Vcpu as _};
-use lacuna_soft::{Delivery, SlotId, Vcpu, Vm};
+use crate::fixture::{boot_code, builder, time_to_port};
+use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
+use lacuna_machine::MemorySlots as _;
+use lacuna_soft::{Delivery, SlotFlags, SlotId, Vcpu, Vm};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -36,8 +35,8 @@ pub struct Touch {
 
 /// A VM whose vCPUs touch their shares of fresh pages, as often as wanted.
 ///
-/// The pages are a memory slot with a region of its own. Both are new for each touch, so every page
-/// faults. The host allocates the last freed frames.
+/// The pages are a memory slot of its own, new for each touch, so every page faults. The host
+/// allocates the last freed frames.
 pub struct Fixture {
     vm: Arc<Vm>,
     vcpus: Vec<Vcpu>,
@@ -61,66 +60,53 @@ impl Fixture {
         Ok(Self { vm, vcpus, pages })
     }
 
-    /// Lets every vCPU touch its share once. `before` is called before the clock starts.
-    pub fn touch(&mut self, before: impl FnOnce()) -> Result<Touch, LabError> {
-        touch_together(std::slice::from_mut(self), before)
-    }
-
-    fn add_area(&self) -> Result<BackingRange, LabError> {
-        let pages = self.pages * self.vcpus.len() as u64;
-        let notifier = self.vm.mmu().notifier();
-        let region = self.vm.host().add_region(PageCount::new(pages), notifier)?;
-        self.vm.add_slot(slot(SLOT, AREA, region))?;
-        Ok(region)
+    fn add_area(&self) -> Result<(), LabError> {
+        let first = Gfn::new(AREA / PAGE_SIZE as u64).expect("a small address");
+        let area = GfnRange::new(first, self.pages * self.vcpus.len() as u64);
+        let area = area.expect("small addresses");
+        Ok(self.vm.add_memory(SLOT, area, SlotFlags::empty())?)
     }
 }
 
 /// Lets all vCPUs of all `fixtures` touch their shares once, at the same time. Fixtures share
-/// nothing but the machine.
+/// nothing but the machine. `before` is called before the clock starts.
 pub fn touch_together(fixtures: &mut [Fixture], before: impl FnOnce()) -> Result<Touch, LabError> {
-    let regions = fixtures
-        .iter()
-        .map(Fixture::add_area)
-        .collect::<Result<Vec<_>, _>>()?;
+    fixtures.iter().try_for_each(Fixture::add_area)?;
     before();
     let touched = run(fixtures);
-    for (fixture, region) in fixtures.iter().zip(regions) {
+    for fixture in fixtures.iter() {
         fixture.vm.remove_slot(SLOT)?;
-        fixture.vm.host().remove_region(region)?;
     }
     touched
 }
 
 fn run(fixtures: &mut [Fixture]) -> Result<Touch, LabError> {
     let pages = fixtures[0].pages;
-    let vcpus = || fixtures.iter().map(|fixture| fixture.vcpus.len()).sum();
-    let start_line = StartLine::new(vcpus());
-    let results: Vec<Share> = thread::scope(|scope| {
+    let vcpus = fixtures.iter_mut().flat_map(|fixture| &mut fixture.vcpus);
+    let vcpus: Vec<_> = vcpus.collect();
+    let missing = AtomicUsize::new(vcpus.len());
+    let shares = thread::scope(|scope| {
         let start = |(index, vcpu)| {
-            let start_line = &start_line;
+            let missing = &missing;
             scope.spawn(move || {
                 pin(index);
-                share(vcpu, start_line)
+                share(vcpu, missing)
             })
         };
-        let vcpus = fixtures.iter_mut().flat_map(|fixture| &mut fixture.vcpus);
-        let threads: Vec<_> = vcpus.enumerate().map(start).collect();
-        let join = |t: thread::ScopedJoinHandle<'_, _>| {
-            t.join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads
-            .into_iter()
-            .map(join)
-            .collect::<Result<_, LabError>>()
+        let threads: Vec<_> = vcpus.into_iter().enumerate().map(start).collect();
+        let joined = threads.into_iter().map(|thread| {
+            let panicked = |panic| std::panic::resume_unwind(panic);
+            thread.join().unwrap_or_else(panicked)
+        });
+        joined.collect::<Result<Vec<Share>, LabError>>()
     })?;
-    let first = results.iter().map(|r| r.start).min();
-    let last = results.iter().map(|r| r.end).max();
+    let first = shares.iter().map(|share| share.start).min();
+    let last = shares.iter().map(|share| share.end).max();
     let (first, last) = first.zip(last).expect("at least one vCPU");
     Ok(Touch {
         pages,
-        cpu_ns: results.iter().map(|r| r.cpu_ns).sum(),
-        wall_ns: u64::try_from((last - first).as_nanos()).unwrap_or(u64::MAX),
+        cpu_ns: shares.iter().map(|share| share.cpu_ns).sum(),
+        wall_ns: (last - first).as_nanos() as u64,
     })
 }
 
@@ -147,38 +133,20 @@ pub fn pin(index: usize) {
     }
 }
 
-/// Where threads wait for each other. They spin, because a wake-up takes as long as a hundred
-/// faults.
-struct StartLine {
-    missing: AtomicUsize,
-}
-
-impl StartLine {
-    const fn new(threads: usize) -> Self {
-        Self {
-            missing: AtomicUsize::new(threads),
-        }
+/// The threads wait for each other before the clock starts. They spin, because a wake-up takes as
+/// long as a hundred faults.
+fn share(vcpu: &mut Vcpu, missing: &AtomicUsize) -> Result<Share, LabError> {
+    missing.fetch_sub(1, Ordering::AcqRel);
+    while missing.load(Ordering::Acquire) > 0 {
+        std::hint::spin_loop();
     }
-
-    fn wait(&self) {
-        self.missing.fetch_sub(1, Ordering::AcqRel);
-        while self.missing.load(Ordering::Acquire) > 0 {
-            std::hint::spin_loop();
-        }
-    }
-}
-
-fn share(vcpu: &mut Vcpu, start_line: &StartLine) -> Result<Share, LabError> {
-    start_line.wait();
-    let (start, cpu) = (Instant::now(), thread_cpu_ns());
-    let exit = vcpu.run();
-    let (end, cpu_ns) = (Instant::now(), thread_cpu_ns() - cpu);
-    match exit {
-        Ok(Exit::IoOut { .. }) => Ok(Share { start, end, cpu_ns }),
-        other => Err(LabError::Guest(format!(
-            "the touching guest ended with {other:?}"
-        ))),
-    }
+    let start = Instant::now();
+    let cpu_ns = time_to_port(vcpu)?;
+    Ok(Share {
+        start,
+        end: Instant::now(),
+        cpu_ns,
+    })
 }
 
 /// The machine code; `bytes` is one vCPU's share.

@@ -14,20 +14,15 @@
 //! One core is left for the thread that ends the logging. It takes processor time whatever the way
 //! of ending, and a VMM's host has more cores than a VM has vCPUs.
 
-use super::ending_loss::{over, within_noise};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::fixture::resident;
-use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures};
 use lacuna_addr::Level;
-use lacuna_machine::{DirtyTracking as _, MemorySlot, MemorySlots as _};
+use lacuna_machine::{MemorySlot, MemorySlots as _, set_logging_everywhere};
 use lacuna_soft::{HugeLeaves, HugePages, Initially, Logging, Recovery, Vm, VmBuilder};
 use std::time::{Duration, Instant};
-
-/// The number of steps that [`measure`] reports as progress.
-pub const STEPS: u64 = 1;
 
 /// Splits every huge leaf at once, so that both ways of ending begin alike.
 const EAGER: Logging = Logging::On {
@@ -47,30 +42,8 @@ const NULL: usize = 1;
 const DROP: usize = 2;
 const IN_PLACE: usize = 3;
 
-/// Sizes, times and rounds.
-struct Size {
-    mib: u64,
-    rounds: usize,
-    /// The time in which the guest writes to logged pages.
-    dwell: Duration,
-    /// The counted time after the end of logging.
-    window: Duration,
-}
-
-impl Size {
-    fn of(options: &Options) -> Self {
-        let (mib, rounds, window) = match options.quick {
-            true => (512, 2, Duration::from_millis(400)),
-            false => (4096, 31, Duration::from_secs(1)),
-        };
-        Self {
-            mib,
-            rounds,
-            dwell: Duration::from_millis(200),
-            window,
-        }
-    }
-}
+/// The time in which the guest writes to logged pages.
+const DWELL: Duration = Duration::from_millis(200);
 
 /// The figures of a slice: milliseconds of a vCPU in gaps; milliseconds of the call; percent of the
 /// huge leaves that existed when it returned, and a window later; the number of split leaves.
@@ -82,59 +55,59 @@ const LATER: usize = 3;
 const SPLIT: usize = 4;
 
 /// `pml.disable_*` and `pml.recovery_percent`.
-pub fn measure(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
-    progress.step("ending logging")?;
-    let size = Size::of(options);
+pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    // The window is the counted time after the end of logging.
+    let (mib, rounds, window) = match options.quick {
+        true => (512, 2, Duration::from_millis(400)),
+        false => (4096, 31, Duration::from_secs(1)),
+    };
     let builder = VmBuilder {
         huge: HugePages::Always,
         command_line: "huge=1 tick_us=20000 seconds=1000000".into(),
-        ..resident(size.mib, vcpus_beside_one())
+        ..resident(mib, vcpus_beside_one())
     };
     let runs = on(&builder, &image(builder.arch, "gaps")?, |session| {
         session.guest.prepared()?;
-        session.guest.run_for(size.window)?;
-        measures(ARMS.len(), size.rounds, |arm| {
-            slice(session, &size, ARMS[arm])
-        })
+        session.guest.run_for(window)?;
+        measures(ARMS.len(), rounds, |arm| slice(session, window, ARMS[arm]))
     })?;
-    record(report, &size, &runs);
+    record(report, mib, window, &runs);
     Ok(())
 }
 
-fn slice(session: &Session<'_, Vm>, size: &Size, how: Option<Recovery>) -> Result<Slice, LabError> {
-    let vm = session.vm;
-    let guest = &session.guest;
-    let before = huge_leaves(vm);
+fn slice(
+    session: &Session<'_, Vm>,
+    window: Duration,
+    how: Option<Recovery>,
+) -> Result<Slice, LabError> {
+    let Session { vm, guest } = session;
+    let huge_leaves = || vm.mmu().counts().of(Level::L2M) as f64;
+    let before = huge_leaves();
     if how.is_some() {
-        for MemorySlot { id, .. } in vm.memory_slots() {
-            vm.set_logging(id, EAGER)?;
-        }
-        let left = huge_leaves(vm);
+        set_logging_everywhere(*vm, EAGER)?;
+        let left = huge_leaves();
         if left > 0.0 {
-            return Err(LabError::Guest(format!(
-                "{left} huge leaves were not split"
-            )));
+            let text = format!("{left} huge leaves were not split");
+            return Err(LabError::Guest(text));
         }
     }
-    guest.run_for(size.dwell)?;
+    guest.run_for(DWELL)?;
     let first = guest.count()?;
     let began = Instant::now();
-    for MemorySlot { id, .. } in how.iter().flat_map(|_| vm.memory_slots()) {
-        vm.mmu().end_logging_as(id, how.expect("one of some"))?;
+    if let Some(how) = how {
+        for MemorySlot { id, .. } in vm.memory_slots() {
+            vm.mmu().end_logging_as(id, how)?;
+        }
     }
     let call = began.elapsed();
-    let at_once = huge_leaves(vm);
-    guest.run_for(size.window.saturating_sub(first.at.elapsed()))?;
+    let at_once = huge_leaves();
+    guest.run_for(window.saturating_sub(first.at.elapsed()))?;
     let gone = guest.count()?.workers - first.workers;
     Ok([
         gone as f64 / 1e6 / vcpus_beside_one() as f64,
         1e3 * call.as_secs_f64(),
         100.0 * at_once / before,
-        100.0 * huge_leaves(vm) / before,
+        100.0 * huge_leaves() / before,
         before,
     ])
 }
@@ -144,11 +117,7 @@ fn vcpus_beside_one() -> usize {
     (vcpus() - 1).max(1)
 }
 
-fn huge_leaves(vm: &Vm) -> f64 {
-    vm.mmu().counts().of(Level::L2M) as f64
-}
-
-fn record(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 5]]) {
+fn record(report: &mut Report, mib: u64, window: Duration, runs: &[[Vec<f64>; 5]]) {
     let of = |arm: usize, what: usize| Summary::of(&runs[arm][what]);
     // Timers and other programs cause gaps without logging, too. They are subtracted.
     let lost = |arm: usize| {
@@ -158,49 +127,92 @@ fn record(report: &mut Report, size: &Size, runs: &[[Vec<f64>; 5]]) {
     let [null, drop, in_place] = [NULL, DROP, IN_PLACE].map(lost);
     let new = |name: &str, unit, better, summary| {
         Measurement::new(format!("pml.{name}"), unit, better, summary)
-            .param("mib", size.mib)
+            .param("mib", mib)
             .param("vcpus", vcpus_beside_one() as u64)
-            .param("window_ms", size.window.as_millis() as u64)
+            .param("window_ms", window.as_millis() as u64)
     };
-    let lower = Better::Lower;
+    let (lower, higher) = (Better::Lower, Better::Higher);
+    let ratio = over(drop, in_place, null);
     report.push(
-        new(
-            "disable_ratio",
-            "x",
-            Better::Higher,
-            over(drop, in_place, null),
-        )
-        .bar(5.0)
-        .reference(REFERENCE, SOURCE)
-        .param("in_place_is_noise", within_noise(in_place, null))
-        .arm("drop_lost_ms", drop)
-        .arm("in_place_lost_ms", in_place)
-        .arm("null_lost_ms", null)
-        .arm("gone_without_ms", of(NONE, GONE)),
+        new("disable_ratio", "x", higher, ratio)
+            .bar(5.0)
+            .reference(REFERENCE, SOURCE)
+            .param("in_place_is_noise", in_place.median <= noise(null))
+            .arm("drop_lost_ms", drop)
+            .arm("in_place_lost_ms", in_place)
+            .arm("null_lost_ms", null)
+            .arm("gone_without_ms", of(NONE, GONE)),
     );
-    for (name, lost) in [("null", null), ("drop", drop), ("in_place", in_place)] {
-        let id = format!("disable_lost_ms.{name}");
-        report.push(new(&id, "ms", lower, lost));
-    }
-    for (name, arm) in [("drop", DROP), ("in_place", IN_PLACE)] {
-        report.push(new(
-            &format!("disable_ms.{name}"),
-            "ms",
-            lower,
-            of(arm, CALL),
-        ));
+    for (name, summary) in [
+        ("lost_ms.null", null),
+        ("lost_ms.drop", drop),
+        ("lost_ms.in_place", in_place),
+        ("ms.drop", of(DROP, CALL)),
+        ("ms.in_place", of(IN_PLACE, CALL)),
+    ] {
+        report.push(new(&format!("disable_{name}"), "ms", lower, summary));
     }
     report.push(
-        new(
-            "recovery_percent",
-            "%",
-            Better::Higher,
-            of(IN_PLACE, AT_ONCE),
-        )
-        .bar(98.0)
-        .param("huge_leaves_split", of(IN_PLACE, SPLIT).median)
-        .arm("in_place_a_window_later", of(IN_PLACE, LATER))
-        .arm("drop_at_once", of(DROP, AT_ONCE))
-        .arm("drop_a_window_later", of(DROP, LATER)),
+        new("recovery_percent", "%", higher, of(IN_PLACE, AT_ONCE))
+            .bar(98.0)
+            .param("huge_leaves_split", of(IN_PLACE, SPLIT).median)
+            .arm("in_place_a_window_later", of(IN_PLACE, LATER))
+            .arm("drop_at_once", of(DROP, AT_ONCE))
+            .arm("drop_a_window_later", of(DROP, LATER)),
     );
+}
+
+/// The noise: the null's largest distance from zero.
+fn noise(null: Summary) -> f64 {
+    null.low.abs().max(null.high.abs())
+}
+
+/// The loss `great` over `small`. If `small` is within the noise, the noise is the divisor. So the
+/// ratio claims no more than was shown, and there is no division by something near zero. The ends
+/// of the ratio are the opposite ends of the two intervals.
+///
+/// # Panics
+/// If `small` and `null` are both exactly zero, which no measurement is.
+fn over(great: Summary, small: Summary, null: Summary) -> Summary {
+    let floor = noise(null);
+    let by = |small: f64| small.max(floor);
+    assert!(by(small.low) > 0.0, "a loss or noise is above zero");
+    // The lower end has the larger divisor if the dividend is a loss, and the smaller one if it is
+    // a gain.
+    let low = (great.low / by(small.high)).min(great.low / by(small.low));
+    let high = (great.high / by(small.low)).max(great.high / by(small.high));
+    Summary {
+        median: great.median / by(small.median),
+        low,
+        high,
+        runs: great.runs.min(small.runs),
+        // Both intervals have to hold.
+        coverage: (great.coverage + small.coverage - 1.0).max(0.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_divide_end_against_end_and_noise_is_the_least_divisor() {
+        let summary = |low, median, high| Summary {
+            median,
+            low,
+            high,
+            runs: 10,
+            coverage: 0.98,
+        };
+        let null = summary(-2.0, 0.0, 1.0);
+        let ends = |ratio: Summary| (ratio.low, ratio.median, ratio.high);
+        let ratio = over(summary(40.0, 50.0, 60.0), summary(4.0, 5.0, 8.0), null);
+        assert_eq!(ends(ratio), (5.0, 10.0, 15.0));
+        assert!((ratio.coverage - 0.96).abs() < 1e-12);
+        let ratio = over(summary(40.0, 50.0, 60.0), summary(-3.0, -1.0, 4.0), null);
+        assert_eq!(ends(ratio), (10.0, 25.0, 30.0));
+        // A gain is no great loss.
+        let ratio = over(summary(-8.0, 1.0, 9.0), summary(1.0, 2.0, 4.0), null);
+        assert!(ratio.low <= -4.0 && ratio.high >= 4.5);
+    }
 }

@@ -23,15 +23,17 @@
 //! no PML) cannot be compared with VMX, so the results have no bar.
 
 use crate::experiment::{LabError, Options};
-use crate::report::{Progress, align, short};
+use crate::fixture::{code, run_to_port};
+use crate::native::thread_cpu_ns;
+use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
-use crate::stats::{Summary, measures, paired};
+use crate::stats::{Summary, measures, paired, rounds};
 use lacuna_addr::PageCount;
 use lacuna_kvm::{KvmError, Tracker, VmBuilder};
 use lacuna_machine::{
-    Apf, Arch, Backup, Builder, Delivery, DirtyError, Logging, MemorySlot, RingSize, SlotId, Vm,
-    harvest, set_logging_everywhere,
+    Apf, Arch, Backup, Builder, Delivery, DirtyError, Logging, RingSize, Vm, harvest,
+    set_logging_everywhere,
 };
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -105,15 +107,7 @@ impl Pace {
     }
 }
 
-/// Whether slots log in an arm.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Arm {
-    Off,
-    On,
-}
-
-/// The second is the null.
-const ARMS: [Arm; 3] = [Arm::Off, Arm::Off, Arm::On];
+/// The arms: off, off again as the null, and on.
 const OFF: usize = 0;
 const NULL: usize = 1;
 const ON: usize = 2;
@@ -128,7 +122,7 @@ pub fn measure(
     for (way, words, mode) in ways() {
         progress.step(format!("/dev/kvm, {words}"))?;
         match run(&builder(pace, mode), pace) {
-            Ok(runs) => record(report, pace, way, words, &runs),
+            Ok(runs) => record(report, pace, way, &runs),
             Err(why) if is_lacking(&why) => {
                 report.skip(score_id(way), &why);
                 report.skip(cost_id(way), &why);
@@ -216,74 +210,43 @@ where
     LabError: From<<B::Vm as Vm>::Error>,
 {
     on(builder, &image(Arch::X86_64, "churn")?, |session| {
-        Monitor::new(session).take_turns(pace)
+        session.guest.prepared()?;
+        measures(3, pace.rounds, |arm| slice(session, pace, arm == ON)).map(Runs)
     })
 }
 
-/// The watching thread.
-struct Monitor<'a, V> {
-    session: &'a Session<'a, V>,
-    /// Each slot's dirty bits of the last harvest.
-    slots: Vec<(SlotId, Vec<u64>)>,
-}
-
-impl<'a, V: Vm> Monitor<'a, V> {
-    fn new(session: &'a Session<'a, V>) -> Self {
-        let slots = session.vm.memory_slots().into_iter();
-        let words = |slot: &MemorySlot| slot.gfns.pages().div_ceil(64) as usize;
-        let slots = slots.map(|slot| (slot.id, vec![0; words(&slot)]));
-        let slots = slots.collect();
-        Self { session, slots }
+/// One slice. If slots log, the calling thread is the monitor.
+fn slice<V: Vm>(session: &Session<'_, V>, pace: Pace, logs: bool) -> Result<[f64; 4], LabError> {
+    let Session { guest, vm } = session;
+    guest.run_for(pace.settle)?;
+    if logs {
+        set_logging_everywhere(*vm, Logging::LAZY)?;
     }
-
-    fn take_turns(&mut self, pace: Pace) -> Result<Runs, LabError> {
-        self.session.guest.prepared()?;
-        let turns = measures(ARMS.len(), pace.rounds, |arm| self.slice(pace, ARMS[arm]));
-        turns.map(Runs)
-    }
-
-    fn slice(&mut self, pace: Pace, arm: Arm) -> Result<[f64; 4], LabError> {
-        let Session { guest, vm } = self.session;
-        guest.run_for(pace.settle)?;
-        if arm == Arm::On {
-            set_logging_everywhere(*vm, Logging::LAZY)?;
+    let (before, cpu) = (guest.count()?, vcpu_time());
+    let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
+    for period in 1..=pace.periods {
+        let due = before.at + pace.period * period;
+        guest.run_for(due.saturating_duration_since(Instant::now()))?;
+        if logs {
+            let (start, mut pages) = (Instant::now(), Vec::new());
+            harvest(*vm, |id, page| pages.push((id.0, page)))?;
+            harvesting += start.elapsed();
+            // A page may have several entries.
+            pages.sort_unstable();
+            pages.dedup();
+            dirtied += pages.len();
         }
-        let (before, cpu) = (guest.count()?, vcpu_time());
-        let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
-        for period in 1..=pace.periods {
-            let due = before.at + pace.period * period;
-            let left = due.saturating_duration_since(Instant::now());
-            guest.run_for(left)?;
-            if arm == Arm::On {
-                let start = Instant::now();
-                dirtied += self.harvest()?;
-                harvesting += start.elapsed();
-            }
-        }
-        let (after, cpu) = (guest.count()?, vcpu_time().saturating_sub(cpu));
-        set_logging_everywhere(*vm, Logging::Off)?;
-        let seconds = (after.at - before.at).as_secs_f64();
-        let rate = after.rates_since(&before)[0];
-        Ok([
-            rate,
-            rate * seconds / cpu.as_secs_f64(),
-            dirtied as f64 / seconds,
-            harvesting.as_secs_f64() * 1e3 / f64::from(pace.periods),
-        ])
     }
-
-    /// Asks which pages were written, and re-arms them. Returns how many there were.
-    fn harvest(&mut self) -> Result<u64, LabError> {
-        self.slots.iter_mut().for_each(|(_, words)| words.fill(0));
-        let slots = &mut self.slots;
-        // A page may have several entries.
-        let note = |id: SlotId, page: usize| {
-            slots[usize::from(id.0)].1[page / 64] |= 1 << (page % 64);
-        };
-        harvest(self.session.vm, note)?;
-        let words = self.slots.iter().flat_map(|(_, words)| words);
-        Ok(words.map(|word| u64::from(word.count_ones())).sum())
-    }
+    let (after, cpu) = (guest.count()?, vcpu_time().saturating_sub(cpu));
+    set_logging_everywhere(*vm, Logging::Off)?;
+    let seconds = (after.at - before.at).as_secs_f64();
+    let rate = after.rates_since(&before)[0];
+    Ok([
+        rate,
+        rate * seconds / cpu.as_secs_f64(),
+        dirtied as f64 / seconds,
+        harvesting.as_secs_f64() * 1e3 / f64::from(pace.periods),
+    ])
 }
 
 /// The processor time so far of all threads of the process except the calling one, the monitor.
@@ -298,17 +261,18 @@ fn vcpu_time() -> Duration {
     all.saturating_sub(spent(ClockId::ThreadCPUTime))
 }
 
-fn record(report: &mut Report, pace: Pace, way: &str, words: &str, runs: &Runs) {
-    let (score, cost) = (runs.percent(ON), runs.cost_ns());
-    let dirtied = Summary::of(runs.of(ON, DIRTIED));
-    let harvest = Summary::of(runs.of(ON, HARVEST));
+fn record(report: &mut Report, pace: Pace, way: &str, runs: &Runs) {
     let host = if Path::new(PVM).exists() {
         "kvm_pvm: shadow paging, no PML; not comparable with VMX or SVM"
     } else {
         "KVM"
     };
-    let with_params = |result: Measurement| {
-        result
+    let of = |arm, what| Summary::of(runs.of(arm, what));
+    for result in [
+        Measurement::new(score_id(way), "%", Better::Higher, runs.percent(ON)),
+        Measurement::new(cost_id(way), "ns", Better::Lower, runs.cost_ns()),
+    ] {
+        let result = result
             .param("host_kvm", host)
             .param("memory_mib", pace.mib)
             .param("vcpus", VCPUS)
@@ -316,52 +280,62 @@ fn record(report: &mut Report, pace: Pace, way: &str, words: &str, runs: &Runs) 
             .param("settle_ms", pace.settle.as_millis() as u64)
             .param("guest_tick_us", TICK_US)
             .param("cold_of_10000", 10_000)
-            .arm("none_per_s", Summary::of(runs.of(OFF, PER_S)))
-            .arm("watched_per_s", Summary::of(runs.of(ON, PER_S)))
-            .arm("none_per_cpu_s", Summary::of(runs.of(OFF, PER_CPU_S)))
-            .arm("watched_per_cpu_s", Summary::of(runs.of(ON, PER_CPU_S)))
-            .arm("pages_dirtied_per_s", dirtied)
-            .arm("ms_per_harvest", harvest)
-            .arm("null_percent", runs.percent(NULL))
-    };
-    let result = Measurement::new(score_id(way), "%", Better::Higher, score);
-    report.push(with_params(result));
-    let result = Measurement::new(cost_id(way), "ns", Better::Lower, cost);
-    report.push(with_params(result));
-    report.say(format!(
-        "/dev/kvm ({host}), {words}: with a harvest every {} ms the guest keeps {:.1} % of its \
-         transactions a second (null {:.1} %), and dirties {} pages a second. A dirtied page costs \
-         {:.0} ns of the vCPU's time.",
-        pace.period.as_millis(),
-        score.median,
-        runs.percent(NULL).median,
-        short(dirtied.median),
-        cost.median,
-    ));
-    report.detail(table(words, runs));
+            .arm("none_per_s", of(OFF, PER_S))
+            .arm("watched_per_s", of(ON, PER_S))
+            .arm("none_per_cpu_s", of(OFF, PER_CPU_S))
+            .arm("watched_per_cpu_s", of(ON, PER_CPU_S))
+            .arm("pages_dirtied_per_s", of(ON, DIRTIED))
+            .arm("ms_per_harvest", of(ON, HARVEST))
+            .arm("null_percent", runs.percent(NULL));
+        report.push(result);
+    }
 }
 
-fn table(words: &str, runs: &Runs) -> String {
-    let head = format!("/dev/kvm, {words}");
-    let header = [
-        &head,
-        "transactions/s",
-        "per CPU second",
-        "pages dirtied/s",
-        "ms per harvest",
-    ];
-    let mut rows = vec![header.map(str::to_owned)];
-    for (name, arm) in [("off", OFF), ("off again", NULL), ("on", ON)] {
-        let median = |what: usize| Summary::of(runs.of(arm, what)).median;
-        rows.push([
-            format!("  {name}"),
-            short(median(PER_S)),
-            short(median(PER_CPU_S)),
-            short(median(DIRTIED)),
-            format!("{:.2}", median(HARVEST)),
-        ]);
+/// Exits of a slice of [`measure_exit`].
+const EXITS: u32 = 2000;
+
+/// Measures `pml.kvm.exit_ns`: the time of an exit to the VMM, and of the entry after it, on this
+/// host's KVM. A guest of two instructions writes to a port again and again. The scores are charged
+/// with it as well, beside the published constant ([`crate::exit_cost`]).
+///
+/// This time is an upper bound for the cost of detection: a write fault and a full log are handled
+/// in the kernel. Where KVM has no hardware support (`kvm_pvm`), it includes the emulation of the
+/// guest's instructions. Returns nothing if this host has no KVM.
+pub fn measure_exit(options: &Options, report: &mut Report) -> Result<Option<f64>, LabError> {
+    let id = "pml.kvm.exit_ns";
+    match exit_ns(options) {
+        Ok(ns) => {
+            let result = Measurement::new(id, "ns", Better::Lower, ns);
+            report.push(result.param("exits", EXITS));
+            Ok(Some(ns.median))
+        }
+        Err(why) if is_lacking(&why) => {
+            report.skip(id, why);
+            Ok(None)
+        }
+        Err(error) => Err(error),
     }
-    align(&rows)
+}
+
+/// Processor time of the vCPU's thread for each exit, in nanoseconds.
+fn exit_ns(options: &Options) -> Result<Summary, LabError> {
+    let memory = PageCount::from_bytes(32 << 20);
+    let builder = VmBuilder {
+        vcpus: 1,
+        apf: Apf::Off,
+        ..VmBuilder::new(memory, memory)
+    };
+    let vm = builder.build()?;
+    // again: out 0xf4, al; jmp again
+    let program = [0xe6, 0xf4, 0xeb, 0xfc];
+    let mut vcpus = vm.boot(&code(&[(0x10_0000, &program)]), "")?;
+    let vcpu = vcpus.first_mut().expect("one vCPU");
+    let runs = rounds(1, if options.quick { 2 } else { 15 }, |_| {
+        let before = thread_cpu_ns();
+        (0..EXITS).try_for_each(|_| run_to_port(vcpu))?;
+        Ok((thread_cpu_ns() - before) as f64 / f64::from(EXITS))
+    })?;
+    Ok(Summary::of(&runs[0]))
 }
 
 #[cfg(test)]

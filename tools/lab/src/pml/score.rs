@@ -5,26 +5,29 @@
 //! status page sets that rate: it is the share of transactions that write to cold pages. The lab
 //! searches for the rate at which write protection leaves 92 % of the score without logging, as in
 //! the cover letter of the KVM PML series (2015). The set `.raw` is as measured. In `.exitcost`
-//! each exit is charged its cost on hardware ([`charged`](super::score_charge)). If even the
-//! highest rate leaves more than 92 %, that rate is used, and the results have no bar. The runs of
-//! `.exitcost` are also charged the time of an exit on this host's KVM: `.exitcost_here`.
+//! each exit is charged its cost on hardware ([`Period::charged`]). If even the highest rate leaves
+//! more than 92 %, that rate is used, and the results have no bar. The runs of `.exitcost` are also
+//! charged the time of an exit on this host's KVM: `.exitcost_here`.
 
-use super::score_charge::{COLD_MAX, Search, charged};
-use super::score_guest::{Churn, Period, Setup, Watch, play, with_churns};
-use super::{exit_here, score_always};
+use super::churn::{
+    COLD_MAX, Churn, DIRTIED, FAST_FAULTS, FAULTS, FLUSHES, LOG_FULL, LOGGED, Period, RINGS_FULL,
+    Setup, Watch, play, rings, with_churns,
+};
+use super::kvm;
 use crate::exit_cost::{EXIT_NS, SOURCE as EXIT_SOURCE};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::fixture::resident;
 use crate::host_info::HostInfo;
 use crate::players::TURN;
-use crate::report::{Progress, align, short};
+use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, percent_across};
-use lacuna_soft::{Backup, Delivery, Detection, RingSize, VmBuilder};
+use lacuna_soft::{Delivery, Detection, VmBuilder};
+use serde_json::json;
 use std::time::Duration;
 
 /// The number of steps that [`measure`] reports as progress.
-pub const STEPS: u64 = 7;
+pub const STEPS: u64 = 5;
 
 /// The score that write protection is to have, in percent, and the score that the search aims for:
 /// a little less.
@@ -39,44 +42,35 @@ const COVER_LETTER: &str = "cover letter of the KVM PML series, 2015: SPECjbb, P
 const COVER_LETTER_PML: f64 = 95.7;
 const COVER_LETTER_WP: f64 = 90.7;
 
-/// A set of figures.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Set {
-    /// As measured.
-    Raw,
-    /// With each exit charged.
-    ExitCost,
+/// A set of figures: the end of its ids, and what each exit is charged.
+pub struct Set {
+    pub name: &'static str,
+    exit_ns: f64,
+    exit_source: &'static str,
 }
 
+/// As measured, and with each exit charged.
+pub const SETS: [Set; 2] = [
+    Set {
+        name: "raw",
+        exit_ns: 0.0,
+        exit_source: "",
+    },
+    Set {
+        name: "exitcost",
+        exit_ns: EXIT_NS,
+        exit_source: EXIT_SOURCE,
+    },
+];
+
 impl Set {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Raw, Self::ExitCost];
-
-    /// The end of its ids.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Raw => "raw",
-            Self::ExitCost => "exitcost",
-        }
-    }
-
-    /// What each exit is charged, in nanoseconds.
-    const fn exit_ns(self) -> f64 {
-        match self {
-            Self::Raw => 0.0,
-            Self::ExitCost => EXIT_NS,
-        }
-    }
-
     /// Marks a figure of this set as simulated, if it is.
-    pub fn marked(self, measurement: Measurement) -> Measurement {
-        match self {
-            Self::Raw => measurement,
-            Self::ExitCost => measurement
-                .simulated()
-                .param("exit_ns", EXIT_NS)
-                .param("exit_source", EXIT_SOURCE),
+    pub fn marked(&self, measurement: Measurement) -> Measurement {
+        if self.exit_ns == 0.0 {
+            return measurement;
         }
+        let simulated = measurement.simulated().param("exit_ns", self.exit_ns);
+        simulated.param("exit_source", self.exit_source)
     }
 }
 
@@ -91,130 +85,104 @@ const NONE: usize = 0;
 const NULL: usize = 1;
 const WP: usize = 2;
 
-/// The largest ring for each vCPU.
-pub fn rings() -> Delivery {
-    Delivery::Ring {
-        size: RingSize::from_bytes(RingSize::BYTES_MAX).expect("it is its own limit"),
-        backup: Backup::None,
-    }
-}
+/// The arms of PML without logging slots: every vCPU checks for pages to log, and there are none.
+const ALWAYS: [Watch; 3] = [ARMS[NONE].1, ARMS[NULL].1, Watch::Nothing(Detection::Pml)];
+const ON: usize = 2;
 
-/// Sizes, times and rounds.
+/// Sizes, times and rounds of each VM in each arm.
 #[derive(Clone, Copy)]
 struct Pace {
     mib: u64,
     period: Duration,
-    /// Rounds of each VM in each arm.
     rounds: usize,
     tries: usize,
 }
 
 impl Pace {
     fn of(options: &Options) -> Self {
-        match options.quick {
-            true => Self {
+        if options.quick {
+            return Self {
                 mib: 128,
                 period: Duration::from_millis(100),
                 rounds: 1,
                 tries: 3,
-            },
-            false => Self {
-                // Half of the machine's memory for four VMs.
-                mib: 2048.min((HostInfo::detect().memory_bytes >> 23).max(128)),
-                period: Duration::from_secs(1),
-                rounds: 9,
-                tries: 5,
-            },
+            };
+        }
+        Self {
+            // Half of the machine's memory for four VMs.
+            mib: 2048.min((HostInfo::detect().memory_bytes >> 23).max(128)),
+            period: Duration::from_secs(1),
+            rounds: 9,
+            tries: 5,
         }
     }
 }
 
-/// VMs that record writes in `delivery`.
-fn setup(pace: Pace, delivery: Delivery) -> Setup {
-    let hot = pace.mib / 32;
-    Setup {
-        builder: VmBuilder {
-            command_line: format!("hot={hot}M writes=100 frees=0 seconds=1000000"),
-            ..resident(pace.mib, vcpus())
-        },
-        delivery,
-        period: pace.period,
-    }
-}
-
-/// The transactions a second of a period, with `exit_ns` for each exit.
-fn worth(exit_ns: f64, period: &Period, watch: Watch) -> f64 {
-    match watch {
-        Watch::Dirty(detection) => {
-            let vcpus = vcpus() as u64;
-            let exits = period.counted.exits(detection, vcpus);
-            charged(period.rate(), period.done.cpu, vcpus, exits, exit_ns)
-        }
-        Watch::Nothing(_) => period.rate(),
-    }
-}
-
-/// The dirty rate for a set: so many of 65536 transactions write to cold pages.
-#[derive(Clone, Copy)]
-struct Rate {
-    cold: u32,
-    /// Whether write protection has the wanted score there, or less.
-    reached: bool,
-}
-
-/// Searches for the share of cold transactions at which write protection has the score [`AIM`].
-fn calibrate(
-    churns: &mut [Churn<'_>],
-    setup: &Setup,
-    tries: usize,
-    set: Set,
-) -> Result<Rate, LabError> {
-    let mut score = |cold: u32| -> Result<f64, LabError> {
-        let arms = [NONE, WP].map(|arm| ARMS[arm].1);
-        let periods = play(churns, setup, &arms, cold, 1)?;
-        let sum = |arm: usize| -> f64 {
-            let all = periods[arm].iter();
-            all.map(|period| worth(set.exit_ns(), period, arms[arm]))
-                .sum()
-        };
-        Ok(100.0 * sum(1) / sum(0))
-    };
+/// The number of cold transactions, of 65536, at which a score is [`AIM`], and whether it has
+/// [`WANTED`] there, or less. The score falls as the number rises. The search is a bisection of the
+/// number's logarithm.
+fn search<E>(tries: usize, mut score: impl FnMut(u32) -> Result<f64, E>) -> Result<(u32, bool), E> {
     if score(COLD_MAX)? > WANTED {
-        return Ok(Rate {
-            cold: COLD_MAX,
-            reached: false,
-        });
+        return Ok((COLD_MAX, false));
     }
-    let mut search = Search::new();
+    let (mut low, mut high) = (0.0, f64::from(COLD_MAX).ln());
+    let cold = |low: f64, high: f64| f64::midpoint(low, high).exp().round() as u32;
     for _ in 0..tries {
-        search = search.narrowed(score(search.cold())?, AIM);
+        match score(cold(low, high))? > AIM {
+            true => low = f64::midpoint(low, high),
+            false => high = f64::midpoint(low, high),
+        }
     }
-    Ok(Rate {
-        cold: search.cold(),
-        reached: true,
-    })
+    Ok((cold(low, high), true))
 }
 
 /// The periods of all arms, with one delivery and one share of cold transactions.
 struct Runs {
+    pace: Pace,
     delivery: &'static str,
+    cold: u32,
     /// Of each arm, period by period.
     periods: Vec<Vec<Period>>,
 }
 
 impl Runs {
     fn rates(&self, arm: usize, exit_ns: f64) -> Vec<f64> {
-        let worth = |period| worth(exit_ns, period, ARMS[arm].1);
-        self.periods[arm].iter().map(worth).collect()
+        let rate = |one: &Period| one.charged(ARMS[arm].1, vcpus() as u64, exit_ns);
+        self.periods[arm].iter().map(rate).collect()
     }
 
-    fn wall(&self, arm: usize) -> Vec<f64> {
-        self.periods[arm].iter().map(Period::wall_rate).collect()
+    fn percent(&self, arm: usize, exit_ns: f64) -> Summary {
+        let [none, rates] = [NONE, arm].map(|arm| self.rates(arm, exit_ns));
+        percent_across(&none, &rates, self.pace.rounds)
     }
 
-    fn sum(&self, arm: usize) -> Period {
+    fn wall_percent(&self, arm: usize) -> Summary {
+        let wall = |arm: usize| self.periods[arm].iter().map(Period::wall_rate);
+        let [none, wall] = [NONE, arm].map(|arm| wall(arm).collect::<Vec<_>>());
+        percent_across(&none, &wall, self.pace.rounds)
+    }
+
+    /// A score of `set`, with what any score has.
+    fn result(&self, arm: usize, set: &Set) -> Measurement {
+        let id = format!(
+            "pml.score_percent.{}{}.{}",
+            ARMS[arm].0, self.delivery, set.name
+        );
+        let percent = self.percent(arm, set.exit_ns);
+        let result = Measurement::new(id, "%", Better::Higher, percent);
+        set.marked(result.arm("watched_per_s", Summary::of(&self.rates(arm, set.exit_ns))))
+    }
+
+    /// What all VMs of `arm` did, for each second.
+    fn per_s(&self, arm: usize) -> serde_json::Value {
         let all = self.periods[arm].iter();
-        all.fold(Period::default(), |sum, one| sum.and(one))
+        let sum = all.fold(Period::default(), |sum, one| sum.and(one));
+        let each = |what: usize| sum.counted[what] as f64 / sum.done.wall;
+        json!({"pages_dirtied": each(DIRTIED), "faults": each(FAULTS),
+               "fast_page_faults": each(FAST_FAULTS), "logged": each(LOGGED),
+               "logs_full": each(LOG_FULL), "flushes": each(FLUSHES),
+               "rings_full": each(RINGS_FULL),
+               "harvest_ms": sum.harvesting.as_secs_f64() * 1e3 / sum.done.wall})
     }
 }
 
@@ -233,24 +201,28 @@ pub fn measure(
          figures are as measured. The dirty rate is not measured but searched for: it is the rate \
          at which write protection keeps {WANTED} %, as in the published run.",
     ));
-    let here = exit_here::measure(options, report)?;
-    for (delivery, to) in [("", Delivery::Bitmap), ("_ring", rings())] {
-        let setup = setup(pace, to);
+    let here = kvm::measure_exit(options, report)?.map(|exit_ns| Set {
+        name: "exitcost_here",
+        exit_ns,
+        exit_source: "an exit to the VMM on this host's KVM: pml.kvm.exit_ns",
+    });
+    for (suffix, delivery) in [("", Delivery::Bitmap), ("_ring", rings())] {
+        let setup = Setup {
+            builder: VmBuilder {
+                command_line: format!("hot={}M writes=100 frees=0 seconds=1000000", pace.mib / 32),
+                ..resident(pace.mib, vcpus())
+            },
+            delivery,
+            period: pace.period,
+        };
         with_churns(&setup, ARMS.len(), |churns| {
-            for set in Set::ALL {
-                progress.step(format!("scores{delivery}, {}", set.name()))?;
-                let rate = calibrate(churns, &setup, pace.tries, set)?;
-                let arms = ARMS.map(|arm| arm.1);
-                let periods = play(churns, &setup, &arms, rate.cold, pace.rounds)?;
-                let runs = Runs { delivery, periods };
-                record(report, pace, set, rate, &runs);
-                if let (Set::ExitCost, Some(exit_ns)) = (set, here) {
-                    tell_here(report, pace, exit_ns, &runs);
-                }
+            for set in &SETS {
+                progress.step(format!("scores{suffix}, {}", set.name))?;
+                score(report, churns, &setup, (pace, suffix), set, here.as_ref())?;
             }
-            if to == Delivery::Bitmap {
+            if delivery == Delivery::Bitmap {
                 progress.step("PML on while no slot logs")?;
-                score_always::measure(report, churns, &setup, pace.rounds)?;
+                always(report, churns, &setup, pace.rounds)?;
             }
             Ok(())
         })?;
@@ -258,128 +230,142 @@ pub fn measure(
     Ok(())
 }
 
-fn record(report: &mut Report, pace: Pace, set: Set, rate: Rate, runs: &Runs) {
-    let rates = |arm| runs.rates(arm, set.exit_ns());
-    let percent = |arm| percent_across(&rates(NONE), &rates(arm), pace.rounds);
+/// Searches for the dirty rate of `set`, and measures the scores there.
+fn score(
+    report: &mut Report,
+    churns: &mut [Churn<'_>],
+    setup: &Setup,
+    (pace, delivery): (Pace, &'static str),
+    set: &Set,
+    here: Option<&Set>,
+) -> Result<(), LabError> {
+    let run = |churns: &mut [Churn<'_>], arms: &[Watch], cold, rounds| {
+        play(churns, setup, arms, cold, rounds)
+    };
+    let (cold, reached) = search(pace.tries, |cold| {
+        let arms = [NONE, WP].map(|arm| ARMS[arm].1);
+        let periods = run(churns, &arms, cold, 1)?;
+        let [none, wp] = [0, 1].map(|arm: usize| {
+            let rate = |one: &Period| one.charged(arms[arm], vcpus() as u64, set.exit_ns);
+            periods[arm].iter().map(rate).sum::<f64>()
+        });
+        Ok::<_, LabError>(100.0 * wp / none)
+    })?;
+    let periods = run(churns, &ARMS.map(|arm| arm.1), cold, pace.rounds)?;
+    let runs = Runs {
+        pace,
+        delivery,
+        cold,
+        periods,
+    };
+    record(report, set, reached, &runs);
+    if let (true, Some(here)) = (set.exit_ns > 0.0, here) {
+        for arm in WP..ARMS.len() {
+            report.push(runs.result(arm, here));
+        }
+    }
+    Ok(())
+}
+
+fn record(report: &mut Report, set: &Set, reached: bool, runs: &Runs) {
+    let [wp, null] = [WP, NULL].map(|arm| runs.percent(arm, set.exit_ns));
     // The calibration has held if the interval reaches the wanted score.
-    let reached = rate.reached && percent(WP).low <= WANTED;
-    for (arm, (name, _)) in ARMS.iter().enumerate().skip(WP) {
-        let id = format!("pml.score_percent.{name}{}.{}", runs.delivery, set.name());
-        let sum = runs.sum(arm);
-        let result = Measurement::new(id, "%", Better::Higher, percent(arm))
-            .param("memory_mib", pace.mib)
+    let reached = reached && wp.low <= WANTED;
+    for arm in WP..ARMS.len() {
+        let per_s = runs.per_s(arm);
+        let mut result = runs
+            .result(arm, set)
+            .param("memory_mib", runs.pace.mib)
             .param("vcpus", vcpus())
-            .param("harvest_ms", pace.period.as_millis() as u64)
+            .param("harvest_ms", runs.pace.period.as_millis() as u64)
             .param("turn_ms", TURN.as_millis() as u64)
-            .param("cold_of_65536", rate.cold)
-            .param(
-                "pages_dirtied_per_s",
-                sum.counted.dirtied as f64 / sum.done.wall,
-            )
-            .arm("none_per_s", Summary::of(&rates(NONE)))
-            .arm("watched_per_s", Summary::of(&rates(arm)))
-            .param(
-                "rings_full_per_s",
-                sum.counted.rings_full as f64 / sum.done.wall,
-            )
-            .arm("null_percent", percent(NULL));
-        let result = match set {
+            .param("cold_of_65536", runs.cold)
+            .param("pages_dirtied_per_s", per_s["pages_dirtied"].clone())
+            .arm("none_per_s", Summary::of(&runs.rates(NONE, 0.0)))
+            .arm("counts_per_s", per_s)
+            .arm("null_percent", null);
+        if set.exit_ns == 0.0 {
             // Exits are not charged to the figure by the wall clock.
-            Set::ExitCost => result,
-            Set::Raw => {
-                let wall = percent_across(&runs.wall(NONE), &runs.wall(arm), pace.rounds);
-                result.arm("wall_percent", wall)
-            }
-        };
-        let result = match (arm, reached) {
+            result = result.arm("wall_percent", runs.wall_percent(arm));
+        }
+        report.push(match (arm, reached) {
             (WP, _) => result.reference(COVER_LETTER_WP, COVER_LETTER),
             (_, true) => result.bar(BAR).reference(COVER_LETTER_PML, COVER_LETTER),
             (_, false) => result.reference(COVER_LETTER_PML, COVER_LETTER),
-        };
-        report.push(set.marked(result));
+        });
     }
-    let set_name = format!("{}{}", set.name(), runs.delivery);
-    report.say(said(&set_name, rate.cold, reached, percent, &runs.sum(WP)));
-    report.detail(table(set, runs));
+    if !reached {
+        report.say(format!(
+            "{}{}: with {} of 65536 transactions on cold pages, write protection does not go down \
+             to the {WANTED} % of the published figure, so the scores of this set have no bar.",
+            set.name, runs.delivery, runs.cold
+        ));
+    }
 }
 
-/// The scores of the same runs, if an exit took as long as one to the VMM on this host's KVM.
-fn tell_here(report: &mut Report, pace: Pace, exit_ns: f64, runs: &Runs) {
-    let rates = |arm| runs.rates(arm, exit_ns);
-    for (arm, (name, _)) in ARMS.iter().enumerate().skip(WP) {
-        let id = format!("pml.score_percent.{name}{}.exitcost_here", runs.delivery);
-        let percent = percent_across(&rates(NONE), &rates(arm), pace.rounds);
-        let result = Measurement::new(id, "%", Better::Higher, percent)
-            .simulated()
-            .param("exit_ns", exit_ns)
-            .param(
-                "exit_source",
-                "an exit to the VMM on this host's KVM: pml.kvm.exit_ns",
+/// `pml.always_on_loss_percent`.
+///
+/// # Errors
+/// An error of the guest; and any logged page, because no slot logs.
+fn always(
+    report: &mut Report,
+    churns: &mut [Churn<'_>],
+    setup: &Setup,
+    rounds: usize,
+) -> Result<(), LabError> {
+    let periods = play(churns, setup, &ALWAYS, COLD_MAX, rounds)?;
+    let counts = periods[ON].iter().map(|period| period.counted);
+    let logged: u64 = counts.map(|c| c[LOGGED] + c[LOG_FULL] + c[FLUSHES]).sum();
+    if logged > 0 {
+        return Err(LabError::Guest(format!(
+            "there were {logged} log entries, full logs and flushes, but no slot logs"
+        )));
+    }
+    let rates = [NONE, NULL, ON].map(|arm| periods[arm].iter().map(Period::rate));
+    let [off, null, on] = rates.map(Iterator::collect::<Vec<_>>);
+    let [loss, null] = [&on, &null].map(|arm| lost(percent_across(&off, arm, rounds)));
+    let is_inside = (null.low..=null.high).contains(&loss.median);
+    report.push(
+        Measurement::new("pml.always_on_loss_percent", "%", Better::Lower, loss)
+            .reference(
+                0.45,
+                "cover letter of the KVM PML series, 2015: 0.06 and 0.45",
             )
-            .arm("watched_per_s", Summary::of(&rates(arm)));
-        report.push(result);
-    }
-}
-
-/// The result of the calibration, in words.
-fn said(
-    set: &str,
-    cold: u32,
-    reached: bool,
-    percent: impl Fn(usize) -> Summary,
-    sum: &Period,
-) -> String {
-    let (wp, null) = (percent(WP), percent(NULL));
-    let dirtied = short(sum.counted.dirtied as f64 / sum.done.wall);
-    let at = format!(
-        "{set}: with {cold} of 65536 transactions on cold pages, the guest dirties {dirtied} pages \
-         a second under write protection, and its score is {:.1} %. The null is {:.1} % ({:.1} .. \
-         {:.1})",
-        wp.median, null.median, null.low, null.high
+            .param("entries_logged", logged)
+            .param("inside_null", is_inside)
+            .arm("null_percent", null)
+            .arm("off_per_s", Summary::of(&off))
+            .arm("on_per_s", Summary::of(&on)),
     );
-    match reached {
-        true => format!("{at}."),
-        false => format!(
-            "{at}. Write protection does not go down to the {WANTED} % of the published figure, so \
-             the scores of this set have no bar."
-        ),
+    Ok(())
+}
+
+/// The loss of a score, in percent.
+fn lost(left: Summary) -> Summary {
+    Summary {
+        median: 100.0 - left.median,
+        low: 100.0 - left.high,
+        high: 100.0 - left.low,
+        ..left
     }
 }
 
-/// The counts of each arm, for each second.
-fn table(set: Set, runs: &Runs) -> String {
-    let head = format!("{}, per second", set.name());
-    let header = [
-        &head,
-        "pages dirtied",
-        "faults",
-        "fast_page_faults",
-        "logged",
-        "logs full",
-        "flushes",
-        "rings full",
-        "harvest ms",
-    ];
-    let mut rows = vec![header.map(str::to_owned)];
-    for (arm, (name, _)) in ARMS.iter().enumerate() {
-        let Period {
-            done,
-            counted,
-            harvesting,
-        } = runs.sum(arm);
-        let each = |count: u64| short(count as f64 / done.wall);
-        let stats = &counted.stats;
-        rows.push([
-            format!("  {name}{}", runs.delivery),
-            each(counted.dirtied),
-            each(stats.faults),
-            each(stats.fast_page_faults),
-            each(stats.logged),
-            each(stats.log_full),
-            each(stats.flushes),
-            each(counted.rings_full),
-            format!("{:.1}", harvesting.as_secs_f64() * 1e3 / done.wall),
-        ]);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_is_what_the_ratio_lacks() {
+        let loss = lost(Summary::of(&[98.0, 99.0, 101.0]));
+        assert!((loss.median - 1.0).abs() < 1e-9);
+        assert!((loss.low + 1.0).abs() < 1e-9 && (loss.high - 2.0).abs() < 1e-9);
     }
-    align(&rows)
+
+    #[test]
+    fn a_search_ends_where_the_score_is() {
+        let score = |cold: u32| Ok::<_, ()>(100.0 - f64::from(cold) / 1000.0);
+        let (cold, reached) = search(20, score).unwrap();
+        assert!(cold.abs_diff(8500) < 50 && reached, "{cold}");
+        assert_eq!(search(20, |_| Ok::<_, ()>(99.0)), Ok((COLD_MAX, false)));
+    }
 }

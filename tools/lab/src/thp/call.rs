@@ -1,183 +1,162 @@
 //! One whole notifier call for 2 MiB, page by page against the range: the slots' index, the range
 //! lock, the walk, the shoot-down and the end. The 2012 series timed this call.
 //!
-//! A vCPU runs beside every call. Two blocks of its VM are invalidated:
-//!
 //! ```text
-//! elsewhere   the block was never touched by the vCPU: the shoot-down concerns no vCPU
-//! holding     the vCPU keeps touching the block: each call waits until its TLB is flushed
+//! elsewhere   a vCPU runs, and does not use the block: the shoot-down waits for no vCPU
+//! holding     a vCPU keeps touching the block: each call waits until its TLB is flushed
+//! idle        no vCPU runs
 //! ```
-//! Each call says whether it waited. A call of `elsewhere` is left out if it waited, and a call of
-//! `holding` if it did not. The shoot-down is the same in both arms, so a long one makes any ratio
-//! small. Its time is printed beside the ratio.
+//! Another vCPU has touched the block of `elsewhere` and `idle`, and has left guest mode.
+//!
+//! Each call says whether it waited. A call of `holding` that did not wait is left out, and so is
+//! any other call that did. The shoot-down is the same in all arms, so a long one makes any ratio
+//! small. Its time is reported beside the ratio.
 
-use super::neighbour::{OTHERS, WORKER, cores, joined, wait_until};
-use super::scene::{Call, Scene, Toucher, Untouched};
-use crate::base::pin;
+use super::scene::{Call, PAGES, Scene, work};
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::first_look::{Found, Row};
-use crate::native::thread_cpu_ns;
-use crate::report::{align, time};
+use crate::report::time;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna_soft::{HugePages, RmapWalk};
+use lacuna_soft::{HugePages, RmapWalk, Vcpu};
 use serde_json::{Value, json};
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// Lacuna's strategy, its null, and what KVM did before 2012.
 const ARMS: [RmapWalk; 3] = [RmapWalk::PerLevel, RmapWalk::PerLevel, RmapWalk::PageLoop];
 const RANGE: usize = 0;
 const NULL: usize = 1;
-const PAGES: usize = 2;
+const PAGE_LOOP: usize = 2;
 
-/// The published ratio, and the bar where the shoot-down concerns no vCPU.
+/// The published ratio, and the bar where the shoot-down waits for no vCPU.
 const BAR: f64 = 5.0;
 const SOURCE: &str = "> 5x (KVM series v3, 2012)";
 
 /// The longest time of a slice.
 const SLICE: Duration = Duration::from_secs(60);
 
-/// Which block of the VM is invalidated while a vCPU runs.
+/// What runs beside the calls.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Vcpu {
-    /// One that no vCPU uses.
+enum Beside {
     Elsewhere,
-    /// The one that the vCPU touches.
     Holding,
+    Idle,
 }
 
-impl Vcpu {
-    const ALL: [Self; 2] = [Self::Elsewhere, Self::Holding];
+/// How the host backs the block: the word in ids, the policy, and the leaves of the block.
+type Backed = (&'static str, HugePages, u64);
+const HUGE: Backed = ("huge", HugePages::Always, 1);
+const SMALL: Backed = ("small", HugePages::Never, 512);
 
-    const fn word(self) -> &'static str {
-        match self {
-            Self::Elsewhere => "elsewhere",
-            Self::Holding => "holding",
-        }
-    }
-
-    fn ids(self) -> [String; 2] {
-        ["thp.call", "thp.call.shootdown_us"].map(|id| format!("{id}.{}", self.word()))
-    }
-}
-
-/// The runs of one arm, a figure for each round, in nanoseconds.
-#[derive(Clone, Debug)]
-struct Took {
-    whole: Vec<f64>,
-    walk: Vec<f64>,
-    shootdown: Vec<f64>,
-}
+/// The figures of a call: all of it, its walk, its shoot-down, in nanoseconds.
+const WHOLE: usize = 0;
+const WALK: usize = 1;
+const SHOOTDOWN: usize = 2;
 
 /// The result of [`compare`].
 struct Compared {
-    /// In the order of [`ARMS`].
-    arms: Vec<Took>,
+    /// Of each arm, a figure for each round.
+    arms: Vec<[Vec<f64>; 3]>,
     /// Calls that count; each waited for a vCPU, or none did.
     counted: u64,
     /// Uncounted calls.
     left_out: u64,
-    /// The share of the time that the vCPU's thread had a processor.
-    vcpu_share: f64,
     slots: usize,
 }
 
-/// Measures `thp.call.*`.
+/// Measures `thp.call.*` and `thp.total_us.*`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let (rounds, calls) = if options.quick { (2, 20) } else { (15, 200) };
-    let heads = ["one call for 2 MiB", "walk", "shoot-down", "all", "ratio"];
-    let mut table = vec![heads.map(str::to_owned)];
-    for vcpu in Vcpu::ALL {
-        if cores() < 2 {
-            let skip = |id| report.skip(id, "this machine has one core");
-            vcpu.ids().into_iter().for_each(skip);
-            continue;
-        }
-        let found = compare(vcpu, rounds.into(), calls).map(|found| {
-            results_of(vcpu, &found)
-                .into_iter()
-                .for_each(|result| report.push(result));
-            table.extend(rows(vcpu, &found));
-        });
-        skip_if_busy(report, vcpu.ids(), found)?;
+    for (word, beside) in [
+        ("elsewhere", Beside::Elsewhere),
+        ("holding", Beside::Holding),
+    ] {
+        let ids = ["thp.call", "thp.call.shootdown_us"].map(|id| format!("{id}.{word}"));
+        let found = compare(beside, HUGE, &ARMS, rounds.into(), calls);
+        record(report, ids, found, |[call, shootdown], found| {
+            let is_held = beside == Beside::Holding;
+            let us = Summary::of(&found.arms[RANGE][SHOOTDOWN]).scaled(1e-3);
+            let shootdown = Measurement::new(shootdown, "us", Better::Lower, us);
+            vec![call_result(call, is_held, found), shootdown]
+        })?;
     }
-    if table.len() > 1 {
-        report.detail(align(&table));
+    let rounds = if options.quick { 2 } else { 31 };
+    for (word, beside) in [("idle", Beside::Idle), ("running", Beside::Holding)] {
+        for backed in [HUGE, SMALL] {
+            let ids = [format!("thp.total_us.{word}.{}", backed.0)];
+            let found = compare(beside, backed, &ARMS[..1], rounds.into(), calls);
+            record(report, ids, found, |[id], found| {
+                let us = Summary::of(&found.arms[RANGE][WHOLE]).scaled(1e-3);
+                let result = Measurement::new(id, "us", Better::Lower, us);
+                vec![
+                    result
+                        .param("bytes", 2 << 20)
+                        .param("leaves", backed.2)
+                        .param("calls", found.counted),
+                ]
+            })?;
+        }
     }
     Ok(())
 }
 
+fn record<const N: usize>(
+    report: &mut Report,
+    ids: [String; N],
+    found: Result<Compared, LabError>,
+    results: impl FnOnce([String; N], &Compared) -> Vec<Measurement>,
+) -> Result<(), LabError> {
+    let skipped = ids.clone();
+    let done = found.map(|found| {
+        for result in results(ids, &found) {
+            report.push(result);
+        }
+    });
+    skip_if_busy(report, skipped, done)
+}
+
 /// The row of the first look: the call that the series timed, while a vCPU uses other memory.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let vcpu = Vcpu::Elsewhere;
-    let found = compare(vcpu, rounds, 200)?;
-    let spent = |arm: usize| time(Summary::of(&found.arms[arm].whole).median as u64);
+    let found = compare(Beside::Elsewhere, HUGE, &ARMS, rounds, 200)?;
+    let spent = |arm: usize| time(Summary::of(&found.arms[arm][WHOLE]).median as u64);
     let row = Row {
         system: "huge pages, 2012",
         what: "a notifier call for 2 MiB, all of it; without, page by page",
-        without: spent(PAGES),
+        without: spent(PAGE_LOOP),
         with: spent(RANGE),
-        ratio: ratio(&found),
-        null: null(&found),
+        ratio: over_range(&found, PAGE_LOOP),
+        null: over_range(&found, NULL),
         published: SOURCE,
     };
-    let results = results_of(vcpu, &found).into();
+    let results = vec![call_result("thp.call.elsewhere".into(), false, &found)];
     Ok(Found { row, results })
 }
 
-fn ratio(found: &Compared) -> Summary {
-    paired(&found.arms[RANGE].whole, &found.arms[PAGES].whole)
+fn over_range(found: &Compared, arm: usize) -> Summary {
+    paired(&found.arms[RANGE][WHOLE], &found.arms[arm][WHOLE])
 }
 
-fn null(found: &Compared) -> Summary {
-    paired(&found.arms[RANGE].whole, &found.arms[NULL].whole)
-}
-
-/// Makes the vCPU's run return when it is dropped, also after an error or a panic.
-struct End<'a>(&'a Scene);
-
-impl Drop for End<'_> {
-    fn drop(&mut self) {
-        self.0.end();
+fn compare(
+    beside: Beside,
+    backed: Backed,
+    arms: &[RmapWalk],
+    rounds: Rounds,
+    calls: usize,
+) -> Result<Compared, LabError> {
+    if beside != Beside::Idle && super::cores() < 2 {
+        return Err(LabError::Busy("this machine has one core".into()));
     }
-}
-
-fn compare(vcpu: Vcpu, rounds: Rounds, calls: usize) -> Result<Compared, LabError> {
-    let (scene, _worker, mut toucher): (_, _, Toucher) = Scene::new(HugePages::Always, 1)?;
-    let (mut counted, mut left_out) = (0, 0);
-    let (runs, vcpu_share) = thread::scope(|scope| {
-        let end = End(&scene);
-        let touching = scope.spawn(|| {
-            pin(OTHERS);
-            let (began, before) = (Instant::now(), thread_cpu_ns());
-            let touched = toucher.touch();
-            let cpu = (thread_cpu_ns() - before) as f64;
-            touched.map(|()| cpu / began.elapsed().as_nanos() as f64)
-        });
-        let measuring = scope.spawn(|| {
-            pin(WORKER);
-            let mut caller = Caller::new(&scene, vcpu)?;
-            let runs = measures(ARMS.len(), rounds, |arm| caller.slice(ARMS[arm], calls));
-            (counted, left_out) = (caller.counted, caller.left_out);
-            runs
-        });
-        let runs = joined(measuring);
-        drop(end);
-        // If the vCPU failed, that is the cause of other errors.
-        let share = joined(touching)?;
-        runs.map(|runs| (runs, share))
-    })?;
-    let arms = runs.into_iter().map(|[whole, walk, shootdown]| Took {
-        whole,
-        walk,
-        shootdown,
-    });
+    let (scene, worker, mut toucher) = Scene::new(backed.1, PAGES)?;
+    let mut caller = Caller::new(&scene, worker, beside, backed.2);
+    let mut slices = || measures(arms.len(), rounds, |arm| caller.slice(arms[arm], calls));
+    let runs = match beside {
+        Beside::Idle => slices(),
+        _ => scene.beside(&mut toucher, slices),
+    }?;
     Ok(Compared {
-        arms: arms.collect(),
-        counted,
-        left_out,
-        vcpu_share,
+        arms: runs,
+        counted: caller.counted,
+        left_out: caller.left_out,
         slots: scene.slots(),
     })
 }
@@ -185,194 +164,152 @@ fn compare(vcpu: Vcpu, rounds: Rounds, calls: usize) -> Result<Compared, LabErro
 /// Makes the calls.
 struct Caller<'a> {
     scene: &'a Scene,
-    vcpu: Vcpu,
-    untouched: Untouched,
+    worker: Vcpu,
+    beside: Beside,
+    leaves: u64,
     counted: u64,
     left_out: u64,
 }
 
 impl<'a> Caller<'a> {
-    fn new(scene: &'a Scene, vcpu: Vcpu) -> Result<Self, LabError> {
-        Ok(Self {
-            untouched: scene.untouched()?,
+    fn new(scene: &'a Scene, worker: Vcpu, beside: Beside, leaves: u64) -> Self {
+        Self {
             scene,
-            vcpu,
+            worker,
+            beside,
+            leaves,
             counted: 0,
             left_out: 0,
-        })
+        }
     }
 
-    /// The medians of `calls` calls that count: the whole call, its walk, its shoot-down.
+    /// The medians of `calls` calls that count.
     fn slice(&mut self, walk: RmapWalk, calls: usize) -> Result<[f64; 3], LabError> {
         let deadline = Instant::now() + SLICE;
         let mut took: [Vec<f64>; 3] = Default::default();
-        while took[0].len() < calls {
+        while took[WHOLE].len() < calls {
             if Instant::now() > deadline {
                 let text = format!("a slice of {calls} calls took more than {SLICE:?}");
                 return Err(LabError::Busy(text));
             }
-            match self.call(walk)? {
-                None => self.left_out += 1,
-                Some(Call {
-                    walk, shootdown, ..
-                }) => {
-                    self.counted += 1;
-                    let parts = [walk + shootdown, walk, shootdown];
-                    for (took, part) in took.iter_mut().zip(parts) {
-                        took.push(part.as_nanos() as f64);
-                    }
-                }
+            let Some(call) = self.call(walk)? else {
+                self.left_out += 1;
+                continue;
+            };
+            self.counted += 1;
+            let parts = [call.walk + call.shootdown, call.walk, call.shootdown];
+            for (took, part) in took.iter_mut().zip(parts) {
+                took.push(part.as_nanos() as f64);
             }
         }
         Ok(took.map(|took| Summary::of(&took).median))
     }
 
     /// One call; `None` if it does not count.
+    ///
+    /// # Errors
+    /// Leaves of another size: the figures would be about something else.
     fn call(&mut self, walk: RmapWalk) -> Result<Option<Call>, LabError> {
         let scene = self.scene;
-        if self.vcpu == Vcpu::Elsewhere {
-            self.untouched.map()?;
-            let call = scene.call(walk, self.untouched.range());
-            // A call also waits for a vCPU that has not used its residency filter yet.
-            return Ok((call.leaves == 1 && !call.waited).then_some(call));
-        }
+        let is_held = self.beside == Beside::Holding;
         let before = scene.faults();
-        let call = scene.call(walk, scene.range());
-        if call.leaves == 1 {
-            wait_until(|| scene.faults() > before)?;
-            return Ok(call.waited.then_some(call));
+        let block = if is_held {
+            scene.touched
+        } else {
+            work(&mut self.worker)?;
+            scene.work
+        };
+        let call = scene.call(walk, block);
+        if call.leaves > self.leaves || (call.leaves < self.leaves && !is_held) {
+            return Err(LabError::Guest(format!(
+                "an invalidation removed {} leaves of {}",
+                call.leaves, self.leaves
+            )));
         }
-        // A fault is counted before its leaf is installed, and this call came in between.
-        wait_until(|| scene.is_mapped())?;
-        Ok(None)
+        // A call also waits for a vCPU that has not used its residency filter yet.
+        let counts = call.leaves == self.leaves && call.waited == is_held;
+        if is_held && call.leaves == self.leaves {
+            scene.wait_faults(before + self.leaves)?;
+        } else if is_held {
+            // A fault is counted before its leaf is installed, and this call came in between.
+            scene.wait_mapped()?;
+        }
+        Ok(counts.then_some(call))
     }
 }
 
 /// The shoot-down, in nanoseconds, from which on the ratio of whole calls is below [`BAR`].
 fn longest_shootdown(found: &Compared) -> f64 {
-    let [range, pages] = [RANGE, PAGES].map(|arm| Summary::of(&found.arms[arm].walk).median);
+    let [range, pages] = [RANGE, PAGE_LOOP].map(|arm| Summary::of(&found.arms[arm][WALK]).median);
     (pages - BAR * range) / (BAR - 1.0)
 }
 
-fn results_of(vcpu: Vcpu, found: &Compared) -> [Measurement; 2] {
-    let [call, shootdown] = vcpu.ids();
+fn call_result(id: String, is_held: bool, found: &Compared) -> Measurement {
     let parts = |arm: usize| {
-        let Took {
-            whole,
-            walk,
-            shootdown,
-        } = &found.arms[arm];
-        let [whole, walk, shootdown] = [whole, walk, shootdown].map(|ns| Summary::of(ns));
-        json!({"whole": Value::from(whole), "walk": Value::from(walk),
-               "shootdown": Value::from(shootdown)})
+        let part = |part: usize| Value::from(Summary::of(&found.arms[arm][part]));
+        json!({"whole": part(WHOLE), "walk": part(WALK), "shootdown": part(SHOOTDOWN)})
     };
-    let mut call = Measurement::new(call, "x", Better::Higher, ratio(found))
+    let call = Measurement::new(id, "x", Better::Higher, over_range(found, PAGE_LOOP))
         .reference(BAR, SOURCE)
         .param("work", "one 2 MiB page")
         .param("slots", found.slots)
         .param("counted", found.counted)
-        .param(
-            "waited_for_a_vcpu",
-            if vcpu == Vcpu::Holding {
-                found.counted
-            } else {
-                0
-            },
-        )
+        .param("waited_for_a_vcpu", if is_held { found.counted } else { 0 })
         .param("left_out", found.left_out)
-        .param("vcpu_share_percent", 100.0 * found.vcpu_share)
         .param("below_5x_from_shootdown_ns", longest_shootdown(found))
         .arm("range_ns", parts(RANGE))
-        .arm("page_by_page_ns", parts(PAGES))
-        .arm("null", null(found));
-    if vcpu == Vcpu::Elsewhere {
-        call = call.bar(BAR);
-    }
-    let us = Summary::of(&found.arms[RANGE].shootdown).scaled(1e-3);
-    let shootdown = Measurement::new(shootdown, "us", Better::Lower, us);
-    [call, shootdown]
-}
-
-fn rows(vcpu: Vcpu, found: &Compared) -> [[String; 5]; 3] {
-    let row = |name: String, arm: usize, ratio: String| {
-        let part = |ns: &[f64]| time(Summary::of(ns).median as u64);
-        let Took {
-            whole,
-            walk,
-            shootdown,
-        } = &found.arms[arm];
-        [name, part(walk), part(shootdown), part(whole), ratio]
-    };
-    let state = match vcpu {
-        Vcpu::Elsewhere => "no vCPU holds it",
-        Vcpu::Holding => "a vCPU holds it",
-    };
-    let ratio = crate::report::figure(ratio(found).median);
-    let limit = time(longest_shootdown(found).max(0.0) as u64);
-    [
-        row(format!("{state}: page by page"), PAGES, String::new()),
-        row(format!("{state}: range"), RANGE, ratio),
-        [
-            format!("{} calls; below 5 from a shoot-down of", found.counted),
-            String::new(),
-            limit,
-            String::new(),
-            String::new(),
-        ],
-    ]
+        .arm("page_by_page_ns", parts(PAGE_LOOP))
+        .arm("null", over_range(found, NULL));
+    if is_held { call } else { call.bar(BAR) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lacuna_skip::test;
 
-    /// Each call waits for a vCPU that uses the block, and no call waits for another vCPU.
+    /// Each call of `holding` waits for the vCPU that uses the block, and no other call waits.
     #[test]
     fn calls_wait_for_the_vcpu_that_holds_the_block_alone() {
-        if cores() < 2 {
+        if super::super::cores() < 2 {
             lacuna_skip::skip_test("this machine has one core");
         }
-        for vcpu in Vcpu::ALL {
-            let (scene, _worker, mut toucher) = Scene::new(HugePages::Always, 1).unwrap();
-            thread::scope(|scope| {
-                let _end = End(&scene);
-                scope.spawn(|| toucher.touch());
-                let mut caller = Caller::new(&scene, vcpu).unwrap();
-                for walk in ARMS {
-                    let [whole, walk, shootdown] = caller.slice(walk, 3).unwrap();
-                    assert!(whole > 0.0 && walk > 0.0 && shootdown > 0.0);
-                }
-                assert_eq!(caller.counted, 9);
-            });
+        for beside in [Beside::Elsewhere, Beside::Holding, Beside::Idle] {
+            for backed in [HUGE, SMALL] {
+                let found = compare(beside, backed, &ARMS, Rounds::Count(1), 3).unwrap();
+                assert_eq!(found.counted, 2 * 2 * 3 * 3, "{beside:?}");
+                let figures = found.arms.iter().flatten().flatten();
+                assert!(figures.copied().all(|figure| figure > 0.0));
+            }
         }
     }
 
     #[test]
+    fn leaves_of_another_size_are_an_error() {
+        let small = ("huge", HugePages::Never, 1);
+        let error = compare(Beside::Idle, small, &ARMS, Rounds::Count(1), 3);
+        let error = error.err().expect("512 leaves").to_string();
+        assert!(error.contains("512 leaves of 1"), "{error}");
+    }
+
+    #[test]
     fn a_long_shootdown_makes_the_ratio_small() {
-        let took = |walk: f64, shootdown: f64| Took {
-            whole: vec![walk + shootdown; 6],
-            walk: vec![walk; 6],
-            shootdown: vec![shootdown; 6],
-        };
+        let took =
+            |walk: f64, shootdown: f64| [walk + shootdown, walk, shootdown].map(|ns| vec![ns; 6]);
         let compared = |shootdown: f64| Compared {
-            arms: vec![
-                took(200.0, shootdown),
-                took(200.0, shootdown),
-                took(5800.0, shootdown),
-            ],
+            arms: [200.0, 200.0, 5800.0]
+                .map(|walk| took(walk, shootdown))
+                .into(),
             counted: 18,
             left_out: 0,
-            vcpu_share: 1.0,
             slots: 1,
         };
         assert_eq!(longest_shootdown(&compared(50.0)), 1200.0);
-        assert!((ratio(&compared(1200.0)).median - BAR).abs() < 1e-9);
-        let [call, shootdown] = results_of(Vcpu::Elsewhere, &compared(50.0));
+        assert!((over_range(&compared(1200.0), PAGE_LOOP).median - BAR).abs() < 1e-9);
+        let call = call_result("thp.a".into(), false, &compared(50.0));
         assert_eq!((call.met, call.value), (Some(true), 5850.0 / 250.0));
-        assert_eq!((shootdown.value, &*shootdown.unit), (0.05, "us"));
-        let [call, _] = results_of(Vcpu::Holding, &compared(2200.0));
+        let call = call_result("thp.a".into(), true, &compared(2200.0));
         assert_eq!(call.bar, None);
         assert_eq!(call.params["waited_for_a_vcpu"], 18);
-        assert!(call.value < BAR);
     }
 }

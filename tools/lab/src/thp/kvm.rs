@@ -16,7 +16,6 @@
 //! should pause has run meanwhile.
 
 use crate::experiment::{LabError, Options};
-use crate::report::{align, figure};
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures, paired};
@@ -104,27 +103,20 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
 /// `runs` has, for each arm, the microseconds of the first discards and of the second ones.
 fn record(runs: &[[Vec<f64>; 2]], report: &mut Report) {
     let us = |case: usize, size: usize, discard: usize| &runs[2 * case + size][discard];
-    let heads = ["us for 2 MiB", "512 small pages", "one huge page", "ratio"];
-    let mut table = vec![heads.map(str::to_owned)];
-    for (at, case @ (name, slots, vcpu)) in CASES.into_iter().enumerate() {
-        let first = [HUGE, SMALL].map(|size| us(at, size, 0));
-        let ratio = paired(first[HUGE], first[SMALL]);
-        let [huge, small] = first.map(|us| Summary::of(us));
-        let mut result = Measurement::new(ratio_id(case), "x", Better::Higher, ratio)
+    for (at, case @ (_, slots, vcpu)) in CASES.into_iter().enumerate() {
+        let [huge, small] = [HUGE, SMALL].map(|size| us(at, size, 0));
+        let mut result = Measurement::new(ratio_id(case), "x", Better::Higher, paired(huge, small))
             .param("slots", slots)
-            .arm("huge_us", huge)
-            .arm("small_us", small)
+            .arm("huge_us", Summary::of(huge))
+            .arm("small_us", Summary::of(small))
             .arm("null", paired(us(FIRST, HUGE, 0), &runs[NULL][0]));
         if vcpu == Vcpu::Paused {
-            let nothing = |size| Summary::of(us(at, size, 1));
-            result = result
-                .arm("huge_nothing_us", nothing(HUGE))
-                .arm("small_nothing_us", nothing(SMALL));
+            for size in [HUGE, SMALL] {
+                let nothing = Summary::of(us(at, size, 1));
+                result = result.arm(&format!("{}_nothing_us", SIZES[size]), nothing);
+            }
         }
         report.push(result);
-        let cells = [small.median, huge.median, ratio.median].map(figure);
-        let [small, huge, ratio] = cells;
-        table.push([name.to_owned(), small, huge, ratio]);
     }
     for size in [HUGE, SMALL] {
         let growth = paired(us(FIRST, size, 0), us(MANY, size, 0));
@@ -135,10 +127,6 @@ fn record(runs: &[[Vec<f64>; 2]], report: &mut Report) {
             growth,
         ));
     }
-    let nothing = [SMALL, HUGE].map(|size| figure(Summary::of(us(FIRST, size, 1)).median));
-    let [small, huge] = nothing;
-    table.push(["nothing mapped".to_owned(), small, huge, String::new()]);
-    report.detail(format!("/dev/kvm: a discard of 2 MiB\n{}", align(&table)));
 }
 
 /// Carries out `work` with a guest on huge pages and one on small pages.

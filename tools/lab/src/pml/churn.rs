@@ -7,15 +7,82 @@
 //! At the end of logging, unwritten pages stay write-protected until they are written. Each would
 //! cost the next arm a fault. So the guest writes to all of its pages in between, uncounted
 //! ([`Churn::watch`]).
+//!
+//! The exits of dirty logging on hardware are counted, and each can be charged
+//! ([`crate::exit_cost`]):
+//!
+//! | exit | how often |
+//! |---|---|
+//! | write fault | once for each page that write protection detects |
+//! | full log | once for 512 logged pages (ours is flushed more often: at every exit) |
+//! | shoot-down of a harvest, or of a vCPU that reaps full rings | once for each vCPU and harvest |
+//! | kick for the same | the same, with PML |
+//! | full ring | as counted |
 
-use super::score_charge::Counted;
 use crate::experiment::LabError;
-use crate::players::{Cast, Done, InBackground, Player, TURN, reap, turns_of, with_players};
+use crate::players::{Cast, Done, InBackground, Player, TURN, turns_of, with_players};
 use crate::turns::{Last, round, shifts};
 use lacuna_guest::status::SETTING_AT;
-use lacuna_machine::{DetectionChoice as _, DirtyTracking as _, GuestMemory, Vm as _};
-use lacuna_soft::{Delivery, Detection, DirtyStats, Logging, SlotId, Vm, VmBuilder};
+use lacuna_machine::{DetectionChoice as _, GuestMemory, Vm as _, harvest, set_logging_everywhere};
+use lacuna_soft::{Backup, Delivery, Detection, DirtyStats, Logging, RingSize, VmBuilder};
 use std::time::{Duration, Instant};
+
+/// The most cold transactions, of 65536.
+pub const COLD_MAX: u32 = 1 << 16;
+/// With this setting, a transaction writes to every page of the process.
+const SWEEP: u32 = u32::MAX;
+/// Entries of a log.
+const LOG: u64 = 512;
+
+/// The largest ring for each vCPU.
+pub fn rings() -> Delivery {
+    Delivery::Ring {
+        size: RingSize::from_bytes(RingSize::BYTES_MAX).expect("it is its own limit"),
+        backup: Backup::None,
+    }
+}
+
+/// Counts of a measurement: the counters of all vCPUs together; exits because a ring was full;
+/// harvests of the monitor, and dirty pages that the harvests found.
+pub type Counted = [u64; 8];
+pub const FAULTS: usize = 0;
+pub const FAST_FAULTS: usize = 1;
+pub const LOG_FULL: usize = 2;
+pub const FLUSHES: usize = 3;
+pub const LOGGED: usize = 4;
+pub const RINGS_FULL: usize = 5;
+pub const HARVESTS: usize = 6;
+pub const DIRTIED: usize = 7;
+
+/// The counters of all vCPUs together.
+pub fn counted(vcpus: &[DirtyStats]) -> Counted {
+    let each = |one: &DirtyStats| {
+        let &DirtyStats {
+            faults,
+            fast_page_faults,
+            log_full,
+            flushes,
+            logged,
+        } = one;
+        [faults, fast_page_faults, log_full, flushes, logged, 0, 0, 0]
+    };
+    let all = vcpus.iter().map(each);
+    all.fold(Counted::default(), |a, b| {
+        std::array::from_fn(|i| a[i] + b[i])
+    })
+}
+
+/// The exits that `vcpus` vCPUs would have had on hardware.
+pub fn exits(counted: &Counted, detection: Detection, vcpus: u64) -> u64 {
+    let kicks = match detection {
+        Detection::WriteProtect => 1,
+        Detection::Pml => 2,
+    };
+    let full = counted[LOG_FULL].max(counted[LOGGED] / LOG);
+    let harvests = counted[HARVESTS] + counted[RINGS_FULL];
+    let faults = counted[FAULTS] + counted[FAST_FAULTS];
+    faults + full + counted[RINGS_FULL] + kicks * harvests * vcpus
+}
 
 /// The VMs of an experiment.
 pub struct Setup {
@@ -27,9 +94,6 @@ pub struct Setup {
     pub period: Duration,
 }
 
-/// With this setting, a transaction writes to every page of the process.
-const SWEEP: u32 = u32::MAX;
-
 /// Whether slots log, and what detects writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Watch {
@@ -37,14 +101,6 @@ pub enum Watch {
     Nothing(Detection),
     /// All slots log, and a monitor harvests.
     Dirty(Detection),
-}
-
-impl Watch {
-    const fn detection(self) -> Detection {
-        match self {
-            Self::Nothing(detection) | Self::Dirty(detection) => detection,
-        }
-    }
 }
 
 /// One period of a guest.
@@ -69,12 +125,23 @@ impl Period {
         self.done.transactions as f64 / self.done.wall
     }
 
+    /// The rate that its `vcpus` vCPUs together would have reached in `watch`, if each exit had
+    /// taken `exit_ns` of one of them.
+    pub fn charged(&self, watch: Watch, vcpus: u64, exit_ns: f64) -> f64 {
+        let Watch::Dirty(detection) = watch else {
+            return self.rate();
+        };
+        let exits = exits(&self.counted, detection, vcpus);
+        let lost = exits as f64 * exit_ns / 1e9 / vcpus as f64;
+        self.rate() * self.done.cpu / (self.done.cpu + lost)
+    }
+
     /// The sum of both.
     #[must_use]
     pub fn and(&self, more: &Self) -> Self {
         Self {
             done: self.done.and(&more.done),
-            counted: self.counted.and(&more.counted),
+            counted: std::array::from_fn(|i| self.counted[i] + more.counted[i]),
             harvesting: self.harvesting + more.harvesting,
         }
     }
@@ -84,38 +151,21 @@ impl Period {
 pub struct Churn<'a> {
     player: Player<'a>,
     watch: Watch,
-    slots: Vec<(SlotId, Vec<u64>)>,
 }
 
-impl<'a> Churn<'a> {
-    fn new(player: Player<'a>) -> Self {
-        let words = |pages: u64| vec![0; pages.div_ceil(64) as usize];
-        let snapshot = player.vm().mmu().slots();
-        let slots = snapshot
-            .iter()
-            .map(|slot| (slot.id, words(slot.gfns.pages())));
-        Self {
-            slots: slots.collect(),
-            watch: Watch::Nothing(Detection::WriteProtect),
-            player,
-        }
-    }
-
+impl Churn<'_> {
     /// From now on the VM logs as `watch` says, and `cold` of 65536 transactions go to the cold
     /// part of the heap.
-    ///
-    /// # Errors
-    /// The guest ends, or its memory cannot be written.
-    pub fn watch(&mut self, watch: Watch, cold: u32) -> Result<(), LabError> {
-        self.log(Logging::Off)?;
-        let protected = self.watch == Watch::Dirty(Detection::WriteProtect) && watch != self.watch;
-        if protected {
+    fn watch(&mut self, watch: Watch, cold: u32) -> Result<(), LabError> {
+        set_logging_everywhere(self.player.vm(), Logging::Off)?;
+        if self.watch == Watch::Dirty(Detection::WriteProtect) && watch != self.watch {
             self.write_all()?;
         }
         self.write_setting(1 + cold)?;
-        self.player.vm().set_detection(watch.detection());
+        let (Watch::Nothing(detection) | Watch::Dirty(detection)) = watch;
+        self.player.vm().set_detection(detection);
         if let Watch::Dirty(_) = watch {
-            self.log(Logging::LAZY)?;
+            set_logging_everywhere(self.player.vm(), Logging::LAZY)?;
         }
         self.watch = watch;
         Ok(())
@@ -139,80 +189,42 @@ impl<'a> Churn<'a> {
     fn write_setting(&self, to: u32) -> Result<(), LabError> {
         let page = self.player.devices().status_page();
         let page = page.expect("the guest was attached by it").gpa();
-        let at = page
-            .checked_add(SETTING_AT as u64)
-            .expect("inside the status page");
+        let at = page.checked_add(SETTING_AT as u64);
         let memory: &dyn GuestMemory = self.player.vm();
-        Ok(memory.write(at, &to.to_le_bytes())?)
-    }
-
-    fn log(&self, logging: Logging) -> Result<(), LabError> {
-        for (id, _) in &self.slots {
-            self.player.vm().set_logging(*id, logging)?;
-        }
-        Ok(())
+        Ok(memory.write(at.expect("inside the status page"), &to.to_le_bytes())?)
     }
 
     /// One turn. The last of a period has a harvest at its end, if slots log.
     fn turn(&mut self, length: Duration, last: Last) -> Result<Period, LabError> {
         let before = self.counted();
-        let Self {
-            player,
-            watch,
-            slots,
-        } = self;
-        let due = last == Last::Yes && matches!(watch, Watch::Dirty(_));
-        let (mut found, mut harvesting) = (Counted::default(), Duration::ZERO);
-        let done = player.turn(|vm| {
+        let due = last == Last::Yes && matches!(self.watch, Watch::Dirty(_));
+        let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
+        let done = self.player.turn(|vm| {
             std::thread::sleep(length);
             if due {
                 let start = Instant::now();
-                found.dirtied = match vm.mmu().delivery() {
-                    Delivery::Bitmap => harvest(vm, slots)?,
-                    Delivery::Ring { .. } => reap(vm),
-                };
-                found.harvests = 1;
+                dirtied = harvest(vm, |_, _| ())? as u64;
                 harvesting = start.elapsed();
             }
             Ok(())
         })?;
+        let now = self.counted();
+        let mut counted: Counted = std::array::from_fn(|i| now[i] - before[i]);
+        counted[HARVESTS] += u64::from(due);
+        counted[DIRTIED] += dirtied;
         Ok(Period {
             done,
-            counted: self.counted().since(&before).and(&found),
+            counted,
             harvesting,
         })
     }
 
     fn counted(&self) -> Counted {
-        let all = self.player.vm().dirty_stats();
-        let (rings_full, reaped) = self.player.full_rings();
-        let stats = all
-            .iter()
-            .fold(DirtyStats::default(), |sum, one| DirtyStats {
-                faults: sum.faults + one.faults,
-                fast_page_faults: sum.fast_page_faults + one.fast_page_faults,
-                log_full: sum.log_full + one.log_full,
-                flushes: sum.flushes + one.flushes,
-                logged: sum.logged + one.logged,
-            });
-        Counted {
-            stats,
-            rings_full,
-            harvests: 0,
-            // Pages that vCPUs with full rings have reaped themselves.
-            dirtied: reaped,
-        }
+        let mut all = counted(&self.player.vm().dirty_stats());
+        // Pages that vCPUs with full rings have reaped themselves.
+        (all[RINGS_FULL], all[DIRTIED]) = self.player.full_rings();
+        all
     }
-}
-
-/// The monitor's harvest: asks which pages were written, and re-arms them. Returns how many.
-fn harvest(vm: &Vm, slots: &mut [(SlotId, Vec<u64>)]) -> Result<u64, LabError> {
-    let mut pages = 0;
-    for (id, words) in slots {
-        vm.get_dirty(*id, words)?;
-        pages += words.iter().map(|w| u64::from(w.count_ones())).sum::<u64>();
-    }
-    Ok(pages)
 }
 
 /// Starts `count` VMs, carries out `experiment` when they are prepared, and ends them.
@@ -231,8 +243,9 @@ pub fn with_churns<T>(
     };
     let builders = vec![setup.builder.clone(); count];
     with_players(&builders, cast, |players| {
-        let mut churns: Vec<_> = players.into_iter().map(Churn::new).collect();
-        experiment(&mut churns)
+        let watch = Watch::Nothing(Detection::WriteProtect);
+        let churns = players.into_iter().map(|player| Churn { player, watch });
+        experiment(&mut churns.collect::<Vec<_>>())
     })
 }
 
@@ -256,10 +269,13 @@ pub fn play(
         for (watch, vm) in arms.iter().zip(&vms) {
             churns[*vm].watch(*watch, cold)?;
         }
-        period(churns, setup, &vms)?;
-        for _ in 0..rounds {
-            for (all, one) in periods.iter_mut().zip(period(churns, setup, &vms)?) {
-                all.push(one);
+        for counted in 0..=rounds {
+            let round = period(churns, setup, &vms)?;
+            if counted > 0 {
+                periods
+                    .iter_mut()
+                    .zip(round)
+                    .for_each(|(all, one)| all.push(one));
             }
         }
     }
@@ -267,9 +283,6 @@ pub fn play(
 }
 
 /// A period of each of `vms`, in turns.
-///
-/// # Errors
-/// A guest ends.
 fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<Period>, LabError> {
     let mut periods = vec![Period::default(); vms.len()];
     let (pairs, length) = turns_of(setup.period);
@@ -285,8 +298,6 @@ fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<
 mod tests {
     use super::*;
     use crate::fixture::{needs_guests, resident};
-    use crate::pml::score::rings;
-    use crate::pml::score_charge::COLD_MAX;
     use lacuna_skip::test;
 
     const WP: Watch = Watch::Dirty(Detection::WriteProtect);
@@ -313,27 +324,19 @@ mod tests {
             for (arm, periods) in arms.iter().zip(&periods) {
                 assert_eq!(periods.len(), 2 * arms.len());
                 for period in periods {
+                    let counted = period.counted;
                     assert!(
                         period.rate() > 0.0 && period.wall_rate() > 0.0,
                         "{period:?}"
                     );
-                    let Counted {
-                        stats,
-                        harvests,
-                        dirtied,
-                        ..
-                    } = period.counted;
                     match arm {
-                        Watch::Nothing(_) => {
-                            assert_eq!(period.counted, Counted::default(), "no slot logs");
-                        }
-                        _ => assert!(harvests == 1 && dirtied > 0, "{period:?}"),
+                        Watch::Nothing(_) => assert_eq!(counted, Counted::default()),
+                        _ => assert!(counted[HARVESTS] == 1 && counted[DIRTIED] > 0),
                     }
-                    assert_eq!(stats.logged > 0, *arm == PML, "{period:?}");
+                    assert_eq!(counted[LOGGED] > 0, *arm == PML, "{period:?}");
                     // Without write-protection only pages of the guest's kernel fault, because no
                     // process writes to those.
-                    let found_by_faults = stats.fast_page_faults > 100;
-                    assert_eq!(found_by_faults, *arm == WP, "{period:?}");
+                    assert_eq!(counted[FAST_FAULTS] > 100, *arm == WP, "{period:?}");
                 }
             }
         }
@@ -344,15 +347,33 @@ mod tests {
     fn the_setting_determines_the_dirty_rate() {
         needs_guests();
         let setup = small(Delivery::Bitmap);
-        let done = with_churns(&setup, 1, |churns| {
-            let mut pages = [0; 2];
-            for (pages, cold) in pages.iter_mut().zip([1, COLD_MAX]) {
-                let periods = play(churns, &setup, &[PML], cold, 1)?;
-                *pages = periods[0][0].counted.dirtied;
-            }
-            Ok(pages)
+        let [few, many] = [1, COLD_MAX].map(|cold| {
+            let periods = with_churns(&setup, 1, |churns| play(churns, &setup, &[PML], cold, 1));
+            periods.unwrap()[0][0].counted[DIRTIED]
         });
-        let [few, many] = done.unwrap();
         assert!(few * 2 < many, "{few} and {many}");
+    }
+
+    #[test]
+    fn exits_are_those_of_hardware_and_a_charge_is_time_of_all_vcpus() {
+        let mut counted = Counted::default();
+        counted[HARVESTS] = 3;
+        assert_eq!(exits(&counted, Detection::WriteProtect, 2), 6);
+        assert_eq!(exits(&counted, Detection::Pml, 2), 12);
+        [counted[FAULTS], counted[FAST_FAULTS], counted[RINGS_FULL]] = [10, 1000, 1];
+        assert_eq!(exits(&counted, Detection::WriteProtect, 2), 1019);
+        // 2048 pages would have filled four logs on hardware.
+        [counted[LOG_FULL], counted[FLUSHES], counted[LOGGED]] = [2, 300, 2048];
+        assert_eq!(exits(&counted, Detection::Pml, 2), 1011 + 4 + 16);
+        let mut period = Period::default();
+        (period.done.transactions, period.done.cpu) = (200, 2.0);
+        period.counted[FAULTS] = 4_000_000;
+        assert_eq!(
+            period.charged(Watch::Nothing(Detection::Pml), 2, 500.0),
+            100.0
+        );
+        // Two vCPUs have four seconds, and so many exits take two of them.
+        let rate = period.charged(WP, 2, 500.0);
+        assert!((rate - 100.0 * 2.0 / 3.0).abs() < 0.01);
     }
 }

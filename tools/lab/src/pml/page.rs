@@ -1,0 +1,311 @@
+//! The cost of a dirtied page, independent of any rate: sweeps of [`Rig`]'s guest. There is a VM
+//! for each arm, and a turn is one sweep and a harvest.
+//!
+//! The clock covers the vCPU's thread inside `Vcpu::run`. The time of the arm without logging is
+//! subtracted. The guest maps 4 KiB pages and loads CR3 before each sweep. So every write walks, in
+//! every arm, and the difference is the cost of detection.
+//!
+//! `.refill` is the whole cost of a dirtied page: CR3 is not loaded, and only a harvest's flush
+//! causes walks. So logging arms also pay for the TLB's refill. The details have one more figure:
+//! with four times as many pages as the TLB has entries, most writes miss the TLB anyway.
+
+use super::churn::{Counted, DIRTIED, exits, rings};
+use super::rig::{AREA, Rig, Then, Watch, Writes};
+use super::score::{SETS, Set};
+use crate::exit_cost::EXIT_NS;
+use crate::experiment::{LabError, Options};
+use crate::first_look::{Found, Row};
+use crate::fixture::resident;
+use crate::report::{align, figure};
+use crate::result::{Better, Measurement, Report};
+use crate::stats::{Rounds, Summary, across_shifts, paired};
+use crate::turns::{round, shifts};
+use lacuna_addr::{Level, PAGE_SIZE};
+use lacuna_soft::{Delivery, Detection};
+
+/// From a write to the next page's write: not a multiple of the page size, because all writes would
+/// then use the same sets of the caches.
+const STRIDE: u64 = PAGE_SIZE as u64 + 64;
+
+/// The number of pages, which writes walk, and the words for it.
+type Work = (u64, Then, &'static str);
+const WORKS: [Work; 3] = [
+    (2048, Then::LoadCr3, "every write walks"),
+    (2048, Then::Again, "with the TLB's refill after a flush"),
+    (16384, Then::LoadCr3, "four times the TLB's entries"),
+];
+/// The work in which the refill of the TLB counts.
+const REFILL: usize = 1;
+
+/// An arm: its name, and what detects writes if slots log.
+type Arm = (&'static str, Watch);
+
+/// The arms; the second is the null.
+const ARMS: [Arm; 4] = [
+    ("none", None),
+    ("null", None),
+    ("wp", Some(Detection::WriteProtect)),
+    ("pml", Some(Detection::Pml)),
+];
+const NONE: usize = 0;
+const NULL: usize = 1;
+const WP: usize = 2;
+const PML: usize = 3;
+/// The arms of the first look, where the null is write protection once more.
+const LOOK_ARMS: [Arm; 4] = [ARMS[NONE], ("wp_again", ARMS[WP].1), ARMS[WP], ARMS[PML]];
+
+/// Figures as measured, and with exits charged.
+const RAW: usize = 0;
+
+/// The costs of all arms.
+struct Costs {
+    pages: u64,
+    /// For each arm, set and round: nanoseconds of a dirtied page, less the nanoseconds without
+    /// logging.
+    ns: Vec<[Vec<f64>; 2]>,
+    none_ns: Vec<f64>,
+}
+
+/// `pml.ns_per_dirty_page` and `pml.cost_ratio`.
+pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let heads = [
+        "CPU time of a dirtied page",
+        "pages",
+        "raw, ns",
+        "95 % interval",
+        "exitcost, ns",
+    ];
+    let mut rows = vec![heads.map(str::to_owned)];
+    let amount = match options.quick {
+        true => (Rounds::Count(1), ROUND / 8),
+        false => (Rounds::Count(16), ROUND),
+    };
+    for (suffix, delivery) in [("", Delivery::Bitmap), ("_ring", rings())] {
+        for (at, work) in WORKS.into_iter().enumerate() {
+            let costs = costs(&ARMS, amount, work, delivery)?;
+            for (arm, (name, _)) in ARMS.iter().enumerate().skip(NULL) {
+                let [raw, charged] = costs.ns[arm].each_ref().map(|ns| Summary::of(ns));
+                rows.push([
+                    format!("  {name}{suffix}, {}", work.2),
+                    work.0.to_string(),
+                    figure(raw.median),
+                    format!("{} .. {}", figure(raw.low), figure(raw.high)),
+                    figure(charged.median),
+                ]);
+            }
+            match at {
+                0 => SETS
+                    .iter()
+                    .for_each(|set| record(report, suffix, set.name, Some(set), &costs)),
+                REFILL => record(report, suffix, "refill", None, &costs),
+                _ => {}
+            }
+        }
+    }
+    report.detail(align(&rows));
+    Ok(())
+}
+
+/// The results of `set`, or, without one, with the refill of the TLB. A guest loses that time, and
+/// the time of exits, to a harvest.
+fn record(report: &mut Report, suffix: &str, name: &str, set: Option<&Set>, costs: &Costs) {
+    let of = |arm: usize| Summary::of(&costs.ns[arm][set_index(set)]);
+    for arm in [WP, PML] {
+        let id = format!("pml.ns_per_dirty_page.{}{suffix}.{name}", ARMS[arm].0);
+        let result = Measurement::new(id, "ns", Better::Lower, of(arm))
+            .param("pages", costs.pages)
+            .arm("null_ns", of(NULL))
+            .arm("write_without_logging_ns", Summary::of(&costs.none_ns));
+        report.push(marked(set, result));
+    }
+    if suffix.is_empty() {
+        let result = cost_ratio(name, set, costs);
+        report.push(if set.is_some() {
+            result.bar(3.0)
+        } else {
+            result
+        });
+    }
+}
+
+fn set_index(set: Option<&Set>) -> usize {
+    SETS.iter()
+        .position(|of| set.is_some_and(|set| set.name == of.name))
+        .unwrap_or(RAW)
+}
+
+fn marked(set: Option<&Set>, result: Measurement) -> Measurement {
+    match set {
+        Some(set) => set.marked(result),
+        None => result,
+    }
+}
+
+/// A dirtied page, write protection / PML.
+fn cost_ratio(name: &str, set: Option<&Set>, costs: &Costs) -> Measurement {
+    let of = |arm: usize| &costs.ns[arm][set_index(set)];
+    let id = format!("pml.cost_ratio.{name}");
+    let result = Measurement::new(id, "x", Better::Higher, paired(of(PML), of(WP)))
+        .param("pages", costs.pages)
+        .arm("wp_ns", Summary::of(of(WP)))
+        .arm("pml_ns", Summary::of(of(PML)));
+    marked(set, result)
+}
+
+/// The row of the first look: the costs of write protection and of PML, with the refill of the TLB
+/// and without exits.
+pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
+    let costs = costs(
+        &LOOK_ARMS,
+        (rounds, ROUND / 8),
+        WORKS[REFILL],
+        Delivery::Bitmap,
+    )?;
+    let of = |arm: usize| &costs.ns[arm][RAW];
+    let ns = |arm: usize| format!("{} ns", figure(Summary::of(of(arm)).median));
+    let row = Row {
+        system: "page-modification logging, 2015",
+        what: "CPU time of a dirtied page, no exit charged; without, write protection",
+        without: ns(WP),
+        with: ns(PML),
+        ratio: paired(of(PML), of(WP)),
+        null: paired(of(NULL), of(WP)),
+        published: "2.1x of the score lost (KVM series)",
+    };
+    let results = vec![cost_ratio("refill", None, &costs)];
+    Ok(Found { row, results })
+}
+
+/// Writes of an arm in a round.
+const ROUND: u64 = 1 << 18;
+
+/// Measures `arms` in turns of one sweep, with a VM for each, in so many rounds with so many writes
+/// of an arm. The rounds are shared among all assignments of VMs to arms.
+fn costs(
+    arms: &[Arm],
+    (rounds, writes): (Rounds, u64),
+    work: Work,
+    delivery: Delivery,
+) -> Result<Costs, LabError> {
+    // The first assignment finds the number of rounds; all others have as many.
+    let mut rounds = rounds.split(arms.len());
+    let mut counted = 0;
+    let pages = work.0;
+    let sweeps = (writes / pages).max(2);
+    let rigs = arms.iter().map(|_| rig(work, delivery));
+    let mut rigs = rigs.collect::<Result<Vec<_>, _>>()?;
+    let mut runs = vec![[const { Vec::new() }; 3]; arms.len()];
+    for vms in shifts(arms.len()) {
+        for (arm, vm) in arms.iter().zip(&vms) {
+            rigs[*vm].watch(arm.1)?;
+            sweep_and_harvest(&mut rigs[*vm])?;
+        }
+        counted = rounds.repeat(|| {
+            let found = one_round(&mut rigs, &vms, pages, sweeps)?;
+            for (all, one) in runs.iter_mut().flatten().zip(found.into_iter().flatten()) {
+                all.push(one);
+            }
+            Ok(())
+        })?;
+        rounds = Rounds::Count(counted);
+    }
+    let none_ns = runs[NONE][0].clone();
+    let above = |[ns, exits, dirtied]: &[Vec<f64>; 3]| {
+        let raw = |run: usize| (ns[run] - none_ns[run]) * pages as f64 / dirtied[run];
+        let charged = |run: usize| raw(run) + exits[run] * EXIT_NS / dirtied[run];
+        let all = 0..ns.len();
+        let [raw, charged] = [
+            all.clone().map(raw).collect(),
+            all.map(charged).collect::<Vec<_>>(),
+        ];
+        [raw, charged].map(|ns| across_shifts(&ns, counted))
+    };
+    Ok(Costs {
+        pages,
+        ns: runs.iter().map(above).collect(),
+        none_ns: across_shifts(&none_ns, counted),
+    })
+}
+
+/// A VM with frames for all of its memory.
+fn rig((pages, then, _): Work, delivery: Delivery) -> Result<Rig, LabError> {
+    let writes = Writes {
+        first: AREA,
+        pages,
+        stride: STRIDE,
+        count: pages,
+        leaves: Level::L4K,
+        then,
+    };
+    let mut rig = Rig::new(&resident(writes.end() >> 20, 1), writes, delivery)?;
+    // The first sweep allocates the frames, the second warms them.
+    rig.sweep()?;
+    rig.sweep()?;
+    Ok(rig)
+}
+
+/// One sweep, and a harvest if slots log. Returns nanoseconds of the sweep.
+fn sweep_and_harvest(rig: &mut Rig) -> Result<f64, LabError> {
+    let ns = rig.sweep()? as f64;
+    if rig.watch.is_some() {
+        rig.harvest()?;
+    }
+    Ok(ns)
+}
+
+/// For each arm: nanoseconds for each page of its median sweep, exits in a sweep, and pages dirtied
+/// in a sweep.
+fn one_round(
+    rigs: &mut [Rig],
+    vms: &[usize],
+    pages: u64,
+    sweeps: u64,
+) -> Result<Vec<[f64; 3]>, LabError> {
+    let before: Vec<_> = vms.iter().map(|vm| rigs[*vm].counted()).collect();
+    let mut times = vec![Vec::new(); vms.len()];
+    round(vms.len(), sweeps as usize / 2, |arm, _| {
+        times[arm].push(sweep_and_harvest(&mut rigs[vms[arm]])? / pages as f64);
+        Ok::<_, LabError>(())
+    })?;
+    let found = vms.iter().zip(before).zip(times);
+    let found = found.map(|((vm, before), times)| {
+        let (now, each) = (rigs[*vm].counted(), |n: u64| n as f64 / times.len() as f64);
+        let counted: Counted = std::array::from_fn(|i| now[i] - before[i]);
+        let (exits, dirtied) = match rigs[*vm].watch {
+            Some(how) => (exits(&counted, how, 1), each(counted[DIRTIED])),
+            None => (0, pages as f64),
+        };
+        [Summary::of(&times).median, each(exits), dirtied]
+    });
+    Ok(found.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lacuna_machine::DetectionChoice as _;
+
+    /// A sweep writes each page once and has the exits of its detection.
+    #[test]
+    fn a_sweep_writes_every_page_once() {
+        for delivery in [Delivery::Bitmap, rings()] {
+            let mut rigs = [rig(WORKS[0], delivery).unwrap()];
+            let mut round = |watch| {
+                rigs[0].watch(watch).unwrap();
+                sweep_and_harvest(&mut rigs[0]).unwrap();
+                let found = one_round(&mut rigs, &[0], 2048, 4).unwrap();
+                (found[0], rigs[0].vm.dirty_stats())
+            };
+            let ([_, exits, dirtied], _) = round(None);
+            assert_eq!((exits, dirtied), (0.0, 2048.0));
+            let ([ns, exits, dirtied], _) = round(Some(Detection::WriteProtect));
+            // The pages, and some page tables in which walks set A and D bits.
+            assert!((2048.0..2100.0).contains(&dirtied), "{dirtied}");
+            assert!(ns > 0.0 && (2049.0..2110.0).contains(&exits), "{exits}");
+            let ([_, exits, logged], before) = round(Some(Detection::Pml));
+            assert!((2048.0..2100.0).contains(&logged), "{logged}");
+            assert!((2.0 + 4.0..10.0).contains(&exits), "{exits}");
+            assert_eq!(round(None).1, before, "nothing is detected any more");
+        }
+    }
+}
