@@ -3,8 +3,8 @@
 //! invalidate --features comparisons`.
 //!
 //! The strategies take turns. `thp.range_vs_page.*` is the work page by page over Lacuna's, and
-//! `thp.slots_growth_512` is Lacuna's work among 512 slots over that with 1 slot. `null` is Lacuna's
-//! strategy once more. Tests assert the counted steps (`src/tests/rmap_walks.rs`).
+//! `thp.slots_growth_512` is Lacuna's work among 512 slots over that with 1 slot. `null` is
+//! Lacuna's strategy once more. Tests assert the counted steps (`src/tests/rmap_walks.rs`).
 
 use lacuna_addr::{Access, BackingAddr, BackingRange, Gfn, Level, PAGE_SIZE, PageCount};
 use lacuna_host::{Host, HostConfig, HugePages, Io, MemoryStore, MmuNotifier};

@@ -45,14 +45,8 @@ impl HostInfo {
 
 impl fmt::Display for HostInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            cpu,
-            cores,
-            kernel,
-            memory_bytes,
-            date,
-        } = self;
-        let gib = *memory_bytes as f64 / (1_u64 << 30) as f64;
+        let gib = self.memory_bytes as f64 / (1_u64 << 30) as f64;
+        let (cpu, cores, kernel, date) = (&self.cpu, self.cores, &self.kernel, &self.date);
         write!(
             f,
             "{cpu}, {cores} cores, {gib:.1} GiB, Linux {kernel}, {date}"
@@ -76,27 +70,18 @@ pub fn kib(text: &str, name: &str) -> Option<u64> {
 
 /// `seconds` since 1970 as `2026-01-31T23:59:59Z`.
 fn iso_8601(seconds: u64) -> String {
-    let (mut days, time) = (seconds / 86_400, seconds % 86_400);
-    let leap = |y: u64| y.is_multiple_of(4) && (!y.is_multiple_of(100) || y.is_multiple_of(400));
-    let mut year = 1970;
-    while days >= 365 + u64::from(leap(year)) {
-        days -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let february = 28 + u64::from(leap(year));
-    let mut month = 1;
-    for length in [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
-        if days < length {
-            break;
-        }
-        days -= length;
-        month += 1;
-    }
+    let (days, time) = (seconds / 86_400, seconds % 86_400);
+    // Years begin in March, so a leap day is the last of its year. 719 468 days before 1970 a
+    // period of 400 years began.
+    let (era, day) = ((days + 719_468) / 146_097, (days + 719_468) % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let year = era * 400 + year + u64::from(month >= 10);
+    let month = if month < 10 { month + 3 } else { month - 9 };
     let (hour, minute, second) = (time / 3600, time / 60 % 60, time % 60);
-    format!(
-        "{year}-{month:02}-{:02}T{hour:02}:{minute:02}:{second:02}Z",
-        days + 1
-    )
+    format!("{year}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
 }
 
 #[cfg(test)]
@@ -105,11 +90,15 @@ mod tests {
 
     #[test]
     fn dates() {
-        assert_eq!(iso_8601(0), "1970-01-01T00:00:00Z");
-        assert_eq!(iso_8601(951_782_399), "2000-02-28T23:59:59Z");
-        assert_eq!(iso_8601(951_782_400), "2000-02-29T00:00:00Z");
-        assert_eq!(iso_8601(1_767_225_599), "2025-12-31T23:59:59Z");
-        assert_eq!(iso_8601(4_107_542_400), "2100-03-01T00:00:00Z");
+        for (seconds, date) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_767_225_599, "2025-12-31T23:59:59Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+        ] {
+            assert_eq!(iso_8601(seconds), date);
+        }
     }
 
     #[test]

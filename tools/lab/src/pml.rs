@@ -18,7 +18,7 @@
 //! `raw` or `exitcost`. In `exitcost` each exit is charged its cost on hardware, and the figure is
 //! marked as simulated. In `exitcost_here` each is charged the cost of an exit on this host's KVM.
 //! A dirtied page also has the set `refill`: the refill of the TLB after a harvest counts, an exit
-//! does not.
+//! does not. The set `large` has more pages than the TLB has entries.
 
 pub use page::first_look;
 

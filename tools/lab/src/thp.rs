@@ -32,6 +32,8 @@ mod scene;
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::Report;
+use crate::stats::Summary;
+use std::time::{Duration, Instant};
 
 /// Measures everything, in the order of the table above.
 ///
@@ -69,6 +71,29 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 
 /// The separately measurable parts.
 pub const PARTS: &[&str] = &["call", "neighbour", "reads", "pressure", "kvm"];
+
+/// The longest time of a slice.
+const SLICE: Duration = Duration::from_secs(60);
+
+/// The medians of `calls` calls that count. A call that returns `None` does not.
+fn medians<const N: usize>(
+    calls: usize,
+    mut call: impl FnMut() -> Result<Option<[f64; N]>, LabError>,
+) -> Result<[f64; N], LabError> {
+    let deadline = Instant::now() + SLICE;
+    let mut took = [const { Vec::new() }; N];
+    while took[0].len() < calls {
+        if Instant::now() > deadline {
+            let text = format!("a slice of {calls} calls took more than {SLICE:?}");
+            return Err(LabError::Busy(text));
+        }
+        let figures = call()?.into_iter().flatten();
+        took.iter_mut()
+            .zip(figures)
+            .for_each(|(all, one)| all.push(one));
+    }
+    Ok(took.map(|took| Summary::of(&took).median))
+}
 
 fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)

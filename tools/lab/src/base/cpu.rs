@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 const LIMIT: Duration = Duration::from_secs(120);
 const MEMORY_MIB: u32 = 256;
 
-/// One loop: its name, its iterations in a slice on a soft vCPU, natively, and in QEMU (a few tenths
-/// of a second each), and the wanted rate.
+/// One loop: its name, its iterations in a slice on a soft vCPU, natively, and in QEMU (a few
+/// tenths of a second each), and the wanted rate.
 type Test = (&'static str, [u64; 3], Option<f64>);
 const TESTS: [Test; 4] = [
     ("alu", [30_000_000, 200_000_000, 60_000_000], Some(600.0)),
@@ -153,26 +153,18 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
         ..resident(u64::from(MEMORY_MIB), 1)
     };
     let phases = Arc::new(Mutex::new(Phases::default()));
-    let console = {
-        let phases = Arc::clone(&phases);
-        move |line: &str| {
-            phases
-                .lock()
-                .expect("no panic here")
-                .line(Instant::now(), line)
-        }
+    let lines = Arc::clone(&phases);
+    let console = move |line: &str| {
+        let mut phases = lines.lock().expect("no panic here");
+        phases.line(Instant::now(), line);
     };
     let image = Image::parse(guest.file).map_err(|e| LabError::Guest(e.to_string()))?;
-    let outcome = builder.run_to_summary(&image, console)?;
-    if !matches!(outcome.ending, Ending::Exited(0)) {
-        return Err(LabError::Guest(format!(
-            "cpubench ended with {:?}",
-            outcome.ending
-        )));
+    let ending = builder.run_to_summary(&image, console)?.ending;
+    if !matches!(ending, Ending::Exited(0)) {
+        return Err(LabError::Guest(format!("cpubench ended with {ending:?}")));
     }
     let phases = std::mem::take(&mut *phases.lock().expect("no panic here"));
-    let phases = phases.finish().map_err(LabError::Guest)?;
-    rate(phases.first())
+    rate(phases.finish().map_err(LabError::Guest)?.first())
 }
 
 fn run_native(test: &Test, iterations: u64) -> Result<f64, ExternalError> {

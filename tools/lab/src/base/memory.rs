@@ -18,13 +18,12 @@ pub fn overhead(options: &Options, report: &mut Report) -> Result<(), LabError> 
         .map(|seed| one(options, seed))
         .collect::<Result<Vec<f64>, _>>()?;
     let id = "run.memory_overhead_percent";
-    report.push(
-        Measurement::new(id, "%", Better::Lower, Summary::of(&samples))
-            .bar(10.0)
-            .param("memory", MEMORY)
-            .param("resident", RESIDENT)
-            .param("image", "bm"),
-    );
+    let result = Measurement::new(id, "%", Better::Lower, Summary::of(&samples));
+    let result = result
+        .bar(10.0)
+        .param("memory", MEMORY)
+        .param("image", "bm");
+    report.push(result.param("resident", RESIDENT));
     Ok(())
 }
 
@@ -33,29 +32,15 @@ fn one(options: &Options, seed: u32) -> Result<f64, LabError> {
     // `bm` reads and writes at random over all of its memory. The budget is full within a second,
     // and pages are swapped in and out for the rest of the time.
     let seconds = if options.quick { 3 } else { 10 };
+    let arch = match options.arch {
+        Arch::Arm64 => "arm64",
+        _ => "x86_64",
+    };
+    let append = format!("seed={seed} seconds={seconds}");
     let output = Command::new(&options.lacuna)
-        .args([
-            "run",
-            "bm",
-            "--memory",
-            MEMORY,
-            "--resident",
-            RESIDENT,
-            "--vcpus",
-            "2",
-            "--arch",
-            match options.arch {
-                Arch::Arm64 => "arm64",
-                _ => "x86_64",
-            },
-        ])
-        .args([
-            "--swap",
-            &swap,
-            "--append",
-            &format!("seed={seed} seconds={seconds}"),
-        ])
-        .args(["--json", "-", "--quiet"])
+        .args(["run", "bm", "--memory", MEMORY, "--resident", RESIDENT])
+        .args(["--vcpus", "2", "--arch", arch, "--swap", &swap])
+        .args(["--append", &append, "--json", "-", "--quiet"])
         .stdin(Stdio::null())
         .output()
         .map_err(|source| LabError::Io {
@@ -64,10 +49,8 @@ fn one(options: &Options, seed: u32) -> Result<f64, LabError> {
         })?;
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr);
-        return Err(LabError::Guest(format!(
-            "`lacuna run bm` failed: {}",
-            text.trim()
-        )));
+        let text = format!("`lacuna run bm` failed: {}", text.trim());
+        return Err(LabError::Guest(text));
     }
     let unreadable = |why: &str| LabError::Guest(format!("`lacuna run --json -`: {why}"));
     let json: Value =

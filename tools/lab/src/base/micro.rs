@@ -1,11 +1,11 @@
 //! A guest of a dozen instructions. Every vCPU writes one byte to each page of its share, and then
-//! exits through a port. When it is entered again, it does the same again.
+//! exits through a port, again and again.
 //!
 //! So the figure is of the resident fault path alone. The guest has no kernel, no timer and no page
 //! table of its own. The boot tables map by 2 MiB leaves, so the stage-1 walk is short. The clock
-//! covers the vCPU's thread inside [`Vcpu::run`]: the access, the TLB miss, the walks, the
-//! violation, the frame and its zeroing, the install, the TLB fill, the retry, and the three
-//! instructions of the loop.
+//! covers the vCPU's thread inside `Vcpu::run`: the access, the TLB miss, the walks, the violation,
+//! the frame and its zeroing, the install, the TLB fill, the retry, and the three instructions of
+//! the loop.
 
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, builder, time_to_port};

@@ -10,17 +10,16 @@
 //! slice   settle ─ switch on ─┬─ 1 s ─ harvest ─┬─ switch off
 //!                             └──── counted ────┘
 //! ```
-//! Every transaction goes to the cold part of the heap, so the guest writes all of it again within
-//! a fraction of a second. So a slice dirties about as many pages as there are. Pages still
-//! write-protected at the end of logging are written while the next slice settles.
+//! Every transaction goes to the cold part of the heap, so a slice dirties about as many pages as
+//! there are. Pages still write-protected at the end of logging are written while the next slice
+//! settles.
 //!
 //! There is one vCPU: the monitor works on another core, and no page waits for KVM's one lock over
 //! all shadow pages. The score is by the wall clock. A page's cost is by the processor time of the
-//! vCPU's thread: the additional time of a transaction, times transactions, over pages. The work of
-//! other programs and of the monitor itself is not in it.
+//! vCPU's thread: the additional time of a transaction, times transactions, over pages.
 //!
-//! The figures hold for KVM on this host. A KVM without hardware support (`kvm_pvm`: shadow paging,
-//! no PML) cannot be compared with VMX, so the results have no bar.
+//! A KVM without hardware support (`kvm_pvm`: shadow paging, no PML) cannot be compared with VMX,
+//! so the results have no bar.
 
 use crate::experiment::{LabError, Options};
 use crate::fixture::{code, run_to_port};
@@ -43,21 +42,15 @@ use std::time::{Duration, Instant};
 /// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 3;
 
-/// The end of an id, the same in words, where writes are recorded, and what detects them. Rings are
-/// as large as they can be: where KVM emulates the guest's kernel, each store of the kernel makes
-/// an entry.
-fn ways() -> [(&'static str, &'static str, (Delivery, Tracker)); STEPS as usize] {
+/// The end of an id, where writes are recorded, and what detects them. Rings are as large as they
+/// can be: where KVM emulates the guest's kernel, each store of the kernel makes an entry.
+fn ways() -> [(&'static str, Delivery, Tracker); STEPS as usize] {
     let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("the largest there is");
     let backup = Backup::Bitmap;
-    let rings = Delivery::Ring { size, backup };
     [
-        ("bitmap", "KVM's bitmap", (Delivery::Bitmap, Tracker::Kvm)),
-        ("ring", "KVM's rings", (rings, Tracker::Kvm)),
-        (
-            "wp_async",
-            "the page table",
-            (Delivery::Bitmap, Tracker::Pagemap),
-        ),
+        ("bitmap", Delivery::Bitmap, Tracker::Kvm),
+        ("ring", Delivery::Ring { size, backup }, Tracker::Kvm),
+        ("wp_async", Delivery::Bitmap, Tracker::Pagemap),
     ]
 }
 
@@ -65,15 +58,10 @@ const VCPUS: usize = 1;
 /// The guest's timer tick, in microseconds. It is long, because a wake-up is expensive where KVM
 /// emulates the guest's kernel.
 const TICK_US: u64 = 100_000;
-/// This folder exists where KVM has no hardware support.
-const PVM: &str = "/sys/module/kvm_pvm";
 
-fn score_id(way: &str) -> String {
-    format!("pml.kvm.score_percent.{way}")
-}
-
-fn cost_id(way: &str) -> String {
-    format!("pml.kvm.ns_per_dirty_page.{way}")
+/// A score and the cost of a dirtied page.
+fn ids(way: &str) -> [String; 2] {
+    ["score_percent", "ns_per_dirty_page"].map(|name| format!("pml.kvm.{name}.{way}"))
 }
 
 /// Sizes, times and rounds.
@@ -88,21 +76,17 @@ struct Pace {
 
 impl Pace {
     fn of(options: &Options) -> Self {
-        match options.quick {
-            true => Self {
-                mib: 32,
-                period: Duration::from_millis(100),
-                periods: 2,
-                settle: Duration::from_millis(100),
-                rounds: 1,
-            },
-            false => Self {
-                mib: 128,
-                period: Duration::from_secs(1),
-                periods: 1,
-                settle: Duration::from_millis(400),
-                rounds: 8,
-            },
+        let (mib, period, periods, settle, rounds) = match options.quick {
+            true => (32, 100, 2, 100, 1),
+            false => (128, 1000, 1, 400, 8),
+        };
+        let [period, settle] = [period, settle].map(Duration::from_millis);
+        Self {
+            mib,
+            period,
+            periods,
+            settle,
+            rounds,
         }
     }
 }
@@ -119,13 +103,21 @@ pub fn measure(
     progress: &Progress,
 ) -> Result<(), LabError> {
     let pace = Pace::of(options);
-    for (way, words, mode) in ways() {
-        progress.step(format!("/dev/kvm, {words}"))?;
-        match run(&builder(pace, mode), pace) {
+    for (way, delivery, tracker) in ways() {
+        progress.step(format!("dirty tracking on /dev/kvm: {way}"))?;
+        let memory = PageCount::from_bytes(pace.mib << 20);
+        let builder = VmBuilder {
+            vcpus: VCPUS,
+            apf: Apf::Off,
+            delivery,
+            tracker,
+            command_line: words(pace),
+            ..VmBuilder::new(memory, memory)
+        };
+        match run(&builder, pace) {
             Ok(runs) => record(report, pace, way, &runs),
             Err(why) if is_lacking(&why) => {
-                report.skip(score_id(way), &why);
-                report.skip(cost_id(way), &why);
+                ids(way).into_iter().for_each(|id| report.skip(id, &why));
             }
             Err(error) => return Err(error),
         }
@@ -180,19 +172,6 @@ impl Runs {
         };
         let costs: Vec<f64> = rounds.map(cost).collect();
         Summary::of(&costs)
-    }
-}
-
-/// What is specific to `/dev/kvm`: what detects writes is chosen with the VM.
-fn builder(pace: Pace, (delivery, tracker): (Delivery, Tracker)) -> VmBuilder {
-    let memory = PageCount::from_bytes(pace.mib << 20);
-    VmBuilder {
-        vcpus: VCPUS,
-        apf: Apf::Off,
-        delivery,
-        tracker,
-        command_line: words(pace),
-        ..VmBuilder::new(memory, memory)
     }
 }
 
@@ -261,16 +240,18 @@ fn vcpu_time() -> Duration {
     all.saturating_sub(spent(ClockId::ThreadCPUTime))
 }
 
+/// The folder `kvm_pvm` exists where KVM has no hardware support.
 fn record(report: &mut Report, pace: Pace, way: &str, runs: &Runs) {
-    let host = if Path::new(PVM).exists() {
+    let host = if Path::new("/sys/module/kvm_pvm").exists() {
         "kvm_pvm: shadow paging, no PML; not comparable with VMX or SVM"
     } else {
         "KVM"
     };
     let of = |arm, what| Summary::of(runs.of(arm, what));
+    let [score, cost] = ids(way);
     for result in [
-        Measurement::new(score_id(way), "%", Better::Higher, runs.percent(ON)),
-        Measurement::new(cost_id(way), "ns", Better::Lower, runs.cost_ns()),
+        Measurement::new(score, "%", Better::Higher, runs.percent(ON)),
+        Measurement::new(cost, "ns", Better::Lower, runs.cost_ns()),
     ] {
         let result = result
             .param("host_kvm", host)
@@ -373,11 +354,12 @@ mod tests {
     #[test]
     fn the_experiment_is_the_same_on_soft() {
         needs_guests();
+        let ms = Duration::from_millis;
         let pace = Pace {
             mib: 64,
-            period: Duration::from_millis(50),
+            period: ms(50),
             periods: 2,
-            settle: Duration::from_millis(20),
+            settle: ms(20),
             rounds: 1,
         };
         let builder = lacuna_soft::VmBuilder {

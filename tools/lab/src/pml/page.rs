@@ -6,8 +6,8 @@
 //! every arm, and the difference is the cost of detection.
 //!
 //! `.refill` is the whole cost of a dirtied page: CR3 is not loaded, and only a harvest's flush
-//! causes walks. So logging arms also pay for the TLB's refill. The details have one more figure:
-//! with four times as many pages as the TLB has entries, most writes miss the TLB anyway.
+//! causes walks. So logging arms also pay for the TLB's refill. `.large` has four times as many
+//! pages as the TLB has entries, so most writes miss the TLB anyway.
 
 use super::churn::{Counted, DIRTIED, exits, rings};
 use super::rig::{AREA, Rig, Then, Watch, Writes};
@@ -16,7 +16,7 @@ use crate::exit_cost::EXIT_NS;
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
 use crate::fixture::resident;
-use crate::report::{align, figure};
+use crate::report::figure;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, across_shifts, paired};
 use crate::turns::{round, shifts};
@@ -27,15 +27,12 @@ use lacuna_soft::{Delivery, Detection};
 /// then use the same sets of the caches.
 const STRIDE: u64 = PAGE_SIZE as u64 + 64;
 
-/// The number of pages, which writes walk, and the words for it.
-type Work = (u64, Then, &'static str);
-const WORKS: [Work; 3] = [
-    (2048, Then::LoadCr3, "every write walks"),
-    (2048, Then::Again, "with the TLB's refill after a flush"),
-    (16384, Then::LoadCr3, "four times the TLB's entries"),
-];
-/// The work in which the refill of the TLB counts.
-const REFILL: usize = 1;
+/// The number of pages, and which writes walk: all, those after a harvest's flush, or all of more
+/// pages.
+type Work = (u64, Then);
+const ALL: Work = (2048, Then::LoadCr3);
+const REFILL: Work = (2048, Then::Again);
+const LARGE: Work = (16384, Then::LoadCr3);
 
 /// An arm: its name, and what detects writes if slots log.
 type Arm = (&'static str, Watch);
@@ -56,6 +53,7 @@ const LOOK_ARMS: [Arm; 4] = [ARMS[NONE], ("wp_again", ARMS[WP].1), ARMS[WP], ARM
 
 /// Figures as measured, and with exits charged.
 const RAW: usize = 0;
+const CHARGED: usize = 1;
 
 /// The costs of all arms.
 struct Costs {
@@ -68,99 +66,54 @@ struct Costs {
 
 /// `pml.ns_per_dirty_page` and `pml.cost_ratio`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let heads = [
-        "CPU time of a dirtied page",
-        "pages",
-        "raw, ns",
-        "95 % interval",
-        "exitcost, ns",
-    ];
-    let mut rows = vec![heads.map(str::to_owned)];
     let amount = match options.quick {
         true => (Rounds::Count(1), ROUND / 8),
         false => (Rounds::Count(16), ROUND),
     };
     for (suffix, delivery) in [("", Delivery::Bitmap), ("_ring", rings())] {
-        for (at, work) in WORKS.into_iter().enumerate() {
-            let costs = costs(&ARMS, amount, work, delivery)?;
-            for (arm, (name, _)) in ARMS.iter().enumerate().skip(NULL) {
-                let [raw, charged] = costs.ns[arm].each_ref().map(|ns| Summary::of(ns));
-                rows.push([
-                    format!("  {name}{suffix}, {}", work.2),
-                    work.0.to_string(),
-                    figure(raw.median),
-                    format!("{} .. {}", figure(raw.low), figure(raw.high)),
-                    figure(charged.median),
-                ]);
-            }
-            match at {
-                0 => SETS
-                    .iter()
-                    .for_each(|set| record(report, suffix, set.name, Some(set), &costs)),
-                REFILL => record(report, suffix, "refill", None, &costs),
-                _ => {}
-            }
-        }
+        let costs = |work| costs(&ARMS, amount, work, delivery);
+        let all = costs(ALL)?;
+        record(report, suffix, &SETS[RAW], RAW, &all);
+        record(report, suffix, &SETS[CHARGED], CHARGED, &all);
+        record(report, suffix, &Set::raw("refill"), RAW, &costs(REFILL)?);
+        record(report, suffix, &Set::raw("large"), RAW, &costs(LARGE)?);
     }
-    report.detail(align(&rows));
     Ok(())
 }
 
-/// The results of `set`, or, without one, with the refill of the TLB. A guest loses that time, and
-/// the time of exits, to a harvest.
-fn record(report: &mut Report, suffix: &str, name: &str, set: Option<&Set>, costs: &Costs) {
-    let of = |arm: usize| Summary::of(&costs.ns[arm][set_index(set)]);
+/// The results of `set`, whose figures have the index `at`.
+fn record(report: &mut Report, suffix: &str, set: &Set, at: usize, costs: &Costs) {
+    let of = |arm: usize| Summary::of(&costs.ns[arm][at]);
     for arm in [WP, PML] {
-        let id = format!("pml.ns_per_dirty_page.{}{suffix}.{name}", ARMS[arm].0);
+        let id = format!("pml.ns_per_dirty_page.{}{suffix}.{}", ARMS[arm].0, set.name);
         let result = Measurement::new(id, "ns", Better::Lower, of(arm))
             .param("pages", costs.pages)
             .arm("null_ns", of(NULL))
             .arm("write_without_logging_ns", Summary::of(&costs.none_ns));
-        report.push(marked(set, result));
+        report.push(set.marked(result));
     }
     if suffix.is_empty() {
-        let result = cost_ratio(name, set, costs);
-        report.push(if set.is_some() {
-            result.bar(3.0)
-        } else {
-            result
-        });
-    }
-}
-
-fn set_index(set: Option<&Set>) -> usize {
-    SETS.iter()
-        .position(|of| set.is_some_and(|set| set.name == of.name))
-        .unwrap_or(RAW)
-}
-
-fn marked(set: Option<&Set>, result: Measurement) -> Measurement {
-    match set {
-        Some(set) => set.marked(result),
-        None => result,
+        let result = cost_ratio(set, at, costs);
+        let has_bar = SETS.iter().any(|of| of.name == set.name);
+        report.push(if has_bar { result.bar(3.0) } else { result });
     }
 }
 
 /// A dirtied page, write protection / PML.
-fn cost_ratio(name: &str, set: Option<&Set>, costs: &Costs) -> Measurement {
-    let of = |arm: usize| &costs.ns[arm][set_index(set)];
-    let id = format!("pml.cost_ratio.{name}");
+fn cost_ratio(set: &Set, at: usize, costs: &Costs) -> Measurement {
+    let of = |arm: usize| &costs.ns[arm][at];
+    let id = format!("pml.cost_ratio.{}", set.name);
     let result = Measurement::new(id, "x", Better::Higher, paired(of(PML), of(WP)))
         .param("pages", costs.pages)
         .arm("wp_ns", Summary::of(of(WP)))
         .arm("pml_ns", Summary::of(of(PML)));
-    marked(set, result)
+    set.marked(result)
 }
 
 /// The row of the first look: the costs of write protection and of PML, with the refill of the TLB
 /// and without exits.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let costs = costs(
-        &LOOK_ARMS,
-        (rounds, ROUND / 8),
-        WORKS[REFILL],
-        Delivery::Bitmap,
-    )?;
+    let costs = costs(&LOOK_ARMS, (rounds, ROUND / 8), REFILL, Delivery::Bitmap)?;
     let of = |arm: usize| &costs.ns[arm][RAW];
     let ns = |arm: usize| format!("{} ns", figure(Summary::of(of(arm)).median));
     let row = Row {
@@ -172,7 +125,7 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
         null: paired(of(NULL), of(WP)),
         published: "2.1x of the score lost (KVM series)",
     };
-    let results = vec![cost_ratio("refill", None, &costs)];
+    let results = vec![cost_ratio(&Set::raw("refill"), RAW, &costs)];
     Ok(Found { row, results })
 }
 
@@ -228,7 +181,7 @@ fn costs(
 }
 
 /// A VM with frames for all of its memory.
-fn rig((pages, then, _): Work, delivery: Delivery) -> Result<Rig, LabError> {
+fn rig((pages, then): Work, delivery: Delivery) -> Result<Rig, LabError> {
     let writes = Writes {
         first: AREA,
         pages,
@@ -289,7 +242,7 @@ mod tests {
     #[test]
     fn a_sweep_writes_every_page_once() {
         for delivery in [Delivery::Bitmap, rings()] {
-            let mut rigs = [rig(WORKS[0], delivery).unwrap()];
+            let mut rigs = [rig(ALL, delivery).unwrap()];
             let mut round = |watch| {
                 rigs[0].watch(watch).unwrap();
                 sweep_and_harvest(&mut rigs[0]).unwrap();

@@ -51,11 +51,7 @@ pub struct Set {
 
 /// As measured, and with each exit charged.
 pub const SETS: [Set; 2] = [
-    Set {
-        name: "raw",
-        exit_ns: 0.0,
-        exit_source: "",
-    },
+    Set::raw("raw"),
     Set {
         name: "exitcost",
         exit_ns: EXIT_NS,
@@ -64,6 +60,15 @@ pub const SETS: [Set; 2] = [
 ];
 
 impl Set {
+    /// As measured.
+    pub const fn raw(name: &'static str) -> Self {
+        Self {
+            name,
+            exit_ns: 0.0,
+            exit_source: "",
+        }
+    }
+
     /// Marks a figure of this set as simulated, if it is.
     pub fn marked(&self, measurement: Measurement) -> Measurement {
         if self.exit_ns == 0.0 {
@@ -100,20 +105,17 @@ struct Pace {
 
 impl Pace {
     fn of(options: &Options) -> Self {
-        if options.quick {
-            return Self {
-                mib: 128,
-                period: Duration::from_millis(100),
-                rounds: 1,
-                tries: 3,
-            };
-        }
+        // Half of the machine's memory for four VMs.
+        let most = (HostInfo::detect().memory_bytes >> 23).max(128);
+        let (mib, period, rounds, tries) = match options.quick {
+            true => (128, Duration::from_millis(100), 1, 3),
+            false => (most.min(2048), Duration::from_secs(1), 9, 5),
+        };
         Self {
-            // Half of the machine's memory for four VMs.
-            mib: 2048.min((HostInfo::detect().memory_bytes >> 23).max(128)),
-            period: Duration::from_secs(1),
-            rounds: 9,
-            tries: 5,
+            mib,
+            period,
+            rounds,
+            tries,
         }
     }
 }
@@ -239,19 +241,16 @@ fn score(
     set: &Set,
     here: Option<&Set>,
 ) -> Result<(), LabError> {
-    let run = |churns: &mut [Churn<'_>], arms: &[Watch], cold, rounds| {
-        play(churns, setup, arms, cold, rounds)
-    };
     let (cold, reached) = search(pace.tries, |cold| {
         let arms = [NONE, WP].map(|arm| ARMS[arm].1);
-        let periods = run(churns, &arms, cold, 1)?;
+        let periods = play(churns, setup, &arms, cold, 1)?;
         let [none, wp] = [0, 1].map(|arm: usize| {
             let rate = |one: &Period| one.charged(arms[arm], vcpus() as u64, set.exit_ns);
             periods[arm].iter().map(rate).sum::<f64>()
         });
         Ok::<_, LabError>(100.0 * wp / none)
     })?;
-    let periods = run(churns, &ARMS.map(|arm| arm.1), cold, pace.rounds)?;
+    let periods = play(churns, setup, &ARMS.map(|arm| arm.1), cold, pace.rounds)?;
     let runs = Runs {
         pace,
         delivery,

@@ -13,6 +13,7 @@
 //! small. Its time is reported beside the ratio.
 
 use super::scene::{Call, PAGES, Scene, work};
+use super::{cores, medians};
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::first_look::{Found, Row};
 use crate::report::time;
@@ -20,7 +21,6 @@ use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna_soft::{HugePages, RmapWalk, Vcpu};
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 
 /// Lacuna's strategy, its null, and what KVM did before 2012.
 const ARMS: [RmapWalk; 3] = [RmapWalk::PerLevel, RmapWalk::PerLevel, RmapWalk::PageLoop];
@@ -31,9 +31,6 @@ const PAGE_LOOP: usize = 2;
 /// The published ratio, and the bar where the shoot-down waits for no vCPU.
 const BAR: f64 = 5.0;
 const SOURCE: &str = "> 5x (KVM series v3, 2012)";
-
-/// The longest time of a slice.
-const SLICE: Duration = Duration::from_secs(60);
 
 /// What runs beside the calls.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -143,11 +140,17 @@ fn compare(
     rounds: Rounds,
     calls: usize,
 ) -> Result<Compared, LabError> {
-    if beside != Beside::Idle && super::cores() < 2 {
+    if beside != Beside::Idle && cores() < 2 {
         return Err(LabError::Busy("this machine has one core".into()));
     }
     let (scene, worker, mut toucher) = Scene::new(backed.1, PAGES)?;
-    let mut caller = Caller::new(&scene, worker, beside, backed.2);
+    let mut caller = Caller {
+        scene: &scene,
+        worker,
+        beside,
+        leaves: backed.2,
+        calls: [0; 2],
+    };
     let mut slices = || measures(arms.len(), rounds, |arm| caller.slice(arms[arm], calls));
     let runs = match beside {
         Beside::Idle => slices(),
@@ -155,8 +158,8 @@ fn compare(
     }?;
     Ok(Compared {
         arms: runs,
-        counted: caller.counted,
-        left_out: caller.left_out,
+        counted: caller.calls[1],
+        left_out: caller.calls[0],
         slots: scene.slots(),
     })
 }
@@ -167,42 +170,19 @@ struct Caller<'a> {
     worker: Vcpu,
     beside: Beside,
     leaves: u64,
-    counted: u64,
-    left_out: u64,
+    /// Uncounted calls, and calls that count.
+    calls: [u64; 2],
 }
 
-impl<'a> Caller<'a> {
-    fn new(scene: &'a Scene, worker: Vcpu, beside: Beside, leaves: u64) -> Self {
-        Self {
-            scene,
-            worker,
-            beside,
-            leaves,
-            counted: 0,
-            left_out: 0,
-        }
-    }
-
-    /// The medians of `calls` calls that count.
+impl Caller<'_> {
+    /// The figures of the median call, as [`medians`].
     fn slice(&mut self, walk: RmapWalk, calls: usize) -> Result<[f64; 3], LabError> {
-        let deadline = Instant::now() + SLICE;
-        let mut took: [Vec<f64>; 3] = Default::default();
-        while took[WHOLE].len() < calls {
-            if Instant::now() > deadline {
-                let text = format!("a slice of {calls} calls took more than {SLICE:?}");
-                return Err(LabError::Busy(text));
-            }
-            let Some(call) = self.call(walk)? else {
-                self.left_out += 1;
-                continue;
-            };
-            self.counted += 1;
-            let parts = [call.walk + call.shootdown, call.walk, call.shootdown];
-            for (took, part) in took.iter_mut().zip(parts) {
-                took.push(part.as_nanos() as f64);
-            }
-        }
-        Ok(took.map(|took| Summary::of(&took).median))
+        medians(calls, || {
+            let call = self.call(walk)?;
+            self.calls[usize::from(call.is_some())] += 1;
+            let parts = |call: Call| [call.walk + call.shootdown, call.walk, call.shootdown];
+            Ok(call.map(|call| parts(call).map(|part| part.as_nanos() as f64)))
+        })
     }
 
     /// One call; `None` if it does not count.
@@ -271,7 +251,7 @@ mod tests {
     /// Each call of `holding` waits for the vCPU that uses the block, and no other call waits.
     #[test]
     fn calls_wait_for_the_vcpu_that_holds_the_block_alone() {
-        if super::super::cores() < 2 {
+        if cores() < 2 {
             lacuna_skip::skip_test("this machine has one core");
         }
         for beside in [Beside::Elsewhere, Beside::Holding, Beside::Idle] {

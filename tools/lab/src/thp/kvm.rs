@@ -15,7 +15,9 @@
 //! A call counts if it has freed a huge page, or no huge page. It does not count if a guest that
 //! should pause has run meanwhile.
 
+use super::medians;
 use crate::experiment::{LabError, Options};
+use crate::host_info::kib;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures, paired};
@@ -36,8 +38,6 @@ const TICK_US: u64 = 4000;
 /// Accesses to a page of the guest, on average, before a call. Half of them write: 3 pages in 10000
 /// are not written.
 const ACCESSES: u64 = 16;
-/// The longest time of a slice.
-const SLICE: Duration = Duration::from_secs(60);
 const REFILL: Duration = Duration::from_secs(20);
 
 /// The guest's only vCPU during a call.
@@ -47,9 +47,8 @@ enum Vcpu {
     Running,
 }
 
-/// What two arms have in common.
+/// What two arms have in common: the end of an id, the slots, and the vCPU.
 type Case = (&'static str, u16, Vcpu);
-
 const CASES: [Case; 5] = [
     ("1slot", 1, Vcpu::Paused),
     ("8slots", 8, Vcpu::Paused),
@@ -120,12 +119,8 @@ fn record(runs: &[[Vec<f64>; 2]], report: &mut Report) {
     }
     for size in [HUGE, SMALL] {
         let growth = paired(us(FIRST, size, 0), us(MANY, size, 0));
-        report.push(Measurement::new(
-            growth_id(size),
-            "x",
-            Better::Lower,
-            growth,
-        ));
+        let id = growth_id(size);
+        report.push(Measurement::new(id, "x", Better::Lower, growth));
     }
 }
 
@@ -180,22 +175,10 @@ impl<'a> Taken<'a> {
         })
     }
 
-    /// The medians of `calls` calls that count, in microseconds: of the first discards, and of the
-    /// second ones.
+    /// The microseconds of the first discards, and of the second ones.
     fn slice(&mut self, slots: u16, vcpu: Vcpu, calls: usize) -> Result<[f64; 2], LabError> {
         self.set_slots(slots)?;
-        let deadline = Instant::now() + SLICE;
-        let mut took: [Vec<f64>; 2] = Default::default();
-        while took[0].len() < calls {
-            if Instant::now() > deadline {
-                let text = format!("a slice of {calls} calls took more than {SLICE:?}");
-                return Err(LabError::Busy(text));
-            }
-            if let Some(call) = self.call(vcpu)? {
-                took.iter_mut().zip(call).for_each(|(all, us)| all.push(us));
-            }
-        }
-        Ok(took.map(|took| Summary::of(&took).median))
+        medians(calls, || self.call(vcpu))
     }
 
     /// Adds or removes slots, until there are `slots`.
@@ -230,10 +213,10 @@ impl<'a> Taken<'a> {
         }
         guest.pause(&[Kind::Faulter])?;
         guest.run_for(Duration::from_millis(1))?;
-        let (before, count) = (huge_kib()?, guest.count()?.faulters);
+        let (before, count) = (huge_bytes()?, guest.count()?.faulters);
         let call = [self.discard()?, self.discard()?];
-        let freed = before - huge_kib()?;
-        let is_whole = freed == if self.is_huge { 2048 } else { 0 };
+        let freed = before - huge_bytes()?;
+        let is_whole = freed == if self.is_huge { 2 << 20 } else { 0 };
         Ok((is_whole && guest.count()?.faulters == count).then_some(call))
     }
 
@@ -245,16 +228,15 @@ impl<'a> Taken<'a> {
     }
 }
 
-/// KiB of this process in transparent huge pages.
-fn huge_kib() -> Result<i64, LabError> {
+/// Bytes of this process in transparent huge pages.
+fn huge_bytes() -> Result<i64, LabError> {
     let path = "/proc/self/smaps_rollup";
     let text = read_to_string(path).map_err(|source| LabError::Io {
         what: format!("read {path}"),
         source,
     })?;
-    let line = text.lines().find(|line| line.starts_with("AnonHugePages:"));
-    let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
-    kib.ok_or_else(|| LabError::Guest(format!("{path} has no line AnonHugePages")))
+    let bytes = kib(&text, "AnonHugePages").map(|bytes| bytes as i64);
+    bytes.ok_or_else(|| LabError::Guest(format!("{path} has no line AnonHugePages")))
 }
 
 #[cfg(test)]
