@@ -10,10 +10,7 @@ use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
 use lacuna_machine::{Arch, Exit, Image, Layout, Segment, Vm as _};
-use lacuna_soft::{
-    Apf, CpuModel, Delivery, HugePages, LatencySetting, MemoryKind, Swap, Vcpu, Vm, VmBuilder,
-    VmConfig,
-};
+use lacuna_soft::{Apf, Delivery, Vcpu, Vm, VmBuilder, VmConfig};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 
@@ -22,21 +19,10 @@ use std::sync::Arc;
 /// that.
 pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilder {
     VmBuilder {
-        arch: Arch::X86_64,
-        memory,
-        resident,
         vcpus,
-        memory_kind: MemoryKind::Budget,
-        backing: None,
         prefault: true,
-        huge: HugePages::Never,
-        swap: Swap::Memory,
-        source: None,
-        latency: LatencySetting::default(),
         apf: Apf::Off,
-        cpu: CpuModel::Host,
-        seed: None,
-        command_line: String::new(),
+        ..VmBuilder::new(memory, resident)
     }
 }
 

@@ -109,12 +109,4 @@ mod tests {
         assert_eq!(kib(text, "model name"), None);
         assert_eq!(field(text, "model"), None);
     }
-
-    #[test]
-    fn this_machine_has_a_core_and_a_kernel() {
-        let host = HostInfo::detect();
-        assert!(host.cores >= 1);
-        assert!(!host.kernel.is_empty());
-        assert!(host.memory_bytes > 0);
-    }
 }

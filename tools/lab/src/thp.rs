@@ -23,10 +23,9 @@
 pub use call::first_look;
 
 mod call;
+mod guests;
 mod kvm;
 mod neighbour;
-mod pressure;
-mod reads;
 mod scene;
 
 use crate::experiment::{LabError, Options, skip_if_busy};
@@ -40,7 +39,7 @@ use std::time::{Duration, Instant};
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let progress = Progress::new(pressure::STEPS + 4, options.verbosity);
+    let progress = Progress::new(guests::STEPS + 4, options.verbosity);
     report.say(
         "thp: the host backs guest memory by 2 MiB pages where it can. The cost of invalidating a \
          range depends on the leaves that are mapped there, not on the length of the range. A \
@@ -56,10 +55,10 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     }
     if options.wants("reads") {
         progress.step("random reads")?;
-        reads::measure(options, report)?;
+        guests::reads(options, report)?;
     }
     if options.wants("pressure") {
-        pressure::measure(options, report, &progress)?;
+        guests::pressure(options, report, &progress)?;
     }
     if options.wants("kvm") {
         progress.step("discards on /dev/kvm")?;

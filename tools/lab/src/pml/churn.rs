@@ -8,18 +8,11 @@
 //! cost the next arm a fault. So the guest writes to all of its pages in between, uncounted
 //! ([`Churn::watch`]).
 //!
-//! The exits of dirty logging on hardware are counted, and each can be charged
-//! ([`crate::exit_cost`]):
-//!
-//! | exit | how often |
-//! |---|---|
-//! | write fault | once for each page that write protection detects |
-//! | full log | once for 512 logged pages (ours is flushed more often: at every exit) |
-//! | shoot-down of a harvest, or of a vCPU that reaps full rings | once for each vCPU and harvest |
-//! | kick for the same | the same, with PML |
-//! | full ring | as counted |
+//! The exits of dirty logging on hardware are counted, and each can be charged ([`exits`],
+//! [`crate::exit_cost`]).
 
 use crate::experiment::LabError;
+use crate::fixture::resident;
 use crate::players::{Cast, Done, InBackground, Player, TURN, turns_of, with_players};
 use crate::turns::{Last, round, shifts};
 use lacuna_guest::status::SETTING_AT;
@@ -31,8 +24,6 @@ use std::time::{Duration, Instant};
 pub const COLD_MAX: u32 = 1 << 16;
 /// With this setting, a transaction writes to every page of the process.
 const SWEEP: u32 = u32::MAX;
-/// Entries of a log.
-const LOG: u64 = 512;
 
 /// The largest ring for each vCPU.
 pub fn rings() -> Delivery {
@@ -72,26 +63,50 @@ pub fn counted(vcpus: &[DirtyStats]) -> Counted {
     })
 }
 
-/// The exits that `vcpus` vCPUs would have had on hardware.
+/// The exits that `vcpus` vCPUs would have had on hardware: one for each write fault, for 512 logged
+/// pages (ours is flushed more often: at every exit) and for each full ring. A harvest, also that of
+/// a vCPU with a full ring, has a shoot-down of each vCPU and, with PML, a kick.
 pub fn exits(counted: &Counted, detection: Detection, vcpus: u64) -> u64 {
     let kicks = match detection {
         Detection::WriteProtect => 1,
         Detection::Pml => 2,
     };
-    let full = counted[LOG_FULL].max(counted[LOGGED] / LOG);
+    let full = counted[LOG_FULL].max(counted[LOGGED] / 512);
     let harvests = counted[HARVESTS] + counted[RINGS_FULL];
     let faults = counted[FAULTS] + counted[FAST_FAULTS];
     faults + full + counted[RINGS_FULL] + kicks * harvests * vcpus
 }
 
-/// The VMs of an experiment.
+/// The VMs of an experiment, and its pace.
 pub struct Setup {
-    /// Their memory, vCPUs and guest parameters.
     pub builder: VmBuilder,
-    /// Where writes are recorded.
+    /// Where writes are recorded, and the same in ids.
     pub delivery: Delivery,
+    pub suffix: &'static str,
     /// The time from one harvest to the next, in a VM's own time.
     pub period: Duration,
+    /// Counted periods of each VM in each arm.
+    pub rounds: usize,
+}
+
+impl Setup {
+    /// VMs with `mib` MiB, all resident, for one counted period.
+    pub fn new(mib: u64, vcpus: usize, delivery: Delivery) -> Self {
+        Self {
+            builder: VmBuilder {
+                command_line: format!("hot={}M writes=100 frees=0 seconds=1000000", mib / 32),
+                ..resident(mib, vcpus)
+            },
+            delivery,
+            suffix: if delivery == Delivery::Bitmap {
+                ""
+            } else {
+                "_ring"
+            },
+            period: Duration::from_millis(100),
+            rounds: 1,
+        }
+    }
 }
 
 /// Whether slots log, and what detects writes.
@@ -103,12 +118,9 @@ pub enum Watch {
     Dirty(Detection),
 }
 
-/// One period of a guest.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Period {
-    /// The guest's transactions and times.
     pub done: Done,
-    /// Counts of dirty logging.
     pub counted: Counted,
     /// The time of the monitor's harvest.
     pub harvesting: Duration,
@@ -120,7 +132,6 @@ impl Period {
         self.done.transactions as f64 / self.done.cpu
     }
 
-    /// Transactions a second by the wall clock.
     pub fn wall_rate(&self) -> f64 {
         self.done.transactions as f64 / self.done.wall
     }
@@ -136,8 +147,6 @@ impl Period {
         self.rate() * self.done.cpu / (self.done.cpu + lost)
     }
 
-    /// The sum of both.
-    #[must_use]
     pub fn and(&self, more: &Self) -> Self {
         Self {
             done: self.done.and(&more.done),
@@ -147,7 +156,6 @@ impl Period {
     }
 }
 
-/// One of the guests.
 pub struct Churn<'a> {
     player: Player<'a>,
     watch: Watch,
@@ -228,9 +236,6 @@ impl Churn<'_> {
 }
 
 /// Starts `count` VMs, carries out `experiment` when they are prepared, and ends them.
-///
-/// # Errors
-/// An error of the experiment or the builder; and a guest that ends before the experiment does.
 pub fn with_churns<T>(
     setup: &Setup,
     count: usize,
@@ -251,12 +256,6 @@ pub fn with_churns<T>(
 
 /// Lets each VM play each of `arms` for `rounds` periods; returns the periods of each arm. Each VM
 /// has one uncounted period before these.
-///
-/// # Errors
-/// A guest ends.
-///
-/// # Panics
-/// If there is not a VM for each arm.
 pub fn play(
     churns: &mut [Churn<'_>],
     setup: &Setup,
@@ -297,19 +296,16 @@ fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixture::{needs_guests, resident};
+    use crate::fixture::needs_guests;
     use lacuna_skip::test;
 
     const WP: Watch = Watch::Dirty(Detection::WriteProtect);
     const PML: Watch = Watch::Dirty(Detection::Pml);
 
     fn small(delivery: Delivery) -> Setup {
-        let mut builder = resident(48, 2);
-        builder.command_line = "hot=4M writes=100 seconds=1000000".into();
         Setup {
-            builder,
-            delivery,
             period: Duration::from_millis(200),
+            ..Setup::new(48, 2, delivery)
         }
     }
 

@@ -6,13 +6,11 @@
 //!                                        dwell                  window
 //! ```
 //! The guest is `gaps`. It writes to random pages and adds up the gaps: the time between two writes
-//! beyond the usual. So it counts the time lost to faults, exits and waiting. Its rate would say
-//! less: a guest's rate differs by a tenth from second to second here, ten times the loss
-//! (docs/speed-pml.md). The gaps of a slice without logging are subtracted from each slice. The
-//! null is another slice without logging.
+//! beyond the usual. So it counts the time lost to faults, exits and waiting. A guest's rate differs
+//! by ten times the loss from second to second here (docs/speed-pml.md). The gaps of a slice without
+//! logging are subtracted; the null is another slice without logging.
 //!
-//! One core is left for the thread that ends the logging. It takes processor time whatever the way
-//! of ending, and a VMM's host has more cores than a VM has vCPUs.
+//! One core is left for the thread that ends the logging.
 
 use crate::experiment::{LabError, Options, vcpus};
 use crate::fixture::resident;

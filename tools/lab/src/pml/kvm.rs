@@ -144,8 +144,8 @@ pub fn is_lacking(why: &LabError) -> bool {
     }
 }
 
-/// What one VM did in each arm and round: transactions a second, transactions a second of the
-/// vCPU's processor time, pages dirtied a second, and milliseconds a harvest.
+/// What one VM did in each arm and round: transactions a second, the same of the vCPU's processor
+/// time, pages dirtied a second, and milliseconds a harvest.
 struct Runs(Vec<[Vec<f64>; 4]>);
 
 const PER_S: usize = 0;

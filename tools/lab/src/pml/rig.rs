@@ -198,29 +198,3 @@ fn program(writes: Writes) -> Vec<u8> {
     ]
     .concat()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tables_map_everything_to_itself() {
-        let end = AREA + BLOCK + (3 << 30);
-        for (leaves, end) in [(Level::L4K, AREA + BLOCK), (Level::L2M, end)] {
-            let bytes = tables(end, leaves);
-            let word = |at: u64| {
-                u64::from_le_bytes(bytes[at as usize * 8..][..8].try_into().expect("8 bytes"))
-            };
-            let of = |entry: u64| ((entry & !0xfff) - TABLES) / 8;
-            for address in [0, CODE, AREA, end - 1] {
-                let directory = of(word(of(word(0)) + (address >> 30)));
-                let entry = word(directory + (address >> 21) % 512);
-                let (entry, below) = match leaves {
-                    Level::L4K => (word(of(entry) + (address >> 12) % 512), 0xfff),
-                    _ => (entry, BLOCK - 1),
-                };
-                assert_eq!(entry & !below, address & !below);
-            }
-        }
-    }
-}

@@ -16,13 +16,12 @@ use super::churn::{
 use super::kvm;
 use crate::exit_cost::{EXIT_NS, SOURCE as EXIT_SOURCE};
 use crate::experiment::{LabError, Options, vcpus};
-use crate::fixture::resident;
 use crate::host_info::HostInfo;
 use crate::players::TURN;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, percent_across};
-use lacuna_soft::{Delivery, Detection, VmBuilder};
+use lacuna_soft::{Delivery, Detection};
 use serde_json::json;
 use std::time::Duration;
 
@@ -42,7 +41,7 @@ const COVER_LETTER: &str = "cover letter of the KVM PML series, 2015: SPECjbb, P
 const COVER_LETTER_PML: f64 = 95.7;
 const COVER_LETTER_WP: f64 = 90.7;
 
-/// A set of figures: the end of its ids, and what each exit is charged.
+/// A set of figures, and what each exit is charged.
 pub struct Set {
     pub name: &'static str,
     exit_ns: f64,
@@ -67,6 +66,12 @@ impl Set {
             exit_ns: 0.0,
             exit_source: "",
         }
+    }
+
+    /// Transactions a second of a period.
+    fn rate(&self) -> impl Fn(&Period, Watch) -> f64 + Copy {
+        let exit_ns = self.exit_ns;
+        move |period, watch| period.charged(watch, vcpus() as u64, exit_ns)
     }
 
     /// Marks a figure of this set as simulated, if it is.
@@ -94,32 +99,6 @@ const WP: usize = 2;
 const ALWAYS: [Watch; 3] = [ARMS[NONE].1, ARMS[NULL].1, Watch::Nothing(Detection::Pml)];
 const ON: usize = 2;
 
-/// Sizes, times and rounds of each VM in each arm.
-#[derive(Clone, Copy)]
-struct Pace {
-    mib: u64,
-    period: Duration,
-    rounds: usize,
-    tries: usize,
-}
-
-impl Pace {
-    fn of(options: &Options) -> Self {
-        // Half of the machine's memory for four VMs.
-        let most = (HostInfo::detect().memory_bytes >> 23).max(128);
-        let (mib, period, rounds, tries) = match options.quick {
-            true => (128, Duration::from_millis(100), 1, 3),
-            false => (most.min(2048), Duration::from_secs(1), 9, 5),
-        };
-        Self {
-            mib,
-            period,
-            rounds,
-            tries,
-        }
-    }
-}
-
 /// The number of cold transactions, of 65536, at which a score is [`AIM`], and whether it has
 /// [`WANTED`] there, or less. The score falls as the number rises. The search is a bisection of the
 /// number's logarithm.
@@ -139,40 +118,31 @@ fn search<E>(tries: usize, mut score: impl FnMut(u32) -> Result<f64, E>) -> Resu
 }
 
 /// The periods of all arms, with one delivery and one share of cold transactions.
-struct Runs {
-    pace: Pace,
-    delivery: &'static str,
+struct Runs<'a> {
+    setup: &'a Setup,
     cold: u32,
     /// Of each arm, period by period.
     periods: Vec<Vec<Period>>,
 }
 
-impl Runs {
-    fn rates(&self, arm: usize, exit_ns: f64) -> Vec<f64> {
-        let rate = |one: &Period| one.charged(ARMS[arm].1, vcpus() as u64, exit_ns);
-        self.periods[arm].iter().map(rate).collect()
+impl Runs<'_> {
+    fn rates(&self, arm: usize, rate: impl Fn(&Period, Watch) -> f64) -> Vec<f64> {
+        let all = self.periods[arm].iter();
+        all.map(|period| rate(period, ARMS[arm].1)).collect()
     }
 
-    fn percent(&self, arm: usize, exit_ns: f64) -> Summary {
-        let [none, rates] = [NONE, arm].map(|arm| self.rates(arm, exit_ns));
-        percent_across(&none, &rates, self.pace.rounds)
-    }
-
-    fn wall_percent(&self, arm: usize) -> Summary {
-        let wall = |arm: usize| self.periods[arm].iter().map(Period::wall_rate);
-        let [none, wall] = [NONE, arm].map(|arm| wall(arm).collect::<Vec<_>>());
-        percent_across(&none, &wall, self.pace.rounds)
+    fn percent(&self, arm: usize, rate: impl Fn(&Period, Watch) -> f64 + Copy) -> Summary {
+        let [none, rates] = [NONE, arm].map(|arm| self.rates(arm, rate));
+        percent_across(&none, &rates, self.setup.rounds)
     }
 
     /// A score of `set`, with what any score has.
     fn result(&self, arm: usize, set: &Set) -> Measurement {
-        let id = format!(
-            "pml.score_percent.{}{}.{}",
-            ARMS[arm].0, self.delivery, set.name
-        );
-        let percent = self.percent(arm, set.exit_ns);
+        let (name, suffix) = (ARMS[arm].0, self.setup.suffix);
+        let id = format!("pml.score_percent.{name}{suffix}.{}", set.name);
+        let percent = self.percent(arm, set.rate());
         let result = Measurement::new(id, "%", Better::Higher, percent);
-        set.marked(result.arm("watched_per_s", Summary::of(&self.rates(arm, set.exit_ns))))
+        set.marked(result.arm("watched_per_s", Summary::of(&self.rates(arm, set.rate()))))
     }
 
     /// What all VMs of `arm` did, for each second.
@@ -194,7 +164,12 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    let pace = Pace::of(options);
+    // Half of the machine's memory for four VMs.
+    let most = (HostInfo::detect().memory_bytes >> 23).clamp(128, 2048);
+    let (mib, period, rounds, tries) = match options.quick {
+        true => (128, Duration::from_millis(100), 1, 3),
+        false => (most, Duration::from_secs(1), 9, 5),
+    };
     report.say(format!(
         "pml: a score is the guest's transactions a second with dirty logging, in percent of those \
          without. The bar of {BAR} % is for `pml.score_percent.pml.exitcost`. That figure is \
@@ -208,23 +183,31 @@ pub fn measure(
         exit_ns,
         exit_source: "an exit to the VMM on this host's KVM: pml.kvm.exit_ns",
     });
-    for (suffix, delivery) in [("", Delivery::Bitmap), ("_ring", rings())] {
+    for delivery in [Delivery::Bitmap, rings()] {
         let setup = Setup {
-            builder: VmBuilder {
-                command_line: format!("hot={}M writes=100 frees=0 seconds=1000000", pace.mib / 32),
-                ..resident(pace.mib, vcpus())
-            },
-            delivery,
-            period: pace.period,
+            period,
+            rounds,
+            ..Setup::new(mib, vcpus(), delivery)
         };
         with_churns(&setup, ARMS.len(), |churns| {
             for set in &SETS {
-                progress.step(format!("scores{suffix}, {}", set.name))?;
-                score(report, churns, &setup, (pace, suffix), set, here.as_ref())?;
+                progress.step(format!("scores{}, {}", setup.suffix, set.name))?;
+                let (cold, reached) = search(tries, |cold| score(churns, &setup, cold, set))?;
+                let periods = play(churns, &setup, &ARMS.map(|arm| arm.1), cold, rounds)?;
+                let setup = &setup;
+                let runs = Runs {
+                    setup,
+                    cold,
+                    periods,
+                };
+                record(report, set, reached, &runs);
+                if let (true, Some(here)) = (set.exit_ns > 0.0, &here) {
+                    (WP..ARMS.len()).for_each(|arm| report.push(runs.result(arm, here)));
+                }
             }
             if delivery == Delivery::Bitmap {
                 progress.step("PML on while no slot logs")?;
-                always(report, churns, &setup, pace.rounds)?;
+                always(report, churns, &setup)?;
             }
             Ok(())
         })?;
@@ -232,60 +215,40 @@ pub fn measure(
     Ok(())
 }
 
-/// Searches for the dirty rate of `set`, and measures the scores there.
-fn score(
-    report: &mut Report,
-    churns: &mut [Churn<'_>],
-    setup: &Setup,
-    (pace, delivery): (Pace, &'static str),
-    set: &Set,
-    here: Option<&Set>,
-) -> Result<(), LabError> {
-    let (cold, reached) = search(pace.tries, |cold| {
-        let arms = [NONE, WP].map(|arm| ARMS[arm].1);
-        let periods = play(churns, setup, &arms, cold, 1)?;
-        let [none, wp] = [0, 1].map(|arm: usize| {
-            let rate = |one: &Period| one.charged(arms[arm], vcpus() as u64, set.exit_ns);
-            periods[arm].iter().map(rate).sum::<f64>()
-        });
-        Ok::<_, LabError>(100.0 * wp / none)
-    })?;
-    let periods = play(churns, setup, &ARMS.map(|arm| arm.1), cold, pace.rounds)?;
-    let runs = Runs {
-        pace,
-        delivery,
-        cold,
-        periods,
-    };
-    record(report, set, reached, &runs);
-    if let (true, Some(here)) = (set.exit_ns > 0.0, here) {
-        for arm in WP..ARMS.len() {
-            report.push(runs.result(arm, here));
-        }
-    }
-    Ok(())
+/// The score of write protection with `cold` cold transactions, of 65536.
+fn score(churns: &mut [Churn<'_>], setup: &Setup, cold: u32, set: &Set) -> Result<f64, LabError> {
+    let arms = [NONE, WP].map(|arm| ARMS[arm].1);
+    let periods = play(churns, setup, &arms, cold, 1)?;
+    let [none, wp] = [0, 1].map(|arm: usize| {
+        let rates = periods[arm].iter().map(|one| set.rate()(one, arms[arm]));
+        rates.sum::<f64>()
+    });
+    Ok(100.0 * wp / none)
 }
 
 fn record(report: &mut Report, set: &Set, reached: bool, runs: &Runs) {
-    let [wp, null] = [WP, NULL].map(|arm| runs.percent(arm, set.exit_ns));
+    let [wp, null] = [WP, NULL].map(|arm| runs.percent(arm, set.rate()));
     // The calibration has held if the interval reaches the wanted score.
     let reached = reached && wp.low <= WANTED;
     for arm in WP..ARMS.len() {
         let per_s = runs.per_s(arm);
         let mut result = runs
             .result(arm, set)
-            .param("memory_mib", runs.pace.mib)
+            .param("memory_mib", runs.setup.builder.memory.bytes() >> 20)
             .param("vcpus", vcpus())
-            .param("harvest_ms", runs.pace.period.as_millis() as u64)
+            .param("harvest_ms", runs.setup.period.as_millis() as u64)
             .param("turn_ms", TURN.as_millis() as u64)
             .param("cold_of_65536", runs.cold)
             .param("pages_dirtied_per_s", per_s["pages_dirtied"].clone())
-            .arm("none_per_s", Summary::of(&runs.rates(NONE, 0.0)))
+            .arm("none_per_s", Summary::of(&runs.rates(NONE, set.rate())))
             .arm("counts_per_s", per_s)
             .arm("null_percent", null);
         if set.exit_ns == 0.0 {
             // Exits are not charged to the figure by the wall clock.
-            result = result.arm("wall_percent", runs.wall_percent(arm));
+            result = result.arm(
+                "wall_percent",
+                runs.percent(arm, |period, _| period.wall_rate()),
+            );
         }
         report.push(match (arm, reached) {
             (WP, _) => result.reference(COVER_LETTER_WP, COVER_LETTER),
@@ -297,7 +260,7 @@ fn record(report: &mut Report, set: &Set, reached: bool, runs: &Runs) {
         report.say(format!(
             "{}{}: with {} of 65536 transactions on cold pages, write protection does not go down \
              to the {WANTED} % of the published figure, so the scores of this set have no bar.",
-            set.name, runs.delivery, runs.cold
+            set.name, runs.setup.suffix, runs.cold
         ));
     }
 }
@@ -306,13 +269,8 @@ fn record(report: &mut Report, set: &Set, reached: bool, runs: &Runs) {
 ///
 /// # Errors
 /// An error of the guest; and any logged page, because no slot logs.
-fn always(
-    report: &mut Report,
-    churns: &mut [Churn<'_>],
-    setup: &Setup,
-    rounds: usize,
-) -> Result<(), LabError> {
-    let periods = play(churns, setup, &ALWAYS, COLD_MAX, rounds)?;
+fn always(report: &mut Report, churns: &mut [Churn<'_>], setup: &Setup) -> Result<(), LabError> {
+    let periods = play(churns, setup, &ALWAYS, COLD_MAX, setup.rounds)?;
     let counts = periods[ON].iter().map(|period| period.counted);
     let logged: u64 = counts.map(|c| c[LOGGED] + c[LOG_FULL] + c[FLUSHES]).sum();
     if logged > 0 {
@@ -322,7 +280,7 @@ fn always(
     }
     let rates = [NONE, NULL, ON].map(|arm| periods[arm].iter().map(Period::rate));
     let [off, null, on] = rates.map(Iterator::collect::<Vec<_>>);
-    let [loss, null] = [&on, &null].map(|arm| lost(percent_across(&off, arm, rounds)));
+    let [loss, null] = [&on, &null].map(|arm| lost(percent_across(&off, arm, setup.rounds)));
     let is_inside = (null.low..=null.high).contains(&loss.median);
     report.push(
         Measurement::new("pml.always_on_loss_percent", "%", Better::Lower, loss)

@@ -1,12 +1,13 @@
-//! Skewed access to more memory than is resident, with huge pages and without. The null is a second
-//! VM without huge pages: it shows the difference between two equal VMs.
+//! Guests that take turns, with huge pages and without: random reads over more memory than 4 KiB TLB
+//! entries cover, and skewed access to more memory than is resident. The null is a second VM without
+//! huge pages: it shows the difference between two equal VMs.
 
 use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
-use crate::fixture::builder;
+use crate::fixture::{builder, resident};
 use crate::players::{Cast, InBackground, Player, Slice, with_players};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Summary, measures, paired};
+use crate::stats::{Summary, measures, paired, rounds};
 use lacuna_addr::PageCount;
 use lacuna_soft::{Delivery, HugePages, VmBuilder};
 use std::time::Duration;
@@ -49,11 +50,48 @@ const PLACES: [Hot; 2] = [
     ),
 ];
 
-/// The number of steps that [`measure`] reports as progress.
+const fn cast(guest: &'static str) -> Cast {
+    Cast {
+        guest,
+        delivery: Delivery::Bitmap,
+        background: InBackground::Reclaim,
+    }
+}
+
+/// `thp.random_read_ratio`.
+pub fn reads(options: &Options, report: &mut Report) -> Result<(), LabError> {
+    let mib = if options.quick { 256 } else { 1024 };
+    let builders = ARMS.map(|huge| VmBuilder {
+        huge,
+        command_line: format!("huge=1 bytes={mib}M seconds=1000000"),
+        // Room for the kernel and its tables, beside the memory to be read.
+        ..resident(mib + 64, 1)
+    });
+    let turn = Slice {
+        settle: Duration::from_millis(40),
+        counted: Duration::from_millis(100),
+    };
+    let rates = with_players(&builders, cast("reads"), |mut players| {
+        let repeats = if options.quick { 2 } else { 15 };
+        rounds(3, repeats, |arm| Ok(players[arm].slice(turn)?.rate))
+    })?;
+    let ratio = paired(&rates[SMALL], &rates[HUGE]);
+    report.push(
+        Measurement::new("thp.random_read_ratio", "x", Better::Higher, ratio)
+            .param("mib", mib)
+            .param("guest_pages", "2 MiB in both")
+            .arm("small_reads_per_s", Summary::of(&rates[SMALL]))
+            .arm("huge_reads_per_s", Summary::of(&rates[HUGE]))
+            .arm("null", paired(&rates[SMALL], &rates[NULL])),
+    );
+    Ok(())
+}
+
+/// The number of steps that [`pressure`] reports as progress.
 pub const STEPS: u64 = PLACES.len() as u64;
 
 /// `thp.pressure_ratio` and `thp.kept_percent`.
-pub fn measure(
+pub fn pressure(
     options: &Options,
     report: &mut Report,
     progress: &Progress,
@@ -68,16 +106,11 @@ pub fn measure(
             command_line: format!("huge=1 skew={SKEW} seconds=1000000 {words}"),
             ..builder(memory, resident, vcpus())
         });
-        let cast = Cast {
-            guest: "zipf",
-            delivery: Delivery::Bitmap,
-            background: InBackground::Reclaim,
-        };
         let turn = Slice {
             settle: Duration::from_millis(100),
             counted: Duration::from_millis(if options.quick { 200 } else { 500 }),
         };
-        let found = with_players(&builders, cast, |mut players| {
+        let found = with_players(&builders, cast("zipf"), |mut players| {
             take_turns(options.quick, turn, hot.3, &mut players)
         })?;
         let ids = ["pressure_ratio", "kept_percent"].map(|name| format!("thp.{name}{suffix}"));
