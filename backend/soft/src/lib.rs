@@ -65,12 +65,12 @@ pub use lacuna_host::{
 pub use lacuna_machine::{Apf, CpuModel, ErrorKind, VmConfig};
 pub use lacuna_mmu::{
     Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging, Mmu,
-    MmuError, Outcome as Fault, RingSize, RingSpace, SlotSpec, VcpuMmu,
+    MmuError, RingSize, SlotSpec,
 };
 #[cfg(feature = "comparisons")]
 pub use lacuna_mmu::{Recovery, RmapWalk, Steps};
 pub use lacuna_slots::{SlotError, SlotFlags, SlotId};
-pub use lacuna_stage2::{Arm64, Ept, Walk};
+pub use lacuna_stage2::{Arm64, Ept};
 pub use mmu::{Format, VmMmu};
 pub use platform::{Platform, Power};
 pub use seeded::{SimulatedVm, Simulator, SimulatorConfig, Timed, Trace};
