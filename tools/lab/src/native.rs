@@ -4,9 +4,9 @@
 //! the thread, so other programs on the machine do not count:
 //!
 //! ```text
-//! hot    map 2048 pages ─ touch ─ unmap ─ again  the kernel gets back the frames it just freed:
-//!                                                frames and tables stay in the caches
-//! cold   flush ─ touch 256 pages of a fresh map ─ flush ─ touch the next 256 ...
+//! hot    map 2048 pages ─ touch ─ unmap ─ again          the kernel gets back the frames it just
+//!                                                        freed: frames and tables stay in caches
+//! cold   map 256 pages ─ flush ─ touch ─ unmap ─ again
 //! ```
 //!
 //! Mapping and unmapping are not timed. The page-table pages under the area exist before the clock
@@ -23,7 +23,7 @@ const PAGE: usize = 4096;
 /// is small against the faults.
 pub const HOT_PAGES: usize = 2048;
 /// Pages touched between two flushes: enough that reading the clock does not count.
-const COLD_PAGES: usize = 256;
+pub const COLD_PAGES: usize = 256;
 /// More than one thread's share of the last-level cache on all measured machines.
 const FLUSH_BYTES: usize = 64 << 20;
 
@@ -55,34 +55,32 @@ impl CacheFlush {
     }
 }
 
-/// The CPU time of a fault of the host kernel with warm caches, in nanoseconds: one slice of at
-/// least `faults` faults, for [`crate::stats::compare`].
+/// The CPU time of a fault of the host kernel, in nanoseconds, with warm caches or with `flush` before
+/// each batch: one slice of at least `faults` faults.
 ///
 /// # Errors
 /// Anonymous memory could not be mapped.
-pub fn hot_fault_ns(faults: usize) -> io::Result<f64> {
-    let maps = faults.div_ceil(HOT_PAGES).max(1);
+pub fn fault_ns(faults: usize, flush: Option<&CacheFlush>) -> io::Result<f64> {
+    let batch = if flush.is_some() {
+        COLD_PAGES
+    } else {
+        HOT_PAGES
+    };
+    let batches = faults.div_ceil(batch).max(1);
     let mut spent = 0;
-    for _ in 0..maps {
-        let mut area = small_pages(HOT_PAGES)?;
-        spent += touch(&mut area, 0..HOT_PAGES);
+    for _ in 0..batches {
+        let mut area = small_pages(batch)?;
+        flush.into_iter().for_each(CacheFlush::run);
+        let start = thread_cpu_ns();
+        area.iter_mut()
+            .skip(PAGE)
+            .step_by(PAGE)
+            .take(batch)
+            .for_each(|byte| *byte = 1);
+        black_box(area.as_ptr());
+        spent += thread_cpu_ns() - start;
     }
-    Ok(spent as f64 / (maps * HOT_PAGES) as f64)
-}
-
-/// As [`hot_fault_ns`] with cold caches: `flush` runs between batches of faults.
-///
-/// # Errors
-/// Anonymous memory could not be mapped.
-pub fn cold_fault_ns(faults: usize, flush: &CacheFlush) -> io::Result<f64> {
-    let batches = faults.div_ceil(COLD_PAGES).max(1);
-    let mut area = small_pages(batches * COLD_PAGES)?;
-    let mut spent = 0;
-    for batch in 0..batches {
-        flush.run();
-        spent += touch(&mut area, batch * COLD_PAGES..(batch + 1) * COLD_PAGES);
-    }
-    Ok(spent as f64 / (batches * COLD_PAGES) as f64)
+    Ok(spent as f64 / (batches * batch) as f64)
 }
 
 /// Anonymous memory without huge pages, with one more page at each end. Those two are touched, so
@@ -97,16 +95,6 @@ fn small_pages(pages: usize) -> io::Result<MmapMut> {
     area[0] = 1;
     area[(pages + 1) * PAGE] = 1;
     Ok(area)
-}
-
-/// Touches `pages` of `area`, counted behind its guard page, and returns the CPU time it took.
-fn touch(area: &mut MmapMut, pages: std::ops::Range<usize>) -> u64 {
-    let start = thread_cpu_ns();
-    for page in pages {
-        area[(page + 1) * PAGE] = 1;
-    }
-    black_box(area.as_ptr());
-    thread_cpu_ns() - start
 }
 
 #[cfg(test)]
@@ -129,12 +117,9 @@ mod tests {
     #[test]
     fn every_timed_page_is_one_fault() {
         let flush = CacheFlush::default();
-        for (pages, is_cold) in [(2 * HOT_PAGES, false), (2 * COLD_PAGES, true)] {
+        for (pages, flush) in [(2 * HOT_PAGES, None), (2 * COLD_PAGES, Some(&flush))] {
             let before = minor_faults();
-            let cost = match is_cold {
-                true => cold_fault_ns(pages, &flush),
-                false => hot_fault_ns(pages),
-            };
+            let cost = fault_ns(pages, flush);
             let faults = minor_faults() - before;
             assert!(
                 (pages..pages + 100).contains(&faults),

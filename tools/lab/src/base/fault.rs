@@ -3,14 +3,13 @@
 use crate::base::{Fixture, touch_together};
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
-use crate::native::{CacheFlush, HOT_PAGES, cold_fault_ns, hot_fault_ns};
+use crate::native::{COLD_PAGES, CacheFlush, HOT_PAGES, fault_ns};
 use crate::report::time;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Comparison, Rounds, Summary, compare, paired, rounds};
 
 /// Pages of a warm touch, as many as in the host's arm: the frames stay in the last-level cache.
 const HOT: u64 = HOT_PAGES as u64;
-const COLD_PAGES: u64 = 256;
 /// Faults of one slice.
 const SLICE: u64 = 16 * HOT;
 /// Pages of all vCPUs together in the scaling runs. One vCPU or two do the same work with the same
@@ -66,11 +65,7 @@ fn compare_faults(rounds: Rounds, is_cold: bool) -> Result<Comparison, LabError>
     let mut fixtures = [Fixture::new(1, pages)?];
     let flush = is_cold.then(CacheFlush::default);
     let host = || {
-        let faults = (touches * pages) as usize;
-        let ns = match &flush {
-            Some(flush) => cold_fault_ns(faults, flush),
-            None => hot_fault_ns(faults),
-        };
+        let ns = fault_ns((touches * pages) as usize, flush.as_ref());
         ns.map_err(|source| LabError::Io {
             what: "map anonymous memory".into(),
             source,
@@ -88,7 +83,7 @@ fn compare_faults(rounds: Rounds, is_cold: bool) -> Result<Comparison, LabError>
 }
 
 const fn pages(is_cold: bool) -> u64 {
-    if is_cold { COLD_PAGES } else { HOT }
+    if is_cold { COLD_PAGES as u64 } else { HOT }
 }
 
 fn ratio(found: &Comparison, is_cold: bool) -> Measurement {
