@@ -40,10 +40,20 @@ enum Beside {
     Idle,
 }
 
-/// How the host backs the block: the word in ids, the policy, and the leaves of the block.
-type Backed = (&'static str, HugePages, u64);
-const HUGE: Backed = ("huge", HugePages::Always, 1);
-const SMALL: Backed = ("small", HugePages::Never, 512);
+/// How the host backs the block: its policy, and the leaves of the block.
+type Backed = (HugePages, u64);
+const HUGE: Backed = (HugePages::Always, 1);
+const SMALL: Backed = (HugePages::Never, 512);
+
+/// The results: `call` compares all arms, `total_us` has the first alone.
+const CASES: [(&str, Beside, Backed); 6] = [
+    ("call.elsewhere", Beside::Elsewhere, HUGE),
+    ("call.holding", Beside::Holding, HUGE),
+    ("total_us.idle.huge", Beside::Idle, HUGE),
+    ("total_us.idle.small", Beside::Idle, SMALL),
+    ("total_us.running.huge", Beside::Holding, HUGE),
+    ("total_us.running.small", Beside::Holding, SMALL),
+];
 
 /// The figures of a call: all of it, its walk, its shoot-down, in nanoseconds.
 const WHOLE: usize = 0;
@@ -63,53 +73,39 @@ struct Compared {
 
 /// Measures `thp.call.*` and `thp.total_us.*`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let (rounds, calls) = if options.quick { (2, 20) } else { (15, 200) };
-    for (word, beside) in [
-        ("elsewhere", Beside::Elsewhere),
-        ("holding", Beside::Holding),
-    ] {
-        let ids = ["thp.call", "thp.call.shootdown_us"].map(|id| format!("{id}.{word}"));
-        let found = compare(beside, HUGE, &ARMS, rounds.into(), calls);
-        record(report, ids, found, |[call, shootdown], found| {
-            let is_held = beside == Beside::Holding;
-            let us = Summary::of(&found.arms[RANGE][SHOOTDOWN]).scaled(1e-3);
-            let shootdown = Measurement::new(shootdown, "us", Better::Lower, us);
-            vec![call_result(call, is_held, found), shootdown]
-        })?;
-    }
-    let rounds = if options.quick { 2 } else { 31 };
-    for (word, beside) in [("idle", Beside::Idle), ("running", Beside::Holding)] {
-        for backed in [HUGE, SMALL] {
-            let ids = [format!("thp.total_us.{word}.{}", backed.0)];
-            let found = compare(beside, backed, &ARMS[..1], rounds.into(), calls);
-            record(report, ids, found, |[id], found| {
-                let us = Summary::of(&found.arms[RANGE][WHOLE]).scaled(1e-3);
-                let result = Measurement::new(id, "us", Better::Lower, us);
-                vec![
-                    result
-                        .param("bytes", 2 << 20)
-                        .param("leaves", backed.2)
+    for (name, beside, backed) in CASES {
+        let state = name.strip_prefix("call.");
+        let mut ids = vec![format!("thp.{name}")];
+        ids.extend(state.map(|state| format!("thp.call.shootdown_us.{state}")));
+        let (arms, rounds) = match state {
+            Some(_) => (&ARMS[..], 15),
+            None => (&ARMS[..1], 31),
+        };
+        let (rounds, calls) = if options.quick {
+            (2, 20)
+        } else {
+            (rounds, 200)
+        };
+        let done = compare(beside, backed, arms, rounds.into(), calls).map(|found| {
+            let us = |id: &str, part: usize| {
+                let us = Summary::of(&found.arms[RANGE][part]).scaled(1e-3);
+                Measurement::new(id, "us", Better::Lower, us)
+            };
+            if let [call, shootdown] = &*ids {
+                report.push(call_result(call, beside == Beside::Holding, &found));
+                report.push(us(shootdown, SHOOTDOWN));
+            } else {
+                let whole = us(&ids[0], WHOLE).param("bytes", 2 << 20);
+                report.push(
+                    whole
+                        .param("leaves", backed.1)
                         .param("calls", found.counted),
-                ]
-            })?;
-        }
+                );
+            }
+        });
+        skip_if_busy(report, ids, done)?;
     }
     Ok(())
-}
-
-fn record<const N: usize>(
-    report: &mut Report,
-    ids: [String; N],
-    found: Result<Compared, LabError>,
-    results: impl FnOnce([String; N], &Compared) -> Vec<Measurement>,
-) -> Result<(), LabError> {
-    let skipped = ids.clone();
-    let done = found.map(|found| {
-        for result in results(ids, &found) {
-            report.push(result);
-        }
-    });
-    skip_if_busy(report, skipped, done)
 }
 
 /// The row of the first look: the call that the series timed, while a vCPU uses other memory.
@@ -125,7 +121,7 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
         null: over_range(&found, NULL),
         published: SOURCE,
     };
-    let results = vec![call_result("thp.call.elsewhere".into(), false, &found)];
+    let results = vec![call_result("thp.call.elsewhere", false, &found)];
     Ok(Found { row, results })
 }
 
@@ -143,12 +139,12 @@ fn compare(
     if beside != Beside::Idle && cores() < 2 {
         return Err(LabError::Busy("this machine has one core".into()));
     }
-    let (scene, worker, mut toucher) = Scene::new(backed.1, PAGES)?;
+    let (scene, worker, mut toucher) = Scene::new(backed.0, PAGES)?;
     let mut caller = Caller {
         scene: &scene,
         worker,
         beside,
-        leaves: backed.2,
+        leaves: backed.1,
         calls: [0; 2],
     };
     let mut slices = || measures(arms.len(), rounds, |arm| caller.slice(arms[arm], calls));
@@ -224,7 +220,7 @@ fn longest_shootdown(found: &Compared) -> f64 {
     (pages - BAR * range) / (BAR - 1.0)
 }
 
-fn call_result(id: String, is_held: bool, found: &Compared) -> Measurement {
+fn call_result(id: &str, is_held: bool, found: &Compared) -> Measurement {
     let parts = |arm: usize| {
         let part = |part: usize| Value::from(Summary::of(&found.arms[arm][part]));
         json!({"whole": part(WHOLE), "walk": part(WALK), "shootdown": part(SHOOTDOWN)})
@@ -266,7 +262,7 @@ mod tests {
 
     #[test]
     fn leaves_of_another_size_are_an_error() {
-        let small = ("huge", HugePages::Never, 1);
+        let small = (HugePages::Never, 1);
         let error = compare(Beside::Idle, small, &ARMS, Rounds::Count(1), 3);
         let error = error.err().expect("512 leaves").to_string();
         assert!(error.contains("512 leaves of 1"), "{error}");
@@ -286,9 +282,9 @@ mod tests {
         };
         assert_eq!(longest_shootdown(&compared(50.0)), 1200.0);
         assert!((over_range(&compared(1200.0), PAGE_LOOP).median - BAR).abs() < 1e-9);
-        let call = call_result("thp.a".into(), false, &compared(50.0));
+        let call = call_result("thp.a", false, &compared(50.0));
         assert_eq!((call.met, call.value), (Some(true), 5850.0 / 250.0));
-        let call = call_result("thp.a".into(), true, &compared(2200.0));
+        let call = call_result("thp.a", true, &compared(2200.0));
         assert_eq!(call.bar, None);
         assert_eq!(call.params["waited_for_a_vcpu"], 18);
     }

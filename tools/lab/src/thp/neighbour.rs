@@ -8,6 +8,7 @@ use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_soft::{HugePages, RmapWalk, Vcpu};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -24,22 +25,23 @@ const RUNS: u32 = 5;
 
 const ID: &str = "thp.neighbour_loss_percent";
 
-/// The invalidating thread: its orders, and its count.
+/// The invalidating thread: its order, and its count.
 #[derive(Default)]
 struct Taking {
     on: AtomicBool,
-    over: AtomicBool,
     /// The number of leaves taken. The range is one leaf.
     done: AtomicU64,
 }
 
 impl Taking {
-    /// Takes the touched range [`RATE`] times a second while `on` is set, until `over` is. It takes
-    /// the range only if the vCPU has touched it since the last time: otherwise nothing is mapped.
-    fn run(&self, scene: &Scene) {
+    /// Takes the touched range [`RATE`] times a second while `on` is set, until the other end of
+    /// `over` is dropped. It takes the range only if the vCPU has touched it since the last time:
+    /// otherwise nothing is mapped.
+    fn run(&self, scene: &Scene, over: &Receiver<()>) {
         pin(OTHERS);
         let (mut next, mut touched) = (Instant::now(), 0);
-        while !self.over.load(Ordering::Acquire) {
+        let mut left = Duration::ZERO;
+        while over.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
             next += Duration::from_secs(1) / RATE;
             let faults = scene.faults();
             if self.on.load(Ordering::Acquire) && faults > touched {
@@ -47,21 +49,10 @@ impl Taking {
                 let leaves = scene.call(RmapWalk::PerLevel, scene.touched).leaves;
                 self.done.fetch_add(leaves, Ordering::Relaxed);
             }
-            match next.checked_duration_since(Instant::now()) {
-                Some(left) => thread::sleep(left),
-                // The thread cannot keep up. It does not make up for the missed calls.
-                None => next = Instant::now(),
-            }
+            // A thread that cannot keep up does not make up for the missed calls.
+            next = next.max(Instant::now());
+            left = next.saturating_duration_since(Instant::now());
         }
-    }
-}
-
-/// Ends the invalidating thread when it is dropped, also after an error or a panic.
-struct Over<'a>(&'a Taking);
-
-impl Drop for Over<'_> {
-    fn drop(&mut self) {
-        self.0.over.store(true, Ordering::Release);
     }
 }
 
@@ -75,12 +66,14 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let (taking, mut taken) = (Taking::default(), Vec::new());
     let repeats = if options.quick { 2 } else { 31 };
     let runs = thread::scope(|scope| {
-        let _over = Over(&taking);
-        scope.spawn(|| taking.run(&scene));
+        // Dropped after an error or a panic, too.
+        let (_running, over) = channel();
+        let (scene, taking) = (&scene, &taking);
+        scope.spawn(move || taking.run(scene, &over));
         scene.beside(&mut toucher, || {
             // The second arm is the null.
             rounds(3, repeats, |arm| {
-                slice(&mut worker, &taking, (arm == 2).then_some(&mut taken))
+                slice(&mut worker, taking, (arm == 2).then_some(&mut taken))
             })
         })
     })?;
