@@ -55,8 +55,8 @@ impl CacheFlush {
     }
 }
 
-/// The CPU time of a fault of the host kernel, in nanoseconds, with warm caches or with `flush` before
-/// each batch: one slice of at least `faults` faults.
+/// The CPU time of a fault of the host kernel, in nanoseconds, with warm caches or with `flush`
+/// before each batch: one slice of at least `faults` faults.
 ///
 /// # Errors
 /// Anonymous memory could not be mapped.

@@ -63,9 +63,9 @@ pub fn counted(vcpus: &[DirtyStats]) -> Counted {
     })
 }
 
-/// The exits that `vcpus` vCPUs would have had on hardware: one for each write fault, for 512 logged
-/// pages (ours is flushed more often: at every exit) and for each full ring. A harvest, also that of
-/// a vCPU with a full ring, has a shoot-down of each vCPU and, with PML, a kick.
+/// The exits that `vcpus` vCPUs would have had on hardware: one for each write fault, for 512
+/// logged pages (our log is flushed more often: at every exit) and for each full ring. A harvest,
+/// also by a vCPU with a full ring, has a shoot-down of each vCPU and, with PML, a kick.
 pub fn exits(counted: &Counted, detection: Detection, vcpus: u64) -> u64 {
     let kicks = match detection {
         Detection::WriteProtect => 1,

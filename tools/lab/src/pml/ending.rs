@@ -6,9 +6,9 @@
 //!                                        dwell                  window
 //! ```
 //! The guest is `gaps`. It writes to random pages and adds up the gaps: the time between two writes
-//! beyond the usual. So it counts the time lost to faults, exits and waiting. A guest's rate differs
-//! by ten times the loss from second to second here (docs/speed-pml.md). The gaps of a slice without
-//! logging are subtracted; the null is another slice without logging.
+//! beyond the usual. So it counts the time lost to faults, exits and waiting. A guest's rate
+//! differs by ten times the loss from second to second here (docs/speed-pml.md). The gaps of a
+//! slice without logging are subtracted; the null is another slice without logging.
 //!
 //! One core is left for the thread that ends the logging.
 

@@ -1,6 +1,6 @@
-//! Guests that take turns, with huge pages and without: random reads over more memory than 4 KiB TLB
-//! entries cover, and skewed access to more memory than is resident. The null is a second VM without
-//! huge pages: it shows the difference between two equal VMs.
+//! Guests that take turns, with huge pages and without: random reads over more memory than 4 KiB
+//! TLB entries cover, and skewed access to more memory than is resident. The null is a second VM
+//! without huge pages: it shows the difference between two equal VMs.
 
 use crate::experiment::{LabError, Options, skip_if_busy, vcpus};
 use crate::fixture::{builder, resident};
