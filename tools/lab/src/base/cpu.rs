@@ -147,7 +147,9 @@ fn arguments(test: &Test, iterations: u64) -> [String; 2] {
 }
 
 fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, LabError> {
+    let image = Image::parse(guest.file).map_err(|e| LabError::Guest(e.to_string()))?;
     let builder = VmBuilder {
+        arch: image.arch,
         command_line: arguments(test, iterations).join(" "),
         // All memory is resident, because the figure is about instructions.
         ..resident(u64::from(MEMORY_MIB), 1)
@@ -158,7 +160,6 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
         let mut phases = lines.lock().expect("no panic here");
         phases.line(Instant::now(), line);
     };
-    let image = Image::parse(guest.file).map_err(|e| LabError::Guest(e.to_string()))?;
     let ending = builder.run_to_summary(&image, console)?.ending;
     if !matches!(ending, Ending::Exited(0)) {
         return Err(LabError::Guest(format!("cpubench ended with {ending:?}")));
@@ -185,4 +186,20 @@ fn rate(phase: Option<&crate::external::Phase>) -> Result<f64, LabError> {
     let rate = phase.and_then(|phase| phase.rate("insns"));
     rate.map(|rate| rate / 1e6)
         .ok_or_else(|| LabError::Guest("cpubench printed no instruction count".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::needs_guests;
+    use lacuna_skip::test;
+
+    #[test]
+    fn guests_of_both_architectures_say_their_rate() {
+        needs_guests();
+        for arch in [Arch::X86_64, Arch::Arm64] {
+            let guest = guests(arch).image("cpubench").expect("built in");
+            assert!(run_ours(guest, &TESTS[0], 1000).unwrap() > 0.0);
+        }
+    }
 }
