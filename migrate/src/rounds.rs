@@ -16,6 +16,7 @@ use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use tracing::debug;
 
 /// How long a guest may be paused for the last pages.
 #[derive(Clone, Copy, Debug)]
@@ -268,10 +269,20 @@ pub(crate) fn copy_live<'a, V: Vm>(
         left = rings.end()?;
         let (round, rest) = round?;
         left.add(&rest);
+        debug!(
+            target: "lacuna::migration",
+            round = before + 1,
+            pages = round.pages,
+            time = ?round.time,
+            left = left.len(),
+            throttle,
+            "round ends"
+        );
         dirty_rate = (left.len() as f64 / round.time.as_secs_f64()) as u64;
         rounds.push(round);
     }
     // A vCPU whose dirty ring is full completes its instruction after a harvest.
+    debug!(target: "lacuna::migration", rounds = rounds.len(), is_asked, "guest is paused");
     let paused = PausedGuest::pause_between(guest, &mut || {
         left.add(&changes.harvest()?);
         Ok(())

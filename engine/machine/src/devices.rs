@@ -21,6 +21,7 @@ use std::ops::RangeInclusive;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 use table::{Bus, Devices};
+use tracing::trace;
 use uart::Uart;
 
 pub use device::{Access, Device, DeviceState};
@@ -273,6 +274,7 @@ impl PlatformDevices {
             width,
             vcpu,
         };
+        trace!(target: "lacuna::device", name = entry.name, ?access);
         let called = self.call(&entry, |device| code(device, access));
         called.unwrap_or_else(|_| {
             kick.kick_all();

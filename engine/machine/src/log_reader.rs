@@ -7,6 +7,7 @@ use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::PoisonError;
+use tracing::debug;
 
 /// The [`LogReader`]s of one VM. Each VM of a backend has one of these.
 #[derive(Default)]
@@ -124,6 +125,7 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
                 }
             }
         }
+        debug!(target: "lacuna::harvest", pages = count);
         harvested.map(|_| count)
     }
 

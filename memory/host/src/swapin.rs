@@ -10,6 +10,7 @@ use lacuna_frames::{PageNo, PageState, PageWord};
 use lacuna_swap::{SwapEntry, SwapError};
 use lacuna_sync::lock;
 use std::sync::atomic::AtomicBool;
+use tracing::{trace, warn};
 
 impl Host {
     /// Passes the read to the executor, if it has not been passed yet. Returns at once.
@@ -22,6 +23,7 @@ impl Host {
         // completes it.
         let missing = self.core.is_missing(ticket);
         if ticket.claim() {
+            trace!(target: "lacuna::fault", page = ?ticket.number(), missing, "read begins");
             match missing {
                 true => self.core.ask_source(ticket),
                 false => self.io.read(&self.core, ticket.clone()),
@@ -64,6 +66,7 @@ impl Host {
         self.check_own(ticket);
         let missing = self.core.is_missing(ticket);
         if ticket.claim() {
+            trace!(target: "lacuna::fault", page = ?ticket.number(), missing, "read begins, waits");
             match missing {
                 true => self.core.ask_source(ticket),
                 false => self.io.read_here(&self.core, ticket, stop),
@@ -131,6 +134,10 @@ impl Core {
     /// Makes the page resident or lost, and then completes its ticket. The caller carried out the
     /// read, or has won [`Ticket::answer`].
     pub fn settle(&self, ticket: &Ticket, result: Result<(), LostPage>) {
+        match &result {
+            Ok(()) => trace!(target: "lacuna::fault", page = ?ticket.number(), "page arrives"),
+            Err(lost) => warn!(target: "lacuna::fault", page = ?ticket.number(), %lost),
+        }
         if let Some(linux) = &ticket.region().linux {
             return self.settle_linux(ticket, linux, result);
         }

@@ -15,6 +15,7 @@ use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
+use tracing::{info, warn};
 
 /// The time between two attempts to accept a connection, if the first one failed.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -260,6 +261,7 @@ impl IncomingHandle {
     }
 
     fn was_cut(&self, stage: IncomingStage, why: &MigrateError) {
+        warn!(target: "lacuna::migration", %why, ?stage, "connection is cut");
         let why = printable(&why.to_string());
         let is_first = {
             let mut state = self.locked();
@@ -283,6 +285,7 @@ impl IncomingHandle {
     fn enter(&self, mut state: MutexGuard<'_, IncomingState>, stage: IncomingStage) {
         state.now.stage = stage;
         drop(state);
+        info!(target: "lacuna::migration", ?stage, "incoming guest");
         self.0.changed.notify_all();
     }
 

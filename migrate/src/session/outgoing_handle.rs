@@ -16,6 +16,7 @@ use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
+use tracing::warn;
 
 /// The time between the end of an attempt to connect again and the next one.
 const RETRY: Duration = Duration::from_secs(1);
@@ -197,6 +198,7 @@ impl OutgoingHandle {
     /// The connection was cut after the guest was handed over. `runs_there`: the destination has
     /// said so.
     pub(super) fn was_cut(&self, runs_there: bool, why: &MigrateError, lacks: u64) {
+        warn!(target: "lacuna::migration", %why, runs_there, lacks, "connection is cut");
         let mut state = self.locked();
         state.now.cuts += 1;
         state.now.cut = Some(why.to_string());

@@ -28,6 +28,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
+use tracing::info;
 
 /// The connections beside the first one.
 pub(super) struct Links {
@@ -234,15 +235,19 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
             main.expect_after_work(Kind::Prepared, &mut goes_on)?;
             goes_on()?;
             *reached = Reached::Go;
+            info!(target: "lacuna::migration", lacks = self.len(), "guest is handed over");
             main.signal(Kind::Go)?;
             main.expect(Kind::Running)?;
             *reached = Reached::Running;
+            info!(target: "lacuna::migration", "guest runs at its destination");
         }
         self.note_run();
         self.push(main, progress)?;
         self.is_ended.store(true, Ordering::SeqCst);
         main.signal(Kind::End)?;
-        main.expect(Kind::Complete)
+        main.expect(Kind::Complete)?;
+        info!(target: "lacuna::migration", "destination has all memory");
+        Ok(())
     }
 
     /// The progress report at the handover of the guest.

@@ -18,6 +18,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
 use std::sync::Arc;
+use tracing::info_span;
 
 /// The most pages that are missing together: a huge page of 1 GiB.
 const UNIT_MAX: u64 = 1 << 18;
@@ -111,6 +112,8 @@ pub fn send<'a, V: Vm>(
         return Err(MigrateError::Streams(plan.streams));
     }
     let mut sender = Sender::new(guest, connections, plan)?;
+    let id = &*sender.id.0;
+    let _span = info_span!(target: "lacuna::migration", "send", id, mode = ?plan.mode).entered();
     let begun = sender.until_state(guest, connections, progress);
     begun
         .and_then(|(outgoing, left)| sender.hand_over(connections, outgoing, left, progress))

@@ -17,8 +17,9 @@
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
+//! * [`log`]: events of the engine on stderr.
 //!
-//! May import `lab`, `machine`, `migrate`, `soft`, `kvm`, `source`, `guest`, `sync` and `addr`. No
+//! It imports `lacuna`, `lacuna-lab` and `lacuna-guest`, and nothing else of the workspace. No
 //! `unsafe`.
 #![forbid(unsafe_code)]
 
@@ -30,6 +31,7 @@ pub mod exit;
 pub mod image;
 pub mod lab;
 pub mod live;
+pub mod log;
 pub mod migrate;
 pub mod observe;
 pub mod output;

@@ -16,13 +16,17 @@ use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::run::run;
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
-use lacuna_cli::{doctor, signals};
+use lacuna_cli::{doctor, log, signals};
 use rustix::process::{Resource, getrlimit};
 
 fn main() -> ExitCode {
     if let Err(error) = signals::survive_file_size_limit() {
         complain(&format!("cannot catch signals: {error}"));
         return Exit::Host.into();
+    }
+    if let Err(wrong) = log::start() {
+        complain(&wrong);
+        return Exit::Usage.into();
     }
     let limit = getrlimit(Resource::Stack).current;
     if limit.is_none_or(|bytes| bytes >= STACK_MIN) {

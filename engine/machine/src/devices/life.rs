@@ -9,6 +9,7 @@ use std::mem;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use tracing::error;
 
 impl PlatformDevices {
     /// Adds `device` at `ports`. The ports of [`port`] and of the PICs are reserved. `name` is 1 to
@@ -137,7 +138,10 @@ impl PlatformDevices {
         code: impl FnOnce(&dyn Device) -> T,
     ) -> Result<Option<T>, DeviceError> {
         let called = entry.call(code);
-        called.inspect_err(|error| self.set_ending(Ending::Device(error.clone())))
+        called.inspect_err(|error| {
+            error!(target: "lacuna::device", %error);
+            self.set_ending(Ending::Device(error.clone()));
+        })
     }
 
     fn resume_one(&self, entry: &Entry) {

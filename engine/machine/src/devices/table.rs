@@ -18,6 +18,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
+use tracing::debug;
 
 /// The longest name of a device in bytes.
 pub(super) const NAME_MAX: usize = 64;
@@ -126,11 +127,14 @@ impl Devices {
             remover: OnceLock::new(),
             is_held: AtomicBool::new(false),
         });
-        self.change(|table| table.add(bus, (range.clone(), Arc::clone(&entry))))
+        self.change(|table| table.add(bus, (range.clone(), Arc::clone(&entry))))?;
+        debug!(target: "lacuna::device", name, ?range, "device added");
+        Ok(())
     }
 
     pub(super) fn remove(&self, name: &str) -> Result<Arc<dyn Device>, DeviceError> {
         let entry = self.change(|table| table.remove(name))?;
+        debug!(target: "lacuna::device", name, "device removed");
         entry.wait_until_unused();
         Ok(Arc::clone(&entry.device))
     }

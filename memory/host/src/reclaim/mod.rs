@@ -31,6 +31,7 @@ use lacuna_addr::{BackingRange, Pfn};
 use lacuna_frames::{BLOCK, Content, Dirt, FrameState, PageNo, PageState};
 use lacuna_swap::Page;
 use std::sync::atomic::Ordering;
+use tracing::debug;
 
 /// Frames in one window of the clock hand: a part of one block.
 const WINDOW: usize = 64;
@@ -59,6 +60,13 @@ impl Host {
         round.end();
         let victims = core.evict(victims);
         let out = core.sort_out(victims);
+        debug!(
+            target: "lacuna::reclaim",
+            ?priority,
+            scanned = round.scanned,
+            freed = out.freed.len(),
+            written = out.dirty.len(),
+        );
         core.release(out.freed);
         let (writes, result) = core.prepare_write(out.dirty, out.pages);
         for write in writes {

@@ -1,4 +1,4 @@
-//! `--metrics`: the counters of a running guest by HTTP.
+//! `--metrics`: the counters of a running guest by HTTP. `LACUNA_LOG`: events of the engine.
 
 use lacuna_skip::test;
 use rustix::process::{Pid, Signal, kill_process};
@@ -22,6 +22,28 @@ fn values(answer: &str) -> HashMap<&str, u64> {
     let lines = answer.lines().filter_map(|line| line.split_once(' '));
     let values = lines.filter_map(|(name, value)| Some((name, value.parse().ok()?)));
     values.collect()
+}
+
+#[test]
+fn events_of_the_engine_are_lines_on_stderr() {
+    let run = |wanted: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lacuna"));
+        command.args(["run", "verify", "--memory", "8M", "--resident", "4M"]);
+        command.args(["--quiet", "--append", "rounds=2"]);
+        let output = command.env("LACUNA_LOG", wanted).output().unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        (output.status.code(), errors)
+    };
+    let (code, errors) = run("lacuna::fault=trace");
+    assert!(
+        errors.contains(" TRACE lacuna::fault: read begins"),
+        "{errors}"
+    );
+    assert!(!errors.contains("lacuna::reclaim"), "{errors}");
+    assert_eq!(code, Some(0), "{errors}");
+    let (code, errors) = run("lacuna=loud=now");
+    assert!(errors.contains("LACUNA_LOG: invalid filter"), "{errors}");
+    assert_eq!(code, Some(2), "{errors}");
 }
 
 #[test]
