@@ -29,7 +29,7 @@
 //! |---|---|
 //! | answer a guest's port or MMIO access | [`Device`], or its own loop over [`Exit`]: [`device`] |
 //! | add a device, and move it with the guest | [`PlatformDevices::add_mmio`], [`Device::save`] |
-//! | give the guest a disk, a console, a balloon or entropy | [`virtio`] |
+//! | give the guest a disk, a network, a console, a balloon or entropy | [`virtio`] |
 //! | interrupt the guest | [`Vm::interrupts`], [`interrupt`] |
 //! | read and write guest memory | [`GuestMemory`]; by rust-vmm's traits: [`vm_memory`] |
 //! | add, move or remove memory while the guest runs | [`MemorySlots`], [`memory`] |

@@ -1,8 +1,8 @@
-//! Virtio devices for the guests of any backend: entropy, block, console and balloon.
+//! Virtio devices for the guests of any backend: entropy, block, console, network and balloon.
 //!
 //! A device is an [`Mmio`]: the registers of virtio-mmio (virtio 1.2, 4.2) before one of [`Rng`],
-//! [`Block`], [`Console`] and [`Balloon`], or before a [`VirtioDevice`] of the VMM's own. The VMM
-//! makes the VM first, because the device uses its memory and one of its interrupt lines:
+//! [`Block`], [`Console`], [`Net`] and [`Balloon`], or before a [`VirtioDevice`] of the VMM's own.
+//! The VMM makes the VM first, because the device uses its memory and one of its interrupt lines:
 //!
 //! ```
 //! use lacuna_addr::{Gpa, PageCount};
@@ -43,7 +43,7 @@
 //! | `registers.rs` | the registers that are saved |
 //! | `shared.rs` | the worker thread |
 //! | `mmio.rs`, `life.rs` | the register map, pause, resume and reset; the state |
-//! | `rng.rs`, `block.rs`, `console.rs`, `balloon.rs` | the devices |
+//! | `rng.rs`, `block.rs`, `console.rs`, `net.rs`, `balloon.rs` | the devices |
 #![forbid(unsafe_code)]
 
 mod balloon;
@@ -53,6 +53,7 @@ mod device;
 mod guest;
 mod life;
 mod mmio;
+mod net;
 mod queue;
 mod registers;
 mod rng;
@@ -65,6 +66,7 @@ pub use device::{Answer, VirtioDevice};
 pub use guest::{Fault, Guest};
 pub use life::MmioState;
 pub use mmio::Mmio;
+pub use net::{Listening, Net};
 pub use queue::{Buffers, Chain, QueueState};
 pub use registers::Registers;
 pub use rng::Rng;

@@ -149,6 +149,7 @@ classes! {
         FirstConnection "first of Connector and Accepted, Arrival::incoming (migrate)",
         VirtioInput "Console::input (virtio)",
         VirtioOutput "Console::output (virtio)",
+        VirtioWire "Net::waits (virtio)",
         Gic "Gic::shared (arm64)",
         IoApic "ApicBus::io_apic (x86)",
         TlbInbox "Vcpu::inbox (arm64)",

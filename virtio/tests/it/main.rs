@@ -6,5 +6,6 @@ mod console;
 mod driver;
 mod hostile;
 mod life;
+mod net;
 mod rng;
 mod slow;
