@@ -196,11 +196,10 @@ mod tests {
                 "fault.scaling_2vcpu"
             ]
         );
-        let paging = left_out(crate::paging::run, &["crowd", "curve", "kvm"]);
+        let paging = left_out(crate::paging::run, &["crowd", "kvm"]);
         for id in [
             "paging.pool.scaling_2vcpu",
             "paging.pool.crowd_loss_points.16vcpu",
-            "paging.sim.*",
             "paging.kvm.exit_vs_queue.2vcpu_batch",
         ] {
             assert!(paging.iter().any(|left| left == id), "{paging:?}");

@@ -27,30 +27,22 @@
 //! | `paging.crowd_loss_points.Nvcpu` | loss of N vCPUs on fewer cores, less the threads' loss |
 //! | `paging.kvm.exit_vs_queue.Nvcpu` | the first, on `/dev/kvm`; and `.Nvcpu_batch` |
 //! | `paging.kvm.exit_vs_source.Nvcpu` | exits / vCPUs that sleep until a page source answers |
-//! | `paging.sim.queue_error_percent` | a simulation against 1 to 16 host threads here |
-//! | `paging.sim.exits_error_percent` | the same for threads that fill their own pages |
-//! | `paging.sim.exit_vs_queue.Nvcpu` | the first, simulated for host threads on N cores |
 //!
-//! The last is reported only if the simulation meets its own error bars in the same run.
-//!
-//! All but `paging.hugetlb`, `paging.kvm` and the last three are measured twice: for Linux memory,
-//! which a userfaultfd fills, and for the soft backend's own pool of frames, with ids that begin
-//! with `paging.pool`.
+//! All but `paging.hugetlb` and `paging.kvm` are measured twice: for Linux memory, which a
+//! userfaultfd fills, and for the soft backend's own pool of frames, with ids that begin with
+//! `paging.pool`.
 
 pub use arms::first_look;
 
 mod arms;
-mod costs;
 mod crowd;
-mod curve;
 mod fixture;
 mod kernel_queue;
 mod kvm;
 mod machine;
 pub mod processes;
 mod queue;
-mod sim;
-mod threads;
+mod wake_up;
 
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
@@ -59,23 +51,21 @@ use lacuna_addr::PAGE_SIZE;
 #[cfg(doc)]
 use lacuna_machine::MissingMemory;
 use lacuna_soft::MemoryKind;
+use lacuna_sys::Errno;
 
 /// The content of all pages: the guest expects zeros. All arms copy from here.
 static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];
 /// The most pages provided at once: 2 MiB.
 const MOST_AT_ONCE: usize = 512;
 
-/// vCPUs, and thousand pages a second in the 2023 series: through one userfaultfd, and by exits.
-const SERIES: [(usize, f64, f64); 9] = [
+/// The measured numbers of vCPUs, and thousand pages a second in the 2023 series: through one
+/// userfaultfd, and by exits.
+const SERIES: [(usize, f64, f64); 5] = [
     (1, 150.0, 340.0),
     (2, 191.0, 477.0),
     (4, 210.0, 809.0),
     (8, 155.0, 1239.0),
     (16, 130.0, 1595.0),
-    (32, 108.0, 2299.0),
-    (64, 86.0, 3482.0),
-    (128, 62.0, 4134.0),
-    (256, 36.0, 4012.0),
 ];
 /// Where [`SERIES`] is from.
 const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 cores";
@@ -86,7 +76,7 @@ const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 c
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let progress = Progress::new(
-        2 * (arms::STEPS + crowd::STEPS) + curve::STEPS + kvm::STEPS,
+        2 * (arms::STEPS + crowd::STEPS) + kvm::STEPS,
         options.verbosity,
     );
     report.say(
@@ -108,14 +98,19 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
     if options.wants("arms") {
         arms::measure_huge(options, report, &progress)?;
     }
-    if options.wants_x86("curve", [curve::IDS], report) {
-        curve::measure(options, report, &progress)?;
-    }
     if options.wants_x86("kvm", kvm::ids(), report) {
         kvm::measure(options, report, &progress)?;
     }
     Ok(())
 }
 
+/// The error of a system call.
+fn refused(what: &'static str) -> impl Fn(Errno) -> LabError {
+    move |errno| LabError::Io {
+        what: what.into(),
+        source: errno.into(),
+    }
+}
+
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["arms", "crowd", "curve", "kvm"];
+pub const PARTS: &[&str] = &["arms", "crowd", "kvm"];

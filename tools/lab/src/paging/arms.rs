@@ -5,7 +5,7 @@
 //! guest too. An exit to the VMM costs more, because the thread also returns from the kernel.
 
 use super::fixture::{Arm, Fixture, Maker, Share, Work, prefix, unavailable, unavailable_for};
-use super::threads::wake_up_us;
+use super::wake_up::wake_up_us;
 use super::{MOST_AT_ONCE, SERIES, SOURCE};
 use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
 use crate::experiment::{LabError, Options};
@@ -16,11 +16,8 @@ use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna_soft::MemoryKind;
 use std::thread;
 
-/// How many of the numbers of vCPUs in [`SERIES`] are measured, from the first on.
-const COUNTS: usize = 5;
-
 /// The number of steps that [`measure`] reports as progress.
-pub const STEPS: u64 = 2 * COUNTS as u64 - 1 + BATCHED.len() as u64;
+pub const STEPS: u64 = 2 * SERIES.len() as u64 - 1 + BATCHED.len() as u64;
 
 /// Numbers of vCPUs for which runs of pages are measured.
 const BATCHED: [usize; 2] = [1, 2];
@@ -73,7 +70,7 @@ pub fn measure(
 ) -> Result<(), LabError> {
     let (pages, counts) = match options.quick {
         true => (2048, &SERIES[..2]),
-        false => (8192, &SERIES[..COUNTS]),
+        false => (8192, &SERIES[..]),
     };
     let plain = |vcpus| Work {
         arch: options.arch,

@@ -1,8 +1,7 @@
 //! The kernel's queue: memory that threads fill through userfaultfds, as other VMMs do. The thread
 //! of a vCPU that needs a missing page sleeps in the kernel, and a reader copies the page there.
 
-use super::PAGES;
-use super::threads::refused;
+use super::{PAGES, refused};
 use crate::experiment::LabError;
 use lacuna_addr::{Hva, PAGE_SIZE};
 use lacuna_machine::{Backend, External, PageSource, Policy, SourcePage};
