@@ -28,6 +28,7 @@ pub mod experiment;
 pub mod external;
 pub mod first_look;
 mod fixture;
+mod guests;
 pub mod host_info;
 pub mod interrupt;
 pub mod migrate;

@@ -29,7 +29,6 @@
 mod against;
 mod beats;
 mod ends;
-mod link;
 mod modes;
 mod plain;
 mod qemu;
@@ -37,16 +36,12 @@ mod route;
 mod worker;
 
 use crate::experiment::{LabError, Options};
-use crate::fixture::resident;
+use crate::guests::{self, GuestBuilder, beside};
 use crate::report::Progress;
-use crate::restore::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
-use ends::{Way, move_guest};
-use lacuna_addr::PageCount;
-use lacuna_machine::{Apf, Arch, Vm};
+use ends::move_guest;
 use lacuna_migrate::stream::Mode;
-use lacuna_soft::VmBuilder;
 use route::Route;
 
 /// The separately measurable parts.
@@ -73,43 +68,29 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
          Pre-copy: its memory goes first; post-copy: the guest goes first; hybrid: the guest goes \
          before what it has written again.",
     );
-    let soft = |memory, vcpus| VmBuilder {
-        arch: options.arch,
-        ..resident(memory, vcpus)
-    };
+    let soft = guests::soft(options);
     measure("migrate", &soft, options, report, &progress)?;
     if options.wants("worker") {
         progress.step("a process that computes, beside pages 1 ms away")?;
         worker::measure(&soft, options, report)?;
     }
-    let unavailable = match options.arch {
-        Arch::X86_64 => lacuna_kvm::available().err().map(|why| why.to_string()),
-        arch => Some(format!("the kvm backend has no guests of {arch}")),
-    };
-    if let Some(why) = unavailable {
-        report.skip("migrate.kvm.*", why);
-        return Ok(());
+    match guests::kvm(options) {
+        Ok(kvm) => measure("migrate.kvm", &kvm, options, report, &progress),
+        Err(why) => {
+            report.skip("migrate.kvm.*", why);
+            Ok(())
+        }
     }
-    let kvm = |memory: u64, vcpus| {
-        let pages = PageCount::from_bytes(memory << 20);
-        let mut kvm = lacuna_kvm::VmBuilder::new(pages, pages);
-        (kvm.vcpus, kvm.apf) = (vcpus, Apf::Off);
-        kvm
-    };
-    measure("migrate.kvm", &kvm, options, report, &progress)
 }
 
 /// Measures all results of one backend. `builder` makes a VM with so many MiB and vCPUs.
-fn measure<B: GuestBuilder + Sync>(
+fn measure<B: GuestBuilder>(
     prefix: &str,
     builder: &impl Fn(u64, usize) -> B,
     options: &Options,
     report: &mut Report,
     progress: &Progress,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     let memory = if options.quick { QUICK } else { MEMORY };
     let guests = builder(memory, VCPUS);
     let rounds = Rounds::Count(if options.quick { 2 } else { Rounds::LEAST });
@@ -140,22 +121,19 @@ where
 /// The command line of a guest that fills its memory with incompressible words, and then sleeps.
 const FULL: &str = "rate=0 hot=1M period_us=1000000 beat_us=1000000 seconds=1000000";
 
-fn rate<B: GuestBuilder + Sync>(
+fn rate<B: GuestBuilder>(
     prefix: &str,
     builder: &B,
     memory: u64,
     rounds: Rounds,
     report: &mut Report,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     let bytes = (memory << 20) as f64;
     let runs = beside(builder, "paced", FULL, |guest| {
         measures(3, rounds, |arm| match arm {
             0 | 1 => Ok([bytes / plain::copy(memory << 20)?, 0.0]),
             _ => {
-                let way = Way::new(Mode::PreCopy, Route::tcp()?);
+                let way = (Mode::PreCopy, Route::tcp()?);
                 let (moved, ()) = move_guest(builder, guest, way, |_| Ok(()))?;
                 let rate = moved.pages as f64 * 4096.0 / moved.total;
                 Ok([rate, moved.made / moved.total])

@@ -24,15 +24,11 @@
 mod arms;
 
 use crate::experiment::{LabError, Options};
-use crate::fixture::resident;
+use crate::guests::{self, GuestBuilder};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use arms::{Arm, Scene, Took};
-pub(crate) use arms::{GuestBuilder, beside};
-use lacuna_addr::PageCount;
-use lacuna_machine::{Apf, Arch, Vm};
-use lacuna_soft::VmBuilder;
 use std::cell::Cell;
 
 /// The separately measurable parts.
@@ -59,23 +55,21 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
          needed.",
     );
     let memory = if options.quick { QUICK } else { MEMORY };
-    let soft = VmBuilder {
-        arch: options.arch,
-        ..resident(memory, VCPUS)
-    };
+    let soft = guests::soft(options)(memory, VCPUS);
     measure("restore", &soft, options, report, &progress)?;
-    let unavailable = match options.arch {
-        Arch::X86_64 => lacuna_kvm::available().err().map(|why| why.to_string()),
-        arch => Some(format!("the kvm backend has no guests of {arch}")),
-    };
-    if let Some(why) = unavailable {
-        report.skip("restore.kvm.*", why);
-        return Ok(());
+    match guests::kvm(options) {
+        Ok(kvm) => measure(
+            "restore.kvm",
+            &kvm(memory, VCPUS),
+            options,
+            report,
+            &progress,
+        ),
+        Err(why) => {
+            report.skip("restore.kvm.*", why);
+            Ok(())
+        }
     }
-    let pages = PageCount::from_bytes(memory << 20);
-    let mut kvm = lacuna_kvm::VmBuilder::new(pages, pages);
-    (kvm.vcpus, kvm.apf) = (VCPUS, Apf::Off);
-    measure("restore.kvm", &kvm, options, report, &progress)
 }
 
 /// Measures all results of one backend.
@@ -85,10 +79,7 @@ fn measure<B: GuestBuilder>(
     options: &Options,
     report: &mut Report,
     progress: &Progress,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     let folder = tempfile::tempdir_in(&options.swap_dir).map_err(|source| LabError::Io {
         what: format!("make a folder in {}", options.swap_dir.display()),
         source,
@@ -126,10 +117,7 @@ fn times<B: GuestBuilder>(
     scene: &Scene<'_, B>,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     let runs = measures(3, rounds(options), |arm| {
         let arm = if arm > NULL { Arm::Lazy } else { Arm::Eager };
         let took = scene.restore(&arm, RECORDED)?;
@@ -164,10 +152,7 @@ fn replay<B: GuestBuilder>(
     words: &str,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     let touches = scene.restore(&Arm::Demand, RECORDED)?.touches;
     let slices = Cell::new(0);
     let asked = |took: &Took| took.touches.pages().len() as f64;

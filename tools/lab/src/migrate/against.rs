@@ -23,16 +23,16 @@
 //! otherwise.
 
 use super::beats::{Beats, Seen};
-use super::ends::{Here, Way, move_guest};
+use super::ends::{Here, move_guest};
 use super::qemu::{self, Accelerator, Scene};
 use super::route::Route;
 use super::{MEMORY, QUICK, VCPUS};
 use crate::experiment::{LabError, Options};
-use crate::restore::{GuestBuilder, beside};
+use crate::guests::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
 use crate::session::guests;
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna_machine::{Arch, Vm};
+use lacuna_machine::Arch;
 use lacuna_migrate::Budget;
 use lacuna_migrate::stream::Mode;
 use serde_json::json;
@@ -111,15 +111,12 @@ fn id(prefix: &str, figure: &str, mode: &str) -> String {
 }
 
 /// Compares one backend with QEMU.
-pub fn measure<B: GuestBuilder + Sync>(
+pub fn measure<B: GuestBuilder>(
     prefix: &str,
     builder: &B,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     if let Err(why) = qemu::installed() {
         ids(prefix).into_iter().for_each(|id| report.skip(id, &why));
         return Ok(());
@@ -166,17 +163,14 @@ where
     Ok(())
 }
 
-fn compare<B: GuestBuilder + Sync>(
+fn compare<B: GuestBuilder>(
     prefix: &str,
     builder: &B,
     scene: &Scene,
     (mode, arms): (&str, &[Arm; 4]),
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     let rounds = Rounds::Count(if options.quick { 1 } else { Rounds::LEAST });
     let damaged = arms.map(|_| Damaged::default());
     let runs = measures(arms.len(), rounds, |arm| match arms[arm] {
@@ -254,14 +248,7 @@ fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Op
 }
 
 /// Boots a guest and moves it.
-fn ours<B: GuestBuilder + Sync>(
-    builder: &B,
-    scene: &Scene,
-    mode: Mode,
-) -> Result<[f64; 4], LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+fn ours<B: GuestBuilder>(builder: &B, scene: &Scene, mode: Mode) -> Result<[f64; 4], LabError> {
     let folder = tempfile::tempdir().map_err(|source| LabError::Io {
         what: "make a folder".into(),
         source,
@@ -271,7 +258,7 @@ where
     let words: Vec<&str> = words.collect();
     beside(builder, "paced", &words.join(" "), |guest| {
         thread::sleep(scene.settle);
-        let way = Way::new(mode, Route::unix(&folder.path().join("moves"))?);
+        let way = (mode, Route::unix(&folder.path().join("moves"), None)?);
         let (moved, resumed) = move_guest(builder, guest, way, until_all_print)?;
         let since = |at: Instant| (at - moved.paused).as_secs_f64();
         Ok([since(moved.ran), moved.total, since(resumed), f64::NAN])
@@ -285,11 +272,11 @@ fn is_of_machine(word: &str) -> bool {
 }
 
 /// When each thread has printed a line at the destination.
-fn until_all_print<V: Vm>(here: &Here<'_, V>) -> Result<Instant, LabError> {
+fn until_all_print<B: GuestBuilder>(here: &Here<'_, B>) -> Result<Instant, LabError> {
     let mut beats = Beats::new(VCPUS);
-    let seen = beats.listen(&here.lines, LIMIT);
+    let seen = beats.listen(here.lines, LIMIT);
     match beats.last_first() {
-        Some(at) if seen == Seen::All && !beats.is_damaged_later(&here.lines) => Ok(at),
+        Some(at) if seen == Seen::All && !beats.is_damaged_later(here.lines) => Ok(at),
         _ => Err(LabError::Guest(format!(
             "the guest does not run at its destination: {seen:?}"
         ))),

@@ -1,17 +1,16 @@
 //! Both ends of a migration, on threads of this process, with connections between them.
 
-use super::route::{Route, Source};
+use super::route::{Route, refused};
 use crate::backed::back;
 use crate::experiment::LabError;
+use crate::guests::{GuestBuilder, attached, machine_for};
 use crate::interrupt;
-use crate::restore::GuestBuilder;
-use crate::session::{self, LastWords};
 use lacuna_guest::status::{Kind, Status};
-use lacuna_machine::{Ending, Machine, PlatformDevices, Running, Vm};
-use lacuna_migrate::stream::{Arrived, Connections, Incoming, Mode, Plan, Sent, send};
+use lacuna_machine::{Running, Vm};
+use lacuna_migrate::session::{Destination, IncomingHandle};
+use lacuna_migrate::stream::{Mode, Plan, Sent, send};
+use lacuna_migrate::transport::Connector;
 use std::ops::ControlFlow;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -36,36 +35,12 @@ pub struct Moved {
 }
 
 /// An arrived, running guest.
-pub struct Here<'a, V> {
-    /// Its VM.
-    pub vm: &'a V,
-    /// Its devices.
-    pub devices: &'a PlatformDevices,
-    /// Pushed pages that have arrived since then.
-    pub come: &'a AtomicU64,
+pub struct Here<'a, B: GuestBuilder> {
+    pub guest: &'a Running<B::Vm>,
+    /// How many of its pages are present.
+    pub handle: &'a IncomingHandle,
     /// Its printed lines.
-    pub lines: Receiver<(Instant, String)>,
-}
-
-/// How a guest is moved.
-pub struct Way {
-    /// The order in which the guest and its memory are sent.
-    pub mode: Mode,
-    /// The route of its connections.
-    pub route: Route,
-    /// Whether it runs there.
-    pub runs: bool,
-}
-
-impl Way {
-    /// The guest runs at the destination.
-    pub const fn new(mode: Mode, route: Route) -> Self {
-        Self {
-            mode,
-            route,
-            runs: true,
-        }
-    }
+    pub lines: &'a Receiver<(Instant, String)>,
 }
 
 /// Moves `guest` to a VM of `builder`, and calls `watch` when it runs there. That VM ends when
@@ -73,15 +48,12 @@ impl Way {
 ///
 /// # Errors
 /// It could not be moved, or an error of `watch`.
-pub fn move_guest<B: GuestBuilder + Sync, T: Send>(
+pub fn move_guest<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,
-    way: Way,
-    watch: impl FnOnce(&Here<'_, B::Vm>) -> Result<T, LabError> + Send,
-) -> Result<(Moved, T), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+    way: (Mode, Route),
+    watch: impl FnOnce(&Here<'_, B>) -> Result<T, LabError> + Send,
+) -> Result<(Moved, T), LabError> {
     move_and(builder, guest, way, watch, || Ok(()))
 }
 
@@ -90,25 +62,29 @@ where
 ///
 /// # Errors
 /// As [`move_guest`], and an error of `meanwhile`.
-pub fn move_and<B: GuestBuilder + Sync, T: Send>(
+pub fn move_and<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,
-    way: Way,
-    watch: impl FnOnce(&Here<'_, B::Vm>) -> Result<T, LabError> + Send,
+    (mode, route): (Mode, Route),
+    watch: impl FnOnce(&Here<'_, B>) -> Result<T, LabError> + Send,
     meanwhile: impl FnOnce() -> Result<(), LabError>,
-) -> Result<(Moved, T), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(Moved, T), LabError> {
     interrupt::check()?;
-    let Way { mode, route, runs } = way;
-    let Route { source, listening } = route;
     back(guest.vm().config().memory.bytes())?;
+    let Route {
+        source,
+        destination,
+        ..
+    } = &route;
     thread::scope(|scope| {
-        // It owns the listening end: after an error there, the source is refused.
-        let arriving = scope.spawn(move || arrive(builder, &*listening, runs, watch));
-        let sent = send_all(guest, &source, mode);
+        let (needed, may_end) = channel::<()>();
+        let arriving = scope.spawn(move || arrive(builder, destination, watch, &may_end));
+        let sent = send_all(guest, source, mode);
+        if sent.is_err() {
+            destination.end_wait();
+        }
         let sent = sent.and_then(|moved| meanwhile().map(|()| moved));
+        drop(needed);
         let arrived = arriving.join().expect("the thread does not panic");
         // An error at the destination is the cause of a cut here.
         match (sent, arrived) {
@@ -118,13 +94,11 @@ where
     })
 }
 
-fn send_all<V: Vm>(guest: &Running<V>, to: &Source, mode: Mode) -> Result<Moved, LabError> {
-    let plan = Plan {
-        mode,
-        ..Plan::default()
-    };
+fn send_all<V: Vm>(guest: &Running<V>, to: &Connector, mode: Mode) -> Result<Moved, LabError> {
     let began = Instant::now();
-    let sent = send(guest, &**to, &plan, &mut |_| ControlFlow::Continue(()));
+    let sent = send(guest, to, &Plan::from(mode), &mut |_| {
+        ControlFlow::Continue(())
+    });
     let total = began.elapsed().as_secs_f64();
     match sent? {
         Sent::Moved(outgoing) => {
@@ -144,69 +118,42 @@ fn send_all<V: Vm>(guest: &Running<V>, to: &Source, mode: Mode) -> Result<Moved,
     }
 }
 
-/// Receives a guest, and lets it run until `watch` returns and all of its memory has arrived. Also
+/// Receives a guest, and lets it run until `watch` and the sender of `may_end` have ended. Also
 /// returns the seconds in which its VM was made.
 fn arrive<B: GuestBuilder, T>(
     builder: &B,
-    connections: &dyn Connections,
-    runs: bool,
-    watch: impl FnOnce(&Here<'_, B::Vm>) -> Result<T, LabError>,
-) -> Result<(f64, T), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
-    let progress = &mut |_| ControlFlow::Continue(());
-    let incoming = Incoming::accept(connections)?;
+    destination: &Destination,
+    watch: impl FnOnce(&Here<'_, B>) -> Result<T, LabError>,
+    may_end: &Receiver<()>,
+) -> Result<(f64, T), LabError> {
+    let arrival = destination.wait().map_err(refused)?;
+    let arrival = arrival.ok_or_else(|| LabError::Guest("no guest has arrived".into()))?;
     let began = Instant::now();
-    let vm = builder.coming(incoming.page_source()).build()?;
+    let (machine, lines) = machine_for(builder, arrival.page_source())?;
     let made = began.elapsed().as_secs_f64();
-    let last = LastWords::default();
-    let (sender, lines) = channel();
-    let mut keep = last.console();
-    let console = move |line: &str| {
-        keep(line);
-        // The experiment may not listen any more.
-        let _ = sender.send((Instant::now(), line.to_owned()));
-    };
-    let devices = PlatformDevices::of(vm.config().arch, console);
-    let machine = Machine::new(vm, devices)?;
-    let (vm, devices) = (Arc::clone(machine.vm()), Arc::clone(machine.devices()));
-    let prepared = incoming.receive(connections, &vm, &devices, progress)?;
-    let Arrived {
-        vcpus,
-        mut arriving,
-    } = prepared
-        .start()
-        .map_err(|waiting| LabError::Guest(waiting.why().to_string()))?;
-    let come = AtomicU64::new(0);
-    let here = Here {
-        vm: &*vm,
-        devices: &devices,
-        come: &come,
-        lines,
-    };
-    let running = runs.then(|| machine.start(vcpus));
-    let found = thread::scope(|scope| {
-        let coming = scope.spawn(|| {
-            arriving.finish(&mut |pages| {
-                come.fetch_add(pages, Ordering::Relaxed);
-                ControlFlow::Continue(())
-            })
-        });
-        let found = watch(&here);
-        coming.join().expect("the thread does not panic")?;
-        found
-    });
-    devices.end(Ending::Stopped, &*vm);
-    let ending = running.map_or(Ending::Stopped, |running| running.wait().ending);
-    last.settle(Some(found.map(|found| (made, found))), &ending)
+    let mut found = None;
+    let each = &mut || ControlFlow::Continue(());
+    let end = arrival.run(machine, each, |guest| {
+        let here = Here {
+            guest,
+            handle: arrival.handle(),
+            lines: &lines.received,
+        };
+        let watched = watch(&here);
+        if watched.is_ok() {
+            // Nothing is sent: the source knows now that all pages have arrived.
+            let _ = may_end.recv();
+        }
+        guest.stop();
+        found = Some(watched.map(|watched| (made, watched)));
+    })?;
+    lines.last.settle(found, &end.ending)
 }
 
 /// For each vCPU, when a process on it had made progress.
-pub fn counted<V: Vm>(here: &Here<'_, V>) -> Result<Vec<Instant>, LabError> {
-    let guest = session::Guest::attach(here.vm, here.devices);
-    let guest = guest.ok_or_else(|| LabError::Guest("it has no status page".into()))?;
-    let vcpus = here.vm.config().vcpus;
+pub fn counted<B: GuestBuilder>(here: &Here<'_, B>) -> Result<Vec<Instant>, LabError> {
+    let guest = attached(here.guest)?;
+    let vcpus = here.guest.vm().config().vcpus;
     // Each vCPU has one such process.
     let counters = |status: &Status| -> Vec<u64> {
         let workers = status.threads.iter().filter(|t| t.kind == Kind::Worker);
@@ -230,7 +177,7 @@ pub fn counted<V: Vm>(here: &Here<'_, V>) -> Result<Vec<Instant>, LabError> {
         if let Some(all) = moved.iter().copied().collect() {
             return Ok(all);
         }
-        if at > deadline || here.devices.ending().is_some() {
+        if at > deadline || here.guest.devices().ending().is_some() {
             return Err(LabError::Guest(
                 "the guest does not run at its destination".into(),
             ));
@@ -243,13 +190,14 @@ pub fn counted<V: Vm>(here: &Here<'_, V>) -> Result<Vec<Instant>, LabError> {
 #[cfg(test)]
 mod tests {
     use super::super::beats::{Beats, Seen};
-    use super::super::link::Speed;
+    use super::super::route::Speed;
     use super::*;
     use crate::fixture::{needs_guests, resident};
-    use crate::restore::beside;
+    use crate::guests::beside;
     use lacuna_addr::Gpa;
     use lacuna_machine::GuestMemory as _;
     use lacuna_skip::test;
+    use lacuna_soft::VmBuilder;
 
     const PACED: &str = "rate=2000 hot=1M seconds=1000000";
 
@@ -257,29 +205,29 @@ mod tests {
     fn a_guest_goes_on_by_every_way() {
         needs_guests();
         let folder = tempfile::tempdir().unwrap();
-        let link = Route::link(Speed {
+        let at = |name| folder.path().join(name);
+        let speed = Speed {
             latency: Duration::from_micros(100),
             bytes_per_second: 1e9,
-        });
+        };
         let ways = [
             (Mode::PreCopy, Route::tcp().unwrap()),
+            (Mode::Hybrid, Route::unix(&at("moves"), None).unwrap()),
             (
-                Mode::Hybrid,
-                Route::unix(&folder.path().join("moves")).unwrap(),
+                Mode::PostCopy,
+                Route::unix(&at("far"), Some(speed)).unwrap(),
             ),
-            (Mode::PostCopy, link),
         ];
         let builder = resident(16, 2);
         beside(&builder, "paced", PACED, |guest| {
-            for (mode, route) in ways {
-                let watch = |here: &Here<'_, lacuna_soft::Vm>| {
+            for way in ways {
+                let watch = |here: &Here<'_, VmBuilder>| {
                     let mut beats = Beats::new(2);
-                    assert_eq!(beats.listen(&here.lines, LIMIT), Seen::All);
-                    assert!(!beats.is_damaged_later(&here.lines));
+                    assert_eq!(beats.listen(here.lines, LIMIT), Seen::All);
+                    assert!(!beats.is_damaged_later(here.lines));
                     Ok((beats.last_first().unwrap(), counted(here)?))
                 };
-                let (moved, (printed, counted)) =
-                    move_guest(&builder, guest, Way::new(mode, route), watch)?;
+                let (moved, (printed, counted)) = move_guest(&builder, guest, way, watch)?;
                 assert!(moved.ran > moved.paused && printed > moved.paused);
                 assert_eq!(counted.len(), 2);
                 assert!(moved.pages > 2000 && moved.made < moved.total);

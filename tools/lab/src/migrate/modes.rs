@@ -1,13 +1,13 @@
 //! Pre-copy, post-copy and hybrid: blackout and total. Also the blackout of a large guest.
 
 use super::VCPUS;
-use super::ends::{Moved, Way, counted, move_guest};
+use super::ends::{Moved, counted, move_guest};
 use super::route::Route;
 use crate::experiment::{LabError, Options};
-use crate::restore::{GuestBuilder, beside};
+use crate::guests::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna_machine::{Running, Vm};
+use lacuna_machine::Running;
 use lacuna_migrate::stream::Mode;
 use std::time::Instant;
 
@@ -30,31 +30,24 @@ fn longest(blackouts: &[f64]) -> f64 {
 }
 
 /// One move over TCP, with the blackouts of its vCPUs.
-fn move_once<B: GuestBuilder + Sync>(
+fn move_once<B: GuestBuilder>(
     builder: &B,
     guest: &Running<B::Vm>,
     mode: Mode,
-) -> Result<(Moved, Vec<f64>), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
-    let way = Way::new(mode, Route::tcp()?);
-    let (moved, at) = move_guest(builder, guest, way, counted)?;
+) -> Result<(Moved, Vec<f64>), LabError> {
+    let (moved, at) = move_guest(builder, guest, (mode, Route::tcp()?), counted)?;
     let blackouts = blackouts(&moved, &at);
     Ok((moved, blackouts))
 }
 
 /// `migrate.blackout.*` and `migrate.total.*`.
-pub fn measure<B: GuestBuilder + Sync>(
+pub fn measure<B: GuestBuilder>(
     prefix: &str,
     builder: &B,
     memory: u64,
     rounds: Rounds,
     report: &mut Report,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     const ARMS: [(&str, Mode); 4] = [
         ("precopy", Mode::PreCopy),
         ("null", Mode::PreCopy),
@@ -103,16 +96,13 @@ fn of_churn(id: String, unit: &str, figure: Summary, memory: u64) -> Measurement
 }
 
 /// `migrate.blackout.postcopy_2g`.
-pub fn large<B: GuestBuilder + Sync>(
+pub fn large<B: GuestBuilder>(
     prefix: &str,
     builder: &B,
     memory: u64,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+) -> Result<(), LabError> {
     let moves = if options.quick { 3 } else { 25 };
     let (mut each, mut of_all, mut totals) = (Vec::new(), Vec::new(), Vec::new());
     beside(builder, "churn", CHURN, |guest| {

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! alone     all pages are here, the faulter rests ─┐ the same pages arrive over the same link for
-//! present   all pages are here                    ─┘ another VM, which does not run
+//! present   all pages are here                    ─┘ another VM, which is paused
 //! missing   the pages arrive; the guest gets an event for a missing page, and runs the worker
 //! waiting   the pages arrive; the vCPU waits for a missing page
 //! ```
@@ -15,21 +15,19 @@
 //! have arrived.
 
 use super::QUICK;
-use super::ends::{Here, Moved, Way, counted, move_and, move_guest};
-use super::link::Speed;
-use super::route::Route;
+use super::ends::{Here, counted, move_and, move_guest};
+use super::route::{Route, Speed};
 use crate::experiment::{LabError, Options};
+use crate::guests::{attached, beside};
 use crate::interrupt;
-use crate::restore::beside;
 use crate::result::{Better, Measurement, Report};
-use crate::session;
+use crate::session::{Count, Guest};
 use crate::stats::{Rounds, Summary, measures, paired};
 use lacuna_guest::status::{Kind, Thread};
 use lacuna_machine::{Apf, Running, Vm as _};
 use lacuna_migrate::stream::Mode;
 use lacuna_soft::{Vm, VmBuilder};
-use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -82,9 +80,7 @@ pub fn measure(
     };
     let rounds = Rounds::Count(if options.quick { 1 } else { ROUNDS });
     let runs = beside(&builder, "bm", BM, |guest| {
-        let started =
-            session::Guest::attach(&**guest.vm(), guest.devices()).expect("it is prepared");
-        started.run_until(LIMIT, |status| {
+        attached(guest)?.run_until(LIMIT, |status| {
             let mut threads = status.threads.iter();
             let counts = |kind| move |t: &Thread| t.kind == kind && t.counter > 0;
             let all =
@@ -122,17 +118,24 @@ pub fn measure(
 }
 
 fn one(builder: &VmBuilder, guest: &Running<Vm>, arm: Arm) -> Result<Rates, LabError> {
-    let way = |speed| Way::new(Mode::PostCopy, Route::link(speed));
+    let folder = tempfile::tempdir().map_err(|source| LabError::Io {
+        what: "make a folder".into(),
+        source,
+    })?;
+    let way = |name, link| {
+        let route = Route::unix(&folder.path().join(name), link)?;
+        Ok::<_, LabError>((Mode::PostCopy, route))
+    };
     let pages = builder.memory.get();
     match arm {
         Arm::Missing | Arm::Waiting => {
-            let (_, rates): (Moved, _) = move_guest(builder, guest, way(SPEED), |here| {
+            let (_, rates) = move_guest(builder, guest, way("far", Some(SPEED))?, |here| {
                 if arm == Arm::Waiting {
-                    let switch = here.vm.apf_switch();
+                    let switch = here.guest.vm().apf_switch();
                     switch.expect("soft has one").set_apf(Apf::Off);
                 }
                 counted(here)?;
-                let counting = Counting::begin(here, here.come.load(Ordering::Relaxed))?;
+                let counting = Counting::begin(here, here.handle.present())?;
                 let come = wait_for(here, pages * 3 / 4)?;
                 counting.end(come)
             })?;
@@ -140,26 +143,20 @@ fn one(builder: &VmBuilder, guest: &Running<Vm>, arm: Arm) -> Result<Rates, LabE
         }
         Arm::Alone | Arm::Null | Arm::Present => {
             let (sender, receiver) = channel();
-            let near = Speed {
-                latency: Duration::ZERO,
-                bytes_per_second: 1e12,
-            };
-            let watch = move |here: &Here<'_, Vm>| count_beside(here, arm, &receiver);
+            let watch = move |here: &Here<'_, VmBuilder>| count_beside(here, arm, &receiver);
             let meanwhile = || {
-                // The same pages for a stopped VM.
-                let way = Way {
-                    runs: false,
-                    ..way(SPEED)
-                };
+                let way = way("far", Some(SPEED))?;
+                // The same pages for a paused VM.
                 let (..) = move_guest(builder, guest, way, |here| {
+                    let _paused = here.guest.pause();
                     let send = |come| _ = sender.send(come);
-                    send(here.come.load(Ordering::Relaxed));
+                    send(here.handle.present());
                     send(wait_for(here, pages * 3 / 4)?);
                     Ok(())
                 })?;
                 Ok(())
             };
-            let (_, rates) = move_and(builder, guest, way(near), watch, meanwhile)?;
+            let (_, rates) = move_and(builder, guest, way("near", None)?, watch, meanwhile)?;
             Ok(rates)
         }
     }
@@ -168,14 +165,13 @@ fn one(builder: &VmBuilder, guest: &Running<Vm>, arm: Arm) -> Result<Rates, LabE
 /// Counts in a guest that has all of its pages, while pages arrive for another VM. `receiver` gets
 /// the number of these pages when the first ones arrive, and when counting ends.
 fn count_beside(
-    here: &Here<'_, Vm>,
+    here: &Here<'_, VmBuilder>,
     arm: Arm,
     receiver: &Receiver<u64>,
 ) -> Result<Rates, LabError> {
     counted(here)?;
     if arm != Arm::Present {
-        let guest = session::Guest::attach(here.vm, here.devices);
-        guest.expect("it has counted").pause(&[Kind::Faulter])?;
+        attached(here.guest)?.pause(&[Kind::Faulter])?;
     }
     let counting = Counting::begin(here, next(receiver)?)?;
     counting.end(next(receiver)?)
@@ -183,23 +179,18 @@ fn count_beside(
 
 fn next(receiver: &Receiver<u64>) -> Result<u64, LabError> {
     let found = receiver.recv_timeout(LIMIT);
-    found.map_err(|error| {
-        LabError::Guest(match error {
-            RecvTimeoutError::Timeout => format!("the pages did not come within {LIMIT:?}"),
-            RecvTimeoutError::Disconnected => "the pages did not come".into(),
-        })
-    })
+    found.map_err(|error| LabError::Guest(format!("the pages did not come: {error}")))
 }
 
-/// Waits until `pages` pages have arrived, and returns how many have.
-fn wait_for(here: &Here<'_, Vm>, pages: u64) -> Result<u64, LabError> {
+/// Waits until `pages` pages are present, and returns how many are.
+fn wait_for(here: &Here<'_, VmBuilder>, pages: u64) -> Result<u64, LabError> {
     let deadline = Instant::now() + LIMIT;
     loop {
-        let come = here.come.load(Ordering::Relaxed);
+        let come = here.handle.present();
         if come >= pages {
             return Ok(come);
         }
-        if Instant::now() > deadline || here.devices.ending().is_some() {
+        if Instant::now() > deadline || here.guest.devices().ending().is_some() {
             return Err(LabError::Guest(format!(
                 "{come} pages came, and {pages} were due"
             )));
@@ -211,14 +202,14 @@ fn wait_for(here: &Here<'_, Vm>, pages: u64) -> Result<u64, LabError> {
 
 /// A span of time in which steps and pages are counted.
 struct Counting<'a> {
-    guest: session::Guest<'a>,
-    began: session::Count,
+    guest: Guest<'a>,
+    began: Count,
     come: u64,
 }
 
 impl<'a> Counting<'a> {
-    fn begin(here: &'a Here<'_, Vm>, come: u64) -> Result<Self, LabError> {
-        let guest = session::Guest::attach(here.vm, here.devices).expect("it has counted");
+    fn begin(here: &Here<'a, VmBuilder>, come: u64) -> Result<Self, LabError> {
+        let guest = attached(here.guest)?;
         let began = guest.count()?;
         Ok(Self { guest, began, come })
     }

@@ -2,17 +2,16 @@
 
 use crate::backed::back;
 use crate::experiment::LabError;
+use crate::guests::{GuestBuilder, beside, machine_for};
 use crate::interrupt;
-use crate::session::{Guest, LastWords, image};
-use lacuna_machine::{
-    Builder, Console, Ending, Machine, PageSource, PlatformDevices, Policy, Running, Vm,
-};
-use lacuna_migrate::{MigrateError, PausedGuest, Recorder, Snapshot, Touches, save_paused};
+use crate::session::Guest;
+use lacuna_machine::{Ending, PageSource, PlatformDevices, Policy, Vm};
+use lacuna_migrate::{MigrateError, PausedGuest, Snapshot, Touches, save_paused};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// How a guest's pages are provided.
 pub enum Arm<'a> {
@@ -39,86 +38,13 @@ pub struct Took {
     pub touches: Touches,
 }
 
-/// The settings of a backend's builder that experiments change for one guest.
-pub trait GuestBuilder: Builder + Clone {
-    /// The same, with these words of the guest's command line.
-    fn with(&self, words: &str) -> Self;
-
-    /// The same for an incoming guest, as `lacuna run --incoming` and `lacuna snapshot restore`
-    /// make it.
-    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self;
-}
-
-impl GuestBuilder for lacuna_soft::VmBuilder {
-    fn with(&self, words: &str) -> Self {
-        Self {
-            command_line: words.into(),
-            ..self.clone()
-        }
-    }
-
-    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self {
-        Self {
-            source,
-            prefault: false,
-            ..self.clone()
-        }
-    }
-}
-
-impl GuestBuilder for lacuna_kvm::VmBuilder {
-    fn with(&self, words: &str) -> Self {
-        let mut builder = self.clone();
-        builder.command_line = words.into();
-        builder
-    }
-
-    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self {
-        let mut builder = self.clone();
-        builder.source = source;
-        builder
-    }
-}
-
 /// A guest, saved at its gate.
 pub struct Scene<'a, B> {
     builder: &'a B,
     path: PathBuf,
 }
 
-/// The longest time that a guest may take to its gate.
-const PREPARE: Duration = Duration::from_secs(300);
-
-/// Runs `guest` with `words` until it waits at its gate, and then `work` beside it.
-///
-/// # Errors
-/// The guest could not be run, or an error of `work`.
-pub fn beside<B: GuestBuilder, T>(
-    builder: &B,
-    guest: &str,
-    words: &str,
-    work: impl FnOnce(&Running<B::Vm>) -> Result<T, LabError>,
-) -> Result<T, LabError>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
-    let starts = builder.with(words);
-    let vm = starts.build()?;
-    let arch = vm.config().arch;
-    let last = LastWords::default();
-    let machine = Machine::new(vm, PlatformDevices::of(arch, last.console()))?;
-    let line = starts.full_command_line();
-    let vcpus = machine.vm().boot(&image(arch, guest)?, &line)?;
-    let guest = machine.start(vcpus);
-    let done = wait_at_gate(&guest).and_then(|()| work(&guest));
-    guest.stop();
-    last.settle(Some(done), &guest.wait().ending)
-}
-
-impl<'a, B: GuestBuilder> Scene<'a, B>
-where
-    LabError: From<<B::Vm as Vm>::Error>,
-{
+impl<'a, B: GuestBuilder> Scene<'a, B> {
     /// Runs `guest` with `words` until it waits at its gate, and saves it in `folder`.
     ///
     /// # Errors
@@ -155,35 +81,41 @@ where
                 Some(Arc::new(pages.recorded(&recorder)) as Arc<dyn PageSource>)
             }
         };
-        let vm = self.builder.coming(source).build()?;
-        let first = FirstLine::default();
-        let devices = PlatformDevices::of(vm.config().arch, first.console());
-        let machine = Machine::new(vm, devices)?;
-        let (vm, devices) = (machine.vm(), machine.devices());
-        let progress = &mut |_| ControlFlow::Continue(());
+        let (machine, lines) = machine_for(self.builder, source)?;
+        let (vm, devices) = (Arc::clone(machine.vm()), Arc::clone(machine.devices()));
         let vcpus = match arm {
-            Arm::Eager => snapshot.restore(vm, devices, progress)?,
-            _ => snapshot.restore_lazily(vm, devices)?,
+            Arm::Eager => snapshot.restore(&vm, &devices, &mut |_| ControlFlow::Continue(()))?,
+            _ => snapshot.restore_lazily(&vm, &devices)?,
         };
-        let guest = Guest::attach(&**vm, devices);
+        let guest = Guest::attach(&*vm, &devices);
         let guest = guest.ok_or_else(|| LabError::Guest("it has no status page".into()))?;
         guest.set(seed)?;
-        let mut begins = 0.0;
-        let (vm, devices) = (Arc::clone(vm), Arc::clone(devices));
-        let prefetched = thread::scope(|scope| {
+        let (begins, prefetched) = thread::scope(|scope| {
             let (waits, may_run) = mpsc::channel();
             let (snapshot, vm, devices) = (&snapshot, &*vm, &*devices);
             let background = scope.spawn(move || background(arm, snapshot, vm, devices, waits));
             // Nothing is sent: the call returns when the thread has dropped `waits`.
             let _ = may_run.recv();
-            begins = began.elapsed().as_secs_f64();
+            let begins = began.elapsed().as_secs_f64();
             machine.start(vcpus).wait();
-            background.join().expect("the thread does not panic")
+            (
+                begins,
+                background.join().expect("the thread does not panic"),
+            )
         });
         let end = began.elapsed().as_secs_f64();
         prefetched?;
         interrupt::check()?;
-        first.took(began, (begins, end), &recorder, devices.ending())
+        let ending = devices.ending().expect("it has ended");
+        match lines.received.try_recv() {
+            Ok((first, _)) if ending == Ending::Exited(0) => Ok(Took {
+                first_output: (first - began).as_secs_f64(),
+                begins,
+                end,
+                touches: recorder.touches(),
+            }),
+            _ => lines.last.settle(None, &ending),
+        }
     }
 }
 
@@ -215,70 +147,5 @@ fn background<V: Vm>(
     match done {
         Err(MigrateError::Cancelled) => Ok(()),
         done => done,
-    }
-}
-
-/// Waits until all processes of the guest wait at its gate.
-fn wait_at_gate(guest: &Running<impl Vm>) -> Result<(), LabError> {
-    let deadline = Instant::now() + PREPARE;
-    let (vm, devices) = (&**guest.vm(), guest.devices());
-    let guest = loop {
-        if let Some(guest) = Guest::attach(vm, devices) {
-            break guest;
-        }
-        if Instant::now() > deadline || devices.ending().is_some() {
-            return Err(LabError::Guest("the guest does not start".into()));
-        }
-        thread::yield_now();
-    };
-    guest.run_until(PREPARE, |status| {
-        let [main, members @ ..] = &*status.threads else {
-            return None;
-        };
-        // `verify`: each thread has made one of its two passes. `zipf`: the first entry says so.
-        let half = |thread: &lacuna_guest::status::Thread| {
-            thread.goal.is_some_and(|goal| 2 * thread.counter >= goal)
-        };
-        let all = members.len() == vm.config().vcpus && members.iter().all(half);
-        let is_there = main.counter > 0 || all;
-        is_there.then_some(())
-    })
-}
-
-/// When a guest has printed its first line, and its last line.
-#[derive(Clone, Default)]
-struct FirstLine(Arc<Mutex<(Option<Instant>, String)>>);
-
-impl FirstLine {
-    fn console(&self) -> impl Console + 'static {
-        let kept = Arc::clone(&self.0);
-        move |line: &str| {
-            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-            kept.0.get_or_insert_with(Instant::now);
-            line.clone_into(&mut kept.1);
-        }
-    }
-
-    /// The result of an ended guest.
-    fn took(
-        &self,
-        began: Instant,
-        (begins, end): (f64, f64),
-        recorder: &Recorder,
-        ending: Option<Ending>,
-    ) -> Result<Took, LabError> {
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match (kept.0, ending) {
-            (Some(first), Some(Ending::Exited(0))) => Ok(Took {
-                first_output: (first - began).as_secs_f64(),
-                begins,
-                end,
-                touches: recorder.touches(),
-            }),
-            (_, ending) => Err(LabError::Guest(format!(
-                "the guest ended with {ending:?}; its last line: {:?}",
-                kept.1
-            ))),
-        }
     }
 }

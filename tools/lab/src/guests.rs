@@ -1,0 +1,184 @@
+//! Guests that wait at a gate, resume from a snapshot, or move: how they are made and observed, on
+//! any backend.
+
+use crate::experiment::{LabError, Options};
+use crate::fixture::resident;
+use crate::session::{Guest, LastWords, image};
+use lacuna_addr::PageCount;
+use lacuna_guest::status::Thread;
+use lacuna_machine::{Apf, Arch, Builder, Machine, PageSource, PlatformDevices, Running, Vm};
+use lacuna_soft::VmBuilder;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The longest time that a guest may take to its gate.
+const PREPARE: Duration = Duration::from_secs(300);
+
+/// The settings of a backend's builder that experiments change for one guest.
+pub trait GuestBuilder: Builder<Vm: Vm<Error: Into<LabError>>> + Clone + Sync {
+    /// Its processor.
+    fn arch(&self) -> Arch;
+
+    /// The same, with these words of the guest's command line.
+    fn with(&self, words: &str) -> Self;
+
+    /// The same for an incoming guest, as `lacuna run --incoming` and `lacuna snapshot restore`
+    /// make it.
+    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self;
+}
+
+impl GuestBuilder for VmBuilder {
+    fn arch(&self) -> Arch {
+        self.arch
+    }
+
+    fn with(&self, words: &str) -> Self {
+        let command_line = words.into();
+        Self {
+            command_line,
+            ..self.clone()
+        }
+    }
+
+    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self {
+        Self {
+            source,
+            prefault: false,
+            ..self.clone()
+        }
+    }
+}
+
+impl GuestBuilder for lacuna_kvm::VmBuilder {
+    fn arch(&self) -> Arch {
+        Arch::X86_64
+    }
+
+    fn with(&self, words: &str) -> Self {
+        let command_line = words.into();
+        Self {
+            command_line,
+            ..self.clone()
+        }
+    }
+
+    fn coming(&self, source: Option<Arc<dyn PageSource>>) -> Self {
+        Self {
+            source,
+            ..self.clone()
+        }
+    }
+}
+
+/// Makes VMs of so many MiB and vCPUs on soft, with a frame for each page.
+pub fn soft(options: &Options) -> impl Fn(u64, usize) -> VmBuilder {
+    let arch = options.arch;
+    move |mib, vcpus| VmBuilder {
+        arch,
+        ..resident(mib, vcpus)
+    }
+}
+
+/// As [`soft`], on `/dev/kvm`, or the reason why there are none.
+///
+/// # Errors
+/// The reason.
+pub fn kvm(options: &Options) -> Result<impl Fn(u64, usize) -> lacuna_kvm::VmBuilder, String> {
+    match options.arch {
+        Arch::X86_64 => lacuna_kvm::available().map_err(|why| why.to_string())?,
+        arch => return Err(format!("the kvm backend has no guests of {arch}")),
+    }
+    Ok(|mib: u64, vcpus| {
+        let pages = PageCount::from_bytes(mib << 20);
+        lacuna_kvm::VmBuilder {
+            vcpus,
+            apf: Apf::Off,
+            ..lacuna_kvm::VmBuilder::new(pages, pages)
+        }
+    })
+}
+
+/// A guest's console: the printed lines with their times, and the last one.
+pub struct Lines {
+    pub received: Receiver<(Instant, String)>,
+    pub last: LastWords,
+}
+
+/// Devices for an incoming guest in a VM of `builder`, and its console.
+pub fn devices(builder: &impl GuestBuilder) -> (PlatformDevices, Lines) {
+    let (sender, received) = channel();
+    let last = LastWords::default();
+    let mut keep = last.console();
+    let console = move |line: &str| {
+        keep(line);
+        // The experiment may not listen any more.
+        let _ = sender.send((Instant::now(), line.to_owned()));
+    };
+    let devices = PlatformDevices::of(builder.arch(), console);
+    (devices, Lines { received, last })
+}
+
+/// A machine for an incoming guest whose pages `source` provides.
+///
+/// # Errors
+/// It could not be made.
+pub fn machine_for<B: GuestBuilder>(
+    builder: &B,
+    source: Option<Arc<dyn PageSource>>,
+) -> Result<(Machine<B::Vm>, Lines), LabError> {
+    let vm = builder.coming(source).build().map_err(Into::into)?;
+    let (devices, lines) = devices(builder);
+    Ok((Machine::new(vm, devices)?, lines))
+}
+
+/// Runs `guest` with `words` until it waits at its gate, and then `work` beside it.
+///
+/// # Errors
+/// The guest could not be run, or an error of `work`.
+pub fn beside<B: GuestBuilder, T>(
+    builder: &B,
+    guest: &str,
+    words: &str,
+    work: impl FnOnce(&Running<B::Vm>) -> Result<T, LabError>,
+) -> Result<T, LabError> {
+    let last = LastWords::default();
+    let devices = PlatformDevices::of(builder.arch(), last.console());
+    let started = builder
+        .with(words)
+        .start(&image(builder.arch(), guest)?, devices);
+    let guest = started.map_err(Into::into)?;
+    let done = wait_at_gate(&guest).and_then(|()| work(&guest));
+    guest.stop();
+    last.settle(Some(done), &guest.wait().ending)
+}
+
+/// The guest, once it has a status page.
+pub fn attached<V: Vm>(running: &Running<V>) -> Result<Guest<'_>, LabError> {
+    let guest = Guest::attach(&**running.vm(), running.devices());
+    guest.ok_or_else(|| LabError::Guest("it has no status page".into()))
+}
+
+/// Waits until all processes of the guest wait at its gate.
+fn wait_at_gate(running: &Running<impl Vm>) -> Result<(), LabError> {
+    let deadline = Instant::now() + PREPARE;
+    let guest = loop {
+        match attached(running) {
+            Ok(guest) => break guest,
+            Err(why) if Instant::now() > deadline || running.devices().ending().is_some() => {
+                return Err(why);
+            }
+            Err(_) => thread::yield_now(),
+        }
+    };
+    guest.run_until(PREPARE, |status| {
+        let [main, members @ ..] = &*status.threads else {
+            return None;
+        };
+        // `verify`: each thread has made one of its two passes. `zipf`: the first entry says so.
+        let half = |thread: &Thread| thread.goal.is_some_and(|goal| 2 * thread.counter >= goal);
+        let all = members.len() == running.vm().config().vcpus && members.iter().all(half);
+        (main.counter > 0 || all).then_some(())
+    })
+}
