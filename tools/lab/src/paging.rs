@@ -47,6 +47,7 @@ mod wake_up;
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::Report;
+use fixture::Work;
 use lacuna_addr::PAGE_SIZE;
 #[cfg(doc)]
 use lacuna_machine::MissingMemory;
@@ -84,7 +85,7 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
          reader's answer, or it exits, and its own thread provides the page.",
     );
     for kind in [MemoryKind::Linux, MemoryKind::Budget] {
-        if let Some(why) = fixture::unavailable(kind) {
+        if let Some(why) = fixture::unavailable(kind, Work::new(options.arch, 1, 512)) {
             report.skip(format!("{}.*", fixture::prefix(kind)), why);
             continue;
         }

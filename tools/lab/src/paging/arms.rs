@@ -4,7 +4,7 @@
 //! on hardware ([`crate::exit_cost`]), in both arms: a vCPU that sleeps in a queue has left the
 //! guest too. An exit to the VMM costs more, because the thread also returns from the kernel.
 
-use super::fixture::{Arm, Fixture, Maker, Share, Work, prefix, unavailable, unavailable_for};
+use super::fixture::{Arm, Fixture, Share, Work, prefix, unavailable};
 use super::wake_up::wake_up_us;
 use super::{MOST_AT_ONCE, SERIES, SOURCE};
 use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
@@ -13,6 +13,7 @@ use crate::first_look::{Found, Row};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, paired, rounds};
+use lacuna_machine::Vm;
 use lacuna_soft::MemoryKind;
 use std::thread;
 
@@ -72,13 +73,7 @@ pub fn measure(
         true => (2048, &SERIES[..2]),
         false => (8192, &SERIES[..]),
     };
-    let plain = |vcpus| Work {
-        arch: options.arch,
-        vcpus,
-        pages,
-        share: Share::Own,
-        batch: 1,
-    };
+    let plain = |vcpus| Work::new(options.arch, vcpus, pages);
     let mut table = vec![HEADS.map(str::to_owned)];
     let mut wakes = Vec::new();
     for &(vcpus, without, with) in counts {
@@ -137,14 +132,12 @@ pub fn measure_huge(
     let kind = MemoryKind::Hugetlbfs;
     for vcpus in BATCHED {
         progress.step(format!("missing huge pages, {vcpus} vCPUs"))?;
+        let pages = if options.quick { 8192 } else { 65536 };
         let work = Work {
-            arch: options.arch,
-            vcpus,
-            pages: if options.quick { 8192 } else { 65536 },
-            share: Share::Own,
             batch: MOST_AT_ONCE,
+            ..Work::new(options.arch, vcpus, pages)
         };
-        if let Some(why) = unavailable_for(kind, work) {
+        if let Some(why) = unavailable(kind, work) {
             report.skip(format!("{}.exit_vs_queue.{vcpus}vcpu", prefix(kind)), why);
             continue;
         }
@@ -166,8 +159,8 @@ fn measure_arms(
 }
 
 /// Measures `arms` in turns, with VMs of `fixture`.
-pub fn rates_of<M: Maker>(
-    fixture: &Fixture<M>,
+pub fn rates_of<V: Vm<Error: Into<LabError>>>(
+    fixture: &Fixture<V>,
     arms: &[Arm],
     times: impl Into<Rounds>,
 ) -> Result<Rates, LabError> {
@@ -230,16 +223,10 @@ fn charged(rate: f64, arm: Arm, vcpus: usize) -> f64 {
 /// # Errors
 /// A VM could not be made, or its guest failed.
 pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let kind = match unavailable(MemoryKind::Linux) {
+    let work = Work::new(options.arch, 1, 2048);
+    let kind = match unavailable(MemoryKind::Linux, work) {
         None => MemoryKind::Linux,
         Some(_) => MemoryKind::Budget,
-    };
-    let work = Work {
-        arch: options.arch,
-        vcpus: 1,
-        pages: 2048,
-        share: Share::Own,
-        batch: 1,
     };
     let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1), Arm::Queue(2)];
     let rates = measure_arms(kind, work, &arms, rounds)?;
@@ -381,13 +368,7 @@ mod tests {
 
     #[test]
     fn exits_are_compared_with_one_reader_and_with_the_best() {
-        let work = Work {
-            arch: Arch::X86_64,
-            vcpus: 4,
-            pages: 64,
-            share: Share::Own,
-            batch: 1,
-        };
+        let work = Work::new(Arch::X86_64, 4, 64);
         let arms = arms(4);
         let all: Vec<_> = [100.0, 100.0, 10.0, 25.0, 20.0, 90.0, 50.0]
             .map(|r| vec![r; 6])

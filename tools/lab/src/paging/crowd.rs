@@ -1,18 +1,18 @@
 //! Whether exiting vCPUs delay each other: two vCPUs against two VMs, and more vCPUs than cores
 //! against as many plain threads.
 
-use super::fixture::{Arm, Fixture, Maker as _, Share, Work, prefix};
+use super::PAGES;
+use super::fixture::{Arm, Fixture, Work, prefix};
 use super::processes::{self, Process};
-use super::{PAGES, queue::Queues};
 use crate::experiment::{LabError, Options};
 use crate::fixture::gpa_of;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::PageCount;
-use lacuna_machine::{Apf, Arch, MissingMemory, PageSource, Vm as _};
+use lacuna_machine::{Arch, MissingMemory, Vm as _};
 use lacuna_soft::MemoryKind;
-use std::sync::{Arc, Barrier};
+use std::sync::Barrier;
 use std::thread;
 use std::time::Instant;
 
@@ -65,20 +65,6 @@ const fn times(options: &Options) -> usize {
     if options.quick { 2 } else { 75 }
 }
 
-fn fixture(kind: MemoryKind, vcpus: usize, pages: u64) -> Result<Fixture, LabError> {
-    let share = Share::Own;
-    Fixture::new(
-        kind,
-        Work {
-            arch: Arch::X86_64,
-            vcpus,
-            pages,
-            share,
-            batch: 1,
-        },
-    )
-}
-
 /// Two vCPUs of one VM against two VMs with one each, in two processes.
 fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> Result<Measurement, LabError> {
     let pages = pages(options);
@@ -108,7 +94,8 @@ fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> Result<Measuremen
 /// threads provide pages by the same call, without a vCPU.
 fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measurement, LabError> {
     let pages = pages(options);
-    let (few, many) = (fixture(kind, 2, pages)?, fixture(kind, vcpus, pages)?);
+    let fixture = |vcpus| Fixture::new(kind, Work::new(Arch::X86_64, vcpus, pages));
+    let (few, many) = (fixture(2)?, fixture(vcpus)?);
     let rates = rounds(5, times(options), |arm| match arm {
         0 => few.rate(Arm::Exits),
         1 | 4 => many.rate(Arm::Exits),
@@ -140,8 +127,7 @@ fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measuremen
 /// Pages a second of plain threads that provide the pages of a VM without a guest, each its own
 /// share.
 fn threads(fixture: &Fixture, count: usize, pages: u64) -> Result<f64, LabError> {
-    let source = Arc::new(Queues::new(1)) as Arc<dyn PageSource>;
-    let vm = fixture.maker.vm(Apf::Off, source)?;
+    let vm = fixture.empty_vm()?;
     let memory = vm.missing_memory().expect("it has a source");
     assert!(
         PageCount::new(pages) <= vm.config().memory,

@@ -6,13 +6,13 @@
 //! at a gate until the host opens it, and times the touching itself.
 
 use super::machine::Machine;
-use super::queue::Queues;
+use super::queue::Listed;
 use crate::experiment::LabError;
 use crate::fixture::resident;
 use crate::session::Guest;
 use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_machine::{Apf, Arch, CpuModel, PageSource, SourcePage, Vm, VmConfig};
-use lacuna_soft::{BootMemory, Host, MemoryKind, VmBuilder};
+use lacuna_machine::{Apf, Arch, PageSource, SourcePage, Vm, VmConfig};
+use lacuna_soft::{BootMemory, MemoryKind};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::{Arc, OnceLock};
 use std::thread;
@@ -29,22 +29,9 @@ pub const fn prefix(kind: MemoryKind) -> &'static str {
     }
 }
 
-/// Why pages of this kind of memory cannot be missing on this host.
-pub fn unavailable(kind: MemoryKind) -> Option<LabError> {
-    let work = Work {
-        arch: Arch::X86_64,
-        vcpus: 1,
-        pages: 512,
-        share: Share::Own,
-        batch: 1,
-    };
-    unavailable_for(kind, work)
-}
-
-/// As [`unavailable`], for guests with this `work`.
-pub fn unavailable_for(kind: MemoryKind, work: Work) -> Option<LabError> {
-    let source = Arc::new(Queues::new(1));
-    let vm = Fixture::new(kind, work).and_then(|fixture| fixture.maker.vm(Apf::Off, source));
+/// Why pages of this kind of memory cannot be missing on this host, for guests with this `work`.
+pub fn unavailable(kind: MemoryKind, work: Work) -> Option<LabError> {
+    let vm = Fixture::new(kind, work).and_then(|fixture| fixture.empty_vm());
     vm.err()
 }
 
@@ -74,6 +61,15 @@ impl Arm {
             Self::Source => "source".into(),
         }
     }
+
+    /// The number of readers of each queue.
+    pub const fn readers(self) -> usize {
+        match self {
+            Self::Queue(readers) => readers,
+            Self::QueueEach => 1,
+            Self::Exits | Self::ExitsTold | Self::Source => 0,
+        }
+    }
 }
 
 /// Which pages a vCPU touches.
@@ -83,15 +79,6 @@ pub enum Share {
     Own,
     /// The same as all others.
     Same,
-}
-
-/// Where the threads of the vCPUs run.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum CorePlace {
-    /// Where the kernel's scheduler puts them.
-    Anywhere,
-    /// Each on a core of its own from this one on, as long as there are cores.
-    From(usize),
 }
 
 /// The work of the guest.
@@ -110,6 +97,17 @@ pub struct Work {
 }
 
 impl Work {
+    /// Each vCPU has a share of its own, and each fault brings one page.
+    pub const fn new(arch: Arch, vcpus: usize, pages: u64) -> Self {
+        Self {
+            arch,
+            vcpus,
+            pages,
+            share: Share::Own,
+            batch: 1,
+        }
+    }
+
     /// The MiB of its guest.
     const fn mib(self) -> u64 {
         ((self.pages * PAGE_SIZE as u64) >> 20) + BESIDE_MIB
@@ -129,71 +127,23 @@ impl Work {
     }
 }
 
-/// Makes a VM for each slice.
-pub trait Maker {
-    /// The type of the VMs.
-    type Vm: Vm<Error: Into<LabError>>;
+/// Makes a VM whose pages a source provides.
+pub type Make<V> = Box<dyn Fn(Apf, Arc<dyn PageSource>) -> Result<Arc<V>, LabError>>;
 
-    /// A VM whose pages `source` provides.
-    ///
-    /// # Errors
-    /// The VM could not be made.
-    fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Self::Vm>, LabError>;
-
-    /// What its memory is made from.
-    fn kind(&self) -> MemoryKind;
-
-    /// The command line of its guest.
-    fn command_line(&self) -> String;
-}
-
-/// Makes VMs on soft, with one host after the other.
-pub struct OnSoft {
-    pub(super) builder: VmBuilder,
-    host: Arc<Host>,
-    clock: Arc<dyn Clock>,
-}
-
-impl Maker for OnSoft {
-    type Vm = lacuna_soft::Vm;
-
-    fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Self::Vm>, LabError> {
-        let config = VmConfig {
-            arch: self.builder.arch,
-            memory: self.builder.memory,
-            vcpus: self.builder.vcpus,
-            apf,
-            cpu: CpuModel::Host,
-            ..VmConfig::default()
-        };
-        let (host, clock) = (Arc::clone(&self.host), Arc::clone(&self.clock));
-        let memory = BootMemory {
-            kind: self.builder.memory_kind,
-            source: Some(source),
-            backing: None,
-        };
-        Ok(lacuna_soft::Vm::with_memory(host, clock, config, memory)?)
-    }
-
-    fn kind(&self) -> MemoryKind {
-        self.builder.memory_kind
-    }
-
-    fn command_line(&self) -> String {
-        self.builder.full_command_line()
-    }
-}
-
-/// A host, and the work of its guests.
-pub struct Fixture<M = OnSoft> {
-    pub(super) maker: M,
-    work: Work,
+/// Makes a VM for each slice, and its guest's work.
+pub struct Fixture<V = lacuna_soft::Vm> {
+    pub make: Make<V>,
+    /// What their memory is made from.
+    pub kind: MemoryKind,
+    /// The command line of the guests.
+    pub line: String,
+    pub work: Work,
     /// The first page that the guest touches, once a guest has booted.
     arena: OnceLock<u64>,
 }
 
 impl Fixture {
-    /// A host with frames for one guest.
+    /// A host on soft with frames for one guest.
     ///
     /// # Errors
     /// The host could not be made.
@@ -204,32 +154,52 @@ impl Fixture {
         builder.command_line = work.words();
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = builder.host(Arc::clone(&clock))?;
-        let maker = OnSoft {
-            builder,
-            host,
-            clock,
+        let line = builder.full_command_line();
+        let make = move |apf, source| {
+            let config = VmConfig {
+                arch: work.arch,
+                memory: work.memory(),
+                vcpus: work.vcpus,
+                apf,
+                ..VmConfig::default()
+            };
+            let memory = BootMemory {
+                kind,
+                source: Some(source),
+                backing: None,
+            };
+            let (host, clock) = (Arc::clone(&host), Arc::clone(&clock));
+            Ok(lacuna_soft::Vm::with_memory(host, clock, config, memory)?)
         };
-        Ok(Self::of(maker, work))
+        Ok(Self::of(Box::new(make), kind, line, work))
     }
 }
 
-impl<M: Maker> Fixture<M> {
-    /// VMs of `maker`, whose guests have this `work`.
-    pub const fn of(maker: M, work: Work) -> Self {
-        let arena = OnceLock::new();
-        Self { maker, work, arena }
+impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
+    /// VMs of `make`, whose guests have this `work`.
+    pub const fn of(make: Make<V>, kind: MemoryKind, line: String, work: Work) -> Self {
+        Self {
+            make,
+            kind,
+            line,
+            work,
+            arena: OnceLock::new(),
+        }
     }
 
-    /// The work of its guests.
-    pub const fn work(&self) -> Work {
-        self.work
+    /// A VM without a guest.
+    ///
+    /// # Errors
+    /// It could not be made.
+    pub fn empty_vm(&self) -> Result<Arc<V>, LabError> {
+        (self.make)(Apf::Off, Arc::new(Listed::new(1, self.work.arch)))
     }
 
     /// The first pages of the vCPUs' shares, without the first vCPU's. Boots a guest if none has
     /// booted yet, because the guest's kernel decides where its arena begins.
     ///
     /// # Errors
-    /// As [`together`].
+    /// As [`Fixture::rate`].
     pub fn shares(&self) -> Result<Vec<SourcePage>, LabError> {
         if self.arena.get().is_none() {
             self.rate(Arm::Exits)?;
@@ -242,7 +212,7 @@ impl<M: Maker> Fixture<M> {
             .collect())
     }
 
-    fn booted(&self, guest: &Guest<'_>) -> Result<(), LabError> {
+    fn note_arena(&self, guest: &Guest<'_>) -> Result<(), LabError> {
         let (arena, memory) = (guest.arena_bytes()?, self.work.memory());
         let first = memory.get().checked_sub(arena / PAGE_SIZE as u64);
         let first = first.filter(|first| first + self.work.pages <= memory.get());
@@ -258,75 +228,36 @@ impl<M: Maker> Fixture<M> {
     /// Pages a second of a fresh VM.
     ///
     /// # Errors
-    /// As [`together`].
+    /// A VM could not be made, or its guest failed.
     pub fn rate(&self, arm: Arm) -> Result<f64, LabError> {
-        together(&[self], arm, CorePlace::Anywhere)
+        let machine = Machine::new(self, arm)?;
+        self.run(&machine, None, || Ok(()))?;
+        let (pages, ns) = machine.touched()?;
+        Ok(pages * 1e9 / ns)
     }
-}
 
-/// Pages a second of fresh VMs that touch at the same time, one for each of `fixtures`.
-///
-/// # Errors
-/// A VM could not be made, or its guest failed.
-pub fn together<M: Maker>(
-    fixtures: &[&Fixture<M>],
-    arm: Arm,
-    place: CorePlace,
-) -> Result<f64, LabError> {
-    let machines = fixtures
-        .iter()
-        .map(|fixture| Machine::new(fixture, arm))
-        .collect::<Result<Vec<_>, _>>()?;
-    run(&machines, fixtures, place)?;
-    let touched = machines.iter().map(Machine::touched);
-    let touched = touched.collect::<Result<Vec<_>, _>>()?;
-    let pages: f64 = touched.iter().map(|touched| touched.0).sum();
-    // Until the last page of the last VM: vCPUs of one VM are timed in the same way.
-    let ns = touched.iter().map(|touched| touched.1).fold(0.0, f64::max);
-    Ok(pages * 1e9 / ns)
-}
-
-/// Runs the VMs until all of their guests have touched their pages.
-fn run<M: Maker>(
-    machines: &[Machine<M::Vm>],
-    fixtures: &[&Fixture<M>],
-    place: CorePlace,
-) -> Result<(), LabError> {
-    run_gated(machines, fixtures, place, || Ok(()))
-}
-
-/// As [`together`], without the rates. `gate` is called when all guests are ready to touch, and
-/// they touch when it returns.
-///
-/// # Errors
-/// As [`together`], and an error of `gate`.
-pub fn run_gated<M: Maker>(
-    machines: &[Machine<M::Vm>],
-    fixtures: &[&Fixture<M>],
-    place: CorePlace,
-    gate: impl FnOnce() -> Result<(), LabError>,
-) -> Result<(), LabError> {
-    thread::scope(|scope| {
-        let _ends: Vec<_> = machines.iter().map(Machine::end_when_dropped).collect();
-        let mut core = match place {
-            CorePlace::Anywhere => None,
-            CorePlace::From(core) => Some(core),
-        };
-        for (machine, fixture) in machines.iter().zip(fixtures) {
-            machine.start(scope, &fixture.maker.command_line(), core)?;
-            core = core.map(|core| core + fixture.work.vcpus);
-        }
-        let guests = machines
-            .iter()
-            .map(Machine::prepared)
-            .collect::<Result<Vec<_>, _>>()?;
-        for (guest, fixture) in guests.iter().zip(fixtures) {
-            fixture.booted(guest)?;
-        }
-        gate()?;
-        guests.iter().try_for_each(|guest| guest.set(1))?;
-        machines.iter().try_for_each(Machine::wait)
-    })
+    /// Runs `machine` until its guest has touched its pages. `gate` is called when the guest is
+    /// ready to touch, and it touches when `gate` returns. The thread of the first vCPU runs on the
+    /// core `first_core`, and the others on the cores after it, as long as there are cores.
+    ///
+    /// # Errors
+    /// As [`Fixture::rate`], and an error of `gate`.
+    pub fn run(
+        &self,
+        machine: &Machine<V>,
+        first_core: Option<usize>,
+        gate: impl FnOnce() -> Result<(), LabError>,
+    ) -> Result<(), LabError> {
+        thread::scope(|scope| {
+            let _end = machine.end_when_dropped();
+            machine.start(scope, &self.line, first_core)?;
+            let guest = machine.prepared()?;
+            self.note_arena(&guest)?;
+            gate()?;
+            guest.set(1)?;
+            machine.wait()
+        })
+    }
 }
 
 #[cfg(test)]
@@ -342,89 +273,86 @@ mod tests {
         Arm::Exits,
         Arm::ExitsTold,
     ];
+    const WORK: Work = Work::new(Arch::X86_64, 2, 512);
+    /// 512 pages for each fault.
+    const BATCHES: Work = Work {
+        batch: 512,
+        ..Work::new(Arch::X86_64, 2, 2048)
+    };
 
-    fn work(share: Share) -> Work {
-        Work {
-            arch: Arch::X86_64,
-            vcpus: 2,
-            pages: 512,
-            share,
-            batch: 1,
-        }
-    }
-
-    fn needs_linux_memory() {
-        if let Some(why) = unavailable(MemoryKind::Linux) {
+    fn needs(kind: MemoryKind, work: Work) {
+        needs_guests();
+        if let Some(why) = unavailable(kind, work) {
             lacuna_skip::skip_test(why.to_string());
         }
     }
 
-    /// Two vCPUs, and 512 pages for each fault.
-    fn batches() -> Work {
-        Work {
-            pages: 2048,
-            batch: 512,
-            ..work(Share::Own)
-        }
+    /// Faults that the kernel's queues have answered, each.
+    fn filled(fixture: &Fixture, arm: Arm) -> Vec<u64> {
+        let machine = Machine::new(fixture, arm).unwrap();
+        fixture.run(&machine, None, || Ok(())).unwrap();
+        machine.filled().unwrap()
     }
 
     /// Brings in all pages by exits and by a reader. Returns how many faults the reader answered.
     fn faults(kind: MemoryKind) -> u64 {
-        let fixture = Fixture::new(kind, batches()).unwrap();
+        let fixture = Fixture::new(kind, BATCHES).unwrap();
         assert!(fixture.rate(Arm::Exits).unwrap() > 0.0);
-        let machines = [Machine::new(&fixture, Arm::Queue(1)).unwrap()];
-        run(&machines, &[&fixture], CorePlace::Anywhere).unwrap();
-        machines[0].filled().unwrap()[0]
+        filled(&fixture, Arm::Queue(1))[0]
     }
 
     /// Runs of pages are provided at once, also where the guest's kernel has brought in some of
     /// them.
     #[test]
     fn a_fault_brings_in_a_run_of_pages() {
-        needs_guests();
-        needs_linux_memory();
+        needs(MemoryKind::Linux, BATCHES);
         let faults = faults(MemoryKind::Linux);
         assert!(faults < 2048, "{faults} for 2048 pages and the kernel's");
     }
 
+    /// Huge pages are provided as a whole, by exits and through the kernel's queue.
+    #[test]
+    fn huge_pages_come_as_a_whole() {
+        // 8 MiB, and the guest's other memory.
+        let _reserved = lacuna_skip::HugePages::reserve(4 + BESIDE_MIB / 2);
+        needs(MemoryKind::Hugetlbfs, BATCHES);
+        let faults = faults(MemoryKind::Hugetlbfs);
+        assert!(faults <= 512, "{faults} faults for 2048 pages");
+    }
+
     /// Every arm brings in all pages, in a reused host.
-    #[test]
-    fn every_arm_touches_all_pages() {
-        needs_guests();
-        every_arm_touches(MemoryKind::Budget);
-    }
-
-    /// The same VMs with Linux memory, one after the other in the same addresses.
-    #[test]
-    fn every_arm_touches_linux_memory() {
-        needs_guests();
-        needs_linux_memory();
-        every_arm_touches(MemoryKind::Linux);
-    }
-
     fn every_arm_touches(kind: MemoryKind) {
+        needs(kind, WORK);
         for share in [Share::Own, Share::Same] {
-            let fixture = Fixture::new(kind, work(share)).unwrap();
+            let fixture = Fixture::new(kind, Work { share, ..WORK }).unwrap();
+            let host = Arc::clone(fixture.empty_vm().unwrap().host());
             for arm in ARMS {
-                let before = fixture.maker.host.stats().provided;
+                let before = host.stats().provided;
                 assert!(fixture.rate(arm).unwrap() > 0.0, "{arm:?}");
-                let provided = fixture.maker.host.stats().provided - before;
+                let provided = host.stats().provided - before;
                 assert!(provided >= 512, "{arm:?}: {provided} pages were provided");
             }
         }
+    }
+
+    #[test]
+    fn every_arm_touches_the_pool() {
+        every_arm_touches(MemoryKind::Budget);
+    }
+
+    #[test]
+    fn every_arm_touches_linux_memory() {
+        every_arm_touches(MemoryKind::Linux);
     }
 
     /// In the arms with a queue, all pages are provided through the userfaultfd; with one for each
     /// vCPU, each vCPU's share through its own.
     #[test]
     fn pages_of_linux_memory_come_through_the_kernels_queues() {
-        needs_guests();
-        needs_linux_memory();
-        let fixture = Fixture::new(MemoryKind::Linux, work(Share::Own)).unwrap();
+        needs(MemoryKind::Linux, WORK);
+        let fixture = Fixture::new(MemoryKind::Linux, WORK).unwrap();
         for (arm, queues) in [(Arm::Queue(1), 1), (Arm::Queue(3), 1), (Arm::QueueEach, 2)] {
-            let machines = [Machine::new(&fixture, arm).unwrap()];
-            run(&machines, &[&fixture], CorePlace::Anywhere).unwrap();
-            let filled = machines[0].filled().unwrap();
+            let filled = filled(&fixture, arm);
             assert_eq!(filled.len(), queues, "{arm:?}");
             assert!(filled.iter().sum::<u64>() >= 512, "{arm:?}: {filled:?}");
             // The second vCPU's share, and nothing of the kernel's.
@@ -432,33 +360,11 @@ mod tests {
         }
     }
 
-    /// Huge pages are provided as a whole, by exits and through the kernel's queue.
-    #[test]
-    fn huge_pages_come_as_a_whole() {
-        needs_guests();
-        // 8 MiB, and the guest's other memory.
-        let _reserved = lacuna_skip::HugePages::reserve(4 + BESIDE_MIB / 2);
-        if let Some(why) = unavailable_for(MemoryKind::Hugetlbfs, batches()) {
-            lacuna_skip::skip_test(why.to_string());
-        }
-        let faults = faults(MemoryKind::Hugetlbfs);
-        assert!(faults <= 512, "{faults} faults for 2048 pages");
-    }
-
-    #[test]
-    fn two_vms_touch_together() {
-        needs_guests();
-        let [a, b] = [Share::Own; 2].map(|share| Fixture::new(MemoryKind::Budget, work(share)));
-        let (a, b) = (a.unwrap(), b.unwrap());
-        let rate = together(&[&a, &b], Arm::Exits, CorePlace::From(0)).unwrap();
-        assert!(rate > 0.0);
-    }
-
     #[test]
     fn a_guest_that_refuses_says_why() {
         needs_guests();
-        let mut fixture = Fixture::new(MemoryKind::Budget, work(Share::Own)).unwrap();
-        fixture.maker.builder.command_line = "gate=1 threads=100".into();
+        let mut fixture = Fixture::new(MemoryKind::Budget, WORK).unwrap();
+        fixture.line = "gate=1 threads=100".into();
         let error = fixture.rate(Arm::Exits).unwrap_err().to_string();
         assert!(error.contains("cannot run with"), "{error}");
     }

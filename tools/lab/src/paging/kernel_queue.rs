@@ -1,10 +1,11 @@
 //! The kernel's queue: memory that threads fill through userfaultfds, as other VMMs do. The thread
 //! of a vCPU that needs a missing page sleeps in the kernel, and a reader copies the page there.
 
+use super::queue::Queues;
 use super::{PAGES, refused};
 use crate::experiment::LabError;
 use lacuna_addr::{Hva, PAGE_SIZE};
-use lacuna_machine::{Backend, External, PageSource, Policy, SourcePage};
+use lacuna_machine::{Backend, External, MissingMemory, PageSource, Policy, SourcePage};
 use lacuna_sys::{Errno, Userfaultfd, Waiters};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -25,36 +26,20 @@ pub struct KernelQueues {
     /// Faults that the readers of each descriptor have answered.
     filled: Vec<AtomicU64>,
     fill: Fill,
+    runs: Runs,
     is_over: AtomicBool,
 }
 
 /// The memory that a reader fills for a fault.
 pub enum Fill {
-    /// The page.
-    Page,
-    /// The aligned run of pages around the page.
-    Run {
-        /// The length of a run, a power of two.
-        pages: usize,
-        /// The first pages of the provided runs.
-        filled: Mutex<HashSet<Hva>>,
-    },
+    /// The aligned run of this number of pages around the page.
+    Run(usize),
     /// The huge page of 2 MiB around the page.
     Huge,
 }
 
-impl Fill {
-    /// For memory in 4 KiB pages, `pages` of them for a fault.
-    pub fn of(pages: usize) -> Self {
-        match pages {
-            1 => Self::Page,
-            _ => Self::Run {
-                pages,
-                filled: Mutex::default(),
-            },
-        }
-    }
-}
+/// The first pages of the provided runs.
+type Runs = Mutex<HashSet<Hva>>;
 
 impl KernelQueues {
     /// For memory of `backend`: a descriptor for the pages from 0 on, and one from each of `parts`
@@ -73,37 +58,40 @@ impl KernelQueues {
             filled: external.userfaultfds().map(|_| AtomicU64::new(0)).collect(),
             external: Arc::new(external),
             fill,
+            runs: Runs::default(),
             is_over: AtomicBool::new(false),
         })
     }
 
-    /// The memory's source, for one VM.
-    pub fn source(&self) -> Arc<dyn PageSource> {
+    fn answer(&self, uffd: &Userfaultfd, page: Hva) -> Result<(), LabError> {
+        let is_new = |run| {
+            self.runs
+                .lock()
+                .expect("no panic under this lock")
+                .insert(run)
+        };
+        match self.fill {
+            Fill::Huge => fill(uffd, aligned(page, PAGES.len()), &PAGES),
+            Fill::Run(pages @ 2..) if is_new(aligned(page, pages)) => {
+                fill_run(uffd, aligned(page, pages), &PAGES[..pages])
+            }
+            Fill::Run(_) => fill(uffd, page, &PAGES[..1]),
+        }
+    }
+}
+
+impl Queues for KernelQueues {
+    fn source(&self) -> Arc<dyn PageSource> {
         Arc::clone(&self.external) as Arc<dyn PageSource>
     }
 
-    /// The number of descriptors.
-    pub fn count(&self) -> usize {
+    fn count(&self) -> usize {
         self.filled.len()
     }
 
-    /// Answered faults of each descriptor so far.
-    pub fn filled(&self) -> Vec<u64> {
-        let filled = self.filled.iter();
-        filled.map(|count| count.load(Ordering::Relaxed)).collect()
-    }
-
-    /// Ends all readers.
-    pub fn end(&self) {
-        self.is_over.store(true, Ordering::Relaxed);
-    }
-
-    /// The work of one reader of descriptor number `queue`. A fault wakes one of its readers
-    /// (`EPOLLEXCLUSIVE`), as in the kernel's own test.
-    ///
-    /// # Errors
-    /// The kernel refused a call.
-    pub fn read(&self, queue: usize) -> Result<(), LabError> {
+    /// A fault wakes one of the readers of its descriptor (`EPOLLEXCLUSIVE`), as in the kernel's
+    /// own test.
+    fn read(&self, queue: usize, _: Option<&dyn MissingMemory>) -> Result<(), LabError> {
         let uffd = self.external.userfaultfds().nth(queue);
         let uffd = uffd.expect("a reader for a descriptor");
         let waiting = epoll::create(CreateFlags::CLOEXEC).map_err(refused("epoll_create"))?;
@@ -113,14 +101,11 @@ impl KernelQueues {
         let (mut faults, mut events) = (Vec::new(), Vec::with_capacity(1));
         while !self.is_over.load(Ordering::Relaxed) {
             events.clear();
+            let room = rustix::buffer::spare_capacity(&mut events);
             // After an error the thread reads, and finds no fault.
-            let _ = epoll::wait(
-                &waiting,
-                rustix::buffer::spare_capacity(&mut events),
-                Some(&LOOK),
-            );
-            uffd.faults(&mut faults)
-                .map_err(refused("read a userfaultfd"))?;
+            let _ = epoll::wait(&waiting, room, Some(&LOOK));
+            let read = uffd.faults(&mut faults);
+            read.map_err(refused("read a userfaultfd"))?;
             for fault in faults.drain(..) {
                 self.answer(uffd, fault.page)?;
                 self.filled[queue].fetch_add(1, Ordering::Relaxed);
@@ -128,25 +113,14 @@ impl KernelQueues {
         }
         Ok(())
     }
-}
 
-impl KernelQueues {
-    fn answer(&self, uffd: &Userfaultfd, page: Hva) -> Result<(), LabError> {
-        match &self.fill {
-            Fill::Huge => fill(uffd, aligned(page, PAGES.len()), &PAGES),
-            Fill::Run { pages, filled } => {
-                let first = aligned(page, *pages);
-                let is_new = filled
-                    .lock()
-                    .expect("no panic under this lock")
-                    .insert(first);
-                match is_new {
-                    true => fill_run(uffd, first, &PAGES[..*pages]),
-                    false => fill(uffd, page, &PAGES[..1]),
-                }
-            }
-            Fill::Page => fill(uffd, page, &PAGES[..1]),
-        }
+    fn end(&self) {
+        self.is_over.store(true, Ordering::Relaxed);
+    }
+
+    fn filled(&self) -> Option<Vec<u64>> {
+        let filled = self.filled.iter();
+        Some(filled.map(|count| count.load(Ordering::Relaxed)).collect())
     }
 }
 

@@ -13,15 +13,14 @@
 
 use super::MOST_AT_ONCE;
 use super::arms::{EXITS, ONE_READER, against, rates_of};
-use super::fixture::{Arm, Fixture, Maker, Share, Work};
+use super::fixture::{Arm, Fixture, Work};
 use crate::experiment::{LabError, Options};
 use crate::report::{Progress, short};
 use crate::result::Report;
 use crate::stats::Summary;
 use lacuna_kvm::{Vm, VmBuilder};
-use lacuna_machine::{Apf, Arch, Builder as _, PageSource};
+use lacuna_machine::{Arch, Builder as _};
 use lacuna_soft::MemoryKind;
-use std::sync::Arc;
 
 /// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 2 * VCPUS.len() as u64;
@@ -56,39 +55,24 @@ pub fn ids() -> impl Iterator<Item = String> {
     VCPUS.into_iter().flat_map(of)
 }
 
-/// Makes VMs on `/dev/kvm`.
-struct OnKvm(VmBuilder);
-
-impl Maker for OnKvm {
-    type Vm = Vm;
-
-    fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> Result<Arc<Vm>, LabError> {
-        let source = Some(source);
-        let builder = VmBuilder {
-            apf,
-            source,
-            ..self.0.clone()
-        };
-        Ok(builder.build()?)
-    }
-
-    fn kind(&self) -> MemoryKind {
-        self.0.memory_kind
-    }
-
-    fn command_line(&self) -> String {
-        self.0.full_command_line()
-    }
-}
-
-fn fixture(work: Work) -> Fixture<OnKvm> {
+fn fixture(work: Work) -> Fixture<Vm> {
     let builder = VmBuilder {
         memory_kind: MemoryKind::Linux,
         vcpus: work.vcpus,
         command_line: format!("{} tick_us={TICK_US}", work.words()),
         ..VmBuilder::new(work.memory(), work.memory())
     };
-    Fixture::of(OnKvm(builder), work)
+    let line = builder.full_command_line();
+    let make = move |apf, source| {
+        let source = Some(source);
+        let builder = VmBuilder {
+            apf,
+            source,
+            ..builder.clone()
+        };
+        Ok(builder.build()?)
+    };
+    Fixture::of(Box::new(make), MemoryKind::Linux, line, work)
 }
 
 /// `paging.kvm.*`; skipped without a usable `/dev/kvm`.
@@ -108,18 +92,8 @@ pub fn measure(
     let (rounds, pages) = if options.quick { (1, 512) } else { (9, 8192) };
     for vcpus in VCPUS {
         progress.step(format!("/dev/kvm, missing pages, {vcpus} vCPUs"))?;
-        let work = Work {
-            arch: Arch::X86_64,
-            vcpus,
-            pages,
-            share: Share::Own,
-            batch: 1,
-        };
-        let arms = if vcpus == 1 {
-            &ARMS[..=SOURCE]
-        } else {
-            &ARMS[..]
-        };
+        let work = Work::new(Arch::X86_64, vcpus, pages);
+        let arms = &ARMS[..SOURCE + vcpus];
         let rates = rates_of(&fixture(work), arms, rounds)?;
         for (other, queue) in [("queue", ONE_READER), ("source", SOURCE)] {
             report.push(against(id(other, vcpus), work, arms, &rates, queue));
@@ -159,13 +133,8 @@ mod tests {
             lacuna_skip::skip_test(why.to_string());
         }
         for (batch, arms) in [(1, &ARMS[..]), (MOST_AT_ONCE, &ARMS[..=ONE_READER])] {
-            let fixture = fixture(Work {
-                arch: Arch::X86_64,
-                vcpus: 2,
-                pages: 1024,
-                share: Share::Own,
-                batch,
-            });
+            let work = Work::new(Arch::X86_64, 2, 1024);
+            let fixture = fixture(Work { batch, ..work });
             for arm in arms {
                 assert!(fixture.rate(*arm).unwrap() > 0.0, "{arm:?}");
             }

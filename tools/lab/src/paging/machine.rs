@@ -2,17 +2,17 @@
 //! says at the end.
 
 use super::PAGES;
-use super::fixture::{Arm, Fixture, Maker};
+use super::fixture::{Arm, Fixture, Work};
 use super::kernel_queue::{Fill, KernelQueues};
-use super::queue::{Queues, use_queue};
+use super::queue::{Listed, Queues, use_queue};
 use crate::base::pin;
 use crate::experiment::LabError;
 use crate::interrupt;
 use crate::session::{Guest, image};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::{
-    Apf, Arch, Ending, Exit, FaultToken, MemoryError, MissingMemory, Next, PageSource,
-    PlatformDevices, SlotFlags, Vcpu, VcpuError, Vm, dispatch,
+    Apf, Ending, Exit, FaultToken, MemoryError, MissingMemory, Next, PlatformDevices, SlotFlags,
+    Vcpu, VcpuError, Vm, dispatch,
 };
 use lacuna_soft::MemoryKind;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -30,71 +30,39 @@ const RESULT: &str = "RESULT threads=";
 
 pub struct Machine<V> {
     vm: Arc<V>,
-    queues: Waiting,
+    queues: Box<dyn Queues>,
     devices: PlatformDevices,
     lines: Arc<Mutex<Vec<String>>>,
     arm: Arm,
-    arch: Arch,
-    /// Pages that a vCPU's thread provides for each exit.
-    batch: usize,
+    work: Work,
 }
 
-/// Where vCPUs that need a page wait for a reader.
-enum Waiting {
-    /// The lab's own lists of requests.
-    Listed(Arc<Queues>),
-    /// The kernel's queue of a userfaultfd.
-    Kernel(KernelQueues),
-}
-
-impl Waiting {
-    /// For Linux memory through queues, the kernel's queue.
-    fn of<M: Maker>(fixture: &Fixture<M>, arm: Arm) -> Result<Self, LabError> {
-        let kernel = |parts: &[_], fill| {
-            let queues = KernelQueues::new(M::Vm::BACKEND, parts, fill);
-            queues.map(Self::Kernel)
-        };
-        let pages = fixture.work().batch;
-        match (fixture.maker.kind(), arm) {
-            (MemoryKind::Hugetlbfs, Arm::Queue(_)) => kernel(&[], Fill::Huge),
-            (MemoryKind::Linux, Arm::Queue(_)) => kernel(&[], Fill::of(pages)),
-            (MemoryKind::Linux, Arm::QueueEach) => kernel(&fixture.shares()?, Fill::of(pages)),
-            (MemoryKind::Budget, Arm::QueueEach) => {
-                let queues = Queues::new(fixture.work().vcpus);
-                Ok(Self::Listed(Arc::new(queues)))
-            }
-            _ => Ok(Self::Listed(Arc::new(Queues::new(1)))),
+/// For Linux memory through queues, the kernel's queue; otherwise the lab's own lists.
+fn queues<V: Vm<Error: Into<LabError>>>(
+    fixture: &Fixture<V>,
+    arm: Arm,
+) -> Result<Box<dyn Queues>, LabError> {
+    let Work {
+        arch, vcpus, batch, ..
+    } = fixture.work;
+    let kernel = |parts: &[_], fill| KernelQueues::new(V::BACKEND, parts, fill);
+    Ok(Box::new(match (fixture.kind, arm) {
+        (MemoryKind::Hugetlbfs, Arm::Queue(_)) => kernel(&[], Fill::Huge)?,
+        (MemoryKind::Linux, Arm::Queue(_)) => kernel(&[], Fill::Run(batch))?,
+        (MemoryKind::Linux, Arm::QueueEach) => kernel(&fixture.shares()?, Fill::Run(batch))?,
+        _ => {
+            let lists = if arm == Arm::QueueEach { vcpus } else { 1 };
+            return Ok(Box::new(Arc::new(Listed::new(lists, arch))));
         }
-    }
-
-    fn source(&self) -> Arc<dyn PageSource> {
-        match self {
-            Self::Listed(queues) => Arc::clone(queues) as Arc<dyn PageSource>,
-            Self::Kernel(queues) => queues.source(),
-        }
-    }
-
-    fn count(&self) -> usize {
-        match self {
-            Self::Listed(queues) => queues.count(),
-            Self::Kernel(queues) => queues.count(),
-        }
-    }
-
-    fn end(&self) {
-        match self {
-            Self::Listed(queues) => queues.end(),
-            Self::Kernel(queues) => queues.end(),
-        }
-    }
+    }))
 }
 
 /// An accepted exit.
 type Accepted = (Gpa, FaultToken);
 
 impl<V: Vm<Error: Into<LabError>>> Machine<V> {
-    pub fn new<M: Maker<Vm = V>>(fixture: &Fixture<M>, arm: Arm) -> Result<Self, LabError> {
-        let queues = Waiting::of(fixture, arm)?;
+    pub fn new(fixture: &Fixture<V>, arm: Arm) -> Result<Self, LabError> {
+        let queues = queues(fixture, arm)?;
         let apf = match arm {
             Arm::ExitsTold => Apf::On,
             _ => Apf::Off,
@@ -106,13 +74,12 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
             lines.push(line.to_owned());
         };
         Ok(Self {
-            vm: fixture.maker.vm(apf, queues.source())?,
+            vm: (fixture.make)(apf, queues.source())?,
             queues,
-            devices: PlatformDevices::of(fixture.work().arch, keep),
+            devices: PlatformDevices::of(fixture.work.arch, keep),
             lines,
             arm,
-            arch: fixture.work().arch,
-            batch: fixture.work().batch,
+            work: fixture.work,
         })
     }
 
@@ -125,10 +92,8 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
         first_core: Option<usize>,
     ) -> Result<(), LabError> {
         // Start the readers before the boot, which loads the guest into missing memory.
-        if matches!(self.arm, Arm::Queue(_) | Arm::QueueEach) {
-            self.start_readers(scope);
-        }
-        let vcpus = self.vm.boot(&image(self.arch, "touch")?, command_line);
+        self.start_readers(scope);
+        let vcpus = self.vm.boot(&image(self.work.arch, "touch")?, command_line);
         let vcpus = vcpus.map_err(Into::into)?;
         let (accepted, tokens) = channel();
         match self.arm {
@@ -137,7 +102,7 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
                 self.exit_on_missing()?;
                 scope.spawn(move || self.provide_accepted(&tokens));
             }
-            Arm::Queue(_) | Arm::QueueEach => self.open(),
+            Arm::Queue(_) | Arm::QueueEach => self.queues.open(),
             Arm::Source => {}
         }
         for (index, vcpu) in vcpus.into_iter().enumerate() {
@@ -162,36 +127,19 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
     }
 
     fn start_readers<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
-        let readers = match self.arm {
-            Arm::Queue(readers) => readers,
-            _ => 1,
-        };
-        let queues = 0..self.queues.count();
-        for queue in queues.flat_map(|queue| (0..readers).map(move |_| queue)) {
+        let queues = (0..self.arm.readers()).flat_map(|_| 0..self.queues.count());
+        for queue in queues {
             scope.spawn(move || {
-                let read = match &self.queues {
-                    Waiting::Listed(queues) => queues.read(queue, self.arch, self.memory()),
-                    Waiting::Kernel(queues) => queues.read(queue),
-                };
-                if let Err(error) = read {
+                if let Err(error) = self.queues.read(queue, self.vm.missing_memory()) {
                     self.fail(0, &error.to_string());
                 }
             });
         }
     }
 
-    fn open(&self) {
-        if let Waiting::Listed(queues) = &self.queues {
-            queues.open();
-        }
-    }
-
     /// Answered faults of each descriptor of the kernel's queue.
     pub fn filled(&self) -> Option<Vec<u64>> {
-        match &self.queues {
-            Waiting::Listed(_) => None,
-            Waiting::Kernel(queues) => Some(queues.filled()),
-        }
+        self.queues.filled()
     }
 
     fn memory(&self) -> &dyn MissingMemory {
@@ -227,9 +175,9 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
             let _ = accepted.send((gpa, token));
             return Ok(());
         }
-        let bytes = (self.batch * PAGE_SIZE) as u64;
+        let bytes = (self.work.batch * PAGE_SIZE) as u64;
         let first = Gpa::truncate(gpa.get() / bytes * bytes);
-        let pages = PAGES[..self.batch].as_flattened();
+        let pages = PAGES[..self.work.batch].as_flattened();
         self.memory().provide(first, pages).map(|_| ())
     }
 
@@ -257,7 +205,10 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
             if let Some(guest) = Guest::attach(&*self.vm, &self.devices) {
                 break guest;
             }
-            self.check(deadline)?;
+            if self.devices.ending().is_some() {
+                return Err(self.ended());
+            }
+            check(deadline)?;
             thread::sleep(Duration::from_millis(1));
         };
         match guest.prepared() {
@@ -271,26 +222,10 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
     pub fn wait(&self) -> Result<(), LabError> {
         let deadline = Instant::now() + LIMIT;
         while self.devices.ending().is_none() {
-            interrupt::check()?;
-            // The guest may have ended by now.
-            if let Err(error) = self.check(deadline)
-                && self.devices.ending().is_none()
-            {
-                return Err(error);
-            }
+            check(deadline)?;
             thread::sleep(LOOK);
         }
         Ok(())
-    }
-
-    fn check(&self, deadline: Instant) -> Result<(), LabError> {
-        match self.devices.ending() {
-            Some(_) => Err(self.ended()),
-            None if Instant::now() > deadline => Err(LabError::Guest(format!(
-                "the guest did not end within {LIMIT:?}"
-            ))),
-            None => Ok(()),
-        }
     }
 
     /// The number of touched pages, and the nanoseconds from the opening of the gate until the last
@@ -306,12 +241,9 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
         let is_done = self.devices.ending() == Some(Ending::Exited(0));
         drop(lines);
         let touched = touched.filter(|_| is_done).ok_or_else(|| self.ended())?;
-        let batch = self.batch as u64;
-        let came = self
-            .filled()
-            .map(|filled| filled.iter().sum::<u64>() * batch);
-        match came {
-            Some(came) if (came as f64) < touched.0 => Err(LabError::Guest(format!(
+        let came = self.filled().map(|filled| filled.iter().sum::<u64>());
+        match came.map(|faults| (faults * self.work.batch as u64) as f64) {
+            Some(came) if came < touched.0 => Err(LabError::Guest(format!(
                 "at most {came} of {} pages came through the userfaultfd",
                 touched.0
             ))),
@@ -331,6 +263,16 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
     /// Ends the guest and the readers when the value is dropped, also after an error or a panic.
     pub fn end_when_dropped(&self) -> End<'_, V> {
         End(self)
+    }
+}
+
+fn check(deadline: Instant) -> Result<(), LabError> {
+    interrupt::check()?;
+    match Instant::now() > deadline {
+        true => Err(LabError::Guest(format!(
+            "the guest did not make the expected progress within {LIMIT:?}"
+        ))),
+        false => Ok(()),
     }
 }
 

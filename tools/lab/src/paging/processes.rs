@@ -10,7 +10,7 @@
 //! child            ◄─ ready          touches all pages ◄─ PAGES NS
 //! ```
 
-use super::fixture::{Arm, CorePlace, Fixture, Share, Work, run_gated};
+use super::fixture::{Arm, Fixture, Work};
 use super::machine::Machine;
 use crate::experiment::LabError;
 use lacuna_machine::Arch;
@@ -37,29 +37,19 @@ pub fn serve(
     words: impl BufRead,
     mut answers: impl Write,
 ) -> Result<(), LabError> {
-    let fixture = Fixture::new(kind, work(vcpus, pages))?;
+    let fixture = Fixture::new(kind, Work::new(Arch::X86_64, vcpus, pages))?;
     let mut words = words.lines();
     while let Some(Ok(word)) = words.next() {
         expect(&word, BOOT)?;
-        let machines = [Machine::new(&fixture, Arm::Exits)?];
-        run_gated(&machines, &[&fixture], CorePlace::From(core), || {
+        let machine = Machine::new(&fixture, Arm::Exits)?;
+        fixture.run(&machine, Some(core), || {
             say(&mut answers, READY)?;
             expect(&words.next().unwrap_or(Ok(String::new())).map_err(io)?, GO)
         })?;
-        let (pages, ns) = machines[0].touched()?;
+        let (pages, ns) = machine.touched()?;
         say(&mut answers, &format!("{pages} {ns}"))?;
     }
     Ok(())
-}
-
-const fn work(vcpus: usize, pages: u64) -> Work {
-    Work {
-        arch: Arch::X86_64,
-        vcpus,
-        pages,
-        share: Share::Own,
-        batch: 1,
-    }
 }
 
 fn io(source: std::io::Error) -> LabError {

@@ -1,5 +1,5 @@
-//! A page source that puts its requests into queues, and the answering threads. They serve the pool
-//! of frames, as a userfaultfd and its readers (`kernel_queue`) serve Linux memory.
+//! The queues in which vCPUs that need a page wait for a reader. [`Listed`] serves the pool of
+//! frames, as a userfaultfd and its readers (`kernel_queue`) serve Linux memory.
 
 use super::PAGES;
 use crate::experiment::LabError;
@@ -8,7 +8,34 @@ use lacuna_machine::{Arch, MissingMemory, PageRequest, PageSource, SourcePage};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+/// Queues, and the work of their readers.
+pub trait Queues: Send + Sync {
+    /// The source of the memory, for one VM.
+    fn source(&self) -> Arc<dyn PageSource>;
+
+    /// The number of queues.
+    fn count(&self) -> usize;
+
+    /// From now on, requests wait for a reader.
+    fn open(&self) {}
+
+    /// The work of one reader of queue number `queue` until the end. `memory` is what a VM with
+    /// this source has, if the pages are provided through it.
+    ///
+    /// # Errors
+    /// A page could not be provided.
+    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> Result<(), LabError>;
+
+    /// Ends all readers.
+    fn end(&self);
+
+    /// Faults that the readers of each of the kernel's queues have answered.
+    fn filled(&self) -> Option<Vec<u64>> {
+        None
+    }
+}
 
 thread_local! {
     /// The queue of this thread's requests.
@@ -21,74 +48,72 @@ pub fn use_queue(queue: usize) {
     QUEUE.set(queue);
 }
 
-/// A source whose pages all have the same content.
-pub struct Queues {
-    queues: Vec<Queue>,
+/// A source that puts its requests into lists. All pages have the same content.
+pub struct Listed {
+    arch: Arch,
+    lists: Vec<List>,
     /// Until it is open, each asking thread gets its page at once: the guest is being loaded.
     is_open: AtomicBool,
 }
 
 #[derive(Default)]
-struct Queue {
+struct List {
     inside: Mutex<Inside>,
     changed: Condvar,
 }
 
-/// The data under the lock of a queue.
+/// The data under the lock of a list.
 #[derive(Default)]
 struct Inside {
     requests: VecDeque<PageRequest>,
     is_over: bool,
 }
 
-impl Queues {
-    /// A source with this number of queues, which answers at once until [`Queues::open`].
-    pub fn new(queues: usize) -> Self {
+impl Listed {
+    /// A source with this number of lists, for a guest of `arch`.
+    pub fn new(lists: usize, arch: Arch) -> Self {
         Self {
-            queues: (0..queues).map(|_| Queue::default()).collect(),
+            arch,
+            lists: (0..lists).map(|_| List::default()).collect(),
             is_open: AtomicBool::new(false),
         }
     }
+}
 
-    /// From now on, requests wait in the queues for a reader.
-    pub fn open(&self) {
+impl Queues for Arc<Listed> {
+    fn source(&self) -> Arc<dyn PageSource> {
+        Self::clone(self)
+    }
+
+    fn count(&self) -> usize {
+        self.lists.len()
+    }
+
+    fn open(&self) {
         self.is_open.store(true, Ordering::Release);
     }
 
-    /// The number of queues.
-    pub fn count(&self) -> usize {
-        self.queues.len()
-    }
-
-    /// Ends all readers.
-    pub fn end(&self) {
-        for queue in &self.queues {
-            queue.lock().is_over = true;
-            queue.changed.notify_all();
-        }
-    }
-
-    /// The work of one reader of queue number `queue`, for a guest of `arch`: it provides each page
-    /// by the call that a VMM uses after an exit, so that arms differ in nothing else.
-    ///
-    /// # Errors
-    /// A page could not be provided.
-    pub fn read(
-        &self,
-        queue: usize,
-        arch: Arch,
-        memory: &dyn MissingMemory,
-    ) -> Result<(), LabError> {
-        while let Some(request) = self.queues[queue].next() {
+    /// It provides each page by the call that a VMM uses after an exit, so that arms differ in
+    /// nothing else.
+    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> Result<(), LabError> {
+        let memory = memory.expect("it has a source");
+        while let Some(request) = self.lists[queue].next() {
             let SourcePage(page) = request.page();
-            memory.provide(gpa_of(arch, page), &PAGES[0])?;
+            memory.provide(gpa_of(self.arch, page), &PAGES[0])?;
         }
         Ok(())
     }
+
+    fn end(&self) {
+        for list in &self.lists {
+            list.lock().is_over = true;
+            list.changed.notify_all();
+        }
+    }
 }
 
-impl Queue {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Inside> {
+impl List {
+    fn lock(&self) -> MutexGuard<'_, Inside> {
         self.inside.lock().expect("no panic under this lock")
     }
 
@@ -100,7 +125,7 @@ impl Queue {
     }
 }
 
-impl PageSource for Queues {
+impl PageSource for Listed {
     fn describe(&self) -> String {
         "the lab's page source".into()
     }
@@ -111,8 +136,8 @@ impl PageSource for Queues {
             let _ = request.provide(&PAGES[0]);
             return;
         }
-        let queue = &self.queues[QUEUE.get() % self.queues.len()];
-        queue.lock().requests.push_back(request);
-        queue.changed.notify_one();
+        let list = &self.lists[QUEUE.get() % self.lists.len()];
+        list.lock().requests.push_back(request);
+        list.changed.notify_one();
     }
 }
