@@ -22,9 +22,6 @@ const LITTLE: u64 = 256 << 20;
 
 /// Touches `bytes` bytes and a quarter more, and gives them back to the kernel. If the kernel
 /// reports free memory, waits first for the report of earlier freed memory.
-///
-/// # Errors
-/// The kernel has less memory.
 pub fn back(bytes: u64) -> Result<(), LabError> {
     let failed = |source| LabError::Io {
         what: "map memory".into(),

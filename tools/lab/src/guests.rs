@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
 /// The longest time that a guest may take to its gate.
 const PREPARE: Duration = Duration::from_secs(300);
@@ -82,9 +83,6 @@ pub fn soft(options: &Options) -> impl Fn(u64, usize) -> VmBuilder {
 }
 
 /// As [`soft`], on `/dev/kvm`, or the reason why there are none.
-///
-/// # Errors
-/// The reason.
 pub fn kvm(options: &Options) -> Result<impl Fn(u64, usize) -> lacuna_kvm::VmBuilder, String> {
     match options.arch {
         Arch::X86_64 => lacuna_kvm::available().map_err(|why| why.to_string())?,
@@ -97,6 +95,14 @@ pub fn kvm(options: &Options) -> Result<impl Fn(u64, usize) -> lacuna_kvm::VmBui
             apf: Apf::Off,
             ..lacuna_kvm::VmBuilder::new(pages, pages)
         }
+    })
+}
+
+/// A folder that is removed when the value is dropped.
+pub fn folder() -> Result<TempDir, LabError> {
+    tempfile::tempdir().map_err(|source| LabError::Io {
+        what: "make a folder".into(),
+        source,
     })
 }
 
@@ -121,9 +127,6 @@ pub fn devices(builder: &impl GuestBuilder) -> (PlatformDevices, Lines) {
 }
 
 /// A machine for an incoming guest whose pages `source` provides.
-///
-/// # Errors
-/// It could not be made.
 pub fn machine_for<B: GuestBuilder>(
     builder: &B,
     source: Option<Arc<dyn PageSource>>,
@@ -134,9 +137,6 @@ pub fn machine_for<B: GuestBuilder>(
 }
 
 /// Runs `guest` with `words` until it waits at its gate, and then `work` beside it.
-///
-/// # Errors
-/// The guest could not be run, or an error of `work`.
 pub fn beside<B: GuestBuilder, T>(
     builder: &B,
     guest: &str,

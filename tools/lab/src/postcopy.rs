@@ -26,10 +26,9 @@
 //! left for the peer. In practice the peer is another machine.
 
 mod arms;
-mod fill;
+mod experiments;
 mod peer;
 mod push;
-mod worker;
 
 use crate::experiment::{LabError, Options};
 use crate::fixture::resident;
@@ -52,7 +51,7 @@ const TICK_US: u64 = 1000;
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
 pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    let progress = Progress::new(2 * (worker::STEPS + fill::STEPS), options.verbosity);
+    let progress = Progress::new(2 * experiments::ALL.len() as u64, options.verbosity);
     report.say(
         "postcopy: memory that is still with a peer. The guest has one vCPU. A process that \
          computes (a worker) shares it with processes that touch random pages (faulters). A vCPU \
@@ -64,11 +63,8 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
             report.skip(format!("{}.*", prefix(kind)), why);
             continue;
         }
-        if options.wants("worker") {
-            worker::measure(kind, options, report, &progress)?;
-        }
-        if options.wants("push") {
-            fill::measure(kind, options, report, &progress)?;
+        for experiment in &experiments::ALL {
+            experiment.measure(kind, options, report, &progress)?;
         }
     }
     Ok(())

@@ -28,7 +28,7 @@ use super::qemu::{self, Accelerator, Scene};
 use super::route::Route;
 use super::{MEMORY, QUICK, VCPUS};
 use crate::experiment::{LabError, Options};
-use crate::guests::{GuestBuilder, beside};
+use crate::guests::{GuestBuilder, beside, folder};
 use crate::result::{Better, Measurement, Report};
 use crate::session::guests;
 use crate::stats::{Rounds, Summary, measures, paired};
@@ -117,24 +117,23 @@ pub fn measure<B: GuestBuilder>(
     options: &Options,
     report: &mut Report,
 ) -> Result<(), LabError> {
-    if let Err(why) = qemu::installed() {
-        ids(prefix).into_iter().for_each(|id| report.skip(id, &why));
-        return Ok(());
-    }
+    let paced = guests(Arch::X86_64).image("paced");
+    let paced = match (qemu::installed(), paced) {
+        (Ok(_), Some(paced)) => paced,
+        (installed, _) => {
+            let why = installed.err().map(|why| why.to_string());
+            let why = why.or(lacuna_guest::unavailable().map(str::to_owned));
+            let why = why.unwrap_or("there is no guest paced".into());
+            ids(prefix).into_iter().for_each(|id| report.skip(id, &why));
+            return Ok(());
+        }
+    };
     let (memory, words) = match options.quick {
         true => (QUICK, QUICK_PACED),
         false => (MEMORY, PACED),
     };
-    let folder = tempfile::tempdir().map_err(|source| LabError::Io {
-        what: "make a folder".into(),
-        source,
-    })?;
+    let folder = folder()?;
     let image = folder.path().join("paced.elf");
-    let Some(paced) = guests(Arch::X86_64).image("paced") else {
-        let why = lacuna_guest::unavailable().unwrap_or("there is no guest paced");
-        ids(prefix).into_iter().for_each(|id| report.skip(id, why));
-        return Ok(());
-    };
     fs::write(&image, paced.file).map_err(|source| LabError::Io {
         what: format!("write {}", image.display()),
         source,
@@ -152,6 +151,7 @@ pub fn measure<B: GuestBuilder>(
         },
         image,
         words: line.join(" "),
+        own_words: words,
         memory_mib: memory,
         vcpus: VCPUS,
         downtime: Budget::default().downtime,
@@ -172,11 +172,13 @@ fn compare<B: GuestBuilder>(
     report: &mut Report,
 ) -> Result<(), LabError> {
     let rounds = Rounds::Count(if options.quick { 1 } else { Rounds::LEAST });
-    let damaged = arms.map(|_| Damaged::default());
+    // Moves, and moves that damaged the guest.
+    let moves = arms.map(|_| Cell::new([0, 0]));
     let runs = measures(arms.len(), rounds, |arm| match arms[arm] {
         Arm::Ours(mode) => ours(builder, scene, mode),
-        Arm::Qemu(way) => of_qemu(scene, way, &damaged[arm]),
+        Arm::Qemu(way) => of_qemu(scene, way, &moves[arm]),
     })?;
+    let of_qemu = || arms.iter().zip(&moves).skip(NULL + 1);
     for (figure, name) in FIGURES.into_iter().enumerate() {
         let id = id(prefix, name, mode);
         let Some(found) = row(id.clone(), &runs, figure, arms) else {
@@ -189,31 +191,24 @@ fn compare<B: GuestBuilder>(
             .param("guest", format!("paced {}", scene.words))
             .param("pages_written_per_s", RATE)
             .param("downtime_limit_ms", scene.downtime.as_millis() as u64);
-        for (arm, damaged) in arms.iter().zip(&damaged).skip(2) {
-            let (moves, of) = (damaged.moves.get(), damaged.damaged.get());
-            let value = json!({"moves": moves, "damaged": of});
+        for (arm, moves) in of_qemu() {
+            let [moves, damaged] = moves.get();
+            let value = json!({"moves": moves, "damaged": damaged});
             found = found.arm(&format!("{}_moves", arm.name()), value);
         }
         report.push(found);
     }
-    for (arm, damaged) in arms.iter().zip(&damaged) {
-        let (moves, of) = (damaged.moves.get(), damaged.damaged.get());
-        if of > 0 {
+    for (arm, moves) in of_qemu() {
+        let [moves, damaged] = moves.get();
+        if damaged > 0 {
             report.say(format!(
-                "{prefix}: QEMU has damaged the guest in {of} of {moves} moves by {mode} ({}): \
-                 pages were lost, or it crashed.",
+                "{prefix}: QEMU has damaged the guest in {damaged} of {moves} moves by {mode} \
+                 ({}): pages were lost, or it crashed.",
                 arm.name()
             ));
         }
     }
     Ok(())
-}
-
-/// The number of moves, and of moves that damaged the guest.
-#[derive(Default)]
-struct Damaged {
-    moves: Cell<usize>,
-    damaged: Cell<usize>,
 }
 
 /// One row. `None`: no round has the figure of both.
@@ -249,26 +244,14 @@ fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Op
 
 /// Boots a guest and moves it.
 fn ours<B: GuestBuilder>(builder: &B, scene: &Scene, mode: Mode) -> Result<[f64; 4], LabError> {
-    let folder = tempfile::tempdir().map_err(|source| LabError::Io {
-        what: "make a folder".into(),
-        source,
-    })?;
-    // The builder adds the words that describe the machine.
-    let words = scene.words.split(' ').filter(|word| !is_of_machine(word));
-    let words: Vec<&str> = words.collect();
-    beside(builder, "paced", &words.join(" "), |guest| {
+    let folder = folder()?;
+    beside(builder, "paced", scene.own_words, |guest| {
         thread::sleep(scene.settle);
         let way = (mode, Route::unix(&folder.path().join("moves"), None)?);
         let (moved, resumed) = move_guest(builder, guest, way, until_all_print)?;
         let since = |at: Instant| (at - moved.paused).as_secs_f64();
         Ok([since(moved.ran), moved.total, since(resumed), f64::NAN])
     })
-}
-
-fn is_of_machine(word: &str) -> bool {
-    ["smp=", "syscall="]
-        .iter()
-        .any(|name| word.starts_with(name))
 }
 
 /// When each thread has printed a line at the destination.
@@ -284,18 +267,13 @@ fn until_all_print<B: GuestBuilder>(here: &Here<'_, B>) -> Result<Instant, LabEr
 }
 
 /// As [`ours`], by QEMU. A lacking figure is NaN.
-fn of_qemu(scene: &Scene, way: qemu::Way, damaged: &Damaged) -> Result<[f64; 4], LabError> {
+fn of_qemu(scene: &Scene, way: qemu::Way, moves: &Cell<[usize; 2]>) -> Result<[f64; 4], LabError> {
     let mut tries = 0;
     loop {
-        let folder = tempfile::tempdir().map_err(|source| LabError::Io {
-            what: "make a folder".into(),
-            source,
-        })?;
+        let folder = folder()?;
         let found = qemu::move_once(scene, way, folder.path())?;
-        damaged.moves.set(damaged.moves.get() + 1);
-        damaged
-            .damaged
-            .set(damaged.damaged.get() + usize::from(found.is_damaged));
+        let [all, damaged] = moves.get();
+        moves.set([all + 1, damaged + usize::from(found.is_damaged)]);
         tries += 1;
         if !found.is_damaged || tries == TRIES {
             let resume = found.blackout.filter(|_| !found.is_damaged);

@@ -20,11 +20,6 @@ pub enum Seen {
 /// When each thread of a guest has printed its first line.
 pub struct Beats(Vec<Option<Instant>>);
 
-/// Listens for a line of each of `threads`.
-pub fn beats(lines: &Receiver<(Instant, String)>, threads: usize, limit: Duration) -> Seen {
-    Beats::new(threads).listen(lines, limit)
-}
-
 impl Beats {
     /// No beat was received.
     pub fn new(threads: usize) -> Self {

@@ -45,9 +45,6 @@ pub struct Here<'a, B: GuestBuilder> {
 
 /// Moves `guest` to a VM of `builder`, and calls `watch` when it runs there. That VM ends when
 /// `watch` has returned and all memory has arrived. The guest then resumes here.
-///
-/// # Errors
-/// It could not be moved, or an error of `watch`.
 pub fn move_guest<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,
@@ -59,9 +56,6 @@ pub fn move_guest<B: GuestBuilder, T: Send>(
 
 /// As [`move_guest`], and calls `meanwhile` when all memory was sent. The guest runs on both sides
 /// then.
-///
-/// # Errors
-/// As [`move_guest`], and an error of `meanwhile`.
 pub fn move_and<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,

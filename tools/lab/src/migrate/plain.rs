@@ -11,9 +11,6 @@ use std::time::Instant;
 const AT_ONCE: usize = 1 << 20;
 
 /// Sends `bytes` bytes from memory into untouched memory. Returns the seconds.
-///
-/// # Errors
-/// The system refuses a connection.
 pub fn copy(bytes: u64) -> Result<f64, LabError> {
     let failed = |source| LabError::Io {
         what: "copy over a connection of this host".into(),

@@ -1,12 +1,12 @@
 //! Moves a guest between two processes of QEMU, driven by QMP over UNIX sockets.
 
-use super::beats::{Beats, Seen, beats};
+use super::beats::{Beats, Seen};
 use crate::backed::back;
 use crate::experiment::LabError;
 use crate::external::{ExternalError, Reaped, find, spawn};
 use crate::interrupt;
 use serde_json::{Value, json};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -44,8 +44,10 @@ pub struct Scene {
     pub accelerator: Accelerator,
     /// The guest's image.
     pub image: PathBuf,
-    /// Its words.
+    /// Its whole command line.
     pub words: String,
+    /// Its words of that which do not describe the machine.
+    pub own_words: &'static str,
     pub memory_mib: u64,
     pub vcpus: usize,
     /// The longest pause that a pre-copy aims for.
@@ -71,21 +73,15 @@ pub struct Found {
 }
 
 /// Whether QEMU is installed.
-///
-/// # Errors
-/// It is not.
 pub fn installed() -> Result<PathBuf, ExternalError> {
     find(PROGRAM).ok_or_else(|| ExternalError::Unavailable(format!("{PROGRAM} is not installed")))
 }
 
 /// Starts the guest in one process, and moves it to another one. `folder` is empty.
-///
-/// # Errors
-/// QEMU cannot be started, or does not carry out a command.
 pub fn move_once(scene: &Scene, way: Way, folder: &Path) -> Result<Found, LabError> {
     interrupt::check()?;
     let source = Qemu::start(scene, folder, "source", &[])?;
-    if beats(&source.lines, scene.vcpus, LIMIT) != Seen::All {
+    if Beats::new(scene.vcpus).listen(&source.lines, LIMIT) != Seen::All {
         return Err(failed("the guest does not start").into());
     }
     thread::sleep(scene.settle);
@@ -195,16 +191,14 @@ impl Qemu {
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", socket.display()))
             .args(more);
-        let started = spawn(command).and_then(|(process, lines)| {
-            let stream = connect(&socket)?;
-            stream.set_read_timeout(Some(LIMIT))?;
-            Ok((process, lines, stream.try_clone()?, stream))
-        });
-        let started = started.map_err(|source| ExternalError::Start {
+        let not_started = |source| ExternalError::Start {
             program: PROGRAM.into(),
             source,
-        });
-        let (process, lines, commands, stream) = started?;
+        };
+        let (process, lines) = spawn(command).map_err(not_started)?;
+        let stream = connect(&socket)?;
+        stream.set_read_timeout(Some(LIMIT)).map_err(not_started)?;
+        let commands = stream.try_clone().map_err(not_started)?;
         let mut qemu = Self {
             _process: process,
             lines,
@@ -265,56 +259,41 @@ impl Qemu {
 
     /// Lets the guest go before its memory, as soon as the migration has begun.
     fn start_post_copy(&mut self) -> Result<(), ExternalError> {
-        let deadline = Instant::now() + LIMIT;
-        loop {
-            match self.ask("migrate-start-postcopy", &json!({}))? {
-                Ok(_) => return Ok(()),
-                Err(error) if Instant::now() > deadline => {
-                    return Err(failed(format!("migrate-start-postcopy: {error}")));
-                }
-                Err(_) => thread::sleep(AGAIN),
-            }
-        }
+        let started = again(LIMIT, || {
+            Ok(self.ask("migrate-start-postcopy", &json!({}))?.ok())
+        })?;
+        started
+            .map(|_| ())
+            .ok_or_else(|| failed("migrate-start-postcopy is refused"))
     }
 
     /// Waits until the guest has moved. Returns when the guest stopped here, and QEMU's report.
     fn until_moved(&mut self) -> Result<(Instant, Value), ExternalError> {
-        let is_status = |event: &Value, status: &str| {
-            event["event"] == "MIGRATION" && event["data"]["status"] == status
-        };
         let mut looked = 0;
         loop {
             for (_, event) in &self.events[looked..] {
-                if is_status(event, "failed") {
-                    return Err(failed("the migration has failed"));
+                if event["event"] == "MIGRATION" {
+                    match event["data"]["status"].as_str() {
+                        Some("failed") => return Err(failed("the migration has failed")),
+                        Some("completed") => return Ok((self.time("STOP")?, self.times()?)),
+                        _ => {}
+                    }
                 }
-            }
-            if self.events[looked..]
-                .iter()
-                .any(|(_, event)| is_status(event, "completed"))
-            {
-                break;
             }
             looked = self.events.len();
             let event = self.read()?;
             self.note(event);
         }
-        Ok((self.time("STOP")?, self.times()?))
     }
 
     /// QEMU's report of the migration's times. QEMU sets them after its event `completed`.
     fn times(&mut self) -> Result<Value, ExternalError> {
-        let deadline = Instant::now() + LIMIT;
-        loop {
+        let moved = again(LIMIT, || {
             let moved = self.execute("query-migrate", &json!({}))?;
-            if moved["total-time"].as_u64() > Some(0) && moved["downtime"].is_u64() {
-                return Ok(moved);
-            }
-            if Instant::now() > deadline {
-                return Err(failed(format!("query-migrate says no times: {moved}")));
-            }
-            thread::sleep(AGAIN);
-        }
+            let is_set = moved["total-time"].as_u64() > Some(0) && moved["downtime"].is_u64();
+            Ok(is_set.then_some(moved))
+        })?;
+        moved.ok_or_else(|| failed("query-migrate says no times"))
     }
 
     /// The time of a received event.
@@ -328,14 +307,22 @@ impl Qemu {
     }
 }
 
-/// Connects to a socket that QEMU is about to make.
-fn connect(socket: &Path) -> io::Result<UnixStream> {
-    let deadline = Instant::now() + LIMIT / 6;
+/// Tries until `attempt` finds something, for `limit` at most.
+fn again<T>(
+    limit: Duration,
+    mut attempt: impl FnMut() -> Result<Option<T>, ExternalError>,
+) -> Result<Option<T>, ExternalError> {
+    let deadline = Instant::now() + limit;
     loop {
-        match UnixStream::connect(socket) {
-            Ok(stream) => return Ok(stream),
-            Err(error) if Instant::now() > deadline => return Err(error),
-            Err(_) => thread::sleep(AGAIN),
+        match attempt()? {
+            None if Instant::now() < deadline => thread::sleep(AGAIN),
+            found => return Ok(found),
         }
     }
+}
+
+/// Connects to a socket that QEMU is about to make.
+fn connect(socket: &Path) -> Result<UnixStream, ExternalError> {
+    let connected = again(LIMIT / 6, || Ok(UnixStream::connect(socket).ok()))?;
+    connected.ok_or_else(|| failed(format!("it does not listen at {}", socket.display())))
 }

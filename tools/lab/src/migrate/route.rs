@@ -30,18 +30,12 @@ pub struct Route {
 
 impl Route {
     /// TCP over the loopback device.
-    ///
-    /// # Errors
-    /// The system refuses a port.
     pub fn tcp() -> Result<Self, LabError> {
         let at = "tcp:127.0.0.1:0".parse();
         Self::to(&at.expect("an address"), None)
     }
 
     /// A UNIX socket at `path`, where there is no file; with a `link`, through it.
-    ///
-    /// # Errors
-    /// The system refuses it.
     pub fn unix(path: &Path, link: Option<Speed>) -> Result<Self, LabError> {
         let link = link.map(|speed| Link::to(path.to_owned(), speed));
         Self::to(&Address::Unix(path.to_owned()), link.transpose()?)

@@ -18,7 +18,7 @@ use super::QUICK;
 use super::ends::{Here, counted, move_and, move_guest};
 use super::route::{Route, Speed};
 use crate::experiment::{LabError, Options};
-use crate::guests::{attached, beside};
+use crate::guests::{attached, beside, folder};
 use crate::interrupt;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Count, Guest};
@@ -118,10 +118,7 @@ pub fn measure(
 }
 
 fn one(builder: &VmBuilder, guest: &Running<Vm>, arm: Arm) -> Result<Rates, LabError> {
-    let folder = tempfile::tempdir().map_err(|source| LabError::Io {
-        what: "make a folder".into(),
-        source,
-    })?;
+    let folder = folder()?;
     let way = |name, link| {
         let route = Route::unix(&folder.path().join(name), link)?;
         Ok::<_, LabError>((Mode::PostCopy, route))

@@ -37,19 +37,12 @@ const HEADS: [&str; 7] = [
 pub const EXITS: usize = 0;
 const NULL: usize = 1;
 pub const ONE_READER: usize = 2;
+const AGAINST_ONE_READER: [Arm; 3] = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
 
 /// The least ratios with each exit charged, for one vCPU and for two: the published ones, and five
 /// for the pool, for which none was published.
 const LINUX_BARS: [f64; 2] = [2.3, 2.5];
 const POOL_BAR: f64 = 5.0;
-
-/// Pages a second of each arm, and the wake-up time of an idle thread in the same rounds.
-pub struct Rates {
-    /// In the order of the arms.
-    pub arms: Vec<Vec<f64>>,
-    /// In microseconds; empty on a machine with one core.
-    pub wake_up_us: Vec<f64>,
-}
 
 /// All arms for a number of vCPUs; the second is the null.
 fn arms(vcpus: usize) -> Vec<Arm> {
@@ -78,42 +71,31 @@ pub fn measure(
     let mut wakes = Vec::new();
     for &(vcpus, without, with) in counts {
         progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
-        let (work, arms) = (plain(vcpus), arms(vcpus));
-        let rates = measure_arms(kind, work, &arms, times(options))?;
-        let found = results_of(kind, work, &arms, &rates);
-        for result in found {
+        let fixture = Fixture::new(kind, plain(vcpus))?;
+        let runs = Runs::measure(&fixture, &arms(vcpus), times(options))?;
+        for result in runs.results(kind) {
             report.push(result.reference(with / without, SOURCE));
         }
-        table.push(row(vcpus, &arms, &rates.arms));
-        wakes.extend(rates.wake_up_us);
+        table.push(runs.row());
+        wakes.extend(runs.wake_up_us);
     }
-    push_wake_up(kind, &wakes, report);
-    let mut against_one_reader = |words: &str, work: Work| {
-        progress.step(format!("missing pages, {} vCPUs, {words}", work.vcpus))?;
-        let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
-        let rates = measure_arms(kind, work, &arms, times(options))?;
-        let found = results_of(kind, work, &arms, &rates);
-        found.into_iter().for_each(|result| report.push(result));
-        Ok::<_, LabError>(())
-    };
+    match wake_up(kind, &wakes) {
+        Some(result) => report.push(result),
+        None => report.skip(wake_up_id(kind), "this machine has one core"),
+    }
     for &(vcpus, ..) in &counts[1..] {
+        progress.step(format!("missing pages, {vcpus} vCPUs, the same share"))?;
         let share = Share::Same;
-        against_one_reader(
-            "the same share",
-            Work {
-                share,
-                ..plain(vcpus)
-            },
-        )?;
+        let work = Work {
+            share,
+            ..plain(vcpus)
+        };
+        against_one_reader(kind, work, options, report)?;
     }
     // The pool's queue asks for single pages.
     for &vcpus in BATCHED.iter().filter(|_| kind == MemoryKind::Linux) {
-        let work = Work {
-            pages: if options.quick { 8192 } else { 65536 },
-            batch: MOST_AT_ONCE,
-            ..plain(vcpus)
-        };
-        against_one_reader("512 at once", work)?;
+        progress.step(format!("missing pages, {vcpus} vCPUs, 512 at once"))?;
+        against_one_reader(kind, batched(vcpus, options), options, report)?;
     }
     report.detail(format!(
         "{}: pages a second, each vCPU its own share\n{}",
@@ -132,72 +114,55 @@ pub fn measure_huge(
     let kind = MemoryKind::Hugetlbfs;
     for vcpus in BATCHED {
         progress.step(format!("missing huge pages, {vcpus} vCPUs"))?;
-        let pages = if options.quick { 8192 } else { 65536 };
-        let work = Work {
-            batch: MOST_AT_ONCE,
-            ..Work::new(options.arch, vcpus, pages)
-        };
-        if let Some(why) = unavailable(kind, work) {
-            report.skip(format!("{}.exit_vs_queue.{vcpus}vcpu", prefix(kind)), why);
-            continue;
+        let work = batched(vcpus, options);
+        match unavailable(kind, work) {
+            Some(why) => report.skip(id(kind, work, "exit_vs_queue"), why),
+            None => against_one_reader(kind, work, options, report)?,
         }
-        let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
-        let rates = measure_arms(kind, work, &arms, times(options))?;
-        let found = results_of(kind, work, &arms, &rates);
-        found.into_iter().for_each(|result| report.push(result));
     }
     Ok(())
 }
 
-fn measure_arms(
-    kind: MemoryKind,
-    work: Work,
-    arms: &[Arm],
-    times: impl Into<Rounds>,
-) -> Result<Rates, LabError> {
-    rates_of(&Fixture::new(kind, work)?, arms, times)
+fn batched(vcpus: usize, options: &Options) -> Work {
+    let pages = if options.quick { 8192 } else { 65536 };
+    Work {
+        batch: MOST_AT_ONCE,
+        ..Work::new(options.arch, vcpus, pages)
+    }
 }
 
-/// Measures `arms` in turns, with VMs of `fixture`.
-pub fn rates_of<V: Vm<Error: Into<LabError>>>(
-    fixture: &Fixture<V>,
-    arms: &[Arm],
-    times: impl Into<Rounds>,
-) -> Result<Rates, LabError> {
-    let wakes = usize::from(cores() > 1);
-    // One more turn of each round wakes an idle thread: the cost of a queue depends on that time,
-    // and the time drifts on a machine.
-    let mut runs = rounds(arms.len() + wakes, times, |arm| match arms.get(arm) {
-        Some(arm) => fixture.rate(*arm),
-        None => wake_up_us(),
-    })?;
-    let wake_up_us = runs.split_off(arms.len()).into_iter().flatten().collect();
-    Ok(Rates {
-        arms: runs,
-        wake_up_us,
-    })
+fn against_one_reader(
+    kind: MemoryKind,
+    work: Work,
+    options: &Options,
+    report: &mut Report,
+) -> Result<(), LabError> {
+    let fixture = Fixture::new(kind, work)?;
+    let runs = Runs::measure(&fixture, &AGAINST_ONE_READER, times(options))?;
+    report.push(runs.against(id(kind, work, "exit_vs_queue"), ONE_READER));
+    Ok(())
 }
 
 fn times(options: &Options) -> usize {
     if options.quick { 2 } else { 9 }
 }
 
-fn cores() -> usize {
-    thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// `paging.wake_up_us`: it decides most of the cost of a queue.
-fn push_wake_up(kind: MemoryKind, wakes: &[f64], report: &mut Report) {
-    match wake_up(kind, wakes) {
-        Some(result) => report.push(result),
-        None => report.skip(wake_up_id(kind), "this machine has one core"),
-    }
+fn id(kind: MemoryKind, work: Work, measure: &str) -> String {
+    let kind_of = match (work.share, work.batch) {
+        (Share::Same, _) => "_same",
+        (Share::Own, 1) => "",
+        // The id says it.
+        (Share::Own, _) if kind == MemoryKind::Hugetlbfs => "",
+        (Share::Own, _) => "_batch",
+    };
+    format!("{}.{measure}.{}vcpu{kind_of}", prefix(kind), work.vcpus)
 }
 
 fn wake_up_id(kind: MemoryKind) -> String {
     format!("{}.wake_up_us", prefix(kind))
 }
 
+/// `paging.wake_up_us`: it decides most of the cost of a queue. `None`: this machine has one core.
 fn wake_up(kind: MemoryKind, wakes: &[f64]) -> Option<Measurement> {
     if wakes.is_empty() {
         return None;
@@ -205,6 +170,10 @@ fn wake_up(kind: MemoryKind, wakes: &[f64]) -> Option<Measurement> {
     let what = "from the wake-up call until a thread on an idle core runs";
     let result = Measurement::new(wake_up_id(kind), "us", Better::Lower, Summary::of(wakes));
     Some(result.param("what", what))
+}
+
+fn cores() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// `rate` if each page had cost the exit of its arm: the exit takes time of a vCPU's thread, and at
@@ -217,101 +186,6 @@ fn charged(rate: f64, arm: Arm, vcpus: usize) -> f64 {
     1.0 / (1.0 / rate + exit_ns / 1e9 / vcpus.min(cores()) as f64)
 }
 
-/// The row of the first look: one vCPU, exits against the best queue, each exit charged. Linux
-/// memory where this host has it.
-///
-/// # Errors
-/// A VM could not be made, or its guest failed.
-pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let work = Work::new(options.arch, 1, 2048);
-    let kind = match unavailable(MemoryKind::Linux, work) {
-        None => MemoryKind::Linux,
-        Some(_) => MemoryKind::Budget,
-    };
-    let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1), Arm::Queue(2)];
-    let rates = measure_arms(kind, work, &arms, rounds)?;
-    let best = best_queue(&arms, &rates.arms);
-    let of = |arm: usize| exit_charged(&rates, &arms, arm, work.vcpus);
-    let rate = |arm: usize| format!("{}/s", short(Summary::of(&of(arm)).median));
-    let row = Row {
-        system: "missing memory, 2023",
-        what: "pages a second, exits charged; without, the best queue",
-        without: rate(best),
-        with: rate(EXITS),
-        ratio: paired(&of(best), &of(EXITS)),
-        null: paired(&of(NULL), &of(EXITS)),
-        published: "2.3x (kvm list, 1 vCPU)",
-    };
-    let mut results = results_of(kind, work, &arms, &rates);
-    results.retain(|result| result.id.contains("best"));
-    results.extend(wake_up(kind, &rates.wake_up_us));
-    Ok(Found { row, results })
-}
-
-/// The rates of an arm with its exits charged.
-fn exit_charged(rates: &Rates, arms: &[Arm], arm: usize, vcpus: usize) -> Vec<f64> {
-    let rates = rates.arms[arm].iter();
-    rates.map(|&rate| charged(rate, arms[arm], vcpus)).collect()
-}
-
-/// Exits against arm number `queue`, with the rates of all arms.
-pub fn against(id: String, work: Work, arms: &[Arm], rates: &Rates, queue: usize) -> Measurement {
-    let of = |arm: usize| rates.arms[arm].clone();
-    let result = compared(id, work, arms[queue], [EXITS, NULL, queue].map(of));
-    let others = arms.iter().zip(&rates.arms).skip(NULL);
-    others.fold(result, |result, (arm, rates)| {
-        result.arm(&arm.name(), Summary::of(rates))
-    })
-}
-
-/// The pages a second of `exits` over those of `queue`.
-fn compared(id: String, work: Work, arm: Arm, [exits, null, queue]: [Vec<f64>; 3]) -> Measurement {
-    Measurement::new(id, "x", Better::Higher, paired(&queue, &exits))
-        .param("pages", work.pages)
-        .param("at_once", work.batch)
-        .param("queue", arm.name())
-        .arm("null", paired(&exits, &null))
-}
-
-/// The results of one number of vCPUs.
-fn results_of(kind: MemoryKind, work: Work, arms: &[Arm], rates: &Rates) -> Vec<Measurement> {
-    let id = |measure: &str| {
-        let kind_of = match (work.share, work.batch) {
-            (Share::Same, _) => "_same",
-            (Share::Own, 1) => "",
-            // The id says it.
-            (Share::Own, _) if kind == MemoryKind::Hugetlbfs => "",
-            (Share::Own, _) => "_batch",
-        };
-        format!("{}.{measure}.{}vcpu{kind_of}", prefix(kind), work.vcpus)
-    };
-    let one = against(id("exit_vs_queue"), work, arms, rates, ONE_READER);
-    if work.share != Share::Own || work.batch != 1 {
-        return vec![one];
-    }
-    let best = best_queue(arms, &rates.arms);
-    let result = |id: String, queue: usize, of: &dyn Fn(usize) -> Vec<f64>| {
-        compared(id, work, arms[queue], [EXITS, NULL, queue].map(of))
-    };
-    let raw = |arm: usize| rates.arms[arm].clone();
-    let of = |arm: usize| exit_charged(rates, arms, arm, work.vcpus);
-    let with_cost = result(format!("{}.exitcost", id("exit_vs_best_queue")), best, &of)
-        .simulated()
-        .param("exit_ns", EXIT_NS)
-        .param("vmm_exit_ns", VMM_EXIT_NS)
-        .param("exit_source", exit_cost::SOURCE)
-        .arm("exits_per_s", Summary::of(&of(EXITS)))
-        .arm("queue_per_s", Summary::of(&of(best)));
-    let with_cost = match rates.wake_up_us[..] {
-        [] => with_cost,
-        _ => with_cost.arm("wake_up_us", Summary::of(&rates.wake_up_us)),
-    };
-    let with_cost = bar(kind, work.vcpus)
-        .into_iter()
-        .fold(with_cost, Measurement::bar);
-    vec![one, result(id("exit_vs_best_queue"), best, &raw), with_cost]
-}
-
 /// The least ratio with each exit charged.
 fn bar(kind: MemoryKind, vcpus: usize) -> Option<f64> {
     match (kind, vcpus) {
@@ -321,28 +195,150 @@ fn bar(kind: MemoryKind, vcpus: usize) -> Option<f64> {
     }
 }
 
-/// The shared queue whose median is the highest.
-fn best_queue(arms: &[Arm], rates: &[Vec<f64>]) -> usize {
-    let median = |arm: &usize| Summary::of(&rates[*arm]).median;
-    let queues = (0..arms.len()).filter(|&arm| matches!(arms[arm], Arm::Queue(_)));
-    let best = queues.max_by(|a, b| median(a).total_cmp(&median(b)));
-    best.expect("there is a queue")
+/// Pages a second of each arm, and the wake-up time of an idle thread in the same rounds.
+pub struct Runs {
+    work: Work,
+    arms: Vec<Arm>,
+    /// In the order of the arms.
+    rates: Vec<Vec<f64>>,
+    /// In microseconds; empty on a machine with one core.
+    wake_up_us: Vec<f64>,
 }
 
-fn row(vcpus: usize, arms: &[Arm], rates: &[Vec<f64>]) -> [String; 7] {
-    let rate = |arm: Arm| {
-        let found = arms.iter().position(|known| *known == arm);
-        found.map_or("-".into(), |arm| short(Summary::of(&rates[arm]).median))
+impl Runs {
+    /// Measures `arms` in turns, with VMs of `fixture`. The second is the null of the first.
+    pub fn measure<V: Vm<Error: Into<LabError>>>(
+        fixture: &Fixture<V>,
+        arms: &[Arm],
+        times: impl Into<Rounds>,
+    ) -> Result<Self, LabError> {
+        let wakes = usize::from(cores() > 1);
+        // One more turn of each round wakes an idle thread: the cost of a queue depends on that
+        // time, and the time drifts on a machine.
+        let mut rates = rounds(arms.len() + wakes, times, |arm| match arms.get(arm) {
+            Some(arm) => fixture.rate(*arm),
+            None => wake_up_us(),
+        })?;
+        Ok(Self {
+            work: fixture.work,
+            arms: arms.to_vec(),
+            wake_up_us: rates.split_off(arms.len()).into_iter().flatten().collect(),
+            rates,
+        })
+    }
+
+    /// The median of arm number `arm`, for people.
+    pub fn rate(&self, arm: usize) -> String {
+        short(Summary::of(&self.rates[arm]).median)
+    }
+
+    fn raw(&self, arm: usize) -> Vec<f64> {
+        self.rates[arm].clone()
+    }
+
+    /// The rates of arm number `arm` with its exits charged.
+    fn charged(&self, arm: usize) -> Vec<f64> {
+        let charged = |&rate| charged(rate, self.arms[arm], self.work.vcpus);
+        self.rates[arm].iter().map(charged).collect()
+    }
+
+    /// Exits against arm number `queue`, by `rates` of each.
+    fn compared(&self, id: String, queue: usize, rates: impl Fn(usize) -> Vec<f64>) -> Measurement {
+        let [exits, null, of_queue] = [EXITS, NULL, queue].map(rates);
+        Measurement::new(id, "x", Better::Higher, paired(&of_queue, &exits))
+            .param("pages", self.work.pages)
+            .param("at_once", self.work.batch)
+            .param("queue", self.arms[queue].name())
+            .arm("null", paired(&exits, &null))
+    }
+
+    /// Exits against arm number `queue`, with the rates of all arms.
+    pub fn against(&self, id: String, queue: usize) -> Measurement {
+        let others = self.arms.iter().zip(&self.rates).skip(NULL);
+        let result = self.compared(id, queue, |arm| self.raw(arm));
+        others.fold(result, |result, (arm, rates)| {
+            result.arm(&arm.name(), Summary::of(rates))
+        })
+    }
+
+    /// The shared queue whose median is the highest.
+    fn best_queue(&self) -> usize {
+        let median = |arm: &usize| Summary::of(&self.rates[*arm]).median;
+        let queues = (0..self.arms.len()).filter(|&arm| matches!(self.arms[arm], Arm::Queue(_)));
+        let best = queues.max_by(|a, b| median(a).total_cmp(&median(b)));
+        best.expect("there is a queue")
+    }
+
+    /// The results of one number of vCPUs: against one reader, and against the best queue.
+    fn results(&self, kind: MemoryKind) -> [Measurement; 3] {
+        let id = |measure| id(kind, self.work, measure);
+        let best = self.best_queue();
+        let of = |arm| Summary::of(&self.charged(arm));
+        let with_cost = format!("{}.exitcost", id("exit_vs_best_queue"));
+        let mut with_cost = self
+            .compared(with_cost, best, |arm| self.charged(arm))
+            .simulated()
+            .param("exit_ns", EXIT_NS)
+            .param("vmm_exit_ns", VMM_EXIT_NS)
+            .param("exit_source", exit_cost::SOURCE)
+            .arm("exits_per_s", of(EXITS))
+            .arm("queue_per_s", of(best));
+        if !self.wake_up_us.is_empty() {
+            with_cost = with_cost.arm("wake_up_us", Summary::of(&self.wake_up_us));
+        }
+        if let Some(bar) = bar(kind, self.work.vcpus) {
+            with_cost = with_cost.bar(bar);
+        }
+        [
+            self.against(id("exit_vs_queue"), ONE_READER),
+            self.compared(id("exit_vs_best_queue"), best, |arm| self.raw(arm)),
+            with_cost,
+        ]
+    }
+
+    fn row(&self) -> [String; 7] {
+        let vcpus = self.work.vcpus;
+        let rate = |arm: Arm| {
+            let found = self.arms.iter().position(|known| *known == arm);
+            found.map_or("-".into(), |arm| self.rate(arm))
+        };
+        [
+            vcpus.to_string(),
+            rate(Arm::Queue(1)),
+            rate(Arm::Queue(2)),
+            rate(Arm::Queue(vcpus)),
+            rate(Arm::QueueEach),
+            rate(Arm::Exits),
+            rate(Arm::ExitsTold),
+        ]
+    }
+}
+
+/// The row of the first look: one vCPU, exits against the best queue, each exit charged. Linux
+/// memory where this host has it.
+pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
+    let work = Work::new(options.arch, 1, 2048);
+    let kind = match unavailable(MemoryKind::Linux, work) {
+        None => MemoryKind::Linux,
+        Some(_) => MemoryKind::Budget,
     };
-    [
-        vcpus.to_string(),
-        rate(Arm::Queue(1)),
-        rate(Arm::Queue(2)),
-        rate(Arm::Queue(vcpus)),
-        rate(Arm::QueueEach),
-        rate(Arm::Exits),
-        rate(Arm::ExitsTold),
-    ]
+    let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1), Arm::Queue(2)];
+    let runs = Runs::measure(&Fixture::new(kind, work)?, &arms, rounds)?;
+    let best = runs.best_queue();
+    let rate = |arm| format!("{}/s", short(Summary::of(&runs.charged(arm)).median));
+    let row = Row {
+        system: "missing memory, 2023",
+        what: "pages a second, exits charged; without, the best queue",
+        without: rate(best),
+        with: rate(EXITS),
+        ratio: paired(&runs.charged(best), &runs.charged(EXITS)),
+        null: paired(&runs.charged(NULL), &runs.charged(EXITS)),
+        published: "2.3x (kvm list, 1 vCPU)",
+    };
+    let [_, best, with_cost] = runs.results(kind);
+    let mut results = vec![best, with_cost];
+    results.extend(wake_up(kind, &runs.wake_up_us));
+    Ok(Found { row, results })
 }
 
 #[cfg(test)]
@@ -352,58 +348,34 @@ mod tests {
 
     #[test]
     fn each_number_of_readers_is_one_arm() {
-        assert_eq!(
-            arms(1),
-            [
-                Arm::Exits,
-                Arm::Exits,
-                Arm::Queue(1),
-                Arm::Queue(2),
-                Arm::QueueEach,
-                Arm::ExitsTold
-            ]
-        );
+        let [exits, queue] = [Arm::Exits, Arm::Queue(1)];
+        let others = [Arm::Queue(2), Arm::QueueEach, Arm::ExitsTold];
+        assert_eq!(arms(1), [&[exits, exits, queue], &others[..]].concat());
         assert_eq!(arms(8)[ONE_READER..5], [1, 2, 8].map(Arm::Queue));
     }
 
     #[test]
     fn exits_are_compared_with_one_reader_and_with_the_best() {
-        let work = Work::new(Arch::X86_64, 4, 64);
-        let arms = arms(4);
-        let all: Vec<_> = [100.0, 100.0, 10.0, 25.0, 20.0, 90.0, 50.0]
-            .map(|r| vec![r; 6])
-            .into();
-        let rates = |arms: Vec<Vec<f64>>| Rates {
-            arms,
+        let rates = [100.0, 100.0, 10.0, 25.0, 20.0, 90.0, 50.0];
+        let runs = Runs {
+            work: Work::new(Arch::X86_64, 4, 64),
+            arms: arms(4),
+            rates: rates.map(|rate| vec![rate; 6]).into(),
             wake_up_us: vec![20.0; 6],
         };
-        let found = results_of(MemoryKind::Budget, work, &arms, &rates(all.clone()));
-        let values: Vec<_> = found.iter().map(|r| (r.id.as_str(), r.value)).collect();
-        assert_eq!(
-            values[..2],
-            [
-                ("paging.pool.exit_vs_queue.4vcpu", 10.0),
-                ("paging.pool.exit_vs_best_queue.4vcpu", 4.0)
-            ]
-        );
-        assert_eq!(found[2].id, "paging.pool.exit_vs_best_queue.4vcpu.exitcost");
-        assert!(found[2].simulated && found[2].value < 4.0);
-        assert_eq!(found[1].params["queue"], "queue_2_readers");
-        assert_eq!(found[0].arms.len(), 7, "{:?}", found[0].arms.keys());
-        let cells = row(4, &arms, &all);
-        assert_eq!(cells, ["4", "10", "25", "20", "90", "100", "50"]);
-        let same = Work {
-            share: Share::Same,
-            ..work
-        };
-        let found = results_of(
-            MemoryKind::Budget,
-            same,
-            &arms[..3],
-            &rates(all[..3].to_vec()),
-        );
-        let ids: Vec<_> = found.iter().map(|r| r.id.as_str()).collect();
-        assert_eq!(ids, ["paging.pool.exit_vs_queue.4vcpu_same"]);
+        let [one, best, with_cost] = runs.results(MemoryKind::Budget);
+        assert_eq!(one.id, "paging.pool.exit_vs_queue.4vcpu");
+        assert_eq!(best.id, "paging.pool.exit_vs_best_queue.4vcpu");
+        assert_eq!(with_cost.id, format!("{}.exitcost", best.id));
+        assert!((one.value - 10.0).abs() < 1e-9 && (best.value - 4.0).abs() < 1e-9);
+        assert!(with_cost.simulated && with_cost.value < 4.0);
+        assert_eq!(best.params["queue"], "queue_2_readers");
+        assert_eq!(one.arms.len(), 7, "{:?}", one.arms.keys());
+        assert_eq!(runs.row(), ["4", "10", "25", "20", "90", "100", "50"]);
+        let share = Share::Same;
+        let same = Work { share, ..runs.work };
+        let same = id(MemoryKind::Linux, same, "exit_vs_queue");
+        assert_eq!(same, "paging.exit_vs_queue.4vcpu_same");
     }
 
     /// Every page has an exit in both arms, and one to the VMM costs more.
@@ -414,9 +386,8 @@ mod tests {
         let slow = 1e9 / EXIT_NS;
         assert!((charged(slow, Arm::Queue(1), 1) / slow - 0.5).abs() < 1e-9);
         assert!(charged(slow, Arm::Exits, 1) < charged(slow, Arm::QueueEach, 1));
-        assert_eq!(bar(MemoryKind::Linux, 1), Some(2.3));
-        assert_eq!(bar(MemoryKind::Linux, 2), Some(2.5));
+        let bars = [1, 2, 4].map(|vcpus| bar(MemoryKind::Linux, vcpus));
+        assert_eq!(bars, [Some(2.3), Some(2.5), None]);
         assert_eq!(bar(MemoryKind::Budget, 2), Some(5.0));
-        assert_eq!(bar(MemoryKind::Linux, 4), None);
     }
 }

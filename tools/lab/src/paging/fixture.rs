@@ -144,9 +144,6 @@ pub struct Fixture<V = lacuna_soft::Vm> {
 
 impl Fixture {
     /// A host on soft with frames for one guest.
-    ///
-    /// # Errors
-    /// The host could not be made.
     pub fn new(kind: MemoryKind, work: Work) -> Result<Self, LabError> {
         let mut builder = resident(work.mib(), work.vcpus);
         builder.arch = work.arch;
@@ -188,18 +185,12 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
     }
 
     /// A VM without a guest.
-    ///
-    /// # Errors
-    /// It could not be made.
     pub fn empty_vm(&self) -> Result<Arc<V>, LabError> {
         (self.make)(Apf::Off, Arc::new(Listed::new(1, self.work.arch)))
     }
 
     /// The first pages of the vCPUs' shares, without the first vCPU's. Boots a guest if none has
     /// booted yet, because the guest's kernel decides where its arena begins.
-    ///
-    /// # Errors
-    /// As [`Fixture::rate`].
     pub fn shares(&self) -> Result<Vec<SourcePage>, LabError> {
         if self.arena.get().is_none() {
             self.rate(Arm::Exits)?;
@@ -226,9 +217,6 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
     }
 
     /// Pages a second of a fresh VM.
-    ///
-    /// # Errors
-    /// A VM could not be made, or its guest failed.
     pub fn rate(&self, arm: Arm) -> Result<f64, LabError> {
         let machine = Machine::new(self, arm)?;
         self.run(&machine, None, || Ok(()))?;
@@ -239,9 +227,6 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
     /// Runs `machine` until its guest has touched its pages. `gate` is called when the guest is
     /// ready to touch, and it touches when `gate` returns. The thread of the first vCPU runs on the
     /// core `first_core`, and the others on the cores after it, as long as there are cores.
-    ///
-    /// # Errors
-    /// As [`Fixture::rate`], and an error of `gate`.
     pub fn run(
         &self,
         machine: &Machine<V>,

@@ -44,9 +44,6 @@ type Runs = Mutex<HashSet<Hva>>;
 impl KernelQueues {
     /// For memory of `backend`: a descriptor for the pages from 0 on, and one from each of `parts`
     /// on.
-    ///
-    /// # Errors
-    /// This process gets no userfaultfd.
     pub fn new(backend: Backend, parts: &[SourcePage], fill: Fill) -> Result<Self, LabError> {
         let external = External::threads(parts, Policy::default());
         let external = external.and_then(|external| match backend {

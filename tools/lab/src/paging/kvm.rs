@@ -12,12 +12,11 @@
 //! lab's, as for Linux memory on soft. They copy the page and do nothing else.
 
 use super::MOST_AT_ONCE;
-use super::arms::{EXITS, ONE_READER, against, rates_of};
+use super::arms::{EXITS, ONE_READER, Runs};
 use super::fixture::{Arm, Fixture, Work};
 use crate::experiment::{LabError, Options};
-use crate::report::{Progress, short};
+use crate::report::Progress;
 use crate::result::Report;
-use crate::stats::Summary;
 use lacuna_kvm::{Vm, VmBuilder};
 use lacuna_machine::{Arch, Builder as _};
 use lacuna_soft::MemoryKind;
@@ -76,9 +75,6 @@ fn fixture(work: Work) -> Fixture<Vm> {
 }
 
 /// `paging.kvm.*`; skipped without a usable `/dev/kvm`.
-///
-/// # Errors
-/// A VM could not be made, or its guest failed.
 pub fn measure(
     options: &Options,
     report: &mut Report,
@@ -94,17 +90,16 @@ pub fn measure(
         progress.step(format!("/dev/kvm, missing pages, {vcpus} vCPUs"))?;
         let work = Work::new(Arch::X86_64, vcpus, pages);
         let arms = &ARMS[..SOURCE + vcpus];
-        let rates = rates_of(&fixture(work), arms, rounds)?;
+        let runs = Runs::measure(&fixture(work), arms, rounds)?;
         for (other, queue) in [("queue", ONE_READER), ("source", SOURCE)] {
-            report.push(against(id(other, vcpus), work, arms, &rates, queue));
+            report.push(runs.against(id(other, vcpus), queue));
         }
-        let rate = |arm: usize| short(Summary::of(&rates.arms[arm]).median);
         report.say(format!(
             "/dev/kvm, {vcpus} vCPUs: {} missing pages a second by exits, {} through one \
              userfaultfd with one reader, and {} by a page source without exits.",
-            rate(EXITS),
-            rate(ONE_READER),
-            rate(SOURCE),
+            runs.rate(EXITS),
+            runs.rate(ONE_READER),
+            runs.rate(SOURCE),
         ));
         progress.step(format!("/dev/kvm, {vcpus} vCPUs, 512 pages at once"))?;
         let work = Work {
@@ -113,8 +108,8 @@ pub fn measure(
             ..work
         };
         let arms = &ARMS[..=ONE_READER];
-        let rates = rates_of(&fixture(work), arms, rounds)?;
-        report.push(against(batch_id(vcpus), work, arms, &rates, ONE_READER));
+        let runs = Runs::measure(&fixture(work), arms, rounds)?;
+        report.push(runs.against(batch_id(vcpus), ONE_READER));
     }
     Ok(())
 }

@@ -63,13 +63,14 @@ fn say(to: &mut impl Write, word: &str) -> Result<(), LabError> {
     writeln!(to, "{word}").and_then(|()| to.flush()).map_err(io)
 }
 
+fn said(line: &str) -> LabError {
+    LabError::Guest(format!("a process of `lacuna {COMMAND}` said {line:?}"))
+}
+
 fn expect(word: &str, wanted: &str) -> Result<(), LabError> {
-    match word.trim_end() == wanted {
-        true => Ok(()),
-        false => Err(LabError::Guest(format!(
-            "a process of `lacuna {COMMAND}` said {word:?} instead of {wanted}"
-        ))),
-    }
+    let is_it = word.trim_end() == wanted;
+    let other = || LabError::Guest(format!("{} instead of {wanted}", said(word)));
+    is_it.then_some(()).ok_or_else(other)
 }
 
 /// A child.
@@ -81,9 +82,6 @@ pub struct Process {
 
 impl Process {
     /// Starts the program at `lacuna` as a child. Its VMs have `vcpus` vCPUs and `pages` pages.
-    ///
-    /// # Errors
-    /// It cannot be started.
     pub fn start(
         lacuna: &Path,
         kind: MemoryKind,
@@ -91,22 +89,17 @@ impl Process {
         core: usize,
     ) -> Result<Self, LabError> {
         let mut command = Command::new(lacuna);
-        command.args([
-            COMMAND,
-            &vcpus.to_string(),
-            &pages.to_string(),
-            &core.to_string(),
-        ]);
+        let sizes = [vcpus.to_string(), pages.to_string(), core.to_string()];
+        command.arg(COMMAND).args(sizes);
         if kind == MemoryKind::Budget {
             command.arg("--pool");
         }
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(io)?;
-        let (to, from) = (child.stdin.take(), child.stdout.take());
-        let from = BufReader::new(from.expect("it is piped"));
+        let from = child.stdout.take().expect("it is piped");
         Ok(Self {
-            to: to.expect("it is piped"),
-            from,
+            to: child.stdin.take().expect("it is piped"),
+            from: BufReader::new(from),
             child,
         })
     }
@@ -128,9 +121,6 @@ impl Drop for Process {
 }
 
 /// Pages a second of fresh VMs that touch at the same time, one in each of `processes`.
-///
-/// # Errors
-/// A guest failed.
 pub fn together(processes: &mut [Process]) -> Result<f64, LabError> {
     for process in &mut *processes {
         say(&mut process.to, BOOT)?;
@@ -146,9 +136,7 @@ pub fn together(processes: &mut [Process]) -> Result<f64, LabError> {
         let line = process.next_line()?;
         let found = line.trim_end().split_once(' ');
         let found = found.and_then(|(pages, ns)| Some((pages.parse().ok()?, ns.parse().ok()?)));
-        let (touched, ns): (f64, f64) = found.ok_or_else(|| {
-            LabError::Guest(format!("a process of `lacuna {COMMAND}` said {line:?}"))
-        })?;
+        let (touched, ns): (f64, f64) = found.ok_or_else(|| said(&line))?;
         pages += touched;
         longest = longest.max(ns);
     }
@@ -182,14 +170,9 @@ mod tests {
         let mut answers = Vec::new();
         serve(MemoryKind::Budget, (1, 512), 0, "".as_bytes(), &mut answers).unwrap();
         for words in ["hello\n", "boot\n", "boot\nstop\n"] {
-            let refused = serve(
-                MemoryKind::Budget,
-                (1, 512),
-                0,
-                words.as_bytes(),
-                &mut answers,
-            )
-            .unwrap_err();
+            let words = words.as_bytes();
+            let served = serve(MemoryKind::Budget, (1, 512), 0, words, &mut answers);
+            let refused = served.unwrap_err();
             assert!(refused.to_string().contains("instead of"), "{refused}");
         }
     }

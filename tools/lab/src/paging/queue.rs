@@ -23,9 +23,6 @@ pub trait Queues: Send + Sync {
 
     /// The work of one reader of queue number `queue` until the end. `memory` is what a VM with
     /// this source has, if the pages are provided through it.
-    ///
-    /// # Errors
-    /// A page could not be provided.
     fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> Result<(), LabError>;
 
     /// Ends all readers.

@@ -32,7 +32,7 @@ pub struct Arm {
     /// The paused processes.
     pub paused: &'static [Kind],
     /// Whether pages are pushed.
-    pub pushes: Pushes,
+    pub pushes: bool,
 }
 
 /// What a vCPU does at a missing page.
@@ -44,15 +44,6 @@ pub enum OnMissing {
     Exit,
 }
 
-/// Whether pages are pushed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Pushes {
-    /// They are.
-    Yes,
-    /// They are not.
-    No,
-}
-
 impl Arm {
     /// An arm in which all processes run and pages are pushed.
     pub const fn new(name: &'static str, on_missing: OnMissing, apf: Apf) -> Self {
@@ -61,8 +52,13 @@ impl Arm {
             on_missing,
             apf,
             paused: &[],
-            pushes: Pushes::Yes,
+            pushes: true,
         }
+    }
+
+    /// The same under another name.
+    pub const fn named(self, name: &'static str) -> Self {
+        Self { name, ..self }
     }
 }
 
@@ -105,6 +101,14 @@ pub enum Rate {
 
 const RATES: usize = 4;
 
+/// What is compared between two arms.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Figure {
+    Rate(Rate),
+    /// The 99th percentile of the stalls.
+    P99,
+}
+
 /// The counts of all arms.
 pub struct Runs {
     arms: Vec<ArmRuns>,
@@ -121,9 +125,6 @@ struct ArmRuns {
 
 impl Scene {
     /// Lets `arms` take turns. The first round is not counted.
-    ///
-    /// # Errors
-    /// A VM could not be made, or its guest failed.
     pub fn measure(&self, arms: &[Arm], rounds: impl Into<Rounds>) -> Result<Runs, LabError> {
         let remote = Remote::start(self.latency)?;
         let mut runs: Vec<_> = arms.iter().map(|arm| ArmRuns::new(*arm)).collect();
@@ -187,7 +188,7 @@ impl Scene {
         let guest = &session.guest;
         arm.switch(session.vm, |apf| session.set_apf(apf))?;
         guest.pause(arm.paused)?;
-        push.set_on(arm.pushes == Pushes::Yes);
+        push.set_on(arm.pushes);
         guest.run_for(self.settle)?;
         let (before, stalls, provided) = (guest.count()?, session.vm.stalls(), pages.provided());
         guest.run_for(self.slice)?;
@@ -258,21 +259,22 @@ impl Runs {
         Summary::of(&self.of(arm).rates[rate as usize])
     }
 
-    /// `rate` in `arm` over `rate` in `base`, paired by round.
+    /// `figure` in `arm` over `figure` in `base`, paired by round.
     ///
     /// # Errors
-    /// [`LabError::Busy`]: nothing was counted in a round of `base`.
-    pub fn ratio(&self, base: &Arm, arm: &Arm, rate: Rate) -> Result<Summary, LabError> {
-        let figures = |arm: &Arm| &self.of(arm).rates[rate as usize];
-        compared(base, figures(base), figures(arm))
-    }
-
-    /// The 99th percentile of the stalls in `arm`, over the percentile in `base`, paired by round.
-    ///
-    /// # Errors
-    /// [`LabError::Busy`]: no vCPU waited in a round of `base`.
-    pub fn p99_ratio(&self, base: &Arm, arm: &Arm) -> Result<Summary, LabError> {
-        compared(base, &self.of(base).p99, &self.of(arm).p99)
+    /// [`LabError::Busy`]: in a round of `base` nothing was counted, or no vCPU waited.
+    pub fn ratio(&self, base: &Arm, arm: &Arm, figure: Figure) -> Result<Summary, LabError> {
+        let [of_base, of_arm] = [base, arm].map(|arm| match figure {
+            Figure::Rate(rate) => &self.of(arm).rates[rate as usize],
+            Figure::P99 => &self.of(arm).p99,
+        });
+        if of_base.contains(&0.0) {
+            let name = base.name;
+            return Err(LabError::Busy(format!(
+                "nothing was counted in a whole round of arm `{name}`"
+            )));
+        }
+        Ok(paired(of_base, of_arm))
     }
 
     /// An arm for a result: `rate`, and each vCPU's stalls.
@@ -308,14 +310,4 @@ impl Runs {
         }));
         align(&rows)
     }
-}
-
-fn compared(base: &Arm, of_base: &[f64], of_arm: &[f64]) -> Result<Summary, LabError> {
-    if of_base.contains(&0.0) {
-        let name = base.name;
-        return Err(LabError::Busy(format!(
-            "nothing was counted in a whole round of arm `{name}`"
-        )));
-    }
-    Ok(paired(of_base, of_arm))
 }

@@ -65,9 +65,6 @@ struct Endpoint {
 
 impl Remote {
     /// Starts a peer that answers `latency` after each request, once it is [`Remote::set_far`].
-    ///
-    /// # Errors
-    /// There is no place for a socket, or there are no threads left.
     pub fn start(latency: Duration) -> Result<Self, LabError> {
         let is_far = Arc::new(AtomicBool::new(false));
         let folder = tempfile::tempdir().map_err(refused("make a folder for a socket"))?;
@@ -103,9 +100,6 @@ impl Remote {
     }
 
     /// Connects a guest of `pages` pages; at most `window` of them are pushed at a time.
-    ///
-    /// # Errors
-    /// The peer cannot be reached.
     pub fn connect(&self, pages: PageCount, window: u64) -> Result<Arc<Pages>, LabError> {
         let connect = |endpoint: &Endpoint| {
             let peer = Peer::connect(&endpoint.path, pages, Policy::default());

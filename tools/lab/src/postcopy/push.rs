@@ -51,9 +51,6 @@ impl<'a> Push<'a> {
     }
 
     /// Carries out `experiment` while a thread pushes whenever the push is on.
-    ///
-    /// # Errors
-    /// An error of the experiment; and a push that failed or ran out of pages before the end.
     pub fn during<T>(
         &self,
         experiment: impl FnOnce() -> Result<T, LabError>,

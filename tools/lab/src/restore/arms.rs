@@ -46,9 +46,6 @@ pub struct Scene<'a, B> {
 
 impl<'a, B: GuestBuilder> Scene<'a, B> {
     /// Runs `guest` with `words` until it waits at its gate, and saves it in `folder`.
-    ///
-    /// # Errors
-    /// The guest could not be run or saved.
     pub fn save(builder: &'a B, guest: &str, words: &str, folder: &Path) -> Result<Self, LabError> {
         let path = folder.join(guest);
         beside(builder, guest, words, |guest| {
@@ -66,9 +63,6 @@ impl<'a, B: GuestBuilder> Scene<'a, B> {
     }
 
     /// Runs the guest to its end, with `seed` as its setting.
-    ///
-    /// # Errors
-    /// It could not be restored, or has failed.
     pub fn restore(&self, arm: &Arm<'_>, seed: u32) -> Result<Took, LabError> {
         back(self.memory_mib() << 20)?;
         let began = Instant::now();
