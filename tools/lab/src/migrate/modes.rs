@@ -18,26 +18,21 @@ const BLACKOUT: f64 = 50.0;
 /// The heaps of `churn`: the hot one is written again and again, the cold one rarely.
 const CHURN: &str = "hot=4M writes=100 frees=0 seconds=1000000";
 
-/// For each vCPU, milliseconds from the last instruction on the source until a process on it had
-/// made progress.
-fn blackouts(moved: &Moved, counted: &[Instant]) -> Vec<f64> {
-    let since = |at: &Instant| (*at - moved.paused).as_secs_f64() * 1e3;
-    counted.iter().map(since).collect()
-}
-
-fn longest(blackouts: &[f64]) -> f64 {
-    blackouts.iter().copied().fold(0.0, f64::max)
-}
-
-/// One move over TCP, with the blackouts of its vCPUs.
+/// One move over TCP. Also returns, for each vCPU, the milliseconds from the last instruction on the
+/// source until a process on it had made progress.
 fn move_once<B: GuestBuilder>(
     builder: &B,
     guest: &Running<B::Vm>,
     mode: Mode,
 ) -> Result<(Moved, Vec<f64>), LabError> {
     let (moved, at) = move_guest(builder, guest, (mode, Route::tcp()?), counted)?;
-    let blackouts = blackouts(&moved, &at);
+    let since = |at: &Instant| (*at - moved.paused).as_secs_f64() * 1e3;
+    let blackouts = at.iter().map(since).collect();
     Ok((moved, blackouts))
+}
+
+fn longest(blackouts: &[f64]) -> f64 {
+    blackouts.iter().copied().fold(0.0, f64::max)
 }
 
 /// `migrate.blackout.*` and `migrate.total.*`.

@@ -25,8 +25,9 @@ use std::time::Duration;
 pub struct Arm {
     /// Its name in results.
     pub name: &'static str,
-    /// What the vCPU does at a missing page.
-    pub on_missing: OnMissing,
+    /// At a missing page the vCPU exits. The VMM notifies the guest if it can, and asks for the
+    /// page. Without this, the vCPU waits or notifies the guest, and the engine asks.
+    pub exits: bool,
     /// Whether the guest may get an event for a missing page.
     pub apf: Apf,
     /// The paused processes.
@@ -35,21 +36,12 @@ pub struct Arm {
     pub pushes: bool,
 }
 
-/// What a vCPU does at a missing page.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum OnMissing {
-    /// It waits, or notifies the guest. The engine asks for the page.
-    Wait,
-    /// It exits. The VMM notifies the guest if it can, and asks for the page.
-    Exit,
-}
-
 impl Arm {
     /// An arm in which all processes run and pages are pushed.
-    pub const fn new(name: &'static str, on_missing: OnMissing, apf: Apf) -> Self {
+    pub const fn new(name: &'static str, exits: bool, apf: Apf) -> Self {
         Self {
             name,
-            on_missing,
+            exits,
             apf,
             paused: &[],
             pushes: true,
@@ -131,9 +123,8 @@ impl Scene {
         self.round(&remote, arms)?;
         rounds.into().repeat(|| {
             let round = self.round(&remote, arms)?;
-            runs.iter_mut()
-                .zip(&round)
-                .for_each(|(runs, took)| runs.add(took));
+            let runs = runs.iter_mut().zip(&round);
+            runs.for_each(|(runs, took)| runs.add(took));
             Ok(())
         })?;
         Ok(Runs { arms: runs })
@@ -186,7 +177,12 @@ impl Scene {
         took: &mut Took,
     ) -> Result<(), LabError> {
         let guest = &session.guest;
-        arm.switch(session.vm, |apf| session.set_apf(apf))?;
+        let mut flags = SlotFlags::empty();
+        flags.set(SlotFlags::EXIT_ON_MISSING, arm.exits);
+        for slot in session.vm.memory_slots() {
+            session.vm.set_slot_flags(slot.id, flags)?;
+        }
+        session.set_apf(arm.apf);
         guest.pause(arm.paused)?;
         push.set_on(arm.pushes);
         guest.run_for(self.settle)?;
@@ -198,24 +194,8 @@ impl Scene {
         let [workers, faulters] = after.rates_since(&before);
         let [demanded, pushed] = [0, 1].map(|of| (came[of] - provided[of]) as f64 / seconds);
         let rates = [workers, faulters, demanded, pushed];
-        took.rates
-            .iter_mut()
-            .zip(rates)
-            .for_each(|(sum, rate)| *sum += rate);
-        Ok(())
-    }
-}
-
-impl Arm {
-    fn switch(&self, vm: &Vm, set_apf: impl Fn(Apf)) -> Result<(), LabError> {
-        let flags = match self.on_missing {
-            OnMissing::Wait => SlotFlags::empty(),
-            OnMissing::Exit => SlotFlags::EXIT_ON_MISSING,
-        };
-        for slot in vm.memory_slots() {
-            vm.set_slot_flags(slot.id, flags)?;
-        }
-        set_apf(self.apf);
+        let sums = took.rates.iter_mut().zip(rates);
+        sums.for_each(|(sum, rate)| *sum += rate);
         Ok(())
     }
 }
@@ -286,15 +266,18 @@ impl Runs {
 
     /// The arms as a table for people.
     pub fn table(&self, title: &str) -> String {
-        let header = [
-            title,
-            "workers/s",
-            "faulters/s",
-            "demanded/s",
-            "pushed/s",
-            STALLS,
+        let mut rows = vec![
+            [
+                "",
+                "workers/s",
+                "faulters/s",
+                "demanded/s",
+                "pushed/s",
+                STALLS,
+            ]
+            .map(str::to_owned),
         ];
-        let mut rows = vec![header.map(str::to_owned)];
+        title.clone_into(&mut rows[0][0]);
         rows.extend(self.arms.iter().map(|runs| {
             let rates = runs.rates.each_ref();
             let [workers, faulters, demanded, pushed] =

@@ -1,12 +1,13 @@
 //! The experiments: their scenes, their arms, and their results.
 
-use super::arms::{Arm, Figure, OnMissing, Rate, Runs, Scene};
+use super::arms::{Arm, Figure, Rate, Runs, Scene};
 use super::push::Pace;
 use super::{about, prefix, with_params};
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use lacuna_guest::status::Kind;
+use lacuna_machine::Arch;
 use lacuna_soft::{Apf, MemoryKind};
 use std::time::Duration;
 
@@ -15,14 +16,9 @@ pub struct Experiment {
     pub part: &'static str,
     /// The end of its ids.
     suffix: &'static str,
-    latency: Duration,
-    /// The numbers of computing and faulting processes.
-    processes: [usize; 2],
-    push: Pace,
-    /// The most pushed pages in flight.
-    window: u64,
-    memory_mib: u64,
-    slice_ms: u64,
+    scene: Scene,
+    /// The slice of a quick run.
+    quick: Duration,
     rounds: usize,
     arms: &'static [Arm],
     rows: &'static [Row],
@@ -40,8 +36,7 @@ struct Row {
     figure: Figure,
     base: Arm,
     arm: Arm,
-    /// The figures beside it: this rate of these arms.
-    rate: Rate,
+    /// The arms whose rates are beside it.
     others: &'static [Arm],
     null: Option<[Arm; 2]>,
 }
@@ -49,14 +44,14 @@ struct Row {
 /// The worker alone. Its loss in the other arms is due to faults.
 const ALONE: Arm = Arm {
     paused: &[Kind::Faulter],
-    ..Arm::new("alone", OnMissing::Wait, Apf::Off)
+    ..Arm::new("alone", false, Apf::Off)
 };
-const NEITHER: Arm = Arm::new("neither", OnMissing::Wait, Apf::Off);
-const EXITS: Arm = Arm::new("exits", OnMissing::Exit, Apf::Off);
+const NEITHER: Arm = Arm::new("neither", false, Apf::Off);
+const EXITS: Arm = Arm::new("exits", true, Apf::Off);
 /// [`EXITS`] once more: the null.
 const NULL: Arm = EXITS.named("null");
-const ASYNC: Arm = Arm::new("async", OnMissing::Wait, Apf::On);
-const BOTH: Arm = Arm::new("both", OnMissing::Exit, Apf::On);
+const ASYNC: Arm = Arm::new("async", false, Apf::On);
+const BOTH: Arm = Arm::new("both", true, Apf::On);
 
 /// One faulter; its vCPU exits and waits, so each stall is a demand.
 const DEMAND: Arm = Arm {
@@ -84,22 +79,29 @@ const WORKER: Row = Row {
     figure: Figure::Rate(Rate::Workers),
     base: EXITS,
     arm: BOTH,
-    rate: Rate::Workers,
     others: &[ALONE, NEITHER, EXITS, ASYNC, BOTH],
     null: Some([EXITS, NULL]),
+};
+
+const SCENE: Scene = Scene {
+    arch: Arch::X86_64,
+    kind: MemoryKind::Linux,
+    memory_mib: 256,
+    processes: [1, 1],
+    latency: Duration::from_millis(1),
+    // Few against the memory, so that nearly all pages that a faulter touches are missing.
+    push: Pace::Rate(1000),
+    window: 64,
+    slice: Duration::from_millis(120),
+    settle: Duration::from_millis(30),
 };
 
 /// A computing process beside a faulting one.
 const ONE_FAULTER: Experiment = Experiment {
     part: "worker",
     suffix: "1ms",
-    latency: Duration::from_millis(1),
-    processes: [1, 1],
-    // Few against the memory, so that nearly all pages that a faulter touches are missing.
-    push: Pace::Rate(1000),
-    window: 64,
-    memory_mib: 256,
-    slice_ms: 120,
+    scene: SCENE,
+    quick: Duration::from_millis(60),
     rounds: 15,
     arms: &[EXITS, NULL, NEITHER, ASYNC, BOTH, ALONE],
     rows: &[
@@ -108,7 +110,6 @@ const ONE_FAULTER: Experiment = Experiment {
             name: "memory_ratio",
             bar: Some(1.5),
             figure: Figure::Rate(Rate::Faulters),
-            rate: Rate::Faulters,
             others: &[NEITHER, EXITS, ASYNC, BOTH],
             ..WORKER
         },
@@ -117,7 +118,6 @@ const ONE_FAULTER: Experiment = Experiment {
             unit: "%",
             bar: Some(90.0),
             figure: Figure::Rate(Rate::Demanded),
-            rate: Rate::Demanded,
             others: &[NEITHER, EXITS, ASYNC, BOTH],
             ..WORKER
         },
@@ -137,9 +137,14 @@ const ONE_FAULTER: Experiment = Experiment {
 /// keeps to the number of asynchronous faults that a vCPU may have in flight.
 const FILL_64: Experiment = Experiment {
     part: "push",
-    push: Pace::Full,
-    memory_mib: 1024,
-    slice_ms: 300,
+    scene: Scene {
+        push: Pace::Full,
+        memory_mib: 1024,
+        slice: Duration::from_millis(300),
+        ..SCENE
+    },
+    // A quick fill still has time for several answers.
+    quick: Duration::from_millis(100),
     rounds: 9,
     arms: &[DEMAND, DEMAND_NULL, FILL, BESIDE],
     rows: &[
@@ -151,7 +156,6 @@ const FILL_64: Experiment = Experiment {
             figure: Figure::P99,
             base: DEMAND,
             arm: BESIDE,
-            rate: Rate::Demanded,
             others: &[DEMAND, BESIDE],
             null: Some([DEMAND, DEMAND_NULL]),
         },
@@ -163,7 +167,6 @@ const FILL_64: Experiment = Experiment {
             figure: Figure::Rate(Rate::Pushed),
             base: FILL,
             arm: BESIDE,
-            rate: Rate::Pushed,
             others: &[FILL, BESIDE],
             null: None,
         },
@@ -175,7 +178,10 @@ const FILL_64: Experiment = Experiment {
 pub const ALL: [Experiment; 6] = [
     Experiment {
         suffix: "100us",
-        latency: Duration::from_micros(100),
+        scene: Scene {
+            latency: Duration::from_micros(100),
+            ..SCENE
+        },
         has_bars: false,
         is_quick: false,
         ..ONE_FAULTER
@@ -183,20 +189,25 @@ pub const ALL: [Experiment; 6] = [
     ONE_FAULTER,
     Experiment {
         suffix: "5ms",
-        latency: Duration::from_millis(5),
+        scene: Scene {
+            latency: Duration::from_millis(5),
+            ..SCENE
+        },
         has_bars: false,
         is_quick: false,
         ..ONE_FAULTER
     },
     // With async faults, each of several faulters has a page in flight.
     Experiment {
-        processes: [1, 4],
+        scene: Scene {
+            processes: [1, 4],
+            ..SCENE
+        },
         rounds: 9,
         arms: &[EXITS, NULL, BOTH],
         rows: &[Row {
             name: "crowd_ratio",
             figure: Figure::Rate(Rate::Faulters),
-            rate: Rate::Faulters,
             others: &[EXITS, BOTH],
             ..WORKER
         }],
@@ -207,31 +218,17 @@ pub const ALL: [Experiment; 6] = [
     // The processor limits the fill, and not the latency.
     Experiment {
         suffix: "1ms_window256",
-        window: 256,
-        memory_mib: 2048,
+        scene: Scene {
+            window: 256,
+            memory_mib: 2048,
+            ..FILL_64.scene
+        },
         has_bars: false,
         ..FILL_64
     },
 ];
 
 impl Experiment {
-    fn scene(&self, kind: MemoryKind, options: &Options) -> Scene {
-        // A quick fill still has time for several answers.
-        let quick = if self.part == "push" { 100 } else { 60 };
-        let slice = if options.quick { quick } else { self.slice_ms };
-        Scene {
-            arch: options.arch,
-            kind,
-            memory_mib: self.memory_mib,
-            processes: self.processes,
-            latency: self.latency,
-            push: self.push,
-            window: self.window,
-            slice: Duration::from_millis(slice),
-            settle: Duration::from_millis(30),
-        }
-    }
-
     fn ids(&self, kind: MemoryKind) -> impl Iterator<Item = String> {
         let ids = self.rows.iter().map(|row| row.name);
         ids.map(move |name| format!("{}.{name}.{}", prefix(kind), self.suffix))
@@ -250,9 +247,9 @@ impl Experiment {
         }
         let away = self.suffix.split('_').next().unwrap_or_default();
         let peer = format!("{}, a peer {away} away", about(kind));
-        let (what, title) = match (self.part, self.processes) {
+        let (what, title) = match (self.part, self.scene.processes) {
             ("push", _) => {
-                let title = format!("{peer}, {} pages pushed", self.window);
+                let title = format!("{peer}, {} pages pushed", self.scene.window);
                 ("demands beside a fill".into(), title)
             }
             (_, [_, 1]) => ("one faulter".into(), peer.clone()),
@@ -265,7 +262,17 @@ impl Experiment {
             "{what}: {}",
             title.trim_start_matches(&format!("{what}, "))
         ))?;
-        let scene = self.scene(kind, options);
+        let slice = if options.quick {
+            self.quick
+        } else {
+            self.scene.slice
+        };
+        let scene = Scene {
+            arch: options.arch,
+            kind,
+            slice,
+            ..self.scene
+        };
         let rounds = if options.quick { 2 } else { self.rounds };
         let done = scene.measure(self.arms, rounds).and_then(|runs| {
             report.detail(runs.table(&title));
@@ -289,8 +296,12 @@ impl Experiment {
             if let (Some(bar), true) = (row.bar, self.has_bars) {
                 found = found.bar(bar);
             }
+            let rate = match row.figure {
+                Figure::Rate(rate) => rate,
+                Figure::P99 => Rate::Demanded,
+            };
             for arm in row.others {
-                found = found.arm(arm.name, runs.arm(arm, row.rate));
+                found = found.arm(arm.name, runs.arm(arm, rate));
             }
             match &row.null {
                 Some([base, null]) => Ok(found.arm("null", runs.ratio(base, null, row.figure)?)),
@@ -319,20 +330,15 @@ fn speed_of_worker(title: &str, runs: &Runs) -> String {
 mod tests {
     use super::*;
     use crate::fixture::{eventually, needs_guests};
-    use lacuna_machine::Arch;
     use lacuna_skip::test;
 
     fn small(kind: MemoryKind, faulters: usize) -> Scene {
         Scene {
-            arch: Arch::X86_64,
             kind,
             memory_mib: 48,
             processes: [1, faulters],
-            latency: Duration::from_millis(1),
-            push: Pace::Rate(1000),
-            window: 64,
             slice: Duration::from_millis(150),
-            settle: Duration::from_millis(30),
+            ..SCENE
         }
     }
 
