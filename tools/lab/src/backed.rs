@@ -5,7 +5,7 @@
 //! be part of every move and every restore, in all arms. So before each of them, and before each
 //! plain copy, this makes as much free memory backed as the guest touches.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use lacuna_addr::PAGE_SIZE;
 use memmap2::{Advice, MmapMut};
 use std::path::Path;
@@ -22,15 +22,12 @@ const LITTLE: u64 = 256 << 20;
 
 /// Touches `bytes` bytes and a quarter more, and gives them back to the kernel. If the kernel
 /// reports free memory, waits first for the report of earlier freed memory.
-pub fn back(bytes: u64) -> Result<(), LabError> {
-    let failed = |source| LabError::Io {
-        what: "map memory".into(),
-        source,
-    };
+pub fn back(bytes: u64) -> LabResult {
     if bytes >= LITTLE && Path::new("/sys/module/page_reporting").exists() {
         thread::sleep(REPORTED);
     }
-    let mut memory = MmapMut::map_anon((bytes + bytes / 4) as usize).map_err(failed)?;
+    let mut memory =
+        MmapMut::map_anon((bytes + bytes / 4) as usize).map_err(LabError::io("map memory"))?;
     // A kernel without transparent huge pages refuses the advice.
     let _ = memory.advise(Advice::HugePage);
     memory

@@ -1,7 +1,7 @@
 //! Guests that wait at a gate, resume from a snapshot, or move: how they are made and observed, on
 //! any backend.
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::fixture::resident;
 use crate::session::{Guest, LastWords, image};
 use lacuna_addr::PageCount;
@@ -10,7 +10,6 @@ use lacuna_machine::{Apf, Arch, Builder, Machine, PageSource, PlatformDevices, R
 use lacuna_soft::VmBuilder;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -99,11 +98,8 @@ pub fn kvm(options: &Options) -> Result<impl Fn(u64, usize) -> lacuna_kvm::VmBui
 }
 
 /// A folder that is removed when the value is dropped.
-pub fn folder() -> Result<TempDir, LabError> {
-    tempfile::tempdir().map_err(|source| LabError::Io {
-        what: "make a folder".into(),
-        source,
-    })
+pub fn folder() -> LabResult<TempDir> {
+    tempfile::tempdir().map_err(LabError::io("make a folder"))
 }
 
 /// A guest's console: the printed lines with their times, and the last one.
@@ -130,7 +126,7 @@ pub fn devices(builder: &impl GuestBuilder) -> (PlatformDevices, Lines) {
 pub fn machine_for<B: GuestBuilder>(
     builder: &B,
     source: Option<Arc<dyn PageSource>>,
-) -> Result<(Machine<B::Vm>, Lines), LabError> {
+) -> LabResult<(Machine<B::Vm>, Lines)> {
     let vm = builder.coming(source).build().map_err(Into::into)?;
     let (devices, lines) = devices(builder);
     Ok((Machine::new(vm, devices)?, lines))
@@ -141,8 +137,8 @@ pub fn beside<B: GuestBuilder, T>(
     builder: &B,
     guest: &str,
     words: &str,
-    work: impl FnOnce(&Running<B::Vm>) -> Result<T, LabError>,
-) -> Result<T, LabError> {
+    work: impl FnOnce(&Running<B::Vm>) -> LabResult<T>,
+) -> LabResult<T> {
     let last = LastWords::default();
     let devices = PlatformDevices::of(builder.arch(), last.console());
     let started = builder
@@ -155,23 +151,14 @@ pub fn beside<B: GuestBuilder, T>(
 }
 
 /// The guest, once it has a status page.
-pub fn attached<V: Vm>(running: &Running<V>) -> Result<Guest<'_>, LabError> {
+pub fn attached<V: Vm>(running: &Running<V>) -> LabResult<Guest<'_>> {
     let guest = Guest::attach(&**running.vm(), running.devices());
     guest.ok_or_else(|| LabError::Guest("it has no status page".into()))
 }
 
 /// Waits until all processes of the guest wait at its gate.
-fn wait_at_gate(running: &Running<impl Vm>) -> Result<(), LabError> {
-    let deadline = Instant::now() + PREPARE;
-    let guest = loop {
-        match attached(running) {
-            Ok(guest) => break guest,
-            Err(why) if Instant::now() > deadline || running.devices().ending().is_some() => {
-                return Err(why);
-            }
-            Err(_) => thread::yield_now(),
-        }
-    };
+fn wait_at_gate(running: &Running<impl Vm>) -> LabResult {
+    let guest = Guest::wait_for(&**running.vm(), running.devices())?;
     guest.run_until(PREPARE, |status| {
         let [main, members @ ..] = &*status.threads else {
             return None;

@@ -35,7 +35,7 @@ mod qemu;
 mod route;
 mod worker;
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::guests::{self, GuestBuilder, beside};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -61,7 +61,7 @@ const RATE_ROUNDS: usize = 15;
 ///
 /// # Errors
 /// The error of the first failed experiment.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let progress = Progress::new(2 * PARTS.len() as u64 - 1, options.verbosity);
     report.say(
         "migrate: a running guest moves to another VM over a TCP connection of this host. \
@@ -90,7 +90,7 @@ fn measure<B: GuestBuilder>(
     options: &Options,
     report: &mut Report,
     progress: &Progress,
-) -> Result<(), LabError> {
+) -> LabResult {
     let memory = if options.quick { QUICK } else { MEMORY };
     let guests = builder(memory, VCPUS);
     let rounds = Rounds::Count(if options.quick { 2 } else { Rounds::LEAST });
@@ -127,7 +127,7 @@ fn rate<B: GuestBuilder>(
     memory: u64,
     rounds: Rounds,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let bytes = (memory << 20) as f64;
     let runs = beside(builder, "paced", FULL, |guest| {
         measures(3, rounds, |arm| match arm {

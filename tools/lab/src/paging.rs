@@ -44,7 +44,7 @@ pub mod processes;
 mod queue;
 mod wake_up;
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::report::Progress;
 use crate::result::Report;
 use fixture::Work;
@@ -52,7 +52,6 @@ use lacuna_addr::PAGE_SIZE;
 #[cfg(doc)]
 use lacuna_machine::MissingMemory;
 use lacuna_soft::MemoryKind;
-use lacuna_sys::Errno;
 
 /// The content of all pages: the guest expects zeros. All arms copy from here.
 static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];
@@ -75,7 +74,7 @@ const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 c
 ///
 /// # Errors
 /// The error of the first failed experiment.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let progress = Progress::new(
         2 * (arms::STEPS + crowd::STEPS) + kvm::STEPS,
         options.verbosity,
@@ -103,14 +102,6 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
         kvm::measure(options, report, &progress)?;
     }
     Ok(())
-}
-
-/// The error of a system call.
-fn refused(what: &'static str) -> impl Fn(Errno) -> LabError {
-    move |errno| LabError::Io {
-        what: what.into(),
-        source: errno.into(),
-    }
 }
 
 /// The separately measurable parts.

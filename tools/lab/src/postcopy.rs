@@ -30,7 +30,7 @@ mod experiments;
 mod peer;
 mod push;
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::fixture::resident;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
@@ -50,7 +50,7 @@ const TICK_US: u64 = 1000;
 ///
 /// # Errors
 /// The error of the first failed experiment. Results that this machine cannot measure are skipped.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let progress = Progress::new(2 * experiments::ALL.len() as u64, options.verbosity);
     report.say(
         "postcopy: memory that is still with a peer. The guest has one vCPU. A process that \

@@ -23,7 +23,7 @@
 
 mod arms;
 
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::guests::{self, GuestBuilder};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -46,7 +46,7 @@ const RECORDED: u32 = 1;
 ///
 /// # Errors
 /// The error of the first failed experiment.
-pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
+pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let progress = Progress::new(2 * PARTS.len() as u64, options.verbosity);
     report.say(
         "restore: a guest resumes from a snapshot. Its memory file is in the page cache. Eager \
@@ -79,11 +79,10 @@ fn measure<B: GuestBuilder>(
     options: &Options,
     report: &mut Report,
     progress: &Progress,
-) -> Result<(), LabError> {
-    let folder = tempfile::tempdir_in(&options.swap_dir).map_err(|source| LabError::Io {
-        what: format!("make a folder in {}", options.swap_dir.display()),
-        source,
-    })?;
+) -> LabResult {
+    let folder = tempfile::tempdir_in(&options.swap_dir);
+    let what = format!("make a folder in {}", options.swap_dir.display());
+    let folder = folder.map_err(LabError::io(what))?;
     let scene = |guest, words: &str| Scene::save(builder, guest, words, folder.path());
     if options.wants("time") {
         progress.step(format!(
@@ -117,7 +116,7 @@ fn times<B: GuestBuilder>(
     scene: &Scene<'_, B>,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let runs = measures(3, rounds(options), |arm| {
         let arm = if arm > NULL { Arm::Lazy } else { Arm::Eager };
         let took = scene.restore(&arm, RECORDED)?;
@@ -152,7 +151,7 @@ fn replay<B: GuestBuilder>(
     words: &str,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let touches = scene.restore(&Arm::Demand, RECORDED)?.touches;
     let slices = Cell::new(0);
     let asked = |took: &Took| took.touches.pages().len() as f64;

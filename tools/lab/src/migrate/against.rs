@@ -27,7 +27,7 @@ use super::ends::{Here, move_guest};
 use super::qemu::{self, Accelerator, Scene};
 use super::route::Route;
 use super::{MEMORY, QUICK, VCPUS};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::guests::{GuestBuilder, beside, folder};
 use crate::result::{Better, Measurement, Report};
 use crate::session::guests;
@@ -116,7 +116,7 @@ pub fn measure<B: GuestBuilder>(
     builder: &B,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let paced = guests(Arch::X86_64).image("paced");
     let paced = match (qemu::installed(), paced) {
         (Ok(_), Some(paced)) => paced,
@@ -134,10 +134,8 @@ pub fn measure<B: GuestBuilder>(
     };
     let folder = folder()?;
     let image = folder.path().join("paced.elf");
-    fs::write(&image, paced.file).map_err(|source| LabError::Io {
-        what: format!("write {}", image.display()),
-        source,
-    })?;
+    let written = fs::write(&image, paced.file);
+    written.map_err(LabError::io(format!("write {}", image.display())))?;
     // QEMU starts the second vCPU only when the guest asks for it.
     let line = builder.with(words).full_command_line();
     let line: Vec<&str> = line
@@ -170,7 +168,7 @@ fn compare<B: GuestBuilder>(
     (mode, arms): (&str, &[Arm; 4]),
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let rounds = Rounds::Count(if options.quick { 1 } else { Rounds::LEAST });
     // Moves, and moves that damaged the guest.
     let moves = arms.map(|_| Cell::new([0, 0]));
@@ -243,7 +241,7 @@ fn row(id: String, runs: &[[Vec<f64>; 4]], figure: usize, arms: &[Arm; 4]) -> Op
 }
 
 /// Boots a guest and moves it.
-fn ours<B: GuestBuilder>(builder: &B, scene: &Scene, mode: Mode) -> Result<[f64; 4], LabError> {
+fn ours<B: GuestBuilder>(builder: &B, scene: &Scene, mode: Mode) -> LabResult<[f64; 4]> {
     let folder = folder()?;
     beside(builder, "paced", scene.own_words, |guest| {
         thread::sleep(scene.settle);
@@ -255,7 +253,7 @@ fn ours<B: GuestBuilder>(builder: &B, scene: &Scene, mode: Mode) -> Result<[f64;
 }
 
 /// When each thread has printed a line at the destination.
-fn until_all_print<B: GuestBuilder>(here: &Here<'_, B>) -> Result<Instant, LabError> {
+fn until_all_print<B: GuestBuilder>(here: &Here<'_, B>) -> LabResult<Instant> {
     let mut beats = Beats::new(VCPUS);
     let seen = beats.listen(here.lines, LIMIT);
     match beats.last_first() {
@@ -267,7 +265,7 @@ fn until_all_print<B: GuestBuilder>(here: &Here<'_, B>) -> Result<Instant, LabEr
 }
 
 /// As [`ours`], by QEMU. A lacking figure is NaN.
-fn of_qemu(scene: &Scene, way: qemu::Way, moves: &Cell<[usize; 2]>) -> Result<[f64; 4], LabError> {
+fn of_qemu(scene: &Scene, way: qemu::Way, moves: &Cell<[usize; 2]>) -> LabResult<[f64; 4]> {
     let mut tries = 0;
     loop {
         let folder = folder()?;

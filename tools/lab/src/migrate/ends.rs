@@ -2,7 +2,7 @@
 
 use super::route::{Route, refused};
 use crate::backed::back;
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::guests::{GuestBuilder, attached, machine_for};
 use crate::interrupt;
 use lacuna_guest::status::{Kind, Status};
@@ -49,8 +49,8 @@ pub fn move_guest<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,
     way: (Mode, Route),
-    watch: impl FnOnce(&Here<'_, B>) -> Result<T, LabError> + Send,
-) -> Result<(Moved, T), LabError> {
+    watch: impl FnOnce(&Here<'_, B>) -> LabResult<T> + Send,
+) -> LabResult<(Moved, T)> {
     move_and(builder, guest, way, watch, || Ok(()))
 }
 
@@ -60,9 +60,9 @@ pub fn move_and<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,
     (mode, route): (Mode, Route),
-    watch: impl FnOnce(&Here<'_, B>) -> Result<T, LabError> + Send,
-    meanwhile: impl FnOnce() -> Result<(), LabError>,
-) -> Result<(Moved, T), LabError> {
+    watch: impl FnOnce(&Here<'_, B>) -> LabResult<T> + Send,
+    meanwhile: impl FnOnce() -> LabResult,
+) -> LabResult<(Moved, T)> {
     interrupt::check()?;
     back(guest.vm().config().memory.bytes())?;
     let Route {
@@ -88,7 +88,7 @@ pub fn move_and<B: GuestBuilder, T: Send>(
     })
 }
 
-fn send_all<V: Vm>(guest: &Running<V>, to: &Connector, mode: Mode) -> Result<Moved, LabError> {
+fn send_all<V: Vm>(guest: &Running<V>, to: &Connector, mode: Mode) -> LabResult<Moved> {
     let began = Instant::now();
     let sent = send(guest, to, &Plan::from(mode), &mut |_| {
         ControlFlow::Continue(())
@@ -117,9 +117,9 @@ fn send_all<V: Vm>(guest: &Running<V>, to: &Connector, mode: Mode) -> Result<Mov
 fn arrive<B: GuestBuilder, T>(
     builder: &B,
     destination: &Destination,
-    watch: impl FnOnce(&Here<'_, B>) -> Result<T, LabError>,
+    watch: impl FnOnce(&Here<'_, B>) -> LabResult<T>,
     may_end: &Receiver<()>,
-) -> Result<(f64, T), LabError> {
+) -> LabResult<(f64, T)> {
     let arrival = destination.wait().map_err(refused)?;
     let arrival = arrival.ok_or_else(|| LabError::Guest("no guest has arrived".into()))?;
     let began = Instant::now();
@@ -145,7 +145,7 @@ fn arrive<B: GuestBuilder, T>(
 }
 
 /// For each vCPU, when a process on it had made progress.
-pub fn counted<B: GuestBuilder>(here: &Here<'_, B>) -> Result<Vec<Instant>, LabError> {
+pub fn counted<B: GuestBuilder>(here: &Here<'_, B>) -> LabResult<Vec<Instant>> {
     let guest = attached(here.guest)?;
     let vcpus = here.guest.vm().config().vcpus;
     // Each vCPU has one such process.

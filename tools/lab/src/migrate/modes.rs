@@ -3,7 +3,7 @@
 use super::VCPUS;
 use super::ends::{Moved, counted, move_guest};
 use super::route::Route;
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::guests::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
@@ -24,7 +24,7 @@ fn move_once<B: GuestBuilder>(
     builder: &B,
     guest: &Running<B::Vm>,
     mode: Mode,
-) -> Result<(Moved, Vec<f64>), LabError> {
+) -> LabResult<(Moved, Vec<f64>)> {
     let (moved, at) = move_guest(builder, guest, (mode, Route::tcp()?), counted)?;
     let since = |at: &Instant| (*at - moved.paused).as_secs_f64() * 1e3;
     let blackouts = at.iter().map(since).collect();
@@ -42,7 +42,7 @@ pub fn measure<B: GuestBuilder>(
     memory: u64,
     rounds: Rounds,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     const ARMS: [(&str, Mode); 4] = [
         ("precopy", Mode::PreCopy),
         ("null", Mode::PreCopy),
@@ -97,7 +97,7 @@ pub fn large<B: GuestBuilder>(
     memory: u64,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let moves = if options.quick { 3 } else { 25 };
     let (mut each, mut of_all, mut totals) = (Vec::new(), Vec::new(), Vec::new());
     beside(builder, "churn", CHURN, |guest| {

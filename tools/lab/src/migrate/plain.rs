@@ -1,7 +1,7 @@
 //! Plain copies over a TCP connection of this host: the moves of guests are compared with them.
 
 use crate::backed::back;
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::thread;
@@ -11,13 +11,10 @@ use std::time::Instant;
 const AT_ONCE: usize = 1 << 20;
 
 /// Sends `bytes` bytes from memory into untouched memory. Returns the seconds.
-pub fn copy(bytes: u64) -> Result<f64, LabError> {
-    let failed = |source| LabError::Io {
-        what: "copy over a connection of this host".into(),
-        source,
-    };
+pub fn copy(bytes: u64) -> LabResult<f64> {
     back(bytes)?;
-    carry_out(bytes as usize).map_err(failed)
+    let took = carry_out(bytes as usize);
+    took.map_err(LabError::io("copy over a connection of this host"))
 }
 
 fn carry_out(bytes: usize) -> io::Result<f64> {

@@ -2,7 +2,7 @@
 
 use super::beats::{Beats, Seen};
 use crate::backed::back;
-use crate::experiment::LabError;
+use crate::experiment::LabResult;
 use crate::external::{ExternalError, Reaped, find, spawn};
 use crate::interrupt;
 use serde_json::{Value, json};
@@ -78,7 +78,7 @@ pub fn installed() -> Result<PathBuf, ExternalError> {
 }
 
 /// Starts the guest in one process, and moves it to another one. `folder` is empty.
-pub fn move_once(scene: &Scene, way: Way, folder: &Path) -> Result<Found, LabError> {
+pub fn move_once(scene: &Scene, way: Way, folder: &Path) -> LabResult<Found> {
     interrupt::check()?;
     let source = Qemu::start(scene, folder, "source", &[])?;
     if Beats::new(scene.vcpus).listen(&source.lines, LIMIT) != Seen::All {
@@ -166,7 +166,7 @@ struct Qemu {
 }
 
 impl Qemu {
-    fn start(scene: &Scene, folder: &Path, name: &str, more: &[&str]) -> Result<Self, LabError> {
+    fn start(scene: &Scene, folder: &Path, name: &str, more: &[&str]) -> LabResult<Self> {
         let socket = folder.join(name);
         let mut command = Command::new(installed()?);
         command

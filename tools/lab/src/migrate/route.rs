@@ -7,7 +7,7 @@
 //! Each direction of each connection of a link is a line of its own, as fast as the link. So an
 //! answer never waits behind pushed pages on the line.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use lacuna_migrate::session::Destination;
 use lacuna_migrate::transport::{Address, Connector, Listener, TransportError};
 use std::io::{self, Read as _, Write as _};
@@ -30,18 +30,18 @@ pub struct Route {
 
 impl Route {
     /// TCP over the loopback device.
-    pub fn tcp() -> Result<Self, LabError> {
+    pub fn tcp() -> LabResult<Self> {
         let at = "tcp:127.0.0.1:0".parse();
         Self::to(&at.expect("an address"), None)
     }
 
     /// A UNIX socket at `path`, where there is no file; with a `link`, through it.
-    pub fn unix(path: &Path, link: Option<Speed>) -> Result<Self, LabError> {
+    pub fn unix(path: &Path, link: Option<Speed>) -> LabResult<Self> {
         let link = link.map(|speed| Link::to(path.to_owned(), speed));
         Self::to(&Address::Unix(path.to_owned()), link.transpose()?)
     }
 
-    fn to(at: &Address, link: Option<Link>) -> Result<Self, LabError> {
+    fn to(at: &Address, link: Option<Link>) -> LabResult<Self> {
         let listener = Listener::open(at, None, Arc::default()).map_err(refused)?;
         let to = match &link {
             Some(link) => Address::Unix(link.near.clone()),
@@ -57,10 +57,7 @@ impl Route {
 
 /// The error of a transport.
 pub fn refused(error: TransportError) -> LabError {
-    LabError::Io {
-        what: "connect two ends on this host".into(),
-        source: io::Error::other(error),
-    }
+    LabError::io("connect two ends on this host")(io::Error::other(error))
 }
 
 /// How long bytes take.
@@ -85,7 +82,7 @@ struct Link {
 }
 
 impl Link {
-    fn to(far: PathBuf, speed: Speed) -> Result<Self, LabError> {
+    fn to(far: PathBuf, speed: Speed) -> LabResult<Self> {
         let started = || {
             let folder = tempfile::tempdir()?;
             let near = folder.path().join("near");
@@ -109,10 +106,7 @@ impl Link {
             })?;
             Ok(link)
         };
-        started().map_err(|source| LabError::Io {
-            what: "make a link".into(),
-            source,
-        })
+        started().map_err(LabError::io::<io::Error>("make a link"))
     }
 }
 

@@ -17,7 +17,7 @@
 use super::QUICK;
 use super::ends::{Here, counted, move_and, move_guest};
 use super::route::{Route, Speed};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::guests::{attached, beside, folder};
 use crate::interrupt;
 use crate::result::{Better, Measurement, Report};
@@ -72,7 +72,7 @@ pub fn measure(
     builder: &impl Fn(u64, usize) -> VmBuilder,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let memory = if options.quick { QUICK } else { MEMORY };
     let builder = VmBuilder {
         apf: Apf::On,
@@ -117,7 +117,7 @@ pub fn measure(
     Ok(())
 }
 
-fn one(builder: &VmBuilder, guest: &Running<Vm>, arm: Arm) -> Result<Rates, LabError> {
+fn one(builder: &VmBuilder, guest: &Running<Vm>, arm: Arm) -> LabResult<Rates> {
     let folder = folder()?;
     let way = |name, link| {
         let route = Route::unix(&folder.path().join(name), link)?;
@@ -165,7 +165,7 @@ fn count_beside(
     here: &Here<'_, VmBuilder>,
     arm: Arm,
     receiver: &Receiver<u64>,
-) -> Result<Rates, LabError> {
+) -> LabResult<Rates> {
     counted(here)?;
     if arm != Arm::Present {
         attached(here.guest)?.pause(&[Kind::Faulter])?;
@@ -174,13 +174,13 @@ fn count_beside(
     counting.end(next(receiver)?)
 }
 
-fn next(receiver: &Receiver<u64>) -> Result<u64, LabError> {
+fn next(receiver: &Receiver<u64>) -> LabResult<u64> {
     let found = receiver.recv_timeout(LIMIT);
     found.map_err(|error| LabError::Guest(format!("the pages did not come: {error}")))
 }
 
 /// Waits until `pages` pages are present, and returns how many are.
-fn wait_for(here: &Here<'_, VmBuilder>, pages: u64) -> Result<u64, LabError> {
+fn wait_for(here: &Here<'_, VmBuilder>, pages: u64) -> LabResult<u64> {
     let deadline = Instant::now() + LIMIT;
     loop {
         let come = here.handle.present();
@@ -205,13 +205,13 @@ struct Counting<'a> {
 }
 
 impl<'a> Counting<'a> {
-    fn begin(here: &Here<'a, VmBuilder>, come: u64) -> Result<Self, LabError> {
+    fn begin(here: &Here<'a, VmBuilder>, come: u64) -> LabResult<Self> {
         let guest = attached(here.guest)?;
         let began = guest.count()?;
         Ok(Self { guest, began, come })
     }
 
-    fn end(self, come: u64) -> Result<Rates, LabError> {
+    fn end(self, come: u64) -> LabResult<Rates> {
         let now = self.guest.count()?;
         let seconds = (now.at - self.began.at).as_secs_f64();
         let [worker, faulter] = now.rates_since(&self.began);

@@ -8,7 +8,7 @@ use super::fixture::{Arm, Fixture, Share, Work, prefix, unavailable};
 use super::wake_up::wake_up_us;
 use super::{MOST_AT_ONCE, SERIES, SOURCE};
 use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, LabResult, Options};
 use crate::first_look::{Found, Row};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
@@ -61,7 +61,7 @@ pub fn measure(
     options: &Options,
     report: &mut Report,
     progress: &Progress,
-) -> Result<(), LabError> {
+) -> LabResult {
     let (pages, counts) = match options.quick {
         true => (2048, &SERIES[..2]),
         false => (8192, &SERIES[..]),
@@ -106,11 +106,7 @@ pub fn measure(
 }
 
 /// Measures `paging.hugetlb.exit_vs_queue.*`: memory in huge pages, each provided as a whole.
-pub fn measure_huge(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
+pub fn measure_huge(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let kind = MemoryKind::Hugetlbfs;
     for vcpus in BATCHED {
         progress.step(format!("missing huge pages, {vcpus} vCPUs"))?;
@@ -136,7 +132,7 @@ fn against_one_reader(
     work: Work,
     options: &Options,
     report: &mut Report,
-) -> Result<(), LabError> {
+) -> LabResult {
     let fixture = Fixture::new(kind, work)?;
     let runs = Runs::measure(&fixture, &AGAINST_ONE_READER, times(options))?;
     report.push(runs.against(id(kind, work, "exit_vs_queue"), ONE_READER));
@@ -211,7 +207,7 @@ impl Runs {
         fixture: &Fixture<V>,
         arms: &[Arm],
         times: impl Into<Rounds>,
-    ) -> Result<Self, LabError> {
+    ) -> LabResult<Self> {
         let wakes = usize::from(cores() > 1);
         // One more turn of each round wakes an idle thread: the cost of a queue depends on that
         // time, and the time drifts on a machine.
@@ -316,7 +312,7 @@ impl Runs {
 
 /// The row of the first look: one vCPU, exits against the best queue, each exit charged. Linux
 /// memory where this host has it.
-pub fn first_look(options: &Options, rounds: Rounds) -> Result<Found, LabError> {
+pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
     let work = Work::new(options.arch, 1, 2048);
     let kind = match unavailable(MemoryKind::Linux, work) {
         None => MemoryKind::Linux,

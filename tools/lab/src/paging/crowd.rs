@@ -4,13 +4,13 @@
 use super::PAGES;
 use super::fixture::{Arm, Fixture, Work, prefix};
 use super::processes::{self, Process};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::fixture::gpa_of;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna_addr::PageCount;
-use lacuna_machine::{Arch, MissingMemory, Vm as _};
+use lacuna_machine::{Arch, Vm as _};
 use lacuna_soft::MemoryKind;
 use std::sync::Barrier;
 use std::thread;
@@ -42,7 +42,7 @@ pub fn measure(
     options: &Options,
     report: &mut Report,
     progress: &Progress,
-) -> Result<(), LabError> {
+) -> LabResult {
     progress.step("missing pages, two vCPUs and two VMs")?;
     let id = scaling_id(kind);
     if thread::available_parallelism().map_or(1, usize::from) < 2 {
@@ -66,7 +66,7 @@ const fn times(options: &Options) -> usize {
 }
 
 /// Two vCPUs of one VM against two VMs with one each, in two processes.
-fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> Result<Measurement, LabError> {
+fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> LabResult<Measurement> {
     let pages = pages(options);
     let process = |vcpus: u64, core| {
         let pages = vcpus * pages / 2;
@@ -92,7 +92,7 @@ fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> Result<Measuremen
 
 /// The loss of `vcpus` vCPUs against two, less the loss of as many plain threads against two. The
 /// threads provide pages by the same call, without a vCPU.
-fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measurement, LabError> {
+fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> LabResult<Measurement> {
     let pages = pages(options);
     let fixture = |vcpus| Fixture::new(kind, Work::new(Arch::X86_64, vcpus, pages));
     let (few, many) = (fixture(2)?, fixture(vcpus)?);
@@ -126,7 +126,7 @@ fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> Result<Measuremen
 
 /// Pages a second of plain threads that provide the pages of a VM without a guest, each its own
 /// share.
-fn threads(fixture: &Fixture, count: usize, pages: u64) -> Result<f64, LabError> {
+fn threads(fixture: &Fixture, count: usize, pages: u64) -> LabResult<f64> {
     let vm = fixture.empty_vm()?;
     let memory = vm.missing_memory().expect("it has a source");
     assert!(
@@ -134,36 +134,26 @@ fn threads(fixture: &Fixture, count: usize, pages: u64) -> Result<f64, LabError>
         "shares inside the memory"
     );
     let (share, start) = (pages / count as u64, Barrier::new(count));
+    let provide = &|first: u64| {
+        start.wait();
+        let began = Instant::now();
+        for page in first..first + share {
+            memory.provide(gpa_of(Arch::X86_64, page), &PAGES[0])?;
+        }
+        Ok((began, Instant::now()))
+    };
     let spans = thread::scope(|scope| {
-        let provide = |first: u64| {
-            let start = &start;
-            scope.spawn(move || {
-                start.wait();
-                let began = Instant::now();
-                provide(memory, first, share)?;
-                Ok((began, Instant::now()))
-            })
-        };
-        let threads: Vec<_> = (0..count as u64).map(|i| provide(i * share)).collect();
-        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
-            thread
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads
+        let firsts = (0..count as u64).map(|index| index * share);
+        let threads: Vec<_> = firsts
+            .map(|first| scope.spawn(move || provide(first)))
+            .collect();
+        let joined = threads
             .into_iter()
-            .map(join)
-            .collect::<Result<Vec<(Instant, Instant)>, LabError>>()
+            .map(|thread| thread.join().expect("no panic"));
+        joined.collect::<LabResult<Vec<(Instant, Instant)>>>()
     })?;
     let first = spans.iter().map(|span| span.0).min();
     let last = spans.iter().map(|span| span.1).max();
     let (first, last) = first.zip(last).expect("at least one thread");
     Ok((share * count as u64) as f64 / (last - first).as_secs_f64())
-}
-
-fn provide(memory: &dyn MissingMemory, first: u64, pages: u64) -> Result<(), LabError> {
-    for page in first..first + pages {
-        memory.provide(gpa_of(Arch::X86_64, page), &PAGES[0])?;
-    }
-    Ok(())
 }

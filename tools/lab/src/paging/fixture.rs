@@ -7,7 +7,7 @@
 
 use super::machine::Machine;
 use super::queue::Listed;
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::fixture::resident;
 use crate::session::Guest;
 use lacuna_addr::{PAGE_SIZE, PageCount};
@@ -128,7 +128,7 @@ impl Work {
 }
 
 /// Makes a VM whose pages a source provides.
-pub type Make<V> = Box<dyn Fn(Apf, Arc<dyn PageSource>) -> Result<Arc<V>, LabError>>;
+pub type Make<V> = Box<dyn Fn(Apf, Arc<dyn PageSource>) -> LabResult<Arc<V>>>;
 
 /// Makes a VM for each slice, and its guest's work.
 pub struct Fixture<V = lacuna_soft::Vm> {
@@ -144,7 +144,7 @@ pub struct Fixture<V = lacuna_soft::Vm> {
 
 impl Fixture {
     /// A host on soft with frames for one guest.
-    pub fn new(kind: MemoryKind, work: Work) -> Result<Self, LabError> {
+    pub fn new(kind: MemoryKind, work: Work) -> LabResult<Self> {
         let mut builder = resident(work.mib(), work.vcpus);
         builder.arch = work.arch;
         builder.memory_kind = kind;
@@ -185,13 +185,13 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
     }
 
     /// A VM without a guest.
-    pub fn empty_vm(&self) -> Result<Arc<V>, LabError> {
+    pub fn empty_vm(&self) -> LabResult<Arc<V>> {
         (self.make)(Apf::Off, Arc::new(Listed::new(1, self.work.arch)))
     }
 
     /// The first pages of the vCPUs' shares, without the first vCPU's. Boots a guest if none has
     /// booted yet, because the guest's kernel decides where its arena begins.
-    pub fn shares(&self) -> Result<Vec<SourcePage>, LabError> {
+    pub fn shares(&self) -> LabResult<Vec<SourcePage>> {
         if self.arena.get().is_none() {
             self.rate(Arm::Exits)?;
         }
@@ -203,7 +203,7 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
             .collect())
     }
 
-    fn note_arena(&self, guest: &Guest<'_>) -> Result<(), LabError> {
+    fn note_arena(&self, guest: &Guest<'_>) -> LabResult {
         let (arena, memory) = (guest.arena_bytes()?, self.work.memory());
         let first = memory.get().checked_sub(arena / PAGE_SIZE as u64);
         let first = first.filter(|first| first + self.work.pages <= memory.get());
@@ -217,7 +217,7 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
     }
 
     /// Pages a second of a fresh VM.
-    pub fn rate(&self, arm: Arm) -> Result<f64, LabError> {
+    pub fn rate(&self, arm: Arm) -> LabResult<f64> {
         let machine = Machine::new(self, arm)?;
         self.run(&machine, None, || Ok(()))?;
         let (pages, ns) = machine.touched()?;
@@ -231,8 +231,8 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
         &self,
         machine: &Machine<V>,
         first_core: Option<usize>,
-        gate: impl FnOnce() -> Result<(), LabError>,
-    ) -> Result<(), LabError> {
+        gate: impl FnOnce() -> LabResult,
+    ) -> LabResult {
         thread::scope(|scope| {
             let _end = machine.end_when_dropped();
             machine.start(scope, &self.line, first_core)?;

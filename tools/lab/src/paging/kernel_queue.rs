@@ -1,9 +1,9 @@
 //! The kernel's queue: memory that threads fill through userfaultfds, as other VMMs do. The thread
 //! of a vCPU that needs a missing page sleeps in the kernel, and a reader copies the page there.
 
+use super::PAGES;
 use super::queue::Queues;
-use super::{PAGES, refused};
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use lacuna_addr::{Hva, PAGE_SIZE};
 use lacuna_machine::{Backend, External, MissingMemory, PageSource, Policy, SourcePage};
 use lacuna_sys::{Errno, Userfaultfd, Waiters};
@@ -44,13 +44,13 @@ type Runs = Mutex<HashSet<Hva>>;
 impl KernelQueues {
     /// For memory of `backend`: a descriptor for the pages from 0 on, and one from each of `parts`
     /// on.
-    pub fn new(backend: Backend, parts: &[SourcePage], fill: Fill) -> Result<Self, LabError> {
+    pub fn new(backend: Backend, parts: &[SourcePage], fill: Fill) -> LabResult<Self> {
         let external = External::threads(parts, Policy::default());
         let external = external.and_then(|external| match backend {
             Backend::Kvm => external.for_kernel(),
             Backend::Soft => Ok(external),
         });
-        let external = external.map_err(refused("userfaultfd"))?;
+        let external = external.map_err(LabError::io("userfaultfd"))?;
         Ok(Self {
             filled: external.userfaultfds().map(|_| AtomicU64::new(0)).collect(),
             external: Arc::new(external),
@@ -60,7 +60,7 @@ impl KernelQueues {
         })
     }
 
-    fn answer(&self, uffd: &Userfaultfd, page: Hva) -> Result<(), LabError> {
+    fn answer(&self, uffd: &Userfaultfd, page: Hva) -> LabResult {
         let is_new = |run| {
             self.runs
                 .lock()
@@ -88,13 +88,13 @@ impl Queues for KernelQueues {
 
     /// A fault wakes one of the readers of its descriptor (`EPOLLEXCLUSIVE`), as in the kernel's
     /// own test.
-    fn read(&self, queue: usize, _: Option<&dyn MissingMemory>) -> Result<(), LabError> {
+    fn read(&self, queue: usize, _: Option<&dyn MissingMemory>) -> LabResult {
         let uffd = self.external.userfaultfds().nth(queue);
         let uffd = uffd.expect("a reader for a descriptor");
-        let waiting = epoll::create(CreateFlags::CLOEXEC).map_err(refused("epoll_create"))?;
+        let waiting = epoll::create(CreateFlags::CLOEXEC).map_err(LabError::io("epoll_create"))?;
         let flags = EventFlags::IN | EventFlags::EXCLUSIVE;
         let added = epoll::add(&waiting, uffd, EventData::new_u64(0), flags);
-        added.map_err(refused("epoll_ctl"))?;
+        added.map_err(LabError::io("epoll_ctl"))?;
         let (mut faults, mut events) = (Vec::new(), Vec::with_capacity(1));
         while !self.is_over.load(Ordering::Relaxed) {
             events.clear();
@@ -102,7 +102,7 @@ impl Queues for KernelQueues {
             // After an error the thread reads, and finds no fault.
             let _ = epoll::wait(&waiting, room, Some(&LOOK));
             let read = uffd.faults(&mut faults);
-            read.map_err(refused("read a userfaultfd"))?;
+            read.map_err(LabError::io("read a userfaultfd"))?;
             for fault in faults.drain(..) {
                 self.answer(uffd, fault.page)?;
                 self.filled[queue].fetch_add(1, Ordering::Relaxed);
@@ -129,23 +129,23 @@ fn aligned(page: Hva, pages: usize) -> Hva {
 
 /// Puts one page or one huge page in place, and wakes the threads that sleep for it: the kernel
 /// lists them with the address of its first byte.
-fn fill(uffd: &Userfaultfd, page: Hva, content: &[[u8; PAGE_SIZE]]) -> Result<(), LabError> {
+fn fill(uffd: &Userfaultfd, page: Hva, content: &[[u8; PAGE_SIZE]]) -> LabResult {
     loop {
         match uffd.place(content, page, Waiters::Wake) {
             // The address space is changing.
             Err(partial) if partial.errno == Errno::AGAIN => thread::yield_now(),
             // Two threads have faulted on the page, and the second fault was read later.
             Err(partial) if partial.errno == Errno::EXIST => {
-                return uffd.wake(page).map_err(refused("UFFDIO_WAKE"));
+                return uffd.wake(page).map_err(LabError::io("UFFDIO_WAKE"));
             }
-            done => return done.map_err(|partial| refused("UFFDIO_COPY")(partial.errno)),
+            done => return done.map_err(|partial| LabError::io("UFFDIO_COPY")(partial.errno)),
         }
     }
 }
 
 /// Puts the pages from `first` on in place, and wakes the threads that sleep for one of them.
 /// Present pages stay as they are.
-fn fill_run(uffd: &Userfaultfd, first: Hva, content: &[[u8; PAGE_SIZE]]) -> Result<(), LabError> {
+fn fill_run(uffd: &Userfaultfd, first: Hva, content: &[[u8; PAGE_SIZE]]) -> LabResult {
     let mut at = 0;
     while at < content.len() {
         let to = Hva::new(first.get() + (at * PAGE_SIZE) as u64);
@@ -153,7 +153,7 @@ fn fill_run(uffd: &Userfaultfd, first: Hva, content: &[[u8; PAGE_SIZE]]) -> Resu
             Ok(()) => break,
             Err(partial) if partial.errno == Errno::AGAIN => at += partial.done,
             Err(partial) if partial.errno == Errno::EXIST => at += partial.done + 1,
-            Err(partial) => return Err(refused("UFFDIO_COPY")(partial.errno)),
+            Err(partial) => return Err(LabError::io("UFFDIO_COPY")(partial.errno)),
         }
     }
     Ok(())

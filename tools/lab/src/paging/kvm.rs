@@ -14,7 +14,7 @@
 use super::MOST_AT_ONCE;
 use super::arms::{EXITS, ONE_READER, Runs};
 use super::fixture::{Arm, Fixture, Work};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabResult, Options};
 use crate::report::Progress;
 use crate::result::Report;
 use lacuna_kvm::{Vm, VmBuilder};
@@ -75,11 +75,7 @@ fn fixture(work: Work) -> Fixture<Vm> {
 }
 
 /// `paging.kvm.*`; skipped without a usable `/dev/kvm`.
-pub fn measure(
-    options: &Options,
-    report: &mut Report,
-    progress: &Progress,
-) -> Result<(), LabError> {
+pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     if let Err(why) = lacuna_kvm::available() {
         ids().for_each(|id| report.skip(id, &why));
         return Ok(());

@@ -6,7 +6,7 @@ use super::fixture::{Arm, Fixture, Work};
 use super::kernel_queue::{Fill, KernelQueues};
 use super::queue::{Listed, Queues, use_queue};
 use crate::base::pin;
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::interrupt;
 use crate::session::{Guest, image};
 use lacuna_addr::{Gpa, PAGE_SIZE};
@@ -41,7 +41,7 @@ pub struct Machine<V> {
 fn queues<V: Vm<Error: Into<LabError>>>(
     fixture: &Fixture<V>,
     arm: Arm,
-) -> Result<Box<dyn Queues>, LabError> {
+) -> LabResult<Box<dyn Queues>> {
     let Work {
         arch, vcpus, batch, ..
     } = fixture.work;
@@ -61,7 +61,7 @@ fn queues<V: Vm<Error: Into<LabError>>>(
 type Accepted = (Gpa, FaultToken);
 
 impl<V: Vm<Error: Into<LabError>>> Machine<V> {
-    pub fn new(fixture: &Fixture<V>, arm: Arm) -> Result<Self, LabError> {
+    pub fn new(fixture: &Fixture<V>, arm: Arm) -> LabResult<Self> {
         let queues = queues(fixture, arm)?;
         let apf = match arm {
             Arm::ExitsTold => Apf::On,
@@ -90,7 +90,7 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
         scope: &'scope Scope<'scope, '_>,
         command_line: &str,
         first_core: Option<usize>,
-    ) -> Result<(), LabError> {
+    ) -> LabResult {
         // Start the readers before the boot, which loads the guest into missing memory.
         self.start_readers(scope);
         let vcpus = self.vm.boot(&image(self.work.arch, "touch")?, command_line);
@@ -118,7 +118,7 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
         Ok(())
     }
 
-    fn exit_on_missing(&self) -> Result<(), LabError> {
+    fn exit_on_missing(&self) -> LabResult {
         for slot in self.vm.memory_slots() {
             self.vm
                 .set_slot_flags(slot.id, SlotFlags::EXIT_ON_MISSING)?;
@@ -199,30 +199,25 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
     }
 
     /// The guest, once it waits at its gate.
-    pub fn prepared(&self) -> Result<Guest<'_>, LabError> {
-        let deadline = Instant::now() + LIMIT;
-        let guest = loop {
-            if let Some(guest) = Guest::attach(&*self.vm, &self.devices) {
-                break guest;
-            }
-            if self.devices.ending().is_some() {
-                return Err(self.ended());
-            }
-            check(deadline)?;
-            thread::sleep(Duration::from_millis(1));
-        };
-        match guest.prepared() {
-            Ok(()) => Ok(guest),
-            Err(error) if self.devices.ending().is_none() => Err(error),
-            Err(_) => Err(self.ended()),
-        }
+    pub fn prepared(&self) -> LabResult<Guest<'_>> {
+        let guest = Guest::wait_for(&*self.vm, &self.devices);
+        let prepared = guest.and_then(|guest| guest.prepared().map(|()| guest));
+        prepared.map_err(|error| match self.devices.ending() {
+            None => error,
+            Some(_) => self.ended(),
+        })
     }
 
     /// Waits for the end of the guest.
-    pub fn wait(&self) -> Result<(), LabError> {
+    pub fn wait(&self) -> LabResult {
         let deadline = Instant::now() + LIMIT;
         while self.devices.ending().is_none() {
-            check(deadline)?;
+            interrupt::check()?;
+            if Instant::now() > deadline {
+                return Err(LabError::Guest(format!(
+                    "the guest did not end within {LIMIT:?}"
+                )));
+            }
             thread::sleep(LOOK);
         }
         Ok(())
@@ -230,7 +225,7 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
 
     /// The number of touched pages, and the nanoseconds from the opening of the gate until the last
     /// touch, by the guest's clock.
-    pub fn touched(&self) -> Result<(f64, f64), LabError> {
+    pub fn touched(&self) -> LabResult<(f64, f64)> {
         let lines = self.lines.lock().expect("no panic under this lock");
         let found = lines.iter().find(|line| line.starts_with(RESULT));
         let field = |line: &str, name: &str| {
@@ -263,16 +258,6 @@ impl<V: Vm<Error: Into<LabError>>> Machine<V> {
     /// Ends the guest and the readers when the value is dropped, also after an error or a panic.
     pub fn end_when_dropped(&self) -> End<'_, V> {
         End(self)
-    }
-}
-
-fn check(deadline: Instant) -> Result<(), LabError> {
-    interrupt::check()?;
-    match Instant::now() > deadline {
-        true => Err(LabError::Guest(format!(
-            "the guest did not make the expected progress within {LIMIT:?}"
-        ))),
-        false => Ok(()),
     }
 }
 

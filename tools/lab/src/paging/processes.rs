@@ -12,7 +12,7 @@
 
 use super::fixture::{Arm, Fixture, Work};
 use super::machine::Machine;
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use lacuna_machine::Arch;
 use lacuna_soft::MemoryKind;
 use std::io::{BufRead, BufReader, Write};
@@ -36,7 +36,7 @@ pub fn serve(
     core: usize,
     words: impl BufRead,
     mut answers: impl Write,
-) -> Result<(), LabError> {
+) -> LabResult {
     let fixture = Fixture::new(kind, Work::new(Arch::X86_64, vcpus, pages))?;
     let mut words = words.lines();
     while let Some(Ok(word)) = words.next() {
@@ -52,14 +52,11 @@ pub fn serve(
     Ok(())
 }
 
-fn io(source: std::io::Error) -> LabError {
-    LabError::Io {
-        what: format!("talk to a process of `lacuna {COMMAND}`"),
-        source,
-    }
+fn io(error: std::io::Error) -> LabError {
+    LabError::io(format!("talk to a process of `lacuna {COMMAND}`"))(error)
 }
 
-fn say(to: &mut impl Write, word: &str) -> Result<(), LabError> {
+fn say(to: &mut impl Write, word: &str) -> LabResult {
     writeln!(to, "{word}").and_then(|()| to.flush()).map_err(io)
 }
 
@@ -67,7 +64,7 @@ fn said(line: &str) -> LabError {
     LabError::Guest(format!("a process of `lacuna {COMMAND}` said {line:?}"))
 }
 
-fn expect(word: &str, wanted: &str) -> Result<(), LabError> {
+fn expect(word: &str, wanted: &str) -> LabResult {
     let is_it = word.trim_end() == wanted;
     let other = || LabError::Guest(format!("{} instead of {wanted}", said(word)));
     is_it.then_some(()).ok_or_else(other)
@@ -87,7 +84,7 @@ impl Process {
         kind: MemoryKind,
         (vcpus, pages): (usize, u64),
         core: usize,
-    ) -> Result<Self, LabError> {
+    ) -> LabResult<Self> {
         let mut command = Command::new(lacuna);
         let sizes = [vcpus.to_string(), pages.to_string(), core.to_string()];
         command.arg(COMMAND).args(sizes);
@@ -104,7 +101,7 @@ impl Process {
         })
     }
 
-    fn next_line(&mut self) -> Result<String, LabError> {
+    fn next_line(&mut self) -> LabResult<String> {
         let mut line = String::new();
         self.from.read_line(&mut line).map_err(io)?;
         Ok(line)
@@ -121,7 +118,7 @@ impl Drop for Process {
 }
 
 /// Pages a second of fresh VMs that touch at the same time, one in each of `processes`.
-pub fn together(processes: &mut [Process]) -> Result<f64, LabError> {
+pub fn together(processes: &mut [Process]) -> LabResult<f64> {
     for process in &mut *processes {
         say(&mut process.to, BOOT)?;
     }

@@ -2,7 +2,7 @@
 //! frames, as a userfaultfd and its readers (`kernel_queue`) serve Linux memory.
 
 use super::PAGES;
-use crate::experiment::LabError;
+use crate::experiment::LabResult;
 use crate::fixture::gpa_of;
 use lacuna_machine::{Arch, MissingMemory, PageRequest, PageSource, SourcePage};
 use std::cell::Cell;
@@ -23,7 +23,7 @@ pub trait Queues: Send + Sync {
 
     /// The work of one reader of queue number `queue` until the end. `memory` is what a VM with
     /// this source has, if the pages are provided through it.
-    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> Result<(), LabError>;
+    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> LabResult;
 
     /// Ends all readers.
     fn end(&self);
@@ -92,7 +92,7 @@ impl Queues for Arc<Listed> {
 
     /// It provides each page by the call that a VMM uses after an exit, so that arms differ in
     /// nothing else.
-    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> Result<(), LabError> {
+    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> LabResult {
         let memory = memory.expect("it has a source");
         while let Some(request) = self.lists[queue].next() {
             let SourcePage(page) = request.page();

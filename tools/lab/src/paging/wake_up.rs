@@ -1,8 +1,7 @@
 //! The time until an idle thread runs after it is woken.
 
-use super::refused;
 use crate::base::pin;
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use rustix::event::{EventfdFlags, eventfd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -13,8 +12,8 @@ const GAP: Duration = Duration::from_micros(25);
 const WAKES: u32 = 300;
 
 /// The mean time from the wake-up call until a thread on another, idle core runs, in microseconds.
-pub fn wake_up_us() -> Result<f64, LabError> {
-    let failed = refused("eventfd");
+pub fn wake_up_us() -> LabResult<f64> {
+    let failed = LabError::io("eventfd");
     let bell = eventfd(0, EventfdFlags::CLOEXEC).map_err(&failed)?;
     let ring = || rustix::io::write(&bell, &1_u64.to_ne_bytes()).map_err(&failed);
     let (epoch, woken_at, is_over) = (Instant::now(), AtomicU64::new(0), AtomicBool::new(false));

@@ -6,7 +6,7 @@
 
 use super::peer::{Pages, Remote};
 use super::push::{Pace, Push};
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::fixture::resident;
 use crate::report::{align, short};
 use crate::session::{Session, image, on};
@@ -117,7 +117,7 @@ struct ArmRuns {
 
 impl Scene {
     /// Lets `arms` take turns. The first round is not counted.
-    pub fn measure(&self, arms: &[Arm], rounds: impl Into<Rounds>) -> Result<Runs, LabError> {
+    pub fn measure(&self, arms: &[Arm], rounds: impl Into<Rounds>) -> LabResult<Runs> {
         let remote = Remote::start(self.latency)?;
         let mut runs: Vec<_> = arms.iter().map(|arm| ArmRuns::new(*arm)).collect();
         self.round(&remote, arms)?;
@@ -148,7 +148,7 @@ impl Scene {
     }
 
     /// One turn of all arms, there and back, in a fresh VM.
-    fn round(&self, remote: &Remote, arms: &[Arm]) -> Result<Vec<Took>, LabError> {
+    fn round(&self, remote: &Remote, arms: &[Arm]) -> LabResult<Vec<Took>> {
         remote.set_far(false);
         let memory = resident(self.memory_mib, 1).memory;
         let pages = remote.connect(memory, self.window)?;
@@ -175,7 +175,7 @@ impl Scene {
         push: &Push<'_>,
         arm: &Arm,
         took: &mut Took,
-    ) -> Result<(), LabError> {
+    ) -> LabResult {
         let guest = &session.guest;
         let mut flags = SlotFlags::empty();
         flags.set(SlotFlags::EXIT_ON_MISSING, arm.exits);
@@ -243,7 +243,7 @@ impl Runs {
     ///
     /// # Errors
     /// [`LabError::Busy`]: in a round of `base` nothing was counted, or no vCPU waited.
-    pub fn ratio(&self, base: &Arm, arm: &Arm, figure: Figure) -> Result<Summary, LabError> {
+    pub fn ratio(&self, base: &Arm, arm: &Arm, figure: Figure) -> LabResult<Summary> {
         let [of_base, of_arm] = [base, arm].map(|arm| match figure {
             Figure::Rate(rate) => &self.of(arm).rates[rate as usize],
             Figure::P99 => &self.of(arm).p99,

@@ -3,7 +3,7 @@
 use super::arms::{Arm, Figure, Rate, Runs, Scene};
 use super::push::Pace;
 use super::{about, prefix, with_params};
-use crate::experiment::{LabError, Options, skip_if_busy};
+use crate::experiment::{LabResult, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use lacuna_guest::status::Kind;
@@ -241,7 +241,7 @@ impl Experiment {
         options: &Options,
         report: &mut Report,
         progress: &Progress,
-    ) -> Result<(), LabError> {
+    ) -> LabResult {
         if !options.wants(self.part) || (options.quick && !self.is_quick) {
             return Ok(());
         }
@@ -287,7 +287,7 @@ impl Experiment {
         skip_if_busy(report, self.ids(kind), done)
     }
 
-    fn results(&self, scene: &Scene, runs: &Runs) -> Result<Vec<Measurement>, LabError> {
+    fn results(&self, scene: &Scene, runs: &Runs) -> LabResult<Vec<Measurement>> {
         let result = |(row, id): (&Row, String)| {
             let scale = if row.unit == "%" { 100.0 } else { 1.0 };
             let ratio = runs.ratio(&row.base, &row.arm, row.figure)?.scaled(scale);
@@ -329,6 +329,7 @@ fn speed_of_worker(title: &str, runs: &Runs) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::experiment::LabError;
     use crate::fixture::{eventually, needs_guests};
     use lacuna_skip::test;
 

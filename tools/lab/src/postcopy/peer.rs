@@ -10,7 +10,8 @@
 //! a queue by time ([`Injected`]), so any number of requests overlap: the link has latency and
 //! unlimited bandwidth. The peer lives in this process, on threads of its own.
 
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
+use crate::guests::folder;
 use lacuna_addr::{PAGE_SIZE, PageCount};
 #[cfg(test)]
 use lacuna_machine::SourcePage;
@@ -19,6 +20,7 @@ use lacuna_source::{
     Failure, Faults, Injected, Measured, PageRequester, Peer, Policy, Server, serve,
 };
 use std::cell::Cell;
+use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -65,9 +67,9 @@ struct Endpoint {
 
 impl Remote {
     /// Starts a peer that answers `latency` after each request, once it is [`Remote::set_far`].
-    pub fn start(latency: Duration) -> Result<Self, LabError> {
+    pub fn start(latency: Duration) -> LabResult<Self> {
         let is_far = Arc::new(AtomicBool::new(false));
-        let folder = tempfile::tempdir().map_err(refused("make a folder for a socket"))?;
+        let folder = folder()?;
         let endpoint = |name: &str| {
             let path = folder.path().join(name);
             let listener = UnixListener::bind(&path)?;
@@ -83,8 +85,9 @@ impl Remote {
                 _server: server,
             })
         };
-        let started = endpoint("demand").and_then(|demand| Ok((demand, endpoint("push")?)));
-        let (demand, push) = started.map_err(refused("start a peer"))?;
+        let started: io::Result<_> =
+            endpoint("demand").and_then(|demand| Ok((demand, endpoint("push")?)));
+        let (demand, push) = started.map_err(LabError::io("start a peer"))?;
         Ok(Self {
             is_far,
             demand,
@@ -100,11 +103,11 @@ impl Remote {
     }
 
     /// Connects a guest of `pages` pages; at most `window` of them are pushed at a time.
-    pub fn connect(&self, pages: PageCount, window: u64) -> Result<Arc<Pages>, LabError> {
+    pub fn connect(&self, pages: PageCount, window: u64) -> LabResult<Arc<Pages>> {
         let connect = |endpoint: &Endpoint| {
             let peer = Peer::connect(&endpoint.path, pages, Policy::default());
-            let peer = peer.map_err(|error| std::io::Error::other(error.to_string()));
-            peer.map_err(refused("connect to the lab's peer"))
+            let peer = peer.map_err(|error| io::Error::other(error.to_string()));
+            peer.map_err(LabError::io("connect to the lab's peer"))
         };
         Ok(Arc::new(Pages {
             pages,
@@ -116,13 +119,6 @@ impl Remote {
                 changed: Condvar::new(),
             }),
         }))
-    }
-}
-
-fn refused(what: &str) -> impl Fn(std::io::Error) -> LabError {
-    move |source| LabError::Io {
-        what: what.to_owned(),
-        source,
     }
 }
 

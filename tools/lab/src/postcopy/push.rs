@@ -1,7 +1,7 @@
 //! The thread that brings in all pages in order while the guest runs.
 
 use super::peer::{Pages, Purpose, ask_for};
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::fixture::gpa_of;
 use lacuna_machine::{Arch, MemoryError, MissingMemory};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,10 +51,7 @@ impl<'a> Push<'a> {
     }
 
     /// Carries out `experiment` while a thread pushes whenever the push is on.
-    pub fn during<T>(
-        &self,
-        experiment: impl FnOnce() -> Result<T, LabError>,
-    ) -> Result<T, LabError> {
+    pub fn during<T>(&self, experiment: impl FnOnce() -> LabResult<T>) -> LabResult<T> {
         thread::scope(|scope| {
             let thread = scope.spawn(|| self.run());
             let end = End(self);

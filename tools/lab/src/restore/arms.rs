@@ -1,7 +1,7 @@
 //! A guest is saved at its gate, and resumes from there in several ways.
 
 use crate::backed::back;
-use crate::experiment::LabError;
+use crate::experiment::{LabError, LabResult};
 use crate::guests::{GuestBuilder, beside, machine_for};
 use crate::interrupt;
 use crate::session::Guest;
@@ -46,7 +46,7 @@ pub struct Scene<'a, B> {
 
 impl<'a, B: GuestBuilder> Scene<'a, B> {
     /// Runs `guest` with `words` until it waits at its gate, and saves it in `folder`.
-    pub fn save(builder: &'a B, guest: &str, words: &str, folder: &Path) -> Result<Self, LabError> {
+    pub fn save(builder: &'a B, guest: &str, words: &str, folder: &Path) -> LabResult<Self> {
         let path = folder.join(guest);
         beside(builder, guest, words, |guest| {
             let paused = PausedGuest::pause(guest)?;
@@ -63,7 +63,7 @@ impl<'a, B: GuestBuilder> Scene<'a, B> {
     }
 
     /// Runs the guest to its end, with `seed` as its setting.
-    pub fn restore(&self, arm: &Arm<'_>, seed: u32) -> Result<Took, LabError> {
+    pub fn restore(&self, arm: &Arm<'_>, seed: u32) -> LabResult<Took> {
         back(self.memory_mib() << 20)?;
         let began = Instant::now();
         let snapshot = Snapshot::open(&self.path)?;
