@@ -5,6 +5,7 @@
 //! [`available`] returns whether this machine can run it, and if not, why. On a host without
 //! hardware support for guests (`kvm_pvm`), KVM emulates the instructions of guest kernels one by
 //! one: work at CPL 0 is far slower there than on [`soft`](crate::soft).
+#![cfg(feature = "kvm")]
 
 pub use lacuna_kvm::{
     KvmError, MemoryCapability, Tracker, Unavailable, Vcpu, Vm, VmBuilder, available,

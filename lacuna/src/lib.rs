@@ -48,7 +48,10 @@
 //! of a vCPU must not call them. [`MemorySlots`], [`DirtyTracking`], [`LogReader`],
 //! [`MissingMemory`] and [`Running`] have the rules of their calls.
 //!
-//! [`soft`] has two settings for speed in a program that depends on this crate.
+//! # Features
+//! Without the default features `soft`, `kvm`, `migrate`, `virtio` and `vm-memory`, the modules of
+//! these names are absent. `objects` adds snapshots in stores that speak S3, and `tls` migrations
+//! over TLS. [`soft`] has two settings for speed in a program that depends on this crate.
 #![forbid(unsafe_code)]
 
 pub mod boot;
@@ -60,14 +63,11 @@ pub mod memory;
 pub mod metrics;
 pub mod migrate;
 pub mod missing;
-#[cfg(feature = "objects")]
 pub mod objects;
 pub mod soft;
 pub mod source;
 pub mod state;
-#[cfg(feature = "virtio")]
 pub mod virtio;
-#[cfg(feature = "vm-memory")]
 pub mod vm_memory;
 
 pub use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};

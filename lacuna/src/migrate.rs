@@ -8,5 +8,6 @@
 //! [`session::Destination`] takes it. [`transport`] makes the connections: UNIX sockets, TCP, TLS
 //! with this crate's feature `tls`, an inherited socket, or a command. [`stream`] is the migration
 //! itself, for a VMM with connections of its own. The example `migrate` moves a guest.
+#![cfg(feature = "migrate")]
 
 pub use lacuna_migrate::*;

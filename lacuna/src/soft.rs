@@ -41,6 +41,7 @@
 //!       "-Cllvm-args=-tail-dup-pred-size=10000 -tail-dup-succ-size=10000 -enable-tail-merge=0",
 //!   ]
 //!   ```
+#![cfg(feature = "soft")]
 
 pub use lacuna_soft::{
     ApfStats, Background, MmuError, RunSummary, SoftError, Stalls, Trace, Vcpu, Vm, VmBuilder,

@@ -6,6 +6,7 @@
 //!
 //! [`Foreign`] shows another monitor's memory to the loaders of this crate, such as
 //! [`Boot::load`](crate::Boot::load).
+#![cfg(feature = "vm-memory")]
 
 use crate::memory::MemoryError;
 use crate::source::FailureKind;

@@ -159,6 +159,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-sync",
             "lacuna-source",
             "lacuna-objects",
+            // What either backend takes: swap, kinds of memory, huge pages.
+            "lacuna-host",
             "lacuna-machine",
             "lacuna-soft",
             "lacuna-kvm",
