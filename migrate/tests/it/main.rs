@@ -1,6 +1,7 @@
 //! The integration tests of this crate, in one program.
 
 mod devices;
+mod golden;
 mod sessions;
 mod snapshots;
 mod streams;

@@ -3,7 +3,7 @@
 mod cuts;
 mod ends;
 mod link;
-mod puppet;
+pub mod puppet;
 mod seeded;
 mod unread;
 
