@@ -44,5 +44,6 @@
 #![cfg(feature = "soft")]
 
 pub use lacuna_soft::{
-    ApfStats, Background, MmuError, RunSummary, SoftError, Stalls, Trace, Vcpu, Vm, VmBuilder,
+    ApfStats, Background, BootMemory, MmuError, RunSummary, SoftError, Stalls, Trace, Vcpu, Vm,
+    VmBuilder,
 };

@@ -5,6 +5,6 @@
 
 pub use lacuna_source::{
     Answer, External, Failure, FailureKind, Faults, FileError, HandlerError, HandlerRegion,
-    Injected, Measured, MemoryFile, Outage, PageRequest, PageSource, Peer, PeerError, Policy,
-    Server, SourcePage, SourceStats, WhenGone, Zeros, serve,
+    Injected, Measured, MemoryFile, Outage, PageRequest, PageRequester, PageSource, Peer,
+    PeerError, Policy, Server, SourcePage, SourceStats, WhenGone, Zeros, serve,
 };

@@ -135,19 +135,15 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &["lacuna-addr", "lacuna-sync", "lacuna-machine"],
     ),
     ("lacuna-guest", &[]),
-    // The lab measures threads on a bare userfaultfd (`sys`), to compare VMs with them. It acts as
-    // the peer with a guest's pages (`source`), and restores guests (`migrate`).
+    // The lab is a user of the library. Beside it, it compares mechanisms that only soft has
+    // (`comparisons`), and threads on a bare userfaultfd (`sys`) with VMs.
     (
         "lacuna-lab",
         &[
+            "lacuna",
             "lacuna-addr",
-            "lacuna-sync",
             "lacuna-sys",
-            "lacuna-source",
-            "lacuna-machine",
-            "lacuna-migrate",
             "lacuna-soft",
-            "lacuna-kvm",
             "lacuna-guest",
         ],
     ),

@@ -34,9 +34,9 @@ use crate::experiment::{LabResult, Options, skip_if_busy, vcpus};
 use crate::fixture::builder;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
-use lacuna_addr::PageCount;
-use lacuna_machine::Arch;
-use lacuna_soft::{Apf, Swap, VmBuilder};
+use lacuna::memory::Swap;
+use lacuna::soft::VmBuilder;
+use lacuna::{Apf, Arch, PageCount};
 use slices::Pace;
 
 /// Guest memory in MiB: four times [`RESIDENT_MIB`].

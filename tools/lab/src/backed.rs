@@ -6,7 +6,7 @@
 //! plain copy, this makes as much free memory backed as the guest touches.
 
 use crate::experiment::{LabError, LabResult};
-use lacuna_addr::PAGE_SIZE;
+use lacuna::PAGE_SIZE;
 use memmap2::{Advice, MmapMut};
 use std::path::Path;
 use std::thread;

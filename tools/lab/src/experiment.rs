@@ -2,8 +2,7 @@
 
 use crate::report::Verbosity;
 use crate::result::Report;
-use lacuna_machine::Arch;
-use lacuna_soft::ErrorKind;
+use lacuna::{Arch, ErrorKind};
 use std::io;
 use std::path::PathBuf;
 
@@ -12,10 +11,10 @@ use std::path::PathBuf;
 pub enum LabError {
     /// A VM could not be started on `/dev/kvm`.
     #[error(transparent)]
-    Kvm(#[from] lacuna_kvm::KvmError),
+    Kvm(#[from] lacuna::kvm::KvmError),
     /// A call about dirty pages was refused.
     #[error(transparent)]
-    Dirty(#[from] lacuna_soft::DirtyError),
+    Dirty(#[from] lacuna::dirty::DirtyError),
     /// Another call of the library was refused, or another program failed.
     #[error(transparent)]
     Other(Box<dyn std::error::Error + Send + Sync>),
@@ -73,12 +72,12 @@ macro_rules! from_others {
 }
 
 from_others! {
-    lacuna_machine::MachineError
-    lacuna_machine::MemoryError
-    lacuna_machine::MemorySlotError
-    lacuna_migrate::MigrateError
-    lacuna_soft::HostError
-    lacuna_soft::SoftError
+    lacuna::MachineError
+    lacuna::memory::MemoryError
+    lacuna::memory::MemorySlotError
+    lacuna::migrate::MigrateError
+    lacuna::memory::HostError
+    lacuna::soft::SoftError
     crate::external::ExternalError
 }
 

@@ -22,7 +22,7 @@ use crate::report::{Progress, align, figure, wrap};
 use crate::result::{Measurement, Report};
 use crate::stats::{Rounds, Summary};
 use crate::{apf, base, paging, pml, thp};
-use lacuna_machine::Arch;
+use lacuna::Arch;
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -180,7 +180,7 @@ impl FirstLook {
                 .for_each(|result| self.report.push(result));
         }
         self.report.begin(Arch::X86_64);
-        let why = match lacuna_kvm::available() {
+        let why = match lacuna::kvm::available() {
             Ok(()) => "it takes longer: `lacuna lab apf.kvm pml.kvm`".to_owned(),
             Err(why) => why.to_string(),
         };

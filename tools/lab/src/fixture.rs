@@ -9,10 +9,12 @@
 
 use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
-use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
-use lacuna_machine::{Arch, Exit, Image, Layout, Segment, Vm as _};
-use lacuna_soft::{Apf, Delivery, Vcpu, Vm, VmBuilder, VmConfig};
-use lacuna_sync::{Clock, HostClock};
+use lacuna::boot::Segment;
+use lacuna::dirty::Delivery;
+use lacuna::soft::{Vcpu, Vm, VmBuilder};
+use lacuna::{
+    Apf, Arch, Clock, Exit, Gpa, HostClock, Image, Layout, PAGE_SIZE, PageCount, Vm as _, VmConfig,
+};
 use std::sync::Arc;
 
 /// A VM with `memory` and as many frames as `resident`: 4 KiB pages, compressed memory as swap, no
@@ -105,7 +107,7 @@ pub fn boot_code(
 ///
 /// # Errors
 /// The guest left for another reason.
-pub fn run_to_port(vcpu: &mut impl lacuna_machine::Vcpu) -> Result<(), LabError> {
+pub fn run_to_port(vcpu: &mut impl lacuna::Vcpu) -> Result<(), LabError> {
     match vcpu.run() {
         Ok(Exit::IoOut { .. }) => Ok(()),
         other => Err(LabError::Guest(format!("the guest left with {other:?}"))),
@@ -113,7 +115,7 @@ pub fn run_to_port(vcpu: &mut impl lacuna_machine::Vcpu) -> Result<(), LabError>
 }
 
 /// As [`run_to_port`]. Returns nanoseconds of the thread's CPU time.
-pub fn time_to_port(vcpu: &mut impl lacuna_machine::Vcpu) -> Result<u64, LabError> {
+pub fn time_to_port(vcpu: &mut impl lacuna::Vcpu) -> Result<u64, LabError> {
     let start = thread_cpu_ns();
     run_to_port(vcpu)?;
     Ok(thread_cpu_ns() - start)

@@ -4,10 +4,10 @@
 use crate::experiment::{LabError, LabResult, Options};
 use crate::fixture::resident;
 use crate::session::{Guest, LastWords, image};
-use lacuna_addr::PageCount;
+use lacuna::soft::VmBuilder;
+use lacuna::source::PageSource;
+use lacuna::{Apf, Arch, Builder, Machine, PageCount, PlatformDevices, Running, Vm};
 use lacuna_guest::status::Thread;
-use lacuna_machine::{Apf, Arch, Builder, Machine, PageSource, PlatformDevices, Running, Vm};
-use lacuna_soft::VmBuilder;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -51,7 +51,7 @@ impl GuestBuilder for VmBuilder {
     }
 }
 
-impl GuestBuilder for lacuna_kvm::VmBuilder {
+impl GuestBuilder for lacuna::kvm::VmBuilder {
     fn arch(&self) -> Arch {
         Arch::X86_64
     }
@@ -82,17 +82,17 @@ pub fn soft(options: &Options) -> impl Fn(u64, usize) -> VmBuilder {
 }
 
 /// As [`soft`], on `/dev/kvm`, or the reason why there are none.
-pub fn kvm(options: &Options) -> Result<impl Fn(u64, usize) -> lacuna_kvm::VmBuilder, String> {
+pub fn kvm(options: &Options) -> Result<impl Fn(u64, usize) -> lacuna::kvm::VmBuilder, String> {
     match options.arch {
-        Arch::X86_64 => lacuna_kvm::available().map_err(|why| why.to_string())?,
+        Arch::X86_64 => lacuna::kvm::available().map_err(|why| why.to_string())?,
         arch => return Err(format!("the kvm backend has no guests of {arch}")),
     }
     Ok(|mib: u64, vcpus| {
         let pages = PageCount::from_bytes(mib << 20);
-        lacuna_kvm::VmBuilder {
+        lacuna::kvm::VmBuilder {
             vcpus,
             apf: Apf::Off,
-            ..lacuna_kvm::VmBuilder::new(pages, pages)
+            ..lacuna::kvm::VmBuilder::new(pages, pages)
         }
     })
 }

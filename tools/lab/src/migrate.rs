@@ -41,7 +41,7 @@ use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
 use ends::move_guest;
-use lacuna_migrate::stream::Mode;
+use lacuna::migrate::stream::Mode;
 use route::Route;
 
 /// The separately measurable parts.

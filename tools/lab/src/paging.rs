@@ -48,10 +48,10 @@ use crate::experiment::{LabResult, Options};
 use crate::report::Progress;
 use crate::result::Report;
 use fixture::Work;
-use lacuna_addr::PAGE_SIZE;
 #[cfg(doc)]
-use lacuna_machine::MissingMemory;
-use lacuna_soft::MemoryKind;
+use lacuna::MissingMemory;
+use lacuna::PAGE_SIZE;
+use lacuna::memory::MemoryKind;
 
 /// The content of all pages: the guest expects zeros. All arms copy from here.
 static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];

@@ -20,8 +20,11 @@ mod machine;
 
 use crate::experiment::LabResult;
 use crate::session::Guest;
-use lacuna_machine::{DirtyRings as _, Ending, PlatformDevices, Vm as _};
-use lacuna_soft::{Delivery, HostStats, Vm, VmBuilder};
+use lacuna::dirty::Delivery;
+use lacuna::dirty::DirtyRings as _;
+use lacuna::memory::HostStats;
+use lacuna::soft::{Vm, VmBuilder};
+use lacuna::{Ending, PlatformDevices, Vm as _};
 use machine::{Closed, End, Machine};
 use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
@@ -226,8 +229,8 @@ mod tests {
     use super::*;
     use crate::experiment::LabError;
     use crate::fixture::{eventually, needs_guests, resident};
+    use lacuna::memory::HugePages;
     use lacuna_skip::test;
-    use lacuna_soft::HugePages;
 
     const CHURN: Cast = Cast {
         guest: "churn",

@@ -35,9 +35,10 @@ use crate::fixture::resident;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use arms::Scene;
-use lacuna_machine::Builder as _;
-use lacuna_soft::{MemoryKind, VmBuilder};
-use lacuna_source::Zeros;
+use lacuna::Builder as _;
+use lacuna::memory::MemoryKind;
+use lacuna::soft::VmBuilder;
+use lacuna::source::Zeros;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -115,7 +116,7 @@ fn with_params(result: Measurement, scene: &Scene) -> Measurement {
         .param("latency_us", us(scene.latency))
         .param("push", push)
         .param("pushed_in_flight", scene.window)
-        .param("demanded_in_flight", lacuna_source::Peer::IN_FLIGHT)
+        .param("demanded_in_flight", lacuna::source::Peer::IN_FLIGHT)
         .param("guest_slice_us", SLICE_US)
         .param("guest_tick_us", TICK_US)
         .param("slice_ms", us(scene.slice) / 1000)

@@ -14,7 +14,7 @@
 
 use std::collections::BTreeMap;
 
-use lacuna_machine::Arch;
+use lacuna::Arch;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

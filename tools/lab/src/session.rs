@@ -7,10 +7,9 @@
 
 use crate::experiment::{LabError, LabResult};
 use crate::interrupt;
-use lacuna_addr::Gpa;
+use lacuna::soft::Stalls;
+use lacuna::{Apf, Arch, Builder, Ending, Gpa, GuestMemory, Image, PlatformDevices, Vm};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, SETTING_AT, Status};
-use lacuna_machine::{Apf, Arch, Builder, Ending, GuestMemory, Image, PlatformDevices, Vm};
-use lacuna_soft::Stalls;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -181,13 +180,13 @@ pub trait Measured: Vm {
     }
 }
 
-impl Measured for lacuna_soft::Vm {
+impl Measured for lacuna::soft::Vm {
     fn stalls(&self) -> Vec<Stalls> {
         Self::stalls(self)
     }
 }
 
-impl Measured for lacuna_kvm::Vm {}
+impl Measured for lacuna::kvm::Vm {}
 
 /// A running guest with its VM.
 pub struct Session<'a, V> {
@@ -287,9 +286,10 @@ where
 mod tests {
     use super::*;
     use crate::fixture::{builder, needs_guests};
-    use lacuna_addr::PageCount;
+    use lacuna::PageCount;
+    use lacuna::memory::Swap;
+    use lacuna::soft::VmBuilder;
     use lacuna_skip::test;
-    use lacuna_soft::{Swap, VmBuilder};
 
     const BM: &str = "workers=2 faulters=2 populate=1 seconds=1000000";
 

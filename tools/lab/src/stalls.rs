@@ -1,7 +1,7 @@
 //! Each vCPU's stalls, for results and for people.
 
 use crate::report::time;
-use lacuna_soft::Stalls;
+use lacuna::soft::Stalls;
 use serde_json::{Value, json};
 
 /// Adds to `sum` the stalls between two readings, vCPU by vCPU.

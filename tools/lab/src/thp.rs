@@ -13,7 +13,7 @@
 //! | `thp.kvm.small_vs_huge.CASE` | the time to take 2 MiB from a guest on `/dev/kvm` |
 //! | `thp.kvm.slots_growth_512.SIZE` | the same, 512 slots / 1 slot |
 //!
-//! Arms differ in the host's policy ([`HugePages`](lacuna_soft::HugePages)) or in the rmap walk
+//! Arms differ in the host's policy ([`HugePages`](lacuna::memory::HugePages)) or in the rmap walk
 //! strategy, and in nothing else: the guest image and its command line are the same. In every arm
 //! the guest maps its memory by 2 MiB pages (`huge=1`).
 //!

@@ -15,10 +15,9 @@ use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stalls::add_stalls;
 use crate::stats::Summary;
-use lacuna_addr::PageCount;
+use lacuna::soft::{ApfStats, Stalls, Vm, VmBuilder};
+use lacuna::{Apf, Arch, PageCount};
 use lacuna_guest::status::{Kind, Status};
-use lacuna_machine::Arch;
-use lacuna_soft::{Apf, ApfStats, Stalls, Vm, VmBuilder};
 use std::time::{Duration, Instant};
 
 /// The largest ratio of the arm64 series' cover letter: 40.8 s to 40.3 s.

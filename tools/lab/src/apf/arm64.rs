@@ -36,9 +36,9 @@ use crate::fixture::builder;
 use crate::report::{Progress, figure, time};
 use crate::result::{Measurement, Report};
 use crate::stats::Summary;
-use lacuna_addr::PageCount;
-use lacuna_machine::Arch;
-use lacuna_soft::{Apf, ApfStats, LatencySetting, LogNormal, VmBuilder};
+use lacuna::memory::{LatencySetting, LogNormal};
+use lacuna::soft::{ApfStats, VmBuilder};
+use lacuna::{Apf, Arch, PageCount};
 use serde_json::json;
 use std::time::Duration;
 

@@ -10,7 +10,7 @@ use crate::report::short;
 use crate::result::{Measurement, Report};
 use crate::session::{image, on};
 use crate::stats::Rounds;
-use lacuna_soft::Swap;
+use lacuna::memory::Swap;
 use std::time::Duration;
 
 /// A swap device, and the project's promises for it.

@@ -2,7 +2,7 @@
 //! implementation of the ABI other than ours.
 //!
 //! The experiment is the soft backend's: the same guest image, the same slices, the same arms, over
-//! the backend interface. One thing differs. KVM has no [`ApfSwitch`](lacuna_machine::ApfSwitch):
+//! the backend interface. One thing differs. KVM has no [`ApfSwitch`](lacuna::ApfSwitch):
 //! it offers async page faults for the whole life of a VM. So each arm is a VM of its own, one
 //! after the other, with the worker alone in turns. The figure is a share of the worker's speed
 //! alone, and the VMs are not compared with each other.
@@ -34,11 +34,11 @@ use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Measured, image, on};
 use crate::stats::Summary;
-use lacuna_addr::PageCount;
+use lacuna::kvm::VmBuilder;
+use lacuna::memory::{LatencySetting, SlotFlags};
+use lacuna::source::{Faults, Injected, Zeros};
+use lacuna::{Apf, Arch, Builder, MemorySlots as _, PageCount, Vm};
 use lacuna_guest::status::{Apf as Counters, Kind};
-use lacuna_kvm::{LatencySetting, VmBuilder};
-use lacuna_machine::{Apf, Arch, Builder, MemorySlots as _, SlotFlags, Vm};
-use lacuna_source::{Faults, Injected, Zeros};
 use serde_json::json;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -88,7 +88,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         if !options.wants_x86(part, ids.clone(), report) {
             continue;
         }
-        match lacuna_kvm::available() {
+        match lacuna::kvm::available() {
             Ok(()) => {
                 let done = measure(options, report, progress);
                 skip_if_busy(report, ids, done)?;
@@ -283,7 +283,7 @@ mod tests {
         for apf in [Apf::On, Apf::Off] {
             let counters = eventually(|| {
                 let [memory, resident] = [32, 8].map(|mib| PageCount::from_bytes(mib << 20));
-                let builder = lacuna_soft::VmBuilder {
+                let builder = lacuna::soft::VmBuilder {
                     apf,
                     command_line: words("populate=1"),
                     ..builder(memory, resident, 1)

@@ -8,7 +8,7 @@ use crate::experiment::{LabError, LabResult};
 use crate::report::time;
 use crate::result::Measurement;
 use hdrhistogram::Histogram;
-use lacuna_addr::PAGE_SIZE;
+use lacuna::PAGE_SIZE;
 use memmap2::MmapMut;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;

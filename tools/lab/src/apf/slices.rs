@@ -6,8 +6,9 @@ use crate::result::{Better, Measurement};
 use crate::session::{Measured, Session};
 use crate::stalls::{STALLS, add_stalls, stalls_json, stalls_text};
 use crate::stats::{Rounds, Summary, measures, paired};
+use lacuna::Apf;
+use lacuna::soft::Stalls;
 use lacuna_guest::status::Kind;
-use lacuna_soft::{Apf, Stalls};
 use serde_json::Value;
 use std::time::Duration;
 

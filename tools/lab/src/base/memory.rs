@@ -3,7 +3,7 @@
 use crate::experiment::{LabError, Options};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::Summary;
-use lacuna_machine::Arch;
+use lacuna::Arch;
 use serde_json::Value;
 use std::process::{Command, Stdio};
 

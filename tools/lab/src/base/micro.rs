@@ -9,9 +9,10 @@
 
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, builder, time_to_port};
-use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
-use lacuna_machine::MemorySlots as _;
-use lacuna_soft::{Delivery, SlotFlags, SlotId, Vcpu, Vm};
+use lacuna::dirty::Delivery;
+use lacuna::memory::{SlotFlags, SlotId};
+use lacuna::soft::{Vcpu, Vm};
+use lacuna::{Gfn, GfnRange, MemorySlots as _, PAGE_SIZE, PageCount};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -5,11 +5,11 @@ use crate::backed::back;
 use crate::experiment::{LabError, LabResult};
 use crate::guests::{GuestBuilder, attached, machine_for};
 use crate::interrupt;
+use lacuna::migrate::session::{Destination, IncomingHandle};
+use lacuna::migrate::stream::{Mode, Plan, Sent, send};
+use lacuna::migrate::transport::Connector;
+use lacuna::{Running, Vm};
 use lacuna_guest::status::{Kind, Status};
-use lacuna_machine::{Running, Vm};
-use lacuna_migrate::session::{Destination, IncomingHandle};
-use lacuna_migrate::stream::{Mode, Plan, Sent, send};
-use lacuna_migrate::transport::Connector;
 use std::ops::ControlFlow;
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -188,10 +188,10 @@ mod tests {
     use super::*;
     use crate::fixture::{needs_guests, resident};
     use crate::guests::beside;
-    use lacuna_addr::Gpa;
-    use lacuna_machine::GuestMemory as _;
+    use lacuna::Gpa;
+    use lacuna::GuestMemory as _;
+    use lacuna::soft::VmBuilder;
     use lacuna_skip::test;
-    use lacuna_soft::VmBuilder;
 
     const PACED: &str = "rate=2000 hot=1M seconds=1000000";
 

@@ -7,8 +7,8 @@ use crate::experiment::{LabResult, Options};
 use crate::guests::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna_machine::Running;
-use lacuna_migrate::stream::Mode;
+use lacuna::Running;
+use lacuna::migrate::stream::Mode;
 use std::time::Instant;
 
 /// Memory of the large guest in MiB.

@@ -8,8 +8,8 @@
 //! answer never waits behind pushed pages on the line.
 
 use crate::experiment::{LabError, LabResult};
-use lacuna_migrate::session::Destination;
-use lacuna_migrate::transport::{Address, Connector, Listener, TransportError};
+use lacuna::migrate::session::Destination;
+use lacuna::migrate::transport::{Address, Connector, Listener, TransportError};
 use std::io::{self, Read as _, Write as _};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};

@@ -13,8 +13,8 @@ use crate::first_look::{Found, Row};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, paired, rounds};
-use lacuna_machine::Vm;
-use lacuna_soft::MemoryKind;
+use lacuna::Vm;
+use lacuna::memory::MemoryKind;
 use std::thread;
 
 /// The number of steps that [`measure`] reports as progress.
@@ -340,7 +340,7 @@ pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lacuna_machine::Arch;
+    use lacuna::Arch;
 
     #[test]
     fn each_number_of_readers_is_one_arm() {

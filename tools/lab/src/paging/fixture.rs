@@ -10,10 +10,10 @@ use super::queue::Listed;
 use crate::experiment::{LabError, LabResult};
 use crate::fixture::resident;
 use crate::session::Guest;
-use lacuna_addr::{PAGE_SIZE, PageCount};
-use lacuna_machine::{Apf, Arch, PageSource, SourcePage, Vm, VmConfig};
-use lacuna_soft::{BootMemory, MemoryKind};
-use lacuna_sync::{Clock, HostClock};
+use lacuna::memory::MemoryKind;
+use lacuna::soft::BootMemory;
+use lacuna::source::{PageSource, SourcePage};
+use lacuna::{Apf, Arch, Clock, HostClock, PAGE_SIZE, PageCount, Vm, VmConfig};
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
@@ -131,7 +131,7 @@ impl Work {
 pub type Make<V> = Box<dyn Fn(Apf, Arc<dyn PageSource>) -> LabResult<Arc<V>>>;
 
 /// Makes a VM for each slice, and its guest's work.
-pub struct Fixture<V = lacuna_soft::Vm> {
+pub struct Fixture<V = lacuna::soft::Vm> {
     pub make: Make<V>,
     /// What their memory is made from.
     pub kind: MemoryKind,
@@ -166,7 +166,7 @@ impl Fixture {
                 backing: None,
             };
             let (host, clock) = (Arc::clone(&host), Arc::clone(&clock));
-            Ok(lacuna_soft::Vm::with_memory(host, clock, config, memory)?)
+            Ok(lacuna::soft::Vm::with_memory(host, clock, config, memory)?)
         };
         Ok(Self::of(Box::new(make), kind, line, work))
     }

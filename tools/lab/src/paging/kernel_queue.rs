@@ -4,8 +4,9 @@
 use super::PAGES;
 use super::queue::Queues;
 use crate::experiment::{LabError, LabResult};
-use lacuna_addr::{Hva, PAGE_SIZE};
-use lacuna_machine::{Backend, External, MissingMemory, PageSource, Policy, SourcePage};
+use lacuna::source::{External, PageSource, Policy, SourcePage};
+use lacuna::{Backend, MissingMemory, PAGE_SIZE};
+use lacuna_addr::Hva;
 use lacuna_sys::{Errno, Userfaultfd, Waiters};
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};

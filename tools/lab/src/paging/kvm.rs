@@ -17,9 +17,9 @@ use super::fixture::{Arm, Fixture, Work};
 use crate::experiment::{LabResult, Options};
 use crate::report::Progress;
 use crate::result::Report;
-use lacuna_kvm::{Vm, VmBuilder};
-use lacuna_machine::{Arch, Builder as _};
-use lacuna_soft::MemoryKind;
+use lacuna::kvm::{Vm, VmBuilder};
+use lacuna::memory::MemoryKind;
+use lacuna::{Arch, Builder as _};
 
 /// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 2 * VCPUS.len() as u64;
@@ -76,7 +76,7 @@ fn fixture(work: Work) -> Fixture<Vm> {
 
 /// `paging.kvm.*`; skipped without a usable `/dev/kvm`.
 pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
-    if let Err(why) = lacuna_kvm::available() {
+    if let Err(why) = lacuna::kvm::available() {
         ids().for_each(|id| report.skip(id, &why));
         return Ok(());
     }
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn every_arm_touches_all_pages() {
         needs_guests();
-        if let Err(why) = lacuna_kvm::available() {
+        if let Err(why) = lacuna::kvm::available() {
             lacuna_skip::skip_test(why.to_string());
         }
         for (batch, arms) in [(1, &ARMS[..]), (MOST_AT_ONCE, &ARMS[..=ONE_READER])] {

@@ -9,12 +9,12 @@ use crate::base::pin;
 use crate::experiment::{LabError, LabResult};
 use crate::interrupt;
 use crate::session::{Guest, image};
-use lacuna_addr::{Gpa, PAGE_SIZE};
-use lacuna_machine::{
-    Apf, Ending, Exit, FaultToken, MemoryError, MissingMemory, Next, PlatformDevices, SlotFlags,
-    Vcpu, VcpuError, Vm, dispatch,
+use lacuna::device::{Next, dispatch};
+use lacuna::memory::{MemoryError, MemoryKind, SlotFlags};
+use lacuna::missing::FaultToken;
+use lacuna::{
+    Apf, Ending, Exit, Gpa, MissingMemory, PAGE_SIZE, PlatformDevices, Vcpu, VcpuError, Vm,
 };
-use lacuna_soft::MemoryKind;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, Scope};

@@ -13,8 +13,8 @@
 use super::fixture::{Arm, Fixture, Work};
 use super::machine::Machine;
 use crate::experiment::{LabError, LabResult};
-use lacuna_machine::Arch;
-use lacuna_soft::MemoryKind;
+use lacuna::Arch;
+use lacuna::memory::MemoryKind;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};

@@ -4,7 +4,8 @@
 use super::PAGES;
 use crate::experiment::LabResult;
 use crate::fixture::gpa_of;
-use lacuna_machine::{Arch, MissingMemory, PageRequest, PageSource, SourcePage};
+use lacuna::source::{PageRequest, PageSource, SourcePage};
+use lacuna::{Arch, MissingMemory};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,6 +1,6 @@
 //! A VM that takes turns: its vCPUs' threads, and their start and stop.
 //!
-//! The threads are not a [`lacuna_machine::Machine`]'s: they report the processor time of their
+//! The threads are not a [`lacuna::Machine`]'s: they report the processor time of their
 //! turns, and a vCPU with a full ring reaps it.
 
 use super::{Cast, Done, InBackground, Player, reap};
@@ -8,8 +8,9 @@ use crate::experiment::LabResult;
 use crate::fixture::boot;
 use crate::native::thread_cpu_ns;
 use crate::session::{Guest, LastWords, image};
-use lacuna_machine::{Ending, Exit, Kick as _, PlatformDevices, Vcpu as _, dispatch};
-use lacuna_soft::{Background, Vcpu, Vm, VmBuilder};
+use lacuna::device::dispatch;
+use lacuna::soft::{Background, Vcpu, Vm, VmBuilder};
+use lacuna::{Ending, Exit, Kick as _, PlatformDevices, Vcpu as _};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};

@@ -15,9 +15,13 @@ use crate::experiment::LabError;
 use crate::fixture::resident;
 use crate::players::{Cast, Done, InBackground, Player, TURN, turns_of, with_players};
 use crate::turns::{Last, round, shifts};
+use lacuna::dirty::{
+    Backup, Delivery, Detection, DetectionChoice as _, DirtyStats, Logging, RingSize, harvest,
+    set_logging_everywhere,
+};
+use lacuna::soft::VmBuilder;
+use lacuna::{GuestMemory, Vm as _};
 use lacuna_guest::status::SETTING_AT;
-use lacuna_machine::{DetectionChoice as _, GuestMemory, Vm as _, harvest, set_logging_everywhere};
-use lacuna_soft::{Backup, Delivery, Detection, DirtyStats, Logging, RingSize, VmBuilder};
 use std::time::{Duration, Instant};
 
 /// The most cold transactions, of 65536.

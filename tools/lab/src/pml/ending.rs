@@ -17,9 +17,12 @@ use crate::fixture::resident;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures};
+use lacuna::MemorySlots as _;
+use lacuna::dirty::{HugeLeaves, Initially, Logging, set_logging_everywhere};
+use lacuna::memory::{HugePages, MemorySlot};
+use lacuna::soft::{Vm, VmBuilder};
 use lacuna_addr::Level;
-use lacuna_machine::{MemorySlot, MemorySlots as _, set_logging_everywhere};
-use lacuna_soft::{HugeLeaves, HugePages, Initially, Logging, Recovery, Vm, VmBuilder};
+use lacuna_soft::Recovery;
 use std::time::{Duration, Instant};
 
 /// Splits every huge leaf at once, so that both ways of ending begin alike.

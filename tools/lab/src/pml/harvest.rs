@@ -18,9 +18,9 @@ use crate::native::thread_cpu_ns;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures};
-use lacuna_addr::{Gpa, Level, PAGE_SIZE, PageCount};
-use lacuna_machine::GuestMemory;
-use lacuna_soft::{Delivery, Detection};
+use lacuna::dirty::{Delivery, Detection};
+use lacuna::{Gpa, GuestMemory, PAGE_SIZE, PageCount};
+use lacuna_addr::Level;
 use std::thread;
 use std::time::Instant;
 

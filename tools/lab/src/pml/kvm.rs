@@ -28,12 +28,11 @@ use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures, paired, rounds};
-use lacuna_addr::PageCount;
-use lacuna_kvm::{KvmError, Tracker, VmBuilder};
-use lacuna_machine::{
-    Apf, Arch, Backup, Builder, Delivery, DirtyError, Logging, RingSize, Vm, harvest,
-    set_logging_everywhere,
+use lacuna::dirty::{
+    Backup, Delivery, DirtyError, Logging, RingSize, harvest, set_logging_everywhere,
 };
+use lacuna::kvm::{KvmError, Tracker, VmBuilder};
+use lacuna::{Apf, Arch, Builder, PageCount, Vm};
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
 use std::path::Path;
@@ -362,7 +361,7 @@ mod tests {
             settle: ms(20),
             rounds: 1,
         };
-        let builder = lacuna_soft::VmBuilder {
+        let builder = lacuna::soft::VmBuilder {
             command_line: words(pace),
             ..crate::fixture::resident(pace.mib, VCPUS)
         };

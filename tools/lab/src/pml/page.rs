@@ -20,8 +20,9 @@ use crate::report::figure;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, across_shifts, paired};
 use crate::turns::{round, shifts};
-use lacuna_addr::{Level, PAGE_SIZE};
-use lacuna_soft::{Delivery, Detection};
+use lacuna::PAGE_SIZE;
+use lacuna::dirty::{Delivery, Detection};
+use lacuna_addr::Level;
 
 /// From a write to the next page's write: not a multiple of the page size, because all writes would
 /// then use the same sets of the caches.
@@ -236,7 +237,7 @@ fn one_round(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lacuna_machine::DetectionChoice as _;
+    use lacuna::dirty::DetectionChoice as _;
 
     /// A sweep writes each page once and has the exits of its detection.
     #[test]

@@ -9,9 +9,12 @@ use super::churn::{Counted, DIRTIED, HARVESTS, counted};
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, time_to_port};
 use crate::players::reap;
-use lacuna_addr::{Level, PAGE_SIZE};
-use lacuna_machine::{DetectionChoice as _, DirtyTracking as _, Exit, MemorySlots as _, Vcpu as _};
-use lacuna_soft::{Delivery, Detection, Logging, SlotId, Vcpu, Vm, VmBuilder};
+use lacuna::dirty::DetectionChoice as _;
+use lacuna::dirty::{Delivery, Detection, Logging};
+use lacuna::memory::SlotId;
+use lacuna::soft::{Vcpu, Vm, VmBuilder};
+use lacuna::{DirtyTracking as _, Exit, MemorySlots as _, PAGE_SIZE, Vcpu as _};
+use lacuna_addr::Level;
 use std::sync::Arc;
 
 const CODE: u64 = 0x10_0000;

@@ -21,7 +21,7 @@ use crate::players::TURN;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, percent_across};
-use lacuna_soft::{Delivery, Detection};
+use lacuna::dirty::{Delivery, Detection};
 use serde_json::json;
 use std::time::Duration;
 

@@ -6,9 +6,9 @@ use super::{about, prefix, with_params};
 use crate::experiment::{LabResult, Options, skip_if_busy};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
+use lacuna::memory::MemoryKind;
+use lacuna::{Apf, Arch};
 use lacuna_guest::status::Kind;
-use lacuna_machine::Arch;
-use lacuna_soft::{Apf, MemoryKind};
 use std::time::Duration;
 
 /// What an experiment measures.

@@ -12,13 +12,11 @@
 
 use crate::experiment::{LabError, LabResult};
 use crate::guests::folder;
-use lacuna_addr::{PAGE_SIZE, PageCount};
-#[cfg(test)]
-use lacuna_machine::SourcePage;
-use lacuna_machine::{Answer, PageRequest, PageSource};
-use lacuna_source::{
-    Failure, Faults, Injected, Measured, PageRequester, Peer, Policy, Server, serve,
+use lacuna::source::{
+    Answer, Failure, Faults, Injected, Measured, PageRequest, PageRequester, PageSource, Peer,
+    Policy, Server, serve,
 };
+use lacuna::{PAGE_SIZE, PageCount};
 use std::cell::Cell;
 use std::io;
 use std::os::unix::net::UnixListener;
@@ -288,7 +286,11 @@ mod tests {
         let ask = |page: u64, purpose| {
             ask_for(purpose);
             let requester = Arc::clone(&keep) as Arc<dyn PageRequester>;
-            pages.fetch(PageRequest::new(requester, page, SourcePage(page)));
+            pages.fetch(PageRequest::new(
+                requester,
+                page,
+                lacuna::source::SourcePage(page),
+            ));
             ask_for(Purpose::Demand);
         };
         ask(1, Purpose::Demand);

@@ -3,7 +3,8 @@
 use super::peer::{Pages, Purpose, ask_for};
 use crate::experiment::{LabError, LabResult};
 use crate::fixture::gpa_of;
-use lacuna_machine::{Arch, MemoryError, MissingMemory};
+use lacuna::memory::MemoryError;
+use lacuna::{Arch, MissingMemory};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;

@@ -19,7 +19,9 @@ use crate::first_look::{Found, Row};
 use crate::report::time;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};
-use lacuna_soft::{HugePages, RmapWalk, Vcpu};
+use lacuna::memory::HugePages;
+use lacuna::soft::Vcpu;
+use lacuna_soft::RmapWalk;
 use serde_json::{Value, json};
 
 /// Lacuna's strategy, its null, and what KVM did before 2012.

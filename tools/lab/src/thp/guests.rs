@@ -8,8 +8,10 @@ use crate::players::{Cast, InBackground, Player, Slice, with_players};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures, paired, rounds};
-use lacuna_addr::PageCount;
-use lacuna_soft::{Delivery, HugePages, VmBuilder};
+use lacuna::PageCount;
+use lacuna::dirty::Delivery;
+use lacuna::memory::HugePages;
+use lacuna::soft::VmBuilder;
 use std::time::Duration;
 
 /// Guest memory, and host memory for it, in MiB.

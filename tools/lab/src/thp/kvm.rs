@@ -21,11 +21,11 @@ use crate::host_info::kib;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stats::{Summary, measures, paired};
-use lacuna_addr::{Gfn, GfnRange, Level, PageCount};
+use lacuna::kvm::{Vm, VmBuilder};
+use lacuna::memory::{Balloon, HugePages, SlotFlags, SlotId};
+use lacuna::{Apf, Arch, Gfn, GfnRange, MemorySlots as _, PageCount, Vm as _};
+use lacuna_addr::Level;
 use lacuna_guest::status::Kind;
-use lacuna_kvm::{Vm, VmBuilder};
-use lacuna_machine::{Apf, Arch, Balloon, MemorySlots as _, SlotFlags, SlotId, Vm as _};
-use lacuna_soft::HugePages;
 use std::fs::read_to_string;
 use std::time::{Duration, Instant};
 
@@ -84,7 +84,7 @@ pub fn ids() -> impl Iterator<Item = String> {
 /// # Errors
 /// A VM could not be made, or its guest failed.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    if let Err(why) = lacuna_kvm::available() {
+    if let Err(why) = lacuna::kvm::available() {
         ids().for_each(|id| report.skip(id, &why));
         return Ok(());
     }
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn a_huge_page_and_small_pages_are_taken() {
         needs_guests();
-        if let Err(why) = lacuna_kvm::available() {
+        if let Err(why) = lacuna::kvm::available() {
             lacuna_skip::skip_test(why.to_string());
         }
         with_guests(|mut guests| {

@@ -3,9 +3,12 @@
 
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, resident, time_to_port};
-use lacuna_addr::{BackingRange, Gfn, Level, PAGE_SIZE};
-use lacuna_machine::{Exit, Kick as _, Vcpu as _};
-use lacuna_soft::{Delivery, Ept, Format as _, HugePages, RmapWalk, Vcpu, Vm, VmBuilder};
+use lacuna::dirty::Delivery;
+use lacuna::memory::HugePages;
+use lacuna::soft::{Vcpu, Vm, VmBuilder};
+use lacuna::{Exit, Gfn, Kick as _, PAGE_SIZE, Vcpu as _};
+use lacuna_addr::{BackingRange, Level};
+use lacuna_soft::{Ept, Format as _, RmapWalk};
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
