@@ -4,7 +4,7 @@
 //! the source of another.
 
 pub use lacuna_source::{
-    Answer, External, Failure, FailureKind, Faults, FileError, HandlerError, HandlerRegion,
-    Injected, Measured, MemoryFile, Outage, PageRequest, PageRequester, PageSource, Peer,
+    Answer, External, Failure, FailureKind, Fate, Faults, FileError, HandlerError, HandlerRegion,
+    Injected, Measured, MemoryFile, MemoryId, Outage, PageRequest, PageRequester, PageSource, Peer,
     PeerError, Policy, Server, SourcePage, SourceStats, WhenGone, Zeros, serve,
 };

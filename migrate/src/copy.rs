@@ -45,14 +45,15 @@ pub trait PageSink {
 /// Gets the number of pages since the last call, and cancels the work by `Break`.
 pub type OnPages<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
 
-/// How a copy of a running guest is ended early.
+/// How the receiver of a copy's progress ends the copy early.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
 pub enum Stop {
-    /// It is cancelled. The guest keeps running.
+    /// The copy is cancelled. A guest that ran keeps running.
     Cancel,
-    /// The guest is paused now, however many pages are left. A [`stream::Mode::Hybrid`] sends them
-    /// after the guest; every other copy takes them from the paused guest. Without effect on a
-    /// guest that is paused or has gone.
+    /// The guest is paused now, however many pages are left. Saying it once is enough. A
+    /// [`stream::Mode::Hybrid`] sends them after the guest; every other copy takes them from the
+    /// paused guest. Without effect on a guest that is paused or has gone.
     ///
     /// [`stream::Mode::Hybrid`]: crate::stream::Mode::Hybrid
     Pause,
@@ -96,7 +97,7 @@ pub(crate) fn copy(
         }),
         limit,
         copied: AtomicU64::new(0),
-        is_asked: AtomicBool::new(false),
+        pause_requested: AtomicBool::new(false),
         is_over: AtomicBool::new(false),
     };
     thread::scope(|scope| {
@@ -111,7 +112,7 @@ pub(crate) fn copy(
             started
         };
         let started: Vec<_> = others.iter_mut().map(start).collect();
-        let mut told = |pages| match each(pages + work.copied.swap(0, Ordering::Relaxed)) {
+        let mut report = |pages| match each(pages + work.copied.swap(0, Ordering::Relaxed)) {
             ControlFlow::Break(Stop::Cancel) => ControlFlow::Break(()),
             ControlFlow::Break(Stop::Pause) => {
                 work.take_rest(&mut rest);
@@ -119,13 +120,13 @@ pub(crate) fn copy(
             }
             ControlFlow::Continue(()) => ControlFlow::Continue(()),
         };
-        let mut ends = vec![work.share(first, &mut told)];
+        let mut ends = vec![work.share(first, &mut report)];
         ends.extend(started.into_iter().map(|thread| match thread {
             Ok(thread) => thread.join().unwrap_or_else(|panic| resume_unwind(panic)),
             Err(error) => Err(MigrateError::Thread(error)),
         }));
         first_cause(ends)?;
-        match told(0).is_break() {
+        match report(0).is_break() {
             true => Err(MigrateError::Cancelled),
             false => Ok(()),
         }
@@ -155,7 +156,7 @@ struct Work<'a, V, R> {
     /// Pages copied by other threads than the first, since the first one last reported them.
     copied: AtomicU64,
     /// The copy is paused: [`Work::take_rest`].
-    is_asked: AtomicBool,
+    pause_requested: AtomicBool,
     /// A thread has failed.
     is_over: AtomicBool,
 }
@@ -199,7 +200,7 @@ impl<V: Vm, R: Iterator<Item = Range<u64>>> Work<'_, V, R> {
             return Ok(());
         };
         limit.wait(&mut || {
-            if self.is_over() || self.is_asked.load(Ordering::Relaxed) {
+            if self.is_over() || self.pause_requested.load(Ordering::Relaxed) {
                 return Ok(ControlFlow::Break(()));
             }
             sink.idle()?;
@@ -225,7 +226,7 @@ impl<V: Vm, R: Iterator<Item = Range<u64>>> Work<'_, V, R> {
         while let Some(run) = runs.next() {
             run.for_each(|page| rest.insert(SourcePage(page)));
         }
-        self.is_asked.store(true, Ordering::Relaxed);
+        self.pause_requested.store(true, Ordering::Relaxed);
     }
 
     fn count(&self, pages: u64) -> ControlFlow<()> {

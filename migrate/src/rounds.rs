@@ -184,7 +184,7 @@ pub(crate) struct Copied<'a, V: Vm> {
     /// Pages not copied, or written since.
     pub left: PageSet,
     /// The caller has asked for the pause: [`Stop::Pause`].
-    is_asked: bool,
+    pause_requested: bool,
 }
 
 impl<'a, V: Vm> Copied<'a, V> {
@@ -194,14 +194,14 @@ impl<'a, V: Vm> Copied<'a, V> {
             paused,
             rounds: Vec::new(),
             left: PageSet::full(pages),
-            is_asked: true,
+            pause_requested: true,
         }
     }
 
     /// Whether the guest waits for the remaining pages: they fit into the budget, at the rate of
     /// the rounds before.
     pub fn fits(&self, budget: &Budget) -> bool {
-        !self.is_asked && rest_takes(&self.rounds, self.left.len()) <= budget.downtime
+        !self.pause_requested && rest_takes(&self.rounds, self.left.len()) <= budget.downtime
     }
 
     /// Copies the remaining pages.
@@ -243,8 +243,9 @@ pub(crate) fn copy_live<'a, V: Vm>(
     let layout = changes.layout().clone();
     changes.harvest()?;
     let mut left = changes.changed().clone();
-    let (mut rounds, mut dirty_rate, mut is_asked) = (Vec::new(), 0, false);
-    while !is_asked && let Next::Round = next(pace.budget, &mut pace.throttle, &rounds, left.len())
+    let (mut rounds, mut dirty_rate, mut pause_requested) = (Vec::new(), 0, false);
+    while !pause_requested
+        && let Next::Round = next(pace.budget, &mut pace.throttle, &rounds, left.len())
     {
         let before = rounds.len();
         let mut rings = Rings::of(changes);
@@ -259,8 +260,11 @@ pub(crate) fn copy_live<'a, V: Vm>(
                     throttle,
                     ..now
                 });
-                is_asked |= step == ControlFlow::Break(Stop::Pause);
-                step
+                pause_requested |= step == ControlFlow::Break(Stop::Pause);
+                match pause_requested && !is_cancelled(step) {
+                    true => ControlFlow::Break(Stop::Pause),
+                    false => step,
+                }
             };
             let (vm, set) = (&**guest.vm(), (&left, before));
             one_round(vm, &layout, set, sinks, pace.limit, each)
@@ -282,18 +286,18 @@ pub(crate) fn copy_live<'a, V: Vm>(
         rounds.push(round);
     }
     // A vCPU whose dirty ring is full completes its instruction after a harvest.
-    debug!(target: "lacuna::migration", rounds = rounds.len(), is_asked, "guest is paused");
     let paused = PausedGuest::pause_between(guest, &mut || {
         left.add(&changes.harvest()?);
         Ok(())
     })?;
     left.add(&changes.harvest()?);
     changes.check_slots()?;
+    debug!(target: "lacuna::migration", left = left.len(), pause_requested, "guest is paused");
     Ok(Copied {
         paused,
         rounds,
         left,
-        is_asked,
+        pause_requested,
     })
 }
 

@@ -78,6 +78,7 @@ impl Metrics {
             value,
         };
         if let Some(known) = self.0.iter_mut().find(|known| known.name == name) {
+            debug_assert_eq!((known.help, known.kind), (help, kind), "{name}");
             known.samples.push(sample);
             return;
         }
@@ -87,6 +88,18 @@ impl Metrics {
             kind,
             samples: vec![sample],
         });
+    }
+
+    /// Adds another reading, such as another VM's, with `labels` in front of its own.
+    pub fn extend(&mut self, other: &Self, labels: &[(&'static str, &str)]) {
+        for metric in other.iter() {
+            for sample in &metric.samples {
+                let own = sample.labels.iter().map(|(name, of)| (*name, &**of));
+                let labels: Vec<_> = labels.iter().copied().chain(own).collect();
+                let of = (metric.name, metric.help, metric.kind);
+                self.add(of, &labels, sample.value.clone());
+            }
+        }
     }
 
     /// The metrics.

@@ -115,5 +115,11 @@ lacuna_wait_seconds_count{by="a\"\\b"} 2
 lacuna_rate 1.5
 "#;
         assert_eq!(metrics.to_string(), expected);
+        let mut both = Metrics::default();
+        both.extend(&metrics, &[("vm", "a")]);
+        both.extend(&metrics, &[("vm", "b")]);
+        let text = both.to_string();
+        assert_eq!(text.matches("# HELP lacuna_rate ").count(), 1);
+        assert!(text.contains("lacuna_test_pages{vm=\"b\",vcpu=\"1\"} 6\n"));
     }
 }

@@ -164,7 +164,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-virtio",
         ],
     ),
-    // The command stands where any VMM stands.
+    // What any VMM may import, and what is the repository's own.
     ("lacuna-cli", &["lacuna", "lacuna-guest", "lacuna-lab"]),
     (
         "lacuna-fuzz",

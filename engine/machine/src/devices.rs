@@ -274,7 +274,7 @@ impl PlatformDevices {
             width,
             vcpu,
         };
-        trace!(target: "lacuna::device", name = entry.name, ?access);
+        trace!(target: "lacuna::device", name = entry.name, ?access, "access");
         let called = self.call(&entry, |device| code(device, access));
         called.unwrap_or_else(|_| {
             kick.kick_all();

@@ -125,8 +125,9 @@ impl<'a, V: DirtyTracking + MemorySlots> LogReader<'a, V> {
                 }
             }
         }
-        debug!(target: "lacuna::harvest", pages = count);
-        harvested.map(|_| count)
+        harvested?;
+        debug!(target: "lacuna::harvest", pages = count, "log is harvested");
+        Ok(count)
     }
 
     /// Gives the taken pages of a slot back to its log.

@@ -10,7 +10,7 @@ use lacuna_frames::{PageNo, PageState, PageWord};
 use lacuna_swap::{SwapEntry, SwapError};
 use lacuna_sync::lock;
 use std::sync::atomic::AtomicBool;
-use tracing::{trace, warn};
+use tracing::{debug, trace};
 
 impl Host {
     /// Passes the read to the executor, if it has not been passed yet. Returns at once.
@@ -136,7 +136,7 @@ impl Core {
     pub fn settle(&self, ticket: &Ticket, result: Result<(), LostPage>) {
         match &result {
             Ok(()) => trace!(target: "lacuna::fault", page = ?ticket.number(), "page arrives"),
-            Err(lost) => warn!(target: "lacuna::fault", page = ?ticket.number(), %lost),
+            Err(lost) => debug!(target: "lacuna::fault", %lost, "page is lost"),
         }
         if let Some(linux) = &ticket.region().linux {
             return self.settle_linux(ticket, linux, result);

@@ -38,13 +38,14 @@ impl SourceStats {
             p50,
             p99,
         } = *self;
-        for (name, help, value) in [
-            ("lacuna_source_asked_total", "Requested pages.", asked),
-            ("lacuna_source_failed_total", "Lost pages.", failed),
-        ] {
-            to.add((name, help, Kind::Counter), &[], Value::Whole(value));
-        }
-        let help = "Requested pages without an answer.";
+        let help = "Pages requested from the page source.";
+        let of = ("lacuna_source_asked_total", help, Kind::Counter);
+        to.add(of, &[], Value::Whole(asked));
+        // A gauge, because a page that the VMM provides meanwhile is taken off again.
+        let help = "Pages that the page source has failed to provide.";
+        let of = ("lacuna_source_failed", help, Kind::Gauge);
+        to.add(of, &[], Value::Whole(failed));
+        let help = "Pages requested from the page source that have no answer yet.";
         let of = ("lacuna_source_in_flight", help, Kind::Gauge);
         to.add(of, &[], Value::Whole(in_flight));
         let times = Summary {

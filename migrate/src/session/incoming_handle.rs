@@ -211,7 +211,7 @@ impl IncomingHandle {
         let mut state = self.locked();
         state.now.late = missing().len();
         state.now.downtime_us = downtime.as_micros() as u64;
-        state.now.again = again(rounds, state.now.late);
+        state.now.again = again(rounds, state.now.late, self.0.layout.pages());
         state.now.seconds = self.0.since.elapsed().as_secs_f64();
         state.missing = Some(missing);
         // The source has to know how the guest ends, so a signal ends the guest first.

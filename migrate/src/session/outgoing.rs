@@ -205,7 +205,7 @@ impl Outgoing {
         Migrated {
             to: now.to,
             mode: now.mode,
-            again: again(&rounds, late),
+            again: again(&rounds, late, outgoing.memory_pages()),
             rounds,
             late,
             pages: outgoing.pages(),

@@ -16,7 +16,7 @@ use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
 use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
-use tracing::warn;
+use tracing::{info, warn};
 
 /// The time between the end of an attempt to connect again and the next one.
 const RETRY: Duration = Duration::from_secs(1);
@@ -45,8 +45,8 @@ struct OutgoingState {
     /// Pages that the destination lacks, as far as is known here.
     lacks: u64,
     wanted: Wanted,
-    /// The guest shall go before the rest of its memory.
-    goes_now: bool,
+    /// [`OutgoingHandle::post_copy`].
+    post_copy_requested: bool,
     /// The guest is resumed here by a decision.
     is_kept: bool,
     is_over: bool,
@@ -92,7 +92,7 @@ impl OutgoingHandle {
             late: 0,
             lacks: 0,
             wanted: Wanted::Continue,
-            goes_now: false,
+            post_copy_requested: false,
             is_kept: false,
             is_over: false,
         };
@@ -167,7 +167,7 @@ impl OutgoingHandle {
         self.locked().lacks
     }
 
-    /// Notes a report. `Break`: what shall happen instead.
+    /// Notes a report, and returns what was decided meanwhile.
     pub(super) fn note(&self, now: &Progress) -> ControlFlow<Stop> {
         let mut state = self.locked();
         // Round 0 asks whether the guest may be handed over.
@@ -190,7 +190,7 @@ impl OutgoingHandle {
         }
         match state.wanted {
             Wanted::End => ControlFlow::Break(Stop::Cancel),
-            _ if state.goes_now => ControlFlow::Break(Stop::Pause),
+            _ if state.post_copy_requested => ControlFlow::Break(Stop::Pause),
             _ => ControlFlow::Continue(()),
         }
     }
@@ -215,6 +215,7 @@ impl OutgoingHandle {
         if before == stage {
             return;
         }
+        info!(target: "lacuna::migration", ?stage, "outgoing guest");
         // A decision about an earlier stage is too late. Above all, a guest running there is not
         // kept here. The attempts to connect again may be cancelled in both of their stages.
         let is_cancelled_attempt = state.wanted == Wanted::Cancel && before != OutgoingStage::Here;
@@ -266,8 +267,8 @@ impl OutgoingHandle {
         }
     }
 
-    /// The guest shall go now, and the rest of its memory after it. Its pause is then as short as
-    /// in a post-copy.
+    /// Asks to hand the guest over now, before the rest of its memory. Without effect on a
+    /// post-copy, and after [`OutgoingHandle::cancel`].
     ///
     /// # Errors
     /// [`NoPostCopy`]: the other side expects all memory before the guest, or the guest has gone.
@@ -275,7 +276,7 @@ impl OutgoingHandle {
         let mut state = self.locked();
         match (state.now.mode, state.now.stage) {
             (Mode::PreCopy, _) => return Err(NoPostCopy::PreCopy),
-            (_, OutgoingStage::Here) => state.goes_now = true,
+            (_, OutgoingStage::Here) => state.post_copy_requested = true,
             _ => return Err(NoPostCopy::Gone),
         }
         Ok(())

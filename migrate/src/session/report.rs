@@ -56,37 +56,37 @@ impl OutgoingProgress {
         for (name, help, kind, value) in [
             (
                 "lacuna_migration_sent_bytes_total",
-                "Sent bytes.",
+                "Bytes sent and received over the connections of this migration.",
                 Counter,
                 self.bytes,
             ),
             (
                 "lacuna_migration_cuts_total",
-                "Cuts of the connection.",
+                "Cuts of the connection after the hand-over.",
                 Counter,
                 self.cuts.into(),
             ),
             (
                 "lacuna_migration_round",
-                "The round, from 1.",
+                "Round in progress; 0 before the first and after the hand-over.",
                 Gauge,
                 self.round.into(),
             ),
             (
                 "lacuna_migration_remaining_pages",
-                "Of this round.",
+                "Pages of this round that are not sent yet.",
                 Gauge,
                 self.remaining,
             ),
             (
                 "lacuna_migration_dirty_pages_per_second",
-                "Pages that the guest has written in the last round.",
+                "Pages a second that the guest has written during the last round.",
                 Gauge,
                 self.dirty_rate,
             ),
             (
                 "lacuna_migration_throttle_percent",
-                "The part of the time in which the guest is held.",
+                "Percent of the time for which the vCPUs are held.",
                 Gauge,
                 self.throttle.into(),
             ),
@@ -124,8 +124,8 @@ pub struct IncomingProgress {
     pub came: u64,
     /// Missing pages at the guest's arrival; 0 before.
     pub late: u64,
-    /// Pages that arrived again: in all rounds but the first, and the late ones if there was a
-    /// round; 0 before the guest arrived.
+    /// Pages that arrived again: in all rounds and late, less the guest's pages; 0 without a round,
+    /// and before the guest arrived.
     pub again: u64,
     /// The guest's downtime in microseconds; 0 before it arrived.
     pub downtime_us: u64,
@@ -146,14 +146,13 @@ pub struct IncomingProgress {
     pub cut: Option<String>,
 }
 
-/// Pages sent again, in these rounds and of `late` pages after the guest.
-pub(super) fn again(rounds: &[u64], late: u64) -> u64 {
+/// Pages sent again, in these rounds and of `late` pages after the guest, which has `pages`.
+pub(super) fn again(rounds: &[u64], late: u64, pages: u64) -> u64 {
     // The numbers of a destination come from its peer.
+    let sum = |sum: u64, pages: &u64| sum.saturating_add(*pages);
     match rounds {
         [] => 0,
-        [_, again @ ..] => again
-            .iter()
-            .fold(late, |sum, pages| sum.saturating_add(*pages)),
+        rounds => rounds.iter().fold(late, sum).saturating_sub(pages),
     }
 }
 

@@ -5,10 +5,10 @@ use super::MigrationId;
 use super::connection::Connections;
 use super::lanes::There;
 use super::left::{Reached, Reconnected, RemainingPages};
-use crate::MigrateError;
 use crate::changes::Changes;
 use crate::guest::PausedGuest;
 use crate::rounds::{OnProgress, Round};
+use crate::{MemoryLayout, MigrateError};
 use lacuna_machine::{Running, Vm};
 use std::thread;
 use std::time::Instant;
@@ -103,6 +103,11 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
     /// The rounds. In the last one of a pre-copy, the guest was paused.
     pub fn rounds(&self) -> &[Round] {
         &self.rounds
+    }
+
+    /// All pages of the guest.
+    pub fn memory_pages(&self) -> u64 {
+        MemoryLayout::of(&**self.guest.vm()).pages()
     }
 
     /// Sent pages with content. A page sent several times counts each time.

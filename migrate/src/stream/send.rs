@@ -18,7 +18,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
 use std::sync::Arc;
-use tracing::info_span;
+use tracing::{debug, info_span};
 
 /// The most pages that are missing together: a huge page of 1 GiB.
 const UNIT_MAX: u64 = 1 << 18;
@@ -96,9 +96,9 @@ impl From<Mode> for Plan {
 /// VMM that uses the log itself leaves it on and does not harvest it meanwhile. If the guest
 /// resumes here, the VMM finds there all written pages, unless its VM delivers by rings alone.
 ///
-/// `progress` can cancel the migration before the destination may run the guest. The first call
-/// with round 0 is the last chance. After it, [`Stop::Cancel`](crate::Stop::Cancel) ends this with
-/// [`Sent::Cut`].
+/// `progress` can end the rounds ([`Stop::Pause`](crate::Stop::Pause)). It can cancel the migration
+/// before the destination may run the guest. The first call with round 0 is the last chance. After
+/// it, [`Stop::Cancel`](crate::Stop::Cancel) ends this with [`Sent::Cut`].
 ///
 /// # Errors
 /// [`MigrateError`]. The guest keeps running here, and the destination does not run it.
@@ -215,6 +215,7 @@ impl<'p> Sender<'p> {
         let (copied, changes) = match plan.mode {
             Mode::PostCopy => {
                 let paused = PausedGuest::pause(guest)?;
+                debug!(target: "lacuna::migration", "guest is paused");
                 (Copied::nothing(paused, layout.pages()), None)
             }
             mode => {

@@ -17,7 +17,7 @@
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
-//! * [`log`]: events of the engine on stderr.
+//! * [`log`], [`metrics`]: events of the engine on stderr, and its counters by HTTP.
 //!
 //! It imports `lacuna`, `lacuna-lab` and `lacuna-guest`, and nothing else of the workspace. No
 //! `unsafe`.
@@ -32,6 +32,7 @@ pub mod image;
 pub mod lab;
 pub mod live;
 pub mod log;
+pub mod metrics;
 pub mod migrate;
 pub mod observe;
 pub mod output;

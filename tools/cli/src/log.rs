@@ -23,7 +23,8 @@ pub fn start() -> Result<(), String> {
     let value = value.to_str().ok_or_else(|| wrong("no text"))?;
     let targets: Targets = value.parse().map_err(|why| wrong(&format!("{why}")))?;
     let lines = tracing_subscriber::fmt::layer().with_ansi(false);
-    let lines = lines.with_writer(io::stderr);
+    // A closed stderr must not end the guest, and the layer's own errors would go there too.
+    let lines = lines.with_writer(io::stderr).log_internal_errors(false);
     let events = tracing_subscriber::registry().with(lines).with(targets);
     events.try_init().map_err(|why| wrong(&why.to_string()))
 }

@@ -24,7 +24,9 @@ pub fn migrate(args: &MigrateArgs) -> Exit {
     exit_of(match &args.to {
         Some(to) => move_to(args, to),
         None if args.cancel => decide(args, &Request::Cancel {}, "cancelled"),
-        None if args.post_copy => decide(args, &Request::PostCopy {}, "the guest goes now"),
+        None if args.post_copy => {
+            decide(args, &Request::PostCopy {}, "the guest is asked to go now")
+        }
         None => decide(args, &Request::Keep {}, "the guest is resumed here"),
     })
 }

@@ -2,7 +2,6 @@
 
 mod attend;
 mod incoming;
-mod metrics;
 mod report;
 mod restored;
 mod screen;
@@ -15,6 +14,7 @@ use crate::args::{self, Backend, RunArgs, SwapMedium};
 use crate::control::{ClientActions, ControlSocket};
 use crate::exit::Exit;
 use crate::image::{check_limits, load};
+use crate::metrics::MetricsSocket;
 use crate::observe::{Observer, Watched};
 use crate::output::{check_target, complain};
 use crate::pages::{self, GuestPages, Here, SourceError};
@@ -79,6 +79,7 @@ struct Job<'a> {
     backing: Option<LinuxBacking>,
     signals: &'a Signals,
     control: Option<&'a ControlSocket>,
+    metrics: Option<&'a MetricsSocket>,
 }
 
 /// Runs a guest as `args` say; prints the result and returns the exit code.
@@ -123,16 +124,32 @@ pub fn catch_signals() -> Result<Signals, Refusal> {
 /// # Errors
 /// The run cannot start, or its result cannot be written.
 pub fn run_from(args: &RunArgs, start: Start<'_>, signals: &Signals) -> Result<Exit, Refusal> {
-    let control = args.control.as_deref().map(ControlSocket::open);
-    run_controlled(args, start, signals, control.transpose()?.as_ref())
+    let sockets = Sockets::open(args)?;
+    run_with(args, start, signals, &sockets)
 }
 
-/// As [`run_from`], with an open control socket.
-fn run_controlled(
+/// The sockets of a command for other processes.
+struct Sockets {
+    control: Option<ControlSocket>,
+    metrics: Option<MetricsSocket>,
+}
+
+impl Sockets {
+    fn open(args: &RunArgs) -> Result<Self, Refusal> {
+        let control = args.control.as_deref().map(ControlSocket::open);
+        Ok(Self {
+            control: control.transpose()?,
+            metrics: args.metrics.map(MetricsSocket::open).transpose()?,
+        })
+    }
+}
+
+/// As [`run_from`], with open sockets.
+fn run_with(
     args: &RunArgs,
     start: Start<'_>,
     signals: &Signals,
-    control: Option<&ControlSocket>,
+    sockets: &Sockets,
 ) -> Result<Exit, Refusal> {
     let (arch, cpu) = match (start, start.machine()) {
         (_, Some(machine)) => (machine.arch, machine.cpu),
@@ -165,7 +182,8 @@ fn run_controlled(
         pages,
         backing: restored::in_place(args, start, backend)?,
         signals,
-        control,
+        control: sockets.control.as_ref(),
+        metrics: sockets.metrics.as_ref(),
     };
     match backend {
         Backend::Kvm => job.run_on(&job.kvm(cpu), |_, _, _, _| unreachable!("soft has seeds")),

@@ -251,8 +251,7 @@ pub struct Received {
     pub cuts: u32,
     /// Bytes over the connections.
     pub bytes: u64,
-    /// Pages that arrived again: in all rounds but the first, and the late ones if there was a
-    /// round.
+    /// Pages that arrived again: in all rounds and late, less the guest's pages; 0 without a round.
     pub again: u64,
     /// Its downtime in microseconds, without the time that its state took on the way.
     pub downtime_us: u64,

@@ -139,7 +139,7 @@ impl PlatformDevices {
     ) -> Result<Option<T>, DeviceError> {
         let called = entry.call(code);
         called.inspect_err(|error| {
-            error!(target: "lacuna::device", %error);
+            error!(target: "lacuna::device", %error, "device has panicked");
             self.set_ending(Ending::Device(error.clone()));
         })
     }

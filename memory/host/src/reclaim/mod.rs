@@ -66,6 +66,7 @@ impl Host {
             scanned = round.scanned,
             freed = out.freed.len(),
             written = out.dirty.len(),
+            "batch is reclaimed"
         );
         core.release(out.freed);
         let (writes, result) = core.prepare_write(out.dirty, out.pages);

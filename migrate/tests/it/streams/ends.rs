@@ -82,7 +82,7 @@ pub struct Move<A, B> {
     pub victim: Option<Side>,
     /// The destination says `Break` at the first pages.
     pub breaks: bool,
-    /// The source asks for the pause as soon as it has sent a page.
+    /// The source asks for the pause once, at its first report.
     pub pauses: bool,
 }
 
@@ -168,7 +168,7 @@ impl<A: Machines, B: Machines> Move<A, B> {
         let mut each = |now: Progress| {
             dirty_rate.set(now.dirty_rate.max(dirty_rate.get()));
             let step = self.check_limit(now, link.written()[0], began.elapsed());
-            match self.pauses && now.done > 0 && step.is_continue() {
+            match self.pauses && now.round == 1 && now.done == 0 && step.is_continue() {
                 true => ControlFlow::Break(Stop::Pause),
                 false => step,
             }

@@ -184,8 +184,17 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
     }
 
+    /// The migration in progress, or the last one if it waits for a decision.
+    pub fn migration(&self) -> Option<OutgoingHandle> {
+        match &*self.phase() {
+            Phase::Undecided(undecided) => Some(undecided.handle().clone()),
+            Phase::Moves(handle) => Some(handle.clone()),
+            _ => None,
+        }
+    }
+
     /// The migration in progress.
-    pub fn moving(&self) -> Option<OutgoingHandle> {
+    fn moving(&self) -> Option<OutgoingHandle> {
         match &*self.phase() {
             Phase::Moves(handle) => Some(handle.clone()),
             _ => None,

@@ -5,7 +5,7 @@
 //! ends the command, or with `--wait-again` the attempt, and the source gets the reason.
 
 use super::threads::{EndServing, failed};
-use super::{Job, Refusal, Start, run_controlled};
+use super::{Job, Refusal, Sockets, Start, run_with};
 use crate::args::RunArgs;
 use crate::control::words::{RANGES_SHOWN, undecided_at_destination};
 use crate::control::{Awaiting, ClientActions, ControlSocket};
@@ -66,14 +66,13 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let signals =
         signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))?;
     check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
-    let control = args.control.as_deref().map(ControlSocket::open);
-    let control = control.transpose()?;
+    let sockets = Sockets::open(args)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let listener = Listener::open(at, files.as_ref(), cut).map_err(transport_refusal)?;
     let destination = Destination::new(listener, report);
     let at = destination.address().to_string();
     complain(&format!("waiting for a guest at {at}"));
-    let control = control.as_ref();
+    let control = sockets.control.as_ref();
     let is_stopped = || control.is_some_and(|it| it.actions().has_stopped());
     loop {
         let arrival = match control {
@@ -84,7 +83,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
             arrival.ok_or_else(|| before_it_came(&signals, is_stopped(), "before a guest came"))?;
         let run = args.on(at.clone(), arrival.machine());
         let done = check(arrival.machine())
-            .and_then(|()| run_controlled(&run, Start::Incoming(&arrival), &signals, control));
+            .and_then(|()| run_with(&run, Start::Incoming(&arrival), &signals, &sockets));
         if let Err((_, why)) = &done {
             arrival.refuse(why);
         }

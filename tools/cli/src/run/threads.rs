@@ -2,7 +2,6 @@
 
 use super::attend::Attended;
 use super::incoming::{has_not_come, receive};
-use super::metrics::MetricsSocket;
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start};
 use crate::control::{ControlSocket, Controlled, Guest};
@@ -67,7 +66,6 @@ where
         prefault(job, &*vm)?;
     }
     let devices = Arc::new(PlatformDevices::of(vm.config().arch, console));
-    let metrics = job.args.metrics.map(MetricsSocket::open).transpose()?;
     let control = job.control;
     let attended = Attended::default();
     thread::scope(|scope| {
@@ -81,7 +79,7 @@ where
         let controlled = control.map(|socket| (socket, controlled_by(socket, job, &guest)));
         let read = || counters(job, &*vm, controlled.as_ref().map(|(_, guest)| guest));
         thread::scope(|scope| {
-            let counted = metrics.as_ref().map(|socket| socket.start(scope, &read));
+            let counted = job.metrics.map(|socket| socket.start(scope, &read));
             let _counted = counted.transpose().map_err(failed)?;
             if let Some((socket, guest)) = &controlled {
                 let named = thread::Builder::new().name("lacuna-control".into());
@@ -127,7 +125,7 @@ fn counters<V: Vm>(job: &Job<'_>, vm: &V, controlled: Option<&Controlled<'_, V>>
     if let Some(pages) = &job.pages {
         pages.source().stats().fill(&mut metrics);
     }
-    if let Some(moving) = controlled.and_then(Controlled::moving) {
+    if let Some(moving) = controlled.and_then(Controlled::migration) {
         moving.progress().fill(&mut metrics);
     }
     metrics
