@@ -15,21 +15,23 @@
 //! of a signal ends `KVM_RUN` with `EINTR`. With `immediate_exit` set, `KVM_RUN` completes an
 //! answered access, and then returns.
 //!
-//! UNSAFETY: a signal handler, a signal to a thread, and a store to a vCPU's shared page. The
+//! UNSAFETY: a signal to a thread, and a store to a vCPU's shared page. The
 //! thread and the page exist while the vCPU is entered, and a vCPU leaves under its `VcpuKick`'s
 //! lock.
 
 mod missing;
+mod signal;
 
 pub use missing::{Comes, MissingPage, Reported};
+pub use signal::{KickSignalError, set_kick_signal};
+pub(crate) use signal::{install_handler, signal};
 
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock_order};
 use lacuna_sys::VcpuStatistic;
 use missing::Missing;
-use std::os::raw::c_int;
 use std::ptr::NonNull;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
-use std::sync::{Once, OnceLock};
 
 /// A vCPU in `KVM_RUN`, or about to enter it.
 struct Entered {
@@ -256,29 +258,6 @@ fn thread_number() -> u32 {
         static NUMBER: u32 = rustix::thread::gettid().as_raw_nonzero().get() as u32;
     }
     NUMBER.with(|number| *number)
-}
-
-/// The fifth real-time signal that the C library leaves to programs: other code in this process may
-/// use the first four.
-pub(crate) fn signal() -> c_int {
-    libc::SIGRTMIN() + 4
-}
-
-extern "C" fn nothing(_: c_int) {}
-
-pub(crate) fn install_handler() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // SAFETY: 1. all zeros is a valid `sigaction`: an empty mask, and no flags, so that the
-        // signal ends system calls with EINTR. 2. The handler does nothing, which is
-        // async-signal-safe.
-        let result = unsafe {
-            let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = nothing as extern "C" fn(c_int) as usize;
-            libc::sigaction(signal(), &action, std::ptr::null_mut())
-        };
-        debug_assert_eq!(result, 0, "a valid signal");
-    });
 }
 
 #[cfg(test)]

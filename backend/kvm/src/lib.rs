@@ -21,8 +21,7 @@
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
 //! | `apf` | the host side of async page faults, for VMs with a page source |
 //! | `vcpu`, `stopped` | `KVM_RUN` and its exits; messages for the stops of a vCPU |
-//! | `kick` | makes vCPUs leave `KVM_RUN` |
-//! | `kick/missing` | which vCPU exits for a missing page |
+//! | `kick` and its folder | makes vCPUs leave `KVM_RUN`; for a missing page; by which signal |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
 //! | `boot` | makes a VM's vCPUs |
 //! | `arch/x86/state` | a vCPU's whole state, saved and restored |
@@ -67,6 +66,7 @@ mod window;
 pub use available::{MemoryCapability, available, memory_capabilities, tsc_khz};
 pub use builder::VmBuilder;
 pub use error::{KvmError, Unavailable};
+pub use kick::{KickSignalError, set_kick_signal};
 pub use lacuna_host::{
     HugePages, LinuxBacking, MemoryKind, PrivateFile, SharedFill, SharedMemory, Swap,
 };
