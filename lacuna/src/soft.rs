@@ -41,6 +41,10 @@
 //!       "-Cllvm-args=-tail-dup-pred-size=10000 -tail-dup-succ-size=10000 -enable-tail-merge=0",
 //!   ]
 //!   ```
+//!   They gave 7 to 35 % more speed to three loops of x86-64 code, none to a fourth that waits for
+//!   memory, and 10 to 15 % to a VMM outside of Lacuna's workspace (`docs/speed-x86.md`). A crate
+//!   cannot set them for its dependents, and stable Rust has no guaranteed tail call, which would
+//!   give each operation its own jump too.
 #![cfg(feature = "soft")]
 
 pub use lacuna_soft::{
