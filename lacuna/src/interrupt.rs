@@ -1,3 +1,5 @@
-//! Interrupts of devices: by a [`Line`] or a message.
+//! Interrupts of devices: by a [`Line`], a message or an eventfd.
 
-pub use lacuna_machine::{InterruptController, InterruptError, InterruptLines, Line, Msi};
+pub use lacuna_machine::{
+    EventFd, Input, InterruptController, InterruptError, InterruptLines, Line, Msi,
+};

@@ -9,13 +9,14 @@ use crate::{arch, boot};
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, Balloon, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
-    InterruptController, InterruptError, InterruptLines, LogReaders, MemorySlot, MemorySlotError,
-    MemorySlots, MissingMemory, Msi, SharedFile, SharedState, StateError, TwoStepLog, VcpuStats,
-    VmConfig, VmStats, check_reserved,
+    Input, InterruptController, InterruptError, InterruptLines, LogReaders, MemorySlot,
+    MemorySlotError, MemorySlots, MissingMemory, Msi, SharedFile, SharedState, StateError,
+    TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
 };
 use lacuna_metrics::Metrics;
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -50,6 +51,7 @@ impl lacuna_machine::Vm for Vm {
     }
 
     fn save_shared(&self) -> Result<SharedState, StateError> {
+        self.eventfds.settle(&self.fd)?;
         arch::interrupts::save_shared(&self.fd)
     }
 
@@ -123,6 +125,14 @@ impl InterruptController for Vm {
 
     fn send_msi(&self, msi: Msi) -> Result<(), InterruptError> {
         arch::interrupts::send_msi(&self.fd, msi)
+    }
+
+    fn connect(&self, input: Input) -> Result<Arc<OwnedFd>, InterruptError> {
+        self.eventfds.connect(&self.fd, input)
+    }
+
+    fn disconnect(&self, eventfd: &Arc<OwnedFd>) {
+        self.eventfds.disconnect(&self.fd, eventfd);
     }
 }
 

@@ -19,6 +19,7 @@
 //! | `arch` | the parts that depend on the architecture, for x86-64 and for others |
 //! | `arch/x86/apf`, `msrs`, `interrupts` | events of async page faults; MSRs; the I/O APIC |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
+//! | `eventfds` | eventfds as inputs of the interrupt controllers |
 //! | `apf` | the host side of async page faults, for VMs with a page source |
 //! | `vcpu`, `stopped` | `KVM_RUN` and its exits; messages for the stops of a vCPU |
 //! | `kick` and its folder | makes vCPUs leave `KVM_RUN`; for a missing page; by which signal |
@@ -26,18 +27,17 @@
 //! | `boot` | makes a VM's vCPUs |
 //! | `arch/x86/state` | a vCPU's whole state, saved and restored |
 //! | `slots` | memory slots: this process's table, and KVM's |
-//! | `tracker` | the detector of the guest's writes |
 //! | `interface` | the backend interface of `lacuna_machine` |
 //! | `vm` | one VM: descriptors, slots, memory, readers of faults |
-//! | `dirty` | dirty tracking: KVM's bitmap, its rings, Linux's page table |
+//! | `dirty`, `tracker` | dirty tracking: KVM's bitmap, its rings, Linux's page table; the choice |
 //! | `ring` | a vCPU's dirty ring, as KVM maps it |
 //! | `builder` | describes a VM, makes it, runs an image in it |
 //!
 //! # Unsafe
 //! This crate may hold `unsafe` because KVM and userfaultfd act on this process's memory by
 //! address. Pointers are in `mapping` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's
-//! shared page), `ring` (its dirty ring), `vm`, `dirty`, `memory` and `window` (ranges that are
-//! registered, and moves). The header of each of these files has its reason.
+//! shared page), `ring` (its dirty ring), `vm`, `dirty`, `memory`, `window` and `eventfds` (ranges
+//! that are registered, moves, descriptors). The header of each of these files has its reason.
 
 mod apf;
 mod arch;
@@ -47,6 +47,7 @@ mod boot;
 mod builder;
 mod dirty;
 mod error;
+mod eventfds;
 mod faults;
 mod interface;
 mod kick;

@@ -8,6 +8,7 @@ use crate::arch::{self, Features};
 use crate::available::{MemoryCapability, open};
 use crate::dirty::{Dirty, Log};
 use crate::error::KvmError;
+use crate::eventfds::EventFds;
 use crate::faults::Faults;
 use crate::kick::VcpuKicks;
 use crate::mapping;
@@ -48,6 +49,7 @@ pub struct Vm {
     pub(crate) own_apf: Option<u32>,
     pub(crate) log_readers: LogReaders,
     pub(crate) interrupt_lines: InterruptLines,
+    pub(crate) eventfds: EventFds,
 }
 
 /// The largest number of vCPUs: `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
@@ -99,6 +101,7 @@ impl Vm {
             own_apf,
             log_readers: LogReaders::default(),
             interrupt_lines: InterruptLines::new(config.arch),
+            eventfds: EventFds::default(),
             config,
         }))
     }

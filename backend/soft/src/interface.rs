@@ -57,6 +57,7 @@ impl lacuna_machine::Vm for Vm {
     }
 
     fn save_shared(&self) -> Result<SharedState, StateError> {
+        self.eventfds.settle();
         Ok(self.save_any())
     }
 

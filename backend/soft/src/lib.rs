@@ -8,14 +8,13 @@
 //! |---|---|
 //! | `vm`, `boot`, `meter`, `stall` | one VM: its shared state; its vCPUs; their counters |
 //! | `bus`, `entry` | a vCPU's memory: stage-2 walk, faults; a processor between quiescent points |
-//! | `vcpu`, `step` | one step of a vCPU, and the thread-mode loop around it |
+//! | `vcpu`, `step`, `either`, `mmu` | one step of a vCPU, its loop; of any architecture |
 //! | `code`, `frame_set`, `exclusive` | writes to decoded pages; all vCPUs stopped at once |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
-//! | `interface`, `builder`, `error`, `kind` | the backend interface; a run, or why not |
+//! | `interface`, `eventfds`, `builder`, `error`, `kind` | the backend interface; a run or not |
 //! | `memory`, `dirty`, `layout`, `balloon` | guest memory as bytes, pages written, slots |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
 //! | `platform`, `x86`, `arm64`, `state` | the additions of an architecture to its processor |
-//! | `either`, `mmu` | a vCPU and an MMU of any architecture |
 //!
 //! # Unsafe
 //! One `unsafe impl` (in `bus`): a page given to a processor stays valid until the vCPU's next
@@ -33,6 +32,7 @@ mod dirty;
 mod either;
 mod entry;
 mod error;
+mod eventfds;
 mod exclusive;
 mod frame_set;
 mod interface;

@@ -2,6 +2,7 @@
 
 use crate::code::CodeMap;
 use crate::error::SoftError;
+use crate::eventfds::{Controller, EventFds};
 use crate::exclusive::Exclusive;
 use crate::meter::Meter;
 use crate::mmu::VmMmu;
@@ -80,6 +81,7 @@ pub struct Vm {
     /// The same of an x86-64 VM.
     x86: OnceLock<Arc<lacuna_x86::ApicBus>>,
     pub(crate) interrupt_lines: InterruptLines,
+    pub(crate) eventfds: EventFds,
     /// Each vCPU's exits on missing memory.
     pub(crate) tokens: Box<[Arc<Tokens>]>,
     /// The Linux memory of the boot layout; `None`: its pages are in frames.
@@ -182,6 +184,7 @@ impl Vm {
             arm64: OnceLock::new(),
             x86: OnceLock::new(),
             interrupt_lines: InterruptLines::new(config.arch),
+            eventfds: EventFds::default(),
             apf_paused: AtomicBool::new(apf == Apf::Off),
             log_readers: LogReaders::default(),
             stands_still: false,
@@ -343,6 +346,14 @@ impl Vm {
         })
     }
 
+    /// Its interrupt controller.
+    pub(crate) fn controller(&self) -> Controller {
+        match self.config.arch {
+            Arch::Arm64 => Controller::Arm64(Arc::clone(self.arm64_fabric())),
+            _ => Controller::X86(Arc::clone(self.apic_bus())),
+        }
+    }
+
     pub(crate) fn qsbr(&self) -> &Qsbr {
         &self.kicks.qsbr
     }
@@ -384,6 +395,7 @@ impl Kick for Vm {
 
 impl Drop for Vm {
     fn drop(&mut self) {
+        self.eventfds.end();
         for (_, range) in self
             .regions
             .get_mut()

@@ -85,7 +85,8 @@ classes! {
         RegionNumbers "Regions::numbers (host)",
         CompressedStore "MemoryStore::inner (host)",
         KvmWindow "Window::table (kvm)",
-        InterruptLines "InterruptLines::raised (machine)",
+        InterruptLines "InterruptLines::users (machine)",
+        EventFds "EventFds (soft, kvm)",
         Serial "PlatformDevices::serial",
         OutgoingSession "OutgoingHandle's state (migrate)",
         IncomingSession "IncomingHandle's state (migrate)";

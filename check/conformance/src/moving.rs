@@ -137,8 +137,10 @@ pub fn move_to<A: Backend, B: Backend>(
     devices: &PlatformDevices,
 ) -> Result<Made<B>, Lacks> {
     let mut to = backend.make_bare(request)?;
-    let states = save(&mut from, devices);
+    // It completes half-done instructions, which may change the shared state.
+    save(&mut from, devices);
     let shared = from.vm.save_shared().expect("no vCPU runs");
+    let states = save(&mut from, devices);
     copy_memory(&*from.vm, &*to.vm);
     drop(from);
     let restored = to.vm.restore_shared(&shared);

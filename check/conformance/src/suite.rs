@@ -27,7 +27,8 @@ macro_rules! suite {
             interrupts:
                 an_edge_is_one_interrupt_and_lost_if_masked,
                 a_level_comes_again_until_it_is_low, a_message_reaches_its_vcpu,
-                interrupts_in_flight_move,
+                interrupts_in_flight_move, eventfds_interrupt_until_they_are_dropped,
+                writes_to_eventfds_move,
                 an_interrupt_wakes_a_halted_vcpu_each_time;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;

@@ -7,6 +7,10 @@
 //!        soft: I/O APIC or GIC of the VM    kvm: KVM_IRQ_LINE                 v
 //!   -> the vCPU's local APIC or CPU interface  <------ InterruptController::send_msi
 //! ```
+//! An eventfd ([`Interrupts::eventfd`]) does the same from any process:
+//! ```text
+//! write -> kvm: KVM_IRQFD    soft: a thread of the VM, or save_shared -> the interrupt controller
+//! ```
 //! A handle refers to its VM weakly. So a device that a VM's owner keeps beside the VM does not
 //! keep the VM's memory, and after the VM's end its interrupts go nowhere.
 
@@ -14,6 +18,7 @@ use crate::{Arch, ErrorKind};
 use lacuna_sync::{Mutex, lock_order};
 use std::fmt;
 use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -42,6 +47,15 @@ pub struct Msi {
     pub data: u32,
 }
 
+/// An input of an interrupt controller.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Input {
+    /// An edge of the line with this number.
+    Line(u32),
+    /// A message.
+    Msi(Msi),
+}
+
 /// Why a VM has no such interrupt.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -58,6 +72,12 @@ pub enum InterruptError {
         /// The last line.
         last: u32,
     },
+    /// An eventfd shares its line with no handle and no other eventfd.
+    #[error("interrupt line {0} is in use: an eventfd has its line alone")]
+    InUse(u32),
+    /// The VM has ended.
+    #[error("the VM has ended")]
+    Ended,
     /// No local APIC gets writes to this address.
     #[error("no interrupt message goes to {0:#x}: write it to 0xfee00000 to 0xfeefffff")]
     Address(u64),
@@ -78,17 +98,30 @@ impl InterruptError {
     /// The kind of the cause.
     pub const fn kind(&self) -> ErrorKind {
         match self {
-            Self::NoLine { .. } | Self::Address(_) | Self::NoMessages(_) => ErrorKind::Request,
+            Self::NoLine { .. }
+            | Self::InUse(_)
+            | Self::Ended
+            | Self::Address(_)
+            | Self::NoMessages(_) => ErrorKind::Request,
             Self::Host { .. } => ErrorKind::Host,
         }
     }
 }
 
-/// For each line of a VM, how many handles raise it. The lock is held while the controller gets the
-/// level, so the controller's last level is the level of the last change.
+/// The users of a line.
+#[derive(Default)]
+struct Users {
+    handles: u32,
+    /// How many handles raise the line.
+    raised: u32,
+    has_eventfd: bool,
+}
+
+/// The users of each line of a VM. The lock is held while the controller gets the level, so the
+/// controller's last level is the level of the last change.
 pub struct InterruptLines {
     arch: Arch,
-    raised: Mutex<Box<[u32]>, lock_order::InterruptLines>,
+    users: Mutex<Box<[Users]>, lock_order::InterruptLines>,
 }
 
 impl InterruptLines {
@@ -96,8 +129,14 @@ impl InterruptLines {
     pub fn new(arch: Arch) -> Self {
         Self {
             arch,
-            raised: Mutex::new(numbers(arch).map(|_| 0).collect()),
+            users: Mutex::new(numbers(arch).map(|_| Users::default()).collect()),
         }
+    }
+
+    /// Reads or changes the users of an existing line.
+    fn with<R>(&self, number: u32, change: impl FnOnce(&mut Users) -> R) -> R {
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut users[(number - numbers(self.arch).start()) as usize])
     }
 }
 
@@ -123,6 +162,16 @@ pub trait InterruptController: Send + Sync {
     /// # Errors
     /// [`InterruptError::NoMessages`], or the hypervisor below refuses.
     fn send_msi(&self, msi: Msi) -> Result<(), InterruptError>;
+
+    /// Makes an eventfd whose writes go to `input`, which exists and, if it is a line, has no other
+    /// user. [`Vm::save_shared`](crate::Vm::save_shared) saves the effects of all earlier writes.
+    ///
+    /// # Errors
+    /// [`InterruptError::NoMessages`], or the host refuses.
+    fn connect(&self, input: Input) -> Result<Arc<OwnedFd>, InterruptError>;
+
+    /// Ends the effect of an eventfd from [`InterruptController::connect`].
+    fn disconnect(&self, eventfd: &Arc<OwnedFd>);
 }
 
 /// The interrupts of a VM, for its devices: [`Vm::interrupts`](crate::Vm::interrupts).
@@ -145,23 +194,76 @@ impl Interrupts {
     /// 32 to 127: the INTIDs of shared peripheral interrupts.
     ///
     /// # Errors
-    /// [`InterruptError::NoLine`].
+    /// [`InterruptError::NoLine`], or an eventfd has the line.
     pub fn line(&self, number: u32) -> Result<Line, InterruptError> {
-        let lines = numbers(self.arch);
-        if !lines.contains(&number) {
-            return Err(InterruptError::NoLine {
-                line: number,
-                arch: self.arch,
-                first: *lines.start(),
-                last: *lines.end(),
-            });
+        self.check(Input::Line(number))?;
+        if let Some(vm) = self.vm.upgrade() {
+            vm.interrupt_lines().with(number, |line| {
+                line.handles += u32::from(!line.has_eventfd);
+                match line.has_eventfd {
+                    true => Err(InterruptError::InUse(number)),
+                    false => Ok(()),
+                }
+            })?;
         }
         Ok(Line {
             vm: Weak::clone(&self.vm),
             number,
-            index: (number - lines.start()) as usize,
             raised: AtomicBool::new(false),
         })
+    }
+
+    /// An eventfd for a device in another process (vhost-user) or in the kernel (VFIO): each write
+    /// is one edge of a line, or sends a message. Writes in quick succession may be one interrupt.
+    ///
+    /// The eventfd has its line alone, because it leaves it low. There is no eventfd for the level
+    /// of a line: program the line as edge-triggered, or use a message.
+    ///
+    /// A saved state has the interrupts of writes before the save. Stop the device before: a later
+    /// write goes to this VM alone.
+    ///
+    /// # Errors
+    /// As [`Interrupts::line`] and [`Interrupts::signal_msi`]; the line has handles; the VM has
+    /// ended.
+    pub fn eventfd(&self, input: Input) -> Result<EventFd, InterruptError> {
+        self.check(input)?;
+        let vm = self.vm.upgrade().ok_or(InterruptError::Ended)?;
+        if let Input::Line(number) = input {
+            vm.interrupt_lines().with(number, |line| {
+                if line.handles > 0 || line.has_eventfd {
+                    return Err(InterruptError::InUse(number));
+                }
+                line.has_eventfd = true;
+                Ok(())
+            })?;
+        }
+        let connected = vm.connect(input);
+        if connected.is_err() {
+            release(&*vm, input);
+        }
+        Ok(EventFd {
+            vm: Weak::clone(&self.vm),
+            input,
+            fd: connected?,
+        })
+    }
+
+    fn check(&self, input: Input) -> Result<(), InterruptError> {
+        let lines = numbers(self.arch);
+        match input {
+            Input::Line(line) if !lines.contains(&line) => Err(InterruptError::NoLine {
+                line,
+                arch: self.arch,
+                first: *lines.start(),
+                last: *lines.end(),
+            }),
+            Input::Msi(Msi { address, .. })
+                if self.arch == Arch::X86_64 && !MESSAGES.contains(&address) =>
+            {
+                Err(InterruptError::Address(address))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Sends a message-signalled interrupt. If no vCPU takes it, or the VM has ended, it is lost.
@@ -170,9 +272,7 @@ impl Interrupts {
     /// [`InterruptError::Address`], [`InterruptError::NoMessages`], or the hypervisor below
     /// refuses.
     pub fn signal_msi(&self, msi: Msi) -> Result<(), InterruptError> {
-        if self.arch == Arch::X86_64 && !MESSAGES.contains(&msi.address) {
-            return Err(InterruptError::Address(msi.address));
-        }
+        self.check(Input::Msi(msi))?;
         self.vm.upgrade().map_or(Ok(()), |vm| vm.send_msi(msi))
     }
 }
@@ -198,7 +298,6 @@ impl fmt::Debug for Interrupts {
 pub struct Line {
     vm: Weak<dyn InterruptController>,
     number: u32,
-    index: usize,
     /// Whether this handle raises the line. Changed under the lock of [`InterruptLines`].
     raised: AtomicBool,
 }
@@ -229,15 +328,14 @@ impl Line {
         let Some(vm) = self.vm.upgrade() else {
             return;
         };
-        let lines = &vm.interrupt_lines().raised;
-        let mut raised = lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = &mut raised[self.index];
-        match (self.raised.swap(raise, Ordering::Relaxed), raise) {
-            (false, true) => *count += 1,
-            (true, false) => *count -= 1,
-            _ => {}
-        }
-        vm.set_line(self.number, *count > 0);
+        vm.interrupt_lines().with(self.number, |line| {
+            match (self.raised.swap(raise, Ordering::Relaxed), raise) {
+                (false, true) => line.raised += 1,
+                (true, false) => line.raised -= 1,
+                _ => {}
+            }
+            vm.set_line(self.number, line.raised > 0);
+        });
     }
 }
 
@@ -247,6 +345,10 @@ impl Drop for Line {
         if *self.raised.get_mut() {
             self.lower();
         }
+        if let Some(vm) = self.vm.upgrade() {
+            vm.interrupt_lines()
+                .with(self.number, |line| line.handles -= 1);
+        }
     }
 }
 
@@ -255,6 +357,46 @@ impl fmt::Debug for Line {
         f.debug_struct("Line")
             .field("number", &self.number)
             .field("raised", &self.raised)
+            .finish_non_exhaustive()
+    }
+}
+
+/// An eventfd from [`Interrupts::eventfd`]. A dropped one has no further effect, also if another
+/// process still writes to it.
+pub struct EventFd {
+    vm: Weak<dyn InterruptController>,
+    input: Input,
+    fd: Arc<OwnedFd>,
+}
+
+/// Ends the use of a line by an eventfd.
+fn release(vm: &dyn InterruptController, input: Input) {
+    if let Input::Line(number) = input {
+        vm.interrupt_lines()
+            .with(number, |line| line.has_eventfd = false);
+    }
+}
+
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for EventFd {
+    fn drop(&mut self) {
+        if let Some(vm) = self.vm.upgrade() {
+            vm.disconnect(&self.fd);
+            release(&*vm, self.input);
+        }
+    }
+}
+
+impl fmt::Debug for EventFd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EventFd")
+            .field("input", &self.input)
+            .field("fd", &self.fd)
             .finish_non_exhaustive()
     }
 }
@@ -290,6 +432,15 @@ mod tests {
         fn send_msi(&self, _: Msi) -> Result<(), InterruptError> {
             Ok(())
         }
+
+        fn connect(&self, input: Input) -> Result<Arc<OwnedFd>, InterruptError> {
+            match input {
+                Input::Line(_) => Ok(Arc::new(std::fs::File::open("/dev/null").unwrap().into())),
+                Input::Msi(_) => Err(InterruptError::NoMessages(self.0.arch)),
+            }
+        }
+
+        fn disconnect(&self, _: &Arc<OwnedFd>) {}
     }
 
     #[test]
@@ -345,5 +496,23 @@ mod tests {
         }
         let interrupts = Interrupts::of(&Board::new(Arch::Arm64));
         assert!(interrupts.line(31).is_err());
+    }
+
+    #[test]
+    fn an_eventfd_has_its_line_alone() {
+        let board = Board::new(Arch::X86_64);
+        let interrupts = Interrupts::of(&board);
+        let in_use = Some(InterruptError::InUse(5));
+        let handle = interrupts.line(5).unwrap();
+        assert_eq!(interrupts.eventfd(Input::Line(5)).err(), in_use);
+        drop(handle);
+        let eventfd = interrupts.eventfd(Input::Line(5)).unwrap();
+        assert_eq!(interrupts.line(5).err(), in_use);
+        assert_eq!(interrupts.eventfd(Input::Line(5)).err(), in_use);
+        drop(eventfd);
+        let _handle = interrupts.line(5).unwrap();
+        drop(board);
+        let ended = interrupts.eventfd(Input::Line(5)).err();
+        assert_eq!(ended, Some(InterruptError::Ended));
     }
 }

@@ -52,7 +52,9 @@ pub use dirty::{
 };
 pub use exit::{Exit, MemoryFaultFlags, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};
-pub use interrupts::{InterruptController, InterruptError, InterruptLines, Interrupts, Line, Msi};
+pub use interrupts::{
+    EventFd, Input, InterruptController, InterruptError, InterruptLines, Interrupts, Line, Msi,
+};
 pub use kick::Kick;
 pub use kind::ErrorKind;
 pub use lacuna_slots::{

@@ -145,8 +145,15 @@ pub mod apf {
 
 /// No VM has an interrupt controller.
 pub mod interrupts {
-    use kvm_ioctls::VmFd;
+    use kvm_ioctls::{Error, VmFd};
     use lacuna_machine::{Arch, InterruptError, Msi, SharedState, StateError};
+
+    /// The number of lines.
+    pub const PINS: u32 = 0;
+
+    pub fn connect(_: &VmFd, _: impl IntoIterator<Item = (u32, Msi)>) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP))
+    }
 
     pub fn set_line(_: &VmFd, _: u32, _: bool) {}
 

@@ -29,7 +29,10 @@ pub fn make_controllers(vm: &VmFd) -> Result<(), KvmError> {
         .map_err(KvmError::step("place the TSS"))?;
     vm.create_irq_chip()
         .map_err(KvmError::step("make interrupt controllers"))?;
-    interrupts::connect(vm)
+    interrupts::connect(vm, []).map_err(|cause| KvmError::Kvm {
+        step: "connect the I/O APIC",
+        errno: lacuna_sys::Errno::from_raw_os_error(cause.errno()),
+    })
 }
 
 /// A vCPU's program counter, for messages.

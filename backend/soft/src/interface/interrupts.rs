@@ -1,8 +1,18 @@
 //! The interrupts of devices: inputs of the I/O APIC or the GIC.
 
 use crate::vm::Vm;
-use lacuna_arm64::gic::Line;
-use lacuna_machine::{Arch, InterruptController, InterruptError, InterruptLines, Msi};
+use lacuna_machine::{Arch, Input, InterruptController, InterruptError, InterruptLines, Msi};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+impl Vm {
+    fn check(&self, input: Input) -> Result<(), InterruptError> {
+        match (self.config.arch, input) {
+            (Arch::X86_64, _) | (_, Input::Line(_)) => Ok(()),
+            (other, Input::Msi(_)) => Err(InterruptError::NoMessages(other)),
+        }
+    }
+}
 
 impl InterruptController for Vm {
     fn interrupt_lines(&self) -> &InterruptLines {
@@ -10,22 +20,22 @@ impl InterruptController for Vm {
     }
 
     fn set_line(&self, number: u32, level: bool) {
-        match self.config.arch {
-            Arch::Arm64 => {
-                let line = if level { Line::High } else { Line::Low };
-                self.arm64_fabric().gic.set_spi(number, line);
-            }
-            _ => self.apic_bus().set_pin(number as usize, level),
-        }
+        self.controller().set_line(number, level);
     }
 
     fn send_msi(&self, msi: Msi) -> Result<(), InterruptError> {
-        match self.config.arch {
-            Arch::X86_64 => {
-                self.apic_bus().signal_msi(msi.address as u32, msi.data);
-                Ok(())
-            }
-            other => Err(InterruptError::NoMessages(other)),
-        }
+        let input = Input::Msi(msi);
+        self.check(input)?;
+        self.controller().signal(input);
+        Ok(())
+    }
+
+    fn connect(&self, input: Input) -> Result<Arc<OwnedFd>, InterruptError> {
+        self.check(input)?;
+        self.eventfds.connect(|| self.controller(), input)
+    }
+
+    fn disconnect(&self, eventfd: &Arc<OwnedFd>) {
+        self.eventfds.disconnect(eventfd);
     }
 }

@@ -5,11 +5,16 @@
 //! register of the I/O APIC, whose new value is the next answer. A handler reports its vector, then
 //! ends the interrupt.
 
+use std::fs::File;
+use std::io::Write as _;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::thread;
 
 use iced_x86::code_asm::*;
-use lacuna_machine::{Arch, Exit, InterruptError, Line, Msi, PlatformDevices, Vcpu as _, Vm as _};
+use lacuna_machine::{
+    Arch, Exit, Input, InterruptError, Line, Msi, PlatformDevices, Vcpu as _, Vm as _,
+};
 
 use super::Outcome;
 use super::state::small;
@@ -222,6 +227,14 @@ pub fn a_level_comes_again_until_it_is_low<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
+/// A message for a vCPU.
+fn to(vcpu: u64, data: u32) -> Msi {
+    Msi {
+        address: 0xfee0_0000 | vcpu << 12,
+        data,
+    }
+}
+
 /// A message interrupts the vCPU of its address, and no other.
 pub fn a_message_reaches_its_vcpu<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
@@ -229,10 +242,6 @@ pub fn a_message_reaches_its_vcpu<B: Backend>(backend: &B) -> Outcome {
         let request = Request {
             vcpus: 2,
             ..small()
-        };
-        let to = |vcpu: u64, data| Msi {
-            address: 0xfee0_0000 | vcpu << 12,
-            data,
         };
         if backend.arch() != Arch::X86_64 {
             let vm = backend.build(&request)?.vm;
@@ -307,6 +316,83 @@ pub(super) fn in_flight<A: Backend, B: Backend>(
         assert_eq!(window::<B>(vcpu), [HELD]);
     }
     Ok(())
+}
+
+/// Another owner of an eventfd, as a device in another process.
+fn device(eventfd: impl AsFd) -> File {
+    let fd = eventfd.as_fd().try_clone_to_owned();
+    fd.expect("a descriptor").into()
+}
+
+fn signal(mut eventfd: &File) {
+    let written = eventfd.write_all(&1_u64.to_ne_bytes());
+    written.expect("an eventfd is never full of ones");
+}
+
+/// Each write ends a halt. After the drop of an eventfd its line is free.
+pub fn eventfds_interrupt_until_they_are_dropped<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let message = Input::Msi(to(0, HELD));
+        if backend.arch() != Arch::X86_64 {
+            let vm = backend.build(&small())?.vm;
+            let refused = vm.interrupts().eventfd(message).err();
+            let expected = InterruptError::NoMessages(backend.arch());
+            assert_eq!(refused, Some(expected));
+            return Ok(());
+        }
+        let Made { vm, mut vcpus, .. } = make(&backend, &small())?;
+        let vcpu = &mut vcpus[0];
+        program::<B>(vcpu, EDGE_PIN, EDGE.into());
+        let interrupts = vm.interrupts();
+        let eventfd = |input| interrupts.eventfd(input).expect("an input of this VM");
+        let (edge, held) = (eventfd(Input::Line(EDGE_PIN)), eventfd(message));
+        let (edges, messages) = (device(&edge), device(&held));
+        for _ in 0..HALTS / 10 {
+            signal(&edges);
+            assert_eq!(obey::<B>(vcpu, HALT, |_| ()), [EDGE]);
+            signal(&messages);
+            assert_eq!(obey::<B>(vcpu, HALT, |_| ()), [HELD]);
+        }
+        drop((edge, held));
+        signal(&edges);
+        signal(&messages);
+        assert_eq!(window::<B>(vcpu), [0_u32; 0]);
+        line::<B>(&vm, EDGE_PIN).pulse();
+        assert_eq!(window::<B>(vcpu), [EDGE]);
+        let _more: Vec<_> = (0..20)
+            .map(|vector| eventfd(Input::Msi(to(0, vector + 0x60))))
+            .collect();
+        let again = eventfd(message);
+        signal(&device(&again));
+        assert_eq!(obey::<B>(vcpu, HALT, |_| ()), [HELD]);
+        Ok(())
+    })
+}
+
+/// A write to an eventfd before the save is an interrupt of the moved guest.
+pub fn writes_to_eventfds_move<B: Backend>(backend: &B) -> Outcome {
+    x86_only(backend)?;
+    let backend = backend.clone();
+    within(move || {
+        let devices = PlatformDevices::of(Arch::X86_64, |_: &str| ());
+        let mut made = make(&backend, &small())?;
+        program::<B>(&mut made.vcpus[0], EDGE_PIN, EDGE.into());
+        for _ in 0..20 {
+            let vcpu = &mut made.vcpus[0];
+            vcpu.complete_read(REPORT.into());
+            assert_eq!(next::<B>(vcpu), Some(READY));
+            let interrupts = made.vm.interrupts();
+            let inputs = [Input::Line(EDGE_PIN), Input::Msi(to(0, HELD))];
+            let eventfds = inputs.map(|input| interrupts.eventfd(input).expect("an input"));
+            eventfds.iter().for_each(|eventfd| signal(&device(eventfd)));
+            made = move_to(&backend, &small(), made, &devices)?;
+            let vcpu = &mut made.vcpus[0];
+            assert_eq!(next::<B>(vcpu), None);
+            assert_eq!(window::<B>(vcpu), [HELD, EDGE]);
+        }
+        Ok(())
+    })
 }
 
 /// Halts of the guest that one edge ends, and edges beside a guest that halts between them.

@@ -6,30 +6,41 @@
 //!
 //! UNSAFETY: the registers of an interrupt controller are in unions of KVM.
 
-use crate::error::KvmError;
 use kvm_bindings::{
-    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQCHIP_IOAPIC, KvmIrqRouting, kvm_ioapic_state,
-    kvm_ioapic_state__bindgen_ty_1 as Entry, kvm_irq_routing_entry, kvm_irq_routing_irqchip,
-    kvm_irqchip, kvm_msi,
+    KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KvmIrqRouting,
+    kvm_ioapic_state, kvm_ioapic_state__bindgen_ty_1 as Entry, kvm_irq_routing_entry,
+    kvm_irq_routing_irqchip, kvm_irq_routing_msi, kvm_irqchip, kvm_msi,
 };
 use kvm_ioctls::{Error, VmFd};
 use lacuna_machine::x86::{IoApic, Shared};
 use lacuna_machine::{InterruptError, Msi, SharedState, StateError};
-use lacuna_sys::Errno;
 
-const PINS: u32 = 24;
+/// The number of lines.
+pub const PINS: u32 = 24;
 /// The address of the I/O APIC.
 const BASE: u64 = 0xfec0_0000;
 
-/// Connects each line to the pin of the I/O APIC with its number, and to nothing else.
-pub fn connect(vm: &VmFd) -> Result<(), KvmError> {
-    let entries: Vec<_> = (0..PINS).map(route).collect();
-    let step = "connect the I/O APIC";
-    let routing = KvmIrqRouting::from_entries(&entries).map_err(|_| KvmError::Kvm {
-        step,
-        errno: Errno::INVAL,
-    })?;
-    vm.set_gsi_routing(&routing).map_err(KvmError::step(step))
+/// Connects each line to the pin of the I/O APIC with its number and to nothing else, and other
+/// numbers to messages.
+pub fn connect(vm: &VmFd, messages: impl IntoIterator<Item = (u32, Msi)>) -> Result<(), Error> {
+    let messages = messages.into_iter().map(|(gsi, msi)| message(gsi, msi));
+    let entries: Vec<_> = (0..PINS).map(route).chain(messages).collect();
+    let routing = KvmIrqRouting::from_entries(&entries);
+    vm.set_gsi_routing(&routing.map_err(|_| Error::new(libc::ENOSPC))?)
+}
+
+fn message(gsi: u32, msi: Msi) -> kvm_irq_routing_entry {
+    let mut entry = kvm_irq_routing_entry {
+        gsi,
+        type_: KVM_IRQ_ROUTING_MSI,
+        ..Default::default()
+    };
+    entry.u.msi = kvm_irq_routing_msi {
+        address_lo: msi.address as u32,
+        data: msi.data,
+        ..Default::default()
+    };
+    entry
 }
 
 fn route(pin: u32) -> kvm_irq_routing_entry {
