@@ -140,6 +140,7 @@ fn neutral(state: lacuna_x86::State) -> State {
         system: mut sys,
         apic,
         exception,
+        nmi,
     } = state;
     State {
         regs: Regs {
@@ -168,8 +169,10 @@ fn neutral(state: lacuna_x86::State) -> State {
                 error: e.error,
                 cr2: e.cr2,
             }),
+            interrupt: None,
+            nmi_pending: nmi,
+            nmi_masked: sys.nmi_blocked,
             interrupt_shadow: sys.interrupt_shadow,
-            ..Events::default()
         },
         xsave: None,
         xcr0: 1,
@@ -197,9 +200,6 @@ fn processor(state: &State) -> Result<lacuna_x86::State, StateError> {
         return unsupported("run", 0);
     }
     let events = &state.events;
-    if events.nmi_pending || events.nmi_masked {
-        return unsupported("events.nmi", 1);
-    }
     Ok(lacuna_x86::State {
         regs: lacuna_x86::Regs {
             gpr: state.regs.gpr,
@@ -213,6 +213,7 @@ fn processor(state: &State) -> Result<lacuna_x86::State, StateError> {
             error: e.error,
             cr2: e.cr2,
         }),
+        nmi: events.nmi_pending,
     })
 }
 
@@ -353,6 +354,7 @@ fn processor_system(state: &State) -> Result<lacuna_x86::System, StateError> {
     sys.tsc = lacuna_x86::Tsc::new(TscRate::new(khz), state.tsc.value);
     (sys.dr, sys.dr6, sys.dr7) = (state.debug.dr, state.debug.dr6, state.debug.dr7);
     sys.interrupt_shadow = state.events.interrupt_shadow;
+    sys.nmi_blocked = state.events.nmi_masked;
     sys.halted = state.run == RunState::Halted;
     for (index, value) in &state.msrs {
         let (index, value) = (*index, *value);

@@ -13,6 +13,7 @@ pub mod memory;
 pub mod missing;
 pub mod missing_races;
 pub mod misuse;
+pub mod nmi;
 pub mod odd_slots;
 pub mod powers;
 pub mod processors;

@@ -30,6 +30,8 @@ macro_rules! suite {
                 interrupts_in_flight_move, eventfds_interrupt_until_they_are_dropped,
                 writes_to_eventfds_move,
                 an_interrupt_wakes_a_halted_vcpu_each_time;
+            nmi:
+                an_nmi_waits_for_the_end_of_another_one_alone, an_nmi_ends_a_halt, nmis_move;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;
         );

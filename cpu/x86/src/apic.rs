@@ -7,14 +7,15 @@
 //!   + Wake::wake(i)     TMR, LDR: the APIC's address         accept(v): IRR -> ISR, then EOI
 //! set_pin -> I/O APIC ----^     <-- end_level -------------- EOI of a level-triggered interrupt
 //! signal_msi -------------'                                  timer: deadline in Nanos, tick(now)
+//!                          NMI: one bit ------------------->  vector 2, unless its handler runs
 //! ```
 //! A requested interrupt is one bit, so a storm of posts allocates nothing and wakes the target
 //! once.
 //!
-//! Left out on purpose: INIT and SIPI (Lacuna starts every vCPU in long mode), NMI, SMI and ExtINT
-//! delivery, lowest-priority arbitration (the lowest-numbered destination takes the interrupt),
-//! moving the xAPIC page. ICR, LVT, redirection entries and messages accept INIT, SIPI, NMI, SMI
-//! and ExtINT and ignore them.
+//! Left out on purpose: INIT and SIPI, because SIPI begins in real mode, which the processor does
+//! not have; SMI and ExtINT delivery; lowest-priority arbitration (the lowest-numbered destination
+//! takes the interrupt); moving the xAPIC page. ICR, LVT, redirection entries and messages accept
+//! INIT, SIPI, SMI and ExtINT and ignore them.
 
 mod bus;
 mod ioapic;

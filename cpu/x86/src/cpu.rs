@@ -3,7 +3,7 @@
 //! ```text
 //! slice: the timer ticks; an event that events.rs still holds is delivered first
 //!        +------------------------------ turn -----------------------------------+
-//! run -> | asked? -> interrupt? -> halted? -> basic_block_at(rip) -> dispatch      | -> Exit
+//! run -> | asked? -> NMI, interrupt? -> halted? -> basic_block_at(rip) -> dispatch      | -> Exit
 //!        |    ^                               or, for one instruction, step        |
 //!        |    +--- branch: link, continue     system op: system.rs                 |
 //!        |    +--- blocked: deliver the exception, or leave with an Exit           |
@@ -164,6 +164,9 @@ impl Cpu {
     fn turn<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
         if self.core.replay.is_active() {
             return self.step(bus, slot);
+        }
+        if self.core.takes_nmi() {
+            return self.nmi(bus);
         }
         if self.core.is_interruptible()
             && let Some(vector) = self.core.apic.pending()

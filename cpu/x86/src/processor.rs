@@ -113,6 +113,12 @@ impl Core {
         self.rflags & IF != 0 && !self.sys.interrupt_shadow
     }
 
+    /// Whether the processor takes an NMI before the next instruction. MOV SS delays NMIs, and STI
+    /// may (SDM vol 3 6.8.3).
+    pub(crate) fn takes_nmi(&self) -> bool {
+        self.apic.has_nmi() && !self.sys.nmi_blocked && !self.sys.interrupt_shadow
+    }
+
     /// RFLAGS as the guest sees them.
     pub(crate) fn rflags(&self) -> u64 {
         self.rflags | self.flags.bits()

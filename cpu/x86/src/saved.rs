@@ -147,6 +147,7 @@ impl Cpu {
             system,
             apic: self.core.apic.registers(now),
             exception: self.pending.exception(),
+            nmi: self.core.apic.has_nmi(),
         })
     }
 
@@ -161,6 +162,7 @@ impl Cpu {
         self.core
             .apic
             .set_registers(&state.apic, self.core.sys.tsc, now);
+        self.core.apic.set_nmi(state.nmi);
         self.pending = state.exception.into();
     }
 }

@@ -78,6 +78,8 @@ pub struct State {
     pub apic: ApicRegisters,
     /// The exception at the begin of the next run.
     pub exception: Option<Exception>,
+    /// Whether an NMI waits.
+    pub nmi: bool,
 }
 
 impl Processor for Cpu {
@@ -115,8 +117,10 @@ impl Processor for Cpu {
                 self.inject_page_fault(address);
                 Ok(())
             }
-            // No device here raises an NMI, and the blocking of NMIs is not modelled.
-            Event::Nmi => Err(Refused),
+            Event::Nmi => {
+                self.raise_nmi();
+                Ok(())
+            }
         }
     }
 

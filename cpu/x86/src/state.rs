@@ -211,6 +211,8 @@ pub struct System {
     pub tsc: Tsc,
     /// STI or MOV SS shadow: no interrupt before the next instruction has completed.
     pub interrupt_shadow: bool,
+    /// The handler of an NMI runs: no further NMI before IRET.
+    pub nmi_blocked: bool,
     /// Halted by HLT until an interrupt.
     pub halted: bool,
     /// Every other vCPU is stopped, so a split locked access may proceed.
@@ -251,6 +253,7 @@ impl System {
             dr7: 0x400,
             tsc: Tsc::new(TscRate::GIGAHERTZ, 0),
             interrupt_shadow: false,
+            nmi_blocked: false,
             halted: false,
             exclusive: false,
         }

@@ -227,7 +227,10 @@ fn popped_flags(cpl: u8, old: u64, image: u64, width: Width) -> u64 {
 fn far_transfer<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     let mut flow = m.core.flow(m.core.rip);
     match kind {
-        Sys::Iret => returns::iret(m, &mut flow, width(op))?,
+        Sys::Iret => {
+            returns::iret(m, &mut flow, width(op))?;
+            m.core.sys.nmi_blocked = false;
+        }
         Sys::RetFar => returns::ret_far(m, &mut flow, width(op), op.imm as u16)?,
         _ => {
             let rip = read_operand(m, op, 0, width(op))?;

@@ -38,7 +38,7 @@ const MESSAGES: RangeInclusive<u64> = 0xfee0_0000..=0xfeef_ffff;
 ///
 /// On x86-64 the address has the destination in bits 19:12, the redirection hint in bit 3 and the
 /// destination mode in bit 2. The data has the vector in bits 7:0, the delivery mode in bits 10:8
-/// (fixed or lowest priority) and the trigger mode in bit 15.
+/// (fixed, lowest priority, or NMI without a vector) and the trigger mode in bit 15.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Msi {
     /// Where the device writes: 0xfee0_0000 to 0xfeef_ffff on x86-64.

@@ -71,7 +71,6 @@ fn what_the_processor_cannot_have_is_refused_by_its_name() {
             "system.segments.cs",
         ),
         (&|s| s.xsave = Some(vec![0; 1024]), "xsave"),
-        (&|s| s.events.nmi_pending = true, "events.nmi"),
         (&|s| s.run = x86::RunState::WaitingForStartup, "run"),
         (&|s| s.apic.base = 0, "apic.base"),
         (&|s| s.apf.enable = 0x1001, "apf.enable"),

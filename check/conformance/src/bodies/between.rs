@@ -14,6 +14,7 @@ use lacuna_machine::{
 use super::Outcome;
 use super::devices::device_moves;
 use super::interrupts::in_flight;
+use super::nmi::nmis_in_flight;
 use super::state::{next_told, registers, small};
 use crate::backend::{Backend, Lacks, Made, Request};
 use crate::kvm::Kvm;
@@ -232,7 +233,9 @@ pub fn interrupts_of_devices_go_to_the_other_backend_and_back<B: Backend>(backen
             ..small()
         };
         in_flight(here, there, &request)?;
-        in_flight(there, here, &request)
+        in_flight(there, here, &request)?;
+        nmis_in_flight(here, there, &request)?;
+        nmis_in_flight(there, here, &request)
     })
 }
 

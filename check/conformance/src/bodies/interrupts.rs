@@ -39,6 +39,10 @@ const IO_APIC: u64 = 0xfec0_0000;
 pub(super) const LEVEL: u64 = 1 << 15;
 const MASKED: u64 = 1 << 16;
 
+/// What the handler of non-maskable interrupts reports.
+pub(super) const NMI: u32 = 2;
+pub(super) const NMI_END: u32 = 3;
+
 /// The vectors with a handler.
 const EDGE: u32 = 0x40;
 pub(super) const HELD: u32 = 0x51;
@@ -60,13 +64,26 @@ fn handler(a: &mut CodeAssembler, label: &mut CodeLabel, vector: u32) -> Result<
     a.iretq()
 }
 
+/// Reports its begin and its end.
+fn nmi_handler(a: &mut CodeAssembler, label: &mut CodeLabel) -> Result<(), IcedError> {
+    a.set_label(label)?;
+    a.push(rax)?;
+    for report in [NMI, NMI_END] {
+        a.mov(eax, report)?;
+        a.out(i32::from(REPORT_PORT), eax)?;
+    }
+    a.pop(rax)?;
+    a.iretq()
+}
+
 pub(super) fn guest() -> Code {
     assemble_x86(|a| {
         let (mut edge, mut held) = (a.create_label(), a.create_label());
+        let mut nmi = a.create_label();
         let (mut again, mut halt, mut report) =
             (a.create_label(), a.create_label(), a.create_label());
         let (mut register, mut spin) = (a.create_label(), a.create_label());
-        take_interrupts(a, &[(EDGE, edge), (HELD, held)])?;
+        take_interrupts(a, &[(EDGE, edge), (HELD, held), (NMI, nmi)])?;
         a.mov(rdi, IO_APIC)?;
         a.set_label(&mut again)?;
         a.in_(eax, i32::from(ASK_PORT))?;
@@ -98,12 +115,13 @@ pub(super) fn guest() -> Code {
         a.mov(dword_ptr(rdi + 0x10), eax)?;
         a.jmp(again)?;
         handler(a, &mut edge, EDGE)?;
-        handler(a, &mut held, HELD)
+        handler(a, &mut held, HELD)?;
+        nmi_handler(a, &mut nmi)
     })
 }
 
 /// Runs until the next report; `None` when the guest asks.
-fn next<B: Backend>(vcpu: &mut VcpuOf<B>) -> Option<u32> {
+pub(super) fn next<B: Backend>(vcpu: &mut VcpuOf<B>) -> Option<u32> {
     loop {
         let exit = vcpu.run().expect("a vCPU that can continue");
         match (reported(&exit), is_question(&exit)) {
@@ -116,7 +134,11 @@ fn next<B: Backend>(vcpu: &mut VcpuOf<B>) -> Option<u32> {
 
 /// Answers the guest's question. Returns its reports until the next question, and calls `each` in
 /// the middle of each.
-fn obey<B: Backend>(vcpu: &mut VcpuOf<B>, command: u32, mut each: impl FnMut(u32)) -> Vec<u32> {
+pub(super) fn obey<B: Backend>(
+    vcpu: &mut VcpuOf<B>,
+    command: u32,
+    mut each: impl FnMut(u32),
+) -> Vec<u32> {
     vcpu.complete_read(command.into());
     let reports = std::iter::from_fn(|| next::<B>(vcpu));
     reports.inspect(|report| each(*report)).collect()
@@ -140,7 +162,7 @@ fn program<B: Backend>(vcpu: &mut VcpuOf<B>, pin: u32, value: u64) {
 }
 
 /// A VM whose vCPUs ask for the first time.
-fn make<B: Backend>(backend: &B, request: &Request) -> Result<Made<B>, Lacks> {
+pub(super) fn make<B: Backend>(backend: &B, request: &Request) -> Result<Made<B>, Lacks> {
     let mut made = backend.make(request, &image(&guest()))?;
     for vcpu in &mut made.vcpus {
         assert_eq!(next::<B>(vcpu), None);

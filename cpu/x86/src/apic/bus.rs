@@ -3,7 +3,7 @@
 use super::ioapic::IoApicRegisters;
 use super::message::{Delivery, Destination, Message, Trigger};
 use lacuna_cpu::Wake;
-use lacuna_sync::shim::{AtomicU64, Ordering};
+use lacuna_sync::shim::{AtomicBool, AtomicU64, Ordering};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::fmt;
 use std::sync::Arc;
@@ -15,10 +15,12 @@ pub struct ApicBus {
     wake: Arc<dyn Wake>,
 }
 
-/// One APIC's part: 256 requested vectors, which of them are level-triggered, and an [`Address`].
+/// One APIC's part: 256 requested vectors, which of them are level-triggered, whether an NMI waits,
+/// and an [`Address`].
 struct Inbox {
     irr: [AtomicU64; 4],
     tmr: [AtomicU64; 4],
+    nmi: AtomicBool,
     address: AtomicU64,
 }
 
@@ -31,6 +33,8 @@ pub(super) struct Address {
     pub(super) x2: bool,
     /// DFR's flat model (xAPIC mode only).
     pub(super) flat: bool,
+    /// Enabled by `APIC_BASE`: takes NMIs.
+    pub(super) enabled: bool,
     /// Enabled by `APIC_BASE` and SVR: takes interrupts.
     pub(super) accepting: bool,
 }
@@ -38,7 +42,11 @@ pub(super) struct Address {
 impl Address {
     fn pack(self) -> u64 {
         let flag = |set, bit| u64::from(set) << bit;
-        u64::from(self.ldr) | flag(self.x2, 32) | flag(self.flat, 33) | flag(self.accepting, 34)
+        u64::from(self.ldr)
+            | flag(self.x2, 32)
+            | flag(self.flat, 33)
+            | flag(self.accepting, 34)
+            | flag(self.enabled, 35)
     }
 
     fn unpack(word: u64) -> Self {
@@ -48,6 +56,7 @@ impl Address {
             x2: flag(32),
             flat: flag(33),
             accepting: flag(34),
+            enabled: flag(35),
         }
     }
 
@@ -82,11 +91,13 @@ impl ApicBus {
             ldr: 0,
             x2: false,
             flat: true,
+            enabled: false,
             accepting: false,
         };
         let inbox = |_| Inbox {
             irr: std::array::from_fn(|_| AtomicU64::new(0)),
             tmr: std::array::from_fn(|_| AtomicU64::new(0)),
+            nmi: AtomicBool::new(false),
             address: AtomicU64::new(closed.pack()),
         };
         Self {
@@ -121,7 +132,7 @@ impl ApicBus {
         let (destination, is_level) = ((address >> 12) as u8, data & 1 << 15 != 0);
         let message = Message::from_device(destination, logical, data, is_level);
         if let Some(mut message) = message {
-            if hint {
+            if hint && message.delivery == Delivery::Fixed {
                 message.delivery = Delivery::LowestPriority;
             }
             self.send(message);
@@ -132,7 +143,7 @@ impl ApicBus {
         self.wake(self.request(message).wake);
     }
 
-    /// Sets the IRR bits of the addressed APICs, and wakes no vCPU.
+    /// Sets the IRR bits of the addressed APICs or makes NMIs wait there, and wakes no vCPU.
     fn request(&self, message: Message) -> Delivered {
         let Message {
             to,
@@ -152,10 +163,19 @@ impl ApicBus {
                 Destination::Logical(id) => address.answers(id),
                 Destination::AllBut(sender) => sender != index,
             };
-            if address.accepting && addressed && vector >= 16 {
+            // A local APIC that SVR has turned off takes NMIs (SDM vol 3, 11.4.7.2).
+            let takes = match delivery {
+                Delivery::Nmi => address.enabled,
+                _ => address.accepting && vector >= 16,
+            };
+            if takes && addressed {
                 delivered.accepted = true;
                 // If the bit was set already, the thread that has set it wakes the vCPU.
-                delivered.wake |= u64::from(self.raise(index, vector, trigger)) << index;
+                let is_new = match delivery {
+                    Delivery::Nmi => !self.set_nmi(index, true),
+                    _ => self.raise(index, vector, trigger),
+                };
+                delivered.wake |= u64::from(is_new) << index;
                 if delivery == Delivery::LowestPriority {
                     break;
                 }
@@ -191,6 +211,16 @@ impl ApicBus {
     pub(super) fn take(&self, index: usize, vector: u8) -> bool {
         let (word, bit) = split(vector);
         self.inboxes[index].irr[word].fetch_and(!bit, Ordering::AcqRel) & bit != 0
+    }
+
+    /// Sets whether an NMI waits. Returns whether one has waited.
+    pub(super) fn set_nmi(&self, index: usize, waits: bool) -> bool {
+        self.inboxes[index].nmi.swap(waits, Ordering::AcqRel)
+    }
+
+    /// Whether an NMI waits.
+    pub(super) fn has_nmi(&self, index: usize) -> bool {
+        self.inboxes[index].nmi.load(Ordering::Acquire)
     }
 
     pub(super) fn clear(&self, index: usize) {

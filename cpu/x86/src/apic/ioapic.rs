@@ -11,8 +11,8 @@
 //! As KVM: an edge on a masked pin is lost, and the polarity bit has no effect, because a device
 //! asserts a line and does not set its voltage.
 //!
-//! Left out on purpose: delivery modes other than fixed and lowest priority. Their entries send
-//! nothing.
+//! Left out on purpose: delivery modes other than fixed, lowest priority and NMI. Their entries
+//! send nothing.
 
 use super::message::Message;
 use lacuna_addr::Gpa;

@@ -157,6 +157,16 @@ impl Lapic {
         }
     }
 
+    /// Whether an NMI waits for the processor.
+    pub(crate) fn has_nmi(&self) -> bool {
+        self.bus.has_nmi(self.index)
+    }
+
+    /// Sets whether an NMI waits. The caller is the vCPU's own thread, so no wake-up is needed.
+    pub(crate) fn set_nmi(&self, waits: bool) {
+        self.bus.set_nmi(self.index, waits);
+    }
+
     /// The time at which [`Lapic::tick`] will raise an interrupt.
     pub(crate) fn next_deadline(&self) -> Option<Nanos> {
         self.timer
@@ -259,6 +269,7 @@ impl Lapic {
                 ldr: self.ldr,
                 x2: self.mode == Mode::X2Apic,
                 flat: self.dfr >> 28 == 0xf,
+                enabled: self.is_enabled(),
                 accepting: self.is_accepting(),
             },
         );

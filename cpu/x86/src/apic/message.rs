@@ -17,6 +17,20 @@ pub(super) enum Delivery {
     Fixed,
     /// One: the lowest-numbered.
     LowestPriority,
+    /// All of them get a non-maskable interrupt, which has no vector.
+    Nmi,
+}
+
+impl Delivery {
+    /// The delivery mode in bits 10:8 of `low`. `None` for modes without effect here.
+    pub(super) const fn of(low: u32) -> Option<Self> {
+        match low >> 8 & 7 {
+            0 => Some(Self::Fixed),
+            1 => Some(Self::LowestPriority),
+            4 => Some(Self::Nmi),
+            _ => None,
+        }
+    }
 }
 
 /// How an interrupt is triggered: TMR's bit.
@@ -50,18 +64,13 @@ impl Message {
             id if logical => Destination::Logical(id.into()),
             id => Destination::Physical(id.into()),
         };
-        let delivery = match data >> 8 & 7 {
-            0 => Delivery::Fixed,
-            1 => Delivery::LowestPriority,
-            _ => return None,
-        };
         let trigger = match is_level {
             false => Trigger::Edge,
             true => Trigger::Level,
         };
         Some(Self {
             to,
-            delivery,
+            delivery: Delivery::of(data)?,
             vector: data as u8,
             trigger,
         })

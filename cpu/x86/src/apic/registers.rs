@@ -220,13 +220,11 @@ impl Lapic {
             _ if low & 1 << 11 != 0 => Destination::Logical(to),
             _ => Destination::Physical(to),
         };
-        let delivery = match low >> 8 & 7 {
-            0 => Delivery::Fixed,
-            1 => Delivery::LowestPriority,
-            _ => return,
+        let Some(delivery) = Delivery::of(low) else {
+            return;
         };
         match low as u8 {
-            0..16 => self.error(ESR_SENT_ILLEGAL),
+            0..16 if delivery != Delivery::Nmi => self.error(ESR_SENT_ILLEGAL),
             vector => self.bus.send(Message {
                 to: destination,
                 delivery,

@@ -335,8 +335,7 @@ fn messages() {
         (0x0002_0009 << 32 | 1 << 11, &[]),
         // Lowest priority: one of them.
         (0x0000_0030 << 32 | 1 << 11 | 1 << 8, &[4]),
-        // NMI, INIT, SIPI: accepted and ignored.
-        (7 << 32 | 4 << 8, &[]),
+        // INIT, SIPI: accepted and ignored.
         (7 << 32 | 5 << 8, &[]),
         (7 << 32 | 6 << 8, &[]),
     ];
@@ -349,6 +348,16 @@ fn messages() {
             apic.eoi();
         });
     }
+    // An NMI needs no vector, and no APIC that SVR enables. A second one joins the first.
+    set(&mut apics[7], SVR, 0xff);
+    for wakes_of in [vec![7], vec![]] {
+        set(&mut apics[3], ICR, 7 << 32 | 4 << 8);
+        assert_eq!(wakes.take(), wakes_of);
+    }
+    let waiting: Vec<_> = apics.iter().filter(|apic| apic.has_nmi()).collect();
+    assert_eq!(waiting.len(), 1);
+    assert_eq!(get(&mut apics[3], ESR), 0);
+    set(&mut apics[7], SVR, 0x1ff);
     set(&mut apics[3], ICR, 3 << 18 | 0x50);
     assert_eq!(everyone(&apics).len(), 19);
     assert_eq!(apics[3].pending(), None, "all but itself");

@@ -3,12 +3,12 @@
 //!
 //! ```text
 //! exception of an instruction --+
-//! interrupt of the APIC --------+-> event -> deliver.rs -> in the handler
+//! NMI, interrupt of the APIC ---+-> event -> deliver.rs -> in the handler
 //! injected, refused MSR, #DB ---+              | a page of the IDT, GDT, TSS or stack is missing
 //!                                              v
 //!                         Exit::Stop, and Pending says what the next run starts with
 //! ```
-//! Most events need not be kept: the instruction is executed again and faults again, or the
+//! Most events need not be kept: the instruction is executed again and faults again, or the NMI or
 //! interrupt is still requested. One-time events are kept as [`Pending::Exception`].
 
 use super::{Cpu, Progress};
@@ -17,6 +17,9 @@ use crate::exit::{Exit, Shutdown};
 use crate::mem::View;
 use crate::state::{Exception, Trap};
 use lacuna_cpu::Bus;
+
+/// The vector of a non-maskable interrupt.
+const NMI: u8 = 2;
 
 /// The event that the next run must deliver first. The last run has left it, or the machine has
 /// injected it since. During a run it is always [`Pending::Nothing`].
@@ -75,6 +78,18 @@ impl Cpu {
         let delivered = self.event(bus, Event::Interrupt(vector));
         if delivered == Ok(vector) {
             self.core.apic.accept(vector);
+        }
+        delivered.err()
+    }
+
+    /// Delivers an NMI at RIP. A fault of its delivery ends it too, because it would come again
+    /// before the first instruction of the fault's handler.
+    #[cold]
+    pub(super) fn nmi<B: Bus>(&mut self, bus: &mut B) -> Option<Exit> {
+        let delivered = self.event(bus, Event::Interrupt(NMI));
+        if delivered.is_ok() {
+            self.core.apic.set_nmi(false);
+            self.core.sys.nmi_blocked = true;
         }
         delivered.err()
     }

@@ -126,9 +126,12 @@ impl Cpu {
     /// during its delivery, and no instruction waits for the answer of a device or an MSR, or holds
     /// one.
     pub fn interruptible(&self) -> bool {
-        self.pending == Pending::Nothing
-            && self.core.replay.is_idle()
-            && self.core.is_interruptible()
+        self.is_quiet() && self.core.is_interruptible()
+    }
+
+    /// Whether no event and no instruction is half done.
+    fn is_quiet(&self) -> bool {
+        self.pending == Pending::Nothing && self.core.replay.is_idle()
     }
 
     /// Injects a page fault with error code 0 at `address`. The processor must be
@@ -165,12 +168,18 @@ impl Cpu {
         self.core.apic.is_accepting()
     }
 
-    /// Whether the next run would take an interrupt before its first instruction: an interrupt
-    /// above the processor's priority is requested, and the processor is [`Cpu::interruptible`]. A
-    /// timer due by now counts.
+    /// Sends the processor a non-maskable interrupt.
+    pub fn raise_nmi(&mut self) {
+        self.core.apic.set_nmi(true);
+    }
+
+    /// Whether the next run would take an interrupt before its first instruction: an NMI waits that
+    /// is not blocked, or an interrupt above the processor's priority is requested and the
+    /// processor is [`Cpu::interruptible`]. A timer due by now counts.
     pub fn has_interrupt(&mut self) -> bool {
         self.core.apic.tick(self.core.clock.now());
-        self.interruptible() && self.core.apic.pending().is_some()
+        let interrupts = self.interruptible() && self.core.apic.pending().is_some();
+        interrupts || self.is_quiet() && self.core.takes_nmi()
     }
 
     /// Whether the processor is halted by HLT.
@@ -191,6 +200,7 @@ impl Cpu {
         let (announced, rate) = (self.core.announced.clone(), self.core.sys.tsc.rate());
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));
         self.core.announced = announced;
+        self.core.apic.set_nmi(false);
         self.set_tsc_rate(rate);
         self.code.new_epoch();
         self.pending = Pending::Nothing;

@@ -9,6 +9,7 @@ mod kernel;
 mod native;
 mod native_faults;
 mod native_skipped;
+mod nmi;
 mod outside;
 mod pcid;
 mod state;

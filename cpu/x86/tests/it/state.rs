@@ -95,7 +95,6 @@ fn an_exception_and_an_interrupt_that_wait_are_part_of_the_state() {
     let exit = Processor::run(&mut m.cpu, &mut m.memory, m.slots.vcpu(0), 1);
     assert_eq!(exit, Exit::Fuel);
     assert_eq!(m.cpu.system().cr2, 0x5000);
-    assert_eq!(m.cpu.inject(Event::Nmi), Err(Refused));
     assert_eq!(m.cpu.inject(Event::Interrupt(0x100)), Err(Refused));
 }
 

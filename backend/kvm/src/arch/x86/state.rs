@@ -421,7 +421,8 @@ fn events(fd: &VcpuFd, cr2: u64) -> Result<Events, StateError> {
         exception,
         interrupt: (events.interrupt.injected != 0).then_some(events.interrupt.nr),
         nmi_pending: events.nmi.pending != 0 || events.nmi.injected != 0,
-        nmi_masked: events.nmi.masked != 0,
+        // On AMD, KVM masks NMIs when it begins to inject one.
+        nmi_masked: events.nmi.masked != 0 && events.nmi.injected == 0,
         interrupt_shadow: events.interrupt.shadow != 0,
     })
 }

@@ -132,7 +132,9 @@ fn destinations_and_modes() {
     assert_eq!(take(&mut apics[1]), Some(0x40));
     assert_eq!(pulse(0xff << 56), [0, 1, 2]);
     assert_eq!(pulse(9 << 56), [], "there is no such APIC");
-    assert_eq!(pulse(4 << 8), [], "NMI is not delivered");
+    assert_eq!(pulse(5 << 8), [], "INIT is not delivered");
+    assert_eq!(pulse(4 << 8 | 1 << 56), [1]);
+    assert!(apics[1].has_nmi());
 }
 
 #[test]
@@ -149,10 +151,12 @@ fn messages_of_devices() {
     bus.signal_msi(0xfee0_2000, 0x60);
     assert_eq!(apics[2].rdmsr(0x81b, Nanos(0)), Ok(0), "TMR");
     wakes.take();
-    for ignored in [0x0f, 4 << 8 | 0x51, 7 << 8 | 0x51] {
+    for ignored in [0x0f, 5 << 8 | 0x51, 7 << 8 | 0x51] {
         bus.signal_msi(0xfeef_f000, ignored);
     }
     assert_eq!(wakes.take(), []);
+    bus.signal_msi(0xfeef_f000, 4 << 8);
+    assert_eq!(wakes.take(), [0, 1, 2], "NMI");
 }
 
 #[test]
