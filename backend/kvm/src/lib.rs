@@ -24,11 +24,10 @@
 //! | `vcpu`, `stopped` | `KVM_RUN` and its exits; messages for the stops of a vCPU |
 //! | `kick` and its folder | makes vCPUs leave `KVM_RUN`; for a missing page; by which signal |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
-//! | `boot` | makes a VM's vCPUs |
 //! | `arch/x86/state` | a vCPU's whole state, saved and restored |
 //! | `slots` | memory slots: this process's table, and KVM's |
 //! | `interface` | the backend interface of `lacuna_machine` |
-//! | `vm` | one VM: descriptors, slots, memory, readers of faults |
+//! | `vm`, `boot` | one VM: descriptors, slots, memory, readers of faults; its vCPUs |
 //! | `dirty`, `tracker` | dirty tracking: KVM's bitmap, its rings, Linux's page table; the choice |
 //! | `ring` | a vCPU's dirty ring, as KVM maps it |
 //! | `builder` | describes a VM, makes it, runs an image in it |
