@@ -9,7 +9,7 @@ use lacuna_machine::arm64::{
     Abort, Context, Counter, Form, Handler, RunState, Shared, State, SysReg,
 };
 use lacuna_machine::{
-    Apf, Arch, Builder as _, Ending, PlatformDevices, SaveRestore, SharedState, StateError,
+    Apf, Arch, Builder as _, Ending, Input, PlatformDevices, SaveRestore, SharedState, StateError,
     Vcpu as _, VcpuState, Vm as _,
 };
 use lacuna_skip::test;
@@ -555,4 +555,21 @@ fn a_line_is_an_input_of_the_distributor() {
     assert_eq!(level(), 1 << 5);
     drop(line);
     assert_eq!(level(), 0);
+}
+
+/// A write to an eventfd is an edge of its input, and is in the next saved state.
+#[test]
+fn an_eventfd_is_an_edge_of_the_distributor() {
+    let vm = arm64(1, "").build().unwrap();
+    let saved = || match vm.save_shared().unwrap() {
+        SharedState::Arm64(shared) => shared,
+        other => panic!("{other:?}"),
+    };
+    let mut shared = saved();
+    shared.distributor.spis[1].interrupts.edge = 1 << 5;
+    vm.restore_shared(&SharedState::Arm64(shared)).unwrap();
+    let eventfd = vm.interrupts().eventfd(Input::Line(64 + 5)).unwrap();
+    rustix::io::write(&eventfd, &1_u64.to_ne_bytes()).unwrap();
+    let spis = saved().distributor.spis[1].interrupts;
+    assert_eq!((spis.pending, spis.level), (1 << 5, 0));
 }
