@@ -50,6 +50,8 @@ pub struct Arriving<V> {
 /// The pages that arrive after the guest, and the connections beside the first one.
 pub(super) struct Late {
     pages: Arc<RemotePages>,
+    /// Accepted connections for `Want`s and answers, until they are used.
+    accepted: Option<(Frames, Frames)>,
     answers: Option<Answers>,
 }
 
@@ -61,25 +63,24 @@ struct Answers {
 
 impl Late {
     pub fn new(pages: Arc<RemotePages>) -> Self {
-        let answers = None;
-        Self { pages, answers }
+        Self {
+            pages,
+            accepted: None,
+            answers: None,
+        }
     }
 
     pub fn pages(&self) -> &Arc<RemotePages> {
         &self.pages
     }
 
-    /// Takes the connections beside `main`, if pages are awaited. If the source replaces `main`
-    /// meanwhile, returns the new one, and the caller calls this again with it.
-    pub fn connect(
+    /// Takes the connections beside the first one. If the source replaces the first one meanwhile,
+    /// returns the new one.
+    pub fn accept(
         &mut self,
         connections: &dyn Connections,
         id: &MigrationId,
-        main: &Frames,
     ) -> Result<Option<Frames>, MigrateError> {
-        if self.pages.awaited().is_empty() {
-            return Ok(None);
-        }
         let beside = |role| -> Result<_, MigrateError> {
             let (mut frames, joined) = Frames::accept(connections, id, &[role, Role::Main])?;
             if joined == role {
@@ -95,11 +96,17 @@ impl Late {
         if is_main {
             return Ok(Some(answers));
         }
-        self.begin(wants, answers, main)?;
+        self.accepted = Some((wants, answers));
         Ok(None)
     }
 
-    fn begin(&mut self, wants: Frames, answers: Frames, main: &Frames) -> Result<(), MigrateError> {
+    /// Uses the accepted connections beside `main`, or ends them if no page is awaited.
+    pub fn begin(&mut self, main: &Frames) -> Result<(), MigrateError> {
+        let accepted = self.accepted.take();
+        let needed = accepted.filter(|_| !self.pages.awaited().is_empty());
+        let Some((wants, answers)) = needed else {
+            return Ok(());
+        };
         let (end, end_main) = (answers.hang_up()?, main.hang_up()?);
         self.pages.begin_answers();
         let pages = Arc::clone(&self.pages);
@@ -126,6 +133,7 @@ impl Late {
     }
 
     fn disconnect(&mut self) {
+        self.accepted = None;
         self.pages.disconnect();
         if let Some(Answers { end, thread }) = self.answers.take() {
             end();
@@ -348,13 +356,16 @@ impl<V: Vm> Arriving<V> {
             main.welcome(Some(stage), None)?;
             main.write_set(&self.awaited())?;
             main.signal(Kind::Synced)?;
-            let newer = match &mut self.late {
-                Some(late) => late.connect(connections, &self.id, &main)?,
-                None => None,
+            let late = self.late.as_mut();
+            let Some(late) = late.filter(|late| !late.pages.awaited().is_empty()) else {
+                break;
             };
-            match newer {
+            match late.accept(connections, &self.id)? {
                 Some(newer) => main = newer,
-                None => break,
+                None => {
+                    late.begin(&main)?;
+                    break;
+                }
             }
         }
         self.main = Some(main);

@@ -21,8 +21,9 @@ pub trait Connection: Read + Write + Send {
 }
 
 /// Provides connections: the source makes them, and the destination accepts them. A migration takes
-/// one, up to [`STREAMS_MAX`](super::STREAMS_MAX) - 1 more for pages, two more if pages arrive
-/// after the guest, and new ones after a cut.
+/// one, up to [`STREAMS_MAX`](super::STREAMS_MAX) - 1 more for pages, two more in a post-copy or a
+/// hybrid, and new ones after a cut. Without a cut, the source makes all of them before it pauses
+/// the guest. The two of a hybrid are silent until then.
 pub trait Connections: Sync {
     /// The next connection. The wait must have a limit: while the destination waits here for a
     /// further connection, it does not notice a cut of the first one.

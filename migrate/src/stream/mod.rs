@@ -72,7 +72,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The version of the stream. The sides refuse each other if theirs differ.
-const VERSION: u32 = 8;
+const VERSION: u32 = 9;
 
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;

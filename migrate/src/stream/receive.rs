@@ -160,7 +160,7 @@ impl Incoming {
         check_devices(devices, &self.devices)?;
         let missing = self.prepare(&**vm)?;
         self.main.welcome(None, missing.map(MissingMemory::unit))?;
-        let lanes = self.accept_lanes(connections)?;
+        let lanes = self.accept_others(connections)?;
         let place = Early {
             vm: &**vm,
             layout: &self.machine.layout,
@@ -186,10 +186,7 @@ impl Incoming {
             None => {}
             Some(late) => {
                 late.pages().set_awaited(awaited);
-                let newer = late.connect(connections, &self.id, &self.main)?;
-                if newer.is_some() {
-                    return Err(MigrateError::stream("a new first connection before Go"));
-                }
+                late.begin(&self.main)?;
             }
         }
         let bare = vm.bare_vcpus();
@@ -202,14 +199,24 @@ impl Incoming {
         Ok((vcpus, (departure, came)))
     }
 
-    /// Takes the connections for pages beside the first one.
-    fn accept_lanes(&self, connections: &dyn Connections) -> Result<Vec<Frames>, MigrateError> {
+    /// Takes the connections beside the first one. Returns those for pages before the guest.
+    fn accept_others(
+        &mut self,
+        connections: &dyn Connections,
+    ) -> Result<Vec<Frames>, MigrateError> {
         let accept = |_| {
             let (mut frames, _) = Frames::accept(connections, &self.id, &[Role::Pages])?;
             frames.welcome(None, None)?;
             Ok(frames)
         };
-        (1..self.streams).map(accept).collect()
+        let lanes: Result<_, MigrateError> = (1..self.streams).map(accept).collect();
+        let lanes = lanes?;
+        if let Some(late) = &mut self.late
+            && late.accept(connections, &self.id)?.is_some()
+        {
+            return Err(MigrateError::stream("a new first connection before Go"));
+        }
+        Ok(lanes)
     }
 
     /// Makes the memory of `vm` ready for pages. Returns its missing memory, if pages arrive after

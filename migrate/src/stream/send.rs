@@ -116,7 +116,7 @@ pub fn send<'a, V: Vm>(
     let _span = info_span!(target: "lacuna::migration", "send", id, mode = ?plan.mode).entered();
     let begun = sender.until_state(guest, connections, progress);
     begun
-        .and_then(|(outgoing, left)| sender.hand_over(connections, outgoing, left, progress))
+        .and_then(|(outgoing, left)| sender.hand_over(outgoing, left, progress))
         .map_err(|why| sender.give_up(why))
 }
 
@@ -140,6 +140,8 @@ struct Sender<'p> {
     id: MigrationId,
     /// The first one also carries everything else.
     lanes: Vec<Lane>,
+    /// For pages after the guest. A hybrid may not need them.
+    links: Option<Links>,
     there: Arc<There>,
 }
 
@@ -164,6 +166,7 @@ impl<'p> Sender<'p> {
             carriage,
             id: MigrationId::new()?,
             lanes: vec![Lane::new(main, Arc::clone(&there))],
+            links: None,
             there,
         })
     }
@@ -210,7 +213,7 @@ impl<'p> Sender<'p> {
         let layout = MemoryLayout::of(&**guest.vm());
         let plan = self.plan;
         let unit = self.introduce(guest, &layout)?;
-        self.open_lanes(connections)?;
+        self.open_others(connections)?;
         let lanes = &mut self.lanes[..];
         let (copied, changes) = match plan.mode {
             Mode::PostCopy => {
@@ -317,11 +320,15 @@ impl<'p> Sender<'p> {
         }
     }
 
-    fn open_lanes(&mut self, connections: &dyn Connections) -> Result<(), MigrateError> {
+    /// Makes the connections beside the first one. Their set-up is no part of the downtime.
+    fn open_others(&mut self, connections: &dyn Connections) -> Result<(), MigrateError> {
         for _ in 1..self.streams() {
             let (mut frames, _) = Frames::join(connections, &self.id, Role::Pages)?;
             frames.carry(&self.carriage)?;
             self.lanes.push(Lane::new(frames, Arc::clone(&self.there)));
+        }
+        if self.plan.mode != Mode::PreCopy {
+            self.links = Some(Links::join(connections, &self.id)?);
         }
         Ok(())
     }
@@ -329,16 +336,12 @@ impl<'p> Sender<'p> {
     /// Hands the guest over, and sends the remaining pages.
     fn hand_over<'a, V: Vm>(
         &mut self,
-        connections: &dyn Connections,
         mut outgoing: OutgoingGuest<'a, V>,
         left: RemainingPages<'a, V>,
         progress: OnProgress<'_>,
     ) -> Result<Sent<'a, V>, MigrateError> {
-        let mut aside = match left.needed_nothing() {
-            true => None,
-            false => Some(Links::join(connections, &self.id)?),
-        };
-        let talked = left.talk(self.main(), aside.as_mut(), Reached::State, progress);
+        let mut links = self.links.take().filter(|_| !left.needed_nothing());
+        let talked = left.talk(self.main(), links.as_mut(), Reached::State, progress);
         outgoing.pages += left.take_sent();
         outgoing.ran = left.ran();
         outgoing.is_away = !matches!(talked, Err((Reached::State, _)));

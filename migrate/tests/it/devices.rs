@@ -1,20 +1,22 @@
 //! An embedder's devices in snapshots and migrations.
 
-use crate::snapshots::common::{kvm, kvm_tsc, soft, start};
+use crate::snapshots::common::{WithSource as _, kvm, kvm_tsc, soft, start};
 use lacuna_addr::Gpa;
 use lacuna_machine::{
     Access, Arch, Builder, Device, DeviceState, Ending, Image, Machine, PlatformDevices, RunEnd,
     Running, Segment, Vm,
 };
 use lacuna_migrate::session::{Destination, Outcome, Outgoing, Stayed};
-use lacuna_migrate::stream::Plan;
+use lacuna_migrate::stream::{self, Connection, Connections, Mode, Plan};
 use lacuna_migrate::transport::{Address, Connector, Listener};
 use lacuna_migrate::{Budget, MigrateError, Snapshot, Stop, save};
 use std::collections::BTreeMap;
+use std::io;
 use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread;
+use std::time::Duration;
 
 const BASE: Gpa = Gpa::truncate(0xd000_0000);
 const CODE_AT: Gpa = Gpa::truncate(1 << 20);
@@ -318,6 +320,57 @@ where
         let calls = ["pause", "save", "resume", "pause", "save"];
         assert_eq!(counter.calls(), calls);
         assert_eq!(devices.ending(), Some(Ending::Stopped));
+    });
+}
+
+/// A source's connections. The last one of a move before the memory cannot be made.
+struct AllButLast(Connector, AtomicUsize);
+
+impl Connections for AllButLast {
+    fn open(&self) -> io::Result<Box<dyn Connection>> {
+        match self.1.fetch_add(1, Ordering::SeqCst) {
+            0 | 1 => self.0.open(),
+            _ => Err(io::ErrorKind::ConnectionRefused.into()),
+        }
+    }
+}
+
+/// The downtime of a guest does not contain the set-up of its connections.
+#[test]
+fn a_guest_runs_until_its_connections_are_made() {
+    let any = "tcp:127.0.0.1:0".parse().unwrap();
+    let builder = soft(Arch::X86_64, 1);
+    beside(&builder, |guest, counter| {
+        for mode in [Mode::PostCopy, Mode::Hybrid] {
+            let listener = Listener::open(&any, None, Arc::default()).unwrap();
+            let destination = Destination::new(listener, |_| ());
+            // No remaining page fits into it, so a hybrid needs them all.
+            let plan = Plan {
+                budget: Budget {
+                    downtime: Duration::ZERO,
+                    rounds: 1,
+                },
+                ..mode.into()
+            };
+            thread::scope(|scope| {
+                let arriving = scope.spawn(|| {
+                    let arrival = destination.wait().unwrap().expect("a guest");
+                    let source = arrival.page_source();
+                    let vm = builder.with_source(source.unwrap()).build().unwrap();
+                    let devices = with(&Counter::of(&vm));
+                    let each = &mut || ControlFlow::Continue(());
+                    arrival.receive(&vm, &devices, each).map(drop).unwrap_err()
+                });
+                let connector = Connector::new(destination.address().clone(), None).unwrap();
+                let connections = AllButLast(connector, AtomicUsize::new(0));
+                let each = &mut |_| ControlFlow::Continue(());
+                let sent = stream::send(guest, &connections, &plan, each).map(drop);
+                assert!(matches!(sent, Err(MigrateError::Cut(_))), "{sent:?}");
+                destination.end_wait();
+                arriving.join().unwrap();
+            });
+            assert_eq!(counter.calls(), [""; 0], "{mode:?}: never paused");
+        }
     });
 }
 

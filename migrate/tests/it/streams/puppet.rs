@@ -49,7 +49,7 @@ fn hello(pages: u64) -> Vec<u8> {
         "layout": { "slots": [{ "id": 0, "gfn": 0, "pages": pages, "flags": 0 }] },
     });
     let hello = json!({
-        "version": 8, "id": "1", "mode": "postcopy", "streams": 1, "machine": machine,
+        "version": 9, "id": "1", "mode": "postcopy", "streams": 1, "machine": machine,
         "devices": {}
     });
     hello.to_string().into_bytes()
