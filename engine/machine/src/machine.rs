@@ -6,11 +6,13 @@ use crate::{
     DeviceError, Ending, ErrorKind, Paused, PlatformDevices, RunEnd, VcpuError, Vm, VmStats,
 };
 use lacuna_sync::{Clock as _, HostClock, Nanos};
+use std::io::{self, PipeReader, PipeWriter};
+use std::mem;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-use std::{io, mem};
 
 /// A VM and its devices, with a thread for each vCPU. The threads wait for their vCPUs.
 ///
@@ -29,6 +31,8 @@ pub struct Machine<V: Vm> {
 
 /// A running guest.
 ///
+/// An event loop polls its descriptor ([`AsFd`]), which is readable once the guest has ended.
+///
 /// Any thread may use it. If it is dropped, the guest ends, and the drop waits for the vCPUs'
 /// threads. So the thread of a vCPU, which calls [`Device`](crate::Device)s, must not drop it.
 pub struct Running<V: Vm> {
@@ -37,6 +41,8 @@ pub struct Running<V: Vm> {
     pause: Arc<Pause<V::Vcpu>>,
     threads: Vec<JoinHandle<Option<V::Vcpu>>>,
     clock: HostClock,
+    /// The threads have the other end, and write nothing.
+    end: PipeReader,
 }
 
 /// Why there is no machine.
@@ -49,6 +55,9 @@ pub enum MachineError {
     /// The host refuses a thread for a vCPU.
     #[error(transparent)]
     Thread(VcpuError),
+    /// The host refuses the descriptors of a pipe.
+    #[error("cannot make a pipe for the guest's end: {0}; raise the limit on files (ulimit -n)")]
+    Pipe(String),
 }
 
 impl MachineError {
@@ -57,6 +66,7 @@ impl MachineError {
         match self {
             Self::Device(error) => error.kind(),
             Self::Thread(error) => error.kind(),
+            Self::Pipe(_) => ErrorKind::Host,
         }
     }
 }
@@ -66,12 +76,14 @@ impl<V: Vm> Machine<V> {
     ///
     /// # Errors
     /// The devices are for another architecture, a device lies over the guest's memory
-    /// ([`PlatformDevices::check_memory`]), or a thread cannot be started.
+    /// ([`PlatformDevices::check_memory`]), or the host refuses a thread or a pipe.
     pub fn new(vm: Arc<V>, devices: impl Into<Arc<PlatformDevices>>) -> Result<Self, MachineError> {
         let devices = devices.into();
         let config = vm.config();
         devices.check_arch(config.arch)?;
         devices.check_memory(&vm.memory_slots())?;
+        let (end, writer) = io::pipe().map_err(|error| MachineError::Pipe(error.to_string()))?;
+        let writer = Arc::new(writer);
         let mut machine = Self {
             gates: Vec::new(),
             running: Running {
@@ -80,16 +92,18 @@ impl<V: Vm> Machine<V> {
                 pause: Arc::default(),
                 threads: Vec::new(),
                 clock: HostClock::default(),
+                end,
             },
         };
         for index in 0..config.vcpus {
-            let started = machine.start_thread(index);
+            let started = machine.start_thread(index, Arc::clone(&writer));
             started.map_err(|error| MachineError::Thread(no_thread(index, &error)))?;
         }
         Ok(machine)
     }
 
-    fn start_thread(&mut self, index: usize) -> io::Result<()> {
+    /// The pipe ends when the last thread drops `writer`, also by a panic.
+    fn start_thread(&mut self, index: usize, writer: Arc<PipeWriter>) -> io::Result<()> {
         let Running {
             vm, devices, pause, ..
         } = &self.running;
@@ -97,6 +111,7 @@ impl<V: Vm> Machine<V> {
         let (gate, vcpu) = channel();
         let named = thread::Builder::new().name(format!("vcpu{index}"));
         let thread = named.spawn(move || {
+            let _writer = writer;
             // An error means that the machine was dropped.
             let vcpu = vcpu.recv().ok()?;
             run_one(vcpu, &devices, &*vm, &pause)
@@ -212,6 +227,13 @@ impl<V: Vm> Running<V> {
         let vcpus = threads.into_iter().filter_map(join).collect();
         self.devices.flush();
         vcpus
+    }
+}
+
+impl<V: Vm> AsFd for Running<V> {
+    /// At its end of file once every vCPU's thread has ended. Nothing is ever written to it.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.end.as_fd()
     }
 }
 

@@ -6,6 +6,9 @@ use lacuna::{
     Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, Machine,
     PageCount, PlatformDevices, Vcpu as _, VcpuError, Vm, kvm, memory, soft,
 };
+use std::fs::File;
+use std::io::Read as _;
+use std::os::fd::AsFd as _;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -52,6 +55,19 @@ fn a_panic_of_the_vmm_ends_the_guest() {
     if kvm::available().is_ok() {
         a_panic_of_the_vmm_arrives(kvm::VmBuilder::new(SIZE, SIZE));
     }
+}
+
+/// An event loop can wait for the end of a guest.
+#[test]
+fn the_end_of_a_guest_is_the_end_of_a_file() {
+    let builder = soft::VmBuilder::new(SIZE, SIZE);
+    let running = builder.start(&image(ENDLESS), PlatformDevices::new(|_: &str| ()));
+    let running = running.expect("it starts");
+    let end = running.as_fd().try_clone_to_owned().expect("a descriptor");
+    let waiting = std::thread::spawn(move || File::from(end).read(&mut [0]));
+    running.stop();
+    assert_eq!(waiting.join().expect("no panic").expect("no error"), 0);
+    assert_eq!(running.wait().ending, Ending::Stopped);
 }
 
 /// `out 0xf4, eax` with 7 in EAX.

@@ -27,8 +27,11 @@ use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tracing::info;
+
+/// The time between two looks at a page on its way.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// The connections beside the first one.
 pub(super) struct Links {
@@ -83,6 +86,8 @@ pub(super) struct RemainingPages<'a, V: Vm> {
     sent: AtomicU64,
     /// Pages sent because the guest needs them.
     answered: AtomicU64,
+    /// Such a page is on its way. Set under the lock of `pages`, with the page's removal.
+    answering: AtomicBool,
     /// `End` was sent on the connections in use, or will be at once.
     is_ended: AtomicBool,
     ran: Mutex<Option<Instant>, lock_order::TimeOfRun>,
@@ -100,6 +105,7 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
             near: AtomicU64::new(u64::MAX),
             sent: AtomicU64::new(0),
             answered: AtomicU64::new(0),
+            answering: AtomicBool::new(false),
             is_ended: AtomicBool::new(false),
             ran: Mutex::new(None),
         }
@@ -293,7 +299,13 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
             }
             let Some(run) = self.lock().take_run(SourcePage(next), most) else {
                 main.flush()?;
-                return self.put_back(unread);
+                let done = self.put_back(unread);
+                // After an error the connections end. The page on its way is the guest's last
+                // chance, if the source does not connect again.
+                while done.is_err() && self.answering.load(Ordering::Acquire) {
+                    thread::sleep(LOOK);
+                }
+                return done;
             };
             next = run.end;
             pushed += run.end - run.start;
@@ -316,18 +328,23 @@ impl<'a, V: Vm> RemainingPages<'a, V> {
             }
             let (page, _) = wants.numbered()?;
             // A page outside the set has been sent, or the other thread is about to send it.
-            if !self.lock().remove(page) {
+            let mut pages = self.lock();
+            if !pages.remove(page) {
                 self.waits.store(true, Ordering::Relaxed);
-            } else {
-                self.near.store(page.0 + 1, Ordering::Relaxed);
-                self.answered.fetch_add(1, Ordering::Relaxed);
-                let mut unread = Vec::new();
-                self.send_run(page.0..page.0 + 1, answers, &mut buffer, &mut unread)?;
-                answers.flush()?;
-                // The other thread takes the page, and ends with the error. If it has sent `End`,
-                // the destination gives this connection up.
-                let _ = self.put_back(unread);
+                continue;
             }
+            self.answering.store(true, Ordering::Relaxed);
+            drop(pages);
+            self.near.store(page.0 + 1, Ordering::Relaxed);
+            self.answered.fetch_add(1, Ordering::Relaxed);
+            let mut unread = Vec::new();
+            let sent = self.send_run(page.0..page.0 + 1, answers, &mut buffer, &mut unread);
+            let sent = sent.and_then(|()| answers.flush());
+            self.answering.store(false, Ordering::Release);
+            sent?;
+            // The other thread takes the page, and ends with the error. If it has sent `End`, the
+            // destination gives this connection up.
+            let _ = self.put_back(unread);
         }
     }
 

@@ -89,15 +89,11 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
             (rounds, 200)
         };
         let done = compare(beside, backed, arms, rounds.into(), calls).map(|found| {
-            let us = |id: &str, part: usize| {
-                let us = Summary::of(&found.arms[RANGE][part]).scaled(1e-3);
-                Measurement::new(id, "us", Better::Lower, us)
-            };
             if let [call, shootdown] = &*ids {
                 report.push(call_result(call, beside == Beside::Holding, &found));
-                report.push(us(shootdown, SHOOTDOWN));
+                report.push(us(&found, shootdown, SHOOTDOWN));
             } else {
-                let whole = us(&ids[0], WHOLE).param("bytes", 2 << 20);
+                let whole = us(&found, &ids[0], WHOLE).param("bytes", 2 << 20);
                 report.push(
                     whole
                         .param("leaves", backed.1)
@@ -123,8 +119,17 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
         null: over_range(&found, NULL),
         published: SOURCE,
     };
-    let results = vec![call_result("thp.call.elsewhere", false, &found)];
+    let results = vec![
+        call_result("thp.call.elsewhere", false, &found),
+        us(&found, "thp.call.shootdown_us.elsewhere", SHOOTDOWN),
+    ];
     Ok(Found { row, results })
+}
+
+/// The time of a part of the call by range.
+fn us(found: &Compared, id: &str, part: usize) -> Measurement {
+    let us = Summary::of(&found.arms[RANGE][part]).scaled(1e-3);
+    Measurement::new(id, "us", Better::Lower, us)
 }
 
 fn over_range(found: &Compared, arm: usize) -> Summary {

@@ -9,7 +9,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc;
+use std::sync::{Mutex, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -109,16 +109,17 @@ impl Drop for Destination {
 pub enum Until {
     /// The source has sent so many bytes.
     Bytes(usize),
-    /// The destination has sent a frame of this kind. The frame is passed on, and nothing from the
-    /// source after it.
+    /// The destination has sent a frame of this kind on the first connection. The frame is passed
+    /// on, and nothing from the source after it.
     Answer(u8),
 }
 
-/// Passes on the bytes of one migration, from a socket of its own to `to`. Then it stops, and
-/// `then` is called before both connections are closed.
+/// Passes on the bytes of one migration with `connections`, from a socket of its own to `to`. Then
+/// it stops, and `then` is called before the connections are closed.
 pub fn relay(
     folder: &Path,
     to: &str,
+    connections: usize,
     until: Until,
     then: impl FnOnce() + Send + 'static,
 ) -> (String, JoinHandle<()>) {
@@ -126,8 +127,11 @@ pub fn relay(
     let listener = UnixListener::bind(&path).unwrap();
     let to = to.strip_prefix("unix:").unwrap().to_owned();
     let relay = thread::spawn(move || {
-        let (source, _) = listener.accept().unwrap();
-        let destination = UnixStream::connect(to).unwrap();
+        let connect = || {
+            let (source, _) = listener.accept().unwrap();
+            (source, UnixStream::connect(&to).unwrap())
+        };
+        let (source, destination) = connect();
         let (limit, last) = match until {
             Until::Bytes(bytes) => (bytes, None),
             Until::Answer(kind) => (usize::MAX, Some(kind)),
@@ -135,7 +139,19 @@ pub fn relay(
         let (ended, end) = mpsc::channel();
         let is_last = AtomicBool::new(false);
         let also_ended = ended.clone();
+        let others = Mutex::new(Vec::new());
         thread::scope(|scope| {
+            scope.spawn(|| {
+                for (source, destination) in (1..connections).map(|_| connect()) {
+                    let copy = |stream: &UnixStream| stream.try_clone().unwrap();
+                    let ends = [(&source, &destination), (&destination, &source)];
+                    for (from, to) in ends.map(|(from, to)| (copy(from), copy(to))) {
+                        let is_last = AtomicBool::new(false);
+                        scope.spawn(move || pass_on(&from, &to, usize::MAX, &is_last));
+                    }
+                    others.lock().unwrap().extend([source, destination]);
+                }
+            });
             scope.spawn(|| {
                 let _ = pass_on(&source, &destination, limit, &is_last);
                 let _ = also_ended.send(());
@@ -146,7 +162,10 @@ pub fn relay(
             });
             end.recv().unwrap();
             then();
-            for stream in [&source, &destination] {
+            for stream in [&source, &destination]
+                .into_iter()
+                .chain(&*others.lock().unwrap())
+            {
                 let _ = stream.shutdown(Shutdown::Both);
             }
         });

@@ -278,7 +278,7 @@ fn the_destination_is_killed() {
     let address = format!("unix:{}/in", folder.path().display());
     let to = Destination::start(folder.path(), &address, "--resident 16M");
     let pid = Pid::from_child(&to.child);
-    let (middle, relay) = relay(folder.path(), &address, Until::Bytes(SOME), move || {
+    let (middle, relay) = relay(folder.path(), &address, 1, Until::Bytes(SOME), move || {
         kill_process(pid, Signal::KILL).unwrap();
     });
     let guest = Guest::start(folder.path(), ENDLESS);
@@ -300,7 +300,7 @@ fn the_source_is_killed() {
     let to = Destination::start(folder.path(), &address, "--resident 16M");
     let guest = Guest::start(folder.path(), ENDLESS);
     let pid = Pid::from_child(&guest.child);
-    let (middle, relay) = relay(folder.path(), &address, Until::Bytes(SOME), move || {
+    let (middle, relay) = relay(folder.path(), &address, 1, Until::Bytes(SOME), move || {
         kill_process(pid, Signal::KILL).unwrap();
     });
     let answer = guest.client().ask(migrate(&middle));
@@ -321,7 +321,9 @@ fn a_person_decides() {
         let folder = TempDir::new().unwrap();
         let address = format!("unix:{}/in", folder.path().display());
         let to = Destination::start(folder.path(), &address, "");
-        let (middle, relay) = relay(folder.path(), &address, Until::Answer(PREPARED), || {});
+        let connections = if keeps_here { 3 } else { 1 };
+        let until_prepared = Until::Answer(PREPARED);
+        let (middle, relay) = relay(folder.path(), &address, connections, until_prepared, || {});
         let guest = Guest::start(folder.path(), ENDLESS);
         let mut asking = guest.client();
         let mut request = migrate(&middle);

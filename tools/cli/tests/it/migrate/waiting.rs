@@ -60,7 +60,7 @@ fn a_destination_waits_again() {
     let to = Destination::start(folder.path(), &address, "--resident 16M --wait-again");
     let mut client = to.client();
     let guest = Guest::start(folder.path(), ENDLESS);
-    let (through, relay) = relay(folder.path(), &address, Until::Bytes(SOME), || {});
+    let (through, relay) = relay(folder.path(), &address, 1, Until::Bytes(SOME), || {});
     let text = guest.client().refused(migrate(&through));
     assert!(text.contains("keeps running here"), "{text}");
     relay.join().unwrap();
