@@ -218,8 +218,9 @@ pub trait Vm:
     /// Its counters.
     fn stats(&self) -> VmStats;
 
-    /// Reads all counters of the VM and of its memory by name. A read takes microseconds. On kvm
-    /// with memory that Linux fills, it walks the page table of all guest memory: 2.7 ms a GiB.
+    /// Reads all counters of the VM and of its memory by name. With 2 vCPUs, a request for them to
+    /// `lacuna run --metrics` takes 0.24 ms with its text and its connection. On kvm with memory
+    /// that Linux fills, the page table of all guest memory is walked too: 2.7 ms a GiB.
     fn metrics(&self) -> Metrics;
 
     /// The file with its memory, if other processes can map it too.

@@ -5,7 +5,7 @@
 //! The formats take turns, so that other load on the machine affects both. This tool compares two
 //! commits, or the formats, on one machine. It is not a test.
 //!
-//! `thp.first_touch_ratio` is a first touch of 4 KiB pages over that of 2 MiB pages.
+//! `thp.first_touch_ratio` is the time of a first touch by 4 KiB pages over the one by 2 MiB pages.
 //! `thp.first_touch_fault_ratio` is the same without the zeroing. The host measures the zeroing of
 //! 2 MiB pages itself. For 4 KiB pages, reading the clock would take as long as a fault: as many
 //! pages are filled with zeros in the same way, and that time is subtracted.

@@ -56,7 +56,7 @@ struct OutgoingState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NoPostCopy {
-    /// The other side was told that the memory comes first.
+    /// Its first message has announced that all memory comes before the guest.
     #[error(
         "this migration sends all memory before the guest: only one that begins as `hybrid` can \
          send the guest first"

@@ -48,7 +48,7 @@ fn packets_leave() {
     assert_eq!(packet[..4], *b"ping");
 }
 
-/// The wire takes no more: packets are lost, and the driver goes on.
+/// The wire takes no more: packets are lost, and the device still answers each request.
 #[test]
 fn a_full_wire_does_not_hold_the_driver() {
     let (net, other) = card();

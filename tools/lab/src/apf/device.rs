@@ -175,7 +175,7 @@ pub fn run(
     })
 }
 
-/// Those of [`RESULTS`] whose arms took part.
+/// The entries of [`RESULTS`] whose arms took part.
 fn results(
     device: &Device,
     guests: Guests,

@@ -107,7 +107,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     Ok(())
 }
 
-/// The additional costs of `b`, in percent of those of `a`.
+/// How much more `b` costs than `a`, in percent.
 fn loss(a: &[f64], b: &[f64]) -> Summary {
     let ratio = paired(a, b);
     let percent = |ratio: f64| 100.0 * (ratio - 1.0);
