@@ -51,20 +51,16 @@ pub const DIRTIED: usize = 7;
 
 /// The counters of all vCPUs together.
 pub fn counted(vcpus: &[DirtyStats]) -> Counted {
-    let each = |one: &DirtyStats| {
-        let &DirtyStats {
-            faults,
-            fast_page_faults,
-            log_full,
-            flushes,
-            logged,
-        } = one;
-        [faults, fast_page_faults, log_full, flushes, logged, 0, 0, 0]
-    };
-    let all = vcpus.iter().map(each);
-    all.fold(Counted::default(), |a, b| {
-        std::array::from_fn(|i| a[i] + b[i])
-    })
+    let mut all = DirtyStats::default();
+    vcpus.iter().for_each(|one| all.merge(one));
+    let DirtyStats {
+        faults,
+        fast_page_faults,
+        log_full,
+        flushes,
+        logged,
+    } = all;
+    [faults, fast_page_faults, log_full, flushes, logged, 0, 0, 0]
 }
 
 /// The exits that `vcpus` vCPUs would have had on hardware: one for each write fault, for 512
