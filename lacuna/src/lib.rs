@@ -42,11 +42,11 @@
 //! | save a whole guest, or move it to another process | [`migrate`] |
 //!
 //! # Threads
-//! A vCPU belongs to one thread at a time, which calls its functions. Any other thread may use the
-//! VM meanwhile: read and write guest memory, change slots, harvest the log, provide pages, kick.
-//! A change of slots, a harvest and a pause wait until every vCPU has left the guest, so the thread
-//! of a vCPU must not call them. [`MemorySlots`], [`DirtyTracking`], [`LogReader`],
-//! [`MissingMemory`] and [`Running`] have the rules of their calls.
+//! A vCPU belongs to one thread at a time, which calls its functions. Any other thread, and any
+//! [`Device`], may use the VM meanwhile: read and write guest memory, change slots, harvest the
+//! log, provide pages, kick. A change of slots and a harvest wait until every vCPU has left the
+//! guest. A pause waits for the vCPUs' threads, so a device must not begin one.
+//! [`DirtyTracking`], [`MissingMemory`] and [`Running`] have the rules of their calls.
 //!
 //! # Features
 //! Without the default features `soft`, `kvm`, `migrate`, `virtio` and `vm-memory`, the modules of

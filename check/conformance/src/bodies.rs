@@ -17,6 +17,7 @@ pub mod nmi;
 pub mod odd_slots;
 pub mod powers;
 pub mod processors;
+pub mod reentry;
 pub mod slots;
 pub mod sources;
 pub mod state;

@@ -32,6 +32,10 @@ macro_rules! suite {
                 an_interrupt_wakes_a_halted_vcpu_each_time;
             nmi:
                 an_nmi_waits_for_the_end_of_another_one_alone, an_nmi_ends_a_halt, nmis_move;
+            reentry:
+                a_device_calls_its_vm, a_device_calls_its_vm_beside_rings,
+                a_device_may_not_pause_its_guest,
+                vms_share_a_memory_file_and_a_device;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;
         );

@@ -14,10 +14,11 @@ use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotErr
 /// that, never before. If the copy then lacks a write, the next harvest reports it.
 ///
 /// # Threads
-/// Any thread may call these functions, except the thread of a vCPU, and a callback of
-/// [`DirtyRings::reap_rings`] or [`harvest`]. A harvest waits until every vCPU has left the guest
-/// once, so a vCPU's own thread would wait for itself. Such a callback runs under locks that these
-/// functions take. A [`LogReader`](crate::LogReader) calls without locks.
+/// A harvest waits until every vCPU has left the guest once. Any thread may call these functions,
+/// a [`Device`](crate::Device) on a vCPU's thread too: its vCPU has left the guest. Two kinds of
+/// callers may not. A [`PageSource`](crate::PageSource) may be called by a vCPU inside the guest,
+/// which would wait for itself. A callback of [`DirtyRings::reap_rings`] or [`harvest`] runs under
+/// locks that these functions take; a [`LogReader`](crate::LogReader) calls without locks.
 pub trait DirtyTracking {
     /// Where writes are recorded.
     fn delivery(&self) -> Delivery;

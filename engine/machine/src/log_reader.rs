@@ -46,8 +46,7 @@ impl fmt::Debug for LogReaders {
 /// [`DirtyError::InUse`], and so does the next new one if the VM delivers by rings alone. The logs
 /// that the forgotten reader has turned on stay on.
 ///
-/// A harvest waits until every vCPU has left the guest once, so a vCPU's thread must not call any
-/// function of a reader, and must not drop it.
+/// The rules for threads are in [`DirtyTracking`]; they hold for the drop of a reader too.
 pub struct LogReader<'a, V: DirtyTracking + MemorySlots> {
     vm: &'a V,
     id: u64,

@@ -1,7 +1,7 @@
 //! A machine: a VM, its devices, and a thread for each of its vCPUs.
 
 use crate::pause::Pause;
-use crate::run::run_one;
+use crate::run::{refuse_on_a_vcpu, run_one};
 use crate::{
     DeviceError, Ending, ErrorKind, Paused, PlatformDevices, RunEnd, VcpuError, Vm, VmStats,
 };
@@ -179,8 +179,11 @@ impl<V: Vm> Running<V> {
     /// [`StateError::MidInstruction`](crate::StateError::MidInstruction): end the pause, and begin
     /// another one. The devices are not paused: see [`PlatformDevices::pause`].
     ///
-    /// The thread of a vCPU must not call this.
+    /// # Panics
+    /// On the thread of a vCPU, which this would wait for. A device that calls this ends the run
+    /// with its name ([`DeviceError::Panicked`](crate::DeviceError::Panicked)).
     pub fn pause(&self) -> Option<Paused<'_, V::Vcpu>> {
+        refuse_on_a_vcpu("a pause");
         self.pause.begin(&*self.vm)
     }
 

@@ -4,11 +4,26 @@ use crate::pause::Pause;
 use crate::{Ending, Exit, FaultToken, Kick, PlatformDevices, Vcpu, VcpuError};
 use lacuna_addr::Gpa;
 use lacuna_source::FailureKind;
+use std::cell::Cell;
 use std::thread;
 use std::time::Duration;
 
 /// How long a vCPU with a full dirty ring sleeps, so that another thread gets its core.
 const RING_FULL_NAP: Duration = Duration::from_micros(100);
+
+thread_local! {
+    /// Whether this thread runs a vCPU of a [`Machine`](crate::Machine).
+    static RUNS_A_VCPU: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Panics on a vCPU's thread: `call` would wait for this vCPU.
+#[track_caller]
+pub(crate) fn refuse_on_a_vcpu(call: &str) {
+    assert!(
+        !RUNS_A_VCPU.get(),
+        "{call} waits for the vCPU that called this device: let another thread call it"
+    );
+}
 
 /// Whether a vCPU continues after [`dispatch`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -105,6 +120,7 @@ pub(crate) fn run_one<V: Vcpu>(
 ) -> Option<V> {
     let _left = LeaveOnDrop(pause);
     let _guard = EndOnPanic { devices, kick };
+    RUNS_A_VCPU.set(true);
     while devices.ending().is_none() {
         let exit = vcpu.run();
         let is_wanted = pause.wants(&exit);

@@ -79,8 +79,8 @@ impl MemorySlotError {
     }
 }
 
-/// The memory slots of a VM. Any thread but a vCPU's may change them while the vCPUs run. A change
-/// waits until no vCPU can use the removed memory.
+/// The memory slots of a VM. They change while the vCPUs run. A change waits until no vCPU can use
+/// the removed memory; [`DirtyTracking`](crate::DirtyTracking) says which threads may call.
 pub trait MemorySlots {
     /// All slots, in ascending order of their guest frames.
     fn memory_slots(&self) -> Vec<MemorySlot>;
