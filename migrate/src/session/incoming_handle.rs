@@ -8,11 +8,14 @@
 //! ```
 
 use super::report::{IncomingProgress, IncomingStage, MissingRange, again};
+use super::watches::Watches;
 use crate::error::printable;
 use crate::stream::Incoming;
 use crate::transport::Link;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -71,6 +74,7 @@ struct IncomingState {
     is_over: bool,
     /// How the guest has ended, if it was ended from outside.
     ended: Option<String>,
+    watches: Watches,
 }
 
 impl IncomingState {
@@ -138,6 +142,7 @@ impl IncomingHandle {
                 is_settled: false,
                 is_over: false,
                 ended: None,
+                watches: Watches::default(),
             }),
             changed: Condvar::new(),
             on_event,
@@ -167,6 +172,16 @@ impl IncomingHandle {
             rate: self.0.link.rate(),
             ..state.now.clone()
         }
+    }
+
+    /// A descriptor for an event loop. It is readable after the next change of the stage. A read of
+    /// its 8 bytes, as of any eventfd, resets it; read it, then ask for the
+    /// [`IncomingHandle::stage`].
+    ///
+    /// # Errors
+    /// This process has too many descriptors.
+    pub fn watch(&self) -> io::Result<OwnedFd> {
+        self.locked().watches.add()
     }
 
     /// Present pages of the guest.
@@ -283,7 +298,9 @@ impl IncomingHandle {
     }
 
     fn enter(&self, mut state: MutexGuard<'_, IncomingState>, stage: IncomingStage) {
-        state.now.stage = stage;
+        if std::mem::replace(&mut state.now.stage, stage) != stage {
+            state.watches.notify();
+        }
         drop(state);
         info!(target: "lacuna::migration", ?stage, "incoming guest");
         self.0.changed.notify_all();
@@ -399,6 +416,7 @@ impl IncomingHandle {
 
 #[cfg(test)]
 mod tests {
+    use super::super::watches::was_readable;
     use super::*;
     use std::thread;
 
@@ -433,6 +451,20 @@ mod tests {
             handle.was_cut_while_prepared(&MigrateError::Cancelled),
             Some(Decision::Keep)
         );
+    }
+
+    #[test]
+    fn a_descriptor_has_each_change_of_the_stage() {
+        let handle = unknown();
+        let watch = handle.watch().unwrap();
+        handle.was_cut_while_prepared(&MigrateError::Cancelled);
+        assert!(!was_readable(&watch), "it was cut before");
+        handle.set_running(Box::new(|| PageSet::empty(0)), Duration::ZERO, &[]);
+        assert!(was_readable(&watch));
+        handle.set_whole();
+        assert!(was_readable(&watch));
+        handle.set_whole();
+        assert!(!was_readable(&watch));
     }
 
     #[test]

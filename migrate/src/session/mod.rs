@@ -7,7 +7,8 @@
 //!   connects again until it is settled           a VM; receive, start, take_rest
 //! OutgoingHandle: progress, cancel, keep       IncomingHandle: progress, cancel, keep, end
 //! ```
-//! The calls block. Other threads use the handles meanwhile.
+//! The calls block. Other threads use the handles meanwhile, and event loops poll their
+//! descriptors.
 //!
 //! | file | job |
 //! |---|---|
@@ -16,12 +17,14 @@
 //! | `outgoing_handle` | its stage, and what other threads want of it |
 //! | `destination` | the destination: waits for a guest, and takes it |
 //! | `incoming_handle` | its stage, and what other threads want of it |
+//! | `watches` | descriptors for event loops that wait for the next stage |
 
 mod destination;
 mod incoming_handle;
 mod outgoing;
 mod outgoing_handle;
 mod report;
+mod watches;
 
 pub use destination::{Arrival, Destination};
 pub use incoming_handle::{IncomingEvent, IncomingHandle};

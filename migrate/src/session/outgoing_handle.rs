@@ -9,11 +9,14 @@
 //! ```
 
 use super::report::{OutgoingProgress, OutgoingStage};
+use super::watches::Watches;
 use crate::stream::Mode;
 use crate::transport::{Address, Link};
 use crate::{MigrateError, Progress, Stop};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
+use std::io;
 use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 use tracing::{info, warn};
@@ -50,6 +53,7 @@ struct OutgoingState {
     /// The guest is resumed here by a decision.
     is_kept: bool,
     is_over: bool,
+    watches: Watches,
 }
 
 /// Why a migration does not become a post-copy.
@@ -95,6 +99,7 @@ impl OutgoingHandle {
             post_copy_requested: false,
             is_kept: false,
             is_over: false,
+            watches: Watches::default(),
         };
         Self::with_state(state, link, 0)
     }
@@ -110,6 +115,7 @@ impl OutgoingHandle {
             },
             wanted: Wanted::Continue,
             is_over: false,
+            watches: Watches::default(),
             ..*state
         };
         Self::with_state(state, link, before)
@@ -145,6 +151,17 @@ impl OutgoingHandle {
             seconds_left: seconds_left(state.began.elapsed(), now.done, now.remaining),
             ..now
         }
+    }
+
+    /// A descriptor for an event loop. It is readable after the next change of the stage, and after
+    /// the end of the session. A read of its 8 bytes, as of any eventfd, resets it; read it, then
+    /// ask for the [`OutgoingHandle::progress`]. [`Outgoing::follow`](super::Outgoing::follow)
+    /// makes a new handle, which needs a descriptor of its own.
+    ///
+    /// # Errors
+    /// This process has too many descriptors.
+    pub fn watch(&self) -> io::Result<OwnedFd> {
+        self.locked().watches.add()
     }
 
     /// Pages sent after the guest.
@@ -227,6 +244,7 @@ impl OutgoingHandle {
             state.wanted = Wanted::Continue;
             self.0.link.renew();
         }
+        state.watches.notify();
         self.0.changed.notify_all();
     }
 
@@ -347,7 +365,9 @@ impl OutgoingHandle {
 
     /// The migration has ended.
     pub(super) fn settle(&self) {
-        self.locked().is_over = true;
+        let mut state = self.locked();
+        state.is_over = true;
+        state.watches.notify();
         self.0.changed.notify_all();
     }
 
@@ -363,8 +383,8 @@ fn seconds_left(took: Duration, done: u64, remaining: u64) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::watches::was_readable;
     use super::*;
-    use std::io;
 
     fn migration() -> OutgoingHandle {
         let to = "unix:/there".parse().unwrap();
@@ -426,6 +446,23 @@ mod tests {
         assert_eq!(migration.cancel(), Err(OutgoingStage::There));
         assert_eq!(migration.post_copy(), Err(NoPostCopy::Gone));
         assert_eq!((migration.late(), migration.progress().remaining), (5, 4));
+    }
+
+    #[test]
+    fn a_descriptor_has_each_change_of_the_stage_and_the_end() {
+        let migration = migration();
+        let watch = migration.watch().unwrap();
+        assert!(migration.note(&Progress::default()).is_continue());
+        assert!(was_readable(&watch), "it was handed over");
+        assert!(!was_readable(&watch));
+        assert!(migration.note(&Progress::default()).is_continue());
+        assert!(!was_readable(&watch), "nothing has changed");
+        let second = migration.watch().unwrap();
+        migration.was_cut(true, &cut(), 9);
+        assert!(was_readable(&watch) && was_readable(&second));
+        drop(second);
+        migration.settle();
+        assert!(was_readable(&watch));
     }
 
     #[test]
