@@ -50,8 +50,8 @@
 //!
 //! # Features
 //! Without the default features `soft`, `kvm`, `migrate`, `virtio` and `vm-memory`, the modules of
-//! these names are absent. `objects` adds snapshots in stores that speak S3, and `tls` migrations
-//! over TLS. [`soft`] has two settings for speed in a program that depends on this crate.
+//! these names are absent; without `zstd`, migrations compress with LZ4 alone. `objects` adds
+//! snapshots in stores that speak S3, `tls` migrations over TLS. [`soft`] has settings for speed.
 #![forbid(unsafe_code)]
 
 pub mod boot;

@@ -1,3 +1,3 @@
 //! The state of vCPUs and of their VM, as values: see [`SaveRestore`](crate::SaveRestore).
 
-pub use lacuna_machine::{SharedState, StateError, VcpuState, arm64, x86};
+pub use lacuna_machine::{ProcessorFeatures, SharedState, StateError, VcpuState, arm64, x86};

@@ -161,6 +161,9 @@ pub enum MigrateError {
     /// There is no memory to compress or decompress pages.
     #[error("no memory to compress pages or decompress them: {0}; free memory, and try again")]
     Codec(io::Error),
+    /// Pages are to be compressed with Zstandard, in a build without it.
+    #[error("this build has no zstd (feature `zstd` of lacuna-migrate): compress with lz4")]
+    NoZstd,
     /// The other side of a migration sends bytes that no release of Lacuna sends.
     #[error("the stream is damaged: {0}; use one release on both sides, and TLS on a bad network")]
     Stream(String),
@@ -262,6 +265,7 @@ impl MigrateError {
             | Self::Version { .. }
             | Self::OtherMachine { .. }
             | Self::NotRunning
+            | Self::NoZstd
             | Self::SlotsChanged
             | Self::LogEnded
             | Self::Layout(_)

@@ -81,9 +81,7 @@ impl SaveRestore for VcpuOf<Cpu> {
         let VcpuState::X86(state) = state else {
             return Err(StateError::Architecture);
         };
-        if let Some((field, value)) = state.features.missing_in(&self.features()) {
-            return unsupported(field, value);
-        }
+        state.features.check_in(&self.features())?;
         let processor = processor(state)?;
         self.entry.cpu.check(&processor).map_err(refused)?;
         self.check_apf(&state.apf)?;

@@ -72,7 +72,7 @@ pub use missing::{FaultToken, MissingMemory, Provided, ReadyOutcome, TokenError}
 pub use pause::Paused;
 pub use run::{Next, dispatch};
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
-pub use state::{SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
+pub use state::{ProcessorFeatures, SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
 pub use tokens::Tokens;
 pub use vm::{
     ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, RunEnd, SharedFile,

@@ -7,6 +7,7 @@ pub mod x86;
 
 use crate::{DeviceError, Vcpu};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// The state of a vCPU, tagged by its architecture.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -16,6 +17,16 @@ pub enum VcpuState {
     X86(Box<x86::State>),
     /// An AArch64 processor.
     Arm64(Box<arm64::State>),
+}
+
+/// The features of a processor that its guest sees, tagged by the architecture.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ProcessorFeatures {
+    /// An x86-64 processor.
+    X86(x86::cpuid::Features),
+    /// The ID registers of an AArch64 processor.
+    Arm64(BTreeMap<arm64::SysReg, u64>),
 }
 
 /// The state of a VM that belongs to none of its vCPUs, tagged by the architecture. The VMM's
@@ -41,6 +52,30 @@ impl SharedState {
             Self::X86 => Ok(x86::Shared::default()),
             Self::X86Shared(shared) => shared.io_apic.check().map(|()| **shared),
             Self::Arm64(_) => Err(StateError::Architecture),
+        }
+    }
+}
+
+impl VcpuState {
+    /// The features of the processor that the guest sees.
+    pub fn features(&self) -> ProcessorFeatures {
+        match self {
+            Self::X86(state) => ProcessorFeatures::X86(state.features),
+            Self::Arm64(state) => ProcessorFeatures::Arm64(state.id.clone()),
+        }
+    }
+}
+
+impl ProcessorFeatures {
+    /// Checks that a processor with the features `own` can resume such a guest.
+    ///
+    /// # Errors
+    /// [`StateError::Feature`], [`StateError::SystemRegister`] or [`StateError::Architecture`].
+    pub fn check_in(&self, own: &Self) -> Result<(), StateError> {
+        match (self, own) {
+            (Self::X86(features), Self::X86(own)) => features.check_in(own),
+            (Self::Arm64(id), Self::Arm64(own)) => arm64::check_id(id, own),
+            _ => Err(StateError::Architecture),
         }
     }
 }
@@ -85,6 +120,17 @@ pub enum StateError {
         field: &'static str,
         /// Its value, or the unsupported bits.
         value: u64,
+    },
+    /// The guest sees a feature that this processor lacks.
+    #[error(
+        "the guest sees {field} ({bits:#x}), which the processor here lacks: start a guest that \
+         will move to another processor or backend with the common one (`CpuModel::Common`)"
+    )]
+    Feature {
+        /// Which feature, or which word of features without names.
+        field: &'static str,
+        /// Its bits.
+        bits: u64,
     },
     /// A model-specific register that this backend does not have.
     #[error("MSR {index:#x}: this backend cannot take over {value:#x}")]

@@ -53,6 +53,8 @@ mod give;
 mod install;
 mod lanes;
 mod left;
+#[cfg(not(feature = "zstd"))]
+mod no_zstd;
 mod packing;
 mod receive;
 mod remote;
@@ -68,11 +70,12 @@ pub use receive::{Incoming, Prepared, Waiting};
 pub use send::{Mode, Plan, send};
 
 use crate::MachineConfig;
+use lacuna_machine::ProcessorFeatures;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The version of the stream. The sides refuse each other if theirs differ.
-const VERSION: u32 = 9;
+const VERSION: u32 = 10;
 
 /// The most connections that take pages before the guest goes.
 pub const STREAMS_MAX: u32 = 64;
@@ -94,6 +97,9 @@ struct Hello {
     machine: MachineConfig,
     /// The embedder's devices by their names, and the versions of their states.
     devices: BTreeMap<String, u32>,
+    /// What the guest sees of its processor.
+    processor: ProcessorFeatures,
+    compression: Compression,
 }
 
 /// The first message of the source on every further connection.

@@ -1,23 +1,38 @@
 //! Pages on their way: their compression, and the limit of their bandwidth.
 
 use super::frame::{DATA_PAGES, Kind};
+#[cfg(not(feature = "zstd"))]
+use super::no_zstd as bulk;
 use crate::MigrateError;
 use crate::bandwidth::Bandwidth;
 use lacuna_addr::PAGE_SIZE;
 use lz4_flex::block;
+use serde::{Deserialize, Serialize};
 use std::sync::Arc;
+#[cfg(feature = "zstd")]
 use zstd::bulk;
 
-/// How pages are compressed. The destination accepts each way.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+/// How pages are compressed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Compression {
     /// Not at all: for a network faster than a processor's compression.
     #[default]
     None,
     /// LZ4: a few hundred megabytes a second and more.
     Lz4,
-    /// Zstandard, level 1: smaller, and several times slower.
+    /// Zstandard, level 1: smaller, and several times slower. Both sides need the feature `zstd`.
     Zstd,
+}
+
+impl Compression {
+    /// Refuses a method that this build lacks.
+    pub(super) fn check(self) -> Result<(), MigrateError> {
+        match self {
+            Self::Zstd if !cfg!(feature = "zstd") => Err(MigrateError::NoZstd),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The level of zstd. Higher ones are slower than most networks.
@@ -47,8 +62,9 @@ impl Packer {
     /// `None`: pages are sent uncompressed.
     ///
     /// # Errors
-    /// There is no memory.
+    /// There is no memory, or this build lacks the method.
     pub fn new(compression: Compression) -> Result<Option<Self>, MigrateError> {
+        compression.check()?;
         let (method, longest) = match compression {
             Compression::None => return Ok(None),
             Compression::Lz4 => (Method::Lz4, block::get_maximum_output_size(WHOLE)),
@@ -102,6 +118,7 @@ impl Unpacker {
         let wrong = |why: String| MigrateError::stream(format!("a {kind:?} frame: {why}"));
         let bytes = match kind {
             Kind::Zstd => {
+                Compression::Zstd.check()?;
                 let zstd = match &mut self.zstd {
                     Some(zstd) => zstd,
                     none => none.insert(bulk::Decompressor::new().map_err(MigrateError::Codec)?),
@@ -129,11 +146,14 @@ mod tests {
         packer.expect("a method")
     }
 
-    const METHODS: [Compression; 2] = [Compression::Lz4, Compression::Zstd];
+    const METHODS: &[Compression] = match cfg!(feature = "zstd") {
+        true => &[Compression::Lz4, Compression::Zstd],
+        false => &[Compression::Lz4],
+    };
 
     #[test]
     fn pages_come_back() {
-        for compression in METHODS {
+        for &compression in METHODS {
             for pages in [1, 7, DATA_PAGES] {
                 let content: Vec<u8> = (0..pages * PAGE_SIZE).map(|at| (at / 100) as u8).collect();
                 let mut packer = packer(compression);
@@ -158,7 +178,7 @@ mod tests {
     fn random_pages_stay_as_they_are() {
         let mut random = fastrand::Rng::with_seed(1);
         let content: Vec<u8> = (0..64 * PAGE_SIZE).map(|_| random.u8(..)).collect();
-        for compression in METHODS {
+        for &compression in METHODS {
             assert!(packer(compression).pack(&content).is_none());
         }
     }
@@ -169,6 +189,7 @@ mod tests {
         let content = vec![0; WHOLE + PAGE_SIZE];
         let blocks = [
             (Kind::Lz4, block::compress(&content)),
+            #[cfg(feature = "zstd")]
             (Kind::Zstd, bulk::compress(&content, LEVEL).expect("memory")),
         ];
         for (kind, block) in blocks {

@@ -12,7 +12,9 @@ use crate::copy::OnPages;
 use crate::state::{MachineState, check_devices, restore_state};
 use crate::{MachineConfig, MemoryLayout, MigrateError};
 use lacuna_addr::{Gfn, GfnRange};
-use lacuna_machine::{MissingMemory, PageSource, PlatformDevices, Vm};
+use lacuna_machine::{
+    MissingMemory, PageSource, PlatformDevices, ProcessorFeatures, SaveRestore as _, Vm,
+};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,6 +32,7 @@ pub struct Incoming {
     machine: MachineConfig,
     /// The embedder's devices at the source, and the versions of their states.
     devices: BTreeMap<String, u32>,
+    processor: ProcessorFeatures,
     /// `None`: all memory arrives before the guest. Dropped, it fails requests of the VM.
     late: Option<Late>,
 }
@@ -67,6 +70,7 @@ impl Incoming {
             if !(1..=STREAMS_MAX).contains(&hello.streams) {
                 return Err(MigrateError::Streams(hello.streams));
             }
+            hello.compression.check()?;
             let late = match hello.mode {
                 Mode::PreCopy => None,
                 Mode::PostCopy | Mode::Hybrid => Some(Late::new(RemotePages::new())),
@@ -81,6 +85,7 @@ impl Incoming {
                 streams: hello.streams,
                 machine: hello.machine,
                 devices: hello.devices,
+                processor: hello.processor,
                 late,
             }),
             Err(why) => {
@@ -159,6 +164,11 @@ impl Incoming {
     ) -> Result<(Vec<V::Vcpu>, Came), MigrateError> {
         check_devices(devices, &self.devices)?;
         let missing = self.prepare(&**vm)?;
+        let bare = vm.bare_vcpus();
+        let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
+        if let Some(vcpu) = vcpus.first_mut() {
+            self.processor.check_in(&vcpu.save()?.features())?;
+        }
         self.main.welcome(None, missing.map(MissingMemory::unit))?;
         let lanes = self.accept_others(connections)?;
         let place = Early {
@@ -189,8 +199,6 @@ impl Incoming {
                 late.begin(&self.main)?;
             }
         }
-        let bare = vm.bare_vcpus();
-        let mut vcpus = bare.map_err(|error| MigrateError::Vcpus(error.to_string()))?;
         let restored = restore_state(&**vm, &mut vcpus, devices, &state);
         // The restore of the state may have needed a page that a cut has lost, so the cut is the
         // cause.

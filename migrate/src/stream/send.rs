@@ -280,7 +280,9 @@ impl<'p> Sender<'p> {
         layout: &MemoryLayout,
     ) -> Result<u64, MigrateError> {
         // The destination's VM needs the frequency of the vCPUs' TSC, which is in their state.
-        let machine = MachineConfig::saved(&**guest.vm(), layout.clone(), &guest::vcpus(guest)?);
+        let vcpus = guest::vcpus(guest)?;
+        let machine = MachineConfig::saved(&**guest.vm(), layout.clone(), &vcpus);
+        let processor = vcpus.first().ok_or(MigrateError::NotRunning)?.features();
         let devices = guest.devices().versions();
         // After a panic of a device, the run has an ending, and running vCPUs do not see it.
         let devices = devices.inspect_err(|_| guest.vm().kick_all());
@@ -293,6 +295,8 @@ impl<'p> Sender<'p> {
             streams: self.streams(),
             machine,
             devices,
+            processor,
+            compression: self.carriage.compression,
         };
         let main = self.main();
         main.write_json(Kind::Hello, &hello)?;

@@ -13,7 +13,7 @@ use lacuna_addr::Gpa;
 use lacuna_arm64::psci::{PowerState, Start};
 use lacuna_arm64::{Cpu, FREQUENCY, Regs, is_legal_pstate};
 use lacuna_cpu::Processor as _;
-use lacuna_machine::arm64::{AsyncFaults, Counter, RunState, Shared, State, missing_in};
+use lacuna_machine::arm64::{AsyncFaults, Counter, RunState, Shared, State, check_id};
 use lacuna_machine::{SaveRestore, SharedState, StateError, VcpuState};
 use std::sync::atomic::Ordering;
 
@@ -108,9 +108,7 @@ impl SaveRestore for VcpuOf<Cpu> {
             return Err(StateError::SharedFirst { vcpu });
         }
         let system = self.entry.cpu.system();
-        if let Some((register, value)) = missing_in(&state.id, &neutral::id(system)) {
-            return Err(StateError::SystemRegister { register, value });
-        }
+        check_id(&state.id, &neutral::id(system))?;
         let processor = neutral::processor(state, self.index)?;
         self.entry.cpu.check(&processor).map_err(neutral::invalid)?;
         let power = power(state.run)?;

@@ -15,7 +15,7 @@
 mod id;
 mod sysreg;
 
-pub use id::missing_in;
+pub use id::check_id;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 pub use sysreg::SysReg;
@@ -30,7 +30,7 @@ pub struct State {
     /// those with a field of their own here. A register that is left out has its reset value.
     pub system: BTreeMap<SysReg, u64>,
     /// The ID registers as the guest reads them at EL1: the features, and the vCPU's number
-    /// (MPIDR_EL1). A vCPU that lacks one of the features refuses the state ([`missing_in`]).
+    /// (MPIDR_EL1). A vCPU that lacks one of the features refuses the state ([`check_id`]).
     pub id: BTreeMap<SysReg, u64>,
     /// The two timers. Their counter belongs to the VM ([`Shared`]).
     pub timers: Timers,

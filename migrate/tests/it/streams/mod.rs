@@ -227,14 +227,47 @@ fn another_machine_is_refused() {
         let end = moved.carry_out(&[]);
         assert_eq!(end.source, End::Ran(Ending::Exited(0)));
         assert_eq!(end.destination, None);
-        let [source, destination] = end.errors;
-        let why = "the VM's number of vCPUs is 1, and the saved machine's is 2";
-        assert!(destination.contains(why), "{destination}");
-        assert!(
-            source.contains("refused") && source.contains(why),
-            "{source}"
+        refused_for(
+            "the VM's number of vCPUs is 1, and the saved machine's is 2",
+            &end.errors,
         );
     }
+}
+
+#[track_caller]
+fn refused_for(why: &str, [source, destination]: &[String; 2]) {
+    assert!(destination.contains(why), "{destination}");
+    assert!(
+        source.contains("refused") && source.contains(why),
+        "{source}"
+    );
+}
+
+/// The destination's processor lacks features that the guest sees. It says so before any page.
+#[lacuna_skip::test]
+fn another_processor_is_refused() {
+    let moved = Move {
+        from: lacuna_kvm::VmBuilder {
+            cpu: CpuModel::Host,
+            ..kvm(1)
+        },
+        to: lacuna_soft::VmBuilder {
+            cpu: CpuModel::Host,
+            apf: Apf::Off,
+            ..soft(Arch::X86_64, 1)
+        },
+        words: "rounds=2",
+        plan: by(Mode::PreCopy),
+        patience: 3,
+        victim: None,
+        breaks: false,
+        pauses: false,
+    };
+    let end = moved.carry_out(&[]);
+    assert_eq!(end.source, End::Ran(Ending::Exited(0)));
+    assert_eq!((end.pages, end.destination), (0, None));
+    refused_for("features.", &end.errors);
+    refused_for("CpuModel::Common", &end.errors);
 }
 
 /// A destination that gives up in the middle of a round sends its reason, and the source keeps

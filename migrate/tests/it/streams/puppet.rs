@@ -1,6 +1,7 @@
 //! A peer that sends the frames of the test's choice.
 
-use lacuna_machine::{Answer, Apf, Arch, CpuModel, PageRequest, SourcePage};
+use lacuna_machine::x86::cpuid::Features;
+use lacuna_machine::{Answer, Apf, Arch, CpuModel, PageRequest, ProcessorFeatures, SourcePage};
 use lacuna_migrate::stream::{Connection, Connections, Incoming};
 use lacuna_source::{Failure, PageRequester};
 use serde_json::json;
@@ -49,8 +50,9 @@ fn hello(pages: u64) -> Vec<u8> {
         "layout": { "slots": [{ "id": 0, "gfn": 0, "pages": pages, "flags": 0 }] },
     });
     let hello = json!({
-        "version": 9, "id": "1", "mode": "postcopy", "streams": 1, "machine": machine,
-        "devices": {}
+        "version": 10, "id": "1", "mode": "postcopy", "streams": 1, "machine": machine,
+        "devices": {}, "processor": ProcessorFeatures::X86(Features::default()),
+        "compression": "none"
     });
     hello.to_string().into_bytes()
 }

@@ -144,9 +144,7 @@ pub fn restore(fd: &VcpuFd, fresh: &Fresh, state: Accepted<'_>) -> Result<(), St
 
 /// Refuses values that KVM would take silently, or refuse after it has set a part of the state.
 fn check(state: &State, features: &Features, fresh: &Fresh) -> Result<(), StateError> {
-    if let Some((field, value)) = state.features.missing_in(&features.announced()) {
-        return unsupported(field, value);
-    }
+    state.features.check_in(&features.announced())?;
     let unknown = |index: &&u32| !fresh.contains_key(index);
     if let Some(index) = state.msrs.keys().find(unknown) {
         let (index, value) = (*index, state.msrs[index]);

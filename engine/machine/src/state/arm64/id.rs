@@ -1,6 +1,7 @@
 //! Whether a processor has the features reported to a guest.
 
 use super::SysReg;
+use crate::StateError;
 use std::collections::BTreeMap;
 
 /// Masks of the lowest bits of 4-bit fields in which 0xf means "none" and 0 "the least": FP and
@@ -11,13 +12,27 @@ const SIGNED_DFR0: u64 = 1 << 8;
 /// TGran64 and TGran4.
 const SIGNED_MMFR0: u64 = 1 << 24 | 1 << 28;
 
+/// Checks that a processor with the ID registers `have` can resume a guest that reads `saved`.
+///
+/// # Errors
+/// [`StateError::SystemRegister`].
+pub fn check_id(
+    saved: &BTreeMap<SysReg, u64>,
+    have: &BTreeMap<SysReg, u64>,
+) -> Result<(), StateError> {
+    let missing = missing_in(saved, have);
+    missing.map_or(Ok(()), |(register, value)| {
+        Err(StateError::SystemRegister { register, value })
+    })
+}
+
 /// The first register, with its value in `saved`, that reported more to the guest than a processor
 /// with the ID registers `have` offers: a feature register (`ID_AA64*_EL1`) with a greater field,
 /// or another, different register. A register missing in `have` reads as zero.
 ///
 /// A field of a feature register counts upwards: each value includes the features of the ones below
 /// (Arm ARM D17.1.3).
-pub fn missing_in(
+fn missing_in(
     saved: &BTreeMap<SysReg, u64>,
     have: &BTreeMap<SysReg, u64>,
 ) -> Option<(SysReg, u64)> {

@@ -1,6 +1,6 @@
 //! CPUID: the answers of the common processor model, and the features reported to a guest.
 
-use crate::Apf;
+use crate::{Apf, StateError};
 use serde::{Deserialize, Serialize};
 
 /// EAX, EBX, ECX and EDX.
@@ -127,7 +127,7 @@ impl Features {
 
     /// A feature of `self` that `other` lacks: its name and its bit, or, for unnamed features, all
     /// such bits of their word.
-    pub fn missing_in(&self, other: &Self) -> Option<(&'static str, u64)> {
+    fn missing_in(&self, other: &Self) -> Option<(&'static str, u64)> {
         let lacks = |word: usize| self.0[word] & !other.0[word];
         let named = (NAMES.iter()).find(|(word, bit, _)| lacks(*word) >> bit & 1 == 1);
         let unnamed = (0..WORDS.len()).find(|word| lacks(*word) != 0);
@@ -136,6 +136,17 @@ impl Features {
             (None, Some(word)) => Some((WORD_NAMES[word], lacks(word).into())),
             (None, None) => None,
         }
+    }
+
+    /// Checks that a processor with the features `own` can resume a guest that sees `self`.
+    ///
+    /// # Errors
+    /// [`StateError::Feature`].
+    pub fn check_in(&self, own: &Self) -> Result<(), StateError> {
+        let missing = self.missing_in(own);
+        missing.map_or(Ok(()), |(field, bits)| {
+            Err(StateError::Feature { field, bits })
+        })
     }
 
     fn word(&self, function: u32, register: usize) -> u32 {
