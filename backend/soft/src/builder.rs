@@ -11,8 +11,8 @@ use lacuna_host::{
     MemoryKind, PageSource, Swap, SwapStore,
 };
 use lacuna_machine::{
-    Apf, Arch, Builder as _, Console, CpuModel, Ending, Image, Layout, MachineError,
-    MemorySlots as _, PlatformDevices, RunEnd, VmConfig,
+    Apf, Arch, Builder as _, Console, CpuModel, Delivery, Detection, Ending, Image, Layout,
+    MachineError, MemorySlots as _, PlatformDevices, RunEnd, VmConfig,
 };
 use lacuna_sync::{Clock, HostClock, Nanos, VirtualClock};
 use std::ops::ControlFlow;
@@ -52,6 +52,12 @@ pub struct VmBuilder {
     pub apf: Apf,
     /// Which processor the guest sees.
     pub cpu: CpuModel,
+    /// How writes are detected while a slot logs. [`DetectionChoice`] changes it while the VM runs.
+    ///
+    /// [`DetectionChoice`]: lacuna_machine::DetectionChoice
+    pub detection: Detection,
+    /// Where dirty logging records writes.
+    pub delivery: Delivery,
     /// The seed of a run on one thread in virtual time, which repeats bit for bit; `None` for
     /// threads and real time. It is for
     /// [`VmBuilder::run_seeded`]. A VM from `build` with a seed has stopped
@@ -105,6 +111,8 @@ impl VmBuilder {
             latency: LatencySetting::default(),
             apf: Apf::On,
             cpu: CpuModel::default(),
+            detection: Detection::default(),
+            delivery: Delivery::default(),
             seed: None,
             command_line: String::new(),
         }
@@ -241,7 +249,9 @@ impl VmBuilder {
             source: self.source.clone(),
             backing: self.backing.clone(),
         };
-        Vm::make(host, clock, self.config(), memory)
+        let vm = Vm::make(host, clock, self.config(), memory)?;
+        vm.set_detection(self.detection);
+        Ok(vm)
     }
 
     /// Refuses impossible sizes, before memory and files are allocated for them. The budget must
@@ -268,7 +278,7 @@ impl VmBuilder {
             vcpus: self.vcpus,
             apf: self.apf,
             cpu: self.cpu,
-            ..VmConfig::default()
+            delivery: self.delivery,
         }
     }
 }

@@ -7,11 +7,12 @@ use crate::{ClearError, RingSize, SlotError, SlotId};
 use lacuna_metrics::counters;
 
 /// How a write is detected.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Detection {
     /// The first write to a page faults.
     WriteProtect,
     /// Each vCPU logs the pages whose D bit its walks set, as PML does.
+    #[default]
     Pml,
 }
 

@@ -105,22 +105,14 @@ pub fn builder_for(
     vcpus: usize,
     command_line: &str,
 ) -> VmBuilder {
+    let memory = PageCount::from_bytes(memory * MIB);
     VmBuilder {
         arch,
-        memory: PageCount::from_bytes(memory * MIB),
-        resident: PageCount::from_bytes(resident * MIB),
         vcpus,
-        memory_kind: MemoryKind::Budget,
-        backing: None,
-        prefault: false,
-        huge: HugePages::Never,
         swap: Swap::File(std::env::temp_dir()),
-        source: None,
-        latency: LatencySetting::default(),
         apf: Apf::Off,
-        cpu: CpuModel::default(),
-        seed: None,
         command_line: command_line.to_owned(),
+        ..VmBuilder::new(memory, PageCount::from_bytes(resident * MIB))
     }
 }
 
