@@ -5,7 +5,7 @@
 //! A monitor that migrates the guest does the same: it copies all memory once, then the pages of
 //! each harvest.
 
-use lacuna::dirty::{Detection, Logging, harvest, set_logging_everywhere};
+use lacuna::dirty::{Logging, harvest, set_logging_everywhere};
 use lacuna::{
     Builder, DirtyTracking, GuestMemory, Image, Machine, MemorySlots, PAGE_SIZE, PageCount,
     PlatformDevices, Vm as _, soft,
@@ -31,10 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let vcpus = vm.boot(&image, &builder.full_command_line())?;
     let devices = PlatformDevices::new(|line: &str| println!("guest: {line}"));
 
-    // After this clears the first D bit, each write is in one of the harvests.
-    if let Some(choice) = vm.detection() {
-        choice.choose(Detection::Pml);
-    }
+    // Each write from here on is in one of the harvests.
     set_logging_everywhere(&*vm, Logging::LAZY)?;
     let running = Machine::new(Arc::clone(&vm), devices)?.start(vcpus);
     let mut page = vec![0; PAGE_SIZE];

@@ -1,7 +1,7 @@
 //! Dirty logging: which pages the guest has written.
 
 pub use lacuna_machine::{
-    Backup, ClearError, Delivery, Detection, DetectionChoice, DirtyError, DirtyRings, DirtyStats,
-    HugeLeaves, Initially, LogReaders, Logging, RingSize, RingSizeError, TwoStepLog, harvest,
-    set_logging_everywhere,
+    Backup, ClearError, Delivery, DetectedBy, Detection, DetectionChoice, DirtyError, DirtyRings,
+    DirtyStats, HugeLeaves, Initially, LogReaders, Logging, RingSize, RingSizeError, TwoStepLog,
+    harvest, set_logging_everywhere,
 };

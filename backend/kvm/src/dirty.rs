@@ -18,7 +18,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::VmFd;
 use lacuna_addr::PAGE_SIZE;
-use lacuna_slots::{Delivery, DirtyError, Initially, Logging, SlotId};
+use lacuna_slots::{Delivery, DetectedBy, DirtyError, Initially, Logging, SlotId};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use lacuna_sys::{Errno, Pagemap, Written, clear_dirty_log, reset_dirty_rings};
 use rustix::fd::{AsRawFd, BorrowedFd};
@@ -28,6 +28,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Pages of a new log that one call clears, 64 MiB: KVM holds its MMU lock during the call, and a
 /// vCPU's fault waits for the lock.
 const CLEARED_AT_ONCE: usize = 16384;
+
+/// The parameter of the module kvm_intel that turns page-modification logging on.
+const KVM_INTEL_PML: &str = "/sys/module/kvm_intel/parameters/pml";
 
 /// For `map_err`: the kernel refused to `step`.
 fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
@@ -97,6 +100,17 @@ impl Dirty {
 
     pub fn delivery(&self) -> Delivery {
         self.delivery
+    }
+
+    pub fn detected_by(&self) -> DetectedBy {
+        match self.tracker {
+            Tracker::Pagemap => DetectedBy::PageMap,
+            // Only Intel's processors have such a log.
+            Tracker::Kvm => match std::fs::read_to_string(KVM_INTEL_PML) {
+                Ok(text) if text.starts_with(['Y', '1']) => DetectedBy::Pml,
+                _ => DetectedBy::WriteProtect,
+            },
+        }
     }
 
     /// How often the rings were reset. A ring that was full at an older number may have room now.

@@ -8,10 +8,10 @@ use crate::vm::Vm;
 use crate::{arch, boot};
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
-    ApfSwitch, Backend, Balloon, DetectionChoice, DirtyRings, DirtyTracking, HugePagePolicy, Image,
-    Input, InterruptController, InterruptError, InterruptLines, LogReaders, MemorySlot,
-    MemorySlotError, MemorySlots, MissingMemory, Msi, SharedFile, SharedState, StateError,
-    TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
+    ApfSwitch, Backend, Balloon, DetectedBy, DetectionChoice, DirtyRings, DirtyTracking,
+    HugePagePolicy, Image, Input, InterruptController, InterruptError, InterruptLines, LogReaders,
+    MemorySlot, MemorySlotError, MemorySlots, MissingMemory, Msi, SharedFile, SharedState,
+    StateError, TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
 };
 use lacuna_metrics::Metrics;
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
@@ -167,6 +167,10 @@ impl DirtyTracking for Vm {
 
     fn two_step_log(&self) -> Option<&dyn TwoStepLog> {
         self.log().has_two_steps().is_ok().then_some(self)
+    }
+
+    fn detected_by(&self) -> DetectedBy {
+        self.dirty.detected_by()
     }
 
     /// `None`: the host's kernel chooses how it detects writes.

@@ -13,7 +13,7 @@
 use crate::vm::Vm;
 use lacuna_machine::{DetectionChoice, DirtyRings, DirtyTracking, LogReaders, TwoStepLog};
 use lacuna_mmu::{Delivery, Detection, DirtyError, DirtyStats, Logging};
-use lacuna_slots::SlotId;
+use lacuna_slots::{DetectedBy, SlotId};
 
 impl Vm {
     /// Sets where writes are recorded, before the VM has vCPUs. The default is bitmaps.
@@ -63,6 +63,10 @@ impl DirtyTracking for Vm {
 
     fn two_step_log(&self) -> Option<&dyn TwoStepLog> {
         self.mmu.delivery().has_bitmaps().then_some(self)
+    }
+
+    fn detected_by(&self) -> DetectedBy {
+        self.mmu.detection().into()
     }
 
     fn detection(&self) -> Option<&dyn DetectionChoice> {

@@ -1,7 +1,9 @@
 //! Dirty logging: finds the pages that the guest writes.
 
 use crate::{LogReaders, MemorySlots};
-use lacuna_slots::{Delivery, Detection, DirtyError, DirtyStats, Logging, SlotError, SlotId};
+use lacuna_slots::{
+    Delivery, DetectedBy, Detection, DirtyError, DirtyStats, Logging, SlotError, SlotId,
+};
 
 /// Dirty logging as every backend has it. [`Delivery`] is chosen with the VM.
 ///
@@ -53,6 +55,9 @@ pub trait DirtyTracking {
 
     /// Reading and clearing in two steps, if the VM supports that.
     fn two_step_log(&self) -> Option<&dyn TwoStepLog>;
+
+    /// What detects the guest's writes at present, for reports.
+    fn detected_by(&self) -> DetectedBy;
 
     /// The choice of detection, if the VMM has it.
     fn detection(&self) -> Option<&dyn DetectionChoice>;

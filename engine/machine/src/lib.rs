@@ -58,8 +58,8 @@ pub use interrupts::{
 pub use kick::Kick;
 pub use kind::ErrorKind;
 pub use lacuna_slots::{
-    Backup, ClearError, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially,
-    Logging, RingSize, RingSizeError, SlotError, SlotFlags, SlotId,
+    Backup, ClearError, Delivery, DetectedBy, Detection, DirtyError, DirtyStats, HugeLeaves,
+    Initially, Logging, RingSize, RingSizeError, SlotError, SlotFlags, SlotId,
 };
 pub use lacuna_source::{
     Answer, External, FailureKind, HandlerError, HandlerRegion, PageRequest, PageSource, Policy,

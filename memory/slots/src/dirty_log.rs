@@ -16,6 +16,37 @@ pub enum Detection {
     Pml,
 }
 
+/// The part of the host that detects the guest's writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum DetectedBy {
+    /// The backend's MMU, or KVM's, by write protection.
+    WriteProtect,
+    /// Page-modification logging.
+    Pml,
+    /// The page table of the process, read by `PAGEMAP_SCAN`.
+    PageMap,
+}
+
+impl From<Detection> for DetectedBy {
+    fn from(detection: Detection) -> Self {
+        match detection {
+            Detection::WriteProtect => Self::WriteProtect,
+            Detection::Pml => Self::Pml,
+        }
+    }
+}
+
+impl std::fmt::Display for DetectedBy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::WriteProtect => "write protection",
+            Self::Pml => "page-modification logging",
+            Self::PageMap => "the page map",
+        })
+    }
+}
+
 /// Where a write is recorded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Delivery {

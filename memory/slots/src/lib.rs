@@ -41,7 +41,7 @@ mod snapshot;
 
 pub use dirty_bitmap::{ClearError, DirtyBitmap, Marked};
 pub use dirty_log::{
-    Backup, Delivery, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
+    Backup, Delivery, DetectedBy, Detection, DirtyError, DirtyStats, HugeLeaves, Initially, Logging,
 };
 pub use dirty_ring::{RingConsumer, RingProducer, RingSize, RingSizeError, RingSpace, dirty_ring};
 pub use error::SlotError;

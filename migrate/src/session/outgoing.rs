@@ -209,6 +209,7 @@ impl Outgoing {
             rounds,
             late,
             pages: outgoing.pages(),
+            detected_by: outgoing.vm().detected_by().to_string(),
             cuts: now.cuts,
             bytes: now.bytes,
             downtime_us: (ran - outgoing.paused().since()).as_micros() as u64,

@@ -197,6 +197,10 @@ pub struct Migrated {
     pub late: u64,
     /// Sent pages with content, some of them several times.
     pub pages: u64,
+    /// What has detected the guest's writes, as
+    /// [`DetectedBy`](lacuna_machine::DetectedBy) says it.
+    #[serde(default)]
+    pub detected_by: String,
     /// Pages sent again: in all rounds but the first, and the late ones if there was a round.
     pub again: u64,
     /// How often the connection was cut after the hand-over, attempts to connect again

@@ -94,6 +94,11 @@ impl<'a, V: Vm> OutgoingGuest<'a, V> {
         &self.paused
     }
 
+    /// The guest's VM here.
+    pub(crate) fn vm(&self) -> &V {
+        self.guest.vm()
+    }
+
     /// Resumes the guest here. Call this only if the destination does not run the guest, and never
     /// will: it never gets its missing pages.
     pub fn take_back(mut self) {

@@ -13,6 +13,7 @@
 //! ```
 
 mod ctl;
+mod dirty;
 mod lab;
 mod machine;
 mod memory;
@@ -24,6 +25,7 @@ mod snapshot;
 mod tls;
 
 pub use ctl::{CtlArgs, CtlCommand};
+pub use dirty::DirtyArgs;
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
 pub(crate) use machine::RunOn;
 pub use memory::{MemoryKind, WrongMemory};

@@ -15,7 +15,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::{short, time};
 use rustix::termios::tcgetwinsize;
 
-use crate::sample::{Apf, Huge, Pages, RunSample, Stalls, Thread};
+use crate::sample::{Apf, Dirty, DirtyCounts, Huge, Pages, RunSample, Stalls, Thread};
 use crate::size::Size;
 
 /// The widest bar.
@@ -263,6 +263,7 @@ pub fn summary(last: &RunSample) -> String {
         .map(|faults| format!("{} {}", faults.count, faults.kind))
         .collect();
     let _ = writeln!(text, "faults    {}", faults.join(", "));
+    text.push_str(&dirty_line(&last.dirty));
     for stalls in &last.stalls {
         let _ = writeln!(text, "{}", stall_line(stalls));
     }
@@ -305,6 +306,23 @@ fn apf_lines(apf: &Apf) -> String {
          apf guest {} not present, {} ready ({} before the wait), {} wake-all, {} lost\n",
         guest.not_present, guest.ready, guest.ready_before_wait, guest.wake_all, guest.lost,
     )
+}
+
+/// Nothing for a guest whose writes were not tracked.
+fn dirty_line(dirty: &Dirty) -> String {
+    let counts = dirty.vcpus.unwrap_or_default();
+    let DirtyCounts {
+        logged,
+        log_full,
+        faults,
+    } = counts;
+    match counts == DirtyCounts::default() {
+        true => String::new(),
+        false => format!(
+            "writes    by {}: {logged} logged, {log_full} times a full log, {faults} faults\n",
+            dirty.detected_by
+        ),
+    }
 }
 
 fn stall_line(stalls: &Stalls) -> String {
@@ -380,6 +398,15 @@ mod tests {
                     lost: 0,
                 },
             }),
+            dirty: Dirty {
+                detected_by: "write protection".into(),
+                delivery: "ring".into(),
+                vcpus: Some(DirtyCounts {
+                    logged: 0,
+                    log_full: 0,
+                    faults: 70,
+                }),
+            },
             pages: Some(Pages {
                 total: 524_288,
                 present: 65_536,
@@ -406,6 +433,7 @@ huge      150 pages of 2M: 192 by a fault, 8 by a collapse; 50 split; 64 faults 
 pages     65536 present, 458750 missing, 2 lost; 16.4k/s, fetch p50 90.0 us, p99 1.2 ms
 swap      81000 pages in, 640 out
 faults    131072 zero, 81000 major
+writes    by write protection: 0 logged, 0 times a full log, 70 faults
 vcpu 0    81000 stalls, p50 900 ns, p99 61.5 us, p99.9 2.5 ms
 apf       640 taken, 3 halted, 1 repeated; swap-in min 52.0 us, mean 1.1 ms, max 3.2 ms
 apf guest 640 not present, 639 ready (2 before the wait), 1 wake-all, 0 lost

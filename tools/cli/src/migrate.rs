@@ -149,6 +149,7 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
         rounds,
         late,
         pages,
+        detected_by,
         again,
         cuts,
         bytes,
@@ -166,7 +167,7 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
     };
     format!(
         "moved     to {to} in {seconds:.1} s ({}): {} over the connections, {pages} pages with \
-         content in {} rounds, {late} pages after the guest, {again} pages again; downtime \
+         content in {} rounds by {detected_by}, {late} pages after the guest, {again} pages again; downtime \
          {}{cuts}{ended}\n",
         words(*mode),
         Size(*bytes),
@@ -280,6 +281,7 @@ mod tests {
             rounds: vec![4096, 30, 7],
             late: 11,
             pages: 900,
+            detected_by: "write protection".into(),
             again: 48,
             cuts: 2,
             bytes: 4 << 20,
@@ -289,8 +291,8 @@ mod tests {
         };
         let text = summary(&migrated);
         let expected = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with \
-                        content in 3 rounds, 11 pages after the guest, 48 pages again; downtime \
-                        1.5 ms; the connection was cut 2 times; it has ended there: interrupted \
+                        content in 3 rounds by write protection, 11 pages after the guest, 48 \
+                        pages again; downtime 1.5 ms; the connection was cut 2 times; it has ended there: interrupted \
                         by SIGTERM\n";
         assert!(text.ends_with(expected), "{text}");
     }

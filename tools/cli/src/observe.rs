@@ -1,10 +1,11 @@
 //! From a running VM to a [`RunSample`].
 
 use crate::pages::GuestPages;
-use crate::sample::{Apf, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
+use crate::sample::{Apf, Dirty, DirtyCounts, Faults, GuestApf, Huge, RunSample, Stalls, Thread};
+use lacuna::dirty::{Delivery, DetectionChoice, DirtyStats};
 use lacuna::memory::{HostError, HostStats};
 use lacuna::soft::ApfStats;
-use lacuna::{Nanos, PageCount, PlatformDevices, RunEnd};
+use lacuna::{DirtyTracking, Nanos, PageCount, PlatformDevices, RunEnd};
 use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -130,6 +131,7 @@ impl Watched for lacuna::soft::Vm {
         count_host(last, &self.host().stats(), &self.stalls());
         last.resident_bytes += self.host().linux_pages().bytes();
         count_apf(last, &self.apf_stats());
+        count_dirty(last, self);
     }
 
     fn prefault(&self, each: &mut dyn FnMut() -> ControlFlow<()>) -> Result<(), HostError> {
@@ -152,6 +154,7 @@ impl Watched for lacuna::kvm::Vm {
             fault("zero-fill", stats.first_touches),
             fault("swap-in", stats.pages_in),
         ];
+        count_dirty(last, self);
     }
 
     /// Linux backs the memory at first touch.
@@ -185,6 +188,26 @@ fn count_apf(last: &mut RunSample, vcpus: &[ApfStats]) {
         swap_in_mean_ns: all.swap_in.mean_ns(),
         swap_in_max_ns: all.swap_in.max_ns,
         guest: apf.guest,
+    };
+}
+
+fn count_dirty(last: &mut RunSample, vm: &impl DirtyTracking) {
+    let sum = |choice: &dyn DetectionChoice| {
+        let mut all = DirtyStats::default();
+        choice.dirty_stats().iter().for_each(|one| all.merge(one));
+        DirtyCounts {
+            logged: all.logged,
+            log_full: all.log_full,
+            faults: all.faults + all.fast_page_faults,
+        }
+    };
+    last.dirty = Dirty {
+        detected_by: vm.detected_by().to_string(),
+        delivery: match vm.delivery() {
+            Delivery::Bitmap => "bitmap".into(),
+            Delivery::Ring { .. } => "ring".into(),
+        },
+        vcpus: vm.detection().map(sum),
     };
 }
 

@@ -20,7 +20,6 @@ use crate::output::{check_target, complain};
 use crate::pages::{self, GuestPages, Here, SourceError};
 use crate::sample::{Before, Restored};
 use crate::signals::Signals;
-use lacuna::dirty::Delivery;
 use lacuna::memory::{LatencySetting, LinuxBacking, Swap};
 use lacuna::migrate::session::{Arrival, Migrated};
 use lacuna::migrate::{MachineConfig, Snapshot};
@@ -387,6 +386,8 @@ impl Job<'_> {
             latency: LatencySetting::new(swap.latency),
             apf: self.apf(),
             cpu,
+            detection: args.dirty.detection(),
+            delivery: args.dirty.delivery(),
             source: self.source(),
             seed: args.seed,
             command_line: args.append.clone(),
@@ -407,7 +408,7 @@ impl Job<'_> {
             swap: device(swap.medium),
             latency: LatencySetting::new(swap.latency),
             apf: self.apf(),
-            delivery: Delivery::Bitmap,
+            delivery: args.dirty.delivery(),
             tracker: lacuna::kvm::Tracker::default(),
             cpu,
             source: self.source(),

@@ -37,6 +37,8 @@ pub struct RunSample {
     pub huge: Option<Huge>,
     /// Asynchronous page faults; `None` where the guest is not offered them.
     pub apf: Option<Apf>,
+    /// The tracking of the guest's writes.
+    pub dirty: Dirty,
     /// Pages of the page source; `None` without `--pages-from`.
     pub pages: Option<Pages>,
 }
@@ -77,6 +79,28 @@ pub struct Huge {
     pub splits: u64,
     /// Pages collapsed from 4 KiB pages.
     pub collapses: u64,
+}
+
+/// The tracking of the guest's writes while it is saved or moved.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct Dirty {
+    /// What detects a write: `page-modification logging`, `write protection` or `the page map`.
+    pub detected_by: String,
+    /// Where a write is recorded: `bitmap` or `ring`.
+    pub delivery: String,
+    /// What soft's vCPUs have counted; `None` on kvm.
+    pub vcpus: Option<DirtyCounts>,
+}
+
+/// Counts of all vCPUs together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct DirtyCounts {
+    /// Pages in the vCPUs' logs.
+    pub logged: u64,
+    /// Exits because a log was full.
+    pub log_full: u64,
+    /// Write faults of protected pages, with and without a lock.
+    pub faults: u64,
 }
 
 /// Asynchronous page faults of all vCPUs, as the host and as the guest counted them.

@@ -64,10 +64,11 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
     };
     let seconds = began.elapsed().as_secs_f64();
     let text = format!(
-        "saved     {} pages to {} in {seconds:.1} s and {} rounds; downtime {}\n",
+        "saved     {} pages to {} in {seconds:.1} s and {} rounds by {}; downtime {}\n",
         saved.pages,
         saved.path.display(),
         saved.rounds.len(),
+        saved.detected_by,
         time(saved.downtime_us * 1000),
     );
     let report = SaveReport {

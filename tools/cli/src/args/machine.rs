@@ -1,6 +1,8 @@
 //! A run whose machine is given: by a snapshot, or by the source of a migration.
 
-use super::{Apf, Arch, Backend, Cpu, MemoryKind, Output, RunArgs, SwapSpec, Thp, TlsArgs};
+use super::{
+    Apf, Arch, Backend, Cpu, DirtyArgs, MemoryKind, Output, RunArgs, SwapSpec, Thp, TlsArgs,
+};
 use crate::size::Size;
 use lacuna::CpuModel;
 use lacuna::migrate::MachineConfig;
@@ -14,6 +16,7 @@ pub(crate) struct RunOn {
     pub resident: Option<Size>,
     pub swap: Option<SwapSpec>,
     pub thp: Option<Thp>,
+    pub dirty: DirtyArgs,
     pub control: Option<PathBuf>,
     pub metrics: Option<SocketAddr>,
     pub paused: bool,
@@ -47,6 +50,7 @@ impl RunOn {
                 CpuModel::Common { .. } => Cpu::Common,
             },
             thp: self.thp,
+            dirty: self.dirty,
             pages_from: None,
             patience: None,
             exit_on_missing: false,
@@ -69,6 +73,7 @@ impl RunArgs {
             resident: self.resident,
             swap: self.swap.clone(),
             thp: self.thp,
+            dirty: self.dirty,
             control: self.control.clone(),
             metrics: self.metrics,
             paused: self.paused,

@@ -1,6 +1,6 @@
 //! The options of `lacuna run`.
 
-use super::{MemoryKind, Output, PagesFrom, Patience, TlsArgs};
+use super::{DirtyArgs, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::builder::ArgPredicate;
@@ -78,6 +78,9 @@ pub struct RunArgs {
     /// has a page source [default: never]
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
+    /// How the guest's writes are tracked
+    #[command(flatten)]
+    pub dirty: DirtyArgs,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
     /// raw memory file), peer:PATH (the socket of a process that serves pages) or handler:PATH (of
     /// one that fills memory itself, with Firecracker's handshake) [default: zeros, without a
@@ -137,6 +140,7 @@ impl RunArgs {
     pub fn needs_soft(&self) -> Option<&'static str> {
         match () {
             () if self.seed.is_some() => Some("--seed"),
+            () if self.dirty.dirty.is_some() => Some("--dirty"),
             () if self.exit_on_missing && self.has_handler() => {
                 Some("--exit-on-missing with a page-fault handler")
             }
@@ -327,6 +331,7 @@ mod tests {
     use super::*;
     use crate::args::tests::parse;
     use crate::args::{Command, JsonTarget};
+    use lacuna::dirty::{Delivery, Detection};
 
     fn run(line: &str) -> RunArgs {
         match parse(line).unwrap().command {
@@ -350,6 +355,8 @@ mod tests {
         );
         assert_eq!((args.seed, args.append.as_str()), (None, ""));
         assert_eq!((args.apf, args.thp), (Apf::On, None));
+        assert_eq!(args.dirty.detection(), Detection::Pml);
+        assert_eq!(args.dirty.delivery(), Delivery::Bitmap);
         assert_eq!(args.backend, Backend::Soft);
         assert_eq!(Thp::default().pages(), HugePages::default());
         assert_eq!(args.swap, None);
@@ -361,7 +368,7 @@ mod tests {
         let args = run(
             "lacuna run x.elf --memory 64M --resident 16M --vcpus 4 --seed 7 --quiet \
                         --pages-from file:/m --exit-on-missing --swap mem,latency=1ms --apf off \
-                        --thp always --append -v --json -",
+                        --thp always --dirty wp --delivery ring --append -v --json -",
         );
         assert_eq!(
             (args.image.as_str(), args.memory, args.vcpus),
@@ -369,6 +376,9 @@ mod tests {
         );
         assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
         assert_eq!((args.apf, args.thp), (Apf::Off, Some(Thp::Always)));
+        assert_eq!(args.needs_soft(), Some("--seed"));
+        assert_eq!(args.dirty.detection(), Detection::WriteProtect);
+        assert!(matches!(args.dirty.delivery(), Delivery::Ring { .. }));
         let file = Some(PagesFrom::File("/m".into()));
         assert_eq!((args.pages_from, args.exit_on_missing), (file, true));
         let swap = SwapSpec {

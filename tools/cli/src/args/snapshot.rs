@@ -1,6 +1,6 @@
 //! The options of `lacuna snapshot`.
 
-use super::{Backend, MemoryKind, Output, Patience, RunArgs, RunOn, SwapSpec, Thp};
+use super::{Backend, DirtyArgs, MemoryKind, Output, Patience, RunArgs, RunOn, SwapSpec, Thp};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::{Args, Subcommand};
@@ -98,6 +98,9 @@ pub struct RestoreArgs {
     /// As lacuna run --thp
     #[arg(long, value_enum, value_name = "never|madvise|always")]
     pub thp: Option<Thp>,
+    /// How the guest's writes are tracked
+    #[command(flatten)]
+    pub dirty: DirtyArgs,
     /// As lacuna run --control
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
@@ -121,6 +124,7 @@ impl RestoreArgs {
             resident: self.resident,
             swap: self.swap.clone(),
             thp: self.thp,
+            dirty: self.dirty,
             control: self.control.clone(),
             metrics: self.metrics,
             paused: self.paused,

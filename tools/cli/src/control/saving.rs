@@ -145,6 +145,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             path: plan.path.clone(),
             pages: saved.pages,
             rounds: saved.rounds.iter().map(|round| round.pages).collect(),
+            detected_by: guest.vm().detected_by().to_string(),
             downtime_us: saved.downtime.as_micros() as u64,
         })
     }

@@ -10,10 +10,7 @@ use lacuna_addr::{GfnRange, PageCount};
 use lacuna_machine::{
     Arch, Ending, Image, Machine, MemorySlots as _, PlatformDevices, Running, Vm as _,
 };
-use lacuna_soft::{
-    Apf, CpuModel, HugePages, LatencySetting, MemoryKind, RunSummary, Swap, Vcpu, Vm, VmBuilder,
-    VmConfig,
-};
+use lacuna_soft::{Apf, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig};
 use std::sync::{Arc, Mutex};
 
 pub const MIB: u64 = 1 << 20;

@@ -211,6 +211,40 @@ fn the_command_moves_a_guest() {
     assert_eq!(code, Some(4), "{json}");
 }
 
+/// A move and a snapshot of changes say what has detected the guest's writes: the vCPUs' logs, or
+/// the chosen write protection.
+#[test]
+fn writes_are_detected_as_chosen() {
+    for (options, by, logs) in [
+        ("", "page-modification logging", true),
+        ("--dirty wp --delivery ring", "write protection", false),
+    ] {
+        let folder = TempDir::new().unwrap();
+        let to = Destination::start(folder.path(), "tcp:127.0.0.1:0", "");
+        let guest = Guest::start(folder.path(), &format!("{ENDLESS} {options}"));
+        let mut client = guest.client();
+        let [first, second] = ["first", "second"].map(|name| folder.path().join(name));
+        let whole = json!({"command": "snapshot", "path": first, "track": true});
+        let changes = json!({"command": "snapshot", "path": second, "base": first});
+        let requests = [
+            (whole, "snapshot"),
+            (changes, "snapshot"),
+            (migrate(&to.address), "migrated"),
+        ];
+        for (request, name) in requests {
+            let answer = client.ask(request);
+            assert_eq!(answer[name]["detected_by"], by, "{answer}");
+        }
+        let (code, json) = guest.end();
+        let dirty = &json["last"]["dirty"];
+        assert_eq!((code, &dirty["detected_by"]), (0, &json!(by)), "{json}");
+        assert_eq!(dirty["vcpus"]["logged"].as_u64() > Some(0), logs, "{dirty}");
+        assert_eq!(dirty["delivery"], if logs { "bitmap" } else { "ring" });
+        assert_eq!(to.client().state("stop"), "ended");
+        assert_eq!(to.end().0, Some(4));
+    }
+}
+
 /// Waits until the guest of `guest` is on its way.
 fn is_moving(guest: &Guest) {
     let deadline = Instant::now() + LIMIT;
