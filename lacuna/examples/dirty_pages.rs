@@ -7,8 +7,8 @@
 
 use lacuna::dirty::{Logging, harvest, set_logging_everywhere};
 use lacuna::{
-    Builder, DirtyTracking, GuestMemory, Image, Machine, MemorySlots, PAGE_SIZE, PageCount,
-    PlatformDevices, Vm as _, soft,
+    Builder, GuestMemory, Image, Machine, MemorySlots, PAGE_SIZE, PageCount, PlatformDevices,
+    Vm as _, soft,
 };
 use std::error::Error;
 use std::sync::Arc;

@@ -57,17 +57,19 @@ macro_rules! each {
 }
 
 impl VmMmu {
-    /// As [`Mmu::new`], in the format of `arch`.
+    /// As [`Mmu::new`], in the format of `arch`. Writes are detected as by default.
     pub(crate) fn new(
         arch: Arch,
         host: Arc<Host>,
         qsbr: Arc<Qsbr>,
         tables: u32,
     ) -> Result<Self, MmuError> {
-        Ok(match arch {
+        let mmu = match arch {
             Arch::Arm64 => Self::Arm64(Mmu::new(host, qsbr, tables)?),
             _ => Self::Ept(Mmu::new(host, qsbr, tables)?),
-        })
+        };
+        mmu.set_detection(Detection::default());
+        Ok(mmu)
     }
 
     /// Takes the invalidations of the host's memory manager for regions in this VM's slots.

@@ -16,8 +16,8 @@ use lacuna_host::{
     Background, Host, HostError, LinuxBacking, MemoryKind, PageSource, SharedMemory, SourcePage,
 };
 use lacuna_machine::{
-    Apf, Arch, CpuModel, Delivery, Detection, HandlerRegion, InterruptLines, Kick, Layout,
-    LogReaders, VmConfig,
+    Apf, Arch, CpuModel, Delivery, HandlerRegion, InterruptLines, Kick, Layout, LogReaders,
+    VmConfig,
 };
 use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotFlags, SlotId};
@@ -158,7 +158,6 @@ impl Vm {
             Arc::clone(&qsbr),
             TABLES_MAX,
         )?;
-        mmu.set_detection(Detection::default());
         if config.delivery != Delivery::Bitmap {
             mmu.set_delivery(config.delivery)?;
         }

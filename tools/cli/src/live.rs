@@ -344,6 +344,18 @@ mod tests {
     use indicatif::InMemoryTerm;
     use std::time::Duration;
 
+    fn dirty() -> Dirty {
+        Dirty {
+            detected_by: "write protection".into(),
+            delivery: "ring".into(),
+            vcpus: Some(DirtyCounts {
+                logged: 0,
+                log_full: 0,
+                faults: 70,
+            }),
+        }
+    }
+
     fn sample() -> RunSample {
         let thread = |name: &str, kind: &str, counter, goal, rate| Thread {
             name: name.into(),
@@ -398,15 +410,7 @@ mod tests {
                     lost: 0,
                 },
             }),
-            dirty: Dirty {
-                detected_by: "write protection".into(),
-                delivery: "ring".into(),
-                vcpus: Some(DirtyCounts {
-                    logged: 0,
-                    log_full: 0,
-                    faults: 70,
-                }),
-            },
+            dirty: dirty(),
             pages: Some(Pages {
                 total: 524_288,
                 present: 65_536,

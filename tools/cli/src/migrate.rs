@@ -167,8 +167,8 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
     };
     format!(
         "moved     to {to} in {seconds:.1} s ({}): {} over the connections, {pages} pages with \
-         content in {} rounds by {detected_by}, {late} pages after the guest, {again} pages again; downtime \
-         {}{cuts}{ended}\n",
+         content in {} rounds by {detected_by}, {late} pages after the guest, {again} pages \
+         again; downtime {}{cuts}{ended}\n",
         words(*mode),
         Size(*bytes),
         rounds.len(),
@@ -292,8 +292,8 @@ mod tests {
         let text = summary(&migrated);
         let expected = "to tcp:h:1 in 0.2 s (hybrid): 4M over the connections, 900 pages with \
                         content in 3 rounds by write protection, 11 pages after the guest, 48 \
-                        pages again; downtime 1.5 ms; the connection was cut 2 times; it has ended there: interrupted \
-                        by SIGTERM\n";
+                        pages again; downtime 1.5 ms; the connection was cut 2 times; it has ended \
+                        there: interrupted by SIGTERM\n";
         assert!(text.ends_with(expected), "{text}");
     }
 }
