@@ -11,7 +11,7 @@ use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::paging::processes::serve;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
-use lacuna_lab::{apf, base, interrupt, migrate, paging, pml, postcopy, restore, thp};
+use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, restore, thp};
 use std::io;
 
 /// Measures what `args` choose and prints the results.
@@ -96,6 +96,7 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
                     Experiment::Restore => restore::run(&options, &mut report),
                     Experiment::Migrate => migrate::run(&options, &mut report),
                     Experiment::Base => base::run(&options, &mut report),
+                    Experiment::Letters => letters::run(&options, &mut report),
                 }
             })
     });

@@ -15,7 +15,8 @@
 //! * [`native`]: the cost of the host kernel's own page fault, to compare ours with.
 //! * [`interrupt`]: ends an experiment early.
 //! * [`experiment`]: the options and errors of all experiments. [`base`], [`apf`], [`apf::arm64`],
-//!   [`thp`], [`pml`], [`paging`], [`postcopy`], [`restore`], [`migrate`]: the experiments.
+//!   [`thp`], [`pml`], [`paging`], [`postcopy`], [`restore`], [`migrate`],
+//!   [`letters`]: the experiments.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
 //! * [`external`]: the same guest program natively and in other machines (QEMU).
 #![forbid(unsafe_code)]
@@ -31,6 +32,7 @@ mod fixture;
 mod guests;
 pub mod host_info;
 pub mod interrupt;
+pub mod letters;
 pub mod migrate;
 pub mod native;
 pub mod paging;

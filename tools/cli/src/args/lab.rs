@@ -9,7 +9,8 @@ use std::str::FromStr;
 #[derive(Clone, PartialEq, Eq, Debug, Default, Args)]
 #[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
-    /// Experiments (apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, base), or parts
+    /// Experiments (apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, letters, base),
+    /// or parts
     /// (pml.score). Without a name: a first look at each mechanism, in less than a minute
     pub experiments: Vec<Name>,
     /// All experiments that compare a mechanism with its absence: all but base (more than an hour)
@@ -110,7 +111,7 @@ impl FromStr for Name {
         };
         let experiment = Experiment::from_str(name, false).map_err(|_| {
             "no such experiment: choose apf, apf-arm64, thp, pml, paging, postcopy, restore, \
-             migrate or base"
+             migrate, letters or base"
                 .to_owned()
         })?;
         let known = |part: &str| {
@@ -148,6 +149,8 @@ pub enum Experiment {
     Restore,
     /// A running guest that moves to another VM: before, after and beside its memory
     Migrate,
+    /// The experiments of the talk and the series, at their published size. Only by name
+    Letters,
     /// The engine itself: memory overhead, a fault's time, instructions a second. Only by name
     Base,
 }
@@ -171,6 +174,7 @@ impl Experiment {
             Self::Apf => &["kvm", "source"],
             Self::Paging => &["crowd", "curve"],
             Self::Base => &["fault", "scaling"],
+            Self::Letters => lacuna_lab::letters::PARTS,
             Self::Migrate => &["qemu"],
             _ => &[],
         }
@@ -187,6 +191,7 @@ impl Experiment {
             Self::Restore => lacuna_lab::restore::PARTS,
             Self::Migrate => lacuna_lab::migrate::PARTS,
             Self::Base => lacuna_lab::base::PARTS,
+            Self::Letters => lacuna_lab::letters::PARTS,
         }
     }
 }
@@ -236,7 +241,8 @@ mod tests {
         let text = refused("lacuna lab pmk.page");
         assert!(
             text.contains(
-                "choose apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate or base"
+                "choose apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, letters or \
+                 base"
             ),
             "{text}"
         );

@@ -1,0 +1,279 @@
+//! The experiment of the KVM Forum talk of 2010: 4 vCPUs, 2 GiB of guest memory in a memory group
+//! of 512 MiB, 4 processes that count and 4 that touch random pages, for one minute. The guest's
+//! counters at the end are the result.
+
+use crate::experiment::{LabResult, Options};
+use crate::fixture::builder;
+use crate::report::{Progress, align};
+use crate::result::{Better, Measurement, Report};
+use crate::session::{image, on};
+use crate::stats::Summary;
+use lacuna::memory::{LatencySetting, Swap};
+use lacuna::soft::VmBuilder;
+use lacuna::{Apf, Arch, PageCount};
+use lacuna_guest::status::{Kind, Status};
+use serde_json::json;
+use std::thread::available_parallelism;
+use std::time::Duration;
+
+pub const ID: &str = "letters.talk.worker_ratio";
+/// Four runs, and one step for each.
+pub const STEPS: u64 = ORDER.len() as u64;
+
+const VCPUS: usize = 4;
+/// The runs, there and back, so that a slow change of the machine's speed falls on both arms.
+const ORDER: [Apf; 4] = [Apf::Off, Apf::On, Apf::On, Apf::Off];
+/// What the talk's workers counted, without and with async page faults.
+const PUBLISHED: [[u64; VCPUS]; 2] = [
+    [
+        30_619_912_622,
+        33_951_339_266,
+        31_577_780_093,
+        33_603_607_972,
+    ],
+    [
+        63_972_141_051,
+        65_149_033_299,
+        66_301_967_246,
+        63_423_000_989,
+    ],
+];
+/// As of `apf.worker_ratio`.
+const BAR: f64 = 1.95;
+/// The added time of a swap transfer: about a disk's.
+const LATENCY: Duration = Duration::from_millis(1);
+
+/// The longest time until all processes have begun.
+const PREPARE: Duration = Duration::from_secs(300);
+
+/// One minute of the guest.
+struct Run {
+    /// Steps of each worker.
+    workers: Vec<u64>,
+    /// Steps of all faulters: accessed pages.
+    faulters: u64,
+}
+
+impl Run {
+    fn total(&self) -> u64 {
+        self.workers.iter().sum()
+    }
+}
+
+/// Memory and resident memory in MiB, and the time.
+const fn size(options: &Options) -> (u64, u64, Duration) {
+    match options.quick {
+        false => (2048, 512, Duration::from_secs(60)),
+        true => (128, 32, Duration::from_secs(1)),
+    }
+}
+
+/// `letters.talk.worker_ratio`.
+pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+    let cores = available_parallelism().map_or(1, usize::from);
+    let (memory, resident, time) = size(options);
+    report.say(format!(
+        "letters.talk: {VCPUS} vCPUs, {memory} MiB of guest memory, {resident} MiB of it resident; \
+         {VCPUS} processes count and {VCPUS} touch random pages, half of them to write, for {} s \
+         a run. Each run has a VM of its own. Its guest is offered async page faults, or not. \
+         Different from the talk: our own guest kernel and processor, so the counters are lower; \
+         swap is a file whose transfers take {} ms more; the time begins when all memory has been \
+         touched.",
+        time.as_secs(),
+        LATENCY.as_millis(),
+    ));
+    let most = ceiling(cores);
+    if cores < VCPUS {
+        report.say(format!(
+            "{VCPUS} vCPUs share {cores} cores here. A vCPU that waits for a page leaves its core \
+             to another one, so workers without async page faults get more than half of the cores: \
+             the ratio is at most {most:.2}."
+        ));
+    }
+    let mut runs: [Vec<Run>; 2] = Default::default();
+    for apf in ORDER {
+        progress.step(format!(
+            "talk: async page faults {apf:?}, {} s",
+            time.as_secs()
+        ))?;
+        runs[usize::from(apf == Apf::On)].push(run(options, apf)?);
+    }
+    report.detail(table(&runs));
+    let ratios: Vec<f64> = runs[0]
+        .iter()
+        .zip(&runs[1])
+        .map(|(off, on)| on.total() as f64 / off.total() as f64)
+        .collect();
+    let counts = |runs: &[Run]| {
+        let run = |run: &Run| json!({"workers": run.workers, "faulters": run.faulters});
+        runs.iter().map(run).collect::<Vec<_>>()
+    };
+    let published = PUBLISHED.map(|arm| arm.iter().sum::<u64>() as f64);
+    let mut result = Measurement::new(ID, "x", Better::Higher, Summary::of(&ratios))
+        .reference(
+            published[1] / published[0],
+            "KVM Forum 2010, the sums of 4 workers",
+        )
+        .param("vcpus", VCPUS)
+        .param("cores", cores)
+        .param("ceiling", most)
+        .param("memory_mib", memory)
+        .param("resident_mib", resident)
+        .param("seconds", time.as_secs())
+        .arm("off", counts(&runs[0]))
+        .arm("on", counts(&runs[1]));
+    if cores >= VCPUS && !options.quick {
+        result = result.bar(BAR);
+    }
+    report.push(result);
+    Ok(())
+}
+
+fn run(options: &Options, apf: Apf) -> LabResult<Run> {
+    let (memory, resident, time) = size(options);
+    let [memory, resident] = [memory, resident].map(|mib| PageCount::from_bytes(mib << 20));
+    let builder = VmBuilder {
+        apf,
+        swap: Swap::File(options.swap_dir.clone()),
+        latency: LatencySetting::new(LATENCY),
+        command_line: format!(
+            "workers={VCPUS} faulters={VCPUS} populate=1 seconds=1000000 slice_us=4000 tick_us=1000"
+        ),
+        ..builder(memory, resident, VCPUS)
+    };
+    on(&builder, &image(Arch::X86_64, "bm")?, |session| {
+        let guest = &session.guest;
+        let counters = |status: &Status| {
+            let of = |kind| {
+                let threads = status.threads.iter();
+                let threads = threads.filter(move |thread| thread.kind == kind);
+                threads.map(|thread| thread.counter).collect::<Vec<_>>()
+            };
+            [Kind::Worker, Kind::Faulter].map(of)
+        };
+        // A process has its kind from its first instructions on.
+        guest.prepared()?;
+        let before = guest.run_until(PREPARE, |status| {
+            let counters = counters(status);
+            let all = counters.iter().all(|kind| kind.len() == VCPUS);
+            all.then_some(counters)
+        })?;
+        guest.run_for(time)?;
+        let after = counters(&guest.status()?);
+        let steps = |kind: usize| {
+            let pairs = after[kind].iter().zip(&before[kind]);
+            pairs.map(|(after, before)| after - before)
+        };
+        Ok(Run {
+            workers: steps(0).collect(),
+            faulters: steps(1).sum(),
+        })
+    })
+}
+
+/// The largest possible ratio where the vCPUs have `cores` cores. Without async page faults a
+/// worker has half of its vCPU's time, and nothing else of that vCPU needs a core.
+fn ceiling(cores: usize) -> f64 {
+    let busy = |vcpus: usize| vcpus.min(cores) as f64;
+    let all = 2_usize.pow(VCPUS as u32);
+    let without: f64 = (0..all).map(|who| busy(who.count_ones() as usize)).sum();
+    busy(VCPUS) * all as f64 / without
+}
+
+/// The talk's layout: each worker's counter and the sum, with the published ones.
+fn table(runs: &[Vec<Run>; 2]) -> String {
+    let grouped = |count: u64| {
+        let digits = count.to_string();
+        let parts: Vec<_> = digits
+            .as_bytes()
+            .rchunks(3)
+            .rev()
+            .map(String::from_utf8_lossy)
+            .collect();
+        parts.join(" ")
+    };
+    let header = [
+        "",
+        "talk, without",
+        "with",
+        "ours, without",
+        "with",
+        "without",
+        "with",
+    ];
+    let columns = [&runs[0][0], &runs[1][0], &runs[0][1], &runs[1][1]];
+    let mut rows = vec![header.map(str::to_owned)];
+    let mut row = |name: String, published: [u64; 2], ours: [u64; 4]| {
+        let [a, b] = published.map(grouped);
+        let [c, d, e, f] = ours.map(grouped);
+        rows.push([name, a, b, c, d, e, f]);
+    };
+    (0..VCPUS).for_each(|worker| {
+        row(
+            format!("worker {worker}"),
+            PUBLISHED.map(|arm| arm[worker]),
+            columns.map(|run| run.workers[worker]),
+        );
+    });
+    row(
+        "total".into(),
+        PUBLISHED.map(|arm| arm.iter().sum()),
+        columns.map(Run::total),
+    );
+    let faulters = columns.map(|run| grouped(run.faulters));
+    let [c, d, e, f] = faulters;
+    rows.push([
+        "pages touched".into(),
+        String::new(),
+        String::new(),
+        c,
+        d,
+        e,
+        f,
+    ]);
+    align(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture::needs_guests;
+    use crate::report::Verbosity;
+    use lacuna_skip::test;
+
+    #[test]
+    fn the_ceiling_depends_on_the_cores() {
+        assert_eq!(ceiling(4), 2.0);
+        assert_eq!(ceiling(16), 2.0);
+        assert!((ceiling(2) - 2.0 / 1.625).abs() < 1e-9);
+        assert!((ceiling(1) - 16.0 / 15.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn all_counters_are_in_the_table() {
+        needs_guests();
+        let options = Options {
+            quick: true,
+            arch: Arch::X86_64,
+            lacuna: Default::default(),
+            swap_dir: std::env::temp_dir(),
+            verbosity: Verbosity::Quiet,
+            parts: vec!["talk"],
+        };
+        let mut report = Report::new("lacuna lab");
+        super::super::run(&options, &mut report).expect("a run");
+        let table = &report.details[0];
+        assert!(table.contains("129 752 639 953"), "{table}");
+        let [result] = &report.results[..] else {
+            panic!("{:?}", report.results);
+        };
+        for arm in ["off", "on"] {
+            let runs = result.arms[arm].as_array().expect("runs");
+            for run in runs {
+                let workers = run["workers"].as_array().expect("counters");
+                assert_eq!(workers.len(), VCPUS);
+                assert!(run["faulters"].as_u64() > Some(0), "{run}");
+            }
+        }
+    }
+}
