@@ -14,6 +14,7 @@ use crate::stream::Incoming;
 use crate::transport::Link;
 use crate::{MemoryLayout, MigrateError, PageSet};
 use lacuna_sync::{Condvar, Mutex, MutexGuard, lock, lock_order};
+use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
@@ -25,7 +26,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// How long this side waits for a source after its guest has ended here, if the connection was cut.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// What a destination reports to its VMM meanwhile.
+/// What a destination reports to its VMM meanwhile. Its `Display` is one line for the user of the
+/// VMM.
 #[non_exhaustive]
 pub enum IncomingEvent<'a> {
     /// A connection that has announced no guest was refused.
@@ -42,6 +44,30 @@ pub enum IncomingEvent<'a> {
     Reconnected,
     /// The guest has ended. This side waits for so long until its source knows that.
     Lingers(Duration),
+}
+
+impl fmt::Display for IncomingEvent<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused { from, why } => write!(f, "refused {from}, and still waiting: {why}"),
+            Self::Cut(handle) if handle.is_awaited() => write!(
+                f,
+                "the connection was cut, and it is not known whether the source has handed the \
+                 guest over: it is paused here until the source connects again"
+            ),
+            Self::Cut(_) => write!(
+                f,
+                "the connection was cut: the guest runs here, and waits for its missing pages \
+                 until the source connects again"
+            ),
+            Self::Reconnected => write!(f, "the source of the guest has connected again"),
+            Self::Lingers(time) => write!(
+                f,
+                "the guest has ended; this side ends when its source knows that, and waits \
+                 {time:?} for another connection if there is none"
+            ),
+        }
+    }
 }
 
 /// The VMM's function for events. Any thread may call it.

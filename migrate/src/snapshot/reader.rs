@@ -115,7 +115,7 @@ impl Snapshot {
         &self.document.machine
     }
 
-    /// The names of the embedder's devices, and the versions of their states. The devices for a
+    /// The names of the VMM's devices, and the versions of their states. The devices for a
     /// restore must be the same, and accept these versions.
     pub fn devices(&self) -> BTreeMap<String, u32> {
         self.document.state.devices.versions()
@@ -127,7 +127,7 @@ impl Snapshot {
     }
 
     /// Puts memory and state into `vm`, a new VM without an image, and `devices`, new ones. Returns
-    /// the vCPUs, which continue where the saved ones were. The embedder's devices stay paused
+    /// the vCPUs, which continue where the saved ones were. The VMM's devices stay paused
     /// until the guest runs ([`PlatformDevices::resume`]). Calls `each` with the number of pages
     /// since the last call.
     ///
@@ -265,7 +265,15 @@ pub(super) fn checksums_of(folder: &dyn Folder) -> Result<u32, MigrateError> {
 
 impl Opened {
     fn open(folder: &dyn Folder) -> Result<Self, MigrateError> {
-        let (sums_path, sums) = read(folder, CHECKSUMS, CHECKSUMS_MAX)?;
+        let (sums_path, sums) = match read(folder, CHECKSUMS, CHECKSUMS_MAX) {
+            Err(MigrateError::Io { error, .. })
+                if error.kind() == io::ErrorKind::NotFound && open(folder, STATE).is_err() =>
+            {
+                let what = "find a snapshot there";
+                return Err(MigrateError::io(folder.path(), what)(error));
+            }
+            read => read?,
+        };
         let checksums = crc32fast::hash(&sums);
         let sums = String::from_utf8(sums)
             .map_err(|_| MigrateError::damaged(&sums_path, "it is no text"))?;

@@ -35,9 +35,10 @@ pub struct HostPort {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TlsFiles {
-    /// The authority whose certificates the other side may have.
+    /// The authorities whose certificates the other side may have.
     pub ca: PathBuf,
-    /// This side's certificate.
+    /// This side's certificate, and those between it and the authority. A destination's has the
+    /// name or the address by which its sources connect, as `subjectAltName`.
     pub cert: PathBuf,
     /// Its private key.
     pub key: PathBuf,

@@ -12,7 +12,7 @@ pub struct Tls(Infallible);
 impl Tls {
     /// Refuses the files.
     pub fn load(files: &TlsFiles) -> Result<Self, TlsError> {
-        let advice = "build lacuna-migrate with its feature tls";
+        let advice = "build the crate lacuna with its feature tls";
         Err(TlsError::of(
             &files.cert,
             &"this program has no TLS",

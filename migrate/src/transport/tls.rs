@@ -45,7 +45,15 @@ impl Tls {
         let advice = "give the private key of the certificate as a PEM file";
         let key = PrivateKeyDer::from_pem_slice(&read(&files.key, advice)?)
             .map_err(|error| TlsError::of(&files.key, &error, advice))?;
-        let of_key = |error: Error| TlsError::of(&files.key, &error, advice);
+        let of_key = |error: Error| match error {
+            Error::InvalidCertificate(why) => TlsError::of(
+                &files.cert,
+                &why,
+                "give a certificate of X.509 version 3, for the name or address of this host \
+                 (subjectAltName)",
+            ),
+            error => TlsError::of(&files.key, &error, advice),
+        };
         let client = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_protocol_versions(&[&TLS13])
             .map_err(of_key)?

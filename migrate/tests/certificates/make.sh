@@ -13,3 +13,6 @@ make() { # AUTHORITY NAME
 }
 make authority host
 make stranger other
+# A certificate of X.509 version 1, which has no names.
+openssl req -new -key host.key -subj "/CN=test host" |
+    openssl x509 -req -key host.key -days 36500 -out old.pem

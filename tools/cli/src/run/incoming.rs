@@ -102,20 +102,11 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
 /// Shows an event of the migration.
 fn report(event: IncomingEvent<'_>) {
     match event {
-        IncomingEvent::Refused { from, why } => complain(&format!(
-            "refused {from}, and still waiting: {}",
-            visible(&why.to_string())
-        )),
         IncomingEvent::Cut(handle) => {
             let undecided = undecided_at_destination(&handle.progress(RANGES_SHOWN));
             complain(&undecided.unwrap_or_default());
         }
-        IncomingEvent::Reconnected => complain("the source of the guest has connected again"),
-        IncomingEvent::Lingers(time) => complain(&format!(
-            "the guest has ended; this side ends when its source knows that, and waits {time:?} \
-             for another connection if there is none"
-        )),
-        _ => {}
+        event => complain(&visible(&event.to_string())),
     }
 }
 

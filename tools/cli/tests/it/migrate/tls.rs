@@ -124,6 +124,10 @@ fn a_wrong_certificate_is_refused() {
             options("authority", "host").replace("host.key", "host.pem"),
             "give the private key",
         ),
+        (
+            options("authority", "host").replace("host.pem", "old.pem"),
+            "give a certificate of X.509 version 3",
+        ),
         (options("missing", "host"), "missing.pem"),
     ] {
         let (code, errors) = migrate(&words);

@@ -334,7 +334,7 @@ pub const TABLE: &[Row] = &[
         Nothing,
         "$LACUNA snapshot restore none",
         2,
-        &["none/checksums: cannot open the file: No such file"],
+        &["none: cannot find a snapshot there: No such file"],
     ),
     (
         Nothing,
