@@ -85,7 +85,10 @@ pub enum KvmError {
     )]
     NoFeature(&'static str),
     /// KVM cannot run the guest's TSC at this frequency.
-    #[error("this KVM cannot run a TSC at {khz} kHz: leave the frequency to it (`tsc_khz: None`)")]
+    #[error(
+        "this KVM cannot run a TSC at {khz} kHz: leave the frequency to it (`tsc_khz: None`), or \
+         start a guest that will move here with the frequency `kvm::tsc_khz` of this host"
+    )]
     TscFrequency {
         /// The requested frequency.
         khz: u32,

@@ -80,6 +80,18 @@ impl ProcessorFeatures {
     }
 }
 
+/// A refused value in words. The VMM cannot change the value now: it chooses the processor of the
+/// guest when the guest starts.
+fn unsupported(field: &str, value: u64) -> String {
+    match field {
+        "tsc.khz" => format!(
+            "the guest's TSC runs at {value} kHz, and no TSC of this host does: start a guest that \
+             will move here with `CpuModel::Common` and the frequency `kvm::tsc_khz` of this host"
+        ),
+        _ => format!("{field}: this backend cannot take over {value:#x}"),
+    }
+}
+
 /// Why a state is not saved or not restored.
 #[derive(Debug, thiserror::Error, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -114,7 +126,7 @@ pub enum StateError {
         value: u64,
     },
     /// A valid value that this backend does not support.
-    #[error("{field}: this backend cannot take over {value:#x}")]
+    #[error("{}", unsupported(field, *value))]
     Unsupported {
         /// Which field.
         field: &'static str,
@@ -148,7 +160,7 @@ pub enum StateError {
         /// Its value.
         value: u64,
     },
-    /// A device of the embedder's.
+    /// A device of the VMM's.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// The hypervisor below refused.

@@ -2,6 +2,7 @@
 
 use lacuna::boot::Segment;
 use lacuna::device::Access;
+use lacuna::state::StateError;
 use lacuna::{
     Arch, BackendError, Builder, Device, Ending, ErrorKind, Gpa, HostClock, Image, Machine,
     PageCount, PlatformDevices, Vcpu as _, VcpuError, Vm, kvm, memory, soft,
@@ -17,10 +18,10 @@ use std::time::Duration;
 /// Longer than any run here takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-const SIZE: PageCount = PageCount::from_bytes(16 << 20);
+pub const SIZE: PageCount = PageCount::from_bytes(16 << 20);
 
 /// A guest of `code`.
-fn image(code: &[u8]) -> Image<'_> {
+pub fn image(code: &[u8]) -> Image<'_> {
     let start = Gpa::truncate(1 << 20);
     Image {
         arch: Arch::X86_64,
@@ -34,7 +35,7 @@ fn image(code: &[u8]) -> Image<'_> {
 }
 
 /// A guest that never ends: a jump to itself.
-const ENDLESS: &[u8] = &[0xeb, 0xfe];
+pub const ENDLESS: &[u8] = &[0xeb, 0xfe];
 
 fn a_panic_of_the_vmm_arrives<B: Builder + Send + 'static>(builder: B) {
     let (sender, receiver) = mpsc::channel();
@@ -265,5 +266,25 @@ fn a_device_over_memory_is_refused_before_the_guest_runs() {
     refuses_over_memory(seeded.run_seeded(&code, devices, &mut |_, _| ()));
     if kvm::available().is_ok() {
         refuses_over_memory(kvm::VmBuilder::new(SIZE, SIZE).start(&code, over_memory()));
+    }
+}
+
+/// A vCPU's state that the other backend does not take over: the message says what to do.
+#[test]
+fn a_refused_processor_is_named_with_a_remedy() {
+    for (field, value, remedy) in [
+        (
+            "features.pcid",
+            1 << 17,
+            "0x20000: start a guest that will move here with `CpuModel::",
+        ),
+        (
+            "tsc.khz",
+            1_000_000,
+            "1000000 kHz, and no TSC of this host does: start a guest that",
+        ),
+    ] {
+        let text = StateError::Unsupported { field, value }.to_string();
+        assert!(text.contains(remedy), "{text}");
     }
 }
