@@ -32,14 +32,14 @@
 //! | give the guest a disk, a network, a console, a balloon or entropy | [`virtio`] |
 //! | interrupt the guest | [`Vm::interrupts`], [`interrupt`] |
 //! | read and write guest memory | [`GuestMemory`]; by rust-vmm's traits: [`vm_memory`] |
-//! | add, move or remove memory while the guest runs | [`MemorySlots`], [`memory`] |
+//! | add, move or remove memory; share it with another process | [`MemorySlots`]; [`memory`] |
 //! | learn which pages the guest has written | [`LogReader`], [`dirty`] |
 //! | read or export the counters | [`Vm::metrics`] |
 //! | hold all vCPUs for a while | [`Running::pause`] |
 //! | start a guest whose memory is elsewhere | a page [`source`], [`MissingMemory`] |
 //! | make vCPUs return to the VMM; end the guest | [`Kick`]; [`Running::stop`] |
 //! | save a vCPU, and restore it here or elsewhere | [`SaveRestore`], [`state`] |
-//! | save a whole guest, or move it to another process | [`migrate`] |
+//! | save a guest; move it to another process, or the other backend | [`migrate`]; [`CpuModel`] |
 //!
 //! # Threads
 //! A vCPU belongs to one thread at a time, which calls its functions. Any other thread, and any

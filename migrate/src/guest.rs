@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 /// A paused guest, with no vCPU in the middle of an instruction, and its state. The guest resumes
 /// when this is dropped.
 ///
-/// A pause holds the vCPUs and the devices ([`lacuna_machine::Device::pause`]). The VMM itself must
-/// hold its other threads that write guest memory: while the guest is paused, a page that they
-/// write may have been copied already.
+/// A pause holds the vCPUs and the devices ([`Device::pause`](lacuna_machine::Device::pause)). The
+/// VMM itself must hold its other threads that write guest memory: while the guest is paused, a
+/// page that they write may have been copied already.
 pub struct PausedGuest<'a, V: Vm> {
     state: MachineState,
     since: Instant,

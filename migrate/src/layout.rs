@@ -103,7 +103,8 @@ impl MemoryLayout {
         Ok(())
     }
 
-    /// The number of the page `index` of slot `id`, as [`lacuna_machine::harvest`] names it.
+    /// The number of the page `index` of slot `id`, as [`harvest`](lacuna_machine::harvest) names
+    /// it.
     pub fn number(&self, id: SlotId, index: usize) -> Option<SourcePage> {
         let mut first = 0;
         for slot in &self.slots {

@@ -18,7 +18,7 @@ pub struct MachineConfig {
     pub arch: Arch,
     /// The number of vCPUs.
     pub vcpus: usize,
-    /// Memory of the boot layout in bytes ([`lacuna_machine::VmConfig::memory`]).
+    /// Memory of the boot layout in bytes ([`VmConfig::memory`](lacuna_machine::VmConfig::memory)).
     pub memory: u64,
     /// Whether the guest was offered asynchronous page faults.
     pub apf: Apf,
@@ -29,7 +29,7 @@ pub struct MachineConfig {
 }
 
 /// The longest JSON form of a [`MachineState`]: a vCPU's state has up to 30 KiB, and a byte of an
-/// embedder's device has two digits.
+/// VMM's device has two digits.
 pub(crate) const JSON_MAX: usize = (16 << 20) + 2 * DevicesState::BYTES_MAX;
 
 /// The state of a machine, without its memory.
@@ -144,7 +144,7 @@ pub(crate) fn save_state<V: Vm>(
     })
 }
 
-/// Puts a VM that has its memory into a state. The embedder's devices stay paused until the guest
+/// Puts a VM that has its memory into a state. The VMM's devices stay paused until the guest
 /// runs.
 pub(crate) fn restore_state<V: Vm>(
     vm: &V,

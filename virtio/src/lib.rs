@@ -2,23 +2,7 @@
 //!
 //! A device is an [`Mmio`]: the registers of virtio-mmio (virtio 1.2, 4.2) before one of [`Rng`],
 //! [`Block`], [`Console`], [`Net`] and [`Balloon`], or before a [`VirtioDevice`] of the VMM's own.
-//! The VMM makes the VM first, because the device uses its memory and one of its interrupt lines:
-//!
-//! ```
-//! use lacuna_addr::{Gpa, PageCount};
-//! use lacuna_machine::{Builder, PlatformDevices, Vm};
-//! use lacuna_virtio::{Mmio, Rng};
-//! use std::sync::Arc;
-//!
-//! let size = PageCount::from_bytes(16 << 20);
-//! let vm = lacuna_soft::VmBuilder::new(size, size).build()?;
-//! let rng = Arc::new(Mmio::new(&vm, vm.interrupts().line(5)?, Rng)?);
-//! let devices = PlatformDevices::new(|line: &str| println!("{line}"));
-//! let at = Gpa::new(0xd000_0000).ok_or("below 2^48")?;
-//! devices.add_mmio("rng0", at, Mmio::<Rng>::BYTES, rng)?;
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
-//! A Linux guest finds the device with `virtio_mmio.device=0x200@0xd0000000:5` on its command line.
+//! The module `virtio` of the crate `lacuna` has an example.
 //!
 //! # Threads
 //! ```text

@@ -38,7 +38,8 @@ pub trait DirtyTracking {
     /// [`DirtyError`]; no dirty bit is lost then.
     fn get_dirty(&self, id: SlotId, out: &mut [u64]) -> Result<(), DirtyError>;
 
-    /// Marks pages again that [`DirtyTracking::get_dirty`] has taken but the caller could not use.
+    /// Marks pages as written: those that [`DirtyTracking::get_dirty`] has taken but the caller
+    /// could not use, and those that another process has written in a shared memory file.
     ///
     /// # Errors
     /// As [`DirtyTracking::get_dirty`]; no page is marked then.

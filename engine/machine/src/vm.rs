@@ -47,7 +47,8 @@ pub enum CpuModel {
     /// A processor common to all backends: long mode and integer instructions, no FPU. The state of
     /// such a vCPU can move between backends.
     Common {
-        /// Frequency of the TSC; `None` for the backend's own.
+        /// Frequency of the TSC; `None` for the backend's own. A guest keeps it when it moves, and
+        /// KVM without TSC scaling has only the host's: `kvm::tsc_khz` at the destination.
         tsc_khz: Option<u32>,
     },
 }
@@ -147,6 +148,14 @@ impl VmStats {
 
 /// A file with a VM's memory. A process that gets the descriptor maps the guest's memory, as a
 /// vhost-user device does.
+///
+/// * No log of writes has the writes of that process, so a snapshot or a migration may lack them.
+///   The VMM reports their pages by [`DirtyTracking::put_back_dirty`], the last ones before
+///   [`Device::pause`](crate::Device::pause) of its device returns. It is refused where no copy is
+///   made that could lack them (`DirtyError::NotLogging`).
+/// * With a page source, a missing page is a hole in the file. If that process writes the page
+///   first, the file's content counts, and not the source's. [`GuestMemory::read`] of a byte of the
+///   page returns when it has arrived.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedFile<'a> {
     /// The file.
@@ -307,6 +316,9 @@ impl<V> fmt::Debug for RunEnd<V> {
 
 /// Describes a VM. [`Builder::build`] makes the VM alone; [`Builder::start`] also runs an image in
 /// it.
+///
+/// The fields of a builder are its backend's. A VMM generic over the backends gets a function that
+/// makes the builder.
 pub trait Builder {
     /// The type of the VM.
     type Vm: Vm;

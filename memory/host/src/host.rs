@@ -38,7 +38,7 @@ pub struct HostConfig {
     pub clock: Arc<dyn Clock>,
 }
 
-/// The host memory manager: see the crate's documentation.
+/// The host memory manager: it has the memory of one VM or of several, and reclaims and swaps it.
 pub struct Host {
     pub(crate) core: Arc<Core>,
     pub(crate) io: Executor,

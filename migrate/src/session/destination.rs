@@ -113,7 +113,7 @@ impl Arrival<'_> {
         &self.machine
     }
 
-    /// The names of the embedder's devices at the source, and the versions of their states. The
+    /// The names of the VMM's devices at the source, and the versions of their states. The
     /// devices for [`Arrival::receive`] must be the same, and accept these versions.
     pub fn devices(&self) -> &BTreeMap<String, u32> {
         &self.devices
@@ -227,8 +227,9 @@ impl Arrival<'_> {
         }
     }
 
-    /// Takes the guest into the VM and the devices of `machine`, and runs it to its end, while its
-    /// remaining pages arrive. Calls `beside` as soon as it runs here. `each` as in
+    /// Takes the guest into the VM and the devices of `machine`, and runs it to its end. Calls
+    /// `beside` on this thread as soon as the guest runs here, while another thread takes its
+    /// remaining pages: a VMM's loop over a [`Running`] may be `beside`. `each` as in
     /// [`Arrival::receive`].
     ///
     /// # Errors

@@ -36,9 +36,9 @@ pub struct Saved {
 /// Saves `guest` as a new snapshot at `to`. The guest runs meanwhile, except for `downtime` of
 /// the result at the end, and resumes afterwards. If it fails, nothing is left at `to`.
 ///
-/// Writes are logged meanwhile ([`lacuna_machine::LogReader`]). A VMM that uses the log itself
-/// leaves it on and does not harvest it meanwhile. Afterwards it finds there all written pages,
-/// unless its VM delivers by rings alone.
+/// Writes are logged meanwhile ([`LogReader`](lacuna_machine::LogReader)). A VMM that uses the log
+/// itself leaves it on and does not harvest it meanwhile. Afterwards it finds there all written
+/// pages, unless its VM delivers by rings alone.
 ///
 /// A missing page is requested. If its source cannot provide it, the page is lost, as after a
 /// vCPU's access.

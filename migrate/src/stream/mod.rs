@@ -95,7 +95,7 @@ struct Hello {
     /// [`Role::Pages`].
     streams: u32,
     machine: MachineConfig,
-    /// The embedder's devices by their names, and the versions of their states.
+    /// The VMM's devices by their names, and the versions of their states.
     devices: BTreeMap<String, u32>,
     /// What the guest sees of its processor.
     processor: ProcessorFeatures,

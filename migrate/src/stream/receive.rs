@@ -30,7 +30,7 @@ pub struct Incoming {
     /// Connections that take pages before the guest arrives.
     streams: u32,
     machine: MachineConfig,
-    /// The embedder's devices at the source, and the versions of their states.
+    /// The VMM's devices at the source, and the versions of their states.
     devices: BTreeMap<String, u32>,
     processor: ProcessorFeatures,
     /// `None`: all memory arrives before the guest. Dropped, it fails requests of the VM.
@@ -100,7 +100,7 @@ impl Incoming {
         &self.machine
     }
 
-    /// The names of the embedder's devices at the source, and the versions of their states. The
+    /// The names of the VMM's devices at the source, and the versions of their states. The
     /// devices for [`Incoming::receive`] must be the same, and accept these versions.
     pub fn devices(&self) -> &BTreeMap<String, u32> {
         &self.devices
@@ -123,7 +123,7 @@ impl Incoming {
     }
 
     /// Takes memory and state into `vm`, a new VM without an image, and `devices`, new ones. The
-    /// embedder's devices stay paused until the guest runs ([`PlatformDevices::resume`]). Calls
+    /// VMM's devices stay paused until the guest runs ([`PlatformDevices::resume`]). Calls
     /// `each` with the number of pages since the last call. `connections` accepted this migration's
     /// first connection.
     ///

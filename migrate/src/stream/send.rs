@@ -92,9 +92,10 @@ impl From<Mode> for Plan {
 
 /// Moves `guest` to the other side of `connections`. It runs meanwhile, except for the end.
 ///
-/// Writes are logged meanwhile ([`lacuna_machine::DirtyTracking`]), except in [`Mode::PostCopy`]. A
-/// VMM that uses the log itself leaves it on and does not harvest it meanwhile. If the guest
-/// resumes here, the VMM finds there all written pages, unless its VM delivers by rings alone.
+/// Writes are logged meanwhile ([`DirtyTracking`](lacuna_machine::DirtyTracking)), except in
+/// [`Mode::PostCopy`]. A VMM that uses the log itself leaves it on and does not harvest it
+/// meanwhile. If the guest resumes here, the VMM finds there all written pages, unless its VM
+/// delivers by rings alone.
 ///
 /// `progress` can end the rounds ([`Stop::Pause`](crate::Stop::Pause)). It can cancel the migration
 /// before the destination may run the guest. The first call with round 0 is the last chance. After
