@@ -4,3 +4,4 @@ mod examples;
 mod run;
 mod shared;
 mod vm_memory;
+mod vmm;
