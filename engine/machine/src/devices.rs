@@ -1,4 +1,4 @@
-//! The devices of a guest: the devices of every guest, and an embedder's own.
+//! The devices of a guest: the devices of every guest, and a VMM's own.
 
 mod device;
 mod error;
@@ -60,7 +60,7 @@ pub enum Ending {
     Reset,
     /// A vCPU could not continue.
     Failed(VcpuError),
-    /// A device of the embedder's has failed.
+    /// A device of the VMM's has failed.
     Device(DeviceError),
     /// The VMM stopped the run.
     Stopped,
@@ -113,7 +113,7 @@ pub struct PlatformDevices {
     serial: Mutex<Uart, lock_order::Serial>,
     status: AtomicU64,
     ending: Mutex<Option<Ending>, lock_order::PlatformEnding>,
-    /// The embedder's.
+    /// The VMM's.
     embedded: Devices,
 }
 
@@ -260,7 +260,7 @@ impl PlatformDevices {
         value.unwrap_or(u64::MAX) & by.0.ones()
     }
 
-    /// An access to a device of the embedder's. `None`: there is none, or it has panicked.
+    /// An access to a device of the VMM's. `None`: there is none, or it has panicked.
     fn access<T>(
         &self,
         (bus, at): (Bus, u64),

@@ -9,7 +9,7 @@
 //! * [`Image`], [`Boot`], [`boot::arm64::Boot`]: an ELF64 kernel with the PVH note, or Linux's
 //!   arm64 `Image`, becomes a plan of writes and an entry state.
 //! * [`PlatformDevices`]: the devices of every guest (serial line, exit code, status page), and an
-//!   embedder's [`Device`]s. [`Interrupts`]: their interrupt [`Line`]s and messages.
+//!   VMM's [`Device`]s. [`Interrupts`]: their interrupt [`Line`]s and messages.
 //! * [`Machine`], [`Running`]: a VM with its devices and a thread for each vCPU.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!

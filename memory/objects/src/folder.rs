@@ -156,7 +156,7 @@ fn s3(url: &str, options: Options) -> Result<object_store::aws::AmazonS3, object
         retry_timeout: options.patience,
         ..Default::default()
     };
-    // `reqwest` takes the provider of the process. One that the embedder has installed stays.
+    // `reqwest` takes the provider of the process. One that the program has installed stays.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let builder = object_store::aws::AmazonS3Builder::from_env();
     builder.with_url(url).with_retry(retries).build()

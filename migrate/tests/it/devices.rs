@@ -1,4 +1,4 @@
-//! An embedder's devices in snapshots and migrations.
+//! A VMM's devices in snapshots and migrations.
 
 use crate::snapshots::common::{WithSource as _, kvm, kvm_tsc, soft, start};
 use lacuna_addr::Gpa;

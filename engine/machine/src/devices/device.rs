@@ -1,4 +1,4 @@
-//! A device of an embedder: its interface.
+//! A device of a VMM: its interface.
 
 use crate::{Ending, Width};
 use serde::{Deserialize, Serialize};
@@ -15,7 +15,7 @@ pub struct Access {
     pub vcpu: usize,
 }
 
-/// A device of an embedder's own. A device without a state and without threads has
+/// A device of a VMM's own. A device without a state and without threads has
 /// [`Device::read`] and [`Device::write`] alone.
 ///
 /// ```text

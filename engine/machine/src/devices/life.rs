@@ -1,4 +1,4 @@
-//! The life of an embedder's devices: added, paused, restored, reset, removed.
+//! The life of a VMM's devices: added, paused, restored, reset, removed.
 
 use super::reserved::{controllers, overlap, own};
 use super::table::{Bus, Entry};
@@ -90,7 +90,7 @@ impl PlatformDevices {
         self.embedded.remove(name)
     }
 
-    /// Pauses the embedder's devices until the value is dropped. No vCPU runs meanwhile, so the
+    /// Pauses the VMM's devices until the value is dropped. No vCPU runs meanwhile, so the
     /// caller has a [`Paused`](crate::Paused), and keeps it longer than this value.
     ///
     /// # Errors
@@ -150,7 +150,7 @@ impl PlatformDevices {
     }
 }
 
-/// Paused devices of an embedder. When this value is dropped, they are resumed, unless the run has
+/// Paused devices of a VMM. When this value is dropped, they are resumed, unless the run has
 /// an ending.
 pub struct PausedDevices<'a> {
     pub(super) devices: &'a PlatformDevices,

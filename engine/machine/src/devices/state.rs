@@ -23,16 +23,16 @@ pub struct DevicesState {
     pub line: Vec<u8>,
     /// Registers of the serial line.
     pub serial: SerialRegisters,
-    /// The embedder's devices by their names.
+    /// The VMM's devices by their names.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub devices: BTreeMap<String, DeviceState>,
 }
 
 impl DevicesState {
-    /// The most bytes that an embedder's devices may have together.
+    /// The most bytes that a VMM's devices may have together.
     pub const BYTES_MAX: usize = 16 << 20;
 
-    /// The embedder's devices, and the versions of their states.
+    /// The VMM's devices, and the versions of their states.
     pub fn versions(&self) -> BTreeMap<String, u32> {
         let devices = self.devices.iter();
         devices
@@ -92,7 +92,7 @@ impl PlatformDevices {
         }
     }
 
-    /// The embedder's devices, and the versions of the states that they save.
+    /// The VMM's devices, and the versions of the states that they save.
     ///
     /// # Errors
     /// [`DeviceError::Panicked`]. The run has this ending then; kick vCPUs that run.
@@ -106,7 +106,7 @@ impl PlatformDevices {
         Ok(versions)
     }
 
-    /// Checks that the embedder's devices are the saved ones, and accept the versions of their
+    /// Checks that the VMM's devices are the saved ones, and accept the versions of their
     /// states.
     ///
     /// # Errors
@@ -132,11 +132,11 @@ impl PlatformDevices {
     }
 
     /// Puts the devices into `state`. No vCPU runs, and the VM has its memory, its shared state and
-    /// the states of its vCPUs. The embedder's devices are paused first, and stay paused until
+    /// the states of its vCPUs. The VMM's devices are paused first, and stay paused until
     /// [`PlatformDevices::resume`].
     ///
     /// # Errors
-    /// [`StateError`]. If it is not due to a device of the embedder's, nothing has changed then.
+    /// [`StateError`]. If it is not due to a device of the VMM's, nothing has changed then.
     pub fn restore(&self, state: &DevicesState) -> Result<(), StateError> {
         let status = match state.status_page {
             None => NO_STATUS,

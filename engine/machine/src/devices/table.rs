@@ -1,4 +1,4 @@
-//! An embedder's devices: which one has an address, and how many threads are in its code.
+//! A VMM's devices: which one has an address, and how many threads are in its code.
 //!
 //! ```text
 //! access                               remove

@@ -220,7 +220,7 @@ fn an_x86_guest_has_none_of_these_devices() {
 }
 
 #[test]
-fn a_device_of_the_embedder_lies_beside_those_of_the_guest() {
+fn a_device_of_the_vmm_lies_beside_those_of_the_guest() {
     let devices = PlatformDevices::of(Arch::Arm64, |_: &str| ());
     let add = |start: Gpa, bytes| {
         devices.add_mmio(

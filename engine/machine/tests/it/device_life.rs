@@ -1,4 +1,4 @@
-//! The life of an embedder's devices.
+//! The life of a VMM's devices.
 
 use crate::devices::Kicks;
 use lacuna_addr::Gpa;

@@ -1,4 +1,4 @@
-//! An embedder's devices.
+//! A VMM's devices.
 
 use lacuna_addr::{Gfn, GfnRange, Gpa, PageCount};
 use lacuna_machine::{
