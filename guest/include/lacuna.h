@@ -81,6 +81,11 @@ int lacuna_apf_enable(void);   /* async page faults on this processor: 0, or -1 
 void lacuna_apf_disable(void); /* threads that wait for a page here try again */
 int lacuna_cpu_offline(void);  /* moves all threads here, the caller too, to CPU 0; -1 on CPU 0 */
 
+/* ---- the disk and the balloon; abi.h has their operations. 0, or -1: refused, or an error ---- */
+uint64_t lacuna_disk_sectors(void); /* of 512 bytes; 0: there is no disk */
+int lacuna_disk(uint64_t operation, uint64_t sector, void *arena, uint64_t bytes);
+int lacuna_balloon(uint64_t operation, void *arena_page);
+
 /* ---- small helpers ---- */
 
 /* A bijection that scatters all bits (the finaliser of splitmix64). */

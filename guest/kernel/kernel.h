@@ -168,6 +168,13 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
 void thread_exit(struct thread *t, u32 status_code);
 void thread_wait(struct cpu *c);
 
+/* ---- virtio.c: a disk and a balloon ---- */
+void virtio_init(void);
+void virtio_interrupt(struct cpu *c);
+/* The system calls of these numbers. If `*waits`, the thread gets its result later. */
+u64 virtio_disk(struct cpu *c, const u64 args[4], bool *waits);
+u64 virtio_balloon(struct cpu *c, const u64 args[4], bool *waits);
+
 /* ---- syscall.c ---- */
 void syscall(struct cpu *c, struct thread *t);
 

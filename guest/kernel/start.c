@@ -47,6 +47,7 @@ static void start_cpus(u32 all) {
     info->tsc_khz = clock_khz;
     sched_init(boot_param("tick_us", 1000), boot_param("slice_us", 4000));
     start_other_cpus();
+    virtio_init();
 }
 
 /* start: what the loader passes. */

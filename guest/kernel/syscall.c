@@ -77,6 +77,17 @@ static u64 privileged(struct thread *t, u64 number, const u64 args[4]) {
     }
 }
 
+/* A confined thread may end at any time, so it makes no requests. */
+static void sys_virtio(struct cpu *c, struct thread *t, u64 number, const u64 args[4]) {
+    bool waits = false;
+    u64 result = FAIL;
+    if (!t->kill_at)
+        result = number == LACUNA_SYS_DISK ? virtio_disk(c, args, &waits)
+                                           : virtio_balloon(c, args, &waits);
+    if (!waits)
+        frame_set_result(&t->frame, result);
+}
+
 static void sys_sleep(struct cpu *c, struct thread *t, u64 ns) {
     u64 at = clock_after(ns);
     if (t->kill_at && at > t->kill_at)
@@ -125,6 +136,8 @@ void syscall(struct cpu *c, struct thread *t) {
     case LACUNA_SYS_APF_ENABLE:
     case LACUNA_SYS_APF_DISABLE: frame_set_result(f, privileged(t, number, args)); break;
     case LACUNA_SYS_CPU_OFFLINE: sys_cpu_offline(c, t); break;
+    case LACUNA_SYS_DISK:
+    case LACUNA_SYS_BALLOON: sys_virtio(c, t, number, args); break;
     default: frame_set_result(f, processor_call(t, number, args[0])); break;
     }
 }

@@ -1,6 +1,7 @@
 //! The AArch64 images. They are committed; `cargo xtask guest` builds them from their sources.
 
-use crate::catalog::{self, Image, Param, param};
+use crate::image::{Image, Param, param};
+use crate::x86;
 
 /// Parameters that the AArch64 kernel reads, for every workload.
 pub(crate) const KERNEL_PARAMS: &[Param] = &[
@@ -44,6 +45,7 @@ pub(crate) const KERNEL_PARAMS: &[Param] = &[
         "1",
         "0: the arena is mapped accessed and dirty, even where hardware updates both",
     ),
+    x86::VIRTIO,
     param("tick_us", "1000", "timer tick, microseconds"),
     param("slice_us", "4000", "time slice, microseconds"),
 ];
@@ -51,9 +53,9 @@ pub(crate) const KERNEL_PARAMS: &[Param] = &[
 /// The x86-64 image of that name: the purpose and parameters are the same.
 const fn same_as_x86(name: &str) -> &'static Image {
     let mut i = 0;
-    while i < catalog::IMAGES.len() {
-        if equal(catalog::IMAGES[i].name.as_bytes(), name.as_bytes()) {
-            return &catalog::IMAGES[i];
+    while i < x86::IMAGES.len() {
+        if equal(x86::IMAGES[i].name.as_bytes(), name.as_bytes()) {
+            return &x86::IMAGES[i];
         }
         i += 1;
     }
@@ -90,6 +92,7 @@ pub(crate) static IMAGES: &[Image] = &[
     image!("zipf"),
     image!("churn"),
     image!("paced"),
+    image!("diskbusy"),
     image!("gaps"),
     image!("reads"),
     image!(

@@ -19,9 +19,13 @@
 
 mod arm64;
 mod catalog;
+mod image;
 pub mod status;
+mod x86;
 
-pub use catalog::{Arch, Image, KERNEL_PARAMS, Param, image, images, is_known, unavailable};
+pub use catalog::{Arch, image, images, is_known, unavailable};
+pub use image::{Image, Param};
+pub use x86::KERNEL_PARAMS;
 
 /// The `compatible` of the device-tree node with the host's two registers, on AArch64.
 pub const HOST_COMPATIBLE: &str = "lacuna,host";

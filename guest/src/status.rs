@@ -41,6 +41,7 @@ pub const PAUSED_AT: usize = 48;
 /// workload `churn`, 1 + how many of 65536 transactions go to the cold rest of its heap. At the
 /// highest value, `u32::MAX`, each transaction writes to all pages of its process. With `gate=1`,
 /// `touch`, `verify` and `zipf` wait until it is set. For `zipf` it is then the accesses' seed.
+/// `diskbusy` ends.
 pub const SETTING_AT: usize = 52;
 /// Offset of the first entry.
 pub const ENTRIES_AT: usize = 64;

@@ -103,4 +103,16 @@ int lacuna_apf_enable(void) { return (int)call(LACUNA_SYS_APF_ENABLE, 0, 0, 0, 0
 void lacuna_apf_disable(void) { call(LACUNA_SYS_APF_DISABLE, 0, 0, 0, 0); }
 int lacuna_cpu_offline(void) { return (int)call(LACUNA_SYS_CPU_OFFLINE, 0, 0, 0, 0); }
 
+uint64_t lacuna_disk_sectors(void) {
+    return call(LACUNA_SYS_DISK, LACUNA_DISK_SECTORS, 0, 0, 0);
+}
+
+int lacuna_disk(uint64_t operation, uint64_t sector, void *arena, uint64_t bytes) {
+    return (int)call(LACUNA_SYS_DISK, operation, sector, (uint64_t)arena, bytes);
+}
+
+int lacuna_balloon(uint64_t operation, void *arena_page) {
+    return (int)call(LACUNA_SYS_BALLOON, operation, (uint64_t)arena_page, 0, 0);
+}
+
 void lacuna_kernel_call(void (*fn)(void)) { call(LACUNA_SYS_KCALL, (uint64_t)fn, 0, 0, 0); }

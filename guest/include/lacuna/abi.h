@@ -78,6 +78,21 @@
 #define LACUNA_SYS_APF_DISABLE 16 /* () -> 0; threads that wait for a page here try again */
 #define LACUNA_SYS_CPU_OFFLINE 17 /* () -> 0: its threads go to CPU 0; -1 on CPU 0 itself */
 #define LACUNA_SYS_HYPERCALL 18 /* arm64: (u64 x[4]): SMCCC by HVC; results in x -> 0 or -1 */
+#define LACUNA_SYS_DISK 19    /* (operation, sector, arena address, bytes) -> 0 or -1; SECTORS: n */
+#define LACUNA_SYS_BALLOON 20 /* (operation, arena page; ACTUAL: pages) -> 0 or -1; TARGET: pages */
+
+/* Operations of the disk; the first three are virtio's. A buffer lies inside of a page. */
+#define LACUNA_DISK_READ 0
+#define LACUNA_DISK_WRITE 1
+#define LACUNA_DISK_FLUSH 4
+#define LACUNA_DISK_SECTORS 5 /* how many of 512 bytes the disk has; 0: there is no disk */
+
+/* Operations of the balloon; the first three are the numbers of their queues. */
+#define LACUNA_BALLOON_INFLATE 0 /* the host takes the page */
+#define LACUNA_BALLOON_DEFLATE 1 /* the page is zero, or unchanged, and the program's again */
+#define LACUNA_BALLOON_REPORT 4  /* the page is free: zero or unchanged at its next use */
+#define LACUNA_BALLOON_TARGET 5  /* the pages that the host wants in the balloon */
+#define LACUNA_BALLOON_ACTUAL 6  /* tells the host the pages in the balloon */
 
 /* Exit statuses that the kernel itself gives. */
 #define LACUNA_EXIT_TIMEOUT 124 /* a confined thread outlived its time */

@@ -127,6 +127,7 @@ struct machine {
     const char *cmdline;
 };
 extern struct machine machine;
+u64 map_device(u64 pa, u64 bytes); /* the virtual address of device memory, or 0 */
 
 /* ---- host.c: firmware and the host's devices ---- */
 struct smccc {
@@ -180,6 +181,7 @@ extern u32 apf_ready_interrupt; /* 0: page-ready is no interrupt */
 void interrupts_init(void);
 void interrupt_enable(struct cpu *c, u32 vector); /* a private one of this processor */
 void interrupt_send(u32 hardware_id, u32 vector);
+void interrupt_route(u32 line); /* of a device, while it is high, to the first processor */
 void timer_set(u64 at); /* NEVER stops it */
 
 extern u64 clock_khz;

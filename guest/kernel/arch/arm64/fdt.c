@@ -73,7 +73,7 @@ static void map_kernel(u64 from, u64 to, u64 type) {
     tables_changed();
 }
 
-static u64 map_device(u64 pa, u64 bytes) {
+u64 map_device(u64 pa, u64 bytes) {
     if (pa + bytes > 512ull << GIB_SHIFT)
         return 0;
     map_kernel(pa, pa + bytes, PTE_DEVICE | PTE_PXN);

@@ -7,6 +7,11 @@
 #define CTLR_GROUP1 (1u << 1)
 #define CTLR_PENDING (1u << 31)
 
+#define GICD_IGROUPR 0x0080
+#define GICD_ISENABLER 0x0100
+#define GICD_IPRIORITYR 0x0400
+#define GICD_IROUTER 0x6000
+
 /* Redistributor: a frame of control, then one of private interrupts, 64 KiB each */
 #define GICR_TYPER 0x0008
 #define GICR_WAKER 0x0014
@@ -84,6 +89,17 @@ static void redistributor_init(struct cpu *c) {
     interrupt_enable(c, VEC_RESCHED);
     interrupt_enable(c, VEC_APF);
     interrupt_enable(c, machine.timer_interrupt);
+}
+
+/* Lines are level-triggered after a reset (GICD_ICFGR). */
+void interrupt_route(u32 line) {
+    u64 at = machine.distributor, word = line / 32 * 4;
+    u32 bit = 1u << line % 32;
+    write32(at + GICD_IGROUPR + word, read32(at + GICD_IGROUPR + word) | bit);
+    write8(at + GICD_IPRIORITYR + line, PRIORITY);
+    write32(at + GICD_IROUTER + 8 * line, (u32)machine.ids[0]);
+    write32(at + GICD_IROUTER + 8 * line + 4, (u32)(machine.ids[0] >> 32));
+    write32(at + GICD_ISENABLER + word, bit);
 }
 
 /* The value for ICC_SGI1R_EL1. */

@@ -51,6 +51,8 @@ static void interrupt(struct cpu *c) {
         sched_woken(c);
     } else if (vector == apf_ready_interrupt) {
         apf_interrupt(c);
+    } else if (vector >= 32) {
+        virtio_interrupt(c);
     } else if (vector != VEC_APF) {
         panic("interrupt %u: the kernel uses no such interrupt", vector);
     }

@@ -15,6 +15,11 @@ enum { TPR = 0x08, SVR = 0x0f, ICR = 0x30, ICR_HIGH = 0x31, LVT_TIMER = 0x32,
 #define ICR_INIT 0x4500u
 #define ICR_STARTUP 0x4600u
 
+/* The I/O APIC has a register that selects another, and the selected one. */
+#define IOAPIC_SELECT 0xfec00000ull
+#define IOAPIC_DATA 0xfec00010ull
+#define IOAPIC_LEVEL 0x8000u
+
 bool x2apic;
 static bool tsc_deadline;
 
@@ -81,6 +86,14 @@ void apic_timer_free_run(void) {
 u32 apic_timer_elapsed(void) { return ~0u - read(TIMER_CURRENT); }
 
 void interrupt_send(u32 hardware_id, u32 vector) { send(hardware_id, vector | 0x4000); }
+
+/* Level-triggered, to APIC id 0. */
+void interrupt_route(u32 line) {
+    write32(IOAPIC_SELECT, 0x11 + 2 * line);
+    write32(IOAPIC_DATA, 0);
+    write32(IOAPIC_SELECT, 0x10 + 2 * line);
+    write32(IOAPIC_DATA, IOAPIC_LEVEL | VEC_DEVICE);
+}
 
 static void delay_us(u64 us) {
     for (u64 end = rdtsc() + us * clock_khz / 1000; rdtsc() < end;)

@@ -113,6 +113,8 @@ static inline u64 tables_of(const u64 *root, u32 tag) { return (u64)root | tag; 
 static inline void load_tables(u64 value) { write_cr3(value); }
 
 /* ---- the host's devices ---- */
+/* The virtual address of device memory, or 0. All below 4 GiB is mapped. */
+static inline u64 map_device(u64 pa, u64 bytes) { return pa + bytes <= 4ull << 30 ? pa : 0; }
 static inline void console_out(u8 byte) { outb(LACUNA_PORT_COM1, byte); }
 static inline void announce_status(u64 frame) { outl(LACUNA_PORT_STATUS, (u32)frame); }
 static inline void exit_machine(u32 code) { outl(LACUNA_PORT_EXIT, code); }
@@ -163,6 +165,7 @@ struct thread *apf_sleeper(struct cpu *c); /* the thread that slept for the page
 /* ---- apic.c: interrupts, timer, other processors; time.c: clock frequencies ---- */
 void interrupts_init(void);
 void interrupt_send(u32 hardware_id, u32 vector);
+void interrupt_route(u32 line); /* of a device, while it is high, to the first processor */
 void timer_set(u64 at); /* NEVER stops it */
 void start_other_cpus(void);
 void apic_timer_free_run(void);

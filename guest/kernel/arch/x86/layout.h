@@ -13,6 +13,7 @@
 #define VEC_TIMER 32
 #define VEC_RESCHED 33
 #define VEC_SPURIOUS 47 /* low four bits set: older APICs require it */
+#define VEC_DEVICE 48 /* every line of the I/O APIC that is in use */
 #define VEC_APF_READY 0xf3 /* the vector that KVM guests use for their hypervisor's interrupt */
 #define VEC_COUNT 256
 #define VEC_SYSCALL 256 /* not an IDT vector: marks a frame made by the syscall instruction */

@@ -68,6 +68,10 @@ static void interrupt(struct cpu *c, u64 vector) {
         interrupt_end();
         apf_interrupt(c);
         break;
+    case VEC_DEVICE:
+        virtio_interrupt(c); /* lowers the line, or it would interrupt again at once */
+        interrupt_end();
+        break;
     case VEC_SPURIOUS: /* has no EOI */
         break;
     default:

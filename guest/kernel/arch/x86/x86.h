@@ -46,6 +46,9 @@ typedef uint64_t u64;
 static inline void outb(u16 port, u8 v) { asm volatile("outb %0, %1" : : "a"(v), "Nd"(port)); }
 static inline void outl(u16 port, u32 v) { asm volatile("outl %0, %1" : : "a"(v), "Nd"(port)); }
 
+static inline u32 read32(u64 at) { return *(volatile u32 *)at; }
+static inline void write32(u64 at, u32 v) { *(volatile u32 *)at = v; }
+
 static inline u64 rdmsr(u32 index) {
     u32 lo, hi;
     asm volatile("rdmsr" : "=a"(lo), "=d"(hi) : "c"(index));

@@ -10,13 +10,13 @@ use std::process::Command;
 /// Armv8.0: atomic operations are loops of exclusives.
 const A72: &str = "cortex-a72";
 /// All features of QEMU.
-const MAX: &str = "max";
+pub const MAX: &str = "max";
 
-fn qemu_missing() -> bool {
+pub fn qemu_missing() -> bool {
     program_missing("qemu-system-aarch64", "qemu-system-arm")
 }
 
-fn boot_file(image: &Path, cpu: &str, smp: u32, params: &str, extra: &[&str]) -> Outcome {
+pub fn boot_file(image: &Path, cpu: &str, smp: u32, params: &str, extra: &[&str]) -> Outcome {
     let cpus = smp.to_string();
     let mut qemu = Command::new("qemu-system-aarch64");
     qemu.args(["-M", "virt,gic-version=3", "-cpu", cpu, "-m", "64M", "-smp"])

@@ -3,6 +3,7 @@
 mod apf;
 mod arm64;
 mod churn;
+mod disk;
 mod machine;
 mod pause;
 

@@ -19,8 +19,8 @@ use std::time::Duration;
 #[command(after_help = EXIT_CODES)]
 pub struct RunArgs {
     /// A built-in guest, or the path of a kernel (x86-64: ELF64; AArch64: Linux's `Image`). Built
-    /// in: bm, verify, membound, touch, zipf, reads, churn, gaps, paced, cpubench, litmus, maxpage,
-    /// smc, random, msr, apfstorm, apfhostile, hello; for x86-64 triple; for AArch64 traps, reset
+    /// in: bm, verify, membound, touch, zipf, reads, churn, gaps, paced, diskbusy, cpubench, litmus,
+    /// maxpage, smc, random, msr, apfstorm, apfhostile, hello; for x86-64 triple; for AArch64 traps, reset
     #[arg(
         required = false,
         required_unless_present = "incoming",
