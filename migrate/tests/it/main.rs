@@ -1,5 +1,6 @@
 //! The integration tests of this crate, in one program.
 
+mod busy_disk;
 mod devices;
 mod golden;
 mod sessions;

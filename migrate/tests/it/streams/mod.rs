@@ -1,8 +1,8 @@
 //! Running guests move over a stream, on every backend and architecture. Some streams are cut.
 
 mod cuts;
-mod ends;
-mod link;
+pub mod ends;
+pub mod link;
 pub mod puppet;
 mod seeded;
 mod unread;
