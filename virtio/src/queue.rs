@@ -179,17 +179,18 @@ impl Chain {
     }
 
     fn add(&mut self, descriptor: &Descriptor) -> Result<(), Fault> {
-        if self.readable.0.len() + self.writable.0.len() == CHAIN_MAX {
+        if self.readable.parts.len() + self.writable.parts.len() == CHAIN_MAX {
             return Err(Fault::Driver(
                 "a chain is a loop, or longer than 1024 buffers",
             ));
         }
         let buffers = match descriptor.has(VRING_DESC_F_WRITE) {
             true => &mut self.writable,
-            false if self.writable.0.is_empty() => &mut self.readable,
+            false if self.writable.parts.is_empty() => &mut self.readable,
             false => return Err(Fault::Driver("a readable buffer is behind a writable one")),
         };
-        buffers.0.push((descriptor.at, descriptor.bytes));
+        buffers.parts.push((descriptor.at, descriptor.bytes));
+        buffers.bytes += u64::from(descriptor.bytes);
         // The bound of the specification (2.7.5.2) bounds the time of each request.
         match self.readable.bytes() + self.writable.bytes() {
             0..=CHAIN_BYTES_MAX => Ok(()),
@@ -198,19 +199,23 @@ impl Chain {
     }
 }
 
-/// Buffers in guest memory, as one sequence of bytes: the address and the size of each.
+/// Buffers in guest memory, as one sequence of bytes.
 #[derive(Debug, Default)]
-pub struct Buffers(Vec<(u64, u32)>);
+pub struct Buffers {
+    /// The address and the size of each.
+    parts: Vec<(u64, u32)>,
+    bytes: u64,
+}
 
 impl Buffers {
     /// The number of bytes.
     pub fn bytes(&self) -> u64 {
-        self.0.iter().map(|(_, bytes)| u64::from(*bytes)).sum()
+        self.bytes
     }
 
     /// Each buffer's address and size.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u32)> {
-        self.0.iter().copied()
+        self.parts.iter().copied()
     }
 
     /// Reads `into.len()` bytes from byte `from` on.
