@@ -29,8 +29,8 @@ const ACTUAL: Range<usize> = 4..8;
 /// The most page numbers of one request. Linux sends 256.
 const NUMBERS_MAX: u64 = 1 << 16;
 
-/// A balloon. [`Mmio::set_target`] asks the guest for memory. On a VM without
-/// [`Vm::balloon`](lacuna_machine::Vm::balloon) pages keep their frames.
+/// A balloon. [`Mmio::set_target`] asks the guest for memory. [`Mmio::new`] refuses a VM without
+/// [`Vm::balloon`](lacuna_machine::Vm::balloon).
 #[derive(Debug, Default)]
 pub struct Balloon {
     target: AtomicU32,
@@ -107,6 +107,10 @@ impl VirtioDevice for Balloon {
 
     fn driver_config(&self) -> Range<usize> {
         ACTUAL
+    }
+
+    fn discards(&self) -> bool {
+        true
     }
 
     fn handle(&self, queue: usize, chain: &Chain, guest: &Guest<'_>) -> Result<Answer, Fault> {

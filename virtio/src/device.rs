@@ -38,6 +38,12 @@ pub trait VirtioDevice: Send + Sync + 'static {
         0..0
     }
 
+    /// Whether the device discards guest memory. There is none of this kind for a VM without
+    /// [`Vm::balloon`](lacuna_machine::Vm::balloon).
+    fn discards(&self) -> bool {
+        false
+    }
+
     /// Handles one request.
     ///
     /// # Errors

@@ -45,8 +45,14 @@ impl<D: VirtioDevice> Mmio<D> {
     /// The device `device` of `vm`, which interrupts by `line`. Its worker thread starts.
     ///
     /// # Errors
-    /// The host has no thread.
+    /// The host has no thread, or a [`Balloon`](crate::Balloon) cannot discard pages of this VM
+    /// ([`io::ErrorKind::Unsupported`]).
     pub fn new<V: Vm>(vm: &Arc<V>, line: Line, device: D) -> io::Result<Self> {
+        if device.discards() && vm.balloon().is_none() {
+            let why = "this VM's pages cannot be discarded, because a handler fills its memory: \
+                       leave the balloon out, or build the VM without a handler";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, why));
+        }
         let vm = Arc::downgrade(vm) as Weak<dyn Host>;
         let shared = Arc::new(Shared::new(vm, line, device));
         let named = thread::Builder::new().name("lacuna-virtio".into());

@@ -10,6 +10,8 @@ use lacuna_machine::{
     Vm as _,
 };
 use lacuna_skip::test;
+use lacuna_virtio::{Balloon, Mmio};
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -74,6 +76,9 @@ impl Handler {
             let builder = handler.builder();
             let vm = builder.build().unwrap();
             assert!(vm.balloon().is_none() && vm.missing_memory().is_none());
+            let line = vm.interrupts().line(5).unwrap();
+            let refused = Mmio::new(&vm, line, Balloon::new()).unwrap_err();
+            assert_eq!(refused.kind(), io::ErrorKind::Unsupported);
             let machine = Machine::new(vm, PlatformDevices::new(|_: &str| ())).unwrap();
             let line = builder.full_command_line();
             let vcpus = machine.vm().boot(&image("verify"), &line).unwrap();
