@@ -1,6 +1,7 @@
 //! `lacuna run`, and the run of `lacuna snapshot restore`: one guest, live.
 
 mod attend;
+mod disk;
 mod incoming;
 mod report;
 mod restored;
@@ -369,6 +370,10 @@ impl Job<'_> {
         Some(source as Arc<dyn PageSource>)
     }
 
+    fn command_line(&self, arch: Arch) -> String {
+        format!("{}{}", self.args.append, disk::words(self.args, arch))
+    }
+
     fn soft(&self, arch: Arch, cpu: CpuModel) -> lacuna::soft::VmBuilder {
         let args = self.args;
         let swap = args.swap.clone().unwrap_or_default();
@@ -390,7 +395,7 @@ impl Job<'_> {
             delivery: args.dirty.delivery(),
             source: self.source(),
             seed: args.seed,
-            command_line: args.append.clone(),
+            command_line: self.command_line(arch),
         }
     }
 
@@ -412,7 +417,7 @@ impl Job<'_> {
             tracker: lacuna::kvm::Tracker::default(),
             cpu,
             source: self.source(),
-            command_line: args.append.clone(),
+            command_line: self.command_line(Arch::X86_64),
         }
     }
 }

@@ -19,8 +19,9 @@ use std::time::Duration;
 #[command(after_help = EXIT_CODES)]
 pub struct RunArgs {
     /// A built-in guest, or the path of a kernel (x86-64: ELF64; AArch64: Linux's `Image`). Built
-    /// in: bm, verify, membound, touch, zipf, reads, churn, gaps, paced, diskbusy, cpubench, litmus,
-    /// maxpage, smc, random, msr, apfstorm, apfhostile, hello; for x86-64 triple; for AArch64 traps, reset
+    /// in: bm, verify, membound, touch, zipf, reads, churn, gaps, paced, diskbusy, cpubench,
+    /// litmus, maxpage, smc, random, msr, apfstorm, apfhostile, hello; for x86-64 triple; for
+    /// AArch64 traps, reset
     #[arg(
         required = false,
         required_unless_present = "incoming",
@@ -111,6 +112,10 @@ pub struct RunArgs {
     /// lacuna ctl SOCKET resume
     #[arg(long, requires = "control", conflicts_with = "incoming")]
     pub paused: bool,
+    /// A virtio disk with the bytes of this file, which the guest reads and writes. A guest that
+    /// moves or is restored needs the same file there
+    #[arg(long, value_name = "FILE", conflicts_with = "seed")]
+    pub disk: Option<PathBuf>,
     /// Words that are appended to the guest's command line
     #[arg(
         long,

@@ -101,6 +101,9 @@ pub struct RestoreArgs {
     /// How the guest's writes are tracked
     #[command(flatten)]
     pub dirty: DirtyArgs,
+    /// As lacuna run --disk
+    #[arg(long, value_name = "FILE")]
+    pub disk: Option<PathBuf>,
     /// As lacuna run --control
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
@@ -125,6 +128,7 @@ impl RestoreArgs {
             swap: self.swap.clone(),
             thp: self.thp,
             dirty: self.dirty,
+            disk: self.disk.clone(),
             control: self.control.clone(),
             metrics: self.metrics,
             paused: self.paused,

@@ -3,7 +3,7 @@
 use super::attend::Attended;
 use super::incoming::{has_not_come, receive};
 use super::restored::{prefetch, restore, restore_lazily};
-use super::{Job, Refusal, Start};
+use super::{Job, Refusal, Start, disk};
 use crate::control::{ControlSocket, Controlled, Guest};
 use crate::exit::Exit;
 use crate::observe::Watched;
@@ -66,6 +66,7 @@ where
         prefault(job, &*vm)?;
     }
     let devices = Arc::new(PlatformDevices::of(vm.config().arch, console));
+    disk::add(job, &vm, &devices)?;
     let control = job.control;
     let attended = Attended::default();
     thread::scope(|scope| {

@@ -3,6 +3,7 @@
 
 mod codes;
 mod destination;
+mod disk;
 mod ended;
 mod proxy;
 mod random;
