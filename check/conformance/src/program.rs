@@ -1,8 +1,7 @@
 //! Guests of a few instructions, for events that no whole guest causes on purpose.
 //!
 //! A body writes such a program once, for every architecture, with an [`Assembler`]. `x86` encodes
-//! it with iced-x86. `arm64` encodes it with its own table: a program needs only two dozen A64
-//! instructions, each a constant and its operands, and an assembler crate would be longer.
+//! it with iced-x86, `arm64` with `check/a64`.
 //!
 //! Programs start like every image. An x86-64 processor is in long mode at CPL 0 with the identity
 //! map and interrupts off. An AArch64 processor is at EL1 with stage 1 off and interrupts masked,
@@ -287,7 +286,7 @@ pub fn assemble(arch: Arch, write: impl FnOnce(&mut Assembler)) -> Code {
     let mut program = Assembler::default();
     write(&mut program);
     let bytes = match arch {
-        Arch::Arm64 => arm64::encode(&program, Vec::new()),
+        Arch::Arm64 => arm64::encode(&program),
         _ => x86::assemble(|a| x86::emit(&program, a)).bytes,
     };
     Code { arch, bytes }
@@ -319,7 +318,7 @@ pub fn assemble_user(
     let mut program = Assembler::default();
     write(&mut program);
     let bytes = match arch {
-        Arch::Arm64 => arm64::encode(&program, arm64::prologue(interrupts)),
+        Arch::Arm64 => arm64::encode_user(interrupts, &program),
         _ => x86::user(interrupts, |a| x86::emit(&program, a)),
     };
     Code { arch, bytes }

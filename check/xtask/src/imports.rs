@@ -169,6 +169,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     (
         "lacuna-fuzz",
         &[
+            "lacuna-a64",
             "lacuna-addr",
             "lacuna-sync",
             "lacuna-host",
@@ -182,6 +183,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     (
         "lacuna-conformance",
         &[
+            "lacuna-a64",
             "lacuna-metrics",
             "lacuna-addr",
             "lacuna-source",
@@ -194,6 +196,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-virtio",
         ],
     ),
+    ("lacuna-a64", &[]),
     ("lacuna-skip", &["lacuna-skip-attribute"]),
     ("lacuna-skip-attribute", &[]),
     ("xtask", &[]),

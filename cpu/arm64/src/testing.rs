@@ -6,6 +6,8 @@
 use crate::smccc::Call;
 use crate::state::{Regs, pstate};
 use crate::{Cpu, Exit, Fabric, Own};
+use lacuna_a64::HVC;
+pub(crate) use lacuna_a64::sysreg as msr;
 use lacuna_addr::{Gfn, PAGE_SIZE};
 use lacuna_cpu::testing::{Ram, Wakes};
 use lacuna_sync::{Qsbr, VirtualClock};
@@ -17,8 +19,6 @@ pub(crate) const CODE: u64 = 0x8000;
 pub(crate) const VECTORS: u64 = 0x1_0000;
 /// A page for data.
 pub(crate) const DATA: u64 = 0x2_0000;
-/// The end of a test's code at EL1.
-pub(crate) const HVC: u32 = 0xd400_0002;
 /// EL1 with its own stack pointer, nothing masked.
 pub(crate) const EL1H: u64 = pstate::EL1 | pstate::SP;
 
@@ -135,12 +135,6 @@ impl Machine {
         assert_eq!(esr >> 25 & 1, 1, "IL");
         (esr >> 26, esr & 0x1ff_ffff)
     }
-}
-
-/// The instruction SYS or MSR with X0, for op0, op1, CRn, CRm, op2.
-pub(crate) const fn msr([op0, op1, crn, crm, op2]: [u16; 5]) -> u32 {
-    let word = (op0 as u32) << 19 | (op1 as u32) << 16 | (crn as u32) << 12;
-    0xd500_0000 | word | (crm as u32) << 8 | (op2 as u32) << 5
 }
 
 /// MRS X0.

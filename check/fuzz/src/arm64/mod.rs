@@ -16,7 +16,6 @@
 //! the sequence's choice. If a guest has lost its vectors, it raises an exception at its vector for
 //! ever, or cannot fetch its handler.
 
-mod asm;
 pub mod sequence;
 
 use crate::place::{
@@ -24,7 +23,7 @@ use crate::place::{
     STATE_SIZE, STATES, VECTORS,
 };
 use crate::runtime::{Manners, Piece, words};
-use asm::{Asm, sysreg};
+use lacuna_a64::*;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_machine::mmio;
 
@@ -49,14 +48,9 @@ const SDEI_HANDLER: u64 = ENTRY + 0x1800;
 const STARTED: u64 = 16;
 
 /// SCTLR_EL1 with stage 1 off, and its bit for stage 1. Alignment is not checked.
-const SCTLR: u64 = 0x30d0_0800;
+const SCTLR_VALUE: u64 = 0x30d0_0800;
 const STAGE_1: u64 = 1;
 
-const VBAR: u32 = sysreg([3, 0, 12, 0, 0]);
-const SCTLR_EL1: u32 = sysreg([3, 0, 1, 0, 0]);
-const TTBR0: u32 = sysreg([3, 0, 2, 0, 0]);
-const TCR: u32 = sysreg([3, 0, 2, 0, 2]);
-const MAIR: u32 = sysreg([3, 0, 10, 2, 0]);
 const ELR: u32 = sysreg([3, 0, 4, 0, 1]);
 const SPSR: u32 = sysreg([3, 0, 4, 0, 0]);
 const SP_EL0: u32 = sysreg([3, 0, 4, 1, 0]);
@@ -116,17 +110,18 @@ pub fn pieces(vcpus: u64, manners: Manners) -> Vec<Piece> {
 
 fn runtime() -> Vec<u8> {
     let mut a = Asm::at(ENTRY);
-    enter(&mut a);
+    let handler = a.label();
+    enter(&mut a, handler);
     for vector in 0..16 {
         a.pad_to(VECTOR_TABLE + vector * VECTOR_SIZE);
-        a.set(9, vector).branch(HANDLER);
+        a.set(9, vector).branch(B, handler);
     }
-    a.pad_to(HANDLER);
+    a.pad_to(HANDLER).place(handler);
     handle(&mut a);
     a.pad_to(SDEI_HANDLER);
     own_page(&mut a);
-    a.store(31, 14, AREA as u32);
-    a.call(&[function::EVENT_COMPLETE]).raw(asm::SVC);
+    a.store(8, 31, 14, AREA as u32);
+    a.call(&[function::EVENT_COMPLETE]).raw(SVC);
     a.bytes()
 }
 
@@ -137,51 +132,54 @@ fn own_page(a: &mut Asm) {
 }
 
 /// The first instructions of a vCPU: its vectors, its interrupts, the other vCPUs.
-fn enter(a: &mut Asm) {
+fn enter(a: &mut Asm, handler: Label) {
     a.set(1, VECTOR_TABLE).msr(VBAR, 1);
     a.mrs(MPIDR, 13).low_bits(13, 4);
     a.set(2, mmio::REDISTRIBUTORS.get()).add_shifted(2, 13, 17);
-    a.store32(31, 2, 0x14); // GICR_WAKER
+    a.store(4, 31, 2, 0x14); // GICR_WAKER
     a.set(3, 0x1_0000).add_shifted(2, 3, 0);
-    a.set(3, 0xffff_ffff).store32(3, 2, 0x80); // GICR_IGROUPR0
-    a.store32(3, 2, 0x100); // GICR_ISENABLER0
+    a.set(3, 0xffff_ffff).store(4, 3, 2, 0x80); // GICR_IGROUPR0
+    a.store(4, 3, 2, 0x100); // GICR_ISENABLER0
     a.set(2, mmio::DISTRIBUTOR.get()).set(3, 2);
-    a.store32(3, 2, 0); // GICD_CTLR: EnableGrp1
+    a.store(4, 3, 2, 0); // GICD_CTLR: EnableGrp1
     a.set(3, 1).msr(ICC_IGRPEN1, 3);
     a.set(3, 3).msr(CNTKCTL, 3);
     for other in 0..4 {
         a.call(&[function::CPU_ON, other, ENTRY, 0]);
     }
-    a.set(9, STARTED).branch(HANDLER);
+    a.set(9, STARTED).branch(B, handler);
 }
 
 /// The handler of all vectors; the vector's number is in X9.
 fn handle(a: &mut Asm) {
-    a.set(10, SCTLR).msr(SCTLR_EL1, 10).raw(asm::ISB);
-    a.set(11, BASE + VECTORS).add_shifted(11, 9, 3).count(11);
+    a.set(10, SCTLR_VALUE).msr(SCTLR, 10).raw(ISB);
+    a.set(11, BASE + VECTORS)
+        .add_shifted(11, 9, 3)
+        .count(8, 12, 11, 0);
     a.mrs(ICC_IAR1, 12).msr(ICC_EOIR1, 12);
     a.set(12, 0xf0).msr(ICC_PMR, 12);
     own_page(a);
-    a.load(15, 14, HOSTILE as u32);
-    let silent = a.branch_if_not_zero(15);
-    a.store(31, 14, AREA as u32);
+    a.load(8, 15, 14, HOSTILE as u32);
+    let silent = a.label();
+    a.branch(CBNZ | 15, silent);
+    a.store(8, 31, 14, AREA as u32);
     // The sub-function 5 acknowledges a page-ready interrupt.
     a.call(&[function::SDEI, 5]).call(&[function::PE_UNMASK]);
-    a.land(silent);
-    a.set(11, BASE + BEGUN).count(11);
-    a.load(12, 14, NEXT as u32).add(12, 1);
+    a.place(silent);
+    a.set(11, BASE + BEGUN).count(8, 12, 11, 0);
+    a.load(8, 12, 14, NEXT as u32).add(12, 12, 1);
     a.low_bits(12, SEQUENCE_COUNT.trailing_zeros());
-    a.store(12, 14, NEXT as u32);
+    a.store(8, 12, 14, NEXT as u32);
     a.set(15, BASE + STATES);
     a.add_shifted(15, 12, STATE_SIZE.trailing_zeros());
     for (at, register) in (0..).step_by(8).zip([ELR, SPSR, SP_EL0]) {
-        a.load(16, 15, at).msr(register, 16);
+        a.load(8, 16, 15, at).msr(register, 16);
     }
     a.set(16, 0xff).msr(MAIR, 16);
     a.set(16, BASE + GOOD).msr(TTBR0, 16);
     a.set(16, TCR_VALUE).msr(TCR, 16);
-    a.load(16, 15, 24).msr(SCTLR_EL1, 16);
-    a.raw(asm::ISB).raw(asm::ERET);
+    a.load(8, 16, 15, 24).msr(SCTLR, 16);
+    a.raw(ISB).raw(ERET);
 }
 
 /// The address of page `index` of the good tables.

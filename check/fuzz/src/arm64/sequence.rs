@@ -1,8 +1,9 @@
 //! Sequences of random A64 instructions, in acts as on x86-64 ([`program`](crate::program)).
 
-use super::asm::{Asm, Reg, SVC, sysreg};
 use super::pte::{AF, BLOCK, READ_ONLY, SHARED, TABLE, USER, UXN};
-use super::{BASE, ENTRY, PAGE, PLAY_VA, SCTLR, SDEI_HANDLER, STAGE_1, USER_SEQUENCES, function};
+use super::{
+    BASE, ENTRY, PAGE, PLAY_VA, SCTLR_VALUE, SDEI_HANDLER, STAGE_1, USER_SEQUENCES, function,
+};
 use crate::place::{
     ACTS, AREA, EXTRA, EXTRA_STEP, EXTRAS, HOLE, PER_CPU, PLAY, PLAY_TABLES, SEQUENCE_COUNT,
     SEQUENCE_SIZE, SEQUENCES,
@@ -11,6 +12,7 @@ use crate::program::{Labels, Sequence};
 use crate::runtime::words;
 use crate::values::{self, pick};
 use fastrand::Rng;
+use lacuna_a64::{Asm, DSB, ERET, ISB, NOP, Reg, SVC, UDF, sysreg};
 use lacuna_machine::mmio;
 
 /// Registers that hold addresses in a sequence.
@@ -18,8 +20,8 @@ const POINTERS: [Reg; 6] = [1, 2, 3, 4, 5, 6];
 /// Registers that an act sets for itself.
 const ADDRESS: Reg = 16;
 const VALUE: Reg = 17;
-/// The last instruction at which an act may begin.
-const LIMIT: usize = SEQUENCE_SIZE as usize / 4 - 40;
+/// The last offset at which an act may begin.
+const LIMIT: u64 = SEQUENCE_SIZE - 160;
 
 /// Functions that guests call, and a few missing ones.
 const FUNCTIONS: [u64; 18] = [
@@ -46,7 +48,7 @@ const FUNCTIONS: [u64; 18] = [
 /// System registers: SCTLR, TTBR0, TTBR1, TCR, SPSR, ELR, SP_EL0, ESR, FAR, PAR, MAIR, VBAR,
 /// CONTEXTIDR, TPIDR of EL1, CNTKCTL, TPIDR of EL0, CNTVCT, ICC_PMR, ICC_IAR1, ICC_EOIR1,
 /// ICC_CTLR, ICC_SRE.
-const REGISTERS: [[u32; 5]; 22] = [
+const REGISTERS: [[u16; 5]; 22] = [
     [3, 0, 1, 0, 0],
     [3, 0, 2, 0, 0],
     [3, 0, 2, 0, 1],
@@ -164,12 +166,12 @@ impl Author<'_> {
             }
         }
         let mut acts = self.rng.u8(2..12);
-        while acts > 0 && a.len() < LIMIT {
+        while acts > 0 && a.here() < LIMIT {
             self.act(&mut a);
             acts -= 1;
         }
         a.raw(SVC);
-        debug_assert!(a.len() * 4 <= SEQUENCE_SIZE as usize, "{}", a.len());
+        debug_assert!(a.here() <= SEQUENCE_SIZE, "{}", a.here());
         let at = index * SEQUENCE_SIZE;
         let pc = match is_user && has_stage_1 {
             true => USER_SEQUENCES + at,
@@ -186,7 +188,7 @@ impl Author<'_> {
             flags |= u64::from(self.rng.u8(..odds) == 0) << bit;
         }
         let stack = (BASE + values::data(self.rng, self.memory)) & !15;
-        let sctlr = SCTLR | if has_stage_1 { STAGE_1 } else { 0 };
+        let sctlr = SCTLR_VALUE | if has_stage_1 { STAGE_1 } else { 0 };
         Sequence {
             code: a.bytes(),
             state: words(&[pc, flags | mode, stack, sctlr]),
@@ -215,10 +217,8 @@ impl Author<'_> {
             }
         };
         if let Some(number) = self.labels.number(label) {
-            a.set(ADDRESS, BASE + ACTS + 8 * number as u64);
-            a.load(VALUE, ADDRESS, 0)
-                .add(VALUE, 1)
-                .store(VALUE, ADDRESS, 0);
+            a.set(ADDRESS, BASE + ACTS + 8 * number as u64)
+                .count(8, VALUE, ADDRESS, 0);
         }
     }
 
@@ -293,14 +293,12 @@ impl Author<'_> {
     fn modify_code(&mut self, a: &mut Asm) -> &'static str {
         let at = self.rng.u64(..SEQUENCE_COUNT * SEQUENCE_SIZE / 4) * 4;
         let alias = pick(self.rng, &[BASE + SEQUENCES, USER_SEQUENCES]);
-        let word = pick(self.rng, &[SVC, 0xd503_201f, 0, self.rng.clone().u32(..)]);
+        let word = pick(self.rng, &[SVC, NOP, UDF, self.rng.clone().u32(..)]);
         a.set(ADDRESS, alias + at).set(VALUE, word.into());
-        a.store32(VALUE, ADDRESS, 0);
+        a.store(4, VALUE, ADDRESS, 0);
         if self.rng.u8(..4) != 0 {
-            // IC IVAU, DSB, ISB.
-            a.raw(0xd50b_7520 | ADDRESS)
-                .raw(0xd503_3b9f)
-                .raw(0xd503_3fdf);
+            // IC IVAU.
+            a.raw(0xd50b_7520 | ADDRESS).raw(DSB).raw(ISB);
         }
         "arm64 code"
     }
@@ -310,11 +308,11 @@ impl Author<'_> {
         let value = descriptor(self.rng, self.memory);
         a.set(ADDRESS, at)
             .set(VALUE, value)
-            .store(VALUE, ADDRESS, 0);
+            .store(8, VALUE, ADDRESS, 0);
         if self.rng.bool() {
-            // TLBI VMALLE1IS or VMALLE1, DSB.
+            // TLBI VMALLE1IS or VMALLE1.
             let all = pick(self.rng, &[0xd508_831f, 0xd508_871f]);
-            a.raw(all).raw(0xd503_3b9f);
+            a.raw(all).raw(DSB);
         }
         "arm64 page table"
     }
@@ -398,7 +396,7 @@ impl Author<'_> {
                 let at = self.rng.u64(..0x400) * 4;
                 a.set(ADDRESS, base.get() + at);
                 a.set(VALUE, values::number(self.rng));
-                a.store32(VALUE, ADDRESS, 0);
+                a.store(4, VALUE, ADDRESS, 0);
             }
         }
         "arm64 interrupt"
@@ -406,7 +404,7 @@ impl Author<'_> {
 
     /// WFI, WFE, YIELD, SEV.
     fn wait(&mut self, a: &mut Asm) -> &'static str {
-        a.raw(0xd503_201f | pick(self.rng, &[1, 2, 3, 3, 4]) << 5);
+        a.raw(NOP | pick(self.rng, &[1, 2, 3, 3, 4]) << 5);
         "arm64 wait"
     }
 
@@ -416,12 +414,12 @@ impl Author<'_> {
         let word = pick(
             self.rng,
             &[
-                0xd400_0001 | number,
+                SVC | number,
                 0xd420_0000 | number,
                 0xd440_0000 | number,
                 0xd400_0003,
-                0xd69f_03e0,
-                0,
+                ERET,
+                UDF,
             ],
         );
         a.raw(word);

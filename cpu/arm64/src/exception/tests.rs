@@ -5,15 +5,13 @@ use crate::gic::{DISTRIBUTOR, Line, REDISTRIBUTORS, REGISTER_PAGE};
 use crate::state::status;
 use crate::sysreg::System;
 use crate::testing::{CODE, DATA, EL1H, End, Machine, VECTORS};
+use lacuna_a64::{BR, ERET, HVC, NOP, WFI};
 use lacuna_addr::Gpa;
 use lacuna_cpu::{Event, Processor};
 use lacuna_sync::Nanos;
 
-const SVC: u32 = 0xd400_0001 | 0x1234 << 5;
+const SVC: u32 = lacuna_a64::SVC | 0x1234 << 5;
 const BRK: u32 = 0xd420_0000 | 0xabcd << 5;
-const ERET: u32 = 0xd69f_03e0;
-const WFI: u32 = 0xd503_207f;
-const NOP: u32 = 0xd503_201f;
 const EL1T: u64 = pstate::EL1;
 const EL0: u64 = 0;
 
@@ -64,7 +62,7 @@ fn classes_and_syndromes() {
         (EL1H, 0, 0, 0x00, 0, None),
         (EL1H, 0xd400_0003, 0, 0x00, 0, None),
         (EL1H, 0xd440_0000, 0, 0x00, 0, None),
-        (EL0, 0xd400_0002, 0, 0x00, 0, None),
+        (EL0, HVC, 0, 0x00, 0, None),
         (EL0, ERET, 0, 0x00, 0, None),
         (EL0, 0x1e60_4000, 0, 0x00, 0, None),
         (EL0, load_x1, 1 << 50, 0x24, 0x00, Some(1 << 50)),
@@ -80,18 +78,11 @@ fn classes_and_syndromes() {
         // ldadd x1, x1, [x0]: a load would have failed too.
         (EL0, 0xf821_0001, 1 << 50, 0x24, 0x00, Some(1 << 50)),
         (EL0, 0xf821_0001, DATA + 4, 0x24, 0x21, Some(DATA + 4)),
-        (EL0, 0xd61f_0000, 0x9002, 0x22, 0, Some(0x9002)),
-        (EL1H, 0xd61f_0000, 0x9002, 0x22, 0, Some(0x9002)),
-        (EL0, 0xd61f_0000, 1 << 50, 0x20, 0x00, Some(1 << 50)),
-        (EL1H, 0xd61f_0000, 1 << 50, 0x21, 0x00, Some(1 << 50)),
-        (
-            EL1H,
-            0xd61f_0000,
-            0x7777_0000,
-            0x21,
-            0x10,
-            Some(0x7777_0000),
-        ),
+        (EL0, BR, 0x9002, 0x22, 0, Some(0x9002)),
+        (EL1H, BR, 0x9002, 0x22, 0, Some(0x9002)),
+        (EL0, BR, 1 << 50, 0x20, 0x00, Some(1 << 50)),
+        (EL1H, BR, 1 << 50, 0x21, 0x00, Some(1 << 50)),
+        (EL1H, BR, 0x7777_0000, 0x21, 0x10, Some(0x7777_0000)),
     ] {
         let mut m = Machine::new(1);
         m.set_x0(x0);
@@ -99,11 +90,7 @@ fn classes_and_syndromes() {
         assert_eq!(m.exec(from, &[code]), End::Vector(vector), "{code:#x}");
         assert_eq!(m.syndrome(), (class, iss), "{code:#x}");
         let sys = m.cpus[0].system();
-        assert_eq!(
-            sys.elr,
-            if code == 0xd61f_0000 { x0 } else { CODE },
-            "{code:#x}"
-        );
+        assert_eq!(sys.elr, if code == BR { x0 } else { CODE }, "{code:#x}");
         assert_eq!(sys.far, far.unwrap_or(0));
     }
 }
@@ -372,7 +359,7 @@ fn a_state_goes_on_under_another_clock() {
         .unwrap();
     let value = m.fabric.counter.value(Nanos(1_000));
     n.fabric.counter.set(value, Nanos(70_000));
-    n.put(CODE, &[WFI, 0xd400_0002]);
+    n.put(CODE, &[WFI, HVC]);
     n.cpus[1].restore(&saved);
     let again = n.cpus[1].save().unwrap();
     assert_eq!(again.regs, saved.regs);

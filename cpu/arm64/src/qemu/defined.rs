@@ -5,8 +5,9 @@
 //! records SIGILL, and continues behind the word.
 
 use super::kinds::{KINDS, random_word};
-use super::{BASE, HEADER, Program, bytes_of, elf_header, is_defined, is_installed, run};
+use super::{BASE, HEADER, bytes_of, elf_header, is_defined, is_installed, run};
 use fastrand::Rng;
+use lacuna_a64::{ADR, Asm, B, BR, CBZ, RET, SVC};
 
 const WORDS: usize = 1 << 15;
 const SIGILL: u64 = 4;
@@ -56,59 +57,44 @@ fn is_limited_ordering(word: u32) -> bool {
     word & 0x3fa0_8000 == 0x0880_0000
 }
 
-fn system_call(p: &mut Program, number: u64, arguments: &[u64]) {
-    for (register, &value) in arguments.iter().enumerate() {
-        p.constant(register as u32, value);
+fn system_call(a: &mut Asm, number: u64, arguments: &[u64]) {
+    for (register, &value) in (0..).zip(arguments) {
+        a.set(register, value);
     }
-    p.constant(8, number);
-    p.put(0xd400_0001);
+    a.set(8, number).raw(SVC);
 }
 
 /// The program, the address of its handler, and each stub's return address.
-fn program() -> (Program, u64, u64) {
-    let mut p = Program::default();
+fn program() -> (Vec<u8>, u64, u64) {
+    let mut a = Asm::at(BASE + HEADER as u64);
+    let [handler, back, next, finish] = [(); 4].map(|()| a.label());
     // sigaltstack, rt_sigaction
-    system_call(&mut p, 132, &[STACK, 0]);
+    system_call(&mut a, 132, &[STACK, 0]);
     for signal in SIGNALS {
-        system_call(&mut p, 134, &[signal, ACTION, 0, 8]);
+        system_call(&mut a, 134, &[signal, ACTION, 0, 8]);
     }
-    // The handler and the loop come first in memory, so that their addresses are known.
-    let start = p.words.len();
-    p.put(0);
-    // handler: x0 is the signal, x2 the frame.
-    let handler = p.here();
-    let back = handler + 4 * 11;
-    p.constant(3, STATE);
-    p.put(0xf900_0c60); // str x0, [x3, #24]
-    p.constant(3, back);
-    p.put(0xf900_0043 | (FRAME_PC / 8) << 10); // str x3, [x2, #FRAME_PC]
-    p.put(0xd65f_03c0); // ret
-    assert_eq!(p.here(), back);
-    p.constant(1, STATE);
-    p.put(0xa940_0c22); // ldp x2, x3, [x1]
-    p.put(0xa941_1424); // ldp x4, x5, [x1, #16]
-    p.put(0xf800_8465); // str x5, [x3], #8
-    p.put(0x9100_2042); // add x2, x2, #8
-    p.put(0xd100_0484); // sub x4, x4, #1
-    p.put(0xa900_0c22); // stp x2, x3, [x1]
-    p.put(0xa901_7c24); // stp x4, xzr, [x1, #16]
-    let end = p.words.len();
-    p.put(0);
-    let next = p.words.len();
-    p.constant(30, STATE);
-    p.put(0xf940_03de); // ldr x30, [x30]
-    p.constant(0, NOWHERE);
-    p.put(0x9100_001f); // mov sp, x0
+    a.branch(B, next);
+    // x0 is the signal, x2 the frame.
+    a.place(handler).set(3, STATE).store(8, 0, 3, 24);
+    a.branch(ADR | 3, back).store(8, 3, 2, FRAME_PC).raw(RET);
+    a.place(back).set(1, STATE);
+    a.raw(0xa940_0c22); // ldp x2, x3, [x1]
+    a.raw(0xa941_1424); // ldp x4, x5, [x1, #16]
+    a.raw(0xf800_8465); // str x5, [x3], #8
+    a.add(2, 2, 8);
+    a.raw(0xd100_0484); // sub x4, x4, #1
+    a.raw(0xa900_0c22); // stp x2, x3, [x1]
+    a.raw(0xa901_7c24); // stp x4, xzr, [x1, #16]
+    a.branch(CBZ | 4, finish);
+    a.place(next).set(30, STATE).load(8, 30, 30, 0);
+    a.set(0, NOWHERE).add(31, 0, 0);
     for register in 1..30 {
-        p.put(0xaa00_03e0 | register); // mov register, x0
+        a.add(register, 0, 0);
     }
-    p.put(0xd61f_03c0); // br x30
-    let finish = p.words.len();
-    system_call(&mut p, 64, &[1, OUTPUT, 8 * WORDS as u64]);
-    system_call(&mut p, 93, &[0]);
-    p.words[start] = 0x1400_0000 | (next - start) as u32;
-    p.words[end] = 0xb400_0004 | ((finish - end) as u32) << 5; // cbz x4, finish
-    (p, handler, back)
+    a.raw(BR | 30 << 5).place(finish);
+    system_call(&mut a, 64, &[1, OUTPUT, 8 * WORDS as u64]);
+    system_call(&mut a, 93, &[0]);
+    (a.bytes(), a.address(handler), a.address(back))
 }
 
 fn image(words: &[u32]) -> Vec<u8> {
@@ -118,9 +104,9 @@ fn image(words: &[u32]) -> Vec<u8> {
         let at = (at - BASE) as usize;
         image[at..at + bytes.len()].copy_from_slice(bytes);
     };
-    let (p, handler, back) = program();
+    let (code, handler, back) = program();
     put(BASE, &elf_header(length));
-    put(BASE + HEADER as u64, &bytes_of(&p.words));
+    put(BASE + HEADER as u64, &code);
     let mut put_words = |at: u64, words: &[u64]| {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         put(at, &bytes);
@@ -134,7 +120,7 @@ fn image(words: &[u32]) -> Vec<u8> {
         .zip(words)
         .flat_map(|(at, &word)| {
             let displacement = back.wrapping_sub(at) as i64 / 4;
-            [word, 0x1400_0000 | displacement as u32 & 0x3ff_ffff]
+            [word, B | displacement as u32 & 0x3ff_ffff]
         })
         .collect();
     put(STUBS, &bytes_of(&stubs));

@@ -2,7 +2,6 @@
 //! not installed.
 //!
 //! A test makes one program for many cases, because a process costs more than thousands of cases.
-//! The program needs no assembler and no compiler: [`Program`] has its few encodings.
 
 mod defined;
 mod kinds;
@@ -17,7 +16,6 @@ use std::process::Command;
 const BASE: u64 = 0x40_0000;
 /// The header of its file, in front of the code.
 const HEADER: usize = 0x1000;
-const NOP: u32 = 0xd503_201f;
 
 /// Whether QEMU is installed; if not, records the test as skipped.
 fn is_installed() -> bool {
@@ -29,54 +27,6 @@ fn is_installed() -> bool {
         lacuna_skip::skip("qemu-aarch64 is not installed (apt install qemu-user)");
     }
     installed
-}
-
-/// ADD of a 64-bit register and a number below 4096.
-fn add_immediate(rd: u32, rn: u32, imm: u32) -> u32 {
-    0x9100_0000 | imm << 10 | rn << 5 | rd
-}
-
-/// A program in the making.
-#[derive(Default)]
-struct Program {
-    words: Vec<u32>,
-}
-
-impl Program {
-    pub(super) fn here(&self) -> u64 {
-        BASE + HEADER as u64 + 4 * self.words.len() as u64
-    }
-
-    pub(super) fn put(&mut self, word: u32) {
-        self.words.push(word);
-    }
-
-    pub(super) fn constant(&mut self, rd: u32, value: u64) {
-        for part in 0..4 {
-            let base = if part == 0 { 0xd280_0000 } else { 0xf280_0000 };
-            let imm = (value >> (16 * part)) as u32 & 0xffff;
-            self.put(base | part << 21 | imm << 5 | rd);
-        }
-    }
-
-    fn pair(&mut self, base: u32, first: u32, rn: u32, offset: usize) {
-        let imm = (offset / 8) as u32;
-        self.put(base | imm << 15 | (first + 1) << 10 | rn << 5 | first);
-    }
-
-    pub(super) fn load_pair(&mut self, first: u32, rn: u32, offset: usize) {
-        self.pair(0xa940_0000, first, rn, offset);
-    }
-
-    pub(super) fn store_pair(&mut self, first: u32, rn: u32, offset: usize) {
-        self.pair(0xa900_0000, first, rn, offset);
-    }
-
-    /// The branch `word` with a 19-bit displacement to `target`.
-    pub(super) fn branch(&mut self, word: u32, target: u64) {
-        let words = target.wrapping_sub(self.here()) as i64 / 4;
-        self.put(word | (words as u32 & 0x7_ffff) << 5);
-    }
 }
 
 fn bytes_of(words: &[u32]) -> Vec<u8> {

@@ -17,11 +17,11 @@
 //! ```
 
 use super::kinds::{KINDS, random_word};
-use super::{BASE, HEADER, NOP, Program};
-use super::{add_immediate, bytes_of, elf_header, is_defined, is_installed, run, words_of};
+use super::{BASE, HEADER, bytes_of, elf_header, is_defined, is_installed, run, words_of};
 use crate::state::{Regs, pstate};
 use crate::{Cpu, Fabric};
 use fastrand::Rng;
+use lacuna_a64::{ADR, Asm, B_COND, BR, NOP, Reg, SVC};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_cpu::testing::{Ram, Wakes};
 use lacuna_sync::{Qsbr, VirtualClock};
@@ -63,13 +63,8 @@ impl Case {
     fn stub(&self) -> [u32; STUB] {
         let [first, second] = self.words;
         let ccmp = 0xfa40_13e0 | 31 << 16 | self.nzcv;
-        [
-            ccmp,
-            first,
-            second,
-            add_immediate(9, 9, 1),
-            0xd61f_0000 | 29 << 5,
-        ]
+        // add x9, x9, #1
+        [ccmp, first, second, 0x9100_0529, BR | 29 << 5]
     }
 }
 
@@ -105,15 +100,25 @@ impl Layout {
     }
 }
 
+/// LDP and STP of `first` and the next register.
+const LOAD_PAIR: u32 = 0xa940_0000;
+const STORE_PAIR: u32 = 0xa900_0000;
+
+fn pair(a: &mut Asm, word: u32, first: Reg, base: Reg, offset: usize) {
+    let offset = (offset / 8) as u32;
+    a.raw(word | offset << 15 | (first + 1) << 10 | base << 5 | first);
+}
+
 /// x26 = (x26 ^ register) * x19
-fn mix(p: &mut Program, register: u32) {
-    p.put(0xca00_0000 | register << 16 | 26 << 5 | 26);
-    p.put(0x9b00_7c00 | 19 << 16 | 26 << 5 | 26);
+fn mix(a: &mut Asm, register: Reg) {
+    a.three(0xca00_0000, 26, 26, register);
+    a.three(0x9b00_7c00, 26, 26, 19);
 }
 
 /// The instructions around the stubs.
-fn harness(layout: &Layout, cases: usize) -> Program {
-    let mut p = Program::default();
+fn harness(layout: &Layout, cases: usize) -> Vec<u8> {
+    let mut a = Asm::at(BASE + HEADER as u64);
+    let [outer, inner, returned] = [(); 3].map(|()| a.label());
     let constants = [
         (20, layout.stubs),
         (21, layout.output),
@@ -124,61 +129,48 @@ fn harness(layout: &Layout, cases: usize) -> Program {
         (19, 0x9e37_79b9_7f4a_7c15),
     ];
     for (register, value) in constants {
-        p.constant(register, value);
+        a.set(register, value);
     }
-    let back = p.words.len();
-    p.constant(29, 0);
-    let outer = p.here();
-    p.put(0xd280_0000 | 26);
-    p.put(0xaa00_03e0 | 28 << 16 | 23);
-    let inner = p.here();
+    a.branch(ADR | 29, returned);
+    a.place(outer).set(26, 0).add(23, 28, 0).place(inner);
     for at in (0..SCRATCH).step_by(2) {
-        p.load_pair(10, 23, 8 * (12 + at));
-        p.store_pair(10, 25, 8 * at);
+        pair(&mut a, LOAD_PAIR, 10, 23, 8 * (12 + at));
+        pair(&mut a, STORE_PAIR, 10, 25, 8 * at);
     }
-    p.load_pair(10, 23, 80);
-    p.put(add_immediate(31, 10, 0));
+    pair(&mut a, LOAD_PAIR, 10, 23, 80);
+    a.add(31, 10, 0);
     for register in (0..10).step_by(2) {
-        p.load_pair(register, 23, 8 * register as usize);
+        pair(&mut a, LOAD_PAIR, register, 23, 8 * register as usize);
     }
-    // cmp xzr, xzr; mov x30, #0; br x20
-    p.put(0xeb1f_03ff);
-    p.put(0xd280_0000 | 30);
-    p.put(0xd61f_0000 | 20 << 5);
-    let mut returned = Program::default();
-    returned.constant(29, p.here());
-    p.words[back..back + 4].copy_from_slice(&returned.words);
+    // cmp xzr, xzr
+    a.raw(0xeb1f_03ff).set(30, 0).raw(BR | 20 << 5);
+    a.place(returned);
     // cset x10 to x13: mi, eq, cs, vs
     for (register, condition) in [(10, 4), (11, 0), (12, 2), (13, 6)] {
-        p.put(0x9a9f_07e0 | (condition ^ 1) << 12 | register);
+        a.raw(0x9a9f_07e0 | (condition ^ 1) << 12 | register);
     }
-    p.put(add_immediate(14, 31, 0));
+    a.add(14, 31, 0);
     for register in (0..15).chain([30]) {
-        mix(&mut p, register);
+        mix(&mut a, register);
     }
     for at in (0..SCRATCH).step_by(2) {
-        p.load_pair(10, 25, 8 * at);
-        mix(&mut p, 10);
-        mix(&mut p, 11);
+        pair(&mut a, LOAD_PAIR, 10, 25, 8 * at);
+        mix(&mut a, 10);
+        mix(&mut a, 11);
     }
-    p.put(add_immediate(23, 23, 8 * SET as u32));
+    a.add(23, 23, 8 * SET as u32);
     // cmp x23, x27; b.ne inner; str x26, [x21], #8
-    p.put(0xeb00_001f | 27 << 16 | 23 << 5);
-    p.branch(0x5400_0001, inner);
-    p.put(0xf800_8400 | 21 << 5 | 26);
-    p.put(add_immediate(20, 20, 4 * STUB as u32));
+    a.three(0xeb00_0000, 31, 23, 27).branch(B_COND | 1, inner);
+    a.raw(0xf800_8400 | 21 << 5 | 26);
+    a.add(20, 20, 4 * STUB as u32);
     // subs x22, x22, #1; b.ne outer
-    p.put(0xf100_0400 | 22 << 5 | 22);
-    p.branch(0x5400_0001, outer);
+    a.raw(0xf100_0400 | 22 << 5 | 22).branch(B_COND | 1, outer);
     // write(1, output, length), exit(0)
     for (register, value) in [(0, 1), (1, layout.output), (2, 8 * cases as u64), (8, 64)] {
-        p.constant(register, value);
+        a.set(register, value);
     }
-    p.put(0xd400_0001);
-    p.constant(0, 0);
-    p.constant(8, 93);
-    p.put(0xd400_0001);
-    p
+    a.raw(SVC).set(0, 0).set(8, 93).raw(SVC);
+    a.bytes()
 }
 
 /// Operands: random ones, or edge values.
@@ -225,8 +217,7 @@ fn image(layout: &Layout, cases: &[Case], rng: &mut Rng) -> Vec<u8> {
         image[at..at + bytes.len()].copy_from_slice(bytes);
     };
     put(BASE, &elf_header(length as u64));
-    let code = harness(layout, cases.len()).words;
-    put(BASE + HEADER as u64, &bytes_of(&code));
+    put(BASE + HEADER as u64, &harness(layout, cases.len()));
     for set in 0..SETS as u64 {
         let set_at = layout.sets + 8 * SET as u64 * set;
         let set = operands(layout, rng);

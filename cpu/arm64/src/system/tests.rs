@@ -3,14 +3,12 @@
 
 use super::*;
 use crate::sysreg::tcr;
-use crate::testing::{CODE, DATA, EL1H, End, HVC, Machine, mrs, msr};
+use crate::testing::{CODE, DATA, EL1H, End, Machine, mrs, msr};
+use lacuna_a64::{DSB, HVC, NOP, WFE, WFI};
 use lacuna_addr::Gfn;
 
 const EL0: u64 = 0;
 const UNDEFINED: End = End::Vector(0x200);
-const WFE: u32 = 0xd503_205f;
-const WFI: u32 = 0xd503_207f;
-const DSB_ISH: u32 = 0xd503_3b9f;
 const LDR_X0_X1: u32 = 0xf940_0020;
 const STR_X0_X1: u32 = 0xf900_0020;
 
@@ -425,7 +423,7 @@ fn a_branch_to_a_tagged_address() {
     for round in 0..3 {
         t.m.cpus[0].core.r[1] = (CODE + 8) | 0xab << 56;
         // br x1; nop; bl 1f; 1: (HVC)
-        let code = [0xd61f_0020, 0xd503_201f, 0x9400_0001];
+        let code = [0xd61f_0020, NOP, 0x9400_0001];
         assert_eq!(t.m.exec(EL1H, &code), End::Code);
         assert_eq!(t.m.cpus[0].regs().x[30], CODE + 12, "round {round}");
     }
@@ -529,7 +527,7 @@ fn invalidations_reach_other_vcpus() {
     // The other vCPU runs: DSB leaves the run loop until that vCPU has drained its inbox.
     assert_eq!(t.m.fabric.shootdown.enter(1), []);
     t.m.set_x0(0);
-    let code = [msr([1, 0, 8, 3, 0]), DSB_ISH, mrs([3, 0, 4, 2, 2])];
+    let code = [msr([1, 0, 8, 3, 0]), DSB, mrs([3, 0, 4, 2, 2])];
     assert_eq!(t.m.exec(EL1H, &code), End::Other(Exit::Stop(Stop::Again)));
     assert_eq!(t.m.wakes.take(), [1]);
     assert_eq!(t.m.go(0), End::Other(Exit::Stop(Stop::Again)));

@@ -2,6 +2,7 @@
 //! each with an architectural exception or an exit, and never panics. Every run ends within its
 //! fuel.
 
+use lacuna_a64::{DSB, ERET, HVC, SVC, WFI};
 use lacuna_addr::{Gfn, PAGE_SIZE};
 use lacuna_arm64::gic::Line;
 use lacuna_arm64::psci::PowerState;
@@ -24,13 +25,7 @@ fn word(rng: &mut fastrand::Rng) -> u32 {
         3 => 0xd518_0000 | rng.u32(..) & 0x0027_ffff,
         4 => 0xd508_0000 | rng.u32(..) & 0x0003_ffff,
         5 => 0xd500_401f | rng.u32(..) & 0x0007_0fe0,
-        6 => [
-            0xd69f_03e0,
-            0xd400_0001,
-            0xd400_0002,
-            0xd503_207f,
-            0xd503_3b9f,
-        ][rng.usize(0..5)],
+        6 => [ERET, SVC, HVC, WFI, DSB][rng.usize(0..5)],
         // Loads and stores.
         _ => 0x3800_0000 | rng.u32(..) & 0xc7ff_ffff,
     }
