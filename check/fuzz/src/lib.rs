@@ -26,7 +26,7 @@
 //! | `monitor` | random operations of the host and the VMM while the VM runs |
 //! | `shadow` | oracles of dirty tracking, and of data that leaks between VMs |
 //! | `place`, `runtime` | the guest's memory map, and its handler of every exception |
-//! | `program`, `values`, `asm` | sequences of random instructions |
+//! | `program`, `values`, `encode` | sequences of random instructions |
 //! | `arm64` | memory map, runtime and sequences of AArch64 guests |
 //! | `pulse`, `tally` | detects hangs and collects panics; counts what was reached |
 //!
@@ -37,9 +37,9 @@
 #![forbid(unsafe_code)]
 
 mod arm64;
-mod asm;
 mod command;
 mod control;
+mod encode;
 mod images;
 mod machine;
 mod migrated;

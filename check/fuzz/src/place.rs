@@ -83,9 +83,9 @@ pub const READY_VECTOR: u8 = 0xec;
 /// Vector of the local APIC's timer, most of the time.
 pub const TIMER_VECTOR: u8 = 0xe0;
 /// INT n by which a sequence ends.
-pub const END_VECTOR: u8 = 0x20;
+pub const END_VECTOR: u32 = 0x20;
 /// INT n by which SYSCALL reaches the handler.
-pub const SYSCALL_VECTOR: u8 = 0x21;
+pub const SYSCALL_VECTOR: u32 = 0x21;
 /// Code and data segments: CPL 0, then CPL 3 (SYSRET's order).
 pub const KERNEL_CS: u16 = 0x10;
 /// Its SS.

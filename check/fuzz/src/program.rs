@@ -7,11 +7,12 @@
 mod data;
 mod system;
 
-use crate::asm::{Asm, Reg, Rm, Size};
+use crate::encode::{REGISTERS, Reg, Rm, Size, Written, assemble};
 use crate::place::*;
 use crate::runtime::words;
 use crate::values;
 use fastrand::Rng;
+use iced_x86::code_asm::CodeAssembler;
 use lacuna_addr::PAGE_SIZE;
 
 /// The privilege of a sequence.
@@ -76,22 +77,24 @@ impl Author<'_> {
             ..3 => Mode::User,
             _ => Mode::Kernel,
         };
-        let mut a = Asm::default();
-        for reg in POINTERS {
-            if self.rng.u8(..4) != 0 {
-                let at = values::address(self.rng, self.memory);
-                a.mov_imm(reg, at);
+        let mut code = assemble(|a| {
+            for reg in POINTERS {
+                if self.rng.u8(..4) != 0 {
+                    let at = values::address(self.rng, self.memory);
+                    a.mov(REGISTERS[usize::from(reg)], at)?;
+                }
             }
-        }
+            Ok(())
+        });
         let mut acts = self.rng.u8(2..24);
-        while acts > 0 && a.bytes.len() < LIMIT {
-            self.act(&mut a, mode);
+        while acts > 0 && code.len() < LIMIT {
+            code.extend(assemble(|a| self.act(a, mode)));
             acts -= 1;
         }
-        a.raw(&[0xcd, END_VECTOR]);
-        debug_assert!(a.bytes.len() <= SEQUENCE_SIZE as usize, "{}", a.bytes.len());
+        code.extend(assemble(|a| a.int(END_VECTOR)));
+        debug_assert!(code.len() <= SEQUENCE_SIZE as usize, "{}", code.len());
         Sequence {
-            code: a.bytes,
+            code,
             state: self.state(index, mode),
         }
     }
@@ -114,7 +117,7 @@ impl Author<'_> {
         words(&[rip, cs.into(), flags, stack, ss.into()])
     }
 
-    fn act(&mut self, a: &mut Asm, mode: Mode) {
+    fn act(&mut self, a: &mut CodeAssembler, mode: Mode) -> Written {
         let mut drawn = self.rng.u8(..100);
         // CPL 3 may execute few of these acts: most would only raise #GP.
         if mode == Mode::User && (64..97).contains(&drawn) && self.rng.u8(..4) != 0 {
@@ -137,11 +140,12 @@ impl Author<'_> {
             92..97 => self.system(a, mode),
             97..99 => self.transfer(a),
             _ => self.noise(a),
-        };
+        }?;
         if let Some(number) = self.labels.number(&label) {
             let counter = ACTS + 8 * number as u64;
-            a.op(&[], Size::Quad, &[0xff], 0, Rm::Abs(counter as i32));
+            a.inc(iced_x86::code_asm::qword_ptr(counter))?;
         }
+        Ok(())
     }
 
     /// A register that acts may change.

@@ -6,15 +6,17 @@
 //! the state from that sequence's table. If the runtime cannot continue, the vCPU ends with a
 //! triple fault. The VMM then writes the runtime to memory again and resets the vCPU.
 
-use crate::asm::{Asm, RAX, RBX, RCX, RDX, Rm, Size};
+use crate::encode::{Written, wrmsr};
 use crate::place::*;
+use iced_x86::BlockEncoderOptions;
+use iced_x86::code_asm::*;
 use lacuna_addr::PAGE_SIZE;
 
 /// An address, and the bytes to write there.
 pub type Piece = (u64, Vec<u8>);
 
 const PAGE: u64 = PAGE_SIZE as u64;
-const R12: u8 = 12;
+const LSTAR: u32 = 0xc000_0082;
 /// Page-table entry bits.
 pub mod pte {
     /// Present.
@@ -59,11 +61,11 @@ pub struct Manners {
 
 /// The common parts of all vCPUs and sequences of a guest with `memory` bytes of main memory.
 pub fn pieces(memory: u64, vcpus: u64, manners: Manners) -> Vec<Piece> {
-    let (code, handler) = code(manners.apic);
+    let (code, handlers) = code(manners.apic).expect("instructions of this mode");
     let mut pieces = vec![(RUNTIME, code)];
     pieces.push((GDT, words(&descriptors(vcpus))));
     pieces.push((POINTERS, pointers()));
-    pieces.push((IDT, words(&gates(handler))));
+    pieces.push((IDT, words(&gates(&handlers))));
     for vcpu in 0..vcpus {
         pieces.push((TSS + vcpu * TSS_SIZE, task_state(vcpu)));
         let mut page = vec![0; PAGE_SIZE];
@@ -82,135 +84,125 @@ pub fn words(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
-/// Entry, handler and stubs; returns also the address of the first stub.
-fn code(apic: ApicMode) -> (Vec<u8>, u64) {
-    let mut a = Asm::default();
-    enter(&mut a, apic);
-    let syscall = RUNTIME + a.bytes.len() as u64;
-    a.raw(&[0xcd, SYSCALL_VECTOR]);
-    let common = a.bytes.len();
-    handle(&mut a);
-    // The second pass uses the address found in the first.
-    let mut b = Asm::default();
-    b.wrmsr(0xc000_0082, syscall);
-    let at = find(&a.bytes, 0xc000_0082);
-    a.bytes[at..at + b.bytes.len()].copy_from_slice(&b.bytes);
-    let stubs = a.bytes.len();
-    for vector in 0..256 {
-        stub(&mut a, vector, common);
+/// Entry, handler and a stub for each vector; returns also the addresses of the stubs.
+fn code(apic: ApicMode) -> Written<(Vec<u8>, Vec<u64>)> {
+    let mut a = CodeAssembler::new(64)?;
+    let mut stubs: Vec<_> = (0..256).map(|_| a.create_label()).collect();
+    let (mut syscall, mut common) = (a.create_label(), a.create_label());
+    enter(&mut a, apic, syscall)?;
+    a.set_label(&mut syscall)?;
+    a.int(SYSCALL_VECTOR)?;
+    a.set_label(&mut common)?;
+    handle(&mut a)?;
+    for (vector, stub) in (0..).zip(&mut stubs) {
+        a.set_label(stub)?;
+        a.push(vector)?;
+        a.jmp(common)?;
     }
-    (a.bytes, RUNTIME + stubs as u64)
-}
-
-/// Bytes of a stub.
-const STUB: usize = 10;
-
-/// `push vector; jmp common`.
-fn stub(a: &mut Asm, vector: u32, common: usize) {
-    a.raw(&[0x68]).raw(&vector.to_le_bytes());
-    let distance = common as i32 - (a.bytes.len() + 5) as i32;
-    a.raw(&[0xe9]).raw(&distance.to_le_bytes());
-}
-
-/// The offset of `mov ecx, msr`.
-fn find(code: &[u8], msr: u32) -> usize {
-    let mut wanted = vec![0xb9];
-    wanted.extend(msr.to_le_bytes());
-    let found = code.windows(wanted.len()).position(|bytes| bytes == wanted);
-    found.expect("the entry writes it")
+    let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+    let code = a.assemble_options(RUNTIME, options)?;
+    let addresses: Written<_> = stubs.iter().map(|stub| code.label_ip(stub)).collect();
+    Ok((code.inner.code_buffer, addresses?))
 }
 
 /// The first instructions of a vCPU: its own task state, tables, SYSCALL. Then it ends a sequence.
-fn enter(a: &mut Asm, apic: ApicMode) {
-    a.mov_imm32(RAX, 1).raw(&[0x0f, 0xa2]); // cpuid
-    a.raw(&[0xc1, 0xeb, 24]); // shr ebx, 24: the APIC id
-    a.mov_imm(RAX, POINTERS);
-    a.raw(&[0x0f, 0x01, 0x10]); // lgdt [rax]
-    a.raw(&[0x0f, 0x01, 0x58, 16]); // lidt [rax + 16]
+fn enter(a: &mut CodeAssembler, apic: ApicMode, syscall: CodeLabel) -> Written {
+    a.mov(eax, 1)?;
+    a.cpuid()?;
+    a.shr(ebx, 24)?; // the APIC id
+    a.mov(rax, POINTERS)?;
+    a.lgdt(ptr(rax))?;
+    a.lidt(ptr(rax + 16))?;
     // The descriptor is marked busy after a reset.
-    a.raw(&[0x89, 0xd8, 0xc1, 0xe0, 4]); // mov eax, ebx; shl eax, 4
+    a.mov(eax, ebx)?;
+    a.shl(eax, 4)?;
     let descriptor = (GDT + u64::from(TSS_SELECTOR)) as i32;
-    a.op(&[], Size::Byte, &[0x80], 4, Rm::At(RAX, descriptor + 5));
-    a.raw(&[0xfd]); // and byte [rax + ..], !2
-    a.raw(&[0x83, 0xc0, TSS_SELECTOR as u8, 0x0f, 0x00, 0xd8]); // add eax, ..; ltr ax
-    a.mov_imm(RAX, GOOD).raw(&[0x0f, 0x22, 0xd8]); // mov cr3, rax
-    a.wrmsr(0xc000_0082, 0);
-    a.wrmsr(
-        0xc000_0081,
-        (u64::from(KERNEL_SS | 3) << 48) | (u64::from(KERNEL_CS) << 32),
-    );
-    a.wrmsr(0xc000_0080, 0xd01); // EFER: SCE, LME, LMA, NXE
+    a.and(byte_ptr(rax + (descriptor + 5)), !2)?;
+    a.add(eax, i32::from(TSS_SELECTOR))?;
+    a.ltr(ax)?;
+    a.mov(rax, GOOD)?;
+    a.mov(cr3, rax)?;
+    a.lea(rax, ptr(syscall))?;
+    a.mov(ecx, LSTAR)?;
+    a.xor(edx, edx)?;
+    a.wrmsr()?;
+    let segments = u64::from(KERNEL_SS | 3) << 48 | u64::from(KERNEL_CS) << 32;
+    wrmsr(a, 0xc000_0081, segments)?;
+    wrmsr(a, 0xc000_0080, 0xd01)?; // EFER: SCE, LME, LMA, NXE
     // The local APIC, enabled.
     match apic {
-        ApicMode::X2Apic => a.wrmsr(0x1b, APIC | 0xc00).wrmsr(0x80f, 0x1ff),
-        ApicMode::XApic => a
-            .mov_imm(RAX, APIC + 0xf0)
-            .raw(&[0xc7, 0x00, 0xff, 0x01, 0, 0]), // mov dword [rax], 0x1ff
-    };
-    a.raw(&[0xcd, END_VECTOR]);
+        ApicMode::X2Apic => {
+            wrmsr(a, 0x1b, APIC | 0xc00)?;
+            wrmsr(a, 0x80f, 0x1ff)?;
+        }
+        ApicMode::XApic => {
+            a.mov(rax, APIC + 0xf0)?;
+            a.mov(dword_ptr(rax), 0x1ff)?;
+        }
+    }
+    a.int(END_VECTOR)
 }
 
 /// The handler of all vectors; the vector is on the stack.
-fn handle(a: &mut Asm) {
-    a.raw(&[0x41, 0x5c]); // pop r12
-    a.count(Rm::Table(R12, VECTORS as i32));
-    a.raw(&[0x48, 0x89, 0xe3]); // mov rbx, rsp
-    a.raw(&[0x48, 0x81, 0xe3])
-        .raw(&(-(PAGE as i32)).to_le_bytes()); // and rbx, -4096
-    a.raw(&[0x41, 0x83, 0xfc, 0x30]); // cmp r12d, 0x30
-    let internal = a.jump(0x72);
-    end_of_interrupt(a);
-    a.land(internal);
-    a.raw(&[0x41, 0x83, 0xfc, 0x20]);
-    let external = a.jump(0x73);
+fn handle(a: &mut CodeAssembler) -> Written {
+    let [mut internal, mut external, mut same, mut silent] = [(); 4].map(|()| a.create_label());
+    a.pop(r12)?;
+    a.lock().inc(qword_ptr(r12 * 8 + VECTORS as i32))?;
+    a.mov(rbx, rsp)?;
+    a.and(rbx, -(PAGE as i32))?;
+    a.cmp(r12d, 0x30)?;
+    a.jb(internal)?;
+    end_of_interrupt(a, internal)?;
+    a.set_label(&mut internal)?;
+    a.cmp(r12d, 0x20)?;
+    a.jae(external)?;
     // CR3 is written only if it changes, because a write flushes the TLB.
-    a.mov_imm(RAX, GOOD).raw(&[0x0f, 0x20, 0xda]); // mov rdx, cr3
-    a.raw(&[0x48, 0x39, 0xc2]); // cmp rdx, rax
-    let same = a.jump(0x74);
-    a.raw(&[0x0f, 0x22, 0xd8]); // mov cr3, rax
-    a.land(same);
-    a.raw(&[0x31, 0xc0, 0x44, 0x0f, 0x22, 0xc0]); // xor eax, eax; mov cr8, rax
-    a.land(external);
-    a.op(&[], Size::Byte, &[0x80], 7, Rm::At(RBX, HOSTILE))
-        .raw(&[0]); // cmp byte, 0
-    let silent = a.jump(0x75);
-    a.raw(&[0x31, 0xc0]);
-    a.op(&[], Size::Quad, &[0x89], RAX, Rm::At(RBX, AREA));
-    a.raw(&[0x41, 0x81, 0xfc])
-        .raw(&u32::from(READY_VECTOR).to_le_bytes());
-    let other = a.jump(0x75);
-    a.wrmsr(APF_ACK, 1);
-    a.land(other);
-    a.land(silent);
-    next_sequence(a);
+    a.mov(rax, GOOD)?;
+    a.mov(rdx, cr3)?;
+    a.cmp(rdx, rax)?;
+    a.je(same)?;
+    a.mov(cr3, rax)?;
+    a.set_label(&mut same)?;
+    a.xor(eax, eax)?;
+    a.mov(cr8, rax)?;
+    a.set_label(&mut external)?;
+    a.cmp(byte_ptr(rbx + HOSTILE), 0)?;
+    a.jne(silent)?;
+    a.xor(eax, eax)?;
+    a.mov(qword_ptr(rbx + AREA), rax)?;
+    a.cmp(r12d, i32::from(READY_VECTOR))?;
+    a.jne(silent)?;
+    wrmsr(a, APF_ACK, 1)?;
+    a.set_label(&mut silent)?;
+    next_sequence(a)
 }
 
-/// Ends the interrupt in either mode of the local APIC.
-fn end_of_interrupt(a: &mut Asm) {
-    a.mov_imm32(RCX, 0x1b).raw(&[0x0f, 0x32]); // rdmsr
-    a.raw(&[0xf6, 0xc4, 0x04]); // test ah, 4: x2APIC
-    let mapped = a.jump(0x74);
-    a.wrmsr(0x80b, 0);
-    let done = a.jump(0xeb);
-    a.land(mapped);
-    a.mov_imm(RAX, APIC + 0xb0);
-    a.raw(&[0xc7, 0x00, 0, 0, 0, 0]); // mov dword [rax], 0
-    a.land(done);
+/// Ends the interrupt in either mode of the local APIC. `done` is behind it.
+fn end_of_interrupt(a: &mut CodeAssembler, done: CodeLabel) -> Written {
+    let mut mapped = a.create_label();
+    a.mov(ecx, 0x1b)?;
+    a.rdmsr()?;
+    a.test(ah, 4)?; // x2APIC
+    a.je(mapped)?;
+    wrmsr(a, 0x80b, 0)?;
+    a.jmp(done)?;
+    a.set_label(&mut mapped)?;
+    a.mov(rax, APIC + 0xb0)?;
+    a.mov(dword_ptr(rax), 0)
 }
 
 /// Enters the next sequence with IRETQ.
-fn next_sequence(a: &mut Asm) {
-    a.count(Rm::Abs(BEGUN as i32));
-    a.load(RAX, Rm::At(RBX, NEXT)).raw(&[0xff, 0xc0]); // inc eax
-    a.raw(&[0x25])
-        .raw(&(SEQUENCE_COUNT as u32 - 1).to_le_bytes());
-    a.store(Rm::At(RBX, NEXT), RAX);
-    a.raw(&[0x48, 0xc1, 0xe0, STATE_SIZE.trailing_zeros() as u8]); // shl rax
-    a.mov_imm32(RDX, STATES as u32).raw(&[0x48, 0x01, 0xc2]); // add rdx, rax
+fn next_sequence(a: &mut CodeAssembler) -> Written {
+    a.lock().inc(qword_ptr(BEGUN))?;
+    a.mov(rax, qword_ptr(rbx + NEXT))?;
+    a.inc(eax)?;
+    a.and(eax, SEQUENCE_COUNT as i32 - 1)?;
+    a.mov(qword_ptr(rbx + NEXT), rax)?;
+    a.shl(rax, STATE_SIZE.trailing_zeros())?;
     for at in (0..5).rev() {
-        a.op(&[], Size::Long, &[0xff], 6, Rm::At(RDX, 8 * at)); // push
+        a.push(qword_ptr(rax + (STATES as i32 + 8 * at)))?;
     }
-    a.raw(&[0x48, 0xcf]); // iretq
+    a.iretq()
 }
 
 fn descriptors(vcpus: u64) -> Vec<u64> {
@@ -242,14 +234,13 @@ fn pointers() -> Vec<u8> {
 }
 
 /// Interrupt gates of DPL 3 onto IST 1.
-fn gates(first: u64) -> Vec<u64> {
+fn gates(handlers: &[u64]) -> Vec<u64> {
     const GATE: u64 = 0xee01;
-    let gate = |vector: u64| {
-        let at = first + vector * STUB as u64;
+    let gate = |at: &u64| {
         let low = at & 0xffff | u64::from(KERNEL_CS) << 16 | GATE << 32;
         [low | (at >> 16 & 0xffff) << 48, at >> 32]
     };
-    (0..256).flat_map(gate).collect()
+    handlers.iter().flat_map(gate).collect()
 }
 
 /// RSP0 and IST 1 are the top of the vCPU's page; no I/O permission map.
