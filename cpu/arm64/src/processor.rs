@@ -9,7 +9,6 @@ use crate::state::{Exception, Trap, privilege, pstate};
 use crate::sysreg::System;
 use crate::timer::Driven;
 use crate::user_pages::UserPages;
-use crate::walk::WalkCache;
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_cpu::{Privilege, Replay, Stop, Translations};
 use lacuna_sync::{Clock, Nanos};
@@ -56,7 +55,7 @@ pub(crate) struct Core {
     pub(crate) granted: u64,
     /// The privilege of the running code.
     pub(crate) user: Privilege,
-    pub(crate) translations: Translations<WalkCache>,
+    pub(crate) translations: Translations,
     pub(crate) sys: System,
     pub(crate) interface: CpuInterface,
     /// The levels of the timers' lines at the interrupt controller.

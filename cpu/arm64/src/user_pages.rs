@@ -4,7 +4,6 @@
 //! again, so a flush of EL1's whole TLB each time would cost too much. The pages that enter the TLB
 //! meanwhile are recorded, and dropped when PAN is set.
 
-use crate::walk::WalkCache;
 use lacuna_cpu::{Privilege, Translations};
 
 /// The most pages recorded by their addresses; more cost a flush of EL1's TLB.
@@ -28,11 +27,7 @@ impl UserPages {
 
     /// Drops the pages from EL1's TLB, while code of privilege `running` runs.
     #[inline]
-    pub(crate) fn forget(
-        &mut self,
-        translations: &mut Translations<WalkCache>,
-        running: Privilege,
-    ) {
+    pub(crate) fn forget(&mut self, translations: &mut Translations, running: Privilege) {
         if self.count == 0 {
             return;
         }

@@ -4,7 +4,7 @@
 //! ```text
 //! va  55      47..39  38..30  29..21  20..12  11..0        4 KiB granule, 25 to 48 bits
 //!     TTBR0/1 L0 ---> L1 ---> L2 ---> L3 ---> page         a block at L1 has 1 GiB, at L2 2 MiB
-//!              WalkCache: va[47:21] -> L3 table + what the levels above it take away
+//!              WalkCache: va[55:21] -> L3 table + what the levels above it take away
 //! ```
 //! The cache is the processor's cache of intermediate entries (D8.14): most walks read one
 //! descriptor. It holds frame numbers and no pointers, so stage-2 changes need not flush it. It is
@@ -22,14 +22,10 @@
 //! While HA and HD are set, a clean leaf with DBM is writable for every rule: for WXN, and for a
 //! kernel's fetch from a program's writable page. QEMU 7.2 allows that fetch.
 
-mod cache;
-
-pub(crate) use cache::WalkCache;
-
 use crate::state::{Exception, Trap};
 use crate::sysreg::{System, sctlr, tcr};
 use lacuna_addr::{Access, GPA_BITS, Gfn, Gpa, Level};
-use lacuna_cpu::{Bus, HostPage, Mapping, Privilege, Stop};
+use lacuna_cpu::{Bus, HostPage, Mapping, Privilege, Stop, WalkCache};
 use std::sync::atomic::Ordering;
 
 mod descriptor {

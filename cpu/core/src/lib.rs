@@ -12,6 +12,7 @@
 //! | `page`, `word`, `pair` | one page of guest memory, and the accesses to it |
 //! | `replay` | accesses of devices, and the answers of an instruction |
 //! | `tlb` | translations for one privilege |
+//! | `walk_cache` | last tables of stage 1, for one address space |
 //! | `translations` | TLBs by privilege and address space |
 //! | `code` | basic blocks, their links, and the epochs that invalidate them |
 //!
@@ -32,6 +33,7 @@ mod replay;
 pub mod testing;
 mod tlb;
 mod translations;
+mod walk_cache;
 mod word;
 
 pub use bus::{Bus, Stop, Wake};
@@ -39,7 +41,6 @@ pub use page::{HostPage, Span, Stores};
 pub use processor::{Event, Exit, Privilege, Processor, Refused};
 pub use replay::{Replay, after, device_pieces, low_bytes};
 pub use tlb::{Rights, Tlb};
-pub use translations::{
-    Learned, Mapping, PARKED, Retain, Space, Switched, Translations, WalkCache,
-};
+pub use translations::{Learned, Mapping, PARKED, Retain, Space, Switched, Translations};
+pub use walk_cache::WalkCache;
 pub use word::Word;

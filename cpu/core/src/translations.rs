@@ -18,7 +18,7 @@
 //! which empties all TLBs, also of parked address spaces.
 
 use crate::code::{Kept, UserCode};
-use crate::{HostPage, Privilege, Rights, Span, Tlb};
+use crate::{HostPage, Privilege, Rights, Span, Tlb, WalkCache};
 use lacuna_addr::{Gfn, Level};
 
 /// Parked address spaces; each takes 160 KiB once it is used.
@@ -43,12 +43,6 @@ pub struct Mapping {
     pub global: bool,
     /// Size of the leaf.
     pub level: Level,
-}
-
-/// The paging-structure cache of one address space.
-pub trait WalkCache: Default {
-    /// Forgets everything.
-    fn flush(&mut self);
 }
 
 /// Whether a switch of address space keeps the translations of the new one.
@@ -123,15 +117,15 @@ impl Learned {
 
 /// A parked address space.
 #[derive(Default)]
-struct Parked<W> {
+struct Parked {
     space: Space,
     user: Learned,
-    walk: W,
+    walk: WalkCache,
     /// The links of its user code; `None` if they are void.
     code: Option<UserCode>,
 }
 
-impl<W: WalkCache> Parked<W> {
+impl Parked {
     fn flush(&mut self) {
         let Self {
             space: _,
@@ -147,19 +141,19 @@ impl<W: WalkCache> Parked<W> {
 
 /// All cached translations of a processor.
 #[derive(Default)]
-pub struct Translations<W> {
+pub struct Translations {
     /// For the running privilege.
     pub front: Learned,
     /// For the other one.
     back: Learned,
     /// The paging-structure cache of the current address space.
-    pub walk: W,
+    pub walk: WalkCache,
     space: Space,
     /// The least recently used first.
-    parked: Vec<Parked<W>>,
+    parked: Vec<Parked>,
 }
 
-impl<W: WalkCache> Translations<W> {
+impl Translations {
     /// Follows a change of privilege.
     pub fn swap(&mut self) {
         std::mem::swap(&mut self.front, &mut self.back);
@@ -294,7 +288,7 @@ impl<W: WalkCache> Translations<W> {
     }
 
     /// The address space `space`, empty if it is not known.
-    fn unpark(&mut self, space: Space) -> Parked<W> {
+    fn unpark(&mut self, space: Space) -> Parked {
         if let Some(at) = self.parked.iter().position(|parked| parked.space == space) {
             return self.parked.remove(at);
         }

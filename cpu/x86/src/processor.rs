@@ -6,7 +6,7 @@ use crate::deliver::Flow;
 use crate::dispatch::RSP;
 use crate::flags::{ALWAYS, Flags, IF};
 use crate::state::{Exception, System, Trap};
-use crate::walk::{User, WalkCache};
+use crate::walk::User;
 use lacuna_addr::{Gfn, Gpa};
 use lacuna_cpu::{Replay, Stop, Translations};
 use lacuna_sync::Clock;
@@ -62,7 +62,7 @@ pub(crate) struct Core {
     /// Instructions left before `dispatch` leaves; a basic block may overdraw this budget.
     pub(crate) budget: i64,
     pub(crate) user: User,
-    pub(crate) translations: Translations<WalkCache>,
+    pub(crate) translations: Translations,
     pub(crate) sys: System,
     /// Why the last access was [`crate::mem::Blocked`].
     pub(crate) why: Why,

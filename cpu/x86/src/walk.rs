@@ -3,7 +3,7 @@
 //! ```text
 //! va  47..39  38..30  29..21  20..12  11..0
 //!     PML4E -> PDPTE -> PDE -> PTE -> page        PDPTE.PS: a 1 GiB leaf, PDE.PS: a 2 MiB leaf
-//!              WalkCache: va[47:21] -> PT page + rights of the three levels above it
+//!              WalkCache: va[55:21] -> PT page + rights of the three levels above it
 //! ```
 //! The cache is the processor's paging-structure cache (SDM vol 3 4.10.3): most walks read one
 //! entry. It holds frame numbers and no pointers, so stage-2 changes need not flush it. It is
@@ -19,7 +19,7 @@
 use crate::state::bits::{CR0_WP, CR4_PGE, CR4_SMEP, EFER_NXE};
 use crate::state::{Exception, System, Trap, is_canonical};
 use lacuna_addr::{Access, Gfn, Gpa, Level};
-use lacuna_cpu::{Bus, HostPage, Mapping, Stop};
+use lacuna_cpu::{Bus, HostPage, Mapping, Stop, WalkCache};
 use std::sync::atomic::Ordering;
 
 const PRESENT: u64 = 1 << 0;
@@ -51,89 +51,6 @@ pub(crate) const fn at_cpl(cpl: u8) -> User {
         User::User
     } else {
         User::Supervisor
-    }
-}
-
-/// The paging-structure cache of one vCPU.
-pub(crate) struct WalkCache {
-    slots: Box<[Slot; Self::SLOTS]>,
-    generation: u64,
-    wrote_code: bool,
-}
-
-/// `tag` is va[47:21] below the generation; `table` is the PT page's address with [`RIGHTS`].
-#[derive(Clone, Copy)]
-struct Slot {
-    tag: u64,
-    table: u64,
-}
-
-impl Default for WalkCache {
-    fn default() -> Self {
-        let empty = Slot { tag: 0, table: 0 };
-        Self {
-            slots: Box::new([empty; Self::SLOTS]),
-            generation: 1,
-            wrote_code: false,
-        }
-    }
-}
-
-impl lacuna_cpu::WalkCache for WalkCache {
-    fn flush(&mut self) {
-        self.generation += 1;
-        if self.generation >> (u64::BITS - Self::TAG_BITS) != 0 {
-            let wrote_code = self.wrote_code;
-            *self = Self {
-                wrote_code,
-                ..Self::default()
-            };
-        }
-    }
-}
-
-impl WalkCache {
-    /// One slot for each PT page: 2 GiB of address space.
-    const SLOTS: usize = 1024;
-    const TAG_BITS: u32 = 27;
-
-    /// Whether a walk since the last [`Self::take_wrote_code`] has set an A or D bit in a page with
-    /// decoded instructions.
-    pub(crate) fn wrote_code(&self) -> bool {
-        self.wrote_code
-    }
-
-    /// As [`Self::wrote_code`], and forgets it. The bus has notified the other vCPUs; the caller
-    /// drops its own decoded instructions.
-    pub(crate) fn take_wrote_code(&mut self) -> bool {
-        std::mem::take(&mut self.wrote_code)
-    }
-
-    #[inline(always)]
-    fn tag(&self, va: u64) -> u64 {
-        (va << 16 >> 37) | self.generation << Self::TAG_BITS
-    }
-
-    #[inline(always)]
-    fn slot(va: u64) -> usize {
-        (va >> 21) as usize % Self::SLOTS
-    }
-
-    #[inline(always)]
-    fn find(&self, va: u64) -> Option<u64> {
-        let slot = self.slots[Self::slot(va)];
-        (slot.tag == self.tag(va)).then_some(slot.table)
-    }
-
-    fn fill(&mut self, va: u64, table: u64) {
-        self.slots[Self::slot(va)] = Slot {
-            tag: self.tag(va),
-            table,
-        };
-    }
-
-    fn drop_one(&mut self, va: u64) {
-        self.slots[Self::slot(va)].tag = 0;
     }
 }
 
@@ -171,7 +88,7 @@ pub(crate) fn walk<B: Bus>(
     access: Access,
     user: User,
 ) -> Result<Mapping, Trap> {
-    // The cache's tags do not contain bits 63 to 48.
+    // The cache's tags do not contain bits 63 to 56.
     if !is_canonical(va) {
         return Err(Exception::GP0.into());
     }
@@ -354,7 +271,7 @@ impl<B: Bus> Walker<'_, B> {
             .compare_exchange(old, old | bits, Ordering::AcqRel, Ordering::Acquire)
             .map_err(|_| Miss::Raced)?;
         if page.is_write_tracked() {
-            self.cache.wrote_code = true;
+            self.cache.note_written_code();
             self.bus.code_written(gfn);
         }
         Ok(())

@@ -2,7 +2,6 @@
 //! ranges, output sizes, reserved descriptors, missing tables. Also its cache and its cost.
 
 use super::*;
-use lacuna_cpu::WalkCache as _;
 use lacuna_cpu::testing::Ram;
 use proptest::prelude::*;
 
