@@ -1,21 +1,13 @@
 //! Why a processor left its run loop.
 
 use crate::state::Exception;
-use lacuna_addr::Gpa;
-use lacuna_cpu::Stop;
 
-/// Why [`crate::Cpu::run`] returned. Except after `Shutdown`, the processor can be entered again.
+/// Why [`crate::Cpu::run`] returned.
+pub type Exit = lacuna_cpu::Exit<Own>;
+
+/// The exits of x86 only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[must_use]
-pub enum Exit {
-    /// The requested number of instructions has been executed.
-    Fuel,
-    /// A vCPU request is pending: take its bits, act on them, enter again.
-    Requested,
-    /// Halted (HLT with interrupts on): enter again when an interrupt may be pending.
-    Halt,
-    /// The bus could not give a page; the instruction will be executed again from its start.
-    Stop(Stop),
+pub enum Own {
     /// OUT. The instruction is complete.
     IoOut {
         /// Port number.
@@ -32,24 +24,7 @@ pub enum Exit {
         /// 1, 2 or 4 bytes.
         size: u8,
     },
-    /// A load from an address without memory: as `IoIn`.
-    MmioRead {
-        /// Guest-physical address.
-        gpa: Gpa,
-        /// 1 to 8 bytes.
-        size: u8,
-    },
-    /// A store to an address without (writable) memory. It is complete at the next run.
-    MmioWrite {
-        /// Guest-physical address.
-        gpa: Gpa,
-        /// 1 to 8 bytes.
-        size: u8,
-        /// The written value, zero-extended.
-        value: u64,
-    },
-    /// RDMSR of one of KVM's MSRs, at CPL 0: answer with [`crate::Cpu::complete_msr`] before the
-    /// next run.
+    /// RDMSR of one of KVM's MSRs: answer with [`crate::Cpu::complete_msr`] before the next run.
     MsrRead {
         /// 0x4b564d00 to 0x4b564dff.
         index: u32,
@@ -61,9 +36,7 @@ pub enum Exit {
         /// EDX:EAX.
         value: u64,
     },
-    /// A misaligned locked access: stop every other vCPU, then call [`crate::Cpu::run_exclusive`].
-    Exclusive,
-    /// Triple fault: the processor can never run again.
+    /// Triple fault: the processor cannot be entered again.
     Shutdown(Shutdown),
 }
 

@@ -9,7 +9,7 @@
 //! | 0xc0000080-84 EFER STAR LSTAR CSTAR FMASK, 0xc0000100-102 FS, GS, kernel GS base | |
 //!
 //! KVM's MSRs, [`KVM`] (0x4b564d00-ff), are not here, because the hypervisor defines them. At CPL 0
-//! the processor leaves for an answer ([`Exit::MsrRead`](crate::Exit::MsrRead), `MsrWrite`), and
+//! the processor leaves for an answer ([`Own::MsrRead`](crate::Own::MsrRead), `MsrWrite`), and
 //! the answer may be #GP(0). The two old kvmclock MSRs, 0x11 and 0x12, do not exist.
 
 use crate::apic::Lapic;

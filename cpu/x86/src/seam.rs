@@ -3,67 +3,13 @@
 use crate::ApicBus;
 use crate::apic::ApicRegisters;
 use crate::cpu::{Cpu, Regs};
-use crate::exit::{Exit, Shutdown};
+use crate::exit::{Exit, Own};
 use crate::state::{Exception, System};
 use crate::walk::at_cpl;
 use lacuna_addr::Gfn;
 use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
 use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
-
-/// The exits of x86 only.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Own {
-    /// OUT. The instruction is complete.
-    IoOut {
-        /// Port number.
-        port: u16,
-        /// 1, 2 or 4 bytes.
-        size: u8,
-        /// The written value, zero-extended.
-        value: u32,
-    },
-    /// IN: provide the value with [`Cpu::complete_read`] before the next run.
-    IoIn {
-        /// Port number.
-        port: u16,
-        /// 1, 2 or 4 bytes.
-        size: u8,
-    },
-    /// RDMSR of one of KVM's MSRs: answer with [`Cpu::complete_msr`] before the next run.
-    MsrRead {
-        /// 0x4b564d00 to 0x4b564dff.
-        index: u32,
-    },
-    /// WRMSR to one of KVM's MSRs: as `MsrRead`.
-    MsrWrite {
-        /// 0x4b564d00 to 0x4b564dff.
-        index: u32,
-        /// EDX:EAX.
-        value: u64,
-    },
-    /// Triple fault: the processor cannot be entered again.
-    Shutdown(Shutdown),
-}
-
-impl From<Exit> for lacuna_cpu::Exit<Own> {
-    fn from(exit: Exit) -> Self {
-        match exit {
-            Exit::Fuel => Self::Fuel,
-            Exit::Requested => Self::Requested,
-            Exit::Halt => Self::Halt,
-            Exit::Stop(stop) => Self::Stop(stop),
-            Exit::MmioRead { gpa, size } => Self::MmioRead { gpa, size },
-            Exit::MmioWrite { gpa, size, value } => Self::MmioWrite { gpa, size, value },
-            Exit::Exclusive => Self::Exclusive,
-            Exit::IoOut { port, size, value } => Self::Own(Own::IoOut { port, size, value }),
-            Exit::IoIn { port, size } => Self::Own(Own::IoIn { port, size }),
-            Exit::MsrRead { index } => Self::Own(Own::MsrRead { index }),
-            Exit::MsrWrite { index, value } => Self::Own(Own::MsrWrite { index, value }),
-            Exit::Shutdown(shutdown) => Self::Own(Own::Shutdown(shutdown)),
-        }
-    }
-}
 
 /// The whole state of an x86 processor, between two instructions. The features of
 /// [`Cpu::set_kvm_features`] belong to the machine and are not included.
@@ -95,12 +41,12 @@ impl Processor for Cpu {
         Self::new(index, fabric, clock)
     }
 
-    fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> lacuna_cpu::Exit<Own> {
-        Self::run(self, bus, slot, fuel).into()
+    fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
+        Self::run(self, bus, slot, fuel)
     }
 
-    fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> lacuna_cpu::Exit<Own> {
-        Self::run_exclusive(self, bus, slot).into()
+    fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
+        Self::run_exclusive(self, bus, slot)
     }
 
     fn complete_read(&mut self, value: u64) {

@@ -7,7 +7,7 @@ use crate::control::{self, Flush};
 use crate::cpuid;
 use crate::deliver::Event;
 use crate::dispatch::{RSP, address};
-use crate::exit::Exit;
+use crate::exit::{Exit, Own};
 use crate::flags::{AC, ARITHMETIC, DF, ID, IF, IOPL, NT, RF, TF, ZF};
 use crate::general::{reg, set_reg};
 use crate::linear::{Linear, Width};
@@ -279,10 +279,10 @@ fn model_specific_outside<B: Bus>(m: &mut View<'_, B>, kind: Sys, index: u32) ->
     match (m.core.replay.take(), kind) {
         (Some(value), Sys::Rdmsr) => set_pair(m, value),
         (Some(_), _) => {}
-        (None, Sys::Rdmsr) => return Ok(Done::Wait(Exit::MsrRead { index })),
+        (None, Sys::Rdmsr) => return Ok(Done::Wait(Exit::Own(Own::MsrRead { index }))),
         (None, _) => {
             let value = pair(m);
-            return Ok(Done::Wait(Exit::MsrWrite { index, value }));
+            return Ok(Done::Wait(Exit::Own(Own::MsrWrite { index, value })));
         }
     }
     Ok(Done::Next)
@@ -299,11 +299,11 @@ fn port<B: Bus>(m: &mut View<'_, B>, op: &Op, kind: Sys) -> Outcome {
     let size = 1 << op.width();
     if kind == Sys::Out {
         let value = reg(m.core, RAX as u8, op.width()) as u32;
-        return Ok(Done::Exit(Exit::IoOut { port, size, value }));
+        return Ok(Done::Exit(Exit::Own(Own::IoOut { port, size, value })));
     }
     match m.core.replay.take() {
         Some(value) => set_reg(m.core, RAX as u8, op.width(), value),
-        None => return Ok(Done::Wait(Exit::IoIn { port, size })),
+        None => return Ok(Done::Wait(Exit::Own(Own::IoIn { port, size }))),
     }
     Ok(Done::Next)
 }

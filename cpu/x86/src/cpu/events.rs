@@ -13,7 +13,7 @@
 
 use super::{Cpu, Progress};
 use crate::deliver::{self, Event, Outcome};
-use crate::exit::{Exit, Shutdown};
+use crate::exit::{Exit, Own, Shutdown};
 use crate::mem::View;
 use crate::state::{Exception, Trap};
 use lacuna_cpu::Bus;
@@ -115,10 +115,10 @@ impl Cpu {
                         Exception::plain(vector)
                     }
                 };
-                Err(Exit::Shutdown(Shutdown {
+                Err(Exit::Own(Own::Shutdown(Shutdown {
                     rip: self.core.rip,
                     first,
-                }))
+                })))
             }
             Err(Trap::Stop(stop)) => {
                 self.pending = Pending::Again;

@@ -47,7 +47,7 @@ impl Cpu {
         self.flush_tlb();
     }
 
-    /// Provides the value for the last [`Exit::IoIn`](crate::Exit::IoIn) or
+    /// Provides the value for the last [`Own::IoIn`](crate::Own::IoIn) or
     /// [`Exit::MmioRead`](crate::Exit::MmioRead). Ignored if the last exit was another one, or is
     /// already answered.
     pub fn complete_read(&mut self, value: u64) {
@@ -83,8 +83,8 @@ impl Cpu {
         self.core.apic.next_deadline()
     }
 
-    /// Gives the answer to the last [`Exit::MsrRead`](crate::Exit::MsrRead) or
-    /// [`Exit::MsrWrite`](crate::Exit::MsrWrite); it must come before the next run. `Some`
+    /// Gives the answer to the last [`Own::MsrRead`](crate::Own::MsrRead) or
+    /// [`Own::MsrWrite`](crate::Own::MsrWrite); it must come before the next run. `Some`
     /// completes the instruction: a read returns this value, a write ignores it. `None` raises
     /// #GP(0) at the instruction.
     pub fn complete_msr(&mut self, answer: Option<u64>) {

@@ -6,7 +6,7 @@ use crate::support;
 use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
 use lacuna_cpu::Stop;
-use lacuna_x86::{Exception, Exit};
+use lacuna_x86::{Exception, Exit, Own};
 use support::{CODE, DATA, Machine, STACK, assemble};
 
 const SIZE: u64 = 16 << 20;
@@ -300,15 +300,15 @@ fn devices_are_asked_in_order_and_once() {
             value: 0x3333
         }
     );
-    assert_eq!(m.run(100), Exit::IoIn { port: 0, size: 1 });
+    assert_eq!(m.run(100), Exit::Own(Own::IoIn { port: 0, size: 1 }));
     m.cpu.complete_read(0xab);
     assert_eq!(
         m.run(100),
-        Exit::IoOut {
+        Exit::Own(Own::IoOut {
             port: 0x80,
             size: 4,
             value: 0x11ab
-        }
+        })
     );
     assert_eq!(m.run(100), Exit::Halt);
     assert_eq!(m.cpu.retired(), 5);
@@ -343,7 +343,7 @@ fn without_handlers_every_fault_is_a_shutdown() {
     for (first, program) in cases {
         let mut m = Machine::with(SIZE, program);
         m.set_regs(|r| (r.gpr[5], r.gpr[8]) = (1 << 50, 1 << 50));
-        let Exit::Shutdown(shutdown) = m.run(100) else {
+        let Exit::Own(Own::Shutdown(shutdown)) = m.run(100) else {
             panic!("no shutdown")
         };
         assert_eq!((shutdown.rip, shutdown.first), (CODE, first));

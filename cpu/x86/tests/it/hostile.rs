@@ -4,7 +4,7 @@
 use crate::support;
 
 use lacuna_cpu::Stop;
-use lacuna_x86::Exit;
+use lacuna_x86::{Exit, Own};
 use proptest::prelude::*;
 use support::{CODE, DATA, Machine};
 
@@ -24,18 +24,18 @@ fn survive(code: &[u8], regs: [u64; 16], cpl: u8, absent: &[usize]) {
     m.set_regs(|r| r.gpr = regs);
     for _ in 0..64 {
         match m.run(2000) {
-            Exit::IoIn { .. } | Exit::MmioRead { .. } => m.cpu.complete_read(u64::MAX),
-            Exit::MsrRead { index } | Exit::MsrWrite { index, .. } => {
+            Exit::Own(Own::IoIn { .. }) | Exit::MmioRead { .. } => m.cpu.complete_read(u64::MAX),
+            Exit::Own(Own::MsrRead { index }) | Exit::Own(Own::MsrWrite { index, .. }) => {
                 m.cpu.complete_msr((index % 2 == 0).then_some(u64::MAX));
             }
             Exit::Exclusive => drop(m.run_exclusive()),
-            Exit::Fuel | Exit::IoOut { .. } | Exit::MmioWrite { .. } => {}
+            Exit::Fuel | Exit::Own(Own::IoOut { .. }) | Exit::MmioWrite { .. } => {}
             Exit::Stop(Stop::Wait | Stop::Again) | Exit::Requested => {
                 if m.cpu.interruptible() {
                     m.cpu.inject_page_fault(regs[0]);
                 }
             }
-            Exit::Halt | Exit::Shutdown(_) | Exit::Stop(_) => break,
+            Exit::Halt | Exit::Own(Own::Shutdown(_)) | Exit::Stop(_) => break,
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::support;
 
 use iced_x86::code_asm::*;
 use lacuna_cpu::Stop;
-use lacuna_x86::Exit;
+use lacuna_x86::{Exit, Own};
 use support::kernel::{GDT, HANDLERS, IDT, TSS, USER, enter_user, handle, kernel, start_apic};
 use support::{CODE, DATA, Machine, STACK, assemble};
 
@@ -311,7 +311,7 @@ fn without_a_handler_it_is_a_shutdown_and_nothing_stays() {
     m.memory.write(IDT, &[0; 16 * 15]);
     let rip = m.cpu.regs().rip;
     m.cpu.inject_page_fault(TOKEN);
-    let Exit::Shutdown(shutdown) = m.run(100) else {
+    let Exit::Own(Own::Shutdown(shutdown)) = m.run(100) else {
         panic!("no shutdown")
     };
     assert_eq!((shutdown.rip, shutdown.first.vector), (rip, 14));

@@ -4,7 +4,7 @@ use crate::support;
 
 use iced_x86::code_asm::*;
 use lacuna_cpu::Stop;
-use lacuna_x86::{Exit, Regs, System, Tsc, TscRate};
+use lacuna_x86::{Exit, Own, Regs, System, Tsc, TscRate};
 use support::kernel::{HANDLERS, IDT, USER, enter_user, handle, kernel, start_apic, start_timer};
 use support::{CODE, DATA, Machine, STACK, assemble};
 
@@ -28,7 +28,7 @@ fn reader(a: &mut CodeAssembler) {
 fn a_read_of_a_kvm_msr_exits() {
     let mut m = kernel(reader);
     m.set_regs(|r| (r.gpr[0], r.gpr[1], r.gpr[2]) = (u64::MAX, EN.into(), u64::MAX));
-    assert_eq!(m.run(100), Exit::MsrRead { index: EN });
+    assert_eq!(m.run(100), Exit::Own(Own::MsrRead { index: EN }));
     assert_eq!((m.cpu.regs().rip, m.cpu.retired()), (CODE, 0));
     m.cpu.complete_msr(Some(0x1122_3344_5566_7788));
     assert_eq!(m.run(100), Exit::Halt);
@@ -43,7 +43,7 @@ fn a_write_of_a_kvm_msr_exits() {
         // The upper half of RCX is ignored.
         m.set_regs(|r| r.gpr[1] = 7 << 32 | u64::from(index));
         let value = 0x1111_1111_2222_2222;
-        assert_eq!(m.run(100), Exit::MsrWrite { index, value });
+        assert_eq!(m.run(100), Exit::Own(Own::MsrWrite { index, value }));
         m.cpu.complete_msr(Some(0));
         assert_eq!(m.run(100), Exit::Halt);
         assert_eq!((m.reg(0), m.reg(2)), (0x2222_2222, 0x1111_1111));
@@ -72,7 +72,7 @@ fn a_refused_msr_is_a_general_protection_fault_there() {
             let asked = m.run(100);
             assert!(matches!(
                 asked,
-                Exit::MsrRead { .. } | Exit::MsrWrite { .. }
+                Exit::Own(Own::MsrRead { .. }) | Exit::Own(Own::MsrWrite { .. })
             ));
             m.cpu.complete_msr(None);
             assert!(!m.cpu.interruptible());
@@ -123,7 +123,7 @@ fn nothing_comes_between_an_msr_and_its_answer() {
     start_apic(&mut m);
     m.set_regs(|r| r.gpr[1] = EN.into());
     m.cpu.raise_interrupt(0x51);
-    assert!(matches!(m.run(100), Exit::MsrWrite { .. }));
+    assert!(matches!(m.run(100), Exit::Own(Own::MsrWrite { .. })));
     assert!(!m.cpu.interruptible() && !m.cpu.has_interrupt());
     m.cpu.complete_msr(Some(0));
     assert!(!m.cpu.interruptible() && !m.cpu.has_interrupt());
@@ -140,7 +140,7 @@ fn nothing_comes_between_an_msr_and_its_answer() {
         a.iretq().unwrap();
     });
     m.set_regs(|r| (r.gpr[1], r.rflags) = (EN.into(), 0x102));
-    assert!(matches!(m.run(100), Exit::MsrRead { .. }));
+    assert!(matches!(m.run(100), Exit::Own(Own::MsrRead { .. })));
     assert_eq!(m.reg(3), 0);
     m.cpu.complete_msr(Some(0));
     assert_eq!(m.run(100), Exit::Halt);
@@ -151,7 +151,7 @@ fn nothing_comes_between_an_msr_and_its_answer() {
 fn the_code_page_may_go_between_an_msr_and_its_answer() {
     let mut m = kernel(reader);
     m.set_regs(|r| r.gpr[1] = EN.into());
-    assert!(matches!(m.run(100), Exit::MsrRead { .. }));
+    assert!(matches!(m.run(100), Exit::Own(Own::MsrRead { .. })));
     m.cpu.complete_msr(Some(5));
     m.cpu.flush_tlb();
     m.memory.absent[(CODE >> 12) as usize] = true;
@@ -238,7 +238,7 @@ fn reset_leaves_nothing() {
     m.memory.write_u64(DATA, 1);
     let system = m.cpu.system().clone();
     start_timer(&mut m, 100_000);
-    assert_eq!(m.run(100), Exit::MsrRead { index: EN });
+    assert_eq!(m.run(100), Exit::Own(Own::MsrRead { index: EN }));
     m.cpu.raise_interrupt(0x61);
     let mut dirty = system.clone();
     (dirty.cr2, dirty.cpl, dirty.halted, dirty.interrupt_shadow) = (5, 3, true, true);
@@ -266,7 +266,7 @@ fn reset_leaves_nothing() {
     m.memory.absent[(DATA >> 12) as usize] = true;
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
     assert!(m.cpu.interruptible());
-    assert_eq!(m.run(100), Exit::MsrRead { index: EN });
+    assert_eq!(m.run(100), Exit::Own(Own::MsrRead { index: EN }));
     assert_eq!(m.reg(0), 1);
     m.cpu.complete_msr(Some(2));
     assert_eq!(m.run(100), Exit::Halt);

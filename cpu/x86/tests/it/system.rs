@@ -5,7 +5,7 @@
 use crate::support;
 
 use iced_x86::code_asm::*;
-use lacuna_x86::Exit;
+use lacuna_x86::{Exit, Own};
 use support::kernel::{HANDLERS, USER, handle, kernel, start_apic};
 use support::{CODE, DATA, Machine, RIGHTS, STACK, assemble};
 
@@ -236,9 +236,9 @@ fn the_trap_flag_traps_behind_out_and_in() {
         a.iretq().unwrap();
     });
     m.set_regs(|r| r.rflags |= TF);
-    assert!(matches!(m.run(1), Exit::IoOut { .. }));
+    assert!(matches!(m.run(1), Exit::Own(Own::IoOut { .. })));
     assert!(!m.cpu.interruptible(), "the trap is pending");
-    assert!(matches!(m.run(100), Exit::IoIn { .. }));
+    assert!(matches!(m.run(100), Exit::Own(Own::IoIn { .. })));
     assert_eq!((m.reg(3), m.reg(1)), (1, CODE + 2), "behind OUT");
     assert_eq!(m.cpu.system().dr6 & BS, BS);
     m.cpu.complete_read(0);
