@@ -19,7 +19,7 @@
 
 use crate::lower_branch::fence;
 use crate::lower_memory::access;
-use crate::mem::{Target, Touch, offset};
+use crate::mem::{Memory, Target, Touch, offset};
 use crate::op::{Op, SINK, ZERO};
 use crate::processor::{Core, Why};
 use crate::state::{Exception, Trap, status};

@@ -11,6 +11,7 @@
 //! keep `pc`, the arena and the register file in registers. Each arm is a line. docs/speed-x86.md
 //! says why every arm must end in its own indirect jump, and how to check it.
 
+use crate::mem::Memory;
 use crate::op::{Arena, Code, ZERO};
 use crate::operand::{adds_immediate, displaced, get, imm, indexed, wide};
 use crate::operand::{moved, ones, product, sign_field, signed_product};

@@ -2,7 +2,7 @@
 
 use crate::lower_memory::access;
 use crate::lower_register::unary;
-use crate::mem::{Target, Touch, offset};
+use crate::mem::{Memory, Target, Touch, offset};
 use crate::op::{Op, SP};
 use crate::processor::{Core, Why};
 use crate::state::Exception;

@@ -1,62 +1,20 @@
-//! Virtual memory: every load and store of an instruction.
+//! Virtual memory: this processor's part of [`Memory`].
 //!
 //! ```text
-//! load::<T> -- Tlb::load, one compare --> done
-//!      miss -> load_slow: aligned? one page or two?
-//!              -> translate: Tlb::refill from a 2 MiB entry, else walk + Bus::page + Tlb::insert
-//!                memory: the access, by byte atomics if misaligned
-//!                no memory (Stop::Mmio): from the replies of earlier exits, else leave for one
+//! translate     Tlb::refill from a 2 MiB entry, else walk + Bus::page + Tlb::insert
+//! device_load   no memory (Stop::Mmio): from the replies of earlier exits, else leave for one
 //! ```
-//! A failed access returns [`Blocked`] and has changed nothing; the reason is in [`Core::why`].
+//! A failed access returns [`Blocked`]; the reason is in [`Core::why`].
 
 use crate::processor::{Core, Why};
 use crate::state::{Exception, Trap, status};
 use crate::sysreg::sctlr;
 use crate::walk::{Purpose, Request, walk};
-use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};
-use lacuna_cpu::{Bus, HostPage, Privilege, Stop, Word, after, device_pieces, low_bytes};
-
-/// The access was not made; [`Core::why`] has the reason. This type is empty, so that the hot paths
-/// return in registers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Blocked;
-
-/// The result of a function that accesses memory.
-pub(crate) type Touch<T> = Result<T, Blocked>;
-
-const LAST: u64 = PAGE_SIZE as u64 - 1;
-
-/// Offset in its page.
-pub(crate) const fn offset(va: u64) -> usize {
-    (va & LAST) as usize
-}
-
-/// A page of virtual memory for one access.
-#[derive(Clone, Copy)]
-pub(crate) enum Target {
-    Memory(Gfn, HostPage),
-    Device(Gpa),
-}
+use lacuna_addr::{Access, Gfn, Gpa};
+pub(crate) use lacuna_cpu::{Blocked, Memory, Target, Touch, offset};
+use lacuna_cpu::{Bus, HostPage, Privilege, Stop, Tlb, Word, after, device_pieces, low_bytes};
 
 impl Core {
-    /// Loads a word.
-    #[inline(always)]
-    pub(crate) fn load<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<T> {
-        match self.translations.front.tlb.load(va) {
-            Some(value) => Ok(value),
-            None => self.load_slow(bus, va),
-        }
-    }
-
-    /// Stores a word.
-    #[inline(always)]
-    pub(crate) fn store<T: Word>(&mut self, bus: &mut impl Bus, va: u64, value: T) -> Touch<()> {
-        if self.translations.front.tlb.store(va, value) {
-            return Ok(());
-        }
-        self.store_slow(bus, va, value)
-    }
-
     /// Loads two adjacent words.
     #[inline(always)]
     pub(crate) fn load_pair<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<[T; 2]> {
@@ -85,25 +43,6 @@ impl Core {
 
     #[cold]
     #[inline(never)]
-    fn load_slow<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<T> {
-        if let Some(page) = self.refill::<T>(bus, va, Access::Read)? {
-            return Ok(page.load(offset(va)));
-        }
-        self.load_as(bus, va, T::BYTES, self.user).map(T::narrow)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn store_slow<T: Word>(&mut self, bus: &mut impl Bus, va: u64, value: T) -> Touch<()> {
-        if let Some(page) = self.refill::<T>(bus, va, Access::Write)? {
-            page.store(offset(va), value);
-            return Ok(());
-        }
-        self.store_as(bus, va, T::BYTES, value.widen(), self.user)
-    }
-
-    #[cold]
-    #[inline(never)]
     fn load_pair_slow<T: Word>(&mut self, bus: &mut impl Bus, va: u64) -> Touch<[T; 2]> {
         let next = va.wrapping_add(T::BYTES as u64);
         Ok([self.load(bus, va)?, self.load(bus, next)?])
@@ -119,177 +58,10 @@ impl Core {
     ) -> Touch<()> {
         let next = va.wrapping_add(T::BYTES as u64);
         for at in [va, next] {
-            let (first, last) = self.translate_span(bus, at, T::BYTES, Access::Write, self.user)?;
-            for target in [Some(first), last].into_iter().flatten() {
-                if let Target::Memory(gfn, page) = target {
-                    self.note_code_write(gfn, page)?;
-                }
-            }
+            self.prepare_store(bus, at, T::BYTES, self.user)?;
         }
         self.store(bus, va, first)?;
         self.store(bus, next, second)
-    }
-
-    /// The fast path for a TLB miss: one aligned word of plain memory. `None` for everything else.
-    /// The path is short, so that the host's out-of-order execution reaches the next access.
-    #[inline(always)]
-    fn refill<T: Word>(
-        &mut self,
-        bus: &mut impl Bus,
-        va: u64,
-        access: Access,
-    ) -> Touch<Option<HostPage>> {
-        if va & (T::BYTES as u64 - 1) != 0 {
-            return Ok(None);
-        }
-        match self.translate(bus, va, access, self.user)? {
-            Target::Memory(_, page) if !access.is_write() || !page.is_write_tracked() => {
-                Ok(Some(page))
-            }
-            _ => Ok(None),
-        }
-    }
-
-    /// Loads `bytes` (1 to 8) at any address with the rights of `user`.
-    pub(crate) fn load_as(
-        &mut self,
-        bus: &mut impl Bus,
-        va: u64,
-        bytes: usize,
-        user: Privilege,
-    ) -> Touch<u64> {
-        let (first, second) = self.translate_span(bus, va, bytes, Access::Read, user)?;
-        let low = bytes.min(PAGE_SIZE - offset(va));
-        let mut value = self.load_at(first, offset(va), low)?;
-        if let Some(second) = second {
-            value |= self.load_at(second, 0, bytes - low)? << (8 * low);
-        }
-        Ok(value)
-    }
-
-    /// Stores the low `bytes` (1 to 8) of `value` at any address with the rights of `user`. Both
-    /// pages of a crossing store are translated before either is written.
-    pub(crate) fn store_as(
-        &mut self,
-        bus: &mut impl Bus,
-        va: u64,
-        bytes: usize,
-        value: u64,
-        user: Privilege,
-    ) -> Touch<()> {
-        let (first, second) = self.translate_span(bus, va, bytes, Access::Write, user)?;
-        for target in [Some(first), second].into_iter().flatten() {
-            if let Target::Memory(gfn, page) = target {
-                self.note_code_write(gfn, page)?;
-            }
-        }
-        let low = bytes.min(PAGE_SIZE - offset(va));
-        self.store_at(first, offset(va), low, value)?;
-        match second {
-            Some(second) => self.store_at(second, 0, bytes - low, value >> (8 * low)),
-            None => Ok(()),
-        }
-    }
-
-    fn load_at(&mut self, target: Target, offset: usize, bytes: usize) -> Touch<u64> {
-        match target {
-            Target::Memory(_, page) if offset.is_multiple_of(bytes) => Ok(match bytes {
-                1 => page.load_u8(offset).into(),
-                2 => page.load_u16(offset).into(),
-                4 => page.load_u32(offset).into(),
-                8 => page.load_u64(offset),
-                _ => page.load_bytes(offset, bytes),
-            }),
-            Target::Memory(_, page) => Ok(page.load_bytes(offset, bytes)),
-            Target::Device(gpa) => self.device_load(gpa, bytes),
-        }
-    }
-
-    fn store_at(&mut self, target: Target, offset: usize, bytes: usize, value: u64) -> Touch<()> {
-        match target {
-            Target::Memory(_, page) if offset.is_multiple_of(bytes) => match bytes {
-                1 => page.store_u8(offset, value as u8),
-                2 => page.store_u16(offset, value as u16),
-                4 => page.store_u32(offset, value as u32),
-                8 => page.store_u64(offset, value),
-                _ => page.store_bytes(offset, bytes, value),
-            },
-            Target::Memory(_, page) => page.store_bytes(offset, bytes, value),
-            Target::Device(gpa) => return self.device_store(gpa, bytes, value),
-        }
-        Ok(())
-    }
-
-    /// Reads 1 to 8 bytes of a device. This includes the interrupt controller's registers: a read
-    /// changes nothing there, so the instruction may be executed again.
-    #[cold]
-    fn device_load(&mut self, gpa: Gpa, bytes: usize) -> Touch<u64> {
-        let mut value = 0;
-        for (done, size) in device_pieces(gpa, bytes) {
-            let gic = &self.fabric.gic;
-            if gic.claims(gpa) {
-                value |= gic.mmio_read(after(gpa, done), size as u8) << (8 * done);
-                continue;
-            }
-            match self.replay.take() {
-                Some(answer) => value |= low_bytes(answer, size) << (8 * done),
-                None => return self.block(Why::DeviceRead(after(gpa, done), size as u8)),
-            }
-        }
-        Ok(value)
-    }
-
-    /// Writes the low 1 to 8 bytes of `value` to a device. A write to the interrupt controller has
-    /// the same effect when the instruction is executed again.
-    #[cold]
-    fn device_store(&mut self, gpa: Gpa, bytes: usize, value: u64) -> Touch<()> {
-        for (done, size) in device_pieces(gpa, bytes) {
-            let value = low_bytes(value >> (8 * done), size);
-            let gic = &self.fabric.gic;
-            if gic.claims(gpa) {
-                gic.mmio_write(self.interface.index(), after(gpa, done), size as u8, value);
-            } else if self.replay.take().is_none() {
-                return self.block(Why::DeviceWrite(after(gpa, done), size as u8, value));
-            }
-        }
-        Ok(())
-    }
-
-    /// Records that a store is about to change decoded instructions. It must not do so inside a
-    /// basic block, so the run loop executes the instruction alone ([`Core::stepping`]) and drops
-    /// the decoded code afterwards.
-    pub(crate) fn note_code_write(&mut self, gfn: Gfn, page: HostPage) -> Touch<()> {
-        if !page.is_write_tracked() {
-            return Ok(());
-        }
-        if !self.stepping {
-            return self.block(Why::Step);
-        }
-        if !self.code_written.contains(&gfn) {
-            self.code_written.push(gfn);
-        }
-        Ok(())
-    }
-
-    /// The page or two pages of an access.
-    fn translate_span(
-        &mut self,
-        bus: &mut impl Bus,
-        va: u64,
-        bytes: usize,
-        access: Access,
-        user: Privilege,
-    ) -> Touch<(Target, Option<Target>)> {
-        if self.sys.sctlr & sctlr::A != 0 && !va.is_multiple_of(bytes as u64) {
-            return self.misaligned(va, access);
-        }
-        let last = va.wrapping_add(bytes as u64 - 1);
-        let first = self.translate(bus, va, access, user)?;
-        let second = match (va ^ last) & !LAST {
-            0 => None,
-            _ => Some(self.translate(bus, last & !LAST, access, user)?),
-        };
-        Ok((first, second))
     }
 
     /// An alignment fault at `va`.
@@ -298,8 +70,50 @@ impl Core {
         self.raise(Exception::data_abort(va, status::ALIGNMENT, access))
     }
 
-    /// Translates one address, and caches the translation.
-    pub(crate) fn translate(
+    /// The page to fetch instructions at `va` from. A device's page gives an external abort.
+    pub(crate) fn fetch_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<(Gfn, HostPage)> {
+        if let Some(found) = self.translations.front.tlb.executable_page(va) {
+            return Ok(found);
+        }
+        match self.translate(bus, va, Access::Fetch, self.user)? {
+            Target::Memory(gfn, page) => Ok((gfn, page)),
+            Target::Device(_) => self.raise(Exception::instruction_abort(va, status::EXTERNAL)),
+        }
+    }
+
+    /// Records the reason, and returns the caller's result.
+    #[cold]
+    pub(crate) fn block<T>(&mut self, why: Why) -> Touch<T> {
+        self.why = why;
+        Err(Blocked)
+    }
+
+    /// Raises `exception` at the current instruction.
+    #[cold]
+    pub(crate) fn raise<T>(&mut self, exception: Exception) -> Touch<T> {
+        self.block(Why::Trap(Trap::Exception(exception)))
+    }
+}
+
+impl Memory for Core {
+    #[inline(always)]
+    fn tlb(&self) -> &Tlb {
+        &self.translations.front.tlb
+    }
+
+    #[inline(always)]
+    fn user(&self) -> Privilege {
+        self.user
+    }
+
+    fn check_span(&mut self, va: u64, bytes: usize, access: Access) -> Touch<()> {
+        if self.sys.sctlr & sctlr::A != 0 && !va.is_multiple_of(bytes as u64) {
+            return self.misaligned(va, access);
+        }
+        Ok(())
+    }
+
+    fn translate(
         &mut self,
         bus: &mut impl Bus,
         va: u64,
@@ -340,7 +154,7 @@ impl Core {
         let page = match bus.page(mapping.gfn, access) {
             Ok(page) => page,
             Err(Stop::Mmio(_)) => {
-                let gpa = Gpa::truncate(mapping.gfn.gpa().get() | va & LAST);
+                let gpa = Gpa::truncate(mapping.gfn.gpa().get() | offset(va) as u64);
                 return Ok(Target::Device(gpa));
             }
             Err(stop) => return self.block(Why::Trap(Trap::Stop(stop))),
@@ -356,28 +170,47 @@ impl Core {
         Ok(Target::Memory(mapping.gfn, page))
     }
 
-    /// The page to fetch instructions at `va` from. A device's page gives an external abort.
-    pub(crate) fn fetch_page(&mut self, bus: &mut impl Bus, va: u64) -> Touch<(Gfn, HostPage)> {
-        if let Some(found) = self.translations.front.tlb.executable_page(va) {
-            return Ok(found);
+    /// A read of the interrupt controller's registers changes nothing, so the instruction may be
+    /// executed again.
+    #[cold]
+    fn device_load(&mut self, gpa: Gpa, bytes: usize) -> Touch<u64> {
+        let mut value = 0;
+        for (done, size) in device_pieces(gpa, bytes) {
+            let gic = &self.fabric.gic;
+            if gic.claims(gpa) {
+                value |= gic.mmio_read(after(gpa, done), size as u8) << (8 * done);
+                continue;
+            }
+            match self.replay.take() {
+                Some(answer) => value |= low_bytes(answer, size) << (8 * done),
+                None => return self.block(Why::DeviceRead(after(gpa, done), size as u8)),
+            }
         }
-        match self.translate(bus, va, Access::Fetch, self.user)? {
-            Target::Memory(gfn, page) => Ok((gfn, page)),
-            Target::Device(_) => self.raise(Exception::instruction_abort(va, status::EXTERNAL)),
-        }
+        Ok(value)
     }
 
-    /// Records the reason, and returns the caller's result.
+    /// A write to the interrupt controller has the same effect when the instruction is executed
+    /// again.
     #[cold]
-    pub(crate) fn block<T>(&mut self, why: Why) -> Touch<T> {
-        self.why = why;
-        Err(Blocked)
+    fn device_store(&mut self, gpa: Gpa, bytes: usize, value: u64) -> Touch<()> {
+        for (done, size) in device_pieces(gpa, bytes) {
+            let value = low_bytes(value >> (8 * done), size);
+            let gic = &self.fabric.gic;
+            if gic.claims(gpa) {
+                gic.mmio_write(self.interface.index(), after(gpa, done), size as u8, value);
+            } else if self.replay.take().is_none() {
+                return self.block(Why::DeviceWrite(after(gpa, done), size as u8, value));
+            }
+        }
+        Ok(())
     }
 
-    /// Raises `exception` at the current instruction.
-    #[cold]
-    pub(crate) fn raise<T>(&mut self, exception: Exception) -> Touch<T> {
-        self.block(Why::Trap(Trap::Exception(exception)))
+    fn code_written(&mut self) -> Option<&mut Vec<Gfn>> {
+        self.stepping.then_some(&mut self.code_written)
+    }
+
+    fn block_for_step(&mut self) -> Touch<()> {
+        self.block(Why::Step)
     }
 }
 

@@ -10,6 +10,7 @@
 //! | `processor` | what a hypervisor needs of a processor |
 //! | `bus` | what a processor needs of the machine around it |
 //! | `page`, `word`, `pair` | one page of guest memory, and the accesses to it |
+//! | `memory` | the loads and stores of an instruction |
 //! | `replay` | accesses of devices, and the answers of an instruction |
 //! | `tlb` | translations for one privilege |
 //! | `walk_cache` | last tables of stage 1, for one address space |
@@ -25,6 +26,7 @@
 
 mod bus;
 pub mod code;
+mod memory;
 mod page;
 mod pair;
 mod processor;
@@ -37,6 +39,7 @@ mod walk_cache;
 mod word;
 
 pub use bus::{Bus, Stop, Wake};
+pub use memory::{Blocked, Memory, Target, Touch, offset};
 pub use page::{HostPage, Span, Stores};
 pub use processor::{Event, Exit, Privilege, Processor, Refused};
 pub use replay::{Replay, after, device_pieces, low_bytes};

@@ -13,7 +13,7 @@
 //! arm ends in its own indirect jump.
 
 use crate::arith::Arith;
-use crate::mem::Touch;
+use crate::mem::{Memory, Touch};
 use crate::op::Arena;
 use crate::op::{Code, Links, Op, ZERO};
 use crate::processor::Core;

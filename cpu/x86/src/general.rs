@@ -9,7 +9,7 @@ use crate::arith::{
 };
 use crate::dispatch::address;
 use crate::flags::{AF, CF, DF, OF, PF, SF, ZF};
-use crate::mem::Touch;
+use crate::mem::{Memory, Touch};
 use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, MEMORY, Op};
 use crate::processor::Core;
 use crate::state::Exception;

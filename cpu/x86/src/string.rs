@@ -8,7 +8,7 @@
 use crate::arith::mask;
 use crate::flags::DF;
 use crate::general::{load, reg, segment_base, set_reg, store};
-use crate::mem::{Target, Touch};
+use crate::mem::{Memory, Target, Touch};
 use crate::op::Op;
 use crate::processor::{Core, Why};
 use lacuna_addr::{Access, PAGE_SIZE};

@@ -5,7 +5,7 @@ use crate::Cpu;
 use crate::apic::ApicBus;
 use crate::apic::tests::Wakes;
 use crate::control::{Flush, write_cr};
-use crate::mem::Target;
+use crate::mem::{Memory, Target};
 use crate::state::System;
 use crate::state::bits::*;
 use crate::walk::User;
