@@ -12,6 +12,7 @@ use lacuna_apf::arm64::{Answer, Control, Features, Numbers};
 use lacuna_arm64::psci::{Outcome, PowerState, Start};
 use lacuna_arm64::smccc::{Call, NOT_SUPPORTED};
 use lacuna_arm64::{Cpu, Fabric, Own, PHYSICAL_INTID, VIRTUAL_INTID, gic};
+use lacuna_cpu::Processor;
 use lacuna_host::Host;
 use lacuna_machine::boot::arm64::{Boot, Machine};
 use lacuna_machine::{Apf, BootError, Exit, Image, VmConfig, mmio};

@@ -6,6 +6,7 @@
 mod x86;
 
 use lacuna_arm64::{Fabric, Regs};
+use lacuna_cpu::Processor;
 use lacuna_cpu::testing::Wakes;
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::path::{Path, PathBuf};

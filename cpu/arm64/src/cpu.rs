@@ -11,7 +11,7 @@
 //! *Stepping* executes one instruction alone, decoded afresh: if the instruction writes decoded
 //! code or repeats a device access, and while SP is misaligned.
 //!
-//! outside.rs has the machine's calls between two runs.
+//! outside.rs has the interface to a hypervisor.
 
 mod outside;
 
@@ -20,7 +20,6 @@ pub use outside::is_legal_pstate;
 use crate::decode;
 use crate::dispatch::{Decoded, Leave, dispatch};
 use crate::exception;
-use crate::fabric::Fabric;
 use crate::general::SP_ALIGNMENT;
 use crate::mem::{Touch, View};
 use crate::op::{Op, SP};
@@ -31,9 +30,8 @@ use crate::system::{self, Done, Flush};
 use crate::walk::untagged;
 use lacuna_addr::Access;
 use lacuna_cpu::code::{CodeCache, Key, NEVER};
-use lacuna_cpu::{Bus, HostPage, Privilege};
-use lacuna_sync::{Clock, VcpuSlot};
-use std::sync::Arc;
+use lacuna_cpu::{Bus, HostPage, Privilege, Processor};
+use lacuna_sync::VcpuSlot;
 
 /// The number of instructions between two reads of the clock, for the timer: some 50 us.
 const SLICE: u64 = 1 << 14;
@@ -64,29 +62,6 @@ struct Unlinked {
 }
 
 impl Cpu {
-    /// Processor `index` in the state after a reset: EL1h, interrupts masked, stage 1 off, PC zero.
-    pub fn new(index: usize, fabric: Arc<Fabric>, clock: Arc<dyn Clock>) -> Self {
-        Self {
-            core: Core::new(index, fabric, clock),
-            code: CodeCache::new(),
-            fresh: Vec::new(),
-            unlinked: None,
-            completed: false,
-            retired: 0,
-        }
-    }
-
-    /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
-    /// basic block in which `fuel` instructions are done. The request word is read between basic
-    /// blocks.
-    pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
-        let end = self.retired.saturating_add(fuel);
-        self.enter();
-        let exit = self.run_until(bus, slot, end);
-        self.leave();
-        exit
-    }
-
     fn run_until<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, end: u64) -> Exit {
         self.core.replay.enter();
         loop {
@@ -103,28 +78,6 @@ impl Cpu {
                 return exit;
             }
         }
-    }
-
-    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`]; after a
-    /// load-exclusive, the instructions up to its store-exclusive.
-    pub fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
-        self.enter();
-        self.core.exclusive = true;
-        let mut exit = None;
-        for _ in 0..ALONE {
-            self.grant(1);
-            exit = self.step(bus, slot);
-            self.retired = self.core.retired_before();
-            if exit.is_some() || !self.core.monitor.is_alone() {
-                break;
-            }
-        }
-        if self.core.monitor.is_alone() {
-            self.core.monitor.clear();
-        }
-        self.core.exclusive = false;
-        self.leave();
-        exit.unwrap_or(Exit::Fuel)
     }
 
     /// Begins to execute guest code: first drops the translations invalidated by other vCPUs.

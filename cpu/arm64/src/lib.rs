@@ -14,9 +14,9 @@
 //!             basic block at a time (lacuna_cpu::code keeps them, with their links)
 //! op.rs, operand.rs  what an Op is, and its operands
 //! dispatch.rs the hot loop over Ops     general.rs  the rarer ones     flags.rs  NZCV, lazy
-//! mem.rs      loads and stores: TLB hit, or walk + bus + fill    atomics.rs  barriers, LSE
+//! mem.rs      lacuna_cpu::Memory: walk + bus + TLB, devices      atomics.rs  barriers, LSE
 //! monitor.rs  the exclusive monitor, and why it costs a plain store nothing
-//! cpu.rs      the run loop: traps, exits       outside.rs  between two runs
+//! cpu.rs      the run loop: traps, exits       outside.rs  Processor
 //! state.rs    registers, PSTATE, exceptions    processor.rs  one vCPU's state without its code
 //! system.rs   instructions that end a basic block: exceptions, waits, system registers
 //! sysreg.rs   the table of system registers    exception.rs  entry and return

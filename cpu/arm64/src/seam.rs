@@ -11,23 +11,17 @@
 //! Hypercall     Call::architecture, else Power::call, else a service of the hypervisor's own, else
 //!               NOT_SUPPORTED; the answer is given by Cpu::complete_hypercall. If something has
 //!               to come first: Cpu::repeat_hypercall
-//! async fault   Cpu::inject_abort, if Cpu::interruptible and the contract with the guest allow it;
+//! async fault   Cpu::inject_abort, if is_interruptible and the contract with the guest allow it;
 //!               PSTATE masks no abort. Or an event of firmware (SDEI): Cpu::return_from_firmware
 //! save          Gic::distributor, Counter::value; each vCPU, and its Power::state
 //! restore       Gic::set_distributor, Counter::set; then Cpu::check, each vCPU, Power::set
 //! reset         Gic::reset_distributor, then each vCPU
 //! ```
 
-use crate::cpu::Cpu;
-use crate::fabric::Fabric;
 use crate::gic::VcpuGic;
 use crate::smccc::Call;
-use crate::state::{Exception, Regs, status};
+use crate::state::{Exception, Regs};
 use crate::sysreg::System;
-use lacuna_addr::Gfn;
-use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
-use lacuna_sync::{Clock, Nanos, VcpuSlot};
-use std::sync::Arc;
 
 /// Why the processor returned from its run loop.
 pub type Exit = lacuna_cpu::Exit<Own>;
@@ -35,8 +29,8 @@ pub type Exit = lacuna_cpu::Exit<Own>;
 /// The exits of arm64 only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Own {
-    /// HVC of EL1: answer with [`Cpu::complete_hypercall`] before the next run, or let the guest
-    /// repeat the call ([`Cpu::repeat_hypercall`]). PC is behind it.
+    /// HVC of EL1: answer with [`crate::Cpu::complete_hypercall`] before the next run, or let the
+    /// guest repeat the call ([`crate::Cpu::repeat_hypercall`]). PC is behind it.
     Hypercall(Call),
     /// No progress is possible: this is an instruction abort at the vector of this very exception.
     /// The guest has crashed.
@@ -66,99 +60,4 @@ pub struct State {
     pub injected: Option<Exception>,
     /// WFI waits for an interrupt.
     pub halted: bool,
-}
-
-impl Processor for Cpu {
-    type Fabric = Fabric;
-    type Own = Own;
-    type State = State;
-
-    fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> Fabric {
-        Fabric::new(vcpus, wake)
-    }
-
-    fn new(index: usize, fabric: Arc<Fabric>, clock: Arc<dyn Clock>) -> Self {
-        Self::new(index, fabric, clock)
-    }
-
-    fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
-        Self::run(self, bus, slot, fuel)
-    }
-
-    fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
-        Self::run_exclusive(self, bus, slot)
-    }
-
-    fn complete_read(&mut self, value: u64) {
-        Self::complete_read(self, value);
-    }
-
-    fn inject(&mut self, event: Event) -> Result<(), Refused> {
-        match event {
-            Event::Interrupt(intid) => {
-                let interface = &self.core.interface;
-                interface.gic().post(interface.index(), intid);
-                Ok(())
-            }
-            // The async page faults of 2020 are external aborts with the token as address.
-            Event::AsyncFault { address } => {
-                self.inject_abort(status::EXTERNAL, address);
-                Ok(())
-            }
-            // There are no non-maskable interrupts (FEAT_NMI).
-            Event::Nmi => Err(Refused),
-        }
-    }
-
-    fn is_interruptible(&self) -> bool {
-        self.interruptible()
-    }
-
-    fn privilege(&self) -> Privilege {
-        Self::privilege(self)
-    }
-
-    fn has_interrupt(&mut self) -> bool {
-        Self::has_interrupt(self)
-    }
-
-    fn next_deadline(&self) -> Option<Nanos> {
-        Self::next_deadline(self)
-    }
-
-    fn unhalt(&mut self) {
-        Self::unhalt(self);
-    }
-
-    fn flush_tlb(&mut self) {
-        Self::flush_tlb(self);
-    }
-
-    fn drop_code(&mut self, gfn: Gfn) {
-        Self::drop_code(self, gfn);
-    }
-
-    fn drop_all_code(&mut self) {
-        Self::drop_all_code(self);
-    }
-
-    fn retired(&self) -> u64 {
-        Self::retired(self)
-    }
-
-    fn pc(&self) -> u64 {
-        self.regs().pc
-    }
-
-    fn reset(&mut self) {
-        Self::reset(self);
-    }
-
-    fn save(&mut self) -> Option<State> {
-        self.state()
-    }
-
-    fn restore(&mut self, state: &State) {
-        self.set_state(state);
-    }
 }

@@ -9,6 +9,7 @@ use crate::{Cpu, Exit, Fabric, Own};
 use lacuna_a64::HVC;
 pub(crate) use lacuna_a64::sysreg as msr;
 use lacuna_addr::{Gfn, PAGE_SIZE};
+use lacuna_cpu::Processor;
 use lacuna_cpu::testing::{Ram, Wakes};
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::sync::Arc;

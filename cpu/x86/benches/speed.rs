@@ -8,6 +8,7 @@
 mod support;
 
 use iced_x86::code_asm::*;
+use lacuna_cpu::Processor;
 use support::{DATA, Leaf, Machine};
 
 const RUNS: usize = 5;

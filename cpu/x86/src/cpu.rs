@@ -12,13 +12,12 @@
 //! *Stepping* executes one instruction alone, decoded afresh: if it writes decoded code, repeats a
 //! device access, is single-stepped, follows STI, or lies across two pages.
 //!
-//! events.rs delivers events. outside.rs has the machine's calls between two runs: registers,
+//! events.rs delivers events. outside.rs has the interface to a hypervisor: registers,
 //! answers, injected exceptions.
 
 mod events;
 mod outside;
 
-use crate::apic::{ApicBus, Lapic};
 use crate::control::Flush;
 use crate::decode::{self, Found, Window};
 use crate::deliver::Event;
@@ -35,9 +34,8 @@ use crate::walk::User;
 use events::Pending;
 use lacuna_addr::PAGE_SIZE;
 use lacuna_cpu::code::{CodeCache, Key, NEVER};
-use lacuna_cpu::{Bus, HostPage};
-use lacuna_sync::{Clock, VcpuSlot};
-use std::sync::Arc;
+use lacuna_cpu::{Bus, HostPage, Processor};
+use lacuna_sync::VcpuSlot;
 
 /// The number of instructions between two reads of the clock, for the timer: some 50 us.
 const SLICE: u64 = 1 << 14;
@@ -89,56 +87,6 @@ struct Unlinked {
 }
 
 impl Cpu {
-    /// A processor with APIC id `index`, in long mode with all registers zero. Set its initial
-    /// state with [`Cpu::set_system`] and [`Cpu::set_regs`].
-    pub fn new(index: usize, apics: Arc<ApicBus>, clock: Arc<dyn Clock>) -> Self {
-        Self {
-            core: Core::new(Lapic::new(index, apics), clock),
-            code: CodeCache::new(),
-            fresh: Vec::new(),
-            unlinked: None,
-            progress: Progress::None,
-            pending: Pending::Nothing,
-            retired: 0,
-        }
-    }
-
-    /// Executes until there is a reason to exit. It ends with [`Exit::Fuel`] at the end of the
-    /// basic block in which `fuel` instructions are done. The request word is read between basic
-    /// blocks.
-    pub fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
-        let end = self.retired.saturating_add(fuel);
-        self.core.replay.enter();
-        loop {
-            let left = end.saturating_sub(self.retired);
-            if left == 0 {
-                return Exit::Fuel;
-            }
-            let granted = left.min(SLICE) as i64;
-            self.core.budget = granted;
-            let exit = self.slice(bus, slot);
-            self.retired = self
-                .retired
-                .saturating_add_signed(granted - self.core.budget);
-            if let Some(exit) = exit {
-                return exit;
-            }
-        }
-    }
-
-    /// Executes one instruction after [`Exit::Exclusive`], while every other vCPU is stopped.
-    pub fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
-        self.core.sys.exclusive = true;
-        self.core.budget = 1;
-        let exit = match std::mem::take(&mut self.pending) {
-            Pending::Exception(exception) => self.raise_once(bus, exception),
-            _ => self.step(bus, slot),
-        };
-        self.core.sys.exclusive = false;
-        self.retired = self.retired.saturating_add_signed(1 - self.core.budget);
-        exit.unwrap_or(Exit::Fuel)
-    }
-
     /// Executes until the budget is used up or there is an exit.
     fn slice<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Option<Exit> {
         self.core.apic.tick(self.core.clock.now());

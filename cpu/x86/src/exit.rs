@@ -2,7 +2,7 @@
 
 use crate::state::Exception;
 
-/// Why [`crate::Cpu::run`] returned.
+/// Why the processor returned from its run loop.
 pub type Exit = lacuna_cpu::Exit<Own>;
 
 /// The exits of x86 only.
@@ -17,7 +17,7 @@ pub enum Own {
         /// The written value, zero-extended.
         value: u32,
     },
-    /// IN: provide the value with [`crate::Cpu::complete_read`] before the next run.
+    /// IN: provide the value with [`lacuna_cpu::Processor::complete_read`] before the next run.
     IoIn {
         /// Port number.
         port: u16,

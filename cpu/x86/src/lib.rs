@@ -9,8 +9,8 @@
 //! decode.rs   bytes -> iced instruction -> lower*.rs -> 16-byte Ops, one basic block at a time
 //!             (lacuna_cpu::code keeps them, with their links)
 //! dispatch.rs the hot loop over Ops      general.rs, bits.rs, string.rs  the rarer ones
-//! mem.rs      linear memory: TLB hit, or walk + bus + fill    flags.rs  lazy arithmetic flags
-//! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  between two runs
+//! mem.rs      lacuna_cpu::Memory: walk + bus + TLB, devices   flags.rs  lazy arithmetic flags
+//! cpu.rs      the run loop: traps, exits   events.rs  events at RIP   outside.rs  Processor
 //! system.rs   instructions that end a basic block                         msr.rs cpuid.rs apic.rs
 //! walk.rs     stage-1 paging               deliver.rs  events through the IDT
 //! ```
@@ -41,7 +41,6 @@ mod processor;
 mod quiet;
 mod returns;
 mod saved;
-mod seam;
 mod segments;
 mod stack;
 mod state;
@@ -56,7 +55,6 @@ pub use apic::{ApicBus, ApicRegisters, IoApicRegisters, PINS as IO_APIC_PINS};
 pub use cpu::{Cpu, Regs};
 pub use cpuid::CpuidLeaf;
 pub use exit::{Exit, Own, Shutdown};
-pub use saved::Refused;
-pub use seam::State;
+pub use saved::{Refused, State};
 pub use state::{Exception, System, Table, Trap};
 pub use tsc::{Tsc, TscRate};

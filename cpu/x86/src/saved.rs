@@ -3,10 +3,26 @@
 //! A state may be damaged or hostile. Every value is checked before the first change. An error
 //! names the field.
 
+use crate::apic::ApicRegisters;
 use crate::cpu::{Cpu, Regs};
-use crate::seam::State;
 use crate::state::{Exception, System, bits, is_canonical};
-use lacuna_sync::Nanos;
+
+/// The whole state of an x86 processor, between two instructions. The features of
+/// [`Cpu::set_kvm_features`] belong to the machine and are not included.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct State {
+    /// General registers, RIP and RFLAGS.
+    pub regs: Regs,
+    /// System registers. The TSC's offset is the value of the TSC at the save, as if the clock read
+    /// 0 then.
+    pub system: System,
+    /// The local APIC.
+    pub apic: ApicRegisters,
+    /// The exception at the begin of the next run.
+    pub exception: Option<Exception>,
+    /// Whether an NMI waits.
+    pub nmi: bool,
+}
 
 /// Why a value is refused: the name of its field, and the value or its wrong bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -131,38 +147,5 @@ impl Cpu {
         }
         state.apic.check(self.core.apic.index())?;
         state.exception.as_ref().map_or(Ok(()), check_exception)
-    }
-
-    /// The whole state of the processor; `None` in the middle of an instruction that waits for the
-    /// answer of a device or an MSR, or holds one. A due timer requests its interrupt.
-    pub(crate) fn state(&mut self) -> Option<State> {
-        if !self.core.replay.is_idle() {
-            return None;
-        }
-        let now = self.core.clock.now();
-        let mut system = self.core.sys.clone();
-        system.tsc.set(system.tsc.at(now), Nanos(0));
-        Some(State {
-            regs: self.regs(),
-            system,
-            apic: self.core.apic.registers(now),
-            exception: self.pending.exception(),
-            nmi: self.core.apic.has_nmi(),
-        })
-    }
-
-    /// Puts the processor into `state`. A half-done instruction is forgotten.
-    pub(crate) fn set_state(&mut self, state: &State) {
-        let now = self.core.clock.now();
-        let mut system = state.system.clone();
-        system.tsc.set(system.tsc.at(Nanos(0)), now);
-        self.core.replay.clear();
-        self.set_system(system);
-        self.set_regs(&state.regs);
-        self.core
-            .apic
-            .set_registers(&state.apic, self.core.sys.tsc, now);
-        self.core.apic.set_nmi(state.nmi);
-        self.pending = state.exception.into();
     }
 }

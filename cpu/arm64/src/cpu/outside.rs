@@ -1,19 +1,20 @@
-//! The machine's calls between two runs of a processor.
+//! The interface to a hypervisor (seam.rs): [`Processor`], and what only arm64 has.
 
-use super::Cpu;
+use super::{ALONE, Cpu};
 use crate::exception;
 use crate::fabric::Fabric;
 use crate::gic::Line;
 use crate::processor::Core;
 use crate::psci::Start;
-use crate::seam::{Invalid, State};
+use crate::seam::{Exit, Invalid, Own, State};
 use crate::smccc;
-use crate::state::{Exception, Regs, pstate};
+use crate::state::{Exception, Regs, pstate, status};
 use crate::sysreg::System;
 use crate::system::Done;
 use lacuna_addr::{Access, Gfn};
-use lacuna_cpu::Privilege;
-use lacuna_sync::Nanos;
+use lacuna_cpu::code::CodeCache;
+use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
+use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
 
 /// The class of a data abort from a lower exception level.
@@ -52,54 +53,6 @@ impl Cpu {
     /// System registers.
     pub fn system(&self) -> &System {
         &self.core.sys
-    }
-
-    /// Provides the value for the last [`Exit::MmioRead`](lacuna_cpu::Exit::MmioRead). Ignored if
-    /// the last exit was another one, or is already answered.
-    pub fn complete_read(&mut self, value: u64) {
-        self.core.replay.answer(value);
-    }
-
-    /// Forgets every translation, also in parked address spaces.
-    pub fn flush_tlb(&mut self) {
-        self.core.translations.flush(self.core.sys.space());
-        self.code.new_epoch();
-    }
-
-    /// Drops the decoded instructions of a page that another processor wrote.
-    pub fn drop_code(&mut self, gfn: Gfn) {
-        self.code.drop_page(gfn);
-    }
-
-    /// Drops all decoded instructions.
-    pub fn drop_all_code(&mut self) {
-        self.code.clear();
-    }
-
-    /// Instructions executed so far.
-    pub fn retired(&self) -> u64 {
-        self.retired
-    }
-
-    /// The privilege of the running code.
-    pub fn privilege(&self) -> Privilege {
-        self.core.user
-    }
-
-    /// Ends WFI without an interrupt: execution continues behind it.
-    pub fn unhalt(&mut self) {
-        self.core.halted = false;
-    }
-
-    /// Puts the processor back into the state of [`Cpu::new`]. [`Cpu::retired`] keeps counting.
-    /// Decoded code stays, because it still matches memory.
-    pub fn reset(&mut self) {
-        let index = self.core.interface.index();
-        self.core.interface.reset();
-        let (fabric, clock) = (Arc::clone(&self.core.fabric), Arc::clone(&self.core.clock));
-        self.core = Core::new(index, fabric, clock);
-        self.code.new_epoch();
-        self.unlinked = None;
     }
 
     /// Puts a freshly reset processor at the entry point of an image or a PSCI `CPU_ON`: EL1h,
@@ -160,36 +113,16 @@ impl Cpu {
     }
 
     /// Injects a data abort with fault status code `dfsc` and `address` in FAR_EL1. The processor
-    /// must be [`Cpu::interruptible`]. The next run begins with the abort, before any interrupt;
-    /// PSTATE does not mask it. It ends a wait for an interrupt.
+    /// must be [`Processor::is_interruptible`]. The next run begins with the abort, before any
+    /// interrupt; PSTATE does not mask it. It ends a wait for an interrupt.
     pub fn inject_abort(&mut self, dfsc: u32, address: u64) {
         let abort = Exception::data_abort(address, dfsc & 0x3f, Access::Read);
         self.core.injected = Some(abort);
     }
 
-    /// Whether an abort may be injected now: none is pending, and no instruction waits for a
-    /// device's answer.
-    pub fn interruptible(&self) -> bool {
-        self.core.injected.is_none() && self.core.replay.is_idle()
-    }
-
     /// Whether PSTATE masks IRQs.
     pub fn masks_interrupts(&self) -> bool {
         self.core.pstate() & pstate::I != 0
-    }
-
-    /// Whether the next run would take an interrupt or an injected abort before its first
-    /// instruction, or continue behind a WFI. A timer due by now counts.
-    pub fn has_interrupt(&mut self) -> bool {
-        self.core.tick();
-        let masked = self.core.halted && self.core.interface.signalled().is_some();
-        self.core.replay.is_idle() && (masked || exception::pending(&self.core).is_some())
-    }
-
-    /// When a timer raises its next interrupt. A waiting processor need not run before. If a timer
-    /// became due since the last run, this is no later than now.
-    pub fn next_deadline(&self) -> Option<Nanos> {
-        self.core.next_deadline()
     }
 
     /// Whether the processor waits for an interrupt.
@@ -222,10 +155,142 @@ impl Cpu {
         state.system.check()?;
         state.gic.check()
     }
+}
+
+impl Processor for Cpu {
+    type Fabric = Fabric;
+    type Own = Own;
+    type State = State;
+
+    fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> Fabric {
+        Fabric::new(vcpus, wake)
+    }
+
+    /// Processor `index` in the state after a reset: EL1h, interrupts masked, stage 1 off, PC zero.
+    fn new(index: usize, fabric: Arc<Fabric>, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            core: Core::new(index, fabric, clock),
+            code: CodeCache::new(),
+            fresh: Vec::new(),
+            unlinked: None,
+            completed: false,
+            retired: 0,
+        }
+    }
+
+    fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
+        let end = self.retired.saturating_add(fuel);
+        self.enter();
+        let exit = self.run_until(bus, slot, end);
+        self.leave();
+        exit
+    }
+
+    /// Executes one instruction with every other vCPU stopped, after [`Exit::Exclusive`]; after a
+    /// load-exclusive, the instructions up to its store-exclusive.
+    fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
+        self.enter();
+        self.core.exclusive = true;
+        let mut exit = None;
+        for _ in 0..ALONE {
+            self.grant(1);
+            exit = self.step(bus, slot);
+            self.retired = self.core.retired_before();
+            if exit.is_some() || !self.core.monitor.is_alone() {
+                break;
+            }
+        }
+        if self.core.monitor.is_alone() {
+            self.core.monitor.clear();
+        }
+        self.core.exclusive = false;
+        self.leave();
+        exit.unwrap_or(Exit::Fuel)
+    }
+
+    fn complete_read(&mut self, value: u64) {
+        self.core.replay.answer(value);
+    }
+
+    fn inject(&mut self, event: Event) -> Result<(), Refused> {
+        match event {
+            Event::Interrupt(intid) => {
+                let interface = &self.core.interface;
+                interface.gic().post(interface.index(), intid);
+                Ok(())
+            }
+            // The async page faults of 2020 are external aborts with the token as address.
+            Event::AsyncFault { address } => {
+                self.inject_abort(status::EXTERNAL, address);
+                Ok(())
+            }
+            // There are no non-maskable interrupts (FEAT_NMI).
+            Event::Nmi => Err(Refused),
+        }
+    }
+
+    /// Whether an abort may be injected now: none is pending, and no instruction waits for a
+    /// device's answer.
+    fn is_interruptible(&self) -> bool {
+        self.core.injected.is_none() && self.core.replay.is_idle()
+    }
+
+    fn privilege(&self) -> Privilege {
+        self.core.user
+    }
+
+    /// Whether the next run would take an interrupt or an injected abort before its first
+    /// instruction, or continue behind a WFI. A timer due by now counts.
+    fn has_interrupt(&mut self) -> bool {
+        self.core.tick();
+        let masked = self.core.halted && self.core.interface.signalled().is_some();
+        self.core.replay.is_idle() && (masked || exception::pending(&self.core).is_some())
+    }
+
+    fn next_deadline(&self) -> Option<Nanos> {
+        self.core.next_deadline()
+    }
+
+    fn unhalt(&mut self) {
+        self.core.halted = false;
+    }
+
+    /// Forgets every translation, also in parked address spaces.
+    fn flush_tlb(&mut self) {
+        self.core.translations.flush(self.core.sys.space());
+        self.code.new_epoch();
+    }
+
+    fn drop_code(&mut self, gfn: Gfn) {
+        self.code.drop_page(gfn);
+    }
+
+    fn drop_all_code(&mut self) {
+        self.code.clear();
+    }
+
+    fn retired(&self) -> u64 {
+        self.retired
+    }
+
+    fn pc(&self) -> u64 {
+        self.regs().pc
+    }
+
+    /// Puts the processor back into the state of [`Cpu::new`]. [`Cpu::retired`] keeps counting.
+    /// Decoded code stays, because it still matches memory.
+    fn reset(&mut self) {
+        let index = self.core.interface.index();
+        self.core.interface.reset();
+        let (fabric, clock) = (Arc::clone(&self.core.fabric), Arc::clone(&self.core.clock));
+        self.core = Core::new(index, fabric, clock);
+        self.code.new_epoch();
+        self.unlinked = None;
+    }
 
     /// The whole architectural state; `None` in the middle of an instruction that waits for a
     /// device.
-    pub fn state(&mut self) -> Option<State> {
+    fn save(&mut self) -> Option<State> {
         if !self.core.replay.is_idle() {
             return None;
         }
@@ -243,7 +308,7 @@ impl Cpu {
 
     /// Puts the processor into the checked `state` ([`Cpu::check`]), and forgets every translation.
     /// The processor keeps its own number, and compares its timers with the machine's counter.
-    pub fn set_state(&mut self, state: &State) {
+    fn restore(&mut self, state: &State) {
         let offset = self.core.fabric.counter.offset();
         let mpidr = self.core.sys.mpidr;
         self.core.replay.clear();

@@ -23,6 +23,7 @@ use crate::{Cpu, Fabric};
 use fastrand::Rng;
 use lacuna_a64::{ADR, Asm, B_COND, BR, NOP, Reg, SVC};
 use lacuna_addr::{Gpa, PAGE_SIZE};
+use lacuna_cpu::Processor;
 use lacuna_cpu::testing::{Ram, Wakes};
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::sync::Arc;

@@ -4,6 +4,7 @@ use super::*;
 use crate::gic::Group;
 use crate::state::pstate;
 use crate::testing::{CODE, EL1H, End, Machine, mrs, msr};
+use lacuna_cpu::Processor;
 use lacuna_sync::Nanos;
 
 const UNDEFINED: End = End::Vector(0x200);

@@ -6,6 +6,7 @@ use crate::sysreg::tcr;
 use crate::testing::{CODE, DATA, EL1H, End, Machine, mrs, msr};
 use lacuna_a64::{DSB, HVC, NOP, WFE, WFI};
 use lacuna_addr::Gfn;
+use lacuna_cpu::Processor;
 
 const EL0: u64 = 0;
 const UNDEFINED: End = End::Vector(0x200);

@@ -4,8 +4,8 @@ use crate::support;
 
 use lacuna_addr::{Access, Gpa};
 use lacuna_arm64::Exit;
-use lacuna_cpu::Stop;
 use lacuna_cpu::testing::Ram;
+use lacuna_cpu::{Processor, Stop};
 use lacuna_sync::Qsbr;
 use support::{CODE, DATA, memory, processor, read, run_to_end, write};
 

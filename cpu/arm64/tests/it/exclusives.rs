@@ -5,7 +5,7 @@ use crate::support;
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_arm64::{Cpu, Exit};
 use lacuna_cpu::testing::Ram;
-use lacuna_cpu::{Bus, HostPage, Stop};
+use lacuna_cpu::{Bus, HostPage, Processor, Stop};
 use lacuna_sync::Qsbr;
 use support::{CODE, DATA, memory, memory_of, processor, read, run_on_threads, run_to_end, write};
 

@@ -9,6 +9,7 @@ use crate::support;
 use fastrand::Rng;
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_arm64::{Exit, Regs};
+use lacuna_cpu::Processor;
 use lacuna_cpu::testing::Ram;
 use lacuna_sync::Qsbr;
 use std::fmt::Write as _;

@@ -1,15 +1,20 @@
-//! The machine's calls between two runs of a processor.
+//! The interface to a hypervisor: [`Processor`], and what only x86 has.
 
 use super::events::Pending;
-use super::{Cpu, Regs};
-use crate::apic::ApicBus;
+use super::{Cpu, Progress, Regs, SLICE};
+use crate::apic::{ApicBus, Lapic};
 use crate::cpuid::{CpuidLeaf, cpuid};
+use crate::exit::{Exit, Own};
 use crate::processor::Core;
+use crate::saved::State;
 use crate::state::bits::CR0_PG;
 use crate::state::{Exception, System};
 use crate::tsc::{Tsc, TscRate};
+use crate::walk::at_cpl;
 use lacuna_addr::Gfn;
-use lacuna_sync::Nanos;
+use lacuna_cpu::code::CodeCache;
+use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
+use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
 
 impl Cpu {
@@ -45,42 +50,6 @@ impl Cpu {
         self.set_tsc_rate(rate);
         self.core.sync_privilege();
         self.flush_tlb();
-    }
-
-    /// Provides the value for the last [`Own::IoIn`](crate::Own::IoIn) or
-    /// [`Exit::MmioRead`](crate::Exit::MmioRead). Ignored if the last exit was another one, or is
-    /// already answered.
-    pub fn complete_read(&mut self, value: u64) {
-        self.core.replay.answer(value);
-    }
-
-    /// Forgets every translation, also in parked address spaces, because the host has taken pages
-    /// back.
-    pub fn flush_tlb(&mut self) {
-        self.core.translations.flush(self.core.sys.pcid());
-        self.code.new_epoch();
-    }
-
-    /// Drops the decoded instructions of a page that another processor wrote.
-    pub fn drop_code(&mut self, gfn: Gfn) {
-        self.code.drop_page(gfn);
-    }
-
-    /// Drops all decoded instructions.
-    pub fn drop_all_code(&mut self) {
-        self.code.clear();
-    }
-
-    /// Instructions executed so far. Every 64 iterations of a repeated string instruction count as
-    /// one.
-    pub fn retired(&self) -> u64 {
-        self.retired
-    }
-
-    /// The time at which the APIC timer will raise an interrupt. A halted processor need not run
-    /// before.
-    pub fn next_deadline(&self) -> Option<Nanos> {
-        self.core.apic.next_deadline()
     }
 
     /// Gives the answer to the last [`Own::MsrRead`](crate::Own::MsrRead) or
@@ -121,23 +90,15 @@ impl Cpu {
         *tsc = Tsc::new(rate, tsc.at(Nanos(0)));
     }
 
-    /// Whether the processor would take an interrupt now, so that a fault may be injected too.
-    /// RFLAGS.IF is set, there is no STI or MOV SS shadow, no event is pending or was stopped
-    /// during its delivery, and no instruction waits for the answer of a device or an MSR, or holds
-    /// one.
-    pub fn interruptible(&self) -> bool {
-        self.is_quiet() && self.core.is_interruptible()
-    }
-
     /// Whether no event and no instruction is half done.
     fn is_quiet(&self) -> bool {
         self.pending == Pending::Nothing && self.core.replay.is_idle()
     }
 
     /// Injects a page fault with error code 0 at `address`. The processor must be
-    /// [`Cpu::interruptible`]. The next run begins with the fault, before any interrupt. The fault
-    /// ends a halt. CR2 changes when the handler is entered. A stop during delivery does not lose
-    /// the fault.
+    /// [`Processor::is_interruptible`]. The next run begins with the fault, before any interrupt.
+    /// The fault ends a halt. CR2 changes when the handler is entered. A stop during delivery does
+    /// not lose the fault.
     pub fn inject_page_fault(&mut self, address: u64) {
         self.pending = Pending::Exception(Exception::page_fault(0, address));
     }
@@ -173,30 +134,147 @@ impl Cpu {
         self.core.apic.set_nmi(true);
     }
 
-    /// Whether the next run would take an interrupt before its first instruction: an NMI waits that
-    /// is not blocked, or an interrupt above the processor's priority is requested and the
-    /// processor is [`Cpu::interruptible`]. A timer due by now counts.
-    pub fn has_interrupt(&mut self) -> bool {
-        self.core.apic.tick(self.core.clock.now());
-        let interrupts = self.interruptible() && self.core.apic.pending().is_some();
-        interrupts || self.is_quiet() && self.core.takes_nmi()
-    }
-
     /// Whether the processor is halted by HLT.
     pub fn is_halted(&self) -> bool {
         self.core.sys.halted
     }
+}
 
-    /// Ends HLT without an interrupt: execution continues behind it.
-    pub fn unhalt(&mut self) {
+impl Processor for Cpu {
+    type Fabric = ApicBus;
+    type Own = Own;
+    type State = State;
+
+    fn fabric(vcpus: usize, wake: Arc<dyn Wake>) -> ApicBus {
+        ApicBus::new(vcpus, wake)
+    }
+
+    /// A processor with APIC id `index`, in long mode with all registers zero. Set its initial
+    /// state with [`Cpu::set_system`] and [`Cpu::set_regs`].
+    fn new(index: usize, apics: Arc<ApicBus>, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            core: Core::new(Lapic::new(index, apics), clock),
+            code: CodeCache::new(),
+            fresh: Vec::new(),
+            unlinked: None,
+            progress: Progress::None,
+            pending: Pending::Nothing,
+            retired: 0,
+        }
+    }
+
+    fn run<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, fuel: u64) -> Exit {
+        let end = self.retired.saturating_add(fuel);
+        self.core.replay.enter();
+        loop {
+            let left = end.saturating_sub(self.retired);
+            if left == 0 {
+                return Exit::Fuel;
+            }
+            let granted = left.min(SLICE) as i64;
+            self.core.budget = granted;
+            let exit = self.slice(bus, slot);
+            self.retired = self
+                .retired
+                .saturating_add_signed(granted - self.core.budget);
+            if let Some(exit) = exit {
+                return exit;
+            }
+        }
+    }
+
+    fn run_exclusive<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot) -> Exit {
+        self.core.sys.exclusive = true;
+        self.core.budget = 1;
+        let exit = match std::mem::take(&mut self.pending) {
+            Pending::Exception(exception) => self.raise_once(bus, exception),
+            _ => self.step(bus, slot),
+        };
+        self.core.sys.exclusive = false;
+        self.retired = self.retired.saturating_add_signed(1 - self.core.budget);
+        exit.unwrap_or(Exit::Fuel)
+    }
+
+    fn complete_read(&mut self, value: u64) {
+        self.core.replay.answer(value);
+    }
+
+    fn inject(&mut self, event: Event) -> Result<(), Refused> {
+        match event {
+            Event::Interrupt(vector) => {
+                self.raise_interrupt(u8::try_from(vector).map_err(|_| Refused)?);
+                Ok(())
+            }
+            Event::AsyncFault { address } => {
+                self.inject_page_fault(address);
+                Ok(())
+            }
+            Event::Nmi => {
+                self.raise_nmi();
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether the processor would take an interrupt now, so that a fault may be injected too.
+    /// RFLAGS.IF is set, there is no STI or MOV SS shadow, no event is pending or was stopped
+    /// during its delivery, and no instruction waits for the answer of a device or an MSR, or holds
+    /// one.
+    fn is_interruptible(&self) -> bool {
+        self.is_quiet() && self.core.is_interruptible()
+    }
+
+    fn privilege(&self) -> Privilege {
+        at_cpl(self.cpl())
+    }
+
+    /// Whether the next run would take an interrupt before its first instruction: an NMI waits that
+    /// is not blocked, or an interrupt above the processor's priority is requested and the
+    /// processor is [`Processor::is_interruptible`]. A timer due by now counts.
+    fn has_interrupt(&mut self) -> bool {
+        self.core.apic.tick(self.core.clock.now());
+        let interrupts = self.is_interruptible() && self.core.apic.pending().is_some();
+        interrupts || self.is_quiet() && self.core.takes_nmi()
+    }
+
+    fn next_deadline(&self) -> Option<Nanos> {
+        self.core.apic.next_deadline()
+    }
+
+    fn unhalt(&mut self) {
         self.core.sys.halted = false;
+    }
+
+    /// Forgets every translation, also in parked address spaces, because the host has taken pages
+    /// back.
+    fn flush_tlb(&mut self) {
+        self.core.translations.flush(self.core.sys.pcid());
+        self.code.new_epoch();
+    }
+
+    fn drop_code(&mut self, gfn: Gfn) {
+        self.code.drop_page(gfn);
+    }
+
+    fn drop_all_code(&mut self) {
+        self.code.clear();
+    }
+
+    /// Instructions executed so far. Every 64 iterations of a repeated string instruction count as
+    /// one.
+    fn retired(&self) -> u64 {
+        self.retired
+    }
+
+    fn pc(&self) -> u64 {
+        self.core.rip
     }
 
     /// Puts the processor back into the state of [`Cpu::new`]: registers, the APIC with its timer
     /// and its requested interrupts, translations, half-done instructions, pending events. The
     /// caller sets the initial state afterwards. [`Cpu::retired`] keeps counting. The set CPUID and
     /// the TSC's rate stay. Decoded code stays too, because it still matches memory.
-    pub fn reset(&mut self) {
+    fn reset(&mut self) {
         let (announced, rate) = (self.core.announced.clone(), self.core.sys.tsc.rate());
         self.core = Core::new(self.core.apic.reset(), Arc::clone(&self.core.clock));
         self.core.announced = announced;
@@ -204,5 +282,38 @@ impl Cpu {
         self.set_tsc_rate(rate);
         self.code.new_epoch();
         self.pending = Pending::Nothing;
+    }
+
+    /// The whole state of the processor; `None` in the middle of an instruction that waits for the
+    /// answer of a device or an MSR, or holds one. A due timer requests its interrupt.
+    fn save(&mut self) -> Option<State> {
+        if !self.core.replay.is_idle() {
+            return None;
+        }
+        let now = self.core.clock.now();
+        let mut system = self.core.sys.clone();
+        system.tsc.set(system.tsc.at(now), Nanos(0));
+        Some(State {
+            regs: self.regs(),
+            system,
+            apic: self.core.apic.registers(now),
+            exception: self.pending.exception(),
+            nmi: self.core.apic.has_nmi(),
+        })
+    }
+
+    /// Puts the processor into `state`. A half-done instruction is forgotten.
+    fn restore(&mut self, state: &State) {
+        let now = self.core.clock.now();
+        let mut system = state.system.clone();
+        system.tsc.set(system.tsc.at(Nanos(0)), now);
+        self.core.replay.clear();
+        self.set_system(system);
+        self.set_regs(&state.regs);
+        self.core
+            .apic
+            .set_registers(&state.apic, self.core.sys.tsc, now);
+        self.core.apic.set_nmi(state.nmi);
+        self.pending = state.exception.into();
     }
 }

@@ -5,7 +5,7 @@ use crate::support;
 
 use iced_x86::code_asm::*;
 use lacuna_addr::Gpa;
-use lacuna_cpu::Stop;
+use lacuna_cpu::{Processor, Stop};
 use lacuna_x86::{Exception, Exit, Own};
 use support::{CODE, DATA, Machine, STACK, assemble};
 

@@ -3,6 +3,7 @@
 use crate::support;
 
 use iced_x86::code_asm::*;
+use lacuna_cpu::Processor;
 use lacuna_x86::Exit;
 use support::{CODE, DATA, LARGE, Leaf, Machine, RIGHTS};
 

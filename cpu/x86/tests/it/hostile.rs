@@ -3,7 +3,7 @@
 
 use crate::support;
 
-use lacuna_cpu::Stop;
+use lacuna_cpu::{Processor, Stop};
 use lacuna_x86::{Exit, Own};
 use proptest::prelude::*;
 use support::{CODE, DATA, Machine};
@@ -31,7 +31,7 @@ fn survive(code: &[u8], regs: [u64; 16], cpl: u8, absent: &[usize]) {
             Exit::Exclusive => drop(m.run_exclusive()),
             Exit::Fuel | Exit::Own(Own::IoOut { .. }) | Exit::MmioWrite { .. } => {}
             Exit::Stop(Stop::Wait | Stop::Again) | Exit::Requested => {
-                if m.cpu.interruptible() {
+                if m.cpu.is_interruptible() {
                     m.cpu.inject_page_fault(regs[0]);
                 }
             }

@@ -4,7 +4,7 @@
 use crate::support;
 
 use iced_x86::code_asm::*;
-use lacuna_cpu::Stop;
+use lacuna_cpu::{Processor, Stop};
 use lacuna_x86::{Exit, Own};
 use support::kernel::{GDT, HANDLERS, IDT, TSS, USER, enter_user, handle, kernel, start_apic};
 use support::{CODE, DATA, Machine, STACK, assemble};
@@ -45,10 +45,10 @@ fn it_enters_the_handler_from_user_level_with_the_whole_frame() {
     let mut m = user_loop();
     let before = m.cpu.regs();
     let retired = m.cpu.retired();
-    assert!(m.cpu.interruptible() && m.cpu.paging());
+    assert!(m.cpu.is_interruptible() && m.cpu.paging());
     assert_eq!((m.cpu.cpl(), m.cpu.system().cr2), (3, 0));
     m.cpu.inject_page_fault(TOKEN);
-    assert!(!m.cpu.interruptible());
+    assert!(!m.cpu.is_interruptible());
     assert_eq!((m.cpu.cpl(), m.cpu.system().cr2), (3, 0));
     assert_eq!(m.run(1), Exit::Fuel);
     assert_eq!(m.cpu.retired(), retired + 1);
@@ -59,10 +59,10 @@ fn it_enters_the_handler_from_user_level_with_the_whole_frame() {
     let frame: Vec<u64> = frame.map(|at| m.memory.read_u64(at)).collect();
     let flags = before.rflags | RF;
     assert_eq!(frame, [0, before.rip, 0x23, flags, before.gpr[4], 0x1b]);
-    assert!(!m.cpu.interruptible(), "an interrupt gate");
+    assert!(!m.cpu.is_interruptible(), "an interrupt gate");
     assert_eq!(m.run(50), Exit::Fuel);
     assert_eq!((m.cpu.cpl(), m.reg(9)), (3, 1), "back, and only once");
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
 }
 
 #[test]
@@ -73,10 +73,10 @@ fn it_waits_for_every_page_that_delivery_needs() {
         m.cpu.inject_page_fault(TOKEN);
         take_away(&mut m, missing);
         assert_eq!(m.run(100), Exit::Stop(Stop::Wait), "{missing:#x}");
-        assert!(!m.cpu.interruptible());
+        assert!(!m.cpu.is_interruptible());
         m.slots.vcpu(0).request(2);
         assert_eq!(m.run(100), Exit::Requested);
-        assert!(!m.cpu.interruptible());
+        assert!(!m.cpu.is_interruptible());
         assert_eq!((m.cpu.regs(), m.cpu.system().cr2), (before, 0));
         assert_eq!(m.slots.vcpu(0).take(), 2);
         assert_eq!(m.run(1), Exit::Fuel);
@@ -134,7 +134,7 @@ fn a_repeated_string_is_interrupted_and_completed() {
     assert_eq!(m.run(1000), Exit::Stop(Stop::Wait));
     let done = m.reg(7) - to;
     assert!(done > 0 && done < len, "in the middle");
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
     m.cpu.inject_page_fault(TOKEN);
     assert_eq!(m.run(1000), Exit::Halt);
     assert_eq!((m.reg(9), m.reg(10), m.reg(11)), (len - done, movs, TOKEN));
@@ -157,7 +157,7 @@ fn halted() -> Machine {
         a.iretq().unwrap();
     });
     assert_eq!(m.run(100), Exit::Halt);
-    assert!(m.cpu.is_halted() && m.cpu.interruptible());
+    assert!(m.cpu.is_halted() && m.cpu.is_interruptible());
     m
 }
 
@@ -180,7 +180,7 @@ fn a_halt_ends_without_an_event_too() {
     assert!(!m.cpu.is_halted());
     assert_eq!(m.run(100), Exit::Halt);
     assert_eq!((m.reg(9), m.reg(3)), (0, 1));
-    assert!(!m.cpu.interruptible(), "CLI");
+    assert!(!m.cpu.is_interruptible(), "CLI");
 }
 
 #[test]
@@ -196,14 +196,14 @@ fn a_stop_says_whether_an_event_was_being_delivered() {
     m.set_regs(|r| r.rip = USER + 0x100);
     take_away(&mut m, USER);
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
     // With the handler's stack missing, the exception is still pending.
     take_away(&mut m, KERNEL_STACK - 8);
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
-    assert!(!m.cpu.interruptible());
+    assert!(!m.cpu.is_interruptible());
     m.slots.vcpu(0).request(2);
     assert_eq!(m.run(100), Exit::Requested);
-    assert!(!m.cpu.interruptible());
+    assert!(!m.cpu.is_interruptible());
     m.slots.vcpu(0).take();
     // The fault repeats by itself, or ends with its cause.
     let jump = assemble(USER + 0x100, |a| {
@@ -215,16 +215,16 @@ fn a_stop_says_whether_an_event_was_being_delivered() {
     m.cpu.drop_all_code();
     assert_eq!(m.run(100), Exit::Fuel);
     assert_eq!((m.cpu.cpl(), m.cpu.regs().rip), (3, USER + 0x100));
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
     // The same for an interrupt.
     handle(&mut m, 0x51, |a| a.iretq().unwrap());
     start_apic(&mut m);
     m.cpu.raise_interrupt(0x51);
     take_away(&mut m, KERNEL_STACK - 8);
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
-    assert!(!m.cpu.interruptible() && !m.cpu.has_interrupt());
+    assert!(!m.cpu.is_interruptible() && !m.cpu.has_interrupt());
     assert_eq!(m.run(100), Exit::Fuel);
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
 }
 
 #[test]
@@ -280,15 +280,15 @@ fn no_injection_in_an_instruction_that_waits_for_a_device() {
     let device = m.device().get();
     m.set_regs(|r| r.gpr[7] = device);
     assert!(matches!(m.run(100), Exit::MmioRead { .. }));
-    assert!(!m.cpu.interruptible(), "unanswered");
+    assert!(!m.cpu.is_interruptible(), "unanswered");
     m.cpu.complete_read(7);
-    assert!(!m.cpu.interruptible(), "answered");
+    assert!(!m.cpu.is_interruptible(), "answered");
     assert!(matches!(m.run(100), Exit::MmioRead { .. }));
     m.cpu.complete_read(8);
     assert!(matches!(m.run(100), Exit::MmioWrite { value: 15, .. }));
-    assert!(!m.cpu.interruptible());
+    assert!(!m.cpu.is_interruptible());
     assert_eq!(m.run(100), Exit::Halt);
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
 }
 
 #[test]
@@ -297,12 +297,12 @@ fn the_shadow_of_sti_closes_it() {
         a.sti().unwrap();
         a.hlt().unwrap();
     });
-    assert!(!m.cpu.interruptible());
+    assert!(!m.cpu.is_interruptible());
     assert_eq!(m.run(1), Exit::Fuel);
     assert_eq!(m.cpu.regs().rflags & 0x200, 0x200);
-    assert!(!m.cpu.interruptible());
+    assert!(!m.cpu.is_interruptible());
     assert_eq!(m.run(1), Exit::Fuel);
-    assert!(m.cpu.interruptible() && m.cpu.is_halted());
+    assert!(m.cpu.is_interruptible() && m.cpu.is_halted());
 }
 
 #[test]
@@ -315,5 +315,5 @@ fn without_a_handler_it_is_a_shutdown_and_nothing_stays() {
         panic!("no shutdown")
     };
     assert_eq!((shutdown.rip, shutdown.first.vector), (rip, 14));
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
 }

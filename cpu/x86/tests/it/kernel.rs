@@ -3,7 +3,7 @@
 use crate::support;
 
 use iced_x86::code_asm::*;
-use lacuna_cpu::Wake;
+use lacuna_cpu::{Processor, Wake};
 use lacuna_x86::{ApicBus, Cpu, Exit, Regs};
 use std::sync::Arc;
 use support::kernel::{HANDLERS, IDT, TSS, USER, enter_user, handle, kernel};

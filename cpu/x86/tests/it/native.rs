@@ -11,6 +11,7 @@ use crate::support::is_intel;
 use fastrand::Rng;
 use iced_x86::code_asm::*;
 use iced_x86::{Code, Decoder, DecoderOptions, Instruction, Mnemonic};
+use lacuna_cpu::Processor;
 use lacuna_x86::Exit;
 use std::ptr::NonNull;
 use support::{CODE, DATA, Machine, assemble};

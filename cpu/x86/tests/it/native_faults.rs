@@ -11,6 +11,7 @@ use crate::support::is_intel;
 
 use fastrand::Rng;
 use iced_x86::code_asm::*;
+use lacuna_cpu::Processor;
 use lacuna_x86::Exit;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use support::kernel::{HANDLERS, USER, USER_STACK, handle, kernel};

@@ -35,7 +35,7 @@ fn it_ends_a_halt_without_if_and_blocks_the_next_until_iret() {
     assert_eq!(m.run(100), Exit::Halt);
     assert!(!m.cpu.has_interrupt());
     nmi(&mut m);
-    assert!(m.cpu.has_interrupt() && !m.cpu.interruptible());
+    assert!(m.cpu.has_interrupt() && !m.cpu.is_interruptible());
     assert_eq!(m.run(1), Exit::Fuel);
     assert_eq!(m.cpu.regs().rip, NMI);
     for _ in 0..3 {

@@ -3,7 +3,7 @@
 use crate::support;
 
 use iced_x86::code_asm::*;
-use lacuna_cpu::Stop;
+use lacuna_cpu::{Processor, Stop};
 use lacuna_x86::{Exit, Own, Regs, System, Tsc, TscRate};
 use support::kernel::{HANDLERS, IDT, USER, enter_user, handle, kernel, start_apic, start_timer};
 use support::{CODE, DATA, Machine, STACK, assemble};
@@ -75,7 +75,7 @@ fn a_refused_msr_is_a_general_protection_fault_there() {
                 Exit::Own(Own::MsrRead { .. }) | Exit::Own(Own::MsrWrite { .. })
             ));
             m.cpu.complete_msr(None);
-            assert!(!m.cpu.interruptible());
+            assert!(!m.cpu.is_interruptible());
             if let Some(address) = missing {
                 m.cpu.flush_tlb();
                 m.memory.absent[(address >> 12) as usize] = true;
@@ -87,7 +87,7 @@ fn a_refused_msr_is_a_general_protection_fault_there() {
             assert_eq!(m.run(100), Exit::Halt);
             assert_eq!((m.reg(3), m.reg(6)), (0, rip));
             m.set_regs(|r| r.rflags |= 0x200);
-            assert!(m.cpu.interruptible(), "it is over");
+            assert!(m.cpu.is_interruptible(), "it is over");
         }
     }
 }
@@ -124,9 +124,9 @@ fn nothing_comes_between_an_msr_and_its_answer() {
     m.set_regs(|r| r.gpr[1] = EN.into());
     m.cpu.raise_interrupt(0x51);
     assert!(matches!(m.run(100), Exit::Own(Own::MsrWrite { .. })));
-    assert!(!m.cpu.interruptible() && !m.cpu.has_interrupt());
+    assert!(!m.cpu.is_interruptible() && !m.cpu.has_interrupt());
     m.cpu.complete_msr(Some(0));
-    assert!(!m.cpu.interruptible() && !m.cpu.has_interrupt());
+    assert!(!m.cpu.is_interruptible() && !m.cpu.has_interrupt());
     assert_eq!(m.run(1), Exit::Fuel);
     assert_eq!(m.cpu.regs().rip, CODE + 3);
     assert!(m.cpu.has_interrupt());
@@ -258,14 +258,14 @@ fn reset_leaves_nothing() {
     };
     assert_eq!((m.cpu.regs(), m.cpu.retired()), (zero, retired));
     assert_eq!((m.cpu.next_deadline(), m.cpu.cpl()), (None, 0));
-    assert!(!m.cpu.apic_enabled() && !m.cpu.is_halted() && !m.cpu.interruptible());
+    assert!(!m.cpu.apic_enabled() && !m.cpu.is_halted() && !m.cpu.is_interruptible());
 
     // The data's page was removed meanwhile: the processor uses no old translation or answer.
     m.cpu.set_system(system);
     m.set_regs(|r| (r.rip, r.gpr[4]) = (CODE, STACK));
     m.memory.absent[(DATA >> 12) as usize] = true;
     assert_eq!(m.run(100), Exit::Stop(Stop::Wait));
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
     assert_eq!(m.run(100), Exit::Own(Own::MsrRead { index: EN }));
     assert_eq!(m.reg(0), 1);
     m.cpu.complete_msr(Some(2));
@@ -273,7 +273,7 @@ fn reset_leaves_nothing() {
     assert_eq!(m.reg(0), 2);
     start_apic(&mut m);
     m.clock.advance(1_000_000);
-    assert!(m.cpu.interruptible());
+    assert!(m.cpu.is_interruptible());
     assert!(!m.cpu.has_interrupt(), "what was posted is gone");
 }
 

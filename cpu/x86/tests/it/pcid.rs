@@ -4,6 +4,7 @@
 use crate::support;
 
 use iced_x86::code_asm::*;
+use lacuna_cpu::Processor;
 use lacuna_x86::Exit;
 use support::kernel::{HANDLERS, USER, enter_user, handle, kernel};
 use support::{Machine, RIGHTS, assemble};

@@ -5,6 +5,7 @@
 use crate::support;
 
 use iced_x86::code_asm::*;
+use lacuna_cpu::Processor;
 use lacuna_x86::{Exit, Own};
 use support::kernel::{HANDLERS, USER, handle, kernel, start_apic};
 use support::{CODE, DATA, Machine, RIGHTS, STACK, assemble};
@@ -237,7 +238,7 @@ fn the_trap_flag_traps_behind_out_and_in() {
     });
     m.set_regs(|r| r.rflags |= TF);
     assert!(matches!(m.run(1), Exit::Own(Own::IoOut { .. })));
-    assert!(!m.cpu.interruptible(), "the trap is pending");
+    assert!(!m.cpu.is_interruptible(), "the trap is pending");
     assert!(matches!(m.run(100), Exit::Own(Own::IoIn { .. })));
     assert_eq!((m.reg(3), m.reg(1)), (1, CODE + 2), "behind OUT");
     assert_eq!(m.cpu.system().dr6 & BS, BS);

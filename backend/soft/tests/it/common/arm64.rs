@@ -3,6 +3,7 @@
 
 use super::builder;
 use lacuna_addr::{Gpa, PageCount};
+use lacuna_cpu::Processor;
 use lacuna_machine::{
     Arch, GuestMemory as _, PageRequest, PageSource, SlotFlags, SlotId, SourcePage, Vm as _,
 };
@@ -201,7 +202,6 @@ impl Machine {
     }
 
     pub fn set_vbar(&mut self) {
-        use lacuna_cpu::Processor as _;
         let mut state = self.cpu().save().unwrap();
         state.system.vbar = VBAR;
         self.cpu().restore(&state);
@@ -333,7 +333,6 @@ impl Machine {
 
     /// The level of the page-ready interrupt.
     pub fn line(&mut self) -> bool {
-        use lacuna_cpu::Processor as _;
         self.cpu().save().unwrap().gic.private.line >> PPI & 1 != 0
     }
 

@@ -3,6 +3,7 @@
 
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_arm64::{Cpu, Exit, Fabric, Regs};
+use lacuna_cpu::Processor;
 use lacuna_cpu::testing::{Ram, Wakes};
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::sync::{Arc, RwLock};

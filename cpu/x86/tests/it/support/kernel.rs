@@ -2,6 +2,7 @@
 
 use super::{CODE, DATA, Machine, STACK, assemble};
 use iced_x86::code_asm::*;
+use lacuna_cpu::Processor;
 use lacuna_x86::{Exit, Table};
 
 pub const GDT: u64 = DATA + 0x10_0000;

@@ -14,7 +14,7 @@ pub mod signals;
 
 use iced_x86::code_asm::CodeAssembler;
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_cpu::{Bus, HostPage, Stop, Stores, Wake};
+use lacuna_cpu::{Bus, HostPage, Processor, Stop, Stores, Wake};
 use lacuna_sync::{Qsbr, VirtualClock};
 use lacuna_x86::{ApicBus, Cpu, Exit, Regs, System};
 use std::alloc::Layout;
