@@ -18,7 +18,7 @@ mod outside;
 pub use outside::is_legal_pstate;
 
 use crate::decode;
-use crate::dispatch::{Decoded, Leave, dispatch};
+use crate::dispatch::{Leave, dispatch};
 use crate::exception;
 use crate::general::SP_ALIGNMENT;
 use crate::mem::{Touch, View};
@@ -45,20 +45,9 @@ pub struct Cpu {
     code: CodeCache<Op>,
     /// The basic block being decoded.
     fresh: Vec<Op>,
-    /// The unlinked exit of a basic block that led to PC.
-    unlinked: Option<Unlinked>,
     /// The instruction being stepped is complete.
     completed: bool,
     retired: u64,
-}
-
-#[derive(Clone, Copy)]
-struct Unlinked {
-    branch: u16,
-    condition: bool,
-    target: u64,
-    user: Privilege,
-    epoch: u32,
 }
 
 impl Cpu {
@@ -144,24 +133,14 @@ impl Cpu {
         let leave = self.dispatch(bus, slot, start, epoch);
         let exit = self.left(bus, slot, leave, 0);
         if let Leave::Branch(branch, condition) = leave {
-            self.unlinked = Some(Unlinked {
-                branch,
-                condition,
-                target: self.core.pc,
-                user: self.core.user,
-                epoch,
-            });
+            let (target, user) = (self.core.pc, self.core.user);
+            self.code.leave(branch, condition, target, user, epoch);
         }
         exit
     }
 
     fn dispatch<B: Bus>(&mut self, bus: &mut B, slot: &VcpuSlot, at: u16, epoch: u32) -> Leave {
-        let code = Decoded {
-            ops: &self.code.ops,
-            jumps: &self.code.jumps,
-            epoch,
-        };
-        dispatch(&mut self.core, code, at, bus, slot)
+        dispatch(&mut self.core, self.code.decoded(epoch), at, bus, slot)
     }
 
     /// Brings the architectural state to the last op of `dispatch`, and acts on the reason.
@@ -214,11 +193,7 @@ impl Cpu {
                 start
             }
         };
-        if let Some(way) = self.unlinked.take()
-            && (way.target, way.user, way.epoch) == (pc, user, self.code.epoch(user))
-        {
-            self.code.link(way.branch, way.condition, start, way.epoch);
-        }
+        self.code.enter(pc, user, start);
         Ok(start)
     }
 
@@ -280,25 +255,12 @@ impl Cpu {
         self.left(bus, slot, leave, pc)
     }
 
-    /// Drops decoded pages that this processor has written, and lets the bus notify the other
-    /// processors. Such pages are rare, so only the check is inlined.
+    /// Drops decoded pages that this processor has written.
     #[inline(always)]
     fn drop_written<B: Bus>(&mut self, bus: &mut B) {
-        if !self.core.code_written.is_empty() || self.core.translations.walk.wrote_code() {
-            self.drop_written_pages(bus);
-        }
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn drop_written_pages<B: Bus>(&mut self, bus: &mut B) {
-        while let Some(gfn) = self.core.code_written.pop() {
-            self.code.drop_page(gfn);
-            bus.code_written(gfn);
-        }
-        if self.core.translations.walk.take_wrote_code() {
-            self.code.clear();
-        }
+        let core = &mut self.core;
+        self.code
+            .drop_written(&mut core.code_written, &mut core.translations.walk, bus);
     }
 
     /// After [`Exit::Stop`], the access whose stage-1 walk has stopped; `None` if the access itself

@@ -12,12 +12,12 @@
 //! says why every arm must end in its own indirect jump, and how to check it.
 
 use crate::mem::Memory;
-use crate::op::{Arena, Code, ZERO};
+use crate::op::{Code, Op, ZERO};
 use crate::operand::{adds_immediate, displaced, get, imm, indexed, wide};
 use crate::operand::{moved, ones, product, sign_field, signed_product};
 use crate::processor::Core;
 use crate::{atomics, general, monitor, system};
-use lacuna_cpu::code::JumpCache;
+use lacuna_cpu::code::Decoded;
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
 
@@ -34,18 +34,10 @@ pub(crate) enum Leave {
     Indirect,
 }
 
-/// Decoded code, as the loop uses it.
-#[derive(Clone, Copy)]
-pub(crate) struct Decoded<'a> {
-    pub(crate) ops: &'a Arena,
-    pub(crate) jumps: &'a JumpCache,
-    pub(crate) epoch: u32,
-}
-
 /// Executes from `pc` until there is a reason to leave.
 pub(crate) fn dispatch<B: Bus>(
     core: &mut Core,
-    code: Decoded<'_>,
+    code: Decoded<'_, Op>,
     mut pc: u16,
     bus: &mut B,
     slot: &VcpuSlot,

@@ -78,9 +78,6 @@ pub(crate) enum Code {
     Undefined,
 }
 
-/// The ops of a processor.
-pub(crate) type Arena = code::Arena<Op>;
-
 /// See the module header.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]

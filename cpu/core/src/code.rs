@@ -18,7 +18,7 @@
 //! The ops of a dropped basic block stay in the arena, unreachable. A full arena is cleared as a
 //! whole, so memory is bounded, however often a guest writes new code.
 
-use crate::Privilege;
+use crate::{Bus, Privilege, WalkCache};
 use lacuna_addr::Gfn;
 use std::collections::HashMap;
 
@@ -151,6 +151,27 @@ pub struct Origin {
     pub before: u64,
 }
 
+/// Decoded code in one epoch, as a processor's hot loop uses it.
+#[derive(Clone, Copy)]
+pub struct Decoded<'a, O> {
+    /// The ops.
+    pub ops: &'a Arena<O>,
+    /// Targets of indirect branches.
+    pub jumps: &'a JumpCache,
+    /// Links of this epoch are valid.
+    pub epoch: u32,
+}
+
+/// An exit of a basic block that is not linked.
+#[derive(Clone, Copy)]
+struct Unlinked {
+    branch: u16,
+    condition: bool,
+    target: u64,
+    user: Privilege,
+    epoch: u32,
+}
+
 /// The decoded code of one processor.
 pub struct CodeCache<O> {
     /// The ops of all basic blocks and of the scratch place.
@@ -171,6 +192,8 @@ pub struct CodeCache<O> {
     starts: Vec<u16>,
     buckets: Box<[u32]>,
     pages: HashMap<Gfn, u32>,
+    /// The exit that led to the next instruction.
+    unlinked: Option<Unlinked>,
 }
 
 impl<O: Op> Default for CodeCache<O> {
@@ -193,6 +216,7 @@ impl<O: Op> CodeCache<O> {
             starts: Vec::new(),
             buckets: vec![NONE; BUCKETS].into_boxed_slice(),
             pages: HashMap::new(),
+            unlinked: None,
         }
     }
 
@@ -311,9 +335,79 @@ impl<O: Op> CodeCache<O> {
         self.jumps.0[JumpCache::slot(pc)] = Jump { pc, op, stamp };
     }
 
-    /// Links one exit of the branch at `branch` to the basic block at `op`, for one epoch.
-    pub fn link(&mut self, branch: u16, condition: bool, op: u16, epoch: u32) {
-        self.ops[branch.wrapping_add(1) as usize].link(condition, op.into(), epoch);
+    /// The code, for links of `epoch`.
+    #[inline(always)]
+    pub fn decoded(&self, epoch: u32) -> Decoded<'_, O> {
+        Decoded {
+            ops: &self.ops,
+            jumps: &self.jumps,
+            epoch,
+        }
+    }
+
+    /// Records that the branch at `branch` has left its basic block by the exit for `condition`, to
+    /// `target`. The basic block was entered in `epoch`.
+    pub fn leave(
+        &mut self,
+        branch: u16,
+        condition: bool,
+        target: u64,
+        user: Privilege,
+        epoch: u32,
+    ) {
+        self.unlinked = Some(Unlinked {
+            branch,
+            condition,
+            target,
+            user,
+            epoch,
+        });
+    }
+
+    /// The basic block at `pc` begins at `op`: links the exit that led to it, for one epoch.
+    pub fn enter(&mut self, pc: u64, user: Privilege, op: u16) {
+        if let Some(way) = self.unlinked.take()
+            && (way.target, way.user, way.epoch) == (pc, user, self.epoch(user))
+        {
+            let links = way.branch.wrapping_add(1) as usize;
+            self.ops[links].link(way.condition, op.into(), way.epoch);
+        }
+    }
+
+    /// Forgets the exit that led to the next instruction.
+    pub fn forget_exit(&mut self) {
+        self.unlinked = None;
+    }
+
+    /// Drops the pages that this processor has written, and lets the bus notify the other
+    /// processors. Such pages are rare, so only the check is inlined.
+    #[inline(always)]
+    pub fn drop_written(
+        &mut self,
+        written: &mut Vec<Gfn>,
+        walk: &mut WalkCache,
+        bus: &mut impl Bus,
+    ) {
+        if !written.is_empty() || walk.wrote_code() {
+            self.drop_written_pages(written, walk, bus);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn drop_written_pages(
+        &mut self,
+        written: &mut Vec<Gfn>,
+        walk: &mut WalkCache,
+        bus: &mut impl Bus,
+    ) {
+        while let Some(gfn) = written.pop() {
+            self.drop_page(gfn);
+            bus.code_written(gfn);
+        }
+        if walk.take_wrote_code() {
+            self.clear();
+        }
     }
 
     /// Drops the basic blocks of a page.

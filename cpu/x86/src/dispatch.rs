@@ -14,12 +14,11 @@
 
 use crate::arith::Arith;
 use crate::mem::{Memory, Touch};
-use crate::op::Arena;
 use crate::op::{Code, Links, Op, ZERO};
 use crate::processor::Core;
 use crate::state::{Exception, is_canonical};
 use crate::{bits, divide, general, stack, string};
-use lacuna_cpu::code::JumpCache;
+use lacuna_cpu::code::Decoded;
 use lacuna_cpu::{Bus, Word};
 use lacuna_sync::VcpuSlot;
 
@@ -34,14 +33,6 @@ pub(crate) enum Leave {
     Branch(u16, bool),
     /// The indirect branch at this index ended its basic block; [`Core::rip`] is its target.
     Indirect(u16),
-}
-
-/// Decoded code, as the loop uses it.
-#[derive(Clone, Copy)]
-pub(crate) struct Decoded<'a> {
-    pub(crate) ops: &'a Arena,
-    pub(crate) jumps: &'a JumpCache,
-    pub(crate) epoch: u32,
 }
 
 /// The address of an op's memory operand.
@@ -65,7 +56,7 @@ fn imm<T: Word>(op: &Op) -> T {
 /// Executes from `pc` until there is a reason to leave.
 pub(crate) fn dispatch<B: Bus>(
     core: &mut Core,
-    code: Decoded<'_>,
+    code: Decoded<'_, Op>,
     mut pc: u16,
     bus: &mut B,
     slot: &VcpuSlot,

@@ -104,9 +104,6 @@ pub(crate) enum System {
     Crossing,
 }
 
-/// The ops of a processor.
-pub(crate) type Arena = code::Arena<Op>;
-
 /// See the module header.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]

@@ -47,7 +47,7 @@ impl Cpu {
         self.core.set_stack_pointers([regs.sp_el0, regs.sp_el1]);
         self.core.pc = regs.pc;
         self.core.monitor.clear();
-        self.unlinked = None;
+        self.code.forget_exit();
     }
 
     /// System registers.
@@ -87,7 +87,7 @@ impl Cpu {
         self.core.r[..x.len()].copy_from_slice(x);
         self.core.monitor.clear();
         self.core.halted = false;
-        self.unlinked = None;
+        self.code.forget_exit();
         if exception::return_to(&mut self.core, pc, pstate) == Done::Illegal {
             self.code.new_epoch();
         }
@@ -172,7 +172,6 @@ impl Processor for Cpu {
             core: Core::new(index, fabric, clock),
             code: CodeCache::new(),
             fresh: Vec::new(),
-            unlinked: None,
             completed: false,
             retired: 0,
         }
@@ -285,7 +284,7 @@ impl Processor for Cpu {
         let (fabric, clock) = (Arc::clone(&self.core.fabric), Arc::clone(&self.core.clock));
         self.core = Core::new(index, fabric, clock);
         self.code.new_epoch();
-        self.unlinked = None;
+        self.code.forget_exit();
     }
 
     /// The whole architectural state; `None` in the middle of an instruction that waits for a

@@ -34,7 +34,7 @@ impl Cpu {
         self.core.r[..16].copy_from_slice(&regs.gpr);
         self.core.rip = regs.rip;
         self.core.set_rflags(regs.rflags);
-        self.unlinked = None;
+        self.code.forget_exit();
     }
 
     /// System registers.
@@ -156,7 +156,6 @@ impl Processor for Cpu {
             core: Core::new(Lapic::new(index, apics), clock),
             code: CodeCache::new(),
             fresh: Vec::new(),
-            unlinked: None,
             progress: Progress::None,
             pending: Pending::Nothing,
             retired: 0,
