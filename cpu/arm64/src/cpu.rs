@@ -22,7 +22,7 @@ use crate::dispatch::{Leave, dispatch};
 use crate::exception;
 use crate::general::SP_ALIGNMENT;
 use crate::mem::{Touch, View};
-use crate::op::{Op, SP};
+use crate::op::{Code, Op, SP, branch_target};
 use crate::processor::{Core, Why};
 use crate::seam::Exit;
 use crate::state::{Exception, Trap, pstate};
@@ -42,7 +42,7 @@ const ALONE: usize = 64;
 /// One vCPU.
 pub struct Cpu {
     pub(crate) core: Core,
-    code: CodeCache<Op>,
+    code: CodeCache<Code>,
     /// The basic block being decoded.
     fresh: Vec<Op>,
     /// The instruction being stepped is complete.
@@ -164,7 +164,7 @@ impl Cpu {
         };
         let (op, origin) = (self.code.ops[at as usize], self.code.origin(at, scratch));
         if let Leave::Branch(_, condition) = leave {
-            self.core.pc = op.branch_target(origin.pc, condition);
+            self.core.pc = branch_target(&op, origin.pc, condition);
             self.completed = true;
             return None;
         }

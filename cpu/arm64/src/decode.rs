@@ -50,7 +50,7 @@ fn decode(page: HostPage, pc: u64, ops: &mut Vec<Op>, extent: Extent) {
 
 /// Writes the number of the basic block's instructions into its links.
 fn close(ops: &mut [Op]) {
-    let count: u64 = ops.iter().map(|op| u64::from(op.count)).sum();
+    let count: u64 = ops.iter().map(|op| u64::from(op.len)).sum();
     if let Some(last) = ops.last_mut().filter(|op| op.code == Code::Links) {
         *last = Op::unlinked(count as u8);
     }

@@ -12,7 +12,7 @@
 //! says why every arm must end in its own indirect jump, and how to check it.
 
 use crate::mem::Memory;
-use crate::op::{Code, Op, ZERO};
+use crate::op::{Code, ZERO};
 use crate::operand::{adds_immediate, displaced, get, imm, indexed, wide};
 use crate::operand::{moved, ones, product, sign_field, signed_product};
 use crate::processor::Core;
@@ -37,7 +37,7 @@ pub(crate) enum Leave {
 /// Executes from `pc` until there is a reason to leave.
 pub(crate) fn dispatch<B: Bus>(
     core: &mut Core,
-    code: Decoded<'_, Op>,
+    code: Decoded<'_, Code>,
     mut pc: u16,
     bus: &mut B,
     slot: &VcpuSlot,

@@ -86,10 +86,10 @@ impl Lower<'_> {
         let Some(ops) = self.ops.get_mut(first..) else {
             return;
         };
-        if ops.iter().all(|op| op.count == 0)
+        if ops.iter().all(|op| op.len == 0)
             && let Some(last) = ops.iter_mut().rev().find(|op| op.code != Code::Links)
         {
-            last.count = 1;
+            last.len = 1;
         }
     }
 
@@ -227,7 +227,7 @@ impl Lower<'_> {
     /// The last op, if it is a constant in `slot` that this instruction may replace.
     fn last_constant(&mut self, slot: u8) -> Option<&mut Op> {
         let last = self.ops[self.start..].last_mut()?;
-        let count_fits = last.count > 0 && last.count < 4;
+        let count_fits = last.len > 0 && last.len < 4;
         (last.code == Code::Const && last.dst == slot && count_fits && slot < SP).then_some(last)
     }
 
@@ -256,7 +256,7 @@ impl Lower<'_> {
         {
             let value = last.wide().wrapping_add(imm as i64 as u64);
             *last = Op {
-                count: last.count + 1,
+                len: last.len + 1,
                 ..*last
             }
             .with_wide(value);
@@ -323,7 +323,7 @@ impl Lower<'_> {
         if let Some(last) = self.last_constant(dst) {
             let value = last.wide() & keep | value;
             *last = Op {
-                count: last.count + 1,
+                len: last.len + 1,
                 ..*last
             }
             .with_wide(value);

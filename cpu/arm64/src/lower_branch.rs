@@ -87,7 +87,7 @@ impl Lower<'_> {
                 code,
                 form,
                 disp,
-                count: compare.count + 1,
+                len: compare.len + 1,
                 ..*compare
             };
             self.ops.push(Op::unlinked(0));
@@ -167,7 +167,7 @@ impl Lower<'_> {
 #[rustfmt::skip]
 fn fused(compare: &Op, cond: u8) -> Option<(Code, bool)> {
     use Code::*;
-    if compare.count != 1 {
+    if compare.len != 1 {
         return None;
     }
     // EQ, CS (not LO), HI (not LS), GE (not LT), GT (not LE).

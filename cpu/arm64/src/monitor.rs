@@ -108,17 +108,17 @@ pub(crate) fn mark_quiet(ops: &mut [Op]) {
             Code::StoreExclusive => ops[at].imm = quiet << 16 | place,
             Code::LoadExclusive => {
                 let following = ops[at + 1..].iter().take_while(|op| is_quiet(op.code));
-                let following: i32 = following.map(|op| i32::from(op.count)).sum();
+                let following: i32 = following.map(|op| i32::from(op.len)).sum();
                 ops[at].imm = following << 16 | place;
             }
             _ => {}
         }
         quiet = if is_quiet(op.code) {
-            quiet + i32::from(op.count)
+            quiet + i32::from(op.len)
         } else {
             0
         };
-        place += i32::from(op.count);
+        place += i32::from(op.len);
     }
 }
 

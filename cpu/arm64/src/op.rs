@@ -1,16 +1,12 @@
-//! The decoded form of an instruction: 16 bytes that the executor uses without a further look-up.
+//! The decoded form of an instruction, in the layout of [`lacuna_cpu::op`].
 //!
-//! ```text
-//!  0     1     2      3     4    5    6     7      8          12         16
-//!  code  form  count  aux   dst  src  base  index  disp i32   imm i32
-//! ```
 //! `dst`, `src`, `base`, `index` are slots of the register file: 0-30 are X0 to X30, 31 is the
 //! stack pointer, then come the slots below. Register 31 is decoded to [`SP`], [`ZERO`] or, as a
-//! destination, [`SINK`]. `count` is the number of instructions that this op completes.
+//! destination, [`SINK`]. `len` is the number of instructions that this op completes.
 //!
 //! The ops of a basic block end in a branch and its links, or in a [`Code::System`] op.
 
-use lacuna_cpu::code;
+use lacuna_cpu::op;
 
 /// The current stack pointer.
 pub(crate) const SP: u8 = 31;
@@ -79,132 +75,33 @@ pub(crate) enum Code {
 }
 
 /// See the module header.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct Op {
-    pub(crate) code: Code,
-    pub(crate) form: u8,
-    pub(crate) count: u8,
-    pub(crate) aux: u8,
-    pub(crate) dst: u8,
-    pub(crate) src: u8,
-    pub(crate) base: u8,
-    pub(crate) index: u8,
-    pub(crate) disp: i32,
-    pub(crate) imm: i32,
-}
+pub(crate) type Op = op::Op<Code>;
 
-const _: () = assert!(size_of::<Op>() == 16);
-
-impl Op {
-    pub(crate) const fn new(code: Code) -> Self {
-        Self {
-            code,
-            form: 0,
-            count: 0,
-            aux: 0,
-            dst: SINK,
-            src: ZERO,
-            base: ZERO,
-            index: ZERO,
-            disp: 0,
-            imm: 0,
-        }
-    }
-
-    /// This op with a 64-bit immediate.
-    pub(crate) const fn with_wide(self, value: u64) -> Self {
-        Self {
-            disp: (value >> 32) as i32,
-            imm: value as i32,
-            ..self
-        }
-    }
-
-    /// The 64-bit immediate.
-    #[inline(always)]
-    pub(crate) const fn wide(&self) -> u64 {
-        (self.disp as u32 as u64) << 32 | self.imm as u32 as u64
-    }
-
-    /// `imm`, sign-extended.
-    #[inline(always)]
-    pub(crate) const fn imm64(&self) -> u64 {
-        self.imm as i64 as u64
-    }
-
-    /// Whether `form` has `flag`.
-    #[inline(always)]
-    pub(crate) const fn has(&self, flag: u8) -> bool {
-        self.form & flag != 0
-    }
-
-    /// The target of this direct branch. `pc` is the address of its first instruction.
-    pub(crate) const fn branch_target(&self, pc: u64, condition: bool) -> u64 {
-        let next = pc.wrapping_add(4 * self.count as u64);
-        let taken = condition != self.has(INVERTED);
-        let displacement = match self.code {
-            // The return address takes the place of the immediates.
-            Code::Call => i32::from_ne_bytes([self.dst, self.src, self.base, self.index]),
-            _ if taken => self.disp,
-            _ => return next,
-        };
-        next.wrapping_add(displacement as i64 as u64)
-    }
-
-    /// Links without targets, ending a basic block of `instructions`.
-    pub(crate) const fn unlinked(instructions: u8) -> Self {
-        Self {
-            form: instructions,
-            ..Self::new(Code::Links)
-        }
-    }
-
-    /// These links: the op index of the basic block for `condition`. 0 is "not known yet".
-    #[inline(always)]
-    pub(crate) const fn target(&self, condition: bool) -> u32 {
-        if condition {
-            self.disp as u32
-        } else {
-            self.imm as u32
-        }
-    }
-
-    /// These links: the epoch in which the indices are valid.
-    #[inline(always)]
-    pub(crate) const fn epoch(&self) -> u32 {
-        u32::from_ne_bytes([self.dst, self.src, self.base, self.index])
-    }
-
-    /// These links: instructions in the whole basic block.
-    #[inline(always)]
-    pub(crate) const fn block_instructions(&self) -> i64 {
-        self.form as i64
-    }
-}
-
-impl code::Op for Op {
-    const UNREACHABLE: Self = Self::new(Code::Undefined);
+impl op::Code for Code {
+    const UNREACHABLE: Self = Self::Undefined;
+    const LINKS: Self = Self::Links;
+    const SLOTS: [u8; 4] = [SINK, ZERO, ZERO, ZERO];
 
     #[inline]
-    fn bytes(&self) -> u64 {
-        4 * u64::from(self.count)
+    fn bytes(len: u8) -> u64 {
+        4 * u64::from(len)
     }
 
     #[inline]
-    fn instructions(&self) -> u64 {
-        self.count.into()
+    fn instructions(len: u8) -> u64 {
+        len.into()
     }
+}
 
-    fn link(&mut self, condition: bool, target: u32, epoch: u32) {
-        if self.epoch() != epoch {
-            (self.disp, self.imm) = (0, 0);
-            [self.dst, self.src, self.base, self.index] = epoch.to_ne_bytes();
-        }
-        if condition {
-            self.disp = target as i32;
-        } else {
-            self.imm = target as i32;
-        }
-    }
+/// The target of the direct branch `op`. `pc` is the address of its first instruction.
+pub(crate) fn branch_target(op: &Op, pc: u64, condition: bool) -> u64 {
+    let next = pc.wrapping_add(op.bytes());
+    let taken = condition != op.has(INVERTED);
+    let displacement = match op.code {
+        // The return address takes the place of the immediates.
+        Code::Call => i32::from_ne_bytes([op.dst, op.src, op.base, op.index]),
+        _ if taken => op.disp,
+        _ => return next,
+    };
+    next.wrapping_add(displacement as i64 as u64)
 }

@@ -18,6 +18,7 @@
 //! The ops of a dropped basic block stay in the arena, unreachable. A full arena is cleared as a
 //! whole, so memory is bounded, however often a guest writes new code.
 
+use crate::op::{Code, Op};
 use crate::{Bus, Privilege, WalkCache};
 use lacuna_addr::Gfn;
 use std::collections::HashMap;
@@ -32,29 +33,13 @@ const BASIC_BLOCK_MAX: usize = 256;
 const BUCKETS: usize = 1 << 13;
 const JUMPS: usize = 1 << 12;
 /// Decoded ops.
-pub type Arena<O> = [O; OPS_MAX];
+pub type Arena<C> = [Op<C>; OPS_MAX];
 
 /// No basic block.
 const NONE: u32 = u32::MAX;
 const EPOCH_MAX: u32 = NEVER - 1;
 /// An epoch without links and jump entries.
 pub const NEVER: u32 = u32::MAX >> 1;
-
-/// A decoded operation, as small as possible. A basic block ends in a branch, and then one op with
-/// the links of its two exits.
-pub trait Op: Copy {
-    /// The op at every unused place of the arena.
-    const UNREACHABLE: Self;
-
-    /// Bytes of the instructions that this op completes.
-    fn bytes(&self) -> u64;
-
-    /// The number of instructions that this op completes.
-    fn instructions(&self) -> u64;
-
-    /// In an op with links, sets the target of the exit for `condition`, for one epoch.
-    fn link(&mut self, condition: bool, target: u32, epoch: u32);
-}
 
 /// The address, frame and privilege of a basic block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -153,9 +138,9 @@ pub struct Origin {
 
 /// Decoded code in one epoch, as a processor's hot loop uses it.
 #[derive(Clone, Copy)]
-pub struct Decoded<'a, O> {
+pub struct Decoded<'a, C> {
     /// The ops.
-    pub ops: &'a Arena<O>,
+    pub ops: &'a Arena<C>,
     /// Targets of indirect branches.
     pub jumps: &'a JumpCache,
     /// Links of this epoch are valid.
@@ -173,9 +158,9 @@ struct Unlinked {
 }
 
 /// The decoded code of one processor.
-pub struct CodeCache<O> {
+pub struct CodeCache<C> {
     /// The ops of all basic blocks and of the scratch place.
-    pub ops: Box<Arena<O>>,
+    pub ops: Box<Arena<C>>,
     /// The end of the arena's used part.
     end: usize,
     /// Targets of indirect branches.
@@ -196,13 +181,13 @@ pub struct CodeCache<O> {
     unlinked: Option<Unlinked>,
 }
 
-impl<O: Op> Default for CodeCache<O> {
+impl<C: Code> Default for CodeCache<C> {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl<O: Op> CodeCache<O> {
+impl<C: Code> CodeCache<C> {
     /// An empty cache.
     pub fn new() -> Self {
         Self {
@@ -304,14 +289,14 @@ impl<O: Op> CodeCache<O> {
     }
 
     /// Puts a basic block's ops in the scratch place; returns its op index.
-    pub fn set_scratch(&mut self, ops: &[O]) -> u16 {
+    pub fn set_scratch(&mut self, ops: &[Op<C>]) -> u16 {
         self.ops[..ops.len()].copy_from_slice(ops);
         0
     }
 
     /// Keeps `ops` as the basic block for `key`, after [`CodeCache::reserve`]; returns its op
     /// index.
-    pub fn insert(&mut self, key: Key, ops: &[O]) -> u16 {
+    pub fn insert(&mut self, key: Key, ops: &[Op<C>]) -> u16 {
         let start = self.end;
         self.end += ops.len();
         self.ops[start..self.end].copy_from_slice(ops);
@@ -337,7 +322,7 @@ impl<O: Op> CodeCache<O> {
 
     /// The code, for links of `epoch`.
     #[inline(always)]
-    pub fn decoded(&self, epoch: u32) -> Decoded<'_, O> {
+    pub fn decoded(&self, epoch: u32) -> Decoded<'_, C> {
         Decoded {
             ops: &self.ops,
             jumps: &self.jumps,
@@ -432,14 +417,14 @@ impl<O: Op> CodeCache<O> {
         };
         let before = &self.ops[start.into()..op.into()];
         Origin {
-            pc: pc.wrapping_add(before.iter().map(O::bytes).sum()),
-            before: before.iter().map(O::instructions).sum(),
+            pc: pc.wrapping_add(before.iter().map(Op::bytes).sum()),
+            before: before.iter().map(Op::instructions).sum(),
         }
     }
 }
 
-fn arena<O: Op>() -> Box<Arena<O>> {
-    let ops = vec![O::UNREACHABLE; OPS_MAX].into_boxed_slice();
+fn arena<C: Code>() -> Box<Arena<C>> {
+    let ops = vec![Op::new(C::UNREACHABLE); OPS_MAX].into_boxed_slice();
     let Ok(arena) = ops.try_into() else {
         unreachable!("the length is OPS_MAX")
     };

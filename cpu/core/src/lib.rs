@@ -15,6 +15,7 @@
 //! | `tlb` | translations for one privilege |
 //! | `walk_cache` | last tables of stage 1, for one address space |
 //! | `translations` | TLBs by privilege and address space |
+//! | `op` | the layout of a decoded op |
 //! | `code` | basic blocks, their links, and the epochs that invalidate them |
 //!
 //! # Unsafe
@@ -27,6 +28,7 @@
 mod bus;
 pub mod code;
 mod memory;
+pub mod op;
 mod page;
 mod pair;
 mod processor;

@@ -5,7 +5,7 @@ use crate::dispatch::address;
 use crate::flags::{ARITHMETIC, CF, ZF};
 use crate::general::{load, modify_at, read, reg, set_reg, source};
 use crate::mem::Touch;
-use crate::op::{IMMEDIATE, MEMORY, Op};
+use crate::op::{IMMEDIATE, MEMORY, Op, Operand};
 use crate::processor::Core;
 use lacuna_cpu::Bus;
 

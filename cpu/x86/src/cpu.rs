@@ -25,7 +25,7 @@ use crate::dispatch::{Leave, RSP, dispatch};
 use crate::exit::Exit;
 use crate::flags::TF;
 use crate::mem::{Touch, View};
-use crate::op::{Code, Op, System as SystemOp};
+use crate::op::{Code, Op, System as SystemOp, branch_target};
 use crate::processor::{Core, Why};
 use crate::stack;
 use crate::state::{Exception, Trap, is_canonical};
@@ -56,7 +56,7 @@ pub struct Regs {
 /// One vCPU.
 pub struct Cpu {
     pub(crate) core: Core,
-    code: CodeCache<Op>,
+    code: CodeCache<Code>,
     /// The basic block being decoded.
     fresh: Vec<Op>,
     progress: Progress,
@@ -152,7 +152,7 @@ impl Cpu {
         }
         let (op, origin) = (self.code.ops[at as usize], self.code.origin(at, scratch));
         if let Leave::Branch(_, condition) = leave {
-            self.core.rip = op.branch_target(origin.pc, condition);
+            self.core.rip = branch_target(&op, origin.pc, condition);
             self.progress = Progress::Done;
             return None;
         }

@@ -1,7 +1,7 @@
 //! Decodes bytes to basic blocks.
 
 use crate::lower::{Flow, Lower};
-use crate::op::{Code, Links, Op};
+use crate::op::{Code, Op};
 use crate::quiet::silence;
 use iced_x86::{Decoder, DecoderError, DecoderOptions, Instruction, Mnemonic};
 use lacuna_addr::PAGE_SIZE;

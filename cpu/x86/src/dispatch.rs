@@ -1,7 +1,7 @@
 //! The hot loop: one `match` over decoded ops.
 //!
 //! `pc` indexes the code cache's op arena. Straight-line ops advance it. A branch reads its
-//! [`Links`], charges the budget for the basic block that it ends, and continues at the linked
+//! links, charges the budget for the basic block that it ends, and continues at the linked
 //! basic block. The loop ends
 //! - at the end of a basic block: the budget is used up, there is a request, or the exit is not
 //!   linked in this epoch;
@@ -14,7 +14,7 @@
 
 use crate::arith::Arith;
 use crate::mem::{Memory, Touch};
-use crate::op::{Code, Links, Op, ZERO};
+use crate::op::{Code, Op, ZERO};
 use crate::processor::Core;
 use crate::state::{Exception, is_canonical};
 use crate::{bits, divide, general, stack, string};
@@ -56,7 +56,7 @@ fn imm<T: Word>(op: &Op) -> T {
 /// Executes from `pc` until there is a reason to leave.
 pub(crate) fn dispatch<B: Bus>(
     core: &mut Core,
-    code: Decoded<'_, Op>,
+    code: Decoded<'_, Code>,
     mut pc: u16,
     bus: &mut B,
     slot: &VcpuSlot,

@@ -4,7 +4,7 @@ use crate::arith::{bits, extend, mask};
 use crate::flags::{CF, OF};
 use crate::general::{read, reg, set_reg};
 use crate::mem::Touch;
-use crate::op::{Code, HIGH, Op};
+use crate::op::{Code, HIGH, Op, Operand};
 use crate::processor::Core;
 use crate::state::Exception;
 use lacuna_cpu::Bus;

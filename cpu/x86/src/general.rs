@@ -10,7 +10,7 @@ use crate::arith::{
 use crate::dispatch::address;
 use crate::flags::{AF, CF, DF, OF, PF, SF, ZF};
 use crate::mem::{Memory, Touch};
-use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, MEMORY, Op};
+use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, MEMORY, Op, Operand};
 use crate::processor::Core;
 use crate::state::Exception;
 use crate::state::bits::{CR0_EM, CR0_TS};

@@ -3,7 +3,7 @@
 use crate::arith::{alu, shift};
 use crate::lower_tables::Registers::{Plain, SecondByte};
 use crate::lower_tables::{by_width, hot_alu, hot_load};
-use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, Links, MEMORY, Op, TEMP, ZERO};
+use crate::op::{Code, HIGH, IMMEDIATE, LOCKED, MEMORY, Op, Operand, TEMP, ZERO, constant};
 use iced_x86::{ConditionCode, Instruction, Mnemonic, OpKind, Register};
 
 /// Whether the basic block continues after an instruction.
@@ -171,7 +171,7 @@ impl Lower<'_> {
             op.base = ZERO;
             op.disp = displacement as i32;
             if op.disp as i64 as u64 != displacement {
-                self.emit(Op::constant(TEMP, displacement));
+                self.emit(constant(TEMP, displacement));
                 (op.base, op.disp) = (TEMP, 0);
             }
         } else {
@@ -236,7 +236,7 @@ impl Lower<'_> {
                 let value = i.immediate(1);
                 let slot = self.slot(0);
                 if value as i32 as i64 as u64 != value {
-                    return self.emit(Op::constant(slot, value));
+                    return self.emit(constant(slot, value));
                 }
                 self.form(Code::MovE, width, 0, Some(1))
             }

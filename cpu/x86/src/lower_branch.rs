@@ -2,7 +2,7 @@
 
 use crate::lower::{Flow, Lower};
 use crate::lower_tables::fused;
-use crate::op::{Code, IMMEDIATE, INVERTED, Links, MEMORY, Op, System, TARGET, TEMP};
+use crate::op::{Code, IMMEDIATE, INVERTED, MEMORY, Op, System, TARGET, TEMP, constant};
 use crate::state::is_canonical;
 use iced_x86::{OpKind, Register};
 
@@ -139,7 +139,7 @@ impl Lower<'_> {
                 ..Op::new(Code::PushI)
             });
         } else {
-            self.emit(Op::constant(TEMP, back));
+            self.emit(constant(TEMP, back));
             self.emit(Op {
                 len,
                 src: TEMP,

@@ -1,7 +1,7 @@
 //! Tables: the instruction forms with their own hot code.
 
 use crate::arith::alu;
-use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op};
+use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op, Operand};
 
 /// The code for 32 or 64 bits, from a pair.
 pub(crate) fn by_width(width: u8, codes: [Code; 2]) -> Code {

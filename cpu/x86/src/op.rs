@@ -1,18 +1,18 @@
-//! The decoded form of an instruction: 16 bytes that the executor uses without a further look-up.
+//! The decoded form of an instruction, in the layout of [`lacuna_cpu::op`].
 //!
-//! ```text
-//!  0     1     2     3     4    5    6     7      8          12         16
-//!  code  form  len   aux   dst  src  base  index  disp i32   imm i32
-//! ```
+//! `len` has the bytes of the instructions that the op completes in bits 0-4, and their number in
+//! bits 5-6.
+//!
 //! `dst`, `src`, `base`, `index` are slots of the register file: 0-15 are the general registers,
 //! then come the constants and scratch slots below. A general register's second byte (AH to BH) is
 //! slot [`HIGH`] + n, which only byte operations use. An absent base or index is [`ZERO`], so every
 //! address is `base + (index << scale) + disp`. For other addresses (segment bases, 32 bits, far
 //! RIP-relative), an earlier [`Code::Address`] or [`Code::Const`] op computes a scratch slot.
 //!
-//! The ops of a basic block end in a branch and its [`Links`], or in a [`Code::System`] op.
+//! The ops of a basic block end in a branch and its links, or in a [`Code::System`] op.
 
-use lacuna_cpu::code;
+use lacuna_cpu::op;
+
 /// Always zero.
 pub(crate) const ZERO: u8 = 16;
 /// Scratch address.
@@ -105,158 +105,48 @@ pub(crate) enum System {
 }
 
 /// See the module header.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub(crate) struct Op {
-    pub(crate) code: Code,
-    pub(crate) form: u8,
-    /// Bits 0-4: the bytes, and bits 5-6: the number of the instructions that this op completes.
-    pub(crate) len: u8,
-    /// A kind within the code.
-    pub(crate) aux: u8,
-    pub(crate) dst: u8,
-    pub(crate) src: u8,
-    pub(crate) base: u8,
-    pub(crate) index: u8,
-    pub(crate) disp: i32,
-    pub(crate) imm: i32,
+pub(crate) type Op = op::Op<Code>;
+
+impl op::Code for Code {
+    const UNREACHABLE: Self = Self::Undefined;
+    const LINKS: Self = Self::Links;
+    const SLOTS: [u8; 4] = [0, 0, ZERO, ZERO];
+
+    #[inline]
+    fn bytes(len: u8) -> u64 {
+        (len & 31).into()
+    }
+
+    #[inline]
+    fn instructions(len: u8) -> u64 {
+        (len >> 5 & 3).into()
+    }
 }
 
-const _: () = assert!(size_of::<Op>() == 16);
-
-impl Op {
-    pub(crate) const fn new(code: Code) -> Self {
-        let (base, index) = (ZERO, ZERO);
-        Self {
-            code,
-            form: 0,
-            len: 0,
-            aux: 0,
-            dst: 0,
-            src: 0,
-            base,
-            index,
-            disp: 0,
-            imm: 0,
-        }
+/// An op that puts `value` into `slot`.
+pub(crate) const fn constant(slot: u8, value: u64) -> Op {
+    Op {
+        dst: slot,
+        ..Op::new(Code::Const).with_wide(value)
     }
+}
 
-    /// An op that puts `value` into `slot`.
-    pub(crate) const fn constant(slot: u8, value: u64) -> Self {
-        let (low, high) = (value as i32, (value >> 32) as i32);
-        Self {
-            dst: slot,
-            disp: high,
-            imm: low,
-            ..Self::new(Code::Const)
-        }
-    }
+/// The target of the direct branch `op`, if its (first) instruction is at `rip`.
+pub(crate) fn branch_target(op: &Op, rip: u64, condition: bool) -> u64 {
+    let taken = condition != op.has(INVERTED);
+    let displacement = if taken { op.disp as i64 as u64 } else { 0 };
+    rip.wrapping_add(op.bytes()).wrapping_add(displacement)
+}
 
-    /// The 64-bit immediate of [`Code::Const`].
+/// The operand of an op.
+pub(crate) trait Operand {
+    /// log2 of its bytes.
+    fn width(&self) -> u8;
+}
+
+impl Operand for Op {
     #[inline(always)]
-    pub(crate) const fn wide(&self) -> u64 {
-        (self.disp as u32 as u64) << 32 | self.imm as u32 as u64
-    }
-
-    /// `imm`, sign-extended.
-    #[inline(always)]
-    pub(crate) const fn imm64(&self) -> u64 {
-        self.imm as i64 as u64
-    }
-
-    /// log2 of the operand's bytes.
-    #[inline(always)]
-    pub(crate) const fn width(&self) -> u8 {
+    fn width(&self) -> u8 {
         (self.form >> 2) & 3
-    }
-
-    /// Whether `form` has `flag`.
-    #[inline(always)]
-    pub(crate) const fn has(&self, flag: u8) -> bool {
-        self.form & flag != 0
-    }
-
-    /// The target of this direct branch, if its (first) instruction is at `rip`.
-    pub(crate) const fn branch_target(&self, rip: u64, condition: bool) -> u64 {
-        let taken = condition != self.has(INVERTED);
-        let displacement = if taken { self.disp as i64 as u64 } else { 0 };
-        rip.wrapping_add(self.bytes()).wrapping_add(displacement)
-    }
-
-    /// Bytes of the instructions that this op completes.
-    pub(crate) const fn bytes(&self) -> u64 {
-        (self.len & 31) as u64
-    }
-
-    /// The number of instructions that this op completes.
-    pub(crate) const fn instructions(&self) -> u64 {
-        ((self.len >> 5) & 3) as u64
-    }
-}
-
-/// The second slot of a basic block's end: the targets of its two exits. Index 0 is "not known
-/// yet". Both are invalid unless `epoch` is the code cache's.
-pub(crate) trait Links {
-    /// Links without targets, ending a basic block of `instructions`.
-    fn unlinked(instructions: u8) -> Self;
-    /// Op index of the basic block for `condition`.
-    fn target(&self, condition: bool) -> u32;
-    /// The epoch in which the indices are valid.
-    fn epoch(&self) -> u32;
-    /// Instructions in the whole basic block.
-    fn block_instructions(&self) -> i64;
-}
-
-impl Links for Op {
-    fn unlinked(instructions: u8) -> Self {
-        Self {
-            len: instructions,
-            ..Self::new(Code::Links)
-        }
-    }
-
-    #[inline(always)]
-    fn target(&self, condition: bool) -> u32 {
-        if condition {
-            self.disp as u32
-        } else {
-            self.imm as u32
-        }
-    }
-
-    #[inline(always)]
-    fn epoch(&self) -> u32 {
-        u32::from_ne_bytes([self.dst, self.src, self.base, self.index])
-    }
-
-    #[inline(always)]
-    fn block_instructions(&self) -> i64 {
-        i64::from(self.len)
-    }
-}
-
-impl code::Op for Op {
-    const UNREACHABLE: Self = Self::new(Code::Undefined);
-
-    #[inline]
-    fn bytes(&self) -> u64 {
-        Self::bytes(self)
-    }
-
-    #[inline]
-    fn instructions(&self) -> u64 {
-        Self::instructions(self)
-    }
-
-    fn link(&mut self, condition: bool, target: u32, epoch: u32) {
-        if self.epoch() != epoch {
-            (self.disp, self.imm) = (0, 0);
-            [self.dst, self.src, self.base, self.index] = epoch.to_ne_bytes();
-        }
-        if condition {
-            self.disp = target as i32
-        } else {
-            self.imm = target as i32
-        }
     }
 }

@@ -14,7 +14,7 @@
 
 use crate::arith::shift;
 use crate::lower_tables::quiet;
-use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op};
+use crate::op::{Code, IMMEDIATE, LOCKED, MEMORY, Op, Operand};
 
 /// The effect of an op on the arithmetic flags, if the op cannot leave the basic block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

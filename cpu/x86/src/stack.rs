@@ -5,7 +5,7 @@ use crate::dispatch::{RSP, address};
 use crate::flags::RF;
 use crate::general::{load, read, reg, set_reg, store};
 use crate::mem::Touch;
-use crate::op::{Code, IMMEDIATE, MEMORY, Op};
+use crate::op::{Code, IMMEDIATE, MEMORY, Op, Operand};
 use crate::processor::Core;
 use crate::state::is_canonical;
 use lacuna_cpu::Bus;

@@ -9,7 +9,7 @@ use crate::arith::mask;
 use crate::flags::DF;
 use crate::general::{load, reg, segment_base, set_reg, store};
 use crate::mem::{Memory, Target, Touch};
-use crate::op::Op;
+use crate::op::{Op, Operand};
 use crate::processor::{Core, Why};
 use lacuna_addr::{Access, PAGE_SIZE};
 use lacuna_cpu::{Bus, HostPage};

@@ -13,7 +13,7 @@ use crate::general::{reg, set_reg};
 use crate::linear::{Linear, Width};
 use crate::mem::View;
 use crate::msr;
-use crate::op::{IMMEDIATE, MEMORY, Op, System as Sys};
+use crate::op::{IMMEDIATE, MEMORY, Op, Operand, System as Sys};
 use crate::processor::Core;
 use crate::returns::{self, Saved};
 use crate::segments::{self, Segment};
@@ -124,7 +124,7 @@ pub(crate) fn execute<B: Bus>(m: &mut View<'_, B>, op: &Op, next: u64) -> Outcom
     }
 }
 
-const fn width(op: &Op) -> Width {
+fn width(op: &Op) -> Width {
     match op.width() {
         0 => Width::W8,
         1 => Width::W16,
