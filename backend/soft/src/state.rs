@@ -4,6 +4,7 @@
 
 mod arm64;
 
+use crate::platform::Platform;
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_apf::x86::Msr;
@@ -52,18 +53,24 @@ fn unsupported<T>(field: &'static str, value: u64) -> Result<T, StateError> {
     Err(StateError::Unsupported { field, value })
 }
 
-impl SaveRestore for VcpuOf<Cpu> {
-    fn save(&mut self) -> Result<VcpuState, StateError> {
+impl<P: Platform> VcpuOf<P> {
+    /// The processor's own form of its state.
+    fn processor_state(&mut self) -> Result<P::State, StateError> {
         if let Some(lost) = self.entry.lost() {
             return Err(StateError::Host {
                 step: "save a vCPU that has lost a page",
                 cause: lost.to_string(),
             });
         }
-        let Some(state) = self.entry.cpu.save() else {
-            let vcpu = self.index;
-            return Err(StateError::MidInstruction { vcpu });
-        };
+        let vcpu = self.index;
+        let state = self.entry.cpu.save();
+        state.ok_or(StateError::MidInstruction { vcpu })
+    }
+}
+
+impl SaveRestore for VcpuOf<Cpu> {
+    fn save(&mut self) -> Result<VcpuState, StateError> {
+        let state = self.processor_state()?;
         let msr = |msr| self.apf.read_msr(msr).unwrap_or(0);
         let apf = AsyncFaults {
             enable: msr(Msr::Enable),

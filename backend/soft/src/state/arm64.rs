@@ -80,16 +80,7 @@ fn power(run: RunState) -> Result<PowerState, StateError> {
 
 impl SaveRestore for VcpuOf<Cpu> {
     fn save(&mut self) -> Result<VcpuState, StateError> {
-        if let Some(lost) = self.entry.lost() {
-            return Err(StateError::Host {
-                step: "save a vCPU that has lost a page",
-                cause: lost.to_string(),
-            });
-        }
-        let Some(state) = self.entry.cpu.save() else {
-            let vcpu = self.index;
-            return Err(StateError::MidInstruction { vcpu });
-        };
+        let state = self.processor_state()?;
         let run = self.run_state(state.halted);
         let apf = apf::async_faults(&self.apf.save(), self.apf.offered());
         Ok(VcpuState::Arm64(Box::new(State {

@@ -4,12 +4,12 @@
 use crate::common;
 
 use common::program::{self, CODE, Piece, assemble, tell};
-use common::{Lines, builder, image, start};
+use common::{Lines, Zeros, builder, image, start};
 use iced_x86::code_asm::*;
 use lacuna_addr::{BackingRange, Gpa};
 use lacuna_machine::{
-    Ending, Exit, GuestMemory as _, Image, MemoryError, PageRequest, PageSource, PlatformDevices,
-    SaveRestore as _, Vcpu as _, VcpuError, Vm as _,
+    Ending, Exit, GuestMemory as _, Image, MemoryError, PlatformDevices, SaveRestore as _,
+    Vcpu as _, VcpuError, Vm as _,
 };
 use lacuna_skip::test;
 use lacuna_soft::{
@@ -23,18 +23,6 @@ use std::thread::{scope, yield_now};
 const DATA: u64 = 0x30_0000;
 const PORT_RUNS: u16 = 0x80;
 const PORT_WRONG: u16 = 0x81;
-
-struct Zeros;
-
-impl PageSource for Zeros {
-    fn describe(&self) -> String {
-        "zeros".into()
-    }
-
-    fn fetch(&self, request: PageRequest) {
-        let _ = request.provide(&[0; 4096]);
-    }
-}
 
 /// As [`boot_in`], with private memory.
 fn boot(builder: &VmBuilder, image: &Image<'_>) -> (Arc<Host>, Arc<Vm>, Vec<Vcpu>) {

@@ -4,7 +4,7 @@ use crate::common;
 
 use common::arm64::{ADDED, BASE, FAR, Held, PAGE, add_page};
 use common::program::{self, CODE, tell, write_msr};
-use common::{boot_image, boot_with, builder, builder_for, on_both, pass};
+use common::{Zeros, boot_image, boot_with, builder, builder_for, on_both, pass};
 use iced_x86::code_asm::*;
 use lacuna_addr::PageCount;
 use lacuna_machine::{
@@ -22,19 +22,6 @@ on_both!(
     a_guest_gets_an_event_for_a_slow_page,
     a_vm_ends_with_requests_unanswered,
 );
-
-/// Provides zeros at once.
-struct Zeros;
-
-impl PageSource for Zeros {
-    fn describe(&self) -> String {
-        "zeros".into()
-    }
-
-    fn fetch(&self, request: PageRequest) {
-        let _ = request.provide(&[0; 4096]);
-    }
-}
 
 /// A reset forgets an accepted and a pending token. Each later report of the VMM about them has one
 /// outcome.

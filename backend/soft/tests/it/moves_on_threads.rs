@@ -7,7 +7,7 @@
 
 use crate::common;
 
-use common::{Lines, apf_ways, builder_for, from_env, image_for, on_both};
+use common::{Lines, apf_ways, builder_for, config, from_env, image_for, on_both};
 use fastrand::Rng;
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_machine::{
@@ -15,7 +15,7 @@ use lacuna_machine::{
     MemorySlots as _, Next, PlatformDevices, SaveRestore as _, SharedState, SlotFlags, SlotId,
     StateError, Vcpu as _, VcpuState, Vm as _, dispatch,
 };
-use lacuna_soft::{Background, Vcpu, Vm, VmBuilder, VmConfig};
+use lacuna_soft::{Background, Vcpu, Vm, VmBuilder};
 use lacuna_sync::{Clock, HostClock};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,14 +43,7 @@ impl Machine {
     fn new(builder: &VmBuilder, vcpus: impl FnOnce(&Arc<Vm>) -> Vec<Vcpu>) -> Self {
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = builder.host(Arc::clone(&clock)).unwrap();
-        let config = VmConfig {
-            arch: builder.arch,
-            memory: builder.memory,
-            vcpus: builder.vcpus,
-            apf: builder.apf,
-            ..VmConfig::default()
-        };
-        let vm = Vm::new(Arc::clone(&host), clock, config).unwrap();
+        let vm = Vm::new(Arc::clone(&host), clock, config(builder)).unwrap();
         Self {
             vcpus: vcpus(&vm),
             _background: host.spawn_background().unwrap(),

@@ -14,7 +14,7 @@ use crate::common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Lines, builder, from_env, image_for};
+use common::{Lines, builder, config, from_env, image_for};
 use fastrand::Rng;
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_machine::arm64::{self, RunState};
@@ -23,7 +23,7 @@ use lacuna_machine::{
     SharedState, StateError, Vcpu as _, VcpuState, Vm as _,
 };
 use lacuna_skip::test;
-use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder, VmConfig};
+use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder};
 use lacuna_sync::{Clock, VirtualClock};
 
 /// The largest number of slices of one guest in one VM. A guest moves after at most some thousand,
@@ -63,14 +63,7 @@ impl Machine {
         let clock = Arc::new(VirtualClock::default());
         let time = Arc::clone(&clock) as Arc<dyn Clock>;
         let host = builder.host(Arc::clone(&time)).unwrap();
-        let config = VmConfig {
-            arch: builder.arch,
-            memory: builder.memory,
-            vcpus: builder.vcpus,
-            apf: builder.apf,
-            ..VmConfig::default()
-        };
-        let vm = Vm::new(Arc::clone(&host), time, config).unwrap();
+        let vm = Vm::new(Arc::clone(&host), time, config(builder)).unwrap();
         let mut simulator = Simulator::new(SimulatorConfig { seed, clock, host });
         simulator.add(SimulatedVm {
             vcpus: vcpus(&vm),

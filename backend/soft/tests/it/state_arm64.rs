@@ -3,7 +3,7 @@
 
 use crate::common;
 
-use common::{Lines, builder, image_for};
+use common::{Lines, builder, config, image_for};
 use fastrand::Rng;
 use lacuna_machine::arm64::{
     Abort, Context, Counter, Form, Handler, RunState, Shared, State, SysReg,
@@ -13,7 +13,7 @@ use lacuna_machine::{
     Vcpu as _, VcpuState, Vm as _,
 };
 use lacuna_skip::test;
-use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder, VmConfig};
+use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Vcpu, Vm, VmBuilder};
 use lacuna_sync::{Clock, VirtualClock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -36,14 +36,7 @@ fn simulated(builder: &VmBuilder, name: &str) -> (Arc<Vm>, Simulator, Arc<Platfo
     let clock = Arc::new(VirtualClock::default());
     let time = Arc::clone(&clock) as Arc<dyn Clock>;
     let host = builder.host(Arc::clone(&time)).unwrap();
-    let config = VmConfig {
-        arch: builder.arch,
-        memory: builder.memory,
-        vcpus: builder.vcpus,
-        apf: builder.apf,
-        ..VmConfig::default()
-    };
-    let vm = Vm::new(Arc::clone(&host), time, config).unwrap();
+    let vm = Vm::new(Arc::clone(&host), time, config(builder)).unwrap();
     let image = image_for(builder.arch, name);
     let vcpus = vm.boot(&image, &builder.full_command_line()).unwrap();
     let lines = Lines::default();

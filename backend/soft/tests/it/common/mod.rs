@@ -8,7 +8,8 @@ pub mod shadow;
 
 use lacuna_addr::{GfnRange, PageCount};
 use lacuna_machine::{
-    Arch, Ending, Image, Machine, MemorySlots as _, PlatformDevices, Running, Vm as _,
+    Arch, Ending, Image, Machine, MemorySlots as _, PageRequest, PageSource, PlatformDevices,
+    Running, Vm as _,
 };
 use lacuna_soft::{Apf, RunSummary, Swap, Vcpu, Vm, VmBuilder, VmConfig};
 use std::sync::{Arc, Mutex};
@@ -19,6 +20,19 @@ pub const MIB: u64 = 1 << 20;
 pub fn from_env(name: &str, otherwise: u64) -> u64 {
     let found = std::env::var(name).ok();
     found.map_or(otherwise, |text| text.parse().expect("a number"))
+}
+
+/// A page source that provides zeros at once.
+pub struct Zeros;
+
+impl PageSource for Zeros {
+    fn describe(&self) -> String {
+        "zeros".into()
+    }
+
+    fn fetch(&self, request: PageRequest) {
+        let _ = request.provide(&[0; 4096]);
+    }
 }
 
 /// The console output of a guest.
@@ -167,6 +181,17 @@ pub fn boot_with(
     boot_image(builder, host, clock, &image, before_vcpus)
 }
 
+/// The configuration of a VM of `builder`.
+pub fn config(builder: &VmBuilder) -> VmConfig {
+    VmConfig {
+        arch: builder.arch,
+        memory: builder.memory,
+        vcpus: builder.vcpus,
+        apf: builder.apf,
+        ..VmConfig::default()
+    }
+}
+
 /// As [`boot_with`], with the test's own image.
 pub fn boot_image(
     builder: &VmBuilder,
@@ -175,16 +200,11 @@ pub fn boot_image(
     image: &Image<'_>,
     before_vcpus: impl FnOnce(&Vm),
 ) -> (Arc<Vm>, Vec<Vcpu>, Arc<PlatformDevices>, Lines) {
-    let config = VmConfig {
-        arch: builder.arch,
-        memory: builder.memory,
-        vcpus: builder.vcpus,
-        apf: builder.apf,
-        ..VmConfig::default()
-    };
     let vm = match &builder.source {
-        None => Vm::new(Arc::clone(host), clock, config),
-        Some(source) => Vm::with_source(Arc::clone(host), clock, config, Arc::clone(source)),
+        None => Vm::new(Arc::clone(host), clock, config(builder)),
+        Some(source) => {
+            Vm::with_source(Arc::clone(host), clock, config(builder), Arc::clone(source))
+        }
     };
     let vm = vm.unwrap();
     before_vcpus(&vm);
