@@ -6,10 +6,7 @@ use crate::values;
 use fastrand::Rng;
 use lacuna_addr::PageCount;
 use lacuna_machine::{Arch, Exit, Image, Kick, PlatformDevices, Vcpu as _, Vm as _};
-use lacuna_soft::{
-    Apf, CpuModel, Host, HugePages, LatencySetting, MemoryKind, Step, Swap, Vcpu, Vm, VmBuilder,
-    VmConfig, Wait,
-};
+use lacuna_soft::{Apf, Host, Step, Vcpu, Vm, VmBuilder, VmConfig, Wait};
 use lacuna_sync::{Clock, VirtualClock};
 use std::sync::Arc;
 
@@ -29,21 +26,9 @@ pub fn run(run: &mut Run<'_>) {
     let mut rng = Rng::with_seed(run.seed);
     let clock = Arc::new(VirtualClock::default());
     let builder = VmBuilder {
-        arch: Arch::X86_64,
-        memory: PageCount::new(MEMORY),
-        resident: PageCount::new(1024),
-        vcpus: 1,
-        memory_kind: MemoryKind::Budget,
-        backing: None,
-        prefault: false,
-        huge: HugePages::Never,
-        swap: Swap::Memory,
-        source: None,
-        latency: LatencySetting::default(),
         apf: Apf::Off,
-        cpu: CpuModel::Host,
         seed: Some(run.seed),
-        command_line: String::new(),
+        ..VmBuilder::new(PageCount::new(MEMORY), PageCount::new(1024))
     };
     let host = builder.host(Arc::clone(&clock) as Arc<dyn Clock>);
     let host = host.expect("a host");
