@@ -4,8 +4,8 @@
 use crate::arch;
 use crate::error::{API_VERSION, Unavailable};
 use kvm_bindings::{
-    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_MEMORY_FAULT_INFO, KVM_CAP_PRE_FAULT_MEMORY,
-    KVM_DIRTY_LOG_INITIALLY_SET,
+    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_MEMORY_FAULT_INFO,
+    KVM_CAP_PRE_FAULT_MEMORY, KVM_DIRTY_LOG_INITIALLY_SET,
 };
 use kvm_ioctls::{Cap, Kvm};
 use lacuna_sys::{Errno, Userfaultfd};
@@ -66,6 +66,8 @@ pub enum MemoryCapability {
     /// A log of writes begins with all pages set, and write-protects a page when its bit is cleared
     /// (`KVM_DIRTY_LOG_INITIALLY_SET`, Linux 5.7).
     LogInitiallySet,
+    /// Writes are recorded in a ring for each vCPU (`KVM_CAP_DIRTY_LOG_RING`, Linux 5.11).
+    DirtyRing,
     /// An access that finds no page of this process ends with the guest's address of the page
     /// (`KVM_EXIT_MEMORY_FAULT`, Linux 6.8). Linux 6.18 on x86 offers it, and reports ordinary
     /// memory without an address.
@@ -78,8 +80,9 @@ pub enum MemoryCapability {
 
 impl MemoryCapability {
     /// Every capability.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::LogInitiallySet,
+        Self::DirtyRing,
         Self::MemoryFaultExit,
         Self::PreFault,
         Self::MappedGuestMemfd,
@@ -92,6 +95,8 @@ impl MemoryCapability {
                 KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
                 KVM_DIRTY_LOG_INITIALLY_SET,
             ),
+            // The answer is the size of the largest ring.
+            Self::DirtyRing => (KVM_CAP_DIRTY_LOG_RING, !0),
             Self::MemoryFaultExit => (KVM_CAP_MEMORY_FAULT_INFO, 1),
             Self::PreFault => (KVM_CAP_PRE_FAULT_MEMORY, 1),
             Self::MappedGuestMemfd => (KVM_CAP_GUEST_MEMFD_FLAGS, GUEST_MEMFD_FLAG_MMAP),
@@ -115,34 +120,44 @@ pub fn memory_capabilities() -> Result<Vec<MemoryCapability>, Unavailable> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use MemoryCapability::{LogInitiallySet, MappedGuestMemfd, MemoryFaultExit, PreFault};
+    use MemoryCapability::{
+        DirtyRing, LogInitiallySet, MappedGuestMemfd, MemoryFaultExit, PreFault,
+    };
+
+    const MANUAL_PROTECT: u32 = KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2;
+    const MEMORY_FAULT: u32 = KVM_CAP_MEMORY_FAULT_INFO;
+    const PRE_FAULT: u32 = KVM_CAP_PRE_FAULT_MEMORY;
+    const MEMFD_FLAGS: u32 = KVM_CAP_GUEST_MEMFD_FLAGS;
+    const RING: u32 = KVM_CAP_DIRTY_LOG_RING;
 
     /// Each kernel answers for what its version and the ones before have added. The answers with
     /// `kvm_pvm` were read on a host.
     #[test]
     fn each_kernel_has_its_capabilities() {
-        const MANUAL_PROTECT: u32 = KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2;
-        const MEMORY_FAULT: u32 = KVM_CAP_MEMORY_FAULT_INFO;
-        const PRE_FAULT: u32 = KVM_CAP_PRE_FAULT_MEMORY;
-        const MEMFD_FLAGS: u32 = KVM_CAP_GUEST_MEMFD_FLAGS;
         type Answers = &'static [(u32, i32)];
         let kernels: [(&str, Answers, &[MemoryCapability]); 7] = [
             ("5.1", &[(MANUAL_PROTECT, 1)], &[]),
-            ("6.1", &[(MANUAL_PROTECT, 3)], &[LogInitiallySet]),
+            ("5.10", &[(MANUAL_PROTECT, 3)], &[LogInitiallySet]),
             (
                 "6.8",
-                &[(MANUAL_PROTECT, 3), (MEMORY_FAULT, 1)],
-                &[LogInitiallySet, MemoryFaultExit],
+                &[(MANUAL_PROTECT, 3), (RING, 1 << 20), (MEMORY_FAULT, 1)],
+                &[LogInitiallySet, DirtyRing, MemoryFaultExit],
             ),
             (
                 "6.12",
-                &[(MANUAL_PROTECT, 3), (MEMORY_FAULT, 1), (PRE_FAULT, 1)],
-                &[LogInitiallySet, MemoryFaultExit, PreFault],
+                &[
+                    (MANUAL_PROTECT, 3),
+                    (RING, 1 << 20),
+                    (MEMORY_FAULT, 1),
+                    (PRE_FAULT, 1),
+                ],
+                &[LogInitiallySet, DirtyRing, MemoryFaultExit, PreFault],
             ),
             (
                 "6.18",
                 &[
                     (MANUAL_PROTECT, 3),
+                    (RING, 1 << 20),
                     (MEMORY_FAULT, 1),
                     (PRE_FAULT, 1),
                     (MEMFD_FLAGS, 3),
@@ -151,12 +166,27 @@ mod tests {
             ),
             (
                 "6.18 with kvm_pvm",
-                &[(MANUAL_PROTECT, 3), (MEMORY_FAULT, 1), (MEMFD_FLAGS, 3)],
-                &[LogInitiallySet, MemoryFaultExit, MappedGuestMemfd],
+                &[
+                    (MANUAL_PROTECT, 3),
+                    (RING, 1 << 20),
+                    (MEMORY_FAULT, 1),
+                    (MEMFD_FLAGS, 3),
+                ],
+                &[
+                    LogInitiallySet,
+                    DirtyRing,
+                    MemoryFaultExit,
+                    MappedGuestMemfd,
+                ],
             ),
             (
                 "one that refuses to answer",
-                &[(MANUAL_PROTECT, -1), (MEMORY_FAULT, -1), (MEMFD_FLAGS, -1)],
+                &[
+                    (MANUAL_PROTECT, -1),
+                    (RING, -1),
+                    (MEMORY_FAULT, -1),
+                    (MEMFD_FLAGS, -1),
+                ],
                 &[],
             ),
         ];

@@ -87,10 +87,12 @@ pub fn examine(swap_dir: &Path) -> Diagnosis {
         checks::swap(swap_dir),
         checks::io_uring(),
         checks::huge_pages(),
+        checks::hugetlbfs(),
         checks::userfaultfd(),
         checks::kvm(),
     ];
     checks.extend(checks::kvm_memory());
+    checks.extend(checks::kvm_writes());
     checks.extend([checks::compiler(), checks::qemu()]);
     Diagnosis {
         schema: SCHEMA,

@@ -5,8 +5,9 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use lacuna::kvm::{KvmError, MemoryCapability, VmBuilder};
-use lacuna::{Builder as _, PageCount};
+use lacuna::dirty::DetectedBy;
+use lacuna::kvm::{KvmError, MemoryCapability, Tracker, VmBuilder};
+use lacuna::{Apf, Builder as _, DirtyTracking as _, PageCount};
 use lacuna_lab::external::find;
 use lacuna_lab::host_info::{HostInfo, kib};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -152,6 +153,31 @@ pub(super) fn huge_pages() -> Check {
     }
 }
 
+/// Reserved huge pages, for `--memory-kind hugetlbfs`.
+pub(super) fn hugetlbfs() -> Check {
+    let folder = "/sys/kernel/mm/hugepages/hugepages";
+    let count = |size: &str| {
+        let text = fs::read_to_string(format!("{folder}-{size}/free_hugepages")).ok()?;
+        text.trim().parse::<u64>().ok()
+    };
+    let advice = "--memory-kind hugetlbfs needs them: echo 1024 > /proc/sys/vm/nr_hugepages";
+    match (count("2048kB"), count("1048576kB").unwrap_or(0)) {
+        (None, _) => Check::missing(
+            "hugetlbfs",
+            "this kernel has no reserved huge pages",
+            advice,
+        ),
+        (Some(0), large) => {
+            let found = format!("no free reserved pages of 2M, {large} of 1G (not used)");
+            Check::limited("hugetlbfs", found, advice)
+        }
+        (Some(small), large) => {
+            let found = format!("{small} free reserved pages of 2M, {large} of 1G (not used)");
+            Check::ok("hugetlbfs", found)
+        }
+    }
+}
+
 /// The chosen value of a setting like `always [madvise] never`.
 fn selected(setting: &str) -> Option<&str> {
     setting
@@ -221,10 +247,49 @@ pub(super) fn kvm_memory() -> Vec<Check> {
         .collect()
 }
 
+/// What detects guests' writes: by KVM, and by the page map. None without KVM.
+pub(super) fn kvm_writes() -> Vec<Check> {
+    let size = PageCount::from_bytes(8 << 20);
+    let detected_by = |tracker| {
+        let vm = VmBuilder {
+            tracker,
+            apf: Apf::Off,
+            ..VmBuilder::new(size, size)
+        };
+        vm.build().map(|vm| vm.detected_by())
+    };
+    let Ok(by) = detected_by(Tracker::Kvm) else {
+        return Vec::new();
+    };
+    let writes = match (by, Path::new("/sys/module/kvm_intel").exists()) {
+        (DetectedBy::WriteProtect, true) => Check::limited(
+            "kvm_writes",
+            format!("guests' writes are detected by {by}"),
+            "modprobe kvm_intel with pml=1, if the processor has page-modification logging",
+        ),
+        _ => Check::ok("kvm_writes", format!("guests' writes are detected by {by}")),
+    };
+    let pagemap = match detected_by(Tracker::Pagemap) {
+        Ok(by) => Check::ok(
+            "kvm_pagemap",
+            format!("{by} detects them too (PAGEMAP_SCAN)"),
+        ),
+        Err(why) => Check::limited(
+            "kvm_pagemap",
+            why.to_string(),
+            "a VMM cannot choose lacuna::kvm::Tracker::Pagemap; KVM's own log needs nothing",
+        ),
+    };
+    vec![writes, pagemap]
+}
+
 fn kvm_capability(capability: MemoryCapability, is_offered: bool) -> Check {
-    use MemoryCapability::{LogInitiallySet, MappedGuestMemfd, MemoryFaultExit, PreFault};
+    use MemoryCapability::{
+        DirtyRing, LogInitiallySet, MappedGuestMemfd, MemoryFaultExit, PreFault,
+    };
     let (id, name, since) = match capability {
         LogInitiallySet => ("kvm_log", "KVM_DIRTY_LOG_INITIALLY_SET", "5.7"),
+        DirtyRing => ("kvm_ring", "dirty rings", "5.11"),
         MemoryFaultExit => ("kvm_fault", "KVM_EXIT_MEMORY_FAULT", "6.8"),
         PreFault => ("kvm_prefault", "KVM_PRE_FAULT_MEMORY", "6.12"),
         MappedGuestMemfd => ("kvm_memfd", "guest_memfd with mmap", "6.18"),
@@ -241,6 +306,8 @@ fn kvm_capability(capability: MemoryCapability, is_offered: bool) -> Check {
             found,
             "logs of writes begin more slowly, and none with all pages set",
         ),
+        (DirtyRing, true) => Check::ok(id, found),
+        (DirtyRing, false) => Check::limited(id, found, "--delivery ring is refused"),
         (MemoryFaultExit, true) => Check::ok(
             id,
             format!("{found} gives errors an address, where KVM has one"),
