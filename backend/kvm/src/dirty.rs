@@ -32,6 +32,17 @@ const CLEARED_AT_ONCE: usize = 16384;
 /// The parameter of the module kvm_intel that turns page-modification logging on.
 const KVM_INTEL_PML: &str = "/sys/module/kvm_intel/parameters/pml";
 
+fn detected_by(tracker: Tracker) -> DetectedBy {
+    match tracker {
+        Tracker::Pagemap => DetectedBy::PageMap,
+        // Only Intel's processors have such a log.
+        Tracker::Kvm => match std::fs::read_to_string(KVM_INTEL_PML) {
+            Ok(text) if text.starts_with(['Y', '1']) => DetectedBy::Pml,
+            _ => DetectedBy::WriteProtect,
+        },
+    }
+}
+
 /// For `map_err`: the kernel refused to `step`.
 fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
     move |e| DirtyError::Kernel {
@@ -44,6 +55,7 @@ fn refused<E: Into<Errno>>(step: &'static str) -> impl Fn(E) -> DirtyError {
 pub struct Dirty {
     delivery: Delivery,
     tracker: Tracker,
+    detected_by: DetectedBy,
     /// Whether KVM's bitmaps begin with all pages set. With this setting, a cleared bit also
     /// write-protects the huge leaf over its page. So it must not change while a slot logs.
     begins_set: bool,
@@ -87,6 +99,7 @@ impl Dirty {
         Ok(Self {
             delivery,
             tracker,
+            detected_by: detected_by(tracker),
             begins_set: begins_set && (tracker, delivery) == (Tracker::Kvm, Delivery::Bitmap),
             state: Mutex::new(state),
             resets: AtomicU64::new(0),
@@ -103,14 +116,7 @@ impl Dirty {
     }
 
     pub fn detected_by(&self) -> DetectedBy {
-        match self.tracker {
-            Tracker::Pagemap => DetectedBy::PageMap,
-            // Only Intel's processors have such a log.
-            Tracker::Kvm => match std::fs::read_to_string(KVM_INTEL_PML) {
-                Ok(text) if text.starts_with(['Y', '1']) => DetectedBy::Pml,
-                _ => DetectedBy::WriteProtect,
-            },
-        }
+        self.detected_by
     }
 
     /// How often the rings were reset. A ring that was full at an older number may have room now.

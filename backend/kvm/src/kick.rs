@@ -173,8 +173,8 @@ impl VcpuKicks {
         std::mem::take(&mut self.vcpus[index].state().requested)
     }
 
-    /// Makes every vCPU leave, and keeps each outside until the result is dropped. A vCPU's own
-    /// thread must not call this.
+    /// Makes every vCPU leave, and keeps each outside until the result is dropped. No thread
+    /// calls this while its vCPU is in the guest.
     pub fn pause(&self) -> Paused<'_> {
         let turn = self.turn.lock().expect("no panic under this lock");
         self.paused.store(true, Ordering::SeqCst);
@@ -195,8 +195,8 @@ impl VcpuKicks {
         }
     }
 
-    /// Makes every vCPU leave once, and returns when each has been outside since the call. A vCPU's
-    /// own thread must not call this.
+    /// Makes every vCPU leave once, and returns when each has been outside since the call. No
+    /// thread calls this while its vCPU is in the guest.
     pub fn kick_all_and_wait(&self) {
         let kick = |vcpu: &VcpuKick| {
             let state = vcpu.state();

@@ -57,19 +57,17 @@ macro_rules! each {
 }
 
 impl VmMmu {
-    /// As [`Mmu::new`], in the format of `arch`. Writes are detected as by default.
+    /// As [`Mmu::new`], in the format of `arch`.
     pub(crate) fn new(
         arch: Arch,
         host: Arc<Host>,
         qsbr: Arc<Qsbr>,
         tables: u32,
     ) -> Result<Self, MmuError> {
-        let mmu = match arch {
+        Ok(match arch {
             Arch::Arm64 => Self::Arm64(Mmu::new(host, qsbr, tables)?),
             _ => Self::Ept(Mmu::new(host, qsbr, tables)?),
-        };
-        mmu.set_detection(Detection::default());
-        Ok(mmu)
+        })
     }
 
     /// Takes the invalidations of the host's memory manager for regions in this VM's slots.

@@ -1,7 +1,7 @@
 //! A machine: a VM, its devices, and a thread for each of its vCPUs.
 
 use crate::pause::Pause;
-use crate::run::{refuse_on_a_vcpu, run_one};
+use crate::run::{is_on_a_vcpu_of, refuse_on_a_vcpu, run_one};
 use crate::{
     DeviceError, Ending, ErrorKind, Paused, PlatformDevices, RunEnd, VcpuError, Vm, VmStats,
 };
@@ -34,7 +34,7 @@ pub struct Machine<V: Vm> {
 /// An event loop polls its descriptor ([`AsFd`]), which is readable once the guest has ended.
 ///
 /// Any thread may use it. If it is dropped, the guest ends, and the drop waits for the vCPUs'
-/// threads. So the thread of a vCPU, which calls [`Device`](crate::Device)s, must not drop it.
+/// threads; a drop on one of these threads, by a [`Device`](crate::Device), does not wait.
 pub struct Running<V: Vm> {
     vm: Arc<V>,
     devices: Arc<PlatformDevices>,
@@ -180,10 +180,10 @@ impl<V: Vm> Running<V> {
     /// another one. The devices are not paused: see [`PlatformDevices::pause`].
     ///
     /// # Panics
-    /// On the thread of a vCPU, which this would wait for. A device that calls this ends the run
+    /// On the thread of one of its vCPUs, which this would wait for. A device that calls this ends the run
     /// with its name ([`DeviceError::Panicked`](crate::DeviceError::Panicked)).
     pub fn pause(&self) -> Option<Paused<'_, V::Vcpu>> {
-        refuse_on_a_vcpu("a pause");
+        refuse_on_a_vcpu("a pause", &self.pause);
         self.pause.begin(&*self.vm)
     }
 
@@ -202,7 +202,7 @@ impl<V: Vm> Running<V> {
     /// Waits until the guest has ended.
     ///
     /// # Panics
-    /// With the panic of a vCPU's thread.
+    /// With the panic of a vCPU's thread; on such a thread.
     pub fn wait(mut self) -> RunEnd<V> {
         let vcpus = self.join();
         let end = self.now();
@@ -216,12 +216,13 @@ impl<V: Vm> Running<V> {
     /// [`Paused`].
     ///
     /// # Panics
-    /// With the panic of a vCPU's thread.
+    /// With the panic of a vCPU's thread; on such a thread.
     pub fn into_vcpus(mut self) -> Vec<V::Vcpu> {
         self.join()
     }
 
     fn join(&mut self) -> Vec<V::Vcpu> {
+        refuse_on_a_vcpu("a wait for the end", &self.pause);
         let threads = mem::take(&mut self.threads);
         let join = |thread: JoinHandle<_>| {
             let joined = thread.join();
@@ -248,6 +249,9 @@ impl<V: Vm> Drop for Running<V> {
         // Without vCPUs, the devices can be used for another machine.
         if self.pause.has_begun() {
             self.stop();
+        }
+        if is_on_a_vcpu_of(&self.pause) {
+            return;
         }
         for thread in mem::take(&mut self.threads) {
             // A panic was printed, and has ended the run.

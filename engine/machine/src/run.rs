@@ -12,15 +12,20 @@ use std::time::Duration;
 const RING_FULL_NAP: Duration = Duration::from_micros(100);
 
 thread_local! {
-    /// Whether this thread runs a vCPU of a [`Machine`](crate::Machine).
-    static RUNS_A_VCPU: Cell<bool> = const { Cell::new(false) };
+    /// The address of the [`Pause`] of the machine whose vCPU this thread runs; 0 on other threads.
+    static MACHINE: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Panics on a vCPU's thread: `call` would wait for this vCPU.
+/// Whether this thread runs a vCPU of the machine with this `pause`.
+pub(crate) fn is_on_a_vcpu_of<V>(pause: &Pause<V>) -> bool {
+    MACHINE.get() == std::ptr::from_ref(pause).addr()
+}
+
+/// Panics on the thread of a vCPU of this machine: `call` would wait for the vCPU.
 #[track_caller]
-pub(crate) fn refuse_on_a_vcpu(call: &str) {
+pub(crate) fn refuse_on_a_vcpu<V>(call: &str, pause: &Pause<V>) {
     assert!(
-        !RUNS_A_VCPU.get(),
+        !is_on_a_vcpu_of(pause),
         "{call} waits for the vCPU that called this device: let another thread call it"
     );
 }
@@ -120,7 +125,7 @@ pub(crate) fn run_one<V: Vcpu>(
 ) -> Option<V> {
     let _left = LeaveOnDrop(pause);
     let _guard = EndOnPanic { devices, kick };
-    RUNS_A_VCPU.set(true);
+    MACHINE.set(std::ptr::from_ref(pause).addr());
     while devices.ending().is_none() {
         let exit = vcpu.run();
         let is_wanted = pause.wants(&exit);

@@ -156,10 +156,11 @@ impl Arrival<'_> {
         each: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Prepared<V>, MigrateError> {
         let incoming = self.take().expect("a guest is taken once");
-        incoming.receive(&self.connections, vm, devices, &mut |more| {
+        let received = incoming.receive(&self.connections, vm, devices, &mut |more| {
             self.handle.count_arrived(more);
             each()
-        })
+        });
+        received.inspect_err(|_| self.handle.notify())
     }
 
     /// Waits until the guest may run here: its source says so, or [`IncomingHandle::keep`]. The

@@ -200,14 +200,22 @@ impl IncomingHandle {
         }
     }
 
-    /// A descriptor for an event loop. It is readable after the next change of the stage. A read of
-    /// its 8 bytes, as of any eventfd, resets it; read it, then ask for the
-    /// [`IncomingHandle::stage`].
+    /// A descriptor for an event loop. It is readable at first, after each change of the stage, and
+    /// when the guest's run has ended ([`IncomingHandle::end`]) or the guest cannot be taken. A
+    /// read of its 8 bytes, as of any eventfd, resets it for all descriptors of this session; read
+    /// it, then ask for the [`IncomingHandle::stage`]. The stage may be
+    /// [`IncomingStage::Whole`] before the source knows it, and the descriptor is readable then
+    /// later.
     ///
     /// # Errors
     /// This process has too many descriptors.
     pub fn watch(&self) -> io::Result<OwnedFd> {
-        self.locked().watches.add()
+        self.locked().watches.watch()
+    }
+
+    /// Makes the descriptor of [`IncomingHandle::watch`] readable.
+    pub(super) fn notify(&self) {
+        self.locked().watches.notify();
     }
 
     /// Present pages of the guest.
@@ -396,6 +404,7 @@ impl IncomingHandle {
     pub fn end(&self, why: Option<&str>) {
         let mut state = self.locked();
         state.is_over = true;
+        state.watches.notify();
         let waits_for_source = match state.now.stage {
             IncomingStage::Rest | IncomingStage::Cut => true,
             IncomingStage::Whole => !state.is_settled,
@@ -483,6 +492,7 @@ mod tests {
     fn a_descriptor_has_each_change_of_the_stage() {
         let handle = unknown();
         let watch = handle.watch().unwrap();
+        assert!(was_readable(&watch), "at first");
         handle.was_cut_while_prepared(&MigrateError::Cancelled);
         assert!(!was_readable(&watch), "it was cut before");
         handle.set_running(Box::new(|| PageSet::empty(0)), Duration::ZERO, &[]);
@@ -491,6 +501,8 @@ mod tests {
         assert!(was_readable(&watch));
         handle.set_whole();
         assert!(!was_readable(&watch));
+        handle.end(None);
+        assert!(was_readable(&watch));
     }
 
     #[test]

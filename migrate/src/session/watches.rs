@@ -4,23 +4,25 @@ use rustix::event::{EventfdFlags, eventfd};
 use std::io;
 use std::os::fd::OwnedFd;
 
-/// The eventfds of one session's watchers.
+/// The eventfd of one session, if a watcher has asked for it.
 #[derive(Default)]
-pub(super) struct Watches(Vec<OwnedFd>);
+pub(super) struct Watches(Option<OwnedFd>);
 
 impl Watches {
-    /// A new one, which is readable after the next [`Watches::notify`].
-    pub fn add(&mut self) -> io::Result<OwnedFd> {
-        let own = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let given = own.try_clone()?;
-        self.0.push(own);
-        Ok(given)
+    /// A descriptor of the eventfd. At first it is readable, because the stage may have changed
+    /// before this call.
+    pub fn watch(&mut self) -> io::Result<OwnedFd> {
+        if self.0.is_none() {
+            self.0 = Some(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        }
+        self.notify();
+        self.0.as_ref().expect("made above").try_clone()
     }
 
-    /// Makes all of them readable.
+    /// Makes it readable.
     pub fn notify(&self) {
-        for eventfd in &self.0 {
-            // It fails if its counter is full. Then it is readable.
+        if let Some(eventfd) = &self.0 {
+            // It fails if the counter is full. Then the eventfd is readable.
             let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
         }
     }

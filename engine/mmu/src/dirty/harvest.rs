@@ -16,8 +16,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 impl<F: MmuFormat> Mmu<F> {
     /// Moves the slot's dirty bits into `out` and re-arms those pages: KVM's GET without manual
-    /// protect. Copy the pages afterwards. A vCPU's own thread must not call this: it waits for all
-    /// vCPUs.
+    /// protect. Copy the pages afterwards. No thread calls this while its vCPU is in the guest: it
+    /// waits for all vCPUs.
     ///
     /// # Errors
     /// There is no such slot, it does not log, it has no bitmap, or the buffer has another size.
@@ -106,7 +106,7 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Frees the reaped entries, re-arms their pages, and returns the number of entries. Then the
-    /// pages may be copied. A vCPU's own thread must not call this.
+    /// pages may be copied. No thread calls this while its vCPU is in the guest.
     pub fn reset_rings(&self) -> usize {
         let _no_change = self.lock_layout();
         let slots = self.slots.snapshot();

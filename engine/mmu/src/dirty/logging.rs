@@ -50,7 +50,7 @@ impl<F: MmuFormat> Mmu<F> {
 
     /// Sets how writes are detected, also in slots that log already. With [`Detection::Pml`] every
     /// vCPU logs the pages for which it sets D, in all slots; in slots that do not log, D is
-    /// never missing. A vCPU's own thread must not call this: it waits for all vCPUs.
+    /// never missing. No thread calls this while its vCPU is in the guest: it waits for all vCPUs.
     pub fn set_detection(&self, detection: Detection) {
         let _change = self.lock_layout();
         if detection == self.dirty.detection() {
@@ -82,7 +82,8 @@ impl<F: MmuFormat> Mmu<F> {
     /// Turns the log of slot `id` on or off. After it returns, writes are logged (on), or are no
     /// longer logged (off). If the slot logs already, `On` changes nothing, not even with other
     /// settings. After `Off`, a write-protected page in an uncollapsed block costs one more fault
-    /// at its next write. A vCPU's own thread must not call this: it waits for all vCPUs.
+    /// at its next write. No thread calls this while its vCPU is in the guest: it waits for all
+    /// vCPUs.
     ///
     /// # Errors
     /// There is no such slot; or all pages should count as written, but there is no bitmap.

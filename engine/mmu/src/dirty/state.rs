@@ -52,7 +52,6 @@ impl Counts {
 }
 
 /// The dirty tracking of a VM.
-#[derive(Default)]
 pub(crate) struct Tracking {
     /// Whether pages are re-armed by clearing D ([`Detection::Pml`]), not by write protection.
     /// Exact while `layout` is held.
@@ -65,6 +64,19 @@ pub(crate) struct Tracking {
     pub(crate) rings: Mutex<Vec<RingConsumer>, lock_order::DirtyRings>,
     /// The counters of all vCPUs.
     pub(crate) counts: Mutex<Vec<Arc<Counts>>, lock_order::DirtyCounts>,
+}
+
+impl Default for Tracking {
+    fn default() -> Self {
+        let logs = Detection::default() == Detection::Pml;
+        Self {
+            by_log: AtomicBool::new(logs),
+            vcpus_log: AtomicBool::new(logs),
+            delivery: OnceLock::new(),
+            rings: Mutex::default(),
+            counts: Mutex::default(),
+        }
+    }
 }
 
 impl Tracking {

@@ -114,6 +114,12 @@ impl<'a, V: Vm> Controlled<'a, V> {
         let when = paused.map_or(When::Runs(&plan.budget), When::Paused);
         // One snapshot is saved at a time.
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
+        // Between two snapshots no thread would empty the rings, and a vCPU with a full one stops.
+        if matches!(plan.kind, Kind::First) && guest.vm().dirty_rings().is_some() {
+            let text = "this guest's writes are recorded in rings, which only a running save \
+                        empties: save without track, or run the guest with --delivery bitmap";
+            return Err(Refused::request(text));
+        }
         if !matches!(plan.kind, Kind::Since(_)) && !guest.vm().delivery().has_bitmaps() {
             // Rings have one reader, so this log ends before the save. So all checks come first.
             to.check_new().map_err(|error| refusal(&error))?;
