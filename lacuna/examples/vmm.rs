@@ -51,9 +51,9 @@ const MEMORY: PageCount = PageCount::from_bytes(64 << 20);
 const DISK: Gpa = Gpa::truncate(0xd000_0000);
 const CONSOLE: Gpa = Gpa::truncate(0xd000_1000);
 
-/// Where the number of pages to write is, and 8 bytes further the count of rounds. The guest writes
-/// this page in each round, so each log of writes has it. A page that only the second process
-/// writes is in no log: `lacuna::memory::SharedFile` says what to do.
+/// Offset 0: pages to write in a round, by the second process. Offset 8: rounds done, by the guest.
+/// The guest's writes put the page into the log. A page that only the second process writes is in
+/// no log (`lacuna::memory::SharedFile`); here it writes the number again each second.
 const SHARED: Gpa = Gpa::truncate(2 << 20);
 
 /// 64-bit code, entered at its first byte.
@@ -232,6 +232,9 @@ impl Vmm {
         let mut watched = Ok(());
         let end = arrival.run(machine, &mut || ControlFlow::Continue(()), |guest| {
             watched = self.watch(guest, &console);
+            if watched.is_err() {
+                guest.stop();
+            }
         })?;
         println!("{}", end.ending);
         watched

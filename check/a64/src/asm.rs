@@ -34,18 +34,24 @@ impl Asm {
     /// The instructions, with the displacements of branches.
     ///
     /// # Panics
-    /// A branch has a label that was not placed.
+    /// A branch has a label that was not placed, or that it does not reach.
     pub fn words(&self) -> Vec<u32> {
         let mut words = self.words.clone();
         for &(index, label) in &self.branches {
             let from = self.origin + 4 * index as u64;
-            let distance = (self.address(label).wrapping_sub(from) / 4) as u32;
+            let distance = self.address(label).wrapping_sub(from) as i64 / 4;
             let word = &mut words[index];
             // B and BL have 26 bits. The others have 19 bits above the register or condition.
-            *word |= match *word >> 26 & 0x1f {
-                5 => distance & 0x3ff_ffff,
-                _ => (distance & 0x7_ffff) << 5,
+            let (bits, low) = match *word >> 26 & 0x1f {
+                5 => (26, 0),
+                _ => (19, 5),
             };
+            let range = -(1 << (bits - 1))..1 << (bits - 1);
+            assert!(
+                range.contains(&distance),
+                "a branch over {distance} instructions"
+            );
+            *word |= (distance as u32 & ((1 << bits) - 1)) << low;
         }
         words
     }

@@ -7,7 +7,8 @@
 //!                memory: the access, by byte atomics if misaligned
 //!                no memory: the processor's own device_load and device_store
 //! ```
-//! A failed access returns [`Blocked`] and has changed nothing.
+//! A failed access returns [`Blocked`]. It has changed nothing, or the first page of a store over
+//! two, which its repetition writes again.
 
 use crate::{Bus, HostPage, Privilege, Tlb, Word};
 use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE};

@@ -1,4 +1,4 @@
-//! The devices of a guest: the devices of every guest, and a VMM's own.
+//! A guest's devices: the built-in ones, and those that the VMM adds.
 
 mod device;
 mod error;

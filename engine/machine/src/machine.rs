@@ -180,8 +180,8 @@ impl<V: Vm> Running<V> {
     /// another one. The devices are not paused: see [`PlatformDevices::pause`].
     ///
     /// # Panics
-    /// On the thread of one of its vCPUs, which this would wait for. A device that calls this ends the run
-    /// with its name ([`DeviceError::Panicked`](crate::DeviceError::Panicked)).
+    /// On the thread of one of its vCPUs, which this would wait for. A device that calls this ends
+    /// the run with its name ([`DeviceError::Panicked`](crate::DeviceError::Panicked)).
     pub fn pause(&self) -> Option<Paused<'_, V::Vcpu>> {
         refuse_on_a_vcpu("a pause", &self.pause);
         self.pause.begin(&*self.vm)

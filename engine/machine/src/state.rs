@@ -152,7 +152,8 @@ pub enum StateError {
         /// Its value.
         value: u64,
     },
-    /// A system register of AArch64 that this backend does not have, or not with that value.
+    /// A system register of AArch64 that this backend does not have, or not with that value: an ID
+    /// register (`ID_AA64*_EL1`) has features that the processor here lacks.
     #[error("system register {register}: this backend cannot take over {value:#x}")]
     SystemRegister {
         /// Which register.

@@ -317,8 +317,8 @@ impl<V> fmt::Debug for RunEnd<V> {
 /// Describes a VM. [`Builder::build`] makes the VM alone; [`Builder::start`] also runs an image in
 /// it.
 ///
-/// The fields of a builder are its backend's. A VMM generic over the backends gets a function that
-/// makes the builder.
+/// Each backend's builder has its own fields. Code that is generic over backends takes a function
+/// that makes the builder.
 pub trait Builder {
     /// The type of the VM.
     type Vm: Vm;

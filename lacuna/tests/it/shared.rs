@@ -21,12 +21,12 @@ use std::sync::Arc;
 const CONTENT: &[u8] = b"from the second process";
 
 /// A device of a second process, as a vhost-user device. It writes pages until it is paused.
-struct Outside<V> {
+struct SecondProcess<V> {
     vm: Arc<V>,
     file: File,
 }
 
-impl<V: Vm> Outside<V> {
+impl<V: Vm> SecondProcess<V> {
     fn write(&self, page: u64) {
         let at = page * PAGE_SIZE as u64;
         self.file.write_all_at(CONTENT, at).expect("memory");
@@ -40,7 +40,7 @@ impl<V: Vm> Outside<V> {
     }
 }
 
-impl<V: Vm> Device for Outside<V> {
+impl<V: Vm> Device for SecondProcess<V> {
     fn read(&self, _: Access) -> u64 {
         0
     }
@@ -74,7 +74,7 @@ fn reports_writes<B: Builder>(backing: impl Fn(SharedMemory) -> B) {
     let memory = SharedMemory::new(SIZE, SharedFill::CopiedIn).expect("memory");
     let file = memory.file().try_clone_to_owned().expect("a descriptor");
     let vm = backing(memory).build().expect("a VM");
-    let outside = Arc::new(Outside {
+    let outside = Arc::new(SecondProcess {
         vm: Arc::clone(&vm),
         file: file.into(),
     });

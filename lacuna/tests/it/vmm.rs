@@ -57,13 +57,12 @@ impl Vmm {
     /// rounds. Returns their number.
     fn works(&self, before: u64) -> u64 {
         let (mut seen, mut dirty, mut rounds) = (vec![], 0_u64, 0);
-        while dirty == 0 || rounds == 0 {
+        while dirty == 0 || rounds <= before {
             let line = self.line(&mut seen);
             match *line.split(' ').collect::<Vec<_>>() {
                 [pages, "dirty", "pages"] => dirty = pages.parse().expect("a number"),
                 ["second", "process:", count, "rounds"] => {
                     rounds = count.parse().expect("a number");
-                    assert!(rounds > before, "{rounds} rounds after {before}");
                 }
                 _ => {}
             }

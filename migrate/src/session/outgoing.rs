@@ -202,6 +202,8 @@ impl Outgoing {
         let rounds: Vec<u64> = outgoing.rounds().iter().map(|round| round.pages).collect();
         let ran = outgoing.ran().unwrap_or_else(Instant::now);
         let (now, late) = (self.handle.progress(), self.handle.late());
+        let detected_by = outgoing.vm().detected_by().to_string();
+        let detected_by = (!rounds.is_empty()).then_some(detected_by);
         Migrated {
             to: now.to,
             mode: now.mode,
@@ -209,7 +211,7 @@ impl Outgoing {
             rounds,
             late,
             pages: outgoing.pages(),
-            detected_by: outgoing.vm().detected_by().to_string(),
+            detected_by,
             cuts: now.cuts,
             bytes: now.bytes,
             downtime_us: (ran - outgoing.paused().since()).as_micros() as u64,

@@ -197,10 +197,10 @@ pub struct Migrated {
     pub late: u64,
     /// Sent pages with content, some of them several times.
     pub pages: u64,
-    /// What has detected the guest's writes, as
-    /// [`DetectedBy`](lacuna_machine::DetectedBy) says it.
+    /// What has detected the guest's writes between the rounds, in the words of
+    /// [`DetectedBy`](lacuna_machine::DetectedBy); null without a round.
     #[serde(default)]
-    pub detected_by: String,
+    pub detected_by: Option<String>,
     /// Pages sent again: in all rounds but the first, and the late ones if there was a round.
     pub again: u64,
     /// How often the connection was cut after the hand-over, attempts to connect again

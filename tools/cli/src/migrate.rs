@@ -161,17 +161,22 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
         None => String::new(),
         Some(why) => format!("; it has ended there: {}", visible(why)),
     };
+    let by = match detected_by {
+        None => String::new(),
+        Some(by) => format!(" by {by}"),
+    };
     let cuts = match cuts {
         0 => String::new(),
         cuts => format!("; the connection was cut {cuts} times"),
     };
     format!(
         "moved     to {to} in {seconds:.1} s ({}): {} over the connections, {pages} pages with \
-         content in {} rounds by {detected_by}, {late} pages after the guest, {again} pages \
-         again; downtime {}{cuts}{ended}\n",
+         content in {} rounds{}, {late} pages after the guest, {again} pages again; downtime \
+         {}{cuts}{ended}\n",
         words(*mode),
         Size(*bytes),
         rounds.len(),
+        by,
         time(downtime_us * 1000),
     )
 }
@@ -281,7 +286,7 @@ mod tests {
             rounds: vec![4096, 30, 7],
             late: 11,
             pages: 900,
-            detected_by: "write protection".into(),
+            detected_by: Some("write protection".into()),
             again: 48,
             cuts: 2,
             bytes: 4 << 20,

@@ -63,12 +63,16 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
         return Err((Exit::Host, text));
     };
     let seconds = began.elapsed().as_secs_f64();
+    let by = match &saved.detected_by {
+        None => String::new(),
+        Some(by) => format!(" by {by}"),
+    };
     let text = format!(
-        "saved     {} pages to {} in {seconds:.1} s and {} rounds by {}; downtime {}\n",
+        "saved     {} pages to {} in {seconds:.1} s and {} rounds{}; downtime {}\n",
         saved.pages,
         saved.path.display(),
         saved.rounds.len(),
-        saved.detected_by,
+        by,
         time(saved.downtime_us * 1000),
     );
     let report = SaveReport {

@@ -1,11 +1,11 @@
-//! `lacuna lab letters`: the experiments of the five source documents at their published size, in
-//! their own layout, with the published figures beside ours.
+//! `lacuna lab letters`: published experiments at their own size and in their own layout, with the
+//! published figures beside ours.
 //!
 //! | part | experiment |
 //! |---|---|
 //! | `talk` | x86 async page faults, KVM Forum 2010 |
 //!
-//! Each part says what differs from the original, and why.
+//! A part says what differs from the original, and why.
 
 mod talk;
 

@@ -138,7 +138,7 @@ impl Resting {
         Self {
             place,
             vm,
-            devices: saved.expect("no device of an embedder's"),
+            devices: saved.expect("no device of a VMM's"),
             vcpu: vcpus.pop(),
         }
     }

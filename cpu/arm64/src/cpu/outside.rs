@@ -1,4 +1,4 @@
-//! The interface to a hypervisor (seam.rs): [`Processor`], and what only arm64 has.
+//! The functions that a hypervisor calls: [`Processor`], and what only arm64 has.
 
 use super::{ALONE, Cpu};
 use crate::exception;

@@ -10,10 +10,10 @@ use std::str::FromStr;
 #[command(after_help = EXIT_CODES)]
 pub struct LabArgs {
     /// Experiments (apf, apf-arm64, thp, pml, paging, postcopy, restore, migrate, letters, base),
-    /// or parts
-    /// (pml.score). Without a name: a first look at each mechanism, in less than a minute
+    /// or parts (pml.score). Without a name: a first look at each mechanism, in less than a minute
     pub experiments: Vec<Name>,
-    /// All experiments that compare a mechanism with its absence: all but base (more than an hour)
+    /// All experiments that compare a mechanism with its absence: all but base and letters (more
+    /// than an hour)
     #[arg(long, conflicts_with = "experiments")]
     pub full: bool,
     /// Fewer and shorter rounds: for CI, not for figures to quote

@@ -181,9 +181,9 @@ pub struct Saved {
     pub pages: u64,
     /// Pages that each round has copied.
     pub rounds: Vec<u64>,
-    /// What has detected the guest's writes.
+    /// What has detected the guest's writes between the rounds; null for a paused guest.
     #[serde(default)]
-    pub detected_by: String,
+    pub detected_by: Option<String>,
     /// The guest's downtime in microseconds; 0 if it was paused before.
     pub downtime_us: u64,
 }

@@ -111,6 +111,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         };
         let guest = self.running().map_err(|error| refusal(&error))?;
         let progress = &mut progress;
+        let ran = paused.is_none();
         let when = paused.map_or(When::Runs(&plan.budget), When::Paused);
         // One snapshot is saved at a time.
         let mut tracked = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
@@ -151,7 +152,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             path: plan.path.clone(),
             pages: saved.pages,
             rounds: saved.rounds.iter().map(|round| round.pages).collect(),
-            detected_by: guest.vm().detected_by().to_string(),
+            detected_by: ran.then(|| guest.vm().detected_by().to_string()),
             downtime_us: saved.downtime.as_micros() as u64,
         })
     }

@@ -38,7 +38,7 @@ const PUBLISHED: [[u64; VCPUS]; 2] = [
         63_423_000_989,
     ],
 ];
-/// As of `apf.worker_ratio`.
+/// The bar of `apf.worker_ratio`.
 const BAR: f64 = 1.95;
 /// The added time of a swap transfer: about a disk's.
 const LATENCY: Duration = Duration::from_millis(1);
