@@ -6,7 +6,7 @@
 //! lacuna serve SOURCE SOCKET      a guest's memory, for run --pages-from peer:SOCKET
 //! lacuna snapshot save FOLDER     a running guest, saved; restore FOLDER resumes it
 //! lacuna migrate ADDRESS          a running guest, moved to lacuna run --incoming ADDRESS
-//! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop
+//! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, dirty
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
 //! lacuna doctor                   what this host can do
@@ -24,8 +24,8 @@ mod serve;
 mod snapshot;
 mod tls;
 
-pub use ctl::{CtlArgs, CtlCommand};
-pub use dirty::DirtyArgs;
+pub use ctl::{CtlArgs, CtlCommand, Pacing, WritesArgs};
+pub use dirty::{Dirty, DirtyArgs};
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
 pub(crate) use machine::RunOn;
 pub use memory::{MemoryKind, WrongMemory};
@@ -66,7 +66,8 @@ pub enum Command {
     Snapshot(SnapshotArgs),
     /// Move a running guest to another process, here or on another host
     Migrate(MigrateArgs),
-    /// Ask a running guest for its state, pause it, resume it or stop it
+    /// Ask a running guest for its state, pause it, resume it or stop it; watch its counters or its
+    /// writes
     Ctl(CtlArgs),
     /// Measure each mechanism, without it and with it: a first look, or the named experiments
     Lab(LabArgs),

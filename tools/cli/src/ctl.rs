@@ -1,15 +1,18 @@
-//! `lacuna ctl`: one request to the control socket of a guest.
+//! `lacuna ctl`: one request to the control socket of a guest. The monitors are in
+//! [`monitor`].
 
-use crate::args::{CtlArgs, CtlCommand};
+use crate::args::{CtlArgs, CtlCommand, Output};
 use crate::control::client::Client;
 use crate::control::message::{Answer, Request, State, Status};
 use crate::exit::Exit;
 use crate::migrate::{no_answer, progress};
+use crate::monitor;
 use crate::output::{check_target, visible, write_result};
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
 use lacuna_lab::result::SCHEMA;
 use serde::Serialize;
+use std::path::Path;
 
 /// The result of `lacuna ctl`, as JSON.
 #[derive(Serialize)]
@@ -24,21 +27,23 @@ struct CtlReport {
 
 /// Sends the request; prints the guest's status after it and returns the exit code.
 pub fn ctl(args: &CtlArgs) -> Exit {
-    exit_of(ask(args))
+    let control = &args.control;
+    exit_of(match &args.command {
+        CtlCommand::Status(output) => ask(control, &Request::Status {}, output),
+        CtlCommand::Pause(output) => ask(control, &Request::Pause {}, output),
+        CtlCommand::Resume(output) => ask(control, &Request::Resume {}, output),
+        CtlCommand::Stop(output) => ask(control, &Request::Stop {}, output),
+        CtlCommand::Stat(pacing) => monitor::stat(control, pacing),
+        CtlCommand::Dirty(args) => monitor::writes(control, args),
+    })
 }
 
-fn ask(args: &CtlArgs) -> Result<Exit, Refusal> {
-    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
-    let request = match args.command {
-        CtlCommand::Status => Request::Status {},
-        CtlCommand::Pause => Request::Pause {},
-        CtlCommand::Resume => Request::Resume {},
-        CtlCommand::Stop => Request::Stop {},
-    };
-    let client = Client::connect(&args.control);
-    let answer = client.and_then(|mut client| client.ask(&request, &mut |_| {}));
+fn ask(control: &Path, request: &Request, output: &Output) -> Result<Exit, Refusal> {
+    check_target(output).map_err(|error| (Exit::Host, error.to_string()))?;
+    let client = Client::connect(control);
+    let answer = client.and_then(|mut client| client.ask(request, &mut |_| {}));
     let Answer::Status(status) = answer.map_err(|error| (error.exit(), error.to_string()))? else {
-        return Err(no_answer(&args.control));
+        return Err(no_answer(control));
     };
     let text = in_words(&status);
     let report = CtlReport {
@@ -49,7 +54,7 @@ fn ask(args: &CtlArgs) -> Result<Exit, Refusal> {
         status: *status,
     };
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let written = write_result(&args.output, &text, &(json + "\n"));
+    let written = write_result(output, &text, &(json + "\n"));
     written.map_err(|error| (Exit::Host, error.to_string()))?;
     Ok(Exit::Done)
 }

@@ -10,8 +10,8 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
-//! * [`snapshot`], [`migrate`], [`ctl`], [`control`]: `lacuna snapshot`, `lacuna migrate`, `lacuna
-//!   ctl`, and the control socket of a running guest.
+//! * [`snapshot`], [`migrate`], [`ctl`], [`monitor`], [`control`]: `lacuna snapshot`, `lacuna
+//!   migrate`, `lacuna ctl`, and the control socket of a running guest.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
 //! * [`serve`]: `lacuna serve`.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
@@ -34,6 +34,7 @@ pub mod live;
 pub mod log;
 pub mod metrics;
 pub mod migrate;
+pub mod monitor;
 pub mod observe;
 pub mod output;
 pub mod pages;

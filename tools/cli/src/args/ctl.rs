@@ -1,9 +1,12 @@
 //! The options of `lacuna ctl`.
 
-use super::Output;
+use super::{Dirty, JsonTarget, Output};
 use crate::exit::EXIT_CODES;
-use clap::{Args, ValueEnum};
+use crate::size::parse_duration;
+use clap::{Args, Subcommand};
+use std::num::NonZeroU64;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// `lacuna ctl`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
@@ -13,24 +16,54 @@ pub struct CtlArgs {
     #[arg(value_name = "SOCKET")]
     pub control: PathBuf,
     /// What the guest does
-    #[arg(value_enum)]
+    #[command(subcommand)]
     pub command: CtlCommand,
-    /// Where the result goes
-    #[command(flatten)]
-    pub output: Output,
 }
 
 /// The request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+#[derive(Clone, PartialEq, Eq, Debug, Subcommand)]
 pub enum CtlCommand {
     /// Nothing: show its state
-    Status,
+    Status(Output),
     /// It is paused until a resume, also after this command has ended
-    Pause,
+    Pause(Output),
     /// It runs again, or begins if it was started with --paused
-    Resume,
+    Resume(Output),
     /// Its run ends
-    Stop,
+    Stop(Output),
+    /// Nothing: show the rates of its counters, period by period
+    Stat(Pacing),
+    /// Its writes are tracked: show how many pages it writes, period by period
+    Dirty(WritesArgs),
+}
+
+/// How often a monitor shows something, and where.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct Pacing {
+    /// The length of a period
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1s")]
+    pub every: Duration,
+    /// End after this many periods; without it, when the guest ends
+    #[arg(long, value_name = "N")]
+    pub count: Option<NonZeroU64>,
+    /// Write a line of JSON for each period to this file; - is stdout, which then gets no text
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<JsonTarget>,
+}
+
+/// `lacuna ctl SOCKET dirty`.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct WritesArgs {
+    /// Its periods
+    #[command(flatten)]
+    pub pacing: Pacing,
+    /// The time of the working set: the pages that the guest has written in it count once
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10s")]
+    pub window: Duration,
+    /// How writes are detected meanwhile, on soft: pml (each vCPU logs the pages that it writes) or
+    /// wp (write protection) [default: as lacuna run --dirty says]
+    #[arg(long, value_enum, value_name = "pml|wp")]
+    pub dirty: Option<Dirty>,
 }
 
 #[cfg(test)]
@@ -41,19 +74,35 @@ mod tests {
 
     #[test]
     fn a_socket_and_a_request() {
-        let cli = parse("lacuna ctl /run/c pause --json -").unwrap();
-        let Some(Command::Ctl(args)) = cli.command else {
-            panic!("{cli:?}");
+        let parsed = |line| match parse(line).unwrap().command {
+            Some(Command::Ctl(args)) => args,
+            other => panic!("{other:?}"),
         };
+        let args = parsed("lacuna ctl /run/c pause --json -");
         assert_eq!(args.control, PathBuf::from("/run/c"));
-        assert_eq!(args.command, CtlCommand::Pause);
+        let output = Output {
+            json: Some(JsonTarget::Stdout),
+            quiet: false,
+        };
+        assert_eq!(args.command, CtlCommand::Pause(output));
+        let args = parsed("lacuna ctl /run/c dirty --count 3 --window 2min --dirty wp");
+        let CtlCommand::Dirty(args) = args.command else {
+            panic!("{args:?}");
+        };
+        let pacing = Pacing {
+            every: Duration::from_secs(1),
+            count: NonZeroU64::new(3),
+            json: None,
+        };
+        assert_eq!((args.pacing, args.dirty), (pacing, Some(Dirty::Wp)));
+        assert_eq!(args.window, Duration::from_secs(120));
         for (line, reason) in [
             ("lacuna ctl /run/c", "<COMMAND>"),
             ("lacuna ctl status", "<COMMAND>"),
-            (
-                "lacuna ctl /run/c fly",
-                "[possible values: status, pause, resume, stop]",
-            ),
+            ("lacuna ctl /run/c fly", "unexpected argument 'fly' found"),
+            ("lacuna ctl /run/c stat --count 0", "'0'"),
+            ("lacuna ctl /run/c stat --every 5", "\"5\" has no unit"),
+            ("lacuna ctl /run/c pause --every 1s", "'--every'"),
         ] {
             let error = parse(line).unwrap_err().to_string();
             assert!(error.contains(reason), "{line}: {error}");

@@ -2,6 +2,7 @@
 
 use clap::{Args, ValueEnum};
 use lacuna::dirty::{Backup, Detection, RingSize};
+use serde::{Deserialize, Serialize};
 
 /// `--dirty` and `--delivery`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Args)]
@@ -17,12 +18,22 @@ pub struct DirtyArgs {
 }
 
 /// `--dirty`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Dirty {
     /// Page-modification logging
     Pml,
     /// Write protection
     Wp,
+}
+
+impl From<Dirty> for Detection {
+    fn from(dirty: Dirty) -> Self {
+        match dirty {
+            Dirty::Pml => Self::Pml,
+            Dirty::Wp => Self::WriteProtect,
+        }
+    }
 }
 
 /// `--delivery`.
@@ -37,11 +48,7 @@ pub enum Delivery {
 impl DirtyArgs {
     /// How soft detects writes.
     pub fn detection(self) -> Detection {
-        match self.dirty {
-            None => Detection::default(),
-            Some(Dirty::Pml) => Detection::Pml,
-            Some(Dirty::Wp) => Detection::WriteProtect,
-        }
+        self.dirty.map(Into::into).unwrap_or_default()
     }
 
     /// Where writes are recorded. The VMM's own writes beside rings go to bitmaps.

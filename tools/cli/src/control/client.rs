@@ -92,21 +92,29 @@ impl Client {
         request: &Request,
         each: &mut dyn FnMut(Progress),
     ) -> Result<Answer, AskError> {
-        let mut line = serde_json::to_vec(request).expect("a path is checked to be text");
-        line.push(b'\n');
-        // A VM without room for another client says so and closes the connection, perhaps before
-        // this write.
-        let _ = self.stream.get_mut().write_all(&line);
+        self.send(request);
         loop {
             match self.read()? {
                 Answer::Progress(progress) => each(progress),
-                Answer::Error(refused) => return Err(AskError::Refused(refused)),
                 answer => return Ok(answer),
             }
         }
     }
 
-    fn read(&mut self) -> Result<Answer, AskError> {
+    /// Sends a request, whose answers [`Client::read`] returns.
+    pub fn send(&mut self, request: &Request) {
+        let mut line = serde_json::to_vec(request).expect("a path is checked to be text");
+        line.push(b'\n');
+        // A VM without room for another client says so and closes the connection, perhaps before
+        // this write.
+        let _ = self.stream.get_mut().write_all(&line);
+    }
+
+    /// Waits for an answer.
+    ///
+    /// # Errors
+    /// [`AskError::Gone`], [`AskError::Refused`].
+    pub fn read(&mut self) -> Result<Answer, AskError> {
         let gone = |cause: &dyn ToString| AskError::Gone {
             path: self.path.clone(),
             cause: cause.to_string(),
@@ -115,7 +123,10 @@ impl Client {
         let read = self.stream.read_until(b'\n', &mut line);
         match read.map_err(|error| gone(&error))? {
             0 => Err(gone(&"no more answers")),
-            _ => serde_json::from_slice(&line).map_err(|error| gone(&error)),
+            _ => match serde_json::from_slice(&line).map_err(|error| gone(&error))? {
+                Answer::Error(refused) => Err(AskError::Refused(refused)),
+                answer => Ok(answer),
+            },
         }
     }
 }

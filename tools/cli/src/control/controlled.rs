@@ -4,14 +4,18 @@ use super::message::{Answer, PROTOCOL, Refused, Request, Saving, State, Status};
 use super::moving::{Fields, undecided_text};
 use super::saving::Plan;
 use super::words::{RANGES_SHOWN, undecided_at_destination, undecided_at_source};
+use super::writes::{Monitor, Watch};
 use super::{Answers, ClientActions};
 use crate::pages::GuestPages;
 use crate::sample::Pages;
+use lacuna::metrics::Metrics;
 use lacuna::migrate::session::{
     IncomingHandle, IncomingStage, OutgoingHandle, OutgoingStage, Undecided,
 };
 use lacuna::migrate::{Budget, MigrateError, PausedGuest, Tracked};
 use lacuna::{Arch, Ending, PlatformDevices, Running, Vm};
+use serde_json::Number;
+use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
@@ -45,6 +49,8 @@ pub struct Controlled<'a, V: Vm> {
     pages: Option<Arc<GuestPages>>,
     /// The log of writes since the last snapshot, if the next one shall have it as its base.
     pub(super) tracked: Mutex<Option<Tracked<'a, V>>>,
+    /// The monitor of a connected client.
+    pub(super) monitor: Mutex<Option<Monitor<'a, V>>>,
     /// How requests have ended the run.
     pub(super) actions: &'a ClientActions,
 }
@@ -84,6 +90,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
             phase: Mutex::new(Phase::Runs),
             incoming_guest,
             tracked: Mutex::new(None),
+            monitor: Mutex::new(None),
             actions,
         }
     }
@@ -187,6 +194,18 @@ impl<'a, V: Vm> Controlled<'a, V> {
             waiting: None,
             ending,
         }
+    }
+
+    /// What `--metrics` shows, without its comments.
+    fn counters(&self) -> BTreeMap<String, Number> {
+        let migration = self.migration();
+        let counters = counters(self.guest.vm, self.pages.as_deref(), migration.as_ref());
+        let text = counters.to_string();
+        let lines = text.lines().filter(|line| !line.starts_with('#'));
+        let values = lines.filter_map(|line| line.rsplit_once(' '));
+        values
+            .filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?)))
+            .collect()
     }
 
     /// Refuses a request while another thread has the vCPUs.
@@ -374,6 +393,14 @@ impl<V: Vm> Answers for Controlled<'_, V> {
             .migration()
             .and_then(|outgoing| self.migrate(outgoing, send))
             .map(Answer::Migrated),
+            Request::Stat {} => Ok(Answer::Stat(self.counters())),
+            Request::Dirty {
+                every_ms,
+                window_ms,
+                count,
+                detect,
+            } => Watch::of(every_ms, window_ms, count, detect)
+                .and_then(|watch| self.watch_writes(&watch, send)),
         };
         done.unwrap_or_else(Answer::Error)
     }
@@ -415,6 +442,22 @@ pub(super) fn budget(downtime_ms: Option<u64>) -> Result<Budget, Refused> {
 
 pub(super) fn refusal(error: &MigrateError) -> Refused {
     Refused::of(error.kind(), error)
+}
+
+/// The counters of a running guest.
+pub fn counters<V: Vm>(
+    vm: &V,
+    pages: Option<&GuestPages>,
+    migration: Option<&OutgoingHandle>,
+) -> Metrics {
+    let mut metrics = vm.metrics();
+    if let Some(pages) = pages {
+        pages.source().stats().fill(&mut metrics);
+    }
+    if let Some(migration) = migration {
+        migration.progress().fill(&mut metrics);
+    }
+    metrics
 }
 
 /// As `--arch` takes it.

@@ -1,6 +1,6 @@
 //! Requests and answers of a control socket: each is a JSON object on a line of its own.
 
-use crate::args::Compress;
+use crate::args::{Compress, Dirty};
 use crate::exit::Exit;
 use crate::sample::Pages;
 use lacuna::migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
@@ -8,6 +8,8 @@ use lacuna::migrate::stream::Mode;
 use lacuna::migrate::transport::TlsFiles;
 use lacuna::{Ending, ErrorKind};
 use serde::{Deserialize, Serialize};
+use serde_json::Number;
+use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 
@@ -73,20 +75,42 @@ pub enum Request {
     PostCopy {},
     /// Resumes the guest here: the other side of a migration does not run it, and never will.
     Keep {},
+    /// Reads the counters.
+    Stat {},
+    /// Watches which pages the guest writes.
+    Dirty {
+        /// A period, in milliseconds: the time between two answers.
+        #[serde(default)]
+        every_ms: Option<u64>,
+        /// The time of the working set, in milliseconds.
+        #[serde(default)]
+        window_ms: Option<u64>,
+        /// How many periods; without an end if it is missing.
+        #[serde(default)]
+        count: Option<NonZeroU64>,
+        /// How writes are detected meanwhile.
+        #[serde(default)]
+        detect: Option<Dirty>,
+    },
 }
 
 /// The VM's answer: an object with one field, the answer's name.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Answer {
-    /// The last answer to each command except `snapshot` and `migrate`.
+    /// The last answer to each command without an answer of its own. Also to `dirty` if the run
+    /// ends meanwhile.
     Status(Box<Status>),
-    /// Any number of them before the last answer to `snapshot` or `migrate`.
+    /// Any number of them before the last answer to `snapshot`, `migrate` or `dirty`.
     Progress(Progress),
     /// The last answer to `snapshot`.
     Snapshot(Saved),
     /// The last answer to `migrate`.
     Migrated(Migrated),
+    /// The last answer to `stat`: each value by the name and the labels that `--metrics` gives it.
+    Stat(BTreeMap<String, Number>),
+    /// The last answer to `dirty`: the last period.
+    Dirty(Writes),
     /// The last answer to a refused or failed request.
     Error(Refused),
 }
@@ -157,6 +181,25 @@ pub enum Progress {
     Saving(Saving),
     /// A migration.
     Moving(OutgoingProgress),
+    /// A period of `dirty`.
+    Writes(Writes),
+}
+
+/// The pages that the guest has written in a period.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Writes {
+    /// How long the writes were logged.
+    pub seconds: f64,
+    /// How many pages, each once.
+    pub pages: u64,
+    /// Pages a second.
+    pub rate: f64,
+    /// Pages written in the time of the working set, each once.
+    pub working_set: u64,
+    /// What has detected the writes.
+    pub detected_by: String,
+    /// Why the writes were not logged at the period's end.
+    pub in_use: Option<String>,
 }
 
 /// The progress of a snapshot.

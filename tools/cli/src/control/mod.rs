@@ -13,6 +13,7 @@
 //! | `message` | requests and answers |
 //! | `controlled` | what a request does to the guest |
 //! | `saving` | a snapshot |
+//! | `writes`, `watching` | the monitor of the guest's writes |
 //! | `moving` | a migration |
 //! | `words` | where a migration stands, in words |
 //! | `awaiting` | answers before a guest is announced |
@@ -30,9 +31,11 @@ pub mod message;
 mod moving;
 mod saving;
 mod server;
+mod watching;
 pub mod words;
+mod writes;
 
 pub use awaiting::Awaiting;
 pub use client_actions::ClientActions;
-pub use controlled::{Controlled, Guest};
+pub use controlled::{Controlled, Guest, counters};
 pub use server::{Answers, ControlSocket};

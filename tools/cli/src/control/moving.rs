@@ -73,6 +73,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.check_whole()?;
         // The guest must not resume here if the mover's thread cannot start.
         let undecided = Mutex::new(self.begin_moving(&mut outgoing)?);
+        self.release_log();
         let handle = outgoing.handle().clone();
         let take = || {
             let mut undecided = undecided.lock().unwrap_or_else(PoisonError::into_inner);

@@ -23,6 +23,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         self.check_whole()?;
         // The saver's thread alone locks it: vCPUs are sent to a thread, and not shared.
         let paused = Mutex::new(self.begin_saving(&plan.path)?);
+        self.release_log();
         let (gone, client) = (Arc::new(AtomicBool::new(false)), thread::current());
         let saved = thread::scope(|scope| {
             let named = thread::Builder::new().name("lacuna-save".into());

@@ -4,12 +4,11 @@ use super::attend::Attended;
 use super::incoming::{has_not_come, receive};
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start, disk};
-use crate::control::{ControlSocket, Controlled, Guest};
+use crate::control::{ControlSocket, Controlled, Guest, counters};
 use crate::exit::Exit;
 use crate::observe::Watched;
 use crate::sample::{Before, LazyPages};
 use lacuna::device::Console;
-use lacuna::metrics::Metrics;
 use lacuna::migrate::session::{Arrival, IncomingHandle};
 use lacuna::migrate::stream::Arrived;
 use lacuna::{BackendError, Builder, Ending, Machine, Nanos, PlatformDevices, RunEnd, Vm};
@@ -78,7 +77,8 @@ where
             running: &running,
         };
         let controlled = control.map(|socket| (socket, controlled_by(socket, job, &guest)));
-        let read = || counters(job, &*vm, controlled.as_ref().map(|(_, guest)| guest));
+        let migration = || controlled.as_ref()?.1.migration();
+        let read = || counters(&*vm, job.pages.as_deref(), migration().as_ref());
         thread::scope(|scope| {
             let counted = job.metrics.map(|socket| socket.start(scope, &read));
             let _counted = counted.transpose().map_err(failed)?;
@@ -118,18 +118,6 @@ where
         vm.end_latency();
         Ok((Ended::of(end), before))
     })
-}
-
-/// What `--metrics` shows.
-fn counters<V: Vm>(job: &Job<'_>, vm: &V, controlled: Option<&Controlled<'_, V>>) -> Metrics {
-    let mut metrics = vm.metrics();
-    if let Some(pages) = &job.pages {
-        pages.source().stats().fill(&mut metrics);
-    }
-    if let Some(moving) = controlled.and_then(Controlled::migration) {
-        moving.progress().fill(&mut metrics);
-    }
-    metrics
 }
 
 /// The guest under control of the clients of `socket`.

@@ -6,6 +6,7 @@ mod guest;
 mod handler;
 mod metrics;
 mod migrate;
+mod monitors;
 mod pages;
 mod signals;
 mod snapshot;

@@ -2,7 +2,7 @@
 //! connections and processes that end meanwhile.
 
 mod codes;
-mod destination;
+pub mod destination;
 mod disk;
 mod ended;
 mod proxy;
