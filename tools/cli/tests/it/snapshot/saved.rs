@@ -214,7 +214,7 @@ fn snapshots_that_cannot_be_restored() {
     for (options, told) in [
         (
             format!("{}/none", folder.path().display()),
-            "none/checksums",
+            "none: cannot find a snapshot there",
         ),
         (format!("{saved} --backend kvm"), "give --backend soft"),
         (
