@@ -225,13 +225,19 @@ fn writes_are_detected_as_chosen() {
         let guest = Guest::start(folder.path(), &format!("{ENDLESS} {options}"));
         let mut client = guest.client();
         let [first, second] = ["first", "second"].map(|name| folder.path().join(name));
-        let whole = json!({"command": "snapshot", "path": first, "track": true});
+        let whole = |track| json!({"command": "snapshot", "path": first, "track": track});
         let changes = json!({"command": "snapshot", "path": second, "base": first});
-        let requests = [
-            (whole, "snapshot"),
-            (changes, "snapshot"),
+        let mut requests = vec![
+            (whole(logs), "snapshot"),
             (migrate(&to.address), "migrated"),
         ];
+        match logs {
+            true => requests.insert(1, (changes, "snapshot")),
+            false => {
+                let text = client.refused(whole(true));
+                assert!(text.contains("save without track"), "{text}");
+            }
+        }
         for (request, name) in requests {
             let answer = client.ask(request);
             assert_eq!(answer[name]["detected_by"], by, "{answer}");
