@@ -23,6 +23,7 @@ use crate::memory::{Memory, Page};
 use crate::provider::Provider;
 use crate::slots::SlotTable;
 use crate::window::Mapped;
+use lacuna_addr::PAGE_SHIFT;
 use lacuna_host::{Arrivals, PerCpuPages, Resolution, Ticket};
 use lacuna_sys::{Errno, Fault, Userfaultfd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -32,6 +33,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+use tracing::trace;
 
 /// The delay after Linux could not put a page in place.
 const RETRY: Duration = Duration::from_millis(1);
@@ -254,6 +256,9 @@ impl Reader {
         if let Some(ticket) = self.bring(page, asks)
             && !ticket.is_done()
         {
+            let (vcpu, access) = (self.state.kicks.vcpu_of(fault.thread), fault.access);
+            let number = ticket.page().get() >> PAGE_SHIFT;
+            trace!(target: "lacuna::fault", vcpu, page = number, ?access, "fault");
             self.comes_by_itself(page, fault);
         }
     }

@@ -50,6 +50,7 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
+use tracing::trace_span;
 
 /// The pause between two attempts to unmap a page that must be unmapped.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -421,6 +422,8 @@ fn at(range: HvaRange, index: u64) -> Hva {
 impl MmuNotifier for Window {
     /// Waits for a page that a device has pinned.
     fn invalidate(&self, ranges: &[BackingRange]) {
+        let pages = || BackingRange::pages_in(ranges);
+        let _span = trace_span!(target: "lacuna::mmu", "invalidate", pages = pages());
         for pages in ranges.iter().map(|range| self.pages(*range)) {
             self.unmap_blocks(&pages, Entry::default());
             for index in pages {
@@ -432,6 +435,8 @@ impl MmuNotifier for Window {
     }
 
     fn try_invalidate(&self, ranges: &[BackingRange], kept: &mut Vec<BackingAddr>) {
+        let pages = || BackingRange::pages_in(ranges);
+        let _span = trace_span!(target: "lacuna::mmu", "invalidate", pages = pages());
         for range in ranges {
             let pages = self.pages(*range);
             self.unmap_blocks(&pages, Entry::default());
@@ -444,6 +449,8 @@ impl MmuNotifier for Window {
     }
 
     fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
+        let _span =
+            trace_span!(target: "lacuna::mmu", "age", pages = BackingRange::pages_in(ranges));
         for (range, young) in ranges.iter().zip(young) {
             let pages = self.pages(*range);
             *young |= self.unmap_blocks(&pages, Entry::AGED);

@@ -3,12 +3,13 @@
 use crate::error::SoftError;
 use crate::mmu::Format;
 use crate::vm::Vm;
-use lacuna_addr::{Access, Gfn, Level};
+use lacuna_addr::{Access, Gfn, Level, PAGE_SHIFT};
 use lacuna_cpu::{Bus, HostPage, Stop, Stores};
 use lacuna_host::{LostPage, Ticket};
 use lacuna_mmu::{Mmu, MmuFormat, Outcome, Page, RingSpace, VcpuMmu};
 use lacuna_stage2::{Shootdown, Walk};
 use std::sync::Arc;
+use tracing::trace;
 
 /// An access that stopped because its page is not resident.
 pub(crate) struct PageFault {
@@ -164,7 +165,10 @@ impl<F: MmuFormat> SoftBus<F> {
 
     #[cold]
     pub(crate) fn stop(&mut self, gfn: Gfn, access: Access, outcome: Outcome) -> Stop {
-        let page = |ticket, origin| {
+        let vcpu = self.index;
+        let page = |ticket: Ticket, origin| {
+            let page = ticket.page().get() >> PAGE_SHIFT;
+            trace!(target: "lacuna::fault", vcpu, gfn = gfn.get(), page, ?access, "fault");
             Blocked::Page(PageFault {
                 gfn,
                 access,

@@ -117,6 +117,11 @@ impl<A: SlotAddress> SlotAddressRange<A> {
         (self.end.get() - self.start.get()) >> PAGE_SHIFT
     }
 
+    /// Pages in disjoint ranges.
+    pub fn pages_in(ranges: &[Self]) -> u64 {
+        ranges.iter().map(|range| range.pages()).sum()
+    }
+
     /// Whether `addr` lies inside.
     #[inline]
     pub fn contains(self, addr: A) -> bool {

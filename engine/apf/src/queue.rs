@@ -9,6 +9,7 @@ use crate::token::{Token, Tokens};
 use lacuna_addr::{Access, Gfn};
 use lacuna_sync::Nanos;
 use std::collections::HashMap;
+use tracing::trace;
 
 /// The largest number of outstanding faults of one vCPU (KVM's `ASYNC_PF_PER_VCPU`). A wake-all
 /// counts as one.
@@ -197,7 +198,9 @@ impl<A: Abi> Queue<A> {
         // The completion is made after page-not-present was delivered, so page-ready cannot
         // overtake it.
         let completion = self.arrivals.completion(gfn);
-        if token.is_some() {
+        if let Some(token) = token {
+            let (vcpu, gfn, token) = (self.tokens.vcpu(), gfn.get(), token.get());
+            trace!(target: "lacuna::apf", vcpu, gfn, token, "page-not-present");
             self.stats.taken += 1;
             NotPresent::Injected(completion)
         } else {
@@ -301,6 +304,9 @@ impl<A: Abi> Queue<A> {
             Some(Ok(())) => self.stats.ready += 1,
             Some(Err(_)) | None => self.stats.spurious += 1,
         }
+        let (vcpu, gfn) = (self.tokens.vcpu(), gfn.get());
+        let token = delivered.map(Token::get);
+        trace!(target: "lacuna::apf", vcpu, gfn, token, "page-ready");
     }
 
     /// Whether [`Queue::poll`] may find an arrival. Costs one load of an atomic.

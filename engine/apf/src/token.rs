@@ -63,6 +63,11 @@ impl Tokens {
         }
     }
 
+    /// The vCPU whose tokens these are.
+    pub const fn vcpu(&self) -> u32 {
+        self.vcpu
+    }
+
     /// Whether the counter has wrapped around, so that a new token may be in use already.
     pub const fn have_wrapped(&self) -> bool {
         self.wrapped

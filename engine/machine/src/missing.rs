@@ -6,7 +6,7 @@ use lacuna_addr::{GfnRange, Gpa, PageCount};
 /// Names one exit on missing memory, among all exits of its VM. [`MissingMemory`] has the table of
 /// its states.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Hash)]
-pub struct FaultToken(u64);
+pub struct FaultToken(pub(crate) u64);
 
 /// The number of low bits of a token that hold the vCPU.
 const VCPU_BITS: u32 = 8;

@@ -5,8 +5,10 @@ use crate::{Ending, Exit, FaultToken, Kick, PlatformDevices, Vcpu, VcpuError};
 use lacuna_addr::Gpa;
 use lacuna_source::FailureKind;
 use std::cell::Cell;
+use std::fmt::Debug;
 use std::thread;
 use std::time::Duration;
+use tracing::trace;
 
 /// How long a vCPU with a full dirty ring sleeps, so that another thread gets its core.
 const RING_FULL_NAP: Duration = Duration::from_micros(100);
@@ -48,6 +50,13 @@ pub fn dispatch(
     kick: &impl Kick,
 ) -> Next {
     let index = vcpu.index();
+    let reason = || -> &dyn Debug {
+        match &exit {
+            Ok(exit) => exit,
+            Err(error) => error,
+        }
+    };
+    trace!(target: "lacuna::exit", vcpu = index, reason = ?reason(), "exit");
     match exit {
         Ok(Exit::IoOut { port, width, value }) => devices.write(port, width, value, index, kick),
         Ok(Exit::IoIn { port, width }) => {

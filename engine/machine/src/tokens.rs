@@ -6,6 +6,7 @@ use lacuna_sync::lock_order::LockClass;
 use lacuna_sync::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::hash::Hash;
+use tracing::trace;
 
 /// Reports to the guest that a page is ready. Returns whether the guest still waits for it.
 type Report = Box<dyn FnOnce() -> bool + Send>;
@@ -90,7 +91,13 @@ impl<P: Copy + Eq + Hash, L: LockClass> Tokens<P, L> {
         report: impl FnOnce() -> bool + Send + 'static,
     ) -> Result<(), TokenError> {
         let report = Some(Box::new(report) as Report);
-        let accepted = self.lock().life.accept(token, Accepted { page, report });
+        let mut table = self.lock();
+        let accepted = table.life.accept(token, Accepted { page, report });
+        if accepted.is_ok() {
+            // Under the lock, so that the event precedes `ready`.
+            trace!(target: "lacuna::exit", vcpu = token.vcpu(), token = token.0, "accept");
+        }
+        drop(table);
         accepted.map_err(|_dropped_without_the_lock| TokenError::Ready)
     }
 
@@ -127,6 +134,7 @@ impl<P: Copy + Eq + Hash, L: LockClass> Tokens<P, L> {
     /// As [`MissingMemory::ready`](crate::MissingMemory::ready).
     pub fn ready(&self, token: FaultToken) -> Result<(ReadyOutcome, Option<P>), TokenError> {
         let ready = self.lock().life.ready(token)?;
+        trace!(target: "lacuna::exit", vcpu = token.vcpu(), token = token.0, "ready");
         Ok(match ready {
             Ready::Early => (ReadyOutcome::Early, None),
             Ready::Accepted(Accepted { page, report }) => {

@@ -7,13 +7,18 @@ use lacuna_addr::{BackingRange, Gfn, GfnRange};
 use lacuna_host::MmuNotifier;
 use lacuna_slots::Overlap;
 use lacuna_stage2::{Age, Cursor, EntryRef, Flush};
+use tracing::trace_span;
 
 impl<F: MmuFormat> MmuNotifier for Mmu<F> {
     fn invalidate(&self, ranges: &[BackingRange]) {
+        let pages = || BackingRange::pages_in(ranges);
+        let _span = trace_span!(target: "lacuna::mmu", "invalidate", pages = pages());
         self.begin_invalidation(ranges).finish();
     }
 
     fn age(&self, ranges: &[BackingRange], young: &mut [bool]) {
+        let _span =
+            trace_span!(target: "lacuna::mmu", "age", pages = BackingRange::pages_in(ranges));
         for (&range, young) in ranges.iter().zip(young) {
             *young = false;
             self.each_part(range, |cursor, rmap, part| {

@@ -9,6 +9,7 @@ use lacuna_slots::{Reader, RingProducer, RingSpace, Slot, dirty_ring};
 use lacuna_stage2::{PmlLog, Translation, Walk};
 use lacuna_sync::shim::Ordering;
 use std::sync::Arc;
+use tracing::trace;
 
 /// The MMU context of one vCPU: its side of the fault path.
 pub struct VcpuMmu {
@@ -113,8 +114,7 @@ impl<F: MmuFormat> Mmu<F> {
             if let Ok(walk) = self.stage2.walk_logged(gfn, access, &mut vcpu.log) {
                 return walk;
             }
-            vcpu.marker.counts.add(Count::LogFull, 1);
-            self.flush_log(vcpu);
+            vcpu.flush_full();
         }
     }
 
@@ -161,6 +161,14 @@ impl VcpuMmu {
             self.marker.space = ring.space();
         }
         self.marker.space
+    }
+
+    /// Marks the pages of its full log.
+    #[cold]
+    fn flush_full(&mut self) {
+        self.marker.counts.add(Count::LogFull, 1);
+        trace!(target: "lacuna::mmu", "log is full");
+        self.flush();
     }
 
     #[cold]

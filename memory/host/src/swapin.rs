@@ -23,7 +23,8 @@ impl Host {
         // completes it.
         let missing = self.core.is_missing(ticket);
         if ticket.claim() {
-            trace!(target: "lacuna::fault", page = ?ticket.number(), missing, "read begins");
+            let page = ticket.number().get();
+            trace!(target: "lacuna::fault", page, missing, "read begins");
             match missing {
                 true => self.core.ask_source(ticket),
                 false => self.io.read(&self.core, ticket.clone()),
@@ -66,7 +67,8 @@ impl Host {
         self.check_own(ticket);
         let missing = self.core.is_missing(ticket);
         if ticket.claim() {
-            trace!(target: "lacuna::fault", page = ?ticket.number(), missing, "read begins, waits");
+            let page = ticket.number().get();
+            trace!(target: "lacuna::fault", page, missing, "read begins, waits");
             match missing {
                 true => self.core.ask_source(ticket),
                 false => self.io.read_here(&self.core, ticket, stop),
@@ -135,7 +137,7 @@ impl Core {
     /// read, or has won [`Ticket::answer`].
     pub fn settle(&self, ticket: &Ticket, result: Result<(), LostPage>) {
         match &result {
-            Ok(()) => trace!(target: "lacuna::fault", page = ?ticket.number(), "page arrives"),
+            Ok(()) => trace!(target: "lacuna::fault", page = ticket.number().get(), "page arrives"),
             Err(lost) => debug!(target: "lacuna::fault", %lost, "page is lost"),
         }
         if let Some(linux) = &ticket.region().linux {
