@@ -37,7 +37,7 @@ pub use snapshot::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
 
 pub use tls::TlsArgs;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use clap::{Args, Parser, Subcommand};
@@ -76,6 +76,19 @@ pub enum Command {
     LabVm(LabVmArgs),
     /// Report what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),
+}
+
+impl Command {
+    /// The file for the trace.
+    pub fn trace(&self) -> Option<&Path> {
+        match self {
+            Self::Run(args) => args.trace.as_deref(),
+            Self::Snapshot(SnapshotArgs {
+                what: SnapshotCommand::Restore(args),
+            }) => args.trace.as_deref(),
+            _ => None,
+        }
+    }
 }
 
 /// A child of the lab, see [`lacuna_lab::paging::processes`].

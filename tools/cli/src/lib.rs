@@ -17,7 +17,8 @@
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
-//! * [`log`], [`metrics`]: events of the engine on stderr, and its counters by HTTP.
+//! * [`log`], [`trace`]: events of the engine on stderr, and in a file for Perfetto.
+//! * [`metrics`]: the engine's counters by HTTP.
 //!
 //! It imports `lacuna`, `lacuna-lab` and `lacuna-guest`, and nothing else of the workspace. No
 //! `unsafe`.
@@ -46,3 +47,4 @@ pub mod signals;
 pub mod size;
 pub mod snapshot;
 mod store;
+pub mod trace;

@@ -16,6 +16,7 @@ use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::run::run;
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
+use lacuna_cli::trace::Trace;
 use lacuna_cli::{doctor, log, signals};
 use rustix::process::{Resource, getrlimit};
 
@@ -23,10 +24,6 @@ fn main() -> ExitCode {
     if let Err(error) = signals::survive_file_size_limit() {
         complain(&format!("cannot catch signals: {error}"));
         return Exit::Host.into();
-    }
-    if let Err(wrong) = log::start() {
-        complain(&wrong);
-        return Exit::Usage.into();
     }
     let limit = getrlimit(Resource::Stack).current;
     if limit.is_none_or(|bytes| bytes >= STACK_MIN) {
@@ -53,8 +50,35 @@ const STACK: usize = 8 << 20;
 
 fn parsed() -> Exit {
     match Cli::try_parse() {
-        Ok(cli) => command(cli.command),
+        Ok(cli) => traced(cli.command),
         Err(answer) => print_answer(&answer),
+    }
+}
+
+/// Executes the command. Its events go where the user wants them.
+fn traced(wanted: Option<Command>) -> Exit {
+    let trace = wanted.as_ref().and_then(Command::trace);
+    let trace = match trace.map(Trace::create).transpose() {
+        Ok(trace) => trace,
+        Err(refused) => {
+            complain(&refused);
+            return Exit::Host;
+        }
+    };
+    if let Err(wrong) = log::start(trace.is_some()) {
+        complain(&wrong);
+        return Exit::Usage;
+    }
+    let exit = command(wanted);
+    match (trace.map_or(Ok(()), Trace::write), exit) {
+        (Ok(()), exit) => exit,
+        (Err(refused), exit) => {
+            complain(&refused);
+            match exit {
+                Exit::Done => Exit::Host,
+                failed => failed,
+            }
+        }
     }
 }
 

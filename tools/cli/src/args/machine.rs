@@ -57,6 +57,8 @@ impl RunOn {
             patience: None,
             exit_on_missing: false,
             seed: None,
+            // `Command::trace` has the file.
+            trace: None,
             append: String::new(),
             control: self.control,
             metrics: self.metrics,

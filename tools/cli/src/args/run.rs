@@ -108,6 +108,10 @@ pub struct RunArgs {
     /// port 0 lets the system choose one, which is printed
     #[arg(long, value_name = "IP:PORT", conflicts_with = "seed")]
     pub metrics: Option<SocketAddr>,
+    /// Write the events of the engine to this file at the end of the run: faults, async page faults
+    /// with their tokens, reads, invalidations, aging, exits. Perfetto opens it
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// Start the guest paused: its first instruction follows a resume through --control, as by
     /// lacuna ctl SOCKET resume
     #[arg(long, requires = "control", conflicts_with = "incoming")]

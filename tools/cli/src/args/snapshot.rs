@@ -110,6 +110,9 @@ pub struct RestoreArgs {
     /// As lacuna run --metrics
     #[arg(long, value_name = "IP:PORT")]
     pub metrics: Option<SocketAddr>,
+    /// As lacuna run --trace
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     /// As lacuna run --paused
     #[arg(long, requires = "control")]
     pub paused: bool,

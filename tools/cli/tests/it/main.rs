@@ -12,3 +12,4 @@ mod signals;
 mod snapshot;
 mod sources;
 mod table;
+mod trace;

@@ -1,0 +1,125 @@
+//! `--trace`: the engine's events of a run, as Perfetto reads them.
+
+use crate::guest::lacuna;
+use lacuna_skip::test;
+use serde_json::Value;
+use std::path::Path;
+
+/// The events of a run of `verify` with these options, by time.
+fn events(options: &str) -> Vec<Value> {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("trace.json");
+    let output = lacuna(&format!(
+        "run verify --memory 8M --quiet --append rounds=2 --trace {} {options}",
+        path.display()
+    ));
+    assert!(output.status.success(), "{output:?}");
+    let mut events = read(&path);
+    let names = events.iter().filter(|event| event["ph"] == "M");
+    let names: Vec<_> = names.map(|event| event["args"]["name"].clone()).collect();
+    for vcpu in ["vcpu0", "vcpu1"] {
+        assert!(names.contains(&vcpu.into()), "{names:?}");
+    }
+    events.retain(|event| event["ph"] != "M");
+    events.sort_by(|one, other| at(one).total_cmp(&at(other)));
+    events
+}
+
+fn read(path: &Path) -> Vec<Value> {
+    let text = std::fs::read(path).unwrap();
+    let json: Value = serde_json::from_slice(&text).unwrap();
+    json["traceEvents"].as_array().unwrap().clone()
+}
+
+fn at(event: &Value) -> f64 {
+    event["ts"].as_f64().expect("every event has a time")
+}
+
+/// The only event with this name and these arguments.
+fn only<'e>(events: &'e [Value], name: &str, args: &[(&str, &Value)]) -> &'e Value {
+    let has = |event: &Value| {
+        args.iter()
+            .all(|(arg, value)| &event["args"][arg] == *value)
+    };
+    let mut found = events.iter().filter(|event| event["name"] == name);
+    let event = found.find(|event| has(event));
+    assert!(!found.any(has), "several of {name} {args:?}");
+    event.unwrap_or_else(|| panic!("no {name} {args:?}"))
+}
+
+#[test]
+fn a_token_is_followed_from_the_fault_to_page_ready() {
+    let events = events("--resident 4M --apf on --swap mem,latency=1ms");
+    let mut followed = 0;
+    for absent in events
+        .iter()
+        .filter(|event| event["name"] == "page-not-present")
+    {
+        let args = &absent["args"];
+        let id = [("token", &args["token"]), ("vcpu", &args["vcpu"])];
+        let ready = only(&events, "page-ready", &id);
+        assert_eq!(ready["args"]["gfn"], args["gfn"]);
+        assert_eq!(ready["tid"], absent["tid"], "both on the vCPU's thread");
+        // The last fault on the gfn before says which page it is.
+        let is_fault = |event: &&Value| {
+            event["name"] == "fault"
+                && event["args"]["gfn"] == args["gfn"]
+                && at(event) <= at(absent)
+        };
+        let fault = events.iter().rfind(is_fault).expect("a fault");
+        let page = &fault["args"]["page"];
+        let is_end = |event: &&Value| event["ph"] == "e" && &event["args"]["page"] == page;
+        let between = |event: &&Value| (at(absent)..=at(ready)).contains(&at(event));
+        let arrivals = events.iter().filter(is_end).filter(between);
+        assert!(arrivals.count() > 0, "{absent} {ready}");
+        followed += 1;
+    }
+    assert!(followed > 0, "the guest has enabled async page faults");
+    let invalidated = events.iter().filter(|event| event["name"] == "invalidate");
+    let sizes = invalidated.map(|event| (event["args"]["pages"].as_u64(), event["dur"].as_f64()));
+    let sizes: Vec<_> = sizes.collect();
+    assert!(!sizes.is_empty());
+    for (pages, time) in sizes {
+        assert!(pages > Some(0) && time > Some(0.0), "{pages:?} {time:?}");
+    }
+    for name in ["age", "exit", "batch is reclaimed"] {
+        assert!(events.iter().any(|event| event["name"] == name), "{name}");
+    }
+}
+
+#[test]
+fn a_token_of_an_exit_is_accepted_and_then_ready() {
+    let dir = tempfile::tempdir().unwrap();
+    let memory = dir.path().join("memory");
+    std::fs::File::create(&memory)
+        .unwrap()
+        .set_len(8 << 20)
+        .unwrap();
+    let events = events(&format!(
+        "--exit-on-missing --pages-from file:{}",
+        memory.display()
+    ));
+    let accepted = events.iter().find(|event| event["name"] == "accept");
+    let accepted = accepted.expect("the guest has enabled async page faults");
+    let args = &accepted["args"];
+    let ready = only(
+        &events,
+        "ready",
+        &[("token", &args["token"]), ("vcpu", &args["vcpu"])],
+    );
+    assert!(at(accepted) <= at(ready));
+}
+
+#[test]
+fn an_unwritable_trace_is_refused_before_the_run() {
+    let output = lacuna("run verify --trace /nonexistent/trace");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        errors.contains("cannot write the trace to /nonexistent/trace: No such"),
+        "{errors}"
+    );
+    assert_eq!(output.status.code(), Some(3));
+}
