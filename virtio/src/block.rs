@@ -3,12 +3,14 @@
 use crate::device::{Answer, VirtioDevice};
 use crate::guest::{Fault, Guest};
 use crate::queue::{Buffers, Chain};
+use lacuna_machine::StateError;
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use virtio_bindings::virtio_blk::*;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 
@@ -34,11 +36,26 @@ const RANGE: usize = 16;
 /// A write has reached the file when the driver gets its answer, and the host's disk after a flush.
 /// For a driver without flushes (VIRTIO_BLK_F_FLUSH) each write is flushed. Errors of the file
 /// become VIRTIO_BLK_S_IOERR.
+///
+/// # Pauses and other hosts
+/// A pause flushes the file if anything was written since the last flush, because a flush on another
+/// host does not reach the page cache of this one. A migration's downtime includes the time of that
+/// flush. If it fails, the driver's next flush fails, on the host where the guest then runs.
+///
+/// The device reads and writes through the host's page cache. A guest moves to another host only
+/// with a file in a file system that keeps the page caches of both hosts coherent: a cluster file
+/// system such as GFS2, OCFS2, CephFS or Lustre. The destination opens the file before the last
+/// write of the source. So NFS, which is coherent only from close to open, is not enough, and
+/// neither is a block device that both hosts see.
 #[derive(Debug)]
 pub struct Block {
     file: File,
     sectors: u64,
     is_read_only: bool,
+    /// Whether anything was written since the last flush.
+    is_dirty: AtomicBool,
+    /// Whether the flush of a pause has failed. No request has reported it yet.
+    is_lost: AtomicBool,
     serial: [u8; VIRTIO_BLK_ID_BYTES as usize],
 }
 
@@ -54,6 +71,8 @@ impl Block {
             file,
             sectors: bytes / SECTOR,
             is_read_only: false,
+            is_dirty: AtomicBool::new(false),
+            is_lost: AtomicBool::new(false),
             serial: *b"lacuna\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
         })
     }
@@ -92,11 +111,19 @@ impl Block {
         }
     }
 
-    fn check_writable(&self) -> Result<(), Refusal> {
-        match self.is_read_only {
-            true => Err(Refusal::Error),
-            false => Ok(()),
+    /// Begins a change of the file.
+    fn begin_write(&self) -> Result<(), Refusal> {
+        if self.is_read_only {
+            return Err(Refusal::Error);
         }
+        self.is_dirty.store(true, Relaxed);
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync_data()?;
+        self.is_dirty.store(false, Relaxed);
+        Ok(())
     }
 
     fn read(&self, sector: u64, data: &Data<'_>) -> Result<u64, Refusal> {
@@ -109,7 +136,7 @@ impl Block {
     }
 
     fn write(&self, sector: u64, data: &Data<'_>) -> Result<u64, Refusal> {
-        self.check_writable()?;
+        self.begin_write()?;
         let range = self.range(sector, data.count)?;
         data.steps(|from, part| {
             data.buffers.read(data.guest, data.from + from, part)?;
@@ -120,7 +147,7 @@ impl Block {
 
     /// Discards or zeroes ranges. Zeroed ranges keep their blocks, unless a flag allows a hole.
     fn clear(&self, data: &Data<'_>, kind: u32) -> Result<u64, Refusal> {
-        self.check_writable()?;
+        self.begin_write()?;
         let ranges = data.count / RANGE as u64;
         if !data.count.is_multiple_of(RANGE as u64) || ranges > RANGES_MAX.into() {
             return Err(Refusal::Error);
@@ -192,7 +219,10 @@ impl Block {
         };
         // Without flushes, the driver takes a finished write for one that survives a crash.
         if kind == VIRTIO_BLK_T_FLUSH || !guest.has(VIRTIO_BLK_F_FLUSH) {
-            self.file.sync_data()?;
+            if self.is_lost.swap(false, Relaxed) {
+                return Err(Refusal::Error);
+            }
+            self.flush()?;
         }
         Ok(changes)
     }
@@ -291,6 +321,33 @@ impl VirtioDevice for Block {
         set(44, 8);
         set(56, 1);
         config
+    }
+
+    /// Writes from before the pause reach the host's disk.
+    fn paused(&self) {
+        if self.is_dirty.load(Relaxed) && self.flush().is_err() {
+            self.is_lost.store(true, Relaxed);
+        }
+    }
+
+    /// A byte if the flush of a pause has failed.
+    fn save(&self) -> Vec<u8> {
+        vec![1; self.is_lost.load(Relaxed).into()]
+    }
+
+    fn restore(&self, state: &[u8]) -> Result<(), StateError> {
+        let is_lost = match state {
+            [] => false,
+            [1] => true,
+            _ => {
+                return Err(StateError::Invalid {
+                    field: "virtio.own",
+                    value: state.len() as u64,
+                });
+            }
+        };
+        self.is_lost.store(is_lost, Relaxed);
+        Ok(())
     }
 
     fn handle(&self, _: usize, chain: &Chain, guest: &Guest<'_>) -> Result<Answer, Fault> {

@@ -38,8 +38,8 @@ pub trait VirtioDevice: Send + Sync + 'static {
         0..0
     }
 
-    /// Whether the device discards guest memory. There is none of this kind for a VM without
-    /// [`Vm::balloon`](lacuna_machine::Vm::balloon).
+    /// Whether the device discards guest memory. [`Mmio::new`](crate::Mmio::new) refuses such a
+    /// device if the VM has no [`Vm::balloon`](lacuna_machine::Vm::balloon).
     fn discards(&self) -> bool {
         false
     }
@@ -49,6 +49,10 @@ pub trait VirtioDevice: Send + Sync + 'static {
     /// # Errors
     /// The request breaks the specification so that it has no answer: the device needs a reset.
     fn handle(&self, queue: usize, chain: &Chain, guest: &Guest<'_>) -> Result<Answer, Fault>;
+
+    /// The device is paused: no request is in progress, and none begins until it is resumed. The
+    /// state is saved afterwards.
+    fn paused(&self) {}
 
     /// The device's own state, beyond registers and queues. No request is in progress.
     fn save(&self) -> Vec<u8> {

@@ -224,6 +224,7 @@ impl<D: VirtioDevice> Device for Mmio<D> {
     /// requests stay in its rings. Guest memory does not change through this device any more.
     fn pause(&self) {
         self.shared.quiet().paused = true;
+        self.device().paused();
     }
 
     /// Handles requests again.

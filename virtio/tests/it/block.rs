@@ -84,6 +84,42 @@ fn sectors_are_read_and_written() {
     assert_eq!(driver.take(DATA, 1 << 20), content(&file, 1, 1 << 20));
 }
 
+/// Nothing but the device's own mark shows a flush of the host's file.
+#[test]
+fn a_pause_flushes_what_was_written() {
+    let driver = Driver::ready(Block::new(file()).expect("its size"));
+    let is_dirty = |expected: bool| {
+        let block = format!("{:?}", driver.device.device());
+        assert!(block.contains(&format!("is_dirty: {expected}")), "{block}");
+    };
+    let write = || request(&driver, VIRTIO_BLK_T_OUT, 20, &[(DATA, 512, 0)]);
+    is_dirty(false);
+    assert_eq!(write(), (0, 1));
+    is_dirty(true);
+    assert_eq!(request(&driver, VIRTIO_BLK_T_FLUSH, 0, &[]), (0, 1));
+    is_dirty(false);
+    assert_eq!(write(), (0, 1));
+    driver.device.pause();
+    is_dirty(false);
+}
+
+/// The flush of a pause has failed: the state says so, and the driver learns it by its next flush.
+#[test]
+fn a_flush_that_failed_at_a_pause_is_reported_once() {
+    let driver = Driver::ready(Block::new(file()).expect("its size"));
+    driver.device.pause();
+    let mut state = driver.device.state();
+    assert!(state.own.is_empty());
+    state.own = vec![1];
+    driver.device.set_state(&state).expect("a good state");
+    assert_eq!(driver.device.state(), state);
+    driver.device.resume();
+    let flush = || request(&driver, VIRTIO_BLK_T_FLUSH, 0, &[]).0;
+    assert_eq!([flush(), flush()], [VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK]);
+    state.own = vec![2];
+    driver.device.set_state(&state).expect_err("no such state");
+}
+
 #[test]
 fn the_disk_has_a_serial_number() {
     let block = Block::new(file()).expect("its size").with_serial("disk 1");
