@@ -63,10 +63,15 @@ impl Block {
     /// A disk that the driver may write.
     ///
     /// # Errors
-    /// The size of the file cannot be found.
+    /// The size of the file cannot be found, or it is less than a sector
+    /// ([`io::ErrorKind::InvalidInput`]).
     pub fn new(file: File) -> io::Result<Self> {
         // A block device has no length in its metadata.
         let bytes = (&file).seek(SeekFrom::End(0))?;
+        if bytes < SECTOR {
+            let why = format!("it has {bytes} bytes, and a disk has at least {SECTOR}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
         Ok(Self {
             file,
             sectors: bytes / SECTOR,

@@ -4,7 +4,7 @@ use crate::driver::{Driver, MEMORY, VERSION_1, WRITE, access, vm};
 use lacuna_machine::{Device, Width};
 use lacuna_virtio::Block;
 use std::fs::File;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use virtio_bindings::virtio_blk::*;
 
@@ -82,6 +82,16 @@ fn sectors_are_read_and_written() {
         (0, (1 << 20) + 1)
     );
     assert_eq!(driver.take(DATA, 1 << 20), content(&file, 1, 1 << 20));
+}
+
+#[test]
+fn a_file_without_a_sector_is_no_disk() {
+    let file = tempfile::tempfile().expect("a file");
+    file.set_len(511).expect("room");
+    let refused = Block::new(same(&file)).expect_err("too small");
+    assert_eq!(refused.kind(), ErrorKind::InvalidInput);
+    file.set_len(512).expect("room");
+    Block::new(file).expect("a sector");
 }
 
 /// Nothing but the device's own mark shows a flush of the host's file.

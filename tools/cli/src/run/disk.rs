@@ -7,6 +7,7 @@ use lacuna::virtio::{Block, Mmio};
 use lacuna::{Arch, Gpa, PlatformDevices, Vm};
 use std::fmt::Display;
 use std::fs::File;
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 /// Its name in a guest's state.
@@ -20,7 +21,7 @@ const fn place(arch: Arch) -> (Gpa, u32) {
     }
 }
 
-/// What the kernel's command line says of it, for a guest that boots.
+/// The command-line word that names the disk; empty without `--disk`.
 pub(super) fn words(args: &RunArgs, arch: Arch) -> String {
     let (at, line) = place(arch);
     let bytes = Mmio::<Block>::BYTES;
@@ -39,9 +40,17 @@ pub(super) fn add<V: Vm>(
     let Some(path) = &job.args.disk else {
         return Ok(());
     };
-    let cannot = |why: &dyn Display| (Exit::Host, format!("--disk {}: {why}", path.display()));
+    let shown = path.display();
+    let cannot = |why: &dyn Display| (Exit::Host, format!("--disk {shown}: {why}"));
     let file = File::options().read(true).write(true).open(path);
-    let block = file.and_then(Block::new).map_err(|why| cannot(&why))?;
+    let block = file.and_then(Block::new).map_err(|why| match why.kind() {
+        ErrorKind::NotFound | ErrorKind::InvalidInput => {
+            let text =
+                format!("--disk {shown}: {why}: make the disk first: truncate -s SIZE {shown}");
+            (Exit::Usage, text)
+        }
+        _ => cannot(&why),
+    })?;
     let (at, line) = place(vm.config().arch);
     let line = vm.interrupts().line(line).map_err(|why| cannot(&why))?;
     let device = Mmio::new(vm, line, block).map_err(|why| cannot(&why))?;

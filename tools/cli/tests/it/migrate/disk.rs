@@ -1,7 +1,7 @@
 //! `--disk`: a guest moves while its disk is busy, and ends at its destination.
 
 use super::destination::Destination;
-use super::{Guest, is_too_late, migrate};
+use super::{Guest, failure, is_too_late, migrate};
 use lacuna_skip::test;
 use std::fs::File;
 use tempfile::TempDir;
@@ -37,6 +37,22 @@ fn moves(arch: &str, requests: u64) -> bool {
     assert_eq!(code, Some(0), "{json} {errors}");
     assert_eq!(guest.end().0, 0);
     true
+}
+
+#[test]
+fn a_file_that_is_no_disk_is_refused_with_the_remedy() {
+    let folder = TempDir::new().unwrap();
+    let disk = folder.path().join("disk");
+    let words = format!("run diskbusy --memory 16M --disk {}", disk.display());
+    let remedy = format!("truncate -s SIZE {}", disk.display());
+    let is_refused = || {
+        let (code, errors) = failure(&words);
+        assert_eq!(code, 2, "{errors}");
+        assert!(errors.contains(&remedy), "{errors}");
+    };
+    is_refused();
+    File::create(&disk).unwrap().set_len(511).unwrap();
+    is_refused();
 }
 
 #[test]
