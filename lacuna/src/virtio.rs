@@ -29,7 +29,8 @@
 //! # std::fs::remove_file(path)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-//! A Linux guest finds the disk with `virtio_mmio.device=0x200@0xd0000000:5` on its command line.
+//! A Linux guest finds the disk with `virtio_mmio.device=0x200@0xd0000000:5` on its command line
+//! ([`Mmio::kernel_parameter`]).
 
 #![cfg(feature = "virtio")]
 

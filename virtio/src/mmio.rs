@@ -5,6 +5,7 @@ use crate::guest::{Fault, Host};
 use crate::queue::SIZE_MAX;
 use crate::registers::Registers;
 use crate::shared::{Control, Shared};
+use lacuna_addr::Gpa;
 use lacuna_machine::{Access, Device, DeviceState, Ending, Line, Vm, Width};
 use std::fmt;
 use std::io;
@@ -41,6 +42,20 @@ pub struct Mmio<D: VirtioDevice> {
 impl<D: VirtioDevice> Mmio<D> {
     /// The size of its address range.
     pub const BYTES: u64 = 0x200;
+
+    /// The word of a kernel command line that names a device at `at` with the line `line` to Linux.
+    ///
+    /// ```
+    /// use lacuna_addr::Gpa;
+    /// use lacuna_virtio::{Block, Mmio};
+    ///
+    /// let word = Mmio::<Block>::kernel_parameter(Gpa::truncate(0xd000_0000), 5);
+    /// assert_eq!(word, "virtio_mmio.device=0x200@0xd0000000:5");
+    /// ```
+    pub fn kernel_parameter(at: Gpa, line: u32) -> String {
+        let (bytes, at) = (Self::BYTES, at.get());
+        format!("virtio_mmio.device={bytes:#x}@{at:#x}:{line}")
+    }
 
     /// The device `device` of `vm`, which interrupts by `line`. Its worker thread starts.
     ///

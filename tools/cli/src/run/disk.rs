@@ -24,9 +24,8 @@ const fn place(arch: Arch) -> (Gpa, u32) {
 /// The command-line word that names the disk; empty without `--disk`.
 pub(super) fn words(args: &RunArgs, arch: Arch) -> String {
     let (at, line) = place(arch);
-    let bytes = Mmio::<Block>::BYTES;
     match args.disk {
-        Some(_) => format!(" virtio_mmio.device={bytes:#x}@{:#x}:{line}", at.get()),
+        Some(_) => format!(" {}", Mmio::<Block>::kernel_parameter(at, line)),
         None => String::new(),
     }
 }
