@@ -4,7 +4,8 @@
 //! ```sh
 //! LACUNA_DISK_MOVES=1000 cargo test -p lacuna-migrate --test it busy_disk -- --nocapture
 //! ```
-//! moves each guest so often. `LACUNA_DISK_SEED=n` is another order of modes and times.
+//! Each guest moves 1000 times. Another seed gives another order of modes and pauses:
+//! `LACUNA_DISK_SEED=n`.
 
 use crate::snapshots::common::{kvm, kvm_tsc, soft, start, wait_for_program};
 use crate::streams::ends::Machines;
@@ -12,14 +13,16 @@ use crate::streams::link::link;
 use fastrand::Rng;
 use lacuna_addr::{Gpa, PAGE_SIZE, PageCount};
 use lacuna_guest::status::{SETTING_AT, Status};
-use lacuna_machine::{Arch, Ending, Image, PlatformDevices, Running, Vm};
+use lacuna_machine::{
+    Access, Arch, Device, DeviceState, Ending, Image, PlatformDevices, Running, Vm,
+};
 use lacuna_migrate::stream::{Arrived, Incoming, Mode, Sent, send};
 use lacuna_virtio::{Answer, Balloon, Block, Chain, Fault, Guest, Mmio, VirtioDevice};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt as _;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -35,16 +38,60 @@ const HANG: Duration = Duration::from_secs(300);
 /// of a GIC less 32.
 const DEVICES: [(u64, u32); 2] = [(0xd000_0000, 20), (0xd000_1000, 21)];
 
-/// One of so many writes takes this time, and the others none. So half of the pauses find a write
-/// in progress, and requests in the ring. If the source served that write after the pause, it would
-/// write an old block over the destination's.
+/// Every 64th write takes `LATENCY`. A pause then often meets a write in progress. If the source
+/// finished that write after the pause, it would overwrite a newer block of the destination.
 const SLOW: u64 = 64;
 const LATENCY: Duration = Duration::from_millis(100);
+/// The first moves, one by each mode. Before each, a write begins that lasts until the pause.
+const HELD: u64 = 3;
+
+/// Writes that are in progress at a pause. All disks of one guest share it.
+#[derive(Default)]
+struct Pauses {
+    /// The next write lasts until a pause begins.
+    wanted: AtomicBool,
+    /// Such a write has begun.
+    is_held: AtomicBool,
+    /// Pauses that met a write in progress.
+    met: AtomicU64,
+}
+
+impl Pauses {
+    /// Waits until the guest has a write in progress, which the next pause meets.
+    fn hold_a_write(&self) {
+        self.is_held.store(false, Ordering::SeqCst);
+        self.wanted.store(true, Ordering::SeqCst);
+        let began = Instant::now();
+        while !self.is_held.load(Ordering::SeqCst) {
+            assert!(began.elapsed() < HANG, "the guest writes nothing");
+            thread::yield_now();
+        }
+    }
+}
 
 /// A disk with a latency.
 struct Slow {
     block: Block,
     writes: AtomicU64,
+    is_writing: AtomicBool,
+    pauses: Arc<Pauses>,
+}
+
+impl Slow {
+    /// The latency of the write that has begun.
+    fn wait(&self) {
+        let nth = self.writes.fetch_add(1, Ordering::Relaxed);
+        let held = self.pauses.wanted.load(Ordering::SeqCst);
+        if held {
+            self.pauses.is_held.store(true, Ordering::SeqCst);
+            while self.pauses.wanted.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+        }
+        if held || nth % SLOW == SLOW - 1 {
+            thread::sleep(LATENCY);
+        }
+    }
 }
 
 impl VirtioDevice for Slow {
@@ -67,10 +114,60 @@ impl VirtioDevice for Slow {
     fn handle(&self, queue: usize, chain: &Chain, guest: &Guest<'_>) -> Result<Answer, Fault> {
         // The device writes nothing but the status.
         let is_write = chain.writable.bytes() == 1;
-        if is_write && self.writes.fetch_add(1, Ordering::Relaxed) % SLOW == SLOW - 1 {
-            thread::sleep(LATENCY);
+        self.is_writing.store(is_write, Ordering::SeqCst);
+        if is_write {
+            self.wait();
         }
-        self.block.handle(queue, chain, guest)
+        let answer = self.block.handle(queue, chain, guest);
+        self.is_writing.store(false, Ordering::SeqCst);
+        answer
+    }
+
+    fn paused(&self) {
+        assert!(!self.is_writing.load(Ordering::SeqCst), "a write goes on");
+        self.block.paused();
+    }
+}
+
+/// The disk with its registers: notes which pauses meet a write in progress.
+struct Disk(Mmio<Slow>);
+
+impl Device for Disk {
+    fn read(&self, access: Access) -> u64 {
+        self.0.read(access)
+    }
+
+    fn write(&self, access: Access, value: u64) -> Option<Ending> {
+        self.0.write(access, value)
+    }
+
+    fn pause(&self) {
+        let slow = self.0.device();
+        if slow.is_writing.load(Ordering::SeqCst) {
+            slow.pauses.met.fetch_add(1, Ordering::Relaxed);
+            slow.pauses.wanted.store(false, Ordering::SeqCst);
+        }
+        self.0.pause();
+    }
+
+    fn resume(&self) {
+        self.0.resume();
+    }
+
+    fn version(&self) -> u32 {
+        self.0.version()
+    }
+
+    fn save(&self) -> Vec<u8> {
+        self.0.save()
+    }
+
+    fn restore(&self, state: &DeviceState) -> Result<(), String> {
+        self.0.restore(state)
+    }
+
+    fn reset(&self) {
+        self.0.reset();
     }
 }
 
@@ -79,10 +176,11 @@ fn from_env(name: &str, otherwise: u64) -> u64 {
     given.map_or(otherwise, |text| text.parse().expect("a number"))
 }
 
-/// The machine around the guest that stays the same.
+/// What all VMs of one guest share: architecture, disk file, pauses, console lines.
 struct Around {
     arch: Arch,
     file: File,
+    pauses: Arc<Pauses>,
     lines: Arc<Mutex<Vec<String>>>,
 }
 
@@ -93,6 +191,7 @@ impl Around {
         Self {
             arch,
             file,
+            pauses: Arc::default(),
             lines: Arc::default(),
         }
     }
@@ -102,8 +201,8 @@ impl Around {
     }
 
     fn command_line(&self) -> String {
-        let device = |(at, line)| format!("virtio_mmio.device=0x200@{at:#x}:{}", self.line(line));
-        let [disk, balloon] = DEVICES.map(device);
+        let [disk, balloon] = DEVICES
+            .map(|(at, line)| Mmio::<Slow>::kernel_parameter(Gpa::truncate(at), self.line(line)));
         // A host of kind kvm_pvm needs the UD2.
         format!("syscall=ud2 requests=0 balloon=1 {disk} {balloon}")
     }
@@ -121,8 +220,10 @@ impl Around {
         let slow = Slow {
             block: Block::new(self.file.try_clone().unwrap()).unwrap(),
             writes: AtomicU64::new(0),
+            is_writing: AtomicBool::new(false),
+            pauses: Arc::clone(&self.pauses),
         };
-        let block = Arc::new(Mmio::new(vm, disk.1, slow).unwrap());
+        let block = Arc::new(Disk(Mmio::new(vm, disk.1, slow).unwrap()));
         let bytes = Mmio::<Slow>::BYTES;
         devices.add_mmio("disk0", disk.0, bytes, block).unwrap();
         let new = Arc::new(Mmio::new(vm, balloon.1, Balloon::new()).unwrap());
@@ -139,14 +240,17 @@ impl Around {
         status.threads.iter().map(|thread| thread.counter).sum()
     }
 
-    /// Waits until the guest has made `more` requests.
-    fn work(&self, guest: &Running<impl Vm>, more: u64) {
+    /// Waits until the guest has made `more` requests and is ready for its move number `made`.
+    fn work(&self, guest: &Running<impl Vm>, made: u64, more: u64) {
         let (began, until) = (Instant::now(), Self::requests(guest) + more);
         while Self::requests(guest) < until {
             let ending = guest.devices().ending();
             assert_eq!(ending, None, "{:?}", self.lines.lock().unwrap());
             assert!(began.elapsed() < HANG, "no request comes to its end");
             thread::yield_now();
+        }
+        if made < HELD {
+            self.pauses.hold_a_write();
         }
     }
 
@@ -259,15 +363,17 @@ fn moves<A: Machines, B: Machines>(arch: Arch, first: &A, second: &B) {
     let mut guest = around.boot(first);
     for made in (0..moves).step_by(2) {
         let (mode, work) = next(made);
-        around.work(&guest, work);
+        around.work(&guest, made, work);
         let there = around.moved(&guest, second, mode);
         drop(guest);
         let (mode, work) = next(made + 1);
-        around.work(&there, work);
+        around.work(&there, made + 1, work);
         guest = around.moved(&there, first, mode);
     }
     around.end(guest);
-    println!("seed {seed}: {modes:?}");
+    let met = around.pauses.met.load(Ordering::Relaxed);
+    println!("seed {seed}: {modes:?}, {met} pauses met a write in progress");
+    assert!(met >= HELD.min(moves), "{met}");
 }
 
 /// With room for the guest's kernel.
