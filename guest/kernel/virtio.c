@@ -45,7 +45,7 @@ struct descriptor {
     u16 flags, next;
 };
 
-/* A part of a request; without bytes there is none. */
+/* One buffer of a request. `bytes` is 0 if it is unused. */
 struct part {
     u64 at;
     u32 bytes;
@@ -182,8 +182,8 @@ static void wake_used(struct cpu *c, struct queue *q) {
     }
 }
 
-/* All devices have one handler. Another target of the balloon is only acknowledged: a program asks
- * for it. */
+/* All devices have one handler. A configuration change is acknowledged and ignored: programs read
+ * the balloon's target themselves. */
 void virtio_interrupt(struct cpu *c) {
     for (struct device *devices[] = {&disk, &balloon}, **at = devices; at < devices + 2; at++) {
         struct device *d = *at;

@@ -9,9 +9,9 @@
  * next use. With balloon=1 a page is reported as free after some of its uses, or goes through the
  * balloon. Then it may also be zero.
  *
- * The disk must be zeroed. The guest ends when each thread has made `requests` of them, or when the
- * host sets the setting. Then the main thread reads every block. The address of the first page is
- * in the last line, so that the host can compare the disk's file with it.
+ * The disk must be zeroed. The guest ends when each thread has made `requests` requests, or when
+ * the host sets the setting. Then the main thread reads every block. The address of the first page
+ * is in the last line, so that the host can compare the disk's file with it.
  */
 #include "pattern.h"
 

@@ -181,7 +181,8 @@ extern u32 apf_ready_interrupt; /* 0: page-ready is no interrupt */
 void interrupts_init(void);
 void interrupt_enable(struct cpu *c, u32 vector); /* a private one of this processor */
 void interrupt_send(u32 hardware_id, u32 vector);
-void interrupt_route(u32 line); /* of a device, while it is high, to the first processor */
+/* Routes a device's level-triggered line to the first processor. */
+void interrupt_route(u32 line);
 void timer_set(u64 at); /* NEVER stops it */
 
 extern u64 clock_khz;

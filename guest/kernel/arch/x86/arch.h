@@ -165,7 +165,8 @@ struct thread *apf_sleeper(struct cpu *c); /* the thread that slept for the page
 /* ---- apic.c: interrupts, timer, other processors; time.c: clock frequencies ---- */
 void interrupts_init(void);
 void interrupt_send(u32 hardware_id, u32 vector);
-void interrupt_route(u32 line); /* of a device, while it is high, to the first processor */
+/* Routes a device's level-triggered line to the first processor. */
+void interrupt_route(u32 line);
 void timer_set(u64 at); /* NEVER stops it */
 void start_other_cpus(void);
 void apic_timer_free_run(void);
