@@ -38,9 +38,9 @@ const RANGE: usize = 16;
 /// become VIRTIO_BLK_S_IOERR.
 ///
 /// # Pauses and other hosts
-/// A pause flushes the file if anything was written since the last flush, because a flush on another
-/// host does not reach the page cache of this one. A migration's downtime includes the time of that
-/// flush. If it fails, the driver's next flush fails, on the host where the guest then runs.
+/// A pause flushes the file if anything was written since the last flush, because a flush on
+/// another host does not reach this host's page cache. A migration's downtime includes the time of
+/// that flush. If it fails, the driver's next flush fails, on the host where the guest then runs.
 ///
 /// The device reads and writes through the host's page cache. A guest moves to another host only
 /// with a file in a file system that keeps the page caches of both hosts coherent: a cluster file
