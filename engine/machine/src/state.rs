@@ -85,8 +85,9 @@ impl ProcessorFeatures {
 fn unsupported(field: &str, value: u64) -> String {
     match field {
         "tsc.khz" => format!(
-            "the guest's TSC runs at {value} kHz, and no TSC of this host does: start a guest that \
-             will move here with `CpuModel::Common` and the frequency `kvm::tsc_khz` of this host"
+            "tsc.khz: the guest's TSC runs at {value} kHz, and no TSC of this host does: start a \
+             guest that will move here with `CpuModel::Common` and the frequency `kvm::tsc_khz` of \
+             this host"
         ),
         _ => format!("{field}: this backend cannot take over {value:#x}"),
     }
