@@ -124,7 +124,7 @@ impl VirtioDevice for Slow {
     }
 
     fn paused(&self) {
-        assert!(!self.is_writing.load(Ordering::SeqCst), "a write goes on");
+        assert!(!self.is_writing.load(Ordering::SeqCst), "a write is in progress");
         self.block.paused();
     }
 }

@@ -11,7 +11,7 @@
 //!
 //! A vCPU has a thread, so it also has a ring; with `--seed` all vCPUs share one. A ring keeps the
 //! thread's last 65,536 events in a fixed size each: long texts are cut. The number of dropped
-//! earlier events is in the file. Times are those of the host, also with `--seed`.
+//! earlier events is in the file. Times are the host's, also with `--seed`.
 //!
 //! The format is Chrome's trace event format. An event is an instant, a span of `tracing` is a
 //! slice with a duration. A read of a page begins and ends on different threads, so it is an

@@ -21,7 +21,7 @@ fn watched(folder: &TempDir, options: &str) -> (Guest, Client) {
     (guest, monitor)
 }
 
-/// The first period of which `holds` is true.
+/// The first period for which `holds` is true.
 fn until(monitor: &mut Client, holds: impl Fn(&Value) -> bool) -> Value {
     let deadline = Instant::now() + LIMIT;
     loop {
