@@ -64,7 +64,7 @@ impl Run {
 const fn size(options: &Options) -> (u64, u64, Duration) {
     match options.quick {
         false => (2048, 512, Duration::from_secs(60)),
-        true => (128, 32, Duration::from_secs(1)),
+        true => (32, 8, Duration::from_millis(200)),
     }
 }
 
@@ -73,13 +73,12 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
     let cores = available_parallelism().map_or(1, usize::from);
     let (memory, resident, time) = size(options);
     report.say(format!(
-        "letters.talk: {VCPUS} vCPUs, {memory} MiB of guest memory, {resident} MiB of it resident; \
-         {VCPUS} processes count and {VCPUS} touch random pages, half of them to write, for {} s \
-         a run. Each run has a VM of its own. Its guest is offered async page faults, or not. \
-         Different from the talk: our own guest kernel and processor, so the counters are lower; \
-         swap is a file whose transfers take {} ms more; the time begins when all memory has been \
-         touched.",
-        time.as_secs(),
+        "letters.talk: {VCPUS} vCPUs, {memory} MiB of guest memory, {resident} MiB of it \
+         resident; {VCPUS} processes count and {VCPUS} touch random pages, half of them to write, \
+         for {time:?} a run. Each run has a VM of its own. Its guest is offered async page faults, \
+         or not. Different from the talk: our own guest kernel and processor, so the counters are \
+         lower; swap is a file whose transfers take {} ms more; the time begins when all memory \
+         has been touched.",
         LATENCY.as_millis(),
     ));
     let most = ceiling(cores);
@@ -92,10 +91,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
     }
     let mut runs: [Vec<Run>; 2] = Default::default();
     for apf in ORDER {
-        progress.step(format!(
-            "talk: async page faults {apf:?}, {} s",
-            time.as_secs()
-        ))?;
+        progress.step(format!("talk: async page faults {apf:?}, {time:?}"))?;
         runs[usize::from(apf == Apf::On)].push(run(options, apf)?);
     }
     report.detail(table(&runs));
@@ -119,7 +115,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         .param("ceiling", most)
         .param("memory_mib", memory)
         .param("resident_mib", resident)
-        .param("seconds", time.as_secs())
+        .param("seconds", time.as_secs_f64())
         .arm("off", counts(&runs[0]))
         .arm("on", counts(&runs[1]));
     if cores >= VCPUS && !options.quick {
