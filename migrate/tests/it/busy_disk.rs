@@ -124,7 +124,10 @@ impl VirtioDevice for Slow {
     }
 
     fn paused(&self) {
-        assert!(!self.is_writing.load(Ordering::SeqCst), "a write is in progress");
+        assert!(
+            !self.is_writing.load(Ordering::SeqCst),
+            "a write is in progress"
+        );
         self.block.paused();
     }
 }

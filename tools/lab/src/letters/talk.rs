@@ -81,12 +81,12 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
          has been touched.",
         LATENCY.as_millis(),
     ));
-    let most = ceiling(cores);
+    let expected = with_free_waits(cores);
     if cores < VCPUS {
         report.say(format!(
             "{VCPUS} vCPUs share {cores} cores here. A vCPU that waits for a page leaves its core \
              to another one, so workers without async page faults get more than half of the cores: \
-             the ratio is at most {most:.2}."
+             the ratio would be {expected:.2} if a wait took no processor time."
         ));
     }
     let mut runs: [Vec<Run>; 2] = Default::default();
@@ -112,7 +112,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         )
         .param("vcpus", VCPUS)
         .param("cores", cores)
-        .param("ceiling", most)
+        .param("with_free_waits", expected)
         .param("memory_mib", memory)
         .param("resident_mib", resident)
         .param("seconds", time.as_secs_f64())
@@ -167,9 +167,10 @@ fn run(options: &Options, apf: Apf) -> LabResult<Run> {
     })
 }
 
-/// The largest possible ratio where the vCPUs have `cores` cores. Without async page faults a
-/// worker has half of its vCPU's time, and nothing else of that vCPU needs a core.
-fn ceiling(cores: usize) -> f64 {
+/// The ratio where the vCPUs have `cores` cores, if waits and faults took no processor time.
+/// Without async page faults a worker then has half of its vCPU's time, and nothing else needs a
+/// core.
+fn with_free_waits(cores: usize) -> f64 {
     let busy = |vcpus: usize| vcpus.min(cores) as f64;
     let all = 2_usize.pow(VCPUS as u32);
     let without: f64 = (0..all).map(|who| busy(who.count_ones() as usize)).sum();
@@ -238,11 +239,11 @@ mod tests {
     use lacuna_skip::test;
 
     #[test]
-    fn the_ceiling_depends_on_the_cores() {
-        assert_eq!(ceiling(4), 2.0);
-        assert_eq!(ceiling(16), 2.0);
-        assert!((ceiling(2) - 2.0 / 1.625).abs() < 1e-9);
-        assert!((ceiling(1) - 16.0 / 15.0).abs() < 1e-9);
+    fn the_expected_ratio_depends_on_the_cores() {
+        assert_eq!(with_free_waits(4), 2.0);
+        assert_eq!(with_free_waits(16), 2.0);
+        assert!((with_free_waits(2) - 2.0 / 1.625).abs() < 1e-9);
+        assert!((with_free_waits(1) - 16.0 / 15.0).abs() < 1e-9);
     }
 
     #[test]
