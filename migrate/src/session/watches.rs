@@ -12,11 +12,14 @@ impl Watches {
     /// A descriptor of the eventfd. At first it is readable, because the stage may have changed
     /// before this call.
     pub fn watch(&mut self) -> io::Result<OwnedFd> {
-        if self.0.is_none() {
-            self.0 = Some(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
-        }
+        let own = match self.0.take() {
+            Some(own) => own,
+            None => eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        };
+        let given = own.try_clone();
+        self.0 = Some(own);
         self.notify();
-        self.0.as_ref().expect("made above").try_clone()
+        given
     }
 
     /// Makes it readable.

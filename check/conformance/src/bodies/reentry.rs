@@ -70,7 +70,10 @@ impl<B: Backend> Guest<B> {
 struct Caller<V> {
     vm: Arc<V>,
     arch: Arch,
-    accesses: AtomicU64,
+    /// Accesses of each vCPU.
+    accesses: [AtomicU64; 2],
+    /// Harvests that had the call's page.
+    taken: AtomicU64,
 }
 
 impl<V: Vm> Caller<V> {
@@ -89,7 +92,10 @@ impl<V: Vm> Caller<V> {
         vm.remove_slot(id).expect("the new slot");
         let mut has_page = false;
         match reader.harvest(|_, page| has_page |= page as u64 == DATA / PAGE + vcpu) {
-            Ok(_) => assert!(has_page, "vCPU {vcpu}"),
+            Ok(_) => {
+                assert!(has_page, "vCPU {vcpu}");
+                self.taken.fetch_add(1, Ordering::Relaxed);
+            }
             // The other vCPU's call has begun a later reader, which gets the pages.
             Err(refused) => assert_eq!(refused, DirtyError::InUse),
         }
@@ -99,7 +105,7 @@ impl<V: Vm> Caller<V> {
 impl<V: Vm> Device for Caller<V> {
     fn read(&self, access: Access) -> u64 {
         self.call(access.vcpu as u64);
-        self.accesses.fetch_add(1, Ordering::Relaxed);
+        self.accesses[access.vcpu].fetch_add(1, Ordering::Relaxed);
         0
     }
 
@@ -137,12 +143,19 @@ fn calls_its_vm<B: Backend>(backend: &B, tracking: Tracking) -> Outcome {
         let device = Arc::new(Caller {
             vm: Arc::clone(&guest.made.vm),
             arch: backend.arch(),
-            accesses: AtomicU64::new(0),
+            accesses: Default::default(),
+            taken: AtomicU64::new(0),
         });
         let running = guest.start(Arc::clone(&device) as _);
-        wait_for(&running, &device.accesses);
+        // An AArch64 guest would have to switch the second vCPU on.
+        let vcpus = if backend.arch() == Arch::Arm64 { 1 } else { 2 };
+        for accesses in &device.accesses[..vcpus] {
+            wait_for(&running, accesses);
+        }
         running.stop();
         assert_eq!(running.wait().ending, Ending::Stopped);
+        // No later reader has taken the pages of the last one.
+        assert!(device.taken.load(Ordering::Relaxed) > 0);
         Ok(())
     })
 }

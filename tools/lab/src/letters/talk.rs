@@ -119,7 +119,8 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         .arm("off", counts(&runs[0]))
         .arm("on", counts(&runs[1]));
     if cores >= VCPUS && !options.quick {
-        result = result.bar(BAR);
+        // Two pairs of runs have no 95 % interval.
+        result = result.undecided(BAR);
     }
     report.push(result);
     Ok(())
