@@ -34,7 +34,7 @@ macro_rules! suite {
                 an_nmi_waits_for_the_end_of_another_one_alone, an_nmi_ends_a_halt, nmis_move;
             reentry:
                 a_device_calls_its_vm, a_device_calls_its_vm_beside_rings,
-                a_device_may_not_pause_its_guest,
+                a_device_may_not_pause_its_guest, a_device_drops_its_guest,
                 vms_share_a_memory_file_and_a_device;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;

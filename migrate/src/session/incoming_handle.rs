@@ -203,9 +203,8 @@ impl IncomingHandle {
     /// A descriptor for an event loop. It is readable at first, after each change of the stage, and
     /// when the guest's run has ended ([`IncomingHandle::end`]) or the guest cannot be taken. A
     /// read of its 8 bytes, as of any eventfd, resets it for all descriptors of this session; read
-    /// it, then ask for the [`IncomingHandle::stage`]. The stage may be
-    /// [`IncomingStage::Whole`] before the source knows it, and the descriptor is readable then
-    /// later.
+    /// it, then ask for the [`IncomingHandle::stage`]. The stage is [`IncomingStage::Whole`] as
+    /// soon as no page is missing; the descriptor becomes readable when the source knows that.
     ///
     /// # Errors
     /// This process has too many descriptors.

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -194,6 +194,37 @@ pub fn a_device_may_not_pause_its_guest<B: Backend>(backend: &B) -> Outcome {
         }
         // The device has the guest, and the guest has the device.
         running.devices().remove("it").expect("it is still there");
+        Ok(())
+    })
+}
+
+/// Drops its own guest.
+struct Drops<V: Vm>(Mutex<Option<Running<V>>>);
+
+impl<V: Vm> Device for Drops<V> {
+    fn read(&self, _: Access) -> u64 {
+        drop(self.0.lock().expect("no panic under this lock").take());
+        0
+    }
+
+    fn write(&self, _: Access, _: u64) -> Option<Ending> {
+        None
+    }
+}
+
+/// The drop ends the guest, and does not wait for the thread that it is on.
+pub fn a_device_drops_its_guest<B: Backend>(backend: &B) -> Outcome {
+    let backend = backend.clone();
+    within(move || {
+        let device = Arc::new(Drops::<B::Vm>(Mutex::new(None)));
+        let guest = Guest::new(&backend, &small(), 0)?;
+        let running = guest.start(Arc::clone(&device) as _);
+        let devices = Arc::clone(running.devices());
+        *device.0.lock().expect("no panic under this lock") = Some(running);
+        while devices.ending().is_none() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(devices.ending(), Some(Ending::Stopped));
         Ok(())
     })
 }
