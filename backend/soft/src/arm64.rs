@@ -150,7 +150,7 @@ impl VcpuOf<Cpu> {
     /// The stage-2 abort of its last exit on missing memory, as a hypervisor at EL2 would read it.
     /// `None` after another exit, or if the page has arrived.
     pub fn stage2_abort(&self) -> Option<Stage2Abort> {
-        let faulted = self.faulted?;
+        let faulted = self.faulted.as_ref()?;
         stage2_abort(&self.entry, faulted.gfn, faulted.access)
     }
 }

@@ -32,8 +32,8 @@ pub(crate) enum Origin {
 pub(crate) enum Blocked {
     /// The page is not resident. The instruction waits for its ticket.
     Page(PageFault),
-    /// The page was never provided, and its slot exits: the VMM provides the page.
-    NotProvided(Gfn, Access),
+    /// The page is not at hand, and its slot exits: the VMM provides the page, or brings it back.
+    NotAtHand(Gfn, Access),
     /// No frame is free. The instruction waits for reclaim.
     Memory,
     /// An invalidation is in progress near the page. The instruction waits for its end.
@@ -180,7 +180,7 @@ impl<F: MmuFormat> SoftBus<F> {
             Outcome::Busy => (Blocked::Busy, Stop::Wait),
             Outcome::Pending(ticket) => (page(ticket, Origin::Swap), Stop::Wait),
             Outcome::Missing(ticket) => (page(ticket, Origin::Source), Stop::Wait),
-            Outcome::NotProvided => (Blocked::NotProvided(gfn, access), Stop::Wait),
+            Outcome::NotAtHand => (Blocked::NotAtHand(gfn, access), Stop::Wait),
             Outcome::NoMemory => (Blocked::Memory, Stop::Wait),
             Outcome::Mmio => return Stop::Mmio(gfn.gpa()),
             Outcome::Lost(page) => (Blocked::Lost(gfn, access, page), Stop::Lost),

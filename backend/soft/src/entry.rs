@@ -132,8 +132,8 @@ impl<P: Platform> Entry<P> {
         touched.map_err(|absent| absent.unwrap_or_else(|| self.absent(gfn, access)))
     }
 
-    /// As [`Entry::with_page`]. `Err(None)`: the page was never provided, in a slot that exits. The
-    /// source is not asked.
+    /// As [`Entry::with_page`]. `Err(None)`: the page is not at hand, in a slot that exits. The
+    /// source is not asked, and no read begins.
     pub(crate) fn provided_page<R>(
         &mut self,
         gfn: Gfn,
@@ -145,7 +145,7 @@ impl<P: Platform> Entry<P> {
             Err(Stop::Mmio(_)) => Err(Some(Absent::NoMemory)),
             Err(_) => Err(match self.bus.blocked.take() {
                 Some(Blocked::Page(fault)) => Some(Absent::Pending(fault.ticket)),
-                Some(Blocked::NotProvided(..)) => None,
+                Some(Blocked::NotAtHand(..)) => None,
                 _ => Some(Absent::Busy),
             }),
         }
@@ -160,8 +160,8 @@ impl<P: Platform> Entry<P> {
         }
     }
 
-    /// The wait for a never-provided page in a slot that exits. Only the accesses of instructions
-    /// exit; this access waits for the page source.
+    /// The wait for a page in a slot that exits. Only the accesses of instructions exit; this
+    /// access waits for the page source, or for the read.
     #[cold]
     fn absent(&mut self, gfn: Gfn, access: Access) -> Absent {
         match self.bus.wait_for_page(gfn, access) {

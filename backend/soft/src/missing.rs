@@ -23,12 +23,8 @@ impl<P: Platform> VcpuOf<P> {
     /// Ends the last exit, because the vCPU is entered. If the VMM could not notify the guest, the
     /// vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
-        match self.faulted {
-            Some(faulted) if !faulted.waits => {
-                self.faulted = None;
-                self.tokens().enter();
-            }
-            _ => {}
+        if self.faulted.take_if(|faulted| !faulted.waits).is_some() {
+            self.tokens().enter();
         }
     }
 
@@ -42,17 +38,15 @@ impl<P: Platform> VcpuOf<P> {
         &self.vm.tokens[self.index]
     }
 
-    /// Handles a never-provided page in a slot that exits: the vCPU exits, or waits if the VMM
-    /// knows of its wait.
+    /// Handles a page that is not at hand, in a slot that exits: the vCPU exits, or waits if the
+    /// VMM knows of its wait.
     pub(crate) fn missing(&mut self, gfn: Gfn, access: Access) -> Step {
         // If the slot was removed meanwhile, the access is repeated.
         let Ok(page) = self.vm.backing_addr(gfn.gpa()) else {
             return Step::Ran;
         };
-        if self
-            .faulted
-            .is_some_and(|last| last.waits && last.page == page)
-        {
+        let waits = |last: &Faulted| last.waits_for(page);
+        if self.faulted.as_ref().is_some_and(waits) {
             return self.wait_for_page(gfn, access);
         }
         // True if the VMM has accepted a token for this page and not reported it ready. After a
@@ -68,11 +62,16 @@ impl<P: Platform> VcpuOf<P> {
         if self.can_notify(gfn) {
             flags |= MemoryFaultFlags::CAN_NOTIFY;
         }
+        flags.set(
+            MemoryFaultFlags::EVICTED,
+            !self.vm.host.was_never_provided(page),
+        );
         self.faulted = Some(Faulted {
             gfn,
             page,
             access,
             waits: false,
+            ticket: None,
         });
         let missing = self.provided_with(gfn);
         Step::Exit(Exit::MemoryFault {
@@ -177,10 +176,18 @@ impl<P: Platform> VcpuOf<P> {
     }
 
     /// Waits for a page that the VMM provides. The page source is not asked, because the vCPU has
-    /// exited for the page.
+    /// exited for the page. If the page is evicted, its read begins.
     fn wait_for_page(&mut self, gfn: Gfn, access: Access) -> Step {
         let vm = &self.vm;
         let outcome = self.entry.bus.wait_for_page(gfn, access);
+        if let Some(Outcome::Missing(ticket) | Outcome::Pending(ticket)) = &outcome
+            && let Some(faulted) = self
+                .faulted
+                .as_mut()
+                .filter(|last| last.waits && last.gfn == gfn)
+        {
+            faulted.ticket = Some(ticket.clone());
+        }
         match outcome {
             None => Step::Ran,
             Some(Outcome::Missing(ticket)) => {

@@ -358,7 +358,7 @@ impl<P: Platform> VcpuOf<P> {
     pub(crate) fn blocked(&mut self) -> Step {
         let vcpu = self.index;
         let wait = match self.entry.bus.blocked.take() {
-            Some(blocked @ (Blocked::Page(_) | Blocked::NotProvided(..)))
+            Some(blocked @ (Blocked::Page(_) | Blocked::NotAtHand(..)))
                 if let Some(wait) = self.shared_page() =>
             {
                 // The guest may never retry its access, and an unstarted ticket would keep its
@@ -372,7 +372,7 @@ impl<P: Platform> VcpuOf<P> {
                 Some(ticket) => Wait::Page(ticket),
                 None => return Step::Ran,
             },
-            Some(Blocked::NotProvided(gfn, access)) => return self.missing(gfn, access),
+            Some(Blocked::NotAtHand(gfn, access)) => return self.missing(gfn, access),
             Some(Blocked::Memory) => Wait::Memory,
             Some(Blocked::RingFull) => return Step::Exit(Exit::DirtyRingFull),
             Some(Blocked::Busy) | None => return Step::Wait(Wait::Busy),

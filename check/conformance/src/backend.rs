@@ -7,7 +7,8 @@ use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 
 use lacuna_machine::{
-    Apf, Arch, CpuModel, Image, Logging, PageSource, SlotFlags, SlotId, Vm, set_logging_everywhere,
+    Apf, Arch, CpuModel, Image, Logging, MemorySlotError, PageSource, SlotFlags, SlotId, Vm,
+    set_logging_everywhere,
 };
 use lacuna_soft::LinuxBacking;
 
@@ -67,6 +68,19 @@ pub enum Missing {
     Waits,
     /// It exits to its VMM.
     Exits,
+    /// It exits, also for pages that were evicted.
+    ExitsIfNonresident,
+}
+
+impl Missing {
+    /// The flags of all slots of the boot layout.
+    const fn flags(self) -> SlotFlags {
+        match self {
+            Self::Waits => SlotFlags::empty(),
+            Self::Exits => SlotFlags::EXIT_ON_MISSING,
+            Self::ExitsIfNonresident => SlotFlags::EXIT_ON_NONRESIDENT,
+        }
+    }
 }
 
 /// The size in which pages are provided and discarded, as a body needs it.
@@ -180,9 +194,13 @@ pub trait Backend: Clone + Send + 'static {
     fn make(&self, request: &Request, image: &Image<'_>) -> Result<Made<Self>, Lacks> {
         let built = self.build(request)?;
         let vcpus = Vm::boot(&built.vm, image, &built.command_line);
-        let origin = request.origin.as_ref();
-        if origin.is_some_and(|origin| origin.missing == Missing::Exits) {
-            exit_on_missing(&*built.vm, SlotFlags::EXIT_ON_MISSING);
+        if let Some(origin) = &request.origin {
+            match set_slot_flags(&*built.vm, origin.missing.flags()) {
+                Err(error) if origin.missing == Missing::ExitsIfNonresident => {
+                    return Err(Lacks::because(error));
+                }
+                changed => changed.expect("slots of this VM"),
+            }
         }
         Ok(Made {
             vcpus: vcpus.expect("room for the image"),
@@ -204,9 +222,12 @@ pub trait Backend: Clone + Send + 'static {
 
 /// Sets the flags of every slot of the boot layout.
 pub fn exit_on_missing(vm: &impl Vm, flags: SlotFlags) {
-    for slot in vm.memory_slots() {
-        vm.set_slot_flags(slot.id, flags).expect("slots of this VM");
-    }
+    set_slot_flags(vm, flags).expect("slots of this VM");
+}
+
+fn set_slot_flags(vm: &impl Vm, flags: SlotFlags) -> Result<(), MemorySlotError> {
+    let mut slots = vm.memory_slots().into_iter();
+    slots.try_for_each(|slot| vm.set_slot_flags(slot.id, flags))
 }
 
 /// Tracks the writes to every slot from here on.

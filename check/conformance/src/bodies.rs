@@ -14,6 +14,7 @@ pub mod missing;
 pub mod missing_races;
 pub mod misuse;
 pub mod nmi;
+pub mod nonresident;
 pub mod odd_slots;
 pub mod powers;
 pub mod processors;

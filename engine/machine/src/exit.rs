@@ -41,6 +41,10 @@ bitflags::bitflags! {
         /// The guest can get page-not-present now: [`Vcpu::accept`] will succeed. Firecracker's
         /// patches for KVM use bit 5 too.
         const CAN_NOTIFY = 1 << 5;
+        /// The page was provided before, and then evicted; its slot has
+        /// [`EXIT_ON_NONRESIDENT`](lacuna_slots::SlotFlags::EXIT_ON_NONRESIDENT). Bring it back by
+        /// [`MissingMemory::populate`] or [`MissingMemory::fetch`]: `provide` does not change it.
+        const EVICTED = 1 << 6;
     }
 }
 
@@ -82,7 +86,8 @@ pub enum Exit {
         value: u64,
     },
     /// A vCPU accessed a never-provided page in a slot with
-    /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING). The VMM provides the page and
+    /// [`EXIT_ON_MISSING`](lacuna_slots::SlotFlags::EXIT_ON_MISSING), or any page without a frame
+    /// in a slot with `EXIT_ON_NONRESIDENT`. The VMM provides the page, or brings it back, and
     /// enters the vCPU again, and the vCPU repeats the access. Or the VMM accepts the token, and
     /// the guest runs another process until the page is ready: see [`MissingMemory`]. The fields
     /// before `token` are as in `KVM_EXIT_MEMORY_FAULT`.

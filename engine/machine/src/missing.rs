@@ -99,7 +99,10 @@ pub struct Provided {
 /// and for a vCPU's own accesses only, stage-1 walks included. Other accesses to missing memory,
 /// such as by devices and [`GuestMemory`](crate::GuestMemory), wait, and the VM's page source gets
 /// a request for the page. A page provided and then evicted causes no exit: the backend brings it
-/// back.
+/// back. In slots with
+/// [`SlotFlags::EXIT_ON_NONRESIDENT`](crate::SlotFlags::EXIT_ON_NONRESIDENT) it does, with
+/// [`MemoryFaultFlags::EVICTED`](crate::MemoryFaultFlags::EVICTED), as in that series. Only soft
+/// supports that flag.
 ///
 /// An exit makes its token *pending*. Then the token is *accepted*, or not, and *completed*:
 ///

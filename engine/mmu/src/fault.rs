@@ -41,9 +41,9 @@ pub enum Outcome {
     /// The page was never provided. Its region's page source is asked when a thread starts the
     /// ticket.
     Missing(Ticket),
-    /// The page was never provided, and its slot has [`SlotFlags::EXIT_ON_MISSING`]: the VMM
-    /// provides it. Nothing is in flight; see [`Mmu::wait_for_page`].
-    NotProvided,
+    /// The page is not at hand, and its slot exits ([`SlotFlags::exits`]): the VMM provides the
+    /// page, or brings it back. Nothing is in flight; see [`Mmu::wait_for_page`].
+    NotAtHand,
     /// No frame is free: reclaim, then try again.
     NoMemory,
     /// The access goes to a device: no slot has the page, or the access writes to a read-only slot.
@@ -105,7 +105,7 @@ impl<F: MmuFormat> Mmu<F> {
     }
 
     /// Resolves the page of `gfn` without mapping it, for a vCPU that waits for a page although its
-    /// slot has [`SlotFlags::EXIT_ON_MISSING`]. `None`: the page is present, so the access can be
+    /// slot exits ([`SlotFlags::exits`]). `None`: the page is present, so the access can be
     /// retried.
     #[cold]
     pub fn wait_for_page(&self, vcpu: &mut VcpuMmu, gfn: Gfn, access: Access) -> Option<Outcome> {
@@ -227,13 +227,20 @@ impl<'v> SlotFault<'v> {
 
     #[inline(always)]
     fn resolve(self, host: &Host, cache: &mut PerCpuPages) -> Result<PageFault<'v>, Outcome> {
-        // If the page is provided between this test and the next call, one exit is in vain.
-        if self.slot.flags.contains(SlotFlags::EXIT_ON_MISSING)
-            && host.is_missing(self.slot.backing_of(self.fault.gfn), cache)
-        {
-            return Err(Outcome::NotProvided);
+        // If the page arrives between this test and the next call, one exit is in vain.
+        if self.slot.flags.exits() && self.is_not_at_hand(host, cache) {
+            return Err(Outcome::NotAtHand);
         }
         self.resolve_in(host, cache)
+    }
+
+    /// Whether the page is one for which its slot exits.
+    fn is_not_at_hand(&self, host: &Host, cache: &mut PerCpuPages) -> bool {
+        let page = self.slot.backing_of(self.fault.gfn);
+        match self.slot.flags.contains(SlotFlags::EXIT_ON_NONRESIDENT) {
+            true => host.is_nonresident(page, cache),
+            false => host.is_missing(page, cache),
+        }
     }
 
     #[inline(always)]

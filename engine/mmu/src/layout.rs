@@ -21,7 +21,9 @@ use lacuna_sync::shim::Ordering;
 use std::sync::Arc;
 
 /// The flags that a slot may have.
-const SUPPORTED: SlotFlags = SlotFlags::READONLY.union(SlotFlags::EXIT_ON_MISSING);
+const SUPPORTED: SlotFlags = SlotFlags::READONLY
+    .union(SlotFlags::EXIT_ON_MISSING)
+    .union(SlotFlags::EXIT_ON_NONRESIDENT);
 
 impl<F: MmuFormat> Mmu<F> {
     /// Adds a slot.
@@ -41,10 +43,9 @@ impl<F: MmuFormat> Mmu<F> {
         self.insert_slot(spec)
     }
 
-    /// Only pages with a source are ever missing, so without a source no page would cause an exit.
+    /// A slot that exits has a source: it provides the pages for accesses that do not exit.
     fn check_source(&self, spec: SlotSpec) -> Result<(), SlotError> {
-        let exits = spec.flags.contains(SlotFlags::EXIT_ON_MISSING);
-        match exits && !self.host.has_source(spec.backing) {
+        match spec.flags.exits() && !self.host.has_source(spec.backing) {
             false => Ok(()),
             true => Err(SlotError::NoSource { id: spec.id }),
         }

@@ -40,6 +40,13 @@ impl Host {
         self.core.is_never_provided(PageNo::of(addr), cache)
     }
 
+    /// Whether no frame holds the page at `addr`: it is missing, swapped out, being read, or dropped
+    /// as zeros. False for a page that is lost or removed, because no thread can bring it back.
+    pub fn is_nonresident(&self, addr: BackingAddr, cache: &mut PerCpuPages) -> bool {
+        let page = PageNo::of(addr);
+        cache.find(page).is_some() && cache.region().lacks_frame(page)
+    }
+
     /// Whether the page at `addr` reads as zeros because no thread has touched it: its region has
     /// no page source. A page of zeros that was touched and dropped is none.
     pub fn is_untouched(&self, addr: BackingAddr, cache: &mut PerCpuPages) -> bool {
@@ -237,6 +244,19 @@ impl Region {
         match self.word(page).map(PageWord::load) {
             Some(PageState::Fetching { .. }) => true,
             state => state == Some(PageState::Empty) && self.word_counts(page),
+        }
+    }
+
+    fn lacks_frame(&self, page: PageNo) -> bool {
+        match self.word(page).map(PageWord::load) {
+            Some(PageState::Empty) => self.word_counts(page),
+            Some(
+                PageState::Fetching { .. }
+                | PageState::Zero
+                | PageState::Swapped { .. }
+                | PageState::Reading { .. },
+            ) => true,
+            _ => false,
         }
     }
 

@@ -116,8 +116,8 @@ pub enum SlotError {
     },
     /// The slot would both be read-only and exit on missing memory.
     #[error(
-        "{id}: a read-only slot cannot exit on missing memory: clear `READONLY` or \
-         `EXIT_ON_MISSING`"
+        "{id}: a read-only slot cannot exit on missing memory: clear `READONLY`, or \
+         `EXIT_ON_MISSING` and `EXIT_ON_NONRESIDENT`"
     )]
     ReadOnlyExits {
         /// The slot.
@@ -126,7 +126,7 @@ pub enum SlotError {
     /// The slot would exit on missing memory, but no page of it is ever missing.
     #[error(
         "{id}: no page source provides its memory, so no page of it is missing: clear \
-         `EXIT_ON_MISSING`, or give the VM a page source"
+         `EXIT_ON_MISSING` and `EXIT_ON_NONRESIDENT`, or give the VM a page source"
     )]
     NoSource {
         /// The slot.

@@ -22,9 +22,13 @@ bitflags::bitflags! {
         const READONLY = 1 << 0;
         /// A vCPU's access to a never provided page leaves the guest as a memory-fault exit, as
         /// with `KVM_MEM_EXIT_ON_MISSING` of the KVM series of 2023: the VMM provides the page and
-        /// enters the vCPU again. Without the flag the vCPU waits for the page source. A slot may
-        /// not have both this flag and `READONLY`, and its pages have a source.
+        /// enters the vCPU again. Without the flag the vCPU waits for the page source. A slot that
+        /// exits may not be `READONLY`, and its pages have a source.
         const EXIT_ON_MISSING = 1 << 3;
+        /// As `EXIT_ON_MISSING`, but a vCPU's access to every page without a frame leaves the
+        /// guest: also to a page that was provided and then evicted. So did the KVM series. The
+        /// VMM brings such a page back.
+        const EXIT_ON_NONRESIDENT = 1 << 4;
     }
 }
 
@@ -38,10 +42,16 @@ impl SlotFlags {
         if !flags.is_empty() {
             return Err(SlotError::UnsupportedFlags { id, flags });
         }
-        match self.contains(Self::READONLY | Self::EXIT_ON_MISSING) {
+        match self.contains(Self::READONLY) && self.exits() {
             false => Ok(()),
             true => Err(SlotError::ReadOnlyExits { id }),
         }
+    }
+
+    /// Whether an access to memory that is not at hand may leave the guest.
+    #[inline]
+    pub const fn exits(self) -> bool {
+        self.intersects(Self::EXIT_ON_MISSING.union(Self::EXIT_ON_NONRESIDENT))
     }
 }
 

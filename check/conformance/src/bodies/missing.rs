@@ -417,15 +417,15 @@ pub fn tokens_are_accepted_once<B: Backend>(backend: &B) -> Outcome {
 
 /// `verify` with every page behind exits, two vCPUs, and a late source.
 pub fn nothing_is_lost_with_exits<B: Backend>(backend: &B) -> Outcome {
-    with_exits(backend, Apf::Off)
+    with_exits(backend, Apf::Off, Missing::Exits)
 }
 
 /// The same, and the guest gets events for the pages.
 pub fn nothing_is_lost_with_exits_and_tokens<B: Backend>(backend: &B) -> Outcome {
-    with_exits(backend, Apf::On)
+    with_exits(backend, Apf::On, Missing::Exits)
 }
 
-fn with_exits<B: Backend>(backend: &B, apf: Apf) -> Outcome {
+pub(super) fn with_exits<B: Backend>(backend: &B, apf: Apf, missing: Missing) -> Outcome {
     let backend = backend.clone();
     within(move || {
         let source = Words::late(Duration::from_micros(300));
@@ -434,7 +434,7 @@ fn with_exits<B: Backend>(backend: &B, apf: Apf) -> Outcome {
             apf,
             origin: Some(Origin {
                 source: zeros,
-                missing: Missing::Exits,
+                missing,
             }),
             unit: match apf {
                 Apf::Off => Unit::Any,

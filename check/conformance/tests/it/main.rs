@@ -48,6 +48,20 @@ lacuna_conformance::suite! {
     }
 }
 
+/// Bodies that need a backend that evicts pages.
+mod evicts {
+    use super::*;
+
+    lacuna_conformance::suite!(@bodies {
+        kvm_x86_64: Kvm::default();
+        soft_x86_64: Soft::default();
+        soft_arm64: Soft::default().on(Arm64);
+    } {};
+        nonresident:
+            a_vcpu_exits_for_evicted_pages, nothing_is_lost_with_exits_for_evicted_pages;
+    );
+}
+
 /// Bodies of guests that are larger than their budget, on KVM with huge pages.
 mod over_budget {
     use super::*;

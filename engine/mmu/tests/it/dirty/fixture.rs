@@ -249,7 +249,7 @@ impl Vcpu {
             Outcome::NoMemory => {
                 let _ = fixture.host.reclaim_direct(self.vcpu.frames()).unwrap();
             }
-            Outcome::NotProvided => panic!("no slot exits"),
+            Outcome::NotAtHand => panic!("no slot exits"),
             Outcome::Mmio => return Err(Stuck::NoSlot),
             Outcome::Lost(page) => panic!("{page}"),
             Outcome::NoTables(error) => panic!("{error}"),

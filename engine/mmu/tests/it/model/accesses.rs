@@ -144,7 +144,7 @@ impl Bench {
                     let _ = self.host.reclaim_direct(self.vcpu.frames()).unwrap();
                     self.pass_time(100_000);
                 }
-                Outcome::NotProvided => panic!("no slot exits"),
+                Outcome::NotAtHand => panic!("no slot exits"),
                 Outcome::Mmio => return Seen::Mmio,
                 Outcome::Lost(_) => return Seen::Lost,
                 Outcome::NoTables(error) => panic!("{error}"),
