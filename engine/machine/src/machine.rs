@@ -45,6 +45,9 @@ pub struct Running<V: Vm> {
     end: PipeReader,
 }
 
+/// The call of [`Machine::with_threads`].
+type Prepare = Arc<dyn Fn(usize) -> io::Result<()> + Send + Sync>;
+
 /// Why there is no machine.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -78,7 +81,27 @@ impl<V: Vm> Machine<V> {
     /// The devices are for another architecture, a device lies over the guest's memory
     /// ([`PlatformDevices::check_memory`]), or the host refuses a thread or a pipe.
     pub fn new(vm: Arc<V>, devices: impl Into<Arc<PlatformDevices>>) -> Result<Self, MachineError> {
-        let devices = devices.into();
+        Self::make(vm, devices.into(), None)
+    }
+
+    /// As [`Machine::new`]. The thread of each vCPU first calls `prepare` with the vCPU's number:
+    /// to choose its processors, its priority or its control group.
+    ///
+    /// # Errors
+    /// As [`Machine::new`], and the error of `prepare`.
+    pub fn with_threads(
+        vm: Arc<V>,
+        devices: impl Into<Arc<PlatformDevices>>,
+        prepare: impl Fn(usize) -> io::Result<()> + Send + Sync + 'static,
+    ) -> Result<Self, MachineError> {
+        Self::make(vm, devices.into(), Some(Arc::new(prepare)))
+    }
+
+    fn make(
+        vm: Arc<V>,
+        devices: Arc<PlatformDevices>,
+        prepare: Option<Prepare>,
+    ) -> Result<Self, MachineError> {
         let config = vm.config();
         devices.check_arch(config.arch)?;
         devices.check_memory(&vm.memory_slots())?;
@@ -96,29 +119,49 @@ impl<V: Vm> Machine<V> {
             },
         };
         for index in 0..config.vcpus {
-            let started = machine.start_thread(index, Arc::clone(&writer));
-            started.map_err(|error| MachineError::Thread(no_thread(index, &error)))?;
+            let started = machine.start_thread(index, Arc::clone(&writer), prepare.clone());
+            started.map_err(MachineError::Thread)?;
         }
         Ok(machine)
     }
 
     /// The pipe ends when the last thread drops `writer`, also by a panic.
-    fn start_thread(&mut self, index: usize, writer: Arc<PipeWriter>) -> io::Result<()> {
+    fn start_thread(
+        &mut self,
+        index: usize,
+        writer: Arc<PipeWriter>,
+        prepare: Option<Prepare>,
+    ) -> Result<(), VcpuError> {
         let Running {
             vm, devices, pause, ..
         } = &self.running;
         let (vm, devices, pause) = (Arc::clone(vm), Arc::clone(devices), Arc::clone(pause));
         let (gate, vcpu) = channel();
+        let (prepared, result) = channel();
+        let prepares = prepare.is_some();
         let named = thread::Builder::new().name(format!("vcpu{index}"));
-        let thread = named.spawn(move || {
+        let spawned = named.spawn(move || {
             let _writer = writer;
+            if let Some(prepare) = prepare {
+                // The machine waits for this result.
+                let _ = prepared.send(prepare(index));
+            }
             // An error means that the machine was dropped.
             let vcpu = vcpu.recv().ok()?;
             run_one(vcpu, &devices, &*vm, &pause)
-        })?;
+        });
+        let thread = spawned.map_err(|error| no_thread(index, &error))?;
         self.gates.push(gate);
         self.running.threads.push(thread);
-        Ok(())
+        if !prepares {
+            return Ok(());
+        }
+        let result = result.recv();
+        let result = result.unwrap_or_else(|_| Err(io::Error::other("the call panicked")));
+        result.map_err(|error| VcpuError::Host {
+            vcpu: index,
+            cause: format!("cannot prepare its thread: {error}"),
+        })
     }
 
     /// Its VM.

@@ -12,6 +12,7 @@
 //! lacuna doctor                   what this host can do
 //! ```
 
+mod cores;
 mod ctl;
 mod dirty;
 mod lab;
@@ -24,6 +25,7 @@ mod serve;
 mod snapshot;
 mod tls;
 
+pub use cores::Cores;
 pub use ctl::{CtlArgs, CtlCommand, Pacing, WritesArgs};
 pub use dirty::{Dirty, DirtyArgs};
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};

@@ -3,6 +3,7 @@
 mod attend;
 mod disk;
 mod incoming;
+mod profile;
 mod report;
 mod restored;
 mod screen;
@@ -318,6 +319,7 @@ impl Job<'_> {
             last: observer.last(&end.end, end.status.as_deref()),
             verdict,
             trace_hash: end.trace_hash,
+            profile: end.profile.map(|samples| samples.rows(args)),
             before,
             migrated,
         };

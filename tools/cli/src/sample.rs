@@ -199,8 +199,23 @@ pub struct RunReport {
     pub received: Option<Received>,
     /// How the guest moved to another process; `None` if it stayed.
     pub migrated: Option<Migrated>,
+    /// The functions in which the vCPUs were, the most frequent first; `None` without `--profile`.
+    pub profile: Option<Vec<ProfileRow>>,
     /// The run at its end.
     pub last: RunSample,
+}
+
+/// A row of a profile.
+#[derive(Clone, PartialEq, Debug, Serialize)]
+pub struct ProfileRow {
+    /// The share of all samples, in percent.
+    pub percent: f64,
+    /// Samples.
+    pub samples: u64,
+    /// `kernel` or `user`; `None`: the vCPU waited for a page in the middle of an instruction.
+    pub privilege: Option<&'static str>,
+    /// The function of the image, or the address of the 4 KiB of code without a symbol.
+    pub symbol: String,
 }
 
 /// The snapshot read before a run.
@@ -337,6 +352,7 @@ impl RunReport {
             restored: None,
             received: None,
             migrated: None,
+            profile: None,
             last,
         }
     }

@@ -59,6 +59,8 @@ impl RunOn {
             seed: None,
             // `Command::trace` has the file.
             trace: None,
+            profile: false,
+            pin: None,
             append: String::new(),
             control: self.control,
             metrics: self.metrics,

@@ -1,6 +1,6 @@
 //! The options of `lacuna run`.
 
-use super::{DirtyArgs, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
+use super::{Cores, DirtyArgs, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::builder::ArgPredicate;
@@ -64,6 +64,9 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u32).range(1..=64))]
     pub vcpus: u32,
+    /// The host's processors on which the vCPUs' threads run, one each, as in 0-3 or 0,2
+    #[arg(long, value_name = "LIST", conflicts_with = "seed")]
+    pub pin: Option<Cores>,
     /// Where pages are swapped out to: file or mem (compressed memory), with ,latency=TIME and
     /// ,dir=PATH if wanted, as in file,dir=/var/tmp,latency=1ms [default: file]
     #[arg(long, value_name = "DEVICE")]
@@ -112,6 +115,10 @@ pub struct RunArgs {
     /// with their tokens, reads, invalidations, aging, exits. Perfetto opens it
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Interrupt the vCPUs a hundred times a second, and print which functions of the image they
+    /// were in
+    #[arg(long, conflicts_with = "seed")]
+    pub profile: bool,
     /// Start the guest paused: its first instruction follows a resume through --control, as by
     /// lacuna ctl SOCKET resume
     #[arg(long, requires = "control", conflicts_with = "incoming")]

@@ -1,13 +1,13 @@
 //! The report of a run: the sample before it, and its result.
 
-use super::{Refusal, Start};
+use super::{Refusal, Start, profile};
 use crate::args::{self, MemoryKind, RunArgs};
 use crate::control::words::{RANGES_SHOWN, missing_in_words};
 use crate::exit::Exit;
 use crate::live::summary;
 use crate::output::write_result_until_signal;
 use crate::pages::GuestPages;
-use crate::sample::{Before, Pages, Received, RunOptions, RunReport, RunSample};
+use crate::sample::{Before, Pages, ProfileRow, Received, RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
 use crate::size::Size;
 use lacuna::memory::HugePages;
@@ -43,6 +43,8 @@ fn limit(args: &RunArgs) -> Size {
 pub(super) struct Finished {
     /// The hash of a seeded run.
     pub trace_hash: Option<u64>,
+    /// Where its vCPUs were, with `--profile`.
+    pub profile: Option<Vec<ProfileRow>>,
     /// The counters at its end.
     pub last: RunSample,
     /// The preparation before it.
@@ -88,6 +90,10 @@ pub(super) fn finish<B: Builder>(
     if let Some(migrated) = &run.migrated {
         words.push_str(&crate::migrate::summary(migrated));
     }
+    if let Some(rows) = &run.profile {
+        words.push_str(&profile::text(rows));
+    }
+    report.profile = run.profile;
     words.push_str(&format!("outcome   {text}\n"));
     (report.restored, report.received) = (restored, received);
     report.migrated = run.migrated;

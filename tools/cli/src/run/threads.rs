@@ -2,6 +2,7 @@
 
 use super::attend::Attended;
 use super::incoming::{has_not_come, receive};
+use super::profile::Samples;
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start, disk};
 use crate::control::{ControlSocket, Controlled, Guest, counters};
@@ -35,6 +36,8 @@ pub(super) struct Ended<V> {
     pub status: Option<Vec<u8>>,
     /// The hash of everything that happened in a seeded run.
     pub trace_hash: Option<u64>,
+    /// Where its vCPUs were, with `--profile`.
+    pub profile: Option<Samples>,
 }
 
 impl<V: Vm> Ended<V> {
@@ -44,6 +47,7 @@ impl<V: Vm> Ended<V> {
             status: end.status(),
             end,
             trace_hash: None,
+            profile: None,
         }
     }
 }
@@ -71,6 +75,7 @@ where
     thread::scope(|scope| {
         let _attending = attended.start(scope, job, &devices).map_err(failed)?;
         let (mut before, running) = (Before::default(), OnceLock::new());
+        let mut profile = None;
         let guest = Guest {
             vm: &*vm,
             devices: &devices,
@@ -91,7 +96,13 @@ where
                 control,
                 incoming_guest: incoming_guest(job),
             };
-            let machine = Machine::new(Arc::clone(&vm), Arc::clone(&devices));
+            let machine = match job.args.pin.clone() {
+                None => Machine::new(Arc::clone(&vm), Arc::clone(&devices)),
+                Some(cores) => {
+                    let pin = move |vcpu| cores.pin(vcpu);
+                    Machine::with_threads(Arc::clone(&vm), Arc::clone(&devices), pin)
+                }
+            };
             let machine = machine.map_err(|error| (error.kind().into(), cannot_start(&error)));
             let begun =
                 machine.and_then(|machine| begin(scope, job, builder, machine, &mut before));
@@ -99,7 +110,7 @@ where
                 if let Some((_, guest)) = &controlled {
                     guest.begins(&|| job.signals.caught().is_some());
                 }
-                run_begun(job, begun, &guest, watch)
+                run_begun(job, begun, &guest, watch, &mut profile)
             });
             // Clients wait until the run begins or ends.
             let run = run.inspect_err(|_| devices.end(Ending::Stopped, &*vm));
@@ -116,7 +127,11 @@ where
         let end = running.into_inner().expect("it has run").wait();
         // The status page may be swapped out, or missing.
         vm.end_latency();
-        Ok((Ended::of(end), before))
+        let ended = Ended {
+            profile,
+            ..Ended::of(end)
+        };
+        Ok((ended, before))
     })
 }
 
@@ -157,6 +172,7 @@ fn run_begun<V: Vm>(
     begun: Begun<'_, V>,
     guest: &Guest<'_, V>,
     watch: Watch<'_, V>,
+    profile: &mut Option<Samples>,
 ) -> Result<Option<LazyPages>, Refusal> {
     let (vm, devices) = (guest.vm, guest.devices);
     thread::scope(|scope| {
@@ -171,6 +187,11 @@ fn run_begun<V: Vm>(
         }
         let start = || begun.machine.start(begun.vcpus);
         let running = guest.running.get_or_init(start);
+        if job.args.profile {
+            let named = thread::Builder::new().name("lacuna-profile".into());
+            let work = || *profile = Some(Samples::take(running, devices));
+            named.spawn_scoped(scope, work).map_err(failed)?;
+        }
         loop {
             watch(vm, devices, running.now());
             if running.wait_timeout(WATCH) {

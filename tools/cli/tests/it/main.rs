@@ -8,6 +8,7 @@ mod metrics;
 mod migrate;
 mod monitors;
 mod pages;
+mod pin;
 mod signals;
 mod snapshot;
 mod sources;

@@ -123,3 +123,26 @@ fn an_unwritable_trace_is_refused_before_the_run() {
     );
     assert_eq!(output.status.code(), Some(3));
 }
+
+/// `--profile`: the functions of the image in which the vCPUs were.
+#[test]
+fn a_profile_has_the_functions_of_the_image() {
+    if let Some(reason) = lacuna_guest::unavailable() {
+        lacuna_skip::skip_test(reason);
+    }
+    let run = "run bm --memory 16M --quiet --profile --json - --append seconds=1";
+    let output = lacuna(run);
+    assert!(output.status.success(), "{output:?}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rows = report["profile"].as_array().unwrap();
+    let percent: f64 = rows
+        .iter()
+        .map(|row| row["percent"].as_f64().unwrap())
+        .sum();
+    assert!((percent - 100.0).abs() < 1e-6, "{rows:?}");
+    // The processes of `bm` are in a program without symbols, and its kernel has some.
+    let of = |privilege: &'static str| rows.iter().filter(move |row| row["privilege"] == privilege);
+    assert!(of("user").count() > 0, "{rows:?}");
+    let named = of("kernel").filter(|row| !row["symbol"].as_str().unwrap().starts_with("0x"));
+    assert!(named.count() > 0, "{rows:?}");
+}
