@@ -164,8 +164,12 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "lacuna-virtio",
         ],
     ),
+    ("lacuna-control", &["lacuna"]),
     // What any VMM may import, and what is the repository's own.
-    ("lacuna-cli", &["lacuna", "lacuna-guest", "lacuna-lab"]),
+    (
+        "lacuna-cli",
+        &["lacuna", "lacuna-control", "lacuna-guest", "lacuna-lab"],
+    ),
     (
         "lacuna-fuzz",
         &[

@@ -5,8 +5,8 @@
 
 use crate::finding::Finding;
 
-/// The folders of crates whose locks are ranked. The tools, the tests and `base` itself may use the
-/// standard library's.
+/// The folders of crates whose locks are ranked. `control`, the tools, the tests and `base` itself
+/// may use the standard library's.
 const RANKED: [&str; 6] = [
     "memory/", "engine/", "cpu/", "backend/", "migrate/", "virtio/",
 ];

@@ -2,14 +2,13 @@
 //! [`monitor`].
 
 use crate::args::{CtlArgs, CtlCommand, Output};
-use crate::control::client::Client;
-use crate::control::message::{Answer, Request, State, Status};
-use crate::exit::Exit;
-use crate::migrate::{no_answer, progress};
+use crate::exit::{Exit, no_answer};
+use crate::migrate::progress;
 use crate::monitor;
 use crate::output::{check_target, visible, write_result};
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
+use lacuna_control::{AskError, Client, State, Status};
 use lacuna_lab::result::SCHEMA;
 use serde::Serialize;
 use std::path::Path;
@@ -29,29 +28,29 @@ struct CtlReport {
 pub fn ctl(args: &CtlArgs) -> Exit {
     let control = &args.control;
     exit_of(match &args.command {
-        CtlCommand::Status(output) => ask(control, &Request::Status {}, output),
-        CtlCommand::Pause(output) => ask(control, &Request::Pause {}, output),
-        CtlCommand::Resume(output) => ask(control, &Request::Resume {}, output),
-        CtlCommand::Stop(output) => ask(control, &Request::Stop {}, output),
+        CtlCommand::Status(output) => ask(control, Client::status, output),
+        CtlCommand::Pause(output) => ask(control, Client::pause, output),
+        CtlCommand::Resume(output) => ask(control, Client::resume, output),
+        CtlCommand::Stop(output) => ask(control, Client::stop, output),
         CtlCommand::Stat(pacing) => monitor::stat(control, pacing),
         CtlCommand::Dirty(args) => monitor::writes(control, args),
     })
 }
 
-fn ask(control: &Path, request: &Request, output: &Output) -> Result<Exit, Refusal> {
+/// A request whose answer is the status after it.
+pub(crate) type Request = fn(&mut Client) -> Result<Status, AskError>;
+
+fn ask(control: &Path, request: Request, output: &Output) -> Result<Exit, Refusal> {
     check_target(output).map_err(|error| (Exit::Host, error.to_string()))?;
-    let client = Client::connect(control);
-    let answer = client.and_then(|mut client| client.ask(request, &mut |_| {}));
-    let Answer::Status(status) = answer.map_err(|error| (error.exit(), error.to_string()))? else {
-        return Err(no_answer(control));
-    };
+    let status = Client::connect(control).and_then(|mut client| request(&mut client));
+    let status = status.map_err(no_answer)?;
     let text = in_words(&status);
     let report = CtlReport {
         schema: SCHEMA,
         command: std::env::args().collect::<Vec<_>>().join(" "),
         outcome: "done",
         exit_code: 0,
-        status: *status,
+        status,
     };
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
     let written = write_result(output, &text, &(json + "\n"));

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use lacuna::ErrorKind;
 use lacuna::migrate::transport::TransportError;
+use lacuna_control::{AskError, Refused};
 use lacuna_lab::experiment::LabError;
 
 use crate::signals::Signal;
@@ -94,6 +95,16 @@ impl From<ErrorKind> for Exit {
 
 /// The exit code and the text for the user.
 pub(crate) fn transport_refusal(error: TransportError) -> (Exit, String) {
+    (error.kind().into(), error.to_string())
+}
+
+/// The exit code and the text for the user.
+pub(crate) fn refusal(refused: Refused) -> (Exit, String) {
+    (refused.kind.into(), refused.text)
+}
+
+/// The exit code and the text for the user.
+pub(crate) fn no_answer(error: AskError) -> (Exit, String) {
     (error.kind().into(), error.to_string())
 }
 

@@ -10,8 +10,8 @@
 //!
 //! * [`args`], [`size`]: the command line, and numbers as people write them.
 //! * [`sample`], [`live`]: the counters of a run at one moment, and how they are shown.
-//! * [`snapshot`], [`migrate`], [`ctl`], [`monitor`], [`control`]: `lacuna snapshot`, `lacuna
-//!   migrate`, `lacuna ctl`, and the control socket of a running guest.
+//! * [`snapshot`], [`migrate`], [`ctl`], [`monitor`]: `lacuna snapshot`, `lacuna migrate`, `lacuna
+//!   ctl`, which are clients of a control socket.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
 //! * [`serve`]: `lacuna serve`.
 //! * [`lab`]: `lacuna lab`, and `lacuna` alone.
@@ -20,12 +20,11 @@
 //! * [`log`], [`trace`]: events of the engine on stderr, and in a file for Perfetto.
 //! * [`metrics`]: the engine's counters by HTTP.
 //!
-//! It imports `lacuna`, `lacuna-lab` and `lacuna-guest`, and nothing else of the workspace. No
-//! `unsafe`.
+//! It imports `lacuna`, `lacuna-control`, `lacuna-lab` and `lacuna-guest`, and nothing else of the
+//! workspace. No `unsafe`.
 #![forbid(unsafe_code)]
 
 pub mod args;
-pub mod control;
 pub mod ctl;
 pub mod doctor;
 pub mod exit;
@@ -46,5 +45,4 @@ pub mod serve;
 pub mod signals;
 pub mod size;
 pub mod snapshot;
-mod store;
 pub mod trace;

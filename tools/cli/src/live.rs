@@ -15,8 +15,9 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna_lab::report::{short, time};
 use rustix::termios::tcgetwinsize;
 
-use crate::sample::{Apf, Dirty, DirtyCounts, Huge, Pages, RunSample, Stalls, Thread};
+use crate::sample::{Apf, Dirty, DirtyCounts, Huge, RunSample, Stalls, Thread};
 use crate::size::Size;
+use lacuna_control::Pages;
 
 /// The widest bar.
 const BAR: usize = 24;

@@ -1,9 +1,8 @@
 //! `lacuna migrate`: moves a running guest to another process.
 
 use crate::args::MigrateArgs;
-use crate::control::client::Client;
-use crate::control::message::{Answer, Progress, Request};
-use crate::exit::Exit;
+use crate::ctl::Request;
+use crate::exit::{Exit, no_answer};
 use crate::output::{check_target, visible, write_result};
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
@@ -13,21 +12,19 @@ use lacuna::migrate::Budget;
 use lacuna::migrate::session::{Migrated, OutgoingProgress, OutgoingStage};
 use lacuna::migrate::stream::Mode;
 use lacuna::migrate::transport::{Address, TlsFiles};
+use lacuna_control::{Client, MoveRequest};
 use lacuna_lab::report::{short, time};
 use lacuna_lab::result::SCHEMA;
 use serde::Serialize;
-use std::path::Path;
 use std::time::Duration;
 
 /// Does what `args` say; prints the result and returns the exit code.
 pub fn migrate(args: &MigrateArgs) -> Exit {
     exit_of(match &args.to {
         Some(to) => move_to(args, to),
-        None if args.cancel => decide(args, &Request::Cancel {}, "cancelled"),
-        None if args.post_copy => {
-            decide(args, &Request::PostCopy {}, "the guest is asked to go now")
-        }
-        None => decide(args, &Request::Keep {}, "the guest is resumed here"),
+        None if args.cancel => decide(args, Client::cancel, "cancelled"),
+        None if args.post_copy => decide(args, Client::post_copy, "the guest is asked to go now"),
+        None => decide(args, Client::keep, "the guest is resumed here"),
     })
 }
 
@@ -56,48 +53,35 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
             key: absolute(&files.key)?,
         })
     });
-    let request = Request::Migrate {
+    let request = MoveRequest {
         tls: files.transpose()?,
         to: to.to_string(),
         mode: args.mode.map(Into::into),
         streams: args.streams,
-        compress: args.compress,
+        compress: args.compress.map(Into::into),
         bandwidth: args.bandwidth,
         downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
     };
     let live = line(args.output.quiet);
-    let mut show = |now: Progress| {
-        if let Progress::Moving(now) = now {
-            live.set_message(format!("moving {}", progress(&now)));
-            live.tick();
-        }
+    let mut show = |now: OutgoingProgress| {
+        live.set_message(format!("moving {}", progress(&now)));
+        live.tick();
     };
     let client = Client::connect(&args.control);
-    let answer = client.and_then(|mut client| client.ask(&request, &mut show));
+    let migrated = client.and_then(|mut client| client.migrate(request, &mut show));
     live.finish_and_clear();
-    let answer = answer.map_err(|error| (error.exit(), error.to_string()))?;
-    let Answer::Migrated(migrated) = answer else {
-        return Err(no_answer(&args.control));
-    };
+    let migrated = migrated.map_err(no_answer)?;
     let text = summary(&migrated) + &advice(args, &migrated);
     let outcome = migrated.outcome();
     report(args, text, outcome, Some(migrated))
 }
 
-fn decide(args: &MigrateArgs, request: &Request, outcome: &str) -> Result<Exit, Refusal> {
+fn decide(args: &MigrateArgs, request: Request, outcome: &str) -> Result<Exit, Refusal> {
     check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
     let client = Client::connect(&args.control);
-    let answer = client.and_then(|mut client| client.ask(request, &mut |_| {}));
-    match answer.map_err(|error| (error.exit(), error.to_string()))? {
-        Answer::Status(_) => report(args, format!("{outcome}\n"), outcome.into(), None),
-        _ => Err(no_answer(&args.control)),
-    }
-}
-
-/// The VM has answered something else.
-pub(crate) fn no_answer(control: &Path) -> Refusal {
-    let text = format!("{}: no answer to this request", control.display());
-    (Exit::Host, text)
+    let status = client.and_then(|mut client| request(&mut client));
+    status.map_err(no_answer)?;
+    report(args, format!("{outcome}\n"), outcome.into(), None)
 }
 
 fn report(

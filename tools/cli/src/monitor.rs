@@ -1,14 +1,12 @@
 //! `lacuna ctl SOCKET stat` and `dirty`: a running guest, period by period.
 
 use crate::args::{JsonTarget, Pacing, WritesArgs};
-use crate::control::client::{AskError, Client};
-use crate::control::message::{Answer, Progress, Request, Writes};
-use crate::exit::Exit;
-use crate::migrate::no_answer;
+use crate::exit::{Exit, no_answer};
 use crate::output::{complain, visible};
 use crate::run::Refusal;
 use crate::size::Size;
 use lacuna::PAGE_SIZE;
+use lacuna_control::{AskError, Client, WatchRequest, Writes};
 use lacuna_lab::report::short;
 use rustix::termios::tcgetwinsize;
 use serde::Serialize;
@@ -27,19 +25,16 @@ use std::time::{Duration, Instant};
 /// The exit code and the text for the user.
 pub fn stat(control: &Path, pacing: &Pacing) -> Result<Exit, Refusal> {
     let mut printer = Printer::of(pacing.json.as_ref())?;
-    let mut client = Client::connect(control).map_err(refusal)?;
-    let mut read = || match client.ask(&Request::Stat {}, &mut |_| {}) {
-        Ok(Answer::Stat(counters)) => Ok(Some((Instant::now(), counters))),
-        Err(AskError::Gone { .. }) => Ok(None),
-        Err(error) => Err(refusal(error)),
-        Ok(_) => Err(no_answer(control)),
-    };
-    let mut before = read()?.ok_or_else(|| no_answer(control))?;
+    let mut client = Client::connect(control).map_err(no_answer)?;
+    let mut read = || Ok((Instant::now(), client.counters()?));
+    let mut before = read().map_err(no_answer)?;
     let mut left = pacing.count.map(u64::from);
     while left != Some(0) {
         thread::sleep(pacing.every);
-        let Some(now) = read()? else {
-            return Ok(ended(GONE));
+        let now = match read() {
+            Ok(now) => now,
+            Err(AskError::Gone { .. }) => return Ok(ended(GONE)),
+            Err(error) => return Err(no_answer(error)),
         };
         let rates = Rates::between(&before, &now);
         let rows = io::stdout().is_terminal().then(rows);
@@ -58,36 +53,26 @@ pub fn stat(control: &Path, pacing: &Pacing) -> Result<Exit, Refusal> {
 /// The exit code and the text for the user.
 pub fn writes(control: &Path, args: &WritesArgs) -> Result<Exit, Refusal> {
     let mut printer = Printer::of(args.pacing.json.as_ref())?;
-    let mut client = Client::connect(control).map_err(refusal)?;
-    client.send(&Request::Dirty {
+    let client = Client::connect(control).map_err(no_answer)?;
+    let periods = client.watch(WatchRequest {
         every_ms: Some(milliseconds(args.pacing.every)),
         window_ms: Some(milliseconds(args.window)),
         count: args.pacing.count,
-        detect: args.dirty,
+        detect: args.dirty.map(Into::into),
     });
-    let mut is_first = true;
-    loop {
-        let (writes, is_last) = match client.read() {
-            Ok(Answer::Progress(Progress::Writes(writes))) => (writes, false),
-            Ok(Answer::Dirty(writes)) => (writes, true),
-            Ok(Answer::Status(status)) => {
-                let how = status.ending.unwrap_or_default();
-                return Ok(ended(&format!("the run has ended: {how}")));
-            }
-            Err(AskError::Gone { .. }) if !is_first => return Ok(ended(GONE)),
-            Err(error) => return Err(refusal(error)),
-            Ok(_) => return Err(no_answer(control)),
+    for (index, writes) in periods.enumerate() {
+        let writes = match writes {
+            Ok(writes) => writes,
+            Err(error @ AskError::Ended(_)) => return Ok(ended(&error.to_string())),
+            Err(AskError::Gone { .. }) if index > 0 => return Ok(ended(GONE)),
+            Err(error) => return Err(no_answer(error)),
         };
-        let printed = printer.print(&in_words(&writes, args.window), &writes)?;
-        if is_last || printed.is_break() {
-            return Ok(Exit::Done);
+        let text = in_words(&writes, args.window);
+        if printer.print(&text, &writes)?.is_break() {
+            break;
         }
-        is_first = false;
     }
-}
-
-fn refusal(error: AskError) -> Refusal {
-    (error.exit(), error.to_string())
+    Ok(Exit::Done)
 }
 
 const GONE: &str = "the VM has closed its control socket: its own output says why it ended";

@@ -4,14 +4,15 @@ use crate::args::{Backend, PagesFrom, Patience, RunArgs};
 use crate::exit::Exit;
 use crate::output::complain;
 use crate::run::{Lazy, Refusal};
-use crate::sample::Pages;
 use lacuna::memory::{MemorySlotError, SlotFlags};
+use lacuna::metrics::Metrics;
 use lacuna::migrate::Snapshot;
 use lacuna::migrate::session::IncomingHandle;
 use lacuna::source::{
     External, FileError, Measured, MemoryFile, PageSource, Peer, PeerError, Policy, Zeros,
 };
 use lacuna::{PageCount, Vm};
+use lacuna_control::{PageCounts, Pages};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -247,15 +248,25 @@ impl GuestPages {
             p99_ns: ns(stats.p99),
         }
     }
+}
 
-    /// Why the source provides no page at present. A guest with all of its memory needs no source.
-    pub fn outage(&self) -> Option<String> {
+impl PageCounts for GuestPages {
+    fn pages(&self, ran: Duration) -> Pages {
+        self.count(&Pages::default(), ran)
+    }
+
+    /// A guest with all of its memory needs no source.
+    fn outage(&self) -> Option<String> {
         let reason = self.source.outage()?;
         let now = self.count(&Pages::default(), Duration::ZERO);
         (now.missing > 0).then(|| {
             let source = self.source.describe();
             format!("{source} provides no pages: {reason}")
         })
+    }
+
+    fn fill(&self, to: &mut Metrics) {
+        self.source.stats().fill(to);
     }
 }
 

@@ -13,8 +13,7 @@ pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
 
 use crate::args::{self, Backend, RunArgs, SwapMedium};
-use crate::control::{ClientActions, ControlSocket};
-use crate::exit::Exit;
+use crate::exit::{self, Exit};
 use crate::image::{check_limits, load};
 use crate::metrics::MetricsSocket;
 use crate::observe::{Observer, Watched};
@@ -29,6 +28,7 @@ use lacuna::source::PageSource;
 use lacuna::{
     Apf, Arch, Builder, CpuModel, Ending, Image, Nanos, PageCount, PlatformDevices, VcpuError, Vm,
 };
+use lacuna_control::ControlSocket;
 use report::{Finished, at_first, finish};
 use screen::Screen;
 use std::sync::Arc;
@@ -139,7 +139,7 @@ impl Sockets {
     fn open(args: &RunArgs) -> Result<Self, Refusal> {
         let control = args.control.as_deref().map(ControlSocket::open);
         Ok(Self {
-            control: control.transpose()?,
+            control: control.transpose().map_err(exit::refusal)?,
             metrics: args.metrics.map(MetricsSocket::open).transpose()?,
         })
     }
@@ -300,14 +300,13 @@ impl Job<'_> {
         screen.finish();
         let (end, mut before) = done?;
         restored::count_demands(self, &mut before.restored);
-        let actions = self.client_actions();
         if let Some(arrival) = self.start.arrival() {
             before.received = Some(incoming::received(arrival.handle()));
         }
-        let migrated = actions.and_then(|actions| actions.moved().cloned());
+        let migrated = self.control.and_then(|socket| socket.moved().cloned());
         let asked = Asked {
             signal: signals.caught(),
-            stopped: actions.is_some_and(ClientActions::has_stopped),
+            stopped: self.control.is_some_and(ControlSocket::has_stopped),
             moved: migrated.as_ref().map(Migrated::outcome),
         };
         let record_failed = before.restored.as_ref().and_then(Restored::record_error);
@@ -326,16 +325,11 @@ impl Job<'_> {
         finish(args, builder, self.start, signals, run)
     }
 
-    /// How clients have ended the run.
-    fn client_actions(&self) -> Option<&ClientActions> {
-        self.control.map(ControlSocket::actions)
-    }
-
     /// Calls `end`, unless a guest that was handed over needs pages of this process. Returns
     /// whether `end` was called.
     fn unless_needed(&self, end: impl FnOnce()) -> bool {
-        match self.client_actions() {
-            Some(actions) => actions.unless_needed(end),
+        match self.control {
+            Some(socket) => socket.unless_needed(end),
             None => {
                 end();
                 true

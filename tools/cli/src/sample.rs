@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use lacuna::migrate::session::{Migrated, MissingRange};
 use lacuna::migrate::stream::Mode;
+use lacuna_control::Pages;
 use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::result::SCHEMA;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 /// The counters of a run at one moment. All counts are since its start.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
@@ -41,29 +42,6 @@ pub struct RunSample {
     pub dirty: Dirty,
     /// Pages of the page source; `None` without `--pages-from`.
     pub pages: Option<Pages>,
-}
-
-/// The pages of a guest with a page source.
-#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
-pub struct Pages {
-    /// Pages of the guest.
-    pub total: u64,
-    /// Present pages: the source has provided them, or they are zeros in a snapshot.
-    pub present: u64,
-    /// Pages that only the source has.
-    pub missing: u64,
-    /// Pages that the source has failed to provide.
-    pub lost: u64,
-    /// Whether all pages are here, so that the guest needs its source no more.
-    pub whole: bool,
-    /// Requested pages that the source has not answered.
-    pub in_flight: u64,
-    /// Pages a second since the sample before; at the end of the run, since its start.
-    pub rate: f64,
-    /// Half of the pages arrived within this time, in nanoseconds.
-    pub p50_ns: u64,
-    /// 99 of 100 pages arrived within this time.
-    pub p99_ns: u64,
 }
 
 /// Host memory in pages of 2 MiB.

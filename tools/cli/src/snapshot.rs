@@ -1,15 +1,14 @@
 //! `lacuna snapshot`: saves a running guest, and resumes a saved one.
 
 use crate::args::{Patience, RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
-use crate::control::client::Client;
-use crate::control::message::{Answer, Progress, Request, Saved};
-use crate::exit::Exit;
+use crate::exit::{self, Exit, no_answer};
 use crate::output::{check_target, write_result};
 use crate::pages::Restoring;
 use crate::run::{Lazy, Record, Refusal, Start, catch_signals, exit_of, run_from};
-use crate::store::{self, url};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna::migrate::{MigrateError, Snapshot, Touches};
+use lacuna_control::store::{self, url};
+use lacuna_control::{Client, SaveRequest, Saved, Saving};
 use lacuna_lab::report::time;
 use lacuna_lab::result::SCHEMA;
 use serde::Serialize;
@@ -40,28 +39,22 @@ struct SaveReport {
 fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
     let host = |error: &dyn ToString| (Exit::Host, error.to_string());
     check_target(&args.output).map_err(|error| host(&error))?;
-    let request = Request::Snapshot {
+    let request = SaveRequest {
         path: place(&args.folder)?,
         downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
         track: args.track,
         base: args.base.as_deref().map(place).transpose()?,
     };
     let (began, live) = (Instant::now(), bar(args.output.quiet));
-    let mut show = |now: Progress| {
-        if let Progress::Saving(now) = now {
-            live.set_length(now.pages);
-            live.set_position(now.done);
-            live.set_message(format!("saving, round {}", now.round));
-        }
+    let mut show = |now: Saving| {
+        live.set_length(now.pages);
+        live.set_position(now.done);
+        live.set_message(format!("saving, round {}", now.round));
     };
     let client = Client::connect(&args.control);
-    let answer = client.and_then(|mut client| client.ask(&request, &mut show));
+    let saved = client.and_then(|mut client| client.save(request, &mut show));
     live.finish_and_clear();
-    let answer = answer.map_err(|error| (error.exit(), error.to_string()))?;
-    let Answer::Snapshot(saved) = answer else {
-        let text = format!("{}: no answer to this request", args.control.display());
-        return Err((Exit::Host, text));
-    };
+    let saved = saved.map_err(no_answer)?;
     let seconds = began.elapsed().as_secs_f64();
     let by = match &saved.detected_by {
         None => String::new(),
@@ -139,7 +132,7 @@ fn open(args: &RestoreArgs, interrupt: &Arc<AtomicBool>) -> Result<Snapshot, Ref
         None => Snapshot::open(&args.folder),
         Some(url) => {
             let patience = Patience::of_threads(args.patience);
-            Snapshot::open_in(store::open(url, patience, interrupt)?)
+            Snapshot::open_in(store::open(url, patience, interrupt).map_err(exit::refusal)?)
         }
     };
     opened.map_err(|error| refusal(&error))

@@ -2,7 +2,6 @@
 
 use clap::{Args, ValueEnum};
 use lacuna::dirty::{Backup, Detection, RingSize};
-use serde::{Deserialize, Serialize};
 
 /// `--dirty` and `--delivery`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Args)]
@@ -18,8 +17,7 @@ pub struct DirtyArgs {
 }
 
 /// `--dirty`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Dirty {
     /// Page-modification logging
     Pml,

@@ -6,7 +6,6 @@ use crate::size::{parse_duration, parse_rate};
 use clap::{Args, ValueEnum};
 use lacuna::migrate::stream::{Compression, Mode};
 use lacuna::migrate::transport::Address;
-use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -90,8 +89,7 @@ impl From<MoveMode> for Mode {
 }
 
 /// `--compress`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Compress {
     /// Not at all
     None,

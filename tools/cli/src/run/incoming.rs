@@ -7,8 +7,6 @@
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Sockets, Start, run_with};
 use crate::args::RunArgs;
-use crate::control::words::{RANGES_SHOWN, undecided_at_destination};
-use crate::control::{Awaiting, ClientActions, ControlSocket};
 use crate::exit::{Exit, transport_refusal};
 use crate::migrate::{line, words};
 use crate::output::{check_target, complain, visible};
@@ -20,6 +18,7 @@ use lacuna::migrate::stream::Prepared;
 use lacuna::migrate::transport::{Address, Listener};
 use lacuna::migrate::{MachineConfig, MigrateError};
 use lacuna::{PAGE_SIZE, PlatformDevices, Vm};
+use lacuna_control::{Awaiting, ControlSocket, undecided_at_destination};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -73,7 +72,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let at = destination.address().to_string();
     complain(&format!("waiting for a guest at {at}"));
     let control = sockets.control.as_ref();
-    let is_stopped = || control.is_some_and(|it| it.actions().has_stopped());
+    let is_stopped = || control.is_some_and(ControlSocket::has_stopped);
     loop {
         let arrival = match control {
             None => destination.wait().map_err(transport_refusal)?,
@@ -103,8 +102,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
 fn report(event: IncomingEvent<'_>) {
     match event {
         IncomingEvent::Cut(handle) => {
-            let undecided = undecided_at_destination(&handle.progress(RANGES_SHOWN));
-            complain(&undecided.unwrap_or_default());
+            complain(&undecided_at_destination(handle).unwrap_or_default());
         }
         event => complain(&visible(&event.to_string())),
     }
@@ -115,10 +113,10 @@ fn wait_controlled<'a>(
     destination: &'a Destination,
     socket: &ControlSocket,
 ) -> Result<Option<Arrival<'a>>, Refusal> {
-    let awaiting = Awaiting::new(destination, socket.actions());
+    let awaiting = Awaiting::new(destination, socket);
     thread::scope(|scope| {
         let named = thread::Builder::new().name("lacuna-control".into());
-        let serving = named.spawn_scoped(scope, || socket.serve(&awaiting));
+        let serving = named.spawn_scoped(scope, || awaiting.serve());
         serving.map_err(failed)?;
         let end = EndServing::of(socket);
         let arrival = destination.wait().map_err(transport_refusal);
@@ -178,7 +176,7 @@ pub(super) fn receive<V: Vm>(
 
 /// The exit code and the text for a guest that has not arrived.
 pub(super) fn has_not_come(job: &Job<'_>, why: &MigrateError) -> Refusal {
-    let is_stopped = job.client_actions().is_some_and(ClientActions::has_stopped);
+    let is_stopped = job.control.is_some_and(ControlSocket::has_stopped);
     let is_asked_for = job.signals.caught().is_some() || is_stopped;
     match why {
         MigrateError::Cancelled | MigrateError::Cut(_) if is_asked_for => {

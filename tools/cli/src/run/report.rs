@@ -2,17 +2,17 @@
 
 use super::{Refusal, Start, profile};
 use crate::args::{self, MemoryKind, RunArgs};
-use crate::control::words::{RANGES_SHOWN, missing_in_words};
 use crate::exit::Exit;
 use crate::live::summary;
 use crate::output::write_result_until_signal;
 use crate::pages::GuestPages;
-use crate::sample::{Before, Pages, ProfileRow, Received, RunOptions, RunReport, RunSample};
+use crate::sample::{Before, ProfileRow, Received, RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
 use crate::size::Size;
 use lacuna::memory::HugePages;
 use lacuna::migrate::session::Migrated;
 use lacuna::{Builder, Ending, Vm as _};
+use lacuna_control::{PageCounts as _, missing_in_words};
 use lacuna_lab::report::time;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages
         budget_bytes: limit(args).0,
         huge: (soft && huge).then(Default::default),
         apf: (soft && args.apf == args::Apf::On).then(Default::default),
-        pages: pages.map(|pages| pages.count(&Pages::default(), Duration::ZERO)),
+        pages: pages.map(|pages| pages.pages(Duration::ZERO)),
         ..RunSample::default()
     }
 }
@@ -130,7 +130,7 @@ fn received_in_words(received: &Received) -> String {
         text.push_str(&format!("; {cuts} cuts"));
     }
     if *missing > 0 {
-        let missing = missing_in_words(*missing, &ranges[..ranges.len().min(RANGES_SHOWN)]);
+        let missing = missing_in_words(*missing, ranges);
         text.push_str(&format!("; these have never come: {missing}"));
     }
     text + "\n"

@@ -5,14 +5,16 @@ use super::incoming::{has_not_come, receive};
 use super::profile::Samples;
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start, disk};
-use crate::control::{ControlSocket, Controlled, Guest, counters};
 use crate::exit::Exit;
 use crate::observe::Watched;
+use crate::pages::GuestPages;
 use crate::sample::{Before, LazyPages};
 use lacuna::device::Console;
+use lacuna::metrics::Metrics;
 use lacuna::migrate::session::{Arrival, IncomingHandle};
 use lacuna::migrate::stream::Arrived;
-use lacuna::{BackendError, Builder, Ending, Machine, Nanos, PlatformDevices, RunEnd, Vm};
+use lacuna::{BackendError, Builder, Ending, Machine, Nanos, PlatformDevices, RunEnd, Running, Vm};
+use lacuna_control::{ControlSocket, Controlled, PageCounts};
 use std::error::Error;
 use std::io;
 use std::ops::ControlFlow;
@@ -76,41 +78,32 @@ where
         let _attending = attended.start(scope, job, &devices).map_err(failed)?;
         let (mut before, running) = (Before::default(), OnceLock::new());
         let mut profile = None;
-        let guest = Guest {
-            vm: &*vm,
-            devices: &devices,
-            running: &running,
+        let owned = control.map(|socket| controlled(socket, job, &*vm, &devices));
+        let controlled = owned.as_ref();
+        let read = || match controlled {
+            Some(guest) => guest.counters(),
+            None => counters(&*vm, job.pages.as_deref()),
         };
-        let controlled = control.map(|socket| (socket, controlled_by(socket, job, &guest)));
-        let migration = || controlled.as_ref()?.1.migration();
-        let read = || counters(&*vm, job.pages.as_deref(), migration().as_ref());
         thread::scope(|scope| {
             let counted = job.metrics.map(|socket| socket.start(scope, &read));
             let _counted = counted.transpose().map_err(failed)?;
-            if let Some((socket, guest)) = &controlled {
+            if let Some(guest) = controlled {
                 let named = thread::Builder::new().name("lacuna-control".into());
-                let started = named.spawn_scoped(scope, || socket.serve(guest));
+                let started = named.spawn_scoped(scope, || guest.serve());
                 started.map_err(failed)?;
             }
             let end = EndServing {
                 control,
                 incoming_guest: incoming_guest(job),
             };
-            let machine = match job.args.pin.clone() {
-                None => Machine::new(Arc::clone(&vm), Arc::clone(&devices)),
-                Some(cores) => {
-                    let pin = move |vcpu| cores.pin(vcpu);
-                    Machine::with_threads(Arc::clone(&vm), Arc::clone(&devices), pin)
-                }
-            };
-            let machine = machine.map_err(|error| (error.kind().into(), cannot_start(&error)));
+            let machine = make_machine(job, Arc::clone(&vm), Arc::clone(&devices));
             let begun =
                 machine.and_then(|machine| begin(scope, job, builder, machine, &mut before));
             let run = attended.runs(job).and(begun).and_then(|begun| {
-                if let Some((_, guest)) = &controlled {
-                    guest.begins(&|| job.signals.caught().is_some());
+                if let Some(guest) = controlled {
+                    guest.wait_to_start(&|| job.signals.caught().is_some());
                 }
-                run_begun(job, begun, &guest, watch, &mut profile)
+                run_begun(job, begun, &running, controlled, watch, &mut profile)
             });
             // Clients wait until the run begins or ends.
             let run = run.inspect_err(|_| devices.end(Ending::Stopped, &*vm));
@@ -123,7 +116,7 @@ where
             }
             Ok::<_, Refusal>(())
         })?;
-        drop(controlled);
+        drop(owned);
         let end = running.into_inner().expect("it has run").wait();
         // The status page may be swapped out, or missing.
         vm.end_latency();
@@ -135,18 +128,42 @@ where
     })
 }
 
-/// The guest under control of the clients of `socket`.
-fn controlled_by<'a, V: Vm>(
+/// The guest of `vm` under control of the clients of `socket`.
+fn controlled<'a, V: Vm>(
     socket: &'a ControlSocket,
     job: &Job<'_>,
-    guest: &'a Guest<'a, V>,
+    vm: &'a V,
+    devices: &'a PlatformDevices,
 ) -> Controlled<'a, V> {
-    let (actions, pages) = (socket.actions(), job.pages.clone());
-    let controlled = Controlled::new(guest, actions, incoming_guest(job).cloned(), pages);
+    let mut controlled = Controlled::new(socket, vm, devices);
+    controlled.incoming = incoming_guest(job).cloned();
+    controlled.pages = job.pages.clone().map(|pages| pages as Arc<dyn PageCounts>);
     if job.args.paused {
         controlled.start_paused();
     }
     controlled
+}
+
+/// The counters of a guest without a control socket.
+fn counters<V: Vm>(vm: &V, pages: Option<&GuestPages>) -> Metrics {
+    let mut metrics = vm.metrics();
+    if let Some(pages) = pages {
+        pages.fill(&mut metrics);
+    }
+    metrics
+}
+
+/// Starts the threads of the vCPUs, each on its processor.
+fn make_machine<V: Vm>(
+    job: &Job<'_>,
+    vm: Arc<V>,
+    devices: Arc<PlatformDevices>,
+) -> Result<Machine<V>, Refusal> {
+    let machine = match job.args.pin.clone() {
+        None => Machine::new(vm, devices),
+        Some(cores) => Machine::with_threads(vm, devices, move |vcpu| cores.pin(vcpu)),
+    };
+    machine.map_err(|error| (error.kind().into(), cannot_start(&error)))
 }
 
 /// Backs the budget of a new guest with memory. A signal ends it, and then the run.
@@ -167,14 +184,19 @@ fn cannot_start(error: &dyn Error) -> String {
 }
 
 /// Runs a guest to its end, while its missing pages arrive. Returns the result of a lazy restore.
-fn run_begun<V: Vm>(
+fn run_begun<'a, V: Vm>(
     job: &Job<'_>,
     begun: Begun<'_, V>,
-    guest: &Guest<'_, V>,
+    running: &'a OnceLock<Running<V>>,
+    controlled: Option<&Controlled<'a, V>>,
     watch: Watch<'_, V>,
     profile: &mut Option<Samples>,
 ) -> Result<Option<LazyPages>, Refusal> {
-    let (vm, devices) = (guest.vm, guest.devices);
+    let (vm, devices) = (
+        Arc::clone(begun.machine.vm()),
+        Arc::clone(begun.machine.devices()),
+    );
+    let (vm, devices) = (&*vm, &*devices);
     thread::scope(|scope| {
         let mut background = None;
         if let Start::Lazily(lazy) = job.start {
@@ -186,7 +208,10 @@ fn run_begun<V: Vm>(
             let _ = may_run.recv();
         }
         let start = || begun.machine.start(begun.vcpus);
-        let running = guest.running.get_or_init(start);
+        let running = running.get_or_init(start);
+        if let Some(guest) = controlled {
+            guest.runs(running);
+        }
         if job.args.profile {
             let named = thread::Builder::new().name("lacuna-profile".into());
             let work = || *profile = Some(Samples::take(running, devices));

@@ -1,11 +1,11 @@
 //! The lines of a connection to the control socket, parsed as requests.
 
-use super::message::{LINE_MAX, Request};
+use crate::message::{LINE_MAX, Request};
 use std::io::{self, Read as _};
 use std::os::unix::net::UnixStream;
 
 /// What a client has sent.
-pub(super) enum Line {
+pub(crate) enum Line {
     Request(Request),
     Wrong(String),
     TooLong,
@@ -14,7 +14,7 @@ pub(super) enum Line {
 }
 
 /// The lines of a connection.
-pub(super) struct Lines {
+pub(crate) struct Lines {
     stream: UnixStream,
     /// The bytes after the last whole line.
     bytes: Vec<u8>,

@@ -1,12 +1,10 @@
 //! Requests and answers of a control socket: each is a JSON object on a line of its own.
 
-use crate::args::{Compress, Dirty};
-use crate::exit::Exit;
-use crate::sample::Pages;
+use crate::refused::Refused;
+use lacuna::dirty::Detection;
 use lacuna::migrate::session::{IncomingProgress, Migrated, OutgoingProgress};
-use lacuna::migrate::stream::Mode;
+use lacuna::migrate::stream::{Compression, Mode};
 use lacuna::migrate::transport::TlsFiles;
-use lacuna::{Ending, ErrorKind};
 use serde::{Deserialize, Serialize};
 use serde_json::Number;
 use std::collections::BTreeMap;
@@ -18,86 +16,90 @@ pub const PROTOCOL: u32 = 1;
 
 /// The longest request in bytes, the end of the line included. A path has at most 4096 bytes, and
 /// each is at most 6 in JSON.
-pub const LINE_MAX: usize = 32 << 10;
+pub(crate) const LINE_MAX: usize = 32 << 10;
 
 /// A client's request. An unknown field is an error: it could matter.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "lowercase", deny_unknown_fields)]
-pub enum Request {
-    /// Nothing changes.
+pub(crate) enum Request {
     Status {},
-    /// Pauses the guest until `resume`.
     Pause {},
-    /// Resumes the guest.
     Resume {},
-    /// The run ends.
     Stop {},
-    /// The guest is saved.
-    Snapshot {
-        /// The folder to make, absolute; or the URL of a place in an object store.
-        path: PathBuf,
-        /// The limit of the guest's downtime for it, in milliseconds.
-        #[serde(default)]
-        downtime_ms: Option<u64>,
-        /// Whether a later snapshot may have this one as its base.
-        #[serde(default)]
-        track: bool,
-        /// Save only the changes since this snapshot, the last one.
-        #[serde(default)]
-        base: Option<PathBuf>,
-    },
-    /// The guest moves.
-    Migrate {
-        /// Where to, as the command line takes it. A path is absolute.
-        to: String,
-        /// The order in which the guest and its memory are sent.
-        #[serde(default)]
-        mode: Option<Mode>,
-        /// The limit of the guest's downtime for it, in milliseconds.
-        #[serde(default)]
-        downtime_ms: Option<u64>,
-        /// Connections for the memory that moves before the guest.
-        #[serde(default)]
-        streams: Option<u32>,
-        /// How pages are compressed.
-        #[serde(default)]
-        compress: Option<Compress>,
-        /// The most bytes a second for the guest's memory while the guest runs.
-        #[serde(default)]
-        bandwidth: Option<NonZeroU64>,
-        /// Files with certificates; absolute.
-        #[serde(default)]
-        tls: Option<TlsFiles>,
-    },
-    /// Cancels the migration of another client's request, or ends the wait for the other side.
+    Snapshot(SaveRequest),
+    Migrate(MoveRequest),
     Cancel {},
-    /// Hands the guest over before the rest of its memory.
     PostCopy {},
-    /// Resumes the guest here: the other side of a migration does not run it, and never will.
     Keep {},
-    /// Reads the counters.
     Stat {},
-    /// Watches which pages the guest writes.
-    Dirty {
-        /// A period, in milliseconds: the time between two answers.
-        #[serde(default)]
-        every_ms: Option<u64>,
-        /// The time of the working set, in milliseconds.
-        #[serde(default)]
-        window_ms: Option<u64>,
-        /// How many periods; without an end if it is missing.
-        #[serde(default)]
-        count: Option<NonZeroU64>,
-        /// How writes are detected meanwhile.
-        #[serde(default)]
-        detect: Option<Dirty>,
-    },
+    Dirty(WatchRequest),
+}
+
+/// Which snapshot a client asks for.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SaveRequest {
+    /// The folder to make, absolute; or the URL of a place in an object store.
+    pub path: PathBuf,
+    /// The limit of the guest's downtime for it, in milliseconds.
+    pub downtime_ms: Option<u64>,
+    /// Whether a later snapshot may have this one as its base.
+    #[serde(default)]
+    pub track: bool,
+    /// Save only the changes since this snapshot, the last one.
+    pub base: Option<PathBuf>,
+}
+
+impl SaveRequest {
+    /// A whole snapshot at `path`, with the default limit of the downtime.
+    pub fn to(path: impl Into<PathBuf>) -> Self {
+        let path = path.into();
+        Self {
+            path,
+            ..Self::default()
+        }
+    }
+}
+
+/// How a client wants the guest to move.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MoveRequest {
+    /// The text of an [`Address`](lacuna::migrate::transport::Address). A path is absolute.
+    pub to: String,
+    /// The order in which the guest and its memory are sent.
+    pub mode: Option<Mode>,
+    /// The limit of the guest's downtime for it, in milliseconds.
+    pub downtime_ms: Option<u64>,
+    /// Connections for the memory that moves before the guest.
+    pub streams: Option<u32>,
+    /// How pages are compressed.
+    pub compress: Option<Compression>,
+    /// The most bytes a second for the guest's memory while the guest runs.
+    pub bandwidth: Option<NonZeroU64>,
+    /// Files with certificates; absolute.
+    pub tls: Option<TlsFiles>,
+}
+
+/// How a client watches which pages the guest writes.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WatchRequest {
+    /// A period, in milliseconds: the time between two answers.
+    pub every_ms: Option<u64>,
+    /// The time of the working set, in milliseconds.
+    pub window_ms: Option<u64>,
+    /// How many periods; without an end if it is missing.
+    pub count: Option<NonZeroU64>,
+    /// How writes are detected meanwhile.
+    #[serde(default, with = "detection")]
+    pub detect: Option<Detection>,
 }
 
 /// The VM's answer: an object with one field, the answer's name.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Answer {
+pub(crate) enum Answer {
     /// The last answer to each command without an answer of its own. Also to `dirty` if the run
     /// ends meanwhile.
     Status(Box<Status>),
@@ -107,7 +109,7 @@ pub enum Answer {
     Snapshot(Saved),
     /// The last answer to `migrate`.
     Migrated(Migrated),
-    /// The last answer to `stat`: each value by the name and the labels that `--metrics` gives it.
+    /// The last answer to `stat`: each value by the name and the labels that its metric has.
     Stat(BTreeMap<String, Number>),
     /// The last answer to `dirty`: the last period.
     Dirty(Writes),
@@ -116,7 +118,7 @@ pub enum Answer {
 }
 
 /// The state of a run.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct Status {
     /// [`PROTOCOL`].
     pub protocol: u32,
@@ -133,20 +135,16 @@ pub struct Status {
     /// Time since the guest has started.
     pub seconds: f64,
     /// The pages of a guest with a page source; its rate is the mean since the start.
-    #[serde(default)]
     pub pages: Option<Pages>,
     /// Why the source provides no pages at present.
-    #[serde(default)]
     pub outage: Option<String>,
     /// The snapshot in progress.
     pub saving: Option<Saving>,
     /// The migration in progress.
     pub migrating: Option<OutgoingProgress>,
     /// The incoming or arrived guest.
-    #[serde(default)]
     pub arriving: Option<IncomingProgress>,
     /// The address at which the run waits for a guest; null as soon as one is announced.
-    #[serde(default)]
     pub waiting: Option<String>,
     /// Why it is undecided which side runs the guest, or why the guest lacks memory there, and what
     /// to do. The guest stays paused here meanwhile.
@@ -155,11 +153,35 @@ pub struct Status {
     pub ending: Option<String>,
 }
 
+/// The pages of a guest with a page source.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub struct Pages {
+    /// Pages of the guest.
+    pub total: u64,
+    /// Present pages: the source has provided them, or they are zeros in a snapshot.
+    pub present: u64,
+    /// Pages that only the source has.
+    pub missing: u64,
+    /// Pages that the source has failed to provide.
+    pub lost: u64,
+    /// Whether all pages are here, so that the guest needs its source no more.
+    pub whole: bool,
+    /// Requested pages that the source has not answered.
+    pub in_flight: u64,
+    /// Pages a second since the sample before; at the end of the run, since its start.
+    pub rate: f64,
+    /// Half of the pages arrived within this time, in nanoseconds.
+    pub p50_ns: u64,
+    /// 99 of 100 pages arrived within this time.
+    pub p99_ns: u64,
+}
+
 /// What a guest does.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
     /// No guest was announced. The backend and the machine are unknown.
+    #[default]
     Waiting,
     /// It has not arrived yet.
     Arriving,
@@ -176,7 +198,7 @@ pub enum State {
 /// The progress of a request.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Progress {
+pub(crate) enum Progress {
     /// A snapshot.
     Saving(Saving),
     /// A migration.
@@ -225,78 +247,34 @@ pub struct Saved {
     /// Pages that each round has copied.
     pub rounds: Vec<u64>,
     /// What has detected the guest's writes between the rounds; null for a paused guest.
-    #[serde(default)]
     pub detected_by: Option<String>,
     /// The guest's downtime in microseconds; 0 if it was paused before.
     pub downtime_us: u64,
 }
 
-/// Why a request was not fulfilled.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Refused {
-    /// Where the cause lies.
-    pub kind: Kind,
-    /// What happened, and what to do.
-    pub text: String,
-}
+/// The names of [`Detection`] in JSON, as `lacuna run --dirty` takes them.
+mod detection {
+    use lacuna::dirty::Detection;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Where the cause of a refusal lies.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Kind {
-    /// The request.
-    Request,
-    /// The guest.
-    Guest,
-    /// The host.
-    Host,
-    /// The other side of a migration.
-    Peer,
-    /// A client has cancelled the request, or has ended the run.
-    Cancelled,
-}
-
-impl Refused {
-    /// A wrong request, or a request at a wrong time.
-    pub fn request(text: impl Into<String>) -> Self {
-        let (kind, text) = (Kind::Request, text.into());
-        Self { kind, text }
+    #[derive(Serialize, Deserialize)]
+    #[serde(remote = "Detection")]
+    enum Name {
+        #[serde(rename = "wp")]
+        WriteProtect,
+        #[serde(rename = "pml")]
+        Pml,
     }
 
-    /// The error `text` of that kind.
-    pub fn of(kind: ErrorKind, text: &dyn ToString) -> Self {
-        let kind = match kind {
-            ErrorKind::Request => Kind::Request,
-            ErrorKind::Guest => Kind::Guest,
-            ErrorKind::Host => Kind::Host,
-            ErrorKind::Peer => Kind::Peer,
-            ErrorKind::Cancelled => Kind::Cancelled,
-        };
-        let text = text.to_string();
-        Self { kind, text }
+    #[derive(Serialize, Deserialize)]
+    struct Named(#[serde(with = "Name")] Detection);
+
+    pub fn serialize<S: Serializer>(value: &Option<Detection>, to: S) -> Result<S::Ok, S::Error> {
+        value.map(Named).serialize(to)
     }
 
-    /// The run has ended meanwhile. `what` says so, and what was not done yet.
-    pub fn ended(what: &str, ending: &Ending) -> Self {
-        let kind = match ending {
-            Ending::Stopped => ErrorKind::Cancelled,
-            Ending::Exited(_) | Ending::PoweredOff | Ending::Reset => ErrorKind::Request,
-            Ending::Failed(error) => error.kind(),
-            Ending::Device(error) => error.kind(),
-            _ => ErrorKind::Guest,
-        };
-        Self::of(kind, &format!("{what}: {ending}"))
-    }
-
-    /// The exit code of the requesting command.
-    pub const fn exit(&self) -> Exit {
-        match self.kind {
-            Kind::Request => Exit::Usage,
-            Kind::Guest => Exit::GuestFailed,
-            Kind::Host => Exit::Host,
-            Kind::Peer => Exit::Peer,
-            Kind::Cancelled => Exit::Stopped,
-        }
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Detection>, D::Error> {
+        Ok(Option::deserialize(from)?.map(|Named(value)| value))
     }
 }
 
@@ -313,27 +291,29 @@ mod tests {
             (r#"{"command":"keep"}"#, Request::Keep {}),
             (
                 r#"{"command":"migrate","to":"tcp:h:1"}"#,
-                Request::Migrate {
+                Request::Migrate(MoveRequest {
                     to: "tcp:h:1".into(),
-                    mode: None,
-                    streams: None,
-                    compress: None,
-                    bandwidth: None,
-                    downtime_ms: None,
-                    tls: None,
-                },
+                    ..MoveRequest::default()
+                }),
             ),
             (
                 r#"{"path":"/a b","command":"snapshot","downtime_ms":5}"#,
-                Request::Snapshot {
-                    path: "/a b".into(),
+                Request::Snapshot(SaveRequest {
                     downtime_ms: Some(5),
-                    track: false,
-                    base: None,
-                },
+                    ..SaveRequest::to("/a b")
+                }),
+            ),
+            (
+                r#"{"command":"dirty","detect":"wp","count":null}"#,
+                Request::Dirty(WatchRequest {
+                    detect: Some(Detection::WriteProtect),
+                    ..WatchRequest::default()
+                }),
             ),
         ] {
             assert_eq!(parse(line).unwrap(), request);
+            let line = serde_json::to_string(&request).unwrap();
+            assert_eq!(parse(&line).unwrap(), request, "{line}");
         }
         for (line, reason) in [
             ("", "EOF"),
@@ -353,6 +333,10 @@ mod tests {
                 "expected a nonzero u64",
             ),
             (r#"{"command":"snapshot"}"#, "missing field `path`"),
+            (
+                r#"{"command":"snapshot","path":"/a","way":1}"#,
+                "unknown field `way`",
+            ),
             (r#"{"command":"status"} {"command":"stop"}"#, "trailing"),
         ] {
             let error = parse(line).unwrap_err().to_string();

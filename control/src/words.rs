@@ -1,15 +1,15 @@
 //! Where a migration stands, in words.
 
 use lacuna::migrate::session::{
-    IncomingProgress, IncomingStage, MissingRange, OutgoingHandle, OutgoingStage,
+    IncomingHandle, IncomingProgress, IncomingStage, MissingRange, OutgoingHandle, OutgoingStage,
 };
 
 /// How many ranges of missing pages are reported.
-pub const RANGES_SHOWN: usize = 16;
+pub(crate) const RANGES_SHOWN: usize = 16;
 
 /// At the source: why it is undecided which side runs the guest, or with which memory, and what to
 /// do.
-pub fn undecided_at_source(handle: &OutgoingHandle) -> Option<String> {
+pub(crate) fn undecided_at_source(handle: &OutgoingHandle) -> Option<String> {
     let now = handle.progress();
     let (to, cut) = (&now.to, now.cut.as_deref().unwrap_or_default());
     match now.stage {
@@ -29,8 +29,18 @@ pub fn undecided_at_source(handle: &OutgoingHandle) -> Option<String> {
     }
 }
 
+/// As [`undecided_at_source`], after the attempts to connect again were cancelled.
+pub(crate) fn given_up_at_source(handle: &OutgoingHandle) -> String {
+    let text = undecided_at_source(handle).unwrap_or_default();
+    let to = handle.to();
+    format!(
+        "{text}. This side no longer tries to connect. To make it try again, ask it again to move \
+         the guest to {to}"
+    )
+}
+
 /// At the source: why a guest must not resume here by a decision.
-pub fn no_decision(stage: OutgoingStage, to: &str) -> String {
+pub(crate) fn no_decision(stage: OutgoingStage, to: &str) -> String {
     match stage {
         OutgoingStage::Here => {
             format!("the guest is being moved to {to}: wait for its end, or cancel it")
@@ -46,8 +56,13 @@ pub fn no_decision(stage: OutgoingStage, to: &str) -> String {
     }
 }
 
-/// At the destination: what is undecided, and what to do.
-pub fn undecided_at_destination(now: &IncomingProgress) -> Option<String> {
+/// At the destination: what is undecided about an incoming guest, and what to do.
+pub fn undecided_at_destination(guest: &IncomingHandle) -> Option<String> {
+    undecided(&guest.progress(RANGES_SHOWN))
+}
+
+/// As [`undecided_at_destination`], from the guest's progress with [`RANGES_SHOWN`] ranges.
+pub(crate) fn undecided(now: &IncomingProgress) -> Option<String> {
     let cut = now.cut.as_deref().unwrap_or_default();
     match now.stage {
         IncomingStage::Unknown => Some(format!(
@@ -70,8 +85,9 @@ pub fn undecided_at_destination(now: &IncomingProgress) -> Option<String> {
     }
 }
 
-/// Missing pages in words: how many, and where.
+/// Missing pages in words: how many, and where the first 16 ranges of them are.
 pub fn missing_in_words(missing: u64, ranges: &[MissingRange]) -> String {
+    let ranges = &ranges[..ranges.len().min(RANGES_SHOWN)];
     let shown: Vec<String> = ranges.iter().map(ToString::to_string).collect();
     let reported: u64 = ranges.iter().map(|range| range.pages).sum();
     let more = match missing.saturating_sub(reported) {

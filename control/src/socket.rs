@@ -1,10 +1,12 @@
 //! The socket of a running guest, and its connections.
 
-use super::client_actions::ClientActions;
-use super::lines::{Line, Lines};
-use super::message::{Answer, LINE_MAX, Refused, Request};
-use crate::exit::{Exit, transport_refusal};
-use crate::run::Refusal;
+use crate::client_actions::ClientActions;
+use crate::lines::{Line, Lines};
+use crate::message::{Answer, LINE_MAX, Progress, Request};
+use crate::refused::Refused;
+use crate::threads::lock;
+use lacuna::ErrorKind;
+use lacuna::migrate::session::Migrated;
 use lacuna::migrate::transport::PrivateSocket;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::io::{self, Write};
@@ -14,8 +16,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::panic::resume_unwind;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::thread::{Builder, Scope, ScopedJoinHandle, scope, sleep};
 use std::time::Duration;
 
@@ -26,15 +28,11 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How long a client may leave an answer unread when the socket's buffer is full.
 const UNREAD: Duration = Duration::from_secs(1);
 
-/// Answers the requests of clients.
-pub trait Answers: Sync {
-    /// Does what `request` says. Meanwhile `send` gets messages of progress; it returns `Break`
-    /// when the client has disconnected.
-    fn answer(&self, request: Request, send: &mut dyn FnMut(Answer) -> ControlFlow<()>) -> Answer;
+/// Sends progress to a client. `Break`: the client has disconnected.
+pub(crate) type Send<'a> = &'a mut dyn FnMut(Progress) -> ControlFlow<()>;
 
-    /// Is called ten times a second.
-    fn look(&self) {}
-}
+/// Does what a request says, and returns the last answer.
+pub(crate) type Answering<'a> = &'a (dyn Fn(Request, Send<'_>) -> Answer + Sync);
 
 /// The control socket of one run, which is removed when the value is dropped.
 pub struct ControlSocket {
@@ -42,14 +40,14 @@ pub struct ControlSocket {
     /// Wakes all threads, for the end.
     bell: OwnedFd,
     phase: AtomicU8,
-    /// Connections that the last [`ControlSocket::serve`] has left to the next one.
+    /// Connections that the last `serve` has left to the next one.
     left: Mutex<Vec<Lines>>,
     actions: ClientActions,
 }
 
 /// Requests are answered.
 const SERVES: u8 = 0;
-/// The connections stay open for the next [`ControlSocket::serve`].
+/// The connections stay open for the next `serve`.
 const HANDS_OVER: u8 = 1;
 /// The connections are closed.
 const OVER: u8 = 2;
@@ -62,16 +60,16 @@ struct Open<'scope> {
 }
 
 impl ControlSocket {
-    /// Makes the socket. This user alone can connect to it. Clients wait until
-    /// [`ControlSocket::serve`].
+    /// Makes the socket. This user alone can connect to it. Clients wait until they are served.
     ///
     /// # Errors
-    /// The exit code and the text for the user.
-    pub fn open(path: &Path) -> Result<Self, Refusal> {
-        let socket = PrivateSocket::bind(path).map_err(transport_refusal)?;
+    /// The path cannot be used, or is taken. The host has no descriptor.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self, Refused> {
+        let path = path.as_ref();
+        let socket = PrivateSocket::bind(path)?;
         let failed = |error: io::Error| {
             let text = format!("the control socket {}: {error}", path.display());
-            (Exit::Host, text)
+            Refused::of(ErrorKind::Host, text)
         };
         socket.listener().set_nonblocking(true).map_err(failed)?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC);
@@ -84,21 +82,40 @@ impl ControlSocket {
         })
     }
 
-    /// How clients have ended the run.
-    pub fn actions(&self) -> &ClientActions {
+    pub(crate) fn actions(&self) -> &ClientActions {
         &self.actions
     }
 
-    /// Serves clients until [`ControlSocket::end`], which closes all connections, or
+    /// Whether a client has ended the run.
+    pub fn has_stopped(&self) -> bool {
+        self.actions.has_stopped()
+    }
+
+    /// How a client has moved the guest elsewhere.
+    pub fn moved(&self) -> Option<&Migrated> {
+        self.actions.moved()
+    }
+
+    /// Calls `end`, unless the guest runs elsewhere, or may, and needs pages of this process. The
+    /// guest does not begin to need them meanwhile. Returns whether `end` was called.
+    pub fn unless_needed(&self, end: impl FnOnce()) -> bool {
+        self.actions.unless_needed(end)
+    }
+
+    /// Serves clients until `is_over`, which is called ten times a second, or
+    /// [`ControlSocket::end`]: then all connections are closed; or until
     /// [`ControlSocket::hand_over`].
-    pub fn serve(&self, guest: &impl Answers) {
+    pub(crate) fn serve(&self, answer: Answering<'_>, is_over: &dyn Fn() -> bool) {
         let left = scope(|scope| {
             let mut open = Vec::new();
-            for lines in self.take_left() {
-                self.begin(scope, lines, guest, &mut open);
+            for lines in std::mem::take(&mut *lock(&self.left)) {
+                self.begin(scope, lines, answer, &mut open);
             }
             while self.phase() == SERVES {
-                guest.look();
+                if is_over() {
+                    self.end();
+                    break;
+                }
                 let mut fds = [
                     PollFd::new(self.socket.listener(), PollFlags::IN),
                     PollFd::new(&self.bell, PollFlags::IN),
@@ -107,7 +124,7 @@ impl ControlSocket {
                 // After an interruption the loop continues, as after a new client.
                 let _ = poll(&mut fds, Some(&look));
                 match self.socket.listener().accept() {
-                    Ok((stream, _)) => self.connect(scope, stream, guest, &mut open),
+                    Ok((stream, _)) => self.connect(scope, stream, answer, &mut open),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     // No descriptor is left: another one may be closed meanwhile.
                     Err(_) => sleep(LOOK),
@@ -126,19 +143,19 @@ impl ControlSocket {
             lines.flatten().collect()
         });
         if self.phase() == HANDS_OVER {
-            *self.left.lock().unwrap_or_else(PoisonError::into_inner) = left;
+            *lock(&self.left) = left;
             // The bell was rung once.
             let _ = rustix::io::read(&self.bell, &mut [0; 8]);
             self.phase.store(SERVES, Ordering::Release);
         }
     }
 
-    /// [`ControlSocket::serve`] returns soon.
+    /// Ends the service of clients soon, and closes their connections.
     pub fn end(&self) {
         self.ring(OVER);
     }
 
-    /// [`ControlSocket::serve`] returns soon. The next call of it has the same connections.
+    /// Ends the service of clients soon. They stay connected, and the next service answers them.
     pub fn hand_over(&self) {
         self.ring(HANDS_OVER);
     }
@@ -153,17 +170,12 @@ impl ControlSocket {
         self.phase.load(Ordering::Acquire)
     }
 
-    fn take_left(&self) -> Vec<Lines> {
-        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
-        std::mem::take(&mut *left)
-    }
-
     /// Takes a connection. A refused client gets the reason, if possible.
     fn connect<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         stream: UnixStream,
-        guest: &'scope impl Answers,
+        answer: Answering<'scope>,
         open: &mut Vec<Open<'scope>>,
     ) {
         // A connection that its thread has handed over is finished too, and kept.
@@ -176,7 +188,7 @@ impl ControlSocket {
             let _ = send(&stream, &Answer::Error(Refused::request(text)));
             return;
         }
-        self.begin(scope, Lines::of(stream), guest, open);
+        self.begin(scope, Lines::of(stream), answer, open);
     }
 
     /// Starts a connection's thread.
@@ -184,21 +196,21 @@ impl ControlSocket {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
         lines: Lines,
-        guest: &'scope impl Answers,
+        answer: Answering<'scope>,
         open: &mut Vec<Open<'scope>>,
     ) {
         let Ok(stream) = lines.stream().try_clone() else {
             return;
         };
         let named = Builder::new().name("lacuna-control".into());
-        if let Ok(thread) = named.spawn_scoped(scope, move || self.talk(lines, guest)) {
+        if let Ok(thread) = named.spawn_scoped(scope, move || self.talk(lines, answer)) {
             open.push(Open { stream, thread });
         }
     }
 
     /// Answers the lines of a client until it closes the connection, or no longer reads. Returns
     /// the connection if it shall stay open.
-    fn talk(&self, mut lines: Lines, guest: &impl Answers) -> Option<Lines> {
+    fn talk(&self, mut lines: Lines, answer: Answering<'_>) -> Option<Lines> {
         loop {
             let line = loop {
                 match lines.next() {
@@ -210,7 +222,7 @@ impl ControlSocket {
             let stream = lines.stream();
             let answer = match line {
                 Line::Request(request) => {
-                    guest.answer(request, &mut |progress| send(stream, &progress))
+                    answer(request, &mut |now| send(stream, &Answer::Progress(now)))
                 }
                 Line::Wrong(text) => Answer::Error(Refused::request(text)),
                 Line::TooLong => {

@@ -1,66 +1,7 @@
-//! The monitor of the guest's writes: what a client asks for, and what it has counted.
+//! The working set: the pages that the guest has written lately, each once.
 
-use super::message::Refused;
-use crate::args::Dirty;
-use lacuna::dirty::Detection;
 use lacuna::memory::SlotId;
-use lacuna::{LogReader, Vm};
 use std::collections::{BTreeMap, VecDeque};
-use std::num::NonZeroU64;
-use std::ops::RangeInclusive;
-use std::time::{Duration, Instant};
-
-/// The periods that a request may ask for, in milliseconds. Each harvest interrupts all vCPUs, and
-/// the end of a period shows whether the client is still connected.
-const EVERY_MS: RangeInclusive<u64> = 100..=60_000;
-/// The times of a working set that a request may ask for, in milliseconds.
-const WINDOW_MS: RangeInclusive<u64> = 100..=3_600_000;
-
-/// What a request asks for.
-pub(super) struct Watch {
-    pub every: Duration,
-    /// Periods of the working set.
-    pub window: usize,
-    pub count: Option<NonZeroU64>,
-    pub detection: Option<Detection>,
-}
-
-impl Watch {
-    /// The monitor for the fields of a request.
-    pub fn of(
-        every_ms: Option<u64>,
-        window_ms: Option<u64>,
-        count: Option<NonZeroU64>,
-        detect: Option<Dirty>,
-    ) -> Result<Self, Refused> {
-        let every = checked("every_ms", every_ms.unwrap_or(1_000), EVERY_MS)?;
-        let window = checked("window_ms", window_ms.unwrap_or(10_000), WINDOW_MS)?;
-        Ok(Self {
-            every: Duration::from_millis(every),
-            window: window.div_ceil(every) as usize,
-            count,
-            detection: detect.map(Into::into),
-        })
-    }
-}
-
-fn checked(name: &str, value: u64, range: RangeInclusive<u64>) -> Result<u64, Refused> {
-    match range.contains(&value) {
-        true => Ok(value),
-        false => Err(Refused::request(format!(
-            "{name} {value}: give {} to {}",
-            range.start(),
-            range.end()
-        ))),
-    }
-}
-
-/// The log of writes as a client watches it.
-pub(super) struct Monitor<'a, V: Vm> {
-    /// The log, and when it was harvested. `None` while the guest is copied.
-    pub log: Option<(LogReader<'a, V>, Instant)>,
-    pub written: WorkingSet,
-}
 
 /// The pages that were written in the last periods. It takes 4 bytes for each page of the guest.
 pub(super) struct WorkingSet {

@@ -1,0 +1,259 @@
+//! The client's side of a control socket.
+
+use crate::message::{
+    Answer, MoveRequest, Progress, Request, SaveRequest, Saved, Saving, Status, WatchRequest,
+    Writes,
+};
+use crate::refused::Refused;
+use lacuna::ErrorKind;
+use lacuna::migrate::session::{Migrated, OutgoingProgress};
+use lacuna::migrate::transport::is_socket;
+use serde_json::Number;
+use std::collections::BTreeMap;
+use std::io::{self, BufRead, BufReader, Write};
+use std::iter;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// A connection to the control socket of a running guest. A drop disconnects, which cancels a
+/// snapshot or a migration of this client.
+pub struct Client {
+    path: PathBuf,
+    stream: BufReader<UnixStream>,
+}
+
+/// Why a request has no answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AskError {
+    /// Nothing answers there.
+    #[error(
+        "{}: cannot connect to this control socket: {error}; {}",
+        path.display(),
+        advice(path, error)
+    )]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// The system's words.
+        error: io::Error,
+    },
+    /// The VM has ended meanwhile.
+    #[error(
+        "{}: the VM has closed its control socket before it answered: {cause}; its own output says \
+         why it ended",
+        path.display()
+    )]
+    Gone {
+        /// The socket.
+        path: PathBuf,
+        /// The cause of the lacking answer.
+        cause: String,
+    },
+    /// The run has ended, and so have the periods of [`Client::watch`].
+    #[error("the run has ended: {0}")]
+    Ended(String),
+    /// The VM has answered something else.
+    #[error("{}: no answer to this request", .0.display())]
+    Other(PathBuf),
+    /// The VM has refused.
+    #[error(transparent)]
+    Refused(#[from] Refused),
+}
+
+fn advice(path: &Path, error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused if is_socket(path) => "its VM has ended: remove the file",
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            "name the one that was given to lacuna run --control"
+        }
+        _ => "use it as the user that runs the VM",
+    }
+}
+
+impl AskError {
+    /// Where the cause lies.
+    pub const fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Connect { .. } => ErrorKind::Request,
+            Self::Gone { .. } | Self::Other(_) => ErrorKind::Host,
+            Self::Ended(_) => ErrorKind::Guest,
+            Self::Refused(refused) => refused.kind,
+        }
+    }
+}
+
+/// Each request waits for its last answer.
+impl Client {
+    /// Connects to the socket at `path`.
+    ///
+    /// # Errors
+    /// [`AskError::Connect`].
+    pub fn connect(path: impl AsRef<Path>) -> Result<Self, AskError> {
+        let path = path.as_ref();
+        let failed = |error| AskError::Connect {
+            path: path.to_owned(),
+            error,
+        };
+        let stream = UnixStream::connect(path).map_err(failed)?;
+        Ok(Self {
+            path: path.to_owned(),
+            stream: BufReader::new(stream),
+        })
+    }
+
+    /// The state of the run.
+    pub fn status(&mut self) -> Result<Status, AskError> {
+        self.state_after(&Request::Status {})
+    }
+
+    /// Pauses the guest until [`Client::resume`].
+    pub fn pause(&mut self) -> Result<Status, AskError> {
+        self.state_after(&Request::Pause {})
+    }
+
+    /// Resumes the guest, or begins its run if it has started paused.
+    pub fn resume(&mut self) -> Result<Status, AskError> {
+        self.state_after(&Request::Resume {})
+    }
+
+    /// Ends the run.
+    pub fn stop(&mut self) -> Result<Status, AskError> {
+        self.state_after(&Request::Stop {})
+    }
+
+    /// Cancels the migration of another client's request, or ends the wait for the other side.
+    pub fn cancel(&mut self) -> Result<Status, AskError> {
+        self.state_after(&Request::Cancel {})
+    }
+
+    /// Hands a moving guest over before the rest of its memory.
+    pub fn post_copy(&mut self) -> Result<Status, AskError> {
+        self.state_after(&Request::PostCopy {})
+    }
+
+    /// Resumes the guest here. First end the other side of its migration: if that runs the guest,
+    /// there are two running copies of it.
+    pub fn keep(&mut self) -> Result<Status, AskError> {
+        self.state_after(&Request::Keep {})
+    }
+
+    /// The values of the VM's counters, by their names and labels.
+    pub fn counters(&mut self) -> Result<BTreeMap<String, Number>, AskError> {
+        match self.ask(&Request::Stat {}, &mut |_| {})? {
+            Answer::Stat(counters) => Ok(counters),
+            _ => Err(self.other()),
+        }
+    }
+
+    /// Saves the guest. `each` gets the progress, ten times a second.
+    pub fn save(
+        &mut self,
+        request: SaveRequest,
+        each: &mut dyn FnMut(Saving),
+    ) -> Result<Saved, AskError> {
+        let mut each = |now| match now {
+            Progress::Saving(now) => each(now),
+            Progress::Moving(_) | Progress::Writes(_) => {}
+        };
+        match self.ask(&Request::Snapshot(request), &mut each)? {
+            Answer::Snapshot(saved) => Ok(saved),
+            _ => Err(self.other()),
+        }
+    }
+
+    /// Moves the guest. `each` gets the progress, ten times a second.
+    pub fn migrate(
+        &mut self,
+        request: MoveRequest,
+        each: &mut dyn FnMut(OutgoingProgress),
+    ) -> Result<Migrated, AskError> {
+        let mut each = |now| match now {
+            Progress::Moving(now) => each(now),
+            Progress::Saving(_) | Progress::Writes(_) => {}
+        };
+        match self.ask(&Request::Migrate(request), &mut each)? {
+            Answer::Migrated(migrated) => Ok(migrated),
+            _ => Err(self.other()),
+        }
+    }
+
+    /// The periods in which the guest's writes are counted. The iterator ends after the requested
+    /// number of periods, or after an error.
+    pub fn watch(
+        mut self,
+        request: WatchRequest,
+    ) -> impl Iterator<Item = Result<Writes, AskError>> {
+        let mut sent = Some(self.send(&Request::Dirty(request)));
+        let mut is_over = false;
+        iter::from_fn(move || {
+            if is_over {
+                return None;
+            }
+            let sent = sent.take().unwrap_or(Ok(()));
+            let answer = sent.map_err(AskError::from).and_then(|()| self.read());
+            is_over = !matches!(answer, Ok(Answer::Progress(Progress::Writes(_))));
+            Some(answer.and_then(|answer| match answer {
+                Answer::Progress(Progress::Writes(writes)) | Answer::Dirty(writes) => Ok(writes),
+                Answer::Status(status) => Err(AskError::Ended(status.ending.unwrap_or_default())),
+                _ => Err(self.other()),
+            }))
+        })
+    }
+
+    fn state_after(&mut self, request: &Request) -> Result<Status, AskError> {
+        match self.ask(request, &mut |_| {})? {
+            Answer::Status(status) => Ok(*status),
+            _ => Err(self.other()),
+        }
+    }
+
+    fn other(&self) -> AskError {
+        AskError::Other(self.path.clone())
+    }
+
+    /// Sends a request, and waits for the last answer. `each` gets the progress until then.
+    fn ask(
+        &mut self,
+        request: &Request,
+        each: &mut dyn FnMut(Progress),
+    ) -> Result<Answer, AskError> {
+        self.send(request)?;
+        loop {
+            match self.read()? {
+                Answer::Progress(progress) => each(progress),
+                answer => return Ok(answer),
+            }
+        }
+    }
+
+    fn send(&mut self, request: &Request) -> Result<(), Refused> {
+        let mut line = serde_json::to_vec(request).map_err(|error| {
+            Refused::request(format!(
+                "the request has no JSON form: {error}; give another path"
+            ))
+        })?;
+        line.push(b'\n');
+        // A VM without room for another client says so and closes the connection, perhaps before
+        // this write.
+        let _ = self.stream.get_mut().write_all(&line);
+        Ok(())
+    }
+
+    /// Waits for an answer.
+    fn read(&mut self) -> Result<Answer, AskError> {
+        let gone = |cause: &dyn ToString| AskError::Gone {
+            path: self.path.clone(),
+            cause: cause.to_string(),
+        };
+        let mut line = Vec::new();
+        let read = self.stream.read_until(b'\n', &mut line);
+        match read.map_err(|error| gone(&error))? {
+            0 => Err(gone(&"no more answers")),
+            _ => match serde_json::from_slice(&line).map_err(|error| gone(&error))? {
+                Answer::Error(refused) => Err(AskError::Refused(refused)),
+                answer => Ok(answer),
+            },
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! The example `controlled` is a VMM of its own, in another process: clients control its guest.
+
+use lacuna::ErrorKind;
+use lacuna::migrate::Snapshot;
+use lacuna_control::{
+    AskError, Client, MoveRequest, PROTOCOL, SaveRequest, State, Status, WatchRequest,
+};
+use lacuna_skip::test;
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Longer than any machine needs: a test that takes so long has failed.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// The process of a VMM. It is killed when the value is dropped.
+struct Vmm {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Vmm {
+    fn start(folder: &Path) -> Self {
+        if let Some(reason) = lacuna_guest::unavailable() {
+            lacuna_skip::skip_test(reason);
+        }
+        let test = std::env::current_exe().expect("a test knows its own path");
+        let profile = test.ancestors().nth(2).expect("target/PROFILE/deps/TEST");
+        let socket = folder.join("control");
+        let program = profile.join("examples/controlled");
+        let mut command = Command::new(&program);
+        let child = command.arg(&socket).stdout(Stdio::piped()).spawn();
+        let advice = "`cargo test -p lacuna-control` builds the example, `--test` alone does not";
+        let child =
+            child.unwrap_or_else(|error| panic!("{}: {error}: {advice}", program.display()));
+        Self { child, socket }
+    }
+
+    fn client(&mut self) -> Client {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            match Client::connect(&self.socket) {
+                Ok(client) => return client,
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+            assert_eq!(self.child.try_wait().unwrap(), None, "it has ended");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Its output, after it has ended by itself.
+    fn output(mut self) -> String {
+        let mut text = String::new();
+        let mut stdout = self.child.stdout.take().unwrap();
+        std::io::Read::read_to_string(&mut stdout, &mut text).unwrap();
+        assert!(self.child.wait().unwrap().success(), "{text}");
+        text
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn state(status: Result<Status, AskError>) -> State {
+    status.unwrap().state
+}
+
+/// The counted exits of all vCPUs.
+fn exits(client: &mut Client) -> f64 {
+    let counters = client.counters().unwrap();
+    let exits = counters
+        .iter()
+        .filter(|(name, _)| name.starts_with("lacuna_vcpu_exits_total"));
+    exits.map(|(_, value)| value.as_f64().unwrap()).sum()
+}
+
+#[test]
+fn a_guest_of_another_vmm_is_paused_saved_watched_and_stopped() {
+    let folder = TempDir::new().unwrap();
+    let mut vmm = Vmm::start(folder.path());
+    let mut client = vmm.client();
+    let status = client.status().unwrap();
+    assert_eq!((status.protocol, status.state), (PROTOCOL, State::Running));
+    assert_eq!((&*status.backend, status.memory_bytes), ("soft", 16 << 20));
+
+    assert_eq!(state(client.pause()), State::Paused);
+    let before = exits(&mut client);
+    let saved = folder.path().join("saved");
+    let mut request = SaveRequest::to(&saved);
+    let done = client.save(request.clone(), &mut |_| {}).unwrap();
+    assert_eq!((&done.path, done.downtime_us), (&saved, 0));
+    assert_eq!(Snapshot::open(&saved).unwrap().pages(), done.pages);
+    // The snapshot of a paused guest leaves it paused.
+    assert_eq!(state(vmm.client().status()), State::Paused);
+    assert_eq!(exits(&mut client), before);
+
+    assert_eq!(state(client.resume()), State::Running);
+    request.path = "saved".into();
+    let refused = client.save(request, &mut |_| {}).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Request);
+    assert!(refused.to_string().contains("is relative"), "{refused}");
+    let nowhere = MoveRequest {
+        to: format!("unix:{}/none", folder.path().display()),
+        ..MoveRequest::default()
+    };
+    let refused = client.migrate(nowhere, &mut |_| {}).unwrap_err();
+    assert!(refused.to_string().contains("cannot connect"), "{refused}");
+
+    let watch = WatchRequest {
+        every_ms: Some(100),
+        count: NonZeroU64::new(2),
+        ..WatchRequest::default()
+    };
+    let periods: Result<Vec<_>, _> = vmm.client().watch(watch).collect();
+    assert_eq!(periods.unwrap().len(), 2);
+    let deadline = Instant::now() + LIMIT;
+    while exits(&mut client) <= before {
+        assert!(Instant::now() < deadline, "the guest does not run");
+    }
+
+    assert_eq!(state(client.stop()), State::Ended);
+    assert!(vmm.output().ends_with("the VMM stopped the run\n"));
+}
+
+#[test]
+fn a_path_without_a_json_form_is_refused_here() {
+    use std::os::unix::ffi::OsStrExt as _;
+    let folder = TempDir::new().unwrap();
+    let mut vmm = Vmm::start(folder.path());
+    let name = std::ffi::OsStr::from_bytes(b"/\xff");
+    let refused = vmm.client().save(SaveRequest::to(name), &mut |_| {});
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("give another path"), "{refused}");
+}
