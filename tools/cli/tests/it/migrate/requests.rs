@@ -137,6 +137,9 @@ fn a_hybrid_becomes_a_post_copy_on_request() {
         }
         assert_eq!(code, 0, "{errors}");
         until(&mut client, |now| now["migrating"]["stage"] == "there");
+        // The source has this stage before the guest runs there. If the destination is stopped in
+        // between, the source does not learn which side has the guest.
+        until(&mut to.client(), |now| now["arriving"]["stage"] == "rest");
         assert_eq!(to.client().state("stop"), "ended");
         let (code, errors) = moving.join().unwrap();
         assert_eq!(code, 0, "{errors}");
