@@ -120,10 +120,8 @@ where
         let end = running.into_inner().expect("it has run").wait();
         // The status page may be swapped out, or missing.
         vm.end_latency();
-        let ended = Ended {
-            profile,
-            ..Ended::of(end)
-        };
+        let mut ended = Ended::of(end);
+        ended.profile = profile;
         Ok((ended, before))
     })
 }
