@@ -9,6 +9,7 @@
 //! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, dirty
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
+//! lacuna test demand-paging       one mechanism under a load of the user's choice
 //! lacuna doctor                   what this host can do
 //! ```
 
@@ -23,6 +24,7 @@ mod pages;
 mod run;
 mod serve;
 mod snapshot;
+mod test;
 mod tls;
 
 pub use cores::Cores;
@@ -36,6 +38,7 @@ pub use pages::{PagesFrom, Patience};
 pub use run::{Apf, Arch, Backend, Cpu, RunArgs, SwapMedium, SwapSpec, Thp, temp_dir};
 pub use serve::ServeArgs;
 pub use snapshot::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
+pub use test::{DemandPagingArgs, TestArgs, TestCommand};
 
 pub use tls::TlsArgs;
 
@@ -45,7 +48,6 @@ use std::str::FromStr;
 use clap::{Args, Parser, Subcommand};
 
 use crate::exit::EXIT_CODES;
-use lacuna_lab::paging::processes::COMMAND;
 
 /// A guest-memory engine: runs virtual machines in a fraction of the memory that they believe they
 /// have, and measures what each of its mechanisms gains and costs
@@ -73,9 +75,8 @@ pub enum Command {
     Ctl(CtlArgs),
     /// Measure each mechanism, without it and with it: a first look, or the named experiments
     Lab(LabArgs),
-    /// A VM of the lab in a process of its own; the lab starts it
-    #[command(name = COMMAND, hide = true)]
-    LabVm(LabVmArgs),
+    /// Measure one mechanism under a load of your choice
+    Test(TestArgs),
     /// Report what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),
 }
@@ -91,20 +92,6 @@ impl Command {
             _ => None,
         }
     }
-}
-
-/// A child of the lab, see [`lacuna_lab::paging::processes`].
-#[derive(Clone, PartialEq, Eq, Debug, Args)]
-pub struct LabVmArgs {
-    /// vCPUs of each of its guests
-    pub vcpus: usize,
-    /// Pages that its guests touch
-    pub pages: u64,
-    /// The core of the first vCPU's thread
-    pub core: usize,
-    /// Whether the guests' memory is the pool, or else Linux memory
-    #[arg(long)]
-    pub pool: bool,
 }
 
 /// `lacuna doctor`.

@@ -1,18 +1,15 @@
 //! `lacuna lab`: the first look, or chosen experiments; a table and JSON.
 
-use crate::args::{Chosen, Experiment, LabArgs, LabVmArgs, Parts, arch_of, temp_dir};
+use crate::args::{Chosen, Experiment, LabArgs, Output, Parts, arch_of, temp_dir};
 use crate::exit::Exit;
 use crate::output::{check_target, complain, write_result_until_signal};
 use crate::signals::Signals;
 use lacuna::Arch;
-use lacuna::memory::MemoryKind;
 use lacuna_lab::experiment::{LabError, Options};
 use lacuna_lab::first_look::FirstLook;
-use lacuna_lab::paging::processes::serve;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
 use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, restore, thp};
-use std::io;
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -122,19 +119,12 @@ fn settled(done: Result<(), LabError>, signals: &Signals) -> (Exit, Option<Strin
     (exit, Some(why))
 }
 
-/// The work of a child of the lab.
-pub fn lab_vm(args: &LabVmArgs) -> Exit {
-    let kind = match args.pool {
-        true => MemoryKind::Budget,
-        false => MemoryKind::Linux,
-    };
-    let (words, answers) = (io::stdin().lock(), io::stdout().lock());
-    match serve(kind, (args.vcpus, args.pages), args.core, words, answers) {
-        Ok(()) => Exit::Done,
-        Err(error) => {
-            complain(&error.to_string());
-            Exit::from(&error)
-        }
+/// Whether progress is shown.
+pub(crate) const fn verbosity(output: &Output) -> Verbosity {
+    if output.quiet {
+        Verbosity::Quiet
+    } else {
+        Verbosity::Normal
     }
 }
 
@@ -148,11 +138,7 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
         arch: Arch::X86_64,
         lacuna,
         swap_dir: temp_dir(),
-        verbosity: if args.output.quiet {
-            Verbosity::Quiet
-        } else {
-            Verbosity::Normal
-        },
+        verbosity: verbosity(&args.output),
         parts: Vec::new(),
     })
 }

@@ -10,12 +10,13 @@ use clap::Parser;
 use lacuna_cli::args::{Cli, Command, DoctorArgs, LabArgs, temp_dir};
 use lacuna_cli::ctl::ctl;
 use lacuna_cli::exit::Exit;
-use lacuna_cli::lab::{lab, lab_vm};
+use lacuna_cli::lab::lab;
 use lacuna_cli::migrate::migrate;
 use lacuna_cli::output::{complain, print, print_json};
 use lacuna_cli::run::run;
 use lacuna_cli::serve::serve;
 use lacuna_cli::snapshot::snapshot;
+use lacuna_cli::test::test;
 use lacuna_cli::trace::Trace;
 use lacuna_cli::{doctor, log, signals};
 use rustix::process::{Resource, getrlimit};
@@ -91,7 +92,7 @@ fn command(command: Option<Command>) -> Exit {
         Some(Command::Migrate(args)) => migrate(&args),
         Some(Command::Ctl(args)) => ctl(&args),
         Some(Command::Lab(args)) => lab(&args),
-        Some(Command::LabVm(args)) => lab_vm(&args),
+        Some(Command::Test(args)) => test(&args),
         None => lab(&LabArgs::default()),
     }
 }

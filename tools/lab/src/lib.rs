@@ -17,6 +17,8 @@
 //! * [`experiment`]: the options and errors of all experiments. [`base`], [`apf`], [`apf::arm64`],
 //!   [`thp`], [`pml`], [`paging`], [`postcopy`], [`restore`], [`migrate`],
 //!   [`letters`]: the experiments.
+//! * [`demand_paging`]: `lacuna test demand-paging`, whose options [`paging`] compares.
+//! * [`size`]: numbers as people write them.
 //! * [`first_look`]: one row of each experiment, in less than a minute.
 //! * [`external`]: the same guest program natively and in other machines (QEMU).
 #![forbid(unsafe_code)]
@@ -24,6 +26,7 @@
 pub mod apf;
 mod backed;
 pub mod base;
+pub mod demand_paging;
 mod exit_cost;
 pub mod experiment;
 pub mod external;
@@ -43,6 +46,7 @@ pub mod report;
 pub mod restore;
 pub mod result;
 mod session;
+pub mod size;
 mod stalls;
 pub mod stats;
 pub mod thp;

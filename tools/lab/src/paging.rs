@@ -1,18 +1,21 @@
 //! `lacuna lab paging`: a guest starts without its memory, and gets it page by page.
 //!
-//! It is the demand-paging test of the 2023 series: each vCPU touches its own share of the memory
-//! once, or all touch the same. The arms differ in how a missing page is provided:
+//! It is [`crate::demand_paging`] with lists of options, the arms, which take turns:
 //!
 //! ```text
 //! queue_N_readers  vCPU sleeps ─► one queue for all vCPUs ─► one of N threads provides ─► wake-up
 //! queue_each       vCPU sleeps ─► a queue for each vCPU ─► its reader provides ─► wake-up
 //! exits            vCPU exits, its own thread provides the page, and enters it again
 //! exits_apf        vCPU exits, the guest gets the event and runs; another thread provides the page
+//! source           vCPU sleeps; the backend asks a page source, which answers at once
 //! ```
-//! All copy the same page. For Linux memory each arm uses UFFDIO_COPY. The queue is the kernel's
-//! (`kernel_queue`): one userfaultfd with N readers, or one for each vCPU. Exits provide by
-//! [`MissingMemory::provide`]. For the pool, the queue is a list of the lab's own (`queue`), and
-//! all arms provide by that call.
+//! All copy the same page. For Linux memory each arm uses UFFDIO_COPY. Exits provide by
+//! [`MissingMemory::provide`]; so do the readers of the pool's lists.
+//!
+//! KVM has no exit for memory that a userfaultfd fills, so that backend makes one of a fault's
+//! event and a kick. An exit there takes the same two wake-ups as a queue, and a signal and an
+//! entry more. `source` differs from `exits` in the slots' flag alone. The readers of a queue are
+//! the lab's; they copy the page and do nothing else.
 //!
 //! | id | what is compared |
 //! |---|---|
@@ -36,39 +39,17 @@ pub use arms::first_look;
 
 mod arms;
 mod crowd;
-mod fixture;
-mod kernel_queue;
-mod kvm;
-mod machine;
-pub mod processes;
-mod queue;
 mod wake_up;
 
+use crate::demand_paging::{DemandPaging, unavailable};
 use crate::experiment::{LabResult, Options};
 use crate::report::Progress;
 use crate::result::Report;
-use fixture::Work;
+use crate::size::Size;
 #[cfg(doc)]
 use lacuna::MissingMemory;
-use lacuna::PAGE_SIZE;
 use lacuna::memory::MemoryKind;
-
-/// The content of all pages: the guest expects zeros. All arms copy from here.
-static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];
-/// The most pages provided at once: 2 MiB.
-const MOST_AT_ONCE: usize = 512;
-
-/// The measured numbers of vCPUs, and thousand pages a second in the 2023 series: through one
-/// userfaultfd, and by exits.
-const SERIES: [(usize, f64, f64); 5] = [
-    (1, 150.0, 340.0),
-    (2, 191.0, 477.0),
-    (4, 210.0, 809.0),
-    (8, 155.0, 1239.0),
-    (16, 130.0, 1595.0),
-];
-/// Where [`SERIES`] is from.
-const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 cores";
+use lacuna::{Arch, Backend, PAGE_SIZE};
 
 /// Measures everything, in the order of the table above.
 ///
@@ -76,7 +57,7 @@ const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 c
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
     let progress = Progress::new(
-        2 * (arms::STEPS + crowd::STEPS) + kvm::STEPS,
+        2 * (arms::STEPS + crowd::STEPS) + arms::KVM_STEPS,
         options.verbosity,
     );
     report.say(
@@ -84,8 +65,9 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
          reader's answer, or it exits, and its own thread provides the page.",
     );
     for kind in [MemoryKind::Linux, MemoryKind::Budget] {
-        if let Some(why) = fixture::unavailable(kind, Work::new(options.arch, 1, 512)) {
-            report.skip(format!("{}.*", fixture::prefix(kind)), why);
+        let base = work(options.arch, kind, 1, 512);
+        if let Some(why) = unavailable(&base) {
+            report.skip(format!("{}.*", prefix(&base)), why);
             continue;
         }
         if options.wants("arms") {
@@ -98,11 +80,32 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
     if options.wants("arms") {
         arms::measure_huge(options, report, &progress)?;
     }
-    if options.wants_x86("kvm", kvm::ids(), report) {
-        kvm::measure(options, report, &progress)?;
+    if options.wants_x86("kvm", arms::kvm_ids(options), report) {
+        arms::measure_kvm(options, report, &progress)?;
     }
     Ok(())
 }
 
 /// The separately measurable parts.
 pub const PARTS: &[&str] = &["arms", "crowd", "kvm"];
+
+/// A guest whose vCPUs have shares of `pages` pages.
+fn work(arch: Arch, memory_kind: MemoryKind, vcpus: usize, pages: u64) -> DemandPaging {
+    DemandPaging {
+        arch,
+        memory_kind,
+        vcpus,
+        bytes: Size(pages / vcpus as u64 * PAGE_SIZE as u64),
+        ..DemandPaging::default()
+    }
+}
+
+/// The beginning of the result ids for such guests.
+const fn prefix(work: &DemandPaging) -> &'static str {
+    match (work.backend, work.memory_kind) {
+        (Backend::Kvm, _) => "paging.kvm",
+        (_, MemoryKind::Budget) => "paging.pool",
+        (_, MemoryKind::Linux | MemoryKind::Shared) => "paging",
+        (_, MemoryKind::Hugetlbfs) => "paging.hugetlb",
+    }
+}

@@ -2,6 +2,7 @@
 
 mod command;
 mod ctl;
+mod demand_paging;
 mod guest;
 mod handler;
 mod metrics;

@@ -4,24 +4,38 @@
 //! on hardware ([`crate::exit_cost`]), in both arms: a vCPU that sleeps in a queue has left the
 //! guest too. An exit to the VMM costs more, because the thread also returns from the kernel.
 
-use super::fixture::{Arm, Fixture, Share, Work, prefix, unavailable};
 use super::wake_up::wake_up_us;
-use super::{MOST_AT_ONCE, SERIES, SOURCE};
+use super::{prefix, work};
+use crate::demand_paging::{By, DemandPaging, Fixture, MOST_AT_ONCE, unavailable};
 use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
 use crate::experiment::{LabError, LabResult, Options};
 use crate::first_look::{Found, Row};
 use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, paired, rounds};
-use lacuna::Vm;
 use lacuna::memory::MemoryKind;
+use lacuna::{Arch, Backend, Vm};
 use std::thread;
 
-/// The number of steps that [`measure`] reports as progress.
-pub const STEPS: u64 = 2 * SERIES.len() as u64 - 1 + BATCHED.len() as u64;
+/// The measured numbers of vCPUs, and thousand pages a second in the 2023 series: through one
+/// userfaultfd, and by exits.
+const SERIES: [(usize, f64, f64); 5] = [
+    (1, 150.0, 340.0),
+    (2, 191.0, 477.0),
+    (4, 210.0, 809.0),
+    (8, 155.0, 1239.0),
+    (16, 130.0, 1595.0),
+];
+/// Where [`SERIES`] is from.
+const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 cores";
 
-/// Numbers of vCPUs for which runs of pages are measured.
-const BATCHED: [usize; 2] = [1, 2];
+/// The number of steps that [`measure`] and [`measure_huge`] report as progress.
+pub const STEPS: u64 = 2 * SERIES.len() as u64 - 1 + FEW.len() as u64;
+/// The number of steps that [`measure_kvm`] reports.
+pub const KVM_STEPS: u64 = 2 * FEW.len() as u64;
+
+/// Numbers of vCPUs for which runs of pages, huge pages and `/dev/kvm` are measured.
+const FEW: [usize; 2] = [1, 2];
 
 /// The columns of the table.
 const HEADS: [&str; 7] = [
@@ -34,24 +48,49 @@ const HEADS: [&str; 7] = [
     "with apf",
 ];
 
-pub const EXITS: usize = 0;
+const EXITS: usize = 0;
 const NULL: usize = 1;
-pub const ONE_READER: usize = 2;
-const AGAINST_ONE_READER: [Arm; 3] = [Arm::Exits, Arm::Exits, Arm::Queue(1)];
+const ONE_READER: usize = 2;
 
 /// The least ratios with each exit charged, for one vCPU and for two: the published ones, and five
 /// for the pool, for which none was published.
 const LINUX_BARS: [f64; 2] = [2.3, 2.5];
 const POOL_BAR: f64 = 5.0;
 
-/// All arms for a number of vCPUs; the second is the null.
-fn arms(vcpus: usize) -> Vec<Arm> {
-    let mut readers = vec![1, 2, vcpus];
-    readers.sort_unstable();
-    readers.dedup();
-    let mut arms = vec![Arm::Exits, Arm::Exits];
-    arms.extend(readers.into_iter().map(Arm::Queue));
-    arms.extend([Arm::QueueEach, Arm::ExitsTold]);
+/// `base`, whose pages are provided by `by`.
+fn way(base: &DemandPaging, by: By) -> DemandPaging {
+    let base = base.clone();
+    DemandPaging { by, ..base }
+}
+
+fn queue(base: &DemandPaging, readers: usize) -> DemandPaging {
+    DemandPaging {
+        readers,
+        ..way(base, By::Queue)
+    }
+}
+
+fn queue_each(base: &DemandPaging) -> DemandPaging {
+    DemandPaging {
+        queue_each: true,
+        ..way(base, By::Queue)
+    }
+}
+
+/// Exits twice, for the null, and a queue with one reader.
+fn against_one_reader(base: &DemandPaging) -> Vec<DemandPaging> {
+    let exits = way(base, By::Exits);
+    vec![exits.clone(), exits, queue(base, 1)]
+}
+
+/// All arms; the second is the null.
+fn arms(base: &DemandPaging) -> Vec<DemandPaging> {
+    let mut arms = against_one_reader(base);
+    let mut more = vec![2, base.vcpus];
+    more.retain(|readers| *readers > 1);
+    more.dedup();
+    arms.extend(more.into_iter().map(|readers| queue(base, readers)));
+    arms.extend([queue_each(base), way(base, By::Tokens)]);
     arms
 }
 
@@ -66,40 +105,40 @@ pub fn measure(
         true => (2048, &SERIES[..2]),
         false => (8192, &SERIES[..]),
     };
-    let plain = |vcpus| Work::new(options.arch, vcpus, pages);
     let mut table = vec![HEADS.map(str::to_owned)];
     let mut wakes = Vec::new();
     for &(vcpus, without, with) in counts {
         progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
-        let fixture = Fixture::new(kind, plain(vcpus))?;
-        let runs = Runs::measure(&fixture, &arms(vcpus), times(options))?;
-        for result in runs.results(kind) {
+        let base = work(options.arch, kind, vcpus, pages);
+        let runs = Runs::measure(&Fixture::soft(&base)?, &arms(&base), times(options))?;
+        for result in runs.results() {
             report.push(result.reference(with / without, SOURCE));
         }
         table.push(runs.row());
         wakes.extend(runs.wake_up_us);
     }
-    match wake_up(kind, &wakes) {
+    let first = work(options.arch, kind, 1, pages);
+    match wake_up(&first, &wakes) {
         Some(result) => report.push(result),
-        None => report.skip(wake_up_id(kind), "this machine has one core"),
+        None => report.skip(wake_up_id(&first), "this machine has one core"),
     }
     for &(vcpus, ..) in &counts[1..] {
         progress.step(format!("missing pages, {vcpus} vCPUs, the same share"))?;
-        let share = Share::Same;
-        let work = Work {
-            share,
-            ..plain(vcpus)
+        let same = DemandPaging {
+            vcpus,
+            overlap: true,
+            ..first.clone()
         };
-        against_one_reader(kind, work, options, report)?;
+        push_against(&same, options, report)?;
     }
-    // The pool's queue asks for single pages.
-    for &vcpus in BATCHED.iter().filter(|_| kind == MemoryKind::Linux) {
+    // Runs of the pool's pages were never measured.
+    for &vcpus in FEW.iter().filter(|_| kind == MemoryKind::Linux) {
         progress.step(format!("missing pages, {vcpus} vCPUs, 512 at once"))?;
-        against_one_reader(kind, batched(vcpus, options), options, report)?;
+        push_against(&batched(kind, vcpus, options), options, report)?;
     }
     report.detail(format!(
         "{}: pages a second, each vCPU its own share\n{}",
-        prefix(kind),
+        prefix(&first),
         align(&table)
     ));
     Ok(())
@@ -107,35 +146,29 @@ pub fn measure(
 
 /// Measures `paging.hugetlb.exit_vs_queue.*`: memory in huge pages, each provided as a whole.
 pub fn measure_huge(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
-    let kind = MemoryKind::Hugetlbfs;
-    for vcpus in BATCHED {
+    for vcpus in FEW {
         progress.step(format!("missing huge pages, {vcpus} vCPUs"))?;
-        let work = batched(vcpus, options);
-        match unavailable(kind, work) {
-            Some(why) => report.skip(id(kind, work, "exit_vs_queue"), why),
-            None => against_one_reader(kind, work, options, report)?,
+        let base = batched(MemoryKind::Hugetlbfs, vcpus, options);
+        match unavailable(&base) {
+            Some(why) => report.skip(id(&base, "exit_vs_queue"), why),
+            None => push_against(&base, options, report)?,
         }
     }
     Ok(())
 }
 
-fn batched(vcpus: usize, options: &Options) -> Work {
+fn batched(kind: MemoryKind, vcpus: usize, options: &Options) -> DemandPaging {
     let pages = if options.quick { 8192 } else { 65536 };
-    Work {
+    DemandPaging {
         batch: MOST_AT_ONCE,
-        ..Work::new(options.arch, vcpus, pages)
+        ..work(options.arch, kind, vcpus, pages)
     }
 }
 
-fn against_one_reader(
-    kind: MemoryKind,
-    work: Work,
-    options: &Options,
-    report: &mut Report,
-) -> LabResult {
-    let fixture = Fixture::new(kind, work)?;
-    let runs = Runs::measure(&fixture, &AGAINST_ONE_READER, times(options))?;
-    report.push(runs.against(id(kind, work, "exit_vs_queue"), ONE_READER));
+fn push_against(base: &DemandPaging, options: &Options, report: &mut Report) -> LabResult {
+    let arms = against_one_reader(base);
+    let runs = Runs::measure(&Fixture::soft(base)?, &arms, times(options))?;
+    report.push(runs.against(id(base, "exit_vs_queue"), ONE_READER));
     Ok(())
 }
 
@@ -143,28 +176,84 @@ fn times(options: &Options) -> usize {
     if options.quick { 2 } else { 9 }
 }
 
-fn id(kind: MemoryKind, work: Work, measure: &str) -> String {
-    let kind_of = match (work.share, work.batch) {
-        (Share::Same, _) => "_same",
-        (Share::Own, 1) => "",
-        // The id says it.
-        (Share::Own, _) if kind == MemoryKind::Hugetlbfs => "",
-        (Share::Own, _) => "_batch",
+/// The guests of `paging.kvm.*`: single pages, and runs of pages.
+fn kvm_work(vcpus: usize, options: &Options) -> [DemandPaging; 2] {
+    let pages = if options.quick { 512 } else { 8192 };
+    let with = |pages, batch| DemandPaging {
+        backend: Backend::Kvm,
+        batch,
+        ..work(Arch::X86_64, MemoryKind::Linux, vcpus, pages)
     };
-    format!("{}.{measure}.{}vcpu{kind_of}", prefix(kind), work.vcpus)
+    [with(pages, 1), with(8 * pages, MOST_AT_ONCE)]
 }
 
-fn wake_up_id(kind: MemoryKind) -> String {
-    format!("{}.wake_up_us", prefix(kind))
+/// The ids of [`measure_kvm`].
+pub fn kvm_ids(options: &Options) -> impl Iterator<Item = String> {
+    FEW.into_iter().flat_map(|vcpus| {
+        let [single, batch] = kvm_work(vcpus, options);
+        let [queue, source] = ["exit_vs_queue", "exit_vs_source"].map(|of| id(&single, of));
+        [queue, source, id(&batch, "exit_vs_queue")]
+    })
+}
+
+/// Measures `paging.kvm.*`; skipped without a usable `/dev/kvm`.
+pub fn measure_kvm(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
+    if let Err(why) = lacuna::kvm::available() {
+        kvm_ids(options).for_each(|id| report.skip(id, &why));
+        return Ok(());
+    }
+    // A VM takes some tenths of a second to boot here.
+    let rounds = if options.quick { 1 } else { 9 };
+    for vcpus in FEW {
+        let [base, batch] = kvm_work(vcpus, options);
+        progress.step(format!("/dev/kvm, missing pages, {vcpus} vCPUs"))?;
+        let mut arms = against_one_reader(&base);
+        arms.push(way(&base, By::Source));
+        let source = arms.len() - 1;
+        if vcpus > 1 {
+            arms.push(queue(&base, 2));
+        }
+        let runs = Runs::measure(&Fixture::kvm(&base), &arms, rounds)?;
+        for (other, arm) in [("exit_vs_queue", ONE_READER), ("exit_vs_source", source)] {
+            report.push(runs.against(id(&base, other), arm));
+        }
+        report.say(format!(
+            "/dev/kvm, {vcpus} vCPUs: {} missing pages a second by exits, {} through one \
+             userfaultfd with one reader, and {} by a page source without exits.",
+            runs.rate(EXITS),
+            runs.rate(ONE_READER),
+            runs.rate(source),
+        ));
+        progress.step(format!("/dev/kvm, {vcpus} vCPUs, 512 pages at once"))?;
+        let arms = against_one_reader(&batch);
+        let runs = Runs::measure(&Fixture::kvm(&batch), &arms, rounds)?;
+        report.push(runs.against(id(&batch, "exit_vs_queue"), ONE_READER));
+    }
+    Ok(())
+}
+
+fn id(work: &DemandPaging, measure: &str) -> String {
+    let kind_of = match (work.overlap, work.batch) {
+        (true, _) => "_same",
+        (false, 1) => "",
+        // The id says it.
+        (false, _) if work.memory_kind == MemoryKind::Hugetlbfs => "",
+        (false, _) => "_batch",
+    };
+    format!("{}.{measure}.{}vcpu{kind_of}", prefix(work), work.vcpus)
+}
+
+fn wake_up_id(work: &DemandPaging) -> String {
+    format!("{}.wake_up_us", prefix(work))
 }
 
 /// `paging.wake_up_us`: it decides most of the cost of a queue. `None`: this machine has one core.
-fn wake_up(kind: MemoryKind, wakes: &[f64]) -> Option<Measurement> {
+fn wake_up(work: &DemandPaging, wakes: &[f64]) -> Option<Measurement> {
     if wakes.is_empty() {
         return None;
     }
     let what = "from the wake-up call until a thread on an idle core runs";
-    let result = Measurement::new(wake_up_id(kind), "us", Better::Lower, Summary::of(wakes));
+    let result = Measurement::new(wake_up_id(work), "us", Better::Lower, Summary::of(wakes));
     Some(result.param("what", what))
 }
 
@@ -174,12 +263,12 @@ fn cores() -> usize {
 
 /// `rate` if each page had cost the exit of its arm: the exit takes time of a vCPU's thread, and at
 /// most as many threads run as there are cores.
-fn charged(rate: f64, arm: Arm, vcpus: usize) -> f64 {
-    let exit_ns = match arm {
-        Arm::Exits | Arm::ExitsTold => VMM_EXIT_NS,
-        Arm::Queue(_) | Arm::QueueEach | Arm::Source => EXIT_NS,
+fn charged(rate: f64, arm: &DemandPaging) -> f64 {
+    let exit_ns = match arm.by {
+        By::Exits | By::Tokens => VMM_EXIT_NS,
+        By::Queue | By::Source => EXIT_NS,
     };
-    1.0 / (1.0 / rate + exit_ns / 1e9 / vcpus.min(cores()) as f64)
+    1.0 / (1.0 / rate + exit_ns / 1e9 / arm.vcpus.min(cores()) as f64)
 }
 
 /// The least ratio with each exit charged.
@@ -193,8 +282,7 @@ fn bar(kind: MemoryKind, vcpus: usize) -> Option<f64> {
 
 /// Pages a second of each arm, and the wake-up time of an idle thread in the same rounds.
 pub struct Runs {
-    work: Work,
-    arms: Vec<Arm>,
+    arms: Vec<DemandPaging>,
     /// In the order of the arms.
     rates: Vec<Vec<f64>>,
     /// In microseconds; empty on a machine with one core.
@@ -203,20 +291,19 @@ pub struct Runs {
 
 impl Runs {
     /// Measures `arms` in turns, with VMs of `fixture`. The second is the null of the first.
-    pub fn measure<V: Vm<Error: Into<LabError>>>(
+    fn measure<V: Vm<Error: Into<LabError>>>(
         fixture: &Fixture<V>,
-        arms: &[Arm],
+        arms: &[DemandPaging],
         times: impl Into<Rounds>,
     ) -> LabResult<Self> {
         let wakes = usize::from(cores() > 1);
         // One more turn of each round wakes an idle thread: the cost of a queue depends on that
         // time, and the time drifts on a machine.
         let mut rates = rounds(arms.len() + wakes, times, |arm| match arms.get(arm) {
-            Some(arm) => fixture.rate(*arm),
+            Some(arm) => fixture.rate(arm),
             None => wake_up_us(),
         })?;
         Ok(Self {
-            work: fixture.work,
             arms: arms.to_vec(),
             wake_up_us: rates.split_off(arms.len()).into_iter().flatten().collect(),
             rates,
@@ -224,7 +311,7 @@ impl Runs {
     }
 
     /// The median of arm number `arm`, for people.
-    pub fn rate(&self, arm: usize) -> String {
+    fn rate(&self, arm: usize) -> String {
         short(Summary::of(&self.rates[arm]).median)
     }
 
@@ -234,7 +321,7 @@ impl Runs {
 
     /// The rates of arm number `arm` with its exits charged.
     fn charged(&self, arm: usize) -> Vec<f64> {
-        let charged = |&rate| charged(rate, self.arms[arm], self.work.vcpus);
+        let charged = |&rate| charged(rate, &self.arms[arm]);
         self.rates[arm].iter().map(charged).collect()
     }
 
@@ -242,32 +329,34 @@ impl Runs {
     fn compared(&self, id: String, queue: usize, rates: impl Fn(usize) -> Vec<f64>) -> Measurement {
         let [exits, null, of_queue] = [EXITS, NULL, queue].map(rates);
         Measurement::new(id, "x", Better::Higher, paired(&of_queue, &exits))
-            .param("pages", self.work.pages)
-            .param("at_once", self.work.batch)
-            .param("queue", self.arms[queue].name())
+            .param("pages", self.arms[queue].pages())
+            .param("at_once", self.arms[queue].batch)
+            .param("queue", self.arms[queue].way())
             .arm("null", paired(&exits, &null))
     }
 
     /// Exits against arm number `queue`, with the rates of all arms.
-    pub fn against(&self, id: String, queue: usize) -> Measurement {
+    fn against(&self, id: String, queue: usize) -> Measurement {
         let others = self.arms.iter().zip(&self.rates).skip(NULL);
         let result = self.compared(id, queue, |arm| self.raw(arm));
         others.fold(result, |result, (arm, rates)| {
-            result.arm(&arm.name(), Summary::of(rates))
+            result.arm(&arm.way(), Summary::of(rates))
         })
     }
 
     /// The shared queue whose median is the highest.
     fn best_queue(&self) -> usize {
         let median = |arm: &usize| Summary::of(&self.rates[*arm]).median;
-        let queues = (0..self.arms.len()).filter(|&arm| matches!(self.arms[arm], Arm::Queue(_)));
+        let is_shared = |arm: &DemandPaging| arm.by == By::Queue && !arm.queue_each;
+        let queues = (0..self.arms.len()).filter(|&arm| is_shared(&self.arms[arm]));
         let best = queues.max_by(|a, b| median(a).total_cmp(&median(b)));
         best.expect("there is a queue")
     }
 
     /// The results of one number of vCPUs: against one reader, and against the best queue.
-    fn results(&self, kind: MemoryKind) -> [Measurement; 3] {
-        let id = |measure| id(kind, self.work, measure);
+    fn results(&self) -> [Measurement; 3] {
+        let base = &self.arms[EXITS];
+        let id = |measure| id(base, measure);
         let best = self.best_queue();
         let of = |arm| Summary::of(&self.charged(arm));
         let with_cost = format!("{}.exitcost", id("exit_vs_best_queue"));
@@ -282,7 +371,7 @@ impl Runs {
         if !self.wake_up_us.is_empty() {
             with_cost = with_cost.arm("wake_up_us", Summary::of(&self.wake_up_us));
         }
-        if let Some(bar) = bar(kind, self.work.vcpus) {
+        if let Some(bar) = bar(base.memory_kind, base.vcpus) {
             with_cost = with_cost.bar(bar);
         }
         [
@@ -293,19 +382,19 @@ impl Runs {
     }
 
     fn row(&self) -> [String; 7] {
-        let vcpus = self.work.vcpus;
-        let rate = |arm: Arm| {
+        let base = &self.arms[EXITS];
+        let rate = |arm: DemandPaging| {
             let found = self.arms.iter().position(|known| *known == arm);
             found.map_or("-".into(), |arm| self.rate(arm))
         };
         [
-            vcpus.to_string(),
-            rate(Arm::Queue(1)),
-            rate(Arm::Queue(2)),
-            rate(Arm::Queue(vcpus)),
-            rate(Arm::QueueEach),
-            rate(Arm::Exits),
-            rate(Arm::ExitsTold),
+            base.vcpus.to_string(),
+            rate(queue(base, 1)),
+            rate(queue(base, 2)),
+            rate(queue(base, base.vcpus)),
+            rate(queue_each(base)),
+            rate(way(base, By::Exits)),
+            rate(way(base, By::Tokens)),
         ]
     }
 }
@@ -313,13 +402,13 @@ impl Runs {
 /// The row of the first look: one vCPU, exits against the best queue, each exit charged. Linux
 /// memory where this host has it.
 pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
-    let work = Work::new(options.arch, 1, 2048);
-    let kind = match unavailable(MemoryKind::Linux, work) {
-        None => MemoryKind::Linux,
-        Some(_) => MemoryKind::Budget,
-    };
-    let arms = [Arm::Exits, Arm::Exits, Arm::Queue(1), Arm::Queue(2)];
-    let runs = Runs::measure(&Fixture::new(kind, work)?, &arms, rounds)?;
+    let mut base = work(options.arch, MemoryKind::Linux, 1, 2048);
+    if unavailable(&base).is_some() {
+        base.memory_kind = MemoryKind::Budget;
+    }
+    let mut arms = against_one_reader(&base);
+    arms.push(queue(&base, 2));
+    let runs = Runs::measure(&Fixture::soft(&base)?, &arms, rounds)?;
     let best = runs.best_queue();
     let rate = |arm| format!("{}/s", short(Summary::of(&runs.charged(arm)).median));
     let row = Row {
@@ -331,35 +420,42 @@ pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
         null: paired(&runs.charged(NULL), &runs.charged(EXITS)),
         published: "2.3x (kvm list, 1 vCPU)",
     };
-    let [_, best, with_cost] = runs.results(kind);
+    let [_, best, with_cost] = runs.results();
     let mut results = vec![best, with_cost];
-    results.extend(wake_up(kind, &runs.wake_up_us));
+    results.extend(wake_up(&base, &runs.wake_up_us));
     Ok(Found { row, results })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lacuna::Arch;
+
+    fn base(kind: MemoryKind, vcpus: usize) -> DemandPaging {
+        work(Arch::X86_64, kind, vcpus, 64)
+    }
 
     #[test]
     fn each_number_of_readers_is_one_arm() {
-        let [exits, queue] = [Arm::Exits, Arm::Queue(1)];
-        let others = [Arm::Queue(2), Arm::QueueEach, Arm::ExitsTold];
-        assert_eq!(arms(1), [&[exits, exits, queue], &others[..]].concat());
-        assert_eq!(arms(8)[ONE_READER..5], [1, 2, 8].map(Arm::Queue));
+        let names = |vcpus| {
+            let arms = arms(&base(MemoryKind::Linux, vcpus)).into_iter();
+            arms.map(|arm| arm.way()).collect::<Vec<_>>()
+        };
+        let [one, two, eight] = [1, 2, 8].map(|readers| format!("queue_{readers}_readers"));
+        let some = ["exits", "exits", &one, &two, "queue_each", "exits_apf"];
+        assert_eq!(names(1), some);
+        assert_eq!(names(2), some);
+        assert_eq!(names(8)[ONE_READER..5], [one, two, eight]);
     }
 
     #[test]
     fn exits_are_compared_with_one_reader_and_with_the_best() {
         let rates = [100.0, 100.0, 10.0, 25.0, 20.0, 90.0, 50.0];
         let runs = Runs {
-            work: Work::new(Arch::X86_64, 4, 64),
-            arms: arms(4),
+            arms: arms(&base(MemoryKind::Budget, 4)),
             rates: rates.map(|rate| vec![rate; 6]).into(),
             wake_up_us: vec![20.0; 6],
         };
-        let [one, best, with_cost] = runs.results(MemoryKind::Budget);
+        let [one, best, with_cost] = runs.results();
         assert_eq!(one.id, "paging.pool.exit_vs_queue.4vcpu");
         assert_eq!(best.id, "paging.pool.exit_vs_best_queue.4vcpu");
         assert_eq!(with_cost.id, format!("{}.exitcost", best.id));
@@ -368,20 +464,26 @@ mod tests {
         assert_eq!(best.params["queue"], "queue_2_readers");
         assert_eq!(one.arms.len(), 7, "{:?}", one.arms.keys());
         assert_eq!(runs.row(), ["4", "10", "25", "20", "90", "100", "50"]);
-        let share = Share::Same;
-        let same = Work { share, ..runs.work };
-        let same = id(MemoryKind::Linux, same, "exit_vs_queue");
-        assert_eq!(same, "paging.exit_vs_queue.4vcpu_same");
+        let same = DemandPaging {
+            overlap: true,
+            ..base(MemoryKind::Linux, 4)
+        };
+        assert_eq!(
+            id(&same, "exit_vs_queue"),
+            "paging.exit_vs_queue.4vcpu_same"
+        );
     }
 
     /// Every page has an exit in both arms, and one to the VMM costs more.
     #[test]
     fn both_arms_are_charged_their_exits() {
         let fast = 1e9 / VMM_EXIT_NS;
-        assert!((charged(fast, Arm::Exits, 1) / fast - 0.5).abs() < 1e-9);
+        let base = base(MemoryKind::Linux, 1);
+        let [exits, one, each] = [way(&base, By::Exits), queue(&base, 1), queue_each(&base)];
+        assert!((charged(fast, &exits) / fast - 0.5).abs() < 1e-9);
         let slow = 1e9 / EXIT_NS;
-        assert!((charged(slow, Arm::Queue(1), 1) / slow - 0.5).abs() < 1e-9);
-        assert!(charged(slow, Arm::Exits, 1) < charged(slow, Arm::QueueEach, 1));
+        assert!((charged(slow, &one) / slow - 0.5).abs() < 1e-9);
+        assert!(charged(slow, &exits) < charged(slow, &each));
         let bars = [1, 2, 4].map(|vcpus| bar(MemoryKind::Linux, vcpus));
         assert_eq!(bars, [Some(2.3), Some(2.5), None]);
         assert_eq!(bar(MemoryKind::Budget, 2), Some(5.0));

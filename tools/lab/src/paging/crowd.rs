@@ -1,9 +1,9 @@
 //! Whether exiting vCPUs delay each other: two vCPUs against two VMs, and more vCPUs than cores
 //! against as many plain threads.
 
-use super::PAGES;
-use super::fixture::{Arm, Fixture, Work, prefix};
-use super::processes::{self, Process};
+use super::{prefix, work};
+use crate::demand_paging::lockstep::{Process, together};
+use crate::demand_paging::{By, DemandPaging, Fixture, PAGES};
 use crate::experiment::{LabResult, Options};
 use crate::fixture::gpa_of;
 use crate::report::Progress;
@@ -28,11 +28,12 @@ pub fn ids(kind: MemoryKind) -> impl Iterator<Item = String> {
 }
 
 fn scaling_id(kind: MemoryKind) -> String {
-    format!("{}.scaling_2vcpu", prefix(kind))
+    format!("{}.scaling_2vcpu", prefix(&exits(kind, 2, 2)))
 }
 
 fn crowd_id(kind: MemoryKind, vcpus: usize) -> String {
-    format!("{}.crowd_loss_points.{vcpus}vcpu", prefix(kind))
+    let guest = exits(kind, vcpus, 16);
+    format!("{}.crowd_loss_points.{vcpus}vcpu", prefix(&guest))
 }
 
 /// Measures `scaling_2vcpu` and `crowd_loss_points.*`.
@@ -64,19 +65,31 @@ const fn times(options: &Options) -> usize {
     if options.quick { 2 } else { 75 }
 }
 
+/// A guest whose vCPUs exit and share `pages` pages.
+fn exits(kind: MemoryKind, vcpus: usize, pages: u64) -> DemandPaging {
+    DemandPaging {
+        by: By::Exits,
+        ..work(Arch::X86_64, kind, vcpus, pages)
+    }
+}
+
 /// Two vCPUs of one VM against two VMs with one each, in two processes.
 fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> LabResult<Measurement> {
     let pages = pages(options);
-    let process = |vcpus: u64, core| {
-        let pages = vcpus * pages / 2;
-        Process::start(&options.lacuna, kind, (vcpus as usize, pages), core)
+    let process = |pin: &[usize]| {
+        let vcpus = pin.len();
+        let guest = DemandPaging {
+            pin: pin.to_vec(),
+            ..exits(kind, vcpus, vcpus as u64 * pages / 2)
+        };
+        Process::start(&options.lacuna, &guest)
     };
-    let mut each = [process(1, 0)?, process(1, 1)?];
-    let mut two = [process(2, 0)?];
+    let mut each = [process(&[0])?, process(&[1])?];
+    let mut two = [process(&[0, 1])?];
     let rates = rounds(4, times(options), |arm| match arm {
-        0 => processes::together(&mut each[..1]),
-        1 => processes::together(&mut each),
-        _ => processes::together(&mut two),
+        0 => together(&mut each[..1]),
+        1 => together(&mut each),
+        _ => together(&mut two),
     })?;
     let ratio = paired(&rates[1], &rates[2]);
     Ok(Measurement::new(id, "x", Better::Higher, ratio)
@@ -93,11 +106,14 @@ fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> LabResult<Measure
 /// threads provide pages by the same call, without a vCPU.
 fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> LabResult<Measurement> {
     let pages = pages(options);
-    let fixture = |vcpus| Fixture::new(kind, Work::new(Arch::X86_64, vcpus, pages));
-    let (few, many) = (fixture(2)?, fixture(vcpus)?);
+    let of = |vcpus| {
+        let guest = exits(kind, vcpus, pages);
+        Fixture::soft(&guest).map(|fixture| (fixture, guest))
+    };
+    let ((few, two), (many, all)) = (of(2)?, of(vcpus)?);
     let rates = rounds(5, times(options), |arm| match arm {
-        0 => few.rate(Arm::Exits),
-        1 | 4 => many.rate(Arm::Exits),
+        0 => few.rate(&two),
+        1 | 4 => many.rate(&all),
         2 => threads(&few, 2, pages),
         _ => threads(&few, vcpus, pages),
     })?;
@@ -126,7 +142,7 @@ fn crowd(kind: MemoryKind, vcpus: usize, options: &Options) -> LabResult<Measure
 /// Pages a second of plain threads that provide the pages of a VM without a guest, each its own
 /// share.
 fn threads(fixture: &Fixture, count: usize, pages: u64) -> LabResult<f64> {
-    let vm = fixture.empty_vm()?;
+    let vm = fixture.empty_vm(Arch::X86_64)?;
     let memory = vm.missing_memory().expect("it has a source");
     assert!(
         PageCount::new(pages) <= vm.config().memory,

@@ -21,6 +21,12 @@ pub const TABLE: &[Row] = &[
     (Nothing, "$LACUNA run", 2, &["<IMAGE>"]),
     (
         Nothing,
+        "$LACUNA test demand-paging --fill continue",
+        2,
+        &["add --memory-kind memfd"],
+    ),
+    (
+        Nothing,
         "$LACUNA run hello --memory much",
         2,
         &["does not begin with a whole number"],

@@ -1,11 +1,12 @@
-//! The queues in which vCPUs that need a page wait for a reader. [`Listed`] serves the pool of
-//! frames, as a userfaultfd and its readers (`kernel_queue`) serve Linux memory.
+//! Queues in which vCPUs that need a page sleep until a reader has provided it. [`Lists`] serve
+//! memory without a userfaultfd that reports faults, as the kernel's queues (`kernel_queue`) serve
+//! other memory.
 
 use super::PAGES;
 use crate::experiment::LabResult;
 use crate::fixture::gpa_of;
 use lacuna::source::{PageRequest, PageSource, SourcePage};
-use lacuna::{Arch, MissingMemory};
+use lacuna::{Arch, Gpa};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,17 +23,13 @@ pub trait Queues: Send + Sync {
     /// From now on, requests wait for a reader.
     fn open(&self) {}
 
-    /// The work of one reader of queue number `queue` until the end. `memory` is what a VM with
-    /// this source has, if the pages are provided through it.
-    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> LabResult;
+    /// The work of one reader of queue number `queue` until the end. Returns the number of its
+    /// faults. `provide` is what a vCPU's thread does after an exit; the kernel's queues have a
+    /// call of their own.
+    fn read(&self, queue: usize, provide: &dyn Fn(Gpa) -> LabResult) -> LabResult<u64>;
 
     /// Ends all readers.
     fn end(&self);
-
-    /// Faults that the readers of each of the kernel's queues have answered.
-    fn filled(&self) -> Option<Vec<u64>> {
-        None
-    }
 }
 
 thread_local! {
@@ -47,7 +44,7 @@ pub fn use_queue(queue: usize) {
 }
 
 /// A source that puts its requests into lists. All pages have the same content.
-pub struct Listed {
+pub struct Lists {
     arch: Arch,
     lists: Vec<List>,
     /// Until it is open, each asking thread gets its page at once: the guest is being loaded.
@@ -67,7 +64,7 @@ struct Inside {
     is_over: bool,
 }
 
-impl Listed {
+impl Lists {
     /// A source with this number of lists, for a guest of `arch`.
     pub fn new(lists: usize, arch: Arch) -> Self {
         Self {
@@ -78,7 +75,7 @@ impl Listed {
     }
 }
 
-impl Queues for Arc<Listed> {
+impl Queues for Arc<Lists> {
     fn source(&self) -> Arc<dyn PageSource> {
         Self::clone(self)
     }
@@ -91,15 +88,14 @@ impl Queues for Arc<Listed> {
         self.is_open.store(true, Ordering::Release);
     }
 
-    /// It provides each page by the call that a VMM uses after an exit, so that arms differ in
-    /// nothing else.
-    fn read(&self, queue: usize, memory: Option<&dyn MissingMemory>) -> LabResult {
-        let memory = memory.expect("it has a source");
+    fn read(&self, queue: usize, provide: &dyn Fn(Gpa) -> LabResult) -> LabResult<u64> {
+        let mut faults = 0;
         while let Some(request) = self.lists[queue].next() {
             let SourcePage(page) = request.page();
-            memory.provide(gpa_of(self.arch, page), &PAGES[0])?;
+            provide(gpa_of(self.arch, page))?;
+            faults += 1;
         }
-        Ok(())
+        Ok(faults)
     }
 
     fn end(&self) {
@@ -123,7 +119,7 @@ impl List {
     }
 }
 
-impl PageSource for Listed {
+impl PageSource for Lists {
     fn describe(&self) -> String {
         "the lab's page source".into()
     }

@@ -1,0 +1,287 @@
+//! `lacuna test demand-paging`: the guest's memory is missing, and arrives page by page.
+//!
+//! It is Linux's `demand_paging_test`, with the exits of the 2023 series. Each vCPU writes once to
+//! every page of its share. `--by` says how a missing page is provided:
+//!
+//! ```text
+//! queue    vCPU sleeps ─► a queue ─► a reader provides the page ─► wake-up
+//! exits    vCPU exits, its own thread provides the page, and enters the guest again
+//! tokens   vCPU exits, the guest gets the event and runs; another thread provides the page
+//! source   vCPU sleeps; the backend asks a page source, which answers at once
+//! ```
+//! | memory | queue | copy | continue |
+//! |---|---|---|---|
+//! | `anonymous`, `hugetlbfs` | the kernel's: a userfaultfd (`kernel_queue`) | `UFFDIO_COPY` | |
+//! | `memfd` | a list of this program (`lists`) | `UFFDIO_COPY` | `UFFDIO_CONTINUE` |
+//! | `pool` | a list of this program | a copy to a frame | |
+//!
+//! A page is copied from a page of zeros. It is continued from a file that already has it. On soft,
+//! exits and lists use a userfaultfd with `UFFD_FEATURE_SIGBUS`, but no thread gets the signal: a
+//! software processor checks whether a page is present before it accesses the page. So the test
+//! has no signal handler that provides pages.
+//!
+//! [`crate::paging`] measures lists of these options in turns.
+
+mod fixture;
+mod guest_run;
+mod kernel_queue;
+mod lists;
+pub mod lockstep;
+mod outcome;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use fixture::{Fixture, unavailable};
+pub use outcome::Outcome;
+
+use crate::experiment::LabResult;
+use crate::report::Progress;
+use crate::size::{Size, parse_duration};
+use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
+use clap::{Args, Command, FromArgMatches, ValueEnum};
+use lacuna::memory::MemoryKind;
+use lacuna::{Arch, Backend, PAGE_SIZE, PageCount};
+use std::thread;
+use std::time::Duration;
+
+/// The content of all pages: the guest expects zeros. Every page is copied from here.
+pub(crate) static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];
+/// The most pages provided at once, and the pages of a huge page: 2 MiB.
+pub(crate) const MOST_AT_ONCE: usize = 512;
+
+/// MiB of a guest beside the pages that it touches: its kernel, and the page tables of its arena.
+const BESIDE_MIB: u64 = 32;
+
+const ARCHS: [(&str, Arch); 2] = [("x86_64", Arch::X86_64), ("arm64", Arch::Arm64)];
+const BACKENDS: [(&str, Backend); 2] = [("soft", Backend::Soft), ("kvm", Backend::Kvm)];
+const KINDS: [(&str, MemoryKind); 4] = [
+    ("anonymous", MemoryKind::Linux),
+    ("pool", MemoryKind::Budget),
+    ("memfd", MemoryKind::Shared),
+    ("hugetlbfs", MemoryKind::Hugetlbfs),
+];
+
+/// One of these names.
+fn named<T, const N: usize>(values: [(&'static str, T); N]) -> impl TypedValueParser<Value = T>
+where
+    T: Copy + Send + Sync + 'static,
+{
+    let found = move |name: String| values.into_iter().find(|value| value.0 == name);
+    let names = PossibleValuesParser::new(values.map(|value| value.0));
+    names.map(move |name| found(name).expect("a possible value").1)
+}
+
+fn up_to(most: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=most)
+}
+
+/// The number of pages as clap reads it.
+fn batch(text: &str) -> Result<usize, String> {
+    let pages = text
+        .parse()
+        .ok()
+        .filter(|pages: &usize| pages.is_power_of_two());
+    let pages = pages.filter(|&pages| pages <= MOST_AT_ONCE);
+    pages.ok_or_else(|| "give a power of two up to 512".into())
+}
+
+/// What the guest touches, and how its missing pages are provided.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct DemandPaging {
+    /// Virtual processors
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(59))]
+    pub vcpus: usize,
+    /// Memory that each vCPU touches
+    #[arg(long, value_name = "SIZE", default_value = "32M")]
+    pub bytes: Size,
+    /// All vCPUs touch the same pages, instead of a share each
+    #[arg(long)]
+    pub overlap: bool,
+    /// Touch the pages in a random order
+    #[arg(long)]
+    pub random: bool,
+    /// How a missing page is provided
+    #[arg(long, value_enum, value_name = "WAY", default_value_t = By::Queue)]
+    pub by: By,
+    /// Threads that read a queue
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(64))]
+    pub readers: usize,
+    /// A queue for each vCPU's share, instead of one for all
+    #[arg(long)]
+    pub queue_each: bool,
+    /// Where the guest's memory is
+    #[arg(long, value_name = "KIND", default_value = "anonymous", value_parser = named(KINDS))]
+    pub memory_kind: MemoryKind,
+    /// How a page gets into the memory: by a copy, or by a mapping of the file's page (memfd)
+    #[arg(long, value_enum, value_name = "WAY", default_value_t = Fill::Copy)]
+    pub fill: Fill,
+    /// Pages provided for each fault, the aligned run around the page: a power of two up to 512.
+    /// In hugetlbfs it is always 512
+    #[arg(long, value_name = "PAGES", default_value = "1", value_parser = batch)]
+    pub batch: usize,
+    /// A pause before each fill, as of a slow source
+    #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration)]
+    pub delay: Duration,
+    /// Cores for the vCPUs' threads, in their order, as 0,2; further threads run on any core
+    #[arg(long, value_name = "CORES", value_delimiter = ',')]
+    pub pin: Vec<usize>,
+    /// Memory slots that the guest's memory is split into
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(1000))]
+    pub slots: usize,
+    /// The hypervisor
+    #[arg(long, value_name = "soft|kvm", default_value = "soft", value_parser = named(BACKENDS))]
+    pub backend: Backend,
+    /// The guest's processor
+    #[arg(long, value_name = "ARCH", default_value = "x86_64", value_parser = named(ARCHS))]
+    pub arch: Arch,
+}
+
+/// How a missing page is provided.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum By {
+    /// The vCPU sleeps in a queue until a reader has provided the page
+    Queue,
+    /// The vCPU exits, and its thread provides the page
+    Exits,
+    /// The vCPU exits, the guest gets an asynchronous page fault, and another thread provides the
+    /// page
+    Tokens,
+    /// No exit: the backend asks a page source, which answers at once
+    Source,
+}
+
+/// How a page gets into the memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Fill {
+    /// From another page: for Linux memory by `UFFDIO_COPY`
+    Copy,
+    /// The file has the page, and `UFFDIO_CONTINUE` maps it
+    Continue,
+}
+
+/// The options of the command without arguments.
+impl Default for DemandPaging {
+    fn default() -> Self {
+        let command = Self::augment_args(Command::new("demand-paging").no_binary_name(true));
+        let found = command.get_matches_from([""; 0]);
+        Self::from_arg_matches(&found).expect("each option has a default")
+    }
+}
+
+impl DemandPaging {
+    /// Refuses options that exclude each other.
+    ///
+    /// # Errors
+    /// The first such pair, and what to do.
+    pub fn check(&self) -> Result<(), &'static str> {
+        let Self {
+            by,
+            memory_kind: kind,
+            ..
+        } = self;
+        let is_kvm = self.backend == Backend::Kvm;
+        let has_queue = *by == By::Queue;
+        let wrong = [
+            (
+                self.bytes.0 == 0 || !self.bytes.0.is_multiple_of(PAGE_SIZE as u64),
+                "--bytes: give a multiple of 4K",
+            ),
+            (
+                !has_queue && (self.readers > 1 || self.queue_each),
+                "--readers and --queue-each are for --by queue: leave them out",
+            ),
+            (
+                *by == By::Source && (self.batch > 1 || !self.delay.is_zero()),
+                "--by source provides one page at a time, at once: leave --batch and --delay out",
+            ),
+            (
+                self.queue_each && *kind == MemoryKind::Hugetlbfs,
+                "--queue-each: two vCPUs' shares may have parts of one huge page; choose another \
+                 --memory-kind",
+            ),
+            (
+                self.fill == Fill::Continue && *kind != MemoryKind::Shared,
+                "--fill continue maps pages of a file: add --memory-kind memfd",
+            ),
+            (
+                is_kvm && (*kind != MemoryKind::Linux || self.arch != Arch::X86_64),
+                "--backend kvm runs x86_64 guests in anonymous memory: leave --memory-kind and \
+                 --arch out",
+            ),
+            (
+                is_kvm && self.slots > 1,
+                "--slots is for --backend soft: leave it out",
+            ),
+        ];
+        let found = wrong.into_iter().find(|(is_wrong, _)| *is_wrong);
+        found.map_or(Ok(()), |(_, why)| Err(why))
+    }
+
+    /// Boots a guest and lets it touch its memory once.
+    ///
+    /// # Errors
+    /// The VM cannot be made here, or the guest failed.
+    pub fn run(&self, progress: &Progress) -> LabResult<Outcome> {
+        progress.step("the guest boots")?;
+        let touches = || progress.step("the guest touches its memory");
+        match self.backend {
+            Backend::Soft => Fixture::soft(self)?.run(self, touches),
+            Backend::Kvm => Fixture::kvm(self).run(self, touches),
+        }
+    }
+
+    /// The pause before a fill.
+    fn pause(&self) {
+        if !self.delay.is_zero() {
+            thread::sleep(self.delay);
+        }
+    }
+
+    /// Pages that the vCPUs touch together.
+    pub(crate) const fn pages(&self) -> u64 {
+        let shares = if self.overlap { 1 } else { self.vcpus as u64 };
+        shares * self.bytes.0 / PAGE_SIZE as u64
+    }
+
+    /// Pages provided for each fault.
+    pub(crate) fn at_once(&self) -> usize {
+        self.batch.max(self.unit())
+    }
+
+    /// Pages that are only provided together.
+    fn unit(&self) -> usize {
+        if self.memory_kind == MemoryKind::Hugetlbfs {
+            MOST_AT_ONCE
+        } else {
+            1
+        }
+    }
+
+    /// The memory of the guest, in whole huge pages.
+    pub(crate) fn memory(&self) -> PageCount {
+        let touched = self.pages().next_multiple_of(MOST_AT_ONCE as u64);
+        PageCount::new(touched + (BESIDE_MIB << 20) / PAGE_SIZE as u64)
+    }
+
+    /// The parameters of its guest.
+    fn words(&self) -> String {
+        format!(
+            "gate=1 threads={} bytes={} overlap={} order={}",
+            self.vcpus,
+            self.pages() * PAGE_SIZE as u64,
+            u8::from(self.overlap),
+            if self.random { "random" } else { "seq" },
+        )
+    }
+
+    /// The name of this way in results.
+    pub(crate) fn way(&self) -> String {
+        match self.by {
+            By::Queue if self.queue_each => "queue_each".into(),
+            By::Queue => format!("queue_{}_readers", self.readers),
+            By::Exits => "exits".into(),
+            By::Tokens => "exits_apf".into(),
+            By::Source => "source".into(),
+        }
+    }
+}
