@@ -13,6 +13,15 @@ use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, 
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
+    let command = std::env::args().collect::<Vec<_>>().join(" ");
+    reported(&args.output, |signals| match args.chosen() {
+        Chosen::FirstLook => first_look(args, command, signals),
+        Chosen::Parts(parts) => experiments(args, &parts, command, signals),
+    })
+}
+
+/// Prints what `measure` returns. A signal ends it early.
+pub(crate) fn reported(output: &Output, measure: impl FnOnce(&Signals) -> Results) -> Exit {
     let signals = match Signals::catch(&interrupt::flag()) {
         Ok(signals) => signals,
         Err(error) => {
@@ -20,16 +29,12 @@ pub fn lab(args: &LabArgs) -> Exit {
             return Exit::Host;
         }
     };
-    if let Err(error) = check_target(&args.output) {
+    if let Err(error) = check_target(output) {
         complain(&error.to_string());
         return Exit::Host;
     }
-    let command = std::env::args().collect::<Vec<_>>().join(" ");
-    let (exit, text, json) = match args.chosen() {
-        Chosen::FirstLook => first_look(args, command, &signals),
-        Chosen::Parts(parts) => experiments(args, &parts, command, &signals),
-    };
-    match write_result_until_signal(&args.output, &text, &json, &signals) {
+    let (exit, text, json) = measure(&signals);
+    match write_result_until_signal(output, &text, &json, &signals) {
         Ok(()) => exit,
         Err(error) => {
             complain(&error.to_string());
@@ -39,7 +44,7 @@ pub fn lab(args: &LabArgs) -> Exit {
 }
 
 /// The exit code, the text, and the JSON.
-type Results = (Exit, String, String);
+pub(crate) type Results = (Exit, String, String);
 
 fn first_look(args: &LabArgs, command: String, signals: &Signals) -> Results {
     let mut look = FirstLook::new(command);
@@ -104,7 +109,7 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
 
 /// The exit code, and the reason for an early end. Results from before an error are printed all the
 /// same.
-fn settled(done: Result<(), LabError>, signals: &Signals) -> (Exit, Option<String>) {
+pub(crate) fn settled(done: Result<(), LabError>, signals: &Signals) -> (Exit, Option<String>) {
     let (exit, why) = match (done, signals.caught()) {
         (Ok(()), _) => return (Exit::Done, None),
         // Ctrl-C reaches the programs that the lab has started too, so their failure follows from

@@ -122,7 +122,8 @@ pub struct DemandPaging {
     /// A pause before each fill, as of a slow source
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration)]
     pub delay: Duration,
-    /// Cores for the vCPUs' threads, in their order, as 0,2; further threads run on any core
+    /// Cores for the vCPUs' threads, in their order, as 0,2, counted among those that this process
+    /// may use; further threads run on any core
     #[arg(long, value_name = "CORES", value_delimiter = ',')]
     pub pin: Vec<usize>,
     /// Memory slots that the guest's memory is split into
@@ -189,6 +190,10 @@ impl DemandPaging {
             (
                 !has_queue && (self.readers > 1 || self.queue_each),
                 "--readers and --queue-each are for --by queue: leave them out",
+            ),
+            (
+                self.overlap && self.queue_each,
+                "--overlap: the vCPUs have no shares of their own; leave --queue-each out",
             ),
             (
                 *by == By::Source && (self.batch > 1 || !self.delay.is_zero()),

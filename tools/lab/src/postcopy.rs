@@ -30,16 +30,12 @@ mod experiments;
 mod peer;
 mod push;
 
+use crate::demand_paging::{self, DemandPaging};
 use crate::experiment::{LabError, LabResult, Options};
-use crate::fixture::resident;
 use crate::report::Progress;
 use crate::result::{Measurement, Report};
 use arms::Scene;
-use lacuna::Builder as _;
 use lacuna::memory::MemoryKind;
-use lacuna::soft::VmBuilder;
-use lacuna::source::Zeros;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// The guest's time slice in microseconds, as of the kernel in the 2010 benchmark.
@@ -91,13 +87,11 @@ const fn about(kind: MemoryKind) -> &'static str {
 }
 
 /// Why pages of this kind of memory cannot be missing on this host.
-fn unavailable(kind: MemoryKind) -> Option<LabError> {
-    let builder = VmBuilder {
-        memory_kind: kind,
-        source: Some(Arc::new(Zeros)),
-        ..resident(4, 1)
-    };
-    builder.build().err().map(LabError::from)
+fn unavailable(memory_kind: MemoryKind) -> Option<LabError> {
+    demand_paging::unavailable(&DemandPaging {
+        memory_kind,
+        ..DemandPaging::default()
+    })
 }
 
 /// `result` with the parameters of `scene`.

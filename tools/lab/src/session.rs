@@ -221,18 +221,26 @@ impl LastWords {
         move |line: &str| line.clone_into(&mut kept.lock().expect("no panic under this lock"))
     }
 
+    /// The guest failed, or ended too early.
+    pub fn ended(&self, ending: &Ending) -> LabError {
+        let line = self.line();
+        LabError::Guest(format!(
+            "the guest ended with {ending:?}; its last line: {line:?}"
+        ))
+    }
+
+    /// The last line.
+    pub fn line(&self) -> String {
+        self.0.lock().expect("no panic under this lock").clone()
+    }
+
     /// The result of an experiment, if the experiment ended the guest. Otherwise the error says why
     /// the guest ended. The error also counts after the last measurement, because the guest may
     /// have found something wrong.
     pub fn settle<T>(&self, result: Option<LabResult<T>>, ending: &Ending) -> LabResult<T> {
         match (result, ending) {
             (Some(result), Ending::Stopped) => result,
-            _ => {
-                let line = self.0.lock().expect("no panic under this lock");
-                Err(LabError::Guest(format!(
-                    "the guest ended with {ending:?}; its last line: {line:?}"
-                )))
-            }
+            _ => Err(self.ended(ending)),
         }
     }
 }

@@ -239,23 +239,36 @@ pub fn measures<const M: usize>(
     rounds: impl Into<Rounds>,
     mut slice: impl FnMut(usize) -> LabResult<[f64; M]>,
 ) -> LabResult<Vec<[Vec<f64>; M]>> {
-    let mut round = || {
-        let mut sums = vec![[0.0; M]; arms];
+    collected(rounds, || {
+        let mut means = vec![[0.0; M]; arms];
         turns::round(arms, 1, |arm, _| {
             interrupt::check()?;
-            for (sum, figure) in sums[arm].iter_mut().zip(slice(arm)?) {
-                *sum += figure;
+            for (mean, figure) in means[arm].iter_mut().zip(slice(arm)?) {
+                *mean += figure / 2.0;
             }
             Ok::<_, LabError>(())
         })?;
-        Ok::<_, LabError>(sums)
-    };
-    let mut runs = vec![[const { Vec::new() }; M]; arms];
-    // The first round warms up the machine and is not counted.
-    round()?;
+        Ok(means)
+    })
+}
+
+/// Repeats `round`, which returns the measures of each arm. Returns each arm's runs, a list for
+/// each measure. The first round warms up the machine and is not counted.
+///
+/// # Errors
+/// The first error of a round, and [`interrupt`].
+pub fn collected<const M: usize>(
+    rounds: impl Into<Rounds>,
+    mut round: impl FnMut() -> LabResult<Vec<[f64; M]>>,
+) -> LabResult<Vec<[Vec<f64>; M]>> {
+    let mut runs = vec![[const { Vec::new() }; M]; round()?.len()];
     rounds.into().repeat(|| {
-        for (run, sum) in runs.iter_mut().flatten().zip(round()?.iter().flatten()) {
-            run.push(sum / 2.0);
+        for (run, figure) in runs
+            .iter_mut()
+            .flatten()
+            .zip(round()?.into_iter().flatten())
+        {
+            run.push(figure);
         }
         Ok(())
     })?;

@@ -13,7 +13,7 @@ use lacuna::source::PageSource;
 use lacuna::{
     Apf, Arch, Builder as _, Clock, Gpa, HostClock, MemorySlots as _, PAGE_SIZE, VmConfig, kvm,
 };
-use lacuna_addr::{BackingAddr, BackingRange};
+use lacuna_addr::BackingRange;
 use lacuna_soft::SlotSpec;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -173,23 +173,17 @@ fn split_slot(vm: &Vm, options: &DemandPaging) -> LabResult {
         return Err(LabError::Guest(why.into()));
     };
     let snapshot = vm.mmu().slots();
-    let first = snapshot
-        .find(gfns.start())
-        .expect("the slot")
-        .backing_of(gfns.start());
+    let slot = snapshot.find(gfns.start()).expect("the slot");
     vm.remove_slot(id)?;
-    let unit = options.at_once() as u64;
-    let each = gfns
-        .pages()
-        .div_ceil(options.slots as u64)
-        .next_multiple_of(unit);
-    for (id, start) in (0..).zip((0..gfns.pages()).step_by(each as usize)) {
-        let byte = start * PAGE_SIZE as u64;
+    let (unit, count) = (options.unit() as u64, options.slots as u64);
+    let first = |slot: u64| gfns.pages() / unit * slot / count * unit;
+    for index in 0..count {
+        let start = gfns.start().checked_add(first(index)).expect("a page");
         let added = vm.add_slot(SlotSpec {
-            id: SlotId(id),
-            guest: gfns.start().gpa().get() + byte,
-            backing: BackingAddr::new(first.get() + byte),
-            bytes: each.min(gfns.pages() - start) * PAGE_SIZE as u64,
+            id: SlotId(index as u16),
+            guest: start.gpa().get(),
+            backing: slot.backing_of(start),
+            bytes: (first(index + 1) - first(index)) * PAGE_SIZE as u64,
             flags: SlotFlags::empty(),
         });
         added.map_err(|error| LabError::Other(Box::new(error)))?;

@@ -8,14 +8,14 @@ use super::{By, DemandPaging, Outcome};
 use crate::base::pin;
 use crate::experiment::{LabError, LabResult};
 use crate::interrupt;
-use crate::session::{Guest, image};
+use crate::session::{Guest, LastWords, image};
 use lacuna::device::{Next, dispatch};
 use lacuna::memory::{MemoryKind, SlotFlags};
 use lacuna::missing::FaultToken;
 use lacuna::source::SourcePage;
 use lacuna::{Apf, Ending, Exit, Gpa, PAGE_SIZE, PlatformDevices, Vcpu, VcpuError, Vm};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
@@ -57,16 +57,15 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
             let readers = run.start_readers(scope);
             let vcpus = run.start(scope)?;
             let guest = run.prepared()?;
-            run.note_arena(&guest)?;
             gate()?;
             guest.set(1)?;
-            run.wait()?;
+            let ending = run.wait()?;
             drop(end);
             let readers = readers
                 .into_iter()
                 .map(|(queue, reader)| (queue, joined(reader)));
             let vcpus = vcpus.into_iter().map(joined).collect::<Vec<_>>();
-            run.outcome(readers, &vcpus)
+            run.outcome(&ending, readers, &vcpus)
         })?;
         check(&run.vm, outcome)
     }
@@ -117,7 +116,7 @@ struct Run<'a, V> {
     vm: Arc<V>,
     queues: Box<dyn Queues>,
     devices: PlatformDevices,
-    lines: Arc<Mutex<Vec<String>>>,
+    words: LastWords,
 }
 
 /// An accepted exit.
@@ -133,19 +132,14 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
             By::Tokens => Apf::On,
             _ => Apf::Off,
         };
-        let lines = Arc::<Mutex<Vec<String>>>::default();
-        let kept = Arc::clone(&lines);
-        let keep = move |line: &str| {
-            let mut lines = kept.lock().expect("no panic under this lock");
-            lines.push(line.to_owned());
-        };
+        let words = LastWords::default();
         Ok(Self {
             fixture,
             options,
             vm: fixture.vm(apf, queues.source())?,
             queues,
-            devices: PlatformDevices::of(options.arch, keep),
-            lines,
+            devices: PlatformDevices::of(options.arch, words.console()),
+            words,
         })
     }
 
@@ -263,60 +257,53 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
         self.devices.end(Ending::Failed(error), &*self.vm);
     }
 
-    /// The guest, once it waits at its gate.
+    /// The guest, once it waits at its gate. Notes where its arena begins.
     fn prepared(&self) -> LabResult<Guest<'_>> {
-        let guest = Guest::wait_for(&*self.vm, &self.devices);
-        let prepared = guest.and_then(|guest| guest.prepared().map(|()| guest));
-        prepared.map_err(|error| match self.devices.ending() {
+        let prepare = || {
+            let guest = Guest::wait_for(&*self.vm, &self.devices)?;
+            guest.prepared()?;
+            let arena = guest.arena_bytes()? / PAGE_SIZE as u64;
+            let first = self.options.memory().get().saturating_sub(arena);
+            let _ = self.fixture.arena.set(first);
+            Ok(guest)
+        };
+        prepare().map_err(|error| match self.devices.ending() {
             None => error,
-            Some(_) => self.ended(),
+            Some(ending) => self.words.ended(&ending),
         })
     }
 
-    fn note_arena(&self, guest: &Guest<'_>) -> LabResult {
-        let (arena, memory) = (guest.arena_bytes()?, self.options.memory().get());
-        let first = memory.checked_sub(arena / PAGE_SIZE as u64);
-        let first = first.filter(|first| first + self.options.pages() <= memory);
-        let first = first.ok_or_else(|| {
-            LabError::Guest(format!(
-                "its arena has {arena} bytes, its memory {memory} pages"
-            ))
-        })?;
-        let _ = self.fixture.arena.set(first);
-        Ok(())
-    }
-
     /// Waits for the end of the guest.
-    fn wait(&self) -> LabResult {
+    fn wait(&self) -> LabResult<Ending> {
         let deadline = Instant::now() + LIMIT;
-        while self.devices.ending().is_none() {
+        loop {
             interrupt::check()?;
-            if Instant::now() > deadline {
-                return Err(LabError::Guest(format!(
-                    "the guest did not end within {LIMIT:?}"
-                )));
+            match self.devices.ending() {
+                Some(ending) => return Ok(ending),
+                None if Instant::now() > deadline => {
+                    let why = format!("the guest did not end within {LIMIT:?}");
+                    return Err(LabError::Guest(why));
+                }
+                None => thread::sleep(LOOK),
             }
-            thread::sleep(LOOK);
         }
-        Ok(())
     }
 
     /// What the threads and the guest have counted.
     fn outcome(
         &self,
+        ending: &Ending,
         readers: impl Iterator<Item = (usize, u64)>,
         vcpus: &[Exits],
     ) -> LabResult<Outcome> {
-        let lines = self.lines.lock().expect("no panic under this lock");
-        let found = lines.iter().find(|line| line.starts_with(RESULT)).cloned();
-        drop(lines);
+        let line = self.words.line();
         let field = |name: &str| {
-            let mut words = found.as_ref()?.split(' ');
+            let mut words = line.strip_prefix(RESULT)?.split(' ');
             words.find_map(|word| word.strip_prefix(name))?.parse().ok()
         };
-        let is_done = self.devices.ending() == Some(Ending::Exited(0));
         let touched: Option<(u64, u64)> = field("pages=").zip(field("ns="));
-        let (pages, ns) = touched.filter(|_| is_done).ok_or_else(|| self.ended())?;
+        let touched = touched.filter(|_| *ending == Ending::Exited(0));
+        let (pages, ns) = touched.ok_or_else(|| self.words.ended(ending))?;
         let is_queue = self.options.by == By::Queue;
         let mut queues = vec![0; if is_queue { self.queues.count() } else { 0 }];
         readers.for_each(|(queue, faults)| queues[queue] += faults);
@@ -333,15 +320,6 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
             exits: vcpus.iter().map(|exits| exits[0]).collect(),
             tokens: vcpus.iter().map(|exits| exits[1]).collect(),
         })
-    }
-
-    fn ended(&self) -> LabError {
-        let lines = self.lines.lock().expect("no panic under this lock");
-        let ending = self.devices.ending();
-        LabError::Guest(format!(
-            "the guest ended with {ending:?}; its last line: {:?}",
-            lines.last().map_or("", |line| line)
-        ))
     }
 }
 

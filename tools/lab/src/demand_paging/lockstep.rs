@@ -12,8 +12,7 @@
 
 use super::{DemandPaging, Fixture, KINDS, Outcome};
 use crate::experiment::{LabError, LabResult};
-use lacuna::memory::MemoryKind;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
@@ -31,10 +30,8 @@ pub fn serve(options: &DemandPaging, lines: impl BufRead, mut answers: impl Writ
     while let Some(Ok(_)) = lines.next() {
         let outcome = fixture.run(options, || {
             say(&mut answers, READY)?;
-            match lines.next() {
-                Some(Ok(_)) => Ok(()),
-                _ => Err(ended("parent")),
-            }
+            lines.next().ok_or_else(ended)?.map_err(io)?;
+            Ok(())
         })?;
         let json = serde_json::to_string(&outcome).expect("it has a JSON form");
         say(&mut answers, &json)?;
@@ -46,10 +43,8 @@ fn io(error: std::io::Error) -> LabError {
     LabError::io("talk to a process of `lacuna test demand-paging`")(error)
 }
 
-fn ended(side: &str) -> LabError {
-    LabError::Guest(format!(
-        "the {side} of a `lacuna test demand-paging` process has ended"
-    ))
+fn ended() -> LabError {
+    io(std::io::ErrorKind::UnexpectedEof.into())
 }
 
 fn say(to: &mut impl Write, line: &str) -> LabResult {
@@ -60,23 +55,20 @@ fn say(to: &mut impl Write, line: &str) -> LabResult {
 pub struct Process {
     child: Child,
     to: ChildStdin,
-    from: BufReader<ChildStdout>,
+    from: Lines<BufReader<ChildStdout>>,
 }
 
 impl Process {
     /// Starts the program at `lacuna` as a child: the vCPUs of its VMs exit at missing pages.
     pub fn start(lacuna: &Path, options: &DemandPaging) -> LabResult<Self> {
-        let kind = |kind: MemoryKind| KINDS.iter().find(|known| known.1 == kind);
+        let kind = KINDS.iter().find(|kind| kind.1 == options.memory_kind);
         let cores: Vec<_> = options.pin.iter().map(usize::to_string).collect();
         let mut child = Command::new(lacuna)
-            .args(["test", "demand-paging", "--by", "exits"])
+            .args(["test", "demand-paging", "--by=exits"])
             .arg(format!("--{LOCKSTEP}"))
             .arg(format!("--vcpus={}", options.vcpus))
             .arg(format!("--bytes={}", options.bytes.0))
-            .arg(format!(
-                "--memory-kind={}",
-                kind(options.memory_kind).expect("a kind").0
-            ))
+            .arg(format!("--memory-kind={}", kind.expect("a kind").0))
             .arg(format!("--pin={}", cores.join(",")))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -85,17 +77,13 @@ impl Process {
         let from = child.stdout.take().expect("it is piped");
         Ok(Self {
             to: child.stdin.take().expect("it is piped"),
-            from: BufReader::new(from),
+            from: BufReader::new(from).lines(),
             child,
         })
     }
 
     fn next_line(&mut self) -> LabResult<String> {
-        let mut line = String::new();
-        match self.from.read_line(&mut line).map_err(io)? {
-            0 => Err(ended("child")),
-            _ => Ok(line),
-        }
+        self.from.next().ok_or_else(ended)?.map_err(io)
     }
 }
 
@@ -121,9 +109,8 @@ pub fn together(processes: &mut [Process]) -> LabResult<f64> {
     }
     let (mut pages, mut longest) = (0, 0);
     for process in processes {
-        let line = process.next_line()?;
-        let outcome: Outcome = serde_json::from_str(&line)
-            .map_err(|error| LabError::Guest(format!("a child answered {line:?}: {error}")))?;
+        let outcome: Outcome = serde_json::from_str(&process.next_line()?)
+            .map_err(|error| LabError::Other(Box::new(error)))?;
         pages += outcome.pages;
         longest = longest.max(outcome.ns);
     }
@@ -136,6 +123,7 @@ mod tests {
     use crate::demand_paging::By;
     use crate::fixture::needs_guests;
     use crate::size::Size;
+    use lacuna::memory::MemoryKind;
     use lacuna_skip::test;
 
     fn served(lines: &str) -> (LabResult, Vec<String>) {
@@ -170,7 +158,7 @@ mod tests {
         done.unwrap();
         assert!(answers.is_empty());
         let (cut, answers) = served("boot\n");
-        assert!(cut.unwrap_err().to_string().contains("the parent of"));
+        assert!(cut.unwrap_err().to_string().contains("end of file"));
         assert_eq!(answers, [READY]);
     }
 }

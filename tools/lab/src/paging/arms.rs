@@ -10,7 +10,7 @@ use crate::demand_paging::{By, DemandPaging, Fixture, MOST_AT_ONCE, unavailable}
 use crate::exit_cost::{self, EXIT_NS, VMM_EXIT_NS};
 use crate::experiment::{LabError, LabResult, Options};
 use crate::first_look::{Found, Row};
-use crate::report::{Progress, align, short};
+use crate::report::{Progress, short};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, paired, rounds};
 use lacuna::memory::MemoryKind;
@@ -36,17 +36,6 @@ pub const KVM_STEPS: u64 = 2 * FEW.len() as u64;
 
 /// Numbers of vCPUs for which runs of pages, huge pages and `/dev/kvm` are measured.
 const FEW: [usize; 2] = [1, 2];
-
-/// The columns of the table.
-const HEADS: [&str; 7] = [
-    "vCPUs",
-    "1 reader",
-    "2 readers",
-    "a reader each",
-    "a queue each",
-    "exits",
-    "with apf",
-];
 
 const EXITS: usize = 0;
 const NULL: usize = 1;
@@ -105,8 +94,7 @@ pub fn measure(
         true => (2048, &SERIES[..2]),
         false => (8192, &SERIES[..]),
     };
-    let mut table = vec![HEADS.map(str::to_owned)];
-    let mut wakes = Vec::new();
+    let (mut table, mut wakes) = (String::new(), Vec::new());
     for &(vcpus, without, with) in counts {
         progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
         let base = work(options.arch, kind, vcpus, pages);
@@ -114,7 +102,7 @@ pub fn measure(
         for result in runs.results() {
             report.push(result.reference(with / without, SOURCE));
         }
-        table.push(runs.row());
+        table.push_str(&runs.row());
         wakes.extend(runs.wake_up_us);
     }
     let first = work(options.arch, kind, 1, pages);
@@ -137,9 +125,8 @@ pub fn measure(
         push_against(&batched(kind, vcpus, options), options, report)?;
     }
     report.detail(format!(
-        "{}: pages a second, each vCPU its own share\n{}",
+        "{}: pages a second, each vCPU its own share\n{table}",
         prefix(&first),
-        align(&table)
     ));
     Ok(())
 }
@@ -217,13 +204,7 @@ pub fn measure_kvm(options: &Options, report: &mut Report, progress: &Progress) 
         for (other, arm) in [("exit_vs_queue", ONE_READER), ("exit_vs_source", source)] {
             report.push(runs.against(id(&base, other), arm));
         }
-        report.say(format!(
-            "/dev/kvm, {vcpus} vCPUs: {} missing pages a second by exits, {} through one \
-             userfaultfd with one reader, and {} by a page source without exits.",
-            runs.rate(EXITS),
-            runs.rate(ONE_READER),
-            runs.rate(source),
-        ));
+        report.say(format!("/dev/kvm, missing pages a second, {}", runs.row()));
         progress.step(format!("/dev/kvm, {vcpus} vCPUs, 512 pages at once"))?;
         let arms = against_one_reader(&batch);
         let runs = Runs::measure(&Fixture::kvm(&batch), &arms, rounds)?;
@@ -381,21 +362,11 @@ impl Runs {
         ]
     }
 
-    fn row(&self) -> [String; 7] {
-        let base = &self.arms[EXITS];
-        let rate = |arm: DemandPaging| {
-            let found = self.arms.iter().position(|known| *known == arm);
-            found.map_or("-".into(), |arm| self.rate(arm))
-        };
-        [
-            base.vcpus.to_string(),
-            rate(queue(base, 1)),
-            rate(queue(base, 2)),
-            rate(queue(base, base.vcpus)),
-            rate(queue_each(base)),
-            rate(way(base, By::Exits)),
-            rate(way(base, By::Tokens)),
-        ]
+    /// A row of a table for people: the rates of all arms.
+    fn row(&self) -> String {
+        let rates = (NULL..self.arms.len()).map(|arm| (self.arms[arm].way(), self.rate(arm)));
+        let rates: Vec<_> = rates.map(|(way, rate)| format!("{way} {rate}")).collect();
+        format!("{} vCPUs: {}\n", self.arms[EXITS].vcpus, rates.join(", "))
     }
 }
 
@@ -463,7 +434,9 @@ mod tests {
         assert!(with_cost.simulated && with_cost.value < 4.0);
         assert_eq!(best.params["queue"], "queue_2_readers");
         assert_eq!(one.arms.len(), 7, "{:?}", one.arms.keys());
-        assert_eq!(runs.row(), ["4", "10", "25", "20", "90", "100", "50"]);
+        let row = "4 vCPUs: exits 100, queue_1_readers 10, queue_2_readers 25, queue_4_readers 20, \
+                   queue_each 90, exits_apf 50\n";
+        assert_eq!(runs.row(), row);
         let same = DemandPaging {
             overlap: true,
             ..base(MemoryKind::Linux, 4)

@@ -2,7 +2,7 @@
 //!
 //! Arms differ in the flag of the memory slot, in the switch of async page faults, in the paused
 //! processes, and in whether pages are pushed. All are switched while the guest runs. Memory is
-//! missing only once, so each round has a VM of its own. Its guest boots with a near peer.
+//! missing only once, so each round has a VM of its own. Its guest boots before the peer is asked.
 
 use super::peer::{Pages, Remote};
 use super::push::{Pace, Push};
@@ -11,7 +11,7 @@ use crate::fixture::resident;
 use crate::report::{align, short};
 use crate::session::{Session, image, on};
 use crate::stalls::{STALLS, add_stalls, stalls_json, stalls_text};
-use crate::stats::{Rounds, Summary, paired};
+use crate::stats::{Rounds, Summary, collected, paired};
 use crate::turns;
 use lacuna::memory::{MemoryKind, SlotFlags};
 use lacuna::soft::{Stalls, Vm, VmBuilder};
@@ -50,6 +50,17 @@ impl Arm {
         }
     }
 
+    /// Whether something is counted for `figure` in this arm.
+    pub fn counts(&self, figure: Figure) -> bool {
+        match figure {
+            Figure::Workers => !self.paused.contains(&Kind::Worker),
+            Figure::Faulters | Figure::Demanded | Figure::P99 => {
+                !self.paused.contains(&Kind::Faulter)
+            }
+            Figure::Pushed => self.pushes,
+        }
+    }
+
     /// The same under another name.
     pub const fn named(self, name: &'static str) -> Self {
         Self { name, ..self }
@@ -80,9 +91,9 @@ pub struct Scene {
     pub settle: Duration,
 }
 
-/// The counted events of a slice.
+/// A measure of a slice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Rate {
+pub enum Figure {
     /// Steps a second of the computing processes.
     Workers,
     /// Accesses a second of the faulting processes.
@@ -91,45 +102,44 @@ pub enum Rate {
     Demanded,
     /// Pushed pages a second.
     Pushed,
-}
-
-const RATES: usize = 4;
-
-/// What is compared between two arms.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Figure {
-    Rate(Rate),
-    /// The 99th percentile of the stalls.
+    /// The 99th percentile of the stalls, in nanoseconds.
     P99,
 }
 
-/// The counts of all arms.
-pub struct Runs {
-    arms: Vec<ArmRuns>,
-}
+/// All of [`Figure`].
+type Figures = [f64; 5];
 
-struct ArmRuns {
-    arm: Arm,
-    /// One figure for each round, for each [`Rate`].
-    rates: [Vec<f64>; RATES],
-    /// The 99th percentile of the stalls of each round, in nanoseconds.
-    p99: Vec<f64>,
-    stalls: Vec<Stalls>,
+/// The figures of all arms.
+pub struct Runs {
+    arms: Vec<Arm>,
+    /// Of each arm: one value for each round, for each [`Figure`].
+    figures: Vec<[Vec<f64>; 5]>,
+    /// Of each arm: the stalls of each vCPU.
+    stalls: Vec<Vec<Stalls>>,
 }
 
 impl Scene {
     /// Lets `arms` take turns. The first round is not counted.
     pub fn measure(&self, arms: &[Arm], rounds: impl Into<Rounds>) -> LabResult<Runs> {
         let remote = Remote::start(self.latency)?;
-        let mut runs: Vec<_> = arms.iter().map(|arm| ArmRuns::new(*arm)).collect();
-        self.round(&remote, arms)?;
-        rounds.into().repeat(|| {
-            let round = self.round(&remote, arms)?;
-            let runs = runs.iter_mut().zip(&round);
-            runs.for_each(|(runs, took)| runs.add(took));
-            Ok(())
+        let mut of_rounds = Vec::new();
+        let figures = collected(rounds, || {
+            let (figures, stalls) = self.round(&remote, arms)?.into_iter().unzip();
+            of_rounds.push(stalls);
+            Ok(figures)
         })?;
-        Ok(Runs { arms: runs })
+        let mut stalls = vec![Vec::new(); arms.len()];
+        for round in of_rounds.iter().skip(1) {
+            let round: &Vec<Vec<Stalls>> = round;
+            for (sum, took) in stalls.iter_mut().zip(round) {
+                add_stalls(sum, &vec![Stalls::default(); took.len()], took);
+            }
+        }
+        Ok(Runs {
+            arms: arms.to_vec(),
+            figures,
+            stalls,
+        })
     }
 
     /// The VM of a round.
@@ -149,22 +159,27 @@ impl Scene {
         }
     }
 
-    /// One turn of all arms, there and back, in a fresh VM.
-    fn round(&self, remote: &Remote, arms: &[Arm]) -> LabResult<Vec<Took>> {
-        remote.set_far(false);
+    /// One turn of all arms, there and back, in a fresh VM: the means, and the stalls.
+    fn round(&self, remote: &Remote, arms: &[Arm]) -> LabResult<Vec<(Figures, Vec<Stalls>)>> {
         let memory = resident(self.memory_mib, 1).memory;
         let pages = remote.connect(memory, self.window)?;
         let builder = self.builder(Arc::clone(&pages) as Arc<dyn PageSource>);
         on(&builder, &image(builder.arch, "bm")?, |session| {
             session.guest.prepared()?;
-            remote.set_far(true);
+            pages.set_far();
             let memory = session.vm.missing_memory().expect("it has a source");
             let push = Push::new((memory, self.arch), &pages, self.push);
             push.during(|| {
-                let mut took = vec![Took::default(); arms.len()];
+                let mut took = vec![(Figures::default(), Vec::new()); arms.len()];
                 turns::round(arms.len(), 1, |arm, _| {
                     self.slice(session, &pages, &push, &arms[arm], &mut took[arm])
                 })?;
+                for (figures, stalls) in &mut took {
+                    let p99 = stalls
+                        .iter()
+                        .map(|stalls: &Stalls| stalls.quantile_ns(0.99));
+                    figures[Figure::P99 as usize] = p99.max().unwrap_or(0) as f64;
+                }
                 Ok(took)
             })
         })
@@ -176,7 +191,7 @@ impl Scene {
         pages: &Pages,
         push: &Push<'_>,
         arm: &Arm,
-        took: &mut Took,
+        (means, waited): &mut (Figures, Vec<Stalls>),
     ) -> LabResult {
         let guest = &session.guest;
         let mut flags = SlotFlags::empty();
@@ -191,54 +206,32 @@ impl Scene {
         let (before, stalls, provided) = (guest.count()?, session.vm.stalls(), pages.provided());
         guest.run_for(self.slice)?;
         let (after, now, came) = (guest.count()?, session.vm.stalls(), pages.provided());
-        add_stalls(&mut took.stalls, &stalls, &now);
+        add_stalls(waited, &stalls, &now);
         let seconds = (after.at - before.at).as_secs_f64();
         let [workers, faulters] = after.rates_since(&before);
         let [demanded, pushed] = [0, 1].map(|of| (came[of] - provided[of]) as f64 / seconds);
         let rates = [workers, faulters, demanded, pushed];
-        let sums = took.rates.iter_mut().zip(rates);
-        sums.for_each(|(sum, rate)| *sum += rate);
+        means
+            .iter_mut()
+            .zip(rates)
+            .for_each(|(mean, rate)| *mean += rate / 2.0);
         Ok(())
     }
 }
 
-/// Two slices of one arm.
-#[derive(Clone, Default)]
-struct Took {
-    rates: [f64; RATES],
-    stalls: Vec<Stalls>,
-}
-
-impl ArmRuns {
-    fn new(arm: Arm) -> Self {
-        Self {
-            arm,
-            rates: Default::default(),
-            p99: Vec::new(),
-            stalls: Vec::new(),
-        }
-    }
-
-    fn add(&mut self, took: &Took) {
-        for (rates, sum) in self.rates.iter_mut().zip(took.rates) {
-            rates.push(sum / 2.0);
-        }
-        let none = vec![Stalls::default(); took.stalls.len()];
-        add_stalls(&mut self.stalls, &none, &took.stalls);
-        let p99 = took.stalls.iter().map(|stalls| stalls.quantile_ns(0.99));
-        self.p99.push(p99.max().unwrap_or(0) as f64);
-    }
-}
-
 impl Runs {
-    fn of(&self, arm: &Arm) -> &ArmRuns {
-        let found = self.arms.iter().find(|runs| runs.arm.name == arm.name);
+    fn of(&self, arm: &Arm) -> usize {
+        let found = self.arms.iter().position(|known| known.name == arm.name);
         found.expect("asked for an arm that took part")
     }
 
-    /// `rate` in `arm`.
-    pub fn rate(&self, arm: &Arm, rate: Rate) -> Summary {
-        Summary::of(&self.of(arm).rates[rate as usize])
+    fn runs(&self, arm: &Arm, figure: Figure) -> &[f64] {
+        &self.figures[self.of(arm)][figure as usize]
+    }
+
+    /// `figure` in `arm`.
+    pub fn figure(&self, arm: &Arm, figure: Figure) -> Summary {
+        Summary::of(self.runs(arm, figure))
     }
 
     /// `figure` in `arm` over `figure` in `base`, paired by round.
@@ -246,10 +239,7 @@ impl Runs {
     /// # Errors
     /// [`LabError::Busy`]: in a round of `base` nothing was counted, or no vCPU waited.
     pub fn ratio(&self, base: &Arm, arm: &Arm, figure: Figure) -> LabResult<Summary> {
-        let [of_base, of_arm] = [base, arm].map(|arm| match figure {
-            Figure::Rate(rate) => &self.of(arm).rates[rate as usize],
-            Figure::P99 => &self.of(arm).p99,
-        });
+        let [of_base, of_arm] = [base, arm].map(|arm| self.runs(arm, figure));
         if of_base.contains(&0.0) {
             let name = base.name;
             return Err(LabError::Busy(format!(
@@ -260,39 +250,31 @@ impl Runs {
     }
 
     /// An arm for a result: `rate`, and each vCPU's stalls.
-    pub fn arm(&self, arm: &Arm, rate: Rate) -> Value {
-        let mut value = Value::from(self.rate(arm, rate));
-        value["stalls"] = stalls_json(&self.of(arm).stalls);
+    pub fn arm(&self, arm: &Arm, rate: Figure) -> Value {
+        let mut value = Value::from(self.figure(arm, rate));
+        value["stalls"] = stalls_json(&self.stalls[self.of(arm)]);
         value
     }
 
     /// The arms as a table for people.
     pub fn table(&self, title: &str) -> String {
-        let mut rows = vec![
-            [
-                "",
-                "workers/s",
-                "faulters/s",
-                "demanded/s",
-                "pushed/s",
-                STALLS,
-            ]
-            .map(str::to_owned),
-        ];
-        title.clone_into(&mut rows[0][0]);
-        rows.extend(self.arms.iter().map(|runs| {
-            let rates = runs.rates.each_ref();
-            let [workers, faulters, demanded, pushed] =
-                rates.map(|rates| short(Summary::of(rates).median));
-            [
-                format!("  {}", runs.arm.name),
+        let rates = ["workers/s", "faulters/s", "demanded/s", "pushed/s"];
+        let [workers, faulters, demanded, pushed] = rates;
+        let heads = [title, workers, faulters, demanded, pushed, STALLS];
+        let mut rows = vec![heads.map(str::to_owned)];
+        for (arm, (runs, stalls)) in self.arms.iter().zip(self.figures.iter().zip(&self.stalls)) {
+            let name = format!("  {}", arm.name);
+            let [workers, faulters, demanded, pushed, _] =
+                runs.each_ref().map(|runs| short(Summary::of(runs).median));
+            rows.push([
+                name,
                 workers,
                 faulters,
                 demanded,
                 pushed,
-                stalls_text(&runs.stalls),
-            ]
-        }));
+                stalls_text(stalls),
+            ]);
+        }
         align(&rows)
     }
 }

@@ -1,6 +1,7 @@
 //! The experiments: their scenes, their arms, and their results.
 
-use super::arms::{Arm, Figure, Rate, Runs, Scene};
+use super::arms::Figure::{self, Demanded, Faulters, P99, Pushed, Workers};
+use super::arms::{Arm, Runs, Scene};
 use super::push::Pace;
 use super::{about, prefix, with_params};
 use crate::experiment::{LabResult, Options, skip_if_busy};
@@ -27,19 +28,11 @@ pub struct Experiment {
     is_quick: bool,
 }
 
-/// A result: an arm against a base.
-struct Row {
-    name: &'static str,
-    unit: &'static str,
-    better: Better,
-    bar: Option<f64>,
-    figure: Figure,
-    base: Arm,
-    arm: Arm,
-    /// The arms whose rates are beside it.
-    others: &'static [Arm],
-    null: Option<[Arm; 2]>,
-}
+/// A result: its name, its bar, and what is compared in two arms; the first is the base.
+type Row = (&'static str, f64, Figure, [Arm; 2]);
+
+/// The name of the null in results.
+const NULL_NAME: &str = "null";
 
 /// The worker alone. Its loss in the other arms is due to faults.
 const ALONE: Arm = Arm {
@@ -49,7 +42,7 @@ const ALONE: Arm = Arm {
 const NEITHER: Arm = Arm::new("neither", false, Apf::Off);
 const EXITS: Arm = Arm::new("exits", true, Apf::Off);
 /// [`EXITS`] once more: the null.
-const NULL: Arm = EXITS.named("null");
+const NULL: Arm = EXITS.named(NULL_NAME);
 const ASYNC: Arm = Arm::new("async", false, Apf::On);
 const BOTH: Arm = Arm::new("both", true, Apf::On);
 
@@ -59,7 +52,7 @@ const DEMAND: Arm = Arm {
     pushes: false,
     ..EXITS.named("demand")
 };
-const DEMAND_NULL: Arm = DEMAND.named("null");
+const DEMAND_NULL: Arm = DEMAND.named(NULL_NAME);
 const FILL: Arm = Arm {
     paused: &[Kind::Worker, Kind::Faulter],
     pushes: true,
@@ -68,19 +61,6 @@ const FILL: Arm = Arm {
 const BESIDE: Arm = Arm {
     pushes: true,
     ..DEMAND.named("beside")
-};
-
-/// A row of one faulter or several.
-const WORKER: Row = Row {
-    name: "worker_ratio",
-    unit: "x",
-    better: Better::Higher,
-    bar: Some(1.8),
-    figure: Figure::Rate(Rate::Workers),
-    base: EXITS,
-    arm: BOTH,
-    others: &[ALONE, NEITHER, EXITS, ASYNC, BOTH],
-    null: Some([EXITS, NULL]),
 };
 
 const SCENE: Scene = Scene {
@@ -105,33 +85,28 @@ const ONE_FAULTER: Experiment = Experiment {
     rounds: 15,
     arms: &[EXITS, NULL, NEITHER, ASYNC, BOTH, ALONE],
     rows: &[
-        WORKER,
-        Row {
-            name: "memory_ratio",
-            bar: Some(1.5),
-            figure: Figure::Rate(Rate::Faulters),
-            others: &[NEITHER, EXITS, ASYNC, BOTH],
-            ..WORKER
-        },
-        Row {
-            name: "pages_kept_percent",
-            unit: "%",
-            bar: Some(90.0),
-            figure: Figure::Rate(Rate::Demanded),
-            others: &[NEITHER, EXITS, ASYNC, BOTH],
-            ..WORKER
-        },
-        Row {
-            name: "worker_kept_percent",
-            unit: "%",
-            bar: Some(90.0),
-            base: ASYNC,
-            ..WORKER
-        },
+        ("worker_ratio", 1.8, Workers, [EXITS, BOTH]),
+        ("memory_ratio", 1.5, Faulters, [EXITS, BOTH]),
+        ("pages_kept_percent", 90.0, Demanded, [EXITS, BOTH]),
+        ("worker_kept_percent", 90.0, Workers, [ASYNC, BOTH]),
     ],
     has_bars: true,
     is_quick: true,
 };
+
+/// The same with a peer at another distance, in microseconds.
+const fn one_faulter(suffix: &'static str, us: u64) -> Experiment {
+    Experiment {
+        suffix,
+        scene: Scene {
+            latency: Duration::from_micros(us),
+            ..SCENE
+        },
+        has_bars: false,
+        is_quick: false,
+        ..ONE_FAULTER
+    }
+}
 
 /// Demands beside a background fill that brings in all pages in order, as fast as they arrive. It
 /// keeps to the number of asynchronous faults that a vCPU may have in flight.
@@ -148,55 +123,17 @@ const FILL_64: Experiment = Experiment {
     rounds: 9,
     arms: &[DEMAND, DEMAND_NULL, FILL, BESIDE],
     rows: &[
-        Row {
-            name: "demand_p99_ratio",
-            unit: "x",
-            better: Better::Lower,
-            bar: Some(3.0),
-            figure: Figure::P99,
-            base: DEMAND,
-            arm: BESIDE,
-            others: &[DEMAND, BESIDE],
-            null: Some([DEMAND, DEMAND_NULL]),
-        },
-        Row {
-            name: "fill_kept_percent",
-            unit: "%",
-            better: Better::Higher,
-            bar: Some(50.0),
-            figure: Figure::Rate(Rate::Pushed),
-            base: FILL,
-            arm: BESIDE,
-            others: &[FILL, BESIDE],
-            null: None,
-        },
+        ("demand_p99_ratio", 3.0, P99, [DEMAND, BESIDE]),
+        ("fill_kept_percent", 50.0, Pushed, [FILL, BESIDE]),
     ],
     ..ONE_FAULTER
 };
 
 /// All of them, in the order of the results.
 pub const ALL: [Experiment; 6] = [
-    Experiment {
-        suffix: "100us",
-        scene: Scene {
-            latency: Duration::from_micros(100),
-            ..SCENE
-        },
-        has_bars: false,
-        is_quick: false,
-        ..ONE_FAULTER
-    },
+    one_faulter("100us", 100),
     ONE_FAULTER,
-    Experiment {
-        suffix: "5ms",
-        scene: Scene {
-            latency: Duration::from_millis(5),
-            ..SCENE
-        },
-        has_bars: false,
-        is_quick: false,
-        ..ONE_FAULTER
-    },
+    one_faulter("5ms", 5000),
     // With async faults, each of several faulters has a page in flight.
     Experiment {
         scene: Scene {
@@ -205,12 +142,7 @@ pub const ALL: [Experiment; 6] = [
         },
         rounds: 9,
         arms: &[EXITS, NULL, BOTH],
-        rows: &[Row {
-            name: "crowd_ratio",
-            figure: Figure::Rate(Rate::Faulters),
-            others: &[EXITS, BOTH],
-            ..WORKER
-        }],
+        rows: &[("crowd_ratio", 1.8, Faulters, [EXITS, BOTH])],
         has_bars: false,
         ..ONE_FAULTER
     },
@@ -230,7 +162,7 @@ pub const ALL: [Experiment; 6] = [
 
 impl Experiment {
     fn ids(&self, kind: MemoryKind) -> impl Iterator<Item = String> {
-        let ids = self.rows.iter().map(|row| row.name);
+        let ids = self.rows.iter().map(|row| row.0);
         ids.map(move |name| format!("{}.{name}.{}", prefix(kind), self.suffix))
     }
 
@@ -247,21 +179,12 @@ impl Experiment {
         }
         let away = self.suffix.split('_').next().unwrap_or_default();
         let peer = format!("{}, a peer {away} away", about(kind));
-        let (what, title) = match (self.part, self.scene.processes) {
-            ("push", _) => {
-                let title = format!("{peer}, {} pages pushed", self.scene.window);
-                ("demands beside a fill".into(), title)
-            }
-            (_, [_, 1]) => ("one faulter".into(), peer.clone()),
-            (_, [_, many]) => (
-                format!("{many} faulters"),
-                format!("{many} faulters, {peer}"),
-            ),
+        let title = match (self.part, self.scene.processes) {
+            ("push", _) => format!("{peer}, {} pages pushed", self.scene.window),
+            (_, [_, 1]) => peer,
+            (_, [_, many]) => format!("{many} faulters, {peer}"),
         };
-        progress.step(format!(
-            "{what}: {}",
-            title.trim_start_matches(&format!("{what}, "))
-        ))?;
+        progress.step(title.clone())?;
         let slice = if options.quick {
             self.quick
         } else {
@@ -288,36 +211,36 @@ impl Experiment {
     }
 
     fn results(&self, scene: &Scene, runs: &Runs) -> LabResult<Vec<Measurement>> {
-        let result = |(row, id): (&Row, String)| {
-            let scale = if row.unit == "%" { 100.0 } else { 1.0 };
-            let ratio = runs.ratio(&row.base, &row.arm, row.figure)?.scaled(scale);
-            let found = Measurement::new(id, row.unit, row.better, ratio);
-            let mut found = with_params(found, scene);
-            if let (Some(bar), true) = (row.bar, self.has_bars) {
+        let result = |(&(name, bar, figure, [base, arm]), id): (&Row, String)| {
+            let (unit, scale) = match name.ends_with("_percent") {
+                true => ("%", 100.0),
+                false => ("x", 1.0),
+            };
+            let (better, rate) = match figure {
+                P99 => (Better::Lower, Demanded),
+                rate => (Better::Higher, rate),
+            };
+            let ratio = runs.ratio(&base, &arm, figure)?.scaled(scale);
+            let mut found = with_params(Measurement::new(id, unit, better, ratio), scene);
+            if self.has_bars {
                 found = found.bar(bar);
             }
-            let rate = match row.figure {
-                Figure::Rate(rate) => rate,
-                Figure::P99 => Rate::Demanded,
-            };
-            for arm in row.others {
-                found = found.arm(arm.name, runs.arm(arm, rate));
+            for arm in self.arms.iter().filter(|arm| arm.counts(figure)) {
+                found = match arm.name {
+                    // It is the first arm once more.
+                    NULL_NAME => found.arm(NULL_NAME, runs.ratio(&self.arms[0], arm, figure)?),
+                    name => found.arm(name, runs.arm(arm, rate)),
+                };
             }
-            match &row.null {
-                Some([base, null]) => Ok(found.arm("null", runs.ratio(base, null, row.figure)?)),
-                None => Ok(found),
-            }
+            Ok(found)
         };
-        self.rows
-            .iter()
-            .zip(self.ids(scene.kind))
-            .map(result)
-            .collect()
+        let rows = self.rows.iter().zip(self.ids(scene.kind));
+        rows.map(result).collect()
     }
 }
 
 fn speed_of_worker(title: &str, runs: &Runs) -> String {
-    let speed = |arm| runs.rate(&arm, Rate::Workers).median;
+    let speed = |arm| runs.figure(&arm, Workers).median;
     let percent = |arm| 100.0 * speed(arm) / speed(ALONE);
     format!(
         "{title}: the worker has {:.0} % of its speed alone with exits, and {:.0} % with both.",
@@ -351,14 +274,14 @@ mod tests {
             lacuna_skip::skip_test(why.to_string());
         }
         // What each arm has still to show: that the rate is more than 0, or that it is 0.
-        let mut unseen = vec![(ALONE, Rate::Workers, true), (ALONE, Rate::Faulters, false)];
+        let mut unseen = vec![(ALONE, Workers, true), (ALONE, Faulters, false)];
         for arm in [EXITS, NULL, NEITHER, ASYNC, BOTH] {
-            let rates = [Rate::Workers, Rate::Faulters, Rate::Demanded, Rate::Pushed];
+            let rates = [Workers, Faulters, Demanded, Pushed];
             unseen.extend(rates.map(|rate| (arm, rate, true)));
         }
         eventually(|| {
             let runs = small(kind, 2).measure(ONE_FAULTER.arms, 1).unwrap();
-            unseen.retain(|(arm, rate, some)| (runs.rate(arm, *rate).median > 0.0) != *some);
+            unseen.retain(|(arm, rate, some)| (runs.figure(arm, *rate).median > 0.0) != *some);
             match unseen.is_empty() {
                 true => Ok(()),
                 false => Err(format!("(arm, rate, whether more than 0): {unseen:?}")),
@@ -383,9 +306,9 @@ mod tests {
         let scene = small(MemoryKind::Budget, 1);
         let results = eventually(|| {
             let runs = scene.measure(FILL_64.arms, 1).unwrap();
-            let some = |arm: &Arm, rate| runs.rate(arm, rate).median > 0.0;
-            let pushed = [FILL, BESIDE].iter().all(|arm| some(arm, Rate::Pushed));
-            if !pushed || some(&FILL, Rate::Faulters) {
+            let some = |arm: &Arm, rate| runs.figure(arm, rate).median > 0.0;
+            let pushed = [FILL, BESIDE].iter().all(|arm| some(arm, Pushed));
+            if !pushed || some(&FILL, Faulters) {
                 return Err(runs.table("fill or beside pushed no page, or fill has accesses"));
             }
             match FILL_64.results(&scene, &runs) {

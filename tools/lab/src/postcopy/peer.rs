@@ -52,7 +52,6 @@ pub fn ask_for(purpose: Purpose) {
 
 /// A peer with all pages of any guest.
 pub struct Remote {
-    is_far: Arc<AtomicBool>,
     demand: Endpoint,
     push: Endpoint,
     _folder: TempDir,
@@ -64,17 +63,13 @@ struct Endpoint {
 }
 
 impl Remote {
-    /// Starts a peer that answers `latency` after each request, once it is [`Remote::set_far`].
+    /// Starts a peer that answers `latency` after each request.
     pub fn start(latency: Duration) -> LabResult<Self> {
-        let is_far = Arc::new(AtomicBool::new(false));
         let folder = folder()?;
         let endpoint = |name: &str| {
             let path = folder.path().join(name);
             let listener = UnixListener::bind(&path)?;
-            let far = Far {
-                delayed: Injected::new(Content, Faults::latency(latency))?,
-                is_far: Arc::clone(&is_far),
-            };
+            let far = Injected::new(Content, Faults::latency(latency))?;
             // No guest is larger.
             let pages = PageCount::from_bytes(1 << 40);
             let server = serve(listener, pages, Arc::new(far))?;
@@ -87,17 +82,10 @@ impl Remote {
             endpoint("demand").and_then(|demand| Ok((demand, endpoint("push")?)));
         let (demand, push) = started.map_err(LabError::io("start a peer"))?;
         Ok(Self {
-            is_far,
             demand,
             push,
             _folder: folder,
         })
-    }
-
-    /// Near: it answers at once, with zeros, for a guest that boots. Far: it answers after the
-    /// latency, with content.
-    pub fn set_far(&self, is_far: bool) {
-        self.is_far.store(is_far, Ordering::Relaxed);
     }
 
     /// Connects a guest of `pages` pages; at most `window` of them are pushed at a time.
@@ -109,6 +97,7 @@ impl Remote {
         };
         Ok(Arc::new(Pages {
             pages,
+            is_far: AtomicBool::new(false),
             demand: Measured::new(connect(&self.demand)?),
             push: Measured::new(connect(&self.push)?),
             window: Arc::new(Window {
@@ -120,27 +109,7 @@ impl Remote {
     }
 }
 
-/// The server's source.
-struct Far {
-    delayed: Injected<Content>,
-    is_far: Arc<AtomicBool>,
-}
-
-impl PageSource for Far {
-    fn describe(&self) -> String {
-        "the lab's far pages".into()
-    }
-
-    fn fetch(&self, request: PageRequest) {
-        match self.is_far.load(Ordering::Relaxed) {
-            true => self.delayed.fetch(request),
-            // Late: the client has closed the connection.
-            false => _ = request.provide(&ZEROS),
-        }
-    }
-}
-
-/// Answers at once.
+/// The server's source. It answers at once.
 struct Content;
 
 impl PageSource for Content {
@@ -157,12 +126,18 @@ impl PageSource for Content {
 /// The pages of one guest, from a [`Remote`].
 pub struct Pages {
     pages: PageCount,
+    is_far: AtomicBool,
     demand: Measured<Peer>,
     push: Measured<Peer>,
     window: Arc<Window>,
 }
 
 impl Pages {
+    /// From now on the peer is asked. Until then the guest boots, and gets zeros at once.
+    pub fn set_far(&self) {
+        self.is_far.store(true, Ordering::Relaxed);
+    }
+
     /// The number of its pages.
     pub fn count(&self) -> u64 {
         self.pages.get()
@@ -194,6 +169,8 @@ impl PageSource for Pages {
 
     fn fetch(&self, request: PageRequest) {
         match PURPOSE.get() {
+            // Late: another thread has provided the page.
+            _ if !self.is_far.load(Ordering::Relaxed) => _ = request.provide(&ZEROS),
             Purpose::Demand => self.demand.fetch(request),
             Purpose::Push => {
                 let page = request.page();
@@ -275,7 +252,7 @@ mod tests {
         }
     }
 
-    /// A near peer answers with zeros. A far one answers after the latency, to both purposes.
+    /// Pages are zeros at first. A far peer answers after the latency, to both purposes.
     #[test]
     fn a_far_peer_answers_after_its_latency() {
         let latency = Duration::from_millis(50);
@@ -296,7 +273,7 @@ mod tests {
         ask(1, Purpose::Demand);
         let (page, first, _) = answers.recv().unwrap();
         assert_eq!((page, first), (1, 0));
-        remote.set_far(true);
+        pages.set_far();
         let began = Instant::now();
         (10..20).for_each(|page| ask(page, Purpose::Demand));
         (20..30).for_each(|page| ask(page, Purpose::Push));
@@ -309,7 +286,7 @@ mod tests {
         while Arc::strong_count(&keep) > 1 {
             std::thread::yield_now();
         }
-        assert_eq!((pages.provided(), pages.room()), ([11, 10], 64));
+        assert_eq!((pages.provided(), pages.room()), ([10, 10], 64));
         assert_eq!(pages.asked_to_push(), 10);
     }
 }

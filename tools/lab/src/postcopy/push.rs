@@ -29,8 +29,6 @@ pub struct Push<'a> {
     pace: Pace,
     is_on: AtomicBool,
     is_over: AtomicBool,
-    /// All pages are pushed.
-    is_done: AtomicBool,
 }
 
 impl<'a> Push<'a> {
@@ -47,7 +45,6 @@ impl<'a> Push<'a> {
             pace,
             is_on: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
-            is_done: AtomicBool::new(false),
         }
     }
 
@@ -60,8 +57,7 @@ impl<'a> Push<'a> {
             drop(end);
             let pushed = thread.join().expect("the push thread does not panic");
             let done = done?;
-            pushed?;
-            match self.is_done.load(Ordering::Relaxed) {
+            match pushed? {
                 true => Err(LabError::Guest(
                     "all pages were pushed before the end of a round: give the guest more memory"
                         .into(),
@@ -76,7 +72,8 @@ impl<'a> Push<'a> {
         self.is_on.store(is_on, Ordering::Relaxed);
     }
 
-    fn run(&self) -> Result<(), MemoryError> {
+    /// Pushes until the end. Returns whether all pages were pushed before.
+    fn run(&self) -> Result<bool, MemoryError> {
         ask_for(Purpose::Push);
         let mut next = 0;
         while !self.is_over.load(Ordering::Relaxed) {
@@ -96,15 +93,14 @@ impl<'a> Push<'a> {
             let end = self.pages.asked_to_push() + count;
             while self.pages.asked_to_push() < end {
                 if next == self.pages.count() {
-                    self.is_done.store(true, Ordering::Relaxed);
-                    return Ok(());
+                    return Ok(true);
                 }
                 let at = gpa_of(self.arch, next);
                 self.memory.fetch(at, None)?;
                 next += 1;
             }
         }
-        Ok(())
+        Ok(false)
     }
 }
 
