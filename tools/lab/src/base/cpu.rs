@@ -1,7 +1,7 @@
 //! Instructions a second of one program: on a soft vCPU, natively, and in QEMU, in turns.
 
 use crate::experiment::{LabError, Options};
-use crate::external::{ExternalError, Phases, bochs, native, qemu_tcg};
+use crate::external::{ExternalError, Timed, Timer, native, qemu_tcg};
 use crate::first_look::{Found, Row};
 use crate::fixture::resident;
 use crate::report::{Progress, short};
@@ -41,7 +41,6 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
     let elf = write_image(guest)?;
     let mut machines = 1;
     if is_x86 {
-        report.skip("cpu.x86.vs_bochs.mem64m", bochs());
         machines = match run_qemu(&elf, &TESTS[0], 1000) {
             Ok(_) => 3,
             Err(ExternalError::Unavailable(why)) => {
@@ -58,8 +57,8 @@ pub fn rates(options: &Options, report: &mut Report, progress: &Progress) -> Res
             let iterations = test.1[machine] / divisor;
             match machine {
                 OURS => run_ours(guest, test, iterations),
-                NATIVE => Ok(run_native(test, iterations)?),
-                _ => Ok(run_qemu(&elf, test, iterations)?),
+                NATIVE => run_native(test, iterations),
+                _ => rate(&run_qemu(&elf, test, iterations)?),
             }
         })?;
         record(report, is_x86, test, &arms);
@@ -74,7 +73,7 @@ pub fn first_look(_: &Options, repeats: Rounds) -> Result<Found, LabError> {
     // A tenth of an experiment's slice. The second arm is the null.
     let arms = rounds(3, repeats, |arm| match arm {
         2 => run_ours(guest, test, test.1[OURS] / 10),
-        _ => Ok(run_native(test, test.1[NATIVE] / 10)?),
+        _ => run_native(test, test.1[NATIVE] / 10),
     })?;
     let [native, null, ours] = [0, 1, 2].map(|arm: usize| &arms[arm]);
     let rate = |rates: &[f64]| format!("{}/s", short(1e6 * Summary::of(rates).median));
@@ -154,38 +153,35 @@ fn run_ours(guest: &GuestImage, test: &Test, iterations: u64) -> Result<f64, Lab
         // All memory is resident, because the figure is about instructions.
         ..resident(u64::from(MEMORY_MIB), 1)
     };
-    let phases = Arc::new(Mutex::new(Phases::default()));
-    let lines = Arc::clone(&phases);
+    let timer = Arc::new(Mutex::new(Timer::default()));
+    let lines = Arc::clone(&timer);
     let console = move |line: &str| {
-        let mut phases = lines.lock().expect("no panic here");
-        phases.line(Instant::now(), line);
+        let mut timer = lines.lock().expect("no panic here");
+        timer.line(Instant::now(), line);
     };
     let ending = builder.run_to_summary(&image, console)?.ending;
     if !matches!(ending, Ending::Exited(0)) {
         return Err(LabError::Guest(format!("cpubench ended with {ending:?}")));
     }
-    let phases = std::mem::take(&mut *phases.lock().expect("no panic here"));
-    rate(phases.finish().map_err(LabError::Guest)?.first())
+    let timed = timer.lock().expect("no panic here").done.take();
+    rate(&timed.ok_or_else(|| LabError::Guest("cpubench timed nothing".into()))?)
 }
 
-fn run_native(test: &Test, iterations: u64) -> Result<f64, ExternalError> {
+fn run_native(test: &Test, iterations: u64) -> Result<f64, LabError> {
     let arguments = arguments(test, iterations);
     let arguments = arguments.each_ref().map(String::as_str);
-    let phases = native(native_cpubench(), &arguments, LIMIT)?;
-    Ok(rate(phases.first()).unwrap_or(f64::NAN))
+    rate(&native(native_cpubench(), &arguments, LIMIT)?)
 }
 
-fn run_qemu(elf: &std::path::Path, test: &Test, iterations: u64) -> Result<f64, ExternalError> {
+fn run_qemu(elf: &std::path::Path, test: &Test, iterations: u64) -> Result<Timed, ExternalError> {
     let append = arguments(test, iterations).join(" ");
-    let phases = qemu_tcg(elf, &append, MEMORY_MIB, LIMIT)?;
-    Ok(rate(phases.first()).unwrap_or(f64::NAN))
+    qemu_tcg(elf, &append, MEMORY_MIB, LIMIT)
 }
 
 /// Millions of instructions a second.
-fn rate(phase: Option<&crate::external::Phase>) -> Result<f64, LabError> {
-    let rate = phase.and_then(|phase| phase.rate("insns"));
-    rate.map(|rate| rate / 1e6)
-        .ok_or_else(|| LabError::Guest("cpubench printed no instruction count".into()))
+fn rate(timed: &Timed) -> Result<f64, LabError> {
+    let rate = timed.rate("insns").map(|rate| rate / 1e6);
+    rate.ok_or_else(|| LabError::Guest("cpubench printed no instruction count".into()))
 }
 
 #[cfg(test)]
