@@ -10,6 +10,7 @@ use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
 use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, restore, thp};
+use std::num::NonZeroU32;
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -83,9 +84,9 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
                     parts: parts.clone(),
                     ..options.clone()
                 };
-                // The ids of this experiment's results name the contract of its guests.
+                // The ids of these results name the contract of their guests, or the letter.
                 report.begin(match experiment {
-                    Experiment::ApfArm64 => Arch::X86_64,
+                    Experiment::ApfArm64 | Experiment::Letters => Arch::X86_64,
                     _ => options.arch,
                 });
                 match experiment {
@@ -140,6 +141,7 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
     })?;
     Ok(Options {
         quick: args.quick,
+        scale: args.scale.map_or(1, NonZeroU32::get),
         arch: Arch::X86_64,
         lacuna,
         swap_dir: temp_dir(),

@@ -22,7 +22,7 @@
 
 pub use device::first_look;
 
-mod alone;
+pub(crate) mod alone;
 pub mod arm64;
 mod device;
 mod kvm;

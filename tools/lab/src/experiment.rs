@@ -86,6 +86,8 @@ from_others! {
 pub struct Options {
     /// Fewer and shorter rounds: for CI, not for figures to quote.
     pub quick: bool,
+    /// Divides the published memory, processes and time of [`crate::letters`], for small hosts.
+    pub scale: u32,
     /// The architecture of the guests.
     pub arch: Arch,
     /// The path of the `lacuna` program, for measurements in a process of their own.
@@ -136,9 +138,14 @@ pub(crate) fn skip_if_busy<I: Into<String>>(
     }
 }
 
+/// The number of cores.
+pub(crate) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// One vCPU for each core, 16 at most.
 pub(crate) fn vcpus() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(16))
+    cores().min(16)
 }
 
 #[cfg(test)]
@@ -148,6 +155,7 @@ mod tests {
     fn options(arch: Arch, parts: Vec<&'static str>) -> Options {
         Options {
             quick: true,
+            scale: 1,
             arch,
             lacuna: PathBuf::new(),
             swap_dir: PathBuf::new(),

@@ -9,6 +9,7 @@
 
 use crate::experiment::LabError;
 use crate::native::thread_cpu_ns;
+use crate::result::Measurement;
 use lacuna::boot::Segment;
 use lacuna::dirty::Delivery;
 use lacuna::soft::{Vcpu, Vm, VmBuilder};
@@ -27,6 +28,14 @@ pub fn builder(memory: PageCount, resident: PageCount, vcpus: usize) -> VmBuilde
         apf: Apf::Off,
         ..VmBuilder::new(memory, resident)
     }
+}
+
+/// `result` with the size of the VM of `builder`.
+pub fn with_size(result: Measurement, builder: &VmBuilder) -> Measurement {
+    result
+        .param("memory_mib", builder.memory.bytes() >> 20)
+        .param("resident_mib", builder.resident.bytes() >> 20)
+        .param("vcpus", builder.vcpus)
 }
 
 /// A VM with `mib` MiB and a frame for each of its pages. The host has more frames than reclaim

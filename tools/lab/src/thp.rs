@@ -26,7 +26,7 @@ mod call;
 mod guests;
 mod kvm;
 mod neighbour;
-mod scene;
+pub(crate) mod scene;
 
 use crate::experiment::{LabError, Options, skip_if_busy};
 use crate::report::Progress;
@@ -92,8 +92,4 @@ fn medians<const N: usize>(
             .for_each(|(all, one)| all.push(one));
     }
     Ok(took.map(|took| Summary::of(&took).median))
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }

@@ -3,6 +3,7 @@
 use super::{Arch, Output};
 use crate::exit::EXIT_CODES;
 use clap::{Args, ValueEnum};
+use std::num::NonZeroU32;
 use std::str::FromStr;
 
 /// `lacuna lab`.
@@ -19,6 +20,9 @@ pub struct LabArgs {
     /// Fewer and shorter rounds: for CI, not for figures to quote
     #[arg(long)]
     pub quick: bool,
+    /// Divides the memory, processes and time of letters, for small hosts
+    #[arg(long, value_name = "N", requires = "experiments")]
+    pub scale: Option<NonZeroU32>,
     /// The guests' processor: arm64 for apf, apf-arm64, paging, postcopy, restore, migrate and
     /// base. Without it arm64 for apf-arm64, and x86_64 for all others
     #[arg(long, value_enum, requires = "experiments")]
@@ -174,7 +178,7 @@ impl Experiment {
             Self::Apf => &["kvm", "source"],
             Self::Paging => &["crowd", "curve"],
             Self::Base => &["fault", "scaling"],
-            Self::Letters => lacuna_lab::letters::PARTS,
+            Self::Letters => &["talk", "range"],
             Self::Migrate => &["qemu"],
             _ => &[],
         }

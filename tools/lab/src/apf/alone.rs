@@ -10,7 +10,7 @@
 
 use super::slices::{Arm, Gain, OFF_NULL_ON, Role, Runs, turns};
 use crate::experiment::{LabResult, Options};
-use crate::fixture::builder;
+use crate::fixture::{builder, with_size};
 use crate::result::{Better, Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stalls::add_stalls;
@@ -27,11 +27,10 @@ const SHARE: f64 = 0.30;
 /// The largest deviation from it in the cover letter's experiment, and in `lacuna lab apf`.
 pub const TOLERANCE: f64 = 0.02;
 const WIDE_TOLERANCE: f64 = 0.03;
-/// The work with which the search begins, and the number of its tries.
-const FIRST_GUESS: u32 = 100_000;
+/// The number of tries of the search for the work.
 const TRIES: usize = 6;
-/// The longest time of a round. It takes a few seconds.
-const ROUND_LIMIT: Duration = Duration::from_secs(120);
+/// The longest time of a round. It takes a few seconds, and about a minute in a guest of 4 GiB.
+const ROUND_LIMIT: Duration = Duration::from_secs(600);
 /// More rounds than any experiment waits for.
 pub const ROUNDS: u64 = 1_000_000;
 
@@ -50,8 +49,8 @@ pub struct Program<'a> {
 }
 
 /// A finished round.
-struct Round {
-    seconds: f64,
+pub struct Round {
+    pub seconds: f64,
     /// The share of the vCPUs' time in which they waited.
     share: f64,
     /// Each vCPU's stalls in it.
@@ -78,7 +77,7 @@ impl<'a> Program<'a> {
     }
 
     /// Waits for the end of the round, whose faults are taken as `apf` says.
-    fn next(&mut self, apf: Apf) -> LabResult<Round> {
+    pub fn next(&mut self, apf: Apf) -> LabResult<Round> {
         self.session.set_apf(apf);
         let next = self.next;
         let over = |status: &Status| (progress(status)?.0 >= next).then_some(());
@@ -119,6 +118,13 @@ impl Calibrated {
         (self.share - SHARE).abs()
     }
 
+    /// `result` with both.
+    pub fn with_params(&self, result: Measurement) -> Measurement {
+        result
+            .param("work", self.work)
+            .param("swap_in_share_percent", 100.0 * self.share)
+    }
+
     /// Why it does not suit the experiment.
     pub fn refused(&self, tolerance: f64) -> Option<String> {
         let percent = 100.0 * self.share;
@@ -131,21 +137,20 @@ impl Calibrated {
 /// Sets the work of the guest and returns it. The swap device has its latency when `begin` has been
 /// called; each try begins with that.
 ///
-/// A try has several rounds. One round does not show the share: the page order of a round decides
-/// how many of its accesses find no page, and neighbouring rounds differ by a third.
+/// One round of a small guest does not show the share: the page order of a round decides how many
+/// of its accesses find no page, and neighbouring rounds differ by a third.
 pub fn calibrate(
     program: &mut Program<'_>,
-    options: &Options,
+    Search { first, rounds }: Search,
     begin: impl Fn(),
 ) -> LabResult<Calibrated> {
     let guest = program.session.guest;
-    let rounds = if options.quick { 2 } else { 4 };
     // The first round touches fresh memory, which should not wait. The second begins with pages of
     // the first in swap.
     guest.set(1)?;
     program.next(Apf::Off)?;
     program.next(Apf::Off)?;
-    let mut work = FIRST_GUESS;
+    let mut work = first;
     let mut best: Option<Calibrated> = None;
     for _ in 0..TRIES {
         guest.set(work)?;
@@ -169,6 +174,24 @@ pub fn calibrate(
     let best = best.expect("at least one try");
     guest.set(best.work)?;
     Ok(best)
+}
+
+/// How the work is searched for.
+pub struct Search {
+    /// The work of the first try.
+    pub first: u32,
+    /// The rounds of a try.
+    pub rounds: usize,
+}
+
+impl Search {
+    /// For a guest of a few MiB.
+    pub const fn small(options: &Options) -> Self {
+        Self {
+            first: 100_000,
+            rounds: if options.quick { 2 } else { 4 },
+        }
+    }
 }
 
 /// The work with which the share becomes [`SHARE`]: the waits stay, and the rest is proportional to
@@ -201,7 +224,7 @@ pub fn run(
 ) -> LabResult<Run> {
     on(builder, &image(options.arch, "membound")?, |session| {
         let mut program = Program::start(session)?;
-        let mut calibrated = calibrate(&mut program, options, || begin(0))?;
+        let mut calibrated = calibrate(&mut program, Search::small(options), || begin(0))?;
         assert_eq!(faults(session.vm).swap_in.number, 0, "no such faults yet");
         let mut on_seconds = 0.0;
         let roles = [Role::Time, Role::Waits];
@@ -227,7 +250,7 @@ pub fn run(
 }
 
 /// The sum over all vCPUs.
-fn faults(vm: &Vm) -> ApfStats {
+pub fn faults(vm: &Vm) -> ApfStats {
     let mut sum = ApfStats::default();
     vm.apf_stats().iter().for_each(|stats| sum.merge(stats));
     sum
@@ -236,13 +259,9 @@ fn faults(vm: &Vm) -> ApfStats {
 impl Run {
     /// [`Run::ratio`] as a result.
     pub fn result(&self, id: &str, builder: &VmBuilder) -> Measurement {
-        let mib = |pages: PageCount| pages.bytes() >> 20;
-        Measurement::new(id, "x", Better::Lower, self.ratio)
-            .param("memory_mib", mib(builder.memory))
-            .param("resident_mib", mib(builder.resident))
-            .param("vcpus", builder.vcpus)
-            .param("work", self.calibrated.work)
-            .param("swap_in_share_percent", 100.0 * self.calibrated.share)
+        let result = Measurement::new(id, "x", Better::Lower, self.ratio);
+        self.calibrated
+            .with_params(with_size(result, builder))
             .arm("off", self.runs.arm(Arm::OFF, Role::Time))
             .arm("on", self.runs.arm(Arm::ON, Role::Time))
             .arm("null", self.null)
@@ -279,12 +298,6 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
         report.skip(ID, why);
         return Ok(());
     }
-    report.say(format!(
-        "memory-bound program alone: without asynchronous faults it waits for pages {:.0} % of its \
-         time, at {us} us a page (injected). With them it takes {:.3} times as long.",
-        100.0 * run.calibrated.share,
-        run.ratio.median,
-    ));
     report.detail(format!(
         "memory-bound program alone: stalls p50 / p99 / p99.9\n{}",
         run.runs.stalls_table()

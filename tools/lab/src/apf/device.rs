@@ -69,9 +69,6 @@ const RESULTS: [(&str, Gain); 4] = [
     ("faulter_alone_ratio", FAULTERS_ALONE),
 ];
 const FAULTERS_ALONE: Gain = Gain::new(Arm::FAULTERS_OFF, Arm::FAULTERS_ON, Role::Faulters);
-/// The share of their speed that workers keep without asynchronous faults.
-const KEPT: Gain = Gain::new(Arm::ALONE, Arm::OFF, Role::Workers);
-
 const ARMS: [Arm; 6] = [
     Arm::OFF,
     Arm::NULL,
@@ -132,25 +129,13 @@ pub fn measure(
         false => None,
     };
     let runs = run(device, guests, pace, options, &ARMS)?;
-    report.detail(runs.table(&format!("{} {}", device.about, guests.form)));
+    let title = match &latency {
+        Some(latency) => format!("{}, which reads a page in {}", device.about, latency.text()),
+        None => format!("{} {}", device.about, guests.form),
+    };
+    report.detail(runs.table(&title));
     // All ratios before the first result: on a busy machine all are skipped.
     let results = results(device, guests, pace, latency.as_ref(), &runs)?;
-    report.say(format!(
-        "{}{}: beside faulters, workers keep {:.0} % of their speed with asynchronous faults, and \
-         {:.0} % without. Faulters are {:.2} times as fast with them as without.{}",
-        device.about,
-        match guests.form {
-            "" => String::new(),
-            form => format!(" ({form})"),
-        },
-        results[0].value,
-        100.0 * runs.ratio(KEPT)?.median,
-        results[2].value,
-        match &latency {
-            Some(latency) => format!(" The disk reads a page in {}.", latency.text()),
-            None => String::new(),
-        },
-    ));
     results.into_iter().for_each(|result| report.push(result));
     Ok(())
 }

@@ -108,6 +108,14 @@ fn pace(options: &Options, apf: Apf) -> Pace {
     Pace::new(rounds, 100, LOOK_MS + 10)
 }
 
+/// `result` with the parameters of all guests here.
+fn with_kvm(result: Measurement, pace: Pace, sizes: [u64; 2]) -> Measurement {
+    with_bm(result, pace, sizes, 1)
+        .param("guest_tick_us", TICK_US)
+        .param("guest_processes", 1)
+        .param("guest_look_ms", LOOK_MS)
+}
+
 /// The command line of `bm`, with `more`.
 fn words(more: &str) -> String {
     format!(
@@ -149,19 +157,8 @@ fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> LabRe
         let title = format!("/dev/kvm, {} ms of injected latency", LATENCIES[at].0);
         report.detail(on[at].table(&format!("{title}, on")));
         report.detail(off[at].table(&format!("{title}, off")));
-        report.say(format!(
-            "{title}: beside a faulter, a worker keeps {:.0} % of its speed with asynchronous \
-             faults, and {:.0} % without. Both are threads of one process.",
-            result.value, without.median,
-        ));
-        let sizes = [MEMORY_MIB, RESIDENT_MIB];
-        report.push(
-            with_bm(result, pace(options, Apf::On), sizes, 1)
-                .param("guest_tick_us", TICK_US)
-                .param("guest_processes", 1)
-                .param("guest_look_ms", LOOK_MS)
-                .arm("share_percent_off", without),
-        );
+        let result = with_kvm(result, pace(options, Apf::On), [MEMORY_MIB, RESIDENT_MIB]);
+        report.push(result.arm("share_percent_off", without));
     }
     report.push(faults(counters));
     Ok(())
@@ -248,21 +245,12 @@ fn provided(options: &Options, report: &mut Report, progress: &Progress) -> LabR
         all.push((name, share(&runs, apf)?, pages, runs));
     }
     let (_, both, ..) = all[0];
-    let mut result = Measurement::new(SOURCE, "%", Better::Higher, both)
-        .param("memory_mib", SOURCE_MIB)
-        .param("vcpus", 1)
-        .param("workers", 1)
-        .param("faulters", 1)
-        .param("injected_latency_ms", SOURCE_MS)
-        .param("guest_slice_us", SLICE_US);
+    let result =
+        Measurement::new(SOURCE, "%", Better::Higher, both).param("injected_latency_ms", SOURCE_MS);
+    let mut result = with_kvm(result, pace(options, Apf::On), [SOURCE_MIB; 2]);
     for (name, share, pages, runs) in all {
         let title = format!("/dev/kvm, a source {SOURCE_MS} ms (injected) away, {name}");
         report.detail(runs.table(&title));
-        report.say(format!(
-            "{title}: beside a faulter, a worker keeps {:.0} % of its speed, and the faulter makes \
-             {:.0} accesses a second.",
-            share.median, pages.median,
-        ));
         result = result
             .arm(&format!("share_percent_{name}"), share)
             .arm(&format!("faulter_{name}"), pages);

@@ -16,12 +16,11 @@
 //! for the upper end. The break-even is infinite if not even the longest latency qualifies.
 
 use super::device::{Guests, MEMORY, run};
-use super::slices::{Arm, Gain, OFF_NULL_ON, Pace, Role};
+use super::slices::{Gain, OFF_NULL_ON, Pace};
 use super::with_params;
 use crate::experiment::{LabResult, Options};
-use crate::report::{Progress, align, figure};
+use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::stalls::{STALLS, stalls_text};
 use crate::stats::Summary;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -54,58 +53,33 @@ fn pace(options: &Options, latency: Duration) -> Pace {
     }
 }
 
-/// The figures of one latency.
+/// The ratios of one latency, of workers and of faulters.
 struct Point {
     us: u64,
-    workers: Summary,
-    faulters: Summary,
-    noise: f64,
-    /// Each vCPU's stalls, off and on, for people.
-    stalls: [String; 2],
-    arms: Value,
+    ratios: [Summary; 2],
+    nulls: [Summary; 2],
 }
 
 /// `apf.break_even_us`.
 pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
-    let points = latencies(options).map(|us| {
+    let mut points = Vec::new();
+    for us in latencies(options) {
         progress.step(format!("break-even: {us} us a page (injected)"))?;
-        point(us, options)
-    });
-    let points = points.collect::<Result<Vec<_>, _>>()?;
-    report.detail(table(&points));
+        let latency = Duration::from_micros(us);
+        let mut device = MEMORY;
+        device.latency = latency;
+        let pace = pace(options, latency);
+        let runs = run(&device, Guests::APF, pace, options, &OFF_NULL_ON)?;
+        let [workers, faulters] = [Gain::WORKERS, Gain::FAULTERS];
+        points.push(Point {
+            us,
+            ratios: [runs.ratio(workers)?, runs.ratio(faulters)?],
+            nulls: [runs.ratio(workers.null())?, runs.ratio(faulters.null())?],
+        });
+        report.detail(runs.table(&format!("{us} us a page (injected)")));
+    }
     report.push(record(&points, pace(options, Duration::ZERO)));
     Ok(())
-}
-
-fn point(us: u64, options: &Options) -> LabResult<Point> {
-    let latency = Duration::from_micros(us);
-    let mut device = MEMORY;
-    device.latency = latency;
-    let pace = pace(options, latency);
-    let runs = run(&device, Guests::APF, pace, options, &OFF_NULL_ON)?;
-    let (workers, faulters) = (runs.ratio(Gain::WORKERS)?, runs.ratio(Gain::FAULTERS)?);
-    let nulls = [
-        runs.ratio(Gain::WORKERS.null())?,
-        runs.ratio(Gain::FAULTERS.null())?,
-    ];
-    let both = |of: &dyn Fn(Role) -> Value| {
-        let (workers, faulters) = (of(Role::Workers), of(Role::Faulters));
-        json!({"workers": workers, "faulters": faulters})
-    };
-    Ok(Point {
-        us,
-        workers,
-        faulters,
-        noise: noise(&nulls),
-        stalls: [Arm::OFF, Arm::ON].map(|arm| stalls_text(runs.stalls(arm))),
-        arms: json!({
-            "worker_ratio": Value::from(workers),
-            "faulter_ratio": Value::from(faulters),
-            "null": both(&|role| nulls[role as usize].into()),
-            "off": both(&|role| runs.arm(Arm::OFF, role)),
-            "on": both(&|role| runs.arm(Arm::ON, role)),
-        }),
-    })
 }
 
 /// The largest distance of the nulls' intervals from 1.
@@ -120,55 +94,29 @@ fn break_even(points: &[Point], no_worse: impl Fn(&Point) -> bool) -> f64 {
     good.last().map_or(f64::INFINITY, |point| point.us as f64)
 }
 
-/// The sweep for people.
-fn table(points: &[Point]) -> String {
-    let header = [
-        "injected latency",
-        "workers on/off",
-        "faulters on/off",
-        "noise",
-        STALLS,
-    ];
-    let mut rows = vec![header.map(str::to_owned)];
-    let range = |ratio: &Summary| {
-        let [median, low, high] = [ratio.median, ratio.low, ratio.high].map(figure);
-        format!("{median} ({low} .. {high})")
-    };
-    for point in points {
-        let [off, on] = &point.stalls;
-        rows.push([
-            format!("  {} us", point.us),
-            range(&point.workers),
-            range(&point.faulters),
-            figure(point.noise),
-            format!("off  {off}"),
-        ]);
-        let [a, b, c, d] = <[String; 4]>::default();
-        rows.push([a, b, c, d, format!("on   {on}")]);
-    }
-    align(&rows)
-}
-
 fn record(points: &[Point], pace: Pace) -> Measurement {
     let by = |end: fn(&Summary) -> f64| {
         break_even(points, |point| {
-            let worse_off = end(&point.workers).min(end(&point.faulters));
-            point.noise < NOISE_MAX && worse_off >= 1.0 - point.noise
+            let noise = noise(&point.nulls);
+            let worse_off = point.ratios.iter().map(end).fold(f64::INFINITY, f64::min);
+            noise < NOISE_MAX && worse_off >= 1.0 - noise
         })
     };
     let summary = Summary {
         median: by(|ratio| ratio.median),
         low: by(|ratio| ratio.high),
         high: by(|ratio| ratio.low),
-        ..points[0].workers
+        ..points[0].ratios[0]
     };
     let result = Measurement::new(ID, "us", Better::Lower, summary).bar(BAR_US);
-    let latencies: Vec<u64> = points.iter().map(|point| point.us).collect();
-    let result = with_params(result, pace)
-        .param("swap", "compressed memory with injected latency")
-        .param("latencies_us", latencies);
+    let result = with_params(result, pace).param("swap", "compressed memory with injected latency");
     points.iter().fold(result, |result, point| {
-        result.arm(&format!("{:05}us", point.us), point.arms.clone())
+        let [workers, faulters] = point.ratios.map(Value::from);
+        let nulls = point.nulls.map(Value::from);
+        result.arm(
+            &format!("{:05}us", point.us),
+            json!({"worker_ratio": workers, "faulter_ratio": faulters, "nulls": nulls}),
+        )
     })
 }
 
@@ -179,11 +127,8 @@ mod tests {
     fn point(us: u64, workers: Summary, faulters: Summary) -> Point {
         Point {
             us,
-            workers,
-            faulters,
-            noise: 0.02,
-            stalls: Default::default(),
-            arms: Value::Null,
+            ratios: [workers, faulters],
+            nulls: [Summary::example(0.98, 1.0, 1.02); 2],
         }
     }
 
@@ -210,7 +155,7 @@ mod tests {
         let bad = Summary::example(0.5, 0.6, 0.7);
         let good = Summary::example(1.1, 1.2, 1.3);
         let mut noisy = point(10, good, good);
-        noisy.noise = 0.3;
+        noisy.nulls[1].high = 1.3;
         for points in [[point(10, bad, bad)], [noisy]] {
             let result = record(&points, Pace::new(6, 0, 0));
             assert_eq!((result.value, result.met), (f64::INFINITY, Some(false)));

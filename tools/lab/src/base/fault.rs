@@ -1,7 +1,7 @@
 //! The cost of a resident stage-2 fault, and whether the faults of two vCPUs delay each other.
 
 use crate::base::{Fixture, touch_together};
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, Options, cores};
 use crate::first_look::{Found, Row};
 use crate::native::{COLD_PAGES, CacheFlush, HOT_PAGES, fault_ns};
 use crate::report::time;
@@ -103,7 +103,7 @@ fn ratio(found: &Comparison, is_cold: bool) -> Measurement {
 /// loss that two VMs have as well is not a cost of the engine.
 pub fn scaling(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let id = SCALING;
-    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+    if cores() < 2 {
         report.skip(id, "this machine has one core");
         return Ok(());
     }

@@ -2,7 +2,8 @@
 //! of 512 MiB, 4 processes that count and 4 that touch random pages, for one minute. The guest's
 //! counters at the end are the result.
 
-use crate::experiment::{LabResult, Options};
+use super::{Arms, Size, grouped, in_turns};
+use crate::experiment::{LabResult, Options, cores};
 use crate::fixture::builder;
 use crate::report::{Progress, align};
 use crate::result::{Better, Measurement, Report};
@@ -10,19 +11,18 @@ use crate::session::{image, on};
 use crate::stats::Summary;
 use lacuna::memory::{LatencySetting, Swap};
 use lacuna::soft::VmBuilder;
-use lacuna::{Apf, Arch, PageCount};
+use lacuna::{Apf, Arch};
 use lacuna_guest::status::{Kind, Status};
 use serde_json::json;
-use std::thread::available_parallelism;
 use std::time::Duration;
 
 pub const ID: &str = "letters.talk.worker_ratio";
-/// Four runs, and one step for each.
-pub const STEPS: u64 = ORDER.len() as u64;
+/// One step for each run.
+pub const STEPS: u64 = 2 * RUNS as u64;
 
+/// The runs of each arm.
+const RUNS: usize = 2;
 const VCPUS: usize = 4;
-/// The runs, there and back, so that a slow change of the machine's speed falls on both arms.
-const ORDER: [Apf; 4] = [Apf::Off, Apf::On, Apf::On, Apf::Off];
 /// What the talk's workers counted, without and with async page faults.
 const PUBLISHED: [[u64; VCPUS]; 2] = [
     [
@@ -60,25 +60,20 @@ impl Run {
     }
 }
 
-/// Memory and resident memory in MiB, and the time.
-const fn size(options: &Options) -> (u64, u64, Duration) {
-    match options.quick {
-        false => (2048, 512, Duration::from_secs(60)),
-        true => (32, 8, Duration::from_millis(200)),
-    }
-}
+/// The talk's memory and resident memory in MiB.
+const MIB: [u64; 2] = [2048, 512];
 
 /// `letters.talk.worker_ratio`.
 pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
-    let cores = available_parallelism().map_or(1, usize::from);
-    let (memory, resident, time) = size(options);
+    let cores = cores();
+    let size = Size::of(options, MIB, 64);
+    let time = size.time;
     report.say(format!(
-        "letters.talk: {VCPUS} vCPUs, {memory} MiB of guest memory, {resident} MiB of it \
-         resident; {VCPUS} processes count and {VCPUS} touch random pages, half of them to write, \
-         for {time:?} a run. Each run has a VM of its own. Its guest is offered async page faults, \
-         or not. Different from the talk: our own guest kernel and processor, so the counters are \
-         lower; swap is a file whose transfers take {} ms more; the time begins when all memory \
-         has been touched.",
+        "letters.talk: {VCPUS} vCPUs, {size}; {VCPUS} processes count and {VCPUS} touch random \
+         pages, half of them to write, for {time:?} a run. Each run has a VM of its own. Its guest \
+         is offered async page faults, or not. Different from the talk: our own guest kernel and \
+         processor, so the counters are lower; swap is a file whose transfers take {} ms more; the \
+         time begins when all memory has been touched.",
         LATENCY.as_millis(),
     ));
     let expected = with_free_waits(cores);
@@ -89,11 +84,10 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
              the ratio would be {expected:.2} if a wait took no processor time."
         ));
     }
-    let mut runs: [Vec<Run>; 2] = Default::default();
-    for apf in ORDER {
+    let runs = in_turns(RUNS, |_, apf| {
         progress.step(format!("talk: async page faults {apf:?}, {time:?}"))?;
-        runs[usize::from(apf == Apf::On)].push(run(options, apf)?);
-    }
+        run(options, size, apf)
+    })?;
     report.detail(table(&runs));
     let ratios: Vec<f64> = runs[0]
         .iter()
@@ -105,7 +99,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         runs.iter().map(run).collect::<Vec<_>>()
     };
     let published = PUBLISHED.map(|arm| arm.iter().sum::<u64>() as f64);
-    let mut result = Measurement::new(ID, "x", Better::Higher, Summary::of(&ratios))
+    let result = Measurement::new(ID, "x", Better::Higher, Summary::of(&ratios))
         .reference(
             published[1] / published[0],
             "KVM Forum 2010, the sums of 4 workers",
@@ -113,12 +107,10 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
         .param("vcpus", VCPUS)
         .param("cores", cores)
         .param("with_free_waits", expected)
-        .param("memory_mib", memory)
-        .param("resident_mib", resident)
-        .param("seconds", time.as_secs_f64())
         .arm("off", counts(&runs[0]))
         .arm("on", counts(&runs[1]));
-    if cores >= VCPUS && !options.quick {
+    let mut result = size.with_params(result);
+    if cores >= VCPUS && !options.quick && options.scale == 1 {
         // Two pairs of runs have no 95 % interval.
         result = result.undecided(BAR);
     }
@@ -126,9 +118,8 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
     Ok(())
 }
 
-fn run(options: &Options, apf: Apf) -> LabResult<Run> {
-    let (memory, resident, time) = size(options);
-    let [memory, resident] = [memory, resident].map(|mib| PageCount::from_bytes(mib << 20));
+fn run(options: &Options, size: Size, apf: Apf) -> LabResult<Run> {
+    let [memory, resident] = size.memory;
     let builder = VmBuilder {
         apf,
         swap: Swap::File(options.swap_dir.clone()),
@@ -155,7 +146,7 @@ fn run(options: &Options, apf: Apf) -> LabResult<Run> {
             let all = counters.iter().all(|kind| kind.len() == VCPUS);
             all.then_some(counters)
         })?;
-        guest.run_for(time)?;
+        guest.run_for(size.time)?;
         let after = counters(&guest.status()?);
         let steps = |kind: usize| {
             let pairs = after[kind].iter().zip(&before[kind]);
@@ -179,17 +170,7 @@ fn with_free_waits(cores: usize) -> f64 {
 }
 
 /// The talk's layout: each worker's counter and the sum, with the published ones.
-fn table(runs: &[Vec<Run>; 2]) -> String {
-    let grouped = |count: u64| {
-        let digits = count.to_string();
-        let parts: Vec<_> = digits
-            .as_bytes()
-            .rchunks(3)
-            .rev()
-            .map(String::from_utf8_lossy)
-            .collect();
-        parts.join(" ")
-    };
+fn table(runs: &Arms<Run>) -> String {
     let header = [
         "",
         "talk, without",
@@ -236,7 +217,6 @@ fn table(runs: &[Vec<Run>; 2]) -> String {
 mod tests {
     use super::*;
     use crate::fixture::needs_guests;
-    use crate::report::Verbosity;
     use lacuna_skip::test;
 
     #[test]
@@ -250,16 +230,7 @@ mod tests {
     #[test]
     fn all_counters_are_in_the_table() {
         needs_guests();
-        let options = Options {
-            quick: true,
-            arch: Arch::X86_64,
-            lacuna: Default::default(),
-            swap_dir: std::env::temp_dir(),
-            verbosity: Verbosity::Quiet,
-            parts: vec!["talk"],
-        };
-        let mut report = Report::new("lacuna lab");
-        super::super::run(&options, &mut report).expect("a run");
+        let report = super::super::tests::quick("talk");
         let table = &report.details[0];
         assert!(table.contains("129 752 639 953"), "{table}");
         let [result] = &report.results[..] else {

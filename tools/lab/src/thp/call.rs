@@ -12,9 +12,9 @@
 //! any other call that did. The shoot-down is the same in all arms, so a long one makes any ratio
 //! small. Its time is reported beside the ratio.
 
+use super::medians;
 use super::scene::{Call, PAGES, Scene, work};
-use super::{cores, medians};
-use crate::experiment::{LabError, Options, skip_if_busy};
+use crate::experiment::{LabError, Options, cores, skip_if_busy};
 use crate::first_look::{Found, Row};
 use crate::report::time;
 use crate::result::{Better, Measurement, Report};

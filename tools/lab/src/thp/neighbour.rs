@@ -3,7 +3,7 @@
 
 use super::scene::{OTHERS, Scene, Work, work};
 use crate::base::pin;
-use crate::experiment::{LabError, Options};
+use crate::experiment::{LabError, Options, cores};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
 use lacuna::memory::HugePages;
@@ -60,7 +60,7 @@ impl Taking {
 
 /// `thp.neighbour_loss_percent`.
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
-    if super::cores() < 2 {
+    if cores() < 2 {
         report.skip(ID, "this machine has one core");
         return Ok(());
     }

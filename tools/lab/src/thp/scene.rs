@@ -6,7 +6,7 @@ use crate::fixture::{boot_code, resident, time_to_port};
 use lacuna::dirty::Delivery;
 use lacuna::memory::HugePages;
 use lacuna::soft::{Vcpu, Vm, VmBuilder};
-use lacuna::{Exit, Gfn, Kick as _, PAGE_SIZE, Vcpu as _};
+use lacuna::{Exit, Gfn, GfnRange, Kick as _, PAGE_SIZE, Vcpu as _};
 use lacuna_addr::{BackingRange, Level};
 use lacuna_soft::{Ept, Format as _, RmapWalk};
 use std::sync::Arc;
@@ -80,7 +80,10 @@ impl Scene {
         let (vm, vcpus) = boot_code(&builder, Delivery::Bitmap, &pieces)?;
         let mut vcpus = vcpus.into_iter();
         let (worker, toucher) = vcpus.next().zip(vcpus.next()).expect("two vCPUs");
-        let [work, touched] = [WORK, TOUCHED].map(|address| block(&vm, address));
+        let [work, touched] = [WORK, TOUCHED].map(|address| {
+            let first = Gfn::new(u64::from(address) / PAGE_SIZE as u64);
+            Block::new(&vm, first.expect("a small address"))
+        });
         Ok((Self { vm, work, touched }, worker, toucher))
     }
 
@@ -91,18 +94,7 @@ impl Scene {
 
     /// Invalidates `block`, as reclaim does.
     pub fn call(&self, walk: RmapWalk, block: Block) -> Call {
-        let mmu = Ept::of(self.vm.mmu()).expect("an x86-64 guest");
-        let start = Instant::now();
-        let begun = mmu.begin_invalidation_as(walk, &[block.range]);
-        let unmapped = Instant::now();
-        let leaves = begun.steps().leaves;
-        let waited = begun.finish_counted();
-        Call {
-            walk: unmapped - start,
-            shootdown: unmapped.elapsed(),
-            leaves,
-            waited,
-        }
+        call(&self.vm, walk, block)
     }
 
     /// Waits until every page of the touched block is mapped.
@@ -186,14 +178,38 @@ fn wait_until(what: impl Fn() -> bool) -> Result<(), LabError> {
     Ok(())
 }
 
-fn block(vm: &Vm, address: u32) -> Block {
-    let first = Gfn::new(u64::from(address) / PAGE_SIZE as u64).expect("a small address");
-    let slots = vm.mmu().slots();
-    let slot = slots.find(first).expect("its memory");
-    let range = BackingRange::new(slot.backing_of(first), Level::L2M.pages());
-    Block {
-        first,
-        range: range.expect("inside the slot"),
+/// Invalidates `block` of an x86-64 guest, as reclaim does.
+pub fn call(vm: &Vm, walk: RmapWalk, block: Block) -> Call {
+    let mmu = Ept::of(vm.mmu()).expect("an x86-64 guest");
+    let start = Instant::now();
+    let begun = mmu.begin_invalidation_as(walk, &[block.range]);
+    let unmapped = Instant::now();
+    let leaves = begun.steps().leaves;
+    let waited = begun.finish_counted();
+    Call {
+        walk: unmapped - start,
+        shootdown: unmapped.elapsed(),
+        leaves,
+        waited,
+    }
+}
+
+impl Block {
+    /// The block of `vm` that begins at `first`.
+    fn new(vm: &Vm, first: Gfn) -> Self {
+        let slots = vm.mmu().slots();
+        let slot = slots.find(first).expect("its memory");
+        let range = BackingRange::new(slot.backing_of(first), Level::L2M.pages());
+        let range = range.expect("inside the slot");
+        Self { first, range }
+    }
+
+    /// All blocks of `vm` inside `gfns`, a part of one slot.
+    pub fn all(vm: &Vm, gfns: GfnRange) -> impl Iterator<Item = Self> {
+        let pages = Level::L2M.pages();
+        let (first, end) = (gfns.start().get().next_multiple_of(pages), gfns.end_raw());
+        let firsts = (first..end + 1 - pages).step_by(pages as usize);
+        firsts.map(|first| Self::new(vm, Gfn::new(first).expect("a page of the guest")))
     }
 }
 
