@@ -50,7 +50,8 @@
 //!
 //! # Features
 //! Without the default features `soft`, `kvm`, `migrate`, `virtio` and `vm-memory`, the modules of
-//! these names are absent; without `zstd`, migrations compress with LZ4 alone. `objects` adds
+//! these names are absent; without `zstd`, migrations compress with LZ4 alone; without `arm64`,
+//! soft has no AArch64 processors. `objects` adds
 //! snapshots in stores that speak S3, `tls` migrations over TLS. [`soft`] has settings for speed.
 #![forbid(unsafe_code)]
 

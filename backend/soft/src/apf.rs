@@ -1,13 +1,14 @@
 //! The guest of the async-fault queue: registers, events, and two words of its memory.
 
+#[cfg(feature = "arm64")]
+mod arm64;
+
 use crate::entry::{Absent, Entry};
 use crate::platform::Platform;
 use lacuna_addr::{Access, Gfn, Gpa};
-use lacuna_apf::arm64::{self, Context, Effect, ExceptionLevel};
 use lacuna_apf::x86::{self, CpuState};
 use lacuna_apf::{Guest, Prefault, SharedWords, Unwritable};
-use lacuna_arm64::gic::Line;
-use lacuna_cpu::{HostPage, Privilege, Processor as _};
+use lacuna_cpu::HostPage;
 use lacuna_machine::{GuestMemory as _, MemoryError, VcpuError};
 use lacuna_x86::Cpu;
 
@@ -86,48 +87,6 @@ impl x86::Guest for Entry<Cpu> {
 
     fn interrupt(&mut self, vector: u8) {
         self.cpu.raise_interrupt(vector);
-    }
-}
-
-impl arm64::Guest for Entry<lacuna_arm64::Cpu> {
-    fn state(&self) -> arm64::CpuState {
-        arm64::CpuState {
-            level: match self.cpu.privilege() {
-                Privilege::User => ExceptionLevel::El0,
-                Privilege::Supervisor => ExceptionLevel::El1,
-            },
-            pc: self.cpu.pc(),
-            vbar: self.cpu.system().vbar,
-        }
-    }
-
-    fn context(&self) -> Context {
-        let regs = self.cpu.regs();
-        let mut context = Context {
-            pc: regs.pc,
-            pstate: regs.pstate,
-            ..Context::default()
-        };
-        let number = context.x.len();
-        context.x.copy_from_slice(&regs.x[..number]);
-        context
-    }
-
-    fn apply(&mut self, effect: Effect) {
-        let cpu = &mut self.cpu;
-        match effect {
-            // The processor sets the other fields of the syndrome: class, length of instruction.
-            Effect::DataAbort { esr, far } => cpu.inject_abort((esr & 0x3f) as u32, far),
-            Effect::Interrupt { number, line } => {
-                let line = match line {
-                    arm64::Line::Low => Line::Low,
-                    arm64::Line::High => Line::High,
-                };
-                cpu.set_ppi(number, line);
-            }
-            Effect::Context(Context { x, pc, pstate }) => cpu.return_from_firmware(&x, pc, pstate),
-            Effect::ExceptionReturn { elr, spsr } => cpu.set_exception_return(elr, spsr),
-        }
     }
 }
 

@@ -5,7 +5,7 @@ use crate::platform::Platform;
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_addr::room_for_threads;
-use lacuna_machine::{Arch, Image};
+use lacuna_machine::Image;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -54,7 +54,8 @@ impl Vm {
     /// The reason why the image cannot be loaded.
     pub fn reload(&self, image: &Image<'_>, command_line: &str) -> Result<(), SoftError> {
         match self.config.arch {
-            Arch::Arm64 => _ = lacuna_arm64::Cpu::load(self, image, command_line)?,
+            #[cfg(feature = "arm64")]
+            lacuna_machine::Arch::Arm64 => _ = lacuna_arm64::Cpu::load(self, image, command_line)?,
             _ => _ = lacuna_x86::Cpu::load(self, image, command_line)?,
         }
         Ok(())

@@ -76,6 +76,7 @@ impl<F: MmuFormat> SoftBus<F> {
     }
 
     /// Its tables.
+    #[cfg(feature = "arm64")]
     pub(crate) fn mmu(&self) -> &Mmu<F> {
         &self.mmu
     }

@@ -8,7 +8,7 @@ use crate::step::Step;
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
 use lacuna_machine::{
-    Arch, Exit, FaultToken, Image, MissingMemory, SaveRestore, SharedState, StateError, TokenError,
+    Exit, FaultToken, Image, MissingMemory, SaveRestore, SharedState, StateError, TokenError,
     VcpuError, VcpuState,
 };
 use std::sync::Arc;
@@ -22,6 +22,7 @@ pub enum Vcpu {
     /// An x86-64 processor.
     X86(VcpuOf<lacuna_x86::Cpu>),
     /// An AArch64 processor.
+    #[cfg(feature = "arm64")]
     Arm64(VcpuOf<lacuna_arm64::Cpu>),
 }
 
@@ -29,6 +30,7 @@ macro_rules! each {
     ($self:expr, $vcpu:ident => $body:expr) => {
         match $self {
             Vcpu::X86($vcpu) => $body,
+            #[cfg(feature = "arm64")]
             Vcpu::Arm64($vcpu) => $body,
         }
     };
@@ -39,11 +41,13 @@ impl Vcpu {
     pub fn as_x86(&self) -> Option<&VcpuOf<lacuna_x86::Cpu>> {
         match self {
             Self::X86(vcpu) => Some(vcpu),
+            #[cfg(feature = "arm64")]
             Self::Arm64(_) => None,
         }
     }
 
     /// The processor, if it is an AArch64 one.
+    #[cfg(feature = "arm64")]
     pub fn as_arm64(&self) -> Option<&VcpuOf<lacuna_arm64::Cpu>> {
         match self {
             Self::X86(_) => None,
@@ -136,7 +140,8 @@ impl Vm {
         command_line: &str,
     ) -> Result<Vec<Vcpu>, SoftError> {
         Ok(match self.config.arch {
-            Arch::Arm64 => all(self.boot_on(image, command_line)?, Vcpu::Arm64),
+            #[cfg(feature = "arm64")]
+            lacuna_machine::Arch::Arm64 => all(self.boot_on(image, command_line)?, Vcpu::Arm64),
             _ => all(self.boot_on(image, command_line)?, Vcpu::X86),
         })
     }
@@ -144,7 +149,8 @@ impl Vm {
     /// [`lacuna_machine::Vm::save_shared`].
     pub(crate) fn save_any(&self) -> SharedState {
         match self.config.arch {
-            Arch::Arm64 => self.save_arm64(),
+            #[cfg(feature = "arm64")]
+            lacuna_machine::Arch::Arm64 => self.save_arm64(),
             _ => self.save_x86(),
         }
     }
@@ -152,7 +158,8 @@ impl Vm {
     /// [`lacuna_machine::Vm::restore_shared`].
     pub(crate) fn restore_any(&self, state: &SharedState) -> Result<(), StateError> {
         match self.config.arch {
-            Arch::Arm64 => self.restore_arm64(state),
+            #[cfg(feature = "arm64")]
+            lacuna_machine::Arch::Arm64 => self.restore_arm64(state),
             _ => self.restore_x86(state),
         }
     }
@@ -161,7 +168,8 @@ impl Vm {
     pub(crate) fn bare(self: &Arc<Self>) -> Result<Vec<Vcpu>, SoftError> {
         self.make_once(|| {
             Ok(match self.config.arch {
-                Arch::Arm64 => all(self.make_vcpus(None)?, Vcpu::Arm64),
+                #[cfg(feature = "arm64")]
+                lacuna_machine::Arch::Arm64 => all(self.make_vcpus(None)?, Vcpu::Arm64),
                 _ => all(self.make_vcpus(None)?, Vcpu::X86),
             })
         })

@@ -16,6 +16,9 @@ pub enum SoftError {
     /// No TSC has that frequency.
     #[error("a TSC of 0 kHz: give a frequency, or none for 1 GHz")]
     TscFrequency,
+    /// This build has no AArch64 processors.
+    #[error("this program was built without AArch64 processors: enable the feature `arm64`")]
+    NoArm64,
     /// An AArch64 processor has no TSC.
     #[error("a TSC frequency for AArch64 processors, which have none: leave it out")]
     NoTsc,

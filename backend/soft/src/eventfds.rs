@@ -7,6 +7,7 @@
 //! One thread watches all eventfds of a VM: a write cannot enter this process by itself. It starts
 //! with the first of them and ends with the VM.
 
+#[cfg(feature = "arm64")]
 use lacuna_arm64::gic;
 use lacuna_machine::{Input, InterruptError};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
@@ -22,6 +23,7 @@ use std::thread::{self, JoinHandle};
 #[derive(Clone)]
 pub(crate) enum Controller {
     X86(Arc<lacuna_x86::ApicBus>),
+    #[cfg(feature = "arm64")]
     Arm64(Arc<lacuna_arm64::Fabric>),
 }
 
@@ -29,6 +31,7 @@ impl Controller {
     pub(crate) fn set_line(&self, number: u32, level: bool) {
         match self {
             Self::X86(bus) => bus.set_pin(number as usize, level),
+            #[cfg(feature = "arm64")]
             Self::Arm64(fabric) => {
                 let line = if level {
                     gic::Line::High
@@ -47,6 +50,7 @@ impl Controller {
                 .into_iter()
                 .for_each(|level| self.set_line(number, level)),
             (Input::Msi(msi), Self::X86(bus)) => bus.signal_msi(msi.address as u32, msi.data),
+            #[cfg(feature = "arm64")]
             (Input::Msi(_), Self::Arm64(_)) => {}
         }
     }

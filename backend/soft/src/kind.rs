@@ -16,6 +16,7 @@ impl SoftError {
         match self {
             Self::Vcpus(_)
             | Self::TscFrequency
+            | Self::NoArm64
             | Self::NoTsc
             | Self::Processor(_)
             | Self::Booted

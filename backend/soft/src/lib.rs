@@ -22,6 +22,7 @@
 #![deny(unsafe_code)]
 
 mod apf;
+#[cfg(feature = "arm64")]
 mod arm64;
 mod balloon;
 mod boot;

@@ -77,6 +77,7 @@ pub struct Vm {
     /// Whether it has the state shared by its vCPUs, by a boot or a restore.
     pub(crate) has_shared_state: AtomicBool,
     /// The state shared by the processors of an AArch64 VM, made at its first use.
+    #[cfg(feature = "arm64")]
     arm64: OnceLock<Arc<lacuna_arm64::Fabric>>,
     /// The same of an x86-64 VM.
     x86: OnceLock<Arc<lacuna_x86::ApicBus>>,
@@ -147,6 +148,7 @@ impl Vm {
             (Arch::X86_64, CpuModel::Common { tsc_khz: Some(0) }) => {
                 return Err(SoftError::TscFrequency);
             }
+            (Arch::Arm64, _) if !cfg!(feature = "arm64") => return Err(SoftError::NoArm64),
             (Arch::Arm64, CpuModel::Common { tsc_khz: Some(_) }) => return Err(SoftError::NoTsc),
             _ => {}
         }
@@ -181,6 +183,7 @@ impl Vm {
             meters: (0..vcpus).map(|_| Meter::default()).collect(),
             booted: AtomicBool::new(false),
             has_shared_state: AtomicBool::new(false),
+            #[cfg(feature = "arm64")]
             arm64: OnceLock::new(),
             x86: OnceLock::new(),
             interrupt_lines: InterruptLines::new(config.arch),
@@ -331,6 +334,7 @@ impl Vm {
 
     /// The state shared by the processors of an AArch64 VM. Each VM has one, even if making its
     /// vCPUs fails and is tried again.
+    #[cfg(feature = "arm64")]
     pub(crate) fn arm64_fabric(&self) -> &Arc<lacuna_arm64::Fabric> {
         self.arm64.get_or_init(|| {
             let wake = Arc::clone(&self.kicks) as Arc<dyn Wake>;
@@ -349,6 +353,7 @@ impl Vm {
     /// Its interrupt controller.
     pub(crate) fn controller(&self) -> Controller {
         match self.config.arch {
+            #[cfg(feature = "arm64")]
             Arch::Arm64 => Controller::Arm64(Arc::clone(self.arm64_fabric())),
             _ => Controller::X86(Arc::clone(self.apic_bus())),
         }
