@@ -49,10 +49,9 @@
 //! [`DirtyTracking`], [`MissingMemory`] and [`Running`] have the rules of their calls.
 //!
 //! # Features
-//! Without the default features `soft`, `kvm`, `migrate`, `virtio` and `vm-memory`, the modules of
-//! these names are absent; without `zstd`, migrations compress with LZ4 alone; without `arm64`,
-//! soft has no AArch64 processors. `objects` adds
-//! snapshots in stores that speak S3, `tls` migrations over TLS. [`soft`] has settings for speed.
+//! Without the default features `soft`, `kvm`, `migrate`, `virtio` and `vm-memory`, their modules
+//! are absent; without `zstd`, migrations compress with LZ4 alone; without `arm64`, soft has x86-64
+//! only. `objects`: snapshots in S3 stores; `tls`: migrations over TLS. [`soft`] has speed settings.
 #![forbid(unsafe_code)]
 
 pub mod boot;

@@ -1,6 +1,5 @@
 //! The guest of the async-fault queue: registers, events, and two words of its memory.
 
-#[cfg(feature = "arm64")]
 mod arm64;
 
 use crate::entry::{Absent, Entry};

@@ -1,4 +1,5 @@
 //! The arm64 platform: Linux's `Image` with a device tree, PSCI and vendor services by HVC.
+#![cfg(feature = "arm64")]
 
 use crate::entry::Entry;
 use crate::platform::{Platform, Power};

@@ -17,12 +17,11 @@
 //! | `platform`, `x86`, `arm64`, `state` | the additions of an architecture to its processor |
 //!
 //! # Unsafe
-//! One `unsafe impl` (in `bus`): a page given to a processor stays valid until the vCPU's next
-//! quiescent point. The shoot-down protocol of `lacuna_sync::Qsbr` ensures this.
+//! One `unsafe impl` (in `bus`): by the shoot-down protocol of `lacuna_sync::Qsbr`, a processor's
+//! page stays valid until the vCPU's next quiescent point.
 #![deny(unsafe_code)]
 
 mod apf;
-#[cfg(feature = "arm64")]
 mod arm64;
 mod balloon;
 mod boot;

@@ -2,7 +2,6 @@
 //! and to the neutral form of `lacuna_machine`, and the async-fault MSRs; and the I/O APIC of a VM.
 //! `arm64` does this for AArch64.
 
-#[cfg(feature = "arm64")]
 mod arm64;
 
 use crate::platform::Platform;

@@ -144,14 +144,7 @@ impl Vm {
             memory, vcpus, apf, ..
         } = config;
         check_vcpus(vcpus)?;
-        match (config.arch, config.cpu) {
-            (Arch::X86_64, CpuModel::Common { tsc_khz: Some(0) }) => {
-                return Err(SoftError::TscFrequency);
-            }
-            (Arch::Arm64, _) if !cfg!(feature = "arm64") => return Err(SoftError::NoArm64),
-            (Arch::Arm64, CpuModel::Common { tsc_khz: Some(_) }) => return Err(SoftError::NoTsc),
-            _ => {}
-        }
+        check_processor(config.arch, config.cpu)?;
         let layout = Layout::of(config.arch, memory)?;
         let qsbr = Arc::new(Qsbr::new(vcpus));
         let mmu = VmMmu::new(
@@ -368,6 +361,16 @@ impl Vm {
         for meter in &self.meters {
             meter.kicked.store(false, Ordering::Release);
         }
+    }
+}
+
+/// Refuses processors that this build does not have, and clocks that they do not have.
+const fn check_processor(arch: Arch, cpu: CpuModel) -> Result<(), SoftError> {
+    match (arch, cpu) {
+        (Arch::X86_64, CpuModel::Common { tsc_khz: Some(0) }) => Err(SoftError::TscFrequency),
+        (Arch::Arm64, _) if !cfg!(feature = "arm64") => Err(SoftError::NoArm64),
+        (Arch::Arm64, CpuModel::Common { tsc_khz: Some(_) }) => Err(SoftError::NoTsc),
+        _ => Ok(()),
     }
 }
 

@@ -1,4 +1,5 @@
 //! The same for an AArch64 guest.
+#![cfg(feature = "arm64")]
 
 use crate::entry::Entry;
 use lacuna_apf::arm64::{self, Context, Effect, ExceptionLevel};

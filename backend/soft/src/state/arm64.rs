@@ -3,6 +3,7 @@
 //!
 //! The whole state of a vCPU is checked before the first change: features, every register, the
 //! contract of asynchronous page faults.
+#![cfg(feature = "arm64")]
 
 mod apf;
 mod neutral;
