@@ -51,7 +51,7 @@
 //! # Features
 //! Without the default features `soft`, `kvm`, `migrate`, `virtio` and `vm-memory`, their modules
 //! are absent; without `zstd`, migrations compress with LZ4 alone; without `arm64`, soft has x86-64
-//! only. `objects`: snapshots in S3 stores; `tls`: migrations over TLS. [`soft`] has speed settings.
+//! only. `objects`: snapshots in S3 stores; `tls`: moves over TLS. [`soft`] has settings for speed.
 #![forbid(unsafe_code)]
 
 pub mod boot;
