@@ -7,7 +7,7 @@
 //! queue    vCPU sleeps ─► a queue ─► a reader provides the page ─► wake-up
 //! exits    vCPU exits, its own thread provides the page, and enters the guest again
 //! tokens   vCPU exits, the guest gets the event and runs; another thread provides the page
-//! source   vCPU sleeps; the backend asks a page source, which answers at once
+//! source   vCPU sleeps; the backend asks a page source, which answers after --delay
 //! ```
 //! | memory | queue | copy | continue |
 //! |---|---|---|---|
@@ -119,7 +119,7 @@ pub struct DemandPaging {
     /// In hugetlbfs it is always 512
     #[arg(long, value_name = "PAGES", default_value = "1", value_parser = batch)]
     pub batch: usize,
-    /// A pause before each fill, as of a slow source
+    /// A pause before each fill; the time until a page source answers
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration)]
     pub delay: Duration,
     /// Cores for the vCPUs' threads, in their order, as 0,2, counted among those that this process
@@ -147,16 +147,16 @@ pub enum By {
     /// The vCPU exits, the guest gets an asynchronous page fault, and another thread provides the
     /// page
     Tokens,
-    /// No exit: the backend asks a page source, which answers at once
+    /// The vCPU sleeps until the page source of the backend has answered
     Source,
 }
 
-/// How a page gets into the memory.
+/// How a page gets into the memory: for Linux memory by `UFFDIO_COPY` or `UFFDIO_CONTINUE`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
 pub enum Fill {
-    /// From another page: for Linux memory by `UFFDIO_COPY`
+    /// From another page
     Copy,
-    /// The file has the page, and `UFFDIO_CONTINUE` maps it
+    /// The file has the page, and the kernel maps it
     Continue,
 }
 
@@ -175,13 +175,9 @@ impl DemandPaging {
     /// # Errors
     /// The first such pair, and what to do.
     pub fn check(&self) -> Result<(), &'static str> {
-        let Self {
-            by,
-            memory_kind: kind,
-            ..
-        } = self;
+        let (by, kind) = (self.by, self.memory_kind);
         let is_kvm = self.backend == Backend::Kvm;
-        let has_queue = *by == By::Queue;
+        let has_queue = by == By::Queue;
         let wrong = [
             (
                 self.bytes.0 == 0 || !self.bytes.0.is_multiple_of(PAGE_SIZE as u64),
@@ -196,20 +192,20 @@ impl DemandPaging {
                 "--overlap: the vCPUs have no shares of their own; leave --queue-each out",
             ),
             (
-                *by == By::Source && (self.batch > 1 || !self.delay.is_zero()),
-                "--by source provides one page at a time, at once: leave --batch and --delay out",
+                by == By::Source && self.batch > 1,
+                "--by source provides one page at a time: leave --batch out",
             ),
             (
-                self.queue_each && *kind == MemoryKind::Hugetlbfs,
+                self.queue_each && kind == MemoryKind::Hugetlbfs,
                 "--queue-each: two vCPUs' shares may have parts of one huge page; choose another \
                  --memory-kind",
             ),
             (
-                self.fill == Fill::Continue && *kind != MemoryKind::Shared,
+                self.fill == Fill::Continue && kind != MemoryKind::Shared,
                 "--fill continue maps pages of a file: add --memory-kind memfd",
             ),
             (
-                is_kvm && (*kind != MemoryKind::Linux || self.arch != Arch::X86_64),
+                is_kvm && (kind != MemoryKind::Linux || self.arch != Arch::X86_64),
                 "--backend kvm runs x86_64 guests in anonymous memory: leave --memory-kind and \
                  --arch out",
             ),
@@ -229,10 +225,10 @@ impl DemandPaging {
     pub fn run(&self, progress: &Progress) -> LabResult<Outcome> {
         progress.step("the guest boots")?;
         let touches = || progress.step("the guest touches its memory");
-        match self.backend {
-            Backend::Soft => Fixture::soft(self)?.run(self, touches),
-            Backend::Kvm => Fixture::kvm(self).run(self, touches),
-        }
+        Ok(match self.backend {
+            Backend::Soft => Fixture::soft(self)?.run(self, touches)?.0,
+            Backend::Kvm => Fixture::kvm(self).run(self, touches)?.0,
+        })
     }
 
     /// The pause before a fill.

@@ -21,6 +21,9 @@
 //! | `postcopy.fill_kept_percent.1ms` | pages a second of the fill, beside demands / alone |
 //! | `postcopy.*.1ms_window256` | the last two, with 256 pushed pages in flight instead of 64 |
 //!
+//! The arms are switched while one guest runs ([`crate::session`]). A run of
+//! [`crate::demand_paging`] is for one way to provide pages, and ends with its guest.
+//!
 //! Each is measured for Linux memory, which a userfaultfd fills, and for the soft backend's own
 //! pool of frames, with ids that begin with `postcopy.pool`. The guest has one vCPU, so a core is
 //! left for the peer. In practice the peer is another machine.

@@ -12,7 +12,7 @@ use crate::session::{Guest, LastWords, image};
 use lacuna::device::{Next, dispatch};
 use lacuna::memory::{MemoryKind, SlotFlags};
 use lacuna::missing::FaultToken;
-use lacuna::source::SourcePage;
+use lacuna::source::{Faults, Injected, SourcePage};
 use lacuna::{Apf, Ending, Exit, Gpa, PAGE_SIZE, PlatformDevices, Vcpu, VcpuError, Vm};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -28,28 +28,18 @@ const LOOK: Duration = Duration::from_millis(2);
 const RESULT: &str = "RESULT threads=";
 
 impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
+    /// Pages a second of a fresh VM.
+    pub fn rate(&self, options: &DemandPaging) -> LabResult<f64> {
+        self.run(options, || Ok(())).map(|ran| ran.0.rate())
+    }
+
     /// Boots a fresh VM, whose pages are provided as `options` say. The guest touches its pages
-    /// when `gate` returns.
+    /// when `gate` returns. Returns the VM too, whose guest has ended.
     pub fn run(
         &self,
         options: &DemandPaging,
         gate: impl FnOnce() -> LabResult,
-    ) -> LabResult<Outcome> {
-        self.run_with(options, gate, |_, outcome| Ok(outcome))
-    }
-
-    /// Pages a second of a fresh VM.
-    pub fn rate(&self, options: &DemandPaging) -> LabResult<f64> {
-        self.run(options, || Ok(())).map(|outcome| outcome.rate())
-    }
-
-    /// As [`Fixture::run`], and calls `check` with the VM of the ended guest.
-    pub fn run_with<T>(
-        &self,
-        options: &DemandPaging,
-        gate: impl FnOnce() -> LabResult,
-        check: impl FnOnce(&V, Outcome) -> LabResult<T>,
-    ) -> LabResult<T> {
+    ) -> LabResult<(Outcome, Arc<V>)> {
         let run = Run::new(self, options)?;
         let outcome = thread::scope(|scope| {
             let end = End(&run);
@@ -61,13 +51,12 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
             guest.set(1)?;
             let ending = run.wait()?;
             drop(end);
-            let readers = readers
-                .into_iter()
-                .map(|(queue, reader)| (queue, joined(reader)));
+            let readers = readers.into_iter();
+            let readers = readers.map(|(queue, reader)| (queue, joined(reader)));
             let vcpus = vcpus.into_iter().map(joined).collect::<Vec<_>>();
             run.outcome(&ending, readers, &vcpus)
         })?;
-        check(&run.vm, outcome)
+        Ok((outcome, Arc::clone(&run.vm)))
     }
 
     /// The first pages of the vCPUs' shares, without the first vCPU's. Boots a guest if none has
@@ -132,11 +121,19 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
             By::Tokens => Apf::On,
             _ => Apf::Off,
         };
+        let source = match options.by {
+            // A source at a distance takes more requests meanwhile.
+            By::Source if !options.delay.is_zero() => {
+                let far = Injected::new(queues.source(), Faults::latency(options.delay));
+                Arc::new(far.map_err(LabError::io("start a page source"))?)
+            }
+            _ => queues.source(),
+        };
         let words = LastWords::default();
         Ok(Self {
             fixture,
             options,
-            vm: fixture.vm(apf, queues.source())?,
+            vm: fixture.vm(apf, source)?,
             queues,
             devices: PlatformDevices::of(options.arch, words.console()),
             words,

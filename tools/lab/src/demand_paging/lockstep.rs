@@ -28,7 +28,7 @@ pub fn serve(options: &DemandPaging, lines: impl BufRead, mut answers: impl Writ
     let fixture = Fixture::soft(options)?;
     let mut lines = lines.lines();
     while let Some(Ok(_)) = lines.next() {
-        let outcome = fixture.run(options, || {
+        let (outcome, _) = fixture.run(options, || {
             say(&mut answers, READY)?;
             lines.next().ok_or_else(ended)?.map_err(io)?;
             Ok(())

@@ -98,7 +98,7 @@ pub fn measure(
     for &(vcpus, without, with) in counts {
         progress.step(format!("missing pages, {vcpus} vCPUs, own shares"))?;
         let base = work(options.arch, kind, vcpus, pages);
-        let runs = Runs::measure(&Fixture::soft(&base)?, &arms(&base), times(options))?;
+        let runs = Runs::measure(arms(&base), times(options))?;
         for result in runs.results() {
             report.push(result.reference(with / without, SOURCE));
         }
@@ -117,12 +117,12 @@ pub fn measure(
             overlap: true,
             ..first.clone()
         };
-        push_against(&same, options, report)?;
+        push_against(&same, times(options), report)?;
     }
     // Runs of the pool's pages were never measured.
     for &vcpus in FEW.iter().filter(|_| kind == MemoryKind::Linux) {
         progress.step(format!("missing pages, {vcpus} vCPUs, 512 at once"))?;
-        push_against(&batched(kind, vcpus, options), options, report)?;
+        push_against(&batched(kind, vcpus, options), times(options), report)?;
     }
     report.detail(format!(
         "{}: pages a second, each vCPU its own share\n{table}",
@@ -138,7 +138,7 @@ pub fn measure_huge(options: &Options, report: &mut Report, progress: &Progress)
         let base = batched(MemoryKind::Hugetlbfs, vcpus, options);
         match unavailable(&base) {
             Some(why) => report.skip(id(&base, "exit_vs_queue"), why),
-            None => push_against(&base, options, report)?,
+            None => push_against(&base, times(options), report)?,
         }
     }
     Ok(())
@@ -152,9 +152,8 @@ fn batched(kind: MemoryKind, vcpus: usize, options: &Options) -> DemandPaging {
     }
 }
 
-fn push_against(base: &DemandPaging, options: &Options, report: &mut Report) -> LabResult {
-    let arms = against_one_reader(base);
-    let runs = Runs::measure(&Fixture::soft(base)?, &arms, times(options))?;
+fn push_against(base: &DemandPaging, rounds: usize, report: &mut Report) -> LabResult {
+    let runs = Runs::measure(against_one_reader(base), rounds)?;
     report.push(runs.against(id(base, "exit_vs_queue"), ONE_READER));
     Ok(())
 }
@@ -200,15 +199,13 @@ pub fn measure_kvm(options: &Options, report: &mut Report, progress: &Progress) 
         if vcpus > 1 {
             arms.push(queue(&base, 2));
         }
-        let runs = Runs::measure(&Fixture::kvm(&base), &arms, rounds)?;
+        let runs = Runs::measure(arms, rounds)?;
         for (other, arm) in [("exit_vs_queue", ONE_READER), ("exit_vs_source", source)] {
             report.push(runs.against(id(&base, other), arm));
         }
         report.say(format!("/dev/kvm, missing pages a second, {}", runs.row()));
         progress.step(format!("/dev/kvm, {vcpus} vCPUs, 512 pages at once"))?;
-        let arms = against_one_reader(&batch);
-        let runs = Runs::measure(&Fixture::kvm(&batch), &arms, rounds)?;
-        report.push(runs.against(id(&batch, "exit_vs_queue"), ONE_READER));
+        push_against(&batch, rounds, report)?;
     }
     Ok(())
 }
@@ -271,10 +268,17 @@ pub struct Runs {
 }
 
 impl Runs {
-    /// Measures `arms` in turns, with VMs of `fixture`. The second is the null of the first.
-    fn measure<V: Vm<Error: Into<LabError>>>(
+    /// Measures `arms` in turns. The second is the null of the first.
+    fn measure(arms: Vec<DemandPaging>, times: impl Into<Rounds>) -> LabResult<Self> {
+        match arms[EXITS].backend {
+            Backend::Soft => Self::of(&Fixture::soft(&arms[EXITS])?, arms, times),
+            Backend::Kvm => Self::of(&Fixture::kvm(&arms[EXITS]), arms, times),
+        }
+    }
+
+    fn of<V: Vm<Error: Into<LabError>>>(
         fixture: &Fixture<V>,
-        arms: &[DemandPaging],
+        arms: Vec<DemandPaging>,
         times: impl Into<Rounds>,
     ) -> LabResult<Self> {
         let wakes = usize::from(cores() > 1);
@@ -285,8 +289,8 @@ impl Runs {
             None => wake_up_us(),
         })?;
         Ok(Self {
-            arms: arms.to_vec(),
             wake_up_us: rates.split_off(arms.len()).into_iter().flatten().collect(),
+            arms,
             rates,
         })
     }
@@ -379,7 +383,7 @@ pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
     }
     let mut arms = against_one_reader(&base);
     arms.push(queue(&base, 2));
-    let runs = Runs::measure(&Fixture::soft(&base)?, &arms, rounds)?;
+    let runs = Runs::measure(arms, rounds)?;
     let best = runs.best_queue();
     let rate = |arm| format!("{}/s", short(Summary::of(&runs.charged(arm)).median));
     let row = Row {
