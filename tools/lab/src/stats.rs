@@ -102,6 +102,16 @@ impl Summary {
     }
 }
 
+/// The sample that a `share` (0 to 1) of the samples does not exceed.
+///
+/// # Panics
+/// If there is no sample.
+pub fn quantile(samples: &[f64], share: f64) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+}
+
 /// How many runs to leave out at each end of `n` sorted ones, and the coverage of the rest.
 ///
 /// The number of runs below the true median is binomial(n, 1/2). Leaving out `skip` at each end
@@ -307,6 +317,13 @@ pub fn percent_across(a: &[f64], b: &[f64], rounds: usize) -> Summary {
 mod tests {
     use super::*;
     use std::cell::{Cell, RefCell};
+
+    #[test]
+    fn quantiles_are_samples() {
+        let samples: Vec<f64> = (0..=100).rev().map(f64::from).collect();
+        let quantiles = [0.0, 0.5, 0.99, 1.0].map(|share| quantile(&samples, share));
+        assert_eq!(quantiles, [0.0, 50.0, 99.0, 100.0]);
+    }
 
     #[test]
     fn medians() {

@@ -278,5 +278,7 @@ mod tests {
             assert!(text.contains("x86-64 guests only"), "{text}");
         }
         parse("lacuna lab --arch arm64").unwrap_err();
+        parse("lacuna lab letters --scale 4").unwrap();
+        parse("lacuna lab letters --scale 0").unwrap_err();
     }
 }

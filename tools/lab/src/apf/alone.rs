@@ -11,10 +11,9 @@
 use super::slices::{Arm, Gain, OFF_NULL_ON, Role, Runs, turns};
 use crate::experiment::{LabResult, Options};
 use crate::fixture::{builder, with_size};
-use crate::result::{Better, Measurement, Report};
+use crate::result::{Measurement, Report};
 use crate::session::{Session, image, on};
 use crate::stalls::add_stalls;
-use crate::stats::Summary;
 use lacuna::soft::{ApfStats, Stalls, Vm, VmBuilder};
 use lacuna::{Apf, Arch, PageCount};
 use lacuna_guest::status::{Kind, Status};
@@ -35,7 +34,7 @@ const ROUND_LIMIT: Duration = Duration::from_secs(600);
 pub const ROUNDS: u64 = 1_000_000;
 
 /// The ratio of times.
-const TIME: Gain = Gain::new(Arm::OFF, Arm::ON, Role::Time);
+pub const TIME: Gain = Gain::new(Arm::OFF, Arm::ON, Role::Time);
 
 /// Follows `membound` from one round to the next.
 pub struct Program<'a> {
@@ -207,9 +206,6 @@ pub struct Run {
     /// Its work, and the share of its waits in the rounds without asynchronous faults.
     pub calibrated: Calibrated,
     pub runs: Runs,
-    /// The ratio of times, on / off, and where nothing differs.
-    pub ratio: Summary,
-    pub null: Summary,
     /// Seconds of all rounds with asynchronous faults, and the counts of these faults.
     pub on_seconds: f64,
     pub faults: ApfStats,
@@ -240,8 +236,6 @@ pub fn run(
         calibrated.share = runs.rate(Arm::OFF, Role::Waits).median;
         Ok(Run {
             calibrated,
-            ratio: runs.ratio(TIME)?,
-            null: runs.ratio(TIME.null())?,
             runs,
             on_seconds,
             faults: faults(session.vm),
@@ -257,14 +251,10 @@ pub fn faults(vm: &Vm) -> ApfStats {
 }
 
 impl Run {
-    /// [`Run::ratio`] as a result.
-    pub fn result(&self, id: &str, builder: &VmBuilder) -> Measurement {
-        let result = Measurement::new(id, "x", Better::Lower, self.ratio);
-        self.calibrated
-            .with_params(with_size(result, builder))
-            .arm("off", self.runs.arm(Arm::OFF, Role::Time))
-            .arm("on", self.runs.arm(Arm::ON, Role::Time))
-            .arm("null", self.null)
+    /// [`TIME`] as a result.
+    pub fn result(&self, id: &str, builder: &VmBuilder) -> LabResult<Measurement> {
+        let result = with_size(self.runs.result(id, TIME)?, builder);
+        Ok(self.calibrated.with_params(result))
     }
 }
 
@@ -302,8 +292,8 @@ pub fn measure(options: &Options, report: &mut Report) -> LabResult {
         "memory-bound program alone: stalls p50 / p99 / p99.9\n{}",
         run.runs.stalls_table()
     ));
-    let result = run.result(ID, &builder).param("injected_latency_us", us);
-    report.push(result.bar(BAR));
+    let result = run.result(ID, &builder)?;
+    report.push(result.param("injected_latency_us", us).bar(BAR));
     Ok(())
 }
 

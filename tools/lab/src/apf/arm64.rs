@@ -279,10 +279,10 @@ fn measure_alone(guests: &Guests, options: &Options, report: &mut Report) -> Lab
         "swap_in_seconds": swap_in.total_ns as f64 / 1e9,
         "swap_in_min_ns": swap_in.min_ns, "swap_in_max_ns": swap_in.max_ns,
     });
-    let result = with_params(run.result(&id, &builder))
+    let result = with_params(run.result(&id, &builder)?)
         .reference(alone::BAR, SOURCE)
         .arm("statistics", counts);
-    report.push(match is_decided(&run.null) {
+    report.push(match is_decided(&run.runs.ratio(alone::TIME.null())?) {
         true => result.bar(alone::BAR),
         false => result.undecided(alone::BAR),
     });

@@ -227,7 +227,11 @@ impl Runs {
             Arm::ALONE => ("alone", "%", ratio.scaled(100.0)),
             _ => ("off", "x", ratio),
         };
-        let result = Measurement::new(id, unit, Better::Higher, ratio)
+        let better = match gain.role {
+            Role::Time => Better::Lower,
+            _ => Better::Higher,
+        };
+        let result = Measurement::new(id, unit, better, ratio)
             .arm(name, self.arm(gain.base, gain.role))
             .arm("on", self.arm(gain.arm, gain.role));
         Ok(match gain.base {
