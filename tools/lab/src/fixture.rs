@@ -17,6 +17,7 @@ use lacuna::{
     Apf, Arch, Clock, Exit, Gpa, HostClock, Image, Layout, PAGE_SIZE, PageCount, Vm as _, VmConfig,
 };
 use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
 
 /// A VM with `memory` and as many frames as `resident`: 4 KiB pages, compressed memory as swap, no
 /// async page faults. The kernel backs the memory before it is used, so no measured fault waits for
@@ -128,6 +129,12 @@ pub fn time_to_port(vcpu: &mut impl lacuna::Vcpu) -> Result<u64, LabError> {
     let start = thread_cpu_ns();
     run_to_port(vcpu)?;
     Ok(thread_cpu_ns() - start)
+}
+
+/// Joins a thread; a panic there continues here.
+pub fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+    let panicked = |panic| std::panic::resume_unwind(panic);
+    thread.join().unwrap_or_else(panicked)
 }
 
 /// Ends the test as skipped where the build has no guests.

@@ -165,25 +165,18 @@ fn swapped(options: &Options, report: &mut Report, progress: &Progress) -> LabRe
 }
 
 /// The completed faults. None counts unless every announced token has returned.
-fn faults(counters: Counters) -> Measurement {
-    let Counters {
-        not_present,
-        ready,
-        wake_all,
-        dummies,
-        idle,
-        lost,
-    } = counters;
-    let matched = match not_present == ready && lost == 0 {
-        true => not_present,
+fn faults(guest: Counters) -> Measurement {
+    let matched = match guest.not_present == guest.ready && guest.lost == 0 {
+        true => guest.not_present,
         false => 0,
     };
     let summary = Summary::of(&[f64::from(matched)]);
     let result = Measurement::new(FAULTS, "faults", Better::Higher, summary);
     result.bar(FAULTS_BAR).arm(
         "guest",
-        json!({"not_present": not_present, "ready": ready, "wake_all": wake_all,
-               "ready_before_wait": dummies, "hit_idle": idle, "lost": lost}),
+        json!({"not_present": guest.not_present, "ready": guest.ready, "lost": guest.lost,
+               "wake_all": guest.wake_all, "ready_before_wait": guest.dummies,
+               "hit_idle": guest.idle}),
     )
 }
 

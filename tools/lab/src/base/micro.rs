@@ -8,7 +8,7 @@
 //! the loop.
 
 use crate::experiment::LabError;
-use crate::fixture::{boot_code, builder, time_to_port};
+use crate::fixture::{boot_code, builder, joined, time_to_port};
 use lacuna::dirty::Delivery;
 use lacuna::memory::{SlotFlags, SlotId};
 use lacuna::soft::{Vcpu, Vm};
@@ -95,11 +95,8 @@ fn run(fixtures: &mut [Fixture]) -> Result<Touch, LabError> {
             })
         };
         let threads: Vec<_> = vcpus.into_iter().enumerate().map(start).collect();
-        let joined = threads.into_iter().map(|thread| {
-            let panicked = |panic| std::panic::resume_unwind(panic);
-            thread.join().unwrap_or_else(panicked)
-        });
-        joined.collect::<Result<Vec<Share>, LabError>>()
+        let shares = threads.into_iter().map(joined);
+        shares.collect::<Result<Vec<Share>, LabError>>()
     })?;
     let first = shares.iter().map(|share| share.start).min();
     let last = shares.iter().map(|share| share.end).max();

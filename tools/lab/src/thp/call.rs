@@ -13,7 +13,7 @@
 //! small. Its time is reported beside the ratio.
 
 use super::medians;
-use super::scene::{Call, PAGES, Scene, work};
+use super::scene::{Call, PAGES, Scene, call, work};
 use crate::experiment::{LabError, Options, cores, skip_if_busy};
 use crate::first_look::{Found, Row};
 use crate::report::time;
@@ -202,7 +202,7 @@ impl Caller<'_> {
             work(&mut self.worker)?;
             scene.work
         };
-        let call = scene.call(walk, block);
+        let call = call(&scene.vm, walk, block);
         if call.leaves > self.leaves || (call.leaves < self.leaves && !is_held) {
             return Err(LabError::Guest(format!(
                 "an invalidation removed {} leaves of {}",

@@ -1,7 +1,7 @@
 //! One vCPU keeps touching a range, and the host keeps invalidating it: the loss of a vCPU that
 //! works in the next block.
 
-use super::scene::{OTHERS, Scene, Work, work};
+use super::scene::{OTHERS, Scene, Work, call, work};
 use crate::base::pin;
 use crate::experiment::{LabError, Options, cores};
 use crate::result::{Better, Measurement, Report};
@@ -48,7 +48,7 @@ impl Taking {
             let faults = scene.faults();
             if self.on.load(Ordering::Acquire) && faults > touched {
                 touched = faults;
-                let leaves = scene.call(RmapWalk::PerLevel, scene.touched).leaves;
+                let leaves = call(&scene.vm, RmapWalk::PerLevel, scene.touched).leaves;
                 self.done.fetch_add(leaves, Ordering::Relaxed);
             }
             // A thread that cannot keep up does not make up for the missed calls.

@@ -2,7 +2,7 @@
 //! second keeps touching every page of the next 2 MiB.
 
 use crate::experiment::LabError;
-use crate::fixture::{boot_code, resident, time_to_port};
+use crate::fixture::{boot_code, joined, resident, time_to_port};
 use lacuna::dirty::Delivery;
 use lacuna::memory::HugePages;
 use lacuna::soft::{Vcpu, Vm, VmBuilder};
@@ -10,7 +10,7 @@ use lacuna::{Exit, Gfn, GfnRange, Kick as _, PAGE_SIZE, Vcpu as _};
 use lacuna_addr::{BackingRange, Level};
 use lacuna_soft::{Ept, Format as _, RmapWalk};
 use std::sync::Arc;
-use std::thread::{self, ScopedJoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 const CODE: u32 = 0x10_0000;
@@ -50,7 +50,7 @@ pub struct Block {
 
 /// The guest, and the blocks of its vCPUs.
 pub struct Scene {
-    vm: Arc<Vm>,
+    pub vm: Arc<Vm>,
     pub work: Block,
     pub touched: Block,
 }
@@ -90,11 +90,6 @@ impl Scene {
     /// The number of memory slots that the VM has.
     pub fn slots(&self) -> usize {
         self.vm.mmu().slots().len()
-    }
-
-    /// Invalidates `block`, as reclaim does.
-    pub fn call(&self, walk: RmapWalk, block: Block) -> Call {
-        call(&self.vm, walk, block)
     }
 
     /// Waits until every page of the touched block is mapped.
@@ -154,12 +149,6 @@ impl Drop for End<'_> {
     fn drop(&mut self) {
         self.0.vm.kick_all();
     }
-}
-
-/// Joins a thread; a panic there continues here.
-fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
-    let panicked = |panic| std::panic::resume_unwind(panic);
-    thread.join().unwrap_or_else(panicked)
 }
 
 /// Waits until the vCPU has done `what`.
