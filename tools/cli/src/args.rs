@@ -9,7 +9,7 @@
 //! lacuna ctl SOCKET REQUEST       a running guest: status, pause, resume, stop, stat, dirty
 //! lacuna lab [apf pml.score ...]  experiments, or parts of them; without a name, the first look
 //! lacuna lab --full               every mechanism, with as many rounds as figures to quote need
-//! lacuna test demand-paging       one mechanism under a load of the user's choice
+//! lacuna test TOOL [...]          one test of the engine, as Linux's selftests of KVM
 //! lacuna doctor                   what this host can do
 //! ```
 
@@ -38,7 +38,7 @@ pub use pages::{PagesFrom, Patience};
 pub use run::{Apf, Arch, Backend, Cpu, RunArgs, SwapMedium, SwapSpec, Thp, temp_dir};
 pub use serve::ServeArgs;
 pub use snapshot::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
-pub use test::{DemandPagingArgs, TestArgs, TestCommand};
+pub use test::{DemandPagingArgs, TestArgs, TestCommand, Tool};
 
 pub use tls::TlsArgs;
 
@@ -75,7 +75,7 @@ pub enum Command {
     Ctl(CtlArgs),
     /// Measure each mechanism, without it and with it: a first look, or the named experiments
     Lab(LabArgs),
-    /// Measure one mechanism under a load of your choice
+    /// Run one test of the engine with chosen options, as Linux's selftests of KVM
     Test(TestArgs),
     /// Report what this host can do, what is missing, and how to get it
     Doctor(DoctorArgs),

@@ -14,7 +14,7 @@
 //!   ctl`, which are clients of a control socket.
 //! * [`run`], [`image`], [`pages`], [`observe`]: `lacuna run`.
 //! * [`serve`]: `lacuna serve`.
-//! * [`lab`]: `lacuna lab`, and `lacuna` alone. [`test`]: `lacuna test`.
+//! * [`lab`]: `lacuna lab`, and `lacuna` alone. [`mod@test`]: `lacuna test`.
 //! * [`doctor`]: what this host can do.
 //! * [`exit`], [`output`], [`pipe`], [`signals`]: exit codes; where text and JSON go; Ctrl-C.
 //! * [`log`], [`trace`]: events of the engine on stderr, and in a file for Perfetto.

@@ -1,31 +1,33 @@
 //! `lacuna test`: one mechanism under a chosen load, with a table and JSON.
 
-use crate::args::{DemandPagingArgs, Output, TestArgs, TestCommand};
+use crate::args::{DemandPagingArgs, Output, TestArgs, TestCommand, Tool};
 use crate::exit::Exit;
 use crate::lab::{reported, settled, verbosity};
 use crate::output::complain;
 use lacuna_lab::demand_paging::lockstep;
 use lacuna_lab::experiment::LabError;
 use lacuna_lab::host_info::HostInfo;
-use lacuna_lab::report::Progress;
+use lacuna_lab::report::{Progress, Verbosity};
 use serde::Serialize;
 use std::fmt::Display;
 use std::io;
 
 /// Carries out the test of `args` and prints its result.
 pub fn test(args: &TestArgs) -> Exit {
-    match &args.what {
+    match &args.test {
         TestCommand::DemandPaging(args) => demand_paging(args),
+        TestCommand::DirtyLog(Tool { options, output }) => {
+            measured(output, options.check(), |verbosity| options.run(verbosity))
+        }
+        TestCommand::AccessTracking(Tool { options, output }) => {
+            measured(output, options.check(), |verbosity| options.run(verbosity))
+        }
     }
 }
 
 fn demand_paging(args: &DemandPagingArgs) -> Exit {
     let options = &args.options;
-    if let Err(why) = options.check() {
-        complain(why);
-        return Exit::Usage;
-    }
-    if args.lockstep {
+    if args.lockstep && options.check().is_ok() {
         let served = lockstep::serve(options, io::stdin().lock(), io::stdout().lock());
         return served.map_or_else(
             |error| {
@@ -35,17 +37,23 @@ fn demand_paging(args: &DemandPagingArgs) -> Exit {
             |()| Exit::Done,
         );
     }
-    measured(&args.output, 2, |progress| options.run(progress))
+    measured(&args.output, options.check(), |verbosity| {
+        options.run(&Progress::new(2, verbosity))
+    })
 }
 
-/// Carries out `test`, which has `steps` steps, and prints its result.
+/// Carries out `test`, if its options can be had together, and prints its result.
 fn measured<T: Serialize + Display>(
     output: &Output,
-    steps: u64,
-    test: impl FnOnce(&Progress) -> Result<T, LabError>,
+    checked: Result<(), impl Display>,
+    test: impl FnOnce(Verbosity) -> Result<T, LabError>,
 ) -> Exit {
+    if let Err(why) = checked {
+        complain(&why.to_string());
+        return Exit::Usage;
+    }
     reported(output, |signals| {
-        let (outcome, done) = match test(&Progress::new(steps, verbosity(output))) {
+        let (outcome, done) = match test(verbosity(output)) {
             Ok(outcome) => (Some(outcome), Ok(())),
             Err(error) => (None, Err(error)),
         };

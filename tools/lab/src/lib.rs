@@ -23,10 +23,12 @@
 //! * [`external`]: the same guest program natively and in other machines (QEMU).
 #![forbid(unsafe_code)]
 
+pub mod access_tracking;
 pub mod apf;
 mod backed;
 pub mod base;
 pub mod demand_paging;
+pub mod dirty_log;
 mod exit_cost;
 pub mod experiment;
 pub mod external;
@@ -49,5 +51,6 @@ mod session;
 pub mod size;
 mod stalls;
 pub mod stats;
+mod sweeps;
 pub mod thp;
 mod turns;

@@ -20,19 +20,24 @@
 //! A dirtied page also has the set `refill`: the refill of the TLB after a harvest counts, an exit
 //! does not. The set `large` has more pages than the TLB has entries.
 
+#[cfg(test)]
+pub(crate) use kvm::is_lacking;
 pub use page::first_look;
 
 mod churn;
 mod ending;
 mod harvest;
 mod kvm;
+pub(crate) mod monitor;
 mod page;
-mod rig;
 mod score;
 
+use crate::dirty_log::{DirtyLog, Recorder};
 use crate::experiment::{LabError, Options};
 use crate::report::Progress;
 use crate::result::Report;
+use crate::sweeps::options_of;
+use lacuna::PAGE_SIZE;
 
 /// Measures everything.
 ///
@@ -63,3 +68,12 @@ pub fn run(options: &Options, report: &mut Report) -> Result<(), LabError> {
 
 /// The separately measurable parts.
 pub const PARTS: &[&str] = &["score", "page", "ending", "harvest", "kvm"];
+
+/// The preset of the parts `page` and `harvest`: one vCPU on soft with so many pages.
+fn one_vcpu(pages: u64, delivery: Recorder) -> DirtyLog {
+    let bytes = pages * PAGE_SIZE as u64;
+    DirtyLog {
+        delivery,
+        ..options_of(&format!("--bytes {bytes} --random"))
+    }
+}

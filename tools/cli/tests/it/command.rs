@@ -256,3 +256,24 @@ fn the_guests_threads_are_shown() {
     assert!(x86.len() > 2, "{x86:?}");
     assert_eq!(x86, arm64);
 }
+
+/// These tests need no guest image.
+#[test]
+fn tests_print_text_and_json_and_refuse_what_they_cannot_do() {
+    let dirty = command("test dirty-log --vcpus 2 --bytes 256K --write-percent 50 --json -");
+    let dirty = json_of(&dirty.success());
+    assert_eq!(dirty["iterations"].as_array().map(Vec::len), Some(2));
+    assert_eq!(
+        dirty["iterations"][0]["dirty_pages"],
+        dirty["iterations"][0]["written_pages"]
+    );
+    let text = stdout(&command("test access-tracking --bytes 256K").success());
+    assert!(
+        text.contains("write to idle memory") && text.contains("0 of 64"),
+        "{text}"
+    );
+    let refused = command("test access-tracking --backend kvm").code(2);
+    let why = String::from_utf8_lossy(&refused.get_output().stderr).into_owned();
+    assert!(why.contains("give --backend soft"), "{why}");
+    command("test dirty-log --write-percent 101").code(2);
+}

@@ -16,8 +16,7 @@ use crate::fixture::resident;
 use crate::players::{Cast, Done, InBackground, Player, TURN, turns_of, with_players};
 use crate::turns::{Last, round, shifts};
 use lacuna::dirty::{
-    Backup, Delivery, Detection, DetectionChoice as _, DirtyStats, Logging, RingSize, harvest,
-    set_logging_everywhere,
+    Delivery, Detection, DetectionChoice as _, DirtyStats, Logging, harvest, set_logging_everywhere,
 };
 use lacuna::soft::VmBuilder;
 use lacuna::{GuestMemory, Vm as _};
@@ -28,14 +27,6 @@ use std::time::{Duration, Instant};
 pub const COLD_MAX: u32 = 1 << 16;
 /// With this setting, a transaction writes to every page of the process.
 const SWEEP: u32 = u32::MAX;
-
-/// The largest ring for each vCPU.
-pub fn rings() -> Delivery {
-    Delivery::Ring {
-        size: RingSize::from_bytes(RingSize::BYTES_MAX).expect("it is its own limit"),
-        backup: Backup::None,
-    }
-}
 
 /// Counts of a measurement: the counters of all vCPUs together; exits because a ring was full;
 /// harvests of the monitor, and dirty pages that the harvests found.
@@ -296,7 +287,9 @@ fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dirty_log::rings;
     use crate::fixture::needs_guests;
+    use lacuna::dirty::Backup;
     use lacuna_skip::test;
 
     const WP: Watch = Watch::Dirty(Detection::WriteProtect);
@@ -312,7 +305,7 @@ mod tests {
     #[test]
     fn every_watch_sees_what_it_should() {
         needs_guests();
-        for delivery in [Delivery::Bitmap, rings()] {
+        for delivery in [Delivery::Bitmap, rings(Backup::None)] {
             let setup = small(delivery);
             let arms = [WP, PML, Watch::Nothing(Detection::Pml)];
             let done = with_churns(&setup, 3, |churns| play(churns, &setup, &arms, COLD_MAX, 2));

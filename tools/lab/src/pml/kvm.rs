@@ -4,12 +4,9 @@
 //!
 //! The detection of writes is chosen when a VM is made, so each of the three has a VM of its own.
 //! Each VM is compared with itself while no slot logs: *off*, *off again* and *on* are slices of
-//! one run. The monitor uses only the backend interface, so the experiment runs on soft as well.
+//! one run ([`super::monitor`]). The monitor uses only the backend interface, so the experiment
+//! runs on soft as well.
 //!
-//! ```text
-//! slice   settle ─ switch on ─┬─ 1 s ─ harvest ─┬─ switch off
-//!                             └──── counted ────┘
-//! ```
 //! Every transaction goes to the cold part of the heap, so a slice dirties about as many pages as
 //! there are. Pages still write-protected at the end of logging are written while the next slice
 //! settles.
@@ -21,22 +18,21 @@
 //! A KVM without hardware support (`kvm_pvm`: shadow paging, no PML) cannot be compared with VMX,
 //! so the results have no bar.
 
+use super::monitor::{DIRTIED, HARVEST, PER_CPU_S, PER_S, Pace, slice};
+use crate::dirty_log::rings;
 use crate::experiment::{LabError, Options};
 use crate::fixture::{code, run_to_port};
 use crate::native::thread_cpu_ns;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
-use crate::session::{Session, image, on};
+use crate::session::{image, on};
 use crate::stats::{Summary, measures, paired, rounds};
-use lacuna::dirty::{
-    Backup, Delivery, DirtyError, Logging, RingSize, harvest, set_logging_everywhere,
-};
+use lacuna::dirty::{Backup, Delivery, DirtyError};
 use lacuna::kvm::{KvmError, Tracker, VmBuilder};
 use lacuna::{Apf, Arch, Builder, PageCount, Vm};
 use rustix::io::Errno;
-use rustix::time::{ClockId, clock_gettime};
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The number of steps that [`measure`] reports as progress.
 pub const STEPS: u64 = 3;
@@ -44,11 +40,9 @@ pub const STEPS: u64 = 3;
 /// The end of an id, where writes are recorded, and what detects them. Rings are as large as they
 /// can be: where KVM emulates the guest's kernel, each store of the kernel makes an entry.
 fn ways() -> [(&'static str, Delivery, Tracker); STEPS as usize] {
-    let size = RingSize::from_bytes(RingSize::BYTES_MAX).expect("the largest there is");
-    let backup = Backup::Bitmap;
     [
         ("bitmap", Delivery::Bitmap, Tracker::Kvm),
-        ("ring", Delivery::Ring { size, backup }, Tracker::Kvm),
+        ("ring", rings(Backup::Bitmap), Tracker::Kvm),
         ("wp_async", Delivery::Bitmap, Tracker::Pagemap),
     ]
 }
@@ -65,28 +59,25 @@ fn ids(way: &str) -> [String; 2] {
 
 /// Sizes, times and rounds.
 #[derive(Clone, Copy)]
-struct Pace {
+struct Size {
     mib: u64,
-    period: Duration,
-    periods: u32,
-    settle: Duration,
+    pace: Pace,
     rounds: usize,
 }
 
-impl Pace {
+impl Size {
     fn of(options: &Options) -> Self {
         let (mib, period, periods, settle, rounds) = match options.quick {
             true => (32, 100, 2, 100, 1),
             false => (128, 1000, 1, 400, 8),
         };
         let [period, settle] = [period, settle].map(Duration::from_millis);
-        Self {
-            mib,
+        let pace = Pace {
             period,
             periods,
             settle,
-            rounds,
-        }
+        };
+        Self { mib, pace, rounds }
     }
 }
 
@@ -101,20 +92,20 @@ pub fn measure(
     report: &mut Report,
     progress: &Progress,
 ) -> Result<(), LabError> {
-    let pace = Pace::of(options);
+    let size = Size::of(options);
     for (way, delivery, tracker) in ways() {
         progress.step(format!("dirty tracking on /dev/kvm: {way}"))?;
-        let memory = PageCount::from_bytes(pace.mib << 20);
+        let memory = PageCount::from_bytes(size.mib << 20);
         let builder = VmBuilder {
             vcpus: VCPUS,
             apf: Apf::Off,
             delivery,
             tracker,
-            command_line: words(pace),
+            command_line: words(size),
             ..VmBuilder::new(memory, memory)
         };
-        match run(&builder, pace) {
-            Ok(runs) => record(report, pace, way, &runs),
+        match run(&builder, size) {
+            Ok(runs) => record(report, size, way, &runs),
             Err(why) if is_lacking(&why) => {
                 ids(way).into_iter().for_each(|id| report.skip(id, &why));
             }
@@ -143,14 +134,8 @@ pub fn is_lacking(why: &LabError) -> bool {
     }
 }
 
-/// What one VM did in each arm and round: transactions a second, the same of the vCPU's processor
-/// time, pages dirtied a second, and milliseconds a harvest.
+/// The slices of one VM, for each arm and round.
 struct Runs(Vec<[Vec<f64>; 4]>);
-
-const PER_S: usize = 0;
-const PER_CPU_S: usize = 1;
-const DIRTIED: usize = 2;
-const HARVEST: usize = 3;
 
 impl Runs {
     fn of(&self, arm: usize, what: usize) -> &[f64] {
@@ -175,72 +160,26 @@ impl Runs {
 }
 
 /// The command line of `churn`.
-fn words(pace: Pace) -> String {
+fn words(size: Size) -> String {
     format!(
         "hot={}M cold=10000 writes=100 frees=0 seconds=1000000 tick_us={TICK_US}",
-        pace.mib / 32
+        size.mib / 32
     )
 }
 
 /// The arms in turns, in a VM of `builder`.
-fn run<B: Builder>(builder: &B, pace: Pace) -> Result<Runs, LabError>
+fn run<B: Builder>(builder: &B, size: Size) -> Result<Runs, LabError>
 where
     LabError: From<<B::Vm as Vm>::Error>,
 {
     on(builder, &image(Arch::X86_64, "churn")?, |session| {
         session.guest.prepared()?;
-        measures(3, pace.rounds, |arm| slice(session, pace, arm == ON)).map(Runs)
+        measures(3, size.rounds, |arm| slice(session, size.pace, arm == ON)).map(Runs)
     })
 }
 
-/// One slice. If slots log, the calling thread is the monitor.
-fn slice<V: Vm>(session: &Session<'_, V>, pace: Pace, logs: bool) -> Result<[f64; 4], LabError> {
-    let Session { guest, vm } = session;
-    guest.run_for(pace.settle)?;
-    if logs {
-        set_logging_everywhere(*vm, Logging::LAZY)?;
-    }
-    let (before, cpu) = (guest.count()?, vcpu_time());
-    let (mut dirtied, mut harvesting) = (0, Duration::ZERO);
-    for period in 1..=pace.periods {
-        let due = before.at + pace.period * period;
-        guest.run_for(due.saturating_duration_since(Instant::now()))?;
-        if logs {
-            let (start, mut pages) = (Instant::now(), Vec::new());
-            harvest(*vm, |id, page| pages.push((id.0, page)))?;
-            harvesting += start.elapsed();
-            // A page may have several entries.
-            pages.sort_unstable();
-            pages.dedup();
-            dirtied += pages.len();
-        }
-    }
-    let (after, cpu) = (guest.count()?, vcpu_time().saturating_sub(cpu));
-    set_logging_everywhere(*vm, Logging::Off)?;
-    let seconds = (after.at - before.at).as_secs_f64();
-    let rate = after.rates_since(&before)[0];
-    Ok([
-        rate,
-        rate * seconds / cpu.as_secs_f64(),
-        dirtied as f64 / seconds,
-        harvesting.as_secs_f64() * 1e3 / f64::from(pace.periods),
-    ])
-}
-
-/// The processor time so far of all threads of the process except the calling one, the monitor.
-/// During a measurement only the vCPU's thread of these works.
-fn vcpu_time() -> Duration {
-    let spent = |clock| {
-        let time = clock_gettime(clock);
-        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-    };
-    // The process first: the monitor's time between the two readings is in neither.
-    let all = spent(ClockId::ProcessCPUTime);
-    all.saturating_sub(spent(ClockId::ThreadCPUTime))
-}
-
 /// The folder `kvm_pvm` exists where KVM has no hardware support.
-fn record(report: &mut Report, pace: Pace, way: &str, runs: &Runs) {
+fn record(report: &mut Report, size: Size, way: &str, runs: &Runs) {
     let host = if Path::new("/sys/module/kvm_pvm").exists() {
         "kvm_pvm: shadow paging, no PML; not comparable with VMX or SVM"
     } else {
@@ -254,10 +193,10 @@ fn record(report: &mut Report, pace: Pace, way: &str, runs: &Runs) {
     ] {
         let result = result
             .param("host_kvm", host)
-            .param("memory_mib", pace.mib)
+            .param("memory_mib", size.mib)
             .param("vcpus", VCPUS)
-            .param("harvest_ms", pace.period.as_millis() as u64)
-            .param("settle_ms", pace.settle.as_millis() as u64)
+            .param("harvest_ms", size.pace.period.as_millis() as u64)
+            .param("settle_ms", size.pace.settle.as_millis() as u64)
             .param("guest_tick_us", TICK_US)
             .param("cold_of_10000", 10_000)
             .arm("none_per_s", of(OFF, PER_S))
@@ -354,18 +293,20 @@ mod tests {
     fn the_experiment_is_the_same_on_soft() {
         needs_guests();
         let ms = Duration::from_millis;
-        let pace = Pace {
+        let size = Size {
             mib: 64,
-            period: ms(50),
-            periods: 2,
-            settle: ms(20),
+            pace: Pace {
+                period: ms(50),
+                periods: 2,
+                settle: ms(20),
+            },
             rounds: 1,
         };
         let builder = lacuna::soft::VmBuilder {
-            command_line: words(pace),
-            ..crate::fixture::resident(pace.mib, VCPUS)
+            command_line: words(size),
+            ..crate::fixture::resident(size.mib, VCPUS)
         };
-        let runs = run(&builder, pace).unwrap();
+        let runs = run(&builder, size).unwrap();
         for arm in [OFF, NULL, ON] {
             assert!(runs.of(arm, PER_S)[0] > 0.0 && runs.of(arm, PER_CPU_S)[0] > 0.0);
             assert_eq!(runs.of(arm, DIRTIED)[0] > 0.0, arm == ON);

@@ -1,5 +1,5 @@
-//! The cost of a dirtied page, independent of any rate: sweeps of [`Rig`]'s guest. There is a VM
-//! for each arm, and a turn is one sweep and a harvest.
+//! The cost of a dirtied page, independent of any rate: iterations of `lacuna test dirty-log` with
+//! one vCPU ([`crate::dirty_log`]). There is a VM for each arm, and a turn is one iteration.
 //!
 //! The clock covers the vCPU's thread inside `Vcpu::run`. The time of the arm without logging is
 //! subtracted. The guest maps 4 KiB pages and loads CR3 before each sweep. So every write walks, in
@@ -9,34 +9,36 @@
 //! causes walks. So logging arms also pay for the TLB's refill. `.large` has four times as many
 //! pages as the TLB has entries, so most writes miss the TLB anyway.
 
-use super::churn::{Counted, DIRTIED, exits, rings};
-use super::rig::{AREA, Rig, Then, Watch, Writes};
+use super::churn::{Counted, DIRTIED, HARVESTS, counted, exits};
+use super::one_vcpu;
 use super::score::{SETS, Set};
+use crate::dirty_log::{DirtyTest, Harvested, Recorder};
 use crate::exit_cost::EXIT_NS;
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
-use crate::fixture::resident;
 use crate::report::figure;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, across_shifts, paired};
+use crate::sweeps::Sweep;
+use crate::sweeps::program::Variant;
 use crate::turns::{round, shifts};
-use lacuna::PAGE_SIZE;
-use lacuna::dirty::{Delivery, Detection};
-use lacuna_addr::Level;
+use lacuna::dirty::{Detection, DetectionChoice as _};
+use lacuna::soft::Vm;
 
-/// From a write to the next page's write: not a multiple of the page size, because all writes would
-/// then use the same sets of the caches.
-const STRIDE: u64 = PAGE_SIZE as u64 + 64;
+/// Writes every page, in an order without neighbours.
+const WRITES: Sweep = Sweep {
+    random: true,
+    ..Sweep::POPULATE
+};
 
-/// The number of pages, and which writes walk: all, those after a harvest's flush, or all of more
-/// pages.
-type Work = (u64, Then);
-const ALL: Work = (2048, Then::LoadCr3);
-const REFILL: Work = (2048, Then::Again);
-const LARGE: Work = (16384, Then::LoadCr3);
+/// The number of pages, and whether all writes walk, or those after a harvest's flush.
+type Work = (u64, bool);
+const ALL: Work = (2048, true);
+const REFILL: Work = (2048, false);
+const LARGE: Work = (16384, true);
 
 /// An arm: its name, and what detects writes if slots log.
-type Arm = (&'static str, Watch);
+type Arm = (&'static str, Option<Detection>);
 
 /// The arms; the second is the null.
 const ARMS: [Arm; 4] = [
@@ -71,7 +73,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
         true => (Rounds::Count(1), ROUND / 8),
         false => (Rounds::Count(16), ROUND),
     };
-    for (suffix, delivery) in [("", Delivery::Bitmap), ("_ring", rings())] {
+    for (suffix, delivery) in [("", Recorder::Bitmap), ("_ring", Recorder::Ring)] {
         let costs = |work| costs(&ARMS, amount, work, delivery);
         let all = costs(ALL)?;
         record(report, suffix, &SETS[RAW], RAW, &all);
@@ -114,7 +116,7 @@ fn cost_ratio(set: &Set, at: usize, costs: &Costs) -> Measurement {
 /// The row of the first look: the costs of write protection and of PML, with the refill of the TLB
 /// and without exits.
 pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
-    let costs = costs(&LOOK_ARMS, (rounds, ROUND / 8), REFILL, Delivery::Bitmap)?;
+    let costs = costs(&LOOK_ARMS, (rounds, ROUND / 8), REFILL, Recorder::Bitmap)?;
     let of = |arm: usize| &costs.ns[arm][RAW];
     let ns = |arm: usize| format!("{} ns", figure(Summary::of(of(arm)).median));
     let row = Row {
@@ -133,29 +135,30 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
 /// Writes of an arm in a round.
 const ROUND: u64 = 1 << 18;
 
-/// Measures `arms` in turns of one sweep, with a VM for each, in so many rounds with so many writes
-/// of an arm. The rounds are shared among all assignments of VMs to arms.
+/// Measures `arms` in turns of one iteration, with a VM for each, in so many rounds with so many
+/// writes of an arm. The rounds are shared among all assignments of VMs to arms.
 fn costs(
     arms: &[Arm],
     (rounds, writes): (Rounds, u64),
     work: Work,
-    delivery: Delivery,
+    delivery: Recorder,
 ) -> Result<Costs, LabError> {
     // The first assignment finds the number of rounds; all others have as many.
     let mut rounds = rounds.split(arms.len());
     let mut counted = 0;
     let pages = work.0;
     let sweeps = (writes / pages).max(2);
-    let rigs = arms.iter().map(|_| rig(work, delivery));
-    let mut rigs = rigs.collect::<Result<Vec<_>, _>>()?;
+    let vms = arms.iter().map(|_| vm(work, delivery));
+    let mut tests = vms.collect::<Result<Vec<_>, _>>()?;
     let mut runs = vec![[const { Vec::new() }; 3]; arms.len()];
     for vms in shifts(arms.len()) {
         for (arm, vm) in arms.iter().zip(&vms) {
-            rigs[*vm].watch(arm.1)?;
-            sweep_and_harvest(&mut rigs[*vm])?;
+            tests[*vm].watch(arm.1)?;
+            // The arm before may have left write-protected pages.
+            tests[*vm].iterate(WRITES, &mut Harvested::default())?;
         }
         counted = rounds.repeat(|| {
-            let found = one_round(&mut rigs, &vms, pages, sweeps)?;
+            let found = one_round(&mut tests, arms, &vms, sweeps)?;
             for (all, one) in runs.iter_mut().flatten().zip(found.into_iter().flatten()) {
                 all.push(one);
             }
@@ -181,55 +184,51 @@ fn costs(
     })
 }
 
-/// A VM with frames for all of its memory.
-fn rig((pages, then): Work, delivery: Delivery) -> Result<Rig, LabError> {
-    let writes = Writes {
-        first: AREA,
-        pages,
-        stride: STRIDE,
-        count: pages,
-        leaves: Level::L4K,
-        then,
+/// A VM whose frames are warm.
+fn vm((pages, reloads): Work, delivery: Recorder) -> Result<DirtyTest<Vm>, LabError> {
+    let variant = Variant {
+        reloads,
+        ..Variant::default()
     };
-    let mut rig = Rig::new(&resident(writes.end() >> 20, 1), writes, delivery)?;
+    let mut test = DirtyTest::soft(&one_vcpu(pages, delivery), variant)?;
     // The first sweep allocates the frames, the second warms them.
-    rig.sweep()?;
-    rig.sweep()?;
-    Ok(rig)
-}
-
-/// One sweep, and a harvest if slots log. Returns nanoseconds of the sweep.
-fn sweep_and_harvest(rig: &mut Rig) -> Result<f64, LabError> {
-    let ns = rig.sweep()? as f64;
-    if rig.watch.is_some() {
-        rig.harvest()?;
-    }
-    Ok(ns)
+    test.sweeps.sweep(WRITES)?;
+    test.sweeps.sweep(WRITES)?;
+    Ok(test)
 }
 
 /// For each arm: nanoseconds for each page of its median sweep, exits in a sweep, and pages dirtied
 /// in a sweep.
 fn one_round(
-    rigs: &mut [Rig],
+    tests: &mut [DirtyTest<Vm>],
+    arms: &[Arm],
     vms: &[usize],
-    pages: u64,
     sweeps: u64,
 ) -> Result<Vec<[f64; 3]>, LabError> {
-    let before: Vec<_> = vms.iter().map(|vm| rigs[*vm].counted()).collect();
+    let counts = |test: &DirtyTest<Vm>| counted(&test.sweeps.vm.dirty_stats());
+    let before: Vec<_> = vms.iter().map(|vm| counts(&tests[*vm])).collect();
     let mut times = vec![Vec::new(); vms.len()];
+    let mut log = vec![Harvested::default(); vms.len()];
     round(vms.len(), sweeps as usize / 2, |arm, _| {
-        times[arm].push(sweep_and_harvest(&mut rigs[vms[arm]])? / pages as f64);
+        let swept = tests[vms[arm]].iterate(WRITES, &mut log[arm])?;
+        times[arm].push(swept.cpu_ns as f64 / swept.written as f64);
         Ok::<_, LabError>(())
     })?;
-    let found = vms.iter().zip(before).zip(times);
-    let found = found.map(|((vm, before), times)| {
-        let (now, each) = (rigs[*vm].counted(), |n: u64| n as f64 / times.len() as f64);
-        let counted: Counted = std::array::from_fn(|i| now[i] - before[i]);
-        let (exits, dirtied) = match rigs[*vm].watch {
-            Some(how) => (exits(&counted, how, 1), each(counted[DIRTIED])),
-            None => (0, pages as f64),
+    let found = (0..vms.len()).map(|arm| {
+        let (test, each) = (&tests[vms[arm]], times[arm].len() as f64);
+        let now = counts(test);
+        let mut counted: Counted = std::array::from_fn(|i| now[i] - before[arm][i]);
+        (counted[DIRTIED], counted[HARVESTS]) = (log[arm].pages, log[arm].count);
+        let exits = arms[arm].1.map_or(0, |how| exits(&counted, how, 1));
+        let dirtied = match arms[arm].1 {
+            Some(_) => log[arm].pages as f64 / each,
+            None => test.sweeps.area.pages() as f64,
         };
-        [Summary::of(&times).median, each(exits), dirtied]
+        [
+            Summary::of(&times[arm]).median,
+            exits as f64 / each,
+            dirtied,
+        ]
     });
     Ok(found.collect())
 }
@@ -237,27 +236,27 @@ fn one_round(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lacuna::dirty::DetectionChoice as _;
 
     /// A sweep writes each page once and has the exits of its detection.
     #[test]
     fn a_sweep_writes_every_page_once() {
-        for delivery in [Delivery::Bitmap, rings()] {
-            let mut rigs = [rig(ALL, delivery).unwrap()];
+        for delivery in [Recorder::Bitmap, Recorder::Ring] {
+            let mut tests = [vm(ALL, delivery).unwrap()];
             let mut round = |watch| {
-                rigs[0].watch(watch).unwrap();
-                sweep_and_harvest(&mut rigs[0]).unwrap();
-                let found = one_round(&mut rigs, &[0], 2048, 4).unwrap();
-                (found[0], rigs[0].vm.dirty_stats())
+                tests[0].watch(watch).unwrap();
+                let warm = tests[0].iterate(WRITES, &mut Harvested::default());
+                assert_eq!(warm.unwrap().written, 2048);
+                let found = one_round(&mut tests, &[("", watch)], &[0], 4).unwrap();
+                (found[0], tests[0].sweeps.vm.dirty_stats())
             };
             let ([_, exits, dirtied], _) = round(None);
             assert_eq!((exits, dirtied), (0.0, 2048.0));
             let ([ns, exits, dirtied], _) = round(Some(Detection::WriteProtect));
+            assert_eq!(dirtied, 2048.0);
             // The pages, and some page tables in which walks set A and D bits.
-            assert!((2048.0..2100.0).contains(&dirtied), "{dirtied}");
             assert!(ns > 0.0 && (2049.0..2110.0).contains(&exits), "{exits}");
             let ([_, exits, logged], before) = round(Some(Detection::Pml));
-            assert!((2048.0..2100.0).contains(&logged), "{logged}");
+            assert_eq!(logged, 2048.0);
             assert!((2.0 + 4.0..10.0).contains(&exits), "{exits}");
             assert_eq!(round(None).1, before, "nothing is detected any more");
         }

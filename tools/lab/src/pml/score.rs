@@ -11,9 +11,10 @@
 
 use super::churn::{
     COLD_MAX, Churn, DIRTIED, FAST_FAULTS, FAULTS, FLUSHES, LOG_FULL, LOGGED, Period, RINGS_FULL,
-    Setup, Watch, play, rings, with_churns,
+    Setup, Watch, play, with_churns,
 };
 use super::kvm;
+use crate::dirty_log::rings;
 use crate::exit_cost::{EXIT_NS, SOURCE as EXIT_SOURCE};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::host_info::HostInfo;
@@ -21,7 +22,7 @@ use crate::players::TURN;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, percent_across};
-use lacuna::dirty::{Delivery, Detection};
+use lacuna::dirty::{Backup, Delivery, Detection};
 use serde_json::json;
 use std::time::Duration;
 
@@ -183,7 +184,7 @@ pub fn measure(
         exit_ns,
         exit_source: "an exit to the VMM on this host's KVM: pml.kvm.exit_ns",
     });
-    for delivery in [Delivery::Bitmap, rings()] {
+    for delivery in [Delivery::Bitmap, rings(Backup::None)] {
         let setup = Setup {
             period,
             rounds,

@@ -1,0 +1,407 @@
+//! A guest whose vCPUs access every page of their memory once, again and again. It has no kernel,
+//! like the guests of Linux's `dirty_log_perf_test` and `access_tracking_perf_test`. It runs on any
+//! backend, and on both processors ([`program`]).
+//!
+//! ```text
+//! host    threads of the vCPUs start ──────────────────────────► joined: they are out of the guest
+//! guest                 every page once, in all vCPUs together │
+//!         a ring is full: its vCPU waits until the others are done too; the host harvests; again
+//! ```
+//! The memory is the VM's own, in the last slot of its boot layout, or in slots of its own
+//! (`--slots`).
+
+pub mod program;
+
+use crate::base::pin;
+use crate::experiment::{LabError, LabResult};
+use crate::fixture;
+use crate::interrupt;
+use crate::native::thread_cpu_ns;
+use crate::size::Size;
+use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
+use clap::{Args, Command};
+use lacuna::boot::Segment;
+use lacuna::memory::{MemoryKind, SlotFlags, SlotId};
+use lacuna::{
+    Apf, Arch, Backend, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, Vcpu, Vm,
+    kvm, soft,
+};
+use program::{AT_RANDOM, BY_ADDRESS, Variant, Work, pieces, room};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The most vCPUs of a guest.
+const VCPUS_MAX: u64 = 64;
+/// Where slots of their own begin, and where a large memory continues.
+const HIGH: u64 = 4 << 30;
+/// The end of x86-64 memory below [`HIGH`].
+const LOW_END: u64 = 3 << 30;
+/// The number of the first slot of its own.
+const FIRST_SLOT: u16 = 8;
+/// Frames beyond the guest's pages, because reclaim keeps some free.
+const SPARE: u64 = 1 << 14;
+
+const ARCHS: [(&str, Arch); 2] = [("x86_64", Arch::X86_64), ("arm64", Arch::Arm64)];
+const BACKENDS: [(&str, Backend); 2] = [("soft", Backend::Soft), ("kvm", Backend::Kvm)];
+const KINDS: [(&str, MemoryKind); 4] = [
+    ("pool", MemoryKind::Budget),
+    ("anonymous", MemoryKind::Linux),
+    ("memfd", MemoryKind::Shared),
+    ("hugetlbfs", MemoryKind::Hugetlbfs),
+];
+
+/// One of these names.
+fn named<T, const N: usize>(values: [(&'static str, T); N]) -> impl TypedValueParser<Value = T>
+where
+    T: Copy + Send + Sync + 'static,
+{
+    let found = move |name: String| values.into_iter().find(|value| value.0 == name);
+    let names = PossibleValuesParser::new(values.map(|value| value.0));
+    names.map(move |name| found(name).expect("a possible value").1)
+}
+
+pub(crate) fn up_to(most: u64) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=most)
+}
+
+/// The options on a command line: a preset of a test.
+///
+/// # Panics
+/// If the line is wrong.
+pub(crate) fn options_of<T: Args>(line: &str) -> T {
+    let command = T::augment_args(Command::new("test")).no_binary_name(true);
+    let matches = command.get_matches_from(line.split_whitespace());
+    T::from_arg_matches(&matches).expect("the options of a preset")
+}
+
+/// The guest of a test.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct GuestOptions {
+    /// Virtual processors
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(VCPUS_MAX))]
+    pub vcpus: usize,
+    /// Memory that each vCPU accesses
+    #[arg(long, value_name = "SIZE", default_value = "64M")]
+    pub bytes: Size,
+    /// All vCPUs access the same memory, instead of a share each
+    #[arg(long)]
+    pub overlap: bool,
+    /// Access the pages in a random order; the first accesses are always in the addresses' order
+    #[arg(long)]
+    pub random: bool,
+    /// Where the guest's memory is
+    #[arg(long, value_name = "KIND", default_value = "pool", value_parser = named(KINDS))]
+    pub memory_kind: MemoryKind,
+    /// Memory slots of the accessed memory
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(32))]
+    pub slots: usize,
+    /// Cores for the vCPUs' threads, in their order, as 0,2; further threads run on any core
+    #[arg(long, value_name = "CORES", value_delimiter = ',')]
+    pub pin: Vec<usize>,
+    /// The hypervisor
+    #[arg(long, value_name = "soft|kvm", default_value = "soft", value_parser = named(BACKENDS))]
+    pub backend: Backend,
+    /// The guest's processor
+    #[arg(long, value_name = "ARCH", default_value = "x86_64", value_parser = named(ARCHS))]
+    pub arch: Arch,
+}
+
+impl GuestOptions {
+    /// Pages that one vCPU accesses, and all of them together.
+    fn pages(&self) -> (u64, u64) {
+        let each = self.bytes.0 / PAGE_SIZE as u64;
+        (
+            each,
+            if self.overlap {
+                each
+            } else {
+                each * self.vcpus as u64
+            },
+        )
+    }
+
+    /// Why there is no such guest.
+    pub fn check(&self) -> Result<(), String> {
+        let (each, all) = self.pages();
+        let why = match () {
+            () if each == 0 || each > u64::from(u32::MAX / 2) => {
+                "--bytes: give each vCPU at least 4K, and less than 8T"
+            }
+            () if self.slots as u64 > all => "--slots: give no more slots than pages",
+            () if self.slots > 1 && self.memory_kind != MemoryKind::Budget => {
+                "--slots: memory in several slots is the backend's own: leave --memory-kind out"
+            }
+            () if self.backend == Backend::Kvm && self.arch != Arch::X86_64 => {
+                "--backend kvm has x86-64 guests only: leave --arch out"
+            }
+            () => return Ok(()),
+        };
+        Err(why.into())
+    }
+
+    /// The guest's memory of the boot layout, and the address of the accessed memory.
+    fn layout(&self) -> (PageCount, u64) {
+        let (_, pages) = self.pages();
+        let bytes = pages * PAGE_SIZE as u64;
+        let base = match self.arch {
+            Arch::Arm64 => 1 << 30,
+            _ => 0,
+        };
+        let low = room(self.arch, pages);
+        let (size, first) = match () {
+            () if self.slots > 1 => (low - base, HIGH),
+            () if self.arch == Arch::X86_64 && low + bytes > LOW_END => (LOW_END + bytes, HIGH),
+            () => (low + bytes - base, low),
+        };
+        (PageCount::from_bytes(size), first)
+    }
+
+    /// A VM for this guest on soft.
+    pub fn soft(&self) -> soft::VmBuilder {
+        let (_, pages) = self.pages();
+        let frames = match self.memory_kind {
+            MemoryKind::Budget => pages + pages / 8,
+            _ => 0,
+        };
+        soft::VmBuilder {
+            arch: self.arch,
+            memory_kind: self.memory_kind,
+            ..fixture::builder(self.layout().0, PageCount::new(frames + SPARE), self.vcpus)
+        }
+    }
+
+    /// As [`GuestOptions::soft`], on `/dev/kvm`.
+    pub fn kvm(&self) -> kvm::VmBuilder {
+        let (memory, _) = self.layout();
+        kvm::VmBuilder {
+            vcpus: self.vcpus,
+            apf: Apf::Off,
+            memory_kind: self.memory_kind,
+            ..kvm::VmBuilder::new(memory, memory)
+        }
+    }
+}
+
+/// What the vCPUs do with their pages.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Sweep {
+    /// The share of the pages that is written; the others are read.
+    pub write_percent: f64,
+    /// In a random order.
+    pub random: bool,
+}
+
+impl Sweep {
+    /// Writes every page, in the order of the addresses.
+    pub const POPULATE: Self = Self {
+        write_percent: 100.0,
+        random: false,
+    };
+
+    /// What the guest reads at the beginning of a sweep.
+    fn answers(self) -> [u32; 2] {
+        let limit = f64::from(1_u32 << 31) * self.write_percent / 100.0;
+        [
+            limit as u32,
+            if self.random { AT_RANDOM } else { BY_ADDRESS },
+        ]
+    }
+}
+
+/// The counts of a sweep.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Swept {
+    /// From the first access to the last one, without harvests.
+    pub time: Duration,
+    /// Processor time of all vCPUs' threads, in nanoseconds.
+    pub cpu_ns: u64,
+    /// Written pages, of all vCPUs; of overlapping ones each time.
+    pub written: u64,
+}
+
+/// A VM with the guest.
+pub struct Sweeps<V: Vm> {
+    pub vm: Arc<V>,
+    /// The accessed pages.
+    pub area: GfnRange,
+    vcpus: Vec<Sweeper<V::Vcpu>>,
+}
+
+impl<V: Vm<Error: Into<LabError>>> Sweeps<V> {
+    /// The guest of `options` in a VM of `builder`, which [`GuestOptions::soft`] or
+    /// [`GuestOptions::kvm`] has made. No page has been accessed.
+    pub fn new(
+        builder: &impl Builder<Vm = V>,
+        options: &GuestOptions,
+        variant: Variant,
+    ) -> LabResult<Self> {
+        let vm = builder.build().map_err(Into::into)?;
+        let ((each, all), (_, first)) = (options.pages(), options.layout());
+        let area = Gfn::new(first / PAGE_SIZE as u64).and_then(|gfn| GfnRange::new(gfn, all));
+        let area = area.expect("addresses of a guest that was built");
+        if options.slots > 1 {
+            add_slots(&*vm, area, options.slots as u64)?;
+        }
+        let pieces = pieces(&Work {
+            arch: options.arch,
+            vcpus: options.vcpus,
+            first,
+            next: if options.overlap {
+                0
+            } else {
+                each * PAGE_SIZE as u64
+            },
+            pages: each,
+            end: first + all * PAGE_SIZE as u64,
+            variant,
+        });
+        let at = |address: u64| Gpa::new(address).expect("a small address");
+        let segments = pieces.iter().map(|(address, bytes)| Segment {
+            gpa: at(*address),
+            bytes,
+            size: bytes.len() as u64,
+        });
+        let image = Image {
+            arch: options.arch,
+            segments: segments.collect(),
+            entry: at(pieces[0].0),
+        };
+        let vcpus = vm.boot(&image, "").map_err(Into::into)?;
+        let cores = options
+            .pin
+            .iter()
+            .copied()
+            .map(Some)
+            .chain(std::iter::repeat(None));
+        let vcpus = vcpus.into_iter().zip(cores);
+        let vcpus = vcpus.map(|(vcpu, core)| Sweeper::new(vcpu, core));
+        Ok(Self {
+            area,
+            vcpus: vcpus.collect(),
+            vm,
+        })
+    }
+
+    /// Lets every vCPU access each of its pages once. No slot logs.
+    pub fn sweep(&mut self, sweep: Sweep) -> LabResult<Swept> {
+        let mut swept = Swept::default();
+        while !self.run(sweep, &mut swept)? {}
+        Ok(swept)
+    }
+
+    /// As [`Sweeps::sweep`], and adds its counts to `sum`. Returns `false` if vCPUs have left early
+    /// because their dirty rings are full: the caller harvests and calls this again.
+    pub fn run(&mut self, sweep: Sweep, sum: &mut Swept) -> LabResult<bool> {
+        interrupt::check()?;
+        let mut left: Vec<_> = self.vcpus.iter_mut().filter(|vcpu| !vcpu.done).collect();
+        let runs = run_all(&mut left, sweep.answers())?;
+        let first = runs.iter().map(|run| run.start).min();
+        let last = runs.iter().map(|run| run.end).max();
+        let (first, last) = first.zip(last).expect("at least one vCPU");
+        sum.time += last - first;
+        sum.cpu_ns += runs.iter().map(|run| run.cpu_ns).sum::<u64>();
+        sum.written += runs.iter().map(|run| run.written).sum::<u64>();
+        let done = self.vcpus.iter().all(|vcpu| vcpu.done);
+        if done {
+            self.vcpus.iter_mut().for_each(|vcpu| vcpu.done = false);
+        }
+        Ok(done)
+    }
+}
+
+/// Slots of about the same size for `area`.
+fn add_slots(vm: &impl Vm, area: GfnRange, slots: u64) -> LabResult {
+    for slot in 0..slots {
+        let [start, end] = [slot, slot + 1].map(|slot| area.pages() * slot / slots);
+        let first = area.start().checked_add(start).expect("in the area");
+        let part = GfnRange::new(first, end - start).expect("in the area");
+        let id = SlotId(FIRST_SLOT + slot as u16);
+        vm.add_memory(id, part, SlotFlags::empty())?;
+    }
+    Ok(())
+}
+
+/// One vCPU.
+struct Sweeper<C> {
+    vcpu: C,
+    core: Option<usize>,
+    /// How many of the answers of this sweep the guest has read.
+    read: usize,
+    /// The guest has reached the end of this sweep.
+    done: bool,
+}
+
+/// One run of a vCPU, up to the end of its sweep or of its ring.
+struct Run {
+    start: Instant,
+    end: Instant,
+    cpu_ns: u64,
+    /// The written pages of a whole sweep.
+    written: u64,
+}
+
+impl<C: Vcpu> Sweeper<C> {
+    const fn new(vcpu: C, core: Option<usize>) -> Self {
+        Self {
+            vcpu,
+            core,
+            read: 0,
+            done: false,
+        }
+    }
+
+    fn run(&mut self, answers: [u32; 2]) -> LabResult<Run> {
+        if let Some(core) = self.core {
+            pin(core);
+        }
+        let (mut start, mut cpu) = (Instant::now(), thread_cpu_ns());
+        let written = loop {
+            match self.vcpu.run() {
+                Ok(Exit::IoIn { .. } | Exit::MmioRead { .. }) => {
+                    self.vcpu.complete_read(u64::from(answers[self.read]));
+                    self.read += 1;
+                    (start, cpu) = (Instant::now(), thread_cpu_ns());
+                }
+                Ok(Exit::IoOut { value, .. }) => break Some(u64::from(value)),
+                Ok(Exit::MmioWrite { value, .. }) => break Some(value),
+                Ok(Exit::DirtyRingFull) => break None,
+                // A harvest kicks the vCPUs.
+                Ok(Exit::Interrupted) => {}
+                other => return Err(LabError::Guest(format!("the guest left with {other:?}"))),
+            }
+        };
+        let (end, cpu_ns) = (Instant::now(), thread_cpu_ns() - cpu);
+        if written.is_some() {
+            (self.read, self.done) = (0, true);
+        }
+        Ok(Run {
+            start,
+            end,
+            cpu_ns,
+            written: written.unwrap_or(0),
+        })
+    }
+}
+
+/// Runs all `vcpus`: a single one on the calling thread, unless it has a core.
+fn run_all<C: Vcpu>(vcpus: &mut [&mut Sweeper<C>], answers: [u32; 2]) -> LabResult<Vec<Run>> {
+    if let [alone] = vcpus
+        && alone.core.is_none()
+    {
+        return Ok(vec![alone.run(answers)?]);
+    }
+    thread::scope(|scope| {
+        let vcpus = vcpus.iter_mut();
+        let threads = vcpus.map(|vcpu| scope.spawn(move || vcpu.run(answers)));
+        let threads: Vec<_> = threads.collect();
+        let joined = threads.into_iter().map(|thread| {
+            let panicked = |panic| std::panic::resume_unwind(panic);
+            thread.join().unwrap_or_else(panicked)
+        });
+        joined.collect()
+    })
+}
+
+#[cfg(test)]
+mod tests;
