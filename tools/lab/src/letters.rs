@@ -6,11 +6,13 @@
 //! | `talk` | x86 async page faults, KVM Forum 2010 |
 //! | `arm64` | arm64 async page faults, the cover letter of RFCv2, 2020 |
 //! | `range` | invalidation of huge pages by range, the cover letter of v3, 2012 |
+//! | `pml` | page-modification logging, kvm list 2015 |
 //!
 //! A part says what differs from the original, and why. `--scale N` divides memory and time by N,
 //! and the number of processes where a part has many.
 
 mod arm64;
+mod pml;
 mod range;
 mod talk;
 
@@ -26,7 +28,7 @@ use std::time::Duration;
 /// # Errors
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let steps = talk::STEPS + arm64::STEPS + range::STEPS;
+    let steps = talk::STEPS + arm64::STEPS + range::STEPS + pml::STEPS;
     let progress = Progress::new(steps, options.verbosity);
     if options.wants_x86("talk", [talk::ID], report) {
         talk::measure(options, report, &progress)?;
@@ -38,11 +40,14 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
         let done = range::measure(options, report, &progress);
         skip_if_busy(report, [range::ID], done)?;
     }
+    if options.wants_x86("pml", pml::IDS, report) {
+        pml::measure(options, report, &progress)?;
+    }
     Ok(())
 }
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["talk", "arm64", "range"];
+pub const PARTS: &[&str] = &["talk", "arm64", "range", "pml"];
 
 /// The size of an experiment.
 #[derive(Clone, Copy, Debug)]
