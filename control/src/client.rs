@@ -183,22 +183,21 @@ impl Client {
     pub fn watch(
         mut self,
         request: WatchRequest,
-    ) -> impl Iterator<Item = Result<Writes, AskError>> {
-        let mut sent = Some(self.send(&Request::Dirty(request)));
+    ) -> Result<impl Iterator<Item = Result<Writes, AskError>>, AskError> {
+        self.send(&Request::Dirty(request))?;
         let mut is_over = false;
-        iter::from_fn(move || {
+        Ok(iter::from_fn(move || {
             if is_over {
                 return None;
             }
-            let sent = sent.take().unwrap_or(Ok(()));
-            let answer = sent.map_err(AskError::from).and_then(|()| self.read());
-            is_over = !matches!(answer, Ok(Answer::Progress(Progress::Writes(_))));
+            let answer = self.read();
+            is_over = !matches!(answer, Ok(Answer::Progress(_)));
             Some(answer.and_then(|answer| match answer {
                 Answer::Progress(Progress::Writes(writes)) | Answer::Dirty(writes) => Ok(writes),
                 Answer::Status(status) => Err(AskError::Ended(status.ending.unwrap_or_default())),
                 _ => Err(self.other()),
             }))
-        })
+        }))
     }
 
     fn state_after(&mut self, request: &Request) -> Result<Status, AskError> {

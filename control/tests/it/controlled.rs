@@ -1,12 +1,15 @@
 //! The example `controlled` is a VMM of its own, in another process: clients control its guest.
 
-use lacuna::ErrorKind;
 use lacuna::migrate::Snapshot;
+use lacuna::migrate::session::Destination;
+use lacuna::migrate::transport::Listener;
+use lacuna::{Builder, ErrorKind, Machine, PageCount, PlatformDevices, soft};
 use lacuna_control::{
     AskError, Client, MoveRequest, PROTOCOL, SaveRequest, State, Status, WatchRequest,
 };
 use lacuna_skip::test;
 use std::num::NonZeroU64;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -118,7 +121,7 @@ fn a_guest_of_another_vmm_is_paused_saved_watched_and_stopped() {
         count: NonZeroU64::new(2),
         ..WatchRequest::default()
     };
-    let periods: Result<Vec<_>, _> = vmm.client().watch(watch).collect();
+    let periods: Result<Vec<_>, _> = vmm.client().watch(watch).unwrap().collect();
     assert_eq!(periods.unwrap().len(), 2);
     let deadline = Instant::now() + LIMIT;
     while exits(&mut client) <= before {
@@ -127,6 +130,36 @@ fn a_guest_of_another_vmm_is_paused_saved_watched_and_stopped() {
 
     assert_eq!(state(client.stop()), State::Ended);
     assert!(vmm.output().ends_with("the VMM stopped the run\n"));
+}
+
+/// This process is the destination.
+#[test]
+fn a_guest_moves_from_another_vmm() {
+    let folder = TempDir::new().unwrap();
+    let mut vmm = Vmm::start(folder.path());
+    let at = format!("unix:{}/in", folder.path().display());
+    let listener = Listener::open(&at.parse().unwrap(), None, Default::default()).unwrap();
+    let destination = Destination::new(listener, |_| ());
+    let take = || {
+        let arrival = destination.wait().unwrap().unwrap();
+        let memory = PageCount::from_bytes(arrival.machine().memory);
+        let vm = soft::VmBuilder::new(memory, memory).build().unwrap();
+        let machine = Machine::new(vm, PlatformDevices::new(|_: &str| ())).unwrap();
+        let each = &mut || ControlFlow::Continue(());
+        arrival.run(machine, each, |guest| guest.stop()).unwrap();
+    };
+    let request = MoveRequest {
+        to: at.clone(),
+        ..MoveRequest::default()
+    };
+    let migrated = thread::scope(|scope| {
+        scope.spawn(take);
+        vmm.client().migrate(request, &mut |_| {}).unwrap()
+    });
+    assert_eq!(migrated.to, at);
+    let text = vmm.output();
+    let outcome = text.lines().last().unwrap_or_default();
+    assert!(outcome.starts_with(&format!("moved to {at}")), "{text}");
 }
 
 #[test]

@@ -60,7 +60,7 @@ pub fn writes(control: &Path, args: &WritesArgs) -> Result<Exit, Refusal> {
         count: args.pacing.count,
         detect: args.dirty.map(Into::into),
     });
-    for (index, writes) in periods.enumerate() {
+    for (index, writes) in periods.map_err(no_answer)?.enumerate() {
         let writes = match writes {
             Ok(writes) => writes,
             Err(error @ AskError::Ended(_)) => return Ok(ended(&error.to_string())),
