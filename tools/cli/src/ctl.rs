@@ -2,27 +2,16 @@
 //! [`monitor`].
 
 use crate::args::{CtlArgs, CtlCommand, Output};
-use crate::exit::{Exit, no_answer};
+use crate::client;
+use crate::exit::Exit;
 use crate::migrate::progress;
 use crate::monitor;
-use crate::output::{check_target, visible, write_result};
+use crate::output::visible;
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
 use lacuna_control::{AskError, Client, State, Status};
-use lacuna_lab::result::SCHEMA;
-use serde::Serialize;
+use serde_json::json;
 use std::path::Path;
-
-/// The result of `lacuna ctl`, as JSON.
-#[derive(Serialize)]
-struct CtlReport {
-    schema: u32,
-    command: String,
-    outcome: &'static str,
-    exit_code: u8,
-    /// After the request.
-    status: Status,
-}
 
 /// Sends the request; prints the guest's status after it and returns the exit code.
 pub fn ctl(args: &CtlArgs) -> Exit {
@@ -37,25 +26,14 @@ pub fn ctl(args: &CtlArgs) -> Exit {
     })
 }
 
-/// A request whose answer is the status after it.
-pub(crate) type Request = fn(&mut Client) -> Result<Status, AskError>;
-
-fn ask(control: &Path, request: Request, output: &Output) -> Result<Exit, Refusal> {
-    check_target(output).map_err(|error| (Exit::Host, error.to_string()))?;
-    let status = Client::connect(control).and_then(|mut client| request(&mut client));
-    let status = status.map_err(no_answer)?;
+fn ask(
+    control: &Path,
+    request: fn(&mut Client) -> Result<Status, AskError>,
+    output: &Output,
+) -> Result<Exit, Refusal> {
+    let status = client::ask(control, output, request)?;
     let text = in_words(&status);
-    let report = CtlReport {
-        schema: SCHEMA,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
-        outcome: "done",
-        exit_code: 0,
-        status,
-    };
-    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let written = write_result(output, &text, &(json + "\n"));
-    written.map_err(|error| (Exit::Host, error.to_string()))?;
-    Ok(Exit::Done)
+    client::report(output, &text, "done", json!({ "status": status }))
 }
 
 /// A status in lines, each with a name in front.

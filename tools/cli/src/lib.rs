@@ -25,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 pub mod args;
+mod client;
 pub mod ctl;
 pub mod doctor;
 pub mod exit;
@@ -39,6 +40,7 @@ pub mod observe;
 pub mod output;
 pub mod pages;
 pub mod pipe;
+mod progress;
 pub mod run;
 pub mod sample;
 pub mod serve;

@@ -1,21 +1,20 @@
 //! `lacuna migrate`: moves a running guest to another process.
 
 use crate::args::MigrateArgs;
-use crate::ctl::Request;
-use crate::exit::{Exit, no_answer};
-use crate::output::{check_target, visible, write_result};
+use crate::client;
+use crate::exit::Exit;
+use crate::output::visible;
+use crate::progress::line;
 use crate::run::{Refusal, exit_of};
 use crate::size::Size;
 use crate::snapshot::absolute;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna::migrate::Budget;
 use lacuna::migrate::session::{Migrated, OutgoingProgress, OutgoingStage};
 use lacuna::migrate::stream::Mode;
 use lacuna::migrate::transport::{Address, TlsFiles};
-use lacuna_control::{Client, MoveRequest};
+use lacuna_control::{AskError, Client, MoveRequest, Status};
 use lacuna_lab::report::{short, time};
-use lacuna_lab::result::SCHEMA;
-use serde::Serialize;
+use serde_json::json;
 use std::time::Duration;
 
 /// Does what `args` say; prints the result and returns the exit code.
@@ -28,19 +27,7 @@ pub fn migrate(args: &MigrateArgs) -> Exit {
     })
 }
 
-/// The result of `lacuna migrate`, as JSON.
-#[derive(Serialize)]
-struct MigrateReport {
-    schema: u32,
-    command: String,
-    outcome: String,
-    exit_code: u8,
-    /// `None` after `--keep`, `--cancel` and `--post-copy`.
-    migrated: Option<Migrated>,
-}
-
 fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
-    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
     let to = match to {
         Address::Unix(path) => Address::Unix(absolute(path)?),
         other => other.clone(),
@@ -67,40 +54,29 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
         live.set_message(format!("moving {}", progress(&now)));
         live.tick();
     };
-    let client = Client::connect(&args.control);
-    let migrated = client.and_then(|mut client| client.migrate(request, &mut show));
+    let migrated = client::ask(&args.control, &args.output, |client| {
+        client.migrate(request, &mut show)
+    });
     live.finish_and_clear();
-    let migrated = migrated.map_err(no_answer)?;
+    let migrated = migrated?;
     let text = summary(&migrated) + &advice(args, &migrated);
     let outcome = migrated.outcome();
-    report(args, text, outcome, Some(migrated))
-}
-
-fn decide(args: &MigrateArgs, request: Request, outcome: &str) -> Result<Exit, Refusal> {
-    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
-    let client = Client::connect(&args.control);
-    let status = client.and_then(|mut client| request(&mut client));
-    status.map_err(no_answer)?;
-    report(args, format!("{outcome}\n"), outcome.into(), None)
-}
-
-fn report(
-    args: &MigrateArgs,
-    text: String,
-    outcome: String,
-    migrated: Option<Migrated>,
-) -> Result<Exit, Refusal> {
-    let report = MigrateReport {
-        schema: SCHEMA,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
+    client::report(
+        &args.output,
+        &text,
         outcome,
-        exit_code: 0,
-        migrated,
-    };
-    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let written = write_result(&args.output, &text, &(json + "\n"));
-    written.map_err(|error| (Exit::Host, error.to_string()))?;
-    Ok(Exit::Done)
+        json!({ "migrated": migrated }),
+    )
+}
+
+fn decide(
+    args: &MigrateArgs,
+    request: fn(&mut Client) -> Result<Status, AskError>,
+    outcome: &str,
+) -> Result<Exit, Refusal> {
+    client::ask(&args.control, &args.output, request)?;
+    let text = format!("{outcome}\n");
+    client::report(&args.output, &text, outcome, json!({ "migrated": null }))
 }
 
 /// As `--mode` takes it.
@@ -197,16 +173,6 @@ pub(crate) fn progress(now: &OutgoingProgress) -> String {
             visible(now.cut.as_deref().unwrap_or_default())
         ),
     }
-}
-
-/// A line on stderr, if stderr is a terminal and progress is wanted.
-pub(crate) fn line(quiet: bool) -> ProgressBar {
-    let target = match quiet {
-        true => ProgressDrawTarget::hidden(),
-        false => ProgressDrawTarget::stderr_with_hz(5),
-    };
-    let style = ProgressStyle::with_template("{msg}").expect("the template is well formed");
-    ProgressBar::with_draw_target(None, target).with_style(style)
 }
 
 #[cfg(test)]

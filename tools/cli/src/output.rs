@@ -11,6 +11,7 @@ use std::fs::OpenOptions;
 use std::io::{self, IsTerminal, Write};
 
 use crate::args::{JsonTarget, Output};
+use crate::exit::Exit;
 use crate::pipe;
 use crate::signals::Signals;
 
@@ -32,6 +33,12 @@ impl WriteError {
             source,
             advice: "run again, with --json and a file that can be written",
         }
+    }
+}
+
+impl From<WriteError> for (Exit, String) {
+    fn from(error: WriteError) -> Self {
+        (Exit::Host, error.to_string())
     }
 }
 

@@ -103,7 +103,7 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     let usage = |error: &dyn ToString| (Exit::Usage, error.to_string());
     let signals = catch_signals()?;
     check_limits(args).map_err(|error| usage(&error))?;
-    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    check_target(&args.output)?;
     let file = load(args).map_err(|error| (error.kind().into(), error.to_string()))?;
     let image = Image::parse(&file);
     let image = image.map_err(|error| usage(&format!("{}: {error}", args.image)))?;

@@ -3,11 +3,10 @@
 use crate::args::{PagesFrom, ServeArgs};
 use crate::exit::{Exit, transport_refusal};
 use crate::live::{columns, fit};
-use crate::output::{check_target, complain, write_result_until_signal};
-use crate::pages;
-use crate::signals::Signals;
+use crate::output::{check_target, write_result_until_signal};
+use crate::run::{Refusal, catch_signals, exit_of};
 use crate::size::Size;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use crate::{pages, progress};
 use lacuna::migrate::transport::PrivateSocket;
 use lacuna::source::{Injected, Measured, PageSource, Policy, Server, SourceStats, serve as start};
 use lacuna::{PAGE_SIZE, PageCount};
@@ -40,22 +39,13 @@ struct ServeReport {
 
 /// Serves pages as `args` say, until a signal arrives; prints a summary and returns the exit code.
 pub fn serve(args: &ServeArgs) -> Exit {
-    match serve_until_signal(args) {
-        Ok(exit) => exit,
-        Err((exit, text)) => {
-            complain(&text);
-            exit
-        }
-    }
+    exit_of(serve_until_signal(args))
 }
-
-type Refusal = (Exit, String);
 
 fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let host = |error: &dyn ToString| (Exit::Host, error.to_string());
-    let signals = Signals::catch(&Arc::default());
-    let signals = signals.map_err(|error| host(&format!("cannot catch signals: {error}")))?;
-    check_target(&args.output).map_err(|error| host(&error))?;
+    let signals = catch_signals()?;
+    check_target(&args.output)?;
     let bytes = args.memory.0;
     if bytes == 0 || !bytes.is_multiple_of(PAGE_SIZE as u64) {
         let text = format!("--memory of {bytes} bytes: give whole pages of 4 KiB, at least one");
@@ -80,20 +70,18 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
     let listener = listener.map_err(|error| host(&format!("no descriptor is left: {error}")))?;
     let server = start(listener, pages, asked);
     let server = server.map_err(|error| host(&no_thread(&error)))?;
-    let live = (!args.output.quiet).then(live_line);
+    let live = progress::line(args.output.quiet);
     let began = Instant::now();
     let signal = loop {
         if let Some(signal) = signals.caught() {
             break signal;
         }
-        if let Some(live) = &live {
-            let line = line(args, &server, &source.stats(), began.elapsed());
-            live.set_message(fit(&line, columns()));
-            live.tick();
-        }
+        let line = line(args, &server, &source.stats(), began.elapsed());
+        live.set_message(fit(&line, columns()));
+        live.tick();
         thread::sleep(LOOK);
     };
-    live.iter().for_each(ProgressBar::finish_and_clear);
+    live.finish_and_clear();
     let (stats, exit) = (source.stats(), Exit::Interrupted(signal));
     let text = line(args, &server, &stats, began.elapsed());
     let report = ServeReport {
@@ -111,19 +99,12 @@ fn serve_until_signal(args: &ServeArgs) -> Result<Exit, Refusal> {
         p99_ns: stats.p99.as_nanos(),
     };
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let written = write_result_until_signal(&args.output, &(text + "\n"), &(json + "\n"), &signals);
-    written.map(|()| exit).map_err(|error| host(&error))
+    write_result_until_signal(&args.output, &(text + "\n"), &(json + "\n"), &signals)?;
+    Ok(exit)
 }
 
 fn no_thread(error: &io::Error) -> String {
     format!("cannot start a thread that serves pages: {error}")
-}
-
-/// The live line on stderr, if stderr is a terminal.
-fn live_line() -> ProgressBar {
-    let target = ProgressDrawTarget::stderr_with_hz(5);
-    let style = ProgressStyle::with_template("{msg}").expect("the template is well formed");
-    ProgressBar::with_draw_target(None, target).with_style(style)
 }
 
 fn line(args: &ServeArgs, server: &Server, stats: &SourceStats, elapsed: Duration) -> String {

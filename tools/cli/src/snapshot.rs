@@ -1,17 +1,17 @@
 //! `lacuna snapshot`: saves a running guest, and resumes a saved one.
 
 use crate::args::{Patience, RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
-use crate::exit::{self, Exit, no_answer};
-use crate::output::{check_target, write_result};
+use crate::client;
+use crate::exit::{self, Exit};
+use crate::output::check_target;
 use crate::pages::Restoring;
+use crate::progress::bar;
 use crate::run::{Lazy, Record, Refusal, Start, catch_signals, exit_of, run_from};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lacuna::migrate::{MigrateError, Snapshot, Touches};
 use lacuna_control::store::{self, url};
-use lacuna_control::{Client, SaveRequest, Saved, Saving};
+use lacuna_control::{SaveRequest, Saving};
 use lacuna_lab::report::time;
-use lacuna_lab::result::SCHEMA;
-use serde::Serialize;
+use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -25,20 +25,7 @@ pub fn snapshot(args: &SnapshotArgs) -> Exit {
     })
 }
 
-/// The result of `lacuna snapshot save`, as JSON.
-#[derive(Serialize)]
-struct SaveReport {
-    schema: u32,
-    command: String,
-    outcome: &'static str,
-    exit_code: u8,
-    seconds: f64,
-    saved: Saved,
-}
-
 fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
-    let host = |error: &dyn ToString| (Exit::Host, error.to_string());
-    check_target(&args.output).map_err(|error| host(&error))?;
     let request = SaveRequest {
         path: place(&args.folder)?,
         downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
@@ -51,10 +38,11 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
         live.set_position(now.done);
         live.set_message(format!("saving, round {}", now.round));
     };
-    let client = Client::connect(&args.control);
-    let saved = client.and_then(|mut client| client.save(request, &mut show));
+    let saved = client::ask(&args.control, &args.output, |client| {
+        client.save(request, &mut show)
+    });
     live.finish_and_clear();
-    let saved = saved.map_err(no_answer)?;
+    let saved = saved?;
     let seconds = began.elapsed().as_secs_f64();
     let by = match &saved.detected_by {
         None => String::new(),
@@ -68,17 +56,8 @@ fn save(args: &SaveArgs) -> Result<Exit, Refusal> {
         by,
         time(saved.downtime_us * 1000),
     );
-    let report = SaveReport {
-        schema: SCHEMA,
-        command: std::env::args().collect::<Vec<_>>().join(" "),
-        outcome: "done",
-        exit_code: 0,
-        seconds,
-        saved,
-    };
-    let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    write_result(&args.output, &text, &(json + "\n")).map_err(|error| host(&error))?;
-    Ok(Exit::Done)
+    let result = json!({ "seconds": seconds, "saved": saved });
+    client::report(&args.output, &text, "done", result)
 }
 
 /// The place of a snapshot, as the VM takes it.
@@ -107,7 +86,7 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals()?;
-    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    check_target(&args.output)?;
     let interrupt = signals.flag();
     let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;
     let opened = open(args, &interrupt);
@@ -172,15 +151,4 @@ fn lazy<'a>(
 /// The exit code and the text for the user.
 pub(crate) fn refusal(error: &MigrateError) -> Refusal {
     (error.kind().into(), error.to_string())
-}
-
-/// A bar on stderr, if stderr is a terminal and progress is wanted.
-pub(crate) fn bar(quiet: bool) -> ProgressBar {
-    let target = match quiet {
-        true => ProgressDrawTarget::hidden(),
-        false => ProgressDrawTarget::stderr_with_hz(5),
-    };
-    let style = ProgressStyle::with_template("{msg} {bar:24} {percent:>3} %  {pos} pages");
-    let style = style.expect("the template is well formed");
-    ProgressBar::with_draw_target(Some(0), target).with_style(style.progress_chars("█░"))
 }

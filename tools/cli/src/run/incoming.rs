@@ -8,8 +8,9 @@ use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Sockets, Start, run_with};
 use crate::args::RunArgs;
 use crate::exit::{Exit, transport_refusal};
-use crate::migrate::{line, words};
+use crate::migrate::words;
 use crate::output::{check_target, complain, visible};
+use crate::progress::line;
 use crate::sample::Received;
 use crate::signals::Signals;
 use crate::size::Size;
@@ -64,7 +65,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let signals = Signals::catch(&cut);
     let signals =
         signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))?;
-    check_target(&args.output).map_err(|error| (Exit::Host, error.to_string()))?;
+    check_target(&args.output)?;
     let sockets = Sockets::open(args)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let listener = Listener::open(at, files.as_ref(), cut).map_err(transport_refusal)?;

@@ -99,10 +99,8 @@ pub(super) fn finish<B: Builder>(
     report.migrated = run.migrated;
     report.outcome = text;
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    let written = write_result_until_signal(&args.output, &words, &(json + "\n"), signals);
-    written
-        .map(|()| exit)
-        .map_err(|error| (Exit::Host, error.to_string()))
+    write_result_until_signal(&args.output, &words, &(json + "\n"), signals)?;
+    Ok(exit)
 }
 
 fn received_in_words(received: &Received) -> String {
