@@ -5,6 +5,7 @@
 //! | [`crate::session`] | one running guest, any backend | arms that are switched while it runs |
 //! | [`crate::guests`] | a guest at a gate, or an incoming one | restores and migrations |
 //! | [`crate::players`] | VMs with one guest image that take turns | arms with a VM each |
+//! | [`crate::sweeps`] | vCPUs that access all pages, again and again | tests of the logs |
 //! | [`boot_code`] | a VM that runs some bytes of machine code | one path, without a guest kernel |
 
 use crate::experiment::LabError;

@@ -188,14 +188,6 @@ impl Rounds {
     /// The fewest rounds whose full range covers a median with 95 %.
     pub const LEAST: usize = 6;
 
-    /// The rounds of each of `parts` series that share this time.
-    pub fn split(self, parts: usize) -> Self {
-        match self {
-            Self::Count(_) => self,
-            Self::Within(time) => Self::Within(time / u32::try_from(parts).unwrap_or(u32::MAX)),
-        }
-    }
-
     /// Carries out as many rounds and returns their number.
     ///
     /// # Errors

@@ -37,6 +37,8 @@ const VCPUS_MAX: u64 = 64;
 const HIGH: u64 = 4 << 30;
 /// The end of x86-64 memory below [`HIGH`].
 const LOW_END: u64 = 3 << 30;
+/// A huge page.
+const HUGE: u64 = 2 << 20;
 /// The number of the first slot of its own.
 const FIRST_SLOT: u16 = 8;
 /// Frames beyond the guest's pages, because reclaim keeps some free.
@@ -111,14 +113,8 @@ impl GuestOptions {
     /// Pages that one vCPU accesses, and all of them together.
     fn pages(&self) -> (u64, u64) {
         let each = self.bytes.0 / PAGE_SIZE as u64;
-        (
-            each,
-            if self.overlap {
-                each
-            } else {
-                each * self.vcpus as u64
-            },
-        )
+        let shares = if self.overlap { 1 } else { self.vcpus as u64 };
+        (each, each * shares)
     }
 
     /// Why there is no such guest.
@@ -154,7 +150,8 @@ impl GuestOptions {
             () if self.arch == Arch::X86_64 && low + bytes > LOW_END => (LOW_END + bytes, HIGH),
             () => (low + bytes - base, low),
         };
-        (PageCount::from_bytes(size), first)
+        // Memory in huge pages is a multiple of them.
+        (PageCount::from_bytes(size.next_multiple_of(HUGE)), first)
     }
 
     /// A VM for this guest on soft.
@@ -202,10 +199,8 @@ impl Sweep {
     /// What the guest reads at the beginning of a sweep.
     fn answers(self) -> [u32; 2] {
         let limit = f64::from(1_u32 << 31) * self.write_percent / 100.0;
-        [
-            limit as u32,
-            if self.random { AT_RANDOM } else { BY_ADDRESS },
-        ]
+        let multiplier = if self.random { AT_RANDOM } else { BY_ADDRESS };
+        [limit as u32, multiplier]
     }
 }
 

@@ -85,6 +85,12 @@ fn the_memory_has_so_many_slots_and_is_of_that_kind() {
 }
 
 #[test]
+fn huge_pages_are_logged_by_4_kib() {
+    let _reserved = lacuna_skip::HugePages::reserve(3);
+    assert_eq!(exact("--bytes 1M --memory-kind hugetlbfs")[..], [256, 256]);
+}
+
+#[test]
 fn writes_are_detected_as_chosen() {
     let stats = |detection: &str| {
         let options: DirtyLog = options_of(&format!("--bytes 1M --detection {detection}"));

@@ -1,5 +1,5 @@
 //! The cost of a dirtied page, independent of any rate: iterations of `lacuna test dirty-log` with
-//! one vCPU ([`crate::dirty_log`]). There is a VM for each arm, and a turn is one iteration.
+//! one vCPU ([`crate::dirty_log`]). The arms take turns in one VM, on the same frames.
 //!
 //! The clock covers the vCPU's thread inside `Vcpu::run`. The time of the arm without logging is
 //! subtracted. The guest maps 4 KiB pages and loads CR3 before each sweep. So every write walks, in
@@ -18,10 +18,9 @@ use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
 use crate::report::figure;
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Rounds, Summary, across_shifts, paired};
+use crate::stats::{Rounds, Summary, measures, paired};
 use crate::sweeps::Sweep;
 use crate::sweeps::program::Variant;
-use crate::turns::{round, shifts};
 use lacuna::dirty::{Detection, DetectionChoice as _};
 use lacuna::soft::Vm;
 
@@ -71,7 +70,7 @@ struct Costs {
 pub fn measure(options: &Options, report: &mut Report) -> Result<(), LabError> {
     let amount = match options.quick {
         true => (Rounds::Count(1), ROUND / 8),
-        false => (Rounds::Count(16), ROUND),
+        false => (Rounds::Count(32), ROUND),
     };
     for (suffix, delivery) in [("", Recorder::Bitmap), ("_ring", Recorder::Ring)] {
         let costs = |work| costs(&ARMS, amount, work, delivery);
@@ -135,52 +134,31 @@ pub fn first_look(_: &Options, rounds: Rounds) -> Result<Found, LabError> {
 /// Writes of an arm in a round.
 const ROUND: u64 = 1 << 18;
 
-/// Measures `arms` in turns of one iteration, with a VM for each, in so many rounds with so many
-/// writes of an arm. The rounds are shared among all assignments of VMs to arms.
+/// Measures `arms` in so many rounds with so many writes of an arm.
 fn costs(
     arms: &[Arm],
     (rounds, writes): (Rounds, u64),
     work: Work,
     delivery: Recorder,
 ) -> Result<Costs, LabError> {
-    // The first assignment finds the number of rounds; all others have as many.
-    let mut rounds = rounds.split(arms.len());
-    let mut counted = 0;
     let pages = work.0;
-    let sweeps = (writes / pages).max(2);
-    let vms = arms.iter().map(|_| vm(work, delivery));
-    let mut tests = vms.collect::<Result<Vec<_>, _>>()?;
-    let mut runs = vec![[const { Vec::new() }; 3]; arms.len()];
-    for vms in shifts(arms.len()) {
-        for (arm, vm) in arms.iter().zip(&vms) {
-            tests[*vm].watch(arm.1)?;
-            // The arm before may have left write-protected pages.
-            tests[*vm].iterate(WRITES, &mut Harvested::default())?;
-        }
-        counted = rounds.repeat(|| {
-            let found = one_round(&mut tests, arms, &vms, sweeps)?;
-            for (all, one) in runs.iter_mut().flatten().zip(found.into_iter().flatten()) {
-                all.push(one);
-            }
-            Ok(())
-        })?;
-        rounds = Rounds::Count(counted);
-    }
+    // A round has two slices of each arm.
+    let sweeps = (writes / pages / 2).max(1);
+    let mut test = vm(work, delivery)?;
+    let runs = measures(arms.len(), rounds, |arm| {
+        slice(&mut test, arms[arm].1, sweeps)
+    })?;
     let none_ns = runs[NONE][0].clone();
-    let above = |[ns, exits, dirtied]: &[Vec<f64>; 3]| {
-        let raw = |run: usize| (ns[run] - none_ns[run]) * pages as f64 / dirtied[run];
-        let charged = |run: usize| raw(run) + exits[run] * EXIT_NS / dirtied[run];
-        let all = 0..ns.len();
-        let [raw, charged] = [
-            all.clone().map(raw).collect(),
-            all.map(charged).collect::<Vec<_>>(),
-        ];
-        [raw, charged].map(|ns| across_shifts(&ns, counted))
+    let above = |[ns, exits]: &[Vec<f64>; 2]| {
+        let raw = ns.iter().zip(&none_ns).map(|(ns, none)| ns - none);
+        let charges = exits.iter().map(|exits| exits * EXIT_NS / pages as f64);
+        let charged = raw.clone().zip(charges).map(|(raw, charge)| raw + charge);
+        [raw.collect(), charged.collect()]
     };
     Ok(Costs {
         pages,
         ns: runs.iter().map(above).collect(),
-        none_ns: across_shifts(&none_ns, counted),
+        none_ns,
     })
 }
 
@@ -197,40 +175,34 @@ fn vm((pages, reloads): Work, delivery: Recorder) -> Result<DirtyTest<Vm>, LabEr
     Ok(test)
 }
 
-/// For each arm: nanoseconds for each page of its median sweep, exits in a sweep, and pages dirtied
-/// in a sweep.
-fn one_round(
-    tests: &mut [DirtyTest<Vm>],
-    arms: &[Arm],
-    vms: &[usize],
+/// Nanoseconds for each page of the median sweep, and exits in a sweep.
+fn slice(
+    test: &mut DirtyTest<Vm>,
+    watch: Option<Detection>,
     sweeps: u64,
-) -> Result<Vec<[f64; 3]>, LabError> {
+) -> Result<[f64; 2], LabError> {
+    test.watch(watch)?;
+    // The arm before may have left write-protected pages.
+    test.iterate(WRITES, &mut Harvested::default())?;
     let counts = |test: &DirtyTest<Vm>| counted(&test.sweeps.vm.dirty_stats());
-    let before: Vec<_> = vms.iter().map(|vm| counts(&tests[*vm])).collect();
-    let mut times = vec![Vec::new(); vms.len()];
-    let mut log = vec![Harvested::default(); vms.len()];
-    round(vms.len(), sweeps as usize / 2, |arm, _| {
-        let swept = tests[vms[arm]].iterate(WRITES, &mut log[arm])?;
-        times[arm].push(swept.cpu_ns as f64 / swept.written as f64);
-        Ok::<_, LabError>(())
-    })?;
-    let found = (0..vms.len()).map(|arm| {
-        let (test, each) = (&tests[vms[arm]], times[arm].len() as f64);
-        let now = counts(test);
-        let mut counted: Counted = std::array::from_fn(|i| now[i] - before[arm][i]);
-        (counted[DIRTIED], counted[HARVESTS]) = (log[arm].pages, log[arm].count);
-        let exits = arms[arm].1.map_or(0, |how| exits(&counted, how, 1));
-        let dirtied = match arms[arm].1 {
-            Some(_) => log[arm].pages as f64 / each,
-            None => test.sweeps.area.pages() as f64,
-        };
-        [
-            Summary::of(&times[arm]).median,
-            exits as f64 / each,
-            dirtied,
-        ]
-    });
-    Ok(found.collect())
+    let (before, mut log, mut times) = (counts(test), Harvested::default(), Vec::new());
+    let pages = test.sweeps.area.pages();
+    for _ in 0..sweeps {
+        let swept = test.iterate(WRITES, &mut log)?;
+        times.push(swept.cpu_ns as f64 / pages as f64);
+    }
+    let now = counts(test);
+    let mut counted: Counted = std::array::from_fn(|i| now[i] - before[i]);
+    (counted[DIRTIED], counted[HARVESTS]) = (log.pages, log.count);
+    let exits = watch.map_or(0, |how| exits(&counted, how, 1));
+    if watch.is_some() && log.pages != sweeps * pages {
+        let text = format!(
+            "{sweeps} sweeps of {pages} pages dirtied {} pages",
+            log.pages
+        );
+        return Err(LabError::Guest(text));
+    }
+    Ok([Summary::of(&times).median, exits as f64 / sweeps as f64])
 }
 
 #[cfg(test)]
@@ -241,24 +213,18 @@ mod tests {
     #[test]
     fn a_sweep_writes_every_page_once() {
         for delivery in [Recorder::Bitmap, Recorder::Ring] {
-            let mut tests = [vm(ALL, delivery).unwrap()];
-            let mut round = |watch| {
-                tests[0].watch(watch).unwrap();
-                let warm = tests[0].iterate(WRITES, &mut Harvested::default());
-                assert_eq!(warm.unwrap().written, 2048);
-                let found = one_round(&mut tests, &[("", watch)], &[0], 4).unwrap();
-                (found[0], tests[0].sweeps.vm.dirty_stats())
+            let mut test = vm(ALL, delivery).unwrap();
+            let mut slice = |watch| {
+                let found = slice(&mut test, watch, 8).unwrap();
+                (found, test.sweeps.vm.dirty_stats())
             };
-            let ([_, exits, dirtied], _) = round(None);
-            assert_eq!((exits, dirtied), (0.0, 2048.0));
-            let ([ns, exits, dirtied], _) = round(Some(Detection::WriteProtect));
-            assert_eq!(dirtied, 2048.0);
+            assert_eq!(slice(None).0[1], 0.0);
+            let ([ns, exits], _) = slice(Some(Detection::WriteProtect));
             // The pages, and some page tables in which walks set A and D bits.
             assert!(ns > 0.0 && (2049.0..2110.0).contains(&exits), "{exits}");
-            let ([_, exits, logged], before) = round(Some(Detection::Pml));
-            assert_eq!(logged, 2048.0);
+            let ([_, exits], before) = slice(Some(Detection::Pml));
             assert!((2.0 + 4.0..10.0).contains(&exits), "{exits}");
-            assert_eq!(round(None).1, before, "nothing is detected any more");
+            assert_eq!(slice(None).1, before, "nothing is detected any more");
         }
     }
 }
