@@ -6,12 +6,14 @@
 //! | `talk` | x86 async page faults, KVM Forum 2010 |
 //! | `arm64` | arm64 async page faults, the cover letter of RFCv2, 2020 |
 //! | `range` | invalidation of huge pages by range, the cover letter of v3, 2012 |
+//! | `paging` | exits on missing memory, the cover letter of 2023 |
 //! | `pml` | page-modification logging, kvm list 2015 |
 //!
 //! A part says what differs from the original, and why. `--scale N` divides memory and time by N,
 //! and the number of processes where a part has many.
 
 mod arm64;
+mod paging;
 mod pml;
 mod range;
 mod talk;
@@ -28,7 +30,7 @@ use std::time::Duration;
 /// # Errors
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let steps = talk::STEPS + arm64::STEPS + range::STEPS + pml::STEPS;
+    let steps = talk::STEPS + arm64::STEPS + range::STEPS + paging::STEPS + pml::STEPS;
     let progress = Progress::new(steps, options.verbosity);
     if options.wants_x86("talk", [talk::ID], report) {
         talk::measure(options, report, &progress)?;
@@ -40,6 +42,9 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
         let done = range::measure(options, report, &progress);
         skip_if_busy(report, [range::ID], done)?;
     }
+    if options.wants("paging") {
+        paging::measure(options, report, &progress)?;
+    }
     if options.wants_x86("pml", pml::IDS, report) {
         pml::measure(options, report, &progress)?;
     }
@@ -47,7 +52,7 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
 }
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["talk", "arm64", "range", "pml"];
+pub const PARTS: &[&str] = &["talk", "arm64", "range", "paging", "pml"];
 
 /// The size of an experiment.
 #[derive(Clone, Copy, Debug)]

@@ -36,6 +36,7 @@
 //! `paging.pool`.
 
 pub use arms::first_look;
+pub(crate) use arms::{SERIES, SOURCE, charged};
 
 mod arms;
 mod crowd;

@@ -17,20 +17,26 @@ use lacuna::memory::MemoryKind;
 use lacuna::{Arch, Backend, Vm};
 use std::thread;
 
-/// The measured numbers of vCPUs, and thousand pages a second in the 2023 series: through one
-/// userfaultfd, and by exits.
-const SERIES: [(usize, f64, f64); 5] = [
+/// Numbers of vCPUs, and thousand pages a second in the 2023 series: through one userfaultfd, and
+/// by exits.
+pub const SERIES: [(usize, f64, f64); 9] = [
     (1, 150.0, 340.0),
     (2, 191.0, 477.0),
     (4, 210.0, 809.0),
     (8, 155.0, 1239.0),
     (16, 130.0, 1595.0),
+    (32, 108.0, 2299.0),
+    (64, 86.0, 3482.0),
+    (128, 62.0, 4134.0),
+    (256, 36.0, 4012.0),
 ];
+/// The measured rows of [`SERIES`].
+const ROWS: usize = 5;
 /// Where [`SERIES`] is from.
-const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 cores";
+pub const SOURCE: &str = "KVM_CAP_MEM_FAULT_NOWAIT, kvm list, 2023-02-15; KVM, 256 cores";
 
 /// The number of steps that [`measure`] and [`measure_huge`] report as progress.
-pub const STEPS: u64 = 2 * SERIES.len() as u64 - 1 + FEW.len() as u64;
+pub const STEPS: u64 = 2 * ROWS as u64 - 1 + FEW.len() as u64;
 /// The number of steps that [`measure_kvm`] reports.
 pub const KVM_STEPS: u64 = 2 * FEW.len() as u64;
 
@@ -92,7 +98,7 @@ pub fn measure(
 ) -> LabResult {
     let (pages, counts) = match options.quick {
         true => (2048, &SERIES[..2]),
-        false => (8192, &SERIES[..]),
+        false => (8192, &SERIES[..ROWS]),
     };
     let (mut table, mut wakes) = (String::new(), Vec::new());
     for &(vcpus, without, with) in counts {
@@ -241,7 +247,7 @@ fn cores() -> usize {
 
 /// `rate` if each page had cost the exit of its arm: the exit takes time of a vCPU's thread, and at
 /// most as many threads run as there are cores.
-fn charged(rate: f64, arm: &DemandPaging) -> f64 {
+pub fn charged(rate: f64, arm: &DemandPaging) -> f64 {
     let exit_ns = match arm.by {
         By::Exits | By::Tokens => VMM_EXIT_NS,
         By::Queue | By::Source => EXIT_NS,
