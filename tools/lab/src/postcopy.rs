@@ -21,7 +21,7 @@
 //! | `postcopy.fill_kept_percent.1ms` | pages a second of the fill, beside demands / alone |
 //! | `postcopy.*.1ms_window256` | the last two, with 256 pushed pages in flight instead of 64 |
 //!
-//! The arms are switched while one guest runs ([`crate::session`]). A run of
+//! The arms are switched while one guest runs (`session`). A run of
 //! [`crate::demand_paging`] is for one way to provide pages, and ends with its guest.
 //!
 //! Each is measured for Linux memory, which a userfaultfd fills, and for the soft backend's own

@@ -28,7 +28,7 @@ type Make<V> = Box<dyn Fn(Apf, Arc<dyn PageSource>) -> LabResult<Arc<V>> + Send 
 
 /// Makes a VM for each run of the same guest.
 pub struct Fixture<V = Vm> {
-    make: Make<V>,
+    pub make: Make<V>,
     /// Provides pages of a VM: this number, from this address on.
     pub provide: fn(&V, Gpa, usize) -> LabResult,
     /// The command line of the guests.
@@ -114,13 +114,6 @@ impl Fixture<kvm::Vm> {
     }
 }
 
-impl<V: lacuna::Vm> Fixture<V> {
-    /// A VM with missing memory.
-    pub fn vm(&self, apf: Apf, source: Arc<dyn PageSource>) -> LabResult<Arc<V>> {
-        (self.make)(apf, source)
-    }
-}
-
 /// Why missing memory of these `options` does not exist on this host.
 pub fn unavailable(options: &DemandPaging) -> Option<LabError> {
     let vm = Fixture::soft(options).and_then(|fixture| fixture.empty_vm(options.arch));
@@ -130,7 +123,7 @@ pub fn unavailable(options: &DemandPaging) -> Option<LabError> {
 impl Fixture {
     /// A VM without a guest.
     pub fn empty_vm(&self, arch: Arch) -> LabResult<Arc<Vm>> {
-        self.vm(Apf::Off, Arc::new(Lists::new(1, arch)))
+        (self.make)(Apf::Off, Arc::new(Lists::new(1, arch)))
     }
 }
 

@@ -133,7 +133,7 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
         Ok(Self {
             fixture,
             options,
-            vm: fixture.vm(apf, source)?,
+            vm: (fixture.make)(apf, source)?,
             queues,
             devices: PlatformDevices::of(options.arch, words.console()),
             words,

@@ -3,7 +3,7 @@
 use super::*;
 use crate::fixture::{gpa_of, needs_guests};
 use clap::Parser;
-use lacuna::{Apf, GuestMemory as _, MemorySlots as _, Vm as _};
+use lacuna::{GuestMemory as _, MemorySlots as _, Vm as _};
 use lacuna_skip::test;
 use rustix::fs::{FallocateFlags, fallocate};
 use std::sync::Arc;
@@ -238,9 +238,7 @@ fn a_page_is_copied_or_continued() {
     for (fill, is_provided) in [("copy", true), ("continue", false)] {
         let options = options(&format!("--memory-kind memfd --fill {fill}"));
         let fixture = fixture(&options);
-        let vm = fixture
-            .vm(Apf::Off, Arc::new(lists::Lists::new(1, Arch::X86_64)))
-            .unwrap();
+        let vm = fixture.empty_vm(Arch::X86_64).unwrap();
         let shared = vm.shared_file().unwrap();
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let bytes = PAGE_SIZE as u64;

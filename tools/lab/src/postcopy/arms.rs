@@ -20,6 +20,7 @@ use lacuna::{Apf, Arch, MemorySlots as _, Vm as _};
 use lacuna_guest::status::Kind;
 use serde_json::Value;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// The settings of a slice.
@@ -168,7 +169,13 @@ impl Scene {
             session.guest.prepared()?;
             pages.set_far();
             let memory = session.vm.missing_memory().expect("it has a source");
-            let push = Push::new((memory, self.arch), &pages, self.push);
+            let push = Push {
+                memory,
+                arch: self.arch,
+                pages: &pages,
+                pace: self.push,
+                is_on: AtomicBool::new(false),
+            };
             push.during(|| {
                 let mut took = vec![(Figures::default(), Vec::new()); arms.len()];
                 turns::round(arms.len(), 1, |arm, _| {
@@ -201,7 +208,7 @@ impl Scene {
         }
         session.set_apf(arm.apf);
         guest.pause(arm.paused)?;
-        push.set_on(arm.pushes);
+        push.is_on.store(arm.pushes, Ordering::Relaxed);
         guest.run_for(self.settle)?;
         let (before, stalls, provided) = (guest.count()?, session.vm.stalls(), pages.provided());
         guest.run_for(self.slice)?;

@@ -21,38 +21,22 @@ pub enum Pace {
 /// The pause between two groups of pages of a [`Pace::Rate`].
 const PAUSE: Duration = Duration::from_millis(4);
 
-/// Pushes the pages of one guest.
+/// Pushes the pages of one guest while it is on.
 pub struct Push<'a> {
-    memory: &'a dyn MissingMemory,
-    arch: Arch,
-    pages: &'a Pages,
-    pace: Pace,
-    is_on: AtomicBool,
-    is_over: AtomicBool,
+    pub memory: &'a dyn MissingMemory,
+    pub arch: Arch,
+    pub pages: &'a Pages,
+    pub pace: Pace,
+    pub is_on: AtomicBool,
 }
 
-impl<'a> Push<'a> {
-    /// A push to a guest of `arch`, switched off at first.
-    pub fn new(
-        (memory, arch): (&'a dyn MissingMemory, Arch),
-        pages: &'a Pages,
-        pace: Pace,
-    ) -> Self {
-        Self {
-            memory,
-            arch,
-            pages,
-            pace,
-            is_on: AtomicBool::new(false),
-            is_over: AtomicBool::new(false),
-        }
-    }
-
+impl Push<'_> {
     /// Carries out `experiment` while a thread pushes whenever the push is on.
     pub fn during<T>(&self, experiment: impl FnOnce() -> LabResult<T>) -> LabResult<T> {
+        let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
-            let thread = scope.spawn(|| self.run());
-            let end = End(self);
+            let thread = scope.spawn(|| self.run(&is_over));
+            let end = End(&is_over);
             let done = experiment();
             drop(end);
             let pushed = thread.join().expect("the push thread does not panic");
@@ -67,16 +51,11 @@ impl<'a> Push<'a> {
         })
     }
 
-    /// Switches the push on or off.
-    pub fn set_on(&self, is_on: bool) {
-        self.is_on.store(is_on, Ordering::Relaxed);
-    }
-
     /// Pushes until the end. Returns whether all pages were pushed before.
-    fn run(&self) -> Result<bool, MemoryError> {
+    fn run(&self, is_over: &AtomicBool) -> Result<bool, MemoryError> {
         ask_for(Purpose::Push);
         let mut next = 0;
-        while !self.is_over.load(Ordering::Relaxed) {
+        while !is_over.load(Ordering::Relaxed) {
             if !self.is_on.load(Ordering::Relaxed) {
                 thread::sleep(PAUSE);
                 continue;
@@ -95,8 +74,7 @@ impl<'a> Push<'a> {
                 if next == self.pages.count() {
                     return Ok(true);
                 }
-                let at = gpa_of(self.arch, next);
-                self.memory.fetch(at, None)?;
+                self.memory.fetch(gpa_of(self.arch, next), None)?;
                 next += 1;
             }
         }
@@ -105,10 +83,10 @@ impl<'a> Push<'a> {
 }
 
 /// Ends the thread, also after an error or a panic.
-struct End<'a>(&'a Push<'a>);
+struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
-        self.0.is_over.store(true, Ordering::Relaxed);
+        self.0.store(true, Ordering::Relaxed);
     }
 }
