@@ -297,7 +297,7 @@ impl<V: Vm<Error: Into<LabError>>> DirtyTest<V> {
     }
 
     /// Adds one harvest to `sum`.
-    fn harvest(&self, sum: &mut Harvested) -> LabResult {
+    pub fn harvest(&self, sum: &mut Harvested) -> LabResult {
         let cpu = thread_cpu_ns();
         if let Some(rings) = self.sweeps.vm.dirty_rings() {
             let start = Instant::now();

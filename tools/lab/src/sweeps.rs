@@ -41,7 +41,7 @@ const LOW_END: u64 = 3 << 30;
 const HUGE: u64 = 2 << 20;
 /// The number of the first slot of its own.
 const FIRST_SLOT: u16 = 8;
-/// Frames beyond the guest's pages, because reclaim keeps some free.
+/// Frames beyond the pages and their tables, because reclaim keeps some free.
 const SPARE: u64 = 1 << 14;
 
 const ARCHS: [(&str, Arch); 2] = [("x86_64", Arch::X86_64), ("arm64", Arch::Arm64)];
@@ -158,7 +158,7 @@ impl GuestOptions {
     pub fn soft(&self) -> soft::VmBuilder {
         let (_, pages) = self.pages();
         let frames = match self.memory_kind {
-            MemoryKind::Budget => pages + pages / 8,
+            MemoryKind::Budget => pages + pages / 64,
             _ => 0,
         };
         soft::VmBuilder {

@@ -90,7 +90,7 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
     if cores <= VCPUS {
         report.say(format!(
             "{VCPUS} vCPUs and the monitor share {cores} cores here, and the letter's host had 16: \
-             what the monitor works counts as a cost to the guest. `by processor time` leaves \
+             the monitor's work counts as a cost to the guest. `by processor time` leaves \
              it out."
         ));
     }

@@ -110,11 +110,16 @@ fn slice(test: &mut DirtyTest<Vm>, detection: Detection) -> Result<Slice, LabErr
 /// Writes to `percent` of the pages and harvests them, once or whenever the ring is full.
 fn dirty(test: &mut DirtyTest<Vm>, percent: f64, all: &mut Harvested) -> Result<(), LabError> {
     let before = all.pages;
-    let sweep = Sweep {
-        write_percent: percent,
-        random: true,
+    let written = if percent == 0.0 {
+        test.harvest(all)?;
+        0
+    } else {
+        let sweep = Sweep {
+            write_percent: percent,
+            random: true,
+        };
+        test.iterate(sweep, all)?.written
     };
-    let written = test.iterate(sweep, all)?.written;
     match all.pages - before {
         pages if pages == written => Ok(()),
         pages => Err(LabError::Guest(format!(
