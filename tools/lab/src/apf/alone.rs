@@ -28,8 +28,8 @@ pub const TOLERANCE: f64 = 0.02;
 const WIDE_TOLERANCE: f64 = 0.03;
 /// The number of tries of the search for the work.
 const TRIES: usize = 6;
-/// The longest time of a round. It takes a few seconds, and about a minute in a guest of 4 GiB.
-const ROUND_LIMIT: Duration = Duration::from_secs(600);
+/// The longest time of a round. It takes a few seconds, and a minute or more in a guest of 4 GiB.
+const ROUND_LIMIT: Duration = Duration::from_secs(1800);
 /// More rounds than any experiment waits for.
 pub const ROUNDS: u64 = 1_000_000;
 

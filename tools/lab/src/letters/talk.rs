@@ -182,34 +182,25 @@ fn table(runs: &Arms<Run>) -> String {
     ];
     let columns = [&runs[0][0], &runs[1][0], &runs[0][1], &runs[1][1]];
     let mut rows = vec![header.map(str::to_owned)];
-    let mut row = |name: String, published: [u64; 2], ours: [u64; 4]| {
-        let [a, b] = published.map(grouped);
+    let mut row = |name: String, published: Option<[u64; 2]>, ours: [u64; 4]| {
+        let [a, b] = published.map_or_else(Default::default, |published| published.map(grouped));
         let [c, d, e, f] = ours.map(grouped);
         rows.push([name, a, b, c, d, e, f]);
     };
     (0..VCPUS).for_each(|worker| {
         row(
             format!("worker {worker}"),
-            PUBLISHED.map(|arm| arm[worker]),
+            Some(PUBLISHED.map(|arm| arm[worker])),
             columns.map(|run| run.workers[worker]),
         );
     });
+    let published = PUBLISHED.map(|arm| arm.iter().sum());
+    row("total".into(), Some(published), columns.map(Run::total));
     row(
-        "total".into(),
-        PUBLISHED.map(|arm| arm.iter().sum()),
-        columns.map(Run::total),
-    );
-    let faulters = columns.map(|run| grouped(run.faulters));
-    let [c, d, e, f] = faulters;
-    rows.push([
         "pages touched".into(),
-        String::new(),
-        String::new(),
-        c,
-        d,
-        e,
-        f,
-    ]);
+        None,
+        columns.map(|run| run.faulters),
+    );
     align(&rows)
 }
 
