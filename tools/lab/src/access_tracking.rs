@@ -160,7 +160,7 @@ impl fmt::Display for Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sweeps::options_of;
+    use crate::options::options_of;
 
     #[test]
     fn no_page_stays_idle_that_a_vcpu_accesses() {

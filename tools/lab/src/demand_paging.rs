@@ -35,10 +35,10 @@ pub(crate) use fixture::{Fixture, unavailable};
 pub use outcome::Outcome;
 
 use crate::experiment::LabResult;
+use crate::options::{ARCHS, BACKENDS, KINDS, named, options_of, up_to};
 use crate::report::Progress;
 use crate::size::{Size, parse_duration};
-use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
-use clap::{Args, Command, FromArgMatches, ValueEnum};
+use clap::{Args, ValueEnum};
 use lacuna::memory::MemoryKind;
 use lacuna::{Arch, Backend, PAGE_SIZE, PageCount};
 use std::thread;
@@ -51,29 +51,6 @@ pub(crate) const MOST_AT_ONCE: usize = 512;
 
 /// MiB of a guest beside the pages that it touches: its kernel, and the page tables of its arena.
 const BESIDE_MIB: u64 = 32;
-
-const ARCHS: [(&str, Arch); 2] = [("x86_64", Arch::X86_64), ("arm64", Arch::Arm64)];
-const BACKENDS: [(&str, Backend); 2] = [("soft", Backend::Soft), ("kvm", Backend::Kvm)];
-const KINDS: [(&str, MemoryKind); 4] = [
-    ("anonymous", MemoryKind::Linux),
-    ("pool", MemoryKind::Budget),
-    ("memfd", MemoryKind::Shared),
-    ("hugetlbfs", MemoryKind::Hugetlbfs),
-];
-
-/// One of these names.
-fn named<T, const N: usize>(values: [(&'static str, T); N]) -> impl TypedValueParser<Value = T>
-where
-    T: Copy + Send + Sync + 'static,
-{
-    let found = move |name: String| values.into_iter().find(|value| value.0 == name);
-    let names = PossibleValuesParser::new(values.map(|value| value.0));
-    names.map(move |name| found(name).expect("a possible value").1)
-}
-
-fn up_to(most: u64) -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=most)
-}
 
 /// The number of pages as clap reads it.
 fn batch(text: &str) -> Result<usize, String> {
@@ -163,9 +140,7 @@ pub enum Fill {
 /// The options of the command without arguments.
 impl Default for DemandPaging {
     fn default() -> Self {
-        let command = Self::augment_args(Command::new("demand-paging").no_binary_name(true));
-        let found = command.get_matches_from([""; 0]);
-        Self::from_arg_matches(&found).expect("each option has a default")
+        options_of("")
     }
 }
 

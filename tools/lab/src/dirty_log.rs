@@ -14,10 +14,11 @@
 
 use crate::experiment::{LabError, LabResult};
 use crate::native::thread_cpu_ns;
+use crate::options::up_to;
 use crate::report::{Progress, Verbosity, align};
 use crate::size::Size;
 use crate::sweeps::program::Variant;
-use crate::sweeps::{GuestOptions, Sweep, Sweeps, Swept, up_to};
+use crate::sweeps::{GuestOptions, Sweep, Sweeps, Swept};
 use clap::{Args, ValueEnum};
 use lacuna::dirty::{Backup, Delivery, Detection, HugeLeaves, Initially, Logging, RingSize};
 use lacuna::kvm::Tracker;

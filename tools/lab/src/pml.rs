@@ -34,9 +34,9 @@ mod score;
 
 use crate::dirty_log::{DirtyLog, Recorder};
 use crate::experiment::{LabError, Options};
+use crate::options::options_of;
 use crate::report::Progress;
 use crate::result::Report;
-use crate::sweeps::options_of;
 use lacuna::PAGE_SIZE;
 
 /// Measures everything.

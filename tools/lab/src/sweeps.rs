@@ -17,9 +17,9 @@ use crate::experiment::{LabError, LabResult};
 use crate::fixture;
 use crate::interrupt;
 use crate::native::thread_cpu_ns;
+use crate::options::{ARCHS, BACKENDS, KINDS, named, up_to};
 use crate::size::Size;
-use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
-use clap::{Args, Command};
+use clap::Args;
 use lacuna::boot::Segment;
 use lacuna::memory::{MemoryKind, SlotFlags, SlotId};
 use lacuna::{
@@ -43,39 +43,6 @@ const HUGE: u64 = 2 << 20;
 const FIRST_SLOT: u16 = 8;
 /// Frames beyond the pages and their tables, because reclaim keeps some free.
 const SPARE: u64 = 1 << 14;
-
-const ARCHS: [(&str, Arch); 2] = [("x86_64", Arch::X86_64), ("arm64", Arch::Arm64)];
-const BACKENDS: [(&str, Backend); 2] = [("soft", Backend::Soft), ("kvm", Backend::Kvm)];
-const KINDS: [(&str, MemoryKind); 4] = [
-    ("pool", MemoryKind::Budget),
-    ("anonymous", MemoryKind::Linux),
-    ("memfd", MemoryKind::Shared),
-    ("hugetlbfs", MemoryKind::Hugetlbfs),
-];
-
-/// One of these names.
-fn named<T, const N: usize>(values: [(&'static str, T); N]) -> impl TypedValueParser<Value = T>
-where
-    T: Copy + Send + Sync + 'static,
-{
-    let found = move |name: String| values.into_iter().find(|value| value.0 == name);
-    let names = PossibleValuesParser::new(values.map(|value| value.0));
-    names.map(move |name| found(name).expect("a possible value").1)
-}
-
-pub(crate) fn up_to(most: u64) -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..=most)
-}
-
-/// The options on a command line: a preset of a test.
-///
-/// # Panics
-/// If the line is wrong.
-pub(crate) fn options_of<T: Args>(line: &str) -> T {
-    let command = T::augment_args(Command::new("test")).no_binary_name(true);
-    let matches = command.get_matches_from(line.split_whitespace());
-    T::from_arg_matches(&matches).expect("the options of a preset")
-}
 
 /// The guest of a test.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]

@@ -178,7 +178,7 @@ impl Experiment {
             Self::Apf => &["kvm", "source"],
             Self::Paging => &["crowd", "curve"],
             Self::Base => &["fault", "scaling"],
-            Self::Letters => &["talk", "range"],
+            Self::Letters => &["talk", "range", "pml"],
             Self::Migrate => &["qemu"],
             _ => &[],
         }

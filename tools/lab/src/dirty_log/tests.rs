@@ -1,6 +1,6 @@
 use super::*;
+use crate::options::options_of;
 use crate::pml::is_lacking;
-use crate::sweeps::options_of;
 use lacuna::DirtyTracking as _;
 use lacuna_skip::test;
 

@@ -1,4 +1,5 @@
 use super::*;
+use crate::options::options_of;
 use lacuna::VcpuError;
 use lacuna::missing::{FaultToken, TokenError};
 use lacuna::{DirtyTracking as _, MissingMemory};
