@@ -25,7 +25,8 @@ static inline u64 page_down(u64 v) { return v & ~(PAGE - 1); }
 struct space {
     u64 *root;
     u64 tables; /* for load_tables: the root, and the tag of the space */
-    u32 index, generation; /* its place in the table of spaces; which user of that place this is */
+    u64 keep;   /* TABLES_KEEP if the space has a tag of its own, else 0 */
+    u64 entered[LACUNA_MAX_CPUS / 64]; /* a bit for each processor that has entered the space */
     spinlock lock; /* the private part of the tables */
     u32 threads;
     bool used;
@@ -44,12 +45,13 @@ struct ram {
 struct boot {
     struct ram ram[MAX_RAM];
     u32 nram;
-    u32 ncpus; /* if smp= is not given */
+    u32 ncpus; /* boot_read: if smp= is not given */
     const char *cmdline; /* NULL: none */
 };
 
 void boot_read(const void *start, struct boot *boot); /* the processor's */
 void mm_init(struct boot *boot);
+struct lacuna_status_entry *status_entry(u32 slot);
 void *page_alloc(void); /* zeroed; NULL if there is none */
 void page_free(void *page);
 bool map_page(struct space *s, u64 va, u64 pa, u64 flags); /* false: no memory, or already mapped */
@@ -130,7 +132,6 @@ struct cpu {
     struct list woken, queue; /* `woken` runs before `queue` */
     struct thread *sleepers; /* by wake_at */
     struct space *space; /* the one whose tables are in use; NULL: the kernel's own tables */
-    u32 generation[LACUNA_MAX_THREADS]; /* of each space, when it was last entered here */
     u64 tick_at; /* of the running thread, NEVER in idle */
     u64 timer_at; /* when the timer will fire, NEVER if it will not */
     spinlock lock; /* the inbox, and `offline` */

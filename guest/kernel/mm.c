@@ -99,9 +99,17 @@ u64 translate(struct space *s, u64 va) {
     }
 }
 
-/* The heap: tables for all memory, and an eighth of it or 8 MiB for everything else. */
+/* A thread's entry. The info page lies between the first status page and the others. */
+struct lacuna_status_entry *status_entry(u32 slot) {
+    u64 at = offsetof(struct lacuna_status, entry[slot]);
+    return (struct lacuna_status_entry *)((u8 *)status + at + (at < PAGE ? 0 : PAGE));
+}
+
+/* The heap: tables for all memory, and an eighth of it for everything else, up to what a process
+ * for each processor needs, or 8 MiB. */
 static void make_heap(struct boot *boot, u64 total, u64 top) {
-    u64 rest = total / 8 < (8ull << 20) ? total / 8 : 8ull << 20;
+    u64 most = boot->ncpus > 64 ? boot->ncpus * (128ull << 10) : 8ull << 20;
+    u64 rest = total / 8 < most ? total / 8 : most;
     u64 bytes = page_up(total / 512) + (top >> 30) * PAGE + 16 * PAGE + rest;
     for (u32 i = 0; i < boot->nram; i++) {
         u64 kernel = to_phys(kernel_end);
@@ -173,8 +181,11 @@ void mm_init(struct boot *boot) {
               LACUNA_MEMORY_END_GIB);
     make_heap(boot, total, top);
     map_memory(top);
+    /* The heap has not yet had any page freed into it, so these are in sequence. */
     status = page_alloc();
     info = page_alloc();
+    for (u32 i = 1; i < LACUNA_STATUS_PAGES; i++)
+        page_alloc();
     status->magic = LACUNA_STATUS_MAGIC;
     status->version = LACUNA_STATUS_VERSION;
     const char *cmdline = boot->cmdline;

@@ -11,26 +11,28 @@ extern u64 kernel_root[];
 
 static struct space spaces[LACUNA_MAX_THREADS];
 static spinlock spaces_lock;
-static u64 keep; /* TABLES_KEEP where the processor has tags, else 0 */
+static bool tagged; /* the processor has tags */
 
 /*
  * Tags: a switch keeps the TLB entries of both spaces. A space has the tag of its place in the
  * table of spaces, and an earlier space may have had that place. So when a processor enters a space
  * for the first time, it flushes that tag. No other flush is needed, because the kernel only adds
- * mappings to a space.
+ * mappings to a space. The spaces beyond the last tag share tag 0, which every entry flushes.
  */
 void space_cpu_init(void) {
     if (!has_tags() || !boot_param("pcid", 1))
         return;
-    keep = TABLES_KEEP;
+    tagged = true;
     enable_tags(); /* legal, because kernel_root has tag 0 */
 }
 
 void space_enter(struct cpu *c, struct space *s) {
-    bool knows = c->generation[s->index] == s->generation;
+    u64 *entered = &s->entered[c->hardware_id / 64], bit = 1ull << c->hardware_id % 64;
+    bool again = __atomic_load_n(entered, __ATOMIC_RELAXED) & bit;
     c->space = s;
-    c->generation[s->index] = s->generation;
-    load_tables(s->tables | (knows ? keep : 0));
+    if (!again)
+        __atomic_fetch_or(entered, bit, __ATOMIC_RELAXED);
+    load_tables(s->tables | (again ? s->keep : 0));
 }
 
 void space_leave(struct cpu *c) {
@@ -46,8 +48,7 @@ static struct space *claim(void) {
             found = &spaces[i];
     }
     if (found) {
-        found->index = (u32)(found - spaces);
-        found->generation++;
+        __builtin_memset(found->entered, 0, sizeof found->entered);
         found->used = true;
         found->threads = 1;
     }
@@ -95,18 +96,30 @@ static bool load_program(struct space *s) {
     return true;
 }
 
+/* The last entry of status page i is entry 64 i + 62. */
+static bool map_status(struct space *s) {
+    for (u32 i = 0; i < LACUNA_STATUS_PAGES; i++) {
+        u64 pa = to_phys(status_entry(64 * i + 62)) & ~(PAGE - 1);
+        if (!map_page(s, LACUNA_STATUS_VA + i * PAGE, pa, MAP_DATA))
+            return false;
+    }
+    return true;
+}
+
 struct space *space_create(u64 *entry) {
     struct space *s = claim();
     if (!s)
         return NULL;
     s->root = page_alloc();
     if (s->root) {
-        s->tables = tables_of(s->root, keep ? s->index + 1 : 0);
+        u32 tag = (u32)(s - spaces) + 1;
+        bool has_tag = tagged && tag < TAGS;
+        s->tables = tables_of(s->root, has_tag ? tag : 0);
+        s->keep = has_tag ? TABLES_KEEP : 0;
         s->root[0] = kernel_root[0]; /* the kernel, if it is in the programs' tables at all */
         s->root[LACUNA_ARENA_BASE >> 39] = kernel_root[LACUNA_ARENA_BASE >> 39];
         if (load_program(s) &&
-            map_page(s, LACUNA_STATUS_VA, to_phys(status), MAP_DATA) &&
-            map_page(s, LACUNA_INFO_VA, to_phys(info), MAP_CONST)) {
+            map_status(s) && map_page(s, LACUNA_INFO_VA, to_phys(info), MAP_CONST)) {
             *entry = ((const Elf64_Ehdr *)program)->e_entry;
             return s;
         }

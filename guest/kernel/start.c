@@ -24,12 +24,16 @@ void secondary_main(u32 i) {
     sched_resume(cpu_at(i));
 }
 
-static void start_cpus(u32 all) {
-    u64 wanted = boot_param("smp", all);
+static void count_cpus(struct boot *boot) {
+    const char *smp = boot->cmdline ? lacuna_find_param(boot->cmdline, "smp") : NULL;
+    u64 wanted = smp ? lacuna_parse_number(smp) : boot->ncpus;
     if (wanted > LACUNA_MAX_CPUS)
         panic("smp=%lu: this kernel supports 1 to %u processors", wanted, LACUNA_MAX_CPUS);
-    ncpus = wanted < 1 ? 1 : (u32)wanted;
-    info->ncpus = ncpus;
+    boot->ncpus = wanted < 1 ? 1 : (u32)wanted;
+}
+
+static void start_cpus(u32 all) {
+    info->ncpus = ncpus = all;
     apf_init();
     /* The heap has not yet had any page freed into it, so page_alloc returns pages in sequence. */
     cpus = page_alloc();
@@ -54,6 +58,7 @@ static void start_cpus(u32 all) {
 _Noreturn void kernel_main(const void *start) {
     static struct boot boot;
     boot_read(start, &boot);
+    count_cpus(&boot);
     mm_init(&boot);
     announce_status(to_phys(status) / PAGE);
     info->processor = processor_init();

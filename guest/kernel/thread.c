@@ -56,7 +56,7 @@ int thread_create(struct thread *parent, struct space *space, const u64 args[3],
     t->space = space;
     t->cpu = choose_cpu(cpu);
     frame_start(&t->frame, args, stack_top);
-    struct lacuna_status_entry *e = &status->entry[t->slot];
+    struct lacuna_status_entry *e = status_entry(t->slot);
     __builtin_memset(e, 0, sizeof *e);
     e->kind = LACUNA_KIND_OTHER;
     e->cpu = t->cpu->hardware_id;

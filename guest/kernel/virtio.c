@@ -7,7 +7,8 @@
  *   interrupt (CPU 0): acknowledge; each used chain has its thread's result, and wakes the thread
  *
  * A thread waits for at most one request. Its slot is the place of the request's descriptors and
- * header, so nothing is allocated. Buffers are pages of the arena, which is mapped for ever.
+ * header, so nothing is allocated. A thread of a higher slot than a queue has room for is refused.
+ * Buffers are pages of the arena, which is mapped for ever.
  */
 #include "kernel.h"
 #include "lacuna/format.h"
@@ -66,12 +67,12 @@ struct rings { /* a page */
     struct {
         u32 head, bytes;
     } used[RING];
-    struct header header[LACUNA_MAX_THREADS];
+    struct header header[LACUNA_VIRTIO_SLOTS];
 };
 
 _Static_assert(sizeof(struct descriptor[RING]) <= PAGE, "page_alloc");
 _Static_assert(sizeof(struct rings) <= PAGE && offsetof(struct rings, used_flags) % 4 == 0, "");
-_Static_assert(PARTS * LACUNA_MAX_THREADS <= RING, "each thread has its descriptors");
+_Static_assert(PARTS * LACUNA_VIRTIO_SLOTS <= RING, "each thread has its descriptors");
 
 struct queue {
     struct descriptor *table;
@@ -86,7 +87,7 @@ static struct device {
     struct queue queue[QUEUES];
 } disk, balloon;
 
-static struct thread *waiting[LACUNA_MAX_THREADS]; /* by slot: for its request */
+static struct thread *waiting[LACUNA_VIRTIO_SLOTS]; /* by slot: for its request */
 
 static void queue_init(struct device *d, u32 i) {
     struct queue *q = &d->queue[i];
@@ -218,7 +219,8 @@ u64 virtio_disk(struct cpu *c, const u64 args[4], bool *waits) {
     bool moves = operation == LACUNA_DISK_READ || operation == LACUNA_DISK_WRITE;
     if (moves)
         at = buffer(c->current, args[2], bytes);
-    if (at == NEVER || (!moves && operation != LACUNA_DISK_FLUSH))
+    if (at == NEVER || (!moves && operation != LACUNA_DISK_FLUSH) ||
+        c->current->slot >= LACUNA_VIRTIO_SLOTS)
         return NEVER;
     struct header *h = &disk.queue[0].rings->header[c->current->slot];
     *h = (struct header){(u32)operation, 0, sector, 0xff};
@@ -241,7 +243,8 @@ u64 virtio_balloon(struct cpu *c, const u64 args[4], bool *waits) {
         return 0;
     }
     if (operation >= QUEUES || !(BALLOON_QUEUES >> operation & 1) ||
-        (at = buffer(c->current, args[1], PAGE)) == NEVER)
+        (at = buffer(c->current, args[1], PAGE)) == NEVER ||
+        c->current->slot >= LACUNA_VIRTIO_SLOTS)
         return NEVER;
     bool reports = operation == LACUNA_BALLOON_REPORT;
     struct header *h = &balloon.queue[operation].rings->header[c->current->slot];

@@ -8,7 +8,7 @@ pub(crate) const KERNEL_PARAMS: &[Param] = &[
     param(
         "smp",
         "all of the device tree",
-        "vCPUs, at most 64; the first starts the others by PSCI",
+        "vCPUs, at most 256; the first starts the others by PSCI",
     ),
     param(
         "lse",

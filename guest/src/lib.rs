@@ -41,7 +41,7 @@ pub const PORT_EXIT: u16 = 0xf4;
 /// Port for the status page: a 32-bit write announces its page frame number.
 pub const PORT_STATUS: u16 = 0x5c0;
 /// The most vCPUs of the kernel; with a larger `smp=` it panics.
-pub const MAX_CPUS: u32 = 64;
+pub const MAX_CPUS: u32 = 256;
 /// The most memory, in bytes, for the kernel's page tables; with more it panics.
 pub const MAX_MEMORY: u64 = 511 << 30;
 /// Exit code when the guest kernel panicked; the console has the reason.

@@ -5,8 +5,10 @@
 //!   24  u32 apf counters: not_present  ready  wake_all  dummy  idle  lost
 //!   48  u32 paused   u32 setting, both written by the host   pad to 64
 //!   64  entry 0:  u64 counter  u64 goal  u32 kind  u32 cpu  u8 name[24]  u32 latency_ns[4]
-//!  128  entry 1 ...                                                       up to 60 entries
+//!  128  entry 1 ...                                                       63 entries on this page
 //! ```
+//! Four further pages have 256 more entries. They lie at [`MORE_AT`], after the kernel's info page.
+//!
 //! The guest announces the page with a 32-bit write of its frame number to [`crate::PORT_STATUS`].
 //! Threads write their counters with plain aligned stores. So a host may copy the page at any
 //! moment: each counter in the copy is a value that the thread has written. `include/lacuna/abi.h`
@@ -20,8 +22,12 @@ pub const PAGE_BYTES: usize = 4096;
 pub const MAGIC: u64 = u64::from_le_bytes(*b"LACUNAST");
 /// The version this module reads.
 pub const VERSION: u32 = 2;
-/// Entries on the page.
-pub const MAX_THREADS: usize = 60;
+/// Entries on all pages.
+pub const MAX_THREADS: usize = (PAGE_BYTES + MORE_BYTES - ENTRIES_AT) / ENTRY_BYTES;
+/// Offset of the further pages from the first one.
+pub const MORE_AT: usize = 2 * PAGE_BYTES;
+/// Size of the further pages, bytes.
+pub const MORE_BYTES: usize = 4 * PAGE_BYTES;
 
 /// Offset of the magic, u64.
 pub const MAGIC_AT: usize = 0;
@@ -166,7 +172,7 @@ pub enum Error {
     Magic(u64),
     /// A version this module does not know.
     Version(u32),
-    /// More entries than a page has.
+    /// More entries than the pages have.
     Threads(u32),
     /// A state this module does not know.
     State(u32),
@@ -186,9 +192,22 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
+/// Copies the status page, and the further pages if entries there are in use. `read` fills a buffer
+/// from an offset from the status page, and returns whether it could.
+pub fn copy(mut read: impl FnMut(usize, &mut [u8]) -> bool) -> Option<Vec<u8>> {
+    let mut pages = vec![0; PAGE_BYTES];
+    let mut complete = read(0, &mut pages);
+    if complete && u32_at(&pages, NTHREADS_AT) as usize > (PAGE_BYTES - ENTRIES_AT) / ENTRY_BYTES {
+        pages.resize(PAGE_BYTES + MORE_BYTES, 0);
+        complete = read(MORE_AT, &mut pages[PAGE_BYTES..]);
+    }
+    complete.then_some(pages)
+}
+
 impl Status {
-    /// Decodes a copy of the page. The guest may have written anything, so every field is checked.
-    /// Names lose all but printable ASCII, and unknown kinds become [`Kind::Other`].
+    /// Decodes a copy of the first page, or of all pages as [`copy`] makes it. A copy of the first
+    /// page alone has the first 63 threads. The guest may have written anything, so every field is
+    /// checked. Names lose all but printable ASCII, and unknown kinds become [`Kind::Other`].
     pub fn parse(page: &[u8]) -> Result<Self, Error> {
         if page.len() < PAGE_BYTES {
             return Err(Error::Short(page.len()));
@@ -340,12 +359,37 @@ mod tests {
     }
 
     #[test]
+    fn a_copy_has_the_further_pages_if_they_are_in_use() {
+        let copied = |threads: u16| {
+            let mut first = page();
+            first[NTHREADS_AT..NTHREADS_AT + 2].copy_from_slice(&threads.to_le_bytes());
+            let read = |at, buffer: &mut [u8]| match at {
+                0 => buffer.copy_from_slice(&first),
+                _ => buffer[COUNTER_AT] = 5,
+            };
+            copy(|at, buffer| {
+                read(at, buffer);
+                true
+            })
+            .unwrap()
+        };
+        assert_eq!(copied(63).len(), PAGE_BYTES);
+        let status = Status::parse(&copied(256)).unwrap();
+        assert_eq!((status.threads.len(), status.threads[63].counter), (256, 5));
+        assert_eq!(
+            copy(|at, _| at == 0).map(|page| page.len()),
+            Some(PAGE_BYTES)
+        );
+        assert_eq!(copy(|_, _| false), None);
+    }
+
+    #[test]
     fn refuses_what_is_not_a_status_page() {
         assert_eq!(Status::parse(&[0; 100]), Err(Error::Short(100)));
         assert_eq!(Status::parse(&[0; PAGE_BYTES]), Err(Error::Magic(0)));
         for (at, value, error) in [
             (VERSION_AT, 9, Error::Version(9)),
-            (NTHREADS_AT, 61, Error::Threads(61)),
+            (NTHREADS_AT + 1, 2, Error::Threads(514)),
             (STATE_AT, 3, Error::State(3)),
         ] {
             let mut p = page();

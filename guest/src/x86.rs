@@ -4,7 +4,7 @@ use crate::image::{Image, Param, param};
 
 /// Parameters that the x86-64 kernel reads, for every workload.
 pub const KERNEL_PARAMS: &[Param] = &[
-    param("smp", "1", "vCPUs, at most 64, APIC ids 0 to smp - 1"),
+    param("smp", "1", "vCPUs, at most 256, APIC ids 0 to smp - 1"),
     param(
         "ap",
         "sipi",

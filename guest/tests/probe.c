@@ -37,6 +37,7 @@ int main(int argc, char **argv) {
     printf("magic %lu\n", (unsigned long)LACUNA_STATUS_MAGIC);
     printf("version %d\n", LACUNA_STATUS_VERSION);
     printf("threads %d\n", LACUNA_MAX_THREADS);
+    printf("more_bytes %d\n", (LACUNA_STATUS_PAGES - 1) * 4096);
     printf("cpus %d\n", LACUNA_MAX_CPUS);
     printf("memory_end_gib %d\n", LACUNA_MEMORY_END_GIB);
     printf("ports %d %d %d\n", LACUNA_PORT_COM1, LACUNA_PORT_EXIT, LACUNA_PORT_STATUS);

@@ -1,13 +1,21 @@
 /*
  * The benchmark of the 2010 async-page-fault talk: faulting processes that access random places in
  * all of the arena, half of the accesses writes, beside counting processes that need no memory. The
- * counters show what one process's faults cost the others. When all processes run, and all memory
- * is populated if that was asked for, the first entry of the status page counts to 1.
+ * counters show what one process's faults cost the others. When all processes are there, and all
+ * memory is populated if that was asked for, the first entry of the status page counts to 1, and
+ * they begin. If the first ones began at once, they would take the time in which others are made,
+ * and one that ended would free its place on the status page for another.
  */
 #include "crowd.h"
 
+static void wait_for_all(void) {
+    while (!crowd()->begun)
+        crowd_wait();
+}
+
 static int worker(uint64_t index) {
     struct lacuna_status_entry *me = crowd_member(LACUNA_KIND_WORKER, "worker", index, 0);
+    wait_for_all();
     while (!crowd()->stop) {
         for (int i = 0; i < 1024; i++)
             me->counter++;
@@ -22,6 +30,7 @@ static int faulter(uint64_t index) {
     char *base = lacuna_arena() + PAGE;
     struct lacuna_status_entry *me = crowd_member(LACUNA_KIND_FAULTER, "faulter", index, goal);
     x |= 1;
+    wait_for_all();
     while (!crowd()->stop && (!goal || me->counter < goal)) {
         crowd_while_paused(LACUNA_KIND_FAULTER);
         uint64_t r = lacuna_random(&x);
@@ -33,10 +42,6 @@ static int faulter(uint64_t index) {
             (void)*p;
         me->counter++;
     }
-    /* A process that ended before all have begun would free its place on the status page for
-     * another. */
-    while (goal && !lacuna_status_of(0)->counter)
-        lacuna_sleep_ns(1000000);
     if (!__atomic_sub_fetch(&crowd()->left, 1, __ATOMIC_SEQ_CST) && goal)
         crowd()->stop = 1;
     return 0;
@@ -68,18 +73,20 @@ int main(void) {
     struct lacuna_status_entry *me = lacuna_status(LACUNA_KIND_OTHER, "bm", 0);
     crowd()->stop = 0;
     crowd()->left = faulters;
+    crowd()->begun = 0;
     for (uint64_t at = PAGE; lacuna_param("populate", 0) && at < crowd_bytes(); at += PAGE)
         *(volatile uint64_t *)(lacuna_arena() + at) = at;
-    uint64_t start = lacuna_now_ns();
     for (uint64_t i = 0; i < faulters + workers; i++) {
         bool f = i < faulters;
         uint64_t index = f ? i : i - faulters;
         slots[i] = begin(f ? faulter : worker, index, index % lacuna_cpus());
         if (slots[i] < 0) {
-        lacuna_printf("bm: no memory for process %lu: give more memory or fewer\n", i);
+            lacuna_printf("bm: no memory for process %lu: give more memory or fewer\n", i);
             return 2;
         }
     }
+    uint64_t start = lacuna_now_ns();
+    crowd()->begun = 1;
     me->counter = 1; /* the host may begin to measure */
     if (!goal) {
         lacuna_sleep_ns(lacuna_param("seconds", 10) * 1000000000);

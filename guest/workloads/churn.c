@@ -30,7 +30,8 @@ struct record {
 
 #define RECORD_PAGES 2
 _Static_assert(sizeof(struct record) <= RECORD_PAGES * PAGE, "and a block has room for them all");
-_Static_assert(1 + LACUNA_MAX_THREADS * RECORD_PAGES <= BLOCK / PAGE, "the first block");
+/* The first block has crowd()'s page and the records. */
+#define PROCESSES_MAX ((BLOCK / PAGE - 1) / RECORD_PAGES)
 
 static struct worker {
     char *share; /* memory of both heaps */
@@ -47,7 +48,10 @@ static struct record *record_of(uint64_t index) {
     return (struct record *)(lacuna_arena() + PAGE + index * RECORD_PAGES * PAGE);
 }
 
-static uint64_t processes(void) { return lacuna_param("processes", lacuna_threads_each(1)); }
+static uint64_t processes(void) {
+    uint64_t each = lacuna_threads_each(1);
+    return lacuna_param("processes", each < PROCESSES_MAX ? each : PROCESSES_MAX);
+}
 static uint64_t share_bytes(void) { return (crowd_bytes() - BLOCK) / processes() & ~(BLOCK - 1); }
 static uint64_t hot_pages(void) {
     return lacuna_param("hot", crowd_bytes() / 8) / processes() / PAGE;
@@ -198,13 +202,13 @@ static int end(const struct crowd_run *run) {
 
 int main(void) {
     uint64_t n = processes();
-    if (!n || n >= LACUNA_MAX_THREADS || crowd_bytes() < (n + 1) * BLOCK ||
+    if (!n || n > PROCESSES_MAX || crowd_bytes() < (n + 1) * BLOCK ||
         (hot_pages() + 64) * PAGE > share_bytes() || (hot_pages() && hot_pages() < 64)) {
-        lacuna_printf("churn: cannot run with processes=%lu bytes=%lu hot=%lu: give 1 to %u "
+        lacuna_printf("churn: cannot run with processes=%lu bytes=%lu hot=%lu: give 1 to %llu "
                       "processes, 2M for each and 2M more; of each share at least 64 pages cold, "
                       "and 0 or at least 64 hot\n",
                       n, crowd_bytes(), lacuna_param("hot", crowd_bytes() / 8),
-                      LACUNA_MAX_THREADS - 1);
+                      PROCESSES_MAX);
         return 2;
     }
     struct crowd_run run = {

@@ -14,6 +14,7 @@
 struct crowd {
     volatile uint64_t stop;
     uint64_t left; /* members that are not prepared yet; the others wait for them */
+    volatile uint64_t begun; /* bm: all processes are there */
 };
 
 static inline struct crowd *crowd(void) { return (struct crowd *)lacuna_arena(); }
@@ -36,18 +37,21 @@ static inline struct lacuna_status_entry *crowd_member(uint32_t kind, const char
     size_t n = 0;
     for (; name[n]; n++)
         numbered[n] = name[n];
-    if (index > 9)
-        numbered[n++] = (char)('0' + index / 10);
-    numbered[n++] = (char)('0' + index % 10);
+    for (uint64_t unit = index > 99 ? 100 : index > 9 ? 10 : 1; unit; unit /= 10)
+        numbered[n++] = (char)('0' + index / unit % 10);
     numbered[n] = 0;
     return lacuna_status(kind, numbered, goal);
 }
+
+/* A member waits for others. Each processor has about one that waits, so the machine has one
+ * wake-up in a millisecond, however many they are. */
+static inline void crowd_wait(void) { lacuna_sleep_ns(lacuna_cpus() * 1000000ull); }
 
 /* The caller is prepared. Waits until all members are, or one has failed. */
 static inline void crowd_prepared(void) {
     __atomic_sub_fetch(&crowd()->left, 1, __ATOMIC_SEQ_CST);
     while (crowd()->left && !crowd()->stop)
-        lacuna_sleep_ns(1000000);
+        crowd_wait();
 }
 
 /* Whether this member continues: until the crowd stops or its counter has reached its goal. */

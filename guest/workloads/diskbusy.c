@@ -130,11 +130,11 @@ int main(void) {
     has_balloon = lacuna_param("balloon", 0);
     share = threads ? blocks / threads : 0;
     blocks = share * threads;
-    if (!share || threads >= LACUNA_MAX_THREADS || !pool || pool > 64 ||
+    if (!share || threads >= LACUNA_VIRTIO_SLOTS || !pool || pool > 64 ||
         lacuna_arena_bytes() / PAGE < 1 + threads * pool) {
         lacuna_printf("diskbusy: cannot run with threads=%lu pool=%lu on a disk of %lu blocks: "
                       "give 1 to %u threads, 1 to 64 pages, and 4 KiB for each thread\n",
-                      threads, pool, have, LACUNA_MAX_THREADS - 1);
+                      threads, pool, have, LACUNA_VIRTIO_SLOTS - 1);
         return 2;
     }
     for (uint64_t block = 0; block < blocks; block++)

@@ -17,8 +17,8 @@
 #define LACUNA_STACK_BASE 0x8080000000 /* a window for each thread, the stack at its upper end */
 #define LACUNA_STACK_WINDOW 0x20000
 #define LACUNA_STACK_BYTES 0x10000
-#define LACUNA_STATUS_VA 0x80c0000000 /* status page, user-writable */
-#define LACUNA_INFO_VA 0x80c0001000   /* info page, read-only */
+#define LACUNA_STATUS_VA 0x80c0000000 /* status pages, user-writable */
+#define LACUNA_INFO_VA 0x80c0010000   /* info page, read-only */
 #define LACUNA_ARENA_BASE 0x10000000000 /* entry 2: nearly all guest memory, shared by all */
 #define LACUNA_ALIAS_BASE 0x18000000000 /* entry 3 and up: lacuna_alias() may map here */
 #define LACUNA_USER_END 0x7ffffffff000
@@ -35,13 +35,18 @@
 #define LACUNA_HOST_EXIT 0   /* write: exit code; the machine ends */
 #define LACUNA_HOST_STATUS 4 /* write: page frame number of the status page */
 
-/* ---- status page: progress that the host reads while the guest runs ---- */
+/*
+ * ---- status pages: progress that the host reads while the guest runs. In guest-physical memory
+ * the info page follows the first one, and the others follow the info page. ----
+ */
 #define LACUNA_STATUS_MAGIC 0x5453414e5543414c /* "LACUNAST" in memory order */
 #define LACUNA_STATUS_VERSION 2
-#define LACUNA_MAX_THREADS 60
+#define LACUNA_STATUS_PAGES 5
+#define LACUNA_MAX_THREADS 319
 
 /* ---- the kernel's limits ---- */
-#define LACUNA_MAX_CPUS 64
+#define LACUNA_MAX_CPUS 256
+#define LACUNA_VIRTIO_SLOTS 60 /* the threads that may use a virtio device: slots below this */
 /* The end of memory. The kernel has one table for it, and the arena ends where aliases begin. */
 #define LACUNA_MEMORY_END_GIB 512
 
@@ -131,7 +136,7 @@ struct lacuna_status {
 
 _Static_assert(sizeof(struct lacuna_status_entry) == 64, "status entry is a cache line");
 _Static_assert(offsetof(struct lacuna_status, entry) == 64, "entries follow the header");
-_Static_assert(sizeof(struct lacuna_status) <= 4096, "status fits its page");
+_Static_assert(sizeof(struct lacuna_status) == LACUNA_STATUS_PAGES * 4096, "all of the pages");
 
 /* Facts about the machine that a program can read without a system call. */
 struct lacuna_info {

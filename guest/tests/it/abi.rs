@@ -41,6 +41,7 @@ fn rust_mirrors_the_c_headers() {
         format!("magic {}", s::MAGIC),
         format!("version {}", s::VERSION),
         format!("threads {}", s::MAX_THREADS),
+        format!("more_bytes {}", s::MORE_BYTES),
         format!("cpus {MAX_CPUS}"),
         // The hole below 4 GiB, where devices are, is 1 GiB.
         format!("memory_end_gib {}", (MAX_MEMORY >> 30) + 1),

@@ -5,8 +5,8 @@ use crate::sample::{Apf, Dirty, DirtyCounts, Faults, GuestApf, Huge, RunSample, 
 use lacuna::dirty::{Delivery, DetectionChoice, DirtyStats};
 use lacuna::memory::{HostError, HostStats};
 use lacuna::soft::ApfStats;
-use lacuna::{DirtyTracking, Nanos, PageCount, PlatformDevices, RunEnd};
-use lacuna_guest::status::{Kind, PAGE_BYTES, Status};
+use lacuna::{DirtyTracking, Gpa, Nanos, PageCount, PlatformDevices, RunEnd};
+use lacuna_guest::status::{self, Kind, Status};
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -250,13 +250,23 @@ fn stall(vcpu: u32, stalls: &lacuna::soft::Stalls) -> Stalls {
     }
 }
 
-/// The status page, if it is resident: a look at a run causes no swap-in.
+/// A copy of the guest's status pages by `read`, if the guest announced them.
+pub fn copy_status(
+    devices: &PlatformDevices,
+    read: impl Fn(Gpa, &mut [u8]) -> bool,
+) -> Option<Vec<u8>> {
+    let first = devices.status_page()?.gpa();
+    status::copy(|at, pages| {
+        first
+            .checked_add(at as u64)
+            .is_some_and(|gpa| read(gpa, pages))
+    })
+}
+
+/// The status pages, if they are resident: a look at a run causes no swap-in.
 fn read_status<V: Watched>(vm: &V, devices: &PlatformDevices) -> Option<Status> {
-    let mut page = vec![0; PAGE_BYTES];
-    let gpa = devices.status_page()?.gpa();
-    vm.peek(gpa, &mut page)
-        .then(|| Status::parse(&page).ok())
-        .flatten()
+    let pages = copy_status(devices, |gpa, pages| vm.peek(gpa, pages))?;
+    Status::parse(&pages).ok()
 }
 
 fn threads(status: &Status, last: &RunSample, elapsed: Duration) -> Vec<Thread> {

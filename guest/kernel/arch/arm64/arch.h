@@ -104,6 +104,7 @@ static inline void tables_changed(void) {
 /* Tags are ASIDs: the TLB marks each entry that is not global with one. Tag 0 has no programs. */
 #define TABLES_KEEP 1ull /* in the value for load_tables: keep the TLB entries with this tag */
 #define TAG_SHIFT 48
+#define TAGS 256 /* every processor has 8 bits */
 static inline bool has_tags(void) { return true; }
 static inline void enable_tags(void) {}
 static inline u64 tables_of(const u64 *root, u32 tag) {

@@ -9,7 +9,7 @@
 #define FRAME_SIZE 288
 
 #define CPU_SIZE 8192 /* struct cpu, then its stack growing down towards it */
-#define CPU_REASON 640 /* the reason word of async page faults, which the host writes */
+#define CPU_REASON 448 /* the reason word of async page faults, which the host writes */
 #define CPU_LATER 0 /* struct arch_cpu: events that wait until the kernel has done its work */
 #define CPU_INTERRUPT_SELF 8
 

@@ -14,6 +14,7 @@ enum { TPR = 0x08, SVR = 0x0f, ICR = 0x30, ICR_HIGH = 0x31, LVT_TIMER = 0x32,
 #define ICR_BUSY 0x1000u
 #define ICR_INIT 0x4500u
 #define ICR_STARTUP 0x4600u
+#define ICR_ALL_BUT_SELF 0xc0000u
 
 /* The I/O APIC has a register that selects another, and the selected one. */
 #define IOAPIC_SELECT 0xfec00000ull
@@ -108,8 +109,10 @@ void start_other_cpus(void) {
     extern u8 trampoline[], trampoline_end[];
     const char *how = lacuna_find_param(info->cmdline, "ap");
     __atomic_store_n(&cpus_released, 1, __ATOMIC_SEQ_CST);
-    if (how && how[0] == 'd')
+    if (how && how[0] == 'd') {
+        send(0, ICR_ALL_BUT_SELF | 0x4000 | VEC_RESCHED);
         return;
+    }
     __builtin_memcpy((void *)TRAMPOLINE, trampoline, (size_t)(trampoline_end - trampoline));
     for (u32 i = 1; i < ncpus; i++) {
         send(i, ICR_INIT);

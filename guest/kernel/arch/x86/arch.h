@@ -106,6 +106,7 @@ static inline void tables_changed(void) {} /* new entries are valid as soon as t
  * bits of the value that load_tables takes; the address of the root table is in the others.
  */
 #define TABLES_KEEP CR3_KEEP /* in that value: keep the TLB entries with this tag */
+#define TAGS 4096
 static inline bool has_tags(void) { return cpuid(1).ecx >> 17 & 1; }
 /* The tables in use must have tag 0. */
 static inline void enable_tags(void) { write_cr4(read_cr4() | CR4_PCIDE); }

@@ -3,7 +3,9 @@
  *
  *   PVH (QEMU, other VMMs):  start32, 32-bit, paging off, EBX = hvm_start_info
  *   Lacuna:                  start64, long mode, identity-mapped, RBX = hvm_start_info; with
- *                            ap=direct all vCPUs start here, and wait for the one with APIC id 0
+ *                            ap=direct all vCPUs start here, and halt until the one with APIC id
+ *                            0 interrupts them: if they waited in a loop, a host with fewer
+ *                            processors would run them instead of the first one
  *   SIPI:                    a copy of `trampoline` in low memory, real mode
  *
  * The kernel runs in an identity map: virtual = physical below the user's part. With the usual
@@ -100,11 +102,55 @@ start64:
     movq %r12, %rdi
     call kernel_main
 
-/* eax = APIC id. This loop touches nothing before the first processor has set everything up. */
+/* eax = APIC id. Until the first processor has set everything up, this touches nothing of it. All
+ * wait on one stack: an interrupt's frame is the same for each, and nothing reads it. */
 secondary:
-    pause
+    movl %eax, %r13d
+    movl $waiting_stack_top, %esp
+    lgdt boot_gdtr
+    movl $woken, %eax
+    movw %ax, woken_gate
+    shrl $16, %eax
+    movw %ax, woken_gate + 6
+    lidt waiting_idtr
+    movl $1, %eax
+    cpuid
+    movl %ecx, %r14d /* bit 21: x2APIC */
+    movl $0x1b, %ecx /* APIC_BASE: enable */
+    rdmsr
+    orl $0x800, %eax
+    wrmsr
+    movl $0xfee000f0, %ebx /* SVR */
+    btl $21, %r14d
+    jc 1f
+    movl $0x100 | VEC_SPURIOUS, (%rbx)
+    jmp 2f
+1:  orl $0xc00, %eax
+    wrmsr
+    movl $0x80f, %ecx
+    movl $0x100 | VEC_SPURIOUS, %eax
+    xorl %edx, %edx
+    wrmsr
+2:  mfence /* the interrupt finds the APIC enabled, or this processor finds itself released */
+wait:
     cmpl $0, cpus_released
-    je secondary
+    jne released
+    sti
+    hlt
+    cli
+    jmp wait
+woken:
+    btl $21, %r14d
+    jc 1f
+    movl $0, 0xfee000b0 - 0xfee000f0(%rbx) /* EOI */
+    jmp wait
+1:  movl $0x80b, %ecx
+    xorl %eax, %eax
+    xorl %edx, %edx
+    wrmsr
+    jmp wait
+released:
+    movl %r13d, %eax
     cmpl ncpus, %eax
     jae park
     movl %eax, %edi
@@ -125,7 +171,15 @@ boot_gdt:
     .quad 0x00cf93000000ffff
 boot_gdtr:
     .word 23
-    .long boot_gdt
+    .quad boot_gdt
+/* The only interrupt here is VEC_RESCHED. Its gate is all that there is of the table. */
+    .balign 16
+woken_gate:
+    .word 0, SEL_KCODE, 0x8e00, 0
+    .quad 0
+waiting_idtr:
+    .word 16 * VEC_RESCHED + 15
+    .quad woken_gate - 16 * VEC_RESCHED
 
 /* The first 4 GiB in 2 MiB pages, supervisor only. mm.c adds what lies above. */
     .balign 4096
@@ -152,5 +206,7 @@ kernel_pd:
     .balign 16
     .skip 4096
 boot_stack_top:
+    .skip 64
+waiting_stack_top:
 
     .section .note.GNU-stack, "", @progbits

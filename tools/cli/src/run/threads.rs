@@ -6,7 +6,7 @@ use super::profile::Samples;
 use super::restored::{prefetch, restore, restore_lazily};
 use super::{Job, Refusal, Start, disk};
 use crate::exit::Exit;
-use crate::observe::Watched;
+use crate::observe::{Watched, copy_status};
 use crate::pages::GuestPages;
 use crate::sample::{Before, LazyPages};
 use lacuna::device::Console;
@@ -34,7 +34,7 @@ pub(super) type Watch<'w, V> = &'w mut dyn FnMut(&V, &PlatformDevices, Nanos);
 /// An ended guest.
 pub(super) struct Ended<V> {
     pub end: RunEnd<V>,
-    /// Its status page, if it announced one.
+    /// Its status pages, if it announced them.
     pub status: Option<Vec<u8>>,
     /// The hash of everything that happened in a seeded run.
     pub trace_hash: Option<u64>,
@@ -43,10 +43,10 @@ pub(super) struct Ended<V> {
 }
 
 impl<V: Vm> Ended<V> {
-    /// Reads the status page, so no latency is simulated any more.
+    /// Reads the status pages, so no latency is simulated any more.
     pub fn of(end: RunEnd<V>) -> Self {
         Self {
-            status: end.status(),
+            status: copy_status(&end.devices, |gpa, pages| end.vm.read(gpa, pages).is_ok()),
             end,
             trace_hash: None,
             profile: None,
