@@ -75,6 +75,6 @@ pub use lacuna_machine::{
     Apf, ApfSwitch, Arch, Backend, BackendError, Boot, Builder, CpuModel, Device, DirtyTracking,
     Ending, ErrorKind, Exit, GuestMemory, Image, Interrupts, Kick, Layout, LogReader, Machine,
     MachineError, MemorySlots, MissingMemory, Paused, PlatformDevices, RunEnd, Running,
-    SaveRestore, Vcpu, VcpuError, VcpuStats, Vm, VmConfig, VmStats,
+    SaveRestore, VCPUS_MAX, Vcpu, VcpuError, VcpuStats, Vm, VmConfig, VmStats,
 };
 pub use lacuna_sync::{Clock, HostClock, Nanos};

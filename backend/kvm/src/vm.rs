@@ -20,7 +20,9 @@ use kvm_bindings::{KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, kvm_e
 use kvm_ioctls::{Kvm, VmFd};
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
 use lacuna_host::{Host, MemoryKind};
-use lacuna_machine::{Apf, GuestMemory, InterruptLines, Kick, LogReaders, MemoryError, VmConfig};
+use lacuna_machine::{
+    Apf, GuestMemory, InterruptLines, Kick, LogReaders, MemoryError, VCPUS_MAX, VmConfig,
+};
 use lacuna_slots::{Delivery, DirtyError, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -52,9 +54,6 @@ pub struct Vm {
     pub(crate) eventfds: EventFds,
 }
 
-/// The largest number of vCPUs: `lacuna_machine::VmConfig::vcpus` promises 1 to 64 on each backend.
-const VCPUS_MAX: usize = 64;
-
 impl Vm {
     /// Makes a VM whose memory is empty.
     ///
@@ -79,7 +78,7 @@ impl Vm {
         let slots = Arc::new(SlotTable::new());
         let faults = Faults::start(Arc::clone(&memory), Arc::clone(&slots), Arc::clone(&kicks));
         let faults = faults.map_err(|(step, errno)| KvmError::Userfaultfd { step, errno })?;
-        let fd = create(&kvm)?;
+        let fd = create(&kvm, config.vcpus)?;
         if let Delivery::Ring { size, .. } = config.delivery {
             use_rings(&fd, size)?;
         }
@@ -185,14 +184,14 @@ fn has_own_apf(config: &VmConfig, memory: &MemoryConfig) -> bool {
 /// Linux registers an MMU notifier for the VM, and gives up with `EINTR` if a signal is pending for
 /// the calling thread. The signal's handler has run when the call returns, so this function repeats
 /// the request.
-fn create(kvm: &Kvm) -> Result<VmFd, KvmError> {
+fn create(kvm: &Kvm, vcpus: usize) -> Result<VmFd, KvmError> {
     let fd = loop {
         match kvm.create_vm() {
             Err(interrupted) if interrupted.errno() == libc::EINTR => {}
             made => break made.map_err(KvmError::step("make a VM"))?,
         }
     };
-    arch::make_controllers(&fd)?;
+    arch::make_controllers(&fd, vcpus)?;
     Ok(fd)
 }
 
@@ -402,7 +401,7 @@ mod tests {
                 }
             });
             for _ in 0..10 {
-                create(&kvm).expect("a signal is no reason to fail");
+                create(&kvm, 1).expect("a signal is no reason to fail");
                 made.fetch_add(1, Ordering::Relaxed);
             }
         });

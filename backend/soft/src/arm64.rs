@@ -16,7 +16,7 @@ use lacuna_arm64::{Cpu, Fabric, Own, PHYSICAL_INTID, VIRTUAL_INTID, gic};
 use lacuna_cpu::Processor;
 use lacuna_host::Host;
 use lacuna_machine::boot::arm64::{Boot, Machine};
-use lacuna_machine::{Apf, BootError, Exit, Image, VmConfig, mmio};
+use lacuna_machine::{Apf, BootError, Exit, Image, VCPUS_MAX, VmConfig, mmio};
 use lacuna_stage2::{AbortedAccess, Arm64, Stage2Abort};
 use rustix::rand::{GetRandomFlags, getrandom};
 use std::sync::Arc;
@@ -25,13 +25,16 @@ use std::sync::Arc;
 const _: () = {
     assert!(mmio::DISTRIBUTOR.get() == gic::DISTRIBUTOR.get());
     assert!(mmio::DISTRIBUTOR_BYTES == gic::REGISTER_PAGE);
-    assert!(mmio::REDISTRIBUTORS.get() == gic::REDISTRIBUTORS.get());
+    let [first, second] = mmio::redistributors(VCPUS_MAX);
+    assert!(first.0.get() == gic::REDISTRIBUTORS.get());
+    assert!(first.1 == gic::FIRST_REGION_VCPUS as u64 * gic::REDISTRIBUTOR_STRIDE);
+    assert!(second.0.get() == gic::REDISTRIBUTORS_2.get());
     assert!(mmio::REDISTRIBUTOR_BYTES == gic::REDISTRIBUTOR_STRIDE);
-    assert!(gic::MAX_VCPUS >= 64);
+    assert!(gic::MAX_VCPUS >= VCPUS_MAX);
     assert!(mmio::VIRTUAL_TIMER_PPI + 16 == VIRTUAL_INTID);
     assert!(mmio::PHYSICAL_TIMER_PPI + 16 == PHYSICAL_INTID);
     let mut index = 0;
-    while index < 64 {
+    while index < VCPUS_MAX {
         assert!(lacuna_machine::boot::arm64::affinity(index) == gic::affinity(index));
         index += 1;
     }

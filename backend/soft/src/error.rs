@@ -2,7 +2,7 @@
 
 use lacuna_addr::NoRoom;
 use lacuna_host::HostError;
-use lacuna_machine::{Arch, BootError, DirtyError, HandlerError, MachineError};
+use lacuna_machine::{Arch, BootError, DirtyError, HandlerError, MachineError, VCPUS_MAX};
 use lacuna_mmu::MmuError;
 use lacuna_slots::SlotError;
 
@@ -11,7 +11,7 @@ use lacuna_slots::SlotError;
 #[non_exhaustive]
 pub enum SoftError {
     /// The configuration is not valid.
-    #[error("{0} vCPUs: give 1 to 64")]
+    #[error("{0} vCPUs: give 1 to {VCPUS_MAX}")]
     Vcpus(usize),
     /// No TSC has that frequency.
     #[error("a TSC of 0 kHz: give a frequency, or none for 1 GHz")]

@@ -63,7 +63,7 @@ impl<P: Platform> VcpuOf<P> {
     ) -> Result<Self, SoftError> {
         let kicks = Arc::clone(&vm.kicks);
         let contract = P::contract(vm.config.apf);
-        let id = u32::try_from(index).expect("at most 64 vCPUs");
+        let id = u32::try_from(index).expect("at most VCPUS_MAX");
         let mut vcpu = Self {
             entry: Entry::new(Arc::clone(&vm), index, fabric)?,
             apf: Queue::new(id, contract, move || kicks.wake(index)),

@@ -17,7 +17,7 @@ use lacuna_host::{
 };
 use lacuna_machine::{
     Apf, Arch, CpuModel, Delivery, HandlerRegion, InterruptLines, Kick, Layout, LogReaders,
-    VmConfig,
+    VCPUS_MAX, VmConfig,
 };
 use lacuna_mmu::SlotSpec;
 use lacuna_slots::{SlotFlags, SlotId};
@@ -374,10 +374,12 @@ const fn check_processor(arch: Arch, cpu: CpuModel) -> Result<(), SoftError> {
     }
 }
 
+const _: () = assert!(VCPUS_MAX <= lacuna_x86::ApicBus::VCPUS_MAX);
+
 /// Refuses an impossible number of vCPUs.
 pub(crate) fn check_vcpus(vcpus: usize) -> Result<(), SoftError> {
     match vcpus {
-        1..=64 => Ok(()),
+        1..=VCPUS_MAX => Ok(()),
         _ => Err(SoftError::Vcpus(vcpus)),
     }
 }

@@ -7,8 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use lacuna_addr::PAGE_SIZE;
-use lacuna_guest::status::{Kind, PAUSED_AT, Status};
+use lacuna_guest::status::{self, Kind, PAUSED_AT, SETTING_AT, Status};
 use lacuna_machine::{
     Arch, Ending, GuestMemory, Image, Kick, Next, PlatformDevices, Vcpu, dispatch,
 };
@@ -104,9 +103,26 @@ impl<B: Backend> Running<'_, B> {
         status(self.vm, self.devices)
     }
 
+    /// Waits until the guest's processes are prepared: a booting kernel writes the same pages over
+    /// and over.
+    pub fn prepared(&self) {
+        let ready = || {
+            let status = self.status()?;
+            Some(status.threads.first()?.counter > 0)
+        };
+        while !self.is_over() && ready() != Some(true) {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Gives the workload its setting.
+    pub fn set(&self, setting: u32) {
+        write_word(self.vm, self.devices, SETTING_AT, setting);
+    }
+
     /// Pauses the guest's processes of these kinds, and lets all others run.
     pub fn pause(&self, kinds: u32) {
-        pause(self.vm, self.devices, kinds);
+        write_word(self.vm, self.devices, PAUSED_AT, kinds);
     }
 }
 
@@ -195,22 +211,26 @@ fn drive<V: Vcpu, M: GuestMemory + Kick>(
             break;
         }
         if let (false, Start::Held(kind), Some(_)) = (held, start, devices.status_page()) {
-            pause(vm, devices, kind.paused_bit());
+            write_word(vm, devices, PAUSED_AT, kind.paused_bit());
             held = true;
         }
     }
 }
 
-fn pause(vm: &impl GuestMemory, devices: &PlatformDevices, kinds: u32) {
+/// Writes a word of the status page.
+fn write_word(vm: &impl GuestMemory, devices: &PlatformDevices, offset: usize, word: u32) {
     let page = devices.status_page().expect("it was announced");
-    let at = page.gpa().checked_add(PAUSED_AT as u64);
+    let at = page.gpa().checked_add(offset as u64);
     let at = at.expect("inside of a page");
-    vm.write(at, &kinds.to_le_bytes()).expect("guest memory");
+    vm.write(at, &word.to_le_bytes()).expect("guest memory");
 }
 
-/// The status page of a guest, once it has announced one.
+/// The status pages of a guest, once it has announced them.
 pub fn status(vm: &impl GuestMemory, devices: &PlatformDevices) -> Option<Status> {
-    let mut page = [0; PAGE_SIZE];
-    vm.read(devices.status_page()?.gpa(), &mut page).ok()?;
-    Status::parse(&page).ok()
+    let first = devices.status_page()?.gpa();
+    let pages = status::copy(|offset, pages| {
+        let at = first.checked_add(offset as u64);
+        at.is_some_and(|at| vm.read(at, pages).is_ok())
+    });
+    Status::parse(&pages?).ok()
 }

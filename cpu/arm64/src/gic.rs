@@ -35,7 +35,10 @@ pub(crate) use fabric::index_of as affinity_index;
 pub use fabric::{Distributor, Gic, SPI_BANKS, affinity};
 pub(crate) use interface::{CpuInterface, Reach, SRE};
 pub use interface::{InterfaceRegisters, VcpuGic};
-pub use mmio::{DISTRIBUTOR, MAX_VCPUS, REDISTRIBUTOR_STRIDE, REDISTRIBUTORS, REGISTER_PAGE};
+pub use mmio::{
+    DISTRIBUTOR, FIRST_REGION_VCPUS, MAX_VCPUS, REDISTRIBUTOR_STRIDE, REDISTRIBUTORS,
+    REDISTRIBUTORS_2, REGISTER_PAGE,
+};
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,7 @@
 //! Beside that trait, a hypervisor drives it so:
 //!
 //! ```text
-//! a VM          one Fabric for all its vCPUs; no memory slot at Gic::register_pages, because the
+//! a VM          one Fabric for all its vCPUs; no memory slot where Gic::claims, because the
 //!               processor answers those accesses itself
 //! a device      Gic::set_spi, Gic::set_ppi, from any thread
 //! a vCPU        is entered only while Power::is_on; else it waits until Power::take_start says

@@ -76,5 +76,5 @@ pub use state::{ProcessorFeatures, SaveRestore, SharedState, StateError, VcpuSta
 pub use tokens::Tokens;
 pub use vm::{
     ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, RunEnd, SharedFile,
-    VcpuStats, Vm, VmConfig, VmStats,
+    VCPUS_MAX, VcpuStats, Vm, VmConfig, VmStats,
 };

@@ -53,6 +53,9 @@ pub enum CpuModel {
     },
 }
 
+/// The most vCPUs of a VM. An interrupt message of a device has 8 bits for an x86-64 vCPU's number.
+pub const VCPUS_MAX: usize = 256;
+
 /// The configuration common to VMs of all backends.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct VmConfig {
@@ -60,7 +63,7 @@ pub struct VmConfig {
     pub arch: Arch,
     /// The memory that the guest believes it has.
     pub memory: PageCount,
-    /// The number of its processors, 1 to 64.
+    /// The number of its processors, 1 to [`VCPUS_MAX`].
     pub vcpus: usize,
     /// Whether the guest is offered asynchronous page faults.
     pub apf: Apf,

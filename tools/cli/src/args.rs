@@ -161,7 +161,7 @@ mod tests {
     fn wrong_arguments_are_refused_with_the_reason() {
         for (line, reason) in [
             ("lacuna run", "<IMAGE>"),
-            ("lacuna run bm --vcpus 0", "0 is not in 1..=64"),
+            ("lacuna run bm --vcpus 0", "0 is not in 1..=256"),
             (
                 "lacuna run bm --memory much",
                 "does not begin with a whole number",

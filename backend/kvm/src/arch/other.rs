@@ -12,7 +12,7 @@ pub fn check() -> Result<(), Unavailable> {
 }
 
 /// Makes nothing.
-pub fn make_controllers(_: &VmFd) -> Result<(), KvmError> {
+pub fn make_controllers(_: &VmFd, _: usize) -> Result<(), KvmError> {
     Err(Unavailable::Architecture.into())
 }
 

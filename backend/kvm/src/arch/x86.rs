@@ -11,6 +11,7 @@ pub use setup::Features;
 pub use state::{accept, restore, save};
 
 use crate::error::{KvmError, Unavailable};
+use kvm_bindings::{KVM_CAP_X2APIC_API, KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK, kvm_enable_cap};
 use kvm_ioctls::{Error, VcpuFd, VmFd};
 
 /// The address of three guest pages that KVM uses on Intel processors without *unrestricted guest*
@@ -23,15 +24,28 @@ pub fn check() -> Result<(), Unavailable> {
     Ok(())
 }
 
-/// Makes the interrupt controllers of a new VM.
-pub fn make_controllers(vm: &VmFd) -> Result<(), KvmError> {
+/// Makes the interrupt controllers of a new VM for `vcpus` vCPUs.
+pub fn make_controllers(vm: &VmFd, vcpus: usize) -> Result<(), KvmError> {
     vm.set_tss_address(TSS_ADDRESS)
         .map_err(KvmError::step("place the TSS"))?;
+    if vcpus > usize::from(u8::MAX) {
+        address_the_last(vm).map_err(KvmError::step("address vCPU 255"))?;
+    }
     vm.create_irq_chip()
         .map_err(KvmError::step("make interrupt controllers"))?;
     interrupts::connect(vm, []).map_err(|cause| KvmError::Kvm {
         step: "connect the I/O APIC",
         errno: lacuna_sys::Errno::from_raw_os_error(cause.errno()),
+    })
+}
+
+/// Makes destination 255 of a device's message name the APIC with that ID, if the APICs are in
+/// x2APIC mode. By default KVM sends such a message to every APIC.
+fn address_the_last(vm: &VmFd) -> Result<(), Error> {
+    vm.enable_cap(&kvm_enable_cap {
+        cap: KVM_CAP_X2APIC_API,
+        args: [KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK.into(), 0, 0, 0],
+        ..Default::default()
     })
 }
 

@@ -14,6 +14,7 @@
 use super::{VcpuKick, VcpuKicks};
 use crate::memory::Page;
 use lacuna_addr::Access;
+use lacuna_machine::VCPUS_MAX;
 use lacuna_sys::VcpuStatistic;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -34,17 +35,17 @@ pub struct MissingPage {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Search {
     /// A bit for each vCPU that has left the guest and does not need the page.
-    ruled_out: u64,
+    ruled_out: [u64; VCPUS_MAX / 64],
 }
 
 impl Search {
-    fn without(self, index: usize) -> Self {
-        let ruled_out = self.ruled_out | 1 << index;
-        Self { ruled_out }
+    fn without(mut self, index: usize) -> Self {
+        self.ruled_out[index / 64] |= 1 << (index % 64);
+        self
     }
 
     fn has(self, index: usize) -> bool {
-        self.ruled_out >> index & 1 == 0
+        self.ruled_out[index / 64] >> (index % 64) & 1 == 0
     }
 }
 
@@ -204,5 +205,18 @@ impl VcpuKicks {
                 thread::sleep(Duration::from_millis(1));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_search_rules_out_any_vcpu() {
+        let out = [0, 63, 64, VCPUS_MAX - 1];
+        let search = out.into_iter().fold(Search::default(), Search::without);
+        let left: Vec<usize> = (0..VCPUS_MAX).filter(|index| !search.has(*index)).collect();
+        assert_eq!(left, out);
     }
 }

@@ -2,12 +2,14 @@
 
 use crate::common;
 
-use common::{Lines, boot, boot_image, builder, image, pass, program, run, start};
+use common::{Lines, boot, boot_image, builder, builder_for, image, pass, program, run, start};
 use iced_x86::code_asm::*;
 use lacuna_addr::PageCount;
 use lacuna_guest::status::Status;
 use lacuna_host::{Fault, FaultyStore, Host, HostConfig, HugePages, Io};
-use lacuna_machine::{Ending, GuestMemory, Kick, Next, PlatformDevices, VcpuError, dispatch};
+use lacuna_machine::{
+    Arch, Ending, GuestMemory, Kick, Next, PlatformDevices, VCPUS_MAX, VcpuError, dispatch,
+};
 use lacuna_skip::test;
 use lacuna_soft::{SimulatedVm, Simulator, SimulatorConfig, Step, Vcpu, Vm, VmBuilder, Wait};
 use lacuna_sync::{Clock, HostClock, VirtualClock};
@@ -19,6 +21,30 @@ fn all_workloads_succeed() {
     pass(&builder(32, 8, 2, "rounds=1"), "membound");
     pass(&builder(32, 32, 2, ""), "touch");
     pass(&builder(32, 8, 2, "order=random"), "touch");
+}
+
+/// Each process has its own address space, and those beyond the tags of AArch64 share one.
+#[test]
+fn each_of_256_vcpus_runs_a_process_in_a_seeded_run() {
+    for arch in [Arch::X86_64, Arch::Arm64] {
+        let words = "faulters=256 workers=0 accesses=10";
+        let run = || {
+            let seeded = VmBuilder {
+                seed: Some(9),
+                ..builder_for(arch, (256, 256), VCPUS_MAX, words)
+            };
+            pass(&seeded, "bm")
+        };
+        let ((outcome, printed), (again, _)) = (run(), run());
+        assert_eq!(
+            outcome.trace.expect("a seeded run"),
+            again.trace.expect("another")
+        );
+        for index in 0..VCPUS_MAX {
+            let line = format!("thread=faulter{index} kind=faulter cpu={index} count=10\n");
+            assert!(printed.contains(&line), "{arch}: {line}");
+        }
+    }
 }
 
 struct NoKick;
@@ -316,7 +342,10 @@ fn too_small_a_budget_or_memory_is_refused_with_what_would_do() {
     nowhere.swap = lacuna_soft::Swap::File("/nonexistent/folder".into());
     let text = refused(nowhere);
     assert!(text.contains("/nonexistent/folder"), "{text}");
-    assert_eq!(refused(builder(32, 32, 0, "")), "0 vCPUs: give 1 to 64");
+    for vcpus in [0, 257] {
+        let text = format!("{vcpus} vCPUs: give 1 to 256");
+        assert_eq!(refused(builder(32, 32, vcpus, "")), text);
+    }
 }
 
 #[test]

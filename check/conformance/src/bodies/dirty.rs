@@ -18,7 +18,7 @@ use crate::backend::{
     Backend, Lacks, Made, Request, Tracking, harvest, start_tracking, stop_tracking,
 };
 use crate::program::gpa;
-use crate::running::{Running, Start, beside, guest, within};
+use crate::running::{Start, beside, guest, within};
 
 /// A heap that processes change all the time.
 const CHURN: &str = "transactions=5000 cold=5000 tick_us=20000";
@@ -44,11 +44,11 @@ fn read<B: Backend>(vm: &B::Vm, gfns: GfnRange, page: usize) -> Page {
 }
 
 /// A copy of all slots, page by page.
-struct Copy(BTreeMap<SlotId, (GfnRange, Vec<Page>)>);
+pub(super) struct Copy(BTreeMap<SlotId, (GfnRange, Vec<Page>)>);
 
 impl Copy {
     /// Starts tracking, then copies everything.
-    fn begin<B: Backend>(vm: &B::Vm) -> Self {
+    pub(super) fn begin<B: Backend>(vm: &B::Vm) -> Self {
         start_tracking(vm);
         Self::of::<B>(vm, |gfns, page| read::<B>(vm, gfns, page))
     }
@@ -68,7 +68,7 @@ impl Copy {
     }
 
     /// Copies the pages written since the last time. Returns their number.
-    fn harvest<B: Backend>(&mut self, vm: &B::Vm) -> usize {
+    pub(super) fn harvest<B: Backend>(&mut self, vm: &B::Vm) -> usize {
         let dirty = harvest(vm);
         for (id, page) in &dirty {
             let (gfns, pages) = self.0.get_mut(id).expect("a slot that was there");
@@ -78,25 +78,13 @@ impl Copy {
     }
 
     /// Compares the copy with the memory of the stopped guest, after all harvests.
-    fn compare<B: Backend>(&self, vm: &B::Vm) {
+    pub(super) fn compare<B: Backend>(&self, vm: &B::Vm) {
         for (id, (gfns, pages)) in &self.0 {
             for (page, bytes) in pages.iter().enumerate() {
                 let same = *bytes == read::<B>(vm, *gfns, page);
                 assert!(same, "{id}: page {page} was written and no harvest has it");
             }
         }
-    }
-}
-
-/// Waits until the guest's processes are prepared: a booting kernel writes the same pages over and
-/// over.
-fn prepared<B: Backend>(running: &Running<'_, B>) {
-    let ready = || {
-        let status = running.status()?;
-        Some(status.threads.first()?.counter > 0)
-    };
-    while !running.is_over() && ready() != Some(true) {
-        thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -119,7 +107,7 @@ fn follow_from<B: Backend>(backend: &B, tracking: Tracking, begin: fn(&B::Vm) ->
                 &guest(backend.arch(), "churn"),
                 HELD,
                 |running| {
-                    prepared(running);
+                    running.prepared();
                     let mut copy = begin(running.vm);
                     if !running.is_over() {
                         running.pause(0);

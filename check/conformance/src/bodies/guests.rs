@@ -100,7 +100,7 @@ pub fn the_watcher_reads_and_writes_guest_memory<B: Backend>(backend: &B) -> Out
                         .read(gfn.gpa(), &mut magic)
                         .expect("guest memory");
                     seen += u8::from(u64::from_le_bytes(magic) == MAGIC);
-                    // The guest does not use the last bytes of the page.
+                    // The last entry of the page is unused.
                     let at = gfn.gpa().checked_add(4080).expect("inside of a page");
                     running.vm.write(at, &[seen; 16]).expect("guest memory");
                     let mut back = [0; 16];

@@ -3,6 +3,7 @@
 //! ```text
 //! DISTRIBUTOR     64 KiB           GICD_*
 //! REDISTRIBUTORS  128 KiB a vCPU   64 KiB of GICR_* control, 64 KiB for its INTIDs 0 to 31
+//!   two regions: 123 vCPUs fit between the distributor and the machine's other devices
 //! ```
 //! Accesses have 4 bytes, 1 byte for priorities, and 8 or 4 bytes for the 64-bit registers. Every
 //! other access, and every register that is not here, reads as zero and ignores writes. The
@@ -10,18 +11,24 @@
 
 use super::bank::{Property, locate};
 use super::fabric::{Concerns, Gic, GicState, ROUTE_MASK, SPI_BANKS, affinity};
-use lacuna_addr::{GfnRange, Gpa};
+use lacuna_addr::Gpa;
 
 /// The distributor's page of 64 KiB, at the address of QEMU's `virt` machine.
 pub const DISTRIBUTOR: Gpa = Gpa::truncate(0x0800_0000);
 /// The first redistributor's pages. The next one's follow after [`REDISTRIBUTOR_STRIDE`].
 pub const REDISTRIBUTORS: Gpa = Gpa::truncate(0x080a_0000);
+/// The pages of redistributor [`FIRST_REGION_VCPUS`], which begins a second region, as on `virt`.
+pub const REDISTRIBUTORS_2: Gpa = Gpa::truncate(0x3e00_0000);
 /// Bytes of a page of registers.
 pub const REGISTER_PAGE: u64 = 0x1_0000;
 /// Bytes between two redistributors.
 pub const REDISTRIBUTOR_STRIDE: u64 = 2 * REGISTER_PAGE;
-/// The most redistributors that fit below the machine's other devices.
-pub const MAX_VCPUS: usize = ((0x0900_0000 - 0x080a_0000) / REDISTRIBUTOR_STRIDE) as usize;
+/// The redistributors of the first region: as many as fit below the machine's other devices.
+pub const FIRST_REGION_VCPUS: usize =
+    ((0x0900_0000 - REDISTRIBUTORS.get()) / REDISTRIBUTOR_STRIDE) as usize;
+/// The most redistributors: the second region ends where memory begins.
+pub const MAX_VCPUS: usize =
+    FIRST_REGION_VCPUS + ((0x4000_0000 - REDISTRIBUTORS_2.get()) / REDISTRIBUTOR_STRIDE) as usize;
 
 /// In both kinds of page: the architecture's version is 3.
 const PIDR2: u32 = 0xffe8;
@@ -77,15 +84,6 @@ impl Gic {
         self.page(gpa).is_some()
     }
 
-    /// The guest-physical pages that must have no memory slot.
-    pub fn register_pages(&self) -> [GfnRange; 2] {
-        let bytes = self.vcpus() as u64 * REDISTRIBUTOR_STRIDE;
-        [(DISTRIBUTOR, REGISTER_PAGE), (REDISTRIBUTORS, bytes.max(1))].map(|(start, bytes)| {
-            GfnRange::new(start.gfn(), bytes.div_ceil(lacuna_addr::PAGE_SIZE as u64))
-                .unwrap_or_else(|| GfnRange::page(start.gfn()))
-        })
-    }
-
     /// A load of `size` bytes by any vCPU.
     pub fn mmio_read(&self, gpa: Gpa, size: u8) -> u64 {
         let Some((page, offset)) = self.page(gpa) else {
@@ -131,13 +129,17 @@ impl Gic {
         if gpa & !(REGISTER_PAGE - 1) == DISTRIBUTOR.get() {
             return Some((Page::Distributor, offset));
         }
-        let from = gpa.checked_sub(REDISTRIBUTORS.get())?;
-        let index = usize::try_from(from / REDISTRIBUTOR_STRIDE).ok()?;
+        let (start, first, end) = match gpa < REDISTRIBUTORS_2.get() {
+            true => (REDISTRIBUTORS, 0, FIRST_REGION_VCPUS),
+            false => (REDISTRIBUTORS_2, FIRST_REGION_VCPUS, MAX_VCPUS),
+        };
+        let from = gpa.checked_sub(start.get())?;
+        let index = first + usize::try_from(from / REDISTRIBUTOR_STRIDE).ok()?;
         let page = match from % REDISTRIBUTOR_STRIDE < REGISTER_PAGE {
             true => Page::Control(index),
             false => Page::Private(index),
         };
-        (index < self.vcpus().min(MAX_VCPUS)).then_some((page, offset))
+        (index < end.min(self.vcpus())).then_some((page, offset))
     }
 
     fn read_part(&self, part: Part) -> u32 {
@@ -230,7 +232,8 @@ fn read_distributor(shared: &GicState, offset: u32) -> u32 {
 }
 
 fn read_control(shared: &GicState, index: usize, offset: u32) -> u32 {
-    let last = index + 1 == shared.redistributors.len().min(MAX_VCPUS);
+    let ends = [FIRST_REGION_VCPUS, MAX_VCPUS, shared.redistributors.len()];
+    let last = ends.contains(&(index + 1));
     match offset {
         gicr::IIDR => IIDR_VALUE,
         gicr::TYPER => {

@@ -21,7 +21,11 @@ fn gicd(offset: u64) -> Gpa {
 }
 
 fn gicr(index: usize, offset: u64) -> Gpa {
-    Gpa::truncate(REDISTRIBUTORS.get() + index as u64 * REDISTRIBUTOR_STRIDE + offset)
+    let (start, index) = match index.checked_sub(FIRST_REGION_VCPUS) {
+        None => (REDISTRIBUTORS, index),
+        Some(index) => (REDISTRIBUTORS_2, index),
+    };
+    Gpa::truncate(start.get() + index as u64 * REDISTRIBUTOR_STRIDE + offset)
 }
 
 /// A register of INTIDs 0 to 31.
@@ -107,6 +111,24 @@ fn identification_registers() {
             "its high half"
         );
     }
+}
+
+/// 12.11: a driver reads each region up to `GICR_TYPER`.Last.
+#[test]
+fn a_second_region_has_the_redistributors_beyond_the_first() {
+    let m = Machine::reset(256);
+    for index in 0..256 {
+        let typer = m.gic.mmio_read(gicr(index, 8), 8);
+        assert_eq!(typer >> 32, affinity(index).into());
+        assert_eq!(typer >> 4 & 1 != 0, [122, 255].contains(&index), "{index}");
+    }
+    let first_end = Gpa::truncate(gicr(122, 0).get() + REDISTRIBUTOR_STRIDE);
+    let before = Gpa::truncate(gicr(123, 0).get() - 1);
+    for outside in [first_end, before, gicr(256, 0)] {
+        assert!(!m.gic.claims(outside), "{outside}");
+    }
+    let m = Machine::reset(123);
+    assert!(m.gic.claims(gicr(122, 0)) && !m.gic.claims(gicr(123, 0)));
 }
 
 #[test]

@@ -74,6 +74,9 @@ impl Address {
     }
 }
 
+/// A bit for each vCPU.
+type Vcpus = [u64; ApicBus::VCPUS_MAX / 64];
+
 /// The outcome of a message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[must_use]
@@ -81,12 +84,19 @@ struct Delivered {
     /// An APIC has taken it.
     accepted: bool,
     /// A bit for each vCPU that [`ApicBus::wake`] wakes, after all locks are released.
-    wake: u64,
+    wake: Vcpus,
 }
 
 impl ApicBus {
-    /// A bus for vCPUs 0 to `vcpus` - 1, at most 64. The APIC ID of a vCPU is its number.
+    /// The most vCPUs: the messages of devices have 8 bits for an APIC ID.
+    pub const VCPUS_MAX: usize = 256;
+
+    /// A bus for vCPUs 0 to `vcpus` - 1. The APIC ID of a vCPU is its number.
+    ///
+    /// # Panics
+    /// If there are more than [`ApicBus::VCPUS_MAX`].
     pub fn new(vcpus: usize, wake: Arc<dyn Wake>) -> Self {
+        assert!(vcpus <= Self::VCPUS_MAX, "{vcpus} vCPUs");
         let closed = Address {
             ldr: 0,
             x2: false,
@@ -162,6 +172,9 @@ impl ApicBus {
                 Destination::Physical(_) | Destination::All => true,
                 Destination::Logical(id) => address.answers(id),
                 Destination::AllBut(sender) => sender != index,
+                Destination::Ones { .. } if !address.x2 || self.vcpus() <= 0xff => true,
+                Destination::Ones { logical: true } => address.answers(0xff),
+                Destination::Ones { logical: false } => index == 0xff,
             };
             // A local APIC that SVR has turned off takes NMIs (SDM vol 3, 11.4.7.2).
             let takes = match delivery {
@@ -175,7 +188,7 @@ impl ApicBus {
                     Delivery::Nmi => !self.set_nmi(index, true),
                     _ => self.raise(index, vector, trigger),
                 };
-                delivered.wake |= u64::from(is_new) << index;
+                delivered.wake[index / 64] |= u64::from(is_new) << (index % 64);
                 if delivery == Delivery::LowestPriority {
                     break;
                 }
@@ -185,10 +198,12 @@ impl ApicBus {
     }
 
     /// Wakes the vCPUs of [`Delivered::wake`].
-    fn wake(&self, mut vcpus: u64) {
-        while vcpus != 0 {
-            self.wake.wake(vcpus.trailing_zeros() as usize);
-            vcpus &= vcpus - 1;
+    fn wake(&self, vcpus: Vcpus) {
+        for (word, mut bits) in vcpus.into_iter().enumerate() {
+            while bits != 0 {
+                self.wake.wake(64 * word + bits.trailing_zeros() as usize);
+                bits &= bits - 1;
+            }
         }
     }
 
@@ -299,10 +314,12 @@ impl ApicBus {
         &self,
         change: impl FnOnce(&mut IoApicRegisters, &mut dyn FnMut(Message) -> bool),
     ) {
-        let mut wake = 0;
+        let mut wake = Vcpus::default();
         change(&mut self.lock_io_apic(), &mut |message| {
             let delivered = self.request(message);
-            wake |= delivered.wake;
+            wake.iter_mut()
+                .zip(delivered.wake)
+                .for_each(|(all, new)| *all |= new);
             delivered.accepted
         });
         self.wake(wake);

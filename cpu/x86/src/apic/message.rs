@@ -8,6 +8,11 @@ pub(super) enum Destination {
     Logical(u32),
     All,
     AllBut(usize),
+    /// 0xff of a device: a broadcast. If the machine has vCPU 255, an APIC in x2APIC mode takes it
+    /// as any other destination, as KVM's APICs do without the broadcast quirk.
+    Ones {
+        logical: bool,
+    },
 }
 
 /// Which of the addressed APICs get the interrupt.
@@ -60,7 +65,7 @@ impl Message {
         is_level: bool,
     ) -> Option<Self> {
         let to = match destination {
-            0xff => Destination::All,
+            0xff => Destination::Ones { logical },
             id if logical => Destination::Logical(id.into()),
             id => Destination::Physical(id.into()),
         };

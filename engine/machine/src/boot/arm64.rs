@@ -138,11 +138,16 @@ fn interrupts(tree: &mut FdtWriter, vcpus: usize) -> Result<(), Error> {
     tree.property_string("compatible", "arm,gic-v3")?;
     tree.property_u32("#interrupt-cells", 3)?;
     tree.property_null("interrupt-controller")?;
-    let redistributors = vcpus as u64 * mmio::REDISTRIBUTOR_BYTES;
-    let distributor = (mmio::DISTRIBUTOR.get(), mmio::DISTRIBUTOR_BYTES);
-    let redistributors = (mmio::REDISTRIBUTORS.get(), redistributors);
-    let (a, b) = (distributor, redistributors);
-    tree.property_array_u64("reg", &[a.0, a.1, b.0, b.1])?;
+    let mut reg = vec![mmio::DISTRIBUTOR.get(), mmio::DISTRIBUTOR_BYTES];
+    let regions = mmio::redistributors(vcpus);
+    let regions = regions.iter().filter(|(_, bytes)| *bytes != 0);
+    reg.extend(
+        regions
+            .clone()
+            .flat_map(|(start, bytes)| [start.get(), *bytes]),
+    );
+    tree.property_u32("#redistributor-regions", regions.count() as u32)?;
+    tree.property_array_u64("reg", &reg)?;
     tree.property_phandle(INTERRUPT_CONTROLLER)?;
     tree.end_node(node)?;
     let node = tree.begin_node("timer")?;

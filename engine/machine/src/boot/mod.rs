@@ -92,7 +92,7 @@ impl BootError {
 /// 0xfee0_0000.
 ///
 /// An AArch64 guest has memory from 1 GiB on, as on QEMU's `virt` machine. The devices of every
-/// guest are below ([`mmio`](crate::mmio)). A VMM can put its own at 0x0a00_0000 to 0x3fff_ffff.
+/// guest are below ([`mmio`](crate::mmio)). A VMM can put its own at 0x0a00_0000 to 0x3dff_ffff.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Layout {
     ranges: Vec<GfnRange>,

@@ -42,7 +42,7 @@ pub enum DeviceError {
     #[error(
         "the device at {from:#x}..={to:#x} overlaps the guest's memory, which gets the accesses: \
          put the device where the VM has no memory slot, such as 0xc000_0000 to 0xfebf_ffff for \
-         x86-64, and 0x0a00_0000 to 0x3fff_ffff for AArch64"
+         x86-64, and 0x0a00_0000 to 0x3dff_ffff for AArch64"
     )]
     Memory {
         /// First address.

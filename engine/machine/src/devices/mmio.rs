@@ -1,10 +1,12 @@
-//! The addresses of the devices of AArch64 guests, as on QEMU's `virt` machine.
+//! The addresses of the devices of AArch64 guests. Below 0x0a00_0000 they are as on QEMU's `virt`
+//! machine, whose second region of redistributors is above memory.
 //!
 //! ```text
 //! 0x0800_0000  GICv3 distributor, 64 KiB
-//! 0x080a_0000  GICv3 redistributors, 128 KiB for each vCPU
+//! 0x080a_0000  GICv3 redistributors, 128 KiB for each of vCPUs 0 to 122
 //! 0x0900_0000  PL011, one page
 //! 0x090f_0000  the host's device, one page
+//! 0x3e00_0000  GICv3 redistributors of vCPUs 123 and up
 //! 0x4000_0000  memory
 //! ```
 
@@ -16,6 +18,8 @@ pub const DISTRIBUTOR: Gpa = Gpa::truncate(0x0800_0000);
 pub const DISTRIBUTOR_BYTES: u64 = 0x1_0000;
 /// The redistributors of the interrupt controller, one after the other.
 pub const REDISTRIBUTORS: Gpa = Gpa::truncate(0x080a_0000);
+/// The redistributors that have no room below [`UART`].
+pub const REDISTRIBUTORS_2: Gpa = Gpa::truncate(0x3e00_0000);
 /// The size of one redistributor, in bytes.
 pub const REDISTRIBUTOR_BYTES: u64 = 0x2_0000;
 /// The PPI of the virtual timer: its INTID minus 16.
@@ -32,3 +36,17 @@ pub const DEVICE_BYTES: u64 = 0x1000;
 pub const HOST_EXIT: u64 = 0;
 /// Offset of the host's register for the status page. A 32-bit write announces its frame number.
 pub const HOST_STATUS: u64 = 4;
+
+/// The regions of redistributors of a machine with `vcpus` vCPUs, as start and bytes. The second
+/// may be empty.
+pub const fn redistributors(vcpus: usize) -> [(Gpa, u64); 2] {
+    let (all, room) = (
+        vcpus as u64 * REDISTRIBUTOR_BYTES,
+        UART.get() - REDISTRIBUTORS.get(),
+    );
+    let first = room - room % REDISTRIBUTOR_BYTES;
+    match all <= first {
+        true => [(REDISTRIBUTORS, all), (REDISTRIBUTORS_2, 0)],
+        false => [(REDISTRIBUTORS, first), (REDISTRIBUTORS_2, all - first)],
+    }
+}

@@ -1,7 +1,7 @@
 //! Addresses that a guest's machine uses before the VMM adds a device or memory.
 
 use super::mmio;
-use crate::Arch;
+use crate::{Arch, VCPUS_MAX};
 use lacuna_addr::{GfnRange, Gpa, PAGE_SIZE};
 use lacuna_slots::{SlotError, SlotId};
 use std::ops::RangeInclusive;
@@ -12,10 +12,14 @@ type Addresses = RangeInclusive<u64>;
 const APICS: [Addresses; 2] = [0xfec0_0000..=0xfec0_00ff, 0xfee0_0000..=0xfee0_0fff];
 
 /// The GIC, with redistributors for as many vCPUs as a VM may have.
-const GIC: [Addresses; 2] = [
-    device(mmio::DISTRIBUTOR, mmio::DISTRIBUTOR_BYTES),
-    device(mmio::REDISTRIBUTORS, 64 * mmio::REDISTRIBUTOR_BYTES),
-];
+const GIC: [Addresses; 3] = {
+    let [first, second] = mmio::redistributors(VCPUS_MAX);
+    [
+        device(mmio::DISTRIBUTOR, mmio::DISTRIBUTOR_BYTES),
+        device(first.0, first.1),
+        device(second.0, second.1),
+    ]
+};
 
 /// The devices of every AArch64 guest.
 pub(super) const OWN: [Addresses; 2] = [

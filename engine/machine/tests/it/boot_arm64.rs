@@ -232,7 +232,8 @@ fn a_device_of_the_vmm_lies_beside_those_of_the_guest() {
     };
     for taken in [
         at(mmio::DISTRIBUTOR, 0xffff),
-        at(mmio::REDISTRIBUTORS, 0x7f_ffff),
+        at(mmio::REDISTRIBUTORS, 0xf5_ffff),
+        at(mmio::REDISTRIBUTORS_2, 0x109_ffff),
     ] {
         let refused = add(taken, 1);
         let controller = matches!(refused, Err(DeviceError::InterruptController { .. }));

@@ -184,9 +184,9 @@ fn a_device_fits_where_the_error_says() {
         ),
         (
             Arch::Arm64,
-            "0x0a00_0000 to 0x3fff_ffff",
+            "0x0a00_0000 to 0x3dff_ffff",
             0x0a00_0000,
-            0x4000_0000,
+            0x3e00_0000,
         ),
     ] {
         assert!(text.contains(named), "{text}");

@@ -5,14 +5,16 @@ use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::builder::ArgPredicate;
 use clap::{Args, ValueEnum};
-use lacuna::CpuModel;
 use lacuna::memory::HugePages;
 use lacuna::migrate::transport::Address;
+use lacuna::{CpuModel, VCPUS_MAX};
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
+
+const _: () = assert!(lacuna_guest::MAX_CPUS as usize == VCPUS_MAX);
 
 /// `lacuna run`.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
@@ -62,7 +64,7 @@ pub struct RunArgs {
     pub resident: Option<Size>,
     /// Virtual processors; on soft, each takes 2.5M of this process beside --resident
     #[arg(long, value_name = "N", default_value_t = 2,
-          value_parser = clap::value_parser!(u32).range(1..=64))]
+          value_parser = clap::value_parser!(u32).range(1..=VCPUS_MAX as i64))]
     pub vcpus: u32,
     /// The host's processors on which the vCPUs' threads run, one each, as in 0-3 or 0,2
     #[arg(long, value_name = "LIST", conflicts_with = "seed")]

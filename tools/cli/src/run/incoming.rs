@@ -18,7 +18,7 @@ use lacuna::migrate::session::{Arrival, Destination, IncomingEvent, IncomingHand
 use lacuna::migrate::stream::Prepared;
 use lacuna::migrate::transport::{Address, Listener};
 use lacuna::migrate::{MachineConfig, MigrateError};
-use lacuna::{PAGE_SIZE, PlatformDevices, Vm};
+use lacuna::{PAGE_SIZE, PlatformDevices, VCPUS_MAX, Vm};
 use lacuna_control::{Awaiting, ControlSocket, undecided_at_destination};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -27,8 +27,6 @@ use std::thread;
 
 /// How many ranges of missing pages a report has.
 const RANGES_REPORTED: usize = 1000;
-/// The most vCPUs of a guest, as `--vcpus` has it.
-const VCPUS_MAX: usize = 64;
 
 /// How the guest arrived, for the end of its run.
 pub(super) fn received(handle: &IncomingHandle) -> Received {

@@ -159,6 +159,27 @@ fn messages_of_devices() {
     assert_eq!(wakes.take(), [0, 1, 2], "NMI");
 }
 
+/// In x2APIC mode 0xff is vCPU 255, if there is one; otherwise a broadcast.
+#[test]
+fn the_last_of_256_vcpus_is_addressed() {
+    let (bus, mut apics, wakes) = machine(256);
+    bus.signal_msi(0xfeef_f000, 0x51);
+    assert_eq!(wakes.take(), [255]);
+    program(&bus, 4, 0xff << 56 | 0x52);
+    bus.set_pin(4, true);
+    assert_eq!((wakes.take(), entry(&bus, 4) >> 56), (vec![255], 0xff));
+    bus.signal_msi(0xfeef_f004, 0x53);
+    assert_eq!(wakes.take(), [0, 1, 2, 3, 4, 5, 6, 7], "logical: a cluster");
+    bus.post(255, 0x54);
+    set(&mut apics[0], 0x830, 255 << 32 | 0x55);
+    assert_eq!(wakes.take(), [255, 255]);
+    set(&mut apics[255], 0x830, 3 << 18 | 0x56);
+    assert_eq!(wakes.take(), Vec::from_iter(0..255), "all but itself");
+    let (bus, _, wakes) = machine(255);
+    bus.signal_msi(0xfeef_f000, 0x51);
+    assert_eq!(wakes.take(), Vec::from_iter(0..255));
+}
+
 #[test]
 fn registers_read_back() {
     let (bus, _, _) = machine(1);

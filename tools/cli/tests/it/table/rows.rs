@@ -195,15 +195,15 @@ pub const TABLE: &[Row] = &[
     ),
     (
         Nothing,
-        "$LACUNA run hello --vcpus 65",
+        "$LACUNA run hello --vcpus 257",
         2,
-        &["65 is not in 1..=64"],
+        &["257 is not in 1..=256"],
     ),
     (
         Nothing,
-        "$LACUNA run hello --memory 64M --resident 32M --vcpus 64",
+        "$LACUNA run hello --memory 128M --resident 128M --vcpus 256",
         0,
-        &["hello from a guest: 64 vCPU"],
+        &["hello from a guest: 256 vCPU"],
     ),
     // Architectures.
     (
