@@ -5,13 +5,14 @@ use crate::mapping::Mapping;
 use crate::slots::{KvmSlot, Refusal, SlotSpec, check_address, check_slot, spec_of};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
-use crate::{arch, boot};
+use crate::{arch, boot, ioeventfd};
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, Balloon, DetectedBy, DetectionChoice, DirtyRings, DirtyTracking,
-    HugePagePolicy, Image, Input, InterruptController, InterruptError, InterruptLines, LogReaders,
-    MemorySlot, MemorySlotError, MemorySlots, MissingMemory, Msi, SharedFile, SharedState,
-    StateError, TwoStepLog, VcpuStats, VmConfig, VmStats, check_reserved,
+    GuestWrite, HugePagePolicy, Image, Input, InterruptController, InterruptError, InterruptLines,
+    IoBus, IoEventFdError, LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory,
+    Msi, SharedFile, SharedState, StateError, TwoStepLog, VcpuStats, VmConfig, VmStats,
+    check_reserved,
 };
 use lacuna_metrics::Metrics;
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
@@ -133,6 +134,16 @@ impl InterruptController for Vm {
 
     fn disconnect(&self, eventfd: &Arc<OwnedFd>) {
         self.eventfds.disconnect(&self.fd, eventfd);
+    }
+}
+
+impl IoBus for Vm {
+    fn assign(&self, write: GuestWrite, eventfd: &Arc<OwnedFd>) -> Result<(), IoEventFdError> {
+        ioeventfd::assign(&self.fd, write, eventfd)
+    }
+
+    fn deassign(&self, write: GuestWrite, eventfd: &Arc<OwnedFd>) {
+        ioeventfd::deassign(&self.fd, write, eventfd);
     }
 }
 

@@ -8,8 +8,7 @@
 //!
 //! | file | job |
 //! |---|---|
-//! | `error` | why a run cannot start |
-//! | `available` | whether this machine can run the backend, and what its KVM can do beyond that |
+//! | `error`, `available` | why a run cannot start; what this machine and its KVM can do |
 //! | `memory` | the guest's memory: pages of the host manager, and where KVM sees them |
 //! | `window` | pages of a budget: moved between their frames and the guest's addresses |
 //! | `mapping` | mappings of this process, and copies from and to guest memory |
@@ -19,7 +18,7 @@
 //! | `arch` | the parts that depend on the architecture, for x86-64 and for others |
 //! | `arch/x86/apf`, `msrs`, `interrupts` | events of async page faults; MSRs; the I/O APIC |
 //! | `arch/x86/setup` | a vCPU's first state: CPUID, registers |
-//! | `eventfds` | eventfds as inputs of the interrupt controllers |
+//! | `eventfds`, `ioeventfd` | eventfds that interrupt a guest; eventfds that its writes signal |
 //! | `apf` | the host side of async page faults, for VMs with a page source |
 //! | `vcpu`, `stopped` | `KVM_RUN` and its exits; messages for the stops of a vCPU |
 //! | `kick` and its folder | makes vCPUs leave `KVM_RUN`; for a missing page; by which signal |
@@ -35,8 +34,8 @@
 //! # Unsafe
 //! This crate may hold `unsafe` because KVM and userfaultfd act on this process's memory by
 //! address. Pointers are in `mapping` (the guest's bytes, as atomics), `vcpu` and `kick` (a vCPU's
-//! shared page), `ring` (its dirty ring), `vm`, `dirty`, `memory`, `window` and `eventfds` (ranges
-//! that are registered, moves, descriptors). The header of each of these files has its reason.
+//! shared page), `ring` (its dirty ring), `vm`, `dirty`, `memory`, `window`, `eventfds` and
+//! `ioeventfd` (registered ranges, moves, descriptors). Each file's header has its reason.
 
 mod apf;
 mod arch;
@@ -49,6 +48,7 @@ mod error;
 mod eventfds;
 mod faults;
 mod interface;
+mod ioeventfd;
 mod kick;
 mod mapping;
 mod memory;

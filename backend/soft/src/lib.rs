@@ -1,8 +1,7 @@
 //! The soft backend: a hypervisor in user space, without `/dev/kvm`.
 //!
-//! It connects crates that do not import each other. A software processor (`lacuna-x86` or
-//! `lacuna-arm64`) accesses memory through a [`Bus`](lacuna_cpu::Bus). Here the bus is stage 2 and
-//! the fault path (`lacuna-mmu`). Outside, a vCPU implements the traits of `lacuna-machine`.
+//! It connects crates that do not import each other: a software processor (`lacuna-x86` or
+//! `lacuna-arm64`), and its [`Bus`](lacuna_cpu::Bus), which is the fault path of `lacuna-mmu`.
 //!
 //! | file | job |
 //! |---|---|
@@ -11,7 +10,7 @@
 //! | `vcpu`, `step`, `either`, `mmu` | one step of a vCPU, its loop; of any architecture |
 //! | `code`, `frame_set`, `exclusive` | writes to decoded pages; all vCPUs stopped at once |
 //! | `seeded` | all vCPUs of one or more VMs on one thread, under a virtual clock and a seed |
-//! | `interface`, `eventfds`, `builder`, `error`, `kind` | the backend interface; a run or not |
+//! | `interface`, `eventfds`, `ioeventfd`, `builder`, `error`, `kind` | the backend interface |
 //! | `memory`, `dirty`, `layout`, `balloon` | guest memory as bytes, pages written, slots |
 //! | `missing`, `tokens` | exits on missing memory, and pages that the VMM provides |
 //! | `platform`, `x86`, `arm64`, `state` | the additions of an architecture to its processor |
@@ -36,6 +35,7 @@ mod eventfds;
 mod exclusive;
 mod frame_set;
 mod interface;
+mod ioeventfd;
 mod kind;
 mod layout;
 mod memory;

@@ -20,7 +20,7 @@ use lacuna_addr::{Access, Gpa};
 use lacuna_apf::Queue;
 use lacuna_cpu::{Exit as Left, Stop, Wake};
 use lacuna_host::fine_sleeps;
-use lacuna_machine::{Exit, FaultToken, MissingMemory, TokenError, VcpuError};
+use lacuna_machine::{Exit, FaultToken, IoAddress, MissingMemory, TokenError, VcpuError};
 use lacuna_mmu::RingSpace;
 use lacuna_sync::Nanos;
 use std::sync::Arc;
@@ -339,11 +339,13 @@ impl<P: Platform> VcpuOf<P> {
                 gpa,
                 width: width(size),
             }),
-            Left::MmioWrite { gpa, size, value } => Step::Exit(Exit::MmioWrite {
-                gpa,
-                width: width(size),
-                value,
-            }),
+            Left::MmioWrite { gpa, size, value } => {
+                let (at, width) = (IoAddress::Memory(gpa), width(size));
+                match self.vm.ioeventfds.signal(at, width, value) {
+                    true => Step::Ran,
+                    false => Step::Exit(Exit::MmioWrite { gpa, width, value }),
+                }
+            }
             Left::Exclusive => {
                 let exit = self.entry.run_alone();
                 match self.entry.lost() {

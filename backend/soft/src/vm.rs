@@ -4,6 +4,7 @@ use crate::code::CodeMap;
 use crate::error::SoftError;
 use crate::eventfds::{Controller, EventFds};
 use crate::exclusive::Exclusive;
+use crate::ioeventfd::IoEventFds;
 use crate::meter::Meter;
 use crate::mmu::VmMmu;
 use crate::park::Parker;
@@ -83,6 +84,7 @@ pub struct Vm {
     x86: OnceLock<Arc<lacuna_x86::ApicBus>>,
     pub(crate) interrupt_lines: InterruptLines,
     pub(crate) eventfds: EventFds,
+    pub(crate) ioeventfds: IoEventFds,
     /// Each vCPU's exits on missing memory.
     pub(crate) tokens: Box<[Arc<Tokens>]>,
     /// The Linux memory of the boot layout; `None`: its pages are in frames.
@@ -158,12 +160,8 @@ impl Vm {
         }
         let parkers = (0..vcpus).map(|_| Parker::default()).collect();
         let kicks = Arc::new(VcpuKicks { qsbr, parkers });
-        let end = layout
-            .ranges()
-            .iter()
-            .map(|r| r.end_raw())
-            .max()
-            .unwrap_or(0);
+        let ends = layout.ranges().iter().map(|range| range.end_raw());
+        let end = ends.max().unwrap_or(0);
         CodeMap::check_room(end)?;
         let backing = match boot.backing {
             Some(backing) => Some(backing),
@@ -181,6 +179,7 @@ impl Vm {
             x86: OnceLock::new(),
             interrupt_lines: InterruptLines::new(config.arch),
             eventfds: EventFds::default(),
+            ioeventfds: IoEventFds::default(),
             apf_paused: AtomicBool::new(apf == Apf::Off),
             log_readers: LogReaders::default(),
             stands_still: false,

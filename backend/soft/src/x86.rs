@@ -7,7 +7,7 @@ use crate::vm::Vm;
 use lacuna_apf::Queue;
 use lacuna_apf::x86::{Control, Features, Msr};
 use lacuna_machine::x86::cpuid::{Common, Leaf};
-use lacuna_machine::{Apf, Boot, BootError, CpuModel, Exit, Image, VmConfig};
+use lacuna_machine::{Apf, Boot, BootError, CpuModel, Exit, Image, IoAddress, VmConfig};
 use lacuna_stage2::Ept;
 use lacuna_x86::{ApicBus, Cpu, CpuidLeaf, Own, Regs, Shutdown, System, Table, TscRate};
 use std::num::NonZeroU32;
@@ -55,11 +55,13 @@ impl Platform for Cpu {
 
     fn finish(entry: &mut Entry<Self>, apf: &mut Queue<Control>, exit: Own) -> Step {
         match exit {
-            Own::IoOut { port, size, value } => Step::Exit(Exit::IoOut {
-                port,
-                width: width(size),
-                value,
-            }),
+            Own::IoOut { port, size, value } => {
+                let (at, width) = (IoAddress::Port(port), width(size));
+                match entry.vm.ioeventfds.signal(at, width, value.into()) {
+                    true => Step::Ran,
+                    false => Step::Exit(Exit::IoOut { port, width, value }),
+                }
+            }
             Own::IoIn { port, size } => Step::Exit(Exit::IoIn {
                 port,
                 width: width(size),

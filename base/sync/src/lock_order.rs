@@ -160,6 +160,7 @@ classes! {
         SoftApfStats "Meter::apf (soft)",
         SoftBacking "Vm::backing (soft)",
         SoftTokens "Vm::tokens (soft)",
+        IoEventFds "IoEventFds (soft)",
         Touches "Recorder::asked (migrate)",
         KvmKick "VcpuKick::state (kvm)",
         KvmFailure "FaultState::failure (kvm)",

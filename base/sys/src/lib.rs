@@ -8,7 +8,8 @@
 //! * [`Pagemap`]: which pages were written, by `PAGEMAP_SCAN`.
 //! * [`PageReads`]: reads of pages of a file by io_uring.
 //! * [`clear_dirty_log`], [`reset_dirty_rings`]: two calls of KVM's dirty logging.
-//! * [`irqfd`]: an eventfd becomes an interrupt of a KVM guest.
+//! * [`irqfd`]: an eventfd becomes an interrupt of a KVM guest. [`ioeventfd`]: a guest's write
+//!   signals an eventfd.
 //! * [`VcpuStatistic`]: one of KVM's statistics of a vCPU.
 //!
 //! An *unsafe room*: these calls change the process's own memory, or take its addresses.
@@ -16,6 +17,7 @@
 mod area;
 mod counted;
 mod dirty_log;
+mod ioeventfd;
 mod irqfd;
 mod page_reads;
 mod pagemap;
@@ -27,6 +29,7 @@ mod userfaultfd;
 
 pub use area::MissingArea;
 pub use dirty_log::{clear_dirty_log, reset_dirty_rings};
+pub use ioeventfd::{IoWrites, ioeventfd};
 pub use irqfd::irqfd;
 pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};

@@ -9,6 +9,7 @@ pub mod exits;
 pub mod files;
 pub mod guests;
 pub mod interrupts;
+pub mod ioeventfd;
 pub mod many_vcpus;
 pub mod memory;
 pub mod missing;

@@ -30,6 +30,11 @@ macro_rules! suite {
                 interrupts_in_flight_move, eventfds_interrupt_until_they_are_dropped,
                 writes_to_eventfds_move,
                 an_interrupt_wakes_a_halted_vcpu_each_time;
+            ioeventfd:
+                writes_to_memory_signal, writes_to_ports_signal,
+                an_eventfd_goes_while_the_guest_writes, an_eventfd_stays_with_its_vm,
+                a_full_eventfd_delays_no_vcpu, slots_decide_whether_writes_signal,
+                eventfds_that_cannot_be_are_refused;
             nmi:
                 an_nmi_waits_for_the_end_of_another_one_alone, an_nmi_ends_a_halt, nmis_move;
             reentry:

@@ -29,6 +29,7 @@ pub use error::DeviceError;
 pub use life::PausedDevices;
 pub use lines::Console;
 pub use reserved::check_reserved;
+pub(crate) use reserved::is_of_controller;
 pub use state::{DevicesState, SerialRegisters};
 
 /// Port numbers.
@@ -44,7 +45,7 @@ pub mod port {
 }
 
 /// The ports of the two PICs, which KVM emulates in the kernel.
-const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1];
+pub(crate) const PICS: [RangeInclusive<u16>; 3] = [0x20..=0x21, 0xa0..=0xa1, 0x4d0..=0x4d1];
 
 /// How a run ended. Its `Display` is one line for the user of the VMM.
 #[derive(Clone, PartialEq, Eq, Debug)]

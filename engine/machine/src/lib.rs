@@ -6,15 +6,13 @@
 //! * [`GuestMemory`], [`MemorySlots`], [`DirtyTracking`]: memory as bytes, as slots, as written
 //!   pages. [`LogReader`]s share the log of writes.
 //! * [`MissingMemory`]: pages that the VMM provides to a running guest.
-//! * [`Image`], [`Boot`], [`boot::arm64::Boot`]: an ELF64 kernel with the PVH note, or Linux's
-//!   arm64 `Image`, becomes a plan of writes and an entry state.
-//! * [`PlatformDevices`]: the devices of every guest (serial line, exit code, status page), and an
-//!   VMM's [`Device`]s. [`Interrupts`]: their interrupt [`Line`]s and messages.
+//! * [`Image`], [`Boot`], [`boot::arm64::Boot`]: a PVH or arm64 kernel becomes writes and a state.
+//! * [`PlatformDevices`]: the devices of every guest, and the VMM's own [`Device`]s.
+//!   [`Interrupts`]: their [`Line`]s and messages. [`IoEventFd`]: a write signals an eventfd.
 //! * [`Machine`], [`Running`]: a VM with its devices and a thread for each vCPU.
 //! * [`ErrorKind`]: whether an error is due to the request, the guest or the host.
 //!
-//! This crate knows no processor, no tables and no memory manager. It and `lacuna-mmu` do not
-//! import each other.
+//! This crate knows no processor, no tables and no memory manager, and not `lacuna-mmu`.
 #![forbid(unsafe_code)]
 
 mod apf;
@@ -25,6 +23,7 @@ mod dirty;
 mod exit;
 mod image;
 mod interrupts;
+mod ioeventfd;
 mod kick;
 mod kind;
 mod log_reader;
@@ -55,6 +54,7 @@ pub use image::{Image, ImageError, Segment};
 pub use interrupts::{
     EventFd, Input, InterruptController, InterruptError, InterruptLines, Interrupts, Line, Msi,
 };
+pub use ioeventfd::{GuestWrite, IoAddress, IoBus, IoEventFd, IoEventFdError, WriteMatch};
 pub use kick::Kick;
 pub use kind::ErrorKind;
 pub use lacuna_slots::{

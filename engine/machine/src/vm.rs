@@ -5,9 +5,9 @@
 //! returns as an `Option`.
 
 use crate::{
-    Apf, Arch, Balloon, DirtyTracking, Ending, ErrorKind, GuestMemory, Image, InterruptController,
-    Interrupts, Kick, Machine, MachineError, MemorySlots, MissingMemory, PlatformDevices, Running,
-    SaveRestore, SharedState, StateError,
+    Apf, Arch, Balloon, DirtyTracking, Ending, ErrorKind, GuestMemory, GuestWrite, Image,
+    InterruptController, Interrupts, IoBus, IoEventFd, IoEventFdError, Kick, Machine, MachineError,
+    MemorySlots, MissingMemory, PlatformDevices, Running, SaveRestore, SharedState, StateError,
 };
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_metrics::{Kind, Metrics, Value};
@@ -15,7 +15,7 @@ use lacuna_slots::Delivery;
 use lacuna_sync::Nanos;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// Which backend a VM belongs to.
@@ -175,6 +175,7 @@ pub trait Vm:
     + DirtyTracking
     + Kick
     + InterruptController
+    + IoBus
     + fmt::Debug
     + Send
     + Sync
@@ -225,6 +226,24 @@ pub trait Vm:
     /// The interrupts of its devices.
     fn interrupts(self: &Arc<Self>) -> Interrupts {
         Interrupts::of(self)
+    }
+
+    /// Adds 1 to an eventfd at each of these writes of the guest. They reach neither a device nor
+    /// the VMM, as long as the value lives. Other writes do, as before. The guest may run.
+    ///
+    /// A slot that is added over the address later gets the writes, until it is removed. A pause
+    /// changes nothing. No state has the connection or the count: the VMM connects the eventfd to a
+    /// restored or moved VM again, before that one runs, and its device takes the count before its
+    /// own state is saved.
+    ///
+    /// # Errors
+    /// [`IoEventFdError`].
+    fn ioeventfd(
+        self: &Arc<Self>,
+        write: GuestWrite,
+        eventfd: OwnedFd,
+    ) -> Result<IoEventFd, IoEventFdError> {
+        IoEventFd::new(self, self.config().arch, write, eventfd)
     }
 
     /// Its counters.

@@ -1,7 +1,10 @@
-//! The interrupts of devices: inputs of the I/O APIC or the GIC.
+//! The interrupts of devices: inputs of the I/O APIC or the GIC. Eventfds at the guest's writes.
 
 use crate::vm::Vm;
-use lacuna_machine::{Arch, Input, InterruptController, InterruptError, InterruptLines, Msi};
+use lacuna_machine::{
+    Arch, GuestWrite, Input, InterruptController, InterruptError, InterruptLines, IoBus,
+    IoEventFdError, Msi,
+};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -37,5 +40,15 @@ impl InterruptController for Vm {
 
     fn disconnect(&self, eventfd: &Arc<OwnedFd>) {
         self.eventfds.disconnect(eventfd);
+    }
+}
+
+impl IoBus for Vm {
+    fn assign(&self, write: GuestWrite, eventfd: &Arc<OwnedFd>) -> Result<(), IoEventFdError> {
+        self.ioeventfds.assign(write, eventfd)
+    }
+
+    fn deassign(&self, write: GuestWrite, _: &Arc<OwnedFd>) {
+        self.ioeventfds.deassign(write);
     }
 }

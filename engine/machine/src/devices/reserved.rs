@@ -47,6 +47,12 @@ pub(super) const fn own(arch: Arch) -> &'static [Addresses] {
     }
 }
 
+/// Whether an interrupt controller has this guest-physical address.
+pub(crate) fn is_of_controller(arch: Arch, gpa: Gpa) -> bool {
+    let mut controllers = controllers(arch).iter();
+    controllers.any(|addresses| addresses.contains(&gpa.get()))
+}
+
 pub(super) fn overlap<T: PartialOrd>(a: &RangeInclusive<T>, b: &RangeInclusive<T>) -> bool {
     a.start() <= b.end() && b.start() <= a.end()
 }
