@@ -71,34 +71,32 @@ impl GuestWrite {
 
     /// Why no such write of a guest leaves its vCPU.
     fn why_impossible(&self, arch: Arch, vm: &impl MemorySlots) -> Option<&'static str> {
-        let is_too_wide = match (self.address, self.matches) {
-            (IoAddress::Port(_), WriteMatch::Width(width) | WriteMatch::Value(width, _))
-                if width == Width::Quad =>
-            {
-                return Some("a port has no writes of 8 bytes");
-            }
-            (_, WriteMatch::Value(width, value)) => value > width.ones(),
-            _ => false,
+        let (width, value) = match self.matches {
+            WriteMatch::AnyWidth => (None, 0),
+            WriteMatch::Width(width) => (Some(width), 0),
+            WriteMatch::Value(width, value) => (Some(width), value),
         };
-        if is_too_wide {
+        if width.is_some_and(|width| value > width.ones()) {
             return Some("the value has more bits than the write");
         }
-        let gpa = match self.address {
-            IoAddress::Port(_) if arch != Arch::X86_64 => return Some("the guest has no ports"),
+        let is_writable = |gpa: Gpa| {
+            let mut slots = vm.memory_slots().into_iter();
+            slots.any(|slot| {
+                slot.gfns.contains(gpa.gfn()) && !slot.flags.contains(SlotFlags::READONLY)
+            })
+        };
+        match self.address {
+            IoAddress::Port(_) if arch != Arch::X86_64 => Some("the guest has no ports"),
+            IoAddress::Port(_) if width == Some(Width::Quad) => {
+                Some("a port has no writes of 8 bytes")
+            }
             IoAddress::Port(port) => {
                 let is_of_pic = PICS.iter().any(|pic| pic.contains(&port));
-                return is_of_pic.then_some(CONTROLLER);
+                is_of_pic.then_some(CONTROLLER)
             }
-            IoAddress::Memory(gpa) => gpa,
-        };
-        if is_of_controller(arch, gpa) {
-            return Some(CONTROLLER);
+            IoAddress::Memory(gpa) if is_of_controller(arch, gpa) => Some(CONTROLLER),
+            IoAddress::Memory(gpa) => is_writable(gpa).then_some("there is memory at the address"),
         }
-        let is_writable = vm
-            .memory_slots()
-            .iter()
-            .any(|slot| slot.gfns.contains(gpa.gfn()) && !slot.flags.contains(SlotFlags::READONLY));
-        is_writable.then_some("there is memory at the address")
     }
 }
 
