@@ -11,6 +11,7 @@
 //! * [`irqfd`]: an eventfd becomes an interrupt of a KVM guest. [`ioeventfd`]: a guest's write
 //!   signals an eventfd.
 //! * [`VcpuStatistic`]: one of KVM's statistics of a vCPU.
+//! * [`tap`], [`new_network_namespace`]: a network interface of this process, apart from others.
 //!
 //! An *unsafe room*: these calls change the process's own memory, or take its addresses.
 
@@ -24,6 +25,7 @@ mod pagemap;
 mod sigbus;
 mod signals;
 mod statistic;
+mod tap;
 mod touch;
 mod userfaultfd;
 
@@ -35,5 +37,6 @@ pub use page_reads::{PageReads, Waker};
 pub use pagemap::{Pagemap, Written};
 pub use sigbus::TakenPages;
 pub use statistic::VcpuStatistic;
+pub use tap::{new_network_namespace, tap};
 pub use touch::{Touched, Toucher};
 pub use userfaultfd::{Errno, Event, Fault, Minor, Partial, Userfaultfd, Waiters};

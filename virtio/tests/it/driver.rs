@@ -21,7 +21,7 @@ pub const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
 /// The entries of each queue.
 pub const SIZE: u16 = 16;
 const RINGS: u64 = 1 << 20;
-const HANG: Duration = Duration::from_secs(120);
+pub const HANG: Duration = Duration::from_secs(120);
 
 /// A VM with so many resident bytes.
 pub fn vm(resident: u64) -> Arc<Vm> {

@@ -9,3 +9,4 @@ mod life;
 mod net;
 mod rng;
 mod slow;
+mod tap;
