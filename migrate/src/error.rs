@@ -3,7 +3,9 @@
 use crate::Snapshot;
 use crate::stream::STREAMS_MAX;
 use lacuna_addr::{Gpa, NoRoom};
-use lacuna_machine::{DirtyError, ErrorKind, MemoryError, MemorySlotError, StateError};
+use lacuna_machine::{
+    DeviceError, DirtyError, ErrorKind, MemoryError, MemorySlotError, StateError,
+};
 use lacuna_source::FileError;
 use rustix::io::Errno;
 use std::io;
@@ -71,9 +73,12 @@ pub enum MigrateError {
     /// A vCPU does not leave the middle of an instruction.
     #[error("{0}; it was tried again and again: answer the vCPU's exits, and try again")]
     Busy(StateError),
-    /// A vCPU's state or the devices' state.
+    /// The state of a vCPU or of the VM.
     #[error(transparent)]
     State(#[from] StateError),
+    /// The devices or their state.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// A page of the VM cannot be read or written.
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -289,7 +294,7 @@ impl MigrateError {
             Self::Thread(_) | Self::Random(_) | Self::Codec(_) => ErrorKind::Host,
             Self::Source(FileError::Thread(_)) => ErrorKind::Host,
             Self::Source(_) => ErrorKind::Request,
-            Self::State(StateError::Device(error)) => error.kind(),
+            Self::Device(error) => error.kind(),
             Self::State(_) => ErrorKind::Request,
             Self::Busy(_) => ErrorKind::Guest,
             Self::Memory(error) => error.kind(),

@@ -70,7 +70,12 @@ type Saved<'a, V, T> = (Instant, Paused<'a, <V as Vm>::Vcpu>, T);
 
 /// The states of the vCPUs, for which the guest is stopped for a moment. The devices continue.
 pub(crate) fn vcpus<V: Vm>(guest: &Running<V>) -> Result<Vec<VcpuState>, MigrateError> {
-    let save = |vcpus: &mut [V::Vcpu]| vcpus.iter_mut().map(|vcpu| vcpu.save()).collect();
+    let save = |vcpus: &mut [V::Vcpu]| {
+        Ok(vcpus
+            .iter_mut()
+            .map(|vcpu| vcpu.save())
+            .collect::<Result<_, _>>()?)
+    };
     let (_, _, states) = stop(guest, &mut || Ok(()), save)?;
     Ok(states)
 }
@@ -79,7 +84,7 @@ pub(crate) fn vcpus<V: Vm>(guest: &Running<V>) -> Result<Vec<VcpuState>, Migrate
 fn stop<'a, V: Vm, T>(
     guest: &'a Running<V>,
     between: &mut dyn FnMut() -> Result<(), MigrateError>,
-    mut save: impl FnMut(&mut [V::Vcpu]) -> Result<T, StateError>,
+    mut save: impl FnMut(&mut [V::Vcpu]) -> Result<T, MigrateError>,
 ) -> Result<Saved<'a, V, T>, MigrateError> {
     let mut tries = 0;
     loop {
@@ -91,11 +96,12 @@ fn stop<'a, V: Vm, T>(
         }
         match save(paused.vcpus()) {
             Ok(saved) => return Ok((since, paused, saved)),
-            Err(error @ StateError::MidInstruction { .. }) if tries == TRIES => {
-                return Err(MigrateError::Busy(error));
+            Err(MigrateError::State(error @ StateError::MidInstruction { .. })) => {
+                if tries == TRIES {
+                    return Err(MigrateError::Busy(error));
+                }
             }
-            Err(StateError::MidInstruction { .. }) => {}
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(error),
         }
         // The guest resumes, and completes its instruction.
         drop(paused);

@@ -3,7 +3,7 @@
 use crate::{MemoryLayout, MigrateError};
 use lacuna_machine::{
     Apf, Arch, CpuModel, DevicesState, PausedDevices, PlatformDevices, SaveRestore, SharedState,
-    StateError, VcpuState, Vm,
+    VcpuState, Vm,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -122,8 +122,7 @@ pub(crate) fn check_devices(
     devices: &PlatformDevices,
     saved: &BTreeMap<String, u32>,
 ) -> Result<(), MigrateError> {
-    let checked = devices.check_versions(saved);
-    checked.map_err(|error| StateError::from(error).into())
+    Ok(devices.check_versions(saved)?)
 }
 
 /// The state of a machine whose vCPUs and devices are paused.
@@ -131,7 +130,7 @@ pub(crate) fn save_state<V: Vm>(
     vm: &V,
     vcpus: &mut [V::Vcpu],
     devices: &PausedDevices<'_>,
-) -> Result<MachineState, StateError> {
+) -> Result<MachineState, MigrateError> {
     let shared = vm.save_shared()?;
     let vcpus = vcpus
         .iter_mut()
@@ -163,6 +162,7 @@ pub(crate) fn restore_state<V: Vm>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lacuna_machine::StateError;
     use lacuna_machine::x86::{IoApic, Shared};
 
     /// Snapshots of earlier versions have no I/O APIC, and values that no I/O APIC has are refused.

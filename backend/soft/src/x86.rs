@@ -6,10 +6,10 @@ use crate::step::{Step, width};
 use crate::vm::Vm;
 use lacuna_apf::Queue;
 use lacuna_apf::x86::{Control, Features, Msr};
-use lacuna_machine::x86::cpuid::{Common, Leaf};
+use lacuna_machine::x86::cpuid::Common;
 use lacuna_machine::{Apf, Boot, BootError, CpuModel, Exit, Image, IoAddress, VmConfig};
 use lacuna_stage2::Ept;
-use lacuna_x86::{ApicBus, Cpu, CpuidLeaf, Own, Regs, Shutdown, System, Table, TscRate};
+use lacuna_x86::{ApicBus, Cpu, Own, Regs, Shutdown, System, Table, TscRate};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
@@ -36,7 +36,13 @@ impl Platform for Cpu {
             let asked = tsc_khz.and_then(NonZeroU32::new).map(TscRate::new);
             let rate = asked.unwrap_or(TscRate::GIGAHERTZ);
             self.set_tsc_rate(rate);
-            self.set_cpuid(common_leaves(config, index, rate));
+            let common = Common {
+                index: index as u32,
+                vcpus: config.vcpus as u32,
+                tsc_khz: rate.khz(),
+                apf: config.apf,
+            };
+            self.set_cpuid(common.leaves());
         }
         if let Some(boot) = boot {
             if index == 0 {
@@ -104,22 +110,6 @@ fn features(offered: Apf) -> Features {
         Apf::Off => Features::empty(),
         Apf::On => Features::ASYNC_PF | Features::ASYNC_PF_INT,
     }
-}
-
-/// CPUID of the common model.
-fn common_leaves(config: &VmConfig, index: usize, rate: TscRate) -> Vec<CpuidLeaf> {
-    let common = Common {
-        index: index as u32,
-        vcpus: config.vcpus as u32,
-        tsc_khz: rate.khz(),
-        apf: config.apf,
-    };
-    let leaf = |leaf: Leaf| CpuidLeaf {
-        function: leaf.function,
-        index: leaf.index,
-        answer: leaf.answer,
-    };
-    common.leaves().into_iter().map(leaf).collect()
 }
 
 fn boot_regs(boot: &Boot) -> Regs {

@@ -8,6 +8,7 @@ use crate::finding::Finding;
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("lacuna-addr", &[]),
     ("lacuna-metrics", &[]),
+    ("lacuna-state", &[]),
     ("lacuna-sync", &[]),
     ("lacuna-sys", &["lacuna-addr"]),
     ("lacuna-tables", &["lacuna-addr", "lacuna-sync"]),
@@ -73,6 +74,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         &[
             "lacuna-metrics",
             "lacuna-addr",
+            "lacuna-state",
             "lacuna-sync",
             "lacuna-slots",
             "lacuna-source",
@@ -80,13 +82,24 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     (
         "lacuna-apf",
-        &["lacuna-metrics", "lacuna-addr", "lacuna-sync"],
+        &[
+            "lacuna-metrics",
+            "lacuna-addr",
+            "lacuna-state",
+            "lacuna-sync",
+        ],
     ),
-    ("lacuna-cpu", &["lacuna-addr", "lacuna-sync"]),
-    ("lacuna-x86", &["lacuna-addr", "lacuna-sync", "lacuna-cpu"]),
+    (
+        "lacuna-cpu",
+        &["lacuna-addr", "lacuna-state", "lacuna-sync"],
+    ),
+    (
+        "lacuna-x86",
+        &["lacuna-addr", "lacuna-state", "lacuna-sync", "lacuna-cpu"],
+    ),
     (
         "lacuna-arm64",
-        &["lacuna-addr", "lacuna-sync", "lacuna-cpu"],
+        &["lacuna-addr", "lacuna-state", "lacuna-sync", "lacuna-cpu"],
     ),
     (
         "lacuna-migrate",

@@ -30,11 +30,10 @@ mod fabric;
 mod interface;
 mod mmio;
 
-pub use bank::{Bank, Group, Line};
+pub use bank::{Group, Line};
 pub(crate) use fabric::index_of as affinity_index;
-pub use fabric::{Distributor, Gic, SPI_BANKS, affinity};
-pub(crate) use interface::{CpuInterface, Reach, SRE};
-pub use interface::{InterfaceRegisters, VcpuGic};
+pub use fabric::{Gic, affinity};
+pub(crate) use interface::{CpuInterface, Reach, SRE, check};
 pub use mmio::{
     DISTRIBUTOR, FIRST_REGION_VCPUS, MAX_VCPUS, REDISTRIBUTOR_STRIDE, REDISTRIBUTORS,
     REDISTRIBUTORS_2, REGISTER_PAGE,

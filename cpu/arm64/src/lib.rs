@@ -65,7 +65,8 @@ mod walk;
 
 pub use cpu::{Cpu, is_legal_pstate};
 pub use fabric::Fabric;
-pub use seam::{Exit, Invalid, Own, State};
-pub use state::{Exception, Regs, pstate};
+pub use lacuna_state::arm64::Regs;
+pub use seam::{Exit, Own};
+pub use state::{Exception, pstate};
 pub use sysreg::System;
-pub use timer::{Counter, FREQUENCY, PHYSICAL_INTID, Timer, Timers, VIRTUAL_INTID};
+pub use timer::{Counter, FREQUENCY, PHYSICAL_INTID, Timers, VIRTUAL_INTID};

@@ -14,14 +14,12 @@
 //! async fault   Cpu::inject_abort, if is_interruptible and the contract with the guest allow it;
 //!               PSTATE masks no abort. Or an event of firmware (SDEI): Cpu::return_from_firmware
 //! save          Gic::distributor, Counter::value; each vCPU, and its Power::state
-//! restore       Gic::set_distributor, Counter::set; then Cpu::check, each vCPU, Power::set
+//! restore       Gic::set_distributor, Counter::set; then each vCPU, Power::set
 //! reset         Gic::reset_distributor, then each vCPU
 //! ```
 
-use crate::gic::VcpuGic;
 use crate::smccc::Call;
-use crate::state::{Exception, Regs};
-use crate::sysreg::System;
+use crate::state::Exception;
 
 /// Why the processor returned from its run loop.
 pub type Exit = lacuna_cpu::Exit<Own>;
@@ -35,29 +33,4 @@ pub enum Own {
     /// No progress is possible: this is an instruction abort at the vector of this very exception.
     /// The guest has crashed.
     Exception(Exception),
-}
-
-/// A field of a state, with an impossible value.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Invalid {
-    /// Which field.
-    pub field: &'static str,
-    /// Its value, or its wrong bits.
-    pub value: u64,
-}
-
-/// The whole state of a processor, between two instructions.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct State {
-    /// The registers that instructions name.
-    pub regs: Regs,
-    /// System registers. The timers' counter belongs to no vCPU ([`crate::Counter`]).
-    pub system: System,
-    /// The vCPU's part of the interrupt controller. The distributor belongs to no vCPU:
-    /// [`crate::gic::Gic::distributor`] saves it.
-    pub gic: VcpuGic,
-    /// The abort at the begin of the next run.
-    pub injected: Option<Exception>,
-    /// WFI waits for an interrupt.
-    pub halted: bool,
 }

@@ -40,21 +40,6 @@ pub(crate) const fn privilege(pstate: u64) -> Privilege {
     }
 }
 
-/// The registers that instructions name.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Regs {
-    /// X0 to X30.
-    pub x: [u64; 31],
-    /// SP_EL0.
-    pub sp_el0: u64,
-    /// SP_EL1.
-    pub sp_el1: u64,
-    /// Address of the next instruction.
-    pub pc: u64,
-    /// PSTATE as SPSR_EL1 has it, the condition flags included.
-    pub pstate: u64,
-}
-
 /// Why an instruction cannot continue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Trap {

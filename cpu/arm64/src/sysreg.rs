@@ -1,7 +1,7 @@
 //! System registers: their values, and one table with the access rules of each.
 //!
 //! ```text
-//! MRS/MSR word -> Encoding -> table.rs: Row { name, EL0 access, Kind }
+//! MRS/MSR word -> Encoding -> table.rs: Row { EL0 access, Kind }
 //!                                         Constant   reads as this
 //!                                         Ignored    reads as zero, ignores writes
 //!                                         Value      a field of System, its writable bits, and

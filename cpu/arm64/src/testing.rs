@@ -4,13 +4,14 @@
 //! HVC with its own immediate, so every run ends.
 
 use crate::smccc::Call;
-use crate::state::{Regs, pstate};
+use crate::state::pstate;
 use crate::{Cpu, Exit, Fabric, Own};
 use lacuna_a64::HVC;
 pub(crate) use lacuna_a64::sysreg as msr;
 use lacuna_addr::{Gfn, PAGE_SIZE};
 use lacuna_cpu::Processor;
 use lacuna_cpu::testing::{Ram, Wakes};
+use lacuna_state::arm64::Regs;
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::sync::Arc;
 

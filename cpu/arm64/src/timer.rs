@@ -10,7 +10,8 @@
 //! an offset.
 
 use crate::gic::{CpuInterface, Line};
-use crate::seam::Invalid;
+use lacuna_state::StateError;
+use lacuna_state::arm64::{self, Timer};
 use lacuna_sync::Nanos;
 use lacuna_sync::shim::{AtomicU64, Ordering};
 
@@ -37,15 +38,6 @@ pub(crate) enum Register {
     Ctl,
     Cval,
     Tval,
-}
-
-/// One timer's registers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Timer {
-    /// `CNTx_CTL_EL0`: ENABLE and IMASK.
-    pub ctl: u64,
-    /// `CNTx_CVAL_EL0`.
-    pub cval: u64,
 }
 
 /// The counter that all vCPUs of a machine read (D11.1): the processors' clock plus an offset.
@@ -75,7 +67,7 @@ impl Counter {
 /// The timers of one vCPU.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Timers {
-    /// The offset of the machine's [`Counter`]. A saved state does not include it, and has zero.
+    /// The offset of the machine's [`Counter`].
     pub(crate) offset: u64,
     /// `CNTV_*`.
     pub virt: Timer,
@@ -92,24 +84,22 @@ pub const VIRTUAL_INTID: u32 = 27;
 /// See [`VIRTUAL_INTID`].
 pub const PHYSICAL_INTID: u32 = 30;
 
-impl Timer {
-    fn is_met(&self, count: u64) -> bool {
-        self.ctl & ENABLE != 0 && count >= self.cval
-    }
+fn is_met(timer: &Timer, count: u64) -> bool {
+    timer.ctl & ENABLE != 0 && count >= timer.cval
+}
 
-    fn line(&self, count: u64) -> Line {
-        if self.is_met(count) && self.ctl & IMASK == 0 {
-            Line::High
-        } else {
-            Line::Low
-        }
+fn line(timer: &Timer, count: u64) -> Line {
+    if is_met(timer, count) && timer.ctl & IMASK == 0 {
+        Line::High
+    } else {
+        Line::Low
     }
+}
 
-    /// How many ticks after `count` the timer meets its condition, if it raises its line then.
-    fn rises_in(&self, count: u64) -> Option<u64> {
-        let raises = self.ctl & (ENABLE | IMASK) == ENABLE;
-        raises.then(|| self.cval.saturating_sub(count))
-    }
+/// How many ticks after `count` the timer meets its condition, if it raises its line then.
+fn rises_in(timer: &Timer, count: u64) -> Option<u64> {
+    let raises = timer.ctl & (ENABLE | IMASK) == ENABLE;
+    raises.then(|| timer.cval.saturating_sub(count))
 }
 
 impl Timers {
@@ -122,7 +112,7 @@ impl Timers {
     pub(crate) fn read(&self, which: Which, register: Register, now: Nanos) -> u64 {
         let (timer, count) = (self.timer(which), self.count(now));
         match register {
-            Register::Ctl if timer.is_met(count) => timer.ctl | ISTATUS,
+            Register::Ctl if is_met(timer, count) => timer.ctl | ISTATUS,
             Register::Ctl => timer.ctl,
             Register::Cval => timer.cval,
             Register::Tval => u64::from(timer.cval.wrapping_sub(count) as u32),
@@ -151,7 +141,7 @@ impl Timers {
         let count = self.count(now);
         let timers = [self.virt, self.phys].into_iter().zip(driven.0);
         let low = timers.filter(|(_, line)| *line != Some(Line::High));
-        let rises = low.filter_map(|(timer, _)| timer.rises_in(count));
+        let rises = low.filter_map(|(timer, _)| rises_in(&timer, count));
         rises.map(|ticks| now.after(ticks)).min()
     }
 
@@ -159,7 +149,7 @@ impl Timers {
     #[inline]
     pub(crate) fn drive(&self, driven: &mut Driven, now: Nanos, interface: &CpuInterface) {
         let count = self.count(now);
-        let lines = [self.virt, self.phys].map(|timer| Some(timer.line(count)));
+        let lines = [self.virt, self.phys].map(|timer| Some(line(&timer, count)));
         if driven.0 != lines {
             let intids = [VIRTUAL_INTID, PHYSICAL_INTID];
             for ((old, new), intid) in driven.0.iter().zip(lines).zip(intids) {
@@ -171,26 +161,16 @@ impl Timers {
         }
     }
 
-    /// The same timers, compared with a counter with this offset.
-    pub(crate) fn with_offset(&self, offset: u64) -> Self {
-        Self {
-            offset,
-            ..self.clone()
-        }
+    /// The timers `saved`, compared with a counter with this offset.
+    pub(crate) fn restored(saved: &arm64::Timers, offset: u64) -> Self {
+        let arm64::Timers { virt, phys } = *saved;
+        Self { offset, virt, phys }
     }
 
-    /// Whether timers can have this state.
-    pub(crate) fn check(&self) -> Result<(), Invalid> {
-        let fields = [
-            ("timers.virt.ctl", self.virt.ctl),
-            ("timers.phys.ctl", self.phys.ctl),
-        ];
-        for (field, value) in fields {
-            if value & !(ENABLE | IMASK) != 0 {
-                return Err(Invalid { field, value });
-            }
-        }
-        Ok(())
+    /// The timers without the counter.
+    pub(crate) fn saved(&self) -> arm64::Timers {
+        let Self { virt, phys, .. } = *self;
+        arm64::Timers { virt, phys }
     }
 
     fn timer(&self, which: Which) -> &Timer {
@@ -198,6 +178,22 @@ impl Timers {
             Which::Virtual => &self.virt,
             Which::Physical => &self.phys,
         }
+    }
+}
+
+/// Whether timers can have this state.
+///
+/// # Errors
+/// The first impossible field.
+pub(crate) fn check(saved: &arm64::Timers) -> Result<(), StateError> {
+    let fields = [
+        ("timers.virt.ctl", saved.virt.ctl),
+        ("timers.phys.ctl", saved.phys.ctl),
+    ];
+    let wrong = |(_, value): &(_, u64)| value & !(ENABLE | IMASK) != 0;
+    match fields.into_iter().find(wrong) {
+        Some((field, value)) => StateError::invalid(field, value),
+        None => Ok(()),
     }
 }
 
@@ -231,7 +227,11 @@ mod tests {
                 read,
                 "{ctl} at {at}"
             );
-            assert_eq!(t.virt.line(t.count(now(at))), line, "{ctl} at {at}");
+            assert_eq!(
+                super::line(&t.virt, t.count(now(at))),
+                line,
+                "{ctl} at {at}"
+            );
         }
         t.write(Which::Virtual, Register::Cval, u64::MAX, now(0));
         t.write(Which::Virtual, Register::Ctl, 1, now(0));
@@ -299,7 +299,7 @@ mod tests {
         let gic = Arc::new(Gic::new(1, wakes.clone()));
         let cpu = CpuInterface::new(0, gic.clone());
         let (mut t, mut driven) = (Timers::default(), Driven::default());
-        let line = || cpu.save().private.line;
+        let line = || cpu.save().private.level;
         t.write(Which::Virtual, Register::Cval, 100, now(0));
         t.write(Which::Virtual, Register::Ctl, 1, now(0));
         t.drive(&mut driven, now(99), &cpu);
@@ -320,19 +320,20 @@ mod tests {
         let mut t = Timers::default();
         t.write(Which::Virtual, Register::Cval, 1500, now(0));
         t.write(Which::Virtual, Register::Ctl, 1, now(0));
-        let (value, saved) = (Counter::default().value(now(1000)), t.with_offset(0));
+        let (value, saved) = (Counter::default().value(now(1000)), t.saved());
         assert_eq!(value, 1000);
         for start in [0, 3, 5000, u64::MAX - 600] {
             let counter = Counter::default();
             counter.set(value, now(start));
-            let restored = saved.with_offset(counter.offset());
+            let restored = Timers::restored(&saved, counter.offset());
             assert_eq!(restored.count(now(start)), 1000);
             let deadline = restored.next_deadline(&Driven::default(), now(start));
             assert_eq!(deadline, Some(now(start + 500)));
         }
-        assert_eq!(saved.check(), Ok(()));
+        assert_eq!(check(&saved), Ok(()));
         t.phys.ctl = 8;
-        let refused = t.check().expect_err("a bit that does not exist");
-        assert_eq!((refused.field, refused.value), ("timers.phys.ctl", 8));
+        let (field, value) = ("timers.phys.ctl", 8);
+        let refused = Err(StateError::Invalid { field, value });
+        assert_eq!(check(&t.saved()), refused, "a bit that does not exist");
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::{Bus, Stop, Wake};
 use lacuna_addr::{Gfn, Gpa};
+use lacuna_state::StateError;
 use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -147,6 +148,9 @@ pub trait Processor: Send + Sized {
     /// under another clock.
     fn save(&mut self) -> Option<Self::State>;
 
-    /// Puts the processor into `state`; forgets every translation.
-    fn restore(&mut self, state: &Self::State);
+    /// Puts the processor into `state`; forgets every translation and a half-done instruction.
+    ///
+    /// # Errors
+    /// The first impossible field; the processor keeps its state.
+    fn restore(&mut self, state: &Self::State) -> Result<(), StateError>;
 }

@@ -26,10 +26,10 @@ mod saved;
 mod timer;
 
 pub use bus::ApicBus;
+pub use ioapic::PINS;
 pub(crate) use ioapic::io_apic_offset;
-pub use ioapic::{IoApicRegisters, PINS};
 pub(crate) use lapic::Lapic;
-pub use saved::ApicRegisters;
+pub(crate) use saved::check;
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -42,17 +42,6 @@ const SLICE: u64 = 1 << 14;
 /// DR6: single step.
 const DR6_BS: u64 = 1 << 14;
 
-/// The registers that instructions name.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Regs {
-    /// RAX RCX RDX RBX RSP RBP RSI RDI R8 to R15, in encoding order.
-    pub gpr: [u64; 16],
-    /// Address of the next instruction.
-    pub rip: u64,
-    /// Flags, arithmetic ones included.
-    pub rflags: u64,
-}
-
 /// One vCPU.
 pub struct Cpu {
     pub(crate) core: Core,

@@ -7,6 +7,7 @@
 
 use crate::apic::Lapic;
 use crate::state::System;
+use lacuna_state::x86::cpuid;
 use std::sync::Arc;
 
 /// The values that CPUID returns in four registers.
@@ -80,24 +81,13 @@ const INVARIANT_TSC: u32 = 1 << 8;
 /// [`crate::Cpu::set_kvm_features`].
 const KVM_FEATURES: u32 = 1 << 1;
 
-/// One answer of CPUID.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct CpuidLeaf {
-    /// EAX before.
-    pub function: u32,
-    /// ECX before, for a function that uses it.
-    pub index: u32,
-    /// EAX, EBX, ECX, EDX after.
-    pub answer: [u32; 4],
-}
-
 /// The machine's choice of announced features. A reset keeps it.
 #[derive(Clone, Default, Debug)]
 pub(crate) struct Announced {
     /// KVM features besides the processor's own.
     pub(crate) kvm_features: u32,
     /// Leaves in place of the processor's own.
-    pub(crate) leaves: Option<Arc<[CpuidLeaf]>>,
+    pub(crate) leaves: Option<Arc<[cpuid::Leaf]>>,
 }
 
 const MODEL: u32 = 1;
@@ -126,7 +116,7 @@ pub(crate) fn cpuid(
 }
 
 /// The machine's own answer. A level of the topology beyond the last has the APIC ID.
-fn set(leaves: &[CpuidLeaf], leaf: u32, subleaf: u32) -> Leaf {
+fn set(leaves: &[cpuid::Leaf], leaf: u32, subleaf: u32) -> Leaf {
     let looks = matches!(leaf, STRUCTURED | TOPOLOGY);
     let mut of_leaf = leaves.iter().filter(|l| l.function == leaf);
     let exact = of_leaf.clone().find(|l| !looks || l.index == subleaf);

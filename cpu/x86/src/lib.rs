@@ -51,10 +51,9 @@ mod translations_tests;
 mod tsc;
 mod walk;
 
-pub use apic::{ApicBus, ApicRegisters, IoApicRegisters, PINS as IO_APIC_PINS};
-pub use cpu::{Cpu, Regs};
-pub use cpuid::CpuidLeaf;
+pub use apic::{ApicBus, PINS as IO_APIC_PINS};
+pub use cpu::Cpu;
 pub use exit::{Exit, Own, Shutdown};
-pub use saved::{Refused, State};
-pub use state::{Exception, System, Table, Trap};
+pub use lacuna_state::x86::{Exception, Regs};
+pub use state::{System, Table, Trap};
 pub use tsc::{Tsc, TscRate};

@@ -2,6 +2,7 @@
 
 use crate::tsc::{Tsc, TscRate};
 use lacuna_cpu::{Space, Stop};
+pub(crate) use lacuna_state::x86::Exception;
 
 /// Why an instruction did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -25,70 +26,6 @@ impl Trap {
 impl From<Stop> for Trap {
     fn from(stop: Stop) -> Self {
         Self::Stop(stop)
-    }
-}
-
-/// A fault or trap to deliver (SDM vol 3, table 6-1).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Exception {
-    /// IDT vector.
-    pub vector: u8,
-    /// Error code, for the vectors that push one.
-    pub error: Option<u32>,
-    /// Faulting linear address, for #PF only: goes to CR2 at delivery.
-    pub cr2: Option<u64>,
-}
-
-impl Exception {
-    /// #DE.
-    pub const DE: Self = Self::plain(0);
-    /// #DB.
-    pub const DB: Self = Self::plain(1);
-    /// #BP.
-    pub const BP: Self = Self::plain(3);
-    /// #UD.
-    pub const UD: Self = Self::plain(6);
-    /// #NM.
-    pub const NM: Self = Self::plain(7);
-    /// #SS(0).
-    pub const SS0: Self = Self::with_error(12, 0);
-    /// #GP(0), the most frequent.
-    pub const GP0: Self = Self::gp(0);
-
-    /// A vector without error code.
-    pub const fn plain(vector: u8) -> Self {
-        Self {
-            vector,
-            error: None,
-            cr2: None,
-        }
-    }
-
-    /// #GP with a selector error code.
-    pub const fn gp(error: u32) -> Self {
-        Self {
-            vector: 13,
-            error: Some(error),
-            cr2: None,
-        }
-    }
-
-    /// #TS, #NP, #SS, #AC, #DF: any vector with an error code.
-    pub const fn with_error(vector: u8, error: u32) -> Self {
-        Self {
-            vector,
-            error: Some(error),
-            cr2: None,
-        }
-    }
-
-    /// #PF at linear address `addr`.
-    pub const fn page_fault(error: u32, addr: u64) -> Self {
-        Self {
-            vector: 14,
-            error: Some(error),
-            cr2: Some(addr),
-        }
     }
 }
 

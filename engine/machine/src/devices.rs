@@ -148,15 +148,15 @@ impl PlatformDevices {
         self.arch
     }
 
-    /// Checks that the devices are for guests of the architecture of an image.
+    /// Checks that the devices are for guests of this architecture.
     ///
     /// # Errors
     /// [`DeviceError::Arch`].
-    pub fn check_arch(&self, image: Arch) -> Result<(), DeviceError> {
+    pub fn check_arch(&self, guest: Arch) -> Result<(), DeviceError> {
         let devices = self.arch;
-        match devices == image {
+        match devices == guest {
             true => Ok(()),
-            false => Err(DeviceError::Arch { devices, image }),
+            false => Err(DeviceError::Arch { devices, guest }),
         }
     }
 

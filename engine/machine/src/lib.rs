@@ -15,7 +15,6 @@
 //! This crate knows no processor, no tables and no memory manager, and not `lacuna-mmu`.
 #![forbid(unsafe_code)]
 
-mod apf;
 mod arch;
 pub mod boot;
 mod devices;
@@ -38,7 +37,6 @@ mod token_life;
 mod tokens;
 mod vm;
 
-pub use apf::Apf;
 pub use arch::Arch;
 pub use boot::x86::Boot;
 pub use boot::{BootError, Layout};
@@ -65,6 +63,7 @@ pub use lacuna_source::{
     Answer, External, FailureKind, HandlerError, HandlerRegion, PageRequest, PageSource, Policy,
     SourcePage, WhenGone,
 };
+pub use lacuna_state::{Apf, ProcessorFeatures, SharedState, StateError, VcpuState, arm64, x86};
 pub use log_reader::{LogReader, LogReaders};
 pub use machine::{Machine, MachineError, Running};
 pub use memory::{Balloon, GuestMemory, MemoryError};
@@ -72,7 +71,7 @@ pub use missing::{FaultToken, MissingMemory, Provided, ReadyOutcome, TokenError}
 pub use pause::Paused;
 pub use run::{Next, dispatch};
 pub use slots::{MemorySlot, MemorySlotError, MemorySlots};
-pub use state::{ProcessorFeatures, SaveRestore, SharedState, StateError, VcpuState, arm64, x86};
+pub use state::SaveRestore;
 pub use tokens::Tokens;
 pub use vm::{
     ApfSwitch, Backend, BackendError, Builder, CpuModel, HugePagePolicy, RunEnd, SharedFile,

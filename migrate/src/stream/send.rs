@@ -13,7 +13,7 @@ use crate::changes::Changes;
 use crate::guest::{self, PausedGuest};
 use crate::rounds::{Budget, Copied, OnProgress, Pace, Throttle, copy_live};
 use crate::{MachineConfig, MemoryLayout, MigrateError};
-use lacuna_machine::{Running, StateError, Vm};
+use lacuna_machine::{Running, Vm};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use std::num::NonZeroU64;
@@ -286,8 +286,7 @@ impl<'p> Sender<'p> {
         let processor = vcpus.first().ok_or(MigrateError::NotRunning)?.features();
         let devices = guest.devices().versions();
         // After a panic of a device, the run has an ending, and running vCPUs do not see it.
-        let devices = devices.inspect_err(|_| guest.vm().kick_all());
-        let devices = devices.map_err(StateError::from)?;
+        let devices = devices.inspect_err(|_| guest.vm().kick_all())?;
         let (version, id) = (VERSION, self.id.clone());
         let hello = Hello {
             version,

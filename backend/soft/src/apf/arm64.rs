@@ -2,9 +2,10 @@
 #![cfg(feature = "arm64")]
 
 use crate::entry::Entry;
-use lacuna_apf::arm64::{self, Context, Effect, ExceptionLevel};
+use lacuna_apf::arm64::{self, Effect, ExceptionLevel};
 use lacuna_arm64::gic::Line;
 use lacuna_cpu::{Privilege, Processor as _};
+use lacuna_machine::arm64::Context;
 
 impl arm64::Guest for Entry<lacuna_arm64::Cpu> {
     fn state(&self) -> arm64::CpuState {

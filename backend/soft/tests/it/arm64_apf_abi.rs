@@ -283,12 +283,11 @@ fn enable_interrupts(machine: &mut Machine) {
     gic.set_distributor(&distributor).unwrap();
     let mut state = machine.cpu().save().unwrap();
     state.gic.asleep = false;
-    state.gic.interface.pmr = 0xf8;
-    state.gic.interface.enabled = [false, true];
+    state.gic.cpu.pmr = 0xf8;
+    state.gic.cpu.enabled = [false, true];
     state.gic.private.group = u32::MAX;
     state.gic.private.enabled = 1 << PPI;
-    machine.cpu().check(&state).unwrap();
-    machine.cpu().restore(&state);
+    machine.cpu().restore(&state).unwrap();
 }
 
 /// A kernel that cannot switch to another thread waits in WFI. Its own page-ready ends the wait.

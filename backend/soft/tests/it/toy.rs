@@ -8,7 +8,7 @@ use lacuna_addr::{Access, Gfn, Gpa, PAGE_SIZE, PageCount};
 use lacuna_apf::{Abi, Deliver, NotDelivered, Queue, Token, TokenFormat};
 use lacuna_cpu::{Bus, Event, Exit, Privilege, Processor, Refused, Stop, Wake};
 use lacuna_machine::{Apf, Arch, BootError, Exit as Left, GuestMemory as _, Image, Segment, Width};
-use lacuna_machine::{Vcpu as _, VmConfig};
+use lacuna_machine::{StateError, Vcpu as _, VmConfig};
 use lacuna_skip::test;
 use lacuna_soft::{Entry, Ept, Platform, Step, VcpuOf, Vm};
 use lacuna_sync::{Clock, HostClock, Nanos, VcpuSlot};
@@ -201,9 +201,10 @@ impl Processor for Toy {
         self.answer.is_none().then(|| self.state.clone())
     }
 
-    fn restore(&mut self, state: &ToyState) {
+    fn restore(&mut self, state: &ToyState) -> Result<(), StateError> {
         self.state = state.clone();
         self.answer = None;
+        Ok(())
     }
 }
 
@@ -370,7 +371,7 @@ fn its_device_accesses_leave_to_the_vmm() {
     let state = vcpus[0].processor().save().unwrap();
     vcpus[0].reset();
     assert_eq!(vcpus[0].processor().pc(), CODE, "where the boot says");
-    vcpus[0].processor().restore(&state);
+    vcpus[0].processor().restore(&state).unwrap();
     assert_eq!(vcpus[0].processor().save(), Some(state));
 }
 

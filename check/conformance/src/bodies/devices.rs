@@ -8,7 +8,7 @@ use std::thread;
 use lacuna_addr::Gpa;
 use lacuna_machine::{
     Access, Arch, Device, DeviceError, DeviceState, Ending, Line, Machine, Next, PlatformDevices,
-    StateError, Vcpu as _, Width, dispatch,
+    Vcpu as _, Width, dispatch,
 };
 
 use super::Outcome;
@@ -292,10 +292,7 @@ pub(super) fn device_moves<A: Backend, B: Backend>(
 
     let lacks = PlatformDevices::of(Arch::X86_64, |_: &str| ());
     let refused = lacks.restore(&state).expect_err("it lacks the device");
-    assert_eq!(
-        refused,
-        StateError::Device(DeviceError::Missing("scripted".to_owned()))
-    );
+    assert_eq!(refused, DeviceError::Missing("scripted".to_owned()));
     let (devices, device) = Scripted::beside::<B>(&made.vm, &commands);
     devices.restore(&state).expect("its own state");
     devices.resume();

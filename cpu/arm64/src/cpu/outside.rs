@@ -3,17 +3,20 @@
 use super::{ALONE, Cpu};
 use crate::exception;
 use crate::fabric::Fabric;
-use crate::gic::Line;
+use crate::gic::{self, Line};
 use crate::processor::Core;
 use crate::psci::Start;
-use crate::seam::{Exit, Invalid, Own, State};
+use crate::seam::{Exit, Own};
 use crate::smccc;
-use crate::state::{Exception, Regs, pstate, status};
+use crate::state::{Exception, pstate, status};
 use crate::sysreg::System;
 use crate::system::Done;
+use crate::timer::{self, Timers};
 use lacuna_addr::{Access, Gfn};
 use lacuna_cpu::code::CodeCache;
 use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
+use lacuna_state::StateError;
+use lacuna_state::arm64::{self, Abort, Regs, RunState, State};
 use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
 
@@ -139,21 +142,24 @@ impl Cpu {
     ///
     /// # Errors
     /// The first impossible field.
-    pub fn check(&self, state: &State) -> Result<(), Invalid> {
-        let refused = |field, value| Err(Invalid { field, value });
+    pub fn check(&self, state: &State) -> Result<(), StateError> {
+        self.accept(state).map(drop)
+    }
+
+    /// The system registers of a possible `state`.
+    fn accept(&self, state: &State) -> Result<System, StateError> {
+        arm64::check_id(&state.id, &self.core.sys.id_registers().collect())?;
+        let mut system = System::restored(self.core.interface.index(), &state.system)?;
         if !is_legal_pstate(state.regs.pstate) {
-            return refused("regs.pstate", state.regs.pstate);
+            return StateError::invalid("regs.pstate", state.regs.pstate);
         }
-        if let Some(abort) = state.injected {
-            if abort.class != DATA_ABORT || abort.far.is_none() {
-                return refused("abort.class", abort.class.into());
-            }
-            if abort.iss >> 25 != 0 {
-                return refused("abort.iss", abort.iss.into());
-            }
+        if let Some(abort) = state.abort.filter(|abort| abort.iss >> 25 != 0) {
+            return StateError::invalid("abort.iss", abort.iss);
         }
-        state.system.check()?;
-        state.gic.check()
+        timer::check(&state.timers)?;
+        gic::check(&state.gic)?;
+        system.timers = Timers::restored(&state.timers, self.core.fabric.counter.offset());
+        Ok(system)
     }
 }
 
@@ -287,40 +293,46 @@ impl Processor for Cpu {
         self.code.forget_exit();
     }
 
-    /// The whole architectural state; `None` in the middle of an instruction that waits for a
-    /// device.
+    /// The state of the processor alone: its power state and asynchronous page faults belong to the
+    /// machine. `None` in the middle of an instruction that waits for a device.
     fn save(&mut self) -> Option<State> {
         if !self.core.replay.is_idle() {
             return None;
         }
         self.core.tick();
-        let mut system = self.core.sys.clone();
-        system.timers = system.timers.with_offset(0);
+        let core = &self.core;
         Some(State {
             regs: self.regs(),
-            system,
-            gic: self.core.interface.save(),
-            injected: self.core.injected,
-            halted: self.core.halted,
+            system: core.sys.saved().collect(),
+            id: core.sys.id_registers().collect(),
+            timers: core.sys.timers.saved(),
+            gic: core.interface.save(),
+            abort: core.injected.map(|abort| Abort {
+                iss: abort.iss,
+                address: abort.far.unwrap_or(0),
+            }),
+            run: match core.halted {
+                true => RunState::Halted,
+                false => RunState::Running,
+            },
+            ..State::default()
         })
     }
 
-    /// Puts the processor into the checked `state` ([`Cpu::check`]), and forgets every translation.
-    /// The processor keeps its own number, and compares its timers with the machine's counter.
-    fn restore(&mut self, state: &State) {
-        let offset = self.core.fabric.counter.offset();
-        let mpidr = self.core.sys.mpidr;
+    /// The processor compares its timers with the machine's counter.
+    fn restore(&mut self, state: &State) -> Result<(), StateError> {
+        self.core.sys = self.accept(state)?;
         self.core.replay.clear();
-        self.core.sys = System {
-            timers: state.system.timers.with_offset(offset),
-            mpidr,
-            ..state.system.clone()
-        };
         self.core.forget_lines();
         self.core.interface.restore(&state.gic);
-        self.core.injected = state.injected;
-        self.core.halted = state.halted;
+        self.core.injected = state.abort.map(|abort| Exception {
+            class: DATA_ABORT,
+            iss: abort.iss,
+            far: Some(abort.address),
+        });
+        self.core.halted = state.run == RunState::Halted;
         self.set_regs(&state.regs);
         self.flush_tlb();
+        Ok(())
     }
 }

@@ -3,11 +3,12 @@
 use super::*;
 use crate::gic::{DISTRIBUTOR, Line, REDISTRIBUTORS, REGISTER_PAGE};
 use crate::state::status;
-use crate::sysreg::System;
 use crate::testing::{CODE, DATA, EL1H, End, Machine, VECTORS};
 use lacuna_a64::{BR, ERET, HVC, NOP, WFI};
 use lacuna_addr::Gpa;
 use lacuna_cpu::{Event, Processor};
+use lacuna_state::StateError;
+use lacuna_state::arm64::{Abort, State, SysReg};
 use lacuna_sync::Nanos;
 
 const SVC: u32 = lacuna_a64::SVC | 0x1234 << 5;
@@ -292,7 +293,7 @@ fn an_injected_abort() {
     assert!(m.cpus[0].has_interrupt());
     let saved = m.cpus[0].save().unwrap();
     assert_eq!(m.go(0), End::Vector(0x200));
-    m.cpus[0].restore(&saved);
+    m.cpus[0].restore(&saved).unwrap();
     assert_eq!(
         m.go(0),
         End::Vector(0x200),
@@ -350,7 +351,6 @@ fn a_state_goes_on_under_another_clock() {
     m.cpus[0].core.sys.timers.virt.ctl = 1;
     assert_eq!(m.exec(EL1H, &[WFI]), End::Other(crate::Exit::Halt));
     let saved = m.cpus[0].save().unwrap();
-    m.cpus[0].check(&saved).unwrap();
     let mut n = Machine::new(2);
     n.clock.advance(70_000);
     n.fabric
@@ -360,22 +360,16 @@ fn a_state_goes_on_under_another_clock() {
     let value = m.fabric.counter.value(Nanos(1_000));
     n.fabric.counter.set(value, Nanos(70_000));
     n.put(CODE, &[WFI, HVC]);
-    n.cpus[1].restore(&saved);
-    let again = n.cpus[1].save().unwrap();
-    assert_eq!(again.regs, saved.regs);
-    assert_eq!(again.gic, saved.gic);
-    let mpidr = again.system.mpidr;
-    assert_eq!(mpidr, 1 << 31 | 1, "the number belongs to the processor");
-    assert_eq!(
-        System {
-            mpidr: saved.system.mpidr,
-            ..again.system
-        },
-        saved.system
-    );
-    assert_eq!(n.cpus[1].next_deadline(), Some(Nanos(72_000)));
+    let before = n.cpus[1].save();
+    let (register, value) = (SysReg::MPIDR, 1 << 31);
+    let refused = Err(StateError::SystemRegister { register, value });
+    assert_eq!(n.cpus[1].restore(&saved), refused, "another vCPU's");
+    assert_eq!(n.cpus[1].save(), before);
+    n.cpus[0].restore(&saved).unwrap();
+    assert_eq!(n.cpus[0].save().unwrap(), saved);
+    assert_eq!(n.cpus[0].next_deadline(), Some(Nanos(72_000)));
     n.clock.advance(2_000);
-    assert_eq!(n.go(1), End::Vector(0x280));
+    assert_eq!(n.go(0), End::Vector(0x280));
 }
 
 /// A damaged state is refused by the field's name, and no field can crash the processor.
@@ -386,29 +380,41 @@ fn states_that_no_processor_has() {
     for (field, spoil) in [
         (
             "regs.pstate",
-            (|s| s.regs.pstate = 0b1001) as fn(&mut crate::State),
+            (|s| s.regs.pstate = 0b1001) as fn(&mut State),
         ),
         ("regs.pstate", |s| s.regs.pstate |= 1 << 63),
-        ("abort.class", |s| s.injected = Some(Exception::UNDEFINED)),
         ("abort.iss", |s| {
-            s.injected = Some(Exception {
-                class: 0x24,
+            s.abort = Some(Abort {
                 iss: 1 << 25,
-                far: Some(0),
+                address: 0,
             })
         }),
-        ("SCTLR_EL1", |s| s.system.sctlr |= 1 << 25),
-        ("SCTLR_EL1", |s| s.system.sctlr = 0),
-        ("VBAR_EL1", |s| s.system.vbar = 1),
-        ("TCR_EL1", |s| s.system.tcr = 1 << 6),
-        ("OSLSR_EL1", |s| s.system.os_lock = 2),
-        ("timers.phys.ctl", |s| s.system.timers.phys.ctl = 4),
-        ("gic.cpu.pmr", |s| s.gic.interface.pmr = 1),
+        ("timers.phys.ctl", |s| s.timers.phys.ctl = 4),
+        ("gic.cpu.pmr", |s| s.gic.cpu.pmr = 1),
+        ("gic.cpu.active", |s| s.gic.cpu.active[1][3] = 1),
     ] {
         let mut bad = good.clone();
         spoil(&mut bad);
-        let refused = m.cpus[0].check(&bad).expect_err(field);
-        assert_eq!(refused.field, field);
+        let refused = m.cpus[0].restore(&bad).expect_err(field);
+        assert!(refused.to_string().starts_with(field), "{refused}");
     }
-    m.cpus[0].check(&good).unwrap();
+    for (numbers, value) in [
+        ([3, 0, 1, 0, 0], 0),          // SCTLR_EL1
+        ([3, 0, 1, 0, 0], !0),         // SCTLR_EL1
+        ([3, 0, 12, 0, 0], 1),         // VBAR_EL1
+        ([3, 0, 2, 0, 2], 1 << 6),     // TCR_EL1
+        ([2, 0, 1, 1, 4], 1 << 3 | 4), // OSLSR_EL1
+        ([3, 7, 15, 15, 7], 0),        // no register
+    ] {
+        let (mut bad, register) = (good.clone(), SysReg::new(numbers));
+        bad.system.insert(register, value);
+        let refused = Err(StateError::SystemRegister { register, value });
+        assert_eq!(m.cpus[0].restore(&bad), refused);
+    }
+    assert_eq!(
+        m.cpus[0].save().as_ref(),
+        Some(&good),
+        "nothing has changed"
+    );
+    m.cpus[0].restore(&good).unwrap();
 }

@@ -1,6 +1,8 @@
 //! The state of 32 interrupts, one word of bits for each property, as in the registers (GICv3
 //! specification, IHI 0069, 4.1.2 and 12.9).
 
+use lacuna_state::arm64::Interrupts;
+
 /// Interrupts in one bank.
 pub(super) const BANK: u32 = 32;
 /// The implemented bits of a priority: 32 levels.
@@ -41,24 +43,10 @@ pub enum Line {
     High,
 }
 
-/// 32 interrupts; bit `n` of each word belongs to interrupt `n` of the bank.
+/// 32 interrupts; bit `n` of each word belongs to interrupt `n` of the bank. A priority has
+/// only its five high bits.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Bank {
-    /// In group 1.
-    pub group: u32,
-    /// Forwarded to a processor when pending.
-    pub enabled: u32,
-    /// Pending by an edge, a message or a write, until acknowledged.
-    pub latched: u32,
-    /// The input is high.
-    pub line: u32,
-    /// Acknowledged and not yet deactivated.
-    pub active: u32,
-    /// Edge-triggered; otherwise level-sensitive.
-    pub edge: u32,
-    /// The lower the value, the more urgent; only the five high bits exist.
-    pub priority: [u8; BANK as usize],
-}
+pub(super) struct Bank(pub(super) Interrupts);
 
 /// An interrupt to signal to a processor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -71,31 +59,31 @@ pub(super) struct Candidate {
 impl Bank {
     /// After a reset: everything disabled; `edge` says which interrupts are edge-triggered.
     pub(super) const fn new(edge: u32) -> Self {
-        Self {
+        Self(Interrupts {
             group: 0,
             enabled: 0,
-            latched: 0,
-            line: 0,
+            pending: 0,
+            level: 0,
             active: 0,
             edge,
             priority: [0; BANK as usize],
-        }
+        })
     }
 
-    /// Pending: latched, or level-sensitive with its input high.
+    /// Pending until acknowledged, or level-sensitive with its input high.
     pub(super) const fn pending(&self) -> u32 {
-        self.latched | (self.line & !self.edge)
+        self.0.pending | (self.0.level & !self.0.edge)
     }
 
     /// Pending, enabled, not active, and in a forwarded group.
     pub(super) const fn forwarded(&self, groups: Groups) -> u32 {
-        let zero = if groups.zero { !self.group } else { 0 };
-        let one = if groups.one { self.group } else { 0 };
-        self.pending() & self.enabled & !self.active & (zero | one)
+        let zero = if groups.zero { !self.0.group } else { 0 };
+        let one = if groups.one { self.0.group } else { 0 };
+        self.pending() & self.0.enabled & !self.0.active & (zero | one)
     }
 
     pub(super) const fn group_of(&self, bit: u32) -> Group {
-        if self.group >> bit & 1 == 0 {
+        if self.0.group >> bit & 1 == 0 {
             Group::Zero
         } else {
             Group::One
@@ -113,7 +101,7 @@ impl Bank {
         while bits != 0 {
             let bit = bits.trailing_zeros();
             bits &= bits - 1;
-            let priority = self.priority[bit as usize];
+            let priority = self.0.priority[bit as usize];
             if best.is_none_or(|best| priority < best.priority) {
                 best = Some(Candidate {
                     intid: first + bit,
@@ -131,25 +119,25 @@ impl Bank {
         let mask = 1 << bit;
         match line {
             Line::High => {
-                self.latched |= mask & !self.line & self.edge;
-                self.line |= mask;
+                self.0.pending |= mask & !self.0.level & self.0.edge;
+                self.0.level |= mask;
             }
-            Line::Low => self.line &= !mask,
+            Line::Low => self.0.level &= !mask,
         }
     }
 
     /// The processor has acknowledged interrupt `bit`. A level-sensitive interrupt stays pending as
     /// long as its input is high.
     pub(super) const fn acknowledge(&mut self, bit: u32) {
-        self.active |= 1 << bit;
-        self.latched &= !(1 << bit);
+        self.0.active |= 1 << bit;
+        self.0.pending &= !(1 << bit);
     }
+}
 
-    /// A priority with unimplemented bits, if there is one.
-    pub(super) fn wrong_priority(&self) -> Option<u8> {
-        let is_wrong = |priority: &u8| priority & !PRIORITY_MASK != 0;
-        self.priority.into_iter().find(is_wrong)
-    }
+/// A priority with unimplemented bits, if there is one.
+pub(super) fn wrong_priority(interrupts: &Interrupts) -> Option<u8> {
+    let is_wrong = |priority: &u8| priority & !PRIORITY_MASK != 0;
+    interrupts.priority.into_iter().find(is_wrong)
 }
 
 /// A property of interrupts in a distributor's or redistributor's registers.
@@ -197,15 +185,15 @@ impl Bank {
     /// The 32-bit register for `property`.
     pub(super) fn read(&self, property: Property) -> u32 {
         match property {
-            Property::Group => self.group,
-            Property::SetEnable | Property::ClearEnable => self.enabled,
+            Property::Group => self.0.group,
+            Property::SetEnable | Property::ClearEnable => self.0.enabled,
             Property::SetPending | Property::ClearPending => self.pending(),
-            Property::SetActive | Property::ClearActive => self.active,
+            Property::SetActive | Property::ClearActive => self.0.active,
             Property::Priority(first) => (0..4).fold(0, |word, i| {
-                word | u32::from(self.priority[(first + i) as usize]) << (8 * i)
+                word | u32::from(self.0.priority[(first + i) as usize]) << (8 * i)
             }),
             Property::Configuration(first) => (0..16).fold(0, |word, i| {
-                word | (self.edge >> (first + i) & 1) << (2 * i + 1)
+                word | (self.0.edge >> (first + i) & 1) << (2 * i + 1)
             }),
         }
     }
@@ -215,18 +203,18 @@ impl Bank {
     pub(super) fn write(&mut self, property: Property, value: u32, mask: u32, fixed: u32) {
         let bits = value & mask;
         match property {
-            Property::Group => self.group = self.group & !mask | bits,
-            Property::SetEnable => self.enabled |= bits,
-            Property::ClearEnable => self.enabled &= !bits,
-            Property::SetPending => self.latched |= bits,
-            Property::ClearPending => self.latched &= !bits,
-            Property::SetActive => self.active |= bits,
-            Property::ClearActive => self.active &= !bits,
+            Property::Group => self.0.group = self.0.group & !mask | bits,
+            Property::SetEnable => self.0.enabled |= bits,
+            Property::ClearEnable => self.0.enabled &= !bits,
+            Property::SetPending => self.0.pending |= bits,
+            Property::ClearPending => self.0.pending &= !bits,
+            Property::SetActive => self.0.active |= bits,
+            Property::ClearActive => self.0.active &= !bits,
             Property::Priority(first) => {
                 for i in 0..4 {
                     if mask >> (8 * i) & 0xff != 0 {
                         let priority = (value >> (8 * i)) as u8 & PRIORITY_MASK;
-                        self.priority[(first + i) as usize] = priority;
+                        self.0.priority[(first + i) as usize] = priority;
                     }
                 }
             }
@@ -235,7 +223,7 @@ impl Bank {
                     let bit = 1 << (first + i);
                     if mask >> (2 * i) & 2 != 0 && fixed & bit == 0 {
                         let edge = if value >> (2 * i) & 2 != 0 { bit } else { 0 };
-                        self.edge = self.edge & !bit | edge;
+                        self.0.edge = self.0.edge & !bit | edge;
                     }
                 }
             }

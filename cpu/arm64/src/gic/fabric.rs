@@ -1,16 +1,17 @@
 //! The shared part of the interrupt controller: the distributor with its shared peripheral
 //! interrupts (SPIs), and a redistributor for each vCPU with its private ones.
 
-use super::bank::{BANK, Bank, Candidate, Group, Groups, Line};
-use crate::seam::Invalid;
+use super::bank::{BANK, Bank, Candidate, Group, Groups, Line, wrong_priority};
 use lacuna_cpu::Wake;
+use lacuna_state::StateError;
+use lacuna_state::arm64::{self, Spis};
 use lacuna_sync::shim::{AtomicU32, Ordering};
 use lacuna_sync::{CachePadded, Mutex, MutexGuard, lock_order};
 use std::fmt;
 use std::sync::Arc;
 
 /// Banks of shared peripheral interrupts: INTIDs 32 to 127.
-pub const SPI_BANKS: usize = 3;
+pub(super) const SPI_BANKS: usize = 3;
 /// The first INTID of shared peripheral interrupts.
 pub(super) const FIRST_SPI: u32 = BANK;
 /// Software-generated interrupts: INTIDs 0 to 15, always edge-triggered.
@@ -43,14 +44,13 @@ pub struct Gic {
 }
 
 /// A distributor's state, which belongs to no vCPU.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Distributor {
+pub(super) struct Distributor {
     /// `GICD_CTLR`.EnableGrp0 and EnableGrp1.
-    pub enabled: [bool; 2],
+    pub(super) enabled: [bool; 2],
     /// INTIDs 32 and up.
-    pub spis: [Bank; SPI_BANKS],
+    pub(super) spis: [Bank; SPI_BANKS],
     /// `GICD_IROUTER<n>` of the same interrupts.
-    pub routes: [[u64; BANK as usize]; SPI_BANKS],
+    pub(super) routes: [[u64; BANK as usize]; SPI_BANKS],
 }
 
 /// A redistributor's state.
@@ -210,7 +210,7 @@ impl Gic {
     pub fn post(&self, index: usize, intid: u32) {
         self.change(None, |shared| match shared.find(index, intid) {
             Some((bank, bit, concerns)) => {
-                bank.latched |= 1 << bit;
+                bank.0.pending |= 1 << bit;
                 concerns
             }
             None => Concerns::None,
@@ -218,25 +218,43 @@ impl Gic {
     }
 
     /// The distributor, for saving it. A machine saves it once, beside its vCPUs.
-    pub fn distributor(&self) -> Distributor {
-        self.lock().distributor.clone()
+    pub fn distributor(&self) -> arm64::Distributor {
+        let Distributor {
+            enabled,
+            spis,
+            routes,
+        } = &self.lock().distributor;
+        let spis = spis.iter().zip(routes).map(|(bank, route)| Spis {
+            interrupts: bank.0,
+            route: *route,
+        });
+        arm64::Distributor {
+            enabled: *enabled,
+            spis: spis.collect(),
+        }
     }
 
     /// Takes over a saved distributor.
     ///
     /// # Errors
     /// The first impossible field; nothing has changed.
-    pub fn set_distributor(&self, saved: &Distributor) -> Result<(), Invalid> {
-        let refused = |field, value| Err(Invalid { field, value });
-        if let Some(value) = saved.spis.iter().find_map(Bank::wrong_priority) {
-            return refused("distributor.spis.priority", value.into());
+    pub fn set_distributor(&self, saved: &arm64::Distributor) -> Result<(), StateError> {
+        let Ok(spis) = <&[Spis; SPI_BANKS]>::try_from(&*saved.spis) else {
+            return StateError::unsupported("distributor.spis", saved.spis.len() as u64);
+        };
+        if let Some(value) = (spis.iter()).find_map(|spis| wrong_priority(&spis.interrupts)) {
+            return StateError::invalid("distributor.spis.priority", value);
         }
-        let mut routes = saved.routes.iter().flatten();
-        if let Some(route) = routes.find(|route| *route & !ROUTE_MASK != 0) {
-            return refused("distributor.spis.route", *route);
+        let mut routes = spis.iter().flat_map(|spis| spis.route);
+        if let Some(route) = routes.find(|route| route & !ROUTE_MASK != 0) {
+            return StateError::invalid("distributor.spis.route", route);
         }
         self.change(None, |shared| {
-            shared.distributor = saved.clone();
+            shared.distributor = Distributor {
+                enabled: saved.enabled,
+                spis: spis.map(|spis| Bank(spis.interrupts)),
+                routes: spis.map(|spis| spis.route),
+            };
             Concerns::All
         });
         Ok(())

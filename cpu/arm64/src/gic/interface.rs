@@ -4,9 +4,9 @@
 //! The interface belongs to its vCPU's thread. It reads the vCPU's most urgent interrupt from the
 //! shared part, and changes the shared part to acknowledge, deactivate and send interrupts.
 
-use super::bank::{Bank, Candidate, Group, Groups, PRIORITY_MASK};
+use super::bank::{Bank, Candidate, Group, Groups, PRIORITY_MASK, wrong_priority};
 use super::fabric::{Concerns, Gic, Redistributor, SGIS, index_of};
-use crate::seam::Invalid;
+use lacuna_state::{StateError, arm64};
 use std::sync::Arc;
 
 /// The result of an acknowledge without an interrupt.
@@ -24,49 +24,21 @@ const CTLR_EOI_MODE: u64 = 1 << 1;
 /// `ICC_SRE_EL1`: system registers only, no bypass. All of it is fixed.
 pub(crate) const SRE: u64 = 7;
 
-/// The registers of a CPU interface.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct InterfaceRegisters {
-    /// `ICC_PMR_EL1`: only interrupts of a lower value are signalled.
-    pub pmr: u8,
-    /// `ICC_BPR0_EL1` and `ICC_BPR1_EL1`.
-    pub bpr: [u8; 2],
-    /// `ICC_CTLR_EL1`.CBPR: group 1 uses `ICC_BPR0_EL1`.
-    pub cbpr: bool,
-    /// `ICC_CTLR_EL1`.EOImode: the end of an interrupt does not deactivate it.
-    pub eoi_mode: bool,
-    /// `ICC_IGRPEN0_EL1` and `ICC_IGRPEN1_EL1`.
-    pub enabled: [bool; 2],
-    /// `ICC_AP0R0_EL1` and `ICC_AP1R0_EL1`: a bit for each active priority.
-    pub active: [u32; 2],
-}
-
-/// The state of one vCPU's part of the interrupt controller, for saving it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct VcpuGic {
-    /// Its CPU interface.
-    pub interface: InterfaceRegisters,
-    /// INTIDs 0 to 31, the levels of their inputs included.
-    pub private: Bank,
-    /// `GICR_WAKER`.ProcessorSleep: no interrupt is forwarded.
-    pub asleep: bool,
-}
-
 /// A CPU interface.
 #[derive(Debug)]
 pub(crate) struct CpuInterface {
     index: usize,
     gic: Arc<Gic>,
-    registers: InterfaceRegisters,
+    registers: arm64::CpuInterface,
 }
 
-const RESET: InterfaceRegisters = InterfaceRegisters {
+const RESET: arm64::CpuInterface = arm64::CpuInterface {
     pmr: 0,
     bpr: MIN_BPR,
     cbpr: false,
     eoi_mode: false,
     enabled: [false; 2],
-    active: [0; 2],
+    active: [[0; 4]; 2],
 };
 
 /// The groups that an access to an SGI register can reach.
@@ -117,18 +89,18 @@ impl CpuInterface {
     #[inline]
     pub(crate) fn signalled(&self) -> Option<Group> {
         let candidate = self.gic.signal(self.index)?;
-        self.registers.permits(candidate).then_some(candidate.group)
+        self.permits(candidate).then_some(candidate.group)
     }
 
     /// `ICC_IAR0_EL1`, `ICC_IAR1_EL1`: acknowledges the most urgent interrupt, if it is in `group`
     /// and signalled.
     pub(crate) fn acknowledge(&mut self, group: Group) -> u64 {
-        let (index, registers) = (self.index, self.registers);
+        let index = self.index;
         let mut taken = None;
         self.gic.change(Some(index), |shared| {
             taken = shared
                 .candidate(index)
-                .filter(|c| c.group == group && registers.permits(*c));
+                .filter(|c| c.group == group && self.permits(*c));
             let found = taken.and_then(|c| shared.find(index, c.intid));
             found.map_or(Concerns::None, |(bank, bit, concerns)| {
                 bank.acknowledge(bit);
@@ -138,8 +110,8 @@ impl CpuInterface {
         let Some(taken) = taken else {
             return SPURIOUS;
         };
-        let level = (taken.priority & registers.group_bits(taken.group)) >> 3;
-        self.registers.active[group as usize] |= 1 << level;
+        let level = (taken.priority & self.group_bits(taken.group)) >> 3;
+        self.registers.active[group as usize][0] |= 1 << level;
         u64::from(taken.intid)
     }
 
@@ -157,13 +129,13 @@ impl CpuInterface {
         if intid >= SPECIAL {
             return;
         }
-        let [zero, one] = self.registers.active.map(u32::trailing_zeros);
+        let [zero, one] = self.registers.active.map(|words| words[0].trailing_zeros());
         let (own, other) = match group {
             Group::Zero => (zero, one),
             Group::One => (one, zero),
         };
         if own < 32 && own <= other {
-            self.registers.active[group as usize] &= !(1 << own);
+            self.registers.active[group as usize][0] &= !(1 << own);
         }
         if !self.registers.eoi_mode {
             self.make_inactive(intid);
@@ -183,7 +155,7 @@ impl CpuInterface {
         self.gic.change(Some(index), |shared| {
             match shared.find(index, intid as u32) {
                 Some((bank, bit, concerns)) => {
-                    bank.active &= !(1 << bit);
+                    bank.0.active &= !(1 << bit);
                     concerns
                 }
                 None => Concerns::None,
@@ -197,8 +169,8 @@ impl CpuInterface {
         let to = |shared: &mut super::fabric::GicState, target: usize| {
             let redistributor = shared.redistributors.get_mut(target)?;
             let private = &mut redistributor.private;
-            if reach == Reach::Both || private.group & bit == 0 {
-                private.latched |= bit;
+            if reach == Reach::Both || private.0.group & bit == 0 {
+                private.0.pending |= bit;
             }
             Some(target)
         };
@@ -254,7 +226,7 @@ impl CpuInterface {
 
     /// `ICC_AP0R0_EL1`, `ICC_AP1R0_EL1`.
     pub(crate) fn set_active(&mut self, group: Group, value: u64) {
-        self.registers.active[group as usize] = value as u32;
+        self.registers.active[group as usize][0] = value as u32;
     }
 
     /// `ICC_CTLR_EL1`.
@@ -275,11 +247,11 @@ impl CpuInterface {
 
     /// `ICC_RPR_EL1`: the running priority; 0xff if no interrupt is being handled.
     pub(crate) fn running_priority(&self) -> u64 {
-        self.registers.running().into()
+        self.running().into()
     }
 
     /// The other registers, which read as they were written.
-    pub(crate) fn registers(&self) -> &InterfaceRegisters {
+    pub(crate) fn registers(&self) -> &arm64::CpuInterface {
         &self.registers
     }
 
@@ -292,78 +264,34 @@ impl CpuInterface {
     }
 
     /// The vCPU's part of the interrupt controller.
-    pub(crate) fn save(&self) -> VcpuGic {
-        let shared = self.gic.lock();
-        let Redistributor {
-            private, asleep, ..
-        } = shared.redistributors[self.index].clone();
-        VcpuGic {
-            interface: self.registers,
-            private,
-            asleep,
+    pub(crate) fn save(&self) -> arm64::Gic {
+        let redistributor = &self.gic.lock().redistributors[self.index];
+        arm64::Gic {
+            cpu: self.registers,
+            asleep: redistributor.asleep,
+            private: redistributor.private.0,
         }
     }
 
-    /// Takes over a state checked by [`VcpuGic::check`]. Forgets the interrupts that were pending
-    /// here.
-    pub(crate) fn restore(&mut self, saved: &VcpuGic) {
-        self.registers = saved.interface;
+    /// Takes over a state checked by [`check`]. Forgets the interrupts that were pending here.
+    pub(crate) fn restore(&mut self, saved: &arm64::Gic) {
+        self.registers = saved.cpu;
         let index = self.index;
         self.gic.change(Some(index), |shared| {
-            let [zero, one] = saved.interface.enabled;
+            let [zero, one] = saved.cpu.enabled;
             shared.redistributors[index] = Redistributor {
-                private: saved.private.clone(),
+                private: Bank(saved.private),
                 asleep: saved.asleep,
                 interface: Groups { zero, one },
             };
             Concerns::One(index)
         });
     }
-}
 
-impl VcpuGic {
-    /// The state after a reset.
-    pub fn reset() -> Self {
-        let Redistributor {
-            private, asleep, ..
-        } = Redistributor::new();
-        Self {
-            interface: RESET,
-            private,
-            asleep,
-        }
-    }
-
-    /// Whether this state is possible.
-    ///
-    /// # Errors
-    /// The first impossible field.
-    pub fn check(&self) -> Result<(), Invalid> {
-        let InterfaceRegisters { pmr, bpr, .. } = self.interface;
-        let private = &self.private;
-        let refused = |field, value| Err(Invalid { field, value });
-        if pmr & !PRIORITY_MASK != 0 {
-            return refused("gic.cpu.pmr", pmr.into());
-        }
-        for (bpr, least) in bpr.into_iter().zip(MIN_BPR) {
-            if !(least..=7).contains(&bpr) {
-                return refused("gic.cpu.bpr", bpr.into());
-            }
-        }
-        if private.edge != SGIS {
-            return refused("gic.private.edge", private.edge.into());
-        }
-        match private.wrong_priority() {
-            Some(value) => refused("gic.private.priority", value.into()),
-            None => Ok(()),
-        }
-    }
-}
-
-impl InterfaceRegisters {
     /// The running priority, or [`IDLE`].
     fn running(&self) -> u8 {
-        match (self.active[0] | self.active[1]).trailing_zeros() {
+        let [zero, one] = &self.registers.active;
+        match (zero[0] | one[0]).trailing_zeros() {
             32 => IDLE,
             level => (level as u8) << 3,
         }
@@ -373,8 +301,8 @@ impl InterfaceRegisters {
     /// 4.8.2).
     fn group_bits(&self, group: Group) -> u8 {
         let ignored = match group {
-            Group::One if !self.cbpr => self.bpr[1],
-            _ => self.bpr[0] + 1,
+            Group::One if !self.registers.cbpr => self.registers.bpr[1],
+            _ => self.registers.bpr[0] + 1,
         };
         (0xff_u32 << ignored) as u8
     }
@@ -384,6 +312,34 @@ impl InterfaceRegisters {
     fn permits(&self, candidate: Candidate) -> bool {
         let (running, bits) = (self.running(), self.group_bits(candidate.group));
         let preempts = running == IDLE || candidate.priority & bits < running & bits;
-        candidate.priority < self.pmr && preempts
+        candidate.priority < self.registers.pmr && preempts
+    }
+}
+
+/// Whether a vCPU's part of the interrupt controller can have this state.
+///
+/// # Errors
+/// The first impossible field.
+pub(crate) fn check(saved: &arm64::Gic) -> Result<(), StateError> {
+    let (cpu, private) = (&saved.cpu, &saved.private);
+    // The state has more priorities than this processor.
+    let mut more = cpu.active.iter().flat_map(|words| &words[1..]);
+    if let Some(&word) = more.find(|word| **word != 0) {
+        return StateError::unsupported("gic.cpu.active", word);
+    }
+    if cpu.pmr & !PRIORITY_MASK != 0 {
+        return StateError::invalid("gic.cpu.pmr", cpu.pmr);
+    }
+    for (bpr, least) in cpu.bpr.into_iter().zip(MIN_BPR) {
+        if !(least..=7).contains(&bpr) {
+            return StateError::invalid("gic.cpu.bpr", bpr);
+        }
+    }
+    if private.edge != SGIS {
+        return StateError::invalid("gic.private.edge", private.edge);
+    }
+    match wrong_priority(private) {
+        Some(value) => StateError::invalid("gic.private.priority", value),
+        None => Ok(()),
     }
 }

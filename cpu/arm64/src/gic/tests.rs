@@ -4,6 +4,7 @@
 use super::*;
 use lacuna_addr::Gpa;
 use lacuna_cpu::testing::Wakes;
+use lacuna_state::{StateError, arm64};
 use proptest::prelude::*;
 use std::sync::Arc;
 
@@ -222,7 +223,7 @@ fn priorities_decide() {
     m.gic.set_spi(35, Line::High);
     assert_eq!(m.cpus[0].acknowledge(Group::One), 35, "preempts");
     assert_eq!(m.cpus[0].running_priority(), 0x40);
-    assert_eq!(m.cpus[0].registers().active[1], 1 << 16 | 1 << 8);
+    assert_eq!(m.cpus[0].registers().active[1][0], 1 << 16 | 1 << 8);
     m.cpus[0].end(Group::One, 35);
     m.cpus[0].end(Group::One, 33);
     m.gic.set_spi(35, Line::Low);
@@ -454,7 +455,7 @@ fn a_saved_state_goes_on_elsewhere() {
     m.gic.set_ppi(1, 27, Line::High);
     assert_eq!(m.cpus[1].acknowledge(Group::One), 27);
     let (distributor, vcpu) = (m.gic.distributor(), m.cpus[1].save());
-    vcpu.check().unwrap();
+    check(&vcpu).unwrap();
     let mut n = Machine::reset(2);
     n.gic.set_distributor(&distributor).unwrap();
     n.cpus[1].restore(&vcpu);
@@ -470,23 +471,24 @@ fn a_saved_state_goes_on_elsewhere() {
     n.cpus[1].end(Group::One, 27);
     assert_eq!(n.cpus[1].acknowledge(Group::One), 27);
     for (field, spoil) in [
-        ("gic.cpu.pmr", (|v| v.interface.pmr = 1) as fn(&mut VcpuGic)),
-        ("gic.cpu.bpr", |v| v.interface.bpr[0] = 1),
-        ("gic.cpu.bpr", |v| v.interface.bpr[1] = 8),
+        ("gic.cpu.pmr", (|v| v.cpu.pmr = 1) as fn(&mut arm64::Gic)),
+        ("gic.cpu.bpr", |v| v.cpu.bpr[0] = 1),
+        ("gic.cpu.bpr", |v| v.cpu.bpr[1] = 8),
         ("gic.private.edge", |v| v.private.edge = 0),
         ("gic.private.priority", |v| v.private.priority[3] = 7),
     ] {
         let mut bad = vcpu.clone();
         spoil(&mut bad);
-        assert_eq!(bad.check().expect_err(field).field, field);
+        let refused = check(&bad).expect_err(field);
+        assert!(refused.to_string().starts_with(field), "{refused}");
     }
     let mut bad = distributor;
-    bad.routes[0][0] = 1 << 31;
-    let refused = n.gic.set_distributor(&bad).expect_err("a reserved bit");
-    assert_eq!(
-        (refused.field, refused.value),
-        ("distributor.spis.route", 1 << 31)
-    );
+    bad.spis[0].route[0] = 1 << 31;
+    let refused = StateError::invalid("distributor.spis.route", 1_u64 << 31);
+    assert_eq!(n.gic.set_distributor(&bad), refused, "a reserved bit");
+    bad.spis.pop();
+    let refused = StateError::unsupported("distributor.spis", 2_u64);
+    assert_eq!(n.gic.set_distributor(&bad), refused);
 }
 
 /// One step of a random run.

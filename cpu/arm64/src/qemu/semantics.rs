@@ -18,13 +18,14 @@
 
 use super::kinds::{KINDS, random_word};
 use super::{BASE, HEADER, bytes_of, elf_header, is_defined, is_installed, run, words_of};
-use crate::state::{Regs, pstate};
+use crate::state::pstate;
 use crate::{Cpu, Fabric};
 use fastrand::Rng;
 use lacuna_a64::{ADR, Asm, B_COND, BR, NOP, Reg, SVC};
 use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_cpu::Processor;
 use lacuna_cpu::testing::{Ram, Wakes};
+use lacuna_state::arm64::Regs;
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::sync::Arc;
 

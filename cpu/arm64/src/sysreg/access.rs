@@ -184,7 +184,7 @@ fn read_icc(core: &mut Core, register: Icc) -> Result<u64, Exception> {
         Icc::Iar(group) => interface.acknowledge(group),
         Icc::Hppir(group) => interface.highest_pending(group),
         Icc::Bpr(group) => interface.bpr(group),
-        Icc::ActivePriorities(group) => interface.registers().active[group as usize].into(),
+        Icc::ActivePriorities(group) => interface.registers().active[group as usize][0].into(),
         Icc::GroupEnable(group) => interface.registers().enabled[group as usize].into(),
         Icc::Pmr => interface.registers().pmr.into(),
         Icc::Ctlr => interface.ctlr(),

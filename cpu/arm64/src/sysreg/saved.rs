@@ -1,11 +1,10 @@
 //! The registers of a saved state, by their encodings.
-//!
-//! An encoding is five numbers in 16 bits: op0 in bits 15:14, op1 13:11, CRn 10:7, CRm 6:3, op2
-//! 2:0.
 
 use super::table::{self, Kind, Row, Special};
 use super::{Encoding, System};
-use crate::seam::Invalid;
+use lacuna_state::StateError;
+use lacuna_state::arm64::SysReg;
+use std::collections::BTreeMap;
 
 /// OSLSR_EL1.OSLM: the OS lock is implemented.
 const OSLM: u64 = 1 << 3;
@@ -16,7 +15,7 @@ const CCSIDR: Encoding = Encoding::new(3, 1, 0, 0, 0);
 impl System {
     /// The registers that a guest can write, without PSTATE, SP_EL0, the timers and the interrupt
     /// controller.
-    pub fn saved(&self) -> impl Iterator<Item = (u16, u64)> + use<> {
+    pub(crate) fn saved(&self) -> impl Iterator<Item = (SysReg, u64)> + use<> {
         let mut copy = self.clone();
         table::ROWS.iter().filter_map(move |row| {
             let value = match row.kind {
@@ -24,16 +23,15 @@ impl System {
                 Kind::Special(Special::OsLsr) => OSLM | copy.os_lock << 1,
                 _ => return None,
             };
-            Some((row.encoding.0, value))
+            Some((SysReg::from_bits(row.encoding.0), value))
         })
     }
 
     /// Sets one of the registers of [`System::saved`]. A register that reads as zero and ignores
     /// writes is accepted with the value zero. For another register, or a value that no write of a
     /// guest can give, returns `false` and changes nothing.
-    #[must_use]
-    pub fn restore_register(&mut self, encoding: u16, value: u64) -> bool {
-        let Some(row) = table::find(Encoding(encoding)) else {
+    fn restore_register(&mut self, register: SysReg, value: u64) -> bool {
+        let Some(row) = table::find(Encoding(register.bits())) else {
             return false;
         };
         match row.kind {
@@ -59,23 +57,23 @@ impl System {
         }
     }
 
-    /// Whether a guest can give the registers these values.
-    ///
-    /// # Errors
-    /// The first register with another value.
-    pub fn check(&self) -> Result<(), Invalid> {
-        let mut copy = Self::default();
-        for (encoding, value) in self.saved() {
-            if !copy.restore_register(encoding, value) {
-                let field = table::find(Encoding(encoding)).map_or("system", |row| row.name);
-                return Err(Invalid { field, value });
+    /// The registers of vCPU `index` with the values `saved`. A register that is left out has its
+    /// reset value.
+    pub(crate) fn restored(
+        index: usize,
+        saved: &BTreeMap<SysReg, u64>,
+    ) -> Result<Self, StateError> {
+        let mut system = Self::reset(index);
+        for (&register, &value) in saved {
+            if !system.restore_register(register, value) {
+                return Err(StateError::SystemRegister { register, value });
             }
         }
-        self.timers.check()
+        Ok(system)
     }
 
     /// The registers that identify the processor to a guest, as EL1 reads them.
-    pub fn id_registers(&self) -> impl Iterator<Item = (u16, u64)> + use<> {
+    pub(crate) fn id_registers(&self) -> impl Iterator<Item = (SysReg, u64)> + use<> {
         let mpidr = self.mpidr;
         let is_id = |row: &&Row| {
             let op0 = row.encoding.0 >> 14;
@@ -88,7 +86,7 @@ impl System {
                 Kind::Special(Special::Dczid) => super::access::DCZID,
                 _ => return None,
             };
-            Some((row.encoding.0, value))
+            Some((SysReg::from_bits(row.encoding.0), value))
         })
     }
 }
@@ -102,21 +100,21 @@ mod tests {
     #[test]
     fn what_a_guest_can_write_is_saved_and_restored() {
         let fresh = System::reset(3);
-        for (encoding, before) in fresh.saved() {
+        for (register, before) in fresh.saved() {
             let mut taken = 0;
             for bit in 0..64 {
                 let (mut system, value) = (fresh.clone(), before ^ 1 << bit);
-                let is_taken = system.restore_register(encoding, value);
-                let now = system.saved().find(|(other, _)| *other == encoding);
+                let is_taken = system.restore_register(register, value);
+                let now = system.saved().find(|(other, _)| *other == register);
                 let expected = if is_taken { value } else { before };
-                assert_eq!(now, Some((encoding, expected)), "{encoding:#x}");
+                assert_eq!(now, Some((register, expected)), "{register}");
                 taken += u32::from(is_taken);
                 if is_taken {
-                    assert!(system.restore_register(encoding, before));
+                    assert!(system.restore_register(register, before));
                 }
-                assert_eq!(system, fresh, "{encoding:#x}");
+                assert_eq!(system, fresh, "{register}");
             }
-            assert!(taken > 0, "{encoding:#x}");
+            assert!(taken > 0, "{register}");
         }
     }
 
@@ -124,8 +122,8 @@ mod tests {
     fn other_registers_are_refused() {
         let mut system = System::reset(0);
         let fresh = system.clone();
-        let e = |op0, op1, crn, crm, op2| Encoding::new(op0, op1, crn, crm, op2).0;
-        for (encoding, value) in [
+        let e = |op0, op1, crn, crm, op2| SysReg::new([op0, op1, crn, crm, op2]);
+        for (register, value) in [
             (e(3, 0, 0, 0, 0), 0x000f_4c00), // MIDR_EL1
             (e(3, 0, 4, 1, 0), 0),           // SP_EL0
             (e(3, 3, 14, 3, 1), 0),          // CNTV_CTL_EL0
@@ -133,7 +131,7 @@ mod tests {
             (e(3, 7, 15, 15, 7), 0),
             (e(3, 0, 1, 0, 1), 1), // ACTLR_EL1
         ] {
-            assert!(!system.restore_register(encoding, value), "{encoding:#x}");
+            assert!(!system.restore_register(register, value), "{register}");
         }
         assert!(system.restore_register(e(3, 0, 1, 0, 1), 0), "ACTLR_EL1");
         assert_eq!(system, fresh);
@@ -144,7 +142,7 @@ mod tests {
         let ids = |index| System::reset(index).id_registers().collect::<Vec<_>>();
         let (zero, nineteen) = (ids(0), ids(19));
         let differ = zero.iter().zip(&nineteen).filter(|(a, b)| a != b);
-        let mpidr = Encoding::new(3, 0, 0, 0, 5).0;
+        let mpidr = SysReg::MPIDR;
         assert_eq!(
             differ.collect::<Vec<_>>(),
             [(&(mpidr, 1 << 31), &(mpidr, 1 << 31 | 0x103))]

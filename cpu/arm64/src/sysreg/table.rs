@@ -101,7 +101,6 @@ pub(crate) enum Icc {
 /// A register.
 pub(crate) struct Row {
     pub(crate) encoding: Encoding,
-    pub(crate) name: &'static str,
     pub(crate) el0: El0,
     pub(crate) kind: Kind,
 }
@@ -131,14 +130,12 @@ const fn is_breakpoint(encoding: Encoding) -> bool {
 
 static RESERVED_ID: Row = Row {
     encoding: Encoding(0),
-    name: "reserved ID register",
     el0: El0::No,
     kind: Kind::Constant(0),
 };
 
 static BREAKPOINT: Row = Row {
     encoding: Encoding(0),
-    name: "breakpoint or watchpoint register",
     el0: El0::No,
     kind: Kind::Ignored,
 };
@@ -201,12 +198,12 @@ const MMFR1: u64 = 0x0010_0002;
 /// Lines of 64 bytes. Caches are coherent: no maintenance is needed (IDC, DIC).
 const CTR: u64 = 0xb444_c004;
 
+/// Rows by the numbers of a register. Its name is for the reader.
 macro_rules! rows {
     ($(($op0:literal $op1:literal $crn:literal $crm:literal $op2:literal) $name:ident $el0:expr,
         $kind:expr;)+) => {
         &[$(Row {
             encoding: Encoding::new($op0, $op1, $crn, $crm, $op2),
-            name: stringify!($name),
             el0: $el0,
             kind: $kind,
         }),+]

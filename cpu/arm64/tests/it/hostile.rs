@@ -2,6 +2,7 @@
 //! each with an architectural exception or an exit, and never panics. Every run ends within its
 //! fuel.
 
+use crate::support::{CNTKCTL, ELR, SCTLR, SPSR, TCR, TTBR0, TTBR1, VBAR};
 use lacuna_a64::{DSB, ERET, HVC, SVC, WFI};
 use lacuna_addr::{Gfn, PAGE_SIZE};
 use lacuna_arm64::gic::Line;
@@ -54,21 +55,24 @@ fn state(rng: &mut fastrand::Rng, cpu: &mut Cpu) {
         pstate: [0, 4, 5][rng.usize(0..3)] | rng.u64(..) & (0xf << 28 | 0xf << 6 | 1 << 22),
     };
     let sys = &mut saved.system;
-    sys.vbar = VBAR_PAGE * PAGE_SIZE as u64;
-    sys.elr = value(rng);
-    sys.spsr = [0, 4, 5, rng.u64(0..32)][rng.usize(0..4)];
-    sys.ttbr0 = value(rng) & !1;
-    sys.ttbr1 = value(rng) & !1;
-    sys.tcr = rng.u64(16..40) | rng.u64(16..40) << 16 | 5 << 32 | rng.u64(0..32) << 36;
-    sys.cntkctl = rng.u64(0..1024);
-    sys.sctlr |= rng.u64(0..2) | rng.u64(..) & (1 << 9 | 1 << 14 | 1 << 15 | 1 << 19 | 1 << 26);
+    sys.insert(VBAR, VBAR_PAGE * PAGE_SIZE as u64);
+    sys.insert(ELR, value(rng));
+    sys.insert(SPSR, [0, 4, 5, rng.u64(0..32)][rng.usize(0..4)]);
+    sys.insert(TTBR0, value(rng) & !1);
+    sys.insert(TTBR1, value(rng) & !1);
+    sys.insert(
+        TCR,
+        rng.u64(16..40) | rng.u64(16..40) << 16 | 5 << 32 | rng.u64(0..32) << 36,
+    );
+    sys.insert(CNTKCTL, rng.u64(0..1024));
+    *sys.get_mut(&SCTLR).unwrap() |=
+        rng.u64(0..2) | rng.u64(..) & (1 << 9 | 1 << 14 | 1 << 15 | 1 << 19 | 1 << 26);
     saved.gic.asleep = false;
     saved.gic.private.enabled = rng.u32(..);
     saved.gic.private.group = rng.u32(..);
-    saved.gic.interface.pmr = 0xf8;
-    saved.gic.interface.enabled = [rng.bool(), rng.bool()];
-    cpu.check(&saved).expect("these values are possible");
-    cpu.restore(&saved);
+    saved.gic.cpu.pmr = 0xf8;
+    saved.gic.cpu.enabled = [rng.bool(), rng.bool()];
+    cpu.restore(&saved).expect("these values are possible");
 }
 
 fn machine(rng: &mut fastrand::Rng) -> (Vec<Cpu>, Ram, Arc<VirtualClock>) {

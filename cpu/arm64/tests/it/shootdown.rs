@@ -13,7 +13,7 @@ use lacuna_cpu::testing::Ram;
 use lacuna_cpu::{Processor, Wake};
 use lacuna_sync::{Qsbr, VcpuSlot, VirtualClock};
 use std::sync::Arc;
-use support::{CODE, DATA, EL1, write};
+use support::{CODE, DATA, EL1, SCTLR, TCR, TTBR0, write};
 
 const ROUNDS: u64 = 20_000;
 /// Table pages of levels 0 to 3.
@@ -92,17 +92,16 @@ fn memory() -> Ram {
 
 fn start(cpu: &mut Cpu, pc: u64, x: &[u64]) {
     let mut state = cpu.save().unwrap();
-    state.system.ttbr0 = TABLES;
-    state.system.tcr = 16 | 16 << 16 | 2 << 30 | 5 << 32;
-    state.system.sctlr |= 1;
+    state.system.insert(TTBR0, TABLES);
+    state.system.insert(TCR, 16 | 16 << 16 | 2 << 30 | 5 << 32);
+    *state.system.get_mut(&SCTLR).unwrap() |= 1;
     state.regs = Regs {
         pc,
         pstate: EL1,
         ..Regs::default()
     };
     state.regs.x[..x.len()].copy_from_slice(x);
-    cpu.check(&state).unwrap();
-    cpu.restore(&state);
+    cpu.restore(&state).unwrap();
 }
 
 /// Runs to the `b .` at `end`. Returns how often DSB had to wait.

@@ -14,7 +14,7 @@ use lacuna_cpu::{Bus, HostPage, Processor, Stop};
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use support::{EL1, read, write};
+use support::{EL1, SCTLR, TCR, TTBR0, TTBR1, VBAR, read, write};
 
 /// Frames of the hostile tables, for TTBR0, and of data pages.
 const TABLES: std::ops::Range<u64> = 0x100..0x106;
@@ -202,14 +202,15 @@ fn processor() -> Cpu {
     let fabric = Arc::new(Fabric::new(1, Arc::new(Wakes::default())));
     let mut cpu = Cpu::new(0, fabric, Arc::new(VirtualClock::default()));
     let mut state = cpu.save().unwrap();
-    state.system.ttbr0 = TABLES.start << 12;
-    state.system.ttbr1 = KERNEL_TABLES << 12;
+    state.system.insert(TTBR0, TABLES.start << 12);
+    state.system.insert(TTBR1, KERNEL_TABLES << 12);
     // 48 bits in both halves, 4 KiB; 36 bits of physical address; HA and HD.
-    state.system.tcr = 16 | 16 << 16 | 2 << 30 | 1 << 32 | 3 << 39;
-    state.system.vbar = KERNEL | CODE << 12 | 0x800;
-    state.system.sctlr |= 1;
-    cpu.check(&state).unwrap();
-    cpu.restore(&state);
+    state
+        .system
+        .insert(TCR, 16 | 16 << 16 | 2 << 30 | 1 << 32 | 3 << 39);
+    state.system.insert(VBAR, KERNEL | CODE << 12 | 0x800);
+    *state.system.get_mut(&SCTLR).unwrap() |= 1;
+    cpu.restore(&state).unwrap();
     cpu
 }
 

@@ -1,8 +1,9 @@
 //! The shared part of each local APIC: its IRR, its TMR and its address; and interrupt messages.
 
-use super::ioapic::IoApicRegisters;
+use super::ioapic::Pins;
 use super::message::{Delivery, Destination, Message, Trigger};
 use lacuna_cpu::Wake;
+use lacuna_state::x86::IoApic;
 use lacuna_sync::shim::{AtomicBool, AtomicU64, Ordering};
 use lacuna_sync::{Mutex, MutexGuard, lock_order};
 use std::fmt;
@@ -11,7 +12,7 @@ use std::sync::Arc;
 /// The interrupt bus of one machine, shared by its vCPUs and devices.
 pub struct ApicBus {
     inboxes: Box<[Inbox]>,
-    io_apic: Mutex<IoApicRegisters, lock_order::IoApic>,
+    io_apic: Mutex<Pins, lock_order::IoApic>,
     wake: Arc<dyn Wake>,
 }
 
@@ -112,7 +113,7 @@ impl ApicBus {
         };
         Self {
             inboxes: (0..vcpus).map(inbox).collect(),
-            io_apic: Mutex::new(IoApicRegisters::new()),
+            io_apic: Mutex::new(Pins::new()),
             wake,
         }
     }
@@ -292,28 +293,25 @@ impl ApicBus {
 
     /// The I/O APIC, for saving it. A machine saves it before its local APICs: an interrupt that a
     /// device raises between the two is then in a local APIC, or comes again.
-    pub fn io_apic(&self) -> IoApicRegisters {
-        self.lock_io_apic().clone()
+    pub fn io_apic(&self) -> IoApic {
+        self.lock_io_apic().saved()
     }
 
     /// Takes over a saved I/O APIC. Bits that do not exist are dropped. Nothing is delivered: the
     /// requests are in the states of the local APICs.
-    pub fn set_io_apic(&self, saved: &IoApicRegisters) {
-        *self.lock_io_apic() = saved.existing();
+    pub fn set_io_apic(&self, saved: &IoApic) {
+        *self.lock_io_apic() = Pins::restored(saved);
     }
 
     /// Resets the I/O APIC: every pin is low and masked.
     pub fn reset_io_apic(&self) {
-        *self.lock_io_apic() = IoApicRegisters::new();
+        *self.lock_io_apic() = Pins::new();
     }
 
     /// Makes a change of the I/O APIC, which may send messages. The requests are made under the
     /// lock, so a saved remote IRR always has its request, or its interrupt in service, in a local
     /// APIC. The vCPUs are woken after it.
-    fn change_io_apic(
-        &self,
-        change: impl FnOnce(&mut IoApicRegisters, &mut dyn FnMut(Message) -> bool),
-    ) {
+    fn change_io_apic(&self, change: impl FnOnce(&mut Pins, &mut dyn FnMut(Message) -> bool)) {
         let mut wake = Vcpus::default();
         change(&mut self.lock_io_apic(), &mut |message| {
             let delivered = self.request(message);
@@ -325,7 +323,7 @@ impl ApicBus {
         self.wake(wake);
     }
 
-    fn lock_io_apic(&self) -> MutexGuard<'_, IoApicRegisters> {
+    fn lock_io_apic(&self) -> MutexGuard<'_, Pins> {
         self.io_apic.lock().expect("no panic under this lock")
     }
 }

@@ -16,6 +16,7 @@
 
 use super::message::Message;
 use lacuna_addr::Gpa;
+use lacuna_state::x86::IoApic;
 
 /// Pins of the I/O APIC.
 pub const PINS: usize = 24;
@@ -45,18 +46,8 @@ const WRITABLE: u64 = 0xff00_0000_0001_afff;
 /// Sends a message. Returns whether a local APIC has taken it.
 type Send<'a> = &'a mut dyn FnMut(Message) -> bool;
 
-/// The registers of an I/O APIC, and the levels of its pins.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct IoApicRegisters {
-    /// Its ID: 0 to 15.
-    pub id: u8,
-    /// The selected indirect register.
-    pub select: u8,
-    /// The redirection entries.
-    pub entries: [u64; PINS],
-    /// A bit for each pin that is high.
-    pub high: u32,
-}
+/// The registers of an I/O APIC. Here, `high` has a bit for each pin that is high.
+pub(super) struct Pins(IoApic);
 
 /// The offset of `gpa` in the registers of the I/O APIC.
 pub(crate) fn io_apic_offset(gpa: Gpa) -> Option<u64> {
@@ -64,28 +55,29 @@ pub(crate) fn io_apic_offset(gpa: Gpa) -> Option<u64> {
     (offset < BYTES).then_some(offset)
 }
 
-impl IoApicRegisters {
-    pub(super) const fn new() -> Self {
-        Self {
-            id: 0,
-            select: 0,
-            entries: [MASKED; PINS],
-            high: 0,
-        }
+impl Pins {
+    /// As after a reset.
+    pub(super) fn new() -> Self {
+        Self(IoApic::default())
     }
 
-    /// The same without bits that do not exist.
-    pub(super) fn existing(&self) -> Self {
+    /// The state `saved` without bits that do not exist.
+    pub(super) fn restored(saved: &IoApic) -> Self {
         let entry = |entry: u64| match entry & LEVEL {
             0 => entry & WRITABLE,
             _ => entry & (WRITABLE | REMOTE_IRR),
         };
-        Self {
-            id: self.id & 15,
-            select: self.select,
-            entries: self.entries.map(entry),
-            high: self.high & ((1 << PINS) - 1),
-        }
+        Self(IoApic {
+            id: saved.id & 15,
+            select: saved.select,
+            entries: saved.entries.map(entry),
+            high: saved.high & ((1 << PINS) - 1),
+        })
+    }
+
+    pub(super) fn saved(&self) -> IoApic {
+        let now = &self.0;
+        IoApic::new(now.id, now.select, now.entries, now.high)
     }
 
     pub(super) fn set_pin(&mut self, pin: usize, high: bool, send: Send<'_>) {
@@ -93,18 +85,18 @@ impl IoApicRegisters {
             return;
         }
         let was_high = self.is_high(pin);
-        self.high = self.high & !(1 << pin) | u32::from(high) << pin;
-        let is_edge = self.entries[pin] & LEVEL == 0;
+        self.0.high = self.0.high & !(1 << pin) | u32::from(high) << pin;
+        let is_edge = self.0.entries[pin] & LEVEL == 0;
         if high && !(is_edge && was_high) {
             self.service(pin, send);
         }
     }
 
     pub(super) fn read(&self, offset: u64) -> u32 {
-        match (offset, self.select, self.half()) {
-            (SELECT, ..) => self.select.into(),
-            (WINDOW, _, Some((pin, shift))) => (self.entries[pin] >> shift) as u32,
-            (WINDOW, ID | ARBITRATION, _) => u32::from(self.id) << 24,
+        match (offset, self.0.select, self.half()) {
+            (SELECT, ..) => self.0.select.into(),
+            (WINDOW, _, Some((pin, shift))) => (self.0.entries[pin] >> shift) as u32,
+            (WINDOW, ID | ARBITRATION, _) => u32::from(self.0.id) << 24,
             (WINDOW, VERSION, _) => VERSION_VALUE,
             (WINDOW, ..) => u32::MAX,
             _ => 0,
@@ -112,12 +104,12 @@ impl IoApicRegisters {
     }
 
     pub(super) fn write(&mut self, offset: u64, value: u32, send: Send<'_>) {
-        match (offset, self.select, self.half()) {
-            (SELECT, ..) => self.select = value as u8,
-            (WINDOW, ID, _) => self.id = (value >> 24 & 15) as u8,
+        match (offset, self.0.select, self.half()) {
+            (SELECT, ..) => self.0.select = value as u8,
+            (WINDOW, ID, _) => self.0.id = (value >> 24 & 15) as u8,
             (WINDOW, _, Some((pin, shift))) => {
                 let written = u64::from(u32::MAX) << shift & WRITABLE;
-                let entry = &mut self.entries[pin];
+                let entry = &mut self.0.entries[pin];
                 *entry = *entry & !written | u64::from(value) << shift & written;
                 // Guests end a level-triggered interrupt in this way: there is no EOI register.
                 if *entry & LEVEL == 0 {
@@ -132,7 +124,7 @@ impl IoApicRegisters {
     /// A local APIC has ended the level-triggered interrupt `vector`.
     pub(super) fn end(&mut self, vector: u8, send: Send<'_>) {
         for pin in 0..PINS {
-            let entry = &mut self.entries[pin];
+            let entry = &mut self.0.entries[pin];
             if *entry as u8 == vector && *entry & REMOTE_IRR != 0 {
                 *entry &= !REMOTE_IRR;
                 self.service_level(pin, send);
@@ -142,25 +134,25 @@ impl IoApicRegisters {
 
     /// The entry that the selected register is a half of, and the first bit of the half.
     fn half(&self) -> Option<(usize, u32)> {
-        let number = self.select.checked_sub(ENTRIES)?;
+        let number = self.0.select.checked_sub(ENTRIES)?;
         let pin = usize::from(number / 2);
         (pin < PINS).then_some((pin, u32::from(number % 2) * 32))
     }
 
     fn is_high(&self, pin: usize) -> bool {
-        self.high >> pin & 1 != 0
+        self.0.high >> pin & 1 != 0
     }
 
     /// Sends the message of a level-triggered pin that is high.
     fn service_level(&mut self, pin: usize, send: Send<'_>) {
-        if self.entries[pin] & LEVEL != 0 && self.is_high(pin) {
+        if self.0.entries[pin] & LEVEL != 0 && self.is_high(pin) {
             self.service(pin, send);
         }
     }
 
     /// Sends the message of `pin`, unless the pin is masked or waits for an EOI.
     fn service(&mut self, pin: usize, send: Send<'_>) {
-        let entry = &mut self.entries[pin];
+        let entry = &mut self.0.entries[pin];
         let is_level = *entry & LEVEL != 0;
         if *entry & MASKED != 0 || is_level && *entry & REMOTE_IRR != 0 {
             return;

@@ -1,12 +1,11 @@
 //! The interface to a hypervisor: [`Processor`], and what only x86 has.
 
 use super::events::Pending;
-use super::{Cpu, Progress, Regs, SLICE};
+use super::{Cpu, Progress, SLICE};
 use crate::apic::{ApicBus, Lapic};
-use crate::cpuid::{CpuidLeaf, cpuid};
+use crate::cpuid::cpuid;
 use crate::exit::{Exit, Own};
 use crate::processor::Core;
-use crate::saved::State;
 use crate::state::bits::CR0_PG;
 use crate::state::{Exception, System};
 use crate::tsc::{Tsc, TscRate};
@@ -14,6 +13,9 @@ use crate::walk::at_cpl;
 use lacuna_addr::Gfn;
 use lacuna_cpu::code::CodeCache;
 use lacuna_cpu::{Bus, Event, Privilege, Processor, Refused, Wake};
+use lacuna_state::StateError;
+use lacuna_state::x86::cpuid::Leaf;
+use lacuna_state::x86::{Regs, State};
 use lacuna_sync::{Clock, Nanos, VcpuSlot};
 use std::sync::Arc;
 
@@ -72,7 +74,7 @@ impl Cpu {
 
     /// Sets CPUID's answers, in place of the processor's own. Except for the TSC's rate, the caller
     /// announces only features of the processor. A reset keeps the answers.
-    pub fn set_cpuid(&mut self, leaves: impl IntoIterator<Item = CpuidLeaf>) {
+    pub fn set_cpuid(&mut self, leaves: impl IntoIterator<Item = Leaf>) {
         self.core.announced.leaves = Some(leaves.into_iter().collect());
     }
 
@@ -289,30 +291,20 @@ impl Processor for Cpu {
         if !self.core.replay.is_idle() {
             return None;
         }
-        let now = self.core.clock.now();
-        let mut system = self.core.sys.clone();
-        system.tsc.set(system.tsc.at(now), Nanos(0));
-        Some(State {
-            regs: self.regs(),
-            system,
-            apic: self.core.apic.registers(now),
-            exception: self.pending.exception(),
-            nmi: self.core.apic.has_nmi(),
-        })
+        Some(self.state())
     }
 
-    /// Puts the processor into `state`. A half-done instruction is forgotten.
-    fn restore(&mut self, state: &State) {
+    fn restore(&mut self, state: &State) -> Result<(), StateError> {
+        let (mut system, apic) = self.accept(state)?;
         let now = self.core.clock.now();
-        let mut system = state.system.clone();
-        system.tsc.set(system.tsc.at(Nanos(0)), now);
+        system.tsc.set(state.tsc.value, now);
         self.core.replay.clear();
         self.set_system(system);
         self.set_regs(&state.regs);
-        self.core
-            .apic
-            .set_registers(&state.apic, self.core.sys.tsc, now);
-        self.core.apic.set_nmi(state.nmi);
-        self.pending = state.exception.into();
+        let own = &mut self.core.apic;
+        own.set_registers(&apic, self.core.sys.tsc, now);
+        own.set_nmi(state.events.nmi_pending);
+        self.pending = state.events.exception.into();
+        Ok(())
     }
 }

@@ -106,16 +106,19 @@ fn a_waiting_one_and_a_running_handler_are_part_of_the_state() {
     let waiting = m.cpu.save().unwrap();
     assert_eq!(m.run(1), Exit::Fuel);
     let blocked = m.cpu.save().unwrap();
-    assert_eq!((waiting.nmi, blocked.nmi), (true, false));
+    assert_eq!(
+        (waiting.events.nmi_pending, blocked.events.nmi_pending),
+        (true, false)
+    );
     nmi(&mut m);
-    m.cpu.restore(&fresh);
+    m.cpu.restore(&fresh).unwrap();
     assert!(!m.cpu.has_interrupt());
-    m.cpu.restore(&waiting);
+    m.cpu.restore(&waiting).unwrap();
     assert_eq!(m.cpu.save().unwrap(), waiting);
     assert!(m.cpu.has_interrupt());
-    m.cpu.restore(&blocked);
+    m.cpu.restore(&blocked).unwrap();
     nmi(&mut m);
     assert!(!m.cpu.has_interrupt());
     m.cpu.reset();
-    assert!(!m.cpu.save().unwrap().nmi);
+    assert!(!m.cpu.save().unwrap().events.nmi_pending);
 }

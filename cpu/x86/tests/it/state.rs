@@ -47,7 +47,7 @@ fn moved(m: &mut Machine, state: &<Cpu as Processor>::State) {
     m.clock.advance(77_777);
     let fabric = Arc::new(ApicBus::new(1, Arc::new(NoWake)));
     m.cpu = <Cpu as Processor>::new(0, fabric, m.clock.clone());
-    m.cpu.restore(state);
+    m.cpu.restore(state).unwrap();
 }
 
 /// Runs in steps of 7 instructions and 50 ns, and saves the state after each step.

@@ -1,12 +1,14 @@
 //! The calls by which a guest configures its events, and the resulting contract.
 
-use super::delivery::{Enabled, Form, SdeiEvents, Send, abort, set_line};
+use super::delivery::{Enabled, SdeiEvents, Send, abort, set_line};
 use super::guest::{Guest, Line};
 use super::numbers::{Call, Features, KVM_UID, Numbers, Refusal, SLOTS, Sub, VERSION};
-use super::sdei::{Done, Sdei};
+use super::sdei::{Done, Interface};
 use crate::abi::{Abi, Deliver, NotDelivered, Request};
 use crate::token::{Token, TokenFormat};
 use lacuna_addr::{Access, Gfn, Gpa};
+use lacuna_state::StateError;
+use lacuna_state::arm64::{AsyncFaults, Form, Offered};
 
 bitflags::bitflags! {
     /// The value with which a guest enables and disables, in both forms. Bits 55:6 are the block's
@@ -55,31 +57,6 @@ impl Answer {
     const fn error(number: i64) -> Self {
         Self::value(number as u64)
     }
-}
-
-/// The configuration of one vCPU, to be saved and restored.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Saved {
-    /// The enabled form, and the value with which the guest has enabled it.
-    pub enabled: Option<(Form, u64)>,
-    /// RFCv2's range, in bytes from VBAR_EL1 on.
-    pub range: u64,
-    /// The vCPU's SDEI.
-    pub sdei: Sdei,
-    /// The token of a signalled page-not-present that the vCPU has not taken yet.
-    pub untaken: Option<u32>,
-    /// Whether the line of the page-ready interrupt is high.
-    pub unacknowledged: bool,
-}
-
-/// A field of a saved configuration that no vCPU can have, or not this vCPU: its form is not
-/// offered, or its block is no memory.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct NotRestorable {
-    /// Which field.
-    pub field: &'static str,
-    /// Its value.
-    pub value: u64,
 }
 
 /// One vCPU's contract: arm64's [`Abi`].
@@ -261,7 +238,7 @@ impl Control {
         }
     }
 
-    pub(super) fn save(&self) -> Saved {
+    pub(super) fn save(&self) -> AsyncFaults {
         let value = |enabled: Enabled| {
             let always = match enabled.send {
                 Send::Always => Flags::SEND_ALWAYS.bits(),
@@ -269,10 +246,11 @@ impl Control {
             };
             enabled.block.get() | Flags::ENABLED.bits() | always
         };
-        Saved {
+        AsyncFaults {
+            offered: self.offered(),
             enabled: self.enabled.map(|it| (it.form, value(it))),
             range: self.range,
-            sdei: self.events.sdei,
+            sdei: self.events.sdei.0,
             untaken: self.events.untaken.map(Token::get),
             unacknowledged: self.events.unacknowledged,
         }
@@ -281,25 +259,25 @@ impl Control {
     /// Whether `saved` can be restored.
     pub(super) fn check(
         &self,
-        saved: &Saved,
+        saved: &AsyncFaults,
         guest: &mut impl Guest,
-    ) -> Result<Option<Enabled>, NotRestorable> {
-        let refused = |field, value| Err(NotRestorable { field, value });
+    ) -> Result<Option<Enabled>, StateError> {
+        self.check_offer(&saved.offered)?;
         if saved.range < RANGE {
-            return refused("apf.range", saved.range);
+            return StateError::unsupported("apf.range", saved.range);
         }
         let entry = saved.sdei.handler.map_or(0, |handler| handler.entry);
         if !entry.is_multiple_of(4) {
-            return refused("apf.sdei.handler.entry", entry);
+            return StateError::unsupported("apf.sdei.handler.entry", entry);
         }
         let by_sdei = matches!(saved.enabled, Some((Form::Sdei, _)));
         if let Some(token) = saved.untaken
             && !(by_sdei && token != 0)
         {
-            return refused("apf.untaken", token.into());
+            return StateError::unsupported("apf.untaken", token);
         }
         if saved.unacknowledged && !by_sdei {
-            return refused("apf.unacknowledged", 1);
+            return StateError::unsupported("apf.unacknowledged", true);
         }
         let Some((form, value)) = saved.enabled else {
             return Ok(None);
@@ -310,24 +288,47 @@ impl Control {
         };
         match decode(form, value, guest).filter(|_| offered) {
             Some(enabled) => Ok(Some(enabled)),
-            None => refused("apf.enabled", value),
+            None => StateError::unsupported("apf.enabled", value),
         }
     }
 
-    /// The offered forms and numbers.
-    pub(super) fn offered(&self) -> (Features, Option<Numbers>) {
-        (self.features, self.numbers)
+    /// The service as it is offered to the guest.
+    fn offered(&self) -> Offered {
+        let numbers = self
+            .numbers
+            .filter(|_| self.features.contains(Features::SDEI));
+        Offered {
+            features: self.features.bits(),
+            event: numbers.map_or(0, |numbers| numbers.event),
+            interrupt: numbers.map_or(0, |numbers| numbers.interrupt),
+        }
+    }
+
+    /// Checks that the offer here includes the offer `saved` of a guest.
+    fn check_offer(&self, saved: &Offered) -> Result<(), StateError> {
+        let here = self.offered();
+        let missing = saved.features & !here.features;
+        let fields = [
+            ("apf.offered.features", missing, 0),
+            ("apf.offered.event", saved.event, here.event),
+            ("apf.offered.interrupt", saved.interrupt, here.interrupt),
+        ];
+        let differs = |(_, value, expected): &(_, u32, u32)| *value != 0 && value != expected;
+        match fields.into_iter().find(differs) {
+            Some((field, value, _)) => StateError::unsupported(field, value),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn restore(
         &mut self,
-        saved: &Saved,
+        saved: &AsyncFaults,
         guest: &mut impl Guest,
-    ) -> Result<Request, NotRestorable> {
+    ) -> Result<Request, StateError> {
         self.enabled = self.check(saved, guest)?;
         self.range = saved.range;
         self.events = SdeiEvents {
-            sdei: saved.sdei,
+            sdei: Interface(saved.sdei),
             untaken: saved.untaken.and_then(Token::from_guest),
             unacknowledged: saved.unacknowledged,
         };

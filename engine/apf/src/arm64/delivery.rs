@@ -15,19 +15,11 @@
 
 use super::guest::{CpuState, Effect, ExceptionLevel, Guest, Line};
 use super::numbers::Numbers;
-use super::sdei::Sdei;
+use super::sdei::Interface;
 use crate::abi::NotDelivered;
 use crate::token::Token;
 use lacuna_addr::Gpa;
-
-/// The form of the events, chosen by the call with which the guest enables them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Form {
-    /// Both events are data aborts (RFCv2).
-    Abort,
-    /// Page-not-present is an SDEI event, and page-ready an interrupt (v1 to v4).
-    Sdei,
-}
+use lacuna_state::arm64::Form;
 
 /// Whether page-not-present may interrupt the guest's kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -149,7 +141,7 @@ pub(super) mod abort {
 /// The events of [`Form::Sdei`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct SdeiEvents {
-    pub sdei: Sdei,
+    pub sdei: Interface,
     /// A signalled page-not-present. The vCPU takes the event before its next instruction.
     pub untaken: Option<Token>,
     /// Whether a page-ready is unacknowledged: the interrupt's line is high.
@@ -159,7 +151,7 @@ pub(super) struct SdeiEvents {
 impl SdeiEvents {
     pub fn new() -> Self {
         Self {
-            sdei: Sdei::default(),
+            sdei: Interface::default(),
             untaken: None,
             unacknowledged: false,
         }

@@ -1,5 +1,7 @@
 //! The arm64 ABI's interface to a vCPU, besides the words in its memory.
 
+use lacuna_state::arm64::Context;
+
 /// The exception level of the guest's code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ExceptionLevel {
@@ -19,17 +21,6 @@ pub struct CpuState {
     pub pc: u64,
     /// VBAR_EL1.
     pub vbar: u64,
-}
-
-/// The registers that an SDEI event replaces, and that its handler may read (Arm DEN 0054).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Context {
-    /// X0 to X17.
-    pub x: [u64; 18],
-    /// The address of the next instruction.
-    pub pc: u64,
-    /// PSTATE in the format of SPSR_EL1.
-    pub pstate: u64,
 }
 
 /// The level of an interrupt's input.

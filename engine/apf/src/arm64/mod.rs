@@ -29,13 +29,13 @@ mod numbers;
 mod sdei;
 
 use lacuna_addr::{Access, Gfn};
+use lacuna_state::StateError;
+use lacuna_state::arm64::AsyncFaults;
 use lacuna_sync::Nanos;
 
-pub use control::{Answer, Control, NotRestorable, Saved};
-pub use delivery::Form;
-pub use guest::{Context, CpuState, Effect, ExceptionLevel, Guest, Line};
+pub use control::{Answer, Control};
+pub use guest::{CpuState, Effect, ExceptionLevel, Guest, Line};
 pub use numbers::{Features, Numbers};
-pub use sdei::{Handler, Sdei};
 
 /// The asynchronous page faults of one arm64 vCPU.
 pub type Queue = crate::Queue<Control>;
@@ -70,20 +70,15 @@ impl Queue {
 
     /// The guest's configuration. Faults in flight are not part of it: a restored guest gets a
     /// wake-all, and every task retries its access.
-    pub fn save(&self) -> Saved {
+    pub fn save(&self) -> AsyncFaults {
         self.abi().save()
-    }
-
-    /// The offered forms, and the event and interrupt of [`Features::SDEI`].
-    pub fn offered(&self) -> (Features, Option<Numbers>) {
-        self.abi().offered()
     }
 
     /// Whether [`Queue::restore`] would take `saved`.
     ///
     /// # Errors
     /// It would not. The error names the first such field.
-    pub fn check<G: Guest>(&self, saved: &Saved, guest: &mut G) -> Result<(), NotRestorable> {
+    pub fn check<G: Guest>(&self, saved: &AsyncFaults, guest: &mut G) -> Result<(), StateError> {
         self.abi().check(saved, guest).map(|_| ())
     }
 
@@ -93,10 +88,10 @@ impl Queue {
     /// Nothing has changed.
     pub fn restore<G: Guest>(
         &mut self,
-        saved: &Saved,
+        saved: &AsyncFaults,
         now: Nanos,
         guest: &mut G,
-    ) -> Result<(), NotRestorable> {
+    ) -> Result<(), StateError> {
         let request = self.abi_mut().restore(saved, guest)?;
         self.cancel();
         self.apply(request, now, guest);

@@ -10,29 +10,12 @@
 //! The interface belongs to one vCPU. Nothing here uses shared events, interrupts bound to events,
 //! or event 0, which guests signal to each other. So they do not exist.
 
-use super::guest::{Context, Effect, Guest};
+use super::guest::{Effect, Guest};
+use lacuna_state::arm64::{Context, Handler, Sdei};
 
 /// A vCPU's state of the interface.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Sdei {
-    /// The handler that the guest has registered.
-    pub handler: Option<Handler>,
-    /// Whether the vCPU takes no events (PE_MASK). True after a reset.
-    pub masked: bool,
-    /// While the handler is at work: the registers that it has interrupted.
-    pub interrupted: Option<Context>,
-}
-
-/// A registered handler.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Handler {
-    /// Its address.
-    pub entry: u64,
-    /// The guest's own value, which it gets in X1.
-    pub argument: u64,
-    /// Whether the event is enabled.
-    pub enabled: bool,
-}
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct Interface(pub Sdei);
 
 /// The result of a failed call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -62,26 +45,16 @@ const CRITICAL: u64 = 1;
 /// The routing mode in the flags of REGISTER. Private events have none.
 const ROUTING: u64 = 1;
 
-impl Default for Sdei {
-    fn default() -> Self {
-        Self {
-            handler: None,
-            masked: true,
-            interrupted: None,
-        }
-    }
-}
-
-impl Sdei {
+impl Interface {
     /// Whether the vCPU would take the event now.
     pub(super) fn takes_event(&self) -> bool {
-        let enabled = self.handler.is_some_and(|handler| handler.enabled);
-        enabled && !self.masked && self.interrupted.is_none()
+        let enabled = self.0.handler.is_some_and(|handler| handler.enabled);
+        enabled && !self.0.masked && self.0.interrupted.is_none()
     }
 
     /// The vCPU takes `event`, if it would.
     pub(super) fn take(&mut self, event: u32, guest: &mut impl Guest) {
-        if let Some(handler) = self.handler.filter(|_| self.takes_event()) {
+        if let Some(handler) = self.0.handler.filter(|_| self.takes_event()) {
             let interrupted = guest.context();
             let mut context = Context {
                 pc: handler.entry,
@@ -94,7 +67,7 @@ impl Sdei {
                 interrupted.pc,
                 interrupted.pstate,
             ]);
-            self.interrupted = Some(interrupted);
+            self.0.interrupted = Some(interrupted);
             guest.apply(Effect::Context(context));
         }
     }
@@ -133,11 +106,11 @@ impl Sdei {
             // Only shared events are routed.
             0xa => Err(Error::InvalidParameters),
             0xb => Ok(Done::Value(u64::from(!std::mem::replace(
-                &mut self.masked,
+                &mut self.0.masked,
                 true,
             )))),
             0xc => {
-                self.masked = false;
+                self.0.masked = false;
                 SUCCESS
             }
             0x11 => match self.unregister() {
@@ -154,10 +127,10 @@ impl Sdei {
         if flags & !ROUTING != 0 || !entry.is_multiple_of(4) {
             return Err(Error::InvalidParameters);
         }
-        if self.handler.is_some() || self.interrupted.is_some() {
+        if self.0.handler.is_some() || self.0.interrupted.is_some() {
             return Err(Error::Denied);
         }
-        self.handler = Some(Handler {
+        self.0.handler = Some(Handler {
             entry,
             argument,
             enabled: false,
@@ -166,13 +139,13 @@ impl Sdei {
     }
 
     fn registered(&mut self) -> Result<&mut Handler, Error> {
-        self.handler.as_mut().ok_or(Error::Denied)
+        self.0.handler.as_mut().ok_or(Error::Denied)
     }
 
     /// Removes the registration at once. The context of a handler at work stays until the handler
     /// completes.
     fn unregister(&mut self) -> Result<Done, Error> {
-        match (self.handler.take(), self.interrupted) {
+        match (self.0.handler.take(), self.0.interrupted) {
             (_, Some(_)) => Err(Error::Pending),
             (Some(_), None) => SUCCESS,
             (None, None) => Err(Error::Denied),
@@ -181,14 +154,14 @@ impl Sdei {
 
     /// Bit 0 registered, bit 1 enabled, bit 2 running.
     fn status(&self) -> u64 {
-        let enabled = self.handler.is_some_and(|handler| handler.enabled);
-        u64::from(self.handler.is_some())
+        let enabled = self.0.handler.is_some_and(|handler| handler.enabled);
+        u64::from(self.0.handler.is_some())
             | u64::from(enabled) << 1
-            | u64::from(self.interrupted.is_some()) << 2
+            | u64::from(self.0.interrupted.is_some()) << 2
     }
 
     fn context(&self, register: u64) -> Result<Done, Error> {
-        let interrupted = self.interrupted.ok_or(Error::Denied)?;
+        let interrupted = self.0.interrupted.ok_or(Error::Denied)?;
         let x = usize::try_from(register).ok();
         let value = x.and_then(|x| interrupted.x.get(x));
         value
@@ -197,7 +170,7 @@ impl Sdei {
     }
 
     fn complete(&mut self, resume: Option<u64>, guest: &mut impl Guest) -> Result<Done, Error> {
-        let interrupted = self.interrupted.take().ok_or(Error::Denied)?;
+        let interrupted = self.0.interrupted.take().ok_or(Error::Denied)?;
         let context = match resume {
             None => interrupted,
             Some(pc) => {

@@ -29,14 +29,14 @@ pub enum DeviceError {
     },
     /// The devices are for guests of another architecture.
     #[error(
-        "the devices are for {devices} guests, and the image is for {image}: make them with \
-             `PlatformDevices::of` for {image}"
+        "the devices are for {devices} guests, and the guest is for {guest}: make them with \
+             `PlatformDevices::of` for {guest}"
     )]
     Arch {
         /// The architecture of the devices.
         devices: Arch,
-        /// The architecture of the image.
-        image: Arch,
+        /// The architecture of the guest: of its image or its saved state.
+        guest: Arch,
     },
     /// A memory slot of the VM has a part of the range.
     #[error(
@@ -90,6 +90,14 @@ pub enum DeviceError {
         version: u32,
         /// What is wrong, in the words of the device.
         wrong: String,
+    },
+    /// No saved devices have that value.
+    #[error("{field}: {value:#x} is no valid value")]
+    Invalid {
+        /// Which field.
+        field: &'static str,
+        /// Its value.
+        value: u64,
     },
     /// The states of the devices are too long.
     #[error(

@@ -5,7 +5,7 @@ use super::pl011::Pl011;
 use super::table::NAME_MAX;
 use super::uart::{NoInterrupt, Uart};
 use super::{DeviceState, NO_STATUS, PausedDevices, PlatformDevices};
-use crate::{Arch, DeviceError, StateError};
+use crate::{Arch, DeviceError};
 use lacuna_addr::Gfn;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -136,27 +136,25 @@ impl PlatformDevices {
     /// [`PlatformDevices::resume`].
     ///
     /// # Errors
-    /// [`StateError`]. If it is not due to a device of the VMM's, nothing has changed then.
-    pub fn restore(&self, state: &DevicesState) -> Result<(), StateError> {
+    /// [`DeviceError`]. If it is not due to a device of the VMM's, nothing has changed then.
+    pub fn restore(&self, state: &DevicesState) -> Result<(), DeviceError> {
         let status = match state.status_page {
             None => NO_STATUS,
             Some(gfn) if Gfn::new(gfn).is_some() => gfn,
             Some(value) => {
                 let field = "devices.status_page";
-                return Err(StateError::Invalid { field, value });
+                return Err(DeviceError::Invalid { field, value });
             }
         };
         if state.line.len() >= LINE_MAX || state.line.contains(&b'\n') {
             let (field, value) = ("devices.line", state.line.len() as u64);
-            return Err(StateError::Invalid { field, value });
+            return Err(DeviceError::Invalid { field, value });
         }
         let arch = match state.serial {
             SerialRegisters::Com1(_) => Arch::X86_64,
             SerialRegisters::Pl011(_) => Arch::Arm64,
         };
-        if arch != self.arch {
-            return Err(StateError::Architecture);
-        }
+        self.check_arch(arch)?;
         self.restore_embedded(state)?;
         let mut serial = self.serial();
         let mut lines = serial.take_lines(self.arch);

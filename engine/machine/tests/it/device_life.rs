@@ -3,8 +3,7 @@
 use crate::devices::Kicks;
 use lacuna_addr::Gpa;
 use lacuna_machine::{
-    Access, Device, DeviceError, DeviceState, DevicesState, Ending, PlatformDevices, StateError,
-    Width,
+    Access, Device, DeviceError, DeviceState, DevicesState, Ending, PlatformDevices, Width,
 };
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -186,9 +185,8 @@ fn a_device_stays_paused_after_the_end() {
 #[test]
 fn other_devices_than_the_saved_ones_are_refused_by_name() {
     let state = saved(&with(Arc::<Counter>::default()));
-    let restored = |devices: &PlatformDevices, state: &DevicesState| match devices.restore(state) {
-        Err(StateError::Device(refused)) => refused,
-        other => panic!("{other:?}"),
+    let restored = |devices: &PlatformDevices, state: &DevicesState| {
+        devices.restore(state).expect_err("other devices")
     };
     let missing = restored(&none(), &state);
     assert_eq!(missing, DeviceError::Missing("it".to_owned()));

@@ -94,7 +94,7 @@ pub fn accept<'a>(
     let khz = state.tsc.khz;
     let set = features.set_tsc(fd, index, khz);
     if !set.map_err(refused("set the TSC's frequency"))? {
-        return unsupported("tsc.khz", khz);
+        return StateError::unsupported("tsc.khz", khz);
     }
     set_tsc(fd, &state.tsc)?;
     Ok(Accepted(state))
@@ -153,10 +153,7 @@ fn check(state: &State, features: &Features, fresh: &Fresh) -> Result<(), StateE
     if let Some(exception) = state.events.exception
         && (exception.vector > 31 || exception.cr2.is_some() != (exception.vector == PAGE_FAULT))
     {
-        return Err(StateError::Invalid {
-            field: "events.exception",
-            value: exception.vector.into(),
-        });
+        return StateError::invalid("events.exception", exception.vector);
     }
     match features.model() {
         CpuModel::Host => Ok(()),
@@ -173,10 +170,10 @@ fn check_common(state: &State) -> Result<(), StateError> {
     /// SCE LME LMA NXE.
     const EFER: u64 = 0xd01;
     if let Some(area) = &state.xsave {
-        return unsupported("xsave", area.len() as u64);
+        return StateError::unsupported("xsave", area.len() as u64);
     }
     if state.xcr0 > 1 {
-        return unsupported("xcr0", state.xcr0);
+        return StateError::unsupported("xcr0", state.xcr0);
     }
     let system = &state.system;
     for (field, value, valid) in [
@@ -185,15 +182,10 @@ fn check_common(state: &State) -> Result<(), StateError> {
         ("system.efer", system.efer, EFER),
     ] {
         if value & !valid != 0 {
-            return unsupported(field, value & !valid);
+            return StateError::unsupported(field, value & !valid);
         }
     }
     Ok(())
-}
-
-fn unsupported<T>(field: &'static str, value: impl Into<u64>) -> Result<T, StateError> {
-    let value = value.into();
-    Err(StateError::Unsupported { field, value })
 }
 
 /// Sets the TSC, before anything else is changed.
@@ -207,7 +199,7 @@ fn set_tsc(fd: &VcpuFd, tsc: &Tsc) -> Result<(), StateError> {
     let second = u64::from(tsc.khz) * 1000;
     match msrs::read(fd, TSC) {
         Some(now) if now.saturating_add(second) >= tsc.value => Ok(()),
-        _ => unsupported("tsc.value", tsc.value),
+        _ => StateError::unsupported("tsc.value", tsc.value),
     }
 }
 
@@ -368,10 +360,7 @@ fn set_vectors(fd: &VcpuFd, state: &State) -> Result<(), StateError> {
     fd.set_xcrs(&xcrs).map_err(refused("set XCR0"))?;
     let mut area = fd.get_xsave().map_err(refused("read the FPU"))?;
     if saved.len() != area.region.len() {
-        return Err(StateError::Invalid {
-            field: "xsave",
-            value: saved.len() as u64,
-        });
+        return StateError::invalid("xsave", saved.len() as u64);
     }
     area.region.copy_from_slice(saved);
     // SAFETY: 1. the area has the size that KVM reads for a vCPU without dynamic features.
@@ -401,10 +390,10 @@ fn events(fd: &VcpuFd, cr2: u64) -> Result<Events, StateError> {
         .get_vcpu_events()
         .map_err(refused("read pending events"))?;
     if events.interrupt.injected != 0 && events.interrupt.soft != 0 {
-        return unsupported("events.software_interrupt", events.interrupt.nr);
+        return StateError::unsupported("events.software_interrupt", events.interrupt.nr);
     }
     if events.smi.smm != 0 || events.smi.pending != 0 {
-        return unsupported("events.smi", 1u32);
+        return StateError::unsupported("events.smi", 1u32);
     }
     let e = &events.exception;
     let exception = (e.injected != 0 || e.pending != 0).then(|| Exception {
@@ -453,10 +442,7 @@ fn run_state(fd: &VcpuFd) -> Result<RunState, StateError> {
         KVM_MP_STATE_RUNNABLE => Ok(RunState::Runnable),
         KVM_MP_STATE_HALTED => Ok(RunState::Halted),
         KVM_MP_STATE_UNINITIALIZED => Ok(RunState::WaitingForStartup),
-        other => Err(StateError::Unsupported {
-            field: "run",
-            value: other.into(),
-        }),
+        other => StateError::unsupported("run", other),
     }
 }
 

@@ -4,6 +4,7 @@
 use super::builder;
 use lacuna_addr::{Gpa, PageCount};
 use lacuna_cpu::Processor;
+use lacuna_machine::arm64::SysReg;
 use lacuna_machine::{
     Arch, GuestMemory as _, PageRequest, PageSource, SlotFlags, SlotId, SourcePage, Vm as _,
 };
@@ -203,8 +204,8 @@ impl Machine {
 
     pub fn set_vbar(&mut self) {
         let mut state = self.cpu().save().unwrap();
-        state.system.vbar = VBAR;
-        self.cpu().restore(&state);
+        state.system.insert(SysReg::new([3, 0, 12, 0, 0]), VBAR);
+        self.cpu().restore(&state).unwrap();
     }
 
     pub fn put_at(&mut self, pc: u64, pstate: u64) {
@@ -333,7 +334,7 @@ impl Machine {
 
     /// The level of the page-ready interrupt.
     pub fn line(&mut self) -> bool {
-        self.cpu().save().unwrap().gic.private.line >> PPI & 1 != 0
+        self.cpu().save().unwrap().gic.private.level >> PPI & 1 != 0
     }
 
     /// The token of page-not-present, if the guest has got it.

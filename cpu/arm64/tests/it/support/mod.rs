@@ -5,6 +5,7 @@ use lacuna_addr::{Gpa, PAGE_SIZE};
 use lacuna_arm64::{Cpu, Exit, Fabric, Regs};
 use lacuna_cpu::Processor;
 use lacuna_cpu::testing::{Ram, Wakes};
+use lacuna_state::arm64::SysReg;
 use lacuna_sync::{Qsbr, VirtualClock};
 use std::sync::{Arc, RwLock};
 
@@ -14,6 +15,15 @@ pub const DATA: u64 = 0x80_0000;
 pub const STRIDE: u64 = 128;
 /// EL1h, interrupts masked.
 pub const EL1: u64 = 0x3c5;
+
+pub const SCTLR: SysReg = SysReg::new([3, 0, 1, 0, 0]);
+pub const TTBR0: SysReg = SysReg::new([3, 0, 2, 0, 0]);
+pub const TTBR1: SysReg = SysReg::new([3, 0, 2, 0, 1]);
+pub const TCR: SysReg = SysReg::new([3, 0, 2, 0, 2]);
+pub const SPSR: SysReg = SysReg::new([3, 0, 4, 0, 0]);
+pub const ELR: SysReg = SysReg::new([3, 0, 4, 0, 1]);
+pub const VBAR: SysReg = SysReg::new([3, 0, 12, 0, 0]);
+pub const CNTKCTL: SysReg = SysReg::new([3, 0, 14, 1, 0]);
 
 pub fn read(ram: &mut Ram, at: u64) -> u64 {
     let page = ram.add(Gpa::new(at).unwrap().gfn());

@@ -224,7 +224,7 @@ fn interrupts_in_flight_are_saved() {
         let (bus, mut apics, _) = machine(1);
         let apic = &mut apics[0];
         bus.set_io_apic(&io);
-        assert_eq!(local.check(0), Ok(()));
+        assert_eq!(crate::apic::check(&local, 0), Ok(()));
         apic.set_registers(&local, Tsc::new(TscRate::GIGAHERTZ, 0), now);
         if !in_service {
             assert_eq!(next(apic), Some(0x61));

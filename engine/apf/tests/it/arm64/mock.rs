@@ -2,10 +2,10 @@
 
 use lacuna_addr::{Access, Gfn, Gpa};
 use lacuna_apf::arm64::{
-    self, Answer, Context, Control, CpuState, Effect, ExceptionLevel, Features, Line, Numbers,
-    Queue,
+    self, Answer, Control, CpuState, Effect, ExceptionLevel, Features, Line, Numbers, Queue,
 };
 use lacuna_apf::{Completion, Guest, NotPresent, Prefault, SharedWords, Unwritable};
+use lacuna_state::arm64::Context;
 use lacuna_sync::Nanos;
 
 pub const BLOCK: u64 = 0x7_0040;

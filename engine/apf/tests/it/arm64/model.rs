@@ -8,8 +8,9 @@
 //! page-not-present that the guest has seen has had its page-ready or a later wake-all.
 
 use super::mock::*;
-use lacuna_apf::arm64::{Answer, ExceptionLevel, Form, Line};
+use lacuna_apf::arm64::{Answer, ExceptionLevel, Line};
 use lacuna_apf::{Completion, NotPresent, QUEUED_MAX};
+use lacuna_state::arm64::Form;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 

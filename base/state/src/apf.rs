@@ -1,6 +1,7 @@
 //! The switch of asynchronous page faults.
 
 use serde::{Deserialize, Serialize};
+
 /// Whether a VM offers asynchronous page faults to its guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum Apf {

@@ -174,7 +174,7 @@ pub struct Apic {
     pub base: u64,
     /// The register page, one entry for each 16 bytes of it, in xAPIC form: the ID is in bits 31:24
     /// in x2APIC mode too, and ICR is in two halves. The current count is as of the save.
-    #[serde(with = "super::words")]
+    #[serde(with = "crate::words")]
     pub regs: [u32; 64],
     /// `IA32_TSC_DEADLINE`; 0 when disarmed.
     pub tsc_deadline: u64,
@@ -190,7 +190,7 @@ impl Default for Apic {
     }
 }
 
-/// An exception. The next run begins by delivering it.
+/// A fault or trap to deliver (SDM vol 3, table 6-1).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Exception {
@@ -202,11 +202,64 @@ pub struct Exception {
     pub cr2: Option<u64>,
 }
 
+impl Exception {
+    /// #DE.
+    pub const DE: Self = Self::plain(0);
+    /// #DB.
+    pub const DB: Self = Self::plain(1);
+    /// #BP.
+    pub const BP: Self = Self::plain(3);
+    /// #UD.
+    pub const UD: Self = Self::plain(6);
+    /// #NM.
+    pub const NM: Self = Self::plain(7);
+    /// #SS(0).
+    pub const SS0: Self = Self::with_error(12, 0);
+    /// #GP(0), the most frequent.
+    pub const GP0: Self = Self::gp(0);
+
+    /// A vector without error code.
+    pub const fn plain(vector: u8) -> Self {
+        Self {
+            vector,
+            error: None,
+            cr2: None,
+        }
+    }
+
+    /// #GP with a selector error code.
+    pub const fn gp(error: u32) -> Self {
+        Self {
+            vector: 13,
+            error: Some(error),
+            cr2: None,
+        }
+    }
+
+    /// #TS, #NP, #SS, #AC, #DF: any vector with an error code.
+    pub const fn with_error(vector: u8, error: u32) -> Self {
+        Self {
+            vector,
+            error: Some(error),
+            cr2: None,
+        }
+    }
+
+    /// #PF at linear address `addr`.
+    pub const fn page_fault(error: u32, addr: u64) -> Self {
+        Self {
+            vector: 14,
+            error: Some(error),
+            cr2: Some(addr),
+        }
+    }
+}
+
 /// The events to be delivered before the next instruction, and the reasons for a delay.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Events {
-    /// An exception.
+    /// An exception. The next run begins by delivering it.
     pub exception: Option<Exception>,
     /// An interrupt that the APIC has in service, before its handler has been entered.
     pub interrupt: Option<u8>,
@@ -291,8 +344,7 @@ impl IoApic {
             ("io_apic.high", self.high, (1 << self.entries.len()) - 1),
         ] {
             if value & !valid != 0 {
-                let value = value.into();
-                return Err(StateError::Invalid { field, value });
+                return StateError::invalid(field, value);
             }
         }
         Ok(())

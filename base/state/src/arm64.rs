@@ -253,8 +253,8 @@ pub struct Handler {
     pub enabled: bool,
 }
 
-/// The registers that an SDEI event has replaced.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+/// The registers that an SDEI event replaces, and that its handler may read (Arm DEN 0054).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Context {
     /// X0 to X17.

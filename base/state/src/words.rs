@@ -3,14 +3,14 @@
 use serde::de::Error;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-pub(super) fn serialize<S: Serializer, const N: usize>(
+pub(crate) fn serialize<S: Serializer, const N: usize>(
     words: &[u32; N],
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
     words.as_slice().serialize(serializer)
 }
 
-pub(super) fn deserialize<'de, D: Deserializer<'de>, const N: usize>(
+pub(crate) fn deserialize<'de, D: Deserializer<'de>, const N: usize>(
     deserializer: D,
 ) -> Result<[u32; N], D::Error> {
     let words = Vec::deserialize(deserializer)?;
