@@ -33,8 +33,9 @@
 //!                 ▲                             └ snapshot, migrate ─► a thread ─► lacuna::migrate
 //!                 └─ progress, ten times a second ◄──────────────────────┘
 //! ```
-//! No thread that pauses a guest or copies its memory writes to a socket, so a client that does
-//! not read delays nothing but its own connection.
+//! No thread that pauses a guest or copies its memory writes to a socket. So a client that does not
+//! read delays its own connection alone, except that the monitor of writes empties dirty rings and
+//! sends: a client that does not read may then stop vCPUs with full rings, for 1 s at most.
 //!
 //! | file | job |
 //! |---|---|

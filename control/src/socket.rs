@@ -16,8 +16,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::{Builder, Scope, ScopedJoinHandle, scope, sleep};
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ const OVER: u8 = 2;
 
 /// A connection.
 struct Open<'scope> {
-    stream: UnixStream,
+    stream: Arc<UnixStream>,
     /// Returns the connection if it shall stay open.
     thread: ScopedJoinHandle<'scope, Option<Lines>>,
 }
@@ -146,22 +146,35 @@ impl ControlSocket {
             *lock(&self.left) = left;
             // The bell was rung once.
             let _ = rustix::io::read(&self.bell, &mut [0; 8]);
-            self.phase.store(SERVES, Ordering::Release);
+            self.change(HANDS_OVER, SERVES);
         }
     }
 
-    /// Ends the service of clients soon, and closes their connections.
+    /// After [`ControlSocket::end`] nothing changes any more.
+    fn change(&self, from: u8, to: u8) {
+        let _ = self
+            .phase
+            .compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// Whether requests are answered.
+    pub(crate) fn serves(&self) -> bool {
+        self.phase() == SERVES
+    }
+
+    /// Ends the service of clients soon, and closes their connections. The socket serves no more.
     pub fn end(&self) {
-        self.ring(OVER);
+        self.phase.store(OVER, Ordering::Release);
+        self.ring();
     }
 
     /// Ends the service of clients soon. They stay connected, and the next service answers them.
     pub fn hand_over(&self) {
-        self.ring(HANDS_OVER);
+        self.change(SERVES, HANDS_OVER);
+        self.ring();
     }
 
-    fn ring(&self, phase: u8) {
-        self.phase.store(phase, Ordering::Release);
+    fn ring(&self) {
         // The write fails only if the counter is full: then the threads are woken anyway.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
@@ -202,8 +215,14 @@ impl ControlSocket {
         let Ok(stream) = lines.stream().try_clone() else {
             return;
         };
+        let stream = Arc::new(stream);
+        let guard = CloseOnPanic(Arc::clone(&stream));
         let named = Builder::new().name("lacuna-control".into());
-        if let Ok(thread) = named.spawn_scoped(scope, move || self.talk(lines, answer)) {
+        let talk = move || {
+            let _guard = guard;
+            self.talk(lines, answer)
+        };
+        if let Ok(thread) = named.spawn_scoped(scope, talk) {
             open.push(Open { stream, thread });
         }
     }
@@ -253,6 +272,17 @@ impl ControlSocket {
         // After an interruption the read waits.
         let _ = poll(&mut fds, None);
         self.phase() != HANDS_OVER
+    }
+}
+
+/// Closes the connection if the thread panics: the client would wait for its answer otherwise.
+struct CloseOnPanic(Arc<UnixStream>);
+
+impl Drop for CloseOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            end(&self.0);
+        }
     }
 }
 

@@ -3,8 +3,8 @@
  * all of the arena, half of the accesses writes, beside counting processes that need no memory. The
  * counters show what one process's faults cost the others. When all processes are there, and all
  * memory is populated if that was asked for, the first entry of the status page counts to 1, and
- * they begin. If the first ones began at once, they would take the time in which others are made,
- * and one that ended would free its place on the status page for another.
+ * all processes begin. Processes that begin earlier delay the creation of the others, and an ended
+ * process frees its entry of the status page for another one.
  */
 #include "crowd.h"
 

@@ -23,8 +23,19 @@ impl<P: Platform> VcpuOf<P> {
     /// Ends the last exit, because the vCPU is entered. If the VMM could not notify the guest, the
     /// vCPU waits for that page.
     pub(crate) fn end_exit(&mut self) {
-        if self.faulted.take_if(|faulted| !faulted.waits).is_some() {
-            self.tokens().enter();
+        let host = &self.vm.host;
+        // If the VMM has brought the page after a refused token, the vCPU has nothing to wait for.
+        let has_come = |faulted: &Faulted| {
+            faulted.ticket.is_none()
+                && !host.with_spare_cache(|cache| host.is_nonresident(faulted.page, cache))
+        };
+        match &self.faulted {
+            Some(faulted) if !faulted.waits => {
+                self.faulted = None;
+                self.tokens().enter();
+            }
+            Some(faulted) if has_come(faulted) => self.faulted = None,
+            _ => {}
         }
     }
 

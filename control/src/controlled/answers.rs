@@ -9,7 +9,8 @@ use std::time::Duration;
 
 impl ControlSocket {
     /// Answers clients until `guest` has ended here, and closes their connections. A guest that has
-    /// [`moved`](ControlSocket::moved) has ended here.
+    /// [`moved`](ControlSocket::moved) has ended here. The socket serves one guest: open another
+    /// socket for another guest.
     pub fn attend<V: Vm>(&self, guest: &Running<V>) {
         let controlled = Controlled::new(self, &**guest.vm(), guest.devices());
         controlled.runs(guest);

@@ -148,6 +148,11 @@ impl<'a, V: Vm> Controlled<'a, V> {
         }
         let begins = || self.running.get().is_none() && !self.waits_to_start();
         while devices.ending().is_none() && begins() {
+            if !self.socket.serves() {
+                return Err(Refused::request(
+                    "the guest has not begun to run: it is not served",
+                ));
+            }
             thread::sleep(BEGIN);
         }
         match devices.ending() {

@@ -12,8 +12,8 @@ impl<'a, V: Vm> Controlled<'a, V> {
         *self.phase() = Phase::NotStarted;
     }
 
-    /// If the guest starts paused, waits until a client resumes it or ends the run. The end of the
-    /// run is noted too when `is_interrupted`.
+    /// If the guest starts paused, waits until a client resumes it or ends the run. Ends the run if
+    /// `is_interrupted` returns true.
     pub fn wait_to_start(&self, is_interrupted: &dyn Fn() -> bool) {
         while self.waits_to_start() && self.devices.ending().is_none() {
             if is_interrupted() {

@@ -125,8 +125,8 @@ pub enum SlotError {
     },
     /// The slot would exit on missing memory, but no page of it is ever missing.
     #[error(
-        "{id}: no page source provides its memory, so no page of it is missing: clear \
-         `EXIT_ON_MISSING` and `EXIT_ON_NONRESIDENT`, or give the VM a page source"
+        "{id}: it has no page source, which a slot that exits needs: clear `EXIT_ON_MISSING` and \
+         `EXIT_ON_NONRESIDENT`, or give the VM a page source"
     )]
     NoSource {
         /// The slot.

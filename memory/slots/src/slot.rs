@@ -26,8 +26,8 @@ bitflags::bitflags! {
         /// exits may not be `READONLY`, and its pages have a source.
         const EXIT_ON_MISSING = 1 << 3;
         /// As `EXIT_ON_MISSING`, but a vCPU's access to every page without a frame leaves the
-        /// guest: also to a page that was provided and then evicted. So did the KVM series. The
-        /// VMM brings such a page back.
+        /// guest: also to a page that was provided and then evicted. The KVM series did the same.
+        /// The VMM brings such a page back. In Linux memory the swap of Linux causes no exit.
         const EXIT_ON_NONRESIDENT = 1 << 4;
     }
 }

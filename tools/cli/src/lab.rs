@@ -10,7 +10,6 @@ use lacuna_lab::first_look::FirstLook;
 use lacuna_lab::report::{Verbosity, table};
 use lacuna_lab::result::Report;
 use lacuna_lab::{apf, base, interrupt, letters, migrate, paging, pml, postcopy, restore, thp};
-use std::num::NonZeroU32;
 
 /// Measures what `args` choose and prints the results.
 pub fn lab(args: &LabArgs) -> Exit {
@@ -141,7 +140,7 @@ fn options(args: &LabArgs) -> Result<Options, LabError> {
     })?;
     Ok(Options {
         quick: args.quick,
-        scale: args.scale.map_or(1, NonZeroU32::get),
+        scale: args.scale.unwrap_or(1),
         arch: Arch::X86_64,
         lacuna,
         swap_dir: temp_dir(),

@@ -190,7 +190,7 @@ pub struct ProfileRow {
     pub percent: f64,
     /// Samples.
     pub samples: u64,
-    /// `kernel` or `user`; `None`: the vCPU waited for a page in the middle of an instruction.
+    /// `kernel` or `user`; `None`: the vCPU had no program counter to sample, as `symbol` says.
     pub privilege: Option<&'static str>,
     /// The function of the image, or the address of the 4 KiB of code without a symbol.
     pub symbol: String,

@@ -8,6 +8,7 @@ use lacuna_lab::demand_paging::lockstep;
 use lacuna_lab::experiment::LabError;
 use lacuna_lab::host_info::HostInfo;
 use lacuna_lab::report::{Progress, Verbosity};
+use lacuna_lab::result::SCHEMA;
 use serde::Serialize;
 use std::fmt::Display;
 use std::io;
@@ -60,7 +61,7 @@ fn measured<T: Serialize + Display>(
         let (exit, ended_early) = settled(done, signals);
         let text = outcome.as_ref().map_or(String::new(), T::to_string);
         let result = Tested {
-            schema: 1,
+            schema: SCHEMA,
             host: HostInfo::detect(),
             command: std::env::args().collect::<Vec<_>>().join(" "),
             ended_early,

@@ -96,7 +96,6 @@ impl AccessTracking {
             });
         }
         Ok(Outcome {
-            schema: 1,
             test: "access-tracking",
             vcpus: self.guest.vcpus,
             bytes: self.guest.bytes.0,
@@ -127,7 +126,6 @@ fn mark_idle(sweeps: &Sweeps<soft::Vm>) -> (Duration, u64) {
 /// The result of a test: its JSON form.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
-    schema: u32,
     test: &'static str,
     vcpus: usize,
     bytes: u64,

@@ -35,12 +35,12 @@ pub(crate) use fixture::{Fixture, unavailable};
 pub use outcome::Outcome;
 
 use crate::experiment::LabResult;
-use crate::options::{ARCHS, BACKENDS, KINDS, named, options_of, up_to};
+use crate::options::{ARCHS, BACKENDS, KINDS, cores_exist, named, options_of, up_to};
 use crate::report::Progress;
 use crate::size::{Size, parse_duration};
 use clap::{Args, ValueEnum};
 use lacuna::memory::MemoryKind;
-use lacuna::{Arch, Backend, PAGE_SIZE, PageCount};
+use lacuna::{Arch, Backend, PAGE_SIZE, PageCount, VCPUS_MAX};
 use std::thread;
 use std::time::Duration;
 
@@ -48,6 +48,9 @@ use std::time::Duration;
 pub(crate) static PAGES: [[u8; PAGE_SIZE]; MOST_AT_ONCE] = [[0; PAGE_SIZE]; MOST_AT_ONCE];
 /// The most pages provided at once, and the pages of a huge page: 2 MiB.
 pub(crate) const MOST_AT_ONCE: usize = 512;
+
+/// The most bytes that a guest touches.
+const BYTES_MAX: u64 = 1 << 40;
 
 /// MiB of a guest beside the pages that it touches: its kernel, and the page tables of its arena.
 const BESIDE_MIB: u64 = 32;
@@ -66,7 +69,7 @@ fn batch(text: &str) -> Result<usize, String> {
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub struct DemandPaging {
     /// Virtual processors
-    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(59))]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(VCPUS_MAX as u64))]
     pub vcpus: usize,
     /// Memory that each vCPU touches
     #[arg(long, value_name = "SIZE", default_value = "32M")]
@@ -153,7 +156,29 @@ impl DemandPaging {
         let (by, kind) = (self.by, self.memory_kind);
         let is_kvm = self.backend == Backend::Kvm;
         let has_queue = by == By::Queue;
+        let (shares, unit) = (self.vcpus as u64, self.unit() as u64);
+        let is_huge_total = self.bytes.0 > BYTES_MAX / shares;
+        let runs = self.at_once() as u64 * PAGE_SIZE as u64;
         let wrong = [
+            (is_huge_total, "--bytes: give all vCPUs together at most 1T"),
+            (
+                !cores_exist(&self.pin),
+                "--pin: a number is a place among the cores that this process may use, from 0: \
+                 there are fewer",
+            ),
+            (
+                !is_huge_total && self.slots as u64 > self.pages().div_ceil(unit),
+                "--slots: give no more slots than pages, or huge pages in hugetlbfs",
+            ),
+            (
+                by == By::Source && self.fill == Fill::Continue,
+                "--by source: the source's answer is copied; leave --fill continue out",
+            ),
+            (
+                self.queue_each && !self.bytes.0.is_multiple_of(runs),
+                "--queue-each: two vCPUs' shares may have parts of one run of --batch pages; give \
+                 --bytes a multiple of the run",
+            ),
             (
                 self.bytes.0 == 0 || !self.bytes.0.is_multiple_of(PAGE_SIZE as u64),
                 "--bytes: give a multiple of 4K",

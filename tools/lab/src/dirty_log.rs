@@ -187,7 +187,6 @@ impl DirtyLog {
             });
         }
         Ok(Outcome {
-            schema: 1,
             test: "dirty-log",
             vcpus: self.guest.vcpus,
             bytes: self.guest.bytes.0,
@@ -363,7 +362,6 @@ pub struct Iteration {
 /// The result of a test: its JSON form, with times in seconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Outcome {
-    schema: u32,
     test: &'static str,
     vcpus: usize,
     bytes: u64,

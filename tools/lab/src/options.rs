@@ -4,6 +4,7 @@ use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser
 use clap::{Args, Command};
 use lacuna::memory::MemoryKind;
 use lacuna::{Arch, Backend};
+use rustix::thread::sched_getaffinity;
 
 pub const ARCHS: [(&str, Arch); 2] = [("x86_64", Arch::X86_64), ("arm64", Arch::Arm64)];
 pub const BACKENDS: [(&str, Backend); 2] = [("soft", Backend::Soft), ("kvm", Backend::Kvm)];
@@ -37,4 +38,11 @@ pub fn options_of<T: Args>(line: &str) -> T {
     let command = T::augment_args(Command::new("test")).no_binary_name(true);
     let matches = command.get_matches_from(line.split_whitespace());
     T::from_arg_matches(&matches).expect("the options of a preset")
+}
+
+/// Whether this process may use as many cores as these numbers name: each is a place among them,
+/// from 0.
+pub fn cores_exist(pin: &[usize]) -> bool {
+    let usable = sched_getaffinity(None).map_or(0, |cores| cores.count() as usize);
+    pin.iter().all(|&core| core < usable)
 }

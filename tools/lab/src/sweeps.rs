@@ -17,22 +17,20 @@ use crate::experiment::{LabError, LabResult};
 use crate::fixture;
 use crate::interrupt;
 use crate::native::thread_cpu_ns;
-use crate::options::{ARCHS, BACKENDS, KINDS, named, up_to};
+use crate::options::{ARCHS, BACKENDS, KINDS, cores_exist, named, up_to};
 use crate::size::Size;
 use clap::Args;
 use lacuna::boot::Segment;
 use lacuna::memory::{MemoryKind, SlotFlags, SlotId};
 use lacuna::{
-    Apf, Arch, Backend, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, Vcpu, Vm,
-    kvm, soft,
+    Apf, Arch, Backend, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, VCPUS_MAX,
+    Vcpu, Vm, kvm, soft,
 };
 use program::{AT_RANDOM, BY_ADDRESS, Variant, Work, pieces, room};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most vCPUs of a guest.
-const VCPUS_MAX: u64 = 64;
 /// Where slots of their own begin, and where a large memory continues.
 const HIGH: u64 = 4 << 30;
 /// The end of x86-64 memory below [`HIGH`].
@@ -48,7 +46,7 @@ const SPARE: u64 = 1 << 14;
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
 pub struct GuestOptions {
     /// Virtual processors
-    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(VCPUS_MAX))]
+    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(VCPUS_MAX as u64))]
     pub vcpus: usize,
     /// Memory that each vCPU accesses
     #[arg(long, value_name = "SIZE", default_value = "64M")]
@@ -65,7 +63,8 @@ pub struct GuestOptions {
     /// Memory slots of the accessed memory
     #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(32))]
     pub slots: usize,
-    /// Cores for the vCPUs' threads, in their order, as 0,2; further threads run on any core
+    /// Cores for the vCPUs' threads, in their order, as 0,2, counted among those that this process
+    /// may use; further threads run on any core
     #[arg(long, value_name = "CORES", value_delimiter = ',')]
     pub pin: Vec<usize>,
     /// The hypervisor
@@ -90,6 +89,10 @@ impl GuestOptions {
         let why = match () {
             () if each == 0 || each > u64::from(u32::MAX / 2) => {
                 "--bytes: give each vCPU at least 4K, and less than 8T"
+            }
+            () if !cores_exist(&self.pin) => {
+                "--pin: a number is a place among the cores that this process may use, from 0: \
+                 there are fewer"
             }
             () if self.slots as u64 > all => "--slots: give no more slots than pages",
             () if self.slots > 1 && self.memory_kind != MemoryKind::Budget => {

@@ -1,4 +1,4 @@
-//! The same for an AArch64 guest.
+//! The AArch64 guest of the async-fault queue: its state, its context, the effects of events.
 #![cfg(feature = "arm64")]
 
 use crate::entry::Entry;

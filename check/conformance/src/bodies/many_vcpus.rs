@@ -52,7 +52,7 @@ pub fn each_vcpu_runs_a_thread_and_its_writes_are_logged<B: Backend>(backend: &B
     })
 }
 
-/// A thread on each vCPU waits for pages, and every token comes back to the vCPU that waits.
+/// A thread on each vCPU waits for pages, and each vCPU gets page-ready for each of its pages.
 pub fn each_vcpu_gets_async_faults<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

@@ -29,9 +29,9 @@ fn evicted<B: Backend>(backend: &B, vm: &B::Vm, vcpu: &mut VcpuOf<B>) -> Exit {
     }
 }
 
-/// Provided pages that reclaim evicts cause exits again. The exit says so; `provide` leaves the
-/// page as it is, and `populate` brings it back. A refused token makes the vCPU wait for one read,
-/// and no longer.
+/// Provided pages that reclaim evicts cause exits again. The exit has the flag `EVICTED`; `provide`
+/// leaves the page as it is, and `populate` brings it back. A refused token makes the vCPU wait for
+/// one read, and no longer.
 pub fn a_vcpu_exits_for_evicted_pages<B: Backend>(backend: &B) -> Outcome {
     let backend = backend.clone();
     within(move || {

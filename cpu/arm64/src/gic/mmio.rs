@@ -17,7 +17,7 @@ use lacuna_addr::Gpa;
 pub const DISTRIBUTOR: Gpa = Gpa::truncate(0x0800_0000);
 /// The first redistributor's pages. The next one's follow after [`REDISTRIBUTOR_STRIDE`].
 pub const REDISTRIBUTORS: Gpa = Gpa::truncate(0x080a_0000);
-/// The pages of redistributor [`FIRST_REGION_VCPUS`], which begins a second region, as on `virt`.
+/// The pages of redistributor [`FIRST_REGION_VCPUS`], which begins a second region.
 pub const REDISTRIBUTORS_2: Gpa = Gpa::truncate(0x3e00_0000);
 /// Bytes of a page of registers.
 pub const REGISTER_PAGE: u64 = 0x1_0000;

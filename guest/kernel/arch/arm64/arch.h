@@ -101,7 +101,8 @@ static inline void tables_changed(void) {
     isb();
 }
 
-/* Tags are ASIDs: the TLB marks each entry that is not global with one. Tag 0 has no programs. */
+/* Tags are ASIDs: the TLB marks each entry that is not global with one. Tag 0
+ * has the kernel's tables, and the programs beyond the last tag. */
 #define TABLES_KEEP 1ull /* in the value for load_tables: keep the TLB entries with this tag */
 #define TAG_SHIFT 48
 #define TAGS 256 /* every processor has 8 bits */

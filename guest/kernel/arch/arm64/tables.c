@@ -18,8 +18,8 @@ void zero_page(void *page) {
         asm volatile("stp xzr, xzr, [%0]" : : "r"(at) : "memory");
 }
 
-/* While the entries with a tag are flushed, that tag is not in use: the processor could fetch new
- * ones by the old tables. */
+/* While the entries with a tag are flushed, the processor has the kernel's tables: it could fetch
+ * new ones by the old tables. */
 void load_tables(u64 value) {
     u64 tag = value >> TAG_SHIFT;
     if (!(value & TABLES_KEEP)) {

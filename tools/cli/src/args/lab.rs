@@ -3,7 +3,6 @@
 use super::{Arch, Output};
 use crate::exit::EXIT_CODES;
 use clap::{Args, ValueEnum};
-use std::num::NonZeroU32;
 use std::str::FromStr;
 
 /// `lacuna lab`.
@@ -20,9 +19,10 @@ pub struct LabArgs {
     /// Fewer and shorter rounds: for CI, not for figures to quote
     #[arg(long)]
     pub quick: bool,
-    /// Divides the memory, processes and time of letters, for small hosts
-    #[arg(long, value_name = "N", requires = "experiments")]
-    pub scale: Option<NonZeroU32>,
+    /// Divides the memory, processes and time of letters by up to 32, for small hosts
+    #[arg(long, value_name = "N", requires = "experiments",
+          value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub scale: Option<u32>,
     /// The guests' processor: arm64 for apf, apf-arm64, paging, postcopy, restore, migrate and
     /// base. Without it arm64 for apf-arm64, and x86_64 for all others
     #[arg(long, value_enum, requires = "experiments")]

@@ -1,17 +1,17 @@
 //! `--profile`: where the guest's processors are, a hundred times a second.
 //!
 //! A sample is a pause: every vCPU leaves the guest by a kick, and its saved state has the program
-//! counter. So the profile is the same on every backend. A halted vCPU is in its halt, and its
-//! samples have the name of that code. A vCPU that waits for a page in the middle of an instruction
-//! has no state to save, and is counted as that.
+//! counter. So the profile is the same on every backend. A halted vCPU is sampled at its halt
+//! instruction. A vCPU in the middle of an instruction, such as one that waits for a page, has no
+//! state to save: these samples have a row of their own.
 
 use crate::args::RunArgs;
 use crate::image::load;
 use crate::sample::ProfileRow;
 use elf::ElfBytes;
-use elf::abi::STT_FUNC;
+use elf::abi::{SHN_UNDEF, STT_FUNC, STT_NOTYPE};
 use elf::endian::AnyEndian;
-use lacuna::state::VcpuState;
+use lacuna::state::{StateError, VcpuState, arm64, x86};
 use lacuna::{PlatformDevices, Running, SaveRestore, Vm};
 use std::collections::BTreeMap;
 use std::thread;
@@ -21,16 +21,21 @@ use std::time::Duration;
 const PERIOD: Duration = Duration::from_millis(10);
 /// The rows of the table for people.
 const SHOWN: usize = 20;
-/// `CS` in `x86::System::segments`.
-const CS: usize = 1;
+
+/// The most bytes of code after a label.
+const LABEL: u64 = 4096;
 
 /// Where a vCPU was.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Place {
     /// At this program counter, in a program of the guest or in its kernel.
     Code { user: bool, pc: u64 },
-    /// In the middle of an instruction that waits for a page.
-    Waits,
+    /// In the middle of an instruction.
+    MidInstruction,
+    /// The guest has not started the vCPU, or has switched it off.
+    Off,
+    /// The backend refused the state.
+    Unknown,
 }
 
 /// The samples of a run.
@@ -67,7 +72,9 @@ impl Samples {
                     let privilege = if user { "user" } else { "kernel" };
                     (Some(privilege), symbols.name(pc))
                 }
-                Place::Waits => (None, "an instruction that waits for a page".into()),
+                Place::MidInstruction => (None, "in the middle of an instruction".into()),
+                Place::Off => (None, "switched off".into()),
+                Place::Unknown => (None, "the state could not be saved".into()),
             };
             *by_name.entry(name).or_default() += samples;
         }
@@ -86,20 +93,25 @@ impl Samples {
 
 fn place(vcpu: &mut impl SaveRestore) -> Place {
     match vcpu.save() {
+        Ok(VcpuState::X86(state)) if state.run == x86::RunState::WaitingForStartup => Place::Off,
         Ok(VcpuState::X86(state)) => Place::Code {
-            user: state.system.segments[CS].selector & 3 == 3,
+            user: state.system.segments[x86::segment::CS].selector & 3 == 3,
             pc: state.regs.rip,
         },
-        Ok(VcpuState::Arm64(state)) => Place::Code {
-            // PSTATE.M[3:2]: the exception level.
-            user: state.regs.pstate >> 2 & 3 == 0,
-            pc: state.regs.pc,
+        Ok(VcpuState::Arm64(state)) => match state.run {
+            arm64::RunState::Off | arm64::RunState::OnPending { .. } => Place::Off,
+            _ => Place::Code {
+                // PSTATE.M[3:2]: the exception level.
+                user: state.regs.pstate >> 2 & 3 == 0,
+                pc: state.regs.pc,
+            },
         },
-        _ => Place::Waits,
+        Err(StateError::MidInstruction { .. }) => Place::MidInstruction,
+        _ => Place::Unknown,
     }
 }
 
-/// The functions of an image, by their first address.
+/// The functions and labels of an image, by their first address.
 struct Symbols(BTreeMap<u64, (u64, String)>);
 
 impl Symbols {
@@ -110,12 +122,17 @@ impl Symbols {
         let Some((symbols, names)) = tables else {
             return Self(BTreeMap::new());
         };
-        let functions = symbols
-            .iter()
-            .filter(|symbol| symbol.st_symtype() == STT_FUNC);
-        let named = functions.filter_map(|symbol| {
+        let named = symbols.iter().filter_map(|symbol| {
+            // An assembler's label has no type and no size.
+            let is_code = matches!(symbol.st_symtype(), STT_FUNC | STT_NOTYPE);
             let name = names.get(symbol.st_name as usize).ok()?;
-            Some((symbol.st_value, (symbol.st_size, name.to_owned())))
+            let is_named = is_code && symbol.st_shndx != SHN_UNDEF && !name.is_empty();
+            let size = if symbol.st_size == 0 {
+                LABEL
+            } else {
+                symbol.st_size
+            };
+            is_named.then(|| (symbol.st_value, (size, name.to_owned())))
         });
         Self(named.collect())
     }
@@ -135,7 +152,7 @@ pub fn text(rows: &[ProfileRow]) -> String {
     let samples: u64 = rows.iter().map(|row| row.samples).sum();
     let mut text = format!("profile   {samples} samples, {PERIOD:?} apart\n");
     for row in rows.iter().take(SHOWN) {
-        let privilege = row.privilege.unwrap_or("waits");
+        let privilege = row.privilege.unwrap_or("-");
         text.push_str(&format!(
             "  {:5.1} %  {privilege:6}  {}\n",
             row.percent, row.symbol

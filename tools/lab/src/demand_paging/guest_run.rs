@@ -19,7 +19,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
-/// The longest time for the boot of a guest, and for its touching.
+/// The longest time for the boot of a guest, and for its touching without the pauses of `--delay`.
 const LIMIT: Duration = Duration::from_secs(120);
 /// How often the lab checks for the end of a guest. The check is rare, because it takes time from
 /// the vCPUs.
@@ -272,13 +272,19 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
 
     /// Waits for the end of the guest.
     fn wait(&self) -> LabResult<Ending> {
-        let deadline = Instant::now() + LIMIT;
+        let faults = self.options.pages() / self.options.at_once() as u64 + 1;
+        let limit = LIMIT
+            + self
+                .options
+                .delay
+                .saturating_mul(u32::try_from(faults).unwrap_or(u32::MAX));
+        let start = Instant::now();
         loop {
             interrupt::check()?;
             match self.devices.ending() {
                 Some(ending) => return Ok(ending),
-                None if Instant::now() > deadline => {
-                    let why = format!("the guest did not end within {LIMIT:?}");
+                None if start.elapsed() > limit => {
+                    let why = format!("the guest did not end within {limit:?}");
                     return Err(LabError::Guest(why));
                 }
                 None => thread::sleep(LOOK),

@@ -8,6 +8,7 @@ use crate::report::{Progress, align, short};
 use crate::result::{Better, Measurement, Report};
 use crate::size::Size;
 use crate::stats::{Summary, paired, rounds};
+use lacuna::PAGE_SIZE;
 
 pub const STEPS: u64 = SERIES.len() as u64;
 /// The beginning of the ids.
@@ -33,7 +34,8 @@ fn is_timed(vcpus: usize, options: &Options) -> bool {
 /// `letters.paging.exit_vs_queue.*`.
 pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> LabResult {
     let bytes = if options.quick { 1 << 20 } else { BYTES };
-    let bytes = Size(bytes / u64::from(options.scale));
+    let bytes = bytes / u64::from(options.scale);
+    let bytes = Size(bytes.next_multiple_of(PAGE_SIZE as u64));
     report.say(format!(
         "letters.paging: each vCPU touches {bytes}, once, in Linux memory; {RUNS} rounds of each \
          arm in turns. One userfaultfd with one reader against exits whose vCPU's own thread \

@@ -64,7 +64,7 @@ pub fn slice<V: Vm>(session: &Session<'_, V>, pace: Pace, logs: bool) -> Result<
 }
 
 /// The processor time so far of all threads of the process except the calling one, the monitor.
-/// During a measurement, only vCPUs' threads of these work.
+/// During a measurement only the vCPUs' threads use processor time beside it.
 fn vcpu_time() -> Duration {
     let spent = |clock| {
         let time = clock_gettime(clock);
