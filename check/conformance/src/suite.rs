@@ -42,8 +42,7 @@ macro_rules! suite {
                 a_device_may_not_pause_its_guest, a_device_drops_its_guest,
                 vms_share_a_memory_file_and_a_device;
             many_vcpus:
-                each_vcpu_runs_a_thread_and_its_writes_are_logged,
-                each_vcpu_gets_async_faults, a_guest_moves_with_all_its_vcpus;
+                each_vcpu_runs_a_thread_and_its_writes_are_logged;
             processors:
                 a_guest_with_the_hosts_processor_moves, litmus_moves_through_fresh_vms;
         );

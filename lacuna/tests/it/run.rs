@@ -112,7 +112,7 @@ fn a_guest_without_memory_is_refused_as_a_bad_request() {
 /// Numbers beyond every host, which overflow when they are added or multiplied.
 #[test]
 fn numbers_that_no_host_has_are_refused_as_bad_requests() {
-    for vcpus in [0, 65, usize::MAX / 8, usize::MAX] {
+    for vcpus in [0, lacuna::VCPUS_MAX + 1, usize::MAX / 8, usize::MAX] {
         let mut builder = soft::VmBuilder::new(SIZE, SIZE);
         builder.vcpus = vcpus;
         refuses(&builder);

@@ -42,10 +42,20 @@ lacuna_conformance::suite! {
         linux_x86_64: memory(MemoryKind::Linux).on(X86_64);
         linux_arm64: memory(MemoryKind::Linux).on(Arm64);
         outside_x86_64: outside().on(X86_64);
-        outside_arm64: outside().on(Arm64);
         shared_x86_64: memory(MemoryKind::Shared).on(X86_64);
-        shared_arm64: memory(MemoryKind::Shared).on(Arm64);
     }
+}
+
+/// With 256 vCPUs these bodies take half a minute where KVM emulates the guest's kernel.
+mod many_on_soft {
+    use super::*;
+
+    lacuna_conformance::suite!(@bodies {
+        soft_x86_64: Soft::default();
+        soft_arm64: Soft::default().on(Arm64);
+    } {};
+        many_vcpus: each_vcpu_gets_async_faults, a_guest_moves_with_all_its_vcpus;
+    );
 }
 
 /// Bodies that need a backend that evicts pages.

@@ -9,7 +9,7 @@ mod unread;
 
 use ends::{End, Machines, Move};
 use lacuna_addr::PageCount;
-use lacuna_machine::{Apf, Arch, CpuModel, Ending, VCPUS_MAX};
+use lacuna_machine::{Apf, Arch, CpuModel, Ending};
 use lacuna_migrate::MigrateError;
 use lacuna_migrate::stream::{Compression, Incoming, Mode, Plan};
 use puppet::Ready;
@@ -82,17 +82,6 @@ fn between_soft_machines() {
             moves(soft(arch, 2), soft(arch, 2), "rounds=6", mode);
         }
     }
-}
-
-/// The guest's kernel has an eighth of the memory for the stacks of its 256 threads.
-#[test]
-fn with_as_many_vcpus_as_there_can_be() {
-    let large = || lacuna_soft::VmBuilder {
-        memory: PageCount::from_bytes(160 << 20),
-        resident: PageCount::from_bytes(160 << 20),
-        ..soft(Arch::X86_64, VCPUS_MAX)
-    };
-    moves(large(), large(), "rounds=8 pages=512", Mode::Hybrid);
 }
 
 /// The rest of the memory then comes after the guest, or while it is paused.
