@@ -62,7 +62,7 @@ pub fn bm_goes_to_the_other_backend_and_back<B: Backend>(backend: &B) -> Outcome
         let request = Request {
             apf: Apf::On,
             latency: Duration::from_micros(200),
-            ..Request::new(16, 8, 2, "faulters=4 workers=2 accesses=1500 populate=1")
+            ..Request::new(16, 8, 2, "faulters=4 workers=2 accesses=800 populate=1")
         };
         round_trips(here, there, request, "bm")
     })

@@ -14,7 +14,7 @@ pub fn a_guest_with_the_hosts_processor_moves<B: Backend>(backend: &B) -> Outcom
 
 /// `litmus` moves from VM to VM. Its vCPUs check the order of each other's accesses.
 pub fn litmus_moves_through_fresh_vms<B: Backend>(backend: &B) -> Outcome {
-    let request = Request::new(16, 16, 2, "iters=8000 adds=8000");
+    let request = Request::new(16, 16, 2, "iters=3000 adds=3000");
     moves(
         backend,
         request,

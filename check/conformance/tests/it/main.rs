@@ -40,7 +40,6 @@ lacuna_conformance::suite! {
         hugetlb_x86_64: memory(MemoryKind::Hugetlbfs).on(X86_64);
         hugetlb_arm64: memory(MemoryKind::Hugetlbfs).on(Arm64);
         linux_x86_64: memory(MemoryKind::Linux).on(X86_64);
-        linux_arm64: memory(MemoryKind::Linux).on(Arm64);
         outside_x86_64: outside().on(X86_64);
         shared_x86_64: memory(MemoryKind::Shared).on(X86_64);
     }
