@@ -150,7 +150,7 @@ impl<'a, V: Vm> Controlled<'a, V> {
         while devices.ending().is_none() && begins() {
             if !self.socket.serves() {
                 return Err(Refused::request(
-                    "the guest has not begun to run: it is not served",
+                    "the guest did not begin to run, and its VMM answers no longer",
                 ));
             }
             thread::sleep(BEGIN);
