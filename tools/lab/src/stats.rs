@@ -109,7 +109,7 @@ impl Summary {
 pub fn quantile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted[((sorted.len() - 1) as f64 * share).round() as usize]
+    sorted[((sorted.len() - 1) as f64 * share).ceil() as usize]
 }
 
 /// How many runs to leave out at each end of `n` sorted ones, and the coverage of the rest.

@@ -6,7 +6,7 @@ use super::route::Route;
 use crate::experiment::{LabResult, Options};
 use crate::guests::{GuestBuilder, beside};
 use crate::result::{Better, Measurement, Report};
-use crate::stats::{Rounds, Summary, measures, paired};
+use crate::stats::{Rounds, Summary, measures, paired, quantile};
 use lacuna::Running;
 use lacuna::migrate::stream::Mode;
 use std::time::Instant;
@@ -111,9 +111,7 @@ pub fn large<B: GuestBuilder>(
         }
         Ok(())
     })?;
-    of_all.sort_by(f64::total_cmp);
-    let quantile = |part: f64| of_all[((of_all.len() - 1) as f64 * part).ceil() as usize];
-    let [p50, p99] = [0.5, 0.99].map(quantile);
+    let [p50, p99] = [0.5, 0.99].map(|share| quantile(&of_all, share));
     report.say(format!(
         "{prefix}: post-copy of {memory} MiB, {moves} moves: of the blackouts of all vCPUs, half \
          are at most {p50:.1} ms, and 99 of 100 at most {p99:.1} ms."

@@ -7,8 +7,8 @@
 //!             write a byte if a random number of 31 bits is below the limit, else read one
 //!         the device <- number of written pages           a write, which ends the sweep
 //! ```
-//! With the multiplier 1 the order is that of the addresses. With [`AT_RANDOM`] it is a linear
-//! congruential generator's, of full period: each page has one turn, and successive pages are
+//! With the multiplier 1 the guest follows the addresses in their order. [`AT_RANDOM`] makes a
+//! linear congruential generator of full period: each page has one turn, and successive pages are
 //! rarely neighbours. Each page's access is 64 bytes further inside of its page than the last
 //! one's, because accesses at one offset would use the same sets of the caches.
 //!

@@ -7,7 +7,7 @@ use rustix::thread::sched_getaffinity;
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
-/// The order of the writes is that of the entries of a ring.
+/// A ring has its entries in the order of the writes.
 #[test]
 fn the_order_is_random_or_by_address() {
     let options: GuestOptions = options_of("--bytes 400K");
