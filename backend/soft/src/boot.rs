@@ -4,8 +4,8 @@ use crate::error::SoftError;
 use crate::platform::Platform;
 use crate::vcpu::VcpuOf;
 use crate::vm::Vm;
-use lacuna_addr::room_for_threads;
-use lacuna_machine::Image;
+use lacuna_addr::{Gpa, PAGE_SIZE, room_for_threads};
+use lacuna_machine::{BootError, GuestMemory as _, Image};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -47,8 +47,9 @@ impl Vm {
         vcpus
     }
 
-    /// For a reset of the machine: loads the image of the boot a second time. The vCPUs continue
-    /// where they are until [`VcpuOf::reset`].
+    /// For a reset of the machine: loads the image of the boot a second time, also the zeros that
+    /// its segments end with (`.bss`). Other memory keeps its content. The vCPUs continue where
+    /// they are until [`VcpuOf::reset`].
     ///
     /// # Errors
     /// The reason why the image cannot be loaded.
@@ -57,6 +58,17 @@ impl Vm {
             #[cfg(feature = "arm64")]
             lacuna_machine::Arch::Arm64 => _ = lacuna_arm64::Cpu::load(self, image, command_line)?,
             _ => _ = lacuna_x86::Cpu::load(self, image, command_line)?,
+        }
+        for segment in &image.segments {
+            let mut at = segment.gpa.get() + segment.bytes.len() as u64;
+            let end = segment.gpa.get() + segment.size;
+            while at < end {
+                let count = (end - at).min(PAGE_SIZE as u64);
+                let zeros = &[0; PAGE_SIZE][..count as usize];
+                self.write(Gpa::truncate(at), zeros)
+                    .map_err(BootError::from)?;
+                at += count;
+            }
         }
         Ok(())
     }

@@ -5,7 +5,8 @@ use crate::common;
 use common::{Lines, builder, start};
 use lacuna_addr::Gpa;
 use lacuna_machine::{
-    Arch, Builder as _, CpuModel, Ending, GuestMemory as _, Image, PlatformDevices, Vm as _,
+    Arch, Builder as _, CpuModel, Ending, GuestMemory as _, Image, PlatformDevices, Segment,
+    Vm as _,
 };
 use lacuna_skip::test;
 use lacuna_soft::{RunSummary, Vm, VmBuilder};
@@ -149,6 +150,33 @@ fn a_machine_is_reset_and_runs_again() {
         vm.withdraw_kicks();
         vm.reload(&image("touch"), &line).unwrap();
         vcpus.iter_mut().for_each(|vcpu| vcpu.reset());
+    }
+}
+
+/// A guest finds its `.bss` zeroed, also after the reset of a run that has written there.
+#[test]
+fn a_reload_writes_the_zeros_of_the_image() {
+    let image = image("touch");
+    let vm = builder(32, 32, 1, "");
+    let vm = VmBuilder {
+        arch: Arch::Arm64,
+        ..vm
+    };
+    let vm = vm.build().unwrap();
+    vm.boot(&image, "").unwrap();
+    let ends_with_zeros = |segment: &&Segment<'_>| segment.size > segment.bytes.len() as u64;
+    let segment = image.segments.iter().find(ends_with_zeros);
+    let segment = segment.expect("the guest has variables without a value");
+    let start = segment.gpa.get();
+    let zeros = [start + segment.bytes.len() as u64, start + segment.size - 1];
+    for at in zeros {
+        vm.write(Gpa::truncate(at), &[7]).unwrap();
+    }
+    vm.reload(&image, "").unwrap();
+    for at in zeros {
+        let mut byte = [1];
+        vm.read(Gpa::truncate(at), &mut byte).unwrap();
+        assert_eq!(byte, [0]);
     }
 }
 
