@@ -13,7 +13,6 @@
 //! lacuna doctor                   what this host can do
 //! ```
 
-mod cores;
 mod ctl;
 mod dirty;
 mod lab;
@@ -27,7 +26,6 @@ mod snapshot;
 mod test;
 mod tls;
 
-pub use cores::Cores;
 pub use ctl::{CtlArgs, CtlCommand, Pacing, WritesArgs};
 pub use dirty::{Dirty, DirtyArgs};
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};

@@ -10,10 +10,11 @@
 //! The kvm backend cannot do this: KVM reports accesses to the kernel's reclaim alone.
 
 use crate::experiment::LabResult;
+use crate::options::GuestOptions;
 use crate::report::{Progress, Verbosity, align};
 use crate::size::Size;
 use crate::sweeps::program::Variant;
-use crate::sweeps::{GuestOptions, Sweep, Sweeps};
+use crate::sweeps::{Sweep, Sweeps};
 use clap::Args;
 use lacuna::{Backend, soft};
 use lacuna_addr::BackingRange;
@@ -56,13 +57,14 @@ impl AccessTracking {
     ///
     /// # Errors
     /// The options that exclude each other, and what to do.
-    pub fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), &'static str> {
         if self.guest.backend == Backend::Kvm {
-            let why = "--backend kvm: KVM does not report to VMMs the pages that a guest accesses: \
-                       give --backend soft";
-            return Err(why.into());
+            return Err(
+                "--backend kvm: KVM does not report to VMMs the pages that a guest accesses: give \
+                 --backend soft",
+            );
         }
-        self.guest.check()
+        self.guest.check_sweeps()
     }
 
     /// Runs the test.

@@ -25,7 +25,6 @@ use crate::result::Report;
 
 pub use cpu::first_look as vcpu_first_look;
 pub use fault::first_look as fault_first_look;
-pub(crate) use micro::pin;
 pub use micro::{Fixture, Touch, touch_together};
 
 /// Measures everything, in the order of the table above.

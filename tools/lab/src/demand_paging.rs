@@ -35,12 +35,12 @@ pub(crate) use fixture::{Fixture, unavailable};
 pub use outcome::Outcome;
 
 use crate::experiment::LabResult;
-use crate::options::{ARCHS, BACKENDS, KINDS, cores_exist, named, options_of, up_to};
+use crate::options::{GuestOptions, options_of, up_to};
 use crate::report::Progress;
-use crate::size::{Size, parse_duration};
+use crate::size::parse_duration;
 use clap::{Args, ValueEnum};
 use lacuna::memory::MemoryKind;
-use lacuna::{Arch, Backend, PAGE_SIZE, PageCount, VCPUS_MAX};
+use lacuna::{Backend, PAGE_SIZE, PageCount};
 use std::thread;
 use std::time::Duration;
 
@@ -67,19 +67,15 @@ fn batch(text: &str) -> Result<usize, String> {
 
 /// What the guest touches, and how its missing pages are provided.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
+#[command(
+    mut_arg("bytes", |arg| arg.default_value("32M")),
+    mut_arg("memory_kind", |arg| arg.default_value("anonymous")),
+    mut_arg("slots", |arg| arg.value_parser(up_to(1000))),
+)]
 pub struct DemandPaging {
-    /// Virtual processors
-    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(VCPUS_MAX as u64))]
-    pub vcpus: usize,
-    /// Memory that each vCPU touches
-    #[arg(long, value_name = "SIZE", default_value = "32M")]
-    pub bytes: Size,
-    /// All vCPUs touch the same pages, instead of a share each
-    #[arg(long)]
-    pub overlap: bool,
-    /// Touch the pages in a random order
-    #[arg(long)]
-    pub random: bool,
+    /// The guest
+    #[command(flatten)]
+    pub guest: GuestOptions,
     /// How a missing page is provided
     #[arg(long, value_enum, value_name = "WAY", default_value_t = By::Queue)]
     pub by: By,
@@ -89,9 +85,6 @@ pub struct DemandPaging {
     /// A queue for each vCPU's share, instead of one for all
     #[arg(long)]
     pub queue_each: bool,
-    /// Where the guest's memory is
-    #[arg(long, value_name = "KIND", default_value = "anonymous", value_parser = named(KINDS))]
-    pub memory_kind: MemoryKind,
     /// How a page gets into the memory: by a copy, or by a mapping of the file's page (memfd)
     #[arg(long, value_enum, value_name = "WAY", default_value_t = Fill::Copy)]
     pub fill: Fill,
@@ -102,19 +95,6 @@ pub struct DemandPaging {
     /// A pause before each fill; the time until a page source answers
     #[arg(long, value_name = "TIME", default_value = "0s", value_parser = parse_duration)]
     pub delay: Duration,
-    /// Cores for the vCPUs' threads, in their order, as 0,2, counted among those that this process
-    /// may use; further threads run on any core
-    #[arg(long, value_name = "CORES", value_delimiter = ',')]
-    pub pin: Vec<usize>,
-    /// Memory slots that the guest's memory is split into
-    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(1000))]
-    pub slots: usize,
-    /// The hypervisor
-    #[arg(long, value_name = "soft|kvm", default_value = "soft", value_parser = named(BACKENDS))]
-    pub backend: Backend,
-    /// The guest's processor
-    #[arg(long, value_name = "ARCH", default_value = "x86_64", value_parser = named(ARCHS))]
-    pub arch: Arch,
 }
 
 /// How a missing page is provided.
@@ -153,34 +133,23 @@ impl DemandPaging {
     /// # Errors
     /// The first such pair, and what to do.
     pub fn check(&self) -> Result<(), &'static str> {
-        let (by, kind) = (self.by, self.memory_kind);
-        let is_kvm = self.backend == Backend::Kvm;
-        let has_queue = by == By::Queue;
-        let (shares, unit) = (self.vcpus as u64, self.unit() as u64);
-        let is_huge_total = self.bytes.0 > BYTES_MAX / shares;
+        let (guest, by, kind) = (&self.guest, self.by, self.guest.memory_kind);
+        let (is_kvm, has_queue) = (guest.backend == Backend::Kvm, by == By::Queue);
+        let is_huge_total = guest.bytes.0 > BYTES_MAX / guest.vcpus as u64;
         let runs = self.at_once() as u64 * PAGE_SIZE as u64;
         let wrong = [
             (is_huge_total, "--bytes: give all vCPUs together at most 1T"),
-            (
-                !cores_exist(&self.pin),
-                "--pin: a number is a place among the cores that this process may use, from 0: \
-                 there are fewer",
-            ),
-            (
-                !is_huge_total && self.slots as u64 > self.pages().div_ceil(unit),
-                "--slots: give no more slots than pages, or huge pages in hugetlbfs",
-            ),
             (
                 by == By::Source && self.fill == Fill::Continue,
                 "--by source: the source's answer is copied; leave --fill continue out",
             ),
             (
-                self.queue_each && !self.bytes.0.is_multiple_of(runs),
+                self.queue_each && !self.guest.bytes.0.is_multiple_of(runs),
                 "--queue-each: two vCPUs' shares may have parts of one run of --batch pages; give \
                  --bytes a multiple of the run",
             ),
             (
-                self.bytes.0 == 0 || !self.bytes.0.is_multiple_of(PAGE_SIZE as u64),
+                self.guest.bytes.0 == 0 || !self.guest.bytes.0.is_multiple_of(PAGE_SIZE as u64),
                 "--bytes: give a multiple of 4K",
             ),
             (
@@ -188,7 +157,7 @@ impl DemandPaging {
                 "--readers and --queue-each are for --by queue: leave them out",
             ),
             (
-                self.overlap && self.queue_each,
+                self.guest.overlap && self.queue_each,
                 "--overlap: the vCPUs have no shares of their own; leave --queue-each out",
             ),
             (
@@ -205,17 +174,16 @@ impl DemandPaging {
                 "--fill continue maps pages of a file: add --memory-kind memfd",
             ),
             (
-                is_kvm && (kind != MemoryKind::Linux || self.arch != Arch::X86_64),
-                "--backend kvm runs x86_64 guests in anonymous memory: leave --memory-kind and \
-                 --arch out",
+                is_kvm && kind != MemoryKind::Linux,
+                "--backend kvm runs guests in anonymous memory: leave --memory-kind out",
             ),
             (
-                is_kvm && self.slots > 1,
+                is_kvm && guest.slots > 1,
                 "--slots is for --backend soft: leave it out",
             ),
         ];
         let found = wrong.into_iter().find(|(is_wrong, _)| *is_wrong);
-        found.map_or(Ok(()), |(_, why)| Err(why))
+        found.map_or_else(|| guest.check(), |(_, why)| Err(why))
     }
 
     /// Boots a guest and lets it touch its memory once.
@@ -225,7 +193,7 @@ impl DemandPaging {
     pub fn run(&self, progress: &Progress) -> LabResult<Outcome> {
         progress.step("the guest boots")?;
         let touches = || progress.step("the guest touches its memory");
-        Ok(match self.backend {
+        Ok(match self.guest.backend {
             Backend::Soft => Fixture::soft(self)?.run(self, touches)?.0,
             Backend::Kvm => Fixture::kvm(self).run(self, touches)?.0,
         })
@@ -240,22 +208,12 @@ impl DemandPaging {
 
     /// Pages that the vCPUs touch together.
     pub(crate) const fn pages(&self) -> u64 {
-        let shares = if self.overlap { 1 } else { self.vcpus as u64 };
-        shares * self.bytes.0 / PAGE_SIZE as u64
+        self.guest.pages().1
     }
 
     /// Pages provided for each fault.
     pub(crate) fn at_once(&self) -> usize {
-        self.batch.max(self.unit())
-    }
-
-    /// Pages that are only provided together.
-    fn unit(&self) -> usize {
-        if self.memory_kind == MemoryKind::Hugetlbfs {
-            MOST_AT_ONCE
-        } else {
-            1
-        }
+        self.batch.max(self.guest.unit())
     }
 
     /// The memory of the guest, in whole huge pages.
@@ -268,10 +226,10 @@ impl DemandPaging {
     fn words(&self) -> String {
         format!(
             "gate=1 threads={} bytes={} overlap={} order={}",
-            self.vcpus,
+            self.guest.vcpus,
             self.pages() * PAGE_SIZE as u64,
-            u8::from(self.overlap),
-            if self.random { "random" } else { "seq" },
+            u8::from(self.guest.overlap),
+            if self.guest.random { "random" } else { "seq" },
         )
     }
 

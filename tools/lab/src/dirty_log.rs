@@ -14,11 +14,11 @@
 
 use crate::experiment::{LabError, LabResult};
 use crate::native::thread_cpu_ns;
-use crate::options::up_to;
+use crate::options::{GuestOptions, up_to};
 use crate::report::{Progress, Verbosity, align};
 use crate::size::Size;
 use crate::sweeps::program::Variant;
-use crate::sweeps::{GuestOptions, Sweep, Sweeps, Swept};
+use crate::sweeps::{Sweep, Sweeps, Swept};
 use clap::{Args, ValueEnum};
 use lacuna::dirty::{Backup, Delivery, Detection, HugeLeaves, Initially, Logging, RingSize};
 use lacuna::kvm::Tracker;
@@ -94,8 +94,8 @@ impl DirtyLog {
     ///
     /// # Errors
     /// The options that exclude each other, and what to do.
-    pub fn check(&self) -> Result<(), String> {
-        self.guest.check()?;
+    pub fn check(&self) -> Result<(), &'static str> {
+        self.guest.check_sweeps()?;
         let why = match (self.guest.backend, self.detection) {
             (Backend::Kvm, Some(Detector::Wp | Detector::Pml)) => {
                 "--detection: on /dev/kvm the kernel chooses how it detects writes: leave it out, \
@@ -111,7 +111,7 @@ impl DirtyLog {
             }
             _ => return Ok(()),
         };
-        Err(why.into())
+        Err(why)
     }
 
     /// The delivery of the VM.

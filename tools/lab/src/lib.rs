@@ -27,6 +27,7 @@ pub mod access_tracking;
 pub mod apf;
 mod backed;
 pub mod base;
+pub mod cores;
 pub mod demand_paging;
 pub mod dirty_log;
 mod exit_cost;

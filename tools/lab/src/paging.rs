@@ -44,6 +44,7 @@ mod wake_up;
 
 use crate::demand_paging::{DemandPaging, unavailable};
 use crate::experiment::{LabResult, Options};
+use crate::options::GuestOptions;
 use crate::report::Progress;
 use crate::result::Report;
 use crate::size::Size;
@@ -92,18 +93,22 @@ pub const PARTS: &[&str] = &["arms", "crowd", "kvm"];
 
 /// A guest whose vCPUs have shares of `pages` pages.
 fn work(arch: Arch, memory_kind: MemoryKind, vcpus: usize, pages: u64) -> DemandPaging {
+    let base = DemandPaging::default();
     DemandPaging {
-        arch,
-        memory_kind,
-        vcpus,
-        bytes: Size(pages / vcpus as u64 * PAGE_SIZE as u64),
-        ..DemandPaging::default()
+        guest: GuestOptions {
+            arch,
+            memory_kind,
+            vcpus,
+            bytes: Size(pages / vcpus as u64 * PAGE_SIZE as u64),
+            ..base.guest
+        },
+        ..base
     }
 }
 
 /// The beginning of the result ids for such guests.
 const fn prefix(work: &DemandPaging) -> &'static str {
-    match (work.backend, work.memory_kind) {
+    match (work.guest.backend, work.guest.memory_kind) {
         (Backend::Kvm, _) => "paging.kvm",
         (_, MemoryKind::Budget) => "paging.pool",
         (_, MemoryKind::Linux | MemoryKind::Shared) => "paging",

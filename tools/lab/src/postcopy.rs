@@ -91,10 +91,9 @@ const fn about(kind: MemoryKind) -> &'static str {
 
 /// Why pages of this kind of memory cannot be missing on this host.
 fn unavailable(memory_kind: MemoryKind) -> Option<LabError> {
-    demand_paging::unavailable(&DemandPaging {
-        memory_kind,
-        ..DemandPaging::default()
-    })
+    let mut guest = DemandPaging::default();
+    guest.guest.memory_kind = memory_kind;
+    demand_paging::unavailable(&guest)
 }
 
 /// `result` with the parameters of `scene`.

@@ -12,19 +12,16 @@
 
 pub mod program;
 
-use crate::base::pin;
+use crate::cores::Cores;
 use crate::experiment::{LabError, LabResult};
-use crate::fixture;
+use crate::fixture::{self, joined};
 use crate::interrupt;
 use crate::native::thread_cpu_ns;
-use crate::options::{ARCHS, BACKENDS, KINDS, cores_exist, named, up_to};
-use crate::size::Size;
-use clap::Args;
+use crate::options::GuestOptions;
 use lacuna::boot::Segment;
 use lacuna::memory::{MemoryKind, SlotFlags, SlotId};
 use lacuna::{
-    Apf, Arch, Backend, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, VCPUS_MAX,
-    Vcpu, Vm, kvm, soft,
+    Apf, Arch, Builder, Exit, Gfn, GfnRange, Gpa, Image, PAGE_SIZE, PageCount, Vcpu, Vm, kvm, soft,
 };
 use program::{AT_RANDOM, BY_ADDRESS, Variant, Work, pieces, room};
 use std::sync::Arc;
@@ -42,68 +39,19 @@ const FIRST_SLOT: u16 = 8;
 /// Frames beyond the pages and their tables, because reclaim keeps some free.
 const SPARE: u64 = 1 << 14;
 
-/// The guest of a test.
-#[derive(Clone, PartialEq, Eq, Debug, Args)]
-pub struct GuestOptions {
-    /// Virtual processors
-    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(VCPUS_MAX as u64))]
-    pub vcpus: usize,
-    /// Memory that each vCPU accesses
-    #[arg(long, value_name = "SIZE", default_value = "64M")]
-    pub bytes: Size,
-    /// All vCPUs access the same memory, instead of a share each
-    #[arg(long)]
-    pub overlap: bool,
-    /// Access the pages in a random order; the first accesses are always in the addresses' order
-    #[arg(long)]
-    pub random: bool,
-    /// Where the guest's memory is
-    #[arg(long, value_name = "KIND", default_value = "pool", value_parser = named(KINDS))]
-    pub memory_kind: MemoryKind,
-    /// Memory slots of the accessed memory
-    #[arg(long, value_name = "N", default_value = "1", value_parser = up_to(32))]
-    pub slots: usize,
-    /// Cores for the vCPUs' threads, in their order, as 0,2, counted among those that this process
-    /// may use; further threads run on any core
-    #[arg(long, value_name = "CORES", value_delimiter = ',')]
-    pub pin: Vec<usize>,
-    /// The hypervisor
-    #[arg(long, value_name = "soft|kvm", default_value = "soft", value_parser = named(BACKENDS))]
-    pub backend: Backend,
-    /// The guest's processor
-    #[arg(long, value_name = "ARCH", default_value = "x86_64", value_parser = named(ARCHS))]
-    pub arch: Arch,
-}
-
 impl GuestOptions {
-    /// Pages that one vCPU accesses, and all of them together.
-    fn pages(&self) -> (u64, u64) {
-        let each = self.bytes.0 / PAGE_SIZE as u64;
-        let shares = if self.overlap { 1 } else { self.vcpus as u64 };
-        (each, each * shares)
-    }
-
     /// Why there is no such guest.
-    pub fn check(&self) -> Result<(), String> {
-        let (each, all) = self.pages();
-        let why = match () {
+    pub fn check_sweeps(&self) -> Result<(), &'static str> {
+        let (each, _) = self.pages();
+        match () {
             () if each == 0 || each > u64::from(u32::MAX / 2) => {
-                "--bytes: give each vCPU at least 4K, and less than 8T"
+                Err("--bytes: give each vCPU at least 4K, and less than 8T")
             }
-            () if !cores_exist(&self.pin) => {
-                "--pin: a number is a place among the cores that this process may use, from 0: \
-                 there are fewer"
-            }
-            () if self.slots as u64 > all => "--slots: give no more slots than pages",
-            () if self.slots > 1 && self.memory_kind != MemoryKind::Budget => {
-                "--slots: memory in several slots is the backend's own: leave --memory-kind out"
-            }
-            () if self.backend == Backend::Kvm && self.arch != Arch::X86_64 => {
-                "--backend kvm has x86-64 guests only: leave --arch out"
-            }
-            () => return Ok(()),
-        };
-        Err(why.into())
+            () if self.slots > 1 && self.memory_kind != MemoryKind::Budget => Err(
+                "--slots: memory in several slots is the backend's own: leave --memory-kind out",
+            ),
+            () => self.check(),
+        }
     }
 
     /// The guest's memory of the boot layout, and the address of the accessed memory.
@@ -233,14 +181,8 @@ impl<V: Vm<Error: Into<LabError>>> Sweeps<V> {
             entry: at(pieces[0].0),
         };
         let vcpus = vm.boot(&image, "").map_err(Into::into)?;
-        let cores = options
-            .pin
-            .iter()
-            .copied()
-            .map(Some)
-            .chain(std::iter::repeat(None));
-        let vcpus = vcpus.into_iter().zip(cores);
-        let vcpus = vcpus.map(|(vcpu, core)| Sweeper::new(vcpu, core));
+        let vcpus = vcpus.into_iter();
+        let vcpus = vcpus.map(|vcpu| Sweeper::new(vcpu, options.pin.clone()));
         Ok(Self {
             area,
             vcpus: vcpus.collect(),
@@ -290,7 +232,7 @@ fn add_slots(vm: &impl Vm, area: GfnRange, slots: u64) -> LabResult {
 /// One vCPU.
 struct Sweeper<C> {
     vcpu: C,
-    core: Option<usize>,
+    cores: Option<Cores>,
     /// How many of the answers of this sweep the guest has read.
     read: usize,
     /// The guest has reached the end of this sweep.
@@ -307,18 +249,19 @@ struct Run {
 }
 
 impl<C: Vcpu> Sweeper<C> {
-    const fn new(vcpu: C, core: Option<usize>) -> Self {
+    const fn new(vcpu: C, cores: Option<Cores>) -> Self {
         Self {
             vcpu,
-            core,
+            cores,
             read: 0,
             done: false,
         }
     }
 
     fn run(&mut self, answers: [u32; 2]) -> LabResult<Run> {
-        if let Some(core) = self.core {
-            pin(core);
+        if let Some(cores) = &self.cores {
+            let pinned = cores.pin(self.vcpu.index());
+            pinned.map_err(|error| LabError::Other(Box::new(error)))?;
         }
         let (mut start, mut cpu) = (Instant::now(), thread_cpu_ns());
         let written = loop {
@@ -352,7 +295,7 @@ impl<C: Vcpu> Sweeper<C> {
 /// Runs all `vcpus`: a single one on the calling thread, unless it has a core.
 fn run_all<C: Vcpu>(vcpus: &mut [&mut Sweeper<C>], answers: [u32; 2]) -> LabResult<Vec<Run>> {
     if let [alone] = vcpus
-        && alone.core.is_none()
+        && alone.cores.is_none()
     {
         return Ok(vec![alone.run(answers)?]);
     }
@@ -360,11 +303,7 @@ fn run_all<C: Vcpu>(vcpus: &mut [&mut Sweeper<C>], answers: [u32; 2]) -> LabResu
         let vcpus = vcpus.iter_mut();
         let threads = vcpus.map(|vcpu| scope.spawn(move || vcpu.run(answers)));
         let threads: Vec<_> = threads.collect();
-        let joined = threads.into_iter().map(|thread| {
-            let panicked = |panic| std::panic::resume_unwind(panic);
-            thread.join().unwrap_or_else(panicked)
-        });
-        joined.collect()
+        threads.into_iter().map(joined).collect()
     })
 }
 

@@ -1,6 +1,6 @@
 //! The options of `lacuna run`.
 
-use super::{Cores, DirtyArgs, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
+use super::{DirtyArgs, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::builder::ArgPredicate;
@@ -8,6 +8,7 @@ use clap::{Args, ValueEnum};
 use lacuna::memory::HugePages;
 use lacuna::migrate::transport::Address;
 use lacuna::{CpuModel, VCPUS_MAX};
+use lacuna_lab::cores::Cores;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::PathBuf;

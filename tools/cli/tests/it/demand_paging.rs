@@ -78,7 +78,8 @@ fn a_vcpu_is_pinned() {
         lacuna_skip::skip_test("one core");
     }
     assert!(all.iter().all(|cores| *cores == all[0]), "{all:?}");
-    let pinned = cores("--pin 0");
+    let first = all[0].split(['-', ',']).next().unwrap();
+    let pinned = cores(&format!("--pin {first}"));
     let others = pinned.iter().filter(|cores| **cores != all[0]);
     let others: Vec<_> = others.collect();
     assert!(

@@ -7,13 +7,13 @@
 //! the frame and its zeroing, the install, the TLB fill, the retry, and the three instructions of
 //! the loop.
 
+use crate::cores::pin;
 use crate::experiment::LabError;
 use crate::fixture::{boot_code, builder, joined, time_to_port};
 use lacuna::dirty::Delivery;
 use lacuna::memory::{SlotFlags, SlotId};
 use lacuna::soft::{Vcpu, Vm};
 use lacuna::{Gfn, GfnRange, MemorySlots as _, PAGE_SIZE, PageCount};
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -112,23 +112,6 @@ struct Share {
     start: Instant,
     end: Instant,
     cpu_ns: u64,
-}
-
-/// Pins the calling thread to a core. Without that, a new thread may start on the core of another
-/// one, and a touch is over before the scheduler moves it.
-pub fn pin(index: usize) {
-    let Ok(allowed) = sched_getaffinity(None) else {
-        return;
-    };
-    let mine = (0..CpuSet::MAX_CPU)
-        .filter(|&cpu| allowed.is_set(cpu))
-        .nth(index);
-    if let Some(cpu) = mine {
-        let mut only = CpuSet::new();
-        only.set(cpu);
-        // If the kernel refuses, the figure is less precise.
-        let _ = sched_setaffinity(None, &only);
-    }
 }
 
 /// The threads wait for each other before the clock starts. They spin, because a wake-up takes as

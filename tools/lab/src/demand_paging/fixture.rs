@@ -41,10 +41,10 @@ impl Fixture {
     /// A host on soft with frames for one guest of `options`.
     pub fn soft(options: &DemandPaging) -> LabResult<Self> {
         let builder = VmBuilder {
-            arch: options.arch,
-            memory_kind: options.memory_kind,
+            arch: options.guest.arch,
+            memory_kind: options.guest.memory_kind,
             command_line: options.words(),
-            ..resident(options.memory().bytes() >> 20, options.vcpus)
+            ..resident(options.memory().bytes() >> 20, options.guest.vcpus)
         };
         let clock: Arc<dyn Clock> = Arc::new(HostClock::default());
         let host = builder.host(Arc::clone(&clock))?;
@@ -52,14 +52,14 @@ impl Fixture {
         let wanted = options.clone();
         let make = move |apf, source| {
             let config = VmConfig {
-                arch: wanted.arch,
+                arch: wanted.guest.arch,
                 memory: wanted.memory(),
-                vcpus: wanted.vcpus,
+                vcpus: wanted.guest.vcpus,
                 apf,
                 ..VmConfig::default()
             };
             let memory = BootMemory {
-                kind: wanted.memory_kind,
+                kind: wanted.guest.memory_kind,
                 source: Some(source),
                 backing: match wanted.fill {
                     Fill::Copy => None,
@@ -68,7 +68,7 @@ impl Fixture {
             };
             let (host, clock) = (Arc::clone(&host), Arc::clone(&clock));
             let vm = Vm::with_memory(host, clock, config, memory)?;
-            if wanted.slots > 1 {
+            if wanted.guest.slots > 1 {
                 split_slot(&vm, &wanted)?;
             }
             Ok(vm)
@@ -91,7 +91,7 @@ impl Fixture<kvm::Vm> {
         let memory = options.memory();
         let builder = kvm::VmBuilder {
             memory_kind: MemoryKind::Linux,
-            vcpus: options.vcpus,
+            vcpus: options.guest.vcpus,
             command_line: format!("{} tick_us={KVM_TICK_US}", options.words()),
             ..kvm::VmBuilder::new(memory, memory)
         };
@@ -116,7 +116,7 @@ impl Fixture<kvm::Vm> {
 
 /// Why missing memory of these `options` does not exist on this host.
 pub fn unavailable(options: &DemandPaging) -> Option<LabError> {
-    let vm = Fixture::soft(options).and_then(|fixture| fixture.empty_vm(options.arch));
+    let vm = Fixture::soft(options).and_then(|fixture| fixture.empty_vm(options.guest.arch));
     vm.err()
 }
 
@@ -168,7 +168,7 @@ fn split_slot(vm: &Vm, options: &DemandPaging) -> LabResult {
     let snapshot = vm.mmu().slots();
     let slot = snapshot.find(gfns.start()).expect("the slot");
     vm.remove_slot(id)?;
-    let (unit, count) = (options.unit() as u64, options.slots as u64);
+    let (unit, count) = (options.guest.unit() as u64, options.guest.slots as u64);
     let first = |slot: u64| gfns.pages() / unit * slot / count * unit;
     for index in 0..count {
         let start = gfns.start().checked_add(first(index)).expect("a page");

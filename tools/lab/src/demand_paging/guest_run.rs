@@ -5,8 +5,8 @@ use super::fixture::Fixture;
 use super::kernel_queue::KernelQueues;
 use super::lists::{Lists, Queues, use_queue};
 use super::{By, DemandPaging, Outcome};
-use crate::base::pin;
 use crate::experiment::{LabError, LabResult};
+use crate::fixture::joined;
 use crate::interrupt;
 use crate::session::{Guest, LastWords, image};
 use lacuna::device::{Next, dispatch};
@@ -14,6 +14,7 @@ use lacuna::memory::{MemoryKind, SlotFlags};
 use lacuna::missing::FaultToken;
 use lacuna::source::{Faults, Injected, SourcePage};
 use lacuna::{Apf, Ending, Exit, Gpa, PAGE_SIZE, PlatformDevices, Vcpu, VcpuError, Vm};
+use std::error::Error;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, Scope, ScopedJoinHandle};
@@ -70,8 +71,8 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
             self.run(&options, || Ok(()))?;
         }
         let first = *self.arena.get().expect("a guest has booted");
-        let share = options.pages() / options.vcpus as u64;
-        let shares = 1..options.vcpus as u64;
+        let share = options.pages() / options.guest.vcpus as u64;
+        let shares = 1..options.guest.vcpus as u64;
         Ok(shares
             .map(|vcpu| SourcePage(first + vcpu * share))
             .collect())
@@ -79,24 +80,22 @@ impl<V: Vm<Error: Into<LabError>>> Fixture<V> {
 
     /// For memory with the kernel's queue, that; otherwise the lab's own lists.
     fn queues(&self, options: &DemandPaging) -> LabResult<Box<dyn Queues>> {
-        let parts = match (options.by, options.memory_kind) {
+        let parts = match (options.by, options.guest.memory_kind) {
             (By::Queue, MemoryKind::Linux | MemoryKind::Hugetlbfs) if options.queue_each => {
                 self.shares(options)?
             }
             (By::Queue, MemoryKind::Linux | MemoryKind::Hugetlbfs) => Vec::new(),
             _ => {
-                let lists = if options.queue_each { options.vcpus } else { 1 };
-                return Ok(Box::new(Arc::new(Lists::new(lists, options.arch))));
+                let lists = if options.queue_each {
+                    options.guest.vcpus
+                } else {
+                    1
+                };
+                return Ok(Box::new(Arc::new(Lists::new(lists, options.guest.arch))));
             }
         };
         Ok(Box::new(KernelQueues::new(options, &parts)?))
     }
-}
-
-fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
-    thread
-        .join()
-        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 struct Run<'a, V> {
@@ -135,7 +134,7 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
             options,
             vm: (fixture.make)(apf, source)?,
             queues,
-            devices: PlatformDevices::of(options.arch, words.console()),
+            devices: PlatformDevices::of(options.guest.arch, words.console()),
             words,
         })
     }
@@ -145,7 +144,7 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
     ) -> LabResult<Vec<ScopedJoinHandle<'scope, Exits>>> {
-        let image = image(self.options.arch, "touch")?;
+        let image = image(self.options.guest.arch, "touch")?;
         let vcpus = self
             .vm
             .boot(&image, &self.fixture.line)
@@ -163,8 +162,14 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
         let start = |(index, vcpu): (usize, V::Vcpu)| {
             let accepted = accepted.clone();
             scope.spawn(move || {
-                if let Some(&core) = self.options.pin.get(index) {
-                    pin(core);
+                let pinned = self
+                    .options
+                    .guest
+                    .pin
+                    .as_ref()
+                    .map(|cores| cores.pin(index));
+                if let Some(Err(error)) = pinned {
+                    self.fail(index, &error);
                 }
                 use_queue(index);
                 self.drive(vcpu, &accepted)
@@ -248,7 +253,7 @@ impl<'a, V: Vm<Error: Into<LabError>>> Run<'a, V> {
         }
     }
 
-    fn fail(&self, vcpu: usize, cause: &LabError) {
+    fn fail(&self, vcpu: usize, cause: &dyn Error) {
         let cause = cause.to_string();
         let error = VcpuError::Host { vcpu, cause };
         self.devices.end(Ending::Failed(error), &*self.vm);
@@ -341,22 +346,16 @@ impl<V: Vm> Drop for End<'_, V> {
 mod tests {
     use super::*;
     use crate::fixture::needs_guests;
+    use crate::options::options_of;
     use lacuna_skip::test;
 
     /// Each queue has so many readers; without queues there are none.
     #[test]
     fn so_many_readers_read_each_queue() {
         needs_guests();
-        let readers = |by, readers, queue_each| {
-            let options = DemandPaging {
-                vcpus: 3,
-                bytes: crate::size::Size(2 << 20),
-                memory_kind: MemoryKind::Budget,
-                by,
-                readers,
-                queue_each,
-                ..DemandPaging::default()
-            };
+        let readers = |line: &str| {
+            let line = format!("--vcpus 3 --bytes 2M --memory-kind pool {line}");
+            let options: DemandPaging = options_of(&line);
             let fixture = Fixture::soft(&options).unwrap();
             let run = Run::new(&fixture, &options).unwrap();
             thread::scope(|scope| {
@@ -365,9 +364,9 @@ mod tests {
                 readers.map(|(queue, _)| queue).collect::<Vec<_>>()
             })
         };
-        assert_eq!(readers(By::Queue, 1, false), [0]);
-        assert_eq!(readers(By::Queue, 2, false), [0, 0]);
-        assert_eq!(readers(By::Queue, 2, true), [0, 1, 2, 0, 1, 2]);
-        assert!(readers(By::Exits, 1, false).is_empty());
+        assert_eq!(readers(""), [0]);
+        assert_eq!(readers("--readers 2"), [0, 0]);
+        assert_eq!(readers("--readers 2 --queue-each"), [0, 1, 2, 0, 1, 2]);
+        assert!(readers("--by exits").is_empty());
     }
 }

@@ -34,7 +34,7 @@ impl KernelQueues {
     /// A descriptor for the pages from 0 on, and one from each of `parts` on.
     pub fn new(options: &DemandPaging, parts: &[SourcePage]) -> LabResult<Self> {
         let external = External::threads(parts, Policy::default());
-        let external = external.and_then(|external| match options.backend {
+        let external = external.and_then(|external| match options.guest.backend {
             Backend::Kvm => external.for_kernel(),
             Backend::Soft => Ok(external),
         });
@@ -50,7 +50,7 @@ impl KernelQueues {
     /// pages stay as they are. The kernel lists a sleeping thread with the address of its page or
     /// huge page, and the copy of that wakes it.
     fn fill(&self, uffd: &Userfaultfd, page: Hva) -> LabResult {
-        let (run, unit) = (self.options.at_once(), self.options.unit());
+        let (run, unit) = (self.options.at_once(), self.options.guest.unit());
         let runs = || self.runs.lock().expect("no panic under this lock");
         let is_new = run > unit && runs().insert(aligned(page, run));
         let pages = if is_new { run } else { unit };

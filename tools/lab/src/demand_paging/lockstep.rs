@@ -10,8 +10,9 @@
 //! child    boots a guest ─► ready          touches all pages ─► the outcome as JSON, one line
 //! ```
 
-use super::{DemandPaging, Fixture, KINDS, Outcome};
+use super::{DemandPaging, Fixture, Outcome};
 use crate::experiment::{LabError, LabResult};
+use crate::options::KINDS;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -61,15 +62,16 @@ pub struct Process {
 impl Process {
     /// Starts the program at `lacuna` as a child: the vCPUs of its VMs exit at missing pages.
     pub fn start(lacuna: &Path, options: &DemandPaging) -> LabResult<Self> {
-        let kind = KINDS.iter().find(|kind| kind.1 == options.memory_kind);
-        let cores: Vec<_> = options.pin.iter().map(usize::to_string).collect();
+        let guest = &options.guest;
+        let kind = KINDS.iter().find(|kind| kind.1 == guest.memory_kind);
+        let pin = guest.pin.iter().map(|cores| format!("--pin={cores}"));
         let mut child = Command::new(lacuna)
             .args(["test", "demand-paging", "--by=exits"])
             .arg(format!("--{LOCKSTEP}"))
-            .arg(format!("--vcpus={}", options.vcpus))
-            .arg(format!("--bytes={}", options.bytes.0))
+            .arg(format!("--vcpus={}", guest.vcpus))
+            .arg(format!("--bytes={}", guest.bytes.0))
             .arg(format!("--memory-kind={}", kind.expect("a kind").0))
-            .arg(format!("--pin={}", cores.join(",")))
+            .args(pin)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -120,20 +122,13 @@ pub fn together(processes: &mut [Process]) -> LabResult<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demand_paging::By;
     use crate::fixture::needs_guests;
-    use crate::size::Size;
-    use lacuna::memory::MemoryKind;
+    use crate::options::options_of;
     use lacuna_skip::test;
 
     fn served(lines: &str) -> (LabResult, Vec<String>) {
         needs_guests();
-        let options = DemandPaging {
-            by: By::Exits,
-            memory_kind: MemoryKind::Budget,
-            bytes: Size(2 << 20),
-            ..DemandPaging::default()
-        };
+        let options = options_of("--by exits --memory-kind pool --bytes 2M");
         let mut answers = Vec::new();
         let done = serve(&options, lines.as_bytes(), &mut answers);
         let answers = String::from_utf8(answers).unwrap();

@@ -3,7 +3,7 @@
 use super::*;
 use crate::fixture::{gpa_of, needs_guests};
 use clap::Parser;
-use lacuna::{GuestMemory as _, MemorySlots as _, Vm as _};
+use lacuna::{Arch, GuestMemory as _, MemorySlots as _, Vm as _};
 use lacuna_skip::test;
 use rustix::fs::{FallocateFlags, fallocate};
 use std::sync::Arc;
@@ -54,7 +54,6 @@ fn options_that_exclude_each_other_are_refused() {
         "--fill continue",
         "--fill continue --memory-kind memfd --by source",
         "--vcpus 2 --bytes 8388608T",
-        "--pin 9999",
         "--bytes 2M --slots 1000",
         "--vcpus 2 --bytes 12K --queue-each --batch 512",
         "--backend kvm --memory-kind pool",
@@ -64,7 +63,14 @@ fn options_that_exclude_each_other_are_refused() {
         let options = Line::parse_from(line.split_whitespace()).options;
         assert!(options.check().is_err(), "{line}");
     }
-    for line in ["--batch 3", "--batch 1024", "--vcpus 0", "--arch mips"] {
+    for line in [
+        "--batch 3",
+        "--batch 1024",
+        "--vcpus 0",
+        "--arch mips",
+        "--pin 9999",
+        "--slots 1001",
+    ] {
         assert!(
             Line::try_parse_from(line.split_whitespace()).is_err(),
             "{line}"

@@ -44,11 +44,10 @@ pub fn measure(options: &Options, report: &mut Report, progress: &Progress) -> L
          had 256 cores, this host has {}.",
         cores()
     ));
-    let of = |vcpus| DemandPaging {
-        arch: options.arch,
-        vcpus,
-        bytes,
-        ..DemandPaging::default()
+    let of = |vcpus| {
+        let mut demand = DemandPaging::default();
+        (demand.guest.arch, demand.guest.vcpus, demand.guest.bytes) = (options.arch, vcpus, bytes);
+        demand
     };
     if let Some(why) = unavailable(&of(1)) {
         report.skip(format!("{ID}.*"), why);
@@ -109,9 +108,9 @@ fn timed(base: &DemandPaging) -> LabResult<([String; 4], Measurement)> {
         format!("{:.2}", ratio.median),
         format!("{:.2}", on_hardware.median),
     ];
-    let id = format!("{ID}.{}vcpu", base.vcpus);
+    let id = format!("{ID}.{}vcpu", base.guest.vcpus);
     let result = Measurement::new(id, "x", Better::Higher, ratio)
-        .param("bytes_each", base.bytes.0)
+        .param("bytes_each", base.guest.bytes.0)
         .arm("queue_per_s", queue)
         .arm("exits_per_s", exits)
         .arm("ratio_with_exits_charged", on_hardware);

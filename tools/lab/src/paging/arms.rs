@@ -81,7 +81,7 @@ fn against_one_reader(base: &DemandPaging) -> Vec<DemandPaging> {
 /// All arms; the second is the null.
 fn arms(base: &DemandPaging) -> Vec<DemandPaging> {
     let mut arms = against_one_reader(base);
-    let mut more = vec![2, base.vcpus];
+    let mut more = vec![2, base.guest.vcpus];
     more.retain(|readers| *readers > 1);
     more.dedup();
     arms.extend(more.into_iter().map(|readers| queue(base, readers)));
@@ -118,11 +118,8 @@ pub fn measure(
     }
     for &(vcpus, ..) in &counts[1..] {
         progress.step(format!("missing pages, {vcpus} vCPUs, the same share"))?;
-        let same = DemandPaging {
-            vcpus,
-            overlap: true,
-            ..first.clone()
-        };
+        let mut same = first.clone();
+        (same.guest.vcpus, same.guest.overlap) = (vcpus, true);
         push_against(&same, times(options), report)?;
     }
     // Runs of the pool's pages were never measured.
@@ -171,12 +168,11 @@ fn times(options: &Options) -> usize {
 /// The guests of `paging.kvm.*`: single pages, and runs of pages.
 fn kvm_work(vcpus: usize, options: &Options) -> [DemandPaging; 2] {
     let pages = if options.quick { 512 } else { 8192 };
-    let with = |pages, batch| DemandPaging {
-        backend: Backend::Kvm,
-        batch,
-        ..work(Arch::X86_64, MemoryKind::Linux, vcpus, pages)
-    };
-    [with(pages, 1), with(8 * pages, MOST_AT_ONCE)]
+    let mut single = work(Arch::X86_64, MemoryKind::Linux, vcpus, pages);
+    single.guest.backend = Backend::Kvm;
+    let mut batch = single.clone();
+    (batch.guest.bytes.0, batch.batch) = (8 * single.guest.bytes.0, MOST_AT_ONCE);
+    [single, batch]
 }
 
 /// The ids of [`measure_kvm`].
@@ -217,14 +213,18 @@ pub fn measure_kvm(options: &Options, report: &mut Report, progress: &Progress) 
 }
 
 fn id(work: &DemandPaging, measure: &str) -> String {
-    let kind_of = match (work.overlap, work.batch) {
+    let kind_of = match (work.guest.overlap, work.batch) {
         (true, _) => "_same",
         (false, 1) => "",
         // The id says it.
-        (false, _) if work.memory_kind == MemoryKind::Hugetlbfs => "",
+        (false, _) if work.guest.memory_kind == MemoryKind::Hugetlbfs => "",
         (false, _) => "_batch",
     };
-    format!("{}.{measure}.{}vcpu{kind_of}", prefix(work), work.vcpus)
+    format!(
+        "{}.{measure}.{}vcpu{kind_of}",
+        prefix(work),
+        work.guest.vcpus
+    )
 }
 
 fn wake_up_id(work: &DemandPaging) -> String {
@@ -252,7 +252,7 @@ pub fn charged(rate: f64, arm: &DemandPaging) -> f64 {
         By::Exits | By::Tokens => VMM_EXIT_NS,
         By::Queue | By::Source => EXIT_NS,
     };
-    1.0 / (1.0 / rate + exit_ns / 1e9 / arm.vcpus.min(cores()) as f64)
+    1.0 / (1.0 / rate + exit_ns / 1e9 / arm.guest.vcpus.min(cores()) as f64)
 }
 
 /// The least ratio with each exit charged.
@@ -276,7 +276,7 @@ pub struct Runs {
 impl Runs {
     /// Measures `arms` in turns. The second is the null of the first.
     fn measure(arms: Vec<DemandPaging>, times: impl Into<Rounds>) -> LabResult<Self> {
-        match arms[EXITS].backend {
+        match arms[EXITS].guest.backend {
             Backend::Soft => Self::of(&Fixture::soft(&arms[EXITS])?, arms, times),
             Backend::Kvm => Self::of(&Fixture::kvm(&arms[EXITS]), arms, times),
         }
@@ -362,7 +362,7 @@ impl Runs {
         if !self.wake_up_us.is_empty() {
             with_cost = with_cost.arm("wake_up_us", Summary::of(&self.wake_up_us));
         }
-        if let Some(bar) = bar(base.memory_kind, base.vcpus) {
+        if let Some(bar) = bar(base.guest.memory_kind, base.guest.vcpus) {
             with_cost = with_cost.bar(bar);
         }
         [
@@ -376,7 +376,11 @@ impl Runs {
     fn row(&self) -> String {
         let rates = (NULL..self.arms.len()).map(|arm| (self.arms[arm].way(), self.rate(arm)));
         let rates: Vec<_> = rates.map(|(way, rate)| format!("{way} {rate}")).collect();
-        format!("{} vCPUs: {}\n", self.arms[EXITS].vcpus, rates.join(", "))
+        format!(
+            "{} vCPUs: {}\n",
+            self.arms[EXITS].guest.vcpus,
+            rates.join(", ")
+        )
     }
 }
 
@@ -385,7 +389,7 @@ impl Runs {
 pub fn first_look(options: &Options, rounds: Rounds) -> LabResult<Found> {
     let mut base = work(options.arch, MemoryKind::Linux, 1, 2048);
     if unavailable(&base).is_some() {
-        base.memory_kind = MemoryKind::Budget;
+        base.guest.memory_kind = MemoryKind::Budget;
     }
     let mut arms = against_one_reader(&base);
     arms.push(queue(&base, 2));
@@ -447,10 +451,8 @@ mod tests {
         let row = "4 vCPUs: exits 100, queue_1_readers 10, queue_2_readers 25, queue_4_readers 20, \
                    queue_each 90, exits_apf 50\n";
         assert_eq!(runs.row(), row);
-        let same = DemandPaging {
-            overlap: true,
-            ..base(MemoryKind::Linux, 4)
-        };
+        let mut same = base(MemoryKind::Linux, 4);
+        same.guest.overlap = true;
         assert_eq!(
             id(&same, "exit_vs_queue"),
             "paging.exit_vs_queue.4vcpu_same"

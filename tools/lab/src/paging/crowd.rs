@@ -2,10 +2,11 @@
 //! against as many plain threads.
 
 use super::{prefix, work};
+use crate::cores::Cores;
 use crate::demand_paging::lockstep::{Process, together};
 use crate::demand_paging::{By, DemandPaging, Fixture, PAGES};
 use crate::experiment::{LabResult, Options};
-use crate::fixture::gpa_of;
+use crate::fixture::{gpa_of, joined};
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};
@@ -76,12 +77,10 @@ fn exits(kind: MemoryKind, vcpus: usize, pages: u64) -> DemandPaging {
 /// Two vCPUs of one VM against two VMs with one each, in two processes.
 fn two_vcpus(kind: MemoryKind, id: &str, options: &Options) -> LabResult<Measurement> {
     let pages = pages(options);
-    let process = |pin: &[usize]| {
-        let vcpus = pin.len();
-        let guest = DemandPaging {
-            pin: pin.to_vec(),
-            ..exits(kind, vcpus, vcpus as u64 * pages / 2)
-        };
+    let process = |cores: &[usize]| {
+        let vcpus = cores.len();
+        let mut guest = exits(kind, vcpus, vcpus as u64 * pages / 2);
+        guest.guest.pin = Some(Cores::allowed_at(cores.iter().copied()));
         Process::start(&options.lacuna, &guest)
     };
     let mut each = [process(&[0])?, process(&[1])?];
@@ -162,10 +161,8 @@ fn threads(fixture: &Fixture, count: usize, pages: u64) -> LabResult<f64> {
         let threads: Vec<_> = firsts
             .map(|first| scope.spawn(move || provide(first)))
             .collect();
-        let joined = threads
-            .into_iter()
-            .map(|thread| thread.join().expect("no panic"));
-        joined.collect::<LabResult<Vec<(Instant, Instant)>>>()
+        let spans = threads.into_iter().map(joined);
+        spans.collect::<LabResult<Vec<(Instant, Instant)>>>()
     })?;
     let first = spans.iter().map(|span| span.0).min();
     let last = spans.iter().map(|span| span.1).max();

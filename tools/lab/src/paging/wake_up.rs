@@ -1,6 +1,6 @@
 //! The time until an idle thread runs after it is woken.
 
-use crate::base::pin;
+use crate::cores::pin;
 use crate::experiment::{LabError, LabResult};
 use rustix::event::{EventfdFlags, eventfd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

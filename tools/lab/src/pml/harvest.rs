@@ -11,6 +11,7 @@
 //! % of 8 GiB it is harvested whenever it is full: 4 and 33 times. The figure is the sum.
 
 use super::one_vcpu;
+use crate::cores::Cores;
 use crate::dirty_log::{DirtyTest, Harvested, Recorder};
 use crate::experiment::LabError;
 use crate::experiment::Options;
@@ -73,7 +74,7 @@ pub fn measure(
 /// neighbouring frames, as after a guest's boot.
 fn populated(pages: u64, delivery: Recorder) -> Result<DirtyTest<Vm>, LabError> {
     let mut options = one_vcpu(pages, delivery);
-    options.guest.pin = vec![1];
+    options.guest.pin = Some(Cores::allowed_at([1]));
     let variant = Variant {
         skips: true,
         ..Variant::default()

@@ -2,7 +2,7 @@
 //! works in the next block.
 
 use super::scene::{OTHERS, Scene, Work, call, work};
-use crate::base::pin;
+use crate::cores::pin;
 use crate::experiment::{LabError, Options, cores};
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, paired, rounds};

@@ -126,14 +126,14 @@ impl Scene {
         thread::scope(|scope| {
             let end = End(self);
             let touching = scope.spawn(|| {
-                crate::base::pin(OTHERS);
+                crate::cores::pin(OTHERS);
                 match toucher.run() {
                     Ok(Exit::Interrupted) => Ok(()),
                     other => Err(LabError::Guest(format!("the toucher ended with {other:?}"))),
                 }
             });
             let result = joined(scope.spawn(|| {
-                crate::base::pin(WORKER);
+                crate::cores::pin(WORKER);
                 work()
             }));
             drop(end);

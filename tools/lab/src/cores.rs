@@ -1,27 +1,47 @@
-//! `--pin`: the processors of the vCPUs' threads.
+//! `--pin`, and the threads of experiments that run on one processor only.
 
-use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::fmt;
 use std::io;
 use std::str::FromStr;
 
-/// Processors of the host, in the order in which vCPUs get them.
+/// Processors of the host, in the order in which threads get them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Cores(Vec<usize>);
 
 impl Cores {
+    /// The processors at these places, from 0, among those that this process may use. There may be
+    /// fewer.
+    pub fn allowed_at(places: impl IntoIterator<Item = usize>) -> Self {
+        let allowed = sched_getaffinity(None).unwrap_or_default();
+        let allowed = (0..CpuSet::MAX_CPU).filter(|&core| allowed.is_set(core));
+        let at = |place| allowed.clone().nth(place);
+        Self(places.into_iter().filter_map(at).collect())
+    }
+
     /// Lets the calling thread, of vCPU number `vcpu`, run on its processor only. With more vCPUs
     /// than processors, the list repeats.
     ///
     /// # Errors
     /// The host does not have the processor, or this process may not use it.
     pub fn pin(&self, vcpu: usize) -> io::Result<()> {
-        let core = self.0[vcpu % self.0.len()];
+        let Some(&core) = self.0.iter().cycle().nth(vcpu) else {
+            return Ok(());
+        };
         let mut only = CpuSet::new();
         only.set(core);
         sched_setaffinity(None, &only).map_err(|error| {
             io::Error::other(format!("--pin: processor {core} of this host: {error}"))
         })
     }
+}
+
+/// Pins the calling thread to the core at this place among those of this process. Without that, a
+/// new thread may start on the core of another one, and a touch is over before the scheduler moves
+/// it.
+pub(crate) fn pin(place: usize) {
+    // If the kernel refuses, the figure is less precise.
+    let _ = Cores::allowed_at([place]).pin(0);
 }
 
 impl FromStr for Cores {
@@ -50,6 +70,14 @@ impl FromStr for Cores {
     }
 }
 
+/// As `--pin` takes it.
+impl fmt::Display for Cores {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let numbers: Vec<_> = self.0.iter().map(usize::to_string).collect();
+        f.write_str(&numbers.join(","))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -70,16 +98,14 @@ mod tests {
 
     #[test]
     fn a_thread_runs_on_its_processor_only() {
-        let allowed = rustix::thread::sched_getaffinity(None).unwrap();
-        let core = (0..CpuSet::MAX_CPU)
-            .find(|core| allowed.is_set(*core))
-            .unwrap();
+        let allowed = sched_getaffinity(None).unwrap();
+        let core = Cores::allowed_at([0]).0[0];
         let missing = (0..CpuSet::MAX_CPU)
             .rfind(|core| !allowed.is_set(*core))
             .unwrap();
         std::thread::spawn(move || {
             Cores(vec![core]).pin(5).unwrap();
-            let now = rustix::thread::sched_getaffinity(None).unwrap();
+            let now = sched_getaffinity(None).unwrap();
             assert_eq!((now.count(), now.is_set(core)), (1, true));
             let refused = Cores(vec![core, missing]).pin(1).unwrap_err().to_string();
             assert!(
