@@ -27,13 +27,13 @@ mod test;
 mod tls;
 
 pub use ctl::{CtlArgs, CtlCommand, Pacing, WritesArgs};
-pub use dirty::{Dirty, DirtyArgs};
+pub use dirty::{DIRTY, DirtyArgs};
 pub use lab::{Chosen, Experiment, LabArgs, Name, Parts, arch_of};
-pub(crate) use machine::RunOn;
-pub use memory::{MemoryKind, WrongMemory};
-pub use migrate::{Compress, MigrateArgs, MoveMode};
+pub use machine::RunOn;
+pub use memory::WrongMemory;
+pub use migrate::{MODES, MigrateArgs};
 pub use pages::{PagesFrom, Patience};
-pub use run::{Apf, Arch, Backend, Cpu, RunArgs, SwapMedium, SwapSpec, Thp, temp_dir};
+pub use run::{Backend, Cpu, RunArgs, SwapMedium, SwapSpec, THP, temp_dir};
 pub use serve::ServeArgs;
 pub use snapshot::{RestoreArgs, SaveArgs, SnapshotArgs, SnapshotCommand};
 pub use test::{DemandPagingArgs, TestArgs, TestCommand, Tool};
@@ -83,10 +83,10 @@ impl Command {
     /// The file for the trace.
     pub fn trace(&self) -> Option<&Path> {
         match self {
-            Self::Run(args) => args.trace.as_deref(),
+            Self::Run(args) => args.on.trace.as_deref(),
             Self::Snapshot(SnapshotArgs {
                 what: SnapshotCommand::Restore(args),
-            }) => args.trace.as_deref(),
+            }) => args.on.trace.as_deref(),
             _ => None,
         }
     }

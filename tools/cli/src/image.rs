@@ -7,7 +7,7 @@ use std::io::{self, Read};
 use lacuna::ErrorKind;
 use lacuna_guest::Arch;
 
-use crate::args::{self, RunArgs};
+use crate::args::RunArgs;
 use crate::size::Size;
 
 /// The largest file accepted as an image: the whole file is read. A kernel with all its debugging
@@ -93,12 +93,9 @@ pub fn check_limits(args: &RunArgs) -> Result<(), TooMuchMemory> {
     Ok(())
 }
 
-/// The processor of the built-in guest that `args` name.
+/// The built-in guests of the processor that `args` name.
 fn guests(args: &RunArgs) -> Arch {
-    match args.arch {
-        None | Some(args::Arch::X86_64) => Arch::X86_64,
-        Some(args::Arch::Arm64) => Arch::Arm64,
-    }
+    lacuna_lab::options::guests(args.arch.unwrap_or_default())
 }
 
 fn built_in(arch: Arch) -> String {

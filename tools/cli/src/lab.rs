@@ -62,9 +62,7 @@ fn experiments(args: &LabArgs, parts: &[Parts], command: String, signals: &Signa
              command without --quick.",
         );
     }
-    let archs = parts
-        .iter()
-        .map(|parts| arch_of(parts, args.arch).map(Arch::from));
+    let archs = parts.iter().map(|parts| arch_of(parts, args.arch));
     let archs: Vec<Arch> = match archs.collect::<Result<_, _>>() {
         Ok(archs) => archs,
         Err(why) => {

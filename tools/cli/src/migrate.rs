@@ -1,6 +1,6 @@
 //! `lacuna migrate`: moves a running guest to another process.
 
-use crate::args::MigrateArgs;
+use crate::args::{MODES, MigrateArgs};
 use crate::client;
 use crate::exit::Exit;
 use crate::output::visible;
@@ -13,6 +13,7 @@ use lacuna::migrate::session::{Migrated, OutgoingProgress, OutgoingStage};
 use lacuna::migrate::stream::Mode;
 use lacuna::migrate::transport::{Address, TlsFiles};
 use lacuna_control::{AskError, Client, MoveRequest, Status};
+use lacuna_lab::options::name_of;
 use lacuna_lab::report::{short, time};
 use serde_json::json;
 use std::time::Duration;
@@ -43,9 +44,9 @@ fn move_to(args: &MigrateArgs, to: &Address) -> Result<Exit, Refusal> {
     let request = MoveRequest {
         tls: files.transpose()?,
         to: to.to_string(),
-        mode: args.mode.map(Into::into),
+        mode: args.mode,
         streams: args.streams,
-        compress: args.compress.map(Into::into),
+        compress: args.compress,
         bandwidth: args.bandwidth,
         downtime_ms: args.downtime.map(|downtime| downtime.as_millis() as u64),
     };
@@ -77,15 +78,6 @@ fn decide(
     client::ask(&args.control, &args.output, request)?;
     let text = format!("{outcome}\n");
     client::report(&args.output, &text, outcome, json!({ "migrated": null }))
-}
-
-/// As `--mode` takes it.
-pub(crate) const fn words(mode: Mode) -> &'static str {
-    match mode {
-        Mode::PreCopy => "precopy",
-        Mode::PostCopy => "postcopy",
-        Mode::Hybrid => "hybrid",
-    }
 }
 
 /// The advice about a pause longer than requested.
@@ -133,7 +125,7 @@ pub(crate) fn summary(migrated: &Migrated) -> String {
         "moved     to {to} in {seconds:.1} s ({}): {} over the connections, {pages} pages with \
          content in {} rounds{}, {late} pages after the guest, {again} pages again; downtime \
          {}{cuts}{ended}\n",
-        words(*mode),
+        name_of(&MODES, mode),
         Size(*bytes),
         rounds.len(),
         by,
@@ -156,7 +148,7 @@ pub(crate) fn progress(now: &OutgoingProgress) -> String {
         0 => String::new(),
         percent => format!("; it is held for {percent} % of the time"),
     };
-    let mode = words(now.mode);
+    let mode = name_of(&MODES, &now.mode);
     let rate = format!("{} sent, {}/s", Size(now.bytes), Size(now.rate as u64));
     let percent = (now.done * 100).checked_div(now.pages).unwrap_or(0);
     match now.stage {

@@ -58,7 +58,7 @@ pub fn writes(control: &Path, args: &WritesArgs) -> Result<Exit, Refusal> {
         every_ms: Some(milliseconds(args.pacing.every)),
         window_ms: Some(milliseconds(args.window)),
         count: args.pacing.count,
-        detect: args.dirty.map(Into::into),
+        detect: args.dirty,
     });
     for (index, writes) in periods.map_err(no_answer)?.enumerate() {
         let writes = match writes {

@@ -12,7 +12,7 @@ mod threads;
 pub use report::{Asked, verdict};
 pub use restored::{Lazy, Record};
 
-use crate::args::{self, Backend, RunArgs, SwapMedium};
+use crate::args::{Backend, RunArgs, SwapMedium};
 use crate::exit::{self, Exit};
 use crate::image::{check_limits, load};
 use crate::metrics::MetricsSocket;
@@ -26,7 +26,7 @@ use lacuna::migrate::session::{Arrival, Migrated};
 use lacuna::migrate::{MachineConfig, Snapshot};
 use lacuna::source::PageSource;
 use lacuna::{
-    Apf, Arch, Builder, CpuModel, Ending, Image, Nanos, PageCount, PlatformDevices, VcpuError, Vm,
+    Arch, Builder, CpuModel, Ending, Image, Nanos, PageCount, PlatformDevices, VcpuError, Vm,
 };
 use lacuna_control::ControlSocket;
 use report::{Finished, at_first, finish};
@@ -103,7 +103,7 @@ fn begin(args: &RunArgs) -> Result<Exit, Refusal> {
     let usage = |error: &dyn ToString| (Exit::Usage, error.to_string());
     let signals = catch_signals()?;
     check_limits(args).map_err(|error| usage(&error))?;
-    check_target(&args.output)?;
+    check_target(&args.on.output)?;
     let file = load(args).map_err(|error| (error.kind().into(), error.to_string()))?;
     let image = Image::parse(&file);
     let image = image.map_err(|error| usage(&format!("{}: {error}", args.image)))?;
@@ -137,10 +137,10 @@ struct Sockets {
 
 impl Sockets {
     fn open(args: &RunArgs) -> Result<Self, Refusal> {
-        let control = args.control.as_deref().map(ControlSocket::open);
+        let control = args.on.control.as_deref().map(ControlSocket::open);
         Ok(Self {
             control: control.transpose().map_err(exit::refusal)?,
-            metrics: args.metrics.map(MetricsSocket::open).transpose()?,
+            metrics: args.on.metrics.map(MetricsSocket::open).transpose()?,
         })
     }
 }
@@ -217,7 +217,7 @@ fn run_seeded(
 
 /// Refuses a file for another processor than `--arch` names.
 fn check_arch(args: &RunArgs, image: Arch) -> Result<(), String> {
-    match args.arch.map(Arch::from) {
+    match args.arch {
         Some(asked) if asked != image => Err(format!(
             "--arch: {} is for {image}, not for {asked}; leave --arch out",
             args.image
@@ -229,7 +229,7 @@ fn check_arch(args: &RunArgs, image: Arch) -> Result<(), String> {
 /// The backend of a run. `auto` never fails: soft runs everywhere, and it runs every image.
 fn choose(args: &RunArgs, arch: Arch) -> Result<Backend, Refusal> {
     let option = args.needs_soft();
-    match (args.backend, option) {
+    match (args.on.backend, option) {
         (Backend::Kvm, Some(option)) => {
             let text = format!(
                 "{option} needs the soft backend: leave it out, or give --backend soft or auto"
@@ -267,7 +267,7 @@ impl Job<'_> {
         let first = at_first::<B>(args, pages.as_ref());
         let mut observer = Observer::new(first, pages);
         let mut set_exits = args.exit_on_missing;
-        let mut screen = Screen::new(&args.output);
+        let mut screen = Screen::new(&args.on.output);
         let console = screen.console();
         let mut has_told = false;
         let mut watch = |vm: &B::Vm, devices: &PlatformDevices, now: Nanos| {
@@ -353,13 +353,6 @@ impl Job<'_> {
         }
     }
 
-    fn apf(&self) -> Apf {
-        match self.args.apf {
-            args::Apf::On => Apf::On,
-            args::Apf::Off => Apf::Off,
-        }
-    }
-
     /// The source as a builder takes it.
     fn source(&self) -> Option<Arc<dyn PageSource>> {
         let source = Arc::clone(self.pages.as_ref()?.source());
@@ -372,23 +365,23 @@ impl Job<'_> {
 
     fn soft(&self, arch: Arch, cpu: CpuModel) -> lacuna::soft::VmBuilder {
         let args = self.args;
-        let swap = args.swap.clone().unwrap_or_default();
+        let swap = args.on.swap.clone().unwrap_or_default();
         lacuna::soft::VmBuilder {
             arch,
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
             vcpus: args.vcpus as usize,
-            memory_kind: args.kind().of_builder(),
+            memory_kind: args.kind(),
             backing: self.backing.clone(),
             // `threads::run` does the prefault, so that a signal can end it.
             prefault: false,
-            huge: args.thp.unwrap_or_default().pages(),
+            huge: args.on.thp.unwrap_or_default(),
             swap: device(swap.medium),
             latency: LatencySetting::new(swap.latency),
-            apf: self.apf(),
+            apf: args.apf,
             cpu,
-            detection: args.dirty.detection(),
-            delivery: args.dirty.delivery(),
+            detection: args.on.dirty.detection(),
+            delivery: args.on.dirty.delivery(),
             source: self.source(),
             seed: args.seed,
             command_line: self.command_line(arch),
@@ -398,18 +391,18 @@ impl Job<'_> {
     /// The builder for the kvm backend.
     fn kvm(&self, cpu: CpuModel) -> lacuna::kvm::VmBuilder {
         let args = self.args;
-        let swap = args.swap.clone().unwrap_or_default();
+        let swap = args.on.swap.clone().unwrap_or_default();
         lacuna::kvm::VmBuilder {
             memory: PageCount::from_bytes(args.memory.0),
             resident: PageCount::from_bytes(args.budget().0),
-            memory_kind: args.kind().of_builder(),
+            memory_kind: args.kind(),
             backing: self.backing.clone(),
-            huge: args.thp.unwrap_or_default().pages(),
+            huge: args.on.thp.unwrap_or_default(),
             vcpus: args.vcpus as usize,
             swap: device(swap.medium),
             latency: LatencySetting::new(swap.latency),
-            apf: self.apf(),
-            delivery: args.dirty.delivery(),
+            apf: args.apf,
+            delivery: args.on.dirty.delivery(),
             tracker: lacuna::kvm::Tracker::default(),
             cpu,
             source: self.source(),

@@ -86,7 +86,7 @@ pub(crate) fn absolute(folder: &Path) -> Result<PathBuf, Refusal> {
 
 fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
     let signals = catch_signals()?;
-    check_target(&args.output)?;
+    check_target(&args.on.output)?;
     let interrupt = signals.flag();
     let interrupt = interrupt.map_err(|error| (Exit::Host, error.to_string()))?;
     let opened = open(args, &interrupt);
@@ -97,7 +97,8 @@ fn restore(args: &RestoreArgs) -> Result<Exit, Refusal> {
             (Exit::Interrupted(signal), text)
         }
     })?;
-    let run = args.run(snapshot.machine());
+    let from = args.folder.display().to_string();
+    let run = args.on.machine(from, snapshot.machine());
     if !args.lazy {
         return run_from(&run, Start::Snapshot(&snapshot), &signals);
     }

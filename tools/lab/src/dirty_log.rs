@@ -14,13 +14,13 @@
 
 use crate::experiment::{LabError, LabResult};
 use crate::native::thread_cpu_ns;
-use crate::options::{GuestOptions, up_to};
+use crate::options::{GuestOptions, Recorder, up_to};
 use crate::report::{Progress, Verbosity, align};
 use crate::size::Size;
 use crate::sweeps::program::Variant;
 use crate::sweeps::{Sweep, Sweeps, Swept};
 use clap::{Args, ValueEnum};
-use lacuna::dirty::{Backup, Delivery, Detection, HugeLeaves, Initially, Logging, RingSize};
+use lacuna::dirty::{Backup, Detection, HugeLeaves, Initially, Logging};
 use lacuna::kvm::Tracker;
 use lacuna::memory::MemorySlot;
 use lacuna::{Backend, Builder, Vm, kvm, soft};
@@ -66,27 +66,10 @@ pub enum Detector {
     WpAsync,
 }
 
-/// `--delivery`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Recorder {
-    /// One bit a page
-    Bitmap,
-    /// The largest ring for each vCPU
-    Ring,
-}
-
 fn percent(text: &str) -> Result<f64, String> {
     let percent = text.parse().ok();
     let percent = percent.filter(|percent| (0.0..=100.0).contains(percent));
     percent.ok_or_else(|| "give a number from 0 to 100".into())
-}
-
-/// The largest ring for each vCPU.
-pub(crate) fn rings(backup: Backup) -> Delivery {
-    Delivery::Ring {
-        size: RingSize::from_bytes(RingSize::BYTES_MAX).expect("it is its own limit"),
-        backup,
-    }
 }
 
 impl DirtyLog {
@@ -114,14 +97,6 @@ impl DirtyLog {
         Err(why)
     }
 
-    /// The delivery of the VM.
-    pub(crate) fn delivery(&self) -> Delivery {
-        match self.delivery {
-            Recorder::Bitmap => Delivery::Bitmap,
-            Recorder::Ring => rings(Backup::None),
-        }
-    }
-
     /// Runs the test.
     ///
     /// # Errors
@@ -131,7 +106,7 @@ impl DirtyLog {
             Backend::Soft => self.run_on(DirtyTest::soft(self, Variant::default())?, verbosity),
             Backend::Kvm => {
                 let builder = kvm::VmBuilder {
-                    delivery: self.delivery(),
+                    delivery: self.delivery.delivery(Backup::None),
                     tracker: match self.detection {
                         Some(Detector::WpAsync) => Tracker::Pagemap,
                         _ => Tracker::Kvm,
@@ -231,7 +206,7 @@ impl DirtyTest<soft::Vm> {
     /// The test of `options` on soft.
     pub fn soft(options: &DirtyLog, variant: Variant) -> LabResult<Self> {
         let builder = soft::VmBuilder {
-            delivery: options.delivery(),
+            delivery: options.delivery.delivery(Backup::None),
             detection: match options.detection {
                 Some(Detector::Wp) => Detection::WriteProtect,
                 _ => Detection::Pml,

@@ -41,7 +41,7 @@ pub mod interrupt;
 pub mod letters;
 pub mod migrate;
 pub mod native;
-mod options;
+pub mod options;
 pub mod paging;
 mod players;
 pub mod pml;

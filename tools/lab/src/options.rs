@@ -1,20 +1,60 @@
-//! Parts of the options of `lacuna test`, as clap reads them.
+//! Parts of the command line that several commands have.
 
 use crate::cores::Cores;
 use crate::size::Size;
-use clap::builder::{PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
-use clap::{Args, Command};
+use clap::builder::{PossibleValue, PossibleValuesParser, RangedU64ValueParser, TypedValueParser};
+use clap::{Args, Command, ValueEnum};
+use lacuna::dirty::{Backup, Delivery, RingSize};
 use lacuna::memory::MemoryKind;
 use lacuna::{Arch, Backend, PAGE_SIZE, VCPUS_MAX};
 
-pub const ARCHS: [(&str, Arch); 2] = [("x86_64", Arch::X86_64), ("arm64", Arch::Arm64)];
-pub const BACKENDS: [(&str, Backend); 2] = [("soft", Backend::Soft), ("kvm", Backend::Kvm)];
-pub const KINDS: [(&str, MemoryKind); 4] = [
-    ("pool", MemoryKind::Budget),
-    ("anonymous", MemoryKind::Linux),
-    ("memfd", MemoryKind::Shared),
-    ("hugetlbfs", MemoryKind::Hugetlbfs),
+/// A value of an option: its name, the value, and the help text.
+pub type Value<T> = (&'static str, T, &'static str);
+
+/// `--arch`.
+pub const ARCHS: [Value<Arch>; 2] = [
+    ("x86_64", Arch::X86_64, "64-bit x86"),
+    ("arm64", Arch::Arm64, "64-bit Arm: AArch64"),
 ];
+const BACKENDS: [Value<Backend>; 2] = [
+    (
+        "soft",
+        Backend::Soft,
+        "Lacuna's own hypervisor, in user space; needs no KVM",
+    ),
+    ("kvm", Backend::Kvm, "Linux's KVM, through /dev/kvm"),
+];
+/// `--memory-kind`.
+#[rustfmt::skip]
+pub const KINDS: [Value<MemoryKind>; 4] = [
+    ("pool", MemoryKind::Budget, "Frames of a budget of this process, which swaps pages out"),
+    ("anonymous", MemoryKind::Linux, "Private memory of Linux, which alone may swap it out"),
+    ("memfd", MemoryKind::Shared, "A shared memory file (memfd_create)"),
+    ("hugetlbfs", MemoryKind::Hugetlbfs,
+     "A shared memory file in reserved huge pages of 2 MiB"),
+];
+
+/// Where a guest's writes are recorded.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum Recorder {
+    /// One bit a page
+    Bitmap,
+    /// The largest ring for each vCPU
+    Ring,
+}
+
+impl Recorder {
+    /// The delivery of a VM. Writes without a ring go to `backup`.
+    pub fn delivery(self, backup: Backup) -> Delivery {
+        match self {
+            Self::Bitmap => Delivery::Bitmap,
+            Self::Ring => Delivery::Ring {
+                size: RingSize::from_bytes(RingSize::BYTES_MAX).expect("it is its own limit"),
+                backup,
+            },
+        }
+    }
+}
 
 /// The guest of a test.
 #[derive(Clone, PartialEq, Eq, Debug, Args)]
@@ -80,14 +120,32 @@ impl GuestOptions {
     }
 }
 
-/// One of these names.
-pub fn named<T, const N: usize>(values: [(&'static str, T); N]) -> impl TypedValueParser<Value = T>
+/// The images of `arch`.
+pub const fn guests(arch: Arch) -> lacuna_guest::Arch {
+    match arch {
+        Arch::Arm64 => lacuna_guest::Arch::Arm64,
+        _ => lacuna_guest::Arch::X86_64,
+    }
+}
+
+/// One of these values, by its name.
+pub fn named<T, const N: usize>(values: [Value<T>; N]) -> impl TypedValueParser<Value = T>
 where
     T: Copy + Send + Sync + 'static,
 {
     let found = move |name: String| values.into_iter().find(|value| value.0 == name);
-    let names = PossibleValuesParser::new(values.map(|value| value.0));
+    let possible = values.map(|(name, _, help)| PossibleValue::new(name).help(help));
+    let names = PossibleValuesParser::new(possible);
     names.map(move |name| found(name).expect("a possible value").1)
+}
+
+/// The name of one of these values.
+///
+/// # Panics
+/// If it is another value.
+pub fn name_of<T: PartialEq>(values: &[Value<T>], value: &T) -> &'static str {
+    let found = values.iter().find(|known| known.1 == *value);
+    found.expect("a value of the option").0
 }
 
 /// A number from 1 to this.

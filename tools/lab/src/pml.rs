@@ -32,9 +32,9 @@ pub(crate) mod monitor;
 mod page;
 mod score;
 
-use crate::dirty_log::{DirtyLog, Recorder};
+use crate::dirty_log::DirtyLog;
 use crate::experiment::{LabError, Options};
-use crate::options::options_of;
+use crate::options::{Recorder, options_of};
 use crate::report::Progress;
 use crate::result::Report;
 use lacuna::PAGE_SIZE;

@@ -7,6 +7,7 @@
 
 use crate::experiment::{LabError, LabResult};
 use crate::interrupt;
+use crate::options::guests;
 use lacuna::soft::Stalls;
 use lacuna::{Apf, Arch, Builder, Ending, Gpa, GuestMemory, Image, PlatformDevices, Vm};
 use lacuna_guest::status::{Kind, PAGE_BYTES, PAUSED_AT, SETTING_AT, Status};
@@ -256,14 +257,6 @@ pub fn image(arch: Arch, name: &str) -> LabResult<Image<'static>> {
             Some(reason) => format!("no guest images of {arch} are built in: {reason}"),
             None => format!("{arch} has no guest {name}"),
         })),
-    }
-}
-
-/// The images of `arch`.
-pub const fn guests(arch: Arch) -> lacuna_guest::Arch {
-    match arch {
-        Arch::Arm64 => lacuna_guest::Arch::Arm64,
-        _ => lacuna_guest::Arch::X86_64,
     }
 }
 

@@ -1,9 +1,11 @@
 //! The options of `lacuna ctl`.
 
-use super::{Dirty, JsonTarget, Output};
+use super::{DIRTY, JsonTarget, Output};
 use crate::exit::EXIT_CODES;
 use crate::size::parse_duration;
 use clap::{Args, Subcommand};
+use lacuna::dirty::Detection;
+use lacuna_lab::options::named;
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -62,8 +64,8 @@ pub struct WritesArgs {
     pub window: Duration,
     /// How writes are detected meanwhile, on soft: pml (each vCPU logs the pages that it writes) or
     /// wp (write protection) [default: as lacuna run --dirty says]
-    #[arg(long, value_enum, value_name = "pml|wp")]
-    pub dirty: Option<Dirty>,
+    #[arg(long, value_name = "pml|wp", value_parser = named(DIRTY))]
+    pub dirty: Option<Detection>,
 }
 
 #[cfg(test)]
@@ -94,7 +96,10 @@ mod tests {
             count: NonZeroU64::new(3),
             json: None,
         };
-        assert_eq!((args.pacing, args.dirty), (pacing, Some(Dirty::Wp)));
+        assert_eq!(
+            (args.pacing, args.dirty),
+            (pacing, Some(Detection::WriteProtect))
+        );
         assert_eq!(args.window, Duration::from_secs(120));
         for (line, reason) in [
             ("lacuna ctl /run/c", "<COMMAND>"),

@@ -1,62 +1,37 @@
 //! How the guest's writes are tracked while it is saved or moved.
 
-use clap::{Args, ValueEnum};
-use lacuna::dirty::{Backup, Detection, RingSize};
+use clap::Args;
+use lacuna::dirty::{Backup, Delivery, Detection};
+use lacuna_lab::options::{Recorder, Value, named};
 
 /// `--dirty` and `--delivery`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Args)]
 pub struct DirtyArgs {
     /// How writes are detected while the guest is saved or moved: pml (each vCPU logs the pages
     /// that it writes) or wp (write protection); on kvm its own choice [default: pml]
-    #[arg(long, value_enum, value_name = "pml|wp")]
-    pub dirty: Option<Dirty>,
+    #[arg(long, value_name = "pml|wp", value_parser = named(DIRTY))]
+    pub dirty: Option<Detection>,
     /// Where writes are recorded then: bitmap (one for each memory slot) or ring (one for each
     /// vCPU) [default: bitmap]
     #[arg(long, value_enum, value_name = "bitmap|ring")]
-    pub delivery: Option<Delivery>,
+    pub delivery: Option<Recorder>,
 }
 
 /// `--dirty`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Dirty {
-    /// Page-modification logging
-    Pml,
-    /// Write protection
-    Wp,
-}
-
-impl From<Dirty> for Detection {
-    fn from(dirty: Dirty) -> Self {
-        match dirty {
-            Dirty::Pml => Self::Pml,
-            Dirty::Wp => Self::WriteProtect,
-        }
-    }
-}
-
-/// `--delivery`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Delivery {
-    /// One bit a page
-    Bitmap,
-    /// The largest ring for each vCPU
-    Ring,
-}
+pub const DIRTY: [Value<Detection>; 2] = [
+    ("pml", Detection::Pml, "Page-modification logging"),
+    ("wp", Detection::WriteProtect, "Write protection"),
+];
 
 impl DirtyArgs {
     /// How soft detects writes.
     pub fn detection(self) -> Detection {
-        self.dirty.map(Into::into).unwrap_or_default()
+        self.dirty.unwrap_or_default()
     }
 
     /// Where writes are recorded. The VMM's own writes beside rings go to bitmaps.
-    pub fn delivery(self) -> lacuna::dirty::Delivery {
-        match self.delivery {
-            None | Some(Delivery::Bitmap) => lacuna::dirty::Delivery::Bitmap,
-            Some(Delivery::Ring) => lacuna::dirty::Delivery::Ring {
-                size: RingSize::from_bytes(RingSize::BYTES_MAX).expect("the largest"),
-                backup: Backup::Bitmap,
-            },
-        }
+    pub fn delivery(self) -> Delivery {
+        let recorder = self.delivery.unwrap_or(Recorder::Bitmap);
+        recorder.delivery(Backup::Bitmap)
     }
 }

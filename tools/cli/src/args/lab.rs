@@ -1,8 +1,10 @@
 //! The options of `lacuna lab`.
 
-use super::{Arch, Output};
+use super::Output;
 use crate::exit::EXIT_CODES;
 use clap::{Args, ValueEnum};
+use lacuna::Arch;
+use lacuna_lab::options::{ARCHS, named};
 use std::str::FromStr;
 
 /// `lacuna lab`.
@@ -25,7 +27,7 @@ pub struct LabArgs {
     pub scale: Option<u32>,
     /// The guests' processor: arm64 for apf, apf-arm64, paging, postcopy, restore, migrate and
     /// base. Without it arm64 for apf-arm64, and x86_64 for all others
-    #[arg(long, value_enum, requires = "experiments")]
+    #[arg(long, requires = "experiments", value_parser = named(ARCHS))]
     pub arch: Option<Arch>,
     /// Where the result goes
     #[command(flatten)]

@@ -1,94 +1,92 @@
-//! A run whose machine is given: by a snapshot, or by the source of a migration.
+//! The options of a run whose machine may be given: by a snapshot, or by the source of a migration.
 
-use super::{
-    Apf, Arch, Backend, Cpu, DirtyArgs, MemoryKind, Output, RunArgs, SwapSpec, Thp, TlsArgs,
-};
+use super::{Backend, DirtyArgs, Output, RunArgs, SwapSpec, THP, TlsArgs};
 use crate::size::Size;
+use clap::Args;
 use lacuna::CpuModel;
+use lacuna::memory::{HugePages, MemoryKind};
 use lacuna::migrate::MachineConfig;
+use lacuna_lab::options::{KINDS, named};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-/// The remaining choices for such a run.
-pub(crate) struct RunOn {
+/// What does not belong to the machine.
+#[derive(Clone, PartialEq, Eq, Debug, Args)]
+pub struct RunOn {
+    /// The hypervisor; a guest moves from one to the other if it was started with --cpu common
+    #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
     pub backend: Backend,
+    /// Where the guest's memory is: pool (frames of a budget of this process, soft only), anonymous
+    /// (private memory of Linux), memfd (a shared memory file, soft only) or hugetlbfs (one in
+    /// reserved huge pages of 2 MiB, soft only) [default: pool on soft; anonymous on kvm, and for a
+    /// handler]
+    #[arg(long, value_name = "KIND", value_parser = named(KINDS), hide_possible_values = true)]
     pub memory_kind: Option<MemoryKind>,
+    /// How much of the guest's memory is resident at a time; for the pool, and on kvm [default: all
+    /// of it, and at most 512M]
+    #[arg(long, value_name = "SIZE")]
     pub resident: Option<Size>,
+    /// Where pages are swapped out to: file or mem (compressed memory), with ,latency=TIME and
+    /// ,dir=PATH if wanted, as in file,dir=/var/tmp,latency=1ms [default: file]
+    #[arg(long, value_name = "DEVICE")]
     pub swap: Option<SwapSpec>,
-    pub thp: Option<Thp>,
+    /// Where host memory is allocated in 2 MiB pages; on kvm not if the guest is all resident and
+    /// has a page source [default: never]
+    #[arg(long, value_name = "never|madvise|always", value_parser = named(THP))]
+    pub thp: Option<HugePages>,
+    /// How the guest's writes are tracked
+    #[command(flatten)]
     pub dirty: DirtyArgs,
-    pub disk: Option<PathBuf>,
+    /// A socket to make, through which other processes pause, save, move and stop the guest while
+    /// it runs: docs/control.md, lacuna snapshot save, lacuna migrate
+    #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
+    /// Answer HTTP requests for /metrics at this address with the counters of the guest and its
+    /// memory, in the text format of Prometheus. Every process that reaches the port can read them;
+    /// port 0 lets the system choose one, which is printed
+    #[arg(long, value_name = "IP:PORT")]
     pub metrics: Option<SocketAddr>,
+    /// Write the events of the engine to this file at the end of the run: faults, async page faults
+    /// with their tokens, reads, invalidations, aging, exits. Perfetto opens it
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+    /// Start the guest paused: its first instruction follows a resume through --control, as by
+    /// lacuna ctl SOCKET resume
+    #[arg(long, requires = "control")]
     pub paused: bool,
+    /// A virtio disk with the bytes of this file, which the guest reads and writes. A guest that
+    /// moves or is restored needs the same file there
+    #[arg(long, value_name = "FILE")]
+    pub disk: Option<PathBuf>,
+    /// Where the result goes
+    #[command(flatten)]
     pub output: Output,
 }
 
 impl RunOn {
     /// The run of `machine`, which comes from `from`.
-    pub fn machine(self, from: String, machine: &MachineConfig) -> RunArgs {
+    pub fn machine(&self, from: String, machine: &MachineConfig) -> RunArgs {
         RunArgs {
             image: from,
             incoming: None,
             wait_again: false,
             tls: TlsArgs::default(),
-            arch: Some(match machine.arch {
-                lacuna::Arch::Arm64 => Arch::Arm64,
-                _ => Arch::X86_64,
-            }),
-            backend: self.backend,
+            arch: Some(machine.arch),
             memory: Size(machine.memory),
-            memory_kind: self.memory_kind,
-            resident: self.resident,
             vcpus: u32::try_from(machine.vcpus).unwrap_or(u32::MAX),
-            swap: self.swap,
-            apf: match machine.apf {
-                lacuna::Apf::On => Apf::On,
-                lacuna::Apf::Off => Apf::Off,
-            },
+            apf: machine.apf,
             cpu: match machine.cpu {
-                CpuModel::Host => Cpu::Host,
-                CpuModel::Common { .. } => Cpu::Common,
+                CpuModel::Host => super::Cpu::Host,
+                CpuModel::Common { .. } => super::Cpu::Common,
             },
-            thp: self.thp,
-            dirty: self.dirty,
-            disk: self.disk,
+            on: self.clone(),
             pages_from: None,
             patience: None,
             exit_on_missing: false,
             seed: None,
-            // `Command::trace` has the file.
-            trace: None,
             profile: false,
             pin: None,
             append: String::new(),
-            control: self.control,
-            metrics: self.metrics,
-            paused: self.paused,
-            output: self.output,
-        }
-    }
-}
-
-impl RunArgs {
-    /// As these options, but for `machine`, which comes from `from`.
-    pub fn on(&self, from: String, machine: &MachineConfig) -> Self {
-        let options = RunOn {
-            backend: self.backend,
-            memory_kind: self.memory_kind,
-            resident: self.resident,
-            swap: self.swap.clone(),
-            thp: self.thp,
-            dirty: self.dirty,
-            disk: self.disk.clone(),
-            control: self.control.clone(),
-            metrics: self.metrics,
-            paused: self.paused,
-            output: self.output.clone(),
-        };
-        Self {
-            wait_again: self.wait_again,
-            ..options.machine(from, machine)
         }
     }
 }

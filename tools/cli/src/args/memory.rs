@@ -2,46 +2,13 @@
 
 use super::{PagesFrom, RunArgs};
 use crate::size::Size;
-use clap::ValueEnum;
-use std::fmt;
+use lacuna::memory::MemoryKind;
+use lacuna_lab::options::{KINDS, name_of};
 
 /// The resident part of a guest with more memory than this, unless `--resident` says otherwise.
 const RESIDENT: Size = Size(512 << 20);
 /// A huge page of hugetlbfs.
 const HUGE: Size = Size(2 << 20);
-
-/// `--memory-kind`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum MemoryKind {
-    /// Frames of a budget of this process, which swaps pages out
-    Pool,
-    /// Private memory of Linux, which alone may swap it out
-    Anonymous,
-    /// A shared memory file (memfd_create)
-    Memfd,
-    /// A shared memory file in reserved huge pages of 2 MiB
-    Hugetlbfs,
-}
-
-impl MemoryKind {
-    /// The backends' word for it.
-    pub const fn of_builder(self) -> lacuna::memory::MemoryKind {
-        match self {
-            Self::Pool => lacuna::memory::MemoryKind::Budget,
-            Self::Anonymous => lacuna::memory::MemoryKind::Linux,
-            Self::Memfd => lacuna::memory::MemoryKind::Shared,
-            Self::Hugetlbfs => lacuna::memory::MemoryKind::Hugetlbfs,
-        }
-    }
-}
-
-/// As `--memory-kind` takes it.
-impl fmt::Display for MemoryKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = self.to_possible_value().expect("no value is hidden");
-        f.write_str(value.get_name())
-    }
-}
 
 /// Options that contradict each other.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -51,7 +18,7 @@ pub enum WrongMemory {
         "--pages-from handler: a page-fault handler fills anonymous or hugetlbfs memory, and not \
          {0}; leave --memory-kind out, or give one of the two"
     )]
-    Handler(MemoryKind),
+    Handler(&'static str),
     /// The backend evicts nothing but its pool.
     #[error(
         "{option} is for --memory-kind pool, and the guest's memory is {kind}: Linux alone evicts \
@@ -61,7 +28,7 @@ pub enum WrongMemory {
         /// The option.
         option: &'static str,
         /// Where the guest's memory is.
-        kind: MemoryKind,
+        kind: &'static str,
     },
     /// A part of a huge page.
     #[error("--memory {0}: memory in huge pages is a multiple of {HUGE}; give such a size")]
@@ -71,10 +38,10 @@ pub enum WrongMemory {
 impl RunArgs {
     /// Where the guest has its memory.
     pub fn kind(&self) -> MemoryKind {
-        self.memory_kind.unwrap_or(match self.pages_from {
+        self.on.memory_kind.unwrap_or(match self.pages_from {
             // A handler fills memory of Linux only.
-            Some(PagesFrom::Handler(_)) => MemoryKind::Anonymous,
-            _ => MemoryKind::Pool,
+            Some(PagesFrom::Handler(_)) => MemoryKind::Linux,
+            _ => MemoryKind::Budget,
         })
     }
 
@@ -86,7 +53,7 @@ impl RunArgs {
     /// How much of the guest's memory may be in frames or pages that the backend evicts.
     pub fn budget(&self) -> Size {
         let most = RESIDENT.0.min(self.memory.0);
-        self.resident.unwrap_or(Size(most))
+        self.on.resident.unwrap_or(Size(most))
     }
 
     /// Refuses options that do not exist for this kind of memory.
@@ -95,17 +62,18 @@ impl RunArgs {
     /// The first of them.
     pub fn check_kind(&self) -> Result<(), WrongMemory> {
         let kind = self.kind();
+        let name = name_of(&KINDS, &kind);
         let option = match () {
-            () if kind == MemoryKind::Pool => None,
-            () if self.resident.is_some() => Some("--resident"),
-            () if self.swap.is_some() => Some("--swap"),
-            () if self.thp.is_some() => Some("--thp"),
+            () if kind == MemoryKind::Budget => None,
+            () if self.on.resident.is_some() => Some("--resident"),
+            () if self.on.swap.is_some() => Some("--swap"),
+            () if self.on.thp.is_some() => Some("--thp"),
             () => None,
         };
         match (kind, option, &self.pages_from) {
-            (_, Some(option), _) => Err(WrongMemory::NeedsPool { option, kind }),
-            (MemoryKind::Pool | MemoryKind::Memfd, _, Some(PagesFrom::Handler(_))) => {
-                Err(WrongMemory::Handler(kind))
+            (_, Some(option), _) => Err(WrongMemory::NeedsPool { option, kind: name }),
+            (MemoryKind::Budget | MemoryKind::Shared, _, Some(PagesFrom::Handler(_))) => {
+                Err(WrongMemory::Handler(name))
             }
             (MemoryKind::Hugetlbfs, ..) if !self.memory.0.is_multiple_of(HUGE.0) => {
                 Err(WrongMemory::PartOfHugePage(self.memory))
@@ -133,11 +101,11 @@ mod tests {
     #[test]
     fn kinds_of_memory() {
         for (options, kind) in [
-            ("", MemoryKind::Pool),
-            ("--resident 1G --thp always --swap mem", MemoryKind::Pool),
-            ("--pages-from handler:/h", MemoryKind::Anonymous),
-            ("--pages-from zeros", MemoryKind::Pool),
-            ("--pages-from zeros --memory-kind memfd", MemoryKind::Memfd),
+            ("", MemoryKind::Budget),
+            ("--resident 1G --thp always --swap mem", MemoryKind::Budget),
+            ("--pages-from handler:/h", MemoryKind::Linux),
+            ("--pages-from zeros", MemoryKind::Budget),
+            ("--pages-from zeros --memory-kind memfd", MemoryKind::Shared),
             (
                 "--pages-from handler:/h --memory-kind hugetlbfs",
                 MemoryKind::Hugetlbfs,

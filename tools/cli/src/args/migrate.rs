@@ -3,9 +3,10 @@
 use super::{Output, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{parse_duration, parse_rate};
-use clap::{Args, ValueEnum};
+use clap::Args;
 use lacuna::migrate::stream::{Compression, Mode};
 use lacuna::migrate::transport::Address;
+use lacuna_lab::options::{Value, named};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -30,8 +31,8 @@ pub struct MigrateArgs {
     /// (after the memory that it does not write again). After the guest, this process has to live
     /// until the rest of its memory is there: if it ends before, the guest is lost [default:
     /// precopy]
-    #[arg(long, value_enum, value_name = "MODE", hide_possible_values = true)]
-    pub mode: Option<MoveMode>,
+    #[arg(long, value_name = "MODE", value_parser = named(MODES), hide_possible_values = true)]
+    pub mode: Option<Mode>,
     /// The limit of the guest's downtime for its last pages; in a precopy it is longer if the guest
     /// writes faster than pages are sent [default: 50ms]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
@@ -42,8 +43,8 @@ pub struct MigrateArgs {
     pub streams: Option<u32>,
     /// How pages are compressed on their way: none, lz4 (for networks of a few hundred megabytes a
     /// second) or zstd (for slower ones) [default: none]
-    #[arg(long, value_enum, value_name = "METHOD", hide_possible_values = true)]
-    pub compress: Option<Compress>,
+    #[arg(long, value_name = "METHOD", value_parser = named(COMPRESS), hide_possible_values = true)]
+    pub compress: Option<Compression>,
     /// The most that is sent for the guest's memory while the guest runs, such as 100M/s; its last
     /// pages, and pages that it needs at once, are sent beside this limit [default: none]
     #[arg(long, value_name = "SIZE/s", value_parser = parse_rate)]
@@ -68,46 +69,22 @@ pub struct MigrateArgs {
 const MOVING: [&str; 6] = ["to", "downtime", "mode", "streams", "compress", "bandwidth"];
 
 /// `--mode`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum MoveMode {
-    /// After its memory
-    Precopy,
-    /// Before its memory
-    Postcopy,
-    /// After the memory that it does not write again
-    Hybrid,
-}
-
-impl From<MoveMode> for Mode {
-    fn from(mode: MoveMode) -> Self {
-        match mode {
-            MoveMode::Precopy => Self::PreCopy,
-            MoveMode::Postcopy => Self::PostCopy,
-            MoveMode::Hybrid => Self::Hybrid,
-        }
-    }
-}
+pub const MODES: [Value<Mode>; 3] = [
+    ("precopy", Mode::PreCopy, "After its memory"),
+    ("postcopy", Mode::PostCopy, "Before its memory"),
+    (
+        "hybrid",
+        Mode::Hybrid,
+        "After the memory that it does not write again",
+    ),
+];
 
 /// `--compress`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Compress {
-    /// Not at all
-    None,
-    /// LZ4
-    Lz4,
-    /// Zstandard, level 1
-    Zstd,
-}
-
-impl From<Compress> for Compression {
-    fn from(compress: Compress) -> Self {
-        match compress {
-            Compress::None => Self::None,
-            Compress::Lz4 => Self::Lz4,
-            Compress::Zstd => Self::Zstd,
-        }
-    }
-}
+const COMPRESS: [Value<Compression>; 3] = [
+    ("none", Compression::None, "Not at all"),
+    ("lz4", Compression::Lz4, "LZ4"),
+    ("zstd", Compression::Zstd, "Zstandard, level 1"),
+];
 
 #[cfg(test)]
 mod tests {
@@ -127,10 +104,10 @@ mod tests {
         assert_eq!((args.mode, args.cancel), (None, false));
         let args = "--mode hybrid --streams 4 --compress zstd --bandwidth 1M/s";
         let args = migrate(&format!("lacuna migrate --control c unix:/s {args}"));
-        assert_eq!(args.mode, Some(MoveMode::Hybrid));
+        assert_eq!(args.mode, Some(Mode::Hybrid));
         assert_eq!(
             (args.streams, args.compress),
-            (Some(4), Some(Compress::Zstd))
+            (Some(4), Some(Compression::Zstd))
         );
         assert_eq!(args.bandwidth, NonZeroU64::new(1 << 20));
         assert!(migrate("lacuna migrate --control c --cancel").cancel);

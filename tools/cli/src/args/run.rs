@@ -1,16 +1,16 @@
 //! The options of `lacuna run`.
 
-use super::{DirtyArgs, MemoryKind, Output, PagesFrom, Patience, TlsArgs};
+use super::{PagesFrom, Patience, RunOn, TlsArgs};
 use crate::exit::EXIT_CODES;
 use crate::size::{Size, parse_duration};
 use clap::builder::ArgPredicate;
 use clap::{Args, ValueEnum};
 use lacuna::memory::HugePages;
 use lacuna::migrate::transport::Address;
-use lacuna::{CpuModel, VCPUS_MAX};
+use lacuna::{Apf, Arch, CpuModel, VCPUS_MAX};
 use lacuna_lab::cores::Cores;
+use lacuna_lab::options::{ARCHS, Value, named};
 use std::fmt;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub struct RunArgs {
     /// guest that lacuna migrate sends, and run it. The guest brings its number of processors and
     /// its memory size
     #[arg(long, value_name = "ADDRESS", conflicts_with_all = [
-        "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append"
+        "image", "arch", "memory", "vcpus", "apf", "cpu", "pages_from", "seed", "append", "paused"
     ])]
     pub incoming: Option<Address>,
     /// After a failed attempt of a source, say why and wait for the guest again, instead of ending
@@ -45,24 +45,11 @@ pub struct RunArgs {
     #[command(flatten)]
     pub tls: TlsArgs,
     /// The processor of a built-in guest; a file says by itself which it is for [default: x86_64]
-    #[arg(long, value_enum, value_name = "x86_64|arm64")]
+    #[arg(long, value_name = "x86_64|arm64", value_parser = named(ARCHS))]
     pub arch: Option<Arch>,
-    /// The hypervisor
-    #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
-    pub backend: Backend,
     /// Guest memory: what the guest sees
     #[arg(long, value_name = "SIZE", default_value = "2G")]
     pub memory: Size,
-    /// Where the guest's memory is: pool (frames of a budget of this process, soft only), anonymous
-    /// (private memory of Linux), memfd (a shared memory file, soft only) or hugetlbfs (one in
-    /// reserved huge pages of 2 MiB, soft only) [default: pool on soft; anonymous on kvm, and for a
-    /// handler]
-    #[arg(long, value_enum, value_name = "KIND", hide_possible_values = true)]
-    pub memory_kind: Option<MemoryKind>,
-    /// How much of the guest's memory is resident at a time; for the pool, and on kvm [default: all
-    /// of it, and at most 512M]
-    #[arg(long, value_name = "SIZE")]
-    pub resident: Option<Size>,
     /// Virtual processors; on soft, each takes 2.5M of this process beside --resident
     #[arg(long, value_name = "N", default_value_t = 2,
           value_parser = clap::value_parser!(u32).range(1..=VCPUS_MAX as i64))]
@@ -70,24 +57,13 @@ pub struct RunArgs {
     /// The host's processors on which the vCPUs' threads run, one each, as in 0-3 or 0,2
     #[arg(long, value_name = "LIST", conflicts_with = "seed")]
     pub pin: Option<Cores>,
-    /// Where pages are swapped out to: file or mem (compressed memory), with ,latency=TIME and
-    /// ,dir=PATH if wanted, as in file,dir=/var/tmp,latency=1ms [default: file]
-    #[arg(long, value_name = "DEVICE")]
-    pub swap: Option<SwapSpec>,
     /// Whether the guest is offered asynchronous page faults
-    #[arg(long, value_enum, value_name = "on|off", default_value_t = Apf::On)]
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = named(APF))]
     pub apf: Apf,
     /// Which processor the guest sees: host (all that the backend has) or common (what every
     /// backend has, so that a snapshot can be restored on the other one)
     #[arg(long, value_enum, value_name = "host|common", default_value_t = Cpu::Host)]
     pub cpu: Cpu,
-    /// Where host memory is allocated in 2 MiB pages; on kvm not if the guest is all resident and
-    /// has a page source [default: never]
-    #[arg(long, value_enum, value_name = "never|madvise|always")]
-    pub thp: Option<Thp>,
-    /// How the guest's writes are tracked
-    #[command(flatten)]
-    pub dirty: DirtyArgs,
     /// Where the guest's memory comes from, each page when it is first needed: zeros, file:PATH (a
     /// raw memory file), peer:PATH (the socket of a process that serves pages) or handler:PATH (of
     /// one that fills memory itself, with Firecracker's handshake) [default: zeros, without a
@@ -103,33 +79,12 @@ pub struct RunArgs {
     pub exit_on_missing: bool,
     /// Run all vCPUs on one thread under a virtual clock: the same seed gives the same run; soft
     /// only
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", conflicts_with_all = ["control", "metrics", "disk"])]
     pub seed: Option<u64>,
-    /// A socket to make, through which other processes pause, save, move and stop the guest while
-    /// it runs: docs/control.md, lacuna snapshot save, lacuna migrate
-    #[arg(long, value_name = "SOCKET", conflicts_with = "seed")]
-    pub control: Option<PathBuf>,
-    /// Answer HTTP requests for /metrics at this address with the counters of the guest and its
-    /// memory, in the text format of Prometheus. Every process that reaches the port can read them;
-    /// port 0 lets the system choose one, which is printed
-    #[arg(long, value_name = "IP:PORT", conflicts_with = "seed")]
-    pub metrics: Option<SocketAddr>,
-    /// Write the events of the engine to this file at the end of the run: faults, async page faults
-    /// with their tokens, reads, invalidations, aging, exits. Perfetto opens it
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
     /// Interrupt the vCPUs a hundred times a second, and print which functions of the image they
     /// were in
     #[arg(long, conflicts_with = "seed")]
     pub profile: bool,
-    /// Start the guest paused: its first instruction follows a resume through --control, as by
-    /// lacuna ctl SOCKET resume
-    #[arg(long, requires = "control", conflicts_with = "incoming")]
-    pub paused: bool,
-    /// A virtio disk with the bytes of this file, which the guest reads and writes. A guest that
-    /// moves or is restored needs the same file there
-    #[arg(long, value_name = "FILE", conflicts_with = "seed")]
-    pub disk: Option<PathBuf>,
     /// Words that are appended to the guest's command line
     #[arg(
         long,
@@ -138,9 +93,9 @@ pub struct RunArgs {
         allow_hyphen_values = true
     )]
     pub append: String,
-    /// Where the result goes
+    /// What does not belong to the machine
     #[command(flatten)]
-    pub output: Output,
+    pub on: RunOn,
 }
 
 /// `--backend`.
@@ -159,7 +114,7 @@ impl RunArgs {
     pub fn needs_soft(&self) -> Option<&'static str> {
         match () {
             () if self.seed.is_some() => Some("--seed"),
-            () if self.dirty.dirty.is_some() => Some("--dirty"),
+            () if self.on.dirty.dirty.is_some() => Some("--dirty"),
             () if self.exit_on_missing && self.has_handler() => {
                 Some("--exit-on-missing with a page-fault handler")
             }
@@ -168,33 +123,12 @@ impl RunArgs {
     }
 }
 
-/// `--arch`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Arch {
-    /// 64-bit x86
-    #[value(name = "x86_64")]
-    X86_64,
-    /// 64-bit Arm: AArch64
-    Arm64,
-}
-
-impl From<Arch> for lacuna::Arch {
-    fn from(arch: Arch) -> Self {
-        match arch {
-            Arch::X86_64 => Self::X86_64,
-            Arch::Arm64 => Self::Arm64,
-        }
-    }
-}
-
 /// `--apf`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Apf {
-    /// The guest gets an event for a page on its way, and runs another process
-    On,
-    /// The vCPU waits for its page
-    Off,
-}
+#[rustfmt::skip]
+const APF: [Value<Apf>; 2] = [
+    ("on", Apf::On, "The guest gets an event for a page on its way, and runs another process"),
+    ("off", Apf::Off, "The vCPU waits for its page"),
+];
 
 /// `--cpu`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
@@ -208,9 +142,9 @@ pub enum Cpu {
 impl Cpu {
     /// The machine's word for it. The TSC of the common processor has the frequency of this host's
     /// KVM, if there is one, because KVM may be unable to change it.
-    pub fn model(self, arch: lacuna::Arch) -> CpuModel {
+    pub fn model(self, arch: Arch) -> CpuModel {
         let tsc_khz = || match arch {
-            lacuna::Arch::X86_64 => lacuna::kvm::tsc_khz(),
+            Arch::X86_64 => lacuna::kvm::tsc_khz(),
             _ => None,
         };
         match self {
@@ -221,45 +155,19 @@ impl Cpu {
 }
 
 /// `--thp`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum Thp {
-    /// Nowhere: 4 KiB pages only
-    Never,
-    /// In ranges for which the VM has advised it
-    Madvise,
-    /// Wherever 2 MiB are free in one piece
-    Always,
-}
-
-impl Thp {
-    /// The host's word for it.
-    pub const fn pages(self) -> HugePages {
-        match self {
-            Self::Never => HugePages::Never,
-            Self::Madvise => HugePages::Madvise,
-            Self::Always => HugePages::Always,
-        }
-    }
-}
-
-/// The host's own default.
-impl Default for Thp {
-    fn default() -> Self {
-        match HugePages::default() {
-            HugePages::Never => Self::Never,
-            HugePages::Madvise => Self::Madvise,
-            HugePages::Always => Self::Always,
-        }
-    }
-}
-
-/// As `--thp` takes it.
-impl fmt::Display for Thp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = self.to_possible_value().expect("no value is hidden");
-        f.write_str(value.get_name())
-    }
-}
+pub const THP: [Value<HugePages>; 3] = [
+    ("never", HugePages::Never, "Nowhere: 4 KiB pages only"),
+    (
+        "madvise",
+        HugePages::Madvise,
+        "In ranges for which the VM has advised it",
+    ),
+    (
+        "always",
+        HugePages::Always,
+        "Wherever 2 MiB are free in one piece",
+    ),
+];
 
 /// A swap device, as `--swap` describes it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -349,7 +257,7 @@ impl fmt::Display for SwapSpec {
 mod tests {
     use super::*;
     use crate::args::tests::parse;
-    use crate::args::{Command, JsonTarget};
+    use crate::args::{Command, JsonTarget, Output};
     use lacuna::dirty::{Delivery, Detection};
 
     fn run(line: &str) -> RunArgs {
@@ -373,12 +281,11 @@ mod tests {
             "no more than the guest has"
         );
         assert_eq!((args.seed, args.append.as_str()), (None, ""));
-        assert_eq!((args.apf, args.thp), (Apf::On, None));
-        assert_eq!(args.dirty.detection(), Detection::Pml);
-        assert_eq!(args.dirty.delivery(), Delivery::Bitmap);
-        assert_eq!(args.backend, Backend::Soft);
-        assert_eq!(Thp::default().pages(), HugePages::default());
-        assert_eq!(args.swap, None);
+        assert_eq!((args.apf, args.on.thp), (Apf::On, None));
+        assert_eq!(args.on.dirty.detection(), Detection::Pml);
+        assert_eq!(args.on.dirty.delivery(), Delivery::Bitmap);
+        assert_eq!(args.on.backend, Backend::Soft);
+        assert_eq!(args.on.swap, None);
         assert_eq!((args.pages_from, args.exit_on_missing), (None, false));
     }
 
@@ -394,19 +301,19 @@ mod tests {
             ("x.elf", Size(64 << 20), 4)
         );
         assert_eq!((args.seed, args.append.as_str()), (Some(7), "-v"));
-        assert_eq!((args.apf, args.thp), (Apf::Off, Some(Thp::Always)));
+        assert_eq!((args.apf, args.on.thp), (Apf::Off, Some(HugePages::Always)));
         assert_eq!(args.needs_soft(), Some("--seed"));
-        assert_eq!(args.dirty.detection(), Detection::WriteProtect);
-        assert!(matches!(args.dirty.delivery(), Delivery::Ring { .. }));
+        assert_eq!(args.on.dirty.detection(), Detection::WriteProtect);
+        assert!(matches!(args.on.dirty.delivery(), Delivery::Ring { .. }));
         let file = Some(PagesFrom::File("/m".into()));
         assert_eq!((args.pages_from, args.exit_on_missing), (file, true));
         let swap = SwapSpec {
             medium: SwapMedium::Memory,
             latency: Duration::from_millis(1),
         };
-        assert_eq!(args.swap, Some(swap));
+        assert_eq!(args.on.swap, Some(swap));
         assert_eq!(
-            args.output,
+            args.on.output,
             Output {
                 json: Some(JsonTarget::Stdout),
                 quiet: true

@@ -1,11 +1,9 @@
 //! The options of `lacuna snapshot`.
 
-use super::{Backend, DirtyArgs, MemoryKind, Output, Patience, RunArgs, RunOn, SwapSpec, Thp};
+use super::{Output, Patience, RunOn};
 use crate::exit::EXIT_CODES;
-use crate::size::{Size, parse_duration};
+use crate::size::parse_duration;
 use clap::{Args, Subcommand};
-use lacuna::migrate::MachineConfig;
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -83,62 +81,9 @@ pub struct RestoreArgs {
     /// Read the pages of this record of an earlier restore first, in their order
     #[arg(long, value_name = "FILE", requires = "lazy")]
     pub replay: Option<PathBuf>,
-    /// The hypervisor; a guest moves from one to the other if it was started with --cpu common
-    #[arg(long, value_enum, value_name = "soft|kvm|auto", default_value_t = Backend::Soft)]
-    pub backend: Backend,
-    /// As lacuna run --memory-kind
-    #[arg(long, value_enum, value_name = "KIND")]
-    pub memory_kind: Option<MemoryKind>,
-    /// As lacuna run --resident
-    #[arg(long, value_name = "SIZE")]
-    pub resident: Option<Size>,
-    /// As lacuna run --swap
-    #[arg(long, value_name = "DEVICE")]
-    pub swap: Option<SwapSpec>,
-    /// As lacuna run --thp
-    #[arg(long, value_enum, value_name = "never|madvise|always")]
-    pub thp: Option<Thp>,
-    /// How the guest's writes are tracked
+    /// What does not belong to the machine
     #[command(flatten)]
-    pub dirty: DirtyArgs,
-    /// As lacuna run --disk
-    #[arg(long, value_name = "FILE")]
-    pub disk: Option<PathBuf>,
-    /// As lacuna run --control
-    #[arg(long, value_name = "SOCKET")]
-    pub control: Option<PathBuf>,
-    /// As lacuna run --metrics
-    #[arg(long, value_name = "IP:PORT")]
-    pub metrics: Option<SocketAddr>,
-    /// As lacuna run --trace
-    #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
-    /// As lacuna run --paused
-    #[arg(long, requires = "control")]
-    pub paused: bool,
-    /// Where the result goes
-    #[command(flatten)]
-    pub output: Output,
-}
-
-impl RestoreArgs {
-    /// The run of the saved machine.
-    pub fn run(&self, machine: &MachineConfig) -> RunArgs {
-        let options = RunOn {
-            backend: self.backend,
-            memory_kind: self.memory_kind,
-            resident: self.resident,
-            swap: self.swap.clone(),
-            thp: self.thp,
-            dirty: self.dirty,
-            disk: self.disk.clone(),
-            control: self.control.clone(),
-            metrics: self.metrics,
-            paused: self.paused,
-            output: self.output.clone(),
-        };
-        options.machine(self.folder.display().to_string(), machine)
-    }
+    pub on: RunOn,
 }
 
 #[cfg(test)]

@@ -24,7 +24,7 @@ const fn place(arch: Arch) -> (Gpa, u32) {
 /// The command-line word that names the disk; empty without `--disk`.
 pub(super) fn words(args: &RunArgs, arch: Arch) -> String {
     let (at, line) = place(arch);
-    match args.disk {
+    match args.on.disk {
         Some(_) => format!(" {}", Mmio::<Block>::kernel_parameter(at, line)),
         None => String::new(),
     }
@@ -36,7 +36,7 @@ pub(super) fn add<V: Vm>(
     vm: &Arc<V>,
     devices: &PlatformDevices,
 ) -> Result<(), Refusal> {
-    let Some(path) = &job.args.disk else {
+    let Some(path) = &job.args.on.disk else {
         return Ok(());
     };
     let shown = path.display();

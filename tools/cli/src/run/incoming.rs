@@ -6,9 +6,8 @@
 
 use super::threads::{EndServing, failed};
 use super::{Job, Refusal, Sockets, Start, run_with};
-use crate::args::RunArgs;
+use crate::args::{MODES, RunArgs};
 use crate::exit::{Exit, transport_refusal};
-use crate::migrate::words;
 use crate::output::{check_target, complain, visible};
 use crate::progress::line;
 use crate::sample::Received;
@@ -20,6 +19,7 @@ use lacuna::migrate::transport::{Address, Listener};
 use lacuna::migrate::{MachineConfig, MigrateError};
 use lacuna::{PAGE_SIZE, PlatformDevices, VCPUS_MAX, Vm};
 use lacuna_control::{Awaiting, ControlSocket, undecided_at_destination};
+use lacuna_lab::options::name_of;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -63,7 +63,7 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
     let signals = Signals::catch(&cut);
     let signals =
         signals.map_err(|error| (Exit::Host, format!("cannot catch signals: {error}")))?;
-    check_target(&args.output)?;
+    check_target(&args.on.output)?;
     let sockets = Sockets::open(args)?;
     let files = args.tls.files(at).map_err(|text| (Exit::Usage, text))?;
     let listener = Listener::open(at, files.as_ref(), cut).map_err(transport_refusal)?;
@@ -79,7 +79,10 @@ pub(super) fn wait_and_run(args: &RunArgs, at: &Address) -> Result<Exit, Refusal
         };
         let arrival =
             arrival.ok_or_else(|| before_it_came(&signals, is_stopped(), "before a guest came"))?;
-        let run = args.on(at.clone(), arrival.machine());
+        let run = RunArgs {
+            wait_again: args.wait_again,
+            ..args.on.machine(at.clone(), arrival.machine())
+        };
         let done = check(arrival.machine())
             .and_then(|()| run_with(&run, Start::Incoming(&arrival), &signals, &sockets));
         if let Err((_, why)) = &done {
@@ -149,13 +152,13 @@ pub(super) fn receive<V: Vm>(
     vm: &Arc<V>,
     devices: &PlatformDevices,
 ) -> Result<Prepared<V>, Refusal> {
-    let live = line(job.args.output.quiet);
+    let live = line(job.args.on.output.quiet);
     let taken = arrival.receive(vm, devices, &mut || {
         let now = arrival.handle().progress(0);
         live.set_message(format!(
             "receiving a guest of {} ({}): {} of pages came, {}/s",
             Size(arrival.machine().memory),
-            words(now.mode),
+            name_of(&MODES, &now.mode),
             Size(now.came * PAGE_SIZE as u64),
             Size(now.rate as u64),
         ));

@@ -1,7 +1,7 @@
 //! The report of a run: the sample before it, and its result.
 
 use super::{Refusal, Start, profile};
-use crate::args::{self, MemoryKind, RunArgs};
+use crate::args::{MODES, RunArgs, SwapSpec, THP};
 use crate::exit::Exit;
 use crate::live::summary;
 use crate::output::write_result_until_signal;
@@ -9,10 +9,11 @@ use crate::pages::GuestPages;
 use crate::sample::{Before, ProfileRow, Received, RunOptions, RunReport, RunSample};
 use crate::signals::{Signal, Signals};
 use crate::size::Size;
-use lacuna::memory::HugePages;
+use lacuna::memory::{HugePages, MemoryKind};
 use lacuna::migrate::session::Migrated;
-use lacuna::{Builder, Ending, Vm as _};
+use lacuna::{Apf, Builder, Ending, Vm as _};
 use lacuna_control::{PageCounts as _, missing_in_words};
+use lacuna_lab::options::{KINDS, name_of};
 use lacuna_lab::report::time;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,12 +21,12 @@ use std::time::Duration;
 /// The sample before a run has begun, with the parts that this backend and these options have.
 pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages>>) -> RunSample {
     let soft = B::Vm::BACKEND == lacuna::Backend::Soft;
-    let huge = args.thp.unwrap_or_default().pages() != HugePages::Never;
+    let huge = args.on.thp.unwrap_or_default() != HugePages::Never;
     RunSample {
         memory_bytes: args.memory.0,
         budget_bytes: limit(args).0,
         huge: (soft && huge).then(Default::default),
-        apf: (soft && args.apf == args::Apf::On).then(Default::default),
+        apf: (soft && args.apf == Apf::On).then(Default::default),
         pages: pages.map(|pages| pages.pages(Duration::ZERO)),
         ..RunSample::default()
     }
@@ -33,7 +34,7 @@ pub(super) fn at_first<B: Builder>(args: &RunArgs, pages: Option<&Arc<GuestPages
 
 /// How much of the guest's memory may be resident: all, where this process evicts nothing.
 fn limit(args: &RunArgs) -> Size {
-    match args.kind() != MemoryKind::Pool {
+    match args.kind() != MemoryKind::Budget {
         true => args.memory,
         false => args.budget(),
     }
@@ -99,7 +100,7 @@ pub(super) fn finish<B: Builder>(
     report.migrated = run.migrated;
     report.outcome = text;
     let json = serde_json::to_string_pretty(&report).expect("every field has a JSON form");
-    write_result_until_signal(&args.output, &words, &(json + "\n"), signals)?;
+    write_result_until_signal(&args.on.output, &words, &(json + "\n"), signals)?;
     Ok(exit)
 }
 
@@ -120,7 +121,7 @@ fn received_in_words(received: &Received) -> String {
     let mut text = format!(
         "received  {pages} pages at {at} in {seconds:.1} s, and {late} after the guest ({}), \
          {again} of them again; {} over the connections; downtime {}",
-        crate::migrate::words(*mode),
+        name_of(&MODES, mode),
         Size(*bytes),
         time(downtime_us.saturating_mul(1000)),
     );
@@ -175,20 +176,20 @@ pub fn verdict(ending: &Ending, asked: &Asked) -> (Exit, String) {
 
 fn options<B: Builder>(args: &RunArgs, builder: &B, start: Start<'_>) -> RunOptions {
     let soft = B::Vm::BACKEND == lacuna::Backend::Soft;
-    let swap = args.swap.as_ref().map(ToString::to_string);
+    let swap = args.on.swap.as_ref().map(ToString::to_string);
     RunOptions {
         image: args.image.clone(),
         backend: B::Vm::BACKEND.name().into(),
         memory_bytes: args.memory.0,
-        memory_kind: args.kind().to_string(),
+        memory_kind: name_of(&KINDS, &args.kind()).into(),
         resident_bytes: limit(args).0,
         vcpus: args.vcpus,
         swap: swap.unwrap_or_else(|| match soft {
-            true => crate::args::SwapSpec::default().to_string(),
+            true => SwapSpec::default().to_string(),
             false => "mem".into(),
         }),
-        apf: args.apf == args::Apf::On,
-        thp: args.thp.unwrap_or_default().to_string(),
+        apf: args.apf == Apf::On,
+        thp: name_of(&THP, &args.on.thp.unwrap_or_default()).into(),
         pages_from: args.pages_from.as_ref().map(ToString::to_string),
         exit_on_missing: args.exit_on_missing,
         seed: args.seed,

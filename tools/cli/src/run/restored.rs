@@ -1,14 +1,14 @@
 //! Puts a snapshot into a VM: whole, or its state first and its pages while the guest runs.
 
 use super::{Job, Refusal, Start};
-use crate::args::{Backend, MemoryKind, RunArgs, Thp};
+use crate::args::{Backend, RunArgs};
 use crate::exit::Exit;
 use crate::output::complain;
 use crate::pages::Restoring;
 use crate::progress::bar;
 use crate::sample::{LazyPages, Restored};
 use crate::snapshot::refusal;
-use lacuna::memory::{LinuxBacking, PrivateFile};
+use lacuna::memory::{HugePages, LinuxBacking, MemoryKind, PrivateFile};
 use lacuna::migrate::{MigrateError, Recorder, Snapshot, Touches};
 use lacuna::source::Policy;
 use lacuna::{PlatformDevices, Vm};
@@ -30,13 +30,13 @@ pub(super) fn in_place(
         return Ok(None);
     };
     let is_linux = match args.kind() {
-        MemoryKind::Anonymous => true,
+        MemoryKind::Linux => true,
         // A budget of all the guest's memory is memory of Linux there.
-        MemoryKind::Pool => {
-            let is_huge = args.thp.is_some_and(|thp| thp != Thp::Never);
+        MemoryKind::Budget => {
+            let is_huge = args.on.thp.is_some_and(|thp| thp != HugePages::Never);
             backend == Backend::Kvm && args.budget() >= args.memory && !is_huge
         }
-        MemoryKind::Memfd | MemoryKind::Hugetlbfs => false,
+        MemoryKind::Shared | MemoryKind::Hugetlbfs => false,
     };
     let file = snapshot.memory_file().filter(|_| is_linux);
     let file = file.map(|file| PrivateFile::of_file(file, 0)).transpose();
@@ -51,7 +51,7 @@ pub(super) fn restore<V: Vm>(
     vm: &Arc<V>,
     devices: &PlatformDevices,
 ) -> Result<(Vec<V::Vcpu>, Restored), Refusal> {
-    let (began, live) = (Instant::now(), bar(job.args.output.quiet));
+    let (began, live) = (Instant::now(), bar(job.args.on.output.quiet));
     live.set_length(snapshot.pages());
     live.set_message("restoring");
     let mut each = |pages| {

@@ -136,7 +136,7 @@ fn controlled<'a, V: Vm>(
     let mut controlled = Controlled::new(socket, vm, devices);
     controlled.incoming = incoming_guest(job).cloned();
     controlled.pages = job.pages.clone().map(|pages| pages as Arc<dyn PageCounts>);
-    if job.args.paused {
+    if job.args.on.paused {
         controlled.start_paused();
     }
     controlled

@@ -12,7 +12,7 @@
 
 use super::{DemandPaging, Fixture, Outcome};
 use crate::experiment::{LabError, LabResult};
-use crate::options::KINDS;
+use crate::options::{KINDS, name_of};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -63,14 +63,14 @@ impl Process {
     /// Starts the program at `lacuna` as a child: the vCPUs of its VMs exit at missing pages.
     pub fn start(lacuna: &Path, options: &DemandPaging) -> LabResult<Self> {
         let guest = &options.guest;
-        let kind = KINDS.iter().find(|kind| kind.1 == guest.memory_kind);
+        let kind = name_of(&KINDS, &guest.memory_kind);
         let pin = guest.pin.iter().map(|cores| format!("--pin={cores}"));
         let mut child = Command::new(lacuna)
             .args(["test", "demand-paging", "--by=exits"])
             .arg(format!("--{LOCKSTEP}"))
             .arg(format!("--vcpus={}", guest.vcpus))
             .arg(format!("--bytes={}", guest.bytes.0))
-            .arg(format!("--memory-kind={}", kind.expect("a kind").0))
+            .arg(format!("--memory-kind={}", kind))
             .args(pin)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

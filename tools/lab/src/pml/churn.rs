@@ -287,8 +287,8 @@ fn period(churns: &mut [Churn<'_>], setup: &Setup, vms: &[usize]) -> Result<Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dirty_log::rings;
     use crate::fixture::needs_guests;
+    use crate::options::Recorder;
     use lacuna::dirty::Backup;
     use lacuna_skip::test;
 
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn every_watch_sees_what_it_should() {
         needs_guests();
-        for delivery in [Delivery::Bitmap, rings(Backup::None)] {
+        for delivery in [Delivery::Bitmap, Recorder::Ring.delivery(Backup::None)] {
             let setup = small(delivery);
             let arms = [WP, PML, Watch::Nothing(Detection::Pml)];
             let done = with_churns(&setup, 3, |churns| play(churns, &setup, &arms, COLD_MAX, 2));

@@ -12,9 +12,10 @@
 
 use super::one_vcpu;
 use crate::cores::Cores;
-use crate::dirty_log::{DirtyTest, Harvested, Recorder};
+use crate::dirty_log::{DirtyTest, Harvested};
 use crate::experiment::LabError;
 use crate::experiment::Options;
+use crate::options::Recorder;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Summary, measures};

@@ -19,10 +19,10 @@
 //! so the results have no bar.
 
 use super::monitor::{DIRTIED, HARVEST, PER_CPU_S, PER_S, Pace, slice};
-use crate::dirty_log::rings;
 use crate::experiment::{LabError, Options};
 use crate::fixture::{code, run_to_port};
 use crate::native::thread_cpu_ns;
+use crate::options::Recorder;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
 use crate::session::{image, on};
@@ -42,7 +42,11 @@ pub const STEPS: u64 = 3;
 fn ways() -> [(&'static str, Delivery, Tracker); STEPS as usize] {
     [
         ("bitmap", Delivery::Bitmap, Tracker::Kvm),
-        ("ring", rings(Backup::Bitmap), Tracker::Kvm),
+        (
+            "ring",
+            Recorder::Ring.delivery(Backup::Bitmap),
+            Tracker::Kvm,
+        ),
         ("wp_async", Delivery::Bitmap, Tracker::Pagemap),
     ]
 }

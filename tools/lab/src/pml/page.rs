@@ -12,10 +12,11 @@
 use super::churn::{Counted, DIRTIED, HARVESTS, counted, exits};
 use super::one_vcpu;
 use super::score::{SETS, Set};
-use crate::dirty_log::{DirtyTest, Harvested, Recorder};
+use crate::dirty_log::{DirtyTest, Harvested};
 use crate::exit_cost::EXIT_NS;
 use crate::experiment::{LabError, Options};
 use crate::first_look::{Found, Row};
+use crate::options::Recorder;
 use crate::report::figure;
 use crate::result::{Better, Measurement, Report};
 use crate::stats::{Rounds, Summary, measures, paired};

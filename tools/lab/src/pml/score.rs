@@ -14,10 +14,10 @@ use super::churn::{
     Setup, Watch, play, with_churns,
 };
 use super::kvm;
-use crate::dirty_log::rings;
 use crate::exit_cost::{EXIT_NS, SOURCE as EXIT_SOURCE};
 use crate::experiment::{LabError, Options, vcpus};
 use crate::host_info::HostInfo;
+use crate::options::Recorder;
 use crate::players::TURN;
 use crate::report::Progress;
 use crate::result::{Better, Measurement, Report};
@@ -184,7 +184,7 @@ pub fn measure(
         exit_ns,
         exit_source: "an exit to the VMM on this host's KVM: pml.kvm.exit_ns",
     });
-    for delivery in [Delivery::Bitmap, rings(Backup::None)] {
+    for delivery in [Delivery::Bitmap, Recorder::Ring.delivery(Backup::None)] {
         let setup = Setup {
             period,
             rounds,

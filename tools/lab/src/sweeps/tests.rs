@@ -1,5 +1,5 @@
 use super::*;
-use crate::options::options_of;
+use crate::options::{Recorder, options_of};
 use lacuna::VcpuError;
 use lacuna::missing::{FaultToken, TokenError};
 use lacuna::{DirtyTracking as _, MissingMemory};
@@ -12,7 +12,7 @@ use std::sync::Mutex;
 fn the_order_is_random_or_by_address() {
     let options: GuestOptions = options_of("--bytes 400K");
     let builder = soft::VmBuilder {
-        delivery: crate::dirty_log::rings(lacuna::dirty::Backup::None),
+        delivery: Recorder::Ring.delivery(lacuna::dirty::Backup::None),
         detection: lacuna::dirty::Detection::WriteProtect,
         ..options.soft()
     };

@@ -143,7 +143,7 @@ fn restoring_process() {
     let args::SnapshotCommand::Restore(args) = args.what else {
         panic!("another command");
     };
-    let run = args.run(snapshot.machine());
+    let run = args.on.machine(String::new(), snapshot.machine());
     let exit = exit_of(run_from(&run, Start::Lazily(&lazy), &signals));
     std::process::exit(exit.code().into());
 }
