@@ -14,6 +14,7 @@
 //! | `migrate.total.precopy`, `.postcopy`, `.hybrid` | the total above |
 //! | `migrate.blackout.postcopy_2g` | blackout of a guest of 2 GiB, and p99 of its vCPUs |
 //! | `migrate.rate` | bytes a second, of the rate of plain copies |
+//! | `migrate.pml.*_share_percent` | speed of a guest, during a pre-copy / without one (`pml`) |
 //! | `migrate.worker_kept_percent.1ms` | speed of a process, pages missing / present |
 //! | `migrate.vs_qemu.*` | the same moves by QEMU (`against`) |
 //!
@@ -31,6 +32,7 @@ mod beats;
 mod ends;
 mod modes;
 mod plain;
+mod pml;
 mod qemu;
 mod route;
 mod worker;
@@ -45,7 +47,7 @@ use lacuna::migrate::stream::Mode;
 use route::Route;
 
 /// The separately measurable parts.
-pub const PARTS: &[&str] = &["modes", "large", "rate", "worker", "qemu"];
+pub const PARTS: &[&str] = &["modes", "large", "rate", "pml", "worker", "qemu"];
 
 /// Memory of the guests in MiB.
 const MEMORY: u64 = 512;
@@ -62,7 +64,7 @@ const RATE_ROUNDS: usize = 15;
 /// # Errors
 /// The error of the first failed experiment.
 pub fn run(options: &Options, report: &mut Report) -> LabResult {
-    let progress = Progress::new(2 * PARTS.len() as u64 - 1, options.verbosity);
+    let progress = Progress::new(2 * PARTS.len() as u64 - 2, options.verbosity);
     report.say(
         "migrate: a running guest moves to another VM over a TCP connection of this host. \
          Pre-copy: its memory goes first; post-copy: the guest goes first; hybrid: the guest goes \
@@ -70,6 +72,10 @@ pub fn run(options: &Options, report: &mut Report) -> LabResult {
     );
     let soft = guests::soft(options);
     measure("migrate", &soft, options, report, &progress)?;
+    if options.wants("pml") {
+        progress.step("guests during a pre-copy, by both detections of writes")?;
+        pml::measure(&soft, options, report)?;
+    }
     if options.wants("worker") {
         progress.step("a process that computes, beside pages 1 ms away")?;
         worker::measure(&soft, options, report)?;

@@ -5,8 +5,9 @@ use crate::backed::back;
 use crate::experiment::{LabError, LabResult};
 use crate::guests::{GuestBuilder, attached, machine_for};
 use crate::interrupt;
+use crate::session::Count;
 use lacuna::migrate::session::{Destination, IncomingHandle};
-use lacuna::migrate::stream::{Mode, Plan, Sent, send};
+use lacuna::migrate::stream::{Plan, Sent, send};
 use lacuna::migrate::transport::Connector;
 use lacuna::{Running, Vm};
 use lacuna_guest::status::{Kind, Status};
@@ -32,6 +33,8 @@ pub struct Moved {
     pub made: f64,
     /// Sent pages with content.
     pub pages: u64,
+    /// Steps a second of the guest's workers on the source, from the beginning to `paused`.
+    pub rate: f64,
 }
 
 /// An arrived, running guest.
@@ -48,7 +51,7 @@ pub struct Here<'a, B: GuestBuilder> {
 pub fn move_guest<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,
-    way: (Mode, Route),
+    way: (impl Into<Plan>, Route),
     watch: impl FnOnce(&Here<'_, B>) -> LabResult<T> + Send,
 ) -> LabResult<(Moved, T)> {
     move_and(builder, guest, way, watch, || Ok(()))
@@ -59,12 +62,13 @@ pub fn move_guest<B: GuestBuilder, T: Send>(
 pub fn move_and<B: GuestBuilder, T: Send>(
     builder: &B,
     guest: &Running<B::Vm>,
-    (mode, route): (Mode, Route),
+    (plan, route): (impl Into<Plan>, Route),
     watch: impl FnOnce(&Here<'_, B>) -> LabResult<T> + Send,
     meanwhile: impl FnOnce() -> LabResult,
 ) -> LabResult<(Moved, T)> {
     interrupt::check()?;
     back(guest.vm().config().memory.bytes())?;
+    let plan = plan.into();
     let Route {
         source,
         destination,
@@ -73,7 +77,7 @@ pub fn move_and<B: GuestBuilder, T: Send>(
     thread::scope(|scope| {
         let (needed, may_end) = channel::<()>();
         let arriving = scope.spawn(move || arrive(builder, destination, watch, &may_end));
-        let sent = send_all(guest, source, mode);
+        let sent = send_all(guest, source, &plan);
         if sent.is_err() {
             destination.end_wait();
         }
@@ -88,16 +92,19 @@ pub fn move_and<B: GuestBuilder, T: Send>(
     })
 }
 
-fn send_all<V: Vm>(guest: &Running<V>, to: &Connector, mode: Mode) -> LabResult<Moved> {
-    let began = Instant::now();
-    let sent = send(guest, to, &Plan::from(mode), &mut |_| {
-        ControlFlow::Continue(())
-    });
-    let total = began.elapsed().as_secs_f64();
+fn send_all<V: Vm>(guest: &Running<V>, to: &Connector, plan: &Plan) -> LabResult<Moved> {
+    let count = || attached(guest)?.count();
+    let began = count()?;
+    let sent = send(guest, to, plan, &mut |_| ControlFlow::Continue(()));
+    let total = began.at.elapsed().as_secs_f64();
     match sent? {
         Sent::Moved(outgoing) => {
+            // The guest is still paused here.
+            let at = outgoing.paused().since();
+            let [rate, _] = Count { at, ..count()? }.rates_since(&began);
             let moved = Moved {
-                paused: outgoing.paused().since(),
+                paused: at,
+                rate,
                 ran: outgoing.ran().expect("the destination has said so"),
                 total,
                 made: 0.0,
@@ -190,6 +197,7 @@ mod tests {
     use crate::guests::beside;
     use lacuna::Gpa;
     use lacuna::GuestMemory as _;
+    use lacuna::migrate::stream::Mode;
     use lacuna::soft::VmBuilder;
     use lacuna_skip::test;
 

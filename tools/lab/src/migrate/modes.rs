@@ -16,7 +16,7 @@ pub const LARGE: u64 = 2048;
 /// The longest blackout of a post-copy in milliseconds.
 const BLACKOUT: f64 = 50.0;
 /// The heaps of `churn`: the hot one is written again and again, the cold one rarely.
-const CHURN: &str = "hot=4M writes=100 frees=0 seconds=1000000";
+pub const CHURN: &str = "hot=4M writes=100 frees=0 seconds=1000000";
 
 /// One move over TCP. Also returns, for each vCPU, the milliseconds from the last instruction on
 /// the source until a process on it had made progress.
