@@ -73,8 +73,8 @@ pub mod vm_memory;
 pub use lacuna_addr::{Gfn, GfnRange, Gpa, PAGE_SIZE, PageCount};
 pub use lacuna_machine::{
     Apf, ApfSwitch, Arch, Backend, BackendError, Boot, Builder, CpuModel, Device, DirtyTracking,
-    Ending, ErrorKind, Exit, GuestMemory, Image, Interrupts, Kick, Layout, LogReader, Machine,
-    MachineError, MemorySlots, MissingMemory, Paused, PlatformDevices, RunEnd, Running,
-    SaveRestore, VCPUS_MAX, Vcpu, VcpuError, VcpuStats, Vm, VmConfig, VmStats,
+    Ending, ErrorKind, Exit, ExitCounts, ExitKind, GuestMemory, Image, Interrupts, Kick, Layout,
+    LogReader, Machine, MachineError, MemorySlots, MissingMemory, Paused, PlatformDevices, RunEnd,
+    Running, SaveRestore, VCPUS_MAX, Vcpu, VcpuError, VcpuStats, Vm, VmConfig, VmStats,
 };
 pub use lacuna_sync::{Clock, HostClock, Nanos};

@@ -9,17 +9,16 @@ use crate::{arch, boot, ioeventfd};
 use lacuna_addr::{Gfn, GfnRange, PAGE_SIZE, PageCount};
 use lacuna_machine::{
     ApfSwitch, Backend, Balloon, DetectedBy, DetectionChoice, DirtyRings, DirtyTracking,
-    GuestWrite, HugePagePolicy, Image, Input, InterruptController, InterruptError, InterruptLines,
-    IoBus, IoEventFdError, LogReaders, MemorySlot, MemorySlotError, MemorySlots, MissingMemory,
-    Msi, SharedFile, SharedState, StateError, TwoStepLog, VcpuStats, VmConfig, VmStats,
-    check_reserved,
+    ExitCounters, GuestWrite, HugePagePolicy, Image, Input, InterruptController, InterruptError,
+    InterruptLines, IoBus, IoEventFdError, LogReaders, MemorySlot, MemorySlotError, MemorySlots,
+    MissingMemory, Msi, SharedFile, SharedState, StateError, TwoStepLog, VcpuStats, VmConfig,
+    VmStats, check_reserved,
 };
 use lacuna_metrics::Metrics;
 use lacuna_slots::{Delivery, DirtyError, Logging, SlotError, SlotFlags, SlotId};
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 impl fmt::Debug for Vm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -71,9 +70,9 @@ impl lacuna_machine::Vm for Vm {
         };
         stats.pages_in = host.swapped_in;
         stats.pages_out = host.swapped_out;
-        let vcpu = |exits: &std::sync::atomic::AtomicU64| {
+        let vcpu = |exits: &ExitCounters| {
             let mut vcpu = VcpuStats::default();
-            vcpu.exits = exits.load(Ordering::Relaxed);
+            vcpu.exits = exits.read();
             vcpu
         };
         stats.vcpus = self.exits.iter().map(vcpu).collect();

@@ -20,7 +20,6 @@ use lacuna_machine::{
 use lacuna_slots::SlotFlags;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// One virtual processor of the KVM backend.
 pub struct Vcpu {
@@ -396,7 +395,7 @@ impl lacuna_machine::Vcpu for Vcpu {
                 Some(exit) => break exit,
             }
         };
-        self.vm.exits[self.index].fetch_add(1, Ordering::Relaxed);
+        self.vm.exits[self.index].count(&exit);
         Ok(exit)
     }
 

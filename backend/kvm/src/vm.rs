@@ -21,11 +21,12 @@ use kvm_ioctls::{Kvm, VmFd};
 use lacuna_addr::{Gpa, Hva, HvaRange, PAGE_SIZE};
 use lacuna_host::{Host, MemoryKind};
 use lacuna_machine::{
-    Apf, GuestMemory, InterruptLines, Kick, LogReaders, MemoryError, VCPUS_MAX, VmConfig,
+    Apf, ExitCounters, GuestMemory, InterruptLines, Kick, LogReaders, MemoryError, VCPUS_MAX,
+    VmConfig,
 };
 use lacuna_slots::{Delivery, DirtyError, RingSize, SlotFlags, SlotId};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::AtomicBool;
 
 /// One virtual machine.
 pub struct Vm {
@@ -43,8 +44,8 @@ pub struct Vm {
     pub(crate) features: Features,
     pub(crate) config: VmConfig,
     pub(crate) kicks: Arc<VcpuKicks>,
-    /// The number of exits that each vCPU has returned to its VMM.
-    pub(crate) exits: Box<[AtomicU64]>,
+    /// The exits that each vCPU has returned to its VMM.
+    pub(crate) exits: Box<[ExitCounters]>,
     pub(crate) booted: AtomicBool,
     /// The features of KVM's leaf of CPUID, if the host side of the guest's async page faults is in
     /// this process. Otherwise it is KVM.
@@ -95,7 +96,7 @@ impl Vm {
             memory,
             features,
             kicks,
-            exits: (0..config.vcpus).map(|_| AtomicU64::new(0)).collect(),
+            exits: (0..config.vcpus).map(|_| ExitCounters::default()).collect(),
             booted: AtomicBool::new(false),
             own_apf,
             log_readers: LogReaders::default(),

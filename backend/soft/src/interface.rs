@@ -75,7 +75,7 @@ impl lacuna_machine::Vm for Vm {
         stats.pages_out = host.swapped_out;
         let vcpu = |meter: &Meter| {
             let mut vcpu = VcpuStats::default();
-            vcpu.exits = meter.exits.load(Ordering::Relaxed);
+            vcpu.exits = meter.exits.read();
             vcpu.instructions = Some(meter.retired.load(Ordering::Relaxed));
             vcpu
         };

@@ -3,6 +3,7 @@
 use crate::stall::Stalls;
 use lacuna_apf::Stats as ApfStats;
 use lacuna_host::Toucher;
+use lacuna_machine::ExitCounters;
 use lacuna_sync::{Mutex, lock_order};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -13,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 #[repr(align(128))]
 pub(crate) struct Meter {
     pub(crate) retired: AtomicU64,
-    pub(crate) exits: AtomicU64,
+    pub(crate) exits: ExitCounters,
     /// A kick that no run has taken yet.
     pub(crate) kicked: AtomicBool,
     /// Ends the vCPU's wait for a page that is filled from outside.

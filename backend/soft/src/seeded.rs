@@ -18,7 +18,7 @@ use crate::step::{Step, Wait};
 use crate::vm::Vm;
 use fastrand::Rng;
 use lacuna_host::{Host, Ticket};
-use lacuna_machine::{Ending, Exit, Next, PlatformDevices, VcpuError, dispatch};
+use lacuna_machine::{Ending, Exit, Next, PlatformDevices, Vcpu as _, VcpuError, dispatch};
 use lacuna_sync::{Clock, Nanos, VirtualClock};
 use std::sync::Arc;
 
@@ -244,6 +244,9 @@ impl Simulator {
         self.clock
             .advance(runner.vcpu.retired() - before + SLICE_NS);
         let (vm, devices) = &self.guests[runner.guest];
+        if let Step::Exit(exit) = &step {
+            vm.meters[runner.vcpu.index()].exits.count(exit);
+        }
         match step {
             Step::Ran | Step::Wait(Wait::Busy) => {}
             Step::Wait(Wait::Halt(until)) => runner.state = RunnerState::Halted(until),

@@ -438,7 +438,7 @@ impl<P: Platform> lacuna_machine::Vcpu for VcpuOf<P> {
             match self.run_until_idle() {
                 Step::Ran => {}
                 Step::Exit(exit) => {
-                    self.meter().exits.fetch_add(1, Ordering::Relaxed);
+                    self.meter().exits.count(&exit);
                     return Ok(exit);
                 }
                 Step::Failed(error) => return Err(error),

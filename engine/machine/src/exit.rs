@@ -1,5 +1,7 @@
 //! Why a vCPU returned to its VMM.
 
+pub mod counts;
+
 use crate::{ErrorKind, FaultToken, MissingMemory, TokenError};
 use lacuna_addr::Gpa;
 use lacuna_source::FailureKind;

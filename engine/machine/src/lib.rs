@@ -47,6 +47,7 @@ pub use devices::{
 pub use dirty::{
     DetectionChoice, DirtyRings, DirtyTracking, TwoStepLog, harvest, set_logging_everywhere,
 };
+pub use exit::counts::{ExitCounters, ExitCounts, ExitKind};
 pub use exit::{Exit, MemoryFaultFlags, Vcpu, VcpuError, Width};
 pub use image::{Image, ImageError, Segment};
 pub use interrupts::{

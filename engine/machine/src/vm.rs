@@ -5,9 +5,10 @@
 //! returns as an `Option`.
 
 use crate::{
-    Apf, Arch, Balloon, DirtyTracking, Ending, ErrorKind, GuestMemory, GuestWrite, Image,
-    InterruptController, Interrupts, IoBus, IoEventFd, IoEventFdError, Kick, Machine, MachineError,
-    MemorySlots, MissingMemory, PlatformDevices, Running, SaveRestore, SharedState, StateError,
+    Apf, Arch, Balloon, DirtyTracking, Ending, ErrorKind, ExitCounts, ExitKind, GuestMemory,
+    GuestWrite, Image, InterruptController, Interrupts, IoBus, IoEventFd, IoEventFdError, Kick,
+    Machine, MachineError, MemorySlots, MissingMemory, PlatformDevices, Running, SaveRestore,
+    SharedState, StateError,
 };
 use lacuna_addr::{PAGE_SIZE, PageCount};
 use lacuna_metrics::{Kind, Metrics, Value};
@@ -99,8 +100,8 @@ pub struct VmStats {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub struct VcpuStats {
-    /// Exits that the VMM had to handle.
-    pub exits: u64,
+    /// Exits that the VMM had to handle. A halt stays inside the backend, so it is none.
+    pub exits: ExitCounts,
     /// Instructions retired; `None` if the backend does not count them.
     pub instructions: Option<u64>,
 }
@@ -133,17 +134,17 @@ impl VmStats {
             to.add((name, help, Kind::Counter), &[], Value::Whole(value));
         }
         for (vcpu, stats) in self.vcpus.iter().enumerate() {
-            let labels = &[("vcpu", &*vcpu.to_string())];
-            let exits = (
-                "lacuna_vcpu_exits_total",
-                "Exits to the VMM.",
-                Kind::Counter,
-            );
-            to.add(exits, labels, Value::Whole(stats.exits));
+            let vcpu = &*vcpu.to_string();
+            for kind in ExitKind::ALL {
+                let help = "Exits to the VMM, by kind.";
+                let exits = ("lacuna_vcpu_exits_total", help, Kind::Counter);
+                let labels = &[("vcpu", vcpu), ("kind", kind.name())];
+                to.add(exits, labels, Value::Whole(stats.exits.of(kind)));
+            }
             if let Some(retired) = stats.instructions {
                 let help = "Instructions retired.";
                 let of = ("lacuna_vcpu_instructions_total", help, Kind::Counter);
-                to.add(of, labels, Value::Whole(retired));
+                to.add(of, &[("vcpu", vcpu)], Value::Whole(retired));
             }
         }
     }

@@ -7,6 +7,7 @@
 //! ```
 //! No line is wider than a terminal of 60 columns or more. Longer text has further lines.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::io::IsTerminal;
 
@@ -264,6 +265,7 @@ pub fn summary(last: &RunSample) -> String {
         .map(|faults| format!("{} {}", faults.count, faults.kind))
         .collect();
     let _ = writeln!(text, "faults    {}", faults.join(", "));
+    text.push_str(&exits_line(last));
     text.push_str(&dirty_line(&last.dirty));
     for stalls in &last.stalls {
         let _ = writeln!(text, "{}", stall_line(stalls));
@@ -273,6 +275,20 @@ pub fn summary(last: &RunSample) -> String {
     }
     let _ = writeln!(text, "time      {seconds:.1} s");
     text
+}
+
+/// The exits of all vCPUs by kind. Nothing without an exit.
+fn exits_line(last: &RunSample) -> String {
+    let mut kinds = BTreeMap::new();
+    for (kind, count) in last.exits.iter().flatten() {
+        *kinds.entry(*kind).or_insert(0) += count;
+    }
+    kinds.retain(|_, count: &mut u64| *count > 0);
+    let parts = kinds.iter().map(|(kind, count)| format!("{count} {kind}"));
+    match kinds.is_empty() {
+        true => String::new(),
+        false => format!("exits     {}\n", parts.collect::<Vec<_>>().join(", ")),
+    }
 }
 
 fn huge_line(huge: &Huge) -> String {
@@ -382,6 +398,7 @@ mod tests {
             swap_in: 81_000,
             swap_out: 640,
             faults: vec![faults("zero", 131_072), faults("major", 81_000)],
+            exits: vec![[("mmio", 0), ("io", 7)].into(), [("io", 5)].into()],
             stalls: vec![Stalls {
                 vcpu: 0,
                 count: 81_000,
@@ -438,6 +455,7 @@ huge      150 pages of 2M: 192 by a fault, 8 by a collapse; 50 split; 64 faults 
 pages     65536 present, 458750 missing, 2 lost; 16.4k/s, fetch p50 90.0 us, p99 1.2 ms
 swap      81000 pages in, 640 out
 faults    131072 zero, 81000 major
+exits     12 io
 writes    by write protection: 0 logged, 0 times a full log, 70 faults
 vcpu 0    81000 stalls, p50 900 ns, p99 61.5 us, p99.9 2.5 ms
 apf       640 taken, 3 halted, 1 repeated; swap-in min 52.0 us, mean 1.1 ms, max 3.2 ms

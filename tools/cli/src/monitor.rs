@@ -139,7 +139,7 @@ fn is_counter(name: &str) -> bool {
     metric.ends_with("_total") || metric.ends_with("_count")
 }
 
-/// `lacuna_vcpu_exits_total{vcpu="0"}` as `vcpu_exits vcpu=0`.
+/// `lacuna_vcpu_exits_total{vcpu="0",kind="io"}` as `vcpu_exits vcpu=0,kind=io`.
 fn short_name(name: &str) -> String {
     let (metric, labels) = name.split_once('{').unwrap_or((name, ""));
     let metric = metric.strip_prefix("lacuna_").unwrap_or(metric);
@@ -235,16 +235,18 @@ mod tests {
     fn rates_of_counters() {
         let read = |at: Instant, values: &str| (at, serde_json::from_str(values).unwrap());
         let began = Instant::now();
-        let before = r#"{"lacuna_vcpu_exits_total{vcpu=\"0\"}": 5, "lacuna_still_total": 1,
+        let before = r#"{"lacuna_vcpu_exits_total{vcpu=\"0\",kind=\"io\"}": 5,
+            "lacuna_still_total": 1,
             "lacuna_vm_resident_bytes": 5, "lacuna_wait_seconds_count{by=\"a\"}": 1}"#;
-        let now = r#"{"lacuna_vcpu_exits_total{vcpu=\"0\"}": 15, "lacuna_still_total": 1,
+        let now = r#"{"lacuna_vcpu_exits_total{vcpu=\"0\",kind=\"io\"}": 15,
+            "lacuna_still_total": 1,
             "lacuna_vm_resident_bytes": 9, "lacuna_wait_seconds_count{by=\"a\"}": 40001,
             "lacuna_new_total": 1}"#;
         let now = read(began + Duration::from_secs(2), now);
         let rates = Rates::between(&read(began, before), &now);
         let expected = "\
 \x20    20.0k/s  wait_seconds_count by=a
-       5.0/s  vcpu_exits vcpu=0
+       5.0/s  vcpu_exits vcpu=0,kind=io
        0.5/s  new
 
 ";

@@ -5,7 +5,7 @@ use crate::sample::{Apf, Dirty, DirtyCounts, Faults, GuestApf, Huge, RunSample, 
 use lacuna::dirty::{Delivery, DetectionChoice, DirtyStats};
 use lacuna::memory::{HostError, HostStats};
 use lacuna::soft::ApfStats;
-use lacuna::{DirtyTracking, Gpa, Nanos, PageCount, PlatformDevices, RunEnd};
+use lacuna::{DirtyTracking, ExitKind, Gpa, Nanos, PageCount, PlatformDevices, RunEnd, VmStats};
 use lacuna_guest::status::{self, Kind, Status};
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -129,6 +129,7 @@ pub trait Watched: lacuna::Vm {
 impl Watched for lacuna::soft::Vm {
     fn count(&self, last: &mut RunSample) {
         count_host(last, &self.host().stats(), &self.stalls());
+        count_exits(last, &lacuna::Vm::stats(self));
         last.resident_bytes += self.host().linux_pages().bytes();
         count_apf(last, &self.apf_stats());
         count_dirty(last, self);
@@ -154,6 +155,7 @@ impl Watched for lacuna::kvm::Vm {
             fault("zero-fill", stats.first_touches),
             fault("swap-in", stats.pages_in),
         ];
+        count_exits(last, &stats);
         count_dirty(last, self);
     }
 
@@ -172,6 +174,14 @@ fn fault(kind: &str, count: u64) -> Faults {
         kind: kind.into(),
         count,
     }
+}
+
+fn count_exits(last: &mut RunSample, stats: &VmStats) {
+    let exits = stats.vcpus.iter().map(|vcpu| {
+        let count = |kind: ExitKind| (kind.name(), vcpu.exits.of(kind));
+        ExitKind::ALL.map(count).into()
+    });
+    last.exits = exits.collect();
 }
 
 fn count_apf(last: &mut RunSample, vcpus: &[ApfStats]) {

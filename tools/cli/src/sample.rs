@@ -1,6 +1,7 @@
 //! The counters of a run at one moment, and how it ended: the data behind the live view, the
 //! summary and `--json`.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use lacuna::migrate::session::{Migrated, MissingRange};
@@ -32,6 +33,8 @@ pub struct RunSample {
     pub swap_out: u64,
     /// Faults by kind, in the order to show them.
     pub faults: Vec<Faults>,
+    /// The exits of each vCPU to the VMM, by the names of [`lacuna::ExitKind`].
+    pub exits: Vec<BTreeMap<&'static str, u64>>,
     /// How long each vCPU was stopped by missing pages.
     pub stalls: Vec<Stalls>,
     /// Pages of 2 MiB; `None` where the host makes none (`--thp never`).

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use iced_x86::code_asm::*;
-use lacuna_machine::{Arch, Ending, Exit, Vcpu as _, Width};
+use lacuna_machine::{Arch, Ending, Exit, ExitCounts, ExitKind, Vcpu as _, Vm, Width};
 
 use super::Outcome;
 use crate::backend::{Backend, Made, Request};
@@ -99,8 +99,15 @@ pub fn an_unfinished_line_is_passed_on<B: Backend>(backend: &B) -> Outcome {
     })
 }
 
+/// The counted exits of the VM's only vCPU. All of them are of `kind`.
+fn counted(vm: &impl Vm, kind: ExitKind) -> u64 {
+    let counts: ExitCounts = vm.stats().vcpus[0].exits;
+    assert_eq!(counts.of(kind), counts.total(), "{kind:?} in {counts:?}");
+    counts.total()
+}
+
 /// Reads and writes of 1 to 8 bytes leave with their address, width and value, and a read gets the
-/// answer of the VMM.
+/// answer of the VMM. Each is counted.
 pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
     // Each width, and the offsets to read and to write.
     const WIDTHS: [(Width, u32, u32); 4] = [
@@ -119,7 +126,7 @@ pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
     });
     let backend = backend.clone();
     within(move || {
-        let Made { mut vcpus, .. } = backend.make(&small(), &image(&code))?;
+        let Made { vm, mut vcpus, .. } = backend.make(&small(), &image(&code))?;
         let vcpu = &mut vcpus[0];
         for (width, from, to) in WIDTHS {
             let (from, to) = (u64::from(from), u64::from(to));
@@ -143,6 +150,7 @@ pub fn device_memory_has_every_width<B: Backend>(backend: &B) -> Outcome {
                 other => panic!("{other:?} in place of a write of {width:?}"),
             }
         }
+        assert_eq!(counted(&*vm, ExitKind::Mmio), 2 * WIDTHS.len() as u64);
         Ok(())
     })
 }
@@ -201,6 +209,7 @@ pub fn a_kick_interrupts_a_halted_vcpu<B: Backend>(backend: &B) -> Outcome {
                 assert_eq!(exit, Exit::Interrupted);
             });
         }
+        assert_eq!(counted(&*vm, ExitKind::Interrupted), 3);
         Ok(())
     })
 }

@@ -79,7 +79,7 @@ fn a_running_guest_is_counted() {
         assert!(head.contains(&format!("Content-Length: {}", body.len())));
         for told in [
             "# TYPE lacuna_host_faults_zero_fill_total counter\n",
-            "lacuna_vcpu_exits_total{vcpu=\"1\"} ",
+            "lacuna_vcpu_exits_total{vcpu=\"1\",kind=\"interrupted\"} ",
             "lacuna_vcpu_stall_seconds{vcpu=\"0\",quantile=\"0.99\"} ",
             "lacuna_apf_taken_total{vcpu=\"0\"} ",
             "lacuna_dirty_logged_total{vcpu=\"0\"} ",

@@ -137,6 +137,11 @@ fn a_profile_has_the_functions_of_the_image() {
     let output = command.args(run.split(' ')).arg(append).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let exits = report["last"]["exits"].as_array().unwrap();
+    for vcpu in exits {
+        assert!(vcpu["interrupted"].as_u64() > Some(0), "{exits:?}");
+    }
+    assert_eq!(exits.len(), 2);
     let rows = report["profile"].as_array().unwrap();
     let percent: f64 = rows
         .iter()
