@@ -20,6 +20,7 @@ use lacuna_machine::{
 use lacuna_slots::SlotFlags;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use tracing::trace;
 
 /// One virtual processor of the KVM backend.
 pub struct Vcpu {
@@ -186,6 +187,7 @@ impl Vcpu {
             }
             Ok(VcpuExit::Intr) => return Ok(self.requested()),
             Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                trace!(target: "lacuna::mmu", "dirty ring is full");
                 self.ring_full = Some(resets);
                 return Ok(Some(Exit::DirtyRingFull));
             }

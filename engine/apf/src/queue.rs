@@ -295,7 +295,9 @@ impl<A: Abi> Queue<A> {
             flight.expect("a completion of this generation is in flight, and completes once");
         self.recent.push(gfn);
         self.stats.swap_in.record(now.since(flight.since));
+        let vcpu = self.tokens.vcpu();
         if guest.prefault(gfn, flight.access) == Prefault::Mapped {
+            trace!(target: "lacuna::apf", vcpu, gfn = gfn.get(), "fault is retried");
             self.stats.prefaulted += 1;
         }
         let delivered = flight.token;
@@ -304,8 +306,7 @@ impl<A: Abi> Queue<A> {
             Some(Ok(())) => self.stats.ready += 1,
             Some(Err(_)) | None => self.stats.spurious += 1,
         }
-        let (vcpu, gfn) = (self.tokens.vcpu(), gfn.get());
-        let token = delivered.map(Token::get);
+        let (gfn, token) = (gfn.get(), delivered.map(Token::get));
         trace!(target: "lacuna::apf", vcpu, gfn, token, "page-ready");
     }
 

@@ -39,9 +39,21 @@ impl Marker {
         self.counts.add(why, 1);
         let page = slot.page(gfn);
         match &mut self.ring {
-            Some(ring) => self.space = ring.push(slot.id, page),
+            Some(ring) => {
+                let space = ring.push(slot.id, page);
+                self.note(space);
+            }
             None => slot.attach.log().mark(page),
         }
+    }
+
+    /// Notes whether the ring has room.
+    #[inline]
+    fn note(&mut self, space: RingSpace) {
+        if space == RingSpace::SoftFull && self.space == RingSpace::Free {
+            trace!(target: "lacuna::mmu", "dirty ring is full");
+        }
+        self.space = space;
     }
 
     /// Marks pages for which the vCPU's walks have set D. `logged` has the newest first, and its
@@ -62,7 +74,8 @@ impl Marker {
             _ if !log.is_on() => return &logged[..logged.len() - pages.count()],
             Some(ring) => {
                 let count = ring.push_all(slot.id, pages);
-                self.space = ring.space();
+                let space = ring.space();
+                self.note(space);
                 count
             }
             None => log.mark_all(pages),

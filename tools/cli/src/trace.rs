@@ -307,6 +307,9 @@ fn micros(time: Duration) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lacuna::dirty::{Backup, Delivery, Logging, RingSize, set_logging_everywhere};
+    use lacuna::{Arch, Builder, Exit, Gpa, Image, PageCount, Vcpu as _, Vm as _, kvm, soft};
+    use lacuna_skip::test;
     use tracing::subscriber::with_default;
     use tracing::{trace, trace_span};
     use tracing_subscriber::layer::SubscriberExt as _;
@@ -329,6 +332,70 @@ mod tests {
         assert_eq!(events[1]["args"]["count"], 3);
         assert_eq!(events[2]["args"]["number"], 3);
         assert_eq!(events[1 + EVENTS]["args"]["number"], EVENTS + 2);
+    }
+
+    const MEMORY: PageCount = PageCount::new(2048);
+    /// Writes the pages of the upper half of the memory, and then to a port, again and again.
+    const WRITER: &[u8] = &[
+        0xbf, 0, 0, 0x40, 0, // mov edi, 4 << 20
+        0xc6, 0x07, 1, // again: mov byte [rdi], 1
+        0x81, 0xc7, 0, 0x10, 0, 0, // add edi, 4096
+        0x81, 0xff, 0, 0, 0x80, 0, // cmp edi, 8 << 20
+        0x72, 0xef, // jb again
+        0xe6, 0xf4, // out 0xf4, al
+        0xeb, 0xe6, // jmp to the begin
+    ];
+    /// The smallest one. [`WRITER`] writes more pages than it holds.
+    fn ring() -> Delivery {
+        Delivery::Ring {
+            size: RingSize::from_bytes(RingSize::BYTES_MIN).unwrap(),
+            backup: Backup::Bitmap,
+        }
+    }
+
+    /// The exit of [`WRITER`] while its writes are logged, and the events named `name` before it.
+    fn written<B: Builder>(builder: &B, name: &str) -> (Exit, usize) {
+        let gpa = Gpa::truncate(1 << 20);
+        let (bytes, size) = (WRITER, WRITER.len() as u64);
+        let image = Image {
+            arch: Arch::X86_64,
+            segments: vec![lacuna::boot::Segment { gpa, bytes, size }],
+            entry: gpa,
+        };
+        let vm = builder.build().unwrap();
+        let mut vcpus = vm.boot(&image, "").unwrap();
+        // A fault marks its page itself, so the logged writes are to present pages.
+        vcpus[0].run().unwrap();
+        set_logging_everywhere(&*vm, Logging::LAZY).unwrap();
+        let mut exit = None;
+        let events = recorded(|| exit = Some(vcpus[0].run().unwrap()));
+        let found = events.iter().filter(|event| event["name"] == name);
+        (exit.unwrap(), found.count())
+    }
+
+    #[test]
+    fn a_full_log_is_an_event() {
+        let mut builder = soft::VmBuilder::new(MEMORY, MEMORY);
+        let (exit, full) = written(&builder, "log is full");
+        assert!(matches!(exit, Exit::IoOut { .. }), "{exit:?}");
+        assert!(full > 0, "a log has 512 entries");
+        builder.delivery = ring();
+        let found = written(&builder, "dirty ring is full");
+        assert_eq!(found, (Exit::DirtyRingFull, 1));
+    }
+
+    #[test]
+    fn a_full_ring_of_kvm_is_an_event() {
+        if let Err(error) = kvm::available() {
+            lacuna_skip::skip_test(error);
+        }
+        let mut builder = kvm::VmBuilder::new(MEMORY, MEMORY);
+        builder.delivery = ring();
+        if let Err(error @ kvm::KvmError::NoRing) = builder.build() {
+            lacuna_skip::skip_test(error);
+        }
+        let found = written(&builder, "dirty ring is full");
+        assert_eq!(found, (Exit::DirtyRingFull, 1));
     }
 
     #[test]

@@ -1,21 +1,23 @@
 //! `--trace`: the engine's events of a run, as Perfetto reads them.
 
-use crate::guest::lacuna;
+use crate::guest::{has_kvm, lacuna};
 use lacuna_skip::test;
 use serde_json::Value;
 use std::path::Path;
 
 /// The events of a run of `verify` with these options, by time.
 fn events(options: &str) -> Vec<Value> {
+    events_of(&format!("verify --memory 8M --append rounds=2 {options}"))
+}
+
+/// The events of a run, by time.
+fn events_of(run: &str) -> Vec<Value> {
     if let Some(reason) = lacuna_guest::unavailable() {
         lacuna_skip::skip_test(reason);
     }
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("trace.json");
-    let output = lacuna(&format!(
-        "run verify --memory 8M --quiet --append rounds=2 --trace {} {options}",
-        path.display()
-    ));
+    let output = lacuna(&format!("run {run} --quiet --trace {}", path.display()));
     assert!(output.status.success(), "{output:?}");
     let mut events = read(&path);
     let names = events.iter().filter(|event| event["ph"] == "M");
@@ -50,6 +52,72 @@ fn only<'e>(events: &'e [Value], name: &str, args: &[(&str, &Value)]) -> &'e Val
     event.unwrap_or_else(|| panic!("no {name} {args:?}"))
 }
 
+fn has(events: &[Value], names: &[&str]) {
+    for name in names {
+        assert!(events.iter().any(|event| event["name"] == *name), "{name}");
+    }
+}
+
+/// The pages of each invalidation. Each has taken time.
+fn invalidated(events: &[Value]) -> Vec<u64> {
+    let spans = events.iter().filter(|event| event["name"] == "invalidate");
+    let pages = spans.map(|span| {
+        let pages = span["args"]["pages"].as_u64();
+        assert!(
+            pages > Some(0) && span["dur"].as_f64() > Some(0.0),
+            "{span}"
+        );
+        pages.unwrap()
+    });
+    pages.collect()
+}
+
+#[test]
+fn the_removal_of_a_gibibyte_is_one_invalidation() {
+    let events = events_of("hello --memory 1G --memory-kind memfd");
+    assert_eq!(invalidated(&events), [1 << 18]);
+}
+
+/// On kvm, KVM's worker retries the fault, and the thread of the userfaultfd brings the page.
+#[test]
+fn kvm_has_the_same_events() {
+    has_kvm();
+    let (_dir, source) = memory_file();
+    let events = events_of(&format!(
+        "verify --memory 8M --backend kvm --resident 6M --swap mem --exit-on-missing {source}"
+    ));
+    let names = [
+        "age",
+        "exit",
+        "batch is reclaimed",
+        "fault",
+        "read",
+        "accept",
+        "ready",
+    ];
+    has(&events, &names);
+    assert!(!invalidated(&events).is_empty());
+    let of = |name: &'static str| events.iter().filter(move |event| event["name"] == name);
+    assert!(of("page-not-present").count() > 0);
+    for absent in of("page-not-present").take(50) {
+        let args = &absent["args"];
+        let id = [("token", &args["token"]), ("vcpu", &args["vcpu"])];
+        let ready = only(&events, "page-ready", &id);
+        assert_eq!(ready["args"]["gfn"], args["gfn"]);
+        assert!(at(absent) <= at(ready));
+    }
+}
+
+/// A file of zeros as the page source of a guest of 8 MiB.
+fn memory_file() -> (tempfile::TempDir, String) {
+    let dir = tempfile::tempdir().unwrap();
+    let memory = dir.path().join("memory");
+    let file = std::fs::File::create(&memory).unwrap();
+    file.set_len(8 << 20).unwrap();
+    let source = format!("--pages-from file:{}", memory.display());
+    (dir, source)
+}
+
 #[test]
 fn a_token_is_followed_from_the_fault_to_page_ready() {
     let events = events("--resident 4M --apf on --swap mem,latency=1ms");
@@ -78,30 +146,17 @@ fn a_token_is_followed_from_the_fault_to_page_ready() {
         followed += 1;
     }
     assert!(followed > 0, "the guest has enabled async page faults");
-    let invalidated = events.iter().filter(|event| event["name"] == "invalidate");
-    let sizes = invalidated.map(|event| (event["args"]["pages"].as_u64(), event["dur"].as_f64()));
-    let sizes: Vec<_> = sizes.collect();
-    assert!(!sizes.is_empty());
-    for (pages, time) in sizes {
-        assert!(pages > Some(0) && time > Some(0.0), "{pages:?} {time:?}");
-    }
-    for name in ["age", "exit", "batch is reclaimed"] {
-        assert!(events.iter().any(|event| event["name"] == name), "{name}");
-    }
+    assert!(!invalidated(&events).is_empty());
+    has(
+        &events,
+        &["age", "exit", "batch is reclaimed", "fault is retried"],
+    );
 }
 
 #[test]
 fn a_token_of_an_exit_is_accepted_and_then_ready() {
-    let dir = tempfile::tempdir().unwrap();
-    let memory = dir.path().join("memory");
-    std::fs::File::create(&memory)
-        .unwrap()
-        .set_len(8 << 20)
-        .unwrap();
-    let events = events(&format!(
-        "--exit-on-missing --pages-from file:{}",
-        memory.display()
-    ));
+    let (_dir, source) = memory_file();
+    let events = events(&format!("--exit-on-missing {source}"));
     let accepted = events.iter().find(|event| event["name"] == "accept");
     let accepted = accepted.expect("the guest has enabled async page faults");
     let args = &accepted["args"];
